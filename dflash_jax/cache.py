@@ -1,0 +1,190 @@
+"""What a row remembers: keys and values of attention layers, the state of recurrent ones; and attention over it.
+
+A cache is read by a forward pass and written afterwards, by `KVCache.write` and `replay`, with the count of tokens that turned
+out to be valid. Prefill, plain decoding and verification are the same two steps, and a rejected draft was never written.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+# Context is read in pieces of this many positions, as many as the longest live row needs.
+CONTEXT_CHUNK = 256
+_MASKED = -1e30
+
+
+def round_capacity(positions: int) -> int:
+    """The smallest buffer length of at least ``positions`` that the context loop can walk."""
+    if positions <= CONTEXT_CHUNK:
+        return max(positions, 1)
+    return -(-positions // CONTEXT_CHUNK) * CONTEXT_CHUNK
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["k", "v"], meta_fields=["sinks", "ring"])
+@dataclass(frozen=True)
+class KVCache:
+    """Keys and values, [B, K, S, D]. Linear: slot = position. Ring: the first ``sinks`` positions stay, later ones go round.
+
+    A ring remembers the last S - sinks positions, whatever the length of the context.
+    """
+
+    k: jax.Array
+    v: jax.Array
+    sinks: int = 0
+    ring: bool = False
+
+    @classmethod
+    def create(
+        cls, rows: int, heads: int, head_dim: int, capacity: int, dtype, window: int | None = None, sinks: int = 0
+    ):
+        """``window``: how many last positions must be remembered; None, or one the capacity covers, gives a linear cache."""
+        ring = window is not None and sinks + window < capacity
+        size = round_capacity(sinks + window if ring else capacity)
+        ring = ring and size < capacity
+        zeros = jnp.zeros((rows, heads, size if ring else round_capacity(capacity), head_dim), dtype)
+        return cls(zeros, zeros, sinks if ring else 0, ring)
+
+    @property
+    def capacity(self) -> int:
+        return self.k.shape[2]
+
+    def slots(self, positions):
+        if not self.ring:
+            return positions
+        return jnp.where(
+            positions < self.sinks, positions, self.sinks + (positions - self.sinks) % (self.capacity - self.sinks)
+        )
+
+    def positions(self, slots, length):
+        """The position held by each slot [s] when positions 0 … length-1 were written, [B, s]; negative: none."""
+        if not self.ring:
+            return jnp.where(slots < length[:, None], slots, -1)
+        size = self.capacity - self.sinks
+        last = length[:, None] - 1 - self.sinks
+        offset = slots - self.sinks
+        turned = last - (last - offset) % size
+        return jnp.where(
+            offset < 0,
+            jnp.where(slots < length[:, None], slots, -1),
+            jnp.where((turned >= 0) & (last >= 0), turned + self.sinks, -1),
+        )
+
+    def write(self, k, v, positions, keep) -> "KVCache":
+        """Stores k, v [B, T, K, D] at ``positions`` [B, T] (ascending) where ``keep`` [B, T]; the rest leaves no trace."""
+        if self.ring:
+            # Of several tokens for one slot only the newest may land: scatter order is undefined.
+            last = jnp.max(jnp.where(keep, positions, -1), axis=1, keepdims=True)
+            keep = keep & ((positions < self.sinks) | (positions > last - (self.capacity - self.sinks)))
+        slots = jnp.where(keep, self.slots(positions), self.capacity)
+        rows = jnp.arange(k.shape[0])[:, None]
+
+        def put(buffer, new):
+            return buffer.at[rows, :, slots].set(new.astype(buffer.dtype), mode="drop")
+
+        return replace(self, k=put(self.k, k), v=put(self.v, v))
+
+
+def attend(q, k, v, own_mask, cache: KVCache | None, length, visible: Callable | None = None):
+    """Softmax attention of T new tokens over the cached context and over one another; float32 inside.
+
+    q [B, T, N, D]; k, v [B, T, K, D] of the new tokens themselves; ``own_mask`` bool, broadcastable to [B, T, T], every row
+    with at least its own key. ``length`` [B]: valid context positions; the loop reads no further than the longest.
+    ``visible(key_positions [B, 1, s]) → bool [B, T, s]`` restricts the context further. Returns [B, T, N, D].
+    """
+    b, t, n, d = q.shape
+    heads = k.shape[2]
+    q = q.reshape(b, t, heads, n // heads, d)
+
+    def fold(carry, k, v, mask):
+        """Adds keys k, v [B, K, s, D] under mask [B, T, s] to the running softmax."""
+        best, total, acc = carry
+        scores = jnp.einsum("btkrd,bksd->bkrts", q, k, preferred_element_type=jnp.float32) * d**-0.5
+        scores = jnp.where(mask[:, None, None], scores, _MASKED)
+        new_best = jnp.maximum(best, scores.max(-1))
+        weights = jnp.exp(scores - new_best[..., None])
+        scale = jnp.exp(best - new_best)
+        mixed = jnp.einsum("bkrts,bksd->bkrtd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+        return new_best, total * scale + weights.sum(-1), acc * scale[..., None] + mixed
+
+    shape = (b, heads, n // heads, t)
+    carry = (jnp.full(shape, _MASKED, jnp.float32), jnp.zeros(shape, jnp.float32), jnp.zeros((*shape, d), jnp.float32))
+    own = jnp.broadcast_to(own_mask, (b, t, t))
+    carry = fold(carry, k.swapaxes(1, 2), v.swapaxes(1, 2), own)
+    if cache is not None:
+        size = min(cache.capacity, CONTEXT_CHUNK)
+
+        def chunk(i, carry):
+            start = i * size
+            keys = jax.lax.dynamic_slice_in_dim(cache.k, start, size, axis=2)
+            values = jax.lax.dynamic_slice_in_dim(cache.v, start, size, axis=2)
+            held = cache.positions(start + jnp.arange(size), length)[:, None, :]
+            mask = jnp.broadcast_to(held >= 0, (b, t, size))
+            if visible is not None:
+                mask = mask & visible(held)
+            return fold(carry, keys, values, mask)
+
+        used = jnp.minimum(jnp.max(length), cache.capacity)
+        carry = jax.lax.fori_loop(0, (used + size - 1) // size, chunk, carry)
+    _, total, acc = carry
+    y = acc / total[..., None]
+    return jnp.moveaxis(y, 3, 1).reshape(b, t, n, d).astype(q.dtype)
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["recurrent", "conv"], meta_fields=[])
+@dataclass(frozen=True)
+class DeltaState:
+    """State of a Gated DeltaNet layer: ``recurrent`` float32 [B, G, R, Dk, Dv] (G key heads, R value heads on each) and the
+    last convolution inputs ``conv`` [B, kernel - 1, G, C]."""
+
+    recurrent: jax.Array
+    conv: jax.Array
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["k", "delta", "log_decay", "conv"], meta_fields=[])
+@dataclass(frozen=True)
+class DeltaRecord:
+    """What T tokens would do to a `DeltaState`: k [B, T, G, Dk], delta [B, T, G, R, Dv], log_decay [B, T, G, R] (float32) and
+    the convolution inputs conv [B, T, G, C]. Token j depends on tokens before it only, so any prefix may be kept."""
+
+    k: jax.Array
+    delta: jax.Array
+    log_decay: jax.Array
+    conv: jax.Array
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["k", "v"], meta_fields=[])
+@dataclass(frozen=True)
+class KVRecord:
+    """Keys and values of T tokens, [B, T, K, D]."""
+
+    k: jax.Array
+    v: jax.Array
+
+
+def replay(state: DeltaState, record: DeltaRecord, n) -> DeltaState:
+    """The state after the first n [B] recorded tokens, 0 ≤ n ≤ T: S·e^{c_n} + Σ_{j<n} e^{c_n - c_j} k_j ⊗ δ_j, c = cumsum(g)."""
+    t = record.k.shape[1]
+    kept = jnp.arange(t)[None] < n[:, None]
+    decay = jnp.where(kept[..., None, None], record.log_decay, 0.0)
+    upto = jnp.cumsum(decay, axis=1)
+    total = upto[:, -1]
+    # Selected, never multiplied by zero: what was not kept may hold anything.
+    delta = jnp.where(kept[..., None, None, None], record.delta * jnp.exp(total[:, None] - upto)[..., None], 0.0)
+    k = jnp.where(kept[..., None, None], record.k, 0.0)
+    added = jnp.einsum("btgk,btgrv->bgrkv", k, delta)
+    recurrent = state.recurrent * jnp.exp(total)[..., None, None] + added
+    window = jnp.concatenate([state.conv, record.conv.astype(state.conv.dtype)], axis=1)
+    taken = n[:, None] + jnp.arange(state.conv.shape[1])[None]
+    conv = jnp.take_along_axis(window, taken[..., None, None], axis=1)
+    return DeltaState(recurrent, conv)
+
+
+def commit_layer(cache, record, start, n):
+    """One layer's cache after the first n [B] recorded tokens, which stand at positions start [B] onwards."""
+    if isinstance(cache, DeltaState):
+        return replay(cache, record, n)
+    steps = jnp.arange(record.k.shape[1])[None]
+    return cache.write(record.k, record.v, start[:, None] + steps, steps < n[:, None])

@@ -1,0 +1,28 @@
+"""From what the user names, a path or a Hugging Face repo id, to a directory on this machine."""
+
+import re
+from pathlib import Path
+
+from dflash_jax.errors import InputError
+
+PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+
+
+def resolve(name: str | Path) -> Path:
+    """The directory of a checkpoint. A repo id goes through huggingface_hub: its cache, offline mode and token are honoured."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise InputError(f"{name} is a file: give the directory that holds config.json and the .safetensors files")
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)) or str(name).startswith("."):
+        raise InputError(
+            f"{name} does not exist; give a directory, or a Hugging Face repo id such as Qwen/Qwen3.6-35B-A3B"
+        )
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(str(name), allow_patterns=PATTERNS))
+    except Exception as e:  # the hub's client raises many unrelated types: all mean that the repo is not to be had
+        reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
+        raise InputError(f"{name} is neither a directory nor a repo that can be downloaded: {reason}") from None

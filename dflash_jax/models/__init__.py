@@ -1,0 +1,1 @@
+"""Models: parameters and pure forward passes; caches come from and go to the caller."""

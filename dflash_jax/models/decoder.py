@@ -1,0 +1,140 @@
+"""The target: embed → layers → norm → head, for every family, over a tuple of layer specs."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from dflash_jax.cache import DeltaState, KVCache, KVRecord, commit_layer
+from dflash_jax.config import AttentionSpec, GatedDeltaSpec, LayerSpec, MlpSpec, ModelConfig
+from dflash_jax.models.gated_delta import GatedDelta
+from dflash_jax.models.moe import Moe
+from dflash_jax.models.parts import Attention, Mlp, RMSNorm, normal, rope_angles
+
+Cache = tuple  # one KVCache or DeltaState per layer
+
+
+def init_layer_cache(spec: LayerSpec, rows: int, capacity: int, dtype):
+    mixer = spec.mixer
+    if isinstance(mixer, AttentionSpec):
+        return KVCache.create(rows, mixer.num_kv_heads, mixer.head_dim, capacity, dtype)
+    g, r = mixer.num_key_heads, mixer.values_per_key
+    return DeltaState(
+        jnp.zeros((rows, g, r, mixer.key_dim, mixer.value_dim), jnp.float32),
+        jnp.zeros((rows, mixer.conv_kernel - 1, g, mixer.channels_per_key), dtype),
+    )
+
+
+def init_cache(config: ModelConfig, rows: int, capacity: int, dtype) -> Cache:
+    """Empty caches for ``rows`` rows of ``capacity`` positions each."""
+    return tuple(init_layer_cache(spec, rows, capacity, dtype) for spec in config.layers)
+
+
+class DecoderLayer(nnx.Module):
+    def __init__(self, spec: LayerSpec, config: ModelConfig, rngs: nnx.Rngs, dtype):
+        self.spec = spec
+        hidden, eps, offset = config.hidden_size, config.norm_eps, config.norm_offset
+        self.input_norm = RMSNorm(hidden, eps, offset, dtype)
+        self.post_norm = RMSNorm(hidden, eps, offset, dtype)
+        if isinstance(spec.mixer, GatedDeltaSpec):
+            self.mixer = GatedDelta(spec.mixer, hidden, eps, rngs, dtype)
+        else:
+            self.mixer = Attention(spec.mixer, hidden, eps, offset, rngs, dtype)
+        if isinstance(spec.ffn, MlpSpec):
+            self.ffn = Mlp(spec.ffn.intermediate_size, hidden, rngs, dtype)
+        else:
+            self.ffn = Moe(spec.ffn, hidden, rngs, dtype)
+
+    def __call__(self, x, cache, length, valid, angles):
+        """x [B, T, H] → (x, record): tokens at positions length … length + T - 1 over a cache that stays as it is."""
+        h = self.input_norm(x)
+        if isinstance(self.spec.mixer, GatedDeltaSpec):
+            y, record = self.mixer(h, cache)
+        else:
+            causal = jnp.tril(jnp.ones((x.shape[1],) * 2, bool))
+            y, k, v = self.mixer(h, angles[self.spec.mixer.rope], causal, cache, length)
+            record = KVRecord(k, v)
+        x = x + y
+        h = self.post_norm(x)
+        ffn = self.ffn(h) if isinstance(self.spec.ffn, MlpSpec) else self.ffn(h, valid)
+        return x + ffn, record
+
+
+class Decoder(nnx.Module):
+    """A target language model. Holds parameters only; caches travel through arguments and results.
+
+    One pass serves prefill, plain decoding and verification: `verify` reads the caches and returns a record of what its tokens
+    would write, `commit` writes any prefix of it, and `extend` is both where the count is known beforehand.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype=jnp.float32):
+        self.config = config
+        self.embed = normal(rngs, (config.vocab_size, config.hidden_size), dtype)
+        self.layers = nnx.List([DecoderLayer(spec, config, rngs, dtype) for spec in config.layers])
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps, config.norm_offset, dtype)
+        if not config.tied_embeddings:
+            self.head = normal(rngs, (config.vocab_size, config.hidden_size), dtype)
+
+    def embed_tokens(self, tokens):
+        """int [B, T] → [B, T, H]."""
+        return self.embed[...][tokens]
+
+    def logits(self, hidden):
+        """[..., H] after the final norm → float32 [..., V]."""
+        head = self.embed[...] if self.config.tied_embeddings else self.head[...]
+        return jnp.einsum("...h,vh->...v", hidden, head, preferred_element_type=jnp.float32)
+
+    def _run(self, tokens, cache, length, n_valid, taps, positions, keep):
+        """``keep(layer cache, record)`` → what to return for that layer."""
+        x = tokens if jnp.issubdtype(tokens.dtype, jnp.floating) else self.embed_tokens(tokens)
+        t = x.shape[1]
+        steps = jnp.arange(t)[None]
+        if positions is None:
+            positions = length[:, None] + steps
+        valid = steps < n_valid[:, None]
+        # A row without work reads no context: the context loop follows the longest row that has some.
+        length = jnp.where(n_valid > 0, length, 0)
+        mixers = [spec.mixer for spec in self.config.layers]
+        angles = {m.rope: rope_angles(positions, m.rope) for m in mixers if isinstance(m, AttentionSpec)}
+        kept, tapped = [], {}
+        for i, (layer, layer_cache) in enumerate(zip(self.layers, cache, strict=True)):
+            x, record = layer(x, layer_cache, length, valid, angles)
+            kept.append(keep(layer_cache, record))
+            if i in taps:
+                tapped[i] = x
+        features = jnp.stack([tapped[i] for i in taps], axis=2) if taps else None
+        return self.norm(x), features, tuple(kept)
+
+    def verify(self, tokens, cache: Cache, length, n_valid, taps: tuple[int, ...] = (), positions=None):
+        """T tokens per row behind ``length`` [B] cached ones, of which the first n_valid [B] matter; caches are only read.
+
+        tokens: int [B, T], or embeddings [B, T, H]; ``positions``: rotary positions [B, T] or [3, B, T] where they are not
+        the cache positions. Returns hidden [B, T, H] after the final norm, features [B, T, taps, H] (outputs of the tapped
+        layers, before any norm; None without taps) and the record for `commit`.
+        """
+        return self._run(tokens, cache, length, n_valid, taps, positions, lambda _, record: record)
+
+    def commit(self, cache: Cache, record: tuple, length, n) -> Cache:
+        """The caches after the first n [B] tokens of a record that `verify` made at ``length``, 0 ≤ n ≤ T."""
+        return tuple(commit_layer(c, r, length, n) for c, r in zip(cache, record, strict=True))
+
+    def extend(self, tokens, cache: Cache, length, n_valid, taps: tuple[int, ...] = (), positions=None):
+        """`verify` and `commit` of n_valid tokens in one, layer by layer: (hidden, features, caches)."""
+        return self._run(
+            tokens, cache, length, n_valid, taps, positions, lambda c, r: commit_layer(c, r, length, n_valid)
+        )
+
+    def __call__(self, tokens, taps: tuple[int, ...] = ()):
+        """Whole sequences from their beginning, without caches: (hidden [B, T, H], features). Differentiable."""
+        b, t = tokens.shape[:2]
+        zero = jnp.zeros((b,), jnp.int32)
+        fresh = (
+            None if isinstance(s.mixer, AttentionSpec) else init_layer_cache(s, b, 1, self.embed[...].dtype)
+            for s in self.config.layers
+        )
+        hidden, features, _ = self._run(tokens, tuple(fresh), zero, zero + t, taps, None, lambda c, r: None)
+        return hidden, features
+
+
+def abstract_decoder(config: ModelConfig, dtype=jnp.float32) -> Decoder:
+    """The module with shapes for arrays: what a loader fills, and what counts parameters without memory."""
+    return jax.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=dtype))

@@ -1,0 +1,183 @@
+"""The DFlash drafter (arXiv 2602.06036): a small block-diffusion transformer that reads the target's hidden features.
+
+It fills a block ``[last token, MASK, …]`` in one pass. In each layer the keys and values of the context come from the target's
+features, not from the drafter's own stream; only the block itself runs through queries, output projection and MLP.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from dflash_jax.cache import KVCache
+from dflash_jax.config import DraftConfig, DraftLayerSpec
+from dflash_jax.models.parts import Attention, Mlp, RMSNorm, normal, rope_angles
+
+DraftCache = tuple  # one KVCache per drafter layer
+
+
+@dataclass(frozen=True)
+class DraftWindow:
+    """Bounds the context a drafter sees to the last ``size`` positions before the block and the first ``sinks``."""
+
+    size: int | None = None
+    sinks: int = 0
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Drafted tokens int [B, W - 1] for the positions behind the last known token.
+
+    ``parents`` and ``scores`` are for drafters that propose trees or candidates; a chain leaves them None.
+    """
+
+    tokens: jax.Array
+    parents: jax.Array | None = None
+    scores: jax.Array | None = None
+
+
+class Drafting(Protocol):
+    """What the speculative loop asks of any drafter."""
+
+    taps: tuple[int, ...]
+
+    def init_cache(self, rows: int, capacity: int, dtype, window: DraftWindow) -> DraftCache: ...
+
+    def extend(self, cache: DraftCache, features, tokens, positions, keep) -> DraftCache: ...
+
+    def propose(
+        self, cache: DraftCache, last, start, width, slots: int, borrowed: "Borrowed", window: DraftWindow
+    ) -> Proposal: ...
+
+
+@dataclass(frozen=True)
+class Borrowed:
+    """What a drafter without embedding and head takes from the target, and how a draft is chosen from logits.
+
+    ``choose(logits [B, W - 1, V], positions [B, W - 1]) → int [B, W - 1]``.
+    """
+
+    embed: Callable
+    logits: Callable
+    choose: Callable
+
+
+class DraftLayer(nnx.Module):
+    def __init__(self, spec: DraftLayerSpec, config: DraftConfig, rngs: nnx.Rngs, dtype):
+        self.spec = spec
+        self.input_norm = RMSNorm(config.hidden_size, config.norm_eps, 0.0, dtype)
+        self.post_norm = RMSNorm(config.hidden_size, config.norm_eps, 0.0, dtype)
+        self.mixer = Attention(spec.attention, config.hidden_size, config.norm_eps, 0.0, rngs, dtype)
+        self.ffn = Mlp(spec.intermediate_size, config.hidden_size, rngs, dtype)
+
+    def block_mask(self, width, slots: int):
+        """bool [B, slots, slots] or [slots, slots]: which block slots see one another; ``width`` [B] live slots a row."""
+        query, key = jnp.arange(slots)[:, None], jnp.arange(slots)[None]
+        mask = key <= query if self.spec.causal else jnp.ones((slots, slots), bool)
+        if self.spec.window is not None:
+            mask = mask & (jnp.abs(query - key) < self.spec.window)
+        # A slot past the width still sees itself, so that its softmax is defined.
+        return mask & ((key < width[:, None, None]) | (key == query))
+
+    def sees_context(self, held, positions, start, window: DraftWindow):
+        """bool [B, T, s]: which context positions ``held`` [B, 1, s] the queries at ``positions`` [B, T] see."""
+        seen = (held >= 0) & (held < start[:, None, None])
+        if self.spec.window is not None:
+            seen = seen & (held > positions[..., None] - self.spec.window)
+        if window.size is not None:
+            seen = seen & ((held >= start[:, None, None] - window.size) | (held < window.sinks))
+        return seen
+
+    def __call__(self, x, mask, angles, cache: KVCache | None, start, visible):
+        y, _, _ = self.mixer(self.input_norm(x), angles[self.spec.attention.rope], mask, cache, start, visible)
+        x = x + y
+        return x + self.ffn(self.post_norm(x))
+
+
+class Drafter(nnx.Module):
+    """DFlash drafter; implements `Drafting`. Parameters only: the context's keys and values are the caller's."""
+
+    def __init__(self, config: DraftConfig, *, rngs: nnx.Rngs, dtype=jnp.float32):
+        self.config = config
+        self.fc = normal(rngs, (config.hidden_size, len(config.target_layer_ids), config.hidden_size), dtype)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.norm_eps, 0.0, dtype)
+        self.layers = nnx.List([DraftLayer(spec, config, rngs, dtype) for spec in config.layers])
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps, 0.0, dtype)
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.config.target_layer_ids
+
+    def init_cache(self, rows: int, capacity: int, dtype, window: DraftWindow = DraftWindow()) -> DraftCache:
+        """Rings where a window bounds what a layer can see; their bytes do not grow with ``capacity``."""
+
+        def layer(spec: DraftLayerSpec):
+            bounds = [w for w in (spec.window, window.size) if w is not None]
+            attention = spec.attention
+            return KVCache.create(
+                rows,
+                attention.num_kv_heads,
+                attention.head_dim,
+                capacity,
+                dtype,
+                window=min(bounds) if bounds else None,
+                sinks=window.sinks if window.size is not None else 0,
+            )
+
+        return tuple(layer(spec) for spec in self.config.layers)
+
+    def context(self, features):
+        """Tapped features [B, T, taps, H] → the context stream H_t [B, T, H] that every layer's keys and values read."""
+        return self.hidden_norm(jnp.einsum("btxh,oxh->bto", features.astype(self.fc[...].dtype), self.fc[...]))
+
+    def _angles(self, positions):
+        return {spec.attention.rope: rope_angles(positions, spec.attention.rope) for spec in self.config.layers}
+
+    def context_keys_values(self, features, positions):
+        """(k, v) [B, T, K, D] of every layer for context tokens at ``positions`` [B, T]."""
+        context, angles = self.context(features), self._angles(positions)
+        return [layer.mixer.keys_values(context, angles[layer.spec.attention.rope]) for layer in self.layers]
+
+    def extend(self, cache: DraftCache, features, tokens, positions, keep) -> DraftCache:
+        """Adds verified tokens to the context: features [B, T, taps, H] at ``positions`` [B, T] where ``keep`` [B, T].
+
+        ``tokens`` [B, T] are for drafters that embed the context, which this one does not.
+        """
+        pairs = self.context_keys_values(features, positions)
+        return tuple(c.write(k, v, positions, keep) for c, (k, v) in zip(cache, pairs, strict=True))
+
+    def block(self, embedded, cache: DraftCache, start, width, window: DraftWindow = DraftWindow()):
+        """Hidden states [B, W, H], after the final norm, of an embedded block [B, W, H] whose first slot is position start [B]."""
+        slots = embedded.shape[1]
+        positions = start[:, None] + jnp.arange(slots)[None]
+        angles = self._angles(positions)
+        x = embedded
+        for layer, layer_cache in zip(self.layers, cache, strict=True):
+
+            def visible(held, layer=layer):
+                return layer.sees_context(held, positions, start, window)
+
+            x = layer(x, layer.block_mask(width, slots), angles, layer_cache, start, visible)
+        return self.norm(x)
+
+    def propose(
+        self, cache: DraftCache, last, start, width, slots: int, borrowed: Borrowed, window: DraftWindow = DraftWindow()
+    ):
+        """Drafts for the positions behind ``last`` [B], the token at position start [B]; the caches hold positions < start.
+
+        ``slots`` (static) is the compiled block, ``width`` [B] ≤ slots the part in use; what stands past it is meaningless.
+        """
+        masks = jnp.full((last.shape[0], slots - 1), self.config.mask_token_id, last.dtype)
+        hidden = self.block(
+            borrowed.embed(jnp.concatenate([last[:, None], masks], axis=1)), cache, start, width, window
+        )
+        positions = start[:, None] + 1 + jnp.arange(slots - 1)[None]
+        return Proposal(borrowed.choose(borrowed.logits(hidden[:, 1:]), positions))
+
+
+def abstract_drafter(config: DraftConfig, dtype=jnp.float32) -> Drafter:
+    """The module with shapes for arrays; see `decoder.abstract_decoder`."""
+    return jax.eval_shape(lambda: Drafter(config, rngs=nnx.Rngs(0), dtype=dtype))

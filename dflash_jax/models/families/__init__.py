@@ -1,0 +1,24 @@
+"""Families: one file each, with a reader of ``config.json`` and a table of weight names. Adding one is a file and a line here."""
+
+from dflash_jax.errors import InputError
+from dflash_jax.models.families import dflash, qwen3_5
+
+TARGETS = {
+    "qwen3_5_moe": qwen3_5,
+    "qwen3_5": qwen3_5,
+    "qwen3_5_moe_text": qwen3_5,
+    "qwen3_5_text": qwen3_5,
+}
+
+
+def target_family(raw: dict):
+    """The family module for a target's raw ``config.json``."""
+    model_type = raw.get("model_type")
+    if dflash.is_drafter(raw):
+        raise InputError(
+            "this is a DFlash drafter (its config has dflash_config): give it as the draft, not as the target"
+        )
+    if model_type not in TARGETS:
+        known = ", ".join(sorted(TARGETS))
+        raise InputError(f"unknown model_type {model_type!r}: the targets known here are {known}")
+    return TARGETS[model_type]

@@ -1,0 +1,120 @@
+"""DFlash drafters: every published layout of their ``config.json``, and their weight names."""
+
+from collections.abc import Collection
+
+from dflash_jax.config import AttentionSpec, DraftConfig, DraftLayerSpec, RopeSpec, YarnSpec
+from dflash_jax.errors import InputError
+from dflash_jax.models.families.names import Entry, Tensor, same
+from dflash_jax.models.families.qwen3_5 import attention_entries, mlp_entries
+
+
+def is_drafter(raw: dict) -> bool:
+    return "dflash_config" in raw or any("DFlash" in a for a in raw.get("architectures") or [])
+
+
+def default_taps(num_target: int, num_draft: int) -> tuple[int, ...]:
+    """The reference's evenly spread taps, for configs that do not list them."""
+    if num_draft == 1:
+        return (num_target // 2,)
+    return tuple(round(1 + i * (num_target - 4) / (num_draft - 1)) for i in range(num_draft))
+
+
+def read_rope(raw: dict, head_dim: int) -> RopeSpec:
+    parameters = raw.get("rope_parameters") or {}
+    scaling = {**(raw.get("rope_scaling") or {}), **parameters}
+    theta = float(parameters.get("rope_theta", raw.get("rope_theta", 10000.0)))
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind == "default":
+        return RopeSpec(theta, head_dim)
+    if kind != "yarn":
+        raise InputError(f"the drafter's rope_type {kind!r} is not known: it must be 'default' or 'yarn'")
+    yarn = YarnSpec(
+        factor=float(scaling["factor"]),
+        original_max_positions=int(scaling.get("original_max_position_embeddings") or raw["max_position_embeddings"]),
+        beta_fast=float(scaling.get("beta_fast") or 32.0),
+        beta_slow=float(scaling.get("beta_slow") or 1.0),
+        attention_factor=scaling.get("attention_factor"),
+    )
+    return RopeSpec(theta, head_dim, yarn=yarn)
+
+
+def read_layers(raw: dict, own: dict, depth: int) -> list[tuple[int | None, bool]]:
+    """(window, causal) of every layer.
+
+    Sliding: ``layer_types``, or all with ``use_swa`` where those say nothing. Causal: top-level ``is_causal``, else
+    ``dflash_config.causal``, else exactly the sliding layers.
+    """
+    kinds = raw.get("layer_types") or ["full_attention"] * depth
+    if len(kinds) != depth:
+        raise InputError(f"the drafter's layer_types has {len(kinds)} entries, num_hidden_layers is {depth}")
+    unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
+    if unknown:
+        raise InputError(f"the drafter's layer_types has {unknown}: known are full_attention and sliding_attention")
+    sliding = [kind == "sliding_attention" for kind in kinds]
+    if own.get("use_swa") and not any(sliding):
+        sliding = [True] * depth
+    window = own.get("swa_window_size") or raw.get("sliding_window")
+    if any(sliding) and not window:
+        raise InputError("the drafter has sliding layers but neither dflash_config.swa_window_size nor sliding_window")
+    causal = raw.get("is_causal")
+    if causal is None:
+        causal = own.get("causal")
+    return [(window if slides else None, slides if causal is None else bool(causal)) for slides in sliding]
+
+
+def read_config(raw: dict) -> DraftConfig:
+    """``config.json`` → DraftConfig. Keys inside ``dflash_config`` win over those at top level."""
+    own = raw.get("dflash_config") or {}
+
+    def need(key, default=None):
+        value = own.get(key, raw.get(key, default))
+        if value is None:
+            raise InputError(f"the drafter's config.json lacks {key!r}")
+        return value
+
+    depth = need("num_hidden_layers")
+    heads, hidden = need("num_attention_heads"), need("hidden_size")
+    head_dim = raw.get("head_dim") or hidden // heads
+    attention = AttentionSpec(heads, need("num_key_value_heads", heads), head_dim, read_rope(raw, head_dim))
+    unsupported = sorted({"conv_kernel_size", "selector_rank"} & {k for k, v in own.items() if v})
+    if unsupported:
+        raise InputError(
+            f"this is a DFlash2 drafter (dflash_config has {', '.join(unsupported)}): only DFlash is known here"
+        )
+    return DraftConfig(
+        hidden_size=hidden,
+        vocab_size=need("vocab_size"),
+        layers=tuple(
+            DraftLayerSpec(attention, need("intermediate_size"), window, causal)
+            for window, causal in read_layers(raw, own, depth)
+        ),
+        block_size=need("block_size"),
+        mask_token_id=need("mask_token_id"),
+        target_layer_ids=tuple(
+            own.get("target_layer_ids") or raw.get("target_layer_ids") or default_taps(need("num_target_layers"), depth)
+        ),
+        num_target_layers=need("num_target_layers"),
+        norm_eps=raw.get("rms_norm_eps", 1e-6),
+        max_positions=need("max_position_embeddings"),
+    )
+
+
+def is_skipped(name: str) -> bool:
+    """Embedding and head are borrowed from the target; some checkpoints carry copies."""
+    return name in ("embed_tokens.weight", "lm_head.weight", "model.embed_tokens.weight")
+
+
+def weight_names(config: DraftConfig, names: Collection[str] = ()) -> list[Entry]:
+    hidden, taps = config.hidden_size, len(config.target_layer_ids)
+    entries = [
+        Entry("fc", (hidden, taps, hidden), (Tensor("fc.weight", (hidden, taps * hidden)),)),
+        same("hidden_norm.weight", (hidden,), "hidden_norm.weight"),
+        same("norm.weight", (hidden,), "norm.weight"),
+    ]
+    for i, spec in enumerate(config.layers):
+        at = f"layers.{i}."
+        entries.append(same(f"{at}input_norm.weight", (hidden,), f"{at}input_layernorm.weight"))
+        entries.append(same(f"{at}post_norm.weight", (hidden,), f"{at}post_attention_layernorm.weight"))
+        entries += attention_entries(f"{at}mixer.", f"{at}self_attn.", spec.attention, hidden)
+        entries += mlp_entries(f"{at}ffn.", f"{at}mlp.", spec.intermediate_size, hidden)
+    return entries

@@ -1,0 +1,125 @@
+"""Gated DeltaNet: short convolution, gates and the delta rule, in one form for any number of tokens.
+
+Letters beyond `parts`: G key heads, R value heads on each, C convolution channels of a group (q, k and its R values), M chunk.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from dflash_jax.cache import DeltaRecord, DeltaState
+from dflash_jax.config import GatedDeltaSpec
+from dflash_jax.models.parts import normal, rms_norm
+
+CHUNK = 64
+
+
+def l2_normalise(x):
+    return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
+
+
+def unit_lower_inverse(a):
+    """Inverse of unit lower triangular matrices [..., M, M], M a power of two, by halving.
+
+    Direct block inversion: as stable as substitution, and log2(M) batched products deep instead of M steps.
+    """
+    m = a.shape[-1]
+    if m == 1:
+        return jnp.ones_like(a)
+    h = m // 2
+    flat = a.reshape(-1, m, m)
+    halves = unit_lower_inverse(jnp.concatenate([flat[:, :h, :h], flat[:, h:, h:]]))
+    first, second = jnp.split(halves, 2)
+    corner = -second @ (flat[:, h:, :h] @ first)
+    top = jnp.concatenate([first, jnp.zeros_like(corner)], axis=-1)
+    bottom = jnp.concatenate([corner, second], axis=-1)
+    return jnp.concatenate([top, bottom], axis=-2).reshape(a.shape)
+
+
+def delta_rule(q, k, v, beta, log_decay, state, chunk: int = CHUNK):
+    """The gated delta rule over T tokens, float32, in chunks (arXiv 2412.06464, section 3.3).
+
+    q, k [B, T, G, Dk]; v [B, T, G, R, Dv]; beta, log_decay [B, T, G, R]; state [B, G, R, Dk, Dv]. Equal to the recurrence
+    S ← e^g S; δ = β (v - Sᵀk); S ← S + k ⊗ δ; o = Sᵀq. Returns o and δ, both [B, T, G, R, Dv].
+    """
+    b, t = q.shape[:2]
+    m = min(chunk, 1 << (t - 1).bit_length())
+    count = -(-t // m)
+    pad = count * m - t
+
+    def split(x, order):
+        x = jnp.pad(x, [(0, 0), (0, pad)] + [(0, 0)] * (x.ndim - 2))
+        return jnp.einsum(order, x.reshape(b, count, m, *x.shape[2:]))
+
+    q, k = split(q, "bcmgk->cbgmk"), split(k, "bcmgk->cbgmk")
+    v = split(v, "bcmgrv->cbgrmv")
+    beta, log_decay = split(beta, "bcmgr->cbgrm"), split(log_decay, "bcmgr->cbgrm")
+
+    upto = jnp.cumsum(log_decay, axis=-1)
+    lower = jnp.tril(jnp.ones((m, m), bool))
+    # The exponent is masked before exp: above the diagonal it is positive and may overflow.
+    decay = jnp.exp(jnp.where(lower, upto[..., :, None] - upto[..., None, :], -jnp.inf))
+    gram = jnp.einsum("cbgik,cbgjk->cbgij", k, k)[:, :, :, None]
+    strict = jnp.tril(jnp.ones((m, m), bool), -1)
+    a = jnp.eye(m) + jnp.where(strict, beta[..., None] * gram * decay, 0.0)
+    inverse = unit_lower_inverse(a)
+    u = inverse @ (beta[..., None] * v)
+    w = inverse @ ((beta * jnp.exp(upto))[..., None] * k[:, :, :, None])
+    scores = jnp.einsum("cbgik,cbgjk->cbgij", q, k)[:, :, :, None] * decay
+    q_decayed = q[:, :, :, None] * jnp.exp(upto)[..., None]
+    k_rest = k[:, :, :, None] * jnp.exp(upto[..., -1:] - upto)[..., None]
+
+    def step(state, x):
+        u, w, scores, q_decayed, k_rest, last = x
+        delta = u - w @ state
+        out = q_decayed @ state + scores @ delta
+        state = state * jnp.exp(last)[..., None, None] + jnp.einsum("bgrmk,bgrmv->bgrkv", k_rest, delta)
+        return state, (out, delta)
+
+    xs = (u, w, scores, q_decayed, k_rest, upto[..., -1])
+    if count == 1:
+        out, delta = jax.tree.map(lambda y: y[None], step(state, jax.tree.map(lambda x: x[0], xs))[1])
+    else:
+        _, (out, delta) = jax.lax.scan(step, state, xs)
+
+    def join(x):
+        return jnp.einsum("cbgrmv->bcmgrv", x).reshape(b, count * m, *x.shape[2:4], x.shape[-1])[:, :t]
+
+    return join(out), join(delta)
+
+
+class GatedDelta(nnx.Module):
+    """The Gated DeltaNet mixer of Qwen3-Next and Qwen3.5. Never writes its state: it returns a record for `cache.replay`."""
+
+    def __init__(self, spec: GatedDeltaSpec, hidden: int, eps: float, rngs: nnx.Rngs, dtype):
+        self.spec, self.eps = spec, eps
+        g, r, dv = spec.num_key_heads, spec.values_per_key, spec.value_dim
+        self.qkv = normal(rngs, (g, spec.channels_per_key, hidden), dtype)
+        self.conv = normal(rngs, (g, spec.channels_per_key, spec.conv_kernel), dtype, 0.5)
+        self.z = normal(rngs, (g, r, dv, hidden), dtype)
+        self.beta_alpha = normal(rngs, (2, g, r, hidden), dtype)
+        self.a_log = nnx.Param(jnp.log(jax.random.uniform(rngs.params(), (g, r), jnp.float32, 1.0, 16.0)).astype(dtype))
+        self.dt_bias = nnx.Param(jnp.full((g, r), -3.0, dtype))
+        self.norm = nnx.Param(jnp.ones((dv,), dtype))
+        self.out = normal(rngs, (hidden, g, r, dv), dtype)
+
+    def __call__(self, x, state: DeltaState) -> tuple[jax.Array, DeltaRecord]:
+        """x [B, T, H] → (y [B, T, H], record)."""
+        spec = self.spec
+        b, t, _ = x.shape
+        inputs = jnp.einsum("bth,gch->btgc", x, self.qkv[...])
+        window = jnp.concatenate([state.conv.astype(x.dtype), inputs], axis=1)
+        taps = self.conv[...]
+        mixed = jax.nn.silu(sum(window[:, j : j + t] * taps[..., j] for j in range(spec.conv_kernel))).astype(
+            jnp.float32
+        )
+        q = l2_normalise(mixed[..., : spec.key_dim]) * spec.key_dim**-0.5
+        k = l2_normalise(mixed[..., spec.key_dim : 2 * spec.key_dim])
+        v = mixed[..., 2 * spec.key_dim :].reshape(b, t, spec.num_key_heads, spec.values_per_key, spec.value_dim)
+        beta, alpha = jnp.moveaxis(jnp.einsum("bth,xgrh->btxgr", x, self.beta_alpha[...]), 2, 0).astype(jnp.float32)
+        dt = jax.nn.softplus(alpha + self.dt_bias[...].astype(jnp.float32))
+        log_decay = -jnp.exp(self.a_log[...].astype(jnp.float32)) * dt
+        out, delta = delta_rule(q, k, v, jax.nn.sigmoid(beta), log_decay, state.recurrent)
+        z = jnp.einsum("bth,grvh->btgrv", x, self.z[...]).astype(jnp.float32)
+        y = (rms_norm(out, self.norm[...], self.eps) * jax.nn.silu(z)).astype(x.dtype)
+        return jnp.einsum("btgrv,hgrv->bth", y, self.out[...]), DeltaRecord(k, delta, log_decay, inputs)

@@ -1,0 +1,73 @@
+"""Mixture of experts: a float32 router, SwiGLU experts, and an optional gated shared expert."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from dflash_jax.config import MoeSpec
+from dflash_jax.models.parts import Mlp, normal
+
+
+def route(logits, spec: MoeSpec):
+    """Router logits [..., E] → the chosen experts' weights (float32) and ids, [..., experts_per_token]."""
+    weights, chosen = jax.lax.top_k(jax.nn.softmax(logits.astype(jnp.float32), axis=-1), spec.experts_per_token)
+    if spec.normalise_top_k:
+        weights = weights / weights.sum(-1, keepdims=True)
+    return weights, chosen
+
+
+def swiglu(x, gate_up, down):
+    """x [T, H], gate_up [2, F, H], down [H, F] → [T, H]."""
+    h = jnp.einsum("th,cfh->tcf", x, gate_up)
+    return jnp.einsum("tf,hf->th", jax.nn.silu(h[:, 0]) * h[:, 1], down)
+
+
+def experts_gathered(x, weights, chosen, gate_up, down):
+    """Few tokens: each token meets its own experts' rows, read once from where they lie.
+
+    Product and sum in float32, so that XLA fuses gather, product and reduction and copies no weight (on GPU).
+    """
+    pick = gate_up[chosen].astype(jnp.float32)
+    h = jnp.sum(pick * x.astype(jnp.float32)[:, None, None, None, :], axis=-1)
+    h = jax.nn.silu(h[:, :, 0]) * h[:, :, 1] * weights[..., None]
+    return jnp.sum(down[chosen].astype(jnp.float32) * h[:, :, None, :], axis=(1, 3)).astype(x.dtype)
+
+
+def experts_looped(x, weights, chosen, gate_up, down):
+    """Many tokens: one dense product per expert, the tokens that did not choose it selected away."""
+
+    def add(total, expert):
+        gate_up, down, index = expert
+        mine = chosen == index
+        weight = jnp.where(mine, weights, 0.0).sum(-1, keepdims=True)
+        return total + jnp.where(mine.any(-1, keepdims=True), weight * swiglu(x, gate_up, down), 0.0), None
+
+    total, _ = jax.lax.scan(add, jnp.zeros(x.shape, jnp.float32), (gate_up, down, jnp.arange(gate_up.shape[0])))
+    return total.astype(x.dtype)
+
+
+class Moe(nnx.Module):
+    def __init__(self, spec: MoeSpec, hidden: int, rngs: nnx.Rngs, dtype):
+        self.spec = spec
+        e, f = spec.num_experts, spec.intermediate_size
+        self.router = normal(rngs, (e, hidden), dtype)
+        self.gate_up = normal(rngs, (e, 2, f, hidden), dtype)
+        self.down = normal(rngs, (e, hidden, f), dtype)
+        if spec.shared_intermediate_size is not None:
+            self.shared = Mlp(spec.shared_intermediate_size, hidden, rngs, dtype)
+            self.shared_gate = normal(rngs, (hidden,), dtype)
+
+    def __call__(self, x, valid):
+        """x [B, T, H] → [B, T, H]; tokens where ``valid`` [B, T] is False go to no expert of their own."""
+        flat = x.reshape(-1, x.shape[-1])
+        logits = jnp.einsum("th,eh->te", flat, self.router[...], preferred_element_type=jnp.float32)
+        weights, chosen = route(logits, self.spec)
+        live = valid.reshape(-1, 1)
+        # An idle token follows the first live one: it then reads no expert that is not read anyway.
+        chosen = jnp.where(live, chosen, chosen[jnp.argmax(live[:, 0])])
+        form = experts_gathered if flat.shape[0] <= 16 else experts_looped
+        y = form(flat, weights, chosen, self.gate_up[...], self.down[...]).reshape(x.shape)
+        if self.spec.shared_intermediate_size is not None:
+            gate = jax.nn.sigmoid(jnp.einsum("bth,h->bt", x, self.shared_gate[...]))
+            y = y + gate[..., None] * self.shared(x)
+        return y

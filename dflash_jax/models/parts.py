@@ -1,0 +1,125 @@
+"""The pieces that every model here is made of: RMSNorm, rotary embedding, attention, SwiGLU.
+
+Dimension letters: B rows, T tokens of this call, S cached positions, H hidden, N heads, K KV heads, D head_dim, F FFN.
+Weights are stored ``[out, in]`` with head axes of their own, so that they shard without permutation.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from dflash_jax.cache import KVCache, attend
+from dflash_jax.config import AttentionSpec, RopeSpec
+
+
+def normal(rngs: nnx.Rngs, shape: tuple[int, ...], dtype, scale: float = 0.02) -> nnx.Param:
+    return nnx.Param(scale * jax.random.normal(rngs.params(), shape, dtype))
+
+
+def rms_norm(x, weight, eps: float, offset: float = 0.0):
+    """``(offset + weight) * x / sqrt(mean(x²) + eps)`` in float32, returned in x's dtype."""
+    x32 = x.astype(jnp.float32)
+    x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    return (x32 * (offset + weight.astype(jnp.float32))).astype(x.dtype)
+
+
+class RMSNorm(nnx.Module):
+    def __init__(self, size: int, eps: float, offset: float, dtype):
+        self.weight = nnx.Param(jnp.full((size,), 1.0 - offset, dtype))
+        self.eps, self.offset = eps, offset
+
+    def __call__(self, x):
+        return rms_norm(x, self.weight[...], self.eps, self.offset)
+
+
+def yarn_frequencies(rope: RopeSpec) -> tuple[jax.Array, float]:
+    """Inverse frequencies [dim / 2] and the factor on cos and sin (arXiv 2309.00071, section 3)."""
+    frequencies = rope.theta ** (-jnp.arange(0, rope.dim, 2, dtype=jnp.float32) / rope.dim)
+    yarn = rope.yarn
+    if yarn is None:
+        return frequencies, 1.0
+
+    def dimension(rotations: float) -> float:
+        return rope.dim * math.log(yarn.original_max_positions / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low = max(math.floor(dimension(yarn.beta_fast)), 0)
+    high = min(math.ceil(dimension(yarn.beta_slow)), rope.dim - 1)
+    ramp = (jnp.arange(rope.dim // 2, dtype=jnp.float32) - low) / max(high - low, 1e-3)
+    interpolated = jnp.clip(ramp, 0.0, 1.0)
+    factor = yarn.attention_factor
+    if factor is None:
+        factor = 0.1 * math.log(yarn.factor) + 1.0 if yarn.factor > 1 else 1.0
+    return frequencies * (1 - interpolated) + frequencies / yarn.factor * interpolated, factor
+
+
+def rope_angles(positions, rope: RopeSpec) -> tuple[jax.Array, jax.Array]:
+    """cos and sin, float32 [B, T, dim / 2], of positions [B, T] or [3, B, T] (time, height, width)."""
+    frequencies, factor = yarn_frequencies(rope)
+    if positions.ndim == 2:
+        positions = positions[None]
+    angles = positions.astype(jnp.float32)[..., None] * frequencies
+    if positions.shape[0] == 1:
+        angles = angles[0]
+    else:
+        index = jnp.arange(rope.dim // 2)
+        _, height, width = rope.sections or (rope.dim // 2, 0, 0)
+        is_height = (index % 3 == 1) & (index < 3 * height)
+        is_width = (index % 3 == 2) & (index < 3 * width)
+        angles = jnp.where(is_height, angles[1], jnp.where(is_width, angles[2], angles[0]))
+    return jnp.cos(angles) * factor, jnp.sin(angles) * factor
+
+
+def apply_rope(x, angles):
+    """Rotates the first dimensions of x [B, T, N, D]; ``angles`` from `rope_angles`."""
+    cos, sin = (a[:, :, None, :].astype(x.dtype) for a in angles)
+    half = cos.shape[-1]
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
+
+
+class Attention(nnx.Module):
+    """Attention of T new tokens over a cache and over one another. Pure: the caller decides what is kept of k and v."""
+
+    def __init__(self, spec: AttentionSpec, hidden: int, eps: float, norm_offset: float, rngs: nnx.Rngs, dtype):
+        self.spec = spec
+        n, k, d = spec.num_heads, spec.num_kv_heads, spec.head_dim
+        self.q = normal(rngs, (n, 2 if spec.gated else 1, d, hidden), dtype)
+        self.k = normal(rngs, (k, d, hidden), dtype)
+        self.v = normal(rngs, (k, d, hidden), dtype)
+        self.o = normal(rngs, (hidden, n, d), dtype)
+        if spec.qk_norm:
+            self.q_norm = RMSNorm(d, eps, norm_offset, dtype)
+            self.k_norm = RMSNorm(d, eps, norm_offset, dtype)
+
+    def keys_values(self, x, angles):
+        """k (normed, rotated) and v, [B, T, K, D], of x [B, T, H]."""
+        k = jnp.einsum("bth,kdh->btkd", x, self.k[...])
+        v = jnp.einsum("bth,kdh->btkd", x, self.v[...])
+        if self.spec.qk_norm:
+            k = self.k_norm(k)
+        return apply_rope(k, angles), v
+
+    def __call__(self, x, angles, own_mask, cache: KVCache | None, length, visible=None):
+        """x [B, T, H] → (y [B, T, H], k, v). Masks and ``visible`` as in `cache.attend`."""
+        q = jnp.einsum("bth,nxdh->btnxd", x, self.q[...])
+        gate = q[..., -1, :]
+        q = q[..., 0, :]
+        if self.spec.qk_norm:
+            q = self.q_norm(q)
+        k, v = self.keys_values(x, angles)
+        y = attend(apply_rope(q, angles), k, v, own_mask, cache, length, visible)
+        if self.spec.gated:
+            y = y * jax.nn.sigmoid(gate)
+        return jnp.einsum("btnd,hnd->bth", y, self.o[...]), k, v
+
+
+class Mlp(nnx.Module):
+    def __init__(self, intermediate: int, hidden: int, rngs: nnx.Rngs, dtype):
+        self.gate_up = normal(rngs, (2, intermediate, hidden), dtype)
+        self.down = normal(rngs, (hidden, intermediate), dtype)
+
+    def __call__(self, x):
+        gate_up = jnp.einsum("bth,cfh->btcf", x, self.gate_up[...])
+        return jnp.einsum("btf,hf->bth", jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :], self.down[...])

@@ -1,0 +1,191 @@
+"""Logits → processed distribution → token. All options are runtime data, per row; the draw needs no state.
+
+The noise of a draw is a function of (seed, absolute position, token id) alone. So the token drawn from a given distribution at a
+given position is the same whether it was drafted or not, at any width, in any batch; and a drafter that draws with the same noise
+agrees with the target more often than one that drafts greedily.
+"""
+
+from dataclasses import dataclass, field
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.extend.random import threefry2x32_p
+
+_ROW_FIELDS = [
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition",
+    "frequency",
+    "presence",
+    "seed",
+    "processed_logprobs",
+    "logit_bias",
+    "prompt_counts",
+    "output_counts",
+]
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=_ROW_FIELDS, meta_fields=[])
+@dataclass(frozen=True)
+class SamplingRows:
+    """Sampling options of B rows: [B], or [B, V] for the last three.
+
+    temperature 0 is greedy; top_k 0, top_p 1, min_p 0, repetition 1, frequency 0 and presence 0 are off. The counts are of the
+    tokens known so far: repetition looks at prompt and output, frequency and presence at the output only.
+    """
+
+    temperature: jax.Array
+    top_k: jax.Array
+    top_p: jax.Array
+    min_p: jax.Array
+    repetition: jax.Array
+    frequency: jax.Array
+    presence: jax.Array
+    seed: jax.Array
+    processed_logprobs: jax.Array
+    logit_bias: jax.Array
+    prompt_counts: jax.Array
+    output_counts: jax.Array
+
+    @classmethod
+    def greedy(cls, rows: int, vocab: int) -> "SamplingRows":
+        def full(value, dtype=jnp.float32):
+            return jnp.full((rows,), value, dtype)
+
+        counts = jnp.zeros((rows, vocab), jnp.int32)
+        return cls(
+            full(0), full(0, jnp.int32), full(1), full(0), full(1), full(0), full(0), full(0, jnp.uint32), full(False, bool),
+            jnp.zeros((rows, vocab)), counts, counts,
+        )  # fmt: skip
+
+
+def gumbel_noise(seed, positions, vocab: int):
+    """Standard Gumbel noise [B, T, V] from seed uint32 [B], positions int [B, T] and the token id: threefry, counter mode."""
+    shape = (*positions.shape, vocab)
+    key_hi = jnp.broadcast_to(seed[:, None, None], shape)
+    key_lo = jnp.broadcast_to(positions[..., None].astype(jnp.uint32), shape)
+    ids = jnp.broadcast_to(jnp.arange(vocab, dtype=jnp.uint32), shape)
+    bits, _ = threefry2x32_p.bind(key_hi, key_lo, ids, jnp.zeros(shape, jnp.uint32))
+    # u in (0, 1); the exponential -log1p(-u) keeps its precision where it matters, near 0.
+    u = jnp.minimum((bits.astype(jnp.float32) + 0.5) * 2.0**-32, 1.0 - 2.0**-24)
+    return -jnp.log(-jnp.log1p(-u))
+
+
+def _ordered(x):
+    """float32 → int32 with the same order."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+    return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+def _largest_threshold(values, enough):
+    """The largest threshold t [..., 1] (in `_ordered` keys) for which ``enough(values >= t)`` holds; found by bisection.
+
+    ``enough(kept bool [..., V]) → bool [..., 1]`` must hold for lower thresholds wherever it holds for higher ones. Exact, and
+    without a sort of the vocabulary: 32 comparisons.
+    """
+    keys = _ordered(values)
+    low = jnp.full((*values.shape[:-1], 1), -(2**31), jnp.int32)
+    high = jnp.full_like(low, 2**31 - 1)
+
+    def halve(_, bounds):
+        low, high = bounds
+        # The mean rounded up, without overflow.
+        middle = (low >> 1) + (high >> 1) + ((low | high) & 1)
+        fits = enough(keys >= middle)
+        return jnp.where(fits, middle, low), jnp.where(fits, high, middle - 1)
+
+    low, _ = jax.lax.fori_loop(0, 32, halve, (low, high))
+    return keys >= low
+
+
+def penalise(logits, rows: SamplingRows, block=None, known=None):
+    """Logit bias and penalties: float32 [B, T, V] → the same shape.
+
+    ``block`` int [B, T] are the tokens fed at these T places, of which the first ``known`` [B] are in the counts already: place i
+    is penalised for what the prefix up to i really holds, unverified drafts included.
+    """
+    prompt, output = rows.prompt_counts[:, None], rows.output_counts[:, None]
+    if block is not None:
+        place = jnp.arange(block.shape[1])
+        fresh = jax.nn.one_hot(block, logits.shape[-1], dtype=jnp.int32) * (place[None] >= known[:, None])[..., None]
+        output = output + jnp.cumsum(fresh, axis=1)
+    logits = logits + rows.logit_bias[:, None]
+    repetition = rows.repetition[:, None, None]
+    repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
+    logits = jnp.where((prompt > 0) | (output > 0), repeated, logits)
+    logits = logits - rows.frequency[:, None, None] * output
+    return logits - rows.presence[:, None, None] * (output > 0)
+
+
+def _filter(logits, rows: SamplingRows):
+    """Temperature, top-k, top-p, min-p, in this order; what is cut becomes -inf. Ties at a cut stay."""
+    greedy = (rows.temperature <= 0)[:, None, None]
+    logits = logits / jnp.where(greedy, 1.0, rows.temperature[:, None, None])
+    vocab = logits.shape[-1]
+
+    def cut(logits):
+        k = jnp.where(rows.top_k > 0, jnp.minimum(rows.top_k, vocab), vocab)[:, None, None]
+        kept = _largest_threshold(logits, lambda m: m.sum(-1, keepdims=True) >= k)
+        logits = jnp.where(kept, logits, -jnp.inf)
+        weights = jnp.exp(logits - logits.max(-1, keepdims=True))
+        # At top_p 1 rounding of the sum must not cut the tail.
+        mass = jnp.where(rows.top_p >= 1, -1.0, rows.top_p)[:, None, None] * weights.sum(-1, keepdims=True)
+        kept = _largest_threshold(weights, lambda m: jnp.where(m, weights, 0.0).sum(-1, keepdims=True) >= mass)
+        kept = kept & (weights >= rows.min_p[:, None, None]) & (logits > -jnp.inf)
+        return jnp.where(kept | greedy, logits, -jnp.inf)
+
+    cutting = ((rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0)) & (rows.temperature > 0)
+    return jax.lax.cond(cutting.any(), cut, lambda x: x, logits)
+
+
+def _unpack_mask(mask, vocab: int):
+    """uint32 [B, T, ceil(V / 32)], bit i of word w for token 32 w + i → bool [B, T, V]."""
+    bits = (mask[..., None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
+    return bits.reshape(*mask.shape[:-1], -1)[..., :vocab].astype(bool)
+
+
+def process(logits, rows: SamplingRows, block=None, known=None, mask=None):
+    """Raw logits float32 [B, T, V] → logits of the distribution that is drawn from (greedy rows: whose arg-max is taken).
+
+    ``block`` and ``known`` as in `penalise`; ``mask``: packed bits of the allowed tokens, uint32 [B, T, ceil(V / 32)].
+    """
+    penalised = (
+        (rows.repetition != 1) | (rows.frequency != 0) | (rows.presence != 0) | (rows.logit_bias != 0).any(-1)
+    ).any()
+    logits = jax.lax.cond(penalised, lambda x: penalise(x, rows, block, known), lambda x: x, logits)
+    if mask is not None:
+        logits = jnp.where(_unpack_mask(mask, logits.shape[-1]), logits, -jnp.inf)
+    return jax.lax.cond((rows.temperature > 0).any(), lambda x: _filter(x, rows), lambda x: x, logits)
+
+
+def choose(processed, rows: SamplingRows, positions):
+    """Processed logits [B, T, V] → tokens int32 [B, T] for absolute ``positions`` [B, T]."""
+
+    def draw(logits):
+        noise = gumbel_noise(rows.seed, positions, logits.shape[-1])
+        return jnp.argmax(logits + jnp.where((rows.temperature > 0)[:, None, None], noise, 0.0), axis=-1)
+
+    tokens = jax.lax.cond((rows.temperature > 0).any(), draw, lambda x: jnp.argmax(x, axis=-1), processed)
+    return tokens.astype(jnp.int32)
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["chosen", "ids", "values"], meta_fields=[])
+@dataclass(frozen=True)
+class Logprobs:
+    """Log-probability of the chosen token [..., T], and the n likeliest tokens with theirs [..., T, n]."""
+
+    chosen: jax.Array
+    ids: jax.Array
+    values: jax.Array = field()
+
+
+def logprobs(raw, processed, tokens, rows: SamplingRows, top: int) -> Logprobs:
+    """Of the raw distribution, or of the processed one in rows that ask for it. Nats."""
+    logits = jnp.where(rows.processed_logprobs[:, None, None], processed, raw)
+    values = jax.nn.log_softmax(logits, axis=-1)
+    chosen = jnp.take_along_axis(values, tokens[..., None], axis=-1)[..., 0]
+    best, ids = jax.lax.top_k(values, top)
+    return Logprobs(chosen, ids.astype(jnp.int32), best)

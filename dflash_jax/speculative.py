@@ -1,0 +1,295 @@
+"""The speculative loop: propose → verify → decide → commit, pure functions over one frozen state, inside one while_loop.
+
+Every function takes modules and a `DecodeState` and runs under the caller's own ``jax.jit``. Plain decoding is the same loop with
+a block of one and no drafter.
+
+The window. A round feeds the target a window of W tokens from position ``base`` on: the tokens known there (normally one, the last),
+then drafts. Everything before ``base`` is in the caches.
+
+Aligned windows (``Settings.aligned``, the reproducible mode). Then ``base`` moves in whole windows only: tokens verified since are
+fed again, in the same place of the same window, until it is full. What the target computes for a position then depends on the
+tokens before it alone, not on how many drafts were accepted along the way, so that the same bits come out with any drafter and
+with none.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from dflash_jax.models.decoder import Cache, Decoder, init_cache
+from dflash_jax.models.drafter import Borrowed, Drafting, DraftWindow
+from dflash_jax.sampling import Logprobs, SamplingRows, choose, logprobs, process
+
+# Stop ids a row may have.
+MAX_STOPS = 16
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is compiled in. ``window``: tokens a round feeds the target; ``top_logprobs``: -1 for none."""
+
+    window: int = 16
+    aligned: bool = False
+    top_logprobs: int = -1
+    draft_window: DraftWindow = DraftWindow()
+
+
+_STATE_FIELDS = [
+    "tokens", "length", "base", "prompt_length", "limit", "done", "width", "stops", "target", "draft", "hidden", "sampling",
+    "rounds", "accepted", "logprobs",
+]  # fmt: skip
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=_STATE_FIELDS, meta_fields=[])
+@dataclass(frozen=True)
+class DecodeState:
+    """B rows under way. int32 unless said otherwise.
+
+    tokens [B, L]; length [B]: tokens known; base [B]: tokens in the target's caches; prompt_length [B]; limit [B]: the length at
+    which the row ends; done bool [B]; width [B]: tokens a round may yield (1: plain decoding); stops [B, MAX_STOPS], padded
+    with -1; target, draft: caches; hidden [B, H]: of the last prompt token that was prefilled; rounds [B]; accepted [B, L]: tokens
+    that each round yielded; logprobs: `Logprobs` [B, L] or None.
+    """
+
+    tokens: jax.Array
+    length: jax.Array
+    base: jax.Array
+    prompt_length: jax.Array
+    limit: jax.Array
+    done: jax.Array
+    width: jax.Array
+    stops: jax.Array
+    target: Cache
+    draft: tuple
+    hidden: jax.Array
+    sampling: SamplingRows
+    rounds: jax.Array
+    accepted: jax.Array
+    logprobs: Logprobs | None = None
+
+
+def init_state(
+    target: Decoder,
+    drafter: Drafting | None,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int | Sequence[int],
+    *,
+    settings: Settings = Settings(),
+    width: int | Sequence[int] | None = None,
+    stops: Sequence[Sequence[int]] = (),
+    sampling: SamplingRows | None = None,
+    capacity: int | None = None,
+) -> DecodeState:
+    """A fresh state for ``prompts`` (token ids; an empty one makes an idle row). Decodes greedily unless ``sampling`` says more."""
+    rows = len(prompts)
+    new = [max_new_tokens] * rows if isinstance(max_new_tokens, int) else list(max_new_tokens)
+    capacity = capacity or max(len(p) + n for p, n in zip(prompts, new, strict=True))
+    dtype, vocab = target.embed[...].dtype, target.config.vocab_size
+    tokens = jnp.stack([jnp.pad(jnp.asarray(p, jnp.int32), (0, capacity - len(p))) for p in prompts])
+    lengths = jnp.asarray([len(p) for p in prompts], jnp.int32)
+    stops = [list(s) for s in stops] or [[]] * rows
+    zeros = jnp.zeros((rows,), jnp.int32)
+    top, record = settings.top_logprobs, None
+    if top >= 0:
+        record = Logprobs(
+            jnp.zeros((rows, capacity)), jnp.zeros((rows, capacity, top), jnp.int32), jnp.zeros((rows, capacity, top))
+        )
+    default_width = settings.window if drafter is not None else 1
+    counts = jax.vmap(lambda t, n: jnp.zeros((vocab,), jnp.int32).at[t].add(jnp.arange(capacity) < n))(tokens, lengths)
+    return DecodeState(
+        tokens=tokens,
+        length=lengths,
+        base=zeros,
+        prompt_length=lengths,
+        limit=lengths + jnp.asarray(new, jnp.int32),
+        done=lengths == 0,
+        width=jnp.broadcast_to(jnp.asarray(default_width if width is None else width, jnp.int32), (rows,)),
+        stops=jnp.asarray([s + [-1] * (MAX_STOPS - len(s)) for s in stops], jnp.int32),
+        target=init_cache(target.config, rows, capacity, dtype),
+        draft=drafter.init_cache(rows, capacity, dtype, settings.draft_window) if drafter is not None else (),
+        hidden=jnp.zeros((rows, target.config.hidden_size), dtype),
+        sampling=replace(sampling or SamplingRows.greedy(rows, vocab), prompt_counts=counts),
+        rounds=zeros,
+        accepted=jnp.zeros((rows, capacity), jnp.int32),
+        logprobs=record,
+    )
+
+
+def _rows(state: DecodeState):
+    return jnp.arange(state.tokens.shape[0])[:, None]
+
+
+def _window(state: DecodeState, size: int):
+    """int [B, size]: the token buffer from base on; past its end, whatever."""
+    places = jnp.minimum(state.base[:, None] + jnp.arange(size), state.tokens.shape[1] - 1)
+    return jnp.take_along_axis(state.tokens, places, axis=1)
+
+
+def prefill_chunk(target: Decoder, drafter: Drafting | None, state: DecodeState, size: int) -> DecodeState:
+    """Feeds the next ``size`` (static) prompt tokens of every row that has some left."""
+    n = jnp.clip(state.prompt_length - state.base, 0, size)
+    tokens = _window(state, size)
+    taps = drafter.taps if drafter is not None else ()
+    hidden, features, caches = target.extend(tokens, state.target, state.base, n, taps)
+    draft = state.draft
+    if drafter is not None:
+        steps = jnp.arange(size)[None]
+        draft = drafter.extend(draft, features, tokens, state.base[:, None] + steps, steps < n[:, None])
+    last = jnp.take_along_axis(hidden, jnp.maximum(n - 1, 0)[:, None, None], axis=1)[:, 0]
+    hidden = jnp.where((n > 0)[:, None], last, state.hidden)
+    return replace(state, target=caches, draft=draft, hidden=hidden, base=state.base + n)
+
+
+def first_token(target: Decoder, state: DecodeState, mask=None) -> DecodeState:
+    """Draws the first new token of every live row from the prompt's last hidden state."""
+    raw = target.logits(state.hidden[:, None])
+    processed = process(raw, state.sampling, mask=mask)
+    tokens = choose(processed, state.sampling, state.length[:, None])
+    return _append(state, tokens, jnp.zeros_like(state.length), (~state.done).astype(jnp.int32), raw, processed)
+
+
+def _append(state: DecodeState, samples, first, offered, raw, processed) -> DecodeState:
+    """Appends samples[first : first + offered] of each row, up to a stop or the limit; updates counts, logprobs and ``done``.
+
+    samples [B, W]; first, offered [B]; raw, processed [B, W, V]. Leaves caches, base, rounds and accepted alone.
+    """
+    width = samples.shape[1]
+    order = jnp.arange(width)[None] - first[:, None]
+    offered = jnp.minimum(offered, state.limit - state.length)
+    inside = (order >= 0) & (order < offered[:, None])
+    stop = inside & (samples[..., None] == state.stops[:, None]).any(-1)
+    # Everything up to and with the first stop.
+    taken = inside & (jnp.cumsum(stop, axis=1) - stop == 0)
+    count = taken.sum(1)
+    places = jnp.where(taken, state.length[:, None] + order, state.tokens.shape[1])
+    rows = _rows(state)
+    sampling = state.sampling
+    counted = jnp.where(taken, samples, sampling.output_counts.shape[1])
+    length = state.length + count
+    record = state.logprobs
+    if record is not None:
+        new = logprobs(raw, processed, samples, sampling, record.ids.shape[-1])
+        record = jax.tree.map(lambda old, x: old.at[rows, places].set(x, mode="drop"), record, new)
+    return replace(
+        state,
+        tokens=state.tokens.at[rows, places].set(samples, mode="drop"),
+        length=length,
+        done=state.done | (stop & taken).any(1) | (length >= state.limit),
+        sampling=replace(sampling, output_counts=sampling.output_counts.at[rows, counted].add(1, mode="drop")),
+        logprobs=record,
+    )
+
+
+def propose(target: Decoder, drafter: Drafting, state: DecodeState, settings: Settings):
+    """The window int [B, W] with drafts behind the known tokens."""
+    size = settings.window
+    known = state.length - state.base
+
+    def draws(logits, positions):
+        return choose(process(logits, state.sampling), state.sampling, positions)
+
+    start = jnp.where(state.done, 0, state.length - 1)
+    last = jnp.take_along_axis(state.tokens, start[:, None], axis=1)[:, 0]
+    borrowed = Borrowed(target.embed_tokens, target.logits, draws)
+    proposal = drafter.propose(state.draft, last, start, state.width, size, borrowed, settings.draft_window)
+    # The first draft follows the last known token: place `known` of the window.
+    places = jnp.arange(size)[None] - known[:, None]
+    drafts = jnp.take_along_axis(proposal.tokens, jnp.clip(places, 0, size - 2), axis=1)
+    return jnp.where(places < 0, _window(state, size), drafts)
+
+
+def verify(target: Decoder, state: DecodeState, block, taps: tuple[int, ...] = ()):
+    """One pass over the window: (logits float32 [B, W, V], features, record). Rows that are done take no part."""
+    n = jnp.where(state.done, 0, jnp.minimum(state.length - state.base + state.width - 1, block.shape[1]))
+    hidden, features, record = target.verify(block, state.target, state.base, n, taps)
+    return target.logits(hidden), features, record
+
+
+def decide(state: DecodeState, block, logits, mask=None) -> DecodeState:
+    """Draws at every place of the window, accepts drafts while they equal the draws, and appends them with the draw behind."""
+    size = block.shape[1]
+    known = state.length - state.base
+    processed = process(logits, state.sampling, block, known, mask)
+    samples = choose(processed, state.sampling, state.base[:, None] + 1 + jnp.arange(size)[None])
+    place = jnp.arange(size)[None]
+    is_draft = (place >= known[:, None]) & (place < (known + state.width - 1)[:, None])
+    agrees = jnp.concatenate([jnp.ones_like(known)[:, None] > 0, samples[:, :-1] == block[:, 1:]], axis=1)
+    # Known tokens count as agreeing, so that the run of agreement ends at the first wrong draft.
+    run = jnp.cumprod((agrees & is_draft) | (place < known[:, None]), axis=1).sum(1)
+    offered = jnp.where(state.done, 0, run - known + 1)
+    after = _append(state, samples, known - 1, offered, logits, processed)
+    yielded = after.length - state.length
+    slot = jnp.where(yielded > 0, state.rounds, state.accepted.shape[1])
+    return replace(
+        after,
+        accepted=state.accepted.at[jnp.arange(len(slot)), slot].set(yielded, mode="drop"),
+        rounds=state.rounds + (yielded > 0),
+    )
+
+
+def commit(
+    target: Decoder,
+    drafter: Drafting | None,
+    before: DecodeState,
+    after: DecodeState,
+    block,
+    features,
+    record,
+    settings,
+):
+    """Writes what was accepted between ``before`` and ``after`` into the caches."""
+    size = block.shape[1]
+    yielded = after.length - before.length
+    if settings.aligned:
+        n = jnp.where(after.length - before.base > size, size, 0)
+    else:
+        n = yielded
+    caches = target.commit(before.target, record, before.base, n)
+    draft = before.draft
+    if drafter is not None:
+        steps = jnp.arange(size)[None]
+        keep = (steps < (after.length - 1 - before.base)[:, None]) & (yielded > 0)[:, None]
+        draft = drafter.extend(draft, features, block, before.base[:, None] + steps, keep)
+    return replace(after, target=caches, draft=draft, base=before.base + n)
+
+
+def decode_round(
+    target: Decoder, drafter: Drafting | None, state: DecodeState, settings: Settings = Settings(), mask=None
+):
+    """One round: every live row gains 1 to ``width`` tokens. ``mask`` as in `sampling.process`, [B, W, ceil(V / 32)]."""
+    if drafter is not None and settings.window > 1:
+        block = propose(target, drafter, state, settings)
+    else:
+        block = _window(state, settings.window)
+    logits, features, record = verify(target, state, block, drafter.taps if drafter is not None else ())
+    after = decide(state, block, logits, mask)
+    return commit(target, drafter, state, after, block, features, record, settings)
+
+
+def decode(
+    target: Decoder,
+    drafter: Drafting | None,
+    state: DecodeState,
+    rounds,
+    new_tokens=None,
+    settings: Settings = Settings(),
+) -> DecodeState:
+    """Rounds on the device until every row is done, ``rounds`` have run, or a row has gained about ``new_tokens``.
+
+    ``rounds`` and ``new_tokens`` are runtime data; with ``new_tokens`` no row gains more than that.
+    """
+    start = state.length
+
+    def more(carry):
+        i, state = carry
+        room = True if new_tokens is None else (state.length - start).max() + settings.window <= new_tokens
+        return (i < rounds) & ~state.done.all() & room
+
+    def body(carry):
+        i, state = carry
+        return i + 1, decode_round(target, drafter, state, settings)
+
+    return jax.lax.while_loop(more, body, (jnp.int32(0), state))[1]

@@ -1,0 +1,1 @@
+"""Training: data, anchors and masks, losses, steps, evaluation. Nothing outside imports it."""
