@@ -44,8 +44,9 @@ class KVCache:
         ring = window is not None and sinks + window < capacity
         size = round_capacity(sinks + window if ring else capacity)
         ring = ring and size < capacity
-        zeros = jnp.zeros((rows, heads, size if ring else round_capacity(capacity), head_dim), dtype)
-        return cls(zeros, zeros, sinks if ring else 0, ring)
+        shape = (rows, heads, size if ring else round_capacity(capacity), head_dim)
+        # Two arrays, not one twice: the state that holds them is donated.
+        return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), sinks if ring else 0, ring)
 
     @property
     def capacity(self) -> int:

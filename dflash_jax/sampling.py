@@ -10,6 +10,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.random import threefry2x32_p
 
 _ROW_FIELDS = [
@@ -52,14 +53,23 @@ class SamplingRows:
 
     @classmethod
     def greedy(cls, rows: int, vocab: int) -> "SamplingRows":
-        def full(value, dtype=jnp.float32):
-            return jnp.full((rows,), value, dtype)
+        def full(value, dtype=np.float32):
+            return jnp.asarray(np.full((rows,), value, dtype))
 
-        counts = jnp.zeros((rows, vocab), jnp.int32)
         return cls(
-            full(0), full(0, jnp.int32), full(1), full(0), full(1), full(0), full(0), full(0, jnp.uint32), full(False, bool),
-            jnp.zeros((rows, vocab)), counts, counts,
-        )  # fmt: skip
+            temperature=full(0),
+            top_k=full(0, np.int32),
+            top_p=full(1),
+            min_p=full(0),
+            repetition=full(1),
+            frequency=full(0),
+            presence=full(0),
+            seed=full(0, np.uint32),
+            processed_logprobs=full(False, bool),
+            logit_bias=jnp.zeros((rows, vocab)),
+            prompt_counts=jnp.zeros((rows, vocab), jnp.int32),
+            output_counts=jnp.zeros((rows, vocab), jnp.int32),
+        )
 
 
 def gumbel_noise(seed, positions, vocab: int):

@@ -18,6 +18,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dflash_jax.models.decoder import Cache, Decoder, init_cache
 from dflash_jax.models.drafter import Borrowed, Drafting, DraftWindow
@@ -87,32 +88,36 @@ def init_state(
     rows = len(prompts)
     new = [max_new_tokens] * rows if isinstance(max_new_tokens, int) else list(max_new_tokens)
     capacity = capacity or max(len(p) + n for p, n in zip(prompts, new, strict=True))
-    dtype, vocab = target.embed[...].dtype, target.config.vocab_size
-    tokens = jnp.stack([jnp.pad(jnp.asarray(p, jnp.int32), (0, capacity - len(p))) for p in prompts])
-    lengths = jnp.asarray([len(p) for p in prompts], jnp.int32)
-    stops = [list(s) for s in stops] or [[]] * rows
-    zeros = jnp.zeros((rows,), jnp.int32)
-    top, record = settings.top_logprobs, None
-    if top >= 0:
-        record = Logprobs(
-            jnp.zeros((rows, capacity)), jnp.zeros((rows, capacity, top), jnp.int32), jnp.zeros((rows, capacity, top))
-        )
+    dtype, vocab, top = target.embed[...].dtype, target.config.vocab_size, settings.top_logprobs
     default_width = settings.window if drafter is not None else 1
-    counts = jax.vmap(lambda t, n: jnp.zeros((vocab,), jnp.int32).at[t].add(jnp.arange(capacity) < n))(tokens, lengths)
+    # Host arrays: nothing is compiled for them.
+    lengths = np.array([len(p) for p in prompts], np.int32)
+    tokens, counts = np.zeros((rows, capacity), np.int32), np.zeros((rows, vocab), np.int32)
+    stop_ids = np.full((rows, MAX_STOPS), -1, np.int32)
+    for i, prompt in enumerate(prompts):
+        tokens[i, : len(prompt)] = prompt
+        np.add.at(counts[i], np.array(prompt, np.int32), 1)
+    for i, ids in enumerate(stops):
+        stop_ids[i, : len(ids)] = ids
+    zeros = jnp.zeros((rows,), jnp.int32)
+    record = None
+    if top >= 0:
+        values, ids = jnp.zeros((rows, capacity, top)), jnp.zeros((rows, capacity, top), jnp.int32)
+        record = Logprobs(jnp.zeros((rows, capacity)), ids, values)
     return DecodeState(
-        tokens=tokens,
-        length=lengths,
+        tokens=jnp.asarray(tokens),
+        length=jnp.asarray(lengths),
         base=zeros,
-        prompt_length=lengths,
-        limit=lengths + jnp.asarray(new, jnp.int32),
-        done=lengths == 0,
-        width=jnp.broadcast_to(jnp.asarray(default_width if width is None else width, jnp.int32), (rows,)),
-        stops=jnp.asarray([s + [-1] * (MAX_STOPS - len(s)) for s in stops], jnp.int32),
+        prompt_length=jnp.array(lengths),
+        limit=jnp.asarray(lengths + np.array(new, np.int32)),
+        done=jnp.asarray(lengths == 0),
+        width=jnp.asarray(np.broadcast_to(np.array(default_width if width is None else width, np.int32), (rows,))),
+        stops=jnp.asarray(stop_ids),
         target=init_cache(target.config, rows, capacity, dtype),
         draft=drafter.init_cache(rows, capacity, dtype, settings.draft_window) if drafter is not None else (),
         hidden=jnp.zeros((rows, target.config.hidden_size), dtype),
-        sampling=replace(sampling or SamplingRows.greedy(rows, vocab), prompt_counts=counts),
-        rounds=zeros,
+        sampling=replace(sampling or SamplingRows.greedy(rows, vocab), prompt_counts=jnp.asarray(counts)),
+        rounds=jnp.copy(zeros),
         accepted=jnp.zeros((rows, capacity), jnp.int32),
         logprobs=record,
     )
@@ -293,3 +298,34 @@ def decode(
         return i + 1, decode_round(target, drafter, state, settings)
 
     return jax.lax.while_loop(more, body, (jnp.int32(0), state))[1]
+
+
+@partial(
+    jax.tree_util.register_dataclass, data_fields=["tokens", "count", "accepted", "rounds", "done"], meta_fields=[]
+)
+@dataclass(frozen=True)
+class Report:
+    """What a dispatch brought, small enough to read back every time: the new tokens [B, C] (``count`` [B] of them), what each of
+    its ``rounds`` [B] yielded, accepted [B, C], and ``done`` bool [B]."""
+
+    tokens: jax.Array
+    count: jax.Array
+    accepted: jax.Array
+    rounds: jax.Array
+    done: jax.Array
+
+
+def report(before_length, before_rounds, state: DecodeState, size: int) -> Report:
+    """The difference between now and then, at most ``size`` (static) tokens a row."""
+
+    def since(buffer, start):
+        places = jnp.minimum(start[:, None] + jnp.arange(size), buffer.shape[1] - 1)
+        return jnp.take_along_axis(buffer, places, axis=1)
+
+    return Report(
+        since(state.tokens, before_length),
+        state.length - before_length,
+        since(state.accepted, before_rounds),
+        state.rounds - before_rounds,
+        state.done,
+    )

@@ -101,18 +101,26 @@ class Attention(nnx.Module):
             k = self.k_norm(k)
         return apply_rope(k, angles), v
 
-    def __call__(self, x, angles, own_mask, cache: KVCache | None, length, visible=None):
-        """x [B, T, H] → (y [B, T, H], k, v). Masks and ``visible`` as in `cache.attend`."""
+    def queries(self, x, angles):
+        """q (normed, rotated) and the raw output gate (None where there is none), [B, T, N, D], of x [B, T, H]."""
         q = jnp.einsum("bth,nxdh->btnxd", x, self.q[...])
-        gate = q[..., -1, :]
+        gate = q[..., 1, :] if self.spec.gated else None
         q = q[..., 0, :]
         if self.spec.qk_norm:
             q = self.q_norm(q)
-        k, v = self.keys_values(x, angles)
-        y = attend(apply_rope(q, angles), k, v, own_mask, cache, length, visible)
-        if self.spec.gated:
+        return apply_rope(q, angles), gate
+
+    def output(self, y, gate):
+        """Attended values [B, T, N, D] → [B, T, H]."""
+        if gate is not None:
             y = y * jax.nn.sigmoid(gate)
-        return jnp.einsum("btnd,hnd->bth", y, self.o[...]), k, v
+        return jnp.einsum("btnd,hnd->bth", y, self.o[...])
+
+    def __call__(self, x, angles, own_mask, cache: KVCache | None, length, visible=None):
+        """x [B, T, H] → (y [B, T, H], k, v). Masks and ``visible`` as in `cache.attend`."""
+        q, gate = self.queries(x, angles)
+        k, v = self.keys_values(x, angles)
+        return self.output(attend(q, k, v, own_mask, cache, length, visible), gate), k, v
 
 
 class Mlp(nnx.Module):

@@ -1,0 +1,283 @@
+"""python -m dflash_jax.generate: text from a target and a DFlash drafter. Text goes to stdout, everything else to stderr."""
+
+import argparse
+import json
+import os
+import sys
+from collections import Counter
+
+from dflash_jax.errors import InputError
+
+DRAFTED, PLAIN = "\033[32m", "\033[0m"
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        raise InputError(message)
+
+
+def token_ids(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} must be token ids with commas between, such as 1,2,3") from None
+
+
+def bias(text: str) -> tuple[int, float]:
+    token, _, value = text.partition("=")
+    try:
+        return int(token), float(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} must be ID=VALUE, such as 42=-1.5") from None
+
+
+def make_parser() -> argparse.ArgumentParser:
+    p = Parser(prog="python -m dflash_jax.generate", description=__doc__, allow_abbrev=False)
+    models = p.add_argument_group("models")
+    models.add_argument("--target", metavar="PATH|REPO", help="target checkpoint (default: the bundled tiny model)")
+    models.add_argument(
+        "--draft", metavar="PATH|REPO|none", default="auto", help="drafter checkpoint; none decodes plainly"
+    )
+    models.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: float32 on CPU, bfloat16 elsewhere")
+    models.add_argument("--platform", choices=["cpu", "cuda", "tpu"], help="default: the best that JAX finds")
+
+    prompts = p.add_argument_group("prompts (any number, in any mixture)")
+    prompts.add_argument("--prompt", action="append", default=[], help="a prompt; - reads it from stdin")
+    prompts.add_argument("--prompt-file", action="append", default=[], metavar="FILE", help="a file that is one prompt")
+    prompts.add_argument("--prompt-ids", action="append", default=[], type=token_ids, metavar="1,2,3", help="token ids")
+    prompts.add_argument("--chat", action="store_true", help="prompts are user messages for the chat template")
+    prompts.add_argument("--system", help="system message (with --chat)")
+    prompts.add_argument("--thinking", action=argparse.BooleanOptionalAction, help="reason first (with --chat)")
+
+    sampling = p.add_argument_group("sampling (defaults: the checkpoint's generation_config.json)")
+    sampling.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="default: %(default)s")
+    sampling.add_argument("--temperature", type=float, help="0 is greedy")
+    sampling.add_argument("--top-k", type=int, metavar="K", help="keep the K likeliest tokens; 0 is off")
+    sampling.add_argument("--top-p", type=float, metavar="P", help="keep the likeliest tokens of mass P; 1 is off")
+    sampling.add_argument(
+        "--min-p", type=float, metavar="P", help="keep tokens of at least P times the best one's probability"
+    )
+    sampling.add_argument("--repetition-penalty", type=float, metavar="R", help="1 is off")
+    sampling.add_argument("--frequency-penalty", type=float, default=0.0, metavar="F", help="default: %(default)s")
+    sampling.add_argument("--presence-penalty", type=float, default=0.0, metavar="F", help="default: %(default)s")
+    sampling.add_argument("--logit-bias", action="append", default=[], type=bias, metavar="ID=V", help="repeatable")
+    sampling.add_argument("--seed", type=int, help="the same seed gives the same text, with or without a drafter")
+    sampling.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable"
+    )
+    sampling.add_argument("--ignore-eos", action="store_true", help="go on past the checkpoint's stop tokens")
+    sampling.add_argument(
+        "--logprobs", type=int, metavar="N", help="with --json: log-probabilities of the N likeliest tokens"
+    )
+
+    drafting = p.add_argument_group("drafting")
+    drafting.add_argument(
+        "--block-size", type=int, metavar="B", help="tokens a round may yield (default: the drafter's)"
+    )
+    drafting.add_argument("--draft-window-size", type=int, metavar="W", help="context positions that the drafter sees")
+    drafting.add_argument("--draft-sink-size", type=int, default=0, metavar="S", help="first positions it sees besides")
+    drafting.add_argument(
+        "--reproducible", action="store_true", help="the same bits at any block size, in bfloat16 too"
+    )
+
+    output = p.add_argument_group("output")
+    output.add_argument(
+        "--compare", action="store_true", help="also decode without the drafter; compare tokens and speed"
+    )
+    output.add_argument("--show-drafts", action="store_true", help="colour accepted drafts green")
+    output.add_argument(
+        "--json", action="store_true", help="one JSON object a prompt, one a line, and nothing else on stdout"
+    )
+    return p
+
+
+def read_prompts(args) -> list[str | list[int]]:
+    prompts: list = []
+    for prompt in args.prompt:
+        prompts.append(sys.stdin.read() if prompt == "-" else prompt)
+    for name in args.prompt_file:
+        try:
+            with open(name, encoding="utf-8") as file:
+                prompts.append(file.read())
+        except OSError as e:
+            raise InputError(f"prompt file {name} cannot be read: {e.strerror}") from None
+        except UnicodeDecodeError:
+            raise InputError(f"prompt file {name} is not UTF-8 text") from None
+    prompts += args.prompt_ids
+    if not prompts:
+        raise InputError("no prompt: give --prompt, --prompt-file or --prompt-ids")
+    if any(p == "" for p in prompts):
+        raise InputError("a prompt is empty: it must have at least one token")
+    if args.chat and args.prompt_ids:
+        raise InputError("--prompt-ids are not chat messages: leave out --chat, or give --prompt")
+    if not args.chat and (args.system is not None or args.thinking is not None):
+        raise InputError("--system, --thinking and --no-thinking need --chat")
+    return prompts
+
+
+def set_platform(platform: str | None) -> str:
+    """Chooses the platform and returns a description of its first device."""
+    import jax
+
+    if platform:
+        jax.config.update("jax_platforms", platform)
+    try:
+        device = jax.devices()[0]
+    except RuntimeError as e:
+        raise InputError(f"platform {platform or 'default'!r} is not there: {str(e).splitlines()[0]}") from None
+    return f"{device.platform} {device.device_kind}" if device.platform != device.device_kind else device.platform
+
+
+def statistics(llm, device: str, completions: list) -> str:
+    """The line at the end: rates exclude compilation, and the first new token counts as prefill."""
+    timings = completions[0].timings if len({id(c.timings) for c in completions}) == 1 else None
+    total = [timings] if timings else [c.timings for c in completions]
+    prefill, decode, compiling = (sum(getattr(t, k) for t in total) for k in ("prefill_s", "decode_s", "compile_s"))
+    prompt = sum(len(c.prompt_ids) for c in completions)
+    new = sum(len(c.token_ids) - 1 for c in completions)
+    lengths = [n for c in completions for n in c.acceptance_lengths]
+    line = f"{device} {llm.dtype} | prompt {prompt} tokens, {prompt / max(prefill, 1e-9):.0f} tok/s"
+    line += f" | decode {new + len(completions)} tokens, {new / max(decode, 1e-9):.0f} tok/s"
+    if lengths and max(lengths) > 1:
+        histogram = " ".join(f"{n}:{c}" for n, c in sorted(Counter(lengths).items()))
+        line += f" | acceptance length {sum(lengths) / len(lengths):.2f} in {len(lengths)} rounds ({histogram})"
+    return f"{line} | compiled in {compiling:.1f} s"
+
+
+def write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def stream_text(llm, prompt, params, show_drafts: bool):
+    """Streams one prompt's text to stdout and returns its Completion."""
+    from dflash_jax.llm import Piece
+    from dflash_jax.text import Detokenizer
+
+    seen = Detokenizer(llm.tokenizer, params.stop) if llm.tokenizer else None
+    for event in llm.pieces(prompt, params):
+        if not isinstance(event, Piece):
+            break
+        if seen is None:
+            write("".join(f"{token} " for token in event.token_ids))
+        elif not show_drafts:
+            write(event.text)
+        else:
+            # Of the n tokens of a round the last is the target's own; so is the first token of all.
+            drafted = [i < n - 1 for n in event.acceptance_lengths or [1] for i in range(n)]
+            for token, is_draft in zip(event.token_ids, drafted, strict=False):
+                shown = len(seen.text)
+                seen.push(token)
+                if new := seen.text[shown:]:
+                    write(f"{DRAFTED}{new}{PLAIN}" if is_draft else new)
+    if show_drafts and seen is not None:
+        write(event.text[len(seen.text) :])
+    write("\n")
+    return event
+
+
+def compare(llm, completions: list, params) -> tuple[list[dict], bool]:
+    """Decodes again without the drafter: what --json adds for each prompt, and whether all is well."""
+    from dflash_jax.compare import divergence
+
+    baselines = llm.generate([c.prompt_ids for c in completions], params, block_size=1)
+    found, good = [], True
+    for mine, plain in zip(completions, baselines, strict=True):
+        parting = divergence(llm, mine.prompt_ids, plain.token_ids, mine.token_ids, params)
+        verdict = "equal tokens" if parting is None else (
+            f"tokens part at new token {parting.at}: {parting.expected} without the drafter, {parting.found} with it, "
+            f"margin {parting.margin:.2g}{' (a tie)' if parting.is_tie else ''}"
+        )  # fmt: skip
+        good = good and (parting is None or llm.dtype != "float32" or parting.is_tie)
+        speedup = plain.timings.decode_s / max(mine.timings.decode_s, 1e-9)
+        # A parting changes the length: compare what a token costs.
+        speedup *= max(len(mine.token_ids) - 1, 1) / max(len(plain.token_ids) - 1, 1)
+        print(f"compare: {verdict}; {speedup:.2f}x the speed of plain decoding", file=sys.stderr)
+        baseline = {"token_ids": plain.token_ids, "decode_s": plain.timings.decode_s}
+        found.append({"baseline": baseline, "equal": parting is None, "speedup": speedup})
+    return found, good
+
+
+def as_json(completion, extra: dict) -> str:
+    c = completion
+    value = {
+        "prompt_ids": c.prompt_ids,
+        "token_ids": c.token_ids,
+        "text": c.text,
+        "finish_reason": c.finish_reason,
+        "acceptance_lengths": c.acceptance_lengths,
+    }
+    if c.logprobs is not None:
+        value["logprobs"] = [{**entry, "top": {str(k): v for k, v in entry["top"].items()}} for entry in c.logprobs]
+    value["timings"] = {k: getattr(c.timings, k) for k in ("prefill_s", "decode_s", "compile_s")}
+    return json.dumps({**value, **extra})
+
+
+def run(args) -> int:
+    prompts = read_prompts(args)
+    if args.json and args.show_drafts:
+        raise InputError("--show-drafts colours text, --json has none: give one of them")
+    if args.logprobs is not None and not args.json:
+        raise InputError("--logprobs is shown with --json only: add --json")
+    device = set_platform(args.platform)
+    from dflash_jax.llm import LLM
+    from dflash_jax.params import SamplingParams
+
+    params = SamplingParams(
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        repetition_penalty=args.repetition_penalty,
+        frequency_penalty=args.frequency_penalty,
+        presence_penalty=args.presence_penalty,
+        logit_bias=dict(args.logit_bias),
+        seed=int.from_bytes(os.urandom(4), "little") if args.seed is None else args.seed,
+        max_tokens=args.max_new_tokens,
+        stop=tuple(args.stop),
+        ignore_eos=args.ignore_eos,
+        logprobs=args.logprobs,
+    )
+    llm = LLM(
+        args.target,
+        None if args.draft == "none" else args.draft,
+        dtype=args.dtype,
+        block_size=args.block_size,
+        draft_window_size=args.draft_window_size,
+        draft_sink_size=args.draft_sink_size,
+        reproducible=args.reproducible,
+    )
+    if args.compare and llm.drafter is None:
+        raise InputError("--compare compares with and without a drafter: give --draft")
+    if args.chat:
+        system = [{"role": "system", "content": args.system}] if args.system is not None else []
+        prompts = [llm.encode_chat([*system, {"role": "user", "content": p}], args.thinking) for p in prompts]
+    if args.json:
+        completions = llm.generate(prompts, params)
+    else:
+        completions = [stream_text(llm, prompt, params, args.show_drafts) for prompt in prompts]
+    extras, good = compare(llm, completions, params) if args.compare else ([{}] * len(completions), True)
+    if args.json:
+        for completion, extra in zip(completions, extras, strict=True):
+            write(as_json(completion, extra) + "\n")
+    print(statistics(llm, device, completions), file=sys.stderr)
+    return 0 if good else 1
+
+
+def main(argv: list[str] | None = None) -> int:
+    try:
+        return run(make_parser().parse_args(argv))
+    except InputError as e:
+        print(f"error: {e.args[0]}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # Nobody reads any more. What Python would flush at exit goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,327 @@
+"""The library's front: `LLM` takes text or token ids and gives completions, all at once or as they are made."""
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dflash_jax.cache import CONTEXT_CHUNK
+from dflash_jax.checkpoint.hub import resolve
+from dflash_jax.checkpoint.load import load_drafter, load_target
+from dflash_jax.errors import InputError
+from dflash_jax.models.drafter import DraftWindow
+from dflash_jax.params import Completion, Defaults, SamplingParams, Timings
+from dflash_jax.programs import Programs, enable_disk_cache
+from dflash_jax.sampling import SamplingRows
+from dflash_jax.speculative import DecodeState, Settings, init_state
+from dflash_jax.text import Detokenizer, Tokenizer
+
+TINY = Path(__file__).parent / "assets" / "tiny"
+ROW_SIZES = (1, 2, 4, 8, 16, 32)
+WINDOWS = (1, 8, 16)
+PREFILL_CHUNKS = (64, 512)
+# Rounds between two looks of the host: few while someone reads along.
+STREAM_ROUNDS, BATCH_ROUNDS = 4, 32
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a dispatch brought to one prompt: the text and tokens since the last piece, and what each round yielded."""
+
+    text: str
+    token_ids: list[int]
+    acceptance_lengths: list[int]
+
+
+class Row:
+    """The host's side of one prompt under way."""
+
+    def __init__(self, prompt: list[int], params: SamplingParams, stops: list[int], tokenizer: Tokenizer | None):
+        self.prompt, self.params, self.stops = prompt, params, stops
+        self.token_ids: list[int] = []
+        self.accepted: list[int] = []
+        self.text = Detokenizer(tokenizer, params.stop) if tokenizer else None
+        self.finish_reason: str | None = None
+
+    def take(self, tokens: Sequence[int], accepted: Sequence[int], done: bool) -> Piece:
+        """Adds a dispatch's tokens, up to a stop string."""
+        if self.finish_reason:
+            return Piece("", [], [])
+        shown = len(self.text.text) if self.text else 0
+        before, rounds = len(self.token_ids), len(self.accepted)
+        self.accepted += accepted
+        for token in tokens:
+            self.token_ids.append(token)
+            if self.text:
+                self.text.push(token)
+                if self.text.stopped:
+                    break
+        if done or (self.text and self.text.stopped):
+            self._finish()
+        # Statistics end where the output ends: the first token is not a round's.
+        surplus = sum(self.accepted) - (len(self.token_ids) - 1)
+        while surplus > 0 and self.accepted:
+            last = self.accepted.pop()
+            if last > surplus:
+                self.accepted.append(last - surplus)
+            surplus -= last
+        text = self.text.text[shown:] if self.text else ""
+        return Piece(text, self.token_ids[before:], self.accepted[rounds:])
+
+    def _finish(self) -> None:
+        if self.text:
+            self.text.finish()
+        stopped = self.token_ids[-1] in self.stops or (self.text is not None and self.text.stopped)
+        self.finish_reason = "stop" if stopped else "length"
+
+
+class LLM:
+    """A target and its drafter, ready to generate.
+
+    target: a Hugging Face directory or repo id; None for the tiny pair that ships with the package. draft: likewise, or None to
+    decode without one; "auto" is the tiny drafter for the tiny target and None for any other. dtype: "float32" or "bfloat16"; None
+    takes float32 on CPU and bfloat16 elsewhere. block_size: tokens a round may yield, at most the drafter's own (the default); 1 is
+    plain decoding. draft_window_size and draft_sink_size bound the context that the drafter sees. reproducible: the same bits with
+    any drafter, block size or batch, at some cost in speed; needed for that in bfloat16 only. max_len: prompt and new tokens, at
+    most the model's positions. Raises InputError for whatever does not fit together.
+    """
+
+    def __init__(
+        self,
+        target: str | Path | None = None,
+        draft: str | Path | None = "auto",
+        *,
+        dtype: str | None = None,
+        block_size: int | None = None,
+        draft_window_size: int | None = None,
+        draft_sink_size: int = 0,
+        reproducible: bool = False,
+        max_len: int | None = None,
+    ):
+        if draft == "auto":
+            draft = TINY / "draft" if target is None else None
+        directory = TINY / "target" if target is None else resolve(target)
+        self.dtype = dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+        if self.dtype not in DTYPES:
+            raise InputError(f"dtype {self.dtype!r}: it must be one of {', '.join(DTYPES)}")
+        if draft_window_size is not None and draft_window_size < 1:
+            raise InputError(f"draft window size {draft_window_size}: it must be 1 or more")
+        if draft_sink_size < 0:
+            raise InputError(f"draft sink size {draft_sink_size}: it must be 0 or more")
+        enable_disk_cache()
+        self.target = load_target(directory, DTYPES[self.dtype])
+        self.config = self.target.config
+        self.drafter = load_drafter(resolve(draft), DTYPES[self.dtype], self.config) if draft is not None else None
+        self.defaults = Defaults.read(directory)
+        self.tokenizer = Tokenizer(directory) if self._has_tokenizer(directory) else None
+        self.max_len = self.config.max_positions if max_len is None else max_len
+        if not 1 < self.max_len <= self.config.max_positions:
+            raise InputError(f"max_len {max_len}: it must be 2 to {self.config.max_positions}, the model's positions")
+        self.reproducible = reproducible
+        self._draft_window = DraftWindow(draft_window_size, draft_sink_size)
+        self.block_size = self._check_block(block_size)
+        self.programs = Programs(self.target, self.drafter)
+
+    @staticmethod
+    def _has_tokenizer(directory: Path) -> bool:
+        return any((directory / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json"))
+
+    def _check_block(self, block_size: int | None) -> int:
+        largest = self.drafter.config.block_size if self.drafter is not None else 1
+        if block_size is None:
+            return largest
+        if not 1 <= block_size <= largest:
+            whose = "the drafter's own" if self.drafter is not None else "there is no drafter"
+            raise InputError(f"block size {block_size}: it must be 1 to {largest} ({whose})")
+        return block_size
+
+    def encode(self, prompt: str | Sequence[int]) -> list[int]:
+        """Token ids of a prompt; ids are checked and given back."""
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise InputError("this checkpoint has no tokenizer: give token ids")
+            ids = self.tokenizer.encode(prompt)
+        else:
+            ids = [int(i) for i in prompt]
+        vocab = self.config.vocab_size
+        outside = [i for i in ids if not 0 <= i < vocab]
+        if outside:
+            raise InputError(f"prompt id {outside[0]} is outside the vocabulary: ids are 0 to {vocab - 1}")
+        if not ids:
+            raise InputError("a prompt is empty: it must have at least one token")
+        return ids
+
+    def encode_chat(self, messages: list[dict], thinking: bool | None = None) -> list[int]:
+        """Token ids of a conversation through the checkpoint's chat template."""
+        if self.tokenizer is None:
+            raise InputError("this checkpoint has no tokenizer, so it has no chat template: give token ids")
+        return self.tokenizer.chat(messages, thinking)
+
+    def generate(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        block_size: int | None = None,
+    ) -> list[Completion]:
+        """Continues every prompt (text or token ids). ``block_size`` overrides the LLM's for this call; 1 decodes plainly."""
+        rows = self._rows(prompts, params)
+        size = 1 if self.reproducible else ROW_SIZES[-1]
+        groups = [rows[i : i + size] for i in range(0, len(rows), size)]
+        return [c for group in groups for c in self._complete(group, block_size)]
+
+    def chat(
+        self,
+        messages: list[dict] | list[list[dict]],
+        params: SamplingParams | None = None,
+        thinking: bool | None = None,
+        block_size: int | None = None,
+    ) -> list[Completion]:
+        """Answers one conversation, or each of several."""
+        several = messages if messages and isinstance(messages[0], list) else [messages]
+        return self.generate([self.encode_chat(m, thinking) for m in several], params, block_size)
+
+    def stream(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> Iterator[str]:
+        """Yields the text of one prompt's continuation as it is made."""
+        for piece in self.pieces(prompt, params):
+            if isinstance(piece, Piece) and piece.text:
+                yield piece.text
+
+    def pieces(
+        self, prompt: str | Sequence[int], params: SamplingParams | None = None, block_size: int | None = None
+    ) -> Iterator[Piece | Completion]:
+        """Yields what every dispatch brought to one prompt, and the `Completion` at the end."""
+        (row,) = self._rows([prompt], params)
+        for event in self._run([row], block_size, STREAM_ROUNDS):
+            yield event[0]
+
+    def _complete(self, rows: list[Row], block_size: int | None) -> list[Completion]:
+        events: list = []
+        for events in self._run(rows, block_size, BATCH_ROUNDS):
+            pass
+        return events
+
+    def _rows(self, prompts, params) -> list[Row]:
+        if isinstance(prompts, str):
+            raise InputError("prompts must be a list: for one prompt give [prompt]")
+        each = list(params) if isinstance(params, (list, tuple)) else [params or SamplingParams()] * len(prompts)
+        if len(each) != len(prompts):
+            raise InputError(f"{len(each)} SamplingParams for {len(prompts)} prompts: give one, or one each")
+        rows = []
+        for prompt, wanted in zip(prompts, each, strict=True):
+            ids, filled = self.encode(prompt), self.defaults.fill(wanted)
+            filled.check_vocabulary(self.config.vocab_size)
+            if filled.stop and self.tokenizer is None:
+                raise InputError("stop strings need a tokenizer, and this checkpoint has none: use stop_token_ids")
+            if len(ids) + filled.max_tokens > self.max_len:
+                raise InputError(
+                    f"{len(ids)} prompt tokens and {filled.max_tokens} new ones are {len(ids) + filled.max_tokens}: "
+                    f"at most {self.max_len} fit"
+                )
+            rows.append(Row(ids, filled, self.defaults.stops(filled), self.tokenizer))
+        return rows
+
+    def _settings(self, rows: list[Row], block: int) -> Settings:
+        window = WINDOWS[-1] if self.reproducible else next((w for w in WINDOWS if w >= block), block)
+        wanted = [r.params.logprobs for r in rows if r.params.logprobs is not None]
+        return Settings(window, self.reproducible, max(wanted, default=-1), self._draft_window)
+
+    def _start(self, rows: list[Row], settings: Settings, block: int) -> DecodeState:
+        """A state of the next row size, idle rows at the end; its capacity is one of few, so that programs are shared."""
+        count = next(size for size in ROW_SIZES if size >= len(rows))
+        idle = count - len(rows)
+        need = max(len(r.prompt) + r.params.max_tokens for r in rows)
+        capacity = CONTEXT_CHUNK
+        while capacity < need:
+            capacity *= 2
+        return init_state(
+            self.target,
+            self.drafter if block > 1 else None,
+            [r.prompt for r in rows] + [[]] * idle,
+            [r.params.max_tokens for r in rows] + [0] * idle,
+            settings=settings,
+            width=block,
+            stops=[r.stops for r in rows] + [[]] * idle,
+            sampling=sampling_rows([r.params for r in rows] + [SamplingParams()] * idle, self.config.vocab_size),
+            capacity=capacity,
+        )
+
+    def _run(self, rows: list[Row], block_size: int | None, rounds: int) -> Iterator[list[Piece] | list[Completion]]:
+        """Prefill, then dispatches until all rows are done: a list of pieces each, and the completions at the end."""
+        block = self.block_size if block_size is None else self._check_block(block_size)
+        settings, drafts, programs = self._settings(rows, block), block > 1, self.programs
+        state = self._start(rows, settings, block)
+        compiled, began = programs.compile_s, time.perf_counter()
+        left = max(len(r.prompt) for r in rows)
+        while left > 0:
+            chunk = next((c for c in PREFILL_CHUNKS if c >= left), PREFILL_CHUNKS[-1])
+            state = programs.prefill_chunk(state, chunk, drafts)
+            left -= chunk
+        state, report = programs.first_token(state)
+        report = jax.device_get(report)
+        prefill_s = time.perf_counter() - began - (programs.compile_s - compiled)
+        decode_s = 0.0
+        yield take(rows, report)
+        while any(r.finish_reason is None for r in rows):
+            waited, began = programs.compile_s, time.perf_counter()
+            state, report = programs.decode(state, rounds, settings, drafts)
+            report = jax.device_get(report)
+            decode_s += time.perf_counter() - began - (programs.compile_s - waited)
+            yield take(rows, report)
+        timings = Timings(prefill_s, decode_s, programs.compile_s - compiled)
+        record = jax.device_get(state.logprobs)
+        yield [self._completion(i, row, record, timings) for i, row in enumerate(rows)]
+
+    @staticmethod
+    def _completion(i: int, row: Row, record, timings: Timings) -> Completion:
+        entries, wanted = None, row.params.logprobs
+        if wanted is not None:
+            entries = []
+            for at, token in enumerate(row.token_ids, len(row.prompt)):
+                ids, values = record.ids[i, at, :wanted], record.values[i, at, :wanted]
+                top = {int(t): float(v) for t, v in zip(ids, values, strict=True)}
+                entries.append({"token_id": token, "logprob": float(record.chosen[i, at]), "top": top})
+        text = row.text.text if row.text else None
+        return Completion(row.prompt, row.token_ids, text, row.finish_reason, row.accepted, entries, timings)
+
+
+def take(rows: list[Row], report) -> list[Piece]:
+    return [
+        row.take(
+            report.tokens[i, : report.count[i]].tolist(),
+            report.accepted[i, : report.rounds[i]].tolist(),
+            report.done[i],
+        )
+        for i, row in enumerate(rows)
+    ]
+
+
+def sampling_rows(params: Sequence[SamplingParams], vocab: int) -> SamplingRows:
+    """Filled-in options of several rows as arrays."""
+
+    def column(name, dtype=np.float32):
+        return jnp.asarray(np.array([getattr(p, name) or 0 for p in params], dtype))
+
+    bias = np.zeros((len(params), vocab), np.float32)
+    for i, p in enumerate(params):
+        for token, value in p.logit_bias.items():
+            bias[i, token] = value
+    seeds = [int.from_bytes(os.urandom(4), "little") if p.seed is None else p.seed for p in params]
+    return replace(
+        SamplingRows.greedy(len(params), vocab),
+        temperature=column("temperature"),
+        top_k=column("top_k", np.int32),
+        top_p=jnp.asarray(np.array([1.0 if p.top_p is None else p.top_p for p in params], np.float32)),
+        min_p=column("min_p"),
+        repetition=jnp.asarray(np.array([p.repetition_penalty or 1.0 for p in params], np.float32)),
+        frequency=column("frequency_penalty"),
+        presence=column("presence_penalty"),
+        seed=jnp.asarray(np.array(seeds, np.uint32)),
+        processed_logprobs=jnp.asarray([p.logprobs_mode == "processed" for p in params]),
+        logit_bias=jnp.asarray(bias),
+    )

@@ -1,0 +1,139 @@
+"""What a request may ask for, what comes back, and the checkpoint's own defaults."""
+
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+
+from dflash_jax.errors import InputError
+
+# As many as the decode state holds (speculative.MAX_STOPS).
+MAX_STOP_IDS = 16
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one prompt is continued. None means: as the checkpoint's generation_config.json says, else off.
+
+    temperature: 0 is greedy. top_k: 0 is off. top_p in (0, 1], min_p in [0, 1]. repetition_penalty > 0 looks at prompt and output;
+    frequency_penalty and presence_penalty at the output. logit_bias: token id → added to its logit. seed: the same seed gives the
+    same text, with or without a drafter, alone or in a batch; None takes a fresh one. max_tokens: new tokens at most.
+    stop: strings that end the text (and are not part of it). stop_token_ids: beside the checkpoint's own. ignore_eos: go on past
+    those. logprobs: for each token, its log-probability and the n likeliest tokens'; logprobs_mode: of the "raw" distribution or of
+    the "processed" one, after bias, penalties, temperature and cuts.
+    """
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    max_tokens: int = 256
+    stop: tuple[str, ...] | list[str] | str = ()
+    stop_token_ids: tuple[int, ...] | list[int] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    logprobs_mode: str = "raw"
+
+    def __post_init__(self):
+        def check(name, good, right):
+            value = getattr(self, name)
+            if value is not None and not good(value):
+                raise InputError(f"{name} is {value}: it must be {right}")
+
+        # Written so that NaN fails.
+        check("temperature", lambda v: 0 <= v < float("inf"), "0 (greedy) or more")
+        check("top_k", lambda v: v >= 0 and v == int(v), "0 (off) or more")
+        check("top_p", lambda v: 0 < v <= 1, "above 0 and at most 1")
+        check("min_p", lambda v: 0 <= v <= 1, "between 0 and 1")
+        check("repetition_penalty", lambda v: 0 < v < float("inf"), "above 0")
+        check("frequency_penalty", lambda v: abs(v) < float("inf"), "a finite number")
+        check("presence_penalty", lambda v: abs(v) < float("inf"), "a finite number")
+        check("max_tokens", lambda v: v >= 1, "1 or more")
+        check("logprobs", lambda v: v >= 0, "0 or more")
+        check("seed", lambda v: 0 <= v < 2**32, "between 0 and 4294967295")
+        check("logprobs_mode", lambda v: v in ("raw", "processed"), "'raw' or 'processed'")
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        if any(not s for s in self.stop):
+            raise InputError("stop has an empty string: it would end every text at once")
+
+    def check_vocabulary(self, vocab: int) -> None:
+        outside = [i for i in (*self.logit_bias, *self.stop_token_ids) if not 0 <= i < vocab]
+        if outside:
+            raise InputError(f"token id {outside[0]} is outside the vocabulary: ids are 0 to {vocab - 1}")
+        if self.logprobs is not None and self.logprobs > vocab:
+            raise InputError(f"logprobs is {self.logprobs}: it must be at most the vocabulary's {vocab}")
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """Sampling defaults and stop ids of a checkpoint."""
+
+    values: dict = field(default_factory=dict)
+    stop_ids: tuple[int, ...] = ()
+
+    @classmethod
+    def read(cls, directory: Path) -> "Defaults":
+        """From generation_config.json, and the stop ids from config.json where that has none."""
+        from dflash_jax.checkpoint.files import read_json
+
+        path = directory / "generation_config.json"
+        raw = read_json(path) if path.exists() else {}
+        eos = raw.get("eos_token_id")
+        if eos is None:
+            config = read_json(directory / "config.json")
+            eos = config.get("eos_token_id", config.get("text_config", {}).get("eos_token_id"))
+        stop_ids = tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
+        values = {k: raw[k] for k in ("repetition_penalty",) if raw.get(k) is not None}
+        if raw.get("do_sample"):
+            sampled = ("temperature", "top_k", "top_p", "min_p")
+            values |= {"temperature": 1.0} | {k: raw[k] for k in sampled if raw.get(k) is not None}
+        return cls(values, stop_ids)
+
+    def fill(self, params: SamplingParams) -> SamplingParams:
+        """``params`` without a None among the sampling options."""
+        neutral = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+        missing = {f.name for f in fields(params) if getattr(params, f.name) is None}
+        return replace(params, **{k: v for k, v in (neutral | self.values).items() if k in missing})
+
+    def stops(self, params: SamplingParams) -> list[int]:
+        """The token ids that end a row."""
+        own = () if params.ignore_eos else self.stop_ids
+        ids = list(dict.fromkeys((*params.stop_token_ids, *own)))
+        if len(ids) > MAX_STOP_IDS:
+            raise InputError(f"{len(ids)} stop token ids: at most {MAX_STOP_IDS} are possible")
+        return ids
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Seconds of a batch. decode_s has no compilation in it; compile_s is all compilation that the batch had to wait for."""
+
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    compile_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One prompt's result.
+
+    token_ids: the new tokens, with the stop token where one ended the row. text: None without a tokenizer. finish_reason: "stop" or
+    "length". acceptance_lengths: tokens that each round yielded (the first token comes from the prefill). logprobs, where asked
+    for: per token ``{"token_id", "logprob", "top": {token id: logprob}}``.
+    """
+
+    prompt_ids: list[int]
+    token_ids: list[int]
+    text: str | None
+    finish_reason: str
+    acceptance_lengths: list[int]
+    logprobs: list[dict] | None
+    timings: Timings
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        return sum(self.acceptance_lengths) / max(1, len(self.acceptance_lengths))
