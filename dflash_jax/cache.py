@@ -1,7 +1,8 @@
 """What a row remembers: keys and values of attention layers, the state of recurrent ones; and attention over it.
 
-A cache is read by a forward pass and written afterwards, by `KVCache.write` and `replay`, with the count of tokens that turned
-out to be valid. Prefill, plain decoding and verification are the same two steps, and a rejected draft was never written.
+A cache is read by a forward pass and written afterwards, by `KVCache.write` and `replay`, with the count of tokens
+that turned out to be valid. Prefill, plain decoding and verification are the same two steps, and a rejected draft was
+never written.
 """
 
 from collections.abc import Callable
@@ -26,7 +27,8 @@ def round_capacity(positions: int) -> int:
 @partial(jax.tree_util.register_dataclass, data_fields=["k", "v"], meta_fields=["sinks", "ring"])
 @dataclass(frozen=True)
 class KVCache:
-    """Keys and values, [B, K, S, D]. Linear: slot = position. Ring: the first ``sinks`` positions stay, later ones go round.
+    """Keys and values, [B, K, S, D]. Linear: slot = position. Ring: the first ``sinks`` positions stay, later ones go
+    round.
 
     A ring remembers the last S - sinks positions, whatever the length of the context.
     """
@@ -40,7 +42,8 @@ class KVCache:
     def create(
         cls, rows: int, heads: int, head_dim: int, capacity: int, dtype, window: int | None = None, sinks: int = 0
     ):
-        """``window``: how many last positions must be remembered; None, or one the capacity covers, gives a linear cache."""
+        """``window``: how many last positions must be remembered; None, or one the capacity covers, gives a linear
+        cache."""
         ring = window is not None and sinks + window < capacity
         size = round_capacity(sinks + window if ring else capacity)
         ring = ring and size < capacity
@@ -74,7 +77,8 @@ class KVCache:
         )
 
     def write(self, k, v, positions, keep) -> "KVCache":
-        """Stores k, v [B, T, K, D] at ``positions`` [B, T] (ascending) where ``keep`` [B, T]; the rest leaves no trace."""
+        """Stores k, v [B, T, K, D] at ``positions`` [B, T] (ascending) where ``keep`` [B, T]; the rest leaves no
+        trace."""
         if self.ring:
             # Of several tokens for one slot only the newest may land: scatter order is undefined.
             last = jnp.max(jnp.where(keep, positions, -1), axis=1, keepdims=True)
@@ -91,9 +95,9 @@ class KVCache:
 def attend(q, k, v, own_mask, cache: KVCache | None, length, visible: Callable | None = None):
     """Softmax attention of T new tokens over the cached context and over one another; float32 inside.
 
-    q [B, T, N, D]; k, v [B, T, K, D] of the new tokens themselves; ``own_mask`` bool, broadcastable to [B, T, T], every row
-    with at least its own key. ``length`` [B]: valid context positions; the loop reads no further than the longest.
-    ``visible(key_positions [B, 1, s]) → bool [B, T, s]`` restricts the context further. Returns [B, T, N, D].
+    q [B, T, N, D]; k, v [B, T, K, D] of the new tokens themselves; ``own_mask`` bool, broadcastable to [B, T, T],
+    every row with at least its own key. ``length`` [B]: valid context positions; the loop reads no further than the
+    longest. ``visible(key_positions [B, 1, s]) → bool [B, T, s]`` restricts the context further. Returns [B, T, N, D].
     """
     b, t, n, d = q.shape
     heads = k.shape[2]
@@ -137,8 +141,8 @@ def attend(q, k, v, own_mask, cache: KVCache | None, length, visible: Callable |
 @partial(jax.tree_util.register_dataclass, data_fields=["recurrent", "conv"], meta_fields=[])
 @dataclass(frozen=True)
 class DeltaState:
-    """State of a Gated DeltaNet layer: ``recurrent`` float32 [B, G, R, Dk, Dv] (G key heads, R value heads on each) and the
-    last convolution inputs ``conv`` [B, kernel - 1, G, C]."""
+    """State of a Gated DeltaNet layer: ``recurrent`` float32 [B, G, R, Dk, Dv] (G key heads, R value heads on each)
+    and the last convolution inputs ``conv`` [B, kernel - 1, G, C]."""
 
     recurrent: jax.Array
     conv: jax.Array
@@ -147,8 +151,9 @@ class DeltaState:
 @partial(jax.tree_util.register_dataclass, data_fields=["k", "delta", "log_decay", "conv"], meta_fields=[])
 @dataclass(frozen=True)
 class DeltaRecord:
-    """What T tokens would do to a `DeltaState`: k [B, T, G, Dk], delta [B, T, G, R, Dv], log_decay [B, T, G, R] (float32) and
-    the convolution inputs conv [B, T, G, C]. Token j depends on tokens before it only, so any prefix may be kept."""
+    """What T tokens would do to a `DeltaState`: k [B, T, G, Dk], delta [B, T, G, R, Dv], log_decay [B, T, G, R]
+    (float32) and the convolution inputs conv [B, T, G, C]. Token j depends on tokens before it only, so any prefix may
+    be kept."""
 
     k: jax.Array
     delta: jax.Array
@@ -166,7 +171,8 @@ class KVRecord:
 
 
 def replay(state: DeltaState, record: DeltaRecord, n) -> DeltaState:
-    """The state after the first n [B] recorded tokens, 0 ≤ n ≤ T: S·e^{c_n} + Σ_{j<n} e^{c_n - c_j} k_j ⊗ δ_j, c = cumsum(g)."""
+    """The state after the first n [B] recorded tokens, 0 ≤ n ≤ T: S·e^{c_n} + Σ_{j<n} e^{c_n - c_j} k_j ⊗ δ_j, c =
+    cumsum(g)."""
     t = record.k.shape[1]
     kept = jnp.arange(t)[None] < n[:, None]
     decay = jnp.where(kept[..., None, None], record.log_decay, 0.0)

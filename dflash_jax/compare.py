@@ -16,8 +16,8 @@ TIE = 1e-4
 
 @dataclass(frozen=True)
 class Divergence:
-    """The first place where two continuations differ: the two tokens, and by how much the first one was preferred (in the units
-    of the logits that are compared; 0 where a cut of top-k, top-p or min-p decided by less)."""
+    """The first place where two continuations differ: the two tokens, and by how much the first one was preferred (in
+    the units of the logits that are compared; 0 where a cut of top-k, top-p or min-p decided by less)."""
 
     at: int
     expected: int
@@ -38,7 +38,8 @@ def first_difference(expected: Sequence[int], found: Sequence[int]) -> int | Non
 
 
 def divergence(llm: LLM, prompt: list[int], expected: list[int], found: list[int], params: SamplingParams):
-    """The `Divergence` of two continuations of a prompt, or None. The margin is the target's own, by prefill of the shared part."""
+    """The `Divergence` of two continuations of a prompt, or None. The margin is the target's own, by prefill of the
+    shared part."""
     at = first_difference(expected, found)
     if at is None:
         return None

@@ -20,8 +20,8 @@ class YarnSpec:
 class RopeSpec:
     """Rotary embedding of the first ``dim`` dimensions of a head (rotate-half form).
 
-    ``sections`` are the numbers of frequencies that follow the (time, height, width) position rows, interleaved; None for
-    plain one-dimensional positions.
+    ``sections`` are the numbers of frequencies that follow the (time, height, width) position rows, interleaved; None
+    for plain one-dimensional positions.
     """
 
     theta: float
@@ -128,11 +128,12 @@ class DraftConfig:
         """Raises InputError where this drafter cannot have been made for ``target``."""
         if self.hidden_size != target.hidden_size:
             raise InputError(
-                f"the drafter's hidden size is {self.hidden_size}, the target's is {target.hidden_size}: they must be equal"
+                f"the drafter's hidden size is {self.hidden_size}, the target's {target.hidden_size}: they must be equal"
             )
         if self.vocab_size != target.vocab_size:
             raise InputError(
-                f"the drafter's vocabulary has {self.vocab_size} tokens, the target's {target.vocab_size}: they must be equal"
+                f"the drafter's vocabulary has {self.vocab_size} tokens, the target's {target.vocab_size}: "
+                "they must be equal"
             )
         depth = len(target.layers)
         if self.num_target_layers != depth:
@@ -142,5 +143,6 @@ class DraftConfig:
             raise InputError(f"the drafter taps target layers {outside}, the target's layers are 0 to {depth - 1}")
         if not 0 <= self.mask_token_id < target.vocab_size:
             raise InputError(
-                f"the drafter's mask_token_id {self.mask_token_id} is outside the vocabulary of {target.vocab_size} tokens"
+                f"the drafter's mask_token_id {self.mask_token_id} is outside the vocabulary: ids are 0 to "
+                f"{target.vocab_size - 1}"
             )

@@ -1,4 +1,5 @@
-"""python -m dflash_jax.generate: text from a target and a DFlash drafter. Text goes to stdout, everything else to stderr."""
+"""python -m dflash_jax.generate: text from a target and a DFlash drafter. Text goes to stdout, everything else to
+stderr."""
 
 import argparse
 import json

@@ -84,12 +84,13 @@ class Row:
 class LLM:
     """A target and its drafter, ready to generate.
 
-    target: a Hugging Face directory or repo id; None for the tiny pair that ships with the package. draft: likewise, or None to
-    decode without one; "auto" is the tiny drafter for the tiny target and None for any other. dtype: "float32" or "bfloat16"; None
-    takes float32 on CPU and bfloat16 elsewhere. block_size: tokens a round may yield, at most the drafter's own (the default); 1 is
-    plain decoding. draft_window_size and draft_sink_size bound the context that the drafter sees. reproducible: the same bits with
-    any drafter, block size or batch, at some cost in speed; needed for that in bfloat16 only. max_len: prompt and new tokens, at
-    most the model's positions. Raises InputError for whatever does not fit together.
+    target: a Hugging Face directory or repo id; None for the tiny pair that ships with the package. draft: likewise,
+    or None to decode without one; "auto" is the tiny drafter for the tiny target and None for any other. dtype:
+    "float32" or "bfloat16"; None takes float32 on CPU and bfloat16 elsewhere. block_size: tokens a round may yield, at
+    most the drafter's own (the default); 1 is plain decoding. draft_window_size and draft_sink_size bound the context
+    that the drafter sees. reproducible: the same bits with any drafter, block size or batch, at some cost in speed;
+    needed for that in bfloat16 only. max_len: prompt and new tokens, at most the model's positions. Raises InputError
+    for whatever does not fit together.
     """
 
     def __init__(
@@ -169,7 +170,8 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         block_size: int | None = None,
     ) -> list[Completion]:
-        """Continues every prompt (text or token ids). ``block_size`` overrides the LLM's for this call; 1 decodes plainly."""
+        """Continues every prompt (text or token ids). ``block_size`` overrides the LLM's for this call; 1 decodes
+        plainly."""
         rows = self._rows(prompts, params)
         size = 1 if self.reproducible else ROW_SIZES[-1]
         groups = [rows[i : i + size] for i in range(0, len(rows), size)]
@@ -201,10 +203,8 @@ class LLM:
             yield event[0]
 
     def _complete(self, rows: list[Row], block_size: int | None) -> list[Completion]:
-        events: list = []
-        for events in self._run(rows, block_size, BATCH_ROUNDS):
-            pass
-        return events
+        *_, completions = self._run(rows, block_size, BATCH_ROUNDS)
+        return completions
 
     def _rows(self, prompts, params) -> list[Row]:
         if isinstance(prompts, str):
@@ -232,7 +232,8 @@ class LLM:
         return Settings(window, self.reproducible, max(wanted, default=-1), self._draft_window)
 
     def _start(self, rows: list[Row], settings: Settings, block: int) -> DecodeState:
-        """A state of the next row size, idle rows at the end; its capacity is one of few, so that programs are shared."""
+        """A state of the next row size, idle rows at the end; its capacity is one of few, so that programs are
+        shared."""
         count = next(size for size in ROW_SIZES if size >= len(rows))
         idle = count - len(rows)
         need = max(len(r.prompt) + r.params.max_tokens for r in rows)

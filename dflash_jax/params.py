@@ -13,12 +13,13 @@ MAX_STOP_IDS = 16
 class SamplingParams:
     """How one prompt is continued. None means: as the checkpoint's generation_config.json says, else off.
 
-    temperature: 0 is greedy. top_k: 0 is off. top_p in (0, 1], min_p in [0, 1]. repetition_penalty > 0 looks at prompt and output;
-    frequency_penalty and presence_penalty at the output. logit_bias: token id → added to its logit. seed: the same seed gives the
-    same text, with or without a drafter, alone or in a batch; None takes a fresh one. max_tokens: new tokens at most.
-    stop: strings that end the text (and are not part of it). stop_token_ids: beside the checkpoint's own. ignore_eos: go on past
-    those. logprobs: for each token, its log-probability and the n likeliest tokens'; logprobs_mode: of the "raw" distribution or of
-    the "processed" one, after bias, penalties, temperature and cuts.
+    temperature: 0 is greedy. top_k: 0 is off. top_p in (0, 1], min_p in [0, 1]. repetition_penalty > 0 looks at prompt
+    and output; frequency_penalty and presence_penalty at the output. logit_bias: token id → added to its logit. seed:
+    the same seed gives the same text, with or without a drafter, alone or in a batch; None takes a fresh one.
+    max_tokens: new tokens at most. stop: strings that end the text (and are not part of it). stop_token_ids: beside
+    the checkpoint's own. ignore_eos: go on past those. logprobs: for each token, its log-probability and the n
+    likeliest tokens'; logprobs_mode: of the "raw" distribution or of the "processed" one, after bias, penalties,
+    temperature and cuts.
     """
 
     temperature: float | None = None
@@ -110,7 +111,8 @@ class Defaults:
 
 @dataclass(frozen=True)
 class Timings:
-    """Seconds of a batch. decode_s has no compilation in it; compile_s is all compilation that the batch had to wait for."""
+    """Seconds of a batch. decode_s has no compilation in it; compile_s is all compilation that the batch had to wait
+    for."""
 
     prefill_s: float = 0.0
     decode_s: float = 0.0
@@ -121,9 +123,9 @@ class Timings:
 class Completion:
     """One prompt's result.
 
-    token_ids: the new tokens, with the stop token where one ended the row. text: None without a tokenizer. finish_reason: "stop" or
-    "length". acceptance_lengths: tokens that each round yielded (the first token comes from the prefill). logprobs, where asked
-    for: per token ``{"token_id", "logprob", "top": {token id: logprob}}``.
+    token_ids: the new tokens, with the stop token where one ended the row. text: None without a tokenizer.
+    finish_reason: "stop" or "length". acceptance_lengths: tokens that each round yielded (the first token comes from
+    the prefill). logprobs, where asked for: per token ``{"token_id", "logprob", "top": {token id: logprob}}``.
     """
 
     prompt_ids: list[int]

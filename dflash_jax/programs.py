@@ -18,7 +18,8 @@ REPORT_SIZE = 256
 
 
 def enable_disk_cache() -> None:
-    """Keeps compiled programs in the user's cache directory, unless the user has chosen a place (JAX_COMPILATION_CACHE_DIR)."""
+    """Keeps compiled programs in the user's cache directory, unless the user has chosen a place
+    (JAX_COMPILATION_CACHE_DIR)."""
     if jax.config.jax_compilation_cache_dir is None and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         from platformdirs import user_cache_path
 
@@ -40,7 +41,8 @@ def _decode(target, drafter, state: DecodeState, rounds, *, settings: Settings) 
 class Programs:
     """Calls the loop's functions on one pair of models. The state is donated: use what comes back.
 
-    Modules are flattened once, here: crossing ``jax.jit`` as modules would cost a walk over every parameter at each call.
+    Modules are flattened once, here: crossing ``jax.jit`` as modules would cost a walk over every parameter at each
+    call.
     """
 
     def __init__(self, target: Decoder, drafter: Drafter | None):

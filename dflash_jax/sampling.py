@@ -1,8 +1,8 @@
 """Logits → processed distribution → token. All options are runtime data, per row; the draw needs no state.
 
-The noise of a draw is a function of (seed, absolute position, token id) alone. So the token drawn from a given distribution at a
-given position is the same whether it was drafted or not, at any width, in any batch; and a drafter that draws with the same noise
-agrees with the target more often than one that drafts greedily.
+The noise of a draw is a function of (seed, absolute position, token id) alone. So the token drawn from a given
+distribution at a given position is the same whether it was drafted or not, at any width, in any batch; and a drafter
+that draws with the same noise agrees with the target more often than one that drafts greedily.
 """
 
 from dataclasses import dataclass, field
@@ -34,8 +34,8 @@ _ROW_FIELDS = [
 class SamplingRows:
     """Sampling options of B rows: [B], or [B, V] for the last three.
 
-    temperature 0 is greedy; top_k 0, top_p 1, min_p 0, repetition 1, frequency 0 and presence 0 are off. The counts are of the
-    tokens known so far: repetition looks at prompt and output, frequency and presence at the output only.
+    temperature 0 is greedy; top_k 0, top_p 1, min_p 0, repetition 1, frequency 0 and presence 0 are off. The counts
+    are of the tokens known so far: repetition looks at prompt and output, frequency and presence at the output only.
     """
 
     temperature: jax.Array
@@ -73,7 +73,8 @@ class SamplingRows:
 
 
 def gumbel_noise(seed, positions, vocab: int):
-    """Standard Gumbel noise [B, T, V] from seed uint32 [B], positions int [B, T] and the token id: threefry, counter mode."""
+    """Standard Gumbel noise [B, T, V] from seed uint32 [B], positions int [B, T] and the token id: threefry, counter
+    mode."""
     shape = (*positions.shape, vocab)
     key_hi = jnp.broadcast_to(seed[:, None, None], shape)
     key_lo = jnp.broadcast_to(positions[..., None].astype(jnp.uint32), shape)
@@ -91,10 +92,11 @@ def _ordered(x):
 
 
 def _largest_threshold(values, enough):
-    """The largest threshold t [..., 1] (in `_ordered` keys) for which ``enough(values >= t)`` holds; found by bisection.
+    """The largest threshold t [..., 1] (in `_ordered` keys) for which ``enough(values >= t)`` holds; found by
+    bisection.
 
-    ``enough(kept bool [..., V]) → bool [..., 1]`` must hold for lower thresholds wherever it holds for higher ones. Exact, and
-    without a sort of the vocabulary: 32 comparisons.
+    ``enough(kept bool [..., V]) → bool [..., 1]`` must hold for lower thresholds wherever it holds for higher ones.
+    Exact, and without a sort of the vocabulary: 32 comparisons.
     """
     keys = _ordered(values)
     low = jnp.full((*values.shape[:-1], 1), -(2**31), jnp.int32)
@@ -114,8 +116,8 @@ def _largest_threshold(values, enough):
 def penalise(logits, rows: SamplingRows, block=None, known=None):
     """Logit bias and penalties: float32 [B, T, V] → the same shape.
 
-    ``block`` int [B, T] are the tokens fed at these T places, of which the first ``known`` [B] are in the counts already: place i
-    is penalised for what the prefix up to i really holds, unverified drafts included.
+    ``block`` int [B, T] are the tokens fed at these T places, of which the first ``known`` [B] are in the counts
+    already: place i is penalised for what the prefix up to i really holds, unverified drafts included.
     """
     prompt, output = rows.prompt_counts[:, None], rows.output_counts[:, None]
     if block is not None:
@@ -141,9 +143,10 @@ def _filter(logits, rows: SamplingRows):
         kept = _largest_threshold(logits, lambda m: m.sum(-1, keepdims=True) >= k)
         logits = jnp.where(kept, logits, -jnp.inf)
         weights = jnp.exp(logits - logits.max(-1, keepdims=True))
-        # At top_p 1 rounding of the sum must not cut the tail.
-        mass = jnp.where(rows.top_p >= 1, -1.0, rows.top_p)[:, None, None] * weights.sum(-1, keepdims=True)
+        mass = rows.top_p[:, None, None] * weights.sum(-1, keepdims=True)
         kept = _largest_threshold(weights, lambda m: jnp.where(m, weights, 0.0).sum(-1, keepdims=True) >= mass)
+        # At top_p 1 the rounding of a sum must not cut the tail.
+        kept = kept | (rows.top_p >= 1)[:, None, None]
         kept = kept & (weights >= rows.min_p[:, None, None]) & (logits > -jnp.inf)
         return jnp.where(kept | greedy, logits, -jnp.inf)
 
@@ -158,7 +161,8 @@ def _unpack_mask(mask, vocab: int):
 
 
 def process(logits, rows: SamplingRows, block=None, known=None, mask=None):
-    """Raw logits float32 [B, T, V] → logits of the distribution that is drawn from (greedy rows: whose arg-max is taken).
+    """Raw logits float32 [B, T, V] → logits of the distribution that is drawn from (greedy rows: whose arg-max is
+    taken).
 
     ``block`` and ``known`` as in `penalise`; ``mask``: packed bits of the allowed tokens, uint32 [B, T, ceil(V / 32)].
     """

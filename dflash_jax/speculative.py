@@ -1,15 +1,16 @@
-"""The speculative loop: propose → verify → decide → commit, pure functions over one frozen state, inside one while_loop.
+"""The speculative loop: propose → verify → decide → commit, pure functions over one frozen state, inside one
+while_loop.
 
-Every function takes modules and a `DecodeState` and runs under the caller's own ``jax.jit``. Plain decoding is the same loop with
-a block of one and no drafter.
+Every function takes modules and a `DecodeState` and runs under the caller's own ``jax.jit``. Plain decoding is the
+same loop with a block of one and no drafter.
 
-The window. A round feeds the target a window of W tokens from position ``base`` on: the tokens known there (normally one, the last),
-then drafts. Everything before ``base`` is in the caches.
+The window. A round feeds the target a window of W tokens from position ``base`` on: the tokens known there (normally
+one, the last), then drafts. Everything before ``base`` is in the caches.
 
-Aligned windows (``Settings.aligned``, the reproducible mode). Then ``base`` moves in whole windows only: tokens verified since are
-fed again, in the same place of the same window, until it is full. What the target computes for a position then depends on the
-tokens before it alone, not on how many drafts were accepted along the way, so that the same bits come out with any drafter and
-with none.
+Aligned windows (``Settings.aligned``, the reproducible mode). Then ``base`` moves in whole windows only: tokens
+verified since are fed again, in the same place of the same window, until it is full. What the target computes for a
+position then depends on the tokens before it alone, not on how many drafts were accepted along the way, so that the
+same bits come out with any drafter and with none.
 """
 
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflash_jax.models.decoder import Cache, Decoder, init_cache
-from dflash_jax.models.drafter import Borrowed, Drafting, DraftWindow
+from dflash_jax.models.drafter import NO_WINDOW, Borrowed, Drafting, DraftWindow
 from dflash_jax.sampling import Logprobs, SamplingRows, choose, logprobs, process
 
 # Stop ids a row may have.
@@ -35,13 +36,26 @@ class Settings:
     window: int = 16
     aligned: bool = False
     top_logprobs: int = -1
-    draft_window: DraftWindow = DraftWindow()
+    draft_window: DraftWindow = NO_WINDOW
 
 
 _STATE_FIELDS = [
-    "tokens", "length", "base", "prompt_length", "limit", "done", "width", "stops", "target", "draft", "hidden", "sampling",
-    "rounds", "accepted", "logprobs",
-]  # fmt: skip
+    "tokens",
+    "length",
+    "base",
+    "prompt_length",
+    "limit",
+    "done",
+    "width",
+    "stops",
+    "target",
+    "draft",
+    "hidden",
+    "sampling",
+    "rounds",
+    "accepted",
+    "logprobs",
+]
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=_STATE_FIELDS, meta_fields=[])
@@ -49,10 +63,10 @@ _STATE_FIELDS = [
 class DecodeState:
     """B rows under way. int32 unless said otherwise.
 
-    tokens [B, L]; length [B]: tokens known; base [B]: tokens in the target's caches; prompt_length [B]; limit [B]: the length at
-    which the row ends; done bool [B]; width [B]: tokens a round may yield (1: plain decoding); stops [B, MAX_STOPS], padded
-    with -1; target, draft: caches; hidden [B, H]: of the last prompt token that was prefilled; rounds [B]; accepted [B, L]: tokens
-    that each round yielded; logprobs: `Logprobs` [B, L] or None.
+    tokens [B, L]; length [B]: tokens known; base [B]: tokens in the target's caches; prompt_length [B]; limit [B]: the
+    length at which the row ends; done bool [B]; width [B]: tokens a round may yield (1: plain decoding); stops [B,
+    MAX_STOPS], padded with -1; target, draft: caches; hidden [B, H]: of the last prompt token that was prefilled;
+    rounds [B]; accepted [B, L]: tokens that each round yielded; logprobs: `Logprobs` [B, L] or None.
     """
 
     tokens: jax.Array
@@ -84,7 +98,8 @@ def init_state(
     sampling: SamplingRows | None = None,
     capacity: int | None = None,
 ) -> DecodeState:
-    """A fresh state for ``prompts`` (token ids; an empty one makes an idle row). Decodes greedily unless ``sampling`` says more."""
+    """A fresh state for ``prompts`` (token ids; an empty one makes an idle row). Decodes greedily unless ``sampling``
+    says more."""
     rows = len(prompts)
     new = [max_new_tokens] * rows if isinstance(max_new_tokens, int) else list(max_new_tokens)
     capacity = capacity or max(len(p) + n for p, n in zip(prompts, new, strict=True))
@@ -157,7 +172,8 @@ def first_token(target: Decoder, state: DecodeState, mask=None) -> DecodeState:
 
 
 def _append(state: DecodeState, samples, first, offered, raw, processed) -> DecodeState:
-    """Appends samples[first : first + offered] of each row, up to a stop or the limit; updates counts, logprobs and ``done``.
+    """Appends samples[first : first + offered] of each row, up to a stop or the limit; updates counts, logprobs and
+    ``done``.
 
     samples [B, W]; first, offered [B]; raw, processed [B, W, V]. Leaves caches, base, rounds and accepted alone.
     """
@@ -214,7 +230,8 @@ def verify(target: Decoder, state: DecodeState, block, taps: tuple[int, ...] = (
 
 
 def decide(state: DecodeState, block, logits, mask=None) -> DecodeState:
-    """Draws at every place of the window, accepts drafts while they equal the draws, and appends them with the draw behind."""
+    """Draws at every place of the window, accepts drafts while they equal the draws, and appends them with the draw
+    behind."""
     size = block.shape[1]
     known = state.length - state.base
     processed = process(logits, state.sampling, block, known, mask)
@@ -248,10 +265,7 @@ def commit(
     """Writes what was accepted between ``before`` and ``after`` into the caches."""
     size = block.shape[1]
     yielded = after.length - before.length
-    if settings.aligned:
-        n = jnp.where(after.length - before.base > size, size, 0)
-    else:
-        n = yielded
+    n = jnp.where(after.length - before.base > size, size, 0) if settings.aligned else yielded
     caches = target.commit(before.target, record, before.base, n)
     draft = before.draft
     if drafter is not None:
@@ -264,7 +278,8 @@ def commit(
 def decode_round(
     target: Decoder, drafter: Drafting | None, state: DecodeState, settings: Settings = Settings(), mask=None
 ):
-    """One round: every live row gains 1 to ``width`` tokens. ``mask`` as in `sampling.process`, [B, W, ceil(V / 32)]."""
+    """One round: every live row gains 1 to ``width`` tokens. ``mask`` as in `sampling.process`, [B, W, ceil(V /
+    32)]."""
     if drafter is not None and settings.window > 1:
         block = propose(target, drafter, state, settings)
     else:
@@ -305,8 +320,8 @@ def decode(
 )
 @dataclass(frozen=True)
 class Report:
-    """What a dispatch brought, small enough to read back every time: the new tokens [B, C] (``count`` [B] of them), what each of
-    its ``rounds`` [B] yielded, accepted [B, C], and ``done`` bool [B]."""
+    """What a dispatch brought, small enough to read back every time: the new tokens [B, C] (``count`` [B] of them),
+    what each of its ``rounds`` [B] yielded, accepted [B, C], and ``done`` bool [B]."""
 
     tokens: jax.Array
     count: jax.Array

@@ -25,7 +25,8 @@ class Tokenizer:
         return self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def chat(self, messages: list[dict], thinking: bool | None = None) -> list[int]:
-        """Token ids of a conversation up to where the assistant's answer begins. ``thinking`` None: the template's default."""
+        """Token ids of a conversation up to where the assistant's answer begins. ``thinking`` None: the template's
+        default."""
         if not self._tokenizer.chat_template:
             raise InputError("this checkpoint has no chat template: give plain prompts")
         options = {} if thinking is None else {"enable_thinking": thinking}

@@ -38,7 +38,7 @@ class TensorFiles(Mapping):
         for path in self._paths(directory):
             try:
                 handle = safe_open(path, framework="np")
-                for name in handle.keys():  # noqa: SIM118: not a dict
+                for name in sorted(handle.keys()):
                     self._shapes[name] = tuple(handle.get_slice(name).get_shape())
                     self._handles[name] = (path, handle)
             except (SafetensorError, OSError) as e:
@@ -80,4 +80,7 @@ class TensorFiles(Mapping):
 def write_tensors(directory: Path, tensors: dict[str, np.ndarray]) -> None:
     """One ``model.safetensors`` that transformers reads."""
     directory.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    path = directory / "model.safetensors"
+    save_file(tensors, path, metadata={"format": "pt"})
+    # The library makes it private; a checkpoint is for everyone who can read its directory.
+    path.chmod(0o644)

@@ -9,7 +9,8 @@ PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 
 
 def resolve(name: str | Path) -> Path:
-    """The directory of a checkpoint. A repo id goes through huggingface_hub: its cache, offline mode and token are honoured."""
+    """The directory of a checkpoint. A repo id goes through huggingface_hub: its cache, offline mode and token are
+    honoured."""
     path = Path(name).expanduser()
     if path.is_dir():
         return path

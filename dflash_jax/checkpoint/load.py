@@ -44,7 +44,8 @@ def _check(entries: list[Entry], files: TensorFiles, skipped, directory: Path) -
 
 
 def fill(module, entries: list[Entry], files: TensorFiles, dtype):
-    """``module`` (abstract) with every parameter read from its tensors, one at a time, cast and placed on the device."""
+    """``module`` (abstract) with every parameter read from its tensors, one at a time, cast and placed on the
+    device."""
     by_path = {e.path: e for e in entries}
     leaves, structure = jax.tree.flatten(module)
     arrays = []
@@ -82,7 +83,8 @@ def read_draft_config(directory: Path) -> DraftConfig:
 
 
 def load_target(directory: str | Path, dtype=jnp.float32) -> Decoder:
-    """A target from a Hugging Face directory. Its config is ``.config``; errors are InputError and list every bad tensor."""
+    """A target from a Hugging Face directory. Its config is ``.config``; errors are InputError and list every bad
+    tensor."""
     directory = Path(directory)
     raw = _read_raw(directory)
     family = families.target_family(raw)

@@ -62,8 +62,8 @@ class DecoderLayer(nnx.Module):
 class Decoder(nnx.Module):
     """A target language model. Holds parameters only; caches travel through arguments and results.
 
-    One pass serves prefill, plain decoding and verification: `verify` reads the caches and returns a record of what its tokens
-    would write, `commit` writes any prefix of it, and `extend` is both where the count is known beforehand.
+    One pass serves prefill, plain decoding and verification: `verify` reads the caches and returns a record of what
+    its tokens would write, `commit` writes any prefix of it, and `extend` is both where the count is known beforehand.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype=jnp.float32):
@@ -105,11 +105,12 @@ class Decoder(nnx.Module):
         return self.norm(x), features, tuple(kept)
 
     def verify(self, tokens, cache: Cache, length, n_valid, taps: tuple[int, ...] = (), positions=None):
-        """T tokens per row behind ``length`` [B] cached ones, of which the first n_valid [B] matter; caches are only read.
+        """T tokens per row behind ``length`` [B] cached ones, of which the first n_valid [B] matter; caches are only
+        read.
 
-        tokens: int [B, T], or embeddings [B, T, H]; ``positions``: rotary positions [B, T] or [3, B, T] where they are not
-        the cache positions. Returns hidden [B, T, H] after the final norm, features [B, T, taps, H] (outputs of the tapped
-        layers, before any norm; None without taps) and the record for `commit`.
+        tokens: int [B, T], or embeddings [B, T, H]; ``positions``: rotary positions [B, T] or [3, B, T] where they are
+        not the cache positions. Returns hidden [B, T, H] after the final norm, features [B, T, taps, H] (outputs of
+        the tapped layers, before any norm; None without taps) and the record for `commit`.
         """
         return self._run(tokens, cache, length, n_valid, taps, positions, lambda _, record: record)
 

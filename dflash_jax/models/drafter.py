@@ -1,7 +1,8 @@
 """The DFlash drafter (arXiv 2602.06036): a small block-diffusion transformer that reads the target's hidden features.
 
-It fills a block ``[last token, MASK, …]`` in one pass. In each layer the keys and values of the context come from the target's
-features, not from the drafter's own stream; only the block itself runs through queries, output projection and MLP.
+It fills a block ``[last token, MASK, …]`` in one pass. In each layer the keys and values of the context come from the
+target's features, not from the drafter's own stream; only the block itself runs through queries, output projection and
+MLP.
 """
 
 from collections.abc import Callable
@@ -25,6 +26,9 @@ class DraftWindow:
 
     size: int | None = None
     sinks: int = 0
+
+
+NO_WINDOW = DraftWindow()
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,8 @@ class DraftLayer(nnx.Module):
         self.ffn = Mlp(spec.intermediate_size, config.hidden_size, rngs, dtype)
 
     def block_mask(self, width, slots: int):
-        """bool [B, slots, slots] or [slots, slots]: which block slots see one another; ``width`` [B] live slots a row."""
+        """bool [B, slots, slots] or [slots, slots]: which block slots see one another; ``width`` [B] live slots a
+        row."""
         query, key = jnp.arange(slots)[:, None], jnp.arange(slots)[None]
         mask = key <= query if self.spec.causal else jnp.ones((slots, slots), bool)
         if self.spec.window is not None:
@@ -111,7 +116,7 @@ class Drafter(nnx.Module):
     def taps(self) -> tuple[int, ...]:
         return self.config.target_layer_ids
 
-    def init_cache(self, rows: int, capacity: int, dtype, window: DraftWindow = DraftWindow()) -> DraftCache:
+    def init_cache(self, rows: int, capacity: int, dtype, window: DraftWindow = NO_WINDOW) -> DraftCache:
         """Rings where a window bounds what a layer can see; their bytes do not grow with ``capacity``."""
 
         def layer(spec: DraftLayerSpec):
@@ -130,7 +135,8 @@ class Drafter(nnx.Module):
         return tuple(layer(spec) for spec in self.config.layers)
 
     def context(self, features):
-        """Tapped features [B, T, taps, H] → the context stream H_t [B, T, H] that every layer's keys and values read."""
+        """Tapped features [B, T, taps, H] → the context stream H_t [B, T, H] that every layer's keys and values
+        read."""
         return self.hidden_norm(jnp.einsum("btxh,oxh->bto", features.astype(self.fc[...].dtype), self.fc[...]))
 
     def _angles(self, positions):
@@ -149,8 +155,9 @@ class Drafter(nnx.Module):
         pairs = self.context_keys_values(features, positions)
         return tuple(c.write(k, v, positions, keep) for c, (k, v) in zip(cache, pairs, strict=True))
 
-    def block(self, embedded, cache: DraftCache, start, width, window: DraftWindow = DraftWindow()):
-        """Hidden states [B, W, H], after the final norm, of an embedded block [B, W, H] whose first slot is position start [B]."""
+    def block(self, embedded, cache: DraftCache, start, width, window: DraftWindow = NO_WINDOW):
+        """Hidden states [B, W, H], after the final norm, of an embedded block [B, W, H] whose first slot is position
+        start [B]."""
         slots = embedded.shape[1]
         positions = start[:, None] + jnp.arange(slots)[None]
         angles = self._angles(positions)
@@ -164,11 +171,13 @@ class Drafter(nnx.Module):
         return self.norm(x)
 
     def propose(
-        self, cache: DraftCache, last, start, width, slots: int, borrowed: Borrowed, window: DraftWindow = DraftWindow()
+        self, cache: DraftCache, last, start, width, slots: int, borrowed: Borrowed, window: DraftWindow = NO_WINDOW
     ):
-        """Drafts for the positions behind ``last`` [B], the token at position start [B]; the caches hold positions < start.
+        """Drafts for the positions behind ``last`` [B], the token at position start [B]; the caches hold positions <
+        start.
 
-        ``slots`` (static) is the compiled block, ``width`` [B] ≤ slots the part in use; what stands past it is meaningless.
+        ``slots`` (static) is the compiled block, ``width`` [B] ≤ slots the part in use; what stands past it is
+        meaningless.
         """
         masks = jnp.full((last.shape[0], slots - 1), self.config.mask_token_id, last.dtype)
         hidden = self.block(

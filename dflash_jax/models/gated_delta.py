@@ -1,6 +1,7 @@
 """Gated DeltaNet: short convolution, gates and the delta rule, in one form for any number of tokens.
 
-Letters beyond `parts`: G key heads, R value heads on each, C convolution channels of a group (q, k and its R values), M chunk.
+Letters beyond `parts`: G key heads, R value heads on each, C convolution channels of a group (q, k and its R values),
+M chunk.
 """
 
 import jax
@@ -39,8 +40,8 @@ def unit_lower_inverse(a):
 def delta_rule(q, k, v, beta, log_decay, state, chunk: int = CHUNK):
     """The gated delta rule over T tokens, float32, in chunks (arXiv 2412.06464, section 3.3).
 
-    q, k [B, T, G, Dk]; v [B, T, G, R, Dv]; beta, log_decay [B, T, G, R]; state [B, G, R, Dk, Dv]. Equal to the recurrence
-    S ← e^g S; δ = β (v - Sᵀk); S ← S + k ⊗ δ; o = Sᵀq. Returns o and δ, both [B, T, G, R, Dv].
+    q, k [B, T, G, Dk]; v [B, T, G, R, Dv]; beta, log_decay [B, T, G, R]; state [B, G, R, Dk, Dv]. Equal to the
+    recurrence S ← e^g S; δ = β (v - Sᵀk); S ← S + k ⊗ δ; o = Sᵀq. Returns o and δ, both [B, T, G, R, Dv].
     """
     b, t = q.shape[:2]
     m = min(chunk, 1 << (t - 1).bit_length())
@@ -89,7 +90,8 @@ def delta_rule(q, k, v, beta, log_decay, state, chunk: int = CHUNK):
 
 
 class GatedDelta(nnx.Module):
-    """The Gated DeltaNet mixer of Qwen3-Next and Qwen3.5. Never writes its state: it returns a record for `cache.replay`."""
+    """The Gated DeltaNet mixer of Qwen3-Next and Qwen3.5. Never writes its state: it returns a record for
+    `cache.replay`."""
 
     def __init__(self, spec: GatedDeltaSpec, hidden: int, eps: float, rngs: nnx.Rngs, dtype):
         self.spec, self.eps = spec, eps

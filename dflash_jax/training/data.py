@@ -68,7 +68,8 @@ def conversations(documents: list[Document], longest: int = 1500) -> list[list[d
 
 
 def windows(stream: np.ndarray, length: int, rows: int, steps: int, seed: int):
-    """Yields ``steps`` batches int32 [rows, length + 1] cut from a token stream, every epoch at another offset, shuffled."""
+    """Yields ``steps`` batches int32 [rows, length + 1] cut from a token stream, every epoch at another offset,
+    shuffled."""
     rng = np.random.default_rng(seed)
     starts = np.zeros((0,), np.int64)
     for _ in range(steps):

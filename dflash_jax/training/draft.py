@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from dflash_jax.models.decoder import Decoder
-from dflash_jax.models.drafter import Drafter, DraftLayer, DraftWindow
+from dflash_jax.models.drafter import NO_WINDOW, Drafter, DraftLayer
 from dflash_jax.models.parts import rope_angles
 
 # Decay of the slots' weights by block size.
@@ -26,7 +26,8 @@ def sample_anchors(key, loss_mask, count: int):
 
 
 def _attend(layer: DraftLayer, h, keys, values, anchors, positions):
-    """Attention of blocks h [B, A, W, H] over their own slots and the context keys, values [B, T, K, D] before their anchor."""
+    """Attention of blocks h [B, A, W, H] over their own slots and the context keys, values [B, T, K, D] before their
+    anchor."""
     b, a, w, hidden = h.shape
     mixer, t, rows = layer.mixer, keys.shape[1], b * a
     flat, angles = h.reshape(rows, w, hidden), rope_angles(positions, layer.spec.attention.rope)
@@ -38,9 +39,9 @@ def _attend(layer: DraftLayer, h, keys, values, anchors, positions):
     k, v = k.reshape(b, a, w, heads, d), v.reshape(b, a, w, heads, d)
     far = jnp.einsum("bawkrd,btkd->bakrwt", q, keys, preferred_element_type=jnp.float32)
     near = jnp.einsum("bawkrd,bavkd->bakrwv", q, k, preferred_element_type=jnp.float32)
-    sees = layer.sees_context(jnp.arange(t)[None, None], positions, anchors.reshape(rows), DraftWindow())
+    sees = layer.sees_context(jnp.arange(t)[None, None], positions, anchors.reshape(rows), NO_WINDOW)
     own = layer.block_mask(jnp.full((1,), w), w)[0]
-    far = jnp.where(sees.reshape(b, a, 1, 1, w, t), far, -jnp.inf)
+    far = jnp.where(jnp.broadcast_to(sees, (rows, w, t)).reshape(b, a, 1, 1, w, t), far, -jnp.inf)
     near = jnp.where(own, near, -jnp.inf)
     weights = jax.nn.softmax(jnp.concatenate([far, near], axis=-1), axis=-1).astype(h.dtype)
     y = jnp.einsum("bakrwt,btkd->bawkrd", weights[..., :t], values)
@@ -49,9 +50,11 @@ def _attend(layer: DraftLayer, h, keys, values, anchors, positions):
 
 
 def block_states(drafter: Drafter, features, embedded, anchors):
-    """Hidden states [B, A, W, H] after the final norm, equal to what `Drafter.block` computes for each anchor on its own.
+    """Hidden states [B, A, W, H] after the final norm, equal to what `Drafter.block` computes for each anchor on its
+    own.
 
-    features [B, T, taps, H] of whole sequences; embedded [B, A, W, H]: each anchor's ``[token, MASK, …]``; anchors [B, A].
+    features [B, T, taps, H] of whole sequences; embedded [B, A, W, H]: each anchor's ``[token, MASK, …]``; anchors [B,
+    A].
     """
     b, a, w, _ = embedded.shape
     t = features.shape[1]
@@ -67,8 +70,8 @@ def block_states(drafter: Drafter, features, embedded, anchors):
 def draft_loss(drafter: Drafter, target: Decoder, tokens, loss_mask, key, anchors: int):
     """Decayed cross-entropy: slot k of a block against the token at anchor + k, weight exp(-(k - 1) / gamma).
 
-    tokens int [B, T]; loss_mask bool [B, T]: which tokens may be learned from. Labels outside the sequence or the mask weigh 0;
-    the sum is divided by the sum of all weights.
+    tokens int [B, T]; loss_mask bool [B, T]: which tokens may be learned from. Labels outside the sequence or the mask
+    weigh 0; the sum is divided by the sum of all weights.
     """
     w = drafter.config.block_size
     _, features = target(tokens, drafter.taps)

@@ -35,9 +35,11 @@ def matrix_axes(module):
 
 
 def optimiser(peak: float, steps: int, kind: str = "adamw", warm_up: float = 0.04, clip: float = 1.0):
-    """``adamw`` or ``muon`` (AdamW for what is not a matrix), cosine schedule after linear warm-up over ``warm_up`` of the steps.
+    """``adamw`` or ``muon`` (AdamW for what is not a matrix), cosine schedule after linear warm-up over ``warm_up`` of
+    the steps.
 
-    Gradients are clipped by global norm; no weight decay. Muon's updates are scaled to AdamW's size, so one ``peak`` serves both.
+    Gradients are clipped by global norm; no weight decay. Muon's updates are scaled to AdamW's size, so one ``peak``
+    serves both.
     """
     schedule = optax.warmup_cosine_decay_schedule(0.0, peak, max(1, int(steps * warm_up)), steps, peak * 0.02)
     if kind == "adamw":

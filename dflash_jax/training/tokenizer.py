@@ -1,4 +1,5 @@
-"""A small byte-level BPE tokenizer with Qwen's special tokens and a Qwen-style chat template, as transformers reads it."""
+"""A small byte-level BPE tokenizer with Qwen's special tokens and a Qwen-style chat template, as transformers reads
+it."""
 
 import json
 from collections.abc import Iterable

@@ -1,4 +1,5 @@
-"""Families: one file each, with a reader of ``config.json`` and a table of weight names. Adding one is a file and a line here."""
+"""Families: one file each, with a reader of ``config.json`` and a table of weight names. Adding one is a file and a
+line here."""
 
 from dflash_jax.errors import InputError
 from dflash_jax.models.families import dflash, qwen3_5

@@ -23,8 +23,8 @@ def _only(arrays: Sequence[np.ndarray]) -> np.ndarray:
 class Entry:
     """One parameter of a module, and the tensors on disk that it is made of.
 
-    ``path``: the parameter, dotted. ``shape``: its shape in the module. ``join`` makes the parameter (up to a reshape) from the
-    tensors, ``split`` makes the tensors (up to a reshape) from the parameter.
+    ``path``: the parameter, dotted. ``shape``: its shape in the module. ``join`` makes the parameter (up to a reshape)
+    from the tensors, ``split`` makes the tensors (up to a reshape) from the parameter.
     """
 
     path: str

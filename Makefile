@@ -1,0 +1,40 @@
+# make demo [EXTRA=cuda13|tpu]   set up and generate text with the bundled pair
+# make test                      set up with the test extras, lint, run every test
+PYTHON ?= python3
+EXTRA ?=
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+empty :=
+WANTED := $(if $(EXTRA),[$(EXTRA)],)
+
+.PHONY: demo test python clean
+
+demo: $(VENV)/.demo$(EXTRA)
+	$(BIN)/python -m dflash_jax.generate --prompt "def main(" --max-new-tokens 160 --show-drafts
+
+test: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/python -m pytest
+
+python:
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is not there: Python 3.11 or later is needed (make PYTHON=...)"; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "$$($(PYTHON) --version) is too old: Python 3.11 or later is needed (make PYTHON=python3.12 ...)"; exit 2; }
+
+$(VENV)/bin/python: | python
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.demo$(EXTRA): pyproject.toml constraints.txt $(VENV)/bin/python
+	$(PIP) -e ".$(WANTED)"
+	touch $@
+
+# torch first and alone: it serves the parity tests only, and the one version named there has a CPU build.
+$(VENV)/.test: pyproject.toml constraints.txt $(VENV)/bin/python
+	$(PIP) torch==2.13.0
+	$(PIP) -e ".[test]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) .cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,48 @@
+"""How good a drafter is: the acceptance length of real decoding on prompts it has not seen."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dflash_jax.llm import LLM
+from dflash_jax.params import Completion, SamplingParams
+
+
+def is_degenerate(token_ids: Sequence[int], order: int = 4, least: float = 0.5) -> bool:
+    """Repetition: fewer than ``least`` of the n-grams are distinct. Such text is easy to draft and says nothing."""
+    grams = [tuple(token_ids[i : i + order]) for i in range(len(token_ids) - order + 1)]
+    return bool(grams) and len(set(grams)) < least * len(grams)
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """Mean acceptance length over all rounds of ``kept`` completions; ``degenerate`` ones were left out."""
+
+    mean: float
+    rounds: int
+    kept: int
+    degenerate: int
+
+
+def acceptance(completions: Sequence[Completion]) -> Acceptance:
+    kept = [c for c in completions if not is_degenerate(c.token_ids)]
+    lengths = [n for c in kept for n in c.acceptance_lengths]
+    return Acceptance(
+        float(np.mean(lengths)) if lengths else 0.0, len(lengths), len(kept), len(completions) - len(kept)
+    )
+
+
+def held_out_prompts(streams: Sequence[Sequence[int]], length: int, most: int, seed: int = 0) -> list[list[int]]:
+    """Up to ``most`` cuts of ``length`` token ids from documents, at random places."""
+    rng = np.random.default_rng(seed)
+    cuts = [(s, i) for s, ids in enumerate(streams) for i in range(0, len(ids) - 2 * length, 4 * length)]
+    chosen = [cuts[i] for i in rng.permutation(len(cuts))[:most]]
+    return [list(streams[s][i : i + length]) for s, i in chosen]
+
+
+def measure(
+    llm: LLM, prompts: Sequence[list[int]], params: SamplingParams, block_size: int | None = None
+) -> Acceptance:
+    """Decodes every prompt and averages; statistics of the drafter only, whatever the text is worth."""
+    return acceptance(llm.generate(prompts, params, block_size))
