@@ -6,8 +6,7 @@ never written.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +23,7 @@ def round_capacity(positions: int) -> int:
     return -(-positions // CONTEXT_CHUNK) * CONTEXT_CHUNK
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["k", "v"], meta_fields=["sinks", "ring"])
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KVCache:
     """Keys and values, [B, K, S, D]. Linear: slot = position. Ring: the first ``sinks`` positions stay, later ones go
@@ -35,8 +34,8 @@ class KVCache:
 
     k: jax.Array
     v: jax.Array
-    sinks: int = 0
-    ring: bool = False
+    sinks: int = field(default=0, metadata={"static": True})
+    ring: bool = field(default=False, metadata={"static": True})
 
     @classmethod
     def create(
@@ -138,7 +137,7 @@ def attend(q, k, v, own_mask, cache: KVCache | None, length, visible: Callable |
     return jnp.moveaxis(y, 3, 1).reshape(b, t, n, d).astype(q.dtype)
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["recurrent", "conv"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DeltaState:
     """State of a Gated DeltaNet layer: ``recurrent`` float32 [B, G, R, Dk, Dv] (G key heads, R value heads on each)
@@ -148,7 +147,7 @@ class DeltaState:
     conv: jax.Array
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["k", "delta", "log_decay", "conv"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DeltaRecord:
     """What T tokens would do to a `DeltaState`: k [B, T, G, Dk], delta [B, T, G, R, Dv], log_decay [B, T, G, R]
@@ -161,7 +160,7 @@ class DeltaRecord:
     conv: jax.Array
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["k", "v"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KVRecord:
     """Keys and values of T tokens, [B, T, K, D]."""

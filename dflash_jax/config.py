@@ -128,12 +128,11 @@ class DraftConfig:
         """Raises InputError where this drafter cannot have been made for ``target``."""
         if self.hidden_size != target.hidden_size:
             raise InputError(
-                f"the drafter's hidden size is {self.hidden_size}, the target's {target.hidden_size}: they must be equal"
+                f"the drafter's hidden size is {self.hidden_size}, the target's is {target.hidden_size}: they differ"
             )
         if self.vocab_size != target.vocab_size:
             raise InputError(
-                f"the drafter's vocabulary has {self.vocab_size} tokens, the target's {target.vocab_size}: "
-                "they must be equal"
+                f"the drafter's vocabulary has {self.vocab_size} tokens, the target's {target.vocab_size}: they differ"
             )
         depth = len(target.layers)
         if self.num_target_layers != depth:

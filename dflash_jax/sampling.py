@@ -5,31 +5,15 @@ distribution at a given position is the same whether it was drafted or not, at a
 that draws with the same noise agrees with the target more often than one that drafts greedily.
 """
 
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.random import threefry2x32_p
 
-_ROW_FIELDS = [
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition",
-    "frequency",
-    "presence",
-    "seed",
-    "processed_logprobs",
-    "logit_bias",
-    "prompt_counts",
-    "output_counts",
-]
 
-
-@partial(jax.tree_util.register_dataclass, data_fields=_ROW_FIELDS, meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SamplingRows:
     """Sampling options of B rows: [B], or [B, V] for the last three.
@@ -186,14 +170,14 @@ def choose(processed, rows: SamplingRows, positions):
     return tokens.astype(jnp.int32)
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["chosen", "ids", "values"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Logprobs:
     """Log-probability of the chosen token [..., T], and the n likeliest tokens with theirs [..., T, n]."""
 
     chosen: jax.Array
     ids: jax.Array
-    values: jax.Array = field()
+    values: jax.Array
 
 
 def logprobs(raw, processed, tokens, rows: SamplingRows, top: int) -> Logprobs:

@@ -15,7 +15,6 @@ same bits come out with any drafter and with none.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -39,26 +38,7 @@ class Settings:
     draft_window: DraftWindow = NO_WINDOW
 
 
-_STATE_FIELDS = [
-    "tokens",
-    "length",
-    "base",
-    "prompt_length",
-    "limit",
-    "done",
-    "width",
-    "stops",
-    "target",
-    "draft",
-    "hidden",
-    "sampling",
-    "rounds",
-    "accepted",
-    "logprobs",
-]
-
-
-@partial(jax.tree_util.register_dataclass, data_fields=_STATE_FIELDS, meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DecodeState:
     """B rows under way. int32 unless said otherwise.
@@ -315,9 +295,7 @@ def decode(
     return jax.lax.while_loop(more, body, (jnp.int32(0), state))[1]
 
 
-@partial(
-    jax.tree_util.register_dataclass, data_fields=["tokens", "count", "accepted", "rounds", "done"], meta_fields=[]
-)
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Report:
     """What a dispatch brought, small enough to read back every time: the new tokens [B, C] (``count`` [B] of them),
