@@ -49,19 +49,19 @@ class Programs:
         self._models = {}
         for drafts, pair in ((True, (target, drafter)), (False, (target, None))):
             self._models[drafts] = jax.tree.flatten(pair)
-        self._compiled: dict = {}
+        self.compiled: dict = {}
         self.compile_s = 0.0
 
     @property
     def count(self) -> int:
         """Programs compiled so far."""
-        return len(self._compiled)
+        return len(self.compiled)
 
     def _call(self, key: tuple, drafts: bool, function: Callable, state: DecodeState, *args):
         leaves, structure = self._models[drafts]
         inputs, kind = jax.tree.flatten((state, args))
         key = (*key, drafts, kind, *((x.shape, x.dtype) for x in inputs))
-        if key not in self._compiled:
+        if key not in self.compiled:
             began = time.perf_counter()
 
             def run(leaves, state, *args):
@@ -69,9 +69,9 @@ class Programs:
 
             # float32 means float32: accelerators would otherwise multiply in fewer bits.
             with jax.default_matmul_precision("highest" if leaves[0].dtype == "float32" else "default"):
-                self._compiled[key] = jax.jit(run, donate_argnums=1).lower(leaves, state, *args).compile()
+                self.compiled[key] = jax.jit(run, donate_argnums=1).lower(leaves, state, *args).compile()
             self.compile_s += time.perf_counter() - began
-        return self._compiled[key](leaves, state, *args)
+        return self.compiled[key](leaves, state, *args)
 
     def prefill_chunk(self, state: DecodeState, size: int, drafts: bool) -> DecodeState:
         return self._call(("prefill", size), drafts, partial(speculative.prefill_chunk, size=size), state)

@@ -47,7 +47,10 @@ class TensorFiles(Mapping):
     @staticmethod
     def _paths(directory: Path) -> list[Path]:
         if (directory / INDEX).exists():
-            names = sorted(set(read_json(directory / INDEX).get("weight_map", {}).values()))
+            weight_map = read_json(directory / INDEX).get("weight_map")
+            if not isinstance(weight_map, dict) or not all(isinstance(n, str) for n in weight_map.values()):
+                raise InputError(f"{directory / INDEX} has no weight_map of tensor names to file names")
+            names = sorted(set(weight_map.values()))
             missing = [n for n in names if not (directory / n).exists()]
             if missing:
                 raise InputError(

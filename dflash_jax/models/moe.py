@@ -7,6 +7,9 @@ from flax import nnx
 from dflash_jax.config import MoeSpec
 from dflash_jax.models.parts import Mlp, normal
 
+# Up to this many tokens a pass reads each token's experts by themselves; beyond, most experts are read anyway.
+GATHERED_TOKENS = 16
+
 
 def route(logits, spec: MoeSpec):
     """Router logits [..., E] → the chosen experts' weights (float32) and ids, [..., experts_per_token]."""
@@ -34,16 +37,31 @@ def experts_gathered(x, weights, chosen, gate_up, down):
 
 
 def experts_looped(x, weights, chosen, gate_up, down):
-    """Many tokens: one dense product per expert, the tokens that did not choose it selected away."""
+    """Many tokens: one dense product per expert that any token chose, the tokens that did not choose it selected
+    away."""
 
     def add(total, expert):
         gate_up, down, index = expert
         mine = chosen == index
         weight = jnp.where(mine, weights, 0.0).sum(-1, keepdims=True)
-        return total + jnp.where(mine.any(-1, keepdims=True), weight * swiglu(x, gate_up, down), 0.0), None
+
+        def visit(total):
+            return total + jnp.where(mine.any(-1, keepdims=True), weight * swiglu(x, gate_up, down), 0.0)
+
+        return jax.lax.cond(mine.any(), visit, lambda total: total, total), None
 
     total, _ = jax.lax.scan(add, jnp.zeros(x.shape, jnp.float32), (gate_up, down, jnp.arange(gate_up.shape[0])))
     return total.astype(x.dtype)
+
+
+def experts(x, weights, chosen, gate_up, down):
+    """Σ_k weights[t, k] · SwiGLU of expert chosen[t, k] on x[t]: x [T, H] → [T, H], in the form that suits platform
+    and size.
+
+    On CPU the products of the loop go to a matrix library and the gathered form does not.
+    """
+    accelerated = experts_gathered if x.shape[0] <= GATHERED_TOKENS else experts_looped
+    return jax.lax.platform_dependent(x, weights, chosen, gate_up, down, cpu=experts_looped, default=accelerated)
 
 
 class Moe(nnx.Module):
@@ -65,8 +83,7 @@ class Moe(nnx.Module):
         live = valid.reshape(-1, 1)
         # An idle token follows the first live one: it then reads no expert that is not read anyway.
         chosen = jnp.where(live, chosen, chosen[jnp.argmax(live[:, 0])])
-        form = experts_gathered if flat.shape[0] <= 16 else experts_looped
-        y = form(flat, weights, chosen, self.gate_up[...], self.down[...]).reshape(x.shape)
+        y = experts(flat, weights, chosen, self.gate_up[...], self.down[...]).reshape(x.shape)
         if self.spec.shared_intermediate_size is not None:
             gate = jax.nn.sigmoid(jnp.einsum("bth,h->bt", x, self.shared_gate[...]))
             y = y + gate[..., None] * self.shared(x)

@@ -19,7 +19,7 @@ def target_family(raw: dict):
         raise InputError(
             "this is a DFlash drafter (its config has dflash_config): give it as the draft, not as the target"
         )
-    if model_type not in TARGETS:
+    if not isinstance(model_type, str) or model_type not in TARGETS:
         known = ", ".join(sorted(TARGETS))
         raise InputError(f"unknown model_type {model_type!r}: the targets known here are {known}")
     return TARGETS[model_type]

@@ -28,6 +28,14 @@ def read_rope(raw: dict, head_dim: int) -> RopeSpec:
         return RopeSpec(theta, head_dim)
     if kind != "yarn":
         raise InputError(f"the drafter's rope_type {kind!r} is not known: it must be 'default' or 'yarn'")
+    unknown = sorted(k for k in ("mscale", "mscale_all_dim") if scaling.get(k)) + ["truncate"] * (
+        scaling.get("truncate") is False
+    )
+    if unknown or not scaling.get("factor"):
+        fault = f"has {', '.join(unknown)}" if unknown else "lacks a factor"
+        raise InputError(
+            f"the drafter's YaRN scaling {fault}: known are factor, beta_fast, beta_slow, attention_factor"
+        )
     yarn = YarnSpec(
         factor=float(scaling["factor"]),
         original_max_positions=int(scaling.get("original_max_position_embeddings") or raw["max_position_embeddings"]),

@@ -1,0 +1,90 @@
+"""What XLA made of the decode loop, as JSON: loops, callbacks, compilations over a varied session, donated and copied
+bytes.
+
+    python scripts/inspect_program.py [--target DIR --draft DIR] [--max-new-tokens N]
+"""
+
+import argparse
+import json
+import re
+
+import jax
+
+from dflash_jax import LLM, SamplingParams
+from dflash_jax.cache import DeltaState, KVCache
+
+BYTES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "pred": 1, "s8": 1, "u8": 1}
+
+
+def entry_computation(hlo: str) -> str:
+    """The lines of the computation that XLA starts with."""
+    return hlo[hlo.index("\nENTRY ") :]
+
+
+def copied_bytes(hlo: str, shapes: set[tuple[int, ...]]) -> int:
+    """Bytes of all copies and transposes, anywhere in the program, whose result has the shape of a cache."""
+    total = 0
+    for kind, dims in re.findall(r"= (\w+)\[([\d,]*)\]\S* (?:copy|transpose|copy-start)\(", hlo):
+        shape = tuple(int(d) for d in dims.split(",") if d)
+        if shape in shapes:
+            size = BYTES.get(kind, 4)
+            for d in shape:
+                size *= d
+            total += size
+    return total
+
+
+def session(llm: LLM, tokens: int) -> None:
+    """A varied session: other prompts, lengths, seeds, sampling options and block sizes."""
+    ids = list(range(10, 40))
+    for params in (
+        SamplingParams(temperature=0.0, max_tokens=tokens),
+        SamplingParams(temperature=0.8, top_k=20, top_p=0.9, min_p=0.05, seed=7, max_tokens=tokens),
+        SamplingParams(
+            temperature=0.5, repetition_penalty=1.2, presence_penalty=0.5, logit_bias={5: 2.0}, max_tokens=9
+        ),
+    ):
+        for prompt in (ids[:1], ids[:7], ids):
+            llm.generate([prompt], params)
+    for block in range(9, (llm.drafter.config.block_size if llm.drafter else 8) + 1):
+        llm.generate([ids], SamplingParams(max_tokens=tokens), block_size=block)
+
+
+def inspect(llm: LLM, tokens: int = 24) -> dict:
+    """The figures for one LLM, after a session on it."""
+    session(llm, tokens)
+    programs = llm.programs
+    (key,) = [k for k in programs.compiled if k[0] == "decode"]
+    compiled = programs.compiled[key]
+    hlo = compiled.as_text()
+    state = llm._start(llm._rows([[1, 2, 3]], SamplingParams(max_tokens=tokens)), key[1], llm.block_size)
+    layers = (*state.target, *state.draft)
+    kv = [x for layer in layers if isinstance(layer, KVCache) for x in (layer.k, layer.v)]
+    recurrent = [layer.recurrent for layer in layers if isinstance(layer, DeltaState)]
+    return {
+        "outer_while_loops": len(re.findall(r" while\(", entry_computation(hlo))),
+        "callbacks": len(re.findall(r'custom_call_target="[^"]*callback[^"]*"', hlo)),
+        "compiled_programs": programs.count,
+        "programs": sorted({str(k[0]) for k in programs.compiled}),
+        "kv_bytes": sum(x.nbytes for x in kv),
+        "recurrent_bytes": sum(x.nbytes for x in recurrent),
+        "state_bytes": sum(x.nbytes for x in jax.tree.leaves(state)),
+        "donated_bytes": compiled.memory_analysis().alias_size_in_bytes,
+        "copied_kv_bytes": copied_bytes(hlo, {x.shape for x in kv}),
+        "copied_recurrent_bytes": copied_bytes(hlo, {x.shape for x in recurrent}),
+        "temporary_bytes": compiled.memory_analysis().temp_size_in_bytes,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", help="default: the bundled pair")
+    parser.add_argument("--draft")
+    parser.add_argument("--max-new-tokens", type=int, default=24)
+    args = parser.parse_args()
+    llm = LLM(args.target, args.draft) if args.target else LLM()
+    print(json.dumps(inspect(llm, args.max_new_tokens), indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,11 @@
+"""jax on the CPU in float32, and compiled programs kept between runs."""
+
+from pathlib import Path
+
+import jax
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_enable_x64", False)
+jax.config.update("jax_default_matmul_precision", "float32")
+jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parents[1] / ".cache" / "jax"))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)

@@ -1,0 +1,119 @@
+"""Tiny random models of odd sizes, and the forward passes that several test files share compiled."""
+
+import re
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dflash_jax.checkpoint.load import parameter_paths
+from dflash_jax.config import (
+    AttentionSpec,
+    DraftConfig,
+    DraftLayerSpec,
+    GatedDeltaSpec,
+    LayerSpec,
+    MlpSpec,
+    ModelConfig,
+    MoeSpec,
+    RopeSpec,
+)
+from dflash_jax.models.decoder import Decoder, abstract_decoder
+from dflash_jax.models.drafter import Drafter, abstract_drafter
+
+VOCAB, HIDDEN = 101, 36
+
+ATTENTION = AttentionSpec(
+    num_heads=6, num_kv_heads=2, head_dim=20, rope=RopeSpec(10000.0, 12, sections=(3, 2, 1)), gated=True
+)
+DELTA = GatedDeltaSpec(num_key_heads=2, num_value_heads=6, key_dim=10, value_dim=7)
+MOE = MoeSpec(num_experts=7, experts_per_token=3, intermediate_size=11, shared_intermediate_size=13)
+
+
+def tiny_config(pattern: str = "ddad", moe: bool = True, **changes) -> ModelConfig:
+    """A target of one layer a letter: ``d`` Gated DeltaNet, ``a`` attention."""
+    mixers = {"a": ATTENTION, "d": DELTA}
+    ffn = MOE if moe else MlpSpec(29)
+    config = ModelConfig(
+        model_type="qwen3_5_moe_text" if moe else "qwen3_5_text",
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        layers=tuple(LayerSpec(mixers[letter], ffn) for letter in pattern),
+        norm_eps=1e-6,
+        norm_offset=1.0,
+        max_positions=2048,
+    )
+    return replace(config, **changes)
+
+
+def tiny_draft_config(target: ModelConfig, windows=(6, None), **changes) -> DraftConfig:
+    """A drafter for ``target`` with one layer a window (None: full attention); sliding layers are causal."""
+    attention = AttentionSpec(num_heads=6, num_kv_heads=2, head_dim=10, rope=RopeSpec(10000.0, 10))
+    depth = len(target.layers)
+    config = DraftConfig(
+        hidden_size=target.hidden_size,
+        vocab_size=target.vocab_size,
+        layers=tuple(DraftLayerSpec(attention, 31, window, window is not None) for window in windows),
+        block_size=16,
+        mask_token_id=target.vocab_size - 2,
+        target_layer_ids=tuple(sorted({0, depth // 2, depth - 1})),
+        num_target_layers=depth,
+        norm_eps=1e-6,
+        max_positions=2048,
+    )
+    return replace(config, **changes)
+
+
+def draw(rng: np.random.Generator, name: str, shape: tuple[int, ...], fan_in: int, offset: float = 0.0) -> np.ndarray:
+    """A float32 weight with enough spread that leaving out its part shows. ``name`` on disk or in a module."""
+    noise = rng.standard_normal(shape)
+    if name.endswith(("A_log", "a_log")):
+        value = np.log(rng.uniform(0.05, 4.0, shape))
+    elif name.endswith("dt_bias"):
+        value = noise - 1.0
+    elif "conv" in name:
+        value = 0.6 * noise
+    elif "norm" in name:
+        # The norm inside Gated DeltaNet is stored as w in every family.
+        inner = name.endswith(("linear_attn.norm.weight", "mixer.norm"))
+        value = (1.0 if inner else 1.0 - offset) + 0.3 * noise
+    elif "embed" in name:
+        value = noise
+    else:
+        into_stream = re.search(r"(o_proj|out_proj|down_proj|\.o|\.out|\.down)(\.weight)?$", name)
+        router = re.search(r"(mlp\.gate\.weight|router)$", name)
+        value = noise * (0.4 if into_stream else 1.6 if router else 1.0) * fan_in**-0.5
+    return value.astype(np.float32)
+
+
+def randomise(module, seed: int, offset: float = 0.0):
+    """``module`` (abstract) with random arrays."""
+    rng = np.random.default_rng(seed)
+    leaves, structure = jax.tree.flatten(module)
+    arrays = []
+    for path, leaf in zip(parameter_paths(module), leaves, strict=True):
+        # o and out are [H, heads, …], fc [H, taps, H]: their inputs are all but the first axis.
+        last = path.rsplit(".", 1)[-1]
+        fan_in = int(np.prod(leaf.shape[1:])) if last in ("o", "out", "fc") else leaf.shape[-1]
+        arrays.append(jnp.asarray(draw(rng, path, leaf.shape, fan_in, offset), leaf.dtype))
+    return jax.tree.unflatten(structure, arrays)
+
+
+def random_decoder(config: ModelConfig, seed: int = 0) -> Decoder:
+    return randomise(abstract_decoder(config), seed, config.norm_offset)
+
+
+def random_drafter(config: DraftConfig, seed: int = 0) -> Drafter:
+    return randomise(abstract_drafter(config), seed)
+
+
+def tokens_of(rng: np.random.Generator, *shape: int, vocab: int = VOCAB) -> jax.Array:
+    return jnp.asarray(rng.integers(0, vocab, shape), jnp.int32)
+
+
+extend = partial(jax.jit, static_argnames=("taps",))(Decoder.extend)
+verify = partial(jax.jit, static_argnames=("taps",))(Decoder.verify)
+commit = jax.jit(Decoder.commit)
+logits = jax.jit(Decoder.logits)

@@ -1,0 +1,116 @@
+"""Mixture of experts: both forms against a plain loop in NumPy, and tokens that take no part."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from helpers import HIDDEN, MOE, randomise
+
+from dflash_jax.config import MoeSpec
+from dflash_jax.models.moe import Moe, experts_gathered, experts_looped, route
+
+forward = jax.jit(Moe.__call__)
+gathered, looped = jax.jit(experts_gathered), jax.jit(experts_looped)
+
+
+@pytest.fixture(scope="module")
+def moe():
+    return randomise(jax.eval_shape(lambda: Moe(MOE, HIDDEN, nnx.Rngs(0), jnp.float32)), 1)
+
+
+def silu(x):
+    return x / (1 + np.exp(-x))
+
+
+def reference(moe, x):
+    """x [T, H] → [T, H] in float64, token by token."""
+    w = {
+        name: np.asarray(value, np.float64)
+        for name, value in {
+            "router": moe.router[...],
+            "gate_up": moe.gate_up[...],
+            "down": moe.down[...],
+            "shared_gate_up": moe.shared.gate_up[...],
+            "shared_down": moe.shared.down[...],
+            "shared_gate": moe.shared_gate[...],
+        }.items()
+    }
+    y = np.zeros(x.shape)
+    for i, token in enumerate(np.asarray(x, np.float64)):
+        score = w["router"] @ token
+        chance = np.exp(score - score.max())
+        chance /= chance.sum()
+        best = np.argsort(-chance)[: MOE.experts_per_token]
+        for e in best:
+            gate, up = w["gate_up"][e] @ token
+            y[i] += chance[e] / chance[best].sum() * (w["down"][e] @ (silu(gate) * up))
+        gate, up = w["shared_gate_up"] @ token
+        y[i] += (w["shared_down"] @ (silu(gate) * up)) / (1 + np.exp(-w["shared_gate"] @ token))
+    return y
+
+
+def sample(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal((*shape, HIDDEN)), jnp.float32)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (2, 8), (3, 17)], ids=["one", "gathered", "looped"])
+def test_forward(moe, shape):
+    x = sample(*shape)
+    got = forward(moe, x, jnp.ones(shape, bool))
+    np.testing.assert_allclose(got.reshape(-1, HIDDEN), reference(moe, x.reshape(-1, HIDDEN)), atol=1e-5)
+
+
+def test_gathered_equals_looped(moe):
+    x = sample(40, seed=1)
+    weights, chosen = route(x @ moe.router[...].T, MOE)
+    arrays = (x, weights, chosen, moe.gate_up[...], moe.down[...])
+    np.testing.assert_allclose(gathered(*arrays), looped(*arrays), atol=1e-5)
+
+
+def test_route_normalises_only_where_told():
+    scores = jnp.asarray(np.random.default_rng(2).standard_normal((5, 9)), jnp.bfloat16)
+    chance = jax.nn.softmax(scores.astype(jnp.float32))
+    for normalise in (True, False):
+        spec = MoeSpec(9, 4, 8, None, normalise)
+        weights, chosen = route(scores, spec)
+        assert weights.dtype == jnp.float32
+        want = np.sort(chance, axis=-1)[:, ::-1][:, :4]
+        want = want / want.sum(-1, keepdims=True) if normalise else want
+        np.testing.assert_allclose(weights, want, rtol=1e-5)
+        assert all(len(set(row)) == 4 for row in np.asarray(chosen).tolist())
+
+
+@pytest.mark.parametrize("shape", [(2, 8), (3, 17)], ids=["gathered", "looped"])
+@pytest.mark.parametrize("junk", [3.0, np.inf, np.nan])
+def test_invalid_tokens_change_no_other(moe, shape, junk):
+    valid = np.ones(shape, bool)
+    valid[0] = False
+    valid[1, 3:] = False
+    x = sample(*shape, seed=3)
+    dirty = jnp.where(jnp.asarray(valid)[..., None], x, junk)
+    clean = np.asarray(forward(moe, x, jnp.asarray(valid)))
+    got = np.asarray(forward(moe, dirty, jnp.asarray(valid)))
+    np.testing.assert_array_equal(got[valid], clean[valid])
+    np.testing.assert_allclose(
+        got[valid], np.asarray(forward(moe, x, jnp.ones(shape, bool)))[valid], atol=1e-6, err_msg="valid tokens"
+    )
+
+
+@pytest.mark.parametrize("shape", [(2, 8), (3, 17)], ids=["gathered", "looped"])
+def test_invalid_tokens_go_to_no_expert_of_their_own(moe, shape):
+    """Experts that no valid token chooses are filled with NaN: an invalid one that read them would show it."""
+    valid = np.zeros(shape, bool)
+    valid[1, 2] = True
+    x = sample(*shape, seed=4)
+    _, chosen = route(x.reshape(-1, HIDDEN) @ moe.router[...].T, MOE)
+    chosen = np.asarray(chosen).reshape(*shape, -1)
+    unused = np.setdiff1d(np.arange(MOE.num_experts), chosen[valid])
+    assert np.isin(chosen[~valid], unused).any()
+    structure = jax.tree.structure(moe)
+    broken = jax.tree.unflatten(structure, jax.tree.leaves(moe))
+    broken.gate_up[...] = moe.gate_up[...].at[unused].set(jnp.nan)
+    got = forward(broken, x, jnp.asarray(valid))
+    assert np.isfinite(got).all()
+    np.testing.assert_array_equal(got[1, 2], forward(moe, x, jnp.asarray(valid))[1, 2])
+    assert np.isnan(forward(broken, x, jnp.ones(shape, bool))).any(), "the test's own experts are not read"

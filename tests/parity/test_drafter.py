@@ -1,0 +1,428 @@
+"""The drafter against its restatement in `dflash_reference`, and every published config read and counted."""
+
+import json
+import math
+from functools import lru_cache, partial
+from pathlib import Path
+
+import dflash_reference
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import draw
+from safetensors.numpy import save_file
+
+from dflash_jax.cache import KVCache
+from dflash_jax.checkpoint.load import load_drafter
+from dflash_jax.config import DraftConfig
+from dflash_jax.errors import InputError
+from dflash_jax.models.decoder import abstract_decoder
+from dflash_jax.models.drafter import Borrowed, Drafter, DraftWindow, abstract_drafter
+from dflash_jax.models.families import dflash, target_family
+
+HIDDEN, TAPS, VOCAB, SLOTS = 24, 2, 53, 16
+CONFIGS = Path(__file__).parents[1] / "data" / "hf_configs"
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+BASE = {
+    "architectures": ["DFlashDraftModel"],
+    "model_type": "qwen3",
+    "hidden_size": HIDDEN,
+    "intermediate_size": 19,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 10,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": VOCAB,
+    "rope_theta": 1000.0,
+    "max_position_embeddings": 2048,
+    "num_target_layers": 5,
+    "block_size": SLOTS,
+    "dflash_config": {"mask_token_id": 51, "target_layer_ids": [3, 1]},
+}
+
+
+def config(**changes) -> dict:
+    """BASE with changes; those of ``dflash_config`` are added to what it has."""
+    own = {**BASE["dflash_config"], **changes.pop("dflash_config", {})}
+    return {**BASE, **changes, "dflash_config": own}
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 4.0, "beta_slow": 1.0}
+
+# name: (config, draft window, which (window, causal) each layer must come out with)
+CASES = {
+    "full": (config(layer_types=[FULL, FULL]), DraftWindow(), [(None, False)] * 2),
+    "no_layer_types": (config(sliding_window=5, use_sliding_window=False), DraftWindow(), [(None, False)] * 2),
+    "sliding_is_causal": (
+        config(layer_types=[SLIDING, FULL], sliding_window=7),
+        DraftWindow(),
+        [(7, True), (None, False)],
+    ),
+    # Hugging Face's Qwen3Config would drop the window: use_sliding_window is not set.
+    "sliding_not_causal": (
+        config(layer_types=[FULL, SLIDING], sliding_window=5, is_causal=False, use_sliding_window=False),
+        DraftWindow(),
+        [(None, False), (5, False)],
+    ),
+    "is_causal_wins": (
+        config(layer_types=[FULL, SLIDING], sliding_window=9, is_causal=True, dflash_config={"causal": False}),
+        DraftWindow(),
+        [(None, True), (9, True)],
+    ),
+    "own_causal": (
+        config(layer_types=[FULL, SLIDING], sliding_window=9, is_causal=None, dflash_config={"causal": True}),
+        DraftWindow(),
+        [(None, True), (9, True)],
+    ),
+    "own_not_causal": (
+        config(layer_types=[FULL, SLIDING], sliding_window=4, dflash_config={"causal": False}),
+        DraftWindow(),
+        [(None, False), (4, False)],
+    ),
+    "use_swa": (
+        config(sliding_window=30, dflash_config={"use_swa": True, "swa_window_size": 6}),
+        DraftWindow(),
+        [(6, True)] * 2,
+    ),
+    "use_swa_with_layer_types": (
+        config(layer_types=[FULL, SLIDING], sliding_window=8, dflash_config={"use_swa": True}),
+        DraftWindow(),
+        [(None, False), (8, True)],
+    ),
+    "use_swa_where_none_slides": (
+        config(layer_types=[FULL, FULL], sliding_window=8, dflash_config={"use_swa": True, "causal": False}),
+        DraftWindow(),
+        [(8, False)] * 2,
+    ),
+    "yarn_and_head_dim_from_hidden": (
+        config(layer_types=[SLIDING, FULL], sliding_window=11, rope_scaling=YARN, head_dim=None),
+        DraftWindow(),
+        [(11, True), (None, False)],
+    ),
+    "draft_window": (config(layer_types=[FULL, FULL]), DraftWindow(9), [(None, False)] * 2),
+    "draft_window_and_sinks": (
+        config(layer_types=[FULL, SLIDING], sliding_window=20, is_causal=False),
+        DraftWindow(9, 3),
+        [(None, False), (20, False)],
+    ),
+    "narrow_layers_under_sinks": (
+        config(layer_types=[SLIDING, FULL], sliding_window=6),
+        DraftWindow(15, 4),
+        [(6, True), (None, False)],
+    ),
+}
+
+
+def random_tensors(raw: dict, seed: int = 0) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    h, f, n, k = (raw[x] for x in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"))
+    d = raw.get("head_dim") or h // n
+    shapes = {"fc.weight": (h, TAPS * h), "hidden_norm.weight": (h,), "norm.weight": (h,)}
+    for i in range(raw["num_hidden_layers"]):
+        shapes |= {
+            f"layers.{i}.{name}.weight": shape
+            for name, shape in {
+                "input_layernorm": (h,),
+                "post_attention_layernorm": (h,),
+                "self_attn.q_proj": (n * d, h),
+                "self_attn.k_proj": (k * d, h),
+                "self_attn.v_proj": (k * d, h),
+                "self_attn.o_proj": (h, n * d),
+                "self_attn.q_norm": (d,),
+                "self_attn.k_norm": (d,),
+                "mlp.gate_proj": (f, h),
+                "mlp.up_proj": (f, h),
+                "mlp.down_proj": (h, f),
+            }.items()
+        }
+    tensors = {name: draw(rng, name, shape, shape[-1]) for name, shape in shapes.items()}
+    # Attention that picks, so that a wrong mask or position shows.
+    return {name: 1.6 * w if "q_norm" in name or "k_norm" in name else w for name, w in tensors.items()}
+
+
+def saved(raw: dict, path: Path, seed: int = 0):
+    """(drafter loaded from a checkpoint, tensors)."""
+    tensors = random_tensors(raw, seed)
+    save_file(tensors, path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps(raw))
+    return load_drafter(path), tensors
+
+
+extend = jax.jit(Drafter.extend)
+block = partial(jax.jit, static_argnames=("window",))(Drafter.block)
+
+
+def build_context(drafter, features, lengths, window, capacity, slots, rng):
+    """Caches of rows of ``lengths``, extended in pieces of random sizes; what a piece does not keep is NaN."""
+    rows = len(lengths)
+    cache = drafter.init_cache(rows, capacity, jnp.float32, window)
+    at = np.zeros(rows, np.int32)
+    while (at < lengths).any():
+        n = np.minimum(rng.integers(0, slots + 1, rows), lengths - at)
+        piece = np.full((rows, slots, *features.shape[2:]), np.nan, np.float32)
+        for row in range(rows):
+            piece[row, : n[row]] = features[row, at[row] : at[row] + n[row]]
+        steps = np.arange(slots)[None]
+        positions = jnp.asarray(at[:, None] + steps)
+        cache = extend(drafter, cache, jnp.asarray(piece), None, positions, jnp.asarray(steps < n[:, None]))
+        at += n.astype(np.int32)
+    return cache
+
+
+def reference_rows(raw, tensors, features, lengths, widths, embedded, window):
+    return [
+        dflash_reference.drafter(
+            raw, tensors, features[row, : lengths[row]], embedded[row, : widths[row]], window.size, window.sinks
+        )
+        for row in range(len(lengths))
+    ]
+
+
+# Every width from 1 to 16, behind contexts from nothing to many times around the rings.
+WIDTHS = np.arange(1, SLOTS + 1, dtype=np.int32)
+LENGTHS = np.asarray([77, 3, 0, 50, 9, 64, 1, 30, 90, 6, 23, 41, 12, 88, 7, 55], np.int32)
+CAPACITY = 120
+
+
+# Together they hold every kind of layer; each costs a compilation.
+RUN = [
+    "full",
+    "sliding_is_causal",
+    "sliding_not_causal",
+    "is_causal_wins",
+    "use_swa",
+    "yarn_and_head_dim_from_hidden",
+    "draft_window_and_sinks",
+    "narrow_layers_under_sinks",
+]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_layer_rules(name):
+    raw, _, rules = CASES[name]
+    assert [(s.window, s.causal) for s in dflash.read_config(raw).layers] == rules
+    assert [dflash_reference.layer_rule(raw, i) for i in range(2)] == rules
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_block(name, tmp_path):
+    """All widths in one call of 16 slots, each equal to a block of exactly that width."""
+    raw, window, _ = CASES[name]
+    drafter, tensors = saved(raw, tmp_path)
+    rng = np.random.default_rng(1)
+    features = rng.standard_normal((SLOTS, CAPACITY, TAPS, HIDDEN)).astype(np.float32)
+    embedded = rng.standard_normal((SLOTS, SLOTS, HIDDEN)).astype(np.float32)
+    cache = build_context(drafter, features, LENGTHS, window, CAPACITY, 13, rng)
+    got = block(drafter, jnp.asarray(embedded), cache, jnp.asarray(LENGTHS), jnp.asarray(WIDTHS), window=window)
+    for row, want in enumerate(reference_rows(raw, tensors, features, LENGTHS, WIDTHS, embedded, window)):
+        np.testing.assert_allclose(
+            got[row, : WIDTHS[row]], want, atol=1e-4, err_msg=f"width {WIDTHS[row]} behind {LENGTHS[row]} positions"
+        )
+
+
+def test_cases_differ(tmp_path):
+    """The restatement itself tells the rules apart: no two cases with one shape of weights give one answer."""
+    rng = np.random.default_rng(2)
+    features, embedded = rng.standard_normal((40, TAPS, HIDDEN)), rng.standard_normal((9, HIDDEN))
+    seen = {}
+    for name, (raw, window, rules) in CASES.items():
+        key = (tuple(rules), window, raw.get("head_dim"))
+        seen[key] = dflash_reference.drafter(raw, random_tensors(raw), features, embedded, window.size, window.sinks)
+        assert np.isfinite(seen[key]).all(), name
+    for a in seen:
+        for b in seen:
+            assert a is b or np.abs(seen[a] - seen[b]).max() > 1e-2, (a, b)
+
+
+def test_long_context(tmp_path):
+    """Contexts of several read chunks (256 positions), and rings of more than one."""
+    raw, window = config(layer_types=[SLIDING, FULL], sliding_window=300), DraftWindow()
+    drafter, tensors = saved(raw, tmp_path)
+    lengths, widths = np.asarray([1100, 299, 700], np.int32), np.asarray([16, 5, 9], np.int32)
+    rng = np.random.default_rng(3)
+    features = rng.standard_normal((3, 1100, TAPS, HIDDEN)).astype(np.float32)
+    embedded = rng.standard_normal((3, SLOTS, HIDDEN)).astype(np.float32)
+    cache = build_context(drafter, features, lengths, window, 1200, 190, rng)
+    assert [c.ring for c in cache] == [True, False]
+    got = block(drafter, jnp.asarray(embedded), cache, jnp.asarray(lengths), jnp.asarray(widths), window=window)
+    for row, want in enumerate(reference_rows(raw, tensors, features, lengths, widths, embedded, window)):
+        np.testing.assert_allclose(got[row, : widths[row]], want, atol=1e-4)
+
+
+def test_rings_do_not_grow_with_capacity():
+    def sizes(raw, capacity, window):
+        drafter = abstract_drafter(dflash.read_config(raw))
+        cache = jax.eval_shape(lambda: drafter.init_cache(1, capacity, jnp.float32, window))
+        return [c.k.shape[2] for c in cache]
+
+    mixed = config(layer_types=[SLIDING, FULL], sliding_window=7)
+    assert sizes(mixed, 1000, DraftWindow()) == [7, 1024]
+    assert sizes(mixed, 100_000, DraftWindow()) == [7, 100_096]
+    assert sizes(mixed, 1000, DraftWindow(40, 4)) == sizes(mixed, 100_000, DraftWindow(40, 4)) == [11, 44]
+    # A window that the capacity covers is a plain buffer.
+    assert sizes(mixed, 5, DraftWindow()) == [5, 5]
+    published = json.loads((CONFIGS / "Qwen3.6-27B-DFlash.json").read_text())
+    assert sizes(published, 262_144, DraftWindow()) == [2048] * 4 + [262_144]
+
+
+def test_a_ring_keeps_the_newest_in_any_scatter_order():
+    """A piece longer than the ring: which of several writes to one slot lands is undefined, so only one may be made."""
+    empty = KVCache.create(1, 1, 1, 100, jnp.float32, window=7, sinks=2)
+    positions = jnp.arange(31)[None]
+    keep = positions < 29
+    values = positions.astype(jnp.float32)[..., None, None]
+    backwards = [x[:, ::-1] for x in (values, values, positions, keep)]
+    for cache in (empty.write(values, values, positions, keep), empty.write(*backwards)):
+        held = np.asarray(cache.positions(jnp.arange(9), jnp.asarray([29])))[0]
+        assert sorted(held) == [0, 1, *range(22, 29)]
+        np.testing.assert_array_equal(cache.k[0, 0, :, 0], held)
+
+
+def test_an_idle_row_reaches_no_other(tmp_path):
+    """NaN in the caches of one row: the others' blocks are the same to the bit."""
+    raw, window, _ = CASES["sliding_is_causal"]
+    drafter, _ = saved(raw, tmp_path)
+    rng = np.random.default_rng(4)
+    features = rng.standard_normal((SLOTS, CAPACITY, TAPS, HIDDEN)).astype(np.float32)
+    embedded = jnp.asarray(rng.standard_normal((SLOTS, SLOTS, HIDDEN)), jnp.float32)
+    cache = build_context(drafter, features, LENGTHS, window, CAPACITY, 13, rng)
+    start = jnp.asarray(LENGTHS).at[3].set(0)
+    args = (start, jnp.asarray(WIDTHS))
+    clean = np.asarray(block(drafter, embedded, cache, *args, window=window))
+    poisoned = jax.tree.map(lambda x: x.at[3].set(jnp.nan), cache)
+    dirty = np.asarray(block(drafter, embedded, poisoned, *args, window=window))
+    others = np.arange(SLOTS) != 3
+    assert np.isfinite(clean).all()
+    np.testing.assert_array_equal(dirty[others], clean[others])
+
+
+def test_propose(tmp_path):
+    """Slot k of [last, MASK …] predicts the token k positions on, with the target's embedding and head."""
+    raw, window, _ = CASES["sliding_is_causal"]
+    drafter, tensors = saved(raw, tmp_path)
+    rng = np.random.default_rng(5)
+    table = rng.standard_normal((VOCAB, HIDDEN)).astype(np.float32)
+    head = rng.standard_normal((VOCAB, HIDDEN)).astype(np.float32)
+    features = rng.standard_normal((SLOTS, CAPACITY, TAPS, HIDDEN)).astype(np.float32)
+    last = rng.integers(0, VOCAB, SLOTS)
+    cache = build_context(drafter, features, LENGTHS, window, CAPACITY, 13, rng)
+    # The position that a draft is chosen for comes back above the token.
+    borrowed = Borrowed(
+        lambda tokens: jnp.asarray(table)[tokens],
+        lambda hidden: hidden @ head.T,
+        lambda scores, positions: scores.argmax(-1) + 1000 * positions,
+    )
+    run = jax.jit(lambda *args: drafter.propose(*args, SLOTS, borrowed, window).tokens)
+    got = np.asarray(run(cache, jnp.asarray(last), jnp.asarray(LENGTHS), jnp.asarray(WIDTHS)))
+    assert got.shape == (SLOTS, SLOTS - 1)
+    np.testing.assert_array_equal(got // 1000, LENGTHS[:, None] + np.arange(1, SLOTS))
+    got = got % 1000
+    tokens = np.concatenate([last[:, None], np.full((SLOTS, SLOTS - 1), 51)], axis=1)
+    compared = 0
+    for row, hidden in enumerate(reference_rows(raw, tensors, features, LENGTHS, WIDTHS, table[tokens], window)):
+        scores = hidden[1:] @ head.T
+        clear = np.diff(np.sort(scores, axis=-1)[:, -2:], axis=-1)[:, 0] > 1e-3
+        np.testing.assert_array_equal(got[row, : WIDTHS[row] - 1][clear], scores.argmax(-1)[clear])
+        compared += clear.sum()
+    assert compared > 100
+
+
+@lru_cache
+def count(config) -> int:
+    """Parameters of a DraftConfig or a ModelConfig; two targets here are one config, and 64 layers take a while."""
+    module = abstract_drafter(config) if isinstance(config, DraftConfig) else abstract_decoder(config)
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(module))
+
+
+def read(name: str) -> dict:
+    return json.loads((CONFIGS / f"{name}.json").read_text())
+
+
+DRAFTERS = {
+    "Qwen3.6-35B-A3B-DFlash": 385_906_176,
+    "Qwen3.6-35B-A3B-DFlash-8-layer": 473_995_264,
+    "Qwen3.6-27B-DFlash": 1_730_213_120,
+    "Qwen3.5-27B-DFlash": 2_128_682_496,
+    "Qwen3-Coder-Next-DFlash": 473_995_264,
+    "Qwen3-8B-DFlash-b16": 1_048_626_432,
+    # Sizes not published.
+    "Qwen3.5-122B-A10B-DFlash": None,
+    "Qwen3.5-397B-A17B-DFlash": None,
+    "Qwen3-Coder-30B-A3B-DFlash": None,
+}
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_published_drafter(name):
+    raw = read(name)
+    mine = dflash.read_config(raw)
+    own = raw["dflash_config"]
+    assert (mine.block_size, mine.mask_token_id) == (16, own["mask_token_id"])
+    assert mine.target_layer_ids == tuple(own["target_layer_ids"])
+    assert mine.num_target_layers == raw["num_target_layers"]
+    assert (mine.hidden_size, mine.vocab_size) == (raw["hidden_size"], raw["vocab_size"])
+    assert [s.window for s in mine.layers] == [
+        raw["sliding_window"] if kind == SLIDING else None for kind in raw["layer_types"]
+    ]
+    assert [s.causal for s in mine.layers] == [kind == SLIDING for kind in raw["layer_types"]]
+    for spec in mine.layers:
+        assert (spec.attention.num_heads, spec.attention.head_dim) == (32, 128)
+        assert spec.attention.rope.theta == raw["rope_theta"]
+        assert (spec.attention.rope.yarn is not None) == (raw["rope_scaling"] is not None)
+    if DRAFTERS[name] is not None:
+        assert count(mine) == DRAFTERS[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "total", "vision"),
+    [
+        ("Qwen3.6-35B-A3B", 35_107_181_936, 446_571_248),
+        ("Qwen3.6-27B", 27_356_728_560, 460_730_096),
+        ("Qwen3.5-27B", 27_356_728_560, 460_730_096),
+    ],
+)
+def test_published_target(name, total, vision):
+    raw = read(name)
+    mine = target_family(raw).read_config(raw)
+    assert count(mine) == total - vision
+    for drafter in DRAFTERS:
+        if drafter.startswith(f"{name}-DFlash"):
+            dflash.read_config(read(drafter)).check_fits(mine)
+
+
+def test_keys_inside_dflash_config_win():
+    own = {"block_size": 8, "num_target_layers": 7, "target_layer_ids": [6, 2], "mask_token_id": 3}
+    got = dflash.read_config(config(block_size=16, num_target_layers=5, target_layer_ids=[1], dflash_config=own))
+    assert (got.block_size, got.num_target_layers, got.target_layer_ids, got.mask_token_id) == (8, 7, (6, 2), 3)
+    top = config(target_layer_ids=[4, 0])
+    del top["dflash_config"]["target_layer_ids"]
+    assert dflash.read_config(top).target_layer_ids == (4, 0)
+
+
+@pytest.mark.parametrize(("target", "layers", "taps"), [(36, 5, (1, 9, 17, 25, 33)), (5, 1, (2,)), (40, 2, (1, 37))])
+def test_default_taps(target, layers, taps):
+    raw = config(num_target_layers=target, num_hidden_layers=layers)
+    del raw["dflash_config"]["target_layer_ids"]
+    assert dflash.read_config(raw).target_layer_ids == taps
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"layer_types": [SLIDING, FULL]}, "sliding_window"),
+        ({"layer_types": [FULL]}, "1 entries"),
+        ({"layer_types": [FULL, "linear_attention"]}, "linear_attention"),
+        ({"dflash_config": {"use_swa": True}}, "swa_window_size"),
+        ({"dflash_config": {"mask_token_id": None}}, "mask_token_id"),
+        ({"block_size": None}, "block_size"),
+        ({"hidden_size": None}, "hidden_size"),
+        ({"dflash_config": {"selector_rank": 256}}, "DFlash2"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "linear"),
+    ],
+)
+def test_bad_config_is_named(changes, says):
+    with pytest.raises(InputError, match=says):
+        dflash.read_config(config(**changes))

@@ -1,0 +1,33 @@
+"""What XLA makes of the loop: one while, no callbacks, few programs, caches in place."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from dflash_jax import LLM
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "inspect_program.py"
+
+
+@pytest.fixture(scope="module")
+def figures():
+    spec = importlib.util.spec_from_file_location("inspect_program", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.inspect(LLM())
+
+
+def test_the_whole_loop_is_one_program_on_the_device(figures):
+    assert figures["outer_while_loops"] == 1
+    assert figures["callbacks"] == 0
+
+
+def test_a_varied_session_compiles_three_programs(figures):
+    assert figures["compiled_programs"] == 3
+    assert figures["programs"] == ["decode", "first", "prefill"]
+
+
+def test_the_state_is_donated_and_no_kv_cache_is_copied(figures):
+    assert figures["donated_bytes"] == figures["state_bytes"]
+    assert figures["copied_kv_bytes"] == 0
