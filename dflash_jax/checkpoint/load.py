@@ -62,8 +62,12 @@ def _read_raw(directory: Path) -> dict:
     if not (directory / "config.json").exists():
         raise InputError(f"{directory} is not a checkpoint: it has no config.json")
     raw = read_json(directory / "config.json")
-    if raw.get("quantization_config"):
-        kind = raw["quantization_config"].get("quant_method")
+    text = raw.get("text_config", {})
+    if not isinstance(text, dict):
+        raise InputError(f"{directory / 'config.json'}: text_config must be an object, it is {text!r}")
+    quantised = raw.get("quantization_config") or text.get("quantization_config")
+    if quantised:
+        kind = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
         raise InputError(
             f"{directory} is quantised ({kind}): only float32, float16 and bfloat16 checkpoints are read here"
         )
