@@ -112,14 +112,20 @@ def chat_texts(documents, directory: Path) -> list[str]:
     return [render(tokenizer, chat, i % 2 == 0) for i, chat in enumerate(conversations(documents))]
 
 
-def token_stream(documents, directory: Path, seed: int) -> np.ndarray:
-    """Documents and chats in random order, each ended by <|endoftext|>."""
+def token_stream(documents, args) -> np.ndarray:
+    """Documents and chats in random order, each ended by <|endoftext|>; made once, then kept in --work."""
+    kept = args.work / f"stream-{args.seed}.npy"
+    if kept.exists():
+        return np.load(kept)
+    directory = args.out / "target"
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     texts = [d.text for d in documents] + chat_texts(documents, directory)
-    order = np.random.default_rng(seed).permutation(len(texts))
+    order = np.random.default_rng(args.seed).permutation(len(texts))
     end = tokenizer.token_to_id("<|endoftext|>")
     pieces = tokenizer.encode_batch([texts[i] for i in order], add_special_tokens=False)
-    return np.concatenate([np.array([*p.ids, end], np.int32) for p in pieces])
+    stream = np.concatenate([np.array([*p.ids, end], np.int32) for p in pieces])
+    np.save(kept, stream)
+    return stream
 
 
 def bits_per_byte(model, documents, directory: Path, length: int = 512) -> float:
@@ -142,7 +148,7 @@ def stage_tokenizer(args) -> None:
 def stage_target(args) -> None:
     directory = args.out / "target"
     train, held_out = standard_library()
-    stream = token_stream(train, directory, args.seed)
+    stream = token_stream(train, args)
     print(f"{len(stream)} training tokens, jax devices {jax.devices()}", flush=True)
     config = qwen3_5.read_config(TARGET)
     model = load_target(directory) if args.resume else Decoder(config, rngs=nnx.Rngs(args.seed))
@@ -170,7 +176,7 @@ def stage_regenerate(args) -> None:
     directory = args.out / "target"
     train, _ = standard_library()
     llm, rng = LLM(directory), np.random.default_rng(args.seed)
-    stream = token_stream(train, directory, args.seed)
+    stream = token_stream(train, args)
     temperatures = [0.0, 0.5, 0.7, 1.0]
     tokens, mask, began = [], [], time.time()
     for done in range(0, args.sequences, 32):
@@ -189,11 +195,11 @@ def stage_regenerate(args) -> None:
         np.savez_compressed(args.work / "regenerated.npz", tokens=np.array(tokens, np.int32), mask=np.array(mask))
 
 
-def draft_batches(args, directory: Path):
+def draft_batches(args):
     """Yields (tokens, loss mask): three quarters the target's own text, one quarter what people wrote."""
     data = np.load(args.work / "regenerated.npz")
     train, _ = standard_library()
-    written = windows(token_stream(train, directory, args.seed), SEQUENCE - 1, args.rows, args.steps, args.seed)
+    written = windows(token_stream(train, args), SEQUENCE - 1, args.rows, args.steps, args.seed)
     rng, order = np.random.default_rng(args.seed), np.zeros((0,), int)
     for people in written:
         if len(order) < args.rows:
@@ -214,7 +220,7 @@ def stage_drafter(args) -> None:
     state = transformation.init(model)
     step = make_step(partial(draft_loss, anchors=args.anchors), transformation)
     began, losses = time.time(), []
-    for i, (tokens, mask) in enumerate(draft_batches(args, directory), 1):
+    for i, (tokens, mask) in enumerate(draft_batches(args), 1):
         key = jax.random.fold_in(jax.random.key(args.seed), i)
         model, state, loss = step(model, state, target, tokens, mask, key)
         losses.append(float(loss))
