@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 import time
+from itertools import islice, pairwise
 from pathlib import Path
 
 PROMPTS = [
@@ -54,6 +55,25 @@ def dflash_seconds(target: str | None, draft: str | None, prompts: list[str], ne
     }
 
 
+def context_milliseconds(target: str | None, draft: str | None) -> dict:
+    """Median ms of a round by live context and buffer: it should follow the first and not the second."""
+    from dflash_jax import LLM, SamplingParams
+
+    llm = LLM(target, draft) if target else LLM()
+    ids = llm.encode(PROMPTS[2]) * 1000
+    found = {}
+    for context, buffer in ((64, 512), (64, llm.max_len), (llm.max_len // 2, llm.max_len)):
+        params = SamplingParams(temperature=0.0, max_tokens=buffer - context, ignore_eos=True)
+        ends, rounds = [], []
+        for piece in islice(llm.pieces(ids[:context], params), 25):
+            ends.append(time.perf_counter())
+            rounds.append(len(piece.acceptance_lengths))
+        # The first dispatches compile.
+        each = sorted((b - a) / n for (a, b), n in zip(pairwise(ends[2:]), rounds[3:], strict=True))
+        found[f"context {context}, buffer {buffer}"] = 1e3 * each[len(each) // 2]
+    return found
+
+
 def child(name: str, args) -> dict:
     """Runs one contender in a process of its own."""
     command = [sys.executable, __file__, "--only", name, *sys.argv[1:]]
@@ -72,6 +92,8 @@ def main() -> None:
     tiny = str(Path(__file__).parents[1] / "dflash_jax" / "assets" / "tiny" / "target")
     if args.only == "transformers":
         print(json.dumps(transformers_seconds(args.target or tiny, prompts, args.new_tokens)))
+    elif args.only == "context":
+        print(json.dumps(context_milliseconds(args.target, args.draft)))
     elif args.only:
         print(json.dumps(dflash_seconds(args.target, args.draft, prompts, args.new_tokens, int(args.only))))
     else:
@@ -81,6 +103,7 @@ def main() -> None:
             result["equal_to_plain"] = result.pop("tokens", plain) == plain
             result["speed_of_plain"] = result["tokens_per_s"] / found["1"]["tokens_per_s"]
             print(json.dumps({"contender": name if name == "transformers" else f"dflash_jax block {name}", **result}))
+        print(json.dumps({"ms_per_round": child("context", args)}))
 
 
 if __name__ == "__main__":
