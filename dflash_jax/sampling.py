@@ -71,7 +71,8 @@ def gumbel_noise(seed, positions, vocab: int):
 
 def _ordered(x):
     """float32 → int32 with the same order."""
-    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+    # The two zeros are one number.
+    bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.int32)
     return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
@@ -125,7 +126,8 @@ def _filter(logits, rows: SamplingRows):
     def cut(logits):
         k = jnp.where(rows.top_k > 0, jnp.minimum(rows.top_k, vocab), vocab)[:, None, None]
         kept = _largest_threshold(logits, lambda m: m.sum(-1, keepdims=True) >= k)
-        logits = jnp.where(kept, logits, -jnp.inf)
+        # A greedy row stays whole, whatever its neighbours ask for.
+        logits = jnp.where(kept | greedy, logits, -jnp.inf)
         weights = jnp.exp(logits - logits.max(-1, keepdims=True))
         mass = rows.top_p[:, None, None] * weights.sum(-1, keepdims=True)
         kept = _largest_threshold(weights, lambda m: jnp.where(m, weights, 0.0).sum(-1, keepdims=True) >= mass)

@@ -1,37 +1,65 @@
 """Between text and token ids: tokenizer, chat template, detokenising while tokens arrive, stop strings."""
 
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
+
+import tokenizers
 
 from dflash_jax.errors import InputError
 
 
 class Tokenizer:
-    """The checkpoint's own tokenizer and chat template, through transformers."""
+    """The checkpoint's own tokenizer and chat template.
+
+    ``tokenizer.json`` is read by the tokenizers library; transformers, which takes seconds to import, is asked only
+    for chat templates and for checkpoints in older formats.
+    """
 
     def __init__(self, directory: Path):
+        self._directory = directory
+        if (directory / "tokenizer.json").exists():
+            try:
+                fast = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+            except Exception as e:  # the library raises plain Exception
+                raise InputError(f"{directory / 'tokenizer.json'} is no tokenizer: {_reason(e)}") from None
+            self._encode = lambda text, special: fast.encode(text, add_special_tokens=special).ids
+            self._decode = lambda ids: fast.decode(ids, skip_special_tokens=True)
+        else:
+            slow = self._full
+            self._encode = lambda text, special: slow.encode(text, add_special_tokens=special)
+            self._decode = lambda ids: slow.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    @cached_property
+    def _full(self):
         from transformers import AutoTokenizer
 
         try:
-            self._tokenizer = AutoTokenizer.from_pretrained(directory)
+            return AutoTokenizer.from_pretrained(self._directory)
         except Exception as e:  # transformers raises many types for what is one fault: no usable tokenizer there
-            reason = (str(e).strip() or type(e).__name__).splitlines()[0]
-            raise InputError(f"{directory} has no tokenizer that transformers can read: {reason}") from None
+            raise InputError(f"{self._directory} has no tokenizer that transformers can read: {_reason(e)}") from None
 
     def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=True)
+        return self._encode(text, True)
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        """Text without special tokens."""
+        return self._decode(list(ids))
 
-    def chat(self, messages: list[dict], thinking: bool | None = None) -> list[int]:
-        """Token ids of a conversation up to where the assistant's answer begins. ``thinking`` None: the template's
-        default."""
-        if not self._tokenizer.chat_template:
+    def render_chat(self, messages: list[dict], thinking: bool | None = None) -> str:
+        """A conversation as the template writes it, up to where the answer begins. ``thinking`` None: its default."""
+        if not self._full.chat_template:
             raise InputError("this checkpoint has no chat template: give plain prompts")
         options = {} if thinking is None else {"enable_thinking": thinking}
-        text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        return self._full.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
+
+    def chat(self, messages: list[dict], thinking: bool | None = None) -> list[int]:
+        """Token ids of `render_chat`."""
+        return self._encode(self.render_chat(messages, thinking), False)
+
+
+def _reason(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 class Detokenizer:

@@ -105,8 +105,9 @@ def test_ids_and_text_are_the_same_prompt(llm):
 def test_chat_goes_through_the_template(llm):
     messages = [{"role": "user", "content": "Write the function `f`: Add one."}]
     off, on = llm.encode_chat(messages, thinking=False), llm.encode_chat(messages, thinking=True)
-    assert llm.tokenizer._tokenizer.decode(off).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
-    assert llm.tokenizer._tokenizer.decode(on).endswith("<|im_start|>assistant\n<think>\n")
+    assert llm.tokenizer.render_chat(messages, False).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    assert llm.tokenizer.render_chat(messages, True).endswith("<|im_start|>assistant\n<think>\n")
+    assert off != on
     assert llm.chat(messages, SamplingParams(max_tokens=4), thinking=False)[0].prompt_ids == off
 
 

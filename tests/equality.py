@@ -1,0 +1,137 @@
+"""When are two runs' tokens equal: always, but where the reference itself was undecided.
+
+In float32 the same logit comes out a few 1e-7 apart when a matmul has another shape. That parts two runs only where the
+draw's winner and runner-up, a token and a cut (top-k, top-p, min-p), or two experts at the router's cut are that near.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from functools import partial
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dflash_jax.models import moe
+from dflash_jax.sampling import SamplingRows, gumbel_noise
+from dflash_jax.speculative import DecodeState
+
+TIE = 1e-4
+
+
+def equal_or_tie(expected: Sequence[int], found: Sequence[int], margin_at: Callable[[int], float]) -> int | None:
+    """Asserts that two runs' tokens are equal, or that the reference's own margin at the first difference i is a tie.
+
+    ``margin_at(i)`` tells it. Returns i, or None where all are equal.
+    """
+    expected, found = [int(x) for x in expected], [int(x) for x in found]
+    for i, (a, b) in enumerate(zip(expected, found, strict=False)):
+        if a != b:
+            margin = margin_at(i)
+            assert margin < TIE, f"token {i} is {b}, not {a}, by a margin of {margin:.3g}"
+            return i
+    assert len(expected) == len(found), f"{len(found)} tokens, not {len(expected)}"
+    return None
+
+
+def processed_reference(logits, options: dict, allowed=None) -> tuple[np.ndarray, float]:
+    """Processed logits float64 [V] of one place by the definitions in transformers (frequency and presence: OpenAI's),
+    by sorting; and how near a token was to one of the cuts it did not tie with.
+
+    ``options``: the fields of `SamplingRows` for one row; ``allowed``: bool [V].
+    """
+    x = np.asarray(logits, np.float64) + options["logit_bias"]
+    output = np.asarray(options["output_counts"])
+    seen = (np.asarray(options["prompt_counts"]) > 0) | (output > 0)
+    x = np.where(seen, np.where(x > 0, x / options["repetition"], x * options["repetition"]), x)
+    x = x - options["frequency"] * output - options["presence"] * (output > 0)
+    if allowed is not None:
+        x = np.where(allowed, x, -np.inf)
+    if options["temperature"] <= 0:
+        return x, np.inf
+    x, distances = x / options["temperature"], [np.inf]
+
+    def cut(x, kept, distance):
+        distance = distance[np.isfinite(x) & (distance > 0)]
+        distances.extend(distance)
+        return np.where(kept, x, -np.inf)
+
+    if 0 < options["top_k"] < len(x):
+        last = np.sort(x)[-options["top_k"]]
+        x = cut(x, x >= last, np.abs(x - (last if np.isfinite(last) else 0.0)))
+    weights = np.exp(x - x.max())
+    if options["top_p"] < 1:
+        above = np.array([weights[weights > w].sum() for w in weights]) / weights.sum()
+        # What ties with the likeliest has nothing above it and stays.
+        x = cut(
+            x, (above < options["top_p"]) | (above == 0), np.where(above > 0, np.abs(above - options["top_p"]), np.inf)
+        )
+    if options["min_p"] > 0:
+        x = cut(x, weights >= options["min_p"], np.abs(weights - options["min_p"]))
+    return x, float(min(distances))
+
+
+def options_of(sampling: SamplingRows, row: int) -> dict:
+    return {f.name: np.asarray(getattr(sampling, f.name)[row]) for f in fields(SamplingRows)}
+
+
+@partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+def forward(target, tokens):
+    """Logits [B, T, V] of whole sequences without caches, and the least router margin up to each token, [B, T]."""
+    gaps, route = [jnp.full(tokens.size, jnp.inf)], moe.route
+
+    def spy(logits, spec):
+        best, _ = jax.lax.top_k(logits, spec.experts_per_token + 1)
+        gaps.append(best[:, -2] - best[:, -1])
+        return route(logits, spec)
+
+    with mock.patch.object(moe, "route", spy):
+        hidden, _ = target(tokens)
+    gap = jnp.min(jnp.stack(gaps), axis=0).reshape(tokens.shape)
+    return target.logits(hidden), jax.lax.cummin(gap, axis=1)
+
+
+class Reference:
+    """What the target, teacher-forced over a finished run's text without any cache, would draw at each position."""
+
+    def __init__(self, target, state: DecodeState):
+        self.sampling, self.prompt_length = state.sampling, np.asarray(state.prompt_length)
+        self.tokens, self.length = np.asarray(state.tokens), np.asarray(state.length)
+        self.logits, self.router = (np.asarray(x) for x in forward(target, state.tokens))
+
+    def scores(self, row: int, position: int) -> tuple[np.ndarray, float]:
+        """What is maximised over the tokens that may stand at ``position``, and the margin of cuts and routers."""
+        options, prompt = options_of(self.sampling, row), int(self.prompt_length[row])
+        vocab = self.logits.shape[-1]
+        options["prompt_counts"] = np.bincount(self.tokens[row, :prompt], minlength=vocab)
+        options["output_counts"] = np.bincount(self.tokens[row, prompt:position], minlength=vocab)
+        scores, margin = processed_reference(self.logits[row, position - 1], options)
+        if options["temperature"] > 0:
+            seed = jnp.asarray(options["seed"])[None]
+            scores = scores + np.asarray(gumbel_noise(seed, jnp.full((1, 1), position), vocab))[0, 0]
+        return scores, min(margin, float(self.router[row, position - 1]))
+
+    def margin(self, row: int, position: int) -> float:
+        scores, margin = self.scores(row, position)
+        second, first = np.sort(scores)[-2:]
+        return min(float(first - second), margin)
+
+    def check(self, row: int, found: Sequence[int]) -> int | None:
+        """Asserts `equal_or_tie` of a row's new tokens."""
+        start, end = int(self.prompt_length[row]), int(self.length[row])
+        return equal_or_tie(self.tokens[row, start:end], found, lambda i: self.margin(row, start + i))
+
+
+def new_tokens(state: DecodeState, row: int) -> np.ndarray:
+    return np.asarray(state.tokens[row, int(state.prompt_length[row]) : int(state.length[row])])
+
+
+def check_same(reference: Reference, found: DecodeState, rows: Sequence[int] | None = None) -> None:
+    """Asserts `equal_or_tie` for every row of a state that started from the same prompts."""
+    for row in range(len(reference.length)) if rows is None else rows:
+        reference.check(row, new_tokens(found, row))
+
+
+def with_counts(sampling: SamplingRows, prompt, output) -> SamplingRows:
+    return replace(sampling, prompt_counts=jnp.asarray(prompt, jnp.int32), output_counts=jnp.asarray(output, jnp.int32))
