@@ -123,7 +123,7 @@ def set_platform(platform: str | None) -> str:
     if platform:
         jax.config.update("jax_platforms", platform)
     try:
-        device = jax.devices()[0]
+        device = jax.devices(platform)[0]
     except RuntimeError as e:
         raise InputError(f"platform {platform or 'default'!r} is not there: {str(e).splitlines()[0]}") from None
     return f"{device.platform} {device.device_kind}" if device.platform != device.device_kind else device.platform

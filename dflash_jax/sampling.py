@@ -71,8 +71,9 @@ def gumbel_noise(seed, positions, vocab: int):
 
 def _ordered(x):
     """float32 → int32 with the same order."""
-    # The two zeros are one number.
-    bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.int32)
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+    # -0.0 is the number 0.0. Told by its bits: a comparison with 0 would take denormals for it.
+    bits = jnp.where(bits == -(2**31), 0, bits)
     return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 

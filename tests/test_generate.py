@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 
+import jax
 import pytest
 
 from dflash_jax.generate import main
@@ -98,9 +99,7 @@ def test_stdin_file_and_system_prompts(capsys, monkeypatch, tmp_path):
     ],
     ids=lambda v: " ".join(v)[-30:] if isinstance(v, list) else None,
 )
-def test_bad_input_is_one_line_and_exit_code_2(capsys, argv, named, monkeypatch):
-    import jax
-
+def test_bad_input_is_one_line_and_exit_code_2(capsys, argv, named):
     platforms = jax.config.jax_platforms
     code, out, err = run(capsys, *argv)
     jax.config.update("jax_platforms", platforms)
