@@ -15,7 +15,7 @@ from flax import nnx
 
 from dflash_jax.cache import KVCache
 from dflash_jax.config import DraftConfig, DraftLayerSpec
-from dflash_jax.models.parts import Attention, Mlp, RMSNorm, normal, rope_angles
+from dflash_jax.models.parts import Attention, Mlp, RMSNorm, normal, project, rope_angles
 
 DraftCache = tuple  # one KVCache per drafter layer
 
@@ -137,7 +137,7 @@ class Drafter(nnx.Module):
     def context(self, features):
         """Tapped features [B, T, taps, H] → the context stream H_t [B, T, H] that every layer's keys and values
         read."""
-        return self.hidden_norm(jnp.einsum("btxh,oxh->bto", features.astype(self.fc[...].dtype), self.fc[...]))
+        return self.hidden_norm(project(features.astype(self.fc[...].dtype), self.fc[...], 2))
 
     def _angles(self, positions):
         return {spec.attention.rope: rope_angles(positions, spec.attention.rope) for spec in self.config.layers}

@@ -10,7 +10,7 @@ from flax import nnx
 
 from dflash_jax.cache import DeltaRecord, DeltaState
 from dflash_jax.config import GatedDeltaSpec
-from dflash_jax.models.parts import normal, rms_norm
+from dflash_jax.models.parts import normal, project, rms_norm
 
 CHUNK = 64
 
@@ -109,7 +109,7 @@ class GatedDelta(nnx.Module):
         """x [B, T, H] → (y [B, T, H], record)."""
         spec = self.spec
         b, t, _ = x.shape
-        inputs = jnp.einsum("bth,gch->btgc", x, self.qkv[...])
+        inputs = project(x, self.qkv[...])
         window = jnp.concatenate([state.conv.astype(x.dtype), inputs], axis=1)
         taps = self.conv[...]
         mixed = jax.nn.silu(sum(window[:, j : j + t] * taps[..., j] for j in range(spec.conv_kernel))).astype(
@@ -118,10 +118,10 @@ class GatedDelta(nnx.Module):
         q = l2_normalise(mixed[..., : spec.key_dim]) * spec.key_dim**-0.5
         k = l2_normalise(mixed[..., spec.key_dim : 2 * spec.key_dim])
         v = mixed[..., 2 * spec.key_dim :].reshape(b, t, spec.num_key_heads, spec.values_per_key, spec.value_dim)
-        beta, alpha = jnp.moveaxis(jnp.einsum("bth,xgrh->btxgr", x, self.beta_alpha[...]), 2, 0).astype(jnp.float32)
+        beta, alpha = jnp.moveaxis(project(x, self.beta_alpha[...]), 2, 0).astype(jnp.float32)
         dt = jax.nn.softplus(alpha + self.dt_bias[...].astype(jnp.float32))
         log_decay = -jnp.exp(self.a_log[...].astype(jnp.float32)) * dt
         out, delta = delta_rule(q, k, v, jax.nn.sigmoid(beta), log_decay, state.recurrent)
-        z = jnp.einsum("bth,grvh->btgrv", x, self.z[...]).astype(jnp.float32)
+        z = project(x, self.z[...]).astype(jnp.float32)
         y = (rms_norm(out, self.norm[...], self.eps) * jax.nn.silu(z)).astype(x.dtype)
-        return jnp.einsum("btgrv,hgrv->bth", y, self.out[...]), DeltaRecord(k, delta, log_decay, inputs)
+        return project(y, self.out[...], 3), DeltaRecord(k, delta, log_decay, inputs)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dflash_jax.config import MoeSpec
-from dflash_jax.models.parts import Mlp, normal
+from dflash_jax.models.parts import Mlp, normal, project
 
 # Up to this many tokens a pass reads each token's experts by themselves; beyond, most experts are read anyway.
 GATHERED_TOKENS = 16
@@ -21,8 +21,8 @@ def route(logits, spec: MoeSpec):
 
 def swiglu(x, gate_up, down):
     """x [T, H], gate_up [2, F, H], down [H, F] → [T, H]."""
-    h = jnp.einsum("th,cfh->tcf", x, gate_up)
-    return jnp.einsum("tf,hf->th", jax.nn.silu(h[:, 0]) * h[:, 1], down)
+    h = project(x, gate_up)
+    return project(jax.nn.silu(h[:, 0]) * h[:, 1], down)
 
 
 def experts_gathered(x, weights, chosen, gate_up, down):

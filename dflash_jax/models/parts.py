@@ -18,6 +18,18 @@ def normal(rngs: nnx.Rngs, shape: tuple[int, ...], dtype, scale: float = 0.02) -
     return nnx.Param(scale * jax.random.normal(rngs.params(), shape, dtype))
 
 
+def project(x, weight, contracted: int = 1):
+    """Linear map: x [..., *in], weight [*out, *in], ``contracted`` axes in *in, → [..., *out].
+
+    The weight is flattened to a matrix first, which is free. A product over several weight axes would make XLA transpose,
+    and so copy, the whole weight at every call.
+    """
+    out, inner = weight.shape[: weight.ndim - contracted], weight.shape[weight.ndim - contracted :]
+    matrix = weight.reshape(math.prod(out), math.prod(inner))
+    y = jnp.einsum("ti,oi->to", x.reshape(-1, matrix.shape[1]), matrix)
+    return y.reshape(*x.shape[: x.ndim - contracted], *out)
+
+
 def rms_norm(x, weight, eps: float, offset: float = 0.0):
     """``(offset + weight) * x / sqrt(mean(x²) + eps)`` in float32, returned in x's dtype."""
     x32 = x.astype(jnp.float32)
@@ -95,15 +107,15 @@ class Attention(nnx.Module):
 
     def keys_values(self, x, angles):
         """k (normed, rotated) and v, [B, T, K, D], of x [B, T, H]."""
-        k = jnp.einsum("bth,kdh->btkd", x, self.k[...])
-        v = jnp.einsum("bth,kdh->btkd", x, self.v[...])
+        k = project(x, self.k[...])
+        v = project(x, self.v[...])
         if self.spec.qk_norm:
             k = self.k_norm(k)
         return apply_rope(k, angles), v
 
     def queries(self, x, angles):
         """q (normed, rotated) and the raw output gate (None where there is none), [B, T, N, D], of x [B, T, H]."""
-        q = jnp.einsum("bth,nxdh->btnxd", x, self.q[...])
+        q = project(x, self.q[...])
         gate = q[..., 1, :] if self.spec.gated else None
         q = q[..., 0, :]
         if self.spec.qk_norm:
@@ -114,7 +126,7 @@ class Attention(nnx.Module):
         """Attended values [B, T, N, D] → [B, T, H]."""
         if gate is not None:
             y = y * jax.nn.sigmoid(gate)
-        return jnp.einsum("btnd,hnd->bth", y, self.o[...])
+        return project(y, self.o[...], 2)
 
     def __call__(self, x, angles, own_mask, cache: KVCache | None, length, visible=None):
         """x [B, T, H] → (y [B, T, H], k, v). Masks and ``visible`` as in `cache.attend`."""
@@ -129,5 +141,5 @@ class Mlp(nnx.Module):
         self.down = normal(rngs, (hidden, intermediate), dtype)
 
     def __call__(self, x):
-        gate_up = jnp.einsum("bth,cfh->btcf", x, self.gate_up[...])
-        return jnp.einsum("btf,hf->bth", jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :], self.down[...])
+        gate_up = project(x, self.gate_up[...])
+        return project(jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :], self.down[...])
