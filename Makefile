@@ -5,13 +5,12 @@ EXTRA ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
-empty :=
 WANTED := $(if $(EXTRA),[$(EXTRA)],)
 
 .PHONY: demo test python clean
 
 demo: $(VENV)/.demo$(EXTRA)
-	$(BIN)/python -m dflash_jax.generate --prompt "def main(" --max-new-tokens 160 --show-drafts
+	$(BIN)/python -m dflash_jax.generate --prompt "class Parser:" --temperature 0.6 --seed 1 --max-new-tokens 160 --show-drafts
 
 test: $(VENV)/.test
 	$(BIN)/ruff check .

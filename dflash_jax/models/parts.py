@@ -21,8 +21,8 @@ def normal(rngs: nnx.Rngs, shape: tuple[int, ...], dtype, scale: float = 0.02) -
 def project(x, weight, contracted: int = 1):
     """Linear map: x [..., *in], weight [*out, *in], ``contracted`` axes in *in, → [..., *out].
 
-    The weight is flattened to a matrix first, which is free. A product over several weight axes would make XLA transpose,
-    and so copy, the whole weight at every call.
+    The weight is flattened to a matrix first, which is free. A product over several weight axes would make XLA
+    transpose, and so copy, the whole weight at every call.
     """
     out, inner = weight.shape[: weight.ndim - contracted], weight.shape[weight.ndim - contracted :]
     matrix = weight.reshape(math.prod(out), math.prod(inner))
