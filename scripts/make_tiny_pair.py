@@ -1,13 +1,10 @@
-"""Makes the bundled pair from nothing: tokenizer, target, regenerated answers, drafter. Run the stages in this order:
+"""Makes the bundled pair from nothing: tokenizer, target, regenerated answers, drafter.
 
-    python scripts/make_tiny_pair.py tokenizer
-    python scripts/make_tiny_pair.py target
-    python scripts/make_tiny_pair.py regenerate
-    python scripts/make_tiny_pair.py drafter
-    python scripts/make_tiny_pair.py evaluate
+    python scripts/make_tiny_pair.py tokenizer target regenerate drafter evaluate
 
-Each reads what the one before left in --out (default: the package's assets) or --work. Corpus: the running Python's
-standard library; every twentieth file, by a hash of its name, is held out of everything.
+Each stage reads what the one before left in --out (default: the package's assets) or --work, so they may also be run
+one by one. Corpus: the running Python's standard library; every twentieth file, by a hash of its name, is held out of
+everything.
 """
 
 import argparse
@@ -21,7 +18,7 @@ import numpy as np
 from flax import nnx
 from tokenizers import Tokenizer
 
-from dflash_jax.checkpoint.load import load_drafter, load_target, save_module
+from dflash_jax.checkpoint.load import load_target, save_module
 from dflash_jax.llm import LLM
 from dflash_jax.models.decoder import Decoder
 from dflash_jax.models.drafter import Drafter
@@ -29,23 +26,23 @@ from dflash_jax.models.families import dflash, qwen3_5
 from dflash_jax.params import SamplingParams
 from dflash_jax.training.data import conversations, standard_library, windows
 from dflash_jax.training.draft import draft_loss
-from dflash_jax.training.evaluation import held_out_prompts, measure
+from dflash_jax.training.evaluation import held_out_prompts, measure, with_greedy_drafts
 from dflash_jax.training.step import make_step, next_token_loss, optimiser
 from dflash_jax.training.tokenizer import SPECIAL, save_tokenizer, train_tokenizer
 
-VOCABULARY = 2048
+VOCABULARY = 512
 MAX_POSITIONS = 8192
 TARGET = {
     "architectures": ["Qwen3_5MoeForCausalLM"],
     "model_type": "qwen3_5_moe_text",
     "vocab_size": VOCABULARY,
-    "hidden_size": 160,
-    "num_hidden_layers": 8,
-    "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 2,
+    "hidden_size": 192,
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
     "full_attention_interval": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 1,
-    "head_dim": 32,
+    "head_dim": 48,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 32,
@@ -54,7 +51,7 @@ TARGET = {
     "num_experts": 8,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 48,
-    "shared_expert_intermediate_size": 128,
+    "shared_expert_intermediate_size": 192,
     "rms_norm_eps": 1e-6,
     "hidden_act": "silu",
     "attention_bias": False,
@@ -64,7 +61,7 @@ TARGET = {
         "rope_type": "default",
         "rope_theta": 10000.0,
         "partial_rotary_factor": 0.25,
-        "mrope_section": [2, 1, 1],
+        "mrope_section": [2, 2, 2],
         "mrope_interleaved": True,
     },
     "dtype": "bfloat16",
@@ -73,9 +70,9 @@ DRAFT = {
     "architectures": ["DFlashDraftModel"],
     "model_type": "qwen3",
     "vocab_size": VOCABULARY,
-    "hidden_size": 160,
+    "hidden_size": 192,
     "intermediate_size": 448,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 48,
@@ -86,15 +83,18 @@ DRAFT = {
     "rope_scaling": None,
     "max_position_embeddings": MAX_POSITIONS,
     "tie_word_embeddings": False,
-    "num_target_layers": 8,
+    "num_target_layers": 4,
     "block_size": 16,
-    "layer_types": ["sliding_attention", "full_attention"],
+    "layer_types": ["sliding_attention", "full_attention", "full_attention", "full_attention"],
     "sliding_window": 128,
     "use_sliding_window": True,
     "dtype": "bfloat16",
-    "dflash_config": {"mask_token_id": SPECIAL.index("<|mask|>"), "target_layer_ids": [1, 3, 5, 7]},
+    "dflash_config": {"mask_token_id": SPECIAL.index("<|mask|>"), "target_layer_ids": [0, 1, 2, 3]},
 }
+# Tokens of a regenerated sequence, prompt included, and the temperatures they are drawn at.
 SEQUENCE = 256
+TEMPERATURES = [0.0, 0.3, 0.6, 0.9]
+ANCHORS = 32
 
 
 def render(tokenizer, chat: list[dict], thinking: bool) -> str:
@@ -145,46 +145,50 @@ def stage_tokenizer(args) -> None:
     save_tokenizer(train_tokenizer((d.text for d in train), VOCABULARY), args.out / "target", MAX_POSITIONS)
 
 
+def train(name: str, batches, steps: dict, model, state, save, every: int = 500):
+    """Runs (kind of step, batch) pairs through ``steps[kind]``, reporting and saving on the way."""
+    began, losses = time.time(), []
+    for i, (kind, batch) in enumerate(batches, 1):
+        model, state, loss = steps[kind](model, state, *batch)
+        losses.append(float(loss))
+        if i % 50 == 0:
+            seconds = (time.time() - began) / i
+            print(f"{name} step {i} loss {np.mean(losses[-50:]):.4f} {seconds:.2f} s/step", flush=True)
+        if i % every == 0:
+            save(model)
+    save(model)
+
+
 def stage_target(args) -> None:
     directory = args.out / "target"
-    train, held_out = standard_library()
-    stream = token_stream(train, args)
-    print(f"{len(stream)} training tokens, jax devices {jax.devices()}", flush=True)
+    train_documents, held_out = standard_library()
+    stream = token_stream(train_documents, args)
+    print(f"{len(stream)} training tokens on {jax.devices()}", flush=True)
     config = qwen3_5.read_config(TARGET)
-    model = load_target(directory) if args.resume else Decoder(config, rngs=nnx.Rngs(args.seed))
-    transformation = optimiser(args.lr, args.steps, "muon")
-    state, step = transformation.init(model), make_step(next_token_loss, transformation)
-    began, losses = time.time(), []
-    for i, batch in enumerate(windows(stream, 512, args.rows, args.steps, args.seed), 1):
-        model, state, loss = step(model, state, jnp.asarray(batch))
-        losses.append(float(loss))
-        if i % 50 == 0 or i == args.steps:
-            print(
-                f"step {i} loss {np.mean(losses[-50:]):.4f} {i * batch[:, 1:].size / (time.time() - began):.0f} tok/s",
-                flush=True,
-            )
-        if i % 500 == 0 or i == args.steps:
-            save_module(model, qwen3_5.weight_names(config), TARGET, directory)
-            print(
-                f"step {i} held-out bits per byte {bits_per_byte(load_target(directory), held_out, directory):.4f}",
-                flush=True,
-            )
+    model = Decoder(config, rngs=nnx.Rngs(args.seed))
+    transformation = optimiser(5e-3, args.target_steps, "muon")
+
+    def save(model):
+        save_module(model, qwen3_5.weight_names(config), TARGET, directory)
+        print(f"held-out bits per byte {bits_per_byte(load_target(directory), held_out, directory):.4f}", flush=True)
+
+    batches = (("next", (jnp.asarray(b),)) for b in windows(stream, 512, 8, args.target_steps, args.seed))
+    train(
+        "target", batches, {"next": make_step(next_token_loss, transformation)}, model, transformation.init(model), save
+    )
 
 
 def stage_regenerate(args) -> None:
     """The target's own continuations of training text: what the drafter must learn to foresee."""
-    directory = args.out / "target"
-    train, _ = standard_library()
-    llm, rng = LLM(directory), np.random.default_rng(args.seed)
-    stream = token_stream(train, args)
-    temperatures = [0.0, 0.5, 0.7, 1.0]
+    llm, rng = LLM(args.out / "target"), np.random.default_rng(args.seed)
+    stream = token_stream(standard_library()[0], args)
     tokens, mask, began = [], [], time.time()
     for done in range(0, args.sequences, 32):
         cuts = rng.integers(0, len(stream) - SEQUENCE, 32)
         prompts = [stream[c : c + rng.integers(16, 96)].tolist() for c in cuts]
         params = [
             SamplingParams(
-                temperature=temperatures[i % 4], max_tokens=SEQUENCE - len(p), seed=done + i, ignore_eos=True
+                temperature=TEMPERATURES[i % 4], max_tokens=SEQUENCE - len(p), seed=done + i, ignore_eos=True
             )
             for i, p in enumerate(prompts)
         ]
@@ -195,39 +199,37 @@ def stage_regenerate(args) -> None:
         np.savez_compressed(args.work / "regenerated.npz", tokens=np.array(tokens, np.int32), mask=np.array(mask))
 
 
-def draft_batches(args):
-    """Yields (tokens, loss mask): three quarters the target's own text, one quarter what people wrote."""
+def draft_batches(args, rows: int = 8):
+    """Yields (block width, (tokens, loss mask, key)): half the target's own text, half what people wrote.
+
+    Every fourth batch has blocks of 16 slots, the others of 8: most drafts end before the eighth token, and the narrow
+    blocks are half the work.
+    """
     data = np.load(args.work / "regenerated.npz")
-    train, _ = standard_library()
-    written = windows(token_stream(train, args), SEQUENCE - 1, args.rows, args.steps, args.seed)
+    written = windows(token_stream(standard_library()[0], args), SEQUENCE - 1, rows // 2, args.draft_steps, args.seed)
     rng, order = np.random.default_rng(args.seed), np.zeros((0,), int)
-    for people in written:
-        if len(order) < args.rows:
+    for i, people in enumerate(written):
+        if len(order) < rows:
             order = rng.permutation(len(data["tokens"]))
-        mine, order = order[: args.rows], order[args.rows :]
-        tokens, mask = data["tokens"][mine].copy(), data["mask"][mine].copy()
-        quarter = args.rows // 4
-        tokens[:quarter], mask[:quarter] = people[:quarter], True
-        yield jnp.asarray(tokens), jnp.asarray(mask)
+        mine, order = order[: rows // 2], order[rows // 2 :]
+        tokens = np.concatenate([data["tokens"][mine], people])
+        mask = np.concatenate([data["mask"][mine], np.ones(people.shape, bool)])
+        key = jax.random.fold_in(jax.random.key(args.seed), i)
+        yield 16 if i % 4 == 0 else 8, (jnp.asarray(tokens), jnp.asarray(mask), key)
 
 
 def stage_drafter(args) -> None:
-    directory = args.out / "target"
-    target, config = load_target(directory), dflash.read_config(DRAFT)
-    fresh = not args.resume
-    model = Drafter(config, rngs=nnx.Rngs(args.seed)) if fresh else load_drafter(args.out / "draft", jnp.float32)
-    transformation = optimiser(args.lr, args.steps, "muon")
-    state = transformation.init(model)
-    step = make_step(partial(draft_loss, anchors=args.anchors), transformation)
-    began, losses = time.time(), []
-    for i, (tokens, mask) in enumerate(draft_batches(args), 1):
-        key = jax.random.fold_in(jax.random.key(args.seed), i)
-        model, state, loss = step(model, state, target, tokens, mask, key)
-        losses.append(float(loss))
-        if i % 50 == 0 or i == args.steps:
-            print(f"step {i} loss {np.mean(losses[-50:]):.4f} {(time.time() - began) / i:.2f} s/step", flush=True)
-        if i % 500 == 0 or i == args.steps:
-            save_module(model, dflash.weight_names(config), DRAFT, args.out / "draft")
+    target, config = load_target(args.out / "target"), dflash.read_config(DRAFT)
+    model = Drafter(config, rngs=nnx.Rngs(args.seed))
+    transformation = optimiser(4e-3, args.draft_steps, "muon")
+
+    def loss(model, target, tokens, mask, key, slots):
+        return draft_loss(model, target, tokens, mask, key, ANCHORS, slots, soft=True)
+
+    steps = {slots: make_step(partial(loss, slots=slots), transformation) for slots in (8, 16)}
+    batches = ((slots, (target, *batch)) for slots, batch in draft_batches(args))
+    save = partial(save_module, entries=dflash.weight_names(config), raw=DRAFT, directory=args.out / "draft")
+    train("drafter", batches, steps, model, transformation.init(model), save)
 
 
 def stage_evaluate(args) -> None:
@@ -237,34 +239,40 @@ def stage_evaluate(args) -> None:
     streams = [llm.encode(d.text) for d in held_out]
     print(f"held-out bits per byte {bits_per_byte(llm.target, held_out, directory):.4f}", flush=True)
     prompts = held_out_prompts(streams, 96, 64, args.seed)
-    for temperature in (0.0, 0.7):
-        params = SamplingParams(temperature=temperature, max_tokens=160, seed=args.seed)
+    for temperature in (0.0, 0.7, 1.0):
+        params = SamplingParams(temperature=temperature, max_tokens=128, seed=args.seed)
         for block in (16, 8, 4):
             print(f"temperature {temperature} block {block} {measure(llm, prompts, params, block)}", flush=True)
+    llm = with_greedy_drafts(llm)
+    for temperature in (0.7, 1.0):
+        params = SamplingParams(temperature=temperature, max_tokens=128, seed=args.seed)
+        print(f"temperature {temperature} block 16, greedy drafts {measure(llm, prompts, params, 16)}", flush=True)
+
+
+STAGES = {
+    "tokenizer": stage_tokenizer,
+    "target": stage_target,
+    "regenerate": stage_regenerate,
+    "drafter": stage_drafter,
+    "evaluate": stage_evaluate,
+}
 
 
 def main() -> None:
-    stages = {
-        "tokenizer": stage_tokenizer,
-        "target": stage_target,
-        "regenerate": stage_regenerate,
-        "drafter": stage_drafter,
-        "evaluate": stage_evaluate,
-    }
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("stage", choices=stages)
+    parser.add_argument("stages", nargs="+", choices=STAGES)
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "dflash_jax" / "assets" / "tiny")
-    parser.add_argument("--work", type=Path, default=Path("tiny_pair_work"), help="where regenerated text goes")
+    parser.add_argument(
+        "--work", type=Path, default=Path("tiny_pair_work"), help="for the token stream and regenerated text"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=2400, help="of target or drafter training")
-    parser.add_argument("--rows", type=int, default=4, help="sequences a step")
-    parser.add_argument("--lr", type=float, default=5e-3)
-    parser.add_argument("--resume", action="store_true", help="go on from the weights in --out, under a fresh schedule")
-    parser.add_argument("--sequences", type=int, default=1600, help="to regenerate")
-    parser.add_argument("--anchors", type=int, default=32, help="of a sequence, a step")
+    parser.add_argument("--target-steps", type=int, default=1100)
+    parser.add_argument("--sequences", type=int, default=2048, help="to regenerate")
+    parser.add_argument("--draft-steps", type=int, default=4000)
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
-    stages[args.stage](args)
+    for stage in args.stages:
+        STAGES[stage](args)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ from dflash_jax.models.parts import Mlp, normal, project
 
 # Up to this many tokens a pass reads each token's experts by themselves; beyond, most experts are read anyway.
 GATHERED_TOKENS = 16
+# The loop takes as many experts a step as make a product of about this many rows: tiny experts alone do not pay.
+GROUP_WIDTH = 512
 
 
 def route(logits, spec: MoeSpec):
@@ -17,12 +19,6 @@ def route(logits, spec: MoeSpec):
     if spec.normalise_top_k:
         weights = weights / weights.sum(-1, keepdims=True)
     return weights, chosen
-
-
-def swiglu(x, gate_up, down):
-    """x [T, H], gate_up [2, F, H], down [H, F] → [T, H]."""
-    h = project(x, gate_up)
-    return project(jax.nn.silu(h[:, 0]) * h[:, 1], down)
 
 
 def experts_gathered(x, weights, chosen, gate_up, down):
@@ -37,21 +33,33 @@ def experts_gathered(x, weights, chosen, gate_up, down):
 
 
 def experts_looped(x, weights, chosen, gate_up, down):
-    """Many tokens: one dense product per expert that any token chose, the tokens that did not choose it selected
-    away."""
+    """Many tokens: one dense product per group of experts that any token chose, the tokens that did not choose an
+    expert selected away."""
+    e, _, f, hidden = gate_up.shape
+    size = next(g for g in range(e, 0, -1) if e % g == 0 and (g * f <= GROUP_WIDTH or g == 1))
+    ids = jnp.arange(e).reshape(-1, size)
 
-    def add(total, expert):
-        gate_up, down, index = expert
-        mine = chosen == index
-        weight = jnp.where(mine, weights, 0.0).sum(-1, keepdims=True)
+    def add(total, group):
+        gate_up, down, ids = group
+        mine = chosen[:, :, None] == ids
+        weight = jnp.where(mine, weights[:, :, None], 0.0).sum(1)
 
         def visit(total):
-            return total + jnp.where(mine.any(-1, keepdims=True), weight * swiglu(x, gate_up, down), 0.0)
+            h = project(x, gate_up.reshape(size, 2, f, hidden))
+            h = (jax.nn.silu(h[:, :, 0]) * h[:, :, 1]).astype(jnp.float32) * weight[..., None]
+            h = jnp.where(mine.any(1)[..., None], h, 0.0).astype(x.dtype)
+            # One product over expert and feature is the faster where its transposed copy of the weights is paid for.
+            if x.shape[0] > GROUP_WIDTH:
+                return total + jnp.einsum("tef,ehf->th", h, down, preferred_element_type=jnp.float32)
+            return total + jnp.einsum("tef,ehf->eth", h, down, preferred_element_type=jnp.float32).sum(0)
 
         return jax.lax.cond(mine.any(), visit, lambda total: total, total), None
 
-    total, _ = jax.lax.scan(add, jnp.zeros(x.shape, jnp.float32), (gate_up, down, jnp.arange(gate_up.shape[0])))
-    return total.astype(x.dtype)
+    total = jnp.zeros(x.shape, jnp.float32)
+    if size == e:
+        return add(total, (gate_up, down, ids[0]))[0].astype(x.dtype)
+    groups = (gate_up.reshape(-1, size, 2, f, hidden), down.reshape(-1, size, hidden, f), ids)
+    return jax.lax.scan(add, total, groups)[0].astype(x.dtype)
 
 
 def experts(x, weights, chosen, gate_up, down):

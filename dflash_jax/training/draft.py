@@ -67,26 +67,45 @@ def block_states(drafter: Drafter, features, embedded, anchors):
     return drafter.norm(x)
 
 
-def draft_loss(drafter: Drafter, target: Decoder, tokens, loss_mask, key, anchors: int):
+def draft_loss(
+    drafter: Drafter,
+    target: Decoder,
+    tokens,
+    loss_mask,
+    key,
+    anchors: int,
+    slots: int | None = None,
+    soft: bool = False,
+):
     """Decayed cross-entropy: slot k of a block against the token at anchor + k, weight exp(-(k - 1) / gamma).
 
     tokens int [B, T]; loss_mask bool [B, T]: which tokens may be learned from. Labels outside the sequence or the mask
-    weigh 0; the sum is divided by the sum of all weights.
+    weigh 0; the sum is divided by the sum of all weights. ``slots``: the blocks' width, by default the drafter's own.
+    ``soft``: against the target's whole distribution of that token (forward KL, up to a constant), which says more
+    than one draw from it.
     """
-    w = drafter.config.block_size
-    _, features = target(tokens, drafter.taps)
+    w = slots or drafter.config.block_size
+    hidden, features = target(tokens, drafter.taps)
     features = jax.lax.stop_gradient(features)
     where, valid = sample_anchors(key, loss_mask, anchors)
-    first = jnp.take_along_axis(tokens, where, axis=1)
-    block = jnp.full((*where.shape, w), drafter.config.mask_token_id, tokens.dtype).at[..., 0].set(first)
-    hidden = block_states(drafter, features, target.embed_tokens(block), where)
+
+    def at(values, places):
+        """values [B, T, …] at places [B, A, …] of their rows."""
+        return jax.vmap(lambda row, i: row[i])(values, places)
+
+    block = jnp.full((*where.shape, w), drafter.config.mask_token_id, tokens.dtype).at[..., 0].set(at(tokens, where))
+    states = block_states(drafter, features, target.embed_tokens(block), where)
     places = where[..., None] + jnp.arange(1, w)
     inside = places < tokens.shape[1]
     places = jnp.minimum(places, tokens.shape[1] - 1)
-    labels = jax.vmap(lambda row, at: row[at])(tokens, places)
-    learned = inside & jax.vmap(lambda row, at: row[at])(loss_mask, places) & valid[..., None]
+    learned = inside & at(loss_mask, places) & valid[..., None]
     gamma = GAMMA.get(w, w / 2.3)
     weights = jnp.where(learned, jnp.exp(-jnp.arange(w - 1) / gamma), 0.0)
-    logits = target.logits(hidden[:, :, 1:])
-    losses = jax.nn.logsumexp(logits, axis=-1) - jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
+    logits = target.logits(states[:, :, 1:])
+    if soft:
+        teacher = jax.lax.stop_gradient(jax.nn.softmax(target.logits(hidden), axis=-1))
+        liked = jnp.sum(at(teacher, places - 1) * logits, axis=-1)
+    else:
+        liked = jnp.take_along_axis(logits, at(tokens, places)[..., None], axis=-1)[..., 0]
+    losses = jax.nn.logsumexp(logits, axis=-1) - liked
     return jnp.sum(losses * weights) / jnp.maximum(weights.sum(), 1e-6)

@@ -1,12 +1,18 @@
 """How good a drafter is: the acceptance length of real decoding on prompts it has not seen."""
 
+import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from dflash_jax.llm import LLM
+from dflash_jax.models.drafter import Drafter
 from dflash_jax.params import Completion, SamplingParams
+from dflash_jax.programs import Programs
 
 
 def is_degenerate(token_ids: Sequence[int], order: int = 4, least: float = 0.5) -> bool:
@@ -46,3 +52,33 @@ def measure(
 ) -> Acceptance:
     """Decodes every prompt and averages; statistics of the drafter only, whatever the text is worth."""
     return acceptance(llm.generate(prompts, params, block_size))
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["drafter"], meta_fields=[])
+@dataclass(frozen=True)
+class GreedyDrafts:
+    """A drafter that proposes its likeliest tokens at any temperature: what drafting with shared noise is measured
+    against. Implements `Drafting`."""
+
+    drafter: Drafter
+
+    @property
+    def taps(self):
+        return self.drafter.taps
+
+    def init_cache(self, *args):
+        return self.drafter.init_cache(*args)
+
+    def extend(self, *args):
+        return self.drafter.extend(*args)
+
+    def propose(self, cache, last, start, width, slots, borrowed, window):
+        greedy = replace(borrowed, choose=lambda logits, positions: jnp.argmax(logits, axis=-1).astype(jnp.int32))
+        return self.drafter.propose(cache, last, start, width, slots, greedy, window)
+
+
+def with_greedy_drafts(llm: LLM) -> LLM:
+    """The same pair, drafting greedily."""
+    other = copy.copy(llm)
+    other.programs = Programs(llm.target, GreedyDrafts(llm.drafter))
+    return other

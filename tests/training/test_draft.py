@@ -88,24 +88,29 @@ def test_anchors_are_distinct_and_lie_where_they_may():
     assert set(np.asarray(other)[2]) != set(anchors[2])
 
 
-def test_loss_against_a_plain_restatement(pair, text):
+@pytest.mark.parametrize(("slots", "soft"), [(W, False), (8, False), (W, True)])
+def test_loss_against_a_plain_restatement(pair, text, slots, soft):
     target, drafter = pair
     tokens, features = text
     mask = np.ones((2, T), bool)
     mask[0, :6], mask[1, 30:] = False, False
     key, count = jax.random.key(4), 5
-    loss = float(jax.jit(draft_loss, static_argnums=5)(drafter, target, tokens, jnp.asarray(mask), key, count))
+    loss = jax.jit(draft_loss, static_argnums=(5, 6, 7))
+    loss = float(loss(drafter, target, tokens, jnp.asarray(mask), key, count, None if slots == W else slots, soft))
     anchors, valid = sample_anchors(key, jnp.asarray(mask), count)
-    states = block_states(drafter, features, target.embed_tokens(blocks(drafter, tokens, anchors)), anchors)
+    embedded = target.embed_tokens(blocks(drafter, tokens, anchors)[..., :slots])
+    states = block_states(drafter, features, embedded, anchors)
     logs = np.asarray(jax.nn.log_softmax(target.logits(states)), np.float64)
+    teacher = np.asarray(jax.nn.softmax(target.logits(target(tokens)[0])), np.float64)
     total = weight = 0.0
     for row in range(2):
         for i in np.flatnonzero(valid[row]):
-            for k in range(1, W):
+            for k in range(1, slots):
                 at = int(anchors[row, i]) + k
                 if at < T and mask[row, at]:
-                    w = np.exp(-(k - 1) / GAMMA[W])
-                    total -= w * logs[row, i, k, int(tokens[row, at])]
+                    w = np.exp(-(k - 1) / GAMMA[slots])
+                    label = teacher[row, at - 1] if soft else np.eye(logs.shape[-1])[int(tokens[row, at])]
+                    total -= w * (label @ logs[row, i, k])
                     weight += w
     assert abs(loss - total / weight) < 1e-4
 
