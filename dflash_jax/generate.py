@@ -177,11 +177,15 @@ def stream_text(llm, prompt, params, show_drafts: bool):
     return event
 
 
-def compare(llm, completions: list, params) -> tuple[list[dict], bool]:
-    """Decodes again without the drafter: what --json adds for each prompt, and whether all is well."""
+def compare(llm, completions: list, params, streamed: bool) -> tuple[list[dict], bool]:
+    """Decodes again without the drafter, in the same way: what --json adds for each prompt, and whether all is well."""
     from dflash_jax.compare import divergence
 
-    baselines = llm.generate([c.prompt_ids for c in completions], params, block_size=1)
+    prompts = [c.prompt_ids for c in completions]
+    if streamed:
+        baselines = [list(llm.pieces(prompt, params, block_size=1))[-1] for prompt in prompts]
+    else:
+        baselines = llm.generate(prompts, params, block_size=1)
     found, good = [], True
     for mine, plain in zip(completions, baselines, strict=True):
         parting = divergence(llm, mine.prompt_ids, plain.token_ids, mine.token_ids, params)
@@ -257,7 +261,7 @@ def run(args) -> int:
         completions = llm.generate(prompts, params)
     else:
         completions = [stream_text(llm, prompt, params, args.show_drafts) for prompt in prompts]
-    extras, good = compare(llm, completions, params) if args.compare else ([{}] * len(completions), True)
+    extras, good = compare(llm, completions, params, not args.json) if args.compare else ([{}] * len(completions), True)
     if args.json:
         for completion, extra in zip(completions, extras, strict=True):
             write(as_json(completion, extra) + "\n")

@@ -2,6 +2,7 @@
 
 import io
 import json
+import signal
 import subprocess
 import sys
 
@@ -93,7 +94,7 @@ def test_stdin_file_and_system_prompts(capsys, monkeypatch, tmp_path):
         (["--prompt", "x", "--logprobs", "2"], "--json"),
         (["--prompt", "x", "--system", "y"], "--chat"),
         (["--prompt-ids", "1,b"], "1,b"),
-        (["--prompt-ids", "1,2048"], "2048"),
+        (["--prompt-ids", "1,99999"], "99999"),
         (["--prompt-file", "/no/such"], "/no/such"),
         (["--prompt", "x", "--logit-bias", "7"], "ID=VALUE"),
     ],
@@ -122,3 +123,22 @@ def test_a_closed_pipe_is_quiet():
     done = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)
     assert len(done.stdout) == 5
     assert done.stderr == ""
+
+
+def test_an_interrupt_is_one_line():
+    command = [
+        sys.executable,
+        "-m",
+        "dflash_jax.generate",
+        "--prompt",
+        "def f(",
+        "--max-new-tokens",
+        "8000",
+        "--ignore-eos",
+    ]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.read(5)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err == "\ninterrupted\n"
