@@ -17,6 +17,16 @@ class YarnSpec:
 
 
 @dataclass(frozen=True)
+class Llama3Spec:
+    """Llama 3.1's context extension: low frequencies are divided by ``factor``, high ones kept, a ramp between."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_positions: int
+
+
+@dataclass(frozen=True)
 class RopeSpec:
     """Rotary embedding of the first ``dim`` dimensions of a head (rotate-half form).
 
@@ -27,7 +37,7 @@ class RopeSpec:
     theta: float
     dim: int
     sections: tuple[int, int, int] | None = None
-    yarn: YarnSpec | None = None
+    scaling: YarnSpec | Llama3Spec | None = None
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,9 @@ def load_target(directory: str | Path, dtype=jnp.float32) -> Decoder:
     family = families.target_family(raw)
     config, files = family.read_config(raw), TensorFiles(directory)
     entries = family.weight_names(config, files)
-    _check(entries, files, family.is_skipped, directory)
+    # Some checkpoints carry the head that they tie to the embedding.
+    tied = {"lm_head.weight"} if config.tied_embeddings else ()
+    _check(entries, files, lambda name: name in tied or family.is_skipped(name), directory)
     return fill(abstract_decoder(config, dtype), entries, files, dtype)
 
 

@@ -8,7 +8,8 @@ from dflash_jax.cache import DeltaState, KVCache, KVRecord, commit_layer
 from dflash_jax.config import AttentionSpec, GatedDeltaSpec, LayerSpec, MlpSpec, ModelConfig
 from dflash_jax.models.gated_delta import GatedDelta
 from dflash_jax.models.moe import Moe
-from dflash_jax.models.parts import Attention, Mlp, RMSNorm, normal, rope_angles
+from dflash_jax.models.parts import Attention, Mlp, RMSNorm, normal
+from dflash_jax.models.rope import rope_angles
 
 Cache = tuple  # one KVCache or DeltaState per layer
 

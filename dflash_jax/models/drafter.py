@@ -15,7 +15,8 @@ from flax import nnx
 
 from dflash_jax.cache import KVCache
 from dflash_jax.config import DraftConfig, DraftLayerSpec
-from dflash_jax.models.parts import Attention, Mlp, RMSNorm, normal, project, rope_angles
+from dflash_jax.models.parts import Attention, Mlp, RMSNorm, normal, project
+from dflash_jax.models.rope import rope_angles
 
 DraftCache = tuple  # one KVCache per drafter layer
 

@@ -96,9 +96,8 @@ class GatedDelta(nnx.Module):
     def __init__(self, spec: GatedDeltaSpec, hidden: int, eps: float, rngs: nnx.Rngs, dtype):
         self.spec, self.eps = spec, eps
         g, r, dv = spec.num_key_heads, spec.values_per_key, spec.value_dim
-        self.qkv = normal(rngs, (g, spec.channels_per_key, hidden), dtype)
+        self.qkvz = normal(rngs, (g, spec.channels_per_key + r * dv, hidden), dtype)
         self.conv = normal(rngs, (g, spec.channels_per_key, spec.conv_kernel), dtype, 0.5)
-        self.z = normal(rngs, (g, r, dv, hidden), dtype)
         self.beta_alpha = normal(rngs, (2, g, r, hidden), dtype)
         self.a_log = nnx.Param(jnp.log(jax.random.uniform(rngs.params(), (g, r), jnp.float32, 1.0, 16.0)).astype(dtype))
         self.dt_bias = nnx.Param(jnp.full((g, r), -3.0, dtype))
@@ -109,7 +108,7 @@ class GatedDelta(nnx.Module):
         """x [B, T, H] → (y [B, T, H], record)."""
         spec = self.spec
         b, t, _ = x.shape
-        inputs = project(x, self.qkv[...])
+        inputs, z = jnp.split(project(x, self.qkvz[...]), [spec.channels_per_key], axis=-1)
         window = jnp.concatenate([state.conv.astype(x.dtype), inputs], axis=1)
         taps = self.conv[...]
         mixed = jax.nn.silu(sum(window[:, j : j + t] * taps[..., j] for j in range(spec.conv_kernel))).astype(
@@ -122,6 +121,6 @@ class GatedDelta(nnx.Module):
         dt = jax.nn.softplus(alpha + self.dt_bias[...].astype(jnp.float32))
         log_decay = -jnp.exp(self.a_log[...].astype(jnp.float32)) * dt
         out, delta = delta_rule(q, k, v, jax.nn.sigmoid(beta), log_decay, state.recurrent)
-        z = project(x, self.z[...]).astype(jnp.float32)
+        z = z.reshape(out.shape).astype(jnp.float32)
         y = (rms_norm(out, self.norm[...], self.eps) * jax.nn.silu(z)).astype(x.dtype)
         return project(y, self.out[...], 3), DeltaRecord(k, delta, log_decay, inputs)

@@ -1,4 +1,4 @@
-"""The pieces that every model here is made of: RMSNorm, rotary embedding, attention, SwiGLU.
+"""The pieces that every model here is made of: linear maps, RMSNorm, attention, SwiGLU.
 
 Dimension letters: B rows, T tokens of this call, S cached positions, H hidden, N heads, K KV heads, D head_dim, F FFN.
 Weights are stored ``[out, in]`` with head axes of their own, so that they shard without permutation.
@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dflash_jax.cache import KVCache, attend
-from dflash_jax.config import AttentionSpec, RopeSpec
+from dflash_jax.config import AttentionSpec
+from dflash_jax.models.rope import apply_rope
 
 
 def normal(rngs: nnx.Rngs, shape: tuple[int, ...], dtype, scale: float = 0.02) -> nnx.Param:
@@ -44,51 +45,6 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x):
         return rms_norm(x, self.weight[...], self.eps, self.offset)
-
-
-def yarn_frequencies(rope: RopeSpec) -> tuple[jax.Array, float]:
-    """Inverse frequencies [dim / 2] and the factor on cos and sin (arXiv 2309.00071, section 3)."""
-    frequencies = rope.theta ** (-jnp.arange(0, rope.dim, 2, dtype=jnp.float32) / rope.dim)
-    yarn = rope.yarn
-    if yarn is None:
-        return frequencies, 1.0
-
-    def dimension(rotations: float) -> float:
-        return rope.dim * math.log(yarn.original_max_positions / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
-
-    low = max(math.floor(dimension(yarn.beta_fast)), 0)
-    high = min(math.ceil(dimension(yarn.beta_slow)), rope.dim - 1)
-    ramp = (jnp.arange(rope.dim // 2, dtype=jnp.float32) - low) / max(high - low, 1e-3)
-    interpolated = jnp.clip(ramp, 0.0, 1.0)
-    factor = yarn.attention_factor
-    if factor is None:
-        factor = 0.1 * math.log(yarn.factor) + 1.0 if yarn.factor > 1 else 1.0
-    return frequencies * (1 - interpolated) + frequencies / yarn.factor * interpolated, factor
-
-
-def rope_angles(positions, rope: RopeSpec) -> tuple[jax.Array, jax.Array]:
-    """cos and sin, float32 [B, T, dim / 2], of positions [B, T] or [3, B, T] (time, height, width)."""
-    frequencies, factor = yarn_frequencies(rope)
-    if positions.ndim == 2:
-        positions = positions[None]
-    angles = positions.astype(jnp.float32)[..., None] * frequencies
-    if positions.shape[0] == 1:
-        angles = angles[0]
-    else:
-        index = jnp.arange(rope.dim // 2)
-        _, height, width = rope.sections or (rope.dim // 2, 0, 0)
-        is_height = (index % 3 == 1) & (index < 3 * height)
-        is_width = (index % 3 == 2) & (index < 3 * width)
-        angles = jnp.where(is_height, angles[1], jnp.where(is_width, angles[2], angles[0]))
-    return jnp.cos(angles) * factor, jnp.sin(angles) * factor
-
-
-def apply_rope(x, angles):
-    """Rotates the first dimensions of x [B, T, N, D]; ``angles`` from `rope_angles`."""
-    cos, sin = (a[:, :, None, :].astype(x.dtype) for a in angles)
-    half = cos.shape[-1]
-    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
 
 
 class Attention(nnx.Module):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from dflash_jax.models.decoder import Decoder
 from dflash_jax.models.drafter import NO_WINDOW, Drafter, DraftLayer
-from dflash_jax.models.parts import rope_angles
+from dflash_jax.models.rope import rope_angles
 
 # Decay of the slots' weights by block size.
 GAMMA = {16: 7.0, 10: 5.0, 8: 4.0}

@@ -181,7 +181,7 @@ def test_config_lacks_a_key(key, target_dir):
     [
         ({"layer_types": ["linear_attention", "full_attention"]}, ("2 entries", "3")),
         ({"layer_types": ["linear_attention", "sliding_attention", "full_attention"]}, ("sliding_attention",)),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, ("yarn",)),
+        ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, ("longrope",)),
         ({"attention_bias": True}, ("attention_bias",)),
         ({"text_config": None}, ("text_config",)),
         ({"quantization_config": "fp8"}, ("fp8",)),

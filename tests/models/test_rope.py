@@ -10,8 +10,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedding, apply_rotary_pos_emb
 
 from dflash_jax.config import RopeSpec
-from dflash_jax.models.families.dflash import read_rope
-from dflash_jax.models.parts import apply_rope, rope_angles, yarn_frequencies
+from dflash_jax.models.families.reading import read_rope
+from dflash_jax.models.rope import apply_rope, rope_angles, rope_frequencies
 
 
 def halves(x):
@@ -99,10 +99,10 @@ def test_yarn(name, key):
         rope_parameters={"rope_type": "yarn", "rope_theta": theta, **yarn},
     )
     frequencies, factor = ROPE_INIT_FUNCTIONS["yarn"](config, device="cpu")
-    got, got_factor = yarn_frequencies(rope)
+    got, got_factor = rope_frequencies(rope)
     np.testing.assert_allclose(got, frequencies.numpy(), rtol=2e-6)
     assert got_factor == pytest.approx(factor, rel=1e-6)
-    plain, _ = yarn_frequencies(RopeSpec(theta, head_dim))
+    plain, _ = rope_frequencies(RopeSpec(theta, head_dim))
     if name != "factor_one":
         assert not np.allclose(got, plain, rtol=1e-3), "YaRN changes nothing here: this test tests nothing"
 

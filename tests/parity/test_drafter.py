@@ -371,7 +371,7 @@ def test_published_drafter(name):
     for spec in mine.layers:
         assert (spec.attention.num_heads, spec.attention.head_dim) == (32, 128)
         assert spec.attention.rope.theta == raw["rope_theta"]
-        assert (spec.attention.rope.yarn is not None) == (raw["rope_scaling"] is not None)
+        assert (spec.attention.rope.scaling is not None) == (raw["rope_scaling"] is not None)
     if DRAFTERS[name] is not None:
         assert count(mine) == DRAFTERS[name]
 

@@ -2,13 +2,17 @@
 line here."""
 
 from dflash_jax.errors import InputError
-from dflash_jax.models.families import dflash, qwen3_5
+from dflash_jax.models.families import dflash, llama, qwen3, qwen3_5, qwen3_next
 
 TARGETS = {
     "qwen3_5_moe": qwen3_5,
     "qwen3_5": qwen3_5,
     "qwen3_5_moe_text": qwen3_5,
     "qwen3_5_text": qwen3_5,
+    "qwen3_next": qwen3_next,
+    "qwen3_moe": qwen3,
+    "qwen3": qwen3,
+    "llama": llama,
 }
 
 

@@ -2,10 +2,11 @@
 
 from collections.abc import Collection
 
-from dflash_jax.config import AttentionSpec, DraftConfig, DraftLayerSpec, RopeSpec, YarnSpec
+from dflash_jax.config import AttentionSpec, DraftConfig, DraftLayerSpec
 from dflash_jax.errors import InputError
 from dflash_jax.models.families.names import Entry, Tensor, same
-from dflash_jax.models.families.qwen3_5 import attention_entries, mlp_entries
+from dflash_jax.models.families.reading import read_rope
+from dflash_jax.models.families.tables import attention_entries, mlp_entries
 
 
 def is_drafter(raw: dict) -> bool:
@@ -17,33 +18,6 @@ def default_taps(num_target: int, num_draft: int) -> tuple[int, ...]:
     if num_draft == 1:
         return (num_target // 2,)
     return tuple(round(1 + i * (num_target - 4) / (num_draft - 1)) for i in range(num_draft))
-
-
-def read_rope(raw: dict, head_dim: int) -> RopeSpec:
-    parameters = raw.get("rope_parameters") or {}
-    scaling = {**(raw.get("rope_scaling") or {}), **parameters}
-    theta = float(parameters.get("rope_theta", raw.get("rope_theta", 10000.0)))
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind == "default":
-        return RopeSpec(theta, head_dim)
-    if kind != "yarn":
-        raise InputError(f"the drafter's rope_type {kind!r} is not known: it must be 'default' or 'yarn'")
-    unknown = sorted(k for k in ("mscale", "mscale_all_dim") if scaling.get(k)) + ["truncate"] * (
-        scaling.get("truncate") is False
-    )
-    if unknown or not scaling.get("factor"):
-        fault = f"has {', '.join(unknown)}" if unknown else "lacks a factor"
-        raise InputError(
-            f"the drafter's YaRN scaling {fault}: known are factor, beta_fast, beta_slow, attention_factor"
-        )
-    yarn = YarnSpec(
-        factor=float(scaling["factor"]),
-        original_max_positions=int(scaling.get("original_max_position_embeddings") or raw["max_position_embeddings"]),
-        beta_fast=float(scaling.get("beta_fast") or 32.0),
-        beta_slow=float(scaling.get("beta_slow") or 1.0),
-        attention_factor=scaling.get("attention_factor"),
-    )
-    return RopeSpec(theta, head_dim, yarn=yarn)
 
 
 def read_layers(raw: dict, own: dict, depth: int) -> list[tuple[int | None, bool]]:

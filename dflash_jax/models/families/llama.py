@@ -1,0 +1,10 @@
+"""Llama (`llama`: Llama-3.1, SmolLM2): attention without q/k norms, dense."""
+
+from dflash_jax.config import ModelConfig
+from dflash_jax.models.families.qwen3 import is_skipped, read_classic, weight_names
+
+__all__ = ["is_skipped", "read_config", "weight_names"]
+
+
+def read_config(raw: dict) -> ModelConfig:
+    return read_classic(raw, qk_norm=False)

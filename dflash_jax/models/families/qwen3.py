@@ -1,0 +1,41 @@
+"""Qwen3, dense (`qwen3`) and mixture-of-experts (`qwen3_moe`, Qwen3-Coder-30B-A3B): attention with q/k norms."""
+
+from collections.abc import Collection
+
+from dflash_jax.config import LayerSpec, ModelConfig
+from dflash_jax.models.families.names import Entry
+from dflash_jax.models.families.reading import Raw, read_attention, read_ffns, read_kinds
+from dflash_jax.models.families.tables import decoder_entries
+
+
+def read_classic(raw: dict, qk_norm: bool) -> ModelConfig:
+    """The config of a stack of attention layers → ModelConfig."""
+    text = Raw(raw)
+    text.refuse("mlp_bias")
+    attention = read_attention(text, qk_norm=qk_norm)
+    ffns = read_ffns(text, shared=False, normalise=bool(text.get("norm_topk_prob")))
+    read_kinds(text, ("full_attention",), ["full_attention"] * len(ffns))
+    return ModelConfig(
+        model_type=raw["model_type"],
+        vocab_size=text.need("vocab_size"),
+        hidden_size=text.need("hidden_size"),
+        layers=tuple(LayerSpec(attention, ffn) for ffn in ffns),
+        norm_eps=text.get("rms_norm_eps", 1e-6),
+        norm_offset=0.0,
+        max_positions=text.need("max_position_embeddings"),
+        tied_embeddings=bool(text.get("tie_word_embeddings", False)),
+    )
+
+
+def read_config(raw: dict) -> ModelConfig:
+    return read_classic(raw, qk_norm=True)
+
+
+def is_skipped(name: str) -> bool:
+    """Rotary frequencies, which old checkpoints carry."""
+    return name.endswith(".rotary_emb.inv_freq")
+
+
+def weight_names(config: ModelConfig, names: Collection[str] = ()) -> list[Entry]:
+    """The table for a checkpoint that holds ``names`` (default: fused experts)."""
+    return decoder_entries(config, names)
