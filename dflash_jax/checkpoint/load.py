@@ -1,6 +1,7 @@
 """Hugging Face directories ↔ modules with weights."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import jax
@@ -27,7 +28,8 @@ def parameter_paths(module) -> list[str]:
     return names
 
 
-def _check(entries: list[Entry], files: TensorFiles, skipped, directory: Path) -> None:
+def _check(entries: list[Entry], files: TensorFiles, is_skipped, directory: Path) -> list[str]:
+    """Names of the tensors that are knowingly left alone. Raises InputError with the list of all that do not fit."""
     wanted = {t.name: t.shape for e in entries for t in e.tensors}
     problems = [f"missing {n!r} {list(s)}" for n, s in wanted.items() if n not in files]
     problems += [
@@ -35,12 +37,14 @@ def _check(entries: list[Entry], files: TensorFiles, skipped, directory: Path) -
         for n, s in wanted.items()
         if n in files and files[n] != s
     ]
-    problems += [f"unexpected {n!r} {list(files[n])}" for n in files if n not in wanted and not skipped(n)]
+    rest = [n for n in files if n not in wanted]
+    problems += [f"unexpected {n!r} {list(files[n])}" for n in rest if not is_skipped(n)]
     if problems:
         shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
         raise InputError(
             f"{directory} does not fit its config.json, {len(problems)} tensors are wrong: {shown}", problems
         )
+    return rest
 
 
 def fill(module, entries: list[Entry], files: TensorFiles, dtype):
@@ -86,9 +90,19 @@ def read_draft_config(directory: Path) -> DraftConfig:
     return dflash.read_config(raw)
 
 
-def load_target(directory: str | Path, dtype=jnp.float32) -> Decoder:
-    """A target from a Hugging Face directory. Its config is ``.config``; errors are InputError and list every bad
-    tensor."""
+@dataclass(frozen=True)
+class TargetSource:
+    """A target's checkpoint, opened and checked, nothing read yet. ``skipped``: tensors that a text model does not
+    run."""
+
+    config: ModelConfig
+    entries: list[Entry]
+    files: TensorFiles
+    skipped: list[str]
+
+
+def open_target(directory: str | Path) -> TargetSource:
+    """Raises InputError, listing every bad tensor, where names and shapes do not fit ``config.json``."""
     directory = Path(directory)
     raw = _read_raw(directory)
     family = families.target_family(raw)
@@ -96,8 +110,14 @@ def load_target(directory: str | Path, dtype=jnp.float32) -> Decoder:
     entries = family.weight_names(config, files)
     # Some checkpoints carry the head that they tie to the embedding.
     tied = {"lm_head.weight"} if config.tied_embeddings else ()
-    _check(entries, files, lambda name: name in tied or family.is_skipped(name), directory)
-    return fill(abstract_decoder(config, dtype), entries, files, dtype)
+    skipped = _check(entries, files, lambda name: name in tied or family.is_skipped(name), directory)
+    return TargetSource(config, entries, files, skipped)
+
+
+def load_target(directory: str | Path, dtype=jnp.float32) -> Decoder:
+    """A target from a Hugging Face directory. Its config is ``.config``."""
+    source = open_target(directory)
+    return fill(abstract_decoder(source.config, dtype), source.entries, source.files, dtype)
 
 
 def load_drafter(directory: str | Path, dtype=jnp.float32, target: ModelConfig | None = None) -> Drafter:

@@ -1,0 +1,139 @@
+"""The published systems: exact parameter counts, and a checkpoint that carries every real tensor name, without data."""
+
+import json
+import math
+import struct
+from pathlib import Path
+
+import jax
+import pytest
+
+from dflash_jax.checkpoint.load import open_target
+from dflash_jax.models import families
+from dflash_jax.models.decoder import abstract_decoder
+from dflash_jax.models.drafter import abstract_drafter
+from dflash_jax.models.families import dflash
+from dflash_jax.models.families.vision import vision_tensors
+
+CONFIGS = Path(__file__).parents[1] / "data" / "hf_configs"
+# Text and vision tower together, and the vision tower.
+TARGETS = {
+    "Qwen3.6-35B-A3B": (35_107_181_936, 446_571_248),
+    "Qwen3.6-27B": (27_356_728_560, 460_730_096),
+    "Qwen3.5-27B": (27_356_728_560, 460_730_096),
+    "Qwen3.5-122B-A10B": (122_562_817_776, 451_290_864),
+    "Qwen3.5-397B-A17B": (396_802_360_816, 456_010_480),
+    "Qwen3-Coder-Next": (79_674_391_296, 0),
+    "Qwen3-Coder-30B-A3B": (30_532_122_624, 0),
+    "Qwen3-8B": (8_190_735_360, 0),
+}
+DRAFTERS = {
+    "Qwen3.6-35B-A3B-DFlash": 385_906_176,
+    "Qwen3.6-35B-A3B-DFlash-8-layer": 473_995_264,
+    "Qwen3.6-27B-DFlash": 1_730_213_120,
+    "Qwen3.5-27B-DFlash": 2_128_682_496,
+    "Qwen3-Coder-Next-DFlash": 473_995_264,
+    "Qwen3-8B-DFlash-b16": 1_048_626_432,
+    "Qwen3.5-122B-A10B-DFlash": None,
+    "Qwen3.5-397B-A17B-DFlash": None,
+    "Qwen3-Coder-30B-A3B-DFlash": None,
+}
+
+
+def read(name: str) -> dict:
+    return json.loads((CONFIGS / f"{name}.json").read_text())
+
+
+def count(module) -> int:
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(module))
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_target_counts(name):
+    raw = read(name)
+    config = families.target_family(raw).read_config(raw)
+    text = count(abstract_decoder(config))
+    vision = sum(map(math.prod, vision_tensors(raw["vision_config"]).values())) if "vision_config" in raw else 0
+    assert (text + vision, vision) == TARGETS[name]
+    table = families.target_family(raw).weight_names(config)
+    assert sum(math.prod(t.shape) for entry in table for t in entry.tensors) == text
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_drafter_counts_and_fit(name):
+    config = dflash.read_config(read(name))
+    parameters = count(abstract_drafter(config))
+    assert parameters == (DRAFTERS[name] or parameters)
+    raw = read(name.partition("-DFlash")[0])
+    config.check_fits(families.target_family(raw).read_config(raw))
+
+
+def headers_only(path: Path, tensors: dict[str, tuple[int, ...]]) -> None:
+    """A safetensors file of bfloat16 tensors whose data is a hole."""
+    header, at = {}, 0
+    for name, shape in tensors.items():
+        end = at + 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + at)
+
+
+def layer_35b(i: int) -> dict[str, tuple[int, ...]]:
+    """The 35B's layer as its checkpoint names it."""
+    tensors = {"input_layernorm.weight": (2048,), "post_attention_layernorm.weight": (2048,)}
+    if (i + 1) % 4:
+        tensors |= {
+            "linear_attn.in_proj_qkv.weight": (8192, 2048),
+            "linear_attn.in_proj_z.weight": (4096, 2048),
+            "linear_attn.in_proj_b.weight": (32, 2048),
+            "linear_attn.in_proj_a.weight": (32, 2048),
+            "linear_attn.conv1d.weight": (8192, 1, 4),
+            "linear_attn.A_log": (32,),
+            "linear_attn.dt_bias": (32,),
+            "linear_attn.norm.weight": (128,),
+            "linear_attn.out_proj.weight": (2048, 4096),
+        }
+    else:
+        tensors |= {
+            "self_attn.q_proj.weight": (8192, 2048),
+            "self_attn.k_proj.weight": (512, 2048),
+            "self_attn.v_proj.weight": (512, 2048),
+            "self_attn.o_proj.weight": (2048, 4096),
+            "self_attn.q_norm.weight": (256,),
+            "self_attn.k_norm.weight": (256,),
+        }
+    tensors |= {
+        "mlp.gate.weight": (256, 2048),
+        "mlp.experts.gate_up_proj": (256, 1024, 2048),
+        "mlp.experts.down_proj": (256, 2048, 512),
+        "mlp.shared_expert.gate_proj.weight": (512, 2048),
+        "mlp.shared_expert.up_proj.weight": (512, 2048),
+        "mlp.shared_expert.down_proj.weight": (2048, 512),
+        "mlp.shared_expert_gate.weight": (1, 2048),
+    }
+    return {f"model.language_model.layers.{i}.{name}": shape for name, shape in tensors.items()}
+
+
+def test_a_checkpoint_with_every_real_name(tmp_path):
+    """Qwen3.6-35B-A3B: 1045 tensors, of which 693 are read and 352 skipped knowingly."""
+    text = {
+        "model.language_model.embed_tokens.weight": (248_320, 2048),
+        "model.language_model.norm.weight": (2048,),
+        "lm_head.weight": (248_320, 2048),
+    }
+    for i in range(40):
+        text |= layer_35b(i)
+    raw = read("Qwen3.6-35B-A3B")
+    vision = {f"model.visual.{name}": shape for name, shape in vision_tensors(raw["vision_config"]).items()}
+    mtp = {name.replace("model.language_model.layers.3", "mtp.layers.0"): s for name, s in layer_35b(3).items()}
+    mtp |= {"mtp.fc.weight": (2048, 4096)}
+    mtp |= {f"mtp.{n}.weight": (2048,) for n in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")}
+    assert (len(text), len(vision), len(mtp)) == (693, 333, 19)
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    headers_only(tmp_path / "model.safetensors", text | vision | mtp)
+    source = open_target(tmp_path)
+    assert {t.name for entry in source.entries for t in entry.tensors} == set(text)
+    assert set(source.skipped) == set(vision) | set(mtp)
