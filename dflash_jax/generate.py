@@ -152,7 +152,7 @@ def write(text: str) -> None:
 
 def stream_text(llm, prompt, params, show_drafts: bool):
     """Streams one prompt's text to stdout and returns its Completion."""
-    from dflash_jax.llm import Piece
+    from dflash_jax.rows import Piece
     from dflash_jax.text import Detokenizer
 
     seen = Detokenizer(llm.tokenizer, params.stop) if llm.tokenizer else None

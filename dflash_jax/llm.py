@@ -1,14 +1,11 @@
 """The library's front: `LLM` takes text or token ids and gives completions, all at once or as they are made."""
 
-import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from dflash_jax.cache import CONTEXT_CHUNK
 from dflash_jax.checkpoint.hub import resolve
@@ -17,9 +14,9 @@ from dflash_jax.errors import InputError
 from dflash_jax.models.drafter import DraftWindow
 from dflash_jax.params import Completion, Defaults, SamplingParams, Timings
 from dflash_jax.programs import Programs, enable_disk_cache
-from dflash_jax.sampling import SamplingRows
+from dflash_jax.rows import Piece, Row, sampling_rows, take
 from dflash_jax.speculative import DecodeState, Settings, init_state
-from dflash_jax.text import Detokenizer, Tokenizer
+from dflash_jax.text import Tokenizer
 
 TINY = Path(__file__).parent / "assets" / "tiny"
 ROW_SIZES = (1, 2, 4, 8, 16, 32)
@@ -28,57 +25,6 @@ PREFILL_CHUNKS = (64, 512)
 # Rounds between two looks of the host: few while someone reads along.
 STREAM_ROUNDS, BATCH_ROUNDS = 4, 32
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
-
-
-@dataclass(frozen=True)
-class Piece:
-    """What a dispatch brought to one prompt: the text and tokens since the last piece, and what each round yielded."""
-
-    text: str
-    token_ids: list[int]
-    acceptance_lengths: list[int]
-
-
-class Row:
-    """The host's side of one prompt under way."""
-
-    def __init__(self, prompt: list[int], params: SamplingParams, stops: list[int], tokenizer: Tokenizer | None):
-        self.prompt, self.params, self.stops = prompt, params, stops
-        self.token_ids: list[int] = []
-        self.accepted: list[int] = []
-        self.text = Detokenizer(tokenizer, params.stop) if tokenizer else None
-        self.finish_reason: str | None = None
-
-    def take(self, tokens: Sequence[int], accepted: Sequence[int], done: bool) -> Piece:
-        """Adds a dispatch's tokens, up to a stop string."""
-        if self.finish_reason:
-            return Piece("", [], [])
-        shown = len(self.text.text) if self.text else 0
-        before, rounds = len(self.token_ids), len(self.accepted)
-        self.accepted += accepted
-        for token in tokens:
-            self.token_ids.append(token)
-            if self.text:
-                self.text.push(token)
-                if self.text.stopped:
-                    break
-        if done or (self.text and self.text.stopped):
-            self._finish()
-        # Statistics end where the output ends: the first token is not a round's.
-        surplus = sum(self.accepted) - (len(self.token_ids) - 1)
-        while surplus > 0 and self.accepted:
-            last = self.accepted.pop()
-            if last > surplus:
-                self.accepted.append(last - surplus)
-            surplus -= last
-        text = self.text.text[shown:] if self.text else ""
-        return Piece(text, self.token_ids[before:], self.accepted[rounds:])
-
-    def _finish(self) -> None:
-        if self.text:
-            self.text.finish()
-        stopped = self.token_ids[-1] in self.stops or (self.text is not None and self.text.stopped)
-        self.finish_reason = "stop" if stopped else "length"
 
 
 class LLM:
@@ -289,40 +235,3 @@ class LLM:
                 entries.append({"token_id": token, "logprob": float(record.chosen[i, at]), "top": top})
         text = row.text.text if row.text else None
         return Completion(row.prompt, row.token_ids, text, row.finish_reason, row.accepted, entries, timings)
-
-
-def take(rows: list[Row], report) -> list[Piece]:
-    return [
-        row.take(
-            report.tokens[i, : report.count[i]].tolist(),
-            report.accepted[i, : report.rounds[i]].tolist(),
-            report.done[i],
-        )
-        for i, row in enumerate(rows)
-    ]
-
-
-def sampling_rows(params: Sequence[SamplingParams], vocab: int) -> SamplingRows:
-    """Filled-in options of several rows as arrays."""
-
-    def column(name, dtype=np.float32):
-        return jnp.asarray(np.array([getattr(p, name) or 0 for p in params], dtype))
-
-    bias = np.zeros((len(params), vocab), np.float32)
-    for i, p in enumerate(params):
-        for token, value in p.logit_bias.items():
-            bias[i, token] = value
-    seeds = [int.from_bytes(os.urandom(4), "little") if p.seed is None else p.seed for p in params]
-    return replace(
-        SamplingRows.greedy(len(params), vocab),
-        temperature=column("temperature"),
-        top_k=column("top_k", np.int32),
-        top_p=jnp.asarray(np.array([1.0 if p.top_p is None else p.top_p for p in params], np.float32)),
-        min_p=column("min_p"),
-        repetition=jnp.asarray(np.array([p.repetition_penalty or 1.0 for p in params], np.float32)),
-        frequency=column("frequency_penalty"),
-        presence=column("presence_penalty"),
-        seed=jnp.asarray(np.array(seeds, np.uint32)),
-        processed_logprobs=jnp.asarray([p.logprobs_mode == "processed" for p in params]),
-        logit_bias=jnp.asarray(bias),
-    )

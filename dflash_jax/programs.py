@@ -3,15 +3,17 @@
 import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 
 from dflash_jax import speculative
 from dflash_jax.models.decoder import Decoder
 from dflash_jax.models.drafter import Drafter
-from dflash_jax.speculative import DecodeState, Report, Settings
+from dflash_jax.speculative import DecodeState, Settings
 
 # Tokens of a row that one dispatch may bring.
 REPORT_SIZE = 256
@@ -28,14 +30,43 @@ def enable_disk_cache() -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Report:
+    """What a dispatch brought, small enough to read back every time: the new tokens [B, C] (``count`` [B] of them),
+    what each of its ``rounds`` [B] yielded, accepted [B, C], and ``done`` bool [B]."""
+
+    tokens: jax.Array
+    count: jax.Array
+    accepted: jax.Array
+    rounds: jax.Array
+    done: jax.Array
+
+
+def report(before_length, before_rounds, state: DecodeState, size: int) -> Report:
+    """The difference between now and then, at most ``size`` (static) tokens a row."""
+
+    def since(buffer, start):
+        places = jnp.minimum(start[:, None] + jnp.arange(size), buffer.shape[1] - 1)
+        return jnp.take_along_axis(buffer, places, axis=1)
+
+    return Report(
+        since(state.tokens, before_length),
+        state.length - before_length,
+        since(state.accepted, before_rounds),
+        state.rounds - before_rounds,
+        state.done,
+    )
+
+
 def _first_token(target, drafter, state: DecodeState) -> tuple[DecodeState, Report]:
     after = speculative.first_token(target, state)
-    return after, speculative.report(state.length, state.rounds, after, 1)
+    return after, report(state.length, state.rounds, after, 1)
 
 
 def _decode(target, drafter, state: DecodeState, rounds, *, settings: Settings) -> tuple[DecodeState, Report]:
     after = speculative.decode(target, drafter, state, rounds, REPORT_SIZE, settings)
-    return after, speculative.report(state.length, state.rounds, after, REPORT_SIZE)
+    return after, report(state.length, state.rounds, after, REPORT_SIZE)
 
 
 class Programs:
@@ -80,5 +111,5 @@ class Programs:
         return self._call(("first",), False, _first_token, state)
 
     def decode(self, state: DecodeState, rounds: int, settings: Settings, drafts: bool) -> tuple[DecodeState, Report]:
-        rounds = jax.numpy.int32(rounds)
+        rounds = jnp.int32(rounds)
         return self._call(("decode", settings), drafts, partial(_decode, settings=settings), state, rounds)

@@ -293,32 +293,3 @@ def decode(
         return i + 1, decode_round(target, drafter, state, settings)
 
     return jax.lax.while_loop(more, body, (jnp.int32(0), state))[1]
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Report:
-    """What a dispatch brought, small enough to read back every time: the new tokens [B, C] (``count`` [B] of them),
-    what each of its ``rounds`` [B] yielded, accepted [B, C], and ``done`` bool [B]."""
-
-    tokens: jax.Array
-    count: jax.Array
-    accepted: jax.Array
-    rounds: jax.Array
-    done: jax.Array
-
-
-def report(before_length, before_rounds, state: DecodeState, size: int) -> Report:
-    """The difference between now and then, at most ``size`` (static) tokens a row."""
-
-    def since(buffer, start):
-        places = jnp.minimum(start[:, None] + jnp.arange(size), buffer.shape[1] - 1)
-        return jnp.take_along_axis(buffer, places, axis=1)
-
-    return Report(
-        since(state.tokens, before_length),
-        state.length - before_length,
-        since(state.accepted, before_rounds),
-        state.rounds - before_rounds,
-        state.done,
-    )

@@ -14,6 +14,7 @@ LEVELS = [
     ("sampling", "checkpoint"),
     ("speculative", "text", "params"),
     ("programs",),
+    ("rows",),
     ("llm",),
     ("compare",),
     ("generate", "training"),
