@@ -71,8 +71,8 @@ DRAFT = {
     "model_type": "qwen3",
     "vocab_size": VOCABULARY,
     "hidden_size": 192,
-    "intermediate_size": 448,
-    "num_hidden_layers": 4,
+    "intermediate_size": 512,
+    "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 48,
@@ -85,7 +85,7 @@ DRAFT = {
     "tie_word_embeddings": False,
     "num_target_layers": 4,
     "block_size": 16,
-    "layer_types": ["sliding_attention", "full_attention", "full_attention", "full_attention"],
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
     "sliding_window": 128,
     "use_sliding_window": True,
     "dtype": "bfloat16",
@@ -268,7 +268,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--target-steps", type=int, default=1100)
     parser.add_argument("--sequences", type=int, default=2048, help="to regenerate")
-    parser.add_argument("--draft-steps", type=int, default=4000)
+    parser.add_argument("--draft-steps", type=int, default=2200)
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
     for stage in args.stages:

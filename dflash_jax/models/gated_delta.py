@@ -60,24 +60,27 @@ def delta_rule(q, k, v, beta, log_decay, state, chunk: int = CHUNK):
     lower = jnp.tril(jnp.ones((m, m), bool))
     # The exponent is masked before exp: above the diagonal it is positive and may overflow.
     decay = jnp.exp(jnp.where(lower, upto[..., :, None] - upto[..., None, :], -jnp.inf))
-    gram = jnp.einsum("cbgik,cbgjk->cbgij", k, k)[:, :, :, None]
+    # Products with a common factor are taken together: few kernels is what a short window costs.
+    both = jnp.einsum("cbgik,cbgjk->cbgij", jnp.concatenate([k, q], axis=-2), k)[:, :, :, None]
+    gram, scores = jnp.split(both, 2, axis=-2)
     strict = jnp.tril(jnp.ones((m, m), bool), -1)
     a = jnp.eye(m) + jnp.where(strict, beta[..., None] * gram * decay, 0.0)
-    inverse = unit_lower_inverse(a)
-    u = inverse @ (beta[..., None] * v)
-    w = inverse @ ((beta * jnp.exp(upto))[..., None] * k[:, :, :, None])
-    scores = jnp.einsum("cbgik,cbgjk->cbgij", q, k)[:, :, :, None] * decay
-    q_decayed = q[:, :, :, None] * jnp.exp(upto)[..., None]
+    k_decayed, q_decayed = (x[:, :, :, None] * jnp.exp(upto)[..., None] for x in (k, q))
+    u, w = jnp.split(
+        unit_lower_inverse(a) @ (beta[..., None] * jnp.concatenate([v, k_decayed], axis=-1)), [v.shape[-1]], axis=-1
+    )
+    wq, scores = jnp.concatenate([w, q_decayed], axis=-2), scores * decay
     k_rest = k[:, :, :, None] * jnp.exp(upto[..., -1:] - upto)[..., None]
 
     def step(state, x):
-        u, w, scores, q_decayed, k_rest, last = x
-        delta = u - w @ state
-        out = q_decayed @ state + scores @ delta
+        u, wq, scores, k_rest, last = x
+        held, out = jnp.split(wq @ state, 2, axis=-2)
+        delta = u - held
+        out = out + scores @ delta
         state = state * jnp.exp(last)[..., None, None] + jnp.einsum("bgrmk,bgrmv->bgrkv", k_rest, delta)
         return state, (out, delta)
 
-    xs = (u, w, scores, q_decayed, k_rest, upto[..., -1])
+    xs = (u, wq, scores, k_rest, upto[..., -1])
     if count == 1:
         out, delta = jax.tree.map(lambda y: y[None], step(state, jax.tree.map(lambda x: x[0], xs))[1])
     else:
