@@ -18,9 +18,10 @@ test: $(VENV)/.test
 	$(BIN)/python -m pytest
 
 python:
-	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is not there: Python 3.11 or later is needed (make PYTHON=...)"; exit 2; }
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
-	  echo "$$($(PYTHON) --version) is too old: Python 3.11 or later is needed (make PYTHON=python3.12 ...)"; exit 2; }
+	$(if $(shell command -v $(PYTHON)),,$(error $(PYTHON) is not there: Python 3.11 or later is needed (make PYTHON=...)))
+	$(if $(shell $(PYTHON) -c 'import sys; print(sys.version_info >= (3, 11) or "")'),,\
+	  $(error $(shell $(PYTHON) --version) is too old: Python 3.11 or later is needed (make PYTHON=python3.12 ...)))
+	@:
 
 $(VENV)/bin/python: | python
 	$(PYTHON) -m venv $(VENV)

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 import jax
 import jax.numpy as jnp
 
+from dflash_jax.sharding import DATA, Cut, spec
+
 # Context is read in pieces of this many positions, as many as the longest live row needs.
 CONTEXT_CHUNK = 256
 _MASKED = -1e30
@@ -53,6 +55,9 @@ class KVCache:
     @property
     def capacity(self) -> int:
         return self.k.shape[2]
+
+    def specs(self, heads: Cut) -> "KVCache":
+        return replace(self, k=spec(DATA, heads), v=spec(DATA, heads))
 
     def slots(self, positions):
         if not self.ring:
@@ -126,6 +131,8 @@ def attend(q, k, v, own_mask, cache: KVCache | None, length, visible: Callable |
             values = jax.lax.dynamic_slice_in_dim(cache.v, start, size, axis=2)
             held = cache.positions(start + jnp.arange(size), length)[:, None, :]
             mask = jnp.broadcast_to(held >= 0, (b, t, size))
+            # Weight zero is not enough: 0 · NaN would bring a slot's last user back.
+            values = jnp.where((held >= 0)[:, 0, None, :, None], values, 0)
             if visible is not None:
                 mask = mask & visible(held)
             return fold(carry, keys, values, mask)
@@ -145,6 +152,9 @@ class DeltaState:
 
     recurrent: jax.Array
     conv: jax.Array
+
+    def specs(self, heads: Cut) -> "DeltaState":
+        return DeltaState(spec(DATA, heads), spec(DATA, None, heads))
 
 
 @jax.tree_util.register_dataclass

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import jax.numpy as jnp
 import numpy as np
 
 from dflash_jax.llm import LLM, PREFILL_CHUNKS
 from dflash_jax.params import SamplingParams
-from dflash_jax.sampling import gumbel_noise, process
+from dflash_jax.rows import Row
+from dflash_jax.sharding import place
 
 # In float32 a draw whose two best candidates are closer than this may go either way with the order of a sum.
 TIE = 1e-4
@@ -17,7 +17,7 @@ TIE = 1e-4
 @dataclass(frozen=True)
 class Divergence:
     """The first place where two continuations differ: the two tokens, and by how much the first one was preferred (in
-    the units of the logits that are compared; 0 where a cut of top-k, top-p or min-p decided by less)."""
+    the units of the logits that are compared, or of a cut of top-k, top-p or min-p that was nearer)."""
 
     at: int
     expected: int
@@ -39,49 +39,65 @@ def first_difference(expected: Sequence[int], found: Sequence[int]) -> int | Non
 
 def divergence(llm: LLM, prompt: list[int], expected: list[int], found: list[int], params: SamplingParams):
     """The `Divergence` of two continuations of a prompt, or None. The margin is the target's own, by prefill of the
-    shared part."""
+    shared part; two experts at a router's cut are not looked at."""
     at = first_difference(expected, found)
     if at is None:
         return None
     if at >= min(len(expected), len(found)):
         return Divergence(at, -1, -1, float("inf"))
-    raw, processed, scores = _draw(llm, prompt, expected[:at], params)
+    (row,) = llm._rows([prompt + expected[:at]], replace(params, max_tokens=1))
+    raw, scores = _draw(llm, row, prompt, expected[:at])
     a, b = expected[at], found[at]
-    margin = abs(float(scores[a] - scores[b]))
-    if not np.isfinite(margin):
-        margin = _cut_margin(raw, processed, a if np.isneginf(processed[a]) else b, params)
-    return Divergence(at, a, b, margin)
+    gap = abs(float(scores[a] - scores[b]))
+    cuts = cut_distances(penalised(raw, row.params, prompt, expected[:at]), row.params)
+    return Divergence(at, a, b, min(gap if np.isfinite(gap) else np.inf, float(cuts[a]), float(cuts[b])))
 
 
-def _draw(llm: LLM, prompt: list[int], shared: list[int], params: SamplingParams):
-    """Raw logits, processed logits and what is maximised, float [V], for the token behind prompt + shared."""
-    whole = prompt + shared
-    (row,) = llm._rows([whole], replace(params, max_tokens=1))
-    settings = llm._settings([row], 1)
-    state = llm._start([row], settings, 1)
-    left = len(whole)
-    while left > 0:
+def _draw(llm: LLM, row: Row, prompt: list[int], shared: list[int]):
+    """Raw logits and what is maximised, float [V], for the token behind prompt + shared."""
+    state = llm._start([row], llm._settings([row], 1), 1)
+    for _ in range(0, len(row.prompt), PREFILL_CHUNKS[-1]):
         state = llm.programs.prefill_chunk(state, PREFILL_CHUNKS[-1], False)
-        left -= PREFILL_CHUNKS[-1]
-    vocab = llm.config.vocab_size
-    sampling = replace(
-        state.sampling,
-        prompt_counts=jnp.asarray(np.bincount(prompt, minlength=vocab)[None], jnp.int32),
-        output_counts=jnp.asarray(np.bincount(np.array(shared, int), minlength=vocab)[None], jnp.int32),
-    )
-    raw = llm.target.logits(state.hidden[:, None])
-    processed = process(raw, sampling)
-    scores = processed
-    if row.params.temperature > 0:
-        scores = processed + gumbel_noise(sampling.seed, jnp.full((1, 1), len(whole)), vocab)
-    return tuple(np.asarray(x[0, 0], np.float64) for x in (raw, processed, scores))
+    vocab, sampling = llm.config.vocab_size, state.sampling
+    for name, ids in (("prompt_counts", prompt), ("output_counts", shared)):
+        old, new = getattr(sampling, name), np.zeros((len(state.length), vocab), np.int32)
+        new[0] = np.bincount(np.array(ids, int), minlength=vocab)
+        sampling = replace(sampling, **{name: place(new, old.sharding)})
+    drawn = llm.programs.draw(replace(state, sampling=sampling))
+    return tuple(np.asarray(x[0], np.float64) for x in drawn)
 
 
-def _cut_margin(raw, processed, token: int, params: SamplingParams) -> float:
-    """How far ``token`` was from surviving the cuts: in logits, or in probability mass for top-p."""
-    kept = np.isfinite(processed)
-    scale = params.temperature or 1.0
-    distance = (raw[kept].min() - raw[token]) / scale
-    weights = np.exp((raw - raw.max()) / scale)
-    above = weights[raw > raw[token]].sum() / weights.sum()
-    return float(min(distance, abs(above - params.top_p) if params.top_p else np.inf))
+def penalised(raw, params: SamplingParams, prompt: list[int], output: list[int]):
+    """Raw logits [V] after logit bias and penalties, before temperature."""
+    x = np.array(raw, np.float64)
+    for token, value in params.logit_bias.items():
+        x[token] += value
+    seen = np.unique(np.array(prompt + output, int))
+    x[seen] = np.where(x[seen] > 0, x[seen] / params.repetition_penalty, x[seen] * params.repetition_penalty)
+    counts = np.bincount(np.array(output, int), minlength=len(x))
+    return x - params.frequency_penalty * counts - params.presence_penalty * (counts > 0)
+
+
+def cut_distances(logits, params: SamplingParams):
+    """How far each token [V] was from the other side of the nearest cut: in logits for top-k, in probability mass for
+    top-p, in probability relative to the best for min-p. Infinite where no cut is near."""
+    distances = np.full(len(logits), np.inf)
+    if params.temperature == 0:
+        return distances
+    x = logits / params.temperature
+
+    if 0 < params.top_k < len(x):
+        last = np.sort(x)[-params.top_k]
+        # The token that defines the cut is at distance 0 of it, and stays.
+        distances = np.where(x == last, np.inf, np.abs(x - last))
+        x = np.where(x >= last, x, -np.inf)
+    weights = np.exp(x - x.max())
+    if params.top_p < 1:
+        order = np.argsort(weights)
+        upto = np.concatenate([[0], np.cumsum(weights[order])])
+        above = 1 - upto[np.searchsorted(weights[order], weights, side="right")] / upto[-1]
+        distances = np.minimum(distances, np.where(weights < weights.max(), np.abs(above - params.top_p), np.inf))
+        weights = np.where((above < params.top_p) | (weights == weights.max()), weights, 0)
+    if params.min_p > 0:
+        distances = np.minimum(distances, np.abs(weights - params.min_p))
+    return distances

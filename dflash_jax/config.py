@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 from dflash_jax.errors import InputError
 
+# Stop token ids that a row may have.
+MAX_STOPS = 16
+
 
 @dataclass(frozen=True)
 class YarnSpec:

@@ -8,13 +8,10 @@ import sys
 from collections import Counter
 
 from dflash_jax.errors import InputError
+from dflash_jax.options import Parser, exit_code, with_config
 
-DRAFTED, PLAIN = "\033[32m", "\033[0m"
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str):
-        raise InputError(message)
+# NO_COLOR as in no-color.org.
+DRAFTED, PLAIN = ("", "") if os.environ.get("NO_COLOR") else ("\033[32m", "\033[0m")
 
 
 def token_ids(text: str) -> list[int]:
@@ -35,11 +32,21 @@ def bias(text: str) -> tuple[int, float]:
 def make_parser() -> argparse.ArgumentParser:
     p = Parser(prog="python -m dflash_jax.generate", description=__doc__, allow_abbrev=False)
     models = p.add_argument_group("models")
+    models.add_argument(
+        "--config", metavar="FILE", help="a TOML of configs/: target, drafter, mesh; options override it"
+    )
     models.add_argument("--target", metavar="PATH|REPO", help="target checkpoint (default: the bundled tiny model)")
     models.add_argument(
         "--draft", metavar="PATH|REPO|none", default="auto", help="drafter checkpoint; none decodes plainly"
     )
     models.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: float32 on CPU, bfloat16 elsewhere")
+    models.add_argument(
+        "--quantize",
+        choices=["none", "int8", "fp8"],
+        help="quantize the target; none: an FP8 checkpoint becomes --dtype",
+    )
+    models.add_argument("--max-len", type=int, metavar="N", help="most tokens of a row, prompt and answer")
+    models.add_argument("--mesh", metavar="data=2,tensor=4", help="devices to share the work among")
     models.add_argument("--platform", choices=["cpu", "cuda", "tpu"], help="default: the best that JAX finds")
 
     prompts = p.add_argument_group("prompts (any number, in any mixture)")
@@ -92,10 +99,22 @@ def make_parser() -> argparse.ArgumentParser:
     return p
 
 
+def read_stdin() -> str:
+    if sys.stdin is None:
+        raise InputError("--prompt - reads stdin, and stdin is closed")
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError:
+        raise InputError("stdin is not UTF-8 text") from None
+
+
 def read_prompts(args) -> list[str | list[int]]:
     prompts: list = []
     for prompt in args.prompt:
-        prompts.append(sys.stdin.read() if prompt == "-" else prompt)
+        prompts.append(read_stdin() if prompt == "-" else prompt)
+        # What is not UTF-8 comes as lone surrogates.
+        if any("\ud800" <= c <= "\udfff" for c in prompts[-1]):
+            raise InputError("a prompt is not UTF-8 text")
     for name in args.prompt_file:
         try:
             with open(name, encoding="utf-8") as file:
@@ -124,22 +143,32 @@ def set_platform(platform: str | None) -> str:
         jax.config.update("jax_platforms", platform)
     try:
         device = jax.devices(platform)[0]
-    except RuntimeError as e:
-        raise InputError(f"platform {platform or 'default'!r} is not there: {str(e).splitlines()[0]}") from None
+    except (RuntimeError, AssertionError) as e:
+        reason = (str(e) or "JAX has no support for it here").splitlines()[0]
+        raise InputError(f"platform {platform or 'default'!r} is not there: {reason}") from None
     return f"{device.platform} {device.device_kind}" if device.platform != device.device_kind else device.platform
+
+
+def choose_mesh(mesh: str | None, system) -> str:
+    """What --mesh says, else what the config names for this machine."""
+    import jax
+
+    if mesh is not None or system is None:
+        return mesh or ""
+    return system.mesh(jax.devices()[0].device_kind, jax.device_count())
 
 
 def statistics(llm, device: str, completions: list) -> str:
     """The line at the end: rates exclude compilation, and the first new token counts as prefill."""
-    timings = completions[0].timings if len({id(c.timings) for c in completions}) == 1 else None
-    total = [timings] if timings else [c.timings for c in completions]
+    # Completions of one batch share its timings.
+    total = {id(c.timings): c.timings for c in completions}.values()
     prefill, decode, compiling = (sum(getattr(t, k) for t in total) for k in ("prefill_s", "decode_s", "compile_s"))
     prompt = sum(len(c.prompt_ids) for c in completions)
     new = sum(len(c.token_ids) - 1 for c in completions)
     lengths = [n for c in completions for n in c.acceptance_lengths]
     line = f"{device} {llm.dtype} | prompt {prompt} tokens, {prompt / max(prefill, 1e-9):.0f} tok/s"
     line += f" | decode {new + len(completions)} tokens, {new / max(decode, 1e-9):.0f} tok/s"
-    if lengths and max(lengths) > 1:
+    if lengths and llm.drafter is not None and llm.block_size > 1:
         histogram = " ".join(f"{n}:{c}" for n, c in sorted(Counter(lengths).items()))
         line += f" | acceptance length {sum(lengths) / len(lengths):.2f} in {len(lengths)} rounds ({histogram})"
     return f"{line} | compiled in {compiling:.1f} s"
@@ -218,7 +247,7 @@ def as_json(completion, extra: dict) -> str:
     return json.dumps({**value, **extra})
 
 
-def run(args) -> int:
+def run(args, system) -> int:
     prompts = read_prompts(args)
     if args.json and args.show_drafts:
         raise InputError("--show-drafts colours text, --json has none: give one of them")
@@ -251,12 +280,18 @@ def run(args) -> int:
         draft_window_size=args.draft_window_size,
         draft_sink_size=args.draft_sink_size,
         reproducible=args.reproducible,
+        mesh=choose_mesh(args.mesh, system),
+        max_len=args.max_len,
+        quantize=args.quantize,
     )
     if args.compare and llm.drafter is None:
         raise InputError("--compare compares with and without a drafter: give --draft")
+    if args.show_drafts and llm.tokenizer is None:
+        raise InputError("--show-drafts colours text, and this checkpoint has no tokenizer: leave it out")
     if args.chat:
         system = [{"role": "system", "content": args.system}] if args.system is not None else []
         prompts = [llm.encode_chat([*system, {"role": "user", "content": p}], args.thinking) for p in prompts]
+    llm.check(prompts, params)
     if args.json:
         completions = llm.generate(prompts, params)
     else:
@@ -270,18 +305,7 @@ def run(args) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    try:
-        return run(make_parser().parse_args(argv))
-    except InputError as e:
-        print(f"error: {e.args[0]}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
-        return 130
-    except BrokenPipeError:
-        # Nobody reads any more. What Python would flush at exit goes nowhere.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+    return exit_code(lambda: run(*with_config(make_parser(), argv)))
 
 
 if __name__ == "__main__":

@@ -9,19 +9,21 @@ import jax.numpy as jnp
 
 from dflash_jax.cache import CONTEXT_CHUNK
 from dflash_jax.checkpoint.hub import resolve
-from dflash_jax.checkpoint.load import load_drafter, load_target
+from dflash_jax.checkpoint.load import load_drafter, load_target, open_drafter, open_target
 from dflash_jax.errors import InputError
 from dflash_jax.models.drafter import DraftWindow
 from dflash_jax.params import Completion, Defaults, SamplingParams, Timings
 from dflash_jax.programs import Programs, enable_disk_cache
 from dflash_jax.rows import Piece, Row, sampling_rows, take
-from dflash_jax.speculative import DecodeState, Settings, init_state
+from dflash_jax.sharding import Layout
+from dflash_jax.speculative import DecodeState, Settings
 from dflash_jax.text import Tokenizer
 
 TINY = Path(__file__).parent / "assets" / "tiny"
 ROW_SIZES = (1, 2, 4, 8, 16, 32)
 WINDOWS = (1, 8, 16)
 PREFILL_CHUNKS = (64, 512)
+LOGPROB_WIDTHS = (-1, 0, 5, 20)
 # Rounds between two looks of the host: few while someone reads along.
 STREAM_ROUNDS, BATCH_ROUNDS = 4, 32
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
@@ -35,7 +37,9 @@ class LLM:
     "float32" or "bfloat16"; None takes float32 on CPU and bfloat16 elsewhere. block_size: tokens a round may yield, at
     most the drafter's own (the default); 1 is plain decoding. draft_window_size and draft_sink_size bound the context
     that the drafter sees. reproducible: the same bits with any drafter, block size or batch, at some cost in speed;
-    needed for that in bfloat16 only. max_len: prompt and new tokens, at most the model's positions. Raises InputError
+    needed for that in bfloat16 only. max_len: prompt and new tokens, at most the model's positions. mesh: devices to
+    share the work among, such as "data=2,tensor=4" (default: one). quantize: "int8" or "fp8" for a target whose
+    checkpoint is not quantised; "none" makes an FP8 checkpoint ``dtype``, which else stays FP8. Raises InputError
     for whatever does not fit together.
     """
 
@@ -50,6 +54,8 @@ class LLM:
         draft_sink_size: int = 0,
         reproducible: bool = False,
         max_len: int | None = None,
+        mesh: str | Layout = "",
+        quantize: str | None = None,
     ):
         if draft == "auto":
             draft = TINY / "draft" if target is None else None
@@ -61,18 +67,28 @@ class LLM:
             raise InputError(f"draft window size {draft_window_size}: it must be 1 or more")
         if draft_sink_size < 0:
             raise InputError(f"draft sink size {draft_sink_size}: it must be 0 or more")
+        if draft_sink_size and draft_window_size is None:
+            raise InputError(
+                f"draft sink size {draft_sink_size} without a draft window size: sinks are kept beside one"
+            )
         enable_disk_cache()
-        self.target = load_target(directory, DTYPES[self.dtype])
-        self.config = self.target.config
-        self.drafter = load_drafter(resolve(draft), DTYPES[self.dtype], self.config) if draft is not None else None
+        layout, kind = Layout.parse(mesh) if isinstance(mesh, str) else mesh, DTYPES[self.dtype]
+        # What can be wrong without a weight read comes first.
+        self.config = open_target(directory).config
+        draft = resolve(draft) if draft is not None else None
+        self._largest_block = open_drafter(draft, self.config).config.block_size if draft is not None else 1
+        self.block_size = self._check_block(block_size)
+        positions = self.config.max_positions
+        self.max_len = positions if max_len is None else max_len
+        if not 1 < self.max_len <= positions:
+            raise InputError(f"max_len {max_len}: it must be 2 to {positions}, the model's positions")
         self.defaults = Defaults.read(directory)
         self.tokenizer = Tokenizer(directory) if self._has_tokenizer(directory) else None
-        self.max_len = self.config.max_positions if max_len is None else max_len
-        if not 1 < self.max_len <= self.config.max_positions:
-            raise InputError(f"max_len {max_len}: it must be 2 to {self.config.max_positions}, the model's positions")
         self.reproducible = reproducible
-        self._draft_window = DraftWindow(draft_window_size, draft_sink_size)
-        self.block_size = self._check_block(block_size)
+        bounded = None if draft_window_size is None else min(draft_window_size, positions)
+        self._draft_window = DraftWindow(bounded, min(draft_sink_size, positions))
+        self.target = load_target(directory, kind, layout, quantize)
+        self.drafter = load_drafter(draft, kind, self.config, layout) if draft is not None else None
         self.programs = Programs(self.target, self.drafter)
 
     @staticmethod
@@ -80,11 +96,11 @@ class LLM:
         return any((directory / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json"))
 
     def _check_block(self, block_size: int | None) -> int:
-        largest = self.drafter.config.block_size if self.drafter is not None else 1
+        largest = self._largest_block
         if block_size is None:
             return largest
         if not 1 <= block_size <= largest:
-            whose = "the drafter's own" if self.drafter is not None else "there is no drafter"
+            whose = "the drafter's own" if largest > 1 else "there is no drafter"
             raise InputError(f"block size {block_size}: it must be 1 to {largest} ({whose})")
         return block_size
 
@@ -93,7 +109,10 @@ class LLM:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise InputError("this checkpoint has no tokenizer: give token ids")
-            ids = self.tokenizer.encode(prompt)
+            try:
+                ids = self.tokenizer.encode(prompt)
+            except (TypeError, UnicodeEncodeError):
+                raise InputError("a prompt is not text that UTF-8 can hold") from None
         else:
             ids = [int(i) for i in prompt]
         vocab = self.config.vocab_size
@@ -109,6 +128,10 @@ class LLM:
         if self.tokenizer is None:
             raise InputError("this checkpoint has no tokenizer, so it has no chat template: give token ids")
         return self.tokenizer.chat(messages, thinking)
+
+    def check(self, prompts: Sequence[str | Sequence[int]], params=None) -> None:
+        """Raises InputError where `generate` would."""
+        self._rows(prompts, params)
 
     def generate(
         self,
@@ -136,6 +159,8 @@ class LLM:
 
     def stream(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> Iterator[str]:
         """Yields the text of one prompt's continuation as it is made."""
+        if self.tokenizer is None:
+            raise InputError("this checkpoint has no tokenizer, so there is no text to stream: see pieces()")
         for piece in self.pieces(prompt, params):
             if isinstance(piece, Piece) and piece.text:
                 yield piece.text
@@ -174,28 +199,30 @@ class LLM:
 
     def _settings(self, rows: list[Row], block: int) -> Settings:
         window = WINDOWS[-1] if self.reproducible else next((w for w in WINDOWS if w >= block), block)
-        wanted = [r.params.logprobs for r in rows if r.params.logprobs is not None]
-        return Settings(window, self.reproducible, max(wanted, default=-1), self._draft_window)
+        wanted = max((r.params.logprobs for r in rows if r.params.logprobs is not None), default=-1)
+        # Few widths, so that programs are shared.
+        width = next((n for n in LOGPROB_WIDTHS if n >= wanted), wanted)
+        return Settings(window, self.reproducible, min(width, self.config.vocab_size), self._draft_window)
 
     def _start(self, rows: list[Row], settings: Settings, block: int) -> DecodeState:
         """A state of the next row size, idle rows at the end; its capacity is one of few, so that programs are
         shared."""
-        count = next(size for size in ROW_SIZES if size >= len(rows))
+        data = self.target.layout.data
+        count = data * next(size for size in ROW_SIZES if size * data >= len(rows))
         idle = count - len(rows)
         need = max(len(r.prompt) + r.params.max_tokens for r in rows)
         capacity = CONTEXT_CHUNK
         while capacity < need:
             capacity *= 2
-        return init_state(
-            self.target,
-            self.drafter if block > 1 else None,
+        return self.programs.start(
             [r.prompt for r in rows] + [[]] * idle,
             [r.params.max_tokens for r in rows] + [0] * idle,
-            settings=settings,
+            capacity,
+            settings,
+            drafts=block > 1,
             width=block,
             stops=[r.stops for r in rows] + [[]] * idle,
             sampling=sampling_rows([r.params for r in rows] + [SamplingParams()] * idle, self.config.vocab_size),
-            capacity=capacity,
         )
 
     def _run(self, rows: list[Row], block_size: int | None, rounds: int) -> Iterator[list[Piece] | list[Completion]]:
@@ -206,7 +233,8 @@ class LLM:
         compiled, began = programs.compile_s, time.perf_counter()
         left = max(len(r.prompt) for r in rows)
         while left > 0:
-            chunk = next((c for c in PREFILL_CHUNKS if c >= left), PREFILL_CHUNKS[-1])
+            # Several short chunks cost less than a long one that is mostly padding.
+            chunk = PREFILL_CHUNKS[-1] if left > PREFILL_CHUNKS[-1] // 2 else PREFILL_CHUNKS[0]
             state = programs.prefill_chunk(state, chunk, drafts)
             left -= chunk
         state, report = programs.first_token(state)

@@ -3,10 +3,8 @@
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
+from dflash_jax.config import MAX_STOPS
 from dflash_jax.errors import InputError
-
-# As many as the decode state holds (speculative.MAX_STOPS).
-MAX_STOP_IDS = 16
 
 
 @dataclass(frozen=True)
@@ -44,9 +42,13 @@ class SamplingParams:
             if value is not None and not good(value):
                 raise InputError(f"{name} is {value}: it must be {right}")
 
+        for name in ("top_k", "max_tokens", "logprobs", "seed"):
+            check(name, lambda v: isinstance(v, int) and not isinstance(v, bool), "a whole number")
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"):
+            check(name, lambda v: isinstance(v, (int, float)), "a number")
         # Written so that NaN fails.
         check("temperature", lambda v: 0 <= v < float("inf"), "0 (greedy) or more")
-        check("top_k", lambda v: v >= 0 and v == int(v), "0 (off) or more")
+        check("top_k", lambda v: v >= 0, "0 (off) or more")
         check("top_p", lambda v: 0 < v <= 1, "above 0 and at most 1")
         check("min_p", lambda v: 0 <= v <= 1, "between 0 and 1")
         check("repetition_penalty", lambda v: 0 < v < float("inf"), "above 0")
@@ -58,8 +60,13 @@ class SamplingParams:
         check("logprobs_mode", lambda v: v in ("raw", "processed"), "'raw' or 'processed'")
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        if any(not s for s in self.stop):
-            raise InputError("stop has an empty string: it would end every text at once")
+        if any(not isinstance(s, str) or not s for s in self.stop):
+            raise InputError(f"stop is {self.stop!r}: it must be strings, none of them empty")
+        if any(not isinstance(i, int) for i in self.stop_token_ids):
+            raise InputError(f"stop_token_ids is {self.stop_token_ids!r}: it must be token ids")
+        for token, value in self.logit_bias.items():
+            if not isinstance(token, int) or not isinstance(value, (int, float)) or not abs(value) <= 1e30:
+                raise InputError(f"logit_bias {token!r}: {value!r}: it must be a finite number for a token id")
 
     def check_vocabulary(self, vocab: int) -> None:
         outside = [i for i in (*self.logit_bias, *self.stop_token_ids) if not 0 <= i < vocab]
@@ -88,24 +95,32 @@ class Defaults:
             config = read_json(directory / "config.json")
             eos = config.get("eos_token_id", config.get("text_config", {}).get("eos_token_id"))
         stop_ids = tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
+        if any(isinstance(i, bool) or not isinstance(i, int) for i in stop_ids):
+            raise InputError(f"{directory}: eos_token_id is {eos!r}: it must be token ids")
         values = {k: raw[k] for k in ("repetition_penalty",) if raw.get(k) is not None}
         if raw.get("do_sample"):
             sampled = ("temperature", "top_k", "top_p", "min_p")
             values |= {"temperature": 1.0} | {k: raw[k] for k in sampled if raw.get(k) is not None}
+        try:
+            SamplingParams(**values)
+        except InputError as e:
+            raise InputError(f"{path}: {e}") from None
         return cls(values, stop_ids)
 
     def fill(self, params: SamplingParams) -> SamplingParams:
         """``params`` without a None among the sampling options."""
         neutral = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
         missing = {f.name for f in fields(params) if getattr(params, f.name) is None}
-        return replace(params, **{k: v for k, v in (neutral | self.values).items() if k in missing})
+        filled = replace(params, **{k: v for k, v in (neutral | self.values).items() if k in missing})
+        # Logits divided by less would overflow: the limit of sampling is greedy.
+        return replace(filled, temperature=0.0) if filled.temperature < 1e-5 else filled
 
     def stops(self, params: SamplingParams) -> list[int]:
         """The token ids that end a row."""
         own = () if params.ignore_eos else self.stop_ids
         ids = list(dict.fromkeys((*params.stop_token_ids, *own)))
-        if len(ids) > MAX_STOP_IDS:
-            raise InputError(f"{len(ids)} stop token ids: at most {MAX_STOP_IDS} are possible")
+        if len(ids) > MAX_STOPS:
+            raise InputError(f"{len(ids)} stop token ids: at most {MAX_STOPS} are possible")
         return ids
 
 

@@ -9,10 +9,15 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
+from dflash_jax import prompts as host
 from dflash_jax import speculative
 from dflash_jax.models.decoder import Decoder
 from dflash_jax.models.drafter import Drafter
+from dflash_jax.sampling import perturbed, process
+from dflash_jax.sharding import DATA, parameter_specs, place
 from dflash_jax.speculative import DecodeState, Settings
 
 # Tokens of a row that one dispatch may bring.
@@ -59,27 +64,47 @@ def report(before_length, before_rounds, state: DecodeState, size: int) -> Repor
     )
 
 
+def gathered(report: Report) -> Report:
+    """All rows of a report, on every device: any host may read it."""
+    return jax.tree.map(lambda x: jax.lax.all_gather(x, DATA, tiled=True), report)
+
+
+def _prefill_chunk(target, drafter, state: DecodeState, *, size: int) -> tuple[DecodeState, None]:
+    return speculative.prefill_chunk(target, drafter, state, size), None
+
+
 def _first_token(target, drafter, state: DecodeState) -> tuple[DecodeState, Report]:
     after = speculative.first_token(target, state)
-    return after, report(state.length, state.rounds, after, 1)
+    return after, gathered(report(state.length, state.rounds, after, 1))
 
 
 def _decode(target, drafter, state: DecodeState, rounds, *, settings: Settings) -> tuple[DecodeState, Report]:
     after = speculative.decode(target, drafter, state, rounds, REPORT_SIZE, settings)
-    return after, report(state.length, state.rounds, after, REPORT_SIZE)
+    return after, gathered(report(state.length, state.rounds, after, max(REPORT_SIZE, settings.window)))
+
+
+def _draw(target, drafter, state: DecodeState) -> tuple[DecodeState, tuple]:
+    """(state, (raw logits, what is maximised)), [B, V] each, for the token behind the prompt."""
+    raw = target.logits(state.hidden[:, None])
+    scores = perturbed(process(raw, state.sampling), state.sampling, state.length[:, None])
+    whole = [target.vocab.gather(x[:, 0], -1) for x in (raw, scores)]
+    return state, tuple(jax.lax.all_gather(x, DATA, tiled=True) for x in whole)
 
 
 class Programs:
-    """Calls the loop's functions on one pair of models. The state is donated: use what comes back.
+    """Calls the loop's functions on one pair of models, over their mesh. The state is donated: use what comes back.
 
     Modules are flattened once, here: crossing ``jax.jit`` as modules would cost a walk over every parameter at each
     call.
     """
 
     def __init__(self, target: Decoder, drafter: Drafter | None):
-        self._models = {}
+        self.mesh, self._pair, self._models = target.layout.mesh(), (target, drafter), {}
         for drafts, pair in ((True, (target, drafter)), (False, (target, None))):
-            self._models[drafts] = jax.tree.flatten(pair)
+            specs = parameter_specs(pair)
+            # Nothing moves where a loader has put the parameters into place.
+            leaves = jax.device_put(jax.tree.leaves(pair), self._shardings(specs))
+            self._models[drafts] = leaves, specs, jax.tree.structure(pair)
         self.compiled: dict = {}
         self.compile_s = 0.0
 
@@ -88,28 +113,69 @@ class Programs:
         """Programs compiled so far."""
         return len(self.compiled)
 
-    def _call(self, key: tuple, drafts: bool, function: Callable, state: DecodeState, *args):
-        leaves, structure = self._models[drafts]
-        inputs, kind = jax.tree.flatten((state, args))
-        key = (*key, drafts, kind, *((x.shape, x.dtype) for x in inputs))
+    def _shardings(self, specs):
+        return jax.tree.map(lambda s: NamedSharding(self.mesh, s), specs)
+
+    def _compiled(self, key: tuple, precise: bool, jitted: Callable, *args):
+        """The program for ``key``, compiled when first asked for."""
         if key not in self.compiled:
             began = time.perf_counter()
-
-            def run(leaves, state, *args):
-                return function(*jax.tree.unflatten(structure, leaves), state, *args)
-
             # float32 means float32: accelerators would otherwise multiply in fewer bits.
-            with jax.default_matmul_precision("highest" if leaves[0].dtype == "float32" else "default"):
-                self.compiled[key] = jax.jit(run, donate_argnums=1).lower(leaves, state, *args).compile()
+            with jax.default_matmul_precision("highest" if precise else "default"):
+                self.compiled[key] = jitted().lower(*args).compile()
             self.compile_s += time.perf_counter() - began
-        return self.compiled[key](leaves, state, *args)
+        return self.compiled[key]
+
+    def _call(self, key: tuple, drafts: bool, function: Callable, state: DecodeState, *args):
+        leaves, specs, structure = self._models[drafts]
+        inputs, kind = jax.tree.flatten((state, args))
+        key = (*key, drafts, kind, *((x.shape, x.dtype) for x in inputs))
+
+        def run(leaves, state, *args):
+            return function(*jax.tree.unflatten(structure, leaves), state, *args)
+
+        def jitted():
+            state_specs = speculative.state_specs(*self._pair, state)
+            mapped = jax.shard_map(
+                run,
+                mesh=self.mesh,
+                in_specs=(specs, state_specs, *(PartitionSpec() for _ in args)),
+                out_specs=(state_specs, PartitionSpec()),
+                check_vma=False,
+            )
+            return jax.jit(mapped, donate_argnums=1)
+
+        return self._compiled(key, leaves[0].dtype == "float32", jitted, leaves, state, *args)(leaves, state, *args)
+
+    def start(self, prompts, max_new_tokens, capacity: int, settings: Settings, drafts: bool, **options) -> DecodeState:
+        """`prompts.init_state` on the mesh."""
+        target, drafter = self._pair
+        pair = target, drafter if drafts else None
+
+        def make():
+            return speculative.empty_state(*pair, len(prompts), capacity, settings)
+
+        shardings = self._shardings(speculative.state_specs(*pair, jax.eval_shape(make)))
+        key = ("empty", drafts, len(prompts), capacity, settings)
+        empty = self._compiled(key, True, lambda: jax.jit(make, out_shardings=shardings))()
+        options |= {"settings": settings, "capacity": capacity, "empty": empty}
+        state = host.init_state(*pair, prompts, max_new_tokens, **options)
+
+        def put(x, sharding):
+            return x if x.sharding.is_equivalent_to(sharding, x.ndim) else place(np.asarray(x), sharding)
+
+        return jax.tree.map(put, state, shardings)
 
     def prefill_chunk(self, state: DecodeState, size: int, drafts: bool) -> DecodeState:
-        return self._call(("prefill", size), drafts, partial(speculative.prefill_chunk, size=size), state)
+        return self._call(("prefill", size), drafts, partial(_prefill_chunk, size=size), state)[0]
 
     def first_token(self, state: DecodeState) -> tuple[DecodeState, Report]:
         return self._call(("first",), False, _first_token, state)
 
     def decode(self, state: DecodeState, rounds: int, settings: Settings, drafts: bool) -> tuple[DecodeState, Report]:
-        rounds = jnp.int32(rounds)
+        rounds = place(np.int32(rounds), NamedSharding(self.mesh, PartitionSpec()))
         return self._call(("decode", settings), drafts, partial(_decode, settings=settings), state, rounds)
+
+    def draw(self, state: DecodeState) -> tuple:
+        """Raw logits and what is maximised, [B, V], for the token behind a prefilled prompt."""
+        return self._call(("draw",), False, _draw, state)[1]

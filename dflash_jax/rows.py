@@ -89,7 +89,7 @@ def sampling_rows(params: Sequence[SamplingParams], vocab: int) -> SamplingRows:
     return replace(
         SamplingRows.greedy(len(params), vocab),
         temperature=column("temperature"),
-        top_k=column("top_k", np.int32),
+        top_k=jnp.asarray(np.array([min(p.top_k or 0, vocab) for p in params], np.int32)),
         top_p=jnp.asarray(np.array([1.0 if p.top_p is None else p.top_p for p in params], np.float32)),
         min_p=column("min_p"),
         repetition=jnp.asarray(np.array([p.repetition_penalty or 1.0 for p in params], np.float32)),

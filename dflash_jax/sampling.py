@@ -5,12 +5,14 @@ distribution at a given position is the same whether it was drafted or not, at a
 that draws with the same noise agrees with the target more often than one that drafts greedily.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.random import threefry2x32_p
+
+from dflash_jax.sharding import WHOLE, Cut
 
 
 @jax.tree_util.register_dataclass
@@ -20,6 +22,7 @@ class SamplingRows:
 
     temperature 0 is greedy; top_k 0, top_p 1, min_p 0, repetition 1, frequency 0 and presence 0 are off. The counts
     are of the tokens known so far: repetition looks at prompt and output, frequency and presence at the output only.
+    ``vocab`` (static): how V is cut over devices, here and in all logits.
     """
 
     temperature: jax.Array
@@ -34,9 +37,10 @@ class SamplingRows:
     logit_bias: jax.Array
     prompt_counts: jax.Array
     output_counts: jax.Array
+    vocab: Cut = field(default=WHOLE, metadata={"static": True})
 
     @classmethod
-    def greedy(cls, rows: int, vocab: int) -> "SamplingRows":
+    def greedy(cls, rows: int, vocab: int, cut: Cut = WHOLE) -> "SamplingRows":
         def full(value, dtype=np.float32):
             return jnp.asarray(np.full((rows,), value, dtype))
 
@@ -53,16 +57,17 @@ class SamplingRows:
             logit_bias=jnp.zeros((rows, vocab)),
             prompt_counts=jnp.zeros((rows, vocab), jnp.int32),
             output_counts=jnp.zeros((rows, vocab), jnp.int32),
+            vocab=cut,
         )
 
 
-def gumbel_noise(seed, positions, vocab: int):
-    """Standard Gumbel noise [B, T, V] from seed uint32 [B], positions int [B, T] and the token id: threefry, counter
-    mode."""
+def gumbel_noise(seed, positions, vocab: int, first=0):
+    """Standard Gumbel noise [B, T, V] from seed uint32 [B], positions int [B, T] and the token id (``first`` + place):
+    threefry, counter mode."""
     shape = (*positions.shape, vocab)
     key_hi = jnp.broadcast_to(seed[:, None, None], shape)
     key_lo = jnp.broadcast_to(positions[..., None].astype(jnp.uint32), shape)
-    ids = jnp.broadcast_to(jnp.arange(vocab, dtype=jnp.uint32), shape)
+    ids = jnp.broadcast_to(jnp.uint32(first) + jnp.arange(vocab, dtype=jnp.uint32), shape)
     bits, _ = threefry2x32_p.bind(key_hi, key_lo, ids, jnp.zeros(shape, jnp.uint32))
     # u in (0, 1); the exponential -log1p(-u) keeps its precision where it matters, near 0.
     u = jnp.minimum((bits.astype(jnp.float32) + 0.5) * 2.0**-32, 1.0 - 2.0**-24)
@@ -108,7 +113,9 @@ def penalise(logits, rows: SamplingRows, block=None, known=None):
     prompt, output = rows.prompt_counts[:, None], rows.output_counts[:, None]
     if block is not None:
         place = jnp.arange(block.shape[1])
-        fresh = jax.nn.one_hot(block, logits.shape[-1], dtype=jnp.int32) * (place[None] >= known[:, None])[..., None]
+        # What is not of this device's part is outside of the one-hot's range.
+        own, _ = rows.vocab.own(block, logits.shape[-1])
+        fresh = jax.nn.one_hot(own, logits.shape[-1], dtype=jnp.int32) * (place[None] >= known[:, None])[..., None]
         output = output + jnp.cumsum(fresh, axis=1)
     logits = logits + rows.logit_bias[:, None]
     repetition = rows.repetition[:, None, None]
@@ -122,16 +129,21 @@ def _filter(logits, rows: SamplingRows):
     """Temperature, top-k, top-p, min-p, in this order; what is cut becomes -inf. Ties at a cut stay."""
     greedy = (rows.temperature <= 0)[:, None, None]
     logits = logits / jnp.where(greedy, 1.0, rows.temperature[:, None, None])
-    vocab = logits.shape[-1]
+    over = rows.vocab
 
     def cut(logits):
-        k = jnp.where(rows.top_k > 0, jnp.minimum(rows.top_k, vocab), vocab)[:, None, None]
-        kept = _largest_threshold(logits, lambda m: m.sum(-1, keepdims=True) >= k)
+        # Off is more than there are: then nothing reaches it, and the threshold is the lowest.
+        k = jnp.where(rows.top_k > 0, rows.top_k, jnp.iinfo(jnp.int32).max)[:, None, None]
+        kept = _largest_threshold(logits, lambda m: over.sum(m.sum(-1, keepdims=True)) >= k)
         # A greedy row stays whole, whatever its neighbours ask for.
         logits = jnp.where(kept | greedy, logits, -jnp.inf)
-        weights = jnp.exp(logits - logits.max(-1, keepdims=True))
-        mass = rows.top_p[:, None, None] * weights.sum(-1, keepdims=True)
-        kept = _largest_threshold(weights, lambda m: jnp.where(m, weights, 0.0).sum(-1, keepdims=True) >= mass)
+        weights = jnp.exp(logits - over.max(logits.max(-1, keepdims=True)))
+
+        def total(x):
+            return over.sum(x.sum(-1, keepdims=True))
+
+        mass = rows.top_p[:, None, None] * total(weights)
+        kept = _largest_threshold(weights, lambda m: total(jnp.where(m, weights, 0.0)) >= mass)
         # At top_p 1 the rounding of a sum must not cut the tail.
         kept = kept | (rows.top_p >= 1)[:, None, None]
         kept = kept & (weights >= rows.min_p[:, None, None]) & (logits > -jnp.inf)
@@ -141,10 +153,10 @@ def _filter(logits, rows: SamplingRows):
     return jax.lax.cond(cutting.any(), cut, lambda x: x, logits)
 
 
-def _unpack_mask(mask, vocab: int):
-    """uint32 [B, T, ceil(V / 32)], bit i of word w for token 32 w + i → bool [B, T, V]."""
+def _unpack_mask(mask):
+    """uint32 [B, T, ceil(V / 32)], bit i of word w for token 32 w + i → bool [B, T, V rounded up]."""
     bits = (mask[..., None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
-    return bits.reshape(*mask.shape[:-1], -1)[..., :vocab].astype(bool)
+    return bits.reshape(*mask.shape[:-1], -1).astype(bool)
 
 
 def process(logits, rows: SamplingRows, block=None, known=None, mask=None):
@@ -153,23 +165,32 @@ def process(logits, rows: SamplingRows, block=None, known=None, mask=None):
 
     ``block`` and ``known`` as in `penalise`; ``mask``: packed bits of the allowed tokens, uint32 [B, T, ceil(V / 32)].
     """
-    penalised = (
-        (rows.repetition != 1) | (rows.frequency != 0) | (rows.presence != 0) | (rows.logit_bias != 0).any(-1)
-    ).any()
+    biased = (rows.logit_bias != 0).any(-1)
+    penalised = ((rows.repetition != 1) | (rows.frequency != 0) | (rows.presence != 0) | biased).any()
     logits = jax.lax.cond(penalised, lambda x: penalise(x, rows, block, known), lambda x: x, logits)
     if mask is not None:
-        logits = jnp.where(_unpack_mask(mask, logits.shape[-1]), logits, -jnp.inf)
+        first = rows.vocab.index() * logits.shape[-1]
+        allowed = _unpack_mask(mask)
+        allowed = jax.lax.dynamic_slice_in_dim(allowed, first, logits.shape[-1], axis=-1)
+        logits = jnp.where(allowed, logits, -jnp.inf)
     return jax.lax.cond((rows.temperature > 0).any(), lambda x: _filter(x, rows), lambda x: x, logits)
+
+
+def perturbed(processed, rows: SamplingRows, positions):
+    """Processed logits [B, T, V] with the noise of absolute ``positions`` [B, T] (greedy rows: none): the largest is
+    the token."""
+    vocab = processed.shape[-1]
+    noise = gumbel_noise(rows.seed, positions, vocab, rows.vocab.index() * vocab)
+    return processed + jnp.where((rows.temperature > 0)[:, None, None], noise, 0.0)
 
 
 def choose(processed, rows: SamplingRows, positions):
     """Processed logits [B, T, V] → tokens int32 [B, T] for absolute ``positions`` [B, T]."""
 
     def draw(logits):
-        noise = gumbel_noise(rows.seed, positions, logits.shape[-1])
-        return jnp.argmax(logits + jnp.where((rows.temperature > 0)[:, None, None], noise, 0.0), axis=-1)
+        return rows.vocab.argmax(perturbed(logits, rows, positions))
 
-    tokens = jax.lax.cond((rows.temperature > 0).any(), draw, lambda x: jnp.argmax(x, axis=-1), processed)
+    tokens = jax.lax.cond((rows.temperature > 0).any(), draw, rows.vocab.argmax, processed)
     return tokens.astype(jnp.int32)
 
 
@@ -186,7 +207,11 @@ class Logprobs:
 def logprobs(raw, processed, tokens, rows: SamplingRows, top: int) -> Logprobs:
     """Of the raw distribution, or of the processed one in rows that ask for it. Nats."""
     logits = jnp.where(rows.processed_logprobs[:, None, None], processed, raw)
-    values = jax.nn.log_softmax(logits, axis=-1)
-    chosen = jnp.take_along_axis(values, tokens[..., None], axis=-1)[..., 0]
-    best, ids = jax.lax.top_k(values, top)
+    over = rows.vocab
+    shifted = logits - over.max(logits.max(-1, keepdims=True))
+    values = shifted - jnp.log(over.sum(jnp.exp(shifted).sum(-1, keepdims=True)))
+    own, mine = over.own(tokens[..., None], logits.shape[-1])
+    chosen = jnp.take_along_axis(values, jnp.where(mine, own, 0), axis=-1)
+    chosen = over.sum(jnp.where(mine, chosen, 0.0))[..., 0]
+    best, ids = over.top_k(values, top)
     return Logprobs(chosen, ids.astype(jnp.int32), best)

@@ -13,19 +13,16 @@ position then depends on the tokens before it alone, not on how many drafts were
 same bits come out with any drafter and with none.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
+from dflash_jax.config import MAX_STOPS
 from dflash_jax.models.decoder import Cache, Decoder, init_cache
 from dflash_jax.models.drafter import NO_WINDOW, Borrowed, Drafting, DraftWindow
 from dflash_jax.sampling import Logprobs, SamplingRows, choose, logprobs, process
-
-# Stop ids a row may have.
-MAX_STOPS = 16
+from dflash_jax.sharding import DATA, spec
 
 
 @dataclass(frozen=True)
@@ -38,13 +35,17 @@ class Settings:
     draft_window: DraftWindow = NO_WINDOW
 
 
+PLAIN_SETTINGS = Settings()
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DecodeState:
     """B rows under way. int32 unless said otherwise.
 
     tokens [B, L]; length [B]: tokens known; base [B]: tokens in the target's caches; prompt_length [B]; limit [B]: the
-    length at which the row ends; done bool [B]; width [B]: tokens a round may yield (1: plain decoding); stops [B,
+    length at which the row ends; rope_delta [B]: rotary position minus cache position, of what follows an image; done
+    bool [B]; width [B]: tokens a round may yield (1: plain decoding); stops [B,
     MAX_STOPS], padded with -1; target, draft: caches; hidden [B, H]: of the last prompt token that was prefilled;
     rounds [B]; accepted [B, L]: tokens that each round yielded; logprobs: `Logprobs` [B, L] or None.
     """
@@ -54,6 +55,7 @@ class DecodeState:
     base: jax.Array
     prompt_length: jax.Array
     limit: jax.Array
+    rope_delta: jax.Array
     done: jax.Array
     width: jax.Array
     stops: jax.Array
@@ -66,55 +68,44 @@ class DecodeState:
     logprobs: Logprobs | None = None
 
 
-def init_state(
-    target: Decoder,
-    drafter: Drafting | None,
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int | Sequence[int],
-    *,
-    settings: Settings = Settings(),
-    width: int | Sequence[int] | None = None,
-    stops: Sequence[Sequence[int]] = (),
-    sampling: SamplingRows | None = None,
-    capacity: int | None = None,
+def empty_state(
+    target: Decoder, drafter: Drafting | None, rows: int, capacity: int, settings: Settings = PLAIN_SETTINGS
 ) -> DecodeState:
-    """A fresh state for ``prompts`` (token ids; an empty one makes an idle row). Decodes greedily unless ``sampling``
-    says more."""
-    rows = len(prompts)
-    new = [max_new_tokens] * rows if isinstance(max_new_tokens, int) else list(max_new_tokens)
-    capacity = capacity or max(len(p) + n for p, n in zip(prompts, new, strict=True))
-    dtype, vocab, top = target.embed[...].dtype, target.config.vocab_size, settings.top_logprobs
-    default_width = settings.window if drafter is not None else 1
-    # Host arrays: nothing is compiled for them.
-    lengths = np.array([len(p) for p in prompts], np.int32)
-    tokens, counts = np.zeros((rows, capacity), np.int32), np.zeros((rows, vocab), np.int32)
-    stop_ids = np.full((rows, MAX_STOPS), -1, np.int32)
-    for i, prompt in enumerate(prompts):
-        tokens[i, : len(prompt)] = prompt
-        np.add.at(counts[i], np.array(prompt, np.int32), 1)
-    for i, ids in enumerate(stops):
-        stop_ids[i, : len(ids)] = ids
-    zeros = jnp.zeros((rows,), jnp.int32)
+    """``rows`` idle rows of ``capacity`` positions each."""
+    dtype, vocab, top = target.dtype, target.config.vocab_size, settings.top_logprobs
+    # Every leaf an array of its own: the state is donated.
+    zeros = {
+        f: jnp.zeros((rows,), jnp.int32) for f in ("length", "base", "prompt_length", "limit", "rope_delta", "rounds")
+    }
     record = None
     if top >= 0:
         values, ids = jnp.zeros((rows, capacity, top)), jnp.zeros((rows, capacity, top), jnp.int32)
         record = Logprobs(jnp.zeros((rows, capacity)), ids, values)
     return DecodeState(
-        tokens=jnp.asarray(tokens),
-        length=jnp.asarray(lengths),
-        base=zeros,
-        prompt_length=jnp.array(lengths),
-        limit=jnp.asarray(lengths + np.array(new, np.int32)),
-        done=jnp.asarray(lengths == 0),
-        width=jnp.asarray(np.broadcast_to(np.array(default_width if width is None else width, np.int32), (rows,))),
-        stops=jnp.asarray(stop_ids),
+        **zeros,
+        tokens=jnp.zeros((rows, capacity), jnp.int32),
+        done=jnp.ones((rows,), bool),
+        width=jnp.ones((rows,), jnp.int32),
+        stops=jnp.full((rows, MAX_STOPS), -1, jnp.int32),
         target=init_cache(target.config, rows, capacity, dtype),
         draft=drafter.init_cache(rows, capacity, dtype, settings.draft_window) if drafter is not None else (),
         hidden=jnp.zeros((rows, target.config.hidden_size), dtype),
-        sampling=replace(sampling or SamplingRows.greedy(rows, vocab), prompt_counts=jnp.asarray(counts)),
-        rounds=jnp.copy(zeros),
+        sampling=SamplingRows.greedy(rows, vocab, target.vocab),
         accepted=jnp.zeros((rows, capacity), jnp.int32),
         logprobs=record,
+    )
+
+
+def state_specs(target: Decoder, drafter: Drafting | None, state: DecodeState) -> DecodeState:
+    """PartitionSpecs in the shape of ``state``: rows over ``data``, caches as their layers' heads, [B, V] as the
+    vocabulary."""
+    specs = jax.tree.map(lambda _: spec(DATA), state)
+    wide = {f: spec(DATA, target.vocab) for f in ("logit_bias", "prompt_counts", "output_counts")}
+    return replace(
+        specs,
+        target=target.cache_specs(state.target),
+        draft=drafter.cache_specs(state.draft) if state.draft else (),
+        sampling=replace(specs.sampling, **wide),
     )
 
 
@@ -128,12 +119,17 @@ def _window(state: DecodeState, size: int):
     return jnp.take_along_axis(state.tokens, places, axis=1)
 
 
+def _rotary(state: DecodeState, size: int):
+    """int [B, size]: rotary positions of the window."""
+    return (state.base + state.rope_delta)[:, None] + jnp.arange(size)[None]
+
+
 def prefill_chunk(target: Decoder, drafter: Drafting | None, state: DecodeState, size: int) -> DecodeState:
     """Feeds the next ``size`` (static) prompt tokens of every row that has some left."""
     n = jnp.clip(state.prompt_length - state.base, 0, size)
     tokens = _window(state, size)
     taps = drafter.taps if drafter is not None else ()
-    hidden, features, caches = target.extend(tokens, state.target, state.base, n, taps)
+    hidden, features, caches = target.extend(tokens, state.target, state.base, n, taps, _rotary(state, size))
     draft = state.draft
     if drafter is not None:
         steps = jnp.arange(size)[None]
@@ -168,7 +164,9 @@ def _append(state: DecodeState, samples, first, offered, raw, processed) -> Deco
     places = jnp.where(taken, state.length[:, None] + order, state.tokens.shape[1])
     rows = _rows(state)
     sampling = state.sampling
-    counted = jnp.where(taken, samples, sampling.output_counts.shape[1])
+    vocab = sampling.output_counts.shape[1]
+    own, mine = sampling.vocab.own(samples, vocab)
+    counted = jnp.where(taken & mine, own, vocab)
     length = state.length + count
     record = state.logprobs
     if record is not None:
@@ -205,7 +203,7 @@ def propose(target: Decoder, drafter: Drafting, state: DecodeState, settings: Se
 def verify(target: Decoder, state: DecodeState, block, taps: tuple[int, ...] = ()):
     """One pass over the window: (logits float32 [B, W, V], features, record). Rows that are done take no part."""
     n = jnp.where(state.done, 0, jnp.minimum(state.length - state.base + state.width - 1, block.shape[1]))
-    hidden, features, record = target.verify(block, state.target, state.base, n, taps)
+    hidden, features, record = target.verify(block, state.target, state.base, n, taps, _rotary(state, block.shape[1]))
     return target.logits(hidden), features, record
 
 
@@ -256,7 +254,7 @@ def commit(
 
 
 def decode_round(
-    target: Decoder, drafter: Drafting | None, state: DecodeState, settings: Settings = Settings(), mask=None
+    target: Decoder, drafter: Drafting | None, state: DecodeState, settings: Settings = PLAIN_SETTINGS, mask=None
 ):
     """One round: every live row gains 1 to ``width`` tokens. ``mask`` as in `sampling.process`, [B, W, ceil(V /
     32)]."""
@@ -275,18 +273,19 @@ def decode(
     state: DecodeState,
     rounds,
     new_tokens=None,
-    settings: Settings = Settings(),
+    settings: Settings = PLAIN_SETTINGS,
 ) -> DecodeState:
     """Rounds on the device until every row is done, ``rounds`` have run, or a row has gained about ``new_tokens``.
 
-    ``rounds`` and ``new_tokens`` are runtime data; with ``new_tokens`` no row gains more than that.
+    ``rounds`` and ``new_tokens`` are runtime data; with ``new_tokens`` no row gains more than that, but for the first
+    round, which may be wider.
     """
     start = state.length
 
     def more(carry):
         i, state = carry
         room = True if new_tokens is None else (state.length - start).max() + settings.window <= new_tokens
-        return (i < rounds) & ~state.done.all() & room
+        return (i < rounds) & ~state.done.all() & (room | (i == 0))
 
     def body(carry):
         i, state = carry

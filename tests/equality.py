@@ -73,7 +73,7 @@ def processed_reference(logits, options: dict, allowed=None) -> tuple[np.ndarray
 
 
 def options_of(sampling: SamplingRows, row: int) -> dict:
-    return {f.name: np.asarray(getattr(sampling, f.name)[row]) for f in fields(SamplingRows)}
+    return {f.name: np.asarray(getattr(sampling, f.name)[row]) for f in fields(SamplingRows) if f.name != "vocab"}
 
 
 @partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})

@@ -97,6 +97,14 @@ def test_stdin_file_and_system_prompts(capsys, monkeypatch, tmp_path):
         (["--prompt-ids", "1,99999"], "99999"),
         (["--prompt-file", "/no/such"], "/no/such"),
         (["--prompt", "x", "--logit-bias", "7"], "ID=VALUE"),
+        (["--prompt", "x", "--logit-bias", "7=nan"], "logit_bias 7: nan"),
+        (["--prompt", "x", "--target", ""], "empty"),
+        (["--prompt", "x", "--target", "a\nb"], "a b does not exist"),
+        (["--prompt", "x", "--draft-sink-size", "4"], "without a draft window"),
+        (["--prompt", "x\udcff"], "not UTF-8"),
+        (["--prompt", "fine", "--prompt-ids", "99999"], "99999"),
+        (["--prompt", "x", "--mesh", "rows=2"], "rows"),
+        (["--prompt", "x", "--mesh", "tensor=64"], "needs 64 devices"),
     ],
     ids=lambda v: " ".join(v)[-30:] if isinstance(v, list) else None,
 )
@@ -109,6 +117,48 @@ def test_bad_input_is_one_line_and_exit_code_2(capsys, argv, named):
     assert err.startswith("error: ")
     assert err.count("\n") == 1
     assert named in err
+
+
+def test_drafting_options(capsys):
+    window = ["--draft-window-size", "16", "--draft-sink-size", "4", "--reproducible", "--seed", "3", "--compare"]
+    code, _, err = run(capsys, *PROMPT, *window, "--temperature", "0.8", "--top-k", "4000000000")
+    assert code == 0
+    assert "equal tokens" in err
+
+
+def test_stop_text_is_not_shown(capsys):
+    _, whole, _ = run(capsys, *PROMPT)
+    code, out, _ = run(capsys, *PROMPT, "--stop", whole[9:12])
+    assert code == 0
+    assert out == whole[: whole.index(whole[9:12])] + "\n"
+
+
+def test_no_platform_is_one_line():
+    """In a process where JAX has not started."""
+    command = [sys.executable, "-m", "dflash_jax.generate", "--prompt", "x", "--platform", "cuda"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode == 0:
+        pytest.skip("there is a GPU")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert "platform 'cuda' is not there" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("shell", "named"),
+    [
+        ("{} --prompt x --max-new-tokens 2 >&-", "stdout is closed"),
+        ("{} --prompt x --max-new-tokens 2 > /dev/full", "No space left"),
+        ("{} --prompt - <&-", "stdin is closed"),
+        ("printf '\\377' | {} --prompt -", "not UTF-8"),
+    ],
+)
+def test_closed_and_full_streams(shell, named):
+    command = shell.format(f"{sys.executable} -m dflash_jax.generate")
+    done = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+    assert named in done.stderr
 
 
 def test_help_does_not_wait_for_jax():
@@ -139,6 +189,6 @@ def test_an_interrupt_is_one_line():
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     process.stdout.read(5)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate()
     assert process.returncode == 130
     assert err == "\ninterrupted\n"

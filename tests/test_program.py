@@ -23,9 +23,9 @@ def test_the_whole_loop_is_one_program_on_the_device(figures):
     assert figures["callbacks"] == 0
 
 
-def test_a_varied_session_compiles_three_programs(figures):
-    assert figures["compiled_programs"] == 3
-    assert figures["programs"] == ["decode", "first", "prefill"]
+def test_a_varied_session_compiles_four_programs(figures):
+    assert figures["compiled_programs"] == 4
+    assert figures["programs"] == ["decode", "empty", "first", "prefill"]
 
 
 def test_the_state_is_donated_and_no_kv_cache_is_copied(figures):

@@ -12,8 +12,9 @@ from dflash_jax import speculative
 from dflash_jax.config import LayerSpec, MlpSpec
 from dflash_jax.models.decoder import Decoder
 from dflash_jax.models.drafter import Drafter, Proposal
+from dflash_jax.prompts import init_state
 from dflash_jax.sampling import SamplingRows
-from dflash_jax.speculative import DecodeState, Settings, init_state
+from dflash_jax.speculative import DecodeState, Settings
 
 VOCAB = 61
 
@@ -58,6 +59,9 @@ class Coached:
 
     def init_cache(self, *args):
         return self.drafter.init_cache(*args)
+
+    def cache_specs(self, cache):
+        return self.drafter.cache_specs(cache)
 
     def extend(self, *args):
         return self.drafter.extend(*args)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import ml_dtypes
@@ -12,7 +13,12 @@ from safetensors.numpy import save_file
 from dflash_jax.errors import InputError
 
 INDEX = "model.safetensors.index.json"
-DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
+DTYPES = {
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+}
 
 
 def read_json(path: Path) -> dict:
@@ -30,19 +36,41 @@ def read_json(path: Path) -> dict:
     return value
 
 
+@dataclass(frozen=True)
+class _Place:
+    """Where a tensor's bytes lie."""
+
+    data: np.memmap
+    start: int
+    end: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
 class TensorFiles(Mapping):
     """name → shape of every tensor in a directory; `read` gives one as a NumPy array. Files are mapped, not loaded."""
 
     def __init__(self, directory: Path):
-        self._handles, self._shapes = {}, {}
+        self._places: dict[str, _Place] = {}
         for path in self._paths(directory):
             try:
-                handle = safe_open(path, framework="np")
-                for name in sorted(handle.keys()):
-                    self._shapes[name] = tuple(handle.get_slice(name).get_shape())
-                    self._handles[name] = (path, handle)
-            except (SafetensorError, OSError) as e:
+                # The library checks the file. Tensors are read past it: through NumPy it knows no eight-bit floats.
+                with safe_open(path, framework="np"):
+                    pass
+                data = np.memmap(path, np.uint8, "r")
+            except OSError as e:
+                raise InputError(f"{path} cannot be read: {e.strerror or e}") from None
+            except (SafetensorError, ValueError) as e:
                 raise InputError(f"{path} is not a whole safetensors file (truncated or corrupt?): {e}") from None
+            start = 8 + int.from_bytes(data[:8].tobytes(), "little")
+            header = json.loads(data[8:start].tobytes())
+            for name, entry in sorted(header.items()):
+                if name in self._places:
+                    raise InputError(f"{path} and {self._places[name].data.filename} both have tensor {name!r}")
+                if name != "__metadata__":
+                    first, last = entry["data_offsets"]
+                    shape = tuple(entry["shape"])
+                    self._places[name] = _Place(data, start + first, start + last, entry["dtype"], shape)
 
     @staticmethod
     def _paths(directory: Path) -> list[Path]:
@@ -57,27 +85,34 @@ class TensorFiles(Mapping):
                     f"{directory / INDEX} names {len(missing)} files that do not exist, first {missing[0]!r}"
                 )
             return [directory / n for n in names]
+        if (directory / "model.safetensors").exists():
+            return [directory / "model.safetensors"]
         paths = sorted(directory.glob("*.safetensors"))
         if not paths:
             raise InputError(f"{directory} is not a checkpoint: it has no .safetensors file")
         return paths
 
     def __getitem__(self, name: str) -> tuple[int, ...]:
-        return self._shapes[name]
+        return self._places[name].shape
 
     def __iter__(self):
-        return iter(self._shapes)
+        return iter(self._places)
 
     def __len__(self) -> int:
-        return len(self._shapes)
+        return len(self._places)
+
+    def dtype(self, name: str) -> str:
+        """As safetensors writes it: "BF16", "F8_E4M3", …"""
+        return self._places[name].dtype
 
     def read(self, name: str) -> np.ndarray:
-        path, handle = self._handles[name]
-        kind = handle.get_slice(name).get_dtype()
-        if kind not in DTYPES:
-            raise InputError(f"{path}: tensor {name!r} has dtype {kind}: known are {', '.join(DTYPES)}")
-        array = handle.get_tensor(name)
-        return array if array.dtype == DTYPES[kind] else array.view(DTYPES[kind])
+        """A view of the mapped file."""
+        place = self._places[name]
+        if place.dtype not in DTYPES:
+            path = place.data.filename
+            raise InputError(f"{path}: tensor {name!r} has dtype {place.dtype}: known are {', '.join(DTYPES)}")
+        found = np.asarray(place.data[place.start : place.end]).view(DTYPES[place.dtype]).reshape(place.shape)
+        return np.require(found, requirements="A")
 
 
 def write_tensors(directory: Path, tensors: dict[str, np.ndarray]) -> None:

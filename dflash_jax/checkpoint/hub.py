@@ -11,10 +11,17 @@ PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 def resolve(name: str | Path) -> Path:
     """The directory of a checkpoint. A repo id goes through huggingface_hub: its cache, offline mode and token are
     honoured."""
-    path = Path(name).expanduser()
-    if path.is_dir():
-        return path
-    if path.exists():
+    if not str(name):
+        raise InputError("the path of a checkpoint is empty: give a directory or a Hugging Face repo id")
+    try:
+        path = Path(name).expanduser()
+        if path.is_dir():
+            next(path.iterdir(), None)
+            return path
+        exists = path.exists()
+    except (OSError, RuntimeError) as e:
+        raise InputError(f"{name} cannot be read: {getattr(e, 'strerror', None) or e}") from None
+    if exists:
         raise InputError(f"{name} is a file: give the directory that holds config.json and the .safetensors files")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)) or str(name).startswith("."):
         raise InputError(

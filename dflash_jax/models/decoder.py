@@ -10,6 +10,7 @@ from dflash_jax.models.gated_delta import GatedDelta
 from dflash_jax.models.moe import Moe
 from dflash_jax.models.parts import Attention, Mlp, RMSNorm, normal
 from dflash_jax.models.rope import rope_angles
+from dflash_jax.sharding import ONE_DEVICE, Cut, Layout
 
 Cache = tuple  # one KVCache or DeltaState per layer
 
@@ -31,19 +32,19 @@ def init_cache(config: ModelConfig, rows: int, capacity: int, dtype) -> Cache:
 
 
 class DecoderLayer(nnx.Module):
-    def __init__(self, spec: LayerSpec, config: ModelConfig, rngs: nnx.Rngs, dtype):
+    def __init__(self, spec: LayerSpec, config: ModelConfig, rngs: nnx.Rngs, dtype, layout: Layout):
         self.spec = spec
         hidden, eps, offset = config.hidden_size, config.norm_eps, config.norm_offset
         self.input_norm = RMSNorm(hidden, eps, offset, dtype)
         self.post_norm = RMSNorm(hidden, eps, offset, dtype)
         if isinstance(spec.mixer, GatedDeltaSpec):
-            self.mixer = GatedDelta(spec.mixer, hidden, eps, rngs, dtype)
+            self.mixer = GatedDelta(spec.mixer, hidden, eps, rngs, dtype, layout)
         else:
-            self.mixer = Attention(spec.mixer, hidden, eps, offset, rngs, dtype)
+            self.mixer = Attention(spec.mixer, hidden, eps, offset, rngs, dtype, layout)
         if isinstance(spec.ffn, MlpSpec):
-            self.ffn = Mlp(spec.ffn.intermediate_size, hidden, rngs, dtype)
+            self.ffn = Mlp(spec.ffn.intermediate_size, hidden, rngs, dtype, layout)
         else:
-            self.ffn = Moe(spec.ffn, hidden, rngs, dtype)
+            self.ffn = Moe(spec.ffn, hidden, rngs, dtype, layout)
 
     def __call__(self, x, cache, length, valid, angles):
         """x [B, T, H] → (x, record): tokens at positions length … length + T - 1 over a cache that stays as it is."""
@@ -67,20 +68,33 @@ class Decoder(nnx.Module):
     its tokens would write, `commit` writes any prefix of it, and `extend` is both where the count is known beforehand.
     """
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype=jnp.float32):
-        self.config = config
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype=jnp.float32, layout: Layout = ONE_DEVICE):
+        self.config, self.layout, self.vocab = config, layout, layout.wide(config.vocab_size)
         self.embed = normal(rngs, (config.vocab_size, config.hidden_size), dtype)
-        self.layers = nnx.List([DecoderLayer(spec, config, rngs, dtype) for spec in config.layers])
+        self.layers = nnx.List([DecoderLayer(spec, config, rngs, dtype, layout) for spec in config.layers])
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, config.norm_offset, dtype)
         if not config.tied_embeddings:
             self.head = normal(rngs, (config.vocab_size, config.hidden_size), dtype)
 
+    @property
+    def dtype(self):
+        return self.embed.get_value().dtype
+
+    def cuts(self) -> dict[str, tuple[Cut | None, ...]]:
+        return {"embed": (self.vocab,), "head": (self.vocab,)}
+
+    def cache_specs(self, cache: Cache) -> Cache:
+        """PartitionSpecs in the shape of ``cache``."""
+        return tuple(layer.mixer.cache_specs(c) for layer, c in zip(self.layers, cache, strict=True))
+
     def embed_tokens(self, tokens):
         """int [B, T] → [B, T, H]."""
-        return self.embed[...][tokens]
+        table = self.embed[...]
+        local, mine = self.vocab.own(tokens, table.shape[0])
+        return self.vocab.sum(jnp.where(mine[..., None], table[jnp.where(mine, local, 0)], 0))
 
     def logits(self, hidden):
-        """[..., H] after the final norm → float32 [..., V]."""
+        """[..., H] after the final norm → float32 [..., V], cut over ``vocab``."""
         head = self.embed[...] if self.config.tied_embeddings else self.head[...]
         return jnp.einsum("...h,vh->...v", hidden, head, preferred_element_type=jnp.float32)
 
@@ -130,13 +144,13 @@ class Decoder(nnx.Module):
         b, t = tokens.shape[:2]
         zero = jnp.zeros((b,), jnp.int32)
         fresh = (
-            None if isinstance(s.mixer, AttentionSpec) else init_layer_cache(s, b, 1, self.embed[...].dtype)
+            None if isinstance(s.mixer, AttentionSpec) else init_layer_cache(s, b, 1, self.dtype)
             for s in self.config.layers
         )
         hidden, features, _ = self._run(tokens, tuple(fresh), zero, zero + t, taps, None, lambda c, r: None)
         return hidden, features
 
 
-def abstract_decoder(config: ModelConfig, dtype=jnp.float32) -> Decoder:
+def abstract_decoder(config: ModelConfig, dtype=jnp.float32, layout: Layout = ONE_DEVICE) -> Decoder:
     """The module with shapes for arrays: what a loader fills, and what counts parameters without memory."""
-    return jax.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=dtype))
+    return jax.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=dtype, layout=layout))

@@ -17,6 +17,7 @@ from dflash_jax.cache import KVCache
 from dflash_jax.config import DraftConfig, DraftLayerSpec
 from dflash_jax.models.parts import Attention, Mlp, RMSNorm, normal, project
 from dflash_jax.models.rope import rope_angles
+from dflash_jax.sharding import ONE_DEVICE, Cut, Layout
 
 DraftCache = tuple  # one KVCache per drafter layer
 
@@ -51,6 +52,8 @@ class Drafting(Protocol):
 
     def init_cache(self, rows: int, capacity: int, dtype, window: DraftWindow) -> DraftCache: ...
 
+    def cache_specs(self, cache: DraftCache) -> DraftCache: ...
+
     def extend(self, cache: DraftCache, features, tokens, positions, keep) -> DraftCache: ...
 
     def propose(
@@ -71,12 +74,12 @@ class Borrowed:
 
 
 class DraftLayer(nnx.Module):
-    def __init__(self, spec: DraftLayerSpec, config: DraftConfig, rngs: nnx.Rngs, dtype):
+    def __init__(self, spec: DraftLayerSpec, config: DraftConfig, rngs: nnx.Rngs, dtype, layout: Layout):
         self.spec = spec
         self.input_norm = RMSNorm(config.hidden_size, config.norm_eps, 0.0, dtype)
         self.post_norm = RMSNorm(config.hidden_size, config.norm_eps, 0.0, dtype)
-        self.mixer = Attention(spec.attention, config.hidden_size, config.norm_eps, 0.0, rngs, dtype)
-        self.ffn = Mlp(spec.intermediate_size, config.hidden_size, rngs, dtype)
+        self.mixer = Attention(spec.attention, config.hidden_size, config.norm_eps, 0.0, rngs, dtype, layout)
+        self.ffn = Mlp(spec.intermediate_size, config.hidden_size, rngs, dtype, layout)
 
     def block_mask(self, width, slots: int):
         """bool [B, slots, slots] or [slots, slots]: which block slots see one another; ``width`` [B] live slots a
@@ -106,12 +109,15 @@ class DraftLayer(nnx.Module):
 class Drafter(nnx.Module):
     """DFlash drafter; implements `Drafting`. Parameters only: the context's keys and values are the caller's."""
 
-    def __init__(self, config: DraftConfig, *, rngs: nnx.Rngs, dtype=jnp.float32):
-        self.config = config
+    def __init__(self, config: DraftConfig, *, rngs: nnx.Rngs, dtype=jnp.float32, layout: Layout = ONE_DEVICE):
+        self.config, self.features = config, layout.wide(config.hidden_size)
         self.fc = normal(rngs, (config.hidden_size, len(config.target_layer_ids), config.hidden_size), dtype)
         self.hidden_norm = RMSNorm(config.hidden_size, config.norm_eps, 0.0, dtype)
-        self.layers = nnx.List([DraftLayer(spec, config, rngs, dtype) for spec in config.layers])
+        self.layers = nnx.List([DraftLayer(spec, config, rngs, dtype, layout) for spec in config.layers])
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, 0.0, dtype)
+
+    def cuts(self) -> dict[str, tuple[Cut | None, ...]]:
+        return {"fc": (self.features,)}
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -135,10 +141,15 @@ class Drafter(nnx.Module):
 
         return tuple(layer(spec) for spec in self.config.layers)
 
+    def cache_specs(self, cache: DraftCache) -> DraftCache:
+        """PartitionSpecs in the shape of ``cache``."""
+        return tuple(layer.mixer.cache_specs(c) for layer, c in zip(self.layers, cache, strict=True))
+
     def context(self, features):
         """Tapped features [B, T, taps, H] → the context stream H_t [B, T, H] that every layer's keys and values
         read."""
-        return self.hidden_norm(project(features.astype(self.fc[...].dtype), self.fc[...], 2))
+        joined = project(features.astype(self.fc[...].dtype), self.fc[...], 2)
+        return self.hidden_norm(self.features.gather(joined, -1))
 
     def _angles(self, positions):
         return {spec.attention.rope: rope_angles(positions, spec.attention.rope) for spec in self.config.layers}
@@ -188,6 +199,6 @@ class Drafter(nnx.Module):
         return Proposal(borrowed.choose(borrowed.logits(hidden[:, 1:]), positions))
 
 
-def abstract_drafter(config: DraftConfig, dtype=jnp.float32) -> Drafter:
+def abstract_drafter(config: DraftConfig, dtype=jnp.float32, layout: Layout = ONE_DEVICE) -> Drafter:
     """The module with shapes for arrays; see `decoder.abstract_decoder`."""
-    return jax.eval_shape(lambda: Drafter(config, rngs=nnx.Rngs(0), dtype=dtype))
+    return jax.eval_shape(lambda: Drafter(config, rngs=nnx.Rngs(0), dtype=dtype, layout=layout))

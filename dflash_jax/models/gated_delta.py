@@ -11,6 +11,7 @@ from flax import nnx
 from dflash_jax.cache import DeltaRecord, DeltaState
 from dflash_jax.config import GatedDeltaSpec
 from dflash_jax.models.parts import normal, project, rms_norm
+from dflash_jax.sharding import ONE_DEVICE, Cut, Layout
 
 CHUNK = 64
 
@@ -96,8 +97,10 @@ class GatedDelta(nnx.Module):
     """The Gated DeltaNet mixer of Qwen3-Next and Qwen3.5. Never writes its state: it returns a record for
     `cache.replay`."""
 
-    def __init__(self, spec: GatedDeltaSpec, hidden: int, eps: float, rngs: nnx.Rngs, dtype):
-        self.spec, self.eps = spec, eps
+    def __init__(
+        self, spec: GatedDeltaSpec, hidden: int, eps: float, rngs: nnx.Rngs, dtype, layout: Layout = ONE_DEVICE
+    ):
+        self.spec, self.eps, self.key_heads = spec, eps, layout.wide(spec.num_key_heads)
         g, r, dv = spec.num_key_heads, spec.values_per_key, spec.value_dim
         self.qkvz = normal(rngs, (g, spec.channels_per_key + r * dv, hidden), dtype)
         self.conv = normal(rngs, (g, spec.channels_per_key, spec.conv_kernel), dtype, 0.5)
@@ -106,6 +109,13 @@ class GatedDelta(nnx.Module):
         self.dt_bias = nnx.Param(jnp.full((g, r), -3.0, dtype))
         self.norm = nnx.Param(jnp.ones((dv,), dtype))
         self.out = normal(rngs, (hidden, g, r, dv), dtype)
+
+    def cuts(self) -> dict[str, tuple[Cut | None, ...]]:
+        first, second = (self.key_heads,), (None, self.key_heads)
+        return dict.fromkeys(("qkvz", "conv", "a_log", "dt_bias"), first) | {"beta_alpha": second, "out": second}
+
+    def cache_specs(self, state: DeltaState) -> DeltaState:
+        return state.specs(self.key_heads)
 
     def __call__(self, x, state: DeltaState) -> tuple[jax.Array, DeltaRecord]:
         """x [B, T, H] → (y [B, T, H], record)."""
@@ -119,11 +129,11 @@ class GatedDelta(nnx.Module):
         )
         q = l2_normalise(mixed[..., : spec.key_dim]) * spec.key_dim**-0.5
         k = l2_normalise(mixed[..., spec.key_dim : 2 * spec.key_dim])
-        v = mixed[..., 2 * spec.key_dim :].reshape(b, t, spec.num_key_heads, spec.values_per_key, spec.value_dim)
+        v = mixed[..., 2 * spec.key_dim :].reshape(b, t, -1, spec.values_per_key, spec.value_dim)
         beta, alpha = jnp.moveaxis(project(x, self.beta_alpha[...]), 2, 0).astype(jnp.float32)
         dt = jax.nn.softplus(alpha + self.dt_bias[...].astype(jnp.float32))
         log_decay = -jnp.exp(self.a_log[...].astype(jnp.float32)) * dt
         out, delta = delta_rule(q, k, v, jax.nn.sigmoid(beta), log_decay, state.recurrent)
         z = z.reshape(out.shape).astype(jnp.float32)
         y = (rms_norm(out, self.norm[...], self.eps) * jax.nn.silu(z)).astype(x.dtype)
-        return project(y, self.out[...], 3), DeltaRecord(k, delta, log_decay, inputs)
+        return self.key_heads.sum(project(y, self.out[...], 3)), DeltaRecord(k, delta, log_decay, inputs)

@@ -6,6 +6,8 @@ from flax import nnx
 
 from dflash_jax.config import MoeSpec
 from dflash_jax.models.parts import Mlp, normal, project
+from dflash_jax.models.scaled import dense
+from dflash_jax.sharding import ONE_DEVICE, Cut, Layout
 
 # Up to this many tokens a pass reads each token's experts by themselves; beyond, most experts are read anyway.
 GATHERED_TOKENS = 16
@@ -26,10 +28,10 @@ def experts_gathered(x, weights, chosen, gate_up, down):
 
     Product and sum in float32, so that XLA fuses gather, product and reduction and copies no weight (on GPU).
     """
-    pick = gate_up[chosen].astype(jnp.float32)
+    pick = dense(gate_up[chosen], jnp.float32)
     h = jnp.sum(pick * x.astype(jnp.float32)[:, None, None, None, :], axis=-1)
     h = jax.nn.silu(h[:, :, 0]) * h[:, :, 1] * weights[..., None]
-    return jnp.sum(down[chosen].astype(jnp.float32) * h[:, :, None, :], axis=(1, 3)).astype(x.dtype)
+    return jnp.sum(dense(down[chosen], jnp.float32) * h[:, :, None, :], axis=(1, 3)).astype(x.dtype)
 
 
 def experts_looped(x, weights, chosen, gate_up, down):
@@ -48,10 +50,11 @@ def experts_looped(x, weights, chosen, gate_up, down):
             h = project(x, gate_up.reshape(size, 2, f, hidden))
             h = (jax.nn.silu(h[:, :, 0]) * h[:, :, 1]).astype(jnp.float32) * weight[..., None]
             h = jnp.where(mine.any(1)[..., None], h, 0.0).astype(x.dtype)
+            matrix = dense(down, x.dtype)
             # One product over expert and feature is the faster where its transposed copy of the weights is paid for.
             if x.shape[0] > GROUP_WIDTH:
-                return total + jnp.einsum("tef,ehf->th", h, down, preferred_element_type=jnp.float32)
-            return total + jnp.einsum("tef,ehf->eth", h, down, preferred_element_type=jnp.float32).sum(0)
+                return total + jnp.einsum("tef,ehf->th", h, matrix, preferred_element_type=jnp.float32)
+            return total + jnp.einsum("tef,ehf->eth", h, matrix, preferred_element_type=jnp.float32).sum(0)
 
         return jax.lax.cond(mine.any(), visit, lambda total: total, total), None
 
@@ -73,15 +76,19 @@ def experts(x, weights, chosen, gate_up, down):
 
 
 class Moe(nnx.Module):
-    def __init__(self, spec: MoeSpec, hidden: int, rngs: nnx.Rngs, dtype):
+    def __init__(self, spec: MoeSpec, hidden: int, rngs: nnx.Rngs, dtype, layout: Layout = ONE_DEVICE):
         self.spec = spec
         e, f = spec.num_experts, spec.intermediate_size
+        self.experts, self.features = layout.experts(e), layout.expert_features(f)
         self.router = normal(rngs, (e, hidden), dtype)
         self.gate_up = normal(rngs, (e, 2, f, hidden), dtype)
         self.down = normal(rngs, (e, hidden, f), dtype)
         if spec.shared_intermediate_size is not None:
-            self.shared = Mlp(spec.shared_intermediate_size, hidden, rngs, dtype)
+            self.shared = Mlp(spec.shared_intermediate_size, hidden, rngs, dtype, layout)
             self.shared_gate = normal(rngs, (hidden,), dtype)
+
+    def cuts(self) -> dict[str, tuple[Cut | None, ...]]:
+        return {"gate_up": (self.experts, None, self.features), "down": (self.experts, None, self.features)}
 
     def __call__(self, x, valid):
         """x [B, T, H] → [B, T, H]; tokens where ``valid`` [B, T] is False go to no expert of their own."""
@@ -91,8 +98,15 @@ class Moe(nnx.Module):
         live = valid.reshape(-1, 1)
         # An idle token follows the first live one: it then reads no expert that is not read anyway.
         chosen = jnp.where(live, chosen, chosen[jnp.argmax(live[:, 0])])
-        y = experts(flat, weights, chosen, self.gate_up[...], self.down[...]).reshape(x.shape)
-        if self.spec.shared_intermediate_size is not None:
-            gate = jax.nn.sigmoid(jnp.einsum("bth,h->bt", x, self.shared_gate[...]))
-            y = y + gate[..., None] * self.shared(x)
-        return y
+        gate_up, down = self.gate_up[...], self.down[...]
+        local, mine = self.experts.own(chosen, gate_up.shape[0])
+        # Another device's expert: no share here, and the row that is read for it is one that is there.
+        weights, local = jnp.where(mine, weights, 0.0), jnp.where(mine, local, 0)
+        y = experts(flat, weights, local, gate_up, down).reshape(x.shape)
+        routed = Cut(self.features.axes + self.experts.axes)
+        if self.spec.shared_intermediate_size is None:
+            return routed.sum(y)
+        gate = jax.nn.sigmoid(jnp.einsum("bth,h->bt", x, self.shared_gate[...]))[..., None]
+        if routed == self.shared.features:
+            return routed.sum(y + gate * self.shared.partial(x))
+        return routed.sum(y) + gate * self.shared(x)

@@ -13,6 +13,8 @@ from flax import nnx
 from dflash_jax.cache import KVCache, attend
 from dflash_jax.config import AttentionSpec
 from dflash_jax.models.rope import apply_rope
+from dflash_jax.models.scaled import Scaled
+from dflash_jax.sharding import ONE_DEVICE, Cut, Layout
 
 
 def normal(rngs: nnx.Rngs, shape: tuple[int, ...], dtype, scale: float = 0.02) -> nnx.Param:
@@ -20,14 +22,14 @@ def normal(rngs: nnx.Rngs, shape: tuple[int, ...], dtype, scale: float = 0.02) -
 
 
 def project(x, weight, contracted: int = 1):
-    """Linear map: x [..., *in], weight [*out, *in], ``contracted`` axes in *in, → [..., *out].
+    """Linear map: x [..., *in], weight [*out, *in] (an array or `Scaled`), ``contracted`` axes in *in, → [..., *out].
 
     The weight is flattened to a matrix first, which is free. A product over several weight axes would make XLA
     transpose, and so copy, the whole weight at every call.
     """
     out, inner = weight.shape[: weight.ndim - contracted], weight.shape[weight.ndim - contracted :]
-    matrix = weight.reshape(math.prod(out), math.prod(inner))
-    y = jnp.einsum("ti,oi->to", x.reshape(-1, matrix.shape[1]), matrix)
+    matrix, x2 = weight.reshape(math.prod(out), math.prod(inner)), x.reshape(-1, math.prod(inner))
+    y = matrix.matmul(x2) if isinstance(matrix, Scaled) else jnp.einsum("ti,oi->to", x2, matrix)
     return y.reshape(*x.shape[: x.ndim - contracted], *out)
 
 
@@ -50,9 +52,12 @@ class RMSNorm(nnx.Module):
 class Attention(nnx.Module):
     """Attention of T new tokens over a cache and over one another. Pure: the caller decides what is kept of k and v."""
 
-    def __init__(self, spec: AttentionSpec, hidden: int, eps: float, norm_offset: float, rngs: nnx.Rngs, dtype):
+    def __init__(
+        self, spec: AttentionSpec, hidden: int, eps: float, norm_offset: float, rngs: nnx.Rngs, dtype, layout: Layout
+    ):
         self.spec = spec
         n, k, d = spec.num_heads, spec.num_kv_heads, spec.head_dim
+        self.heads, self.kv_heads = layout.heads(n, k), layout.kv_heads(n, k)
         self.q = normal(rngs, (n, 2 if spec.gated else 1, d, hidden), dtype)
         self.k = normal(rngs, (k, d, hidden), dtype)
         self.v = normal(rngs, (k, d, hidden), dtype)
@@ -60,6 +65,12 @@ class Attention(nnx.Module):
         if spec.qk_norm:
             self.q_norm = RMSNorm(d, eps, norm_offset, dtype)
             self.k_norm = RMSNorm(d, eps, norm_offset, dtype)
+
+    def cuts(self) -> dict[str, tuple[Cut | None, ...]]:
+        return {"q": (self.heads,), "k": (self.kv_heads,), "v": (self.kv_heads,), "o": (None, self.heads)}
+
+    def cache_specs(self, cache: KVCache) -> KVCache:
+        return cache.specs(self.kv_heads)
 
     def keys_values(self, x, angles):
         """k (normed, rotated) and v, [B, T, K, D], of x [B, T, H]."""
@@ -82,7 +93,7 @@ class Attention(nnx.Module):
         """Attended values [B, T, N, D] → [B, T, H]."""
         if gate is not None:
             y = y * jax.nn.sigmoid(gate)
-        return project(y, self.o[...], 2)
+        return self.heads.sum(project(y, self.o[...], 2))
 
     def __call__(self, x, angles, own_mask, cache: KVCache | None, length, visible=None):
         """x [B, T, H] → (y [B, T, H], k, v). Masks and ``visible`` as in `cache.attend`."""
@@ -92,10 +103,18 @@ class Attention(nnx.Module):
 
 
 class Mlp(nnx.Module):
-    def __init__(self, intermediate: int, hidden: int, rngs: nnx.Rngs, dtype):
+    def __init__(self, intermediate: int, hidden: int, rngs: nnx.Rngs, dtype, layout: Layout = ONE_DEVICE):
         self.gate_up = normal(rngs, (2, intermediate, hidden), dtype)
         self.down = normal(rngs, (hidden, intermediate), dtype)
+        self.features = layout.wide(intermediate)
 
-    def __call__(self, x):
+    def cuts(self) -> dict[str, tuple[Cut | None, ...]]:
+        return {"gate_up": (None, self.features), "down": (None, self.features)}
+
+    def partial(self, x):
+        """This device's share of the sum."""
         gate_up = project(x, self.gate_up[...])
         return project(jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :], self.down[...])
+
+    def __call__(self, x):
+        return self.features.sum(self.partial(x))

@@ -69,6 +69,9 @@ class GreedyDrafts:
     def init_cache(self, *args):
         return self.drafter.init_cache(*args)
 
+    def cache_specs(self, cache):
+        return self.drafter.cache_specs(cache)
+
     def extend(self, *args):
         return self.drafter.extend(*args)
 

@@ -185,7 +185,13 @@ def test_config_lacks_a_key(key, target_dir):
         ({"attention_bias": True}, ("attention_bias",)),
         ({"text_config": None}, ("text_config",)),
         ({"quantization_config": "fp8"}, ("fp8",)),
-        ({"text_config": {"quantization_config": {"quant_method": "gptq"}}}, ("gptq",)),
+        ({"hidden_act": "gelu"}, ("hidden_act", "gelu")),
+        ({"num_experts_per_tok": 99}, ("99", "experts")),
+        ({"num_hidden_layers": "8"}, ("num_hidden_layers", "'8'")),
+        ({"max_position_embeddings": 0}, ("max_position_embeddings", "0")),
+        ({"rms_norm_eps": None}, ("rms_norm_eps",)),
+        ({"rope_parameters": 5}, ("malformed",)),
+        ({"full_attention_interval": 0, "layer_types": None}, ("malformed",)),
     ],
 )
 def test_config_asks_for_what_is_not_known(changes, parts, target_dir):
@@ -196,12 +202,21 @@ def test_config_asks_for_what_is_not_known(changes, parts, target_dir):
 
 
 @pytest.mark.parametrize("load", [load_target, load_drafter])
-def test_quantised(load, target_dir, drafter_dir):
+@pytest.mark.parametrize(
+    ("quantization", "named"),
+    [
+        ({"quant_method": "awq", "bits": 4}, "awq"),
+        ("gptq", "gptq"),
+        ({"quant_method": "fp8"}, "weight_block_size None"),
+        ({"quant_method": "fp8", "weight_block_size": [128, 0]}, "[128, 0]"),
+    ],
+)
+def test_quantized_in_ways_that_are_not_read(load, quantization, named, target_dir, drafter_dir):
     path = target_dir if load is load_target else drafter_dir
-    change_config(path, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
+    change_config(path, quantization_config=quantization)
     with pytest.raises(InputError) as error:
         load(path)
-    says(error, "fp8", path)
+    says(error, named, path)
 
 
 def test_drafter_as_target(good_drafter):
@@ -360,6 +375,49 @@ def test_drafter_of_another_target(change, parts, drafter_dir, target):
     with pytest.raises(InputError) as error:
         load_drafter(drafter_dir, target=target.config)
     says(error, *parts)
+
+
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        ({"block_size": 0}, ("block_size", 0)),
+        ({"block_size": -3}, ("block_size", -3)),
+        ({"block_size": "16"}, ("block_size", "'16'")),
+        ({"hidden_act": "gelu"}, ("gelu",)),
+        ({"dflash_config": 5}, ("dflash_config", 5)),
+        ({"sliding_window": -4}, ("sliding_window", -4)),
+        ({"own": {"target_layer_ids": "abc"}}, ("target_layer_ids", "abc")),
+        ({"own": {"selector_rank": 8}}, ("DFlash2",)),
+    ],
+)
+def test_a_drafter_that_makes_no_sense(change, parts, drafter_dir, target):
+    change_config(drafter_dir, **change)
+    with pytest.raises(InputError) as error:
+        load_drafter(drafter_dir, target=target.config)
+    says(error, *parts)
+
+
+def test_a_tensor_in_two_files(target_dir):
+    tensors = load_file(target_dir / "model.safetensors")
+    (target_dir / "model.safetensors").rename(target_dir / "a.safetensors")
+    save_file({"model.norm.weight": tensors["model.norm.weight"] + 7}, target_dir / "b.safetensors")
+    with pytest.raises(InputError) as error:
+        load_target(target_dir)
+    says(error, "model.norm.weight", "a.safetensors", "b.safetensors")
+
+
+def test_other_files_beside_the_whole_one(target_dir, target):
+    """Adapters, old shards: without an index, model.safetensors is the checkpoint."""
+    save_file({"model.norm.weight": np.zeros(HIDDEN, np.float32)}, target_dir / "other.safetensors")
+    np.testing.assert_array_equal(load_target(target_dir).norm.weight[...], target.norm.weight[...])
+
+
+def test_experts_of_the_mtp_head_may_be_packed_otherwise(target_dir):
+    tensors = load_file(target_dir / "model.safetensors")
+    assert any(name.endswith("mlp.experts.gate_up_proj") for name in tensors)
+    tensors["mtp.layers.0.mlp.experts.0.gate_proj.weight"] = np.zeros((4, HIDDEN), np.float32)
+    save_file(tensors, target_dir / "model.safetensors")
+    load_target(target_dir)
 
 
 def test_wrong_number_of_taps(drafter_dir, target):

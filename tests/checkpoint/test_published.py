@@ -15,7 +15,7 @@ from dflash_jax.models.drafter import abstract_drafter
 from dflash_jax.models.families import dflash
 from dflash_jax.models.families.vision import vision_tensors
 
-CONFIGS = Path(__file__).parents[1] / "data" / "hf_configs"
+CONFIGS = Path(__file__).parents[2] / "configs" / "hf"
 # Text and vision tower together, and the vision tower.
 TARGETS = {
     "Qwen3.6-35B-A3B": (35_107_181_936, 446_571_248),

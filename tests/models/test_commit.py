@@ -120,6 +120,26 @@ def test_nan_in_an_idle_row_stays_there(call, slots, target, prefilled, block):
         np.testing.assert_array_equal(np.asarray(a)[others], np.asarray(b)[others])
 
 
+@pytest.mark.parametrize("run", [extend, verify])
+def test_nan_behind_the_length_of_a_live_row_stays_there(run, target, prefilled, block):
+    """What a slot's last user left in its K/V, past what the next one has written."""
+
+    def poison(cache):
+        if not isinstance(cache, KVCache):
+            return cache
+        stale = jnp.arange(cache.capacity) >= jnp.asarray(PREFILLED)[:, None]
+        return jax.tree.map(lambda x: jnp.where(stale[:, None, :, None], jnp.nan, x), cache)
+
+    dirty = tuple(poison(cache) for cache in prefilled)
+    assert any(np.isnan(x).any() for x in jax.tree.leaves(dirty))
+    clean, dirty = (
+        run(target, block, cache, jnp.asarray(PREFILLED), full(T), taps=TAPS)[:2] for cache in (prefilled, dirty)
+    )
+    for a, b in zip(clean, dirty, strict=True):
+        assert np.isfinite(a).all()
+        np.testing.assert_array_equal(a, b)
+
+
 def test_rows_do_not_see_one_another(target, prefilled, block):
     """A row alone and the same row in a batch."""
     hidden, _, _ = verify(target, block, prefilled, jnp.asarray(PREFILLED), full(T), taps=TAPS)

@@ -22,7 +22,7 @@ from dflash_jax.models.drafter import Borrowed, Drafter, DraftWindow, abstract_d
 from dflash_jax.models.families import dflash, target_family
 
 HIDDEN, TAPS, VOCAB, SLOTS = 24, 2, 53, 16
-CONFIGS = Path(__file__).parents[1] / "data" / "hf_configs"
+CONFIGS = Path(__file__).parents[2] / "configs" / "hf"
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 BASE = {

@@ -27,3 +27,8 @@ def target_family(raw: dict):
         known = ", ".join(sorted(TARGETS))
         raise InputError(f"unknown model_type {model_type!r}: the targets known here are {known}")
     return TARGETS[model_type]
+
+
+def read_target(raw: dict):
+    """A target's raw ``config.json`` → ModelConfig."""
+    return target_family(raw).read_config(raw)

@@ -5,8 +5,11 @@ from collections.abc import Collection
 from dflash_jax.config import AttentionSpec, DraftConfig, DraftLayerSpec
 from dflash_jax.errors import InputError
 from dflash_jax.models.families.names import Entry, Tensor, same
-from dflash_jax.models.families.reading import read_rope
+from dflash_jax.models.families.reading import Raw, check_activation, read_rope, whole
 from dflash_jax.models.families.tables import attention_entries, mlp_entries
+
+# What only DFlash2 drafters have.
+DFLASH2 = {"conv_kernel_size", "selector_rank", "output_multiplier", "final_logit_softcapping"}
 
 
 def is_drafter(raw: dict) -> bool:
@@ -18,6 +21,14 @@ def default_taps(num_target: int, num_draft: int) -> tuple[int, ...]:
     if num_draft == 1:
         return (num_target // 2,)
     return tuple(round(1 + i * (num_target - 4) / (num_draft - 1)) for i in range(num_draft))
+
+
+def read_taps(ids, need, depth: int) -> tuple[int, ...]:
+    if not ids:
+        return default_taps(need("num_target_layers"), depth)
+    if not isinstance(ids, list) or any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
+        raise InputError(f"the drafter's target_layer_ids is {ids!r}: it must be a list of layers")
+    return tuple(ids)
 
 
 def read_layers(raw: dict, own: dict, depth: int) -> list[tuple[int | None, bool]]:
@@ -38,6 +49,8 @@ def read_layers(raw: dict, own: dict, depth: int) -> list[tuple[int | None, bool
     window = own.get("swa_window_size") or raw.get("sliding_window")
     if any(sliding) and not window:
         raise InputError("the drafter has sliding layers but neither dflash_config.swa_window_size nor sliding_window")
+    if any(sliding):
+        whole("sliding_window", window)
     causal = raw.get("is_causal")
     if causal is None:
         causal = own.get("causal")
@@ -47,18 +60,21 @@ def read_layers(raw: dict, own: dict, depth: int) -> list[tuple[int | None, bool
 def read_config(raw: dict) -> DraftConfig:
     """``config.json`` → DraftConfig. Keys inside ``dflash_config`` win over those at top level."""
     own = raw.get("dflash_config") or {}
+    if not isinstance(own, dict):
+        raise InputError(f"the drafter's dflash_config must be an object, it is {own!r}")
 
-    def need(key, default=None):
+    def need(key, default=None, least=1):
         value = own.get(key, raw.get(key, default))
         if value is None:
             raise InputError(f"the drafter's config.json lacks {key!r}")
-        return value
+        return whole(key, value, least)
 
+    check_activation(raw)
     depth = need("num_hidden_layers")
     heads, hidden = need("num_attention_heads"), need("hidden_size")
     head_dim = raw.get("head_dim") or hidden // heads
     attention = AttentionSpec(heads, need("num_key_value_heads", heads), head_dim, read_rope(raw, head_dim))
-    unsupported = sorted({"conv_kernel_size", "selector_rank"} & {k for k, v in own.items() if v})
+    unsupported = sorted(DFLASH2 & {k for k, v in (raw | own).items() if v})
     if unsupported:
         raise InputError(
             f"this is a DFlash2 drafter (dflash_config has {', '.join(unsupported)}): only DFlash is known here"
@@ -71,12 +87,10 @@ def read_config(raw: dict) -> DraftConfig:
             for window, causal in read_layers(raw, own, depth)
         ),
         block_size=need("block_size"),
-        mask_token_id=need("mask_token_id"),
-        target_layer_ids=tuple(
-            own.get("target_layer_ids") or raw.get("target_layer_ids") or default_taps(need("num_target_layers"), depth)
-        ),
+        mask_token_id=need("mask_token_id", least=0),
+        target_layer_ids=read_taps(own.get("target_layer_ids") or raw.get("target_layer_ids"), need, depth),
         num_target_layers=need("num_target_layers"),
-        norm_eps=raw.get("rms_norm_eps", 1e-6),
+        norm_eps=Raw(raw).norm_eps,
         max_positions=need("max_position_embeddings"),
     )
 

@@ -33,8 +33,11 @@ class Entry:
     join: Callable[[Sequence[np.ndarray]], np.ndarray] = _only
     split: Callable[[np.ndarray], Sequence[np.ndarray]] = lambda array: [array]
 
-    def read(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
-        return np.ascontiguousarray(self.join(arrays)).reshape(self.shape)
+    def read(self, arrays: Sequence[np.ndarray], last: int | None = None) -> np.ndarray:
+        """The parameter. ``last``: the length of its last axis where the arrays are not the tensors but their
+        scales."""
+        shape = self.shape if last is None else (*self.shape[:-1], last)
+        return np.ascontiguousarray(self.join(arrays)).reshape(shape)
 
     def write(self, array: np.ndarray) -> list[np.ndarray]:
         parts = self.split(array)

@@ -20,7 +20,7 @@ def read_classic(raw: dict, qk_norm: bool) -> ModelConfig:
         vocab_size=text.need("vocab_size"),
         hidden_size=text.need("hidden_size"),
         layers=tuple(LayerSpec(attention, ffn) for ffn in ffns),
-        norm_eps=text.get("rms_norm_eps", 1e-6),
+        norm_eps=text.norm_eps,
         norm_offset=0.0,
         max_positions=text.need("max_position_embeddings"),
         tied_embeddings=bool(text.get("tie_word_embeddings", False)),

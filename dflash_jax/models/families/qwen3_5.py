@@ -26,7 +26,7 @@ def read_hybrid(raw: dict, normalise: bool) -> ModelConfig:
         vocab_size=text.need("vocab_size"),
         hidden_size=text.need("hidden_size"),
         layers=tuple(LayerSpec(mixers[kind], ffn) for kind, ffn in zip(kinds, ffns, strict=True)),
-        norm_eps=text.get("rms_norm_eps", 1e-6),
+        norm_eps=text.norm_eps,
         norm_offset=1.0,
         max_positions=text.need("max_position_embeddings"),
         tied_embeddings=bool(raw.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),

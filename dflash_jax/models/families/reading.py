@@ -11,10 +11,18 @@ class Raw(dict):
         super().__init__(raw)
         self.model_type = model_type or raw.get("model_type")
 
-    def need(self, key: str):
+    def need(self, key: str) -> int:
+        """A count or a size: a whole number from 1."""
         if self.get(key) is None:
             raise InputError(f"config.json of model_type {self.model_type!r} lacks {key!r}")
-        return self[key]
+        return whole(key, self[key])
+
+    @property
+    def norm_eps(self) -> float:
+        value = self.get("rms_norm_eps", 1e-6)
+        if not isinstance(value, (int, float)) or not 0 <= value < 1:
+            raise InputError(f"config.json: rms_norm_eps is {value!r}: it must be a small number such as 1e-6")
+        return float(value)
 
     def refuse(self, *options: str) -> None:
         """Raises InputError where one of ``options`` is set: no model here has them."""
@@ -24,7 +32,20 @@ class Raw(dict):
 
     @property
     def head_dim(self) -> int:
-        return self.get("head_dim") or self.need("hidden_size") // self.need("num_attention_heads")
+        if self.get("head_dim") is not None:
+            return self.need("head_dim")
+        return self.need("hidden_size") // self.need("num_attention_heads")
+
+
+def whole(key: str, value, least: int = 1) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise InputError(f"config.json: {key} is {value!r}: it must be a whole number from {least}")
+    return value
+
+
+def check_activation(raw: dict) -> None:
+    if raw.get("hidden_act", "silu") not in ("silu", "swish"):
+        raise InputError(f"config.json: hidden_act is {raw['hidden_act']!r}: only silu is known")
 
 
 def read_rope(raw: dict, head_dim: int, partial: float = 1.0) -> RopeSpec:
@@ -71,6 +92,7 @@ def _llama3(scaling: dict, raw: dict) -> Llama3Spec:
 
 def read_attention(text: Raw, *, gated: bool = False, qk_norm: bool = True, partial: float = 1.0) -> AttentionSpec:
     text.refuse("attention_bias", "use_sliding_window")
+    check_activation(text)
     heads = text.need("num_attention_heads")
     return AttentionSpec(
         num_heads=heads,
@@ -107,6 +129,8 @@ def read_ffns(text: Raw, *, shared: bool, normalise: bool) -> list[MlpSpec | Moe
         shared_intermediate_size=text.need("shared_expert_intermediate_size") if shared else None,
         normalise_top_k=normalise,
     )
+    if moe.experts_per_token > experts:
+        raise InputError(f"config.json: num_experts_per_tok is {moe.experts_per_token}, there are {experts} experts")
     sparse = [i not in (dense or ()) and (i + 1) % step == 0 for i in range(depth)]
     return [moe if s else MlpSpec(text.need("intermediate_size")) for s in sparse]
 

@@ -21,7 +21,7 @@ def by_key_head(spec: GatedDeltaSpec, rows: tuple[int, ...], path: str, tensors:
 
     def join(arrays):
         parts = np.split(np.concatenate(arrays), starts)
-        return np.concatenate([p.reshape(g, -1, *columns) for p in parts], axis=1)
+        return np.concatenate([p.reshape(g, -1, *p.shape[1:]) for p in parts], axis=1)
 
     def split(array):
         parts = np.split(array.reshape(g, sum(rows), *columns), np.cumsum(rows)[:-1], axis=1)
@@ -97,7 +97,8 @@ def decoder_entries(
 
     ``delta(path, name, spec, hidden)`` gives the entries of a Gated DeltaNet mixer.
     """
-    fused = not any(".mlp.experts.0." in n for n in names)
+    # Of these layers: those of an MTP head may be packed otherwise.
+    fused = not any(n.startswith(f"{prefix}layers.") and ".mlp.experts.0." in n for n in names)
     hidden = config.hidden_size
     entries = [
         same("embed", (config.vocab_size, hidden), f"{prefix}embed_tokens.weight"),

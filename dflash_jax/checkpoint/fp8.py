@@ -1,0 +1,57 @@
+"""Official FP8 checkpoints: ``X.weight`` in float8_e4m3fn and ``X.weight_scale_inv``, one factor a 128 × 128 block."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from dflash_jax.checkpoint.files import TensorFiles
+from dflash_jax.errors import InputError
+from dflash_jax.models.families.names import Entry, Tensor
+
+SUFFIX = "_scale_inv"
+
+
+def read_block(quantization, directory: Path) -> tuple[int, int]:
+    """The block of a ``quantization_config``. Raises InputError for what is not FP8 in blocks."""
+    if not isinstance(quantization, dict) or quantization.get("quant_method") != "fp8":
+        kind = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        raise InputError(f"{directory} is quantized by {kind!r}: only fp8 in blocks is read here")
+    block = quantization.get("weight_block_size")
+    if not isinstance(block, list) or len(block) != 2 or not all(isinstance(n, int) and n > 0 for n in block):
+        raise InputError(f"{directory} is fp8 with weight_block_size {block!r}: it must be two sizes, like [128, 128]")
+    return block[0], block[1]
+
+
+def scale_of(tensor: Tensor, block: tuple[int, int]) -> Tensor:
+    *lead, rows, columns = tensor.shape
+    return Tensor(tensor.name + SUFFIX, (*lead, -(-rows // block[0]), -(-columns // block[1])))
+
+
+def scales(entries: Sequence[Entry], files: TensorFiles, block: tuple[int, int]) -> list[Tensor]:
+    """The scales that the checkpoint must have: of every tensor that is in FP8, or that has one."""
+    tensors = [t for e in entries for t in e.tensors if t.name in files and len(t.shape) >= 2]
+    return [scale_of(t, block) for t in tensors if files.dtype(t.name) == "F8_E4M3" or t.name + SUFFIX in files]
+
+
+def is_scaled(entry: Entry, files: TensorFiles) -> bool:
+    found = {t.name + SUFFIX in files for t in entry.tensors}
+    if len(found) > 1:
+        raise InputError(f"some tensors of {entry.path} are in FP8 and some are not, first {entry.tensors[0].name!r}")
+    return found == {True}
+
+
+def read_scale(entry: Entry, files: TensorFiles, block: tuple[int, int], parts: int) -> np.ndarray:
+    """The factors of a parameter, one for each run of its last axis that lies within a block and, with the axis cut
+    into ``parts``, within a part."""
+    last = entry.shape[-1]
+    run = math.gcd(block[1], last // parts)
+
+    def spread(tensor: Tensor) -> np.ndarray:
+        rows, columns = tensor.shape[-2:]
+        factors = files.read(tensor.name + SUFFIX)
+        factors = np.repeat(factors, block[0], axis=-2)[..., :rows, :]
+        return np.repeat(factors, block[1] // run, axis=-1)[..., : columns // run]
+
+    return entry.read([spread(t) for t in entry.tensors], last // run)

@@ -1,0 +1,206 @@
+"""The mesh, the one table of what is cut over which of its axes, and the collectives over a cut.
+
+A step runs inside one ``jax.shard_map`` over the whole mesh: modules and states are written for the shard that a
+device holds, and say where sums over devices are due. Without a mesh every cut is empty and every collective the
+identity, so that the same functions run under a plain ``jax.jit``.
+
+Axes: ``data`` (rows), ``tensor`` (heads, features, vocabulary), ``expert`` (experts; everything else is cut over it
+like over ``tensor``). The last two are laid out as their prime factors (tensor=8 is tensor0 × tensor1 × tensor2, each
+of 2), and a dimension is cut over as many leading factors as divide it: two KV heads on eight devices are in two
+halves of four copies each.
+"""
+
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from dflash_jax.errors import InputError
+
+Axes = tuple[str, ...]
+DATA = "data"
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How one dimension is cut over mesh axes; the collectives that join it again. Empty: not at all."""
+
+    axes: Axes = ()
+
+    def index(self):
+        """Which part this device holds."""
+        return jax.lax.axis_index(self.axes) if self.axes else 0
+
+    def sum(self, x):
+        return jax.lax.psum(x, self.axes) if self.axes else x
+
+    def max(self, x):
+        return jax.lax.pmax(x, self.axes) if self.axes else x
+
+    def gather(self, x, axis: int):
+        """All parts of x, one after the other along ``axis``."""
+        return jax.lax.all_gather(x, self.axes, axis=axis % x.ndim, tiled=True) if self.axes else x
+
+    def argmax(self, x):
+        """Index in the whole of the largest of x [..., part]; the lowest of equal ones."""
+        best = jnp.argmax(x, axis=-1)
+        if not self.axes:
+            return best
+        value = jnp.take_along_axis(x, best[..., None], axis=-1)
+        values = self.gather(value, -1)
+        ids = self.gather((best + self.index() * x.shape[-1])[..., None], -1)
+        return jnp.take_along_axis(ids, jnp.argmax(values, axis=-1)[..., None], axis=-1)[..., 0]
+
+    def top_k(self, x, k: int):
+        """The k largest of x [..., part] and their indices in the whole."""
+        values, ids = jax.lax.top_k(x, min(k, x.shape[-1]))
+        if not self.axes:
+            return values, ids
+        values, ids = self.gather(values, -1), self.gather(ids + self.index() * x.shape[-1], -1)
+        values, order = jax.lax.top_k(values, k)
+        return values, jnp.take_along_axis(ids, order, axis=-1)
+
+    def own(self, ids, size: int):
+        """Indices of the whole → (indices in this part of ``size``, whether they are in it)."""
+        if not self.axes:
+            return ids, jnp.ones(ids.shape, bool)
+        local = ids - self.index() * size
+        return local, (local >= 0) & (local < size)
+
+
+WHOLE = Cut()
+
+
+def factors(n: int) -> list[int]:
+    """Prime factors, small ones first."""
+    found, p = [], 2
+    while n > 1:
+        while n % p == 0:
+            found.append(p)
+            n //= p
+        p += 1
+    return found
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the mesh, and the table: what each kind of dimension is cut over."""
+
+    data: int = 1
+    expert: int = 1
+    tensor: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> "Layout":
+        """From ``data=2,tensor=4``."""
+        sizes: dict[str, int] = {}
+        for part in filter(None, text.replace(" ", "").split(",")):
+            name, _, size = part.partition("=")
+            if name not in ("data", "expert", "tensor"):
+                raise InputError(f"mesh axis {name!r} is not known: axes are data, expert and tensor")
+            if name in sizes:
+                raise InputError(f"mesh {text!r} gives {name} twice")
+            if not size.isdecimal() or int(size) < 1:
+                raise InputError(f"mesh axis {name} has size {size!r}: it must be a whole number from 1")
+            sizes[name] = int(size)
+        return cls(**sizes)
+
+    def __str__(self) -> str:
+        return f"data={self.data},expert={self.expert},tensor={self.tensor}"
+
+    @property
+    def devices(self) -> int:
+        return self.data * self.expert * self.tensor
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Mesh axis → size."""
+        named = {DATA: self.data}
+        for kind in ("tensor", "expert"):
+            named |= {f"{kind}{i}": p for i, p in enumerate(factors(getattr(self, kind)))}
+        return named
+
+    def mesh(self, devices=None) -> Mesh:
+        """Over ``devices``, or the first of those that are there. Raises InputError where there are too few."""
+        devices = jax.devices() if devices is None else list(devices)
+        if len(devices) < self.devices:
+            raise InputError(f"mesh {self} needs {self.devices} devices: there are {len(devices)}")
+        kinds = (jax.sharding.AxisType.Auto,) * len(self.sizes)
+        names, shape = tuple(self.sizes), tuple(self.sizes.values())
+        return jax.make_mesh(shape, names, axis_types=kinds, devices=devices[: self.devices])
+
+    def _prefix(self, size: int, *kinds: str) -> Axes:
+        """The longest run of the kinds' axes, from the first on, whose sizes' product divides ``size``."""
+        taken: list[str] = []
+        for name, n in self.sizes.items():
+            if name.rstrip("0123456789") in kinds:
+                if size % n:
+                    break
+                size //= n
+                taken.append(name)
+        return tuple(taken)
+
+    def parts(self, cut: Cut) -> int:
+        return math.prod(self.sizes[a] for a in cut.axes)
+
+    # The table.
+
+    def wide(self, size: int) -> Cut:
+        """Vocabulary, features of an MLP, key heads of Gated DeltaNet: over all devices of a row."""
+        return Cut(self._prefix(size, "tensor", "expert"))
+
+    def kv_heads(self, heads: int, kv_heads: int) -> Cut:
+        return self.wide(kv_heads)
+
+    def heads(self, heads: int, kv_heads: int) -> Cut:
+        """Further than the KV heads only where a device then has heads of one KV head."""
+        kv = self.kv_heads(heads, kv_heads)
+        return self.wide(heads) if self.parts(kv) == kv_heads else kv
+
+    def experts(self, experts: int) -> Cut:
+        cut = Cut(self._prefix(experts, "expert"))
+        if self.parts(cut) != self.expert:
+            raise InputError(f"{experts} experts cannot be divided among expert={self.expert} devices")
+        return cut
+
+    def expert_features(self, size: int) -> Cut:
+        return Cut(self._prefix(size, "tensor"))
+
+
+ONE_DEVICE = Layout()
+
+
+def parameter_paths(module) -> list[str]:
+    """Dotted names of a module's parameters, in the order of its leaves."""
+    paths, _ = jax.tree_util.tree_flatten_with_path(module)
+    names = []
+    for path, _ in paths:
+        parts = [str(getattr(key, "name", getattr(key, "idx", getattr(key, "key", None)))) for key in path]
+        names.append(".".join(p for p in parts if p != "value"))
+    return names
+
+
+def spec(*cuts: Cut | str | None) -> PartitionSpec:
+    """Leading dimensions' cuts (None: whole) → PartitionSpec."""
+    return PartitionSpec(*(c.axes or None if isinstance(c, Cut) else c for c in cuts))
+
+
+def parameter_specs(module) -> list[PartitionSpec]:
+    """One a leaf of ``module``: a part that cuts its parameters has ``cuts()``, parameter → cuts of its dimensions."""
+    specs = []
+    for path in parameter_paths(module):
+        owner, name = module, path.split(".")
+        while len(name) > 1 and not (hasattr(owner, "cuts") and name[0] in owner.cuts()):
+            owner = owner[int(name[0])] if name[0].isdecimal() else getattr(owner, name[0])
+            name = name[1:]
+        cuts = owner.cuts() if hasattr(owner, "cuts") else {}
+        specs.append(spec(*cuts.get(name[0], ())))
+    return specs
+
+
+def place(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    """An array of the host's on the mesh, each device (of several hosts) given its part only."""
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])

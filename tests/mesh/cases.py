@@ -1,0 +1,164 @@
+"""Eight devices give one device's tokens. Collected by `test_mesh.py` only, in a process that has eight CPU devices."""
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+import tiny
+from equality import Reference, check_same
+from helpers import ATTENTION, DELTA, MOE, random_decoder, random_drafter, tiny_config, tiny_draft_config
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from dflash_jax import LLM, InputError, SamplingParams
+from dflash_jax.cache import KVCache
+from dflash_jax.compare import divergence
+from dflash_jax.config import LayerSpec, MlpSpec
+from dflash_jax.models.decoder import abstract_decoder
+from dflash_jax.models.drafter import abstract_drafter
+from dflash_jax.programs import Programs
+from dflash_jax.sharding import Layout, parameter_paths
+from dflash_jax.speculative import Settings
+
+VOCAB = 64
+SETTINGS = Settings(window=8, top_logprobs=2)
+PROMPTS = [list(range(3, 20)), [5], list(range(40, 50)), [7, 8, 9], [], [1, 2], [60, 3], [9] * 12]
+NEW = [20, 11, 30, 25, 0, 6, 17, 30]
+
+gated = replace(ATTENTION, num_heads=8, num_kv_heads=2)
+plain = replace(gated, gated=False)
+delta = replace(DELTA, num_key_heads=4, num_value_heads=12)
+experts = replace(MOE, num_experts=8, intermediate_size=16, shared_intermediate_size=24)
+lone = replace(experts, shared_intermediate_size=None, normalise_top_k=False)
+MIXERS = {"a": gated, "d": delta, "p": plain, "n": replace(plain, qk_norm=False, num_heads=9, num_kv_heads=3)}
+FFNS = {"m": MlpSpec(32), "e": experts, "l": lone}
+# Layers as (mixer, feed-forward) letters; "n" has head counts that eight devices cannot share.
+FAMILIES = {
+    "qwen3_5_moe": ["de", "ae"],
+    "qwen3_5": ["dm", "am"],
+    "qwen3_next": ["de", "dm", "ae"],
+    "qwen3_moe": ["pl", "pm"],
+    "qwen3": ["pm", "pm"],
+    "llama": ["nm", "nm"],
+}
+LAYOUTS = [Layout(tensor=8), Layout(data=2, tensor=2, expert=2)]
+
+
+def config(family: str):
+    layers = tuple(LayerSpec(MIXERS[m], FFNS[f]) for m, f in FAMILIES[family])
+    return tiny_config("a", vocab_size=VOCAB, layers=layers, tied_embeddings=family == "llama")
+
+
+def on(layout: Layout, module, abstract):
+    """``module`` for another layout, the same weights."""
+    return jax.tree.unflatten(jax.tree.structure(abstract(module.config, layout=layout)), jax.tree.leaves(module))
+
+
+def decode(target, drafter, sampled: bool):
+    """(state at the end, programs) of a batch of unequal rows through all programs."""
+    programs, rows = Programs(target, drafter), len(PROMPTS)
+    options = {"temperature": [0.9, 0.0] * 4, "top_k": [20] * rows, "top_p": [0.9] * rows, "seed": range(rows)}
+    options |= {"repetition": [1.2] * rows, "presence": [0.3] * rows} if sampled else {}
+    sampling = tiny.sampling(rows, VOCAB, **(options if sampled else {}))
+    state = programs.start(PROMPTS, NEW, 64, SETTINGS, True, width=8, sampling=sampling)
+    for _ in range(3):
+        state = programs.prefill_chunk(state, 8, True)
+    state, _ = programs.first_token(state)
+    state, report = programs.decode(state, 1000, SETTINGS, True)
+    assert report.done.all()
+    assert report.done.sharding.is_fully_replicated
+    return state, programs
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def pair(request):
+    target = random_decoder(config(request.param))
+    drafter = random_drafter(replace(tiny_draft_config(target.config), vocab_size=VOCAB))
+    return target, drafter
+
+
+def values(state):
+    return state.logprobs.chosen, state.logprobs.values
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+def test_eight_devices_give_the_tokens_of_one(pair, sampled):
+    target, drafter = pair
+    expected = jax.device_get(decode(target, drafter, sampled)[0])
+    reference = Reference(target, expected)
+    for layout in LAYOUTS:
+        meshed = on(layout, target, abstract_decoder), on(layout, drafter, abstract_drafter)
+        state, programs = decode(*meshed, sampled)
+        check_shardings(layout, state, meshed[0])
+        check_no_whole_logits(layout, programs)
+        found = jax.device_get(state)
+        check_same(reference, found)
+        for row, n in enumerate(found.length):
+            if np.array_equal(found.tokens[row, :n], expected.tokens[row, :n]):
+                for mine, theirs in zip(values(found), values(expected), strict=True):
+                    np.testing.assert_allclose(mine[row, :n], theirs[row, :n], atol=1e-4)
+
+
+def lies(array, *spec) -> bool:
+    """Whether an array is cut so over its mesh; an axis of size one cuts nothing."""
+    return array.sharding.is_equivalent_to(NamedSharding(array.sharding.mesh, P(*spec)), array.ndim)
+
+
+def check_shardings(layout: Layout, state, target) -> None:
+    """What comes out of the loop lies as the table says."""
+    wide = tuple(a for a in layout.sizes if a != "data")
+    assert lies(state.tokens, "data")
+    assert lies(state.sampling.output_counts, "data", wide)
+    for layer, cache in zip(target.layers, state.target, strict=True):
+        if isinstance(cache, KVCache):
+            held = wide[:1] if layer.spec.mixer.num_kv_heads == 2 else None
+            assert lies(cache.k, "data", held)
+        else:  # four key heads
+            assert lies(cache.recurrent, "data", wide[:2])
+            assert lies(cache.conv, "data", None, wide[:2])
+
+
+def check_no_whole_logits(layout: Layout, programs: Programs) -> None:
+    """No all-gather of the loop is as wide as the vocabulary."""
+    (key,) = [k for k in programs.compiled if k[0] == "decode"]
+    hlo = programs.compiled[key].as_text()
+    assert "all-reduce" in hlo
+    gathers = [line for line in hlo.splitlines() if "all-gather(" in line]
+    assert gathers
+    assert not [line for line in gathers if f",{VOCAB}]" in line.split("all-gather(")[0]]
+
+
+PARAMETERS = {
+    "embed": P(("tensor0", "tensor1", "tensor2")),
+    "layers.0.mixer.qkvz": P(("tensor0",)),
+    "layers.0.mixer.out": P(None, ("tensor0",)),
+    "layers.0.ffn.router": P(),
+    "layers.0.ffn.gate_up": P(None, None, ("tensor0", "tensor1", "tensor2")),
+    "layers.0.ffn.shared.down": P(None, ("tensor0", "tensor1", "tensor2")),
+    "layers.3.mixer.k": P(),
+    "layers.3.mixer.o": P(),
+}
+
+
+def test_a_checkpoint_is_read_into_its_shards_and_generates_the_same_text():
+    params = SamplingParams(temperature=0.7, top_k=20, seed=4, max_tokens=24)
+    one, eight = LLM(), LLM(mesh="tensor=8")
+    specs = dict(zip(parameter_paths(eight.target), jax.tree.leaves(eight.target), strict=True))
+    for path, expected in PARAMETERS.items():
+        assert specs[path].sharding.spec == expected, path
+    embed = specs["embed"]
+    assert {s.data.shape for s in embed.addressable_shards} == {(embed.shape[0] // 8, embed.shape[1])}
+    (expected,), (found,) = one.generate(["def f("], params), eight.generate(["def f("], params)
+    parting = divergence(eight, found.prompt_ids, expected.token_ids, found.token_ids, params)
+    assert parting is None or parting.is_tie
+
+
+def test_more_devices_than_there_are():
+    with pytest.raises(InputError, match=r"needs 16 devices: there are 8"):
+        LLM(mesh="tensor=16")
+
+
+def test_experts_that_do_not_divide():
+    with pytest.raises(InputError, match=r"8 experts cannot be divided among expert=3"):
+        LLM(mesh="expert=3")
