@@ -17,7 +17,7 @@ LEVELS = [
     ("rows",),
     ("llm",),
     ("compare",),
-    ("generate", "training"),
+    ("generate", "training", "command"),
 ]
 LEVEL = {name: i for i, names in enumerate(LEVELS) for name in names}
 FILES = sorted(ROOT.rglob("*.py"))
