@@ -1,7 +1,8 @@
 """Tensors of a Hugging Face directory: one safetensors file, or several with an index."""
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -122,3 +123,27 @@ def write_tensors(directory: Path, tensors: dict[str, np.ndarray]) -> None:
     save_file(tensors, path, metadata={"format": "pt"})
     # The library makes it private; a checkpoint is for everyone who can read its directory.
     path.chmod(0o644)
+
+
+def stream_tensors(
+    path: Path, dtype: np.dtype, tensors: dict[str, tuple[tuple[int, ...], Callable[[], np.ndarray]]]
+) -> None:
+    """A safetensors file, made a tensor at a time: each is its shape and what gives it, to be cast to ``dtype``."""
+    (kind,) = (k for k, d in DTYPES.items() if d == dtype)
+    header, at = {"__metadata__": {"format": "pt"}}, 0
+    for name, (shape, _) in tensors.items():
+        end = at + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name, (shape, make) in tensors.items():
+            with np.errstate(over="ignore"):
+                array = np.ascontiguousarray(make().astype(dtype))
+            if array.shape != shape:
+                raise AssertionError(f"{name} has the shape {array.shape}, not {shape}")
+            if not np.isfinite(array).all():
+                raise InputError(f"tensor {name!r} has numbers that are not finite in {dtype.name}")
+            file.write(array.view(np.uint8))

@@ -1,0 +1,272 @@
+"""A Hugging Face directory from a GGUF file."""
+
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from dflash_jax.checkpoint.files import DTYPES, stream_tensors
+from dflash_jax.checkpoint.gguf_file import GgufFile
+from dflash_jax.checkpoint.gguf_tokenizer import ids_of, save_tokenizer
+from dflash_jax.checkpoint.load import open_target, read_target_config
+from dflash_jax.config import Llama3Spec, RopeSpec
+from dflash_jax.errors import InputError
+from dflash_jax.models.rope import rope_frequencies
+
+DTYPE_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """How llama.cpp's names map to Hugging Face's. ``tensors``: with {i} the layer and {e} the expert, stacked in one
+    tensor there. ``paired``: rows of q and k are stored so that RoPE turns neighbours, not halves."""
+
+    model_type: str
+    class_name: str
+    tensors: dict[str, str]
+    paired: bool = False
+    extra: tuple[tuple[str, object], ...] = ()
+
+    @property
+    def has_experts(self) -> bool:
+        return "blk.{i}.ffn_gate_inp.weight" in self.tensors
+
+
+LAYER = "model.layers.{i}."
+ATTENTION = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+    "blk.{i}.attn_norm.weight": LAYER + "input_layernorm.weight",
+    "blk.{i}.ffn_norm.weight": LAYER + "post_attention_layernorm.weight",
+    "blk.{i}.attn_q.weight": LAYER + "self_attn.q_proj.weight",
+    "blk.{i}.attn_k.weight": LAYER + "self_attn.k_proj.weight",
+    "blk.{i}.attn_v.weight": LAYER + "self_attn.v_proj.weight",
+    "blk.{i}.attn_output.weight": LAYER + "self_attn.o_proj.weight",
+}
+QK_NORM = {f"blk.{{i}}.attn_{x}_norm.weight": f"{LAYER}self_attn.{x}_norm.weight" for x in "qk"}
+DENSE = {f"blk.{{i}}.ffn_{x}.weight": f"{LAYER}mlp.{x}_proj.weight" for x in ("gate", "up", "down")}
+EXPERTS = {"blk.{i}.ffn_gate_inp.weight": LAYER + "mlp.gate.weight"} | {
+    f"blk.{{i}}.ffn_{x}_exps.weight": f"{LAYER}mlp.experts.{{e}}.{x}_proj.weight" for x in ("gate", "up", "down")
+}
+ARCHITECTURES = {
+    "llama": Architecture("llama", "LlamaForCausalLM", ATTENTION | DENSE, True, (("mlp_bias", False),)),
+    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", ATTENTION | QK_NORM | DENSE),
+    # llama.cpp has no key for norm_topk_prob: it always normalises here.
+    "qwen3moe": Architecture(
+        "qwen3_moe", "Qwen3MoeForCausalLM", ATTENTION | QK_NORM | EXPERTS, extra=(("norm_topk_prob", True),)
+    ),
+}
+# Divisors of the rotary frequencies; they become rope_scaling.
+FREQUENCIES = "rope_freqs.weight"
+
+
+class _Keys:
+    """Metadata of the architecture at hand, without its prefix."""
+
+    def __init__(self, file: GgufFile, prefix: str):
+        self._file, self._prefix = file, prefix
+        self.names = [k.removeprefix(f"{prefix}.") for k in file.metadata if k.startswith(f"{prefix}.")]
+
+    def number(self, name: str, default=None):
+        value = self._file.metadata.get(f"{self._prefix}.{name}", default)
+        if isinstance(value, list) and value and all(v == value[0] for v in value):
+            value = value[0]
+        if value is None:
+            raise InputError(f"{self._file.path} lacks {self._prefix}.{name}")
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            shown = "a value for each layer" if isinstance(value, list) else repr(value)
+            raise InputError(f"{self._file.path}: {self._prefix}.{name} is {shown}, it must be one number")
+        if value < 0 or (value == 0 and default != 0):
+            raise InputError(f"{self._file.path}: {self._prefix}.{name} is {value}, it must be positive")
+        return value
+
+
+def architecture_of(file: GgufFile) -> Architecture:
+    name = file.metadata.get("general.architecture")
+    if not isinstance(name, str) or name not in ARCHITECTURES:
+        raise InputError(f"{file.path}: unknown architecture {name!r}: known are {', '.join(ARCHITECTURES)}")
+    parts = file.metadata.get("split.count", 0)
+    if isinstance(parts, int) and parts > 1:
+        raise InputError(f"{file.path} is one of {parts} parts: join them first (llama-gguf-split --merge)")
+    return ARCHITECTURES[name]
+
+
+def read_config(file: GgufFile) -> dict:
+    """``config.json`` of a GGUF file."""
+    arch, keys = architecture_of(file), _Keys(file, file.metadata["general.architecture"])
+    if "token_embd.weight" not in file.tensors:
+        raise InputError(f"{file.path} lacks the tensor 'token_embd.weight'")
+    rows, tokens = file.tensors["token_embd.weight"].shape[0], file.metadata.get("tokenizer.ggml.tokens", [])
+    if len(tokens) > rows:
+        raise InputError(f"{file.path} has {len(tokens)} tokens, but 'token_embd.weight' has only {rows} rows")
+    heads, hidden = keys.number("attention.head_count"), keys.number("embedding_length")
+    head_dim = keys.number("attention.key_length", hidden // heads)
+    known = {"attention.value_length": head_dim, "rope.dimension_count": head_dim, "rope.scale_linear": 1.0}
+    for name, value in known.items():
+        if keys.number(name, value) != value:
+            raise InputError(f"{file.path}: {name} is {keys.number(name)}, for {arch.model_type} it must be {value}")
+    window = keys.number("attention.sliding_window", 0)
+    if 0 < window < keys.number("context_length"):
+        raise InputError(f"{file.path}: attention.sliding_window {window} is not known for {arch.model_type}")
+    config = {
+        "architectures": [arch.class_name],
+        "model_type": arch.model_type,
+        "vocab_size": rows,
+        "hidden_size": hidden,
+        "intermediate_size": keys.number("feed_forward_length"),
+        "num_hidden_layers": keys.number("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": keys.number("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": keys.number("context_length"),
+        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
+        "rope_theta": keys.number("rope.freq_base", 10000.0),
+        "rope_scaling": _rope_scaling(file, keys, head_dim),
+        "attention_bias": False,
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        **dict(arch.extra),
+        **token_ids(file),
+    }
+    if arch.has_experts:
+        config |= {
+            "num_experts": keys.number("expert_count"),
+            "num_experts_per_tok": keys.number("expert_used_count"),
+            "moe_intermediate_size": keys.number("expert_feed_forward_length"),
+        }
+    return config
+
+
+def _rope_scaling(file: GgufFile, keys: _Keys, head_dim: int) -> dict | None:
+    kind = file.metadata.get(f"{file.metadata['general.architecture']}.rope.scaling.type", "none")
+    if FREQUENCIES in file.tensors:
+        return llama3_scaling(file.read(FREQUENCIES), keys.number("rope.freq_base", 10000.0), head_dim)
+    if kind == "none":
+        return None
+    known = {"type", "factor", "original_context_length", "finetuned"}
+    unknown = sorted({k.removeprefix("rope.scaling.") for k in keys.names if k.startswith("rope.scaling.")} - known)
+    if kind != "yarn" or unknown:
+        raise InputError(f"{file.path}: rope.scaling {' with '.join([str(kind), *unknown])} is not known")
+    return {
+        "rope_type": "yarn",
+        "factor": keys.number("rope.scaling.factor"),
+        "original_max_position_embeddings": keys.number("rope.scaling.original_context_length"),
+    }
+
+
+def llama3_scaling(divisors: np.ndarray, theta: float, head_dim: int) -> dict | None:
+    """The parameters of Llama 3's scaling behind ``rope_freqs.weight`` float32 [head_dim / 2], where llama.cpp keeps
+    its effect. Only the ratios of low_freq_factor, high_freq_factor and the original context have one, so the first
+    is 1, as in every published checkpoint."""
+    factor = float(divisors.max())
+    if np.all(divisors == 1):
+        return None
+    plain = np.asarray(rope_frequencies(RopeSpec(theta, head_dim))[0], np.float64)
+    # 1 where a frequency is kept, 0 where it is divided by the whole factor, and linear in it between.
+    kept = (1 / divisors.astype(np.float64) - 1 / factor) / (1 - 1 / factor)
+    between = (kept > 1e-3) & (kept < 1 - 1e-3)
+    if divisors.shape == plain.shape and between.sum() >= 2:
+        slope, offset = np.polyfit(plain[between], kept[between], 1)
+        high = round(1 - 1 / offset, 3)
+        spec = Llama3Spec(factor, 1.0, high, round(slope * 2 * math.pi * (high - 1)))
+        again = np.asarray(rope_frequencies(RopeSpec(theta, head_dim, None, spec))[0])
+        if np.allclose(plain / again, divisors, rtol=1e-3):
+            return {
+                "rope_type": "llama3",
+                "factor": factor,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": high,
+                "original_max_position_embeddings": spec.original_max_positions,
+            }
+    raise InputError(f"{FREQUENCIES} is not the scaling of Llama 3: no other is known")
+
+
+def token_ids(file: GgufFile) -> dict:
+    """The ids of bos, eos (and ends of a turn or message that the file knows beside it) and padding, as Hugging Face
+    names them."""
+    stops = ids_of(file.metadata, ("eos", "eot", "eom"))
+    ids = {
+        "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": stops[0] if len(stops) == 1 else stops or None,
+        "pad_token_id": file.metadata.get("tokenizer.ggml.padding_token_id"),
+    }
+    return {k: v for k, v in ids.items() if v is not None}
+
+
+def unpair(array: np.ndarray, heads: int) -> np.ndarray:
+    """Rows of q or k from llama.cpp's order, where RoPE turns rows 2j and 2j + 1 of a head, to Hugging Face's, where
+    it turns j and j + D / 2."""
+    return array.reshape(heads, -1, 2, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
+
+
+def hf_tensors(file: GgufFile, config: dict) -> dict[str, tuple[tuple[int, ...], Callable[[], np.ndarray]]]:
+    """Hugging Face name → shape, and what reads it (float32). Raises InputError for a tensor that has no place."""
+    arch = architecture_of(file)
+    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]} if arch.paired else {}
+    found = {}
+    for name, tensor in file.tensors.items():
+        if name == FREQUENCIES:
+            continue
+        layer = re.match(r"blk\.(\d+)\.(\w+)", name)
+        pattern = f"blk.{{i}}.{name[layer.start(2) :]}" if layer else name
+        if pattern not in arch.tensors:
+            raise InputError(f"{file.path}: tensor {name!r} is not known for {arch.model_type}")
+        target = arch.tensors[pattern].replace("{i}", layer[1] if layer else "")
+        pairs = heads.get(layer[2]) if layer else None
+        if pairs and (len(tensor.shape) != 2 or tensor.shape[0] % (2 * pairs)):
+            raise InputError(f"{file.path}: tensor {name!r} {list(tensor.shape)} does not divide into {pairs} heads")
+        for e in range(tensor.shape[0]) if "{e}" in target else (None,):
+            shape = tensor.shape if e is None else tensor.shape[1:]
+            found[target.replace("{e}", str(e))] = (shape, _reader(file, name, e, pairs))
+    return found
+
+
+def _reader(file: GgufFile, name: str, index: int | None, pairs: int | None) -> Callable[[], np.ndarray]:
+    def read():
+        array = file.read(name, index)
+        return unpair(array, pairs) if pairs else array
+
+    return read
+
+
+def convert(source: str | Path, target: str | Path, dtype: str = "float32") -> dict:
+    """Writes the Hugging Face directory ``target`` of a GGUF file and returns its ``config.json``.
+
+    One tensor at a time is in memory. ``target`` appears when it is whole; it must not exist, or be empty.
+    """
+    if dtype not in DTYPE_NAMES:
+        raise InputError(f"dtype {dtype!r}: it must be one of {', '.join(DTYPE_NAMES)}")
+    file, target = GgufFile(source), Path(target).expanduser().absolute()
+    config = {**read_config(file), "dtype": dtype}
+    tensors = hf_tensors(file, config)
+    part = target.with_name(f".{target.name}.{os.getpid()}.part")
+    try:
+        if target.exists() and (not target.is_dir() or any(target.iterdir())):
+            raise InputError(f"{target} exists and is not an empty directory: give a new one")
+        part.mkdir(parents=True)
+        _write_json(part / "config.json", config)
+        # Before the long part: is this a model that runs here?
+        read_target_config(part)
+        save_tokenizer(file.metadata, part, config["max_position_embeddings"], str(source))
+        _write_json(part / "generation_config.json", token_ids(file))
+        stream_tensors(part / "model.safetensors", DTYPES[DTYPE_NAMES[dtype]], tensors)
+        open_target(part)
+        if target.exists():
+            target.rmdir()
+        part.rename(target)
+    except OSError as e:
+        raise InputError(f"{target} cannot be written: {e.strerror or e}") from None
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return config
+
+
+def _write_json(path: Path, value: dict) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,120 @@
+"""GGUF, the file format of llama.cpp: metadata and tensors of a file. The package gguf unpacks quantised ones."""
+
+import math
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from dflash_jax.errors import InputError
+
+VERSIONS = (2, 3)
+# Kinds of metadata values: numbers by their struct letter, then the two that have no fixed size.
+NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+STRING, ARRAY, FLOAT32 = 8, 9, 6
+
+
+def _library():
+    try:
+        import gguf
+    except ModuleNotFoundError:
+        raise InputError("reading GGUF needs the package gguf: pip install gguf") from None
+    return gguf
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """A tensor as stored: its shape (rows first), its ggml type, its bytes as [..., bytes of a row]."""
+
+    shape: tuple[int, ...]
+    kind: int
+    data: np.ndarray
+
+
+class GgufFile:
+    """A GGUF file, mapped, not loaded: ``metadata`` and ``tensors`` under their names there."""
+
+    def __init__(self, path: str | Path):
+        self._gguf = _library()
+        self.path = path
+        try:
+            self._bytes = np.asarray(np.memmap(path, mode="r"))
+        except OSError as e:
+            raise InputError(f"{path} cannot be read: {e.strerror}") from None
+        except ValueError:
+            raise InputError(f"{path} is not a GGUF file: it is empty") from None
+        if self._bytes[:4].tobytes() != b"GGUF":
+            raise InputError(f"{path} is not a GGUF file: it does not start with GGUF")
+        self._at = 4
+        version = self._number("I")
+        if version not in VERSIONS:
+            raise InputError(f"{path} is GGUF of version {version}, or big-endian: known are little-endian 2 and 3")
+        tensors, pairs = self._number("Q"), self._number("Q")
+        self.metadata = {self._string(): self._value(self._number("I")) for _ in range(pairs)}
+        places = [(self._string(), *self._place()) for _ in range(tensors)]
+        alignment = self.metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise InputError(f"{path}: general.alignment is {alignment!r}, it must be a positive number")
+        start = -(-self._at // alignment) * alignment
+        self.tensors = {name: self._tensor(name, shape, kind, start + at) for name, shape, kind, at in places}
+
+    def _take(self, size: int) -> bytes:
+        """The next bytes. Every length in the file passes here, so that a wrong one cannot run away."""
+        if self._at + size > len(self._bytes):
+            raise InputError(f"{self.path} is truncated or corrupt: it ends inside its header")
+        self._at += size
+        return self._bytes[self._at - size : self._at].tobytes()
+
+    def _number(self, letter: str):
+        (value,) = struct.unpack(f"<{letter}", self._take(struct.calcsize(f"<{letter}")))
+        return value
+
+    def _string(self) -> str:
+        try:
+            return self._take(self._number("Q")).decode()
+        except UnicodeDecodeError:
+            raise InputError(f"{self.path} is corrupt: its header has text that is not UTF-8") from None
+
+    def _value(self, kind: int):
+        if kind == STRING:
+            return self._string()
+        if kind == ARRAY:
+            item, count = self._number("I"), self._number("Q")
+            if item in NUMBERS:
+                size = struct.calcsize(f"<{NUMBERS[item]}")
+                return np.frombuffer(self._take(count * size), f"<{NUMBERS[item]}").tolist()
+            if item == STRING:
+                return [self._string() for _ in range(count)]
+        if kind not in NUMBERS:
+            raise InputError(f"{self.path} is corrupt: its header has a value of an unknown kind")
+        value = self._number(NUMBERS[kind])
+        # The shortest decimal that is the same float32: 1e-05, not 9.999999747378752e-06.
+        return float(str(np.float32(value))) if kind == FLOAT32 else value
+
+    def _place(self) -> tuple[tuple[int, ...], int, int]:
+        sizes = [self._number("Q") for _ in range(self._number("I"))]
+        return tuple(reversed(sizes)), self._number("I"), self._number("Q")
+
+    def _tensor(self, name: str, shape: tuple[int, ...], kind: int, start: int) -> GgufTensor:
+        try:
+            block, size = self._gguf.GGML_QUANT_SIZES[self._gguf.GGMLQuantizationType(kind)]
+        except (KeyError, ValueError):
+            raise InputError(f"{self.path}: tensor {name!r} has the unknown type {kind}: a newer gguf?") from None
+        if not shape or shape[-1] % block:
+            raise InputError(f"{self.path}: tensor {name!r} {list(shape)} does not divide into blocks of {block}")
+        stored = (*shape[:-1], shape[-1] // block * size)
+        end = start + math.prod(stored)
+        if end > len(self._bytes):
+            raise InputError(f"{self.path} is truncated: {name!r} ends at byte {end} of {len(self._bytes)}")
+        return GgufTensor(shape, kind, self._bytes[start:end].reshape(stored))
+
+    def read(self, name: str, index: int | None = None) -> np.ndarray:
+        """A tensor, or one of the tensors stacked in it, float32."""
+        tensor = self.tensors[name]
+        data = tensor.data if index is None else tensor.data[index]
+        kind = self._gguf.GGMLQuantizationType(tensor.kind)
+        try:
+            return self._gguf.quants.dequantize(np.ascontiguousarray(data), kind)
+        except NotImplementedError:
+            raise InputError(f"{self.path}: {name!r} is {kind.name}, which the package gguf cannot unpack") from None

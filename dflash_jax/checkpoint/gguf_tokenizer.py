@@ -1,0 +1,116 @@
+"""The tokenizer inside a GGUF file → the files that tokenizers and transformers read."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from dflash_jax.errors import InputError
+
+KEY = "tokenizer.ggml."
+CONTROL, USER_DEFINED = 3, 4
+SPECIAL = {
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "unk_token": "unknown_token_id",
+    "pad_token": "padding_token_id",
+}
+
+
+def _split(digits: str) -> str:
+    words = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
+    return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """What a byte-level BPE does before its merges. ``split``: a regex, None for GPT-2's own; ``lone_digits``: each
+    digit apart, before it. ``whole_words``: a word of the vocabulary is one token whatever the merges. ``bos``: texts
+    begin with it unless the file says otherwise."""
+
+    split: str | None = None
+    lone_digits: bool = False
+    nfc: bool = False
+    whole_words: bool = False
+    bos: bool = False
+
+
+LLAMA3 = Scheme(_split(r"\p{N}{1,3}"), whole_words=True, bos=True)
+# By tokenizer.ggml.pre.
+SCHEMES = {
+    "gpt-2": Scheme(),
+    "smollm": Scheme(lone_digits=True),
+    "llama-bpe": LLAMA3,
+    "llama3": LLAMA3,
+    "llama-v3": LLAMA3,
+    "qwen2": Scheme(_split(r"\p{N}"), nfc=True),
+}
+
+
+def _fail(source: str, message: str):
+    raise InputError(f"{source}: its tokenizer {message}")
+
+
+def build_tokenizer(metadata: dict, source: str) -> Tokenizer:
+    """``source`` names the file in errors."""
+    kind, pre = metadata.get(f"{KEY}model"), metadata.get(f"{KEY}pre")
+    if kind != "gpt2":
+        _fail(source, f"is of kind {kind!r}: known is 'gpt2' (byte-level BPE)")
+    if pre not in SCHEMES:
+        _fail(source, f"splits text by {pre!r}: known are {', '.join(SCHEMES)}")
+    scheme = SCHEMES[pre]
+    tokens, merges = (metadata.get(f"{KEY}{name}") for name in ("tokens", "merges"))
+    if not isinstance(tokens, list) or not isinstance(merges, list):
+        _fail(source, f"lacks {KEY}{'merges' if isinstance(tokens, list) else 'tokens'}")
+    outside = [i for i in ids_of(metadata) if not isinstance(i, int) or not 0 <= i < len(tokens)]
+    if outside:
+        _fail(source, f"names the token id {outside[0]}: ids are 0 to {len(tokens) - 1}")
+    try:
+        model = models.BPE(
+            {token: i for i, token in enumerate(tokens)},
+            [tuple(merge.split(" ")) for merge in merges],
+            ignore_merges=scheme.whole_words,
+        )
+    except Exception as e:  # the library raises plain Exception
+        _fail(source, f"has merges that do not fit its tokens: {e}")
+    tokenizer = Tokenizer(model)
+    if scheme.nfc:
+        tokenizer.normalizer = normalizers.NFC()
+    before = [pre_tokenizers.Digits(individual_digits=True)] if scheme.lone_digits else []
+    if scheme.split:
+        before.append(pre_tokenizers.Split(Regex(scheme.split), "isolated"))
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=scheme.split is None)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*before, byte_level])
+    tokenizer.decoder = decoders.ByteLevel()
+    types = metadata.get(f"{KEY}token_type", [])
+    for wanted, add in ((CONTROL, tokenizer.add_special_tokens), (USER_DEFINED, tokenizer.add_tokens)):
+        add([AddedToken(t, normalized=False) for t, kind in zip(tokens, types, strict=False) if kind == wanted])
+    if metadata.get(f"{KEY}add_bos_token", scheme.bos) and (bos := metadata.get(f"{KEY}bos_token_id")) is not None:
+        first = tokens[bos]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=[first, "$A"], pair=[first, "$A", f"{first}:1", "$B:1"], special_tokens=[(first, bos)]
+        )
+    return tokenizer
+
+
+def ids_of(metadata: dict, names=("bos", "eos", "eot", "eom", "unknown", "padding")) -> list[int]:
+    """The ids of the special tokens of these names that the file has, each once."""
+    found = (metadata.get(f"{KEY}{name}_token_id") for name in names)
+    return list(dict.fromkeys(i for i in found if i is not None))
+
+
+def save_tokenizer(metadata: dict, directory: Path, max_positions: int, source: str) -> None:
+    """tokenizer.json, tokenizer_config.json, and chat_template.jinja where the file has a template."""
+    tokenizer = build_tokenizer(metadata, source)
+    ids = {name: metadata.get(f"{KEY}{key}") for name, key in SPECIAL.items()}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **{name: tokenizer.id_to_token(i) for name, i in ids.items() if i is not None},
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": max_positions,
+    }
+    (directory / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
+    (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    if template := metadata.get("tokenizer.chat_template"):
+        (directory / "chat_template.jinja").write_text(template, encoding="utf-8")
