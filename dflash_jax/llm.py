@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from dflash_jax.cache import CONTEXT_CHUNK
 from dflash_jax.checkpoint.hub import resolve
-from dflash_jax.checkpoint.load import load_drafter, load_target, open_drafter, open_target
+from dflash_jax.checkpoint.load import check_drafter, check_target, load_drafter, load_target
 from dflash_jax.errors import InputError
 from dflash_jax.models.drafter import DraftWindow
 from dflash_jax.params import Completion, Defaults, SamplingParams, Timings
@@ -74,9 +74,9 @@ class LLM:
         enable_disk_cache()
         layout, kind = Layout.parse(mesh) if isinstance(mesh, str) else mesh, DTYPES[self.dtype]
         # What can be wrong without a weight read comes first.
-        self.config = open_target(directory).config
+        self.config = check_target(directory)
         draft = resolve(draft) if draft is not None else None
-        self._largest_block = open_drafter(draft, self.config).config.block_size if draft is not None else 1
+        self._largest_block = check_drafter(draft, self.config).block_size if draft is not None else 1
         self.block_size = self._check_block(block_size)
         positions = self.config.max_positions
         self.max_len = positions if max_len is None else max_len

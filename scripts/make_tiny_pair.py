@@ -1,6 +1,6 @@
 """Makes the bundled pair from nothing: tokenizer, target, regenerated answers, drafter.
 
-    python scripts/make_tiny_pair.py tokenizer target regenerate drafter evaluate
+    python scripts/make_tiny_pair.py tokenizer target regenerate drafter polish evaluate
 
 Each stage reads what the one before left in --out (default: the package's assets) or --work, so they may also be run
 one by one. Corpus: the running Python's standard library; every twentieth file, by a hash of its name, is held out of
@@ -18,7 +18,7 @@ import numpy as np
 from flax import nnx
 from tokenizers import Tokenizer
 
-from dflash_jax.checkpoint.load import load_target, save_module
+from dflash_jax.checkpoint.load import load_drafter, load_target, save_module
 from dflash_jax.llm import LLM
 from dflash_jax.models.decoder import Decoder
 from dflash_jax.models.drafter import Drafter
@@ -26,7 +26,7 @@ from dflash_jax.models.families import dflash, qwen3_5
 from dflash_jax.params import SamplingParams
 from dflash_jax.training.data import conversations, standard_library, windows
 from dflash_jax.training.draft import draft_loss
-from dflash_jax.training.evaluation import held_out_prompts, measure, with_greedy_drafts
+from dflash_jax.training.evaluation import held_out_prompts, is_degenerate, measure, with_greedy_drafts
 from dflash_jax.training.step import make_step, next_token_loss, optimiser
 from dflash_jax.training.tokenizer import SPECIAL, save_tokenizer, train_tokenizer
 
@@ -94,6 +94,8 @@ DRAFT = {
 # Tokens of a regenerated sequence, prompt included, and the temperatures they are drawn at.
 SEQUENCE = 256
 TEMPERATURES = [0.0, 0.3, 0.6, 0.9]
+# Of the text for the second pass of the drafter: warmer than greedy, which repeats itself.
+POLISH_TEMPERATURES = [0.2, 0.4, 0.6, 0.8]
 ANCHORS = 32
 
 
@@ -180,7 +182,11 @@ def stage_target(args) -> None:
 
 def stage_regenerate(args) -> None:
     """The target's own continuations of training text: what the drafter must learn to foresee."""
-    llm, rng = LLM(args.out / "target"), np.random.default_rng(args.seed)
+    regenerate(args, "regenerated.npz", TEMPERATURES, args.seed)
+
+
+def regenerate(args, name: str, temperatures: list[float], seed: int) -> None:
+    llm, rng = LLM(args.out / "target"), np.random.default_rng(seed)
     stream = token_stream(standard_library()[0], args)
     tokens, mask, began = [], [], time.time()
     for done in range(0, args.sequences, 32):
@@ -188,7 +194,10 @@ def stage_regenerate(args) -> None:
         prompts = [stream[c : c + rng.integers(16, 96)].tolist() for c in cuts]
         params = [
             SamplingParams(
-                temperature=TEMPERATURES[i % 4], max_tokens=SEQUENCE - len(p), seed=done + i, ignore_eos=True
+                temperature=temperatures[i % 4],
+                max_tokens=SEQUENCE - len(p),
+                seed=seed * args.sequences + done + i,
+                ignore_eos=True,
             )
             for i, p in enumerate(prompts)
         ]
@@ -196,22 +205,22 @@ def stage_regenerate(args) -> None:
             tokens.append(completion.prompt_ids + completion.token_ids)
             mask.append([False] * len(completion.prompt_ids) + [True] * len(completion.token_ids))
         print(f"{len(tokens)} sequences, {len(tokens) * SEQUENCE / (time.time() - began):.0f} tok/s", flush=True)
-        np.savez_compressed(args.work / "regenerated.npz", tokens=np.array(tokens, np.int32), mask=np.array(mask))
+        np.savez_compressed(args.work / name, tokens=np.array(tokens, np.int32), mask=np.array(mask))
 
 
-def draft_batches(args, rows: int = 8):
-    """Yields (block width, (tokens, loss mask, key)): half the target's own text, half what people wrote.
+def draft_batches(args, data, steps: int, own: int, rows: int = 8):
+    """Yields (block width, (tokens, loss mask, key)): ``own`` rows of the target's text ``data``, the rest what people
+    wrote.
 
     Every fourth batch has blocks of 16 slots, the others of 8: most drafts end before the eighth token, and the narrow
     blocks are half the work.
     """
-    data = np.load(args.work / "regenerated.npz")
-    written = windows(token_stream(standard_library()[0], args), SEQUENCE - 1, rows // 2, args.draft_steps, args.seed)
+    written = windows(token_stream(standard_library()[0], args), SEQUENCE - 1, rows - own, steps, args.seed)
     rng, order = np.random.default_rng(args.seed), np.zeros((0,), int)
     for i, people in enumerate(written):
         if len(order) < rows:
             order = rng.permutation(len(data["tokens"]))
-        mine, order = order[: rows // 2], order[rows // 2 :]
+        mine, order = order[:own], order[own:]
         tokens = np.concatenate([data["tokens"][mine], people])
         mask = np.concatenate([data["mask"][mine], np.ones(people.shape, bool)])
         key = jax.random.fold_in(jax.random.key(args.seed), i)
@@ -219,15 +228,31 @@ def draft_batches(args, rows: int = 8):
 
 
 def stage_drafter(args) -> None:
-    target, config = load_target(args.out / "target"), dflash.read_config(DRAFT)
-    model = Drafter(config, rngs=nnx.Rngs(args.seed))
-    transformation = optimiser(4e-3, args.draft_steps, "muon")
+    data = dict(np.load(args.work / "regenerated.npz"))
+    model = Drafter(dflash.read_config(DRAFT), rngs=nnx.Rngs(args.seed))
+    train_drafter(args, model, data, args.draft_steps, 4e-3, own=4)
+
+
+def stage_polish(args) -> None:
+    """A second pass at a lower rate, mostly over fresh text of the target's own that does not repeat itself."""
+    regenerate(args, "polish.npz", POLISH_TEMPERATURES, args.seed + 1)
+    data = [np.load(args.work / name) for name in ("regenerated.npz", "polish.npz")]
+    tokens, mask = (np.concatenate([d[k] for d in data]) for k in ("tokens", "mask"))
+    lively = [not is_degenerate(t[m]) for t, m in zip(tokens, mask, strict=True)]
+    print(f"{sum(lively)} of {len(lively)} sequences do not repeat themselves", flush=True)
+    model = load_drafter(args.out / "draft")
+    train_drafter(args, model, {"tokens": tokens[lively], "mask": mask[lively]}, args.polish_steps, 1.5e-3, own=6)
+
+
+def train_drafter(args, model, data: dict, count: int, rate: float, own: int) -> None:
+    target, config = load_target(args.out / "target"), model.config
+    transformation = optimiser(rate, count, "muon")
 
     def loss(model, target, tokens, mask, key, slots):
         return draft_loss(model, target, tokens, mask, key, ANCHORS, slots, soft=True)
 
     steps = {slots: make_step(partial(loss, slots=slots), transformation) for slots in (8, 16)}
-    batches = ((slots, (target, *batch)) for slots, batch in draft_batches(args))
+    batches = ((slots, (target, *batch)) for slots, batch in draft_batches(args, data, count, own))
     save = partial(save_module, entries=dflash.weight_names(config), raw=DRAFT, directory=args.out / "draft")
     train("drafter", batches, steps, model, transformation.init(model), save)
 
@@ -254,6 +279,7 @@ STAGES = {
     "target": stage_target,
     "regenerate": stage_regenerate,
     "drafter": stage_drafter,
+    "polish": stage_polish,
     "evaluate": stage_evaluate,
 }
 
@@ -268,7 +294,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--target-steps", type=int, default=1100)
     parser.add_argument("--sequences", type=int, default=2048, help="to regenerate")
-    parser.add_argument("--draft-steps", type=int, default=2200)
+    parser.add_argument("--draft-steps", type=int, default=3000)
+    parser.add_argument("--polish-steps", type=int, default=1500)
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
     for stage in args.stages:

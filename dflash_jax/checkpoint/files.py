@@ -2,7 +2,11 @@
 
 import json
 import math
-from collections.abc import Callable, Mapping
+import mmap
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,6 +50,32 @@ class _Place:
     end: int
     dtype: str
     shape: tuple[int, ...]
+
+
+def write_json(path: Path, value: dict) -> None:
+    """Whole or not at all."""
+    half = path.with_name(f"{path.name}.half")
+    half.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    half.replace(path)
+
+
+@contextmanager
+def new_directory(target: Path) -> Iterator[Path]:
+    """A directory to fill, which becomes ``target`` when all went well; InputError where it cannot be written."""
+    target = target.expanduser().absolute()
+    half = target.with_name(f".{target.name}.{os.getpid()}.half")
+    try:
+        if target.exists() and (not target.is_dir() or any(target.iterdir())):
+            raise InputError(f"{target} exists and is not an empty directory: give a new one")
+        half.mkdir(parents=True)
+        yield half
+        if target.exists():
+            target.rmdir()
+        half.rename(target)
+    except OSError as e:
+        raise InputError(f"{target} cannot be written: {e.strerror or e}") from None
+    finally:
+        shutil.rmtree(half, ignore_errors=True)
 
 
 class TensorFiles(Mapping):
@@ -105,6 +135,11 @@ class TensorFiles(Mapping):
     def dtype(self, name: str) -> str:
         """As safetensors writes it: "BF16", "F8_E4M3", …"""
         return self._places[name].dtype
+
+    def release(self) -> None:
+        """Lets go of the pages that were read: what is mapped counts as memory of the process."""
+        for data in {id(p.data): p.data for p in self._places.values()}.values():
+            data._mmap.madvise(mmap.MADV_DONTNEED)
 
     def read(self, name: str) -> np.ndarray:
         """A view of the mapped file."""

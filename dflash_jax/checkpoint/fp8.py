@@ -1,5 +1,6 @@
 """Official FP8 checkpoints: ``X.weight`` in float8_e4m3fn and ``X.weight_scale_inv``, one factor a 128 × 128 block."""
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,6 +41,15 @@ def is_scaled(entry: Entry, files: TensorFiles) -> bool:
     if len(found) > 1:
         raise InputError(f"some tensors of {entry.path} are in FP8 and some are not, first {entry.tensors[0].name!r}")
     return found == {True}
+
+
+def disk_scales(entry: Entry, factors: np.ndarray, block: tuple[int, int]):
+    """(name, scale) of each tensor: `read_scale` undone."""
+    run = entry.shape[-1] // factors.shape[-1]
+    wide = [dataclasses.replace(t, shape=(*t.shape[:-1], t.shape[-1] // run)) for t in entry.tensors]
+    parts = dataclasses.replace(entry, tensors=tuple(wide)).write(factors)
+    for tensor, part in zip(entry.tensors, parts, strict=True):
+        yield tensor.name + SUFFIX, np.ascontiguousarray(part[..., :: block[0], :: max(1, block[1] // run)])
 
 
 def read_scale(entry: Entry, files: TensorFiles, block: tuple[int, int], parts: int) -> np.ndarray:

@@ -1,17 +1,14 @@
 """A Hugging Face directory from a GGUF file."""
 
-import json
 import math
-import os
 import re
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from dflash_jax.checkpoint.files import DTYPES, stream_tensors
+from dflash_jax.checkpoint.files import DTYPES, new_directory, stream_tensors, write_json
 from dflash_jax.checkpoint.gguf_file import GgufFile
 from dflash_jax.checkpoint.gguf_tokenizer import ids_of, save_tokenizer
 from dflash_jax.checkpoint.load import open_target, read_target_config
@@ -243,30 +240,15 @@ def convert(source: str | Path, target: str | Path, dtype: str = "float32") -> d
     """
     if dtype not in DTYPE_NAMES:
         raise InputError(f"dtype {dtype!r}: it must be one of {', '.join(DTYPE_NAMES)}")
-    file, target = GgufFile(source), Path(target).expanduser().absolute()
+    file = GgufFile(source)
     config = {**read_config(file), "dtype": dtype}
     tensors = hf_tensors(file, config)
-    part = target.with_name(f".{target.name}.{os.getpid()}.part")
-    try:
-        if target.exists() and (not target.is_dir() or any(target.iterdir())):
-            raise InputError(f"{target} exists and is not an empty directory: give a new one")
-        part.mkdir(parents=True)
-        _write_json(part / "config.json", config)
+    with new_directory(Path(target)) as half:
+        write_json(half / "config.json", config)
         # Before the long part: is this a model that runs here?
-        read_target_config(part)
-        save_tokenizer(file.metadata, part, config["max_position_embeddings"], str(source))
-        _write_json(part / "generation_config.json", token_ids(file))
-        stream_tensors(part / "model.safetensors", DTYPES[DTYPE_NAMES[dtype]], tensors)
-        open_target(part)
-        if target.exists():
-            target.rmdir()
-        part.rename(target)
-    except OSError as e:
-        raise InputError(f"{target} cannot be written: {e.strerror or e}") from None
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
+        read_target_config(half)
+        save_tokenizer(file.metadata, half, config["max_position_embeddings"], str(source))
+        write_json(half / "generation_config.json", token_ids(file))
+        stream_tensors(half / "model.safetensors", DTYPES[DTYPE_NAMES[dtype]], tensors)
+        open_target(half)
     return config
-
-
-def _write_json(path: Path, value: dict) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

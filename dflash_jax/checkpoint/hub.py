@@ -8,7 +8,7 @@ from dflash_jax.errors import InputError
 PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 
 
-def resolve(name: str | Path) -> Path:
+def resolve(name: str | Path, revision: str | None = None) -> Path:
     """The directory of a checkpoint. A repo id goes through huggingface_hub: its cache, offline mode and token are
     honoured."""
     if not str(name):
@@ -22,6 +22,8 @@ def resolve(name: str | Path) -> Path:
     except (OSError, RuntimeError) as e:
         raise InputError(f"{name} cannot be read: {getattr(e, 'strerror', None) or e}") from None
     if exists:
+        if path.suffix == ".gguf":
+            raise InputError(f"{name} is a GGUF file: make a directory of it with convert/gguf_to_hf.py")
         raise InputError(f"{name} is a file: give the directory that holds config.json and the .safetensors files")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)) or str(name).startswith("."):
         raise InputError(
@@ -30,7 +32,7 @@ def resolve(name: str | Path) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(str(name), allow_patterns=PATTERNS))
+        return Path(snapshot_download(str(name), revision=revision, allow_patterns=PATTERNS))
     except Exception as e:  # the hub's client raises many unrelated types: all mean that the repo is not to be had
         reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
         raise InputError(f"{name} is neither a directory nor a repo that can be downloaded: {reason}") from None

@@ -1,8 +1,6 @@
 """Hugging Face directories ↔ modules with weights."""
 
 import json
-import math
-from dataclasses import dataclass
 from pathlib import Path
 
 import jax
@@ -10,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from dflash_jax.checkpoint import fp8
+from dflash_jax.checkpoint import fp8, orbax
 from dflash_jax.checkpoint.files import TensorFiles, read_json, write_tensors
+from dflash_jax.checkpoint.parameters import QUANTIZE, Source, read_parameter
 from dflash_jax.config import DraftConfig, ModelConfig
 from dflash_jax.errors import InputError
 from dflash_jax.models import families
@@ -19,27 +18,7 @@ from dflash_jax.models.decoder import Decoder, abstract_decoder
 from dflash_jax.models.drafter import Drafter, abstract_drafter
 from dflash_jax.models.families import dflash
 from dflash_jax.models.families.names import Entry
-from dflash_jax.models.scaled import Scaled
-from dflash_jax.models.scaled import quantize as quantize_array
-from dflash_jax.sharding import ONE_DEVICE, Layout, parameter_paths, parameter_specs, place
-
-QUANTIZE = ("none", "int8", "fp8")
-# Parameters that quantisation on loading takes: the large matrices.
-QUANTIZED = ("q", "k", "v", "o", "qkvz", "out", "gate_up", "down")
-
-
-@dataclass(frozen=True)
-class Source:
-    """A checkpoint, opened and checked, nothing read yet.
-
-    ``skipped``: tensors that are knowingly left alone; ``block``: of FP8 scales, None in a checkpoint without.
-    """
-
-    config: ModelConfig | DraftConfig
-    entries: list[Entry]
-    files: TensorFiles
-    skipped: list[str]
-    block: tuple[int, int] | None
+from dflash_jax.sharding import ONE_DEVICE, Layout, parameter_paths, parameter_specs
 
 
 def _open(directory: Path, raw: dict, config, entries: list[Entry], files: TensorFiles, is_skipped) -> Source:
@@ -64,24 +43,6 @@ def _open(directory: Path, raw: dict, config, entries: list[Entry], files: Tenso
     return Source(config, entries, files, rest, block)
 
 
-def _read_parameter(entry: Entry, source: Source, dtype, quantize: str | None, cut: NamedSharding):
-    """One parameter, cast and placed on its devices: an array, or a `Scaled`."""
-    files = source.files
-    array = entry.read([files.read(t.name) for t in entry.tensors])
-    last = cut.spec[array.ndim - 1] if len(cut.spec) == array.ndim else None
-    parts = math.prod(cut.mesh.shape[axis] for axis in last or ())
-    if source.block and fp8.is_scaled(entry, files):
-        scale = fp8.read_scale(entry, files, source.block, parts)
-        if quantize != "none":
-            return Scaled(place(array, cut), place(scale, cut))
-        runs = array.astype(np.float32).reshape(*scale.shape, -1) * scale.astype(np.float32)[..., None]
-        array = runs.reshape(array.shape)
-    placed = place(array.astype(dtype, copy=False), cut)
-    if quantize in ("int8", "fp8") and entry.path.rsplit(".", 1)[-1] in QUANTIZED:
-        return jax.jit(quantize_array, static_argnums=(1, 2), out_shardings=cut)(placed, quantize, parts)
-    return placed
-
-
 def fill(module, source: Source, dtype, layout: Layout, quantize: str | None = None):
     """``module`` (abstract) with every parameter read from its tensors, one at a time."""
     by_path, mesh = {e.path: e for e in source.entries}, layout.mesh()
@@ -90,7 +51,7 @@ def fill(module, source: Source, dtype, layout: Layout, quantize: str | None = N
     for path, leaf, cut in zip(parameter_paths(module), leaves, parameter_specs(module), strict=True):
         if by_path[path].shape != leaf.shape:
             raise AssertionError(f"the table gives {path} the shape {by_path[path].shape}, the module {leaf.shape}")
-        arrays.append(_read_parameter(by_path[path], source, dtype, quantize, NamedSharding(mesh, cut)))
+        arrays.append(read_parameter(by_path[path], source, dtype, quantize, NamedSharding(mesh, cut)))
     return jax.tree.unflatten(structure, arrays)
 
 
@@ -150,6 +111,19 @@ def open_target(directory: str | Path) -> Source:
     return _open(directory, raw, config, entries, files, lambda name: name in tied or family.is_skipped(name))
 
 
+def check_target(directory: str | Path) -> ModelConfig:
+    """The config of a target whose files are all there and fit it; nothing is read."""
+    directory = Path(directory)
+    return read_target_config(directory) if orbax.is_orbax(directory) else open_target(directory).config
+
+
+def check_drafter(directory: str | Path, target: ModelConfig) -> DraftConfig:
+    directory = Path(directory)
+    if orbax.is_orbax(directory):
+        return read_fitting_drafter(directory, target)
+    return open_drafter(directory, target).config
+
+
 def load_target(
     directory: str | Path, dtype=jnp.float32, layout: Layout = ONE_DEVICE, quantize: str | None = None
 ) -> Decoder:
@@ -160,28 +134,56 @@ def load_target(
     """
     if quantize not in (None, *QUANTIZE):
         raise InputError(f"quantize {quantize!r}: it must be one of {', '.join(QUANTIZE)}")
+    directory = Path(directory)
+    if orbax.is_orbax(directory):
+        module = abstract_decoder(read_target_config(directory), dtype, layout)
+        return orbax.load(module, directory, dtype, layout, quantize)
     source = open_target(directory)
     return fill(abstract_decoder(source.config, dtype, layout), source, dtype, layout, quantize)
+
+
+def read_fitting_drafter(directory: Path, target: ModelConfig | None) -> DraftConfig:
+    config = read_draft_config(directory)
+    if target is not None:
+        config.check_fits(target)
+    return config
 
 
 def open_drafter(directory: str | Path, target: ModelConfig | None = None) -> Source:
     """Like `open_target`; also where the drafter cannot be one for ``target``."""
     directory = Path(directory)
-    config = read_draft_config(directory)
-    if target is not None:
-        config.check_fits(target)
-    files = TensorFiles(directory)
+    config, files = read_fitting_drafter(directory, target), TensorFiles(directory)
     entries = dflash.weight_names(config, files)
     return _open(directory, _read_raw(directory), config, entries, files, dflash.is_skipped)
+
+
+def read_entries(directory: Path, names) -> list[Entry]:
+    """The table for the checkpoint in ``directory`` whose tensors are ``names``."""
+    raw = _read_raw(directory)
+    if _read_config(dflash.is_drafter, raw, directory):
+        return dflash.weight_names(read_draft_config(directory), names)
+    return families.target_family(raw).weight_names(read_target_config(directory), names)
+
+
+def open_any(directory: Path, layout: Layout = ONE_DEVICE) -> tuple[Source, Decoder | Drafter]:
+    """A target's or a drafter's checkpoint, and its abstract module."""
+    if _read_config(dflash.is_drafter, _read_raw(directory), directory):
+        source = open_drafter(directory)
+        return source, abstract_drafter(source.config, layout=layout)
+    source = open_target(directory)
+    return source, abstract_decoder(source.config, layout=layout)
 
 
 def load_drafter(
     directory: str | Path, dtype=jnp.float32, target: ModelConfig | None = None, layout: Layout = ONE_DEVICE
 ) -> Drafter:
     """A drafter from a Hugging Face directory, checked against the target it is to work for."""
+    directory = Path(directory)
+    if orbax.is_orbax(directory):
+        module = abstract_drafter(read_fitting_drafter(directory, target), dtype, layout)
+        return orbax.load(module, directory, dtype, layout, None)
     source = open_drafter(directory, target)
-    config = source.config
-    return fill(abstract_drafter(config, dtype, layout), source, dtype, layout)
+    return fill(abstract_drafter(source.config, dtype, layout), source, dtype, layout)
 
 
 def save_module(module, entries: list[Entry], raw: dict, directory: str | Path, dtype=jnp.bfloat16) -> None:

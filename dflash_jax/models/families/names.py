@@ -51,5 +51,4 @@ def same(path: str, shape: tuple[int, ...], name: str, disk: tuple[int, ...] | N
 
 def stacked(path: str, shape: tuple[int, ...], tensors: Sequence[Tensor]) -> Entry:
     """A parameter that is tensors of one shape, stacked in order along leading axes."""
-    shapes = tensors[0].shape
-    return Entry(path, shape, tuple(tensors), np.stack, lambda array: list(array.reshape(-1, *shapes)))
+    return Entry(path, shape, tuple(tensors), np.stack, lambda array: list(array.reshape(len(tensors), -1)))

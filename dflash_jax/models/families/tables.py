@@ -24,8 +24,8 @@ def by_key_head(spec: GatedDeltaSpec, rows: tuple[int, ...], path: str, tensors:
         return np.concatenate([p.reshape(g, -1, *p.shape[1:]) for p in parts], axis=1)
 
     def split(array):
-        parts = np.split(array.reshape(g, sum(rows), *columns), np.cumsum(rows)[:-1], axis=1)
-        flat = np.concatenate([p.reshape(-1, *columns) for p in parts])
+        parts = np.split(array.reshape(g, sum(rows), -1), np.cumsum(rows)[:-1], axis=1)
+        flat = np.concatenate([p.reshape(-1, p.shape[-1]) for p in parts])
         return np.split(flat, np.cumsum([t.shape[0] for t in tensors])[:-1])
 
     flat = tuple(c for c in columns if c != 1)

@@ -1,0 +1,74 @@
+"""A Hugging Face directory from an Orbax one: `orbax.convert` undone, tensor for tensor."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from dflash_jax.checkpoint import fp8, orbax
+from dflash_jax.checkpoint.files import INDEX, new_directory, read_json
+from dflash_jax.checkpoint.load import read_entries
+from dflash_jax.errors import InputError
+
+
+def disk_tensors(directory: Path) -> Iterator[tuple[str, np.ndarray]]:
+    """The tensors that a conversion was made from, a parameter at a time."""
+    manifest = read_json(directory / orbax.MANIFEST)
+    entries = {e.path: e for e in read_entries(directory, manifest["tensors"])}
+    for key, record in manifest["records"].items():
+        kind, name = key.split(" ", 1)
+        arrays = orbax.read_arrays((directory / kind / name).absolute(), list(record["arrays"]))
+        if kind == "extra":
+            yield name, arrays["array"]
+            continue
+        entry = entries[name]
+        weights = entry.write(arrays.get("array", arrays.get("values")))
+        yield from ((t.name, w) for t, w in zip(entry.tensors, weights, strict=True))
+        if "scale" in arrays:
+            yield from fp8.disk_scales(entry, arrays["scale"], manifest["block"])
+
+
+def to_hf(source: Path, target: Path, shard_bytes: int, progress: Callable[[Iterable, int], Iterable]) -> int:
+    """Writes shards of about ``shard_bytes`` and an index. Returns the number of tensors."""
+    if not orbax.is_orbax(source):
+        raise InputError(f"{source} is not a checkpoint of convert/hf_to_orbax.py: it has no {orbax.MANIFEST}")
+    manifest = read_json(source / orbax.MANIFEST)
+    if manifest["quantize"] in ("int8", "fp8"):
+        raise InputError(
+            f"{source} was quantized to {manifest['quantize']} when it was converted: that has no way back"
+        )
+    with new_directory(target) as half:
+        shards: list[list[str]] = []
+        waiting: dict[str, np.ndarray] = {}
+
+        def write() -> None:
+            shards.append(list(waiting))
+            save_file(waiting, half / f"{len(shards)}.safetensors", metadata={"format": "pt"})
+            waiting.clear()
+
+        for name, array in progress(disk_tensors(source), len(manifest["tensors"])):
+            if waiting and sum(x.nbytes for x in waiting.values()) + array.nbytes > shard_bytes:
+                write()
+            waiting[name] = array
+        write()
+        name_shards(half, shards)
+        for pattern in orbax.CARRIED:
+            for path in source.glob(pattern):
+                if path.name not in (orbax.MANIFEST, orbax.STARTED):
+                    shutil.copyfile(path, half / path.name)
+    return sum(map(len, shards))
+
+
+def name_shards(directory: Path, shards: list[list[str]]) -> None:
+    if len(shards) == 1:
+        (directory / "1.safetensors").rename(directory / "model.safetensors")
+        return
+    where = {}
+    for i, names in enumerate(shards, 1):
+        name = f"model-{i:05}-of-{len(shards):05}.safetensors"
+        (directory / f"{i}.safetensors").rename(directory / name)
+        where |= dict.fromkeys(names, name)
+    (directory / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": where}, indent=2) + "\n")

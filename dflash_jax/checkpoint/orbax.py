@@ -1,0 +1,172 @@
+"""Checkpoints as sharded Orbax: written a parameter at a time, resumable, with a manifest at the end.
+
+A directory holds ``parameters/PATH`` for each parameter of the module (a `Scaled` one as values and scale), ``extra/N``
+for each tensor that a text model does not run, ``records/`` of what is done and verified, and config, tokenizer and
+template as they were. ``manifest.json`` comes last: without it the directory is half a conversion, and is refused.
+"""
+
+import hashlib
+import shutil
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.sharding import NamedSharding
+
+from dflash_jax.checkpoint.files import read_json, write_json
+from dflash_jax.checkpoint.parameters import Source, finished, read_parameter
+from dflash_jax.errors import InputError
+from dflash_jax.models.scaled import Scaled
+from dflash_jax.sharding import Layout, parameter_paths, parameter_specs
+
+MANIFEST, STARTED = "manifest.json", "conversion.json"
+CARRIED = ("*.json", "*.jinja", "*.txt", "*.model")
+
+
+def is_orbax(directory: Path) -> bool:
+    """Raises InputError for half a conversion."""
+    if (directory / MANIFEST).exists():
+        return True
+    if (directory / STARTED).exists():
+        raise InputError(f"{directory} is half a conversion: run convert/hf_to_orbax.py again with the same arguments")
+    return False
+
+
+def _digest(arrays: dict[str, np.ndarray]) -> str:
+    found = hashlib.blake2b(digest_size=16)
+    for name, array in sorted(arrays.items()):
+        found.update(f"{name} {array.dtype} {array.shape}".encode())
+        found.update(np.ascontiguousarray(array).view(np.uint8).reshape(-1))
+    return found.hexdigest()
+
+
+def _tree(value) -> dict:
+    return {"values": value.values, "scale": value.scale} if isinstance(value, Scaled) else {"array": value}
+
+
+@dataclass(frozen=True)
+class Record:
+    """One parameter or tensor that is written and verified: dtype and shape of each array, and their digest."""
+
+    arrays: dict[str, tuple[str, list[int]]]
+    digest: str
+
+
+@dataclass
+class Conversion:
+    """A conversion under way into ``directory``, new or resumed."""
+
+    directory: Path
+    plan: dict
+    checkpointer: ocp.Checkpointer = field(default_factory=lambda: ocp.Checkpointer(ocp.PyTreeCheckpointHandler()))
+
+    def begin(self) -> None:
+        """Raises InputError where the directory is something else, or was begun from another checkpoint."""
+        started = self.directory / STARTED
+        if started.exists():
+            before = read_json(started)
+            changed = [key for key in self.plan if before.get(key) != self.plan[key]]
+            if changed:
+                raise InputError(
+                    f"{self.directory} was begun with another {', '.join(changed)}: give what it was, or an empty "
+                    f"directory"
+                )
+            for leftover in self.directory.glob("*/*.orbax-checkpoint-tmp*"):
+                shutil.rmtree(leftover)
+            return
+        if self.directory.exists() and any(self.directory.iterdir()):
+            raise InputError(f"{self.directory} is not empty: give a new directory, or one of a conversion to resume")
+        (self.directory / "records").mkdir(parents=True)
+        write_json(started, self.plan)
+
+    def _record(self, kind: str, name: str) -> Path:
+        return self.directory / "records" / f"{kind} {name}.json"
+
+    def is_done(self, kind: str, name: str) -> bool:
+        return self._record(kind, name).exists()
+
+    def write(self, kind: str, name: str, arrays: dict) -> None:
+        """Saves, reads back, compares, records."""
+        path = (self.directory / kind / name).absolute()
+        if path.exists():
+            shutil.rmtree(path)
+        self.checkpointer.save(path, args=ocp.args.PyTreeSave(arrays))
+        host = {k: np.asarray(v) for k, v in arrays.items()}
+        expected = _digest(host)
+        del arrays
+        found = _digest(read_arrays(path, list(host)))
+        if found != expected:
+            raise InputError(f"{path} does not read back as it was written: is the disk sound?")
+        shapes = {k: (str(v.dtype), list(v.shape)) for k, v in host.items()}
+        write_json(self._record(kind, name), asdict(Record(shapes, expected)))
+
+    def finish(self, manifest: dict) -> None:
+        records = {p.stem: read_json(p) for p in sorted((self.directory / "records").glob("*.json"))}
+        write_json(self.directory / MANIFEST, {**self.plan, **manifest, "records": records})
+        self.checkpointer.close()
+
+
+def read_arrays(path: Path, names: list[str], shardings: dict | None = None) -> dict:
+    """Arrays of one saved tree: on the host, or straight to their devices."""
+    if shardings is None:
+        kinds = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in names}
+    else:
+        kinds = {name: ocp.ArrayRestoreArgs(sharding=shardings[name]) for name in names}
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        try:
+            return checkpointer.restore(path, args=ocp.args.PyTreeRestore(restore_args=kinds))
+        except (ValueError, OSError, KeyError) as e:
+            raise InputError(f"{path} cannot be read: {str(e).splitlines()[0]}") from None
+
+
+def fingerprint(directory: Path) -> dict[str, list[int]]:
+    """Size and time of every weight file: what tells that a checkpoint changed."""
+    files = sorted(directory.glob("*.safetensors"))
+    return {p.name: [p.stat().st_size, p.stat().st_mtime_ns] for p in files}
+
+
+def convert(source: Source, module, directory: Path, target: Path, layout: Layout, options: dict, progress) -> None:
+    """``source`` (of a Hugging Face ``directory``) → ``target``. ``module``: abstract, for ``layout``; ``options``:
+    dtype (None keeps each tensor's) and quantize; ``progress(iterable, total)`` wraps what is done."""
+    plan = {"format": 1, "source": fingerprint(directory), "mesh": str(layout), **options}
+    conversion, mesh = Conversion(target, plan), layout.mesh()
+    conversion.begin()
+    entries = {e.path: e for e in source.entries}
+    specs = dict(zip(parameter_paths(module), parameter_specs(module), strict=True))
+    todo = [("parameters", path) for path in entries] + [("extra", name) for name in source.skipped]
+    for kind, name in progress(todo):
+        if conversion.is_done(kind, name):
+            continue
+        if kind == "extra":
+            conversion.write(kind, name, {"array": source.files.read(name)})
+        else:
+            cut = NamedSharding(mesh, specs[name])
+            value = read_parameter(entries[name], source, options["dtype"], options["quantize"], cut)
+            conversion.write(kind, name, _tree(value))
+            del value
+        source.files.release()
+    for pattern in CARRIED:
+        for path in directory.glob(pattern):
+            if not path.name.endswith(".safetensors.index.json"):
+                shutil.copyfile(path, target / path.name)
+    tensors = {n: [source.files.dtype(n), list(source.files[n])] for n in source.files}
+    conversion.finish({"tensors": tensors, "block": source.block})
+
+
+def load(module, directory: Path, dtype, layout: Layout, quantize: str | None):
+    """``module`` (abstract) with every parameter read from ``directory`` straight to its devices."""
+    manifest, mesh = read_json(directory / MANIFEST), layout.mesh()
+    leaves, structure = jax.tree.flatten(module)
+    found = []
+    for path, leaf, spec in zip(parameter_paths(module), leaves, parameter_specs(module), strict=True):
+        record = manifest["records"].get(f"parameters {path}")
+        shape = record and tuple((record["arrays"].get("array") or record["arrays"]["values"])[1])
+        if shape != leaf.shape:
+            raise InputError(f"{directory} does not fit its config.json: {path} has shape {shape}, not {leaf.shape}")
+        cut = NamedSharding(mesh, spec)
+        where, names = (directory / "parameters" / path).absolute(), list(record["arrays"])
+        arrays = read_arrays(where, names, dict.fromkeys(names, cut))
+        found.append(finished(arrays, dtype, path, quantize, cut))
+    return jax.tree.unflatten(structure, found)
