@@ -249,7 +249,7 @@ class LLM:
             decode_s += time.perf_counter() - began - (programs.compile_s - waited)
             yield take(rows, report)
         timings = Timings(prefill_s, decode_s, programs.compile_s - compiled)
-        record = jax.device_get(state.logprobs)
+        record = programs.fetch(state.logprobs)
         yield [self._completion(i, row, record, timings) for i, row in enumerate(rows)]
 
     @staticmethod

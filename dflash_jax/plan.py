@@ -160,7 +160,7 @@ def make_plan(
     shapes: Shapes, layout, device, *, dtype, slots, max_len, context, acceptance_length, block, quantize=None
 ):
     """The figures, as one JSON object; bytes are per device."""
-    from dflash_jax.checkpoint.load import QUANTIZED
+    from dflash_jax.checkpoint.parameters import QUANTIZED
     from dflash_jax.models.decoder import abstract_decoder
     from dflash_jax.models.drafter import abstract_drafter
 

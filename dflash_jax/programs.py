@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dflash_jax import prompts as host
 from dflash_jax import speculative
@@ -91,6 +91,13 @@ def _draw(target, drafter, state: DecodeState) -> tuple[DecodeState, tuple]:
     return state, tuple(jax.lax.all_gather(x, DATA, tiled=True) for x in whole)
 
 
+def _put(x, sharding):
+    """On its devices; what lies there already does not move, and a shape is told where it would."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    return jax.device_put(x, sharding)
+
+
 class Programs:
     """Calls the loop's functions on one pair of models, over their mesh. The state is donated: use what comes back.
 
@@ -98,12 +105,13 @@ class Programs:
     call.
     """
 
-    def __init__(self, target: Decoder, drafter: Drafter | None):
-        self.mesh, self._pair, self._models = target.layout.mesh(), (target, drafter), {}
+    def __init__(self, target: Decoder, drafter: Drafter | None, mesh: Mesh | None = None):
+        """``mesh``: by default that of the target's layout, on this machine's devices. Modules may be abstract: then
+        programs can be lowered, for devices that are not there."""
+        self.mesh, self._pair, self._models = mesh or target.layout.mesh(), (target, drafter), {}
         for drafts, pair in ((True, (target, drafter)), (False, (target, None))):
             specs = parameter_specs(pair)
-            # Nothing moves where a loader has put the parameters into place.
-            leaves = jax.device_put(jax.tree.leaves(pair), self._shardings(specs))
+            leaves = jax.tree.map(_put, jax.tree.leaves(pair), self._shardings(specs))
             self._models[drafts] = leaves, specs, jax.tree.structure(pair)
         self.compiled: dict = {}
         self.compile_s = 0.0
@@ -116,36 +124,54 @@ class Programs:
     def _shardings(self, specs):
         return jax.tree.map(lambda s: NamedSharding(self.mesh, s), specs)
 
-    def _compiled(self, key: tuple, precise: bool, jitted: Callable, *args):
+    def _compiled(self, key: tuple, lower: Callable):
         """The program for ``key``, compiled when first asked for."""
         if key not in self.compiled:
             began = time.perf_counter()
-            # float32 means float32: accelerators would otherwise multiply in fewer bits.
-            with jax.default_matmul_precision("highest" if precise else "default"):
-                self.compiled[key] = jitted().lower(*args).compile()
+            self.compiled[key] = lower().compile()
             self.compile_s += time.perf_counter() - began
         return self.compiled[key]
 
-    def _call(self, key: tuple, drafts: bool, function: Callable, state: DecodeState, *args):
+    def _lower(self, drafts: bool, function: Callable, state: DecodeState, *args):
         leaves, specs, structure = self._models[drafts]
-        inputs, kind = jax.tree.flatten((state, args))
-        key = (*key, drafts, kind, *((x.shape, x.dtype) for x in inputs))
 
         def run(leaves, state, *args):
             return function(*jax.tree.unflatten(structure, leaves), state, *args)
 
-        def jitted():
-            state_specs = speculative.state_specs(*self._pair, state)
-            mapped = jax.shard_map(
-                run,
-                mesh=self.mesh,
-                in_specs=(specs, state_specs, *(PartitionSpec() for _ in args)),
-                out_specs=(state_specs, PartitionSpec()),
-                check_vma=False,
-            )
-            return jax.jit(mapped, donate_argnums=1)
+        state_specs = speculative.state_specs(*self._pair, state)
+        mapped = jax.shard_map(
+            run,
+            mesh=self.mesh,
+            in_specs=(specs, state_specs, *(PartitionSpec() for _ in args)),
+            out_specs=(state_specs, PartitionSpec()),
+            check_vma=False,
+        )
+        # float32 means float32: accelerators would otherwise multiply in fewer bits.
+        with jax.default_matmul_precision("highest" if leaves[0].dtype == "float32" else "default"):
+            return jax.jit(mapped, donate_argnums=1).lower(leaves, state, *args)
 
-        return self._compiled(key, leaves[0].dtype == "float32", jitted, leaves, state, *args)(leaves, state, *args)
+    def _call(self, key: tuple, drafts: bool, function: Callable, state: DecodeState, *args):
+        inputs, kind = jax.tree.flatten((state, args))
+        key = (*key, drafts, kind, *((x.shape, x.dtype) for x in inputs))
+        return self._compiled(key, lambda: self._lower(drafts, function, state, *args))(
+            self._models[drafts][0], state, *args
+        )
+
+    def abstract_state(self, rows: int, capacity: int, settings: Settings, drafts: bool) -> DecodeState:
+        """The shapes of a state and where they lie."""
+        target, drafter = self._pair
+        make = partial(speculative.empty_state, target, drafter if drafts else None, rows, capacity, settings)
+        state = jax.eval_shape(make)
+        return jax.tree.map(_put, state, self._shardings(speculative.state_specs(*self._pair, state)))
+
+    def lower_prefill(self, state: DecodeState, size: int, drafts: bool):
+        """`prefill_chunk` for an abstract state: a ``jax.stages.Lowered``."""
+        return self._lower(drafts, partial(_prefill_chunk, size=size), state)
+
+    def lower_decode(self, state: DecodeState, settings: Settings, drafts: bool):
+        """`decode` for an abstract state: a ``jax.stages.Lowered``."""
+        rounds = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(self.mesh, PartitionSpec()))
+        return self._lower(drafts, partial(_decode, settings=settings), state, rounds)
 
     def start(self, prompts, max_new_tokens, capacity: int, settings: Settings, drafts: bool, **options) -> DecodeState:
         """`prompts.init_state` on the mesh."""
@@ -157,7 +183,7 @@ class Programs:
 
         shardings = self._shardings(speculative.state_specs(*pair, jax.eval_shape(make)))
         key = ("empty", drafts, len(prompts), capacity, settings)
-        empty = self._compiled(key, True, lambda: jax.jit(make, out_shardings=shardings))()
+        empty = self._compiled(key, lambda: jax.jit(make, out_shardings=shardings).lower())()
         options |= {"settings": settings, "capacity": capacity, "empty": empty}
         state = host.init_state(*pair, prompts, max_new_tokens, **options)
 
@@ -175,6 +201,13 @@ class Programs:
     def decode(self, state: DecodeState, rounds: int, settings: Settings, drafts: bool) -> tuple[DecodeState, Report]:
         rounds = place(np.int32(rounds), NamedSharding(self.mesh, PartitionSpec()))
         return self._call(("decode", settings), drafts, partial(_decode, settings=settings), state, rounds)
+
+    def fetch(self, tree):
+        """Arrays of a state on this host, whichever hosts hold them."""
+        whole = NamedSharding(self.mesh, PartitionSpec())
+        if any(not x.is_fully_addressable for x in jax.tree.leaves(tree)):
+            tree = jax.jit(lambda x: x, out_shardings=whole)(tree)
+        return jax.device_get(tree)
 
     def draw(self, state: DecodeState) -> tuple:
         """Raw logits and what is maximised, [B, V], for the token behind a prefilled prompt."""

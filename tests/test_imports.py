@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).parents[1] / "dflash_jax"
 # A module may import modules of its own level or below.
 LEVELS = [
-    ("errors", "config", "devices"),
+    ("errors", "config", "devices", "distributed"),
     ("sharding",),
     ("cache",),
     ("models",),
@@ -21,6 +21,7 @@ LEVELS = [
     ("compare",),
     ("system",),
     ("options",),
+    ("arguments",),
     ("generate", "plan", "training"),
 ]
 LEVEL = {name: i for i, names in enumerate(LEVELS) for name in names}

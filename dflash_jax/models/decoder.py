@@ -1,6 +1,5 @@
 """The target: embed → layers → norm → head, for every family, over a tuple of layer specs."""
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 
@@ -32,11 +31,11 @@ def init_cache(config: ModelConfig, rows: int, capacity: int, dtype) -> Cache:
 
 
 class DecoderLayer(nnx.Module):
-    def __init__(self, spec: LayerSpec, config: ModelConfig, rngs: nnx.Rngs, dtype, layout: Layout):
+    def __init__(self, spec: LayerSpec, config: ModelConfig, rngs: nnx.Rngs | None, dtype, layout: Layout):
         self.spec = spec
         hidden, eps, offset = config.hidden_size, config.norm_eps, config.norm_offset
-        self.input_norm = RMSNorm(hidden, eps, offset, dtype)
-        self.post_norm = RMSNorm(hidden, eps, offset, dtype)
+        self.input_norm = RMSNorm(hidden, eps, offset, rngs, dtype)
+        self.post_norm = RMSNorm(hidden, eps, offset, rngs, dtype)
         if isinstance(spec.mixer, GatedDeltaSpec):
             self.mixer = GatedDelta(spec.mixer, hidden, eps, rngs, dtype, layout)
         else:
@@ -68,11 +67,11 @@ class Decoder(nnx.Module):
     its tokens would write, `commit` writes any prefix of it, and `extend` is both where the count is known beforehand.
     """
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype=jnp.float32, layout: Layout = ONE_DEVICE):
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs | None, dtype=jnp.float32, layout: Layout = ONE_DEVICE):
         self.config, self.layout, self.vocab = config, layout, layout.wide(config.vocab_size)
         self.embed = normal(rngs, (config.vocab_size, config.hidden_size), dtype)
         self.layers = nnx.List([DecoderLayer(spec, config, rngs, dtype, layout) for spec in config.layers])
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps, config.norm_offset, dtype)
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps, config.norm_offset, rngs, dtype)
         if not config.tied_embeddings:
             self.head = normal(rngs, (config.vocab_size, config.hidden_size), dtype)
 
@@ -153,4 +152,4 @@ class Decoder(nnx.Module):
 
 def abstract_decoder(config: ModelConfig, dtype=jnp.float32, layout: Layout = ONE_DEVICE) -> Decoder:
     """The module with shapes for arrays: what a loader fills, and what counts parameters without memory."""
-    return jax.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=dtype, layout=layout))
+    return Decoder(config, rngs=None, dtype=dtype, layout=layout)

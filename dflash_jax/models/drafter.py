@@ -74,10 +74,10 @@ class Borrowed:
 
 
 class DraftLayer(nnx.Module):
-    def __init__(self, spec: DraftLayerSpec, config: DraftConfig, rngs: nnx.Rngs, dtype, layout: Layout):
+    def __init__(self, spec: DraftLayerSpec, config: DraftConfig, rngs: nnx.Rngs | None, dtype, layout: Layout):
         self.spec = spec
-        self.input_norm = RMSNorm(config.hidden_size, config.norm_eps, 0.0, dtype)
-        self.post_norm = RMSNorm(config.hidden_size, config.norm_eps, 0.0, dtype)
+        self.input_norm = RMSNorm(config.hidden_size, config.norm_eps, 0.0, rngs, dtype)
+        self.post_norm = RMSNorm(config.hidden_size, config.norm_eps, 0.0, rngs, dtype)
         self.mixer = Attention(spec.attention, config.hidden_size, config.norm_eps, 0.0, rngs, dtype, layout)
         self.ffn = Mlp(spec.intermediate_size, config.hidden_size, rngs, dtype, layout)
 
@@ -109,12 +109,12 @@ class DraftLayer(nnx.Module):
 class Drafter(nnx.Module):
     """DFlash drafter; implements `Drafting`. Parameters only: the context's keys and values are the caller's."""
 
-    def __init__(self, config: DraftConfig, *, rngs: nnx.Rngs, dtype=jnp.float32, layout: Layout = ONE_DEVICE):
+    def __init__(self, config: DraftConfig, *, rngs: nnx.Rngs | None, dtype=jnp.float32, layout: Layout = ONE_DEVICE):
         self.config, self.features = config, layout.wide(config.hidden_size)
         self.fc = normal(rngs, (config.hidden_size, len(config.target_layer_ids), config.hidden_size), dtype)
-        self.hidden_norm = RMSNorm(config.hidden_size, config.norm_eps, 0.0, dtype)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.norm_eps, 0.0, rngs, dtype)
         self.layers = nnx.List([DraftLayer(spec, config, rngs, dtype, layout) for spec in config.layers])
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps, 0.0, dtype)
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps, 0.0, rngs, dtype)
 
     def cuts(self) -> dict[str, tuple[Cut | None, ...]]:
         return {"fc": (self.features,)}
@@ -201,4 +201,4 @@ class Drafter(nnx.Module):
 
 def abstract_drafter(config: DraftConfig, dtype=jnp.float32, layout: Layout = ONE_DEVICE) -> Drafter:
     """The module with shapes for arrays; see `decoder.abstract_decoder`."""
-    return jax.eval_shape(lambda: Drafter(config, rngs=nnx.Rngs(0), dtype=dtype, layout=layout))
+    return Drafter(config, rngs=None, dtype=dtype, layout=layout)

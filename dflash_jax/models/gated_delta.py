@@ -10,7 +10,7 @@ from flax import nnx
 
 from dflash_jax.cache import DeltaRecord, DeltaState
 from dflash_jax.config import GatedDeltaSpec
-from dflash_jax.models.parts import normal, project, rms_norm
+from dflash_jax.models.parts import constant, normal, parameter, project, rms_norm
 from dflash_jax.sharding import ONE_DEVICE, Cut, Layout
 
 CHUNK = 64
@@ -98,16 +98,18 @@ class GatedDelta(nnx.Module):
     `cache.replay`."""
 
     def __init__(
-        self, spec: GatedDeltaSpec, hidden: int, eps: float, rngs: nnx.Rngs, dtype, layout: Layout = ONE_DEVICE
+        self, spec: GatedDeltaSpec, hidden: int, eps: float, rngs: nnx.Rngs | None, dtype, layout: Layout = ONE_DEVICE
     ):
         self.spec, self.eps, self.key_heads = spec, eps, layout.wide(spec.num_key_heads)
         g, r, dv = spec.num_key_heads, spec.values_per_key, spec.value_dim
         self.qkvz = normal(rngs, (g, spec.channels_per_key + r * dv, hidden), dtype)
         self.conv = normal(rngs, (g, spec.channels_per_key, spec.conv_kernel), dtype, 0.5)
         self.beta_alpha = normal(rngs, (2, g, r, hidden), dtype)
-        self.a_log = nnx.Param(jnp.log(jax.random.uniform(rngs.params(), (g, r), jnp.float32, 1.0, 16.0)).astype(dtype))
-        self.dt_bias = nnx.Param(jnp.full((g, r), -3.0, dtype))
-        self.norm = nnx.Param(jnp.ones((dv,), dtype))
+        self.a_log = parameter(
+            rngs, (g, r), dtype, lambda key: jnp.log(jax.random.uniform(key, (g, r), minval=1.0, maxval=16.0))
+        )
+        self.dt_bias = constant(rngs, (g, r), dtype, -3.0)
+        self.norm = constant(rngs, (dv,), dtype, 1.0)
         self.out = normal(rngs, (hidden, g, r, dv), dtype)
 
     def cuts(self) -> dict[str, tuple[Cut | None, ...]]:

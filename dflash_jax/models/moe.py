@@ -76,7 +76,7 @@ def experts(x, weights, chosen, gate_up, down):
 
 
 class Moe(nnx.Module):
-    def __init__(self, spec: MoeSpec, hidden: int, rngs: nnx.Rngs, dtype, layout: Layout = ONE_DEVICE):
+    def __init__(self, spec: MoeSpec, hidden: int, rngs: nnx.Rngs | None, dtype, layout: Layout = ONE_DEVICE):
         self.spec = spec
         e, f = spec.num_experts, spec.intermediate_size
         self.experts, self.features = layout.experts(e), layout.expert_features(f)

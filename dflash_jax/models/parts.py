@@ -5,6 +5,7 @@ Weights are stored ``[out, in]`` with head axes of their own, so that they shard
 """
 
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +18,19 @@ from dflash_jax.models.scaled import Scaled
 from dflash_jax.sharding import ONE_DEVICE, Cut, Layout
 
 
-def normal(rngs: nnx.Rngs, shape: tuple[int, ...], dtype, scale: float = 0.02) -> nnx.Param:
-    return nnx.Param(scale * jax.random.normal(rngs.params(), shape, dtype))
+def parameter(rngs: nnx.Rngs | None, shape: tuple[int, ...], dtype, draw: Callable) -> nnx.Param:
+    """``draw(key) → array``; without ``rngs`` only the shape, for modules that a loader fills or a plan counts."""
+    if rngs is None:
+        return nnx.Param(jax.ShapeDtypeStruct(shape, dtype))
+    return nnx.Param(draw(rngs.params()).astype(dtype))
+
+
+def normal(rngs: nnx.Rngs | None, shape: tuple[int, ...], dtype, scale: float = 0.02) -> nnx.Param:
+    return parameter(rngs, shape, dtype, lambda key: scale * jax.random.normal(key, shape, dtype))
+
+
+def constant(rngs: nnx.Rngs | None, shape: tuple[int, ...], dtype, value: float) -> nnx.Param:
+    return parameter(rngs, shape, dtype, lambda key: jnp.full(shape, value, dtype))
 
 
 def project(x, weight, contracted: int = 1):
@@ -41,8 +53,8 @@ def rms_norm(x, weight, eps: float, offset: float = 0.0):
 
 
 class RMSNorm(nnx.Module):
-    def __init__(self, size: int, eps: float, offset: float, dtype):
-        self.weight = nnx.Param(jnp.full((size,), 1.0 - offset, dtype))
+    def __init__(self, size: int, eps: float, offset: float, rngs: nnx.Rngs | None, dtype):
+        self.weight = constant(rngs, (size,), dtype, 1.0 - offset)
         self.eps, self.offset = eps, offset
 
     def __call__(self, x):
@@ -53,7 +65,14 @@ class Attention(nnx.Module):
     """Attention of T new tokens over a cache and over one another. Pure: the caller decides what is kept of k and v."""
 
     def __init__(
-        self, spec: AttentionSpec, hidden: int, eps: float, norm_offset: float, rngs: nnx.Rngs, dtype, layout: Layout
+        self,
+        spec: AttentionSpec,
+        hidden: int,
+        eps: float,
+        norm_offset: float,
+        rngs: nnx.Rngs | None,
+        dtype,
+        layout: Layout,
     ):
         self.spec = spec
         n, k, d = spec.num_heads, spec.num_kv_heads, spec.head_dim
@@ -63,8 +82,8 @@ class Attention(nnx.Module):
         self.v = normal(rngs, (k, d, hidden), dtype)
         self.o = normal(rngs, (hidden, n, d), dtype)
         if spec.qk_norm:
-            self.q_norm = RMSNorm(d, eps, norm_offset, dtype)
-            self.k_norm = RMSNorm(d, eps, norm_offset, dtype)
+            self.q_norm = RMSNorm(d, eps, norm_offset, rngs, dtype)
+            self.k_norm = RMSNorm(d, eps, norm_offset, rngs, dtype)
 
     def cuts(self) -> dict[str, tuple[Cut | None, ...]]:
         return {"q": (self.heads,), "k": (self.kv_heads,), "v": (self.kv_heads,), "o": (None, self.heads)}
@@ -103,7 +122,7 @@ class Attention(nnx.Module):
 
 
 class Mlp(nnx.Module):
-    def __init__(self, intermediate: int, hidden: int, rngs: nnx.Rngs, dtype, layout: Layout = ONE_DEVICE):
+    def __init__(self, intermediate: int, hidden: int, rngs: nnx.Rngs | None, dtype, layout: Layout = ONE_DEVICE):
         self.gate_up = normal(rngs, (2, intermediate, hidden), dtype)
         self.down = normal(rngs, (hidden, intermediate), dtype)
         self.features = layout.wide(intermediate)

@@ -1,13 +1,16 @@
 """Runs `cases.py` in a process of its own: the number of CPU devices is fixed when JAX starts."""
 
+import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from dflash_jax import InputError
+from dflash_jax import LLM, InputError, SamplingParams
+from dflash_jax.compare import divergence
 from dflash_jax.sharding import Cut, Layout
 
 HERE = Path(__file__).parent
@@ -18,6 +21,54 @@ def test_eight_devices():
     command = [sys.executable, "-m", "pytest", "-x", str(HERE / "cases.py"), f"--rootdir={HERE.parents[1]}"]
     done = subprocess.run(command, env={**os.environ, "XLA_FLAGS": FLAGS}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def test_two_processes_speak_as_one():
+    """Two CPU devices each, collectives over TCP; rows and heads are cut across the processes."""
+    options = ["--prompt", "def f(", "--prompt", "import os", "--max-new-tokens", "12", "--json", "--logprobs", "1"]
+    options += ["--temperature", "0.7", "--seed", "5"]
+    command = [sys.executable, "-m", "dflash_jax.generate", *options, "--mesh", "data=2,tensor=2", "--distributed"]
+    environment = {
+        **os.environ,
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0",
+        "JAX_PLATFORMS": "cpu",
+        "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}",
+        "JAX_NUM_PROCESSES": "2",
+    }
+    processes = [
+        subprocess.Popen(
+            command,
+            env={**environment, "JAX_PROCESS_ID": str(i)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(2)
+    ]
+    (out, err), (silent, _) = (p.communicate() for p in processes)
+    assert [p.returncode for p in processes] == [0, 0], err[-3000:]
+    assert silent == ""
+    found = [json.loads(line) for line in out.splitlines()]
+    llm, params = LLM(), SamplingParams(temperature=0.7, seed=5, max_tokens=12)
+    for line, expected in zip(found, llm.generate(["def f(", "import os"], params), strict=True):
+        parting = divergence(llm, expected.prompt_ids, expected.token_ids, line["token_ids"], params)
+        assert parting is None or parting.is_tie
+        assert [entry["token_id"] for entry in line["logprobs"]] == line["token_ids"]
+
+
+def test_distributed_without_a_cluster():
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_COORD", "SLURM", "OMPI"))}
+    command = [sys.executable, "-m", "dflash_jax.generate", "--prompt", "x", "--distributed"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: --distributed: no cluster")
+    assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(

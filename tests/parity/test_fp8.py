@@ -12,8 +12,8 @@ from safetensors.numpy import load_file, save_file
 from transformers import FineGrainedFP8Config, Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig
 
 from dflash_jax.checkpoint.files import TensorFiles
-from dflash_jax.checkpoint.load import QUANTIZED as QUANTIZED_ON_LOADING
 from dflash_jax.checkpoint.load import load_target
+from dflash_jax.checkpoint.parameters import QUANTIZED as QUANTIZED_ON_LOADING
 from dflash_jax.errors import InputError
 from dflash_jax.llm import TINY
 from dflash_jax.models.scaled import Scaled, dense, quantize

@@ -1,0 +1,45 @@
+"""Several processes as one: started from the environment that a cluster gives."""
+
+import os
+
+from dflash_jax.errors import InputError
+
+
+def start() -> None:
+    """Joins this process to the others: Slurm, Open MPI, Kubernetes and TPU pods are recognised by JAX itself;
+    elsewhere JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID say who is who."""
+    import jax
+
+    # GPUs and TPUs have collectives of their own.
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    try:
+        options = {k: int(os.environ[f"JAX_{k.upper()}"]) for k in ("num_processes", "process_id") if _given(k)}
+        jax.distributed.initialize(**options)
+    except (ValueError, RuntimeError) as e:
+        reason = " ".join(str(e).split()) or type(e).__name__
+        raise InputError(
+            f"--distributed: no cluster is recognised here ({reason}); set JAX_COORDINATOR_ADDRESS=host:port, "
+            f"JAX_NUM_PROCESSES and JAX_PROCESS_ID, or leave it out"
+        ) from None
+
+
+def _given(name: str) -> bool:
+    return f"JAX_{name.upper()}" in os.environ
+
+
+def is_first() -> bool:
+    """Whether this is the process that speaks."""
+    import jax
+
+    return jax.process_index() == 0
+
+
+def agreed(value: int) -> int:
+    """The first process's ``value``, everywhere."""
+    import jax
+    import numpy as np
+    from jax.experimental import multihost_utils
+
+    if jax.process_count() == 1:
+        return value
+    return int(multihost_utils.broadcast_one_to_all(np.uint32(value)))

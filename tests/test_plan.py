@@ -1,0 +1,172 @@
+"""Will it fit: figures of the published systems, against sums done by hand."""
+
+import json
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+
+from dflash_jax.devices import DEVICES
+from dflash_jax.errors import InputError
+from dflash_jax.plan import main, make_plan, read_shapes
+from dflash_jax.sharding import Layout
+from dflash_jax.system import System, read_system
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+TOMLS = sorted(CONFIGS.glob("*.toml"))
+
+
+def plan(config: str, device: str = "b200", mesh: str = "", **options) -> dict:
+    shapes = read_system(CONFIGS / f"{config}.toml").shapes
+    defaults = {"slots": 1, "max_len": 8192, "context": 2048, "acceptance_length": 7.35, "block": 16}
+    return make_plan(
+        read_shapes(str(shapes["target"]), str(shapes["draft"])),
+        Layout.parse(mesh),
+        DEVICES[device],
+        dtype=jnp.bfloat16,
+        **(defaults | options),
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "device", "slots", "plain", "drafted"),
+    [
+        ("qwen3.6-35b-a3b", "h100", 1, 553, 777),
+        ("qwen3.6-35b-a3b", "h200", 1, 792, 1113),
+        ("qwen3.6-35b-a3b", "b200", 1, 1319, 1854),
+        ("qwen3.6-35b-a3b", "b200", 8, 3249, 6644),
+        ("qwen3.6-35b-a3b", "b200", 32, None, 24_498),
+        ("qwen3.6-35b-a3b-fp8", "b200", 1, None, 3370),
+        ("qwen3.5-27b", "b200", 1, 155, None),
+    ],
+)
+def test_the_floor_is_bytes_over_bandwidth(config, device, slots, plain, drafted):
+    """Sums done by hand over the same shapes."""
+    found = plan(config, device, slots=slots)
+    if plain:
+        assert found["floor_tokens_per_s_autoregressive"] == pytest.approx(plain, rel=0.01)
+    if drafted:
+        assert found["floor_tokens_per_s"] == pytest.approx(drafted, rel=0.02)
+
+
+def test_weights_by_hand():
+    found = plan("qwen3.6-35b-a3b")
+    assert found["parameters"] == {"target": 34_660_610_688, "vision": 446_571_248, "drafter": 385_906_176}
+    assert found["bytes_per_device"]["target"] == 2 * 34_660_610_688
+    # 20,480 bytes of keys and values for the target, and what the drafter's one full layer holds.
+    assert found["bytes_per_device"]["cache_per_token"] == pytest.approx(20_480 + 4_096 + 8)
+    # 60 MiB of recurrent state, 1.4 MiB of convolution, tables of the vocabulary, rings of the drafter.
+    fixed = found["bytes_per_device"]["cache_per_slot"] - 8192 * found["bytes_per_device"]["cache_per_token"]
+    assert 60 * 2**20 < fixed < 160 * 2**20
+    eight = plan("qwen3.6-35b-a3b-fp8")["bytes_per_device"]["target"]
+    assert eight == pytest.approx(36.6e9, rel=0.02)
+
+
+def test_a_mesh_divides_what_it_can_and_says_what_not():
+    one, eight = plan("qwen3.5-397b-a17b"), plan("qwen3.5-397b-a17b", mesh="tensor=8", slots=32)
+    assert not one["fits"]
+    assert eight["fits"]
+    whole = one["bytes_per_device"]["target"]
+    copied = sum(v for k, v in eight["replicated"].items() if ".mixer.k" in k or ".mixer.v" in k)
+    assert copied
+    assert whole / 8 < eight["bytes_per_device"]["target"] < whole / 8 + sum(eight["replicated"].values())
+    assert any("router" in name for name in eight["replicated"])
+
+
+@pytest.mark.parametrize(("config", "mesh", "slots"), [("qwen3.6-35b-a3b", "", 3), ("qwen3-8b", "data=2,tensor=4", 8)])
+def test_the_largest_that_fits_fits_and_no_more(config, mesh, slots):
+    found = plan(config, "h100", mesh, slots=slots, max_len=16_384)
+    data = Layout.parse(mesh).data
+    most = found["max_slots"]
+    assert plan(config, "h100", mesh, slots=most, max_len=16_384)["fits"]
+    assert not plan(config, "h100", mesh, slots=most + data, max_len=16_384)["fits"]
+    length = found["max_len"]
+    assert plan(config, "h100", mesh, slots=slots, max_len=length)["fits"]
+    if length < read_shapes(str(CONFIGS / "hf" / "Qwen3-8B.json"), None).target.max_positions:
+        assert not plan(config, "h100", mesh, slots=slots, max_len=length + 1024)["fits"]
+
+
+def test_long_contexts_and_full_batches_fit_where_they_are_meant_to():
+    assert plan("qwen3.6-35b-a3b", slots=32)["fits"]
+    assert plan("qwen3.6-35b-a3b", max_len=262_144)["fits"]
+    assert plan("qwen3.5-397b-a17b-fp8", "h100", "tensor=8", slots=8)["fits"]
+
+
+def test_command_line(capsys):
+    toml = str(CONFIGS / "qwen3.6-35b-a3b.toml")
+    assert main(["--target", toml, "--json", "--slots", "4", "--devices", "8"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    for key in ("parameters", "bytes_per_device", "fits", "max_slots", "max_len", "floor_tokens_per_s"):
+        assert key in found
+    assert set(found["parameters"]) == {"target", "vision", "drafter"}
+    assert {"target", "drafter", "cache_per_slot"} <= set(found["bytes_per_device"])
+    assert found["devices"] == 8
+    assert main(["--config", toml, "--device", "h100", "--slots", "64"]) == 0
+    assert "DOES NOT FIT" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        ([], "no target"),
+        (["--target", "/no/such"], "/no/such"),
+        (["--config", "/no/such.toml"], "/no/such.toml"),
+        (["--config", str(CONFIGS / "qwen3-8b.toml"), "--mesh", "rows=2"], "rows"),
+        (["--config", str(CONFIGS / "qwen3-8b.toml"), "--slots", "0"], "slots is 0"),
+        (["--config", str(CONFIGS / "qwen3-8b.toml"), "--max-len", "9999999"], "9999999"),
+        (["--config", str(CONFIGS / "qwen3.6-35b-a3b.toml"), "--mesh", "expert=3"], "expert=3"),
+    ],
+)
+def test_bad_input(argv, named, capsys):
+    assert main(argv) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert named in err
+
+
+# The systems.
+
+
+@pytest.mark.parametrize("path", TOMLS, ids=lambda p: p.stem)
+def test_every_system_is_whole(path):
+    system = read_system(path)
+    assert {"target", "draft", "dtype", "block_size", "max_len"} <= set(system.options)
+    shapes = read_shapes(str(system.shapes["target"]), str(system.shapes["draft"]))
+    assert shapes.fp8 == path.stem.endswith("fp8")
+    assert system.options["block_size"] <= shapes.draft.block_size
+    for machine, mesh in system.meshes.items():
+        device, _, count = machine.rpartition("x")
+        assert device in DEVICES
+        assert Layout.parse(mesh).devices == int(count)
+        found = plan(path.stem, device, mesh, max_len=8192)
+        assert found["fits"] or machine == "h100x1", (machine, found["bytes_per_device"])
+
+
+def test_there_is_one_for_each_published_system():
+    assert len(TOMLS) == 12
+
+
+def test_the_mesh_follows_the_machine():
+    system = System({}, {"b200x1": "tensor=1", "b200x8": "tensor=8", "h100x4": "tensor=4"}, {})
+    assert system.mesh("NVIDIA B200", 8) == "tensor=8"
+    assert system.mesh("NVIDIA B200", 4) == "tensor=1"
+    assert system.mesh("NVIDIA H100 80GB HBM3", 8) == "tensor=4"
+    assert system.mesh("cpu", 1) == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("target = ", "is not TOML"),
+        ("tarqet = 'x'", "'tarqet' is not known"),
+        ("block_size = 'x'", "block_size is 'x'"),
+        ("[sampling]\nheat = 1", "'heat' is not known"),
+        ("[mesh]\nb200 = 'tensor=8'", "mesh b200"),
+        ("mesh = 4", "must be tables"),
+    ],
+)
+def test_a_toml_that_makes_no_sense(text, named, tmp_path):
+    path = tmp_path / "system.toml"
+    path.write_text(text)
+    with pytest.raises(InputError, match=named):
+        read_system(path)
