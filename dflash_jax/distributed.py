@@ -1,6 +1,7 @@
 """Several processes as one: started from the environment that a cluster gives."""
 
 import os
+import sys
 
 from dflash_jax.errors import InputError
 
@@ -32,6 +33,14 @@ def is_first() -> bool:
     import jax
 
     return jax.process_index() == 0
+
+
+def one_voice() -> None:
+    """Only the first process writes to stdout, and libraries that write there (Gloo) write to stderr."""
+    sys.stdout.flush()
+    mine = os.dup(1) if is_first() else os.open(os.devnull, os.O_WRONLY)
+    os.dup2(2, 1)
+    sys.stdout = os.fdopen(mine, "w", encoding="utf-8")
 
 
 def agreed(value: int) -> int:

@@ -154,9 +154,8 @@ def run(args, system) -> int:
 
         distributed.start()
     device = set_platform(args.platform)
-    if args.distributed and not distributed.is_first():
-        # Errors still go to stderr; all else is said once, by the first.
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    if args.distributed:
+        distributed.one_voice()
     from dflash_jax.llm import LLM
     from dflash_jax.params import SamplingParams
 
