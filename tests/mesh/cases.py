@@ -7,47 +7,25 @@ import numpy as np
 import pytest
 import tiny
 from equality import Reference, check_same
-from helpers import ATTENTION, DELTA, MOE, random_decoder, random_drafter, tiny_config, tiny_draft_config
+from families import FAMILIES, VOCAB, family_config
+from helpers import random_decoder, random_drafter, tiny_draft_config
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dflash_jax import LLM, InputError, SamplingParams
 from dflash_jax.cache import KVCache
 from dflash_jax.compare import divergence
-from dflash_jax.config import LayerSpec, MlpSpec
 from dflash_jax.models.decoder import abstract_decoder
 from dflash_jax.models.drafter import abstract_drafter
 from dflash_jax.programs import Programs
 from dflash_jax.sharding import Layout, parameter_paths
 from dflash_jax.speculative import Settings
 
-VOCAB = 64
 SETTINGS = Settings(window=8, top_logprobs=2)
 PROMPTS = [list(range(3, 20)), [5], list(range(40, 50)), [7, 8, 9], [], [1, 2], [60, 3], [9] * 12]
 NEW = [20, 11, 30, 25, 0, 6, 17, 30]
 
-gated = replace(ATTENTION, num_heads=8, num_kv_heads=2)
-plain = replace(gated, gated=False)
-delta = replace(DELTA, num_key_heads=4, num_value_heads=12)
-experts = replace(MOE, num_experts=8, intermediate_size=16, shared_intermediate_size=24)
-lone = replace(experts, shared_intermediate_size=None, normalise_top_k=False)
-MIXERS = {"a": gated, "d": delta, "p": plain, "n": replace(plain, qk_norm=False, num_heads=9, num_kv_heads=3)}
-FFNS = {"m": MlpSpec(32), "e": experts, "l": lone}
-# Layers as (mixer, feed-forward) letters; "n" has head counts that eight devices cannot share.
-FAMILIES = {
-    "qwen3_5_moe": ["de", "ae"],
-    "qwen3_5": ["dm", "am"],
-    "qwen3_next": ["de", "dm", "ae"],
-    "qwen3_moe": ["pl", "pm"],
-    "qwen3": ["pm", "pm"],
-    "llama": ["nm", "nm"],
-}
 LAYOUTS = [Layout(tensor=8), Layout(data=2, tensor=2, expert=2)]
-
-
-def config(family: str):
-    layers = tuple(LayerSpec(MIXERS[m], FFNS[f]) for m, f in FAMILIES[family])
-    return tiny_config("a", vocab_size=VOCAB, layers=layers, tied_embeddings=family == "llama")
 
 
 def on(layout: Layout, module, abstract):
@@ -73,7 +51,7 @@ def decode(target, drafter, sampled: bool):
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def pair(request):
-    target = random_decoder(config(request.param))
+    target = random_decoder(family_config(request.param))
     drafter = random_drafter(replace(tiny_draft_config(target.config), vocab_size=VOCAB))
     return target, drafter
 
