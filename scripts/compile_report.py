@@ -32,8 +32,8 @@ for variable, value in (
 
 from dflash_jax.devices import DEVICES  # noqa: E402
 from dflash_jax.errors import InputError  # noqa: E402
+from dflash_jax.fit import read_shapes  # noqa: E402
 from dflash_jax.options import Parser, exit_code  # noqa: E402
-from dflash_jax.plan import read_shapes  # noqa: E402
 from dflash_jax.system import read_system  # noqa: E402
 
 SPECS = Path(__file__).parent / "gpu_specs"

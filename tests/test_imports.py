@@ -19,7 +19,7 @@ LEVELS = [
     ("rows",),
     ("llm",),
     ("compare",),
-    ("system",),
+    ("system", "fit"),
     ("options",),
     ("arguments",),
     ("generate", "plan", "training"),

@@ -8,7 +8,8 @@ import pytest
 
 from dflash_jax.devices import DEVICES
 from dflash_jax.errors import InputError
-from dflash_jax.plan import main, make_plan, read_shapes
+from dflash_jax.fit import make_plan, read_shapes
+from dflash_jax.plan import main
 from dflash_jax.sharding import Layout
 from dflash_jax.system import System, read_system
 

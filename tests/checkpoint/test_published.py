@@ -61,9 +61,19 @@ def test_target_counts(name):
 
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_drafter_counts_and_fit(name):
-    config = dflash.read_config(read(name))
+    published = read(name)
+    config = dflash.read_config(published)
     parameters = count(abstract_drafter(config))
     assert parameters == (DRAFTERS[name] or parameters)
+    sliding = [kind == "sliding_attention" for kind in published["layer_types"]]
+    assert [s.window for s in config.layers] == [published["sliding_window"] if x else None for x in sliding]
+    assert [s.causal for s in config.layers] == sliding
+    assert config.target_layer_ids == tuple(published["dflash_config"]["target_layer_ids"])
+    assert config.mask_token_id == published["dflash_config"]["mask_token_id"]
+    for spec in config.layers:
+        assert (spec.attention.num_heads, spec.attention.head_dim) == (32, 128)
+        assert spec.attention.rope.theta == published["rope_theta"]
+        assert (spec.attention.rope.scaling is not None) == (published["rope_scaling"] is not None)
     raw = read(name.partition("-DFlash")[0])
     config.check_fits(families.target_family(raw).read_config(raw))
 
