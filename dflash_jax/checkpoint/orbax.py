@@ -88,18 +88,17 @@ class Conversion:
         return self._record(kind, name).exists()
 
     def write(self, kind: str, name: str, arrays: dict) -> None:
-        """Saves, reads back, compares, records."""
+        """Saves, reads back, compares, records. Empties ``arrays`` on the way, so that no second copy is held."""
         path = (self.directory / kind / name).absolute()
         if path.exists():
             shutil.rmtree(path)
+        shapes = {k: (str(v.dtype), list(v.shape)) for k, v in arrays.items()}
+        expected = _digest({k: np.asarray(v) for k, v in arrays.items()})
         self.checkpointer.save(path, args=ocp.args.PyTreeSave(arrays))
-        host = {k: np.asarray(v) for k, v in arrays.items()}
-        expected = _digest(host)
-        del arrays
-        found = _digest(read_arrays(path, list(host)))
+        arrays.clear()
+        found = _digest(read_arrays(path, list(shapes)))
         if found != expected:
             raise InputError(f"{path} does not read back as it was written: is the disk sound?")
-        shapes = {k: (str(v.dtype), list(v.shape)) for k, v in host.items()}
         write_json(self._record(kind, name), asdict(Record(shapes, expected)))
 
     def finish(self, manifest: dict) -> None:
@@ -141,12 +140,13 @@ def convert(source: Source, module, directory: Path, target: Path, layout: Layou
             continue
         if kind == "extra":
             conversion.write(kind, name, {"array": source.files.read(name)})
+            source.files.release()
         else:
             cut = NamedSharding(mesh, specs[name])
-            value = read_parameter(entries[name], source, options["dtype"], options["quantize"], cut)
-            conversion.write(kind, name, _tree(value))
-            del value
-        source.files.release()
+            arrays = _tree(read_parameter(entries[name], source, options["dtype"], options["quantize"], cut))
+            jax.block_until_ready(arrays)
+            source.files.release()
+            conversion.write(kind, name, arrays)
     for pattern in CARRIED:
         for path in directory.glob(pattern):
             if not path.name.endswith(".safetensors.index.json"):
