@@ -59,7 +59,8 @@ def statistics(llm, device: str, completions: list) -> str:
     if lengths and llm.drafter is not None and llm.block_size > 1:
         histogram = " ".join(f"{n}:{c}" for n, c in sorted(Counter(lengths).items()))
         line += f" | acceptance length {sum(lengths) / len(lengths):.2f} in {len(lengths)} rounds ({histogram})"
-    return f"{line} | compiled in {compiling:.1f} s"
+    size = llm.loaded_bytes / 1e9
+    return f"{line} | compiled in {compiling:.1f} s | loaded {size:.2g} GB at {size / llm.load_s:.2g} GB/s"
 
 
 def write(text: str) -> None:

@@ -87,8 +87,11 @@ class LLM:
         self.reproducible = reproducible
         bounded = None if draft_window_size is None else min(draft_window_size, positions)
         self._draft_window = DraftWindow(bounded, min(draft_sink_size, positions))
+        began = time.perf_counter()
         self.target = load_target(directory, kind, layout, quantize)
         self.drafter = load_drafter(draft, kind, self.config, layout) if draft is not None else None
+        leaves = jax.block_until_ready(jax.tree.leaves((self.target, self.drafter)))
+        self.loaded_bytes, self.load_s = sum(x.nbytes for x in leaves), time.perf_counter() - began
         self.programs = Programs(self.target, self.drafter)
 
     @staticmethod

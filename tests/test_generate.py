@@ -25,7 +25,7 @@ def test_text_on_stdout_statistics_on_stderr(capsys):
     assert code == 0
     assert out.strip()
     assert err.count("\n") == 1
-    for part in ("cpu float32", "prompt", "tok/s", "acceptance length", "compiled in"):
+    for part in ("cpu float32", "prompt", "tok/s", "acceptance length", "compiled in", "GB/s"):
         assert part in err
 
 
