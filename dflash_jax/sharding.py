@@ -149,15 +149,12 @@ class Layout:
     # The table.
 
     def wide(self, size: int) -> Cut:
-        """Vocabulary, features of an MLP, key heads of Gated DeltaNet: over all devices of a row."""
+        """Vocabulary, features of an MLP, KV heads, key heads of Gated DeltaNet: over all devices of a row."""
         return Cut(self._prefix(size, "tensor", "expert"))
 
-    def kv_heads(self, heads: int, kv_heads: int) -> Cut:
-        return self.wide(kv_heads)
-
     def heads(self, heads: int, kv_heads: int) -> Cut:
-        """Further than the KV heads only where a device then has heads of one KV head."""
-        kv = self.kv_heads(heads, kv_heads)
+        """Query heads. Further than the KV heads only where a device then has heads of one KV head."""
+        kv = self.wide(kv_heads)
         return self.wide(heads) if self.parts(kv) == kv_heads else kv
 
     def experts(self, experts: int) -> Cut:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dflash_jax import LLM, InputError, SamplingParams
+from dflash_jax import LLM, InputError, SamplingParams, programs
 from dflash_jax.compare import divergence
 from dflash_jax.params import Defaults
 
@@ -168,3 +168,13 @@ def test_bad_requests(llm):
     ]:
         with pytest.raises(InputError, match=named):
             call()
+
+
+def test_a_block_wider_than_a_dispatch_reports_still_moves_on(monkeypatch):
+    """Else the host would ask for rounds for ever."""
+    monkeypatch.setattr(programs, "REPORT_SIZE", 4)
+    params = SamplingParams(max_tokens=24)
+    small = LLM()
+    (found,) = small.generate(PROMPTS[:1], params)
+    (expected,) = small.generate(PROMPTS[:1], params, block_size=1)
+    assert_same(small, found, expected, params)

@@ -76,7 +76,7 @@ class Attention(nnx.Module):
     ):
         self.spec = spec
         n, k, d = spec.num_heads, spec.num_kv_heads, spec.head_dim
-        self.heads, self.kv_heads = layout.heads(n, k), layout.kv_heads(n, k)
+        self.heads, self.kv_heads = layout.heads(n, k), layout.wide(k)
         self.q = normal(rngs, (n, 2 if spec.gated else 1, d, hidden), dtype)
         self.k = normal(rngs, (k, d, hidden), dtype)
         self.v = normal(rngs, (k, d, hidden), dtype)

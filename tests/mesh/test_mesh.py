@@ -93,7 +93,7 @@ def test_dimensions_are_cut_as_far_as_they_divide():
     assert eight.wide(12) == Cut(("tensor0", "tensor1"))
     assert eight.wide(9) == Cut()
     # Two KV heads: halves of four copies each; the query heads go on.
-    assert (eight.kv_heads(16, 2), eight.heads(16, 2)) == (Cut(("tensor0",)), eight.wide(8))
+    assert (eight.wide(2), eight.heads(16, 2)) == (Cut(("tensor0",)), eight.wide(8))
     # Six KV heads: a device has three of them, and the twelve query heads that read those.
-    assert eight.kv_heads(24, 6) == eight.heads(24, 6) == Cut(("tensor0",))
+    assert eight.wide(6) == eight.heads(24, 6) == Cut(("tensor0",))
     assert Layout.parse("expert=4,tensor=2").wide(8) == Cut(("tensor0", "expert0", "expert1"))
