@@ -121,6 +121,10 @@ class Programs:
         """Programs compiled so far."""
         return len(self.compiled)
 
+    def weights(self, drafts: bool) -> list:
+        """The parameters where they lie: the target's, with ``drafts`` the drafter's behind."""
+        return self._models[drafts][0]
+
     def _shardings(self, specs):
         return jax.tree.map(lambda s: NamedSharding(self.mesh, s), specs)
 

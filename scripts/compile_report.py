@@ -10,6 +10,7 @@ b200, or a TPU slice such as v6e:2x4.
 
 import argparse
 import json
+import math
 import os
 import re
 import shutil
@@ -110,25 +111,50 @@ def thunks(folder: Path) -> str:
     return ""
 
 
-def big_copies(hlo: str, least: int) -> int:
-    """Bytes of copies and transposes of arrays of at least ``least`` bytes."""
+def shape_key(shape) -> tuple[int, ...]:
+    """What a copy has in common with what it copies, however it is transposed."""
+    return tuple(sorted(int(n) for n in shape if int(n) > 1))
+
+
+def local_shapes(tree) -> set[tuple[int, ...]]:
+    """Keys of a device's parts of arrays from 64 KiB on."""
+    import jax
+
+    leaves = [x for x in jax.tree.leaves(tree) if x.size * x.dtype.itemsize >= 1 << 16]
+    return {shape_key(x.sharding.shard_shape(x.shape)) for x in leaves}
+
+
+def copied_bytes(hlo: str, shapes: set[tuple[int, ...]]) -> int:
+    """Bytes of arrays of one of ``shapes`` that are written by a copy or a transposition.
+
+    Inside a fusion neither writes anything, unless it is what the fusion returns.
+    """
     sizes = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "pred": 1, "s8": 1, "u8": 1, "f8e4m3fn": 1}
-    total = 0
-    for kind, dims in re.findall(r"= (\w+)\[([\d,]*)\]\S* (?:copy|transpose)\(", hlo):
-        size = sizes.get(kind, 4)
-        for d in dims.split(","):
-            size *= int(d or 1)
-        total += size if size >= least else 0
+    fused = set(re.findall(r"kind=k\w+, calls=%?([\w.-]+)", hlo))
+    total, inside = 0, False
+    for line in hlo.splitlines():
+        if opened := re.match(r"(?:ENTRY )?%?([\w.-]+) \(.*\{$", line):
+            inside = opened[1] in fused
+        made = re.match(r"\s+(ROOT )?%?\S+ = (\w+)\[([\d,]+)\]\S* (?:copy|transpose)\(", line)
+        if made and (made[1] or not inside) and shape_key(made[3].split(",")) in shapes:
+            total += sizes.get(made[2], 4) * math.prod(int(n) for n in made[3].split(","))
     return total
 
 
-def measure(lowered, layers: int, cache_bytes: int, options: dict) -> dict:
-    """Compiles and counts. A loop's body counts once, so figures of a decode program are per round."""
+def measure(lowered, layers: int, held: dict, options: dict) -> dict:
+    """Compiles and counts. A loop's body counts once, so figures of a decode program are per round.
+
+    ``held``: name → trees of arrays that should not be copied.
+    """
+    import jax
+
     folder = Path(tempfile.mkdtemp(prefix="xla_"))
     began = time.perf_counter()
     try:
         compiled = lowered.compile(compiler_options={"xla_dump_to": str(folder), **options})
         seconds, text = time.perf_counter() - began, thunks(folder)
+    except jax.errors.JaxRuntimeError as e:  # a TPU's compiler refuses what its memory cannot hold
+        return {"failed": " ".join(str(e).split())[:200]}
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     memory, hlo = compiled.memory_analysis(), compiled.as_text()
@@ -139,7 +165,7 @@ def measure(lowered, layers: int, cache_bytes: int, options: dict) -> dict:
         "temporaries": memory.temp_size_in_bytes,
         "outputs": memory.output_size_in_bytes,
         "donated": memory.alias_size_in_bytes,
-        "cache_sized_copies": big_copies(hlo, cache_bytes),
+        "copied": {name: copied_bytes(hlo, local_shapes(tree)) for name, tree in held.items()},
         "collectives_per_layer": sum(len(re.findall(rf" {c}(?:-start)?\(", hlo)) for c in COLLECTIVES) / layers,
         "compile_s": round(seconds, 1),
     }
@@ -166,24 +192,31 @@ def report(shapes, layout, devices, args) -> dict:
     options = {} if ":" in args.device else ONE_GRAPH
     window = shapes.draft.block_size if drafter is not None else 1
     layers = len(shapes.target.layers)
+
+    def is_kv(cache) -> bool:
+        return isinstance(cache, KVCache)
+
     found = {}
     for name in args.programs:
         drafts = name != "plain" and drafter is not None
         settings = Settings(window=window if name == "round" else 1)
         state = programs.abstract_state(args.slots, args.max_len, settings, drafts)
-        caches = [c.k for c in state.target if isinstance(c, KVCache)]
-        smallest = min((c.sharding.shard_shape(c.shape) for c in caches), default=(1,))
-        size = 2
-        for n in smallest:
-            size *= n
+        caches = [c for c in (*state.target, *jax.tree.leaves(state.draft, is_leaf=is_kv)) if is_kv(c)]
+        held = {
+            "keys_and_values": caches,
+            "recurrent_state": [c for c in state.target if not is_kv(c)],
+            "weights": programs.weights(drafts),
+        }
         if name == "prefill":
             lowered = programs.lower_prefill(state, PREFILL, drafts)
         else:
             lowered = programs.lower_decode(state, settings, drafts)
         depth = layers + (len(shapes.draft.layers) if drafts and name == "round" else 0)
-        found[name] = measure(lowered, depth, size, options)
+        found[name] = measure(lowered, depth, held, options)
     memory = DEVICES[args.device.partition(":")[0]].memory
     for figures in found.values():
+        if "failed" in figures:
+            continue
         used = figures["arguments"] + figures["temporaries"] + figures["outputs"] - figures["donated"]
         figures |= {"all": used, "fits": used <= memory}
     return {
@@ -201,6 +234,9 @@ def report(shapes, layout, devices, args) -> dict:
 def describe(found: dict) -> str:
     lines = [f"{found['config']} on {found['device']}, mesh {found['mesh']}, {found['slots']} x {found['max_len']:,}"]
     for name, f in found["programs"].items():
+        if "failed" in f:
+            lines.append(f"{name}: {f['failed']}")
+            continue
         line = f"{name}: {f['all'] / 1e9:.2f} GB {'fits' if f['fits'] else 'DOES NOT FIT'} ("
         line += f"arguments {f['arguments'] / 1e9:.2f}, temporaries {f['temporaries'] / 1e9:.3f}), "
         if "kernels_per_layer" in f:
@@ -208,7 +244,8 @@ def describe(found: dict) -> str:
         if "optimal_seconds" in f:
             line += f"compiler's estimate {1e3 * f['optimal_seconds']:.2f} ms, "
         line += f"{f['collectives_per_layer']:.1f} collectives a layer, "
-        line += f"copies as large as a cache {f['cache_sized_copies'] / 1e6:.0f} MB, compiled in {f['compile_s']} s"
+        copied = ", ".join(f"{n / 1e6:.1f} MB of {name.replace('_', ' ')}" for name, n in f["copied"].items() if n)
+        line += f"copied: {copied or 'no cache, state or weight'}, compiled in {f['compile_s']} s"
         lines.append(line)
     return "\n".join(lines)
 

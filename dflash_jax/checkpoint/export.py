@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from dflash_jax.checkpoint import fp8, orbax
@@ -46,7 +47,11 @@ def to_hf(source: Path, target: Path, shard_bytes: int, progress: Callable[[Iter
 
         def write() -> None:
             shards.append(list(waiting))
-            save_file(waiting, half / f"{len(shards)}.safetensors", metadata={"format": "pt"})
+            path = half / f"{len(shards)}.safetensors"
+            try:
+                save_file(waiting, path, metadata={"format": "pt"})
+            except SafetensorError as e:  # a full disk, which the library does not report as an OSError
+                raise InputError(f"{target} cannot be written: {e}") from None
             waiting.clear()
 
         for name, array in progress(disk_tensors(source), len(manifest["tensors"])):

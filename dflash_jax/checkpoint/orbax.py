@@ -94,7 +94,10 @@ class Conversion:
             shutil.rmtree(path)
         shapes = {k: (str(v.dtype), list(v.shape)) for k, v in arrays.items()}
         expected = _digest({k: np.asarray(v) for k, v in arrays.items()})
-        self.checkpointer.save(path, args=ocp.args.PyTreeSave(arrays))
+        try:
+            self.checkpointer.save(path, args=ocp.args.PyTreeSave(arrays))
+        except (ValueError, OSError) as e:  # what the storage library says of a full disk is a ValueError
+            raise InputError(f"{path} cannot be written: {str(e).splitlines()[0][-200:]}") from None
         arrays.clear()
         found = _digest(read_arrays(path, list(shapes)))
         if found != expected:

@@ -148,6 +148,19 @@ def test_killed_at_any_moment(source, converted, tmp_path):
     assert_same_module(load_target(target), load_target(converted))
 
 
+@pytest.mark.parametrize("name", ["hf_to_orbax", "orbax_to_hf"])
+def test_no_space_left(name, source, converted, tmp_path):
+    """One line, and what is there does not look whole. A limit on file sizes stands for a full disk."""
+    command = [sys.executable, str(ROOT / f"convert/{name}.py"), str(source if name == "hf_to_orbax" else converted)]
+    limited = ["bash", "-c", 'ulimit -f 20; exec "$@"', "_", *command, str(tmp_path / "to")]
+    done = subprocess.run(limited, capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.splitlines()[-1].startswith("error: ")
+    assert "File too large" in done.stderr.splitlines()[-1]
+    with pytest.raises(InputError, match=r"half a conversion|no config.json"):
+        load_target(tmp_path / "to")
+
+
 def test_a_checkpoint_that_changed_meanwhile(source, tmp_path):
     copy, target = shutil.copytree(source, tmp_path / "source"), tmp_path / "orbax"
     with pytest.raises(KilledError):

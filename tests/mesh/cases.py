@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
@@ -14,7 +15,10 @@ from jax.sharding import PartitionSpec as P
 
 from dflash_jax import LLM, InputError, SamplingParams
 from dflash_jax.cache import KVCache
+from dflash_jax.checkpoint import orbax
+from dflash_jax.checkpoint.load import load_target, open_any
 from dflash_jax.compare import divergence
+from dflash_jax.llm import TINY
 from dflash_jax.models.decoder import abstract_decoder
 from dflash_jax.models.drafter import abstract_drafter
 from dflash_jax.programs import Programs
@@ -135,6 +139,18 @@ def test_a_checkpoint_is_read_into_its_shards_and_generates_the_same_text():
     (expected,), (found,) = one.generate(["def f("], params), eight.generate(["def f("], params)
     parting = divergence(eight, found.prompt_ids, expected.token_ids, found.token_ids, params)
     assert parting is None or parting.is_tie
+
+
+def test_an_orbax_directory_is_read_into_other_shards_than_it_was_written_in(tmp_path):
+    directory, layout = TINY / "target", Layout(tensor=4)
+    source, module = open_any(directory, layout)
+    options = {"dtype": None, "quantize": None}
+    orbax.convert(source, module, directory, tmp_path / "orbax", layout, options, lambda todo: todo)
+    for layout in LAYOUTS:
+        found, expected = (load_target(d, jnp.float32, layout) for d in (tmp_path / "orbax", directory))
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
+            np.testing.assert_array_equal(a, b)
 
 
 def test_more_devices_than_there_are():

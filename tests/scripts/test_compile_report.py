@@ -1,0 +1,66 @@
+"""What XLA makes of a step may get better, not worse."""
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+from compile_report import copied_bytes  # noqa: E402
+
+FIGURES = json.loads((ROOT / "benchmarks/compile.json").read_text())["four-layers"]
+# Python 3.12 with jax 0.11 and the compilers, if it is not this one.
+PYTHON = os.environ.get("DFLASH_COMPILE_PYTHON", sys.executable)
+
+
+@cache
+def reason_to_skip(device: str) -> str:
+    plugin = "libtpu" if ":" in device else "jax_cuda13_plugin"
+    code = f"import sys, jax, {plugin}; sys.exit(jax.__version_info__ < (0, 11))"
+    if plugin == "libtpu" and "TPU_LIBRARY_PATH" in os.environ:
+        code = code.replace(", libtpu", "")
+    if subprocess.run([PYTHON, "-c", code], capture_output=True).returncode:
+        return f"{PYTHON} lacks {plugin} or jax 0.11: name one that has them in DFLASH_COMPILE_PYTHON"
+    return ""
+
+
+@pytest.mark.parametrize("command", FIGURES)
+def test_no_worse_than_recorded(command):
+    """Kernels per layer, collectives and temporaries within a tenth; graphs and copies not at all."""
+    config, *options = command.split()
+    if reason := reason_to_skip(options[1]):
+        pytest.skip(reason)
+    argv = [PYTHON, "scripts/compile_report.py", "--config", f"configs/{config}.toml", *options, "--json"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout)["programs"]
+    for name, recorded in FIGURES[command]["programs"].items():
+        for figure in ("kernels_per_layer", "collectives_per_layer", "temporaries"):
+            if figure in recorded:
+                assert found[name][figure] <= 1.1 * recorded[figure], (name, figure)
+        assert found[name].get("graphs", 0) <= recorded.get("graphs", 0), name
+        assert sum(found[name]["copied"].values()) <= sum(recorded["copied"].values()), name
+
+
+def test_a_copy_counts_where_it_is_written():
+    hlo = """
+%fused_reduce (p: bf16[4,2,8]) -> f32[4] {
+  %transpose.1 = f32[2,4,8]{2,1,0} transpose(%p), dimensions={1,0,2}
+  ROOT %reduce = f32[4]{0} reduce(%transpose.1)
+}
+%fused_transpose (p: bf16[4,2,8]) -> bf16[8,4,2] {
+  ROOT %transpose.2 = bf16[8,4,2]{2,1,0} transpose(%p), dimensions={2,0,1}
+}
+%body (p: (bf16[4,2,8])) -> (bf16[4,2,8]) {
+  %copy.1 = bf16[1,4,2,8]{3,2,1,0} copy(%p)
+  %copy.2 = bf16[4,3,8]{2,1,0} copy(%q)
+  %f = f32[4] fusion(%copy.1), kind=kInput, calls=%fused_reduce
+  %t = bf16[8,4,2] fusion(%copy.1), kind=kLoop, calls=%fused_transpose
+}
+"""
+    assert copied_bytes(hlo, {(2, 4, 8)}) == 2 * 128
