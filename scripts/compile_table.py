@@ -38,7 +38,7 @@ time. `python scripts/compile_table.py`, which runs `scripts/compile_report.py -
 options of the first column. GB per device: arguments (weights, caches) with temporaries. A decode program's kernels
 are those of one round (plain: one token) over its layers (round: and the drafter's). Graphs: CUDA graphs of the whole
 program; 1 means that nothing breaks the loop. Copied: caches, recurrent state and weights written anew. Estimate: the
-TPU compiler's own, of a loop's body once.
+TPU compiler's own, of a loop's body once and without the loops over the context.
 """
 COLUMNS = "system|slots × length|program|GB|temporaries|kernels a layer|graphs|collectives a layer|copied MB|compiled s"
 HEAD = f"\n| {' | '.join([*COLUMNS.split('|'), 'estimate ms'])} |\n{'|---' * 11}|\n"
