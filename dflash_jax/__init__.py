@@ -21,7 +21,6 @@ _WHERE = {
     "init_state": "prompts",
     "empty_state": "speculative",
     "prefill_chunk": "speculative",
-    "first_token": "speculative",
     "decode_round": "speculative",
     "decode": "speculative",
 }

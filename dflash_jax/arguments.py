@@ -16,6 +16,15 @@ def token_ids(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"{text!r} must be token ids with commas between, such as 1,2,3") from None
 
 
+def block_size(text: str) -> int | str:
+    if text == "auto":
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number of tokens, or auto") from None
+
+
 def bias(text: str) -> tuple[int, float]:
     token, _, value = text.partition("=")
     try:
@@ -78,7 +87,11 @@ def make_parser() -> argparse.ArgumentParser:
 
     drafting = p.add_argument_group("drafting")
     drafting.add_argument(
-        "--block-size", type=int, metavar="B", help="tokens a round may yield (default: the drafter's)"
+        "--block-size",
+        type=block_size,
+        default="auto",
+        metavar="B",
+        help="tokens a round may yield; auto (the default) takes what is fastest, down to plain decoding",
     )
     drafting.add_argument("--draft-window-size", type=int, metavar="W", help="context positions that the drafter sees")
     drafting.add_argument("--draft-sink-size", type=int, default=0, metavar="S", help="first positions it sees besides")

@@ -31,11 +31,13 @@ class KVCache:
     """Keys and values, [B, K, S, D]. Linear: slot = position. Ring: the first ``sinks`` positions stay, later ones go
     round.
 
-    A ring remembers the last S - sinks positions, whatever the length of the context.
+    A ring remembers the last S - sinks positions, whatever the length of the context. ``rows`` int [b]: the cache
+    stands for these of its B rows, which are read and written where they lie; None: for all.
     """
 
     k: jax.Array
     v: jax.Array
+    rows: jax.Array | None = None
     sinks: int = field(default=0, metadata={"static": True})
     ring: bool = field(default=False, metadata={"static": True})
 
@@ -50,7 +52,7 @@ class KVCache:
         ring = ring and size < capacity
         shape = (rows, heads, size if ring else round_capacity(capacity), head_dim)
         # Two arrays, not one twice: the state that holds them is donated.
-        return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), sinks if ring else 0, ring)
+        return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), None, sinks if ring else 0, ring)
 
     @property
     def capacity(self) -> int:
@@ -88,12 +90,23 @@ class KVCache:
             last = jnp.max(jnp.where(keep, positions, -1), axis=1, keepdims=True)
             keep = keep & ((positions < self.sinks) | (positions > last - (self.capacity - self.sinks)))
         slots = jnp.where(keep, self.slots(positions), self.capacity)
-        rows = jnp.arange(k.shape[0])[:, None]
+        rows = (jnp.arange(k.shape[0]) if self.rows is None else self.rows)[:, None]
 
         def put(buffer, new):
             return buffer.at[rows, :, slots].set(new.astype(buffer.dtype), mode="drop")
 
         return replace(self, k=put(self.k, k), v=put(self.v, v))
+
+    def read(self, start, size: int):
+        """k and v [b, K, size, D] of slots ``start`` onwards."""
+
+        def get(buffer):
+            if self.rows is None:
+                return jax.lax.dynamic_slice_in_dim(buffer, start, size, axis=2)
+            shape = (1, buffer.shape[1], size, buffer.shape[3])
+            return jax.vmap(lambda row: jax.lax.dynamic_slice(buffer, (row, 0, start, 0), shape)[0])(self.rows)
+
+        return get(self.k), get(self.v)
 
 
 def attend(q, k, v, own_mask, cache: KVCache | None, length, visible: Callable | None = None):
@@ -127,8 +140,7 @@ def attend(q, k, v, own_mask, cache: KVCache | None, length, visible: Callable |
 
         def chunk(i, carry):
             start = i * size
-            keys = jax.lax.dynamic_slice_in_dim(cache.k, start, size, axis=2)
-            values = jax.lax.dynamic_slice_in_dim(cache.v, start, size, axis=2)
+            keys, values = cache.read(start, size)
             held = cache.positions(start + jnp.arange(size), length)[:, None, :]
             mask = jnp.broadcast_to(held >= 0, (b, t, size))
             # Weight zero is not enough: 0 · NaN would bring a slot's last user back.

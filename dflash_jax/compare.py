@@ -5,10 +5,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from dflash_jax.llm import LLM, PREFILL_CHUNKS
+from dflash_jax.cache import round_capacity
+from dflash_jax.engine.device import Device
+from dflash_jax.engine.engine import PREFILL_SIZES
+from dflash_jax.llm import LLM
 from dflash_jax.params import SamplingParams
 from dflash_jax.rows import Row
 from dflash_jax.sharding import place
+from dflash_jax.speculative import PLAIN_SETTINGS
 
 # In float32 a draw whose two best candidates are closer than this may go either way with the order of a sum.
 TIE = 1e-4
@@ -49,21 +53,26 @@ def divergence(llm: LLM, prompt: list[int], expected: list[int], found: list[int
     raw, scores = _draw(llm, row, prompt, expected[:at])
     a, b = expected[at], found[at]
     gap = abs(float(scores[a] - scores[b]))
-    cuts = cut_distances(penalised(raw, row.params, prompt, expected[:at]), row.params)
+    cuts = cut_distances(penalised(raw, row.request.params, prompt, expected[:at]), row.request.params)
     return Divergence(at, a, b, min(gap if np.isfinite(gap) else np.inf, float(cuts[a]), float(cuts[b])))
 
 
 def _draw(llm: LLM, row: Row, prompt: list[int], shared: list[int]):
     """Raw logits and what is maximised, float [V], for the token behind prompt + shared."""
-    state = llm._start([row], llm._settings([row], 1), 1)
-    for _ in range(0, len(row.prompt), PREFILL_CHUNKS[-1]):
-        state = llm.programs.prefill_chunk(state, PREFILL_CHUNKS[-1], False)
-    vocab, sampling = llm.config.vocab_size, state.sampling
+    request, size = row.request, PREFILL_SIZES[0]
+    settings = replace(PLAIN_SETTINGS, top_logprobs=0)
+    data = llm.target.layout.data
+    device = Device(llm.plain_programs, data, round_capacity(request.need), settings)
+    device.admit(0, request)
+    for start in range(0, len(request.prompt) - 1, size):
+        device.prefill(0, min(size, len(request.prompt) - 1 - start), size)
+    vocab, state = llm.config.vocab_size, device.state
+    sampling = state.sampling
     for name, ids in (("prompt_counts", prompt), ("output_counts", shared)):
-        old, new = getattr(sampling, name), np.zeros((len(state.length), vocab), np.int32)
+        old, new = getattr(sampling, name), np.zeros((data, vocab), np.int32)
         new[0] = np.bincount(np.array(ids, int), minlength=vocab)
         sampling = replace(sampling, **{name: place(new, old.sharding)})
-    drawn = llm.programs.draw(replace(state, sampling=sampling))
+    drawn = llm.plain_programs.draw(replace(state, sampling=sampling))
     return tuple(np.asarray(x[0], np.float64) for x in drawn)
 
 

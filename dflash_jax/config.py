@@ -6,6 +6,8 @@ from dflash_jax.errors import InputError
 
 # Stop token ids that a row may have.
 MAX_STOPS = 16
+# Tokens whose logits a row may bias, as in OpenAI's API.
+MAX_BIAS = 300
 
 
 @dataclass(frozen=True)

@@ -46,21 +46,31 @@ def choose_mesh(mesh: str | None, system) -> str:
     return system.mesh(jax.devices()[0].device_kind, jax.device_count())
 
 
+def covered(spans) -> float:
+    """Seconds that are in at least one of (start, end)."""
+    total, upto = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, upto))
+        upto = max(upto, end)
+    return total
+
+
 def statistics(llm, device: str, completions: list) -> str:
-    """The line at the end: rates exclude compilation, and the first new token counts as prefill."""
-    # Completions of one batch share its timings.
-    total = {id(c.timings): c.timings for c in completions}.values()
-    prefill, decode, compiling = (sum(getattr(t, k) for t in total) for k in ("prefill_s", "decode_s", "compile_s"))
+    """The line at the end: rates exclude compilation."""
     prompt = sum(len(c.prompt_ids) for c in completions)
-    new = sum(len(c.token_ids) - 1 for c in completions)
+    known = sum(c.cached_tokens for c in completions)
+    new = sum(len(c.token_ids) for c in completions)
+    prefill = covered((c.timings.admitted, c.timings.prefilled) for c in completions)
+    decode = covered((c.timings.prefilled, c.timings.finished) for c in completions)
     lengths = [n for c in completions for n in c.acceptance_lengths]
-    line = f"{device} {llm.dtype} | prompt {prompt} tokens, {prompt / max(prefill, 1e-9):.0f} tok/s"
-    line += f" | decode {new + len(completions)} tokens, {new / max(decode, 1e-9):.0f} tok/s"
-    if lengths and llm.drafter is not None and llm.block_size > 1:
+    line = f"{device} {llm.dtype} | prompt {prompt} tokens{f' ({known} known)' if known else ''}"
+    line += f", {(prompt - known) / max(prefill, 1e-9):.0f} tok/s"
+    line += f" | decode {new} tokens, {new / max(decode, 1e-9):.0f} tok/s"
+    if any(n > 1 for n in lengths):
         histogram = " ".join(f"{n}:{c}" for n, c in sorted(Counter(lengths).items()))
         line += f" | acceptance length {sum(lengths) / len(lengths):.2f} in {len(lengths)} rounds ({histogram})"
     size = llm.loaded_bytes / 1e9
-    return f"{line} | compiled in {compiling:.1f} s | loaded {size:.2g} GB at {size / llm.load_s:.2g} GB/s"
+    return f"{line} | compiled in {llm.compile_s:.1f} s | loaded {size:.2g} GB at {size / llm.load_s:.2g} GB/s"
 
 
 def write(text: str) -> None:
@@ -90,8 +100,8 @@ def stream_text(llm, prompt, params, show_drafts: bool):
         elif not show_drafts:
             write(event.text)
         else:
-            # Of the n tokens of a round the last is the target's own; so is the first token of all.
-            drafted = [i < n - 1 for n in event.acceptance_lengths or [1] for i in range(n)]
+            # Of the n tokens of a round the last is the target's own.
+            drafted = [i < n - 1 for n in event.acceptance_lengths for i in range(n)]
             for token, is_draft in zip(event.token_ids, drafted, strict=False):
                 shown = len(seen.text)
                 seen.push(token)
@@ -122,7 +132,7 @@ def compare(llm, completions: list, params, streamed: bool) -> tuple[list[dict],
         good = good and (parting is None or llm.dtype != "float32" or parting.is_tie)
         speedup = plain.timings.decode_s / max(mine.timings.decode_s, 1e-9)
         # A parting changes the length: compare what a token costs.
-        speedup *= max(len(mine.token_ids) - 1, 1) / max(len(plain.token_ids) - 1, 1)
+        speedup *= len(mine.token_ids) / len(plain.token_ids)
         tell(f"compare: {verdict}; {speedup:.2f}x the speed of plain decoding")
         baseline = {"token_ids": plain.token_ids, "decode_s": plain.timings.decode_s}
         found.append({"baseline": baseline, "equal": parting is None, "speedup": speedup})

@@ -1,31 +1,32 @@
 """The library's front: `LLM` takes text or token ids and gives completions, all at once or as they are made."""
 
+import sys
 import time
 from collections.abc import Iterator, Sequence
+from math import isnan
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from tqdm import tqdm
 
 from dflash_jax.cache import CONTEXT_CHUNK
 from dflash_jax.checkpoint.hub import resolve
 from dflash_jax.checkpoint.load import check_drafter, check_target, load_drafter, load_target
+from dflash_jax.engine.device import MAX_LOGPROBS, ROW_SIZES, Device
+from dflash_jax.engine.engine import Engine, EngineError, Options
+from dflash_jax.engine.request import Request
 from dflash_jax.errors import InputError
 from dflash_jax.models.drafter import DraftWindow
-from dflash_jax.params import Completion, Defaults, SamplingParams, Timings
+from dflash_jax.params import Completion, Defaults, SamplingParams
 from dflash_jax.programs import Programs, enable_disk_cache
-from dflash_jax.rows import Piece, Row, sampling_rows, take
+from dflash_jax.rows import Piece, Row
 from dflash_jax.sharding import Layout
-from dflash_jax.speculative import DecodeState, Settings
+from dflash_jax.speculative import Settings
 from dflash_jax.text import Tokenizer
 
 TINY = Path(__file__).parent / "assets" / "tiny"
-ROW_SIZES = (1, 2, 4, 8, 16, 32)
 WINDOWS = (1, 8, 16)
-PREFILL_CHUNKS = (64, 512)
-LOGPROB_WIDTHS = (-1, 0, 5, 20)
-# Rounds between two looks of the host: few while someone reads along.
-STREAM_ROUNDS, BATCH_ROUNDS = 4, 32
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 
@@ -35,12 +36,13 @@ class LLM:
     target: a Hugging Face directory or repo id; None for the tiny pair that ships with the package. draft: likewise,
     or None to decode without one; "auto" is the tiny drafter for the tiny target and None for any other. dtype:
     "float32" or "bfloat16"; None takes float32 on CPU and bfloat16 elsewhere. block_size: tokens a round may yield, at
-    most the drafter's own (the default); 1 is plain decoding. draft_window_size and draft_sink_size bound the context
-    that the drafter sees. reproducible: the same bits with any drafter, block size or batch, at some cost in speed;
-    needed for that in bfloat16 only. max_len: prompt and new tokens, at most the model's positions. mesh: devices to
-    share the work among, such as "data=2,tensor=4" (default: one). quantize: "int8" or "fp8" for a target whose
-    checkpoint is not quantised; "none" makes an FP8 checkpoint ``dtype``, which else stays FP8. Raises InputError
-    for whatever does not fit together.
+    most the drafter's own; 1 is plain decoding; "auto" chooses what is fastest from load and acceptance. slots:
+    prompts that are continued at a time. prefix_bytes: memory for beginnings that prompts share. draft_window_size and
+    draft_sink_size bound the context that the drafter sees. reproducible: the same bits with any drafter, block size
+    or batch, at some cost in speed; needed for that in bfloat16 only. max_len: prompt and new tokens, at most the
+    model's positions. mesh: devices to share the work among, such as "data=2,tensor=4" (default: one). quantize:
+    "int8" or "fp8" for a target whose checkpoint is not quantised; "none" makes an FP8 checkpoint ``dtype``, which else
+    stays FP8. Raises InputError for whatever does not fit together.
     """
 
     def __init__(
@@ -49,7 +51,9 @@ class LLM:
         draft: str | Path | None = "auto",
         *,
         dtype: str | None = None,
-        block_size: int | None = None,
+        block_size: int | str = "auto",
+        slots: int = 32,
+        prefix_bytes: int = 2**28,
         draft_window_size: int | None = None,
         draft_sink_size: int = 0,
         reproducible: bool = False,
@@ -76,12 +80,17 @@ class LLM:
         # What can be wrong without a weight read comes first.
         self.config = check_target(directory)
         draft = resolve(draft) if draft is not None else None
-        self._largest_block = check_drafter(draft, self.config).block_size if draft is not None else 1
+        self.largest_block = check_drafter(draft, self.config).block_size if draft is not None else 1
         self.block_size = self._check_block(block_size)
         positions = self.config.max_positions
         self.max_len = positions if max_len is None else max_len
         if not 1 < self.max_len <= positions:
             raise InputError(f"max_len {max_len}: it must be 2 to {positions}, the model's positions")
+        if not 1 <= slots <= ROW_SIZES[-1]:
+            raise InputError(f"slots {slots}: it must be 1 to {ROW_SIZES[-1]}")
+        if prefix_bytes < 0:
+            raise InputError(f"prefix_bytes {prefix_bytes}: it must be 0 (none) or more")
+        self.slots, self.prefix_bytes = slots, prefix_bytes
         self.defaults = Defaults.read(directory)
         self.tokenizer = Tokenizer(directory) if self._has_tokenizer(directory) else None
         self.reproducible = reproducible
@@ -93,18 +102,27 @@ class LLM:
         leaves = jax.block_until_ready(jax.tree.leaves((self.target, self.drafter)))
         self.loaded_bytes, self.load_s = sum(x.nbytes for x in leaves), time.perf_counter() - began
         self.programs = Programs(self.target, self.drafter)
+        # Without the drafter, nothing of it is computed or held.
+        self.plain_programs = Programs(self.target, None) if self.drafter is not None else self.programs
+        self._engine: Engine | None = None
+        self._live: dict[Request, Row] = {}
+
+    @property
+    def compile_s(self) -> float:
+        """Seconds of all compilation so far."""
+        return sum({id(p): p.compile_s for p in (self.programs, self.plain_programs)}.values())
 
     @staticmethod
     def _has_tokenizer(directory: Path) -> bool:
         return any((directory / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json"))
 
-    def _check_block(self, block_size: int | None) -> int:
-        largest = self._largest_block
-        if block_size is None:
-            return largest
-        if not 1 <= block_size <= largest:
+    def _check_block(self, block_size: int | str) -> int | str:
+        largest = self.largest_block
+        if block_size == "auto":
+            return block_size
+        if not isinstance(block_size, int) or not 1 <= block_size <= largest:
             whose = "the drafter's own" if largest > 1 else "there is no drafter"
-            raise InputError(f"block size {block_size}: it must be 1 to {largest} ({whose})")
+            raise InputError(f"block size {block_size}: it must be 1 to {largest} ({whose}), or auto")
         return block_size
 
     def encode(self, prompt: str | Sequence[int]) -> list[int]:
@@ -140,21 +158,30 @@ class LLM:
         self,
         prompts: Sequence[str | Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
-        block_size: int | None = None,
+        block_size: int | str | None = None,
+        progress: bool | None = None,
     ) -> list[Completion]:
-        """Continues every prompt (text or token ids). ``block_size`` overrides the LLM's for this call; 1 decodes
-        plainly."""
-        rows = self._rows(prompts, params)
-        size = 1 if self.reproducible else ROW_SIZES[-1]
-        groups = [rows[i : i + size] for i in range(0, len(rows), size)]
-        return [c for group in groups for c in self._complete(group, block_size)]
+        """Continues every prompt (text or token ids), as many at a time as there are slots.
+
+        ``block_size`` overrides the LLM's for this call; 1 decodes plainly. ``progress``: a bar on stderr; None shows
+        one for more than eight prompts, on a terminal.
+        """
+        rows = self._rows(prompts, params, block_size)
+        if progress is None:
+            progress = len(rows) > 8 and sys.stderr.isatty()
+        with tqdm(total=len(rows), unit="prompt", disable=not progress) as bar:
+            for row in self._finished(rows):
+                bar.update()
+                bar.set_postfix_str(f"{self.tokens_per_s(rows):.0f} tok/s", refresh=False)
+                row.pieces.clear()
+        return [row.completion() for row in rows]
 
     def chat(
         self,
         messages: list[dict] | list[list[dict]],
         params: SamplingParams | None = None,
         thinking: bool | None = None,
-        block_size: int | None = None,
+        block_size: int | str | None = None,
     ) -> list[Completion]:
         """Answers one conversation, or each of several."""
         several = messages if messages and isinstance(messages[0], list) else [messages]
@@ -169,23 +196,56 @@ class LLM:
                 yield piece.text
 
     def pieces(
-        self, prompt: str | Sequence[int], params: SamplingParams | None = None, block_size: int | None = None
+        self, prompt: str | Sequence[int], params: SamplingParams | None = None, block_size: int | str | None = None
     ) -> Iterator[Piece | Completion]:
-        """Yields what every dispatch brought to one prompt, and the `Completion` at the end."""
-        (row,) = self._rows([prompt], params)
-        for event in self._run([row], block_size, STREAM_ROUNDS):
-            yield event[0]
+        """Yields what every dispatch brought to one prompt, and the `Completion` at the end. Several may be under way
+        at once."""
+        (row,) = self._rows([prompt], params, block_size)
+        self._submit([row])
+        try:
+            while True:
+                while row.pieces:
+                    yield row.pieces.popleft()
+                if row.request.finish_reason:
+                    break
+                self._step()
+            self._raise_failure(row)
+            yield row.completion()
+        finally:
+            self._leave([row])
 
-    def _complete(self, rows: list[Row], block_size: int | None) -> list[Completion]:
-        *_, completions = self._run(rows, block_size, BATCH_ROUNDS)
-        return completions
+    def _finished(self, rows: list[Row]) -> Iterator[Row]:
+        """The rows as they end."""
+        self._submit(rows)
+        left = rows
+        try:
+            while left:
+                self._step()
+                for row in left:
+                    if row.request.finish_reason:
+                        self._raise_failure(row)
+                        yield row
+                left = [row for row in left if row.request.finish_reason is None]
+        finally:
+            self._leave(rows)
 
-    def _rows(self, prompts, params) -> list[Row]:
+    @staticmethod
+    def tokens_per_s(rows: list[Row]) -> float:
+        """New tokens of these rows by the time since the first of them was ready."""
+        begun = [r.request.times for r in rows if not isnan(r.request.times.first_token)]
+        ends = [t.finished for t in begun if not isnan(t.finished)]
+        if not ends:
+            return 0.0
+        return sum(len(r.request.tokens) for r in rows) / max(max(ends) - min(t.ready for t in begun), 1e-9)
+
+    def _rows(self, prompts, params, block_size: int | str | None = None) -> list[Row]:
         if isinstance(prompts, str):
             raise InputError("prompts must be a list: for one prompt give [prompt]")
         each = list(params) if isinstance(params, (list, tuple)) else [params or SamplingParams()] * len(prompts)
         if len(each) != len(prompts):
             raise InputError(f"{len(each)} SamplingParams for {len(prompts)} prompts: give one, or one each")
+        block = self.block_size if block_size is None else self._check_block(block_size)
+        window = {"draft_window_size": self._draft_window.size, "draft_sink_size": self._draft_window.sinks}
         rows = []
         for prompt, wanted in zip(prompts, each, strict=True):
             ids, filled = self.encode(prompt), self.defaults.fill(wanted)
@@ -197,72 +257,76 @@ class LLM:
                     f"{len(ids)} prompt tokens and {filled.max_tokens} new ones are {len(ids) + filled.max_tokens}: "
                     f"at most {self.max_len} fit"
                 )
-            rows.append(Row(ids, filled, self.defaults.stops(filled), self.tokenizer))
+            stops = self.defaults.stops(filled)
+            rows.append(Row(ids, filled, stops, self.tokenizer, block_size=block, **window))
         return rows
 
-    def _settings(self, rows: list[Row], block: int) -> Settings:
-        window = WINDOWS[-1] if self.reproducible else next((w for w in WINDOWS if w >= block), block)
-        wanted = max((r.params.logprobs for r in rows if r.params.logprobs is not None), default=-1)
-        # Few widths, so that programs are shared.
-        width = next((n for n in LOGPROB_WIDTHS if n >= wanted), wanted)
-        return Settings(window, self.reproducible, min(width, self.config.vocab_size), self._draft_window)
+    # The engine: made for what is asked, kept for what comes next.
 
-    def _start(self, rows: list[Row], settings: Settings, block: int) -> DecodeState:
-        """A state of the next row size, idle rows at the end; its capacity is one of few, so that programs are
-        shared."""
-        data = self.target.layout.data
-        count = data * next(size for size in ROW_SIZES if size * data >= len(rows))
-        idle = count - len(rows)
-        need = max(len(r.prompt) + r.params.max_tokens for r in rows)
+    def _submit(self, rows: list[Row]) -> None:
+        engine = self._ready_engine(rows)
+        for row in rows:
+            row.compile_s = self.compile_s
+            self._live[row.request] = row
+            engine.submit(row.request)
+
+    def _ready_engine(self, rows: list[Row]) -> Engine:
+        """One with enough positions and, up to the limit, slots; what runs in a smaller one is finished first."""
+        plain = not self.reproducible and all(r.request.block_size == 1 for r in rows)
+        programs = self.plain_programs if plain else self.programs
+        need = max((r.request.need for r in rows), default=1)
         capacity = CONTEXT_CHUNK
         while capacity < need:
             capacity *= 2
-        return self.programs.start(
-            [r.prompt for r in rows] + [[]] * idle,
-            [r.params.max_tokens for r in rows] + [0] * idle,
-            capacity,
-            settings,
-            drafts=block > 1,
-            width=block,
-            stops=[r.stops for r in rows] + [[]] * idle,
-            sampling=sampling_rows([r.params for r in rows] + [SamplingParams()] * idle, self.config.vocab_size),
-        )
+        data = self.target.layout.data
+        slots = data * next(n for n in ROW_SIZES if n * data >= min(len(rows), self.slots))
+        if (engine := self._engine) is not None and engine.failure is None:
+            held = engine.device
+            if held.programs is programs and held.capacity >= capacity and held.slots >= slots:
+                return engine
+            while engine.has_work:
+                self._step()
+            if held.programs is programs:
+                capacity, slots = max(capacity, held.capacity), max(slots, held.slots)
+        # Its memory is needed for the next one.
+        self._engine = None
+        self._engine = self._make_engine(programs, slots, capacity)
+        return self._engine
 
-    def _run(self, rows: list[Row], block_size: int | None, rounds: int) -> Iterator[list[Piece] | list[Completion]]:
-        """Prefill, then dispatches until all rows are done: a list of pieces each, and the completions at the end."""
-        block = self.block_size if block_size is None else self._check_block(block_size)
-        settings, drafts, programs = self._settings(rows, block), block > 1, self.programs
-        state = self._start(rows, settings, block)
-        compiled, began = programs.compile_s, time.perf_counter()
-        left = max(len(r.prompt) for r in rows)
-        while left > 0:
-            # Several short chunks cost less than a long one that is mostly padding.
-            chunk = PREFILL_CHUNKS[-1] if left > PREFILL_CHUNKS[-1] // 2 else PREFILL_CHUNKS[0]
-            state = programs.prefill_chunk(state, chunk, drafts)
-            left -= chunk
-        state, report = programs.first_token(state)
-        report = jax.device_get(report)
-        prefill_s = time.perf_counter() - began - (programs.compile_s - compiled)
-        decode_s = 0.0
-        yield take(rows, report)
-        while any(r.finish_reason is None for r in rows):
-            waited, began = programs.compile_s, time.perf_counter()
-            state, report = programs.decode(state, rounds, settings, drafts)
-            report = jax.device_get(report)
-            decode_s += time.perf_counter() - began - (programs.compile_s - waited)
-            yield take(rows, report)
-        timings = Timings(prefill_s, decode_s, programs.compile_s - compiled)
-        record = programs.fetch(state.logprobs)
-        yield [self._completion(i, row, record, timings) for i, row in enumerate(rows)]
+    def _make_engine(self, programs: Programs, slots: int, capacity: int) -> Engine:
+        widths = (1,)
+        if self.drafter is not None and programs is self.programs:
+            widths = (*(w for w in WINDOWS if w < self.largest_block), self.largest_block)
+        settings = Settings(
+            max(WINDOWS[-1], widths[-1]) if self.reproducible else 1,
+            self.reproducible,
+            min(MAX_LOGPROBS, self.config.vocab_size),
+            self._draft_window,
+        )
+        options = Options(
+            widths=widths,
+            rows_per_dispatch=1 if self.reproducible else None,
+            prefix_bytes=self.prefix_bytes,
+            markers=self.tokenizer.markers if self.tokenizer else frozenset(),
+            adaptive=not self.reproducible,
+        )
+        return Engine(Device(programs, slots, capacity, settings), options)
+
+    def _step(self) -> None:
+        for event in self._engine.step():
+            if (row := self._live.get(event.request)) is not None:
+                row.take(event)
+                if event.finish_reason:
+                    row.compile_s = self.compile_s - row.compile_s
+                    del self._live[event.request]
+
+    def _leave(self, rows: list[Row]) -> None:
+        """Nobody waits for these rows any more."""
+        for row in rows:
+            if self._live.pop(row.request, None) is not None and self._engine is not None:
+                self._engine.abort(row.request)
 
     @staticmethod
-    def _completion(i: int, row: Row, record, timings: Timings) -> Completion:
-        entries, wanted = None, row.params.logprobs
-        if wanted is not None:
-            entries = []
-            for at, token in enumerate(row.token_ids, len(row.prompt)):
-                ids, values = record.ids[i, at, :wanted], record.values[i, at, :wanted]
-                top = {int(t): float(v) for t, v in zip(ids, values, strict=True)}
-                entries.append({"token_id": token, "logprob": float(record.chosen[i, at]), "top": top})
-        text = row.text.text if row.text else None
-        return Completion(row.prompt, row.token_ids, text, row.finish_reason, row.accepted, entries, timings)
+    def _raise_failure(row: Row) -> None:
+        if row.error is not None:
+            raise EngineError(row.error)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
-from dflash_jax.config import MAX_STOPS
+from dflash_jax.config import MAX_BIAS, MAX_STOPS
 from dflash_jax.errors import InputError
 
 
@@ -74,6 +74,8 @@ class SamplingParams:
             raise InputError(f"token id {outside[0]} is outside the vocabulary: ids are 0 to {vocab - 1}")
         if self.logprobs is not None and self.logprobs > vocab:
             raise InputError(f"logprobs is {self.logprobs}: it must be at most the vocabulary's {vocab}")
+        if len(self.logit_bias) > MAX_BIAS:
+            raise InputError(f"logit_bias has {len(self.logit_bias)} tokens: at most {MAX_BIAS} are possible")
 
 
 @dataclass(frozen=True)
@@ -126,12 +128,23 @@ class Defaults:
 
 @dataclass(frozen=True)
 class Timings:
-    """Seconds of a batch. decode_s has no compilation in it; compile_s is all compilation that the batch had to wait
-    for."""
+    """When a prompt was submitted, got a slot, was in the caches, had its first token and its last: seconds on a clock
+    that stands still while programs are compiled. compile_s: what it waited for compilation."""
 
-    prefill_s: float = 0.0
-    decode_s: float = 0.0
-    compile_s: float = 0.0
+    submitted: float
+    admitted: float
+    prefilled: float
+    first_token: float
+    finished: float
+    compile_s: float
+
+    @property
+    def prefill_s(self) -> float:
+        return self.prefilled - self.admitted
+
+    @property
+    def decode_s(self) -> float:
+        return self.finished - self.prefilled
 
 
 @dataclass(frozen=True)
@@ -139,8 +152,9 @@ class Completion:
     """One prompt's result.
 
     token_ids: the new tokens, with the stop token where one ended the row. text: None without a tokenizer.
-    finish_reason: "stop" or "length". acceptance_lengths: tokens that each round yielded (the first token comes from
-    the prefill). logprobs, where asked for: per token ``{"token_id", "logprob", "top": {token id: logprob}}``.
+    finish_reason: "stop" or "length". acceptance_lengths: tokens that each round yielded. logprobs, where asked for:
+    per token ``{"token_id", "logprob", "top": {token id: logprob}}``. cached_tokens: of the prompt, those that were
+    known from earlier prompts.
     """
 
     prompt_ids: list[int]
@@ -150,6 +164,7 @@ class Completion:
     acceptance_lengths: list[int]
     logprobs: list[dict] | None
     timings: Timings
+    cached_tokens: int = 0
 
     @property
     def mean_acceptance_length(self) -> float:

@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -12,14 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dflash_jax import prompts as host
-from dflash_jax import speculative
+from dflash_jax import prefix, speculative
 from dflash_jax.models.decoder import Decoder
-from dflash_jax.models.drafter import Drafter
-from dflash_jax.sampling import perturbed, process
+from dflash_jax.models.drafter import Drafting
+from dflash_jax.prompts import Admission, admit
+from dflash_jax.sampling import Logprobs, perturbed, process
 from dflash_jax.sharding import DATA, parameter_specs, place
 from dflash_jax.speculative import DecodeState, Settings
 
+ROWS, WHOLE = PartitionSpec(DATA), PartitionSpec()
 # Tokens of a row that one dispatch may bring.
 REPORT_SIZE = 256
 
@@ -39,56 +40,98 @@ def enable_disk_cache() -> None:
 @dataclass(frozen=True)
 class Report:
     """What a dispatch brought, small enough to read back every time: the new tokens [B, C] (``count`` [B] of them),
-    what each of its ``rounds`` [B] yielded, accepted [B, C], and ``done`` bool [B]."""
+    what each of its ``rounds`` [B] yielded, accepted [B, C], and ``done`` bool [B]. logprobs: `Logprobs` [B, C], read
+    where someone asked, or None."""
 
     tokens: jax.Array
     count: jax.Array
     accepted: jax.Array
     rounds: jax.Array
     done: jax.Array
+    logprobs: Logprobs | None
 
 
-def report(before_length, before_rounds, state: DecodeState, size: int) -> Report:
-    """The difference between now and then, at most ``size`` (static) tokens a row."""
+def report(before: DecodeState, after: DecodeState, size: int) -> Report:
+    """The difference between two states, at most ``size`` (static) tokens a row."""
+
+    def places(start):
+        return jnp.minimum(start[:, None] + jnp.arange(size), after.tokens.shape[1] - 1)
 
     def since(buffer, start):
-        places = jnp.minimum(start[:, None] + jnp.arange(size), buffer.shape[1] - 1)
-        return jnp.take_along_axis(buffer, places, axis=1)
+        return jnp.take_along_axis(buffer, places(start), axis=1)
 
+    held = jnp.arange(len(after.length)) if after.rows is None else after.rows
     return Report(
-        since(state.tokens, before_length),
-        state.length - before_length,
-        since(state.accepted, before_rounds),
-        state.rounds - before_rounds,
-        state.done,
+        since(after.tokens, before.length),
+        after.length - before.length,
+        since(after.accepted, before.rounds),
+        after.rounds - before.rounds,
+        after.done,
+        jax.tree.map(lambda x: x[held[:, None], places(before.length)], after.logprobs),
     )
 
 
-def gathered(report: Report) -> Report:
-    """All rows of a report, on every device: any host may read it."""
-    return jax.tree.map(lambda x: jax.lax.all_gather(x, DATA, tiled=True), report)
+def gathered(tree):
+    """All rows, on every device: any host may read them."""
+    return jax.tree.map(lambda x: jax.lax.all_gather(x, DATA, tiled=True), tree)
 
 
-def _prefill_chunk(target, drafter, state: DecodeState, *, size: int) -> tuple[DecodeState, None]:
-    return speculative.prefill_chunk(target, drafter, state, size), None
+def _prefill(target, drafter, state: DecodeState, rows, n, *, size: int):
+    taken = speculative.prefill_chunk(target, drafter, speculative.take_rows(state, rows), size, n)
+    return speculative.put_rows(state, taken), gathered(taken.base)
 
 
-def _first_token(target, drafter, state: DecodeState) -> tuple[DecodeState, Report]:
-    after = speculative.first_token(target, state)
-    return after, gathered(report(state.length, state.rounds, after, 1))
+def _decode(target, drafter, state: DecodeState, rows, width, rounds, *, settings: Settings):
+    before = replace(speculative.take_rows(state, rows), width=width)
+    after = speculative.decode(target, drafter, before, rounds, REPORT_SIZE, settings)
+    found = report(before, after, max(REPORT_SIZE, settings.window))
+    return speculative.put_rows(state, replace(after, width=state.width[rows])), gathered(found)
 
 
-def _decode(target, drafter, state: DecodeState, rounds, *, settings: Settings) -> tuple[DecodeState, Report]:
-    after = speculative.decode(target, drafter, state, rounds, REPORT_SIZE, settings)
-    return after, gathered(report(state.length, state.rounds, after, max(REPORT_SIZE, settings.window)))
+def _propose(target, drafter, state: DecodeState, rows, width, *, settings: Settings):
+    taken = replace(speculative.take_rows(state, rows), width=width)
+    return gathered(speculative.window_of(target, drafter, taken, settings))
 
 
-def _draw(target, drafter, state: DecodeState) -> tuple[DecodeState, tuple]:
-    """(state, (raw logits, what is maximised)), [B, V] each, for the token behind the prompt."""
-    raw = target.logits(state.hidden[:, None])
+def _verify(target, drafter, state: DecodeState, rows, width, block, *, settings: Settings):
+    taken = replace(speculative.take_rows(state, rows), width=width)
+    return speculative.verify(target, taken, block, drafter.taps if drafter is not None else ())
+
+
+def _finish(target, drafter, state: DecodeState, rows, width, block, mask, verified, *, settings: Settings):
+    before, (logits, features, record) = replace(speculative.take_rows(state, rows), width=width), verified
+    decided = speculative.decide(before, block, logits, mask)
+    after = speculative.commit(target, drafter, before, decided, block, features, record, settings)
+    found = report(before, after, settings.window)
+    return speculative.put_rows(state, replace(after, width=state.width[rows])), gathered(found)
+
+
+def _draw(target, drafter, state: DecodeState):
+    """Raw logits and what is maximised, [B, V] each, for the token behind the last known one."""
+    settings = replace(speculative.PLAIN_SETTINGS, window=1)
+    raw, _, _ = speculative.verify(target, state, speculative.window_of(target, None, state, settings))
     scores = perturbed(process(raw, state.sampling), state.sampling, state.length[:, None])
-    whole = [target.vocab.gather(x[:, 0], -1) for x in (raw, scores)]
-    return state, tuple(jax.lax.all_gather(x, DATA, tiled=True) for x in whole)
+    return gathered(tuple(target.vocab.gather(x[:, 0], -1) for x in (raw, scores)))
+
+
+def _admit(target, drafter, state: DecodeState, rows, admission: Admission):
+    return admit(target, state, rows, admission), ()
+
+
+def _save(target, drafter, state: DecodeState, rows, start, *, size: int):
+    return prefix.save(state, rows, start, size)
+
+
+def _load(target, drafter, state: DecodeState, rows, start, segment):
+    return prefix.load(state, rows, start, segment), ()
+
+
+def _snapshot(target, drafter, state: DecodeState, rows):
+    return prefix.snapshot(state, rows)
+
+
+def _restore(target, drafter, state: DecodeState, rows, length, snapshot):
+    return prefix.restore(state, rows, length, snapshot), ()
 
 
 def _put(x, sharding):
@@ -101,18 +144,17 @@ def _put(x, sharding):
 class Programs:
     """Calls the loop's functions on one pair of models, over their mesh. The state is donated: use what comes back.
 
-    Modules are flattened once, here: crossing ``jax.jit`` as modules would cost a walk over every parameter at each
-    call.
+    ``rows`` are of shape [data shards * b]: for each shard of the mesh's data axis, b of its own rows; those past its
+    last are nobody. Modules are flattened once, here: crossing ``jax.jit`` as modules would cost a walk over every
+    parameter at each call.
     """
 
-    def __init__(self, target: Decoder, drafter: Drafter | None, mesh: Mesh | None = None):
+    def __init__(self, target: Decoder, drafter: Drafting | None, mesh: Mesh | None = None):
         """``mesh``: by default that of the target's layout, on this machine's devices. Modules may be abstract: then
         programs can be lowered, for devices that are not there."""
-        self.mesh, self._pair, self._models = mesh or target.layout.mesh(), (target, drafter), {}
-        for drafts, pair in ((True, (target, drafter)), (False, (target, None))):
-            specs = parameter_specs(pair)
-            leaves = jax.tree.map(_put, jax.tree.leaves(pair), self._shardings(specs))
-            self._models[drafts] = leaves, specs, jax.tree.structure(pair)
+        self.mesh, self._pair = mesh or target.layout.mesh(), (target, drafter)
+        self._specs, self._structure = parameter_specs(self._pair), jax.tree.structure(self._pair)
+        self.weights = jax.tree.map(_put, jax.tree.leaves(self._pair), self._shardings(self._specs))
         self.compiled: dict = {}
         self.compile_s = 0.0
 
@@ -121,9 +163,10 @@ class Programs:
         """Programs compiled so far."""
         return len(self.compiled)
 
-    def weights(self, drafts: bool) -> list:
-        """The parameters where they lie: the target's, with ``drafts`` the drafter's behind."""
-        return self._models[drafts][0]
+    @property
+    def data(self) -> int:
+        """Shards of the rows."""
+        return self._pair[0].layout.data
 
     def _shardings(self, specs):
         return jax.tree.map(lambda s: NamedSharding(self.mesh, s), specs)
@@ -136,83 +179,124 @@ class Programs:
             self.compile_s += time.perf_counter() - began
         return self.compiled[key]
 
-    def _lower(self, drafts: bool, function: Callable, state: DecodeState, *args):
-        leaves, specs, structure = self._models[drafts]
+    def _specs_of(self, state: DecodeState):
+        return speculative.state_specs(*self._pair, state)
+
+    def _lower(self, function: Callable, state: DecodeState, args: tuple, specs: tuple, out, donate: bool = True):
+        """``specs``: PartitionSpecs of ``args``; ``out``: of what the function returns beside the state, or, where
+        that is not ``donate``d, of all that it returns."""
 
         def run(leaves, state, *args):
-            return function(*jax.tree.unflatten(structure, leaves), state, *args)
+            return function(*jax.tree.unflatten(self._structure, leaves), state, *args)
 
-        state_specs = speculative.state_specs(*self._pair, state)
+        state_specs = self._specs_of(state)
         mapped = jax.shard_map(
             run,
             mesh=self.mesh,
-            in_specs=(specs, state_specs, *(PartitionSpec() for _ in args)),
-            out_specs=(state_specs, PartitionSpec()),
+            in_specs=(self._specs, state_specs, *specs),
+            out_specs=(state_specs, out) if donate else out,
             check_vma=False,
         )
         # float32 means float32: accelerators would otherwise multiply in fewer bits.
-        with jax.default_matmul_precision("highest" if leaves[0].dtype == "float32" else "default"):
-            return jax.jit(mapped, donate_argnums=1).lower(leaves, state, *args)
+        with jax.default_matmul_precision("highest" if self.weights[0].dtype == "float32" else "default"):
+            return jax.jit(mapped, donate_argnums=1 if donate else ()).lower(self.weights, state, *args)
 
-    def _call(self, key: tuple, drafts: bool, function: Callable, state: DecodeState, *args):
-        inputs, kind = jax.tree.flatten((state, args))
-        key = (*key, drafts, kind, *((x.shape, x.dtype) for x in inputs))
-        return self._compiled(key, lambda: self._lower(drafts, function, state, *args))(
-            self._models[drafts][0], state, *args
+    def _call(self, key: tuple, function: Callable, state: DecodeState, args: tuple, specs: tuple, out, donate=True):
+        """The state is of one shape for an engine's life: its rows and capacity tell its programs apart."""
+        shapes = tuple(x.shape for x in jax.tree.leaves(args))
+        key = (*key, state.tokens.shape, state.logprobs is not None, shapes)
+        args = jax.tree.map(self._place, args, specs, is_leaf=lambda x: isinstance(x, np.ndarray | jax.Array))
+        return self._compiled(key, lambda: self._lower(function, state, args, specs, out, donate))(
+            self.weights, state, *args
         )
 
-    def abstract_state(self, rows: int, capacity: int, settings: Settings, drafts: bool) -> DecodeState:
+    def _place(self, x, spec):
+        """Several hosts each give their own part of what all of them know."""
+        if isinstance(x, jax.Array):
+            return x
+        x = np.asarray(x)
+        return x if jax.process_count() == 1 else place(x, NamedSharding(self.mesh, spec))
+
+    def abstract_state(self, rows: int, capacity: int, settings: Settings) -> DecodeState:
         """The shapes of a state and where they lie."""
-        target, drafter = self._pair
-        make = partial(speculative.empty_state, target, drafter if drafts else None, rows, capacity, settings)
-        state = jax.eval_shape(make)
-        return jax.tree.map(_put, state, self._shardings(speculative.state_specs(*self._pair, state)))
+        state = jax.eval_shape(partial(speculative.empty_state, *self._pair, rows, capacity, settings))
+        return jax.tree.map(_put, state, self._shardings(self._specs_of(state)))
 
-    def lower_prefill(self, state: DecodeState, size: int, drafts: bool):
-        """`prefill_chunk` for an abstract state: a ``jax.stages.Lowered``."""
-        return self._lower(drafts, partial(_prefill_chunk, size=size), state)
+    def _abstract(self, *shape: int, dtype=jnp.int32):
+        spec = ROWS if shape else WHOLE
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self.mesh, spec))
 
-    def lower_decode(self, state: DecodeState, settings: Settings, drafts: bool):
-        """`decode` for an abstract state: a ``jax.stages.Lowered``."""
-        rounds = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(self.mesh, PartitionSpec()))
-        return self._lower(drafts, partial(_decode, settings=settings), state, rounds)
+    def lower_prefill(self, state: DecodeState, rows: int, size: int):
+        """`prefill` of ``rows`` rows of an abstract state: a ``jax.stages.Lowered``."""
+        args = (self._abstract(rows), self._abstract(rows))
+        return self._lower(partial(_prefill, size=size), state, args, (ROWS, ROWS), WHOLE)
 
-    def start(self, prompts, max_new_tokens, capacity: int, settings: Settings, drafts: bool, **options) -> DecodeState:
-        """`prompts.init_state` on the mesh."""
-        target, drafter = self._pair
-        pair = target, drafter if drafts else None
+    def lower_decode(self, state: DecodeState, rows: int, settings: Settings):
+        """`decode` of ``rows`` rows of an abstract state: a ``jax.stages.Lowered``."""
+        args = (self._abstract(rows), self._abstract(rows), self._abstract())
+        return self._lower(partial(_decode, settings=settings), state, args, (ROWS, ROWS, WHOLE), WHOLE)
 
-        def make():
-            return speculative.empty_state(*pair, len(prompts), capacity, settings)
+    def empty(self, rows: int, capacity: int, settings: Settings) -> DecodeState:
+        """`speculative.empty_state` on the mesh."""
+        make = partial(speculative.empty_state, *self._pair, rows, capacity, settings)
+        shardings = self._shardings(self._specs_of(jax.eval_shape(make)))
+        key = ("empty", rows, capacity, settings)
+        return self._compiled(key, lambda: jax.jit(make, out_shardings=shardings).lower())()
 
-        shardings = self._shardings(speculative.state_specs(*pair, jax.eval_shape(make)))
-        key = ("empty", drafts, len(prompts), capacity, settings)
-        empty = self._compiled(key, lambda: jax.jit(make, out_shardings=shardings).lower())()
-        options |= {"settings": settings, "capacity": capacity, "empty": empty}
-        state = host.init_state(*pair, prompts, max_new_tokens, **options)
+    def admit(self, state: DecodeState, rows, admission: Admission) -> DecodeState:
+        """``state`` with a fresh prompt in one row."""
+        specs = (ROWS, jax.tree.map(lambda _: WHOLE, admission))
+        return self._call(("admit",), _admit, state, (rows, admission), specs, WHOLE)[0]
 
-        def put(x, sharding):
-            return x if x.sharding.is_equivalent_to(sharding, x.ndim) else place(np.asarray(x), sharding)
+    def prefill(self, state: DecodeState, rows, n, size: int) -> tuple[DecodeState, jax.Array]:
+        """Feeds the next n [rows] ≤ ``size`` prompt tokens of each row; also returns how many each has behind it."""
+        return self._call(("prefill", size), partial(_prefill, size=size), state, (rows, n), (ROWS, ROWS), WHOLE)
 
-        return jax.tree.map(put, state, shardings)
+    def decode(self, state: DecodeState, rows, width, rounds: int, settings: Settings) -> tuple[DecodeState, Report]:
+        """Up to ``rounds`` rounds of each row, ``width`` [rows] tokens wide."""
+        args = (rows, width, np.int32(rounds))
+        return self._call(
+            ("decode", settings), partial(_decode, settings=settings), state, args, (ROWS, ROWS, WHOLE), WHOLE
+        )
 
-    def prefill_chunk(self, state: DecodeState, size: int, drafts: bool) -> DecodeState:
-        return self._call(("prefill", size), drafts, partial(_prefill_chunk, size=size), state)[0]
+    def propose(self, state: DecodeState, rows, width, settings: Settings) -> jax.Array:
+        """The window int [rows, W] that a round is about to verify. First of the three parts of a round whose draws
+        are masked."""
+        function = partial(_propose, settings=settings)
+        return self._call(("propose", settings), function, state, (rows, width), (ROWS, ROWS), WHOLE, donate=False)
 
-    def first_token(self, state: DecodeState) -> tuple[DecodeState, Report]:
-        return self._call(("first",), False, _first_token, state)
+    def verify(self, state: DecodeState, rows, width, block, settings: Settings):
+        """What `finish` needs of the target's pass over ``block``; second part."""
+        function, specs = partial(_verify, settings=settings), (ROWS, ROWS, ROWS)
+        out = speculative.verified_specs(*self._pair)
+        return self._call(("verify", settings), function, state, (rows, width, block), specs, out, donate=False)
 
-    def decode(self, state: DecodeState, rounds: int, settings: Settings, drafts: bool) -> tuple[DecodeState, Report]:
-        rounds = place(np.int32(rounds), NamedSharding(self.mesh, PartitionSpec()))
-        return self._call(("decode", settings), drafts, partial(_decode, settings=settings), state, rounds)
+    def finish(self, state: DecodeState, rows, width, block, mask, verified, settings: Settings):
+        """Draws under packed ``mask`` uint32 [rows, W, ceil(V / 32)] and commits: (state, `Report`); third part."""
+        specs = (ROWS, ROWS, ROWS, ROWS, speculative.verified_specs(*self._pair))
+        args = (rows, width, block, mask, verified)
+        return self._call(("finish", settings), partial(_finish, settings=settings), state, args, specs, WHOLE)
 
-    def fetch(self, tree):
-        """Arrays of a state on this host, whichever hosts hold them."""
-        whole = NamedSharding(self.mesh, PartitionSpec())
-        if any(not x.is_fully_addressable for x in jax.tree.leaves(tree)):
-            tree = jax.jit(lambda x: x, out_shardings=whole)(tree)
-        return jax.device_get(tree)
+    def save(self, state: DecodeState, rows, start: int, size: int):
+        """Keys and values of ``size`` positions from ``start`` of one row: a segment for `load`."""
+        args, function = (rows, np.int32(start)), partial(_save, size=size)
+        out = prefix.segment_specs(self._specs_of(state))
+        return self._call(("save", size), function, state, args, (ROWS, WHOLE), out, donate=False)
+
+    def load(self, state: DecodeState, rows, start: int, segment) -> DecodeState:
+        specs = (ROWS, WHOLE, prefix.segment_specs(self._specs_of(state)))
+        return self._call(("load",), _load, state, (rows, np.int32(start), segment), specs, WHOLE)[0]
+
+    def snapshot(self, state: DecodeState, rows):
+        """What a row remembers beside keys and values by position, for `restore`."""
+        out = prefix.snapshot_specs(self._specs_of(state))
+        return self._call(("snapshot",), _snapshot, state, (rows,), (ROWS,), out, donate=False)
+
+    def restore(self, state: DecodeState, rows, length: int, snapshot) -> DecodeState:
+        """``state`` with a row as it was when it had ``length`` tokens behind it."""
+        specs = (ROWS, WHOLE, prefix.snapshot_specs(self._specs_of(state)))
+        return self._call(("restore",), _restore, state, (rows, np.int32(length), snapshot), specs, WHOLE)[0]
 
     def draw(self, state: DecodeState) -> tuple:
-        """Raw logits and what is maximised, [B, V], for the token behind a prefilled prompt."""
-        return self._call(("draw",), False, _draw, state)[1]
+        """Raw logits and what is maximised, [B, V], for the token behind what each row has."""
+        return self._call(("draw",), _draw, state, (), (), WHOLE, donate=False)

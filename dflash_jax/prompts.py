@@ -1,16 +1,18 @@
-"""Prompts as the arrays of a decode state: the host's part of a start."""
+"""Prompts as the arrays of a decode state: all at once, or one into a row of a state that is under way."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash_jax.config import MAX_STOPS
+from dflash_jax.cache import KVCache
+from dflash_jax.config import MAX_BIAS, MAX_STOPS
 from dflash_jax.models.decoder import Decoder
 from dflash_jax.models.drafter import Drafting
 from dflash_jax.sampling import SamplingRows
-from dflash_jax.speculative import PLAIN_SETTINGS, DecodeState, Settings, empty_state
+from dflash_jax.speculative import PLAIN_SETTINGS, DecodeState, Settings, empty_state, put_rows, take_rows
 
 
 def check_prompts(prompts, vocab: int, capacity: int, need: int, stops) -> None:
@@ -69,3 +71,97 @@ def init_state(
         stops=jnp.asarray(stop_ids),
         sampling=replace(sampling or empty.sampling, prompt_counts=jnp.asarray(counts), vocab=target.vocab),
     )
+
+
+_INTS = ("prompt_length", "limit", "draft_window", "draft_sinks", "top_k", "seed")
+_FLAGS = ("wants_logprobs", "processed_logprobs")
+_FLOATS = ("temperature", "top_p", "min_p", "repetition", "frequency", "presence")
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Admission:
+    """One prompt on its way into a row, packed into few arrays: tokens [L], stops [MAX_STOPS], bias_ids and
+    bias_values [MAX_BIAS], and the numbers of `_INTS`, `_FLAGS` and `_FLOATS`."""
+
+    tokens: np.ndarray
+    stops: np.ndarray
+    bias_ids: np.ndarray
+    bias_values: np.ndarray
+    ints: np.ndarray
+    flags: np.ndarray
+    floats: np.ndarray
+
+    @classmethod
+    def pack(
+        cls, prompt: Sequence[int], capacity: int, stops: Sequence[int], bias: dict[int, float], **numbers
+    ) -> "Admission":
+        """``numbers``: one for each of the names above but prompt_length. What is past the end of ids is -1."""
+
+        def padded(values, size, fill, dtype=np.int32):
+            array = np.full(size, fill, dtype)
+            array[: len(values)] = values
+            return array
+
+        numbers = numbers | {"prompt_length": len(prompt), "seed": np.uint32(numbers["seed"]).view(np.int32)}
+        return cls(
+            padded(prompt, capacity, 0),
+            padded(stops, MAX_STOPS, -1),
+            padded(list(bias), MAX_BIAS, -1),
+            padded(list(bias.values()), MAX_BIAS, 0, np.float32),
+            np.array([numbers[n] for n in _INTS], np.int32),
+            np.array([numbers[n] for n in _FLAGS], bool),
+            np.array([numbers[n] for n in _FLOATS], np.float32),
+        )
+
+
+def admit(target: Decoder, state: DecodeState, rows, admission: Admission) -> DecodeState:
+    """``state`` with a fresh prompt in the row ``rows`` [1] (past the end: in none), and no trace of who was there."""
+    ints, flags, floats = (
+        {name: packed[i][None] for i, name in enumerate(names)}
+        for names, packed in (
+            (_INTS, admission.ints),
+            (_FLAGS, admission.flags),
+            (_FLOATS, admission.floats),
+        )
+    )
+    one = take_rows(state, rows)
+    vocab, size = target.vocab, one.sampling.logit_bias.shape[1]
+
+    def at(ids, keep):
+        """Places in this device's part of the vocabulary; past its end where there is nothing to write."""
+        own, mine = vocab.own(ids, size)
+        return jnp.where(keep & mine, own, size)
+
+    known = jnp.arange(len(admission.tokens)) < ints["prompt_length"]
+    counts = jnp.zeros((size,), jnp.int32).at[at(admission.tokens, known)].add(1, mode="drop")
+    biased = at(admission.bias_ids, admission.bias_ids >= 0)
+    bias = jnp.zeros((size,)).at[biased].set(admission.bias_values, mode="drop")
+    seed = jax.lax.bitcast_convert_type(ints.pop("seed"), jnp.uint32)
+    sampling = replace(
+        one.sampling,
+        **floats,
+        **flags,
+        seed=seed,
+        top_k=ints.pop("top_k"),
+        logit_bias=bias[None],
+        prompt_counts=counts[None],
+        output_counts=jnp.zeros_like(one.sampling.output_counts),
+    )
+    zero = jnp.zeros_like(one.base)
+    target_caches = tuple(c if isinstance(c, KVCache) else jax.tree.map(jnp.zeros_like, c) for c in one.target)
+    fresh = replace(
+        one,
+        **ints,
+        tokens=admission.tokens[None],
+        length=ints["prompt_length"],
+        base=zero,
+        rope_delta=zero,
+        done=jnp.zeros_like(one.done),
+        stops=admission.stops[None],
+        target=target_caches,
+        sampling=sampling,
+        rounds=zero,
+        accepted=jnp.zeros_like(one.accepted),
+    )
+    return put_rows(state, fresh)

@@ -33,6 +33,7 @@ class SamplingRows:
     frequency: jax.Array
     presence: jax.Array
     seed: jax.Array
+    wants_logprobs: jax.Array
     processed_logprobs: jax.Array
     logit_bias: jax.Array
     prompt_counts: jax.Array
@@ -53,6 +54,7 @@ class SamplingRows:
             frequency=full(0),
             presence=full(0),
             seed=full(0, np.uint32),
+            wants_logprobs=full(True, bool),
             processed_logprobs=full(False, bool),
             logit_bias=jnp.zeros((rows, vocab)),
             prompt_counts=jnp.zeros((rows, vocab), jnp.int32),

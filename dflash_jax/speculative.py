@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
+from dflash_jax.cache import KVCache
 from dflash_jax.config import MAX_STOPS
 from dflash_jax.models.decoder import Cache, Decoder, init_cache
 from dflash_jax.models.drafter import NO_WINDOW, Borrowed, Drafting, DraftWindow
@@ -36,6 +37,10 @@ class Settings:
 
 
 PLAIN_SETTINGS = Settings()
+# Past any position.
+NO_BOUND = 2**30
+# Plain rounds between two extensions of the drafter's context.
+PLAIN_ROUNDS = 32
 
 
 @jax.tree_util.register_dataclass
@@ -46,8 +51,12 @@ class DecodeState:
     tokens [B, L]; length [B]: tokens known; base [B]: tokens in the target's caches; prompt_length [B]; limit [B]: the
     length at which the row ends; rope_delta [B]: rotary position minus cache position, of what follows an image; done
     bool [B]; width [B]: tokens a round may yield (1: plain decoding); stops [B,
-    MAX_STOPS], padded with -1; target, draft: caches; hidden [B, H]: of the last prompt token that was prefilled;
-    rounds [B]; accepted [B, L]: tokens that each round yielded; logprobs: `Logprobs` [B, L] or None.
+    MAX_STOPS], padded with -1; draft_window, draft_sinks [B]: the drafter sees the last and the first so many positions
+    only; target, draft: caches; rounds [B]; accepted [B, L]: tokens that each round yielded; logprobs: `Logprobs` [B,
+    L] or None. The last prompt token is the first one that a round is fed: prefill leaves it out.
+
+    A state may stand for some ``rows`` [B] of a larger one (`take_rows`): caches and logprobs are then the larger
+    one's.
     """
 
     tokens: jax.Array
@@ -59,13 +68,15 @@ class DecodeState:
     done: jax.Array
     width: jax.Array
     stops: jax.Array
+    draft_window: jax.Array
+    draft_sinks: jax.Array
     target: Cache
     draft: tuple
-    hidden: jax.Array
     sampling: SamplingRows
     rounds: jax.Array
     accepted: jax.Array
     logprobs: Logprobs | None = None
+    rows: jax.Array | None = None
 
 
 def empty_state(
@@ -81,15 +92,17 @@ def empty_state(
     if top >= 0:
         values, ids = jnp.zeros((rows, capacity, top)), jnp.zeros((rows, capacity, top), jnp.int32)
         record = Logprobs(jnp.zeros((rows, capacity)), ids, values)
+    seen = settings.draft_window
     return DecodeState(
         **zeros,
         tokens=jnp.zeros((rows, capacity), jnp.int32),
         done=jnp.ones((rows,), bool),
         width=jnp.ones((rows,), jnp.int32),
         stops=jnp.full((rows, MAX_STOPS), -1, jnp.int32),
+        draft_window=jnp.full((rows,), NO_BOUND if seen.size is None else seen.size, jnp.int32),
+        draft_sinks=jnp.full((rows,), seen.sinks, jnp.int32),
         target=init_cache(target.config, rows, capacity, dtype),
         draft=drafter.init_cache(rows, capacity, dtype, settings.draft_window) if drafter is not None else (),
-        hidden=jnp.zeros((rows, target.config.hidden_size), dtype),
         sampling=SamplingRows.greedy(rows, vocab, target.vocab),
         accepted=jnp.zeros((rows, capacity), jnp.int32),
         logprobs=record,
@@ -109,6 +122,33 @@ def state_specs(target: Decoder, drafter: Drafting | None, state: DecodeState) -
     )
 
 
+def take_rows(state: DecodeState, rows) -> DecodeState:
+    """The rows int [b] of a state, as one of b rows over its caches. Those past its end are idle."""
+    own = jnp.minimum(rows, state.length.shape[0] - 1)
+
+    def take(x):
+        return replace(x, rows=rows) if isinstance(x, KVCache) else x[own]
+
+    taken = jax.tree.map(take, replace(state, logprobs=None), is_leaf=lambda x: isinstance(x, KVCache))
+    return replace(taken, logprobs=state.logprobs, rows=rows, done=taken.done | (rows >= state.length.shape[0]))
+
+
+def put_rows(state: DecodeState, taken: DecodeState) -> DecodeState:
+    """``state`` with the rows that `take_rows` gave, and were worked on."""
+
+    def put(old, new):
+        return replace(new, rows=None) if isinstance(new, KVCache) else old.at[taken.rows].set(new, mode="drop")
+
+    bare = replace(state, logprobs=None), replace(taken, logprobs=None, rows=None)
+    after = jax.tree.map(put, *bare, is_leaf=lambda x: isinstance(x, KVCache))
+    return replace(after, logprobs=taken.logprobs)
+
+
+def verified_specs(target: Decoder, drafter: Drafting | None) -> tuple:
+    """PartitionSpecs in the shape of what `verify` returns."""
+    return spec(DATA, None, target.vocab), None if drafter is None else spec(DATA), target.record_specs()
+
+
 def _rows(state: DecodeState):
     return jnp.arange(state.tokens.shape[0])[:, None]
 
@@ -124,27 +164,19 @@ def _rotary(state: DecodeState, size: int):
     return (state.base + state.rope_delta)[:, None] + jnp.arange(size)[None]
 
 
-def prefill_chunk(target: Decoder, drafter: Drafting | None, state: DecodeState, size: int) -> DecodeState:
-    """Feeds the next ``size`` (static) prompt tokens of every row that has some left."""
-    n = jnp.clip(state.prompt_length - state.base, 0, size)
+def prefill_chunk(target: Decoder, drafter: Drafting | None, state: DecodeState, size: int, n=None) -> DecodeState:
+    """Feeds the next ``size`` (static) prompt tokens of every row that has some left, or n [B] ≤ size of them; never
+    the last one."""
+    left = jnp.maximum(state.prompt_length - 1 - state.base, 0)
+    n = jnp.minimum(left, size if n is None else n)
     tokens = _window(state, size)
     taps = drafter.taps if drafter is not None else ()
-    hidden, features, caches = target.extend(tokens, state.target, state.base, n, taps, _rotary(state, size))
+    _, features, caches = target.extend(tokens, state.target, state.base, n, taps, _rotary(state, size))
     draft = state.draft
     if drafter is not None:
         steps = jnp.arange(size)[None]
         draft = drafter.extend(draft, features, tokens, state.base[:, None] + steps, steps < n[:, None])
-    last = jnp.take_along_axis(hidden, jnp.maximum(n - 1, 0)[:, None, None], axis=1)[:, 0]
-    hidden = jnp.where((n > 0)[:, None], last, state.hidden)
-    return replace(state, target=caches, draft=draft, hidden=hidden, base=state.base + n)
-
-
-def first_token(target: Decoder, state: DecodeState, mask=None) -> DecodeState:
-    """Draws the first new token of every live row from the prompt's last hidden state."""
-    raw = target.logits(state.hidden[:, None])
-    processed = process(raw, state.sampling, mask=mask)
-    tokens = choose(processed, state.sampling, state.length[:, None])
-    return _append(state, tokens, jnp.zeros_like(state.length), (~state.done).astype(jnp.int32), raw, processed)
+    return replace(state, target=caches, draft=draft, base=state.base + n)
 
 
 def _append(state: DecodeState, samples, first, offered, raw, processed) -> DecodeState:
@@ -170,8 +202,13 @@ def _append(state: DecodeState, samples, first, offered, raw, processed) -> Deco
     length = state.length + count
     record = state.logprobs
     if record is not None:
-        new = logprobs(raw, processed, samples, sampling, record.ids.shape[-1])
-        record = jax.tree.map(lambda old, x: old.at[rows, places].set(x, mode="drop"), record, new)
+        top = record.ids.shape[-1]
+        wanted = (sampling.wants_logprobs & ~state.done).any()
+        shape = jax.eval_shape(lambda: logprobs(raw, processed, samples, sampling, top))
+        none = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shape)
+        new = jax.lax.cond(wanted, lambda: logprobs(raw, processed, samples, sampling, top), lambda: none)
+        held = rows if state.rows is None else state.rows[:, None]
+        record = jax.tree.map(lambda old, x: old.at[held, places].set(x, mode="drop"), record, new)
     return replace(
         state,
         tokens=state.tokens.at[rows, places].set(samples, mode="drop"),
@@ -193,11 +230,19 @@ def propose(target: Decoder, drafter: Drafting, state: DecodeState, settings: Se
     start = jnp.where(state.done, 0, state.length - 1)
     last = jnp.take_along_axis(state.tokens, start[:, None], axis=1)[:, 0]
     borrowed = Borrowed(target.embed_tokens, target.logits, draws)
-    proposal = drafter.propose(state.draft, last, start, state.width, size, borrowed, settings.draft_window)
+    seen = DraftWindow(state.draft_window, state.draft_sinks)
+    proposal = drafter.propose(state.draft, last, start, state.width, size, borrowed, seen)
     # The first draft follows the last known token: place `known` of the window.
     places = jnp.arange(size)[None] - known[:, None]
     drafts = jnp.take_along_axis(proposal.tokens, jnp.clip(places, 0, size - 2), axis=1)
     return jnp.where(places < 0, _window(state, size), drafts)
+
+
+def window_of(target: Decoder, drafter: Drafting | None, state: DecodeState, settings: Settings):
+    """What a round feeds the target, int [B, W]: drafts where there is room for them and someone to make them."""
+    if drafter is not None and settings.window > 1:
+        return propose(target, drafter, state, settings)
+    return _window(state, settings.window)
 
 
 def verify(target: Decoder, state: DecodeState, block, taps: tuple[int, ...] = ()):
@@ -258,10 +303,7 @@ def decode_round(
 ):
     """One round: every live row gains 1 to ``width`` tokens. ``mask`` as in `sampling.process`, [B, W, ceil(V /
     32)]."""
-    if drafter is not None and settings.window > 1:
-        block = propose(target, drafter, state, settings)
-    else:
-        block = _window(state, settings.window)
+    block = window_of(target, drafter, state, settings)
     logits, features, record = verify(target, state, block, drafter.taps if drafter is not None else ())
     after = decide(state, block, logits, mask)
     return commit(target, drafter, state, after, block, features, record, settings)
@@ -280,15 +322,34 @@ def decode(
     ``rounds`` and ``new_tokens`` are runtime data; with ``new_tokens`` no row gains more than that, but for the first
     round, which may be wider.
     """
-    start = state.length
+    taps = drafter.taps if drafter is not None else ()
+    # Plain rounds leave the drafter's context to one extension at the end: it would cost each of them its own products.
+    later = drafter is not None and settings.window == 1
+    held = None
+    if later:
+        rounds = jnp.minimum(rounds, PLAIN_ROUNDS)
+        held = jnp.zeros((len(state.length), PLAIN_ROUNDS, len(taps), target.config.hidden_size), target.dtype)
+    before = state
 
     def more(carry):
-        i, state = carry
-        room = True if new_tokens is None else (state.length - start).max() + settings.window <= new_tokens
+        i, state, _ = carry
+        gained = (state.length - before.length).max()
+        room = True if new_tokens is None else gained + settings.window <= new_tokens
         return (i < rounds) & ~state.done.all() & (room | (i == 0))
 
     def body(carry):
-        i, state = carry
-        return i + 1, decode_round(target, drafter, state, settings)
+        i, state, held = carry
+        if not later:
+            return i + 1, decode_round(target, drafter, state, settings), held
+        block = _window(state, 1)
+        logits, features, record = verify(target, state, block, taps)
+        after = decide(state, block, logits)
+        held = jax.lax.dynamic_update_slice_in_dim(held, features.astype(held.dtype), i, axis=1)
+        return i + 1, commit(target, None, state, after, block, features, record, settings), held
 
-    return jax.lax.while_loop(more, body, (jnp.int32(0), state))[1]
+    _, state, held = jax.lax.while_loop(more, body, (jnp.int32(0), state, held))
+    if not later:
+        return state
+    positions = before.base[:, None] + jnp.arange(PLAIN_ROUNDS)[None]
+    tokens = _window(replace(state, base=before.base), PLAIN_ROUNDS)
+    return replace(state, draft=drafter.extend(state.draft, held, tokens, positions, positions < state.base[:, None]))

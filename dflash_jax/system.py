@@ -12,7 +12,7 @@ OPTIONS = {
     "draft": str,
     "dtype": str,
     "quantize": str,
-    "block_size": int,
+    "block_size": (int, str),
     "max_len": int,
     "draft_window_size": int,
     "draft_sink_size": int,

@@ -8,6 +8,9 @@ import tokenizers
 
 from dflash_jax.errors import InputError
 
+# What opens a message: Qwen's and Llama's.
+MARKERS = ("<|im_start|>", "<|start_header_id|>")
+
 
 class Tokenizer:
     """The checkpoint's own tokenizer and chat template.
@@ -41,6 +44,12 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         return self._encode(text, True)
+
+    @cached_property
+    def markers(self) -> frozenset[int]:
+        """Ids of the tokens that open a message in a chat template, where there are some."""
+        each = (self._encode(marker, False) for marker in MARKERS)
+        return frozenset(ids[0] for ids in each if len(ids) == 1)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text without special tokens."""

@@ -43,9 +43,9 @@ def dflash_seconds(target: str | None, draft: str | None, prompts: list[str], ne
 
     llm = LLM(target, draft) if target else LLM()
     params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
-    llm.generate(prompts[:1], params, block_size=block or None)
+    llm.generate(prompts[:1], params, block_size=block)
     began = time.perf_counter()
-    outs = [llm.generate([p], params, block_size=block or None)[0] for p in prompts]
+    outs = [llm.generate([p], params, block_size=block)[0] for p in prompts]
     seconds = time.perf_counter() - began
     rounds = sum(len(o.acceptance_lengths) for o in outs)
     return {
@@ -66,7 +66,7 @@ def context_milliseconds(target: str | None, draft: str | None) -> dict:
     for context, buffer in ((64, 512), (64, llm.max_len), (llm.max_len // 2, llm.max_len)):
         params = SamplingParams(temperature=0.0, max_tokens=buffer - context, ignore_eos=True)
         ends, rounds = [], []
-        for piece in islice(llm.pieces(ids[:context], params), 25):
+        for piece in islice(llm.pieces(ids[:context], params, llm.largest_block), 25):
             ends.append(time.perf_counter())
             rounds.append(len(piece.acceptance_lengths))
         # The first dispatches compile.

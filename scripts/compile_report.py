@@ -51,7 +51,6 @@ ONE_GRAPH = {
     "xla_gpu_graph_min_graph_size": 1,
 }
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all")
-PREFILL = 512
 
 
 def topology(device: str, count: int) -> list:
@@ -183,13 +182,16 @@ def report(shapes, layout, devices, args) -> dict:
     import jax.numpy as jnp
 
     from dflash_jax.cache import KVCache
+    from dflash_jax.engine.device import MAX_LOGPROBS
+    from dflash_jax.engine.engine import PREFILL_SIZES
     from dflash_jax.programs import Programs
     from dflash_jax.speculative import Settings
 
     # Programs for absent devices are written to the cache and cannot be read back.
     jax.config.update("jax_enable_compilation_cache", False)
     target, drafter = abstract_pair(shapes, layout, jnp.bfloat16, args.quantize)
-    programs = Programs(target, drafter, layout.mesh(devices))
+    mesh = layout.mesh(devices)
+    with_drafter, without = Programs(target, drafter, mesh), Programs(target, None, mesh)
     options = {} if ":" in args.device else ONE_GRAPH
     window = shapes.draft.block_size if drafter is not None else 1
     layers = len(shapes.target.layers)
@@ -199,20 +201,20 @@ def report(shapes, layout, devices, args) -> dict:
 
     found = {}
     for name in args.programs:
-        drafts = name != "plain" and drafter is not None
-        settings = Settings(window=window if name == "round" else 1)
-        state = programs.abstract_state(args.slots, args.max_len, settings, drafts)
+        programs = without if name == "plain" else with_drafter
+        settings = Settings(window if name == "round" else 1, top_logprobs=MAX_LOGPROBS)
+        state = programs.abstract_state(args.slots, args.max_len, settings)
         caches = [c for c in (*state.target, *jax.tree.leaves(state.draft, is_leaf=is_kv)) if is_kv(c)]
         held = {
             "keys_and_values": caches,
             "recurrent_state": [c for c in state.target if not is_kv(c)],
-            "weights": programs.weights(drafts),
+            "weights": programs.weights,
         }
         if name == "prefill":
-            lowered = programs.lower_prefill(state, PREFILL, drafts)
+            lowered = programs.lower_prefill(state, layout.data, PREFILL_SIZES[-1])
         else:
-            lowered = programs.lower_decode(state, settings, drafts)
-        depth = layers + (len(shapes.draft.layers) if drafts and name == "round" else 0)
+            lowered = programs.lower_decode(state, args.slots, settings)
+        depth = layers + (len(shapes.draft.layers) if drafter is not None and name == "round" else 0)
         found[name] = measure(lowered, depth, held, options)
     memory = DEVICES[args.device.partition(":")[0]].memory
     for figures in found.values():

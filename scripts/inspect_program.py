@@ -12,6 +12,8 @@ import jax
 
 from dflash_jax import LLM, SamplingParams
 from dflash_jax.cache import DeltaState, KVCache
+from dflash_jax.engine.device import MAX_LOGPROBS
+from dflash_jax.speculative import Settings
 
 BYTES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "pred": 1, "s8": 1, "u8": 1}
 
@@ -45,26 +47,26 @@ def session(llm: LLM, tokens: int) -> None:
         ),
     ):
         for prompt in (ids[:1], ids[:7], ids):
-            llm.generate([prompt], params)
-    for block in range(9, (llm.drafter.config.block_size if llm.drafter else 8) + 1):
+            llm.generate([prompt], params, block_size=llm.largest_block)
+    for block in range(9, llm.largest_block + 1):
         llm.generate([ids], SamplingParams(max_tokens=tokens), block_size=block)
 
 
 def inspect(llm: LLM, tokens: int = 24) -> dict:
     """The figures for one LLM, after a session on it."""
     session(llm, tokens)
-    programs = llm.programs
-    (key,) = [k for k in programs.compiled if k[0] == "decode"]
-    compiled = programs.compiled[key]
+    programs, count = llm.programs, llm.programs.count
+    settings = Settings(llm.largest_block, top_logprobs=MAX_LOGPROBS)
+    state = programs.empty(1, 256, settings)
+    compiled = programs.lower_decode(programs.abstract_state(1, 256, settings), 1, settings).compile()
     hlo = compiled.as_text()
-    state = llm._start(llm._rows([[1, 2, 3]], SamplingParams(max_tokens=tokens)), key[1], llm.block_size)
     layers = (*state.target, *state.draft)
     kv = [x for layer in layers if isinstance(layer, KVCache) for x in (layer.k, layer.v)]
     recurrent = [layer.recurrent for layer in layers if isinstance(layer, DeltaState)]
     return {
         "outer_while_loops": len(re.findall(r" while\(", entry_computation(hlo))),
         "callbacks": len(re.findall(r'custom_call_target="[^"]*callback[^"]*"', hlo)),
-        "compiled_programs": programs.count,
+        "compiled_programs": count,
         "programs": sorted({str(k[0]) for k in programs.compiled}),
         "kv_bytes": sum(x.nbytes for x in kv),
         "recurrent_bytes": sum(x.nbytes for x in recurrent),

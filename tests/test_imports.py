@@ -14,8 +14,9 @@ LEVELS = [
     ("models",),
     ("sampling", "checkpoint"),
     ("speculative", "text", "params"),
-    ("prompts",),
+    ("prompts", "prefix"),
     ("programs",),
+    ("engine",),
     ("rows",),
     ("llm",),
     ("compare",),
@@ -58,5 +59,7 @@ def test_forbidden_imports(path):
     found = imports(path)
     assert not {m for m in found if m.split(".")[0] == "torch"}
     assert not {m for m in found if m.startswith("jax._src")}
+    if path.parent.name == "engine":
+        assert not {m for m in found if m.startswith(("tokenizers", "transformers", "dflash_jax.text"))}
     if path.name == "speculative.py":
         assert not {m for m in found if m.startswith(("numpy", "transformers", "dflash_jax.models.families"))}

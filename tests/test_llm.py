@@ -31,10 +31,11 @@ def test_the_drafter_changes_nothing_but_the_rounds(llm, params):
     for block in (16, 5, 2):
         for mine, expected in zip(llm.generate(PROMPTS, params, block_size=block), plain, strict=True):
             assert_same(llm, mine, expected, params)
-            assert sum(mine.acceptance_lengths) == len(mine.token_ids) - 1
+            assert sum(mine.acceptance_lengths) == len(mine.token_ids)
             assert max(mine.acceptance_lengths, default=1) <= block
     assert all(set(c.acceptance_lengths) <= {1} for c in plain)
-    assert sum(len(c.acceptance_lengths) for c in llm.generate(PROMPTS, params)) < sum(len(c.token_ids) for c in plain)
+    drafted = llm.generate(PROMPTS, params, block_size=16)
+    assert sum(len(c.acceptance_lengths) for c in drafted) < sum(len(c.token_ids) for c in plain)
 
 
 def test_alone_or_in_a_batch(llm):
@@ -67,7 +68,7 @@ def test_stop_string_and_stop_id(llm):
     (stopped,) = llm.generate(["def main("], SamplingParams(max_tokens=48, stop=cut))
     assert stopped.finish_reason == "stop"
     assert stopped.text == whole.text[: whole.text.index(cut)]
-    assert sum(stopped.acceptance_lengths) == len(stopped.token_ids) - 1
+    assert sum(stopped.acceptance_lengths) == len(stopped.token_ids)
     token = whole.token_ids[7]
     (ended,) = llm.generate(["def main("], SamplingParams(max_tokens=48, stop_token_ids=[token]))
     assert ended.token_ids == whole.token_ids[: whole.token_ids.index(token) + 1]

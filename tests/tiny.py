@@ -85,7 +85,7 @@ def coach(drafter: Drafter, tokens, runs=-1) -> Coached:
 def yields(coach: Coached, state: DecodeState, row: int) -> list[int]:
     """What each round of a finished run of unaligned windows must have yielded."""
     runs, width = np.asarray(coach.runs[row]), int(state.width[row])
-    at, end, found = int(state.prompt_length[row]) + 1, int(state.length[row]), []
+    at, end, found = int(state.prompt_length[row]), int(state.length[row]), []
     while at < end:
         found.append(min(int(runs[at - 1]) + 1, width, end - at))
         at += found[-1]
@@ -105,22 +105,17 @@ class Loop:
         options = {"xla_backend_optimization_level": 0} if fast else {}
         jit = partial(jax.jit, compiler_options=options)
         self.prefill_chunk = jit(speculative.prefill_chunk, static_argnames="size")
-        self._first_token = jit(speculative.first_token)
         self.decode = jit(speculative.decode, static_argnames="settings")
         self.decode_round = jit(speculative.decode_round, static_argnames="settings")
 
     def prefill(self, target, drafter, state: DecodeState, size: int = 8) -> DecodeState:
-        while (state.base < state.prompt_length).any():
+        while (state.base < state.prompt_length - 1).any():
             state = self.prefill_chunk(target, drafter, state, size=size)
         return state
 
-    def first_token(self, target, state: DecodeState, mask=None) -> DecodeState:
-        # Without the draft cache, so that one program serves every drafter.
-        return replace(self._first_token(target, replace(state, draft=()), mask), draft=state.draft)
-
     def generate(self, target, drafter, prompts, new, settings: Settings, chunk: int = 8, **options) -> DecodeState:
         state = init_state(target, drafter, prompts, new, settings=settings, **options)
-        state = self.first_token(target, self.prefill(target, drafter, state, chunk))
+        state = self.prefill(target, drafter, state, chunk)
         # To the host, where slicing compiles nothing.
         return jax.device_get(self.decode(target, drafter, state, 10_000, None, settings=settings))
 

@@ -3,13 +3,13 @@
 import jax.numpy as jnp
 from flax import nnx
 
-from dflash_jax.cache import DeltaState, KVCache, KVRecord, commit_layer
+from dflash_jax.cache import DeltaRecord, DeltaState, KVCache, KVRecord, commit_layer
 from dflash_jax.config import AttentionSpec, GatedDeltaSpec, LayerSpec, MlpSpec, ModelConfig
 from dflash_jax.models.gated_delta import GatedDelta
 from dflash_jax.models.moe import Moe
 from dflash_jax.models.parts import Attention, Mlp, RMSNorm, normal
 from dflash_jax.models.rope import rope_angles
-from dflash_jax.sharding import ONE_DEVICE, Cut, Layout
+from dflash_jax.sharding import DATA, ONE_DEVICE, Cut, Layout, spec
 
 Cache = tuple  # one KVCache or DeltaState per layer
 
@@ -48,7 +48,7 @@ class DecoderLayer(nnx.Module):
     def __call__(self, x, cache, length, valid, angles):
         """x [B, T, H] → (x, record): tokens at positions length … length + T - 1 over a cache that stays as it is."""
         h = self.input_norm(x)
-        if isinstance(self.spec.mixer, GatedDeltaSpec):
+        if is_delta(self):
             y, record = self.mixer(h, cache)
         else:
             causal = jnp.tril(jnp.ones((x.shape[1],) * 2, bool))
@@ -58,6 +58,10 @@ class DecoderLayer(nnx.Module):
         h = self.post_norm(x)
         ffn = self.ffn(h) if isinstance(self.spec.ffn, MlpSpec) else self.ffn(h, valid)
         return x + ffn, record
+
+
+def is_delta(layer: DecoderLayer) -> bool:
+    return isinstance(layer.spec.mixer, GatedDeltaSpec)
 
 
 class Decoder(nnx.Module):
@@ -85,6 +89,17 @@ class Decoder(nnx.Module):
     def cache_specs(self, cache: Cache) -> Cache:
         """PartitionSpecs in the shape of ``cache``."""
         return tuple(layer.mixer.cache_specs(c) for layer, c in zip(self.layers, cache, strict=True))
+
+    def record_specs(self) -> tuple:
+        """PartitionSpecs in the shape of `verify`'s record."""
+        cuts = [
+            spec(DATA, None, layer.mixer.key_heads if is_delta(layer) else layer.mixer.kv_heads)
+            for layer in self.layers
+        ]
+        return tuple(
+            DeltaRecord(s, s, s, s) if is_delta(layer) else KVRecord(s, s)
+            for s, layer in zip(cuts, self.layers, strict=True)
+        )
 
     def embed_tokens(self, tokens):
         """int [B, T] → [B, T, H]."""

@@ -24,10 +24,13 @@ DraftCache = tuple  # one KVCache per drafter layer
 
 @dataclass(frozen=True)
 class DraftWindow:
-    """Bounds the context a drafter sees to the last ``size`` positions before the block and the first ``sinks``."""
+    """Bounds the context a drafter sees to the last ``size`` positions before the block and the first ``sinks``.
 
-    size: int | None = None
-    sinks: int = 0
+    Numbers for all rows, or int [B] each.
+    """
+
+    size: int | jax.Array | None = None
+    sinks: int | jax.Array = 0
 
 
 NO_WINDOW = DraftWindow()
@@ -97,7 +100,8 @@ class DraftLayer(nnx.Module):
         if self.spec.window is not None:
             seen = seen & (held > positions[..., None] - self.spec.window)
         if window.size is not None:
-            seen = seen & ((held >= start[:, None, None] - window.size) | (held < window.sinks))
+            size, sinks = (jnp.asarray(x).reshape(-1, 1, 1) for x in (window.size, window.sinks))
+            seen = seen & ((held >= start[:, None, None] - size) | (held < sinks))
         return seen
 
     def __call__(self, x, mask, angles, cache: KVCache | None, start, visible):

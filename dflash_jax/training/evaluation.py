@@ -48,7 +48,7 @@ def held_out_prompts(streams: Sequence[Sequence[int]], length: int, most: int, s
 
 
 def measure(
-    llm: LLM, prompts: Sequence[list[int]], params: SamplingParams, block_size: int | None = None
+    llm: LLM, prompts: Sequence[list[int]], params: SamplingParams, block_size: int | str | None = None
 ) -> Acceptance:
     """Decodes every prompt and averages; statistics of the drafter only, whatever the text is worth."""
     return acceptance(llm.generate(prompts, params, block_size))
@@ -83,5 +83,5 @@ class GreedyDrafts:
 def with_greedy_drafts(llm: LLM) -> LLM:
     """The same pair, drafting greedily."""
     other = copy.copy(llm)
-    other.programs = Programs(llm.target, GreedyDrafts(llm.drafter))
+    other.programs, other._engine, other._live = Programs(llm.target, GreedyDrafts(llm.drafter)), None, {}
     return other

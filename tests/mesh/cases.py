@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
 from equality import Reference, check_same
 from families import FAMILIES, VOCAB, family_config
 from helpers import random_decoder, random_drafter, tiny_draft_config
@@ -18,6 +17,8 @@ from dflash_jax.cache import KVCache
 from dflash_jax.checkpoint import orbax
 from dflash_jax.checkpoint.load import load_target, open_any
 from dflash_jax.compare import divergence
+from dflash_jax.engine.device import Device, Dispatch
+from dflash_jax.engine.request import Request
 from dflash_jax.llm import TINY
 from dflash_jax.models.decoder import abstract_decoder
 from dflash_jax.models.drafter import abstract_drafter
@@ -39,18 +40,18 @@ def on(layout: Layout, module, abstract):
 
 def decode(programs: Programs, sampled: bool):
     """The state at the end of a batch of unequal rows through all programs."""
-    rows = len(PROMPTS)
-    options = {"temperature": [0.9, 0.0] * 4, "top_k": [20] * rows, "top_p": [0.9] * rows, "seed": range(rows)}
-    options |= {"repetition": [1.2] * rows, "presence": [0.3] * rows} if sampled else {}
-    sampling = tiny.sampling(rows, VOCAB, **(options if sampled else {}))
-    state = programs.start(PROMPTS, NEW, 64, SETTINGS, True, width=8, sampling=sampling)
-    for _ in range(3):
-        state = programs.prefill_chunk(state, 8, True)
-    state, _ = programs.first_token(state)
-    state, report = programs.decode(state, 1000, SETTINGS, True)
-    assert report.done.all()
-    assert report.done.sharding.is_fully_replicated
-    return state
+    device, live = Device(programs, len(PROMPTS), 64, SETTINGS), [i for i, p in enumerate(PROMPTS) if p]
+    cuts = {"top_k": 20, "top_p": 0.9, "min_p": 0.0}
+    for i in live:
+        options = cuts | {"temperature": 0.9 if sampled and i % 2 == 0 else 0.0, "seed": i, "max_tokens": NEW[i]}
+        options |= {"repetition_penalty": 1.2, "presence_penalty": 0.3} if sampled else {"repetition_penalty": 1.0}
+        device.admit(i, Request(PROMPTS[i], SamplingParams(logprobs=2, **options)))
+        for start in range(0, len(PROMPTS[i]) - 1, 8):
+            device.prefill(i, min(8, len(PROMPTS[i]) - 1 - start), 8)
+    ticket = device.decode(Dispatch(tuple(live), (8,) * len(live), 1000, 8))
+    assert all(device.read(ticket, True).done)
+    assert ticket[0].done.sharding.is_fully_replicated
+    return device.state
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

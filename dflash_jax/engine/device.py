@@ -1,0 +1,189 @@
+"""The engine's hands: its decisions as calls of compiled programs on one decode state."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from dflash_jax import distributed
+from dflash_jax.engine.request import Request
+from dflash_jax.programs import Programs, Report
+from dflash_jax.prompts import Admission
+from dflash_jax.speculative import NO_BOUND, Settings
+
+ROW_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+# Likeliest tokens that are recorded with log-probabilities.
+MAX_LOGPROBS = 20
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """What the host decides for a decoding dispatch: the slots that take part, the tokens a round of each may yield,
+    the rounds, and the compiled width."""
+
+    slots: tuple[int, ...]
+    widths: tuple[int, ...]
+    rounds: int
+    window: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a dispatch brought, one entry a slot: new tokens, what each round yielded, whether the row is done,
+    log-probabilities (chosen, ids, values) of the tokens where asked for."""
+
+    tokens: list[list[int]]
+    accepted: list[list[int]]
+    done: list[bool]
+    logprobs: list[tuple] | None
+
+
+class Device:
+    """``slots`` rows of ``capacity`` positions. Slots are numbered through the mesh's data shards.
+
+    ``settings``: what all programs share; their window is each dispatch's own.
+    """
+
+    def __init__(self, programs: Programs, slots: int, capacity: int, settings: Settings):
+        self.programs, self.slots, self.capacity, self.settings = programs, slots, capacity, settings
+        self._own = slots // programs.data
+        self.reset()
+
+    def reset(self) -> None:
+        """An empty state; the old one is let go of first."""
+        self.state = None
+        self.state = self.programs.empty(self.slots, self.capacity, self.settings)
+
+    @property
+    def clock(self) -> float:
+        """Seconds, without those of compilation."""
+        return time.perf_counter() - self.programs.compile_s
+
+    @property
+    def shards(self) -> int:
+        return self.programs.data
+
+    def shard(self, slot: int) -> int:
+        return slot // self._own
+
+    def rows_for(self, slots: Sequence[int]) -> int:
+        """Compiled rows, of each data shard, for these slots."""
+        most = max(np.bincount([self.shard(s) for s in slots], minlength=1))
+        return next(size for size in ROW_SIZES if size >= most)
+
+    def _rows(self, slots: Sequence[int], size: int, values: Sequence[int] = (), fill: int = 0):
+        """(rows, values in their order, the place of each slot in them)."""
+        rows = np.full(size * self.shards, self._own, np.int32)
+        packed, used, places = np.full(len(rows), fill, np.int32), [0] * self.shards, []
+        for i, slot in enumerate(slots):
+            shard = self.shard(slot)
+            at = shard * size + used[shard]
+            used[shard] += 1
+            rows[at] = slot - shard * self._own
+            if len(values):
+                packed[at] = values[i]
+            places.append(at)
+        return rows, packed, places
+
+    def admit(self, slot: int, request: Request) -> None:
+        p = request.params
+        admission = Admission.pack(
+            request.prompt,
+            self.capacity,
+            request.stops,
+            p.logit_bias,
+            limit=request.need,
+            draft_window=NO_BOUND if request.draft_window_size is None else request.draft_window_size,
+            draft_sinks=request.draft_sink_size,
+            top_k=min(p.top_k, 2**31 - 1),
+            seed=p.seed,
+            wants_logprobs=p.logprobs is not None,
+            processed_logprobs=p.logprobs_mode == "processed",
+            temperature=p.temperature,
+            top_p=p.top_p,
+            min_p=p.min_p,
+            repetition=p.repetition_penalty,
+            frequency=p.frequency_penalty,
+            presence=p.presence_penalty,
+        )
+        self.state = self.programs.admit(self.state, self._rows([slot], 1)[0], admission)
+
+    def prefill(self, slot: int, tokens: int, size: int):
+        """Runs a chunk; returns what `wait` waits for."""
+        rows, n, _ = self._rows([slot], 1, [tokens])
+        self.state, ticket = self.programs.prefill(self.state, rows, n, size)
+        return ticket
+
+    def wait(self, ticket) -> None:
+        jax.block_until_ready(ticket)
+
+    def decode(self, dispatch: Dispatch):
+        """Starts a dispatch: what `read` reads."""
+        size = self.rows_for(dispatch.slots)
+        rows, widths, places = self._rows(dispatch.slots, size, dispatch.widths, 1)
+        settings = self._settings(dispatch.window)
+        self.state, report = self.programs.decode(self.state, rows, widths, dispatch.rounds, settings)
+        return report, places
+
+    def _settings(self, window: int) -> Settings:
+        s = self.settings
+        return Settings(max(window, s.window) if s.aligned else window, s.aligned, s.top_logprobs, s.draft_window)
+
+    def decode_masked(self, dispatch: Dispatch, make_masks):
+        """One round; ``make_masks(drafts [rows, window - 1]) → uint32 [rows, window, words]``, rows in the order of the
+        slots, is called while the device verifies the drafts."""
+        size = self.rows_for(dispatch.slots)
+        rows, widths, places = self._rows(dispatch.slots, size, dispatch.widths, 1)
+        settings = self._settings(dispatch.window)
+        block = self.programs.propose(self.state, rows, widths, settings)
+        drafts = np.asarray(block)
+        verified = self.programs.verify(self.state, rows, widths, drafts, settings)
+        masks = make_masks(drafts[places][:, 1:])
+        packed = np.full((len(rows), *masks.shape[1:]), 0xFFFFFFFF, np.uint32)
+        packed[places] = masks
+        self.state, report = self.programs.finish(self.state, rows, widths, drafts, packed, verified, settings)
+        return report, places
+
+    def read(self, ticket, logprobs: bool) -> Outcome:
+        """Waits for a dispatch, and reads what it brought. The one place where the host waits for the device."""
+        report, places = ticket
+        names = ("tokens", "count", "accepted", "rounds", "done") + (("logprobs",) if logprobs else ())
+        found: Report = {name: getattr(report, name) for name in names}
+        found = jax.device_get(found)
+        counts = [int(found["count"][at]) for at in places]
+        values = None
+        if logprobs:
+            record = found["logprobs"]
+            values = [
+                (record.chosen[at, :n], record.ids[at, :n], record.values[at, :n])
+                for at, n in zip(places, counts, strict=True)
+            ]
+        return Outcome(
+            [found["tokens"][at, :n].tolist() for at, n in zip(places, counts, strict=True)],
+            [found["accepted"][at, : found["rounds"][at]].tolist() for at in places],
+            [bool(found["done"][at]) for at in places],
+            values,
+        )
+
+    def agree(self, value: int) -> int:
+        """The first host's ``value``: what was decided by its clock."""
+        return distributed.agreed(value)
+
+    def save(self, slot: int, start: int, size: int):
+        return self.programs.save(self.state, self._rows([slot], 1)[0], start, size)
+
+    def load(self, slot: int, start: int, segment) -> None:
+        self.state = self.programs.load(self.state, self._rows([slot], 1)[0], start, segment)
+
+    def snapshot(self, slot: int):
+        return self.programs.snapshot(self.state, self._rows([slot], 1)[0])
+
+    def restore(self, slot: int, length: int, snapshot) -> None:
+        self.state = self.programs.restore(self.state, self._rows([slot], 1)[0], length, snapshot)
+
+    def bytes(self, tree) -> int:
+        """On one device."""
+        leaves = jax.tree.leaves(tree)
+        return sum(int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize for x in leaves)

@@ -1,0 +1,90 @@
+"""What an engine is asked, and what it tells."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import isnan
+from typing import Protocol
+
+import numpy as np
+
+from dflash_jax.params import SamplingParams
+
+
+class Monitor(Protocol):
+    """Watches a request's tokens from above: stop strings, say."""
+
+    def __call__(self, tokens: Sequence[int]) -> int | None:
+        """Sees new tokens, each once. A number ends the request there: so many of these tokens are kept."""
+
+
+class MaskProvider(Protocol):
+    """Says which tokens may come next: a grammar, say."""
+
+    def take(self, tokens: Sequence[int]) -> None:
+        """Tokens that were drawn."""
+
+    def masks(self, drafts: Sequence[int]) -> np.ndarray:
+        """Packed bits uint32 [len(drafts) + 1, ceil(V / 32)] of the tokens allowed behind what was taken, and behind
+        each further draft. Behind a draft that is itself forbidden, anything."""
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds on the engine's clock, which stands still while programs are compiled; nan: not yet."""
+
+    submitted: float
+    admitted: float = float("nan")
+    prefilled: float = float("nan")
+    first_token: float = float("nan")
+    finished: float = float("nan")
+
+    @property
+    def ready(self) -> float:
+        """When the prompt was in the caches."""
+        return self.admitted if isnan(self.prefilled) else self.prefilled
+
+
+@dataclass(eq=False)
+class Request:
+    """A prompt to be continued.
+
+    params and stops (token ids) filled in: nothing is None. priority: lower goes first. block_size: tokens a round may
+    yield; "auto" leaves it to the engine. draft_window_size and draft_sink_size bound what the drafter sees. monitor
+    and mask are optional. The rest is the engine's: tokens so far; of the prompt, those in the caches and those that
+    were there already; "stop", "length", "abort" or "error" at the end.
+    """
+
+    prompt: list[int]
+    params: SamplingParams
+    stops: Sequence[int] = ()
+    priority: int = 0
+    block_size: int | str = "auto"
+    draft_window_size: int | None = None
+    draft_sink_size: int = 0
+    monitor: Monitor | None = None
+    mask: MaskProvider | None = None
+
+    slot: int | None = field(default=None, init=False)
+    tokens: list[int] = field(default_factory=list, init=False)
+    prefilled: int = field(default=0, init=False)
+    cached: int = field(default=0, init=False)
+    finish_reason: str | None = field(default=None, init=False)
+    times: Times | None = field(default=None, init=False)
+
+    @property
+    def need(self) -> int:
+        """Positions it may come to."""
+        return len(self.prompt) + self.params.max_tokens
+
+
+@dataclass(frozen=True)
+class Event:
+    """What a dispatch brought to a request: new tokens, what each round yielded of them, log-probabilities where asked
+    for (``{"token_id", "logprob", "top"}`` a token), and at the end ``finish_reason`` (with ``error``: why)."""
+
+    request: Request
+    tokens: list[int]
+    accepted: list[int]
+    logprobs: list[dict] | None = None
+    finish_reason: str | None = None
+    error: str | None = None
