@@ -54,6 +54,7 @@ class WidthPolicy:
 
     def observe_seconds(self, rows: int, width: int, seconds: float) -> None:
         """A round of ``rows`` compiled rows took so long."""
+        seconds = max(seconds, 1e-6)
         old = self.seconds.get((rows, width), seconds)
         self.seconds[rows, width] = old + NEW * (seconds - old)
         self.spent += seconds

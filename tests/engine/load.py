@@ -1,0 +1,189 @@
+"""Random load for an engine on a real (small) model, and what each request must give."""
+
+import random
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tiny
+from equality import Reference, equal_or_tie
+
+from dflash_jax.engine.device import Device
+from dflash_jax.engine.engine import Engine, Options
+from dflash_jax.engine.request import Request
+from dflash_jax.models.drafter import Drafter, Proposal
+from dflash_jax.params import SamplingParams
+from dflash_jax.programs import Programs
+from dflash_jax.speculative import Settings
+
+MARKER, CAPACITY, SIZES = 1, 96, (8, 32)
+
+
+def engine_for(programs: Programs, widths=(1, 8), slots: int = 32, **options) -> Engine:
+    settings = Settings(1, top_logprobs=5)
+    options = {"prefill_sizes": SIZES, "max_num_batched_tokens": 64, "prefix_bytes": 2 * 10**6} | options
+    options |= {"widths": widths, "markers": frozenset([MARKER])}
+    return Engine(Device(programs, slots, CAPACITY, settings), Options(**options))
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["drafter", "table"], meta_fields=[])
+@dataclass(frozen=True)
+class Remembering:
+    """A drafter that has seen the texts: ``table`` [V, L, W - 1] tells what followed a token at a position. Half of
+    what it says has a mistake in it. Implements `Drafting`."""
+
+    drafter: Drafter
+    table: jax.Array
+
+    @classmethod
+    def of(cls, drafter: Drafter, requests: list[Request], wide: int = 8, seed: int = 0) -> "Remembering":
+        rng, vocab = np.random.default_rng(seed), drafter.config.vocab_size
+        table = rng.integers(0, vocab, (vocab, CAPACITY + wide, wide - 1))
+        for r in requests:
+            text = [*r.prompt, *r.tokens]
+            for at in range(len(r.prompt) - 1, len(text) - 1):
+                following = text[at + 1 : at + wide]
+                table[text[at], at, : len(following)] = following
+        wrong = rng.random(table.shape[:2]) < 0.5
+        place = rng.integers(0, wide - 1, table.shape[:2])
+        hit = wrong[..., None] & (np.arange(wide - 1) == place[..., None])
+        return cls(drafter, jnp.asarray(np.where(hit, (table + 1) % vocab, table), jnp.int32))
+
+    @property
+    def taps(self):
+        return self.drafter.taps
+
+    def init_cache(self, *args):
+        return self.drafter.init_cache(*args)
+
+    def cache_specs(self, cache):
+        return self.drafter.cache_specs(cache)
+
+    def extend(self, *args):
+        return self.drafter.extend(*args)
+
+    def propose(self, cache, last, start, width, slots, borrowed, window):
+        own = self.drafter.propose(cache, last, start, width, slots, borrowed, window).tokens
+        told = self.table[last, jnp.minimum(start, self.table.shape[1] - 1)][:, : slots - 1]
+        # Every eighth position is left to the drafter itself.
+        return Proposal(jnp.where((start % 8 == 0)[:, None], own, told))
+
+
+def some_requests(seed: int, count: int, vocab: int) -> list[dict]:
+    """Prompts of one token to several chunks, with beginnings in common, and options of all kinds."""
+    rng = random.Random(seed)
+
+    def tokens(n):
+        return [rng.randrange(2, vocab - 2) for _ in range(n)]
+
+    systems = [[MARKER, *tokens(n)] for n in (18, 40)]
+    found = []
+    for i in range(count):
+        prompt = rng.choice([[], [], *systems])
+        for _ in range(rng.randrange(3)):
+            prompt = [*prompt, MARKER, *tokens(rng.choice([2, 17]))]
+        prompt = (prompt or tokens(rng.choice([1, 2, 9, 33])))[:70]
+        sampled = rng.random() < 0.6
+        params = SamplingParams(
+            temperature=rng.choice([0.5, 0.9, 1.3]) if sampled else 0.0,
+            top_k=rng.choice([0, 5, 20]),
+            top_p=rng.choice([1.0, 0.9]),
+            min_p=rng.choice([0.0, 0.05]),
+            repetition_penalty=rng.choice([1.0, 1.0, 1.3]),
+            frequency_penalty=rng.choice([0.0, 0.0, 0.4]),
+            presence_penalty=rng.choice([0.0, 0.0, 0.5]),
+            logit_bias=rng.choice([{}, {}, {7: 3.0, 9: -2.0}]),
+            seed=i,
+            max_tokens=rng.choice([1, 2, 10, 24]),
+            logprobs=rng.choice([None, None, 0, 3]),
+        )
+        stops = [] if rng.random() < 0.5 else rng.sample(range(2, vocab), 4)
+        found.append({"prompt": prompt, "params": params, "stops": stops})
+    return found
+
+
+def alone(engine: Engine, wanted: list[dict]) -> list[tuple]:
+    """(request, its log-probabilities) of each, one after the other."""
+    found = []
+    for w in wanted:
+        request, entries = Request(**w, block_size=1), []
+        engine.submit(request)
+        while engine.has_work:
+            for event in engine.step():
+                entries += event.logprobs or []
+        found.append((request, entries))
+    return found
+
+
+def margin(target, request: Request, at: int) -> float:
+    """How decided the target was about the new token ``at``."""
+    p = request.params
+    vocab = target.config.vocab_size
+    bias = np.zeros((1, vocab))
+    for token, value in p.logit_bias.items():
+        bias[0, token] = value
+    sampling = tiny.sampling(
+        1,
+        vocab,
+        temperature=[p.temperature],
+        top_k=[p.top_k],
+        top_p=[p.top_p],
+        min_p=[p.min_p],
+        repetition=[p.repetition_penalty],
+        frequency=[p.frequency_penalty],
+        presence=[p.presence_penalty],
+        seed=[p.seed],
+        logit_bias=bias,
+    )
+    tokens = np.array([request.prompt + request.tokens])
+    start = len(request.prompt)
+    state = SimpleNamespace(sampling=sampling, prompt_length=[start], tokens=tokens, length=[tokens.shape[1]])
+    return Reference(target, state).margin(0, start + at)
+
+
+def check(target, expected: tuple, found: Request, entries: list[dict]) -> None:
+    """Tokens, reason and log-probabilities are those of the request alone, or part at a tie."""
+    right, logprobs = expected
+    parted = equal_or_tie(right.tokens, found.tokens, lambda at: margin(target, right, at))
+    upto = len(right.tokens) if parted is None else parted
+    if parted is None:
+        assert found.finish_reason == right.finish_reason
+    if right.params.logprobs is not None:
+        assert len(entries) == len(found.tokens)
+        for a, b in zip(logprobs[:upto], entries, strict=False):
+            assert a["token_id"] == b["token_id"]
+            np.testing.assert_allclose(a["logprob"], b["logprob"], atol=1e-4)
+            assert len(a["top"]) == len(b["top"]) == right.params.logprobs
+            np.testing.assert_allclose(list(a["top"].values()), list(b["top"].values()), atol=1e-4)
+
+
+def under_load(engine: Engine, target, wanted: list[dict], expected: list[tuple], count: int, seed: int) -> None:
+    """``count`` requests drawn from ``wanted`` arrive at random, a tenth are aborted; all others are checked."""
+    rng, left, live, entries = random.Random(seed), count, [], {}
+    checked, widest = 0, engine.options.widths[-1]
+    blocks = ["auto", "auto", 1, min(3, widest), widest]
+    while left or engine.has_work:
+        while left and rng.random() < 0.6:
+            which = rng.randrange(len(wanted))
+            request = Request(**wanted[which], block_size=rng.choice(blocks))
+            if rng.random() < 0.3:
+                request.draft_window_size, request.draft_sink_size = rng.choice([(4, 0), (9, 2)])
+            request.priority = rng.choice([0, 0, 1])
+            engine.submit(request)
+            live.append((which, request))
+            entries[request] = []
+            left -= 1
+        if live and rng.random() < 0.05:
+            engine.abort(rng.choice(live)[1])
+        for event in engine.step():
+            entries[event.request] += event.logprobs or []
+        ended = [pair for pair in live if pair[1].finish_reason]
+        live = [pair for pair in live if not pair[1].finish_reason]
+        for which, request in ended:
+            if request.finish_reason != "abort":
+                check(target, expected[which], request, entries.pop(request))
+                checked += 1
+    assert checked > 0.8 * count

@@ -1,0 +1,160 @@
+"""A device without a model: tokens follow from the tokens before, and whoever mixes two rows up gets others."""
+
+import random
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+from dflash_jax.engine.device import ROW_SIZES, Outcome
+from dflash_jax.engine.engine import Engine, Options
+from dflash_jax.engine.request import Request
+from dflash_jax.params import SamplingParams
+
+VOCAB, END = 50, 0
+
+
+def next_token(tokens: list[int]) -> int:
+    """Never END before a text of five tokens more than a hash says."""
+    digest = blake2b(repr(tokens).encode(), digest_size=4).digest()
+    token = int.from_bytes(digest, "big") % (VOCAB * 3)
+    return END if token == 0 else 1 + token % (VOCAB - 1)
+
+
+def expected(prompt: list[int], new: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(new):
+        tokens.append(next_token(tokens))
+        if tokens[-1] == END:
+            break
+    return tokens[len(prompt) :]
+
+
+@dataclass
+class Slot:
+    prompt: list[int] = field(default_factory=list)
+    limit: int = 0
+    known: list[int] = field(default_factory=list)  # what the caches hold
+    tokens: list[int] = field(default_factory=list)
+    done: bool = True
+
+
+class MockDevice:
+    """Works behind a clock that moves when the host waits: a prefill chunk costs its size in microseconds, a round a
+    millisecond."""
+
+    def __init__(self, slots: int, capacity: int = 4096, seed: int = 0, shards: int = 1):
+        self.slots, self.capacity, self.shards = slots, capacity, shards
+        self.random, self.clock, self.busy_until, self.log = random.Random(seed), 0.0, 0.0, []
+        self.fail = False
+        self.reset()
+
+    def reset(self):
+        self.rows = [Slot() for _ in range(self.slots)]
+
+    def shard(self, slot):
+        return slot * self.shards // self.slots
+
+    def rows_for(self, slots):
+        most = max(sum(self.shard(s) == shard for s in slots) for shard in range(self.shards))
+        return next(size for size in ROW_SIZES if size >= most)
+
+    def agree(self, value):
+        return value
+
+    def admit(self, slot, request):
+        self.log.append(("admit", slot, request))
+        self.rows[slot] = Slot(request.prompt, request.need, [], list(request.prompt), False)
+
+    def prefill(self, slot, tokens, size):
+        if self.fail:
+            raise RuntimeError("out of memory")
+        row = self.rows[slot]
+        assert 0 < tokens <= size
+        assert len(row.known) + tokens < len(row.prompt)
+        self.log.append(("prefill", slot, size))
+        row.known = row.known + row.prompt[len(row.known) : len(row.known) + tokens]
+        return self.work(1e-6 * size)
+
+    def work(self, seconds):
+        self.busy_until = max(self.busy_until, self.clock) + seconds
+        return self.busy_until
+
+    def wait(self, ticket):
+        self.clock = max(self.clock, ticket)
+
+    def decode(self, dispatch, masks=None):
+        assert len(set(dispatch.slots)) == len(dispatch.slots)
+        self.log.append(("decode", dispatch))
+        tokens, accepted, done = [], [], []
+        for i, (slot, width) in enumerate(zip(dispatch.slots, dispatch.widths, strict=True)):
+            row, rounds = self.rows[slot], []
+            before = len(row.tokens)
+            for _ in range(dispatch.rounds):
+                if row.done:
+                    break
+                # All but the last token must be in the caches.
+                assert row.known == row.tokens[:-1]
+                n = 0
+                for _ in range(self.random.randint(1, width)):
+                    row.tokens.append(next_token(row.tokens) if masks is None else int(masks[i]))
+                    n += 1
+                    if row.tokens[-1] == END or len(row.tokens) == row.limit:
+                        row.done = True
+                        break
+                row.known = row.tokens[:-1]
+                rounds.append(n)
+            tokens.append(row.tokens[before:])
+            accepted.append(rounds)
+            done.append(row.done)
+        return self.work(1e-3 * max(len(a) for a in accepted)), Outcome(tokens, accepted, done, None)
+
+    def decode_masked(self, dispatch, make_masks):
+        import numpy as np
+
+        masks = make_masks(np.zeros((len(dispatch.slots), dispatch.window - 1), int))
+        # The lowest allowed token.
+        return self.decode(dispatch, [next(b for b in range(32) if int(m[0, 0]) >> b & 1) for m in masks])
+
+    def read(self, ticket, logprobs):
+        if self.fail:
+            raise RuntimeError("out of memory")
+        self.wait(ticket[0])
+        return ticket[1]
+
+    def save(self, slot, start, size):
+        return tuple(self.rows[slot].known[start : start + size])
+
+    def load(self, slot, start, segment):
+        row = self.rows[slot]
+        self.log.append(("load", slot, start))
+        row.known = row.known[:start] + list(segment)
+
+    def snapshot(self, slot):
+        return len(self.rows[slot].known)
+
+    def restore(self, slot, length, snapshot):
+        row = self.rows[slot]
+        assert snapshot == length == len(row.known)
+        assert row.known == row.prompt[:length]
+
+    def bytes(self, tree):
+        segments, _ = tree
+        return 10 + sum(len(s) for s in segments)
+
+
+def request(prompt, new: int = 10, **options) -> Request:
+    return Request(list(prompt), SamplingParams(max_tokens=new, temperature=0.0), (END,), **options)
+
+
+def engine(slots: int = 4, capacity: int = 4096, seed: int = 0, shards: int = 1, **options) -> Engine:
+    options = {"widths": (1, 8, 16), "prefill_sizes": (4, 16), "max_num_batched_tokens": 64} | options
+    return Engine(MockDevice(slots, capacity, seed, shards), Options(**options))
+
+
+def run(engine: Engine, most: int = 10_000) -> list:
+    """All events until nothing is left."""
+    events = []
+    for _ in range(most):
+        if not engine.has_work:
+            return events
+        events += engine.step()
+    raise AssertionError("it does not come to an end")

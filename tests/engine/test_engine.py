@@ -1,0 +1,179 @@
+"""The engine on real (small) models: under load every request gives what it gives alone."""
+
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from load import CAPACITY, MARKER, Remembering, alone, check, engine_for, some_requests, under_load
+
+from dflash_jax import prefix
+from dflash_jax.engine import device
+from dflash_jax.engine.request import Request
+from dflash_jax.models.decoder import Decoder, is_delta
+from dflash_jax.params import SamplingParams
+from dflash_jax.programs import Programs
+
+COUNT = 1500
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_row_sizes():
+    """Each costs seconds to compile."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device, "ROW_SIZES", (1, 4, 32))
+        yield
+
+
+@dataclass(frozen=True)
+class Family:
+    """A target with programs that decode plainly and with a drafter, distinct requests, and each one's run alone."""
+
+    target: Decoder
+    plain: Programs
+    drafting: Programs
+    wanted: list
+    expected: list
+
+
+@pytest.fixture(scope="module", params=["hybrid", "classic"])
+def family(request):
+    target = tiny.target("ddda", moe="13") if request.param == "hybrid" else tiny.target("aa", moe="")
+    wanted, plain = some_requests(0, 60, tiny.VOCAB), Programs(target, None)
+    expected = alone(engine_for(plain, (1,), prefix_bytes=0), wanted)
+    drafter = Remembering.of(tiny.drafter(target), [r for r, _ in expected])
+    return Family(target, plain, Programs(target, drafter), wanted, expected)
+
+
+@pytest.fixture(scope="module")
+def loaded(family):
+    """An engine that has seen some load."""
+    engine = engine_for(family.drafting)
+    under_load(engine, family.target, family.wanted, family.expected, COUNT, seed=1)
+    return engine
+
+
+def test_requests_under_load_give_what_they_give_alone(loaded):
+    """More than a thousand at up to 32 at once: lengths, parameters, widths, windows, priorities, aborts."""
+    s = loaded.statistics
+    assert sum(s.requests.values()) == COUNT
+    assert {window for _, window in s.dispatches} == {1, 8}
+    assert max(s.accepted) == 8
+    assert s.cached_tokens > 0.2 * s.prompt_tokens
+    assert loaded.store.size <= loaded.store.budget
+    assert sorted(loaded._free) == list(range(32))
+
+
+def test_no_program_for_another_request(family, loaded):
+    """Whatever comes: one program for each number of rows and width, and for each chunk."""
+    programs = loaded.device.programs
+    kinds = [key[0] for key in programs.compiled]
+    assert kinds.count("decode") == 2 * 3
+    assert kinds.count("prefill") == kinds.count("save") == kinds.count("load") == 2
+    assert all(kinds.count(k) == 1 for k in ("admit", "snapshot", "restore", "empty"))
+    under_load(loaded, family.target, family.wanted, family.expected, 200, seed=2)
+    assert programs.count == len(kinds)
+
+
+@pytest.mark.parametrize("drafts", [True, False], ids=["drafter", "plain"])
+def test_a_known_prefix_changes_nothing(family, drafts):
+    """Hits at every boundary, after evictions and aborts."""
+    programs, widths, sizes = (family.drafting, (1, 8), {}) if drafts else (family.plain, (1,), {})
+    for budget in (10**8, 150_000):
+        engine = engine_for(programs, widths, prefix_bytes=budget)
+        for again in range(3):
+            for i, w in enumerate(family.wanted[:30]):
+                request, entries = Request(**w), []
+                engine.submit(request)
+                if (i + again) % 4 == 3:
+                    engine.step()
+                    engine.abort(request)
+                while engine.has_work:
+                    for event in engine.step():
+                        entries += event.logprobs or []
+                if request.finish_reason != "abort":
+                    check(family.target, family.expected[i], request, entries)
+                if budget == 10**8 and again == 2:
+                    assert request.cached == len(request.prompt) - 1
+        assert engine.store.size <= budget
+        sizes[budget] = len(engine.store)
+    assert 0 < sizes[150_000] < sizes[10**8]
+
+
+def test_a_stale_state_would_be_noticed(family, monkeypatch):
+    """A fault made on purpose: a hit brings back the keys and values, and forgets the recurrent state."""
+    if not any(is_delta(layer) for layer in family.target.layers):
+        pytest.skip("nothing is recurrent here")
+    real = prefix.restore
+
+    def forgetful(state, rows, length, snapshot):
+        return real(state, rows, length, jax.tree.map(jnp.zeros_like, snapshot))
+
+    monkeypatch.setattr(prefix, "restore", forgetful)
+    engine = engine_for(Programs(family.target, None), (1,))
+    with pytest.raises(AssertionError):
+        under_load(engine, family.target, family.wanted, family.expected, 60, seed=3)
+
+
+def test_a_full_prefill_and_a_hit_are_the_same_bits(family):
+    """Chunks follow from the tokens alone."""
+    prompt = [MARKER, *range(2, 40), MARKER, *range(5, 25)]
+    runs = []
+    params = SamplingParams(
+        temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, seed=1, max_tokens=1
+    )
+    for budget in (0, 10**8):
+        engine = engine_for(family.drafting, prefix_bytes=budget)
+        for text in (prompt[:45], prompt):
+            engine.submit(r := Request(text, params))
+            while engine.has_work:
+                engine.step()
+        runs.append((r.cached, jax.device_get(engine.device.state.target)))
+    assert runs[0][0] == 0
+    assert runs[1][0] == 39
+    jax.tree.map(np.testing.assert_array_equal, runs[0][1], runs[1][1])
+
+
+class OddOnly:
+    """Allows odd tokens after even places and even ones after odd places, whatever was drawn."""
+
+    def __init__(self, vocab: int, start: int):
+        self.vocab, self.at = vocab, start
+
+    def take(self, tokens):
+        self.at += len(tokens)
+
+    def masks(self, drafts):
+        ids = np.arange(self.vocab)
+        rows = [(ids % 2) == ((self.at + i) % 2) for i in range(len(drafts) + 1)]
+        bits = np.zeros((len(rows), -(-self.vocab // 32) * 32), np.uint64)
+        bits[:, : self.vocab] = rows
+        return (bits.reshape(len(rows), -1, 32) << np.arange(32, dtype=np.uint64)).sum(-1).astype(np.uint32)
+
+
+def test_a_mask_holds_under_speculation_and_leaves_neighbours_alone(family):
+    wanted, vocab, texts = family.wanted, tiny.VOCAB, {}
+    for widths, width in (((1,), 1), ((1, 8), 8)):
+        engine = engine_for(family.drafting if width > 1 else family.plain, widths)
+        requests = []
+        for i in range(4):
+            mask = OddOnly(vocab, len(wanted[i]["prompt"])) if i % 2 == 0 else None
+            options = wanted[i] | {"params": replace(wanted[i]["params"], logprobs=None, max_tokens=20), "stops": []}
+            requests.append(Request(**options, mask=mask, block_size=width))
+            engine.submit(requests[-1])
+        while engine.has_work:
+            engine.step()
+        for i in (0, 2):
+            start = len(wanted[i]["prompt"])
+            assert [t % 2 for t in requests[i].tokens] == [(start + j) % 2 for j in range(20)]
+        texts[width] = [r.tokens for r in requests]
+    assert texts[1] == texts[8]
+
+
+def test_a_request_that_cannot_fit_is_refused(family):
+    engine = engine_for(family.plain, (1,))
+    params = SamplingParams(max_tokens=CAPACITY)
+    with pytest.raises(ValueError, match=f"5 prompt tokens and {CAPACITY} new ones are {CAPACITY + 5}"):
+        engine.submit(Request([2, 3, 4, 5, 6], params))

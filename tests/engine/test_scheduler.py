@@ -1,0 +1,273 @@
+"""The engine's decisions, on a device without a model."""
+
+import random
+
+import numpy as np
+import pytest
+from mock_device import END, VOCAB, engine, expected, request, run
+
+from dflash_jax.engine.engine import EngineError, QueueFullError
+from dflash_jax.errors import InputError
+
+
+def told(events, request) -> list[int]:
+    return [t for e in events if e.request is request for t in e.tokens]
+
+
+def prompt_of(rng: random.Random, length: int) -> list[int]:
+    return [rng.randrange(1, VOCAB) for _ in range(length)]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_every_request_gets_its_own_tokens(seed):
+    """Random arrivals, lengths, widths, shared beginnings, aborts at any moment, more requests than slots."""
+    rng = random.Random(seed)
+    shards = rng.choice([1, 1, 2])
+    e = engine(
+        slots=rng.choice([1, 2, 5]) * shards,
+        seed=seed,
+        shards=shards,
+        prefix_bytes=rng.choice([0, 60, 500, 10**6]),
+        markers=frozenset([1, 2]),
+        rows_per_dispatch=rng.choice([None, None, 1, 2]),
+        adaptive=rng.random() < 0.8,
+    )
+    shared, events, live, aborted = prompt_of(rng, 50), [], [], set()
+    for _ in range(60):
+        for _ in range(rng.randrange(3)):
+            prompt = shared[: rng.randrange(50)] + prompt_of(rng, rng.choice([1, 1, 3, 20, 90]))
+            live.append(request(prompt, rng.randrange(1, 40), block_size=rng.choice(["auto", 1, 5, 16])))
+            e.submit(live[-1])
+        if live and rng.random() < 0.1:
+            victim = rng.choice(live)
+            if victim.finish_reason is None:
+                aborted.add(victim)
+            e.abort(victim)
+        events += e.step()
+    events += run(e)
+    for r in live:
+        text = expected(r.prompt, r.params.max_tokens)
+        ends = [x.finish_reason for x in events if x.request is r and x.finish_reason]
+        assert len(ends) == 1
+        assert told(events, r) == r.tokens == text[: len(r.tokens)]
+        assert sum(n for x in events if x.request is r for n in x.accepted) == len(r.tokens)
+        if r not in aborted:
+            assert r.tokens == text
+            assert ends == ["stop" if text[-1] == END else "length"]
+    assert sorted(e._free) == list(range(e.device.slots))
+    assert not e._live
+    assert e.store.size <= e.store.budget
+    assert e.statistics.new_tokens == sum(len(r.tokens) for r in live)
+
+
+def test_a_long_prompt_stalls_nobody():
+    e = engine(prefix_bytes=0)
+    quick = request([3, 4], 200)
+    e.submit(quick)
+    e.step()
+    e.submit(request(range(1, 3000), 5))
+    e.submit(late := request([5, 6, 7], 3))
+    gaps, steps = [], 0
+    while late.finish_reason is None:
+        before = e.device.clock
+        e.step()
+        steps += 1
+        chunks = [entry for entry in e.device.log if entry[0] == "prefill"]
+        e.device.log.clear()
+        # Never more than the budget beside the rows that decode.
+        assert sum(size for _, _, size in chunks) <= 64
+        gaps.append(e.device.clock - before)
+    # The late one had its turn beside the long one, not behind it.
+    assert steps < 5
+    assert len(quick.tokens) > 10
+
+
+def test_prompts_take_turns_and_priority_goes_first():
+    e = engine(slots=8, max_num_batched_tokens=16)
+    first, second, urgent = request(range(1, 200)), request(range(2, 200)), request(range(3, 68), priority=-1)
+    for r in (first, second, urgent):
+        e.submit(r)
+    run(e)
+    order = [slot for kind, slot, *_ in e.device.log if kind == "prefill"]
+    assert order[:4] == [urgent.slot] * 4
+    rest = order[4:20]
+    assert rest.count(first.slot) == rest.count(second.slot) == 8
+
+
+def test_priority_goes_first_in_the_queue():
+    e = engine(slots=1)
+    requests = [request([i + 1], 3, priority=p) for i, p in enumerate([5, 0, 5, -1])]
+    for r in requests:
+        e.submit(r)
+    run(e)
+    admitted = [entry[2] for entry in e.device.log if entry[0] == "admit"]
+    assert admitted == [requests[3], requests[1], requests[0], requests[2]]
+
+
+def test_nobody_starves():
+    e = engine(slots=2, max_num_batched_tokens=16)
+    waiting = request(range(1, 100), 5)
+    e.submit(waiting)
+    for i in range(200):
+        e.submit(request([1 + i % 40, 2, 3], 4))
+    for _ in range(60):
+        e.step()
+    assert waiting.finish_reason
+
+
+def test_a_full_queue():
+    e = engine(slots=2, max_queue=3)
+    for _ in range(5):
+        e.submit(request([1, 2]))
+    with pytest.raises(QueueFullError, match="3"):
+        e.submit(request([1, 2]))
+    e.step()
+    run(e)
+    e.submit(request([1, 2]))
+
+
+@pytest.mark.parametrize(
+    ("made", "named"),
+    [
+        (lambda: request(range(1, 90), 20), "89 prompt tokens and 20 new ones are 109: at most 100 fit"),
+        (lambda: request([1], 4, block_size=17), "block size 17"),
+        (lambda: request([], 4), "empty"),
+    ],
+)
+def test_what_can_never_run_is_refused(made, named):
+    e = engine(capacity=100)
+    with pytest.raises(InputError, match=named):
+        e.submit(made())
+    assert not e.has_work
+
+
+def test_aborts_at_every_moment():
+    """In the queue, in prefill, in decode, in the very dispatch that finishes the request, and afterwards."""
+    for after in range(12):
+        e = engine(slots=1, max_num_batched_tokens=8)
+        running, queued = request(range(1, 40), 40), request([7, 8], 20)
+        e.submit(running)
+        e.submit(queued)
+        events = [x for _ in range(after) for x in e.step()]
+        e.abort(running)
+        e.abort(running)
+        events += run(e)
+        ends = [x.finish_reason for x in events if x.request is running and x.finish_reason]
+        assert len(ends) == 1
+        assert queued.tokens == expected([7, 8], 20)
+        assert running.tokens == expected(running.prompt, 40)[: len(running.tokens)]
+
+
+def test_a_failure_ends_all_and_the_engine_can_start_again():
+    for moment in (0, 1, 3):
+        e = engine(slots=2, prefix_bytes=1000)
+        requests = [request(range(1, 30 + i), 60) for i in range(5)]
+        for r in requests:
+            e.submit(r)
+        for _ in range(moment):
+            e.step()
+        e.device.fail = True
+        events = []
+        while not e.failure:
+            events += e.step()
+        errors = [x for x in events if x.finish_reason == "error"]
+        assert {x.request for x in errors} == {r for r in requests if r.finish_reason == "error"}
+        assert all(r.finish_reason for r in requests)
+        assert all("out of memory" in x.error for x in errors)
+        with pytest.raises(EngineError, match="out of memory"):
+            e.submit(request([1]))
+        with pytest.raises(EngineError):
+            e.step()
+        e.device.fail = False
+        e.restart()
+        e.submit(again := request([4, 5], 9))
+        run(e)
+        assert again.tokens == expected([4, 5], 9)
+
+
+def test_a_monitor_ends_a_request_inside_a_dispatch():
+    text = expected([9, 9], 30)
+    seen = []
+
+    def monitor(tokens):
+        before = len(seen)
+        seen.extend(tokens)
+        return 7 - before if len(seen) >= 7 else None
+
+    e = engine()
+    e.submit(r := request([9, 9], 30, monitor=monitor, block_size=16))
+    e.submit(other := request([9, 8], 30))
+    events = run(e)
+    assert r.tokens == told(events, r) == text[:7]
+    assert r.finish_reason == "stop"
+    assert other.tokens == expected([9, 8], 30)
+
+
+class Only:
+    """A provider that allows one token at each place: 3, 4, 5, …"""
+
+    def __init__(self):
+        self.taken = []
+
+    def take(self, tokens):
+        self.taken += tokens
+
+    def masks(self, drafts):
+        masks = np.zeros((len(drafts) + 1, 2), np.uint32)
+        masks[:, 0] = 1 << (3 + len(self.taken))
+        return masks
+
+
+def test_a_mask_sees_every_token_before_it():
+    e = engine()
+    masks = Only()
+    e.submit(r := request([9, 9], 5, mask=masks, block_size=1))
+    run(e)
+    assert r.tokens == masks.taken == [3, 4, 5, 6, 7]
+    # One round at a time while it was there.
+    assert all(d.rounds == 1 for kind, d, *_ in e.device.log if kind == "decode")
+
+
+def prefilled(e) -> int:
+    return sum(size for kind, _, size in (x for x in e.device.log if x[0] == "prefill"))
+
+
+def test_prompts_with_one_beginning_share_its_prefill():
+    marker, system = 2, list(range(5, 45))
+    prompts = [[marker, *system, marker, 30 + i, 31, 32] for i in range(4)]
+    e = engine(prefix_bytes=10**6, markers=frozenset([marker]))
+    requests = [request(p, 5) for p in prompts]
+    for r in requests:
+        e.submit(r)
+    run(e)
+    # 41 tokens once (16 + 16 + 16), the rest four times in a chunk of 4.
+    assert prefilled(e) == 48 + 4 * 4
+    assert [r.cached for r in requests] == [0, 41, 41, 41]
+    assert all(r.tokens == expected(r.prompt, 5) for r in requests)
+    e.device.log.clear()
+    e.submit(again := request(prompts[2], 7))
+    run(e)
+    assert prefilled(e) == 0
+    assert again.cached == len(again.prompt) - 1
+    assert again.tokens == expected(prompts[2], 7)
+
+
+def test_who_waits_for_anothers_prefix_goes_on_when_that_one_is_gone():
+    prompt = [2, *range(5, 45), 2, 30]
+    e = engine(prefix_bytes=10**6, markers=frozenset([2]), max_num_batched_tokens=16)
+    e.submit(first := request(prompt, 5))
+    e.submit(second := request([*prompt, 31], 5))
+    e.step()
+    e.abort(first)
+    run(e)
+    assert second.tokens == expected(second.prompt, 5)
+
+
+def test_reproducible_rows_decode_alone():
+    e = engine(rows_per_dispatch=1)
+    requests = [request([i + 1, 2], 30) for i in range(3)]
+    for r in requests:
+        e.submit(r)
+    run(e)
+    assert all(len(d.slots) == 1 for kind, d, *_ in e.device.log if kind == "decode")
+    assert all(r.tokens == expected(r.prompt, 30) for r in requests)
