@@ -1,5 +1,6 @@
 """The library's front: `LLM` takes text or token ids and gives completions, all at once or as they are made."""
 
+import logging
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,7 @@ from dflash_jax.checkpoint.hub import resolve
 from dflash_jax.checkpoint.load import check_drafter, check_target, load_drafter, load_target
 from dflash_jax.engine.device import MAX_LOGPROBS, ROW_SIZES, Device
 from dflash_jax.engine.engine import Engine, EngineError, Options
+from dflash_jax.engine.memory import plan_memory
 from dflash_jax.engine.request import Request
 from dflash_jax.errors import InputError
 from dflash_jax.models.drafter import DraftWindow
@@ -24,6 +26,8 @@ from dflash_jax.rows import Piece, Row
 from dflash_jax.sharding import Layout
 from dflash_jax.speculative import Settings
 from dflash_jax.text import Tokenizer
+
+log = logging.getLogger("dflash_jax")
 
 TINY = Path(__file__).parent / "assets" / "tiny"
 WINDOWS = (1, 8, 16)
@@ -37,7 +41,8 @@ class LLM:
     or None to decode without one; "auto" is the tiny drafter for the tiny target and None for any other. dtype:
     "float32" or "bfloat16"; None takes float32 on CPU and bfloat16 elsewhere. block_size: tokens a round may yield, at
     most the drafter's own; 1 is plain decoding; "auto" chooses what is fastest from load and acceptance. slots:
-    prompts that are continued at a time. prefix_bytes: memory for beginnings that prompts share. draft_window_size and
+    prompts that are continued at a time. prefix_bytes: memory for beginnings that prompts share. mem_fraction: of a
+    device's memory, for parameters and slots. draft_window_size and
     draft_sink_size bound the context that the drafter sees. reproducible: the same bits with any drafter, block size
     or batch, at some cost in speed; needed for that in bfloat16 only. max_len: prompt and new tokens, at most the
     model's positions. mesh: devices to share the work among, such as "data=2,tensor=4" (default: one). quantize:
@@ -54,6 +59,7 @@ class LLM:
         block_size: int | str = "auto",
         slots: int = 32,
         prefix_bytes: int = 2**28,
+        mem_fraction: float = 0.9,
         draft_window_size: int | None = None,
         draft_sink_size: int = 0,
         reproducible: bool = False,
@@ -90,7 +96,9 @@ class LLM:
             raise InputError(f"slots {slots}: it must be 1 to {ROW_SIZES[-1]}")
         if prefix_bytes < 0:
             raise InputError(f"prefix_bytes {prefix_bytes}: it must be 0 (none) or more")
-        self.slots, self.prefix_bytes = slots, prefix_bytes
+        if not 0 < mem_fraction <= 1:
+            raise InputError(f"mem_fraction {mem_fraction}: it must be above 0 and at most 1")
+        self.slots, self.prefix_bytes, self.mem_fraction = slots, prefix_bytes, mem_fraction
         self.defaults = Defaults.read(directory)
         self.tokenizer = Tokenizer(directory) if self._has_tokenizer(directory) else None
         self.reproducible = reproducible
@@ -290,10 +298,11 @@ class LLM:
                 capacity, slots = max(capacity, held.capacity), max(slots, held.slots)
         # Its memory is needed for the next one.
         self._engine = None
-        self._engine = self._make_engine(programs, slots, capacity)
+        self._engine = self.new_engine(programs, slots, capacity)
         return self._engine
 
-    def _make_engine(self, programs: Programs, slots: int, capacity: int) -> Engine:
+    def new_engine(self, programs: Programs, slots: int, capacity: int) -> Engine:
+        """An engine of its own. Raises InputError where it does not fit into the memory."""
         widths = (1,)
         if self.drafter is not None and programs is self.programs:
             widths = (*(w for w in WINDOWS if w < self.largest_block), self.largest_block)
@@ -310,10 +319,21 @@ class LLM:
             markers=self.tokenizer.markers if self.tokenizer else frozenset(),
             adaptive=not self.reproducible,
         )
+        memory = plan_memory(programs, slots, capacity, settings, widths[-1], self.prefix_bytes, self.mem_fraction)
+        log.info("%d slots of %d positions: %s", slots, capacity, memory)
         return Engine(Device(programs, slots, capacity, settings), options)
 
     def _step(self) -> None:
-        for event in self._engine.step():
+        try:
+            events = self._engine.step()
+        except BaseException:
+            # Interrupted somewhere: what the state is then, nobody knows.
+            self._engine = None
+            for row in self._live.values():
+                row.request.finish_reason, row.error = "error", "the engine was interrupted"
+            self._live.clear()
+            raise
+        for event in events:
             if (row := self._live.get(event.request)) is not None:
                 row.take(event)
                 if event.finish_reason:

@@ -42,6 +42,9 @@ def _taken(buffers, rows, take: Callable):
     """``take(buffer)`` of each array of ``buffers``, from the data shard that has the row; the others' is past their
     end."""
 
+    if jax.lax.axis_size(DATA) == 1:
+        return jax.tree.map(take, buffers)
+
     def one(buffer):
         found = take(buffer)
         return jax.lax.psum(jnp.where(rows[0] < buffer.shape[0], found, jnp.zeros_like(found)), DATA)

@@ -73,6 +73,8 @@ def report(before: DecodeState, after: DecodeState, size: int) -> Report:
 
 def gathered(tree):
     """All rows, on every device: any host may read them."""
+    if jax.lax.axis_size(DATA) == 1:
+        return tree
     return jax.tree.map(lambda x: jax.lax.all_gather(x, DATA, tiled=True), tree)
 
 
@@ -156,12 +158,17 @@ class Programs:
         self._specs, self._structure = parameter_specs(self._pair), jax.tree.structure(self._pair)
         self.weights = jax.tree.map(_put, jax.tree.leaves(self._pair), self._shardings(self._specs))
         self.compiled: dict = {}
-        self.compile_s = 0.0
+        self.compile_s = self.last_compile_s = 0.0
 
     @property
     def count(self) -> int:
         """Programs compiled so far."""
         return len(self.compiled)
+
+    @property
+    def config(self):
+        """The target's."""
+        return self._pair[0].config
 
     @property
     def data(self) -> int:
@@ -176,7 +183,8 @@ class Programs:
         if key not in self.compiled:
             began = time.perf_counter()
             self.compiled[key] = lower().compile()
-            self.compile_s += time.perf_counter() - began
+            self.last_compile_s = time.perf_counter() - began
+            self.compile_s += self.last_compile_s
         return self.compiled[key]
 
     def _specs_of(self, state: DecodeState):
@@ -201,21 +209,22 @@ class Programs:
         with jax.default_matmul_precision("highest" if self.weights[0].dtype == "float32" else "default"):
             return jax.jit(mapped, donate_argnums=1 if donate else ()).lower(self.weights, state, *args)
 
-    def _call(self, key: tuple, function: Callable, state: DecodeState, args: tuple, specs: tuple, out, donate=True):
-        """The state is of one shape for an engine's life: its rows and capacity tell its programs apart."""
+    def _call(self, key: tuple, function: Callable, state: DecodeState, args: tuple, specs: Callable, donate=True):
+        """``specs()``: those of ``args``, and of what comes out, as for `_lower`.
+
+        The state is of one shape for an engine's life: its rows and capacity tell its programs apart.
+        """
         shapes = tuple(x.shape for x in jax.tree.leaves(args))
         key = (*key, state.tokens.shape, state.logprobs is not None, shapes)
-        args = jax.tree.map(self._place, args, specs, is_leaf=lambda x: isinstance(x, np.ndarray | jax.Array))
-        return self._compiled(key, lambda: self._lower(function, state, args, specs, out, donate))(
+        if jax.process_count() > 1:
+            args = jax.tree.map(self._place, args, specs()[0], is_leaf=lambda x: isinstance(x, np.ndarray | jax.Array))
+        return self._compiled(key, lambda: self._lower(function, state, args, *specs(), donate))(
             self.weights, state, *args
         )
 
     def _place(self, x, spec):
         """Several hosts each give their own part of what all of them know."""
-        if isinstance(x, jax.Array):
-            return x
-        x = np.asarray(x)
-        return x if jax.process_count() == 1 else place(x, NamedSharding(self.mesh, spec))
+        return x if isinstance(x, jax.Array) else place(np.asarray(x), NamedSharding(self.mesh, spec))
 
     def abstract_state(self, rows: int, capacity: int, settings: Settings) -> DecodeState:
         """The shapes of a state and where they lie."""
@@ -245,58 +254,77 @@ class Programs:
 
     def admit(self, state: DecodeState, rows, admission: Admission) -> DecodeState:
         """``state`` with a fresh prompt in one row."""
-        specs = (ROWS, jax.tree.map(lambda _: WHOLE, admission))
-        return self._call(("admit",), _admit, state, (rows, admission), specs, WHOLE)[0]
+
+        def specs():
+            return (ROWS, jax.tree.map(lambda _: WHOLE, admission)), WHOLE
+
+        return self._call(("admit",), _admit, state, (rows, admission), specs)[0]
 
     def prefill(self, state: DecodeState, rows, n, size: int) -> tuple[DecodeState, jax.Array]:
         """Feeds the next n [rows] ≤ ``size`` prompt tokens of each row; also returns how many each has behind it."""
-        return self._call(("prefill", size), partial(_prefill, size=size), state, (rows, n), (ROWS, ROWS), WHOLE)
+        specs = (ROWS, ROWS), WHOLE
+        return self._call(("prefill", size), partial(_prefill, size=size), state, (rows, n), lambda: specs)
 
     def decode(self, state: DecodeState, rows, width, rounds: int, settings: Settings) -> tuple[DecodeState, Report]:
         """Up to ``rounds`` rounds of each row, ``width`` [rows] tokens wide."""
-        args = (rows, width, np.int32(rounds))
-        return self._call(
-            ("decode", settings), partial(_decode, settings=settings), state, args, (ROWS, ROWS, WHOLE), WHOLE
-        )
+        function, specs = partial(_decode, settings=settings), ((ROWS, ROWS, WHOLE), WHOLE)
+        return self._call(("decode", settings), function, state, (rows, width, np.int32(rounds)), lambda: specs)
 
     def propose(self, state: DecodeState, rows, width, settings: Settings) -> jax.Array:
         """The window int [rows, W] that a round is about to verify. First of the three parts of a round whose draws
         are masked."""
-        function = partial(_propose, settings=settings)
-        return self._call(("propose", settings), function, state, (rows, width), (ROWS, ROWS), WHOLE, donate=False)
+        function, specs = partial(_propose, settings=settings), ((ROWS, ROWS), WHOLE)
+        return self._call(("propose", settings), function, state, (rows, width), lambda: specs, donate=False)
 
     def verify(self, state: DecodeState, rows, width, block, settings: Settings):
         """What `finish` needs of the target's pass over ``block``; second part."""
-        function, specs = partial(_verify, settings=settings), (ROWS, ROWS, ROWS)
-        out = speculative.verified_specs(*self._pair)
-        return self._call(("verify", settings), function, state, (rows, width, block), specs, out, donate=False)
+        function = partial(_verify, settings=settings)
+
+        def specs():
+            return (ROWS, ROWS, ROWS), speculative.verified_specs(*self._pair)
+
+        return self._call(("verify", settings), function, state, (rows, width, block), specs, donate=False)
 
     def finish(self, state: DecodeState, rows, width, block, mask, verified, settings: Settings):
         """Draws under packed ``mask`` uint32 [rows, W, ceil(V / 32)] and commits: (state, `Report`); third part."""
-        specs = (ROWS, ROWS, ROWS, ROWS, speculative.verified_specs(*self._pair))
-        args = (rows, width, block, mask, verified)
-        return self._call(("finish", settings), partial(_finish, settings=settings), state, args, specs, WHOLE)
+        function = partial(_finish, settings=settings)
+
+        def specs():
+            return (ROWS, ROWS, ROWS, ROWS, speculative.verified_specs(*self._pair)), WHOLE
+
+        return self._call(("finish", settings), function, state, (rows, width, block, mask, verified), specs)
 
     def save(self, state: DecodeState, rows, start: int, size: int):
         """Keys and values of ``size`` positions from ``start`` of one row: a segment for `load`."""
-        args, function = (rows, np.int32(start)), partial(_save, size=size)
-        out = prefix.segment_specs(self._specs_of(state))
-        return self._call(("save", size), function, state, args, (ROWS, WHOLE), out, donate=False)
+        function = partial(_save, size=size)
+
+        def specs():
+            return (ROWS, WHOLE), prefix.segment_specs(self._specs_of(state))
+
+        return self._call(("save", size), function, state, (rows, np.int32(start)), specs, donate=False)
 
     def load(self, state: DecodeState, rows, start: int, segment) -> DecodeState:
-        specs = (ROWS, WHOLE, prefix.segment_specs(self._specs_of(state)))
-        return self._call(("load",), _load, state, (rows, np.int32(start), segment), specs, WHOLE)[0]
+        def specs():
+            return (ROWS, WHOLE, prefix.segment_specs(self._specs_of(state))), WHOLE
+
+        return self._call(("load",), _load, state, (rows, np.int32(start), segment), specs)[0]
 
     def snapshot(self, state: DecodeState, rows):
         """What a row remembers beside keys and values by position, for `restore`."""
-        out = prefix.snapshot_specs(self._specs_of(state))
-        return self._call(("snapshot",), _snapshot, state, (rows,), (ROWS,), out, donate=False)
+
+        def specs():
+            return (ROWS,), prefix.snapshot_specs(self._specs_of(state))
+
+        return self._call(("snapshot",), _snapshot, state, (rows,), specs, donate=False)
 
     def restore(self, state: DecodeState, rows, length: int, snapshot) -> DecodeState:
         """``state`` with a row as it was when it had ``length`` tokens behind it."""
-        specs = (ROWS, WHOLE, prefix.snapshot_specs(self._specs_of(state)))
-        return self._call(("restore",), _restore, state, (rows, np.int32(length), snapshot), specs, WHOLE)[0]
+
+        def specs():
+            return (ROWS, WHOLE, prefix.snapshot_specs(self._specs_of(state))), WHOLE
+
+        return self._call(("restore",), _restore, state, (rows, np.int32(length), snapshot), specs)[0]
 
     def draw(self, state: DecodeState) -> tuple:
         """Raw logits and what is maximised, [B, V], for the token behind what each row has."""
-        return self._call(("draw",), _draw, state, (), (), WHOLE, donate=False)
+        return self._call(("draw",), _draw, state, (), lambda: ((), WHOLE), donate=False)

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from dflash_jax import distributed
+from dflash_jax.engine.memory import on_device
 from dflash_jax.engine.request import Request
 from dflash_jax.programs import Programs, Report
 from dflash_jax.prompts import Admission
@@ -49,6 +50,8 @@ class Device:
     def __init__(self, programs: Programs, slots: int, capacity: int, settings: Settings):
         self.programs, self.slots, self.capacity, self.settings = programs, slots, capacity, settings
         self._own = slots // programs.data
+        # (rows, window) that were decoded with.
+        self._used: set[tuple[int, int]] = set()
         self.reset()
 
     def reset(self) -> None:
@@ -60,6 +63,30 @@ class Device:
     def clock(self) -> float:
         """Seconds, without those of compilation."""
         return time.perf_counter() - self.programs.compile_s
+
+    def row_sizes(self) -> list[int]:
+        """Compiled rows of a data shard, up to all of its slots."""
+        return [n for i, n in enumerate(ROW_SIZES) if i == 0 or ROW_SIZES[i - 1] < self._own]
+
+    def first_slots(self, rows: int) -> tuple[int, ...]:
+        """So many slots of each data shard, if it has them."""
+        return tuple(s * self._own + i for s in range(self.shards) for i in range(min(rows, self._own)))
+
+    @property
+    def compile_s(self) -> float:
+        return self.programs.compile_s
+
+    @property
+    def last_compile_s(self) -> float:
+        return self.programs.last_compile_s
+
+    @property
+    def first_width(self) -> str:
+        """CPUs have no idle arithmetic for a drafter to use: plain decoding is the better guess there."""
+        return "narrow" if jax.default_backend() == "cpu" else "wide"
+
+    def is_compiled(self, rows: int, window: int) -> bool:
+        return (rows, window) in self._used
 
     @property
     def shards(self) -> int:
@@ -124,6 +151,7 @@ class Device:
         size = self.rows_for(dispatch.slots)
         rows, widths, places = self._rows(dispatch.slots, size, dispatch.widths, 1)
         settings = self._settings(dispatch.window)
+        self._used.add((size, dispatch.window))
         self.state, report = self.programs.decode(self.state, rows, widths, dispatch.rounds, settings)
         return report, places
 
@@ -184,6 +212,4 @@ class Device:
         self.state = self.programs.restore(self.state, self._rows([slot], 1)[0], length, snapshot)
 
     def bytes(self, tree) -> int:
-        """On one device."""
-        leaves = jax.tree.leaves(tree)
-        return sum(int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize for x in leaves)
+        return on_device(tree)

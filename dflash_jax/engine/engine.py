@@ -12,12 +12,19 @@ from dflash_jax.engine.request import Event, Request, Times
 from dflash_jax.engine.store import Prefix, PrefixStore, chunks, cut_points, keys
 from dflash_jax.engine.width import Acceptance, WidthPolicy
 from dflash_jax.errors import InputError
+from dflash_jax.params import SamplingParams
 
 log = logging.getLogger("dflash_jax")
 
-PREFILL_SIZES = (64, 256, 1024)
+PREFILL_SIZES = (16, 64, 256, 1024)
 # Plain rounds a dispatch may have (wider ones: as many as its report holds), and the seconds it should take.
 MOST_ROUNDS, LEAST_ROUNDS, DISPATCH_S = 32, 2, 0.02
+# Rounds while nobody knows what one takes, plain and drafting; seconds of decoding before another width is compiled.
+UNKNOWN_ROUNDS, PATIENCE_S = (16, 4), 2.0
+
+
+# What rows are warmed up with.
+_FILLER = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, seed=0)
 
 
 class EngineError(RuntimeError):
@@ -101,7 +108,7 @@ class Engine:
     def __init__(self, device: Device, options: Options):
         self.device, self.options = device, options
         self.store = PrefixStore(options.prefix_bytes)
-        self.policy = WidthPolicy(options.widths)
+        self.policy = WidthPolicy(options.widths, device.first_width)
         self.statistics = Statistics()
         self.failure: str | None = None
         self._order = itertools.count()
@@ -130,6 +137,52 @@ class Engine:
     @property
     def waiting(self) -> int:
         return len(self._waiting)
+
+    @property
+    def free_slots(self) -> int:
+        return len(self._free)
+
+    def warm_up(self) -> dict[str, float]:
+        """Compiles all that requests may need, and lets "auto" know what rounds cost: seconds of each program.
+
+        Only while nothing else runs. Programs for masks are compiled when the first mask comes.
+        """
+        device, options, found = self.device, self.options, {}
+
+        def timed(name: str, work: Callable):
+            before = device.compile_s
+            result = work()
+            found[name] = device.compile_s - before
+            log.info("%s: compiled in %.1f s", name, found[name])
+            return result
+
+        filler = Request([1] * min(4, device.capacity - 1), _FILLER)
+        filler.params = replace(_FILLER, max_tokens=device.capacity - len(filler.prompt))
+        timed("admit", lambda: device.admit(0, filler))
+        for size in options.prefill_sizes:
+            device.admit(0, filler)
+            device.wait(timed(f"prefill {size}", lambda size=size: device.prefill(0, 1, size)))
+            if self.store.budget:
+                segment = timed(f"save {size}", lambda size=size: device.save(0, 0, size))
+                timed(f"load {size}", lambda segment=segment: device.load(0, 0, segment))
+        if self.store.budget:
+            snapshot = timed("snapshot", lambda: device.snapshot(0))
+            timed("restore", lambda: device.restore(0, 1, snapshot))
+        for rows in device.row_sizes():
+            slots = device.first_slots(rows)
+            for width in options.widths:
+                dispatch = Dispatch(slots, (width,) * len(slots), UNKNOWN_ROUNDS[width > 1], width)
+                for i in range(3):
+                    for slot in slots:
+                        device.admit(slot, filler)
+                        device.prefill(slot, len(filler.prompt) - 1, options.prefill_sizes[0])
+                    device.wait(device.prefill(slots[0], 0, options.prefill_sizes[0]))
+                    began = device.clock
+                    name = f"decode {rows} x {width}"
+                    handle = timed(name, lambda d=dispatch: device.decode(d)) if i == 0 else device.decode(dispatch)
+                    rounds = max(len(a) for a in device.read(handle, False).accepted)
+                    self.policy.observe_seconds(rows, width, (device.clock - began) / max(rounds, 1), rounds)
+        return found
 
     def check(self, request: Request) -> None:
         """Raises InputError for a request that can never run here."""
@@ -344,10 +397,14 @@ class Engine:
         elif len(fixed) == len(rows):
             window = next(w for w in widths if w >= least)
         else:
-            window = self.policy.choose(compiled, [self._acceptance[r] for r in rows], least)
+            own = [self._acceptance[r] for r in rows]
+            patience = max(PATIENCE_S, self.device.last_compile_s)
+            window = self.policy.choose(compiled, own, least, self.device.is_compiled, patience)
         window = self.device.agree(window)
-        cost = self.policy.seconds.get((compiled, window))
-        rounds = LEAST_ROUNDS if cost is None else int(DISPATCH_S / max(cost, 1e-6))
+        cost = self.policy.cost(compiled, window)
+        # Who waits for a first token is told soon.
+        seconds = DISPATCH_S if all(r.tokens for r in rows) else DISPATCH_S / 4
+        rounds = UNKNOWN_ROUNDS[window > 1] if cost is None else int(seconds / cost)
         rounds = self.device.agree(max(LEAST_ROUNDS, min(rounds, MOST_ROUNDS)))
         each = tuple(window if r.block_size == "auto" else min(r.block_size, window) for r in rows)
         return Dispatch(slots, each, rounds, window)
@@ -399,7 +456,7 @@ class Engine:
         masked = any(r.mask for r in ticket.requests)
         if rounds and not ticket.prefills and not masked:
             seconds = done - max(ticket.started, self._last_done)
-            self.policy.observe_seconds(*key, seconds / rounds)
+            self.policy.observe_seconds(*key, seconds / rounds, rounds)
 
     def _take(self, request: Request, ticket: _Ticket, outcome: Outcome, i: int) -> Event | None:
         tokens, accepted, done = outcome.tokens[i], outcome.accepted[i], outcome.done[i]

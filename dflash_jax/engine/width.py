@@ -6,10 +6,11 @@ The rule: of the compiled widths, take the one with the most tokens expected per
 
 p being a row's own rate of accepted drafts of late, and seconds what such rounds took of late, the drafter's part and
 the upkeep of its context included. A width of 1 is plain decoding, which tells nothing about p: so now and then, for
-at most a fiftieth of the time, a drafting round is tried where a good drafter could win.
+at most a fiftieth of the time, another width is tried where it could win.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 # Weight of a new measurement of seconds.
@@ -17,7 +18,7 @@ NEW = 0.25
 # What a round leaves of the count of earlier ones, and how many rounds all earlier requests weigh for a new one.
 MEMORY, PRIOR = 0.9, 2.0
 # Acceptance of a drafter that is as good as one can hope for, and the time that finding out may take.
-HOPE, TRIAL = 0.95, 0.02
+HOPE, TRIAL, TRIAL_ROUNDS = 0.95, 0.02, 2
 
 
 @dataclass
@@ -43,21 +44,26 @@ def expected_tokens(rate: float, width: int) -> float:
 
 
 class WidthPolicy:
-    """``widths``: those that are compiled, ascending, from 1."""
+    """``widths``: those that may be compiled, ascending, from 1. ``first``: which to begin with where nothing is known,
+    "narrow" or "wide"."""
 
-    def __init__(self, widths: Sequence[int]):
-        self.widths = tuple(widths)
+    def __init__(self, widths: Sequence[int], first: str = "wide"):
+        self.widths, self.first = tuple(widths), first
         self.seconds: dict[tuple[int, int], float] = {}
         # Of all requests together, slower to forget.
         self.overall = Acceptance(14.0, 6.0)
-        self.tried = self.spent = 0.0
+        # Seconds of rounds so far; those at the last trial.
+        self.spent = self.tried = 0.0
+        self._runs: Counter = Counter()
 
-    def observe_seconds(self, rows: int, width: int, seconds: float) -> None:
-        """A round of ``rows`` compiled rows took so long."""
-        seconds = max(seconds, 1e-6)
-        old = self.seconds.get((rows, width), seconds)
-        self.seconds[rows, width] = old + NEW * (seconds - old)
-        self.spent += seconds
+    def observe_seconds(self, rows: int, width: int, seconds: float, rounds: int = 1) -> None:
+        """``rounds`` rounds of ``rows`` compiled rows took ``seconds`` each."""
+        key, seconds = (rows, width), max(seconds, 1e-6)
+        self._runs[key] += 1
+        self.spent += seconds * rounds
+        # The first run of a program is slower than it will be.
+        old = self.seconds.get(key, seconds) if self._runs[key] > 2 else seconds
+        self.seconds[key] = old + NEW * (seconds - old)
 
     def observe_round(self, own: Acceptance, yielded: int, width: int) -> None:
         if width > 1:
@@ -73,25 +79,44 @@ class WidthPolicy:
         known = [n for n, w in self.seconds if w == width]
         return self.seconds[min(known, key=lambda n: abs(n - rows)), width] if known else None
 
-    def choose(self, rows: int, own: Sequence[Acceptance], least: int = 1) -> int:
-        """The width for a dispatch of ``rows`` compiled rows, ``own`` of them live; ``least``: what a row insists
-        on."""
+    def choose(
+        self,
+        rows: int,
+        own: Sequence[Acceptance],
+        least: int = 1,
+        is_compiled: Callable[[int, int], bool] = lambda rows, width: True,
+        patience: float = 0.0,
+    ) -> int:
+        """The width for a dispatch of ``rows`` compiled rows, ``own`` of them live; ``least``: what a row insists on.
+
+        What is compiled is tried twice before it is judged; the rest once decoding has taken ``patience`` seconds since
+        the last trial, as long as compiling takes, say.
+        """
         allowed = [w for w in self.widths if w >= least]
-        unknown = [w for w in allowed if self.cost(rows, w) is None]
-        if unknown:
-            return unknown[-1]
+        order = allowed if self.first == "narrow" else allowed[::-1]
+        new = [w for w in order if self._runs[rows, w] < 2]
+        known = [w for w in allowed if self.cost(rows, w) is not None]
+        if ready := [w for w in new if is_compiled(rows, w)]:
+            return ready[0]
+        if not known:
+            return order[0]
+        if new and self.spent - self.tried > patience:
+            self.tried = self.spent
+            return new[0]
         prior = self.prior()
         rates = [a.rate(prior) for a in own]
 
         def worth(width: int, rates) -> float:
             return sum(expected_tokens(r, width) for r in rates) / self.cost(rows, width)
 
-        best = max(allowed, key=lambda w: worth(w, rates))
-        drafting = [w for w in allowed if w > 1]
-        if best == 1 and drafting and self.spent - self.tried > 0:
-            trial = max(drafting, key=lambda w: worth(w, [HOPE] * len(rates)))
-            due = TRIAL * (self.spent - self.tried) > 2 * self.cost(rows, trial)
-            if due and worth(trial, [HOPE] * len(rates)) > worth(1, rates):
-                self.tried = self.spent
-                return trial
+        def hope(width: int) -> float:
+            """What it would be worth with a good drafter, or, plain, if its cost had halved since."""
+            return worth(width, [max(r, HOPE) for r in rates]) if width > 1 else 2 * worth(1, rates)
+
+        best = max(known, key=lambda w: worth(w, rates))
+        others = [w for w in known if w != best and hope(w) > worth(best, rates)]
+        others = [w for w in others if TRIAL * (self.spent - self.tried) > TRIAL_ROUNDS * self.cost(rows, w)]
+        if others:
+            self.tried = self.spent
+            return max(others, key=hope)
         return best

@@ -1,0 +1,124 @@
+"""An engine on a thread of its own, for asyncio."""
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import AsyncIterator
+
+from dflash_jax.engine.engine import Engine, EngineError, QueueFullError
+from dflash_jax.engine.request import Event, Request
+
+
+class AsyncEngine:
+    """``async with AsyncEngine(engine) as running: async for event in running.submit(request)``.
+
+    The thread alone touches the engine. Whoever stops listening aborts the request. After a failure of the device,
+    `submit` raises EngineError until `restart`.
+    """
+
+    def __init__(self, engine: Engine):
+        self.engine = engine
+        self._wake = threading.Condition()
+        self._commands: deque = deque()
+        self._inboxes: dict[Request, tuple[asyncio.AbstractEventLoop, asyncio.Queue]] = {}
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> "AsyncEngine":
+        self._thread.start()
+        return self
+
+    def stop(self, drain_s: float = 0.0) -> None:
+        """Ends the thread: after what is under way, or ``drain_s`` seconds."""
+        if drain_s:
+            with self._wake:
+                self._wake.wait_for(lambda: not self._inboxes and not self._commands, drain_s)
+        with self._wake:
+            self._stopping = True
+            self._wake.notify_all()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    async def __aenter__(self) -> "AsyncEngine":
+        return self.start()
+
+    async def __aexit__(self, *_) -> None:
+        await asyncio.to_thread(self.stop)
+
+    def _command(self, function, *args) -> None:
+        with self._wake:
+            self._commands.append((function, args))
+            self._wake.notify_all()
+
+    def restart(self) -> None:
+        """An empty engine after a failure."""
+        self._command(self.engine.restart)
+
+    async def submit(self, request: Request) -> AsyncIterator[Event]:
+        """The request's events; the last one has a finish_reason. Raises InputError, QueueFullError and EngineError
+        before any."""
+        self.engine.check(request)
+        if self.engine.failure is not None:
+            raise EngineError(self.engine.failure)
+        if self._stopping or not self._thread.is_alive():
+            raise EngineError("the engine is not running")
+        most = self.engine.options.max_queue
+        pending = sum(function == self._submit for function, _ in list(self._commands))
+        if most is not None and self.engine.waiting + pending >= most + self.engine.free_slots:
+            raise QueueFullError(f"{self.engine.waiting + pending} requests are waiting: {most} may")
+        inbox: asyncio.Queue = asyncio.Queue()
+        self._inboxes[request] = asyncio.get_running_loop(), inbox
+        self._command(self._submit, request)
+        try:
+            while True:
+                found = await inbox.get()
+                if isinstance(found, Exception):
+                    raise found
+                yield found
+                if found.finish_reason is not None:
+                    return
+        finally:
+            self._inboxes.pop(request, None)
+            if request.finish_reason is None:
+                self._command(self.engine.abort, request)
+
+    def _submit(self, request: Request) -> None:
+        try:
+            self.engine.submit(request)
+        except (ValueError, RuntimeError) as e:
+            self._tell([(request, e)])
+
+    def _tell(self, told: list[tuple[Request, Event | Exception]]) -> None:
+        """To each loop at once what is for it."""
+        by_loop: dict = {}
+        for request, what in told:
+            if (place := self._inboxes.get(request)) is not None:
+                by_loop.setdefault(place[0], []).append((place[1], what))
+        for loop, messages in by_loop.items():
+            try:
+                loop.call_soon_threadsafe(_deliver, messages)
+            except RuntimeError:  # the loop is closed: nobody listens
+                continue
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                self._wake.notify_all()
+                self._wake.wait_for(lambda: self._stopping or self._commands or self._has_work())
+                if self._stopping:
+                    break
+                commands = [self._commands.popleft() for _ in range(len(self._commands))]
+            for function, args in commands:
+                function(*args)
+            if self._has_work():
+                self._tell([(event.request, event) for event in self.engine.step()])
+        gone = EngineError("the engine was stopped")
+        self._tell([(request, gone) for request in list(self._inboxes)])
+
+    def _has_work(self) -> bool:
+        return self.engine.failure is None and self.engine.has_work
+
+
+def _deliver(messages) -> None:
+    for inbox, what in messages:
+        inbox.put_nowait(what)
