@@ -1,6 +1,7 @@
 """A device without a model: tokens follow from the tokens before, and whoever mixes two rows up gets others."""
 
 import random
+import time
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -44,7 +45,7 @@ class MockDevice:
     def __init__(self, slots: int, capacity: int = 4096, seed: int = 0, shards: int = 1):
         self.slots, self.capacity, self.shards = slots, capacity, shards
         self.random, self.clock, self.busy_until, self.log = random.Random(seed), 0.0, 0.0, []
-        self.fail = False
+        self.fail, self.pause, self.ends = False, 0.0, True
         self.reset()
 
     def reset(self):
@@ -102,7 +103,7 @@ class MockDevice:
                 for _ in range(self.random.randint(1, width)):
                     row.tokens.append(next_token(row.tokens) if masks is None else int(masks[i]))
                     n += 1
-                    if row.tokens[-1] == END or len(row.tokens) == row.limit:
+                    if (row.tokens[-1] == END and self.ends) or len(row.tokens) == row.limit:
                         row.done = True
                         break
                 row.known = row.tokens[:-1]
@@ -122,6 +123,7 @@ class MockDevice:
     def read(self, ticket, logprobs):
         if self.fail:
             raise RuntimeError("out of memory")
+        time.sleep(self.pause)
         self.wait(ticket[0])
         return ticket[1]
 

@@ -1,0 +1,132 @@
+"""The engine on its thread, under asyncio."""
+
+import asyncio
+import threading
+
+import pytest
+from mock_device import engine, expected, next_token, request
+
+from dflash_jax.engine.engine import EngineError, QueueFullError
+from dflash_jax.engine.service import AsyncEngine
+from dflash_jax.errors import InputError
+
+
+async def collect(running: AsyncEngine, wanted) -> list[int]:
+    return [t async for event in running.submit(wanted) for t in event.tokens]
+
+
+def slow(**options):
+    """An engine whose texts do not end, at a pace that can be watched."""
+    e = engine(**options)
+    e.device.pause, e.device.ends = 0.002, False
+    return e
+
+
+def text(prompt, new: int) -> list[int]:
+    """What `slow` gives."""
+    tokens = list(prompt)
+    for _ in range(new):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+def run(main) -> None:
+    """Each test within seconds, and no thread left."""
+    asyncio.run(asyncio.wait_for(main, 60))
+    assert not [t for t in threading.enumerate() if t.name == "engine"]
+
+
+def test_many_at_once():
+    async def main():
+        async with AsyncEngine(engine(slots=4)) as running:
+            wanted = [request([1 + i % 40, 2 + i % 7], 20) for i in range(300)]
+            found = await asyncio.gather(*(collect(running, r) for r in wanted))
+            assert found == [expected(r.prompt, 20) for r in wanted]
+
+    run(main())
+
+
+def test_who_stops_listening_frees_the_slot():
+    async def main():
+        e = slow(slots=1)
+        async with AsyncEngine(e) as running:
+            for cancel in (False, True):
+                events = running.submit(first := request([3], 3000))
+                await anext(events)
+                if cancel:
+                    task = asyncio.create_task(collect(running, second := request([4], 3000)))
+                    await asyncio.sleep(0.01)
+                    task.cancel()
+                    await asyncio.gather(task, return_exceptions=True)
+                    assert second.finish_reason in (None, "abort")
+                await events.aclose()
+                assert await collect(running, request([5], 9)) == text([5], 9)
+                assert first.finish_reason == "abort"
+        assert not e._live
+
+    run(main())
+
+
+def test_a_failure_reaches_everyone_and_restart_helps():
+    async def main():
+        e = slow(slots=2)
+        async with AsyncEngine(e) as running:
+            wanted = [request([i + 1], 3000) for i in range(5)]
+            tasks = [asyncio.create_task(anext_error(running, r)) for r in wanted]
+            await asyncio.sleep(0.05)
+            e.device.fail = True
+            errors = await asyncio.gather(*tasks)
+            assert all("out of memory" in error for error in errors)
+            with pytest.raises(EngineError, match="out of memory"):
+                await collect(running, request([1], 2))
+            e.device.fail = False
+            running.restart()
+            while e.failure:
+                await asyncio.sleep(0.01)
+            assert await collect(running, request([5], 9)) == text([5], 9)
+
+    async def anext_error(running, wanted):
+        async for event in running.submit(wanted):
+            if event.error:
+                return event.error
+        return "no error"
+
+    run(main())
+
+
+def test_refusals_come_before_any_event():
+    async def main():
+        running = AsyncEngine(engine(slots=1, capacity=50, max_queue=2))
+        with pytest.raises(EngineError, match="not running"):
+            await collect(running, request([1]))
+        running.start()
+        with pytest.raises(InputError, match="at most 50 fit"):
+            await collect(running, request([1], 50))
+        tasks = [asyncio.create_task(collect(running, request([i + 1], 40))) for i in range(12)]
+        done = await asyncio.gather(*tasks, return_exceptions=True)
+        refused = [x for x in done if isinstance(x, QueueFullError)]
+        assert 0 < len(refused) <= 9
+        assert all(isinstance(x, list) for x in done if x not in refused)
+        await asyncio.to_thread(running.stop, 1.0)
+        with pytest.raises(EngineError, match="not running"):
+            await collect(running, request([1]))
+
+    run(main())
+
+
+def test_stopping_lets_what_runs_end_within_its_limit():
+    async def main():
+        running = AsyncEngine(engine(slots=2)).start()
+        short = asyncio.create_task(collect(running, request([7], 30)))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0.01)
+        await asyncio.to_thread(running.stop, 30.0)
+        assert await short == expected([7], 30)
+        running = AsyncEngine(slow(slots=2)).start()
+        endless = asyncio.create_task(collect(running, request([7], 4000)))
+        await asyncio.sleep(0.01)
+        await asyncio.to_thread(running.stop)
+        with pytest.raises(EngineError, match="stopped"):
+            await endless
+
+    run(main())

@@ -1,0 +1,82 @@
+"""What an engine is made of: programs at warm-up, memory before the start, one read a dispatch."""
+
+import logging
+from dataclasses import replace
+
+import jax
+import pytest
+import tiny
+from load import CAPACITY, engine_for, some_requests
+
+from dflash_jax.engine import device
+from dflash_jax.engine.memory import Memory, plan_memory
+from dflash_jax.engine.request import Request
+from dflash_jax.errors import InputError
+from dflash_jax.programs import Programs
+from dflash_jax.speculative import Settings
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device, "ROW_SIZES", (1, 4))
+        target = tiny.target("da", moe="")
+        yield engine_for(Programs(target, tiny.drafter(target)), slots=4)
+
+
+def test_everything_is_compiled_at_warm_up(engine, caplog):
+    caplog.set_level(logging.INFO, "dflash_jax")
+    found = engine.warm_up()
+    assert set(found) == {
+        "admit",
+        *(f"{kind} {size}" for kind in ("prefill", "save", "load") for size in (8, 32)),
+        "snapshot",
+        "restore",
+        *(f"decode {rows} x {width}" for rows in (1, 4) for width in (1, 8)),
+    }
+    assert all(f"{name}: compiled in" in caplog.text for name in found)
+    assert set(engine.policy.seconds) == {(rows, width) for rows in (1, 4) for width in (1, 8)}
+    before = engine.device.programs.count
+    for wanted in some_requests(3, 40, tiny.VOCAB):
+        engine.submit(Request(**wanted))
+    while engine.has_work:
+        engine.step()
+    assert engine.device.programs.count == before
+    assert engine.statistics.requests["stop"] + engine.statistics.requests["length"] == 40
+
+
+def test_a_decoding_step_reads_once(engine, monkeypatch):
+    """Nothing but one read of the report makes the host wait for the device."""
+    params = replace(some_requests(5, 1, tiny.VOCAB)[0]["params"], max_tokens=80, logprobs=2)
+    for i in range(3):
+        engine.submit(Request([i + 2, 3], params))
+    while engine._prefilling or engine._waiting or any(t.prefills for t in engine._tickets):
+        engine.step()
+    reads, real = [], jax.device_get
+    monkeypatch.setattr(jax, "device_get", lambda tree: reads.append(tree) or real(tree))
+    monkeypatch.setattr(jax, "block_until_ready", None)
+    monkeypatch.setattr(jax.Array, "__array__", None, raising=False)
+    dispatches = sum(engine.statistics.dispatches.values())
+    while engine.has_work:
+        engine.step()
+    assert len(reads) == sum(engine.statistics.dispatches.values()) - dispatches > 2
+    assert engine.failure is None
+
+
+def test_memory_is_planned_before_it_is_taken(engine):
+    programs, settings = engine.device.programs, Settings(1, top_logprobs=5)
+    found = plan_memory(programs, 4, CAPACITY, settings, 8, 1000, 1.0)
+    state = sum(x.nbytes for x in jax.tree.leaves(engine.device.state))
+    assert (found.slots, found.weights) == (state, sum(x.nbytes for x in programs.weights))
+    assert found.all == found.slots + found.weights + found.workspace + 1000
+
+
+def test_what_does_not_fit_is_refused_with_advice(engine):
+    with pytest.raises(InputError, match=r"4 slots of 96 positions do not fit: weights 0.00 GB.*; not one slot fits"):
+        plan_memory(engine.device.programs, 4, CAPACITY, Settings(), 8, 0, 1e-12)
+    with pytest.raises(InputError, match=r"slots of 100000000 positions do not fit.* [1-9]\d* slots? fits?|not one"):
+        plan_memory(engine.device.programs, 2**10, 10**8, Settings(), 8, 0, 0.5)
+
+
+def test_memory_adds_up():
+    assert str(Memory(10**9, 2 * 10**9, 0, 10**8, 4 * 10**9)).startswith("weights 1.00 GB, slots 2.00 GB")
