@@ -1,6 +1,8 @@
 """Eight devices give one device's tokens. Collected by `test_mesh.py` only, in a process that has eight CPU devices."""
 
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +19,7 @@ from dflash_jax.cache import KVCache
 from dflash_jax.checkpoint import orbax
 from dflash_jax.checkpoint.load import load_target, open_any
 from dflash_jax.compare import divergence
+from dflash_jax.engine import device
 from dflash_jax.engine.device import Device, Dispatch
 from dflash_jax.engine.request import Request
 from dflash_jax.llm import TINY
@@ -25,6 +28,9 @@ from dflash_jax.models.drafter import abstract_drafter
 from dflash_jax.programs import Programs
 from dflash_jax.sharding import Layout, parameter_paths
 from dflash_jax.speculative import Settings
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
+from load import alone, engine_for, some_requests, under_load
 
 SETTINGS = Settings(window=8, top_logprobs=2)
 PROMPTS = [list(range(3, 20)), [5], list(range(40, 50)), [7, 8, 9], [], [1, 2], [60, 3], [9] * 12]
@@ -40,18 +46,18 @@ def on(layout: Layout, module, abstract):
 
 def decode(programs: Programs, sampled: bool):
     """The state at the end of a batch of unequal rows through all programs."""
-    device, live = Device(programs, len(PROMPTS), 64, SETTINGS), [i for i, p in enumerate(PROMPTS) if p]
+    slots, live = Device(programs, len(PROMPTS), 64, SETTINGS), [i for i, p in enumerate(PROMPTS) if p]
     cuts = {"top_k": 20, "top_p": 0.9, "min_p": 0.0}
     for i in live:
         options = cuts | {"temperature": 0.9 if sampled and i % 2 == 0 else 0.0, "seed": i, "max_tokens": NEW[i]}
         options |= {"repetition_penalty": 1.2, "presence_penalty": 0.3} if sampled else {"repetition_penalty": 1.0}
-        device.admit(i, Request(PROMPTS[i], SamplingParams(logprobs=2, **options)))
+        slots.admit(i, Request(PROMPTS[i], SamplingParams(logprobs=2, **options)))
         for start in range(0, len(PROMPTS[i]) - 1, 8):
-            device.prefill(i, min(8, len(PROMPTS[i]) - 1 - start), 8)
-    ticket = device.decode(Dispatch(tuple(live), (8,) * len(live), 1000, 8))
-    assert all(device.read(ticket, True).done)
+            slots.prefill(i, min(8, len(PROMPTS[i]) - 1 - start), 8)
+    ticket = slots.decode(Dispatch(tuple(live), (8,) * len(live), 1000, 8))
+    assert all(slots.read(ticket, True).done)
     assert ticket[0].done.sharding.is_fully_replicated
-    return device.state
+    return slots.state
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -162,3 +168,19 @@ def test_more_devices_than_there_are():
 def test_experts_that_do_not_divide():
     with pytest.raises(InputError, match=r"8 experts cannot be divided among expert=3"):
         LLM(mesh="expert=3")
+
+
+def test_the_engine_on_a_mesh_under_load():
+    """Data shards with slots of their own, prefixes shared among them, masks, aborts."""
+    target = random_decoder(family_config("qwen3_5_moe"))
+    drafter = random_drafter(replace(tiny_draft_config(target.config), vocab_size=VOCAB))
+    wanted = some_requests(0, 24, VOCAB)
+    expected = alone(engine_for(Programs(target, None), (1,), slots=4, prefix_bytes=0), wanted)
+    layout = LAYOUTS[1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device, "ROW_SIZES", (1, 4))
+        cut = on(layout, target, abstract_decoder)
+        engine = engine_for(Programs(cut, on(layout, drafter, abstract_drafter)), slots=8)
+        under_load(engine, target, wanted, expected, 150, seed=1)
+    assert engine.statistics.cached_tokens > 0
+    assert sorted(engine._free) == list(range(8))

@@ -1,0 +1,125 @@
+"""The library on the engine: many prompts, streams side by side, and what is left behind."""
+
+from dataclasses import replace
+from itertools import islice
+
+import pytest
+
+from dflash_jax import LLM, InputError, SamplingParams
+from dflash_jax.compare import divergence
+from dflash_jax.engine.engine import EngineError
+from dflash_jax.rows import Piece
+
+PARAMS = SamplingParams(temperature=0.8, top_k=50, seed=3, max_tokens=24)
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return LLM(slots=4, block_size=8)
+
+
+def same(llm, found, expected) -> None:
+    for a, b in zip(found, expected, strict=True):
+        parting = divergence(llm, a.prompt_ids, b.token_ids, a.token_ids, PARAMS)
+        assert parting is None or parting.is_tie
+
+
+def test_many_prompts_use_the_slots(llm, capsys):
+    prompts = [f"def function_{i % 10}(" for i in range(40)]
+    found = llm.generate(prompts, PARAMS, progress=True)
+    assert "40/40" in capsys.readouterr().err
+    assert llm._engine.device.slots == 4
+    assert max(rows for rows, _ in llm._engine.statistics.dispatches) == 4
+    same(llm, found, found[:10] * 4)
+    assert [c.prompt_ids for c in found] == [llm.encode(p) for p in prompts]
+    (alone,) = llm.generate([prompts[7]], PARAMS)
+    same(llm, [found[7]], [alone])
+
+
+def test_streams_side_by_side(llm):
+    expected = [llm.generate([p], PARAMS)[0].text for p in ("def a(", "import ")]
+    streams = [llm.stream(p, PARAMS) for p in ("def a(", "import ")]
+    texts = ["", ""]
+    while streams[0] or streams[1]:
+        for i, stream in enumerate(streams):
+            piece = next(stream, None) if stream else None
+            if piece is None:
+                streams[i] = None
+            else:
+                texts[i] += piece
+    assert texts == expected
+
+
+def test_a_longer_prompt_beside_a_running_one(llm):
+    running = llm.pieces("x = ", PARAMS)
+    next(running)
+    long = list(range(20, 60)) * 12
+    (found,) = llm.generate([long], PARAMS)
+    *_, first = running
+    (alone,) = llm.generate(["x = "], PARAMS)
+    same(llm, [first], [alone])
+    (again,) = llm.generate([long], PARAMS)
+    same(llm, [found], [again])
+    assert again.cached_tokens == len(long) - 1
+
+
+def test_an_abandoned_stream_frees_its_slot(llm):
+    pieces = llm.pieces("def f(", replace(PARAMS, max_tokens=200))
+    assert len(list(islice(pieces, 2))) == 2
+    pieces.close()
+    assert not llm._live
+    assert llm._engine.running == 0
+
+
+def test_after_an_interruption_it_goes_on(llm, monkeypatch):
+    (expected,) = llm.generate(["def g("], PARAMS)
+    beside = llm.pieces("x = ", PARAMS)
+    assert isinstance(next(beside), Piece)
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm._engine.device, "read", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(["def g("], PARAMS)
+    with pytest.raises(EngineError, match="interrupted"):
+        list(beside)
+    (found,) = llm.generate(["def g("], PARAMS)
+    same(llm, [found], [expected])
+
+
+def test_chats_share_their_beginning(llm):
+    system = {"role": "system", "content": "You write short functions and nothing else, in the style of the library."}
+    ask = [[system, {"role": "user", "content": f"Write the function `f{i}`."}] for i in range(3)]
+    found = llm.chat(ask, PARAMS)
+    assert all(c.cached_tokens > 16 for c in found[1:])
+    plain = LLM(prefix_bytes=0).chat(ask, PARAMS, block_size=1)
+    assert all(c.cached_tokens == 0 for c in plain)
+    same(llm, found, plain)
+
+
+def test_auto_is_the_default_and_changes_nothing(llm):
+    auto = LLM()
+    assert auto.block_size == "auto"
+    same(llm, auto.generate(["def h("], PARAMS), llm.generate(["def h("], PARAMS))
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"slots": 0}, "slots 0"),
+        ({"prefix_bytes": -1}, "prefix_bytes -1"),
+        ({"mem_fraction": 0.0}, "mem_fraction 0.0"),
+        ({"block_size": "wide"}, "block size wide"),
+    ],
+)
+def test_bad_options(options, named):
+    with pytest.raises(InputError, match=named):
+        LLM(**options)
+
+
+def test_memory_that_is_not_there():
+    small = LLM(mem_fraction=1e-6)
+    with pytest.raises(InputError, match=r"1 slots of 256 positions do not fit"):
+        small.generate(["x"], PARAMS)
