@@ -10,7 +10,7 @@ WANTED := $(if $(EXTRA),[$(EXTRA)],)
 .PHONY: demo test python clean
 
 demo: $(VENV)/.demo$(EXTRA)
-	$(BIN)/python -m dflash_jax.generate --prompt "def read_config(path):" --temperature 0.7 --seed 5 --max-new-tokens 160 --show-drafts
+	$(BIN)/python -m dflash_jax.generate --prompt "def read_config(path):" --temperature 0.7 --seed 5 --max-new-tokens 160 --block-size 8 --show-drafts
 
 test: $(VENV)/.test
 	$(BIN)/ruff check .
