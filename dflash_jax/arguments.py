@@ -50,6 +50,10 @@ def make_parser() -> argparse.ArgumentParser:
         help="quantize the target; none: an FP8 checkpoint becomes --dtype",
     )
     models.add_argument("--max-len", type=int, metavar="N", help="most tokens of a row, prompt and answer")
+    models.add_argument("--slots", type=int, default=32, metavar="N", help="prompts at a time (default: %(default)s)")
+    models.add_argument(
+        "--mem-fraction", type=float, default=0.9, metavar="F", help="of a device's memory (default: %(default)s)"
+    )
     models.add_argument("--mesh", metavar="data=2,tensor=4", help="devices to share the work among")
     models.add_argument(
         "--distributed", action="store_true", help="one of several processes, as the cluster's environment says"

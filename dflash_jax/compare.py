@@ -7,7 +7,7 @@ import numpy as np
 
 from dflash_jax.cache import round_capacity
 from dflash_jax.engine.device import Device
-from dflash_jax.engine.engine import PREFILL_SIZES
+from dflash_jax.engine.options import PREFILL_SIZES
 from dflash_jax.llm import LLM
 from dflash_jax.params import SamplingParams
 from dflash_jax.rows import Row

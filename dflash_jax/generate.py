@@ -190,6 +190,10 @@ def run(args, system) -> int:
         None if args.draft == "none" else args.draft,
         dtype=args.dtype,
         block_size=args.block_size,
+        slots=args.slots,
+        mem_fraction=args.mem_fraction,
+        # One prompt shares its beginning with nobody.
+        prefix_bytes=2**28 if len(prompts) > 1 else 0,
         draft_window_size=args.draft_window_size,
         draft_sink_size=args.draft_sink_size,
         reproducible=args.reproducible,

@@ -11,16 +11,16 @@ import jax
 import jax.numpy as jnp
 from tqdm import tqdm
 
-from dflash_jax.cache import CONTEXT_CHUNK
 from dflash_jax.checkpoint.hub import resolve
 from dflash_jax.checkpoint.load import check_drafter, check_target, load_drafter, load_target
 from dflash_jax.engine.device import MAX_LOGPROBS, ROW_SIZES, Device
-from dflash_jax.engine.engine import Engine, EngineError, Options
+from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.memory import plan_memory
-from dflash_jax.engine.request import Request
+from dflash_jax.engine.options import Options
 from dflash_jax.errors import InputError
 from dflash_jax.models.drafter import DraftWindow
 from dflash_jax.params import Completion, Defaults, SamplingParams
+from dflash_jax.pool import Pool
 from dflash_jax.programs import Programs, enable_disk_cache
 from dflash_jax.rows import Piece, Row
 from dflash_jax.sharding import Layout
@@ -112,8 +112,7 @@ class LLM:
         self.programs = Programs(self.target, self.drafter)
         # Without the drafter, nothing of it is computed or held.
         self.plain_programs = Programs(self.target, None) if self.drafter is not None else self.programs
-        self._engine: Engine | None = None
-        self._live: dict[Request, Row] = {}
+        self._pool = Pool(self)
 
     @property
     def compile_s(self) -> float:
@@ -216,11 +215,11 @@ class LLM:
                     yield row.pieces.popleft()
                 if row.request.finish_reason:
                     break
-                self._step()
-            self._raise_failure(row)
+                self._pool.step()
+            row.raise_failure()
             yield row.completion()
         finally:
-            self._leave([row])
+            self._pool.leave([row])
 
     def _finished(self, rows: list[Row]) -> Iterator[Row]:
         """The rows as they end."""
@@ -228,14 +227,14 @@ class LLM:
         left = rows
         try:
             while left:
-                self._step()
+                self._pool.step()
                 for row in left:
                     if row.request.finish_reason:
-                        self._raise_failure(row)
+                        row.raise_failure()
                         yield row
                 left = [row for row in left if row.request.finish_reason is None]
         finally:
-            self._leave(rows)
+            self._pool.leave(rows)
 
     @staticmethod
     def tokens_per_s(rows: list[Row]) -> float:
@@ -269,37 +268,9 @@ class LLM:
             rows.append(Row(ids, filled, stops, self.tokenizer, block_size=block, **window))
         return rows
 
-    # The engine: made for what is asked, kept for what comes next.
-
     def _submit(self, rows: list[Row]) -> None:
-        engine = self._ready_engine(rows)
-        for row in rows:
-            row.compile_s = self.compile_s
-            self._live[row.request] = row
-            engine.submit(row.request)
-
-    def _ready_engine(self, rows: list[Row]) -> Engine:
-        """One with enough positions and, up to the limit, slots; what runs in a smaller one is finished first."""
-        plain = not self.reproducible and all(r.request.block_size == 1 for r in rows)
-        programs = self.plain_programs if plain else self.programs
-        need = max((r.request.need for r in rows), default=1)
-        capacity = CONTEXT_CHUNK
-        while capacity < need:
-            capacity *= 2
-        data = self.target.layout.data
-        slots = data * next(n for n in ROW_SIZES if n * data >= min(len(rows), self.slots))
-        if (engine := self._engine) is not None and engine.failure is None:
-            held = engine.device
-            if held.programs is programs and held.capacity >= capacity and held.slots >= slots:
-                return engine
-            while engine.has_work:
-                self._step()
-            if held.programs is programs:
-                capacity, slots = max(capacity, held.capacity), max(slots, held.slots)
-        # Its memory is needed for the next one.
-        self._engine = None
-        self._engine = self.new_engine(programs, slots, capacity)
-        return self._engine
+        plain = not self.reproducible and all(row.request.block_size == 1 for row in rows)
+        self._pool.submit(rows, self.plain_programs if plain else self.programs)
 
     def new_engine(self, programs: Programs, slots: int, capacity: int) -> Engine:
         """An engine of its own. Raises InputError where it does not fit into the memory."""
@@ -322,31 +293,3 @@ class LLM:
         memory = plan_memory(programs, slots, capacity, settings, widths[-1], self.prefix_bytes, self.mem_fraction)
         log.info("%d slots of %d positions: %s", slots, capacity, memory)
         return Engine(Device(programs, slots, capacity, settings), options)
-
-    def _step(self) -> None:
-        try:
-            events = self._engine.step()
-        except BaseException:
-            # Interrupted somewhere: what the state is then, nobody knows.
-            self._engine = None
-            for row in self._live.values():
-                row.request.finish_reason, row.error = "error", "the engine was interrupted"
-            self._live.clear()
-            raise
-        for event in events:
-            if (row := self._live.get(event.request)) is not None:
-                row.take(event)
-                if event.finish_reason:
-                    row.compile_s = self.compile_s - row.compile_s
-                    del self._live[event.request]
-
-    def _leave(self, rows: list[Row]) -> None:
-        """Nobody waits for these rows any more."""
-        for row in rows:
-            if self._live.pop(row.request, None) is not None and self._engine is not None:
-                self._engine.abort(row.request)
-
-    @staticmethod
-    def _raise_failure(row: Row) -> None:
-        if row.error is not None:
-            raise EngineError(row.error)

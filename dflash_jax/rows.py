@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from dflash_jax.engine.engine import EngineError
 from dflash_jax.engine.request import Event, Request
 from dflash_jax.params import Completion, SamplingParams, Timings
 from dflash_jax.text import Detokenizer, Tokenizer
@@ -63,6 +64,11 @@ class Row:
                 self.text.finish()
             text, self._shown = self.text.text[self._shown :], len(self.text.text)
         self.pieces.append(Piece(text, event.tokens, event.accepted))
+
+    def raise_failure(self) -> None:
+        """Raises EngineError where the engine failed it."""
+        if self.error is not None:
+            raise EngineError(self.error)
 
     def completion(self) -> Completion:
         r, times = self.request, self.request.times

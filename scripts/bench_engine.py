@@ -17,6 +17,7 @@ from pathlib import Path
 from dflash_jax import LLM, SamplingParams
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.request import Request
+from dflash_jax.engine.warm_up import warm_up
 
 CONCURRENCY = (1, 4, 8, 16, 32)
 TEXTS = [
@@ -73,7 +74,7 @@ def run(args) -> list[dict]:
     for name, block in lines.items():
         programs = llm.plain_programs if name == "plain" else llm.programs
         engines[name] = llm.new_engine(programs, max(args.concurrency), 512)
-        engines[name].warm_up()
+        warm_up(engines[name])
         for count in args.concurrency:
             measure(engines[name], requests_of(llm, 2 * count, args.new_tokens, block, 0), count)
     samples = {}

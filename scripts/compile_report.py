@@ -183,7 +183,7 @@ def report(shapes, layout, devices, args) -> dict:
 
     from dflash_jax.cache import KVCache
     from dflash_jax.engine.device import MAX_LOGPROBS
-    from dflash_jax.engine.engine import PREFILL_SIZES
+    from dflash_jax.engine.options import PREFILL_SIZES
     from dflash_jax.programs import Programs
     from dflash_jax.speculative import Settings
 

@@ -18,6 +18,7 @@ LEVELS = [
     ("programs",),
     ("engine",),
     ("rows",),
+    ("pool",),
     ("llm",),
     ("compare",),
     ("system", "fit"),

@@ -28,8 +28,8 @@ def test_many_prompts_use_the_slots(llm, capsys):
     prompts = [f"def function_{i % 10}(" for i in range(40)]
     found = llm.generate(prompts, PARAMS, progress=True)
     assert "40/40" in capsys.readouterr().err
-    assert llm._engine.device.slots == 4
-    assert max(rows for rows, _ in llm._engine.statistics.dispatches) == 4
+    assert llm._pool.engine.device.slots == 4
+    assert max(rows for rows, _ in llm._pool.engine.statistics.dispatches) == 4
     same(llm, found, found[:10] * 4)
     assert [c.prompt_ids for c in found] == [llm.encode(p) for p in prompts]
     (alone,) = llm.generate([prompts[7]], PARAMS)
@@ -67,8 +67,8 @@ def test_an_abandoned_stream_frees_its_slot(llm):
     pieces = llm.pieces("def f(", replace(PARAMS, max_tokens=200))
     assert len(list(islice(pieces, 2))) == 2
     pieces.close()
-    assert not llm._live
-    assert llm._engine.running == 0
+    assert not llm._pool.live
+    assert llm._pool.engine.running == 0
 
 
 def test_after_an_interruption_it_goes_on(llm, monkeypatch):
@@ -80,7 +80,7 @@ def test_after_an_interruption_it_goes_on(llm, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(llm._engine.device, "read", interrupted)
+        patch.setattr(llm._pool.engine.device, "read", interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.generate(["def g("], PARAMS)
     with pytest.raises(EngineError, match="interrupted"):

@@ -12,6 +12,7 @@ import numpy as np
 from dflash_jax.llm import LLM
 from dflash_jax.models.drafter import Drafter
 from dflash_jax.params import Completion, SamplingParams
+from dflash_jax.pool import Pool
 from dflash_jax.programs import Programs
 
 
@@ -83,5 +84,5 @@ class GreedyDrafts:
 def with_greedy_drafts(llm: LLM) -> LLM:
     """The same pair, drafting greedily."""
     other = copy.copy(llm)
-    other.programs, other._engine, other._live = Programs(llm.target, GreedyDrafts(llm.drafter)), None, {}
+    other.programs, other._pool = Programs(llm.target, GreedyDrafts(llm.drafter)), Pool(other)
     return other

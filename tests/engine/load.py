@@ -12,7 +12,8 @@ import tiny
 from equality import Reference, equal_or_tie
 
 from dflash_jax.engine.device import Device
-from dflash_jax.engine.engine import Engine, Options
+from dflash_jax.engine.engine import Engine
+from dflash_jax.engine.options import Options
 from dflash_jax.engine.request import Request
 from dflash_jax.models.drafter import Drafter, Proposal
 from dflash_jax.params import SamplingParams

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from dflash_jax.engine.device import ROW_SIZES, Outcome
-from dflash_jax.engine.engine import Engine, Options
+from dflash_jax.engine.engine import Engine
+from dflash_jax.engine.options import Options
 from dflash_jax.engine.request import Request
 from dflash_jax.params import SamplingParams
 

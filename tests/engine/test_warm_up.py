@@ -11,6 +11,7 @@ from load import CAPACITY, engine_for, some_requests
 from dflash_jax.engine import device
 from dflash_jax.engine.memory import Memory, plan_memory
 from dflash_jax.engine.request import Request
+from dflash_jax.engine.warm_up import warm_up
 from dflash_jax.errors import InputError
 from dflash_jax.programs import Programs
 from dflash_jax.speculative import Settings
@@ -26,7 +27,7 @@ def engine():
 
 def test_everything_is_compiled_at_warm_up(engine, caplog):
     caplog.set_level(logging.INFO, "dflash_jax")
-    found = engine.warm_up()
+    found = warm_up(engine)
     assert set(found) == {
         "admit",
         *(f"{kind} {size}" for kind in ("prefill", "save", "load") for size in (8, 32)),
@@ -50,7 +51,7 @@ def test_a_decoding_step_reads_once(engine, monkeypatch):
     params = replace(some_requests(5, 1, tiny.VOCAB)[0]["params"], max_tokens=80, logprobs=2)
     for i in range(3):
         engine.submit(Request([i + 2, 3], params))
-    while engine._prefilling or engine._waiting or any(t.prefills for t in engine._tickets):
+    while engine._prefiller or engine._waiting or any(t.prefills for t in engine._tickets):
         engine.step()
     reads, real = [], jax.device_get
     monkeypatch.setattr(jax, "device_get", lambda tree: reads.append(tree) or real(tree))
