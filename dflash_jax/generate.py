@@ -193,7 +193,7 @@ def run(args, system) -> int:
         slots=args.slots,
         mem_fraction=args.mem_fraction,
         # One prompt shares its beginning with nobody.
-        prefix_bytes=2**28 if len(prompts) > 1 else 0,
+        prefix_bytes=None if len(prompts) > 1 else 0,
         draft_window_size=args.draft_window_size,
         draft_sink_size=args.draft_sink_size,
         reproducible=args.reproducible,

@@ -15,7 +15,7 @@ from dflash_jax.checkpoint.hub import resolve
 from dflash_jax.checkpoint.load import check_drafter, check_target, load_drafter, load_target
 from dflash_jax.engine.device import MAX_LOGPROBS, ROW_SIZES, Device
 from dflash_jax.engine.engine import Engine
-from dflash_jax.engine.memory import plan_memory
+from dflash_jax.engine.memory import device_memory, plan_memory
 from dflash_jax.engine.options import Options
 from dflash_jax.errors import InputError
 from dflash_jax.models.drafter import DraftWindow
@@ -41,13 +41,13 @@ class LLM:
     or None to decode without one; "auto" is the tiny drafter for the tiny target and None for any other. dtype:
     "float32" or "bfloat16"; None takes float32 on CPU and bfloat16 elsewhere. block_size: tokens a round may yield, at
     most the drafter's own; 1 is plain decoding; "auto" chooses what is fastest from load and acceptance. slots:
-    prompts that are continued at a time. prefix_bytes: memory for beginnings that prompts share. mem_fraction: of a
-    device's memory, for parameters and slots. draft_window_size and
+    prompts that are continued at a time. prefix_bytes: memory for beginnings that prompts share (None: a twentieth of
+    the device's; 256 MiB on CPU). mem_fraction: of a device's memory, for all of it. draft_window_size and
     draft_sink_size bound the context that the drafter sees. reproducible: the same bits with any drafter, block size
     or batch, at some cost in speed; needed for that in bfloat16 only. max_len: prompt and new tokens, at most the
     model's positions. mesh: devices to share the work among, such as "data=2,tensor=4" (default: one). quantize:
-    "int8" or "fp8" for a target whose checkpoint is not quantised; "none" makes an FP8 checkpoint ``dtype``, which else
-    stays FP8. Raises InputError for whatever does not fit together.
+    "int8" or "fp8" for a target whose checkpoint is not quantised; "none" makes an FP8 checkpoint ``dtype``, which
+    else stays FP8. Raises InputError for whatever does not fit together.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class LLM:
         dtype: str | None = None,
         block_size: int | str = "auto",
         slots: int = 32,
-        prefix_bytes: int = 2**28,
+        prefix_bytes: int | None = None,
         mem_fraction: float = 0.9,
         draft_window_size: int | None = None,
         draft_sink_size: int = 0,
@@ -94,6 +94,8 @@ class LLM:
             raise InputError(f"max_len {max_len}: it must be 2 to {positions}, the model's positions")
         if not 1 <= slots <= ROW_SIZES[-1]:
             raise InputError(f"slots {slots}: it must be 1 to {ROW_SIZES[-1]}")
+        if prefix_bytes is None:
+            prefix_bytes = 2**28 if jax.default_backend() == "cpu" else device_memory() // 20
         if prefix_bytes < 0:
             raise InputError(f"prefix_bytes {prefix_bytes}: it must be 0 (none) or more")
         if not 0 < mem_fraction <= 1:
