@@ -20,6 +20,12 @@ from dflash_jax.sampling import Logprobs, perturbed, process
 from dflash_jax.sharding import DATA, parameter_specs, place
 from dflash_jax.speculative import DecodeState, Settings
 
+# On NVIDIA GPUs: the whole loop in one graph, with what it calls.
+ONE_GRAPH = {
+    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,"
+    "COLLECTIVES,WHILE,CONDITIONAL",
+    "xla_gpu_graph_min_graph_size": 1,
+}
 ROWS, WHOLE = PartitionSpec(DATA), PartitionSpec()
 # Tokens of a row that one dispatch may bring.
 REPORT_SIZE = 256
@@ -151,6 +157,9 @@ class Programs:
     parameter at each call.
     """
 
+    # For all programs, by XLA's names; None: what suits the platform.
+    compiler_options: dict | None = None
+
     def __init__(self, target: Decoder, drafter: Drafting | None, mesh: Mesh | None = None):
         """``mesh``: by default that of the target's layout, on this machine's devices. Modules may be abstract: then
         programs can be lowered, for devices that are not there."""
@@ -159,6 +168,9 @@ class Programs:
         self.weights = jax.tree.map(_put, jax.tree.leaves(self._pair), self._shardings(self._specs))
         self.compiled: dict = {}
         self.compile_s = self.last_compile_s = 0.0
+
+    def _on_gpu(self) -> bool:
+        return self.mesh.devices.flat[0].platform in ("gpu", "cuda")
 
     @property
     def count(self) -> int:
@@ -182,7 +194,8 @@ class Programs:
         """The program for ``key``, compiled when first asked for."""
         if key not in self.compiled:
             began = time.perf_counter()
-            self.compiled[key] = lower().compile()
+            options = self.compiler_options or (ONE_GRAPH if self._on_gpu() else None)
+            self.compiled[key] = lower().compile(compiler_options=options)
             self.last_compile_s = time.perf_counter() - began
             self.compile_s += self.last_compile_s
         return self.compiled[key]

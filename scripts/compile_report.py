@@ -44,12 +44,6 @@ H200 = {
     "device_memory_size: 84942979072": "device_memory_size: 151397597184",
     "NVIDIA H100 80GB HBM3": "NVIDIA H200 141GB HBM3e",
 }
-# The whole loop in one graph, with what it calls.
-ONE_GRAPH = {
-    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,"
-    "COLLECTIVES,WHILE,CONDITIONAL",
-    "xla_gpu_graph_min_graph_size": 1,
-}
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all")
 
 
@@ -184,7 +178,7 @@ def report(shapes, layout, devices, args) -> dict:
     from dflash_jax.cache import KVCache
     from dflash_jax.engine.device import MAX_LOGPROBS
     from dflash_jax.engine.options import PREFILL_SIZES
-    from dflash_jax.programs import Programs
+    from dflash_jax.programs import ONE_GRAPH, Programs
     from dflash_jax.speculative import Settings
 
     # Programs for absent devices are written to the cache and cannot be read back.

@@ -21,7 +21,7 @@ def run(capsys, *argv):
 
 
 def test_text_on_stdout_statistics_on_stderr(capsys):
-    code, out, err = run(capsys, *PROMPT)
+    code, out, err = run(capsys, *PROMPT, "--block-size", "16")
     assert code == 0
     assert out.strip()
     assert err.count("\n") == 1
@@ -49,7 +49,7 @@ def test_json_has_the_promised_keys_and_nothing_else(capsys):
 
 def test_show_drafts_colours_and_keeps_the_text(capsys):
     _, plain, _ = run(capsys, *PROMPT)
-    _, coloured, _ = run(capsys, *PROMPT, "--show-drafts")
+    _, coloured, _ = run(capsys, *PROMPT, "--block-size", "16", "--show-drafts")
     assert "\033[32m" in coloured
     assert coloured.replace("\033[32m", "").replace("\033[0m", "") == plain
 

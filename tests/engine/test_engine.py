@@ -24,6 +24,7 @@ def few_row_sizes():
     """Each costs seconds to compile."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device, "ROW_SIZES", (1, 4, 32))
+        patch.setattr(Programs, "compiler_options", {"xla_backend_optimization_level": 0})
         yield
 
 
@@ -154,6 +155,8 @@ class OddOnly:
 
 
 def test_a_mask_holds_under_speculation_and_leaves_neighbours_alone(family):
+    if not any(is_delta(layer) for layer in family.target.layers):
+        pytest.skip("nothing differs from the hybrid")
     wanted, vocab, texts = family.wanted, tiny.VOCAB, {}
     for widths, width in (((1,), 1), ((1, 8), 8)):
         engine = engine_for(family.drafting if width > 1 else family.plain, widths)

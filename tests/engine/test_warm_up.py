@@ -21,6 +21,7 @@ from dflash_jax.speculative import Settings
 def engine():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device, "ROW_SIZES", (1, 4))
+        patch.setattr(Programs, "compiler_options", {"xla_backend_optimization_level": 0})
         target = tiny.target("da", moe="")
         yield engine_for(Programs(target, tiny.drafter(target)), slots=4)
 
