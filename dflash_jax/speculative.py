@@ -41,6 +41,8 @@ PLAIN_SETTINGS = Settings()
 NO_BOUND = 2**30
 # Plain rounds between two extensions of the drafter's context.
 PLAIN_ROUNDS = 32
+# Positions that it is then extended by at a time.
+EXTENSION = 4
 
 
 @jax.tree_util.register_dataclass
@@ -350,6 +352,12 @@ def decode(
     _, state, held = jax.lax.while_loop(more, body, (jnp.int32(0), state, held))
     if not later:
         return state
-    positions = before.base[:, None] + jnp.arange(PLAIN_ROUNDS)[None]
-    tokens = _window(replace(state, base=before.base), PLAIN_ROUNDS)
-    return replace(state, draft=drafter.extend(state.draft, held, tokens, positions, positions < state.base[:, None]))
+
+    def extend(i, draft):
+        base, size = before.base + i * EXTENSION, EXTENSION
+        features = jax.lax.dynamic_slice_in_dim(held, i * size, size, axis=1)
+        positions, tokens = base[:, None] + jnp.arange(size)[None], _window(replace(state, base=base), size)
+        return drafter.extend(draft, features, tokens, positions, positions < state.base[:, None])
+
+    gained = (state.base - before.base).max()
+    return replace(state, draft=jax.lax.fori_loop(0, (gained + EXTENSION - 1) // EXTENSION, extend, state.draft))

@@ -303,6 +303,23 @@ def test_a_dispatch_ends_at_its_rounds_or_tokens_and_goes_on(target, drafter, pl
     check_statistics(state)
 
 
+def test_plain_rounds_keep_the_drafters_context(target, drafter):
+    """They extend it at the end of a dispatch, by what rounds of width one would have."""
+    found = []
+    for window in (1, 8):
+        state = init_state(
+            target, drafter, PROMPTS, NEW, settings=replace(WINDOWED, window=window), capacity=CAPACITY, width=1
+        )
+        state = fast.prefill(target, drafter, state)
+        for rounds in (1, 4, 9):
+            state = fast.decode(target, drafter, state, rounds, None, settings=replace(WINDOWED, window=window))
+        found.append(state)
+    np.testing.assert_array_equal(found[0].tokens, found[1].tokens)
+    np.testing.assert_array_equal(found[0].base, found[1].base)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found[0].draft, found[1].draft)
+    assert all(np.abs(x[0]).sum() > 0 for x in jax.tree.leaves(found[0].draft))
+
+
 @settings(max_examples=20, deadline=None, derandomize=True)
 @given(
     st.lists(st.integers(-1, 7), min_size=4, max_size=24),
