@@ -19,6 +19,13 @@ from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.request import Request
 from dflash_jax.engine.warm_up import warm_up
 
+INTRODUCTION = """# The engine under load
+
+`python scripts/bench_engine.py --runs {args.runs} --new-tokens {args.new_tokens} --waves {args.waves}`: medians of the
+runs, in each of which every line is measured once at every concurrency; short prompts, T = 0.7, the bundled pair unless
+named. Host waits: the share of the time in which the host had nothing to do but wait for the device.
+
+"""
 CONCURRENCY = (1, 4, 8, 16, 32)
 TEXTS = [
     "def main(",
@@ -134,7 +141,7 @@ def main() -> None:
     print(table(rows))
     if args.out:
         args.out.with_suffix(".json").write_text(json.dumps(rows, indent=1) + "\n")
-        args.out.with_suffix(".md").write_text(table(rows))
+        args.out.with_suffix(".md").write_text(INTRODUCTION.format(args=args) + table(rows))
         plot(rows, args.out.with_suffix(".png"))
 
 
