@@ -1,8 +1,8 @@
 """What a row remembers of a prefix, taken out of the state and put into another row: the device's part of prefix reuse.
 
 A *segment* is keys and values of some positions, of every layer that keeps them by position. A *snapshot* is the rest:
-recurrent and convolution states, and rings, as they stand behind a prefix. Both are copies, the same on all data
-shards.
+recurrent and convolution states, rings, and where the drafter's context begins, as they stand behind a prefix. Both are
+copies, the same on all data shards.
 """
 
 from collections.abc import Callable
@@ -77,12 +77,14 @@ def load(state: DecodeState, rows, start, segment) -> DecodeState:
 
 def snapshot(state: DecodeState, rows):
     _, rest = _split(state)
-    return _taken([jax.tree.leaves(c) for c in rest], rows, lambda x: x[jnp.minimum(rows[0], x.shape[0] - 1)])
+    held = [*(jax.tree.leaves(c) for c in rest), [state.draft_start]]
+    return _taken(held, rows, lambda x: x[jnp.minimum(rows[0], x.shape[0] - 1)])
 
 
 def restore(state: DecodeState, rows, length, snapshot) -> DecodeState:
     """The row's recurrent memory and rings as in ``snapshot``, with ``length`` tokens behind it."""
     linear, rest = _split(state)
+    *snapshot, [first] = snapshot
 
     def put(old, new):
         leaves, structure = jax.tree.flatten(old)
@@ -91,7 +93,9 @@ def restore(state: DecodeState, rows, length, snapshot) -> DecodeState:
         )
 
     restored = [put(old, new) for old, new in zip(rest, snapshot, strict=True)]
-    return replace(_join(state, linear, restored), base=state.base.at[rows[0]].set(length, mode="drop"))
+    places = {"base": length, "draft_start": first}
+    moved = {name: getattr(state, name).at[rows[0]].set(to, mode="drop") for name, to in places.items()}
+    return replace(_join(state, linear, restored), **moved)
 
 
 def _without_rows(spec: PartitionSpec) -> PartitionSpec:
@@ -107,4 +111,4 @@ def segment_specs(specs: DecodeState):
 def snapshot_specs(specs: DecodeState):
     _, rest = _split(specs)
     is_spec = {"is_leaf": lambda x: isinstance(x, PartitionSpec)}
-    return [[_without_rows(s) for s in jax.tree.leaves(c, **is_spec)] for c in rest]
+    return [*([_without_rows(s) for s in jax.tree.leaves(c, **is_spec)] for c in rest), [PartitionSpec()]]

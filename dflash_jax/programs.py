@@ -84,12 +84,19 @@ def gathered(tree):
     return jax.tree.map(lambda x: jax.lax.all_gather(x, DATA, tiled=True), tree)
 
 
-def _prefill(target, drafter, state: DecodeState, rows, n, *, size: int):
+def _prefill(target, drafter, state: DecodeState, rows, n, *, size: int, drafting: bool = True):
+    drafter = drafter if drafting else None
     taken = speculative.prefill_chunk(target, drafter, speculative.take_rows(state, rows), size, n)
     return speculative.put_rows(state, taken), gathered(taken.base)
 
 
+def _score(target, drafter, state: DecodeState, rows, n, *, size: int, top: int):
+    taken, found = speculative.score_chunk(target, speculative.take_rows(state, rows), size, n, top)
+    return speculative.put_rows(state, taken), gathered(found)
+
+
 def _decode(target, drafter, state: DecodeState, rows, width, rounds, *, settings: Settings):
+    drafter = drafter if settings.drafting else None
     before = replace(speculative.take_rows(state, rows), width=width)
     after = speculative.decode(target, drafter, before, rounds, REPORT_SIZE, settings)
     found = report(before, after, max(REPORT_SIZE, settings.window))
@@ -97,16 +104,19 @@ def _decode(target, drafter, state: DecodeState, rows, width, rounds, *, setting
 
 
 def _propose(target, drafter, state: DecodeState, rows, width, *, settings: Settings):
+    drafter = drafter if settings.drafting else None
     taken = replace(speculative.take_rows(state, rows), width=width)
     return gathered(speculative.window_of(target, drafter, taken, settings))
 
 
 def _verify(target, drafter, state: DecodeState, rows, width, block, *, settings: Settings):
+    drafter = drafter if settings.drafting else None
     taken = replace(speculative.take_rows(state, rows), width=width)
     return speculative.verify(target, taken, block, drafter.taps if drafter is not None else ())
 
 
 def _finish(target, drafter, state: DecodeState, rows, width, block, mask, verified, *, settings: Settings):
+    drafter = drafter if settings.drafting else None
     before, (logits, features, record) = replace(speculative.take_rows(state, rows), width=width), verified
     decided = speculative.decide(before, block, logits, mask)
     after = speculative.commit(target, drafter, before, decided, block, features, record, settings)
@@ -273,10 +283,17 @@ class Programs:
 
         return self._call(("admit",), _admit, state, (rows, admission), specs)[0]
 
-    def prefill(self, state: DecodeState, rows, n, size: int) -> tuple[DecodeState, jax.Array]:
-        """Feeds the next n [rows] ≤ ``size`` prompt tokens of each row; also returns how many each has behind it."""
-        specs = (ROWS, ROWS), WHOLE
-        return self._call(("prefill", size), partial(_prefill, size=size), state, (rows, n), lambda: specs)
+    def prefill(self, state: DecodeState, rows, n, size: int, drafting: bool = True) -> tuple[DecodeState, jax.Array]:
+        """Feeds the next n [rows] ≤ ``size`` prompt tokens of each row, the drafter with them unless ``drafting`` is
+        False; also returns how many each has behind it."""
+        function, specs = partial(_prefill, size=size, drafting=drafting), ((ROWS, ROWS), WHOLE)
+        return self._call(("prefill", size, drafting), function, state, (rows, n), lambda: specs)
+
+    def score(self, state: DecodeState, rows, n, size: int, top: int) -> tuple[DecodeState, Logprobs]:
+        """`prefill` without the drafter; also returns `Logprobs` [rows, size] of what follows each token, and of the
+        ``top`` likeliest."""
+        function, specs = partial(_score, size=size, top=top), ((ROWS, ROWS), WHOLE)
+        return self._call(("score", size, top), function, state, (rows, n), lambda: specs)
 
     def decode(self, state: DecodeState, rows, width, rounds: int, settings: Settings) -> tuple[DecodeState, Report]:
         """Up to ``rounds`` rounds of each row, ``width`` [rows] tokens wide."""
@@ -289,12 +306,16 @@ class Programs:
         function, specs = partial(_propose, settings=settings), ((ROWS, ROWS), WHOLE)
         return self._call(("propose", settings), function, state, (rows, width), lambda: specs, donate=False)
 
+    def _verified_specs(self, settings: Settings):
+        target, drafter = self._pair
+        return speculative.verified_specs(target, drafter if settings.drafting else None)
+
     def verify(self, state: DecodeState, rows, width, block, settings: Settings):
         """What `finish` needs of the target's pass over ``block``; second part."""
         function = partial(_verify, settings=settings)
 
         def specs():
-            return (ROWS, ROWS, ROWS), speculative.verified_specs(*self._pair)
+            return (ROWS, ROWS, ROWS), self._verified_specs(settings)
 
         return self._call(("verify", settings), function, state, (rows, width, block), specs, donate=False)
 
@@ -303,7 +324,7 @@ class Programs:
         function = partial(_finish, settings=settings)
 
         def specs():
-            return (ROWS, ROWS, ROWS, ROWS, speculative.verified_specs(*self._pair)), WHOLE
+            return (ROWS, ROWS, ROWS, ROWS, self._verified_specs(settings)), WHOLE
 
         return self._call(("finish", settings), function, state, (rows, width, block, mask, verified), specs)
 

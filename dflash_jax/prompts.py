@@ -157,6 +157,7 @@ def admit(target: Decoder, state: DecodeState, rows, admission: Admission) -> De
         length=ints["prompt_length"],
         base=zero,
         rope_delta=zero,
+        draft_start=zero,
         done=jnp.zeros_like(one.done),
         stops=admission.stops[None],
         target=target_caches,

@@ -28,12 +28,14 @@ from dflash_jax.sharding import DATA, spec
 
 @dataclass(frozen=True)
 class Settings:
-    """What is compiled in. ``window``: tokens a round feeds the target; ``top_logprobs``: -1 for none."""
+    """What is compiled in. ``window``: tokens a round feeds the target; ``top_logprobs``: -1 for none; ``drafting``:
+    False leaves the drafter and its context alone."""
 
     window: int = 16
     aligned: bool = False
     top_logprobs: int = -1
     draft_window: DraftWindow = NO_WINDOW
+    drafting: bool = True
 
 
 PLAIN_SETTINGS = Settings()
@@ -54,8 +56,9 @@ class DecodeState:
     length at which the row ends; rope_delta [B]: rotary position minus cache position, of what follows an image; done
     bool [B]; width [B]: tokens a round may yield (1: plain decoding); stops [B,
     MAX_STOPS], padded with -1; draft_window, draft_sinks [B]: the drafter sees the last and the first so many positions
-    only; target, draft: caches; rounds [B]; accepted [B, L]: tokens that each round yielded; logprobs: `Logprobs` [B,
-    L] or None. The last prompt token is the first one that a round is fed: prefill leaves it out.
+    only; draft_start [B]: the first position of its context (what came before went by without it); target, draft:
+    caches; rounds [B]; accepted [B, L]: tokens that each round yielded; logprobs: `Logprobs` [B, L] or None. The last
+    prompt token is the first one that a round is fed: prefill leaves it out.
 
     A state may stand for some ``rows`` [B] of a larger one (`take_rows`): caches and logprobs are then the larger
     one's.
@@ -72,6 +75,7 @@ class DecodeState:
     stops: jax.Array
     draft_window: jax.Array
     draft_sinks: jax.Array
+    draft_start: jax.Array
     target: Cache
     draft: tuple
     sampling: SamplingRows
@@ -103,6 +107,7 @@ def empty_state(
         stops=jnp.full((rows, MAX_STOPS), -1, jnp.int32),
         draft_window=jnp.full((rows,), NO_BOUND if seen.size is None else seen.size, jnp.int32),
         draft_sinks=jnp.full((rows,), seen.sinks, jnp.int32),
+        draft_start=jnp.zeros((rows,), jnp.int32),
         target=init_cache(target.config, rows, capacity, dtype),
         draft=drafter.init_cache(rows, capacity, dtype, settings.draft_window) if drafter is not None else (),
         sampling=SamplingRows.greedy(rows, vocab, target.vocab),
@@ -168,7 +173,7 @@ def _rotary(state: DecodeState, size: int):
 
 def prefill_chunk(target: Decoder, drafter: Drafting | None, state: DecodeState, size: int, n=None) -> DecodeState:
     """Feeds the next ``size`` (static) prompt tokens of every row that has some left, or n [B] ≤ size of them; never
-    the last one."""
+    the last one. Without a drafter its context begins behind them."""
     left = jnp.maximum(state.prompt_length - 1 - state.base, 0)
     n = jnp.minimum(left, size if n is None else n)
     tokens = _window(state, size)
@@ -178,7 +183,23 @@ def prefill_chunk(target: Decoder, drafter: Drafting | None, state: DecodeState,
     if drafter is not None:
         steps = jnp.arange(size)[None]
         draft = drafter.extend(draft, features, tokens, state.base[:, None] + steps, steps < n[:, None])
-    return replace(state, target=caches, draft=draft, base=state.base + n)
+    state = replace(state, target=caches, draft=draft, base=state.base + n)
+    return state if drafter is not None else _without_draft(state, n > 0)
+
+
+def score_chunk(target: Decoder, state: DecodeState, size: int, n, top: int):
+    """`prefill_chunk` without a drafter, and raw `Logprobs` [B, size] of the tokens behind those that it feeds."""
+    n = jnp.minimum(jnp.maximum(state.prompt_length - 1 - state.base, 0), n)
+    hidden, _, caches = target.extend(_window(state, size), state.target, state.base, n, (), _rotary(state, size))
+    logits, following = target.logits(hidden), _window(replace(state, base=state.base + 1), size)
+    raw = replace(state.sampling, processed_logprobs=jnp.zeros_like(state.sampling.processed_logprobs))
+    found = logprobs(logits, logits, following, raw, top)
+    return _without_draft(replace(state, target=caches, base=state.base + n), n > 0), found
+
+
+def _without_draft(state: DecodeState, moved) -> DecodeState:
+    """The drafter knows nothing of what rows that ``moved`` have behind them."""
+    return replace(state, draft_start=jnp.where(moved, state.base, state.draft_start))
 
 
 def _append(state: DecodeState, samples, first, offered, raw, processed) -> DecodeState:
@@ -232,7 +253,7 @@ def propose(target: Decoder, drafter: Drafting, state: DecodeState, settings: Se
     start = jnp.where(state.done, 0, state.length - 1)
     last = jnp.take_along_axis(state.tokens, start[:, None], axis=1)[:, 0]
     borrowed = Borrowed(target.embed_tokens, target.logits, draws)
-    seen = DraftWindow(state.draft_window, state.draft_sinks)
+    seen = DraftWindow(state.draft_window, state.draft_sinks, state.draft_start)
     proposal = drafter.propose(state.draft, last, start, state.width, size, borrowed, seen)
     # The first draft follows the last known token: place `known` of the window.
     places = jnp.arange(size)[None] - known[:, None]
@@ -297,7 +318,8 @@ def commit(
         steps = jnp.arange(size)[None]
         keep = (steps < (after.length - 1 - before.base)[:, None]) & (yielded > 0)[:, None]
         draft = drafter.extend(draft, features, block, before.base[:, None] + steps, keep)
-    return replace(after, target=caches, draft=draft, base=before.base + n)
+    after = replace(after, target=caches, draft=draft, base=before.base + n)
+    return after if drafter is not None else _without_draft(after, n > 0)
 
 
 def decode_round(
@@ -360,4 +382,5 @@ def decode(
         return drafter.extend(draft, features, tokens, positions, positions < state.base[:, None])
 
     gained = (state.base - before.base).max()
+    state = replace(state, draft_start=before.draft_start)
     return replace(state, draft=jax.lax.fori_loop(0, (gained + EXTENSION - 1) // EXTENSION, extend, state.draft))

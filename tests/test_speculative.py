@@ -1,6 +1,7 @@
 """The speculative loop against plain decoding, and plain decoding against the target without any cache."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from tiny import VOCAB, coach, fast, sampling, yields
 from dflash_jax import cache
 from dflash_jax.models.drafter import DraftWindow
 from dflash_jax.prompts import init_state
-from dflash_jax.speculative import Settings
+from dflash_jax.speculative import Settings, propose
 
 # One token; idle; longer than a prefill chunk and the draft window, and up to the buffer's last position; three more.
 LENGTHS, NEW, CAPACITY = [1, 0, 38, 7, 9, 20], [24, 24, 26, 26, 23, 1], 64
@@ -318,6 +319,37 @@ def test_plain_rounds_keep_the_drafters_context(target, drafter):
     np.testing.assert_array_equal(found[0].base, found[1].base)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found[0].draft, found[1].draft)
     assert all(np.abs(x[0]).sum() > 0 for x in jax.tree.leaves(found[0].draft))
+
+
+def test_a_context_that_begins_late_is_a_bounded_one(target, drafter, plain, reference):
+    """What went by without the drafter is as if its window ended there."""
+    late, full = (
+        init_state(target, drafter, PROMPTS, NEW, settings=WINDOWED, capacity=CAPACITY, width=8) for _ in range(2)
+    )
+    full = fast.prefill(target, drafter, full)
+    late = fast.prefill(target, None, late)
+    full = replace(full, draft_window=jnp.full_like(full.draft_window, CAPACITY))
+    one, drafts = replace(WINDOWED, window=1), jax.jit(partial(propose, settings=WINDOWED))
+    full, late = (fast.decode(target, d, s, 3, None, settings=one) for d, s in ((drafter, full), (None, late)))
+    np.testing.assert_array_equal(late.draft_start, late.base)
+    for rounds in (1, 2):
+        first = np.asarray(late.draft_start)
+        size = np.where(late.done, 1, np.asarray(late.length) - 1 - first)
+        bounded = replace(full, draft_window=jnp.asarray(size), draft_sinks=jnp.zeros_like(full.draft_sinks))
+        late = replace(late, draft_window=jnp.full_like(late.draft_window, CAPACITY))
+        blocks = [np.asarray(drafts(target, drafter, s))[LIVE] for s in (bounded, late, full)]
+        np.testing.assert_array_equal(blocks[0], blocks[1])
+        assert (blocks[0] != blocks[2]).any()
+        full, late = (fast.decode(target, drafter, s, rounds, None, settings=WINDOWED) for s in (full, late))
+        np.testing.assert_array_equal(late.draft_start, first)
+    while not late.done.all():
+        late = fast.decode(target, drafter, late, 8, None, settings=WINDOWED)
+    for row in ROWS:
+        equal_or_tie(
+            new_tokens(plain["greedy"], row),
+            new_tokens(late, row),
+            lambda i, row=row: reference["greedy"].margin(row, LENGTHS[row] + i),
+        )
 
 
 @settings(max_examples=20, deadline=None, derandomize=True)

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
@@ -10,6 +10,7 @@ import numpy as np
 from dflash_jax import distributed
 from dflash_jax.engine.memory import on_device
 from dflash_jax.engine.request import Request
+from dflash_jax.engine.width import ALONE
 from dflash_jax.programs import Programs, Report
 from dflash_jax.prompts import Admission
 from dflash_jax.speculative import NO_BOUND, Settings
@@ -22,7 +23,7 @@ MAX_LOGPROBS = 20
 @dataclass(frozen=True)
 class Dispatch:
     """What the host decides for a decoding dispatch: the slots that take part, the tokens a round of each may yield,
-    the rounds, and the compiled width."""
+    the rounds, and the compiled width (0: plain decoding that leaves the drafter alone)."""
 
     slots: tuple[int, ...]
     widths: tuple[int, ...]
@@ -67,6 +68,11 @@ class Device:
     def row_sizes(self) -> list[int]:
         """Compiled rows of a data shard, up to all of its slots."""
         return [n for i, n in enumerate(ROW_SIZES) if i == 0 or ROW_SIZES[i - 1] < self._own]
+
+    def masked_sizes(self) -> list[int]:
+        """Compiled rows of a data shard where there are masks: fewer, for each takes three programs."""
+        sizes = self.row_sizes()
+        return [n for n in sizes if n in (1, 8) or n == sizes[-1]]
 
     def first_slots(self, rows: int) -> tuple[int, ...]:
         """So many slots of each data shard, if it has them."""
@@ -137,11 +143,23 @@ class Device:
         )
         self.state = self.programs.admit(self.state, self._rows([slot], 1)[0], admission)
 
-    def prefill(self, slot: int, tokens: int, size: int):
-        """Runs a chunk; returns what `wait` waits for."""
+    def prefill(self, slot: int, tokens: int, size: int, drafting: bool = True):
+        """Runs a chunk, of the drafter too if ``drafting``; returns what `wait` waits for."""
         rows, n, _ = self._rows([slot], 1, [tokens])
-        self.state, ticket = self.programs.prefill(self.state, rows, n, size)
+        self.state, ticket = self.programs.prefill(self.state, rows, n, size, drafting)
         return ticket
+
+    def score(self, slot: int, tokens: int, size: int):
+        """Runs a chunk and takes the log-probabilities of the tokens behind; what `read_scores` reads."""
+        rows, n, places = self._rows([slot], 1, [tokens])
+        self.state, found = self.programs.score(self.state, rows, n, size, self.settings.top_logprobs)
+        return found, places[0], tokens
+
+    def read_scores(self, ticket) -> tuple:
+        """(chosen, ids, values) of a chunk's tokens."""
+        found, at, n = ticket
+        found = jax.device_get(found)
+        return found.chosen[at, :n], found.ids[at, :n], found.values[at, :n]
 
     def wait(self, ticket) -> None:
         jax.block_until_ready(ticket)
@@ -156,13 +174,14 @@ class Device:
         return report, places
 
     def _settings(self, window: int) -> Settings:
-        s = self.settings
-        return Settings(max(window, s.window) if s.aligned else window, s.aligned, s.top_logprobs, s.draft_window)
+        s, drafting = self.settings, window != ALONE
+        return replace(s, window=max(window, s.window) if s.aligned else max(window, 1), drafting=drafting)
 
     def decode_masked(self, dispatch: Dispatch, make_masks):
         """One round; ``make_masks(drafts [rows, window - 1]) → uint32 [rows, window, words]``, rows in the order of the
         slots, is called while the device verifies the drafts."""
-        size = self.rows_for(dispatch.slots)
+        least = self.rows_for(dispatch.slots)
+        size = next(n for n in self.masked_sizes() if n >= least)
         rows, widths, places = self._rows(dispatch.slots, size, dispatch.widths, 1)
         settings = self._settings(dispatch.window)
         block = self.programs.propose(self.state, rows, widths, settings)

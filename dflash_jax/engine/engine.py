@@ -4,15 +4,17 @@ import heapq
 import itertools
 import logging
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from dflash_jax.engine.device import MAX_LOGPROBS, Device, Dispatch, Outcome
 from dflash_jax.engine.options import Options, Statistics
 from dflash_jax.engine.prefill import Prefiller
 from dflash_jax.engine.request import Event, Request, Times
 from dflash_jax.engine.store import PrefixStore
-from dflash_jax.engine.width import Acceptance, WidthPolicy
+from dflash_jax.engine.width import ALONE, Acceptance, WidthPolicy
 from dflash_jax.errors import InputError
 
 log = logging.getLogger("dflash_jax")
@@ -67,6 +69,7 @@ class Engine:
         self._free = list(range(self.device.slots))
         self._tickets: deque[_Ticket] = deque()
         self._acceptance: dict[Request, Acceptance] = {}
+        self._is_drafting = True
         self._told: list[Event] = []
         self._last_done = 0.0
 
@@ -86,6 +89,12 @@ class Engine:
     def free_slots(self) -> int:
         return len(self._free)
 
+    @property
+    def usage(self) -> float:
+        """The share of all slots' positions that requests take now."""
+        held = sum(r.prefilled + len(r.tokens) for r in list(self._live) if r.slot is not None)
+        return held / (self.device.slots * self.device.capacity)
+
     def check(self, request: Request) -> None:
         """Raises InputError for a request that can never run here."""
         if request.need > self.device.capacity:
@@ -98,8 +107,9 @@ class Engine:
         widest = self.options.widths[-1]
         if request.block_size != "auto" and not 1 <= request.block_size <= widest:
             raise InputError(f"block size {request.block_size}: it must be 1 to {widest}")
-        if (request.params.logprobs or 0) > MAX_LOGPROBS:
-            raise InputError(f"logprobs is {request.params.logprobs}: it must be at most {MAX_LOGPROBS}")
+        for name, wanted in (("logprobs", request.params.logprobs), ("prompt_logprobs", request.prompt_logprobs)):
+            if (wanted or 0) > MAX_LOGPROBS:
+                raise InputError(f"{name} is {wanted}: it must be at most {MAX_LOGPROBS}")
 
     def submit(self, request: Request) -> None:
         """Queues a request. Raises InputError for what cannot fit, QueueFullError, and EngineError after a failure."""
@@ -176,7 +186,8 @@ class Engine:
             self.device.admit(slot, request)
             self.statistics.prompt_tokens += len(request.prompt)
             if len(request.prompt) > 1:
-                self._prefiller.add(request)
+                is_auto = request.block_size == "auto"
+                self._prefiller.add(request, self._is_drafting if is_auto else request.block_size > 1)
             else:
                 self._start_decoding(request)
 
@@ -220,11 +231,15 @@ class Engine:
         if not self.options.adaptive and len(fixed) < len(rows):
             window = widths[-1]
         elif len(fixed) == len(rows):
-            window = next(w for w in widths if w >= least)
+            # Nobody asks the drafter.
+            window = ALONE if least == 1 and widths[-1] > 1 else next(w for w in widths if w >= least)
         else:
             own = [self._acceptance[r] for r in rows]
             patience = max(PATIENCE_S, self.device.last_compile_s)
             window = self.policy.choose(compiled, own, least, self.device.is_compiled, patience)
+        if any(r.mask for r in rows):
+            # Two widths are compiled for these.
+            window = 1 if window <= 1 else widths[-1]
         cost = self.policy.cost(compiled, window)
         # Who waits for a first token is told soon.
         seconds = DISPATCH_S if all(r.tokens for r in rows) else DISPATCH_S / 4
@@ -232,13 +247,13 @@ class Engine:
         rounds = max(LEAST_ROUNDS, min(rounds, MOST_ROUNDS))
         # Hosts measure other times: all do what the first one decides.
         window, rounds = divmod(self.device.agree(window * 1024 + rounds), 1024)
-        each = tuple(window if r.block_size == "auto" else min(r.block_size, window) for r in rows)
+        self._is_drafting = window != ALONE
+        most = max(window, 1)
+        each = tuple(most if r.block_size == "auto" else min(r.block_size, most) for r in rows)
         return Dispatch(slots, each, rounds, window)
 
     def _masks(self, rows: list[Request]) -> Callable:
         def make(drafts):
-            import numpy as np
-
             window = drafts.shape[1] + 1
             found = {i: r.mask.masks(drafts[i].tolist()) for i, r in enumerate(rows) if r.mask}
             words = next(iter(found.values())).shape[-1]
@@ -258,7 +273,10 @@ class Engine:
             ticket = self._tickets.popleft()
             began = self.device.clock
             for request, handle in ticket.prefills:
-                self.device.wait(handle)
+                if request.prompt_logprobs is None:
+                    self.device.wait(handle)
+                else:
+                    self._take_scores(request, self.device.read_scores(handle))
                 request.times = replace(request.times, prefilled=self.device.clock)
             if ticket.dispatch is None:
                 self.statistics.wait_s += self.device.clock - began
@@ -274,6 +292,12 @@ class Engine:
                 if request.finish_reason is None and (event := self._take(request, ticket, outcome, i)):
                     events.append(event)
         return events
+
+    @staticmethod
+    def _take_scores(request: Request, record: tuple) -> None:
+        start = 1 + len(request.prompt_entries)
+        tokens = request.prompt[start : start + len(record[0])]
+        request.prompt_entries += _entries(tokens, record, request.prompt_logprobs)
 
     def _measure(self, ticket: _Ticket, outcome: Outcome, done: float) -> None:
         rounds, dispatch = max(len(a) for a in outcome.accepted), ticket.dispatch
@@ -302,16 +326,20 @@ class Engine:
             tokens, accepted, reason = tokens[:keep], _trimmed(accepted, keep), "stop"
         elif done:
             reason = "stop" if tokens[-1] in request.stops else "length"
-        entries = _entries(request, tokens, outcome.logprobs[i]) if request.params.logprobs is not None else None
+        wanted = request.params.logprobs
+        entries = _entries(tokens, outcome.logprobs[i], wanted) if wanted is not None else None
         request.tokens += tokens
         self.statistics.new_tokens += len(tokens)
         self.statistics.rounds += len(accepted)
         self.statistics.accepted.update(accepted)
+        if width > 1:
+            self.statistics.drafts += len(accepted)
+            self.statistics.draft_tokens += len(accepted) * (width - 1)
         if reason is None:
-            return Event(request, tokens, accepted, entries)
-        return self._end(request, reason, tokens, accepted, entries)
+            return Event(request, tokens, accepted, entries, width=width)
+        return self._end(request, reason, tokens, accepted, entries, width=width)
 
-    def _end(self, request: Request, reason: str, tokens, accepted, logprobs=None, error=None) -> Event:
+    def _end(self, request: Request, reason: str, tokens, accepted, logprobs=None, error=None, width=1) -> Event:
         request.finish_reason = reason
         request.times = replace(request.times, finished=self.device.clock)
         self.statistics.requests[reason] += 1
@@ -321,7 +349,7 @@ class Engine:
             self._decoding = [r for r in self._decoding if r is not request]
             self._prefiller.remove(request)
             self._acceptance.pop(request, None)
-        return Event(request, tokens, accepted, logprobs, reason, error)
+        return Event(request, tokens, accepted, logprobs, reason, error, width)
 
 
 def _trimmed(accepted: list[int], tokens: int) -> list[int]:
@@ -334,9 +362,8 @@ def _trimmed(accepted: list[int], tokens: int) -> list[int]:
     return kept
 
 
-def _entries(request: Request, tokens: list[int], record: tuple) -> list[dict]:
+def _entries(tokens: Sequence[int], record: tuple, wanted: int) -> list[dict]:
     chosen, ids, values = record
-    wanted = request.params.logprobs
     return [
         {
             "token_id": token,

@@ -2,6 +2,7 @@
 
 import itertools
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from dflash_jax.engine.device import Device
@@ -9,13 +10,26 @@ from dflash_jax.engine.options import Options, Statistics
 from dflash_jax.engine.request import Request
 from dflash_jax.engine.store import Prefix, PrefixStore, chunks, cut_points, keys
 
+# Most tokens of a chunk whose log-probabilities are asked for: its logits are [tokens, V] in float32.
+MOST_SCORED = 64
+
+
+def scored_size(sizes: Sequence[int]) -> int:
+    return max((s for s in sizes if s <= MOST_SCORED), default=sizes[0])
+
+
+# Before the key of a prefix that has no part of the drafter's.
+ALONE_KEY = b"alone "
+
 
 @dataclass(eq=False)
 class _Prefill:
-    """A request on its way into the caches: what is left to run, and the prefixes it is to leave in the store."""
+    """A request on its way into the caches: what is left to run, and the prefixes it is to leave in the store.
+    ``drafting``: into the drafter's, too; then only prefixes that have its part are of use."""
 
     request: Request
     order: int
+    drafting: bool
     cuts: list[int]
     keys: list[bytes]
     parent: Prefix | None = None
@@ -41,11 +55,21 @@ class Prefiller:
     def __len__(self) -> int:
         return len(self._queue)
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, drafting: bool = True) -> None:
         """A request of two tokens or more that has a slot."""
         cuts = cut_points(request.prompt, len(request.prompt) - 1, self.markers)
-        found = keys(request.prompt, cuts)
-        self._queue.append(_Prefill(request, next(self._order), cuts, found, can_keep=self.store.budget > 0))
+        is_scored = request.prompt_logprobs is not None
+        found, can_keep = keys(request.prompt, cuts), self.store.budget > 0 and not is_scored
+        drafting = drafting and not is_scored
+        if not drafting:
+            found = [ALONE_KEY + key for key in found]
+        self._queue.append(_Prefill(request, next(self._order), drafting, cuts, found, can_keep=can_keep))
+
+    def _find(self, prefill: _Prefill, key: bytes) -> Prefix | None:
+        found = self.store.find(key)
+        if found is None and not prefill.drafting:
+            found = self.store.find(key.removeprefix(ALONE_KEY))
+        return found
 
     def remove(self, request: Request) -> None:
         self._queue = deque(p for p in self._queue if p.request is not request)
@@ -71,8 +95,10 @@ class Prefiller:
 
     def _awaits_another(self, prefill: _Prefill) -> bool:
         """Whether an earlier request is computing the very prefix that this one needs next."""
+        if prefill.request.prompt_logprobs is not None:
+            return False
         key = prefill.keys[prefill.next_cut]
-        if self.store.find(key) is not None:
+        if self._find(prefill, key) is not None:
             return False
         return any(
             key == other.keys[other.next_cut]
@@ -85,10 +111,12 @@ class Prefiller:
         request = prefill.request
         if request.prefilled in (0, *prefill.cuts) and self._jump(prefill):
             return 0, None
+        if request.prompt_logprobs is not None:
+            return self._score(prefill)
         nearest = prefill.next_cut
         end = prefill.cuts[nearest]
         start, tokens, size = chunks(request.prefilled, end, self.sizes)[0]
-        ticket = self.device.prefill(request.slot, tokens, size)
+        ticket = self.device.prefill(request.slot, tokens, size, prefill.drafting)
         request.prefilled = start + tokens
         if prefill.can_keep:
             prefill.segments.append((start, self.device.save(request.slot, start, size)))
@@ -96,17 +124,24 @@ class Prefiller:
                 self._keep(prefill, nearest)
         return size, ticket
 
+    def _score(self, prefill: _Prefill) -> tuple[int, object]:
+        request, size = prefill.request, scored_size(self.sizes)
+        tokens = min(size, len(request.prompt) - 1 - request.prefilled)
+        ticket = self.device.score(request.slot, tokens, size)
+        request.prefilled += tokens
+        return size, ticket
+
     def _jump(self, prefill: _Prefill) -> bool:
         """Copies the longest known prefix into the slot; whether there was one that leads further."""
-        if not self.store.budget:
-            return False
         request = prefill.request
+        if not self.store.budget or request.prompt_logprobs is not None:
+            return False
         if request.prefilled == 0:
             self.store.queries += 1
         for cut, key in reversed(list(zip(prefill.cuts, prefill.keys, strict=True))):
             if cut <= request.prefilled:
                 return False
-            found = self.store.find(key)
+            found = self._find(prefill, key)
             if found is None:
                 continue
             for prefix in found.chain():

@@ -50,8 +50,10 @@ class Request:
 
     params and stops (token ids) filled in: nothing is None. priority: lower goes first. block_size: tokens a round may
     yield; "auto" leaves it to the engine. draft_window_size and draft_sink_size bound what the drafter sees. monitor
-    and mask are optional. The rest is the engine's: tokens so far; of the prompt, those in the caches and those that
-    were there already; "stop", "length", "abort" or "error" at the end.
+    and mask are optional. prompt_logprobs: log-probabilities of the prompt's own tokens, and so many likeliest ones;
+    then nothing of it is taken from known prefixes. The rest is the engine's: tokens so far; of the prompt, those in
+    the caches, those that were there already, and log-probabilities of all but the first; "stop", "length", "abort" or
+    "error" at the end.
     """
 
     prompt: list[int]
@@ -63,11 +65,13 @@ class Request:
     draft_sink_size: int = 0
     monitor: Monitor | None = None
     mask: MaskProvider | None = None
+    prompt_logprobs: int | None = None
 
     slot: int | None = field(default=None, init=False)
     tokens: list[int] = field(default_factory=list, init=False)
     prefilled: int = field(default=0, init=False)
     cached: int = field(default=0, init=False)
+    prompt_entries: list[dict] = field(default_factory=list, init=False)
     finish_reason: str | None = field(default=None, init=False)
     times: Times | None = field(default=None, init=False)
 
@@ -79,8 +83,9 @@ class Request:
 
 @dataclass(frozen=True)
 class Event:
-    """What a dispatch brought to a request: new tokens, what each round yielded of them, log-probabilities where asked
-    for (``{"token_id", "logprob", "top"}`` a token), and at the end ``finish_reason`` (with ``error``: why)."""
+    """What a dispatch brought to a request: new tokens, what each round of ``width`` yielded of them,
+    log-probabilities where asked for (``{"token_id", "logprob", "top"}`` a token), and at the end ``finish_reason``
+    (with ``error``: why)."""
 
     request: Request
     tokens: list[int]
@@ -88,3 +93,4 @@ class Event:
     logprobs: list[dict] | None = None
     finish_reason: str | None = None
     error: str | None = None
+    width: int = 1

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 
 from dflash_jax.engine.engine import Engine, EngineError, QueueFullError
 from dflash_jax.engine.request import Event, Request
@@ -54,9 +54,9 @@ class AsyncEngine:
         """An empty engine after a failure."""
         self._command(self.engine.restart)
 
-    async def submit(self, request: Request) -> AsyncIterator[Event]:
-        """The request's events; the last one has a finish_reason. Raises InputError, QueueFullError and EngineError
-        before any."""
+    def submit(self, request: Request) -> AsyncGenerator[Event, None]:
+        """The request's events; the last one has a finish_reason. Raises InputError, QueueFullError and EngineError at
+        once; the two latter may also come in place of the first event."""
         self.engine.check(request)
         if self.engine.failure is not None:
             raise EngineError(self.engine.failure)
@@ -66,6 +66,9 @@ class AsyncEngine:
         pending = sum(function == self._submit for function, _ in list(self._commands))
         if most is not None and self.engine.waiting + pending >= most + self.engine.free_slots:
             raise QueueFullError(f"{self.engine.waiting + pending} requests are waiting: {most} may")
+        return self._events(request)
+
+    async def _events(self, request: Request) -> AsyncGenerator[Event, None]:
         inbox: asyncio.Queue = asyncio.Queue()
         self._inboxes[request] = asyncio.get_running_loop(), inbox
         self._command(self._submit, request)

@@ -24,13 +24,15 @@ DraftCache = tuple  # one KVCache per drafter layer
 
 @dataclass(frozen=True)
 class DraftWindow:
-    """Bounds the context a drafter sees to the last ``size`` positions before the block and the first ``sinks``.
+    """Bounds the context a drafter sees to the last ``size`` positions before the block and the first ``sinks``; of
+    these, to those from ``first`` on, which are the ones that its caches have.
 
     Numbers for all rows, or int [B] each.
     """
 
     size: int | jax.Array | None = None
     sinks: int | jax.Array = 0
+    first: int | jax.Array = 0
 
 
 NO_WINDOW = DraftWindow()
@@ -102,7 +104,7 @@ class DraftLayer(nnx.Module):
         if window.size is not None:
             size, sinks = (jnp.asarray(x).reshape(-1, 1, 1) for x in (window.size, window.sinks))
             seen = seen & ((held >= start[:, None, None] - size) | (held < sinks))
-        return seen
+        return seen & (held >= jnp.asarray(window.first).reshape(-1, 1, 1))
 
     def __call__(self, x, mask, angles, cache: KVCache | None, start, visible):
         y, _, _ = self.mixer(self.input_norm(x), angles[self.spec.attention.rope], mask, cache, start, visible)

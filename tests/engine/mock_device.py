@@ -71,7 +71,7 @@ class MockDevice:
         self.log.append(("admit", slot, request))
         self.rows[slot] = Slot(request.prompt, request.need, [], list(request.prompt), False)
 
-    def prefill(self, slot, tokens, size):
+    def prefill(self, slot, tokens, size, drafting=True):
         if self.fail:
             raise RuntimeError("out of memory")
         row = self.rows[slot]
@@ -117,7 +117,7 @@ class MockDevice:
     def decode_masked(self, dispatch, make_masks):
         import numpy as np
 
-        masks = make_masks(np.zeros((len(dispatch.slots), dispatch.window - 1), int))
+        masks = make_masks(np.zeros((len(dispatch.slots), max(dispatch.window, 1) - 1), int))
         # The lowest allowed token.
         return self.decode(dispatch, [next(b for b in range(32) if int(m[0, 0]) >> b & 1) for m in masks])
 

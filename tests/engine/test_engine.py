@@ -1,5 +1,6 @@
 """The engine on real (small) models: under load every request gives what it gives alone."""
 
+import random
 from dataclasses import dataclass, replace
 
 import jax
@@ -12,6 +13,7 @@ from load import CAPACITY, MARKER, Remembering, alone, check, engine_for, some_r
 from dflash_jax import prefix
 from dflash_jax.engine import device
 from dflash_jax.engine.request import Request
+from dflash_jax.engine.width import ALONE
 from dflash_jax.models.decoder import Decoder, is_delta
 from dflash_jax.params import SamplingParams
 from dflash_jax.programs import Programs
@@ -50,8 +52,13 @@ def family(request):
 
 @pytest.fixture(scope="module")
 def loaded(family):
-    """An engine that has seen some load."""
-    engine = engine_for(family.drafting)
+    """An engine that has seen some load, with any width at any time where a request leaves that open."""
+    engine, rng = engine_for(family.drafting), random.Random(0)
+
+    def choose(rows, own, least, *_):
+        return rng.choice([w for w in (ALONE, 1, 8) if w >= least or least == 1])
+
+    engine.policy.choose = choose
     under_load(engine, family.target, family.wanted, family.expected, COUNT, seed=1)
     return engine
 
@@ -60,7 +67,7 @@ def test_requests_under_load_give_what_they_give_alone(loaded):
     """More than a thousand at up to 32 at once: lengths, parameters, widths, windows, priorities, aborts."""
     s = loaded.statistics
     assert sum(s.requests.values()) == COUNT
-    assert {window for _, window in s.dispatches} == {1, 8}
+    assert {window for _, window in s.dispatches} == {ALONE, 1, 8}
     assert max(s.accepted) == 8
     assert s.cached_tokens > 0.2 * s.prompt_tokens
     assert loaded.store.size <= loaded.store.budget
@@ -68,11 +75,12 @@ def test_requests_under_load_give_what_they_give_alone(loaded):
 
 
 def test_no_program_for_another_request(family, loaded):
-    """Whatever comes: one program for each number of rows and width, and for each chunk."""
+    """Whatever comes: one program for each number of rows and width, and for each chunk with and without drafter."""
     programs = loaded.device.programs
     kinds = [key[0] for key in programs.compiled]
-    assert kinds.count("decode") == 2 * 3
-    assert kinds.count("prefill") == kinds.count("save") == kinds.count("load") == 2
+    assert kinds.count("decode") == 3 * 3
+    assert kinds.count("prefill") == 2 * 2
+    assert kinds.count("save") == kinds.count("load") == 2
     assert all(kinds.count(k) == 1 for k in ("admit", "snapshot", "restore", "empty"))
     under_load(loaded, family.target, family.wanted, family.expected, 200, seed=2)
     assert programs.count == len(kinds)

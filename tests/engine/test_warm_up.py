@@ -32,12 +32,14 @@ def test_everything_is_compiled_at_warm_up(engine, caplog):
     assert set(found) == {
         "admit",
         *(f"{kind} {size}" for kind in ("prefill", "save", "load") for size in (8, 32)),
+        *(f"prefill {size} alone" for size in (8, 32)),
+        "score 32",
         "snapshot",
         "restore",
-        *(f"decode {rows} x {width}" for rows in (1, 4) for width in (1, 8)),
+        *(f"decode {rows} x {width}" for rows in (1, 4) for width in (0, 1, 8)),
     }
     assert all(f"{name}: compiled in" in caplog.text for name in found)
-    assert set(engine.policy.seconds) == {(rows, width) for rows in (1, 4) for width in (1, 8)}
+    assert set(engine.policy.seconds) == {(rows, width) for rows in (1, 4) for width in (0, 1, 8)}
     before = engine.device.programs.count
     for wanted in some_requests(3, 40, tiny.VOCAB):
         engine.submit(Request(**wanted))
