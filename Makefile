@@ -15,7 +15,7 @@ demo: $(VENV)/.demo$(EXTRA)
 test: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python -m pytest -n logical --dist loadfile
+	$(BIN)/python -m pytest -n logical --dist loadfile --no-loadscope-reorder
 
 python:
 	$(if $(shell command -v $(PYTHON)),,$(error $(PYTHON) is not there: Python 3.11 or later is needed (make PYTHON=...)))

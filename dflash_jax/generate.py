@@ -8,24 +8,10 @@ from collections import Counter
 
 from dflash_jax.arguments import make_parser, read_prompts
 from dflash_jax.errors import InputError
-from dflash_jax.options import exit_code, with_config
+from dflash_jax.options import choose_mesh, exit_code, set_platform, with_config
 
 # NO_COLOR as in no-color.org.
 DRAFTED, PLAIN = ("", "") if os.environ.get("NO_COLOR") else ("\033[32m", "\033[0m")
-
-
-def set_platform(platform: str | None) -> str:
-    """Chooses the platform and returns a description of its first device."""
-    import jax
-
-    if platform:
-        jax.config.update("jax_platforms", platform)
-    try:
-        device = jax.devices(platform)[0]
-    except (RuntimeError, AssertionError) as e:
-        reason = (str(e) or "JAX has no support for it here").splitlines()[0]
-        raise InputError(f"platform {platform or 'default'!r} is not there: {reason}") from None
-    return f"{device.platform} {device.device_kind}" if device.platform != device.device_kind else device.platform
 
 
 def fresh_seed(is_distributed: bool) -> int:
@@ -35,15 +21,6 @@ def fresh_seed(is_distributed: bool) -> int:
 
         return distributed.agreed(seed)
     return seed
-
-
-def choose_mesh(mesh: str | None, system) -> str:
-    """What --mesh says, else what the config names for this machine."""
-    import jax
-
-    if mesh is not None or system is None:
-        return mesh or ""
-    return system.mesh(jax.devices()[0].device_kind, jax.device_count())
 
 
 def covered(spans) -> float:

@@ -40,7 +40,8 @@ class LLM:
     target: a Hugging Face directory or repo id; None for the tiny pair that ships with the package. draft: likewise,
     or None to decode without one; "auto" is the tiny drafter for the tiny target and None for any other. dtype:
     "float32" or "bfloat16"; None takes float32 on CPU and bfloat16 elsewhere. block_size: tokens a round may yield, at
-    most the drafter's own; 1 is plain decoding; "auto" chooses what is fastest from load and acceptance. slots:
+    most the drafter's own; 1 is plain decoding; "auto" chooses what is fastest from load and acceptance.
+    max_block_size bounds all choices. slots:
     prompts that are continued at a time. prefix_bytes: memory for beginnings that prompts share (None: a twentieth of
     the device's; 256 MiB on CPU). mem_fraction: of a device's memory, for all of it. draft_window_size and
     draft_sink_size bound the context that the drafter sees. reproducible: the same bits with any drafter, block size
@@ -57,6 +58,7 @@ class LLM:
         *,
         dtype: str | None = None,
         block_size: int | str = "auto",
+        max_block_size: int | None = None,
         slots: int = 32,
         prefix_bytes: int | None = None,
         mem_fraction: float = 0.9,
@@ -87,6 +89,9 @@ class LLM:
         self.config = check_target(directory)
         draft = resolve(draft) if draft is not None else None
         self.largest_block = check_drafter(draft, self.config).block_size if draft is not None else 1
+        if max_block_size is not None and max_block_size < 1:
+            raise InputError(f"max block size {max_block_size}: it must be 1 or more")
+        self.largest_block = min(self.largest_block, max_block_size or self.largest_block)
         self.block_size = self._check_block(block_size)
         positions = self.config.max_positions
         self.max_len = positions if max_len is None else max_len
@@ -253,29 +258,37 @@ class LLM:
         each = list(params) if isinstance(params, (list, tuple)) else [params or SamplingParams()] * len(prompts)
         if len(each) != len(prompts):
             raise InputError(f"{len(each)} SamplingParams for {len(prompts)} prompts: give one, or one each")
+        return [self.new_row(prompt, wanted, block_size) for prompt, wanted in zip(prompts, each, strict=True)]
+
+    def new_row(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        block_size: int | str | None = None,
+        **options,
+    ) -> Row:
+        """A prompt as an engine takes it; ``options``: further fields of its `Request`. Raises InputError for what does
+        not fit."""
+        ids, filled = self.encode(prompt), self.defaults.fill(params)
+        filled.check_vocabulary(self.config.vocab_size)
+        if filled.stop and self.tokenizer is None:
+            raise InputError("stop strings need a tokenizer, and this checkpoint has none: use stop_token_ids")
+        if len(ids) + filled.max_tokens > self.max_len:
+            raise InputError(
+                f"{len(ids)} prompt tokens and {filled.max_tokens} new ones are {len(ids) + filled.max_tokens}: "
+                f"at most {self.max_len} fit"
+            )
         block = self.block_size if block_size is None else self._check_block(block_size)
         window = {"draft_window_size": self._draft_window.size, "draft_sink_size": self._draft_window.sinks}
-        rows = []
-        for prompt, wanted in zip(prompts, each, strict=True):
-            ids, filled = self.encode(prompt), self.defaults.fill(wanted)
-            filled.check_vocabulary(self.config.vocab_size)
-            if filled.stop and self.tokenizer is None:
-                raise InputError("stop strings need a tokenizer, and this checkpoint has none: use stop_token_ids")
-            if len(ids) + filled.max_tokens > self.max_len:
-                raise InputError(
-                    f"{len(ids)} prompt tokens and {filled.max_tokens} new ones are {len(ids) + filled.max_tokens}: "
-                    f"at most {self.max_len} fit"
-                )
-            stops = self.defaults.stops(filled)
-            rows.append(Row(ids, filled, stops, self.tokenizer, block_size=block, **window))
-        return rows
+        return Row(ids, filled, self.defaults.stops(filled), self.tokenizer, block_size=block, **window, **options)
 
     def _submit(self, rows: list[Row]) -> None:
         plain = not self.reproducible and all(row.request.block_size == 1 for row in rows)
         self._pool.submit(rows, self.plain_programs if plain else self.programs)
 
-    def new_engine(self, programs: Programs, slots: int, capacity: int) -> Engine:
-        """An engine of its own. Raises InputError where it does not fit into the memory."""
+    def new_engine(self, programs: Programs, slots: int, capacity: int, **options) -> Engine:
+        """An engine of its own; ``options``: further fields of its `Options`. Raises InputError where it does not fit
+        into the memory."""
         widths = (1,)
         if self.drafter is not None and programs is self.programs:
             widths = (*(w for w in WINDOWS if w < self.largest_block), self.largest_block)
@@ -285,13 +298,14 @@ class LLM:
             min(MAX_LOGPROBS, self.config.vocab_size),
             self._draft_window,
         )
-        options = Options(
+        chosen = Options(
             widths=widths,
             rows_per_dispatch=1 if self.reproducible else None,
             prefix_bytes=self.prefix_bytes,
             markers=self.tokenizer.markers if self.tokenizer else frozenset(),
             adaptive=not self.reproducible,
+            **options,
         )
         memory = plan_memory(programs, slots, capacity, settings, widths[-1], self.prefix_bytes, self.mem_fraction)
         log.info("%d slots of %d positions: %s", slots, capacity, memory)
-        return Engine(Device(programs, slots, capacity, settings), options)
+        return Engine(Device(programs, slots, capacity, settings), chosen)

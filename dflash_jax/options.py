@@ -1,4 +1,4 @@
-"""What the command lines share: errors as one line and exit code 2, and defaults from a system's TOML."""
+"""What the command lines share: errors as one line and exit code 2, defaults from a system's TOML, the devices."""
 
 import argparse
 import os
@@ -53,3 +53,26 @@ def with_config(parser: argparse.ArgumentParser, argv: list[str] | None):
     known = {action.dest for action in parser._actions}
     parser.set_defaults(**{k: v for k, v in system.options.items() if k in known})
     return parser.parse_args(argv), system
+
+
+def set_platform(platform: str | None) -> str:
+    """Chooses the platform and returns a description of its first device."""
+    import jax
+
+    if platform:
+        jax.config.update("jax_platforms", platform)
+    try:
+        device = jax.devices(platform)[0]
+    except (RuntimeError, AssertionError) as e:
+        reason = (str(e) or "JAX has no support for it here").splitlines()[0]
+        raise InputError(f"platform {platform or 'default'!r} is not there: {reason}") from None
+    return f"{device.platform} {device.device_kind}" if device.platform != device.device_kind else device.platform
+
+
+def choose_mesh(mesh: str | None, system) -> str:
+    """What --mesh says, else what the config names for this machine."""
+    import jax
+
+    if mesh is not None or system is None:
+        return mesh or ""
+    return system.mesh(jax.devices()[0].device_kind, jax.device_count())

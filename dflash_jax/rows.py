@@ -3,7 +3,7 @@
 import os
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from dflash_jax.engine.engine import EngineError
 from dflash_jax.engine.request import Event, Request
@@ -13,11 +13,28 @@ from dflash_jax.text import Detokenizer, Tokenizer
 
 @dataclass(frozen=True)
 class Piece:
-    """What a dispatch brought to one prompt: the text and tokens since the last piece, and what each round yielded."""
+    """What a dispatch brought to one prompt: the text and tokens since the last piece, what each round yielded, where
+    in ``text`` what each token showed ends (none without a tokenizer), and log-probabilities where asked for."""
 
     text: str
     token_ids: list[int]
     acceptance_lengths: list[int]
+    ends: list[int] = field(default_factory=list)
+    logprobs: list[dict] | None = None
+
+    @property
+    def segments(self) -> list[tuple[str, bool]]:
+        """The text by whether a draft brought it: of the n tokens of a round the last is the target's own."""
+        is_draft = [i < n - 1 for n in self.acceptance_lengths for i in range(n)]
+        found: list[tuple[str, bool]] = []
+        for start, end, draft in zip([0, *self.ends], self.ends, is_draft, strict=False):
+            if found and found[-1][1] == draft:
+                found[-1] = found[-1][0] + self.text[start:end], draft
+            else:
+                found.append((self.text[start:end], draft))
+        if rest := self.text[self.ends[-1] if self.ends else 0 :]:
+            found.append((rest, False))
+        return [segment for segment in found if segment[0]]
 
 
 class Row:
@@ -44,26 +61,46 @@ class Row:
         self.pieces: deque[Piece] = deque()
         self.error: str | None = None
         self.compile_s = 0.0
-        self._shown = 0
+        # Rounds with drafts, and how many there were.
+        self.drafts = self.draft_tokens = 0
+        # How much of the text has been told; where it ended behind each token of what was watched and not yet taken.
+        self._shown, self._watched = 0, deque()
 
     def _watch(self, tokens: Sequence[int]) -> int | None:
-        for i, token in enumerate(tokens, 1):
+        ends = []
+        for token in tokens:
             self.text.push(token)
+            ends.append(len(self.text.text))
             if self.text.stopped:
-                return i
-        return None
+                break
+        self._watched.append(ends)
+        return len(ends) if self.text.stopped else None
 
     def take(self, event: Event) -> None:
         self.accepted += event.accepted
         self.error = event.error
         if event.logprobs is not None:
             self.logprobs += event.logprobs
-        text = ""
+        if event.width > 1:
+            self.drafts += len(event.accepted)
+            self.draft_tokens += len(event.accepted) * (event.width - 1)
+        text, ends = "", []
         if self.text:
+            # The engine may be ahead of who takes its events, in a thread of its own.
+            ends = self._watched.popleft() if event.tokens else [self._shown]
             if event.finish_reason:
                 self.text.finish()
-            text, self._shown = self.text.text[self._shown :], len(self.text.text)
-        self.pieces.append(Piece(text, event.tokens, event.accepted))
+            upto = len(self.text.text) if event.finish_reason else ends[-1]
+            text, ends = self.text.text[self._shown : upto], [end - self._shown for end in ends]
+            self._shown = upto
+        self.pieces.append(Piece(text, event.tokens, event.accepted, ends if event.tokens else [], event.logprobs))
+
+    @property
+    def matched(self) -> str | int | None:
+        """The stop string or token that ended it."""
+        if self.request.finish_reason != "stop":
+            return None
+        return self.text.stop if self.text and self.text.stopped else self.request.tokens[-1]
 
     def raise_failure(self) -> None:
         """Raises EngineError where the engine failed it."""

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 
+import jinja2
 import tokenizers
 
 from dflash_jax.errors import InputError
@@ -21,17 +22,20 @@ class Tokenizer:
 
     def __init__(self, directory: Path):
         self._directory = directory
-        if (directory / "tokenizer.json").exists():
+        self.file = directory / "tokenizer.json" if (directory / "tokenizer.json").exists() else None
+        if self.file is not None:
             try:
-                fast = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+                fast = tokenizers.Tokenizer.from_file(str(self.file))
             except Exception as e:  # the library raises plain Exception
-                raise InputError(f"{directory / 'tokenizer.json'} is no tokenizer: {_reason(e)}") from None
+                raise InputError(f"{self.file} is no tokenizer: {_reason(e)}") from None
             self._encode = lambda text, special: fast.encode(text, add_special_tokens=special).ids
             self._decode = lambda ids: fast.decode(ids, skip_special_tokens=True)
+            self._token = fast.id_to_token
         else:
             slow = self._full
             self._encode = lambda text, special: slow.encode(text, add_special_tokens=special)
             self._decode = lambda ids: slow.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            self._token = slow.convert_ids_to_tokens
 
     @cached_property
     def _full(self):
@@ -45,6 +49,30 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         return self._encode(text, True)
 
+    def encode_plain(self, text: str) -> list[int]:
+        """Without the special tokens that a checkpoint may put around a prompt."""
+        return self._encode(text, False)
+
+    def token(self, token_id: int) -> str:
+        """The token as the vocabulary spells it; empty past its end."""
+        return self._token(token_id) or ""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token stands for, special ones by their names; half a character, too, in byte-level vocabularies."""
+        name = self.token(token_id)
+        if self._is_byte_level and all(c in _BYTES for c in name):
+            return bytes(_BYTES[c] for c in name)
+        return (name if "<" in name else self.decode([token_id])).encode()
+
+    @cached_property
+    def _is_byte_level(self) -> bool:
+        return self.file is not None and "ByteLevel" in self.file.read_text(encoding="utf-8")
+
+    @cached_property
+    def chat_template(self) -> str | None:
+        found = self._full.chat_template
+        return found.get("default") if isinstance(found, dict) else found
+
     @cached_property
     def markers(self) -> frozenset[int]:
         """Ids of the tokens that open a message in a chat template, where there are some."""
@@ -55,16 +83,36 @@ class Tokenizer:
         """Text without special tokens."""
         return self._decode(list(ids))
 
-    def render_chat(self, messages: list[dict], thinking: bool | None = None) -> str:
-        """A conversation as the template writes it, up to where the answer begins. ``thinking`` None: its default."""
-        if not self._full.chat_template:
+    def render_chat(
+        self, messages: list[dict], thinking: bool | None = None, tools: list[dict] | None = None, **options
+    ) -> str:
+        """A conversation as the template writes it, up to where the answer begins. ``thinking`` None: its default;
+        ``options``: the template's own. The template runs in a sandbox. Raises InputError for what it refuses."""
+        if not self.chat_template:
             raise InputError("this checkpoint has no chat template: give plain prompts")
-        options = {} if thinking is None else {"enable_thinking": thinking}
-        return self._full.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
+        if thinking is not None:
+            options["enable_thinking"] = thinking
+        try:
+            return self._full.apply_chat_template(
+                messages, tools=tools, tokenize=False, add_generation_prompt=True, **options
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError) as e:
+            raise InputError(f"the chat template does not take this conversation: {_reason(e)}") from None
 
     def chat(self, messages: list[dict], thinking: bool | None = None) -> list[int]:
         """Token ids of `render_chat`."""
         return self._encode(self.render_chat(messages, thinking), False)
+
+
+def _byte_level() -> dict[str, int]:
+    """The characters that byte-level vocabularies write for the 256 bytes: printable ones for themselves, the others
+    from U+0100 on, in order."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [b for b in range(256) if b not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+_BYTES = _byte_level()
 
 
 def _reason(error: Exception) -> str:
@@ -85,6 +133,8 @@ class Detokenizer:
         self._raw = ""
         self.text = ""
         self.stopped = False
+        # The stop string that ended it.
+        self.stop: str | None = None
 
     def push(self, token: int) -> None:
         self._ids.append(token)
@@ -105,9 +155,10 @@ class Detokenizer:
 
     def _settle(self, piece: str) -> None:
         self._raw += piece
-        found = [i for i in (self._raw.find(s) for s in self._stops) if i >= 0]
+        found = [(i, s) for s in self._stops if (i := self._raw.find(s)) >= 0]
         if found:
-            self.text, self.stopped = self._raw[: min(found)], True
+            at, self.stop = min(found)
+            self.text, self.stopped = self._raw[:at], True
             return
         held = max((n for s in self._stops for n in range(1, len(s)) if self._raw.endswith(s[:n])), default=0)
         self.text = self._raw[: len(self._raw) - held]

@@ -24,7 +24,8 @@ LEVELS = [
     ("system", "fit"),
     ("options",),
     ("arguments",),
-    ("generate", "plan", "training"),
+    ("generate", "plan", "training", "server"),
+    ("serve",),
 ]
 LEVEL = {name: i for i, names in enumerate(LEVELS) for name in names}
 FILES = sorted(ROOT.rglob("*.py"))
@@ -62,5 +63,7 @@ def test_forbidden_imports(path):
     assert not {m for m in found if m.startswith("jax._src")}
     if path.parent.name == "engine":
         assert not {m for m in found if m.startswith(("tokenizers", "transformers", "dflash_jax.text"))}
+    if path.parent.name == "server":
+        assert not {m for m in found if m.split(".")[0] == "jax"}
     if path.name == "speculative.py":
         assert not {m for m in found if m.startswith(("numpy", "transformers", "dflash_jax.models.families"))}

@@ -17,17 +17,32 @@ SPECIAL = [
     "</tool_call>",
     "<|mask|>",
 ]
+# Of these, tokens that are part of the text: as in Qwen's tokenizers, decoding shows them.
+SHOWN = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
 # Qwen's pre-tokenisation: contractions, words, single digits, punctuation runs, newlines, spaces.
 _SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 CHAT_TEMPLATE = """\
+{%- if tools %}
+{{- '<|im_start|>system\\nFunctions, called by <tool_call>\\n{"name": …, "arguments": …}\\n</tool_call>:\\n' }}
+{%- for tool in tools %}
+{{- (tool.function | tojson) + '\\n' }}
+{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- endif %}
 {%- for message in messages %}
 {{- '<|im_start|>' + message.role + '\\n' }}
 {%- if message.role == 'assistant' and message.reasoning_content is defined %}
 {{- '<think>\\n' + message.reasoning_content + '\\n</think>\\n\\n' }}
 {%- endif %}
-{{- message.content + '<|im_end|>\\n' }}
+{{- message.content }}
+{%- for call in message.tool_calls or [] %}
+{%- set function = call.function %}
+{{- '<tool_call>\\n{"name": ' + (function.name | tojson) + ', "arguments": ' }}
+{{- (function.arguments | tojson) + '}\\n</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}
 {{- '<|im_start|>assistant\\n' }}
@@ -61,12 +76,15 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 def save_tokenizer(tokenizer: Tokenizer, directory: Path, max_positions: int) -> None:
     """tokenizer.json, tokenizer_config.json, chat_template.jinja and generation_config.json."""
     directory.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(directory / "tokenizer.json"))
+    raw = json.loads(tokenizer.to_str())
+    for token in raw["added_tokens"]:
+        token["special"] = token["content"] not in SHOWN
+    (directory / "tokenizer.json").write_text(json.dumps(raw, indent=2, ensure_ascii=False), encoding="utf-8")
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": "<|im_end|>",
         "pad_token": "<|endoftext|>",
-        "additional_special_tokens": SPECIAL,
+        "additional_special_tokens": [token for token in SPECIAL if token not in SHOWN],
         "clean_up_tokenization_spaces": False,
         "model_max_length": max_positions,
     }

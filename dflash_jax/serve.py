@@ -1,0 +1,182 @@
+"""python -m dflash_jax.serve: OpenAI's and SGLang's HTTP interfaces over one model and its engine."""
+
+import asyncio
+import logging
+import os
+import resource
+import signal
+import socket
+import sys
+import threading
+
+from dflash_jax.errors import InputError
+from dflash_jax.options import choose_mesh, exit_code, set_platform
+
+log = logging.getLogger("dflash_jax.server")
+
+# Below this, a shorter context is no longer tried on its own.
+LEAST_LEN = 4096
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Before anything is loaded: a port that is taken is told at once."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as e:
+        reason = os.strerror(e.errno) if e.errno and e.errno > 0 else str(e)
+        raise InputError(f"{host}:{port}: {reason}") from None
+
+
+def allow_many_connections() -> None:
+    """As many open files as the system lets us have."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def load(args, system):
+    """(LLM, Engine): at the length asked for, or at the longest of its halves that fits."""
+    from dflash_jax.llm import LLM
+
+    llm = LLM(
+        args.target,
+        None if args.draft == "none" else args.draft,
+        dtype=args.dtype,
+        block_size=args.block_size,
+        max_block_size=args.max_block_size,
+        slots=args.slots,
+        prefix_bytes=args.prefix_bytes,
+        mem_fraction=args.mem_fraction,
+        draft_window_size=args.draft_window_size,
+        draft_sink_size=args.draft_sink_size,
+        reproducible=args.reproducible,
+        max_len=args.max_len,
+        mesh=choose_mesh(args.mesh, system),
+        quantize=args.quantize,
+    )
+    capacity, slots = llm.max_len, llm.programs.data * -(-args.slots // llm.programs.data)
+    options = {"max_queue": args.max_queue, "max_num_batched_tokens": args.max_num_batched_tokens, "masks": True}
+    while True:
+        try:
+            return llm, llm.new_engine(llm.programs, slots, capacity, **options)
+        except InputError:
+            if args.max_len is not None or capacity // 2 < LEAST_LEN:
+                raise
+            capacity //= 2
+            log.warning("%d slots of the model's %d positions do not fit: %d each", slots, llm.max_len, capacity)
+
+
+def run(args, system) -> int:
+    logging.basicConfig(
+        level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr, force=True
+    )
+    try:
+        import uvicorn
+    except ImportError:
+        raise InputError('the server needs its extra: pip install "dflash-jax[server]"') from None
+    from dflash_jax.engine.service import AsyncEngine
+    from dflash_jax.server.app import build
+    from dflash_jax.server.serving import Serving
+
+    listening = listen(args.host, args.port)
+    allow_many_connections()
+    device = set_platform(args.platform)
+    llm, engine = load(args, system)
+    names = args.served_model_name or [args.target or "dflash-tiny"]
+    info = {
+        "model_path": str(args.target or "bundled"),
+        "speculative_draft_model_path": str(args.draft),
+        "speculative_algorithm": "DFLASH" if llm.drafter is not None else None,
+        "speculative_num_draft_tokens": llm.largest_block,
+        "block_size": llm.block_size,
+        "device": device,
+        "dtype": llm.dtype,
+        "slots": engine.device.slots,
+        "max_queue": args.max_queue,
+        "max_num_batched_tokens": args.max_num_batched_tokens,
+        "mem_fraction": args.mem_fraction,
+    }
+    serving = Serving(llm, AsyncEngine(engine), names, info=info)
+    config = uvicorn.Config(
+        build(serving, args.api_key), log_level="warning", access_log=False, lifespan="off", timeout_keep_alive=65
+    )
+    return asyncio.run(Runner(config, serving, args.drain_s).serve_until_drained(listening))
+
+
+class Runner:
+    """The HTTP server's life: warm-up beside it, then requests; a first SIGTERM or SIGINT drains, a second one
+    stops."""
+
+    def __init__(self, config, serving, drain_s: float):
+        import uvicorn
+
+        self.serving, self.drain_s, self.code = serving, drain_s, 0
+        self.server = uvicorn.Server(config)
+        # Ours, so that a first signal drains.
+        self.server.handle_exit = self._on_signal
+
+    async def serve_until_drained(self, listening: socket.socket) -> int:
+        self._loop = asyncio.get_running_loop()
+        host, port = listening.getsockname()[:2]
+        log.info("listening on http://%s:%d, warming up", host, port)
+        threading.Thread(target=self._warm_up, name="warm-up", daemon=True).start()
+        await self.server.serve(sockets=[listening])
+        if self.serving.is_ready:
+            await asyncio.to_thread(self.serving.engine.stop)
+        return self.code
+
+    def _warm_up(self) -> None:
+        from dflash_jax.engine.warm_up import warm_up
+
+        serving = self.serving
+        try:
+            seconds = warm_up(serving.engine.engine)
+            if serving.llm.tokenizer is not None:
+                # transformers takes seconds to import: not at the first request.
+                _ = serving.llm.tokenizer.chat_template
+            serving.engine.start()
+        except Exception:
+            log.exception("warm-up failed")
+            self.code, self.server.should_exit = 1, True
+            return
+        serving.is_ready = True
+        log.info(
+            "ready: %d programs in %.0f s of compilation; as %s", len(seconds), sum(seconds.values()), serving.name
+        )
+
+    def _on_signal(self, sig: int, frame) -> None:
+        if self.serving.is_draining or not self.serving.is_ready:
+            self.server.should_exit = self.server.force_exit = True
+            if self.serving.is_draining:
+                log.warning("stopped with %d requests in flight", self.serving.in_flight)
+            else:
+                # A compilation cannot be interrupted.
+                os._exit(128 + sig)
+            return
+        self.serving.is_draining = True
+        log.info("%s: finishing %d requests", signal.Signals(sig).name, self.serving.in_flight)
+        self._loop.call_soon_threadsafe(lambda: self._loop.create_task(self._drain()))
+
+    async def _drain(self) -> None:
+        deadline = self._loop.time() + self.drain_s
+        while self.serving.in_flight and self._loop.time() < deadline:
+            await asyncio.sleep(0.02)
+        if self.serving.in_flight:
+            log.warning("%d requests did not end within %g s", self.serving.in_flight, self.drain_s)
+            self.code = 1
+            self.server.force_exit = True
+        self.server.should_exit = True
+
+
+def main(argv: list[str] | None = None) -> int:
+    def command() -> int:
+        from dflash_jax.server.arguments import parse
+
+        logging.basicConfig(format="%(message)s")
+        return run(*parse(argv))
+
+    return exit_code(command)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,73 @@
+"""What answers have in common: usage, log-probabilities."""
+
+from collections.abc import Sequence
+from math import isfinite
+
+from dflash_jax.rows import Row
+from dflash_jax.text import Tokenizer
+
+# JSON has no infinity: what OpenAI says for a token that cannot come.
+IMPOSSIBLE = -9999.0
+
+
+def usage(rows: Sequence[Row], choices: int, reasoning_tokens: int = 0) -> dict:
+    """Tokens of prompts with so many ``choices`` each. Drafted tokens that were accepted are OpenAI's
+    accepted_prediction_tokens; draft_rounds is how many blocks were drafted."""
+    prompt = sum(len(r.request.prompt) for r in rows[::choices])
+    cached = sum(r.request.cached for r in rows[::choices])
+    new = sum(len(r.request.tokens) for r in rows)
+    drafts, drafted = sum(r.drafts for r in rows), sum(r.draft_tokens for r in rows)
+    accepted = sum(n - 1 for r in rows for n in r.accepted)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": new,
+        "total_tokens": prompt + new,
+        "prompt_tokens_details": {"cached_tokens": cached},
+        "completion_tokens_details": {
+            "reasoning_tokens": reasoning_tokens,
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": drafted - accepted,
+            "draft_rounds": drafts,
+        },
+    }
+
+
+def finite(logprob: float) -> float:
+    return logprob if isfinite(logprob) else IMPOSSIBLE
+
+
+def token_text(tokenizer: Tokenizer | None, token_id: int) -> tuple[str, list[int]]:
+    """A token as text, and its bytes."""
+    if tokenizer is None:
+        return f"token_id:{token_id}", []
+    raw = tokenizer.token_bytes(token_id)
+    return raw.decode(errors="replace"), list(raw)
+
+
+def chat_logprobs(tokenizer: Tokenizer | None, entries: Sequence[dict]) -> list[dict]:
+    """OpenAI's shape for chats."""
+
+    def one(token_id: int, logprob: float) -> dict:
+        text, raw = token_text(tokenizer, token_id)
+        return {"token": text, "logprob": finite(logprob), "bytes": raw}
+
+    return [
+        one(e["token_id"], e["logprob"]) | {"top_logprobs": [one(t, v) for t, v in e["top"].items()]} for e in entries
+    ]
+
+
+def completion_logprobs(tokenizer: Tokenizer | None, entries: Sequence[dict | None], offset: int, top: bool) -> dict:
+    """OpenAI's older shape, for completions; a None stands for the first token of a prompt, before which nothing
+    is."""
+    found = {"tokens": [], "token_logprobs": [], "top_logprobs": [] if top else None, "text_offset": []}
+    for e in entries:
+        text, _ = token_text(tokenizer, e["token_id"])
+        is_first = e["logprob"] is None
+        found["tokens"].append(text)
+        found["token_logprobs"].append(None if is_first else finite(e["logprob"]))
+        if top:
+            named = {token_text(tokenizer, t)[0]: finite(v) for t, v in e["top"].items()}
+            found["top_logprobs"].append(None if is_first else named)
+        found["text_offset"].append(offset)
+        offset += len(text)
+    return found

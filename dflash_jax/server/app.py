@@ -1,0 +1,110 @@
+"""The application: routes, keys, limits, the access log."""
+
+import hmac
+import logging
+import time
+from pathlib import Path
+
+from fastapi import FastAPI
+from starlette.staticfiles import StaticFiles
+
+from dflash_jax.server import chat, completions, native, operations, responses
+from dflash_jax.server.answer_schema import Error
+from dflash_jax.server.errors import ApiError, add_handlers, answer
+from dflash_jax.server.serving import ClientGoneError, Serving
+
+log = logging.getLogger("dflash_jax.access")
+
+PAGE = Path(__file__).parent / "page"
+# What needs no key: the page, probes and metrics, as in vLLM.
+OPEN_PATHS = ("/health", "/health_generate", "/ready", "/version", "/metrics")
+# What works without an engine.
+ALWAYS = (*OPEN_PATHS, "/server_info", "/get_server_info", "/get_model_info", "/docs", "/openapi.json")
+CLIENT_GONE = 499
+
+
+def needs_key(path: str) -> bool:
+    return path.startswith(("/v1/", "/generate", "/tokenize", "/detokenize", "/server_info", "/get_"))
+
+
+def needs_engine(scope) -> bool:
+    return scope["method"] == "POST" and scope["path"] not in ALWAYS
+
+
+class Gate:
+    """Before any route: the key, whether the server takes requests, and the size of the body."""
+
+    def __init__(self, app, serving: Serving, api_key: str | None):
+        self.app, self.serving = app, serving
+        self._expected = f"Bearer {api_key}".encode() if api_key else None
+
+    async def __call__(self, scope, receive, send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        began, status = time.perf_counter(), CLIENT_GONE
+
+        async def watched(message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._pass(scope, receive, watched)
+        except ClientGoneError:
+            pass
+        finally:
+            milliseconds = 1e3 * (time.perf_counter() - began)
+            client = (scope.get("client") or ("-",))[0]
+            log.info("%s %s %s %d %.1f ms", client, scope["method"], scope["path"], status, milliseconds)
+
+    async def _pass(self, scope, receive, send) -> None:
+        try:
+            self._check(scope)
+            most, seen = self.serving.limits.body_bytes, 0
+
+            async def measured():
+                nonlocal seen
+                message = await receive()
+                seen += len(message.get("body", b""))
+                if seen > most:
+                    raise ApiError(413, f"the body has more than {most} bytes")
+                return message
+
+            await self.app(scope, measured, send)
+        except ApiError as e:
+            await answer(e)(scope, receive, send)
+
+    def _check(self, scope) -> None:
+        headers, serving = dict(scope["headers"]), self.serving
+        if self._expected is not None and needs_key(scope["path"]):
+            given = headers.get(b"authorization", b"")
+            if not hmac.compare_digest(given, self._expected):
+                raise ApiError(401, "the API key is missing or wrong: send it as Authorization: Bearer KEY")
+        length = headers.get(b"content-length", b"0")
+        if length.isdigit() and int(length) > serving.limits.body_bytes:
+            raise ApiError(413, f"the body has {int(length)} bytes: at most {serving.limits.body_bytes} are possible")
+        if needs_engine(scope):
+            if serving.is_draining:
+                raise ApiError(503, "the server is shutting down")
+            if not serving.is_ready:
+                raise ApiError(503, "the server is warming up")
+
+
+def build(serving: Serving, api_key: str | None = None) -> FastAPI:
+    """The ASGI application of a `Serving`. ``api_key`` None: any key will do."""
+    app = FastAPI(
+        title="dflash_jax",
+        description="OpenAI's and SGLang's interfaces, with lossless DFlash speculative decoding.",
+        docs_url=None,
+        redoc_url=None,
+        responses={"4XX": {"model": Error}, "5XX": {"model": Error}},
+    )
+    app.state.serving = serving
+    for module in (chat, completions, responses, native, operations):
+        app.include_router(module.router)
+    add_handlers(app)
+    app.mount("/", StaticFiles(directory=PAGE, html=True), name="page")
+    app.add_middleware(Gate, serving=serving, api_key=api_key)
+    return app

@@ -1,0 +1,128 @@
+"""Prometheus metrics under vLLM's names, so that its dashboards and `vllm bench serve` read them."""
+
+from collections.abc import Iterator
+from math import isnan
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from dflash_jax.engine.request import Event
+from dflash_jax.rows import Row
+
+if TYPE_CHECKING:
+    from dflash_jax.server.serving import Serving
+
+LABELS = ("model_name", "engine")
+FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+TOKEN_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
+REQUEST_S = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
+TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 200000)
+
+
+class Metrics:
+    """Histograms of requests, and the engine's totals at the time of asking."""
+
+    def __init__(self, serving: "Serving"):
+        self._serving, self.registry = serving, CollectorRegistry()
+        self.registry.register(self)
+
+        def histogram(name: str, text: str, buckets) -> Histogram:
+            made = Histogram(f"vllm:{name}", text, LABELS, registry=self.registry, buckets=buckets)
+            return made.labels(serving.name, "0")
+
+        self._first_token = histogram("time_to_first_token_seconds", "Arrival to first token.", FIRST_TOKEN_S)
+        self._gap = histogram(
+            "inter_token_latency_seconds", "Between tokens; those of a round share its time.", TOKEN_S
+        )
+        self._per_token = histogram("request_time_per_output_token_seconds", "A request's mean.", TOKEN_S)
+        self._latency = histogram("e2e_request_latency_seconds", "Arrival to last token.", REQUEST_S)
+        self._queued = histogram("request_queue_time_seconds", "Arrival to a slot.", REQUEST_S)
+        self._prefill = histogram("request_prefill_time_seconds", "A slot to the first token.", REQUEST_S)
+        self._decode = histogram("request_decode_time_seconds", "First token to last.", REQUEST_S)
+        self._prompt = histogram("request_prompt_tokens", "Prompt tokens.", TOKENS)
+        self._new = histogram("request_generation_tokens", "New tokens.", TOKENS)
+        self._last: dict = {}
+
+    def observe(self, event: Event) -> None:
+        """An event that was just told."""
+        request, now = event.request, self._serving.engine.engine.device.clock
+        before, count = self._last.get(request), len(event.tokens)
+        if count and before is not None:
+            for _ in range(count):
+                self._gap.observe((now - before) / count)
+        if count:
+            self._last[request] = now
+        if event.finish_reason is not None:
+            self._last.pop(request, None)
+
+    def finish(self, row: Row) -> None:
+        """A request that came to its end."""
+        t, new = row.request.times, len(row.request.tokens)
+        self._prompt.observe(len(row.request.prompt))
+        self._new.observe(new)
+        self._latency.observe(t.finished - t.submitted)
+        if isnan(t.first_token):
+            return
+        self._first_token.observe(t.first_token - t.submitted)
+        self._queued.observe(t.admitted - t.submitted)
+        self._prefill.observe(t.first_token - t.admitted)
+        self._decode.observe(t.finished - t.first_token)
+        if new > 1:
+            self._per_token.observe((t.finished - t.first_token) / (new - 1))
+
+    def forget(self, row: Row) -> None:
+        """A request that was given up."""
+        self._last.pop(row.request, None)
+
+    def collect(self) -> Iterator[Metric]:
+        engine, labels = self._serving.engine.engine, [self._serving.name, "0"]
+        s = engine.statistics
+
+        def counter(name: str, text: str, value: float) -> Metric:
+            made = CounterMetricFamily(f"vllm:{name}", text, labels=LABELS)
+            made.add_metric(labels, value)
+            return made
+
+        def gauge(name: str, text: str, value: float) -> Metric:
+            made = GaugeMetricFamily(f"vllm:{name}", text, labels=LABELS)
+            made.add_metric(labels, value)
+            return made
+
+        yield gauge("num_requests_running", "Requests in a slot.", engine.running)
+        yield gauge("num_requests_waiting", "Requests in the queue.", engine.waiting)
+        yield gauge("kv_cache_usage_perc", "Positions of all slots that are in use, 1 for all.", engine.usage)
+        yield counter("prompt_tokens", "Prompt tokens.", s.prompt_tokens)
+        yield counter("generation_tokens", "New tokens.", s.new_tokens)
+        yield counter("prefix_cache_queries", "Prompt tokens looked up.", s.prompt_tokens)
+        yield counter("prefix_cache_hits", "Prompt tokens that were known.", s.cached_tokens)
+        yield counter("spec_decode_num_drafts", "Rounds with drafts.", s.drafts)
+        yield counter("spec_decode_num_draft_tokens", "Drafted tokens.", s.draft_tokens)
+        accepted = dict(s.accepted)
+        total = sum((n - 1) * count for n, count in accepted.items())
+        yield counter("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.", total)
+        places = CounterMetricFamily(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Accepted, by place in the draft.",
+            labels=(*LABELS, "position"),
+        )
+        for place in range(engine.options.widths[-1] - 1):
+            count = sum(c for n, c in accepted.items() if n - 1 > place)
+            places.add_metric([*labels, str(place)], count)
+        yield places
+        ended = CounterMetricFamily(
+            "vllm:request_success", "Requests by how they ended.", labels=(*LABELS, "finished_reason")
+        )
+        for reason in ("stop", "length", "abort", "error"):
+            ended.add_metric([*labels, reason], s.requests[reason])
+        yield ended
+        rounds = CounterMetricFamily(
+            "dflash:dispatches", "Dispatches, by compiled rows and width.", labels=(*LABELS, "rows", "width")
+        )
+        for (rows, width), count in dict(s.dispatches).items():
+            rounds.add_metric([*labels, str(rows), str(width)], count)
+        yield rounds
+        yield counter("engine_host_seconds", "Of the engine's steps, without waiting for the device.", s.host_s)
+
+    def text(self) -> bytes:
+        return generate_latest(self.registry)

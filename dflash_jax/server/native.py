@@ -1,0 +1,153 @@
+"""SGLang's own interface: /generate and /server_info."""
+
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from importlib.metadata import version
+
+from fastapi import APIRouter, Request
+
+from dflash_jax.rows import Row
+from dflash_jax.server import prepare, schema
+from dflash_jax.server.answer_schema import Generated
+from dflash_jax.server.answers import finite, token_text
+from dflash_jax.server.errors import ApiError, JsonResponse
+from dflash_jax.server.serving import Serving, while_connected
+from dflash_jax.server.stream import EventStream, frame
+
+router = APIRouter()
+
+
+def prompts_of(body: schema.GenerateRequest) -> tuple[list, bool]:
+    """(prompts, whether there may be several)."""
+    if (body.text is None) == (body.input_ids is None):
+        raise ApiError(400, "give text or input_ids, and one of them only", "text")
+    given = body.text if body.text is not None else body.input_ids
+    if isinstance(given, str):
+        return [given], False
+    if not given:
+        raise ApiError(400, "there is no prompt", "text" if body.text is not None else "input_ids")
+    return ([given], False) if isinstance(given[0], int) else (given, True)
+
+
+async def prepared(serving: Serving, body: schema.GenerateRequest) -> tuple[list[Row], bool]:
+    prompts, several = prompts_of(body)
+    each = body.sampling_params if isinstance(body.sampling_params, list) else [body.sampling_params] * len(prompts)
+    if len(each) != len(prompts):
+        message = f"{len(each)} sampling_params for {len(prompts)} prompts: give one, or one each"
+        raise ApiError(400, message, "sampling_params")
+    found = []
+    for prompt, wanted in zip(prompts, each, strict=True):
+        wanted = wanted or schema.NativeSampling()
+        n = prepare.check_counts(serving, wanted, len(prompts))
+        ids = serving.llm.encode(prompt)
+        most = serving.check_room(ids, wanted.max_new_tokens or 128, "sampling_params.max_new_tokens")
+        logprobs = (body.top_logprobs_num or 0) if body.return_logprob else None
+        params = prepare.sampling(wanted, most, wanted.sampling_seed, logprobs)
+        grammar = await prepare.matcher(serving, prepare.constraint(wanted))
+        start = -1 if body.logprob_start_len is None else body.logprob_start_len
+        of_prompt = logprobs if start >= 0 else None
+        found += prepare.rows(
+            serving, ids, params, n, block_size=body.block_size, grammar=grammar, prompt_logprobs=of_prompt
+        )
+        several = several or n > 1
+    return found, several
+
+
+def answer(serving: Serving, body: schema.GenerateRequest, row: Row, request_id: str, began: float) -> dict:
+    """What is known of a row so far. ``meta_info`` as SGLang's benchmarks and z-lab's read it."""
+    request, tokenizer = row.request, serving.llm.tokenizer
+    reason = request.finish_reason and {"type": request.finish_reason}
+    if request.finish_reason == "length":
+        reason["length"] = request.params.max_tokens
+    elif request.finish_reason == "stop":
+        reason["matched"] = row.matched
+    rounds = len(row.accepted)
+    meta = {
+        "id": request_id,
+        "finish_reason": reason or None,
+        "prompt_tokens": len(request.prompt),
+        "completion_tokens": len(request.tokens),
+        "cached_tokens": request.cached,
+        "e2e_latency": time.perf_counter() - began,
+        "spec_verify_ct": rounds,
+        "spec_accept_length": sum(row.accepted) / rounds if rounds else 0.0,
+        "spec_accept_token_num": sum(n - 1 for n in row.accepted),
+        "spec_draft_token_num": row.draft_tokens,
+        "weight_version": "default",
+    }
+    if body.return_logprob:
+        meta |= _logprobs("output", tokenizer, row.logprobs or [], body)
+        if request.prompt_entries is not None:
+            first = {"token_id": request.prompt[0], "logprob": None, "top": {}}
+            start = body.logprob_start_len or 0
+            meta |= _logprobs("input", tokenizer, [first, *request.prompt_entries][start:], body)
+    return {"text": row.text.text if row.text else None, "output_ids": list(request.tokens), "meta_info": meta}
+
+
+def _logprobs(side: str, tokenizer, entries: list[dict], body: schema.GenerateRequest) -> dict:
+    def triple(token: int, value: float | None) -> list:
+        text = token_text(tokenizer, token)[0] if body.return_text_in_logprobs else None
+        return [None if value is None else finite(value), token, text]
+
+    found = {f"{side}_token_logprobs": [triple(e["token_id"], e["logprob"]) for e in entries]}
+    if body.top_logprobs_num:
+        found[f"{side}_top_logprobs"] = [[triple(t, v) for t, v in e["top"].items()] or None for e in entries]
+    return found
+
+
+@router.post("/generate", responses={200: {"model": Generated | list[Generated]}}, response_model=None)
+async def generate(http: Request, body: schema.GenerateRequest):
+    serving: Serving = http.app.state.serving
+    began = time.perf_counter()
+    rows, several = await prepared(serving, body)
+    request_id = body.rid or uuid.uuid4().hex
+    if body.stream:
+        return await EventStream.start(http, streamed(serving, body, rows, several, request_id, began))
+    await while_connected(http, serving.run(rows))
+    found = [answer(serving, body, row, request_id, began) for row in rows]
+    return JsonResponse(found if several else found[0])
+
+
+async def streamed(
+    serving: Serving, body: schema.GenerateRequest, rows: list[Row], several: bool, request_id: str, began: float
+) -> AsyncGenerator[bytes, None]:
+    """Each event has all of the text so far, as SGLang's."""
+    async for i, _ in serving.merged(rows):
+        found = answer(serving, body, rows[i], request_id, began)
+        yield frame(found | ({"index": i} if several else {}))
+
+
+@router.get("/server_info", response_model=None)
+@router.get("/get_server_info", response_model=None, include_in_schema=False)
+async def server_info(http: Request):
+    """How the server was set up, and what its engine counted."""
+    serving: Serving = http.app.state.serving
+    engine = serving.engine.engine
+    s = engine.statistics
+    drafts = max(s.drafts, 1)
+    accepted = sum((n - 1) * c for n, c in dict(s.accepted).items())
+    state = {
+        "running": engine.running,
+        "waiting": engine.waiting,
+        "usage": engine.usage,
+        "requests": dict(s.requests),
+        "rounds": s.rounds,
+        "dispatches": {f"{rows}x{width}": c for (rows, width), c in dict(s.dispatches).items()},
+        "avg_spec_accept_length": 1 + accepted / drafts if s.drafts else None,
+        "round_seconds": {f"{rows}x{width}": v for (rows, width), v in dict(engine.policy.seconds).items()},
+    }
+    return JsonResponse(
+        {
+            "version": version("dflash-jax"),
+            **serving.info,
+            "max_model_len": serving.capacity,
+            "internal_states": [state],
+        }
+    )
+
+
+@router.get("/get_model_info", response_model=None)
+async def model_info(http: Request):
+    serving: Serving = http.app.state.serving
+    return JsonResponse({"model_path": serving.info.get("model_path"), "is_generation": True})

@@ -1,0 +1,100 @@
+"""What is asked beside text: models, health, metrics, tokens."""
+
+import asyncio
+from importlib.metadata import version
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from dflash_jax.server import schema
+from dflash_jax.server.answer_schema import Error, Model, Models, Status, Text, Tokens, Version
+from dflash_jax.server.chat import converse
+from dflash_jax.server.errors import ApiError, JsonResponse
+from dflash_jax.server.serving import Serving
+
+router = APIRouter()
+NOT_READY = {503: {"model": Status}}
+
+
+def model_card(serving: Serving, name: str) -> dict:
+    return {
+        "id": name,
+        "object": "model",
+        "created": serving.created,
+        "owned_by": "dflash_jax",
+        "root": serving.info.get("model_path"),
+        "max_model_len": serving.capacity,
+    }
+
+
+@router.get("/v1/models", responses={200: {"model": Models}}, response_model=None)
+async def models(http: Request):
+    serving: Serving = http.app.state.serving
+    return JsonResponse({"object": "list", "data": [model_card(serving, name) for name in serving.names]})
+
+
+@router.get("/v1/models/{name:path}", responses={200: {"model": Model}, 404: {"model": Error}}, response_model=None)
+async def model(http: Request, name: str):
+    serving: Serving = http.app.state.serving
+    serving.check_model(name)
+    return JsonResponse(model_card(serving, name or serving.name))
+
+
+@router.get("/health", responses={200: {"model": Status}, **NOT_READY}, response_model=None)
+@router.get("/health_generate", include_in_schema=False, response_model=None)
+async def health(http: Request):
+    """Whether the process and its engine are well."""
+    serving: Serving = http.app.state.serving
+    if serving.failure is not None:
+        return JsonResponse({"status": f"the engine failed: {serving.failure}"}, 503)
+    return JsonResponse({"status": "ok"})
+
+
+@router.get("/ready", responses={200: {"model": Status}, **NOT_READY}, response_model=None)
+async def ready(http: Request):
+    """Whether requests should be sent here: not before the end of warm-up, not while draining."""
+    serving: Serving = http.app.state.serving
+    status = serving.failure or ("draining" if serving.is_draining else None if serving.is_ready else "warming up")
+    return JsonResponse({"status": status or "ok"}, 503 if status else 200)
+
+
+@router.get("/version", responses={200: {"model": Version}}, response_model=None)
+async def get_version():
+    return JsonResponse({"version": version("dflash-jax")})
+
+
+@router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
+async def metrics(http: Request):
+    """Prometheus, under vLLM's names."""
+    return Response(http.app.state.serving.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+@router.post("/tokenize", responses={200: {"model": Tokens}}, response_model=None)
+async def tokenize(http: Request, body: schema.TokenizeRequest):
+    serving: Serving = http.app.state.serving
+    serving.check_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(400, "give prompt or messages, and one of them only", "prompt")
+    tokenizer = serving.llm.tokenizer
+    if tokenizer is None:
+        raise ApiError(400, "this checkpoint has no tokenizer", "prompt")
+    if body.messages is not None:
+        ids = (await converse(serving, body.messages, body.tools, body.chat_template_kwargs)).prompt
+    else:
+        encode = tokenizer.encode if body.add_special_tokens else tokenizer.encode_plain
+        try:
+            ids = await asyncio.to_thread(encode, body.prompt)
+        except (TypeError, UnicodeEncodeError):
+            raise ApiError(400, "prompt is not text that UTF-8 can hold", "prompt") from None
+    names = [tokenizer.token(i) for i in ids] if body.return_token_strs else None
+    return JsonResponse({"count": len(ids), "max_model_len": serving.capacity, "tokens": ids, "token_strs": names})
+
+
+@router.post("/detokenize", responses={200: {"model": Text}}, response_model=None)
+async def detokenize(http: Request, body: schema.DetokenizeRequest):
+    serving: Serving = http.app.state.serving
+    serving.check_model(body.model)
+    if serving.llm.tokenizer is None:
+        raise ApiError(400, "this checkpoint has no tokenizer", "tokens")
+    ids = serving.llm.encode(body.tokens) if body.tokens else []
+    return JsonResponse({"prompt": serving.llm.tokenizer.decode(ids)})

@@ -1,0 +1,155 @@
+"""From the fields of a request to what the engine takes: prompts, sampling parameters, constraints, rows."""
+
+import asyncio
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from dflash_jax.errors import InputError
+from dflash_jax.params import SamplingParams
+from dflash_jax.rows import Row
+from dflash_jax.server import schema
+from dflash_jax.server.errors import ApiError
+from dflash_jax.server.grammar import Constraint, GrammarMask, LLMatcher
+
+if TYPE_CHECKING:
+    from dflash_jax.server.serving import Serving
+
+SEEDS = 2**32
+
+
+def sampling(body: schema.Sampling, max_tokens: int, seed: int | None, logprobs: int | None = None) -> SamplingParams:
+    """A body's sampling fields. A seed of any size is taken modulo 2³²; none is a fresh one."""
+    stop = getattr(body, "stop", None) or ()
+    try:
+        return SamplingParams(
+            temperature=body.temperature,
+            top_k=0 if body.top_k == -1 else body.top_k,
+            top_p=body.top_p,
+            min_p=body.min_p,
+            repetition_penalty=body.repetition_penalty,
+            frequency_penalty=body.frequency_penalty or 0.0,
+            presence_penalty=body.presence_penalty or 0.0,
+            logit_bias=biases(getattr(body, "logit_bias", None)),
+            seed=int.from_bytes(os.urandom(4), "little") if seed is None else seed % SEEDS,
+            max_tokens=max_tokens,
+            stop=(stop,) if isinstance(stop, str) else tuple(stop),
+            stop_token_ids=tuple(body.stop_token_ids or ()),
+            ignore_eos=body.ignore_eos,
+            logprobs=logprobs,
+        )
+    except InputError as e:
+        raise ApiError(400, str(e), str(e).partition(" ")[0]) from None
+
+
+def biases(given: dict[str, float] | None) -> dict[int, float]:
+    try:
+        return {int(token): value for token, value in (given or {}).items()}
+    except ValueError:
+        raise ApiError(400, "logit_bias: its keys must be token ids", "logit_bias") from None
+
+
+def check_counts(serving: "Serving", body, prompts: int = 1) -> int:
+    """How many choices each prompt gets."""
+    limits, n = serving.limits, getattr(body, "n", None) or 1
+    stops = getattr(body, "stop", None) or []
+    if n > limits.choices:
+        raise ApiError(400, f"n is {n}: at most {limits.choices} choices are possible", "n")
+    if prompts > limits.prompts:
+        raise ApiError(400, f"{prompts} prompts: at most {limits.prompts} are possible", "prompt")
+    if not isinstance(stops, str) and len(stops) > limits.stops:
+        raise ApiError(400, f"{len(stops)} stop strings: at most {limits.stops} are possible", "stop")
+    return n
+
+
+def constraint(body) -> Constraint | None:
+    """The one constraint that the fields of a body ask for."""
+    found = []
+    form = getattr(body, "response_format", None)
+    if form is not None and form.type == "json_object":
+        found.append(Constraint("json", {}, "response_format"))
+    elif form is not None and form.type == "json_schema":
+        if form.json_schema is None or form.json_schema.schema_ is None:
+            raise ApiError(400, "response_format.json_schema.schema is missing", "response_format.json_schema.schema")
+        found.append(Constraint("schema", form.json_schema.schema_, "response_format.json_schema.schema"))
+    elif form is not None and form.type in ("regex", "grammar"):
+        raise ApiError(400, f"response_format.type {form.type}: use the field {form.type}", "response_format.type")
+    kinds = {
+        "regex": "regex",
+        "grammar": "grammar",
+        "ebnf": "grammar",
+        "json_schema": "schema",
+        "guided_regex": "regex",
+        "guided_grammar": "grammar",
+        "guided_json": "schema",
+        "guided_choice": "choice",
+    }
+    given = {name: getattr(body, name, None) for name in kinds}
+    nested = {"regex": "regex", "grammar": "grammar", "json": "schema", "choice": "choice", "json_object": "json"}
+    for name, value in (getattr(body, "structured_outputs", None) or {}).items():
+        if name not in nested:
+            raise ApiError(400, f"structured_outputs.{name} is not supported", f"structured_outputs.{name}")
+        if value not in (None, False):
+            found.append(Constraint(nested[name], value, f"structured_outputs.{name}"))
+    found += [Constraint(kinds[name], value, name) for name, value in given.items() if value is not None]
+    if len(found) > 1:
+        names = " and ".join(c.field for c in found)
+        raise ApiError(400, f"{names} each ask for a form of the text: give one of them", found[1].field)
+    return _checked(found[0]) if found else None
+
+
+def _checked(wanted: Constraint) -> Constraint:
+    value, right = wanted.value, {"schema": (dict, bool), "choice": list, "regex": str, "grammar": str}
+    if wanted.kind == "schema" and isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            raise ApiError(400, f"{wanted.field} is not JSON", wanted.field) from None
+    if not isinstance(value, right.get(wanted.kind, object)):
+        raise ApiError(400, f"{wanted.field} has a wrong type", wanted.field)
+    if wanted.kind == "choice" and not (value and all(isinstance(c, str) and c for c in value)):
+        raise ApiError(400, f"{wanted.field} must be a list of strings, none of them empty", wanted.field)
+    return replace(wanted, value=value)
+
+
+async def matcher(serving: "Serving", wanted: Constraint | None) -> LLMatcher | None:
+    """Compiled off the event loop."""
+    if wanted is None:
+        return None
+    if serving.grammar is None:
+        raise ApiError(400, f"{wanted.field} needs a tokenizer.json, and this checkpoint has none", wanted.field)
+    try:
+        return await asyncio.to_thread(serving.grammar.matcher, wanted)
+    except InputError as e:
+        raise ApiError(400, str(e), wanted.field) from None
+
+
+def rows(
+    serving: "Serving",
+    prompt: Sequence[int],
+    params: SamplingParams,
+    n: int,
+    *,
+    block_size: int | str | None = None,
+    priority: int = 0,
+    grammar: LLMatcher | None = None,
+    thought: str = "none",
+    prompt_logprobs: int | None = None,
+) -> list[Row]:
+    """One row for each choice; of a seed s the choices have s, s + 1, …  ``thought``: where reasoning stands when the
+    text begins: "open", "possible" or "none"."""
+    found = []
+    for i in range(n):
+        mask = None
+        if grammar is not None:
+            own = grammar if n == 1 else grammar.deep_copy()
+            mask = GrammarMask(serving.grammar, own, thought)
+        own = replace(params, seed=(params.seed + i) % SEEDS)
+        options = {"priority": priority, "mask": mask, "prompt_logprobs": prompt_logprobs}
+        found.append(serving.llm.new_row(prompt, own, block_size, **options))
+        if mask is not None:
+            # A finished text must be able to end.
+            found[-1].request.stops = list(dict.fromkeys((*found[-1].request.stops, *serving.llm.defaults.stop_ids)))
+    return found

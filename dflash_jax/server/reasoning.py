@@ -1,0 +1,69 @@
+"""Where reasoning ends and the answer begins, in text that is still arriving."""
+
+OPEN, CLOSE = "<think>", "</think>"
+
+
+def held_back(text: str, *markers: str) -> int:
+    """How many characters at the end of ``text`` may be the beginning of a marker."""
+    return max((n for m in markers for n in range(1, min(len(m), len(text) + 1)) if text.endswith(m[:n])), default=0)
+
+
+def is_open(prompt: str) -> bool:
+    """Whether a prompt ends inside a thought, so that the answer begins there."""
+    return prompt.rfind(OPEN) > prompt.rfind(CLOSE)
+
+
+class ReasoningSplitter:
+    """Text → (reasoning, content), without the tags and the blank lines around them.
+
+    ``started``: the prompt has opened the thought already. Else it begins with <think>, if there is one at all.
+    """
+
+    def __init__(self, started: bool):
+        self._state = "reasoning" if started else "undecided"
+        self._held, self._fresh = "", True
+
+    @property
+    def is_reasoning(self) -> bool:
+        return self._state == "reasoning"
+
+    def push(self, text: str) -> tuple[str, str]:
+        self._held += text
+        if self._state == "undecided":
+            found = self._held.lstrip()
+            if not found or (OPEN.startswith(found) and found != OPEN):
+                return "", ""
+            if found.startswith(OPEN):
+                self._state, self._held = "reasoning", found.removeprefix(OPEN)
+            else:
+                self._state, self._fresh = "content", False
+        if self._state == "reasoning":
+            thought, closed, rest = self._held.partition(CLOSE)
+            if closed:
+                self._state, self._held = "content", ""
+                thought = self._opened(thought).rstrip()
+                self._fresh = True
+                return thought, self._content(rest)
+            # Blank lines before the end are not part of it.
+            keep = len(thought) - held_back(thought, CLOSE)
+            keep = len(thought[:keep].rstrip())
+            self._held = thought[keep:]
+            return self._opened(thought[:keep]), ""
+        rest, self._held = self._held, ""
+        return "", self._content(rest)
+
+    def finish(self) -> tuple[str, str]:
+        """No more text comes."""
+        rest, self._held = self._held, ""
+        if self._state == "reasoning":
+            return self._opened(rest).rstrip(), ""
+        return "", rest
+
+    def _opened(self, text: str) -> str:
+        if self._fresh:
+            text = text.lstrip()
+            self._fresh = not text
+        return text
+
+    def _content(self, text: str) -> str:
+        return self._opened(text)

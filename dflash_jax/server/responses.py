@@ -1,0 +1,311 @@
+"""/v1/responses: OpenAI's newer interface over the same conversations. Nothing is stored."""
+
+import time
+import uuid
+from collections.abc import AsyncGenerator
+
+from fastapi import APIRouter, Request
+from pydantic import ValidationError
+
+from dflash_jax.rows import Row
+from dflash_jax.server import schema
+from dflash_jax.server.answer_schema import Response
+from dflash_jax.server.answers import chat_logprobs, usage
+from dflash_jax.server.chat import Conversation, Delta, prepared, text_of
+from dflash_jax.server.errors import ApiError, JsonResponse, as_api_error, field
+from dflash_jax.server.serving import Serving, while_connected
+from dflash_jax.server.stream import EventStream, frame
+
+router = APIRouter()
+
+
+def as_messages(body: schema.ResponsesRequest) -> list[dict]:
+    """Instructions and input as a chat's messages."""
+    messages = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    if isinstance(body.input, str):
+        return [*messages, {"role": "user", "content": body.input}]
+    if not body.input:
+        raise ApiError(400, "input is empty", "input")
+    for i, item in enumerate(body.input):
+        where, more = f"input[{i}]", item.model_extra or {}
+        kind = item.type or "message"
+        if kind == "message":
+            if item.role not in ("system", "developer", "user", "assistant"):
+                raise ApiError(400, f"{where}.role is {item.role!r}: it must be system, user or assistant", where)
+            messages.append({"role": item.role, "content": text_of(item.content, where)})
+        elif kind == "function_call":
+            function = {"name": _text(more, "name", where), "arguments": _text(more, "arguments", where)}
+            call = {"id": _text(more, "call_id", where), "type": "function", "function": function}
+            if messages and messages[-1]["role"] == "assistant":
+                messages[-1].setdefault("tool_calls", []).append(call)
+            else:
+                messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        elif kind == "function_call_output":
+            output = more.get("output")
+            if not isinstance(output, str):
+                raise ApiError(400, f"{where}.output must be text", f"{where}.output")
+            messages.append({"role": "tool", "tool_call_id": _text(more, "call_id", where), "content": output})
+        elif kind == "reasoning":
+            thought = text_of([_part(p) for p in item.content or []] if isinstance(item.content, list) else "", where)
+            messages.append({"role": "assistant", "content": "", "reasoning_content": thought})
+        else:
+            raise ApiError(400, f"{where}.type {kind!r} is not supported", f"{where}.type")
+    return _joined_thoughts(messages)
+
+
+def _part(part: schema.Part) -> schema.Part:
+    return schema.Part(type="text", text=part.text or "")
+
+
+def _text(item: dict, name: str, where: str) -> str:
+    if not isinstance(item.get(name), str):
+        raise ApiError(400, f"{where}.{name} must be text", f"{where}.{name}")
+    return item[name]
+
+
+def _joined_thoughts(messages: list[dict]) -> list[dict]:
+    """A thought belongs to the message behind it."""
+    found: list[dict] = []
+    for message in messages:
+        before = found[-1] if found else {}
+        is_thought = before.get("reasoning_content") is not None and not before["content"]
+        if is_thought and not before.get("tool_calls") and message["role"] == "assistant":
+            found[-1] = {**message, "reasoning_content": before["reasoning_content"]}
+        else:
+            found.append(message)
+    return found
+
+
+def as_chat(body: schema.ResponsesRequest) -> schema.ChatRequest:
+    """The same wish as a chat request."""
+    form, choice = body.text.format if body.text else None, body.tool_choice
+    response_format = None
+    if form is not None and form.type == "json_schema":
+        named = schema.JsonSchema(name=form.name or "answer", schema=form.schema_, strict=form.strict)
+        response_format = schema.ResponseFormat(type="json_schema", json_schema=named)
+    elif form is not None:
+        response_format = schema.ResponseFormat(type=form.type)
+    if isinstance(choice, schema.ResponsesToolName):
+        choice = schema.NamedTool(type="function", function=schema.FunctionName(name=choice.name))
+    wants_logprobs = body.top_logprobs is not None or "message.output_text.logprobs" in (body.include or ())
+    tools = [
+        schema.Tool(type="function", function=schema.Function(**t.model_dump(exclude={"type"})))
+        for t in body.tools or ()
+    ]
+    return schema.ChatRequest(
+        model=body.model,
+        messages=[schema.Message(**m) for m in as_messages(body)],
+        max_completion_tokens=body.max_output_tokens,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
+        min_p=body.min_p,
+        seed=body.seed,
+        logprobs=wants_logprobs or None,
+        top_logprobs=body.top_logprobs if wants_logprobs else None,
+        response_format=response_format,
+        tools=tools or None,
+        tool_choice=choice,
+        parallel_tool_calls=body.parallel_tool_calls,
+        chat_template_kwargs=body.chat_template_kwargs,
+        reasoning_effort=body.reasoning.effort if body.reasoning else None,
+    )
+
+
+def _id(kind: str) -> str:
+    return f"{kind}_{uuid.uuid4().hex}"
+
+
+class Output:
+    """The items of an answer as they grow, and the events that tell of it."""
+
+    def __init__(self, tokenizer):
+        self._tokenizer, self.items = tokenizer, []
+        self._kind: str | None = None
+        self._calls: list = []
+        self._logprobs: list[dict] = []
+
+    def take(self, delta: Delta, logprobs: list[dict] | None) -> list[dict]:
+        """Events for a piece."""
+        events = []
+        if delta.reasoning:
+            events += self._open("reasoning") + self._grow("reasoning_text", delta.reasoning)
+        if delta.content:
+            events += self._open("message")
+            events += self._grow("output_text", delta.content, chat_logprobs(self._tokenizer, logprobs or []))
+        for call in delta.calls:
+            if call.name is not None:
+                events += self.close() + self._open("function_call", call)
+            if call.arguments:
+                self.items[-1]["arguments"] += call.arguments
+                events.append(self._event("response.function_call_arguments.delta", delta=call.arguments))
+        return events
+
+    def _event(self, kind: str, **values) -> dict:
+        return {"type": kind, "item_id": self.items[-1]["id"], "output_index": len(self.items) - 1, **values}
+
+    def _open(self, kind: str, call=None) -> list[dict]:
+        if self._kind == kind and call is None:
+            return []
+        events = self.close()
+        self._kind, part = kind, None
+        if kind == "message":
+            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            item = {"id": _id("msg"), "type": kind, "role": "assistant", "status": "in_progress", "content": []}
+        elif kind == "reasoning":
+            part = {"type": "reasoning_text", "text": ""}
+            item = {"id": _id("rs"), "type": kind, "summary": [], "status": "in_progress", "content": []}
+        else:
+            item = {"id": _id("fc"), "type": kind, "call_id": call.id, "name": call.name, "arguments": ""}
+            item["status"] = "in_progress"
+        self.items.append(item)
+        added = {"type": "response.output_item.added", "output_index": len(self.items) - 1}
+        # Events are written before the item grows on: they get a copy.
+        events.append(added | {"item": dict(item) | ({"content": []} if part else {})})
+        if part:
+            item["content"].append(part)
+            events.append(self._event("response.content_part.added", content_index=0, part=dict(part)))
+        return events
+
+    def _grow(self, kind: str, text: str, logprobs: list[dict] = ()) -> list[dict]:
+        part = self.items[-1]["content"][0]
+        part["text"] += text
+        more = {}
+        if kind == "output_text":
+            part["logprobs"] = [*part["logprobs"], *logprobs]
+            more["logprobs"] = list(logprobs)
+        return [self._event(f"response.{kind}.delta", content_index=0, delta=text, **more)]
+
+    def close(self, status: str = "completed") -> list[dict]:
+        """Ends the item under way."""
+        if self._kind is None:
+            return []
+        item, self._kind = self.items[-1], None
+        item["status"] = status
+        events = []
+        if item["type"] == "function_call":
+            done = {"arguments": item["arguments"], "name": item["name"]}
+            events.append(self._event("response.function_call_arguments.done", **done))
+        else:
+            part = item["content"][0]
+            more = {"logprobs": part["logprobs"]} if part["type"] == "output_text" else {}
+            events.append(self._event(f"response.{part['type']}.done", content_index=0, text=part["text"], **more))
+            events.append(self._event("response.content_part.done", content_index=0, part=part))
+        done = {"type": "response.output_item.done", "output_index": len(self.items) - 1, "item": item}
+        return [*events, done]
+
+
+def envelope(body: schema.ResponsesRequest, name: str, response_id: str, created: int) -> dict:
+    """A response before anything is known of it."""
+    choice = body.tool_choice or "auto"
+    choice = choice if isinstance(choice, str) else choice.model_dump()
+    return {
+        "id": response_id,
+        "object": "response",
+        "created_at": created,
+        "status": "in_progress",
+        "background": False,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "model": body.model or name,
+        "output": [],
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": None,
+        "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
+        "store": False,
+        "temperature": body.temperature,
+        "text": body.text.model_dump(by_alias=True, exclude_none=True) if body.text else {"format": {"type": "text"}},
+        "tool_choice": body.tool_choice.model_dump()
+        if hasattr(body.tool_choice, "model_dump")
+        else body.tool_choice or "auto",
+        "tools": [t.model_dump() for t in body.tools or ()],
+        "top_p": body.top_p,
+        "truncation": "disabled",
+        "usage": None,
+        "user": body.user,
+        "metadata": body.metadata or {},
+    }
+
+
+def ended(value: dict, output: Output, row: Row, reasoning_tokens: int) -> dict:
+    is_whole = row.request.finish_reason != "length"
+    counted = usage([row], 1)
+    return {
+        **value,
+        "status": "completed" if is_whole else "incomplete",
+        "incomplete_details": None if is_whole else {"reason": "max_output_tokens"},
+        "output": output.items,
+        "usage": {
+            "input_tokens": counted["prompt_tokens"],
+            "input_tokens_details": counted["prompt_tokens_details"],
+            "output_tokens": counted["completion_tokens"],
+            "output_tokens_details": counted["completion_tokens_details"] | {"reasoning_tokens": reasoning_tokens},
+            "total_tokens": counted["total_tokens"],
+        },
+    }
+
+
+@router.post("/v1/responses", responses={200: {"model": Response}}, response_model=None)
+async def responses(http: Request, body: schema.ResponsesRequest):
+    serving: Serving = http.app.state.serving
+    try:
+        chat = as_chat(body)
+    except ValidationError as e:
+        first = e.errors()[0]
+        raise ApiError(400, f"{field(('body', *first['loc']))}: {first['msg']}") from None
+    talk, rows = await prepared(serving, chat)
+    value = envelope(body, serving.name, _id("resp"), int(time.time()))
+    events = numbered(serving, talk, rows[0], value)
+    if body.stream:
+        return await EventStream.start(http, framed(events), last=b"")
+    return JsonResponse(await while_connected(http, last(events)))
+
+
+async def last(events: AsyncGenerator[dict, None]) -> dict:
+    async for event in events:
+        found = event
+    if found["type"] == "response.failed":
+        raise found["cause"]
+    return found["response"]
+
+
+async def framed(events: AsyncGenerator[dict, None]) -> AsyncGenerator[bytes, None]:
+    async for event in events:
+        event.pop("cause", None)
+        yield frame(event, event["type"])
+
+
+async def numbered(serving: Serving, talk: Conversation, row: Row, value: dict) -> AsyncGenerator[dict, None]:
+    number = 0
+    async for event in told(serving, talk, row, value):
+        yield {**event, "sequence_number": number}
+        number += 1
+
+
+async def told(serving: Serving, talk: Conversation, row: Row, value: dict) -> AsyncGenerator[dict, None]:
+    """The events of a response."""
+    output, parser, begun = Output(serving.llm.tokenizer), talk.parser(), False
+    try:
+        async for piece in serving.pieces(row):
+            if not begun:
+                begun = True
+                yield {"type": "response.created", "response": value}
+                yield {"type": "response.in_progress", "response": value}
+            for event in output.take(parser.push(piece), piece.logprobs):
+                yield event
+            if row.request.finish_reason:
+                for event in output.take(parser.finish(), None):
+                    yield event
+    except Exception as e:
+        if not begun:
+            raise
+        error = as_api_error(e)
+        failed = {**value, "status": "failed", "error": {"code": "server_error", "message": error.message}}
+        yield {"type": "response.failed", "response": failed, "cause": error}
+        return
+    whole = ended(value, output, row, parser.reasoning_tokens)
+    for event in output.close("completed" if whole["status"] == "completed" else "incomplete"):
+        yield event
+    yield {"type": f"response.{whole['status']}", "response": whole}

@@ -1,0 +1,143 @@
+"""The model behind the server: rows in, pieces of text out, counted."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from starlette.requests import Request as HttpRequest
+
+from dflash_jax.engine.service import AsyncEngine
+from dflash_jax.llm import LLM
+from dflash_jax.rows import Piece, Row
+from dflash_jax.server.errors import ApiError
+from dflash_jax.server.grammar import GrammarTokens
+from dflash_jax.server.metrics import Metrics
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one HTTP request may ask for."""
+
+    body_bytes: int = 10 * 2**20
+    choices: int = 16
+    prompts: int = 128
+    stops: int = 16
+    tools: int = 128
+
+
+class ClientGoneError(Exception):
+    """Nobody waits for the answer any more."""
+
+
+async def until_gone(receive: Callable) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def while_connected(http: HttpRequest, work: Awaitable):
+    """The work's result. Cancels it, and raises ClientGoneError, when the client goes away first."""
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(until_gone(http.receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGoneError
+        return task.result()
+    finally:
+        for each in (task, gone):
+            each.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+class Serving:
+    """One LLM and its engine, under the names that clients may use."""
+
+    def __init__(self, llm: LLM, engine: AsyncEngine, names: Sequence[str], limits: Limits = Limits(), info=None):
+        self.llm, self.engine, self.names, self.limits = llm, engine, tuple(names), limits
+        self.info: dict = info or {}
+        self.created = int(time.time())
+        self.is_ready, self.is_draining = False, False
+        self.in_flight = 0
+        self.metrics = Metrics(self)
+        self.grammar = None
+        if llm.tokenizer is not None and llm.tokenizer.file is not None:
+            self.grammar = GrammarTokens(llm.tokenizer, llm.config.vocab_size, llm.defaults.stop_ids)
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def capacity(self) -> int:
+        """Positions of a slot."""
+        return self.engine.engine.device.capacity
+
+    @property
+    def failure(self) -> str | None:
+        return self.engine.engine.failure
+
+    def check_model(self, model: str | None) -> None:
+        if model and model not in self.names:
+            raise ApiError(404, f"model {model!r} is not served here: {', '.join(self.names)}", "model")
+
+    def check_room(self, prompt: Sequence[int], most: int | None, param: str) -> int:
+        """New tokens that a prompt may have, at most ``most``. Raises ApiError where it leaves no room."""
+        room = self.capacity - len(prompt)
+        if room < 1 or (most is not None and most > room):
+            wanted = "at least one new one" if most is None else f"{most} new ones"
+            raise ApiError(
+                400, f"{len(prompt)} prompt tokens and {wanted} do not fit: at most {self.capacity} tokens do", param
+            )
+        return room if most is None else most
+
+    async def pieces(self, row: Row) -> AsyncIterator[Piece]:
+        """What the engine brings to a row, until it has all. Whoever stops listening aborts it."""
+        events = self.engine.submit(row.request)
+        self.in_flight += 1
+        try:
+            async for event in events:
+                row.take(event)
+                self.metrics.observe(event)
+                row.raise_failure()
+                yield row.pieces.popleft()
+            self.metrics.finish(row)
+        finally:
+            self.in_flight -= 1
+            self.metrics.forget(row)
+            await events.aclose()
+
+    async def run(self, rows: Sequence[Row]) -> None:
+        """All of the rows to their ends."""
+        async for _ in self.merged(rows):
+            pass
+
+    async def merged(self, rows: Sequence[Row]) -> AsyncIterator[tuple[int, Piece]]:
+        """(index, piece) of several rows, as they come."""
+        if len(rows) == 1:
+            async for piece in self.pieces(rows[0]):
+                yield 0, piece
+            return
+        queue: asyncio.Queue = asyncio.Queue()
+
+        async def feed(i: int) -> None:
+            try:
+                async for piece in self.pieces(rows[i]):
+                    queue.put_nowait((i, piece))
+                queue.put_nowait((i, None))
+            except Exception as e:
+                queue.put_nowait((i, e))
+
+        tasks, left = [asyncio.create_task(feed(i)) for i in range(len(rows))], len(rows)
+        try:
+            while left:
+                i, found = await queue.get()
+                if isinstance(found, Exception):
+                    raise found
+                if found is None:
+                    left -= 1
+                else:
+                    yield i, found
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,101 @@
+"""One server with the bundled pair, on a thread of its own, for all tests of a process."""
+
+import asyncio
+import socket
+import threading
+import time
+
+import httpx
+import pytest
+import uvicorn
+
+from dflash_jax import LLM
+from dflash_jax.engine import device
+from dflash_jax.engine.service import AsyncEngine
+from dflash_jax.engine.warm_up import warm_up
+from dflash_jax.programs import Programs
+from dflash_jax.server.app import build
+from dflash_jax.server.serving import Serving
+
+NAME = "Qwen/Qwen3.6-35B-A3B"
+
+
+class Running:
+    """A server that was started; ``url`` ends with its port."""
+
+    def __init__(self, serving: Serving, api_key: str | None = None):
+        self.serving = serving
+        listening = socket.create_server(("127.0.0.1", 0), backlog=2048)
+        self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        config = uvicorn.Config(build(serving, api_key), lifespan="off", log_level="error")
+        self._server = uvicorn.Server(config)
+        self._server.install_signal_handlers = lambda: None
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._server.serve(sockets=[listening])))
+        self._thread.start()
+        self.http = httpx.Client(base_url=self.url, timeout=120)
+        while not self._server.started:
+            time.sleep(0.01)
+
+    def post(self, path: str, **body):
+        return self.http.post(path, json=body)
+
+    def chat(self, **body):
+        """A good answer to a chat request."""
+        found = self.post("/v1/chat/completions", messages=[{"role": "user", "content": "hi"}], **body)
+        assert found.status_code == 200, found.text
+        return found.json()
+
+    def stop(self) -> None:
+        self.http.close()
+        self._server.should_exit = True
+        self._thread.join()
+
+    def idle(self) -> bool:
+        """Whether every slot comes back, given a little time."""
+        engine = self.serving.engine.engine
+        for _ in range(500):
+            if self.serving.in_flight == 0 and engine.free_slots == engine.device.slots and not engine.waiting:
+                return True
+            time.sleep(0.01)
+        return False
+
+
+@pytest.fixture(scope="session")
+def llm():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device, "ROW_SIZES", (1, 4))
+        patch.setattr(Programs, "compiler_options", {"xla_backend_optimization_level": 0})
+        yield LLM(slots=4)
+
+
+def started(llm, *, prepared: bool = True, **options) -> AsyncEngine:
+    options = {"max_queue": 64, "prefill_sizes": (16, 64), "masks": True} | options
+    engine = llm.new_engine(llm.programs, 4, 1024, **options)
+    if prepared:
+        warm_up(engine)
+    return AsyncEngine(engine).start()
+
+
+def programs_of(engine) -> int:
+    """Compiled for an engine's state; the library has others."""
+    state = engine.device.state.tokens.shape
+    return sum(state in key for key in engine.device.programs.compiled)
+
+
+@pytest.fixture(scope="session")
+def server(llm):
+    engine = started(llm)
+    serving = Serving(llm, engine, [NAME, "tiny"], info={"model_path": "bundled"})
+    serving.is_ready = True
+    running = Running(serving)
+    running.programs = programs_of(engine.engine)
+    yield running
+    running.stop()
+    engine.stop()
+
+
+@pytest.fixture
+def quiet(server):
+    """The server, with nothing left in it afterwards."""
+    yield server
+    assert server.idle()

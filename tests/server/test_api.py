@@ -1,0 +1,475 @@
+"""The interfaces as clients use them: OpenAI's package, SGLang's requests, plain HTTP."""
+
+import json
+import threading
+import time
+
+import httpx
+import openai
+import pytest
+from conftest import NAME, programs_of
+
+from dflash_jax import SamplingParams
+
+MESSAGES = [{"role": "user", "content": "Write the function `clamp`: Limit a value to a range."}]
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "read_file",
+        "description": "Reads a file",
+        "parameters": {
+            "type": "object",
+            "properties": {"path": {"type": "string", "maxLength": 12}, "lines": {"type": "integer"}},
+            "required": ["path"],
+            "additionalProperties": False,
+        },
+    },
+}
+SCHEMA = {
+    "type": "object",
+    "properties": {"kind": {"enum": ["a", "b"]}, "n": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["kind", "n"],
+    "additionalProperties": False,
+}
+OFF = {"enable_thinking": False}
+
+
+@pytest.fixture
+def client(quiet):
+    return openai.OpenAI(base_url=f"{quiet.url}/v1", api_key="EMPTY", max_retries=0)
+
+
+def alone(llm, messages=MESSAGES, thinking=None, **params):
+    """What the library says."""
+    return llm.chat(messages, SamplingParams(**params), thinking, block_size=1)[0]
+
+
+# Chat.
+
+
+@pytest.mark.parametrize("more", [{}, {"temperature": 1.0, "top_p": 0.95}], ids=["greedy", "sampled"])
+def test_the_model_cards_snippet(quiet, more):
+    """As published, but for the length that the tiny model has room for."""
+    client = openai.OpenAI(base_url=f"{quiet.url}/v1", api_key="EMPTY")
+    response = client.chat.completions.create(
+        model="Qwen/Qwen3.6-35B-A3B",
+        messages=[{"role": "user", "content": "Write a quicksort in Python."}],
+        max_tokens=200,
+        **more,
+    )
+    assert response.model == NAME
+    assert response.choices[0].finish_reason in ("stop", "length")
+    assert response.usage.completion_tokens == response.usage.total_tokens - response.usage.prompt_tokens
+
+
+@pytest.mark.parametrize("params", [{}, {"temperature": 0.9, "seed": 7}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("width", ["auto", 1, 8, 16])
+def test_chat_says_what_the_library_says(client, llm, params, width):
+    expected = alone(llm, max_tokens=48, **params)
+    found = client.chat.completions.create(
+        model=NAME,
+        messages=MESSAGES,
+        max_tokens=48,
+        extra_body={"block_size": width, "return_token_ids": True},
+        **params,
+    )
+    assert found.choices[0].token_ids == expected.token_ids
+    thought, _, answer = expected.text.partition("</think>")
+    message = found.choices[0].message
+    assert message.reasoning_content == (thought.strip() or None)
+    assert (message.content or "") == answer.lstrip()
+    assert found.choices[0].finish_reason == expected.finish_reason
+
+
+def test_streaming_adds_up_to_the_whole(client):
+    options = {"model": NAME, "messages": MESSAGES, "max_tokens": 60, "seed": 3, "temperature": 0.8, "n": 2}
+    options |= {"logprobs": True, "top_logprobs": 2}
+    whole = client.chat.completions.create(**options)
+    text, thought, entries, reasons = ["", ""], ["", ""], [[], []], [None, None]
+    last = None
+    for chunk in client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True}):
+        last = chunk
+        for choice in chunk.choices:
+            text[choice.index] += choice.delta.content or ""
+            thought[choice.index] += getattr(choice.delta, "reasoning_content", None) or ""
+            entries[choice.index] += choice.logprobs.content if choice.logprobs else []
+            reasons[choice.index] = choice.finish_reason or reasons[choice.index]
+    for i, choice in enumerate(whole.choices):
+        assert text[i] == (choice.message.content or "")
+        assert thought[i] == (choice.message.reasoning_content or "")
+        assert reasons[i] == choice.finish_reason
+        assert [e.token for e in entries[i]] == [e.token for e in choice.logprobs.content]
+        assert all(len(e.top_logprobs) == 2 and e.logprob <= 0 for e in entries[i])
+    assert last.usage.completion_tokens == whole.usage.completion_tokens
+    assert whole.choices[0].message != whole.choices[1].message
+
+
+def test_async_client(quiet):
+    import asyncio
+
+    async def ask() -> list:
+        async with openai.AsyncOpenAI(base_url=f"{quiet.url}/v1", api_key="x") as client:
+            options = {"model": NAME, "messages": MESSAGES, "max_tokens": 30, "temperature": 2.0}
+            options["reasoning_effort"] = "none"
+            return await asyncio.gather(*(client.chat.completions.create(**options, seed=i % 6) for i in range(12)))
+
+    texts = [a.choices[0].message.content for a in asyncio.run(ask())]
+    assert texts[:6] == texts[6:]
+    assert len(set(texts)) > 3
+
+
+def test_thinking_may_be_off(client, llm):
+    expected = alone(llm, thinking=False, max_tokens=40)
+    found = client.chat.completions.create(
+        model=NAME, messages=MESSAGES, max_tokens=40, extra_body={"chat_template_kwargs": OFF}
+    )
+    assert found.choices[0].message.content == expected.text
+    assert found.choices[0].message.reasoning_content is None
+    none = client.chat.completions.create(model=NAME, messages=MESSAGES, max_tokens=40, reasoning_effort="none")
+    assert none.choices[0].message.content == expected.text
+
+
+def test_stop_strings_seeds_and_the_rest_are_exact(client, llm):
+    options = {"temperature": 0.9, "seed": 11, "frequency_penalty": 0.4, "presence_penalty": 0.3}
+    more = {"min_p": 0.02, "top_k": 30, "repetition_penalty": 1.1, "ignore_eos": True}
+    plain = alone(llm, thinking=False, max_tokens=64, logit_bias={300: -5.0}, **options, **more)
+    stop = plain.text[20:24]
+    expected = alone(llm, thinking=False, max_tokens=64, logit_bias={300: -5.0}, stop=(stop,), **options, **more)
+    found = client.chat.completions.create(
+        model=NAME,
+        messages=MESSAGES,
+        max_tokens=64,
+        stop=[stop],
+        logit_bias={"300": -5},
+        extra_body={"chat_template_kwargs": OFF, **more},
+        **options,
+    )
+    assert found.choices[0].message.content == expected.text
+    assert stop not in expected.text
+    assert found.choices[0].finish_reason == "stop"
+
+
+def test_usage_tells_cached_and_drafted_tokens(client):
+    long = [{"role": "system", "content": "Be brief. " * 20}, *MESSAGES]
+    options = {"model": NAME, "messages": long, "max_tokens": 64, "extra_body": {"block_size": 16}}
+    client.chat.completions.create(**options)
+    usage = client.chat.completions.create(**options).usage
+    assert usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens - 1
+    details = usage.completion_tokens_details
+    assert details.accepted_prediction_tokens + details.draft_rounds == usage.completion_tokens
+    assert details.accepted_prediction_tokens > 0
+    assert details.rejected_prediction_tokens == 15 * details.draft_rounds - details.accepted_prediction_tokens
+
+
+def test_drafts_may_be_told_apart(quiet):
+    body = {"messages": MESSAGES, "max_tokens": 48, "stream": True, "return_drafts": True, "block_size": 16}
+    text, segments = "", []
+    with quiet.http.stream("POST", "/v1/chat/completions", json=body | {"chat_template_kwargs": OFF}) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                choice = json.loads(line[6:])["choices"][0]
+                text += choice["delta"].get("content", "")
+                segments += choice.get("drafts", [])
+    assert "".join(s for s, _ in segments) == text
+    assert {is_draft for _, is_draft in segments} == {True, False}
+
+
+# Structured output and tools.
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+@pytest.mark.parametrize("width", [1, 16])
+def test_json_schema(client, thinking, width):
+    found = client.chat.completions.create(
+        model=NAME,
+        messages=MESSAGES,
+        max_tokens=300,
+        temperature=0.8,
+        seed=5,
+        response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}},
+        extra_body={"chat_template_kwargs": {"enable_thinking": thinking}, "block_size": width},
+    )
+    value = json.loads(found.choices[0].message.content)
+    assert set(value) == {"kind", "n"}
+    assert value["kind"] in "ab"
+    assert 0 <= value["n"] <= 99
+    assert found.choices[0].finish_reason == "stop"
+    assert bool(found.choices[0].message.reasoning_content) is thinking
+
+
+def test_a_grammar_does_not_care_about_drafts(client):
+    options = {"model": NAME, "messages": MESSAGES, "max_tokens": 120, "temperature": 0.9}
+    wanted = {"regex": "(def|class) [a-z_]{3,12}\\(\\):\n( {4}[a-z ]{1,20}\n){1,4}"}
+    for seed in range(6):
+        texts = {
+            client.chat.completions.create(**options, seed=seed, extra_body={**wanted, "block_size": width})
+            .choices[0]
+            .message.content
+            for width in (1, 8, 16)
+        }
+        assert len(texts) == 1
+
+
+@pytest.mark.parametrize(
+    ("wanted", "good"),
+    [
+        ({"regex": "[0-9]{4}"}, lambda t: len(t) == 4 and t.isdecimal()),
+        ({"grammar": 'root ::= "yes" | "no"'}, lambda t: t in ("yes", "no")),
+        ({"grammar": 'start: "a" NUMBER\nNUMBER: /[0-9]{2}/'}, lambda t: t[0] == "a" and len(t) == 3),
+        ({"guided_choice": ["red", "green"]}, lambda t: t in ("red", "green")),
+        ({"structured_outputs": {"choice": ["up", "down"]}}, lambda t: t in ("up", "down")),
+        ({"guided_json": {"enum": [1, 2]}}, lambda t: t in "12"),
+        ({"response_format": {"type": "json_object"}, "max_tokens": 200}, lambda t: t.startswith("{")),
+    ],
+)
+def test_forms(quiet, wanted, good):
+    body = {"temperature": 1.0, "seed": 1, "max_tokens": 30, "chat_template_kwargs": OFF} | wanted
+    message = quiet.chat(**body)["choices"][0]["message"]
+    assert good(message["content"]), message
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "read_file"}}])
+def test_a_tool_call_may_be_demanded(client, choice):
+    options = {"model": NAME, "messages": MESSAGES, "tools": [TOOL], "tool_choice": choice, "max_tokens": 500}
+    options |= {"temperature": 0.7, "seed": 2, "parallel_tool_calls": False, "reasoning_effort": "none"}
+    found = client.chat.completions.create(**options).choices[0]
+    assert found.finish_reason == "tool_calls"
+    (call,) = found.message.tool_calls
+    assert call.function.name == "read_file"
+    assert len(json.loads(call.function.arguments)["path"]) <= 12
+    arguments, name = "", None
+    for chunk in client.chat.completions.create(**options, stream=True):
+        for delta in chunk.choices[0].delta.tool_calls or []:
+            name = delta.function.name or name
+            arguments += delta.function.arguments
+    assert (name, arguments) == (call.function.name, call.function.arguments)
+    # And the conversation goes on.
+    answered = [
+        *MESSAGES,
+        {"role": "assistant", "content": None, "tool_calls": [call.model_dump()]},
+        {"role": "tool", "tool_call_id": call.id, "content": "x = 1"},
+    ]
+    assert client.chat.completions.create(model=NAME, messages=answered, tools=[TOOL], max_tokens=8).choices
+
+
+def test_no_tool_is_called_where_none_may_be(client):
+    found = client.chat.completions.create(
+        model=NAME,
+        messages=MESSAGES,
+        tools=[TOOL],
+        tool_choice="none",
+        max_tokens=8,
+        extra_body={"chat_template_kwargs": OFF},
+    )
+    assert found.choices[0].message.tool_calls is None
+
+
+# Completions.
+
+
+def test_completions(client, llm):
+    expected = llm.generate(["def f(", "import os"], SamplingParams(max_tokens=12), block_size=1)
+    found = client.completions.create(model="tiny", prompt=["def f(", "import os"], max_tokens=12)
+    assert [c.text for c in found.choices] == [c.text for c in expected]
+    ids = client.completions.create(model="tiny", prompt=llm.encode("def f("), max_tokens=12)
+    assert ids.choices[0].text == expected[0].text
+    pieces = client.completions.create(model="tiny", prompt="def f(", max_tokens=12, stream=True)
+    assert "".join(p.choices[0].text for p in pieces) == expected[0].text
+
+
+def test_echo_and_the_prompts_log_probabilities(client, llm):
+    """Against log-probabilities that decoding gave: the prompt's second half was generated from its first."""
+    first = llm.encode("class Parser:\n    def ")
+    made = llm.generate([first], SamplingParams(max_tokens=80, logprobs=3))[0]
+    prompt = [*first, *made.token_ids]
+    found = client.completions.create(model="tiny", prompt=prompt, max_tokens=1, echo=True, logprobs=3).choices[0]
+    logprobs = found.logprobs
+    assert logprobs.token_logprobs[0] is None
+    assert len(logprobs.tokens) == len(prompt) + 1
+    expected = [entry["logprob"] for entry in made.logprobs]
+    assert logprobs.token_logprobs[len(first) : -1] == pytest.approx(expected, abs=1e-4)
+    assert found.text.startswith(llm.tokenizer.decode(prompt))
+    assert all(len(top) in (2, 3) for top in logprobs.top_logprobs[1:])
+    none = client.completions.create(model="tiny", prompt=prompt, max_tokens=0, echo=True, logprobs=0).choices[0]
+    assert none.text == llm.tokenizer.decode(prompt)
+    assert none.logprobs.token_logprobs[1:] == pytest.approx(logprobs.token_logprobs[1:-1], abs=1e-4)
+    also = client.completions.create(model="tiny", prompt=prompt[:9], max_tokens=1, extra_body={"prompt_logprobs": 1})
+    listed = also.choices[0].prompt_logprobs
+    assert [listed[i][str(prompt[i])]["logprob"] for i in range(1, 9)] == pytest.approx(
+        logprobs.token_logprobs[1:9], abs=1e-4
+    )
+
+
+# Responses.
+
+
+def test_responses(client, llm):
+    expected = alone(llm, max_tokens=60)
+    thought, _, answer = expected.text.partition("</think>")
+    options = {"model": NAME, "input": MESSAGES[0]["content"], "max_output_tokens": 60}
+    found = client.responses.create(**options, temperature=0)
+    assert found.output_text == answer.lstrip()
+    kinds = [item.type for item in found.output]
+    assert kinds == ["reasoning", "message"] if answer.strip() else ["reasoning"]
+    assert found.output[0].content[0].text == thought.strip()
+    assert found.usage.output_tokens == len(expected.token_ids)
+    assert found.status == ("completed" if expected.finish_reason == "stop" else "incomplete")
+    names, text, last = [], "", None
+    for number, event in enumerate(client.responses.create(**options, temperature=0, stream=True)):
+        assert event.sequence_number == number
+        names.append(event.type)
+        last = event
+        if event.type == "response.output_text.delta":
+            text += event.delta
+    assert names[:3] == ["response.created", "response.in_progress", "response.output_item.added"]
+    assert names[-1] == f"response.{found.status}"
+    assert text == found.output_text
+    assert [i.type for i in last.response.output] == kinds
+
+
+def test_responses_call_tools_and_keep_to_schemas(client):
+    tool = {"type": "function", **TOOL["function"]}
+    options = {"model": NAME, "input": "Read it.", "tools": [tool], "tool_choice": "required", "max_output_tokens": 400}
+    found = client.responses.create(**options, parallel_tool_calls=False, reasoning={"effort": "none"})
+    (call,) = found.output
+    assert (call.type, call.name, call.status) == ("function_call", "read_file", "completed")
+    assert "path" in json.loads(call.arguments)
+    again = client.responses.create(
+        model=NAME,
+        input=[
+            {"role": "user", "content": "Read it."},
+            call.model_dump(exclude_none=True),
+            {"type": "function_call_output", "call_id": call.call_id, "output": "x"},
+        ],
+        max_output_tokens=8,
+    )
+    assert again.output
+    formed = client.responses.create(
+        model=NAME,
+        input="Say.",
+        max_output_tokens=80,
+        reasoning={"effort": "none"},
+        text={"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}},
+    )
+    assert set(json.loads(formed.output_text)) == {"kind", "n"}
+
+
+# SGLang.
+
+
+def test_generate(quiet, llm):
+    expected = llm.generate(["def f("], SamplingParams(max_tokens=24), block_size=1)[0]
+    body = {"text": "def f(", "sampling_params": {"temperature": 0, "max_new_tokens": 24}}
+    found = quiet.post("/generate", **body, block_size=16).json()
+    assert found["text"] == expected.text
+    assert found["output_ids"] == expected.token_ids
+    meta = found["meta_info"]
+    assert meta["completion_tokens"] == 24
+    assert meta["finish_reason"] == {"type": "length", "length": 24}
+    assert meta["spec_accept_length"] == pytest.approx(24 / meta["spec_verify_ct"])
+    several = quiet.post("/generate", text=["def f(", "import os"], sampling_params=body["sampling_params"]).json()
+    assert [len(f["output_ids"]) for f in several] == [24, 24]
+    with quiet.http.stream("POST", "/generate", json=body | {"stream": True}) as response:
+        events = [line[6:] for line in response.iter_lines() if line]
+    assert events[-1] == "[DONE]"
+    assert json.loads(events[-2])["text"] == expected.text
+    scored = quiet.post("/generate", **body, return_logprob=True, logprob_start_len=0, top_logprobs_num=2).json()
+    assert len(scored["meta_info"]["input_token_logprobs"]) == meta["prompt_tokens"]
+    assert len(scored["meta_info"]["output_token_logprobs"]) == 24
+
+
+# What is asked beside text.
+
+
+def test_what_is_asked_beside_text(quiet, llm):
+    http = quiet.http
+    assert [m["id"] for m in http.get("/v1/models").json()["data"]] == [NAME, "tiny"]
+    assert http.get(f"/v1/models/{NAME}").json()["max_model_len"] == 1024
+    assert http.get("/v1/models/other").status_code == 404
+    assert [http.get(p).status_code for p in ("/health", "/ready", "/version", "/", "/app.js")] == [200] * 5
+    ids = llm.encode("def f(x):")
+    tokens = quiet.post("/tokenize", prompt="def f(x):", return_token_strs=True).json()
+    assert (tokens["tokens"], tokens["count"], len(tokens["token_strs"])) == (ids, len(ids), len(ids))
+    assert quiet.post("/tokenize", messages=MESSAGES).json()["tokens"] == llm.encode_chat(MESSAGES)
+    assert quiet.post("/detokenize", tokens=ids).json()["prompt"] == "def f(x):"
+    info = http.get("/server_info").json()
+    assert info["model_path"] == "bundled"
+    assert info["internal_states"][0]["requests"]["length"] > 0
+
+
+def counters(server) -> dict[str, float]:
+    found = {}
+    for line in server.http.get("/metrics").text.splitlines():
+        if not line.startswith("#"):
+            name, _, value = line.rpartition(" ")
+            found[name.replace(f'engine="0",model_name="{NAME}"', "").replace(",}", "}").replace("{,", "{")] = float(
+                value
+            )
+    return found
+
+
+def test_metrics_count_what_the_answers_say(quiet):
+    before = counters(quiet)
+    usages = [quiet.chat(max_tokens=40, seed=i, temperature=0.6, block_size=16)["usage"] for i in range(6)]
+    after = counters(quiet)
+
+    def grown(name: str, more: str = "") -> float:
+        key = f"vllm:{name}{{{more}}}"
+        return after[key] - before[key]
+
+    details = [u["completion_tokens_details"] for u in usages]
+    accepted = sum(d["accepted_prediction_tokens"] for d in details)
+    assert grown("spec_decode_num_drafts_total") == sum(d["draft_rounds"] for d in details)
+    assert grown("spec_decode_num_accepted_tokens_total") == accepted
+    assert grown("spec_decode_num_draft_tokens_total") == accepted + sum(
+        d["rejected_prediction_tokens"] for d in details
+    )
+    places = [grown("spec_decode_num_accepted_tokens_per_pos_total", f'position="{i}"') for i in range(15)]
+    assert sum(places) == accepted
+    assert places == sorted(places, reverse=True)
+    assert grown("generation_tokens_total") == sum(u["completion_tokens"] for u in usages)
+    assert grown("prompt_tokens_total") == sum(u["prompt_tokens"] for u in usages)
+    assert grown("time_to_first_token_seconds_count") == 6
+    assert grown("e2e_request_latency_seconds_count") == 6
+
+
+def test_nothing_is_compiled_after_warm_up(quiet):
+    """Whatever the tests before asked."""
+    assert programs_of(quiet.serving.engine.engine) == quiet.programs
+
+
+def test_many_at_once_get_what_they_get_alone(quiet, llm):
+    expected = {i: alone(llm, thinking=False, max_tokens=20, temperature=1.0, seed=i).text for i in range(24)}
+    found, lock = {}, threading.Lock()
+
+    def ask(i: int) -> None:
+        body = {"messages": MESSAGES, "max_tokens": 20, "temperature": 1.0, "seed": i, "chat_template_kwargs": OFF}
+        text = httpx.post(f"{quiet.url}/v1/chat/completions", json=body, timeout=120).json()
+        with lock:
+            found[i] = text["choices"][0]["message"]["content"]
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in expected]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert found == expected
+
+
+def test_a_draining_server_refuses_newcomers(quiet):
+    quiet.serving.is_draining = True
+    try:
+        found = quiet.post("/v1/completions", prompt="x")
+        assert (found.status_code, found.headers["retry-after"]) == (503, "1")
+        assert quiet.http.get("/ready").status_code == 503
+        assert quiet.http.get("/health").status_code == 200
+    finally:
+        quiet.serving.is_draining = False
+
+
+def test_time_to_first_token_is_told_while_others_wait(quiet):
+    """A stream begins before it ends."""
+    body = {"prompt": "def f(", "max_tokens": 400, "ignore_eos": True, "stream": True}
+    with quiet.http.stream("POST", "/v1/completions", json=body) as response:
+        times = [time.perf_counter() for line in response.iter_lines() if line]
+    assert len(times) > 5

@@ -1,0 +1,147 @@
+"""Masks against the grammar walked one token at a time, with and without drafts."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+
+from dflash_jax.errors import InputError
+from dflash_jax.llm import TINY
+from dflash_jax.server.grammar import Constraint, GrammarMask, GrammarTokens, call_grammar
+from dflash_jax.server.tools import ToolParser, joined
+from dflash_jax.text import Tokenizer
+
+VOCAB = 512
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "yz"]}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+CASES = [Constraint("schema", SCHEMA, "f"), Constraint("regex", "[ab]{2,40}c", "f"), Constraint("json", {}, "f")]
+
+
+@pytest.fixture(scope="module")
+def tokens():
+    return GrammarTokens(Tokenizer(TINY / "target"), VOCAB, (2, 0))
+
+
+def allowed(mask: np.ndarray) -> set[int]:
+    return {i for i in range(VOCAB) if int(mask[i // 32]) >> i % 32 & 1}
+
+
+def draw(tokens, constraint, seed: int, thought: str = "none", most: int = 60) -> list[int]:
+    """A random text that the masks allow, one token after the other."""
+    rng, mask, text = random.Random(seed), GrammarMask(tokens, tokens.matcher(constraint), thought), []
+    while len(text) < most:
+        token = rng.choice(sorted(allowed(mask.masks([])[0])))
+        mask.take([token])
+        text.append(token)
+        if token in tokens.stop_ids:
+            break
+    return text
+
+
+@pytest.mark.parametrize("constraint", CASES, ids=lambda c: c.kind)
+def test_masks_along_drafts_are_those_of_one_token_after_the_other(tokens, constraint):
+    for seed in range(12):
+        text, rng = draw(tokens, constraint, seed), random.Random(seed)
+        slow, fast = (GrammarMask(tokens, tokens.matcher(constraint)) for _ in range(2))
+        at = 0
+        while at < len(text):
+            right = text[at : at + rng.randrange(8)]
+            # A wrong draft, and more behind it.
+            drafts = [*right, rng.randrange(VOCAB), *right]
+            found = fast.masks(drafts)
+            assert found.shape == (len(drafts) + 1, tokens.words)
+            for i, token in enumerate([*right, None]):
+                np.testing.assert_array_equal(found[i], slow.masks([])[0])
+                if token is not None:
+                    slow.take([token])
+            fast.take(right)
+            at += len(right)
+            if not right:
+                fast.take([text[at]])
+                slow.take([text[at]])
+                at += 1
+
+
+def test_what_the_masks_allow_is_json(tokens):
+    found = 0
+    for seed in range(20):
+        text = draw(tokens, CASES[0], seed, most=200)
+        if text[-1] in tokens.stop_ids:
+            value = json.loads(Tokenizer(TINY / "target").decode(text[:-1]))
+            assert set(value) == {"a", "b"}
+            found += 1
+    assert found > 5
+
+
+def test_the_grammar_begins_when_the_thought_ends_also_inside_a_block(tokens):
+    tokenizer, close = Tokenizer(TINY / "target"), tokens.close_ids[0]
+    mask = GrammarMask(tokens, tokens.matcher(Constraint("regex", "ab", "f")), "open")
+    newline, a, b = (tokenizer.encode_plain(c)[0] for c in ("\n", "a", "b"))
+    drafts = [300, 301, close, newline, a, b, 2, 300]
+    found = mask.masks(drafts)
+    assert all(len(allowed(m)) == VOCAB for m in found[:3])
+    assert allowed(found[3]) >= {newline, a}
+    assert b not in allowed(found[3])
+    assert b in allowed(found[5])
+    assert allowed(found[6]) == {0, 2}
+    # Whatever was looked at, nothing was taken.
+    np.testing.assert_array_equal(mask.masks(drafts), found)
+    mask.take(drafts[:5])
+    np.testing.assert_array_equal(mask.masks([])[0], found[5])
+
+
+def test_a_thought_is_possible_but_not_needed(tokens):
+    mask = GrammarMask(tokens, tokens.matcher(Constraint("regex", "ab", "f")), "possible")
+    first = allowed(mask.masks([])[0])
+    assert tokens.open_ids[0] in first
+    assert 300 not in first
+    mask.take(tokens.open_ids)
+    assert len(allowed(mask.masks([])[0])) == VOCAB
+
+
+@pytest.mark.parametrize("xml", [False, True], ids=["json", "xml"])
+def test_a_demanded_call_can_be_read_again(tokens, xml):
+    tools = [
+        {"name": "f", "parameters": {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}},
+        {"name": "g", "parameters": {"type": "object", "properties": {"k": {"enum": ["p", "q"]}}}},
+    ]
+    for tool in tools:
+        tool["parameters"]["additionalProperties"] = False
+    tokenizer = Tokenizer(TINY / "target")
+    schemas, whole = {t["name"]: t["parameters"] for t in tools}, 0
+    for seed in range(12):
+        source = Constraint("calls", call_grammar(tokens, xml, tools, 2), "tools")
+        text = draw(tokens, source, seed, most=300)
+        if text[-1] not in tokens.stop_ids:
+            continue
+        parser = ToolParser(xml, schemas)
+        parsed = [parser.push(tokenizer.decode(text)), parser.finish()]
+        assert "".join(p.content for p in parsed).strip() == ""
+        for call in joined([c for p in parsed for c in p.calls]):
+            arguments = json.loads(call["function"]["arguments"])
+            if call["function"]["name"] == "f":
+                assert isinstance(arguments["n"], int)
+            else:
+                assert arguments in ({}, {"k": "p"}, {"k": "q"})
+            whole += 1
+    assert whole > 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "message"),
+    [
+        ("regex", "((", "f: "),
+        ("schema", {"type": "nothing"}, "f: "),
+        ("grammar", "start: missing", "f: "),
+        ("grammar", "root ::= (", "f: "),
+        ("regex", "a" * 70_000, "70000 characters: at most 65536"),
+    ],
+)
+def test_what_cannot_be_understood_is_named(tokens, kind, value, message):
+    with pytest.raises(InputError, match=message):
+        tokens.matcher(Constraint(kind, value, "f"))

@@ -1,0 +1,128 @@
+"""Text that arrives in any pieces is read as if it came whole."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflash_jax.server.reasoning import ReasoningSplitter, is_open
+from dflash_jax.server.tools import ToolParser, joined
+
+THOUGHTS = {
+    "Let me see.\nYes.\n</think>\n\nIt is 4.": (True, "Let me see.\nYes.", "It is 4."),
+    "<think>\nHm.\n</think>\n\nIt is 4.": (False, "Hm.", "It is 4."),
+    "It is < 4 > 3.": (False, "", "It is < 4 > 3."),
+    "\n  It is 4.": (False, "", "\n  It is 4."),
+    "never ends </thin": (True, "never ends </thin", ""),
+    "a </think> b </think> c": (True, "a", "b </think> c"),
+    "</think>\n\nAt once.": (True, "", "At once."),
+    "<thin": (False, "", "<thin"),
+    "": (True, "", ""),
+}
+JSON_CALLS = {
+    '<tool_call>\n{"name": "f", "arguments": {"x": 1, "s": "a</tool_call>}{"}}\n</tool_call>': (
+        "",
+        [("f", '{"x": 1, "s": "a</tool_call>}{"}')],
+    ),
+    'Well.\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>\n<tool_call>\n{"name": "g", '
+    '"arguments": {"y": [1]}}\n</tool_call>': ("Well.", [("f", "{}"), ("g", '{"y": [1]}')]),
+    '<tool_call>\n{"arguments": {"x": 1}, "name": "f"}\n</tool_call>': ("", [("f", '{"x": 1}')]),
+    "<tool_call>\nno json\n</tool_call> after": ("<tool_call>\nno json\n</tool_call> after", []),
+    '<tool_call>\n{"name": "f", "arguments": {"x": [1, }}\n</tool_call>': ("", [("f", '{"x": [1, }}')]),
+    '<tool_call>\n{"name": "f", "arguments": {"x": "cut of': ("", [("f", '{"x": "cut of')]),
+    '<tool_call>\n{"name"': ('<tool_call>\n{"name"', []),
+    "a < b <tool b": ("a < b <tool b", []),
+    "ends\n\n": ("ends\n\n", []),
+}
+XML_CALLS = {
+    "<tool_call>\n<function=f>\n<parameter=x>\n1\n</parameter>\n<parameter=s>\n1\n2\n</parameter>\n"
+    "</function>\n</tool_call>": (
+        "",
+        [("f", '{"x": 1, "s": "1\\n2"}')],
+    ),
+    "So:\n<tool_call>\n<function=g>\n</function>\n</tool_call>": ("So:", [("g", "{}")]),
+    "<tool_call>\n<function=f>\n<parameter=l>\n[1, {}]\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n"
+    "<function=g>\n</function>\n</tool_call>": ("", [("f", '{"l": [1, {}]}'), ("g", "{}")]),
+    "<tool_call>\n<function=f>\n<parameter=x>\n1\n</function>\n</tool_call>": ("", [("f", '{"x": 1}')]),
+    "<tool_call>\n<function=f>\n<parameter=x>\n1\n</parameter>\n": ("", [("f", '{"x": 1')]),
+    "<tool_call>\nwhat</tool_call>": ("<tool_call>\nwhat</tool_call>", []),
+}
+SCHEMAS = {"f": {"properties": {"x": {"type": "integer"}, "s": {"type": "string"}, "l": {"type": "array"}}}}
+CUTS = st.lists(st.integers(0, 200), max_size=12)
+
+
+def pieces(text: str, cuts: list[int]) -> list[str]:
+    places = sorted({min(c, len(text)) for c in cuts})
+    return [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)]
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(st.sampled_from(sorted(THOUGHTS)), CUTS)
+def test_reasoning_and_content(text, cuts):
+    started, reasoning, content = THOUGHTS[text]
+    splitter = ReasoningSplitter(started)
+    found = [splitter.push(piece) for piece in pieces(text, cuts)]
+    found.append(splitter.finish())
+    assert "".join(r for r, _ in found) == reasoning
+    assert "".join(c for _, c in found) == content
+
+
+@pytest.mark.parametrize("xml", [False, True], ids=["json", "xml"])
+def test_calls(xml):
+    cases = XML_CALLS if xml else JSON_CALLS
+
+    @settings(max_examples=60, deadline=None, derandomize=True)
+    @given(st.sampled_from(sorted(cases)), CUTS)
+    def check(text, cuts):
+        parser, content, calls = ToolParser(xml, SCHEMAS), "", []
+        for parsed in [*(parser.push(p) for p in pieces(text, cuts)), parser.finish()]:
+            content += parsed.content
+            calls += parsed.calls
+        found = [(c["function"]["name"], c["function"]["arguments"]) for c in joined(calls)]
+        assert (content, found) == cases[text]
+        # The first piece of each call, and no other, has its id and name.
+        assert [c.index for c in calls if c.id is not None] == list(range(len(found)))
+
+    check()
+
+
+def test_arguments_are_streamed_as_they_come():
+    parser = ToolParser(False, {})
+    parser.push('<tool_call>\n{"name": "write", "arguments": {"text": "')
+    told = [parser.push(word).calls[0].arguments for word in ("one ", "two ", "three")]
+    assert told == ["one ", "two ", "three"]
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.text(alphabet='<>tol_cal/{}"\\:,n ame=functiprs\n', max_size=80), CUTS, st.booleans())
+def test_any_text_is_survived(text, cuts, xml):
+    parser = ToolParser(xml, {})
+    for piece in pieces("<tool_call>" + text, cuts):
+        parser.push(piece)
+    parser.finish()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "found"),
+    [
+        ("<|im_start|>assistant\n<think>\n", True),
+        ("<think>\n\n</think>\n\n", False),
+        ("a <think> b </think> <think>", True),
+    ],
+)
+def test_a_prompt_may_open_the_thought(prompt, found):
+    assert is_open(prompt) is found
+
+
+def test_values_of_xml_follow_the_schema():
+    schema = {
+        "f": {"properties": {"n": {"type": "number"}, "s": {"type": ["string", "null"]}, "b": {"type": "boolean"}}}
+    }
+    parser = ToolParser(True, schema)
+    body = "".join(
+        f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in {"n": "1.5", "s": "12", "b": "True", "?": "{}"}.items()
+    )
+    parsed = parser.push(f"<tool_call>\n<function=f>\n{body}</function>\n</tool_call>")
+    (call,) = joined(parsed.calls)
+    assert json.loads(call["function"]["arguments"]) == {"n": 1.5, "s": "12", "b": True, "?": {}}

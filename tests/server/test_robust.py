@@ -1,0 +1,232 @@
+"""What clients do wrong, and what they do at the wrong moment."""
+
+import contextlib
+import json
+import random
+import socket
+import threading
+import time
+
+import httpx
+import pytest
+import schemathesis
+from conftest import Running, started
+from hypothesis import HealthCheck, settings
+
+from dflash_jax import SamplingParams
+from dflash_jax.engine.engine import EngineError
+from dflash_jax.server.serving import Serving
+
+JSON = {"Content-Type": "application/json"}
+HI = [{"role": "user", "content": "hi"}]
+BAD = {
+    "no messages": ({}, "messages"),
+    "empty messages": ({"messages": []}, "messages"),
+    "unknown field": ({"messages": HI, "best_guess": 1}, "best_guess"),
+    "unknown field inside": ({"messages": [{"role": "user", "content": "x", "mood": 1}]}, "messages[0].mood"),
+    "wrong type": ({"messages": HI, "temperature": "hot"}, "temperature"),
+    "out of range": ({"messages": HI, "top_p": 1.5}, "top_p"),
+    "a number that is none": ({"messages": HI, "temperature": float("nan")}, "temperature"),
+    "bool for a number": ({"messages": HI, "max_tokens": True}, "max_tokens"),
+    "too many choices": ({"messages": HI, "n": 17}, "n"),
+    "too many logprobs": ({"messages": HI, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    "top_logprobs alone": ({"messages": HI, "top_logprobs": 2}, "top_logprobs"),
+    "too many stops": ({"messages": HI, "stop": ["a"] * 17}, "stop"),
+    "an empty stop": ({"messages": HI, "stop": [""]}, "stop"),
+    "bias of no token": ({"messages": HI, "logit_bias": {"x": 1}}, "logit_bias"),
+    "bias outside": ({"messages": HI, "logit_bias": {"99999": 1}}, None),
+    "too long": ({"messages": HI, "max_tokens": 100_000}, "messages"),
+    "an image": ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
+    "half a character": ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
+    "a role": ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
+    "a schema that is none": ({"messages": HI, "guided_json": {"type": "nothing"}}, "guided_json"),
+    "a broken expression": ({"messages": HI, "regex": "(("}, "regex"),
+    "a costly expression": ({"messages": HI, "regex": ".*" * 500 + "x"}, "regex"),
+    "a long grammar": ({"messages": HI, "grammar": "x" * 70_000}, "grammar"),
+    "two forms": ({"messages": HI, "regex": "a", "guided_choice": ["b"]}, "guided_choice"),
+    "no such tool": ({"messages": HI, "tools": [], "tool_choice": "required"}, "tool_choice"),
+    "an option that is none of the template's": (
+        {"messages": HI, "chat_template_kwargs": {"tokenize": True}},
+        "chat_template_kwargs.tokenize",
+    ),
+    "a block too wide": ({"messages": HI, "block_size": 17}, None),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_is_wrong_is_named(quiet, name):
+    body, param = BAD[name]
+    found = quiet.http.post("/v1/chat/completions", content=json.dumps(body), headers=JSON)
+    assert found.status_code == 400, found.text
+    error = found.json()["error"]
+    assert (error["param"], error["type"], error["code"]) == (param, "invalid_request_error", 400)
+
+
+def test_another_model_is_not_found(quiet):
+    found = quiet.post("/v1/chat/completions", messages=HI, model="gpt-5")
+    assert found.status_code == 404
+    assert "tiny" in found.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("content", "status"),
+    [
+        (b"{", 400),
+        (b"", 400),
+        (b"[1]", 400),
+        (b"\xff\xfe", 400),
+        (b"[" * 100_000, 400),
+        (b'{"messages": ' + b"[" * 50_000 + b"]" * 50_000 + b"}", 400),
+        (b'{"prompt": "' + b"x" * 50_000_000 + b'"}', 413),
+    ],
+)
+def test_bodies(quiet, content, status):
+    for path in ("/v1/chat/completions", "/v1/completions", "/generate"):
+        found = quiet.http.post(path, content=content, headers=JSON)
+        assert found.status_code == status, found.text[:300]
+        assert found.json()["error"]["message"]
+
+
+def test_a_body_without_a_length_is_limited_too(quiet):
+    found = quiet.http.post("/v1/completions", content=(b"x" * 2**20 for _ in range(50)))
+    assert found.status_code == 413
+
+
+def test_our_own_document_is_true(quiet):
+    """Whatever is posted: no 5xx, and no answer outside of the document's schemas."""
+    schema = schemathesis.openapi.from_url(f"{quiet.url}/openapi.json")
+    checks = [schemathesis.checks.not_a_server_error, schemathesis.specs.openapi.checks.response_schema_conformance]
+    count = 0
+    for found in schema.get_all_operations():
+        operation = found.ok()
+
+        @settings(
+            max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None
+        )
+        @(
+            schemathesis.hypothesis.given(operation.as_strategy())
+            if False
+            else __import__("hypothesis").given(operation.as_strategy())
+        )
+        def check(case):
+            nonlocal count
+            count += 1
+            case.call_and_validate(checks=checks, timeout=60)
+
+        check()
+    assert count > 100
+
+
+def test_a_key(llm, quiet):
+    serving = Serving(llm, quiet.serving.engine, ["tiny"])
+    serving.is_ready = True
+    running = Running(serving, "secret")
+    try:
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
+            found = running.http.get("/v1/models", headers=headers)
+            assert found.status_code == 401
+            assert "secret" not in found.text
+        assert running.http.get("/v1/models", headers={"Authorization": "Bearer secret"}).status_code == 200
+        assert running.http.get("/health").status_code == running.http.get("/").status_code == 200
+        assert running.http.post("/generate", json={"text": "x"}).status_code == 401
+    finally:
+        running.stop()
+
+
+def posting(server, stack: contextlib.ExitStack, **body) -> socket.socket:
+    """A connection that has sent a request, and reads nothing yet."""
+    text = json.dumps(body)
+    head = f"Host: x\r\nContent-Type: application/json\r\nContent-Length: {len(text)}"
+    s = stack.enter_context(socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))))
+    s.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    s.sendall(f"POST /v1/completions HTTP/1.1\r\n{head}\r\n\r\n{text}".encode())
+    return s
+
+
+def test_a_client_that_goes_away_aborts(quiet):
+    """At any moment: before, in prefill, between tokens, streaming or not."""
+    rng = random.Random(0)
+    before = quiet.serving.engine.engine.statistics.requests["abort"]
+    for i in range(24):
+        with contextlib.ExitStack() as stack:
+            posting(quiet, stack, prompt="def f(" * 20, max_tokens=700, ignore_eos=True, stream=i % 2 == 0)
+            time.sleep(rng.choice([0, 0.01, 0.05, 0.1]))
+    assert quiet.idle()
+    assert quiet.serving.engine.engine.statistics.requests["abort"] > before + 5
+
+
+def test_a_slow_client_holds_up_nobody(quiet):
+    with contextlib.ExitStack() as stack:
+        for _ in range(8):
+            posting(quiet, stack, prompt="def f(", max_tokens=900, ignore_eos=True, stream=True, logprobs=5)
+        assert quiet.chat(max_tokens=8)["usage"]["completion_tokens"] == 8
+    assert quiet.idle()
+
+
+def test_a_thousand_connections(quiet):
+    with contextlib.ExitStack() as stack:
+        for _ in range(1000):
+            stack.enter_context(socket.create_connection(("127.0.0.1", int(quiet.url.rpartition(":")[2]))))
+        assert quiet.chat(max_tokens=4)["usage"]["completion_tokens"] == 4
+
+
+def test_a_full_queue_says_try_again(quiet):
+    statuses, lock = [], threading.Lock()
+
+    def ask() -> None:
+        found = httpx.post(
+            f"{quiet.url}/v1/completions", json={"prompt": "x", "max_tokens": 200, "ignore_eos": True}, timeout=120
+        )
+        with lock:
+            statuses.append((found.status_code, found.headers.get("retry-after")))
+
+    threads = [threading.Thread(target=ask) for _ in range(90)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert {s for s, _ in statuses} == {200, 429}
+    assert all(after == "1" for status, after in statuses if status == 429)
+
+
+def test_a_failed_engine_is_told_and_health_turns_red(llm):
+    engine = started(llm, prepared=False)
+    serving = Serving(llm, engine, ["tiny"])
+    serving.is_ready = True
+    running, codes = Running(serving), []
+    try:
+        assert running.http.get("/health").status_code == 200
+
+        def fail(*_):
+            raise RuntimeError("the device is on fire")
+
+        def ask(**more) -> None:
+            codes.append(running.post("/v1/completions", prompt="def f(", max_tokens=500, ignore_eos=True, **more))
+
+        threads = [threading.Thread(target=ask) for _ in range(3)]
+        for t in threads:
+            t.start()
+        time.sleep(0.3)
+        engine.engine.device.read = fail
+        for t in threads:
+            t.join()
+        assert [c.status_code for c in codes] == [500] * 3
+        assert "on fire" in codes[0].json()["error"]["message"]
+        assert running.http.get("/health").status_code == 503
+        assert running.post("/v1/completions", prompt="x").status_code == 500
+        with pytest.raises(EngineError):
+            engine.submit(llm.new_row("x", SamplingParams()).request)
+    finally:
+        running.stop()
+        engine.stop()
+
+
+def test_before_warm_up_requests_are_refused(llm, quiet):
+    serving = Serving(llm, quiet.serving.engine, ["tiny"])
+    running = Running(serving)
+    try:
+        assert running.http.get("/ready").status_code == 503
+        assert running.http.get("/health").status_code == 200
+        assert running.post("/v1/completions", prompt="x").status_code == 503
+    finally:
+        running.stop()
