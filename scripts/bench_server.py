@@ -8,30 +8,26 @@ import argparse
 import asyncio
 import json
 import statistics
+import sys
 import time
 from dataclasses import replace
 
 import httpx
-import uvicorn
 
 from dflash_jax import LLM, SamplingParams
-from dflash_jax.engine import engine as engine_module
-from dflash_jax.engine.service import AsyncEngine
-from dflash_jax.engine.warm_up import warm_up
-from dflash_jax.server.app import build
-from dflash_jax.server.grammar import Constraint, GrammarMask
-from dflash_jax.server.serving import Serving
 
 PROMPTS = ["def read_config(path):", "class Parser:", "import os\n", "def main(argv):"]
-# Forty lines of anything: a grammar that forbids little and lets nothing end early.
-FORM = Constraint("regex", "(?s:.){1,100000}", "regex")
+# A grammar that forbids little and lets nothing end early.
+FORM = "(?s:.){1,100000}"
 
 
-async def direct(serving: Serving, new: int, count: int, block, grammar: bool = False) -> float:
-    params = SamplingParams(temperature=0.7, max_tokens=new, ignore_eos=True)
+async def direct(serving, new: int, count: int, block, grammar: bool = False) -> float:
+    from dflash_jax.server.grammar import Constraint, GrammarMask
+
+    params, form = SamplingParams(temperature=0.7, max_tokens=new, ignore_eos=True), Constraint("regex", FORM, "regex")
 
     async def one(i: int) -> int:
-        mask = GrammarMask(serving.grammar, serving.grammar.matcher(FORM)) if grammar else None
+        mask = GrammarMask(serving.grammar, serving.grammar.matcher(form)) if grammar else None
         row = serving.llm.new_row(PROMPTS[i % len(PROMPTS)], replace(params, seed=i), block, mask=mask)
         async for event in serving.engine.submit(row.request):
             row.take(event)
@@ -42,59 +38,80 @@ async def direct(serving: Serving, new: int, count: int, block, grammar: bool = 
     return tokens / (time.perf_counter() - began)
 
 
-async def over_http(client: httpx.AsyncClient, new: int, count: int, block, stream: bool) -> float:
-    async def one(i: int) -> int:
+async def clients(url: str, new: int, count: int, block: str, stream: bool) -> float:
+    """Tokens per second of so many requests at once over HTTP."""
+
+    async def one(client: httpx.AsyncClient, i: int) -> int:
         body = {"prompt": PROMPTS[i % len(PROMPTS)], "max_tokens": new, "ignore_eos": True, "temperature": 0.7}
         body |= {"seed": i, "block_size": block, "stream": stream}
         if not stream:
             return (await client.post("/v1/completions", json=body)).json()["usage"]["completion_tokens"]
-        body["stream_options"], last = {"include_usage": True}, {}
+        body["stream_options"], last = {"include_usage": True}, ""
         async with client.stream("POST", "/v1/completions", json=body) as response:
             async for line in response.aiter_lines():
                 if line.startswith('data: {"id"'):
                     last = line
         return json.loads(last[6:])["usage"]["completion_tokens"]
 
-    began = time.perf_counter()
-    tokens = sum(await asyncio.gather(*(one(i) for i in range(count))))
-    return tokens / (time.perf_counter() - began)
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=url, timeout=None, limits=limits) as client:
+        began = time.perf_counter()
+        tokens = sum(await asyncio.gather(*(one(client, i) for i in range(count))))
+        return tokens / (time.perf_counter() - began)
+
+
+async def over_http(url: str, args, stream: bool) -> float:
+    """From a process of its own."""
+    command = [sys.executable, __file__, "--client", url, "--new-tokens", str(args.new_tokens)]
+    command += ["--concurrency", str(args.concurrency), *(["--stream"] if stream else [])]
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    out, _ = await process.communicate()
+    return float(out)
 
 
 async def run(args) -> None:
+    import uvicorn
+
+    from dflash_jax.engine import engine as engine_module
+    from dflash_jax.engine.service import AsyncEngine
+    from dflash_jax.engine.warm_up import warm_up
+    from dflash_jax.server.app import build
+    from dflash_jax.server.serving import Serving
+
     llm = LLM(slots=args.concurrency)
     engine = llm.new_engine(llm.programs, args.concurrency, 1024, max_queue=1024, masks=True)
     warm_up(engine)
     serving = Serving(llm, AsyncEngine(engine).start(), ["tiny"])
     serving.is_ready = True
-    server = uvicorn.Server(uvicorn.Config(build(serving), port=0, lifespan="off", log_level="warning"))
+    server = uvicorn.Server(
+        uvicorn.Config(build(serving), port=0, lifespan="off", log_level="warning", timeout_keep_alive=600)
+    )
     task = asyncio.create_task(server.serve())
     while not server.started:
         await asyncio.sleep(0.05)
-    port = server.servers[0].sockets[0].getsockname()[1]
+    url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     count, found = 2 * args.concurrency, {}
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=None, limits=limits) as client:
 
-        async def one_round(masked: bool) -> float:
-            """At one round a dispatch, as masks need it."""
-            before = engine_module.MOST_ROUNDS, engine_module.LEAST_ROUNDS
-            engine_module.MOST_ROUNDS = engine_module.LEAST_ROUNDS = 1
-            try:
-                return await direct(serving, args.new_tokens, args.concurrency, 1, masked)
-            finally:
-                engine_module.MOST_ROUNDS, engine_module.LEAST_ROUNDS = before
+    async def one_round(masked: bool) -> float:
+        """At one round a dispatch, as masks need it."""
+        before = engine_module.MOST_ROUNDS, engine_module.LEAST_ROUNDS
+        engine_module.MOST_ROUNDS = engine_module.LEAST_ROUNDS = 1
+        try:
+            return await direct(serving, args.new_tokens, args.concurrency, 1, masked)
+        finally:
+            engine_module.MOST_ROUNDS, engine_module.LEAST_ROUNDS = before
 
-        for i in range(args.runs + 1):
-            measured = {
-                "engine": await direct(serving, args.new_tokens, count, "auto"),
-                "http": await over_http(client, args.new_tokens, count, "auto", False),
-                "http, streaming": await over_http(client, args.new_tokens, count, "auto", True),
-                "one round a dispatch": await one_round(False),
-                "with a grammar": await one_round(True),
-            }
-            # The first run warms up.
-            for name, value in measured.items() if i else ():
-                found.setdefault(name, []).append(value)
+    for i in range(args.runs + 1):
+        measured = {
+            "engine": await direct(serving, args.new_tokens, count, "auto"),
+            "http": await over_http(url, args, False),
+            "http, streaming": await over_http(url, args, True),
+            "one round a dispatch": await one_round(False),
+            "with a grammar": await one_round(True),
+        }
+        # The first run warms up.
+        for name, value in measured.items() if i else ():
+            found.setdefault(name, []).append(value)
     server.should_exit = True
     await task
     serving.engine.stop()
@@ -109,7 +126,13 @@ def main() -> None:
     p.add_argument("--concurrency", type=int, default=32, metavar="N", help="default: %(default)s")
     p.add_argument("--new-tokens", type=int, default=128, metavar="N", help="default: %(default)s")
     p.add_argument("--runs", type=int, default=5, metavar="N", help="default: %(default)s")
-    asyncio.run(run(p.parse_args()))
+    p.add_argument("--client", metavar="URL", help=argparse.SUPPRESS)
+    p.add_argument("--stream", action="store_true", help=argparse.SUPPRESS)
+    args = p.parse_args()
+    if args.client:
+        print(asyncio.run(clients(args.client, args.new_tokens, 2 * args.concurrency, "auto", args.stream)))
+    else:
+        asyncio.run(run(args))
 
 
 if __name__ == "__main__":

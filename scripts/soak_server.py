@@ -77,9 +77,7 @@ async def run(args) -> bool:
             memory = resident(args.pid)
             first = first or memory
             print(f"{(step + 1) * args.requests // STEPS} requests: {memory:.0f} MB", flush=True)
-    print(
-        f"aborted {aborted}, errors {errors}, unequal {wrong}, memory {memory / first:.3f} of the first tenth's"
-    )
+    print(f"aborted {aborted}, errors {errors}, unequal {wrong}, memory {memory / first:.3f} of the first tenth's")
     return not errors and not wrong and memory <= 1.05 * first
 
 

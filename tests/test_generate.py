@@ -5,6 +5,7 @@ import json
 import signal
 import subprocess
 import sys
+from functools import partial
 
 import jax
 import pytest
@@ -186,7 +187,9 @@ def test_an_interrupt_is_one_line():
         "8000",
         "--ignore-eos",
     ]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    # A shell's background jobs ignore SIGINT, and so would their children.
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed)
     process.stdout.read(5)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate()

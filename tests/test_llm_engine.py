@@ -7,14 +7,22 @@ import pytest
 
 from dflash_jax import LLM, InputError, SamplingParams
 from dflash_jax.compare import divergence
+from dflash_jax.engine import device
 from dflash_jax.engine.engine import EngineError
 from dflash_jax.rows import Piece
 
 PARAMS = SamplingParams(temperature=0.8, top_k=50, seed=3, max_tokens=24)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def few_row_sizes():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device, "ROW_SIZES", (1, 4, 32))
+        yield
+
+
 @pytest.fixture(scope="module")
-def llm():
+def llm(few_row_sizes):
     return LLM(slots=4, block_size=8)
 
 

@@ -18,7 +18,7 @@ from dflash_jax.models.decoder import Decoder, is_delta
 from dflash_jax.params import SamplingParams
 from dflash_jax.programs import Programs
 
-COUNT = 1500
+COUNT = 1200
 
 
 @pytest.fixture(scope="module", autouse=True)
