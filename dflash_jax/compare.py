@@ -12,7 +12,7 @@ from dflash_jax.llm import LLM
 from dflash_jax.params import SamplingParams
 from dflash_jax.rows import Row
 from dflash_jax.sharding import place
-from dflash_jax.speculative import PLAIN_SETTINGS
+from dflash_jax.state import PLAIN_SETTINGS
 
 # In float32 a draw whose two best candidates are closer than this may go either way with the order of a sum.
 TIE = 1e-4

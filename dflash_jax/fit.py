@@ -100,7 +100,7 @@ def measure_slot(target, drafter, layout) -> Slot:
     import jax
 
     from dflash_jax.cache import DeltaState
-    from dflash_jax.speculative import Settings, empty_state, state_specs
+    from dflash_jax.state import Settings, empty_state, state_specs
 
     def size(tree, specs) -> float:
         leaves = zip(jax.tree.leaves(tree), jax.tree.leaves(specs), strict=True)

@@ -66,26 +66,16 @@ def tell(line: str) -> None:
 def stream_text(llm, prompt, params, show_drafts: bool):
     """Streams one prompt's text to stdout and returns its Completion."""
     from dflash_jax.rows import Piece
-    from dflash_jax.text import Detokenizer
 
-    seen = Detokenizer(llm.tokenizer, params.stop) if llm.tokenizer else None
     for event in llm.pieces(prompt, params):
         if not isinstance(event, Piece):
             break
-        if seen is None:
+        if llm.tokenizer is None:
             write("".join(f"{token} " for token in event.token_ids))
         elif not show_drafts:
             write(event.text)
         else:
-            # Of the n tokens of a round the last is the target's own.
-            drafted = [i < n - 1 for n in event.acceptance_lengths for i in range(n)]
-            for token, is_draft in zip(event.token_ids, drafted, strict=False):
-                shown = len(seen.text)
-                seen.push(token)
-                if new := seen.text[shown:]:
-                    write(f"{DRAFTED}{new}{PLAIN}" if is_draft else new)
-    if show_drafts and seen is not None:
-        write(event.text[len(seen.text) :])
+            write("".join(f"{DRAFTED}{text}{PLAIN}" if is_draft else text for text, is_draft in event.segments))
     write("\n")
     return event
 

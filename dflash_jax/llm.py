@@ -24,7 +24,7 @@ from dflash_jax.pool import Pool
 from dflash_jax.programs import Programs, enable_disk_cache
 from dflash_jax.rows import Piece, Row
 from dflash_jax.sharding import Layout
-from dflash_jax.speculative import Settings
+from dflash_jax.state import Settings
 from dflash_jax.text import Tokenizer
 
 log = logging.getLogger("dflash_jax")

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 from dflash_jax.cache import KVCache
 from dflash_jax.sharding import DATA
-from dflash_jax.speculative import DecodeState
+from dflash_jax.state import DecodeState
 
 
 def _is_cache(x) -> bool:

@@ -18,7 +18,7 @@ from dflash_jax.models.drafter import Drafting
 from dflash_jax.prompts import Admission, admit
 from dflash_jax.sampling import Logprobs, perturbed, process
 from dflash_jax.sharding import DATA, parameter_specs, place
-from dflash_jax.speculative import DecodeState, Settings
+from dflash_jax.state import PLAIN_SETTINGS, DecodeState, Settings, empty_state, put_rows, state_specs, take_rows
 
 # On NVIDIA GPUs: the whole loop in one graph, with what it calls.
 ONE_GRAPH = {
@@ -86,47 +86,47 @@ def gathered(tree):
 
 def _prefill(target, drafter, state: DecodeState, rows, n, *, size: int, drafting: bool = True):
     drafter = drafter if drafting else None
-    taken = speculative.prefill_chunk(target, drafter, speculative.take_rows(state, rows), size, n)
-    return speculative.put_rows(state, taken), gathered(taken.base)
+    taken = speculative.prefill_chunk(target, drafter, take_rows(state, rows), size, n)
+    return put_rows(state, taken), gathered(taken.base)
 
 
 def _score(target, drafter, state: DecodeState, rows, n, *, size: int, top: int):
-    taken, found = speculative.score_chunk(target, speculative.take_rows(state, rows), size, n, top)
-    return speculative.put_rows(state, taken), gathered(found)
+    taken, found = speculative.score_chunk(target, take_rows(state, rows), size, n, top)
+    return put_rows(state, taken), gathered(found)
 
 
 def _decode(target, drafter, state: DecodeState, rows, width, rounds, *, settings: Settings):
     drafter = drafter if settings.drafting else None
-    before = replace(speculative.take_rows(state, rows), width=width)
+    before = replace(take_rows(state, rows), width=width)
     after = speculative.decode(target, drafter, before, rounds, REPORT_SIZE, settings)
     found = report(before, after, max(REPORT_SIZE, settings.window))
-    return speculative.put_rows(state, replace(after, width=state.width[rows])), gathered(found)
+    return put_rows(state, replace(after, width=state.width[rows])), gathered(found)
 
 
 def _propose(target, drafter, state: DecodeState, rows, width, *, settings: Settings):
     drafter = drafter if settings.drafting else None
-    taken = replace(speculative.take_rows(state, rows), width=width)
+    taken = replace(take_rows(state, rows), width=width)
     return gathered(speculative.window_of(target, drafter, taken, settings))
 
 
 def _verify(target, drafter, state: DecodeState, rows, width, block, *, settings: Settings):
     drafter = drafter if settings.drafting else None
-    taken = replace(speculative.take_rows(state, rows), width=width)
+    taken = replace(take_rows(state, rows), width=width)
     return speculative.verify(target, taken, block, drafter.taps if drafter is not None else ())
 
 
 def _finish(target, drafter, state: DecodeState, rows, width, block, mask, verified, *, settings: Settings):
     drafter = drafter if settings.drafting else None
-    before, (logits, features, record) = replace(speculative.take_rows(state, rows), width=width), verified
+    before, (logits, features, record) = replace(take_rows(state, rows), width=width), verified
     decided = speculative.decide(before, block, logits, mask)
     after = speculative.commit(target, drafter, before, decided, block, features, record, settings)
     found = report(before, after, settings.window)
-    return speculative.put_rows(state, replace(after, width=state.width[rows])), gathered(found)
+    return put_rows(state, replace(after, width=state.width[rows])), gathered(found)
 
 
 def _draw(target, drafter, state: DecodeState):
     """Raw logits and what is maximised, [B, V] each, for the token behind the last known one."""
-    settings = replace(speculative.PLAIN_SETTINGS, window=1)
+    settings = replace(PLAIN_SETTINGS, window=1)
     raw, _, _ = speculative.verify(target, state, speculative.window_of(target, None, state, settings))
     scores = perturbed(process(raw, state.sampling), state.sampling, state.length[:, None])
     return gathered(tuple(target.vocab.gather(x[:, 0], -1) for x in (raw, scores)))
@@ -211,7 +211,7 @@ class Programs:
         return self.compiled[key]
 
     def _specs_of(self, state: DecodeState):
-        return speculative.state_specs(*self._pair, state)
+        return state_specs(*self._pair, state)
 
     def _lower(self, function: Callable, state: DecodeState, args: tuple, specs: tuple, out, donate: bool = True):
         """``specs``: PartitionSpecs of ``args``; ``out``: of what the function returns beside the state, or, where
@@ -251,7 +251,7 @@ class Programs:
 
     def abstract_state(self, rows: int, capacity: int, settings: Settings) -> DecodeState:
         """The shapes of a state and where they lie."""
-        state = jax.eval_shape(partial(speculative.empty_state, *self._pair, rows, capacity, settings))
+        state = jax.eval_shape(partial(empty_state, *self._pair, rows, capacity, settings))
         return jax.tree.map(_put, state, self._shardings(self._specs_of(state)))
 
     def _abstract(self, *shape: int, dtype=jnp.int32):
@@ -269,8 +269,8 @@ class Programs:
         return self._lower(partial(_decode, settings=settings), state, args, (ROWS, ROWS, WHOLE), WHOLE)
 
     def empty(self, rows: int, capacity: int, settings: Settings) -> DecodeState:
-        """`speculative.empty_state` on the mesh."""
-        make = partial(speculative.empty_state, *self._pair, rows, capacity, settings)
+        """`empty_state` on the mesh."""
+        make = partial(empty_state, *self._pair, rows, capacity, settings)
         shardings = self._shardings(self._specs_of(jax.eval_shape(make)))
         key = ("empty", rows, capacity, settings)
         return self._compiled(key, lambda: jax.jit(make, out_shardings=shardings).lower())()

@@ -12,7 +12,7 @@ from dflash_jax.config import MAX_BIAS, MAX_STOPS
 from dflash_jax.models.decoder import Decoder
 from dflash_jax.models.drafter import Drafting
 from dflash_jax.sampling import SamplingRows
-from dflash_jax.speculative import PLAIN_SETTINGS, DecodeState, Settings, empty_state, put_rows, take_rows
+from dflash_jax.state import PLAIN_SETTINGS, DecodeState, Settings, empty_state, put_rows, take_rows
 
 
 def check_prompts(prompts, vocab: int, capacity: int, need: int, stops) -> None:

@@ -14,13 +14,15 @@ from dflash_jax.text import Detokenizer, Tokenizer
 @dataclass(frozen=True)
 class Piece:
     """What a dispatch brought to one prompt: the text and tokens since the last piece, what each round yielded, where
-    in ``text`` what each token showed ends (none without a tokenizer), and log-probabilities where asked for."""
+    in ``text`` what each token showed ends (none without a tokenizer), log-probabilities where asked for, and, with the
+    last one, why it ended."""
 
     text: str
     token_ids: list[int]
     acceptance_lengths: list[int]
     ends: list[int] = field(default_factory=list)
     logprobs: list[dict] | None = None
+    finish_reason: str | None = None
 
     @property
     def segments(self) -> list[tuple[str, bool]]:
@@ -56,6 +58,8 @@ class Row:
         self.text = Detokenizer(tokenizer, params.stop) if tokenizer else None
         monitor = self._watch if self.text else None
         self.request = Request(prompt, params, stops, monitor=monitor, **options)
+        # What was told so far; the engine may be ahead of it.
+        self.token_ids: list[int] = []
         self.accepted: list[int] = []
         self.logprobs: list[dict] | None = None if params.logprobs is None else []
         self.pieces: deque[Piece] = deque()
@@ -69,7 +73,9 @@ class Row:
     def _watch(self, tokens: Sequence[int]) -> int | None:
         ends = []
         for token in tokens:
-            self.text.push(token)
+            # The token that ends a text is no part of it.
+            if token not in self.request.stops:
+                self.text.push(token)
             ends.append(len(self.text.text))
             if self.text.stopped:
                 break
@@ -77,6 +83,7 @@ class Row:
         return len(ends) if self.text.stopped else None
 
     def take(self, event: Event) -> None:
+        self.token_ids += event.tokens
         self.accepted += event.accepted
         self.error = event.error
         if event.logprobs is not None:
@@ -86,14 +93,19 @@ class Row:
             self.draft_tokens += len(event.accepted) * (event.width - 1)
         text, ends = "", []
         if self.text:
-            # The engine may be ahead of who takes its events, in a thread of its own.
             ends = self._watched.popleft() if event.tokens else [self._shown]
             if event.finish_reason:
                 self.text.finish()
             upto = len(self.text.text) if event.finish_reason else ends[-1]
             text, ends = self.text.text[self._shown : upto], [end - self._shown for end in ends]
             self._shown = upto
-        self.pieces.append(Piece(text, event.tokens, event.accepted, ends if event.tokens else [], event.logprobs))
+        ends = ends if event.tokens else []
+        self.pieces.append(Piece(text, event.tokens, event.accepted, ends, event.logprobs, event.finish_reason))
+
+    @property
+    def told(self) -> str | None:
+        """The text so far."""
+        return self.text.text[: self._shown] if self.text else None
 
     @property
     def matched(self) -> str | int | None:

@@ -9,6 +9,8 @@ import tokenizers
 
 from dflash_jax.errors import InputError
 
+# Tokens that may wait for the rest of a character, or show nothing at all.
+LONGEST_WAIT = 16
 # What opens a message: Qwen's and Llama's.
 MARKERS = ("<|im_start|>", "<|start_header_id|>")
 
@@ -140,8 +142,9 @@ class Detokenizer:
         self._ids.append(token)
         before = self._tokenizer.decode(self._ids[self._from : self._read])
         now = self._tokenizer.decode(self._ids[self._from :])
-        # A half character decodes to the replacement character: wait for its other half.
-        if len(now) > len(before) and not now.endswith("�"):
+        # A half character decodes to the replacement character: wait for its other half, as far as characters go.
+        is_long = len(self._ids) - self._read > LONGEST_WAIT
+        if is_long or (len(now) > len(before) and not now.endswith("�")):
             self._from, self._read = self._read, len(self._ids)
             self._settle(now[len(before) :])
 
@@ -160,5 +163,6 @@ class Detokenizer:
             at, self.stop = min(found)
             self.text, self.stopped = self._raw[:at], True
             return
-        held = max((n for s in self._stops for n in range(1, len(s)) if self._raw.endswith(s[:n])), default=0)
+        lengths = ((s, n) for s in self._stops for n in range(1, min(len(s), len(self._raw) + 1)))
+        held = max((n for s, n in lengths if self._raw.endswith(s[:n])), default=0)
         self.text = self._raw[: len(self._raw) - held]

@@ -179,7 +179,7 @@ def report(shapes, layout, devices, args) -> dict:
     from dflash_jax.engine.device import MAX_LOGPROBS
     from dflash_jax.engine.options import PREFILL_SIZES
     from dflash_jax.programs import ONE_GRAPH, Programs
-    from dflash_jax.speculative import Settings
+    from dflash_jax.state import Settings
 
     # Programs for absent devices are written to the cache and cannot be read back.
     jax.config.update("jax_enable_compilation_cache", False)

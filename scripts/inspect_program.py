@@ -13,7 +13,7 @@ import jax
 from dflash_jax import LLM, SamplingParams
 from dflash_jax.cache import DeltaState, KVCache
 from dflash_jax.engine.device import MAX_LOGPROBS
-from dflash_jax.speculative import Settings
+from dflash_jax.state import Settings
 
 BYTES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "pred": 1, "s8": 1, "u8": 1}
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from dflash_jax.models import moe
 from dflash_jax.sampling import SamplingRows, gumbel_noise
-from dflash_jax.speculative import DecodeState
+from dflash_jax.state import DecodeState
 
 TIE = 1e-4
 

@@ -5,7 +5,6 @@ import json
 import signal
 import subprocess
 import sys
-from functools import partial
 
 import jax
 import pytest
@@ -177,19 +176,13 @@ def test_a_closed_pipe_is_quiet():
 
 
 def test_an_interrupt_is_one_line():
-    command = [
-        sys.executable,
-        "-m",
-        "dflash_jax.generate",
-        "--prompt",
-        "def f(",
-        "--max-new-tokens",
-        "8000",
-        "--ignore-eos",
-    ]
     # A shell's background jobs ignore SIGINT, and so would their children.
-    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed)
+    heed = "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    run_it = f"{heed}; runpy.run_module('dflash_jax.generate', run_name='__main__')"
+    options = ["--prompt", "def f(", "--max-new-tokens", "8000", "--ignore-eos"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", run_it, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     process.stdout.read(5)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate()

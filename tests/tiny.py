@@ -14,7 +14,7 @@ from dflash_jax.models.decoder import Decoder
 from dflash_jax.models.drafter import Drafter, Proposal
 from dflash_jax.prompts import init_state
 from dflash_jax.sampling import SamplingRows
-from dflash_jax.speculative import DecodeState, Settings
+from dflash_jax.state import DecodeState, Settings
 
 VOCAB = 61
 

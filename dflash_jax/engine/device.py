@@ -13,7 +13,7 @@ from dflash_jax.engine.request import Request
 from dflash_jax.engine.width import ALONE
 from dflash_jax.programs import Programs, Report
 from dflash_jax.prompts import Admission
-from dflash_jax.speculative import NO_BOUND, Settings
+from dflash_jax.state import NO_BOUND, Settings
 
 ROW_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 # Likeliest tokens that are recorded with log-probabilities.
@@ -93,6 +93,11 @@ class Device:
 
     def is_compiled(self, rows: int, window: int) -> bool:
         return (rows, window) in self._used
+
+    @property
+    def mask_words(self) -> int:
+        """uint32 words of a packed mask over the vocabulary."""
+        return -(-self.programs.config.vocab_size // 32)
 
     @property
     def shards(self) -> int:

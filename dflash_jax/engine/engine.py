@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from dflash_jax.config import MAX_STOPS
 from dflash_jax.engine.device import MAX_LOGPROBS, Device, Dispatch, Outcome
 from dflash_jax.engine.options import Options, Statistics
 from dflash_jax.engine.prefill import Prefiller
@@ -104,6 +105,8 @@ class Engine:
             )
         if not request.prompt:
             raise InputError("a prompt is empty: it must have at least one token")
+        if len(request.stops) > MAX_STOPS:
+            raise InputError(f"{len(request.stops)} stop token ids: at most {MAX_STOPS} are possible")
         widest = self.options.widths[-1]
         if request.block_size != "auto" and not 1 <= request.block_size <= widest:
             raise InputError(f"block size {request.block_size}: it must be 1 to {widest}")
@@ -150,7 +153,7 @@ class Engine:
 
     def _fail(self, error: Exception) -> list[Event]:
         """Ends everything. Nothing is started until `restart`."""
-        self.failure = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason given'}"
+        self.failure = _reason(error)
         events = self._told + [self._end(r, "error", [], [], error=self.failure) for r in list(self._live)]
         self._clear()
         self.store.clear()
@@ -255,11 +258,14 @@ class Engine:
     def _masks(self, rows: list[Request]) -> Callable:
         def make(drafts):
             window = drafts.shape[1] + 1
-            found = {i: r.mask.masks(drafts[i].tolist()) for i, r in enumerate(rows) if r.mask}
-            words = next(iter(found.values())).shape[-1]
-            masks = np.full((len(rows), window, words), 0xFFFFFFFF, np.uint32)
-            for i, mask in found.items():
-                masks[i] = mask
+            masks = np.full((len(rows), window, self.device.mask_words), 0xFFFFFFFF, np.uint32)
+            for i, request in enumerate(rows):
+                try:
+                    if request.mask and request.finish_reason is None:
+                        masks[i] = request.mask.masks(drafts[i].tolist())
+                except Exception as e:
+                    log.exception("a request's mask failed")
+                    self._told.append(self._end(request, "error", [], [], error=_reason(e)))
             return masks
 
         return make
@@ -318,9 +324,14 @@ class Engine:
             self.policy.observe_round(own, n, width)
         if not request.tokens:
             request.times = replace(request.times, first_token=self.device.clock)
-        if request.mask:
-            request.mask.take(tokens)
-        keep = request.monitor(tokens) if request.monitor else None
+        try:
+            if request.mask:
+                request.mask.take(tokens)
+            keep = request.monitor(tokens) if request.monitor else None
+        except Exception as e:
+            # Theirs, not the device's: the others go on.
+            log.exception("a request's monitor or mask failed")
+            return self._end(request, "error", [], [], error=_reason(e))
         reason = None
         if keep is not None:
             tokens, accepted, reason = tokens[:keep], _trimmed(accepted, keep), "stop"
@@ -350,6 +361,10 @@ class Engine:
             self._prefiller.remove(request)
             self._acceptance.pop(request, None)
         return Event(request, tokens, accepted, logprobs, reason, error, width)
+
+
+def _reason(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason given'}"
 
 
 def _trimmed(accepted: list[int], tokens: int) -> list[int]:

@@ -8,7 +8,7 @@ import numpy as np
 
 from dflash_jax.errors import InputError
 from dflash_jax.programs import Programs
-from dflash_jax.speculative import Settings
+from dflash_jax.state import Settings
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,21 @@ class AsyncEngine:
             except RuntimeError:  # the loop is closed: nobody listens
                 continue
 
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
     def _run(self) -> None:
+        try:
+            self._serve()
+        except BaseException as e:
+            self.engine.failure = f"{type(e).__name__}: {e}"
+            raise
+        finally:
+            gone = EngineError(self.engine.failure or "the engine was stopped")
+            self._tell([(request, gone) for request in list(self._inboxes)])
+
+    def _serve(self) -> None:
         while True:
             with self._wake:
                 self._wake.notify_all()
@@ -115,8 +129,6 @@ class AsyncEngine:
                 function(*args)
             if self._has_work():
                 self._tell([(event.request, event) for event in self.engine.step()])
-        gone = EngineError("the engine was stopped")
-        self._tell([(request, gone) for request in list(self._inboxes)])
 
     def _has_work(self) -> bool:
         return self.engine.failure is None and self.engine.has_work

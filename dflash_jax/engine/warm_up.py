@@ -64,7 +64,7 @@ def warm_up(engine: Engine) -> dict[str, float]:
                 rounds = max(len(a) for a in device.read(handle, False).accepted)
                 engine.policy.observe_seconds(rows, width, (device.clock - began) / max(rounds, 1), rounds)
     if options.masks:
-        words = -(-device.programs.config.vocab_size // 32)
+        words = device.mask_words
         for rows in device.masked_sizes():
             slots = device.first_slots(rows)
             for width in sorted({1, options.widths[-1]}):

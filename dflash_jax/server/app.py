@@ -54,10 +54,15 @@ class Gate:
             await self._pass(scope, receive, watched)
         except ClientGoneError:
             pass
+        except Exception:
+            status = 500
+            raise
         finally:
             milliseconds = 1e3 * (time.perf_counter() - began)
             client = (scope.get("client") or ("-",))[0]
-            log.info("%s %s %s %d %.1f ms", client, scope["method"], scope["path"], status, milliseconds)
+            # As it was sent: decoded, it could hold line breaks.
+            path = scope.get("raw_path", b"").decode("ascii", "backslashreplace")
+            log.info("%s %s %s %d %.1f ms", client, scope["method"], path, status, milliseconds)
 
     async def _pass(self, scope, receive, send) -> None:
         try:
@@ -72,7 +77,11 @@ class Gate:
                     raise ApiError(413, f"the body has more than {most} bytes")
                 return message
 
-            await self.app(scope, measured, send)
+            self.serving.in_flight += needs_engine(scope)
+            try:
+                await self.app(scope, measured, send)
+            finally:
+                self.serving.in_flight -= needs_engine(scope)
         except ApiError as e:
             await answer(e)(scope, receive, send)
 

@@ -173,6 +173,8 @@ def parse(argv: list[str] | None):
     for name, least in (("max_queue", 0), ("max_num_batched_tokens", 16), ("drain_s", 0)):
         if getattr(args, name) < least:
             raise InputError(f"--{name.replace('_', '-')} {getattr(args, name)}: it must be {least} or more")
+    if args.api_key == "":
+        raise InputError("--api-key is empty: leave it out to take any key")
     if not 0 <= args.port < 2**16:
         raise InputError(f"--port {args.port}: it must be 0 to 65535")
     return args, system

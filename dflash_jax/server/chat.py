@@ -121,6 +121,17 @@ def _call(call: schema.Call, where: str) -> dict:
     return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
 
+def check_parameters(schema: dict, where: str) -> None:
+    """A tool's parameters are an object's, under names that both formats of calls can write."""
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    if schema.get("type", "object") != "object":
+        raise ApiError(400, f"{where}.type is {schema['type']!r}: it must be object", f"{where}.type")
+    if not isinstance(properties, dict) or any(">" in name or "\n" in name for name in properties):
+        raise ApiError(400, f"{where}.properties must be an object, its names without > and newlines", where)
+    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+        raise ApiError(400, f"{where}.required must be a list of names", f"{where}.required")
+
+
 async def converse(
     serving: Serving,
     messages: Sequence[schema.Message],
@@ -139,6 +150,8 @@ async def converse(
         raise ApiError(400, f"{name} is not an option of the template", name)
     if effort is not None:
         options.setdefault("enable_thinking", effort != "none")
+    for i, tool in enumerate(tools or ()):
+        check_parameters(tool.function.parameters or {}, f"tools[{i}].function.parameters")
     given = [t.model_dump(exclude_none=True) for t in tools or ()] or None
 
     def render() -> tuple[str, list[int]]:
@@ -236,17 +249,20 @@ async def whole(serving: Serving, body: schema.ChatRequest, talk: Conversation, 
 
 
 def as_delta(delta: Delta) -> list[dict]:
-    """In the order in which they came."""
-    found = []
+    """In the order in which they came: what belongs to a call that has begun is before any content."""
+    begun = next((i for i, call in enumerate(delta.calls) if call.name is not None), len(delta.calls))
+    found = [_as_call(call) for call in delta.calls[:begun]]
     if delta.reasoning:
         found.append({"reasoning_content": delta.reasoning})
     if delta.content:
         found.append({"content": delta.content})
-    for call in delta.calls:
-        function = {"arguments": call.arguments} | ({"name": call.name} if call.name is not None else {})
-        first = {"id": call.id, "type": "function"} if call.id is not None else {}
-        found.append({"tool_calls": [{"index": call.index, **first, "function": function}]})
-    return found
+    return found + [_as_call(call) for call in delta.calls[begun:]]
+
+
+def _as_call(call: CallDelta) -> dict:
+    function = {"arguments": call.arguments} | ({"name": call.name} if call.name is not None else {})
+    first = {"id": call.id, "type": "function"} if call.id is not None else {}
+    return {"tool_calls": [{"index": call.index, **first, "function": function}]}
 
 
 async def streamed(
@@ -266,8 +282,8 @@ async def streamed(
         if not begun[i]:
             begun[i] = True
             yield chunk(i, {"role": "assistant", "content": ""})
-        row, found, more = rows[i], as_delta(parsers[i].push(piece)), {}
-        if row.request.finish_reason:
+        found, more = as_delta(parsers[i].push(piece)), {}
+        if piece.finish_reason:
             found += as_delta(parsers[i].finish())
         if piece.logprobs is not None:
             more["logprobs"] = {"content": chat_logprobs(serving.llm.tokenizer, piece.logprobs), "refusal": None}
@@ -278,8 +294,8 @@ async def streamed(
         for delta in found or [{}] * bool(more):
             yield chunk(i, delta, **more)
             more = {}
-        if row.request.finish_reason:
-            yield chunk(i, {}, parsers[i].reason(row))
+        if piece.finish_reason:
+            yield chunk(i, {}, parsers[i].reason(rows[i]))
     if wants.include_usage:
         counted = usage(rows, len(rows), sum(p.reasoning_tokens for p in parsers))
         yield frame({**head, "object": "chat.completion.chunk", "choices": [], "usage": counted})

@@ -1,5 +1,6 @@
 """/v1/completions, with echo and the prompt's log-probabilities."""
 
+import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator
@@ -32,8 +33,8 @@ async def prepared(serving: Serving, body: schema.CompletionRequest) -> list[Row
     serving.check_model(body.model)
     prompts = prompts_of(body)
     n = prepare.check_counts(serving, body, len(prompts))
-    if body.stream and (body.echo or body.prompt_logprobs is not None):
-        name = "echo" if body.echo else "prompt_logprobs"
+    if body.stream and (body.echo or body.prompt_logprobs is not None or body.max_tokens == 0):
+        name = "echo" if body.echo else "prompt_logprobs" if body.prompt_logprobs is not None else "max_tokens: 0"
         raise ApiError(400, f"{name} is not possible with stream: true", name)
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options needs stream: true", "stream_options")
@@ -43,9 +44,10 @@ async def prepared(serving: Serving, body: schema.CompletionRequest) -> list[Row
         wanted = max(wanted or 0, body.logprobs)
     found = []
     for prompt in prompts:
-        ids = serving.llm.encode(prompt)
-        # Nothing new is wanted, and the engine gives one token at least: it is left out again.
-        most = serving.check_room(ids, max(body.max_tokens if body.max_tokens is not None else 16, 1), "prompt")
+        ids = await asyncio.to_thread(serving.llm.encode, prompt)
+        # Where nothing new is wanted, the engine gives one token all the same: it is left out again.
+        most = serving.check_room(ids, body.max_tokens and max(body.max_tokens, 1), "prompt", default=16)
+        most = most or serving.check_room(ids, 1, "prompt")
         params = prepare.sampling(body, most, body.seed, body.logprobs)
         found += prepare.rows(
             serving,
@@ -121,7 +123,7 @@ async def streamed(
         if piece.logprobs is not None:
             logprobs = completion_logprobs(serving.llm.tokenizer, piece.logprobs, offsets[i], body.logprobs > 0)
         offsets[i] += len(piece.text)
-        found = {"index": i, "text": piece.text, "logprobs": logprobs, "finish_reason": rows[i].request.finish_reason}
+        found = {"index": i, "text": piece.text, "logprobs": logprobs, "finish_reason": piece.finish_reason}
         if body.return_token_ids:
             found["token_ids"] = piece.token_ids
         if body.return_drafts:

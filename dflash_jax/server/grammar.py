@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
-from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from dflash_jax.errors import InputError
 from dflash_jax.server.reasoning import CLOSE, OPEN
+from dflash_jax.server.tools import as_xml, is_text
 from dflash_jax.text import Tokenizer
 
 # Most characters of a schema, regular expression or grammar. What one may cost, llguidance limits by itself.
@@ -71,7 +72,7 @@ class GrammarTokens:
             raise InputError(f"{constraint.field} has {len(text)} characters: at most {MOST_CHARACTERS} are possible")
         try:
             matcher = LLMatcher(self._ll, constraint.source(self), log_level=0)
-        except (ValueError, TypeError, RecursionError, GbnfToLarkError) as e:
+        except Exception as e:  # whatever a text from outside makes the library raise
             raise InputError(f"{constraint.field}: {_line(e)}") from None
         if matcher.is_error():
             raise InputError(f"{constraint.field}: {_line(matcher.get_error())}")
@@ -96,6 +97,8 @@ class GrammarMask:
 
     def __init__(self, tokens: GrammarTokens, matcher: LLMatcher, thought: str = "none"):
         self.tokens, self.matcher = tokens, matcher
+        if thought == "possible" and len(tokens.open_ids) != 1:
+            thought = "none"
         self._phase = {"open": "thought", "possible": "undecided", "none": "grammar"}[thought]
         # The end of what was thought, as long as the closing tag's own tokens.
         self._tail: tuple[int, ...] = ()
@@ -165,14 +168,14 @@ def _xml_call(rule: str, name: str, schema: dict) -> list[str]:
         wanted, value = wanted if isinstance(wanted, dict) else {}, f"{rule}_{j}"
         begin, closing = json.dumps(f"<parameter={key}>\n"), json.dumps(end)
         if isinstance(wanted.get("enum"), list):
-            texts = [c if isinstance(c, str) else json.dumps(c) for c in wanted["enum"]]
-            rules.append(f"{value}: " + " | ".join(json.dumps(t) for t in texts))
-        elif wanted.get("type") == "string":
+            rules.append(f"{value}: " + " | ".join(json.dumps(as_xml(c)) for c in wanted["enum"]))
+        elif is_text(wanted):
             # Free text goes on to the end of the parameter.
             rules.append(f"{value}[suffix={closing}]: /(?s:.*)/")
             closing = ""
         else:
-            rules.append(f"{value}: %json {json.dumps(wanted)}")
+            shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+            rules.append(f"{value}: %json {json.dumps(shared | wanted)}")
         part = f"{begin} {value} {closing}"
         parts.append(part if key in required else f"({part})?")
     opening, ending = json.dumps(f"<function={name}>\n"), json.dumps("</function>")

@@ -1,5 +1,6 @@
 """SGLang's own interface: /generate and /server_info."""
 
+import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator
@@ -40,8 +41,8 @@ async def prepared(serving: Serving, body: schema.GenerateRequest) -> tuple[list
     for prompt, wanted in zip(prompts, each, strict=True):
         wanted = wanted or schema.NativeSampling()
         n = prepare.check_counts(serving, wanted, len(prompts))
-        ids = serving.llm.encode(prompt)
-        most = serving.check_room(ids, wanted.max_new_tokens or 128, "sampling_params.max_new_tokens")
+        ids = await asyncio.to_thread(serving.llm.encode, prompt)
+        most = serving.check_room(ids, wanted.max_new_tokens, "sampling_params.max_new_tokens", default=128)
         logprobs = (body.top_logprobs_num or 0) if body.return_logprob else None
         params = prepare.sampling(wanted, most, wanted.sampling_seed, logprobs)
         grammar = await prepare.matcher(serving, prepare.constraint(wanted))
@@ -54,20 +55,22 @@ async def prepared(serving: Serving, body: schema.GenerateRequest) -> tuple[list
     return found, several
 
 
-def answer(serving: Serving, body: schema.GenerateRequest, row: Row, request_id: str, began: float) -> dict:
-    """What is known of a row so far. ``meta_info`` as SGLang's benchmarks and z-lab's read it."""
+def answer(
+    serving: Serving, body: schema.GenerateRequest, row: Row, request_id: str, began: float, ended: str | None
+) -> dict:
+    """What was told of a row so far, and why it ``ended``. ``meta_info`` as SGLang's benchmarks and z-lab's read it."""
     request, tokenizer = row.request, serving.llm.tokenizer
-    reason = request.finish_reason and {"type": request.finish_reason}
-    if request.finish_reason == "length":
+    reason = ended and {"type": ended}
+    if ended == "length":
         reason["length"] = request.params.max_tokens
-    elif request.finish_reason == "stop":
+    elif ended == "stop":
         reason["matched"] = row.matched
     rounds = len(row.accepted)
     meta = {
         "id": request_id,
         "finish_reason": reason or None,
         "prompt_tokens": len(request.prompt),
-        "completion_tokens": len(request.tokens),
+        "completion_tokens": len(row.token_ids),
         "cached_tokens": request.cached,
         "e2e_latency": time.perf_counter() - began,
         "spec_verify_ct": rounds,
@@ -82,7 +85,7 @@ def answer(serving: Serving, body: schema.GenerateRequest, row: Row, request_id:
             first = {"token_id": request.prompt[0], "logprob": None, "top": {}}
             start = body.logprob_start_len or 0
             meta |= _logprobs("input", tokenizer, [first, *request.prompt_entries][start:], body)
-    return {"text": row.text.text if row.text else None, "output_ids": list(request.tokens), "meta_info": meta}
+    return {"text": row.told, "output_ids": list(row.token_ids), "meta_info": meta}
 
 
 def _logprobs(side: str, tokenizer, entries: list[dict], body: schema.GenerateRequest) -> dict:
@@ -105,7 +108,7 @@ async def generate(http: Request, body: schema.GenerateRequest):
     if body.stream:
         return await EventStream.start(http, streamed(serving, body, rows, several, request_id, began))
     await while_connected(http, serving.run(rows))
-    found = [answer(serving, body, row, request_id, began) for row in rows]
+    found = [answer(serving, body, row, request_id, began, row.request.finish_reason) for row in rows]
     return JsonResponse(found if several else found[0])
 
 
@@ -113,8 +116,8 @@ async def streamed(
     serving: Serving, body: schema.GenerateRequest, rows: list[Row], several: bool, request_id: str, began: float
 ) -> AsyncGenerator[bytes, None]:
     """Each event has all of the text so far, as SGLang's."""
-    async for i, _ in serving.merged(rows):
-        found = answer(serving, body, rows[i], request_id, began)
+    async for i, piece in serving.merged(rows):
+        found = answer(serving, body, rows[i], request_id, began, piece.finish_reason)
         yield frame(found | ({"index": i} if several else {}))
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from dflash_jax.config import MAX_STOPS
 from dflash_jax.errors import InputError
 from dflash_jax.params import SamplingParams
 from dflash_jax.rows import Row
@@ -59,6 +60,10 @@ def check_counts(serving: "Serving", body, prompts: int = 1) -> int:
         raise ApiError(400, f"n is {n}: at most {limits.choices} choices are possible", "n")
     if prompts > limits.prompts:
         raise ApiError(400, f"{prompts} prompts: at most {limits.prompts} are possible", "prompt")
+    longest = max((len(s) for s in ([stops] if isinstance(stops, str) else stops)), default=0)
+    if longest > limits.stop_characters:
+        message = f"a stop string has {longest} characters: at most {limits.stop_characters} are possible"
+        raise ApiError(400, message, "stop")
     if not isinstance(stops, str) and len(stops) > limits.stops:
         raise ApiError(400, f"{len(stops)} stop strings: at most {limits.stops} are possible", "stop")
     return n
@@ -151,5 +156,11 @@ def rows(
         found.append(serving.llm.new_row(prompt, own, block_size, **options))
         if mask is not None:
             # A finished text must be able to end.
-            found[-1].request.stops = list(dict.fromkeys((*found[-1].request.stops, *serving.llm.defaults.stop_ids)))
+            stops = list(dict.fromkeys((*found[-1].request.stops, *serving.llm.defaults.stop_ids)))
+            if len(stops) > MAX_STOPS:
+                message = (
+                    f"{len(stops)} stop token ids, the checkpoint's own among them: at most {MAX_STOPS} are possible"
+                )
+                raise ApiError(400, message, "stop_token_ids")
+            found[-1].request.stops = stops
     return found

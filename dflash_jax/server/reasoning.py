@@ -9,8 +9,8 @@ def held_back(text: str, *markers: str) -> int:
 
 
 def is_open(prompt: str) -> bool:
-    """Whether a prompt ends inside a thought, so that the answer begins there."""
-    return prompt.rfind(OPEN) > prompt.rfind(CLOSE)
+    """Whether a prompt opens a thought at its end, so that the answer begins there. What users say does not count."""
+    return prompt.rstrip().endswith(OPEN)
 
 
 class ReasoningSplitter:

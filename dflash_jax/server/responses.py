@@ -15,6 +15,7 @@ from dflash_jax.server.chat import Conversation, Delta, prepared, text_of
 from dflash_jax.server.errors import ApiError, JsonResponse, as_api_error, field
 from dflash_jax.server.serving import Serving, while_connected
 from dflash_jax.server.stream import EventStream, frame
+from dflash_jax.server.tools import CallDelta
 
 router = APIRouter()
 
@@ -127,13 +128,19 @@ class Output:
 
     def take(self, delta: Delta, logprobs: list[dict] | None) -> list[dict]:
         """Events for a piece."""
-        events = []
+        # What belongs to a call that has begun is before any content.
+        begun = next((i for i, call in enumerate(delta.calls) if call.name is not None), len(delta.calls))
+        events = self._take_calls(delta.calls[:begun])
         if delta.reasoning:
             events += self._open("reasoning") + self._grow("reasoning_text", delta.reasoning)
         if delta.content:
             events += self._open("message")
             events += self._grow("output_text", delta.content, chat_logprobs(self._tokenizer, logprobs or []))
-        for call in delta.calls:
+        return events + self._take_calls(delta.calls[begun:])
+
+    def _take_calls(self, calls: list[CallDelta]) -> list[dict]:
+        events = []
+        for call in calls:
             if call.name is not None:
                 events += self.close() + self._open("function_call", call)
             if call.arguments:
@@ -295,7 +302,7 @@ async def told(serving: Serving, talk: Conversation, row: Row, value: dict) -> A
                 yield {"type": "response.in_progress", "response": value}
             for event in output.take(parser.push(piece), piece.logprobs):
                 yield event
-            if row.request.finish_reason:
+            if piece.finish_reason:
                 for event in output.take(parser.finish(), None):
                     yield event
     except Exception as e:

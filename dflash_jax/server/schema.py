@@ -3,10 +3,13 @@
 A field that is not here is refused, never ignored.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
+T = TypeVar("T")
+# The first wrong item is enough: others need not be looked for.
+Items = Annotated[list[T], Field(fail_fast=True)]
 TokenId = Annotated[int, Field(ge=0)]
 Json = dict[str, Any]
 
@@ -30,7 +33,7 @@ class Sampling(Strict):
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, gt=0, le=100)
-    stop_token_ids: list[TokenId] | None = Field(None, max_length=16)
+    stop_token_ids: Items[TokenId] | None = Field(None, max_length=16)
     ignore_eos: bool = False
     regex: str | None = None
 
@@ -42,7 +45,7 @@ class OpenAiSampling(Sampling):
     model: str | None = None
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
     n: int | None = Field(None, ge=1)
-    stop: str | list[str] | None = None
+    stop: str | Items[str] | None = None
     logit_bias: dict[str, float] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -50,7 +53,7 @@ class OpenAiSampling(Sampling):
     guided_regex: str | None = None
     guided_grammar: str | None = None
     guided_json: Json | str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Items[str] | None = None
     structured_outputs: Json | None = None
     priority: int = Field(0, ge=-(2**31), le=2**31 - 1)
     user: str | None = None
@@ -115,27 +118,27 @@ class Part(BaseModel):
 
 class Message(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Part] | None = None
+    content: str | Items[Part] | None = None
     name: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    tool_calls: list[Call] | None = None
+    tool_calls: Items[Call] | None = None
     tool_call_id: str | None = None
     # What OpenAI's own answers carry, and come back with.
     refusal: str | None = None
-    annotations: list[Any] | None = None
+    annotations: Items[Any] | None = None
     audio: None = None
     function_call: None = None
 
 
 class ChatRequest(OpenAiSampling):
-    messages: list[Message] = Field(min_length=1)
+    messages: Items[Message] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     response_format: ResponseFormat | None = None
-    tools: list[Tool] | None = None
+    tools: Items[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: Json | None = None
@@ -148,7 +151,7 @@ class ChatRequest(OpenAiSampling):
 
 
 class CompletionRequest(OpenAiSampling):
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    prompt: str | Items[str] | Items[TokenId] | Items[Items[TokenId]]
     max_tokens: int | None = Field(None, ge=0)
     logprobs: int | None = Field(None, ge=0, le=20)
     prompt_logprobs: int | None = Field(None, ge=0, le=20)
@@ -198,11 +201,11 @@ class InputItem(BaseModel):
 
     type: str | None = None
     role: str | None = None
-    content: str | list[Part] | None = None
+    content: str | Items[Part] | None = None
 
 
 class ResponsesRequest(Strict):
-    input: str | list[InputItem]
+    input: str | Items[InputItem]
     model: str | None = None
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
@@ -210,7 +213,7 @@ class ResponsesRequest(Strict):
     top_p: float | None = Field(None, gt=0, le=1)
     top_logprobs: int | None = Field(None, ge=0, le=20)
     stream: bool | None = None
-    tools: list[ResponsesTool] | None = None
+    tools: Items[ResponsesTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | ResponsesToolName | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
@@ -224,7 +227,7 @@ class ResponsesRequest(Strict):
     service_tier: Literal["auto", "default"] | None = None
     background: Literal[False] | None = None
     previous_response_id: None = None
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
+    include: Items[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
     # As in chat.
     top_k: int | None = Field(None, ge=-1, le=2**31 - 1)
     min_p: float | None = Field(None, ge=0, le=1)
@@ -236,7 +239,7 @@ class NativeSampling(Sampling):
     """SGLang's ``sampling_params``."""
 
     max_new_tokens: int | None = Field(None, ge=1)
-    stop: str | list[str] | None = None
+    stop: str | Items[str] | None = None
     n: int | None = Field(None, ge=1)
     json_schema: str | Json | None = None
     ebnf: str | None = None
@@ -250,9 +253,9 @@ class NativeSampling(Sampling):
 class GenerateRequest(Strict):
     """SGLang's ``/generate``."""
 
-    text: str | list[str] | None = None
-    input_ids: list[TokenId] | list[list[TokenId]] | None = None
-    sampling_params: NativeSampling | list[NativeSampling] | None = None
+    text: str | Items[str] | None = None
+    input_ids: Items[TokenId] | Items[Items[TokenId]] | None = None
+    sampling_params: NativeSampling | Items[NativeSampling] | None = None
     stream: bool | None = None
     return_logprob: bool | None = None
     logprob_start_len: int | None = Field(None, ge=-1)
@@ -267,8 +270,8 @@ class TokenizeRequest(Strict):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
-    tools: list[Tool] | None = None
+    messages: Items[Message] | None = None
+    tools: Items[Tool] | None = None
     chat_template_kwargs: Json | None = None
     add_special_tokens: bool = True
     add_generation_prompt: Literal[True] = True
@@ -277,4 +280,4 @@ class TokenizeRequest(Strict):
 
 class DetokenizeRequest(Strict):
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: Items[TokenId]

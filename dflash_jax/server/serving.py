@@ -23,6 +23,7 @@ class Limits:
     choices: int = 16
     prompts: int = 128
     stops: int = 16
+    stop_characters: int = 256
     tools: int = 128
 
 
@@ -57,6 +58,7 @@ class Serving:
         self.info: dict = info or {}
         self.created = int(time.time())
         self.is_ready, self.is_draining = False, False
+        # HTTP requests for text that were let in and have no whole answer yet.
         self.in_flight = 0
         self.metrics = Metrics(self)
         self.grammar = None
@@ -74,15 +76,20 @@ class Serving:
 
     @property
     def failure(self) -> str | None:
+        if self.is_ready and not self.engine.is_alive:
+            return "its thread has ended"
         return self.engine.engine.failure
 
     def check_model(self, model: str | None) -> None:
         if model and model not in self.names:
             raise ApiError(404, f"model {model!r} is not served here: {', '.join(self.names)}", "model")
 
-    def check_room(self, prompt: Sequence[int], most: int | None, param: str) -> int:
-        """New tokens that a prompt may have, at most ``most``. Raises ApiError where it leaves no room."""
+    def check_room(self, prompt: Sequence[int], most: int | None, param: str, default: int | None = None) -> int:
+        """New tokens that a prompt may have: ``most``, where that is None ``default`` or what there is room for. Raises
+        ApiError where it leaves no room."""
         room = self.capacity - len(prompt)
+        if most is None and default is not None:
+            most = min(default, max(room, 1))
         if room < 1 or (most is not None and most > room):
             wanted = "at least one new one" if most is None else f"{most} new ones"
             raise ApiError(
@@ -93,7 +100,6 @@ class Serving:
     async def pieces(self, row: Row) -> AsyncIterator[Piece]:
         """What the engine brings to a row, until it has all. Whoever stops listening aborts it."""
         events = self.engine.submit(row.request)
-        self.in_flight += 1
         try:
             async for event in events:
                 row.take(event)
@@ -102,7 +108,6 @@ class Serving:
                 yield row.pieces.popleft()
             self.metrics.finish(row)
         finally:
-            self.in_flight -= 1
             self.metrics.forget(row)
             await events.aclose()
 

@@ -56,7 +56,7 @@ class Parsed:
 
 
 class _JsonValue:
-    """Finds the end of an object or array."""
+    """Finds the end of a JSON value that is followed by the end of its object."""
 
     def __init__(self):
         self._depth, self._in_string, self._escaped = 0, False, False
@@ -76,6 +76,10 @@ class _JsonValue:
                     self._escaped = True
                 elif c == '"':
                     self._in_string = False
+                    if self._depth == 0:
+                        return i + 1
+            elif self._depth == 0 and c in ",}":
+                return i
             elif c == '"':
                 self._in_string = True
             elif c in "{[":
@@ -98,7 +102,7 @@ class ToolParser:
         self.count = 0
         self._state, self._held, self._raw = "content", "", ""
         self._value: _JsonValue | None = None
-        self._name, self._parameters = "", 0
+        self._name, self._parameters, self._is_behind_call = "", 0, False
 
     def push(self, text: str) -> Parsed:
         self._held += text
@@ -122,6 +126,10 @@ class ToolParser:
         return getattr(self, f"_in_{self._state}")(out)
 
     def _in_content(self, out: Parsed) -> bool:
+        if self._is_behind_call:
+            # Neither is the one behind it.
+            self._held = self._held.lstrip("\n")
+            self._is_behind_call = not self._held
         before, found, rest = self._held.partition(START)
         if found:
             # The blank line before a call is not content.
@@ -136,8 +144,8 @@ class ToolParser:
 
     def _in_head(self, out: Parsed) -> bool:
         found = (_FUNCTION if self.xml else _HEAD).match(self._held)
-        if found:
-            name = found[1].strip() if self.xml else json.loads(found[1], strict=False)
+        name = found and (found[1].strip() if self.xml else _string(found[1]))
+        if name:
             self._begin(out, name)
             self._held, self._state, self._raw = self._held[found.end() :], "arguments", ""
             self._value, self._parameters = _JsonValue(), 0
@@ -204,7 +212,7 @@ class ToolParser:
         _, found, rest = self._held.partition(END)
         if not found:
             return False
-        self._held, self._state = rest, "content"
+        self._held, self._state, self._is_behind_call = rest, "content", True
         return True
 
     def _begin(self, out: Parsed, name: str) -> None:
@@ -219,13 +227,31 @@ class ToolParser:
     def _typed(self, key: str, text: str):
         """XML has strings only: the schema says what else a parameter is."""
         schema = self.schemas.get(self._name, {}).get("properties", {}).get(key, {})
-        kinds = schema.get("type", "string" if "enum" in schema else None) if isinstance(schema, dict) else None
-        if kinds == "string" or (isinstance(kinds, list) and "string" in kinds):
+        if isinstance(schema, dict) and isinstance(schema.get("enum"), list):
+            return next((c for c in schema["enum"] if as_xml(c) == text), text)
+        if is_text(schema):
             return text
         try:
             return json.loads(text)
         except (ValueError, RecursionError):
             return {"true": True, "false": False, "none": None, "null": None}.get(text.strip().lower(), text)
+
+
+def _string(literal: str) -> str | None:
+    try:
+        return json.loads(literal, strict=False)
+    except ValueError:
+        return None
+
+
+def is_text(schema) -> bool:
+    """Whether XML writes a parameter of this schema as it is; others are JSON."""
+    kinds = schema.get("type") if isinstance(schema, dict) else None
+    return kinds == "string" or (isinstance(kinds, list) and "string" in kinds)
+
+
+def as_xml(value) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def joined(deltas: Sequence[CallDelta]) -> list[dict]:

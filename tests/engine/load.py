@@ -18,7 +18,7 @@ from dflash_jax.engine.request import Request
 from dflash_jax.models.drafter import Drafter, Proposal
 from dflash_jax.params import SamplingParams
 from dflash_jax.programs import Programs
-from dflash_jax.speculative import Settings
+from dflash_jax.state import Settings
 
 MARKER, CAPACITY, SIZES = 1, 96, (8, 32)
 

@@ -59,7 +59,7 @@ class MockDevice:
         most = max(sum(self.shard(s) == shard for s in slots) for shard in range(self.shards))
         return next(size for size in ROW_SIZES if size >= most)
 
-    first_width, last_compile_s = "wide", 0.0
+    first_width, last_compile_s, mask_words = "wide", 0.0, 2
 
     def is_compiled(self, rows, window):
         return True

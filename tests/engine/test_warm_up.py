@@ -14,7 +14,7 @@ from dflash_jax.engine.request import Request
 from dflash_jax.engine.warm_up import warm_up
 from dflash_jax.errors import InputError
 from dflash_jax.programs import Programs
-from dflash_jax.speculative import Settings
+from dflash_jax.state import Settings
 
 
 @pytest.fixture(scope="module")

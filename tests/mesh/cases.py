@@ -27,7 +27,7 @@ from dflash_jax.models.decoder import abstract_decoder
 from dflash_jax.models.drafter import abstract_drafter
 from dflash_jax.programs import Programs
 from dflash_jax.sharding import Layout, parameter_paths
-from dflash_jax.speculative import Settings
+from dflash_jax.state import Settings
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 from load import alone, engine_for, some_requests, under_load

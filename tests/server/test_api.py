@@ -10,6 +10,10 @@ import pytest
 from conftest import NAME, programs_of
 
 from dflash_jax import SamplingParams
+from dflash_jax.server.chat import Delta
+from dflash_jax.server.responses import Output
+from dflash_jax.server.serving import Serving
+from dflash_jax.server.tools import CallDelta
 
 MESSAGES = [{"role": "user", "content": "Write the function `clamp`: Limit a value to a range."}]
 TOOL = {
@@ -354,6 +358,16 @@ def test_responses_call_tools_and_keep_to_schemas(client):
     assert set(json.loads(formed.output_text)) == {"kind", "n"}
 
 
+def test_a_call_that_ends_in_one_piece_with_more_text():
+    """Its arguments belong to it, and the text is a message of its own."""
+    output = Output(None)
+    output.take(Delta("", "", [CallDelta(0, "", "call_1", "f"), CallDelta(0, '{"x"')]), None)
+    output.take(Delta("", "Here.", [CallDelta(0, ": 1}")]), None)
+    output.close()
+    assert [i["type"] for i in output.items] == ["function_call", "message"]
+    assert output.items[0]["arguments"] == '{"x": 1}'
+
+
 # SGLang.
 
 
@@ -376,6 +390,42 @@ def test_generate(quiet, llm):
     scored = quiet.post("/generate", **body, return_logprob=True, logprob_start_len=0, top_logprobs_num=2).json()
     assert len(scored["meta_info"]["input_token_logprobs"]) == meta["prompt_tokens"]
     assert len(scored["meta_info"]["output_token_logprobs"]) == 24
+
+
+def test_a_stream_ends_once_however_far_ahead_the_engine_is(quiet, monkeypatch):
+    """The client reads when all is long done."""
+    real, answers = Serving.pieces, []
+
+    async def late(self, row):
+        events = [piece async for piece in real(self, row)]
+        for piece in events:
+            yield piece
+
+    monkeypatch.setattr(Serving, "pieces", late)
+    body = {"prompt": "def f(", "max_tokens": 200, "ignore_eos": True, "stream": True}
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        asked = body if path == "/v1/completions" else {**body, "messages": MESSAGES}
+        if path != "/v1/completions":
+            del asked["prompt"]
+        with quiet.http.stream("POST", path, json=asked) as response:
+            lines = [json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {")]
+        reasons = [choice["finish_reason"] for line in lines for choice in line["choices"]]
+        assert reasons[-1] == "length"
+        assert not any(reasons[:-1])
+        answers.append(len(reasons))
+    assert min(answers) > 5
+
+
+def test_a_stop_token_is_no_part_of_the_text(client, llm):
+    plain = llm.generate(["def f("], SamplingParams(max_tokens=20), block_size=1)[0]
+    token = plain.token_ids[7]
+    upto = plain.token_ids.index(token)
+    found = client.completions.create(
+        model="tiny", prompt="def f(", max_tokens=20, extra_body={"stop_token_ids": [token]}
+    )
+    assert found.choices[0].text == llm.tokenizer.decode(plain.token_ids[:upto])
+    assert found.choices[0].finish_reason == "stop"
+    assert found.usage.completion_tokens == upto + 1
 
 
 # What is asked beside text.

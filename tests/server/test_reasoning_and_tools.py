@@ -32,6 +32,12 @@ JSON_CALLS = {
     '<tool_call>\n{"name": "f", "arguments": {"x": [1, }}\n</tool_call>': ("", [("f", '{"x": [1, }}')]),
     '<tool_call>\n{"name": "f", "arguments": {"x": "cut of': ("", [("f", '{"x": "cut of')]),
     '<tool_call>\n{"name"': ('<tool_call>\n{"name"', []),
+    '<tool_call>\n{"name": "f", "arguments": null}\n</tool_call>': ("", [("f", "null")]),
+    '<tool_call>\n{"name": "f", "arguments": "{\\"x\\": 1}"}\n</tool_call>\n': ("", [("f", '"{\\"x\\": 1}"')]),
+    '<tool_call>\n{"name": "a\\x", "arguments": {}}\n</tool_call>': (
+        '<tool_call>\n{"name": "a\\x", "arguments": {}}\n</tool_call>',
+        [],
+    ),
     "a < b <tool b": ("a < b <tool b", []),
     "ends\n\n": ("ends\n\n", []),
 }
@@ -109,6 +115,7 @@ def test_any_text_is_survived(text, cuts, xml):
         ("<|im_start|>assistant\n<think>\n", True),
         ("<think>\n\n</think>\n\n", False),
         ("a <think> b </think> <think>", True),
+        ("What is <think>?\nassistant\n", False),
     ],
 )
 def test_a_prompt_may_open_the_thought(prompt, found):

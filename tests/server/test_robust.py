@@ -45,6 +45,21 @@ BAD = {
     "a long grammar": ({"messages": HI, "grammar": "x" * 70_000}, "grammar"),
     "two forms": ({"messages": HI, "regex": "a", "guided_choice": ["b"]}, "guided_choice"),
     "no such tool": ({"messages": HI, "tools": [], "tool_choice": "required"}, "tool_choice"),
+    "stop ids and the grammar's own": (
+        {"messages": HI, "regex": "a", "ignore_eos": True, "stop_token_ids": list(range(5, 21))},
+        "stop_token_ids",
+    ),
+    "a long stop": ({"messages": HI, "stop": "x" * 300}, "stop"),
+    "a grammar that ends in the middle": ({"messages": HI, "grammar": 'root ::= "a\\'}, "grammar"),
+    "parameters of no object": (
+        {"messages": HI, "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]},
+        "tools[0].function.parameters.type",
+    ),
+    "properties of no object": (
+        {"messages": HI, "tools": [{"type": "function", "function": {"name": "f", "parameters": {"properties": 1}}}]},
+        "tools[0].function.parameters",
+    ),
+    "a million wrong items": ({"messages": [1] * 10**6}, "messages[0]"),
     "an option that is none of the template's": (
         {"messages": HI, "chat_template_kwargs": {"tokenize": True}},
         "chat_template_kwargs.tokenize",
