@@ -43,14 +43,14 @@ class ReasoningSplitter:
                 self._state, self._held = "content", ""
                 thought = self._opened(thought).rstrip()
                 self._fresh = True
-                return thought, self._content(rest)
+                return thought, self._opened(rest)
             # Blank lines before the end are not part of it.
             keep = len(thought) - held_back(thought, CLOSE)
             keep = len(thought[:keep].rstrip())
             self._held = thought[keep:]
             return self._opened(thought[:keep]), ""
         rest, self._held = self._held, ""
-        return "", self._content(rest)
+        return "", self._opened(rest)
 
     def finish(self) -> tuple[str, str]:
         """No more text comes."""
@@ -64,6 +64,3 @@ class ReasoningSplitter:
             text = text.lstrip()
             self._fresh = not text
         return text
-
-    def _content(self, text: str) -> str:
-        return self._opened(text)
