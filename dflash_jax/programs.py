@@ -2,8 +2,9 @@
 
 import os
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -12,13 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dflash_jax import prefix, speculative
+from dflash_jax import prefix, speculative, steps
 from dflash_jax.models.decoder import Decoder
 from dflash_jax.models.drafter import Drafting
-from dflash_jax.prompts import Admission, admit
-from dflash_jax.sampling import Logprobs, perturbed, process
+from dflash_jax.prompts import Admission
+from dflash_jax.sampling import Logprobs
 from dflash_jax.sharding import DATA, parameter_specs, place
-from dflash_jax.state import PLAIN_SETTINGS, DecodeState, Settings, empty_state, put_rows, state_specs, take_rows
+from dflash_jax.state import DecodeState, Settings, empty_state, state_specs
+from dflash_jax.steps import Report
 
 # On NVIDIA GPUs: the whole loop in one graph, with what it calls.
 ONE_GRAPH = {
@@ -27,8 +29,6 @@ ONE_GRAPH = {
     "xla_gpu_graph_min_graph_size": 1,
 }
 ROWS, WHOLE = PartitionSpec(DATA), PartitionSpec()
-# Tokens of a row that one dispatch may bring.
-REPORT_SIZE = 256
 
 
 def enable_disk_cache() -> None:
@@ -40,116 +40,6 @@ def enable_disk_cache() -> None:
         jax.config.update("jax_compilation_cache_dir", str(Path(user_cache_path("dflash_jax")) / "xla"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Report:
-    """What a dispatch brought, small enough to read back every time: the new tokens [B, C] (``count`` [B] of them),
-    what each of its ``rounds`` [B] yielded, accepted [B, C], and ``done`` bool [B]. logprobs: `Logprobs` [B, C], read
-    where someone asked, or None."""
-
-    tokens: jax.Array
-    count: jax.Array
-    accepted: jax.Array
-    rounds: jax.Array
-    done: jax.Array
-    logprobs: Logprobs | None
-
-
-def report(before: DecodeState, after: DecodeState, size: int) -> Report:
-    """The difference between two states, at most ``size`` (static) tokens a row."""
-
-    def places(start):
-        return jnp.minimum(start[:, None] + jnp.arange(size), after.tokens.shape[1] - 1)
-
-    def since(buffer, start):
-        return jnp.take_along_axis(buffer, places(start), axis=1)
-
-    held = jnp.arange(len(after.length)) if after.rows is None else after.rows
-    return Report(
-        since(after.tokens, before.length),
-        after.length - before.length,
-        since(after.accepted, before.rounds),
-        after.rounds - before.rounds,
-        after.done,
-        jax.tree.map(lambda x: x[held[:, None], places(before.length)], after.logprobs),
-    )
-
-
-def gathered(tree):
-    """All rows, on every device: any host may read them."""
-    if jax.lax.axis_size(DATA) == 1:
-        return tree
-    return jax.tree.map(lambda x: jax.lax.all_gather(x, DATA, tiled=True), tree)
-
-
-def _prefill(target, drafter, state: DecodeState, rows, n, *, size: int, drafting: bool = True):
-    drafter = drafter if drafting else None
-    taken = speculative.prefill_chunk(target, drafter, take_rows(state, rows), size, n)
-    return put_rows(state, taken), gathered(taken.base)
-
-
-def _score(target, drafter, state: DecodeState, rows, n, *, size: int, top: int):
-    taken, found = speculative.score_chunk(target, take_rows(state, rows), size, n, top)
-    return put_rows(state, taken), gathered(found)
-
-
-def _decode(target, drafter, state: DecodeState, rows, width, rounds, *, settings: Settings):
-    drafter = drafter if settings.drafting else None
-    before = replace(take_rows(state, rows), width=width)
-    after = speculative.decode(target, drafter, before, rounds, REPORT_SIZE, settings)
-    found = report(before, after, max(REPORT_SIZE, settings.window))
-    return put_rows(state, replace(after, width=state.width[rows])), gathered(found)
-
-
-def _propose(target, drafter, state: DecodeState, rows, width, *, settings: Settings):
-    drafter = drafter if settings.drafting else None
-    taken = replace(take_rows(state, rows), width=width)
-    return gathered(speculative.window_of(target, drafter, taken, settings))
-
-
-def _verify(target, drafter, state: DecodeState, rows, width, block, *, settings: Settings):
-    drafter = drafter if settings.drafting else None
-    taken = replace(take_rows(state, rows), width=width)
-    return speculative.verify(target, taken, block, drafter.taps if drafter is not None else ())
-
-
-def _finish(target, drafter, state: DecodeState, rows, width, block, mask, verified, *, settings: Settings):
-    drafter = drafter if settings.drafting else None
-    before, (logits, features, record) = replace(take_rows(state, rows), width=width), verified
-    decided = speculative.decide(before, block, logits, mask)
-    after = speculative.commit(target, drafter, before, decided, block, features, record, settings)
-    found = report(before, after, settings.window)
-    return put_rows(state, replace(after, width=state.width[rows])), gathered(found)
-
-
-def _draw(target, drafter, state: DecodeState):
-    """Raw logits and what is maximised, [B, V] each, for the token behind the last known one."""
-    settings = replace(PLAIN_SETTINGS, window=1)
-    raw, _, _ = speculative.verify(target, state, speculative.window_of(target, None, state, settings))
-    scores = perturbed(process(raw, state.sampling), state.sampling, state.length[:, None])
-    return gathered(tuple(target.vocab.gather(x[:, 0], -1) for x in (raw, scores)))
-
-
-def _admit(target, drafter, state: DecodeState, rows, admission: Admission):
-    return admit(target, state, rows, admission), ()
-
-
-def _save(target, drafter, state: DecodeState, rows, start, *, size: int):
-    return prefix.save(state, rows, start, size)
-
-
-def _load(target, drafter, state: DecodeState, rows, start, segment):
-    return prefix.load(state, rows, start, segment), ()
-
-
-def _snapshot(target, drafter, state: DecodeState, rows):
-    return prefix.snapshot(state, rows)
-
-
-def _restore(target, drafter, state: DecodeState, rows, length, snapshot):
-    return prefix.restore(state, rows, length, snapshot), ()
 
 
 def _put(x, sharding):
@@ -178,6 +68,10 @@ class Programs:
         self.weights = jax.tree.map(_put, jax.tree.leaves(self._pair), self._shardings(self._specs))
         self.compiled: dict = {}
         self.compile_s = self.last_compile_s = 0.0
+        # While compiling ahead: the threads, what they are at, and what that will bring.
+        self._threads: ThreadPoolExecutor | None = None
+        self._pending: dict[tuple, Future] = {}
+        self._shapes: dict[tuple, object] = {}
 
     def _on_gpu(self) -> bool:
         return self.mesh.devices.flat[0].platform in ("gpu", "cuda")
@@ -204,11 +98,43 @@ class Programs:
         """The program for ``key``, compiled when first asked for."""
         if key not in self.compiled:
             began = time.perf_counter()
-            options = self.compiler_options or (ONE_GRAPH if self._on_gpu() else None)
-            self.compiled[key] = lower().compile(compiler_options=options)
+            self.compiled[key] = self._compile(lower())[0]
             self.last_compile_s = time.perf_counter() - began
             self.compile_s += self.last_compile_s
         return self.compiled[key]
+
+    def _compile(self, lowered) -> tuple:
+        """(program, seconds)."""
+        began = time.perf_counter()
+        options = self.compiler_options or (ONE_GRAPH if self._on_gpu() else None)
+        return lowered.compile(compiler_options=options), time.perf_counter() - began
+
+    @contextmanager
+    def ahead(self, threads: int) -> Iterator[dict[tuple, Future]]:
+        """Inside, calls compute nothing: their programs are compiled by ``threads``, states stay as they are, and
+        shapes come back. Yields what the threads are at, futures of (program, seconds)."""
+        began = time.perf_counter()
+        with ThreadPoolExecutor(threads, "compile") as self._threads:
+            try:
+                yield self._pending
+            finally:
+                self._threads, pending, self._pending, self._shapes = None, self._pending, {}, {}
+        self.compiled |= {key: future.result()[0] for key, future in pending.items()}
+        self.compile_s += time.perf_counter() - began
+
+    def _foreseen(self, key: tuple, lower: Callable, out):
+        """What the program of ``key`` would bring, while compiling ahead."""
+        if key not in self._shapes:
+            lowered = lower()
+            if key not in self.compiled:
+                self._pending[key] = self._threads.submit(self._compile, lowered)
+            shapes = lowered.out_info
+            self._shapes[key] = jax.tree.map(_put, shapes, self._shardings(jax.tree.broadcast(out, shapes)))
+        return self._shapes[key]
+
+    def read(self, x) -> np.ndarray:
+        """On the host; zeros while compiling ahead."""
+        return np.zeros(x.shape, x.dtype) if self._threads else np.asarray(x)
 
     def _specs_of(self, state: DecodeState):
         return state_specs(*self._pair, state)
@@ -241,9 +167,15 @@ class Programs:
         key = (*key, state.tokens.shape, state.logprobs is not None, shapes)
         if jax.process_count() > 1:
             args = jax.tree.map(self._place, args, specs()[0], is_leaf=lambda x: isinstance(x, np.ndarray | jax.Array))
-        return self._compiled(key, lambda: self._lower(function, state, args, *specs(), donate))(
-            self.weights, state, *args
-        )
+
+        def lower():
+            return self._lower(function, state, args, *specs(), donate)
+
+        if self._threads:
+            out = specs()[1]
+            found = self._foreseen(key, lower, (WHOLE, out) if donate else out)
+            return (state, found[1]) if donate else found
+        return self._compiled(key, lower)(self.weights, state, *args)
 
     def _place(self, x, spec):
         """Several hosts each give their own part of what all of them know."""
@@ -261,12 +193,12 @@ class Programs:
     def lower_prefill(self, state: DecodeState, rows: int, size: int):
         """`prefill` of ``rows`` rows of an abstract state: a ``jax.stages.Lowered``."""
         args = (self._abstract(rows), self._abstract(rows))
-        return self._lower(partial(_prefill, size=size), state, args, (ROWS, ROWS), WHOLE)
+        return self._lower(partial(steps.prefill, size=size), state, args, (ROWS, ROWS), WHOLE)
 
     def lower_decode(self, state: DecodeState, rows: int, settings: Settings):
         """`decode` of ``rows`` rows of an abstract state: a ``jax.stages.Lowered``."""
         args = (self._abstract(rows), self._abstract(rows), self._abstract())
-        return self._lower(partial(_decode, settings=settings), state, args, (ROWS, ROWS, WHOLE), WHOLE)
+        return self._lower(partial(steps.decode, settings=settings), state, args, (ROWS, ROWS, WHOLE), WHOLE)
 
     def empty(self, rows: int, capacity: int, settings: Settings) -> DecodeState:
         """`empty_state` on the mesh."""
@@ -281,29 +213,29 @@ class Programs:
         def specs():
             return (ROWS, jax.tree.map(lambda _: WHOLE, admission)), WHOLE
 
-        return self._call(("admit",), _admit, state, (rows, admission), specs)[0]
+        return self._call(("admit",), steps.admit, state, (rows, admission), specs)[0]
 
     def prefill(self, state: DecodeState, rows, n, size: int, drafting: bool = True) -> tuple[DecodeState, jax.Array]:
         """Feeds the next n [rows] ≤ ``size`` prompt tokens of each row, the drafter with them unless ``drafting`` is
         False; also returns how many each has behind it."""
-        function, specs = partial(_prefill, size=size, drafting=drafting), ((ROWS, ROWS), WHOLE)
+        function, specs = partial(steps.prefill, size=size, drafting=drafting), ((ROWS, ROWS), WHOLE)
         return self._call(("prefill", size, drafting), function, state, (rows, n), lambda: specs)
 
     def score(self, state: DecodeState, rows, n, size: int, top: int) -> tuple[DecodeState, Logprobs]:
         """`prefill` without the drafter; also returns `Logprobs` [rows, size] of what follows each token, and of the
         ``top`` likeliest."""
-        function, specs = partial(_score, size=size, top=top), ((ROWS, ROWS), WHOLE)
+        function, specs = partial(steps.score, size=size, top=top), ((ROWS, ROWS), WHOLE)
         return self._call(("score", size, top), function, state, (rows, n), lambda: specs)
 
     def decode(self, state: DecodeState, rows, width, rounds: int, settings: Settings) -> tuple[DecodeState, Report]:
         """Up to ``rounds`` rounds of each row, ``width`` [rows] tokens wide."""
-        function, specs = partial(_decode, settings=settings), ((ROWS, ROWS, WHOLE), WHOLE)
+        function, specs = partial(steps.decode, settings=settings), ((ROWS, ROWS, WHOLE), WHOLE)
         return self._call(("decode", settings), function, state, (rows, width, np.int32(rounds)), lambda: specs)
 
     def propose(self, state: DecodeState, rows, width, settings: Settings) -> jax.Array:
         """The window int [rows, W] that a round is about to verify. First of the three parts of a round whose draws
         are masked."""
-        function, specs = partial(_propose, settings=settings), ((ROWS, ROWS), WHOLE)
+        function, specs = partial(steps.propose, settings=settings), ((ROWS, ROWS), WHOLE)
         return self._call(("propose", settings), function, state, (rows, width), lambda: specs, donate=False)
 
     def _verified_specs(self, settings: Settings):
@@ -312,7 +244,7 @@ class Programs:
 
     def verify(self, state: DecodeState, rows, width, block, settings: Settings):
         """What `finish` needs of the target's pass over ``block``; second part."""
-        function = partial(_verify, settings=settings)
+        function = partial(steps.verify, settings=settings)
 
         def specs():
             return (ROWS, ROWS, ROWS), self._verified_specs(settings)
@@ -321,7 +253,7 @@ class Programs:
 
     def finish(self, state: DecodeState, rows, width, block, mask, verified, settings: Settings):
         """Draws under packed ``mask`` uint32 [rows, W, ceil(V / 32)] and commits: (state, `Report`); third part."""
-        function = partial(_finish, settings=settings)
+        function = partial(steps.finish, settings=settings)
 
         def specs():
             return (ROWS, ROWS, ROWS, ROWS, self._verified_specs(settings)), WHOLE
@@ -330,7 +262,7 @@ class Programs:
 
     def save(self, state: DecodeState, rows, start: int, size: int):
         """Keys and values of ``size`` positions from ``start`` of one row: a segment for `load`."""
-        function = partial(_save, size=size)
+        function = partial(steps.save, size=size)
 
         def specs():
             return (ROWS, WHOLE), prefix.segment_specs(self._specs_of(state))
@@ -341,7 +273,7 @@ class Programs:
         def specs():
             return (ROWS, WHOLE, prefix.segment_specs(self._specs_of(state))), WHOLE
 
-        return self._call(("load",), _load, state, (rows, np.int32(start), segment), specs)[0]
+        return self._call(("load",), steps.load, state, (rows, np.int32(start), segment), specs)[0]
 
     def snapshot(self, state: DecodeState, rows):
         """What a row remembers beside keys and values by position, for `restore`."""
@@ -349,7 +281,7 @@ class Programs:
         def specs():
             return (ROWS,), prefix.snapshot_specs(self._specs_of(state))
 
-        return self._call(("snapshot",), _snapshot, state, (rows,), specs, donate=False)
+        return self._call(("snapshot",), steps.snapshot, state, (rows,), specs, donate=False)
 
     def restore(self, state: DecodeState, rows, length: int, snapshot) -> DecodeState:
         """``state`` with a row as it was when it had ``length`` tokens behind it."""
@@ -357,8 +289,8 @@ class Programs:
         def specs():
             return (ROWS, WHOLE, prefix.snapshot_specs(self._specs_of(state))), WHOLE
 
-        return self._call(("restore",), _restore, state, (rows, np.int32(length), snapshot), specs)[0]
+        return self._call(("restore",), steps.restore, state, (rows, np.int32(length), snapshot), specs)[0]
 
     def draw(self, state: DecodeState) -> tuple:
         """Raw logits and what is maximised, [B, V], for the token behind what each row has."""
-        return self._call(("draw",), _draw, state, (), lambda: ((), WHOLE), donate=False)
+        return self._call(("draw",), steps.draw, state, (), lambda: ((), WHOLE), donate=False)

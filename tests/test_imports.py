@@ -16,6 +16,7 @@ LEVELS = [
     ("state", "text", "params"),
     ("speculative",),
     ("prompts", "prefix"),
+    ("steps",),
     ("programs",),
     ("engine",),
     ("rows",),

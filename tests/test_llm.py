@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dflash_jax import LLM, InputError, SamplingParams, programs
+from dflash_jax import LLM, InputError, SamplingParams, steps
 from dflash_jax.compare import divergence
 from dflash_jax.params import Defaults
 
@@ -173,7 +173,7 @@ def test_bad_requests(llm):
 
 def test_a_block_wider_than_a_dispatch_reports_still_moves_on(monkeypatch):
     """Else the host would ask for rounds for ever."""
-    monkeypatch.setattr(programs, "REPORT_SIZE", 4)
+    monkeypatch.setattr(steps, "REPORT_SIZE", 4)
     params = SamplingParams(max_tokens=24)
     small = LLM()
     (found,) = small.generate(PROMPTS[:1], params)

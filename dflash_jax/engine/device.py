@@ -11,9 +11,10 @@ from dflash_jax import distributed
 from dflash_jax.engine.memory import on_device
 from dflash_jax.engine.request import Request
 from dflash_jax.engine.width import ALONE
-from dflash_jax.programs import Programs, Report
+from dflash_jax.programs import Programs
 from dflash_jax.prompts import Admission
 from dflash_jax.state import NO_BOUND, Settings
+from dflash_jax.steps import Report
 
 ROW_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 # Likeliest tokens that are recorded with log-probabilities.
@@ -190,7 +191,7 @@ class Device:
         rows, widths, places = self._rows(dispatch.slots, size, dispatch.widths, 1)
         settings = self._settings(dispatch.window)
         block = self.programs.propose(self.state, rows, widths, settings)
-        drafts = np.asarray(block)
+        drafts = self.programs.read(block)
         verified = self.programs.verify(self.state, rows, widths, drafts, settings)
         masks = make_masks(drafts[places][:, 1:])
         packed = np.full((len(rows), *masks.shape[1:]), 0xFFFFFFFF, np.uint32)

@@ -1,8 +1,11 @@
 """Before the first request: every program compiled, and the cost of a round known."""
 
-from collections.abc import Callable
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import as_completed
 from dataclasses import replace
 
+import jax
 import numpy as np
 
 from dflash_jax.engine.device import Dispatch
@@ -14,67 +17,93 @@ from dflash_jax.params import SamplingParams
 
 # What rows are warmed up with.
 _FILLER = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, seed=0)
+# A compilation of a large model takes gigabytes of the host's memory.
+_MOST_THREADS = 8
 
 
 def warm_up(engine: Engine) -> dict[str, float]:
-    """Compiles all that requests may need, and lets "auto" know what rounds cost: seconds of each program.
+    """Compiles all that requests may need, side by side, runs it once, and lets "auto" know what rounds cost: seconds
+    of each program's compilation.
 
     Only while nothing else runs. Programs for masks only where `Options.masks` says so.
     """
-    device, options, found = engine.device, engine.options, {}
-    is_drafting = options.widths[-1] > 1
-
-    def timed(name: str, work: Callable):
-        before = device.compile_s
-        result = work()
-        found[name] = device.compile_s - before
-        log.info("%s: compiled in %.1f s", name, found[name])
-        return result
-
+    device, found = engine.device, {}
     filler = Request([1] * min(4, device.capacity - 1), _FILLER)
     filler.params = replace(_FILLER, max_tokens=device.capacity - len(filler.prompt))
-    timed("admit", lambda: device.admit(0, filler))
+    # Several hosts compile in one order.
+    threads = 1 if jax.process_count() > 1 else min(_MOST_THREADS, os.cpu_count() or 1)
+    with device.programs.ahead(threads) as pending:
+        names: dict = {}
+        for name, _ in _calls(engine, filler):
+            names |= {future: name for future in pending.values() if future not in names}
+        for future in as_completed(names):
+            name, seconds = names[future], future.result()[1]
+            found[name] = found.get(name, 0.0) + seconds
+            log.info("%s: compiled in %.1f s", name, seconds)
+    for _, result in _calls(engine, filler):
+        device.wait(result)
+    for rows, width in _decodings(engine):
+        _time_rounds(engine, filler, rows, width)
+    return found
+
+
+def _decodings(engine: Engine) -> list[tuple[int, int]]:
+    """(rows, width) of every decode program."""
+    widths = engine.options.widths
+    widths = (ALONE, *widths) if widths[-1] > 1 else widths
+    return [(rows, width) for rows in engine.device.row_sizes() for width in widths]
+
+
+def _start(engine: Engine, filler: Request, slots: Sequence[int]):
+    """A prompt in each of the slots; what to wait for."""
+    device, size = engine.device, engine.options.prefill_sizes[0]
+    for slot in slots:
+        device.admit(slot, filler)
+        ticket = device.prefill(slot, len(filler.prompt) - 1, size)
+    return ticket
+
+
+def _calls(engine: Engine, filler: Request) -> Iterator[tuple[str, object]]:
+    """Makes calls that need every program once: what each of them is called, and what to wait for."""
+    device, options = engine.device, engine.options
+    yield "admit", device.admit(0, filler)
     for size in options.prefill_sizes:
         device.admit(0, filler)
-        device.wait(timed(f"prefill {size}", lambda size=size: device.prefill(0, 1, size)))
-        if is_drafting:
+        yield f"prefill {size}", device.prefill(0, 1, size)
+        if options.widths[-1] > 1:
             device.admit(0, filler)
-            device.wait(timed(f"prefill {size} alone", lambda size=size: device.prefill(0, 1, size, drafting=False)))
+            yield f"prefill {size} alone", device.prefill(0, 1, size, drafting=False)
         if engine.store.budget:
-            segment = timed(f"save {size}", lambda size=size: device.save(0, 0, size))
-            timed(f"load {size}", lambda segment=segment: device.load(0, 0, segment))
+            segment = device.save(0, 0, size)
+            yield f"save {size}", segment
+            yield f"load {size}", device.load(0, 0, segment)
     if engine.store.budget:
-        snapshot = timed("snapshot", lambda: device.snapshot(0))
-        timed("restore", lambda: device.restore(0, 1, snapshot))
+        snapshot = device.snapshot(0)
+        yield "snapshot", snapshot
+        yield "restore", device.restore(0, 1, snapshot)
     device.admit(0, filler)
     scored = scored_size(options.prefill_sizes)
-    device.read_scores(timed(f"score {scored}", lambda: device.score(0, 1, scored)))
-    for rows in device.row_sizes():
+    yield f"score {scored}", device.score(0, 1, scored)
+    for rows, width in _decodings(engine):
         slots = device.first_slots(rows)
-        for width in (ALONE, *options.widths) if is_drafting else options.widths:
-            dispatch = Dispatch(slots, (width,) * len(slots), UNKNOWN_ROUNDS[width > 1], width)
-            for i in range(3):
-                for slot in slots:
-                    device.admit(slot, filler)
-                    device.prefill(slot, len(filler.prompt) - 1, options.prefill_sizes[0])
-                device.wait(device.prefill(slots[0], 0, options.prefill_sizes[0]))
-                began = device.clock
-                name = f"decode {rows} x {width}"
-                handle = timed(name, lambda d=dispatch: device.decode(d)) if i == 0 else device.decode(dispatch)
-                rounds = max(len(a) for a in device.read(handle, False).accepted)
-                engine.policy.observe_seconds(rows, width, (device.clock - began) / max(rounds, 1), rounds)
-    if options.masks:
-        words = device.mask_words
-        for rows in device.masked_sizes():
-            slots = device.first_slots(rows)
-            for width in sorted({1, options.widths[-1]}):
-                for slot in slots:
-                    device.admit(slot, filler)
-                    device.prefill(slot, len(filler.prompt) - 1, options.prefill_sizes[0])
-                dispatch = Dispatch(slots, (width,) * len(slots), 1, width)
-                allowed = np.full((len(slots), width, words), 0xFFFFFFFF, np.uint32)
-                timed(
-                    f"masked {rows} x {width}",
-                    lambda d=dispatch, m=allowed: device.read(device.decode_masked(d, lambda _: m), False),
-                )
-    return found
+        _start(engine, filler, slots)
+        dispatch = Dispatch(slots, (width,) * len(slots), UNKNOWN_ROUNDS[width > 1], width)
+        yield f"decode {rows} x {width}", device.decode(dispatch)
+    for rows in device.masked_sizes() if options.masks else ():
+        slots = device.first_slots(rows)
+        for width in sorted({1, options.widths[-1]}):
+            _start(engine, filler, slots)
+            dispatch = Dispatch(slots, (width,) * len(slots), 1, width)
+            allowed = np.full((len(slots), width, device.mask_words), 0xFFFFFFFF, np.uint32)
+            yield f"masked {rows} x {width}", device.decode_masked(dispatch, lambda _, allowed=allowed: allowed)
+
+
+def _time_rounds(engine: Engine, filler: Request, rows: int, width: int, times: int = 3) -> None:
+    device, slots = engine.device, engine.device.first_slots(rows)
+    dispatch = Dispatch(slots, (width,) * len(slots), UNKNOWN_ROUNDS[width > 1], width)
+    for _ in range(times):
+        device.wait(_start(engine, filler, slots))
+        began = device.clock
+        accepted = device.read(device.decode(dispatch), False).accepted
+        rounds = max(len(a) for a in accepted)
+        engine.policy.observe_seconds(rows, width, (device.clock - began) / max(rounds, 1), rounds)

@@ -10,12 +10,15 @@ from dflash_jax.text import Tokenizer
 IMPOSSIBLE = -9999.0
 
 
-def usage(rows: Sequence[Row], choices: int, reasoning_tokens: int = 0) -> dict:
-    """Tokens of prompts with so many ``choices`` each. Drafted tokens that were accepted are OpenAI's
-    accepted_prediction_tokens; draft_rounds is how many blocks were drafted."""
+def usage(rows: Sequence[Row], choices: int, reasoning_tokens: int = 0, is_new: bool = True) -> dict:
+    """Tokens of prompts with so many ``choices`` each; unless ``is_new``, only the prompts were asked for.
+
+    Drafted tokens that were accepted are OpenAI's accepted_prediction_tokens; draft_rounds is how many blocks were
+    drafted.
+    """
     prompt = sum(len(r.request.prompt) for r in rows[::choices])
     cached = sum(r.request.cached for r in rows[::choices])
-    new = sum(len(r.request.tokens) for r in rows)
+    new = sum(len(r.request.tokens) for r in rows) if is_new else 0
     drafts, drafted = sum(r.drafts for r in rows), sum(r.draft_tokens for r in rows)
     accepted = sum(n - 1 for r in rows for n in r.accepted)
     return {

@@ -23,6 +23,9 @@ from dflash_jax.server.tools import CallDelta, ToolParser, is_xml, joined
 
 router = APIRouter()
 
+# What a part of an answer has beside its text, and may come back with.
+OUTPUT_FIELDS = {"annotations", "logprobs"}
+
 
 @dataclass
 class Delta:
@@ -41,9 +44,19 @@ class Parser:
         self.reasoning_tokens = 0
 
     def push(self, piece: Piece) -> Delta:
-        if self._splitter.is_reasoning:
-            self.reasoning_tokens += len(piece.token_ids)
-        return self._parsed(*self._splitter.push(piece.text))
+        reasoning, at = "", 0
+        # A thought ends at a token, and may do so inside of a piece.
+        for end in piece.ends:
+            if self._splitter.is_content:
+                break
+            was_reasoning = self._splitter.is_reasoning
+            thought, content = self._splitter.push(piece.text[at:end])
+            self.reasoning_tokens += was_reasoning or self._splitter.is_reasoning
+            reasoning, at = reasoning + thought, end
+            if content:
+                return self._parsed(reasoning, content + self._splitter.push(piece.text[at:])[1])
+        thought, content = self._splitter.push(piece.text[at:])
+        return self._parsed(reasoning + thought, content)
 
     def finish(self) -> Delta:
         delta = self._parsed(*self._splitter.finish())
@@ -86,6 +99,9 @@ def text_of(content: str | list[schema.Part] | None, where: str) -> str:
         if part.type not in ("text", "input_text", "output_text") or part.text is None:
             name = f"{where}.content[{i}].type"
             raise ApiError(400, f"{name} is {part.type!r}: only text is possible, images and video are not", name)
+        if unknown := set(part.model_extra or ()) - OUTPUT_FIELDS:
+            name = f"{where}.content[{i}].{min(unknown)}"
+            raise ApiError(400, f"{name} is not supported", name)
         texts.append(part.text)
     return "".join(texts)
 

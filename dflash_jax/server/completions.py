@@ -76,7 +76,8 @@ async def completions(http: Request, body: schema.CompletionRequest):
         return await EventStream.start(http, streamed(serving, body, rows, head))
     await while_connected(http, serving.run(rows))
     choices = [choice(serving, body, i, row) for i, row in enumerate(rows)]
-    return JsonResponse({**head, "choices": choices, "usage": usage(rows, body.n or 1), "system_fingerprint": None})
+    counted = usage(rows, body.n or 1, is_new=body.max_tokens != 0)
+    return JsonResponse({**head, "choices": choices, "usage": counted, "system_fingerprint": None})
 
 
 def choice(serving: Serving, body: schema.CompletionRequest, i: int, row: Row) -> dict:

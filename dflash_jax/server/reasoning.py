@@ -27,6 +27,11 @@ class ReasoningSplitter:
     def is_reasoning(self) -> bool:
         return self._state == "reasoning"
 
+    @property
+    def is_content(self) -> bool:
+        """Whether no thought can come any more."""
+        return self._state == "content"
+
     def push(self, text: str) -> tuple[str, str]:
         self._held += text
         if self._state == "undecided":

@@ -128,6 +128,8 @@ class Output:
 
     def take(self, delta: Delta, logprobs: list[dict] | None) -> list[dict]:
         """Events for a piece."""
+        # Of tokens whose text is held back, until it comes.
+        self._logprobs = [*self._logprobs, *(logprobs or ())]
         # What belongs to a call that has begun is before any content.
         begun = next((i for i, call in enumerate(delta.calls) if call.name is not None), len(delta.calls))
         events = self._take_calls(delta.calls[:begun])
@@ -135,7 +137,9 @@ class Output:
             events += self._open("reasoning") + self._grow("reasoning_text", delta.reasoning)
         if delta.content:
             events += self._open("message")
-            events += self._grow("output_text", delta.content, chat_logprobs(self._tokenizer, logprobs or []))
+            events += self._grow("output_text", delta.content, chat_logprobs(self._tokenizer, self._logprobs))
+        if delta.content or delta.reasoning or delta.calls:
+            self._logprobs = []
         return events + self._take_calls(delta.calls[begun:])
 
     def _take_calls(self, calls: list[CallDelta]) -> list[dict]:

@@ -3,19 +3,30 @@
 A field that is not here is refused, never ignored.
 """
 
+from itertools import islice
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 T = TypeVar("T")
 # The first wrong item is enough: others need not be looked for.
 Items = Annotated[list[T], Field(fail_fast=True)]
 TokenId = Annotated[int, Field(ge=0)]
 Json = dict[str, Any]
+# More than any object here has.
+MOST_FIELDS = 128
 
 
 class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, populate_by_name=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _shortened(cls, given: Any) -> Any:
+        """Every unknown field is an error of its own: of a million, a few are enough."""
+        if isinstance(given, dict) and len(given) > MOST_FIELDS:
+            return dict(islice(given.items(), MOST_FIELDS))
+        return given
 
 
 class StreamOptions(Strict):

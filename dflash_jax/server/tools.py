@@ -32,6 +32,7 @@ _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:argument
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>", re.S)
 _PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?(?:</parameter>|(?=</function>))", re.S)
 _FUNCTION_END = re.compile(r"\s*</function>", re.S)
+_XML_END = re.compile(r"</(?:parameter|function|tool_call)>")
 
 
 def is_xml(chat_template: str | None) -> bool:
@@ -103,6 +104,8 @@ class ToolParser:
         self._state, self._held, self._raw = "content", "", ""
         self._value: _JsonValue | None = None
         self._name, self._parameters, self._is_behind_call = "", 0, False
+        # How much of the held text has no end of an XML parameter in it.
+        self._searched = 0
 
     def push(self, text: str) -> Parsed:
         self._held += text
@@ -190,6 +193,10 @@ class ToolParser:
         return True
 
     def _xml_arguments(self, out: Parsed) -> bool:
+        if not _XML_END.search(self._held, self._searched):
+            self._searched = max(0, len(self._held) - len("</parameter>"))
+            return False
+        self._searched = 0
         if found := _FUNCTION_END.match(self._held):
             self._say(out, "}" if self._parameters else "{}")
             self._held, self._state = self._held[found.end() :], "tail"

@@ -6,10 +6,11 @@ import threading
 import time
 
 import httpx
+import openai
 import pytest
 import uvicorn
 
-from dflash_jax import LLM
+from dflash_jax import LLM, SamplingParams
 from dflash_jax.engine import device
 from dflash_jax.engine.service import AsyncEngine
 from dflash_jax.engine.warm_up import warm_up
@@ -18,6 +19,8 @@ from dflash_jax.server.app import build
 from dflash_jax.server.serving import Serving
 
 NAME = "Qwen/Qwen3.6-35B-A3B"
+MESSAGES = [{"role": "user", "content": "Write the function `clamp`: Limit a value to a range."}]
+OFF = {"enable_thinking": False}
 
 
 class Running:
@@ -99,3 +102,13 @@ def quiet(server):
     """The server, with nothing left in it afterwards."""
     yield server
     assert server.idle()
+
+
+@pytest.fixture
+def client(quiet):
+    return openai.OpenAI(base_url=f"{quiet.url}/v1", api_key="EMPTY", max_retries=0)
+
+
+def alone(llm, messages=MESSAGES, thinking=None, **params):
+    """What the library says."""
+    return llm.chat(messages, SamplingParams(**params), thinking, block_size=1)[0]

@@ -1,13 +1,15 @@
-"""The interfaces as clients use them: OpenAI's package, SGLang's requests, plain HTTP."""
+"""Other interfaces than chat: completions, responses, SGLang's, metrics, and the README's commands."""
 
 import json
+import re
+import subprocess
 import threading
 import time
+from pathlib import Path
 
 import httpx
-import openai
 import pytest
-from conftest import NAME, programs_of
+from conftest import MESSAGES, NAME, OFF, alone, programs_of
 
 from dflash_jax import SamplingParams
 from dflash_jax.server.chat import Delta
@@ -15,7 +17,6 @@ from dflash_jax.server.responses import Output
 from dflash_jax.server.serving import Serving
 from dflash_jax.server.tools import CallDelta
 
-MESSAGES = [{"role": "user", "content": "Write the function `clamp`: Limit a value to a range."}]
 TOOL = {
     "type": "function",
     "function": {
@@ -35,237 +36,6 @@ SCHEMA = {
     "required": ["kind", "n"],
     "additionalProperties": False,
 }
-OFF = {"enable_thinking": False}
-
-
-@pytest.fixture
-def client(quiet):
-    return openai.OpenAI(base_url=f"{quiet.url}/v1", api_key="EMPTY", max_retries=0)
-
-
-def alone(llm, messages=MESSAGES, thinking=None, **params):
-    """What the library says."""
-    return llm.chat(messages, SamplingParams(**params), thinking, block_size=1)[0]
-
-
-# Chat.
-
-
-@pytest.mark.parametrize("more", [{}, {"temperature": 1.0, "top_p": 0.95}], ids=["greedy", "sampled"])
-def test_the_model_cards_snippet(quiet, more):
-    """As published, but for the length that the tiny model has room for."""
-    client = openai.OpenAI(base_url=f"{quiet.url}/v1", api_key="EMPTY")
-    response = client.chat.completions.create(
-        model="Qwen/Qwen3.6-35B-A3B",
-        messages=[{"role": "user", "content": "Write a quicksort in Python."}],
-        max_tokens=200,
-        **more,
-    )
-    assert response.model == NAME
-    assert response.choices[0].finish_reason in ("stop", "length")
-    assert response.usage.completion_tokens == response.usage.total_tokens - response.usage.prompt_tokens
-
-
-@pytest.mark.parametrize("params", [{}, {"temperature": 0.9, "seed": 7}], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("width", ["auto", 1, 8, 16])
-def test_chat_says_what_the_library_says(client, llm, params, width):
-    expected = alone(llm, max_tokens=48, **params)
-    found = client.chat.completions.create(
-        model=NAME,
-        messages=MESSAGES,
-        max_tokens=48,
-        extra_body={"block_size": width, "return_token_ids": True},
-        **params,
-    )
-    assert found.choices[0].token_ids == expected.token_ids
-    thought, _, answer = expected.text.partition("</think>")
-    message = found.choices[0].message
-    assert message.reasoning_content == (thought.strip() or None)
-    assert (message.content or "") == answer.lstrip()
-    assert found.choices[0].finish_reason == expected.finish_reason
-
-
-def test_streaming_adds_up_to_the_whole(client):
-    options = {"model": NAME, "messages": MESSAGES, "max_tokens": 60, "seed": 3, "temperature": 0.8, "n": 2}
-    options |= {"logprobs": True, "top_logprobs": 2}
-    whole = client.chat.completions.create(**options)
-    text, thought, entries, reasons = ["", ""], ["", ""], [[], []], [None, None]
-    last = None
-    for chunk in client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True}):
-        last = chunk
-        for choice in chunk.choices:
-            text[choice.index] += choice.delta.content or ""
-            thought[choice.index] += getattr(choice.delta, "reasoning_content", None) or ""
-            entries[choice.index] += choice.logprobs.content if choice.logprobs else []
-            reasons[choice.index] = choice.finish_reason or reasons[choice.index]
-    for i, choice in enumerate(whole.choices):
-        assert text[i] == (choice.message.content or "")
-        assert thought[i] == (choice.message.reasoning_content or "")
-        assert reasons[i] == choice.finish_reason
-        assert [e.token for e in entries[i]] == [e.token for e in choice.logprobs.content]
-        assert all(len(e.top_logprobs) == 2 and e.logprob <= 0 for e in entries[i])
-    assert last.usage.completion_tokens == whole.usage.completion_tokens
-    assert whole.choices[0].message != whole.choices[1].message
-
-
-def test_async_client(quiet):
-    import asyncio
-
-    async def ask() -> list:
-        async with openai.AsyncOpenAI(base_url=f"{quiet.url}/v1", api_key="x") as client:
-            options = {"model": NAME, "messages": MESSAGES, "max_tokens": 30, "temperature": 2.0}
-            options["reasoning_effort"] = "none"
-            return await asyncio.gather(*(client.chat.completions.create(**options, seed=i % 6) for i in range(12)))
-
-    texts = [a.choices[0].message.content for a in asyncio.run(ask())]
-    assert texts[:6] == texts[6:]
-    assert len(set(texts)) > 3
-
-
-def test_thinking_may_be_off(client, llm):
-    expected = alone(llm, thinking=False, max_tokens=40)
-    found = client.chat.completions.create(
-        model=NAME, messages=MESSAGES, max_tokens=40, extra_body={"chat_template_kwargs": OFF}
-    )
-    assert found.choices[0].message.content == expected.text
-    assert found.choices[0].message.reasoning_content is None
-    none = client.chat.completions.create(model=NAME, messages=MESSAGES, max_tokens=40, reasoning_effort="none")
-    assert none.choices[0].message.content == expected.text
-
-
-def test_stop_strings_seeds_and_the_rest_are_exact(client, llm):
-    options = {"temperature": 0.9, "seed": 11, "frequency_penalty": 0.4, "presence_penalty": 0.3}
-    more = {"min_p": 0.02, "top_k": 30, "repetition_penalty": 1.1, "ignore_eos": True}
-    plain = alone(llm, thinking=False, max_tokens=64, logit_bias={300: -5.0}, **options, **more)
-    stop = plain.text[20:24]
-    expected = alone(llm, thinking=False, max_tokens=64, logit_bias={300: -5.0}, stop=(stop,), **options, **more)
-    found = client.chat.completions.create(
-        model=NAME,
-        messages=MESSAGES,
-        max_tokens=64,
-        stop=[stop],
-        logit_bias={"300": -5},
-        extra_body={"chat_template_kwargs": OFF, **more},
-        **options,
-    )
-    assert found.choices[0].message.content == expected.text
-    assert stop not in expected.text
-    assert found.choices[0].finish_reason == "stop"
-
-
-def test_usage_tells_cached_and_drafted_tokens(client):
-    long = [{"role": "system", "content": "Be brief. " * 20}, *MESSAGES]
-    options = {"model": NAME, "messages": long, "max_tokens": 64, "extra_body": {"block_size": 16}}
-    client.chat.completions.create(**options)
-    usage = client.chat.completions.create(**options).usage
-    assert usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens - 1
-    details = usage.completion_tokens_details
-    assert details.accepted_prediction_tokens + details.draft_rounds == usage.completion_tokens
-    assert details.accepted_prediction_tokens > 0
-    assert details.rejected_prediction_tokens == 15 * details.draft_rounds - details.accepted_prediction_tokens
-
-
-def test_drafts_may_be_told_apart(quiet):
-    body = {"messages": MESSAGES, "max_tokens": 48, "stream": True, "return_drafts": True, "block_size": 16}
-    text, segments = "", []
-    with quiet.http.stream("POST", "/v1/chat/completions", json=body | {"chat_template_kwargs": OFF}) as response:
-        for line in response.iter_lines():
-            if line.startswith("data: {"):
-                choice = json.loads(line[6:])["choices"][0]
-                text += choice["delta"].get("content", "")
-                segments += choice.get("drafts", [])
-    assert "".join(s for s, _ in segments) == text
-    assert {is_draft for _, is_draft in segments} == {True, False}
-
-
-# Structured output and tools.
-
-
-@pytest.mark.parametrize("thinking", [True, False])
-@pytest.mark.parametrize("width", [1, 16])
-def test_json_schema(client, thinking, width):
-    found = client.chat.completions.create(
-        model=NAME,
-        messages=MESSAGES,
-        max_tokens=300,
-        temperature=0.8,
-        seed=5,
-        response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}},
-        extra_body={"chat_template_kwargs": {"enable_thinking": thinking}, "block_size": width},
-    )
-    value = json.loads(found.choices[0].message.content)
-    assert set(value) == {"kind", "n"}
-    assert value["kind"] in "ab"
-    assert 0 <= value["n"] <= 99
-    assert found.choices[0].finish_reason == "stop"
-    assert bool(found.choices[0].message.reasoning_content) is thinking
-
-
-def test_a_grammar_does_not_care_about_drafts(client):
-    options = {"model": NAME, "messages": MESSAGES, "max_tokens": 120, "temperature": 0.9}
-    wanted = {"regex": "(def|class) [a-z_]{3,12}\\(\\):\n( {4}[a-z ]{1,20}\n){1,4}"}
-    for seed in range(6):
-        texts = {
-            client.chat.completions.create(**options, seed=seed, extra_body={**wanted, "block_size": width})
-            .choices[0]
-            .message.content
-            for width in (1, 8, 16)
-        }
-        assert len(texts) == 1
-
-
-@pytest.mark.parametrize(
-    ("wanted", "good"),
-    [
-        ({"regex": "[0-9]{4}"}, lambda t: len(t) == 4 and t.isdecimal()),
-        ({"grammar": 'root ::= "yes" | "no"'}, lambda t: t in ("yes", "no")),
-        ({"grammar": 'start: "a" NUMBER\nNUMBER: /[0-9]{2}/'}, lambda t: t[0] == "a" and len(t) == 3),
-        ({"guided_choice": ["red", "green"]}, lambda t: t in ("red", "green")),
-        ({"structured_outputs": {"choice": ["up", "down"]}}, lambda t: t in ("up", "down")),
-        ({"guided_json": {"enum": [1, 2]}}, lambda t: t in "12"),
-        ({"response_format": {"type": "json_object"}, "max_tokens": 200}, lambda t: t.startswith("{")),
-    ],
-)
-def test_forms(quiet, wanted, good):
-    body = {"temperature": 1.0, "seed": 1, "max_tokens": 30, "chat_template_kwargs": OFF} | wanted
-    message = quiet.chat(**body)["choices"][0]["message"]
-    assert good(message["content"]), message
-
-
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "read_file"}}])
-def test_a_tool_call_may_be_demanded(client, choice):
-    options = {"model": NAME, "messages": MESSAGES, "tools": [TOOL], "tool_choice": choice, "max_tokens": 500}
-    options |= {"temperature": 0.7, "seed": 2, "parallel_tool_calls": False, "reasoning_effort": "none"}
-    found = client.chat.completions.create(**options).choices[0]
-    assert found.finish_reason == "tool_calls"
-    (call,) = found.message.tool_calls
-    assert call.function.name == "read_file"
-    assert len(json.loads(call.function.arguments)["path"]) <= 12
-    arguments, name = "", None
-    for chunk in client.chat.completions.create(**options, stream=True):
-        for delta in chunk.choices[0].delta.tool_calls or []:
-            name = delta.function.name or name
-            arguments += delta.function.arguments
-    assert (name, arguments) == (call.function.name, call.function.arguments)
-    # And the conversation goes on.
-    answered = [
-        *MESSAGES,
-        {"role": "assistant", "content": None, "tool_calls": [call.model_dump()]},
-        {"role": "tool", "tool_call_id": call.id, "content": "x = 1"},
-    ]
-    assert client.chat.completions.create(model=NAME, messages=answered, tools=[TOOL], max_tokens=8).choices
-
-
-def test_no_tool_is_called_where_none_may_be(client):
-    found = client.chat.completions.create(
-        model=NAME,
-        messages=MESSAGES,
-        tools=[TOOL],
-        tool_choice="none",
-        max_tokens=8,
-        extra_body={"chat_template_kwargs": OFF},
-    )
-    assert found.choices[0].message.tool_calls is None
 
 
 # Completions.
@@ -523,3 +293,22 @@ def test_time_to_first_token_is_told_while_others_wait(quiet):
     with quiet.http.stream("POST", "/v1/completions", json=body) as response:
         times = [time.perf_counter() for line in response.iter_lines() if line]
     assert len(times) > 5
+
+
+# The README.
+
+ROOT = Path(__file__).parents[2]
+COMMANDS = re.findall(r"^curl (?:.*\\\n)*.*$", (ROOT / "README.md").read_text(encoding="utf-8"), re.M)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_readmes_commands(quiet, command):
+    command = command.replace("http://127.0.0.1:30000", quiet.url).replace("curl ", "curl --fail-with-body -sS ")
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout)
+    assert found.get("text") or found["choices"][0].get("text") or found["choices"][0]["message"]
+
+
+def test_the_readme_has_commands():
+    assert len(COMMANDS) == 3

@@ -11,7 +11,7 @@ import httpx
 import pytest
 import schemathesis
 from conftest import Running, started
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, given, settings
 
 from dflash_jax import SamplingParams
 from dflash_jax.engine.engine import EngineError
@@ -60,6 +60,11 @@ BAD = {
         "tools[0].function.parameters",
     ),
     "a million wrong items": ({"messages": [1] * 10**6}, "messages[0]"),
+    "a million unknown fields": ({"messages": HI} | {f"x{i}": 1 for i in range(500_000)}, "x0"),
+    "an unknown field of a part": (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "bold": True}]}]},
+        "messages[0].content[0].bold",
+    ),
     "an option that is none of the template's": (
         {"messages": HI, "chat_template_kwargs": {"tokenize": True}},
         "chat_template_kwargs.tokenize",
@@ -118,11 +123,7 @@ def test_our_own_document_is_true(quiet):
         @settings(
             max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None
         )
-        @(
-            schemathesis.hypothesis.given(operation.as_strategy())
-            if False
-            else __import__("hypothesis").given(operation.as_strategy())
-        )
+        @given(operation.as_strategy())
         def check(case):
             nonlocal count
             count += 1
