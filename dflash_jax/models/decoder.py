@@ -54,10 +54,21 @@ class DecoderLayer(nnx.Module):
             causal = jnp.tril(jnp.ones((x.shape[1],) * 2, bool))
             y, k, v = self.mixer(h, angles[self.spec.mixer.rope], causal, cache, length)
             record = KVRecord(k, v)
-        x = x + y
+        return self._mixed(x + y, valid), record
+
+    def whole(self, x, state, valid, angles, starts):
+        """x [B, T, H] → x, over whole documents that begin at ``starts`` [B, T]; ``state``: a fresh one, where there is
+        one."""
+        h = self.input_norm(x)
+        if is_delta(self):
+            y, _ = self.mixer(h, state, starts)
+        else:
+            y = self.mixer.whole(h, angles[self.spec.mixer.rope], starts)
+        return self._mixed(x + y, valid)
+
+    def _mixed(self, x, valid):
         h = self.post_norm(x)
-        ffn = self.ffn(h) if isinstance(self.spec.ffn, MlpSpec) else self.ffn(h, valid)
-        return x + ffn, record
+        return x + (self.ffn(h) if isinstance(self.spec.ffn, MlpSpec) else self.ffn(h, valid))
 
 
 def is_delta(layer: DecoderLayer) -> bool:
@@ -112,6 +123,10 @@ class Decoder(nnx.Module):
         head = self.embed[...] if self.config.tied_embeddings else self.head[...]
         return jnp.einsum("...h,vh->...v", hidden, head, preferred_element_type=jnp.float32)
 
+    def _angles(self, positions):
+        mixers = [spec.mixer for spec in self.config.layers]
+        return {m.rope: rope_angles(positions, m.rope) for m in mixers if isinstance(m, AttentionSpec)}
+
     def _run(self, tokens, cache, length, n_valid, taps, positions, keep):
         """``keep(layer cache, record)`` → what to return for that layer."""
         x = tokens if jnp.issubdtype(tokens.dtype, jnp.floating) else self.embed_tokens(tokens)
@@ -122,8 +137,7 @@ class Decoder(nnx.Module):
         valid = steps < n_valid[:, None]
         # A row without work reads no context: the context loop follows the longest row that has some.
         length = jnp.where(n_valid > 0, length, 0)
-        mixers = [spec.mixer for spec in self.config.layers]
-        angles = {m.rope: rope_angles(positions, m.rope) for m in mixers if isinstance(m, AttentionSpec)}
+        angles = self._angles(positions)
         kept, tapped = [], {}
         for i, (layer, layer_cache) in enumerate(zip(self.layers, cache, strict=True)):
             x, record = layer(x, layer_cache, length, valid, angles)
@@ -153,16 +167,21 @@ class Decoder(nnx.Module):
             tokens, cache, length, n_valid, taps, positions, lambda c, r: commit_layer(c, r, length, n_valid)
         )
 
-    def __call__(self, tokens, taps: tuple[int, ...] = ()):
-        """Whole sequences from their beginning, without caches: (hidden [B, T, H], features). Differentiable."""
-        b, t = tokens.shape[:2]
-        zero = jnp.zeros((b,), jnp.int32)
-        fresh = (
-            None if isinstance(s.mixer, AttentionSpec) else init_layer_cache(s, b, 1, self.dtype)
-            for s in self.config.layers
-        )
-        hidden, features, _ = self._run(tokens, tuple(fresh), zero, zero + t, taps, None, lambda c, r: None)
-        return hidden, features
+    def __call__(self, tokens, taps: tuple[int, ...] = (), starts=None):
+        """Whole documents without caches: (hidden [B, T, H], features). Differentiable.
+
+        ``starts`` int [B, T]: where in its row the document of each token begins; None: a row is one document.
+        """
+        b, t = tokens.shape
+        starts = jnp.zeros((b, t), jnp.int32) if starts is None else starts
+        x, valid, angles = self.embed_tokens(tokens), jnp.ones((b, t), bool), self._angles(jnp.arange(t) - starts)
+        tapped = {}
+        for i, layer in enumerate(self.layers):
+            fresh = init_layer_cache(layer.spec, b, 1, self.dtype) if is_delta(layer) else None
+            x = layer.whole(x, fresh, valid, angles, starts)
+            if i in taps:
+                tapped[i] = x
+        return self.norm(x), jnp.stack([tapped[i] for i in taps], axis=2) if taps else None
 
 
 def abstract_decoder(config: ModelConfig, dtype=jnp.float32, layout: Layout = ONE_DEVICE) -> Decoder:

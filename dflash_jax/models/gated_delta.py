@@ -38,11 +38,12 @@ def unit_lower_inverse(a):
     return jnp.concatenate([top, bottom], axis=-2).reshape(a.shape)
 
 
-def delta_rule(q, k, v, beta, log_decay, state, chunk: int = CHUNK):
+def delta_rule(q, k, v, beta, log_decay, state, chunk: int = CHUNK, starts=None):
     """The gated delta rule over T tokens, float32, in chunks (arXiv 2412.06464, section 3.3).
 
     q, k [B, T, G, Dk]; v [B, T, G, R, Dv]; beta, log_decay [B, T, G, R]; state [B, G, R, Dk, Dv]. Equal to the
-    recurrence S ← e^g S; δ = β (v - Sᵀk); S ← S + k ⊗ δ; o = Sᵀq. Returns o and δ, both [B, T, G, R, Dv].
+    recurrence S ← e^g S; δ = β (v - Sᵀk); S ← S + k ⊗ δ; o = Sᵀq. Returns o and δ, both [B, T, G, R, Dv]. ``starts``
+    int [B, T]: where the document of each token begins, for several in a row; what was before is then forgotten.
     """
     b, t = q.shape[:2]
     m = min(chunk, 1 << (t - 1).bit_length())
@@ -59,6 +60,9 @@ def delta_rule(q, k, v, beta, log_decay, state, chunk: int = CHUNK):
 
     upto = jnp.cumsum(log_decay, axis=-1)
     lower = jnp.tril(jnp.ones((m, m), bool))
+    if starts is not None:
+        starts = split(starts, "bcm->cbm")[:, :, None, None]
+        lower = lower & (starts[..., :, None] == starts[..., None, :])
     # The exponent is masked before exp: above the diagonal it is positive and may overflow.
     decay = jnp.exp(jnp.where(lower, upto[..., :, None] - upto[..., None, :], -jnp.inf))
     # Products with a common factor are taken together: few kernels is what a short window costs.
@@ -73,15 +77,23 @@ def delta_rule(q, k, v, beta, log_decay, state, chunk: int = CHUNK):
     wq, scores = jnp.concatenate([w, q_decayed], axis=-2), scores * decay
     k_rest = k[:, :, :, None] * jnp.exp(upto[..., -1:] - upto)[..., None]
 
+    left = jnp.exp(upto[..., -1])
+    if starts is not None:
+        # The state before a chunk is that of a document which began before the chunk.
+        seen = starts < (jnp.arange(count) * m)[:, None, None, None, None]
+        wq = jnp.where(jnp.concatenate([seen, seen], axis=-1)[..., None], wq, 0.0)
+        k_rest = jnp.where((starts == starts[..., -1:])[..., None], k_rest, 0.0)
+        left = jnp.where(seen[..., -1], left, 0.0)
+
     def step(state, x):
-        u, wq, scores, k_rest, last = x
+        u, wq, scores, k_rest, left = x
         held, out = jnp.split(wq @ state, 2, axis=-2)
         delta = u - held
         out = out + scores @ delta
-        state = state * jnp.exp(last)[..., None, None] + jnp.einsum("bgrmk,bgrmv->bgrkv", k_rest, delta)
+        state = state * left[..., None, None] + jnp.einsum("bgrmk,bgrmv->bgrkv", k_rest, delta)
         return state, (out, delta)
 
-    xs = (u, wq, scores, k_rest, upto[..., -1])
+    xs = (u, wq, scores, k_rest, left)
     if count == 1:
         out, delta = jax.tree.map(lambda y: y[None], step(state, jax.tree.map(lambda x: x[0], xs))[1])
     else:
@@ -119,23 +131,29 @@ class GatedDelta(nnx.Module):
     def cache_specs(self, state: DeltaState) -> DeltaState:
         return state.specs(self.key_heads)
 
-    def __call__(self, x, state: DeltaState) -> tuple[jax.Array, DeltaRecord]:
-        """x [B, T, H] → (y [B, T, H], record)."""
+    def __call__(self, x, state: DeltaState, starts=None) -> tuple[jax.Array, DeltaRecord]:
+        """x [B, T, H] → (y [B, T, H], record). ``starts`` as in `delta_rule`."""
         spec = self.spec
         b, t, _ = x.shape
         inputs, z = jnp.split(project(x, self.qkvz[...]), [spec.channels_per_key], axis=-1)
         window = jnp.concatenate([state.conv.astype(x.dtype), inputs], axis=1)
         taps = self.conv[...]
-        mixed = jax.nn.silu(sum(window[:, j : j + t] * taps[..., j] for j in range(spec.conv_kernel))).astype(
-            jnp.float32
-        )
+
+        def tap(j):
+            y = window[:, j : j + t] * taps[..., j]
+            if starts is None:
+                return y
+            inside = jnp.arange(t) - (spec.conv_kernel - 1 - j) >= starts
+            return jnp.where(inside[..., None, None], y, 0)
+
+        mixed = jax.nn.silu(sum(tap(j) for j in range(spec.conv_kernel))).astype(jnp.float32)
         q = l2_normalise(mixed[..., : spec.key_dim]) * spec.key_dim**-0.5
         k = l2_normalise(mixed[..., spec.key_dim : 2 * spec.key_dim])
         v = mixed[..., 2 * spec.key_dim :].reshape(b, t, -1, spec.values_per_key, spec.value_dim)
         beta, alpha = jnp.moveaxis(project(x, self.beta_alpha[...]), 2, 0).astype(jnp.float32)
         dt = jax.nn.softplus(alpha + self.dt_bias[...].astype(jnp.float32))
         log_decay = -jnp.exp(self.a_log[...].astype(jnp.float32)) * dt
-        out, delta = delta_rule(q, k, v, jax.nn.sigmoid(beta), log_decay, state.recurrent)
+        out, delta = delta_rule(q, k, v, jax.nn.sigmoid(beta), log_decay, state.recurrent, starts=starts)
         z = z.reshape(out.shape).astype(jnp.float32)
         y = (rms_norm(out, self.norm[...], self.eps) * jax.nn.silu(z)).astype(x.dtype)
         return self.key_heads.sum(project(y, self.out[...], 3)), DeltaRecord(k, delta, log_decay, inputs)

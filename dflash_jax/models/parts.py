@@ -13,6 +13,7 @@ from flax import nnx
 
 from dflash_jax.cache import KVCache, attend
 from dflash_jax.config import AttentionSpec
+from dflash_jax.models.intervals import interval_attention
 from dflash_jax.models.rope import apply_rope
 from dflash_jax.models.scaled import Scaled
 from dflash_jax.sharding import ONE_DEVICE, Cut, Layout
@@ -113,6 +114,15 @@ class Attention(nnx.Module):
         if gate is not None:
             y = y * jax.nn.sigmoid(gate)
         return self.heads.sum(project(y, self.o[...], 2))
+
+    def whole(self, x, angles, starts):
+        """x [B, T, H] → y [B, T, H] over whole documents, each from its first token ``starts`` int [B, T] on."""
+        q, gate = self.queries(x, angles)
+        k, v = self.keys_values(x, angles)
+        b, t, n, d = q.shape
+        upto = jnp.broadcast_to(jnp.arange(1, t + 1), (b, t))
+        q = q.reshape(b, t, k.shape[2], -1, d) * d**-0.5
+        return self.output(interval_attention(q, k, v, starts, upto)[0].reshape(b, t, n, d), gate)
 
     def __call__(self, x, angles, own_mask, cache: KVCache | None, length, visible=None):
         """x [B, T, H] → (y [B, T, H], k, v). Masks and ``visible`` as in `cache.attend`."""
