@@ -15,6 +15,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from dflash_jax.training.draft import draft_loss
 from flax import nnx
 from tokenizers import Tokenizer
 
@@ -24,8 +25,7 @@ from dflash_jax.models.decoder import Decoder
 from dflash_jax.models.drafter import Drafter
 from dflash_jax.models.families import dflash, qwen3_5
 from dflash_jax.params import SamplingParams
-from dflash_jax.training.data import conversations, standard_library, windows
-from dflash_jax.training.draft import draft_loss
+from dflash_jax.training.corpus import conversations, standard_library, windows
 from dflash_jax.training.evaluation import held_out_prompts, is_degenerate, measure, with_greedy_drafts
 from dflash_jax.training.step import make_step, next_token_loss, optimiser
 from dflash_jax.training.tokenizer import SPECIAL, save_tokenizer, train_tokenizer

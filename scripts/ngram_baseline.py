@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from dflash_jax.training.data import standard_library
+from dflash_jax.training.corpus import standard_library
 
 TOKENIZER = Path(__file__).parents[1] / "dflash_jax" / "assets" / "tiny" / "target" / "tokenizer.json"
 Size = Callable[[list[int]], int]

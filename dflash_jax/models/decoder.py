@@ -56,15 +56,11 @@ class DecoderLayer(nnx.Module):
             record = KVRecord(k, v)
         return self._mixed(x + y, valid), record
 
-    def whole(self, x, state, valid, angles, starts):
-        """x [B, T, H] → x, over whole documents that begin at ``starts`` [B, T]; ``state``: a fresh one, where there is
-        one."""
+    def whole(self, x, valid, angles, starts):
+        """x [B, T, H] → x, over whole documents that begin at ``starts`` [B, T]."""
         h = self.input_norm(x)
-        if is_delta(self):
-            y, _ = self.mixer(h, state, starts)
-        else:
-            y = self.mixer.whole(h, angles[self.spec.mixer.rope], starts)
-        return self._mixed(x + y, valid)
+        more = () if is_delta(self) else (angles[self.spec.mixer.rope],)
+        return self._mixed(x + self.mixer.whole(h, starts, *more), valid)
 
     def _mixed(self, x, valid):
         h = self.post_norm(x)
@@ -177,8 +173,7 @@ class Decoder(nnx.Module):
         x, valid, angles = self.embed_tokens(tokens), jnp.ones((b, t), bool), self._angles(jnp.arange(t) - starts)
         tapped = {}
         for i, layer in enumerate(self.layers):
-            fresh = init_layer_cache(layer.spec, b, 1, self.dtype) if is_delta(layer) else None
-            x = layer.whole(x, fresh, valid, angles, starts)
+            x = layer.whole(x, valid, angles, starts)
             if i in taps:
                 tapped[i] = x
         return self.norm(x), jnp.stack([tapped[i] for i in taps], axis=2) if taps else None

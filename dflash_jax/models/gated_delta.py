@@ -131,6 +131,13 @@ class GatedDelta(nnx.Module):
     def cache_specs(self, state: DeltaState) -> DeltaState:
         return state.specs(self.key_heads)
 
+    def whole(self, x, starts):
+        """x [B, T, H] → y [B, T, H] over whole documents, each from its first token ``starts`` int [B, T] on."""
+        spec, (g, channels, kernel) = self.spec, self.conv.get_value().shape
+        shape = (x.shape[0], g, spec.values_per_key, spec.key_dim, spec.value_dim)
+        empty = DeltaState(jnp.zeros(shape, jnp.float32), jnp.zeros((x.shape[0], kernel - 1, g, channels), x.dtype))
+        return self(x, empty, starts)[0]
+
     def __call__(self, x, state: DeltaState, starts=None) -> tuple[jax.Array, DeltaRecord]:
         """x [B, T, H] → (y [B, T, H], record). ``starts`` as in `delta_rule`."""
         spec = self.spec

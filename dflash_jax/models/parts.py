@@ -115,7 +115,7 @@ class Attention(nnx.Module):
             y = y * jax.nn.sigmoid(gate)
         return self.heads.sum(project(y, self.o[...], 2))
 
-    def whole(self, x, angles, starts):
+    def whole(self, x, starts, angles):
         """x [B, T, H] → y [B, T, H] over whole documents, each from its first token ``starts`` int [B, T] on."""
         q, gate = self.queries(x, angles)
         k, v = self.keys_values(x, angles)

@@ -1,0 +1,30 @@
+"""Training of a language model itself: what the bundled target is made with."""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import optax
+
+
+def make_step(loss: Callable, transformation: optax.GradientTransformation):
+    """A jitted ``step(model, opt_state, *batch) → (model, opt_state, loss)`` for ``loss(model, *batch) → scalar``.
+
+    Model and optimiser state are donated.
+    """
+
+    @partial(jax.jit, donate_argnums=(0, 1))
+    def step(model, opt_state, *batch):
+        value, grads = jax.value_and_grad(loss)(model, *batch)
+        updates, opt_state = transformation.update(grads, opt_state, model)
+        return optax.apply_updates(model, updates), opt_state, value
+
+    return step
+
+
+def next_token_loss(model, batch):
+    """Mean cross-entropy in nats of tokens 1 … T of batch int [B, T + 1] given those before."""
+    hidden, _ = model(batch[:, :-1])
+    logits = model.logits(hidden)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean().astype(jnp.float32)

@@ -1,0 +1,128 @@
+"""What a drafter is trained to do: sums over a block's slots, the vocabulary in chunks.
+
+Letters beyond `models.parts`: A anchors of a row, K = W - 1 slots of a block that predict.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from dflash_jax.errors import InputError
+
+KINDS, WEIGHTS = ("cross-entropy", "kl", "hybrid"), ("decay", "d-pace")
+
+
+@dataclass(frozen=True)
+class Loss:
+    """kind: "cross-entropy" against the next tokens; "kl", forward, against the target's distributions; "hybrid",
+    λ·KL + (1 - λ)·TV with λ = exp(-eta · acceptance rate) (arXiv 2602.23881). weights: "decay", exp(-(k - 1) / gamma)
+    for slot k (arXiv 2602.06036); "d-pace", Σ_{m ≥ k} Π_{i ≤ m} q̃_i with q̃ = (1 - alpha)·q + alpha and q the drafter's
+    probability of the label: what a slot is worth to the expected acceptance length. ``chunk``: anchors of a row whose
+    logits are held at a time."""
+
+    kind: str = "cross-entropy"
+    weights: str = "decay"
+    gamma: float = 7.0
+    alpha: float = 0.5
+    eta: float = 3.0
+    chunk: int = 32
+
+    def __post_init__(self):
+        if self.kind not in KINDS:
+            raise InputError(f"loss {self.kind!r}: it must be one of {', '.join(KINDS)}")
+        if self.weights not in WEIGHTS:
+            raise InputError(f"loss weights {self.weights!r}: they must be one of {', '.join(WEIGHTS)}")
+        for name in ("gamma", "chunk"):
+            if getattr(self, name) <= 0:
+                raise InputError(f"{name} {getattr(self, name)}: it must be above 0")
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether the target's own hidden states are needed."""
+        return self.kind != "cross-entropy"
+
+
+def default_gamma(block_size: int) -> float:
+    """The paper's decay of the slots' weights, and what lies between."""
+    return {16: 7.0, 10: 5.0, 8: 4.0}.get(block_size, block_size / 2.3)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Sums:
+    """Of a batch; sums of several add up. ``loss`` and ``weight``; by slot [K]: labels seen, and of those predicted
+    right; ``accepted`` and ``anchors``: how far blocks are right from their beginning, and how many there are."""
+
+    loss: jax.Array
+    weight: jax.Array
+    seen: jax.Array
+    right: jax.Array
+    accepted: jax.Array
+    anchors: jax.Array
+
+
+def slot_weights(loss: Loss, log_q, learned):
+    """float32 [..., K] for log-probabilities of the labels, 0 where not ``learned``."""
+    k = learned.shape[-1]
+    if loss.weights == "decay":
+        return jnp.where(learned, jnp.exp(-jnp.arange(k) / loss.gamma), 0.0)
+    q = jax.lax.stop_gradient((1 - loss.alpha) * jnp.exp(log_q) + loss.alpha)
+    reached = jnp.cumprod(jnp.where(learned, q, 0.0), axis=-1)
+    return jnp.where(learned, jnp.flip(jnp.cumsum(jnp.flip(reached, -1), -1), -1), 0.0)
+
+
+def _losses(loss: Loss, logits, labels, teacher):
+    """(losses, log-probabilities of the labels) [..., K] of float32 logits [..., K, V]."""
+    total = jax.nn.logsumexp(logits, axis=-1)
+    log_q = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0] - total
+    if not loss.needs_teacher:
+        return -log_q, log_q
+    teacher = jax.lax.stop_gradient(teacher)
+    log_p = teacher - jax.nn.logsumexp(teacher, axis=-1, keepdims=True)
+    p = jnp.exp(log_p)
+    divergence = jnp.sum(p * (log_p - logits), axis=-1) + total
+    if loss.kind == "kl":
+        return divergence, log_q
+    overlap = jnp.sum(jnp.minimum(p, jnp.exp(logits - total[..., None])), axis=-1)
+    share = jax.lax.stop_gradient(jnp.exp(-loss.eta * overlap))
+    return share * divergence + (1 - share) * (1 - overlap), log_q
+
+
+def block_loss(loss: Loss, logits_of: Callable, states, labels, learned, teacher=None) -> Sums:
+    """states [B, A, K, H] of the predicting slots; labels int [B, A, K], ``learned`` bool [B, A, K]: which of them
+    count; teacher [B, A, K, H]: the target's hidden states that predict the labels. ``logits_of(hidden) → [..., V]``.
+
+    The chunks' logits are computed again for the gradient, and never lie side by side.
+    """
+    b, a, k, _ = states.shape
+    size = min(loss.chunk, a)
+    pad = -a % size
+
+    def chunks(x):
+        x = jnp.pad(x, [(0, 0), (0, pad)] + [(0, 0)] * (x.ndim - 2))
+        return jnp.moveaxis(x.reshape(b, -1, size, *x.shape[2:]), 1, 0)
+
+    @jax.checkpoint
+    def one(states, labels, learned, teacher):
+        logits = logits_of(states)
+        losses, log_q = _losses(loss, logits, labels, None if teacher is None else logits_of(teacher))
+        weights = slot_weights(loss, log_q, learned)
+        right = learned & (jnp.argmax(logits, axis=-1) == labels)
+        led = jnp.cumprod(right.astype(jnp.float32), axis=-1)
+        return Sums(
+            jnp.sum(losses * weights),
+            jnp.sum(weights),
+            jnp.sum(learned, (0, 1), jnp.float32),
+            jnp.sum(right, (0, 1), jnp.float32),
+            jnp.sum(led),
+            jnp.sum(learned[..., 0], dtype=jnp.float32),
+        )
+
+    def add(total, x):
+        return jax.tree.map(jnp.add, total, one(*x)), None
+
+    nothing = Sums(*(jnp.zeros(s) for s in ((), (), (k,), (k,), (), ())))
+    xs = jax.tree.map(chunks, (states, labels, learned, teacher))
+    return jax.lax.scan(add, nothing, xs)[0]

@@ -1,0 +1,47 @@
+"""Optimisers: AdamW, and Muon for matrices."""
+
+import jax
+import optax
+from optax.contrib import MuonDimensionNumbers, muon
+
+from dflash_jax.sharding import parameter_paths
+
+# Weights whose first axis (after the expert axis) is the output; all other matrices have their input last.
+_OUTPUT_FIRST = ("o", "out", "down", "fc")
+_NOT_A_MATRIX = ("embed", "head", "router", "conv", "beta_alpha", "shared_gate", "a_log", "dt_bias", "norm", "weight")
+
+
+def matrix_axes(module):
+    """For each parameter: which axes form the matrix that Muon orthogonalises, or None where AdamW is to take it."""
+
+    def axes(path: str, leaf):
+        name = path.rsplit(".", 1)[-1]
+        if name in _NOT_A_MATRIX:
+            return None
+        dims = tuple(range(leaf.ndim))
+        if name in _OUTPUT_FIRST:
+            skip = 1 if name == "down" and leaf.ndim == 3 else 0
+            return MuonDimensionNumbers(dims[skip + 1 :], (dims[skip],))
+        if name == "gate_up":
+            return MuonDimensionNumbers((dims[-1],), (dims[-2],))
+        return MuonDimensionNumbers((dims[-1],), dims[:-1])
+
+    leaves, structure = jax.tree.flatten(module)
+    return jax.tree.unflatten(structure, [axes(p, x) for p, x in zip(parameter_paths(module), leaves, strict=True)])
+
+
+def optimiser(peak: float, steps: int, kind: str = "adamw", warm_up: float = 0.04, clip: float = 1.0):
+    """``adamw`` or ``muon`` (AdamW for what is not a matrix), cosine schedule after linear warm-up over ``warm_up`` of
+    the steps.
+
+    Gradients are clipped by global norm; no weight decay. Muon's updates are scaled to AdamW's size, so one ``peak``
+    serves both.
+    """
+    schedule = optax.warmup_cosine_decay_schedule(0.0, peak, max(1, int(steps * warm_up)), steps, peak * 0.02)
+    if kind == "adamw":
+        update = optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=0.0)
+    else:
+        update = muon(
+            schedule, adam_b1=0.9, adam_b2=0.95, consistent_rms=0.2, muon_weight_dimension_numbers=matrix_axes
+        )
+    return optax.chain(optax.clip_by_global_norm(clip), update)

@@ -1,0 +1,74 @@
+"""Training on eight devices is training on one. Collected by `test_devices.py` only, where there are eight."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from families import VOCAB, family_config
+from helpers import random_decoder, random_drafter, tiny_draft_config
+
+from dflash_jax.models.decoder import abstract_decoder
+from dflash_jax.sharding import ONE_DEVICE, Layout
+from dflash_jax.training.losses import Loss
+from dflash_jax.training.optimiser import optimiser
+from dflash_jax.training.step import Batch, Recipe, Trainer
+
+ROWS, LENGTH = 8, 32
+LAYOUTS = [Layout(data=8), Layout(tensor=8), Layout(data=2, tensor=2, expert=2)]
+
+
+def batches(micro: int) -> Batch:
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, VOCAB, (micro, ROWS, LENGTH)).astype(np.int32)
+    mask = rng.random((micro, ROWS, LENGTH)) < 0.9
+    # Rows of unequal use: a mean over devices would not be the mean over tokens.
+    mask[:, :4, 8:] = False
+    starts = np.where(np.arange(LENGTH) < 13, 0, 13) * np.ones((micro, ROWS, 1), np.int32)
+    return jax.tree.map(jnp.asarray, Batch(tokens, mask, starts.astype(np.int32)))
+
+
+@pytest.fixture(scope="module", params=["qwen3_5_moe", "qwen3_moe"])
+def pair(request):
+    target = random_decoder(family_config(request.param))
+    return target, random_drafter(replace(tiny_draft_config(target.config), vocab_size=VOCAB))
+
+
+def trainer(target, drafter, layout: Layout, kind: str = "adamw") -> Trainer:
+    cut = jax.tree.unflatten(
+        jax.tree.structure(abstract_decoder(target.config, layout=layout)), jax.tree.leaves(target)
+    )
+    return Trainer(cut, drafter.config, Recipe(Loss("hybrid"), 6, 8), optimiser(1e-3, 10, kind, warm_up=0.0))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_gradients_do_not_depend_on_the_devices(pair, layout):
+    target, drafter = pair
+    found = []
+    for where in (ONE_DEVICE, layout):
+        t = trainer(target, drafter, where)
+        state = t.start(drafter)
+        found.append(jax.jit(t.gradients)(state[0], t.leaves, batches(2), jax.random.key(3)))
+    (one, sums), (many, others) = found
+    for a, b in zip(jax.tree.leaves((one, sums)), jax.tree.leaves((many, others)), strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=2e-4, atol=2e-6)
+    assert float(sums.weight) > 1
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_steps_do_not_depend_on_the_devices(pair, kind):
+    target, drafter = pair
+    found = []
+    for layout in (ONE_DEVICE, LAYOUTS[2]):
+        t = trainer(target, drafter, layout, kind)
+        state = t.start(drafter)
+        for i in range(3):
+            state, _, _ = t.step(state, t.leaves, batches(1), jax.random.key(i))
+        if layout.devices > 1:
+            wide = [x for x in jax.tree.leaves(state[0]) if not x.sharding.is_fully_replicated]
+            assert wide, "nothing is divided"
+        found.append(state[0])
+    for a, b, before in zip(*map(jax.tree.leaves, (*found, drafter)), strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=3e-4)
+        assert not np.array_equal(np.asarray(a), np.asarray(before))

@@ -1,0 +1,192 @@
+"""The drafter's training pass: equal to decoding, blind to the future, weighted as it says."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import random_decoder, random_drafter, tiny_config, tiny_draft_config
+
+from dflash_jax.models.drafter import Drafter
+from dflash_jax.training.blocks import block_states, sample_anchors
+from dflash_jax.training.evaluation import is_degenerate
+from dflash_jax.training.losses import Loss
+from dflash_jax.training.step import Batch, Recipe, batch_sums
+
+T, W = 40, 16
+# Documents of the second row; the first is one.
+LENGTHS = (11, 2, 27)
+STARTS = np.stack([np.zeros(T, np.int32), np.repeat([0, 11, 13], LENGTHS).astype(np.int32)])
+
+
+@pytest.fixture(scope="module", params=["sliding and full", "causal"])
+def pair(request):
+    target = random_decoder(tiny_config("da"))
+    config = tiny_draft_config(target.config, windows=(9, None))
+    if request.param == "causal":
+        config = replace(config, layers=tuple(replace(spec, causal=not spec.causal) for spec in config.layers))
+    return target, random_drafter(config)
+
+
+@pytest.fixture(scope="module")
+def text(pair):
+    target, drafter = pair
+    tokens = jax.random.randint(jax.random.key(0), (2, T), 0, target.config.vocab_size)
+    return tokens, *jax.jit(lambda x, s: target(x, drafter.taps, s))(tokens, STARTS)
+
+
+def blocks(drafter: Drafter, tokens, anchors):
+    mask = jnp.full((*anchors.shape, W), drafter.config.mask_token_id)
+    return mask.at[..., 0].set(jnp.take_along_axis(tokens, anchors, 1))
+
+
+def test_training_equals_decoding(pair, text):
+    """Every slot of every block, alone in a row or packed, is what decoding computes for that document alone."""
+    target, drafter = pair
+    tokens, _, features = text
+    anchors = jnp.array([[0, 7, 33, T - 1], [1, 12, 25, 30]])
+    embedded = target.embed_tokens(blocks(drafter, tokens, anchors))
+    trained = jax.jit(block_states)(drafter, features, embedded, anchors, STARTS)
+    trained = jax.jit(target.logits)(trained)
+
+    @jax.jit
+    def features_of(tokens):
+        return target(tokens[None], drafter.taps)[1][0]
+
+    @jax.jit
+    def decoded(features, embedded, anchor):
+        cache = drafter.init_cache(1, 64, jnp.float32)
+        steps = jnp.arange(len(features))[None]
+        cache = drafter.extend(cache, features[None], None, steps, steps < anchor)
+        return target.logits(drafter.block(embedded[None], cache, anchor[None], jnp.array([W]))[0])
+
+    for row in range(2):
+        for i in range(4):
+            start = int(STARTS[row, anchors[row, i]])
+            own = features_of(tokens[row, start:][: np.sum(STARTS[row] == start)])
+            expected = decoded(own, embedded[row, i], anchors[row, i] - start)
+            np.testing.assert_allclose(trained[row, i], expected, atol=1e-4)
+
+
+def test_a_block_knows_nothing_from_its_anchor_on(pair, text):
+    target, drafter = pair
+    tokens, _, features = text
+    anchors = jnp.array([[12], [20]])
+    embedded = target.embed_tokens(blocks(drafter, tokens, anchors))
+    states = jax.jit(block_states)
+    before = states(drafter, features, embedded, anchors, STARTS)
+    later = features.at[0, 12:].add(3.0).at[1, 20:].add(3.0).at[1, :13].add(3.0)
+    np.testing.assert_array_equal(states(drafter, later, embedded, anchors, STARTS), before)
+    earlier = features.at[0, 11].add(3.0)
+    assert jnp.abs(states(drafter, earlier, embedded, anchors, STARTS)[0] - before[0]).max() > 1e-3
+
+
+def test_blocks_do_not_see_one_another(pair, text):
+    target, drafter = pair
+    tokens, _, features = text
+    anchors = jnp.array([[5, 18], [9, 9]])
+    embedded = target.embed_tokens(blocks(drafter, tokens, anchors))
+    states = jax.jit(block_states)
+    before = states(drafter, features, embedded, anchors)
+    after = states(drafter, features, embedded.at[:, 1].add(1.0), anchors)
+    np.testing.assert_array_equal(after[:, 0], before[:, 0])
+    assert jnp.abs(after[:, 1] - before[:, 1]).max() > 1e-3
+
+
+def test_anchors_are_distinct_and_lie_where_they_may():
+    mask, starts = np.zeros((4, 30), bool), np.zeros((4, 30), np.int32)
+    mask[0, 5:15], mask[1, [3, 9, 10]], mask[2], mask[3] = True, True, True, True
+    starts[3, 10:], starts[3, 11:] = 10, 11
+    anchors, valid = map(np.asarray, sample_anchors(jax.random.key(1), jnp.asarray(mask), starts, 12))
+    assert set(anchors[0][valid[0]]) == set(range(5, 14))
+    assert set(anchors[1][valid[1]]) == {9}
+    assert valid[2].all()
+    assert len(set(anchors[2])) == 12
+    assert all(np.all(np.diff(a) >= 0) for a in anchors)
+    other, _ = sample_anchors(jax.random.key(2), jnp.asarray(mask), starts, 12)
+    assert set(np.asarray(other)[2]) != set(anchors[2])
+    every, valid = map(np.asarray, sample_anchors(jax.random.key(1), jnp.asarray(mask), starts, 30))
+    # The last token of a document has none behind it.
+    assert set(every[3][valid[3]]) == set(range(29)) - {9, 10}
+
+
+def restated(loss: Loss, logs, teacher, labels, learned):
+    """(sum, weight) of one block by hand: log-probabilities [K, V] of the drafter's and of the target's."""
+    total = weight = 0.0
+    for k in range(len(labels)):
+        if not learned[k]:
+            continue
+        q = np.exp(logs[k])
+        p = np.exp(teacher[k])
+        worth = np.exp(-k / loss.gamma)
+        if loss.weights == "d-pace":
+            mixed = [(1 - loss.alpha) * np.exp(logs[i, labels[i]]) + loss.alpha for i in range(len(labels))]
+            upto = [np.prod(mixed[: m + 1]) for m in range(len(labels)) if learned[m]]
+            worth = sum(upto[k:])
+        value = -logs[k, labels[k]]
+        if loss.kind != "cross-entropy":
+            value = np.sum(p * (teacher[k] - logs[k]))
+        if loss.kind == "hybrid":
+            overlap = np.sum(np.minimum(p, q))
+            share = np.exp(-loss.eta * overlap)
+            value = share * value + (1 - share) * 0.5 * np.sum(np.abs(p - q))
+        total, weight = total + worth * value, weight + worth
+    return total, weight
+
+
+@pytest.mark.parametrize("weights", ["decay", "d-pace"])
+@pytest.mark.parametrize(("slots", "kind"), [(W, "cross-entropy"), (8, "kl"), (8, "hybrid")])
+def test_loss_against_a_plain_restatement(pair, text, slots, kind, weights):
+    target, drafter = pair
+    tokens, hidden, features = text
+    mask = np.ones((2, T), bool)
+    mask[0, :6], mask[0, 22:30], mask[1, 36:] = False, False, False
+    key, count = jax.random.key(4), 7
+    recipe = Recipe(Loss(kind, weights, gamma=5.0, chunk=3), count, slots)
+    batch = Batch(tokens, jnp.asarray(mask), jnp.asarray(STARTS), features, hidden)
+    run = jax.jit(lambda d, b: batch_sums(d, target.embed_tokens, target.logits, b, key, recipe))
+    sums = run(drafter, batch)
+    anchors, valid = sample_anchors(key, batch.loss_mask, batch.starts, count)
+    embedded = target.embed_tokens(blocks(drafter, tokens, anchors)[..., :slots])
+    states = block_states(drafter, features, embedded, anchors, STARTS)
+    logs = np.asarray(jax.nn.log_softmax(target.logits(states)), np.float64)
+    teacher = np.asarray(jax.nn.log_softmax(target.logits(hidden)), np.float64)
+    total = weight = seen = right = 0.0
+    for row in range(2):
+        for i in np.flatnonzero(valid[row]):
+            places = int(anchors[row, i]) + np.arange(1, slots)
+            ok = [p < T and mask[row, p] and STARTS[row, p] == STARTS[row, places[0] - 1] for p in places]
+            learned = np.cumprod(ok).astype(bool)
+            places = np.minimum(places, T - 1)
+            labels = np.asarray(tokens[row])[places]
+            a, b = restated(recipe.loss, logs[row, i, 1:], teacher[row, places - 1], labels, learned)
+            total, weight, seen = total + a, weight + b, seen + learned.sum()
+            right += (learned & (logs[row, i, 1:].argmax(-1) == labels)).sum()
+    assert abs(float(sums.loss) - total) < 1e-4 * max(1.0, total)
+    assert abs(float(sums.weight) - weight) < 1e-4 * weight
+    assert (float(sums.seen.sum()), float(sums.right.sum()), float(sums.anchors)) == (seen, right, valid.sum())
+
+
+def test_chunks_of_the_vocabulary_do_not_change_the_gradients(pair, text):
+    target, drafter = pair
+    tokens, hidden, features = text
+    batch = Batch(tokens, jnp.ones((2, T), bool), jnp.asarray(STARTS), features, hidden)
+
+    def gradients(chunk: int):
+        recipe = Recipe(Loss("hybrid", chunk=chunk), 6, 8)
+
+        def value(d):
+            return batch_sums(d, target.embed_tokens, target.logits, batch, jax.random.key(0), recipe).loss
+
+        return jax.tree.leaves(jax.jit(jax.grad(value))(drafter))
+
+    for a, b in zip(gradients(6), gradients(1), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-4)
+    assert all(np.any(g) for g in gradients(6))
+
+
+def test_repetition_is_told_from_text():
+    assert is_degenerate([1, 2, 3] * 20)
+    assert not is_degenerate(list(range(60)))
+    assert not is_degenerate([1, 1])
