@@ -1,5 +1,6 @@
 """The library's front: `LLM` takes text or token ids and gives completions, all at once or as they are made."""
 
+import copy
 import logging
 import sys
 import time
@@ -18,7 +19,7 @@ from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.memory import device_memory, plan_memory
 from dflash_jax.engine.options import Options
 from dflash_jax.errors import InputError
-from dflash_jax.models.drafter import DraftWindow
+from dflash_jax.models.drafter import Drafter, DraftWindow, abstract_drafter
 from dflash_jax.params import Completion, Defaults, SamplingParams
 from dflash_jax.pool import Pool
 from dflash_jax.programs import Programs, enable_disk_cache
@@ -120,6 +121,21 @@ class LLM:
         # Without the drafter, nothing of it is computed or held.
         self.plain_programs = Programs(self.target, None) if self.drafter is not None else self.programs
         self._pool = Pool(self)
+        # Programs by the config of a drafter from memory.
+        self._compiled: dict = {}
+
+    def with_drafter(self, drafter: Drafter) -> "LLM":
+        """The same target with a drafter from memory. What was compiled for an earlier one of its kind is used
+        again."""
+        drafter.config.check_fits(self.config)
+        other, kind = copy.copy(self), DTYPES[self.dtype]
+        shape = jax.tree.structure(abstract_drafter(drafter.config, kind, self.target.layout))
+        other.drafter = jax.tree.unflatten(shape, [x.astype(kind) for x in jax.tree.leaves(drafter)])
+        other.largest_block = drafter.config.block_size
+        other.programs, other.plain_programs = Programs(self.target, other.drafter), Programs(self.target, None)
+        other.programs.compiled, other.plain_programs.compiled = self._compiled.setdefault(drafter.config, ({}, {}))
+        other._pool = Pool(other)
+        return other
 
     @property
     def compile_s(self) -> float:

@@ -86,20 +86,64 @@ class Tokenizer:
         return self._decode(list(ids))
 
     def render_chat(
-        self, messages: list[dict], thinking: bool | None = None, tools: list[dict] | None = None, **options
+        self,
+        messages: list[dict],
+        thinking: bool | None = None,
+        tools: list[dict] | None = None,
+        ask: bool = True,
+        **options,
     ) -> str:
-        """A conversation as the template writes it, up to where the answer begins. ``thinking`` None: its default;
-        ``options``: the template's own. The template runs in a sandbox. Raises InputError for what it refuses."""
+        """A conversation as the template writes it; if ``ask``, up to where the answer begins. ``thinking`` None: its
+        default; ``options``: the template's own. The template runs in a sandbox. Raises InputError for what it refuses.
+        """
         if not self.chat_template:
             raise InputError("this checkpoint has no chat template: give plain prompts")
         if thinking is not None:
             options["enable_thinking"] = thinking
         try:
             return self._full.apply_chat_template(
-                messages, tools=tools, tokenize=False, add_generation_prompt=True, **options
+                messages, tools=tools, tokenize=False, add_generation_prompt=ask, **options
             )
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError) as e:
             raise InputError(f"the chat template does not take this conversation: {_reason(e)}") from None
+
+    def mark_answers(self, messages: list[dict], where: str) -> tuple[list[int], list[bool]]:
+        """Token ids of a whole conversation, and which are the assistant's.
+
+        From the template's generation markers; of a template that has none, an answer is what it adds to the
+        conversation before it. Raises InputError, naming ``where``, for a template that rewrites earlier turns: then
+        each answer must be a conversation of its own.
+        """
+        if "generation %}" in (self.chat_template or "") or "generation -%}" in (self.chat_template or ""):
+            found = self._full.apply_chat_template(
+                messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+            )
+            return list(found["input_ids"]), [bool(m) for m in found["assistant_masks"]]
+        tokens: list[int] = []
+        mask: list[bool] = []
+        shown = ""
+        for i, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            try:
+                base, asked = (self.render_chat(messages[:i], ask=ask) for ask in (False, True))
+                after = self.render_chat(messages[: i + 1], ask=False)
+            except InputError as e:
+                raise InputError(f"{where}: {e}") from None
+            if not (asked.startswith(base) and after.startswith(base) and base.startswith(shown)):
+                raise InputError(
+                    f"{where}: the chat template has no generation marker and rewrites earlier turns, so it cannot be "
+                    f"told what messages[{i}] adds: give each answer as a conversation that ends with it, or use "
+                    f"regenerate, which writes token ids"
+                )
+            # The lines that the template itself writes before an answer.
+            same = next((k for k, (a, b) in enumerate(zip(asked, after, strict=False)) if a != b), len(asked))
+            head = after[: max(after.rfind("\n", 0, same) + 1, len(base))]
+            for text, is_answer in ((head[len(shown) :], False), (after[len(head) :], True)):
+                ids = self._encode(text, False)
+                tokens, mask = tokens + ids, mask + [is_answer] * len(ids)
+            shown = after
+        return tokens, mask
 
     def chat(self, messages: list[dict], thinking: bool | None = None) -> list[int]:
         """Token ids of `render_chat`."""

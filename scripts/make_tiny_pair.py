@@ -15,7 +15,6 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from dflash_jax.training.draft import draft_loss
 from flax import nnx
 from tokenizers import Tokenizer
 
@@ -27,7 +26,10 @@ from dflash_jax.models.families import dflash, qwen3_5
 from dflash_jax.params import SamplingParams
 from dflash_jax.training.corpus import conversations, standard_library, windows
 from dflash_jax.training.evaluation import held_out_prompts, is_degenerate, measure, with_greedy_drafts
-from dflash_jax.training.step import make_step, next_token_loss, optimiser
+from dflash_jax.training.language import make_step, next_token_loss
+from dflash_jax.training.losses import Loss, default_gamma
+from dflash_jax.training.optimiser import optimiser
+from dflash_jax.training.step import Batch, Recipe, Trainer
 from dflash_jax.training.tokenizer import SPECIAL, save_tokenizer, train_tokenizer
 
 VOCABULARY = 512
@@ -147,11 +149,11 @@ def stage_tokenizer(args) -> None:
     save_tokenizer(train_tokenizer((d.text for d in train), VOCABULARY), args.out / "target", MAX_POSITIONS)
 
 
-def train(name: str, batches, steps: dict, model, state, save, every: int = 500):
-    """Runs (kind of step, batch) pairs through ``steps[kind]``, reporting and saving on the way."""
+def train(name: str, batches, step, model, state, save, every: int = 500):
+    """Runs batches through ``step(model, state, batch) → (model, state, loss)``, reporting and saving on the way."""
     began, losses = time.time(), []
-    for i, (kind, batch) in enumerate(batches, 1):
-        model, state, loss = steps[kind](model, state, *batch)
+    for i, batch in enumerate(batches, 1):
+        model, state, loss = step(model, state, batch)
         losses.append(float(loss))
         if i % 50 == 0:
             seconds = (time.time() - began) / i
@@ -174,10 +176,8 @@ def stage_target(args) -> None:
         save_module(model, qwen3_5.weight_names(config), TARGET, directory)
         print(f"held-out bits per byte {bits_per_byte(load_target(directory), held_out, directory):.4f}", flush=True)
 
-    batches = (("next", (jnp.asarray(b),)) for b in windows(stream, 512, 8, args.target_steps, args.seed))
-    train(
-        "target", batches, {"next": make_step(next_token_loss, transformation)}, model, transformation.init(model), save
-    )
+    batches = map(jnp.asarray, windows(stream, 512, 8, args.target_steps, args.seed))
+    train("target", batches, make_step(next_token_loss, transformation), model, transformation.init(model), save)
 
 
 def stage_regenerate(args) -> None:
@@ -209,7 +209,7 @@ def regenerate(args, name: str, temperatures: list[float], seed: int) -> None:
 
 
 def draft_batches(args, data, steps: int, own: int, rows: int = 8):
-    """Yields (block width, (tokens, loss mask, key)): ``own`` rows of the target's text ``data``, the rest what people
+    """Yields (block width, batch, key): ``own`` rows of the target's text ``data``, the rest what people
     wrote.
 
     Every fourth batch has blocks of 16 slots, the others of 8: most drafts end before the eighth token, and the narrow
@@ -224,7 +224,8 @@ def draft_batches(args, data, steps: int, own: int, rows: int = 8):
         tokens = np.concatenate([data["tokens"][mine], people])
         mask = np.concatenate([data["mask"][mine], np.ones(people.shape, bool)])
         key = jax.random.fold_in(jax.random.key(args.seed), i)
-        yield 16 if i % 4 == 0 else 8, (jnp.asarray(tokens), jnp.asarray(mask), key)
+        parts = (x[None] for x in (tokens, mask, np.zeros(tokens.shape, np.int32)))
+        yield 16 if i % 4 == 0 else 8, Batch(*map(jnp.asarray, parts)), key
 
 
 def stage_drafter(args) -> None:
@@ -248,13 +249,18 @@ def train_drafter(args, model, data: dict, count: int, rate: float, own: int) ->
     target, config = load_target(args.out / "target"), model.config
     transformation = optimiser(rate, count, "muon")
 
-    def loss(model, target, tokens, mask, key, slots):
-        return draft_loss(model, target, tokens, mask, key, ANCHORS, slots, soft=True)
+    def trainer(slots: int) -> Trainer:
+        return Trainer(target, config, Recipe(Loss("kl", gamma=default_gamma(slots)), ANCHORS, slots), transformation)
 
-    steps = {slots: make_step(partial(loss, slots=slots), transformation) for slots in (8, 16)}
-    batches = ((slots, (target, *batch)) for slots, batch in draft_batches(args, data, count, own))
+    trainers = {slots: trainer(slots) for slots in (8, 16)}
+
+    def step(model, state, batch):
+        slots, rows, key = batch
+        (model, state), sums, _ = trainers[slots].step((model, state), trainers[slots].leaves, rows, key)
+        return model, state, sums.loss / sums.weight
+
     save = partial(save_module, entries=dflash.weight_names(config), raw=DRAFT, directory=args.out / "draft")
-    train("drafter", batches, steps, model, transformation.init(model), save)
+    train("drafter", draft_batches(args, data, count, own), step, *trainers[8].start(model), save)
 
 
 def stage_evaluate(args) -> None:

@@ -161,7 +161,7 @@ async def converse(
         raise ApiError(400, "this checkpoint has no tokenizer, so it has no chat template: use token ids", "messages")
     if len(tools or ()) > serving.limits.tools:
         raise ApiError(400, f"{len(tools)} tools: at most {serving.limits.tools} are possible", "tools")
-    if reserved := {"tokenize", "chat_template", "messages", "tools", "add_generation_prompt"} & set(options):
+    if reserved := {"tokenize", "chat_template", "messages", "tools", "add_generation_prompt", "ask"} & set(options):
         name = f"chat_template_kwargs.{min(reserved)}"
         raise ApiError(400, f"{name} is not an option of the template", name)
     if effort is not None:

@@ -9,11 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dflash_jax.errors import InputError
 from dflash_jax.llm import LLM
 from dflash_jax.models.drafter import Drafter
 from dflash_jax.params import Completion, SamplingParams
 from dflash_jax.pool import Pool
 from dflash_jax.programs import Programs
+from dflash_jax.training.data import messages_of
 
 
 def is_degenerate(token_ids: Sequence[int], order: int = 4, least: float = 0.5) -> bool:
@@ -24,7 +26,7 @@ def is_degenerate(token_ids: Sequence[int], order: int = 4, least: float = 0.5) 
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Mean acceptance length over all rounds of ``kept`` completions; ``degenerate`` ones were left out."""
+    """Mean acceptance length over all rounds of ``kept`` completions; how many repeat themselves (``degenerate``)."""
 
     mean: float
     rounds: int
@@ -32,12 +34,28 @@ class Acceptance:
     degenerate: int
 
 
-def acceptance(completions: Sequence[Completion]) -> Acceptance:
-    kept = [c for c in completions if not is_degenerate(c.token_ids)]
+def acceptance(completions: Sequence[Completion], keep_all: bool = False) -> Acceptance:
+    """``keep_all``: text that repeats itself counts, as it does in the published tables."""
+    good = [c for c in completions if not is_degenerate(c.token_ids)]
+    kept = completions if keep_all else good
     lengths = [n for c in kept for n in c.acceptance_lengths]
     return Acceptance(
-        float(np.mean(lengths)) if lengths else 0.0, len(lengths), len(kept), len(completions) - len(kept)
+        float(np.mean(lengths)) if lengths else 0.0, len(lengths), len(kept), len(completions) - len(good)
     )
+
+
+def prompt_of(record: dict, where: str, llm: LLM) -> list[int]:
+    """What a line of held-out data asks, as token ids: prompt_ids, prompt or text, or a conversation up to its first
+    answer."""
+    if isinstance(record.get("prompt_ids"), list):
+        return llm.encode(record["prompt_ids"])
+    if isinstance(text := record.get("prompt", record.get("text")), str):
+        return llm.encode(text)
+    if "messages" not in record:
+        raise InputError(f"{where}: a line must have messages, prompt, text or prompt_ids")
+    messages = messages_of(record, where)
+    first = next((i for i, m in enumerate(messages) if m["role"] == "assistant"), len(messages))
+    return llm.encode_chat(messages[:first])
 
 
 def held_out_prompts(streams: Sequence[Sequence[int]], length: int, most: int, seed: int = 0) -> list[list[int]]:

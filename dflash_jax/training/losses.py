@@ -9,10 +9,6 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from dflash_jax.errors import InputError
-
-KINDS, WEIGHTS = ("cross-entropy", "kl", "hybrid"), ("decay", "d-pace")
-
 
 @dataclass(frozen=True)
 class Loss:
@@ -28,15 +24,6 @@ class Loss:
     alpha: float = 0.5
     eta: float = 3.0
     chunk: int = 32
-
-    def __post_init__(self):
-        if self.kind not in KINDS:
-            raise InputError(f"loss {self.kind!r}: it must be one of {', '.join(KINDS)}")
-        if self.weights not in WEIGHTS:
-            raise InputError(f"loss weights {self.weights!r}: they must be one of {', '.join(WEIGHTS)}")
-        for name in ("gamma", "chunk"):
-            if getattr(self, name) <= 0:
-                raise InputError(f"{name} {getattr(self, name)}: it must be above 0")
 
     @property
     def needs_teacher(self) -> bool:

@@ -37,7 +37,8 @@ def optimiser(peak: float, steps: int, kind: str = "adamw", warm_up: float = 0.0
     Gradients are clipped by global norm; no weight decay. Muon's updates are scaled to AdamW's size, so one ``peak``
     serves both.
     """
-    schedule = optax.warmup_cosine_decay_schedule(0.0, peak, max(1, int(steps * warm_up)), steps, peak * 0.02)
+    rising, steps = max(1, int(steps * warm_up)), max(steps, 2)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, peak, rising, steps, peak * 0.02)
     if kind == "adamw":
         update = optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=0.0)
     else:

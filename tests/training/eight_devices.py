@@ -1,5 +1,7 @@
 """Training on eight devices is training on one. Collected by `test_devices.py` only, where there are eight."""
 
+import contextlib
+import json
 from dataclasses import replace
 
 import jax
@@ -9,8 +11,11 @@ import pytest
 from families import VOCAB, family_config
 from helpers import random_decoder, random_drafter, tiny_draft_config
 
+from dflash_jax.checkpoint.files import TensorFiles
 from dflash_jax.models.decoder import abstract_decoder
 from dflash_jax.sharding import ONE_DEVICE, Layout
+from dflash_jax.training import run
+from dflash_jax.training.config import TrainConfig
 from dflash_jax.training.losses import Loss
 from dflash_jax.training.optimiser import optimiser
 from dflash_jax.training.step import Batch, Recipe, Trainer
@@ -72,3 +77,23 @@ def test_steps_do_not_depend_on_the_devices(pair, kind):
     for a, b, before in zip(*map(jax.tree.leaves, (*found, drafter)), strict=True):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=3e-4)
         assert not np.array_equal(np.asarray(a), np.asarray(before))
+
+
+def test_a_run_goes_on_with_other_devices(tmp_path):
+    """Stopped on one, continued on eight."""
+    data = tmp_path / "text.jsonl"
+    data.write_text("".join(json.dumps({"text": f"def f{i}(x):\n    return {i} * x\n" * 3}) + "\n" for i in range(8)))
+    config = TrainConfig(
+        data=(str(data),), layers=1, block_size=4, taps=(1, 3), sequence_length=64, rows=4, anchors=8, steps=4
+    )
+    whole = replace(config, output=str(tmp_path / "whole"))
+    run.fit(whole, print)
+    broken = replace(config, output=str(tmp_path / "broken"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "stopping", lambda: contextlib.nullcontext(lambda: "a test"))
+        assert run.fit(broken, print) == 1
+    assert run.fit(replace(broken, mesh="data=4,tensor=2"), print) == 4
+    a, b = (TensorFiles(tmp_path / name / "draft") for name in ("whole", "broken"))
+    assert list(a)
+    for name in a:
+        np.testing.assert_allclose(a.read(name).astype(np.float32), b.read(name).astype(np.float32), atol=5e-4)

@@ -1,15 +1,57 @@
-"""Runs `eight_devices.py` in a process of its own: the number of CPU devices is fixed when JAX starts."""
+"""Training on eight devices, and in two processes: each in processes of their own, for the number of CPU devices is
+fixed when JAX starts."""
 
+import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
+
+from dflash_jax.checkpoint.files import TensorFiles
+
 HERE = Path(__file__).parent
-FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+FLAGS = "--xla_force_host_platform_device_count={} --xla_backend_optimization_level=0"
 
 
 def test_eight_devices():
     command = [sys.executable, "-m", "pytest", "-x", str(HERE / "eight_devices.py"), f"--rootdir={HERE.parents[1]}"]
-    done = subprocess.run(command, env={**os.environ, "XLA_FLAGS": FLAGS}, capture_output=True, text=True)
+    done = subprocess.run(command, env={**os.environ, "XLA_FLAGS": FLAGS.format(8)}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+def test_two_processes_train_as_one(tmp_path):
+    data = tmp_path / "text.jsonl"
+    data.write_text("".join(json.dumps({"text": f"def f{i}(x):\n    return {i} * x\n" * 3}) + "\n" for i in range(8)))
+    options = ["--data", str(data), "--layers", "1", "--block-size", "4", "--taps", "1", "3", "--sequence-length", "64"]
+    options += ["--rows", "4", "--anchors", "8", "--steps", "3", "--save-every", "2"]
+    command = [sys.executable, "-m", "dflash_jax.train", "fit", *options, "--output"]
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    together = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": FLAGS.format(2),
+        "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
+        "JAX_NUM_PROCESSES": "2",
+    }
+    processes = [
+        subprocess.Popen(
+            [*command, str(tmp_path / "two"), "--distributed", "--mesh", "data=2,tensor=2"],
+            env={**together, "JAX_PROCESS_ID": str(i)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for i in range(2)
+    ]
+    said = [p.communicate()[0] for p in processes]
+    assert [p.returncode for p in processes] == [0, 0], said[0][-3000:] + said[1][-3000:]
+    done = subprocess.run([*command, str(tmp_path / "one")], env={**os.environ, "JAX_PLATFORMS": "cpu"})
+    assert done.returncode == 0
+    a, b = (TensorFiles(tmp_path / name / "draft") for name in ("one", "two"))
+    for name in a:
+        np.testing.assert_allclose(a.read(name).astype(np.float32), b.read(name).astype(np.float32), atol=5e-4)

@@ -1,0 +1,140 @@
+"""A training run as one flat record: from a TOML of configs/train/, and from options of the command line."""
+
+import tomllib
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from pathlib import Path
+
+from dflash_jax.devices import device_name
+from dflash_jax.errors import InputError
+
+LOSSES, WEIGHTS, OPTIMIZERS = ("cross-entropy", "kl", "hybrid"), ("decay", "d-pace"), ("adamw", "muon")
+# What may differ between a run and its continuation.
+FREE = {
+    *("output", "mesh", "log_every", "save_every", "keep", "evaluate_every", "evaluate_prompts", "evaluate_tokens"),
+    *("held_out", "skip_bad_lines", "temperature", "thinking", "slots"),
+}
+
+
+def option(default, text: str, kind=None):
+    return field(default=default, metadata={"help": text, "kind": kind or type(default)})
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    target: str | None = option(None, "target: directory or repo id (default: the bundled tiny one)", str)
+    draft: str | None = option(None, "drafter to start from: directory or repo id (default: a fresh one)", str)
+    output: str = option("run", "directory of this run: checkpoints, logs, the exported drafter")
+    data: tuple[str, ...] = option((), "JSON lines: messages, text, or what regenerate wrote", str)
+    held_out: str | None = option(None, "JSON lines whose prompts the acceptance length is measured on", str)
+    features: str | None = option(None, "directory of a feature cache that `cache` made (default: online)", str)
+    skip_bad_lines: bool = option(False, "count broken lines of the data instead of stopping at the first")
+    # A fresh drafter.
+    draft_config: str | None = option(None, "config.json of a fresh drafter; without one the following numbers", str)
+    layers: int = option(5, "layers of a fresh drafter")
+    block_size: int = option(16, "tokens of a block")
+    taps: tuple[int, ...] = option((), "target layers whose outputs the drafter reads (default: spread evenly)", int)
+    intermediate_size: int | None = option(None, "width of its MLPs (default: three times the hidden size)", int)
+    sliding_window: int | None = option(None, "window of all of its layers but the last (default: full attention)", int)
+    mask_token_id: int | None = option(None, "token that stands for what is to be drafted (default: <|mask|>)", int)
+    # The recipe.
+    sequence_length: int = option(3072, "tokens of a row, into which documents are packed")
+    rows: int = option(8, "rows of a step, over all devices")
+    accumulate: int = option(1, "parts that the rows of a step are computed in, one after the other")
+    anchors: int = option(512, "blocks of a row, at places drawn anew each time")
+    epochs: int = option(6, "passes over the data")
+    steps: int | None = option(None, "steps (default: what the epochs need)", int)
+    loss: str = option("cross-entropy", "cross-entropy, kl (against the target's distributions) or hybrid (KL and TV)")
+    loss_weights: str = option("decay", "weights of a block's slots: decay or d-pace")
+    gamma: float | None = option(None, "decay of the slots' weights (default: by block size)", float)
+    loss_chunk: int = option(32, "blocks of a row whose logits are held at a time")
+    optimizer: str = option("adamw", "adamw or muon")
+    learning_rate: float = option(6e-4, "peak of the cosine schedule")
+    warm_up: float = option(0.04, "share of the steps in which the learning rate rises")
+    clip: float = option(1.0, "largest norm of the gradients")
+    seed: int = option(0, "of the fresh drafter, of the data's order and of the anchors")
+    dtype: str | None = option(None, "arithmetic: float32 or bfloat16 (default: by platform)", str)
+    mesh: str | None = option(None, "devices, such as data=4,tensor=2 (default: the config's for this machine)", str)
+    # On the way.
+    log_every: int = option(10, "steps between lines of the log")
+    save_every: int = option(500, "steps between checkpoints")
+    keep: int = option(2, "checkpoints that are kept")
+    evaluate_every: int = option(0, "steps between measurements of the acceptance length (0: at the end only)")
+    evaluate_prompts: int = option(32, "held-out prompts of a measurement")
+    evaluate_tokens: int = option(128, "new tokens of each")
+    # regenerate
+    temperature: float | None = option(None, "of regenerate (default: the checkpoint's)", float)
+    max_new_tokens: int = option(1024, "of each answer that regenerate writes")
+    thinking: bool | None = option(None, "whether regenerate lets the target think (default: its template's)", bool)
+    slots: int = option(32, "prompts that regenerate continues at a time")
+
+    def __post_init__(self):
+        whole = "block_size sequence_length rows accumulate anchors epochs layers log_every save_every keep loss_chunk"
+        for name in whole.split():
+            least = 2 if name in ("block_size", "sequence_length") else 1
+            if getattr(self, name) < least:
+                raise InputError(f"{name} {getattr(self, name)}: it must be {least} or more")
+        if self.rows % self.accumulate:
+            raise InputError(f"rows {self.rows}: they cannot be divided into {self.accumulate} parts (accumulate)")
+        if self.anchors >= self.sequence_length:
+            raise InputError(f"anchors {self.anchors}: a row has {self.sequence_length} tokens (sequence_length)")
+        for name, known in (("loss", LOSSES), ("loss_weights", WEIGHTS), ("optimizer", OPTIMIZERS)):
+            if getattr(self, name) not in known:
+                raise InputError(f"{name} {getattr(self, name)!r}: it must be one of {', '.join(known)}")
+        if self.gamma is not None and not self.gamma > 0:
+            raise InputError(f"gamma {self.gamma}: it must be above 0")
+        if not self.learning_rate > 0:
+            raise InputError(f"learning_rate {self.learning_rate}: it must be above 0")
+        if self.dtype not in (None, "float32", "bfloat16"):
+            raise InputError(f"dtype {self.dtype!r}: it must be float32 or bfloat16")
+
+
+FIELDS = {f.name: f for f in fields(TrainConfig)}
+
+
+def differences(held: dict, config: TrainConfig) -> list[str]:
+    """What a run's own record says otherwise, apart from what may change."""
+    now = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(config).items()}
+    return [f"{k} was {held.get(k)!r}, is {v!r}" for k, v in now.items() if k not in FREE and held.get(k) != v]
+
+
+def read_toml(path: Path) -> tuple[dict, dict[str, str]]:
+    """(values of fields, mesh by machine). Paths in ``draft_config`` are relative to the file."""
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as e:
+        raise InputError(f"config {path} cannot be read: {e.strerror}") from None
+    except ValueError as e:
+        raise InputError(f"config {path} is not TOML: {e}") from None
+    meshes = raw.pop("meshes", {})
+    for key, value in raw.items():
+        if key not in FIELDS:
+            raise InputError(f"config {path}: {key!r} is not known: known are {', '.join(FIELDS)}")
+        raw[key] = checked(key, value, f"config {path}")
+    if "draft_config" in raw:
+        raw["draft_config"] = str(path.parent / raw["draft_config"])
+    return raw, meshes
+
+
+def checked(key: str, value, where: str):
+    """``value`` as the field's type."""
+    kind, is_many = FIELDS[key].metadata["kind"], isinstance(FIELDS[key].default, tuple)
+    items = value if is_many and isinstance(value, list | tuple) else [value]
+    right = {float: (int, float)}.get(kind, kind)
+    if any(not isinstance(v, right) or (isinstance(v, bool) and kind is not bool) for v in items):
+        raise InputError(f"{where}: {key} is {value!r}: it must be of type {kind.__name__}")
+    return tuple(items) if is_many else value
+
+
+def mesh_for(meshes: dict[str, str], kind: str, count: int) -> str:
+    """That of the largest machine named which fits; one device where none is."""
+    name, best = device_name(kind), (0, "")
+    for machine, mesh in meshes.items():
+        device, _, size = machine.partition("x")
+        if device == name and size.isdecimal() and int(size) <= count:
+            best = max(best, (int(size), mesh))
+    return best[1]
+
+
+def default_of(name: str):
+    default = FIELDS[name].default
+    return None if default is MISSING else default

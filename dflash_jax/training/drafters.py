@@ -1,0 +1,95 @@
+"""The drafter that is trained: a fresh one, or one to go on from; and as a Hugging Face directory at the end."""
+
+import json
+from pathlib import Path
+
+import jax.numpy as jnp
+from flax import nnx
+
+from dflash_jax.checkpoint.files import read_json
+from dflash_jax.checkpoint.hub import resolve
+from dflash_jax.checkpoint.load import load_drafter, save_module
+from dflash_jax.config import AttentionSpec
+from dflash_jax.errors import InputError
+from dflash_jax.llm import LLM
+from dflash_jax.models.drafter import Drafter
+from dflash_jax.models.families import dflash
+from dflash_jax.training.config import TrainConfig
+
+MASK = "<|mask|>"
+
+
+def fresh_config(config: TrainConfig, llm: LLM) -> dict:
+    """The ``config.json`` of a drafter made of the numbers in ``config``: heads as the target's attention has them."""
+    target = llm.config
+    attention = next((s.mixer for s in target.layers if isinstance(s.mixer, AttentionSpec)), None)
+    if attention is None:
+        raise InputError("the target has no attention layer to take the heads from: give a draft_config")
+    mask = config.mask_token_id
+    if mask is None:
+        ids = llm.tokenizer.encode_plain(MASK) if llm.tokenizer else []
+        if len(ids) != 1:
+            raise InputError(f"the target's vocabulary has no {MASK}: give mask_token_id, a token that no text has")
+        mask = ids[0]
+    slides, depth = config.sliding_window is not None, len(target.layers)
+    taps = list(config.taps) or spread_taps(depth, config.layers)
+    return {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "vocab_size": target.vocab_size,
+        "hidden_size": target.hidden_size,
+        "intermediate_size": config.intermediate_size or 3 * target.hidden_size,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": attention.num_heads,
+        "num_key_value_heads": attention.num_kv_heads,
+        "head_dim": attention.head_dim,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "rms_norm_eps": target.norm_eps,
+        "rope_theta": attention.rope.theta,
+        "rope_scaling": None,
+        "max_position_embeddings": target.max_positions,
+        "tie_word_embeddings": False,
+        "num_target_layers": depth,
+        "block_size": config.block_size,
+        "layer_types": ["sliding_attention" if slides else "full_attention"] * (config.layers - 1) + ["full_attention"],
+        "sliding_window": config.sliding_window,
+        "use_sliding_window": slides,
+        "dtype": "bfloat16",
+        "dflash_config": {"mask_token_id": mask, "target_layer_ids": taps},
+    }
+
+
+def spread_taps(depth: int, count: int) -> list[int]:
+    """``count`` layers of ``depth``, from the second to the third last, as the published drafters have them."""
+    last = max(depth - 3, 0)
+    first = min(1, last)
+    found = [round(first + i * (last - first) / max(count - 1, 1)) for i in range(count)]
+    return sorted(set(found))
+
+
+def raw_config(config: TrainConfig, llm: LLM) -> dict:
+    """The drafter's ``config.json``, checked against the target."""
+    if config.draft is not None:
+        raw = read_json(resolve(config.draft) / "config.json")
+    elif config.draft_config is not None:
+        raw = read_json(Path(config.draft_config))
+    else:
+        raw = fresh_config(config, llm)
+    found = dflash.read_config(raw)
+    found.check_fits(llm.config)
+    return raw
+
+
+def starting_drafter(config: TrainConfig, raw: dict) -> Drafter:
+    if config.draft is not None:
+        return load_drafter(resolve(config.draft))
+    return Drafter(dflash.read_config(raw), rngs=nnx.Rngs(config.seed))
+
+
+def export(drafter: Drafter, raw: dict, directory: Path) -> None:
+    """Writes the published layout: ``model.safetensors`` in bfloat16 and ``config.json``."""
+    save_module(drafter, dflash.weight_names(drafter.config), raw, directory, jnp.bfloat16)
+    readable = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    if dflash.read_config(readable) != drafter.config:
+        raise AssertionError(f"{directory / 'config.json'} does not describe the drafter that was trained")

@@ -1,0 +1,326 @@
+"""The trainer as it is used: runs that stop and go on, features from disk, what is wrong told."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dflash_jax import LLM, InputError, SamplingParams
+from dflash_jax.checkpoint.files import TensorFiles
+from dflash_jax.models.families import dflash
+from dflash_jax.train import main, make_parser, read_config
+from dflash_jax.training import run
+from dflash_jax.training.config import TrainConfig, read_toml
+from dflash_jax.training.data import PackedRows, batches, pack, read_documents
+from dflash_jax.training.regenerate import regenerate
+
+ROOT = Path(__file__).parents[2]
+TALKS = [
+    [
+        {"role": "user", "content": f"Write the function `f{i}`."},
+        {"role": "assistant", "content": "def f():\n" * (i + 1)},
+    ]
+    for i in range(12)
+]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "talks.jsonl"
+    path.write_text("".join(json.dumps({"messages": t}) + "\n" for t in TALKS))
+    return path
+
+
+@pytest.fixture(scope="module")
+def config(data):
+    return TrainConfig(
+        data=(str(data),),
+        layers=1,
+        block_size=4,
+        taps=(1, 3),
+        sequence_length=96,
+        rows=2,
+        anchors=8,
+        steps=6,
+        save_every=2,
+        log_every=1,
+        learning_rate=1e-3,
+    )
+
+
+def parameters(directory) -> dict[str, np.ndarray]:
+    """The newest checkpoint's arrays."""
+    import orbax.checkpoint as ocp
+
+    manager = ocp.CheckpointManager(Path(directory).absolute() / "checkpoints")
+    found = manager.restore(manager.latest_step(), args=ocp.args.StandardRestore())
+    manager.close()
+    return {k: np.asarray(v) for k, v in found.items()}
+
+
+@pytest.fixture(scope="module")
+def whole(config, tmp_path_factory):
+    """A run without a break."""
+    output = tmp_path_factory.mktemp("whole")
+    said: list[str] = []
+    assert run.fit(replace(config, output=str(output)), said.append) == 6
+    return output, said
+
+
+def assert_same_bits(a: dict, b: dict) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        np.testing.assert_array_equal(a[name], b[name])
+
+
+def test_a_run(whole, config):
+    """It logs, learns, and leaves a drafter that decodes losslessly."""
+    output, said = whole
+    lines = (output / "metrics.csv").read_text().splitlines()
+    assert [line.split(",")[0] for line in lines] == ["step", *"123456"]
+    assert any("12 documents" in line for line in said)
+    llm = LLM(None, output / "draft")
+    assert llm.largest_block == 4
+    params = SamplingParams(max_tokens=24)
+    (found,), (plain,) = (llm.generate(["def f("], params, width) for width in (4, 1))
+    assert found.token_ids == plain.token_ids
+
+
+def test_the_export_has_the_published_layout(whole, config):
+    files, raw = TensorFiles(whole[0] / "draft"), json.loads((whole[0] / "draft" / "config.json").read_text())
+    expected = {t.name: t.shape for e in dflash.weight_names(dflash.read_config(raw)) for t in e.tensors}
+    assert {name: files[name] for name in files} == expected
+    assert {files.dtype(name) for name in files} == {"BF16"}
+    published = json.loads((ROOT / "configs/hf/Qwen3.6-35B-A3B-DFlash.json").read_text())
+    # What a published config.json has and ours has not are transformers' defaults.
+    assert set(published) - set(raw) <= {"attention_dropout"}
+    assert set(published["dflash_config"]) == set(raw["dflash_config"])
+
+
+@pytest.mark.parametrize("stop", [1, 3])
+def test_a_signal_stops_and_the_same_command_goes_on(whole, config, tmp_path, monkeypatch, stop):
+    mine, place = replace(config, output=str(tmp_path)), run.place
+    calls = []
+
+    def signalled(array, sharding):
+        calls.append(1)
+        if len(calls) == 3 * stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return place(array, sharding)
+
+    monkeypatch.setattr(run, "place", signalled)
+    said: list[str] = []
+    assert run.fit(mine, said.append) == stop
+    assert f"SIGTERM: stopped behind step {stop}" in said[-1]
+    assert run.fit(mine, said.append) == 6
+    assert f"going on behind step {stop} of 6" in said[-2]
+    assert_same_bits(parameters(tmp_path), parameters(whole[0]))
+    steps = [line.split(",")[0] for line in (tmp_path / "metrics.csv").read_text().splitlines()]
+    assert steps == ["step", *"123456"]
+
+
+def test_killed_in_the_middle(whole, config, tmp_path):
+    """As by a machine that goes down: the newest checkpoint is whole, and the run ends as if nothing had been."""
+    options = ["--layers", "1", "--block-size", "4", "--taps", "1", "3", "--sequence-length", "96", "--rows", "2"]
+    options += ["--anchors", "8", "--steps", "6", "--save-every", "2", "--log-every", "1", "--learning-rate", "1e-3"]
+    command = [sys.executable, "-m", "dflash_jax.train", "fit", "--data", config.data[0], "--output", str(tmp_path)]
+    process = subprocess.Popen([*command, *options], env={**os.environ, "JAX_PLATFORMS": "cpu"})
+    while not list(tmp_path.glob("checkpoints/[246]")) and process.poll() is None:
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    assert run.fit(replace(config, output=str(tmp_path)), print) == 6
+    assert_same_bits(parameters(tmp_path), parameters(whole[0]))
+
+
+def test_another_configuration_is_refused(whole, config):
+    other = replace(config, output=str(whole[0]), learning_rate=2e-3, rows=4)
+    with pytest.raises(InputError, match=r"rows was 2, is 4; learning_rate was 0.001, is 0.002"):
+        run.fit(other, print)
+
+
+def test_features_from_disk_are_those_of_the_target(whole, config, tmp_path):
+    """bfloat16 on disk: near, not equal. And a cache that was cut off goes on."""
+    cached = replace(config, features=str(tmp_path / "cache"), output=str(tmp_path / "run"))
+    argv = ["cache", "--data", *cached.data, "--features", cached.features, "--layers", "1", "--block-size", "4"]
+    argv += ["--taps", "1", "3", "--sequence-length", "96", "--rows", "2", "--anchors", "8"]
+    assert main(argv) == 0
+    file = tmp_path / "cache" / "features.bin"
+    size = file.stat().st_size
+    held = file.read_bytes()
+    with file.open("r+b") as f:
+        f.truncate(size // 2 + 100)
+    with pytest.raises(InputError, match="not complete"):
+        run.fit(cached, print)
+    assert main(argv) == 0
+    assert file.read_bytes() == held
+    run.fit(cached, print)
+    a, b = ((p / "metrics.csv").read_text().splitlines()[1].split(",") for p in (tmp_path / "run", whole[0]))
+    assert abs(float(a[1]) - float(b[1])) < 0.02
+    with pytest.raises(InputError, match="hidden states"):
+        run.fit(replace(cached, loss="kl", output=str(tmp_path / "kl")), print)
+    with pytest.raises(InputError, match=r"other rows: .*sequence_length is 96"):
+        run.fit(replace(cached, sequence_length=128, output=str(tmp_path / "long")), print)
+
+
+def test_a_loss_that_is_no_number_stops_the_run(config, tmp_path, monkeypatch):
+    """Nothing of it is saved."""
+    mine = replace(config, output=str(tmp_path))
+
+    class Poisoned(run.Trainer):
+        def __init__(self, *args):
+            super().__init__(*args)
+            step, count = self.step, iter(range(1, 100))
+
+            def spoiled(state, *rest):
+                state, sums, norm = step(state, *rest)
+                return state, (replace(sums, loss=sums.loss * np.nan) if next(count) == 3 else sums), norm
+
+            self.step = spoiled
+
+    monkeypatch.setattr(run, "Trainer", Poisoned)
+    with pytest.raises(InputError, match=r"step 3: the loss is nan.* last good checkpoint is that of step 2"):
+        run.fit(mine, print)
+    assert [p.name for p in sorted(tmp_path.glob("checkpoints/*"))] == ["2"]
+
+
+def test_regenerated_answers_are_the_targets_own(data, tmp_path):
+    """And a second call goes on behind a line that was cut off."""
+    llm, path = LLM(None, slots=4), tmp_path / "r.jsonl"
+    config = TrainConfig(data=(str(data),), max_new_tokens=12, temperature=0.8)
+    assert regenerate(config, llm, path, print) == len(TALKS)
+    text = path.read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    assert [line["source"] for line in lines] == list(range(len(TALKS)))
+    for i in (0, 7):
+        params = SamplingParams(temperature=0.8, max_tokens=12, seed=i)
+        (alone,) = llm.chat(TALKS[i][:1], params)
+        assert (alone.prompt_ids, alone.token_ids) == (lines[i]["prompt_ids"], lines[i]["response_ids"])
+    path.write_text("".join(text.splitlines(True)[:3]) + text.splitlines(True)[3][:20])
+    regenerate(config, llm, path, print)
+    assert path.read_text() == text
+    documents = read_documents([path], None, llm.config.vocab_size)
+    assert all(d.mask.sum() == len(line["response_ids"]) for d, line in zip(documents, lines, strict=True))
+
+
+def test_answers_are_marked(data):
+    """What is learned, written out again, is what the assistant said."""
+    llm = LLM(None, None)
+    for document, talk in zip(read_documents([data], llm.tokenizer, 512), TALKS, strict=True):
+        said = llm.tokenizer._decode(document.tokens[document.mask].tolist())
+        assert said.strip().endswith(talk[1]["content"].strip())
+        asked = llm.tokenizer._decode(document.tokens[~document.mask].tolist())
+        assert talk[0]["content"] in asked
+        assert talk[1]["content"] not in asked
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", r"bad.jsonl:2: not JSON"),
+        ("[]", "bad.jsonl:2: a line must be an object"),
+        ('{"x": 1}', "bad.jsonl:2: a line must have messages, text"),
+        ('{"messages": [{"role": "user"}]}', r"bad.jsonl:2: messages\[0\] must have a role and a content"),
+        ('{"text": ""}', "bad.jsonl:2: the document has 0 tokens"),
+        ('{"response_ids": [1, 2, 5000]}', "bad.jsonl:2: token id 5000: ids are 0 to 511"),
+        ('{"response_ids": [true]}', "bad.jsonl:2: response_ids must be a list of token ids"),
+    ],
+)
+def test_a_broken_line_is_named_or_counted(line, message, tmp_path, capsys):
+    path, good = tmp_path / "bad.jsonl", json.dumps({"text": "def f(x):\n    return x\n"})
+    path.write_text(f"{good}\n{line}\n\n{good}\n")
+    llm = LLM(None, None)
+    with pytest.raises(InputError, match=message):
+        read_documents([path], llm.tokenizer, 512)
+    skipped = run.Skipped()
+    assert len(read_documents([path], llm.tokenizer, 512, skipped)) == 2
+    assert skipped.count == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["fit"], "fit needs --data"),
+        (["fit", "--data", "no.jsonl"], "no.jsonl cannot be read"),
+        (["fit", "--rows", "3", "--accumulate", "2"], "cannot be divided into 2"),
+        (["fit", "--anchors", "5000"], "anchors 5000"),
+        (["fit", "--loss", "x"], "loss 'x'"),
+        (["fit", "--optimizer", "sgd"], "optimizer 'sgd'"),
+        (["fit", "--taps", "9"], "taps target layers [9]"),
+        (["fit", "--sequence-length", "9000"], "8192 positions"),
+        (["fit", "--mask-token-id", "600"], "mask_token_id 600"),
+        (["evaluate"], "is not"),
+        (["export", "--output", "nothing"], "no checkpoint"),
+        (["cache"], "cache needs --data"),
+        (["teach"], "invalid choice"),
+        (["fit", "--config", "none.toml"], "none.toml cannot be read"),
+    ],
+)
+def test_what_is_wrong_is_one_line(options, message, data, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    if options != ["fit"] and options[0] == "fit" and "--data" not in options:
+        options = [*options, "--data", str(data)]
+    if options == ["evaluate"]:
+        message = "run/draft"
+    assert main(options) == 2
+    err = capsys.readouterr().err
+    assert err.splitlines()[-1].startswith("error: ")
+    assert message in err, err
+
+
+def test_rows_are_packed_and_padded():
+    lengths = [5, 9, 3, 7, 2, 2, 12]
+    rows = pack(lengths, 10)
+    assert sorted(i for row in rows for i in row) == list(range(7))
+    assert all(sum(min(lengths[i], 10) for i in row) <= 10 for row in rows)
+    assert len(rows) == 4
+    docs = [_document(n, i) for i, n in enumerate(lengths)]
+    packed = PackedRows(docs, 10)
+    for i, members in enumerate(packed.rows):
+        row = packed[i]
+        for document, start in zip(members, sorted({int(s) for s in row["starts"]}), strict=False):
+            inside = row["starts"] == start
+            assert set(row["tokens"][inside]) == {document + 1}
+        assert row["loss_mask"].sum() == sum(min(lengths[d], 10) for d in members)
+
+
+def _document(n: int, i: int):
+    from dflash_jax.training.data import Document
+
+    return Document(np.full(n, i + 1, np.int32), np.ones(n, bool))
+
+
+def test_the_order_of_rows_follows_from_the_step():
+    rows = PackedRows([_document(4, i) for i in range(11)], 4)
+
+    def take(first: int, count: int):
+        found = batches(rows, 4, 2, 7, first)
+        return [next(found)["tokens"][..., 0] for _ in range(count)]
+
+    whole = take(0, 12)
+    for a, b in zip(take(5, 7), whole[5:], strict=True):
+        np.testing.assert_array_equal(a, b)
+    seen = np.concatenate([x.ravel() for x in whole])[:44].reshape(4, 11)
+    assert all(set(epoch) == set(range(1, 12)) for epoch in seen)
+    assert not np.array_equal(seen[0], seen[1])
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs/train").glob("*.toml")), ids=lambda p: p.stem)
+def test_configs(path):
+    values, meshes = read_toml(path)
+    config = TrainConfig(**values)
+    dflash.read_config(json.loads(Path(config.draft_config).read_text()))
+    assert meshes
+    assert read_config(make_parser().parse_args(["fit", "--config", str(path), "--rows", "4"]))[0].rows == 4
+
+
+def test_there_is_a_config_for_every_drafter():
+    named = {Path(TrainConfig(**read_toml(p)[0]).draft_config).name for p in (ROOT / "configs/train").glob("*.toml")}
+    assert named == {p.name for p in (ROOT / "configs/hf").glob("*DFlash*.json") if "8-layer" not in p.name}
