@@ -10,6 +10,8 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
 from tqdm import tqdm
 
 from dflash_jax.checkpoint.hub import resolve
@@ -24,7 +26,7 @@ from dflash_jax.params import Completion, Defaults, SamplingParams
 from dflash_jax.pool import Pool
 from dflash_jax.programs import Programs, enable_disk_cache
 from dflash_jax.rows import Piece, Row
-from dflash_jax.sharding import Layout
+from dflash_jax.sharding import Layout, parameter_specs, place
 from dflash_jax.state import Settings
 from dflash_jax.text import Tokenizer
 
@@ -129,8 +131,10 @@ class LLM:
         again."""
         drafter.config.check_fits(self.config)
         other, kind = copy.copy(self), DTYPES[self.dtype]
-        shape = jax.tree.structure(abstract_drafter(drafter.config, kind, self.target.layout))
-        other.drafter = jax.tree.unflatten(shape, [x.astype(kind) for x in jax.tree.leaves(drafter)])
+        shape, mesh = abstract_drafter(drafter.config, kind, self.target.layout), self.programs.mesh
+        cuts = [NamedSharding(mesh, spec) for spec in parameter_specs(shape)]
+        leaves = [np.asarray(x).astype(kind) for x in jax.tree.leaves(drafter)]
+        other.drafter = jax.tree.unflatten(jax.tree.structure(shape), map(place, leaves, cuts))
         other.largest_block = drafter.config.block_size
         other.programs, other.plain_programs = Programs(self.target, other.drafter), Programs(self.target, None)
         other.programs.compiled, other.plain_programs.compiled = self._compiled.setdefault(drafter.config, ({}, {}))

@@ -183,7 +183,7 @@ def fit(config: TrainConfig, tell: Callable[[str], None]) -> int:
                 began, since = time.perf_counter(), step
 
     def measure_now(step: int) -> None:
-        for temperature, found in measure(config, pair, state[0], prompts).items():
+        for temperature, found in measure(config, pair, trainer.on_host(state[0]), prompts).items():
             at = f"at temperature {temperature:g} ({found.rounds} rounds)"
             tell(f"step {step}: acceptance length {found.mean:.3f} {at}")
             if distributed.is_first():
@@ -219,8 +219,9 @@ def fit(config: TrainConfig, tell: Callable[[str], None]) -> int:
         return step
     if prompts:
         measure_now(step)
+    drafter = trainer.on_host(state[0])
     if distributed.is_first():
-        drafters.export(jax.device_get(state[0]), pair.raw, directory / "draft")
+        drafters.export(drafter, pair.raw, directory / "draft")
         tell(f"the drafter is in {directory / 'draft'}")
     held.close()
     return step
@@ -248,7 +249,7 @@ def export(config: TrainConfig, tell: Callable[[str], None]) -> None:
     trainer = Trainer(pair.llm.target, pair.draft, recipe_of(config, pair), update)
     shapes = jax.eval_shape(lambda d: (d, update.init(d)), drafters.Drafter(pair.draft, rngs=None))
     drafter, _ = held.restore(shapes, trainer.shardings())
-    drafters.export(jax.device_get(drafter), pair.raw, Path(config.output) / "draft")
+    drafters.export(trainer.on_host(drafter), pair.raw, Path(config.output) / "draft")
     tell(f"step {held.latest} is in {Path(config.output) / 'draft'}")
 
 

@@ -123,6 +123,10 @@ class Trainer:
         drafter = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), drafter)
         return jax.jit(lambda d: (d, self.update.init(d)), out_shardings=self.shardings())(drafter)
 
+    def on_host(self, drafter: Drafter) -> Drafter:
+        """All of it, on every host."""
+        return jax.device_get(jax.jit(lambda d: d, out_shardings=self.sharding(PartitionSpec()))(drafter))
+
     def features(self, leaves, tokens, starts):
         """(hidden [B, T, H] after the final norm, features [B, T, taps, H]) of the frozen target."""
 

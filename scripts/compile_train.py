@@ -1,0 +1,152 @@
+"""Does a training step fit? Compiled at full size for accelerators that this machine need not have.
+
+    python scripts/compile_train.py qwen3.6-35b-a3b --device b200 --devices 8
+
+Takes shapes from configs/NAME.toml and the recipe and mesh from configs/train/NAME.toml; needs what compile_report.py
+needs. Without NAME: every row of benchmarks/training.md that is not in benchmarks/training.json yet.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import compile_report as report
+
+from dflash_jax.devices import DEVICES
+from dflash_jax.errors import InputError
+from dflash_jax.fit import read_shapes
+from dflash_jax.options import Parser, exit_code
+from dflash_jax.system import read_system
+from dflash_jax.training.config import TrainConfig, mesh_for, read_toml
+
+ROOT = Path(__file__).parents[1]
+FIGURES = ROOT / "benchmarks" / "training.json"
+ROWS = [
+    "qwen3.6-35b-a3b --device b200 --devices 8",
+    "qwen3.5-27b --device b200 --devices 8",
+    "qwen3.6-35b-a3b --device v6e:2x4",
+    "qwen3.5-27b --device v6e:2x4",
+    "qwen3.6-35b-a3b --device v5p:2x2x2",
+    "qwen3.5-27b --device v5p:2x2x2",
+]
+INTRODUCTION = """# A training step, compiled
+
+One step of `python -m dflash_jax.train fit` at full size, compiled for accelerators that were not there: nothing here
+has run on one. `python scripts/compile_train.py`. GB per device; arguments: target, drafter, optimiser, batch. FLOPs:
+of a step over all devices, by arithmetic (two for each weight that a token meets, four more where it is trained; the
+loss's head is computed three times; the target's layers once).
+
+| row | mesh | rows × tokens, anchors | GB | arguments | temporaries | collectives a layer | compiled s |
+|---|---|---|---|---|---|---|---|
+"""
+
+
+def lowered(name: str, args):
+    """(the step, target layers, mesh, recipe)"""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import PartitionSpec
+
+    from dflash_jax.models.drafter import Drafter
+    from dflash_jax.sharding import DATA, Layout
+    from dflash_jax.training.losses import Loss, default_gamma
+    from dflash_jax.training.optimiser import optimiser
+    from dflash_jax.training.step import Batch, Recipe, Trainer
+
+    jax.config.update("jax_enable_compilation_cache", False)
+    values, meshes = read_toml(ROOT / f"configs/train/{name}.toml")
+    config, system = TrainConfig(**values), read_system(ROOT / f"configs/{name}.toml")
+    shapes = read_shapes(*(str(system.shapes[k]) for k in ("target", "draft")))
+    if args.layers:
+        shapes = report.shorten(shapes, args.layers)
+    devices = report.topology(args.device, args.devices)
+    mesh = mesh_for(meshes, DEVICES[args.device.partition(":")[0]].kind, len(devices))
+    layout = Layout.parse(args.mesh if args.mesh is not None else mesh)
+    target, _ = report.abstract_pair(shapes, layout, jnp.bfloat16, None)
+    block = shapes.draft.block_size
+    loss = Loss(config.loss, config.loss_weights, default_gamma(block), chunk=config.loss_chunk)
+    update = optimiser(config.learning_rate, 1000, config.optimizer)
+    trainer = Trainer(
+        target, shapes.draft, Recipe(loss, config.anchors, block, "bfloat16"), update, layout.mesh(devices)
+    )
+    drafter = Drafter(shapes.draft, rngs=None)
+    state = jax.eval_shape(lambda d: (d, update.init(d)), drafter)
+
+    def at(x, sharding):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    state = jax.tree.map(at, state, trainer.shardings())
+    shape, cut = (
+        (config.accumulate, config.rows // config.accumulate, config.sequence_length),
+        PartitionSpec(None, DATA),
+    )
+    ids, mask = (jax.ShapeDtypeStruct(shape, kind, sharding=trainer.sharding(cut)) for kind in (jnp.int32, jnp.bool_))
+    key = at(jax.eval_shape(lambda: jax.random.key(0)), trainer.sharding(PartitionSpec()))
+    step = trainer.step.lower(state, trainer.leaves, Batch(ids, mask, ids), key)
+    return step, len(shapes.target.layers), layout, config
+
+
+def measure(name: str, args) -> dict:
+    step, layers, layout, config = lowered(name, args)
+    found = report.measure(step, layers, {}, {})
+    if "failed" not in found:
+        used = found["arguments"] + found["temporaries"] + found["outputs"] - found["donated"]
+        found |= {"all": used, "fits": used <= DEVICES[args.device.partition(":")[0]].memory}
+    sizes = {"rows": config.rows, "sequence_length": config.sequence_length, "anchors": config.anchors}
+    return {"mesh": str(layout), **sizes, "step": found}
+
+
+def table(rows: dict[str, dict]) -> str:
+    lines = []
+    for command, row in rows.items():
+        f = row.get("step", row)
+        if "failed" in f:
+            lines.append(f"| `{command}` | {row.get('mesh', '')} | | {f['failed']} | | | | |")
+            continue
+        fits = "" if f["fits"] else " **does not fit**"
+        shape = f"{row['rows']} × {row['sequence_length']:,}, {row['anchors']}"
+        lines.append(
+            f"| `{command}` | {row['mesh']} | {shape} | {f['all'] / 1e9:.1f}{fits} | {f['arguments'] / 1e9:.1f} | "
+            f"{f['temporaries'] / 1e9:.1f} | {f['collectives_per_layer']:.1f} | {f['compile_s']:.0f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def every_row() -> int:
+    held = json.loads(FIGURES.read_text()) if FIGURES.exists() else {}
+    for command in ROWS:
+        if "step" not in held.get(command, {}):
+            print(command, flush=True)
+            # The compilers keep what they have: each gets a process.
+            done = subprocess.run([sys.executable, __file__, *command.split()], capture_output=True, text=True)
+            last = (done.stderr.strip().splitlines() or [f"ended with {done.returncode}"])[-1][:200]
+            held[command] = json.loads(done.stdout) if done.returncode == 0 else {"failed": last}
+        rows = {c: held[c] for c in ROWS if c in held}
+        FIGURES.write_text(json.dumps(rows, indent=1) + "\n")
+        FIGURES.with_suffix(".md").write_text(INTRODUCTION + table(rows))
+    return 0
+
+
+def run(args) -> int:
+    if args.name is None:
+        return every_row()
+    if args.device is None:
+        raise InputError("--device is missing: h100, h200, b200, or a TPU slice such as v6e:2x4")
+    print(json.dumps(measure(args.name, args)))
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("name", nargs="?", help="a pair of configs/train/")
+    p.add_argument("--device", metavar="NAME")
+    p.add_argument("--devices", type=int, default=1, metavar="N", help="GPUs (default: %(default)s)")
+    p.add_argument("--mesh", metavar="data=8", help="default: the config's for these devices")
+    p.add_argument("--layers", type=int, metavar="N", help="only the first N layers of the target")
+    return exit_code(lambda: run(p.parse_args(argv)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
