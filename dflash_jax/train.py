@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 from dflash_jax.errors import InputError
@@ -73,12 +74,14 @@ def run(command: str, config: TrainConfig, meshes: dict[str, str]) -> int:
 
     import jax
 
+    if find_spec("grain") is None:
+        raise InputError('training needs more packages: pip install "dflash-jax[train]"')
     if config.mesh is None:
         config = replace(config, mesh=mesh_for(meshes, jax.devices()[0].device_kind, jax.device_count()))
     if command in ("regenerate", "cache", "fit") and not config.data:
         raise InputError(f"{command} needs --data: files of JSON lines")
     if command == "regenerate":
-        from dflash_jax import LLM
+        from dflash_jax.llm import LLM
         from dflash_jax.training.regenerate import regenerate
 
         llm = LLM(config.target, config.draft, dtype=config.dtype, mesh=config.mesh, slots=config.slots)

@@ -34,9 +34,7 @@ ROWS = [
 INTRODUCTION = """# A training step, compiled
 
 One step of `python -m dflash_jax.train fit` at full size, compiled for accelerators that were not there: nothing here
-has run on one. `python scripts/compile_train.py`. GB per device; arguments: target, drafter, optimiser, batch. FLOPs:
-of a step over all devices, by arithmetic (two for each weight that a token meets, four more where it is trained; the
-loss's head is computed three times; the target's layers once).
+has run on one. `python scripts/compile_train.py`. GB per device; arguments: target, drafter, optimiser, batch.
 
 | row | mesh | rows × tokens, anchors | GB | arguments | temporaries | collectives a layer | compiled s |
 |---|---|---|---|---|---|---|---|

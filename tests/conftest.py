@@ -15,7 +15,10 @@ jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parents[1] / "
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
-LONGEST = ("tests/mesh", "tests/engine/test_engine", "tests/server", "tests/test_llm_engine", "tests/parity")
+LONGEST = (
+    *("tests/mesh", "tests/engine/test_engine", "tests/training", "tests/server", "tests/test_llm_engine"),
+    "tests/parity",
+)
 
 
 def pytest_collection_modifyitems(items):

@@ -27,7 +27,7 @@ LEVELS = [
     ("options",),
     ("arguments",),
     ("generate", "plan", "training", "server"),
-    ("serve",),
+    ("serve", "train"),
 ]
 LEVEL = {name: i for i, names in enumerate(LEVELS) for name in names}
 FILES = sorted(ROOT.rglob("*.py"))

@@ -1,5 +1,6 @@
 """The engine on real (small) models: under load every request gives what it gives alone."""
 
+import os
 import random
 from dataclasses import dataclass, replace
 
@@ -18,7 +19,8 @@ from dflash_jax.models.decoder import Decoder, is_delta
 from dflash_jax.params import SamplingParams
 from dflash_jax.programs import Programs
 
-COUNT = 1200
+# DFLASH_LOAD=1500 for a long soak.
+COUNT = int(os.environ.get("DFLASH_LOAD", "400"))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -64,7 +66,7 @@ def loaded(family):
 
 
 def test_requests_under_load_give_what_they_give_alone(loaded):
-    """More than a thousand at up to 32 at once: lengths, parameters, widths, windows, priorities, aborts."""
+    """Hundreds, up to 32 at once: lengths, parameters, widths, windows, priorities, aborts."""
     s = loaded.statistics
     assert sum(s.requests.values()) == COUNT
     assert {window for _, window in s.dispatches} == {ALONE, 1, 8}
@@ -82,7 +84,7 @@ def test_no_program_for_another_request(family, loaded):
     assert kinds.count("prefill") == 2 * 2
     assert kinds.count("save") == kinds.count("load") == 2
     assert all(kinds.count(k) == 1 for k in ("admit", "snapshot", "restore", "empty"))
-    under_load(loaded, family.target, family.wanted, family.expected, 200, seed=2)
+    under_load(loaded, family.target, family.wanted, family.expected, 100, seed=2)
     assert programs.count == len(kinds)
 
 
