@@ -10,11 +10,13 @@ from dflash_jax.errors import InputError
 from dflash_jax.options import Parser, exit_code, set_platform
 from dflash_jax.training.config import FIELDS, TrainConfig, checked, mesh_for, read_toml
 
+# A run that was stopped and may go on: EX_TEMPFAIL of sysexits.h.
+TRY_AGAIN = 75
 COMMANDS = {
     "regenerate": "the target's own answers to the data's prompts, into OUTPUT/regenerated.jsonl",
     "cache": "the target's features of the data, into --features",
     "fit": "train; the same command goes on after a stop",
-    "evaluate": "acceptance length and speed of OUTPUT/draft, or of --draft, on --held-out",
+    "evaluate": "acceptance length and speed, on --held-out, of OUTPUT/draft or, where there is none, of --draft",
     "export": "the newest checkpoint of OUTPUT as a Hugging Face directory, OUTPUT/draft",
 }
 
@@ -93,8 +95,9 @@ def run(command: str, config: TrainConfig, meshes: dict[str, str]) -> int:
     from dflash_jax.training import run as training
 
     if command == "fit":
-        training.fit(config, tell)
-    elif command == "cache":
+        reached, last = training.fit(config, tell)
+        return 0 if reached == last else TRY_AGAIN
+    if command == "cache":
         if config.features is None:
             raise InputError("cache needs --features: a directory to write to")
         pair = training.open_pair(config)

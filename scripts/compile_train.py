@@ -41,7 +41,7 @@ by arithmetic, two for each weight that a token meets: the target once, the draf
 dense bfloat16 and 40 % of it; the paper's recipe, 4.8 million sequences, is about ten of them. In parentheses: with
 every expert computed for every token, as it is on accelerators until there is a grouped product.
 
-| row | mesh | rows × tokens, anchors | GB | arguments | temporaries | collectives a layer | GFLOP a token | hours | built s |
+| row | mesh | rows × tokens, anchors | GB | arguments | temporaries | collectives | GFLOP/token | hours | compiled s |
 |---|---|---|---|---|---|---|---|---|---|
 """
 # Dense bfloat16, as the makers state it.

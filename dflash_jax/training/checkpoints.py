@@ -31,6 +31,8 @@ class Checkpoints:
         elif distributed.is_first():
             self.root.mkdir(parents=True, exist_ok=True)
             record.write_text(json.dumps({"config": asdict(config), "draft": raw}, indent=1) + "\n")
+        # The others wait until it is there.
+        distributed.agreed(0)
         options = ocp.CheckpointManagerOptions(max_to_keep=config.keep, create=True)
         self._manager = ocp.CheckpointManager(self.root / "checkpoints", options=options)
 

@@ -94,11 +94,11 @@ def stopping() -> Iterator[Callable[[], str | None]]:
 
 
 class Log:
-    """``metrics.csv`` of a run, continued behind the step that it goes on from."""
+    """A CSV of a run, continued behind the step that it goes on from. Only the first process writes."""
 
     def __init__(self, directory: Path, name: str, first: int):
         self.path, held = directory / name, []
-        if self.path.exists():
+        if self.path.exists() and distributed.is_first():
             with self.path.open(newline="", encoding="utf-8") as file:
                 held = [row for row in csv.DictReader(file) if int(row["step"]) <= first]
             self.path.unlink()
@@ -106,6 +106,8 @@ class Log:
             self.add(row)
 
     def add(self, row: dict) -> None:
+        if not distributed.is_first():
+            return
         is_new = not self.path.exists()
         with self.path.open("a", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, list(row))
@@ -134,8 +136,9 @@ def held_out_prompts(config: TrainConfig, llm: LLM) -> list[list[int]]:
     return [p[-room:] for p in prompts]
 
 
-def fit(config: TrainConfig, tell: Callable[[str], None]) -> int:
-    """Trains to the end, or until a signal asks to stop; the same call goes on from there. Returns the step reached."""
+def fit(config: TrainConfig, tell: Callable[[str], None]) -> tuple[int, int]:
+    """Trains to the end, or until a signal asks to stop; the same call goes on from there. Returns the step reached,
+    and the last one."""
     pair = open_pair(config)
     rows, recipe = read_rows(config, pair.llm, tell), recipe_of(config, pair)
     if config.features is not None:
@@ -177,7 +180,7 @@ def fit(config: TrainConfig, tell: Callable[[str], None]) -> int:
                     f"the last good checkpoint is that of step {held.latest} in {config.output}"
                 )
             bar.set_postfix(loss=f"{found['loss']:.3f}", right=f"{found['right']:.2f}", refresh=False)
-            if step % config.log_every == 0 and distributed.is_first():
+            if step % config.log_every == 0:
                 rate = (step - since) * config.rows * config.sequence_length / (time.perf_counter() - began)
                 metrics.add({"step": step, **found, "tokens_per_s": round(rate)})
                 began, since = time.perf_counter(), step
@@ -186,8 +189,7 @@ def fit(config: TrainConfig, tell: Callable[[str], None]) -> int:
         for temperature, found in measure(config, pair, trainer.on_host(state[0]), prompts).items():
             at = f"at temperature {temperature:g} ({found.rounds} rounds)"
             tell(f"step {step}: acceptance length {found.mean:.3f} {at}")
-            if distributed.is_first():
-                lengths.add({"step": step, "temperature": temperature} | vars(found))
+            lengths.add({"step": step, "temperature": temperature} | vars(found))
 
     step, is_bar = first, sys.stderr.isatty() and distributed.is_first()
     with stopping() as asked, tqdm(total=steps, initial=first, unit="step", disable=not is_bar) as bar:
@@ -216,7 +218,7 @@ def fit(config: TrainConfig, tell: Callable[[str], None]) -> int:
     held.wait()
     if step < steps:
         tell(f"{reason}: stopped behind step {step}; the same command goes on from there")
-        return step
+        return step, steps
     if prompts:
         measure_now(step)
     drafter = trainer.on_host(state[0])
@@ -224,7 +226,7 @@ def fit(config: TrainConfig, tell: Callable[[str], None]) -> int:
         drafters.export(drafter, pair.raw, directory / "draft")
         tell(f"the drafter is in {directory / 'draft'}")
     held.close()
-    return step
+    return step, steps
 
 
 def measure(config: TrainConfig, pair: Pair, drafter, prompts: list[list[int]]) -> dict[float, Acceptance]:
@@ -255,7 +257,8 @@ def export(config: TrainConfig, tell: Callable[[str], None]) -> None:
 
 def evaluate(config: TrainConfig, tell: Callable[[str], None]) -> dict:
     """Acceptance length and speed beside plain decoding, by temperature, of a drafter on held-out prompts."""
-    draft = config.draft or str(Path(config.output) / "draft")
+    trained = Path(config.output) / "draft"
+    draft = config.draft if config.draft is not None and not trained.exists() else str(trained)
     llm = LLM(config.target, draft, dtype=config.dtype, mesh=config.mesh or "", prefix_bytes=0)
     prompts = held_out_prompts(config, llm)
     if not prompts:

@@ -1,7 +1,9 @@
 """The trainer as it is used: runs that stop and go on, features from disk, what is wrong told."""
 
+import errno
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,9 +16,11 @@ import pytest
 
 from dflash_jax import LLM, InputError, SamplingParams
 from dflash_jax.checkpoint.files import TensorFiles
+from dflash_jax.llm import TINY
 from dflash_jax.models.families import dflash
+from dflash_jax.text import Tokenizer
 from dflash_jax.train import main, make_parser, read_config
-from dflash_jax.training import run
+from dflash_jax.training import features, run
 from dflash_jax.training.config import TrainConfig, read_toml
 from dflash_jax.training.data import PackedRows, batches, pack, read_documents
 from dflash_jax.training.regenerate import regenerate
@@ -70,7 +74,7 @@ def whole(config, tmp_path_factory):
     """A run without a break."""
     output = tmp_path_factory.mktemp("whole")
     said: list[str] = []
-    assert run.fit(replace(config, output=str(output)), said.append) == 6
+    assert run.fit(replace(config, output=str(output)), said.append) == (6, 6)
     return output, said
 
 
@@ -117,9 +121,9 @@ def test_a_signal_stops_and_the_same_command_goes_on(whole, config, tmp_path, mo
 
     monkeypatch.setattr(run, "place", signalled)
     said: list[str] = []
-    assert run.fit(mine, said.append) == stop
+    assert run.fit(mine, said.append) == (stop, 6)
     assert f"SIGTERM: stopped behind step {stop}" in said[-1]
-    assert run.fit(mine, said.append) == 6
+    assert run.fit(mine, said.append) == (6, 6)
     assert f"going on behind step {stop} of 6" in said[-2]
     assert_same_bits(parameters(tmp_path), parameters(whole[0]))
     steps = [line.split(",")[0] for line in (tmp_path / "metrics.csv").read_text().splitlines()]
@@ -136,7 +140,7 @@ def test_killed_in_the_middle(whole, config, tmp_path):
         time.sleep(0.01)
     process.kill()
     process.wait()
-    assert run.fit(replace(config, output=str(tmp_path)), print) == 6
+    assert run.fit(replace(config, output=str(tmp_path)), print) == (6, 6)
     assert_same_bits(parameters(tmp_path), parameters(whole[0]))
 
 
@@ -168,6 +172,67 @@ def test_features_from_disk_are_those_of_the_target(whole, config, tmp_path):
         run.fit(replace(cached, loss="kl", output=str(tmp_path / "kl")), print)
     with pytest.raises(InputError, match=r"other rows: .*sequence_length is 96"):
         run.fit(replace(cached, sequence_length=128, output=str(tmp_path / "long")), print)
+
+
+def test_a_full_disk_is_told(config, tmp_path, monkeypatch, capsys):
+    """Before the first row where it can be known, else behind the last that fitted."""
+    argv = ["cache", "--data", *config.data, "--features", str(tmp_path), "--layers", "1", "--block-size", "4"]
+    argv += ["--taps", "1", "--sequence-length", "96", "--rows", "2", "--anchors", "8"]
+    usage = features.shutil.disk_usage
+    monkeypatch.setattr(features.shutil, "disk_usage", lambda path: usage(path)._replace(free=1000))
+    assert main(argv) == 2
+    assert "0.00 GB are free" in capsys.readouterr().err
+    monkeypatch.undo()
+
+    class Full(type(Path())):
+        def open(self, mode="r", *args, **options):
+            file = super().open(mode, *args, **options)
+            return Limited(file) if "b" in mode else file
+
+    class Limited:
+        def __init__(self, file):
+            self.file, self.left = file, 2
+
+        def write(self, data):
+            self.left -= 1
+            if self.left < 0:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return self.file.write(data)
+
+        def __getattr__(self, name):
+            return getattr(self.file, name)
+
+    monkeypatch.setattr(features, "Path", Full)
+    assert main(argv) == 2
+    assert re.search(r"No space left on device behind row 4; the same command goes on", capsys.readouterr().err)
+    monkeypatch.undo()
+    assert main(argv) == 0
+
+
+MARKED = """{% for m in messages %}<|im_start|>{{ m.role }}
+{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>
+{% endgeneration %}{% else %}{{ m.content }}<|im_end|>
+{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+LAST_ONLY = "{% for m in messages[-1:] %}{{ m.role }}: {{ m.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize("template", [None, MARKED])
+def test_answers_of_several_turns_are_marked(template):
+    tokenizer = Tokenizer(TINY / "target")
+    if template:
+        tokenizer._full.chat_template = template
+    talk = [{"role": r, "content": c} for r, c in zip(["user", "assistant", "user", "assistant"], "abcd", strict=True)]
+    tokens, mask = tokenizer.mark_answers(talk, "here")
+    learned = tokenizer._encode("b<|im_end|>\n", False) + tokenizer._encode("d<|im_end|>\n", False)
+    assert [t for t, m in zip(tokens, mask, strict=True) if m] == learned
+
+
+def test_a_template_that_rewrites_earlier_turns_is_told():
+    tokenizer = Tokenizer(TINY / "target")
+    tokenizer._full.chat_template = LAST_ONLY
+    with pytest.raises(InputError, match=r"file:3: .*no generation marker.*messages\[1\].*regenerate"):
+        tokenizer.mark_answers(TALKS[0], "file:3")
 
 
 def test_a_loss_that_is_no_number_stops_the_run(config, tmp_path, monkeypatch):
