@@ -2,6 +2,7 @@
 
 import os
 import random
+from collections import Counter
 from dataclasses import dataclass, replace
 
 import jax
@@ -78,14 +79,13 @@ def test_requests_under_load_give_what_they_give_alone(loaded):
 
 def test_no_program_for_another_request(family, loaded):
     """Whatever comes: one program for each number of rows and width, and for each chunk with and without drafter."""
-    programs = loaded.device.programs
-    kinds = [key[0] for key in programs.compiled]
-    assert kinds.count("decode") == 3 * 3
-    assert kinds.count("prefill") == 2 * 2
-    assert kinds.count("save") == kinds.count("load") == 2
-    assert all(kinds.count(k) == 1 for k in ("admit", "snapshot", "restore", "empty"))
     under_load(loaded, family.target, family.wanted, family.expected, 100, seed=2)
-    assert programs.count == len(kinds)
+    kinds = Counter(key[0] for key in loaded.device.programs.compiled)
+    most = {"decode": 3 * 3, "prefill": 2 * 2, "save": 2, "load": 2} | dict.fromkeys(
+        ("admit", "snapshot", "restore", "empty"), 1
+    )
+    assert kinds.keys() == most.keys()
+    assert all(kinds[name] <= count for name, count in most.items()), kinds
 
 
 @pytest.mark.parametrize("drafts", [True, False], ids=["drafter", "plain"])
