@@ -236,7 +236,7 @@ def test_a_template_that_rewrites_earlier_turns_is_told():
 
 
 def test_a_loss_that_is_no_number_stops_the_run(config, tmp_path, monkeypatch):
-    """Nothing of it is saved."""
+    """Also at a step that would be saved: nothing of it is."""
     mine = replace(config, output=str(tmp_path))
 
     class Poisoned(run.Trainer):
@@ -246,12 +246,12 @@ def test_a_loss_that_is_no_number_stops_the_run(config, tmp_path, monkeypatch):
 
             def spoiled(state, *rest):
                 state, sums, norm = step(state, *rest)
-                return state, (replace(sums, loss=sums.loss * np.nan) if next(count) == 3 else sums), norm
+                return state, (replace(sums, loss=sums.loss * np.nan) if next(count) == 4 else sums), norm
 
             self.step = spoiled
 
     monkeypatch.setattr(run, "Trainer", Poisoned)
-    with pytest.raises(InputError, match=r"step 3: the loss is nan.* last good checkpoint is that of step 2"):
+    with pytest.raises(InputError, match=r"step 4: the loss is nan.* last good checkpoint is that of step 2"):
         run.fit(mine, print)
     assert [p.name for p in sorted(tmp_path.glob("checkpoints/*"))] == ["2"]
 
