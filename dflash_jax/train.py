@@ -87,7 +87,7 @@ def run(command: str, config: TrainConfig, meshes: dict[str, str]) -> int:
         from dflash_jax.training.regenerate import regenerate
 
         llm = LLM(config.target, config.draft, dtype=config.dtype, mesh=config.mesh, slots=config.slots)
-        path = Path(config.output) / "regenerated.jsonl"
+        path = config.directory / "regenerated.jsonl"
         count = regenerate(config, llm, path, tell)
         tell(f"{count} prompts are answered in {path}")
         return 0

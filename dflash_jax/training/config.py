@@ -67,6 +67,11 @@ class TrainConfig:
     thinking: bool | None = option(None, "whether regenerate lets the target think (default: its template's)", bool)
     slots: int = option(32, "prompts that regenerate continues at a time")
 
+    @property
+    def directory(self) -> Path:
+        """Where logs and the exported drafter go: ``output``; of one elsewhere, a directory of its last name here."""
+        return Path(self.output.rstrip("/").rpartition("/")[2] if "://" in self.output else self.output)
+
     def __post_init__(self):
         whole = "block_size sequence_length rows accumulate anchors epochs layers log_every save_every keep loss_chunk"
         for name in whole.split():

@@ -159,7 +159,7 @@ def fit(config: TrainConfig, tell: Callable[[str], None]) -> tuple[int, int]:
         state = trainer.start(drafters.starting_drafter(config, pair.raw))
         count = sum(x.size for x in jax.tree.leaves(state[0]))
         tell(f"a drafter of {count / 1e6:.1f} million parameters, {steps} steps of {config.rows} rows on {layout}")
-    directory = Path(config.output)
+    directory = config.directory
     directory.mkdir(parents=True, exist_ok=True)
     metrics, lengths = Log(directory, "metrics.csv", first), Log(directory, "acceptance.csv", first)
     prompts = held_out_prompts(config, pair.llm)
@@ -251,13 +251,13 @@ def export(config: TrainConfig, tell: Callable[[str], None]) -> None:
     trainer = Trainer(pair.llm.target, pair.draft, recipe_of(config, pair), update)
     shapes = jax.eval_shape(lambda d: (d, update.init(d)), drafters.Drafter(pair.draft, rngs=None))
     drafter, _ = held.restore(shapes, trainer.shardings())
-    drafters.export(trainer.on_host(drafter), pair.raw, Path(config.output) / "draft")
-    tell(f"step {held.latest} is in {Path(config.output) / 'draft'}")
+    drafters.export(trainer.on_host(drafter), pair.raw, config.directory / "draft")
+    tell(f"step {held.latest} is in {config.directory / 'draft'}")
 
 
 def evaluate(config: TrainConfig, tell: Callable[[str], None]) -> dict:
     """Acceptance length and speed beside plain decoding, by temperature, of a drafter on held-out prompts."""
-    trained = Path(config.output) / "draft"
+    trained = config.directory / "draft"
     draft = config.draft if config.draft is not None and not trained.exists() else str(trained)
     llm = LLM(config.target, draft, dtype=config.dtype, mesh=config.mesh or "", prefix_bytes=0)
     prompts = held_out_prompts(config, llm)

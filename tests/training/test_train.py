@@ -386,6 +386,11 @@ def test_configs(path):
     assert read_config(make_parser().parse_args(["fit", "--config", str(path), "--rows", "4"]))[0].rows == 4
 
 
+def test_what_lies_elsewhere_has_its_logs_here():
+    assert TrainConfig(output="gs://bucket/runs/mine/").directory == Path("mine")
+    assert TrainConfig(output="runs/mine").directory == Path("runs/mine")
+
+
 def test_there_is_a_config_for_every_drafter():
     named = {Path(TrainConfig(**read_toml(p)[0]).draft_config).name for p in (ROOT / "configs/train").glob("*.toml")}
     assert named == {p.name for p in (ROOT / "configs/hf").glob("*DFlash*.json") if "8-layer" not in p.name}
