@@ -38,13 +38,25 @@ class System:
     shapes: dict[str, Path]
 
     def mesh(self, kind: str, count: int) -> str:
-        """For ``count`` devices of a JAX device_kind: the largest one named that fits; one device where none is."""
-        name, best = device_name(kind), (0, "")
-        for machine, mesh in self.meshes.items():
-            device, _, size = machine.partition("x")
-            if device == name and int(size) <= count:
-                best = max(best, (int(size), mesh))
-        return best[1]
+        """For ``count`` devices of a JAX device_kind."""
+        return mesh_for(self.meshes, kind, count)
+
+
+def mesh_for(meshes: dict[str, str], kind: str, count: int) -> str:
+    """Of meshes by machine, such as "b200x8", the largest that fits ``count`` devices of a JAX device_kind; one device
+    where none does."""
+    name, best = device_name(kind), (0, "")
+    for machine, mesh in meshes.items():
+        device, _, size = machine.partition("x")
+        if device == name and int(size) <= count:
+            best = max(best, (int(size), mesh))
+    return best[1]
+
+
+def check_meshes(meshes, where: str) -> None:
+    for machine, mesh in meshes.items():
+        if not machine.rpartition("x")[2].isdecimal() or not isinstance(mesh, str):
+            raise InputError(f'{where}: mesh {machine} = {mesh!r} must be like b200x8 = "tensor=8"')
 
 
 def _check(table: dict, known: dict, where: str) -> dict:
@@ -69,8 +81,6 @@ def read_system(path: str | Path) -> System:
     if not all(isinstance(table, dict) for table in tables.values()):
         raise InputError(f"config {path}: sampling, mesh and shapes must be tables")
     options = _check(raw, OPTIONS, f"config {path}") | _check(tables["sampling"], SAMPLING, f"config {path}: sampling")
-    for machine, mesh in tables["mesh"].items():
-        if not machine.rpartition("x")[2].isdecimal() or not isinstance(mesh, str):
-            raise InputError(f'config {path}: mesh {machine} = {mesh!r} must be like b200x8 = "tensor=8"')
+    check_meshes(tables["mesh"], f"config {path}")
     shapes = _check(tables["shapes"], {"target": str, "draft": str}, f"config {path}: shapes")
     return System(options, tables["mesh"], {k: path.parent / v for k, v in shapes.items()})

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from dflash_jax.errors import InputError
 from dflash_jax.options import Parser, exit_code, set_platform
-from dflash_jax.training.config import FIELDS, TrainConfig, checked, mesh_for, read_toml
+from dflash_jax.system import mesh_for
+from dflash_jax.training.config import FIELDS, TrainConfig, checked, read_toml
 
 # A run that was stopped and may go on: EX_TEMPFAIL of sysexits.h.
 TRY_AGAIN = 75

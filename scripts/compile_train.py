@@ -19,8 +19,8 @@ from dflash_jax.devices import DEVICES
 from dflash_jax.errors import InputError
 from dflash_jax.fit import read_shapes
 from dflash_jax.options import Parser, exit_code
-from dflash_jax.system import read_system
-from dflash_jax.training.config import TrainConfig, mesh_for, read_toml
+from dflash_jax.system import mesh_for, read_system
+from dflash_jax.training.config import TrainConfig, read_toml
 
 ROOT = Path(__file__).parents[1]
 FIGURES = ROOT / "benchmarks" / "training.json"

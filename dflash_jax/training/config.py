@@ -1,11 +1,11 @@
 """A training run as one flat record: from a TOML of configs/train/, and from options of the command line."""
 
 import tomllib
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
-from dflash_jax.devices import device_name
 from dflash_jax.errors import InputError
+from dflash_jax.system import check_meshes
 
 LOSSES, WEIGHTS, OPTIMIZERS = ("cross-entropy", "kl", "hybrid"), ("decay", "d-pace"), ("adamw", "muon")
 # What may differ between a run and its continuation.
@@ -111,6 +111,9 @@ def read_toml(path: Path) -> tuple[dict, dict[str, str]]:
     except ValueError as e:
         raise InputError(f"config {path} is not TOML: {e}") from None
     meshes = raw.pop("meshes", {})
+    if not isinstance(meshes, dict):
+        raise InputError(f"config {path}: meshes must be a table")
+    check_meshes(meshes, f"config {path}")
     for key, value in raw.items():
         if key not in FIELDS:
             raise InputError(f"config {path}: {key!r} is not known: known are {', '.join(FIELDS)}")
@@ -128,18 +131,3 @@ def checked(key: str, value, where: str):
     if any(not isinstance(v, right) or (isinstance(v, bool) and kind is not bool) for v in items):
         raise InputError(f"{where}: {key} is {value!r}: it must be of type {kind.__name__}")
     return tuple(items) if is_many else value
-
-
-def mesh_for(meshes: dict[str, str], kind: str, count: int) -> str:
-    """That of the largest machine named which fits; one device where none is."""
-    name, best = device_name(kind), (0, "")
-    for machine, mesh in meshes.items():
-        device, _, size = machine.partition("x")
-        if device == name and size.isdecimal() and int(size) <= count:
-            best = max(best, (int(size), mesh))
-    return best[1]
-
-
-def default_of(name: str):
-    default = FIELDS[name].default
-    return None if default is MISSING else default

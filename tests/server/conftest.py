@@ -21,6 +21,25 @@ from dflash_jax.server.serving import Serving
 NAME = "Qwen/Qwen3.6-35B-A3B"
 MESSAGES = [{"role": "user", "content": "Write the function `clamp`: Limit a value to a range."}]
 OFF = {"enable_thinking": False}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "read_file",
+        "description": "Reads a file",
+        "parameters": {
+            "type": "object",
+            "properties": {"path": {"type": "string", "maxLength": 12}, "lines": {"type": "integer"}},
+            "required": ["path"],
+            "additionalProperties": False,
+        },
+    },
+}
+SCHEMA = {
+    "type": "object",
+    "properties": {"kind": {"enum": ["a", "b"]}, "n": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["kind", "n"],
+    "additionalProperties": False,
+}
 
 
 class Running:

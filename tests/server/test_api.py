@@ -9,34 +9,13 @@ from pathlib import Path
 
 import httpx
 import pytest
-from conftest import MESSAGES, NAME, OFF, alone, programs_of
+from conftest import MESSAGES, NAME, OFF, SCHEMA, TOOL, alone, programs_of
 
 from dflash_jax import SamplingParams
 from dflash_jax.server.chat import Delta
 from dflash_jax.server.responses import Output
 from dflash_jax.server.serving import Serving
 from dflash_jax.server.tools import CallDelta
-
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "read_file",
-        "description": "Reads a file",
-        "parameters": {
-            "type": "object",
-            "properties": {"path": {"type": "string", "maxLength": 12}, "lines": {"type": "integer"}},
-            "required": ["path"],
-            "additionalProperties": False,
-        },
-    },
-}
-SCHEMA = {
-    "type": "object",
-    "properties": {"kind": {"enum": ["a", "b"]}, "n": {"type": "integer", "minimum": 0, "maximum": 99}},
-    "required": ["kind", "n"],
-    "additionalProperties": False,
-}
-
 
 # Completions.
 

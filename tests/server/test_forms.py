@@ -3,27 +3,7 @@
 import json
 
 import pytest
-from conftest import MESSAGES, NAME, OFF
-
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "read_file",
-        "description": "Reads a file",
-        "parameters": {
-            "type": "object",
-            "properties": {"path": {"type": "string", "maxLength": 12}, "lines": {"type": "integer"}},
-            "required": ["path"],
-            "additionalProperties": False,
-        },
-    },
-}
-SCHEMA = {
-    "type": "object",
-    "properties": {"kind": {"enum": ["a", "b"]}, "n": {"type": "integer", "minimum": 0, "maximum": 99}},
-    "required": ["kind", "n"],
-    "additionalProperties": False,
-}
+from conftest import MESSAGES, NAME, OFF, SCHEMA, TOOL
 
 
 @pytest.mark.parametrize("thinking", [True, False])

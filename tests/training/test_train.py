@@ -13,26 +13,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from talks import TALKS
 
 from dflash_jax import LLM, InputError, SamplingParams
 from dflash_jax.checkpoint.files import TensorFiles
-from dflash_jax.llm import TINY
 from dflash_jax.models.families import dflash
-from dflash_jax.text import Tokenizer
 from dflash_jax.train import main, make_parser, read_config
 from dflash_jax.training import features, run
 from dflash_jax.training.config import TrainConfig, read_toml
-from dflash_jax.training.data import PackedRows, batches, pack, read_documents
+from dflash_jax.training.data import read_documents
 from dflash_jax.training.regenerate import regenerate
 
 ROOT = Path(__file__).parents[2]
-TALKS = [
-    [
-        {"role": "user", "content": f"Write the function `f{i}`."},
-        {"role": "assistant", "content": "def f():\n" * (i + 1)},
-    ]
-    for i in range(12)
-]
 
 
 @pytest.fixture(scope="module")
@@ -209,32 +201,6 @@ def test_a_full_disk_is_told(config, tmp_path, monkeypatch, capsys):
     assert main(argv) == 0
 
 
-MARKED = """{% for m in messages %}<|im_start|>{{ m.role }}
-{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>
-{% endgeneration %}{% else %}{{ m.content }}<|im_end|>
-{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
-LAST_ONLY = "{% for m in messages[-1:] %}{{ m.role }}: {{ m.content }}{% endfor %}"
-
-
-@pytest.mark.parametrize("template", [None, MARKED])
-def test_answers_of_several_turns_are_marked(template):
-    tokenizer = Tokenizer(TINY / "target")
-    if template:
-        tokenizer._full.chat_template = template
-    talk = [{"role": r, "content": c} for r, c in zip(["user", "assistant", "user", "assistant"], "abcd", strict=True)]
-    tokens, mask = tokenizer.mark_answers(talk, "here")
-    learned = tokenizer._encode("b<|im_end|>\n", False) + tokenizer._encode("d<|im_end|>\n", False)
-    assert [t for t, m in zip(tokens, mask, strict=True) if m] == learned
-
-
-def test_a_template_that_rewrites_earlier_turns_is_told():
-    tokenizer = Tokenizer(TINY / "target")
-    tokenizer._full.chat_template = LAST_ONLY
-    with pytest.raises(InputError, match=r"file:3: .*no generation marker.*messages\[1\].*regenerate"):
-        tokenizer.mark_answers(TALKS[0], "file:3")
-
-
 def test_a_loss_that_is_no_number_stops_the_run(config, tmp_path, monkeypatch):
     """Also at a step that would be saved: nothing of it is."""
     mine = replace(config, output=str(tmp_path))
@@ -275,40 +241,6 @@ def test_regenerated_answers_are_the_targets_own(data, tmp_path):
     assert all(d.mask.sum() == len(line["response_ids"]) for d, line in zip(documents, lines, strict=True))
 
 
-def test_answers_are_marked(data):
-    """What is learned, written out again, is what the assistant said."""
-    llm = LLM(None, None)
-    for document, talk in zip(read_documents([data], llm.tokenizer, 512), TALKS, strict=True):
-        said = llm.tokenizer._decode(document.tokens[document.mask].tolist())
-        assert said.strip().endswith(talk[1]["content"].strip())
-        asked = llm.tokenizer._decode(document.tokens[~document.mask].tolist())
-        assert talk[0]["content"] in asked
-        assert talk[1]["content"] not in asked
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("{", r"bad.jsonl:2: not JSON"),
-        ("[]", "bad.jsonl:2: a line must be an object"),
-        ('{"x": 1}', "bad.jsonl:2: a line must have messages, text"),
-        ('{"messages": [{"role": "user"}]}', r"bad.jsonl:2: messages\[0\] must have a role and a content"),
-        ('{"text": ""}', "bad.jsonl:2: the document has 0 tokens"),
-        ('{"response_ids": [1, 2, 5000]}', "bad.jsonl:2: token id 5000: ids are 0 to 511"),
-        ('{"response_ids": [true]}', "bad.jsonl:2: response_ids must be a list of token ids"),
-    ],
-)
-def test_a_broken_line_is_named_or_counted(line, message, tmp_path, capsys):
-    path, good = tmp_path / "bad.jsonl", json.dumps({"text": "def f(x):\n    return x\n"})
-    path.write_text(f"{good}\n{line}\n\n{good}\n")
-    llm = LLM(None, None)
-    with pytest.raises(InputError, match=message):
-        read_documents([path], llm.tokenizer, 512)
-    skipped = run.Skipped()
-    assert len(read_documents([path], llm.tokenizer, 512, skipped)) == 2
-    assert skipped.count == 1
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -338,43 +270,6 @@ def test_what_is_wrong_is_one_line(options, message, data, capsys, tmp_path, mon
     err = capsys.readouterr().err
     assert err.splitlines()[-1].startswith("error: ")
     assert message in err, err
-
-
-def test_rows_are_packed_and_padded():
-    lengths = [5, 9, 3, 7, 2, 2, 12]
-    rows = pack(lengths, 10)
-    assert sorted(i for row in rows for i in row) == list(range(7))
-    assert all(sum(min(lengths[i], 10) for i in row) <= 10 for row in rows)
-    assert len(rows) == 4
-    docs = [_document(n, i) for i, n in enumerate(lengths)]
-    packed = PackedRows(docs, 10)
-    for i, members in enumerate(packed.rows):
-        row = packed[i]
-        for document, start in zip(members, sorted({int(s) for s in row["starts"]}), strict=False):
-            inside = row["starts"] == start
-            assert set(row["tokens"][inside]) == {document + 1}
-        assert row["loss_mask"].sum() == sum(min(lengths[d], 10) for d in members)
-
-
-def _document(n: int, i: int):
-    from dflash_jax.training.data import Document
-
-    return Document(np.full(n, i + 1, np.int32), np.ones(n, bool))
-
-
-def test_the_order_of_rows_follows_from_the_step():
-    rows = PackedRows([_document(4, i) for i in range(11)], 4)
-
-    def take(first: int, count: int):
-        found = batches(rows, 4, 2, 7, first)
-        return [next(found)["tokens"][..., 0] for _ in range(count)]
-
-    whole = take(0, 12)
-    for a, b in zip(take(5, 7), whole[5:], strict=True):
-        np.testing.assert_array_equal(a, b)
-    seen = np.concatenate([x.ravel() for x in whole])[:44].reshape(4, 11)
-    assert all(set(epoch) == set(range(1, 12)) for epoch in seen)
-    assert not np.array_equal(seen[0], seen[1])
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs/train").glob("*.toml")), ids=lambda p: p.stem)
