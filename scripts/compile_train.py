@@ -29,6 +29,7 @@ ROWS = [
     "qwen3.5-27b --device b200 --devices 8",
     "qwen3.6-35b-a3b --device v6e:2x4",
     "qwen3.5-27b --device v6e:2x4",
+    "qwen3.5-27b --device v6e:2x4 --accumulate 8",
     "qwen3.6-35b-a3b --device v5p:2x2x2",
     "qwen3.5-27b --device v5p:2x2x2",
 ]
@@ -86,6 +87,8 @@ def lowered(name: str, args):
 
     jax.config.update("jax_enable_compilation_cache", False)
     values, meshes = read_toml(ROOT / f"configs/train/{name}.toml")
+    if args.accumulate:
+        values["accumulate"] = args.accumulate
     config, system = TrainConfig(**values), read_system(ROOT / f"configs/{name}.toml")
     shapes = read_shapes(*(str(system.shapes[k]) for k in ("target", "draft")))
     if args.layers:
@@ -180,6 +183,7 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--device", metavar="NAME")
     p.add_argument("--devices", type=int, default=1, metavar="N", help="GPUs (default: %(default)s)")
     p.add_argument("--mesh", metavar="data=8", help="default: the config's for these devices")
+    p.add_argument("--accumulate", type=int, metavar="N", help="parts of a step (default: the config's)")
     p.add_argument("--layers", type=int, metavar="N", help="only the first N layers of the target")
     return exit_code(lambda: run(p.parse_args(argv)))
 
