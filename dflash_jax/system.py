@@ -68,15 +68,19 @@ def _check(table: dict, known: dict, where: str) -> dict:
     return table
 
 
-def read_system(path: str | Path) -> System:
-    """Raises InputError for a file that is not there, not TOML, or has keys that are not known."""
-    path = Path(path)
+def read_toml_file(path: Path) -> dict:
     try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as e:
         raise InputError(f"config {path} cannot be read: {e.strerror}") from None
     except ValueError as e:
         raise InputError(f"config {path} is not TOML: {e}") from None
+
+
+def read_system(path: str | Path) -> System:
+    """Raises InputError for a file that is not there, not TOML, or has keys that are not known."""
+    path = Path(path)
+    raw = read_toml_file(path)
     tables = {name: raw.pop(name, {}) for name in ("sampling", "mesh", "shapes")}
     if not all(isinstance(table, dict) for table in tables.values()):
         raise InputError(f"config {path}: sampling, mesh and shapes must be tables")

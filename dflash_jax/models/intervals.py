@@ -71,8 +71,7 @@ def _forward(q, k, v, low, high, sizes):
 
         def fold(i, carry):
             best, total, acc = carry
-            mine = (jax.lax.dynamic_slice_in_dim(y, i * size, size, 1) for y in (keys, values))
-            k, v = mine
+            k, v = (jax.lax.dynamic_slice_in_dim(y, i * size, size, 1) for y in (keys, values))
             sees = _sees(low, high, i * size, size)
             scores = jnp.where(sees, _scores(q, k), _MASKED)
             new = jnp.maximum(best, scores.max(-1))

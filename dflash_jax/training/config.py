@@ -1,11 +1,10 @@
 """A training run as one flat record: from a TOML of configs/train/, and from options of the command line."""
 
-import tomllib
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from dflash_jax.errors import InputError
-from dflash_jax.system import check_meshes
+from dflash_jax.system import check_meshes, read_toml_file
 
 LOSSES, WEIGHTS, OPTIMIZERS = ("cross-entropy", "kl", "hybrid"), ("decay", "d-pace"), ("adamw", "muon")
 # What may differ between a run and its continuation.
@@ -104,12 +103,7 @@ def differences(held: dict, config: TrainConfig) -> list[str]:
 
 def read_toml(path: Path) -> tuple[dict, dict[str, str]]:
     """(values of fields, mesh by machine). Paths in ``draft_config`` are relative to the file."""
-    try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as e:
-        raise InputError(f"config {path} cannot be read: {e.strerror}") from None
-    except ValueError as e:
-        raise InputError(f"config {path} is not TOML: {e}") from None
+    raw = read_toml_file(path)
     meshes = raw.pop("meshes", {})
     if not isinstance(meshes, dict):
         raise InputError(f"config {path}: meshes must be a table")
