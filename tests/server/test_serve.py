@@ -1,6 +1,7 @@
 """python -m dflash_jax.serve as a process, and its options."""
 
 import contextlib
+import logging
 import os
 import re
 import signal
@@ -17,6 +18,16 @@ from dflash_jax.serve import main
 from dflash_jax.server.arguments import ALIASES, parse
 
 SMALL = ["--port", "0", "--slots", "1", "--max-len", "512", "--prefix-bytes", "0", "--draft", "none"]
+
+
+@pytest.fixture
+def own_logging():
+    """The command sets up the root logger; tests behind this one get it back."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
 
 
 @contextlib.contextmanager
@@ -138,7 +149,7 @@ def test_wrong_options_are_named(options, message):
         parse(options)
 
 
-def test_a_port_that_is_taken_is_one_line(capsys):
+def test_a_port_that_is_taken_is_one_line(capsys, own_logging):
     import socket
 
     with socket.create_server(("127.0.0.1", 0)) as s:
