@@ -45,6 +45,7 @@ class TrainConfig:
     loss: str = option("cross-entropy", "cross-entropy, kl (against the target's distributions) or hybrid (KL and TV)")
     loss_weights: str = option("decay", "weights of a block's slots: decay or d-pace")
     gamma: float | None = option(None, "decay of the slots' weights (default: by block size)", float)
+    loss_vocabulary: int | None = option(None, "tokens the loss is over, the data's most frequent (default: all)", int)
     loss_chunk: int = option(32, "blocks of a row whose logits are held at a time")
     optimizer: str = option("adamw", "adamw or muon")
     learning_rate: float = option(6e-4, "peak of the cosine schedule")

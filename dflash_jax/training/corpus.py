@@ -3,6 +3,8 @@
 import ast
 import hashlib
 import sysconfig
+import textwrap
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,24 +49,40 @@ def standard_library() -> tuple[list[Document], list[Document]]:
     return train, held_out
 
 
-def conversations(documents: list[Document], longest: int = 1500) -> list[list[dict]]:
-    """Chats made from documented functions: the docstring's first line asks, the function's source answers."""
-    chats = []
+def documented_functions(documents: list[Document]) -> Iterator[tuple[Document, ast.FunctionDef, str]]:
+    """(document, function, its docstring) of each function that has one."""
     for document in documents:
         try:
             tree = ast.parse(document.text)
         except (SyntaxError, ValueError):
             continue
         for node in ast.walk(tree):
-            if not isinstance(node, ast.FunctionDef) or not (doc := ast.get_docstring(node)):
-                continue
-            source = ast.get_source_segment(document.text, node)
-            if source is None or len(source) > longest:
-                continue
-            source = source.replace("\n" + " " * node.col_offset, "\n")
-            ask = f"Write the function `{node.name}`: {doc.strip().splitlines()[0]}"
-            chats.append([{"role": "user", "content": ask}, {"role": "assistant", "content": source}])
+            if isinstance(node, ast.FunctionDef) and (doc := ast.get_docstring(node)):
+                yield document, node, doc
+
+
+def conversations(documents: list[Document], longest: int = 1500) -> list[list[dict]]:
+    """Chats made from documented functions: the docstring's first line asks, the function's source answers."""
+    chats = []
+    for document, node, doc in documented_functions(documents):
+        source = ast.get_source_segment(document.text, node)
+        if source is None or len(source) > longest:
+            continue
+        source = source.replace("\n" + " " * node.col_offset, "\n")
+        ask = f"Write the function `{node.name}`: {doc.strip().splitlines()[0]}"
+        chats.append([{"role": "user", "content": ask}, {"role": "assistant", "content": source}])
     return chats
+
+
+def function_heads(documents: list[Document], shortest: int = 60, longest: int = 700) -> list[str]:
+    """Functions up to the end of their docstring, each once, for a model to complete."""
+    heads = []
+    for document, node, _ in documented_functions(documents):
+        lines = document.text.splitlines()[node.lineno - 1 : node.body[0].end_lineno]
+        head = textwrap.dedent("\n".join(lines)) + "\n"
+        if shortest <= len(head) <= longest:
+            heads.append(head)
+    return list(dict.fromkeys(heads))
 
 
 def windows(stream: np.ndarray, length: int, rows: int, steps: int, seed: int):

@@ -165,6 +165,13 @@ class PackedRows:
         return sum(min(len(d.tokens), self.length) for d in self.documents) / (len(self) * self.length)
 
 
+def frequent_tokens(rows: PackedRows, count: int) -> np.ndarray:
+    """The ``count`` tokens that are to be predicted most often, in ascending order."""
+    seen = np.concatenate([d.tokens[d.mask] for d in rows.documents])
+    found, times = np.unique(seen, return_counts=True)
+    return np.sort(found[np.argsort(-times, kind="stable")[:count]]).astype(np.int32)
+
+
 def batches(rows, count: int, parts: int, seed: int, first: int) -> Iterator[dict[str, np.ndarray]]:
     """For step ``first``, ``first`` + 1, …: ``count`` rows in another order each epoch, as arrays [parts, rows of a
     part, …]."""

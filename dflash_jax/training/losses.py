@@ -3,11 +3,13 @@
 Letters beyond `models.parts`: A anchors of a row, K = W - 1 slots of a block that predict.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+
+# A logit that no softmax sees, and whose products are still numbers.
+NEVER = -1e30
 
 
 @dataclass(frozen=True)
@@ -77,9 +79,36 @@ def _losses(loss: Loss, logits, labels, teacher):
     return share * divergence + (1 - share) * (1 - overlap), log_q
 
 
-def block_loss(loss: Loss, logits_of: Callable, states, labels, learned, teacher=None) -> Sums:
+@dataclass(frozen=True)
+class Head:
+    """The target's output matrix [V, H]. With ``kept`` int [N], token ids in ascending order, and their ``rows``
+    [N, H], logits are of these and, in a last column, of the label where it is none of them: a softmax over the
+    frequent tokens costs a fraction of one over all."""
+
+    matrix: jax.Array
+    kept: jax.Array | None = None
+    rows: jax.Array | None = None
+
+    @classmethod
+    def over(cls, matrix, kept=None) -> "Head":
+        return cls(matrix) if kept is None else cls(matrix, jnp.asarray(kept), matrix[kept])
+
+    def __call__(self, hidden, labels):
+        """hidden [..., H], labels int [...] → float32 logits [..., V or N + 1], and the labels' columns [...]."""
+        rows = self.matrix if self.kept is None else self.rows
+        logits = jnp.einsum("...h,vh->...v", hidden, rows, preferred_element_type=jnp.float32)
+        if self.kept is None:
+            return logits, labels
+        column = jnp.minimum(jnp.searchsorted(self.kept, labels), len(self.kept) - 1)
+        is_kept = self.kept[column] == labels
+        own = jnp.einsum("...h,...h->...", hidden, self.matrix[labels], preferred_element_type=jnp.float32)
+        last = jnp.where(is_kept, NEVER, own)[..., None]
+        return jnp.concatenate([logits, last], axis=-1), jnp.where(is_kept, column, len(self.kept))
+
+
+def block_loss(loss: Loss, head: Head, states, labels, learned, teacher=None) -> Sums:
     """states [B, A, K, H] of the predicting slots; labels int [B, A, K], ``learned`` bool [B, A, K]: which of them
-    count; teacher [B, A, K, H]: the target's hidden states that predict the labels. ``logits_of(hidden) → [..., V]``.
+    count; teacher [B, A, K, H]: the target's hidden states that predict the labels.
 
     The chunks' logits are computed again for the gradient, and never lie side by side.
     """
@@ -93,8 +122,10 @@ def block_loss(loss: Loss, logits_of: Callable, states, labels, learned, teacher
 
     @jax.checkpoint
     def one(states, labels, learned, teacher):
-        logits = logits_of(states)
-        losses, log_q = _losses(loss, logits, labels, None if teacher is None else logits_of(teacher))
+        if teacher is not None:
+            teacher, _ = head(teacher, labels)
+        logits, labels = head(states, labels)
+        losses, log_q = _losses(loss, logits, labels, teacher)
         weights = slot_weights(loss, log_q, learned)
         right = learned & (jnp.argmax(logits, axis=-1) == labels)
         led = jnp.cumprod(right.astype(jnp.float32), axis=-1)

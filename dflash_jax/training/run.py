@@ -24,7 +24,7 @@ from dflash_jax.sharding import DATA, Layout, place
 from dflash_jax.training import drafters
 from dflash_jax.training.checkpoints import Checkpoints
 from dflash_jax.training.config import TrainConfig
-from dflash_jax.training.data import PackedRows, Skipped, batches, read_documents, read_lines
+from dflash_jax.training.data import PackedRows, Skipped, batches, frequent_tokens, read_documents, read_lines
 from dflash_jax.training.evaluation import Acceptance, acceptance, prompt_of
 from dflash_jax.training.features import FeatureRows
 from dflash_jax.training.losses import Loss, Sums, default_gamma
@@ -141,6 +141,7 @@ def fit(config: TrainConfig, tell: Callable[[str], None]) -> tuple[int, int]:
     and the last one."""
     pair = open_pair(config)
     rows, recipe = read_rows(config, pair.llm, tell), recipe_of(config, pair)
+    vocabulary = None if config.loss_vocabulary is None else frequent_tokens(rows, config.loss_vocabulary)
     if config.features is not None:
         rows = FeatureRows(config, rows, pair, recipe.loss.needs_teacher)
     steps, layout = step_count(config, len(rows)), pair.llm.target.layout
@@ -148,7 +149,7 @@ def fit(config: TrainConfig, tell: Callable[[str], None]) -> tuple[int, int]:
         part = config.rows // config.accumulate
         raise InputError(f"{part} rows of a part of a step: they cannot be divided over data={layout.data}")
     update = optimiser(config.learning_rate, steps, config.optimizer, config.warm_up, config.clip)
-    trainer = Trainer(pair.llm.target, pair.draft, recipe, update)
+    trainer = Trainer(pair.llm.target, pair.draft, recipe, update, vocabulary=vocabulary)
     held = Checkpoints(config, pair.raw)
     first = held.latest
     if first:

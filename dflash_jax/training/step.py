@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -18,7 +19,7 @@ from dflash_jax.models.decoder import Decoder
 from dflash_jax.models.drafter import Drafter
 from dflash_jax.sharding import DATA, Layout, parameter_paths, parameter_specs
 from dflash_jax.training.blocks import at, block_states, sample_anchors
-from dflash_jax.training.losses import Loss, Sums, block_loss
+from dflash_jax.training.losses import Head, Loss, Sums, block_loss
 
 ROWS = PartitionSpec(DATA)
 
@@ -48,8 +49,8 @@ class Recipe:
     dtype: str = "float32"
 
 
-def batch_sums(drafter: Drafter, embed: Callable, logits: Callable, batch: Batch, key, recipe: Recipe) -> Sums:
-    """Loss and counts of a batch that has its features. ``embed``, ``logits``: the target's embedding and head."""
+def batch_sums(drafter: Drafter, embed: Callable, head: Head, batch: Batch, key, recipe: Recipe) -> Sums:
+    """Loss and counts of a batch that has its features. ``embed``, ``head``: the target's."""
     tokens, w = batch.tokens, recipe.slots
     where, valid = sample_anchors(key, batch.loss_mask, batch.starts, recipe.anchors)
     block = jnp.full((*where.shape, w), drafter.config.mask_token_id, tokens.dtype).at[..., 0].set(at(tokens, where))
@@ -62,7 +63,7 @@ def batch_sums(drafter: Drafter, embed: Callable, logits: Callable, batch: Batch
     # What cannot be reached is not learned: a block ends where its document's response does.
     learned = jnp.cumprod(learned, axis=-1, dtype=jnp.int32) > 0
     teacher = at(batch.hidden, places - 1) if recipe.loss.needs_teacher else None
-    return block_loss(recipe.loss, logits, states[:, :, 1:], at(tokens, places), learned, teacher)
+    return block_loss(recipe.loss, head, states[:, :, 1:], at(tokens, places), learned, teacher)
 
 
 def spread(shape: tuple[int, ...], spec: PartitionSpec, layout: Layout) -> PartitionSpec:
@@ -79,7 +80,7 @@ def spread(shape: tuple[int, ...], spec: PartitionSpec, layout: Layout) -> Parti
 
 class Trainer:
     """Steps on one pair over a mesh. ``target`` may be abstract: then steps can be lowered for devices that are not
-    there."""
+    there. ``vocabulary`` int [N], ascending: the tokens that the loss is over (None: all)."""
 
     def __init__(
         self,
@@ -88,8 +89,10 @@ class Trainer:
         recipe: Recipe,
         update: optax.GradientTransformation,
         mesh: Mesh | None = None,
+        vocabulary: np.ndarray | None = None,
     ):
         self.target, self.config, self.recipe, self.update = target, config, recipe, update
+        self.vocabulary = vocabulary
         self.layout, self.mesh = target.layout, mesh or target.layout.mesh()
         self._structure, self._specs = jax.tree.structure(target), parameter_specs(target)
         self.leaves = [
@@ -138,15 +141,12 @@ class Trainer:
             leaves, tokens, starts
         )
 
-    def _borrowed(self, leaves) -> tuple[Callable, Callable]:
+    def _borrowed(self, leaves) -> tuple[Callable, Head]:
         """The target's embedding and head, over whole arrays."""
         target = jax.tree.unflatten(self._structure, leaves)
         table = target.embed[...]
         head = table if target.config.tied_embeddings else target.head[...]
-        return (
-            lambda tokens: table[tokens],
-            lambda hidden: jnp.einsum("...h,vh->...v", hidden, head, preferred_element_type=jnp.float32),
-        )
+        return lambda tokens: table[tokens], Head.over(head, self.vocabulary)
 
     def sums(self, drafter: Drafter, leaves, batch: Batch, key) -> Sums:
         """Of one batch, differentiable in the drafter."""

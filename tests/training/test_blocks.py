@@ -11,7 +11,7 @@ from helpers import random_decoder, random_drafter, tiny_config, tiny_draft_conf
 from dflash_jax.models.drafter import Drafter
 from dflash_jax.training.blocks import block_states, sample_anchors
 from dflash_jax.training.evaluation import is_degenerate
-from dflash_jax.training.losses import Loss
+from dflash_jax.training.losses import Head, Loss
 from dflash_jax.training.step import Batch, Recipe, batch_sums
 
 T, W = 40, 16
@@ -111,6 +111,10 @@ def test_anchors_are_distinct_and_lie_where_they_may():
     assert set(every[3][valid[3]]) == set(range(29)) - {9, 10}
 
 
+def head_of(target, kept=None) -> Head:
+    return Head.over(target.embed[...] if target.config.tied_embeddings else target.head[...], kept)
+
+
 def restated(loss: Loss, logs, teacher, labels, learned):
     """(sum, weight) of one block by hand: log-probabilities [K, V] of the drafter's and of the target's."""
     total = weight = 0.0
@@ -135,9 +139,20 @@ def restated(loss: Loss, logs, teacher, labels, learned):
     return total, weight
 
 
+def over(logits, kept, labels):
+    """Log-probabilities [K, V] by hand, of the kept tokens and each slot's label only."""
+    if kept is not None:
+        out = np.ones(logits.shape, bool)
+        out[:, kept] = False
+        out[np.arange(len(labels)), labels] = False
+        logits = np.where(out, -1e9, logits)
+    return np.asarray(jax.nn.log_softmax(logits), np.float64)
+
+
 @pytest.mark.parametrize("weights", ["decay", "d-pace"])
+@pytest.mark.parametrize("kept", [None, np.arange(3, 90, 4)])
 @pytest.mark.parametrize(("slots", "kind"), [(W, "cross-entropy"), (8, "kl"), (8, "hybrid")])
-def test_loss_against_a_plain_restatement(pair, text, slots, kind, weights):
+def test_loss_against_a_plain_restatement(pair, text, slots, kind, kept, weights):
     target, drafter = pair
     tokens, hidden, features = text
     mask = np.ones((2, T), bool)
@@ -145,13 +160,13 @@ def test_loss_against_a_plain_restatement(pair, text, slots, kind, weights):
     key, count = jax.random.key(4), 7
     recipe = Recipe(Loss(kind, weights, gamma=5.0, chunk=3), count, slots)
     batch = Batch(tokens, jnp.asarray(mask), jnp.asarray(STARTS), features, hidden)
-    run = jax.jit(lambda d, b: batch_sums(d, target.embed_tokens, target.logits, b, key, recipe))
+    run = jax.jit(lambda d, b: batch_sums(d, target.embed_tokens, head_of(target, kept), b, key, recipe))
     sums = run(drafter, batch)
     anchors, valid = sample_anchors(key, batch.loss_mask, batch.starts, count)
     embedded = target.embed_tokens(blocks(drafter, tokens, anchors)[..., :slots])
     states = block_states(drafter, features, embedded, anchors, STARTS)
-    logs = np.asarray(jax.nn.log_softmax(target.logits(states)), np.float64)
-    teacher = np.asarray(jax.nn.log_softmax(target.logits(hidden)), np.float64)
+    logits = np.asarray(target.logits(states), np.float64)
+    taught = np.asarray(target.logits(hidden), np.float64)
     total = weight = seen = right = 0.0
     for row in range(2):
         for i in np.flatnonzero(valid[row]):
@@ -160,9 +175,10 @@ def test_loss_against_a_plain_restatement(pair, text, slots, kind, weights):
             learned = np.cumprod(ok).astype(bool)
             places = np.minimum(places, T - 1)
             labels = np.asarray(tokens[row])[places]
-            a, b = restated(recipe.loss, logs[row, i, 1:], teacher[row, places - 1], labels, learned)
+            ours, theirs = (over(x, kept, labels) for x in (logits[row, i, 1:], taught[row, places - 1]))
+            a, b = restated(recipe.loss, ours, theirs, labels, learned)
             total, weight, seen = total + a, weight + b, seen + learned.sum()
-            right += (learned & (logs[row, i, 1:].argmax(-1) == labels)).sum()
+            right += (learned & (ours.argmax(-1) == labels)).sum()
     assert abs(float(sums.loss) - total) < 1e-4 * max(1.0, total)
     assert abs(float(sums.weight) - weight) < 1e-4 * weight
     assert (float(sums.seen.sum()), float(sums.right.sum()), float(sums.anchors)) == (seen, right, valid.sum())
@@ -177,7 +193,7 @@ def test_chunks_of_the_vocabulary_do_not_change_the_gradients(pair, text):
         recipe = Recipe(Loss("hybrid", chunk=chunk), 6, 8)
 
         def value(d):
-            return batch_sums(d, target.embed_tokens, target.logits, batch, jax.random.key(0), recipe).loss
+            return batch_sums(d, target.embed_tokens, head_of(target), batch, jax.random.key(0), recipe).loss
 
         return jax.tree.leaves(jax.jit(jax.grad(value))(drafter))
 

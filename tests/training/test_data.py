@@ -9,7 +9,7 @@ from talks import TALKS
 from dflash_jax import LLM, InputError
 from dflash_jax.llm import TINY
 from dflash_jax.text import Tokenizer
-from dflash_jax.training.data import Document, PackedRows, Skipped, batches, pack, read_documents
+from dflash_jax.training.data import Document, PackedRows, Skipped, batches, frequent_tokens, pack, read_documents
 
 MARKED = """{% for m in messages %}<|im_start|>{{ m.role }}
 {% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>
@@ -105,3 +105,10 @@ def test_the_order_of_rows_follows_from_the_step():
     seen = np.concatenate([x.ravel() for x in whole])[:44].reshape(4, 11)
     assert all(set(epoch) == set(range(1, 12)) for epoch in seen)
     assert not np.array_equal(seen[0], seen[1])
+
+
+def test_the_frequent_tokens_are_of_what_is_learned():
+    tokens, mask = np.array([9, 9, 9, 4, 4, 7, 2, 2, 2]), np.array([0, 0, 0, 1, 1, 1, 1, 1, 1], bool)
+    rows = PackedRows([Document(tokens, mask)], 16)
+    assert frequent_tokens(rows, 2).tolist() == [2, 4]
+    assert frequent_tokens(rows, 99).tolist() == [2, 4, 7]
