@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 # Queries and keys whose scores are held at a time.
-QUERIES, KEYS = 512, 512
+QUERIES, KEYS = 256, 256
 _MASKED = -1e30
 
 

@@ -35,6 +35,7 @@ class TrainConfig:
     intermediate_size: int | None = option(None, "width of its MLPs (default: three times the hidden size)", int)
     sliding_window: int | None = option(None, "window of all of its layers but the last (default: full attention)", int)
     mask_token_id: int | None = option(None, "token that stands for what is to be drafted (default: <|mask|>)", int)
+    start_layers: tuple[int, ...] = option((), "target layers that its layers begin as (default: random)", int)
     # The recipe.
     sequence_length: int = option(3072, "tokens of a row, into which documents are packed")
     rows: int = option(8, "rows of a step, over all devices")
@@ -44,6 +45,7 @@ class TrainConfig:
     steps: int | None = option(None, "steps (default: what the epochs need)", int)
     loss: str = option("cross-entropy", "cross-entropy, kl (against the target's distributions) or hybrid (KL and TV)")
     loss_weights: str = option("decay", "weights of a block's slots: decay or d-pace")
+    match: float = option(0.0, "weight of the distance to the target's hidden states, beside the loss")
     gamma: float | None = option(None, "decay of the slots' weights (default: by block size)", float)
     loss_vocabulary: int | None = option(None, "tokens the loss is over, the data's most frequent (default: all)", int)
     loss_chunk: int = option(32, "blocks of a row whose logits are held at a time")

@@ -165,6 +165,10 @@ class PackedRows:
         return sum(min(len(d.tokens), self.length) for d in self.documents) / (len(self) * self.length)
 
 
+# Epochs past any run's. Without a number grain overflows where a batch is one row.
+NO_END = 10**9
+
+
 def frequent_tokens(rows: PackedRows, count: int) -> np.ndarray:
     """The ``count`` tokens that are to be predicted most often, in ascending order."""
     seen = np.concatenate([d.tokens[d.mask] for d in rows.documents])
@@ -181,7 +185,7 @@ def batches(rows, count: int, parts: int, seed: int, first: int) -> Iterator[dic
         each = [rows[int(i)] for i in picked]
         return {k: np.stack([r[k] for r in each]).reshape(*shape, *each[0][k].shape) for k in each[0]}
 
-    order = grain.MapDataset.source(list(range(len(rows)))).seed(seed).shuffle().repeat().batch(count).map(joined)
+    order = grain.MapDataset.source(list(range(len(rows)))).seed(seed).shuffle().repeat(NO_END).batch(count).map(joined)
     found = iter(order.to_iter_dataset(grain.ReadOptions(num_threads=4, prefetch_buffer_size=4)))
     found.set_state({"next_index": first})
     return found

@@ -1,6 +1,7 @@
 """The drafter that is trained: a fresh one, or one to go on from; and as a Hugging Face directory at the end."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from dflash_jax.checkpoint.load import load_drafter, save_module
 from dflash_jax.config import AttentionSpec
 from dflash_jax.errors import InputError
 from dflash_jax.llm import LLM
+from dflash_jax.models.decoder import Decoder
 from dflash_jax.models.drafter import Drafter
 from dflash_jax.models.families import dflash
 from dflash_jax.training.config import TrainConfig
@@ -81,10 +83,45 @@ def raw_config(config: TrainConfig, llm: LLM) -> dict:
     return raw
 
 
-def starting_drafter(config: TrainConfig, raw: dict) -> Drafter:
+def starting_drafter(config: TrainConfig, raw: dict, target: Decoder) -> Drafter:
     if config.draft is not None:
         return load_drafter(resolve(config.draft))
-    return Drafter(dflash.read_config(raw), rngs=nnx.Rngs(config.seed))
+    drafter = Drafter(dflash.read_config(raw), rngs=nnx.Rngs(config.seed))
+    if config.start_layers:
+        copy_layers(drafter, target, config.start_layers)
+    return drafter
+
+
+def copy_layers(drafter: Drafter, target: Decoder, layers: Sequence[int]) -> None:
+    """Gives the drafter's layers the weights of some of the target's, and its last norm those of the target's."""
+    depth, wanted = len(target.layers), len(drafter.layers)
+    if len(layers) != wanted or not all(0 <= i < depth for i in layers):
+        raise InputError(f"start_layers {list(layers)}: give {wanted}, each 0 to {depth - 1}")
+
+    def copy(mine, theirs, offset: float = 0.0):
+        mine[...] = jnp.asarray(theirs[...], mine[...].dtype) + offset
+
+    offset = target.config.norm_offset
+    for layer, i in zip(drafter.layers, layers, strict=True):
+        given = target.layers[i]
+        pairs = [(layer.mixer, given.mixer, "q k v o"), (layer.ffn, given.ffn, "gate_up down")]
+        for mine, theirs, names in pairs:
+            for name in names.split():
+                shape, other = getattr(mine, name).shape, getattr(getattr(theirs, name, None), "shape", None)
+                if shape != other:
+                    raise InputError(f"start_layers {i}: {name} is {other} in the target, {shape} in the drafter")
+                copy(getattr(mine, name), getattr(theirs, name))
+        for name in ("input_norm", "post_norm"):
+            copy(getattr(layer, name).weight, getattr(given, name).weight, offset)
+        for name, matrix in (("q_norm", given.mixer.q), ("k_norm", given.mixer.k)):
+            norm = getattr(layer.mixer, name).weight
+            if hasattr(given.mixer, name):
+                copy(norm, getattr(given.mixer, name).weight, offset)
+                continue
+            # A target without these norms: about the size that its queries and keys have.
+            rows = jnp.asarray(matrix[...], jnp.float32) * (layer.input_norm.weight[...])
+            norm[...] = jnp.full(norm.shape, jnp.sqrt(jnp.mean(jnp.sum(rows**2, -1))), norm[...].dtype)
+    copy(drafter.norm.weight, target.norm.weight, offset)
 
 
 def export(drafter: Drafter, raw: dict, directory: Path) -> None:

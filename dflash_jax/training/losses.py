@@ -17,20 +17,22 @@ class Loss:
     """kind: "cross-entropy" against the next tokens; "kl", forward, against the target's distributions; "hybrid",
     λ·KL + (1 - λ)·TV with λ = exp(-eta · acceptance rate) (arXiv 2602.23881). weights: "decay", exp(-(k - 1) / gamma)
     for slot k (arXiv 2602.06036); "d-pace", Σ_{m ≥ k} Π_{i ≤ m} q̃_i with q̃ = (1 - alpha)·q + alpha and q the drafter's
-    probability of the label: what a slot is worth to the expected acceptance length. ``chunk``: anchors of a row whose
-    logits are held at a time."""
+    probability of the label: what a slot is worth to the expected acceptance length. ``match``: adds so many times the
+    squared distance to the target's hidden states, relative to their square (as in arXiv 2401.15077). ``chunk``:
+    anchors of a row whose logits are held at a time."""
 
     kind: str = "cross-entropy"
     weights: str = "decay"
     gamma: float = 7.0
     alpha: float = 0.5
     eta: float = 3.0
+    match: float = 0.0
     chunk: int = 32
 
     @property
     def needs_teacher(self) -> bool:
         """Whether the target's own hidden states are needed."""
-        return self.kind != "cross-entropy"
+        return self.kind != "cross-entropy" or self.match > 0
 
 
 def default_gamma(block_size: int) -> float:
@@ -66,7 +68,7 @@ def _losses(loss: Loss, logits, labels, teacher):
     """(losses, log-probabilities of the labels) [..., K] of float32 logits [..., K, V]."""
     total = jax.nn.logsumexp(logits, axis=-1)
     log_q = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0] - total
-    if not loss.needs_teacher:
+    if loss.kind == "cross-entropy":
         return -log_q, log_q
     teacher = jax.lax.stop_gradient(teacher)
     log_p = teacher - jax.nn.logsumexp(teacher, axis=-1, keepdims=True)
@@ -106,6 +108,13 @@ class Head:
         return jnp.concatenate([logits, last], axis=-1), jnp.where(is_kept, column, len(self.kept))
 
 
+def distance(states, teacher):
+    """float32 [...]: squared distance of [..., H] to the target's, relative to the latter's square."""
+    states, teacher = states.astype(jnp.float32), teacher.astype(jnp.float32)
+    # Chunks are padded with zeros.
+    return jnp.sum((states - teacher) ** 2, -1) / jnp.maximum(jnp.sum(teacher**2, -1), 1e-6)
+
+
 def block_loss(loss: Loss, head: Head, states, labels, learned, teacher=None) -> Sums:
     """states [B, A, K, H] of the predicting slots; labels int [B, A, K], ``learned`` bool [B, A, K]: which of them
     count; teacher [B, A, K, H]: the target's hidden states that predict the labels.
@@ -122,12 +131,13 @@ def block_loss(loss: Loss, head: Head, states, labels, learned, teacher=None) ->
 
     @jax.checkpoint
     def one(states, labels, learned, teacher):
-        if teacher is not None:
-            teacher, _ = head(teacher, labels)
-        logits, labels = head(states, labels)
-        losses, log_q = _losses(loss, logits, labels, teacher)
+        logits, columns = head(states, labels)
+        taught = head(teacher, labels)[0] if loss.kind != "cross-entropy" else None
+        losses, log_q = _losses(loss, logits, columns, taught)
+        if loss.match:
+            losses += loss.match * distance(states, teacher)
         weights = slot_weights(loss, log_q, learned)
-        right = learned & (jnp.argmax(logits, axis=-1) == labels)
+        right = learned & (jnp.argmax(logits, axis=-1) == columns)
         led = jnp.cumprod(right.astype(jnp.float32), axis=-1)
         return Sums(
             jnp.sum(losses * weights),

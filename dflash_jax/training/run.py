@@ -67,7 +67,7 @@ def read_rows(config: TrainConfig, llm: LLM, tell: Callable) -> PackedRows:
 def recipe_of(config: TrainConfig, pair: Pair) -> Recipe:
     block = pair.draft.block_size
     gamma = default_gamma(block) if config.gamma is None else config.gamma
-    loss = Loss(config.loss, config.loss_weights, gamma, chunk=config.loss_chunk)
+    loss = Loss(config.loss, config.loss_weights, gamma, match=config.match, chunk=config.loss_chunk)
     return Recipe(loss, config.anchors, block, pair.llm.dtype)
 
 
@@ -157,7 +157,7 @@ def fit(config: TrainConfig, tell: Callable[[str], None]) -> tuple[int, int]:
         state = held.restore(shapes, trainer.shardings())
         tell(f"going on behind step {first} of {steps}")
     else:
-        state = trainer.start(drafters.starting_drafter(config, pair.raw))
+        state = trainer.start(drafters.starting_drafter(config, pair.raw, pair.llm.target))
         count = sum(x.size for x in jax.tree.leaves(state[0]))
         tell(f"a drafter of {count / 1e6:.1f} million parameters, {steps} steps of {config.rows} rows on {layout}")
     directory = config.directory

@@ -184,6 +184,31 @@ def test_loss_against_a_plain_restatement(pair, text, slots, kind, kept, weights
     assert (float(sums.seen.sum()), float(sums.right.sum()), float(sums.anchors)) == (seen, right, valid.sum())
 
 
+def test_the_distance_to_the_targets_states_is_added(pair, text):
+    target, drafter = pair
+    tokens, hidden, features = text
+    batch, key = Batch(tokens, jnp.ones((2, T), bool), jnp.asarray(STARTS), features, hidden), jax.random.key(0)
+
+    def sums(match: float):
+        recipe = Recipe(Loss(gamma=1e9, match=match, chunk=2), 5, 8)
+        return batch_sums(drafter, target.embed_tokens, head_of(target), batch, key, recipe)
+
+    anchors, valid = sample_anchors(key, batch.loss_mask, batch.starts, 5)
+    states = block_states(
+        drafter, features, target.embed_tokens(blocks(drafter, tokens, anchors)[..., :8]), anchors, STARTS
+    )
+    total = 0.0
+    for row, i in zip(*np.nonzero(valid), strict=True):
+        start = int(anchors[row, i])
+        for k in range(1, 8):
+            if start + k >= T or STARTS[row, start + k] != STARTS[row, start]:
+                break
+            theirs = np.asarray(hidden[row, start + k - 1])
+            total += np.sum((np.asarray(states[row, i, k]) - theirs) ** 2) / np.sum(theirs**2)
+    added = float(sums(0.5).loss - sums(0.0).loss)
+    assert abs(added - 0.5 * total) < 1e-4 * total
+
+
 def test_chunks_of_the_vocabulary_do_not_change_the_gradients(pair, text):
     target, drafter = pair
     tokens, hidden, features = text

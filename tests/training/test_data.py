@@ -105,6 +105,8 @@ def test_the_order_of_rows_follows_from_the_step():
     seen = np.concatenate([x.ravel() for x in whole])[:44].reshape(4, 11)
     assert all(set(epoch) == set(range(1, 12)) for epoch in seen)
     assert not np.array_equal(seen[0], seen[1])
+    alone = batches(rows, 1, 1, 7, 3)
+    np.testing.assert_array_equal(next(alone)["tokens"][0, 0, 0], whole[0][1, 1])
 
 
 def test_the_frequent_tokens_are_of_what_is_learned():

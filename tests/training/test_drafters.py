@@ -1,0 +1,62 @@
+"""Drafters at their beginning."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from families import family_config
+from helpers import random_decoder, random_drafter, tiny_draft_config
+
+from dflash_jax import InputError
+from dflash_jax.config import DraftLayerSpec
+from dflash_jax.training.drafters import copy_layers
+
+
+@pytest.fixture(params=["llama", "qwen3"])
+def target(request):
+    return random_decoder(family_config(request.param))
+
+
+def drafter_for(target, intermediate: int = 32):
+    spec = replace(target.config.layers[0].mixer, qk_norm=True)
+    config = tiny_draft_config(target.config)
+    return random_drafter(replace(config, layers=(DraftLayerSpec(spec, intermediate, None, False),) * 2))
+
+
+def test_layers_begin_as_the_targets(target):
+    drafter = drafter_for(target)
+    copy_layers(drafter, target, (1, 0))
+    for mine, theirs in zip(drafter.layers, (target.layers[1], target.layers[0]), strict=True):
+        for part, names in (("mixer", "qkvo"), ("ffn", ("gate_up", "down"))):
+            for name in names:
+                np.testing.assert_array_equal(*(getattr(getattr(x, part), name)[...] for x in (mine, theirs)))
+        # The target stores its norms less 1, the drafter whole.
+        stored = theirs.input_norm.weight[...] + target.config.norm_offset
+        np.testing.assert_array_equal(mine.input_norm.weight[...], stored)
+        if hasattr(theirs.mixer, "k_norm"):
+            np.testing.assert_array_equal(mine.mixer.k_norm.weight[...], theirs.mixer.k_norm.weight[...] + 1)
+    np.testing.assert_array_equal(drafter.norm.weight[...], target.norm.weight[...] + target.config.norm_offset)
+
+
+def test_norms_that_a_target_lacks_are_of_the_size_of_its_keys():
+    target = random_decoder(family_config("llama"))
+    drafter = drafter_for(target)
+    copy_layers(drafter, target, (0, 1))
+    inputs = np.random.default_rng(0).standard_normal((4000, target.config.hidden_size))
+    layer = drafter.layers[0]
+    keys = np.einsum("th,kdh->tkd", inputs * np.asarray(layer.input_norm.weight[...]), np.asarray(layer.mixer.k[...]))
+    assert abs(float(layer.mixer.k_norm.weight[0]) / np.sqrt(np.mean(keys**2)) - 1) < 0.05
+
+
+@pytest.mark.parametrize(
+    ("layers", "intermediate", "message"),
+    [
+        ((0,), 32, r"start_layers \[0\]: give 2, each 0 to 1"),
+        ((0, 2), 32, "each 0 to 1"),
+        ((0, 1), 30, r"start_layers 0: gate_up is \(2, 32, 36\) in the target, \(2, 30, 36\) in the drafter"),
+    ],
+)
+def test_what_does_not_fit_is_told(layers, intermediate, message):
+    target = random_decoder(family_config("llama"))
+    with pytest.raises(InputError, match=message):
+        copy_layers(drafter_for(target, intermediate), target, layers)
