@@ -26,9 +26,10 @@ class Weights:
     head: float
     copied: dict[str, float]
 
-    def read(self, tokens: float) -> float:
-        """Bytes that a pass over ``tokens`` tokens reads, with routing as if by chance."""
-        touched = self.experts * (1 - (1 - self.per_token / self.experts) ** tokens) if self.experts else 0.0
+    def read(self, tokens: float, touched: float | None = None) -> float:
+        """Bytes that a pass over ``tokens`` tokens reads, with ``touched`` experts a layer (None: as if by chance)."""
+        if touched is None:
+            touched = self.experts * (1 - (1 - self.per_token / self.experts) ** tokens) if self.experts else 0.0
         share = self.held / self.experts if self.experts else 0.0
         return self.total - self.lookup - self.held * self.expert + touched * share * self.expert
 

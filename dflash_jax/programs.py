@@ -158,7 +158,7 @@ class Programs:
         with jax.default_matmul_precision("highest" if self.weights[0].dtype == "float32" else "default"):
             return jax.jit(mapped, donate_argnums=1 if donate else ()).lower(self.weights, state, *args)
 
-    def _call(self, key: tuple, function: Callable, state: DecodeState, args: tuple, specs: Callable, donate=True):
+    def call(self, key: tuple, function: Callable, state: DecodeState, args: tuple, specs: Callable, donate=True):
         """``specs()``: those of ``args``, and of what comes out, as for `_lower`.
 
         The state is of one shape for an engine's life: its rows and capacity tell its programs apart.
@@ -213,30 +213,30 @@ class Programs:
         def specs():
             return (ROWS, jax.tree.map(lambda _: WHOLE, admission)), WHOLE
 
-        return self._call(("admit",), steps.admit, state, (rows, admission), specs)[0]
+        return self.call(("admit",), steps.admit, state, (rows, admission), specs)[0]
 
     def prefill(self, state: DecodeState, rows, n, size: int, drafting: bool = True) -> tuple[DecodeState, jax.Array]:
         """Feeds the next n [rows] ≤ ``size`` prompt tokens of each row, the drafter with them unless ``drafting`` is
         False; also returns how many each has behind it."""
         function, specs = partial(steps.prefill, size=size, drafting=drafting), ((ROWS, ROWS), WHOLE)
-        return self._call(("prefill", size, drafting), function, state, (rows, n), lambda: specs)
+        return self.call(("prefill", size, drafting), function, state, (rows, n), lambda: specs)
 
     def score(self, state: DecodeState, rows, n, size: int, top: int) -> tuple[DecodeState, Logprobs]:
         """`prefill` without the drafter; also returns `Logprobs` [rows, size] of what follows each token, and of the
         ``top`` likeliest."""
         function, specs = partial(steps.score, size=size, top=top), ((ROWS, ROWS), WHOLE)
-        return self._call(("score", size, top), function, state, (rows, n), lambda: specs)
+        return self.call(("score", size, top), function, state, (rows, n), lambda: specs)
 
     def decode(self, state: DecodeState, rows, width, rounds: int, settings: Settings) -> tuple[DecodeState, Report]:
         """Up to ``rounds`` rounds of each row, ``width`` [rows] tokens wide."""
         function, specs = partial(steps.decode, settings=settings), ((ROWS, ROWS, WHOLE), WHOLE)
-        return self._call(("decode", settings), function, state, (rows, width, np.int32(rounds)), lambda: specs)
+        return self.call(("decode", settings), function, state, (rows, width, np.int32(rounds)), lambda: specs)
 
     def propose(self, state: DecodeState, rows, width, settings: Settings) -> jax.Array:
         """The window int [rows, W] that a round is about to verify. First of the three parts of a round whose draws
         are masked."""
         function, specs = partial(steps.propose, settings=settings), ((ROWS, ROWS), WHOLE)
-        return self._call(("propose", settings), function, state, (rows, width), lambda: specs, donate=False)
+        return self.call(("propose", settings), function, state, (rows, width), lambda: specs, donate=False)
 
     def _verified_specs(self, settings: Settings):
         target, drafter = self._pair
@@ -249,7 +249,7 @@ class Programs:
         def specs():
             return (ROWS, ROWS, ROWS), self._verified_specs(settings)
 
-        return self._call(("verify", settings), function, state, (rows, width, block), specs, donate=False)
+        return self.call(("verify", settings), function, state, (rows, width, block), specs, donate=False)
 
     def finish(self, state: DecodeState, rows, width, block, mask, verified, settings: Settings):
         """Draws under packed ``mask`` uint32 [rows, W, ceil(V / 32)] and commits: (state, `Report`); third part."""
@@ -258,7 +258,7 @@ class Programs:
         def specs():
             return (ROWS, ROWS, ROWS, ROWS, self._verified_specs(settings)), WHOLE
 
-        return self._call(("finish", settings), function, state, (rows, width, block, mask, verified), specs)
+        return self.call(("finish", settings), function, state, (rows, width, block, mask, verified), specs)
 
     def save(self, state: DecodeState, rows, start: int, size: int):
         """Keys and values of ``size`` positions from ``start`` of one row: a segment for `load`."""
@@ -267,13 +267,13 @@ class Programs:
         def specs():
             return (ROWS, WHOLE), prefix.segment_specs(self._specs_of(state))
 
-        return self._call(("save", size), function, state, (rows, np.int32(start)), specs, donate=False)
+        return self.call(("save", size), function, state, (rows, np.int32(start)), specs, donate=False)
 
     def load(self, state: DecodeState, rows, start: int, segment) -> DecodeState:
         def specs():
             return (ROWS, WHOLE, prefix.segment_specs(self._specs_of(state))), WHOLE
 
-        return self._call(("load",), steps.load, state, (rows, np.int32(start), segment), specs)[0]
+        return self.call(("load",), steps.load, state, (rows, np.int32(start), segment), specs)[0]
 
     def snapshot(self, state: DecodeState, rows):
         """What a row remembers beside keys and values by position, for `restore`."""
@@ -281,7 +281,7 @@ class Programs:
         def specs():
             return (ROWS,), prefix.snapshot_specs(self._specs_of(state))
 
-        return self._call(("snapshot",), steps.snapshot, state, (rows,), specs, donate=False)
+        return self.call(("snapshot",), steps.snapshot, state, (rows,), specs, donate=False)
 
     def restore(self, state: DecodeState, rows, length: int, snapshot) -> DecodeState:
         """``state`` with a row as it was when it had ``length`` tokens behind it."""
@@ -289,8 +289,8 @@ class Programs:
         def specs():
             return (ROWS, WHOLE, prefix.snapshot_specs(self._specs_of(state))), WHOLE
 
-        return self._call(("restore",), steps.restore, state, (rows, np.int32(length), snapshot), specs)[0]
+        return self.call(("restore",), steps.restore, state, (rows, np.int32(length), snapshot), specs)[0]
 
     def draw(self, state: DecodeState) -> tuple:
         """Raw logits and what is maximised, [B, V], for the token behind what each row has."""
-        return self._call(("draw",), steps.draw, state, (), lambda: ((), WHOLE), donate=False)
+        return self.call(("draw",), steps.draw, state, (), lambda: ((), WHOLE), donate=False)

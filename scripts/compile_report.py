@@ -20,23 +20,20 @@ import time
 from collections import Counter
 from pathlib import Path
 
+from dflash_jax.devices import DEVICES
+from dflash_jax.errors import InputError
+from dflash_jax.fit import read_shapes
+from dflash_jax.options import Parser, exit_code
+from dflash_jax.system import read_system
+
 # Read when jax, the CUDA plugin or libtpu loads.
-os.environ["JAX_PLATFORMS"] = "cpu"
-for variable, value in (
-    ("TPU_SKIP_MDS_QUERY", "1"),
-    ("TPU_WORKER_HOSTNAMES", "localhost"),
-    ("TPU_ACCELERATOR_TYPE", "v6e-8"),
-    ("ALLOW_MULTIPLE_LIBTPU_LOAD", "1"),
-    ("TF_CPP_MIN_LOG_LEVEL", "2"),
-):
-    os.environ.setdefault(variable, value)
-
-from dflash_jax.devices import DEVICES  # noqa: E402
-from dflash_jax.errors import InputError  # noqa: E402
-from dflash_jax.fit import read_shapes  # noqa: E402
-from dflash_jax.options import Parser, exit_code  # noqa: E402
-from dflash_jax.system import read_system  # noqa: E402
-
+WITHOUT_DEVICES = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v6e-8",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TF_CPP_MIN_LOG_LEVEL": "2",
+}
 SPECS = Path(__file__).parent / "gpu_specs"
 # H200 is H100 with another memory.
 H200 = {
@@ -45,6 +42,13 @@ H200 = {
     "NVIDIA H100 80GB HBM3": "NVIDIA H200 141GB HBM3e",
 }
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all")
+
+
+def prepare() -> None:
+    """For compilers of devices that are not there: before jax is imported."""
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    for variable, value in WITHOUT_DEVICES.items():
+        os.environ.setdefault(variable, value)
 
 
 def topology(device: str, count: int) -> list:
@@ -132,6 +136,22 @@ def copied_bytes(hlo: str, shapes: set[tuple[int, ...]]) -> int:
         if made and (made[1] or not inside) and shape_key(made[3].split(",")) in shapes:
             total += sizes.get(made[2], 4) * math.prod(int(n) for n in made[3].split(","))
     return total
+
+
+# What starts no kernel of its own.
+FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "after-all"}
+
+
+def kernels(hlo: str) -> int:
+    """Operations of an optimised program that run by themselves; those of loops count once."""
+    fused = set(re.findall(r"(?:kind=k\w+, calls|to_apply)=%?([\w.-]+)", hlo))
+    count, inside = 0, False
+    for line in hlo.splitlines():
+        if opened := re.match(r"(?:ENTRY )?%?([\w.-]+) \(.*\{$", line):
+            inside = opened[1] in fused
+        elif not inside and (made := re.match(r"\s+(?:ROOT )?%?\S+ = .*?[\])}] ([a-z][\w-]*)\(", line)):
+            count += made[1] not in FREE
+    return count
 
 
 def measure(lowered, layers: int, held: dict, options: dict) -> dict:
@@ -297,6 +317,7 @@ def run(args) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
+    prepare()
     return exit_code(lambda: run(make_parser().parse_args(argv)))
 
 

@@ -178,6 +178,7 @@ def run(args) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
+    report.prepare()
     p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("name", nargs="?", help="a pair of configs/train/")
     p.add_argument("--device", metavar="NAME")

@@ -1,0 +1,457 @@
+"""Decoding at real shapes, part by part, beside the bandwidth floor of the card it runs on.
+
+    python scripts/bench_decode.py [--config configs/qwen3.6-35b-a3b.toml] [--grid full] [--profile]
+
+Weights are random and made on the device; the experts that they touch are counted, the card's bandwidth is measured.
+Without a config: the bundled pair, which a CPU manages. A model that does not fit in bfloat16 is held in FP8, or cut to
+as many layers as fit, and the table says so. Points that --out already has are not measured again. Results: a table on
+stdout (--json: the record), OUT.json and OUT.md.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dflash_jax import LLM, speculative
+from dflash_jax.config import MoeSpec
+from dflash_jax.devices import device_name
+from dflash_jax.errors import InputError
+from dflash_jax.fit import measure_slot, read_shapes, weigh
+from dflash_jax.models import moe
+from dflash_jax.options import Parser, exit_code, set_platform
+from dflash_jax.programs import ROWS, Programs, enable_disk_cache
+from dflash_jax.sharding import DATA, Layout, parameter_paths, parameter_specs, spec
+from dflash_jax.state import PLAIN_SETTINGS, Settings, take_rows
+from dflash_jax.system import read_system
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(Path(__file__).parent))
+import compile_report  # noqa: E402
+
+INTRODUCTION = """# Decoding, part by part
+
+`python scripts/bench_decode.py`: {}. Milliseconds, medians of five. The head is part of verify; commit is what is left
+of a round, which the loop runs without the host (a part alone pays for its own start). GB: what a round cannot but
+move, with the experts that were counted; the floor is its time at the measured bandwidth.
+"""
+ROUNDS = 16
+PREFILL = 512
+# Room behind the context for the rounds of all measurements.
+ROOM = 1024
+USABLE = 0.92
+
+
+@dataclass(frozen=True)
+class Point:
+    """A batch of rows that verify ``width`` tokens each behind ``context`` others; width 1 is plain decoding."""
+
+    batch: int
+    width: int
+    context: int
+
+    def __str__(self) -> str:
+        return f"batch {self.batch}, width {self.width}, context {self.context}"
+
+
+def grid(name: str, is_small: bool) -> list[Point]:
+    if is_small:
+        batches, contexts = ((1, 8), (256,)) if name == "default" else ((1, 8, 16, 32), (256, 2048))
+        return [Point(*p) for p in product(batches, (1, 8, 16), contexts)]
+    if name == "full":
+        return [Point(*p) for p in product((1, 8, 16, 32), (1, 8, 16), (2048, 16384, 131072))]
+    few = [Point(*p) for p in product((1, 32), (1, 8, 16), (2048,))]
+    return [*few, Point(1, 16, 16384), Point(32, 8, 16384)]
+
+
+def random_leaf(path: str, shape: jax.ShapeDtypeStruct, sharding, seed: int) -> jax.Array:
+    """Small numbers, so that nothing overflows; scales and norms near what checkpoints have."""
+    name = path.rsplit(".", 1)[-1]
+
+    def make():
+        if jnp.issubdtype(shape.dtype, jnp.integer):
+            return jax.random.randint(jax.random.key(seed), shape.shape, -127, 128).astype(shape.dtype)
+        if name in ("weight", "scale", "a_log", "dt_bias"):
+            return jnp.full(shape.shape, 2e-4 if name == "scale" else 1.0, shape.dtype)
+        size = 1.0 if shape.dtype.itemsize == 1 else 0.02
+        return (size * jax.random.normal(jax.random.key(seed), shape.shape, jnp.bfloat16)).astype(shape.dtype)
+
+    return jax.jit(make, out_shardings=sharding)()
+
+
+def random_weights(module, mesh, seed: int):
+    """``module``, abstract, with weights."""
+    leaves, structure = jax.tree.flatten(module)
+    each = zip(parameter_paths(module), leaves, parameter_specs(module), strict=True)
+    made = [
+        random_leaf(path, leaf, jax.sharding.NamedSharding(mesh, cut), seed + i)
+        for i, (path, leaf, cut) in enumerate(each)
+    ]
+    return jax.tree.unflatten(structure, made)
+
+
+@dataclass
+class Pair:
+    """What is measured, and what was cut or changed so that it fits."""
+
+    name: str
+    target: object
+    drafter: object
+    note: str
+
+
+def fitting(shapes, layout: Layout, points: list[Point], memory: float, quantize: str | None) -> tuple:
+    """(shapes, quantize, note): bfloat16 if every layer and state fits, then FP8, then fewer layers."""
+    longest = max((p.batch * (p.context + ROOM) for p in points), default=0)
+    widest = max(p.batch * p.width for p in points)
+    whole = len(shapes.target.layers)
+    step = math.lcm(*{shapes.target.layers.index(s) + 1 for s in set(shapes.target.layers)})
+
+    def needs(shapes, quantize) -> float:
+        target, drafter = compile_report.abstract_pair(shapes, layout, jnp.bfloat16, quantize)
+        held = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves((target, drafter)))
+        slot = measure_slot(target, drafter, layout)
+        batch = max(p.batch for p in points)
+        logits = 12 * widest * shapes.target.vocab_size
+        return held / layout.tensor / layout.expert + (slot.fixed * batch + slot.per_position * longest + logits)
+
+    for kind in (quantize,) if quantize or shapes.fp8 else (None, "fp8"):
+        if needs(shapes, kind) <= USABLE * memory:
+            return shapes, kind, "" if kind == quantize else "held in FP8: bfloat16 does not fit"
+    for count in range(whole - whole % step, 0, -step):
+        cut = compile_report.shorten(shapes, count)
+        if needs(cut, kind) <= USABLE * memory:
+            return cut, kind, f"{count} of {whole} layers{', in FP8' if kind == 'fp8' else ''}: more do not fit"
+    raise InputError(f"not even {step} layers fit into {memory / 1e9:.0f} GB")
+
+
+def open_pair(args, points: list[Point]) -> Pair:
+    if args.config is None:
+        llm = LLM(dtype=args.dtype)
+        return Pair("bundled", llm.target, llm.drafter, "trained weights")
+    system = read_system(args.config)
+    shapes = read_shapes(*(str(system.shapes[k]) for k in ("target", "draft")))
+    devices = jax.devices()
+    layout = Layout.parse(args.mesh if args.mesh is not None else system.mesh(devices[0].device_kind, len(devices)))
+    stats = devices[0].memory_stats() or {}
+    if args.layers:
+        shapes = compile_report.shorten(shapes, args.layers)
+    shapes, quantize, note = fitting(shapes, layout, points, stats.get("bytes_limit", 16e9), args.quantize)
+    target, drafter = compile_report.abstract_pair(shapes, layout, jnp.dtype(args.dtype or "bfloat16"), quantize)
+    mesh = layout.mesh()
+    note = "; ".join(filter(None, ["random weights", f"first {args.layers} layers" if args.layers else "", note]))
+    return Pair(Path(args.config).stem, random_weights(target, mesh, 0), random_weights(drafter, mesh, 10**6), note)
+
+
+def measured_bandwidth(size: int = 2**31) -> float:
+    """Bytes a second of reading and writing a large array on one device."""
+    size = size if jax.default_backend() != "cpu" else 2**28
+    x = jnp.zeros((size // 4,), jnp.float32)
+    add = jax.jit(lambda x: x + 1, donate_argnums=0)
+    x, times = jax.block_until_ready(add(x)), []
+    for _ in range(5):
+        began = time.perf_counter()
+        x = jax.block_until_ready(add(x))
+        times.append(time.perf_counter() - began)
+    return 2 * size / min(times)
+
+
+def choices(target, drafter, state, rows, block):
+    """Experts that each layer's tokens are sent to, int [layers, tokens, k]."""
+    seen, route = [], moe.route
+
+    def spy(logits, spec):
+        weights, chosen = route(logits, spec)
+        seen.append(chosen)
+        return weights, chosen
+
+    moe.route = spy
+    try:
+        speculative.verify(target, take_rows(state, rows), block)
+    finally:
+        moe.route = route
+    return jnp.stack(seen)
+
+
+def head(target, drafter, state, hidden):
+    return target.logits(hidden)
+
+
+def draw(target, drafter, state, rows, block, logits):
+    """The part of a round between logits and caches: what is drawn, accepted and written into the rows."""
+    after = speculative.decide(take_rows(state, rows), block, logits)
+    return after.tokens, after.length, after.done
+
+
+class Bench:
+    def __init__(self, pair: Pair, bandwidth: float):
+        self.programs, self.pair, self.bandwidth = Programs(pair.target, pair.drafter), pair, bandwidth
+        self.layout = pair.target.layout
+        self.weights = weigh(pair.target, self.layout, frozenset())
+        self.drafts = weigh(pair.drafter, self.layout, frozenset())
+        self.slot = measure_slot(pair.target, pair.drafter, self.layout)
+
+    def state(self, point: Point):
+        """Rows with ``context`` tokens behind them, as far as time and memory can tell."""
+        capacity = -(-(point.context + ROOM) // 256) * 256
+        state = self.programs.empty(point.batch, capacity, PLAIN_SETTINGS)
+        return self.filled(state, prompt_length=point.context, limit=capacity, width=point.width)
+
+    def calls(self, point: Point, state) -> dict:
+        """name → function of a state that runs the part: (what to wait for, the state behind it, rounds)."""
+        p, rows = self.programs, np.arange(point.batch, dtype=np.int32)
+        width, settings = np.full(point.batch, point.width, np.int32), Settings(point.width)
+        plain = replace(settings, drafting=False)
+        block = np.ones((point.batch, point.width), np.int32)
+        vocab, hidden = p.config.vocab_size, p.config.hidden_size
+        wide = spec(DATA, None, self.pair.target.vocab)
+        logits = jnp.zeros((point.batch, point.width, vocab), jnp.float32)
+        states = jnp.zeros((point.batch, point.width, hidden), self.pair.target.dtype)
+
+        def decode(s):
+            after, report = p.decode(s, rows, width, ROUNDS, plain if point.width == 1 else settings)
+            return report.count, after
+
+        def prefill(s):
+            # As if nothing of the prompt had been read.
+            count = np.full(1, prefilled(point), np.int32)
+            after, base = p.prefill(s, rows[:1], count, PREFILL, drafting=point.width > 1)
+            return base, after
+
+        def apart(name, function, args, specs):
+            return lambda s: (p.call((name, settings), function, s, args, lambda: specs, donate=False), s)
+
+        parts = {
+            "round": decode,
+            "verify": lambda s: (p.verify(s, rows, width, block, plain if point.width == 1 else settings), s),
+            "head": apart("head", head, (states,), ((ROWS,), wide)),
+            "draw": apart("draw", draw, (rows, block, logits), ((ROWS, ROWS, wide), ROWS)),
+            "prefill": prefill,
+        }
+        if point.width > 1:
+            parts["draft"] = lambda s: (p.propose(s, rows, width, settings), s)
+        if any(isinstance(layer.ffn, MoeSpec) for layer in p.config.layers):
+            # Replicated over everything but the rows: what each token chose.
+            parts["choices"] = apart("choices", choices, (rows, block), ((ROWS, ROWS), spec(None, DATA)))
+        return parts
+
+    def measure(self, point: Point) -> dict:
+        state = self.state(point)
+        calls = self.calls(point, state)
+        began = time.perf_counter()
+        with self.programs.ahead(threads=8):
+            for call in calls.values():
+                call(state)
+        found = {"compile_s": round(time.perf_counter() - began, 1)}
+        touched = None
+        if "choices" in calls:
+            chosen = np.asarray(calls.pop("choices")(state)[0])
+            touched = float(np.mean([len(np.unique(layer)) for layer in chosen]))
+            found["experts_touched"] = round(touched, 1)
+        for name, call in calls.items():
+            seconds, state = timed(call, state, partial(self.rewound, point=point, name=name))
+            found[f"{name}_ms"] = round(1e3 * seconds / (ROUNDS if name == "round" else 1), 4)
+        parts = [found.get(f"{k}_ms", 0.0) for k in ("draft", "verify", "draw")]
+        # What is left of a round; the host's part of a single call can make it negative.
+        found["commit_ms"] = round(found["round_ms"] - sum(parts), 4)
+        moved = self.bytes(point, touched)
+        found |= {"gb_a_round": round(moved / 1e9, 4), "floor_ms": round(1e3 * moved / self.bandwidth, 4)}
+        found["of_floor"] = round(found["floor_ms"] / found["round_ms"], 3)
+        found["prefill_tokens_per_s"] = round(1e3 * prefilled(point) / found["prefill_ms"])
+        found |= self.compiled(point)
+        peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+        return found | ({"peak_gb": round(peak / 1e9, 2)} if peak else {})
+
+    def rewound(self, state, point: Point, name: str):
+        """The state before a part; prefill has a prompt ahead of it."""
+        base = point.context - 1 - (prefilled(point) if name == "prefill" else 0)
+        return self.filled(state, length=point.context, base=base, rounds=0, done=False)
+
+    @staticmethod
+    def filled(state, **values):
+        def like(x, value):
+            return jax.device_put(np.full(x.shape, value, x.dtype), x.sharding)
+
+        return replace(state, **{name: like(getattr(state, name), value) for name, value in values.items()})
+
+    def bytes(self, point: Point, touched: float | None) -> float:
+        """That a round cannot but move on each device: weights, of experts those that are touched, keys and values of
+        the context, the recurrent state read and written."""
+        rows = math.ceil(point.batch / self.layout.data)
+        context = rows * (2 * self.slot.state + self.slot.kv * point.context)
+        drafting = self.drafts.total + self.weights.head if point.width > 1 else 0.0
+        return self.weights.read(rows * point.width, touched) + drafting + context
+
+    def compiled(self, point: Point) -> dict:
+        """Of the loop's program: kernels of a round by layer, and temporaries."""
+        keys = [k for k in self.programs.compiled if k[0] == "decode" and k[1].window == point.width]
+        program = self.programs.compiled[keys[-1]]
+        layers = len(self.programs.config.layers) + (len(self.pair.drafter.layers) if point.width > 1 else 0)
+        count = compile_report.kernels(program.as_text()) / layers
+        temporaries = program.memory_analysis().temp_size_in_bytes
+        return {"kernels_a_layer": round(count, 1), "temporaries_gb": round(temporaries / 1e9, 3)}
+
+
+def timed(call, state, rewound) -> tuple:
+    """(median seconds of a call, the state behind): each waited for, after one that warms up."""
+    times = []
+    while len(times) < 6 and sum(times) < 20:
+        state = jax.block_until_ready(rewound(state))
+        began = time.perf_counter()
+        found, state = call(state)
+        jax.block_until_ready(found)
+        times.append(time.perf_counter() - began)
+    return statistics.median(times[1:] or times), state
+
+
+def prefilled(point: Point) -> int:
+    """Prompt tokens that the prefill of a point reads."""
+    return min(PREFILL, point.context - 1)
+
+
+def profile(bench: Bench, point: Point) -> list[tuple[str, float, int]]:
+    """(name, ms a round, times a round) of the ten kernels that take longest in the loop."""
+    import gzip
+    import tempfile
+
+    call, state = bench.calls(point, state := bench.state(point))["round"], bench.rewound(state, point, "round")
+    _, state = call(state)
+    state = jax.block_until_ready(bench.rewound(state, point, "round"))
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            jax.block_until_ready(call(state)[0])
+        (path,) = Path(folder).rglob("*.trace.json.gz")
+        events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    # XLA's own work has the operation's name beside it.
+    spent, times = Counter(), Counter()
+    for event in events:
+        if event.get("ph") == "X" and "hlo_op" in event.get("args", {}):
+            spent[event["name"]] += event["dur"] / 1e3 / ROUNDS
+            times[event["name"]] += 1 / ROUNDS
+    return [(name, round(ms, 4), round(times[name])) for name, ms in spent.most_common(10)]
+
+
+def acceptance_lengths(name: str, width: int) -> dict[str, float]:
+    """Published, by task."""
+    published = json.loads((ROOT / "benchmarks/published.json").read_text()).get(name.removesuffix("-fp8"), {})
+    found = {}
+    for task, lengths in published.get("acceptance_length", {}).items():
+        if str(width) in lengths:
+            value = lengths[str(width)]
+            found[task] = value["dflash"] if isinstance(value, dict) else value
+    return found
+
+
+COLUMNS = {
+    "round": "round_ms", "draft": "draft_ms", "verify": "verify_ms", "of it head": "head_ms", "draw": "draw_ms",
+    "commit": "commit_ms", "GB": "gb_a_round", "floor ms": "floor_ms", "of floor": "of_floor",
+    "experts": "experts_touched", "kernels a layer": "kernels_a_layer", "temporaries GB": "temporaries_gb",
+    "peak GB": "peak_gb", "prefill tok/s": "prefill_tokens_per_s",
+}  # fmt: skip
+
+
+def table(record: dict) -> str:
+    """Markdown: a line a point, then tokens/s at published acceptance lengths."""
+    about = record["about"]
+    lines = [INTRODUCTION.format(", ".join(f"{k} {v}" for k, v in about.items() if v))]
+    shown = {c: k for c, k in COLUMNS.items() if any(k in row for row in record["points"].values())}
+    lines += ["| point | " + " | ".join(shown) + " |", "|---" * (len(shown) + 1) + "|"]
+    for point, row in record["points"].items():
+        cells = [row["failed"]] if "failed" in row else [str(row.get(k, "")) for k in shown.values()]
+        lines.append(f"| {point} | " + " | ".join(cells) + " |")
+    computed = []
+    for point, row in record["points"].items():
+        batch, width, _ = (int(part.split()[1]) for part in point.split(", "))
+        if "failed" in row:
+            continue
+        if width == 1:
+            computed.append(f"| {point} | plain | 1 | {1e3 * batch / row['round_ms']:.0f} |")
+        for task, length in acceptance_lengths(about["config"], width).items():
+            computed.append(f"| {point} | {task} | {length} | {1e3 * batch * length / row['round_ms']:.0f} |")
+    lines += ["", "Tokens/s, computed: a measured round at a published acceptance length, without prefill.", ""]
+    return "\n".join([*lines, "| point | task | acceptance length | tokens/s |", "|---|---|---|---|", *computed]) + "\n"
+
+
+def driver() -> str:
+    version = jax.devices()[0].client.platform_version
+    return " ".join(version.split()) if jax.default_backend() != "cpu" else ""
+
+
+def run(args) -> int:
+    if args.config is not None and args.platform == "cpu" and not args.layers:
+        raise InputError("a model of full size on a CPU: give --layers, or leave --config out")
+    set_platform(args.platform)
+    enable_disk_cache()
+    points = grid(args.grid, args.config is None or jax.default_backend() == "cpu")
+    if args.points:
+        points = [Point(*map(int, text.split(","))) for text in args.points]
+    kind, pair = jax.devices()[0].device_kind, open_pair(args, points)
+    about = {
+        "config": pair.name,
+        "device": f"{len(jax.devices())} x {kind}",
+        "driver": driver(),
+        "jax": jax.__version__,
+        "mesh": str(pair.target.layout),
+        "dtype": str(pair.target.dtype),
+        "model": pair.note,
+    }
+    out = args.out or ROOT / f"benchmarks/decode-{device_name(kind) or jax.default_backend()}-{pair.name}"
+    held = json.loads(out.with_suffix(".json").read_text()) if out.with_suffix(".json").exists() else {}
+    if held.get("about", about) | {"bandwidth_gb_per_s": 0} != about | {"bandwidth_gb_per_s": 0}:
+        raise InputError(f"{out}.json is of {held['about']}, this is {about}: give another --out")
+    bandwidth = measured_bandwidth()
+    about["bandwidth_gb_per_s"] = round(bandwidth / 1e9, 1)
+    record, bench = {"about": about, "points": held.get("points", {})}, Bench(pair, bandwidth)
+    for point in points:
+        if "round_ms" in record["points"].get(str(point), {}):
+            continue
+        print(f"{point} …", file=sys.stderr, flush=True)
+        try:
+            row = bench.measure(point)
+        except jax.errors.JaxRuntimeError as e:
+            row = {"failed": " ".join(str(e).split())[:120]}
+        bench.programs.compiled.clear()
+        record["points"][str(point)] = row
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
+        out.with_suffix(".md").write_text(table(record))
+    print(json.dumps(record) if args.json else table(record))
+    if args.profile:
+        for name, ms, times in profile(bench, points[-1]):
+            print(f"{ms:10.4f} ms a round, {times:4d} times: {name}", file=sys.stderr)
+    return 0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    p = Parser(description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--config", metavar="FILE", help="a TOML of configs/ (default: the bundled pair)")
+    p.add_argument("--grid", choices=["default", "full"], default="default", help="default: %(default)s")
+    p.add_argument("--points", nargs="+", metavar="BATCH,WIDTH,CONTEXT", help="these instead of a grid")
+    p.add_argument("--layers", type=int, metavar="N", help="only the first N layers of the target")
+    p.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: by platform")
+    p.add_argument("--quantize", choices=["int8", "fp8"])
+    p.add_argument("--mesh", metavar="tensor=8", help="default: the config's for these devices")
+    p.add_argument("--platform", help="cpu, cuda or tpu (default: the best there is)")
+    p.add_argument("--profile", action="store_true", help="name the ten most expensive kernels of the last point")
+    p.add_argument("--out", type=Path, metavar="PATH", help="without suffix (default: benchmarks/decode-DEVICE-CONFIG)")
+    p.add_argument("--json", action="store_true", help="one JSON object on stdout and nothing else")
+    return p
+
+
+def main(argv: list[str] | None = None) -> int:
+    return exit_code(lambda: run(make_parser().parse_args(argv)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

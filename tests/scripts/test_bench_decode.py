@@ -1,0 +1,110 @@
+"""The ruler on what a CPU can hold; seconds are not judged."""
+
+import json
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+import bench_decode  # noqa: E402
+from bench_decode import Point  # noqa: E402
+
+TINY = ROOT / "dflash_jax/assets/tiny"
+
+
+@pytest.fixture(scope="module")
+def system(tmp_path_factory):
+    """The bundled pair as a system of shapes only: its weights are then random."""
+    path = tmp_path_factory.mktemp("system") / "tiny.toml"
+    shapes = {k: TINY / v / "config.json" for k, v in {"target": "target", "draft": "draft"}.items()}
+    path.write_text("[shapes]\n" + "".join(f'{k} = "{v}"\n' for k, v in shapes.items()))
+    return path
+
+
+@pytest.fixture(scope="module")
+def measured(system, tmp_path_factory):
+    out = tmp_path_factory.mktemp("out") / "decode"
+    options = ["--config", str(system), "--dtype", "float32", "--out", str(out)]
+    assert bench_decode.main([*options, "--points", "1,1,64", "2,4,64"]) == 0
+    return out, options
+
+
+def test_every_part_is_timed(measured):
+    out, _ = measured
+    record = json.loads(out.with_suffix(".json").read_text())
+    assert record["about"]["model"] == "random weights"
+    plain, wide = record["points"].values()
+    assert list(record["points"]) == ["batch 1, width 1, context 64", "batch 2, width 4, context 64"]
+    for row in (plain, wide):
+        assert min(row[f"{part}_ms"] for part in ("round", "verify", "head", "draw", "prefill")) > 0
+        assert row["of_floor"] > 0
+    assert "draft_ms" in wide
+    assert "draft_ms" not in plain
+    assert plain["experts_touched"] <= wide["experts_touched"]
+    assert wide["gb_a_round"] > plain["gb_a_round"]
+    assert "| batch 2, width 4, context 64 |" in out.with_suffix(".md").read_text()
+
+
+def test_what_is_there_is_not_measured_again(measured, capsys):
+    out, options = measured
+    before = out.with_suffix(".json").read_text()
+    assert bench_decode.main([*options, "--points", "1,1,64", "--json"]) == 0
+    said = capsys.readouterr()
+    assert "…" not in said.err
+    assert json.loads(said.out)["points"] == json.loads(before)["points"]
+
+
+def test_results_of_another_model_are_not_mixed(measured, capsys):
+    _, options = measured
+    assert bench_decode.main([*options, "--points", "1,1,64", "--layers", "2"]) == 2
+    assert "give another --out" in capsys.readouterr().err
+
+
+def test_a_point_that_memory_cannot_hold_leaves_the_others(measured, tmp_path, monkeypatch, capsys):
+    _, options = measured
+
+    def measure(self, point):
+        if point.batch == 2:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+        return {"round_ms": 1.0}
+
+    monkeypatch.setattr(bench_decode.Bench, "measure", measure)
+    monkeypatch.setattr(bench_decode, "measured_bandwidth", lambda: 1e9)
+    assert bench_decode.main([*options[:-1], str(tmp_path / "x"), "--points", "2,4,64", "1,1,64"]) == 0
+    rows = json.loads((tmp_path / "x.json").read_text())["points"]
+    assert [sorted(row) for row in rows.values()] == [["failed"], ["round_ms"]]
+    assert "RESOURCE_EXHAUSTED" in capsys.readouterr().out
+
+
+def test_choices_are_counted_as_routed(system):
+    """The experts that the ruler counts are those that the layers use."""
+    args = bench_decode.make_parser().parse_args(["--config", str(system), "--dtype", "float32"])
+    point = Point(2, 4, 64)
+    bench = bench_decode.Bench(bench_decode.open_pair(args, [point]), 1e9)
+    chosen = np.asarray(bench.calls(point, state := bench.state(point))["choices"](state)[0])
+    layers = bench.pair.target.config.layers
+    assert chosen.shape == (len(layers), 8, layers[0].ffn.experts_per_token)
+    assert all(len(set(token)) == chosen.shape[-1] for layer in chosen for token in layer)
+
+
+@pytest.mark.parametrize(
+    ("memory", "kind", "layers", "note"),
+    [(180e9, None, 40, ""), (84e9, "fp8", 40, "held in FP8"), (30e9, "fp8", 12, "12 of 40 layers, in FP8")],
+)
+def test_what_does_not_fit_is_cut(memory, kind, layers, note):
+    names = ("Qwen3.6-35B-A3B.json", "Qwen3.6-35B-A3B-DFlash.json")
+    shapes = bench_decode.read_shapes(*(str(ROOT / "configs/hf" / name) for name in names))
+    points = bench_decode.grid("default", is_small=False)
+    found = bench_decode.fitting(shapes, bench_decode.Layout.parse(""), points, memory, None)
+    assert (found[1], len(found[0].target.layers)) == (kind, layers)
+    assert found[2].startswith(note)
+
+
+def test_not_even_one_period():
+    shapes = bench_decode.read_shapes(str(TINY / "target/config.json"), str(TINY / "draft/config.json"))
+    with pytest.raises(bench_decode.InputError, match="not even 4 layers fit"):
+        bench_decode.fitting(shapes, bench_decode.Layout.parse(""), [Point(1, 4, 64)], 1e3, None)
