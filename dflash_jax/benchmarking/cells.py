@@ -1,0 +1,73 @@
+"""One cell of a table: a task at a concurrency by a method, measured from the first question to the last answer."""
+
+import asyncio
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from dflash_jax.benchmarking.clients import Answer, Asking, Client
+
+SAMPLES = 2000
+
+
+def interval(tokens: Sequence[int], rounds: Sequence[int], seed: int = 0) -> tuple[float, float]:
+    """95 % of tokens a round, by bootstrap over conversations."""
+    tokens, rounds = np.asarray(tokens, float), np.asarray(rounds, float)
+    picked = np.random.default_rng(seed).integers(len(tokens), size=(SAMPLES, len(tokens)))
+    ratios = tokens[picked].sum(1) / np.maximum(rounds[picked].sum(1), 1)
+    return float(np.quantile(ratios, 0.025)), float(np.quantile(ratios, 0.975))
+
+
+async def converse(client: Client, turns: Sequence[str], asking: Asking) -> list[Answer]:
+    """Asks turn by turn; earlier answers are told without their thoughts."""
+    messages, answers = [], []
+    for turn in turns:
+        messages.append({"role": "user", "content": turn})
+        answers.append(await client.answer(messages, asking))
+        messages.append({"role": "assistant", "content": answers[-1].text.rpartition("</think>")[2].lstrip("\n")})
+    return answers
+
+
+async def measure(
+    client: Client, talks: Sequence[Sequence[str]], concurrency: int, asking: Asking, on_answer: Callable[[], None]
+) -> dict:
+    """``concurrency`` conversations at a time. What goes wrong with one is counted, and the others go on."""
+    waiting, done, errors = asyncio.Semaphore(concurrency), [], []
+
+    async def one(turns) -> None:
+        async with waiting:
+            try:
+                done.append(await converse(client, turns, asking))
+            except (ValueError, RuntimeError) as e:
+                errors.append(str(e))
+            on_answer()
+
+    before, began = await client.counters(), time.perf_counter()
+    await asyncio.gather(*(one(turns) for turns in talks))
+    seconds, after = time.perf_counter() - began, await client.counters()
+    if not done:
+        return {"failed": errors[0]}
+    answers = [a for talk in done for a in talk]
+    tokens = sum(a.tokens for a in answers)
+    between = [a.between_s for a in answers if a.between_s is not None]
+    found = {
+        "conversations": len(done),
+        "tokens": tokens,
+        "seconds": round(seconds, 3),
+        "tokens_per_s": round(tokens / seconds, 1),
+        "first_token_ms": round(1e3 * statistics.median(a.first_token_s for a in answers), 2),
+        "inter_token_ms": round(1e3 * statistics.median(between), 3) if between else None,
+    }
+    if errors:
+        found |= {"errors": len(errors), "first_error": errors[0]}
+    if all(a.rounds for a in answers):
+        by_talk = [(sum(a.tokens for a in talk), sum(a.rounds for a in talk)) for talk in done]
+        counts, rounds = zip(*by_talk, strict=True)
+        low, high = interval(counts, rounds)
+        found |= {"acceptance_length": round(sum(counts) / sum(rounds), 3)}
+        found |= {"acceptance_low": round(low, 3), "acceptance_high": round(high, 3)}
+    elif before and after and after[0] > before[0]:
+        found["acceptance_length"] = round(1 + (after[1] - before[1]) / (after[0] - before[0]), 3)
+    return found
