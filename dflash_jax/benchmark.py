@@ -50,7 +50,11 @@ def make_parser() -> argparse.ArgumentParser:
     p.add_argument("--thinking", action=argparse.BooleanOptionalAction, default=True, help="default: on")
     p.add_argument("--ignore-eos", action="store_true", help="always --max-new-tokens tokens")
     p.add_argument("--seed", type=int, default=0, help="of the draw of --prompts (default: %(default)s)")
-    p.add_argument("--published", metavar="NAME", help="of benchmarks/published.json (default: the config's name)")
+    p.add_argument(
+        "--published",
+        metavar="NAME",
+        help="whose published figures to show (default: the config's)",
+    )
     here = p.add_argument_group("in this process")
     here.add_argument("--config", metavar="FILE", help="a TOML of configs/: target, drafter, mesh; options override it")
     here.add_argument("--target", metavar="PATH|REPO", help="default: the bundled tiny model")
@@ -187,7 +191,7 @@ def run(args) -> int:
 
 def _published(args) -> dict:
     """Figures of the model's card, where there are any."""
-    path = Path(__file__).parents[1] / "benchmarks/published.json"
+    path = Path(__file__).parent / "assets/published.json"
     name = args.published or (Path(args.config).stem.removesuffix("-fp8") if args.config else None)
     if name is None:
         return {}

@@ -344,7 +344,7 @@ def profile(bench: Bench, point: Point) -> list[tuple[str, float, int]]:
 
 def acceptance_lengths(name: str, width: int) -> dict[str, float]:
     """Published, by task."""
-    published = json.loads((ROOT / "benchmarks/published.json").read_text()).get(name.removesuffix("-fp8"), {})
+    published = json.loads((ROOT / "dflash_jax/assets/published.json").read_text()).get(name.removesuffix("-fp8"), {})
     found = {}
     for task, lengths in published.get("acceptance_length", {}).items():
         if str(width) in lengths:

@@ -26,8 +26,8 @@ LEVELS = [
     ("system", "fit"),
     ("options",),
     ("arguments",),
-    ("generate", "plan", "training", "server"),
-    ("serve", "train"),
+    ("generate", "plan", "training", "server", "benchmarking"),
+    ("serve", "train", "benchmark"),
 ]
 LEVEL = {name: i for i, names in enumerate(LEVELS) for name in names}
 FILES = sorted(ROOT.rglob("*.py"))
