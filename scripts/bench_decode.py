@@ -333,10 +333,12 @@ def profile(bench: Bench, point: Point) -> list[tuple[str, float, int]]:
             jax.block_until_ready(call(state)[0])
         (path,) = Path(folder).rglob("*.trace.json.gz")
         events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
-    # XLA's own work has the operation's name beside it.
+    # XLA's own work has the operation's name beside it; what only holds other operations is left out.
     spent, times = Counter(), Counter()
     for event in events:
-        if event.get("ph") == "X" and "hlo_op" in event.get("args", {}):
+        if event.get("ph") != "X" or "hlo_op" not in event.get("args", {}):
+            continue
+        if not event["name"].startswith(("while", "cond", "call")):
             spent[event["name"]] += event["dur"] / 1e3 / ROUNDS
             times[event["name"]] += 1 / ROUNDS
     return [(name, round(ms, 4), round(times[name])) for name, ms in spent.most_common(10)]
