@@ -206,8 +206,8 @@ def test_a_loss_that_is_no_number_stops_the_run(config, tmp_path, monkeypatch):
     mine = replace(config, output=str(tmp_path))
 
     class Poisoned(run.Trainer):
-        def __init__(self, *args):
-            super().__init__(*args)
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
             step, count = self.step, iter(range(1, 100))
 
             def spoiled(state, *rest):
