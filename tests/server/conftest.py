@@ -125,7 +125,8 @@ def quiet(server):
 
 @pytest.fixture
 def client(quiet):
-    return openai.OpenAI(base_url=f"{quiet.url}/v1", api_key="EMPTY", max_retries=0)
+    with openai.OpenAI(base_url=f"{quiet.url}/v1", api_key="EMPTY", max_retries=0) as client:
+        yield client
 
 
 def alone(llm, messages=MESSAGES, thinking=None, **params):

@@ -8,9 +8,8 @@ from conftest import MESSAGES, NAME, OFF, alone
 
 
 @pytest.mark.parametrize("more", [{}, {"temperature": 1.0, "top_p": 0.95}], ids=["greedy", "sampled"])
-def test_the_model_cards_snippet(quiet, more):
+def test_the_model_cards_snippet(client, more):
     """As published, but for the length that the tiny model has room for."""
-    client = openai.OpenAI(base_url=f"{quiet.url}/v1", api_key="EMPTY")
     response = client.chat.completions.create(
         model="Qwen/Qwen3.6-35B-A3B",
         messages=[{"role": "user", "content": "Write a quicksort in Python."}],
