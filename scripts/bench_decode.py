@@ -15,143 +15,33 @@ import statistics
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from itertools import product
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash_jax import LLM, speculative
+from dflash_jax import speculative
 from dflash_jax.config import MoeSpec
 from dflash_jax.devices import device_name
 from dflash_jax.errors import InputError
-from dflash_jax.fit import measure_slot, read_shapes, weigh
+from dflash_jax.fit import measure_slot, weigh
 from dflash_jax.models import moe
 from dflash_jax.options import Parser, exit_code, set_platform
 from dflash_jax.programs import ROWS, Programs, enable_disk_cache
-from dflash_jax.sharding import DATA, Layout, parameter_paths, parameter_specs, spec
+from dflash_jax.sharding import DATA, spec
 from dflash_jax.state import PLAIN_SETTINGS, Settings, take_rows
-from dflash_jax.system import read_system
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(Path(__file__).parent))
 import compile_report  # noqa: E402
+from decode_pair import ROOM, Pair, Point, grid, open_pair  # noqa: E402
+from decode_table import table  # noqa: E402
 
-INTRODUCTION = """# Decoding, part by part
-
-`python scripts/bench_decode.py`: {}. Milliseconds, medians of five. The head is part of verify; commit is what is left
-of a round, which the loop runs without the host (a part alone pays for its own start). GB: what a round cannot but
-move, with the experts that were counted; the floor is its time at the measured bandwidth.
-"""
 ROUNDS = 16
 PREFILL = 512
-# Room behind the context for the rounds of all measurements.
-ROOM = 1024
-USABLE = 0.92
-
-
-@dataclass(frozen=True)
-class Point:
-    """A batch of rows that verify ``width`` tokens each behind ``context`` others; width 1 is plain decoding."""
-
-    batch: int
-    width: int
-    context: int
-
-    def __str__(self) -> str:
-        return f"batch {self.batch}, width {self.width}, context {self.context}"
-
-
-def grid(name: str, is_small: bool) -> list[Point]:
-    if is_small:
-        batches, contexts = ((1, 8), (256,)) if name == "default" else ((1, 8, 16, 32), (256, 2048))
-        return [Point(*p) for p in product(batches, (1, 8, 16), contexts)]
-    if name == "full":
-        return [Point(*p) for p in product((1, 8, 16, 32), (1, 8, 16), (2048, 16384, 131072))]
-    few = [Point(*p) for p in product((1, 32), (1, 8, 16), (2048,))]
-    return [*few, Point(1, 16, 16384), Point(32, 8, 16384)]
-
-
-def random_leaf(path: str, shape: jax.ShapeDtypeStruct, sharding, seed: int) -> jax.Array:
-    """Small numbers, so that nothing overflows; scales and norms near what checkpoints have."""
-    name = path.rsplit(".", 1)[-1]
-
-    def make():
-        if jnp.issubdtype(shape.dtype, jnp.integer):
-            return jax.random.randint(jax.random.key(seed), shape.shape, -127, 128).astype(shape.dtype)
-        if name in ("weight", "scale", "a_log", "dt_bias"):
-            return jnp.full(shape.shape, 2e-4 if name == "scale" else 1.0, shape.dtype)
-        size = 1.0 if shape.dtype.itemsize == 1 else 0.02
-        return (size * jax.random.normal(jax.random.key(seed), shape.shape, jnp.bfloat16)).astype(shape.dtype)
-
-    return jax.jit(make, out_shardings=sharding)()
-
-
-def random_weights(module, mesh, seed: int):
-    """``module``, abstract, with weights."""
-    leaves, structure = jax.tree.flatten(module)
-    each = zip(parameter_paths(module), leaves, parameter_specs(module), strict=True)
-    made = [
-        random_leaf(path, leaf, jax.sharding.NamedSharding(mesh, cut), seed + i)
-        for i, (path, leaf, cut) in enumerate(each)
-    ]
-    return jax.tree.unflatten(structure, made)
-
-
-@dataclass
-class Pair:
-    """What is measured, and what was cut or changed so that it fits."""
-
-    name: str
-    target: object
-    drafter: object
-    note: str
-
-
-def fitting(shapes, layout: Layout, points: list[Point], memory: float, quantize: str | None) -> tuple:
-    """(shapes, quantize, note): bfloat16 if every layer and state fits, then FP8, then fewer layers."""
-    longest = max((p.batch * (p.context + ROOM) for p in points), default=0)
-    widest = max(p.batch * p.width for p in points)
-    whole = len(shapes.target.layers)
-    step = math.lcm(*{shapes.target.layers.index(s) + 1 for s in set(shapes.target.layers)})
-
-    def needs(shapes, quantize) -> float:
-        target, drafter = compile_report.abstract_pair(shapes, layout, jnp.bfloat16, quantize)
-        held = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves((target, drafter)))
-        slot = measure_slot(target, drafter, layout)
-        batch = max(p.batch for p in points)
-        logits = 12 * widest * shapes.target.vocab_size
-        return held / layout.tensor / layout.expert + (slot.fixed * batch + slot.per_position * longest + logits)
-
-    for kind in (quantize,) if quantize or shapes.fp8 else (None, "fp8"):
-        if needs(shapes, kind) <= USABLE * memory:
-            return shapes, kind, "" if kind == quantize else "held in FP8: bfloat16 does not fit"
-    for count in range(whole - whole % step, 0, -step):
-        cut = compile_report.shorten(shapes, count)
-        if needs(cut, kind) <= USABLE * memory:
-            return cut, kind, f"{count} of {whole} layers{', in FP8' if kind == 'fp8' else ''}: more do not fit"
-    raise InputError(f"not even {step} layers fit into {memory / 1e9:.0f} GB")
-
-
-def open_pair(args, points: list[Point]) -> Pair:
-    if args.config is None:
-        llm = LLM(dtype=args.dtype)
-        return Pair("bundled", llm.target, llm.drafter, "trained weights")
-    system = read_system(args.config)
-    shapes = read_shapes(*(str(system.shapes[k]) for k in ("target", "draft")))
-    devices = jax.devices()
-    layout = Layout.parse(args.mesh if args.mesh is not None else system.mesh(devices[0].device_kind, len(devices)))
-    stats = devices[0].memory_stats() or {}
-    if args.layers:
-        shapes = compile_report.shorten(shapes, args.layers)
-    shapes, quantize, note = fitting(shapes, layout, points, stats.get("bytes_limit", 16e9), args.quantize)
-    target, drafter = compile_report.abstract_pair(shapes, layout, jnp.dtype(args.dtype or "bfloat16"), quantize)
-    mesh = layout.mesh()
-    note = "; ".join(filter(None, ["random weights", f"first {args.layers} layers" if args.layers else "", note]))
-    return Pair(Path(args.config).stem, random_weights(target, mesh, 0), random_weights(drafter, mesh, 10**6), note)
 
 
 def measured_bandwidth(size: int = 2**31) -> float:
@@ -342,47 +232,6 @@ def profile(bench: Bench, point: Point) -> list[tuple[str, float, int]]:
             spent[event["name"]] += event["dur"] / 1e3 / ROUNDS
             times[event["name"]] += 1 / ROUNDS
     return [(name, round(ms, 4), round(times[name])) for name, ms in spent.most_common(10)]
-
-
-def acceptance_lengths(name: str, width: int) -> dict[str, float]:
-    """Published, by task."""
-    published = json.loads((ROOT / "dflash_jax/assets/published.json").read_text()).get(name.removesuffix("-fp8"), {})
-    found = {}
-    for task, lengths in published.get("acceptance_length", {}).items():
-        if str(width) in lengths:
-            value = lengths[str(width)]
-            found[task] = value["dflash"] if isinstance(value, dict) else value
-    return found
-
-
-COLUMNS = {
-    "round": "round_ms", "draft": "draft_ms", "verify": "verify_ms", "of it head": "head_ms", "draw": "draw_ms",
-    "commit": "commit_ms", "GB": "gb_a_round", "floor ms": "floor_ms", "of floor": "of_floor",
-    "experts": "experts_touched", "kernels a layer": "kernels_a_layer", "temporaries GB": "temporaries_gb",
-    "peak GB": "peak_gb", "prefill tok/s": "prefill_tokens_per_s",
-}  # fmt: skip
-
-
-def table(record: dict) -> str:
-    """Markdown: a line a point, then tokens/s at published acceptance lengths."""
-    about = record["about"]
-    lines = [INTRODUCTION.format(", ".join(f"{k} {v}" for k, v in about.items() if v))]
-    shown = {c: k for c, k in COLUMNS.items() if any(k in row for row in record["points"].values())}
-    lines += ["| point | " + " | ".join(shown) + " |", "|---" * (len(shown) + 1) + "|"]
-    for point, row in record["points"].items():
-        cells = [row["failed"]] if "failed" in row else [str(row.get(k, "")) for k in shown.values()]
-        lines.append(f"| {point} | " + " | ".join(cells) + " |")
-    computed = []
-    for point, row in record["points"].items():
-        batch, width, _ = (int(part.split()[1]) for part in point.split(", "))
-        if "failed" in row:
-            continue
-        if width == 1:
-            computed.append(f"| {point} | plain | 1 | {1e3 * batch / row['round_ms']:.0f} |")
-        for task, length in acceptance_lengths(about["config"], width).items():
-            computed.append(f"| {point} | {task} | {length} | {1e3 * batch * length / row['round_ms']:.0f} |")
-    lines += ["", "Tokens/s, computed: a measured round at a published acceptance length, without prefill.", ""]
-    return "\n".join([*lines, "| point | task | acceptance length | tokens/s |", "|---|---|---|---|", *computed]) + "\n"
 
 
 def driver() -> str:

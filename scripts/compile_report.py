@@ -185,6 +185,8 @@ def measure(lowered, layers: int, held: dict, options: dict) -> dict:
     if text:
         found |= {"kernels_per_layer": kernels / layers, "thunks": dict(kinds), "graphs": kinds["CommandBuffer"]}
     cost = compiled.cost_analysis() or {}
+    if "bytes accessed" in cost:
+        found["bytes_accessed"] = int(cost["bytes accessed"])
     if "optimal_seconds" in cost:
         # The compiler adds -1 for each loop whose length it does not know: those are left out.
         found["optimal_seconds"] = cost["optimal_seconds"] % 1

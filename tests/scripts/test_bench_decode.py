@@ -8,10 +8,15 @@ import jax
 import numpy as np
 import pytest
 
+from dflash_jax.errors import InputError
+from dflash_jax.fit import read_shapes
+from dflash_jax.sharding import Layout
+
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 import bench_decode  # noqa: E402
-from bench_decode import Point  # noqa: E402
+import decode_pair  # noqa: E402
+from decode_pair import Point  # noqa: E402
 
 TINY = ROOT / "dflash_jax/assets/tiny"
 
@@ -84,7 +89,7 @@ def test_choices_are_counted_as_routed(system):
     """The experts that the ruler counts are those that the layers use."""
     args = bench_decode.make_parser().parse_args(["--config", str(system), "--dtype", "float32"])
     point = Point(2, 4, 64)
-    bench = bench_decode.Bench(bench_decode.open_pair(args, [point]), 1e9)
+    bench = bench_decode.Bench(decode_pair.open_pair(args, [point]), 1e9)
     chosen = np.asarray(bench.calls(point, state := bench.state(point))["choices"](state)[0])
     layers = bench.pair.target.config.layers
     assert chosen.shape == (len(layers), 8, layers[0].ffn.experts_per_token)
@@ -97,14 +102,14 @@ def test_choices_are_counted_as_routed(system):
 )
 def test_what_does_not_fit_is_cut(memory, kind, layers, note):
     names = ("Qwen3.6-35B-A3B.json", "Qwen3.6-35B-A3B-DFlash.json")
-    shapes = bench_decode.read_shapes(*(str(ROOT / "configs/hf" / name) for name in names))
-    points = bench_decode.grid("default", is_small=False)
-    found = bench_decode.fitting(shapes, bench_decode.Layout.parse(""), points, memory, None)
+    shapes = read_shapes(*(str(ROOT / "configs/hf" / name) for name in names))
+    points = decode_pair.grid("default", is_small=False)
+    found = decode_pair.fitting(shapes, Layout.parse(""), points, memory, None)
     assert (found[1], len(found[0].target.layers)) == (kind, layers)
     assert found[2].startswith(note)
 
 
 def test_not_even_one_period():
-    shapes = bench_decode.read_shapes(str(TINY / "target/config.json"), str(TINY / "draft/config.json"))
-    with pytest.raises(bench_decode.InputError, match="not even 4 layers fit"):
-        bench_decode.fitting(shapes, bench_decode.Layout.parse(""), [Point(1, 4, 64)], 1e3, None)
+    shapes = read_shapes(str(TINY / "target/config.json"), str(TINY / "draft/config.json"))
+    with pytest.raises(InputError, match="not even 4 layers fit"):
+        decode_pair.fitting(shapes, Layout.parse(""), [Point(1, 4, 64)], 1e3, None)
