@@ -124,7 +124,7 @@ class Decoder(nnx.Module):
         return {m.rope: rope_angles(positions, m.rope) for m in mixers if isinstance(m, AttentionSpec)}
 
     def _run(self, tokens, cache, length, n_valid, taps, positions, keep):
-        """``keep(layer cache, record)`` → what to return for that layer."""
+        """``keep(layer cache, record, output)`` → what to return for that layer."""
         x = tokens if jnp.issubdtype(tokens.dtype, jnp.floating) else self.embed_tokens(tokens)
         t = x.shape[1]
         steps = jnp.arange(t)[None]
@@ -137,7 +137,7 @@ class Decoder(nnx.Module):
         kept, tapped = [], {}
         for i, (layer, layer_cache) in enumerate(zip(self.layers, cache, strict=True)):
             x, record = layer(x, layer_cache, length, valid, angles)
-            kept.append(keep(layer_cache, record))
+            kept.append(keep(layer_cache, record, x))
             if i in taps:
                 tapped[i] = x
         features = jnp.stack([tapped[i] for i in taps], axis=2) if taps else None
@@ -151,7 +151,7 @@ class Decoder(nnx.Module):
         not the cache positions. Returns hidden [B, T, H] after the final norm, features [B, T, taps, H] (outputs of
         the tapped layers, before any norm; None without taps) and the record for `commit`.
         """
-        return self._run(tokens, cache, length, n_valid, taps, positions, lambda _, record: record)
+        return self._run(tokens, cache, length, n_valid, taps, positions, lambda _, record, x: record)
 
     def commit(self, cache: Cache, record: tuple, length, n) -> Cache:
         """The caches after the first n [B] tokens of a record that `verify` made at ``length``, 0 ≤ n ≤ T."""
@@ -159,9 +159,14 @@ class Decoder(nnx.Module):
 
     def extend(self, tokens, cache: Cache, length, n_valid, taps: tuple[int, ...] = (), positions=None):
         """`verify` and `commit` of n_valid tokens in one, layer by layer: (hidden, features, caches)."""
-        return self._run(
-            tokens, cache, length, n_valid, taps, positions, lambda c, r: commit_layer(c, r, length, n_valid)
-        )
+
+        def keep(layer_cache, record, x):
+            # Written once it has been read: free to choose, XLA writes first, into a copy of the whole cache, and it
+            # drops optimization_barrier before it decides. The sum is n_valid, which only the layer's output tells.
+            n = jnp.minimum(n_valid, n_valid + jnp.isnan(x.ravel()[0]))
+            return commit_layer(layer_cache, record, length, n)
+
+        return self._run(tokens, cache, length, n_valid, taps, positions, keep)
 
     def __call__(self, tokens, taps: tuple[int, ...] = (), starts=None):
         """Whole documents without caches: (hidden [B, T, H], features). Differentiable.
