@@ -152,7 +152,7 @@ def run(args) -> int:
         raise InputError("--url measures a server: leave out --config, --target and --draft")
     if args.label and not args.url:
         raise InputError("--label names a server's own method: give --url")
-    for name in ("max_new_tokens", "prompts", *("concurrency",)):
+    for name in ("max_new_tokens", "prompts", "concurrency"):
         value = getattr(args, name)
         if value is not None and min(value if isinstance(value, list) else [value]) < 1:
             raise InputError(f"{name} {value}: it must be 1 or more")
