@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 from dflash_jax.devices import DEVICES
@@ -121,12 +122,18 @@ def local_shapes(tree) -> set[tuple[int, ...]]:
     return {shape_key(x.sharding.shard_shape(x.shape)) for x in leaves}
 
 
+ITEM = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "pred": 1, "s8": 1, "u8": 1, "f8e4m3fn": 1}
+
+
+def bytes_of(kind: str, shape: str) -> int:
+    return ITEM.get(kind, 4) * math.prod(int(n) for n in shape.split(",") if n)
+
+
 def copied_bytes(hlo: str, shapes: set[tuple[int, ...]]) -> int:
     """Bytes of arrays of one of ``shapes`` that are written by a copy or a transposition.
 
     Inside a fusion neither writes anything, unless it is what the fusion returns.
     """
-    sizes = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "pred": 1, "s8": 1, "u8": 1, "f8e4m3fn": 1}
     fused = set(re.findall(r"kind=k\w+, calls=%?([\w.-]+)", hlo))
     total, inside = 0, False
     for line in hlo.splitlines():
@@ -134,7 +141,7 @@ def copied_bytes(hlo: str, shapes: set[tuple[int, ...]]) -> int:
             inside = opened[1] in fused
         made = re.match(r"\s+(ROOT )?%?\S+ = (\w+)\[([\d,]+)\]\S* (?:copy|transpose)\(", line)
         if made and (made[1] or not inside) and shape_key(made[3].split(",")) in shapes:
-            total += sizes.get(made[2], 4) * math.prod(int(n) for n in made[3].split(","))
+            total += bytes_of(made[2], made[3])
     return total
 
 
@@ -142,16 +149,30 @@ def copied_bytes(hlo: str, shapes: set[tuple[int, ...]]) -> int:
 FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "after-all"}
 
 
-def kernels(hlo: str) -> int:
-    """Operations of an optimised program that run by themselves; those of loops count once."""
+def working(hlo: str) -> Iterator[str]:
+    """What each operation of an optimised program that runs by itself returns: types and shapes. Loops count once."""
     fused = set(re.findall(r"(?:kind=k\w+, calls|to_apply)=%?([\w.-]+)", hlo))
-    count, inside = 0, False
+    inside = False
     for line in hlo.splitlines():
         if opened := re.match(r"(?:ENTRY )?%?([\w.-]+) \(.*\{$", line):
             inside = opened[1] in fused
-        elif not inside and (made := re.match(r"\s+(?:ROOT )?%?\S+ = .*?[\])}] ([a-z][\w-]*)\(", line)):
-            count += made[1] not in FREE
-    return count
+            continue
+        made = re.match(r"\s+(?:ROOT )?%?\S+ = (.*?[\])}]) ([a-z][\w-]*)\(", line)
+        if made and not inside and made[2] not in FREE:
+            yield made[1]
+
+
+def kernels(hlo: str) -> int:
+    """Operations of an optimised program that run by themselves; those of loops count once."""
+    return sum(1 for _ in working(hlo))
+
+
+def written_bytes(hlo: str, shapes: set[tuple[int, ...]]) -> int:
+    """Bytes of all that these operations return, but for arrays of ``shapes``: those are updated in place."""
+    arrays = (array for made in working(hlo) for array in re.findall(r"(\w+)\[([\d,]*)\]", made))
+    return sum(
+        bytes_of(kind, shape) for kind, shape in arrays if shape_key(filter(None, shape.split(","))) not in shapes
+    )
 
 
 def measure(lowered, layers: int, held: dict, options: dict) -> dict:
@@ -179,14 +200,13 @@ def measure(lowered, layers: int, held: dict, options: dict) -> dict:
         "outputs": memory.output_size_in_bytes,
         "donated": memory.alias_size_in_bytes,
         "copied": {name: copied_bytes(hlo, local_shapes(tree)) for name, tree in held.items()},
+        "written": written_bytes(hlo, set().union(*map(local_shapes, held.values()))),
         "collectives_per_layer": sum(len(re.findall(rf" {c}(?:-start)?\(", hlo)) for c in COLLECTIVES) / layers,
         "compile_s": round(seconds, 1),
     }
     if text:
         found |= {"kernels_per_layer": kernels / layers, "thunks": dict(kinds), "graphs": kinds["CommandBuffer"]}
     cost = compiled.cost_analysis() or {}
-    if "bytes accessed" in cost:
-        found["bytes_accessed"] = int(cost["bytes accessed"])
     if "optimal_seconds" in cost:
         # The compiler adds -1 for each loop whose length it does not know: those are left out.
         found["optimal_seconds"] = cost["optimal_seconds"] % 1

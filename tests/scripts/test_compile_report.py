@@ -11,10 +11,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
-from compile_report import copied_bytes  # noqa: E402
+from compile_report import copied_bytes, kernels, written_bytes  # noqa: E402
 
 RECORDED = json.loads((ROOT / "benchmarks/compile.json").read_text())
-SPENT = ("kernels_per_layer", "collectives_per_layer", "temporaries", "bytes_accessed", "optimal_seconds")
+SPENT = ("kernels_per_layer", "collectives_per_layer", "temporaries", "written", "optimal_seconds")
 # The models whole take minutes a row and much memory: DFLASH_COMPILE_FULL=1.
 FIGURES = RECORDED["four-layers"] | (RECORDED["full"] if os.environ.get("DFLASH_COMPILE_FULL") else {})
 # Python 3.12 with jax 0.11 and the compilers, if it is not this one.
@@ -67,3 +67,7 @@ def test_a_copy_counts_where_it_is_written():
 }
 """
     assert copied_bytes(hlo, {(2, 4, 8)}) == 2 * 128
+    # Both copies and what the two fusions return; none of what is inside of them.
+    assert written_bytes(hlo, set()) == 2 * 64 + 2 * 96 + 4 * 4 + 2 * 64
+    assert written_bytes(hlo, {(2, 4, 8)}) == 2 * 96 + 4 * 4
+    assert kernels(hlo) == 4
