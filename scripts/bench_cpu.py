@@ -1,6 +1,9 @@
-"""Plain decoding and DFlash against transformers on the same weights: one process each, float32, greedy, as JSON.
+"""Plain decoding and DFlash against transformers on the same weights: one process each, float32, as JSON lines.
 
-python scripts/bench_cpu.py [--target DIR --draft DIR] [--new-tokens N] [--prompts N]
+    python scripts/bench_cpu.py [--target DIR --draft DIR] [--data FILE ... --temperatures 0 0.7] [--blocks 1 4]
+
+Without --data: a few beginnings of Python, --new-tokens tokens each; with it, answers to the first --prompts
+conversations of each file (JSON lines {"messages": [...]}), at most --new-tokens long.
 """
 
 import argparse
@@ -8,6 +11,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from itertools import islice, pairwise
 from pathlib import Path
 
@@ -20,40 +24,72 @@ PROMPTS = [
 ]
 
 
-def transformers_seconds(target: str, prompts: list[str], new_tokens: int) -> dict:
+def read_prompts(path: str | None, count: int, target: str) -> list[list[int]]:
+    """Token ids, the same for all contenders."""
+    from dflash_jax.text import Tokenizer
+
+    tokenizer = Tokenizer(Path(target))
+    if path is None:
+        return [tokenizer.encode(text) for text in PROMPTS[:count]]
+    lines = Path(path).read_text(encoding="utf-8").splitlines()[:count]
+    return [tokenizer.chat(json.loads(line)["messages"]) for line in lines]
+
+
+def transformers_answers(target: str) -> Callable:
+    """(prompts, new_tokens, temperature, ignore_eos) → (tokens, further figures)."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
-    tokenizer = AutoTokenizer.from_pretrained(target)
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
-    seconds, tokens = 0.0, []
-    for i, prompt in enumerate([prompts[0], *prompts]):
-        ids = tokenizer(prompt, return_tensors="pt")
-        options = {"do_sample": False, "min_new_tokens": new_tokens, "max_new_tokens": new_tokens}
-        began = time.perf_counter()
-        out = model.generate(**ids, **options)
-        if i:  # the first run warms up
-            seconds += time.perf_counter() - began
-            tokens.append(out[0, ids["input_ids"].shape[1] :].tolist())
-    return {"tokens_per_s": len(prompts) * new_tokens / seconds, "tokens": tokens}
+
+    def answer(prompts, new_tokens, temperature, ignore_eos):
+        torch.manual_seed(0)
+        options = {"do_sample": temperature > 0, "max_new_tokens": new_tokens}
+        options |= {"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
+        options |= {"min_new_tokens": new_tokens} if ignore_eos else {}
+        found = []
+        for prompt in prompts:
+            ids = torch.tensor([prompt])
+            out = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+            found.append(out[0, len(prompt) :].tolist())
+        return found, {}
+
+    return answer
 
 
-def dflash_seconds(target: str | None, draft: str | None, prompts: list[str], new_tokens: int, block: int) -> dict:
+def dflash_answers(target: str | None, draft: str | None, block: int) -> Callable:
+    """As `transformers_answers`; prompts one after the other."""
     from dflash_jax import LLM, SamplingParams
 
-    llm = LLM(target, draft) if target else LLM()
-    params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
-    llm.generate(prompts[:1], params, block_size=block)
-    began = time.perf_counter()
-    outs = [llm.generate([p], params, block_size=block)[0] for p in prompts]
-    seconds = time.perf_counter() - began
-    rounds = sum(len(o.acceptance_lengths) for o in outs)
-    return {
-        "tokens_per_s": len(prompts) * new_tokens / seconds,
-        "ms_per_round": 1e3 * sum(o.timings.decode_s for o in outs) / rounds,
-        "acceptance_length": sum(sum(o.acceptance_lengths) for o in outs) / rounds,
-        "tokens": [o.token_ids for o in outs],
-    }
+    llm = LLM(target, draft, prefix_bytes=0) if target else LLM(prefix_bytes=0)
+
+    def answer(prompts, new_tokens, temperature, ignore_eos):
+        params = SamplingParams(temperature=temperature, max_tokens=new_tokens, ignore_eos=ignore_eos, seed=0)
+        outs = [llm.generate([p], params, block_size=block)[0] for p in prompts]
+        rounds = sum(len(o.acceptance_lengths) for o in outs)
+        figures = {
+            "ms_per_round": 1e3 * sum(o.timings.decode_s for o in outs) / rounds,
+            "acceptance_length": sum(sum(o.acceptance_lengths) for o in outs) / rounds,
+        }
+        return [o.token_ids for o in outs], figures
+
+    return answer
+
+
+def measure(answer: Callable, sets: dict[str, list[list[int]]], args, is_compiled: bool) -> dict[str, dict]:
+    """Figures by set of prompts and temperature. Before the clock starts the first prompt is answered once, or all of
+    them where sizes ``is_compiled``."""
+    found = {}
+    for name, prompts in sets.items():
+        for temperature in args.temperatures:
+            options = args.new_tokens, temperature, not args.data
+            answer(prompts if is_compiled else prompts[:1], *options)
+            began = time.perf_counter()
+            tokens, figures = answer(prompts, *options)
+            seconds = time.perf_counter() - began
+            rate = sum(map(len, tokens)) / seconds
+            found[f"{name}, T={temperature:g}"] = {"tokens_per_s": rate, **figures, "tokens": tokens}
+    return found
 
 
 def context_milliseconds(target: str | None, draft: str | None) -> dict:
@@ -86,24 +122,35 @@ def main() -> None:
     parser.add_argument("--target", help="default: the bundled pair")
     parser.add_argument("--draft")
     parser.add_argument("--new-tokens", type=int, default=200)
-    parser.add_argument("--prompts", type=int, default=len(PROMPTS))
+    parser.add_argument("--prompts", type=int, default=len(PROMPTS), help="of each file (default: %(default)s)")
+    parser.add_argument("--data", nargs="+", metavar="FILE", help='JSON lines {"messages": [...]}')
+    parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0], metavar="T", help="default: 0")
+    parser.add_argument("--blocks", nargs="+", type=int, default=[4, 8, 16], metavar="N", help="default: 4 8 16")
     parser.add_argument("--only", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    prompts = PROMPTS[: args.prompts]
-    tiny = str(Path(__file__).parents[1] / "dflash_jax" / "assets" / "tiny" / "target")
-    if args.only == "transformers":
-        print(json.dumps(transformers_seconds(args.target or tiny, prompts, args.new_tokens)))
-    elif args.only == "context":
+    target = args.target or str(Path(__file__).parents[1] / "dflash_jax" / "assets" / "tiny" / "target")
+    if args.only == "context":
         print(json.dumps(context_milliseconds(args.target, args.draft)))
-    elif args.only:
-        print(json.dumps(dflash_seconds(args.target, args.draft, prompts, args.new_tokens, int(args.only))))
-    else:
-        found = {name: child(name, args) for name in ("transformers", "1", "4", "8", "16")}
-        plain = found["1"].pop("tokens")
-        for name, result in found.items():
-            result["equal_to_plain"] = result.pop("tokens", plain) == plain
-            result["speed_of_plain"] = result["tokens_per_s"] / found["1"]["tokens_per_s"]
-            print(json.dumps({"contender": name if name == "transformers" else f"dflash_jax block {name}", **result}))
+        return
+    if args.only:
+        sets = {
+            Path(path).stem if path else "code": read_prompts(path, args.prompts, target)
+            for path in args.data or [None]
+        }
+        is_ours = args.only != "transformers"
+        answer = dflash_answers(args.target, args.draft, int(args.only)) if is_ours else transformers_answers(target)
+        print(json.dumps(measure(answer, sets, args, is_ours)))
+        return
+    found = {name: child(name, args) for name in ("transformers", "1", *map(str, args.blocks))}
+    plain = {label: dict(result) for label, result in found["1"].items()}
+    for name, results in found.items():
+        for label, result in results.items():
+            # Whoever samples otherwise has other tokens.
+            result["equal_to_plain"] = result.pop("tokens") == plain[label]["tokens"]
+            result["speed_of_plain"] = result["tokens_per_s"] / plain[label]["tokens_per_s"]
+            contender = name if name == "transformers" else f"dflash_jax block {name}"
+            print(json.dumps({"contender": contender, "prompts": label, **result}))
+    if not args.data:
         print(json.dumps({"ms_per_round": child("context", args)}))
 
 
