@@ -162,7 +162,7 @@ class Decoder(nnx.Module):
 
         def keep(layer_cache, record, x):
             # Written once it has been read: free to choose, XLA writes first, into a copy of the whole cache, and it
-            # drops optimization_barrier before it decides. The sum is n_valid, which only the layer's output tells.
+            # drops optimization_barrier before it decides. The minimum is n_valid, but only the output can tell.
             n = jnp.minimum(n_valid, n_valid + jnp.isnan(x.ravel()[0]))
             return commit_layer(layer_cache, record, length, n)
 
