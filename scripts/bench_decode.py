@@ -11,6 +11,7 @@ stdout (--json: the record), OUT.json and OUT.md.
 import argparse
 import json
 import math
+import re
 import statistics
 import sys
 import time
@@ -44,17 +45,17 @@ ROUNDS = 16
 PREFILL = 512
 
 
-def measured_bandwidth(size: int = 2**31) -> float:
-    """Bytes a second of reading and writing a large array on one device."""
+def measured_bandwidth(size: int = 2**31, passes: int = 16) -> float:
+    """Bytes a second of reading and writing a large array on one device, over and over in one program."""
     size = size if jax.default_backend() != "cpu" else 2**28
     x = jnp.zeros((size // 4,), jnp.float32)
-    add = jax.jit(lambda x: x + 1, donate_argnums=0)
+    add = jax.jit(lambda x: jax.lax.fori_loop(0, passes, lambda _, x: x + 1, x), donate_argnums=0)
     x, times = jax.block_until_ready(add(x)), []
     for _ in range(5):
         began = time.perf_counter()
         x = jax.block_until_ready(add(x))
         times.append(time.perf_counter() - began)
-    return 2 * size / min(times)
+    return passes * 2 * size / min(times)
 
 
 def choices(target, drafter, state, rows, block):
@@ -96,21 +97,27 @@ class Bench:
         """Rows with ``context`` tokens behind them, as far as time and memory can tell."""
         capacity = -(-(point.context + ROOM) // 256) * 256
         state = self.programs.empty(point.batch, capacity, PLAIN_SETTINGS)
+        # Rows with the same tokens would all go to the same experts.
+        tokens = np.random.default_rng(0).integers(self.programs.config.vocab_size, size=state.tokens.shape)
+        state = replace(state, tokens=jax.device_put(tokens.astype(state.tokens.dtype), state.tokens.sharding))
         return self.filled(state, prompt_length=point.context, limit=capacity, width=point.width)
 
-    def calls(self, point: Point, state) -> dict:
+    def calls(self, point: Point, state, rounds: int = ROUNDS) -> dict:
         """name → function of a state that runs the part: (what to wait for, the state behind it, rounds)."""
         p, rows = self.programs, np.arange(point.batch, dtype=np.int32)
         width, settings = np.full(point.batch, point.width, np.int32), Settings(point.width)
         plain = replace(settings, drafting=False)
-        block = np.ones((point.batch, point.width), np.int32)
+        # What a round verifies: each row's last token, and the drafts.
+        block = np.asarray(state.tokens)[:, point.context - 1 :][:, : point.width].copy()
+        if point.width > 1:
+            block = np.asarray(p.propose(state, rows, width, settings))
         vocab, hidden = p.config.vocab_size, p.config.hidden_size
         wide = spec(DATA, None, self.pair.target.vocab)
         logits = jnp.zeros((point.batch, point.width, vocab), jnp.float32)
         states = jnp.zeros((point.batch, point.width, hidden), self.pair.target.dtype)
 
         def decode(s):
-            after, report = p.decode(s, rows, width, ROUNDS, plain if point.width == 1 else settings)
+            after, report = p.decode(s, rows, width, rounds, plain if point.width == 1 else settings)
             return report.count, after
 
         def prefill(s):
@@ -210,28 +217,47 @@ def prefilled(point: Point) -> int:
     return min(PREFILL, point.context - 1)
 
 
-def profile(bench: Bench, point: Point) -> list[tuple[str, float, int]]:
-    """(name, ms a round, times a round) of the ten kernels that take longest in the loop."""
+def profile(bench: Bench, point: Point, kept: Path) -> list[tuple[str, float, int]]:
+    """(name, ms a round, times a round) of the ten kernels that take longest in the loop, those that differ by a
+    number alone taken together; ``kept``: where the whole trace goes, for Perfetto."""
     import gzip
+    import shutil
     import tempfile
 
-    call, state = bench.calls(point, state := bench.state(point))["round"], bench.rewound(state, point, "round")
+    # One round at a time: of a loop in one graph a trace shows the first turn only.
+    call, state = bench.calls(point, state := bench.state(point), 1)["round"], bench.rewound(state, point, "round")
     _, state = call(state)
     state = jax.block_until_ready(bench.rewound(state, point, "round"))
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             jax.block_until_ready(call(state)[0])
         (path,) = Path(folder).rglob("*.trace.json.gz")
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, kept)
         events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
-    # XLA's own work has the operation's name beside it; what only holds other operations is left out.
     spent, times = Counter(), Counter()
-    for event in events:
-        if event.get("ph") != "X" or "hlo_op" not in event.get("args", {}):
-            continue
-        if not event["name"].startswith(("while", "cond", "call")):
-            spent[event["name"]] += event["dur"] / 1e3 / ROUNDS
-            times[event["name"]] += 1 / ROUNDS
-    return [(name, round(ms, 4), round(times[name])) for name, ms in spent.most_common(10)]
+    for name, microseconds in kernel_events(events):
+        name = re.sub(r"[._]\d+", "", name)
+        spent[name] += microseconds / 1e3
+        times[name] += 1
+    return [(name, round(ms, 4), times[name]) for name, ms in spent.most_common(10)]
+
+
+def kernel_events(events: list[dict]) -> list[tuple[str, float]]:
+    """(name, microseconds) of what a trace's devices ran: on a GPU all that its streams show; on a CPU, XLA's own work
+    has the operation's name beside it, and what only holds other operations is left out."""
+    named = [e for e in events if e.get("ph") == "M" and "name" in e.get("args", {})]
+    devices = {e["pid"] for e in named if e["name"] == "process_name" and e["args"]["name"].startswith("/device:")}
+    streams = {
+        (e["pid"], e["tid"])
+        for e in named
+        if e["name"] == "thread_name" and e["pid"] in devices and e["args"]["name"].startswith("Stream")
+    }
+    ran = [e for e in events if e.get("ph") == "X"]
+    if streams:
+        return [(e["name"], e["dur"]) for e in ran if (e["pid"], e["tid"]) in streams]
+    found = [e for e in ran if "hlo_op" in e.get("args", {})]
+    return [(e["name"], e["dur"]) for e in found if not e["name"].startswith(("while", "cond", "call"))]
 
 
 def driver() -> str:
@@ -279,7 +305,9 @@ def run(args) -> int:
         out.with_suffix(".md").write_text(table(record))
     print(json.dumps(record) if args.json else table(record))
     if args.profile:
-        for name, ms, times in profile(bench, points[-1]):
+        trace = out.with_name(out.name + "-trace.json.gz")
+        print(f"ten kernels of {points[-1]}; the whole trace is in {trace}", file=sys.stderr)
+        for name, ms, times in profile(bench, points[-1], trace):
             print(f"{ms:10.4f} ms a round, {times:4d} times: {name}", file=sys.stderr)
     return 0
 
@@ -294,7 +322,7 @@ def make_parser() -> argparse.ArgumentParser:
     p.add_argument("--quantize", choices=["int8", "fp8"])
     p.add_argument("--mesh", metavar="tensor=8", help="default: the config's for these devices")
     p.add_argument("--platform", help="cpu, cuda or tpu (default: the best there is)")
-    p.add_argument("--profile", action="store_true", help="name the ten most expensive kernels of the last point")
+    p.add_argument("--profile", action="store_true", help="name the last point's ten dearest kernels; keep its trace")
     p.add_argument("--out", type=Path, metavar="PATH", help="without suffix (default: benchmarks/decode-DEVICE-CONFIG)")
     p.add_argument("--json", action="store_true", help="one JSON object on stdout and nothing else")
     return p

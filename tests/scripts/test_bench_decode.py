@@ -113,3 +113,31 @@ def test_not_even_one_period():
     shapes = read_shapes(str(TINY / "target/config.json"), str(TINY / "draft/config.json"))
     with pytest.raises(InputError, match="not even 4 layers fit"):
         decode_pair.fitting(shapes, Layout.parse(""), [Point(1, 4, 64)], 1e3, None)
+
+
+def event(pid, tid, name, dur, **args):
+    return {"ph": "X", "pid": pid, "tid": tid, "name": name, "dur": dur, "args": args}
+
+
+def name_of(kind, pid, tid, name):
+    return {"ph": "M", "pid": pid, "tid": tid, "name": kind, "args": {"name": name}}
+
+
+def test_kernels_of_a_trace():
+    """A GPU's are what its streams show, named or not; a CPU's are XLA's own, without what only holds others."""
+    host = [event(9, 1, "while.3", 90.0, hlo_op="while.3"), event(9, 1, "dot.1", 5.0, hlo_op="dot.1")]
+    host += [event(9, 1, "PjitFunction", 70.0), name_of("process_name", 9, 0, "/host:CPU")]
+    assert bench_decode.kernel_events(host) == [("dot.1", 5.0)]
+    card = [name_of("process_name", 1, 0, "/device:GPU:0"), name_of("thread_name", 1, 4, "Stream #14(Compute)")]
+    card += [name_of("thread_name", 1, 5, "XLA Ops"), event(1, 5, "fusion.1", 8.0, hlo_op="fusion.1")]
+    card += [event(1, 4, "fusion_1", 3.0), event(1, 4, "memcpy32_post", 1.0)]
+    assert bench_decode.kernel_events(card + host) == [("fusion_1", 3.0), ("memcpy32_post", 1.0)]
+
+
+def test_rows_differ(system):
+    """Equal rows would all be sent to the same experts."""
+    args = bench_decode.make_parser().parse_args(["--config", str(system), "--dtype", "float32"])
+    point = Point(2, 1, 64)
+    bench = bench_decode.Bench(decode_pair.open_pair(args, [point]), 1e9)
+    chosen = np.asarray(bench.calls(point, state := bench.state(point))["choices"](state)[0])
+    assert (chosen[:, 0] != chosen[:, 1]).any()
