@@ -9,8 +9,9 @@ from dflash_jax.models.parts import Mlp, normal, project
 from dflash_jax.models.scaled import dense
 from dflash_jax.sharding import ONE_DEVICE, Cut, Layout
 
-# Up to this many tokens a pass reads each token's experts by themselves; beyond, most experts are read anyway.
-GATHERED_TOKENS = 16
+# Rows that a product holds for each expert: so many times the mean, and at least so many, which a product of a few rows
+# costs anyway.
+GROUP_ROWS, LEAST_GROUP_ROWS = 4, 32
 # The loop takes as many experts a step as make a product of about this many rows: tiny experts alone do not pay.
 GROUP_WIDTH = 512
 
@@ -30,13 +31,49 @@ def experts_gathered(x, weights, chosen, gate_up, down):
     """
     pick = dense(gate_up[chosen], jnp.float32)
     h = jnp.sum(pick * x.astype(jnp.float32)[:, None, None, None, :], axis=-1)
-    h = jax.nn.silu(h[:, :, 0]) * h[:, :, 1] * weights[..., None]
-    return jnp.sum(dense(down[chosen], jnp.float32) * h[:, :, None, :], axis=(1, 3)).astype(x.dtype)
+    h = jax.nn.silu(h[:, :, 0]) * h[:, :, 1]
+    # Over features first, each choice by itself: one sum over both axes leaves a GPU too few rows to be busy with.
+    y = jnp.sum(dense(down[chosen], jnp.float32) * h[:, :, None, :], axis=-1)
+    return jnp.sum(y * weights[..., None], axis=1).astype(x.dtype)
+
+
+def experts_grouped(x, weights, chosen, gate_up, down):
+    """Many tokens: batched products over all experts, each with the tokens that chose it, C rows at a time.
+
+    As many passes as the fullest expert has C rows: nothing is dropped, and one pass is the rule. A token's weight of
+    zero goes to no expert.
+    """
+    tokens, hidden = x.shape
+    (e, _, f, _), k = gate_up.shape, chosen.shape[1]
+    rows = max(LEAST_GROUP_ROWS, GROUP_ROWS << max(tokens * k // e - 1, 0).bit_length())
+    rows = min(rows, tokens)
+    expert = jnp.where(weights != 0, chosen, e).reshape(-1)
+    # Each choice's place among those of its expert, by comparing all: one kernel, where sorting takes many.
+    choice = jnp.arange(tokens * k)
+    earlier = (expert[:, None] == expert) & (choice < choice[:, None])
+    place = jnp.where(expert < e, earlier.sum(1), -1)
+
+    def visit(carry):
+        first, total = carry
+        slot = jnp.where((place >= first) & (place < first + rows), expert * rows + place - first, e * rows)
+        source = jnp.full(e * rows, tokens).at[slot].set(choice // k, mode="drop")
+        mine = x.at[source].get(mode="fill", fill_value=0).reshape(e, rows, hidden)
+        # As one axis of outputs: XLA transposes a weight with two.
+        h = jnp.einsum("ech,eih->eci", mine, dense(gate_up.reshape(e, -1, hidden), x.dtype))
+        h = jax.nn.silu(h[..., :f]) * h[..., f:]
+        y = jnp.einsum("ecf,ehf->ech", h, dense(down, x.dtype)).reshape(e * rows, hidden)
+        y = y.at[slot].get(mode="fill", fill_value=0).astype(jnp.float32).reshape(tokens, k, hidden)
+        return first + rows, total + jnp.sum(y * weights[..., None], axis=1)
+
+    start = (0, jnp.zeros((tokens, hidden), jnp.float32))
+    if rows == tokens:
+        return visit(start)[1].astype(x.dtype)
+    return jax.lax.while_loop(lambda carry: carry[0] <= place.max(), visit, start)[1].astype(x.dtype)
 
 
 def experts_looped(x, weights, chosen, gate_up, down):
-    """Many tokens: one dense product per group of experts that any token chose, the tokens that did not choose an
-    expert selected away."""
+    """Many tokens, on a CPU: one dense product per group of experts that any token chose, the tokens that did not
+    choose an expert selected away."""
     e, _, f, hidden = gate_up.shape
     size = next(g for g in range(e, 0, -1) if e % g == 0 and (g * f <= GROUP_WIDTH or g == 1))
     ids = jnp.arange(e).reshape(-1, size)
@@ -69,9 +106,10 @@ def experts(x, weights, chosen, gate_up, down):
     """Σ_k weights[t, k] · SwiGLU of expert chosen[t, k] on x[t]: x [T, H] → [T, H], in the form that suits platform
     and size.
 
-    On CPU the products of the loop go to a matrix library and the gathered form does not.
+    On CPU the products of the loop go to a matrix library and the gathered form does not. Elsewhere the gathered form
+    reads an expert for each choice, the grouped one each expert once.
     """
-    accelerated = experts_gathered if x.shape[0] <= GATHERED_TOKENS else experts_looped
+    accelerated = experts_gathered if chosen.size < gate_up.shape[0] else experts_grouped
     return jax.lax.platform_dependent(x, weights, chosen, gate_up, down, cpu=experts_looped, default=accelerated)
 
 
@@ -96,8 +134,9 @@ class Moe(nnx.Module):
         logits = jnp.einsum("th,eh->te", flat, self.router[...], preferred_element_type=jnp.float32)
         weights, chosen = route(logits, self.spec)
         live = valid.reshape(-1, 1)
-        # An idle token follows the first live one: it then reads no expert that is not read anyway.
+        # An idle token follows the first live one, and takes nothing from it: no expert is read for it alone.
         chosen = jnp.where(live, chosen, chosen[jnp.argmax(live[:, 0])])
+        weights = jnp.where(live, weights, 0.0)
         gate_up, down = self.gate_up[...], self.down[...]
         local, mine = self.experts.own(chosen, gate_up.shape[0])
         # Another device's expert: no share here, and the row that is read for it is one that is there.

@@ -7,10 +7,27 @@ import pytest
 from helpers import HIDDEN, MOE, randomise
 
 from dflash_jax.config import MoeSpec
-from dflash_jax.models.moe import Moe, experts_gathered, experts_looped, route
+from dflash_jax.models import moe as module
+from dflash_jax.models.moe import Moe, experts_gathered, experts_grouped, experts_looped, route
+from dflash_jax.models.scaled import quantize
 
-forward = jax.jit(Moe.__call__)
+
+def forward(moe, x, valid):
+    return jax.jit(lambda *args: Moe.__call__(*args))(moe, x, valid)
+
+
 gathered, looped = jax.jit(experts_gathered), jax.jit(experts_looped)
+
+
+@pytest.fixture(params=["cpu", "accelerator"])
+def platform(request, monkeypatch):
+    """The forms that a CPU and that an accelerator takes, both run here."""
+
+    def first(*args, cpu, default):
+        return (cpu if request.param == "cpu" else default)(*args)
+
+    monkeypatch.setattr(module.jax.lax, "platform_dependent", first)
+    return request.param
 
 
 @pytest.fixture(scope="module")
@@ -54,17 +71,41 @@ def sample(*shape, seed=0):
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (2, 8), (3, 17)], ids=["one", "gathered", "looped"])
-def test_forward(moe, shape):
+def test_forward(moe, platform, shape):
     x = sample(*shape)
     got = forward(moe, x, jnp.ones(shape, bool))
     np.testing.assert_allclose(got.reshape(-1, HIDDEN), reference(moe, x.reshape(-1, HIDDEN)), atol=1e-5)
 
 
-def test_gathered_equals_looped(moe):
+@pytest.mark.parametrize("rows", [1, 3, 8, 32])
+@pytest.mark.parametrize("skewed", [False, True])
+def test_forms_are_equal(moe, rows, skewed, monkeypatch):
+    """``rows`` of a pass: where one expert is all tokens' first choice, many passes are needed."""
+    monkeypatch.setattr(module, "GROUP_ROWS", 0)
+    monkeypatch.setattr(module, "LEAST_GROUP_ROWS", rows)
     x = sample(40, seed=1)
-    weights, chosen = route(x @ moe.router[...].T, MOE)
+    scores = x @ moe.router[...].T
+    weights, chosen = route(scores.at[:, 2].add(100.0 * skewed), MOE)
+    # Some choices belong to nobody here.
+    weights = weights.at[5].set(0.0).at[7:20, 1].set(0.0)
     arrays = (x, weights, chosen, moe.gate_up[...], moe.down[...])
-    np.testing.assert_allclose(gathered(*arrays), looped(*arrays), atol=1e-5)
+    want = gathered(*arrays)
+    np.testing.assert_allclose(want, looped(*arrays), atol=1e-5)
+    np.testing.assert_allclose(jax.jit(lambda *args: experts_grouped(*args))(*arrays), want, atol=1e-5)
+    quantized = [quantize(w, "int8") for w in arrays[3:]]
+    want = gathered(*arrays[:3], *quantized)
+    np.testing.assert_allclose(jax.jit(lambda *args: experts_grouped(*args))(*arrays[:3], *quantized), want, atol=1e-5)
+
+
+def test_grouped_rows_do_not_depend_on_others(moe):
+    """A token's own sum, bit for bit, whatever the others choose."""
+    x = sample(48, seed=5)
+    weights, chosen = route(x @ moe.router[...].T, MOE)
+    grouped = jax.jit(experts_grouped)
+    alone = grouped(x, weights.at[1:].set(0.0), chosen, moe.gate_up[...], moe.down[...])
+    together = grouped(x, weights, chosen, moe.gate_up[...], moe.down[...])
+    np.testing.assert_array_equal(alone[0], together[0])
+    assert not np.any(alone[1:])
 
 
 def test_route_normalises_only_where_told():
@@ -82,7 +123,7 @@ def test_route_normalises_only_where_told():
 
 @pytest.mark.parametrize("shape", [(2, 8), (3, 17)], ids=["gathered", "looped"])
 @pytest.mark.parametrize("junk", [3.0, np.inf, np.nan])
-def test_invalid_tokens_change_no_other(moe, shape, junk):
+def test_invalid_tokens_change_no_other(moe, platform, shape, junk):
     valid = np.ones(shape, bool)
     valid[0] = False
     valid[1, 3:] = False
@@ -97,7 +138,7 @@ def test_invalid_tokens_change_no_other(moe, shape, junk):
 
 
 @pytest.mark.parametrize("shape", [(2, 8), (3, 17)], ids=["gathered", "looped"])
-def test_invalid_tokens_go_to_no_expert_of_their_own(moe, shape):
+def test_invalid_tokens_go_to_no_expert_of_their_own(moe, platform, shape):
     """Experts that no valid token chooses are filled with NaN: an invalid one that read them would show it."""
     valid = np.zeros(shape, bool)
     valid[1, 2] = True
