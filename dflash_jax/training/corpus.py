@@ -36,16 +36,20 @@ def is_held_out(name: str, every: int = 20) -> bool:
     return int(hashlib.sha256(name.encode()).hexdigest(), 16) % every == 0
 
 
-def standard_library() -> tuple[list[Document], list[Document]]:
-    """(training documents, held-out documents) from the running Python's own library."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    train, held_out = [], []
+def sources(root: Path) -> Iterator[Document]:
+    """Python files below ``root``, in order."""
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root).as_posix()
         if LEFT_OUT & set(Path(name).parts) or name.startswith("_sysconfigdata"):
             continue
-        text = path.read_text(encoding="utf-8", errors="replace")
-        (held_out if is_held_out(name) else train).append(Document(name, text))
+        yield Document(name, path.read_text(encoding="utf-8", errors="replace"))
+
+
+def standard_library() -> tuple[list[Document], list[Document]]:
+    """(training documents, held-out documents) from the running Python's own library."""
+    train, held_out = [], []
+    for document in sources(Path(sysconfig.get_paths()["stdlib"])):
+        (held_out if is_held_out(document.name) else train).append(document)
     return train, held_out
 
 

@@ -12,8 +12,8 @@ from dflash_jax.params import SamplingParams
 from dflash_jax.training.config import TrainConfig
 from dflash_jax.training.data import Skipped, fault, messages_of, read_lines
 
-# Conversations whose answers are written together.
-GROUP = 256
+# Conversations whose answers are written together: at least so many, and for each slot.
+GROUP, TURNS = 256, 8
 
 
 def asks(config: TrainConfig, skipped: Skipped | None) -> Iterator[list[dict] | str]:
@@ -56,12 +56,12 @@ def regenerate(config: TrainConfig, llm: LLM, path: Path, tell: Callable[[str], 
     skipped = Skipped() if config.skip_bad_lines else None
     wanted = list(asks(config, skipped))
     path.parent.mkdir(parents=True, exist_ok=True)
-    done = _done(path)
+    done, size = _done(path), max(GROUP, TURNS * config.slots)
     if done:
         tell(f"{done} of {len(wanted)} were answered before")
     with path.open("a", encoding="utf-8") as file, tqdm(total=len(wanted), initial=done, unit="prompt") as bar:
-        for start in range(done, len(wanted), GROUP):
-            group = wanted[start : start + GROUP]
+        for start in range(done, len(wanted), size):
+            group = wanted[start : start + size]
             for line in _answered(config, llm, group, start):
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
             file.flush()
