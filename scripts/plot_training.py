@@ -76,6 +76,8 @@ def run(argv: list[str] | None) -> int:
             panel.axvline(end, color="grey", linewidth=0.8, linestyle=":")
         if panel.get_legend_handles_labels()[0]:
             panel.legend()
+    # What no drafter falls below.
+    acceptance.set_ylim(bottom=1)
     figure.tight_layout()
     args.out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(args.out, dpi=120)
