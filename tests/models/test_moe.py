@@ -154,3 +154,14 @@ def test_invalid_tokens_go_to_no_expert_of_their_own(moe, platform, shape):
     assert np.isfinite(got).all()
     np.testing.assert_array_equal(got[1, 2], forward(moe, x, jnp.asarray(valid))[1, 2])
     assert np.isnan(forward(broken, x, jnp.ones(shape, bool))).any(), "the test's own experts are not read"
+
+
+@pytest.mark.parametrize("shape", [(2, 8), (3, 17)], ids=["few", "many"])
+def test_invalid_tokens_take_nothing_from_the_experts(moe, platform, shape):
+    """Where experts are read in groups, they would fill the first valid one's."""
+    x, valid = sample(*shape, seed=6), np.zeros(shape, bool)
+    valid[1, 2] = True
+    got = forward(moe, x, jnp.asarray(valid))
+    shared = jax.nn.sigmoid(x @ moe.shared_gate[...])[..., None] * moe.shared(x)
+    np.testing.assert_allclose(np.asarray(got)[~valid], np.asarray(shared)[~valid], atol=1e-6)
+    assert not np.allclose(got[1, 2], shared[1, 2], atol=1e-3)
