@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 import bench_decode  # noqa: E402
 import decode_pair  # noqa: E402
+import decode_profile  # noqa: E402
 from decode_pair import Point  # noqa: E402
 
 TINY = ROOT / "dflash_jax/assets/tiny"
@@ -127,11 +128,11 @@ def test_kernels_of_a_trace():
     """A GPU's are what its streams show, named or not; a CPU's are XLA's own, without what only holds others."""
     host = [event(9, 1, "while.3", 90.0, hlo_op="while.3"), event(9, 1, "dot.1", 5.0, hlo_op="dot.1")]
     host += [event(9, 1, "PjitFunction", 70.0), name_of("process_name", 9, 0, "/host:CPU")]
-    assert bench_decode.kernel_events(host) == [("dot.1", 5.0)]
+    assert decode_profile.kernel_events(host) == [("dot.1", 5.0)]
     card = [name_of("process_name", 1, 0, "/device:GPU:0"), name_of("thread_name", 1, 4, "Stream #14(Compute)")]
     card += [name_of("thread_name", 1, 5, "XLA Ops"), event(1, 5, "fusion.1", 8.0, hlo_op="fusion.1")]
     card += [event(1, 4, "fusion_1", 3.0), event(1, 4, "memcpy32_post", 1.0)]
-    assert bench_decode.kernel_events(card + host) == [("fusion_1", 3.0), ("memcpy32_post", 1.0)]
+    assert decode_profile.kernel_events(card + host) == [("fusion_1", 3.0), ("memcpy32_post", 1.0)]
 
 
 def test_rows_differ(system):
