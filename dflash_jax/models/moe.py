@@ -12,6 +12,8 @@ from dflash_jax.sharding import ONE_DEVICE, Cut, Layout
 # Rows that a product holds for each expert: so many times the mean, and at least so many, which a product of a few rows
 # costs anyway.
 GROUP_ROWS, LEAST_GROUP_ROWS = 4, 32
+# On a TPU the loop is for more tokens than these.
+TPU_GATHERED_TOKENS = 16
 # The loop takes as many experts a step as make a product of about this many rows: tiny experts alone do not pay.
 GROUP_WIDTH = 512
 
@@ -72,7 +74,7 @@ def experts_grouped(x, weights, chosen, gate_up, down):
 
 
 def experts_looped(x, weights, chosen, gate_up, down):
-    """Many tokens, on a CPU: one dense product per group of experts that any token chose, the tokens that did not
+    """Many tokens, on a CPU or TPU: one dense product per group of experts that any token chose, those that did not
     choose an expert selected away."""
     e, _, f, hidden = gate_up.shape
     size = next(g for g in range(e, 0, -1) if e % g == 0 and (g * f <= GROUP_WIDTH or g == 1))
@@ -106,11 +108,16 @@ def experts(x, weights, chosen, gate_up, down):
     """Σ_k weights[t, k] · SwiGLU of expert chosen[t, k] on x[t]: x [T, H] → [T, H], in the form that suits platform
     and size.
 
-    On CPU the products of the loop go to a matrix library and the gathered form does not. Elsewhere the gathered form
-    reads an expert for each choice, the grouped one each expert once.
+    The gathered form reads an expert for each choice, the others each expert once at most. On CPU the products of the
+    loop go to a matrix library and the gathered form does not; on TPU the grouped form's scatter is dear.
     """
-    accelerated = experts_gathered if chosen.size < gate_up.shape[0] else experts_grouped
-    return jax.lax.platform_dependent(x, weights, chosen, gate_up, down, cpu=experts_looped, default=accelerated)
+    few = chosen.size < gate_up.shape[0]
+    forms = {
+        "cpu": experts_looped,
+        "tpu": experts_gathered if x.shape[0] <= TPU_GATHERED_TOKENS else experts_looped,
+        "default": experts_gathered if few else experts_grouped,
+    }
+    return jax.lax.platform_dependent(x, weights, chosen, gate_up, down, **forms)
 
 
 class Moe(nnx.Module):

@@ -19,14 +19,10 @@ def forward(moe, x, valid):
 gathered, looped = jax.jit(experts_gathered), jax.jit(experts_looped)
 
 
-@pytest.fixture(params=["cpu", "accelerator"])
+@pytest.fixture(params=["cpu", "tpu", "default"])
 def platform(request, monkeypatch):
-    """The forms that a CPU and that an accelerator takes, both run here."""
-
-    def first(*args, cpu, default):
-        return (cpu if request.param == "cpu" else default)(*args)
-
-    monkeypatch.setattr(module.jax.lax, "platform_dependent", first)
+    """The forms that a CPU, a TPU and a GPU take, all run here."""
+    monkeypatch.setattr(module.jax.lax, "platform_dependent", lambda *args, **forms: forms[request.param](*args))
     return request.param
 
 
