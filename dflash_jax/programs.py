@@ -221,6 +221,8 @@ class Programs:
     def prefill(self, state: DecodeState, rows, n, size: int, drafting: bool = True) -> tuple[DecodeState, jax.Array]:
         """Feeds the next n [rows] ≤ ``size`` prompt tokens of each row, the drafter with them unless ``drafting`` is
         False; also returns how many each has behind it."""
+        # Without a drafter there is one program, whatever is asked.
+        drafting = drafting and self._pair[1] is not None
         function, specs = partial(steps.prefill, size=size, drafting=drafting), ((ROWS, ROWS), WHOLE)
         return self.call(("prefill", size, drafting), function, state, (rows, n), lambda: specs)
 

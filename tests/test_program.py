@@ -3,9 +3,11 @@
 import importlib.util
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from dflash_jax import LLM
+from dflash_jax.state import PLAIN_SETTINGS
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "inspect_program.py"
 
@@ -32,3 +34,12 @@ def test_a_varied_session_compiles_one_program_of_each_kind(figures):
 def test_the_state_is_donated_and_no_kv_cache_is_copied(figures):
     assert figures["donated_bytes"] == figures["state_bytes"]
     assert figures["copied_kv_bytes"] == figures["copied_kv_bytes_of_prefill"] == 0
+
+
+def test_without_a_drafter_prefill_is_one_program():
+    """Otherwise the first question of a warm engine would wait for a compiler."""
+    programs = LLM().plain_programs
+    state, rows = programs.empty(1, 256, PLAIN_SETTINGS), np.zeros(1, np.int32)
+    for drafting in (True, False):
+        state, _ = programs.prefill(state, rows, rows, 16, drafting)
+    assert [key[0] for key in programs.compiled].count("prefill") == 1
