@@ -19,9 +19,7 @@ def filled(length, capacity, window):
     cache = KVCache.create(ROWS, HEADS, DIM, capacity, jnp.float32, window, 4)
     cache = KVCache(cache.k + jnp.nan, cache.v + jnp.nan, None, cache.sinks, cache.ring)
     for start in range(0, max(length), 100):
-        positions = np.broadcast_to(
-            np.arange(start, min(start + 100, max(length))), (ROWS, min(100, max(length) - start))
-        )
+        positions = np.tile(np.arange(start, min(start + 100, max(length))), (ROWS, 1))
         kept = positions < np.asarray(length)[:, None]
         cache = cache.write(k[:, positions[0]], v[:, positions[0]], jnp.asarray(positions), jnp.asarray(kept))
     return cache, k, v
