@@ -200,14 +200,14 @@ class LLM:
         ``block_size`` overrides the LLM's for this call; 1 decodes plainly. ``progress``: a bar on stderr; None shows
         one for more than eight prompts, on a terminal.
         """
-        rows = self._rows(prompts, params, block_size)
+        rows = self._rows(prompts, params, block_size, streamed=False)
         if progress is None:
             progress = len(rows) > 8 and sys.stderr.isatty()
         with tqdm(total=len(rows), unit="prompt", disable=not progress) as bar:
             for row in self._finished(rows):
                 bar.update()
-                bar.set_postfix_str(f"{self.tokens_per_s(rows):.0f} tok/s", refresh=False)
-                row.pieces.clear()
+                if progress:
+                    bar.set_postfix_str(f"{self.tokens_per_s(rows):.0f} tok/s", refresh=False)
         return [row.completion() for row in rows]
 
     def chat(
@@ -272,13 +272,13 @@ class LLM:
             return 0.0
         return sum(len(r.request.tokens) for r in rows) / max(max(ends) - min(t.ready for t in begun), 1e-9)
 
-    def _rows(self, prompts, params, block_size: int | str | None = None) -> list[Row]:
+    def _rows(self, prompts, params, block_size: int | str | None = None, **options) -> list[Row]:
         if isinstance(prompts, str):
             raise InputError("prompts must be a list: for one prompt give [prompt]")
         each = list(params) if isinstance(params, (list, tuple)) else [params or SamplingParams()] * len(prompts)
         if len(each) != len(prompts):
             raise InputError(f"{len(each)} SamplingParams for {len(prompts)} prompts: give one, or one each")
-        return [self.new_row(prompt, wanted, block_size) for prompt, wanted in zip(prompts, each, strict=True)]
+        return [self.new_row(prompt, wanted, block_size, **options) for prompt, wanted in zip(prompts, each, strict=True)]
 
     def new_row(
         self,
@@ -322,7 +322,7 @@ class LLM:
             widths=widths,
             rows_per_dispatch=1 if self.reproducible else None,
             prefix_bytes=self.prefix_bytes,
-            markers=self.tokenizer.markers if self.tokenizer else frozenset(),
+            markers=self.tokenizer.markers if self.tokenizer and self.prefix_bytes else frozenset(),
             adaptive=not self.reproducible,
             **options,
         )

@@ -42,7 +42,8 @@ class Piece:
 class Row:
     """One prompt on its way through the engine: its request, its text so far, and the pieces that nobody took yet.
 
-    It watches its own tokens for stop strings.
+    It watches its own tokens for stop strings. One that is not ``streamed`` has no pieces, and without stop strings its
+    text is made at its end.
     """
 
     def __init__(
@@ -51,13 +52,15 @@ class Row:
         params: SamplingParams,
         stops: list[int],
         tokenizer: Tokenizer | None,
+        streamed: bool = True,
         **options,
     ):
         if params.seed is None:
             params = replace(params, seed=int.from_bytes(os.urandom(4), "little"))
         self.text = Detokenizer(tokenizer, params.stop) if tokenizer else None
-        monitor = self._watch if self.text else None
+        monitor = self._watch if self.text and (streamed or params.stop) else None
         self.request = Request(prompt, params, stops, monitor=monitor, **options)
+        self.is_streamed = streamed
         # What was told so far; the engine may be ahead of it.
         self.token_ids: list[int] = []
         self.accepted: list[int] = []
@@ -91,6 +94,9 @@ class Row:
         if event.width > 1:
             self.drafts += len(event.accepted)
             self.draft_tokens += len(event.accepted) * (event.width - 1)
+        if not self.is_streamed:
+            self._take_end(event)
+            return
         text, ends = "", []
         if self.text:
             ends = self._watched.popleft() if event.tokens else [self._shown]
@@ -101,6 +107,12 @@ class Row:
             self._shown = upto
         ends = ends if event.tokens else []
         self.pieces.append(Piece(text, event.tokens, event.accepted, ends, event.logprobs, event.finish_reason))
+
+    def _take_end(self, event: Event) -> None:
+        if self.text and event.finish_reason:
+            if self.request.monitor is None:
+                self.text.push(*(t for t in self.token_ids if t not in self.request.stops))
+            self.text.finish()
 
     @property
     def told(self) -> str | None:

@@ -87,7 +87,9 @@ def run(command: str, config: TrainConfig, meshes: dict[str, str]) -> int:
         from dflash_jax.llm import LLM
         from dflash_jax.training.regenerate import regenerate
 
-        llm = LLM(config.target, config.draft, dtype=config.dtype, mesh=config.mesh, slots=config.slots)
+        # Prompts that have little in common: to keep their beginnings costs more than it spares.
+        options = {"dtype": config.dtype, "mesh": config.mesh, "slots": config.slots, "prefix_bytes": 0}
+        llm = LLM(config.target, config.draft, **options)
         path = config.directory / "regenerated.jsonl"
         count = regenerate(config, llm, path, tell)
         tell(f"{count} prompts are answered in {path}")

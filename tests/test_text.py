@@ -33,6 +33,18 @@ def test_streamed_text_equals_the_whole_and_never_holds_half_a_character(tokeniz
     assert len(set(seen)) > 10
 
 
+@pytest.mark.parametrize("stops", [[], ["return"], ["x  #"]])
+@pytest.mark.parametrize("cut", range(1, 12))
+def test_several_tokens_at_once_are_the_same_text(tokenizer, stops, cut):
+    # Cut anywhere, inside a character, too.
+    ids = tokenizer.encode(TEXT)[:-cut] if cut % 2 else tokenizer.encode(TEXT * 3)[cut:]
+    parts, detokenizer = [ids[: 3 * cut], ids[3 * cut :]], Detokenizer(tokenizer, stops)
+    for part in parts:
+        detokenizer.push(*part)
+    detokenizer.finish()
+    assert detokenizer.text == feed(Detokenizer(tokenizer, stops), ids)[-1]
+
+
 def test_a_broken_character_at_the_end_is_still_told(tokenizer):
     ids = tokenizer.encode("a🎉")
     assert feed(Detokenizer(tokenizer), ids[:-1])[-1] == tokenizer.decode(ids[:-1])
