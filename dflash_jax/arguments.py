@@ -4,7 +4,7 @@ import argparse
 import sys
 
 from dflash_jax.errors import InputError
-from dflash_jax.options import Parser
+from dflash_jax.options import Parser, add_platform
 
 DESCRIPTION = "Text from a target and a DFlash drafter. Text goes to stdout, everything else to stderr."
 
@@ -58,7 +58,7 @@ def make_parser() -> argparse.ArgumentParser:
     models.add_argument(
         "--distributed", action="store_true", help="one of several processes, as the cluster's environment says"
     )
-    models.add_argument("--platform", choices=["cpu", "cuda", "tpu"], help="default: the best that JAX finds")
+    add_platform(models)
 
     prompts = p.add_argument_group("prompts (any number, in any mixture)")
     prompts.add_argument("--prompt", action="append", default=[], help="a prompt; - reads it from stdin")

@@ -19,7 +19,7 @@ from dflash_jax.benchmarking.clients import Asking, EngineClient, HttpClient
 from dflash_jax.benchmarking.data import read_tasks
 from dflash_jax.benchmarking.tables import PLAIN, key, markdown, plot
 from dflash_jax.errors import InputError
-from dflash_jax.options import Parser, exit_code, set_platform
+from dflash_jax.options import Parser, add_platform, exit_code, set_platform
 from dflash_jax.system import read_system
 
 
@@ -63,7 +63,7 @@ def make_parser() -> argparse.ArgumentParser:
     here.add_argument("--quantize", choices=["none", "int8", "fp8"])
     here.add_argument("--mesh", metavar="data=2,tensor=4")
     here.add_argument("--max-len", type=int, metavar="N")
-    here.add_argument("--platform", choices=["cpu", "cuda", "tpu"])
+    add_platform(here)
     there = p.add_argument_group("a server")
     there.add_argument("--url", help="such as http://127.0.0.1:30000")
     there.add_argument("--model", help="default: the server's first")
@@ -110,7 +110,7 @@ class Results:
 
 def open_llm(args, options: dict):
     """(LLM, device)"""
-    device = set_platform(args.platform)
+    device = set_platform(args.platform, args.kernels)
     from dflash_jax.llm import LLM
 
     given = {k: getattr(args, k) for k in ("dtype", "quantize", "mesh", "max_len") if getattr(args, k) is not None}

@@ -5,13 +5,13 @@ that turned out to be valid. Prefill, plain decoding and verification are the sa
 never written.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 
+from dflash_jax import kernels
 from dflash_jax.sharding import DATA, Cut, spec
 
 # Context is read in pieces of this many positions, as many as the longest live row needs; capacities are multiples of
@@ -113,13 +113,48 @@ class KVCache:
         return get(self.k), get(self.v)
 
 
-def attend(q, k, v, own_mask, cache: KVCache | None, length, visible: Callable | None = None):
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Bounds:
+    """What new tokens see of the context, int32: positions from ``first`` [B, T] on that are not before ``recent`` [B],
+    or are before ``sinks`` [B]."""
+
+    first: jax.Array
+    recent: jax.Array
+    sinks: jax.Array
+
+    @classmethod
+    def none(cls, rows: int, tokens: int) -> "Bounds":
+        zero = jnp.zeros(rows, jnp.int32)
+        return cls(jnp.zeros((rows, tokens), jnp.int32), zero, zero)
+
+    def admit(self, held):
+        """bool [B, T, s] for context positions held [B, 1, s]."""
+        recent, sinks = self.recent[:, None, None], self.sinks[:, None, None]
+        return (held >= self.first[..., None]) & ((held >= recent) | (held < sinks))
+
+
+def attend(q, k, v, own_mask, cache: KVCache | None, length, bounds: Bounds | None = None):
     """Softmax attention of T new tokens over the cached context and over one another; float32 inside.
 
     q [B, T, N, D]; k, v [B, T, K, D] of the new tokens themselves; ``own_mask`` bool, broadcastable to [B, T, T],
-    every row with at least its own key. ``length`` [B]: valid context positions; the loop reads no further than the
-    longest. ``visible(key_positions [B, 1, s]) → bool [B, T, s]`` restricts the context further. Returns [B, T, N, D].
+    every row with at least its own key. ``length`` [B]: valid context positions; no more is read than the longest has.
+    ``bounds`` restrict the context further. Returns [B, T, N, D].
     """
+    if cache is None:
+        return attend_in_pieces(q, k, v, own_mask, None, length, bounds, CONTEXT_CHUNK)
+    wide = max(WIDE_CHUNK, round_capacity(-(-cache.capacity // MOST_CHUNKS)))
+    forms = {"cpu": partial(attend_in_pieces, size=CONTEXT_CHUNK), "default": partial(attend_in_pieces, size=wide)}
+    if kernels.are_wanted():
+        from dflash_jax.kernels import triton_attention
+
+        if triton_attention.fits(q):
+            forms["cuda"] = triton_attention.attend_triton
+    return jax.lax.platform_dependent(q, k, v, own_mask, cache, length, bounds, **forms)
+
+
+def attend_in_pieces(q, k, v, own_mask, cache: KVCache | None, length, bounds: Bounds | None, size: int):
+    """`attend`, with ``size`` positions of the context at a time."""
     b, t, n, d = q.shape
     heads = k.shape[2]
     q = q.reshape(b, t, heads, n // heads, d)
@@ -141,30 +176,26 @@ def attend(q, k, v, own_mask, cache: KVCache | None, length, visible: Callable |
     carry = fold(carry, q, k.swapaxes(1, 2), v.swapaxes(1, 2), own)
     if cache is not None:
         capacity = cache.capacity
+        size = min(size, capacity)
 
-        def over_context(size: int, carry, cache, q):
-            def chunk(i, carry):
-                # The last piece begins early where the capacity is no multiple, and what was read counts once.
-                start = jnp.minimum(i * size, capacity - size)
-                slots = start + jnp.arange(size)
-                keys, values = cache.read(start, size)
-                held = jnp.where(slots >= i * size, cache.positions(slots, length), -1)[:, None, :]
-                mask = jnp.broadcast_to(held >= 0, (b, t, size))
-                # Weight zero is not enough: 0 · NaN would bring a slot's last user back.
-                values = jnp.where((held >= 0)[:, 0, None, :, None], values, 0)
-                if visible is not None:
-                    mask = mask & visible(held)
-                return fold(carry, q, keys, values, mask)
+        def chunk(i, carry):
+            # The last piece begins early where the capacity is no multiple, and what was read counts once.
+            start = jnp.minimum(i * size, capacity - size)
+            slots = start + jnp.arange(size)
+            keys, values = cache.read(start, size)
+            held = jnp.where(slots >= i * size, cache.positions(slots, length), -1)[:, None, :]
+            mask = jnp.broadcast_to(held >= 0, (b, t, size))
+            # Weight zero is not enough: 0 · NaN would bring a slot's last user back.
+            values = jnp.where((held >= 0)[:, 0, None, :, None], values, 0)
+            if bounds is not None:
+                mask = mask & bounds.admit(held)
+            return fold(carry, q, keys, values, mask)
 
-            if size == capacity:
-                return chunk(0, carry)
+        if size == capacity:
+            carry = chunk(0, carry)
+        else:
             used = jnp.minimum(jnp.max(length), capacity)
-            return jax.lax.fori_loop(0, (used + size - 1) // size, chunk, carry)
-
-        wide = max(WIDE_CHUNK, round_capacity(-(-capacity // MOST_CHUNKS)))
-        sizes = {"cpu": CONTEXT_CHUNK, "default": wide}
-        forms = {name: partial(over_context, min(size, capacity)) for name, size in sizes.items()}
-        carry = jax.lax.platform_dependent(carry, cache, q, **forms)
+            carry = jax.lax.fori_loop(0, (used + size - 1) // size, chunk, carry)
     _, total, acc = carry
     y = acc / total[..., None]
     return jnp.moveaxis(y, 3, 1).reshape(b, t, n, d).astype(q.dtype)

@@ -131,7 +131,7 @@ def run(args, system) -> int:
         from dflash_jax import distributed
 
         distributed.start()
-    device = set_platform(args.platform)
+    device = set_platform(args.platform, args.kernels)
     if args.distributed:
         distributed.one_voice()
     from dflash_jax.llm import LLM

@@ -204,7 +204,7 @@ class LLM:
         if progress is None:
             progress = len(rows) > 8 and sys.stderr.isatty()
         with tqdm(total=len(rows), unit="prompt", disable=not progress) as bar:
-            for row in self._finished(rows):
+            for _ in self._finished(rows):
                 bar.update()
                 if progress:
                     bar.set_postfix_str(f"{self.tokens_per_s(rows):.0f} tok/s", refresh=False)
@@ -278,7 +278,9 @@ class LLM:
         each = list(params) if isinstance(params, (list, tuple)) else [params or SamplingParams()] * len(prompts)
         if len(each) != len(prompts):
             raise InputError(f"{len(each)} SamplingParams for {len(prompts)} prompts: give one, or one each")
-        return [self.new_row(prompt, wanted, block_size, **options) for prompt, wanted in zip(prompts, each, strict=True)]
+        return [
+            self.new_row(prompt, wanted, block_size, **options) for prompt, wanted in zip(prompts, each, strict=True)
+        ]
 
     def new_row(
         self,

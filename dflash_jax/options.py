@@ -7,6 +7,9 @@ from collections.abc import Callable
 
 from dflash_jax.errors import InputError
 
+# Of `dflash_jax.kernels.choose`.
+CHOICES = ("auto", "xla")
+
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str):
@@ -55,10 +58,21 @@ def with_config(parser: argparse.ArgumentParser, argv: list[str] | None):
     return parser.parse_args(argv), system
 
 
-def set_platform(platform: str | None) -> str:
-    """Chooses the platform and returns a description of its first device."""
+def add_platform(group) -> None:
+    """--platform and --kernels, for `set_platform`."""
+    group.add_argument("--platform", choices=["cpu", "cuda", "tpu"], help="default: the best that JAX finds")
+    group.add_argument(
+        "--kernels", choices=CHOICES, default="auto", help="xla: without Triton kernels on a GPU (default: %(default)s)"
+    )
+
+
+def set_platform(platform: str | None, kernels: str = "auto") -> str:
+    """Chooses the platform and its kernels, and returns a description of its first device."""
     import jax
 
+    from dflash_jax.kernels import choose
+
+    choose(kernels)
     if platform:
         jax.config.update("jax_platforms", platform)
     try:

@@ -80,7 +80,7 @@ def run(args, system) -> int:
 
     listening = listen(args.host, args.port)
     allow_many_connections()
-    device = set_platform(args.platform)
+    device = set_platform(args.platform, args.kernels)
     llm, engine = load(args, system)
     names = args.served_model_name or [args.target or "dflash-tiny"]
     info = {

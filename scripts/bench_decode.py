@@ -22,14 +22,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash_jax import speculative
+from dflash_jax import kernels, speculative, steps
 from dflash_jax.config import MoeSpec
 from dflash_jax.devices import device_name
 from dflash_jax.errors import InputError
 from dflash_jax.fit import measure_slot, weigh
 from dflash_jax.models import moe
-from dflash_jax.options import Parser, exit_code, set_platform
-from dflash_jax.programs import ROWS, Programs, enable_disk_cache
+from dflash_jax.options import Parser, add_platform, exit_code, set_platform
+from dflash_jax.programs import ROWS, WHOLE, Programs, enable_disk_cache
 from dflash_jax.sharding import DATA, spec
 from dflash_jax.state import PLAIN_SETTINGS, Settings, take_rows
 
@@ -74,13 +74,38 @@ def choices(target, drafter, state, rows, block):
     return jnp.stack(seen)
 
 
-def head(target, drafter, state, hidden):
-    return target.logits(hidden)
+def repeated(part):
+    """``part(target, drafter, state, moved, ...)``, ROUNDS times in one program, as a round's loop runs it: a program
+    of its own pays for its start. ``moved`` counts, so that no call is the same as the one before."""
+
+    def run(target, drafter, state, *args):
+        def again(_, moved):
+            found = jax.lax.optimization_barrier(part(target, drafter, state, moved, *args))
+            first = jax.tree.leaves(found)[0].reshape(-1)[0]
+            return moved + 1 + jnp.isnan(first.astype(jnp.float32)).astype(jnp.int32)
+
+        return jax.lax.fori_loop(0, ROUNDS, again, jnp.int32(0))
+
+    return run
 
 
-def draw(target, drafter, state, rows, block, logits):
+def verify(target, drafter, state, moved, rows, width, block, *, settings: Settings):
+    block = (block + moved) % target.config.vocab_size
+    return steps.verify(target, drafter, state, rows, width, block, settings=settings)
+
+
+def draft(target, drafter, state, moved, rows, width, *, settings: Settings):
+    state = replace(state, tokens=(state.tokens + moved) % target.config.vocab_size)
+    return steps.propose(target, drafter, state, rows, width, settings=settings)
+
+
+def head(target, drafter, state, moved, hidden):
+    return target.logits(hidden + moved.astype(hidden.dtype))
+
+
+def draw(target, drafter, state, moved, rows, block, logits):
     """The part of a round between logits and caches: what is drawn, accepted and written into the rows."""
-    after = speculative.decide(take_rows(state, rows), block, logits)
+    after = speculative.decide(take_rows(state, rows), block, logits + moved)
     return after.tokens, after.length, after.done
 
 
@@ -128,15 +153,19 @@ class Bench:
         def apart(name, function, args, specs):
             return lambda s: (p.call((name, settings), function, s, args, lambda: specs, donate=False), s)
 
+        def part(function, args, specs):
+            return apart(getattr(function, "func", function).__name__, repeated(function), args, (specs, WHOLE))
+
+        chosen = plain if point.width == 1 else settings
         parts = {
             "round": decode,
-            "verify": lambda s: (p.verify(s, rows, width, block, plain if point.width == 1 else settings), s),
-            "head": apart("head", head, (states,), ((ROWS,), wide)),
-            "draw": apart("draw", draw, (rows, block, logits), ((ROWS, ROWS, wide), ROWS)),
+            "verify": part(partial(verify, settings=chosen), (rows, width, block), (ROWS, ROWS, ROWS)),
+            "head": part(head, (states,), (ROWS,)),
+            "draw": part(draw, (rows, block, logits), (ROWS, ROWS, wide)),
             "prefill": prefill,
         }
         if point.width > 1:
-            parts["draft"] = lambda s: (p.propose(s, rows, width, settings), s)
+            parts["draft"] = part(partial(draft, settings=settings), (rows, width), (ROWS, ROWS))
         if any(isinstance(layer.ffn, MoeSpec) for layer in p.config.layers):
             # Replicated over everything but the rows: what each token chose.
             parts["choices"] = apart("choices", choices, (rows, block), ((ROWS, ROWS), spec(None, DATA)))
@@ -157,9 +186,9 @@ class Bench:
             found["experts_touched"] = round(touched, 1)
         for name, call in calls.items():
             seconds, state = timed(call, state, partial(self.rewound, point=point, name=name))
-            found[f"{name}_ms"] = round(1e3 * seconds / (ROUNDS if name == "round" else 1), 4)
+            found[f"{name}_ms"] = round(1e3 * seconds / (1 if name == "prefill" else ROUNDS), 4)
         parts = [found.get(f"{k}_ms", 0.0) for k in ("draft", "verify", "draw")]
-        # What is left of a round; the host's part of a single call can make it negative.
+        # What is left of a round.
         found["commit_ms"] = round(found["round_ms"] - sum(parts), 4)
         moved = self.bytes(point, touched)
         found |= {"gb_a_round": round(moved / 1e9, 4), "floor_ms": round(1e3 * moved / self.bandwidth, 4)}
@@ -224,7 +253,7 @@ def driver() -> str:
 def run(args) -> int:
     if args.config is not None and args.platform == "cpu" and not args.layers:
         raise InputError("a model of full size on a CPU: give --layers, or leave --config out")
-    set_platform(args.platform)
+    set_platform(args.platform, args.kernels)
     enable_disk_cache()
     points = grid(args.grid, args.config is None or jax.default_backend() == "cpu")
     if args.points:
@@ -237,12 +266,15 @@ def run(args) -> int:
         "jax": jax.__version__,
         "mesh": str(pair.target.layout),
         "dtype": str(pair.target.dtype),
+        "kernels": "triton" if kernels.are_wanted() else "xla",
         "model": pair.note,
     }
     out = args.out or ROOT / f"benchmarks/decode-{device_name(kind) or jax.default_backend()}-{pair.name}"
-    held = json.loads(out.with_suffix(".json").read_text()) if out.with_suffix(".json").exists() else {}
+    # No suffix of its own: names of models have dots.
+    figures, page = (out.with_name(out.name + suffix) for suffix in (".json", ".md"))
+    held = json.loads(figures.read_text()) if figures.exists() else {}
     if held.get("about", about) | {"bandwidth_gb_per_s": 0} != about | {"bandwidth_gb_per_s": 0}:
-        raise InputError(f"{out}.json is of {held['about']}, this is {about}: give another --out")
+        raise InputError(f"{figures} is of {held['about']}, this is {about}: give another --out")
     bandwidth = measured_bandwidth()
     about["bandwidth_gb_per_s"] = round(bandwidth / 1e9, 1)
     record, bench = {"about": about, "points": held.get("points", {})}, Bench(pair, bandwidth)
@@ -257,8 +289,8 @@ def run(args) -> int:
         bench.programs.compiled.clear()
         record["points"][str(point)] = row
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
-        out.with_suffix(".md").write_text(table(record))
+        figures.write_text(json.dumps(record, indent=1) + "\n")
+        page.write_text(table(record))
     print(json.dumps(record) if args.json else table(record))
     if args.profile:
         trace = out.with_name(out.name + "-trace.json.gz")
@@ -277,7 +309,7 @@ def make_parser() -> argparse.ArgumentParser:
     p.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: by platform")
     p.add_argument("--quantize", choices=["int8", "fp8"])
     p.add_argument("--mesh", metavar="tensor=8", help="default: the config's for these devices")
-    p.add_argument("--platform", help="cpu, cuda or tpu (default: the best there is)")
+    add_platform(p)
     p.add_argument("--profile", action="store_true", help="name the last point's ten dearest kernels; keep its trace")
     p.add_argument("--out", type=Path, metavar="PATH", help="without suffix (default: benchmarks/decode-DEVICE-CONFIG)")
     p.add_argument("--json", action="store_true", help="one JSON object on stdout and nothing else")

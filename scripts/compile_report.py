@@ -24,7 +24,7 @@ from pathlib import Path
 from dflash_jax.devices import DEVICES
 from dflash_jax.errors import InputError
 from dflash_jax.fit import read_shapes
-from dflash_jax.options import Parser, exit_code
+from dflash_jax.options import CHOICES, Parser, exit_code
 from dflash_jax.system import read_system
 
 # Read when jax, the CUDA plugin or libtpu loads.
@@ -217,6 +217,7 @@ def report(shapes, layout, devices, args) -> dict:
     import jax
     import jax.numpy as jnp
 
+    from dflash_jax import kernels
     from dflash_jax.cache import KVCache
     from dflash_jax.engine.device import MAX_LOGPROBS
     from dflash_jax.engine.options import PREFILL_SIZES
@@ -225,6 +226,7 @@ def report(shapes, layout, devices, args) -> dict:
 
     # Programs for absent devices are written to the cache and cannot be read back.
     jax.config.update("jax_enable_compilation_cache", False)
+    kernels.choose(args.kernels)
     target, drafter = abstract_pair(shapes, layout, jnp.bfloat16, args.quantize)
     mesh = layout.mesh(devices)
     with_drafter, without = Programs(target, drafter, mesh), Programs(target, None, mesh)
@@ -265,6 +267,7 @@ def report(shapes, layout, devices, args) -> dict:
         "slots": args.slots,
         "max_len": args.max_len,
         "jax": jax.__version__,
+        "kernels": "triton" if ":" not in args.device and kernels.are_wanted() else "xla",
         "memory": memory,
         "programs": found,
     }
@@ -298,6 +301,7 @@ def make_parser() -> argparse.ArgumentParser:
     p.add_argument("--slots", type=int, default=1, metavar="N", help="rows (default: %(default)s)")
     p.add_argument("--max-len", type=int, default=8192, metavar="N", help="default: %(default)s")
     p.add_argument("--quantize", choices=["int8", "fp8"])
+    p.add_argument("--kernels", choices=CHOICES, default="auto", help="xla: without Triton kernels on a GPU")
     p.add_argument("--layers", type=int, metavar="N", help="only the first N layers of the target")
     p.add_argument(
         "--programs", nargs="+", choices=["prefill", "plain", "round"], default=["prefill", "plain", "round"]

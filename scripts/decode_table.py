@@ -6,9 +6,9 @@ from pathlib import Path
 PUBLISHED = Path(__file__).parents[1] / "dflash_jax/assets/published.json"
 INTRODUCTION = """# Decoding, part by part
 
-`python scripts/bench_decode.py`: {}. Milliseconds, medians of five. The head is part of verify; commit is what is left
-of a round, which the loop runs without the host (a part alone pays for its own start). GB: what a round cannot but
-move, with the experts that were counted; the floor is its time at the measured bandwidth.
+`python scripts/bench_decode.py`: {}. Milliseconds, medians of five. A round and its parts each run in a loop on the
+device; the head is part of verify; commit is what is left of a round. GB: what a round cannot but move, with the
+experts that were counted; the floor is its time at the measured bandwidth.
 """
 
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from dflash_jax.cache import KVCache
+from dflash_jax.cache import Bounds, KVCache
 from dflash_jax.config import DraftConfig, DraftLayerSpec
 from dflash_jax.models.parts import Attention, Mlp, RMSNorm, normal, project
 from dflash_jax.models.rope import rope_angles
@@ -96,18 +96,18 @@ class DraftLayer(nnx.Module):
         # A slot past the width still sees itself, so that its softmax is defined.
         return mask & ((key < width[:, None, None]) | (key == query))
 
-    def sees_context(self, held, positions, start, window: DraftWindow):
-        """bool [B, T, s]: which context positions ``held`` [B, 1, s] the queries at ``positions`` [B, T] see."""
-        seen = (held >= 0) & (held < start[:, None, None])
+    def bounds(self, positions, start, window: DraftWindow) -> Bounds:
+        """What the queries at ``positions`` [B, T] see of a context of ``start`` [B] tokens."""
+        first = jnp.broadcast_to(jnp.asarray(window.first).reshape(-1, 1), positions.shape)
         if self.spec.window is not None:
-            seen = seen & (held > positions[..., None] - self.spec.window)
+            first = jnp.maximum(first, positions - self.spec.window + 1)
+        recent = sinks = jnp.zeros_like(start)
         if window.size is not None:
-            size, sinks = (jnp.asarray(x).reshape(-1, 1, 1) for x in (window.size, window.sinks))
-            seen = seen & ((held >= start[:, None, None] - size) | (held < sinks))
-        return seen & (held >= jnp.asarray(window.first).reshape(-1, 1, 1))
+            recent, sinks = start - window.size, jnp.broadcast_to(jnp.asarray(window.sinks), start.shape)
+        return Bounds(first, recent, sinks)
 
-    def __call__(self, x, mask, angles, cache: KVCache | None, start, visible):
-        y, _, _ = self.mixer(self.input_norm(x), angles[self.spec.attention.rope], mask, cache, start, visible)
+    def __call__(self, x, mask, angles, cache: KVCache | None, start, bounds: Bounds):
+        y, _, _ = self.mixer(self.input_norm(x), angles[self.spec.attention.rope], mask, cache, start, bounds)
         x = x + y
         return x + self.ffn(self.post_norm(x))
 
@@ -181,11 +181,8 @@ class Drafter(nnx.Module):
         angles = self._angles(positions)
         x = embedded
         for layer, layer_cache in zip(self.layers, cache, strict=True):
-
-            def visible(held, layer=layer):
-                return layer.sees_context(held, positions, start, window)
-
-            x = layer(x, layer.block_mask(width, slots), angles, layer_cache, start, visible)
+            bounds = layer.bounds(positions, start, window)
+            x = layer(x, layer.block_mask(width, slots), angles, layer_cache, start, bounds)
         return self.norm(x)
 
     def propose(

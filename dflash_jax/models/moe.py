@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from dflash_jax import kernels
 from dflash_jax.config import MoeSpec
 from dflash_jax.models.parts import Mlp, normal, project
 from dflash_jax.models.scaled import dense
@@ -12,6 +13,9 @@ from dflash_jax.sharding import ONE_DEVICE, Cut, Layout
 # Rows that a product holds for each expert: so many times the mean, and at least so many, which a product of a few rows
 # costs anyway.
 GROUP_ROWS, LEAST_GROUP_ROWS = 4, 32
+# The kernel is for more choices than this part of the experts: with fewer, hardly two are of one expert, and the
+# gathered form is the faster (H200: 15 µs against 22 of one token's eight).
+KERNEL_SHARE = 4
 # On a TPU the loop is for more tokens than these.
 TPU_GATHERED_TOKENS = 16
 # The loop takes as many experts a step as make a product of about this many rows: tiny experts alone do not pay.
@@ -31,6 +35,9 @@ def experts_gathered(x, weights, chosen, gate_up, down):
 
     Product and sum in float32, so that XLA fuses gather, product and reduction and copies no weight (on GPU).
     """
+    # A choice of no weight follows the first that has one: no expert is read for it alone.
+    flat = chosen.reshape(-1)
+    chosen = jnp.where(weights != 0, chosen, flat[jnp.argmax(weights.reshape(-1) != 0)])
     pick = dense(gate_up[chosen], jnp.float32)
     h = jnp.sum(pick * x.astype(jnp.float32)[:, None, None, None, :], axis=-1)
     h = jax.nn.silu(h[:, :, 0]) * h[:, :, 1]
@@ -82,7 +89,7 @@ def experts_looped(x, weights, chosen, gate_up, down):
 
     def add(total, group):
         gate_up, down, ids = group
-        mine = chosen[:, :, None] == ids
+        mine = (chosen[:, :, None] == ids) & (weights[:, :, None] != 0)
         weight = jnp.where(mine, weights[:, :, None], 0.0).sum(1)
 
         def visit(total):
@@ -117,6 +124,11 @@ def experts(x, weights, chosen, gate_up, down):
         "tpu": experts_gathered if x.shape[0] <= TPU_GATHERED_TOKENS else experts_looped,
         "default": experts_gathered if few else experts_grouped,
     }
+    if kernels.are_wanted() and chosen.size > gate_up.shape[0] // KERNEL_SHARE:
+        from dflash_jax.kernels import triton_experts
+
+        if triton_experts.fits(gate_up, down):
+            forms["cuda"] = triton_experts.experts_triton
     return jax.lax.platform_dependent(x, weights, chosen, gate_up, down, **forms)
 
 
@@ -140,14 +152,10 @@ class Moe(nnx.Module):
         flat = x.reshape(-1, x.shape[-1])
         logits = jnp.einsum("th,eh->te", flat, self.router[...], preferred_element_type=jnp.float32)
         weights, chosen = route(logits, self.spec)
-        live = valid.reshape(-1, 1)
-        # An idle token follows the first live one, and takes nothing from it: no expert is read for it alone.
-        chosen = jnp.where(live, chosen, chosen[jnp.argmax(live[:, 0])])
-        weights = jnp.where(live, weights, 0.0)
         gate_up, down = self.gate_up[...], self.down[...]
         local, mine = self.experts.own(chosen, gate_up.shape[0])
-        # Another device's expert: no share here, and the row that is read for it is one that is there.
-        weights, local = jnp.where(mine, weights, 0.0), jnp.where(mine, local, 0)
+        # Idle tokens, and experts of another device, which stand for one that is there.
+        weights, local = jnp.where(mine & valid.reshape(-1, 1), weights, 0.0), jnp.where(mine, local, 0)
         y = experts(flat, weights, local, gate_up, down).reshape(x.shape)
         routed = Cut(self.features.axes + self.experts.axes)
         if self.spec.shared_intermediate_size is None:

@@ -124,11 +124,11 @@ class Attention(nnx.Module):
         q = q.reshape(b, t, k.shape[2], -1, d) * d**-0.5
         return self.output(interval_attention(q, k, v, starts, upto)[0].reshape(b, t, n, d), gate)
 
-    def __call__(self, x, angles, own_mask, cache: KVCache | None, length, visible=None):
-        """x [B, T, H] → (y [B, T, H], k, v). Masks and ``visible`` as in `cache.attend`."""
+    def __call__(self, x, angles, own_mask, cache: KVCache | None, length, bounds=None):
+        """x [B, T, H] → (y [B, T, H], k, v). Masks and ``bounds`` as in `cache.attend`."""
         q, gate = self.queries(x, angles)
         k, v = self.keys_values(x, angles)
-        return self.output(attend(q, k, v, own_mask, cache, length, visible), gate), k, v
+        return self.output(attend(q, k, v, own_mask, cache, length, bounds), gate), k, v
 
 
 class Mlp(nnx.Module):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from dflash_jax.arguments import block_size
 from dflash_jax.errors import InputError
-from dflash_jax.options import Parser, with_config
+from dflash_jax.options import Parser, add_platform, with_config
 
 log = logging.getLogger("dflash_jax.server")
 
@@ -110,7 +110,7 @@ def make_parser() -> argparse.ArgumentParser:
     models.add_argument("--dtype", help="float32 or bfloat16 (default: float32 on CPU, bfloat16 elsewhere)")
     models.add_argument("--quantize", choices=["none", "int8", "fp8"], help="quantize the target on loading")
     models.add_argument("--mesh", metavar="data=2,tensor=4", help="devices to share the work among")
-    models.add_argument("--platform", choices=["cpu", "cuda", "tpu"], help="default: the best that JAX finds")
+    add_platform(models)
     models.add_argument("--reproducible", action="store_true", help="the same bits at any load, in bfloat16 too")
 
     load = p.add_argument_group("load")

@@ -1,0 +1,10 @@
+"""How a Triton kernel is called: the one place that knows jax-triton."""
+
+from collections.abc import Sequence
+
+
+def triton_call(kernel, args: Sequence, out: Sequence, grid: tuple[int, ...], **meta) -> tuple:
+    """Runs ``kernel(*args, *out, **meta)`` over ``grid``; ``out``: shapes and dtypes of what it writes, returned."""
+    import jax_triton
+
+    return tuple(jax_triton.triton_call(*args, kernel=kernel, out_type=list(out), grid=grid, **meta))

@@ -1,0 +1,53 @@
+"""Where there is no GPU, Triton's interpreter runs the kernels: NumPy under the hood, torch tensors at the surface."""
+
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+ON_GPU = jax.default_backend() == "gpu"
+if not ON_GPU:
+    # Read when a kernel is defined, those of Triton's own library among them.
+    os.environ["TRITON_INTERPRET"] = "1"
+torch = pytest.importorskip("torch")
+interpreter = pytest.importorskip("triton.runtime.interpreter")
+
+
+def to_torch(x):
+    x = np.asarray(x)
+    if x.dtype == jnp.float8_e4m3fn:
+        return torch.from_numpy(x.view(np.uint8).copy()).view(torch.float8_e4m3fn)
+    return torch.from_numpy(np.array(x))
+
+
+def interpreted(kernel, args, out, grid, num_warps=4, num_stages=2, **meta):
+    """`launch.triton_call` without a GPU. What no program writes is NaN, or an integer that is no index."""
+    held = [to_torch(x) for x in args]
+    made = [torch.full(x.shape, float("nan") if x.dtype == jnp.float32 else 1 << 30, dtype=torch.float32) for x in out]
+    made = [m.to(torch.int32) if x.dtype == jnp.int32 else m for m, x in zip(made, out, strict=True)]
+    kernel[grid](*held, *made, **meta)
+    return tuple(jnp.asarray(m.numpy()) for m in made)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interpreter_for_cpu():
+    if ON_GPU:
+        yield
+        return
+    patch = pytest.MonkeyPatch()
+    # It reads a loop's bound from an array of one element, which NumPy takes from scalars only.
+    original = interpreter._patch_lang_tensor
+
+    def patched(tensor, scope):
+        original(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.reshape(-1)[0]))
+
+    patch.setattr(interpreter, "_patch_lang_tensor", patched)
+    from dflash_jax.kernels import triton_attention, triton_experts
+
+    for module in (triton_attention, triton_experts):
+        patch.setattr(module, "triton_call", interpreted)
+    yield
+    patch.undo()
