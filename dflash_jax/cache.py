@@ -150,6 +150,7 @@ def attend(q, k, v, own_mask, cache: KVCache | None, length, bounds: Bounds | No
 
         if triton_attention.fits(q):
             forms["cuda"] = triton_attention.attend_triton
+            bounds = Bounds.none(*q.shape[:2]) if bounds is None else bounds
     return jax.lax.platform_dependent(q, k, v, own_mask, cache, length, bounds, **forms)
 
 

@@ -5,10 +5,8 @@ import os
 import sys
 from collections.abc import Callable
 
+from dflash_jax import kernels
 from dflash_jax.errors import InputError
-
-# Of `dflash_jax.kernels.choose`.
-CHOICES = ("auto", "xla")
 
 
 class Parser(argparse.ArgumentParser):
@@ -61,18 +59,15 @@ def with_config(parser: argparse.ArgumentParser, argv: list[str] | None):
 def add_platform(group) -> None:
     """--platform and --kernels, for `set_platform`."""
     group.add_argument("--platform", choices=["cpu", "cuda", "tpu"], help="default: the best that JAX finds")
-    group.add_argument(
-        "--kernels", choices=CHOICES, default="auto", help="xla: without Triton kernels on a GPU (default: %(default)s)"
-    )
+    text = "xla: without Triton kernels on a GPU (default: %(default)s)"
+    group.add_argument("--kernels", choices=kernels.CHOICES, default="auto", help=text)
 
 
-def set_platform(platform: str | None, kernels: str = "auto") -> str:
+def set_platform(platform: str | None, choice: str = "auto") -> str:
     """Chooses the platform and its kernels, and returns a description of its first device."""
     import jax
 
-    from dflash_jax.kernels import choose
-
-    choose(kernels)
+    kernels.choose(choice)
     if platform:
         jax.config.update("jax_platforms", platform)
     try:

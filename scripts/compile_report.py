@@ -19,12 +19,14 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 from dflash_jax.devices import DEVICES
 from dflash_jax.errors import InputError
 from dflash_jax.fit import read_shapes
-from dflash_jax.options import CHOICES, Parser, exit_code
+from dflash_jax.kernels import CHOICES
+from dflash_jax.options import Parser, exit_code
 from dflash_jax.system import read_system
 
 # Read when jax, the CUDA plugin or libtpu loads.
@@ -226,7 +228,9 @@ def report(shapes, layout, devices, args) -> dict:
 
     # Programs for absent devices are written to the cache and cannot be read back.
     jax.config.update("jax_enable_compilation_cache", False)
-    kernels.choose(args.kernels)
+    # "auto" asks for the card that is here.
+    is_gpu = ":" not in args.device
+    kernels.choose("triton" if args.kernels == "auto" and is_gpu and find_spec("jax_triton") else "xla")
     target, drafter = abstract_pair(shapes, layout, jnp.bfloat16, args.quantize)
     mesh = layout.mesh(devices)
     with_drafter, without = Programs(target, drafter, mesh), Programs(target, None, mesh)
@@ -267,7 +271,7 @@ def report(shapes, layout, devices, args) -> dict:
         "slots": args.slots,
         "max_len": args.max_len,
         "jax": jax.__version__,
-        "kernels": "triton" if ":" not in args.device and kernels.are_wanted() else "xla",
+        "kernels": "triton" if kernels.are_wanted() else "xla",
         "memory": memory,
         "programs": found,
     }

@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[1] / "dflash_jax"
 # A module may import modules of its own level or below.
 LEVELS = [
     ("errors", "config", "devices", "distributed"),
-    ("sharding",),
+    ("sharding", "kernels"),
     ("cache",),
     ("models",),
     ("sampling", "checkpoint"),

@@ -6,27 +6,29 @@ A kernel is a form named "cuda" in a `jax.lax.platform_dependent` beside those t
 
 from importlib.util import find_spec
 
-import jax
-
 from dflash_jax.errors import InputError
-from dflash_jax.options import CHOICES
 
+CHOICES = ("auto", "xla")
 _choice = "auto"
 
 
 def choose(kernels: str) -> None:
-    """ "auto": kernels where they are the better form and jax-triton is installed; "xla": none. For programs that are
-    traced from now on."""
+    """For programs that are traced from now on. "auto": kernels where jax-triton and a card that they were made for
+    are; "xla": none; "triton": for a card that is not here, too."""
     global _choice
-    if kernels not in CHOICES:
+    if kernels not in (*CHOICES, "triton"):
         raise InputError(f"kernels {kernels!r}: it must be one of {', '.join(CHOICES)}")
     _choice = kernels
 
 
 def are_wanted() -> bool:
-    """Whether programs that are traced now get kernels. Their tiles are cut for the shared memory of Hopper and
-    later."""
+    """Whether programs that are traced now get kernels. Their tiles are cut for the shared memory of Hopper's and
+    Blackwell's data-centre cards (compute capability 9 and 10)."""
+    import jax
+
     if _choice != "auto" or find_spec("jax_triton") is None:
-        return False
+        return _choice == "triton"
     device = jax.devices()[0]
-    return device.platform != "gpu" or float(getattr(device, "compute_capability", 0)) >= 9
+    if device.platform != "gpu" or "cuda" not in device.client.platform_version.lower():
+        return False
+    return 9 <= float(device.compute_capability) < 11

@@ -1,4 +1,4 @@
-"""How a Triton kernel is called: the one place that knows jax-triton."""
+"""How a Triton kernel is called: through jax-triton."""
 
 from collections.abc import Sequence
 

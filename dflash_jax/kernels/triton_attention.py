@@ -6,11 +6,10 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from dflash_jax.cache import Bounds
 from dflash_jax.kernels.launch import triton_call
 
-# Programs that keep an accelerator busy: more parts of the context cost more to join than they bring (H200).
-_PROGRAMS = 132
+# Programs that keep an accelerator busy, and parts of a context: more cost more to join than they bring (H200).
+PROGRAMS, MOST_PARTS = 264, 32
 # Query rows of a program, positions that it takes at a time (fewer of large heads: shared memory), warps, stages.
 ROWS, POSITIONS, WARPS, STAGES = 64, 128, (4, 8), 2
 
@@ -97,9 +96,8 @@ def fits(q) -> bool:
 
 
 def attend_triton(q, k, v, own_mask, cache, length, bounds):
-    """As `cache.attend`, with a cache."""
+    """As `cache.attend`, with a cache and bounds."""
     b, t, n, d = q.shape
-    bounds = Bounds.none(b, t) if bounds is None else bounds
     heads = k.shape[2]
     group = n // heads
     m = t * group
@@ -107,7 +105,8 @@ def attend_triton(q, k, v, own_mask, cache, length, bounds):
     block = max(16, min(ROWS * 512 // max(bytes_of_row, 512), 1 << (m - 1).bit_length()))
     tiles = -(-m // block)
     positions = min(POSITIONS, POSITIONS * 256 // bytes_of_row)
-    splits = max(1, min(_PROGRAMS // (b * heads * tiles), -(-cache.capacity // positions), 64))
+    # Not by the capacity, which another request may have made larger: the same context has the same parts.
+    splits = max(1, min(PROGRAMS // (b * heads * tiles), MOST_PARTS))
     own = jnp.broadcast_to(own_mask, (own_mask.shape[0] if own_mask.ndim == 3 else 1, t, t)).astype(jnp.int8)
     rows = jnp.arange(b, dtype=jnp.int32) if cache.rows is None else cache.rows
     shape = (b, heads, splits, m)

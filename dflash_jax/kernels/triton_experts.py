@@ -10,10 +10,12 @@ import triton
 import triton.language as tl
 
 from dflash_jax.kernels.launch import triton_call
-from dflash_jax.models.scaled import Scaled
 
 # (outputs of a program, warps, stages) with few rows a block and with 64.
 GATE_UP, DOWN = ((64, 4, 4), (64, 4, 3)), ((64, 4, 4), (64, 4, 3))
+# For more choices than this part of the experts: with fewer hardly two are of one expert, and the gathered form is
+# faster. For as many as a chunk of prefill has: `_align` compares each with all.
+LEAST_SHARE, MOST_CHOICES = 4, 8192
 # Choices that one program of `_align` sorts.
 _CHUNK = 64
 
@@ -114,8 +116,8 @@ def _down(
 
 
 def _parts(weight) -> tuple:
-    """(values, scale or a stand-in, inputs of a scale or 0)."""
-    if not isinstance(weight, Scaled):
+    """Of an array or a `models.scaled.Scaled`: (values, scale or a stand-in, inputs of a scale or 0)."""
+    if not hasattr(weight, "scale"):
         return weight, jnp.zeros(1, weight.dtype), 0
     return weight.values, weight.scale, weight.values.shape[-1] // weight.scale.shape[-1]
 
@@ -125,14 +127,18 @@ def _divisor(n: int, most: int) -> int:
     return min(n & -n, most)
 
 
-def fits(gate_up, down) -> bool:
-    """Whether products of 16 and more can be taken of these shapes, a scale's run at a time."""
-    inner = [w.shape[-1] // (w.scale.shape[-1] if isinstance(w, Scaled) else 1) for w in (gate_up, down)]
+def fits(choices: int, gate_up, down) -> bool:
+    """Whether the kernel is for so many choices, and products of 16 and more can be taken of these shapes, a scale's
+    run at a time."""
+    if not gate_up.shape[0] // LEAST_SHARE < choices <= MOST_CHOICES:
+        return False
+    inner = [w.shape[-1] // (w.scale.shape[-1] if hasattr(w, "scale") else 1) for w in (gate_up, down)]
     return all(n % 16 == 0 for n in (*inner, gate_up.shape[-2], down.shape[-2]))
 
 
 def experts_triton(x, weights, chosen, gate_up, down):
-    """As `experts_gathered`: x [T, H], weights and chosen [T, k] → [T, H]. A choice of weight 0 is not computed."""
+    """As `models.moe.experts`. A choice of weight 0 is not computed; products are summed in float32, and what lies
+    between them and each choice's share are rounded to x's dtype."""
     (tokens, hidden), top = x.shape, chosen.shape[1]
     e, _, f, _ = gate_up.shape
     c = tokens * top

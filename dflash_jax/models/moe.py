@@ -13,9 +13,6 @@ from dflash_jax.sharding import ONE_DEVICE, Cut, Layout
 # Rows that a product holds for each expert: so many times the mean, and at least so many, which a product of a few rows
 # costs anyway.
 GROUP_ROWS, LEAST_GROUP_ROWS = 4, 32
-# The kernel is for more choices than this part of the experts: with fewer, hardly two are of one expert, and the
-# gathered form is the faster (H200: 15 µs against 22 of one token's eight).
-KERNEL_SHARE = 4
 # On a TPU the loop is for more tokens than these.
 TPU_GATHERED_TOKENS = 16
 # The loop takes as many experts a step as make a product of about this many rows: tiny experts alone do not pay.
@@ -115,8 +112,9 @@ def experts(x, weights, chosen, gate_up, down):
     """Σ_k weights[t, k] · SwiGLU of expert chosen[t, k] on x[t]: x [T, H] → [T, H], in the form that suits platform
     and size.
 
-    The gathered form reads an expert for each choice, the others each expert once at most. On CPU the products of the
-    loop go to a matrix library and the gathered form does not; on TPU the grouped form's scatter is dear.
+    The gathered form reads an expert for each choice, the kernel for each block of rows, the others once at most. On
+    CPU the products of the loop go to a matrix library and the gathered form does not; on TPU the grouped form's
+    scatter is dear.
     """
     few = chosen.size < gate_up.shape[0]
     forms = {
@@ -124,11 +122,12 @@ def experts(x, weights, chosen, gate_up, down):
         "tpu": experts_gathered if x.shape[0] <= TPU_GATHERED_TOKENS else experts_looped,
         "default": experts_gathered if few else experts_grouped,
     }
-    if kernels.are_wanted() and chosen.size > gate_up.shape[0] // KERNEL_SHARE:
+    if kernels.are_wanted():
         from dflash_jax.kernels import triton_experts
 
-        if triton_experts.fits(gate_up, down):
-            forms["cuda"] = triton_experts.experts_triton
+        if triton_experts.fits(chosen.size, gate_up, down):
+            forms["cuda"] = kernel = jax.custom_jvp(triton_experts.experts_triton)
+            kernel.defjvp(lambda primals, tangents: jax.jvp(experts_grouped, primals, tangents))
     return jax.lax.platform_dependent(x, weights, chosen, gate_up, down, **forms)
 
 

@@ -31,7 +31,7 @@ def interpreted(kernel, args, out, grid, num_warps=4, num_stages=2, **meta):
     return tuple(jnp.asarray(m.numpy()) for m in made)
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def interpreter_for_cpu():
     if ON_GPU:
         yield

@@ -1,10 +1,11 @@
 """Triton kernels against their plain definitions, over odd sizes, lengths, dtypes and windows."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.cache import Bounds, KVCache, attend
+from dflash_jax.cache import Bounds, KVCache, attend_in_pieces
 from dflash_jax.models.moe import experts_gathered
 from dflash_jax.models.scaled import quantize
 
@@ -22,14 +23,14 @@ def test_experts(tokens, top, experts, idle, quantized):
     """More choices than a program sorts, several blocks of an expert, experts that nobody chose, idle tokens."""
     from dflash_jax.kernels.triton_experts import experts_triton, fits
 
-    rng, features, hidden = np.random.default_rng(tokens), 32, 64
-    x, gate_up = normal(rng, tokens, hidden), normal(rng, experts, 2, features, hidden) / 8
-    down = normal(rng, experts, hidden, features) / 6
+    rng, features, hidden = np.random.default_rng(tokens), 192, 384
+    x, gate_up = normal(rng, tokens, hidden), normal(rng, experts, 2, features, hidden) / 20
+    down = normal(rng, experts, hidden, features) / 14
     if quantized:
         gate_up, down = quantize(gate_up, *quantized), quantize(down, *quantized)
     chosen = jnp.asarray([rng.permutation(experts)[:top] for _ in range(tokens)], jnp.int32)
     weights = jnp.asarray(rng.uniform(0.1, 1, (tokens, top)) * (rng.uniform(size=(tokens, top)) >= idle), jnp.float32)
-    assert fits(gate_up, down)
+    assert fits(experts, gate_up, down)
     got = experts_triton(x, weights, chosen, gate_up, down)
     np.testing.assert_allclose(got, experts_gathered(x, weights, chosen, gate_up, down), atol=2e-6)
 
@@ -57,6 +58,8 @@ def test_rows_do_not_depend_on_one_another():
         (3, 4, 4, 2, 16, 2000, 300, 0),
         (3, 3, 4, 2, 16, 2000, 200, 50),
         (2, 33, 4, 2, 16, 300, None, 0),
+        (3, 2, 4, 2, 16, 120, 100, 50),
+        (3, 2, 4, 2, 16, 60, 100, 50),
     ],
 )
 def test_attention(rows, tokens, heads, kv_heads, dim, capacity, window, sinks):
@@ -77,7 +80,7 @@ def test_attention(rows, tokens, heads, kv_heads, dim, capacity, window, sinks):
         )
     cache = KVCache(jnp.asarray(held[0]), jnp.asarray(held[1]), jnp.asarray(taken), cache.sinks, cache.ring)
     length = jnp.asarray(length, jnp.int32)
-    bounds = None
+    bounds = Bounds.none(rows, tokens)
     if window is not None:
         size = 120 if sinks else None
         positions = length[:, None] + jnp.arange(tokens)
@@ -91,4 +94,31 @@ def test_attention(rows, tokens, heads, kv_heads, dim, capacity, window, sinks):
     assert fits(q)
     for mask in (own, jnp.broadcast_to(own, (rows, tokens, tokens)).at[0].set(True)):
         got = attend_triton(q, k, v, mask, cache, length, bounds)
-        np.testing.assert_allclose(got, attend(q, k, v, mask, cache, length, bounds), atol=1e-6)
+        np.testing.assert_allclose(got, attend_in_pieces(q, k, v, mask, cache, length, bounds, 256), atol=1e-6)
+
+
+def test_what_a_kernel_computes_has_a_gradient(monkeypatch):
+    """That of a plain form: a target can be trained where kernels are."""
+    from dflash_jax import kernels
+    from dflash_jax.kernels import triton_experts
+    from dflash_jax.models.moe import experts
+
+    rng = np.random.default_rng(0)
+    x, gate_up, down = normal(rng, 6, 64), normal(rng, 8, 2, 32, 64), normal(rng, 8, 64, 32)
+    chosen = jnp.asarray([rng.permutation(8)[:2] for _ in range(6)], jnp.int32)
+    weights = jnp.asarray(rng.uniform(0.1, 1, (6, 2)), jnp.float32)
+
+    def gradient():
+        return jax.jit(jax.grad(lambda x, *held: jnp.sum(experts(x, weights, chosen, *held) ** 2)))(x, gate_up, down)
+
+    plain, calls = gradient(), []
+
+    def absent(kernel, args, out, grid, **meta):
+        # Like a kernel, it cannot be differentiated.
+        calls.append(kernel)
+        return jax.pure_callback(lambda *args: None, tuple(out), *args)
+
+    monkeypatch.setattr(triton_experts, "triton_call", absent)
+    monkeypatch.setattr(kernels, "_choice", "triton")
+    np.testing.assert_allclose(gradient(), plain, rtol=1e-5)
+    assert calls
