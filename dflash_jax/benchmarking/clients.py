@@ -59,6 +59,8 @@ class EngineClient:
         self.llm, self.block_size = llm, block_size
         engine = llm.new_engine(llm.plain_programs if block_size == 1 else llm.programs, slots, capacity)
         warm_up(engine)
+        # The template's library takes seconds to import: not the first question's.
+        llm.encode_chat([{"role": "user", "content": "?"}])
         self.running = AsyncEngine(engine)
 
     async def __aenter__(self) -> "EngineClient":
