@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+# Read when Triton is imported, which transformers does: its kernels run in the interpreter.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 # Most of the suite's time goes into compilation.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 

@@ -39,7 +39,7 @@ def test_no_worse_than_recorded(command):
     if reason := reason_to_skip(options[1]):
         pytest.skip(reason)
     argv = [PYTHON, "scripts/compile_report.py", "--config", f"configs/{config}.toml", *options, "--json"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "0"}
     done = subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
     found = json.loads(done.stdout)["programs"]
     for name, recorded in FIGURES[command]["programs"].items():
