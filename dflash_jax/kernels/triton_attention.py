@@ -66,7 +66,6 @@ def _attend(
             turn = (last - (slot - RING_SINKS)) % size
             turn = tl.where(turn < 0, turn + size, turn)
             held = tl.where(slot < RING_SINKS, slot, last - turn + RING_SINKS)
-            inside = inside & ((slot < RING_SINKS) | (last - turn >= 0))
         place = cache + slot[:, None] * D + d[None, :]
         k = tl.load(k_held + place, mask=inside[:, None], other=0.0)
         v = tl.load(v_held + place, mask=inside[:, None], other=0.0)

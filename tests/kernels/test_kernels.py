@@ -23,7 +23,7 @@ def normal(rng, *shape):
         (5, 3, 7, 0.3, ("fp8", 1)),
         (5, 3, 7, 0.3, ("fp8", 2)),
         (16, 8, 20, 0.2, None),
-        (70, 4, 5, 0.1, None),
+        (170, 2, 3, 0.1, None),
         (70, 4, 5, 0.1, ("fp8", 2)),
         (3, 2, 8, 1.0, None),
         (33, 2, 3, 0.5, ("int8", 1)),
@@ -66,7 +66,7 @@ def test_rows_do_not_depend_on_one_another():
         (3, 5, 6, 2, 32, 700, None, 0),
         (2, 16, 8, 1, 16, 512, None, 0),
         (3, 4, 4, 2, 16, 2000, 300, 0),
-        (3, 3, 4, 2, 16, 2000, 200, 50),
+        (4, 3, 4, 2, 16, 2000, 200, 50),
         (2, 33, 4, 2, 16, 300, None, 0),
         (3, 2, 4, 2, 16, 120, 100, 50),
         (3, 2, 4, 2, 16, 60, 100, 50),
@@ -80,10 +80,10 @@ def test_attention(rows, tokens, heads, kv_heads, dim, capacity, window, sinks):
     rng = np.random.default_rng(tokens)
     q, k, v = (normal(rng, rows, tokens, n, dim) for n in (heads, kv_heads, kv_heads))
     cache = KVCache.create(rows + 1, kv_heads, dim, capacity, jnp.float32, window, sinks)
-    length = np.array([capacity * 2 // 3, capacity, 0][:rows])
+    length = np.array([capacity * 2 // 3, capacity, 0, 30][:rows])
     held = np.full((2, *cache.k.shape), np.nan, np.float32)
     # The first is a compiled row that nobody has: its number is past the end.
-    taken = np.array([rows + 1, 0, 2][:rows])
+    taken = np.array([rows + 1, 0, 2, 3][:rows])
     for b, row in enumerate(np.minimum(taken, rows)):
         held[:, row, :, : min(length[b], cache.capacity)] = rng.standard_normal(
             (2, kv_heads, min(length[b], cache.capacity), dim)
