@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[1]
 FIGURES = ROOT / "benchmarks" / "compile.json"
 FOUR_LAYERS = [
     "qwen3.6-35b-a3b --device b200 --layers 4",
+    "qwen3.6-35b-a3b --device b200 --layers 4 --kernels xla",
     "qwen3.6-35b-a3b --device b200 --devices 8 --layers 4",
     "qwen3.6-35b-a3b --device h100 --layers 4",
     "qwen3.6-35b-a3b --device v6e:2x4 --layers 4",

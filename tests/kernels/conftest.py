@@ -1,6 +1,5 @@
 """Triton's interpreter runs the kernels: NumPy under the hood, torch tensors at the surface."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest

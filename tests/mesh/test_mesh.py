@@ -14,12 +14,12 @@ from dflash_jax.compare import divergence
 from dflash_jax.sharding import Cut, Layout
 
 HERE = Path(__file__).parent
-FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+FLAGS = os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count={}"
 
 
 def test_eight_devices():
     command = [sys.executable, "-m", "pytest", "-x", str(HERE / "cases.py"), f"--rootdir={HERE.parents[1]}"]
-    done = subprocess.run(command, env={**os.environ, "XLA_FLAGS": FLAGS}, capture_output=True, text=True)
+    done = subprocess.run(command, env={**os.environ, "XLA_FLAGS": FLAGS.format(8)}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
 
@@ -36,7 +36,7 @@ def test_two_processes_speak_as_one():
     command = [sys.executable, "-m", "dflash_jax.generate", *options, "--mesh", "data=2,tensor=2", "--distributed"]
     environment = {
         **os.environ,
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0",
+        "XLA_FLAGS": FLAGS.format(2),
         "JAX_PLATFORMS": "cpu",
         "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}",
         "JAX_NUM_PROCESSES": "2",

@@ -22,8 +22,8 @@ PYTHON = os.environ.get("DFLASH_COMPILE_PYTHON", sys.executable)
 
 
 @cache
-def reason_to_skip(device: str) -> str:
-    plugin = "libtpu" if ":" in device else "jax_cuda13_plugin"
+def reason_to_skip(device: str, kernels: bool) -> str:
+    plugin = "libtpu" if ":" in device else "jax_cuda13_plugin, jax_triton" if kernels else "jax_cuda13_plugin"
     code = f"import sys, jax, {plugin}; sys.exit(jax.__version_info__ < (0, 11))"
     if plugin == "libtpu" and "TPU_LIBRARY_PATH" in os.environ:
         code = code.replace(", libtpu", "")
@@ -36,7 +36,7 @@ def reason_to_skip(device: str) -> str:
 def test_no_worse_than_recorded(command):
     """What is spent within a tenth; graphs and copies not at all."""
     config, *options = command.split()
-    if reason := reason_to_skip(options[1]):
+    if reason := reason_to_skip(options[1], "xla" not in options):
         pytest.skip(reason)
     argv = [PYTHON, "scripts/compile_report.py", "--config", f"configs/{config}.toml", *options, "--json"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "0"}

@@ -13,7 +13,7 @@ import numpy as np
 from dflash_jax.checkpoint.files import TensorFiles
 
 HERE = Path(__file__).parent
-FLAGS = "--xla_force_host_platform_device_count={} --xla_backend_optimization_level=0"
+FLAGS = os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count={}"
 
 
 def test_eight_devices():
