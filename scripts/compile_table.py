@@ -40,7 +40,8 @@ time. `python scripts/compile_table.py`, which runs `scripts/compile_report.py -
 options of the first column. GB per device: arguments (weights, caches) with temporaries. A decode program's kernels
 are those of one round (plain: one token) over its layers (round: and the drafter's). Graphs: CUDA graphs of the whole
 program; 1 means that nothing breaks the loop. Copied: caches, recurrent state and weights written anew. Estimate: the
-TPU compiler's own, of a loop's body once and without the loops over the context.
+TPU compiler's own, of a loop's body once and without the loops over the context. GPUs: with Triton kernels, but for
+`--kernels xla`; branches that nobody takes (drawing, penalties) count, and so does the head.
 """
 COLUMNS = "system|slots × length|program|GB|temporaries|kernels a layer|graphs|collectives a layer|copied MB|compiled s"
 HEAD = f"\n| {' | '.join([*COLUMNS.split('|'), 'estimate ms'])} |\n{'|---' * 11}|\n"
@@ -100,8 +101,8 @@ def main() -> None:
             figures[name] = {c: held[c] for c in commands if c in held}
             FIGURES.write_text(json.dumps(figures, indent=1) + "\n")
     text = INTRODUCTION + table(figures["full"])
-    if earlier := {c: f for c, f in figures.get("before-engine", {}).items() if c not in figures["full"]}:
-        text += "\nNot compiled again since the engine: programs of that time, prefill of all slots at once.\n"
+    if earlier := {c: f for c, f in figures.get("before-kernels", {}).items() if c not in figures["full"]}:
+        text += "\nNot compiled again since the kernels and the grouped form of many tokens' experts:\n"
         text += table(earlier)
     text += "\nThe first four layers (three recurrent, one of attention), which a test holds these figures to:\n"
     text += table(figures["four-layers"])

@@ -99,10 +99,11 @@ def sampling(rows: int, vocab: int = VOCAB, **options) -> SamplingRows:
 
 
 class Loop:
-    """The loop's functions under jit. ``fast``: compiled without optimisation, in half the time."""
+    """The loop's functions under jit. ``fast``: compiled without optimisation, in half the time; else by the code
+    generator that users have, where bits count."""
 
     def __init__(self, fast: bool):
-        options = {"xla_backend_optimization_level": 0} if fast else {}
+        options = {"xla_backend_optimization_level": 0} if fast else {"xla_cpu_use_fusion_emitters": True}
         jit = partial(jax.jit, compiler_options=options)
         self.prefill_chunk = jit(speculative.prefill_chunk, static_argnames="size")
         self.decode = jit(speculative.decode, static_argnames="settings")
