@@ -6,7 +6,7 @@ from pathlib import Path
 
 # Read when Triton is imported, which transformers does: its kernels run in the interpreter.
 os.environ.setdefault("TRITON_INTERPRET", "1")
-# Most of the suite's time goes into compilation: less of it, and by the older code generator, which is twice as fast.
+# Most of the suite's time goes into compilation: less of it, and by the older code generator, which takes a third less.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false")
 
 import jax
