@@ -22,6 +22,7 @@ from dflash_jax.engine.memory import device_memory, plan_memory
 from dflash_jax.engine.options import Options
 from dflash_jax.errors import InputError
 from dflash_jax.models.drafter import Drafter, DraftWindow, abstract_drafter
+from dflash_jax.models.weights import turned
 from dflash_jax.params import Completion, Defaults, SamplingParams
 from dflash_jax.pool import Pool
 from dflash_jax.programs import Programs, enable_disk_cache
@@ -33,7 +34,8 @@ from dflash_jax.text import Tokenizer
 log = logging.getLogger("dflash_jax")
 
 TINY = Path(__file__).parent / "assets" / "tiny"
-WINDOWS = (1, 8, 16)
+# Widths that rounds are compiled for, below the drafter's own block. On a CPU every row of a product costs.
+WINDOWS, CPU_WINDOWS = (1, 8, 16), (1, 4, 8, 16)
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 
@@ -115,8 +117,8 @@ class LLM:
         bounded = None if draft_window_size is None else min(draft_window_size, positions)
         self._draft_window = DraftWindow(bounded, min(draft_sink_size, positions))
         began = time.perf_counter()
-        self.target = load_target(directory, kind, layout, quantize)
-        self.drafter = load_drafter(draft, kind, self.config, layout) if draft is not None else None
+        self.target = self._arranged(load_target(directory, kind, layout, quantize))
+        self.drafter = self._arranged(load_drafter(draft, kind, self.config, layout)) if draft is not None else None
         leaves = jax.block_until_ready(jax.tree.leaves((self.target, self.drafter)))
         self.loaded_bytes, self.load_s = sum(x.nbytes for x in leaves), time.perf_counter() - began
         self.programs = Programs(self.target, self.drafter)
@@ -134,12 +136,17 @@ class LLM:
         shape, mesh = abstract_drafter(drafter.config, kind, self.target.layout), self.programs.mesh
         cuts = [NamedSharding(mesh, spec) for spec in parameter_specs(shape)]
         leaves = [np.asarray(x).astype(kind) for x in jax.tree.leaves(drafter)]
-        other.drafter = jax.tree.unflatten(jax.tree.structure(shape), map(place, leaves, cuts))
+        other.drafter = self._arranged(jax.tree.unflatten(jax.tree.structure(shape), map(place, leaves, cuts)))
         other.largest_block = drafter.config.block_size
         other.programs, other.plain_programs = Programs(self.target, other.drafter), Programs(self.target, None)
         other.programs.compiled, other.plain_programs.compiled = self._compiled.setdefault(drafter.config, ({}, {}))
         other._pool = Pool(other)
         return other
+
+    def _arranged(self, module):
+        """``module`` as this platform reads it fastest."""
+        platforms = [device.platform for device in jax.tree.leaves(module)[0].sharding.device_set]
+        return turned(module) if platforms == ["cpu"] and self.dtype == "float32" else module
 
     @property
     def compile_s(self) -> float:
@@ -313,7 +320,9 @@ class LLM:
         into the memory."""
         widths = (1,)
         if self.drafter is not None and programs is self.programs:
-            widths = (*(w for w in WINDOWS if w < self.largest_block), self.largest_block)
+            known = CPU_WINDOWS if jax.default_backend() == "cpu" else WINDOWS
+            own = () if self.block_size == "auto" else (self.block_size,)
+            widths = tuple(sorted({*(w for w in known if w < self.largest_block), self.largest_block, *own}))
         settings = Settings(
             max(WINDOWS[-1], widths[-1]) if self.reproducible else 1,
             self.reproducible,

@@ -185,17 +185,23 @@ def spec(*cuts: Cut | str | None) -> PartitionSpec:
     return PartitionSpec(*(c.axes or None if isinstance(c, Cut) else c for c in cuts))
 
 
-def parameter_specs(module) -> list[PartitionSpec]:
-    """One a leaf of ``module``: a part that cuts its parameters has ``cuts()``, parameter → cuts of its dimensions."""
-    specs = []
+def said_of_parameters(module, what: str, default):
+    """One a leaf of ``module``: what the part that owns it says of it in the table that its method ``what`` gives,
+    parameter → something; ``default`` where it says nothing."""
+    found = []
     for path in parameter_paths(module):
         owner, name = module, path.split(".")
-        while len(name) > 1 and not (hasattr(owner, "cuts") and name[0] in owner.cuts()):
+        while len(name) > 1 and not (hasattr(owner, what) and name[0] in getattr(owner, what)()):
             owner = owner[int(name[0])] if name[0].isdecimal() else getattr(owner, name[0])
             name = name[1:]
-        cuts = owner.cuts() if hasattr(owner, "cuts") else {}
-        specs.append(spec(*cuts.get(name[0], ())))
-    return specs
+        table = getattr(owner, what)() if hasattr(owner, what) else {}
+        found.append(table.get(name[0], default))
+    return found
+
+
+def parameter_specs(module) -> list[PartitionSpec]:
+    """One a leaf of ``module``: a part that cuts its parameters has ``cuts()``, parameter → cuts of its dimensions."""
+    return [spec(*cuts) for cuts in said_of_parameters(module, "cuts", ())]
 
 
 def place(array: np.ndarray, sharding: NamedSharding) -> jax.Array:

@@ -77,7 +77,7 @@ def abstract_pair(shapes, layout, dtype, quantize: str | None):
     from dflash_jax.checkpoint.parameters import QUANTIZED
     from dflash_jax.models.decoder import abstract_decoder
     from dflash_jax.models.drafter import abstract_drafter
-    from dflash_jax.models.scaled import Scaled
+    from dflash_jax.models.weights import Scaled
     from dflash_jax.sharding import parameter_paths, parameter_specs
 
     target = abstract_decoder(shapes.target, dtype, layout)

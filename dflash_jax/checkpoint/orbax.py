@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 from dflash_jax.checkpoint.files import read_json, write_json
 from dflash_jax.checkpoint.parameters import Source, finished, read_parameter
 from dflash_jax.errors import InputError
-from dflash_jax.models.scaled import Scaled
+from dflash_jax.models.weights import Scaled
 from dflash_jax.sharding import Layout, parameter_paths, parameter_specs
 
 MANIFEST, STARTED = "manifest.json", "conversion.json"

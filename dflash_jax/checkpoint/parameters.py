@@ -11,8 +11,8 @@ from dflash_jax.checkpoint import fp8
 from dflash_jax.checkpoint.files import TensorFiles
 from dflash_jax.config import DraftConfig, ModelConfig
 from dflash_jax.models.families.names import Entry
-from dflash_jax.models.scaled import Scaled
-from dflash_jax.models.scaled import quantize as quantize_array
+from dflash_jax.models.weights import Scaled
+from dflash_jax.models.weights import quantize as quantize_array
 from dflash_jax.sharding import place
 
 QUANTIZE = ("none", "int8", "fp8")

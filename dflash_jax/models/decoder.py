@@ -7,7 +7,7 @@ from dflash_jax.cache import DeltaRecord, DeltaState, KVCache, KVRecord, commit_
 from dflash_jax.config import AttentionSpec, GatedDeltaSpec, LayerSpec, MlpSpec, ModelConfig
 from dflash_jax.models.gated_delta import GatedDelta
 from dflash_jax.models.moe import Moe
-from dflash_jax.models.parts import Attention, Mlp, RMSNorm, normal
+from dflash_jax.models.parts import Attention, Mlp, RMSNorm, normal, project
 from dflash_jax.models.rope import rope_angles
 from dflash_jax.sharding import DATA, ONE_DEVICE, Cut, Layout, spec
 
@@ -93,6 +93,9 @@ class Decoder(nnx.Module):
     def cuts(self) -> dict[str, tuple[Cut | None, ...]]:
         return {"embed": (self.vocab,), "head": (self.vocab,)}
 
+    def matrices(self) -> dict[str, int]:
+        return {"embed" if self.config.tied_embeddings else "head": 1}
+
     def cache_specs(self, cache: Cache) -> Cache:
         """PartitionSpecs in the shape of ``cache``."""
         return tuple(layer.mixer.cache_specs(c) for layer, c in zip(self.layers, cache, strict=True))
@@ -117,7 +120,7 @@ class Decoder(nnx.Module):
     def logits(self, hidden):
         """[..., H] after the final norm → float32 [..., V], cut over ``vocab``."""
         head = self.embed[...] if self.config.tied_embeddings else self.head[...]
-        return jnp.einsum("...h,vh->...v", hidden, head, preferred_element_type=jnp.float32)
+        return project(hidden, head, kind=jnp.float32)
 
     def _angles(self, positions):
         mixers = [spec.mixer for spec in self.config.layers]

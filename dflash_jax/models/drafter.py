@@ -125,6 +125,9 @@ class Drafter(nnx.Module):
     def cuts(self) -> dict[str, tuple[Cut | None, ...]]:
         return {"fc": (self.features,)}
 
+    def matrices(self) -> dict[str, int]:
+        return {"fc": 2}
+
     @property
     def taps(self) -> tuple[int, ...]:
         return self.config.target_layer_ids

@@ -128,6 +128,9 @@ class GatedDelta(nnx.Module):
         first, second = (self.key_heads,), (None, self.key_heads)
         return dict.fromkeys(("qkvz", "conv", "a_log", "dt_bias"), first) | {"beta_alpha": second, "out": second}
 
+    def matrices(self) -> dict[str, int]:
+        return {"qkvz": 1, "beta_alpha": 1, "out": 3}
+
     def cache_specs(self, state: DeltaState) -> DeltaState:
         return state.specs(self.key_heads)
 

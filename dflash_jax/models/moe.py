@@ -7,7 +7,7 @@ from flax import nnx
 from dflash_jax import kernels
 from dflash_jax.config import MoeSpec
 from dflash_jax.models.parts import Mlp, normal, project
-from dflash_jax.models.scaled import dense
+from dflash_jax.models.weights import dense
 from dflash_jax.sharding import ONE_DEVICE, Cut, Layout
 
 # Rows that a product holds for each expert: so many times the mean, and at least so many, which a product of a few rows

@@ -15,7 +15,7 @@ from dflash_jax.cache import KVCache, attend
 from dflash_jax.config import AttentionSpec
 from dflash_jax.models.intervals import interval_attention
 from dflash_jax.models.rope import apply_rope
-from dflash_jax.models.scaled import Scaled
+from dflash_jax.models.weights import Scaled, Turned
 from dflash_jax.sharding import ONE_DEVICE, Cut, Layout
 
 
@@ -34,15 +34,19 @@ def constant(rngs: nnx.Rngs | None, shape: tuple[int, ...], dtype, value: float)
     return parameter(rngs, shape, dtype, lambda key: jnp.full(shape, value, dtype))
 
 
-def project(x, weight, contracted: int = 1):
-    """Linear map: x [..., *in], weight [*out, *in] (an array or `Scaled`), ``contracted`` axes in *in, → [..., *out].
+def project(x, weight, contracted: int = 1, kind=None):
+    """Linear map: x [..., *in], weight [*out, *in] (an array or a form of `models.weights`), ``contracted`` axes in
+    *in, → [..., *out] in ``kind`` (default: x's dtype).
 
     The weight is flattened to a matrix first, which is free. A product over several weight axes would make XLA
     transpose, and so copy, the whole weight at every call.
     """
     out, inner = weight.shape[: weight.ndim - contracted], weight.shape[weight.ndim - contracted :]
     matrix, x2 = weight.reshape(math.prod(out), math.prod(inner)), x.reshape(-1, math.prod(inner))
-    y = matrix.matmul(x2) if isinstance(matrix, Scaled) else jnp.einsum("ti,oi->to", x2, matrix)
+    if isinstance(matrix, Scaled | Turned):
+        y = matrix.matmul(x2).astype(kind or x.dtype)
+    else:
+        y = jnp.einsum("ti,oi->to", x2, matrix, preferred_element_type=kind)
     return y.reshape(*x.shape[: x.ndim - contracted], *out)
 
 
@@ -88,6 +92,9 @@ class Attention(nnx.Module):
 
     def cuts(self) -> dict[str, tuple[Cut | None, ...]]:
         return {"q": (self.heads,), "k": (self.kv_heads,), "v": (self.kv_heads,), "o": (None, self.heads)}
+
+    def matrices(self) -> dict[str, int]:
+        return {"q": 1, "k": 1, "v": 1, "o": 2}
 
     def cache_specs(self, cache: KVCache) -> KVCache:
         return cache.specs(self.kv_heads)
@@ -139,6 +146,9 @@ class Mlp(nnx.Module):
 
     def cuts(self) -> dict[str, tuple[Cut | None, ...]]:
         return {"gate_up": (None, self.features), "down": (None, self.features)}
+
+    def matrices(self) -> dict[str, int]:
+        return {"gate_up": 1, "down": 1}
 
     def partial(self, x):
         """This device's share of the sum."""

@@ -67,7 +67,7 @@ def write(config: TrainConfig, rows: PackedRows, pair: "Pair", tell: Callable[[s
     if left > shutil.disk_usage(directory).free:
         free = shutil.disk_usage(directory).free
         raise InputError(f"{directory}: {left / 1e9:.2f} GB are needed and {free / 1e9:.2f} GB are free")
-    trainer = Trainer(pair.llm.target, pair.draft, Recipe(Loss(), 1, 2), optimiser(1e-3, 1))
+    trainer = Trainer(pair.target, pair.draft, Recipe(Loss(), 1, 2), optimiser(1e-3, 1))
     run, cut = jax.jit(trainer.features), trainer.sharding(jax.sharding.PartitionSpec(DATA))
     count = trainer.layout.data * max(1, config.rows // trainer.layout.data)
     files = [path.open("r+b" if path.exists() else "wb") for path in paths]

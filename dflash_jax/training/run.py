@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import jax
@@ -18,7 +19,9 @@ from tqdm import tqdm
 from dflash_jax import distributed
 from dflash_jax.errors import InputError
 from dflash_jax.llm import LLM
+from dflash_jax.models.decoder import Decoder
 from dflash_jax.models.families import dflash
+from dflash_jax.models.weights import plain
 from dflash_jax.params import SamplingParams
 from dflash_jax.sharding import DATA, Layout, place
 from dflash_jax.training import drafters
@@ -38,6 +41,11 @@ class Pair:
 
     llm: LLM
     raw: dict
+
+    @cached_property
+    def target(self) -> Decoder:
+        """As it was loaded, however the LLM has arranged it."""
+        return plain(self.llm.target)
 
     @property
     def draft(self):
@@ -144,12 +152,12 @@ def fit(config: TrainConfig, tell: Callable[[str], None]) -> tuple[int, int]:
     vocabulary = None if config.loss_vocabulary is None else frequent_tokens(rows, config.loss_vocabulary)
     if config.features is not None:
         rows = FeatureRows(config, rows, pair, recipe.loss.needs_teacher)
-    steps, layout = step_count(config, len(rows)), pair.llm.target.layout
+    steps, layout = step_count(config, len(rows)), pair.target.layout
     if (config.rows // config.accumulate) % layout.data:
         part = config.rows // config.accumulate
         raise InputError(f"{part} rows of a part of a step: they cannot be divided over data={layout.data}")
     update = optimiser(config.learning_rate, steps, config.optimizer, config.warm_up, config.clip)
-    trainer = Trainer(pair.llm.target, pair.draft, recipe, update, vocabulary=vocabulary)
+    trainer = Trainer(pair.target, pair.draft, recipe, update, vocabulary=vocabulary)
     held = Checkpoints(config, pair.raw)
     first = held.latest
     if first:
@@ -157,7 +165,7 @@ def fit(config: TrainConfig, tell: Callable[[str], None]) -> tuple[int, int]:
         state = held.restore(shapes, trainer.shardings())
         tell(f"going on behind step {first} of {steps}")
     else:
-        state = trainer.start(drafters.starting_drafter(config, pair.raw, pair.llm.target))
+        state = trainer.start(drafters.starting_drafter(config, pair.raw, pair.target))
         count = sum(x.size for x in jax.tree.leaves(state[0]))
         tell(f"a drafter of {count / 1e6:.1f} million parameters, {steps} steps of {config.rows} rows on {layout}")
     directory = config.directory
@@ -249,7 +257,7 @@ def export(config: TrainConfig, tell: Callable[[str], None]) -> None:
     if not held.latest:
         raise InputError(f"{config.output} has no checkpoint to export")
     update = optimiser(config.learning_rate, 1, config.optimizer)
-    trainer = Trainer(pair.llm.target, pair.draft, recipe_of(config, pair), update)
+    trainer = Trainer(pair.target, pair.draft, recipe_of(config, pair), update)
     shapes = jax.eval_shape(lambda d: (d, update.init(d)), drafters.Drafter(pair.draft, rngs=None))
     drafter, _ = held.restore(shapes, trainer.shardings())
     drafters.export(trainer.on_host(drafter), pair.raw, config.directory / "draft")

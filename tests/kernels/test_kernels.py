@@ -7,7 +7,7 @@ import pytest
 
 from dflash_jax.cache import Bounds, KVCache, attend_in_pieces
 from dflash_jax.models.moe import experts_gathered
-from dflash_jax.models.scaled import quantize
+from dflash_jax.models.weights import quantize
 
 
 def normal(rng, *shape):

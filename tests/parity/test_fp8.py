@@ -16,7 +16,7 @@ from dflash_jax.checkpoint.load import load_target
 from dflash_jax.checkpoint.parameters import QUANTIZED as QUANTIZED_ON_LOADING
 from dflash_jax.errors import InputError
 from dflash_jax.llm import TINY
-from dflash_jax.models.scaled import Scaled, dense, quantize
+from dflash_jax.models.weights import Scaled, dense, quantize
 from dflash_jax.sharding import parameter_paths
 
 COMMON = {

@@ -1,0 +1,74 @@
+"""Turned weights: the same products, and back again. Eight-bit ones: tests/parity/test_fp8.py."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import random_decoder, random_drafter, tiny_config, tiny_draft_config
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflash_jax import LLM
+from dflash_jax.checkpoint.load import load_drafter
+from dflash_jax.llm import TINY
+from dflash_jax.models.parts import project
+from dflash_jax.models.weights import Turned, plain, turned
+from dflash_jax.sharding import parameter_paths, parameter_specs
+
+sizes = st.lists(st.integers(1, 4), min_size=1, max_size=3)
+
+
+def turned_paths(module) -> set[str]:
+    return {path.removesuffix(".matrix") for path in parameter_paths(module) if path.endswith(".matrix")}
+
+
+@settings(deadline=None, max_examples=30, derandomize=True)
+@given(out=sizes, inner=sizes, rows=st.integers(1, 5), seed=st.integers(0, 2**16))
+def test_a_turned_weight_stands_for_its_weight(out, inner, rows, seed):
+    rng, n = np.random.default_rng(seed), len(inner)
+    weight = rng.standard_normal((*out, *inner)).astype(np.float32)
+    x = rng.standard_normal((rows, *inner)).astype(np.float32)
+    other = Turned(jnp.asarray(weight.transpose(*range(len(out), weight.ndim), *range(len(out)))), n)
+    assert (other.shape, other.ndim, other.dtype) == (weight.shape, weight.ndim, weight.dtype)
+    np.testing.assert_array_equal(other.dense(), weight)
+    expected = np.tensordot(x, weight, (range(1, 1 + n), range(len(out), weight.ndim)))
+    np.testing.assert_allclose(project(jnp.asarray(x), other, n), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_a_turned_pair_computes_what_it_did(is_tied):
+    target = random_decoder(tiny_config("da", tied_embeddings=is_tied))
+    drafter = random_drafter(tiny_draft_config(target.config))
+    tokens = jnp.asarray([[3, 1, 4, 1, 5, 9, 2, 6]])
+
+    def run(target, drafter):
+        hidden, features = target(tokens, drafter.taps)
+        return target.logits(hidden), drafter.context(features)
+
+    expected = jax.jit(run)(target, drafter)
+    weights = jax.tree.map(np.array, (target, drafter))
+    specs = [parameter_specs(m) for m in (target, drafter)]
+    pair = turned(target), turned(drafter)
+    assert [parameter_specs(m) for m in pair] == specs
+    # Everything that `project` takes, by what the parts are; no table, no small vector, no experts of a choice.
+    names = {path.rsplit(".", 1)[-1] for path in turned_paths(pair[0])}
+    head = "embed" if is_tied else "head"
+    assert names == {"qkvz", "beta_alpha", "out", "q", "k", "v", "o", "gate_up", "down", head}
+    assert {"fc", "layers.0.mixer.q"} < turned_paths(pair[1])
+    assert not any("ffn.gate_up" in path or "ffn.down" in path for path in turned_paths(pair[0]))
+    for got, want in zip(jax.tree.leaves(jax.jit(run)(*pair)), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-5)
+    jax.tree.map(np.testing.assert_array_equal, tuple(map(plain, pair)), weights)
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [("float32", True), ("bfloat16", False)])
+def test_an_llm_on_one_cpu_turns_its_weights(dtype, expected):
+    llm = LLM(dtype=dtype)
+    for module in (llm.target, llm.drafter):
+        assert bool(turned_paths(module)) == expected
+
+
+def test_a_drafter_from_memory_is_arranged_too():
+    llm = LLM()
+    other = llm.with_drafter(load_drafter(TINY / "draft"))
+    assert jax.tree.structure(other.drafter) == jax.tree.structure(llm.drafter)
