@@ -11,6 +11,7 @@ halves of four copies each.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -170,9 +171,9 @@ class Layout:
 ONE_DEVICE = Layout()
 
 
-def parameter_paths(module) -> list[str]:
+def parameter_paths(module, is_leaf: Callable | None = None) -> list[str]:
     """Dotted names of a module's parameters, in the order of its leaves."""
-    paths, _ = jax.tree_util.tree_flatten_with_path(module)
+    paths, _ = jax.tree_util.tree_flatten_with_path(module, is_leaf)
     names = []
     for path, _ in paths:
         parts = [str(getattr(key, "name", getattr(key, "idx", getattr(key, "key", None)))) for key in path]
@@ -185,11 +186,11 @@ def spec(*cuts: Cut | str | None) -> PartitionSpec:
     return PartitionSpec(*(c.axes or None if isinstance(c, Cut) else c for c in cuts))
 
 
-def said_of_parameters(module, what: str, default):
+def said_of_parameters(module, what: str, default, is_leaf: Callable | None = None):
     """One a leaf of ``module``: what the part that owns it says of it in the table that its method ``what`` gives,
     parameter → something; ``default`` where it says nothing."""
     found = []
-    for path in parameter_paths(module):
+    for path in parameter_paths(module, is_leaf):
         owner, name = module, path.split(".")
         while len(name) > 1 and not (hasattr(owner, what) and name[0] in getattr(owner, what)()):
             owner = owner[int(name[0])] if name[0].isdecimal() else getattr(owner, name[0])

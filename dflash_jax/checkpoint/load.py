@@ -18,6 +18,7 @@ from dflash_jax.models.decoder import Decoder, abstract_decoder
 from dflash_jax.models.drafter import Drafter, abstract_drafter
 from dflash_jax.models.families import dflash
 from dflash_jax.models.families.names import Entry
+from dflash_jax.models.weights import plain
 from dflash_jax.sharding import ONE_DEVICE, Layout, parameter_paths, parameter_specs
 
 
@@ -191,6 +192,7 @@ def save_module(module, entries: list[Entry], raw: dict, directory: str | Path, 
     directory = Path(directory)
     by_path = {e.path: e for e in entries}
     tensors = {}
+    module = plain(module)
     for path, leaf in zip(parameter_paths(module), jax.tree.leaves(module), strict=True):
         entry = by_path[path]
         for tensor, array in zip(entry.tensors, entry.write(np.asarray(leaf.astype(dtype))), strict=True):

@@ -15,7 +15,7 @@ from dflash_jax.cache import KVCache, attend
 from dflash_jax.config import AttentionSpec
 from dflash_jax.models.intervals import interval_attention
 from dflash_jax.models.rope import apply_rope
-from dflash_jax.models.weights import Scaled, Turned
+from dflash_jax.models.weights import is_form
 from dflash_jax.sharding import ONE_DEVICE, Cut, Layout
 
 
@@ -43,7 +43,7 @@ def project(x, weight, contracted: int = 1, kind=None):
     """
     out, inner = weight.shape[: weight.ndim - contracted], weight.shape[weight.ndim - contracted :]
     matrix, x2 = weight.reshape(math.prod(out), math.prod(inner)), x.reshape(-1, math.prod(inner))
-    if isinstance(matrix, Scaled | Turned):
+    if is_form(matrix):
         y = matrix.matmul(x2).astype(kind or x.dtype)
     else:
         y = jnp.einsum("ti,oi->to", x2, matrix, preferred_element_type=kind)

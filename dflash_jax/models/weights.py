@@ -97,12 +97,17 @@ class Turned:
         return jnp.einsum("ti,io->to", x, self.matrix)
 
 
+def is_form(x) -> bool:
+    """Whether something stands for a weight."""
+    return isinstance(x, Scaled | Turned)
+
+
 def turned(module: nnx.Module) -> nnx.Module:
     """``module`` with `Turned` weights, where a part has ``matrices()``: parameter → how many last axes of it are
-    contracted. The arrays they come from are given up, one by one."""
-    leaves, structure = jax.tree.flatten(module)
-    for i, contracted in enumerate(said_of_parameters(module, "matrices", 0)):
-        if contracted:
+    contracted, and is not `Scaled`. The arrays they come from are given up, one by one."""
+    leaves, structure = jax.tree.flatten(module, is_form)
+    for i, contracted in enumerate(said_of_parameters(module, "matrices", 0, is_form)):
+        if contracted and not is_form(leaves[i]):
             leaf, kept = leaves[i], leaves[i].ndim - contracted
             # By numpy: nothing to compile for each shape.
             other = np.ascontiguousarray(np.asarray(leaf).transpose(*range(kept, leaf.ndim), *range(kept)))
@@ -113,11 +118,7 @@ def turned(module: nnx.Module) -> nnx.Module:
 
 def plain(module: nnx.Module) -> nnx.Module:
     """Undoes `turned`."""
-
-    def is_turned(x) -> bool:
-        return isinstance(x, Turned)
-
-    return jax.tree.map(lambda x: x.dense() if is_turned(x) else x, module, is_leaf=is_turned)
+    return jax.tree.map(lambda x: x.dense() if isinstance(x, Turned) else x, module, is_leaf=is_form)
 
 
 def dense(weight, dtype=None) -> jax.Array:

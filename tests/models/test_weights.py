@@ -1,5 +1,7 @@
 """Turned weights: the same products, and back again. Eight-bit ones: tests/parity/test_fp8.py."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,9 +10,10 @@ from helpers import random_decoder, random_drafter, tiny_config, tiny_draft_conf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_jax import LLM
-from dflash_jax.checkpoint.load import load_drafter
+from dflash_jax import LLM, SamplingParams
+from dflash_jax.checkpoint.load import load_drafter, save_module
 from dflash_jax.llm import TINY
+from dflash_jax.models.families import dflash
 from dflash_jax.models.parts import project
 from dflash_jax.models.weights import Turned, plain, turned
 from dflash_jax.sharding import parameter_paths, parameter_specs
@@ -72,3 +75,18 @@ def test_a_drafter_from_memory_is_arranged_too():
     llm = LLM()
     other = llm.with_drafter(load_drafter(TINY / "draft"))
     assert jax.tree.structure(other.drafter) == jax.tree.structure(llm.drafter)
+
+
+def test_quantised_weights_stay_as_they_are():
+    llm = LLM(quantize="int8")
+    paths = parameter_paths(llm.target)
+    assert {"layers.0.mixer.qkvz.values", "layers.0.mixer.qkvz.scale"} < set(paths)
+    assert {"head", "layers.0.mixer.beta_alpha"} < turned_paths(llm.target)
+    assert len(llm.generate(["def f("], SamplingParams(max_tokens=4, ignore_eos=True))[0].token_ids) == 4
+
+
+def test_what_was_turned_is_saved_as_it_was(tmp_path):
+    llm, raw = LLM(), json.loads((TINY / "draft" / "config.json").read_text())
+    save_module(llm.drafter, dflash.weight_names(llm.drafter.config), raw, tmp_path)
+    saved, shipped = (load_drafter(d) for d in (tmp_path, TINY / "draft"))
+    jax.tree.map(np.testing.assert_array_equal, saved, shipped)
