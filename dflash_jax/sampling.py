@@ -63,6 +63,19 @@ class SamplingRows:
         )
 
 
+def _threefry(key_hi, key_lo, hi, lo):
+    """The first word of Threefry-2x32 with 20 rounds (Salmon et al., SC 2011), as elementwise code: on a CPU JAX's own
+    is a loop over whole arrays, six times as slow."""
+    keys = (key_hi, key_lo, key_hi ^ key_lo ^ jnp.uint32(0x1BD11BDA))
+    hi, lo = hi + keys[0], lo + keys[1]
+    for group in range(5):
+        for turn in ((13, 15, 26, 6), (17, 29, 16, 24))[group % 2]:
+            hi = hi + lo
+            lo = hi ^ ((lo << jnp.uint32(turn)) | (lo >> jnp.uint32(32 - turn)))
+        hi, lo = hi + keys[(group + 1) % 3], lo + keys[(group + 2) % 3] + jnp.uint32(group + 1)
+    return hi
+
+
 def gumbel_noise(seed, positions, vocab: int, first=0):
     """Standard Gumbel noise [B, T, V] from seed uint32 [B], positions int [B, T] and the token id (``first`` + place):
     threefry, counter mode."""
@@ -70,7 +83,8 @@ def gumbel_noise(seed, positions, vocab: int, first=0):
     key_hi = jnp.broadcast_to(seed[:, None, None], shape)
     key_lo = jnp.broadcast_to(positions[..., None].astype(jnp.uint32), shape)
     ids = jnp.broadcast_to(jnp.uint32(first) + jnp.arange(vocab, dtype=jnp.uint32), shape)
-    bits, _ = threefry2x32_p.bind(key_hi, key_lo, ids, jnp.zeros(shape, jnp.uint32))
+    words = (key_hi, key_lo, ids, jnp.zeros(shape, jnp.uint32))
+    bits = jax.lax.platform_dependent(*words, cpu=_threefry, default=lambda *words: threefry2x32_p.bind(*words)[0])
     # u in (0, 1); the exponential -log1p(-u) keeps its precision where it matters, near 0.
     u = jnp.minimum((bits.astype(jnp.float32) + 0.5) * 2.0**-32, 1.0 - 2.0**-24)
     return -jnp.log(-jnp.log1p(-u))

@@ -13,6 +13,7 @@ halves of four copies each.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,21 @@ from dflash_jax.errors import InputError
 
 Axes = tuple[str, ...]
 DATA = "data"
+
+
+# Places of a block whose largest is looked for first.
+BLOCK = 64
+
+
+def argmax_by_blocks(x):
+    """As jnp.argmax over the last axis (with NaN, some index): which block has the largest, then where in it. XLA's
+    reduction of pairs on a CPU computes what is fused into it one by one; a maximum is taken in vectors."""
+    if x.shape[-1] % BLOCK:
+        return jnp.argmax(x, axis=-1)
+    blocks = x.reshape(*x.shape[:-1], -1, BLOCK)
+    best = jnp.argmax(blocks.max(-1), axis=-1)
+    block = jnp.take_along_axis(blocks, best[..., None, None], axis=-2)[..., 0, :]
+    return best * BLOCK + jnp.argmax(block, axis=-1)
 
 
 @dataclass(frozen=True)
@@ -47,7 +63,7 @@ class Cut:
 
     def argmax(self, x):
         """Index in the whole of the largest of x [..., part]; the lowest of equal ones."""
-        best = jnp.argmax(x, axis=-1)
+        best = jax.lax.platform_dependent(x, cpu=argmax_by_blocks, default=partial(jnp.argmax, axis=-1))
         if not self.axes:
             return best
         value = jnp.take_along_axis(x, best[..., None], axis=-1)

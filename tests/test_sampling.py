@@ -9,9 +9,12 @@ import scipy.stats
 from equality import options_of, processed_reference, with_counts
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from jax.extend.random import threefry2x32_p
 from tiny import sampling
 
 from dflash_jax.sampling import SamplingRows, _largest_threshold, choose, gumbel_noise, logprobs, process
+from dflash_jax.sampling import _threefry as threefry_of_cpus
+from dflash_jax.sharding import argmax_by_blocks
 
 B, T, V = 3, 2, 41
 OFF = {
@@ -251,6 +254,28 @@ def test_noise_is_threefry_of_seed_position_and_id():
                 bits = threefry((seeds[b], positions[b, t]), (ids, np.zeros_like(ids)))
                 u = (bits.astype(np.float64) + 0.5) / 2**32
                 np.testing.assert_allclose(found[b, t], -np.log(-np.log1p(-u)), rtol=1e-5, atol=1e-6)
+
+
+def test_both_forms_of_threefry_are_one():
+    """The CPU's and the accelerators'."""
+    words = jnp.asarray(np.random.default_rng(0).integers(0, 2**32, (4, 1000), np.uint32))
+    np.testing.assert_array_equal(threefry_of_cpus(*words), threefry2x32_p.bind(*words)[0])
+
+
+@pytest.mark.parametrize("size", [1, 63, 64, 640, 641])
+@pytest.mark.parametrize("fill", ["random", "ties", "nothing", "nan"])
+def test_argmax_by_blocks_is_argmax(size, fill):
+    rng = np.random.default_rng(size)
+    x = rng.normal(0, 1, (3, 5, size)).astype(np.float32)
+    if fill == "ties":
+        x = np.round(x)
+    if fill == "nothing":
+        x[:] = -np.inf
+    if fill == "nan":
+        x[:, :, rng.integers(0, size, 3)] = np.nan
+        assert (jax.jit(argmax_by_blocks)(x) < size).all()
+        return
+    np.testing.assert_array_equal(jax.jit(argmax_by_blocks)(x), x.argmax(-1))
 
 
 def test_noise_depends_on_nothing_else():
