@@ -110,7 +110,7 @@ def turned(module: nnx.Module) -> nnx.Module:
         if contracted and not is_form(leaves[i]):
             leaf, kept = leaves[i], leaves[i].ndim - contracted
             # By numpy: nothing to compile for each shape.
-            other = np.ascontiguousarray(np.asarray(leaf).transpose(*range(kept, leaf.ndim), *range(kept)))
+            other = np.array(np.asarray(leaf).transpose(*range(kept, leaf.ndim), *range(kept)), order="C")
             leaves[i] = Turned(jax.device_put(other, leaf.device), contracted)
             leaf.delete()
     return jax.tree.unflatten(structure, leaves)
