@@ -240,6 +240,17 @@ class KVRecord:
 def replay(state: DeltaState, record: DeltaRecord, n) -> DeltaState:
     """The state after the first n [B] recorded tokens, 0 ≤ n ≤ T: S·e^{c_n} + Σ_{j<n} e^{c_n - c_j} k_j ⊗ δ_j, c =
     cumsum(g)."""
+    forms = {"default": replay_plain}
+    if kernels.are_wanted():
+        from dflash_jax.kernels import triton_delta
+
+        if triton_delta.fits(record.k.shape[1], state):
+            forms["cuda"] = triton_delta.replay_triton
+    return jax.lax.platform_dependent(state, record, n, **forms)
+
+
+def replay_plain(state: DeltaState, record: DeltaRecord, n) -> DeltaState:
+    """`replay` by XLA."""
     t = record.k.shape[1]
     kept = jnp.arange(t)[None] < n[:, None]
     decay = jnp.where(kept[..., None, None], record.log_decay, 0.0)

@@ -4,6 +4,8 @@ A kernel is a form named "cuda" in a `jax.lax.platform_dependent` beside those t
 `models.moe.experts`), which are its definition. It needs the packages of the extra ``cuda13``.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 
 from dflash_jax.errors import InputError
@@ -19,6 +21,17 @@ def choose(kernels: str) -> None:
     if kernels not in (*CHOICES, "triton"):
         raise InputError(f"kernels {kernels!r}: it must be one of {', '.join(CHOICES)}")
     _choice = kernels
+
+
+@contextmanager
+def without() -> Iterator[None]:
+    """What is traced inside gets no kernels."""
+    global _choice
+    before, _choice = _choice, "xla"
+    try:
+        yield
+    finally:
+        _choice = before
 
 
 def are_wanted() -> bool:

@@ -1,7 +1,8 @@
-"""Grouped expert products in Triton: choices are sorted by expert into blocks of rows, and every block reads its
-expert's weights once. A row's arithmetic does not depend on the rows beside it.
+"""A mixture of experts in Triton: routing; choices sorted by expert into blocks of rows; and every block reads its
+expert's weights once. The shared expert, where it is of the experts' size, is one more for every token. A row's
+arithmetic does not depend on the rows beside it.
 
-Letters: C choices (tokens times experts per token), M rows of a block, S blocks' slots (blocks times M).
+Letters: N tokens, C choices (tokens times experts per token), M rows of a block, S blocks' slots (blocks times M).
 """
 
 import jax
@@ -9,37 +10,80 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
+from dflash_jax.config import MoeSpec
 from dflash_jax.kernels.launch import triton_call
 
 # (outputs of a program, warps, stages) with few rows a block and with 64.
 GATE_UP, DOWN = ((64, 4, 4), (64, 4, 3)), ((64, 4, 4), (64, 4, 3))
-# For more choices than this part of the experts: with fewer hardly two are of one expert, and the gathered form is
-# faster. For as many as a chunk of prefill has: `_align` compares each with all.
-LEAST_SHARE, MOST_CHOICES = 4, 8192
-# Choices that one program of `_align` sorts.
+# Of one token, whose products have no matrix: (outputs of a program, warps).
+GATE_UP_ONE, DOWN_ONE = (4, 4), (8, 4)
+# As many as a chunk of prefill has: a program of `_align` holds the counts of all chunks.
+MOST_CHOICES = 8192
+# Choices that one program sorts.
 _CHUNK = 64
 
 
 @triton.jit
+def _route(
+    logits, live, first, chosen, weights,
+    E: tl.constexpr, EP: tl.constexpr, LOCAL: tl.constexpr, TOP: tl.constexpr, TP: tl.constexpr,
+    NORMALISE: tl.constexpr,
+):  # fmt: skip
+    """One token's chosen, weights [N, TOP]; of a choice that is not this device's, or of an idle token: expert 0,
+    weight 0."""
+    n = tl.program_id(0)
+    e = tl.arange(0, EP)
+    k = tl.arange(0, TP)
+    x = tl.load(logits + n * E + e, mask=e < E, other=float("-inf"))
+    busy = tl.load(live + n) != 0
+    lowest = tl.load(first)
+    most = tl.max(x, axis=0)
+    total = tl.sum(tl.exp(x - most), axis=0)
+    kept = 0.0
+    ids = tl.zeros([TP], tl.int32)
+    share = tl.zeros([TP], tl.float32)
+    for j in tl.static_range(TOP):
+        best = tl.max(x, axis=0)
+        # The lowest of equal ones.
+        at = tl.min(tl.where(x == best, e, EP), axis=0)
+        value = tl.exp(best - most) / total
+        kept += value
+        ids = tl.where(k == j, at, ids)
+        share = tl.where(k == j, value, share)
+        x = tl.where(e == at, float("-inf"), x)
+    if NORMALISE:
+        share = share / kept
+    ids -= lowest
+    mine = (ids >= 0) & (ids < LOCAL) & busy
+    tl.store(chosen + n * TOP + k, tl.where(mine, ids, 0), mask=k < TOP)
+    tl.store(weights + n * TOP + k, tl.where(mine, share, 0.0), mask=k < TOP)
+
+
+@triton.jit
+def _count(chosen, weights, counts, C: tl.constexpr, EP: tl.constexpr, CHUNK: tl.constexpr):
+    """counts [chunks, EP]: how many choices of each chunk are of each expert."""
+    p = tl.program_id(0)
+    at = p * CHUNK + tl.arange(0, CHUNK)
+    live = tl.load(weights + at, mask=at < C, other=0.0) != 0.0
+    e = tl.load(chosen + at, mask=live, other=EP)
+    ids = tl.arange(0, EP)
+    tl.store(counts + p * EP + ids, tl.sum((e[:, None] == ids[None, :]).to(tl.int32), axis=0))
+
+
+@triton.jit
 def _align(
-    chosen, weights, order, owner, blocks,
-    C: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, M: tl.constexpr, CHUNK: tl.constexpr,
+    chosen, weights, counts, order, owner, blocks,
+    C: tl.constexpr, EP: tl.constexpr, M: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, PP: tl.constexpr,
 ):  # fmt: skip
     """order [S]: the choice in each slot, C for none; owner [blocks]: each block's expert; blocks [1]."""
     p = tl.program_id(0)
     ids = tl.arange(0, EP)
-    before = tl.zeros([EP], tl.int32)
-    count = tl.zeros([EP], tl.int32)
-    for start in range(0, C, CHUNK):
-        at = start + tl.arange(0, CHUNK)
-        live = tl.load(weights + at, mask=at < C, other=0.0) != 0.0
-        e = tl.load(chosen + at, mask=live, other=EP)
-        n = tl.sum((e[:, None] == ids[None, :]).to(tl.int32), axis=0)
-        count += n
-        before += tl.where(start < p * CHUNK, n, 0)
+    chunk = tl.arange(0, PP)[:, None]
+    each = tl.load(counts + chunk * EP + ids[None, :], mask=chunk < CHUNKS, other=0)
+    count = tl.sum(each, axis=0)
+    before = tl.sum(tl.where(chunk < p, each, 0), axis=0)
     needed = (count + M - 1) // M
-    upto = tl.cumsum(needed, axis=0)
-    first = upto - needed
+    first = tl.cumsum(needed, axis=0) - needed
     at = p * CHUNK + tl.arange(0, CHUNK)
     live = tl.load(weights + at, mask=at < C, other=0.0) != 0.0
     e = tl.load(chosen + at, mask=live, other=EP)
@@ -57,62 +101,160 @@ def _align(
 
 
 @triton.jit
-def _tile(values, scale, base, row, inner, K: tl.constexpr, RUN: tl.constexpr, BLOCK: tl.constexpr, like: tl.constexpr):
+def _tile(values, scale, row, inner, K: tl.constexpr, RUN: tl.constexpr, BLOCK: tl.constexpr, like: tl.constexpr):
     """(rows of a weight [rows, BLOCK] from ``inner`` on, as ``like``; their scales or 1)."""
-    w = tl.load(values + (base + row)[:, None] * K + (inner + tl.arange(0, BLOCK))[None, :])
-    if RUN == 0:
-        s = tl.full([1], 1.0, tl.float32)
-    else:
-        s = tl.load(scale + (base + row) * (K // RUN) + inner // RUN).to(tl.float32)
+    w = tl.load(values + row[:, None] * K + (inner + tl.arange(0, BLOCK))[None, :])
+    s = tl.full([1], 1.0, tl.float32)
+    if RUN != 0:
+        s = tl.load(scale + row * (K // RUN) + inner // RUN).to(tl.float32)
     return w.to(like), s[None, :]
 
 
 @triton.jit
+def _whose(
+    chosen, weights, order, owner, blocks, block,
+    C: tl.constexpr, N: tl.constexpr, TOP: tl.constexpr, TP: tl.constexpr, M: tl.constexpr, SB: tl.constexpr,
+    SORTED: tl.constexpr,
+):  # fmt: skip
+    """Of a block: (whether it is one, its expert, each slot's token, where that has its place in `_down`'s result: C +
+    N for none). The first SB blocks are the shared expert's. Not ``SORTED``: all tokens fit a block, which is of the
+    first choice of an expert."""
+    slot = tl.arange(0, M)
+    e = tl.full([], 0, tl.int32)
+    if block < SB:
+        token = block * M + slot
+        place = tl.where(token < N, C + token, C + N)
+        is_one = block >= 0
+    elif SORTED:
+        is_one = block - SB < tl.load(blocks)
+        e = tl.load(owner + block - SB)
+        choice = tl.load(order + (block - SB) * M + slot)
+        token = choice // TOP
+        place = tl.where(choice < C, choice, C + N)
+    else:
+        e = tl.load(chosen + block - SB)
+        k = tl.arange(0, TP)[None, :]
+        choice = slot[:, None] * TOP + k
+        inside = (slot[:, None] < N) & (k < TOP)
+        same = tl.load(chosen + choice, mask=inside, other=-1) == e
+        same = same & (tl.load(weights + choice, mask=inside, other=0.0) != 0.0)
+        place = tl.min(tl.where(same, choice, C + N), axis=1)
+        token = slot
+        is_one = tl.min(place, axis=0) == block - SB
+    return is_one, e.to(tl.int64), token.to(tl.int64), place
+
+
+@triton.jit
 def _gate_up(
-    x, values, scale, order, owner, blocks, h,
-    C: tl.constexpr, TOP: tl.constexpr, F: tl.constexpr, H: tl.constexpr, M: tl.constexpr, RUN: tl.constexpr,
-    BF: tl.constexpr, BH: tl.constexpr, PRECISION: tl.constexpr,
+    x, values, scale, shared, shared_scale, chosen, weights, order, owner, blocks, h,
+    C: tl.constexpr, N: tl.constexpr, TOP: tl.constexpr, TP: tl.constexpr, F: tl.constexpr, H: tl.constexpr,
+    M: tl.constexpr, SB: tl.constexpr, SORTED: tl.constexpr, RUN: tl.constexpr, BF: tl.constexpr, BH: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """h [S, F] = silu(gate · x) · (up · x)."""
     block = tl.program_id(0)
-    if block < tl.load(blocks):
-        e = tl.load(owner + block).to(tl.int64)
-        slots = block * M + tl.arange(0, M)
-        choice = tl.load(order + slots)
+    is_one, e, token, place = _whose(chosen, weights, order, owner, blocks, block, C, N, TOP, TP, M, SB, SORTED)
+    if is_one:
+        weight, weight_scale = values, scale
+        if block < SB:
+            weight, weight_scale = shared, shared_scale
         f = tl.program_id(1) * BF + tl.arange(0, BF)
+        row = e * 2 * F + f
         gate = tl.zeros([M, BF], tl.float32)
         up = tl.zeros([M, BF], tl.float32)
         for inner in range(0, H, BH):
-            token = (choice // TOP)[:, None].to(tl.int64) * H + inner + tl.arange(0, BH)[None, :]
-            a = tl.load(x + token, mask=(choice < C)[:, None], other=0.0)
-            w, s = _tile(values, scale, e * 2 * F, f, inner, H, RUN, BH, x.dtype.element_ty)
+            at = token[:, None] * H + inner + tl.arange(0, BH)[None, :]
+            a = tl.load(x + at, mask=(place < C + N)[:, None], other=0.0)
+            w, s = _tile(weight, weight_scale, row, inner, H, RUN, BH, x.dtype.element_ty)
             gate += tl.dot(a, tl.trans(w), input_precision=PRECISION) * s
-            w, s = _tile(values, scale, e * 2 * F + F, f, inner, H, RUN, BH, x.dtype.element_ty)
+            w, s = _tile(weight, weight_scale, row + F, inner, H, RUN, BH, x.dtype.element_ty)
             up += tl.dot(a, tl.trans(w), input_precision=PRECISION) * s
         made = gate / (1.0 + tl.exp(-gate)) * up
-        tl.store(h + slots[:, None].to(tl.int64) * F + f[None, :], made.to(h.dtype.element_ty))
+        slot = block * M + tl.arange(0, M)
+        tl.store(h + slot[:, None].to(tl.int64) * F + f[None, :], made.to(h.dtype.element_ty))
 
 
 @triton.jit
 def _down(
-    h, values, scale, order, owner, blocks, y,
-    C: tl.constexpr, F: tl.constexpr, H: tl.constexpr, M: tl.constexpr, RUN: tl.constexpr,
-    BN: tl.constexpr, BF: tl.constexpr, PRECISION: tl.constexpr,
+    h, values, scale, shared, shared_scale, chosen, weights, order, owner, blocks, y,
+    C: tl.constexpr, N: tl.constexpr, TOP: tl.constexpr, TP: tl.constexpr, F: tl.constexpr, H: tl.constexpr,
+    M: tl.constexpr, SB: tl.constexpr, SORTED: tl.constexpr, RUN: tl.constexpr, BN: tl.constexpr, BF: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """y [C, H] = down · h, each slot's where its choice is."""
+    """y [C + N, H] = down · h, each slot's where its choice is, the shared expert's behind them."""
     block = tl.program_id(0)
-    if block < tl.load(blocks):
-        e = tl.load(owner + block).to(tl.int64)
-        slots = block * M + tl.arange(0, M)
-        choice = tl.load(order + slots)
+    is_one, e, _, place = _whose(chosen, weights, order, owner, blocks, block, C, N, TOP, TP, M, SB, SORTED)
+    if is_one:
+        weight, weight_scale = values, scale
+        if block < SB:
+            weight, weight_scale = shared, shared_scale
+        slot = (block * M + tl.arange(0, M)).to(tl.int64)
         n = tl.program_id(1) * BN + tl.arange(0, BN)
         total = tl.zeros([M, BN], tl.float32)
         for inner in range(0, F, BF):
-            a = tl.load(h + slots[:, None].to(tl.int64) * F + inner + tl.arange(0, BF)[None, :])
-            w, s = _tile(values, scale, e * H, n, inner, F, RUN, BF, h.dtype.element_ty)
+            a = tl.load(h + slot[:, None] * F + inner + tl.arange(0, BF)[None, :])
+            w, s = _tile(weight, weight_scale, e * H + n, inner, F, RUN, BF, h.dtype.element_ty)
             total += tl.dot(a, tl.trans(w), input_precision=PRECISION) * s
-        place = choice[:, None].to(tl.int64) * H + n[None, :]
-        tl.store(y + place, total.to(y.dtype.element_ty), mask=(choice < C)[:, None])
+        at = place[:, None].to(tl.int64) * H + n[None, :]
+        tl.store(y + at, total.to(y.dtype.element_ty), mask=(place < C + N)[:, None])
+
+
+@triton.jit
+def _rows(values, scale, row, inner, K: tl.constexpr, RUN: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows of a weight [rows, BLOCK] from ``inner`` on, float32."""
+    at = inner + tl.arange(0, BLOCK)[None, :]
+    w = tl.load(values + row[:, None] * K + at).to(tl.float32)
+    if RUN != 0:
+        w *= tl.load(scale + row[:, None] * (K // RUN) + at // RUN).to(tl.float32)
+    return w
+
+
+@triton.jit
+def _gate_up_one(
+    x, values, scale, shared, shared_scale, chosen, h,
+    TOP: tl.constexpr, F: tl.constexpr, H: tl.constexpr, RUN: tl.constexpr, BF: tl.constexpr, BH: tl.constexpr,
+):  # fmt: skip
+    """`_gate_up` of one token's choices [TOP], the shared expert behind them: h [TOP or TOP + 1, F]."""
+    block = tl.program_id(0)
+    weight, weight_scale = values, scale
+    e = tl.load(chosen + block, mask=block < TOP, other=0).to(tl.int64)
+    if block == TOP:
+        weight, weight_scale = shared, shared_scale
+    f = tl.program_id(1) * BF + tl.arange(0, BF)
+    gate = tl.zeros([BF, BH], tl.float32)
+    up = tl.zeros([BF, BH], tl.float32)
+    for inner in tl.static_range(0, H, BH):
+        a = tl.load(x + inner + tl.arange(0, BH))[None, :].to(tl.float32)
+        gate += _rows(weight, weight_scale, e * 2 * F + f, inner, H, RUN, BH) * a
+        up += _rows(weight, weight_scale, e * 2 * F + F + f, inner, H, RUN, BH) * a
+    g = tl.sum(gate, axis=1)
+    made = g / (1.0 + tl.exp(-g)) * tl.sum(up, axis=1)
+    tl.store(h + block * F + f, made.to(h.dtype.element_ty))
+
+
+@triton.jit
+def _down_one(
+    h, values, scale, shared, shared_scale, chosen, weights, share, y,
+    TOP: tl.constexpr, F: tl.constexpr, H: tl.constexpr, SB: tl.constexpr, RUN: tl.constexpr, BN: tl.constexpr,
+    BF: tl.constexpr,
+):  # fmt: skip
+    """y [H]: the choices' products by their weights, and the shared expert's by its share."""
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    total = tl.zeros([BN, BF], tl.float32)
+    for c in tl.static_range(TOP):
+        weight = tl.load(weights + c)
+        e = tl.load(chosen + c).to(tl.int64)
+        for inner in tl.static_range(0, F, BF):
+            a = tl.load(h + c * F + inner + tl.arange(0, BF))[None, :].to(tl.float32)
+            w = _rows(values, scale, e * H + n, inner, F, RUN, BF)
+            # Selected, never multiplied by zero: what was not chosen may hold anything.
+            total += tl.where(weight != 0.0, weight * (w * a), 0.0)
+    if SB:
+        weight = tl.load(share)
+        for inner in tl.static_range(0, F, BF):
+            a = tl.load(h + TOP * F + inner + tl.arange(0, BF))[None, :].to(tl.float32)
+            total += weight * (_rows(shared, shared_scale, n, inner, F, RUN, BF) * a)
+    tl.store(y + n, tl.sum(total, axis=1).to(y.dtype.element_ty))
 
 
 def _parts(weight) -> tuple:
@@ -127,45 +269,113 @@ def _divisor(n: int, most: int) -> int:
     return min(n & -n, most)
 
 
+def _power(n: int) -> int:
+    """The smallest power of two from n on."""
+    return 1 << (n - 1).bit_length()
+
+
+def _rows_of_a_block(choices: int, experts: int) -> int:
+    return 16 if choices <= 2 * experts else 32 if choices <= 16 * experts else 64
+
+
 def fits(choices: int, gate_up, down) -> bool:
-    """Whether the kernel is for so many choices, and products of 16 and more can be taken of these shapes, a scale's
+    """Whether the kernels are for so many choices, and products of 16 and more can be taken of these shapes, a scale's
     run at a time."""
-    if not gate_up.shape[0] // LEAST_SHARE < choices <= MOST_CHOICES:
+    if choices > MOST_CHOICES:
         return False
     inner = [w.shape[-1] // (w.scale.shape[-1] if hasattr(w, "scale") else 1) for w in (gate_up, down)]
     return all(n % 16 == 0 for n in (*inner, gate_up.shape[-2], down.shape[-2]))
 
 
-def experts_triton(x, weights, chosen, gate_up, down):
-    """As `models.moe.experts`. A choice of weight 0 is not computed; products are summed in float32, and what lies
-    between them and each choice's share are rounded to x's dtype."""
-    (tokens, hidden), top = x.shape, chosen.shape[1]
+def are_alike(experts, other) -> bool:
+    """Whether another weight is of the shape and kind of each of the experts'."""
+    (values, scale, run), (one, one_scale, one_run) = _parts(experts), _parts(other)
+    return values.shape[1:] == one.shape and (values.dtype, scale.dtype, run) == (one.dtype, one_scale.dtype, one_run)
+
+
+def route_triton(logits, live, first, local: int, spec: MoeSpec) -> tuple:
+    """Of router logits [N, E]: the chosen experts' weights and ids, [N, TOP], as `models.moe.mixture` has them."""
+    (n, e), top = logits.shape, spec.experts_per_token
+    chosen, weights = triton_call(
+        _route, [logits, live.astype(jnp.int8), jnp.asarray(first, jnp.int32).reshape(1)],
+        [jax.ShapeDtypeStruct((n, top), jnp.int32), jax.ShapeDtypeStruct((n, top), jnp.float32)], (n,), num_warps=1,
+        E=e, EP=_power(e), LOCAL=local, TOP=top, TP=_power(top), NORMALISE=spec.normalise_top_k,
+    )  # fmt: skip
+    return weights, chosen
+
+
+def _aligned(weights, chosen, experts: int, rows: int) -> list:
+    """[order, owner, blocks] of `_align`."""
+    c = chosen.size
+    most, chunks, ep = min(c, experts) + c // rows, -(-c // _CHUNK), _power(experts)
+    chosen, weights = chosen.reshape(-1), weights.reshape(-1)
+    (counts,) = triton_call(
+        _count, [chosen, weights], [jax.ShapeDtypeStruct((chunks, ep), jnp.int32)], (chunks,),
+        num_warps=8, C=c, EP=ep, CHUNK=_CHUNK,
+    )  # fmt: skip
+    return list(triton_call(
+        _align, [chosen, weights, counts], [jax.ShapeDtypeStruct((n,), jnp.int32) for n in (most * rows, most, 1)],
+        (chunks,), num_warps=8, C=c, EP=ep, M=rows, CHUNK=_CHUNK, CHUNKS=chunks, PP=_power(chunks),
+    ))  # fmt: skip
+
+
+def experts_triton(x, weights, chosen, gate_up, down, shared=None):
+    """As `models.moe.experts`, and with ``shared`` (gate_up, down, share [N]) as `models.moe.mixture`. A choice of
+    weight 0 is not computed; products are summed in float32, and what lies between them and, of several tokens, each
+    choice's share are rounded to x's dtype."""
+    (n, hidden), top = x.shape, chosen.shape[1]
     e, _, f, _ = gate_up.shape
-    c = tokens * top
-    rows = 16 if c <= 2 * e else 32 if c <= 16 * e else 64
-    most = min(c, e) + c // rows
-    precision = "ieee" if x.dtype == jnp.float32 else "tf32"
-    order, owner, blocks = triton_call(
-        _align, [chosen.reshape(-1), weights.reshape(-1)],
-        [jax.ShapeDtypeStruct((n,), jnp.int32) for n in (most * rows, most, 1)], (-(-c // _CHUNK),),
-        num_warps=8, C=c, E=e, EP=1 << (e - 1).bit_length(), M=rows, CHUNK=_CHUNK,
-    )  # fmt: skip
+    first, second = _parts(gate_up), _parts(down)
+    mine, *others = (None, first, second) if shared is None else (shared[2], *map(_parts, shared[:2]))
+    if n == 1:
+        return _one_token(x, weights, chosen, (first, others[0]), (second, others[1]), mine)
+    c, rows = chosen.size, _rows_of_a_block(chosen.size, e)
+    is_sorted = n > rows
+    nothing = [jnp.zeros(1, jnp.int32)] * 3
+    plan = [chosen, weights, *(_aligned(weights, chosen, e, rows) if is_sorted else nothing)]
+    own_blocks = 0 if shared is None else -(-n // rows)
+    most = own_blocks + (plan[3].shape[0] if is_sorted else c)
+    sizes = {"C": c, "N": n, "TOP": top, "TP": _power(top), "F": f, "H": hidden, "M": rows, "SB": own_blocks}
+    sizes |= {"SORTED": is_sorted, "PRECISION": "ieee" if x.dtype == jnp.float32 else "tf32"}
     inner, large = 256 // x.dtype.itemsize, rows >= 64
-    values, scale, run = _parts(gate_up)
     outputs, warps, stages = GATE_UP[large]
-    block_f, block_h = _divisor(f, outputs), _divisor(run or hidden, inner)
+    block_f, block_h, run = _divisor(f, outputs), _divisor(first[2] or hidden, inner), first[2]
     (h,) = triton_call(
-        _gate_up, [x, values, scale, order, owner, blocks],
+        _gate_up, [x, *first[:2], *others[0][:2], *plan],
         [jax.ShapeDtypeStruct((most * rows, f), x.dtype)], (most, f // block_f), num_warps=warps, num_stages=stages,
-        C=c, TOP=top, F=f, H=hidden, M=rows, RUN=run, BF=block_f, BH=block_h, PRECISION=precision,
+        RUN=run, BF=block_f, BH=block_h, **sizes,
     )  # fmt: skip
-    values, scale, run = _parts(down)
     outputs, warps, stages = DOWN[large]
-    block_n, block_f = _divisor(hidden, outputs), _divisor(run or f, inner)
+    block_n, block_f, run = _divisor(hidden, outputs), _divisor(second[2] or f, inner), second[2]
     (y,) = triton_call(
-        _down, [h, values, scale, order, owner, blocks],
-        [jax.ShapeDtypeStruct((c, hidden), x.dtype)], (most, hidden // block_n), num_warps=warps, num_stages=stages,
-        C=c, F=f, H=hidden, M=rows, RUN=run, BN=block_n, BF=block_f, PRECISION=precision,
+        _down, [h, *second[:2], *others[1][:2], *plan],
+        [jax.ShapeDtypeStruct((c + (n if own_blocks else 0), hidden), x.dtype)], (most, hidden // block_n),
+        num_warps=warps, num_stages=stages, RUN=run, BN=block_n, BF=block_f, **sizes,
     )  # fmt: skip
-    y = y.reshape(tokens, top, hidden).astype(jnp.float32)
-    return jnp.sum(jnp.where(weights[..., None] != 0, y * weights[..., None], 0.0), axis=1).astype(x.dtype)
+    routed = y[:c].reshape(n, top, hidden).astype(jnp.float32)
+    total = jnp.sum(jnp.where(weights[..., None] != 0, routed * weights[..., None], 0.0), axis=1)
+    if shared is not None:
+        total += mine[:, None] * y[c:].astype(jnp.float32)
+    return total.astype(x.dtype)
+
+
+def _one_token(x, weights, chosen, gate_up, down, share):
+    """``gate_up`` and ``down``: `_parts` of the experts' and of the shared expert's; ``share`` [1] or None."""
+    (hidden, top), (values, scale, run) = (x.shape[1], chosen.shape[1]), gate_up[0]
+    f, held = values.shape[2], top + (share is not None)
+    sizes = {"TOP": top, "F": f, "H": hidden}
+    outputs, warps = GATE_UP_ONE
+    block = _divisor(f, outputs)
+    (h,) = triton_call(
+        _gate_up_one, [x, values, scale, *gate_up[1][:2], chosen], [jax.ShapeDtypeStruct((held, f), x.dtype)],
+        (held, f // block), num_warps=warps, RUN=run, BF=block, BH=_divisor(hidden, 2048), **sizes,
+    )  # fmt: skip
+    values, scale, run = down[0]
+    outputs, warps = DOWN_ONE
+    block = _divisor(hidden, outputs)
+    (y,) = triton_call(
+        _down_one, [h, values, scale, *down[1][:2], chosen, weights, jnp.zeros(1) if share is None else share],
+        [jax.ShapeDtypeStruct(x.shape, x.dtype)], (hidden // block,), num_warps=warps,
+        SB=held - top, RUN=run, BN=block, BF=_divisor(f, 1024), **sizes,
+    )  # fmt: skip
+    return y

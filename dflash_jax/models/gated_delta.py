@@ -4,10 +4,13 @@ Letters beyond `parts`: G key heads, R value heads on each, C convolution channe
 M chunk.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from dflash_jax import kernels
 from dflash_jax.cache import DeltaRecord, DeltaState
 from dflash_jax.config import GatedDeltaSpec
 from dflash_jax.models.parts import constant, normal, parameter, project, rms_norm
@@ -105,6 +108,37 @@ def delta_rule(q, k, v, beta, log_decay, state, chunk: int = CHUNK, starts=None)
     return join(out), join(delta)
 
 
+def mix(qkvz, gates, state: DeltaState, taps, a_log, dt_bias, norm, eps: float, starts=None):
+    """Convolution, gates, delta rule and gated norm of what the projections gave.
+
+    qkvz [B, T, G, C + R Dv], gates (of beta and alpha) [B, T, 2, G, R], taps [G, C, kernel], a_log and dt_bias [G, R],
+    norm [Dv]; ``starts`` as in `delta_rule`. Returns (y [B, T, G, R, Dv] in qkvz's dtype, `DeltaRecord`).
+    """
+    b, t = qkvz.shape[:2]
+    channels, kernel = taps.shape[1:]
+    *_, r, dk, dv = state.recurrent.shape
+    inputs, z = jnp.split(qkvz, [channels], axis=-1)
+    window = jnp.concatenate([state.conv.astype(inputs.dtype), inputs], axis=1)
+
+    def tap(j):
+        y = window[:, j : j + t] * taps[..., j]
+        if starts is None:
+            return y
+        return jnp.where((jnp.arange(t) - (kernel - 1 - j) >= starts)[..., None, None], y, 0)
+
+    mixed = jax.nn.silu(sum(tap(j) for j in range(kernel))).astype(jnp.float32)
+    q = l2_normalise(mixed[..., :dk]) * dk**-0.5
+    k = l2_normalise(mixed[..., dk : 2 * dk])
+    v = mixed[..., 2 * dk :].reshape(b, t, -1, r, dv)
+    beta, alpha = jnp.moveaxis(gates, 2, 0).astype(jnp.float32)
+    dt = jax.nn.softplus(alpha + dt_bias.astype(jnp.float32))
+    log_decay = -jnp.exp(a_log.astype(jnp.float32)) * dt
+    out, delta = delta_rule(q, k, v, jax.nn.sigmoid(beta), log_decay, state.recurrent, starts=starts)
+    z = z.reshape(out.shape).astype(jnp.float32)
+    y = (rms_norm(out, norm, eps) * jax.nn.silu(z)).astype(qkvz.dtype)
+    return y, DeltaRecord(k, delta, log_decay, inputs)
+
+
 class GatedDelta(nnx.Module):
     """The Gated DeltaNet mixer of Qwen3-Next and Qwen3.5. Never writes its state: it returns a record for
     `cache.replay`."""
@@ -143,27 +177,13 @@ class GatedDelta(nnx.Module):
 
     def __call__(self, x, state: DeltaState, starts=None) -> tuple[jax.Array, DeltaRecord]:
         """x [B, T, H] → (y [B, T, H], record). ``starts`` as in `delta_rule`."""
-        spec = self.spec
-        b, t, _ = x.shape
-        inputs, z = jnp.split(project(x, self.qkvz[...]), [spec.channels_per_key], axis=-1)
-        window = jnp.concatenate([state.conv.astype(x.dtype), inputs], axis=1)
-        taps = self.conv[...]
+        qkvz, gates = project(x, self.qkvz[...]), project(x, self.beta_alpha[...])
+        weights = (self.conv[...], self.a_log[...], self.dt_bias[...], self.norm[...])
+        forms = {"default": partial(mix, eps=self.eps, starts=starts)}
+        if starts is None and kernels.are_wanted():
+            from dflash_jax.kernels import triton_delta
 
-        def tap(j):
-            y = window[:, j : j + t] * taps[..., j]
-            if starts is None:
-                return y
-            inside = jnp.arange(t) - (spec.conv_kernel - 1 - j) >= starts
-            return jnp.where(inside[..., None, None], y, 0)
-
-        mixed = jax.nn.silu(sum(tap(j) for j in range(spec.conv_kernel))).astype(jnp.float32)
-        q = l2_normalise(mixed[..., : spec.key_dim]) * spec.key_dim**-0.5
-        k = l2_normalise(mixed[..., spec.key_dim : 2 * spec.key_dim])
-        v = mixed[..., 2 * spec.key_dim :].reshape(b, t, -1, spec.values_per_key, spec.value_dim)
-        beta, alpha = jnp.moveaxis(project(x, self.beta_alpha[...]), 2, 0).astype(jnp.float32)
-        dt = jax.nn.softplus(alpha + self.dt_bias[...].astype(jnp.float32))
-        log_decay = -jnp.exp(self.a_log[...].astype(jnp.float32)) * dt
-        out, delta = delta_rule(q, k, v, jax.nn.sigmoid(beta), log_decay, state.recurrent, starts=starts)
-        z = z.reshape(out.shape).astype(jnp.float32)
-        y = (rms_norm(out, self.norm[...], self.eps) * jax.nn.silu(z)).astype(x.dtype)
-        return self.key_heads.sum(project(y, self.out[...], 3)), DeltaRecord(k, delta, log_decay, inputs)
+            if triton_delta.fits(x.shape[1], state):
+                forms["cuda"] = partial(triton_delta.mix_triton, eps=self.eps)
+        y, record = jax.lax.platform_dependent(qkvz, gates, state, *weights, **forms)
+        return self.key_heads.sum(project(y, self.out[...], 3)), record

@@ -1,12 +1,14 @@
 """Mixture of experts: a float32 router, SwiGLU experts, and an optional gated shared expert."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from dflash_jax import kernels
 from dflash_jax.config import MoeSpec
-from dflash_jax.models.parts import Mlp, normal, project
+from dflash_jax.models.parts import Mlp, normal, project, swiglu
 from dflash_jax.models.weights import dense
 from dflash_jax.sharding import ONE_DEVICE, Cut, Layout
 
@@ -112,9 +114,8 @@ def experts(x, weights, chosen, gate_up, down):
     """Σ_k weights[t, k] · SwiGLU of expert chosen[t, k] on x[t]: x [T, H] → [T, H], in the form that suits platform
     and size.
 
-    The gathered form reads an expert for each choice, the kernel for each block of rows, the others once at most. On
-    CPU the products of the loop go to a matrix library and the gathered form does not; on TPU the grouped form's
-    scatter is dear.
+    The gathered form reads an expert for each choice, the others once at most. On CPU the products of the loop go to a
+    matrix library and the gathered form does not; on TPU the grouped form's scatter is dear.
     """
     few = chosen.size < gate_up.shape[0]
     forms = {
@@ -122,13 +123,46 @@ def experts(x, weights, chosen, gate_up, down):
         "tpu": experts_gathered if x.shape[0] <= TPU_GATHERED_TOKENS else experts_looped,
         "default": experts_gathered if few else experts_grouped,
     }
+    return jax.lax.platform_dependent(x, weights, chosen, gate_up, down, **forms)
+
+
+def mixture(x, logits, live, first, gate_up, down, shared, spec: MoeSpec):
+    """Routing, experts and the shared expert: x [N, H], router logits [N, E], ``live`` bool [N] (other tokens go to no
+    expert) → [N, H].
+
+    gate_up and down hold the experts from ``first`` on; choices of others bring nothing. ``shared``: the shared
+    expert's gate_up [2, F, H], down [H, F] and share [N], or None.
+    """
+    weights, chosen = route(logits, spec)
+    local = chosen - first
+    mine = (local >= 0) & (local < gate_up.shape[0])
+    # Idle tokens, and experts of another device, which stand for one that is there.
+    weights, local = jnp.where(mine & live[:, None], weights, 0.0), jnp.where(mine, local, 0)
+    y = experts(x, weights, local, gate_up, down)
+    return y if shared is None else y + shared[2][:, None].astype(y.dtype) * swiglu(x, *shared[:2])
+
+
+def mixture_triton(x, logits, live, first, gate_up, down, shared, spec: MoeSpec):
+    """`mixture` by kernels."""
+    from dflash_jax.kernels import triton_experts
+
+    weights, chosen = triton_experts.route_triton(logits, live, first, gate_up.shape[0], spec)
+    apart = shared is not None and not all(map(triton_experts.are_alike, (gate_up, down), shared))
+    y = triton_experts.experts_triton(x, weights, chosen, gate_up, down, None if apart else shared)
+    return y + shared[2][:, None].astype(y.dtype) * swiglu(x, *shared[:2]) if apart else y
+
+
+def by_platform(x, logits, live, first, gate_up, down, shared, spec: MoeSpec):
+    """`mixture`, with kernels where they are wanted; their gradient is that of the plain form."""
+    args, plain = (x, logits, live, first, gate_up, down, shared), partial(mixture, spec=spec)
     if kernels.are_wanted():
         from dflash_jax.kernels import triton_experts
 
-        if triton_experts.fits(chosen.size, gate_up, down):
-            forms["cuda"] = kernel = jax.custom_jvp(triton_experts.experts_triton)
-            kernel.defjvp(lambda primals, tangents: jax.jvp(experts_grouped, primals, tangents))
-    return jax.lax.platform_dependent(x, weights, chosen, gate_up, down, **forms)
+        if triton_experts.fits(x.shape[0] * spec.experts_per_token, gate_up, down):
+            kernel = jax.custom_jvp(partial(mixture_triton, spec=spec))
+            kernel.defjvp(lambda primals, tangents: jax.jvp(plain, primals, tangents))
+            return jax.lax.platform_dependent(*args, default=plain, cuda=kernel)
+    return plain(*args)
 
 
 class Moe(nnx.Module):
@@ -150,16 +184,14 @@ class Moe(nnx.Module):
         """x [B, T, H] → [B, T, H]; tokens where ``valid`` [B, T] is False go to no expert of their own."""
         flat = x.reshape(-1, x.shape[-1])
         logits = jnp.einsum("th,eh->te", flat, self.router[...], preferred_element_type=jnp.float32)
-        weights, chosen = route(logits, self.spec)
         gate_up, down = self.gate_up[...], self.down[...]
-        local, mine = self.experts.own(chosen, gate_up.shape[0])
-        # Idle tokens, and experts of another device, which stand for one that is there.
-        weights, local = jnp.where(mine & valid.reshape(-1, 1), weights, 0.0), jnp.where(mine, local, 0)
-        y = experts(flat, weights, local, gate_up, down).reshape(x.shape)
-        routed = Cut(self.features.axes + self.experts.axes)
-        if self.spec.shared_intermediate_size is None:
-            return routed.sum(y)
-        gate = jax.nn.sigmoid(jnp.einsum("bth,h->bt", x, self.shared_gate[...]))[..., None]
-        if routed == self.shared.features:
-            return routed.sum(y + gate * self.shared.partial(x))
-        return routed.sum(y) + gate * self.shared(x)
+        first = self.experts.index() * gate_up.shape[0]
+        routed, shared, share = Cut(self.features.axes + self.experts.axes), None, None
+        if self.spec.shared_intermediate_size is not None:
+            share = jax.nn.sigmoid(jnp.einsum("th,h->t", flat, self.shared_gate[...]))
+            if routed == self.shared.features:
+                shared = (self.shared.gate_up[...], self.shared.down[...], share.astype(jnp.float32))
+        y = routed.sum(by_platform(flat, logits, valid.reshape(-1), first, gate_up, down, shared, self.spec))
+        if share is not None and shared is None:
+            y = y + share[:, None] * self.shared(flat)
+        return y.reshape(x.shape)

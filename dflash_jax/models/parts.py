@@ -138,6 +138,12 @@ class Attention(nnx.Module):
         return self.output(attend(q, k, v, own_mask, cache, length, bounds), gate), k, v
 
 
+def swiglu(x, gate_up, down):
+    """x [..., H] → down · (silu(gate · x) · (up · x)), [..., H]; gate_up [2, F, H], down [H, F]."""
+    both = project(x, gate_up)
+    return project(jax.nn.silu(both[..., 0, :]) * both[..., 1, :], down)
+
+
 class Mlp(nnx.Module):
     def __init__(self, intermediate: int, hidden: int, rngs: nnx.Rngs | None, dtype, layout: Layout = ONE_DEVICE):
         self.gate_up = normal(rngs, (2, intermediate, hidden), dtype)
@@ -150,10 +156,5 @@ class Mlp(nnx.Module):
     def matrices(self) -> dict[str, int]:
         return {"gate_up": 1, "down": 1}
 
-    def partial(self, x):
-        """This device's share of the sum."""
-        gate_up = project(x, self.gate_up[...])
-        return project(jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :], self.down[...])
-
     def __call__(self, x):
-        return self.features.sum(self.partial(x))
+        return self.features.sum(swiglu(x, self.gate_up[...], self.down[...]))

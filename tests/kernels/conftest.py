@@ -15,12 +15,15 @@ def to_torch(x):
     return torch.from_numpy(np.array(x))
 
 
-def interpreted(kernel, args, out, grid, num_warps=4, num_stages=2, **meta):
+def interpreted(kernel, args, out, grid, num_warps=4, num_stages=2, input_output_aliases=None, **meta):
     """`launch.triton_call` without a GPU. What no program writes is NaN, or an integer that is no index."""
-    held = [to_torch(x) for x in args]
-    made = [torch.full(x.shape, float("nan") if x.dtype == jnp.float32 else 1 << 30, dtype=torch.float32) for x in out]
-    made = [m.to(torch.int32) if x.dtype == jnp.int32 else m for m, x in zip(made, out, strict=True)]
-    kernel[grid](*held, *made, **meta)
+    held, aliases = [to_torch(x) for x in args], input_output_aliases or {}
+    made = {i: held[argument] for argument, i in aliases.items()}
+    for i in set(range(len(out))) - set(made):
+        fill = torch.full(out[i].shape, float("nan") if out[i].dtype == jnp.float32 else 1 << 30, dtype=torch.float32)
+        made[i] = fill.to(torch.int32) if out[i].dtype == jnp.int32 else fill
+    made = [made[i] for i in range(len(out))]
+    kernel[grid](*held, *(m for i, m in enumerate(made) if i not in aliases.values()), **meta)
     return tuple(jnp.asarray(m.numpy()) for m in made)
 
 
@@ -35,9 +38,9 @@ def interpreter_for_cpu():
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.reshape(-1)[0]))
 
     patch.setattr(interpreter, "_patch_lang_tensor", patched)
-    from dflash_jax.kernels import triton_attention, triton_experts
+    from dflash_jax.kernels import triton_attention, triton_delta, triton_experts
 
-    for module in (triton_attention, triton_experts):
+    for module in (triton_attention, triton_delta, triton_experts):
         patch.setattr(module, "triton_call", interpreted)
     # Programs run one after another.
     patch.setattr(triton_attention, "PROGRAMS", 20)

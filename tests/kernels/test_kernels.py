@@ -5,8 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.cache import Bounds, KVCache, attend_in_pieces
-from dflash_jax.models.moe import experts_gathered
+from dflash_jax.cache import Bounds, DeltaRecord, DeltaState, KVCache, attend_in_pieces, replay_plain
+from dflash_jax.config import MoeSpec
+from dflash_jax.models.gated_delta import mix
+from dflash_jax.models.moe import by_platform, mixture, mixture_triton
 from dflash_jax.models.weights import quantize
 
 
@@ -15,34 +17,43 @@ def normal(rng, *shape):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "top", "experts", "idle", "quantized"),
+    ("tokens", "top", "experts", "idle", "quantized", "shared"),
     [
-        (1, 2, 7, 0.0, None),
-        (5, 3, 7, 0.3, None),
-        (5, 3, 7, 0.3, ("int8", 1)),
-        (5, 3, 7, 0.3, ("fp8", 1)),
-        (5, 3, 7, 0.3, ("fp8", 2)),
-        (16, 8, 20, 0.2, None),
-        (170, 2, 3, 0.1, None),
-        (70, 4, 5, 0.1, ("fp8", 2)),
-        (3, 2, 8, 1.0, None),
-        (33, 2, 3, 0.5, ("int8", 1)),
+        (1, 2, 7, 0, None, None),
+        (1, 8, 20, 0, None, 96),
+        (1, 2, 7, 0, ("fp8", 2), 96),
+        (1, 2, 7, 1, None, 96),
+        (5, 3, 7, 2, None, 96),
+        (5, 3, 7, 1, ("int8", 1), None),
+        (5, 3, 7, 1, ("fp8", 2), 96),
+        (5, 3, 7, 1, None, 64),
+        (16, 8, 20, 3, None, 96),
+        (16, 10, 24, 3, None, None),
+        (70, 4, 5, 9, ("fp8", 2), 96),
+        (3, 2, 8, 3, None, 96),
+        (170, 2, 3, 5, None, 96),
     ],
 )
-def test_experts(tokens, top, experts, idle, quantized):
-    """More choices than a program sorts, several blocks of an expert, experts that nobody chose, idle tokens."""
-    from dflash_jax.kernels.triton_experts import experts_triton, fits
+def test_mixture(tokens, top, experts, idle, quantized, shared):
+    """Routing with equal logits, experts of other devices, more choices than a program sorts, several blocks of an
+    expert, experts that nobody chose, idle tokens; a shared expert of the experts' size and of another."""
+    from dflash_jax.kernels.triton_experts import fits
 
     rng, features, hidden = np.random.default_rng(tokens), 96, 192
-    x, gate_up = normal(rng, tokens, hidden), normal(rng, experts, 2, features, hidden) / 20
-    down = normal(rng, experts, hidden, features) / 14
+    there = experts - experts // 4
+    x, gate_up = normal(rng, tokens, hidden), normal(rng, there, 2, features, hidden) / 20
+    down = normal(rng, there, hidden, features) / 14
+    if shared:
+        shared = (normal(rng, 2, shared, hidden) / 20, normal(rng, hidden, shared) / 14, normal(rng, tokens))
     if quantized:
         gate_up, down = quantize(gate_up, *quantized), quantize(down, *quantized)
-    chosen = jnp.asarray([rng.permutation(experts)[:top] for _ in range(tokens)], jnp.int32)
-    weights = jnp.asarray(rng.uniform(0.1, 1, (tokens, top)) * (rng.uniform(size=(tokens, top)) >= idle), jnp.float32)
-    assert fits(experts, gate_up, down)
-    got = experts_triton(x, weights, chosen, gate_up, down)
-    np.testing.assert_allclose(got, experts_gathered(x, weights, chosen, gate_up, down), atol=2e-6)
+        shared = shared and (*(quantize(w, *quantized) for w in shared[:2]), shared[2])
+    spec = MoeSpec(num_experts=experts, experts_per_token=top, intermediate_size=features, normalise_top_k=top != 3)
+    logits = jnp.round(normal(rng, tokens, experts) * 2) / 2
+    live = jnp.arange(tokens) < tokens - idle
+    assert fits(tokens * top, gate_up, down)
+    args = (x, logits, live, experts // 4, gate_up, down, shared, spec)
+    np.testing.assert_allclose(mixture_triton(*args), mixture(*args), atol=3e-6)
 
 
 def test_rows_do_not_depend_on_one_another():
@@ -111,15 +122,18 @@ def test_what_a_kernel_computes_has_a_gradient(monkeypatch):
     """That of a plain form: a target can be trained where kernels are."""
     from dflash_jax import kernels
     from dflash_jax.kernels import triton_experts
-    from dflash_jax.models.moe import experts
 
     rng = np.random.default_rng(0)
     x, gate_up, down = normal(rng, 6, 64), normal(rng, 8, 2, 32, 64), normal(rng, 8, 64, 32)
-    chosen = jnp.asarray([rng.permutation(8)[:2] for _ in range(6)], jnp.int32)
-    weights = jnp.asarray(rng.uniform(0.1, 1, (6, 2)), jnp.float32)
+    shared = (normal(rng, 2, 32, 64), normal(rng, 64, 32), normal(rng, 6))
+    logits, live = normal(rng, 6, 8), jnp.ones(6, bool)
+    spec = MoeSpec(num_experts=8, experts_per_token=2, intermediate_size=32)
 
     def gradient():
-        return jax.jit(jax.grad(lambda x, *held: jnp.sum(experts(x, weights, chosen, *held) ** 2)))(x, gate_up, down)
+        def loss(x, logits, gate_up, down, shared):
+            return jnp.sum(by_platform(x, logits, live, 0, gate_up, down, shared, spec) ** 2)
+
+        return jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3, 4)))(x, logits, gate_up, down, shared)
 
     plain, calls = gradient(), []
 
@@ -130,5 +144,50 @@ def test_what_a_kernel_computes_has_a_gradient(monkeypatch):
 
     monkeypatch.setattr(triton_experts, "triton_call", absent)
     monkeypatch.setattr(kernels, "_choice", "triton")
-    np.testing.assert_allclose(gradient(), plain, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), gradient(), plain)
     assert calls
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokens", "key_heads", "values", "key_dim", "value_dim", "alike"),
+    [
+        (1, 1, 2, 2, 16, 32, False),
+        (2, 5, 1, 3, 16, 16, False),
+        (1, 16, 2, 1, 32, 16, False),
+        (2, 16, 1, 2, 16, 16, True),
+    ],
+)
+def test_delta_rule(rows, tokens, key_heads, values, key_dim, value_dim, alike):
+    """Convolution, gates, rule and norm; then the state after every count of tokens. ``alike``: the same token again
+    and again with hardly any decay, where the inverse of a chunk is worst conditioned."""
+    from dflash_jax.kernels.triton_delta import fits, mix_triton, replay_triton
+
+    rng = np.random.default_rng(tokens)
+    g, r, channels = key_heads, values, 2 * key_dim + values * value_dim
+    state = DeltaState(normal(rng, rows, g, r, key_dim, value_dim), normal(rng, rows, 3, g, channels))
+    qkvz, gates = normal(rng, rows, tokens, g, channels + r * value_dim), normal(rng, rows, tokens, 2, g, r)
+    if alike:
+        qkvz, state = jnp.broadcast_to(qkvz[:, :1], qkvz.shape), DeltaState(state.recurrent, 0 * state.conv)
+        gates = jnp.full_like(gates, 8).at[:, :, 1].set(-12)
+    weights = (
+        normal(rng, g, channels, 4), jnp.log(jnp.asarray(rng.uniform(1, 16, (g, r)), jnp.float32)),
+        normal(rng, g, r) - 3, normal(rng, value_dim),
+    )  # fmt: skip
+    assert fits(tokens, state)
+    y, record = mix_triton(qkvz, gates, state, *weights, 1e-6)
+    expected, plain = mix(qkvz, gates, state, *weights, 1e-6)
+    np.testing.assert_allclose(y, expected, atol=2e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), record, plain)
+    for n in range(tokens + 1):
+        # What is not kept may hold anything.
+        left = jnp.arange(tokens) >= n
+        spoilt = DeltaRecord(
+            *(jnp.where(left.reshape(1, -1, *[1] * (x.ndim - 2)), jnp.nan, x) for x in jax.tree.leaves(plain))
+        )
+        count = jnp.asarray([n, max(n - 1, 0)][:rows], jnp.int32)
+        for a, b in zip(
+            jax.tree.leaves(replay_triton(state, spoilt, count)),
+            jax.tree.leaves(replay_plain(state, plain, count)),
+            strict=True,
+        ):
+            np.testing.assert_allclose(a, b, atol=2e-5)
