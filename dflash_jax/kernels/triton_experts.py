@@ -12,11 +12,12 @@ import triton.language as tl
 
 from dflash_jax.config import MoeSpec
 from dflash_jax.kernels.launch import triton_call
+from dflash_jax.kernels.triton_tiles import divisor, parts, power, tile
 
 # (outputs of a program, warps, stages) with few rows a block and with 64.
 GATE_UP, DOWN = ((64, 4, 4), (64, 4, 3)), ((64, 4, 4), (64, 4, 3))
 # Of one token, whose products have no matrix: (outputs of a program, warps).
-GATE_UP_ONE, DOWN_ONE = (4, 4), (8, 4)
+GATE_UP_ONE, DOWN_ONE = (2, 2), (2, 2)
 # As many as a chunk of prefill has: a program of `_align` holds the counts of all chunks.
 MOST_CHOICES = 8192
 # Choices that one program sorts.
@@ -101,16 +102,6 @@ def _align(
 
 
 @triton.jit
-def _tile(values, scale, row, inner, K: tl.constexpr, RUN: tl.constexpr, BLOCK: tl.constexpr, like: tl.constexpr):
-    """(rows of a weight [rows, BLOCK] from ``inner`` on, as ``like``; their scales or 1)."""
-    w = tl.load(values + row[:, None] * K + (inner + tl.arange(0, BLOCK))[None, :])
-    s = tl.full([1], 1.0, tl.float32)
-    if RUN != 0:
-        s = tl.load(scale + row * (K // RUN) + inner // RUN).to(tl.float32)
-    return w.to(like), s[None, :]
-
-
-@triton.jit
 def _whose(
     chosen, weights, order, owner, blocks, block,
     C: tl.constexpr, N: tl.constexpr, TOP: tl.constexpr, TP: tl.constexpr, M: tl.constexpr, SB: tl.constexpr,
@@ -165,9 +156,9 @@ def _gate_up(
         for inner in range(0, H, BH):
             at = token[:, None] * H + inner + tl.arange(0, BH)[None, :]
             a = tl.load(x + at, mask=(place < C + N)[:, None], other=0.0)
-            w, s = _tile(weight, weight_scale, row, inner, H, RUN, BH, x.dtype.element_ty)
+            w, s = tile(weight, weight_scale, row, inner, H, RUN, BH, x.dtype.element_ty)
             gate += tl.dot(a, tl.trans(w), input_precision=PRECISION) * s
-            w, s = _tile(weight, weight_scale, row + F, inner, H, RUN, BH, x.dtype.element_ty)
+            w, s = tile(weight, weight_scale, row + F, inner, H, RUN, BH, x.dtype.element_ty)
             up += tl.dot(a, tl.trans(w), input_precision=PRECISION) * s
         made = gate / (1.0 + tl.exp(-gate)) * up
         slot = block * M + tl.arange(0, M)
@@ -193,19 +184,20 @@ def _down(
         total = tl.zeros([M, BN], tl.float32)
         for inner in range(0, F, BF):
             a = tl.load(h + slot[:, None] * F + inner + tl.arange(0, BF)[None, :])
-            w, s = _tile(weight, weight_scale, e * H + n, inner, F, RUN, BF, h.dtype.element_ty)
+            w, s = tile(weight, weight_scale, e * H + n, inner, F, RUN, BF, h.dtype.element_ty)
             total += tl.dot(a, tl.trans(w), input_precision=PRECISION) * s
         at = place[:, None].to(tl.int64) * H + n[None, :]
         tl.store(y + at, total.to(y.dtype.element_ty), mask=(place < C + N)[:, None])
 
 
 @triton.jit
-def _rows(values, scale, row, inner, K: tl.constexpr, RUN: tl.constexpr, BLOCK: tl.constexpr):
-    """Rows of a weight [rows, BLOCK] from ``inner`` on, float32."""
-    at = inner + tl.arange(0, BLOCK)[None, :]
-    w = tl.load(values + row[:, None] * K + at).to(tl.float32)
+def _products(values, scale, row, a, inner, K: tl.constexpr, RUN: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr):
+    """[R, BLOCK] of rows of a weight from ``inner`` on, each times a [1, BLOCK]; or, in few bits, their sums over each
+    run of inputs times its scale, [R, BLOCK // RUN]."""
+    w = tl.load(values + row[:, None] * K + inner + tl.arange(0, BLOCK)[None, :]).to(tl.float32) * a
     if RUN != 0:
-        w *= tl.load(scale + row[:, None] * (K // RUN) + at // RUN).to(tl.float32)
+        s = tl.load(scale + row[:, None] * (K // RUN) + inner // RUN + tl.arange(0, BLOCK // RUN)[None, :])
+        w = tl.sum(tl.reshape(w, [R, BLOCK // RUN, RUN]), axis=2) * s.to(tl.float32)
     return w
 
 
@@ -221,14 +213,13 @@ def _gate_up_one(
     if block == TOP:
         weight, weight_scale = shared, shared_scale
     f = tl.program_id(1) * BF + tl.arange(0, BF)
-    gate = tl.zeros([BF, BH], tl.float32)
-    up = tl.zeros([BF, BH], tl.float32)
+    gate = tl.zeros([BF], tl.float32)
+    up = tl.zeros([BF], tl.float32)
     for inner in tl.static_range(0, H, BH):
         a = tl.load(x + inner + tl.arange(0, BH))[None, :].to(tl.float32)
-        gate += _rows(weight, weight_scale, e * 2 * F + f, inner, H, RUN, BH) * a
-        up += _rows(weight, weight_scale, e * 2 * F + F + f, inner, H, RUN, BH) * a
-    g = tl.sum(gate, axis=1)
-    made = g / (1.0 + tl.exp(-g)) * tl.sum(up, axis=1)
+        gate += tl.sum(_products(weight, weight_scale, e * 2 * F + f, a, inner, H, RUN, BH, BF), axis=1)
+        up += tl.sum(_products(weight, weight_scale, e * 2 * F + F + f, a, inner, H, RUN, BH, BF), axis=1)
+    made = gate / (1.0 + tl.exp(-gate)) * up
     tl.store(h + block * F + f, made.to(h.dtype.element_ty))
 
 
@@ -240,38 +231,22 @@ def _down_one(
 ):  # fmt: skip
     """y [H]: the choices' products by their weights, and the shared expert's by its share."""
     n = tl.program_id(0) * BN + tl.arange(0, BN)
-    total = tl.zeros([BN, BF], tl.float32)
+    # Summed at the end: one sum over threads for all choices.
+    total = tl.zeros([BN, BF // RUN if RUN else BF], tl.float32)
     for c in tl.static_range(TOP):
         weight = tl.load(weights + c)
         e = tl.load(chosen + c).to(tl.int64)
         for inner in tl.static_range(0, F, BF):
             a = tl.load(h + c * F + inner + tl.arange(0, BF))[None, :].to(tl.float32)
-            w = _rows(values, scale, e * H + n, inner, F, RUN, BF)
+            made = _products(values, scale, e * H + n, a, inner, F, RUN, BF, BN)
             # Selected, never multiplied by zero: what was not chosen may hold anything.
-            total += tl.where(weight != 0.0, weight * (w * a), 0.0)
+            total += tl.where(weight != 0.0, weight * made, 0.0)
     if SB:
         weight = tl.load(share)
         for inner in tl.static_range(0, F, BF):
             a = tl.load(h + TOP * F + inner + tl.arange(0, BF))[None, :].to(tl.float32)
-            total += weight * (_rows(shared, shared_scale, n, inner, F, RUN, BF) * a)
+            total += weight * _products(shared, shared_scale, n, a, inner, F, RUN, BF, BN)
     tl.store(y + n, tl.sum(total, axis=1).to(y.dtype.element_ty))
-
-
-def _parts(weight) -> tuple:
-    """Of an array or a `models.weights.Scaled`: (values, scale or a stand-in, inputs of a scale or 0)."""
-    if not hasattr(weight, "scale"):
-        return weight, jnp.zeros(1, weight.dtype), 0
-    return weight.values, weight.scale, weight.values.shape[-1] // weight.scale.shape[-1]
-
-
-def _divisor(n: int, most: int) -> int:
-    """The largest power of two up to ``most`` that divides n."""
-    return min(n & -n, most)
-
-
-def _power(n: int) -> int:
-    """The smallest power of two from n on."""
-    return 1 << (n - 1).bit_length()
 
 
 def _rows_of_a_block(choices: int, experts: int) -> int:
@@ -289,7 +264,7 @@ def fits(choices: int, gate_up, down) -> bool:
 
 def are_alike(experts, other) -> bool:
     """Whether another weight is of the shape and kind of each of the experts'."""
-    (values, scale, run), (one, one_scale, one_run) = _parts(experts), _parts(other)
+    (values, scale, run), (one, one_scale, one_run) = parts(experts), parts(other)
     return values.shape[1:] == one.shape and (values.dtype, scale.dtype, run) == (one.dtype, one_scale.dtype, one_run)
 
 
@@ -299,7 +274,7 @@ def route_triton(logits, live, first, local: int, spec: MoeSpec) -> tuple:
     chosen, weights = triton_call(
         _route, [logits, live.astype(jnp.int8), jnp.asarray(first, jnp.int32).reshape(1)],
         [jax.ShapeDtypeStruct((n, top), jnp.int32), jax.ShapeDtypeStruct((n, top), jnp.float32)], (n,), num_warps=1,
-        E=e, EP=_power(e), LOCAL=local, TOP=top, TP=_power(top), NORMALISE=spec.normalise_top_k,
+        E=e, EP=power(e), LOCAL=local, TOP=top, TP=power(top), NORMALISE=spec.normalise_top_k,
     )  # fmt: skip
     return weights, chosen
 
@@ -307,7 +282,7 @@ def route_triton(logits, live, first, local: int, spec: MoeSpec) -> tuple:
 def _aligned(weights, chosen, experts: int, rows: int) -> list:
     """[order, owner, blocks] of `_align`."""
     c = chosen.size
-    most, chunks, ep = min(c, experts) + c // rows, -(-c // _CHUNK), _power(experts)
+    most, chunks, ep = min(c, experts) + c // rows, -(-c // _CHUNK), power(experts)
     chosen, weights = chosen.reshape(-1), weights.reshape(-1)
     (counts,) = triton_call(
         _count, [chosen, weights], [jax.ShapeDtypeStruct((chunks, ep), jnp.int32)], (chunks,),
@@ -315,7 +290,7 @@ def _aligned(weights, chosen, experts: int, rows: int) -> list:
     )  # fmt: skip
     return list(triton_call(
         _align, [chosen, weights, counts], [jax.ShapeDtypeStruct((n,), jnp.int32) for n in (most * rows, most, 1)],
-        (chunks,), num_warps=8, C=c, EP=ep, M=rows, CHUNK=_CHUNK, CHUNKS=chunks, PP=_power(chunks),
+        (chunks,), num_warps=8, C=c, EP=ep, M=rows, CHUNK=_CHUNK, CHUNKS=chunks, PP=power(chunks),
     ))  # fmt: skip
 
 
@@ -325,9 +300,10 @@ def experts_triton(x, weights, chosen, gate_up, down, shared=None):
     choice's share are rounded to x's dtype."""
     (n, hidden), top = x.shape, chosen.shape[1]
     e, _, f, _ = gate_up.shape
-    first, second = _parts(gate_up), _parts(down)
-    mine, *others = (None, first, second) if shared is None else (shared[2], *map(_parts, shared[:2]))
-    if n == 1:
+    first, second = parts(gate_up), parts(down)
+    mine, *others = (None, first, second) if shared is None else (shared[2], *map(parts, shared[:2]))
+    # Sums over a run's inputs need a power of two of them.
+    if n == 1 and not any(run & (run - 1) for *_, run in (first, second)):
         return _one_token(x, weights, chosen, (first, others[0]), (second, others[1]), mine)
     c, rows = chosen.size, _rows_of_a_block(chosen.size, e)
     is_sorted = n > rows
@@ -335,18 +311,18 @@ def experts_triton(x, weights, chosen, gate_up, down, shared=None):
     plan = [chosen, weights, *(_aligned(weights, chosen, e, rows) if is_sorted else nothing)]
     own_blocks = 0 if shared is None else -(-n // rows)
     most = own_blocks + (plan[3].shape[0] if is_sorted else c)
-    sizes = {"C": c, "N": n, "TOP": top, "TP": _power(top), "F": f, "H": hidden, "M": rows, "SB": own_blocks}
+    sizes = {"C": c, "N": n, "TOP": top, "TP": power(top), "F": f, "H": hidden, "M": rows, "SB": own_blocks}
     sizes |= {"SORTED": is_sorted, "PRECISION": "ieee" if x.dtype == jnp.float32 else "tf32"}
     inner, large = 256 // x.dtype.itemsize, rows >= 64
     outputs, warps, stages = GATE_UP[large]
-    block_f, block_h, run = _divisor(f, outputs), _divisor(first[2] or hidden, inner), first[2]
+    block_f, block_h, run = divisor(f, outputs), divisor(first[2] or hidden, inner), first[2]
     (h,) = triton_call(
         _gate_up, [x, *first[:2], *others[0][:2], *plan],
         [jax.ShapeDtypeStruct((most * rows, f), x.dtype)], (most, f // block_f), num_warps=warps, num_stages=stages,
         RUN=run, BF=block_f, BH=block_h, **sizes,
     )  # fmt: skip
     outputs, warps, stages = DOWN[large]
-    block_n, block_f, run = _divisor(hidden, outputs), _divisor(second[2] or f, inner), second[2]
+    block_n, block_f, run = divisor(hidden, outputs), divisor(second[2] or f, inner), second[2]
     (y,) = triton_call(
         _down, [h, *second[:2], *others[1][:2], *plan],
         [jax.ShapeDtypeStruct((c + (n if own_blocks else 0), hidden), x.dtype)], (most, hidden // block_n),
@@ -360,22 +336,22 @@ def experts_triton(x, weights, chosen, gate_up, down, shared=None):
 
 
 def _one_token(x, weights, chosen, gate_up, down, share):
-    """``gate_up`` and ``down``: `_parts` of the experts' and of the shared expert's; ``share`` [1] or None."""
+    """``gate_up`` and ``down``: `parts` of the experts' and of the shared expert's; ``share`` [1] or None."""
     (hidden, top), (values, scale, run) = (x.shape[1], chosen.shape[1]), gate_up[0]
     f, held = values.shape[2], top + (share is not None)
     sizes = {"TOP": top, "F": f, "H": hidden}
     outputs, warps = GATE_UP_ONE
-    block = _divisor(f, outputs)
+    block = divisor(f, outputs)
     (h,) = triton_call(
         _gate_up_one, [x, values, scale, *gate_up[1][:2], chosen], [jax.ShapeDtypeStruct((held, f), x.dtype)],
-        (held, f // block), num_warps=warps, RUN=run, BF=block, BH=_divisor(hidden, 2048), **sizes,
+        (held, f // block), num_warps=warps, RUN=run, BF=block, BH=max(run, divisor(hidden, 2048)), **sizes,
     )  # fmt: skip
     values, scale, run = down[0]
     outputs, warps = DOWN_ONE
-    block = _divisor(hidden, outputs)
+    block = divisor(hidden, outputs)
     (y,) = triton_call(
         _down_one, [h, values, scale, *down[1][:2], chosen, weights, jnp.zeros(1) if share is None else share],
         [jax.ShapeDtypeStruct(x.shape, x.dtype)], (hidden // block,), num_warps=warps,
-        SB=held - top, RUN=run, BN=block, BF=_divisor(f, 1024), **sizes,
+        SB=held - top, RUN=run, BN=block, BF=max(run, divisor(f, 1024)), **sizes,
     )  # fmt: skip
     return y

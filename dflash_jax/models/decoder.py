@@ -47,7 +47,7 @@ class DecoderLayer(nnx.Module):
 
     def __call__(self, x, cache, length, valid, angles):
         """x [B, T, H] → (x, record): tokens at positions length … length + T - 1 over a cache that stays as it is."""
-        h = self.input_norm(x)
+        h = self.input_norm.ahead(x)
         if is_delta(self):
             y, record = self.mixer(h, cache)
         else:

@@ -107,7 +107,7 @@ class DraftLayer(nnx.Module):
         return Bounds(first, recent, sinks)
 
     def __call__(self, x, mask, angles, cache: KVCache | None, start, bounds: Bounds):
-        y, _, _ = self.mixer(self.input_norm(x), angles[self.spec.attention.rope], mask, cache, start, bounds)
+        y, _, _ = self.mixer(self.input_norm.ahead(x), angles[self.spec.attention.rope], mask, cache, start, bounds)
         x = x + y
         return x + self.ffn(self.post_norm(x))
 

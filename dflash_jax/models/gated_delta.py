@@ -13,7 +13,7 @@ from flax import nnx
 from dflash_jax import kernels
 from dflash_jax.cache import DeltaRecord, DeltaState
 from dflash_jax.config import GatedDeltaSpec
-from dflash_jax.models.parts import constant, normal, parameter, project, rms_norm
+from dflash_jax.models.parts import constant, normal, parameter, project, projections, rms_norm
 from dflash_jax.sharding import ONE_DEVICE, Cut, Layout
 
 CHUNK = 64
@@ -176,8 +176,8 @@ class GatedDelta(nnx.Module):
         return self(x, empty, starts)[0]
 
     def __call__(self, x, state: DeltaState, starts=None) -> tuple[jax.Array, DeltaRecord]:
-        """x [B, T, H] → (y [B, T, H], record). ``starts`` as in `delta_rule`."""
-        qkvz, gates = project(x, self.qkvz[...]), project(x, self.beta_alpha[...])
+        """x [B, T, H] or `parts.Normed` → (y [B, T, H], record). ``starts`` as in `delta_rule`."""
+        qkvz, gates = projections(x, self.qkvz[...], self.beta_alpha[...])
         weights = (self.conv[...], self.a_log[...], self.dt_bias[...], self.norm[...])
         forms = {"default": partial(mix, eps=self.eps, starts=starts)}
         if starts is None and kernels.are_wanted():

@@ -6,11 +6,14 @@ Weights are stored ``[out, in]`` with head axes of their own, so that they shard
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from dflash_jax import kernels
 from dflash_jax.cache import KVCache, attend
 from dflash_jax.config import AttentionSpec
 from dflash_jax.models.intervals import interval_attention
@@ -65,6 +68,47 @@ class RMSNorm(nnx.Module):
     def __call__(self, x):
         return rms_norm(x, self.weight[...], self.eps, self.offset)
 
+    def ahead(self, x) -> "Normed":
+        """x, to be normed by what projects it."""
+        return Normed(x, self.weight[...], self.eps, self.offset)
+
+
+@dataclass(frozen=True)
+class Normed:
+    """What `rms_norm` takes, before `projections`: one kernel may do both."""
+
+    x: jax.Array
+    weight: jax.Array
+    eps: float
+    offset: float
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.x.shape
+
+    @property
+    def dtype(self):
+        return self.x.dtype
+
+
+def projections(x, *weights) -> tuple:
+    """`project` of one x [..., H], an array or `Normed`, by several weights [*out, H]."""
+    normed = isinstance(x, Normed)
+    x, norm, eps, offset = (x.x, x.weight, x.eps, x.offset) if normed else (x, None, 0.0, 0.0)
+
+    def plain(x, norm, weights):
+        x = x if norm is None else rms_norm(x, norm, eps, offset)
+        return tuple(project(x, w) for w in weights)
+
+    if kernels.are_wanted():
+        from dflash_jax.kernels import triton_project
+
+        if triton_project.fits(math.prod(x.shape[:-1]), weights):
+            kernel = jax.custom_jvp(partial(triton_project.project_triton, eps=eps, offset=offset))
+            kernel.defjvp(lambda primals, tangents: jax.jvp(plain, primals, tangents))
+            return jax.lax.platform_dependent(x, norm, weights, default=plain, cuda=kernel)
+    return plain(x, norm, weights)
+
 
 class Attention(nnx.Module):
     """Attention of T new tokens over a cache and over one another. Pure: the caller decides what is kept of k and v."""
@@ -101,20 +145,21 @@ class Attention(nnx.Module):
 
     def keys_values(self, x, angles):
         """k (normed, rotated) and v, [B, T, K, D], of x [B, T, H]."""
-        k = project(x, self.k[...])
-        v = project(x, self.v[...])
-        if self.spec.qk_norm:
-            k = self.k_norm(k)
-        return apply_rope(k, angles), v
+        k, v = projections(x, self.k[...], self.v[...])
+        return self._keys(k, angles), v
 
-    def queries(self, x, angles):
-        """q (normed, rotated) and the raw output gate (None where there is none), [B, T, N, D], of x [B, T, H]."""
-        q = project(x, self.q[...])
+    def _keys(self, k, angles):
+        return apply_rope(self.k_norm(k) if self.spec.qk_norm else k, angles)
+
+    def inputs(self, x, angles):
+        """q, k (normed, rotated), v and the raw output gate (None where there is none), [B, T, heads, D], of x [B, T,
+        H], an array or `Normed`."""
+        q, k, v = projections(x, self.q[...], self.k[...], self.v[...])
         gate = q[..., 1, :] if self.spec.gated else None
         q = q[..., 0, :]
         if self.spec.qk_norm:
             q = self.q_norm(q)
-        return apply_rope(q, angles), gate
+        return apply_rope(q, angles), self._keys(k, angles), v, gate
 
     def output(self, y, gate):
         """Attended values [B, T, N, D] → [B, T, H]."""
@@ -124,17 +169,15 @@ class Attention(nnx.Module):
 
     def whole(self, x, starts, angles):
         """x [B, T, H] → y [B, T, H] over whole documents, each from its first token ``starts`` int [B, T] on."""
-        q, gate = self.queries(x, angles)
-        k, v = self.keys_values(x, angles)
+        q, k, v, gate = self.inputs(x, angles)
         b, t, n, d = q.shape
         upto = jnp.broadcast_to(jnp.arange(1, t + 1), (b, t))
         q = q.reshape(b, t, k.shape[2], -1, d) * d**-0.5
         return self.output(interval_attention(q, k, v, starts, upto)[0].reshape(b, t, n, d), gate)
 
     def __call__(self, x, angles, own_mask, cache: KVCache | None, length, bounds=None):
-        """x [B, T, H] → (y [B, T, H], k, v). Masks and ``bounds`` as in `cache.attend`."""
-        q, gate = self.queries(x, angles)
-        k, v = self.keys_values(x, angles)
+        """x [B, T, H] or `Normed` → (y [B, T, H], k, v). Masks and ``bounds`` as in `cache.attend`."""
+        q, k, v, gate = self.inputs(x, angles)
         return self.output(attend(q, k, v, own_mask, cache, length, bounds), gate), k, v
 
 

@@ -38,8 +38,7 @@ def _attend(layer: DraftLayer, h, keys, values, anchors, first, positions):
     b, a, w, hidden = h.shape
     mixer, spec, rows = layer.mixer, layer.spec.attention, b * a
     flat, angles = h.reshape(rows, w, hidden), rope_angles(positions.reshape(rows, w), layer.spec.attention.rope)
-    q, gate = mixer.queries(flat, angles)
-    k, v = mixer.keys_values(flat, angles)
+    q, k, v, gate = mixer.inputs(flat, angles)
     heads, repeat, d = spec.num_kv_heads, spec.num_heads // spec.num_kv_heads, spec.head_dim
     q = q.reshape(b, a, w, heads, repeat, d) * d**-0.5
     k, v = k.reshape(b, a, w, heads, d), v.reshape(b, a, w, heads, d)

@@ -9,6 +9,7 @@ from dflash_jax.cache import Bounds, DeltaRecord, DeltaState, KVCache, attend_in
 from dflash_jax.config import MoeSpec
 from dflash_jax.models.gated_delta import mix
 from dflash_jax.models.moe import by_platform, mixture, mixture_triton
+from dflash_jax.models.parts import Normed, projections
 from dflash_jax.models.weights import quantize
 
 
@@ -22,6 +23,8 @@ def normal(rng, *shape):
         (1, 2, 7, 0, None, None),
         (1, 8, 20, 0, None, 96),
         (1, 2, 7, 0, ("fp8", 2), 96),
+        (1, 2, 7, 0, ("fp8", 3), 96),
+        (1, 2, 7, 0, ("fp8", 3), None),
         (1, 2, 7, 1, None, 96),
         (5, 3, 7, 2, None, 96),
         (5, 3, 7, 1, ("int8", 1), None),
@@ -68,6 +71,31 @@ def test_rows_do_not_depend_on_one_another():
     for i in range(6):
         copies = (jnp.repeat(y[i : i + 1], 6, axis=0) for y in (x, weights, chosen))
         np.testing.assert_array_equal(experts_triton(*copies, gate_up, down)[0], among[i])
+
+
+@pytest.mark.parametrize(
+    ("shape", "outputs", "quantized", "is_normed"),
+    [
+        ((1, 1), ((6, 16), (48,)), None, True),
+        ((3, 5), ((2, 32), (16,), (32,), (16,)), None, True),
+        ((1, 16), ((64,),), None, False),
+        ((1, 2), ((32,), (16,), (32,)), ("fp8", 2), True),
+        ((2, 1), ((48,), (16, 2)), ("int8", 1), False),
+    ],
+)
+def test_projections(shape, outputs, quantized, is_normed):
+    """One weight to four, of one kind or of two, by the input or by its norm."""
+    from dflash_jax.kernels.triton_project import fits, project_triton
+
+    rng = np.random.default_rng(len(outputs))
+    x, norm = 3 * normal(rng, *shape, 96), normal(rng, 96) if is_normed else None
+    weights = [normal(rng, *size, 96) / 10 for size in outputs]
+    if quantized:
+        weights[:-1] = [quantize(w, *quantized) for w in weights[:-1]]
+    assert fits(shape[0] * shape[1], weights)
+    given = Normed(x, norm, 1e-6, 1.0) if is_normed else x
+    for got, expected in zip(project_triton(x, norm, weights, 1e-6, 1.0), projections(given, *weights), strict=True):
+        np.testing.assert_allclose(got, expected, atol=2e-5)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,32 @@
+"""What kernels share: tiles of weights in many bits or few, and sizes."""
+
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def tile(values, scale, row, inner, K: tl.constexpr, RUN: tl.constexpr, BLOCK: tl.constexpr, like: tl.constexpr):
+    """(rows of a weight [rows, BLOCK] from ``inner`` on, as ``like``; their scales or 1)."""
+    w = tl.load(values + row[:, None] * K + (inner + tl.arange(0, BLOCK))[None, :])
+    s = tl.full([1], 1.0, tl.float32)
+    if RUN != 0:
+        s = tl.load(scale + row * (K // RUN) + inner // RUN).to(tl.float32)
+    return w.to(like), s[None, :]
+
+
+def parts(weight) -> tuple:
+    """Of an array or a `models.weights.Scaled`: (values, scale or a stand-in, inputs of a scale or 0)."""
+    if not hasattr(weight, "scale"):
+        return weight, jnp.zeros(1, weight.dtype), 0
+    return weight.values, weight.scale, weight.values.shape[-1] // weight.scale.shape[-1]
+
+
+def divisor(n: int, most: int) -> int:
+    """The largest power of two up to ``most`` that divides n."""
+    return min(n & -n, most)
+
+
+def power(n: int) -> int:
+    """The smallest power of two from n on."""
+    return 1 << (n - 1).bit_length()
