@@ -22,11 +22,13 @@ from dflash_jax.sharding import DATA, parameter_specs, place
 from dflash_jax.state import DecodeState, Settings, empty_state, state_specs
 from dflash_jax.steps import Report
 
-# On NVIDIA GPUs: the whole loop in one graph, with what it calls.
-ONE_GRAPH = {
+# On NVIDIA GPUs: the whole loop in one graph, with what it calls. Products of one operand stay apart: to merge them XLA
+# copies their weights into one array, anew in each round.
+GPU_OPTIONS = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,"
     "COLLECTIVES,WHILE,CONDITIONAL",
     "xla_gpu_graph_min_graph_size": 1,
+    "xla_gpu_dot_merger_threshold_mb": 0,
 }
 ROWS, WHOLE = PartitionSpec(DATA), PartitionSpec()
 
@@ -109,7 +111,7 @@ class Programs:
     def _compile(self, lowered) -> tuple:
         """(program, seconds)."""
         began = time.perf_counter()
-        options = self.compiler_options or (ONE_GRAPH if self._on_gpu() else None)
+        options = self.compiler_options or (GPU_OPTIONS if self._on_gpu() else None)
         return lowered.compile(compiler_options=options), time.perf_counter() - began
 
     @contextmanager

@@ -223,7 +223,7 @@ def report(shapes, layout, devices, args) -> dict:
     from dflash_jax.cache import KVCache
     from dflash_jax.engine.device import MAX_LOGPROBS
     from dflash_jax.engine.options import PREFILL_SIZES
-    from dflash_jax.programs import ONE_GRAPH, Programs
+    from dflash_jax.programs import GPU_OPTIONS, Programs
     from dflash_jax.state import Settings
 
     # Programs for absent devices are written to the cache and cannot be read back.
@@ -234,7 +234,7 @@ def report(shapes, layout, devices, args) -> dict:
     target, drafter = abstract_pair(shapes, layout, jnp.bfloat16, args.quantize)
     mesh = layout.mesh(devices)
     with_drafter, without = Programs(target, drafter, mesh), Programs(target, None, mesh)
-    options = {} if ":" in args.device else ONE_GRAPH
+    options = {} if ":" in args.device else GPU_OPTIONS
     window = shapes.draft.block_size if drafter is not None else 1
     layers = len(shapes.target.layers)
 
