@@ -175,6 +175,15 @@ def _unpack_mask(mask):
     return bits.reshape(*mask.shape[:-1], -1).astype(bool)
 
 
+def _allowed(logits, rows: SamplingRows, mask):
+    """Logits [B, T, V] with -inf for what the ``mask`` of `process` forbids."""
+    if mask is None:
+        return logits
+    allowed, size = _unpack_mask(mask), logits.shape[-1]
+    allowed = jax.lax.dynamic_slice_in_dim(allowed, rows.vocab.index() * size, size, axis=-1)
+    return jnp.where(allowed, logits, -jnp.inf)
+
+
 def process(logits, rows: SamplingRows, block=None, known=None, mask=None):
     """Raw logits float32 [B, T, V] → logits of the distribution that is drawn from (greedy rows: whose arg-max is
     taken).
@@ -184,11 +193,7 @@ def process(logits, rows: SamplingRows, block=None, known=None, mask=None):
     biased = (rows.logit_bias != 0).any(-1)
     penalised = ((rows.repetition != 1) | (rows.frequency != 0) | (rows.presence != 0) | biased).any()
     logits = jax.lax.cond(penalised, lambda x: penalise(x, rows, block, known), lambda x: x, logits)
-    if mask is not None:
-        first = rows.vocab.index() * logits.shape[-1]
-        allowed = _unpack_mask(mask)
-        allowed = jax.lax.dynamic_slice_in_dim(allowed, first, logits.shape[-1], axis=-1)
-        logits = jnp.where(allowed, logits, -jnp.inf)
+    logits = _allowed(logits, rows, mask)
     return jax.lax.cond((rows.temperature > 0).any(), lambda x: _filter(x, rows), lambda x: x, logits)
 
 
@@ -231,3 +236,43 @@ def logprobs(raw, processed, tokens, rows: SamplingRows, top: int) -> Logprobs:
     chosen = over.sum(jnp.where(mine, chosen, 0.0))[..., 0]
     best, ids = over.top_k(values, top)
     return Logprobs(chosen, ids.astype(jnp.int32), best)
+
+
+def special_rows(rows: SamplingRows):
+    """bool [B]: whose draw takes more than an arg-max. It reads all of the bias: to be known once, not every round.
+
+    The same on all devices that share a row, though each has its part of the bias: `draw` branches on it, and there are
+    collectives in its branches.
+    """
+    biased = rows.vocab.max((rows.logit_bias != 0).any(-1).astype(jnp.int32)) > 0
+    penalised = (rows.repetition != 1) | (rows.frequency != 0) | (rows.presence != 0)
+    return biased | penalised | (rows.temperature > 0)
+
+
+def draw(
+    logits, rows: SamplingRows, positions, special, block=None, known=None, mask=None, wanted=None, top: int = 0
+) -> tuple[jax.Array, Logprobs | None]:
+    """Raw logits float32 [B, T, V] → tokens int32 [B, T] for absolute ``positions`` [B, T], and `Logprobs` with the
+    ``top`` likeliest: zeros where no row wants any, None without ``wanted``.
+
+    ``special`` bool [B]: the `special_rows` that count; ``wanted`` bool [B]: rows whose log-probabilities do. Without
+    either this is one conditional around an arg-max. No logits come out of it: what comes out is written, even by a
+    branch that returns what it was given. ``block``, ``known`` and ``mask`` as in `process`.
+    """
+
+    def nothing():
+        shape = (*positions.shape, top)
+        return Logprobs(jnp.zeros(positions.shape), jnp.zeros(shape, jnp.int32), jnp.zeros(shape))
+
+    def largest():
+        tokens = rows.vocab.argmax(_allowed(logits, rows, mask)).astype(jnp.int32)
+        return tokens, None if wanted is None else nothing()
+
+    def drawn():
+        processed = process(logits, rows, block, known, mask)
+        tokens = choose(processed, rows, positions)
+        if wanted is None:
+            return tokens, None
+        return tokens, jax.lax.cond(wanted.any(), lambda: logprobs(logits, processed, tokens, rows, top), nothing)
+
+    return jax.lax.cond((special if wanted is None else special | wanted).any(), drawn, largest)

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from dflash_jax.models.decoder import Decoder
 from dflash_jax.models.drafter import Borrowed, Drafting, DraftWindow
-from dflash_jax.sampling import choose, logprobs, process
+from dflash_jax.sampling import Logprobs, draw, logprobs, special_rows
 from dflash_jax.sharding import DATA, spec
 from dflash_jax.state import PLAIN_SETTINGS, DecodeState, Settings
 
@@ -81,11 +81,11 @@ def _without_draft(state: DecodeState, moved) -> DecodeState:
     return replace(state, draft_start=jnp.where(moved, state.base, state.draft_start))
 
 
-def _append(state: DecodeState, samples, first, offered, raw, processed) -> DecodeState:
+def _append(state: DecodeState, samples, first, offered, found: Logprobs | None) -> DecodeState:
     """Appends samples[first : first + offered] of each row, up to a stop or the limit; updates counts, logprobs and
     ``done``.
 
-    samples [B, W]; first, offered [B]; raw, processed [B, W, V]. Leaves caches, base, rounds and accepted alone.
+    samples [B, W] and what was ``found`` of them; first, offered [B]. Leaves caches, base, rounds and accepted alone.
     """
     width = samples.shape[1]
     order = jnp.arange(width)[None] - first[:, None]
@@ -104,13 +104,8 @@ def _append(state: DecodeState, samples, first, offered, raw, processed) -> Deco
     length = state.length + count
     record = state.logprobs
     if record is not None:
-        top = record.ids.shape[-1]
-        wanted = (sampling.wants_logprobs & ~state.done).any()
-        shape = jax.eval_shape(lambda: logprobs(raw, processed, samples, sampling, top))
-        none = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shape)
-        new = jax.lax.cond(wanted, lambda: logprobs(raw, processed, samples, sampling, top), lambda: none)
         held = rows if state.rows is None else state.rows[:, None]
-        record = jax.tree.map(lambda old, x: old.at[held, places].set(x, mode="drop"), record, new)
+        record = jax.tree.map(lambda old, x: old.at[held, places].set(x, mode="drop"), record, found)
     return replace(
         state,
         tokens=state.tokens.at[rows, places].set(samples, mode="drop"),
@@ -121,13 +116,20 @@ def _append(state: DecodeState, samples, first, offered, raw, processed) -> Deco
     )
 
 
-def propose(target: Decoder, drafter: Drafting, state: DecodeState, settings: Settings):
-    """The window int [B, W] with drafts behind the known tokens."""
+def _special(state: DecodeState, special):
+    """bool [B]: live rows that are special; which rows are is worked out where None is given."""
+    return (special_rows(state.sampling) if special is None else special) & ~state.done
+
+
+def propose(target: Decoder, drafter: Drafting, state: DecodeState, settings: Settings, special=None):
+    """The window int [B, W] with drafts behind the known tokens. ``special``, here and below: `special_rows`, where it
+    is known already."""
     size = settings.window
     known = state.length - state.base
+    special = _special(state, special)
 
     def draws(logits, positions):
-        return choose(process(logits, state.sampling), state.sampling, positions)
+        return draw(logits, state.sampling, positions, special)[0]
 
     start = jnp.where(state.done, 0, state.length - 1)
     last = jnp.take_along_axis(state.tokens, start[:, None], axis=1)[:, 0]
@@ -140,10 +142,10 @@ def propose(target: Decoder, drafter: Drafting, state: DecodeState, settings: Se
     return jnp.where(places < 0, _window(state, size), drafts)
 
 
-def window_of(target: Decoder, drafter: Drafting | None, state: DecodeState, settings: Settings):
+def window_of(target: Decoder, drafter: Drafting | None, state: DecodeState, settings: Settings, special=None):
     """What a round feeds the target, int [B, W]: drafts where there is room for them and someone to make them."""
     if drafter is not None and settings.window > 1:
-        return propose(target, drafter, state, settings)
+        return propose(target, drafter, state, settings, special)
     return _window(state, settings.window)
 
 
@@ -154,20 +156,23 @@ def verify(target: Decoder, state: DecodeState, block, taps: tuple[int, ...] = (
     return target.logits(hidden), features, record
 
 
-def decide(state: DecodeState, block, logits, mask=None) -> DecodeState:
+def decide(state: DecodeState, block, logits, mask=None, special=None) -> DecodeState:
     """Draws at every place of the window, accepts drafts while they equal the draws, and appends them with the draw
     behind."""
     size = block.shape[1]
     known = state.length - state.base
-    processed = process(logits, state.sampling, block, known, mask)
-    samples = choose(processed, state.sampling, state.base[:, None] + 1 + jnp.arange(size)[None])
+    positions = state.base[:, None] + 1 + jnp.arange(size)[None]
+    special, wanted, top = _special(state, special), None, 0
+    if state.logprobs is not None:
+        wanted, top = state.sampling.wants_logprobs & ~state.done, state.logprobs.ids.shape[-1]
+    samples, found = draw(logits, state.sampling, positions, special, block, known, mask, wanted, top)
     place = jnp.arange(size)[None]
     is_draft = (place >= known[:, None]) & (place < (known + state.width - 1)[:, None])
     agrees = jnp.concatenate([jnp.ones_like(known)[:, None] > 0, samples[:, :-1] == block[:, 1:]], axis=1)
     # Known tokens count as agreeing, so that the run of agreement ends at the first wrong draft.
     run = jnp.cumprod((agrees & is_draft) | (place < known[:, None]), axis=1).sum(1)
     offered = jnp.where(state.done, 0, run - known + 1)
-    after = _append(state, samples, known - 1, offered, logits, processed)
+    after = _append(state, samples, known - 1, offered, found)
     yielded = after.length - state.length
     slot = jnp.where(yielded > 0, state.rounds, state.accepted.shape[1])
     return replace(
@@ -202,13 +207,18 @@ def commit(
 
 
 def decode_round(
-    target: Decoder, drafter: Drafting | None, state: DecodeState, settings: Settings = PLAIN_SETTINGS, mask=None
+    target: Decoder,
+    drafter: Drafting | None,
+    state: DecodeState,
+    settings: Settings = PLAIN_SETTINGS,
+    mask=None,
+    special=None,
 ):
     """One round: every live row gains 1 to ``width`` tokens. ``mask`` as in `sampling.process`, [B, W, ceil(V /
     32)]."""
-    block = window_of(target, drafter, state, settings)
+    block = window_of(target, drafter, state, settings, special)
     logits, features, record = verify(target, state, block, drafter.taps if drafter is not None else ())
-    after = decide(state, block, logits, mask)
+    after = decide(state, block, logits, mask, special)
     return commit(target, drafter, state, after, block, features, record, settings)
 
 
@@ -232,7 +242,7 @@ def decode(
     if later:
         rounds = jnp.minimum(rounds, PLAIN_ROUNDS)
         held = jnp.zeros((len(state.length), PLAIN_ROUNDS, len(taps), target.config.hidden_size), target.dtype)
-    before = state
+    before, special = state, special_rows(state.sampling)
 
     def more(carry):
         i, state, _ = carry
@@ -243,10 +253,10 @@ def decode(
     def body(carry):
         i, state, held = carry
         if not later:
-            return i + 1, decode_round(target, drafter, state, settings), held
+            return i + 1, decode_round(target, drafter, state, settings, None, special), held
         block = _window(state, 1)
         logits, features, record = verify(target, state, block, taps)
-        after = decide(state, block, logits)
+        after = decide(state, block, logits, None, special)
         held = jax.lax.dynamic_update_slice_in_dim(held, features.astype(held.dtype), i, axis=1)
         return i + 1, commit(target, None, state, after, block, features, record, settings), held
 

@@ -12,8 +12,17 @@ from hypothesis import strategies as st
 from jax.extend.random import threefry2x32_p
 from tiny import sampling
 
-from dflash_jax.sampling import SamplingRows, _largest_threshold, choose, gumbel_noise, logprobs, process
+from dflash_jax.sampling import (
+    SamplingRows,
+    _largest_threshold,
+    choose,
+    gumbel_noise,
+    logprobs,
+    process,
+    special_rows,
+)
 from dflash_jax.sampling import _threefry as threefry_of_cpus
+from dflash_jax.sampling import draw as draw_at_once
 from dflash_jax.sharding import argmax_by_blocks
 
 B, T, V = 3, 2, 41
@@ -26,6 +35,7 @@ run = jax.jit(process)
 draw = jax.jit(choose)
 noise_of = jax.jit(gumbel_noise, static_argnums=2)
 score = jax.jit(logprobs, static_argnums=4)
+at_once = jax.jit(draw_at_once, static_argnames="top")
 
 row_options = st.fixed_dictionaries(
     {
@@ -228,6 +238,45 @@ def test_a_row_does_not_depend_on_its_neighbours(options, seed):
     for b in range(B):
         alone = results(logits[b : b + 1], jax.tree.map(lambda x, b=b: x[b : b + 1], rows), positions[b : b + 1])
         jax.tree.map(lambda x, y, b=b: np.testing.assert_array_equal(x[b], y[0]), together, alone)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    st.lists(st.just(OFF) | row_options, min_size=B, max_size=B),
+    st.integers(0, 10**6),
+    st.booleans(),
+    st.booleans(),
+    st.lists(st.booleans(), min_size=B, max_size=B),
+)
+def test_a_draw_at_once_is_the_draw_in_parts(options, seed, biased, masked, wanted):
+    """Bit for bit, whichever branch is taken; and a row among others is the row alone."""
+    rng = np.random.default_rng(seed)
+    logits = jnp.asarray(np.round(rng.normal(0, 3, (B, T, V)), 1), jnp.float32)
+    bias = biased * np.where(rng.random((B, V)) < 0.1, 4.0, 0.0) * np.array([[0], [1], [0]])
+    more = {"seed": rng.integers(0, 2**32, B, dtype=np.uint32), "processed_logprobs": rng.random(B) < 0.5}
+    rows = with_counts(rows_of(options, logit_bias=bias, **more), *rng.poisson(0.3, (2, B, V)))
+    allowed = rng.random((B, T, V)) < 0.7
+    allowed[..., rng.integers(V)] = True
+    block, known = rng.integers(0, V, (B, T)), rng.integers(0, T + 1, B)
+    place = [jnp.asarray(x) for x in (block, known)] + [pack(allowed | (not masked))]
+    positions, wanted = jnp.asarray(rng.integers(0, 5000, (B, T))), jnp.asarray(wanted)
+    special = special_rows(rows)
+    set_options = [any(o[k] != OFF[k] for k in OFF if k not in FILTERS[1:]) for o in options]
+    np.testing.assert_array_equal(special, set_options | bias.any(-1))
+    tokens, found = at_once(logits, rows, positions, special, *place, wanted, top=2)
+    processed = run(logits, rows, *place)
+    np.testing.assert_array_equal(tokens, draw(processed, rows, positions))
+    expected = score(logits, processed, tokens, rows, 2)
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, jnp.where(wanted.any(), b, 0)), found, expected)
+    silent, nothing = at_once(logits, rows, positions, special, *place)
+    np.testing.assert_array_equal(silent, tokens)
+    assert nothing is None
+    for b in range(B):
+        own = jax.tree.map(lambda x, b=b: x[b : b + 1], (logits, rows, positions, special, *place, wanted))
+        mine, theirs = at_once(*own, top=2)
+        np.testing.assert_array_equal(mine[0], tokens[b])
+        if wanted[b]:
+            jax.tree.map(lambda x, y, b=b: np.testing.assert_array_equal(x[b], y[0]), found, theirs)
 
 
 def threefry(key, counter, rounds=20):

@@ -16,7 +16,7 @@ from tiny import VOCAB, coach, fast, sampling, yields
 from dflash_jax import cache
 from dflash_jax.models.drafter import DraftWindow
 from dflash_jax.prompts import init_state
-from dflash_jax.speculative import propose
+from dflash_jax.speculative import decide, propose
 from dflash_jax.state import Settings
 
 # One token; idle; longer than a prefill chunk and the draft window, and up to the buffer's last position; three more.
@@ -368,6 +368,32 @@ def test_any_accept_lengths_give_the_plain_tokens(target, drafter, plain, refere
     if min(runs) >= 0:
         for row in LIVE:
             assert found.accepted[row, : found.rounds[row]].tolist() == yields(coached, found, row)
+
+
+def conditionals(jaxpr) -> list:
+    """The outermost ones; a choice by platform is made before anything runs."""
+    found = []
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "cond" and not equation.params.get("branches_platforms"):
+            found.append(equation)
+            continue
+        inner = (x for value in equation.params.values() for x in (value if isinstance(value, tuple) else (value,)))
+        found += [e for x in inner if hasattr(x, "eqns") for e in conditionals(x)]
+    return found
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["free", "masked"])
+def test_a_greedy_row_pays_one_conditional_and_no_logits_come_out_of_it(target, drafter, masked):
+    """On an accelerator each costs as much as a small kernel, and what it returns is written."""
+    state = init_state(target, drafter, PROMPTS, NEW, settings=WINDOWED, capacity=CAPACITY)
+    block, logits = jnp.zeros((6, 8), jnp.int32), jnp.zeros((6, 8, VOCAB))
+    mask = jnp.zeros((6, 8, 2), jnp.uint32) if masked else None
+    for function in (lambda s: decide(s, block, logits, mask), lambda s: propose(target, drafter, s, WINDOWED)):
+        (draw,) = conditionals(jax.make_jaxpr(function)(state).jaxpr)
+        assert VOCAB not in [n for x in draw.outvars for n in x.aval.shape]
+        greedy, other = (branch.jaxpr for branch in draw.params["branches"])
+        assert not conditionals(greedy)
+        assert conditionals(other)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])

@@ -26,7 +26,8 @@ from dflash_jax.llm import TINY
 from dflash_jax.models.decoder import abstract_decoder
 from dflash_jax.models.drafter import abstract_drafter
 from dflash_jax.programs import Programs
-from dflash_jax.sharding import Layout, parameter_paths
+from dflash_jax.sampling import SamplingRows, draw, special_rows
+from dflash_jax.sharding import Layout, parameter_paths, spec
 from dflash_jax.state import Settings
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
@@ -93,6 +94,28 @@ def test_eight_devices_give_the_tokens_of_one(family, sampled):
             if np.array_equal(found.tokens[row, :n], expected.tokens[row, :n]):
                 for mine, theirs in zip(values(found), values(expected), strict=True):
                     np.testing.assert_allclose(mine[row, :n], theirs[row, :n], atol=1e-4)
+
+
+def test_what_one_device_knows_of_a_row_all_branch_on():
+    """A bias lies in one part of the vocabulary, and the branches have collectives: one alone would wait for ever."""
+    layout = Layout(data=2, tensor=4)
+    cut, rows = layout.wide(VOCAB), SamplingRows.greedy(4, VOCAB)
+    rows = replace(rows, logit_bias=rows.logit_bias.at[2, 3].set(50.0), vocab=cut)
+    logits, positions = jax.random.normal(jax.random.key(0), (4, 3, VOCAB)), jnp.zeros((4, 3), jnp.int32)
+    wide = {f: spec("data", cut) for f in ("logit_bias", "prompt_counts", "output_counts")}
+    specs = replace(jax.tree.map(lambda _: spec("data"), rows), **wide)
+    in_specs, each = (spec("data", None, cut), specs, spec("data")), (*layout.sizes,)
+
+    def on_mesh(function, out):
+        mapped = jax.shard_map(function, mesh=layout.mesh(), in_specs=in_specs, out_specs=out, check_vma=False)
+        return jax.jit(mapped)(logits, rows, positions)
+
+    known = np.asarray(on_mesh(lambda logits, rows, positions: special_rows(rows), P(each))).reshape(2, 4, 2)
+    np.testing.assert_array_equal(known, np.broadcast_to([[[False, False]], [[True, False]]], known.shape))
+    tokens = on_mesh(lambda *args: draw(*args, special_rows(args[1]))[0], spec("data"))
+    expected = np.array(logits.argmax(-1))
+    expected[2] = 3
+    np.testing.assert_array_equal(tokens, expected)
 
 
 def lies(array, *spec) -> bool:
