@@ -14,7 +14,7 @@ from dflash_jax.kernels.launch import triton_call
 
 # Tokens of a chunk, all that a program takes.
 TOKENS = 16
-# Up to so many programs each has more warps: there is nothing else to keep the accelerator busy (H200).
+# Of several tokens, up to so many programs have more warps: there is nothing else to keep the accelerator busy (H200).
 FEW, WARPS = 264, (8, 4)
 
 
@@ -249,7 +249,9 @@ def mix_triton(qkvz, gates, state: DeltaState, taps, a_log, dt_bias, norm, eps: 
     else:
         kernel, exact = _mix, qkvz.dtype == jnp.float32
         sizes |= {"PRECISION": "ieee" if exact else "tf32", "SMALL": "ieee" if exact else "tf32x3"}
-    y, *record = triton_call(kernel, args, out, (programs,), num_warps=WARPS[programs > FEW], EPS=eps, **sizes)
+    y, *record = triton_call(
+        kernel, args, out, (programs,), num_warps=WARPS[t == 1 or programs > FEW], EPS=eps, **sizes
+    )
     return y, DeltaRecord(*record)
 
 
@@ -260,7 +262,7 @@ def replay_triton(state: DeltaState, record: DeltaRecord, n) -> DeltaState:
     args = [state.recurrent, state.conv, record.k, record.delta, record.log_decay, record.conv, n]
     out = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (state.recurrent, state.conv)]
     # Of bfloat16 models the state is float32 all the same: it sums up many.
-    precision = "ieee" if record.conv.dtype == jnp.float32 else "tf32x3"
+    precision = "ieee" if record.conv.dtype == jnp.float32 else "tf32"
     return DeltaState(*triton_call(
         _replay, args, out, (programs,), num_warps=WARPS[programs > FEW], input_output_aliases={0: 0, 1: 1},
         PRECISION=precision, **sizes,

@@ -12,12 +12,12 @@ import triton.language as tl
 
 from dflash_jax.config import MoeSpec
 from dflash_jax.kernels.launch import triton_call
-from dflash_jax.kernels.triton_tiles import divisor, parts, power, tile
+from dflash_jax.kernels.triton_tiles import divisor, parts, power, products, tile
 
 # (outputs of a program, warps, stages) with few rows a block and with 64.
 GATE_UP, DOWN = ((64, 4, 4), (64, 4, 3)), ((64, 4, 4), (64, 4, 3))
-# Of one token, whose products have no matrix: (outputs of a program, warps).
-GATE_UP_ONE, DOWN_ONE = (2, 2), (2, 2)
+# Of one token, whose products have no matrix: (outputs of a program, warps, those for weights in few bits).
+GATE_UP_ONE, DOWN_ONE = (1, 2, 1), (1, 1, 1)
 # As many as a chunk of prefill has: a program of `_align` holds the counts of all chunks.
 MOST_CHOICES = 8192
 # Choices that one program sorts.
@@ -191,17 +191,6 @@ def _down(
 
 
 @triton.jit
-def _products(values, scale, row, a, inner, K: tl.constexpr, RUN: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr):
-    """[R, BLOCK] of rows of a weight from ``inner`` on, each times a [1, BLOCK]; or, in few bits, their sums over each
-    run of inputs times its scale, [R, BLOCK // RUN]."""
-    w = tl.load(values + row[:, None] * K + inner + tl.arange(0, BLOCK)[None, :]).to(tl.float32) * a
-    if RUN != 0:
-        s = tl.load(scale + row[:, None] * (K // RUN) + inner // RUN + tl.arange(0, BLOCK // RUN)[None, :])
-        w = tl.sum(tl.reshape(w, [R, BLOCK // RUN, RUN]), axis=2) * s.to(tl.float32)
-    return w
-
-
-@triton.jit
 def _gate_up_one(
     x, values, scale, shared, shared_scale, chosen, h,
     TOP: tl.constexpr, F: tl.constexpr, H: tl.constexpr, RUN: tl.constexpr, BF: tl.constexpr, BH: tl.constexpr,
@@ -217,8 +206,8 @@ def _gate_up_one(
     up = tl.zeros([BF], tl.float32)
     for inner in tl.static_range(0, H, BH):
         a = tl.load(x + inner + tl.arange(0, BH))[None, :].to(tl.float32)
-        gate += tl.sum(_products(weight, weight_scale, e * 2 * F + f, a, inner, H, RUN, BH, BF), axis=1)
-        up += tl.sum(_products(weight, weight_scale, e * 2 * F + F + f, a, inner, H, RUN, BH, BF), axis=1)
+        gate += tl.sum(products(weight, weight_scale, e * 2 * F + f, a, inner, H, RUN, BH, BF), axis=1)
+        up += tl.sum(products(weight, weight_scale, e * 2 * F + F + f, a, inner, H, RUN, BH, BF), axis=1)
     made = gate / (1.0 + tl.exp(-gate)) * up
     tl.store(h + block * F + f, made.to(h.dtype.element_ty))
 
@@ -238,14 +227,14 @@ def _down_one(
         e = tl.load(chosen + c).to(tl.int64)
         for inner in tl.static_range(0, F, BF):
             a = tl.load(h + c * F + inner + tl.arange(0, BF))[None, :].to(tl.float32)
-            made = _products(values, scale, e * H + n, a, inner, F, RUN, BF, BN)
+            made = products(values, scale, e * H + n, a, inner, F, RUN, BF, BN)
             # Selected, never multiplied by zero: what was not chosen may hold anything.
             total += tl.where(weight != 0.0, weight * made, 0.0)
     if SB:
         weight = tl.load(share)
         for inner in tl.static_range(0, F, BF):
             a = tl.load(h + TOP * F + inner + tl.arange(0, BF))[None, :].to(tl.float32)
-            total += weight * _products(shared, shared_scale, n, a, inner, F, RUN, BF, BN)
+            total += weight * products(shared, shared_scale, n, a, inner, F, RUN, BF, BN)
     tl.store(y + n, tl.sum(total, axis=1).to(y.dtype.element_ty))
 
 
@@ -340,18 +329,18 @@ def _one_token(x, weights, chosen, gate_up, down, share):
     (hidden, top), (values, scale, run) = (x.shape[1], chosen.shape[1]), gate_up[0]
     f, held = values.shape[2], top + (share is not None)
     sizes = {"TOP": top, "F": f, "H": hidden}
-    outputs, warps = GATE_UP_ONE
+    outputs, *warps = GATE_UP_ONE
     block = divisor(f, outputs)
     (h,) = triton_call(
         _gate_up_one, [x, values, scale, *gate_up[1][:2], chosen], [jax.ShapeDtypeStruct((held, f), x.dtype)],
-        (held, f // block), num_warps=warps, RUN=run, BF=block, BH=max(run, divisor(hidden, 2048)), **sizes,
+        (held, f // block), num_warps=warps[run > 0], RUN=run, BF=block, BH=max(run, divisor(hidden, 2048)), **sizes,
     )  # fmt: skip
     values, scale, run = down[0]
-    outputs, warps = DOWN_ONE
+    outputs, *warps = DOWN_ONE
     block = divisor(hidden, outputs)
     (y,) = triton_call(
         _down_one, [h, values, scale, *down[1][:2], chosen, weights, jnp.zeros(1) if share is None else share],
-        [jax.ShapeDtypeStruct(x.shape, x.dtype)], (hidden // block,), num_warps=warps,
+        [jax.ShapeDtypeStruct(x.shape, x.dtype)], (hidden // block,), num_warps=warps[run > 0],
         SB=held - top, RUN=run, BN=block, BF=max(run, divisor(f, 1024)), **sizes,
     )  # fmt: skip
     return y

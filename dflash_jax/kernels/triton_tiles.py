@@ -15,6 +15,17 @@ def tile(values, scale, row, inner, K: tl.constexpr, RUN: tl.constexpr, BLOCK: t
     return w.to(like), s[None, :]
 
 
+@triton.jit
+def products(values, scale, row, a, inner, K: tl.constexpr, RUN: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr):
+    """[R, BLOCK] of rows of a weight from ``inner`` on, each times a [1, BLOCK]; or, in few bits, their sums over each
+    run of inputs times its scale, [R, BLOCK // RUN]."""
+    w = tl.load(values + row[:, None] * K + inner + tl.arange(0, BLOCK)[None, :]).to(tl.float32) * a
+    if RUN != 0:
+        s = tl.load(scale + row[:, None] * (K // RUN) + inner // RUN + tl.arange(0, BLOCK // RUN)[None, :])
+        w = tl.sum(tl.reshape(w, [R, BLOCK // RUN, RUN]), axis=2) * s.to(tl.float32)
+    return w
+
+
 def parts(weight) -> tuple:
     """Of an array or a `models.weights.Scaled`: (values, scale or a stand-in, inputs of a scale or 0)."""
     if not hasattr(weight, "scale"):

@@ -74,25 +74,25 @@ def test_rows_do_not_depend_on_one_another():
 
 
 @pytest.mark.parametrize(
-    ("shape", "outputs", "quantized", "is_normed"),
+    ("hidden", "outputs", "quantized", "is_normed"),
     [
-        ((1, 1), ((6, 16), (48,)), None, True),
-        ((3, 5), ((2, 32), (16,), (32,), (16,)), None, True),
-        ((1, 16), ((64,),), None, False),
-        ((1, 2), ((32,), (16,), (32,)), ("fp8", 2), True),
-        ((2, 1), ((48,), (16, 2)), ("int8", 1), False),
+        (192, ((6, 16), (48,)), None, True),
+        (128, ((2, 32), (16,), (32,), (16,)), None, True),
+        (64, ((20,),), None, False),
+        (128, ((32,), (16,), (32,)), ("fp8", 2), True),
+        (128, ((48,), (16, 2)), ("int8", 1), False),
     ],
 )
-def test_projections(shape, outputs, quantized, is_normed):
-    """One weight to four, of one kind or of two, by the input or by its norm."""
+def test_projections(hidden, outputs, quantized, is_normed):
+    """One weight to four, of one kind or of two, by one token or by its norm."""
     from dflash_jax.kernels.triton_project import fits, project_triton
 
     rng = np.random.default_rng(len(outputs))
-    x, norm = 3 * normal(rng, *shape, 96), normal(rng, 96) if is_normed else None
-    weights = [normal(rng, *size, 96) / 10 for size in outputs]
+    x, norm = 3 * normal(rng, 1, 1, hidden), normal(rng, hidden) if is_normed else None
+    weights = [normal(rng, *size, hidden) / 10 for size in outputs]
     if quantized:
         weights[:-1] = [quantize(w, *quantized) for w in weights[:-1]]
-    assert fits(shape[0] * shape[1], weights)
+    assert fits(1, weights)
     given = Normed(x, norm, 1e-6, 1.0) if is_normed else x
     for got, expected in zip(project_triton(x, norm, weights, 1e-6, 1.0), projections(given, *weights), strict=True):
         np.testing.assert_allclose(got, expected, atol=2e-5)
