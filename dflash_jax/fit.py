@@ -51,7 +51,8 @@ def weigh(module, layout, eight_bits: frozenset[str]) -> Weights:
     sums = dict.fromkeys(("count", "total", "expert", "lookup", "head"), 0.0)
     copied: dict[str, float] = {}
     for path, leaf, spec in zip(parameter_paths(module), jax.tree.leaves(module), parameter_specs(module), strict=True):
-        name = path.rsplit(".", 1)[-1]
+        # Of a weight in few bits: the parameter's name, not that of its values or scales.
+        name = path.removesuffix(".values").removesuffix(".scale").rsplit(".", 1)[-1]
         size, parts = math.prod(leaf.shape) * leaf.dtype.itemsize, parts_of(layout, spec)
         if name in eight_bits:
             # A bfloat16 scale for each 128 inputs of an output.

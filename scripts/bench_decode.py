@@ -136,7 +136,7 @@ class Bench:
         # What a round verifies: each row's last token, and the drafts.
         block = np.asarray(state.tokens)[:, point.context - 1 :][:, : point.width].copy()
         if point.width > 1:
-            block = np.asarray(p.propose(state, rows, width, settings))
+            block = p.read(p.propose(state, rows, width, settings))
         vocab, hidden = p.config.vocab_size, p.config.hidden_size
         wide = spec(DATA, None, self.pair.target.vocab)
         logits = jnp.zeros((point.batch, point.width, vocab), jnp.float32)
@@ -175,11 +175,11 @@ class Bench:
 
     def measure(self, point: Point) -> dict:
         state = self.state(point)
-        calls = self.calls(point, state)
         began = time.perf_counter()
         with self.programs.ahead(threads=8):
-            for call in calls.values():
+            for call in self.calls(point, state).values():
                 call(state)
+        calls = self.calls(point, state)
         found = {"compile_s": round(time.perf_counter() - began, 1)}
         touched = None
         if "choices" in calls:
@@ -267,7 +267,7 @@ def run(args) -> int:
         "driver": driver(),
         "jax": jax.__version__,
         "mesh": str(pair.target.layout),
-        "dtype": str(pair.target.dtype),
+        "dtype": str(pair.target.dtype) + (f", weights in {args.quantize}" if args.quantize else ""),
         "kernels": "triton" if kernels.are_wanted() else "xla",
         "model": pair.note,
     }

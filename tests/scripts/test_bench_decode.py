@@ -5,16 +5,20 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dflash_jax.checkpoint.parameters import QUANTIZED
 from dflash_jax.errors import InputError
-from dflash_jax.fit import read_shapes
-from dflash_jax.sharding import Layout
+from dflash_jax.fit import read_shapes, weigh
+from dflash_jax.models.decoder import abstract_decoder
+from dflash_jax.sharding import ONE_DEVICE, Layout
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 import bench_decode  # noqa: E402
+import compile_report  # noqa: E402
 import decode_pair  # noqa: E402
 import decode_profile  # noqa: E402
 from decode_pair import Point  # noqa: E402
@@ -142,3 +146,12 @@ def test_rows_differ(system):
     bench = bench_decode.Bench(decode_pair.open_pair(args, [point]), 1e9)
     chosen = np.asarray(bench.calls(point, state := bench.state(point))["choices"](state)[0])
     assert (chosen[:, 0] != chosen[:, 1]).any()
+
+
+def test_weights_in_few_bits_weigh_what_the_plan_says():
+    """Of experts in few bits only those that are touched are read, too."""
+    shapes = read_shapes(str(ROOT / "configs/hf/Qwen3.6-35B-A3B-FP8.json"), None)
+    held = weigh(compile_report.abstract_pair(shapes, ONE_DEVICE, jnp.bfloat16, None)[0], ONE_DEVICE, frozenset())
+    planned = weigh(abstract_decoder(shapes.target, jnp.bfloat16), ONE_DEVICE, frozenset(QUANTIZED))
+    assert held.read(16, 70.0) == pytest.approx(planned.read(16, 70.0), rel=1e-6)
+    assert held.read(16, 70.0) < 0.4 * held.total
