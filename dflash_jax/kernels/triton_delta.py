@@ -4,12 +4,13 @@ read once; and another that writes what was accepted into the state, where it li
 Each program has one value head of one row. Letters as in `models.gated_delta`.
 """
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from dflash_jax.cache import DeltaRecord, DeltaState
 from dflash_jax.kernels.launch import triton_call
 
 # Tokens of a chunk, all that a program takes.
@@ -217,21 +218,21 @@ def _replay(
     tl.store(state + place, s)
 
 
-def fits(tokens: int, state: DeltaState) -> bool:
+def fits(tokens: int, state) -> bool:
     """Whether the kernels take so many tokens of such heads."""
     sizes = state.recurrent.shape[-2:]
     return tokens <= TOKENS and state.conv.shape[1] <= 4 and all(16 <= n <= 128 and n & (n - 1) == 0 for n in sizes)
 
 
-def _sizes(state: DeltaState, tokens: int) -> dict:
+def _sizes(state, tokens: int) -> dict:
     _, g, r, dk, dv = state.recurrent.shape
     channels, kernel = 2 * dk + r * dv, state.conv.shape[1] + 1
     heads = {"G": g, "R": r, "DK": dk, "DV": dv, "C": channels, "CZ": channels + r * dv}
     return {"T": tokens, "W": kernel, "BT": TOKENS, **heads}
 
 
-def mix_triton(qkvz, gates, state: DeltaState, taps, a_log, dt_bias, norm, eps: float):
-    """As `models.gated_delta.mix`."""
+def mix_triton(qkvz, gates, state, taps, a_log, dt_bias, norm, eps: float):
+    """As `models.gated_delta.mix`; the record as a tuple."""
     b, t = qkvz.shape[:2]
     sizes = _sizes(state, t)
     g, r, dk, dv = (sizes[n] for n in ("G", "R", "DK", "DV"))
@@ -252,10 +253,10 @@ def mix_triton(qkvz, gates, state: DeltaState, taps, a_log, dt_bias, norm, eps: 
     y, *record = triton_call(
         kernel, args, out, (programs,), num_warps=WARPS[t == 1 or programs > FEW], EPS=eps, **sizes
     )
-    return y, DeltaRecord(*record)
+    return y, tuple(record)
 
 
-def replay_triton(state: DeltaState, record: DeltaRecord, n) -> DeltaState:
+def replay_triton(state, record, n):
     """As `cache.replay`."""
     b, t, g = record.k.shape[:3]
     sizes, programs = _sizes(state, t), b * g * state.recurrent.shape[2]
@@ -263,7 +264,8 @@ def replay_triton(state: DeltaState, record: DeltaRecord, n) -> DeltaState:
     out = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (state.recurrent, state.conv)]
     # Of bfloat16 models the state is float32 all the same: it sums up many.
     precision = "ieee" if record.conv.dtype == jnp.float32 else "tf32"
-    return DeltaState(*triton_call(
+    recurrent, conv = triton_call(
         _replay, args, out, (programs,), num_warps=WARPS[programs > FEW], input_output_aliases={0: 0, 1: 1},
         PRECISION=precision, **sizes,
-    ))  # fmt: skip
+    )  # fmt: skip
+    return replace(state, recurrent=recurrent, conv=conv)

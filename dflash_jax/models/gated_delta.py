@@ -183,7 +183,11 @@ class GatedDelta(nnx.Module):
         if starts is None and kernels.are_wanted():
             from dflash_jax.kernels import triton_delta
 
+            def kernel(*args):
+                y, record = triton_delta.mix_triton(*args, self.eps)
+                return y, DeltaRecord(*record)
+
             if triton_delta.fits(x.shape[1], state):
-                forms["cuda"] = partial(triton_delta.mix_triton, eps=self.eps)
+                forms["cuda"] = kernel
         y, record = jax.lax.platform_dependent(qkvz, gates, state, *weights, **forms)
         return self.key_heads.sum(project(y, self.out[...], 3)), record

@@ -205,7 +205,7 @@ def test_delta_rule(rows, tokens, key_heads, values, key_dim, value_dim, alike):
     y, record = mix_triton(qkvz, gates, state, *weights, 1e-6)
     expected, plain = mix(qkvz, gates, state, *weights, 1e-6)
     np.testing.assert_allclose(y, expected, atol=2e-5)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), record, plain)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), DeltaRecord(*record), plain)
     for n in range(tokens + 1):
         # What is not kept may hold anything.
         left = jnp.arange(tokens) >= n
