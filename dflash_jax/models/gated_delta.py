@@ -17,6 +17,9 @@ from dflash_jax.models.parts import constant, normal, parameter, project, projec
 from dflash_jax.sharding import ONE_DEVICE, Cut, Layout
 
 CHUNK = 64
+# On a GPU a turn of the loop over chunks costs 30 microseconds whatever it computes (H200): it takes so many at a time.
+# Not in training, whose compilation would pay for it.
+UNROLLED = 8
 
 
 def l2_normalise(x):
@@ -100,7 +103,14 @@ def delta_rule(q, k, v, beta, log_decay, state, chunk: int = CHUNK, starts=None)
     if count == 1:
         out, delta = jax.tree.map(lambda y: y[None], step(state, jax.tree.map(lambda x: x[0], xs))[1])
     else:
-        _, (out, delta) = jax.lax.scan(step, state, xs)
+
+        def loop(state, xs, unroll: int):
+            return jax.lax.scan(step, state, xs, unroll=unroll)[1]
+
+        forms = {"default": partial(loop, unroll=1)}
+        if starts is None:
+            forms["cuda"] = partial(loop, unroll=min(UNROLLED, count))
+        out, delta = jax.lax.platform_dependent(state, xs, **forms)
 
     def join(x):
         return jnp.einsum("cbgrmv->bcmgrv", x).reshape(b, count * m, *x.shape[2:4], x.shape[-1])[:, :t]
