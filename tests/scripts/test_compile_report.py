@@ -11,9 +11,11 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
+import compile_train  # noqa: E402
 from compile_report import copied_bytes, kernels, written_bytes  # noqa: E402
 
 RECORDED = json.loads((ROOT / "benchmarks/compile.json").read_text())
+TRAINING = json.loads((ROOT / "benchmarks/training.json").read_text())
 SPENT = ("kernels_per_layer", "collectives_per_layer", "temporaries", "written", "optimal_seconds")
 # The models whole take minutes a row and much memory: DFLASH_COMPILE_FULL=1.
 FIGURES = RECORDED["four-layers"] | (RECORDED["full"] if os.environ.get("DFLASH_COMPILE_FULL") else {})
@@ -32,22 +34,40 @@ def reason_to_skip(device: str, kernels: bool) -> str:
     return ""
 
 
+def reported(script: str, command: str) -> dict:
+    """What a script says of a command, or a skip where its compiler is not here."""
+    _, *options = command.split()
+    if reason := reason_to_skip(options[1], script == "compile_report.py" and "xla" not in options):
+        pytest.skip(reason)
+    # Without the suite's own flags for XLA.
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "0", "XLA_FLAGS": ""}
+    argv = [PYTHON, f"scripts/{script}", *command.split()]
+    if script == "compile_report.py":
+        argv[2:3] = ["--config", f"configs/{argv[2]}.toml", "--json"]
+    done = subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout)
+
+
+def assert_no_worse(found: dict, recorded: dict, name: str) -> None:
+    """What is spent within a tenth; graphs and copies not at all."""
+    for figure in SPENT:
+        if figure in recorded:
+            assert found[figure] <= 1.1 * recorded[figure], (name, figure)
+    assert found.get("graphs", 0) <= recorded.get("graphs", 0), name
+    assert sum(found["copied"].values()) <= sum(recorded["copied"].values()), name
+
+
 @pytest.mark.parametrize("command", FIGURES)
 def test_no_worse_than_recorded(command):
-    """What is spent within a tenth; graphs and copies not at all."""
-    config, *options = command.split()
-    if reason := reason_to_skip(options[1], "xla" not in options):
-        pytest.skip(reason)
-    argv = [PYTHON, "scripts/compile_report.py", "--config", f"configs/{config}.toml", *options, "--json"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "0"}
-    done = subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
-    found = json.loads(done.stdout)["programs"]
+    found = reported("compile_report.py", command)["programs"]
     for name, recorded in FIGURES[command]["programs"].items():
-        for figure in SPENT:
-            if figure in recorded:
-                assert found[name][figure] <= 1.1 * recorded[figure], (name, figure)
-        assert found[name].get("graphs", 0) <= recorded.get("graphs", 0), name
-        assert sum(found[name]["copied"].values()) <= sum(recorded["copied"].values()), name
+        assert_no_worse(found[name], recorded, name)
+
+
+@pytest.mark.parametrize("command", compile_train.FOUR_LAYERS)
+def test_training_no_worse_than_recorded(command):
+    assert_no_worse(reported("compile_train.py", command)["step"], TRAINING[command]["step"], command)
 
 
 def test_a_copy_counts_where_it_is_written():
