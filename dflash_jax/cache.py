@@ -245,7 +245,7 @@ def replay(state: DeltaState, record: DeltaRecord, n) -> DeltaState:
         from dflash_jax.kernels import triton_delta
 
         if triton_delta.fits(record.k.shape[1], state):
-            forms["cuda"] = triton_delta.replay_triton
+            forms["cuda"] = lambda *args: DeltaState(*triton_delta.replay_triton(*args))
     return jax.lax.platform_dependent(state, record, n, **forms)
 
 

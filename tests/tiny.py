@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.metadata import version
 
 import jax
 import jax.numpy as jnp
@@ -103,7 +104,9 @@ class Loop:
     generator that users have, where bits count."""
 
     def __init__(self, fast: bool):
-        options = {"xla_backend_optimization_level": 0} if fast else {"xla_cpu_use_fusion_emitters": True}
+        # jax 0.11 has no other.
+        emitters = {"xla_cpu_use_fusion_emitters": True} if version("jax") < "0.11" else {}
+        options = {"xla_backend_optimization_level": 0} if fast else emitters
         jit = partial(jax.jit, compiler_options=options)
         self.prefill_chunk = jit(speculative.prefill_chunk, static_argnames="size")
         self.decode = jit(speculative.decode, static_argnames="settings")

@@ -1,7 +1,8 @@
 """Triton kernels: whether they are wanted.
 
-A kernel is a form named "cuda" in a `jax.lax.platform_dependent` beside those that XLA makes (`cache.attend`,
-`models.moe.experts`), which are its definition. It needs the packages of the extra ``cuda13``.
+A kernel is a form named "cuda" in a `jax.lax.platform_dependent` beside those that XLA makes, which are its
+definition: `cache.attend`, `cache.replay`, `models.moe.mixture_by_platform`, `models.gated_delta.GatedDelta`,
+`models.parts.projections`. It needs the packages of the extra ``cuda13``.
 """
 
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ read once; and another that writes what was accepted into the state, where it li
 Each program has one value head of one row. Letters as in `models.gated_delta`.
 """
 
-from dataclasses import replace
-
 import jax
 import jax.numpy as jnp
 import triton
@@ -15,8 +13,8 @@ from dflash_jax.kernels.launch import triton_call
 
 # Tokens of a chunk, all that a program takes.
 TOKENS = 16
-# Of several tokens, up to so many programs have more warps: there is nothing else to keep the accelerator busy (H200).
-FEW, WARPS = 264, (8, 4)
+# Up to so many programs have more warps: there is nothing else to keep the accelerator busy (H200).
+FEW, FEW_WARPS, WARPS = 264, 8, 4
 
 
 @triton.jit
@@ -172,7 +170,7 @@ def _mix_one(
 def _replay(
     state, conv, k, delta, log_decay, fresh, count,
     T: tl.constexpr, G: tl.constexpr, R: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, C: tl.constexpr,
-    CZ: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, PRECISION: tl.constexpr,
+    W: tl.constexpr, BT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     b, g, r = head // (G * R), head // R % G, head % R
@@ -205,7 +203,8 @@ def _replay(
     old, live = source < W - 1, j < W - 1
     held, now = conv + ((b * (W - 1) + source) * G + g) * C, fresh + ((b * T + source - (W - 1)) * G + g) * C
     into = conv + ((b * (W - 1) + j) * G + g) * C
-    first = live & (j + 4 * r < 4)
+    # Keys' and queries': by the first value head's program.
+    first = j < tl.where(r == 0, W - 1, 0)
     c = tl.arange(0, 2 * DK)[None, :]
     keys = tl.load(held + c, mask=first & old, other=0.0)
     new_keys = tl.load(now + c, mask=first & (source >= W - 1), other=0.0)
@@ -227,16 +226,17 @@ def fits(tokens: int, state) -> bool:
 def _sizes(state, tokens: int) -> dict:
     _, g, r, dk, dv = state.recurrent.shape
     channels, kernel = 2 * dk + r * dv, state.conv.shape[1] + 1
-    heads = {"G": g, "R": r, "DK": dk, "DV": dv, "C": channels, "CZ": channels + r * dv}
-    return {"T": tokens, "W": kernel, "BT": TOKENS, **heads}
+    return {"T": tokens, "W": kernel, "BT": TOKENS, "G": g, "R": r, "DK": dk, "DV": dv, "C": channels}
 
 
 def mix_triton(qkvz, gates, state, taps, a_log, dt_bias, norm, eps: float):
-    """As `models.gated_delta.mix`; the record as a tuple."""
+    """As `models.gated_delta.mix`, the record as a tuple; of bfloat16 inputs the convolution is summed in float32."""
     b, t = qkvz.shape[:2]
     sizes = _sizes(state, t)
     g, r, dk, dv = (sizes[n] for n in ("G", "R", "DK", "DV"))
     programs = b * g * r
+    # One token has no product of matrices that would want many.
+    warps = FEW_WARPS if t > 1 and programs <= FEW else WARPS
     out = [
         jax.ShapeDtypeStruct((b, t, g, r, dv), qkvz.dtype),
         jax.ShapeDtypeStruct((b, t, g, dk), jnp.float32),
@@ -246,26 +246,23 @@ def mix_triton(qkvz, gates, state, taps, a_log, dt_bias, norm, eps: float):
     ]
     args = [qkvz, gates, state.conv, taps, a_log, dt_bias, norm, state.recurrent]
     if t == 1:
-        kernel, sizes = _mix_one, {n: sizes[n] for n in ("G", "R", "DK", "DV", "C", "CZ", "W")}
+        kernel, sizes = _mix_one, {n: sizes[n] for n in ("G", "R", "DK", "DV", "C", "W")}
     else:
         kernel, exact = _mix, qkvz.dtype == jnp.float32
         sizes |= {"PRECISION": "ieee" if exact else "tf32", "SMALL": "ieee" if exact else "tf32x3"}
-    y, *record = triton_call(
-        kernel, args, out, (programs,), num_warps=WARPS[t == 1 or programs > FEW], EPS=eps, **sizes
-    )
+    y, *record = triton_call(kernel, args, out, (programs,), num_warps=warps, EPS=eps, CZ=qkvz.shape[-1], **sizes)
     return y, tuple(record)
 
 
 def replay_triton(state, record, n):
-    """As `cache.replay`."""
+    """As `cache.replay`, (recurrent, conv)."""
     b, t, g = record.k.shape[:3]
     sizes, programs = _sizes(state, t), b * g * state.recurrent.shape[2]
     args = [state.recurrent, state.conv, record.k, record.delta, record.log_decay, record.conv, n]
     out = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (state.recurrent, state.conv)]
-    # Of bfloat16 models the state is float32 all the same: it sums up many.
+    # Of bfloat16 models the products are tf32, as XLA's are; the sum is float32.
     precision = "ieee" if record.conv.dtype == jnp.float32 else "tf32"
-    recurrent, conv = triton_call(
-        _replay, args, out, (programs,), num_warps=WARPS[programs > FEW], input_output_aliases={0: 0, 1: 1},
-        PRECISION=precision, **sizes,
+    return triton_call(
+        _replay, args, out, (programs,), num_warps=FEW_WARPS if programs <= FEW else WARPS,
+        input_output_aliases={0: 0, 1: 1}, PRECISION=precision, **sizes,
     )  # fmt: skip
-    return replace(state, recurrent=recurrent, conv=conv)

@@ -14,11 +14,12 @@ from dflash_jax.config import MoeSpec
 from dflash_jax.kernels.launch import triton_call
 from dflash_jax.kernels.triton_tiles import divisor, parts, power, products, tile
 
-# (outputs of a program, warps, stages) with few rows a block and with 64.
-GATE_UP, DOWN = ((64, 4, 4), (64, 4, 3)), ((64, 4, 4), (64, 4, 3))
+# Of both products, (outputs of a program, warps, stages) with few rows a block and with 64.
+FEW_ROWS, MANY_ROWS = (64, 4, 4), (64, 4, 3)
 # Of one token, whose products have no matrix: (outputs of a program, warps, those for weights in few bits).
 GATE_UP_ONE, DOWN_ONE = (1, 2, 1), (1, 1, 1)
-# As many as a chunk of prefill has: a program of `_align` holds the counts of all chunks.
+# 1,024 tokens of eight, the largest chunk of prefill (of ten they go to XLA): a program of `_align` holds the counts of
+# all chunks in shared memory.
 MOST_CHOICES = 8192
 # Choices that one program sorts.
 _CHUNK = 64
@@ -192,30 +193,33 @@ def _down(
 
 @triton.jit
 def _gate_up_one(
-    x, values, scale, shared, shared_scale, chosen, h,
+    x, values, scale, shared, shared_scale, chosen, weights, h,
     TOP: tl.constexpr, F: tl.constexpr, H: tl.constexpr, RUN: tl.constexpr, BF: tl.constexpr, BH: tl.constexpr,
 ):  # fmt: skip
-    """`_gate_up` of one token's choices [TOP], the shared expert behind them: h [TOP or TOP + 1, F]."""
+    """`_gate_up` of one token's choices [TOP], the shared expert behind them: h [TOP or TOP + 1, F], of a choice of
+    weight 0 whatever."""
     block = tl.program_id(0)
     weight, weight_scale = values, scale
     e = tl.load(chosen + block, mask=block < TOP, other=0).to(tl.int64)
+    share = tl.load(weights + block, mask=block < TOP, other=1.0)
     if block == TOP:
         weight, weight_scale = shared, shared_scale
-    f = tl.program_id(1) * BF + tl.arange(0, BF)
-    gate = tl.zeros([BF], tl.float32)
-    up = tl.zeros([BF], tl.float32)
-    for inner in tl.static_range(0, H, BH):
-        a = tl.load(x + inner + tl.arange(0, BH))[None, :].to(tl.float32)
-        gate += tl.sum(products(weight, weight_scale, e * 2 * F + f, a, inner, H, RUN, BH, BF), axis=1)
-        up += tl.sum(products(weight, weight_scale, e * 2 * F + F + f, a, inner, H, RUN, BH, BF), axis=1)
-    made = gate / (1.0 + tl.exp(-gate)) * up
-    tl.store(h + block * F + f, made.to(h.dtype.element_ty))
+    if share != 0.0:
+        f = tl.program_id(1) * BF + tl.arange(0, BF)
+        gate = tl.zeros([BF], tl.float32)
+        up = tl.zeros([BF], tl.float32)
+        for inner in tl.static_range(0, H, BH):
+            a = tl.load(x + inner + tl.arange(0, BH))[None, :].to(tl.float32)
+            gate += tl.sum(products(weight, weight_scale, e * 2 * F + f, a, inner, H, RUN, BH, BF), axis=1)
+            up += tl.sum(products(weight, weight_scale, e * 2 * F + F + f, a, inner, H, RUN, BH, BF), axis=1)
+        made = gate / (1.0 + tl.exp(-gate)) * up
+        tl.store(h + block * F + f, made.to(h.dtype.element_ty))
 
 
 @triton.jit
 def _down_one(
     h, values, scale, shared, shared_scale, chosen, weights, share, y,
-    TOP: tl.constexpr, F: tl.constexpr, H: tl.constexpr, SB: tl.constexpr, RUN: tl.constexpr, BN: tl.constexpr,
+    TOP: tl.constexpr, F: tl.constexpr, H: tl.constexpr, SHARED: tl.constexpr, RUN: tl.constexpr, BN: tl.constexpr,
     BF: tl.constexpr,
 ):  # fmt: skip
     """y [H]: the choices' products by their weights, and the shared expert's by its share."""
@@ -228,9 +232,9 @@ def _down_one(
         for inner in tl.static_range(0, F, BF):
             a = tl.load(h + c * F + inner + tl.arange(0, BF))[None, :].to(tl.float32)
             made = products(values, scale, e * H + n, a, inner, F, RUN, BF, BN)
-            # Selected, never multiplied by zero: what was not chosen may hold anything.
+            # Selected, never multiplied by zero: what was not computed may hold anything.
             total += tl.where(weight != 0.0, weight * made, 0.0)
-    if SB:
+    if SHARED:
         weight = tl.load(share)
         for inner in tl.static_range(0, F, BF):
             a = tl.load(h + TOP * F + inner + tl.arange(0, BF))[None, :].to(tl.float32)
@@ -302,15 +306,14 @@ def experts_triton(x, weights, chosen, gate_up, down, shared=None):
     most = own_blocks + (plan[3].shape[0] if is_sorted else c)
     sizes = {"C": c, "N": n, "TOP": top, "TP": power(top), "F": f, "H": hidden, "M": rows, "SB": own_blocks}
     sizes |= {"SORTED": is_sorted, "PRECISION": "ieee" if x.dtype == jnp.float32 else "tf32"}
-    inner, large = 256 // x.dtype.itemsize, rows >= 64
-    outputs, warps, stages = GATE_UP[large]
+    inner = 256 // x.dtype.itemsize
+    outputs, warps, stages = MANY_ROWS if rows >= 64 else FEW_ROWS
     block_f, block_h, run = divisor(f, outputs), divisor(first[2] or hidden, inner), first[2]
     (h,) = triton_call(
         _gate_up, [x, *first[:2], *others[0][:2], *plan],
         [jax.ShapeDtypeStruct((most * rows, f), x.dtype)], (most, f // block_f), num_warps=warps, num_stages=stages,
         RUN=run, BF=block_f, BH=block_h, **sizes,
     )  # fmt: skip
-    outputs, warps, stages = DOWN[large]
     block_n, block_f, run = divisor(hidden, outputs), divisor(second[2] or f, inner), second[2]
     (y,) = triton_call(
         _down, [h, *second[:2], *others[1][:2], *plan],
@@ -332,7 +335,7 @@ def _one_token(x, weights, chosen, gate_up, down, share):
     outputs, *warps = GATE_UP_ONE
     block = divisor(f, outputs)
     (h,) = triton_call(
-        _gate_up_one, [x, values, scale, *gate_up[1][:2], chosen], [jax.ShapeDtypeStruct((held, f), x.dtype)],
+        _gate_up_one, [x, values, scale, *gate_up[1][:2], chosen, weights], [jax.ShapeDtypeStruct((held, f), x.dtype)],
         (held, f // block), num_warps=warps[run > 0], RUN=run, BF=block, BH=max(run, divisor(hidden, 2048)), **sizes,
     )  # fmt: skip
     values, scale, run = down[0]
@@ -341,6 +344,6 @@ def _one_token(x, weights, chosen, gate_up, down, share):
     (y,) = triton_call(
         _down_one, [h, values, scale, *down[1][:2], chosen, weights, jnp.zeros(1) if share is None else share],
         [jax.ShapeDtypeStruct(x.shape, x.dtype)], (hidden // block,), num_warps=warps[run > 0],
-        SB=held - top, RUN=run, BN=block, BF=max(run, divisor(f, 1024)), **sizes,
+        SHARED=held > top, RUN=run, BN=block, BF=max(run, divisor(f, 1024)), **sizes,
     )  # fmt: skip
     return y

@@ -152,7 +152,7 @@ def mixture_triton(x, logits, live, first, gate_up, down, shared, spec: MoeSpec)
     return y + shared[2][:, None].astype(y.dtype) * swiglu(x, *shared[:2]) if apart else y
 
 
-def by_platform(x, logits, live, first, gate_up, down, shared, spec: MoeSpec):
+def mixture_by_platform(x, logits, live, first, gate_up, down, shared, spec: MoeSpec):
     """`mixture`, with kernels where they are wanted; their gradient is that of the plain form."""
     args, plain = (x, logits, live, first, gate_up, down, shared), partial(mixture, spec=spec)
     if kernels.are_wanted():
@@ -191,7 +191,7 @@ class Moe(nnx.Module):
             share = jax.nn.sigmoid(jnp.einsum("th,h->t", flat, self.shared_gate[...]))
             if routed == self.shared.features:
                 shared = (self.shared.gate_up[...], self.shared.down[...], share.astype(jnp.float32))
-        y = routed.sum(by_platform(flat, logits, valid.reshape(-1), first, gate_up, down, shared, self.spec))
+        y = routed.sum(mixture_by_platform(flat, logits, valid.reshape(-1), first, gate_up, down, shared, self.spec))
         if share is not None and shared is None:
             y = y + share[:, None] * self.shared(flat)
         return y.reshape(x.shape)

@@ -86,10 +86,6 @@ class Normed:
     def shape(self) -> tuple[int, ...]:
         return self.x.shape
 
-    @property
-    def dtype(self):
-        return self.x.dtype
-
 
 def projections(x, *weights) -> tuple:
     """`project` of one x [..., H], an array or `Normed`, by several weights [*out, H]."""

@@ -1,14 +1,18 @@
 """Triton kernels against their plain definitions, over odd sizes, lengths, dtypes and windows."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import random_decoder, tiny_config
 
 from dflash_jax.cache import Bounds, DeltaRecord, DeltaState, KVCache, attend_in_pieces, replay_plain
-from dflash_jax.config import MoeSpec
+from dflash_jax.config import GatedDeltaSpec, MoeSpec
+from dflash_jax.models.decoder import init_cache
 from dflash_jax.models.gated_delta import mix
-from dflash_jax.models.moe import by_platform, mixture, mixture_triton
+from dflash_jax.models.moe import mixture, mixture_by_platform, mixture_triton
 from dflash_jax.models.parts import Normed, projections
 from dflash_jax.models.weights import quantize
 
@@ -57,6 +61,17 @@ def test_mixture(tokens, top, experts, idle, quantized, shared):
     assert fits(tokens * top, gate_up, down)
     args = (x, logits, live, experts // 4, gate_up, down, shared, spec)
     np.testing.assert_allclose(mixture_triton(*args), mixture(*args), atol=3e-6)
+
+
+def test_what_a_choice_of_no_weight_would_have_read_is_not_read():
+    """Of one token: an expert of weight 0 may hold anything."""
+    from dflash_jax.kernels.triton_experts import experts_triton
+
+    rng = np.random.default_rng(0)
+    x, gate_up, down = normal(rng, 1, 64), normal(rng, 4, 2, 32, 64), normal(rng, 4, 64, 32)
+    weights, chosen = jnp.asarray([[0.5, 0.0]]), jnp.asarray([[1, 0]])
+    spoilt = experts_triton(x, weights, chosen, gate_up.at[0].set(jnp.nan), down.at[0].set(jnp.nan))
+    np.testing.assert_array_equal(spoilt, experts_triton(x, weights, chosen, gate_up, down))
 
 
 def test_rows_do_not_depend_on_one_another():
@@ -159,7 +174,7 @@ def test_what_a_kernel_computes_has_a_gradient(monkeypatch):
 
     def gradient():
         def loss(x, logits, gate_up, down, shared):
-            return jnp.sum(by_platform(x, logits, live, 0, gate_up, down, shared, spec) ** 2)
+            return jnp.sum(mixture_by_platform(x, logits, live, 0, gate_up, down, shared, spec) ** 2)
 
         return jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3, 4)))(x, logits, gate_up, down, shared)
 
@@ -219,3 +234,46 @@ def test_delta_rule(rows, tokens, key_heads, values, key_dim, value_dim, alike):
             strict=True,
         ):
             np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("tokens", [1, 5, 17])
+@pytest.mark.parametrize("quantized", [None, ("int8", 1), ("fp8", 2)])
+def test_a_kernel_gives_what_its_definition_gives(monkeypatch, dtype, tokens, quantized):
+    """Shapes and dtypes, which a GPU's compiler would check: whole layers with their caches, and what is accepted."""
+    from dflash_jax import kernels
+    from dflash_jax.kernels import triton_attention, triton_delta, triton_experts, triton_project
+
+    called = set()
+
+    def stub(kernel, args, out, grid, **meta):
+        called.add(kernel.fn.__name__)
+        return tuple(jnp.zeros(x.shape, x.dtype) for x in out)
+
+    for module in (triton_attention, triton_delta, triton_experts, triton_project):
+        monkeypatch.setattr(module, "triton_call", stub)
+    monkeypatch.setattr(kernels, "_choice", "triton")
+    delta = GatedDeltaSpec(num_key_heads=2, num_value_heads=4, key_dim=16, value_dim=16, conv_kernel=4)
+    config = tiny_config("da", vocab_size=61, hidden_size=64)
+    layers = [replace(spec, ffn=MoeSpec(8, 2, 32, 32)) for spec in config.layers]
+    config = replace(config, hidden_size=64, layers=(replace(layers[0], mixer=delta), layers[1]))
+    model = jax.tree.map(lambda x: x.astype(dtype), random_decoder(config, 0))
+    if quantized:
+        ffn = model.layers[0].ffn
+        for name in ("gate_up", "down"):
+            for part in (ffn, ffn.shared):
+                getattr(part, name).set_value(quantize(getattr(part, name)[...], *quantized))
+    cache, length = init_cache(config, 2 if tokens > 1 else 1, 64, dtype), jnp.zeros(2 if tokens > 1 else 1, jnp.int32)
+
+    def step(cache, length):
+        block = jnp.zeros((len(length), tokens), jnp.int32)
+        hidden, features, record = model.verify(block, cache, length, length + tokens, (0,))
+        return hidden, features, model.commit(cache, record, length, length + tokens)
+
+    with kernels.without():
+        plain = jax.eval_shape(step, cache, length)
+    # Another function: what is traced of one is kept.
+    found = jax.eval_shape(lambda *args: step(*args), cache, length)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), found) == jax.tree.map(lambda x: (x.shape, x.dtype), plain)
+    wanted = {"_route"} | ({"_gate_up_one", "_down_one", "_project"} if tokens == 1 else {"_gate_up", "_down"})
+    assert wanted | ({"_mix_one" if tokens == 1 else "_mix", "_replay"} if tokens <= 16 else set()) <= called
