@@ -218,11 +218,11 @@ def _gate_up_one(
 
 @triton.jit
 def _down_one(
-    h, values, scale, shared, shared_scale, chosen, weights, share, y,
-    TOP: tl.constexpr, F: tl.constexpr, H: tl.constexpr, SHARED: tl.constexpr, RUN: tl.constexpr, BN: tl.constexpr,
-    BF: tl.constexpr,
+    h, values, scale, shared, shared_scale, chosen, weights, gate, residual, y,
+    TOP: tl.constexpr, F: tl.constexpr, H: tl.constexpr, SHARED: tl.constexpr, REST: tl.constexpr, RUN: tl.constexpr,
+    BN: tl.constexpr, BF: tl.constexpr,
 ):  # fmt: skip
-    """y [H]: the choices' products by their weights, and the shared expert's by its share."""
+    """y [H]: the choices' products by their weights, the shared expert's by its gate, and the residual."""
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     # Summed at the end: one sum over threads for all choices.
     total = tl.zeros([BN, BF // RUN if RUN else BF], tl.float32)
@@ -235,11 +235,14 @@ def _down_one(
             # Selected, never multiplied by zero: what was not computed may hold anything.
             total += tl.where(weight != 0.0, weight * made, 0.0)
     if SHARED:
-        weight = tl.load(share)
+        weight = 1.0 / (1.0 + tl.exp(-tl.load(gate).to(tl.float32)))
         for inner in tl.static_range(0, F, BF):
             a = tl.load(h + TOP * F + inner + tl.arange(0, BF))[None, :].to(tl.float32)
             total += weight * products(shared, shared_scale, n, a, inner, F, RUN, BF, BN)
-    tl.store(y + n, tl.sum(total, axis=1).to(y.dtype.element_ty))
+    made = tl.sum(total, axis=1)
+    if REST:
+        made += tl.load(residual + n).to(tl.float32)
+    tl.store(y + n, made.to(y.dtype.element_ty))
 
 
 def _rows_of_a_block(choices: int, experts: int) -> int:
@@ -287,8 +290,8 @@ def _aligned(weights, chosen, experts: int, rows: int) -> list:
     ))  # fmt: skip
 
 
-def experts_triton(x, weights, chosen, gate_up, down, shared=None):
-    """As `models.moe.experts`, and with ``shared`` (gate_up, down, share [N]) as `models.moe.mixture`. A choice of
+def experts_triton(x, weights, chosen, gate_up, down, shared=None, residual=None):
+    """As `models.moe.experts`, and with ``shared`` and ``residual`` as `models.moe.mixture`. A choice of
     weight 0 is not computed; products are summed in float32, and what lies between them and, of several tokens, each
     choice's share are rounded to x's dtype."""
     (n, hidden), top = x.shape, chosen.shape[1]
@@ -297,7 +300,7 @@ def experts_triton(x, weights, chosen, gate_up, down, shared=None):
     mine, *others = (None, first, second) if shared is None else (shared[2], *map(parts, shared[:2]))
     # Sums over a run's inputs need a power of two of them.
     if n == 1 and not any(run & (run - 1) for *_, run in (first, second)):
-        return _one_token(x, weights, chosen, (first, others[0]), (second, others[1]), mine)
+        return _one_token(x, weights, chosen, (first, others[0]), (second, others[1]), mine, residual)
     c, rows = chosen.size, _rows_of_a_block(chosen.size, e)
     is_sorted = n > rows
     nothing = [jnp.zeros(1, jnp.int32)] * 3
@@ -323,14 +326,17 @@ def experts_triton(x, weights, chosen, gate_up, down, shared=None):
     routed = y[:c].reshape(n, top, hidden).astype(jnp.float32)
     total = jnp.sum(jnp.where(weights[..., None] != 0, routed * weights[..., None], 0.0), axis=1)
     if shared is not None:
-        total += mine[:, None] * y[c:].astype(jnp.float32)
+        total += jax.nn.sigmoid(mine.astype(jnp.float32))[:, None] * y[c:].astype(jnp.float32)
+    if residual is not None:
+        total += residual.astype(jnp.float32)
     return total.astype(x.dtype)
 
 
-def _one_token(x, weights, chosen, gate_up, down, share):
-    """``gate_up`` and ``down``: `parts` of the experts' and of the shared expert's; ``share`` [1] or None."""
+def _one_token(x, weights, chosen, gate_up, down, gate, residual):
+    """``gate_up`` and ``down``: `parts` of the experts' and of the shared expert's; ``gate`` [1] and ``residual``
+    [1, H], or None."""
     (hidden, top), (values, scale, run) = (x.shape[1], chosen.shape[1]), gate_up[0]
-    f, held = values.shape[2], top + (share is not None)
+    f, held = values.shape[2], top + (gate is not None)
     sizes = {"TOP": top, "F": f, "H": hidden}
     outputs, *warps = GATE_UP_ONE
     block = divisor(f, outputs)
@@ -342,8 +348,9 @@ def _one_token(x, weights, chosen, gate_up, down, share):
     outputs, *warps = DOWN_ONE
     block = divisor(hidden, outputs)
     (y,) = triton_call(
-        _down_one, [h, values, scale, *down[1][:2], chosen, weights, jnp.zeros(1) if share is None else share],
+        _down_one,
+        [h, values, scale, *down[1][:2], chosen, weights, *(x if a is None else a for a in (gate, residual))],
         [jax.ShapeDtypeStruct(x.shape, x.dtype)], (hidden // block,), num_warps=warps[run > 0],
-        SHARED=held > top, RUN=run, BN=block, BF=max(run, divisor(f, 1024)), **sizes,
+        SHARED=held > top, REST=residual is not None, RUN=run, BN=block, BF=max(run, divisor(f, 1024)), **sizes,
     )  # fmt: skip
     return y

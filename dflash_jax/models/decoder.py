@@ -64,7 +64,7 @@ class DecoderLayer(nnx.Module):
 
     def _mixed(self, x, valid):
         h = self.post_norm(x)
-        return x + (self.ffn(h) if isinstance(self.spec.ffn, MlpSpec) else self.ffn(h, valid))
+        return x + self.ffn(h) if isinstance(self.spec.ffn, MlpSpec) else self.ffn(h, valid, x)
 
 
 def is_delta(layer: DecoderLayer) -> bool:

@@ -126,35 +126,41 @@ def experts(x, weights, chosen, gate_up, down):
     return jax.lax.platform_dependent(x, weights, chosen, gate_up, down, **forms)
 
 
-def mixture(x, logits, live, first, gate_up, down, shared, spec: MoeSpec):
+def mixture(x, logits, live, first, gate_up, down, shared, residual, spec: MoeSpec):
     """Routing, experts and the shared expert: x [N, H], router logits [N, E], ``live`` bool [N] (other tokens go to no
     expert) → [N, H].
 
     gate_up and down hold the experts from ``first`` on; choices of others bring nothing. ``shared``: the shared
-    expert's gate_up [2, F, H], down [H, F] and share [N], or None.
+    expert's gate_up [2, F, H] and down [H, F], and the logits [N] of its gate, or None. ``residual`` [N, H] is added,
+    where it is not None.
     """
     weights, chosen = route(logits, spec)
     local = chosen - first
     mine = (local >= 0) & (local < gate_up.shape[0])
     # Idle tokens, and experts of another device, which stand for one that is there.
     weights, local = jnp.where(mine & live[:, None], weights, 0.0), jnp.where(mine, local, 0)
-    y = experts(x, weights, local, gate_up, down)
-    return y if shared is None else y + shared[2][:, None].astype(y.dtype) * swiglu(x, *shared[:2])
+    y = with_shared(experts(x, weights, local, gate_up, down), x, shared)
+    return y if residual is None else residual + y
 
 
-def mixture_triton(x, logits, live, first, gate_up, down, shared, spec: MoeSpec):
+def with_shared(y, x, shared):
+    """y [N, H] and the gated shared expert's output of x; ``shared`` as in `mixture`."""
+    return y if shared is None else y + jax.nn.sigmoid(shared[2])[:, None] * swiglu(x, *shared[:2])
+
+
+def mixture_triton(x, logits, live, first, gate_up, down, shared, residual, spec: MoeSpec):
     """`mixture` by kernels."""
     from dflash_jax.kernels import triton_experts
 
     weights, chosen = triton_experts.route_triton(logits, live, first, gate_up.shape[0], spec)
-    apart = shared is not None and not all(map(triton_experts.are_alike, (gate_up, down), shared))
-    y = triton_experts.experts_triton(x, weights, chosen, gate_up, down, None if apart else shared)
-    return y + shared[2][:, None].astype(y.dtype) * swiglu(x, *shared[:2]) if apart else y
+    if shared is None or all(map(triton_experts.are_alike, (gate_up, down), shared)):
+        return triton_experts.experts_triton(x, weights, chosen, gate_up, down, shared, residual)
+    return with_shared(triton_experts.experts_triton(x, weights, chosen, gate_up, down, None, residual), x, shared)
 
 
-def mixture_by_platform(x, logits, live, first, gate_up, down, shared, spec: MoeSpec):
+def mixture_by_platform(x, logits, live, first, gate_up, down, shared, residual, spec: MoeSpec):
     """`mixture`, with kernels where they are wanted; their gradient is that of the plain form."""
-    args, plain = (x, logits, live, first, gate_up, down, shared), partial(mixture, spec=spec)
+    args, plain = (x, logits, live, first, gate_up, down, shared, residual), partial(mixture, spec=spec)
     if kernels.are_wanted():
         from dflash_jax.kernels import triton_experts
 
@@ -180,18 +186,23 @@ class Moe(nnx.Module):
     def cuts(self) -> dict[str, tuple[Cut | None, ...]]:
         return {"gate_up": (self.experts, None, self.features), "down": (self.experts, None, self.features)}
 
-    def __call__(self, x, valid):
-        """x [B, T, H] → [B, T, H]; tokens where ``valid`` [B, T] is False go to no expert of their own."""
+    def __call__(self, x, valid, residual=None):
+        """x [B, T, H] → [B, T, H], with ``residual`` [B, T, H] if given; tokens where ``valid`` [B, T] is False go to
+        no expert of their own."""
         flat = x.reshape(-1, x.shape[-1])
+        rest = None if residual is None else residual.reshape(flat.shape)
         logits = jnp.einsum("th,eh->te", flat, self.router[...], preferred_element_type=jnp.float32)
         gate_up, down = self.gate_up[...], self.down[...]
         first = self.experts.index() * gate_up.shape[0]
-        routed, shared, share = Cut(self.features.axes + self.experts.axes), None, None
+        routed, shared, gate = Cut(self.features.axes + self.experts.axes), None, None
         if self.spec.shared_intermediate_size is not None:
-            share = jax.nn.sigmoid(jnp.einsum("th,h->t", flat, self.shared_gate[...]))
+            gate = jnp.einsum("th,h->t", flat, self.shared_gate[...])
             if routed == self.shared.features:
-                shared = (self.shared.gate_up[...], self.shared.down[...], share.astype(jnp.float32))
-        y = routed.sum(mixture_by_platform(flat, logits, valid.reshape(-1), first, gate_up, down, shared, self.spec))
-        if share is not None and shared is None:
-            y = y + share[:, None] * self.shared(flat)
-        return y.reshape(x.shape)
+                shared = (self.shared.gate_up[...], self.shared.down[...], gate)
+        # Added once, behind the sum over devices if there is one.
+        is_last = not routed.axes and (gate is None or shared is not None)
+        args = (flat, logits, valid.reshape(-1), first, gate_up, down, shared, rest if is_last else None)
+        y = routed.sum(mixture_by_platform(*args, self.spec))
+        if gate is not None and shared is None:
+            y = y + jax.nn.sigmoid(gate)[:, None] * self.shared(flat)
+        return (y if is_last or rest is None else rest + y).reshape(x.shape)

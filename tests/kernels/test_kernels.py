@@ -59,8 +59,9 @@ def test_mixture(tokens, top, experts, idle, quantized, shared):
     logits = jnp.round(normal(rng, tokens, experts) * 2) / 2
     live = jnp.arange(tokens) < tokens - idle
     assert fits(tokens * top, gate_up, down)
-    args = (x, logits, live, experts // 4, gate_up, down, shared, spec)
-    np.testing.assert_allclose(mixture_triton(*args), mixture(*args), atol=3e-6)
+    for residual in (None, normal(rng, tokens, hidden)):
+        args = (x, logits, live, experts // 4, gate_up, down, shared, residual, spec)
+        np.testing.assert_allclose(mixture_triton(*args), mixture(*args), atol=3e-6)
 
 
 def test_what_a_choice_of_no_weight_would_have_read_is_not_read():
@@ -174,7 +175,7 @@ def test_what_a_kernel_computes_has_a_gradient(monkeypatch):
 
     def gradient():
         def loss(x, logits, gate_up, down, shared):
-            return jnp.sum(mixture_by_platform(x, logits, live, 0, gate_up, down, shared, spec) ** 2)
+            return jnp.sum(mixture_by_platform(x, logits, live, 0, gate_up, down, shared, x, spec) ** 2)
 
         return jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3, 4)))(x, logits, gate_up, down, shared)
 
