@@ -150,9 +150,9 @@ def with_shared(y, x, shared):
 
 def mixture_triton(x, logits, live, first, gate_up, down, shared, residual, spec: MoeSpec):
     """`mixture` by kernels."""
-    from dflash_jax.kernels import triton_experts
+    from dflash_jax.kernels import triton_experts, triton_routing
 
-    weights, chosen = triton_experts.route_triton(logits, live, first, gate_up.shape[0], spec)
+    weights, chosen = triton_routing.route_triton(logits, live, first, gate_up.shape[0], spec)
     if shared is None or all(map(triton_experts.are_alike, (gate_up, down), shared)):
         return triton_experts.experts_triton(x, weights, chosen, gate_up, down, shared, residual)
     return with_shared(triton_experts.experts_triton(x, weights, chosen, gate_up, down, None, residual), x, shared)

@@ -38,9 +38,9 @@ def interpreter_for_cpu():
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.reshape(-1)[0]))
 
     patch.setattr(interpreter, "_patch_lang_tensor", patched)
-    from dflash_jax.kernels import triton_attention, triton_delta, triton_experts, triton_project
+    from dflash_jax.kernels import triton_attention, triton_delta, triton_experts, triton_project, triton_routing
 
-    for module in (triton_attention, triton_delta, triton_experts, triton_project):
+    for module in (triton_attention, triton_delta, triton_experts, triton_project, triton_routing):
         patch.setattr(module, "triton_call", interpreted)
     # Programs run one after another.
     patch.setattr(triton_attention, "PROGRAMS", 20)

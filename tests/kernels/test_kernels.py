@@ -165,7 +165,7 @@ def test_attention(rows, tokens, heads, kv_heads, dim, capacity, window, sinks):
 def test_what_a_kernel_computes_has_a_gradient(monkeypatch):
     """That of a plain form: a target can be trained where kernels are."""
     from dflash_jax import kernels
-    from dflash_jax.kernels import triton_experts
+    from dflash_jax.kernels import triton_experts, triton_routing
 
     rng = np.random.default_rng(0)
     x, gate_up, down = normal(rng, 6, 64), normal(rng, 8, 2, 32, 64), normal(rng, 8, 64, 32)
@@ -186,7 +186,8 @@ def test_what_a_kernel_computes_has_a_gradient(monkeypatch):
         calls.append(kernel)
         return jax.pure_callback(lambda *args: None, tuple(out), *args)
 
-    monkeypatch.setattr(triton_experts, "triton_call", absent)
+    for module in (triton_experts, triton_routing):
+        monkeypatch.setattr(module, "triton_call", absent)
     monkeypatch.setattr(kernels, "_choice", "triton")
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), gradient(), plain)
     assert calls
@@ -243,7 +244,7 @@ def test_delta_rule(rows, tokens, key_heads, values, key_dim, value_dim, alike):
 def test_a_kernel_gives_what_its_definition_gives(monkeypatch, dtype, tokens, quantized):
     """Shapes and dtypes, which a GPU's compiler would check: whole layers with their caches, and what is accepted."""
     from dflash_jax import kernels
-    from dflash_jax.kernels import triton_attention, triton_delta, triton_experts, triton_project
+    from dflash_jax.kernels import triton_attention, triton_delta, triton_experts, triton_project, triton_routing
 
     called = set()
 
@@ -251,7 +252,7 @@ def test_a_kernel_gives_what_its_definition_gives(monkeypatch, dtype, tokens, qu
         called.add(kernel.fn.__name__)
         return tuple(jnp.zeros(x.shape, x.dtype) for x in out)
 
-    for module in (triton_attention, triton_delta, triton_experts, triton_project):
+    for module in (triton_attention, triton_delta, triton_experts, triton_project, triton_routing):
         monkeypatch.setattr(module, "triton_call", stub)
     monkeypatch.setattr(kernels, "_choice", "triton")
     delta = GatedDeltaSpec(num_key_heads=2, num_value_heads=4, key_dim=16, value_dim=16, conv_kernel=4)
