@@ -199,10 +199,11 @@ class Moe(nnx.Module):
             gate = jnp.einsum("th,h->t", flat, self.shared_gate[...])
             if routed == self.shared.features:
                 shared = (self.shared.gate_up[...], self.shared.down[...], gate)
-        # Added once, behind the sum over devices if there is one.
-        is_last = not routed.axes and (gate is None or shared is not None)
+        # Added once: by the kernels, or behind the sum over devices, where aligned windows keep their bits on a CPU.
+        is_last = kernels.are_wanted() and not routed.axes and (gate is None or shared is not None)
         args = (flat, logits, valid.reshape(-1), first, gate_up, down, shared, rest if is_last else None)
         y = routed.sum(mixture_by_platform(*args, self.spec))
         if gate is not None and shared is None:
             y = y + jax.nn.sigmoid(gate)[:, None] * self.shared(flat)
-        return (y if is_last or rest is None else rest + y).reshape(x.shape)
+        y = y.reshape(x.shape)
+        return y if is_last or residual is None else residual + y
