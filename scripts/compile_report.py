@@ -111,6 +111,25 @@ def thunks(folder: Path) -> str:
     return ""
 
 
+# Custom calls are Triton's kernels, and some of XLA's.
+KERNELS = ("CustomKernel", "CustomCall", "Kernel", "Gemm", "CuDnn")
+
+
+def thunk_kinds(text: str) -> tuple[Counter, Counter]:
+    """How many there are of each kind: those that always run, and those inside branches of conditionals. A loop's body
+    counts once."""
+    always, branches, opened = Counter(), Counter(), []
+    for line in text.splitlines():
+        indent = len(line) - len(line.lstrip())
+        while opened and indent <= opened[-1]:
+            opened.pop()
+        if re.match(r"\s*(\w+_branch|branch_\d+|branch \d+).*:$", line):
+            opened.append(indent)
+        elif found := re.match(r"\s*\d+: k(\w+)", line):
+            (branches if opened else always)[found[1]] += 1
+    return always, branches
+
+
 def shape_key(shape) -> tuple[int, ...]:
     """What a copy has in common with what it copies, however it is transposed."""
     return tuple(sorted(int(n) for n in shape if int(n) > 1))
@@ -194,8 +213,7 @@ def measure(lowered, layers: int, held: dict, options: dict) -> dict:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     memory, hlo = compiled.memory_analysis(), compiled.as_text()
-    kinds = Counter(re.findall(r"^\s*\d+: k(\w+)", text, re.M))
-    kernels = kinds["CustomKernel"] + kinds["Gemm"] + kinds["CuDnn"] + kinds["Kernel"]
+    always, branches = thunk_kinds(text)
     found = {
         "arguments": memory.argument_size_in_bytes,
         "temporaries": memory.temp_size_in_bytes,
@@ -207,7 +225,9 @@ def measure(lowered, layers: int, held: dict, options: dict) -> dict:
         "compile_s": round(seconds, 1),
     }
     if text:
-        found |= {"kernels_per_layer": kernels / layers, "thunks": dict(kinds), "graphs": kinds["CommandBuffer"]}
+        found["kernels_per_layer"] = sum(always[kind] for kind in KERNELS) / layers
+        found["kernels_in_branches"] = sum(branches[kind] for kind in KERNELS)
+        found |= {"thunks": dict(always + branches), "graphs": (always + branches)["CommandBuffer"]}
     cost = compiled.cost_analysis() or {}
     if "optimal_seconds" in cost:
         # The compiler adds -1 for each loop whose length it does not know: those are left out.
@@ -286,7 +306,8 @@ def describe(found: dict) -> str:
         line = f"{name}: {f['all'] / 1e9:.2f} GB {'fits' if f['fits'] else 'DOES NOT FIT'} ("
         line += f"arguments {f['arguments'] / 1e9:.2f}, temporaries {f['temporaries'] / 1e9:.3f}), "
         if "kernels_per_layer" in f:
-            line += f"{f['kernels_per_layer']:.1f} kernels a layer, {f['graphs']} graphs, "
+            line += f"{f['kernels_per_layer']:.1f} kernels a layer and {f['kernels_in_branches']} in branches, "
+            line += f"{f['graphs']} graphs, "
         if "optimal_seconds" in f:
             line += f"compiler's estimate {1e3 * f['optimal_seconds']:.2f} ms, "
         line += f"{f['collectives_per_layer']:.1f} collectives a layer, "

@@ -26,9 +26,13 @@ FULL = [
     "qwen3.6-35b-a3b --device b200",
     "qwen3.6-35b-a3b --device b200 --slots 32",
     "qwen3.6-35b-a3b --device b200 --max-len 262144",
+    "qwen3.6-35b-a3b-fp8 --device b200",
+    "qwen3.5-27b --device b200",
     "qwen3.5-397b-a17b --device b200 --devices 8 --slots 32",
     "qwen3.6-35b-a3b --device h200 --slots 32",
+    "qwen3.6-35b-a3b-fp8 --device h100",
     "qwen3.6-35b-a3b-fp8 --device h100 --slots 8",
+    "qwen3.5-27b --device h100",
     "qwen3.6-35b-a3b --device v6e:2x4 --slots 32",
     "qwen3.6-35b-a3b --device v5e:2x4 --slots 8",
     "qwen3.5-27b --device b200 --slots 32",
@@ -38,13 +42,17 @@ INTRODUCTION = """# What XLA makes of it
 Compiled at full size for accelerators that were not there: nothing here has run on one, and no figure is a measured
 time. `python scripts/compile_table.py`, which runs `scripts/compile_report.py --config configs/SYSTEM.toml …` with the
 options of the first column. GB per device: arguments (weights, caches) with temporaries. A decode program's kernels
-are those of one round (plain: one token) over its layers (round: and the drafter's). Graphs: CUDA graphs of the whole
-program; 1 means that nothing breaks the loop. Copied: caches, recurrent state and weights written anew. Estimate: the
-TPU compiler's own, of a loop's body once and without the loops over the context. GPUs: with Triton kernels, but for
-`--kernels xla`; branches that nobody takes (drawing, penalties) count, and so does the head.
+are those of one round (plain: one token), Triton's and the head's among them, over its layers (round: and the
+drafter's); apart, in all, those in the branches of conditionals (drawing, penalties), of which a greedy round takes two
+kernels a draw. Graphs: CUDA graphs of the whole program; 1 means that nothing breaks the loop. Copied: caches,
+recurrent state and weights written anew. Estimate: the TPU compiler's own, of a loop's body once and without the loops
+over the context. GPUs: with Triton kernels, but for `--kernels xla`.
 """
-COLUMNS = "system|slots × length|program|GB|temporaries|kernels a layer|graphs|collectives a layer|copied MB|compiled s"
-HEAD = f"\n| {' | '.join([*COLUMNS.split('|'), 'estimate ms'])} |\n{'|---' * 11}|\n"
+COLUMNS = (
+    "system|slots × length|program|GB|temporaries|kernels a layer|in branches|graphs|collectives a layer|copied MB|"
+    "compiled s"
+)
+HEAD = f"\n| {' | '.join([*COLUMNS.split('|'), 'estimate ms'])} |\n{'|---' * 12}|\n"
 
 
 def measure(command: str) -> dict:
@@ -63,11 +71,11 @@ def table(rows: dict[str, dict]) -> str:
     lines = []
     for command, found in rows.items():
         if "failed" in found:
-            lines.append(f"| `{command}` | | | {found['failed']} | | | | | | | |")
+            lines.append(f"| `{command}` | | | {found['failed']} | | | | | | | | |")
             continue
         for name, f in found["programs"].items():
             if "failed" in f:
-                lines.append(f"| `{command}` | | {name} | {f['failed']} | | | | | | | |")
+                lines.append(f"| `{command}` | | {name} | {f['failed']} | | | | | | | | |")
                 continue
             cells = [
                 f"`{command}`",
@@ -76,6 +84,7 @@ def table(rows: dict[str, dict]) -> str:
                 f"{f['all'] / 1e9:.1f}{'' if f['fits'] else ' **does not fit**'}",
                 f"{f['temporaries'] / 1e9:.3f}",
                 f"{f['kernels_per_layer']:.1f}" if "kernels_per_layer" in f else "",
+                str(f.get("kernels_in_branches", "")),
                 str(f.get("graphs", "")),
                 f"{f['collectives_per_layer']:.1f}",
                 f"{sum(f['copied'].values()) / 1e6:.0f}",

@@ -12,11 +12,18 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 import compile_train  # noqa: E402
-from compile_report import copied_bytes, kernels, written_bytes  # noqa: E402
+from compile_report import KERNELS, copied_bytes, kernels, thunk_kinds, written_bytes  # noqa: E402
 
 RECORDED = json.loads((ROOT / "benchmarks/compile.json").read_text())
 TRAINING = json.loads((ROOT / "benchmarks/training.json").read_text())
-SPENT = ("kernels_per_layer", "collectives_per_layer", "temporaries", "written", "optimal_seconds")
+SPENT = (
+    "kernels_per_layer",
+    "kernels_in_branches",
+    "collectives_per_layer",
+    "temporaries",
+    "written",
+    "optimal_seconds",
+)
 # The models whole take minutes a row and much memory: DFLASH_COMPILE_FULL=1.
 FIGURES = RECORDED["four-layers"] | (RECORDED["full"] if os.environ.get("DFLASH_COMPILE_FULL") else {})
 # Python 3.12 with jax 0.11 and the compilers, if it is not this one.
@@ -68,6 +75,31 @@ def test_no_worse_than_recorded(command):
 @pytest.mark.parametrize("command", compile_train.FOUR_LAYERS)
 def test_training_no_worse_than_recorded(command):
     assert_no_worse(reported("compile_train.py", command)["step"], TRAINING[command]["step"], command)
+
+
+def test_kernels_in_branches_are_counted_apart():
+    text = """000: kCommandBuffer [source | sink]
+    001: kCopy         [source        | next=002 (1) ] kCopy
+    009: kWhile        [prev=001 (1)  | next=010 (1) ]
+      condition:
+        002: kCustomKernel [source | sink] loop_and_fusion grid: [1, 1, 1]
+      body:
+        003: kCustomCall   [source | next=007 (1) ] kCustomCall
+        007: kConditional  [prev=003 (1)  | next=008 (1) ]
+          false_branch:
+            004: kCustomKernel [source | sink] draw grid: [1, 1, 1]
+            006: kConditional  [prev=004 (1)  | sink]
+              true_branch:
+                005: kCustomCall [source | sink] kCustomCall
+          true_branch:
+            0051: kGemm [source | sink] kGemm
+        008: kGemm [prev=007 (1)  | sink] kGemm
+    010: kCustomKernel [prev=009 (1)  | sink] loop_or_fusion grid: [1, 1, 1]
+"""
+    always, branches = thunk_kinds(text)
+    assert sum(always[kind] for kind in KERNELS) == 4
+    assert sum(branches[kind] for kind in KERNELS) == 3
+    assert always["Copy"] == always["CommandBuffer"] == 1
 
 
 def test_a_copy_counts_where_it_is_written():
