@@ -94,12 +94,15 @@ class KVCache:
             last = jnp.max(jnp.where(keep, positions, -1), axis=1, keepdims=True)
             keep = keep & ((positions < self.sinks) | (positions > last - (self.capacity - self.sinks)))
         slots = jnp.where(keep, self.slots(positions), self.capacity)
-        rows = (jnp.arange(k.shape[0]) if self.rows is None else self.rows)[:, None]
+        rows = jnp.arange(k.shape[0], dtype=jnp.int32) if self.rows is None else self.rows
+        forms = {"default": put}
+        if kernels.are_wanted():
+            from dflash_jax.kernels import triton_attention
 
-        def put(buffer, new):
-            return buffer.at[rows, :, slots].set(new.astype(buffer.dtype), mode="drop")
-
-        return replace(self, k=put(self.k, k), v=put(self.v, v))
+            if triton_attention.writes(k):
+                forms["cuda"] = triton_attention.write_triton
+        held = jax.lax.platform_dependent(self.k, self.v, k, v, rows, slots, **forms)
+        return replace(self, k=held[0], v=held[1])
 
     def read(self, start, size: int):
         """k and v [b, K, size, D] of slots ``start`` onwards."""
@@ -111,6 +114,16 @@ class KVCache:
             return jax.vmap(lambda row: jax.lax.dynamic_slice(buffer, (row, 0, start, 0), shape)[0])(self.rows)
 
         return get(self.k), get(self.v)
+
+
+def put(k_held, v_held, k, v, rows, slots) -> tuple:
+    """k, v [B, T, K, D] into k_held, v_held [all rows, K, S, D], at ``slots`` [B, T] of ``rows`` [B]; what is past an
+    end is left out."""
+
+    def one(held, new):
+        return held.at[rows[:, None], :, slots].set(new.astype(held.dtype), mode="drop")
+
+    return one(k_held, k), one(v_held, v)
 
 
 @jax.tree_util.register_dataclass
@@ -134,24 +147,34 @@ class Bounds:
         return (held >= self.first[..., None]) & ((held >= recent) | (held < sinks))
 
 
-def attend(q, k, v, own_mask, cache: KVCache | None, length, bounds: Bounds | None = None):
+def through_gate(y, both):
+    """Attended values y [B, T, N, D], gated by the second half of ``both`` [B, T, N, 2, D], the queries' projection;
+    None: not gated."""
+    return y if both is None else y * jax.nn.sigmoid(both[..., 1, :])
+
+
+def attend(q, k, v, own_mask, cache: KVCache | None, length, bounds: Bounds | None = None, both=None):
     """Softmax attention of T new tokens over the cached context and over one another; float32 inside.
 
     q [B, T, N, D]; k, v [B, T, K, D] of the new tokens themselves; ``own_mask`` bool, broadcastable to [B, T, T],
     every row with at least its own key. ``length`` [B]: valid context positions; no more is read than the longest has.
-    ``bounds`` restrict the context further. Returns [B, T, N, D].
+    ``bounds`` restrict the context further. Returns [B, T, N, D], through `through_gate`.
     """
+
+    def in_pieces(q, k, v, own_mask, cache, length, bounds, both, size: int):
+        return through_gate(attend_in_pieces(q, k, v, own_mask, cache, length, bounds, size), both)
+
     if cache is None:
-        return attend_in_pieces(q, k, v, own_mask, None, length, bounds, CONTEXT_CHUNK)
+        return in_pieces(q, k, v, own_mask, None, length, bounds, both, CONTEXT_CHUNK)
     wide = max(WIDE_CHUNK, round_capacity(-(-cache.capacity // MOST_CHUNKS)))
-    forms = {"cpu": partial(attend_in_pieces, size=CONTEXT_CHUNK), "default": partial(attend_in_pieces, size=wide)}
+    forms = {"cpu": partial(in_pieces, size=CONTEXT_CHUNK), "default": partial(in_pieces, size=wide)}
     if kernels.are_wanted():
         from dflash_jax.kernels import triton_attention
 
         if triton_attention.fits(q):
             forms["cuda"] = triton_attention.attend_triton
             bounds = Bounds.none(*q.shape[:2]) if bounds is None else bounds
-    return jax.lax.platform_dependent(q, k, v, own_mask, cache, length, bounds, **forms)
+    return jax.lax.platform_dependent(q, k, v, own_mask, cache, length, bounds, both, **forms)
 
 
 def attend_in_pieces(q, k, v, own_mask, cache: KVCache | None, length, bounds: Bounds | None, size: int):

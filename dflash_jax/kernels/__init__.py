@@ -1,13 +1,15 @@
 """Triton kernels: whether they are wanted.
 
 A kernel is a form named "cuda" in a `jax.lax.platform_dependent` beside those that XLA makes, which are its
-definition: `cache.attend`, `cache.replay`, `models.moe.mixture_by_platform`, `models.gated_delta.GatedDelta`,
-`models.parts.projections`. It needs the packages of the extra ``cuda13``.
+definition: `cache.attend`, `cache.put`, `cache.replay`, `models.moe.mixture_by_platform`,
+`models.gated_delta.GatedDelta`, `models.parts.linear` and `Attention.rotated`. It needs the packages of the extra
+``cuda13``.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
+from typing import Any
 
 from dflash_jax.errors import InputError
 
@@ -33,6 +35,15 @@ def without() -> Iterator[None]:
         yield
     finally:
         _choice = before
+
+
+def instead_of(plain: Callable, kernel: Callable, *args) -> Any:
+    """kernel(*args) on a GPU and plain(*args) elsewhere; the gradient is that of ``plain``."""
+    import jax
+
+    differentiable = jax.custom_jvp(kernel)
+    differentiable.defjvp(lambda primals, tangents: jax.jvp(plain, primals, tangents))
+    return jax.lax.platform_dependent(*args, default=plain, cuda=differentiable)
 
 
 def are_wanted() -> bool:

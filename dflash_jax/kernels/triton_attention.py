@@ -7,11 +7,14 @@ import triton
 import triton.language as tl
 
 from dflash_jax.kernels.launch import triton_call
+from dflash_jax.kernels.triton_tiles import power
 
 # Programs that keep an accelerator busy, and parts of a context: more cost more to join than they bring (H200).
 PROGRAMS, MOST_PARTS = 264, 32
 # Query rows of a program, positions that it takes at a time (fewer of large heads: shared memory), warps, stages.
 ROWS, POSITIONS, WARPS, STAGES = 64, 128, (4, 8), 2
+# Sizes of heads, and how many tokens' queries and keys are normed, rotated and written here.
+SIZES, MOST_ROTATED = (16, 32, 64, 128, 256), 512
 
 
 @triton.jit
@@ -88,13 +91,115 @@ def _attend(
     tl.store(acc_out + out[:, None] * D + d[None, :], acc, mask=live[:, None])
 
 
+@triton.jit
+def _join(
+    best, total, acc, both, y,
+    T: tl.constexpr, KH: tl.constexpr, R: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, SP: tl.constexpr,
+    GATED: tl.constexpr,
+):  # fmt: skip
+    """One query's parts in one softmax, and through its gate."""
+    program = tl.program_id(0)
+    pair, m = program // (T * R), program % (T * R)
+    b, t, n = pair // KH, m // R, pair % KH * R + m % R
+    s = tl.arange(0, SP)
+    d = tl.arange(0, D)
+    place = (pair * SPLITS + s) * T * R + m
+    most = tl.load(best + place, mask=s < SPLITS, other=-1e30)
+    share = tl.exp(most - tl.max(most, axis=0))
+    share = share / tl.sum(share * tl.load(total + place, mask=s < SPLITS, other=0.0), axis=0)
+    parts = tl.load(acc + place[:, None] * D + d[None, :], mask=(s < SPLITS)[:, None], other=0.0)
+    made = tl.sum(parts * share[:, None], axis=0)
+    query = (b * T + t) * KH * R + n
+    if GATED:
+        made = made / (1.0 + tl.exp(-tl.load(both + (query * 2 + 1) * D + d).to(tl.float32)))
+    tl.store(y + query * D + d, made.to(y.dtype.element_ty))
+
+
+@triton.jit
+def _rotate(
+    q, k, q_norm, k_norm, cos, sin, q_out, k_out,
+    N: tl.constexpr, KH: tl.constexpr, D: tl.constexpr, HALVES: tl.constexpr, HALF: tl.constexpr,
+    NORMED: tl.constexpr, EPS: tl.constexpr, OFFSET: tl.constexpr,
+):  # fmt: skip
+    """A head of a token's queries or keys, normed and rotated."""
+    token, head = tl.program_id(0) // (N + KH), tl.program_id(0) % (N + KH)
+    d = tl.arange(0, D)
+    source, norm, into = q + (token * N + head) * HALVES * D, q_norm, q_out + (token * N + head) * D
+    if head >= N:
+        source, norm, into = k + (token * KH + head - N) * D, k_norm, k_out + (token * KH + head - N) * D
+    # What a place is rotated with; behind the rotated ones, itself by a sine of 0.
+    pair = tl.where(d < HALF, d + HALF, tl.where(d < 2 * HALF, d - HALF, d))
+    x = tl.load(source + d).to(tl.float32)
+    other = tl.load(source + pair).to(tl.float32)
+    if NORMED:
+        scale = tl.rsqrt(tl.sum(x * x, axis=0) / D + EPS)
+        x *= scale * (OFFSET + tl.load(norm + d).to(tl.float32))
+        other *= scale * (OFFSET + tl.load(norm + pair).to(tl.float32))
+    angle = token * HALF + d % HALF
+    c = tl.load(cos + angle, mask=d < 2 * HALF, other=1.0)
+    s = tl.load(sin + angle, mask=d < 2 * HALF, other=0.0)
+    tl.store(into + d, (x * c + other * tl.where(d < HALF, -s, s)).to(into.dtype.element_ty))
+
+
+@triton.jit
+def _write(
+    k_held, v_held, k, v, rows, slots,
+    T: tl.constexpr, KH: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, CAP: tl.constexpr,
+):  # fmt: skip
+    """A head of a token's key and value to where it has its place, if it has one."""
+    token, head = tl.program_id(0) // KH, tl.program_id(0) % KH
+    row = tl.load(rows + token // T).to(tl.int64)
+    slot = tl.load(slots + token)
+    d = tl.arange(0, D)
+    source, into = token * KH * D + head * D + d, ((row * KH + head) * CAP + slot) * D + d
+    is_kept = d < tl.where((slot < CAP) & (row < ROWS), D, 0)
+    tl.store(k_held + into, tl.load(k + source).to(k_held.dtype.element_ty), mask=is_kept)
+    tl.store(v_held + into, tl.load(v + source).to(v_held.dtype.element_ty), mask=is_kept)
+
+
+def writes(k) -> bool:
+    """Whether the kernel takes keys [B, T, K, D]."""
+    return k.shape[3] in SIZES and k.shape[0] * k.shape[1] <= MOST_ROTATED
+
+
+def write_triton(k_held, v_held, k, v, rows, slots) -> tuple:
+    """As `cache.put`, of both, where they lie."""
+    b, t, heads, d = k.shape
+    out = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k_held, v_held)]
+    return tuple(triton_call(
+        _write, [k_held, v_held, k, v, rows, slots], out, (b * t * heads,), num_warps=1,
+        input_output_aliases={0: 0, 1: 1}, T=t, KH=heads, D=d, ROWS=k_held.shape[0], CAP=k_held.shape[2],
+    ))  # fmt: skip
+
+
+def rotates(k) -> bool:
+    """Whether the kernel takes keys [B, T, K, D] and their queries: few, for of many XLA's are as good."""
+    b, t, _, d = k.shape
+    return b * t <= MOST_ROTATED and d in SIZES
+
+
+def rotate_triton(q, k, angles, norms, eps: float = 0.0, offset: float = 0.0) -> tuple:
+    """As `models.parts.Attention.rotated`."""
+    b, t, heads, d = k.shape
+    n, half = 0 if q is None else q.shape[2], angles[0].shape[-1]
+    out = [jax.ShapeDtypeStruct((b, t, n, d), k.dtype), jax.ShapeDtypeStruct(k.shape, k.dtype)]
+    angles = [jnp.broadcast_to(a, (b, t, half)) for a in angles]
+    q_norm, k_norm = (k if norm is None else norm for norm in norms)
+    made = triton_call(
+        _rotate, [k if q is None else q, k, q_norm, k_norm, *angles], out, (b * t * (n + heads),), num_warps=1,
+        N=n, KH=heads, D=d, HALVES=1 if q is None else q.shape[3], HALF=half, NORMED=norms[1] is not None, EPS=eps,
+        OFFSET=offset,
+    )  # fmt: skip
+    return (None if q is None else made[0]), made[1]
+
+
 def fits(q) -> bool:
     """Whether the kernel takes these queries."""
     t, d = q.shape[1], q.shape[3]
-    return t <= 64 and d in (16, 32, 64, 128, 256)
+    return t <= 64 and d in SIZES
 
 
-def attend_triton(q, k, v, own_mask, cache, length, bounds):
+def attend_triton(q, k, v, own_mask, cache, length, bounds, both=None):
     """As `cache.attend`, with a cache and bounds."""
     b, t, n, d = q.shape
     heads = k.shape[2]
@@ -119,6 +224,10 @@ def attend_triton(q, k, v, own_mask, cache, length, bounds):
         BM=block, BS=positions, BT=max(16, 1 << (t - 1).bit_length()),
         PRECISION="ieee" if q.dtype == jnp.float32 else "tf32",
     )  # fmt: skip
-    share = jnp.exp(best - best.max(2, keepdims=True))
-    y = jnp.sum(acc * share[..., None], axis=2) / jnp.sum(total * share, axis=2)[..., None]
-    return jnp.moveaxis(y.reshape(b, heads, t, group, d), 1, 2).reshape(b, t, n, d).astype(q.dtype)
+    parts = power(splits)
+    (y,) = triton_call(
+        _join, [best, total, acc, q if both is None else both], [jax.ShapeDtypeStruct(q.shape, q.dtype)], (b * t * n,),
+        num_warps=4 if parts * d >= 2048 else 1, T=t, KH=heads, R=group, D=d, SPLITS=splits, SP=parts,
+        GATED=both is not None,
+    )  # fmt: skip
+    return y

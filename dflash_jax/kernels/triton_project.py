@@ -1,37 +1,60 @@
-"""Linear maps of one token in Triton: several of one input in one kernel, with the norm before them."""
+"""Linear maps of few tokens in Triton: several of one input in one kernel, with the norm before them, or with SwiGLU or
+a residual behind them.
+
+One token has a kernel without matrices, two to 16 one whose products have 16 rows. Each program has some outputs of one
+weight and all of their inputs: nothing is left to sum for another kernel.
+"""
 
 import math
 
 import jax
+import jax.numpy as jnp
 import triton
 import triton.language as tl
 
 from dflash_jax.kernels.launch import triton_call
-from dflash_jax.kernels.triton_tiles import divisor, parts, products
+from dflash_jax.kernels.triton_tiles import divisor, parts, power, products, tile
 
-# A kernel takes at most so many weights.
-MOST = 3
-# Outputs of a program, and with weights in few bits; warps.
+# A kernel takes at most so many weights, and so many rows.
+MOST, ROWS = 3, 16
+# Outputs of a program for one token, and with weights in few bits; warps.
 OUTPUTS, WARPS = (4, 8), 4
+# Of more tokens, (outputs of a program, bytes of a row of x a step, warps, stages, those for weights in few bits):
+# where there are many outputs, and where some hundred programs must keep as much in flight.
+MANY, MANY_OUTPUTS, FEW_OUTPUTS = 4096, (32, 256, 2, 4, 6), (16, 512, 2, 6, 8)
+# The norm comes with so many outputs: every program takes it anew.
+MOST_NORMED = 1024
 
 
 @triton.jit
-def _project(
-    x, norm, w0, s0, w1, s1, w2, s2, y0, y1, y2,
-    H: tl.constexpr, N0: tl.constexpr, N1: tl.constexpr, NORMED: tl.constexpr, EPS: tl.constexpr,
-    OFFSET: tl.constexpr, RUN: tl.constexpr, BN: tl.constexpr, BH: tl.constexpr,
+def _own(block, w0, s0, y0, w1, s1, y1, w2, s2, y2, N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr,
+         BN: tl.constexpr):  # fmt: skip
+    """A program's (weight, scale, result, how many outputs that has, its own [BN]); past the end where they do not
+    fill it."""
+    b0: tl.constexpr = (N0 + BN - 1) // BN
+    b1: tl.constexpr = b0 + (N1 + BN - 1) // BN
+    weight, scale, y, outputs = w0, s0, y0, N0
+    if block >= b1:
+        block -= b1
+        weight, scale, y, outputs = w2, s2, y2, N2
+    elif block >= b0:
+        block -= b0
+        weight, scale, y, outputs = w1, s1, y1, N1
+    return weight, scale, y, outputs, block * BN + tl.arange(0, BN)
+
+
+@triton.jit
+def _project_one(
+    x, norm, rest, w0, s0, w1, s1, w2, s2, y0, y1, y2, normed,
+    H: tl.constexpr, N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, NORMED: tl.constexpr, KEPT: tl.constexpr,
+    GATED: tl.constexpr, REST: tl.constexpr, EPS: tl.constexpr, OFFSET: tl.constexpr, RUN: tl.constexpr,
+    BN: tl.constexpr, BH: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """y [outputs] = W · norm(x), x [H]. What the norm divides by comes last."""
-    block = tl.program_id(0)
-    weight, scale, y = w0, s0, y0
-    if block >= (N0 + N1) // BN:
-        block -= (N0 + N1) // BN
-        weight, scale, y = w2, s2, y2
-    elif block >= N0 // BN:
-        block -= N0 // BN
-        weight, scale, y = w1, s1, y1
-    row = block * BN + tl.arange(0, BN)
+    weight, scale, y, outputs, row = _own(tl.program_id(0), w0, s0, y0, w1, s1, y1, w2, s2, y2, N0, N1, N2, BN)
+    at = tl.minimum(row, outputs - 1).to(tl.int64)
     total = tl.zeros([BN], tl.float32)
+    up = tl.zeros([BN], tl.float32)
     square = 0.0
     for inner in tl.static_range(0, H, BH):
         k = inner + tl.arange(0, BH)
@@ -39,42 +62,124 @@ def _project(
         if NORMED:
             square += tl.sum(a * a, axis=0)
             a *= OFFSET + tl.load(norm + k).to(tl.float32)
-        total += tl.sum(products(weight, scale, row.to(tl.int64), a[None, :], inner, H, RUN, BH, BN), axis=1)
+        total += tl.sum(products(weight, scale, at, a[None, :], inner, H, RUN, BH, BN), axis=1)
+        if GATED:
+            up += tl.sum(products(weight, scale, N0 + at, a[None, :], inner, H, RUN, BH, BN), axis=1)
     if NORMED:
-        total *= tl.rsqrt(square / H + EPS)
-    tl.store(y + row, total.to(y.dtype.element_ty))
+        divided = tl.rsqrt(square / H + EPS)
+        total *= divided
+        up *= divided
+        if KEPT:
+            c = tl.program_id(0) * BC + tl.arange(0, BC)
+            a = tl.load(x + c, mask=c < H, other=0.0).to(tl.float32) * divided
+            a *= OFFSET + tl.load(norm + c, mask=c < H, other=0.0).to(tl.float32)
+            tl.store(normed + c, a.to(normed.dtype.element_ty), mask=c < H)
+    if GATED:
+        total = total / (1.0 + tl.exp(-total)) * up
+    if REST:
+        total += tl.load(rest + at).to(tl.float32)
+    tl.store(y + row, total.to(y.dtype.element_ty), mask=row < outputs)
 
 
-def fits(rows: int, weights) -> bool:
-    """Whether the kernel takes so many rows and such weights [*out, in]: sums over a run's inputs need a power of two
-    of them, and some hundred inputs a step."""
+@triton.jit
+def _project(
+    x, norm, rest, w0, s0, w1, s1, w2, s2, y0, y1, y2, normed,
+    R: tl.constexpr, H: tl.constexpr, N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, NORMED: tl.constexpr,
+    KEPT: tl.constexpr, GATED: tl.constexpr, REST: tl.constexpr, EPS: tl.constexpr, OFFSET: tl.constexpr,
+    RUN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BH: tl.constexpr, BC: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`_project_one` of R tokens, x [R, H]."""
+    weight, scale, y, outputs, row = _own(tl.program_id(0), w0, s0, y0, w1, s1, y1, w2, s2, y2, N0, N1, N2, BN)
+    at = tl.minimum(row, outputs - 1).to(tl.int64)
+    m = tl.arange(0, BM)[:, None]
+    total = tl.zeros([BM, BN], tl.float32)
+    up = tl.zeros([BM, BN], tl.float32)
+    square = tl.zeros([BM], tl.float32)
+    for inner in range(0, H, BH):
+        k = inner + tl.arange(0, BH)[None, :]
+        a = tl.load(x + m * H + k, mask=m < R, other=0.0)
+        if NORMED:
+            wide = a.to(tl.float32)
+            square += tl.sum(wide * wide, axis=1)
+            a = (wide * (OFFSET + tl.load(norm + k).to(tl.float32))).to(a.dtype)
+        w, s = tile(weight, scale, at, inner, H, RUN, BH, x.dtype.element_ty)
+        total += tl.dot(a, tl.trans(w), input_precision=PRECISION) * s
+        if GATED:
+            w, s = tile(weight, scale, N0 + at, inner, H, RUN, BH, x.dtype.element_ty)
+            up += tl.dot(a, tl.trans(w), input_precision=PRECISION) * s
+    if NORMED:
+        divided = tl.rsqrt(square / H + EPS)[:, None]
+        total *= divided
+        up *= divided
+        if KEPT:
+            c = tl.program_id(0) * BC + tl.arange(0, BC)[None, :]
+            a = tl.load(x + m * H + c, mask=(m < R) & (c < H), other=0.0).to(tl.float32) * divided
+            a *= OFFSET + tl.load(norm + c, mask=c < H, other=0.0).to(tl.float32)
+            tl.store(normed + m * H + c, a.to(normed.dtype.element_ty), mask=(m < R) & (c < H))
+    if GATED:
+        total = total / (1.0 + tl.exp(-total)) * up
+    live = (m < R) & (row < outputs)[None, :]
+    if REST:
+        total += tl.load(rest + m * N0 + row[None, :], mask=live, other=0.0).to(tl.float32)
+    tl.store(y + m * outputs + row[None, :], total.to(y.dtype.element_ty), mask=live)
+
+
+def fits(rows: int, inner: int, weights) -> bool:
+    """Whether the kernels take so many rows of so many inputs, and such weights."""
     runs = [parts(w)[2] for w in weights]
-    return rows == 1 and weights[0].shape[-1] % 64 == 0 and not any(run & (run - 1) for run in runs)
+    if rows == 1:
+        # Sums over a run's inputs need a power of two of them.
+        return inner % 64 == 0 and not any(run & (run - 1) for run in runs)
+    return rows <= ROWS and inner % 16 == 0 and all(run % 16 == 0 for run in runs)
 
 
-def project_triton(x, norm, weights, eps: float, offset: float) -> tuple:
-    """As `models.parts.projections` of one token: x [*, H], norm [H] or None."""
-    found, kinds = {}, {}
+def norms(rows: int, weights) -> bool:
+    """Whether the norm is better taken with these products than before them."""
+    return rows == 1 or sum(math.prod(w.shape[:-1]) for w in weights) <= MOST_NORMED
+
+
+def project_triton(
+    x, weights, norm=None, eps: float = 0.0, offset: float = 0.0, kept: bool = False, gated: bool = False, rest=None,
+    kind=None,
+) -> tuple:  # fmt: skip
+    """As `models.parts.linear`: x [R, H] by ``weights`` [O, H] (``gated``: [2 O, H]) → [R, O] each; the norm by
+    ``norm`` [H] or None, the residual ``rest`` [R, O] or None."""
+    found, kinds, normed = {}, {}, []
     for i, w in enumerate(weights):
         values, scale, run = parts(w)
         kinds.setdefault((values.dtype, scale.dtype, run), []).append(i)
     # A kernel's weights are of one kind.
-    for kind in kinds.values():
-        for at in range(0, len(kind), MOST):
-            taken = kind[at : at + MOST]
-            made = _together(x.reshape(-1), norm, [weights[i] for i in taken], eps, offset)
-            found |= dict(zip(taken, made, strict=True))
-    return tuple(found[i].reshape(*x.shape[:-1], *w.shape[:-1]) for i, w in enumerate(weights))
+    for alike in kinds.values():
+        for first in range(0, len(alike), MOST):
+            taken, keeps = alike[first : first + MOST], kept and not normed
+            chosen = [weights[i] for i in taken]
+            *made, last = _together(x, chosen, norm, rest, kind or x.dtype, eps, offset, keeps, gated)
+            normed += [last] * keeps
+            found |= dict(zip(taken, made, strict=False))
+    return (*(found[i] for i in range(len(weights))), *normed)
 
 
-def _together(x, norm, weights, eps: float, offset: float) -> tuple:
-    held, sizes = [parts(w) for w in weights], [math.prod(w.shape[:-1]) for w in weights]
-    run, spare = held[0][2], MOST - len(weights)
-    block = divisor(math.gcd(*sizes), OUTPUTS[run > 0])
-    args = [x, x if norm is None else norm, *(part for w in held for part in w[:2]), *held[0][:2] * spare]
-    out = [jax.ShapeDtypeStruct((size,), x.dtype) for size in (*sizes, *[0] * spare)]
-    n0, n1, _ = *sizes, *[0] * spare
-    return triton_call(
-        _project, args, out, (sum(sizes) // block,), num_warps=WARPS, H=x.shape[0], N0=n0, N1=n1,
-        NORMED=norm is not None, EPS=eps, OFFSET=offset, RUN=run, BN=block, BH=max(run, divisor(x.shape[0], 2048)),
-    )[: len(weights)]  # fmt: skip
+def _together(x, weights, norm, rest, kind, eps: float, offset: float, kept: bool, gated: bool) -> list:
+    """The results of at most `MOST` weights of one kind, stand-ins for the missing, and the normed x or one for it."""
+    (rows, hidden), held = x.shape, [parts(w) for w in weights]
+    values, scale, run = held[0]
+    sizes = [w.shape[0] >> gated for w in weights] + [0] * (MOST - len(weights))
+    if rows == 1:
+        kernel, block, warps, stages = _project_one, OUTPUTS[run > 0], WARPS, [1, 1]
+        more = {"BH": max(run, divisor(hidden, 2048))}
+    else:
+        kernel, (block, step, warps, *stages) = _project, MANY_OUTPUTS if sum(sizes) > MANY else FEW_OUTPUTS
+        exact = x.dtype == jnp.float32
+        more = {"R": rows, "BM": ROWS, "BH": divisor(run or hidden, step // x.dtype.itemsize)}
+        more["PRECISION"] = "ieee" if exact else "tf32"
+    programs = sum(-(-n // block) for n in sizes)
+    args = [x, x if norm is None else norm, x if rest is None else rest]
+    args += [part for w in held for part in w[:2]] + [values, scale] * (MOST - len(weights))
+    out = [jax.ShapeDtypeStruct((rows, n), kind) for n in sizes]
+    out.append(jax.ShapeDtypeStruct(x.shape if kept else (0,), x.dtype))
+    return list(triton_call(
+        kernel, args, out, (programs,), num_warps=warps, num_stages=stages[run > 0], H=hidden, NORMED=norm is not None,
+        KEPT=kept, GATED=gated, REST=rest is not None, EPS=eps, OFFSET=offset, RUN=run, BN=block,
+        BC=power(-(-hidden // programs)), **dict(zip(("N0", "N1", "N2"), sizes, strict=True)), **more,
+    ))  # fmt: skip

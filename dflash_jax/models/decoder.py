@@ -49,12 +49,12 @@ class DecoderLayer(nnx.Module):
         """x [B, T, H] → (x, record): tokens at positions length … length + T - 1 over a cache that stays as it is."""
         h = self.input_norm.ahead(x)
         if is_delta(self):
-            y, record = self.mixer(h, cache)
+            x, record = self.mixer(h, cache, residual=x)
         else:
             causal = jnp.tril(jnp.ones((x.shape[1],) * 2, bool))
-            y, k, v = self.mixer(h, angles[self.spec.mixer.rope], causal, cache, length)
+            x, k, v = self.mixer(h, angles[self.spec.mixer.rope], causal, cache, length, residual=x)
             record = KVRecord(k, v)
-        return self._mixed(x + y, valid), record
+        return self._mixed(x, valid), record
 
     def whole(self, x, valid, angles, starts):
         """x [B, T, H] → x, over whole documents that begin at ``starts`` [B, T]."""
@@ -63,8 +63,8 @@ class DecoderLayer(nnx.Module):
         return self._mixed(x + self.mixer.whole(h, starts, *more), valid)
 
     def _mixed(self, x, valid):
-        h = self.post_norm(x)
-        return x + self.ffn(h) if isinstance(self.spec.ffn, MlpSpec) else self.ffn(h, valid, x)
+        h = self.post_norm.ahead(x)
+        return self.ffn(h, x) if isinstance(self.spec.ffn, MlpSpec) else self.ffn(h, valid, x)
 
 
 def is_delta(layer: DecoderLayer) -> bool:

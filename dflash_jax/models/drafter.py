@@ -107,9 +107,9 @@ class DraftLayer(nnx.Module):
         return Bounds(first, recent, sinks)
 
     def __call__(self, x, mask, angles, cache: KVCache | None, start, bounds: Bounds):
-        y, _, _ = self.mixer(self.input_norm.ahead(x), angles[self.spec.attention.rope], mask, cache, start, bounds)
-        x = x + y
-        return x + self.ffn(self.post_norm(x))
+        h, own = self.input_norm.ahead(x), angles[self.spec.attention.rope]
+        x, _, _ = self.mixer(h, own, mask, cache, start, bounds, residual=x)
+        return self.ffn(self.post_norm.ahead(x), x)
 
 
 class Drafter(nnx.Module):

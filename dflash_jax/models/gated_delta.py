@@ -13,7 +13,7 @@ from flax import nnx
 from dflash_jax import kernels
 from dflash_jax.cache import DeltaRecord, DeltaState
 from dflash_jax.config import GatedDeltaSpec
-from dflash_jax.models.parts import constant, normal, parameter, project, projections, rms_norm
+from dflash_jax.models.parts import constant, linear, normal, output, parameter, rms_norm
 from dflash_jax.sharding import ONE_DEVICE, Cut, Layout
 
 CHUNK = 64
@@ -185,9 +185,10 @@ class GatedDelta(nnx.Module):
         empty = DeltaState(jnp.zeros(shape, jnp.float32), jnp.zeros((x.shape[0], kernel - 1, g, channels), x.dtype))
         return self(x, empty, starts)[0]
 
-    def __call__(self, x, state: DeltaState, starts=None) -> tuple[jax.Array, DeltaRecord]:
-        """x [B, T, H] or `parts.Normed` → (y [B, T, H], record). ``starts`` as in `delta_rule`."""
-        qkvz, gates = projections(x, self.qkvz[...], self.beta_alpha[...])
+    def __call__(self, x, state: DeltaState, starts=None, residual=None) -> tuple[jax.Array, DeltaRecord]:
+        """x [B, T, H] or `parts.Normed` → (y [B, T, H], with ``residual`` if given, record). ``starts`` as in
+        `delta_rule`."""
+        qkvz, gates = linear(x, (self.qkvz[...], self.beta_alpha[...]))
         weights = (self.conv[...], self.a_log[...], self.dt_bias[...], self.norm[...])
         forms = {"default": partial(mix, eps=self.eps, starts=starts)}
         if starts is None and kernels.are_wanted():
@@ -200,4 +201,4 @@ class GatedDelta(nnx.Module):
             if triton_delta.fits(x.shape[1], state):
                 forms["cuda"] = kernel
         y, record = jax.lax.platform_dependent(qkvz, gates, state, *weights, **forms)
-        return self.key_heads.sum(project(y, self.out[...], 3)), record
+        return output(y, self.out[...], 3, self.key_heads, residual), record

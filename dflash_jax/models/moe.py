@@ -8,7 +8,7 @@ from flax import nnx
 
 from dflash_jax import kernels
 from dflash_jax.config import MoeSpec
-from dflash_jax.models.parts import Mlp, normal, project, swiglu
+from dflash_jax.models.parts import Mlp, linear, normal, project, swiglu
 from dflash_jax.models.weights import dense
 from dflash_jax.sharding import ONE_DEVICE, Cut, Layout
 
@@ -131,8 +131,8 @@ def mixture(x, logits, live, first, gate_up, down, shared, residual, spec: MoeSp
     expert) → [N, H].
 
     gate_up and down hold the experts from ``first`` on; choices of others bring nothing. ``shared``: the shared
-    expert's gate_up [2, F, H] and down [H, F], and the logits [N] of its gate, or None. ``residual`` [N, H] is added,
-    where it is not None.
+    expert's gate_up [2, F, H] and down [H, F], and the float32 logits [N] of its gate, or None. ``residual`` [N, H] is
+    added, where it is not None.
     """
     weights, chosen = route(logits, spec)
     local = chosen - first
@@ -145,7 +145,12 @@ def mixture(x, logits, live, first, gate_up, down, shared, residual, spec: MoeSp
 
 def with_shared(y, x, shared):
     """y [N, H] and the gated shared expert's output of x; ``shared`` as in `mixture`."""
-    return y if shared is None else y + jax.nn.sigmoid(shared[2])[:, None] * swiglu(x, *shared[:2])
+    return y if shared is None else y + share(shared[2], x.dtype) * swiglu(x, *shared[:2])
+
+
+def share(gate, dtype):
+    """Of a shared expert, float32 logits [N] of its gate → [N, 1]."""
+    return jax.nn.sigmoid(gate)[:, None].astype(dtype)
 
 
 def mixture_triton(x, logits, live, first, gate_up, down, shared, residual, spec: MoeSpec):
@@ -165,9 +170,7 @@ def mixture_by_platform(x, logits, live, first, gate_up, down, shared, residual,
         from dflash_jax.kernels import triton_experts
 
         if triton_experts.fits(x.shape[0] * spec.experts_per_token, gate_up, down):
-            kernel = jax.custom_jvp(partial(mixture_triton, spec=spec))
-            kernel.defjvp(lambda primals, tangents: jax.jvp(plain, primals, tangents))
-            return jax.lax.platform_dependent(*args, default=plain, cuda=kernel)
+            return kernels.instead_of(plain, partial(mixture_triton, spec=spec), *args)
     return plain(*args)
 
 
@@ -187,16 +190,19 @@ class Moe(nnx.Module):
         return {"gate_up": (self.experts, None, self.features), "down": (self.experts, None, self.features)}
 
     def __call__(self, x, valid, residual=None):
-        """x [B, T, H] → [B, T, H], with ``residual`` [B, T, H] if given; tokens where ``valid`` [B, T] is False go to
-        no expert of their own."""
-        flat = x.reshape(-1, x.shape[-1])
+        """x [B, T, H] or `Normed` → [B, T, H], with ``residual`` [B, T, H] if given; tokens where ``valid`` [B, T] is
+        False go to no expert of their own."""
+        weights = (self.router[...],)
+        if self.spec.shared_intermediate_size is not None:
+            weights += (self.shared_gate[...],)
+        logits, *gates, x = linear(x, weights, kind=jnp.float32, kept=True)
+        flat, logits = x.reshape(-1, x.shape[-1]), logits.reshape(-1, logits.shape[-1])
         rest = None if residual is None else residual.reshape(flat.shape)
-        logits = jnp.einsum("th,eh->te", flat, self.router[...], preferred_element_type=jnp.float32)
         gate_up, down = self.gate_up[...], self.down[...]
         first = self.experts.index() * gate_up.shape[0]
         routed, shared, gate = Cut(self.features.axes + self.experts.axes), None, None
         if self.spec.shared_intermediate_size is not None:
-            gate = jnp.einsum("th,h->t", flat, self.shared_gate[...])
+            gate = gates[0].reshape(-1)
             if routed == self.shared.features:
                 shared = (self.shared.gate_up[...], self.shared.down[...], gate)
         # Added once: by the kernels, or behind the sum over devices, where aligned windows keep their bits on a CPU.
@@ -204,6 +210,6 @@ class Moe(nnx.Module):
         args = (flat, logits, valid.reshape(-1), first, gate_up, down, shared, rest if is_last else None)
         y = routed.sum(mixture_by_platform(*args, self.spec))
         if gate is not None and shared is None:
-            y = y + jax.nn.sigmoid(gate)[:, None] * self.shared(flat)
+            y = y + share(gate, y.dtype) * self.shared(flat)
         y = y.reshape(x.shape)
         return y if is_last or residual is None else residual + y

@@ -7,19 +7,18 @@ Weights are stored ``[out, in]`` with head axes of their own, so that they shard
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from dflash_jax import kernels
-from dflash_jax.cache import KVCache, attend
+from dflash_jax.cache import KVCache, attend, through_gate
 from dflash_jax.config import AttentionSpec
 from dflash_jax.models.intervals import interval_attention
 from dflash_jax.models.rope import apply_rope
 from dflash_jax.models.weights import is_form
-from dflash_jax.sharding import ONE_DEVICE, Cut, Layout
+from dflash_jax.sharding import ONE_DEVICE, WHOLE, Cut, Layout
 
 
 def parameter(rngs: nnx.Rngs | None, shape: tuple[int, ...], dtype, draw: Callable) -> nnx.Param:
@@ -75,7 +74,7 @@ class RMSNorm(nnx.Module):
 
 @dataclass(frozen=True)
 class Normed:
-    """What `rms_norm` takes, before `projections`: one kernel may do both."""
+    """What `rms_norm` takes, before `linear`: one kernel may do both."""
 
     x: jax.Array
     weight: jax.Array
@@ -87,23 +86,44 @@ class Normed:
         return self.x.shape
 
 
-def projections(x, *weights) -> tuple:
-    """`project` of one x [..., H], an array or `Normed`, by several weights [*out, H]."""
+def linear(x, weights, contracted: int = 1, *, kind=None, kept: bool = False, gated: bool = False, residual=None):
+    """`project` of one x [..., *in], an array or `Normed`, by each of ``weights`` [*out, *in]: a tuple.
+
+    ``kept``: the normed x follows. ``gated``: weights are [2, F, H], and what the first half gives gates, through a
+    silu, what the second gives. ``residual`` [..., *out] is added to each.
+    """
     normed = isinstance(x, Normed)
     x, norm, eps, offset = (x.x, x.weight, x.eps, x.offset) if normed else (x, None, 0.0, 0.0)
 
-    def plain(x, norm, weights):
+    def plain(x, norm, weights, residual):
         x = x if norm is None else rms_norm(x, norm, eps, offset)
-        return tuple(project(x, w) for w in weights)
+        made = [project(x, w, contracted, kind) for w in weights]
+        if gated:
+            made = [jax.nn.silu(y[..., 0, :]) * y[..., 1, :] for y in made]
+        if residual is not None:
+            made = [residual + y for y in made]
+        return (*made, x) if kept else tuple(made)
 
     if kernels.are_wanted():
         from dflash_jax.kernels import triton_project
 
-        if triton_project.fits(math.prod(x.shape[:-1]), weights):
-            kernel = jax.custom_jvp(partial(triton_project.project_triton, eps=eps, offset=offset))
-            kernel.defjvp(lambda primals, tangents: jax.jvp(plain, primals, tangents))
-            return jax.lax.platform_dependent(x, norm, weights, default=plain, cuda=kernel)
-    return plain(x, norm, weights)
+        rows, inner = math.prod(x.shape[: x.ndim - contracted]), math.prod(x.shape[x.ndim - contracted :])
+
+        def kernel(x, norm, weights, residual):
+            if norm is not None and not triton_project.norms(rows, weights):
+                x, norm = rms_norm(x, norm, eps, offset), None
+            shapes = [w.shape[gated : w.ndim - contracted] for w in weights]
+            rest = None if residual is None else residual.reshape(rows, -1)
+            made = triton_project.project_triton(
+                x.reshape(rows, inner), [w.reshape(-1, inner) for w in weights], norm, eps, offset,
+                kept=kept and norm is not None, gated=gated, rest=rest, kind=kind,
+            )  # fmt: skip
+            out = [y.reshape(*x.shape[: x.ndim - contracted], *s) for y, s in zip(made, shapes, strict=False)]
+            return (*out, made[-1].reshape(x.shape) if norm is not None else x) if kept else tuple(out)
+
+        if triton_project.fits(rows, inner, weights):
+            return kernels.instead_of(plain, kernel, x, norm, weights, residual)
+    return plain(x, norm, weights, residual)
 
 
 class Attention(nnx.Module):
@@ -141,46 +161,70 @@ class Attention(nnx.Module):
 
     def keys_values(self, x, angles):
         """k (normed, rotated) and v, [B, T, K, D], of x [B, T, H]."""
-        k, v = projections(x, self.k[...], self.v[...])
-        return self._keys(k, angles), v
+        k, v = linear(x, (self.k[...], self.v[...]))
+        return self.rotated(None, k, angles)[1], v
 
-    def _keys(self, k, angles):
-        return apply_rope(self.k_norm(k) if self.spec.qk_norm else k, angles)
+    def rotated(self, q, k, angles):
+        """q [B, T, N, 1 or 2, D], of which the first counts, or None, and k [B, T, K, D] → both [B, T, heads, D],
+        normed and rotated."""
+        norms = (self.q_norm, self.k_norm) if self.spec.qk_norm else (None, None)
+
+        def plain(q, k, angles, weights):
+            def turned(x, norm, weight):
+                return apply_rope(x if norm is None else rms_norm(x, weight, norm.eps, norm.offset), angles)
+
+            q = None if q is None else turned(q[..., 0, :], norms[0], weights[0])
+            return q, turned(k, norms[1], weights[1])
+
+        args = (q, k, angles, [None if norm is None else norm.weight[...] for norm in norms])
+        if kernels.are_wanted():
+            from dflash_jax.kernels import triton_attention
+
+            def kernel(*args):
+                more = {} if norms[0] is None else {"eps": norms[0].eps, "offset": norms[0].offset}
+                return triton_attention.rotate_triton(*args, **more)
+
+            if triton_attention.rotates(k):
+                return kernels.instead_of(plain, kernel, *args)
+        return plain(*args)
 
     def inputs(self, x, angles):
-        """q, k (normed, rotated), v and the raw output gate (None where there is none), [B, T, heads, D], of x [B, T,
-        H], an array or `Normed`."""
-        q, k, v = projections(x, self.q[...], self.k[...], self.v[...])
-        gate = q[..., 1, :] if self.spec.gated else None
-        q = q[..., 0, :]
-        if self.spec.qk_norm:
-            q = self.q_norm(q)
-        return apply_rope(q, angles), self._keys(k, angles), v, gate
+        """q, k (normed, rotated) and v, [B, T, heads, D], of x [B, T, H], an array or `Normed`; and what
+        `cache.through_gate` takes, [B, T, N, 2, D], or None."""
+        both, k, v = linear(x, (self.q[...], self.k[...], self.v[...]))
+        q, k = self.rotated(both, k, angles)
+        return q, k, v, both if self.spec.gated else None
 
-    def output(self, y, gate):
-        """Attended values [B, T, N, D] → [B, T, H]."""
-        if gate is not None:
-            y = y * jax.nn.sigmoid(gate)
-        return self.heads.sum(project(y, self.o[...], 2))
+    def output(self, y, residual=None):
+        """Attended values [B, T, N, D] → [B, T, H], with ``residual`` [B, T, H] if given."""
+        return output(y, self.o[...], 2, self.heads, residual)
 
     def whole(self, x, starts, angles):
         """x [B, T, H] → y [B, T, H] over whole documents, each from its first token ``starts`` int [B, T] on."""
-        q, k, v, gate = self.inputs(x, angles)
+        q, k, v, both = self.inputs(x, angles)
         b, t, n, d = q.shape
         upto = jnp.broadcast_to(jnp.arange(1, t + 1), (b, t))
         q = q.reshape(b, t, k.shape[2], -1, d) * d**-0.5
-        return self.output(interval_attention(q, k, v, starts, upto)[0].reshape(b, t, n, d), gate)
+        return self.output(through_gate(interval_attention(q, k, v, starts, upto)[0].reshape(b, t, n, d), both))
 
-    def __call__(self, x, angles, own_mask, cache: KVCache | None, length, bounds=None):
-        """x [B, T, H] or `Normed` → (y [B, T, H], k, v). Masks and ``bounds`` as in `cache.attend`."""
-        q, k, v, gate = self.inputs(x, angles)
-        return self.output(attend(q, k, v, own_mask, cache, length, bounds), gate), k, v
+    def __call__(self, x, angles, own_mask, cache: KVCache | None, length, bounds=None, residual=None):
+        """x [B, T, H] or `Normed` → (y [B, T, H], with ``residual`` if given, k, v). Masks and ``bounds`` as in
+        `cache.attend`."""
+        q, k, v, both = self.inputs(x, angles)
+        return self.output(attend(q, k, v, own_mask, cache, length, bounds, both), residual), k, v
 
 
-def swiglu(x, gate_up, down):
-    """x [..., H] → down · (silu(gate · x) · (up · x)), [..., H]; gate_up [2, F, H], down [H, F]."""
-    both = project(x, gate_up)
-    return project(jax.nn.silu(both[..., 0, :]) * both[..., 1, :], down)
+def output(y, weight, contracted: int, cut: Cut, residual):
+    """The last map of a part of a layer, summed over the devices that have its inputs; ``residual`` is added once."""
+    if residual is None or not cut.axes:
+        return linear(y, (weight,), contracted, residual=residual)[0]
+    return residual + cut.sum(linear(y, (weight,), contracted)[0])
+
+
+def swiglu(x, gate_up, down, cut: Cut = WHOLE, residual=None):
+    """x [..., H] or `Normed` → down · (silu(gate · x) · (up · x)), [..., H]; gate_up [2, F, H], down [H, F]. ``cut``
+    and ``residual`` as in `output`."""
+    return output(linear(x, (gate_up,), gated=True)[0], down, 1, cut, residual)
 
 
 class Mlp(nnx.Module):
@@ -195,5 +239,6 @@ class Mlp(nnx.Module):
     def matrices(self) -> dict[str, int]:
         return {"gate_up": 1, "down": 1}
 
-    def __call__(self, x):
-        return self.features.sum(swiglu(x, self.gate_up[...], self.down[...]))
+    def __call__(self, x, residual=None):
+        """x [..., H] or `Normed` → [..., H], with ``residual`` [..., H] if given."""
+        return swiglu(x, self.gate_up[...], self.down[...], self.features, residual)

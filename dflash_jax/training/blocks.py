@@ -7,6 +7,7 @@ one document or several; ``starts`` int [B, T] says where that of each token beg
 import jax
 import jax.numpy as jnp
 
+from dflash_jax.cache import through_gate
 from dflash_jax.models.drafter import Drafter, DraftLayer
 from dflash_jax.models.intervals import interval_attention
 from dflash_jax.models.rope import rope_angles
@@ -38,7 +39,7 @@ def _attend(layer: DraftLayer, h, keys, values, anchors, first, positions):
     b, a, w, hidden = h.shape
     mixer, spec, rows = layer.mixer, layer.spec.attention, b * a
     flat, angles = h.reshape(rows, w, hidden), rope_angles(positions.reshape(rows, w), layer.spec.attention.rope)
-    q, k, v, gate = mixer.inputs(flat, angles)
+    q, k, v, both = mixer.inputs(flat, angles)
     heads, repeat, d = spec.num_kv_heads, spec.num_heads // spec.num_kv_heads, spec.head_dim
     q = q.reshape(b, a, w, heads, repeat, d) * d**-0.5
     k, v = k.reshape(b, a, w, heads, d), v.reshape(b, a, w, heads, d)
@@ -56,7 +57,7 @@ def _attend(layer: DraftLayer, h, keys, values, anchors, first, positions):
     # Two softmaxes are one, weighted by their sums.
     share = jax.nn.sigmoid(far_sum - near_sum)[..., None]
     y = (far.reshape(near.shape) * share + near * (1 - share)).astype(h.dtype)
-    return mixer.output(y.reshape(rows, w, spec.num_heads, d), gate).reshape(h.shape)
+    return mixer.output(through_gate(y.reshape(rows, w, spec.num_heads, d), both)).reshape(h.shape)
 
 
 def block_states(drafter: Drafter, features, embedded, anchors, starts=None):

@@ -6,15 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from helpers import random_decoder, tiny_config
 
-from dflash_jax.cache import Bounds, DeltaRecord, DeltaState, KVCache, attend_in_pieces, replay_plain
+from dflash_jax.cache import Bounds, DeltaRecord, DeltaState, KVCache, attend_in_pieces, replay_plain, through_gate
 from dflash_jax.config import GatedDeltaSpec, MoeSpec
 from dflash_jax.models.decoder import init_cache
 from dflash_jax.models.gated_delta import mix
 from dflash_jax.models.moe import experts_gathered, mixture, mixture_by_platform, mixture_triton
-from dflash_jax.models.parts import Normed, projections
+from dflash_jax.models.parts import Normed
 from dflash_jax.models.weights import quantize
+from dflash_jax.sharding import ONE_DEVICE
 
 
 def normal(rng, *shape):
@@ -89,29 +91,92 @@ def test_rows_do_not_depend_on_one_another():
         np.testing.assert_array_equal(experts_triton(*copies, gate_up, down)[0], among[i])
 
 
+@pytest.mark.parametrize("rows", [1, 3, 16])
 @pytest.mark.parametrize(
-    ("hidden", "outputs", "quantized", "is_normed"),
+    ("hidden", "outputs", "quantized", "options"),
     [
-        (192, ((6, 16), (48,)), None, True),
-        (128, ((2, 32), (16,), (32,), (16,)), None, True),
-        (64, ((20,),), None, False),
-        (128, ((32,), (16,), (32,)), ("fp8", 2), True),
-        (128, ((48,), (16, 2)), ("int8", 1), False),
+        (192, ((6, 16), (48,)), None, {"norm"}),
+        (128, ((2, 32), (16,), (32,), (16,)), None, {"norm", "kept"}),
+        (64, ((20,),), None, {"residual"}),
+        (192, ((70,), ()), None, {"norm", "kept", "float32"}),
+        (128, ((2, 40),), None, {"norm", "gated"}),
+        (128, ((2, 40),), ("fp8", 2), {"gated"}),
+        (128, ((32,), (16,), (32,)), ("fp8", 2), {"norm", "kept"}),
+        (128, ((48,), (16, 2)), ("int8", 1), set()),
+        (128, ((48,),), ("int8", 1), {"residual"}),
     ],
 )
-def test_projections(hidden, outputs, quantized, is_normed):
-    """One weight to four, of one kind or of two, by one token or by its norm."""
-    from dflash_jax.kernels.triton_project import fits, project_triton
+@pytest.mark.parametrize("many", [False, True])
+def test_linear(monkeypatch, rows, hidden, outputs, quantized, options, many):
+    """One weight to four, of one kind or of two, by tokens or by their norm; more outputs than a program takes."""
+    from dflash_jax import kernels
+    from dflash_jax.kernels import triton_project
+    from dflash_jax.models.parts import linear
 
+    monkeypatch.setattr(triton_project, "MANY", 0 if many else 1000)
+    monkeypatch.setattr(triton_project, "MOST_NORMED", 0 if many else 1000)
     rng = np.random.default_rng(len(outputs))
-    x, norm = 3 * normal(rng, 1, 1, hidden), normal(rng, hidden) if is_normed else None
+    x, norm = 3 * normal(rng, rows, 1, hidden), normal(rng, hidden)
     weights = [normal(rng, *size, hidden) / 10 for size in outputs]
     if quantized:
-        weights[:-1] = [quantize(w, *quantized) for w in weights[:-1]]
-    assert fits(1, weights)
-    given = Normed(x, norm, 1e-6, 1.0) if is_normed else x
-    for got, expected in zip(project_triton(x, norm, weights, 1e-6, 1.0), projections(given, *weights), strict=True):
-        np.testing.assert_allclose(got, expected, atol=2e-5)
+        weights[: max(len(weights) - 1, 1)] = [quantize(w, *quantized) for w in weights[: max(len(weights) - 1, 1)]]
+    assert triton_project.fits(rows, hidden, weights)
+    given = Normed(x, norm, 1e-6, 1.0) if "norm" in options else x
+    chosen = {"kept": "kept" in options, "gated": "gated" in options}
+    if "residual" in options:
+        chosen["residual"] = normal(rng, rows, 1, *outputs[0])
+    if "float32" in options:
+        chosen["kind"] = jnp.float32
+    expected, calls = linear(given, weights, **chosen), []
+    monkeypatch.setattr(kernels, "_choice", "triton")
+    monkeypatch.setattr(kernels, "instead_of", lambda plain, kernel, *args: calls.append(kernel) or kernel(*args))
+    got = linear(given, weights, **chosen)
+    assert calls
+    for one, other in zip(got, expected, strict=True):
+        np.testing.assert_allclose(one, other, atol=3e-5)
+
+
+@pytest.mark.parametrize("contracted", [2, 3])
+def test_linear_over_several_axes(monkeypatch, contracted):
+    from dflash_jax import kernels
+    from dflash_jax.models.parts import linear
+
+    rng = np.random.default_rng(contracted)
+    inner = (4, 2, 16)[-contracted:]
+    x, weight = normal(rng, 2, 3, *inner), normal(rng, 24, *inner)
+    rest = normal(rng, 2, 3, 24)
+    expected = linear(x, (weight,), contracted, residual=rest)
+    monkeypatch.setattr(kernels, "_choice", "triton")
+    monkeypatch.setattr(kernels, "instead_of", lambda plain, kernel, *args: kernel(*args))
+    np.testing.assert_allclose(linear(x, (weight,), contracted, residual=rest)[0], expected[0], atol=2e-5)
+
+
+@pytest.mark.parametrize(("heads", "gated", "rotated"), [(4, True, 8), (3, False, 32), (0, False, 12)])
+def test_rotation(heads, gated, rotated):
+    """Queries with their gates beside them, or none; all of a head or its first places; with norms and without."""
+    from dflash_jax.config import AttentionSpec, RopeSpec
+    from dflash_jax.kernels.triton_attention import rotate_triton, rotates
+    from dflash_jax.models.parts import Attention
+    from dflash_jax.models.rope import rope_angles
+
+    rng = np.random.default_rng(heads)
+    q = normal(rng, 2, 3, heads, 2 if gated else 1, 32) if heads else None
+    k, rope = normal(rng, 2, 3, 2, 32), RopeSpec(theta=100.0, dim=rotated)
+    angles = rope_angles(jnp.asarray([[3, 4, 5], [70, 71, 72]]), rope)
+    assert rotates(k)
+    for norm in (False, True):
+        spec = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=32, rope=rope, qk_norm=norm, gated=gated)
+        layer = Attention(spec, 16, 1e-6, 1.0, nnx.Rngs(0), jnp.float32, ONE_DEVICE)
+        norms = [None, None]
+        if norm:
+            norms = [normal(rng, 32), normal(rng, 32)]
+            layer.q_norm.weight.set_value(norms[0])
+            layer.k_norm.weight.set_value(norms[1])
+        expected = layer.rotated(q, k, angles)
+        for one, other in zip(rotate_triton(q, k, angles, norms, 1e-6, 1.0), expected, strict=True):
+            assert (one is None) == (other is None)
+            if one is not None:
+                np.testing.assert_allclose(one, other, atol=2e-6)
 
 
 @pytest.mark.parametrize(
@@ -158,14 +223,46 @@ def test_attention(rows, tokens, heads, kv_heads, dim, capacity, window, sinks):
     own = jnp.tril(jnp.ones((tokens, tokens), bool))
     assert fits(q)
     for mask in (own, jnp.broadcast_to(own, (rows, tokens, tokens)).at[0].set(True)):
-        got = attend_triton(q, k, v, mask, cache, length, bounds)
-        np.testing.assert_allclose(got, attend_in_pieces(q, k, v, mask, cache, length, bounds, 256), atol=1e-6)
+        expected = attend_in_pieces(q, k, v, mask, cache, length, bounds, 256)
+        np.testing.assert_allclose(attend_triton(q, k, v, mask, cache, length, bounds), expected, atol=1e-6)
+    both = normal(rng, rows, tokens, heads, 2, dim)
+    got = attend_triton(q, k, v, mask, cache, length, bounds, both)
+    np.testing.assert_allclose(got, through_gate(expected, both), atol=1e-6)
+
+
+@pytest.mark.parametrize(("rows", "tokens", "window"), [(1, 1, None), (3, 5, None), (2, 16, 20)])
+def test_writing(rows, tokens, window):
+    """Into rows of a larger cache, or one that is past its end; kept tokens only, in a ring only the newest of a
+    slot."""
+    from dflash_jax.kernels.triton_attention import write_triton, writes
+
+    rng = np.random.default_rng(tokens)
+    cache = KVCache.create(rows + 1, 2, 16, 40, jnp.float32, window)
+    held = [normal(rng, *cache.k.shape) for _ in range(2)]
+    taken = jnp.asarray([rows, rows + 7, 0][:rows], jnp.int32)
+    cache = KVCache(*held, taken, cache.sinks, cache.ring)
+    k, v = normal(rng, rows, tokens, 2, 16), normal(rng, rows, tokens, 2, 16)
+    positions = jnp.asarray([[7], [20], [33]][:rows]) + jnp.arange(tokens)
+    assert writes(k)
+    for kept in range(tokens + 1):
+        expected = cache.write(k, v, positions, jnp.arange(tokens) < jnp.full((rows, 1), kept))
+        found = []
+
+        def record(*args, found=found):
+            found.extend(write_triton(*args))
+            return found
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("dflash_jax.cache.put", record)
+            cache.write(k, v, positions, jnp.arange(tokens) < jnp.full((rows, 1), kept))
+        for one, other in zip(found, (expected.k, expected.v), strict=True):
+            np.testing.assert_array_equal(one, other)
 
 
 def test_what_a_kernel_computes_has_a_gradient(monkeypatch):
     """That of a plain form: a target can be trained where kernels are."""
     from dflash_jax import kernels
-    from dflash_jax.kernels import triton_experts, triton_routing
+    from dflash_jax.kernels import triton_experts, triton_project, triton_routing
 
     rng = np.random.default_rng(0)
     x, gate_up, down = normal(rng, 6, 64), normal(rng, 8, 2, 32, 64), normal(rng, 8, 64, 32)
@@ -186,7 +283,7 @@ def test_what_a_kernel_computes_has_a_gradient(monkeypatch):
         calls.append(kernel)
         return jax.pure_callback(lambda *args: None, tuple(out), *args)
 
-    for module in (triton_experts, triton_routing):
+    for module in (triton_experts, triton_project, triton_routing):
         monkeypatch.setattr(module, "triton_call", absent)
     monkeypatch.setattr(kernels, "_choice", "triton")
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), gradient(), plain)
@@ -258,7 +355,9 @@ def test_a_kernel_gives_what_its_definition_gives(monkeypatch, dtype, tokens, qu
     delta = GatedDeltaSpec(num_key_heads=2, num_value_heads=4, key_dim=16, value_dim=16, conv_kernel=4)
     config = tiny_config("da", vocab_size=61, hidden_size=64)
     layers = [replace(spec, ffn=MoeSpec(8, 2, 32, 32)) for spec in config.layers]
-    config = replace(config, hidden_size=64, layers=(replace(layers[0], mixer=delta), layers[1]))
+    attention = replace(layers[1].mixer, head_dim=16)
+    layers = (replace(layers[0], mixer=delta), replace(layers[1], mixer=attention))
+    config = replace(config, hidden_size=64, layers=layers)
     model = jax.tree.map(lambda x: x.astype(dtype), random_decoder(config, 0))
     if quantized:
         ffn = model.layers[0].ffn
@@ -272,10 +371,14 @@ def test_a_kernel_gives_what_its_definition_gives(monkeypatch, dtype, tokens, qu
         hidden, features, record = model.verify(block, cache, length, length + tokens, (0,))
         return hidden, features, model.commit(cache, record, length, length + tokens)
 
+    # What was traced of a kernel by an earlier test is kept.
+    jax.clear_caches()
     with kernels.without():
         plain = jax.eval_shape(step, cache, length)
     # Another function: what is traced of one is kept.
     found = jax.eval_shape(lambda *args: step(*args), cache, length)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), found) == jax.tree.map(lambda x: (x.shape, x.dtype), plain)
-    wanted = {"_route"} | ({"_gate_up_one", "_down_one", "_project"} if tokens == 1 else {"_gate_up", "_down"})
+    wanted = {"_route", "_rotate", "_attend", "_join", "_write"}
+    wanted |= {"_gate_up_one", "_down_one", "_project_one"} if tokens == 1 else {"_gate_up", "_down"}
+    wanted |= {"_project"} if tokens == 5 else set()
     assert wanted | ({"_mix_one" if tokens == 1 else "_mix", "_replay"} if tokens <= 16 else set()) <= called
