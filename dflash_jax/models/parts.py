@@ -216,9 +216,10 @@ class Attention(nnx.Module):
 
 def output(y, weight, contracted: int, cut: Cut, residual):
     """The last map of a part of a layer, summed over the devices that have its inputs; ``residual`` is added once."""
-    if residual is None or not cut.axes:
+    if not cut.axes:
         return linear(y, (weight,), contracted, residual=residual)[0]
-    return residual + cut.sum(linear(y, (weight,), contracted)[0])
+    y = cut.sum(linear(y, (weight,), contracted)[0])
+    return y if residual is None else residual + y
 
 
 def swiglu(x, gate_up, down, cut: Cut = WHOLE, residual=None):
