@@ -18,9 +18,8 @@ from dflash_jax.kernels.triton_tiles import divisor, parts, power, products, til
 FEW_ROWS, MANY_ROWS = (64, 4, 4), (64, 4, 3)
 # Of one token, whose products have no matrix: (outputs of a program, warps, those for weights in few bits).
 GATE_UP_ONE, DOWN_ONE = (1, 2, 1), (1, 1, 1)
-# 1,024 tokens of eight, the largest chunk of prefill (of ten they go to XLA): a program of `_align` holds the counts of
-# all chunks in shared memory.
-MOST_CHOICES = 8192
+# More are for XLA, whose arrays are as large as the experts and not as the choices.
+MOST_CHOICES = 1 << 16
 
 
 @triton.jit

@@ -12,8 +12,8 @@ from dflash_jax.config import MoeSpec
 from dflash_jax.kernels.launch import triton_call
 from dflash_jax.kernels.triton_tiles import power
 
-# Choices that one program sorts.
-_CHUNK = 64
+# Choices that one program sorts, and of how many such chunks it adds up the counts itself.
+_CHUNK, _COUNTED = 64, 128
 
 
 @triton.jit
@@ -64,17 +64,35 @@ def _count(chosen, weights, counts, C: tl.constexpr, EP: tl.constexpr, CHUNK: tl
 
 
 @triton.jit
+def _before(counts, before, EP: tl.constexpr, CHUNKS: tl.constexpr, STEP: tl.constexpr, BE: tl.constexpr):
+    """before [chunks + 1, EP]: the sums of ``counts`` over earlier chunks; behind the last, over all."""
+    e = tl.program_id(0) * BE + tl.arange(0, BE)
+    total = tl.zeros([BE], tl.int32)
+    for first in range(0, CHUNKS, STEP):
+        chunk = first + tl.arange(0, STEP)[:, None]
+        each = tl.load(counts + chunk * EP + e[None, :], mask=chunk < CHUNKS, other=0)
+        tl.store(before + chunk * EP + e[None, :], total[None, :] + tl.cumsum(each, axis=0) - each, mask=chunk < CHUNKS)
+        total += tl.sum(each, axis=0)
+    tl.store(before + CHUNKS * EP + e, total)
+
+
+@triton.jit
 def _align(
     chosen, weights, counts, order, owner, blocks,
     C: tl.constexpr, EP: tl.constexpr, M: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, PP: tl.constexpr,
 ):  # fmt: skip
-    """order [S]: the choice in each slot, C for none; owner [blocks]: each block's expert; blocks [1]."""
+    """order [S]: the choice in each slot, C for none; owner [blocks]: each block's expert; blocks [1]. ``counts``:
+    those of each chunk where there are up to PP, or else `_before`'s."""
     p = tl.program_id(0)
     ids = tl.arange(0, EP)
-    chunk = tl.arange(0, PP)[:, None]
-    each = tl.load(counts + chunk * EP + ids[None, :], mask=chunk < CHUNKS, other=0)
-    count = tl.sum(each, axis=0)
-    before = tl.sum(tl.where(chunk < p, each, 0), axis=0)
+    if CHUNKS > PP:
+        before = tl.load(counts + p * EP + ids)
+        count = tl.load(counts + CHUNKS * EP + ids)
+    else:
+        chunk = tl.arange(0, PP)[:, None]
+        each = tl.load(counts + chunk * EP + ids[None, :], mask=chunk < CHUNKS, other=0)
+        count = tl.sum(each, axis=0)
+        before = tl.sum(tl.where(chunk < p, each, 0), axis=0)
     needed = (count + M - 1) // M
     first = tl.cumsum(needed, axis=0) - needed
     at = p * CHUNK + tl.arange(0, CHUNK)
@@ -113,7 +131,13 @@ def aligned(weights, chosen, experts: int, rows: int) -> list:
         _count, [chosen, weights], [jax.ShapeDtypeStruct((chunks, ep), jnp.int32)], (chunks,),
         num_warps=8, C=c, EP=ep, CHUNK=_CHUNK,
     )  # fmt: skip
+    if chunks > _COUNTED:
+        block = min(ep, 16)
+        (counts,) = triton_call(
+            _before, [counts], [jax.ShapeDtypeStruct((chunks + 1, ep), jnp.int32)], (ep // block,), num_warps=4,
+            EP=ep, CHUNKS=chunks, STEP=_COUNTED, BE=block,
+        )  # fmt: skip
     return list(triton_call(
         _align, [chosen, weights, counts], [jax.ShapeDtypeStruct((n,), jnp.int32) for n in (most * rows, most, 1)],
-        (chunks,), num_warps=8, C=c, EP=ep, M=rows, CHUNK=_CHUNK, CHUNKS=chunks, PP=power(chunks),
+        (chunks,), num_warps=8, C=c, EP=ep, M=rows, CHUNK=_CHUNK, CHUNKS=chunks, PP=power(min(chunks, _COUNTED)),
     ))  # fmt: skip
