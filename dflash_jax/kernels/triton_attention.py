@@ -152,7 +152,7 @@ def _write(
     slot = tl.load(slots + token)
     d = tl.arange(0, D)
     source, into = token * KH * D + head * D + d, ((row * KH + head) * CAP + slot) * D + d
-    is_kept = d < tl.where((slot < CAP) & (row < ROWS), D, 0)
+    is_kept = d < tl.where((slot >= 0) & (slot < CAP) & (row < ROWS), D, 0)
     tl.store(k_held + into, tl.load(k + source).to(k_held.dtype.element_ty), mask=is_kept)
     tl.store(v_held + into, tl.load(v + source).to(v_held.dtype.element_ty), mask=is_kept)
 

@@ -17,13 +17,15 @@ from dflash_jax.kernels.triton_tiles import divisor, parts, power, products, til
 
 # A kernel takes at most so many weights, and so many rows.
 MOST, ROWS = 3, 16
-# Outputs of a program for one token, and with weights in few bits; warps.
-OUTPUTS, WARPS = (4, 8), 4
-# Of more tokens, (outputs of a program, bytes of a row of x a step, warps, stages, those for weights in few bits):
-# where there are many outputs, and where some hundred programs must keep as much in flight.
-MANY, MANY_OUTPUTS, FEW_OUTPUTS = 4096, (32, 256, 2, 4, 6), (16, 512, 2, 6, 8)
-# The norm comes with so many outputs: every program takes it anew.
-MOST_NORMED = 1024
+# Of one token, outputs of a program; of weights in few bits or of many inputs; warps.
+OUTPUTS, LONG, WARPS = (4, 8), 8192, 4
+# Of more tokens, {outputs of a program: (bytes of a row of x a step, warps, stages, those for few bits)}: some
+# 5 MB of weights are on their way. Each program reads all of x, from the L2 cache: it has as many outputs as leave so
+# many programs, and with weights in few bits.
+TILES, PROGRAMS = {64: (256, 4, 4, 6), 32: (512, 2, 4, 8), 16: (512, 2, 6, 8)}, (128, 64)
+# The norm comes with so many outputs, for every program takes it anew; and at least one for so many inputs, which the
+# programs hand on in parts.
+MOST_NORMED, INPUTS_OF_OUTPUT = 1024, 32
 
 
 @triton.jit
@@ -55,18 +57,20 @@ def _project_one(
     at = tl.minimum(row, outputs - 1).to(tl.int64)
     total = tl.zeros([BN], tl.float32)
     up = tl.zeros([BN], tl.float32)
-    square = 0.0
+    # Summed at the end: a sum over threads would have the next loads wait.
+    squares = tl.zeros([BH], tl.float32)
     for inner in tl.static_range(0, H, BH):
         k = inner + tl.arange(0, BH)
         a = tl.load(x + k).to(tl.float32)
         if NORMED:
-            square += tl.sum(a * a, axis=0)
+            squares += a * a
             a *= OFFSET + tl.load(norm + k).to(tl.float32)
-        total += tl.sum(products(weight, scale, at, a[None, :], inner, H, RUN, BH, BN), axis=1)
+        made = products(weight, scale, at, a[None, :], inner, H, RUN, BH, BN)
         if GATED:
             up += tl.sum(products(weight, scale, N0 + at, a[None, :], inner, H, RUN, BH, BN), axis=1)
+        total += tl.sum(made, axis=1)
     if NORMED:
-        divided = tl.rsqrt(square / H + EPS)
+        divided = tl.rsqrt(tl.sum(squares, axis=0) / H + EPS)
         total *= divided
         up *= divided
         if KEPT:
@@ -134,9 +138,10 @@ def fits(rows: int, inner: int, weights) -> bool:
     return rows <= ROWS and inner % 16 == 0 and all(run % 16 == 0 for run in runs)
 
 
-def norms(rows: int, weights) -> bool:
+def norms(rows: int, inner: int, weights) -> bool:
     """Whether the norm is better taken with these products than before them."""
-    return rows == 1 or sum(math.prod(w.shape[:-1]) for w in weights) <= MOST_NORMED
+    outputs = sum(math.prod(w.shape[:-1]) for w in weights)
+    return rows == 1 or (outputs <= MOST_NORMED and inner <= outputs * INPUTS_OF_OUTPUT)
 
 
 def project_triton(
@@ -166,10 +171,11 @@ def _together(x, weights, norm, rest, kind, eps: float, offset: float, kept: boo
     values, scale, run = held[0]
     sizes = [w.shape[0] >> gated for w in weights] + [0] * (MOST - len(weights))
     if rows == 1:
-        kernel, block, warps, stages = _project_one, OUTPUTS[run > 0], WARPS, [1, 1]
+        kernel, block, warps, stages = _project_one, OUTPUTS[run > 0 or hidden > LONG], WARPS, [1, 1]
         more = {"BH": max(run, divisor(hidden, 2048))}
     else:
-        kernel, (block, step, warps, *stages) = _project, MANY_OUTPUTS if sum(sizes) > MANY else FEW_OUTPUTS
+        block = next((n for n in TILES if sum(sizes) >= n * PROGRAMS[run > 0]), min(TILES))
+        kernel, (step, warps, *stages) = _project, TILES[block]
         exact = x.dtype == jnp.float32
         more = {"R": rows, "BM": ROWS, "BH": divisor(run or hidden, step // x.dtype.itemsize)}
         more["PRECISION"] = "ieee" if exact else "tf32"

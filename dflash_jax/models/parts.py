@@ -110,7 +110,7 @@ def linear(x, weights, contracted: int = 1, *, kind=None, kept: bool = False, ga
         rows, inner = math.prod(x.shape[: x.ndim - contracted]), math.prod(x.shape[x.ndim - contracted :])
 
         def kernel(x, norm, weights, residual):
-            if norm is not None and not triton_project.norms(rows, weights):
+            if norm is not None and not triton_project.norms(rows, inner, weights):
                 x, norm = rms_norm(x, norm, eps, offset), None
             shapes = [w.shape[gated : w.ndim - contracted] for w in weights]
             rest = None if residual is None else residual.reshape(rows, -1)

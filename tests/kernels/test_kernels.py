@@ -106,15 +106,15 @@ def test_rows_do_not_depend_on_one_another():
         (128, ((48,),), ("int8", 1), {"residual"}),
     ],
 )
-@pytest.mark.parametrize("many", [False, True])
-def test_linear(monkeypatch, rows, hidden, outputs, quantized, options, many):
+@pytest.mark.parametrize("programs", [1, 1000])
+def test_linear(monkeypatch, rows, hidden, outputs, quantized, options, programs):
     """One weight to four, of one kind or of two, by tokens or by their norm; more outputs than a program takes."""
     from dflash_jax import kernels
     from dflash_jax.kernels import triton_project
     from dflash_jax.models.parts import linear
 
-    monkeypatch.setattr(triton_project, "MANY", 0 if many else 1000)
-    monkeypatch.setattr(triton_project, "MOST_NORMED", 0 if many else 1000)
+    monkeypatch.setattr(triton_project, "PROGRAMS", (programs, programs))
+    monkeypatch.setattr(triton_project, "MOST_NORMED", programs)
     rng = np.random.default_rng(len(outputs))
     x, norm = 3 * normal(rng, rows, 1, hidden), normal(rng, hidden)
     weights = [normal(rng, *size, hidden) / 10 for size in outputs]
