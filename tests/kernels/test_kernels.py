@@ -10,11 +10,12 @@ from flax import nnx
 from helpers import random_decoder, tiny_config
 
 from dflash_jax.cache import Bounds, DeltaRecord, DeltaState, KVCache, attend_in_pieces, replay_plain, through_gate
-from dflash_jax.config import GatedDeltaSpec, MoeSpec
+from dflash_jax.config import AttentionSpec, GatedDeltaSpec, MoeSpec, RopeSpec
 from dflash_jax.models.decoder import init_cache
 from dflash_jax.models.gated_delta import mix
 from dflash_jax.models.moe import experts_gathered, mixture, mixture_by_platform, mixture_triton
-from dflash_jax.models.parts import Normed
+from dflash_jax.models.parts import Attention, Normed, linear
+from dflash_jax.models.rope import rope_angles
 from dflash_jax.models.weights import quantize
 from dflash_jax.sharding import ONE_DEVICE
 
@@ -111,7 +112,6 @@ def test_linear(monkeypatch, rows, hidden, outputs, quantized, options, programs
     """One weight to four, of one kind or of two, by tokens or by their norm; more outputs than a program takes."""
     from dflash_jax import kernels
     from dflash_jax.kernels import triton_project
-    from dflash_jax.models.parts import linear
 
     monkeypatch.setattr(triton_project, "PROGRAMS", (programs, programs))
     monkeypatch.setattr(triton_project, "MOST_NORMED", programs)
@@ -139,7 +139,6 @@ def test_linear(monkeypatch, rows, hidden, outputs, quantized, options, programs
 @pytest.mark.parametrize("contracted", [2, 3])
 def test_linear_over_several_axes(monkeypatch, contracted):
     from dflash_jax import kernels
-    from dflash_jax.models.parts import linear
 
     rng = np.random.default_rng(contracted)
     inner = (4, 2, 16)[-contracted:]
@@ -154,10 +153,7 @@ def test_linear_over_several_axes(monkeypatch, contracted):
 @pytest.mark.parametrize(("heads", "gated", "rotated"), [(4, True, 8), (3, False, 32), (0, False, 12)])
 def test_rotation(heads, gated, rotated):
     """Queries with their gates beside them, or none; all of a head or its first places; with norms and without."""
-    from dflash_jax.config import AttentionSpec, RopeSpec
     from dflash_jax.kernels.triton_attention import rotate_triton, rotates
-    from dflash_jax.models.parts import Attention
-    from dflash_jax.models.rope import rope_angles
 
     rng = np.random.default_rng(heads)
     q = normal(rng, 2, 3, heads, 2 if gated else 1, 32) if heads else None
@@ -259,22 +255,40 @@ def test_writing(rows, tokens, window):
             np.testing.assert_array_equal(one, other)
 
 
-def test_what_a_kernel_computes_has_a_gradient(monkeypatch):
-    """That of a plain form: a target can be trained where kernels are."""
-    from dflash_jax import kernels
-    from dflash_jax.kernels import triton_experts, triton_project, triton_routing
-
-    rng = np.random.default_rng(0)
+def mixture_and_arguments(rng):
     x, gate_up, down = normal(rng, 6, 64), normal(rng, 8, 2, 32, 64), normal(rng, 8, 64, 32)
     shared = (normal(rng, 2, 32, 64), normal(rng, 64, 32), normal(rng, 6))
-    logits, live = normal(rng, 6, 8), jnp.ones(6, bool)
-    spec = MoeSpec(num_experts=8, experts_per_token=2, intermediate_size=32)
+    live, spec = jnp.ones(6, bool), MoeSpec(num_experts=8, experts_per_token=2, intermediate_size=32)
+
+    def function(x, logits, gate_up, down, shared):
+        return mixture_by_platform(x, logits, live, 0, gate_up, down, shared, x, spec)
+
+    return function, (x, normal(rng, 6, 8), gate_up, down, shared)
+
+
+def attention_and_arguments(rng):
+    rope = RopeSpec(theta=100.0, dim=8)
+    spec = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=16, rope=rope, gated=True)
+    layer = Attention(spec, 64, 1e-6, 1.0, nnx.Rngs(0), jnp.float32, ONE_DEVICE)
+    starts, angles = jnp.zeros((1, 6), jnp.int32), rope_angles(jnp.arange(6)[None], rope)
+
+    def function(x, norm, layer):
+        return x + layer.whole(Normed(x, norm, 1e-6, 1.0), starts, angles)
+
+    return function, (normal(rng, 1, 6, 64), normal(rng, 64), layer)
+
+
+@pytest.mark.parametrize("part", [mixture_and_arguments, attention_and_arguments])
+def test_what_a_kernel_computes_has_a_gradient(monkeypatch, part):
+    """That of a plain form: a target can be trained where kernels are."""
+    from dflash_jax import kernels
+    from dflash_jax.kernels import triton_attention, triton_experts, triton_project, triton_routing
+
+    function, args = part(np.random.default_rng(0))
 
     def gradient():
-        def loss(x, logits, gate_up, down, shared):
-            return jnp.sum(mixture_by_platform(x, logits, live, 0, gate_up, down, shared, x, spec) ** 2)
-
-        return jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3, 4)))(x, logits, gate_up, down, shared)
+        every = tuple(range(len(args)))
+        return jax.jit(jax.grad(lambda *args: jnp.sum(function(*args) ** 2), argnums=every))(*args)
 
     plain, calls = gradient(), []
 
@@ -283,7 +297,7 @@ def test_what_a_kernel_computes_has_a_gradient(monkeypatch):
         calls.append(kernel)
         return jax.pure_callback(lambda *args: None, tuple(out), *args)
 
-    for module in (triton_experts, triton_project, triton_routing):
+    for module in (triton_attention, triton_experts, triton_project, triton_routing):
         monkeypatch.setattr(module, "triton_call", absent)
     monkeypatch.setattr(kernels, "_choice", "triton")
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), gradient(), plain)

@@ -7,10 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 
 from dflash_jax import LLM, InputError, SamplingParams
 from dflash_jax.compare import divergence
+from dflash_jax.models.parts import output
 from dflash_jax.sharding import Cut, Layout
 
 HERE = Path(__file__).parent
@@ -97,3 +100,15 @@ def test_dimensions_are_cut_as_far_as_they_divide():
     # Six KV heads: a device has three of them, and the twelve query heads that read those.
     assert eight.wide(6) == eight.heads(24, 6) == Cut(("tensor0",))
     assert Layout.parse("expert=4,tensor=2").wide(8) == Cut(("tensor0", "expert0", "expert1"))
+
+
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_a_cut_map_is_summed_and_its_residual_added_once(with_residual):
+    """Two devices, each with half of the inputs."""
+    rng = np.random.default_rng(0)
+    y, weight, rest = (rng.standard_normal(shape).astype(np.float32) for shape in ((3, 8), (5, 8), (3, 5)))
+    residual = rest if with_residual else None
+    halves = [np.stack(np.split(a, 2, axis=1)) for a in (y, weight)]
+    found = jax.vmap(lambda y, w: output(y, w, 1, Cut(("tensor0",)), residual), axis_name="tensor0")(*halves)
+    expected = y @ weight.T + (rest if with_residual else 0)
+    np.testing.assert_allclose(found, np.stack([expected, expected]), rtol=1e-5, atol=1e-5)
