@@ -7,11 +7,12 @@ from pathlib import Path
 
 # Read when Triton is imported, which transformers does: its kernels run in the interpreter.
 os.environ.setdefault("TRITON_INTERPRET", "1")
-# Most of the suite's time goes into compilation: less of it, and by the older code generator, which takes a third less
-# and which jax 0.11 has no more.
+# Most of the suite's time goes into compilation: less of it, in one piece, and by the older code generator, which takes
+# a third less and which jax 0.11 has no more.
 os.environ.setdefault(
     "XLA_FLAGS",
-    "--xla_backend_optimization_level=0" + (" --xla_cpu_use_fusion_emitters=false" if version("jax") < "0.11" else ""),
+    "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+    + (" --xla_cpu_use_fusion_emitters=false" if version("jax") < "0.11" else ""),
 )
 
 import jax

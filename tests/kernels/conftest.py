@@ -44,7 +44,7 @@ def interpreter_for_cpu():
         patch.setattr(module, "triton_call", interpreted)
     patch.setattr(triton_routing, "_COUNTED", 4)
     # Programs run one after another.
-    patch.setattr(triton_attention, "PROGRAMS", 20)
+    patch.setattr(triton_attention, "PROGRAMS", 12)
     patch.setattr(triton_experts, "GATE_UP_ONE", (16, 1, 1))
     patch.setattr(triton_experts, "DOWN_ONE", (32, 1, 1))
     yield

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from equality import Reference, check_same
-from families import FAMILIES, VOCAB, family_config
+from families import VOCAB, family_config
 from helpers import random_decoder, random_drafter, tiny_draft_config
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -38,8 +38,9 @@ PROMPTS = [list(range(3, 20)), [5], list(range(40, 50)), [7, 8, 9], [], [1, 2], 
 NEW = [20, 11, 30, 25, 0, 6, 17, 30]
 
 LAYOUTS = [Layout(tensor=8), Layout(data=2, tensor=2, expert=2)]
-# Both where there is most to divide, else the one that says more; each is minutes of compilation.
-MESHES = {"qwen3_5_moe": LAYOUTS, "qwen3_5": LAYOUTS[:1], "llama": LAYOUTS[:1]}
+# Both where there is most to divide, else the one that says more; each is minutes of compilation. The families left out
+# have no layer of their own.
+MESHES = {"qwen3_5_moe": LAYOUTS, "qwen3_5": LAYOUTS[:1], "qwen3_moe": LAYOUTS[1:], "llama": LAYOUTS[:1]}
 
 
 def on(layout: Layout, module, abstract):
@@ -63,13 +64,13 @@ def decode(programs: Programs, sampled: bool):
     return slots.state
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=MESHES)
 def family(request):
     """(target, programs on one device, {layout: (target, programs)}), compiled once."""
     target = random_decoder(family_config(request.param))
     drafter = random_drafter(replace(tiny_draft_config(target.config), vocab_size=VOCAB))
     meshed = {}
-    for layout in MESHES.get(request.param, LAYOUTS[1:]):
+    for layout in MESHES[request.param]:
         cut = on(layout, target, abstract_decoder)
         meshed[layout] = cut, Programs(cut, on(layout, drafter, abstract_drafter))
     return target, Programs(target, drafter), meshed
