@@ -109,7 +109,7 @@ def test_rows_do_not_depend_on_one_another():
 )
 @pytest.mark.parametrize("programs", [1, 1000])
 def test_linear(monkeypatch, rows, hidden, outputs, quantized, options, programs):
-    """One weight to four, of one kind or of two, by tokens or by their norm; more outputs than a program takes."""
+    """One weight to four, of one kind or of several, by tokens or by their norm; more outputs than a program takes."""
     from dflash_jax import kernels
     from dflash_jax.kernels import triton_project
 
