@@ -1,9 +1,11 @@
 """Plain decoding and DFlash against transformers on the same weights: one process each, float32, as JSON lines.
 
     python scripts/bench_cpu.py [--target DIR --draft DIR] [--data FILE ... --temperatures 0 0.7] [--blocks 1 4]
+                                [--gguf FILE ...]
 
 Without --data: a few beginnings of Python, --new-tokens tokens each; with it, answers to the first --prompts
-conversations of each file (JSON lines {"messages": [...]}), at most --new-tokens long.
+conversations of each file (JSON lines {"messages": [...]}), at most --new-tokens long. --gguf: files of the same
+weights for llama.cpp (the package llama-cpp-python), in the bits that they have.
 """
 
 import argparse
@@ -52,6 +54,27 @@ def transformers_answers(target: str) -> Callable:
             ids = torch.tensor([prompt])
             out = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
             found.append(out[0, len(prompt) :].tolist())
+        return found, {}
+
+    return answer
+
+
+def llama_cpp_answers(path: str) -> Callable:
+    """As `transformers_answers`, by llama.cpp."""
+    from llama_cpp import Llama
+
+    model = Llama(path, n_ctx=2048, seed=0, verbose=False)
+
+    def answer(prompts, new_tokens, temperature, ignore_eos):
+        found = []
+        for prompt in prompts:
+            model.reset()
+            made = []
+            for token in model.generate(prompt, temp=temperature, top_k=0, top_p=1.0, min_p=0.0, repeat_penalty=1.0):
+                made.append(token)
+                if len(made) == new_tokens or (token == model.token_eos() and not ignore_eos):
+                    break
+            found.append(made)
         return found, {}
 
     return answer
@@ -126,6 +149,7 @@ def main() -> None:
     parser.add_argument("--data", nargs="+", metavar="FILE", help='JSON lines {"messages": [...]}')
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0], metavar="T", help="default: 0")
     parser.add_argument("--blocks", nargs="+", type=int, default=[4, 8, 16], metavar="N", help="default: 4 8 16")
+    parser.add_argument("--gguf", nargs="+", default=[], metavar="FILE", help="the same weights for llama.cpp")
     parser.add_argument("--only", help=argparse.SUPPRESS)
     args = parser.parse_args()
     target = args.target or str(Path(__file__).parents[1] / "dflash_jax" / "assets" / "tiny" / "target")
@@ -137,18 +161,21 @@ def main() -> None:
             Path(path).stem if path else "code": read_prompts(path, args.prompts, target)
             for path in args.data or [None]
         }
-        is_ours = args.only != "transformers"
-        answer = dflash_answers(args.target, args.draft, int(args.only)) if is_ours else transformers_answers(target)
+        is_ours = args.only.isdigit()
+        if is_ours:
+            answer = dflash_answers(args.target, args.draft, int(args.only))
+        else:
+            answer = transformers_answers(target) if args.only == "transformers" else llama_cpp_answers(args.only)
         print(json.dumps(measure(answer, sets, args, is_ours)))
         return
-    found = {name: child(name, args) for name in ("transformers", "1", *map(str, args.blocks))}
+    found = {name: child(name, args) for name in ("transformers", *args.gguf, "1", *map(str, args.blocks))}
     plain = {label: dict(result) for label, result in found["1"].items()}
     for name, results in found.items():
         for label, result in results.items():
             # Whoever samples otherwise has other tokens.
             result["equal_to_plain"] = result.pop("tokens") == plain[label]["tokens"]
             result["speed_of_plain"] = result["tokens_per_s"] / plain[label]["tokens_per_s"]
-            contender = name if name == "transformers" else f"dflash_jax block {name}"
+            contender = f"dflash_jax block {name}" if name.isdigit() else Path(name).name
             print(json.dumps({"contender": contender, "prompts": label, **result}))
     if not args.data:
         print(json.dumps({"ms_per_round": child("context", args)}))
