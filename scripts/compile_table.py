@@ -110,9 +110,6 @@ def main() -> None:
             figures[name] = {c: held[c] for c in commands if c in held}
             FIGURES.write_text(json.dumps(figures, indent=1) + "\n")
     text = INTRODUCTION + table(figures["full"])
-    if earlier := {c: f for c, f in figures.get("before-kernels", {}).items() if c not in figures["full"]}:
-        text += "\nNot compiled again since the kernels and the grouped form of many tokens' experts:\n"
-        text += table(earlier)
     text += "\nThe first four layers (three recurrent, one of attention), which a test holds these figures to:\n"
     text += table(figures["four-layers"])
     FIGURES.with_suffix(".md").write_text(text)
