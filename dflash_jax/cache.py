@@ -157,8 +157,9 @@ def attend(q, k, v, own_mask, cache: KVCache | None, length, bounds: Bounds | No
     """Softmax attention of T new tokens over the cached context and over one another; float32 inside.
 
     q [B, T, N, D]; k, v [B, T, K, D] of the new tokens themselves; ``own_mask`` bool, broadcastable to [B, T, T],
-    every row with at least its own key. ``length`` [B]: valid context positions; no more is read than the longest has.
-    ``bounds`` restrict the context further. Returns [B, T, N, D], through `through_gate`.
+    every row with at least its own key; None: each sees itself and those before it. ``length`` [B]: valid context
+    positions; no more is read than the longest has. ``bounds`` restrict the context further. Returns [B, T, N, D],
+    through `through_gate`.
     """
 
     def in_pieces(q, k, v, own_mask, cache, length, bounds, both, size: int):
@@ -196,7 +197,7 @@ def attend_in_pieces(q, k, v, own_mask, cache: KVCache | None, length, bounds: B
 
     shape = (b, heads, n // heads, t)
     carry = (jnp.full(shape, _MASKED, jnp.float32), jnp.zeros(shape, jnp.float32), jnp.zeros((*shape, d), jnp.float32))
-    own = jnp.broadcast_to(own_mask, (b, t, t))
+    own = jnp.broadcast_to(jnp.tril(jnp.ones((t, t), bool)) if own_mask is None else own_mask, (b, t, t))
     carry = fold(carry, q, k.swapaxes(1, 2), v.swapaxes(1, 2), own)
     if cache is not None:
         capacity = cache.capacity

@@ -65,7 +65,7 @@ def _draw(llm: LLM, row: Row, prompt: list[int], shared: list[int]):
     device = Device(llm.plain_programs, data, round_capacity(request.need), settings)
     device.admit(0, request)
     for start in range(0, len(request.prompt) - 1, size):
-        device.prefill(0, min(size, len(request.prompt) - 1 - start), size)
+        device.prefill([0], [min(size, len(request.prompt) - 1 - start)], size)
     vocab, state = llm.config.vocab_size, device.state
     sampling = state.sampling
     for name, ids in (("prompt_counts", prompt), ("output_counts", shared)):

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from dflash_jax.engine.options import LARGEST_PREFILL, PREFILL_BYTES
+
 # Of a device's memory: the rest is the runtime's, and fragmentation's.
 USABLE = 0.95
-PREFILL = 512
 
 
 @dataclass(frozen=True)
@@ -168,15 +169,14 @@ def make_plan(
     rows = math.ceil(slots / layout.data)
     vocab = shapes.target.vocab_size / layout.parts(target.vocab)
 
-    def work(rows: int) -> float:
-        """Temporaries, roughly: float32 logits of a window three times over, activations of a prefill chunk."""
-        return rows * (3 * 4 * window * vocab + 2 * 12 * PREFILL * shapes.target.hidden_size)
-
-    room = USABLE * device.memory - mine.total - drafting
-    most_rows = max(0, int(room // (slot.bytes(max_len) + work(1))))
-    per_row = (room - work(rows)) / rows - slot.fixed
+    # Temporaries, roughly: activations of a prefill chunk, and, of each row, float32 logits of a window three times
+    # over.
+    prefill, logits = PREFILL_BYTES * LARGEST_PREFILL * shapes.target.hidden_size, 3 * 4 * window * vocab
+    room = USABLE * device.memory - mine.total - drafting - prefill
+    most_rows = max(0, int(room // (slot.bytes(max_len) + logits)))
+    per_row = room / rows - logits - slot.fixed
     longest = int(per_row // slot.per_position) if per_row > 0 else 0
-    used = mine.total + drafting + rows * slot.bytes(max_len) + work(rows)
+    used = mine.total + drafting + prefill + rows * (slot.bytes(max_len) + logits)
 
     def seconds(tokens: int, drafts: bool) -> float:
         kept = rows * (2 * slot.state + slot.kv * context)
@@ -198,7 +198,7 @@ def make_plan(
             "drafter": int(drafting),
             "cache_per_slot": int(slot.bytes(max_len)),
             "cache_per_token": slot.per_position,
-            "workspace": int(work(rows)),
+            "workspace": int(prefill + rows * logits),
             "all": int(used),
             "memory": device.memory,
         },

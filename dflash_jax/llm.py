@@ -19,7 +19,7 @@ from dflash_jax.checkpoint.load import check_drafter, check_target, load_drafter
 from dflash_jax.engine.device import MAX_LOGPROBS, ROW_SIZES, Device
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.memory import device_memory, plan_memory
-from dflash_jax.engine.options import Options
+from dflash_jax.engine.options import Options, prefill_options
 from dflash_jax.errors import InputError
 from dflash_jax.models.drafter import Drafter, DraftWindow, abstract_drafter
 from dflash_jax.models.weights import turned
@@ -329,14 +329,16 @@ class LLM:
             min(MAX_LOGPROBS, self.config.vocab_size),
             self._draft_window,
         )
+        most = options.pop("max_num_batched_tokens", None)
+        sizes = prefill_options(jax.default_backend() == "cpu", self.reproducible, most)
         chosen = Options(
             widths=widths,
             rows_per_dispatch=1 if self.reproducible else None,
             prefix_bytes=self.prefix_bytes,
             markers=self.tokenizer.markers if self.tokenizer and self.prefix_bytes else frozenset(),
             adaptive=not self.reproducible,
-            **options,
+            **(sizes | options),
         )
-        memory = plan_memory(programs, slots, capacity, settings, widths[-1], self.prefix_bytes, self.mem_fraction)
+        memory = plan_memory(programs, slots, capacity, settings, chosen, self.mem_fraction)
         log.info("%d slots of %d positions: %s", slots, capacity, memory)
         return Engine(Device(programs, slots, capacity, settings), chosen)

@@ -93,7 +93,7 @@ def run(args, system) -> int:
         "dtype": llm.dtype,
         "slots": engine.device.slots,
         "max_queue": args.max_queue,
-        "max_num_batched_tokens": args.max_num_batched_tokens,
+        "max_num_batched_tokens": engine.options.max_num_batched_tokens,
         "mem_fraction": args.mem_fraction,
     }
     serving = Serving(llm, AsyncEngine(engine), names, info=info)

@@ -25,6 +25,7 @@ import numpy as np
 from dflash_jax import kernels, speculative, steps
 from dflash_jax.config import MoeSpec
 from dflash_jax.devices import device_name
+from dflash_jax.engine.options import LARGEST_PREFILL, PREFILL_SIZES
 from dflash_jax.errors import InputError
 from dflash_jax.fit import measure_slot, weigh
 from dflash_jax.models import moe
@@ -41,7 +42,6 @@ from decode_profile import profile  # noqa: E402
 from decode_table import table  # noqa: E402
 
 ROUNDS = 16
-PREFILL = 512
 
 
 def measured_bandwidth(size: int = 2**31, passes: int = 16) -> float:
@@ -148,8 +148,8 @@ class Bench:
 
         def prefill(s):
             # As if nothing of the prompt had been read.
-            count = np.full(1, prefilled(point), np.int32)
-            after, base = p.prefill(s, rows[:1], count, PREFILL, drafting=point.width > 1)
+            size = prefilled(point)
+            after, base = p.prefill(s, rows[:1], np.full(1, size, np.int32), size, drafting=point.width > 1)
             return base, after
 
         def apart(name, function, args, specs):
@@ -243,8 +243,8 @@ def timed(call, state, rewound) -> tuple:
 
 
 def prefilled(point: Point) -> int:
-    """Prompt tokens that the prefill of a point reads."""
-    return min(PREFILL, point.context - 1)
+    """Prompt tokens that the prefill of a point reads: the largest chunk that its context has room for."""
+    return max(size for size in (*PREFILL_SIZES, LARGEST_PREFILL) if size < point.context)
 
 
 def driver() -> str:

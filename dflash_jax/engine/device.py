@@ -149,9 +149,10 @@ class Device:
         )
         self.state = self.programs.admit(self.state, self._rows([slot], 1)[0], admission)
 
-    def prefill(self, slot: int, tokens: int, size: int, drafting: bool = True):
-        """Runs a chunk, of the drafter too if ``drafting``; returns what `wait` waits for."""
-        rows, n, _ = self._rows([slot], 1, [tokens])
+    def prefill(self, slots: Sequence[int], tokens: Sequence[int], size: int, rows: int = 1, drafting: bool = True):
+        """Runs a chunk of each slot's prompt, at most ``rows`` of a data shard, of the drafter too if ``drafting``;
+        returns what `wait` waits for."""
+        rows, n, _ = self._rows(slots, rows, tokens)
         self.state, ticket = self.programs.prefill(self.state, rows, n, size, drafting)
         return ticket
 

@@ -96,6 +96,10 @@ class Engine:
         held = sum(r.prefilled + len(r.tokens) for r in list(self._live) if r.slot is not None)
         return held / (self.device.slots * self.device.capacity)
 
+    def prefill_rows(self, size: int) -> tuple[int, ...]:
+        """Compiled numbers of prompts, of each data shard, for chunks of ``size`` tokens."""
+        return self._prefiller.rows(size)
+
     def check(self, request: Request) -> None:
         """Raises InputError for a request that can never run here."""
         if request.need > self.device.capacity:

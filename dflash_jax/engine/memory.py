@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
+from dflash_jax.engine.options import PREFILL_BYTES, Options
 from dflash_jax.errors import InputError
 from dflash_jax.programs import Programs
 from dflash_jax.state import Settings
@@ -44,15 +45,21 @@ def on_device(tree) -> int:
 
 
 def plan_memory(
-    programs: Programs, slots: int, capacity: int, settings: Settings, window: int, prefix_bytes: int, fraction: float
+    programs: Programs,
+    slots: int,
+    capacity: int,
+    settings: Settings,
+    options: Options,
+    fraction: float,
 ) -> Memory:
     """Raises InputError, with what would fit, where ``fraction`` of a device is not enough."""
     held = on_device(programs.abstract_state(slots, capacity, settings))
     config = programs.config
     # float32 logits of a round three times over, and activations of a prefill chunk.
     rows = slots // programs.data
-    work = 12 * rows * window * config.vocab_size + 24 * 1024 * config.hidden_size
-    memory = Memory(on_device(programs.weights), held, prefix_bytes, work, int(fraction * device_memory()))
+    work = 12 * rows * options.widths[-1] * config.vocab_size
+    work += PREFILL_BYTES * options.prefill_sizes[-1] * config.hidden_size
+    memory = Memory(on_device(programs.weights), held, options.prefix_bytes, work, int(fraction * device_memory()))
     if memory.all <= memory.limit:
         return memory
     room = memory.limit - memory.weights - memory.prefixes

@@ -1,7 +1,7 @@
 """Prompts on their way into the caches: in chunks, in turn, and past what the store knows."""
 
 import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -44,10 +44,11 @@ class _Prefill:
 
 
 class Prefiller:
-    """Runs chunks of prompts. Whoever had a turn goes behind the others of its priority."""
+    """Runs chunks of prompts, of several together where they are short. Whoever had a turn goes behind the others of
+    its priority."""
 
     def __init__(self, device: Device, store: PrefixStore, options: Options, statistics: Statistics):
-        self.device, self.store, self.statistics = device, store, statistics
+        self.device, self.store, self.options, self.statistics = device, store, options, statistics
         self.sizes, self.markers = options.prefill_sizes, options.markers
         self._order = itertools.count()
         self._queue: deque[_Prefill] = deque()
@@ -61,6 +62,8 @@ class Prefiller:
         is_scored = request.prompt_logprobs is not None
         found, can_keep = keys(request.prompt, cuts), self.store.budget > 0 and not is_scored
         drafting = drafting and not is_scored
+        if self.store.budget and not is_scored:
+            self.store.queries += 1
         if not drafting:
             found = [ALONE_KEY + key for key in found]
         self._queue.append(_Prefill(request, next(self._order), drafting, cuts, found, can_keep=can_keep))
@@ -74,28 +77,36 @@ class Prefiller:
     def remove(self, request: Request) -> None:
         self._queue = deque(p for p in self._queue if p.request is not request)
 
+    def rows(self, size: int) -> tuple[int, ...]:
+        """Compiled numbers of prompts of a data shard, for chunks of ``size`` tokens: one, and as many as there may
+        be."""
+        return tuple(sorted({1, min(self.options.rows_of(size), self.device.slots // self.device.shards)}))
+
     def run(self, budget: int) -> tuple[list[tuple[Request, object]], list[Request]]:
         """Chunks of about ``budget`` tokens: (request, what to wait for) of each, and the requests that are done."""
         started, done, turn = [], [], deque(sorted(self._queue, key=lambda p: p.request.priority))
         while turn and budget > 0:
             prefill = turn.popleft()
-            if self.store.budget and self._awaits_another(prefill):
+            if self._awaits_another(prefill):
                 continue
-            tokens, ticket = self._advance(prefill)
+            group, tokens, ticket = self._advance(prefill, turn, budget)
             budget -= tokens
-            if ticket is not None:
-                started.append((prefill.request, ticket))
-            self._queue.remove(prefill)
-            if prefill.request.prefilled < len(prefill.request.prompt) - 1:
-                self._queue.append(prefill)
-                turn.append(prefill)
-            else:
-                done.append(prefill.request)
+            for member in group:
+                if ticket is not None:
+                    started.append((member.request, ticket))
+                self._queue.remove(member)
+                if member is not prefill:
+                    turn.remove(member)
+                if member.request.prefilled < len(member.request.prompt) - 1:
+                    self._queue.append(member)
+                    turn.append(member)
+                else:
+                    done.append(member.request)
         return started, done
 
     def _awaits_another(self, prefill: _Prefill) -> bool:
         """Whether an earlier request is computing the very prefix that this one needs next."""
-        if prefill.request.prompt_logprobs is not None:
+        if not self.store.budget or prefill.request.prompt_logprobs is not None:
             return False
         key = prefill.keys[prefill.next_cut]
         if self._find(prefill, key) is not None:
@@ -106,23 +117,51 @@ class Prefiller:
             if other.can_keep and other.order < prefill.order and other.request.priority <= prefill.request.priority
         )
 
-    def _advance(self, prefill: _Prefill) -> tuple[int, object]:
-        """One chunk, or a jump to the furthest prefix that the store has: (tokens computed, what to wait for)."""
-        request = prefill.request
-        if request.prefilled in (0, *prefill.cuts) and self._jump(prefill):
-            return 0, None
-        if request.prompt_logprobs is not None:
-            return self._score(prefill)
-        nearest = prefill.next_cut
-        end = prefill.cuts[nearest]
-        start, tokens, size = chunks(request.prefilled, end, self.sizes)[0]
-        ticket = self.device.prefill(request.slot, tokens, size, prefill.drafting)
-        request.prefilled = start + tokens
-        if prefill.can_keep:
-            prefill.segments.append((start, self.device.save(request.slot, start, size)))
-            if request.prefilled == end:
-                self._keep(prefill, nearest)
-        return size, ticket
+    def _advance(self, prefill: _Prefill, others: Sequence[_Prefill], budget: int) -> tuple[list, int, object]:
+        """A jump to the furthest prefix that the store has, or one chunk, with those of ``others`` that can go along:
+        (who moved, tokens computed, what to wait for)."""
+        if (known := self._known(prefill)) is not None:
+            self._jump(prefill, known)
+            return [prefill], 0, None
+        if prefill.request.prompt_logprobs is not None:
+            return [prefill], *self._score(prefill)
+        size = self._chunk(prefill)[2]
+        group = self._group(prefill, others, size, budget // size)
+        found = [self._chunk(member) for member in group]
+        slots = [member.request.slot for member in group]
+        together = max(Counter(map(self.device.shard, slots)).values())
+        rows = self.rows(size)[together > 1]
+        ticket = self.device.prefill(slots, [tokens for _, tokens, _ in found], size, rows, prefill.drafting)
+        for member, (start, tokens, _) in zip(group, found, strict=True):
+            nearest = member.next_cut
+            member.request.prefilled = start + tokens
+            if member.can_keep:
+                member.segments.append((start, self.device.save(member.request.slot, start, size)))
+                if member.request.prefilled == member.cuts[nearest]:
+                    self._keep(member, nearest)
+        return group, size * len(group), ticket
+
+    def _chunk(self, prefill: _Prefill) -> tuple[int, int, int]:
+        """The next one: (start, tokens, size of the program)."""
+        return chunks(prefill.request.prefilled, prefill.cuts[prefill.next_cut], self.sizes)[0]
+
+    def _group(self, first: _Prefill, others: Sequence[_Prefill], size: int, most: int) -> list[_Prefill]:
+        """``first`` and those of ``others`` whose next chunk the same program takes, at most ``most`` of them."""
+        group, held, room = [first], Counter([self.device.shard(first.request.slot)]), self.rows(size)[-1]
+        for other in others:
+            shard = self.device.shard(other.request.slot)
+            if (
+                len(group) < most
+                and held[shard] < room
+                and other.drafting == first.drafting
+                and other.request.prompt_logprobs is None
+                and self._chunk(other)[2] == size
+                and self._known(other) is None
+                and not self._awaits_another(other)
+            ):
+                group.append(other)
+                held[shard] += 1
+        return group
 
     def _score(self, prefill: _Prefill) -> tuple[int, object]:
         request, size = prefill.request, scored_size(self.sizes)
@@ -131,31 +170,33 @@ class Prefiller:
         request.prefilled += tokens
         return size, ticket
 
-    def _jump(self, prefill: _Prefill) -> bool:
-        """Copies the longest known prefix into the slot; whether there was one that leads further."""
+    def _known(self, prefill: _Prefill) -> Prefix | None:
+        """The longest prefix in the store that leads further."""
         request = prefill.request
         if not self.store.budget or request.prompt_logprobs is not None:
-            return False
-        if request.prefilled == 0:
-            self.store.queries += 1
+            return None
+        if request.prefilled not in (0, *prefill.cuts):
+            return None
         for cut, key in reversed(list(zip(prefill.cuts, prefill.keys, strict=True))):
             if cut <= request.prefilled:
-                return False
-            found = self._find(prefill, key)
-            if found is None:
-                continue
-            for prefix in found.chain():
-                if prefix.length > request.prefilled:
-                    for start, segment in prefix.segments:
-                        self.device.load(request.slot, start, segment)
-            self.device.restore(request.slot, found.length, found.snapshot)
-            if not request.cached:
-                self.store.hits += 1
-            request.cached += found.length - request.prefilled
-            self.statistics.cached_tokens += found.length - request.prefilled
-            request.prefilled, prefill.parent, prefill.segments = found.length, found, []
-            return True
-        return False
+                break
+            if (found := self._find(prefill, key)) is not None:
+                return found
+        return None
+
+    def _jump(self, prefill: _Prefill, found: Prefix) -> None:
+        """Copies a known prefix into the slot."""
+        request = prefill.request
+        for prefix in found.chain():
+            if prefix.length > request.prefilled:
+                for start, segment in prefix.segments:
+                    self.device.load(request.slot, start, segment)
+        self.device.restore(request.slot, found.length, found.snapshot)
+        if not request.cached:
+            self.store.hits += 1
+        request.cached += found.length - request.prefilled
+        self.statistics.cached_tokens += found.length - request.prefilled
+        request.prefilled, prefill.parent, prefill.segments = found.length, found, []
 
     def _keep(self, prefill: _Prefill, at: int) -> None:
         snapshot = self.device.snapshot(prefill.request.slot)

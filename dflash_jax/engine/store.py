@@ -1,7 +1,7 @@
 """Where a prompt is cut into chunks, and what is remembered of prefixes.
 
 Both follow from the tokens before a place alone, so that a prompt that finds its beginning in the store goes on with
-the very chunks that a full prefill would have run, and computes the same bits.
+the very chunks that a full prefill would have run, and, where prompts are read one by one, computes the same bits.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 # Without message boundaries, a prefix is kept every so many tokens.
-GRID = 2048
+GRID = 4096
 # A message shorter than this is not worth a snapshot of its own.
 LEAST = 16
 

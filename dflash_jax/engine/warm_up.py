@@ -59,7 +59,7 @@ def _start(engine: Engine, filler: Request, slots: Sequence[int]):
     device, size = engine.device, engine.options.prefill_sizes[0]
     for slot in slots:
         device.admit(slot, filler)
-        ticket = device.prefill(slot, len(filler.prompt) - 1, size)
+        ticket = device.prefill([slot], [len(filler.prompt) - 1], size)
     return ticket
 
 
@@ -68,11 +68,13 @@ def _calls(engine: Engine, filler: Request) -> Iterator[tuple[str, object]]:
     device, options = engine.device, engine.options
     yield "admit", device.admit(0, filler)
     for size in options.prefill_sizes:
-        device.admit(0, filler)
-        yield f"prefill {size}", device.prefill(0, 1, size)
-        if options.widths[-1] > 1:
+        for rows in engine.prefill_rows(size):
+            name = f"prefill {rows} x {size}"
             device.admit(0, filler)
-            yield f"prefill {size} alone", device.prefill(0, 1, size, drafting=False)
+            yield name, device.prefill([0], [1], size, rows)
+            if options.widths[-1] > 1:
+                device.admit(0, filler)
+                yield f"{name} alone", device.prefill([0], [1], size, rows, drafting=False)
         if engine.store.budget:
             segment = device.save(0, 0, size)
             yield f"save {size}", segment

@@ -1,5 +1,6 @@
-"""Attention of few new tokens over a long context in Triton: the context is split among programs, each reads its part
-of the cache where it lies, and what they bring is joined (flash decoding)."""
+"""Attention of new tokens over a long context and over one another in Triton: queries are split among programs, and
+where these are few the context too; each reads its part of the cache where it lies, and what they bring is joined
+(flash decoding, arXiv 2311.01282)."""
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +12,9 @@ from dflash_jax.kernels.triton_tiles import power
 
 # Programs that keep an accelerator busy, and parts of a context: more cost more to join than they bring (H200).
 PROGRAMS, MOST_PARTS = 264, 32
-# Query rows of a program, positions that it takes at a time (fewer of large heads: shared memory), warps, stages.
-ROWS, POSITIONS, WARPS, STAGES = 64, 128, (4, 8), 2
+# Query rows of a program, of few new tokens and of more than FEW; positions that it takes at a time (fewer of large
+# heads: shared memory), warps, stages.
+ROWS, FEW, POSITIONS, WARPS, STAGES = (64, 128), 64, 128, (4, 8), 2
 # Sizes of heads, and how many tokens' queries and keys are normed, rotated and written here.
 SIZES, MOST_ROTATED = (16, 32, 64, 128, 256), 512
 
@@ -34,7 +36,7 @@ def _attend(
     q, k_new, v_new, own, k_held, v_held, rows, length, first, recent, sinks, best_out, total_out, acc_out,
     T: tl.constexpr, KH: tl.constexpr, R: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, CAP: tl.constexpr,
     RING: tl.constexpr, RING_SINKS: tl.constexpr, OWN_ROWS: tl.constexpr, SPLITS: tl.constexpr, SCALE: tl.constexpr,
-    BM: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0) // KH
     head = tl.program_id(0) % KH
@@ -76,13 +78,21 @@ def _attend(
         mask = seen[None, :] & (held[None, :] >= lowest[:, None])
         best, total, acc = _fold(query, k, v, mask, best, total, acc, SCALE, PRECISION)
 
-    if split == SPLITS - 1:
-        u = tl.arange(0, BT)
+    # New tokens up to the last of this program's, or all.
+    upto = T
+    if CAUSAL:
+        upto = tl.minimum((tl.program_id(2) * BM + BM - 1) // R + 1, T)
+    for start in range(0, tl.where(split == SPLITS - 1, upto, 0), BT):
+        u = start + tl.arange(0, BT)
         place = ((b * T + u) * KH + head)[:, None] * D + d[None, :]
         k = tl.load(k_new + place, mask=(u < T)[:, None], other=0.0)
         v = tl.load(v_new + place, mask=(u < T)[:, None], other=0.0)
-        at = (b % OWN_ROWS) * T * T + t[:, None] * T + u[None, :]
-        mask = tl.load(own + at, mask=live[:, None] & (u < T)[None, :], other=0) != 0
+        mask = live[:, None] & (u < T)[None, :]
+        if CAUSAL:
+            mask = mask & (u[None, :] <= t[:, None])
+        else:
+            at = (b % OWN_ROWS) * T * T + t[:, None] * T + u[None, :]
+            mask = tl.load(own + at, mask=mask, other=0) != 0
         best, total, acc = _fold(query, k, v, mask, best, total, acc, SCALE, PRECISION)
 
     out = (tl.program_id(0) * SPLITS + split) * T * R + m
@@ -195,8 +205,7 @@ def rotate_triton(q, k, angles, norms, eps: float = 0.0, offset: float = 0.0) ->
 
 def fits(q) -> bool:
     """Whether the kernel takes these queries."""
-    t, d = q.shape[1], q.shape[3]
-    return t <= 64 and d in SIZES
+    return q.shape[3] in SIZES
 
 
 def attend_triton(q, k, v, own_mask, cache, length, bounds, both=None):
@@ -206,12 +215,15 @@ def attend_triton(q, k, v, own_mask, cache, length, bounds, both=None):
     group = n // heads
     m = t * group
     bytes_of_row = d * q.dtype.itemsize
-    block = max(16, min(ROWS * 512 // max(bytes_of_row, 512), 1 << (m - 1).bit_length()))
+    block = max(16, min(ROWS[t > FEW] * 512 // max(bytes_of_row, 512), 1 << (m - 1).bit_length()))
     tiles = -(-m // block)
     positions = min(POSITIONS, POSITIONS * 256 // bytes_of_row)
     # Not by the capacity, which another request may have made larger: the same context has the same parts.
     splits = max(1, min(PROGRAMS // (b * heads * tiles), MOST_PARTS))
-    own = jnp.broadcast_to(own_mask, (own_mask.shape[0] if own_mask.ndim == 3 else 1, t, t)).astype(jnp.int8)
+    if own_mask is None:
+        own = jnp.zeros((1, 1, 1), jnp.int8)
+    else:
+        own = jnp.broadcast_to(own_mask, (own_mask.shape[0] if own_mask.ndim == 3 else 1, t, t)).astype(jnp.int8)
     rows = jnp.arange(b, dtype=jnp.int32) if cache.rows is None else cache.rows
     shape = (b, heads, splits, m)
     out = [jax.ShapeDtypeStruct(s, jnp.float32) for s in (shape, shape, (*shape, d))]
@@ -221,7 +233,7 @@ def attend_triton(q, k, v, own_mask, cache, length, bounds, both=None):
         num_warps=WARPS[block >= 64], num_stages=STAGES,
         T=t, KH=heads, R=group, D=d, ROWS=cache.k.shape[0], CAP=cache.capacity, RING=cache.ring,
         RING_SINKS=cache.sinks, OWN_ROWS=own.shape[0], SPLITS=splits, SCALE=d**-0.5,
-        BM=block, BS=positions, BT=max(16, 1 << (t - 1).bit_length()),
+        BM=block, BS=positions, BT=min(positions, max(16, power(t))), CAUSAL=own_mask is None,
         PRECISION="ieee" if q.dtype == jnp.float32 else "tf32",
     )  # fmt: skip
     parts = power(splits)

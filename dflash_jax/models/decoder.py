@@ -51,8 +51,7 @@ class DecoderLayer(nnx.Module):
         if is_delta(self):
             x, record = self.mixer(h, cache, residual=x)
         else:
-            causal = jnp.tril(jnp.ones((x.shape[1],) * 2, bool))
-            x, k, v = self.mixer(h, angles[self.spec.mixer.rope], causal, cache, length, residual=x)
+            x, k, v = self.mixer(h, angles[self.spec.mixer.rope], None, cache, length, residual=x)
             record = KVRecord(k, v)
         return self._mixed(x, valid), record
 

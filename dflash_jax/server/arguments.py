@@ -120,7 +120,7 @@ def make_parser() -> argparse.ArgumentParser:
     load.add_argument("--slots", type=int, default=32, metavar="N", help="requests at a time (default: %(default)s)")
     load.add_argument("--max-queue", type=int, default=1024, metavar="N", help="requests that wait (default: 1024)")
     load.add_argument(
-        "--max-num-batched-tokens", type=int, default=2048, metavar="N", help="tokens of a step (default: 2048)"
+        "--max-num-batched-tokens", type=int, metavar="N", help="tokens of a step (default: 4096; 2048 on a CPU)"
     )
     load.add_argument(
         "--mem-fraction", type=float, default=0.9, metavar="F", help="of a device's memory (default: 0.9)"
@@ -171,7 +171,7 @@ def parse(argv: list[str] | None):
         args.target = args.model
     args.dtype = {"auto": None, "half": "float16"}.get(args.dtype, args.dtype)
     for name, least in (("max_queue", 0), ("max_num_batched_tokens", 16), ("drain_s", 0)):
-        if getattr(args, name) < least:
+        if getattr(args, name) is not None and getattr(args, name) < least:
             raise InputError(f"--{name.replace('_', '-')} {getattr(args, name)}: it must be {least} or more")
     if args.api_key == "":
         raise InputError("--api-key is empty: leave it out to take any key")

@@ -2,6 +2,7 @@
 
 import random
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -46,6 +47,8 @@ class MockDevice:
     def __init__(self, slots: int, capacity: int = 4096, seed: int = 0, shards: int = 1):
         self.slots, self.capacity, self.shards = slots, capacity, shards
         self.random, self.clock, self.busy_until, self.log = random.Random(seed), 0.0, 0.0, []
+        # (prompts, tokens of each, rows of a shard) of each prefill.
+        self.calls = []
         self.fail, self.pause, self.ends = False, 0.0, True
         self.reset()
 
@@ -71,15 +74,19 @@ class MockDevice:
         self.log.append(("admit", slot, request))
         self.rows[slot] = Slot(request.prompt, request.need, [], list(request.prompt), False)
 
-    def prefill(self, slot, tokens, size, drafting=True):
+    def prefill(self, slots, tokens, size, rows=1, drafting=True):
         if self.fail:
             raise RuntimeError("out of memory")
-        row = self.rows[slot]
-        assert 0 < tokens <= size
-        assert len(row.known) + tokens < len(row.prompt)
-        self.log.append(("prefill", slot, size))
-        row.known = row.known + row.prompt[len(row.known) : len(row.known) + tokens]
-        return self.work(1e-6 * size)
+        assert len(set(slots)) == len(slots)
+        assert max(Counter(map(self.shard, slots)).values()) <= rows
+        for slot, n in zip(slots, tokens, strict=True):
+            row = self.rows[slot]
+            assert 0 < n <= size
+            assert len(row.known) + n < len(row.prompt)
+            self.log.append(("prefill", slot, size))
+            row.known = row.known + row.prompt[len(row.known) : len(row.known) + n]
+        self.calls.append((len(slots), size, rows))
+        return self.work(1e-6 * size * rows)
 
     def work(self, seconds):
         self.busy_until = max(self.busy_until, self.clock) + seconds

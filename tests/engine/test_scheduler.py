@@ -30,6 +30,7 @@ def test_every_request_gets_its_own_tokens(seed):
         prefix_bytes=rng.choice([0, 60, 500, 10**6]),
         markers=frozenset([1, 2]),
         rows_per_dispatch=rng.choice([None, None, 1, 2]),
+        prefill_rows=rng.choice([1, 4]),
         adaptive=rng.random() < 0.8,
     )
     shared, events, live, aborted = prompt_of(rng, 50), [], [], set()
@@ -261,6 +262,35 @@ def test_who_waits_for_anothers_prefix_goes_on_when_that_one_is_gone():
     e.abort(first)
     run(e)
     assert second.tokens == expected(second.prompt, 5)
+
+
+def test_short_prompts_are_read_together():
+    """As many as a program takes, of the same size, on every shard; no more tokens than the budget."""
+    e = engine(slots=8, shards=2, prefill_rows=4, max_num_batched_tokens=400)
+    requests = [request(range(i + 1, i + n), 5) for i, n in enumerate((4, 4, 4, 4, 4, 4, 14, 14))]
+    for r in requests:
+        e.submit(r)
+    run(e)
+    # Chunks of 4 tokens, of both shards' three; then those of 16, one of each shard.
+    assert e.device.calls == [(6, 4, 4), (2, 16, 1)]
+    assert all(r.tokens == expected(r.prompt, 5) for r in requests)
+    e = engine(slots=8, prefill_rows=4, max_num_batched_tokens=24)
+    for i in range(8):
+        e.submit(request(range(i + 1, i + 5)))
+    e.step()
+    assert e.device.calls == [(4, 4, 4), (2, 4, 4)]
+
+
+def test_who_needs_anothers_prefix_is_not_read_beside_it():
+    e = engine(prefix_bytes=10**6, prefill_rows=4, markers=frozenset([2]))
+    requests = [request([2, 5, 6, 10 + i, 3], 5) for i in range(3)]
+    same = [request(requests[0].prompt, 5) for _ in range(2)]
+    for r in (*requests, *same):
+        e.submit(r)
+    run(e)
+    assert e.device.calls == [(3, 4, 4)]
+    assert [r.cached for r in same] == [4, 4]
+    assert all(r.tokens == expected(r.prompt, 5) for r in (*requests, *same))
 
 
 def test_reproducible_rows_decode_alone():

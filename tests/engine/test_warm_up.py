@@ -10,6 +10,7 @@ from load import CAPACITY, engine_for, some_requests
 
 from dflash_jax.engine import device
 from dflash_jax.engine.memory import Memory, plan_memory
+from dflash_jax.engine.options import Options
 from dflash_jax.engine.request import Request
 from dflash_jax.engine.warm_up import warm_up
 from dflash_jax.errors import InputError
@@ -31,8 +32,8 @@ def test_everything_is_compiled_at_warm_up(engine, caplog):
     found = warm_up(engine)
     assert set(found) == {
         "admit",
-        *(f"{kind} {size}" for kind in ("prefill", "save", "load") for size in (8, 32)),
-        *(f"prefill {size} alone" for size in (8, 32)),
+        *(f"{kind} {size}" for kind in ("save", "load") for size in (8, 32)),
+        *(f"prefill {shape}{alone}" for shape in ("1 x 8", "4 x 8", "1 x 32") for alone in ("", " alone")),
         "score 32",
         "snapshot",
         "restore",
@@ -69,7 +70,7 @@ def test_a_decoding_step_reads_once(engine, monkeypatch):
 
 def test_memory_is_planned_before_it_is_taken(engine):
     programs, settings = engine.device.programs, Settings(1, top_logprobs=5)
-    found = plan_memory(programs, 4, CAPACITY, settings, 8, 1000, 1.0)
+    found = plan_memory(programs, 4, CAPACITY, settings, Options((1, 8), prefix_bytes=1000), 1.0)
     state = sum(x.nbytes for x in jax.tree.leaves(engine.device.state))
     assert (found.slots, found.weights) == (state, sum(x.nbytes for x in programs.weights))
     assert found.all == found.slots + found.weights + found.workspace + 1000
@@ -77,9 +78,9 @@ def test_memory_is_planned_before_it_is_taken(engine):
 
 def test_what_does_not_fit_is_refused_with_advice(engine):
     with pytest.raises(InputError, match=r"4 slots of 96 positions do not fit: weights 0.00 GB.*; not one slot fits"):
-        plan_memory(engine.device.programs, 4, CAPACITY, Settings(), 8, 0, 1e-12)
+        plan_memory(engine.device.programs, 4, CAPACITY, Settings(), Options(), 1e-12)
     with pytest.raises(InputError, match=r"slots of 100000000 positions do not fit.* [1-9]\d* slots? fits?|not one"):
-        plan_memory(engine.device.programs, 2**10, 10**8, Settings(), 8, 0, 0.5)
+        plan_memory(engine.device.programs, 2**10, 10**8, Settings(), Options(), 0.5)
 
 
 def test_memory_adds_up():

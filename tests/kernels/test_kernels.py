@@ -184,6 +184,7 @@ def test_rotation(heads, gated, rotated):
         (3, 4, 4, 2, 16, 2000, 300, 0),
         (4, 3, 4, 2, 16, 2000, 200, 50),
         (2, 33, 2, 1, 16, 300, None, 0),
+        (2, 150, 6, 2, 16, 300, None, 0),
         (3, 2, 4, 2, 16, 120, 100, 50),
         (3, 2, 4, 2, 16, 60, 100, 50),
     ],
@@ -218,8 +219,8 @@ def test_attention(rows, tokens, heads, kv_heads, dim, capacity, window, sinks):
         )
     own = jnp.tril(jnp.ones((tokens, tokens), bool))
     assert fits(q)
-    for mask in (own, jnp.broadcast_to(own, (rows, tokens, tokens)).at[0].set(True)):
-        both = normal(rng, rows, tokens, heads, 2, dim) if mask.ndim == 2 else None
+    for mask in (None, own, jnp.broadcast_to(own, (rows, tokens, tokens)).at[0].set(True)):
+        both = normal(rng, rows, tokens, heads, 2, dim) if mask is None else None
         expected = through_gate(attend_in_pieces(q, k, v, mask, cache, length, bounds, 256), both)
         np.testing.assert_allclose(attend_triton(q, k, v, mask, cache, length, bounds, both), expected, atol=1e-6)
 

@@ -57,7 +57,7 @@ def decode(programs: Programs, sampled: bool):
         options |= {"repetition_penalty": 1.2, "presence_penalty": 0.3} if sampled else {"repetition_penalty": 1.0}
         slots.admit(i, Request(PROMPTS[i], SamplingParams(logprobs=2, **options)))
         for start in range(0, len(PROMPTS[i]) - 1, 8):
-            slots.prefill(i, min(8, len(PROMPTS[i]) - 1 - start), 8)
+            slots.prefill([i], [min(8, len(PROMPTS[i]) - 1 - start)], 8)
     ticket = slots.decode(Dispatch(tuple(live), (8,) * len(live), 1000, 8))
     assert all(slots.read(ticket, True).done)
     assert ticket[0].done.sharding.is_fully_replicated
