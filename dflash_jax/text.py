@@ -11,6 +11,8 @@ from dflash_jax.errors import InputError
 
 # Tokens that may wait for the rest of a character, or show nothing at all.
 LONGEST_WAIT = 16
+# What a chat template, or a library that fills one in, raises.
+REFUSALS = (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError)
 # What opens a message: Qwen's and Llama's.
 MARKERS = ("<|im_start|>", "<|start_header_id|>")
 
@@ -104,7 +106,7 @@ class Tokenizer:
             return self._full.apply_chat_template(
                 messages, tools=tools, tokenize=False, add_generation_prompt=ask, **options
             )
-        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError) as e:
+        except REFUSALS as e:
             raise InputError(f"the chat template does not take this conversation: {_reason(e)}") from None
 
     def mark_answers(self, messages: list[dict], where: str) -> tuple[list[int], list[bool]]:
@@ -115,9 +117,12 @@ class Tokenizer:
         each answer must be a conversation of its own.
         """
         if "generation %}" in (self.chat_template or "") or "generation -%}" in (self.chat_template or ""):
-            found = self._full.apply_chat_template(
-                messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-            )
+            try:
+                found = self._full.apply_chat_template(
+                    messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+                )
+            except REFUSALS as e:
+                raise InputError(f"{where}: the chat template does not take this conversation: {_reason(e)}") from None
             return list(found["input_ids"]), [bool(m) for m in found["assistant_masks"]]
         tokens: list[int] = []
         mask: list[bool] = []

@@ -92,7 +92,7 @@ def run(command: str, config: TrainConfig, meshes: dict[str, str]) -> int:
         llm = LLM(config.target, config.draft, **options)
         path = config.directory / "regenerated.jsonl"
         count = regenerate(config, llm, path, tell)
-        tell(f"{count} prompts are answered in {path}")
+        tell(f"{count} lines have answers in {path}")
         return 0
     from dflash_jax.training import features
     from dflash_jax.training import run as training

@@ -16,25 +16,36 @@ RECORD = "run.json"
 
 class Checkpoints:
     """Of the run in ``config.output``, which may be a directory or a ``gs://`` path. Raises InputError where another
-    run lies there, saying what differs."""
+    run has checkpoints there, saying what differs."""
 
-    def __init__(self, config: TrainConfig, raw: dict):
-        self.root = epath.Path(config.output if "://" in config.output else Path(config.output).absolute())
-        record = self.root / RECORD
-        if record.exists():
+    def __init__(self, config: TrainConfig, raw: dict, data: str | None = None):
+        """``data``: the digest of the rows to train on; None: to read only."""
+        try:
+            self.root = epath.Path(config.output if "://" in config.output else Path(config.output).absolute())
+            record, folder = self.root / RECORD, self.root / "checkpoints"
+            begun = record.exists() and folder.exists() and any(p.name.isdigit() for p in folder.iterdir())
+        except ImportError as e:
+            raise InputError(f'output {config.output}: {e} (pip install "dflash-jax[gcs]")') from None
+        if data is None and not begun:
+            raise InputError(f"{config.output} has no checkpoint")
+        if begun:
             held = json.loads(record.read_text())
             wrong = differences(held["config"], config)
             if held["draft"] != raw:
                 wrong.append("the drafter's config.json is another")
+            if data is not None and held.get("data", data) != data:
+                wrong.append("the data's tokens are others")
             if wrong:
                 raise InputError(f"{config.output} has a run with another configuration: {'; '.join(wrong)}")
-        elif distributed.is_first():
+        # All have looked before one writes, and the others wait until it is there.
+        distributed.agreed(0)
+        if not begun and distributed.is_first():
             self.root.mkdir(parents=True, exist_ok=True)
-            record.write_text(json.dumps({"config": asdict(config), "draft": raw}, indent=1) + "\n")
-        # The others wait until it is there.
+            about = {"config": asdict(config), "draft": raw, "data": data}
+            record.write_text(json.dumps(about, indent=1) + "\n")
         distributed.agreed(0)
         options = ocp.CheckpointManagerOptions(max_to_keep=config.keep, create=True)
-        self._manager = ocp.CheckpointManager(self.root / "checkpoints", options=options)
+        self._manager = ocp.CheckpointManager(folder, options=options)
 
     @property
     def latest(self) -> int:

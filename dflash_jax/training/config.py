@@ -10,8 +10,15 @@ LOSSES, WEIGHTS, OPTIMIZERS = ("cross-entropy", "kl", "hybrid"), ("decay", "d-pa
 # What may differ between a run and its continuation.
 FREE = {
     *("output", "mesh", "log_every", "save_every", "keep", "evaluate_every", "evaluate_prompts", "evaluate_tokens"),
-    *("held_out", "skip_bad_lines", "temperature", "thinking", "slots"),
+    *("held_out", "skip_bad_lines", "temperature", "max_new_tokens", "thinking", "slots"),
 }
+
+
+COUNTS = (
+    "block_size sequence_length rows accumulate anchors epochs steps layers intermediate_size sliding_window "
+    "loss_vocabulary loss_chunk log_every save_every keep evaluate_every evaluate_prompts evaluate_tokens "
+    "max_new_tokens slots"
+)
 
 
 def option(default, text: str, kind=None):
@@ -75,11 +82,14 @@ class TrainConfig:
         return Path(self.output.rstrip("/").rpartition("/")[2] if "://" in self.output else self.output)
 
     def __post_init__(self):
-        whole = "block_size sequence_length rows accumulate anchors epochs layers log_every save_every keep loss_chunk"
-        for name in whole.split():
-            least = 2 if name in ("block_size", "sequence_length") else 1
-            if getattr(self, name) < least:
-                raise InputError(f"{name} {getattr(self, name)}: it must be {least} or more")
+        least = dict.fromkeys(COUNTS.split(), 1) | {"block_size": 2, "sequence_length": 2, "evaluate_every": 0}
+        for name, value in least.items():
+            if getattr(self, name) is not None and getattr(self, name) < value:
+                raise InputError(f"{name} {getattr(self, name)}: it must be {value} or more")
+        if not 0 <= self.warm_up <= 1:
+            raise InputError(f"warm_up {self.warm_up}: it must be 0 to 1, a share of the steps")
+        if not self.clip > 0:
+            raise InputError(f"clip {self.clip}: it must be above 0")
         if self.rows % self.accumulate:
             raise InputError(f"rows {self.rows}: they cannot be divided into {self.accumulate} parts (accumulate)")
         if self.anchors >= self.sequence_length:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 
 import grain
@@ -33,15 +34,18 @@ def read_lines(paths: Sequence[str | Path], skipped: Skipped | None = None) -> I
     ``skipped``."""
     for path in map(Path, paths):
         try:
-            file = path.open(encoding="utf-8", errors="strict")
+            file = path.open("rb")
         except OSError as e:
             raise InputError(f"data {path} cannot be read: {e.strerror}") from None
         with file:
-            for number, line in enumerate(_decoded(file, path), 1):
+            for number, line in enumerate(file, 1):
                 if not line.strip():
                     continue
                 try:
-                    found = json.loads(line)
+                    found = json.loads(line.decode("utf-8"))
+                except UnicodeDecodeError as e:
+                    fault(f"{path}:{number}: not UTF-8: {e.reason} at byte {e.start} of the line", skipped)
+                    continue
                 except (ValueError, RecursionError) as e:
                     fault(f"{path}:{number}: not JSON: {e}", skipped)
                     continue
@@ -49,13 +53,6 @@ def read_lines(paths: Sequence[str | Path], skipped: Skipped | None = None) -> I
                     fault(f"{path}:{number}: a line must be an object", skipped)
                     continue
                 yield f"{path}:{number}", found
-
-
-def _decoded(file, path: Path) -> Iterator[str]:
-    try:
-        yield from file
-    except UnicodeDecodeError as e:
-        raise InputError(f"data {path} is not UTF-8: {e.reason} at byte {e.start}") from None
 
 
 def fault(message: str, skipped: Skipped | None) -> None:
@@ -73,7 +70,17 @@ def messages_of(record: dict, where: str) -> list[dict]:
     for i, m in enumerate(messages):
         if not isinstance(m, dict) or not isinstance(m.get("role"), str) or not isinstance(m.get("content"), str):
             raise InputError(f"{where}: messages[{i}] must have a role and a content, both text")
+        text_of(m["content"], f"{where}: messages[{i}]")
     return messages
+
+
+def text_of(text: str, where: str) -> str:
+    """``text``; raises InputError for half of a surrogate pair, which JSON can hold and UTF-8 cannot."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as e:
+        raise InputError(f"{where}: {text[e.start]!r} at character {e.start} is no text that UTF-8 can hold") from None
+    return text
 
 
 def as_document(record: dict, where: str, tokenizer: Tokenizer | None) -> Document:
@@ -82,15 +89,18 @@ def as_document(record: dict, where: str, tokenizer: Tokenizer | None) -> Docume
     if "response_ids" in record:
         prompt, response = record.get("prompt_ids", []), record["response_ids"]
         for name, ids in (("prompt_ids", prompt), ("response_ids", response)):
-            if not isinstance(ids, list) or any(type(i) is not int or i < 0 for i in ids):
+            if not isinstance(ids, list) or any(type(i) is not int or not 0 <= i < 2**31 for i in ids):
                 raise InputError(f"{where}: {name} must be a list of token ids")
         tokens, mask = [*prompt, *response], [False] * len(prompt) + [True] * len(response)
     elif tokenizer is None:
         raise InputError(f"{where}: the target has no tokenizer: lines must have prompt_ids and response_ids")
     elif "messages" in record:
-        tokens, mask = tokenizer.mark_answers(messages_of(record, where), where)
+        messages = messages_of(record, where)
+        if not any(m["role"] == "assistant" for m in messages):
+            raise InputError(f"{where}: the conversation has no assistant turn to learn from")
+        tokens, mask = tokenizer.mark_answers(messages, where)
     elif isinstance(record.get("text"), str):
-        tokens = tokenizer.encode(record["text"])
+        tokens = tokenizer.encode(text_of(record["text"], where))
         mask = [True] * len(tokens)
     else:
         raise InputError(f"{where}: a line must have messages, text, or prompt_ids and response_ids")
@@ -113,10 +123,16 @@ def read_documents(
             fault(str(e), skipped)
             continue
         found.append(document)
-    if not any((d.mask[1:] & d.mask[:-1]).any() for d in found):
-        names = ", ".join(map(str, paths)) or "no file is given"
-        raise InputError(f"the data has no two tokens in a row to learn from ({names})")
+    check_learnable(found, None, paths)
     return found
+
+
+def check_learnable(documents: Sequence[Document], length: int | None, paths: Sequence[str | Path]) -> None:
+    """Raises InputError where none of ``documents`` has something to learn within its first ``length`` tokens."""
+    if not any((d.mask[1:length] & d.mask[: len(d.mask[:length]) - 1]).any() for d in documents):
+        names = ", ".join(map(str, paths)) or "no file is given"
+        within = "" if length is None else f" within the {length} of a row (sequence_length)"
+        raise InputError(f"the data has no two tokens in a row to learn from{within} ({names})")
 
 
 def pack(lengths: Sequence[int], size: int) -> list[list[int]]:
@@ -158,6 +174,20 @@ class PackedRows:
             starts[at:end] = at
             at = end
         return {"tokens": tokens, "loss_mask": mask, "starts": starts}
+
+    @property
+    def cut_off(self) -> tuple[int, int]:
+        """(documents that are longer than a row, their tokens that nobody sees)."""
+        left = [len(d.tokens) - self.length for d in self.documents]
+        return sum(n > 0 for n in left), sum(max(n, 0) for n in left)
+
+    def digest(self) -> str:
+        """Of the tokens, of what is learned and of where documents begin, row by row."""
+        found = blake2b(digest_size=16)
+        for i in range(len(self)):
+            for array in self[i].values():
+                found.update(array.tobytes())
+        return found.hexdigest()
 
     @property
     def used(self) -> float:

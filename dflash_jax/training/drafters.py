@@ -10,13 +10,13 @@ from flax import nnx
 from dflash_jax.checkpoint.files import read_json
 from dflash_jax.checkpoint.hub import resolve
 from dflash_jax.checkpoint.load import load_drafter, save_module
-from dflash_jax.config import AttentionSpec
+from dflash_jax.config import AttentionSpec, DraftConfig
 from dflash_jax.errors import InputError
 from dflash_jax.llm import LLM
 from dflash_jax.models.decoder import Decoder
 from dflash_jax.models.drafter import Drafter
 from dflash_jax.models.families import dflash
-from dflash_jax.training.config import TrainConfig
+from dflash_jax.training.config import FIELDS, TrainConfig
 
 MASK = "<|mask|>"
 
@@ -80,7 +80,25 @@ def raw_config(config: TrainConfig, llm: LLM) -> dict:
         raw = fresh_config(config, llm)
     found = dflash.read_config(raw)
     found.check_fits(llm.config)
+    if config.draft is not None or config.draft_config is not None:
+        check_numbers(config, found, config.draft or config.draft_config)
     return raw
+
+
+def check_numbers(config: TrainConfig, found: DraftConfig, whose: str) -> None:
+    """Raises InputError for a number of a fresh drafter that the given one does not have."""
+    windows = [layer.window for layer in found.layers if layer.window is not None]
+    there = {
+        "layers": len(found.layers),
+        "block_size": found.block_size,
+        "taps": tuple(found.target_layer_ids),
+        "intermediate_size": found.layers[0].intermediate_size,
+        "sliding_window": windows[0] if windows else None,
+        "mask_token_id": found.mask_token_id,
+    }
+    for name, has in there.items():
+        if (asked := getattr(config, name)) not in (FIELDS[name].default, has):
+            raise InputError(f"{name} {asked}: that of {whose} is {has}, and stays")
 
 
 def starting_drafter(config: TrainConfig, raw: dict, target: Decoder) -> Drafter:

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from dflash_jax import distributed
 from dflash_jax.errors import InputError
 from dflash_jax.sharding import DATA, place
 from dflash_jax.training.config import TrainConfig
@@ -32,6 +34,7 @@ def record_of(rows: PackedRows, pair: "Pair", with_hidden: bool) -> dict:
         digest.update(rows[i]["tokens"].tobytes() + rows[i]["starts"].tobytes())
     config = pair.llm.config
     return {
+        "target": fingerprint(pair.target),
         "model_type": config.model_type,
         "hidden_size": config.hidden_size,
         "target_layers": len(config.layers),
@@ -41,6 +44,20 @@ def record_of(rows: PackedRows, pair: "Pair", with_hidden: bool) -> dict:
         "tokens": digest.hexdigest(),
         "hidden": with_hidden,
     }
+
+
+def fingerprint(target) -> str:
+    """Of some numbers of each of the target's arrays, in bfloat16, wherever they lie."""
+
+    def some(leaves):
+        return [jnp.ravel(x[(0,) * (x.ndim - 1)][:16]).astype(jnp.bfloat16) for x in leaves]
+
+    leaves = jax.tree.leaves(target)
+    everywhere = jax.sharding.NamedSharding(target.layout.mesh(), jax.sharding.PartitionSpec())
+    digest = blake2b(digest_size=16)
+    for x in jax.device_get(jax.jit(some, out_shardings=everywhere)(leaves)):
+        digest.update(x.tobytes())
+    return digest.hexdigest()
 
 
 def row_bytes(record: dict) -> tuple[int, int]:
@@ -57,9 +74,14 @@ def write(config: TrainConfig, rows: PackedRows, pair: "Pair", tell: Callable[[s
     sizes, about = row_bytes(record), directory / RECORD
     if about.exists() and json.loads(about.read_text()) != record:
         raise InputError(f"{directory} has a cache of other features: give another directory, or remove it")
-    about.write_text(json.dumps(record) + "\n")
+    # All have looked before one writes.
+    distributed.agreed(0)
+    mine = distributed.is_first()
+    if mine:
+        about.write_text(json.dumps(record) + "\n")
     paths = [directory / name for name, size in zip((FEATURES, HIDDEN), sizes, strict=True) if size]
     done = min(p.stat().st_size // s if p.exists() else 0 for p, s in zip(paths, sizes, strict=False))
+    done = distributed.agreed(done)
     left = (len(rows) - done) * sum(sizes)
     tell(
         f"{len(rows)} rows of {sum(sizes) / 1e6:.1f} MB: {len(rows) * sum(sizes) / 1e9:.2f} GB, {left / 1e9:.2f} to go"
@@ -68,9 +90,11 @@ def write(config: TrainConfig, rows: PackedRows, pair: "Pair", tell: Callable[[s
         free = shutil.disk_usage(directory).free
         raise InputError(f"{directory}: {left / 1e9:.2f} GB are needed and {free / 1e9:.2f} GB are free")
     trainer = Trainer(pair.target, pair.draft, Recipe(Loss(), 1, 2), optimiser(1e-3, 1))
-    run, cut = jax.jit(trainer.features), trainer.sharding(jax.sharding.PartitionSpec(DATA))
-    count = trainer.layout.data * max(1, config.rows // trainer.layout.data)
-    files = [path.open("r+b" if path.exists() else "wb") for path in paths]
+    # On every device in the end: any host may read them.
+    run = jax.jit(trainer.features, out_shardings=trainer.sharding(jax.sharding.PartitionSpec()))
+    cut = trainer.sharding(jax.sharding.PartitionSpec(DATA))
+    count, start = trainer.layout.data * max(1, config.rows // trainer.layout.data), done
+    files = [path.open("r+b" if path.exists() else "wb") for path in paths] if mine else []
     try:
         for file, size in zip(files, sizes, strict=False):
             file.truncate(done * size)
@@ -79,7 +103,10 @@ def write(config: TrainConfig, rows: PackedRows, pair: "Pair", tell: Callable[[s
             picked = [rows[min(i, len(rows) - 1)] for i in range(start, start + count)]
             tokens, starts = (place(np.stack([r[k] for r in picked]), cut) for k in ("tokens", "starts"))
             hidden, features = run(trainer.leaves, tokens, starts)
-            found = [features, hidden][: len(files)]
+            found = [features, hidden][: len(paths)]
+            if not mine:
+                jax.block_until_ready(found)
+                continue
             for file, array in zip(files, jax.device_get(found), strict=True):
                 file.write(array[: len(rows) - start].astype(ml_dtypes.bfloat16).tobytes())
                 file.flush()

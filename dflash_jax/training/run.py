@@ -27,7 +27,15 @@ from dflash_jax.sharding import DATA, Layout, place
 from dflash_jax.training import drafters
 from dflash_jax.training.checkpoints import Checkpoints
 from dflash_jax.training.config import TrainConfig
-from dflash_jax.training.data import PackedRows, Skipped, batches, frequent_tokens, read_documents, read_lines
+from dflash_jax.training.data import (
+    PackedRows,
+    Skipped,
+    batches,
+    check_learnable,
+    frequent_tokens,
+    read_documents,
+    read_lines,
+)
 from dflash_jax.training.evaluation import Acceptance, acceptance, prompt_of
 from dflash_jax.training.features import FeatureRows
 from dflash_jax.training.losses import Loss, Sums, default_gamma
@@ -66,7 +74,10 @@ def read_rows(config: TrainConfig, llm: LLM, tell: Callable) -> PackedRows:
         read_documents(config.data, llm.tokenizer, llm.config.vocab_size, skipped), config.sequence_length
     )
     tokens = sum(len(d.tokens) for d in rows.documents)
+    check_learnable(rows.documents, rows.length, config.data)
     tell(f"{len(rows.documents)} documents, {tokens} tokens, in {len(rows)} rows, {rows.used:.0%} used")
+    if (cut := rows.cut_off)[0]:
+        tell(f"{cut[0]} of them are longer than a row of {rows.length}: {cut[1]} tokens are left out")
     if skipped is not None and skipped.count:
         tell(f"{skipped.count} lines left out, the first: {skipped.first}")
     return rows
@@ -150,6 +161,7 @@ def fit(config: TrainConfig, tell: Callable[[str], None]) -> tuple[int, int]:
     pair = open_pair(config)
     rows, recipe = read_rows(config, pair.llm, tell), recipe_of(config, pair)
     vocabulary = None if config.loss_vocabulary is None else frequent_tokens(rows, config.loss_vocabulary)
+    digest = rows.digest()
     if config.features is not None:
         rows = FeatureRows(config, rows, pair, recipe.loss.needs_teacher)
     steps, layout = step_count(config, len(rows)), pair.target.layout
@@ -158,7 +170,7 @@ def fit(config: TrainConfig, tell: Callable[[str], None]) -> tuple[int, int]:
         raise InputError(f"{part} rows of a part of a step: they cannot be divided over data={layout.data}")
     update = optimiser(config.learning_rate, steps, config.optimizer, config.warm_up, config.clip)
     trainer = Trainer(pair.target, pair.draft, recipe, update, vocabulary=vocabulary)
-    held = Checkpoints(config, pair.raw)
+    held = Checkpoints(config, pair.raw, digest)
     first = held.latest
     if first:
         shapes = jax.eval_shape(lambda d: (d, update.init(d)), drafters.Drafter(pair.draft, rngs=None))
@@ -170,7 +182,8 @@ def fit(config: TrainConfig, tell: Callable[[str], None]) -> tuple[int, int]:
         tell(f"a drafter of {count / 1e6:.1f} million parameters, {steps} steps of {config.rows} rows on {layout}")
     directory = config.directory
     directory.mkdir(parents=True, exist_ok=True)
-    metrics, lengths = Log(directory, "metrics.csv", first), Log(directory, "acceptance.csv", first)
+    # What is measured at the end is measured again by a call that finds nothing to do.
+    metrics, lengths = Log(directory, "metrics.csv", first), Log(directory, "acceptance.csv", min(first, steps - 1))
     prompts = held_out_prompts(config, pair.llm)
     key, whole = jax.random.key(config.seed), trainer.sharding(PartitionSpec(None, DATA))
     waiting: list[tuple] = []
@@ -184,14 +197,20 @@ def fit(config: TrainConfig, tell: Callable[[str], None]) -> tuple[int, int]:
             found = figures(jax.device_get(sums)) | {"gradient_norm": float(norm)}
             if not (math.isfinite(found["loss"]) and math.isfinite(found["gradient_norm"])):
                 held.wait()
+                good = f"the last good checkpoint is that of step {held.latest} in {config.output}"
                 raise InputError(
                     f"step {step}: the loss is {found['loss']}, the gradients' norm {found['gradient_norm']}: stopped; "
-                    f"the last good checkpoint is that of step {held.latest} in {config.output}"
+                    f"{good if held.latest else 'there is no checkpoint yet'}"
                 )
-            bar.set_postfix(loss=f"{found['loss']:.3f}", right=f"{found['right']:.2f}", refresh=False)
+            rate = (step - since) * config.rows * config.sequence_length / (time.perf_counter() - began)
+            slots = [f"{v:.0%}" for name, v in found.items() if name.startswith("slot_")]
+            shown = {"loss": f"{found['loss']:.3f}", "right": f"{found['right']:.2f}", "slots": " ".join(slots)}
+            bar.set_postfix(shown | {"tok/s": f"{rate:.0f}"}, refresh=False)
             if step % config.log_every == 0:
-                rate = (step - since) * config.rows * config.sequence_length / (time.perf_counter() - began)
                 metrics.add({"step": step, **found, "tokens_per_s": round(rate)})
+                if not is_bar:
+                    words = ", ".join(f"{name} {value}" for name, value in shown.items())
+                    tell(f"step {step} of {steps}: {words}, {rate:.0f} tokens/s")
                 began, since = time.perf_counter(), step
 
     def measure_now(step: int) -> None:
@@ -254,8 +273,6 @@ def export(config: TrainConfig, tell: Callable[[str], None]) -> None:
     """The newest checkpoint as a Hugging Face directory."""
     pair = open_pair(config)
     held = Checkpoints(config, pair.raw)
-    if not held.latest:
-        raise InputError(f"{config.output} has no checkpoint to export")
     update = optimiser(config.learning_rate, 1, config.optimizer)
     trainer = Trainer(pair.target, pair.draft, recipe_of(config, pair), update)
     shapes = jax.eval_shape(lambda d: (d, update.init(d)), drafters.Drafter(pair.draft, rngs=None))

@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 from helpers import random_decoder, random_drafter, tiny_config, tiny_draft_config
 
+from dflash_jax.checkpoint.load import load_drafter, load_target
+from dflash_jax.llm import TINY
 from dflash_jax.models.drafter import Drafter
+from dflash_jax.text import Tokenizer
 from dflash_jax.training.blocks import block_states, sample_anchors
 from dflash_jax.training.evaluation import is_degenerate
 from dflash_jax.training.losses import Head, Loss
@@ -42,9 +45,22 @@ def blocks(drafter: Drafter, tokens, anchors):
 
 
 def test_training_equals_decoding(pair, text):
+    assert_training_is_decoding(*pair, text[0], text[2])
+
+
+def test_training_equals_decoding_of_a_trained_drafter():
+    target = load_target(TINY / "target")
+    drafter = load_drafter(TINY / "draft", target=target.config)
+    text = Tokenizer(TINY / "target").encode(
+        "def clamp(value, low, high):\n    return max(low, min(value, high))\n" * 4
+    )
+    tokens = jnp.asarray(text[: 2 * T]).reshape(2, T)
+    features = jax.jit(lambda x, s: target(x, drafter.taps, s))(tokens, STARTS)[1]
+    assert_training_is_decoding(target, drafter, tokens, features)
+
+
+def assert_training_is_decoding(target, drafter, tokens, features):
     """Every slot of every block, alone in a row or packed, is what decoding computes for that document alone."""
-    target, drafter = pair
-    tokens, _, features = text
     anchors = jnp.array([[0, 7, 33, T - 1], [1, 12, 25, 30]])
     embedded = target.embed_tokens(blocks(drafter, tokens, anchors))
     trained = jax.jit(block_states)(drafter, features, embedded, anchors, STARTS)

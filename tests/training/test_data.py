@@ -9,7 +9,16 @@ from talks import TALKS
 from dflash_jax import LLM, InputError
 from dflash_jax.llm import TINY
 from dflash_jax.text import Tokenizer
-from dflash_jax.training.data import Document, PackedRows, Skipped, batches, frequent_tokens, pack, read_documents
+from dflash_jax.training.data import (
+    Document,
+    PackedRows,
+    Skipped,
+    batches,
+    check_learnable,
+    frequent_tokens,
+    pack,
+    read_documents,
+)
 
 MARKED = """{% for m in messages %}<|im_start|>{{ m.role }}
 {% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>
@@ -59,17 +68,31 @@ def test_a_template_that_rewrites_earlier_turns_is_told():
         ('{"text": ""}', "bad.jsonl:2: the document has 0 tokens"),
         ('{"response_ids": [1, 2, 5000]}', "bad.jsonl:2: token id 5000: ids are 0 to 511"),
         ('{"response_ids": [true]}', "bad.jsonl:2: response_ids must be a list of token ids"),
+        ('{"response_ids": [1, 99999999999]}', "bad.jsonl:2: response_ids must be a list of token ids"),
+        ('{"text": "ab\\ud800"}', "bad.jsonl:2: .* at character 2 is no text"),
+        ('{"messages": [{"role": "user", "content": "x"}]}', "bad.jsonl:2: the conversation has no assistant turn"),
+        (b'{"text": "\xff"}', "bad.jsonl:2: not UTF-8: .* at byte 10 of the line"),
     ],
 )
 def test_a_broken_line_is_named_or_counted(line, message, tmp_path, capsys):
     path, good = tmp_path / "bad.jsonl", json.dumps({"text": "def f(x):\n    return x\n"})
-    path.write_text(f"{good}\n{line}\n\n{good}\n")
+    line = line if isinstance(line, bytes) else line.encode()
+    path.write_bytes(b"%b\n%b\n\n%b\n" % (good.encode(), line, good.encode()))
     llm = LLM(None, None)
     with pytest.raises(InputError, match=message):
         read_documents([path], llm.tokenizer, 512)
     skipped = Skipped()
     assert len(read_documents([path], llm.tokenizer, 512, skipped)) == 2
     assert skipped.count == 1
+
+
+def test_nothing_to_learn_within_a_row_is_told(tmp_path):
+    """An answer behind the end of a row; and what is cut off of others."""
+    long = Document(np.arange(200), np.arange(200) >= 100)
+    with pytest.raises(InputError, match="within the 64 of a row"):
+        check_learnable([long], 64, ["x"])
+    check_learnable([long], 128, ["x"])
+    assert PackedRows([long, Document(np.arange(9), np.ones(9, bool))], 128).cut_off == (1, 72)
 
 
 def test_rows_are_packed_and_padded():

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 
 from dflash_jax.checkpoint.files import TensorFiles
@@ -23,11 +24,20 @@ def test_eight_devices():
 
 
 def test_two_processes_train_as_one(tmp_path):
+    """What the target answers, its features, and the drafter."""
     data = tmp_path / "text.jsonl"
     data.write_text("".join(json.dumps({"text": f"def f{i}(x):\n    return {i} * x\n" * 3}) + "\n" for i in range(8)))
     options = ["--data", str(data), "--layers", "1", "--block-size", "4", "--taps", "1", "3", "--sequence-length", "64"]
     options += ["--rows", "4", "--anchors", "8", "--steps", "3", "--save-every", "2"]
-    command = [sys.executable, "-m", "dflash_jax.train", "fit", *options, "--output"]
+    script = "import json, sys; from dflash_jax.train import main; sys.exit(max(map(main, json.loads(sys.argv[1]))))"
+
+    def command(name: str, *mesh: str, distributed: tuple[str, ...] = ()) -> list[str]:
+        """Answers, features and training, one after the other in one process."""
+        output, cache = ["--output", str(tmp_path / name)], ["--features", str(tmp_path / name / "features")]
+        asked = ["--data", str(data), "--max-new-tokens", "8", "--temperature", "0"]
+        runs = [["regenerate", *asked, *output, *distributed], ["cache", *options, *cache], ["fit", *options, *output]]
+        return [sys.executable, "-c", script, json.dumps([[*run, *mesh] for run in runs])]
+
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -40,7 +50,7 @@ def test_two_processes_train_as_one(tmp_path):
     }
     processes = [
         subprocess.Popen(
-            [*command, str(tmp_path / "two"), "--distributed", "--mesh", "data=2,tensor=2"],
+            command("two", "--mesh", "data=2,tensor=2", distributed=("--distributed",)),
             env={**together, "JAX_PROCESS_ID": str(i)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -50,8 +60,12 @@ def test_two_processes_train_as_one(tmp_path):
     ]
     said = [p.communicate()[0] for p in processes]
     assert [p.returncode for p in processes] == [0, 0], said[0][-3000:] + said[1][-3000:]
-    done = subprocess.run([*command, str(tmp_path / "one")], env={**os.environ, "JAX_PLATFORMS": "cpu"})
+    done = subprocess.run(command("one"), env={**os.environ, "JAX_PLATFORMS": "cpu"})
     assert done.returncode == 0
     a, b = (TensorFiles(tmp_path / name / "draft") for name in ("one", "two"))
     for name in a:
         np.testing.assert_allclose(a.read(name).astype(np.float32), b.read(name).astype(np.float32), atol=5e-4)
+    one, two = (tmp_path / name for name in ("one", "two"))
+    assert (one / "regenerated.jsonl").read_text() == (two / "regenerated.jsonl").read_text()
+    a, b = (np.fromfile(path / "features" / "features.bin", ml_dtypes.bfloat16) for path in (one, two))
+    np.testing.assert_allclose(a.astype(np.float32), b.astype(np.float32), rtol=0.01, atol=0.02)

@@ -19,7 +19,8 @@ from dflash_jax import LLM, InputError, SamplingParams
 from dflash_jax.checkpoint.files import TensorFiles
 from dflash_jax.models.families import dflash
 from dflash_jax.train import main, make_parser, read_config
-from dflash_jax.training import features, run
+from dflash_jax.training import checkpoints, features, run
+from dflash_jax.training import regenerate as regeneration
 from dflash_jax.training.config import TrainConfig, read_toml
 from dflash_jax.training.data import read_documents
 from dflash_jax.training.regenerate import regenerate
@@ -116,7 +117,7 @@ def test_a_signal_stops_and_the_same_command_goes_on(whole, config, tmp_path, mo
     assert run.fit(mine, said.append) == (stop, 6)
     assert f"SIGTERM: stopped behind step {stop}" in said[-1]
     assert run.fit(mine, said.append) == (6, 6)
-    assert f"going on behind step {stop} of 6" in said[-2]
+    assert f"going on behind step {stop} of 6" in said
     assert_same_bits(parameters(tmp_path), parameters(whole[0]))
     steps = [line.split(",")[0] for line in (tmp_path / "metrics.csv").read_text().splitlines()]
     assert steps == ["step", *"123456"]
@@ -222,8 +223,10 @@ def test_a_loss_that_is_no_number_stops_the_run(config, tmp_path, monkeypatch):
     assert [p.name for p in sorted(tmp_path.glob("checkpoints/*"))] == ["2"]
 
 
-def test_regenerated_answers_are_the_targets_own(data, tmp_path):
-    """And a second call goes on behind a line that was cut off."""
+def test_regenerated_answers_are_the_targets_own(data, tmp_path, monkeypatch):
+    """And a second call goes on behind the last that was counted, whatever of the next ones was written."""
+    monkeypatch.setattr(regeneration, "GROUP", 5)
+    monkeypatch.setattr(regeneration, "TURNS", 1)
     llm, path = LLM(None, slots=4), tmp_path / "r.jsonl"
     config = TrainConfig(data=(str(data),), max_new_tokens=12, temperature=0.8)
     assert regenerate(config, llm, path, print) == len(TALKS)
@@ -234,11 +237,97 @@ def test_regenerated_answers_are_the_targets_own(data, tmp_path):
         params = SamplingParams(temperature=0.8, max_tokens=12, seed=i)
         (alone,) = llm.chat(TALKS[i][:1], params)
         assert (alone.prompt_ids, alone.token_ids) == (lines[i]["prompt_ids"], lines[i]["response_ids"])
-    path.write_text("".join(text.splitlines(True)[:3]) + text.splitlines(True)[3][:20])
-    regenerate(config, llm, path, print)
+    record = tmp_path / "r.json"
+    held = json.loads(record.read_text())
+    assert (held["done"], held["bytes"]) == (len(TALKS), len(text.encode()))
+    kept = sum(len(line.encode()) for line in text.splitlines(True)[:5])
+    record.write_text(json.dumps(held | {"done": 5, "bytes": kept}))
+    path.write_text("".join(text.splitlines(True)[:6]) + text.splitlines(True)[6][:20])
+    said: list[str] = []
+    assert regenerate(config, llm, path, said.append) == len(TALKS)
+    assert said == [f"5 of {len(TALKS)} were answered before"]
     assert path.read_text() == text
+    with pytest.raises(InputError, match=r"other settings: temperature was 0.8, is 0.5"):
+        regenerate(replace(config, temperature=0.5), llm, path, print)
+    other = tmp_path / "other.jsonl"
+    other.write_text(data.read_text() + '{"text": "x"}\n')
+    with pytest.raises(InputError, match="other settings: data was"):
+        regenerate(replace(config, data=(str(other),)), llm, path, print)
+    path.write_text("")
+    with pytest.raises(InputError, match="has less than"):
+        regenerate(config, llm, path, print)
+    record.unlink()
+    path.write_text(text)
+    with pytest.raises(InputError, match=r"no r.json beside it"):
+        regenerate(config, llm, path, print)
     documents = read_documents([path], None, llm.config.vocab_size)
     assert all(d.mask.sum() == len(line["response_ids"]) for d, line in zip(documents, lines, strict=True))
+
+
+def test_what_cannot_be_answered_is_told(tmp_path):
+    """A prompt that leaves no room, and a conversation that the template refuses: by line, or counted."""
+    llm, path = LLM(None, slots=2, max_len=64), tmp_path / "r.jsonl"
+    refuses = "{% if messages[0].content == 'no' %}{{ raise_exception('not this') }}{% endif %}"
+    llm.tokenizer._full.chat_template = refuses + "{{ messages[0].content }}"
+    lines = [{"text": "x = " * 100}, {"messages": [{"role": "user", "content": "no"}]}, {"text": "import"}]
+    data = tmp_path / "d.jsonl"
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    config = TrainConfig(data=(str(data),), max_new_tokens=4, temperature=0.0)
+    with pytest.raises(InputError, match=r"d.jsonl:2: the chat template does not take this conversation: not this"):
+        regenerate(config, llm, path, print)
+    said: list[str] = []
+    assert regenerate(replace(config, skip_bad_lines=True), llm, path, said.append) == 1
+    assert [json.loads(line)["source"] for line in path.read_text().splitlines()] == [2]
+    assert [re.split("[:,]", text)[0] for text in said] == ["1 lines left out", "2 prompts have no answer"]
+
+
+def test_a_drafters_own_numbers_stay(data, tmp_path, whole):
+    draft = str(whole[0] / "draft")
+    config = TrainConfig(data=(str(data),), draft=draft, sequence_length=96, rows=2, anchors=8, output=str(tmp_path))
+    with pytest.raises(InputError, match=r"layers 3: that of .*draft is 1, and stays"):
+        run.fit(replace(config, layers=3, block_size=4, taps=(1, 3)), print)
+    with pytest.raises(InputError, match=r"taps \(99,\): that of .*draft is \(1, 3\)"):
+        run.fit(replace(config, taps=(99,)), print)
+
+
+def test_a_run_without_checkpoints_may_begin_anew(config, tmp_path):
+    """Another configuration is refused only where something would be lost; other data is another configuration."""
+    mine = replace(config, output=str(tmp_path), steps=1)
+    with pytest.raises(InputError, match="no checkpoint"):
+        run.export(mine, print)
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "run.json").write_text(json.dumps({"config": {}, "draft": {}}))
+    assert run.fit(mine, print) == (1, 1)
+    data = tmp_path / "data.jsonl"
+    data.write_text(Path(config.data[0]).read_text())
+    other = replace(mine, data=(str(data),), output=str(tmp_path / "other"))
+    run.fit(other, print)
+    data.write_text(json.dumps({"text": "def f(x):\n    return x\n"}) + "\n")
+    with pytest.raises(InputError, match="the data's tokens are others"):
+        run.fit(other, print)
+
+
+def test_a_finished_run_is_measured_again_and_logged_once(config, tmp_path):
+    mine = replace(
+        config, output=str(tmp_path), steps=1, held_out=config.data[0], evaluate_prompts=1, evaluate_tokens=4
+    )
+    for _ in range(2):
+        assert run.fit(mine, print) == (1, 1)
+        assert [line.split(",")[0] for line in (tmp_path / "acceptance.csv").read_text().splitlines()] == [
+            "step",
+            "1",
+            "1",
+        ]
+
+
+def test_features_of_another_target_are_refused(config, tmp_path):
+    pair = run.open_pair(config)
+    rows = run.read_rows(config, pair.llm, print)
+    before = features.record_of(rows, pair, False)
+    assert features.record_of(rows, run.open_pair(config), False) == before
+    last = pair.target.layers[-1].input_norm.weight
+    last[...] = last[...] * 1.5
+    assert features.record_of(rows, pair, False)["target"] != before["target"]
 
 
 @pytest.mark.parametrize(
@@ -257,6 +346,9 @@ def test_regenerated_answers_are_the_targets_own(data, tmp_path):
         (["export", "--output", "nothing"], "no checkpoint"),
         (["cache"], "cache needs --data"),
         (["teach"], "invalid choice"),
+        (["fit", "--steps", "-5"], "steps -5: it must be 1 or more"),
+        (["fit", "--loss-vocabulary", "0"], "loss_vocabulary 0"),
+        (["fit", "--warm-up", "2"], "warm_up 2.0"),
         (["fit", "--config", "none.toml"], "none.toml cannot be read"),
     ],
 )
@@ -291,7 +383,16 @@ def test_what_lies_elsewhere_has_its_logs_here():
     assert TrainConfig(output="runs/mine").directory == Path("runs/mine")
 
 
+def test_what_a_bucket_needs_is_told(config, monkeypatch):
+    def missing(path):
+        raise ImportError("Please install gcsfs")
+
+    monkeypatch.setattr(checkpoints.epath, "Path", missing)
+    with pytest.raises(InputError, match=r"output gs://b/mine: Please install gcsfs \(pip install .dflash-jax\[gcs\]"):
+        checkpoints.Checkpoints(replace(config, output="gs://b/mine"), {})
+
+
 def test_there_is_a_config_for_every_drafter():
     shapes = [read_toml(path)[0].get("draft_config") for path in CONFIGS]
     named = {Path(shape).name for shape in shapes if shape}
-    assert named == {p.name for p in (ROOT / "configs/hf").glob("*DFlash*.json") if "8-layer" not in p.name}
+    assert named == {p.name for p in (ROOT / "configs/hf").glob("*DFlash*.json")}
