@@ -12,6 +12,11 @@ class Device:
     memory: int
     bandwidth: float
 
+    @property
+    def platform(self) -> str:
+        """As `jax.default_backend` has it."""
+        return "tpu" if self.kind.startswith("TPU") else "gpu"
+
 
 DEVICES = {
     "b200": Device("NVIDIA B200", 191_514_411_008, 8.0e12),

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from dflash_jax.engine.options import LARGEST_PREFILL, PREFILL_BYTES
+from dflash_jax.engine.options import PREFILL_BYTES, largest_prefill
 
 # Of a device's memory: the rest is the runtime's, and fragmentation's.
 USABLE = 0.95
@@ -171,7 +171,8 @@ def make_plan(
 
     # Temporaries, roughly: activations of a prefill chunk, and, of each row, float32 logits of a window three times
     # over.
-    prefill, logits = PREFILL_BYTES * LARGEST_PREFILL * shapes.target.hidden_size, 3 * 4 * window * vocab
+    prefill = PREFILL_BYTES * largest_prefill(device.platform) * shapes.target.hidden_size
+    logits = 3 * 4 * window * vocab
     room = USABLE * device.memory - mine.total - drafting - prefill
     most_rows = max(0, int(room // (slot.bytes(max_len) + logits)))
     per_row = room / rows - logits - slot.fixed

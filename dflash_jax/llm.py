@@ -330,7 +330,7 @@ class LLM:
             self._draft_window,
         )
         most = options.pop("max_num_batched_tokens", None)
-        sizes = prefill_options(jax.default_backend() == "cpu", self.reproducible, most)
+        sizes = prefill_options(jax.default_backend(), self.reproducible, most)
         chosen = Options(
             widths=widths,
             rows_per_dispatch=1 if self.reproducible else None,

@@ -25,7 +25,7 @@ import numpy as np
 from dflash_jax import kernels, speculative, steps
 from dflash_jax.config import MoeSpec
 from dflash_jax.devices import device_name
-from dflash_jax.engine.options import LARGEST_PREFILL, PREFILL_SIZES
+from dflash_jax.engine.options import PREFILL_SIZES, largest_prefill
 from dflash_jax.errors import InputError
 from dflash_jax.fit import measure_slot, weigh
 from dflash_jax.models import moe
@@ -244,7 +244,7 @@ def timed(call, state, rewound) -> tuple:
 
 def prefilled(point: Point) -> int:
     """Prompt tokens that the prefill of a point reads: the largest chunk that its context has room for."""
-    return max(size for size in (*PREFILL_SIZES, LARGEST_PREFILL) if size < point.context)
+    return max(size for size in (*PREFILL_SIZES, largest_prefill(jax.default_backend())) if size < point.context)
 
 
 def driver() -> str:

@@ -242,7 +242,7 @@ def report(shapes, layout, devices, args) -> dict:
     from dflash_jax import kernels
     from dflash_jax.cache import KVCache
     from dflash_jax.engine.device import MAX_LOGPROBS
-    from dflash_jax.engine.options import LARGEST_PREFILL
+    from dflash_jax.engine.options import largest_prefill
     from dflash_jax.programs import GPU_OPTIONS, Programs
     from dflash_jax.state import Settings
 
@@ -273,7 +273,7 @@ def report(shapes, layout, devices, args) -> dict:
             "weights": programs.weights,
         }
         if name == "prefill":
-            lowered = programs.lower_prefill(state, layout.data, LARGEST_PREFILL)
+            lowered = programs.lower_prefill(state, layout.data, largest_prefill("gpu" if is_gpu else "tpu"))
         else:
             lowered = programs.lower_decode(state, args.slots, settings)
         depth = layers + (len(shapes.draft.layers) if drafter is not None and name == "round" else 0)

@@ -4,21 +4,28 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 PREFILL_SIZES = (16, 64, 256, 1024)
-# Off the CPU a chunk of 1,024 tokens takes hardly longer than one of 16, for either reads every expert: chunks are
-# larger there, and short prompts are read together.
-LARGEST_PREFILL, PREFILL_ROWS = 4096, 8
+# On a GPU a chunk of 1,024 tokens takes hardly longer than one of 16, for either reads every expert: chunks are larger
+# there. A TPU computes every expert for every token.
+LARGEST_PREFILL = {"gpu": 4096}
+# Short prompts are read together, at most so many, and so many tokens in all (those of nobody among them).
+PREFILL_ROWS, TOGETHER = 8, {"gpu": 2048, "tpu": 256}
 # Temporaries of a prefill program, bytes for each feature of a token (compiled for B200 and H100: 118 of
 # Qwen3.6-35B-A3B, 69 of Qwen3.5-27B).
 PREFILL_BYTES = 120
 
 
-def prefill_options(on_cpu: bool, alone: bool, max_num_batched_tokens: int | None = None) -> dict:
+def largest_prefill(platform: str) -> int:
+    """Tokens of the largest chunk on "cpu", "gpu" or "tpu"."""
+    return LARGEST_PREFILL.get(platform, PREFILL_SIZES[-1])
+
+
+def prefill_options(platform: str, alone: bool, max_num_batched_tokens: int | None = None) -> dict:
     """Fields of `Options` that suit a platform; ``alone``: a prompt's arithmetic must not depend on others."""
-    sizes = PREFILL_SIZES if on_cpu else (*PREFILL_SIZES, LARGEST_PREFILL)
-    most = max_num_batched_tokens or (2048 if on_cpu else LARGEST_PREFILL)
+    most = max_num_batched_tokens or max(2048, largest_prefill(platform))
+    sizes = sorted({*PREFILL_SIZES, largest_prefill(platform)})
     return {
         "prefill_sizes": tuple(s for s in sizes if s <= max(most, sizes[0])),
-        "prefill_rows": 1 if on_cpu or alone else PREFILL_ROWS,
+        "prefill_together": 0 if alone else min(TOGETHER.get(platform, 0), most),
         "max_num_batched_tokens": most,
     }
 
@@ -26,15 +33,15 @@ def prefill_options(on_cpu: bool, alone: bool, max_num_batched_tokens: int | Non
 @dataclass(frozen=True)
 class Options:
     """widths: compiled ones, ascending, from 1 (the drafter's own block at most); prefill_sizes: tokens of a prompt
-    that a program takes, ascending; prefill_rows: prompts of a data shard that one takes, at most, where they are
-    short; max_num_batched_tokens: of prefill and one round, in a step; max_queue: requests that may wait;
+    that a program takes, ascending; prefill_together: tokens of one that takes several prompts of a data shard, at
+    most; max_num_batched_tokens: of prefill and one round, in a step; max_queue: requests that may wait;
     rows_per_dispatch: decoded together (1 makes a row's arithmetic independent of the others); prefix_bytes: for
     prefixes, 0 for none; markers: token ids that open a message; adaptive: whether "auto" chooses, or takes the widest;
     masks: whether requests may bring some, so that warm-up compiles what these need."""
 
     widths: tuple[int, ...] = (1,)
     prefill_sizes: tuple[int, ...] = PREFILL_SIZES
-    prefill_rows: int = 1
+    prefill_together: int = 0
     max_num_batched_tokens: int = 2048
     max_queue: int | None = None
     rows_per_dispatch: int | None = None
@@ -44,9 +51,8 @@ class Options:
     masks: bool = False
 
     def rows_of(self, size: int) -> int:
-        """Prompts of a data shard that a program of ``size`` tokens takes at most: never more tokens than the largest
-        program takes of one."""
-        return max(1, min(self.prefill_rows, self.prefill_sizes[-1] // size))
+        """Prompts of a data shard that a program of ``size`` tokens takes at most."""
+        return max(1, min(PREFILL_ROWS, self.prefill_together // size))
 
 
 @dataclass

@@ -25,7 +25,7 @@ MARKER, CAPACITY, SIZES = 1, 96, (8, 32)
 
 def engine_for(programs: Programs, widths=(1, 8), slots: int = 32, **options) -> Engine:
     settings = Settings(1, top_logprobs=5)
-    options = {"prefill_sizes": SIZES, "prefill_rows": 4, "max_num_batched_tokens": 64} | options
+    options = {"prefill_sizes": SIZES, "prefill_together": 32, "max_num_batched_tokens": 64} | options
     options.setdefault("prefix_bytes", 2 * 10**6)
     options |= {"widths": widths, "markers": frozenset([MARKER])}
     return Engine(Device(programs, slots, CAPACITY, settings), Options(**options))

@@ -7,6 +7,7 @@ import pytest
 from mock_device import END, VOCAB, engine, expected, request, run
 
 from dflash_jax.engine.engine import EngineError, QueueFullError
+from dflash_jax.engine.options import Options, prefill_options
 from dflash_jax.errors import InputError
 
 
@@ -30,7 +31,7 @@ def test_every_request_gets_its_own_tokens(seed):
         prefix_bytes=rng.choice([0, 60, 500, 10**6]),
         markers=frozenset([1, 2]),
         rows_per_dispatch=rng.choice([None, None, 1, 2]),
-        prefill_rows=rng.choice([1, 4]),
+        prefill_together=rng.choice([0, 16]),
         adaptive=rng.random() < 0.8,
     )
     shared, events, live, aborted = prompt_of(rng, 50), [], [], set()
@@ -266,7 +267,7 @@ def test_who_waits_for_anothers_prefix_goes_on_when_that_one_is_gone():
 
 def test_short_prompts_are_read_together():
     """As many as a program takes, of the same size, on every shard; no more tokens than the budget."""
-    e = engine(slots=8, shards=2, prefill_rows=4, max_num_batched_tokens=400)
+    e = engine(slots=8, shards=2, prefill_together=16, max_num_batched_tokens=400)
     requests = [request(range(i + 1, i + n), 5) for i, n in enumerate((4, 4, 4, 4, 4, 4, 14, 14))]
     for r in requests:
         e.submit(r)
@@ -274,7 +275,7 @@ def test_short_prompts_are_read_together():
     # Chunks of 4 tokens, of both shards' three; then those of 16, one of each shard.
     assert e.device.calls == [(6, 4, 4), (2, 16, 1)]
     assert all(r.tokens == expected(r.prompt, 5) for r in requests)
-    e = engine(slots=8, prefill_rows=4, max_num_batched_tokens=24)
+    e = engine(slots=8, prefill_together=16, max_num_batched_tokens=24)
     for i in range(8):
         e.submit(request(range(i + 1, i + 5)))
     e.step()
@@ -282,7 +283,7 @@ def test_short_prompts_are_read_together():
 
 
 def test_who_needs_anothers_prefix_is_not_read_beside_it():
-    e = engine(prefix_bytes=10**6, prefill_rows=4, markers=frozenset([2]))
+    e = engine(prefix_bytes=10**6, prefill_together=16, markers=frozenset([2]))
     requests = [request([2, 5, 6, 10 + i, 3], 5) for i in range(3)]
     same = [request(requests[0].prompt, 5) for _ in range(2)]
     for r in (*requests, *same):
@@ -301,3 +302,22 @@ def test_reproducible_rows_decode_alone():
     run(e)
     assert all(len(d.slots) == 1 for kind, d, *_ in e.device.log if kind == "decode")
     assert all(r.tokens == expected(r.prompt, 30) for r in requests)
+
+
+@pytest.mark.parametrize(
+    ("platform", "alone", "most", "sizes", "together"),
+    [
+        ("cpu", False, None, (16, 64, 256, 1024), 0),
+        ("gpu", False, None, (16, 64, 256, 1024, 4096), 2048),
+        ("gpu", True, None, (16, 64, 256, 1024, 4096), 0),
+        ("gpu", False, 300, (16, 64, 256), 300),
+        ("gpu", False, 8, (16,), 8),
+        ("tpu", False, None, (16, 64, 256, 1024), 256),
+    ],
+)
+def test_chunks_suit_the_platform(platform, alone, most, sizes, together):
+    options = Options(**prefill_options(platform, alone, most))
+    assert (options.prefill_sizes, options.prefill_together) == (sizes, together)
+    assert options.max_num_batched_tokens == (most or max(2048, sizes[-1]))
+    assert all(size * options.rows_of(size) <= max(together, size) for size in sizes)
+    assert max(map(options.rows_of, sizes)) <= 8
