@@ -12,14 +12,16 @@ import json
 import shlex
 import sys
 from dataclasses import asdict
+from hashlib import blake2b
 from pathlib import Path
 
 from dflash_jax.arguments import block_size
 from dflash_jax.benchmarking.clients import Asking, EngineClient, HttpClient
 from dflash_jax.benchmarking.data import read_tasks
+from dflash_jax.benchmarking.store import beside, read_record, write_record
 from dflash_jax.benchmarking.tables import PLAIN, key, markdown, plot
 from dflash_jax.errors import InputError
-from dflash_jax.options import Parser, add_platform, exit_code, set_platform
+from dflash_jax.options import Parser, add_platform, exit_code, set_platform, versions
 from dflash_jax.system import read_system
 
 
@@ -77,34 +79,34 @@ class Results:
     """OUT.json and what is made of it, written after every cell."""
 
     def __init__(self, out: Path, about: dict, published: dict):
-        self.out, self.published = out, published
-        path = out.with_suffix(".json")
-        try:
-            held = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        except ValueError as e:
-            raise InputError(f"{path} is not JSON ({e}): remove it, or give another --out") from None
-        # The command may name more tasks, methods and concurrencies than before.
-        fixed = {k: v for k, v in about.items() if k != "command"}
-        if held and {k: v for k, v in held["about"].items() if k != "command"} != fixed:
-            differing = [f"{k} was {held['about'].get(k)!r}" for k, v in fixed.items() if held["about"].get(k) != v]
-            raise InputError(f"{path} is of another run ({', '.join(differing)}): give another --out")
-        self.record = {"about": about, "cells": held.get("cells", {})}
+        self.out, self.published, self.path = out, published, beside(out, ".json")
+        held = read_record(self.path)
+        # The command may name more tasks, methods and concurrencies than before, and other packages may be installed.
+        free, was = ("command", "versions", "data"), held.get("about", about)
+        now = {k: v for k, v in about.items() if k not in free}
+        differing = [f"{k} was {was.get(k)!r}" for k, v in now.items() if was.get(k) != v]
+        data = was.get("data", {})
+        differing += [f"data of {task} was other" for task, v in about["data"].items() if data.get(task, v) != v]
+        if differing:
+            raise InputError(f"{self.path} is of another run ({', '.join(differing)}): give another --out")
+        self.record = {"about": about | {"data": data | about["data"]}, "cells": held.get("cells", {})}
 
     def has(self, name: str) -> bool:
-        return "tokens_per_s" in self.record["cells"].get(name, {})
+        """Whether a cell was measured, and nothing failed in it."""
+        cell = self.record["cells"].get(name, {})
+        return "tokens_per_s" in cell and not cell.get("errors")
 
     def add(self, name: str, cell: dict, methods: list[str]) -> None:
         self.record["cells"][name] = cell
-        self.out.parent.mkdir(parents=True, exist_ok=True)
-        self.out.with_suffix(".json").write_text(json.dumps(self.record, indent=1) + "\n", encoding="utf-8")
+        write_record(self.path, self.record)
         self.write(methods)
 
     def write(self, methods: list[str]) -> str:
         seen = [k.split(" | ")[2] for k in self.record["cells"]]
         shown = list(dict.fromkeys([*methods, *seen]))
         text = markdown(self.record, self.published, shown)
-        self.out.with_suffix(".md").write_text(text, encoding="utf-8")
-        plot(self.record, shown, self.out.with_suffix(".png"))
+        beside(self.out, ".md").write_text(text, encoding="utf-8")
+        plot(self.record, shown, beside(self.out, ".png"))
         return text
 
 
@@ -118,10 +120,12 @@ def open_llm(args, options: dict):
     target, draft = args.target or options.get("target"), args.draft or options.get("draft")
     if target is not None and draft is None:
         raise InputError("no drafter: give --draft")
-    return LLM(target, draft if draft is not None else "auto", **kept | given), device
+    # Each concurrency asks the same questions: nothing may be left of their prompts.
+    return LLM(target, draft if draft is not None else "auto", prefix_bytes=0, **kept | given), device
 
 
 async def cells(results: Results, tasks: dict, methods: list[str], args, asking: Asking, open_client) -> None:
+    from jax.errors import JaxRuntimeError
     from tqdm import tqdm
 
     from dflash_jax.benchmarking.cells import measure
@@ -130,11 +134,21 @@ async def cells(results: Results, tasks: dict, methods: list[str], args, asking:
         left = [(t, n) for t in tasks for n in args.concurrency if not results.has(key(t, n, name))]
         if not left:
             continue
-        async with open_client(name) as client:
+        try:
+            async with open_client(name) as client:
+                while left:
+                    task, at_once = left[0]
+                    await client.forget()
+                    with tqdm(total=len(tasks[task]), desc=key(task, at_once, name), unit="talk") as bar:
+                        found = await measure(client, tasks[task], at_once, asking, bar.update)
+                    results.add(key(task, at_once, name), found, methods)
+                    left.pop(0)
+        except (InputError, JaxRuntimeError) as e:
+            if not results.record["cells"]:
+                raise InputError(" ".join(str(e).split())[:300]) from None
+            # A server that is gone, memory that is not enough: the other methods go on.
             for task, at_once in left:
-                with tqdm(total=len(tasks[task]), desc=key(task, at_once, name), unit="talk") as bar:
-                    found = await measure(client, tasks[task], at_once, asking, bar.update)
-                results.add(key(task, at_once, name), found, methods)
+                results.add(key(task, at_once, name), {"failed": " ".join(str(e).split())[:120]}, methods)
 
 
 def capacity(llm, tasks: dict, asking: Asking) -> int:
@@ -162,10 +176,12 @@ def run(args) -> int:
     methods = args.methods or [PLAIN, "8", "16", "auto"]
     if args.label:
         methods = [args.label]
-    about = {"command": f"python -m dflash_jax.benchmark {shlex.join(sys.argv[1:])}"}
+    about = {"command": f"python -m dflash_jax.benchmark {shlex.join(_without_key(sys.argv[1:]))}"}
     about |= {k: v for k, v in asdict(asking).items() if k != "timeout_s"} | {
         "prompts": args.prompts,
         "seed": args.seed,
+        "data": {task: blake2b(json.dumps(talks).encode(), digest_size=8).hexdigest() for task, talks in tasks.items()},
+        "versions": versions(),
     }
     if args.url:
         about |= {"model": args.model or args.url, "device": "a server"}
@@ -176,7 +192,8 @@ def run(args) -> int:
     else:
         llm, device = open_llm(args, options)
         model = Path(args.config).stem if args.config else str(args.target or "bundled pair")
-        about |= {"model": model, "device": device, "dtype": llm.dtype}
+        about |= {"model": model, "device": device, "dtype": llm.dtype, "mesh": str(llm.target.layout)}
+        about |= {"max_len": llm.max_len, "quantize": args.quantize or options.get("quantize"), "kernels": args.kernels}
         methods = [m for m in methods if not m.isdecimal() or int(m) <= llm.largest_block]
         room = capacity(llm, tasks, asking)
 
@@ -186,7 +203,13 @@ def run(args) -> int:
     results = Results(args.out, about, _published(args))
     asyncio.run(cells(results, tasks, methods, args, asking, open_client))
     print(results.write(methods), end="")
-    return 1 if any("failed" in c for c in results.record["cells"].values()) else 0
+    return 1 if any("failed" in c or c.get("errors") for c in results.record["cells"].values()) else 0
+
+
+def _without_key(argv: list[str]) -> list[str]:
+    """The command as anyone may read it."""
+    hidden = [a.partition("=")[0] + "=KEY" if a.startswith("--api-key=") else a for a in argv]
+    return ["KEY" if before == "--api-key" else a for before, a in zip(["", *hidden], hidden, strict=False)]
 
 
 def _published(args) -> dict:

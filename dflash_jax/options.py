@@ -2,8 +2,13 @@
 
 import argparse
 import os
+import platform
+import shutil
+import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 
 from dflash_jax import kernels
 from dflash_jax.errors import InputError
@@ -76,6 +81,20 @@ def set_platform(platform: str | None, choice: str = "auto") -> str:
         reason = (str(e) or "JAX has no support for it here").splitlines()[0]
         raise InputError(f"platform {platform or 'default'!r} is not there: {reason}") from None
     return f"{device.platform} {device.device_kind}" if device.platform != device.device_kind else device.platform
+
+
+def versions() -> str:
+    """Of what figures depend on: Python, JAX and what it came with, and the GPU's driver."""
+    found = [f"Python {platform.python_version()}"]
+    for name in ("jax", "jaxlib", "jax-cuda13-plugin", "libtpu", "triton", "jax-triton"):
+        with suppress(PackageNotFoundError):
+            found.append(f"{name} {version(name)}")
+    if shutil.which("nvidia-smi"):
+        asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        with suppress(OSError, subprocess.TimeoutExpired):
+            said = subprocess.run(asked, capture_output=True, text=True, timeout=20, check=False).stdout.split()
+            found += [f"driver {said[0]}"] if said else []
+    return ", ".join(found)
 
 
 def choose_mesh(mesh: str | None, system) -> str:

@@ -26,7 +26,7 @@ def from_hub(repo: str, subset: str | None, split: str, turns: Callable[[dict], 
         raise InputError("this task needs the datasets package: pip install datasets") from None
     try:
         rows = load_dataset(repo, subset, split=split)
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, RuntimeError) as e:
         raise InputError(f"{repo} cannot be had: {' '.join(str(e).split())[:200]}") from None
     return (turns(row) for row in rows)
 
@@ -39,10 +39,6 @@ def humaneval() -> Iterator[list[str]]:
     return ([CODE.format(problem["prompt"])] for problem in read_problems().values())
 
 
-def mbpp(row: dict) -> list[str]:
-    return [CODE.format(f'"""{row["prompt"]}"""\n' + "\n".join(row["test_list"]))]
-
-
 def alpaca(row: dict) -> list[str]:
     return [f"{row['instruction']}\n\n{row['input']}".strip()]
 
@@ -51,7 +47,7 @@ TASKS: dict[str, Callable[[], Iterator[list[str]]]] = {
     "humaneval": humaneval,
     "gsm8k": lambda: from_hub("openai/gsm8k", "main", "test", lambda row: [BOXED.format(row["question"])]),
     "math500": lambda: from_hub("HuggingFaceH4/MATH-500", None, "test", lambda row: [BOXED.format(row["problem"])]),
-    "mbpp": lambda: from_hub("google-research-datasets/mbpp", "sanitized", "test", mbpp),
+    "mbpp": lambda: from_hub("google-research-datasets/mbpp", "sanitized", "test", lambda row: [row["prompt"]]),
     "mt-bench": lambda: from_hub("HuggingFaceH4/mt_bench_prompts", None, "train", lambda row: list(row["prompt"])),
     "alpaca": lambda: from_hub("tatsu-lab/alpaca", None, "train", alpaca),
     "livecodebench": lambda: from_hub(

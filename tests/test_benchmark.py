@@ -5,10 +5,11 @@ import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import jax
 import numpy as np
 import pytest
 
-from dflash_jax import InputError
+from dflash_jax import InputError, benchmark
 from dflash_jax.benchmark import main
 from dflash_jax.benchmarking import cells
 from dflash_jax.benchmarking.cells import interval, measure
@@ -34,26 +35,71 @@ def options(data, out, *more):
 def test_a_table_in_process(data, tmp_path, capsys, monkeypatch):
     # Only what these few requests need is compiled.
     monkeypatch.setattr(warm_up, "warm_up", lambda engine: {})
-    out = tmp_path / "table"
+    out = tmp_path / "table-1.5b"
     argv = options(data, out, "--methods", "autoregressive", "8", "--published", "qwen3.6-35b-a3b")
     assert main(argv) == 0
     said = capsys.readouterr().out
-    record = json.loads(out.with_suffix(".json").read_text())
+    record = json.loads(out.with_name(out.name + ".json").read_text())
     assert list(record["cells"]) == [f"HumanEval | {n} | {m}" for m in ("autoregressive", "8") for n in (1, 2)]
     plain, wide = (record["cells"][f"HumanEval | 2 | {m}"] for m in ("autoregressive", "8"))
     # Four turns; the tokens are the same with the drafter.
     assert plain["tokens"] == wide["tokens"] <= 4 * 12
     assert plain["acceptance_length"] == 1.0 < wide["acceptance_length"]
     assert wide["acceptance_low"] <= wide["acceptance_length"] <= wide["acceptance_high"]
-    assert said == out.with_suffix(".md").read_text()
+    assert said == out.with_name(out.name + ".md").read_text()
     # The card has HumanEval at 1: 238 and, 16 wide, 603 tokens/s; at width 8 its acceptance length is 5.09.
     assert "| 238 |" in said
     assert "| 5.09 |" in said
-    before = out.with_suffix(".json").read_text()
+    before = out.with_name(out.name + ".json").read_text()
     assert main(argv) == 0
-    assert out.with_suffix(".json").read_text() == before
+    assert out.with_name(out.name + ".json").read_text() == before
     assert main(options(data, out, "--temperature", "0.5")) == 2
     assert "temperature was 0.0" in capsys.readouterr().err
+    data.write_text(json.dumps({"turns": ["other"]}) + "\n")
+    assert main(argv) == 2
+    assert "data of HumanEval was other" in capsys.readouterr().err
+    (tmp_path / "table-1.5b.json").write_text(before[:-40])
+    assert main(argv) == 2
+    assert "is not JSON" in capsys.readouterr().err
+
+
+def test_no_prompt_is_known_from_the_concurrency_before(data, tmp_path, monkeypatch):
+    monkeypatch.setattr(warm_up, "warm_up", lambda engine: {})
+    seen, real = [], benchmark.EngineClient
+
+    class Kept(real):
+        def __init__(self, *args):
+            super().__init__(*args)
+            seen.append(self.running.engine.statistics)
+
+    monkeypatch.setattr(benchmark, "EngineClient", Kept)
+    assert main(options(data, tmp_path / "x", "--methods", "autoregressive")) == 0
+    assert (seen[0].cached_tokens, seen[0].prompt_tokens > 0) == (0, True)
+
+
+def test_a_method_without_room_is_a_row(data, tmp_path, monkeypatch, capsys):
+    """And the others go on; the next call measures it again."""
+    monkeypatch.setattr(warm_up, "warm_up", lambda engine: {})
+    out, real, room = tmp_path / "x", benchmark.EngineClient, [False]
+
+    def crowded(llm, block, slots, capacity):
+        if block == 8 and not room[0]:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory | allocating")
+        return real(llm, block, slots, capacity)
+
+    monkeypatch.setattr(benchmark, "EngineClient", crowded)
+    argv = options(data, out, "--methods", "autoregressive", "8", "auto")
+    assert main(argv) == 1
+    said = capsys.readouterr().out
+    assert "RESOURCE_EXHAUSTED: out of memory \\| allocating" in said
+    found = json.loads((tmp_path / "x.json").read_text())["cells"]
+    assert [("failed" in found[f"HumanEval | 1 | {m}"]) for m in ("autoregressive", "8", "auto")] == [
+        False,
+        True,
+        False,
+    ]
+    room[0] = True
+    assert main(argv) == 0
 
 
 class Server(BaseHTTPRequestHandler):
@@ -65,17 +111,24 @@ class Server(BaseHTTPRequestHandler):
         rounds, accepted = self.state.setdefault("counters", [10, 30])
         text = f'vllm:spec_decode_num_drafts_total{{e="0"}} {rounds}\n'
         text += f"vllm:spec_decode_num_accepted_tokens_total {accepted}\n"
+        text = self.state.get("metrics", text)
         self.reply(json.dumps({"data": [{"id": "m"}]}) if self.path == "/v1/models" else text)
 
     def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.state.setdefault("asked", []).append(body)
-        if self.state.get("refuse") == body["messages"][0]["content"]:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or "{}")
+        self.state.setdefault("posts", []).append(self.path)
+        if "messages" in body:
+            self.state.setdefault("asked", []).append(body)
+        if "messages" in body and self.state.get("refuse") == body["messages"][0]["content"]:
             self.reply("no", 503)
+            return
+        if self.path != "/v1/chat/completions":
+            self.reply("")
             return
         self.state["counters"] = [self.state["counters"][0] + 1, self.state["counters"][1] + 2]
         usage = {"completion_tokens": 2} | self.state.get("usage", {})
         pieces = [{"choices": [{"delta": {"content": t}}]} for t in ("</think>\n", "x")]
+        pieces += self.state.get("pieces", [])
         if not self.state.get("mute"):
             pieces.append({"choices": [], "usage": usage})
         self.reply("".join(f"data: {json.dumps(p)}\n\n" for p in pieces) + "data: [DONE]\n\n")
@@ -100,16 +153,25 @@ def server():
 
 
 def cell(out):
-    (found,) = json.loads(out.with_suffix(".json").read_text())["cells"].values()
+    (found,) = json.loads(out.with_name(out.name + ".json").read_text())["cells"].values()
     return found
 
 
-def test_another_server(server, data, tmp_path):
+def test_another_server(server, data, tmp_path, monkeypatch):
     """Acceptance from its counters; earlier answers are told without the thought; nothing of ours is asked."""
     url, state = server
     out = tmp_path / "theirs"
     argv = ["--data", str(data), "--out", str(out), "--url", url, "--label", "theirs", "--concurrency", "1"]
+    argv += ["--published", "qwen3.5-27b", "--api-key", "SECRET"]
+    monkeypatch.setattr(benchmark.sys, "argv", ["x", *argv, "--api-key=SECRET"])
     assert main(argv) == 0
+    # Nothing of the prompts is left from another run; the key is nobody's business; all of the card is shown.
+    assert state["posts"][:2] == ["/flush_cache", "/reset_prefix_cache"]
+    text = (tmp_path / "theirs.md").read_text() + (tmp_path / "theirs.json").read_text()
+    assert "SECRET" not in text
+    assert "--api-key KEY" in text
+    assert "published 16 | published mtp 16" in text
+    assert "published mtp 8" in text
     found = cell(out)
     assert (found["tokens"], found["acceptance_length"]) == (8, 3.0)
     assert all("block_size" not in body and body["stream"] for body in state["asked"])
@@ -133,9 +195,41 @@ def test_one_that_fails_leaves_the_others(server, data, tmp_path, capsys):
     state["refuse"] = "import os"
     out = tmp_path / "some"
     argv = ["--data", str(data), "--out", str(out), "--url", url, "--label", "x", "--concurrency", "2"]
-    assert main(argv) == 0
+    assert main(argv) == 1
     assert (cell(out)["conversations"], cell(out)["errors"]) == (2, 1)
     assert "1 failed: " in capsys.readouterr().out
+    # The next call asks again.
+    state["refuse"] = None
+    assert main(argv) == 0
+    assert cell(out)["conversations"] == 3
+
+
+def test_a_server_that_states_its_acceptance(server, data, tmp_path):
+    url, state = server
+    state["metrics"] = 'sglang:spec_accept_length{model="m"} 4.25\n'
+    out = tmp_path / "sglang"
+    assert main(["--data", str(data), "--out", str(out), "--url", url, "--label", "sglang", "--concurrency", "1"]) == 0
+    assert cell(out)["acceptance_length"] == 4.25
+
+
+@pytest.mark.parametrize(
+    ("pieces", "more", "failed"),
+    [
+        ([{"choices": None}, {"choices": [{"delta": None}]}], ["--label", "x"], None),
+        ([{"error": {"message": "CUDA out of memory"}}], ["--label", "x"], "CUDA out of memory"),
+        ([], ["--methods", "8"], "may know no block_size: give --label"),
+    ],
+)
+def test_odd_answers(pieces, more, failed, server, data, tmp_path):
+    url, state = server
+    state["pieces"], out = pieces, tmp_path / "x"
+    assert main(["--data", str(data), "--out", str(out), "--url", url, "--concurrency", "1", *more]) == bool(failed)
+    assert failed is None or failed in cell(out)["failed"]
+
+
+def test_the_time_between_tokens_leaves_out_those_that_came_first():
+    assert Answer("", 64, 4, 10.0, [(2.0, 16), (10.0, 48)]).between_s == 8 / 48
+    assert Answer("", 8, 1, 2.0, [(2.0, 8)]).between_s is None
 
 
 @pytest.mark.parametrize(
@@ -210,6 +304,8 @@ def test_never_more_at_once_than_asked_for():
 
         async def counters(self):
             return None
+
+        acceptance = counters
 
     client = Counting()
     found = asyncio.run(measure(client, [["a"]] * 9, 3, Asking(), lambda: None))

@@ -70,4 +70,6 @@ async def measure(
         found |= {"acceptance_low": round(low, 3), "acceptance_high": round(high, 3)}
     elif before and after and after[0] > before[0]:
         found["acceptance_length"] = round(1 + (after[1] - before[1]) / (after[0] - before[0]), 3)
+    elif stated := await client.acceptance():
+        found["acceptance_length"] = round(stated, 3)
     return found

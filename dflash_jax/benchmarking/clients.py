@@ -4,6 +4,7 @@ import json
 import re
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -27,8 +28,9 @@ class Answer:
 
     @property
     def between_s(self) -> float | None:
-        """Mean time between tokens behind the first."""
-        return (self.seconds - self.first_token_s) / (self.tokens - 1) if self.tokens > 1 else None
+        """Mean time between tokens behind those that came first."""
+        later = self.tokens - (self.times[0][1] if self.times else self.tokens)
+        return (self.seconds - self.first_token_s) / later if later > 0 else None
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,12 @@ class Client(Protocol):
 
     async def counters(self) -> tuple[float, float] | None:
         """(rounds, tokens that they accepted) since the server's start, for answers that do not say."""
+
+    async def acceptance(self) -> float | None:
+        """The acceptance length that the server itself states, where it has no counters."""
+
+    async def forget(self) -> None:
+        """No prompt is known any more."""
 
 
 class EngineClient:
@@ -92,6 +100,12 @@ class EngineClient:
 
     async def counters(self) -> None:
         return None
+
+    async def acceptance(self) -> None:
+        return None
+
+    async def forget(self) -> None:
+        """There is no store of prompts."""
 
 
 class HttpClient:
@@ -141,24 +155,31 @@ class HttpClient:
                     if not line.startswith("data: {"):
                         continue
                     piece = json.loads(line[6:])
+                    if error := piece.get("error"):
+                        words = error.get("message", error) if isinstance(error, dict) else error
+                        raise InputError(f"{self.url}: {' '.join(str(words).split())[:200]}")
                     usage = piece.get("usage") or usage
-                    for choice in piece.get("choices", ()):
-                        delta = choice.get("delta", {})
+                    for choice in piece.get("choices") or ():
+                        delta = choice.get("delta") or {}
                         if text := delta.get("content") or "":
                             found.text += text
                         if text or delta.get("reasoning_content") or delta.get("reasoning"):
                             found.times.append((time.perf_counter() - began, 1))
         except self._errors as e:
             raise InputError(f"{self.url}: {_words(e)}") from None
+        except InputError:
+            raise
         except ValueError:
             raise InputError(f"{self.url}: a piece of the answer is not JSON") from None
         found.seconds = time.perf_counter() - began
-        if not usage or "completion_tokens" not in usage:
+        if not usage or usage.get("completion_tokens") is None:
             raise InputError(f"{self.url} gives no usage: tokens cannot be counted")
         found.tokens, details = usage["completion_tokens"], usage.get("completion_tokens_details") or {}
         if "draft_rounds" in details:
             # A token that no draft brought is a round of its own.
             found.rounds = found.tokens - (details.get("accepted_prediction_tokens") or 0)
+        elif self.block_size not in (None, 1):
+            raise InputError(f"{self.url} does not say its rounds, so it may know no block_size: give --label")
         return found
 
     async def counters(self) -> tuple[float, float] | None:
@@ -168,6 +189,19 @@ class HttpClient:
             return None
         rounds, accepted = (_sum(text, f"spec_decode_num_{name}(?:_total)?") for name in ("drafts", "accepted_tokens"))
         return None if rounds is None or accepted is None else (rounds, accepted)
+
+    async def acceptance(self) -> float | None:
+        """SGLang's gauge: of its last rounds."""
+        try:
+            return _sum((await self._http.get("/metrics")).text, "spec_accept_length") or None
+        except self._errors:
+            return None
+
+    async def forget(self) -> None:
+        """By SGLang's endpoint, or vLLM's; whoever has neither keeps what it knows."""
+        for path in ("/flush_cache", "/reset_prefix_cache"):
+            with suppress(self._errors):
+                await self._http.post(path)
 
 
 def _sum(metrics: str, name: str) -> float | None:

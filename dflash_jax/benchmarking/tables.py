@@ -12,24 +12,37 @@ def key(task: str, concurrency: int, method: str) -> str:
     return f"{task} | {concurrency} | {method}"
 
 
-def published_rate(published: dict, task: str, concurrency: int, method: str) -> float | None:
-    """Tokens/s of the model card; of MTP, too."""
+def published_rates(published: dict) -> dict[str, dict[tuple[str, int], float]]:
+    """The card's tokens/s: column → (task, concurrency) → value, for plain decoding, each block size and MTP at each
+    (its drafts as many)."""
+    found: dict[str, dict] = {}
     for row in published.get("throughput", ()):
-        if (row["task"], row["concurrency"]) == (task, concurrency):
-            if method in (PLAIN, "mtp"):
-                return row.get("autoregressive" if method == PLAIN else "mtp")
-            if str(row["block_size"]) == method:
-                return row["dflash"]
-    return None
+        block = row["block_size"]
+        columns = {PLAIN: "autoregressive", str(block): "dflash", f"mtp {block}": "mtp"}
+        for column, name in columns.items():
+            if row.get(name) is not None:
+                found.setdefault(column, {})[row["task"], row["concurrency"]] = row[name]
+    return found
 
 
-def published_acceptance(published: dict, task: str, method: str) -> float | None:
-    value = published.get("acceptance_length", {}).get(task, {}).get(method)
-    return value.get("dflash") if isinstance(value, dict) else value
+def published_acceptance(published: dict) -> dict[str, dict[str, float]]:
+    """The card's acceptance lengths: column → task → value."""
+    found: dict[str, dict] = {}
+    for task, by_block in published.get("acceptance_length", {}).items():
+        for block, value in by_block.items():
+            both = value if isinstance(value, dict) else {"dflash": value}
+            for name, v in both.items():
+                found.setdefault(block if name == "dflash" else f"{name} {block}", {})[task] = v
+    return found
 
 
 def _shown(value, form: str = "{}") -> str:
     return "" if value is None else form.format(value)
+
+
+def _line(cells: Sequence) -> str:
+    """A row of a table."""
+    return "| " + " | ".join(str(c).replace("|", "\\|") for c in cells) + " |"
 
 
 def markdown(record: dict, published: dict, methods: Sequence[str]) -> str:
@@ -39,20 +52,22 @@ def markdown(record: dict, published: dict, methods: Sequence[str]) -> str:
     head = ["task", "at once"]
     for m in methods:
         head += [f"{m} tok/s", *([] if m == PLAIN else ["×"]), "first ms", "token ms"]
-    if published:
-        head += [f"published {m}" for m in (PLAIN, *(m for m in methods if m != PLAIN), "mtp")] + ["our mtp"]
+    rates, lengths = published_rates(published), published_acceptance(published)
+    head += [f"published {column}" for column in rates] + (["our mtp"] if published else [])
     lines = [
         f"# {about['model']}",
         "",
         f"`{about['command']}`",
         "",
-        ", ".join(f"{k} {v}" for k, v in about.items() if k not in ("model", "command") and v not in (None, "")),
+        ", ".join(
+            f"{k} {v}" for k, v in about.items() if k not in ("model", "command", "data") and v not in (None, "")
+        ),
         "",
         "Tokens/s from the first question to the last answer, prefill included; first ms: median time to a token;",
         "token ms: median time between tokens of an answer; ×: against autoregressive.",
         *([f"Published: {published['setup']['source']}, {published['setup']['hardware']}."] if published else []),
         "",
-        "| " + " | ".join(head) + " |",
+        _line(head),
         "|---" * len(head) + "|",
     ]
     for task, at_once in places:
@@ -64,17 +79,12 @@ def markdown(record: dict, published: dict, methods: Sequence[str]) -> str:
             if m != PLAIN:
                 row.append(_shown(rate / base if rate and base else None, "{:.2f}"))
             row += [_shown(cell.get("first_token_ms")), _shown(cell.get("inter_token_ms"))]
-        if published:
-            for m in (PLAIN, *(m for m in methods if m != PLAIN), "mtp"):
-                row.append(_shown(published_rate(published, task, int(at_once), m)))
-            row.append("not yet")
-        lines.append("| " + " | ".join(row) + " |")
+        row += [_shown(column.get((task, int(at_once)))) for column in rates.values()]
+        lines.append(_line(row + (["not yet"] if published else [])))
     drafting = [m for m in methods if m != PLAIN]
-    head = ["task"]
-    for m in drafting:
-        head += [f"{m}", *([f"published {m}"] if published else [])]
+    head = ["task", *drafting, *(f"published {column}" for column in lengths)]
     lines += ["", "Acceptance length, mean over the concurrencies (95 % interval of the first):", ""]
-    lines += ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    lines += [_line(head), "|---" * len(head) + "|"]
     for task in dict.fromkeys(task for task, _ in places):
         row = [task]
         for m in drafting:
@@ -83,8 +93,8 @@ def markdown(record: dict, published: dict, methods: Sequence[str]) -> str:
             text = f"{sum(means) / len(means):.2f}" if means else ""
             if means and "acceptance_low" in found[0]:
                 text += f" ({found[0]['acceptance_low']:.2f} to {found[0]['acceptance_high']:.2f})"
-            row += [text, *([_shown(published_acceptance(published, task, m))] if published else [])]
-        lines.append("| " + " | ".join(row) + " |")
+            row.append(text)
+        lines.append(_line(row + [_shown(column.get(task)) for column in lengths.values()]))
     failed = [f"- {k}: {c['errors']} failed: {c['first_error']}" for k, c in cells.items() if c.get("errors")]
     return "\n".join([*lines, *(["", *failed] if failed else [])]) + "\n"
 
