@@ -135,7 +135,7 @@ class Shapes:
 
 def read_shapes(target: str, draft: str | None) -> Shapes:
     """From directories with config.json, or from config.json files themselves."""
-    from dflash_jax.checkpoint.load import read_config_file
+    from dflash_jax.checkpoint.config_json import read_config_file
     from dflash_jax.models import families
     from dflash_jax.models.families import dflash
     from dflash_jax.models.families.vision import vision_tensors

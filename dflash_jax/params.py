@@ -88,7 +88,7 @@ class Defaults:
     @classmethod
     def read(cls, directory: Path) -> "Defaults":
         """From generation_config.json, and the stop ids from config.json where that has none."""
-        from dflash_jax.checkpoint.files import read_json
+        from dflash_jax.checkpoint.config_json import read_json
 
         path = directory / "generation_config.json"
         raw = read_json(path) if path.exists() else {}

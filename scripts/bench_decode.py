@@ -18,43 +18,57 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import checkout  # noqa: F401
+import compile_report
 import jax
 import jax.numpy as jnp
 import numpy as np
+from decode_pair import ROOM, Pair, Point, grid, groups, in_fp8, layout_of, open_pair, parameters
+from decode_profile import profile
+from decode_table import table
 
 from dflash_jax import kernels, speculative, steps
+from dflash_jax.benchmarking.store import beside, read_record, write_record
 from dflash_jax.config import MoeSpec
 from dflash_jax.devices import device_name
 from dflash_jax.engine.options import PREFILL_SIZES, largest_prefill
 from dflash_jax.errors import InputError
 from dflash_jax.fit import measure_slot, weigh
 from dflash_jax.models import moe
-from dflash_jax.options import Parser, add_platform, exit_code, set_platform
+from dflash_jax.options import Parser, add_platform, exit_code, set_platform, versions
 from dflash_jax.programs import ROWS, WHOLE, Programs, enable_disk_cache
 from dflash_jax.sharding import DATA, spec
-from dflash_jax.state import PLAIN_SETTINGS, Settings, take_rows
+from dflash_jax.state import PLAIN_SETTINGS, Settings, put_rows, take_rows
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(Path(__file__).parent))
-import compile_report  # noqa: E402
-from decode_pair import ROOM, Pair, Point, grid, open_pair  # noqa: E402
-from decode_profile import profile  # noqa: E402
-from decode_table import table  # noqa: E402
-
 ROUNDS = 16
+MOST_ON_CPU = 2e9
 
 
 def measured_bandwidth(size: int = 2**31, passes: int = 16) -> float:
-    """Bytes a second of reading and writing a large array on one device, over and over in one program."""
+    """Bytes a second of a large array on one device, over and over in one program: read and written, or read only,
+    whichever is more."""
     size = size if jax.default_backend() != "cpu" else 2**28
-    x = jnp.zeros((size // 4,), jnp.float32)
-    add = jax.jit(lambda x: jax.lax.fori_loop(0, passes, lambda _, x: x + 1, x), donate_argnums=0)
-    x, times = jax.block_until_ready(add(x)), []
-    for _ in range(5):
-        began = time.perf_counter()
-        x = jax.block_until_ready(add(x))
-        times.append(time.perf_counter() - began)
-    return passes * 2 * size / min(times)
+
+    def write(x):
+        return jax.lax.fori_loop(0, passes, lambda _, x: x + 1, x)
+
+    def read(x):
+        # Each pass needs the sum of the one before.
+        total = jax.lax.fori_loop(0, passes, lambda _, total: jnp.sum(x * (1 + total)), jnp.float32(0))
+        return x.at[0].set(total)
+
+    found = []
+    for function, moved in ((write, 2 * size), (read, size)):
+        run = jax.jit(function, donate_argnums=0)
+        x, times = jax.block_until_ready(run(jnp.zeros((size // 4,), jnp.float32))), []
+        for _ in range(5):
+            began = time.perf_counter()
+            x = jax.block_until_ready(run(x))
+            times.append(time.perf_counter() - began)
+        found.append(passes * moved / min(times))
+        del x
+    return max(found)
 
 
 def choices(target, drafter, state, rows, block):
@@ -111,6 +125,22 @@ def draw(target, drafter, state, moved, rows, block, logits):
     return after.tokens, after.length, after.done
 
 
+def commits(target, drafter, state, rows, width, block, verified, *, settings: Settings):
+    """What was verified, written into the caches ROUNDS times: (state, lengths)."""
+    before = replace(take_rows(state, rows), width=width)
+    logits, features, record = verified
+    after, drafter = speculative.decide(before, block, logits), drafter if settings.drafting else None
+
+    def again(_, caches):
+        held = replace(before, target=caches[0], draft=caches[1])
+        made = speculative.commit(target, drafter, held, after, block, features, record, settings)
+        return made.target, made.draft
+
+    caches, draft = jax.lax.fori_loop(0, ROUNDS, again, (before.target, before.draft))
+    done = replace(before, target=caches, draft=draft, width=state.width[rows])
+    return put_rows(state, done), steps.gathered(after.length)
+
+
 class Bench:
     def __init__(self, pair: Pair, bandwidth: float):
         self.programs, self.pair, self.bandwidth = Programs(pair.target, pair.drafter), pair, bandwidth
@@ -159,11 +189,22 @@ class Bench:
             return apart(getattr(function, "func", function).__name__, repeated(function), args, (specs, WHOLE))
 
         chosen = plain if point.width == 1 else settings
+        verified = self.verified(state, (rows, width, block), chosen)
+
+        def commit(s):
+            def specs():
+                return (ROWS, ROWS, ROWS, p._verified_specs(chosen)), WHOLE
+
+            function = partial(commits, settings=chosen)
+            after, lengths = p.call(("commits", settings), function, s, (rows, width, block, verified), specs)
+            return lengths, after
+
         parts = {
             "round": decode,
             "verify": part(partial(verify, settings=chosen), (rows, width, block), (ROWS, ROWS, ROWS)),
             "head": part(head, (states,), (ROWS,)),
             "draw": part(draw, (rows, block, logits), (ROWS, ROWS, wide)),
+            "commit": commit,
             "prefill": prefill,
         }
         if point.width > 1:
@@ -172,6 +213,19 @@ class Bench:
             # Replicated over everything but the rows: what each token chose.
             parts["choices"] = apart("choices", choices, (rows, block), ((ROWS, ROWS), spec(None, DATA)))
         return parts
+
+    def verified(self, state, args: tuple, settings: Settings):
+        """In the shapes of what `verify` returns: drafts that are all wrong."""
+        p = self.programs
+        specs = p._verified_specs(settings)
+        lowered = p._lower(
+            partial(steps.verify, settings=settings), state, args, (ROWS, ROWS, ROWS), specs, donate=False
+        )
+
+        def zeros(shape, spec):
+            return jnp.zeros(shape.shape, shape.dtype, device=jax.sharding.NamedSharding(p.mesh, spec))
+
+        return jax.tree.map(zeros, lowered.out_info, jax.tree.broadcast(specs, lowered.out_info))
 
     def measure(self, point: Point) -> dict:
         state = self.state(point)
@@ -189,16 +243,11 @@ class Bench:
         for name, call in calls.items():
             seconds, state = timed(call, state, partial(self.rewound, point=point, name=name))
             found[f"{name}_ms"] = round(1e3 * seconds / (1 if name == "prefill" else ROUNDS), 4)
-        parts = [found.get(f"{k}_ms", 0.0) for k in ("draft", "verify", "draw")]
-        # What is left of a round.
-        found["commit_ms"] = round(found["round_ms"] - sum(parts), 4)
         moved = self.bytes(point, touched)
         found |= {"gb_a_round": round(moved / 1e9, 4), "floor_ms": round(1e3 * moved / self.bandwidth, 4)}
         found["of_floor"] = round(found["floor_ms"] / found["round_ms"], 3)
         found["prefill_tokens_per_s"] = round(1e3 * prefilled(point) / found["prefill_ms"])
-        found |= self.compiled(point)
-        peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
-        return found | ({"peak_gb": round(peak / 1e9, 2)} if peak else {})
+        return found | self.compiled(point)
 
     def rewound(self, state, point: Point, name: str):
         """The state before a part; prefill has a prompt ahead of it."""
@@ -221,13 +270,20 @@ class Bench:
         return self.weights.read(rows * point.width, touched) + drafting + context
 
     def compiled(self, point: Point) -> dict:
-        """Of the loop's program: kernels of a round by layer, and temporaries."""
+        """Of the loop's program: kernels of a round by layer, and temporaries; and what the largest of the point's
+        programs holds at once."""
         keys = [k for k in self.programs.compiled if k[0] == "decode" and k[1].window == point.width]
         program = self.programs.compiled[keys[-1]]
         layers = len(self.programs.config.layers) + (len(self.pair.drafter.layers) if point.width > 1 else 0)
         count = compile_report.kernels(program.as_text()) / layers
         temporaries = program.memory_analysis().temp_size_in_bytes
-        return {"kernels_a_layer": round(count, 1), "temporaries_gb": round(temporaries / 1e9, 3)}
+        memory = [program.memory_analysis() for program in self.programs.compiled.values()]
+        held = [
+            m.argument_size_in_bytes + m.temp_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes
+            for m in memory
+        ]
+        found = {"kernels_a_layer": round(count, 1), "temporaries_gb": round(temporaries / 1e9, 3)}
+        return found | {"peak_gb": round(max(held) / 1e9, 2)}
 
 
 def timed(call, state, rewound) -> tuple:
@@ -247,52 +303,56 @@ def prefilled(point: Point) -> int:
     return max(size for size in (*PREFILL_SIZES, largest_prefill(jax.default_backend())) if size < point.context)
 
 
-def driver() -> str:
-    version = jax.devices()[0].client.platform_version
-    return " ".join(version.split()) if jax.default_backend() != "cpu" else ""
-
-
 def run(args) -> int:
-    if args.config is not None and args.platform == "cpu" and not args.layers:
-        raise InputError("a model of full size on a CPU: give --layers, or leave --config out")
     set_platform(args.platform, args.kernels)
+    is_cpu = jax.default_backend() == "cpu"
+    if args.config is not None and is_cpu and (count := parameters(args)) > MOST_ON_CPU:
+        raise InputError(f"{count / 1e9:.0f} billion parameters on a CPU: give --layers, or leave --config out")
     enable_disk_cache()
-    points = grid(args.grid, args.config is None or jax.default_backend() == "cpu")
-    if args.points:
-        points = [Point(*map(int, text.split(","))) for text in args.points]
-    kind, pair = jax.devices()[0].device_kind, open_pair(args, points)
+    points = [Point.parse(text) for text in args.points or ()] or grid(args.grid, args.config is None or is_cpu)
+    kind, name = jax.devices()[0].device_kind, Path(args.config).stem if args.config else "bundled"
+    if args.grid == "full" and args.config is not None and not args.points and args.quantize is None:
+        points += in_fp8(args, points)
     about = {
-        "config": pair.name,
+        "config": name,
         "device": f"{len(jax.devices())} x {kind}",
-        "driver": driver(),
-        "jax": jax.__version__,
-        "mesh": str(pair.target.layout),
-        "dtype": str(pair.target.dtype) + (f", weights in {args.quantize}" if args.quantize else ""),
+        "mesh": str(layout_of(args)),
+        "dtype": (args.dtype or ("float32" if is_cpu and args.config is None else "bfloat16"))
+        + (f", weights in {args.quantize}" if args.quantize else ""),
         "kernels": "triton" if kernels.are_wanted() else "xla",
-        "model": pair.note,
+        "model": ("random" if args.config else "trained")
+        + " weights"
+        + (f", first {args.layers} layers" if args.layers else ""),
     }
-    out = args.out or ROOT / f"benchmarks/decode-{device_name(kind) or jax.default_backend()}-{pair.name}"
-    # No suffix of its own: names of models have dots.
-    figures, page = (out.with_name(out.name + suffix) for suffix in (".json", ".md"))
-    held = json.loads(figures.read_text()) if figures.exists() else {}
-    if held.get("about", about) | {"bandwidth_gb_per_s": 0} != about | {"bandwidth_gb_per_s": 0}:
-        raise InputError(f"{figures} is of {held['about']}, this is {about}: give another --out")
+    out = args.out or ROOT / f"benchmarks/decode-{device_name(kind) or jax.default_backend()}-{name}"
+    figures, page = beside(out, ".json"), beside(out, ".md")
+    held = read_record(figures)
+    if (was := held.get("about", about)) != about and any(was.get(k) != v for k, v in about.items()):
+        raise InputError(f"{figures} is of {was}, this is {about}: give another --out")
     bandwidth = measured_bandwidth()
-    about["bandwidth_gb_per_s"] = round(bandwidth / 1e9, 1)
-    record, bench = {"about": about, "points": held.get("points", {})}, Bench(pair, bandwidth)
-    for point in points:
-        if "round_ms" in record["points"].get(str(point), {}):
-            continue
-        print(f"{point} …", file=sys.stderr, flush=True)
-        try:
-            row = bench.measure(point)
-        except jax.errors.JaxRuntimeError as e:
-            row = {"failed": " ".join(str(e).split())[:120]}
-        bench.programs.compiled.clear()
-        record["points"][str(point)] = row
-        out.parent.mkdir(parents=True, exist_ok=True)
-        figures.write_text(json.dumps(record, indent=1) + "\n")
-        page.write_text(table(record))
+    about |= {"bandwidth_gb_per_s": round(bandwidth / 1e9, 1), "versions": versions()}
+    record, bench = {"about": about, "points": held.get("points", {})}, None
+
+    def measured(point: Point) -> bool:
+        return "round_ms" in record["points"].get(str(point), {})
+
+    for group in groups(args, [p for p in points if not measured(p)] or points[-1:] * args.profile):
+        # What the one before held goes first.
+        bench = None
+        pair = open_pair(args, group)
+        bench = Bench(pair, bandwidth)
+        for point in group:
+            if measured(point):
+                continue
+            print(f"{point} …", file=sys.stderr, flush=True)
+            try:
+                row = bench.measure(point) | ({"model": pair.note} if pair.note else {})
+            except jax.errors.JaxRuntimeError as e:
+                row = {"failed": " ".join(str(e).split())[:120]}
+            bench.programs.compiled.clear()
+            record["points"][str(point)] = row
+            write_record(figures, record)
+            page.write_text(table(record))
     print(json.dumps(record) if args.json else table(record))
     if args.profile:
         trace = out.with_name(out.name + "-trace.json.gz")

@@ -1,7 +1,7 @@
 """What bench_decode.py measures: points of its grid, and a pair of real shapes that fits the card."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
@@ -9,9 +9,9 @@ import compile_report
 import jax
 import jax.numpy as jnp
 
-from dflash_jax import LLM
+from dflash_jax.engine.options import PREFILL_SIZES
 from dflash_jax.errors import InputError
-from dflash_jax.fit import measure_slot, read_shapes
+from dflash_jax.fit import Shapes, measure_slot, read_shapes
 from dflash_jax.sharding import Layout, parameter_paths, parameter_specs
 from dflash_jax.system import read_system
 
@@ -23,14 +23,26 @@ USABLE = 0.92
 
 @dataclass(frozen=True)
 class Point:
-    """A batch of rows that verify ``width`` tokens each behind ``context`` others; width 1 is plain decoding."""
+    """A batch of rows that verify ``width`` tokens each behind ``context`` others; width 1 is plain decoding.
+    ``quantize``: what the weights are held in, where that is not the pair's own."""
 
     batch: int
     width: int
     context: int
+    quantize: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> "Point":
+        numbers = text.split(",")
+        if len(numbers) != 3 or not all(n.strip().isdecimal() and int(n) for n in numbers):
+            raise InputError(f"point {text!r}: it must be BATCH,WIDTH,CONTEXT, three numbers from 1 on")
+        if int(numbers[2]) <= PREFILL_SIZES[0]:
+            raise InputError(f"point {text!r}: the context must be more than {PREFILL_SIZES[0]} tokens")
+        return cls(*map(int, numbers))
 
     def __str__(self) -> str:
-        return f"batch {self.batch}, width {self.width}, context {self.context}"
+        where = f"batch {self.batch}, width {self.width}, context {self.context}"
+        return where + (f", {self.quantize}" if self.quantize else "")
 
 
 def grid(name: str, is_small: bool) -> list[Point]:
@@ -80,9 +92,8 @@ class Pair:
 
 
 def fitting(shapes, layout: Layout, points: list[Point], memory: float, quantize: str | None) -> tuple:
-    """(shapes, quantize, note): bfloat16 if every layer and state fits, then FP8, then fewer layers."""
-    longest = max((p.batch * (p.context + ROOM) for p in points), default=0)
-    widest = max(p.batch * p.width for p in points)
+    """(shapes, quantize, note): bfloat16 if every layer and the largest point's state fit, then FP8, then fewer
+    layers."""
     whole = len(shapes.target.layers)
     step = math.lcm(*{shapes.target.layers.index(s) + 1 for s in set(shapes.target.layers)})
 
@@ -90,9 +101,12 @@ def fitting(shapes, layout: Layout, points: list[Point], memory: float, quantize
         target, drafter = compile_report.abstract_pair(shapes, layout, jnp.bfloat16, quantize)
         held = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves((target, drafter)))
         slot = measure_slot(target, drafter, layout)
-        batch = max(p.batch for p in points)
-        logits = 12 * widest * shapes.target.vocab_size
-        return held / layout.tensor / layout.expert + (slot.fixed * batch + slot.per_position * longest + logits)
+
+        def rows(p: Point) -> float:
+            logits = 12 * p.batch * p.width * shapes.target.vocab_size
+            return slot.fixed * p.batch + slot.per_position * p.batch * (p.context + ROOM) + logits
+
+        return held / layout.tensor / layout.expert + max(map(rows, points))
 
     for kind in (quantize,) if quantize or shapes.fp8 else (None, "fp8"):
         if needs(shapes, kind) <= USABLE * memory:
@@ -104,19 +118,55 @@ def fitting(shapes, layout: Layout, points: list[Point], memory: float, quantize
     raise InputError(f"not even {step} layers fit into {memory / 1e9:.0f} GB")
 
 
-def open_pair(args, points: list[Point]) -> Pair:
+def layout_of(args) -> Layout:
     if args.config is None:
-        llm = LLM(dtype=args.dtype)
-        return Pair("bundled", llm.target, llm.drafter, "trained weights")
-    system = read_system(args.config)
-    shapes = read_shapes(*(str(system.shapes[k]) for k in ("target", "draft")))
+        return Layout()
     devices = jax.devices()
-    layout = Layout.parse(args.mesh if args.mesh is not None else system.mesh(devices[0].device_kind, len(devices)))
-    stats = devices[0].memory_stats() or {}
-    if args.layers:
-        shapes = compile_report.shorten(shapes, args.layers)
-    shapes, quantize, note = fitting(shapes, layout, points, stats.get("bytes_limit", 16e9), args.quantize)
+    mesh = read_system(args.config).mesh(devices[0].device_kind, len(devices)) if args.mesh is None else args.mesh
+    return Layout.parse(mesh)
+
+
+def shapes_of(args) -> Shapes:
+    shapes = read_shapes(*(str(read_system(args.config).shapes[k]) for k in ("target", "draft")))
+    return compile_report.shorten(shapes, args.layers) if args.layers else shapes
+
+
+def parameters(args) -> int:
+    """Of target and drafter."""
+    pair = compile_report.abstract_pair(shapes_of(args), Layout(), jnp.bfloat16, None)
+    return sum(math.prod(x.shape) for x in jax.tree.leaves(pair))
+
+
+def in_fp8(args, points: list[Point]) -> list[Point]:
+    """The same points with weights in FP8, unless the checkpoint's are."""
+    return [] if shapes_of(args).fp8 else [replace(p, quantize="fp8") for p in points]
+
+
+def _fitting(args, points: list[Point]) -> tuple:
+    limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", 16e9)
+    return fitting(shapes_of(args), layout_of(args), points, limit, points[0].quantize or args.quantize)
+
+
+def groups(args, points: list[Point]) -> list[list[Point]]:
+    """Points in their order, those together that one pair of models serves."""
+    if args.config is None:
+        return [points] if points else []
+    found: dict = {}
+    for point in points:
+        shapes, kind, _ = _fitting(args, [point])
+        found.setdefault((len(shapes.target.layers), kind), []).append(point)
+    return list(found.values())
+
+
+def open_pair(args, points: list[Point]) -> Pair:
+    """What fits all of ``points``, which have one ``quantize``."""
+    if args.config is None:
+        from dflash_jax.llm import LLM
+
+        llm = LLM(dtype=args.dtype)
+        return Pair("bundled", llm.target, llm.drafter, "")
+    layout = layout_of(args)
+    shapes, quantize, note = _fitting(args, points)
     target, drafter = compile_report.abstract_pair(shapes, layout, jnp.dtype(args.dtype or "bfloat16"), quantize)
     mesh = layout.mesh()
-    note = "; ".join(filter(None, ["random weights", f"first {args.layers} layers" if args.layers else "", note]))
     return Pair(Path(args.config).stem, random_weights(target, mesh, 0), random_weights(drafter, mesh, 10**6), note)

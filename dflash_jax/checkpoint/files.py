@@ -12,9 +12,8 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
+from dflash_jax.checkpoint.config_json import read_json
 from dflash_jax.errors import InputError
 
 INDEX = "model.safetensors.index.json"
@@ -24,21 +23,6 @@ DTYPES = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
 }
-
-
-def read_json(path: Path) -> dict:
-    """A JSON object from a file, or an InputError that names it."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise InputError(f"{path} does not exist") from None
-    except OSError as e:
-        raise InputError(f"{path} cannot be read: {e.strerror}") from None
-    except ValueError as e:
-        raise InputError(f"{path} is not JSON: {e}") from None
-    if not isinstance(value, dict):
-        raise InputError(f"{path} must hold a JSON object, it holds a {type(value).__name__}")
-    return value
 
 
 @dataclass(frozen=True)
@@ -82,6 +66,9 @@ class TensorFiles(Mapping):
     """name → shape of every tensor in a directory; `read` gives one as a NumPy array. Files are mapped, not loaded."""
 
     def __init__(self, directory: Path):
+        # Here and below: a model's shapes are to be had without the package.
+        from safetensors import SafetensorError, safe_open
+
         self._places: dict[str, _Place] = {}
         for path in self._paths(directory):
             try:
@@ -153,6 +140,8 @@ class TensorFiles(Mapping):
 
 def write_tensors(directory: Path, tensors: dict[str, np.ndarray]) -> None:
     """One ``model.safetensors`` that transformers reads."""
+    from safetensors.numpy import save_file
+
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / "model.safetensors"
     save_file(tensors, path, metadata={"format": "pt"})

@@ -9,7 +9,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from dflash_jax.checkpoint import fp8, orbax
-from dflash_jax.checkpoint.files import TensorFiles, read_json, write_tensors
+from dflash_jax.checkpoint.config_json import parsed, read_raw
+from dflash_jax.checkpoint.files import TensorFiles, write_tensors
 from dflash_jax.checkpoint.parameters import QUANTIZE, Source, read_parameter
 from dflash_jax.config import DraftConfig, ModelConfig
 from dflash_jax.errors import InputError
@@ -56,55 +57,26 @@ def fill(module, source: Source, dtype, layout: Layout, quantize: str | None = N
     return jax.tree.unflatten(structure, arrays)
 
 
-def _read_raw(directory: Path) -> dict:
-    if not (directory / "config.json").exists():
-        raise InputError(f"{directory} is not a checkpoint: it has no config.json")
-    raw = read_json(directory / "config.json")
-    text = raw.get("text_config", {})
-    if not isinstance(text, dict):
-        raise InputError(f"{directory / 'config.json'}: text_config must be an object, it is {text!r}")
-    return raw
-
-
 def _block(raw: dict, directory: Path) -> tuple[int, int] | None:
     quantization = raw.get("quantization_config") or raw.get("text_config", {}).get("quantization_config")
     return fp8.read_block(quantization, directory) if quantization else None
 
 
-def _read_config(read, raw: dict, directory: Path):
-    """JSON has any type anywhere: what the reader did not expect is told in one line too."""
-    try:
-        return read(raw)
-    except InputError:
-        raise
-    except (TypeError, ValueError, AttributeError, KeyError, ArithmeticError) as e:
-        raise InputError(f"{directory / 'config.json'} is malformed: {type(e).__name__}: {e}") from None
-
-
-def read_config_file(path: Path, read):
-    """(raw config, ``read`` of it) of a directory or of a config.json file by any name."""
-    if path.is_dir() or path.suffix != ".json":
-        raw = _read_raw(path)
-        return raw, _read_config(read, raw, path)
-    raw = read_json(path)
-    return raw, _read_config(read, raw, path.parent)
-
-
 def read_target_config(directory: Path) -> ModelConfig:
-    return _read_config(families.read_target, _read_raw(directory), directory)
+    return parsed(families.read_target, read_raw(directory), directory)
 
 
 def read_draft_config(directory: Path) -> DraftConfig:
-    raw = _read_raw(directory)
-    if not _read_config(dflash.is_drafter, raw, directory):
+    raw = read_raw(directory)
+    if not parsed(dflash.is_drafter, raw, directory):
         raise InputError(f"{directory} is not a DFlash drafter: its config.json has no dflash_config")
-    return _read_config(dflash.read_config, raw, directory)
+    return parsed(dflash.read_config, raw, directory)
 
 
 def open_target(directory: str | Path) -> Source:
     """Raises InputError, listing every bad tensor, where names and shapes do not fit ``config.json``."""
     directory = Path(directory)
-    raw, config = _read_raw(directory), read_target_config(directory)
+    raw, config = read_raw(directory), read_target_config(directory)
     family, files = families.target_family(raw), TensorFiles(directory)
     # Some checkpoints carry the head that they tie to the embedding.
     tied = {"lm_head.weight"} if config.tied_embeddings else ()
@@ -155,20 +127,20 @@ def open_drafter(directory: str | Path, target: ModelConfig | None = None) -> So
     directory = Path(directory)
     config, files = read_fitting_drafter(directory, target), TensorFiles(directory)
     entries = dflash.weight_names(config, files)
-    return _open(directory, _read_raw(directory), config, entries, files, dflash.is_skipped)
+    return _open(directory, read_raw(directory), config, entries, files, dflash.is_skipped)
 
 
 def read_entries(directory: Path, names) -> list[Entry]:
     """The table for the checkpoint in ``directory`` whose tensors are ``names``."""
-    raw = _read_raw(directory)
-    if _read_config(dflash.is_drafter, raw, directory):
+    raw = read_raw(directory)
+    if parsed(dflash.is_drafter, raw, directory):
         return dflash.weight_names(read_draft_config(directory), names)
     return families.target_family(raw).weight_names(read_target_config(directory), names)
 
 
 def open_any(directory: Path, layout: Layout = ONE_DEVICE) -> tuple[Source, Decoder | Drafter]:
     """A target's or a drafter's checkpoint, and its abstract module."""
-    if _read_config(dflash.is_drafter, _read_raw(directory), directory):
+    if parsed(dflash.is_drafter, read_raw(directory), directory):
         source = open_drafter(directory)
         return source, abstract_drafter(source.config, layout=layout)
     source = open_target(directory)

@@ -15,7 +15,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding
 
-from dflash_jax.checkpoint.files import read_json, write_json
+from dflash_jax.checkpoint.config_json import read_json
+from dflash_jax.checkpoint.files import write_json
 from dflash_jax.checkpoint.parameters import Source, finished, read_parameter
 from dflash_jax.errors import InputError
 from dflash_jax.models.weights import Scaled

@@ -7,7 +7,7 @@ from pathlib import Path
 import jax.numpy as jnp
 from flax import nnx
 
-from dflash_jax.checkpoint.files import read_json
+from dflash_jax.checkpoint.config_json import read_json
 from dflash_jax.checkpoint.hub import resolve
 from dflash_jax.checkpoint.load import load_drafter, save_module
 from dflash_jax.config import AttentionSpec, DraftConfig

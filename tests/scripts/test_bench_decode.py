@@ -1,6 +1,8 @@
 """The ruler on what a CPU can hold; seconds are not judged."""
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -21,6 +23,7 @@ import bench_decode  # noqa: E402
 import compile_report  # noqa: E402
 import decode_pair  # noqa: E402
 import decode_profile  # noqa: E402
+import decode_table  # noqa: E402
 from decode_pair import Point  # noqa: E402
 
 TINY = ROOT / "dflash_jax/assets/tiny"
@@ -50,7 +53,8 @@ def test_every_part_is_timed(measured):
     plain, wide = record["points"].values()
     assert list(record["points"]) == ["batch 1, width 1, context 64", "batch 2, width 4, context 64"]
     for row in (plain, wide):
-        assert min(row[f"{part}_ms"] for part in ("round", "verify", "head", "draw", "prefill")) > 0
+        assert min(row[f"{part}_ms"] for part in ("round", "verify", "head", "draw", "commit", "prefill")) > 0
+        assert row["peak_gb"] > 0
         assert row["of_floor"] > 0
     assert "draft_ms" in wide
     assert "draft_ms" not in plain
@@ -103,7 +107,7 @@ def test_choices_are_counted_as_routed(system):
 
 @pytest.mark.parametrize(
     ("memory", "kind", "layers", "note"),
-    [(180e9, None, 40, ""), (84e9, "fp8", 40, "held in FP8"), (30e9, "fp8", 12, "12 of 40 layers, in FP8")],
+    [(180e9, None, 40, ""), (84e9, "fp8", 40, "held in FP8"), (30e9, "fp8", 16, "16 of 40 layers, in FP8")],
 )
 def test_what_does_not_fit_is_cut(memory, kind, layers, note):
     names = ("Qwen3.6-35B-A3B.json", "Qwen3.6-35B-A3B-DFlash.json")
@@ -112,6 +116,65 @@ def test_what_does_not_fit_is_cut(memory, kind, layers, note):
     found = decode_pair.fitting(shapes, Layout.parse(""), points, memory, None)
     assert (found[1], len(found[0].target.layers)) == (kind, layers)
     assert found[2].startswith(note)
+
+
+def test_each_point_has_what_fits_it(system, monkeypatch):
+    """A large point does not cut a small one, and FP8 is a point of its own."""
+    args = bench_decode.make_parser().parse_args(["--config", str(ROOT / "configs/qwen3.6-35b-a3b.toml")])
+    monkeypatch.setattr(decode_pair.jax, "devices", lambda: [FakeCard()])
+    small, large = Point(1, 16, 2048), Point(32, 16, 131072)
+    points = [small, large, Point(1, 1, 2048)]
+    points += decode_pair.in_fp8(args, points)
+    found = decode_pair.groups(args, points)
+    assert found[0] == [points[0], points[2]]
+    assert [decode_pair._fitting(args, g)[1] for g in found] == [None, "fp8", "fp8"]
+    assert [len(decode_pair._fitting(args, g)[0].target.layers) for g in found][::2] == [40, 40]
+    assert str(points[3]) == "batch 1, width 16, context 2048, fp8"
+
+
+class FakeCard:
+    device_kind, platform = "NVIDIA H200", "gpu"
+
+    def memory_stats(self):
+        return {"bytes_limit": 130e9}
+
+
+@pytest.mark.parametrize("text", ["1,4", "0,4,64", "a,b,c", "1,4,16", "1,4,64,2"])
+def test_a_point_that_is_none_is_told(text, capsys):
+    assert bench_decode.main(["--points", text]) == 2
+    assert f"point '{text}'" in capsys.readouterr().err
+
+
+def test_a_model_of_full_size_is_refused_on_a_cpu(capsys):
+    assert bench_decode.main(["--config", str(ROOT / "configs/qwen3.6-35b-a3b.toml")]) == 2
+    assert "billion parameters on a CPU" in capsys.readouterr().err
+
+
+def test_fewer_layers_make_no_tokens(measured):
+    record = json.loads(measured[0].with_suffix(".json").read_text())
+    record["about"]["config"] = "qwen3.6-35b-a3b"
+    row = record["points"]["batch 2, width 4, context 64"]
+    cut = row | {"model": "2 of 4 layers"}
+    record["points"] = {"batch 1, width 16, context 64": row, "batch 1, width 8, context 64": cut}
+    text = decode_table.table(record)
+    assert "| batch 1, width 16, context 64 | Math500 |" in text
+    assert "| batch 1, width 8, context 64 | Math500 |" not in text
+
+
+def test_it_runs_with_what_a_jax_image_holds():
+    """Uninstalled, from anywhere, without the packages that only the library and the server need."""
+    missing = ["tqdm", "safetensors", "jinja2", "tokenizers", "transformers", "huggingface_hub", "platformdirs"]
+    code = f"""
+import sys
+sys.modules |= dict.fromkeys({missing})
+sys.path = [{str(ROOT / "scripts")!r}, *(p for p in sys.path if p != {str(ROOT)!r})]
+sys.meta_path = [f for f in sys.meta_path if "editable" not in repr(f)]
+import bench_decode
+sys.exit(bench_decode.main(["--config", {str(ROOT / "configs/qwen3.6-35b-a3b.toml")!r}]))
+"""
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd="/", env=environment)
+    assert "billion parameters on a CPU" in done.stderr, done.stderr
 
 
 def test_not_even_one_period():
