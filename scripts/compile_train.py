@@ -11,11 +11,12 @@ import argparse
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import compile_report as report
 
-from dflash_jax import fit
+from dflash_jax import fit, kernels
 from dflash_jax.devices import DEVICES
 from dflash_jax.errors import InputError
 from dflash_jax.fit import read_shapes
@@ -43,7 +44,7 @@ has run on one. `python scripts/compile_train.py`. GB per device; arguments: tar
 by arithmetic, two for each weight that a token meets: the target once, the drafter three times, its head three times
 (the logits are computed again for the gradient). Hours: of a billion tokens, at the PFLOP/s that the maker states for
 dense bfloat16 and 40 % of it; the paper's recipe, 4.8 million sequences, is about ten of them. In parentheses: with
-every expert computed for every token, as it is on accelerators until there is a grouped product.
+every expert computed for every token, as it is on TPUs; on GPUs an expert is computed for those who chose it.
 
 | row | mesh | rows × tokens, anchors | GB | arguments | temporaries | collectives | GFLOP/token | hours | compiled s |
 |---|---|---|---|---|---|---|---|---|---|
@@ -89,6 +90,8 @@ def lowered(name: str, args):
     from dflash_jax.training.step import Batch, Recipe, Trainer
 
     jax.config.update("jax_enable_compilation_cache", False)
+    # "auto" asks for the card that is here.
+    kernels.choose("triton" if ":" not in args.device and find_spec("jax_triton") else "xla")
     values, meshes = read_toml(ROOT / f"configs/train/{name}.toml")
     if args.accumulate:
         values["accumulate"] = args.accumulate
@@ -147,7 +150,7 @@ def table(rows: dict[str, dict]) -> str:
         rate = UTILISATION * PEAK[device] * 8
         needed, computed = row["flops_a_token"], row["flops_computed"]
         cost = f"{needed / 1e9:.1f} | {TOKENS * needed / rate / 3600:.1f}"
-        if computed > needed:
+        if computed > needed and ":" in command:
             cost += f" ({TOKENS * computed / rate / 3600:.1f})"
         lines.append(
             f"| `{command}` | {row['mesh']} | {shape} | {f['all'] / 1e9:.1f}{fits} | {f['arguments'] / 1e9:.1f} | "
