@@ -104,13 +104,32 @@ def delta_rule(q, k, v, beta, log_decay, state, chunk: int = CHUNK, starts=None)
         out, delta = jax.tree.map(lambda y: y[None], step(state, jax.tree.map(lambda x: x[0], xs))[1])
     else:
 
-        def loop(state, xs, unroll: int):
-            return jax.lax.scan(step, state, xs, unroll=unroll)[1]
+        def loop(state, xs, v):
+            return jax.lax.scan(step, state, xs)[1]
 
-        forms = {"default": partial(loop, unroll=1)}
+        def in_place(state, xs, v):
+            """``loop``, what comes out written over u and v: XLA has a buffer for what a loop gives from the start of
+            the program on, those of all layers at once."""
+            size = next(n for n in range(min(UNROLLED, count), 0, -1) if count % n == 0)
+
+            def turn(i, carry):
+                state, delta, out = carry
+                part = [jax.lax.dynamic_slice_in_dim(x, i * size, size) for x in (delta, *xs[1:])]
+                made = []
+                for j in range(size):
+                    state, found = step(state, [x[j] for x in part])
+                    made.append(found)
+                outs, deltas = (jnp.stack(x) for x in zip(*made, strict=True))
+                put = partial(jax.lax.dynamic_update_slice_in_dim, start_index=i * size, axis=0)
+                return state, put(delta, deltas), put(out, outs)
+
+            _, delta, out = jax.lax.fori_loop(0, count // size, turn, (state, xs[0], v))
+            return out, delta
+
+        forms = {"default": loop}
         if starts is None:
-            forms["cuda"] = partial(loop, unroll=min(UNROLLED, count))
-        out, delta = jax.lax.platform_dependent(state, xs, **forms)
+            forms["cuda"] = in_place
+        out, delta = jax.lax.platform_dependent(state, xs, v, **forms)
 
     def join(x):
         return jnp.einsum("cbgrmv->bcmgrv", x).reshape(b, count * m, *x.shape[2:4], x.shape[-1])[:, :t]

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from dflash_jax.cache import DeltaRecord, DeltaState, replay
+from dflash_jax.models import gated_delta as module
 from dflash_jax.models.gated_delta import delta_rule, unit_lower_inverse
 
 B, G, R, DK, DV = 2, 2, 3, 10, 7
@@ -66,6 +67,19 @@ def test_chunks_equal_steps(t):
 
 def test_other_chunk_size():
     assert_equals_recurrence(inputs(150, seed=1), rule_in_chunks_of_8)
+
+
+@pytest.mark.parametrize("t", [16, 64, 150, 88])
+def test_as_a_gpu_runs_it(t, monkeypatch):
+    """2, 8, 19 and 11 chunks: in one turn of the loop, in several, one at a time; where all of it is written over."""
+    arrays = inputs(t, seed=t)
+    expected = rule_in_chunks_of_8(*arrays)
+    chosen = lambda *args, **forms: forms.get("cuda", forms["default"])(*args)  # noqa: E731
+    monkeypatch.setattr(module.jax.lax, "platform_dependent", chosen)
+    monkeypatch.setattr(module, "UNROLLED", 4)
+    found = jax.jit(lambda *x: delta_rule(*x, chunk=8))(*arrays)
+    for got, want in zip(found, expected, strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-6)
 
 
 @pytest.mark.parametrize(
