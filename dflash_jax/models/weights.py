@@ -10,6 +10,9 @@ from flax import nnx
 
 from dflash_jax.sharding import said_of_parameters
 
+# Of more, the products of all runs, float32 [T, runs, O], are larger than the weight in bfloat16.
+FEW_TOKENS = 64
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -46,9 +49,11 @@ class Scaled:
         return runs.reshape(self.shape)
 
     def matmul(self, x) -> jax.Array:
-        """x [T, I] times the transpose of this matrix [O, I] → [T, O]: the runs' products are scaled, not the
-        weight."""
+        """x [T, I] times the transpose of this matrix [O, I] → [T, O]: of few tokens the runs' products are scaled, not
+        the weight."""
         outputs, runs = self.scale.shape
+        if runs > 1 and x.shape[0] > FEW_TOKENS:
+            return jnp.einsum("ti,oi->to", x, self.dense(x.dtype))
         parts = jnp.einsum(
             "tni,oni->nto",
             x.reshape(x.shape[0], runs, -1),
