@@ -89,7 +89,9 @@ class Results:
         differing += [f"data of {task} was other" for task, v in about["data"].items() if data.get(task, v) != v]
         if differing:
             raise InputError(f"{self.path} is of another run ({', '.join(differing)}): give another --out")
-        self.record = {"about": about | {"data": data | about["data"]}, "cells": held.get("cells", {})}
+        versions = dict.fromkeys([*was.get("versions", "").split("; "), about["versions"]])
+        about = about | {"data": data | about["data"], "versions": "; ".join(filter(None, versions))}
+        self.record = {"about": about, "cells": held.get("cells", {})}
 
     def has(self, name: str) -> bool:
         """Whether a cell was measured, and nothing failed in it."""
@@ -97,6 +99,9 @@ class Results:
         return "tokens_per_s" in cell and not cell.get("errors")
 
     def add(self, name: str, cell: dict, methods: list[str]) -> None:
+        if "failed" in cell and "tokens_per_s" in self.record["cells"].get(name, {}):
+            # Part of it was measured before: nothing is lost.
+            return
         self.record["cells"][name] = cell
         write_record(self.path, self.record)
         self.write(methods)
@@ -143,6 +148,8 @@ async def cells(results: Results, tasks: dict, methods: list[str], args, asking:
                         found = await measure(client, tasks[task], at_once, asking, bar.update)
                     results.add(key(task, at_once, name), found, methods)
                     left.pop(0)
+            # Its engine goes before the next one comes.
+            client = None
         except (InputError, JaxRuntimeError) as e:
             if not results.record["cells"]:
                 raise InputError(" ".join(str(e).split())[:300]) from None

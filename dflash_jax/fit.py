@@ -171,7 +171,7 @@ def make_plan(
 
     # Temporaries, roughly: activations of a prefill chunk, and, of each row, float32 logits of a window three times
     # over.
-    prefill = PREFILL_BYTES * largest_prefill(device.platform) * shapes.target.hidden_size
+    prefill = PREFILL_BYTES * largest_prefill(device.platform == "gpu") * shapes.target.hidden_size
     logits = 3 * 4 * window * vocab
     room = USABLE * device.memory - mine.total - drafting - prefill
     most_rows = max(0, int(room // (slot.bytes(max_len) + logits)))

@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from tqdm import tqdm
 
+from dflash_jax import kernels
 from dflash_jax.checkpoint.hub import resolve
 from dflash_jax.checkpoint.load import check_drafter, check_target, load_drafter, load_target
 from dflash_jax.engine.device import MAX_LOGPROBS, ROW_SIZES, Device
@@ -330,7 +331,7 @@ class LLM:
             self._draft_window,
         )
         most = options.pop("max_num_batched_tokens", None)
-        sizes = prefill_options(jax.default_backend(), self.reproducible, most)
+        sizes = prefill_options(jax.default_backend(), kernels.are_wanted(), self.reproducible, most)
         chosen = Options(
             widths=widths,
             rows_per_dispatch=1 if self.reproducible else None,

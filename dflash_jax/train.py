@@ -108,7 +108,11 @@ def run(command: str, config: TrainConfig, meshes: dict[str, str]) -> int:
     elif command == "export":
         training.export(config, tell)
     else:
-        print(json.dumps(training.evaluate(config, tell), indent=1))
+        from dflash_jax import distributed
+
+        found = training.evaluate(config, tell)
+        if distributed.is_first():
+            print(json.dumps(found, indent=1))
     return 0
 
 

@@ -48,7 +48,7 @@ MOST_ON_CPU = 2e9
 def measured_bandwidth(size: int = 2**31, passes: int = 16) -> float:
     """Bytes a second of a large array on one device, over and over in one program: read and written, or read only,
     whichever is more."""
-    size = size if jax.default_backend() != "cpu" else 2**28
+    size, passes = (size, passes) if jax.default_backend() != "cpu" else (2**28, 4)
 
     def write(x):
         return jax.lax.fori_loop(0, passes, lambda _, x: x + 1, x)
@@ -300,7 +300,7 @@ def timed(call, state, rewound) -> tuple:
 
 def prefilled(point: Point) -> int:
     """Prompt tokens that the prefill of a point reads: the largest chunk that its context has room for."""
-    return max(size for size in (*PREFILL_SIZES, largest_prefill(jax.default_backend())) if size < point.context)
+    return max(size for size in (*PREFILL_SIZES, largest_prefill(kernels.are_wanted())) if size < point.context)
 
 
 def run(args) -> int:
@@ -327,18 +327,23 @@ def run(args) -> int:
     out = args.out or ROOT / f"benchmarks/decode-{device_name(kind) or jax.default_backend()}-{name}"
     figures, page = beside(out, ".json"), beside(out, ".md")
     held = read_record(figures)
-    if (was := held.get("about", about)) != about and any(was.get(k) != v for k, v in about.items()):
+    was = held.get("about", about)
+    if any(was.get(k) != v for k, v in about.items()):
         raise InputError(f"{figures} is of {was}, this is {about}: give another --out")
-    bandwidth = measured_bandwidth()
-    about |= {"bandwidth_gb_per_s": round(bandwidth / 1e9, 1), "versions": versions()}
-    record, bench = {"about": about, "points": held.get("points", {})}, None
+    record, bench, bandwidth = {"about": about, "points": held.get("points", {})}, None, 0.0
 
     def measured(point: Point) -> bool:
         return "round_ms" in record["points"].get(str(point), {})
 
-    for group in groups(args, [p for p in points if not measured(p)] or points[-1:] * args.profile):
+    left = [p for p in points if not measured(p)] or points[-1:] * args.profile
+    if left:
+        bandwidth = measured_bandwidth()
+        about |= {"bandwidth_gb_per_s": round(bandwidth / 1e9, 1), "versions": versions()}
+    else:
+        about |= was
+    for group in groups(args, left):
         # What the one before held goes first.
-        bench = None
+        bench = pair = None
         pair = open_pair(args, group)
         bench = Bench(pair, bandwidth)
         for point in group:
@@ -355,6 +360,9 @@ def run(args) -> int:
             page.write_text(table(record))
     print(json.dumps(record) if args.json else table(record))
     if args.profile:
+        # Of what fits this very point.
+        bench = pair = None
+        bench = Bench(open_pair(args, points[-1:]), bandwidth)
         trace = out.with_name(out.name + "-trace.json.gz")
         print(f"ten kernels of {points[-1]}; the whole trace is in {trace}", file=sys.stderr)
         for name, ms, times in profile(bench, points[-1], trace):

@@ -273,7 +273,7 @@ def report(shapes, layout, devices, args) -> dict:
             "weights": programs.weights,
         }
         if name == "prefill":
-            lowered = programs.lower_prefill(state, layout.data, largest_prefill("gpu" if is_gpu else "tpu"))
+            lowered = programs.lower_prefill(state, layout.data, largest_prefill(kernels.are_wanted()))
         else:
             lowered = programs.lower_decode(state, args.slots, settings)
         depth = layers + (len(shapes.draft.layers) if drafter is not None and name == "round" else 0)

@@ -154,7 +154,7 @@ def groups(args, points: list[Point]) -> list[list[Point]]:
     found: dict = {}
     for point in points:
         shapes, kind, _ = _fitting(args, [point])
-        found.setdefault((len(shapes.target.layers), kind), []).append(point)
+        found.setdefault((len(shapes.target.layers), kind, point.quantize), []).append(point)
     return list(found.values())
 
 

@@ -190,7 +190,10 @@ def test_our_server_says_its_rounds(server, data, tmp_path):
     assert {body["block_size"] for body in state["asked"]} == {8}
 
 
-def test_one_that_fails_leaves_the_others(server, data, tmp_path, capsys):
+def test_one_that_fails_leaves_the_others(server, data, tmp_path, capsys, monkeypatch):
+    async def refused(self):
+        raise InputError("the server is gone")
+
     url, state = server
     state["refuse"] = "import os"
     out = tmp_path / "some"
@@ -198,7 +201,11 @@ def test_one_that_fails_leaves_the_others(server, data, tmp_path, capsys):
     assert main(argv) == 1
     assert (cell(out)["conversations"], cell(out)["errors"]) == (2, 1)
     assert "1 failed: " in capsys.readouterr().out
-    # The next call asks again.
+    # The next call asks again; what was measured stays where nothing answers.
+    monkeypatch.setattr(HttpClient, "counters", refused)
+    assert main(argv) == 1
+    assert (cell(out)["conversations"], cell(out)["errors"]) == (2, 1)
+    monkeypatch.undo()
     state["refuse"] = None
     assert main(argv) == 0
     assert cell(out)["conversations"] == 3
@@ -206,7 +213,7 @@ def test_one_that_fails_leaves_the_others(server, data, tmp_path, capsys):
 
 def test_a_server_that_states_its_acceptance(server, data, tmp_path):
     url, state = server
-    state["metrics"] = 'sglang:spec_accept_length{model="m"} 4.25\n'
+    state["metrics"] = 'sglang:spec_accept_length{rank="0"} 4.0\nsglang:spec_accept_length{rank="1"} 4.5\n'
     out = tmp_path / "sglang"
     assert main(["--data", str(data), "--out", str(out), "--url", url, "--label", "sglang", "--concurrency", "1"]) == 0
     assert cell(out)["acceptance_length"] == 4.25

@@ -193,9 +193,11 @@ class HttpClient:
     async def acceptance(self) -> float | None:
         """SGLang's gauge: of its last rounds."""
         try:
-            return _sum((await self._http.get("/metrics")).text, "spec_accept_length") or None
+            found = _values((await self._http.get("/metrics")).text, "spec_accept_length")
         except self._errors:
             return None
+        # One of each rank.
+        return sum(found) / len(found) if found and sum(found) else None
 
     async def forget(self) -> None:
         """By SGLang's endpoint, or vLLM's; whoever has neither keeps what it knows."""
@@ -204,9 +206,13 @@ class HttpClient:
                 await self._http.post(path)
 
 
+def _values(metrics: str, name: str) -> list[float]:
+    return list(map(float, re.findall(rf"^\w+:{name}(?:\{{[^}}]*\}})? (\S+)$", metrics, re.M)))
+
+
 def _sum(metrics: str, name: str) -> float | None:
-    found = re.findall(rf"^\w+:{name}(?:\{{[^}}]*\}})? (\S+)$", metrics, re.M)
-    return sum(map(float, found)) if found else None
+    found = _values(metrics, name)
+    return sum(found) if found else None
 
 
 def _words(error: Exception) -> str:

@@ -56,14 +56,14 @@ def plan_memory(
     held = on_device(programs.abstract_state(slots, capacity, settings))
     config = programs.config
     # float32 logits of a round three times over, and activations of a prefill chunk.
-    rows = slots // programs.data
-    work = 12 * rows * options.widths[-1] * config.vocab_size
-    work += PREFILL_BYTES * options.prefill_sizes[-1] * config.hidden_size
-    memory = Memory(on_device(programs.weights), held, options.prefix_bytes, work, int(fraction * device_memory()))
+    rows, prefill = slots // programs.data, PREFILL_BYTES * options.prefill_sizes[-1] * config.hidden_size
+    logits = 12 * rows * options.widths[-1] * config.vocab_size
+    limit = int(fraction * device_memory())
+    memory = Memory(on_device(programs.weights), held, options.prefix_bytes, prefill + logits, limit)
     if memory.all <= memory.limit:
         return memory
-    room = memory.limit - memory.weights - memory.prefixes
-    each = held + work
+    room = memory.limit - memory.weights - memory.prefixes - prefill
+    each = held + logits
     fewer = max(0, room * slots // each)
     advice = f"{fewer} slots fit" if fewer else "not one slot fits"
     shorter = max(0, room * capacity // each) if room > 0 else 0

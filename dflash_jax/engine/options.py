@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 PREFILL_SIZES = (16, 64, 256, 1024)
 # On a GPU a chunk of 1,024 tokens takes hardly longer than one of 16, for either reads every expert: chunks are larger
-# there. A TPU computes every expert for every token.
-LARGEST_PREFILL = {"gpu": 4096}
+# there, where a kernel keeps attention's scores out of memory. A TPU computes every expert for every token.
+LARGEST_PREFILL = 4096
 # Short prompts are read together, at most so many, and so many tokens in all (those of nobody among them).
 PREFILL_ROWS, TOGETHER = 8, {"gpu": 2048, "tpu": 256}
 # Temporaries of a prefill program, bytes for each feature of a token (compiled for B200 and H100: 118 of
@@ -14,15 +14,18 @@ PREFILL_ROWS, TOGETHER = 8, {"gpu": 2048, "tpu": 256}
 PREFILL_BYTES = 120
 
 
-def largest_prefill(platform: str) -> int:
-    """Tokens of the largest chunk on "cpu", "gpu" or "tpu"."""
-    return LARGEST_PREFILL.get(platform, PREFILL_SIZES[-1])
+def largest_prefill(kernels: bool) -> int:
+    """Tokens of the largest chunk, by whether programs have Triton kernels."""
+    return LARGEST_PREFILL if kernels else PREFILL_SIZES[-1]
 
 
-def prefill_options(platform: str, alone: bool, max_num_batched_tokens: int | None = None) -> dict:
-    """Fields of `Options` that suit a platform; ``alone``: a prompt's arithmetic must not depend on others."""
-    most = max_num_batched_tokens or max(2048, largest_prefill(platform))
-    sizes = sorted({*PREFILL_SIZES, largest_prefill(platform)})
+def prefill_options(
+    platform: str, kernels: bool, alone: bool = False, max_num_batched_tokens: int | None = None
+) -> dict:
+    """Fields of `Options` that suit a platform, "cpu", "gpu" or "tpu", and whether it has Triton ``kernels``;
+    ``alone``: a prompt's arithmetic must not depend on others."""
+    most = max_num_batched_tokens or max(2048, largest_prefill(kernels))
+    sizes = sorted({*PREFILL_SIZES, largest_prefill(kernels)})
     return {
         "prefill_sizes": tuple(s for s in sizes if s <= max(most, sizes[0])),
         "prefill_together": 0 if alone else min(TOGETHER.get(platform, 0), most),

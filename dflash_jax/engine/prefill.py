@@ -139,14 +139,16 @@ class Prefiller:
                 member.segments.append((start, self.device.save(member.request.slot, start, size)))
                 if member.request.prefilled == member.cuts[nearest]:
                     self._keep(member, nearest)
-        return group, size * len(group), ticket
+        # Those of nobody are computed, too.
+        return group, size * max(rows, len(group)), ticket
 
     def _chunk(self, prefill: _Prefill) -> tuple[int, int, int]:
         """The next one: (start, tokens, size of the program)."""
         return chunks(prefill.request.prefilled, prefill.cuts[prefill.next_cut], self.sizes)[0]
 
     def _group(self, first: _Prefill, others: Sequence[_Prefill], size: int, most: int) -> list[_Prefill]:
-        """``first`` and those of ``others`` whose next chunk the same program takes, at most ``most`` of them."""
+        """``first`` and those of ``others``, of its priority, whose next chunk the same program takes, at most ``most``
+        of them."""
         group, held, room = [first], Counter([self.device.shard(first.request.slot)]), self.rows(size)[-1]
         for other in others:
             shard = self.device.shard(other.request.slot)
@@ -154,6 +156,7 @@ class Prefiller:
                 len(group) < most
                 and held[shard] < room
                 and other.drafting == first.drafting
+                and other.request.priority == first.request.priority
                 and other.request.prompt_logprobs is None
                 and self._chunk(other)[2] == size
                 and self._known(other) is None

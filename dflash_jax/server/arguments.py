@@ -120,7 +120,7 @@ def make_parser() -> argparse.ArgumentParser:
     load.add_argument("--slots", type=int, default=32, metavar="N", help="requests at a time (default: %(default)s)")
     load.add_argument("--max-queue", type=int, default=1024, metavar="N", help="requests that wait (default: 1024)")
     load.add_argument(
-        "--max-num-batched-tokens", type=int, metavar="N", help="tokens of a step (default: 2048; 4096 on a GPU)"
+        "--max-num-batched-tokens", type=int, metavar="N", help="tokens of a step (default: 2048; with Triton 4096)"
     )
     load.add_argument(
         "--mem-fraction", type=float, default=0.9, metavar="F", help="of a device's memory (default: 0.9)"

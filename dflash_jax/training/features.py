@@ -128,7 +128,7 @@ class FeatureRows:
         except OSError as e:
             raise InputError(f"features {directory} cannot be read: {e.strerror}: make them with `cache`") from None
         wanted = record_of(rows, pair, held["hidden"])
-        wrong = [f"{k} is {held[k]!r}, not {v!r}" for k, v in wanted.items() if held.get(k) != v]
+        wrong = [f"{k} is {held.get(k)!r}, not {v!r}" for k, v in wanted.items() if held.get(k) != v]
         if needed and not held["hidden"]:
             wrong.append("it has no hidden states, which this loss needs: run `cache` with the same loss")
         if wrong:

@@ -47,7 +47,8 @@ class Progress:
         held = json.loads(self.record.read_text()) if self.record.exists() else None
         if held is None and path.exists() and path.stat().st_size:
             raise InputError(f"{path} has no {self.record.name} beside it: give another --output, or remove it")
-        self.done, self.bytes = (held["done"], held["bytes"]) if held else (0, 0)
+        counts = ("done", "unanswered", "bytes")
+        self.done, self.unanswered, self.bytes = (held[name] for name in counts) if held else (0, 0, 0)
         before = held["settings"] if held else self.settings
         wrong = [f"{k} was {before.get(k)!r}, is {v!r}" for k, v in self.settings.items() if before.get(k) != v]
         if (path.stat().st_size if path.exists() else 0) < self.bytes:
@@ -66,8 +67,10 @@ class Progress:
                 file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
             self.bytes = file.tell()
         self.done += asked
+        self.unanswered += asked - len({line["source"] for line in lines})
         fresh = self.record.with_suffix(".new")
-        fresh.write_text(json.dumps({"settings": self.settings, "done": self.done, "bytes": self.bytes}) + "\n")
+        counts = {"done": self.done, "unanswered": self.unanswered, "bytes": self.bytes}
+        fresh.write_text(json.dumps({"settings": self.settings, **counts}) + "\n")
         fresh.replace(self.record)
 
 
@@ -83,17 +86,16 @@ def regenerate(config: TrainConfig, llm: LLM, path: Path, tell: Callable[[str], 
     done, mine = distributed.agreed(progress.done), distributed.is_first()
     if done:
         tell(f"{done} of {len(wanted)} were answered before")
-    unanswered = 0
     with tqdm(total=len(wanted), initial=done, unit="prompt", disable=not mine) as bar:
         for start in range(done, len(wanted), size):
             group = wanted[start : start + size]
             lines = _answered(config, llm, group, start, skipped)
-            unanswered += len(group) - len({line["source"] for line in lines})
             if mine:
                 progress.add(lines, len(group))
             bar.update(len(group))
     if skipped is not None and skipped.count:
         tell(f"{skipped.count} lines left out, the first: {skipped.first}")
+    unanswered = distributed.agreed(progress.unanswered)
     if unanswered:
         tell(f"{unanswered} prompts have no answer: left out, or without room in the target's {llm.max_len} positions")
     return len(wanted) - unanswered

@@ -182,9 +182,10 @@ def fit(config: TrainConfig, tell: Callable[[str], None]) -> tuple[int, int]:
         tell(f"a drafter of {count / 1e6:.1f} million parameters, {steps} steps of {config.rows} rows on {layout}")
     directory = config.directory
     directory.mkdir(parents=True, exist_ok=True)
-    # What is measured at the end is measured again by a call that finds nothing to do.
-    metrics, lengths = Log(directory, "metrics.csv", first), Log(directory, "acceptance.csv", min(first, steps - 1))
     prompts = held_out_prompts(config, pair.llm)
+    # What is measured at the end is measured again by a call that finds nothing to do.
+    kept = min(first, steps - 1) if prompts else first
+    metrics, lengths = Log(directory, "metrics.csv", first), Log(directory, "acceptance.csv", kept)
     key, whole = jax.random.key(config.seed), trainer.sharding(PartitionSpec(None, DATA))
     waiting: list[tuple] = []
     began, since = time.perf_counter(), first
@@ -276,8 +277,9 @@ def export(config: TrainConfig, tell: Callable[[str], None]) -> None:
     update = optimiser(config.learning_rate, 1, config.optimizer)
     trainer = Trainer(pair.target, pair.draft, recipe_of(config, pair), update)
     shapes = jax.eval_shape(lambda d: (d, update.init(d)), drafters.Drafter(pair.draft, rngs=None))
-    drafter, _ = held.restore(shapes, trainer.shardings())
-    drafters.export(trainer.on_host(drafter), pair.raw, config.directory / "draft")
+    drafter = trainer.on_host(held.restore(shapes, trainer.shardings())[0])
+    if distributed.is_first():
+        drafters.export(drafter, pair.raw, config.directory / "draft")
     tell(f"step {held.latest} is in {config.directory / 'draft'}")
 
 

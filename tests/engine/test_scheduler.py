@@ -275,6 +275,13 @@ def test_short_prompts_are_read_together():
     # Chunks of 4 tokens, of both shards' three; then those of 16, one of each shard.
     assert e.device.calls == [(6, 4, 4), (2, 16, 1)]
     assert all(r.tokens == expected(r.prompt, 5) for r in requests)
+    e = engine(slots=8, prefill_together=16, max_num_batched_tokens=16)
+    urgent, later = request(range(1, 12)), [request(range(i, i + 4), priority=5) for i in range(3)]
+    for r in (later[0], urgent, *later[1:]):
+        e.submit(r)
+    e.step()
+    # Nobody of a lower priority goes along.
+    assert e.device.calls == [(1, 16, 1)]
     e = engine(slots=8, prefill_together=16, max_num_batched_tokens=24)
     for i in range(8):
         e.submit(request(range(i + 1, i + 5)))
@@ -305,18 +312,19 @@ def test_reproducible_rows_decode_alone():
 
 
 @pytest.mark.parametrize(
-    ("platform", "alone", "most", "sizes", "together"),
+    ("platform", "kernels", "alone", "most", "sizes", "together"),
     [
-        ("cpu", False, None, (16, 64, 256, 1024), 0),
-        ("gpu", False, None, (16, 64, 256, 1024, 4096), 2048),
-        ("gpu", True, None, (16, 64, 256, 1024, 4096), 0),
-        ("gpu", False, 300, (16, 64, 256), 300),
-        ("gpu", False, 8, (16,), 8),
-        ("tpu", False, None, (16, 64, 256, 1024), 256),
+        ("cpu", False, False, None, (16, 64, 256, 1024), 0),
+        ("gpu", True, False, None, (16, 64, 256, 1024, 4096), 2048),
+        ("gpu", True, True, None, (16, 64, 256, 1024, 4096), 0),
+        ("gpu", False, False, None, (16, 64, 256, 1024), 2048),
+        ("gpu", True, False, 300, (16, 64, 256), 300),
+        ("gpu", True, False, 8, (16,), 8),
+        ("tpu", False, False, None, (16, 64, 256, 1024), 256),
     ],
 )
-def test_chunks_suit_the_platform(platform, alone, most, sizes, together):
-    options = Options(**prefill_options(platform, alone, most))
+def test_chunks_suit_the_platform(platform, kernels, alone, most, sizes, together):
+    options = Options(**prefill_options(platform, kernels, alone, most))
     assert (options.prefill_sizes, options.prefill_together) == (sizes, together)
     assert options.max_num_batched_tokens == (most or max(2048, sizes[-1]))
     assert all(size * options.rows_of(size) <= max(together, size) for size in sizes)

@@ -1,6 +1,7 @@
 """What an engine is made of: programs at warm-up, memory before the start, one read a dispatch."""
 
 import logging
+import re
 from dataclasses import replace
 
 import jax
@@ -9,7 +10,7 @@ import tiny
 from load import CAPACITY, engine_for, some_requests
 
 from dflash_jax.engine import device
-from dflash_jax.engine.memory import Memory, plan_memory
+from dflash_jax.engine.memory import Memory, device_memory, plan_memory
 from dflash_jax.engine.options import Options
 from dflash_jax.engine.request import Request
 from dflash_jax.engine.warm_up import warm_up
@@ -79,6 +80,17 @@ def test_memory_is_planned_before_it_is_taken(engine):
 def test_what_does_not_fit_is_refused_with_advice(engine):
     with pytest.raises(InputError, match=r"4 slots of 96 positions do not fit: weights 0.00 GB.*; not one slot fits"):
         plan_memory(engine.device.programs, 4, CAPACITY, Settings(), Options(), 1e-12)
+    # What is said to fit does, and one more does not.
+    programs = engine.device.programs
+    need = [plan_memory(programs, n, CAPACITY, Settings(), Options(), 1.0).all for n in (1, 2, 9)]
+    fraction = (need[1] + (need[2] - need[1]) / 2) / device_memory()
+    with pytest.raises(InputError) as told:
+        plan_memory(programs, 9, CAPACITY, Settings(), Options(), fraction)
+    most = int(re.search(r"(\d+) slots fit", str(told.value))[1])
+    assert 2 <= most < 9
+    plan_memory(programs, most, CAPACITY, Settings(), Options(), fraction)
+    with pytest.raises(InputError):
+        plan_memory(programs, most + 1, CAPACITY, Settings(), Options(), fraction)
     with pytest.raises(InputError, match=r"slots of 100000000 positions do not fit.* [1-9]\d* slots? fits?|not one"):
         plan_memory(engine.device.programs, 2**10, 10**8, Settings(), Options(), 0.5)
 

@@ -276,9 +276,11 @@ def test_what_cannot_be_answered_is_told(tmp_path):
     with pytest.raises(InputError, match=r"d.jsonl:2: the chat template does not take this conversation: not this"):
         regenerate(config, llm, path, print)
     said: list[str] = []
-    assert regenerate(replace(config, skip_bad_lines=True), llm, path, said.append) == 1
+    for _ in range(2):
+        said.clear()
+        assert regenerate(replace(config, skip_bad_lines=True), llm, path, said.append) == 1
     assert [json.loads(line)["source"] for line in path.read_text().splitlines()] == [2]
-    assert [re.split("[:,]", text)[0] for text in said] == ["1 lines left out", "2 prompts have no answer"]
+    assert [re.split("[:,]", text)[0] for text in said] == ["3 of 3 were answered before", "2 prompts have no answer"]
 
 
 def test_a_drafters_own_numbers_stay(data, tmp_path, whole):
@@ -308,16 +310,15 @@ def test_a_run_without_checkpoints_may_begin_anew(config, tmp_path):
 
 
 def test_a_finished_run_is_measured_again_and_logged_once(config, tmp_path):
-    mine = replace(
-        config, output=str(tmp_path), steps=1, held_out=config.data[0], evaluate_prompts=1, evaluate_tokens=4
-    )
+    mine = replace(config, output=str(tmp_path), steps=1, held_out=config.data[0], evaluate_prompts=1)
+    mine, log = replace(mine, evaluate_tokens=4), tmp_path / "acceptance.csv"
     for _ in range(2):
         assert run.fit(mine, print) == (1, 1)
-        assert [line.split(",")[0] for line in (tmp_path / "acceptance.csv").read_text().splitlines()] == [
-            "step",
-            "1",
-            "1",
-        ]
+        lines = log.read_text().splitlines()
+        assert [line.split(",")[0] for line in lines] == ["step", "1", "1"]
+    # Without prompts what was measured stays.
+    run.fit(replace(mine, held_out=None), print)
+    assert log.read_text().splitlines() == lines
 
 
 def test_features_of_another_target_are_refused(config, tmp_path):
