@@ -276,12 +276,12 @@ def test_short_prompts_are_read_together():
     assert e.device.calls == [(6, 4, 4), (2, 16, 1)]
     assert all(r.tokens == expected(r.prompt, 5) for r in requests)
     e = engine(slots=8, prefill_together=16, max_num_batched_tokens=16)
-    urgent, later = request(range(1, 12)), [request(range(i, i + 4), priority=5) for i in range(3)]
-    for r in (later[0], urgent, *later[1:]):
+    urgent, later = [request(range(1, n)) for n in (5, 14)], [request(range(i, i + 4), priority=5) for i in range(1, 4)]
+    for r in (*later, *urgent):
         e.submit(r)
     e.step()
-    # Nobody of a lower priority goes along.
-    assert e.device.calls == [(1, 16, 1)]
+    # Nobody of a lower priority goes along while one of a higher waits.
+    assert e.device.calls == [(1, 4, 1), (1, 16, 1)]
     e = engine(slots=8, prefill_together=16, max_num_batched_tokens=24)
     for i in range(8):
         e.submit(request(range(i + 1, i + 5)))
