@@ -42,11 +42,12 @@ INTRODUCTION = """# What XLA makes of it
 Compiled at full size for accelerators that were not there: nothing here has run on one, and no figure is a measured
 time. `python scripts/compile_table.py`, which runs `scripts/compile_report.py --config configs/SYSTEM.toml …` with the
 options of the first column. GB per device: arguments (weights, caches) with temporaries. Prefill: the largest chunk,
-4,096 tokens of one prompt where Triton's kernels are, else 1,024. A decode program's kernels are those of one round (plain: one token), Triton's and the head's among them, over its layers (round: and the
-drafter's); apart, in all, those in the branches of conditionals (drawing, penalties), of which a greedy round takes two
-kernels a draw. Graphs: CUDA graphs of the whole program; 1 means that nothing breaks the loop. Copied: caches,
-recurrent state and weights written anew. Estimate: the TPU compiler's own, of a loop's body once and without the loops
-over the context. GPUs: with Triton kernels, but for `--kernels xla`.
+4,096 tokens of one prompt where Triton's kernels are, else 1,024. A decode program's kernels are those of one round
+(plain: one token), Triton's and the head's among them, over its layers (round: and the drafter's); apart, in all, those
+in the branches of conditionals (drawing, penalties), of which a greedy round takes two kernels a draw. Graphs: CUDA
+graphs of the whole program; 1 means that nothing breaks the loop. Copied: caches, recurrent state and weights written
+anew. Estimate: the TPU compiler's own, of a loop's body once and without the loops over the context. GPUs: with Triton
+kernels, but for `--kernels xla`.
 """
 COLUMNS = (
     "system|slots × length|program|GB|temporaries|kernels a layer|in branches|graphs|collectives a layer|copied MB|"
