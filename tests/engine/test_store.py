@@ -34,7 +34,7 @@ def test_chunks_cover_what_is_between_cuts(start, length, sizes):
 
 
 def test_long_prompts_are_kept_on_a_grid():
-    assert cut_points([1] * 5000, 4999, MARKERS) == [store.GRID, 2 * store.GRID, 4999]
+    assert cut_points([1] * 10_000, 9999, MARKERS) == [store.GRID, 2 * store.GRID, 9999]
     assert cut_points([1, 0, *[1] * 20, 0, 1, 0, 1], 25, MARKERS) == [22, 25]
 
 
