@@ -344,17 +344,19 @@ def run(args) -> int:
     for group in groups(args, left):
         # What the one before held goes first.
         bench = pair = None
-        pair = open_pair(args, group)
-        bench = Bench(pair, bandwidth)
         for point in group:
             if measured(point):
                 continue
             print(f"{point} …", file=sys.stderr, flush=True)
             try:
+                if bench is None:
+                    pair = open_pair(args, group)
+                    bench = Bench(pair, bandwidth)
                 row = bench.measure(point) | ({"model": pair.note} if pair.note else {})
             except jax.errors.JaxRuntimeError as e:
                 row = {"failed": " ".join(str(e).split())[:120]}
-            bench.programs.compiled.clear()
+            if bench is not None:
+                bench.programs.compiled.clear()
             record["points"][str(point)] = row
             write_record(figures, record)
             page.write_text(table(record))

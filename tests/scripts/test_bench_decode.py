@@ -94,6 +94,17 @@ def test_a_point_that_memory_cannot_hold_leaves_the_others(measured, tmp_path, m
     assert "RESOURCE_EXHAUSTED" in capsys.readouterr().out
 
 
+def test_weights_that_memory_cannot_hold_are_rows_too(measured, tmp_path, monkeypatch, capsys):
+    def full(*args):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    monkeypatch.setattr(bench_decode, "open_pair", full)
+    monkeypatch.setattr(bench_decode, "measured_bandwidth", lambda: 1e9)
+    assert bench_decode.main([*measured[1][:-1], str(tmp_path / "x"), "--points", "2,4,64", "1,1,64"]) == 0
+    rows = json.loads((tmp_path / "x.json").read_text())["points"]
+    assert [list(row) for row in rows.values()] == [["failed"], ["failed"]]
+
+
 def test_choices_are_counted_as_routed(system):
     """The experts that the ruler counts are those that the layers use."""
     args = bench_decode.make_parser().parse_args(["--config", str(system), "--dtype", "float32"])
