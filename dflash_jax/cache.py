@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from dflash_jax import kernels
+from dflash_jax.kernels import cpu
 from dflash_jax.sharding import DATA, Cut, spec
 
 # Context is read in pieces of this many positions, as many as the longest live row needs; capacities are multiples of
@@ -175,6 +176,13 @@ def attend(q, k, v, own_mask, cache: KVCache | None, length, bounds: Bounds | No
         if triton_attention.fits(q):
             forms["cuda"] = triton_attention.attend_triton
             bounds = Bounds.none(*q.shape[:2]) if bounds is None else bounds
+    if cpu.attends(q, cache) and kernels.for_cpu():
+
+        def in_cpp(*args):
+            return through_gate(cpu.attend(*args[:-1]), args[-1])
+
+        forms["cpu"] = in_cpp
+        bounds = Bounds.none(*q.shape[:2]) if bounds is None else bounds
     return jax.lax.platform_dependent(q, k, v, own_mask, cache, length, bounds, both, **forms)
 
 

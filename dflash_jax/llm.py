@@ -23,7 +23,7 @@ from dflash_jax.engine.memory import device_memory, plan_memory
 from dflash_jax.engine.options import Options, prefill_options
 from dflash_jax.errors import InputError
 from dflash_jax.models.drafter import Drafter, DraftWindow, abstract_drafter
-from dflash_jax.models.weights import turned
+from dflash_jax.models.weights import in_panels
 from dflash_jax.params import Completion, Defaults, SamplingParams
 from dflash_jax.pool import Pool
 from dflash_jax.programs import Programs, enable_disk_cache
@@ -147,7 +147,8 @@ class LLM:
     def _arranged(self, module):
         """``module`` as this platform reads it fastest."""
         platforms = [device.platform for device in jax.tree.leaves(module)[0].sharding.device_set]
-        return turned(module) if platforms == ["cpu"] and self.dtype == "float32" else module
+        wanted = platforms == ["cpu"] and self.dtype == "float32" and kernels.for_cpu()
+        return in_panels(module) if wanted else module
 
     @property
     def compile_s(self) -> float:

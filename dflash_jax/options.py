@@ -64,7 +64,7 @@ def with_config(parser: argparse.ArgumentParser, argv: list[str] | None):
 def add_platform(group) -> None:
     """--platform and --kernels, for `set_platform`."""
     group.add_argument("--platform", choices=["cpu", "cuda", "tpu"], help="default: the best that JAX finds")
-    text = "xla: without Triton kernels on a GPU (default: %(default)s)"
+    text = "xla: none of our own, in Triton on a GPU, in C++ on a CPU (default: %(default)s)"
     group.add_argument("--kernels", choices=kernels.CHOICES, default="auto", help=text)
 
 

@@ -1,9 +1,10 @@
-"""Triton kernels: whether they are wanted.
+"""Kernels: whether they are wanted.
 
-A kernel is a form named "cuda" in a `jax.lax.platform_dependent` beside those that XLA makes, which are its
-definition: `cache.attend`, `cache.put`, `cache.replay`, `models.moe.mixture_by_platform`,
-`models.gated_delta.GatedDelta`, `models.parts.linear` and `Attention.rotated`. It needs the packages of the extra
-``cuda13``.
+On a GPU they are Triton's: a form named "cuda" in a `jax.lax.platform_dependent` beside those that XLA makes, which are
+its definition: `cache.attend`, `cache.put`, `cache.replay`, `models.moe.mixture_by_platform`,
+`models.gated_delta.GatedDelta`, `models.parts.linear` and `Attention.rotated`. They need the packages of the extra
+``cuda13``. On a CPU they are in C++: a form named "cpu" in `cache.attend`, and products, which come with the weights
+(`models.weights.Panels`).
 """
 
 from collections.abc import Callable, Iterator
@@ -46,9 +47,18 @@ def instead_of(plain: Callable, kernel: Callable, *args) -> Any:
     return jax.lax.platform_dependent(*args, default=plain, cuda=differentiable)
 
 
+def for_cpu() -> bool:
+    """Whether weights that are loaded now, and programs that are traced now, are for the CPU's kernels."""
+    import jax
+
+    from dflash_jax.kernels import cpu
+
+    return _choice == "auto" and jax.default_backend() == "cpu" and cpu.is_here()
+
+
 def are_wanted() -> bool:
-    """Whether programs that are traced now get kernels. Their tiles are cut for the shared memory of Hopper's and
-    Blackwell's data-centre cards (compute capability 9 and 10)."""
+    """Whether programs that are traced now get Triton kernels. Their tiles are cut for the shared memory of Hopper's
+    and Blackwell's data-centre cards (compute capability 9 and 10)."""
     import jax
 
     if _choice != "auto" or find_spec("jax_triton") is None:

@@ -1,5 +1,6 @@
-"""Weights in other forms than an array [*out, *in]: in few bits, or turned."""
+"""Weights in other forms than an array [*out, *in]: in few bits, or in panels for a CPU."""
 
+import math
 from dataclasses import dataclass
 from functools import partial
 
@@ -8,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from dflash_jax.kernels import cpu
+from dflash_jax.kernels.cpu import LANES
 from dflash_jax.sharding import said_of_parameters
 
 # Of more, the products of all runs, float32 [T, runs, O], are larger than the weight in bfloat16.
@@ -63,67 +66,86 @@ class Scaled:
         return jnp.einsum("nto,on->to", parts, self.scale.astype(jnp.float32)).astype(x.dtype)
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["matrix"], meta_fields=["contracted"])
+@partial(jax.tree_util.register_dataclass, data_fields=["panels"], meta_fields=["shape", "contracted"])
 @dataclass(frozen=True)
-class Turned:
-    """A weight [*out, *in] kept as ``matrix`` [*in, *out], with ``contracted`` axes in *in.
+class Panels:
+    """A float32 weight of ``shape``, as a matrix [O, I], in panels of 16 outputs, for `kernels.cpu`: float32
+    [O / 16, I, 16] or, where bfloat16 loses nothing, as in what comes from such a checkpoint, uint32 [O / 16, I / 2,
+    16], whose low halves are those of even inputs.
 
-    Stands where a weight array stands. On a CPU products of two to eight rows take up to 1.7 times as long in the
-    other order (benchmarks/NOTES.md); a layout given to XLA would do, if its CPU compiler did not copy it back.
+    Stands where a weight array stands. Past the last output, and where I would be odd, there are zeros. No bfloat16 for
+    XLA, whose CPU compiler would make all of it float32 before it takes some rows.
     """
 
-    matrix: jax.Array
+    panels: jax.Array
+    shape: tuple[int, ...]
     contracted: int = 1
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.matrix.shape[self.contracted :] + self.matrix.shape[: self.contracted]
+    dtype = jnp.float32
+
+    @classmethod
+    def of(cls, weight: np.ndarray, contracted: int) -> "Panels":
+        """Of a float32 weight [*out, *in] with ``contracted`` axes in *in."""
+        inputs = math.prod(weight.shape[weight.ndim - contracted :])
+        matrix = weight.reshape(-1, inputs)
+        matrix = np.pad(matrix, ((0, -len(matrix) % LANES), (0, inputs % 2))).reshape(-1, LANES, inputs + inputs % 2)
+        bits = matrix.view(np.uint32)
+        if not (bits & 0xFFFF).any():
+            matrix = bits[..., ::2] >> 16 | bits[..., 1::2]
+        return cls(np.ascontiguousarray(matrix.transpose(0, 2, 1)), weight.shape, contracted)
 
     @property
     def ndim(self) -> int:
-        return self.matrix.ndim
-
-    @property
-    def dtype(self):
-        return self.matrix.dtype
+        return len(self.shape)
 
     def __getitem__(self, index):
         """All of it, or, of a weight [O, I], the rows of an integer array."""
-        return self if index is ... else jnp.moveaxis(self.matrix[:, index], 0, -1)
+        if index is ...:
+            return self
+        return self._floats(self.panels[index // LANES, :, index % LANES], self.shape[1])
 
-    def reshape(self, outputs: int, inputs: int) -> "Turned":
-        return Turned(self.matrix.reshape(inputs, outputs))
+    def reshape(self, outputs: int, inputs: int) -> "Panels":
+        return Panels(self.panels, (outputs, inputs))
 
     def dense(self) -> jax.Array:
-        return self.matrix.transpose(*range(self.contracted, self.ndim), *range(self.contracted))
+        """The weight [*out, *in]."""
+        matrix = self._floats(self.panels.transpose(0, 2, 1), math.prod(self.shape[-self.contracted :]))
+        return matrix.reshape(-1, matrix.shape[-1])[: math.prod(self.shape[: -self.contracted])].reshape(self.shape)
+
+    @staticmethod
+    def _floats(rows, inputs: int) -> jax.Array:
+        """[..., inputs as they are kept] → float32 [..., inputs]."""
+        if rows.dtype == jnp.uint32:
+            pairs = jnp.stack([rows << 16, rows & jnp.uint32(0xFFFF0000)], axis=-1)
+            rows = jax.lax.bitcast_convert_type(pairs, jnp.float32).reshape(*rows.shape[:-1], -1)
+        return rows[..., :inputs]
 
     def matmul(self, x) -> jax.Array:
         """x [T, I] times the transpose of this matrix [O, I] → [T, O]."""
-        return jnp.einsum("ti,io->to", x, self.matrix)
+        return cpu.product(x, self.panels, self.shape[0])
 
 
 def is_form(x) -> bool:
     """Whether something stands for a weight."""
-    return isinstance(x, Scaled | Turned)
+    return isinstance(x, Scaled | Panels)
 
 
-def turned(module: nnx.Module) -> nnx.Module:
-    """``module`` with `Turned` weights, where a part has ``matrices()``: parameter → how many last axes of it are
-    contracted, and is not `Scaled`. The arrays they come from are given up, one by one."""
+def in_panels(module: nnx.Module) -> nnx.Module:
+    """``module``, in float32 on one CPU, with `Panels` for weights, where a part has ``matrices()``: parameter → how
+    many last axes of it are contracted, and is not `Scaled`. The arrays they come from are given up, one by one."""
     leaves, structure = jax.tree.flatten(module, is_form)
     for i, contracted in enumerate(said_of_parameters(module, "matrices", 0, is_form)):
-        if contracted and not is_form(leaves[i]):
-            leaf, kept = leaves[i], leaves[i].ndim - contracted
+        leaf = leaves[i]
+        if contracted and not is_form(leaf):
             # By numpy: nothing to compile for each shape.
-            other = np.array(np.asarray(leaf).transpose(*range(kept, leaf.ndim), *range(kept)), order="C")
-            leaves[i] = Turned(jax.device_put(other, leaf.device), contracted)
+            leaves[i] = jax.device_put(Panels.of(np.asarray(leaf), contracted), leaf.device)
             leaf.delete()
     return jax.tree.unflatten(structure, leaves)
 
 
 def plain(module: nnx.Module) -> nnx.Module:
-    """Undoes `turned`."""
-    return jax.tree.map(lambda x: x.dense() if isinstance(x, Turned) else x, module, is_leaf=is_form)
+    """Undoes `in_panels`."""
+    return jax.tree.map(lambda x: x.dense() if isinstance(x, Panels) else x, module, is_leaf=is_form)
 
 
 def dense(weight, dtype=None) -> jax.Array:

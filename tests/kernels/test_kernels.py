@@ -11,6 +11,7 @@ from helpers import random_decoder, tiny_config
 
 from dflash_jax.cache import Bounds, DeltaRecord, DeltaState, KVCache, attend_in_pieces, replay_plain, through_gate
 from dflash_jax.config import AttentionSpec, GatedDeltaSpec, MoeSpec, RopeSpec
+from dflash_jax.kernels import cpu
 from dflash_jax.models.decoder import init_cache
 from dflash_jax.models.gated_delta import mix
 from dflash_jax.models.moe import experts_gathered, mixture, mixture_by_platform, mixture_triton
@@ -189,11 +190,10 @@ def test_rotation(heads, gated, rotated):
         (3, 2, 4, 2, 16, 60, 100, 50),
     ],
 )
-def test_attention(rows, tokens, heads, kv_heads, dim, capacity, window, sinks):
+@pytest.mark.parametrize("form", ["triton", "cpu"])
+def test_attention(form, rows, tokens, heads, kv_heads, dim, capacity, window, sinks):
     """Empty, partly filled and full contexts; rings with and without sinks; rows of a larger cache; what was never
     written is NaN."""
-    from dflash_jax.kernels.triton_attention import attend_triton, fits
-
     rng = np.random.default_rng(tokens)
     q, k, v = (normal(rng, rows, tokens, n, dim) for n in (heads, kv_heads, kv_heads))
     cache = KVCache.create(rows + 1, kv_heads, dim, capacity, jnp.float32, window, sinks)
@@ -218,11 +218,23 @@ def test_attention(rows, tokens, heads, kv_heads, dim, capacity, window, sinks):
             zero + sinks,
         )
     own = jnp.tril(jnp.ones((tokens, tokens), bool))
-    assert fits(q)
+    if form == "triton":
+        from dflash_jax.kernels import triton_attention
+
+        assert triton_attention.fits(q)
+        attend = triton_attention.attend_triton
+    else:
+        assert cpu.attends(q, cache) == (tokens <= 16)
+        if tokens > 16 or not cpu.is_here():
+            pytest.skip("more tokens than it takes" if tokens > 16 else "no C++ compiler")
+
+        def attend(*args):
+            return through_gate(cpu.attend(*args[:-1]), args[-1])
+
     for mask in (None, own, jnp.broadcast_to(own, (rows, tokens, tokens)).at[0].set(True)):
         both = normal(rng, rows, tokens, heads, 2, dim) if mask is None else None
         expected = through_gate(attend_in_pieces(q, k, v, mask, cache, length, bounds, 256), both)
-        np.testing.assert_allclose(attend_triton(q, k, v, mask, cache, length, bounds, both), expected, atol=1e-6)
+        np.testing.assert_allclose(attend(q, k, v, mask, cache, length, bounds, both), expected, atol=1e-6)
 
 
 @pytest.mark.parametrize(("rows", "tokens", "window"), [(1, 1, None), (3, 5, None), (2, 16, 20)])

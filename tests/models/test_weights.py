@@ -1,6 +1,7 @@
-"""Turned weights: the same products, and back again. Eight-bit ones: tests/parity/test_fp8.py."""
+"""Weights in panels: the same products, and back again. Eight-bit ones: tests/parity/test_fp8.py."""
 
 import json
+import math
 
 import jax
 import jax.numpy as jnp
@@ -10,14 +11,16 @@ from helpers import random_decoder, random_drafter, tiny_config, tiny_draft_conf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_jax import LLM, SamplingParams
+from dflash_jax import LLM, SamplingParams, kernels
 from dflash_jax.checkpoint.load import load_drafter, save_module
+from dflash_jax.kernels import cpu
 from dflash_jax.llm import TINY
 from dflash_jax.models.families import dflash
 from dflash_jax.models.parts import project
-from dflash_jax.models.weights import FEW_TOKENS, Turned, plain, quantize, turned
+from dflash_jax.models.weights import FEW_TOKENS, LANES, Panels, in_panels, plain, quantize
 from dflash_jax.sharding import parameter_paths, parameter_specs
 
+pytestmark = pytest.mark.skipif(not cpu.is_here(), reason="no C++ compiler")
 sizes = st.lists(st.integers(1, 4), min_size=1, max_size=3)
 
 
@@ -35,25 +38,38 @@ def test_few_bits_for_few_tokens_and_for_many(tokens, kind, runs):
     assert (f"[{runs},{tokens},20]" in str(shapes) or runs == 1) == (tokens <= FEW_TOKENS or runs == 1)
 
 
-def turned_paths(module) -> set[str]:
-    return {path.removesuffix(".matrix") for path in parameter_paths(module) if path.endswith(".matrix")}
+def panel_paths(module) -> set[str]:
+    return {path.removesuffix(".panels") for path in parameter_paths(module) if path.endswith(".panels")}
 
 
-@settings(deadline=None, max_examples=30, derandomize=True)
-@given(out=sizes, inner=sizes, rows=st.integers(1, 5), seed=st.integers(0, 2**16))
-def test_a_turned_weight_stands_for_its_weight(out, inner, rows, seed):
-    rng, n = np.random.default_rng(seed), len(inner)
-    weight = rng.standard_normal((*out, *inner)).astype(np.float32)
+@settings(deadline=None, max_examples=40, derandomize=True)
+@given(
+    out=sizes,
+    inner=sizes,
+    rows=st.integers(1, 30),
+    wide=st.integers(1, 40),
+    short=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_panels_stand_for_their_weight(out, inner, rows, wide, short, seed):
+    rng, n, out, inner = np.random.default_rng(seed), len(inner), [*out, wide], [*inner]
+    weight = rng.standard_normal((*out, *inner)).astype(jnp.bfloat16 if short else np.float32).astype(np.float32)
     x = rng.standard_normal((rows, *inner)).astype(np.float32)
-    other = Turned(jnp.asarray(weight.transpose(*range(len(out), weight.ndim), *range(len(out)))), n)
-    assert (other.shape, other.ndim, other.dtype) == (weight.shape, weight.ndim, weight.dtype)
-    np.testing.assert_array_equal(other.dense(), weight)
-    expected = np.tensordot(x, weight, (range(1, 1 + n), range(len(out), weight.ndim)))
-    np.testing.assert_allclose(project(jnp.asarray(x), other, n), expected, atol=1e-5)
+    panels = jax.device_put(Panels.of(weight, n))
+    assert (panels.shape, panels.ndim, panels.dtype) == (weight.shape, weight.ndim, weight.dtype)
+    # Half the bytes where no bit is lost.
+    inputs = -(-math.prod(inner) // 2) * 2
+    assert panels.panels.nbytes == -(-math.prod(out) // LANES) * LANES * inputs * (2 if short else 4)
+    np.testing.assert_array_equal(panels.dense(), weight)
+    matrix = weight.reshape(math.prod(out), -1)
+    some = rng.integers(0, len(matrix), (2, 3))
+    np.testing.assert_array_equal(panels.reshape(*matrix.shape)[some], matrix[some])
+    expected = np.tensordot(x, weight, (range(1, n + 1), range(len(out), weight.ndim)))
+    np.testing.assert_allclose(project(jnp.asarray(x), panels, n), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
-def test_a_turned_pair_computes_what_it_did(is_tied):
+def test_a_pair_in_panels_computes_what_it_did(is_tied):
     target = random_decoder(tiny_config("da", tied_embeddings=is_tied))
     drafter = random_drafter(tiny_draft_config(target.config))
     tokens = jnp.asarray([[3, 1, 4, 1, 5, 9, 2, 6]])
@@ -65,24 +81,27 @@ def test_a_turned_pair_computes_what_it_did(is_tied):
     expected = jax.jit(run)(target, drafter)
     weights = jax.tree.map(np.array, (target, drafter))
     specs = [parameter_specs(m) for m in (target, drafter)]
-    pair = turned(target), turned(drafter)
+    pair = in_panels(target), in_panels(drafter)
     assert [parameter_specs(m) for m in pair] == specs
     # Everything that `project` takes, by what the parts are; no table, no small vector, no experts of a choice.
-    names = {path.rsplit(".", 1)[-1] for path in turned_paths(pair[0])}
+    names = {path.rsplit(".", 1)[-1] for path in panel_paths(pair[0])}
     head = "embed" if is_tied else "head"
     assert names == {"qkvz", "beta_alpha", "out", "q", "k", "v", "o", "gate_up", "down", head}
-    assert {"fc", "layers.0.mixer.q"} < turned_paths(pair[1])
-    assert not any("ffn.gate_up" in path or "ffn.down" in path for path in turned_paths(pair[0]))
+    assert {"fc", "layers.0.mixer.q"} < panel_paths(pair[1])
+    assert not any("ffn.gate_up" in path or "ffn.down" in path for path in panel_paths(pair[0]))
     for got, want in zip(jax.tree.leaves(jax.jit(run)(*pair)), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(got, want, atol=1e-5)
     jax.tree.map(np.testing.assert_array_equal, tuple(map(plain, pair)), weights)
 
 
-@pytest.mark.parametrize(("dtype", "expected"), [("float32", True), ("bfloat16", False)])
-def test_an_llm_on_one_cpu_turns_its_weights(dtype, expected):
+@pytest.mark.parametrize(
+    ("dtype", "choice", "expected"), [("float32", "auto", True), ("float32", "xla", False), ("bfloat16", "auto", False)]
+)
+def test_an_llm_on_one_cpu_keeps_its_weights_in_panels(dtype, choice, expected, monkeypatch):
+    monkeypatch.setattr(kernels, "_choice", choice)
     llm = LLM(dtype=dtype)
     for module in (llm.target, llm.drafter):
-        assert bool(turned_paths(module)) == expected
+        assert bool(panel_paths(module)) == expected
 
 
 def test_a_drafter_from_memory_is_arranged_too():
@@ -95,11 +114,11 @@ def test_quantised_weights_stay_as_they_are():
     llm = LLM(quantize="int8")
     paths = parameter_paths(llm.target)
     assert {"layers.0.mixer.qkvz.values", "layers.0.mixer.qkvz.scale"} < set(paths)
-    assert {"head", "layers.0.mixer.beta_alpha"} < turned_paths(llm.target)
+    assert {"head", "layers.0.mixer.beta_alpha"} < panel_paths(llm.target)
     assert len(llm.generate(["def f("], SamplingParams(max_tokens=4, ignore_eos=True))[0].token_ids) == 4
 
 
-def test_what_was_turned_is_saved_as_it_was(tmp_path):
+def test_what_was_in_panels_is_saved_as_it_was(tmp_path):
     llm, raw = LLM(), json.loads((TINY / "draft" / "config.json").read_text())
     save_module(llm.drafter, dflash.weight_names(llm.drafter.config), raw, tmp_path)
     saved, shipped = (load_drafter(d) for d in (tmp_path, TINY / "draft"))

@@ -1,0 +1,106 @@
+"""Kernels for a CPU, in C++: products of rows by a weight, which is read once for all of them, and attention of few
+tokens.
+
+XLA's own product of four rows takes twice as long as one of one row, cannot read weights in bfloat16 faster than in
+float32, and its small products take tens of microseconds to start (benchmarks/NOTES.md). Compiled when first needed, in
+seconds, by the C++ compiler that is there, for this very CPU, and kept in the user's cache directory.
+"""
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import jaxlib
+import numpy as np
+
+log = logging.getLogger("dflash_jax")
+
+HERE = Path(__file__).parent
+SOURCES = [HERE / name for name in ("cpu_product.cc", "cpu_attention.cc", "cpu_team.cc")]
+FLAGS = ("-O3", "-march=native", "-std=c++20", "-shared", "-fPIC", "-pthread", "-w")
+LANES = 16  # outputs in a panel
+MOST_TOKENS, MOST_SIZE = 16, 256  # of attention
+
+
+@cache
+def is_here() -> bool:
+    """Whether the kernels can be called; compiles and registers them where it has to. Without a compiler, or where
+    compilation fails, says so once."""
+    compiler = find_compiler()
+    if compiler is None:
+        log.warning("no C++ compiler is here (c++, or CXX): on this CPU all kernels are XLA's, which are slower")
+        return False
+    try:
+        library = ctypes.cdll.LoadLibrary(str(compiled(compiler)))
+    except (ImportError, OSError, subprocess.SubprocessError) as e:
+        reason = (getattr(e, "stderr", None) or str(e)).strip().splitlines()[0]
+        log.warning("%s could not compile the kernels for this CPU, all are XLA's: %s", compiler, reason)
+        return False
+    for name in ("DflashProduct", "DflashAttend"):
+        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
+    return True
+
+
+def find_compiler() -> str | None:
+    return shutil.which(os.environ.get("CXX") or "c++")
+
+
+def compiled(compiler: str) -> Path:
+    """The library, made where it is not there yet."""
+    from platformdirs import user_cache_path
+
+    directory = user_cache_path("dflash_jax") / "kernels"
+    digest = hashlib.sha256("\0".join((compiler, *FLAGS, jaxlib.__version__, _cpu())).encode())
+    for source in (*SOURCES, HERE / "cpu_shared.h"):
+        digest.update(source.read_bytes())
+    library = directory / f"cpu-{digest.hexdigest()[:16]}.so"
+    if not library.exists():
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=directory) as made:
+            command = [compiler, *FLAGS, f"-I{jax.ffi.include_dir()}", *map(str, SOURCES), "-o", f"{made}/it.so"]
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+            os.replace(f"{made}/it.so", library)
+    return library
+
+
+def _cpu() -> str:
+    """What tells the machines that share a home directory apart: the compiled code is for one kind of CPU."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())
+
+
+def product(x, panels, outputs: int):
+    """x [T, K] float32 times the transpose of a matrix [outputs, K] in ``panels`` (`models.weights.Panels`) → float32
+    [T, outputs]. The sum of each output is the same for any number of rows, bit for bit."""
+    shape = jax.ShapeDtypeStruct((x.shape[0], outputs), jnp.float32)
+    return jax.ffi.ffi_call("DflashProduct", shape)(x, panels)
+
+
+def attends(q, cache) -> bool:
+    """Whether `attend` takes these."""
+    _, tokens, _, size = q.shape
+    floats = q.dtype == cache.k.dtype == jnp.float32
+    return floats and tokens <= MOST_TOKENS and size % LANES == 0 and size <= MOST_SIZE
+
+
+def attend(q, k, v, own_mask, cache, length, bounds):
+    """As `cache.attend`, with a cache and bounds, and without a gate."""
+    b, t = q.shape[:2]
+    own = jnp.tril(jnp.ones((t, t), bool)) if own_mask is None else own_mask
+    own = jnp.broadcast_to(own, (own.shape[0] if own.ndim == 3 else 1, t, t))
+    rows = jnp.arange(b, dtype=jnp.int32) if cache.rows is None else cache.rows
+    args = (q, k, v, own, cache.k, cache.v, rows, length, bounds.first, bounds.recent, bounds.sinks)
+    call = jax.ffi.ffi_call("DflashAttend", jax.ShapeDtypeStruct(q.shape, jnp.float32))
+    return call(*args, ring_sinks=np.int64(cache.sinks if cache.ring else -1))

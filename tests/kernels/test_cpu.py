@@ -1,0 +1,75 @@
+"""The CPU's product: one result for any number of rows and any number of callers, and what happens without it.
+
+Parity: tests/models/test_weights.py.
+"""
+
+import logging
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dflash_jax.kernels import cpu
+from dflash_jax.models.weights import Panels
+
+needs_kernel = pytest.mark.skipif(not cpu.is_here(), reason="no C++ compiler")
+
+
+def a_product(outputs: int, inputs: int, rows: int, short: bool):
+    rng = np.random.default_rng(0)
+    weight = rng.standard_normal((outputs, inputs)).astype(jnp.bfloat16 if short else np.float32).astype(np.float32)
+    x = jnp.asarray(rng.standard_normal((rows, inputs)), jnp.float32)
+    return x, jax.device_put(Panels.of(weight, 1)), weight
+
+
+@needs_kernel
+@pytest.mark.parametrize("short", [True, False])
+def test_a_row_is_the_same_alone_and_among_others(short):
+    x, panels, weight = a_product(300, 131, 41, short)
+    alone = np.concatenate([panels.matmul(x[i : i + 1]) for i in range(41)])
+    np.testing.assert_allclose(alone, np.asarray(x) @ weight.T, atol=1e-4)
+    for rows in (2, 3, 4, 5, 7, 8, 12, 13, 25, 41):
+        np.testing.assert_array_equal(panels.matmul(x[:rows]), alone[:rows])
+
+
+@needs_kernel
+def test_callers_at_one_time_do_not_mix():
+    x, panels, _ = a_product(2000, 512, 3, True)
+    product, expected, wrong = jax.jit(panels.matmul), panels.matmul(x), []
+
+    def call(i):
+        for _ in range(50):
+            if not np.array_equal(product(x * 2.0**i), expected * 2.0**i):
+                wrong.append(i)
+
+    threads = [threading.Thread(target=call, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@needs_kernel
+def test_it_is_compiled_once(tmp_path, monkeypatch):
+    monkeypatch.setattr("platformdirs.user_cache_path", lambda _: tmp_path)
+    compiler = cpu.find_compiler()
+    first = cpu.compiled(compiler)
+    written = first.stat().st_mtime_ns
+    assert cpu.compiled(compiler) == first
+    assert first.stat().st_mtime_ns == written
+    assert [p.name for p in (tmp_path / "kernels").iterdir()] == [first.name]
+
+
+@pytest.mark.parametrize(
+    ("compiler", "said"), [("no-such-compiler", "no C++ compiler is here"), ("false", "could not compile")]
+)
+def test_without_a_compiler_it_says_so_and_goes_on(compiler, said, tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("CXX", compiler)
+    monkeypatch.setattr("platformdirs.user_cache_path", lambda _: tmp_path)
+    with caplog.at_level(logging.WARNING, logger="dflash_jax"):
+        assert not cpu.is_here.__wrapped__()
+    assert said in caplog.text
+    assert len(caplog.records) == 1
