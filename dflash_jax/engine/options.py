@@ -7,6 +7,8 @@ PREFILL_SIZES = (16, 64, 256, 1024)
 # On a GPU a chunk of 1,024 tokens takes hardly longer than one of 16, for either reads every expert: chunks are larger
 # there, where a kernel keeps attention's scores out of memory. A TPU computes every expert for every token.
 LARGEST_PREFILL = 4096
+# Of a chunk's tokens, those of nobody: a CPU computes what an accelerator would wait for.
+PADDING = {"cpu": 0.25}
 # Short prompts are read together, at most so many, and so many tokens in all (those of nobody among them).
 PREFILL_ROWS, TOGETHER = 8, {"gpu": 2048, "tpu": 256}
 # Temporaries of a prefill program, bytes for each feature of a token (compiled for B200 and H100: 118 of
@@ -28,6 +30,7 @@ def prefill_options(
     sizes = sorted({*PREFILL_SIZES, largest_prefill(kernels)})
     return {
         "prefill_sizes": tuple(s for s in sizes if s <= max(most, sizes[0])),
+        "prefill_padding": PADDING.get(platform, 0.5),
         "prefill_together": 0 if alone else min(TOGETHER.get(platform, 0), most),
         "max_num_batched_tokens": most,
     }
@@ -35,15 +38,17 @@ def prefill_options(
 
 @dataclass(frozen=True)
 class Options:
-    """widths: compiled ones, ascending, from 1 (the drafter's own block at most); prefill_sizes: tokens of a prompt
-    that a program takes, ascending; prefill_together: tokens of one that takes several prompts of a data shard, at
-    most; max_num_batched_tokens: of prefill and one round, in a step; max_queue: requests that may wait;
-    rows_per_dispatch: decoded together (1 makes a row's arithmetic independent of the others); prefix_bytes: for
-    prefixes, 0 for none; markers: token ids that open a message; adaptive: whether "auto" chooses, or takes the widest;
-    masks: whether requests may bring some, so that warm-up compiles what these need."""
+    """widths: compiled ones, ascending, from 1 (the drafter's own block at most); prefill_sizes: tokens of a
+    prompt that a program takes, ascending; prefill_padding: less than this part of one is padding;
+    prefill_together: tokens of one that takes several prompts of a data shard, at most; max_num_batched_tokens: of
+    prefill and one round, in a step; max_queue: requests that may wait; rows_per_dispatch: decoded together (1
+    makes a row's arithmetic independent of the others); prefix_bytes: for prefixes, 0 for none; markers: token ids
+    that open a message; adaptive: whether "auto" chooses, or takes the widest; masks: whether requests may bring
+    some, so that warm-up compiles what these need."""
 
     widths: tuple[int, ...] = (1,)
     prefill_sizes: tuple[int, ...] = PREFILL_SIZES
+    prefill_padding: float = 0.5
     prefill_together: int = 0
     max_num_batched_tokens: int = 2048
     max_queue: int | None = None

@@ -49,7 +49,7 @@ class Prefiller:
 
     def __init__(self, device: Device, store: PrefixStore, options: Options, statistics: Statistics):
         self.device, self.store, self.options, self.statistics = device, store, options, statistics
-        self.sizes, self.markers = options.prefill_sizes, options.markers
+        self.sizes, self.padding, self.markers = options.prefill_sizes, options.prefill_padding, options.markers
         self._order = itertools.count()
         self._queue: deque[_Prefill] = deque()
 
@@ -144,7 +144,7 @@ class Prefiller:
 
     def _chunk(self, prefill: _Prefill) -> tuple[int, int, int]:
         """The next one: (start, tokens, size of the program)."""
-        return chunks(prefill.request.prefilled, prefill.cuts[prefill.next_cut], self.sizes)[0]
+        return chunks(prefill.request.prefilled, prefill.cuts[prefill.next_cut], self.sizes, self.padding)[0]
 
     def _group(self, first: _Prefill, others: Sequence[_Prefill], size: int, most: int) -> list[_Prefill]:
         """``first`` and those of ``others``, of its priority, whose next chunk the same program takes, at most ``most``

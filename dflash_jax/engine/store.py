@@ -28,13 +28,13 @@ def cut_points(tokens: Sequence[int], last: int, markers: frozenset[int]) -> lis
     return [*cuts, last] if last else []
 
 
-def chunks(start: int, end: int, sizes: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(start, tokens, size of the program) of each chunk between two cuts; ``sizes`` ascend. At most half of a program
-    is padding, but for the smallest."""
+def chunks(start: int, end: int, sizes: Sequence[int], padding: float = 0.5) -> list[tuple[int, int, int]]:
+    """(start, tokens, size of the program) of each chunk between two cuts; ``sizes`` ascend. Less than ``padding`` of a
+    program is tokens of nobody, but for the smallest."""
     found = []
     while start < end:
         left = end - start
-        size = next((s for s in reversed(sizes) if left > s // 2), sizes[0])
+        size = next((s for s in reversed(sizes) if left > s * (1 - padding)), sizes[0])
         found.append((start, min(left, size), size))
         start += min(left, size)
     return found

@@ -1,5 +1,4 @@
-"""Kernels for a CPU, in C++: products of rows by a weight, which is read once for all of them, and attention of few
-tokens.
+"""Kernels for a CPU, in C++: products of rows by a weight, which is read once for all of them, and attention.
 
 XLA's own product of four rows takes twice as long as one of one row, cannot read weights in bfloat16 faster than in
 float32, and its small products take tens of microseconds to start (benchmarks/NOTES.md). Compiled when first needed, in
@@ -28,7 +27,7 @@ HERE = Path(__file__).parent
 SOURCES = [HERE / name for name in ("cpu_product.cc", "cpu_attention.cc", "cpu_team.cc")]
 FLAGS = ("-O3", "-march=native", "-std=c++20", "-shared", "-fPIC", "-pthread", "-w")
 LANES = 16  # outputs in a panel
-MOST_TOKENS, MOST_SIZE = 16, 256  # of attention
+MOST_SIZE = 256  # of attention's heads
 
 
 @cache
@@ -45,7 +44,7 @@ def is_here() -> bool:
         reason = (getattr(e, "stderr", None) or str(e)).strip().splitlines()[0]
         log.warning("%s could not compile the kernels for this CPU, all are XLA's: %s", compiler, reason)
         return False
-    for name in ("DflashProduct", "DflashAttend"):
+    for name in ("DflashLinear", "DflashAttend"):
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
     return True
 
@@ -81,26 +80,45 @@ def _cpu() -> str:
     return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())
 
 
-def product(x, panels, outputs: int):
-    """x [T, K] float32 times the transpose of a matrix [outputs, K] in ``panels`` (`models.weights.Panels`) → float32
-    [T, outputs]. The sum of each output is the same for any number of rows, bit for bit."""
-    shape = jax.ShapeDtypeStruct((x.shape[0], outputs), jnp.float32)
-    return jax.ffi.ffi_call("DflashProduct", shape)(x, panels)
+def linear(x, weights, norm=None, eps: float = 0.0, offset: float = 0.0, *, kept=False, gated=False, residual=None):
+    """`models.parts.linear` of x [T, I] float32 and matrices [O, I] in panels (`models.weights.Panels`), the weight of
+    RMSNorm ``norm`` [I]; ``gated``: of one matrix [2 · F, I]; ``residual`` [T, O]. The sum of each output is the same
+    for any number of rows, bit for bit."""
+    none = jnp.zeros(0, jnp.float32)
+    rows = x.shape[0]
+    shapes = [jax.ShapeDtypeStruct((rows, w.shape[0] // (1 + gated)), jnp.float32) for w in weights]
+    if kept and norm is not None:
+        shapes.append(jax.ShapeDtypeStruct(x.shape, jnp.float32))
+    made = jax.ffi.ffi_call("DflashLinear", shapes)(
+        x,
+        none if norm is None else norm,
+        none if residual is None else residual,
+        *(w.panels for w in weights),
+        eps=np.float32(eps),
+        offset=np.float32(offset),
+        gated=gated,
+    )
+    return [*made, x] if kept and norm is None else made
+
+
+def gates(weight) -> bool:
+    """Whether one call of `linear` does SwiGLU behind a weight [2, F, H]: the halves share no panel."""
+    return weight.shape[1] % LANES == 0
 
 
 def attends(q, cache) -> bool:
     """Whether `attend` takes these."""
-    _, tokens, _, size = q.shape
-    floats = q.dtype == cache.k.dtype == jnp.float32
-    return floats and tokens <= MOST_TOKENS and size % LANES == 0 and size <= MOST_SIZE
+    size = q.shape[-1]
+    return q.dtype == cache.k.dtype == jnp.float32 and size % LANES == 0 and size <= MOST_SIZE
 
 
 def attend(q, k, v, own_mask, cache, length, bounds):
     """As `cache.attend`, with a cache and bounds, and without a gate."""
     b, t = q.shape[:2]
-    own = jnp.tril(jnp.ones((t, t), bool)) if own_mask is None else own_mask
-    own = jnp.broadcast_to(own, (own.shape[0] if own.ndim == 3 else 1, t, t))
+    own = jnp.ones((1, 1, 1), bool) if own_mask is None else own_mask
+    if own_mask is not None:
+        own = jnp.broadcast_to(own, (own.shape[0] if own.ndim == 3 else 1, t, t))
     rows = jnp.arange(b, dtype=jnp.int32) if cache.rows is None else cache.rows
     args = (q, k, v, own, cache.k, cache.v, rows, length, bounds.first, bounds.recent, bounds.sinks)
     call = jax.ffi.ffi_call("DflashAttend", jax.ShapeDtypeStruct(q.shape, jnp.float32))
-    return call(*args, ring_sinks=np.int64(cache.sinks if cache.ring else -1))
+    return call(*args, ring_sinks=np.int64(cache.sinks if cache.ring else -1), causal=own_mask is None)

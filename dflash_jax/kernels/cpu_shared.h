@@ -14,6 +14,29 @@ using Ints = int32_t __attribute__((vector_size(64), aligned(4), may_alias));
 
 inline Floats Load(const float* p) { return *reinterpret_cast<const Floats*>(p); }
 
+inline Floats Choose(Ints mask, Floats a, Floats b) {
+  const Ints x = reinterpret_cast<const Ints&>(a), y = reinterpret_cast<const Ints&>(b), z = (mask & x) | (~mask & y);
+  return reinterpret_cast<const Floats&>(z);
+}
+
+inline Floats Largest(Floats a, Floats b) { return Choose(a > b, a, b); }
+
+// exp of x ≤ 0, to 2 units in the last place; 0 below -87. 2^n e^r, r within half of ln 2, by Taylor's terms.
+inline Floats Exp(Floats x) {
+  constexpr float kRound = 12582912.0f;  // 1.5 · 2^23: what is added to it loses its fraction
+  const Floats n = (x * 1.44269504f + kRound) - kRound;
+  const Floats r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  Floats p = r * (1.0f / 5040) + 1.0f / 720;
+  p = p * r + 1.0f / 120;
+  p = p * r + 1.0f / 24;
+  p = p * r + 1.0f / 6;
+  p = p * r + 0.5f;
+  p = p * r + 1.0f;
+  p = p * r + 1.0f;
+  const Ints power = (__builtin_convertvector(n, Ints) + 127) << 23;
+  return Choose(x > -87.0f, p * reinterpret_cast<const Floats&>(power), Floats{});
+}
+
 // Threads that take the parts of one call at a time in turn. They look out for the next one before they sleep, since in
 // a model it comes at once and waking takes as long as a product; the caller waits for none that has not begun.
 class Team {

@@ -15,9 +15,10 @@ from flax import nnx
 from dflash_jax import kernels
 from dflash_jax.cache import KVCache, attend, through_gate
 from dflash_jax.config import AttentionSpec
+from dflash_jax.kernels import cpu
 from dflash_jax.models.intervals import interval_attention
 from dflash_jax.models.rope import apply_rope
-from dflash_jax.models.weights import is_form
+from dflash_jax.models.weights import Panels, is_form
 from dflash_jax.sharding import ONE_DEVICE, WHOLE, Cut, Layout
 
 
@@ -104,22 +105,30 @@ def linear(x, weights, contracted: int = 1, *, kind=None, kept: bool = False, ga
             made = [residual + y for y in made]
         return (*made, x) if kept else tuple(made)
 
+    rows, inner = math.prod(x.shape[: x.ndim - contracted]), math.prod(x.shape[x.ndim - contracted :])
+    shapes = [w.shape[gated : w.ndim - contracted] for w in weights]
+
+    def shaped(made, normed):
+        out = [y.reshape(*x.shape[: x.ndim - contracted], *s) for y, s in zip(made, shapes, strict=False)]
+        return (*out, normed.reshape(x.shape)) if kept else tuple(out)
+
+    if all(isinstance(w, Panels) for w in weights) and not (gated and not cpu.gates(weights[0])):
+        matrices = [w.reshape(-1, inner) for w in weights]
+        rest = None if residual is None else residual.reshape(rows, -1)
+        made = cpu.linear(x.reshape(rows, inner), matrices, norm, eps, offset, kept=kept, gated=gated, residual=rest)
+        return shaped(made, made[-1])
     if kernels.are_wanted():
         from dflash_jax.kernels import triton_project
-
-        rows, inner = math.prod(x.shape[: x.ndim - contracted]), math.prod(x.shape[x.ndim - contracted :])
 
         def kernel(x, norm, weights, residual):
             if norm is not None and not triton_project.norms(rows, inner, weights):
                 x, norm = rms_norm(x, norm, eps, offset), None
-            shapes = [w.shape[gated : w.ndim - contracted] for w in weights]
             rest = None if residual is None else residual.reshape(rows, -1)
             made = triton_project.project_triton(
                 x.reshape(rows, inner), [w.reshape(-1, inner) for w in weights], norm, eps, offset,
                 kept=kept and norm is not None, gated=gated, rest=rest, kind=kind,
             )  # fmt: skip
-            out = [y.reshape(*x.shape[: x.ndim - contracted], *s) for y, s in zip(made, shapes, strict=False)]
-            return (*out, made[-1].reshape(x.shape) if norm is not None else x) if kept else tuple(out)
+            return shaped(made, made[-1] if norm is not None else x)
 
         if triton_project.fits(rows, inner, weights):
             return kernels.instead_of(plain, kernel, x, norm, weights, residual)

@@ -105,7 +105,8 @@ class Panels:
         return self._floats(self.panels[index // LANES, :, index % LANES], self.shape[1])
 
     def reshape(self, outputs: int, inputs: int) -> "Panels":
-        return Panels(self.panels, (outputs, inputs))
+        """As a matrix; ``outputs`` -1: those that there are."""
+        return Panels(self.panels, (math.prod(self.shape) // inputs, inputs))
 
     def dense(self) -> jax.Array:
         """The weight [*out, *in]."""
@@ -122,7 +123,7 @@ class Panels:
 
     def matmul(self, x) -> jax.Array:
         """x [T, I] times the transpose of this matrix [O, I] → [T, O]."""
-        return cpu.product(x, self.panels, self.shape[0])
+        return cpu.linear(x, [self])[0]
 
 
 def is_form(x) -> bool:

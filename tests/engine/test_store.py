@@ -22,15 +22,20 @@ def test_cuts_follow_from_the_tokens_before_them(tokens, at):
 
 
 @settings(deadline=None)
-@given(st.integers(0, 5000), st.integers(0, 3000), st.sampled_from([(64,), (16, 64, 256, 1024)]))
-def test_chunks_cover_what_is_between_cuts(start, length, sizes):
-    found = chunks(start, start + length, sizes)
+@given(
+    st.integers(0, 5000),
+    st.integers(0, 3000),
+    st.sampled_from([(64,), (16, 64, 256, 1024)]),
+    st.sampled_from([0.25, 0.5]),
+)
+def test_chunks_cover_what_is_between_cuts(start, length, sizes, padding):
+    found = chunks(start, start + length, sizes, padding)
     assert [n for first, n, _ in found for n in range(first, first + n)] == list(range(start, start + length))
     assert all(n <= size for _, n, size in found)
-    assert all(n > size // 2 for _, n, size in found if size > sizes[0])
+    assert all(size - n < size * padding for _, n, size in found if size > sizes[0])
     # Any beginning at a chunk's border goes on with the same chunks.
     for i, (first, *_) in enumerate(found):
-        assert chunks(first, start + length, sizes) == found[i:]
+        assert chunks(first, start + length, sizes, padding) == found[i:]
 
 
 def test_long_prompts_are_kept_on_a_grid():

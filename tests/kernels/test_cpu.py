@@ -1,6 +1,6 @@
-"""The CPU's product: one result for any number of rows and any number of callers, and what happens without it.
+"""The CPU's linear map: its options, one result for any number of rows and of callers, and what happens without it.
 
-Parity: tests/models/test_weights.py.
+Attention: test_kernels.py.
 """
 
 import logging
@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from dflash_jax.kernels import cpu
+from dflash_jax.models.parts import Normed, linear
 from dflash_jax.models.weights import Panels
 
 needs_kernel = pytest.mark.skipif(not cpu.is_here(), reason="no C++ compiler")
@@ -32,6 +33,48 @@ def test_a_row_is_the_same_alone_and_among_others(short):
     np.testing.assert_allclose(alone, np.asarray(x) @ weight.T, atol=1e-4)
     for rows in (2, 3, 4, 5, 7, 8, 12, 13, 25, 41):
         np.testing.assert_array_equal(panels.matmul(x[:rows]), alone[:rows])
+
+
+@needs_kernel
+@pytest.mark.parametrize("rows", [1, 5, 40])
+@pytest.mark.parametrize("short", [True, False])
+@pytest.mark.parametrize(
+    ("shapes", "contracted", "options"),
+    [
+        ([(4, 2, 9), (50,), (2, 20)], 1, {"normed": True}),
+        ([(300, 2), (70,)], 1, {"normed": True, "kept": True}),
+        ([(40,), (3,)], 1, {"kept": True}),
+        ([(130,)], 2, {"residual": True}),
+        ([(2, 96)], 1, {"normed": True, "gated": True}),
+        ([(2, 208)], 1, {"gated": True, "residual": True}),
+        ([(2, 20)], 1, {"gated": True}),
+    ],
+)
+def test_linear(shapes, contracted, options, short, rows):
+    rng, options = np.random.default_rng(rows), dict(options)
+    inner = (37,) if contracted == 1 else (6, 11)
+
+    def draw(*shape):
+        return rng.standard_normal(shape).astype(jnp.bfloat16 if short else np.float32).astype(np.float32) / 4
+
+    x, weights = jnp.asarray(draw(rows, *inner)), [draw(*shape, *inner) for shape in shapes]
+    if options.pop("residual", False):
+        options["residual"] = jnp.asarray(draw(rows, *shapes[0][options.get("gated", False) :]))
+    if options.pop("normed", False):
+        x = Normed(x, jnp.asarray(draw(*inner)), 1e-5, 1.0)
+    expected = linear(x, tuple(map(jnp.asarray, weights)), contracted, **options)
+    got = linear(x, tuple(jax.device_put(Panels.of(w, contracted)) for w in weights), contracted, **options)
+    assert [y.shape for y in got] == [y.shape for y in expected]
+    for one, other in zip(got, expected, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+@needs_kernel
+def test_silu_of_large_numbers_and_of_none():
+    x = jnp.asarray([[-1e4], [-90.0], [-30.0], [-1.0], [0.0], [1.0], [30.0], [1e4], [np.nan]], jnp.float32)
+    weight = np.ones((2, 16, 1), np.float32)
+    expected = linear(x, (jnp.asarray(weight),), gated=True)[0]
+    np.testing.assert_allclose(linear(x, (Panels.of(weight, 1),), gated=True)[0], expected, rtol=1e-6, atol=1e-30)
 
 
 @needs_kernel

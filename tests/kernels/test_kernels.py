@@ -224,9 +224,9 @@ def test_attention(form, rows, tokens, heads, kv_heads, dim, capacity, window, s
         assert triton_attention.fits(q)
         attend = triton_attention.attend_triton
     else:
-        assert cpu.attends(q, cache) == (tokens <= 16)
-        if tokens > 16 or not cpu.is_here():
-            pytest.skip("more tokens than it takes" if tokens > 16 else "no C++ compiler")
+        assert cpu.attends(q, cache)
+        if not cpu.is_here():
+            pytest.skip("no C++ compiler")
 
         def attend(*args):
             return through_gate(cpu.attend(*args[:-1]), args[-1])
