@@ -23,7 +23,7 @@ from dflash_jax.engine.memory import device_memory, plan_memory
 from dflash_jax.engine.options import Options, prefill_options
 from dflash_jax.errors import InputError
 from dflash_jax.models.drafter import Drafter, DraftWindow, abstract_drafter
-from dflash_jax.models.weights import in_panels
+from dflash_jax.models.weights import in_panels, plain
 from dflash_jax.params import Completion, Defaults, SamplingParams
 from dflash_jax.pool import Pool
 from dflash_jax.programs import Programs, enable_disk_cache
@@ -126,7 +126,7 @@ class LLM:
         # Without the drafter, nothing of it is computed or held.
         self.plain_programs = Programs(self.target, None) if self.drafter is not None else self.programs
         self._pool = Pool(self)
-        # Programs by the config of a drafter from memory.
+        # Programs by what a drafter from memory is.
         self._compiled: dict = {}
 
     def with_drafter(self, drafter: Drafter) -> "LLM":
@@ -136,11 +136,14 @@ class LLM:
         other, kind = copy.copy(self), DTYPES[self.dtype]
         shape, mesh = abstract_drafter(drafter.config, kind, self.target.layout), self.programs.mesh
         cuts = [NamedSharding(mesh, spec) for spec in parameter_specs(shape)]
-        leaves = [np.asarray(x).astype(kind) for x in jax.tree.leaves(drafter)]
+        leaves = [np.asarray(x).astype(kind) for x in jax.tree.leaves(plain(drafter))]
         other.drafter = self._arranged(jax.tree.unflatten(jax.tree.structure(shape), map(place, leaves, cuts)))
         other.largest_block = drafter.config.block_size
         other.programs, other.plain_programs = Programs(self.target, other.drafter), Programs(self.target, None)
-        other.programs.compiled, other.plain_programs.compiled = self._compiled.setdefault(drafter.config, ({}, {}))
+        # Weights that bfloat16 holds are kept otherwise than others.
+        kinds = tuple(x.dtype.name for x in jax.tree.leaves(other.drafter))
+        programs = self._compiled.setdefault((drafter.config, kinds), ({}, {}))
+        other.programs.compiled, other.plain_programs.compiled = programs
         other._pool = Pool(other)
         return other
 

@@ -160,7 +160,7 @@ class Programs:
             check_vma=False,
         )
         # float32 means float32: accelerators would otherwise multiply in fewer bits.
-        with jax.default_matmul_precision("highest" if self.weights[0].dtype == "float32" else "default"):
+        with jax.default_matmul_precision("highest" if self._pair[0].dtype == jnp.float32 else "default"):
             return jax.jit(mapped, donate_argnums=1 if donate else ()).lower(self.weights, state, *args)
 
     def call(self, key: tuple, function: Callable, state: DecodeState, args: tuple, specs: Callable, donate=True):

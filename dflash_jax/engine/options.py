@@ -7,7 +7,8 @@ PREFILL_SIZES = (16, 64, 256, 1024)
 # On a GPU a chunk of 1,024 tokens takes hardly longer than one of 16, for either reads every expert: chunks are larger
 # there, where a kernel keeps attention's scores out of memory. A TPU computes every expert for every token.
 LARGEST_PREFILL = 4096
-# Of a chunk's tokens, those of nobody: a CPU computes what an accelerator would wait for.
+# What part of a chunk may be padding. A CPU takes as long for a token of nobody as for another; an accelerator reads
+# weights all the while, and is done sooner with one chunk that is half empty than with two.
 PADDING = {"cpu": 0.25}
 # Short prompts are read together, at most so many, and so many tokens in all (those of nobody among them).
 PREFILL_ROWS, TOGETHER = 8, {"gpu": 2048, "tpu": 256}

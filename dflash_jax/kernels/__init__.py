@@ -19,8 +19,9 @@ _choice = "auto"
 
 
 def choose(kernels: str) -> None:
-    """For programs that are traced from now on. "auto": kernels where jax-triton and a card that they were made for
-    are; "xla": none; "triton": for a card that is not here, too."""
+    """For weights that are loaded and programs that are traced from now on. "auto": kernels where jax-triton and a card
+    that they were made for are, and on a CPU where a C++ compiler is; "xla": none; "triton": for a card that is not
+    here, too."""
     global _choice
     if kernels not in (*CHOICES, "triton"):
         raise InputError(f"kernels {kernels!r}: it must be one of {', '.join(CHOICES)}")
@@ -29,7 +30,7 @@ def choose(kernels: str) -> None:
 
 @contextmanager
 def without() -> Iterator[None]:
-    """What is traced inside gets no kernels."""
+    """What is traced inside gets no kernels, but for what comes with weights."""
     global _choice
     before, _choice = _choice, "xla"
     try:

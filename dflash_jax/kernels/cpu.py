@@ -10,6 +10,7 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -25,7 +26,8 @@ log = logging.getLogger("dflash_jax")
 
 HERE = Path(__file__).parent
 SOURCES = [HERE / name for name in ("cpu_product.cc", "cpu_attention.cc", "cpu_team.cc")]
-FLAGS = ("-O3", "-march=native", "-std=c++20", "-shared", "-fPIC", "-pthread", "-w")
+NATIVE = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
+FLAGS = ("-O3", NATIVE, "-std=c++20", "-shared", "-fPIC", "-pthread", "-w")
 LANES = 16  # outputs in a panel
 MOST_SIZE = 256  # of attention's heads
 
@@ -39,34 +41,57 @@ def is_here() -> bool:
         log.warning("no C++ compiler is here (c++, or CXX): on this CPU all kernels are XLA's, which are slower")
         return False
     try:
-        library = ctypes.cdll.LoadLibrary(str(compiled(compiler)))
+        library = _loaded(compiler)
     except (ImportError, OSError, subprocess.SubprocessError) as e:
-        reason = (getattr(e, "stderr", None) or str(e)).strip().splitlines()[0]
-        log.warning("%s could not compile the kernels for this CPU, all are XLA's: %s", compiler, reason)
+        lines = (getattr(e, "stderr", None) or str(e)).strip().splitlines()
+        reason = next((line for line in lines if "error" in line), lines[0] if lines else type(e).__name__)
+        log.warning("%s could not make the kernels for this CPU, all are XLA's: %s", " ".join(compiler), reason)
         return False
+    library.DflashThreads(ctypes.c_int64(threads()))
     for name in ("DflashLinear", "DflashAttend"):
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
     return True
 
 
-def find_compiler() -> str | None:
-    return shutil.which(os.environ.get("CXX") or "c++")
+def threads() -> int:
+    """As many as the process may use cores, or OMP_NUM_THREADS."""
+    if (asked := os.environ.get("OMP_NUM_THREADS", "")).isdecimal():
+        return max(1, int(asked))
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def compiled(compiler: str) -> Path:
+def find_compiler() -> list[str] | None:
+    """The command, or None."""
+    command = shlex.split(os.environ.get("CXX") or "c++")
+    found = shutil.which(command[0])
+    return [found, *command[1:]] if found else None
+
+
+def _loaded(compiler: list[str]) -> ctypes.CDLL:
+    library = compiled(compiler)
+    try:
+        return ctypes.CDLL(str(library))
+    except OSError:
+        # Made by another compiler's libraries, or not written to its end.
+        library.unlink()
+        return ctypes.CDLL(str(compiled(compiler)))
+
+
+def compiled(compiler: list[str]) -> Path:
     """The library, made where it is not there yet."""
     from platformdirs import user_cache_path
 
     directory = user_cache_path("dflash_jax") / "kernels"
-    digest = hashlib.sha256("\0".join((compiler, *FLAGS, jaxlib.__version__, _cpu())).encode())
+    versions = (str(os.stat(compiler[0]).st_mtime_ns), *platform.libc_ver(), jaxlib.__version__)
+    digest = hashlib.sha256("\0".join((*compiler, *FLAGS, *versions, _cpu())).encode())
     for source in (*SOURCES, HERE / "cpu_shared.h"):
         digest.update(source.read_bytes())
     library = directory / f"cpu-{digest.hexdigest()[:16]}.so"
     if not library.exists():
-        directory.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.TemporaryDirectory(dir=directory) as made:
-            command = [compiler, *FLAGS, f"-I{jax.ffi.include_dir()}", *map(str, SOURCES), "-o", f"{made}/it.so"]
-            subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+            command = [*compiler, *FLAGS, f"-I{jax.ffi.include_dir()}", *map(str, SOURCES), "-o", f"{made}/it.so"]
+            subprocess.run(command, check=True, capture_output=True, text=True, errors="replace", timeout=120)
             os.replace(f"{made}/it.so", library)
     return library
 
@@ -113,7 +138,7 @@ def attends(q, cache) -> bool:
 
 
 def attend(q, k, v, own_mask, cache, length, bounds):
-    """As `cache.attend`, with a cache and bounds, and without a gate."""
+    """As `cache.attend`, with a cache and bounds, and without a gate. It has no gradient."""
     b, t = q.shape[:2]
     own = jnp.ones((1, 1, 1), bool) if own_mask is None else own_mask
     if own_mask is not None:

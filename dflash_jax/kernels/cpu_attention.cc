@@ -1,10 +1,9 @@
 // Attention of new tokens over a cache and over one another, in float32, as a call of XLA's: dflash_jax.cache's
 // `attend`, one KV head of one row at a time, 16 of its query rows (token by token, a group's heads of each) in lanes.
-// The cache is read where it lies, as far as it is filled, once for all of them.
+// The cache is read where it lies, as far as it is filled, once for each such 16.
 
 #include <algorithm>
 #include <cstdint>
-#include <cstring>
 
 #include "cpu_shared.h"
 #include "xla/ffi/api/ffi.h"
@@ -72,15 +71,14 @@ struct Softmax {
     for (int j = 0; j < n; ++j) {
       Floats value[P];
       for (int p = 0; p < P; ++p) value[p] = Load(v + j * stride + p * kLanes);
-      const float* weight = reinterpret_cast<const float*>(weights + j) + m;
       for (int i = 0; i < 4; ++i) {
-        for (int p = 0; p < P; ++p) acc[i][p] += value[p] * weight[i];
+        for (int p = 0; p < P; ++p) acc[i][p] += value[p] * weights[j][m + i];
       }
     }
     for (int i = 0; i < 4; ++i) {
       for (int p = 0; p < P; ++p) {
-        acc[i][p] += Load(&sums[m + i][d + p * kLanes]);
-        std::memcpy(&sums[m + i][d + p * kLanes], &acc[i][p], sizeof(Floats));
+        float* const sum = &sums[m + i][d + p * kLanes];
+        Store(sum, Load(sum) + acc[i][p]);
       }
     }
   }
@@ -97,6 +95,7 @@ ffi::Error Call(F32 q, F32 k, F32 v, ffi::Buffer<ffi::PRED> own, F32 k_held, F32
   const int64_t tokens = q.dimensions()[1], heads = q.dimensions()[2], size = q.dimensions()[3];
   const int64_t kv_heads = k.dimensions()[2], group = heads / kv_heads;
   const int64_t all = k_held.dimensions()[0], capacity = k_held.dimensions()[2];
+  if (size > kMostSize || size % kLanes) return ffi::Error::InvalidArgument("heads of a size that is not made for");
   const int64_t tiles = (tokens * group + kLanes - 1) / kLanes;
   const bool one_mask = own.dimensions()[0] == 1;
 
@@ -122,7 +121,8 @@ ffi::Error Call(F32 q, F32 k, F32 v, ffi::Buffer<ffi::PRED> own, F32 k_held, F32
     Ints seen[kKeys];
     const int32_t held = length.typed_data()[b];
     const int64_t used = std::min<int64_t>(held, capacity);
-    const int64_t cache = (std::min<int64_t>(rows.typed_data()[b], all - 1) * kv_heads + head) * capacity * size;
+    const int64_t row = std::clamp<int64_t>(rows.typed_data()[b], 0, all - 1);
+    const int64_t cache = (row * kv_heads + head) * capacity * size;
     for (int64_t start = 0; start < used; start += kKeys) {
       const int n = std::min<int64_t>(kKeys, used - start);
       for (int j = 0; j < n; ++j) {

@@ -29,8 +29,8 @@ constexpr int Panels(int rows) { return rows <= 2 ? 2 : 1; }
 #endif
 // What a thread takes at a time.
 constexpr int64_t kTaken = 4;
-// Weights that a second thread is not woken for.
-constexpr int64_t kAlone = 16384;
+// Products that a second thread is not woken for.
+constexpr int64_t kAlone = 32768;
 
 // The weights of inputs k and k + 1.
 inline void Two(const float* w, Floats& a, Floats& b) {
@@ -39,10 +39,10 @@ inline void Two(const float* w, Floats& a, Floats& b) {
 }
 
 inline void Two(const uint32_t* w, Floats& a, Floats& b) {
-  const Words pairs = *reinterpret_cast<const Words*>(w);
-  const Words low = pairs << 16, high = pairs & 0xffff0000u;
-  std::memcpy(&a, &low, sizeof a);
-  std::memcpy(&b, &high, sizeof b);
+  Words pairs;
+  std::memcpy(&pairs, w, sizeof pairs);
+  a = (Floats)(pairs << 16);
+  b = (Floats)(pairs & 0xffff0000u);
 }
 
 // x [M, K] by P panels, into out [M, stride]; of the last panel as many outputs as there are columns.
@@ -131,7 +131,7 @@ void Norm(const float* x, const float* weight, int64_t size, float eps, float of
   for (int64_t i = 0; i < size; ++i) out[i] = x[i] * scale * (offset + weight[i]);
 }
 
-// gate [rows, stride] → silu(gate) · up, into out.
+// silu(gate) · up of one row into out; gate and up are whole vectors.
 void Gate(const float* gate, const float* up, int64_t columns, float* out) {
   for (int64_t c = 0; c < columns; c += kLanes) {
     const Floats x = Load(gate + c), small = Exp(Choose(x > 0, -x, x)), one = Floats{} + 1.0f;
@@ -167,6 +167,7 @@ ffi::Error Call(F32 x, F32 norm, F32 residual, ffi::RemainingArgs weights, ffi::
   for (size_t i = 0; i < weights.size(); ++i) {
     auto result = out.get<F32>(i).value();
     all.push_back({weights.get<ffi::AnyBuffer>(i).value(), result->dimensions()[1], result->typed_data(), gated});
+    if (all[i].steps() * kLanes < all[i].outputs) return ffi::Error::InvalidArgument("more outputs than panels hold");
     parts += all[i].parts(), read += all[i].outputs * k_size;
   }
   const float* const rest = residual.element_count() > 0 ? residual.typed_data() : nullptr;
@@ -195,7 +196,7 @@ ffi::Error Call(F32 x, F32 norm, F32 residual, ffi::RemainingArgs weights, ffi::
       for (int64_t c = 0; c < columns; ++c) here[t * outputs + c] += rest[t * outputs + first * kLanes + c];
     }
   };
-  if (read <= kAlone) {
+  if (read * rows <= kAlone) {
     for (int64_t i = 0; i < parts; ++i) part(i);
   } else {
     TheTeam().Run(parts, part);

@@ -4,25 +4,33 @@
 
 #include <atomic>
 #include <cstdint>
+#include <cstring>
 #include <functional>
 #include <mutex>
 
 constexpr int kLanes = 16;
-using Floats = float __attribute__((vector_size(64), aligned(4), may_alias));
-using Words = uint32_t __attribute__((vector_size(64), aligned(4), may_alias));
-using Ints = int32_t __attribute__((vector_size(64), aligned(4), may_alias));
+using Floats = float __attribute__((vector_size(64)));
+using Words = uint32_t __attribute__((vector_size(64)));
+using Ints = int32_t __attribute__((vector_size(64)));
 
-inline Floats Load(const float* p) { return *reinterpret_cast<const Floats*>(p); }
-
-inline Floats Choose(Ints mask, Floats a, Floats b) {
-  const Ints x = reinterpret_cast<const Ints&>(a), y = reinterpret_cast<const Ints&>(b), z = (mask & x) | (~mask & y);
-  return reinterpret_cast<const Floats&>(z);
+// From and to anywhere: arrays are not aligned to a vector.
+inline Floats Load(const float* p) {
+  Floats y;
+  std::memcpy(&y, p, sizeof y);
+  return y;
 }
 
-inline Floats Largest(Floats a, Floats b) { return Choose(a > b, a, b); }
+inline void Store(float* p, Floats x) { std::memcpy(p, &x, sizeof x); }
+
+inline Floats Choose(Ints mask, Floats a, Floats b) { return (Floats)((mask & (Ints)a) | (~mask & (Ints)b)); }
+
+// NaN where one of them is.
+inline Floats Largest(Floats a, Floats b) { return Choose((a > b) | (a != a), a, b); }
 
 // exp of x ≤ 0, to 2 units in the last place; 0 below -87. 2^n e^r, r within half of ln 2, by Taylor's terms.
 inline Floats Exp(Floats x) {
+  const Ints none = x < -87.0f;
+  x = Choose(none, Floats{}, x);
   constexpr float kRound = 12582912.0f;  // 1.5 · 2^23: what is added to it loses its fraction
   const Floats n = (x * 1.44269504f + kRound) - kRound;
   const Floats r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
@@ -34,7 +42,7 @@ inline Floats Exp(Floats x) {
   p = p * r + 1.0f;
   p = p * r + 1.0f;
   const Ints power = (__builtin_convertvector(n, Ints) + 127) << 23;
-  return Choose(x > -87.0f, p * reinterpret_cast<const Floats&>(power), Floats{});
+  return Choose(none, Floats{}, p * (Floats)power);
 }
 
 // Threads that take the parts of one call at a time in turn. They look out for the next one before they sleep, since in
@@ -58,5 +66,5 @@ class Team {
   const std::function<void(int64_t)>* part_ = nullptr;
 };
 
-// One for the process, of as many threads as it may use.
+// One for the process.
 Team& TheTeam();

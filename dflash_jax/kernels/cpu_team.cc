@@ -1,5 +1,5 @@
-#include <algorithm>
 #include <chrono>
+#include <system_error>
 #include <thread>
 
 #include "cpu_shared.h"
@@ -8,26 +8,40 @@ namespace {
 
 constexpr auto kAwake = std::chrono::microseconds(200);
 
+int64_t threads = 1;
+
 // Lets others run now and then: there may be more threads than cores.
 void Pause(int64_t spins) {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
   if (spins % 64 == 0) std::this_thread::yield();
 }
 
 }  // namespace
 
+// How many threads there may be, before the first call.
+extern "C" void DflashThreads(int64_t n) { threads = n; }
+
 Team& TheTeam() {
   // Never destroyed: its threads outlive main.
-  static Team* const team = new Team(std::max<int64_t>(std::thread::hardware_concurrency(), 1) - 1);
+  static Team* const team = new Team(threads - 1);
   return *team;
 }
 
 Team::Team(int64_t helpers) {
-  for (int64_t i = 0; i < helpers; ++i) std::thread([this] { Help(); }).detach();
+  try {
+    for (int64_t i = 0; i < helpers; ++i) std::thread([this] { Help(); }).detach();
+  } catch (const std::system_error&) {
+    // No more threads for this process: those that there are will do.
+  }
 }
 
 void Team::Run(int64_t parts, const std::function<void(int64_t)>& part) {
-  const std::unique_lock<std::mutex> mine(busy_, std::try_to_lock);
-  if (!mine || parts == 1) {
+  std::unique_lock<std::mutex> mine(busy_, std::defer_lock);
+  if (parts == 1 || !mine.try_lock()) {
     for (int64_t i = 0; i < parts; ++i) part(i);
     return;
   }

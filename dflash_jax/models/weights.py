@@ -73,8 +73,8 @@ class Panels:
     [O / 16, I, 16] or, where bfloat16 loses nothing, as in what comes from such a checkpoint, uint32 [O / 16, I / 2,
     16], whose low halves are those of even inputs.
 
-    Stands where a weight array stands. Past the last output, and where I would be odd, there are zeros. No bfloat16 for
-    XLA, whose CPU compiler would make all of it float32 before it takes some rows.
+    Stands where a weight array stands. Past the last output, and where I would be odd, there are zeros. Words, not
+    bfloat16: of rows of a bfloat16 array XLA's CPU compiler makes a float32 copy of the whole array first.
     """
 
     panels: jax.Array
@@ -88,9 +88,11 @@ class Panels:
         """Of a float32 weight [*out, *in] with ``contracted`` axes in *in."""
         inputs = math.prod(weight.shape[weight.ndim - contracted :])
         matrix = weight.reshape(-1, inputs)
-        matrix = np.pad(matrix, ((0, -len(matrix) % LANES), (0, inputs % 2))).reshape(-1, LANES, inputs + inputs % 2)
+        if len(matrix) % LANES or inputs % 2:
+            matrix = np.pad(matrix, ((0, -len(matrix) % LANES), (0, inputs % 2)))
+        matrix = matrix.reshape(-1, LANES, inputs + inputs % 2)
         bits = matrix.view(np.uint32)
-        if not (bits & 0xFFFF).any():
+        if not np.bitwise_or.reduce(bits, axis=None) & 0xFFFF:
             matrix = bits[..., ::2] >> 16 | bits[..., 1::2]
         return cls(np.ascontiguousarray(matrix.transpose(0, 2, 1)), weight.shape, contracted)
 
@@ -99,9 +101,11 @@ class Panels:
         return len(self.shape)
 
     def __getitem__(self, index):
-        """All of it, or, of a weight [O, I], the rows of an integer array."""
+        """All of it, or, of a weight [O, I], the rows of an integer array, which are all there."""
         if index is ...:
             return self
+        if self.ndim != 2:
+            raise IndexError(f"rows of a weight of shape {self.shape}: it must have two axes")
         return self._floats(self.panels[index // LANES, :, index % LANES], self.shape[1])
 
     def reshape(self, outputs: int, inputs: int) -> "Panels":

@@ -47,6 +47,8 @@ def test_a_row_is_the_same_alone_and_among_others(short):
         ([(130,)], 2, {"residual": True}),
         ([(2, 96)], 1, {"normed": True, "gated": True}),
         ([(2, 208)], 1, {"gated": True, "residual": True}),
+        ([(2, 1024)], 1, {"normed": True, "gated": True, "residual": True}),
+        ([(900,), (2, 331)], 1, {"normed": True, "kept": True}),
         ([(2, 20)], 1, {"gated": True}),
     ],
 )
@@ -100,6 +102,9 @@ def test_it_is_compiled_once(tmp_path, monkeypatch):
     monkeypatch.setattr("platformdirs.user_cache_path", lambda _: tmp_path)
     compiler = cpu.find_compiler()
     first = cpu.compiled(compiler)
+    # What does not load is made again.
+    first.write_bytes(b"not a library")
+    assert cpu._loaded(compiler).DflashLinear
     written = first.stat().st_mtime_ns
     assert cpu.compiled(compiler) == first
     assert first.stat().st_mtime_ns == written
@@ -107,7 +112,7 @@ def test_it_is_compiled_once(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("compiler", "said"), [("no-such-compiler", "no C++ compiler is here"), ("false", "could not compile")]
+    ("compiler", "said"), [("no-such-compiler", "no C++ compiler is here"), ("false", "could not make")]
 )
 def test_without_a_compiler_it_says_so_and_goes_on(compiler, said, tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("CXX", compiler)
