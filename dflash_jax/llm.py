@@ -117,6 +117,7 @@ class LLM:
         self.reproducible = reproducible
         bounded = None if draft_window_size is None else min(draft_window_size, positions)
         self._draft_window = DraftWindow(bounded, min(draft_sink_size, positions))
+        kernels.for_cpu()  # What it compiles is no part of loading.
         began = time.perf_counter()
         self.target = self._arranged(load_target(directory, kind, layout, quantize))
         self.drafter = self._arranged(load_drafter(draft, kind, self.config, layout)) if draft is not None else None
