@@ -24,10 +24,9 @@ inline void Store(float* p, Floats x) { std::memcpy(p, &x, sizeof x); }
 
 inline Floats Choose(Ints mask, Floats a, Floats b) { return (Floats)((mask & (Ints)a) | (~mask & (Ints)b)); }
 
-// NaN where one of them is.
-inline Floats Largest(Floats a, Floats b) { return Choose((a > b) | (a != a), a, b); }
+inline Floats Largest(Floats a, Floats b) { return Choose(a > b, a, b); }
 
-// exp of x ≤ 0, to 2 units in the last place; 0 below -87. 2^n e^r, r within half of ln 2, by Taylor's terms.
+// exp of x ≤ 0, to 2 units in the last place; 0 below -87, NaN of NaN. 2^n e^r, r within half of ln 2, by Taylor's terms.
 inline Floats Exp(Floats x) {
   const Ints none = x < -87.0f;
   x = Choose(none, Floats{}, x);

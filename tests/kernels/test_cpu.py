@@ -33,6 +33,8 @@ def test_a_row_is_the_same_alone_and_among_others(short):
     np.testing.assert_allclose(alone, np.asarray(x) @ weight.T, atol=1e-4)
     for rows in (2, 3, 4, 5, 7, 8, 12, 13, 25, 41):
         np.testing.assert_array_equal(panels.matmul(x[:rows]), alone[:rows])
+    # Nothing of a row is read for the one before it.
+    np.testing.assert_array_equal(panels.matmul(x.at[7].set(jnp.nan))[:7], alone[:7])
 
 
 @needs_kernel
