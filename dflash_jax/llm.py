@@ -35,7 +35,7 @@ from dflash_jax.text import Tokenizer
 log = logging.getLogger("dflash_jax")
 
 TINY = Path(__file__).parent / "assets" / "tiny"
-# Widths that rounds are compiled for, below the drafter's own block. On a CPU every row of a product costs.
+# Widths that rounds are compiled for, below the drafter's own block. On a CPU rows cost sooner than elsewhere.
 WINDOWS, CPU_WINDOWS = (1, 8, 16), (1, 4, 8, 16)
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 

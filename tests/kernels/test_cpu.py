@@ -1,6 +1,6 @@
-"""The CPU's linear map: its options, one result for any number of rows and of callers, and what happens without it.
+"""The CPU's kernels: options of a linear map, one result for any number of rows and of callers; being without them.
 
-Attention: test_kernels.py.
+Attention: most cases in test_kernels.py.
 """
 
 import logging
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dflash_jax.cache import Bounds, KVCache, attend_in_pieces
 from dflash_jax.kernels import cpu
 from dflash_jax.models.parts import Normed, linear
 from dflash_jax.models.weights import Panels
@@ -79,6 +80,22 @@ def test_silu_of_large_numbers_and_of_none():
     weight = np.ones((2, 16, 1), np.float32)
     expected = linear(x, (jnp.asarray(weight),), gated=True)[0]
     np.testing.assert_allclose(linear(x, (Panels.of(weight, 1),), gated=True)[0], expected, rtol=1e-6, atol=1e-30)
+
+
+@needs_kernel
+@pytest.mark.parametrize("dim", [80, 96])
+def test_attention_of_other_sizes_and_what_is_no_number(dim):
+    rng = np.random.default_rng(dim)
+    shapes = ((1, 5, 6, dim), (1, 5, 2, dim), (1, 5, 2, dim), (1, 2, 300, dim), (1, 2, 300, dim))
+    q, k, v, *held = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes)
+    length, bounds = jnp.array([200], jnp.int32), Bounds.none(1, 5)
+    for where in (None, 10, 150, 250):
+        # A key that is no number, seen by all; past the length it is not seen.
+        keys = held[0] if where is None else held[0].at[0, 1, where, 3].set(jnp.nan)
+        cache = KVCache(keys, held[1], None, 0, False)
+        expected = attend_in_pieces(q, k, v, None, cache, length, bounds, 256)
+        assert np.isnan(expected).any() == (where in (10, 150))
+        np.testing.assert_allclose(cpu.attend(q, k, v, None, cache, length, bounds), expected, atol=1e-6)
 
 
 @needs_kernel

@@ -239,22 +239,6 @@ def test_attention(form, rows, tokens, heads, kv_heads, dim, capacity, window, s
         np.testing.assert_allclose(attend(q, k, v, mask, cache, length, bounds, both), expected, atol=1e-6)
 
 
-@pytest.mark.skipif(not cpu.is_here(), reason="no C++ compiler")
-@pytest.mark.parametrize("dim", [80, 96])
-def test_attention_of_other_sizes_and_what_is_no_number(dim):
-    rng = np.random.default_rng(dim)
-    q, k, v = normal(rng, 1, 5, 6, dim), normal(rng, 1, 5, 2, dim), normal(rng, 1, 5, 2, dim)
-    held = [normal(rng, 1, 2, 300, dim) for _ in range(2)]
-    length, bounds = jnp.array([200], jnp.int32), Bounds.none(1, 5)
-    for where in (None, 10, 150, 250):
-        # A key that is no number, seen by all; past the length it is not seen.
-        keys = held[0] if where is None else held[0].at[0, 1, where, 3].set(jnp.nan)
-        cache = KVCache(keys, held[1], None, 0, False)
-        expected = attend_in_pieces(q, k, v, None, cache, length, bounds, 256)
-        assert np.isnan(expected).any() == (where in (10, 150))
-        np.testing.assert_allclose(cpu.attend(q, k, v, None, cache, length, bounds), expected, atol=1e-6)
-
-
 @pytest.mark.parametrize(("rows", "tokens", "window"), [(1, 1, None), (3, 5, None), (2, 16, 20)])
 def test_writing(rows, tokens, window):
     """Into rows of a larger cache, or one that is past its end; kept tokens only, in a ring only the newest of a
