@@ -278,6 +278,8 @@ def replay(state: DeltaState, record: DeltaRecord, n) -> DeltaState:
 
         if triton_delta.fits(record.k.shape[1], state):
             forms["cuda"] = lambda *args: DeltaState(*triton_delta.replay_triton(*args))
+    if cpu.mixes(state) and kernels.for_cpu():
+        forms["cpu"] = lambda *args: DeltaState(*cpu.replay(*args))
     return jax.lax.platform_dependent(state, record, n, **forms)
 
 

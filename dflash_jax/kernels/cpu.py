@@ -1,4 +1,5 @@
-"""Kernels for a CPU, in C++: products of rows by a weight, which is read once for all of them, and attention.
+"""Kernels for a CPU, in C++: products of rows by a weight, which is read once for all of them, attention, and the
+gated delta rule.
 
 XLA's own product of four rows takes twice as long as one of one row, cannot read weights in bfloat16 faster than in
 float32, and its small products take tens of microseconds to start (benchmarks/NOTES.md). Compiled when first needed, in
@@ -25,7 +26,7 @@ import numpy as np
 log = logging.getLogger("dflash_jax")
 
 HERE = Path(__file__).parent
-SOURCES = [HERE / name for name in ("cpu_product.cc", "cpu_attention.cc", "cpu_team.cc")]
+SOURCES = [HERE / name for name in ("cpu_product.cc", "cpu_attention.cc", "cpu_delta.cc", "cpu_team.cc")]
 NATIVE = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
 FLAGS = ("-O3", NATIVE, "-std=c++20", "-shared", "-fPIC", "-pthread", "-w")
 LANES = 16  # outputs in a panel
@@ -48,7 +49,7 @@ def is_here() -> bool:
         log.warning("%s could not make the kernels for this CPU, all are XLA's: %s", " ".join(compiler), reason)
         return False
     library.DflashThreads(ctypes.c_int64(threads()))
-    for name in ("DflashLinear", "DflashAttend"):
+    for name in ("DflashLinear", "DflashAttend", "DflashMix", "DflashReplay"):
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
     return True
 
@@ -147,3 +148,26 @@ def attend(q, k, v, own_mask, cache, length, bounds):
     args = (q, k, v, own, cache.k, cache.v, rows, length, bounds.first, bounds.recent, bounds.sinks)
     call = jax.ffi.ffi_call("DflashAttend", jax.ShapeDtypeStruct(q.shape, jnp.float32))
     return call(*args, ring_sinks=np.int64(cache.sinks if cache.ring else -1), causal=own_mask is None)
+
+
+def mixes(state) -> bool:
+    """Whether `mix` and `replay` take this `cache.DeltaState`."""
+    keys, values = state.recurrent.shape[-2:]
+    return state.conv.dtype == jnp.float32 and keys % LANES == values % LANES == 0 and keys <= MOST_SIZE
+
+
+def mix(qkvz, gates, state, taps, a_log, dt_bias, norm, eps: float):
+    """As `models.gated_delta.mix`, all float32, of one document a row: y and the fields of its `DeltaRecord`. It has no
+    gradient."""
+    b, t, g = qkvz.shape[:3]
+    r, dk, dv = state.recurrent.shape[2:]
+    shapes = [(b, t, g, r, dv), (b, t, g, dk), (b, t, g, r, dv), (b, t, g, r), (b, t, g, taps.shape[1])]
+    call = jax.ffi.ffi_call("DflashMix", [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes])
+    return call(qkvz, gates, state.recurrent, state.conv, taps, a_log, dt_bias, norm, eps=np.float32(eps))
+
+
+def replay(state, record, n):
+    """As `cache.replay`: the fields of the state, written where they lie."""
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (state.recurrent, state.conv)]
+    call = jax.ffi.ffi_call("DflashReplay", shapes, input_output_aliases={0: 0, 1: 1})
+    return call(state.recurrent, state.conv, record.k, record.delta, record.log_decay, record.conv, n)

@@ -134,8 +134,7 @@ void Norm(const float* x, const float* weight, int64_t size, float eps, float of
 // silu(gate) · up of one row into out; gate and up are whole vectors.
 void Gate(const float* gate, const float* up, int64_t columns, float* out) {
   for (int64_t c = 0; c < columns; c += kLanes) {
-    const Floats x = Load(gate + c), small = Exp(Choose(x > 0, -x, x)), one = Floats{} + 1.0f;
-    const Floats y = x * Choose(x > 0, one, small) / (one + small) * Load(up + c);
+    const Floats y = Silu(Load(gate + c)) * Load(up + c);
     std::memcpy(out + c, &y, sizeof(float) * std::min<int64_t>(kLanes, columns - c));
   }
 }

@@ -44,6 +44,11 @@ inline Floats Exp(Floats x) {
   return Choose(none, Floats{}, p * (Floats)power);
 }
 
+inline Floats Silu(Floats x) {
+  const Floats small = Exp(Choose(x > 0, -x, x)), one = Floats{} + 1.0f;
+  return x * Choose(x > 0, one, small) / (one + small);
+}
+
 // Threads that take the parts of one call at a time in turn. They look out for the next one before they sleep, since in
 // a model it comes at once and waking takes as long as a product; the caller waits for none that has not begun.
 class Team {

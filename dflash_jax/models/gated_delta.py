@@ -13,6 +13,7 @@ from flax import nnx
 from dflash_jax import kernels
 from dflash_jax.cache import DeltaRecord, DeltaState
 from dflash_jax.config import GatedDeltaSpec
+from dflash_jax.kernels import cpu
 from dflash_jax.models.parts import constant, linear, normal, output, parameter, rms_norm
 from dflash_jax.sharding import ONE_DEVICE, Cut, Layout
 
@@ -219,5 +220,12 @@ class GatedDelta(nnx.Module):
 
             if triton_delta.fits(x.shape[1], state):
                 forms["cuda"] = kernel
+        if starts is None and cpu.mixes(state) and kernels.for_cpu():
+
+            def in_cpp(*args):
+                y, *record = cpu.mix(*args, self.eps)
+                return y, DeltaRecord(*record)
+
+            forms["cpu"] = in_cpp
         y, record = jax.lax.platform_dependent(qkvz, gates, state, *weights, **forms)
         return output(y, self.out[...], 3, self.key_heads, residual), record

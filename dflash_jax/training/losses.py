@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from dflash_jax.models.parts import project
+
 # A logit that no softmax sees, and whose products are still numbers.
 NEVER = -1e30
 
@@ -98,7 +100,7 @@ class Head:
     def __call__(self, hidden, labels):
         """hidden [..., H], labels int [...] → float32 logits [..., V or N + 1], and the labels' columns [...]."""
         rows = self.matrix if self.kept is None else self.rows
-        logits = jnp.einsum("...h,vh->...v", hidden, rows, preferred_element_type=jnp.float32)
+        logits = project(hidden, rows, kind=jnp.float32)
         if self.kept is None:
             return logits, labels
         column = jnp.minimum(jnp.searchsorted(self.kept, labels), len(self.kept) - 1)
