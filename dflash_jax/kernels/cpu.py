@@ -1,5 +1,5 @@
-"""Kernels for a CPU, in C++: products of rows by a weight, which is read once for all of them, attention, and the
-gated delta rule.
+"""Kernels for a CPU, in C++: products of rows by a weight, which is read once for all of them, attention, the gated
+delta rule, and mixtures of experts.
 
 XLA's own product of four rows takes twice as long as one of one row, cannot read weights in bfloat16 faster than in
 float32, and its small products take tens of microseconds to start (benchmarks/NOTES.md). Compiled when first needed, in
@@ -26,7 +26,8 @@ import numpy as np
 log = logging.getLogger("dflash_jax")
 
 HERE = Path(__file__).parent
-SOURCES = [HERE / name for name in ("cpu_product.cc", "cpu_attention.cc", "cpu_delta.cc", "cpu_team.cc")]
+SOURCES = [HERE / f"cpu_{name}.cc" for name in ("product", "attention", "delta", "experts", "team")]
+HEADERS = [HERE / f"cpu_{name}.h" for name in ("panels", "shared")]
 NATIVE = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
 FLAGS = ("-O3", NATIVE, "-std=c++20", "-shared", "-fPIC", "-pthread", "-w")
 LANES = 16  # outputs in a panel
@@ -49,7 +50,7 @@ def is_here() -> bool:
         log.warning("%s could not make the kernels for this CPU, all are XLA's: %s", " ".join(compiler), reason)
         return False
     library.DflashThreads(ctypes.c_int64(threads()))
-    for name in ("DflashLinear", "DflashAttend", "DflashMix", "DflashReplay"):
+    for name in ("DflashLinear", "DflashAttend", "DflashMix", "DflashReplay", "DflashExperts"):
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
     return True
 
@@ -85,7 +86,7 @@ def compiled(compiler: list[str]) -> Path:
     directory = user_cache_path("dflash_jax") / "kernels"
     versions = (str(os.stat(compiler[0]).st_mtime_ns), *platform.libc_ver(), jaxlib.__version__)
     digest = hashlib.sha256("\0".join((*compiler, *FLAGS, *versions, _cpu())).encode())
-    for source in (*SOURCES, HERE / "cpu_shared.h"):
+    for source in (*SOURCES, *HEADERS):
         digest.update(source.read_bytes())
     library = directory / f"cpu-{digest.hexdigest()[:16]}.so"
     if not library.exists():
@@ -171,3 +172,11 @@ def replay(state, record, n):
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (state.recurrent, state.conv)]
     call = jax.ffi.ffi_call("DflashReplay", shapes, input_output_aliases={0: 0, 1: 1})
     return call(state.recurrent, state.conv, record.k, record.delta, record.log_decay, record.conv, n)
+
+
+def mixture(x, logits, live, gate_up, down, top: int, normalise: bool):
+    """As `models.moe.mixture`, of x [T, H] float32, router logits [T, E], ``live`` bool [T] and all experts in panels,
+    [E, 2, F, H] and [E, H, F]; without a shared expert and a residual. It has no gradient."""
+    call = jax.ffi.ffi_call("DflashExperts", jax.ShapeDtypeStruct(x.shape, jnp.float32))
+    options = {"features": np.int64(gate_up.shape[2]), "top": np.int64(top), "normalise": normalise}
+    return call(x, logits, live, gate_up.panels, down.panels, **options)

@@ -8,8 +8,10 @@ from flax import nnx
 
 from dflash_jax import kernels
 from dflash_jax.config import MoeSpec
+from dflash_jax.kernels import cpu
+from dflash_jax.kernels.cpu import LANES
 from dflash_jax.models.parts import Mlp, linear, normal, project, swiglu
-from dflash_jax.models.weights import dense
+from dflash_jax.models.weights import Panels, dense
 from dflash_jax.sharding import ONE_DEVICE, Cut, Layout
 
 # Rows that a product holds for each expert: so many times the mean, and at least so many, which a product of a few rows
@@ -164,7 +166,12 @@ def mixture_triton(x, logits, live, first, gate_up, down, shared, residual, spec
 
 
 def mixture_by_platform(x, logits, live, first, gate_up, down, shared, residual, spec: MoeSpec):
-    """`mixture`, with kernels where they are wanted; their gradient is that of the plain form."""
+    """`mixture`, by kernels where they are wanted, whose gradient on a GPU is that of the plain form."""
+    if isinstance(gate_up, Panels):
+        # On one device, which has all experts.
+        y = cpu.mixture(x, logits, live, gate_up, down, spec.experts_per_token, spec.normalise_top_k)
+        y = with_shared(y, x, shared)
+        return y if residual is None else residual + y
     args, plain = (x, logits, live, first, gate_up, down, shared, residual), partial(mixture, spec=spec)
     if kernels.are_wanted():
         from dflash_jax.kernels import triton_experts
@@ -188,6 +195,12 @@ class Moe(nnx.Module):
 
     def cuts(self) -> dict[str, tuple[Cut | None, ...]]:
         return {"gate_up": (self.experts, None, self.features), "down": (self.experts, None, self.features)}
+
+    def matrices(self) -> dict[str, int]:
+        maps = {"router": 1, "shared_gate": 1} if self.spec.shared_intermediate_size is not None else {"router": 1}
+        hidden, features = self.down.get_value().shape[1:]
+        whole = hidden % LANES == 0 and features % LANES == 0
+        return maps | {"gate_up": 1, "down": 1} if whole else maps
 
     def __call__(self, x, valid, residual=None):
         """x [B, T, H] or `Normed` → [B, T, H], with ``residual`` [B, T, H] if given; tokens where ``valid`` [B, T] is

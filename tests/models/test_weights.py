@@ -85,11 +85,12 @@ def test_a_pair_in_panels_computes_what_it_did(is_tied):
     specs = [parameter_specs(m) for m in (target, drafter)]
     pair = in_panels(target), in_panels(drafter)
     assert [parameter_specs(m) for m in pair] == specs
-    # Everything that `project` takes, by what the parts are; no table, no small vector, no experts of a choice.
+    # Everything that `project` takes, by what the parts are: no table, no small vector.
     names = {path.rsplit(".", 1)[-1] for path in panel_paths(pair[0])}
     head = "embed" if is_tied else "head"
-    assert names == {"qkvz", "beta_alpha", "out", "q", "k", "v", "o", "gate_up", "down", head}
+    assert names == {"qkvz", "beta_alpha", "out", "q", "k", "v", "o", "gate_up", "down", "router", "shared_gate", head}
     assert {"fc", "layers.0.mixer.q"} < panel_paths(pair[1])
+    # Experts only where they are whole panels, which these are not.
     assert not any("ffn.gate_up" in path or "ffn.down" in path for path in panel_paths(pair[0]))
     for got, want in zip(jax.tree.leaves(jax.jit(run)(*pair)), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(got, want, atol=1e-5)
@@ -105,6 +106,7 @@ def test_an_llm_on_one_cpu_keeps_its_weights_in_panels(dtype, choice, expected, 
     llm = LLM(dtype=dtype)
     for module in (llm.target, llm.drafter):
         assert bool(panel_paths(module)) == expected
+    assert any("ffn.gate_up" in path for path in panel_paths(llm.target)) == expected
 
 
 @needs_kernels
