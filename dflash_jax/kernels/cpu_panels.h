@@ -25,6 +25,9 @@ constexpr int Panels(int rows) { return rows <= 4 ? 4 : 2; }
 constexpr int kRows = 6;
 constexpr int Panels(int rows) { return rows <= 2 ? 2 : 1; }
 #endif
+// Bytes of each panel that are asked for ahead of their use: what the CPU foresees by itself is too little for two cores
+// to be given what the memory has.
+constexpr int64_t kAhead = 2048;
 // What a thread takes at a time.
 constexpr int64_t kTaken = 4;
 
@@ -49,7 +52,11 @@ void Tile(const float* x, int64_t k_size, const W* w, float* out, int64_t column
   Floats sums[M][P] = {};
   for (int64_t k = 0; k < k_size; k += 2) {
     Floats a[P], b[P];
-    for (int p = 0; p < P; ++p) Two(w + (p * kept + k) * kWords, a[p], b[p]);
+    for (int p = 0; p < P; ++p) {
+      const W* const here = w + (p * kept + k) * kWords;
+      __builtin_prefetch(reinterpret_cast<const char*>(here) + kAhead);
+      Two(here, a[p], b[p]);
+    }
     for (int m = 0; m < M; ++m) {
       for (int p = 0; p < P; ++p) sums[m][p] += a[p] * x[m * k_size + k];
     }
