@@ -100,6 +100,12 @@ def make_parser() -> argparse.ArgumentParser:
     drafting.add_argument("--draft-window-size", type=int, metavar="W", help="context positions that the drafter sees")
     drafting.add_argument("--draft-sink-size", type=int, default=0, metavar="S", help="first positions it sees besides")
     drafting.add_argument(
+        "--draft-tokens",
+        metavar="FILE|none",
+        default="auto",
+        help="JSON list of the only token ids to draft (default: the drafter's draft_tokens.json, if it has one)",
+    )
+    drafting.add_argument(
         "--reproducible", action="store_true", help="the same bits at any block size, in bfloat16 too"
     )
 

@@ -163,6 +163,7 @@ def run(args, system) -> int:
         prefix_bytes=None if len(prompts) > 1 else 0,
         draft_window_size=args.draft_window_size,
         draft_sink_size=args.draft_sink_size,
+        draft_tokens=args.draft_tokens,
         reproducible=args.reproducible,
         mesh=choose_mesh(args.mesh, system),
         max_len=args.max_len,

@@ -16,13 +16,13 @@ from tqdm import tqdm
 
 from dflash_jax import kernels
 from dflash_jax.checkpoint.hub import resolve
-from dflash_jax.checkpoint.load import check_drafter, check_target, load_drafter, load_target
+from dflash_jax.checkpoint.load import check_drafter, check_target, load_drafter, load_target, read_draft_tokens
 from dflash_jax.engine.device import MAX_LOGPROBS, ROW_SIZES, Device
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.memory import device_memory, plan_memory
 from dflash_jax.engine.options import Options, prefill_options
 from dflash_jax.errors import InputError
-from dflash_jax.models.drafter import Drafter, DraftWindow, abstract_drafter
+from dflash_jax.models.drafter import Drafter, DraftWindow, Shortlist, abstract_drafter
 from dflash_jax.models.weights import in_panels, plain
 from dflash_jax.params import Completion, Defaults, SamplingParams
 from dflash_jax.pool import Pool
@@ -34,6 +34,7 @@ from dflash_jax.text import Tokenizer
 
 log = logging.getLogger("dflash_jax")
 
+DRAFT_TOKENS = "draft_tokens.json"  # beside a drafter
 TINY = Path(__file__).parent / "assets" / "tiny"
 # Widths that rounds are compiled for, below the drafter's own block. On a CPU rows cost sooner than elsewhere.
 WINDOWS, CPU_WINDOWS = (1, 8, 16), (1, 4, 8, 16)
@@ -54,7 +55,9 @@ class LLM:
     or batch, at some cost in speed; needed for that in bfloat16 only. max_len: prompt and new tokens, at most the
     model's positions. mesh: devices to share the work among, such as "data=2,tensor=4" (default: one). quantize:
     "int8" or "fp8" for a target whose checkpoint is not quantised; "none" makes an FP8 checkpoint ``dtype``, which
-    else stays FP8. Raises InputError for whatever does not fit together.
+    else stays FP8. draft_tokens: a JSON list of the only token ids that are drafted, which spares the drafter most of
+    the head; "auto" is the drafter's own draft_tokens.json where it has one, None is all tokens. Raises InputError for
+    whatever does not fit together.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class LLM:
         max_len: int | None = None,
         mesh: str | Layout = "",
         quantize: str | None = None,
+        draft_tokens: str | Path | None = "auto",
     ):
         if draft == "auto":
             draft = TINY / "draft" if target is None else None
@@ -99,6 +103,7 @@ class LLM:
             raise InputError(f"max block size {max_block_size}: it must be 1 or more")
         self.largest_block = min(self.largest_block, max_block_size or self.largest_block)
         self.block_size = self._check_block(block_size)
+        shortlist = self._draft_tokens(draft_tokens, draft, layout)
         positions = self.config.max_positions
         self.max_len = positions if max_len is None else max_len
         if not 1 < self.max_len <= positions:
@@ -121,6 +126,8 @@ class LLM:
         began = time.perf_counter()
         self.target = self._arranged(load_target(directory, kind, layout, quantize))
         self.drafter = self._arranged(load_drafter(draft, kind, self.config, layout)) if draft is not None else None
+        if shortlist is not None:
+            self.drafter.shortlist = self._arranged(Shortlist(shortlist, self.target.head_rows(shortlist)))
         leaves = jax.block_until_ready(jax.tree.leaves((self.target, self.drafter)))
         self.loaded_bytes, self.load_s = sum(x.nbytes for x in leaves), time.perf_counter() - began
         self.programs = Programs(self.target, self.drafter)
@@ -147,6 +154,18 @@ class LLM:
         other.programs.compiled, other.plain_programs.compiled = programs
         other._pool = Pool(other)
         return other
+
+    def _draft_tokens(self, name: str | Path | None, draft: Path | None, layout: Layout):
+        """int32 [N], the only tokens that are drafted, or None for all."""
+        if draft is None or name in (None, "none"):
+            return None
+        path = draft / DRAFT_TOKENS if name == "auto" else Path(name).expanduser()
+        is_cut = layout.wide(self.config.vocab_size).axes
+        if name == "auto" and (is_cut or not path.exists()):
+            return None
+        if is_cut:
+            raise InputError(f"draft tokens {path}: the target's head is cut over devices, and is drafted with whole")
+        return jnp.asarray(read_draft_tokens(path, self.config.vocab_size))
 
     def _arranged(self, module):
         """``module`` as this platform reads it fastest."""

@@ -5,7 +5,7 @@ distribution at a given position is the same whether it was drafted or not, at a
 that draws with the same noise agrees with the target more often than one that drafts greedily.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
@@ -62,6 +62,11 @@ class SamplingRows:
             vocab=cut,
         )
 
+    def of_tokens(self, ids) -> "SamplingRows":
+        """For logits of the tokens ``ids`` int [N] only; the vocabulary must not be cut."""
+        wide = ("logit_bias", "prompt_counts", "output_counts")
+        return replace(self, **{name: getattr(self, name)[:, ids] for name in wide})
+
 
 def _threefry(key_hi, key_lo, hi, lo):
     """The first word of Threefry-2x32 with 20 rounds (Salmon et al., SC 2011), as elementwise code: on a CPU JAX's own
@@ -76,14 +81,13 @@ def _threefry(key_hi, key_lo, hi, lo):
     return hi
 
 
-def gumbel_noise(seed, positions, vocab: int, first=0):
-    """Standard Gumbel noise [B, T, V] from seed uint32 [B], positions int [B, T] and the token id (``first`` + place):
-    threefry, counter mode."""
-    shape = (*positions.shape, vocab)
+def gumbel_noise(seed, positions, ids):
+    """Standard Gumbel noise [B, T, V] from seed uint32 [B], positions int [B, T] and token ids [V]: threefry, counter
+    mode."""
+    shape = (*positions.shape, len(ids))
     key_hi = jnp.broadcast_to(seed[:, None, None], shape)
     key_lo = jnp.broadcast_to(positions[..., None].astype(jnp.uint32), shape)
-    ids = jnp.broadcast_to(jnp.uint32(first) + jnp.arange(vocab, dtype=jnp.uint32), shape)
-    words = (key_hi, key_lo, ids, jnp.zeros(shape, jnp.uint32))
+    words = (key_hi, key_lo, jnp.broadcast_to(ids.astype(jnp.uint32), shape), jnp.zeros(shape, jnp.uint32))
     bits = jax.lax.platform_dependent(*words, cpu=_threefry, default=lambda *words: threefry2x32_p.bind(*words)[0])
     # u in (0, 1); the exponential -log1p(-u) keeps its precision where it matters, near 0.
     u = jnp.minimum((bits.astype(jnp.float32) + 0.5) * 2.0**-32, 1.0 - 2.0**-24)
@@ -197,19 +201,21 @@ def process(logits, rows: SamplingRows, block=None, known=None, mask=None):
     return jax.lax.cond((rows.temperature > 0).any(), lambda x: _filter(x, rows), lambda x: x, logits)
 
 
-def perturbed(processed, rows: SamplingRows, positions):
-    """Processed logits [B, T, V] with the noise of absolute ``positions`` [B, T] (greedy rows: none): the largest is
-    the token."""
-    vocab = processed.shape[-1]
-    noise = gumbel_noise(rows.seed, positions, vocab, rows.vocab.index() * vocab)
+def perturbed(processed, rows: SamplingRows, positions, ids=None):
+    """Processed logits [B, T, V], of all tokens or of ``ids`` [V], with the noise of absolute ``positions`` [B, T]
+    (greedy rows: none): the largest is the token."""
+    if ids is None:
+        ids = rows.vocab.index() * processed.shape[-1] + jnp.arange(processed.shape[-1])
+    noise = gumbel_noise(rows.seed, positions, ids)
     return processed + jnp.where((rows.temperature > 0)[:, None, None], noise, 0.0)
 
 
-def choose(processed, rows: SamplingRows, positions):
-    """Processed logits [B, T, V] → tokens int32 [B, T] for absolute ``positions`` [B, T]."""
+def choose(processed, rows: SamplingRows, positions, ids=None):
+    """Processed logits [B, T, V] → tokens int32 [B, T] for absolute ``positions`` [B, T]; with ``ids``, as in
+    `perturbed`, places among these."""
 
     def draw(logits):
-        return rows.vocab.argmax(perturbed(logits, rows, positions))
+        return rows.vocab.argmax(perturbed(logits, rows, positions, ids))
 
     tokens = jax.lax.cond((rows.temperature > 0).any(), draw, rows.vocab.argmax, processed)
     return tokens.astype(jnp.int32)
@@ -250,14 +256,24 @@ def special_rows(rows: SamplingRows):
 
 
 def draw(
-    logits, rows: SamplingRows, positions, special, block=None, known=None, mask=None, wanted=None, top: int = 0
+    logits,
+    rows: SamplingRows,
+    positions,
+    special,
+    block=None,
+    known=None,
+    mask=None,
+    wanted=None,
+    top: int = 0,
+    ids=None,
 ) -> tuple[jax.Array, Logprobs | None]:
     """Raw logits float32 [B, T, V] → tokens int32 [B, T] for absolute ``positions`` [B, T], and `Logprobs` with the
     ``top`` likeliest: zeros where no row wants any, None without ``wanted``.
 
     ``special`` bool [B]: the `special_rows` that count; ``wanted`` bool [B]: rows whose log-probabilities do. Without
     either this is one conditional around an arg-max. No logits come out of it: what comes out is written, even by a
-    branch that returns what it was given. ``block``, ``known`` and ``mask`` as in `process`.
+    branch that returns what it was given. ``block``, ``known`` and ``mask`` as in `process`. ``ids`` int [V],
+    ascending: logits are of these tokens only; then nothing but logits, rows, positions and special may be given.
     """
 
     def nothing():
@@ -269,10 +285,12 @@ def draw(
         return tokens, None if wanted is None else nothing()
 
     def drawn():
-        processed = process(logits, rows, block, known, mask)
-        tokens = choose(processed, rows, positions)
+        own = rows if ids is None else rows.of_tokens(ids)
+        processed = process(logits, own, block, known, mask)
+        tokens = choose(processed, own, positions, ids)
         if wanted is None:
             return tokens, None
         return tokens, jax.lax.cond(wanted.any(), lambda: logprobs(logits, processed, tokens, rows, top), nothing)
 
-    return jax.lax.cond((special if wanted is None else special | wanted).any(), drawn, largest)
+    tokens, found = jax.lax.cond((special if wanted is None else special | wanted).any(), drawn, largest)
+    return tokens if ids is None else ids[tokens], found

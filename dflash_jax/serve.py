@@ -49,6 +49,7 @@ def load(args, system):
         mem_fraction=args.mem_fraction,
         draft_window_size=args.draft_window_size,
         draft_sink_size=args.draft_sink_size,
+        draft_tokens=args.draft_tokens,
         reproducible=args.reproducible,
         max_len=args.max_len,
         mesh=choose_mesh(args.mesh, system),

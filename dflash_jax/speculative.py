@@ -128,8 +128,8 @@ def propose(target: Decoder, drafter: Drafting, state: DecodeState, settings: Se
     known = state.length - state.base
     special = _special(state, special)
 
-    def draws(logits, positions):
-        return draw(logits, state.sampling, positions, special)[0]
+    def draws(logits, positions, ids=None):
+        return draw(logits, state.sampling, positions, special, ids=ids)[0]
 
     start = jnp.where(state.done, 0, state.length - 1)
     last = jnp.take_along_axis(state.tokens, start[:, None], axis=1)[:, 0]

@@ -16,6 +16,7 @@ OPTIONS = {
     "max_len": int,
     "draft_window_size": int,
     "draft_sink_size": int,
+    "draft_tokens": str,
 }
 SAMPLING = {
     "temperature": (int, float),

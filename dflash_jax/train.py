@@ -19,6 +19,7 @@ COMMANDS = {
     "fit": "train; the same command goes on after a stop",
     "evaluate": "acceptance length and speed, on --held-out, of OUTPUT/draft or, where there is none, of --draft",
     "export": "the newest checkpoint of OUTPUT as a Hugging Face directory, OUTPUT/draft",
+    "tokens": "the data's most frequent tokens, the only ones to draft, into OUTPUT/draft/draft_tokens.json",
 }
 
 
@@ -81,7 +82,7 @@ def run(command: str, config: TrainConfig, meshes: dict[str, str]) -> int:
         raise InputError('training needs more packages: pip install "dflash-jax[train]"')
     if config.mesh is None:
         config = replace(config, mesh=mesh_for(meshes, jax.devices()[0].device_kind, jax.device_count()))
-    if command in ("regenerate", "cache", "fit") and not config.data:
+    if command in ("regenerate", "cache", "fit", "tokens") and not config.data:
         raise InputError(f"{command} needs --data: files of JSON lines")
     if command == "regenerate":
         from dflash_jax.llm import LLM
@@ -107,6 +108,8 @@ def run(command: str, config: TrainConfig, meshes: dict[str, str]) -> int:
         features.write(config, training.read_rows(config, pair.llm, tell), pair, tell)
     elif command == "export":
         training.export(config, tell)
+    elif command == "tokens":
+        training.write_draft_tokens(config, tell)
     else:
         from dflash_jax import distributed
 

@@ -33,7 +33,7 @@ FILTERS = ("temperature", "top_k", "top_p", "min_p")
 
 run = jax.jit(process)
 draw = jax.jit(choose)
-noise_of = jax.jit(gumbel_noise, static_argnums=2)
+noise_of = jax.jit(lambda seed, positions, n: gumbel_noise(seed, positions, jnp.arange(n)), static_argnums=2)
 score = jax.jit(logprobs, static_argnums=4)
 at_once = jax.jit(draw_at_once, static_argnames="top")
 

@@ -147,6 +147,22 @@ def open_any(directory: Path, layout: Layout = ONE_DEVICE) -> tuple[Source, Deco
     return source, abstract_decoder(source.config, layout=layout)
 
 
+def read_draft_tokens(path: Path, vocab: int) -> np.ndarray:
+    """The tokens that may be drafted, int32 [N], ascending, from a JSON list of ids."""
+    try:
+        ids = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as e:
+        raise InputError(f"draft tokens {path} cannot be read: {e.strerror}") from None
+    except ValueError:
+        ids = None
+    if not isinstance(ids, list) or not ids or any(type(i) is not int for i in ids):
+        raise InputError(f"draft tokens {path} is not a JSON list of token ids")
+    outside = [i for i in ids if not 0 <= i < vocab]
+    if outside:
+        raise InputError(f"draft tokens {path}: id {outside[0]} is outside the vocabulary: ids are 0 to {vocab - 1}")
+    return np.unique(np.asarray(ids, np.int32))
+
+
 def load_drafter(
     directory: str | Path, dtype=jnp.float32, target: ModelConfig | None = None, layout: Layout = ONE_DEVICE
 ) -> Drafter:

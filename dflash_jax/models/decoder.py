@@ -121,6 +121,10 @@ class Decoder(nnx.Module):
         head = self.embed[...] if self.config.tied_embeddings else self.head[...]
         return project(hidden, head, kind=jnp.float32)
 
+    def head_rows(self, ids):
+        """The head's rows of the tokens ``ids`` int [N], in the form that it has; it must not be cut."""
+        return (self.embed if self.config.tied_embeddings else self.head)[...][ids]
+
     def _angles(self, positions):
         mixers = [spec.mixer for spec in self.config.layers]
         return {m.rope: rope_angles(positions, m.rope) for m in mixers if isinstance(m, AttentionSpec)}

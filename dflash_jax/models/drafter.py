@@ -70,12 +70,31 @@ class Drafting(Protocol):
 class Borrowed:
     """What a drafter without embedding and head takes from the target, and how a draft is chosen from logits.
 
-    ``choose(logits [B, W - 1, V], positions [B, W - 1]) → int [B, W - 1]``.
+    ``choose(logits [B, W - 1, V], positions [B, W - 1], ids=None) → int [B, W - 1]``; ``ids`` int [V]: the tokens that
+    the logits are of.
     """
 
     embed: Callable
     logits: Callable
     choose: Callable
+
+
+class Shortlist(nnx.Module):
+    """The only tokens that are drafted: ``ids`` int32 [N], ascending, and the target's rows ``head`` [N, H] for them.
+
+    What is rare is hardly ever drafted right, and a head over all tokens is much of what a drafter reads (as FR-Spec
+    does, arXiv 2502.14856).
+    """
+
+    def __init__(self, ids, head):
+        self.ids, self.head = nnx.Param(ids), nnx.Param(head)
+
+    def matrices(self) -> dict[str, int]:
+        return {"head": 1}
+
+    def logits(self, hidden):
+        """[..., H] after the final norm → float32 [..., N]."""
+        return project(hidden, self.head[...], kind=jnp.float32)
 
 
 class DraftLayer(nnx.Module):
@@ -121,6 +140,7 @@ class Drafter(nnx.Module):
         self.hidden_norm = RMSNorm(config.hidden_size, config.norm_eps, 0.0, rngs, dtype)
         self.layers = nnx.List([DraftLayer(spec, config, rngs, dtype, layout) for spec in config.layers])
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, 0.0, rngs, dtype)
+        self.shortlist: Shortlist | None = nnx.data(None)
 
     def cuts(self) -> dict[str, tuple[Cut | None, ...]]:
         return {"fc": (self.features,)}
@@ -202,7 +222,9 @@ class Drafter(nnx.Module):
             borrowed.embed(jnp.concatenate([last[:, None], masks], axis=1)), cache, start, width, window
         )
         positions = start[:, None] + 1 + jnp.arange(slots - 1)[None]
-        return Proposal(borrowed.choose(borrowed.logits(hidden[:, 1:]), positions))
+        if self.shortlist is None:
+            return Proposal(borrowed.choose(borrowed.logits(hidden[:, 1:]), positions))
+        return Proposal(borrowed.choose(self.shortlist.logits(hidden[:, 1:]), positions, self.shortlist.ids[...]))
 
 
 def abstract_drafter(config: DraftConfig, dtype=jnp.float32, layout: Layout = ONE_DEVICE) -> Drafter:

@@ -131,6 +131,9 @@ def make_parser() -> argparse.ArgumentParser:
     drafting.add_argument("--block-size", type=block_size, default="auto", metavar="B", help="1, a number, or auto")
     drafting.add_argument("--draft-window-size", type=int, metavar="W", help="context positions that the drafter sees")
     drafting.add_argument("--draft-sink-size", type=int, default=0, metavar="S", help="first positions it sees besides")
+    drafting.add_argument(
+        "--draft-tokens", metavar="FILE|none", default="auto", help="JSON list of the only ids to draft"
+    )
 
     others = p.add_argument_group("options of vLLM and SGLang that are understood (README has the table)")
     for alias in ALIASES:

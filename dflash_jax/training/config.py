@@ -9,6 +9,7 @@ from dflash_jax.system import check_meshes, read_toml_file
 LOSSES, WEIGHTS, OPTIMIZERS = ("cross-entropy", "kl", "hybrid"), ("decay", "d-pace"), ("adamw", "muon")
 # What may differ between a run and its continuation.
 FREE = {
+    "draft_vocabulary",
     *("output", "mesh", "log_every", "save_every", "keep", "evaluate_every", "evaluate_prompts", "evaluate_tokens"),
     *("held_out", "skip_bad_lines", "temperature", "max_new_tokens", "thinking", "slots"),
 }
@@ -16,8 +17,8 @@ FREE = {
 
 COUNTS = (
     "block_size sequence_length rows accumulate anchors epochs steps layers intermediate_size sliding_window "
-    "loss_vocabulary loss_chunk log_every save_every keep evaluate_every evaluate_prompts evaluate_tokens "
-    "max_new_tokens slots"
+    "loss_vocabulary draft_vocabulary loss_chunk log_every save_every keep evaluate_every evaluate_prompts "
+    "evaluate_tokens max_new_tokens slots"
 )
 
 
@@ -55,6 +56,7 @@ class TrainConfig:
     match: float = option(0.0, "weight of the distance to the target's hidden states, beside the loss")
     gamma: float | None = option(None, "decay of the slots' weights (default: by block size)", float)
     loss_vocabulary: int | None = option(None, "tokens the loss is over, the data's most frequent (default: all)", int)
+    draft_vocabulary: int = option(8192, "how many `tokens` writes")
     loss_chunk: int = option(32, "blocks of a row whose logits are held at a time")
     optimizer: str = option("adamw", "adamw or muon")
     learning_rate: float = option(6e-4, "peak of the cosine schedule")

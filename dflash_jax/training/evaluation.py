@@ -95,8 +95,11 @@ class GreedyDrafts:
         return self.drafter.extend(*args)
 
     def propose(self, cache, last, start, width, slots, borrowed, window):
-        greedy = replace(borrowed, choose=lambda logits, positions: jnp.argmax(logits, axis=-1).astype(jnp.int32))
-        return self.drafter.propose(cache, last, start, width, slots, greedy, window)
+        def largest(logits, positions, ids=None):
+            places = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+            return places if ids is None else ids[places]
+
+        return self.drafter.propose(cache, last, start, width, slots, replace(borrowed, choose=largest), window)
 
 
 def with_greedy_drafts(llm: LLM) -> LLM:

@@ -1,6 +1,7 @@
 """`fit`: steps until the end or a signal, checkpoints, a log, and the acceptance length on the way."""
 
 import csv
+import json
 import math
 import signal
 import sys
@@ -18,7 +19,7 @@ from tqdm import tqdm
 
 from dflash_jax import distributed
 from dflash_jax.errors import InputError
-from dflash_jax.llm import LLM
+from dflash_jax.llm import DRAFT_TOKENS, LLM
 from dflash_jax.models.decoder import Decoder
 from dflash_jax.models.families import dflash
 from dflash_jax.models.weights import plain
@@ -281,6 +282,19 @@ def export(config: TrainConfig, tell: Callable[[str], None]) -> None:
     if distributed.is_first():
         drafters.export(drafter, pair.raw, config.directory / "draft")
     tell(f"step {held.latest} is in {config.directory / 'draft'}")
+
+
+def write_draft_tokens(config: TrainConfig, tell: Callable[[str], None]) -> None:
+    """The tokens that answers use most, for `LLM`'s ``draft_tokens``."""
+    llm = LLM(config.target, None, dtype=config.dtype, prefix_bytes=0)
+    rows = read_rows(config, llm, tell)
+    kept = frequent_tokens(rows, config.draft_vocabulary)
+    learned = np.concatenate([d.tokens[d.mask] for d in rows.documents])
+    path = config.directory / "draft" / DRAFT_TOKENS
+    if distributed.is_first():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(kept.tolist()) + "\n", encoding="utf-8")
+    tell(f"{len(kept)} tokens, {np.isin(learned, kept).mean():.1%} of the answers, are in {path}")
 
 
 def evaluate(config: TrainConfig, tell: Callable[[str], None]) -> dict:

@@ -1,0 +1,102 @@
+"""Drafting from a part of the vocabulary."""
+
+import json
+import shutil
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from dflash_jax import LLM, SamplingParams, train
+from dflash_jax.errors import InputError
+from dflash_jax.llm import TINY
+from dflash_jax.sharding import Layout
+
+PROMPTS = ["def read_config(path):\n", "import json\nfor line in file:\n    "]
+VOCAB = 512
+PARAMS = [
+    SamplingParams(max_tokens=60, temperature=0, ignore_eos=True),
+    SamplingParams(max_tokens=60, temperature=0.9, seed=4, ignore_eos=True, frequency_penalty=0.3, top_p=0.9),
+]
+
+
+def ids_file(directory, ids):
+    path = directory / "ids.json"
+    path.write_text(json.dumps(list(ids)))
+    return path
+
+
+def answers(llm):
+    return [(c.token_ids, c.acceptance_lengths) for c in llm.generate(PROMPTS, PARAMS, block_size=8)]
+
+
+@pytest.fixture(scope="module")
+def whole():
+    return answers(LLM(draft_tokens=None))
+
+
+def test_a_list_of_all_tokens_drafts_what_none_does(whole, tmp_path):
+    shuffled = np.random.default_rng(0).permutation(VOCAB).tolist()
+    assert answers(LLM(draft_tokens=ids_file(tmp_path, shuffled))) == whole
+
+
+@pytest.mark.parametrize("options", [{}, {"quantize": "int8"}, {"dtype": "bfloat16", "reproducible": True}])
+def test_only_what_is_listed_is_drafted_and_the_tokens_stay(options, whole, tmp_path):
+    often = Counter(t for ids, _ in whole for t in ids)
+    listed = [t for t, _ in often.most_common(len(often) // 3)]
+    got = answers(LLM(draft_tokens=ids_file(tmp_path, listed), **options))
+    right = answers(LLM(draft_tokens=None, **options)) if options else whole
+    drafted = []
+    for (ids, lengths), (expected, _) in zip(got, right, strict=True):
+        assert ids == expected
+        ends = np.cumsum(lengths)
+        assert ends[-1] == len(ids)
+        # Of each round all but the last token were drafts.
+        drafted += [t for end, n in zip(ends, lengths, strict=True) for t in ids[end - n : end - 1]]
+    assert drafted
+    assert set(drafted) <= set(listed)
+    assert sum(len(lengths) for _, lengths in got) > sum(len(lengths) for _, lengths in right)
+
+
+def test_the_drafters_own_list_is_taken_unless_told_otherwise(tmp_path):
+    draft = shutil.copytree(TINY / "draft", tmp_path / "draft")
+    (draft / "draft_tokens.json").write_text(json.dumps([5, 3, 5, 9]))
+    assert LLM(TINY / "target", draft).drafter.shortlist.ids[...].tolist() == [3, 5, 9]
+    assert LLM(TINY / "target", draft, draft_tokens="none").drafter.shortlist is None
+    # A head that is cut is drafted with whole.
+    llm, cut = LLM(TINY / "target", draft, draft_tokens=None), Layout.parse("tensor=2")
+    assert llm._draft_tokens("auto", draft, cut) is None
+    with pytest.raises(InputError, match="cut over devices"):
+        llm._draft_tokens(draft / "draft_tokens.json", draft, cut)
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        (None, "cannot be read"),
+        ("{}", "not a JSON list of token ids"),
+        ("[", "not a JSON list of token ids"),
+        ("[]", "not a JSON list of token ids"),
+        ("[1, 2.5]", "not a JSON list of token ids"),
+        ("[true]", "not a JSON list of token ids"),
+        ("[1, 512]", "id 512 is outside the vocabulary: ids are 0 to 511"),
+        ("[-1]", "id -1 is outside"),
+    ],
+)
+def test_a_bad_list_is_named(text, named, tmp_path):
+    path = tmp_path / "ids.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(InputError, match=named):
+        LLM(draft_tokens=path)
+
+
+def test_the_tokens_that_answers_use_most(tmp_path, capsys):
+    answer, other = [7] * 5 + [300, 8, 8, 300, 8, 8], [9, 9, 9]
+    lines = [{"prompt_ids": [1] * 20, "response_ids": answer}, {"prompt_ids": [2, 3], "response_ids": other}]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    asked = ["--data", str(tmp_path / "data.jsonl"), "--output", str(tmp_path / "run")]
+    assert train.main(["tokens", *asked, "--draft-vocabulary", "3"]) == 0
+    path = tmp_path / "run" / "draft" / "draft_tokens.json"
+    assert json.loads(path.read_text()) == [7, 8, 9]
+    assert f"3 tokens, 85.7% of the answers, are in {path}" in capsys.readouterr().err
