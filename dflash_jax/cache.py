@@ -238,13 +238,45 @@ def attend_in_pieces(q, k, v, own_mask, cache: KVCache | None, length, bounds: B
 @dataclass(frozen=True)
 class DeltaState:
     """State of a Gated DeltaNet layer: ``recurrent`` float32 [B, G, R, Dk, Dv] (G key heads, R value heads on each)
-    and the last convolution inputs ``conv`` [B, kernel - 1, G, C]."""
+    and the last convolution inputs ``conv`` [B, kernel - 1, G, C]. ``rows`` as in `KVCache`."""
 
     recurrent: jax.Array
     conv: jax.Array
+    rows: jax.Array | None = None
 
     def specs(self, heads: Cut) -> "DeltaState":
         return DeltaState(spec(DATA, heads), spec(DATA, None, heads))
+
+    def is_kept_in_place(self) -> bool:
+        """Whether kernels read and write some of its rows where they lie; else a loop is given a copy of them."""
+        if kernels.are_wanted():
+            from dflash_jax.kernels import triton_delta
+
+            return triton_delta.fits(1, self)
+        return cpu.mixes(self) and kernels.for_cpu()
+
+    def taken(self) -> "DeltaState":
+        """A copy of the rows that it stands for."""
+        if self.rows is None:
+            return self
+        own = jnp.minimum(self.rows, self.recurrent.shape[0] - 1)
+        return DeltaState(self.recurrent[own], self.conv[own])
+
+    def put(self, new: "DeltaState") -> "DeltaState":
+        """With ``new`` for the rows that it stands for."""
+        if self.rows is None:
+            return new
+        held = (
+            x.at[self.rows].set(y, mode="drop") for x, y in ((self.recurrent, new.recurrent), (self.conv, new.conv))
+        )
+        return DeltaState(*held, self.rows)
+
+    def cleared(self) -> "DeltaState":
+        return self.put(jax.tree.map(jnp.zeros_like, self.taken()))
+
+    def all_rows(self) -> jax.Array:
+        """int32 [b]: what ``rows`` says."""
+        return jnp.arange(self.recurrent.shape[0], dtype=jnp.int32) if self.rows is None else self.rows
 
 
 @jax.tree_util.register_dataclass
@@ -272,19 +304,19 @@ class KVRecord:
 def replay(state: DeltaState, record: DeltaRecord, n) -> DeltaState:
     """The state after the first n [B] recorded tokens, 0 ≤ n ≤ T: S·e^{c_n} + Σ_{j<n} e^{c_n - c_j} k_j ⊗ δ_j, c =
     cumsum(g)."""
-    forms = {"default": replay_plain}
+    forms = {"default": lambda state, *rest: state.put(replay_plain(state.taken(), *rest))}
     if kernels.are_wanted():
         from dflash_jax.kernels import triton_delta
 
         if triton_delta.fits(record.k.shape[1], state):
-            forms["cuda"] = lambda *args: DeltaState(*triton_delta.replay_triton(*args))
+            forms["cuda"] = lambda *args: DeltaState(*triton_delta.replay_triton(*args), state.rows)
     if cpu.mixes(state) and kernels.for_cpu():
-        forms["cpu"] = lambda *args: DeltaState(*cpu.replay(*args))
+        forms["cpu"] = lambda *args: DeltaState(*cpu.replay(*args), state.rows)
     return jax.lax.platform_dependent(state, record, n, **forms)
 
 
 def replay_plain(state: DeltaState, record: DeltaRecord, n) -> DeltaState:
-    """`replay` by XLA."""
+    """`replay` by XLA, of a state that stands for all of its rows."""
     t = record.k.shape[1]
     kept = jnp.arange(t)[None] < n[:, None]
     decay = jnp.where(kept[..., None, None], record.log_decay, 0.0)

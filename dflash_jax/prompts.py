@@ -149,7 +149,7 @@ def admit(target: Decoder, state: DecodeState, rows, admission: Admission) -> De
         output_counts=jnp.zeros_like(one.sampling.output_counts),
     )
     zero = jnp.zeros_like(one.base)
-    target_caches = tuple(c if isinstance(c, KVCache) else jax.tree.map(jnp.zeros_like, c) for c in one.target)
+    target_caches = tuple(c if isinstance(c, KVCache) else c.cleared() for c in one.target)
     fresh = replace(
         one,
         **ints,

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
-from dflash_jax.cache import KVCache
+from dflash_jax.cache import DeltaState, KVCache
 from dflash_jax.config import MAX_STOPS
 from dflash_jax.models.decoder import Cache, Decoder, init_cache
 from dflash_jax.models.drafter import NO_WINDOW, Drafting, DraftWindow
@@ -112,14 +112,19 @@ def state_specs(target: Decoder, drafter: Drafting | None, state: DecodeState) -
     )
 
 
+def _stays(x) -> bool:
+    """Whether rows of a cache are worked on where they lie."""
+    return isinstance(x, KVCache) or (isinstance(x, DeltaState) and x.is_kept_in_place())
+
+
 def take_rows(state: DecodeState, rows) -> DecodeState:
     """The rows int [b] of a state, as one of b rows over its caches. Those past its end are idle."""
     own = jnp.minimum(rows, state.length.shape[0] - 1)
 
     def take(x):
-        return replace(x, rows=rows) if isinstance(x, KVCache) else x[own]
+        return replace(x, rows=rows) if _stays(x) else x[own]
 
-    taken = jax.tree.map(take, replace(state, logprobs=None), is_leaf=lambda x: isinstance(x, KVCache))
+    taken = jax.tree.map(take, replace(state, logprobs=None), is_leaf=_stays)
     return replace(taken, logprobs=state.logprobs, rows=rows, done=taken.done | (rows >= state.length.shape[0]))
 
 
@@ -127,8 +132,8 @@ def put_rows(state: DecodeState, taken: DecodeState) -> DecodeState:
     """``state`` with the rows that `take_rows` gave, and were worked on."""
 
     def put(old, new):
-        return replace(new, rows=None) if isinstance(new, KVCache) else old.at[taken.rows].set(new, mode="drop")
+        return replace(new, rows=None) if _stays(old) else old.at[taken.rows].set(new, mode="drop")
 
     bare = replace(state, logprobs=None), replace(taken, logprobs=None, rows=None)
-    after = jax.tree.map(put, *bare, is_leaf=lambda x: isinstance(x, KVCache))
+    after = jax.tree.map(put, *bare, is_leaf=_stays)
     return replace(after, logprobs=taken.logprobs)

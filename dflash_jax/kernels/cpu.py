@@ -164,14 +164,16 @@ def mix(qkvz, gates, state, taps, a_log, dt_bias, norm, eps: float):
     r, dk, dv = state.recurrent.shape[2:]
     shapes = [(b, t, g, r, dv), (b, t, g, dk), (b, t, g, r, dv), (b, t, g, r), (b, t, g, taps.shape[1])]
     call = jax.ffi.ffi_call("DflashMix", [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes])
-    return call(qkvz, gates, state.recurrent, state.conv, taps, a_log, dt_bias, norm, eps=np.float32(eps))
+    held = state.recurrent, state.conv, state.all_rows()
+    return call(qkvz, gates, *held, taps, a_log, dt_bias, norm, eps=np.float32(eps))
 
 
 def replay(state, record, n):
-    """As `cache.replay`: the fields of the state, written where they lie."""
+    """As `cache.replay`: the state's arrays, written where they lie."""
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (state.recurrent, state.conv)]
     call = jax.ffi.ffi_call("DflashReplay", shapes, input_output_aliases={0: 0, 1: 1})
-    return call(state.recurrent, state.conv, record.k, record.delta, record.log_decay, record.conv, n)
+    held = state.recurrent, state.conv, state.all_rows()
+    return call(*held, record.k, record.delta, record.log_decay, record.conv, n)
 
 
 def mixture(x, logits, live, gate_up, down, top: int, normalise: bool):

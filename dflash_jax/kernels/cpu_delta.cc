@@ -74,11 +74,12 @@ void Recurrence(const Tokens& x, const float* state, int64_t width, const float*
 
 using F32 = ffi::Buffer<ffi::F32>;
 using F32Out = ffi::ResultBuffer<ffi::F32>;
+using I32 = ffi::Buffer<ffi::S32>;
 
-// qkvz [B, T, G, C + R Dv], gates [B, T, 2, G, R], state [B, G, R, Dk, Dv], conv [B, J - 1, G, C], taps [G, C, J], a_log
-// and dt_bias [G, R], norm [Dv] → y and delta [B, T, G, R, Dv], k [B, T, G, Dk], log_decay [B, T, G, R], inputs
-// [B, T, G, C].
-ffi::Error Mix(F32 qkvz, F32 gates, F32 state, F32 conv, F32 taps, F32 a_log, F32 dt_bias, F32 norm, F32Out y,
+// qkvz [B, T, G, C + R Dv], gates [B, T, 2, G, R], state [all rows, G, R, Dk, Dv], conv [all rows, J - 1, G, C], rows [B],
+// taps [G, C, J], a_log and dt_bias [G, R], norm [Dv] → y and delta [B, T, G, R, Dv], k [B, T, G, Dk], log_decay
+// [B, T, G, R], inputs [B, T, G, C]. Rows past the end are nobody's: what they give is meaningless.
+ffi::Error Mix(F32 qkvz, F32 gates, F32 state, F32 conv, I32 owned, F32 taps, F32 a_log, F32 dt_bias, F32 norm, F32Out y,
                F32Out k_out, F32Out delta, F32Out log_decay, F32Out inputs, float eps) {
   const int64_t rows = qkvz.dimensions()[0], tokens = qkvz.dimensions()[1], wide = qkvz.dimensions()[3];
   const int64_t groups = taps.dimensions()[0], channels = taps.dimensions()[1], kernel = taps.dimensions()[2];
@@ -90,6 +91,7 @@ ffi::Error Mix(F32 qkvz, F32 gates, F32 state, F32 conv, F32 taps, F32 a_log, F3
   // A group: a key head of one row, and its value heads.
   const auto part = [&](int64_t index) {
     const int64_t b = index / groups, g = index % groups;
+    const int64_t line = std::clamp<int64_t>(owned.typed_data()[b], 0, state.dimensions()[0] - 1);
     thread_local std::vector<float> room;
     room.resize(kernel * channels + tokens * (channels + 2 * size + repeat * values + 1 + 2 * repeat));
     float* const weights = room.data();                // [J, C]
@@ -107,7 +109,7 @@ ffi::Error Mix(F32 qkvz, F32 gates, F32 state, F32 conv, F32 taps, F32 a_log, F3
     }
     // What the convolution sees at token t; before the first one, what the state has of it.
     const auto input = [&](int64_t t) {
-      return t < 0 ? conv.typed_data() + ((b * (kernel - 1) + kernel - 1 + t) * groups + g) * channels
+      return t < 0 ? conv.typed_data() + ((line * (kernel - 1) + kernel - 1 + t) * groups + g) * channels
                    : qkvz.typed_data() + ((b * tokens + t) * groups + g) * wide;
     };
     for (int64_t t = 0; t < tokens; ++t) {
@@ -141,7 +143,7 @@ ffi::Error Mix(F32 qkvz, F32 gates, F32 state, F32 conv, F32 taps, F32 a_log, F3
     }
     for (int64_t r = 0; r < repeat; ++r) {
       const Tokens mine = {tokens, size, k, q, kq, beta + r * tokens, decay + r * tokens};
-      const float* const from = state.typed_data() + ((b * groups + g) * repeat + r) * size * values;
+      const float* const from = state.typed_data() + ((line * groups + g) * repeat + r) * size * values;
       const int64_t first = (b * tokens * groups + g) * repeat + r, step = groups * repeat * values;
       for (int64_t v = 0; v < values; v += kLanes) {
         Recurrence(mine, from + v, values, mixed + 2 * size + r * values + v, channels,
@@ -162,47 +164,48 @@ ffi::Error Mix(F32 qkvz, F32 gates, F32 state, F32 conv, F32 taps, F32 a_log, F3
   return ffi::Error::Success();
 }
 
-// state [B, G, R, Dk, Dv] and conv [B, J - 1, G, C] after the first n [B] of T tokens: k [B, T, G, Dk], delta
-// [B, T, G, R, Dv], log_decay [B, T, G, R], inputs [B, T, G, C]. They may be written where they are read.
-ffi::Error Replay(F32 state, F32 conv, F32 k, F32 delta, F32 log_decay, F32 inputs, ffi::Buffer<ffi::S32> n,
-                  F32Out state_out, F32Out conv_out) {
+// state [all rows, G, R, Dk, Dv] and conv [all rows, J - 1, G, C], whose rows [B] go on by the first n [B] of T tokens:
+// k [B, T, G, Dk], delta [B, T, G, R, Dv], log_decay [B, T, G, R], inputs [B, T, G, C]. Written where they are read.
+ffi::Error Replay(F32 state, F32 conv, I32 owned, F32 k, F32 delta, F32 log_decay, F32 inputs, I32 n, F32Out state_out,
+                  F32Out conv_out) {
   const int64_t rows = k.dimensions()[0], tokens = k.dimensions()[1], groups = k.dimensions()[2];
   const int64_t repeat = state.dimensions()[2], size = state.dimensions()[3], values = state.dimensions()[4];
   const int64_t past = conv.dimensions()[1], line = groups * conv.dimensions()[3];
   if (values % kLanes) return ffi::Error::InvalidArgument("heads of a size that is not made for");
+  // What is not given up comes as a copy from XLA.
+  if (state.typed_data() != state_out->typed_data() || conv.typed_data() != conv_out->typed_data()) {
+    return ffi::Error::Internal("the state was not written where it lies");
+  }
 
   const auto part = [&](int64_t index) {
-    const int64_t b = index / groups, g = index % groups;
+    const int64_t b = index / groups, g = index % groups, own = owned.typed_data()[b];
     const int64_t count = std::clamp<int64_t>(n.typed_data()[b], 0, tokens);
+    if (count == 0 || own < 0 || own >= state.dimensions()[0]) return;
     if (g == 0) {
-      float* const to = conv_out->typed_data() + b * past * line;
-      const float* const held = conv.typed_data() + b * past * line;
+      float* const held = conv_out->typed_data() + own * past * line;
       const float* const fresh = inputs.typed_data() + b * tokens * line;
       for (int64_t j = 0; j < past; ++j) {
         const int64_t from = j + count;
-        std::memmove(to + j * line, from < past ? held + from * line : fresh + (from - past) * line,
+        std::memmove(held + j * line, from < past ? held + from * line : fresh + (from - past) * line,
                      line * sizeof(float));
       }
     }
     thread_local std::vector<float> decay;
     decay.resize(tokens);
     for (int64_t r = 0; r < repeat; ++r) {
-      const int64_t head = (b * groups + g) * repeat + r;
-      const float* const from = state.typed_data() + head * size * values;
-      float* const to = state_out->typed_data() + head * size * values;
-      if (count == 0 && from == to) continue;
+      float* const held = state_out->typed_data() + ((own * groups + g) * repeat + r) * size * values;
       const int64_t first = (b * tokens * groups + g) * repeat + r;
       for (int64_t t = 0; t < count; ++t) {
         decay[t] = std::exp(log_decay.typed_data()[first + t * groups * repeat]);
       }
       for (int64_t i = 0; i < size; ++i) {
         for (int64_t v = 0; v < values; v += kLanes) {
-          Floats s = Load(from + i * values + v);
+          Floats s = Load(held + i * values + v);
           for (int64_t t = 0; t < count; ++t) {
             const Floats d = Load(delta.typed_data() + (first + t * groups * repeat) * values + v);
             s = Stepped(s, decay[t], k.typed_data()[((b * tokens + t) * groups + g) * size + i], d);
           }
-          Store(to + i * values + v, s);
+          Store(held + i * values + v, s);
         }
       }
     }
@@ -219,6 +222,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(DflashMix, Mix,
                                   .Arg<F32>()
                                   .Arg<F32>()
                                   .Arg<F32>()
+                                  .Arg<I32>()
                                   .Arg<F32>()
                                   .Arg<F32>()
                                   .Arg<F32>()
@@ -234,10 +238,11 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(DflashReplay, Replay,
                               ffi::Ffi::Bind()
                                   .Arg<F32>()
                                   .Arg<F32>()
+                                  .Arg<I32>()
                                   .Arg<F32>()
                                   .Arg<F32>()
                                   .Arg<F32>()
                                   .Arg<F32>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<I32>()
                                   .Ret<F32>()
                                   .Ret<F32>());

@@ -19,7 +19,7 @@ FEW, FEW_WARPS, WARPS = 264, 8, 4
 
 @triton.jit
 def _convolved(
-    x, held, taps, record, b, g, first, recorded,
+    x, held, taps, record, b, line, g, first, recorded,
     T: tl.constexpr, G: tl.constexpr, C: tl.constexpr, CZ: tl.constexpr, W: tl.constexpr, BT: tl.constexpr,
     N: tl.constexpr,
 ):  # fmt: skip
@@ -35,7 +35,7 @@ def _convolved(
             tl.store(record + ((b * T + t) * G + g) * C + c, value, mask=t < recorded)
             value = value.to(tl.float32)
         else:
-            old = tl.load(held + ((b * (W - 1) + s + W - 1) * G + g) * C + c, mask=(s < 0) & (t < T), other=0.0)
+            old = tl.load(held + ((line * (W - 1) + s + W - 1) * G + g) * C + c, mask=(s < 0) & (t < T), other=0.0)
             value = value.to(tl.float32) + old.to(tl.float32)
         total += value * tl.load(taps + (g * C + c) * W + j).to(tl.float32)
     return total / (1.0 + tl.exp(-total))
@@ -68,10 +68,10 @@ def _inverse(a, T: tl.constexpr, BT: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def _mix(
-    x, gates, held, taps, a_log, dt_bias, norm, state, y, k_out, delta_out, decay_out, conv_out,
+    x, gates, held, taps, a_log, dt_bias, norm, state, rows, y, k_out, delta_out, decay_out, conv_out,
     T: tl.constexpr, G: tl.constexpr, R: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, C: tl.constexpr,
-    CZ: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, EPS: tl.constexpr, PRECISION: tl.constexpr,
-    SMALL: tl.constexpr,
+    CZ: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, ALL: tl.constexpr, EPS: tl.constexpr,
+    PRECISION: tl.constexpr, SMALL: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     b, g, r = head // (G * R), head // R % G, head % R
@@ -79,7 +79,8 @@ def _mix(
     row, column = t[:, None], t[None, :]
     dk, dv = tl.arange(0, DK), tl.arange(0, DV)
     # What takes longest to come is asked for first.
-    s = tl.load(state + (head.to(tl.int64) * DK + dk[:, None]) * DV + dv[None, :])
+    line = tl.minimum(tl.load(rows + b), ALL - 1).to(tl.int64)
+    s = tl.load(state + ((line * (G * R) + head % (G * R)) * DK + dk[:, None]) * DV + dv[None, :])
     z = tl.load(x + ((b * T + row) * G + g) * CZ + C + r * DV + dv[None, :], mask=row < T, other=0.0).to(tl.float32)
     scale = tl.load(norm + dv).to(tl.float32)
     place = ((b * T + t) * 2 * G + g) * R + r
@@ -88,9 +89,9 @@ def _mix(
     log_decay = _log_decay(alpha, tl.load(a_log + g * R + r), tl.load(dt_bias + g * R + r))
     # Keys are of all value heads of a key head: the first one's program records them.
     first = tl.where(r == 0, T, 0)
-    q = _convolved(x, held, taps, conv_out, b, g, 0, first, T, G, C, CZ, W, BT, DK)
-    k = _convolved(x, held, taps, conv_out, b, g, DK, first, T, G, C, CZ, W, BT, DK)
-    v = _convolved(x, held, taps, conv_out, b, g, 2 * DK + r * DV, T, T, G, C, CZ, W, BT, DV)
+    q = _convolved(x, held, taps, conv_out, b, line, g, 0, first, T, G, C, CZ, W, BT, DK)
+    k = _convolved(x, held, taps, conv_out, b, line, g, DK, first, T, G, C, CZ, W, BT, DK)
+    v = _convolved(x, held, taps, conv_out, b, line, g, 2 * DK + r * DV, T, T, G, C, CZ, W, BT, DV)
     q = q * tl.rsqrt(tl.sum(q * q, axis=1) + 1e-6)[:, None] * (DK**-0.5)
     k = k * tl.rsqrt(tl.sum(k * k, axis=1) + 1e-6)[:, None]
     tl.store(k_out + ((b * T + row) * G + g) * DK + dk[None, :], k, mask=row < first)
@@ -118,7 +119,7 @@ def _mix(
 
 @triton.jit
 def _convolved_one(
-    x, held, taps, record, b, g, first, recorded,
+    x, held, taps, record, b, line, g, first, recorded,
     G: tl.constexpr, C: tl.constexpr, CZ: tl.constexpr, W: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """`_convolved` of one token, [N]; what went in is kept where ``recorded`` is not 0."""
@@ -127,7 +128,7 @@ def _convolved_one(
     value = tl.load(x + (b * G + g) * CZ + c)
     total = value.to(tl.float32) * tl.load(taps + (g * C + c) * W + W - 1).to(tl.float32)
     for j in tl.static_range(W - 1):
-        old = tl.load(held + ((b * (W - 1) + j) * G + g) * C + c).to(tl.float32)
+        old = tl.load(held + ((line * (W - 1) + j) * G + g) * C + c).to(tl.float32)
         total += old * tl.load(taps + (g * C + c) * W + j).to(tl.float32)
     tl.store(record + (b * G + g) * C + c, value, mask=n < recorded * N)
     return total / (1.0 + tl.exp(-total))
@@ -135,24 +136,25 @@ def _convolved_one(
 
 @triton.jit
 def _mix_one(
-    x, gates, held, taps, a_log, dt_bias, norm, state, y, k_out, delta_out, decay_out, conv_out,
+    x, gates, held, taps, a_log, dt_bias, norm, state, rows, y, k_out, delta_out, decay_out, conv_out,
     G: tl.constexpr, R: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, C: tl.constexpr, CZ: tl.constexpr,
-    W: tl.constexpr, EPS: tl.constexpr,
+    W: tl.constexpr, ALL: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
     """`_mix` of one token a row: no products of matrices."""
     head = tl.program_id(0)
     b, g, r = head // (G * R), head // R % G, head % R
     dk, dv = tl.arange(0, DK), tl.arange(0, DV)
-    s = tl.load(state + (head.to(tl.int64) * DK + dk[:, None]) * DV + dv[None, :])
+    line = tl.minimum(tl.load(rows + b), ALL - 1).to(tl.int64)
+    s = tl.load(state + ((line * (G * R) + head % (G * R)) * DK + dk[:, None]) * DV + dv[None, :])
     z = tl.load(x + (b * G + g) * CZ + C + r * DV + dv).to(tl.float32)
     scale = tl.load(norm + dv).to(tl.float32)
     place = (b * 2 * G + g) * R + r
     beta = 1.0 / (1.0 + tl.exp(-tl.load(gates + place).to(tl.float32)))
     log_decay = _log_decay(tl.load(gates + place + G * R), tl.load(a_log + g * R + r), tl.load(dt_bias + g * R + r))
     first = tl.where(r == 0, 1, 0)
-    q = _convolved_one(x, held, taps, conv_out, b, g, 0, first, G, C, CZ, W, DK)
-    k = _convolved_one(x, held, taps, conv_out, b, g, DK, first, G, C, CZ, W, DK)
-    v = _convolved_one(x, held, taps, conv_out, b, g, 2 * DK + r * DV, 1, G, C, CZ, W, DV)
+    q = _convolved_one(x, held, taps, conv_out, b, line, g, 0, first, G, C, CZ, W, DK)
+    k = _convolved_one(x, held, taps, conv_out, b, line, g, DK, first, G, C, CZ, W, DK)
+    v = _convolved_one(x, held, taps, conv_out, b, line, g, 2 * DK + r * DV, 1, G, C, CZ, W, DV)
     q = q * tl.rsqrt(tl.sum(q * q, axis=0) + 1e-6) * (DK**-0.5)
     k = k * tl.rsqrt(tl.sum(k * k, axis=0) + 1e-6)
     tl.store(k_out + (b * G + g) * DK + dk, k, mask=dk < first * DK)
@@ -168,21 +170,26 @@ def _mix_one(
 
 @triton.jit
 def _replay(
-    state, conv, k, delta, log_decay, fresh, count,
+    state, conv, rows, k, delta, log_decay, fresh, count,
     T: tl.constexpr, G: tl.constexpr, R: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, C: tl.constexpr,
-    W: tl.constexpr, BT: tl.constexpr, PRECISION: tl.constexpr,
+    W: tl.constexpr, BT: tl.constexpr, ALL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     b, g, r = head // (G * R), head // R % G, head % R
     dk, dv = tl.arange(0, DK), tl.arange(0, DV)
-    place = (head.to(tl.int64) * DK + dk[:, None]) * DV + dv[None, :]
-    s = tl.load(state + place)
-    n = tl.load(count + b)
+    line, n = tl.load(rows + b), tl.load(count + b)
+    # Rows past the end are nobody's, and where nothing is kept nothing changes.
+    n = tl.where(line < ALL, n, 0)
+    goes_on = tl.where(n > 0, 1, 0)
+    line = tl.minimum(line, ALL - 1).to(tl.int64)
+    place = ((line * (G * R) + head % (G * R)) * DK + dk[:, None]) * DV + dv[None, :]
+    kept_state = dk[:, None] < goes_on * DK
+    s = tl.load(state + place, mask=kept_state, other=0.0)
     if T == 1:
         decay = tl.load(log_decay + head)
         new = tl.load(delta + head * DV + dv)
         key = tl.load(k + (b * G + g) * DK + dk)
-        s = tl.where(n > 0, s * tl.exp(decay) + key[:, None] * new[None, :], s)
+        s = s * tl.exp(decay) + key[:, None] * new[None, :]
     else:
         t = tl.arange(0, BT)
         decay = tl.load(log_decay + ((b * T + t) * G + g) * R + r, mask=t < T, other=0.0)
@@ -200,11 +207,11 @@ def _replay(
     # The last inputs of the convolution: all are read before any is written.
     j = tl.arange(0, 4)[:, None]
     source = n + j
-    old, live = source < W - 1, j < W - 1
-    held, now = conv + ((b * (W - 1) + source) * G + g) * C, fresh + ((b * T + source - (W - 1)) * G + g) * C
-    into = conv + ((b * (W - 1) + j) * G + g) * C
+    old, live = source < W - 1, j < goes_on * (W - 1)
+    held, now = conv + ((line * (W - 1) + source) * G + g) * C, fresh + ((b * T + source - (W - 1)) * G + g) * C
+    into = conv + ((line * (W - 1) + j) * G + g) * C
     # Keys' and queries': by the first value head's program.
-    first = j < tl.where(r == 0, W - 1, 0)
+    first = j < tl.where(r == 0, goes_on * (W - 1), 0)
     c = tl.arange(0, 2 * DK)[None, :]
     keys = tl.load(held + c, mask=first & old, other=0.0)
     new_keys = tl.load(now + c, mask=first & (source >= W - 1), other=0.0)
@@ -214,7 +221,7 @@ def _replay(
     tl.debug_barrier()
     tl.store(into + c, tl.where(old, keys, new_keys), mask=first)
     tl.store(into + v, tl.where(old, values, new_values), mask=live)
-    tl.store(state + place, s)
+    tl.store(state + place, s, mask=kept_state)
 
 
 def fits(tokens: int, state) -> bool:
@@ -224,9 +231,9 @@ def fits(tokens: int, state) -> bool:
 
 
 def _sizes(state, tokens: int) -> dict:
-    _, g, r, dk, dv = state.recurrent.shape
+    rows, g, r, dk, dv = state.recurrent.shape
     channels, kernel = 2 * dk + r * dv, state.conv.shape[1] + 1
-    return {"T": tokens, "W": kernel, "BT": TOKENS, "G": g, "R": r, "DK": dk, "DV": dv, "C": channels}
+    return {"T": tokens, "W": kernel, "BT": TOKENS, "G": g, "R": r, "DK": dk, "DV": dv, "C": channels, "ALL": rows}
 
 
 def mix_triton(qkvz, gates, state, taps, a_log, dt_bias, norm, eps: float):
@@ -244,9 +251,9 @@ def mix_triton(qkvz, gates, state, taps, a_log, dt_bias, norm, eps: float):
         jax.ShapeDtypeStruct((b, t, g, r), jnp.float32),
         jax.ShapeDtypeStruct((b, t, *state.conv.shape[2:]), qkvz.dtype),
     ]
-    args = [qkvz, gates, state.conv, taps, a_log, dt_bias, norm, state.recurrent]
+    args = [qkvz, gates, state.conv, taps, a_log, dt_bias, norm, state.recurrent, state.all_rows()]
     if t == 1:
-        kernel, sizes = _mix_one, {n: sizes[n] for n in ("G", "R", "DK", "DV", "C", "W")}
+        kernel, sizes = _mix_one, {n: sizes[n] for n in ("G", "R", "DK", "DV", "C", "W", "ALL")}
     else:
         kernel, exact = _mix, qkvz.dtype == jnp.float32
         sizes |= {"PRECISION": "ieee" if exact else "tf32", "SMALL": "ieee" if exact else "tf32x3"}
@@ -258,7 +265,8 @@ def replay_triton(state, record, n):
     """As `cache.replay`, (recurrent, conv)."""
     b, t, g = record.k.shape[:3]
     sizes, programs = _sizes(state, t), b * g * state.recurrent.shape[2]
-    args = [state.recurrent, state.conv, record.k, record.delta, record.log_decay, record.conv, n]
+    held = [state.recurrent, state.conv, state.all_rows()]
+    args = [*held, record.k, record.delta, record.log_decay, record.conv, n]
     out = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (state.recurrent, state.conv)]
     # Of bfloat16 models the products are tf32, as XLA's are; the sum is float32.
     precision = "ieee" if record.conv.dtype == jnp.float32 else "tf32"

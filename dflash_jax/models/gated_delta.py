@@ -146,6 +146,7 @@ def mix(qkvz, gates, state: DeltaState, taps, a_log, dt_bias, norm, eps: float, 
     """
     b, t = qkvz.shape[:2]
     channels, kernel = taps.shape[1:]
+    state = state.taken()
     *_, r, dk, dv = state.recurrent.shape
     inputs, z = jnp.split(qkvz, [channels], axis=-1)
     window = jnp.concatenate([state.conv.astype(inputs.dtype), inputs], axis=1)

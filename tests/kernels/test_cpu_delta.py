@@ -79,6 +79,20 @@ def test_the_state_is_written_where_it_lies():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, expected)
 
 
+def test_some_rows_of_a_state():
+    """In another order, the last one nobody's; other rows stay as they are."""
+    qkvz, gates, held, *weights = arguments(4, 3, 2, 2, 32, 48, 4)
+    state = DeltaState(held.recurrent, held.conv, jnp.array([3, 0, 1, 4], jnp.int32))
+    y, *_ = cpu.mix(qkvz, gates, state, *weights, 1e-6)
+    expected, plain = mix(qkvz, gates, state, *weights, 1e-6)
+    np.testing.assert_allclose(y[:3], expected[:3], rtol=1e-4, atol=1e-5)
+    count = jnp.array([3, 0, 1, 3], jnp.int32)
+    after = DeltaState(*cpu.replay(state, plain, count), state.rows)
+    right = state.put(replay_plain(state.taken(), plain, count))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), after, right)
+    np.testing.assert_array_equal(after.recurrent[jnp.array([0, 2])], held.recurrent[jnp.array([0, 2])])
+
+
 @pytest.mark.parametrize("scale", [10.0, 100.0])
 def test_large_gates(scale):
     """What decays to nothing and what does not decay, and gates that are shut."""

@@ -362,6 +362,28 @@ def test_delta_rule(rows, tokens, key_heads, values, key_dim, value_dim, alike):
             np.testing.assert_allclose(a, b, atol=2e-5)
 
 
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_the_delta_rule_of_some_rows_of_a_state(tokens):
+    """In another order, the last one nobody's; other rows, and those of which nothing is kept, stay as they are."""
+    from dflash_jax.kernels.triton_delta import mix_triton, replay_triton
+
+    rng = np.random.default_rng(tokens)
+    held = normal(rng, 4, 1, 2, 16, 16), normal(rng, 4, 3, 1, 64)
+    state = DeltaState(*held, jnp.array([3, 0, 1, 4], jnp.int32))
+    inputs = normal(rng, 4, tokens, 1, 96), normal(rng, 4, tokens, 2, 1, 2)
+    weights = normal(rng, 1, 64, 4), normal(rng, 1, 2), normal(rng, 1, 2), normal(rng, 16)
+    y, record = mix_triton(*inputs, state, *weights, 1e-6)
+    expected, plain = mix(*inputs, state, *weights, 1e-6)
+    np.testing.assert_allclose(y[:3], expected[:3], atol=2e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a[:3], b[:3], atol=2e-5), DeltaRecord(*record), plain)
+    count = jnp.array([tokens, 0, 1, tokens], jnp.int32)
+    after = DeltaState(*replay_triton(state, plain, count), state.rows)
+    right = state.put(replay_plain(state.taken(), plain, count))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), after, right)
+    for new, old in zip((after.recurrent, after.conv), held, strict=True):
+        np.testing.assert_array_equal(new[jnp.array([0, 2])], old[jnp.array([0, 2])])
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("tokens", [1, 5, 17])
 @pytest.mark.parametrize("quantized", [None, ("int8", 1), ("fp8", 2)])
