@@ -109,7 +109,7 @@ class Reference:
         scores, margin = processed_reference(self.logits[row, position - 1], options)
         if options["temperature"] > 0:
             seed = jnp.asarray(options["seed"])[None]
-            scores = scores + np.asarray(gumbel_noise(seed, jnp.full((1, 1), position), vocab))[0, 0]
+            scores = scores + np.asarray(gumbel_noise(seed, jnp.full((1, 1), position), jnp.arange(vocab)))[0, 0]
         return scores, min(margin, float(self.router[row, position - 1]))
 
     def margin(self, row: int, position: int) -> float:
