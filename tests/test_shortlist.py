@@ -3,17 +3,20 @@
 import json
 import shutil
 from collections import Counter
+from dataclasses import replace
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny import VOCAB, sampling
 
 from dflash_jax import LLM, SamplingParams, train
 from dflash_jax.errors import InputError
 from dflash_jax.llm import TINY
+from dflash_jax.sampling import draw, special_rows
 from dflash_jax.sharding import Layout
 
 PROMPTS = ["def read_config(path):\n", "import json\nfor line in file:\n    "]
-VOCAB = 512
 PARAMS = [
     SamplingParams(max_tokens=60, temperature=0, ignore_eos=True),
     SamplingParams(max_tokens=60, temperature=0.9, seed=4, ignore_eos=True, frequency_penalty=0.3, top_p=0.9),
@@ -35,8 +38,32 @@ def whole():
     return answers(LLM(draft_tokens=None))
 
 
+def test_a_draw_of_some_is_one_of_all_without_the_others():
+    """Under penalties, bias, filters and noise, which are all by token."""
+    rng, size, n = np.random.default_rng(0), VOCAB, 6
+    rows = sampling(
+        n,
+        temperature=[0, 0, 0.8, 1.0, 1.5, 1.0],
+        top_k=[0, 0, 5, 0, 0, 0],
+        top_p=[1, 1, 1, 0.8, 1, 1],
+        repetition=[1, 1.5, 1, 1, 1.2, 1],
+        frequency=[0, 0.5, 0, 0, 0, 0.9],
+        seed=list(range(n)),
+        logit_bias=rng.normal(0, 3, (n, size)) * (np.arange(n) % 2)[:, None],
+    )
+    rows = replace(rows, output_counts=jnp.asarray(rng.integers(0, 3, (n, size)), jnp.int32))
+    logits, ids = jnp.asarray(rng.normal(0, 2, (n, 4, size)), jnp.float32), jnp.asarray([3, 4, 9, 20, 33, 50, 51, 60])
+    positions = jnp.arange(4) + 7 * jnp.arange(n)[:, None]
+    listed = jnp.isin(jnp.arange(size), ids)
+    for special in (special_rows(rows), jnp.zeros(n, bool)):
+        expected, _ = draw(jnp.where(listed, logits, -jnp.inf), rows, positions, special)
+        got, _ = draw(logits[..., ids], rows, positions, special, ids=ids)
+        np.testing.assert_array_equal(got, expected)
+        assert len(set(got.ravel().tolist())) > 3
+
+
 def test_a_list_of_all_tokens_drafts_what_none_does(whole, tmp_path):
-    shuffled = np.random.default_rng(0).permutation(VOCAB).tolist()
+    shuffled = np.random.default_rng(0).permutation(512).tolist()
     assert answers(LLM(draft_tokens=ids_file(tmp_path, shuffled))) == whole
 
 
