@@ -34,6 +34,7 @@ ALIASES = (
     Alias(("--speculative-algorithm",), "speculative_algorithm"),
     Alias(("--speculative-num-draft-tokens",), "max_block_size"),
     Alias(("--speculative-dflash-draft-window-size", "--speculative-draft-window-size"), "draft_window_size"),
+    Alias(("--speculative-token-map",), "draft_tokens"),
     Alias(("--max-model-len", "--context-length"), "max_len"),
     Alias(("--max-num-seqs", "--max-running-requests"), "slots"),
     Alias(("--gpu-memory-utilization", "--mem-fraction-static"), "mem_fraction"),
