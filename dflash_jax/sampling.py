@@ -6,12 +6,15 @@ that draws with the same noise agrees with the target more often than one that d
 """
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.random import threefry2x32_p
 
+from dflash_jax import kernels
+from dflash_jax.kernels import cpu
 from dflash_jax.sharding import WHOLE, Cut
 
 
@@ -84,14 +87,21 @@ def _threefry(key_hi, key_lo, hi, lo):
 def gumbel_noise(seed, positions, ids):
     """Standard Gumbel noise [B, T, V] from seed uint32 [B], positions int [B, T] and token ids [V]: threefry, counter
     mode."""
-    shape = (*positions.shape, len(ids))
-    key_hi = jnp.broadcast_to(seed[:, None, None], shape)
-    key_lo = jnp.broadcast_to(positions[..., None].astype(jnp.uint32), shape)
-    words = (key_hi, key_lo, jnp.broadcast_to(ids.astype(jnp.uint32), shape), jnp.zeros(shape, jnp.uint32))
-    bits = jax.lax.platform_dependent(*words, cpu=_threefry, default=lambda *words: threefry2x32_p.bind(*words)[0])
-    # u in (0, 1); the exponential -log1p(-u) keeps its precision where it matters, near 0.
-    u = jnp.minimum((bits.astype(jnp.float32) + 0.5) * 2.0**-32, 1.0 - 2.0**-24)
-    return -jnp.log(-jnp.log1p(-u))
+
+    def by(threefry, seed, positions, ids):
+        shape = (*positions.shape, len(ids))
+        key_hi = jnp.broadcast_to(seed[:, None, None], shape)
+        key_lo = jnp.broadcast_to(positions[..., None].astype(jnp.uint32), shape)
+        words = (key_hi, key_lo, jnp.broadcast_to(ids.astype(jnp.uint32), shape), jnp.zeros(shape, jnp.uint32))
+        # u in (0, 1); the exponential -log1p(-u) keeps its precision where it matters, near 0.
+        u = jnp.minimum((threefry(*words).astype(jnp.float32) + 0.5) * 2.0**-32, 1.0 - 2.0**-24)
+        return -jnp.log(-jnp.log1p(-u))
+
+    forms = {
+        "cpu": cpu.noise if kernels.for_cpu() else partial(by, _threefry),
+        "default": partial(by, lambda *words: threefry2x32_p.bind(*words)[0]),
+    }
+    return jax.lax.platform_dependent(seed, positions, ids, **forms)
 
 
 def _ordered(x):

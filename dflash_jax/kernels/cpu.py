@@ -1,5 +1,5 @@
 """Kernels for a CPU, in C++: products of rows by a weight, which is read once for all of them, attention, the gated
-delta rule, and mixtures of experts.
+delta rule, mixtures of experts, and the noise of draws.
 
 XLA's own product of four rows takes twice as long as one of one row, cannot read weights in bfloat16 faster than in
 float32, and its small products take tens of microseconds to start (benchmarks/NOTES.md). Compiled when first needed, in
@@ -26,7 +26,7 @@ import numpy as np
 log = logging.getLogger("dflash_jax")
 
 HERE = Path(__file__).parent
-SOURCES = [HERE / f"cpu_{name}.cc" for name in ("product", "attention", "delta", "experts", "team")]
+SOURCES = [HERE / f"cpu_{name}.cc" for name in ("product", "attention", "delta", "experts", "noise", "team")]
 HEADERS = [HERE / f"cpu_{name}.h" for name in ("panels", "shared")]
 NATIVE = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
 FLAGS = ("-O3", NATIVE, "-std=c++20", "-shared", "-fPIC", "-pthread", "-w")
@@ -50,7 +50,7 @@ def is_here() -> bool:
         log.warning("%s could not make the kernels for this CPU, all are XLA's: %s", " ".join(compiler), reason)
         return False
     library.DflashThreads(ctypes.c_int64(threads()))
-    for name in ("DflashLinear", "DflashAttend", "DflashMix", "DflashReplay", "DflashExperts"):
+    for name in ("DflashLinear", "DflashAttend", "DflashMix", "DflashReplay", "DflashExperts", "DflashNoise"):
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
     return True
 
@@ -182,3 +182,9 @@ def mixture(x, logits, live, gate_up, down, top: int, normalise: bool):
     call = jax.ffi.ffi_call("DflashExperts", jax.ShapeDtypeStruct(x.shape, jnp.float32))
     options = {"features": np.int64(gate_up.shape[2]), "top": np.int64(top), "normalise": normalise}
     return call(x, logits, live, gate_up.panels, down.panels, **options)
+
+
+def noise(seed, positions, ids):
+    """As `sampling.gumbel_noise`, but for roundings in the last places."""
+    call = jax.ffi.ffi_call("DflashNoise", jax.ShapeDtypeStruct((*positions.shape, len(ids)), jnp.float32))
+    return call(seed, positions.astype(jnp.int32), ids.astype(jnp.uint32))
