@@ -15,6 +15,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
@@ -26,10 +27,10 @@ import numpy as np
 log = logging.getLogger("dflash_jax")
 
 HERE = Path(__file__).parent
-SOURCES = [HERE / f"cpu_{name}.cc" for name in ("product", "attention", "delta", "experts", "noise", "team")]
+SOURCES = [HERE / f"cpu_{name}.cc" for name in ("panels", "product", "attention", "delta", "experts", "noise", "team")]
 HEADERS = [HERE / f"cpu_{name}.h" for name in ("panels", "shared")]
 NATIVE = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
-FLAGS = ("-O3", NATIVE, "-std=c++20", "-shared", "-fPIC", "-pthread", "-w")
+FLAGS = ("-O3", NATIVE, "-std=c++20", "-fPIC", "-pthread", "-w")
 LANES = 16  # outputs in a panel
 MOST_SIZE = 256  # of attention's heads
 
@@ -92,8 +93,16 @@ def compiled(compiler: list[str]) -> Path:
     if not library.exists():
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.TemporaryDirectory(dir=directory) as made:
-            command = [*compiler, *FLAGS, f"-I{jax.ffi.include_dir()}", *map(str, SOURCES), "-o", f"{made}/it.so"]
-            subprocess.run(command, check=True, capture_output=True, text=True, errors="replace", timeout=120)
+
+            def run(*args: str) -> None:
+                command = [*compiler, *FLAGS, *args]
+                subprocess.run(command, check=True, capture_output=True, text=True, errors="replace", timeout=300)
+
+            objects = [f"{made}/{source.stem}.o" for source in SOURCES]
+            with ThreadPoolExecutor(threads()) as pool:
+                include = f"-I{jax.ffi.include_dir()}"
+                list(pool.map(lambda source, o: run(include, "-c", str(source), "-o", o), SOURCES, objects))
+            run("-shared", *objects, "-o", f"{made}/it.so")
             os.replace(f"{made}/it.so", library)
     return library
 
