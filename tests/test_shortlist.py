@@ -67,7 +67,7 @@ def test_a_list_of_all_tokens_drafts_what_none_does(whole, tmp_path):
     assert answers(LLM(draft_tokens=ids_file(tmp_path, shuffled))) == whole
 
 
-@pytest.mark.parametrize("options", [{}, {"quantize": "int8"}, {"dtype": "bfloat16", "reproducible": True}])
+@pytest.mark.parametrize("options", [{}, {"quantize": "int8", "dtype": "bfloat16", "reproducible": True}])
 def test_only_what_is_listed_is_drafted_and_the_tokens_stay(options, whole, tmp_path):
     often = Counter(t for ids, _ in whole for t in ids)
     listed = [t for t, _ in often.most_common(len(often) // 3)]

@@ -64,8 +64,8 @@ Routes Route(const float* logits, const bool* live, int64_t tokens, int64_t expe
 
 using F32 = ffi::Buffer<ffi::F32>;
 
-// x [T, H], logits [T, E], live [T], gate_up in panels of [E, 2, F, H] and down of [E, H, F] → [T, H]. H and F are whole
-// panels.
+// x [T, H], logits [T, E], live [T], gate_up in panels of [E, 2, F, H] and down of [E, H, F] → [T, H]. H and F are
+// whole panels.
 ffi::Error Call(F32 x, F32 logits, ffi::Buffer<ffi::PRED> live, ffi::AnyBuffer gate_up, ffi::AnyBuffer down,
                 ffi::ResultBuffer<ffi::F32> out, int64_t features, int64_t top, bool normalise) {
   const int64_t tokens = x.dimensions()[0], hidden = x.dimensions()[1], experts = logits.dimensions()[1];
@@ -113,7 +113,9 @@ ffi::Error Call(F32 x, F32 logits, ffi::Buffer<ffi::PRED> live, ffi::AnyBuffer g
         for (int64_t j = 0; j < n; ++j) {
           float* const to = here + routes.token[c + j] * hidden;
           const float weight = routes.weight[c + j];
-          for (int64_t k = 0; k < columns; k += kLanes) Store(to + k, Load(to + k) + Load(rows + j * kStride + k) * weight);
+          for (int64_t k = 0; k < columns; k += kLanes) {
+            Store(to + k, Load(to + k) + Load(rows + j * kStride + k) * weight);
+          }
         }
       }
     }

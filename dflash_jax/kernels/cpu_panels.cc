@@ -15,8 +15,8 @@ constexpr int Panels(int rows) { return rows <= 4 ? 4 : 2; }
 #else
 constexpr int Panels(int rows) { return rows <= 2 ? 2 : 1; }
 #endif
-// Bytes of each panel that are asked for ahead of their use: what the CPU foresees by itself is too little for two cores
-// to be given what the memory has.
+// Bytes of each panel that are asked for ahead of their use: what the CPU foresees by itself is too little for two
+// cores to be given what the memory has.
 constexpr int64_t kAhead = 2048;
 
 // The weights of inputs k and k + 1.

@@ -26,7 +26,7 @@ inline Floats Choose(Ints mask, Floats a, Floats b) { return (Floats)((mask & (I
 
 inline Floats Largest(Floats a, Floats b) { return Choose(a > b, a, b); }
 
-// exp of x ≤ 0, to 2 units in the last place; 0 below -87, NaN of NaN. 2^n e^r, r within half of ln 2, by Taylor's terms.
+// exp of x ≤ 0, to 2 units in the last place; 0 below -87, NaN of NaN. 2^n e^r, |r| within ln 2 / 2, by Taylor's terms.
 inline Floats Exp(Floats x) {
   const Ints none = x < -87.0f;
   x = Choose(none, Floats{}, x);

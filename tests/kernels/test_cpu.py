@@ -119,6 +119,7 @@ def test_callers_at_one_time_do_not_mix():
 @needs_kernel
 def test_it_is_compiled_once(tmp_path, monkeypatch):
     monkeypatch.setattr("platformdirs.user_cache_path", lambda _: tmp_path)
+    monkeypatch.setattr(cpu, "FLAGS", [flag for flag in cpu.FLAGS if flag != "-O3"])
     compiler = cpu.find_compiler()
     first = cpu.compiled(compiler)
     # What does not load is made again.

@@ -214,16 +214,17 @@ def test_a_failed_engine_is_told_and_health_turns_red(llm):
         assert running.http.get("/health").status_code == 200
 
         def fail(*_):
+            # By then all have been asked.
+            time.sleep(0.5)
             raise RuntimeError("the device is on fire")
 
         def ask(**more) -> None:
             codes.append(running.post("/v1/completions", prompt="def f(", max_tokens=500, ignore_eos=True, **more))
 
+        engine.engine.device.read = fail
         threads = [threading.Thread(target=ask) for _ in range(3)]
         for t in threads:
             t.start()
-        time.sleep(0.3)
-        engine.engine.device.read = fail
         for t in threads:
             t.join()
         assert [c.status_code for c in codes] == [500] * 3
