@@ -77,8 +77,8 @@ using F32Out = ffi::ResultBuffer<ffi::F32>;
 using I32 = ffi::Buffer<ffi::S32>;
 
 // qkvz [B, T, G, C + R Dv], gates [B, T, 2, G, R], state [all rows, G, R, Dk, Dv], conv [all rows, J - 1, G, C], owned
-// [B]: the rows, taps [G, C, J], a_log and dt_bias [G, R], norm [Dv] → y and delta [B, T, G, R, Dv], k [B, T, G, Dk], log_decay
-// [B, T, G, R], inputs [B, T, G, C]. Rows past the end are nobody's: what they give is meaningless.
+// [B]: the rows, taps [G, C, J], a_log and dt_bias [G, R], norm [Dv] → y and delta [B, T, G, R, Dv], k [B, T, G, Dk],
+// log_decay [B, T, G, R], inputs [B, T, G, C]. Rows past the end are nobody's: what they give is meaningless.
 ffi::Error Mix(F32 qkvz, F32 gates, F32 state, F32 conv, I32 owned, F32 taps, F32 a_log, F32 dt_bias, F32 norm,
                F32Out y, F32Out k_out, F32Out delta, F32Out log_decay, F32Out inputs, float eps) {
   const int64_t rows = qkvz.dimensions()[0], tokens = qkvz.dimensions()[1], wide = qkvz.dimensions()[3];

@@ -29,7 +29,7 @@ inline Words Threefry(uint32_t key_hi, uint32_t key_lo, Words hi) {
   return hi;
 }
 
-// log of normal x > 0, to 2 units in the last place: of m · 2^n, m in [√½, √2), by terms of 2 artanh((m - 1) / (m + 1)).
+// log of normal x > 0, to 2 units in the last place: of m 2^n, m in [√½, √2), by terms of 2 artanh((m - 1) / (m + 1)).
 inline Floats Log(Floats x) {
   const Ints bits = (Ints)x - 0x3f3504f3;
   const Floats n = __builtin_convertvector(bits >> 23, Floats);
