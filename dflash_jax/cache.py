@@ -247,12 +247,13 @@ class DeltaState:
     def specs(self, heads: Cut) -> "DeltaState":
         return DeltaState(spec(DATA, heads), spec(DATA, None, heads))
 
-    def is_kept_in_place(self) -> bool:
-        """Whether kernels read and write some of its rows where they lie; else a loop is given a copy of them."""
+    def is_kept_in_place(self, tokens: int) -> bool:
+        """Whether a loop over so many tokens at a time reads and writes rows where they lie, by kernels; else it is
+        given a copy of them."""
         if kernels.are_wanted():
             from dflash_jax.kernels import triton_delta
 
-            return triton_delta.fits(1, self)
+            return triton_delta.fits(tokens, self)
         return cpu.mixes(self) and kernels.for_cpu()
 
     def taken(self) -> "DeltaState":

@@ -5,6 +5,7 @@ import logging
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from itertools import compress
 from math import isnan
 from pathlib import Path
 
@@ -28,7 +29,7 @@ from dflash_jax.params import Completion, Defaults, SamplingParams
 from dflash_jax.pool import Pool
 from dflash_jax.programs import Programs, enable_disk_cache
 from dflash_jax.rows import Piece, Row
-from dflash_jax.sharding import Layout, parameter_specs, place
+from dflash_jax.sharding import Layout, parameter_paths, parameter_specs, place
 from dflash_jax.state import Settings
 from dflash_jax.text import Tokenizer
 
@@ -56,7 +57,8 @@ class LLM:
     model's positions. mesh: devices to share the work among, such as "data=2,tensor=4" (default: one). quantize:
     "int8" or "fp8" for a target whose checkpoint is not quantised; "none" makes an FP8 checkpoint ``dtype``, which
     else stays FP8. draft_tokens: a JSON list of the only token ids that are drafted, which spares the drafter most of
-    the head; "auto" is the drafter's own draft_tokens.json where it has one, None is all tokens. Raises InputError for
+    the head; "auto" is the drafter's own draft_tokens.json where it has one and the head is not cut over devices, None
+    is all tokens. Raises InputError for
     whatever does not fit together.
     """
 
@@ -144,8 +146,13 @@ class LLM:
         other, kind = copy.copy(self), DTYPES[self.dtype]
         shape, mesh = abstract_drafter(drafter.config, kind, self.target.layout), self.programs.mesh
         cuts = [NamedSharding(mesh, spec) for spec in parameter_specs(shape)]
-        leaves = [np.asarray(x).astype(kind) for x in jax.tree.leaves(plain(drafter))]
-        other.drafter = self._arranged(jax.tree.unflatten(jax.tree.structure(shape), map(place, leaves, cuts)))
+        dense = plain(drafter)
+        # The list of this LLM is kept, whatever the other one had.
+        own = [not path.startswith("shortlist.") for path in parameter_paths(dense)]
+        leaves = [np.asarray(x).astype(kind) for x in compress(jax.tree.leaves(dense), own)]
+        placed = [place(x, cut) for x, cut in zip(leaves, cuts, strict=True)]
+        other.drafter = self._arranged(jax.tree.unflatten(jax.tree.structure(shape), placed))
+        other.drafter.shortlist = None if self.drafter is None else self.drafter.shortlist
         other.largest_block = drafter.config.block_size
         other.programs, other.plain_programs = Programs(self.target, other.drafter), Programs(self.target, None)
         # Weights that bfloat16 holds are kept otherwise than others.
@@ -157,7 +164,11 @@ class LLM:
 
     def _draft_tokens(self, name: str | Path | None, draft: Path | None, layout: Layout):
         """int32 [N], the only tokens that are drafted, or None for all."""
-        if draft is None or name in (None, "none"):
+        if name in (None, "none"):
+            return None
+        if draft is None:
+            if name != "auto":
+                raise InputError(f"draft tokens {name}: there is no drafter")
             return None
         path = draft / DRAFT_TOKENS if name == "auto" else Path(name).expanduser()
         is_cut = layout.wide(self.config.vocab_size).axes
@@ -169,8 +180,8 @@ class LLM:
 
     def _arranged(self, module):
         """``module`` as this platform reads it fastest."""
-        platforms = [device.platform for device in jax.tree.leaves(module)[0].sharding.device_set]
-        wanted = platforms == ["cpu"] and self.dtype == "float32" and kernels.for_cpu()
+        devices = set().union(*(x.sharding.device_set for x in jax.tree.leaves(module)))
+        wanted = [device.platform for device in devices] == ["cpu"] and self.dtype == "float32" and kernels.for_cpu()
         return in_panels(module) if wanted else module
 
     @property

@@ -221,8 +221,8 @@ def perturbed(processed, rows: SamplingRows, positions, ids=None):
 
 
 def choose(processed, rows: SamplingRows, positions, ids=None):
-    """Processed logits [B, T, V] → tokens int32 [B, T] for absolute ``positions`` [B, T]; with ``ids``, as in
-    `perturbed`, places among these."""
+    """Processed logits [B, T, V] → places of the chosen in V, int32 [B, T], for absolute ``positions`` [B, T]: token
+    ids, but where there are ``ids``, as in `perturbed`."""
 
     def draw(logits):
         return rows.vocab.argmax(perturbed(logits, rows, positions, ids))

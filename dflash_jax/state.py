@@ -44,7 +44,7 @@ class DecodeState:
     prompt token is the first one that a round is fed: prefill leaves it out.
 
     A state may stand for some ``rows`` [B] of a larger one (`take_rows`): caches and logprobs are then the larger
-    one's.
+    one's, but for recurrent memory that was copied.
     """
 
     tokens: jax.Array
@@ -112,19 +112,22 @@ def state_specs(target: Decoder, drafter: Drafting | None, state: DecodeState) -
     )
 
 
-def _stays(x) -> bool:
-    """Whether rows of a cache are worked on where they lie."""
-    return isinstance(x, KVCache) or (isinstance(x, DeltaState) and x.is_kept_in_place())
+def _is_cache(x) -> bool:
+    return isinstance(x, KVCache | DeltaState)
 
 
-def take_rows(state: DecodeState, rows) -> DecodeState:
-    """The rows int [b] of a state, as one of b rows over its caches. Those past its end are idle."""
+def take_rows(state: DecodeState, rows, window: int = 1) -> DecodeState:
+    """The rows int [b] of a state, as one of b rows over its caches, or over a copy of their recurrent memory where no
+    kernel takes a ``window`` of so many tokens. Those past its end are idle."""
     own = jnp.minimum(rows, state.length.shape[0] - 1)
 
     def take(x):
-        return replace(x, rows=rows) if _stays(x) else x[own]
+        if not _is_cache(x):
+            return x[own]
+        mine = replace(x, rows=rows)
+        return mine if isinstance(x, KVCache) or x.is_kept_in_place(window) else mine.taken()
 
-    taken = jax.tree.map(take, replace(state, logprobs=None), is_leaf=_stays)
+    taken = jax.tree.map(take, replace(state, logprobs=None), is_leaf=_is_cache)
     return replace(taken, logprobs=state.logprobs, rows=rows, done=taken.done | (rows >= state.length.shape[0]))
 
 
@@ -132,8 +135,11 @@ def put_rows(state: DecodeState, taken: DecodeState) -> DecodeState:
     """``state`` with the rows that `take_rows` gave, and were worked on."""
 
     def put(old, new):
-        return replace(new, rows=None) if _stays(old) else old.at[taken.rows].set(new, mode="drop")
+        if not _is_cache(old):
+            return old.at[taken.rows].set(new, mode="drop")
+        held = new if new.rows is not None else replace(old, rows=taken.rows).put(new)
+        return replace(held, rows=None)
 
     bare = replace(state, logprobs=None), replace(taken, logprobs=None, rows=None)
-    after = jax.tree.map(put, *bare, is_leaf=_stays)
+    after = jax.tree.map(put, *bare, is_leaf=_is_cache)
     return replace(after, logprobs=taken.logprobs)

@@ -73,7 +73,7 @@ def score(target, drafter, state: DecodeState, rows, n, *, size: int, top: int):
 
 def decode(target, drafter, state: DecodeState, rows, width, rounds, *, settings: Settings):
     drafter = drafter if settings.drafting else None
-    before = replace(take_rows(state, rows), width=width)
+    before = replace(take_rows(state, rows, settings.window), width=width)
     after = speculative.decode(target, drafter, before, rounds, REPORT_SIZE, settings)
     found = report(before, after, max(REPORT_SIZE, settings.window))
     return put_rows(state, replace(after, width=state.width[rows])), gathered(found)

@@ -19,7 +19,7 @@ COMMANDS = {
     "fit": "train; the same command goes on after a stop",
     "evaluate": "acceptance length and speed, on --held-out, of OUTPUT/draft or, where there is none, of --draft",
     "export": "the newest checkpoint of OUTPUT as a Hugging Face directory, OUTPUT/draft",
-    "tokens": "the data's most frequent tokens, the only ones to draft, into OUTPUT/draft/draft_tokens.json",
+    "tokens": "the data's most frequent tokens, to draft from: OUTPUT/draft/draft_tokens.json, or in OUTPUT",
 }
 
 
@@ -105,7 +105,7 @@ def run(command: str, config: TrainConfig, meshes: dict[str, str]) -> int:
         if config.features is None:
             raise InputError("cache needs --features: a directory to write to")
         pair = training.open_pair(config)
-        features.write(config, training.read_rows(config, pair.llm, tell), pair, tell)
+        features.write(config, pair.rows(config, tell), pair, tell)
     elif command == "export":
         training.export(config, tell)
     elif command == "tokens":

@@ -11,6 +11,7 @@ import pytest
 from tiny import VOCAB, sampling
 
 from dflash_jax import LLM, SamplingParams, train
+from dflash_jax.checkpoint.load import load_drafter
 from dflash_jax.errors import InputError
 from dflash_jax.llm import TINY
 from dflash_jax.sampling import draw, special_rows
@@ -90,6 +91,11 @@ def test_the_drafters_own_list_is_taken_unless_told_otherwise(tmp_path):
     (draft / "draft_tokens.json").write_text(json.dumps([5, 3, 5, 9]))
     assert LLM(TINY / "target", draft).drafter.shortlist.ids[...].tolist() == [3, 5, 9]
     assert LLM(TINY / "target", draft, draft_tokens="none").drafter.shortlist is None
+    # Another drafter in its place drafts from the same list.
+    llm = LLM(TINY / "target", draft)
+    for other in (load_drafter(TINY / "draft"), LLM().drafter, llm.drafter):
+        assert llm.with_drafter(other).drafter.shortlist is llm.drafter.shortlist
+    assert LLM().with_drafter(llm.drafter).drafter.shortlist is None
     # A head that is cut is drafted with whole.
     llm, cut = LLM(TINY / "target", draft, draft_tokens=None), Layout.parse("tensor=2")
     assert llm._draft_tokens("auto", draft, cut) is None
@@ -118,12 +124,22 @@ def test_a_bad_list_is_named(text, named, tmp_path):
         LLM(draft_tokens=path)
 
 
+def test_a_list_without_a_drafter_is_refused():
+    with pytest.raises(InputError, match="there is no drafter"):
+        LLM(TINY / "target", None, draft_tokens="ids.json")
+
+
 def test_the_tokens_that_answers_use_most(tmp_path, capsys):
     answer, other = [7] * 5 + [300, 8, 8, 300, 8, 8], [9, 9, 9]
     lines = [{"prompt_ids": [1] * 20, "response_ids": answer}, {"prompt_ids": [2, 3], "response_ids": other}]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     asked = ["--data", str(tmp_path / "data.jsonl"), "--output", str(tmp_path / "run")]
     assert train.main(["tokens", *asked, "--draft-vocabulary", "3"]) == 0
-    path = tmp_path / "run" / "draft" / "draft_tokens.json"
+    path = tmp_path / "run" / "draft_tokens.json"
     assert json.loads(path.read_text()) == [7, 8, 9]
     assert f"3 tokens, 85.7% of the answers, are in {path}" in capsys.readouterr().err
+    # Beside a drafter where one is.
+    (tmp_path / "run" / "draft").mkdir()
+    (tmp_path / "run" / "draft" / "config.json").write_text("{}")
+    assert train.main(["tokens", *asked, "--draft-vocabulary", "2"]) == 0
+    assert json.loads((tmp_path / "run" / "draft" / "draft_tokens.json").read_text()) == [7, 8]

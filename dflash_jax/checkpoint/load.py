@@ -182,6 +182,9 @@ def save_module(module, entries: list[Entry], raw: dict, directory: str | Path, 
     tensors = {}
     module = plain(module)
     for path, leaf in zip(parameter_paths(module), jax.tree.leaves(module), strict=True):
+        if path.startswith("shortlist."):
+            # The target's rows, by a file of their own.
+            continue
         entry = by_path[path]
         for tensor, array in zip(entry.tensors, entry.write(np.asarray(leaf.astype(dtype))), strict=True):
             tensors[tensor.name] = array

@@ -32,7 +32,7 @@ HEADERS = [HERE / f"cpu_{name}.h" for name in ("panels", "shared")]
 NATIVE = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
 FLAGS = ("-O3", NATIVE, "-std=c++20", "-fPIC", "-pthread", "-w")
 LANES = 16  # outputs in a panel
-MOST_SIZE = 256  # of attention's heads
+MOST_SIZE = 256  # of heads, of attention and of the delta rule
 
 
 @cache

@@ -171,7 +171,9 @@ ffi::Error Replay(F32 state, F32 conv, I32 owned, F32 k, F32 delta, F32 log_deca
   const int64_t rows = k.dimensions()[0], tokens = k.dimensions()[1], groups = k.dimensions()[2];
   const int64_t repeat = state.dimensions()[2], size = state.dimensions()[3], values = state.dimensions()[4];
   const int64_t past = conv.dimensions()[1], line = groups * conv.dimensions()[3];
-  if (values % kLanes) return ffi::Error::InvalidArgument("heads of a size that is not made for");
+  if (size > kMostKeys || values % kLanes) {
+    return ffi::Error::InvalidArgument("heads of a size that is not made for");
+  }
   // What is not given up comes as a copy from XLA.
   if (state.typed_data() != state_out->typed_data() || conv.typed_data() != conv_out->typed_data()) {
     return ffi::Error::Internal("the state was not written where it lies");
@@ -198,15 +200,15 @@ ffi::Error Replay(F32 state, F32 conv, I32 owned, F32 k, F32 delta, F32 log_deca
       for (int64_t t = 0; t < count; ++t) {
         decay[t] = std::exp(log_decay.typed_data()[first + t * groups * repeat]);
       }
-      for (int64_t i = 0; i < size; ++i) {
-        for (int64_t v = 0; v < values; v += kLanes) {
-          Floats s = Load(held + i * values + v);
-          for (int64_t t = 0; t < count; ++t) {
-            const Floats d = Load(delta.typed_data() + (first + t * groups * repeat) * values + v);
-            s = Stepped(s, decay[t], k.typed_data()[((b * tokens + t) * groups + g) * size + i], d);
-          }
-          Store(held + i * values + v, s);
+      for (int64_t v = 0; v < values; v += kLanes) {
+        Floats s[kMostKeys];
+        for (int64_t i = 0; i < size; ++i) s[i] = Load(held + i * values + v);
+        for (int64_t t = 0; t < count; ++t) {
+          const Floats d = Load(delta.typed_data() + (first + t * groups * repeat) * values + v);
+          const float* const mine = k.typed_data() + ((b * tokens + t) * groups + g) * size;
+          for (int64_t i = 0; i < size; ++i) s[i] = Stepped(s[i], decay[t], mine[i], d);
         }
+        for (int64_t i = 0; i < size; ++i) Store(held + i * values + v, s[i]);
       }
     }
   };

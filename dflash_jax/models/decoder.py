@@ -122,7 +122,7 @@ class Decoder(nnx.Module):
         return project(hidden, head, kind=jnp.float32)
 
     def head_rows(self, ids):
-        """The head's rows of the tokens ``ids`` int [N], in the form that it has; it must not be cut."""
+        """The head's rows of the tokens ``ids`` int [N], of panels as float32; it must not be cut."""
         return (self.embed if self.config.tied_embeddings else self.head)[...][ids]
 
     def _angles(self, positions):

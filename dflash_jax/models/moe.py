@@ -11,7 +11,7 @@ from dflash_jax.config import MoeSpec
 from dflash_jax.kernels import cpu
 from dflash_jax.kernels.cpu import LANES
 from dflash_jax.models.parts import Mlp, linear, normal, project, swiglu
-from dflash_jax.models.weights import Panels, dense
+from dflash_jax.models.weights import Panels, Scaled, dense
 from dflash_jax.sharding import ONE_DEVICE, Cut, Layout
 
 # Rows that a product holds for each expert: so many times the mean, and at least so many, which a product of a few rows
@@ -198,8 +198,8 @@ class Moe(nnx.Module):
 
     def matrices(self) -> dict[str, int]:
         maps = {"router": 1, "shared_gate": 1} if self.spec.shared_intermediate_size is not None else {"router": 1}
-        hidden, features = self.down.get_value().shape[1:]
-        whole = hidden % LANES == 0 and features % LANES == 0
+        both = self.gate_up.get_value(), self.down.get_value()
+        whole = all(n % LANES == 0 for n in both[1].shape[1:]) and not any(isinstance(x, Scaled) for x in both)
         return maps | {"gate_up": 1, "down": 1} if whole else maps
 
     def __call__(self, x, valid, residual=None):

@@ -39,13 +39,11 @@ def constant(rngs: nnx.Rngs | None, shape: tuple[int, ...], dtype, value: float)
 
 
 def _dot(x, y, axes: tuple[int, int], kind):
-    """Of matrices of one dtype, over these axes of theirs, summed in float32 at least → ``kind``."""
+    """Of bfloat16 matrices, over these axes of theirs, summed in float32 → ``kind``."""
 
     def dot(x, y, kind):
         return jax.lax.dot_general(x, y, (((axes[0],), (axes[1],)), ((), ())), preferred_element_type=kind)
 
-    if x.dtype != jnp.bfloat16:
-        return dot(x, y, kind)
     # XLA's CPU multiplies in bfloat16, several times as fast, where float32 comes out, and in float32 otherwise.
     return jax.lax.platform_dependent(
         x, y, cpu=lambda x, y: dot(x, y, jnp.float32).astype(kind), default=lambda x, y: dot(x, y, kind)
@@ -67,11 +65,14 @@ _product.defvjp(lambda x, matrix, kind: (_product(x, matrix, kind), (x, matrix))
 
 
 def product(x, matrix, kind=None):
-    """x [T, I] times the transpose of an array [O, I] → [T, O] in ``kind`` (default: x's dtype). Where both are of one
-    dtype their gradients are products in it too, whatever ``kind`` is: a float32 gradient is rounded first."""
-    if x.dtype != matrix.dtype:
-        return jnp.einsum("ti,oi->to", x, matrix, preferred_element_type=kind)
-    return _product(x, matrix, jnp.dtype(kind or x.dtype))
+    """x [T, I] times the transpose of an array [O, I] → [T, O] in ``kind`` (default: the wider of their dtypes).
+
+    Where both are bfloat16 their gradients are products in it too, whatever ``kind`` is: a float32 gradient is rounded
+    first, as PyTorch's autocast does. Forward-mode derivatives are for other dtypes.
+    """
+    if x.dtype == matrix.dtype == jnp.bfloat16:
+        return _product(x, matrix, jnp.dtype(kind or x.dtype))
+    return jnp.einsum("ti,oi->to", x, matrix, preferred_element_type=kind)
 
 
 def project(x, weight, contracted: int = 1, kind=None):

@@ -18,13 +18,16 @@ from jax.sharding import PartitionSpec
 from tqdm import tqdm
 
 from dflash_jax import distributed
+from dflash_jax.checkpoint.hub import resolve
+from dflash_jax.checkpoint.load import check_target
 from dflash_jax.errors import InputError
-from dflash_jax.llm import DRAFT_TOKENS, LLM
+from dflash_jax.llm import DRAFT_TOKENS, LLM, TINY
 from dflash_jax.models.decoder import Decoder
 from dflash_jax.models.families import dflash
 from dflash_jax.models.weights import plain
 from dflash_jax.params import SamplingParams
 from dflash_jax.sharding import DATA, Layout, place
+from dflash_jax.text import Tokenizer
 from dflash_jax.training import drafters
 from dflash_jax.training.checkpoints import Checkpoints
 from dflash_jax.training.config import TrainConfig
@@ -51,6 +54,9 @@ class Pair:
     llm: LLM
     raw: dict
 
+    def rows(self, config: TrainConfig, tell: Callable) -> PackedRows:
+        return read_rows(config, self.llm.tokenizer, self.llm.config.vocab_size, tell)
+
     @cached_property
     def target(self) -> Decoder:
         """As it was loaded, however the LLM has arranged it."""
@@ -69,11 +75,9 @@ def open_pair(config: TrainConfig) -> Pair:
     return Pair(llm, drafters.raw_config(config, llm))
 
 
-def read_rows(config: TrainConfig, llm: LLM, tell: Callable) -> PackedRows:
+def read_rows(config: TrainConfig, tokenizer, vocab: int, tell: Callable) -> PackedRows:
     skipped = Skipped() if config.skip_bad_lines else None
-    rows = PackedRows(
-        read_documents(config.data, llm.tokenizer, llm.config.vocab_size, skipped), config.sequence_length
-    )
+    rows = PackedRows(read_documents(config.data, tokenizer, vocab, skipped), config.sequence_length)
     tokens = sum(len(d.tokens) for d in rows.documents)
     check_learnable(rows.documents, rows.length, config.data)
     tell(f"{len(rows.documents)} documents, {tokens} tokens, in {len(rows)} rows, {rows.used:.0%} used")
@@ -160,7 +164,7 @@ def fit(config: TrainConfig, tell: Callable[[str], None]) -> tuple[int, int]:
     """Trains to the end, or until a signal asks to stop; the same call goes on from there. Returns the step reached,
     and the last one."""
     pair = open_pair(config)
-    rows, recipe = read_rows(config, pair.llm, tell), recipe_of(config, pair)
+    rows, recipe = pair.rows(config, tell), recipe_of(config, pair)
     vocabulary = None if config.loss_vocabulary is None else frequent_tokens(rows, config.loss_vocabulary)
     digest = rows.digest()
     if config.features is not None:
@@ -285,12 +289,14 @@ def export(config: TrainConfig, tell: Callable[[str], None]) -> None:
 
 
 def write_draft_tokens(config: TrainConfig, tell: Callable[[str], None]) -> None:
-    """The tokens that answers use most, for `LLM`'s ``draft_tokens``."""
-    llm = LLM(config.target, None, dtype=config.dtype, prefix_bytes=0)
-    rows = read_rows(config, llm, tell)
+    """The tokens that answers use most, for `LLM`'s ``draft_tokens``: beside the drafter of OUTPUT, or where there is
+    none, in OUTPUT itself."""
+    target = TINY / "target" if config.target is None else resolve(config.target)
+    rows = read_rows(config, Tokenizer(target), check_target(target).vocab_size, tell)
     kept = frequent_tokens(rows, config.draft_vocabulary)
     learned = np.concatenate([d.tokens[d.mask] for d in rows.documents])
-    path = config.directory / "draft" / DRAFT_TOKENS
+    trained = config.directory / "draft"
+    path = (trained if (trained / "config.json").exists() else config.directory) / DRAFT_TOKENS
     if distributed.is_first():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(kept.tolist()) + "\n", encoding="utf-8")

@@ -323,7 +323,7 @@ def test_a_finished_run_is_measured_again_and_logged_once(config, tmp_path):
 
 def test_features_of_another_target_are_refused(config, tmp_path):
     pair = run.open_pair(config)
-    rows = run.read_rows(config, pair.llm, print)
+    rows = pair.rows(config, print)
     before = features.record_of(rows, pair, False)
     assert features.record_of(rows, run.open_pair(config), False) == before
     last = pair.target.layers[-1].input_norm.weight
