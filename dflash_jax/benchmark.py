@@ -65,6 +65,7 @@ def make_parser() -> argparse.ArgumentParser:
     here.add_argument("--quantize", choices=["none", "int8", "fp8"])
     here.add_argument("--mesh", metavar="data=2,tensor=4")
     here.add_argument("--max-len", type=int, metavar="N")
+    here.add_argument("--draft-tokens", metavar="FILE|none", help="default: the drafter's draft_tokens.json, if any")
     add_platform(here)
     there = p.add_argument_group("a server")
     there.add_argument("--url", help="such as http://127.0.0.1:30000")
@@ -120,8 +121,9 @@ def open_llm(args, options: dict):
     device = set_platform(args.platform, args.kernels)
     from dflash_jax.llm import LLM
 
-    given = {k: getattr(args, k) for k in ("dtype", "quantize", "mesh", "max_len") if getattr(args, k) is not None}
-    kept = {k: options[k] for k in ("dtype", "quantize", "mesh", "max_len") if k in options}
+    names = ("dtype", "quantize", "mesh", "max_len", "draft_tokens")
+    given = {k: getattr(args, k) for k in names if getattr(args, k) is not None}
+    kept = {k: options[k] for k in names if k in options}
     target, draft = args.target or options.get("target"), args.draft or options.get("draft")
     if target is not None and draft is None:
         raise InputError("no drafter: give --draft")
@@ -201,6 +203,8 @@ def run(args) -> int:
         model = Path(args.config).stem if args.config else str(args.target or "bundled pair")
         about |= {"model": model, "device": device, "dtype": llm.dtype, "mesh": str(llm.target.layout)}
         about |= {"max_len": llm.max_len, "quantize": args.quantize or options.get("quantize"), "kernels": args.kernels}
+        listed = llm.drafter.shortlist
+        about |= {"draft_tokens": None if listed is None else len(listed.ids[...])}
         methods = [m for m in methods if not m.isdecimal() or int(m) <= llm.largest_block]
         room = capacity(llm, tasks, asking)
 

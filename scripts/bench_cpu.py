@@ -80,11 +80,12 @@ def llama_cpp_answers(path: str) -> Callable:
     return answer
 
 
-def dflash_answers(target: str | None, draft: str | None, block: int) -> Callable:
+def dflash_answers(target: str | None, draft: str | None, block: int, draft_tokens: str) -> Callable:
     """As `transformers_answers`; prompts one after the other."""
     from dflash_jax import LLM, SamplingParams
 
-    llm = LLM(target, draft, prefix_bytes=0) if target else LLM(prefix_bytes=0)
+    options = {"prefix_bytes": 0, "draft_tokens": draft_tokens}
+    llm = LLM(target, draft, **options) if target else LLM(**options)
 
     def answer(prompts, new_tokens, temperature, ignore_eos):
         params = SamplingParams(temperature=temperature, max_tokens=new_tokens, ignore_eos=ignore_eos, seed=0)
@@ -149,6 +150,7 @@ def main() -> None:
     parser.add_argument("--data", nargs="+", metavar="FILE", help='JSON lines {"messages": [...]}')
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0], metavar="T", help="default: 0")
     parser.add_argument("--blocks", nargs="+", type=int, default=[4, 8, 16], metavar="N", help="default: 4 8 16")
+    parser.add_argument("--draft-tokens", default="auto", metavar="FILE|none", help="as generate's")
     parser.add_argument("--gguf", nargs="+", default=[], metavar="FILE", help="the same weights for llama.cpp")
     parser.add_argument("--only", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -163,7 +165,7 @@ def main() -> None:
         }
         is_ours = args.only.isdigit()
         if is_ours:
-            answer = dflash_answers(args.target, args.draft, int(args.only))
+            answer = dflash_answers(args.target, args.draft, int(args.only), args.draft_tokens)
         else:
             answer = transformers_answers(target) if args.only == "transformers" else llama_cpp_answers(args.only)
         print(json.dumps(measure(answer, sets, args, is_ours)))
