@@ -58,8 +58,7 @@ class LLM:
     "int8" or "fp8" for a target whose checkpoint is not quantised; "none" makes an FP8 checkpoint ``dtype``, which
     else stays FP8. draft_tokens: a JSON list of the only token ids that are drafted, which spares the drafter most of
     the head; "auto" is the drafter's own draft_tokens.json where it has one and the head is not cut over devices, None
-    is all tokens. Raises InputError for
-    whatever does not fit together.
+    is all tokens. Raises InputError for whatever does not fit together.
     """
 
     def __init__(
