@@ -1,11 +1,15 @@
 """Triton's interpreter runs the kernels: NumPy under the hood, torch tensors at the surface."""
 
+from importlib import import_module
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 interpreter = pytest.importorskip("triton.runtime.interpreter")
+
+MODULES = [f"triton_{name}" for name in ("attention", "chunks", "delta", "experts", "project", "routing")]
 
 
 def to_torch(x):
@@ -38,10 +42,10 @@ def interpreter_for_cpu():
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.reshape(-1)[0]))
 
     patch.setattr(interpreter, "_patch_lang_tensor", patched)
-    from dflash_jax.kernels import triton_attention, triton_delta, triton_experts, triton_project, triton_routing
-
-    for module in (triton_attention, triton_delta, triton_experts, triton_project, triton_routing):
+    modules = [import_module(f"dflash_jax.kernels.{name}") for name in MODULES]
+    for module in modules:
         patch.setattr(module, "triton_call", interpreted)
+    triton_attention, _, _, triton_experts, _, triton_routing = modules
     patch.setattr(triton_routing, "_COUNTED", 4)
     # Programs run one after another.
     patch.setattr(triton_attention, "PROGRAMS", 12)
