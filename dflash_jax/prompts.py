@@ -126,7 +126,7 @@ def admit(target: Decoder, state: DecodeState, rows, admission: Admission) -> De
         )
     )
     one = take_rows(state, rows)
-    vocab, size = target.vocab, one.sampling.logit_bias.shape[1]
+    vocab, size = target.vocab, state.sampling.logit_bias.shape[1]
 
     def at(ids, keep):
         """Places in this device's part of the vocabulary; past its end where there is nothing to write."""
@@ -144,10 +144,7 @@ def admit(target: Decoder, state: DecodeState, rows, admission: Admission) -> De
         **flags,
         seed=seed,
         top_k=ints.pop("top_k"),
-        logit_bias=bias[None],
-        prompt_counts=counts[None],
-        output_counts=jnp.zeros_like(one.sampling.output_counts),
-    )
+    ).with_tables(bias[None], counts[None], jnp.zeros_like(counts)[None])
     zero = jnp.zeros_like(one.base)
     target_caches = tuple(c if isinstance(c, KVCache) else c.cleared() for c in one.target)
     fresh = replace(

@@ -5,7 +5,7 @@ distribution at a given position is the same whether it was drafted or not, at a
 that draws with the same noise agrees with the target more often than one that drafts greedily.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 
 import jax
@@ -25,7 +25,8 @@ class SamplingRows:
 
     temperature 0 is greedy; top_k 0, top_p 1, min_p 0, repetition 1, frequency 0 and presence 0 are off. The counts
     are of the tokens known so far: repetition looks at prompt and output, frequency and presence at the output only.
-    ``vocab`` (static): how V is cut over devices, here and in all logits.
+    ``vocab`` (static): how V is cut over devices, here and in all logits. ``rows`` int [B]: the options are of these
+    rows of larger tables [all rows, V], which are read and written where they lie; those past the end are nobody's.
     """
 
     temperature: jax.Array
@@ -41,6 +42,7 @@ class SamplingRows:
     logit_bias: jax.Array
     prompt_counts: jax.Array
     output_counts: jax.Array
+    rows: jax.Array | None = None
     vocab: Cut = field(default=WHOLE, metadata={"static": True})
 
     @classmethod
@@ -67,8 +69,46 @@ class SamplingRows:
 
     def of_tokens(self, ids) -> "SamplingRows":
         """For logits of the tokens ``ids`` int [N] only; the vocabulary must not be cut."""
-        wide = ("logit_bias", "prompt_counts", "output_counts")
-        return replace(self, **{name: getattr(self, name)[:, ids] for name in wide})
+        own = self.lines(len(self.seed))[:, None]
+        return replace(self, rows=None, **{name: getattr(self, name)[own, ids] for name in TABLES})
+
+    def lines(self, rows: int) -> jax.Array:
+        """int [rows]: where each row's part of the tables is."""
+        return jnp.arange(rows) if self.rows is None else jnp.minimum(self.rows, len(self.logit_bias) - 1)
+
+    def tables(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """logit_bias, prompt_counts and output_counts of the rows themselves, [B, V]."""
+        every = tuple(getattr(self, name) for name in TABLES)
+        return every if self.rows is None else tuple(x[self.lines(len(self.rows))] for x in every)
+
+    def counting(self, tokens, taken) -> "SamplingRows":
+        """With those of the ``tokens`` int [B, T] that were ``taken`` bool [B, T] in the counts of outputs."""
+        size = self.output_counts.shape[1]
+        own, mine = self.vocab.own(tokens, size)
+        lines = jnp.arange(len(tokens)) if self.rows is None else self.rows
+        at = lines[:, None], jnp.where(taken & mine, own, size)
+        return replace(self, output_counts=self.output_counts.at[at].add(1, mode="drop"))
+
+    def take(self, rows) -> "SamplingRows":
+        """The rows int [b], over the same tables."""
+        own = jnp.minimum(rows, len(self.seed) - 1)
+        return replace(self, rows=rows, **{name: getattr(self, name)[own] for name in OPTIONS})
+
+    def put(self, taken: "SamplingRows") -> "SamplingRows":
+        """With what `take` gave, and was worked on."""
+        options = {name: getattr(self, name).at[taken.rows].set(getattr(taken, name), mode="drop") for name in OPTIONS}
+        return replace(taken, rows=None, **options)
+
+    def with_tables(self, *values) -> "SamplingRows":
+        """With these rows' logit_bias, prompt_counts and output_counts, [B, V] each, written into the tables."""
+        new = dict(zip(TABLES, values, strict=True))
+        if self.rows is not None:
+            new = {name: getattr(self, name).at[self.rows].set(x, mode="drop") for name, x in new.items()}
+        return replace(self, **new)
+
+
+TABLES = ("logit_bias", "prompt_counts", "output_counts")
+OPTIONS = tuple(f.name for f in fields(SamplingRows) if f.name not in (*TABLES, "rows", "vocab"))
 
 
 def _threefry(key_hi, key_lo, hi, lo):
@@ -140,14 +180,14 @@ def penalise(logits, rows: SamplingRows, block=None, known=None):
     ``block`` int [B, T] are the tokens fed at these T places, of which the first ``known`` [B] are in the counts
     already: place i is penalised for what the prefix up to i really holds, unverified drafts included.
     """
-    prompt, output = rows.prompt_counts[:, None], rows.output_counts[:, None]
+    bias, prompt, output = (x[:, None] for x in rows.tables())
     if block is not None:
         place = jnp.arange(block.shape[1])
         # What is not of this device's part is outside of the one-hot's range.
         own, _ = rows.vocab.own(block, logits.shape[-1])
         fresh = jax.nn.one_hot(own, logits.shape[-1], dtype=jnp.int32) * (place[None] >= known[:, None])[..., None]
         output = output + jnp.cumsum(fresh, axis=1)
-    logits = logits + rows.logit_bias[:, None]
+    logits = logits + bias
     repetition = rows.repetition[:, None, None]
     repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
     logits = jnp.where((prompt > 0) | (output > 0), repeated, logits)
@@ -198,15 +238,15 @@ def _allowed(logits, rows: SamplingRows, mask):
     return jnp.where(allowed, logits, -jnp.inf)
 
 
-def process(logits, rows: SamplingRows, block=None, known=None, mask=None):
+def process(logits, rows: SamplingRows, block=None, known=None, mask=None, special=None):
     """Raw logits float32 [B, T, V] → logits of the distribution that is drawn from (greedy rows: whose arg-max is
     taken).
 
-    ``block`` and ``known`` as in `penalise`; ``mask``: packed bits of the allowed tokens, uint32 [B, T, ceil(V / 32)].
+    ``block`` and ``known`` as in `penalise`; ``mask``: packed bits of the allowed tokens, uint32 [B, T, ceil(V / 32)];
+    ``special``: `special_rows`, where it is known.
     """
-    biased = (rows.logit_bias != 0).any(-1)
-    penalised = ((rows.repetition != 1) | (rows.frequency != 0) | (rows.presence != 0) | biased).any()
-    logits = jax.lax.cond(penalised, lambda x: penalise(x, rows, block, known), lambda x: x, logits)
+    penalised = (special_rows(rows) if special is None else special) == PENALISED
+    logits = jax.lax.cond(penalised.any(), lambda x: penalise(x, rows, block, known), lambda x: x, logits)
     logits = _allowed(logits, rows, mask)
     return jax.lax.cond((rows.temperature > 0).any(), lambda x: _filter(x, rows), lambda x: x, logits)
 
@@ -254,15 +294,21 @@ def logprobs(raw, processed, tokens, rows: SamplingRows, top: int) -> Logprobs:
     return Logprobs(chosen, ids.astype(jnp.int32), best)
 
 
+# What `special_rows` tells of a row.
+PLAIN, DRAWN, PENALISED = range(3)
+
+
 def special_rows(rows: SamplingRows):
-    """bool [B]: whose draw takes more than an arg-max. It reads all of the bias: to be known once, not every round.
+    """int32 [B]: PLAIN where the draw is an arg-max of the logits, DRAWN where it is random, PENALISED where the logits
+    are biased or penalised before. It reads all of the bias: to be known once, not every round.
 
     The same on all devices that share a row, though each has its part of the bias: `draw` branches on it, and there are
     collectives in its branches.
     """
-    biased = rows.vocab.max((rows.logit_bias != 0).any(-1).astype(jnp.int32)) > 0
+    biased = (rows.logit_bias != 0).any(-1)[rows.lines(len(rows.seed))]
+    biased = rows.vocab.max(biased.astype(jnp.int32)) > 0
     penalised = (rows.repetition != 1) | (rows.frequency != 0) | (rows.presence != 0)
-    return biased | penalised | (rows.temperature > 0)
+    return jnp.where(biased | penalised, PENALISED, jnp.where(rows.temperature > 0, DRAWN, PLAIN))
 
 
 def draw(
@@ -280,10 +326,11 @@ def draw(
     """Raw logits float32 [B, T, V] → tokens int32 [B, T] for absolute ``positions`` [B, T], and `Logprobs` with the
     ``top`` likeliest: zeros where no row wants any, None without ``wanted``.
 
-    ``special`` bool [B]: the `special_rows` that count; ``wanted`` bool [B]: rows whose log-probabilities do. Without
-    either this is one conditional around an arg-max. No logits come out of it: what comes out is written, even by a
-    branch that returns what it was given. ``block``, ``known`` and ``mask`` as in `process`. ``ids`` int [V],
-    ascending: logits are of these tokens only; then nothing but logits, rows, positions and special may be given.
+    ``special`` int [B]: `special_rows`, PLAIN for those that do not count; ``wanted`` bool [B]: rows whose
+    log-probabilities do. Without either this is one conditional around an arg-max. No logits come out of it: what comes
+    out is written, even by a branch that returns what it was given. ``block``, ``known`` and ``mask`` as in `process`.
+    ``ids`` int [V], ascending: logits are of these tokens only; then nothing but logits, rows, positions and special
+    may be given.
     """
 
     def nothing():
@@ -296,11 +343,12 @@ def draw(
 
     def drawn():
         own = rows if ids is None else rows.of_tokens(ids)
-        processed = process(logits, own, block, known, mask)
+        processed = process(logits, own, block, known, mask, special)
         tokens = choose(processed, own, positions, ids)
         if wanted is None:
             return tokens, None
         return tokens, jax.lax.cond(wanted.any(), lambda: logprobs(logits, processed, tokens, rows, top), nothing)
 
-    tokens, found = jax.lax.cond((special if wanted is None else special | wanted).any(), drawn, largest)
+    more = special != PLAIN if wanted is None else (special != PLAIN) | wanted
+    tokens, found = jax.lax.cond(more.any(), drawn, largest)
     return tokens if ids is None else ids[tokens], found

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from dflash_jax.models.decoder import Decoder
 from dflash_jax.models.drafter import Borrowed, Drafting, DraftWindow
-from dflash_jax.sampling import Logprobs, draw, logprobs, special_rows
+from dflash_jax.sampling import PLAIN, Logprobs, draw, logprobs, special_rows
 from dflash_jax.sharding import DATA, spec
 from dflash_jax.state import PLAIN_SETTINGS, DecodeState, Settings
 
@@ -97,10 +97,6 @@ def _append(state: DecodeState, samples, first, offered, found: Logprobs | None)
     count = taken.sum(1)
     places = jnp.where(taken, state.length[:, None] + order, state.tokens.shape[1])
     rows = _rows(state)
-    sampling = state.sampling
-    vocab = sampling.output_counts.shape[1]
-    own, mine = sampling.vocab.own(samples, vocab)
-    counted = jnp.where(taken & mine, own, vocab)
     length = state.length + count
     record = state.logprobs
     if record is not None:
@@ -111,14 +107,14 @@ def _append(state: DecodeState, samples, first, offered, found: Logprobs | None)
         tokens=state.tokens.at[rows, places].set(samples, mode="drop"),
         length=length,
         done=state.done | (stop & taken).any(1) | (length >= state.limit),
-        sampling=replace(sampling, output_counts=sampling.output_counts.at[rows, counted].add(1, mode="drop")),
+        sampling=state.sampling.counting(samples, taken),
         logprobs=record,
     )
 
 
 def _special(state: DecodeState, special):
-    """bool [B]: live rows that are special; which rows are is worked out where None is given."""
-    return (special_rows(state.sampling) if special is None else special) & ~state.done
+    """int [B]: `special_rows` of the live rows; worked out where None is given."""
+    return jnp.where(state.done, PLAIN, special_rows(state.sampling) if special is None else special)
 
 
 def propose(target: Decoder, drafter: Drafting, state: DecodeState, settings: Settings, special=None):

@@ -9,7 +9,7 @@ from dflash_jax.cache import DeltaState, KVCache
 from dflash_jax.config import MAX_STOPS
 from dflash_jax.models.decoder import Cache, Decoder, init_cache
 from dflash_jax.models.drafter import NO_WINDOW, Drafting, DraftWindow
-from dflash_jax.sampling import Logprobs, SamplingRows
+from dflash_jax.sampling import TABLES, Logprobs, SamplingRows
 from dflash_jax.sharding import DATA, spec
 
 
@@ -43,8 +43,8 @@ class DecodeState:
     caches; rounds [B]; accepted [B, L]: tokens that each round yielded; logprobs: `Logprobs` [B, L] or None. The last
     prompt token is the first one that a round is fed: prefill leaves it out.
 
-    A state may stand for some ``rows`` [B] of a larger one (`take_rows`): caches and logprobs are then the larger
-    one's, but for recurrent memory that was copied.
+    A state may stand for some ``rows`` [B] of a larger one (`take_rows`): caches, the tables of sampling and logprobs
+    are then the larger one's, but for recurrent memory that was copied.
     """
 
     tokens: jax.Array
@@ -103,7 +103,7 @@ def state_specs(target: Decoder, drafter: Drafting | None, state: DecodeState) -
     """PartitionSpecs in the shape of ``state``: rows over ``data``, caches as their layers' heads, [B, V] as the
     vocabulary."""
     specs = jax.tree.map(lambda _: spec(DATA), state)
-    wide = {f: spec(DATA, target.vocab) for f in ("logit_bias", "prompt_counts", "output_counts")}
+    wide = {f: spec(DATA, target.vocab) for f in TABLES}
     return replace(
         specs,
         target=target.cache_specs(state.target),
@@ -112,8 +112,9 @@ def state_specs(target: Decoder, drafter: Drafting | None, state: DecodeState) -
     )
 
 
-def _is_cache(x) -> bool:
-    return isinstance(x, KVCache | DeltaState)
+def _is_held(x) -> bool:
+    """Whether rows of it are worked on where they lie."""
+    return isinstance(x, KVCache | DeltaState | SamplingRows)
 
 
 def take_rows(state: DecodeState, rows, window: int = 1) -> DecodeState:
@@ -122,12 +123,14 @@ def take_rows(state: DecodeState, rows, window: int = 1) -> DecodeState:
     own = jnp.minimum(rows, state.length.shape[0] - 1)
 
     def take(x):
-        if not _is_cache(x):
+        if not _is_held(x):
             return x[own]
+        if isinstance(x, SamplingRows):
+            return x.take(rows)
         mine = replace(x, rows=rows)
         return mine if isinstance(x, KVCache) or x.is_kept_in_place(window) else mine.taken()
 
-    taken = jax.tree.map(take, replace(state, logprobs=None), is_leaf=_is_cache)
+    taken = jax.tree.map(take, replace(state, logprobs=None), is_leaf=_is_held)
     return replace(taken, logprobs=state.logprobs, rows=rows, done=taken.done | (rows >= state.length.shape[0]))
 
 
@@ -135,11 +138,13 @@ def put_rows(state: DecodeState, taken: DecodeState) -> DecodeState:
     """``state`` with the rows that `take_rows` gave, and were worked on."""
 
     def put(old, new):
-        if not _is_cache(old):
+        if not _is_held(old):
             return old.at[taken.rows].set(new, mode="drop")
+        if isinstance(old, SamplingRows):
+            return old.put(new)
         held = new if new.rows is not None else replace(old, rows=taken.rows).put(new)
         return replace(held, rows=None)
 
     bare = replace(state, logprobs=None), replace(taken, logprobs=None, rows=None)
-    after = jax.tree.map(put, *bare, is_leaf=_is_cache)
+    after = jax.tree.map(put, *bare, is_leaf=_is_held)
     return replace(after, logprobs=taken.logprobs)

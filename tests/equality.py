@@ -5,7 +5,7 @@ draw's winner and runner-up, a token and a cut (top-k, top-p, min-p), or two exp
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from unittest import mock
 
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflash_jax.models import moe
-from dflash_jax.sampling import SamplingRows, gumbel_noise
+from dflash_jax.sampling import OPTIONS, TABLES, SamplingRows, gumbel_noise
 from dflash_jax.state import DecodeState
 
 TIE = 1e-4
@@ -73,7 +73,7 @@ def processed_reference(logits, options: dict, allowed=None) -> tuple[np.ndarray
 
 
 def options_of(sampling: SamplingRows, row: int) -> dict:
-    return {f.name: np.asarray(getattr(sampling, f.name)[row]) for f in fields(SamplingRows) if f.name != "vocab"}
+    return {name: np.asarray(getattr(sampling, name)[row]) for name in (*OPTIONS, *TABLES)}
 
 
 @partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})

@@ -1,5 +1,7 @@
 """Processing and drawing against sorting, float64 and definitions."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +15,10 @@ from jax.extend.random import threefry2x32_p
 from tiny import sampling
 
 from dflash_jax.sampling import (
+    DRAWN,
+    PENALISED,
+    PLAIN,
+    TABLES,
     SamplingRows,
     _largest_threshold,
     choose,
@@ -261,13 +267,20 @@ def test_a_draw_at_once_is_the_draw_in_parts(options, seed, biased, masked, want
     place = [jnp.asarray(x) for x in (block, known)] + [pack(allowed | (not masked))]
     positions, wanted = jnp.asarray(rng.integers(0, 5000, (B, T))), jnp.asarray(wanted)
     special = special_rows(rows)
-    set_options = [any(o[k] != OFF[k] for k in OFF if k not in FILTERS[1:]) for o in options]
-    np.testing.assert_array_equal(special, set_options | bias.any(-1))
+    penalised = [any(o[k] != OFF[k] for k in OFF if k not in FILTERS) for o in options] | bias.any(-1)
+    random = [o["temperature"] > 0 for o in options]
+    np.testing.assert_array_equal(special, np.where(penalised, PENALISED, np.where(random, DRAWN, PLAIN)))
     tokens, found = at_once(logits, rows, positions, special, *place, wanted, top=2)
     processed = run(logits, rows, *place)
     np.testing.assert_array_equal(tokens, draw(processed, rows, positions))
     expected = score(logits, processed, tokens, rows, 2)
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, jnp.where(wanted.any(), b, 0)), found, expected)
+    # The same by rows of larger tables, whose other rows hold anything.
+    where = rng.permutation(B + 2)[:B]
+    larger = {name: jnp.full((B + 2, V), 7, getattr(rows, name).dtype) for name in TABLES}
+    larger = {name: x.at[where].set(getattr(rows, name)) for name, x in larger.items()}
+    among = replace(rows, rows=jnp.asarray(where), **larger)
+    np.testing.assert_array_equal(at_once(logits, among, positions, special_rows(among), *place)[0], tokens)
     silent, nothing = at_once(logits, rows, positions, special, *place)
     np.testing.assert_array_equal(silent, tokens)
     assert nothing is None

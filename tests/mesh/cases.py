@@ -26,7 +26,7 @@ from dflash_jax.llm import TINY
 from dflash_jax.models.decoder import abstract_decoder
 from dflash_jax.models.drafter import abstract_drafter
 from dflash_jax.programs import Programs
-from dflash_jax.sampling import SamplingRows, draw, special_rows
+from dflash_jax.sampling import PENALISED, PLAIN, SamplingRows, draw, special_rows
 from dflash_jax.sharding import Layout, parameter_paths, spec
 from dflash_jax.state import Settings
 
@@ -112,7 +112,7 @@ def test_what_one_device_knows_of_a_row_all_branch_on():
         return jax.jit(mapped)(logits, rows, positions)
 
     known = np.asarray(on_mesh(lambda logits, rows, positions: special_rows(rows), P(each))).reshape(2, 4, 2)
-    np.testing.assert_array_equal(known, np.broadcast_to([[[False, False]], [[True, False]]], known.shape))
+    np.testing.assert_array_equal(known, np.broadcast_to([[[PLAIN, PLAIN]], [[PENALISED, PLAIN]]], known.shape))
     tokens = on_mesh(lambda *args: draw(*args, special_rows(args[1]))[0], spec("data"))
     expected = np.array(logits.argmax(-1))
     expected[2] = 3
