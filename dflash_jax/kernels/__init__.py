@@ -1,8 +1,8 @@
 """Kernels: whether they are wanted.
 
 On a GPU they are Triton's: a form named "cuda" in a `jax.lax.platform_dependent` beside those that XLA makes, which are
-its definition: `cache.attend`, `cache.put`, `cache.replay`, `models.moe.mixture_by_platform`, `GatedDelta` and
-`delta_rule` in `models.gated_delta`, `models.parts.linear` and `Attention.rotated`. They need the packages of the extra
+its definition: `cache.attend`, `cache.put`, `cache.replay`, `models.moe.mixture_by_platform`,
+`models.gated_delta.GatedDelta`, `models.parts.linear` and `Attention.rotated`. They need the packages of the extra
 ``cuda13``. On a CPU they are in C++: a form named "cpu" in `cache.attend`, `cache.replay`, `GatedDelta` and
 `sampling.gumbel_noise`, and what comes with the weights (`models.weights.Panels`), products and mixtures of experts.
 """

@@ -68,13 +68,12 @@ def chunk_by_chunk(state, uw, q, scores, k, left, tokens: int, turns: int = 1):
     return tuple(jnp.einsum("cbgrmv->bcmgrv", y).reshape(b, count * m, g, r, -1)[:, :tokens] for y in found)
 
 
-def delta_rule(q, k, v, beta, log_decay, state, chunk: int = CHUNK, starts=None, dtype=jnp.float32):
+def delta_rule(q, k, v, beta, log_decay, state, chunk: int = CHUNK, starts=None):
     """The gated delta rule over T tokens, float32, in chunks (arXiv 2412.06464, section 3.3).
 
     q, k [B, T, G, Dk]; v [B, T, G, R, Dv]; beta, log_decay [B, T, G, R]; state [B, G, R, Dk, Dv]. Equal to the
     recurrence S ← e^g S; δ = β (v - Sᵀk); S ← S + k ⊗ δ; o = Sᵀq. Returns o and δ, both [B, T, G, R, Dv]. ``starts``
     int [B, T]: where the document of each token begins, for several in a row; what was before is then forgotten.
-    ``dtype``: the model's, in which a GPU's kernel takes the products with the state.
     """
     b, t = q.shape[:2]
     m = min(chunk, 1 << (t - 1).bit_length())
@@ -115,12 +114,13 @@ def delta_rule(q, k, v, beta, log_decay, state, chunk: int = CHUNK, starts=None,
     forms = {"default": partial(chunk_by_chunk, tokens=t)}
     if starts is None:
         forms["cuda"] = partial(chunk_by_chunk, tokens=t, turns=UNROLLED)
-        if kernels.are_wanted():
-            from dflash_jax.kernels import triton_chunks
-
-            if triton_chunks.fits(state, dtype):
-                forms["cuda"] = partial(triton_chunks.chunks_triton, tokens=t, dtype=dtype)
     return jax.lax.platform_dependent(state, uw, q_decayed, scores * decay, k_rest, left, **forms)
+
+
+def gated_norm(out, z, norm, eps: float):
+    """What the rule gives, out [B, T, G, R, Dv] float32, normed and gated by z [B, T, G, R Dv], in z's dtype."""
+    gate = jax.nn.silu(z.reshape(out.shape).astype(jnp.float32))
+    return (rms_norm(out, norm, eps) * gate).astype(z.dtype)
 
 
 def mix(qkvz, gates, state: DeltaState, taps, a_log, dt_bias, norm, eps: float, starts=None):
@@ -149,10 +149,17 @@ def mix(qkvz, gates, state: DeltaState, taps, a_log, dt_bias, norm, eps: float, 
     beta, alpha = jnp.moveaxis(gates, 2, 0).astype(jnp.float32)
     dt = jax.nn.softplus(alpha + dt_bias.astype(jnp.float32))
     log_decay = -jnp.exp(a_log.astype(jnp.float32)) * dt
-    out, delta = delta_rule(q, k, v, jax.nn.sigmoid(beta), log_decay, state.recurrent, starts=starts, dtype=qkvz.dtype)
-    z = z.reshape(out.shape).astype(jnp.float32)
-    y = (rms_norm(out, norm, eps) * jax.nn.silu(z)).astype(qkvz.dtype)
-    return y, DeltaRecord(k, delta, log_decay, inputs)
+    out, delta = delta_rule(q, k, v, jax.nn.sigmoid(beta), log_decay, state.recurrent, starts=starts)
+    return gated_norm(out, z, norm, eps), DeltaRecord(k, delta, log_decay, inputs)
+
+
+def mix_in_chunks(qkvz, gates, state: DeltaState, taps, a_log, dt_bias, norm, eps: float):
+    """`mix` of many tokens, convolution, gates and delta rule by Triton's kernels."""
+    from dflash_jax.kernels import triton_chunks
+
+    out, k, delta, log_decay = triton_chunks.rule(qkvz, gates, state, taps, a_log, dt_bias)
+    inputs, z = jnp.split(qkvz, [taps.shape[1]], axis=-1)
+    return gated_norm(out, z, norm, eps), DeltaRecord(k, delta, log_decay, inputs)
 
 
 class GatedDelta(nnx.Module):
@@ -198,7 +205,7 @@ class GatedDelta(nnx.Module):
         weights = (self.conv[...], self.a_log[...], self.dt_bias[...], self.norm[...])
         forms = {"default": partial(mix, eps=self.eps, starts=starts)}
         if starts is None and kernels.are_wanted():
-            from dflash_jax.kernels import triton_delta
+            from dflash_jax.kernels import triton_chunks, triton_delta
 
             def kernel(*args):
                 y, record = triton_delta.mix_triton(*args, self.eps)
@@ -206,6 +213,8 @@ class GatedDelta(nnx.Module):
 
             if triton_delta.fits(x.shape[1], state):
                 forms["cuda"] = kernel
+            elif triton_chunks.fits(state, qkvz.dtype):
+                forms["cuda"] = partial(mix_in_chunks, eps=self.eps)
         if starts is None and cpu.mixes(state) and kernels.for_cpu():
 
             def in_cpp(*args):

@@ -5,22 +5,31 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dflash_jax.cache import DeltaState
 from dflash_jax.kernels import triton_chunks
-from dflash_jax.models import gated_delta
+from dflash_jax.models.gated_delta import chunk_by_chunk, mix, mix_in_chunks
 
 
-def arguments(rng, tokens, m, rows, g, r, dk, dv):
-    """What `gated_delta.chunk_by_chunk` takes, of the sizes that it has in a model."""
-    count = -(-tokens // m)
+def normal(rng, *shape, dtype=jnp.float32):
+    return jnp.asarray(rng.standard_normal(shape), dtype)
 
-    def normal(*shape):
-        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
 
-    heads = (count, rows, g, r)
-    uw, q, k = (normal(*heads, m, n) / np.sqrt(dk) for n in (dv + dk, dk, dk))
-    scores = jnp.tril(normal(*heads, m, m)) / 4
+def arguments(rng, tokens, m, rows, g, r, dk, dv, dtype=jnp.float32):
+    """A state and what `from_chunk_to_chunk` takes."""
+    heads = (-(-tokens // m), rows, g, r)
+    u, w, q, k = (normal(rng, *heads, m, n) / np.sqrt(dk) for n in (dv, dk, dk, dk))
+    scores = jnp.tril(normal(rng, *heads, m, m)) / 4
     left = jnp.asarray(rng.uniform(0.1, 1, heads), jnp.float32)
-    return normal(rows, g, r, dk, dv), uw, q, scores, k, left
+    return normal(rng, rows, g, r, dk, dv), (u, *(x.astype(dtype) for x in (w, q, scores, k)), left)
+
+
+def by_kernel(state, chunks, tokens):
+    return triton_chunks.from_chunk_to_chunk(DeltaState(state, jnp.zeros((1, 3, 1, 1))), *chunks, tokens)
+
+
+def plain(state, chunks, tokens):
+    u, w, q, scores, k, left = (x.astype(jnp.float32) for x in chunks)
+    return chunk_by_chunk(state, jnp.concatenate([u, w], axis=-1), q, scores, k, left, tokens)
 
 
 SIZES = [
@@ -38,50 +47,68 @@ def test_from_chunk_to_chunk(monkeypatch, sizes, programs):
     """One chunk and several, the last one full or not; all values of a head in one program and in several."""
     monkeypatch.setattr(triton_chunks, "PROGRAMS", programs)
     args = arguments(np.random.default_rng(sizes[0]), *sizes)
-    assert triton_chunks.fits(args[0], jnp.bfloat16)
-    found = triton_chunks.chunks_triton(*args, sizes[0], jnp.float32)
-    for got, want in zip(found, gated_delta.chunk_by_chunk(*args, sizes[0]), strict=True):
+    for got, want in zip(by_kernel(*args, sizes[0]), plain(*args, sizes[0]), strict=True):
         np.testing.assert_allclose(got, want, atol=1e-5)
-
-
-def test_in_sixteen_bits():
-    """Half precision rounds what is multiplied and nothing else: the state, sums and δ stay in float32."""
-    args = arguments(np.random.default_rng(0), *SIZES[2])
-    found = triton_chunks.chunks_triton(*args, 150, jnp.float16)
-    for got, want in zip(found, gated_delta.chunk_by_chunk(*args, 150), strict=True):
-        assert got.dtype == jnp.float32
-        np.testing.assert_allclose(got, want, atol=2e-2)
-        assert jnp.abs(got - want).max() > 1e-5
 
 
 def test_sixteen_bits_lose_no_small_change_of_a_large_state():
     """Each chunk adds a half to 2,048, where half precision's numbers lie 2 apart."""
-    state, *rest, left = (jnp.zeros_like(x) for x in arguments(np.random.default_rng(0), 640, 32, 1, 1, 1, 16, 16))
-    uw, q, scores, k = rest
-    out, _ = triton_chunks.chunks_triton(
-        state + 2048 / 16, uw.at[..., 0, :16].set(0.5), q + 1, scores, k.at[..., 0, :].set(1 / 16), left + 1, 640,
-        jnp.float16,
-    )  # fmt: skip
+    state, chunks = arguments(np.random.default_rng(0), 640, 32, 1, 1, 1, 16, 16, jnp.float16)
+    u, w, q, scores, k, left = (jnp.zeros_like(x) for x in chunks)
+    chunks = u.at[..., 0, :].set(0.5), w, q + 1, scores, k.at[..., 0, :].set(1 / 16), left + 1
+    out, _ = by_kernel(0 * state + 2048 / 16, chunks, 640)
     np.testing.assert_allclose(out[0, ::32, 0, 0, 0], 2048 + 0.5 * np.arange(20), atol=1)
 
 
-@pytest.mark.parametrize("tokens", [17, 70])
-def test_the_whole_mixer(monkeypatch, tokens):
-    rng = np.random.default_rng(tokens)
-    g, r, dk, dv = 2, 2, 16, 32
-    arrays = [rng.standard_normal(s) for s in [(2, tokens, g, dk)] * 2 + [(2, tokens, g, r, dv)]]
-    arrays = [jnp.asarray(x / np.linalg.norm(x, axis=-1, keepdims=True), jnp.float32) for x in arrays]
-    arrays += [jnp.asarray(rng.uniform(*span, (2, tokens, g, r)), jnp.float32) for span in ((0, 1), (-2, 0))]
-    arrays.append(jnp.asarray(rng.standard_normal((2, g, r, dk, dv)), jnp.float32))
-    expected = gated_delta.delta_rule(*arrays)
-    calls = []
+def mixers(rng, rows, tokens, g, r, dk, dv, dtype=jnp.float32, taps=4):
+    """Arguments of `mix`: a state of two rows more than take part, in another order."""
+    channels, held = 2 * dk + r * dv, rows + 2
+    where = jnp.asarray(rng.permutation(held)[:rows], jnp.int32)
+    conv = normal(rng, held, taps - 1, g, channels, dtype=dtype)
+    state = DeltaState(normal(rng, held, g, r, dk, dv), conv, where)
+    inputs = normal(rng, rows, tokens, g, channels + r * dv, dtype=dtype)
+    gates = normal(rng, rows, tokens, 2, g, r, dtype=dtype)
+    a_log = jnp.log(jnp.asarray(rng.uniform(1, 16, (g, r)), jnp.float32))
+    weights = normal(rng, g, channels, taps), a_log, normal(rng, g, r) - 3, normal(rng, dv)
+    return [inputs, gates, state, *(x.astype(dtype) for x in weights)]
 
-    def chosen(*args, **forms):
-        calls.append(forms["cuda"].func)
-        return forms["cuda"](*args)
 
-    monkeypatch.setattr(gated_delta.kernels, "_choice", "triton")
-    monkeypatch.setattr(jax.lax, "platform_dependent", chosen)
-    for got, want in zip(gated_delta.delta_rule(*arrays, dtype=jnp.float16), expected, strict=True):
-        np.testing.assert_allclose(got, want, atol=5e-3)
-    assert calls == [triton_chunks.chunks_triton]
+@pytest.mark.parametrize(
+    "sizes", [(1, 17, 1, 1, 16, 16), (2, 64, 2, 3, 16, 32), (2, 70, 1, 2, 32, 16), (1, 150, 2, 2, 16, 16)]
+)
+@pytest.mark.parametrize("alike", [False, True])
+def test_the_whole_mixer(sizes, alike):
+    """``alike``: the same token again and again with hardly any decay, where the inverse of a chunk is worst
+    conditioned."""
+    args = mixers(np.random.default_rng(sizes[1]), *sizes)
+    if alike:
+        args[0] = jnp.broadcast_to(args[0][:, :1], args[0].shape)
+        args[1] = jnp.full_like(args[1], 8).at[:, :, 1].set(-12)
+    found, expected = mix_in_chunks(*args, 1e-6), mix(*args, 1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=3e-5), found, expected)
+
+
+@pytest.mark.parametrize("taps", [2, 3])
+def test_other_convolutions(taps):
+    args = mixers(np.random.default_rng(taps), 1, 40, 1, 2, 16, 16, taps=taps)
+    found, expected = mix_in_chunks(*args, 1e-6), mix(*args, 1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=3e-5), found, expected)
+
+
+def test_in_sixteen_bits():
+    """What is kept of it is as exact as in XLA's form: only what is multiplied with the state is rounded."""
+    args = mixers(np.random.default_rng(0), 2, 150, 1, 2, 32, 32, jnp.float16)
+    (y, record), (expected, plain) = mix_in_chunks(*args, 1e-6), mix(*args, 1e-6)
+    assert y.dtype == expected.dtype == jnp.float16
+    np.testing.assert_allclose(record.log_decay, plain.log_decay, atol=1e-5)
+    np.testing.assert_allclose(record.k, plain.k, atol=3e-3)
+    scale = float(jnp.abs(plain.delta).max())
+    assert 0 < jnp.abs(record.delta - plain.delta).max() < 0.01 * scale
+    np.testing.assert_allclose(y.astype(jnp.float32), expected.astype(jnp.float32), atol=0.03)
+
+
+def test_which_models_they_are_for():
+    state = DeltaState(jnp.zeros((1, 2, 2, 128, 128)), jnp.zeros((1, 3, 2, 512)))
+    assert triton_chunks.fits(state, jnp.bfloat16)
+    assert not triton_chunks.fits(state, jnp.float32)
+    assert not triton_chunks.fits(DeltaState(state.recurrent[..., :96], state.conv), jnp.bfloat16)
