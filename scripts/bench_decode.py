@@ -19,10 +19,10 @@ from functools import partial
 from pathlib import Path
 
 import checkout  # noqa: F401
-import compile_report
 import jax
 import jax.numpy as jnp
 import numpy as np
+import xla_text
 from decode_pair import ROOM, Pair, Point, grid, groups, in_fp8, layout_of, open_pair, parameters
 from decode_profile import profile
 from decode_table import table
@@ -275,7 +275,7 @@ class Bench:
         keys = [k for k in self.programs.compiled if k[0] == "decode" and k[1].window == point.width]
         program = self.programs.compiled[keys[-1]]
         layers = len(self.programs.config.layers) + (len(self.pair.drafter.layers) if point.width > 1 else 0)
-        count = compile_report.kernels(program.as_text()) / layers
+        count = xla_text.kernels(program.as_text()) / layers
         temporaries = program.memory_analysis().temp_size_in_bytes
         memory = [program.memory_analysis() for program in self.programs.compiled.values()]
         held = [

@@ -17,10 +17,10 @@ import shutil
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+
+from xla_text import KERNELS, copied_bytes, shape_key, thunk_kinds, weights_read, written_bytes
 
 from dflash_jax.devices import DEVICES
 from dflash_jax.errors import InputError
@@ -111,30 +111,6 @@ def thunks(folder: Path) -> str:
     return ""
 
 
-# Custom calls are Triton's kernels, and some of XLA's.
-KERNELS = ("CustomKernel", "CustomCall", "Kernel", "Gemm", "CuDnn")
-
-
-def thunk_kinds(text: str) -> tuple[Counter, Counter]:
-    """How many there are of each kind: those that always run, and those inside branches of conditionals. A loop's body
-    counts once."""
-    always, branches, opened = Counter(), Counter(), []
-    for line in text.splitlines():
-        indent = len(line) - len(line.lstrip())
-        while opened and indent <= opened[-1]:
-            opened.pop()
-        if re.match(r"\s*(\w+_branch|branch_\d+|branch \d+).*:$", line):
-            opened.append(indent)
-        elif found := re.match(r"\s*\d+: k(\w+)", line):
-            (branches if opened else always)[found[1]] += 1
-    return always, branches
-
-
-def shape_key(shape) -> tuple[int, ...]:
-    """What a copy has in common with what it copies, however it is transposed."""
-    return tuple(sorted(int(n) for n in shape if int(n) > 1))
-
-
 def local_shapes(tree) -> set[tuple[int, ...]]:
     """Keys of a device's parts of arrays from 64 KiB on."""
     import jax
@@ -143,57 +119,12 @@ def local_shapes(tree) -> set[tuple[int, ...]]:
     return {shape_key(x.sharding.shard_shape(x.shape)) for x in leaves}
 
 
-ITEM = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "pred": 1, "s8": 1, "u8": 1, "f8e4m3fn": 1}
+def held_bytes(tree) -> int:
+    """Of a device's parts of arrays from 64 KiB on."""
+    import jax
 
-
-def bytes_of(kind: str, shape: str) -> int:
-    return ITEM.get(kind, 4) * math.prod(int(n) for n in shape.split(",") if n)
-
-
-def copied_bytes(hlo: str, shapes: set[tuple[int, ...]]) -> int:
-    """Bytes of arrays of one of ``shapes`` that are written by a copy or a transposition.
-
-    Inside a fusion neither writes anything, unless it is what the fusion returns.
-    """
-    fused = set(re.findall(r"kind=k\w+, calls=%?([\w.-]+)", hlo))
-    total, inside = 0, False
-    for line in hlo.splitlines():
-        if opened := re.match(r"(?:ENTRY )?%?([\w.-]+) \(.*\{$", line):
-            inside = opened[1] in fused
-        made = re.match(r"\s+(ROOT )?%?\S+ = (\w+)\[([\d,]+)\]\S* (?:copy|transpose)\(", line)
-        if made and (made[1] or not inside) and shape_key(made[3].split(",")) in shapes:
-            total += bytes_of(made[2], made[3])
-    return total
-
-
-# What starts no kernel of its own.
-FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "after-all"}
-
-
-def working(hlo: str) -> Iterator[str]:
-    """What each operation of an optimised program that runs by itself returns: types and shapes. Loops count once."""
-    fused = set(re.findall(r"(?:kind=k\w+, calls|to_apply)=%?([\w.-]+)", hlo))
-    inside = False
-    for line in hlo.splitlines():
-        if opened := re.match(r"(?:ENTRY )?%?([\w.-]+) \(.*\{$", line):
-            inside = opened[1] in fused
-            continue
-        made = re.match(r"\s+(?:ROOT )?%?\S+ = (.*?[\])}]) ([a-z][\w-]*)\(", line)
-        if made and not inside and made[2] not in FREE:
-            yield made[1]
-
-
-def kernels(hlo: str) -> int:
-    """Operations of an optimised program that run by themselves; those of loops count once."""
-    return sum(1 for _ in working(hlo))
-
-
-def written_bytes(hlo: str, shapes: set[tuple[int, ...]]) -> int:
-    """Bytes of all that these operations return, but for arrays of ``shapes``: those are updated in place."""
-    arrays = (array for made in working(hlo) for array in re.findall(r"(\w+)\[([\d,]*)\]", made))
-    return sum(
-        bytes_of(kind, shape) for kind, shape in arrays if shape_key(filter(None, shape.split(","))) not in shapes
-    )
+    leaves = [x for x in jax.tree.leaves(tree) if x.size * x.dtype.itemsize >= 1 << 16]
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
 
 
 def measure(lowered, layers: int, held: dict, options: dict) -> dict:
@@ -212,7 +143,7 @@ def measure(lowered, layers: int, held: dict, options: dict) -> dict:
         return {"failed": " ".join(str(e).split())[:200]}
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    memory, hlo = compiled.memory_analysis(), compiled.as_text()
+    memory, hlo, weights = compiled.memory_analysis(), compiled.as_text(), held.get("weights")
     always, branches = thunk_kinds(text)
     found = {
         "arguments": memory.argument_size_in_bytes,
@@ -221,6 +152,10 @@ def measure(lowered, layers: int, held: dict, options: dict) -> dict:
         "donated": memory.alias_size_in_bytes,
         "copied": {name: copied_bytes(hlo, local_shapes(tree)) for name, tree in held.items()},
         "written": written_bytes(hlo, set().union(*map(local_shapes, held.values()))),
+        "weights": {
+            "held": held_bytes(held.get("weights")),
+            "read": weights_read(hlo, local_shapes(held.get("weights"))),
+        },
         "collectives_per_layer": sum(len(re.findall(rf" {c}(?:-start)?\(", hlo)) for c in COLLECTIVES) / layers,
         "compile_s": round(seconds, 1),
     }

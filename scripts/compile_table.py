@@ -46,14 +46,16 @@ options of the first column. GB per device: arguments (weights, caches) with tem
 (plain: one token), Triton's and the head's among them, over its layers (round: and the drafter's); apart, in all, those
 in the branches of conditionals (drawing, penalties), of which a greedy round takes two kernels a draw. Graphs: CUDA
 graphs of the whole program; 1 means that nothing breaks the loop. Copied: caches, recurrent state and weights written
-anew. Estimate: the TPU compiler's own, of a loop's body once and without the loops over the context. GPUs: with Triton
+anew. Weights: GB of them that a round's operations read (prefill: all), each array once for each operation that takes
+it, of those held; the embedding, of which rows are gathered, is not counted, the head of a round is for drafts and once
+more to verify, and of experts' arrays only the chosen are read. Estimate: the TPU compiler's own, of a loop's body once and without the loops over the context. GPUs: with Triton
 kernels, but for `--kernels xla`.
 """
 COLUMNS = (
-    "system|slots × length|program|GB|temporaries|kernels a layer|in branches|graphs|collectives a layer|copied MB|"
+    "system|slots × length|program|GB|temporaries|kernels a layer|in branches|graphs|collectives a layer|copied MB|weights|"
     "compiled s"
 )
-HEAD = f"\n| {' | '.join([*COLUMNS.split('|'), 'estimate ms'])} |\n{'|---' * 12}|\n"
+HEAD = f"\n| {' | '.join([*COLUMNS.split('|'), 'estimate ms'])} |\n{'|---' * 13}|\n"
 
 
 def measure(command: str) -> dict:
@@ -72,11 +74,11 @@ def table(rows: dict[str, dict]) -> str:
     lines = []
     for command, found in rows.items():
         if "failed" in found:
-            lines.append(f"| `{command}` | | | {found['failed']} | | | | | | | | |")
+            lines.append(f"| `{command}` | | | {found['failed']} | | | | | | | | | |")
             continue
         for name, f in found["programs"].items():
             if "failed" in f:
-                lines.append(f"| `{command}` | | {name} | {f['failed']} | | | | | | | | |")
+                lines.append(f"| `{command}` | | {name} | {f['failed']} | | | | | | | | | |")
                 continue
             cells = [
                 f"`{command}`",
@@ -89,6 +91,7 @@ def table(rows: dict[str, dict]) -> str:
                 str(f.get("graphs", "")),
                 f"{f['collectives_per_layer']:.1f}",
                 f"{sum(f['copied'].values()) / 1e6:.0f}",
+                f"{f['weights']['read'] / 1e9:.2f} of {f['weights']['held'] / 1e9:.2f}" if "weights" in f else "",
                 f"{f['compile_s']:.0f}",
                 f"{1e3 * f['optimal_seconds']:.2f}" if "optimal_seconds" in f else "",
             ]

@@ -9,31 +9,12 @@ import json
 import re
 
 import jax
+from xla_text import computations, copied_bytes, shape_key
 
 from dflash_jax import LLM, SamplingParams
 from dflash_jax.cache import DeltaState, KVCache
 from dflash_jax.engine.device import MAX_LOGPROBS
 from dflash_jax.state import Settings
-
-BYTES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "pred": 1, "s8": 1, "u8": 1}
-
-
-def entry_computation(hlo: str) -> str:
-    """The lines of the computation that XLA starts with."""
-    return hlo[hlo.index("\nENTRY ") :]
-
-
-def copied_bytes(hlo: str, shapes: set[tuple[int, ...]]) -> int:
-    """Bytes of all copies and transposes, anywhere in the program, whose result has the shape of a cache."""
-    total = 0
-    for kind, dims in re.findall(r"= (\w+)\[([\d,]*)\]\S* (?:copy|transpose|copy-start)\(", hlo):
-        shape = tuple(int(d) for d in dims.split(",") if d)
-        if shape in shapes:
-            size = BYTES.get(kind, 4)
-            for d in shape:
-                size *= d
-            total += size
-    return total
 
 
 def session(llm: LLM, tokens: int) -> None:
@@ -67,7 +48,7 @@ def inspect(llm: LLM, tokens: int = 24) -> dict:
     kv = [x for layer in layers if isinstance(layer, KVCache) for x in (layer.k, layer.v)]
     recurrent = [layer.recurrent for layer in layers if isinstance(layer, DeltaState)]
     return {
-        "outer_while_loops": len(re.findall(r" while\(", entry_computation(hlo))),
+        "outer_while_loops": len(re.findall(r" while\(", "\n".join(computations(hlo)["ENTRY"]))),
         "callbacks": len(re.findall(r'custom_call_target="[^"]*callback[^"]*"', hlo)),
         "compiled_programs": count,
         "programs": sorted({str(k[0]) for k in programs.compiled}),
@@ -75,9 +56,9 @@ def inspect(llm: LLM, tokens: int = 24) -> dict:
         "recurrent_bytes": sum(x.nbytes for x in recurrent),
         "state_bytes": sum(x.nbytes for x in jax.tree.leaves(state)),
         "donated_bytes": compiled.memory_analysis().alias_size_in_bytes,
-        "copied_kv_bytes": copied_bytes(hlo, {x.shape for x in kv}),
-        "copied_kv_bytes_of_prefill": copied_bytes(prefill, {(3, *x.shape[1:]) for x in kv}),
-        "copied_recurrent_bytes": copied_bytes(hlo, {x.shape for x in recurrent}),
+        "copied_kv_bytes": copied_bytes(hlo, {shape_key(x.shape) for x in kv}),
+        "copied_kv_bytes_of_prefill": copied_bytes(prefill, {shape_key((3, *x.shape[1:])) for x in kv}),
+        "copied_recurrent_bytes": copied_bytes(hlo, {shape_key(x.shape) for x in recurrent}),
         "temporary_bytes": compiled.memory_analysis().temp_size_in_bytes,
     }
 

@@ -1,6 +1,7 @@
 """What XLA makes of the loop: one while, no callbacks, few programs, caches in place."""
 
 import importlib.util
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ SCRIPT = Path(__file__).parents[1] / "scripts" / "inspect_program.py"
 
 @pytest.fixture(scope="module")
 def figures():
+    sys.path.insert(0, str(SCRIPT.parent))
     spec = importlib.util.spec_from_file_location("inspect_program", SCRIPT)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

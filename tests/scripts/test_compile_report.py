@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 import compile_train  # noqa: E402
-from compile_report import KERNELS, copied_bytes, kernels, thunk_kinds, written_bytes  # noqa: E402
+from xla_text import KERNELS, copied_bytes, kernels, thunk_kinds, weights_read, written_bytes  # noqa: E402
 
 RECORDED = json.loads((ROOT / "benchmarks/compile.json").read_text())
 TRAINING = json.loads((ROOT / "benchmarks/training.json").read_text())
@@ -123,3 +123,31 @@ def test_a_copy_counts_where_it_is_written():
     assert written_bytes(hlo, set()) == 2 * 64 + 2 * 96 + 4 * 4 + 2 * 64
     assert written_bytes(hlo, {(2, 4, 8)}) == 2 * 96 + 4 * 4
     assert kernels(hlo) == 4
+
+
+def test_a_weight_counts_for_each_operation_that_reads_it():
+    hlo = """
+%branch (q: (bf16[4,2,8])) -> f32[4] {
+  %w = bf16[4,2,8]{2,1,0} get-tuple-element(%q), index=0
+  ROOT %f = f32[4] fusion(%w), kind=kInput, calls=%fused
+}
+%body (p: (bf16[4,2,8], bf16[64,2], f32[4])) -> (bf16[4,2,8], bf16[64,2], f32[4]) {
+  %one = bf16[4,2,8]{2,1,0} get-tuple-element(%p), index=0
+  %table = bf16[64,2]{1,0} get-tuple-element(%p), index=1
+  %x = f32[4]{0} get-tuple-element(%p), index=2
+  %same = bf16[8,8]{1,0} bitcast(%one)
+  %rows = bf16[4,2]{1,0} fusion(%table, %x), kind=kLoop, calls=%gather
+  %loop_gather_fusion = bf16[4,2]{1,0} fusion(%table, %x), kind=kLoop, calls=%gather
+  %kernel.1 = f32[4] custom-call(%x, %same, %same, %one), custom_call_target="triton"
+  %kernel.2 = f32[4] custom-call(%kernel.1, %one)
+  %c = f32[4] conditional(%x, %one), branch_computations={%branch, %branch}
+  ROOT %t = (bf16[4,2,8]) tuple(%one)
+}
+ENTRY %main (p: (bf16[4,2,8], bf16[64,2], f32[4])) -> f32[4] {
+  %w = bf16[4,2,8]{2,1,0} parameter(0)
+  %before = f32[4] fusion(%w), kind=kInput, calls=%fused
+  %loop = (bf16[4,2,8], bf16[64,2], f32[4]) while(%t), condition=%more, body=%body
+}
+"""
+    assert weights_read(hlo, {(2, 4, 8), (2, 64)}) == 3 * 128 + 256
+    assert weights_read(hlo.replace(" while(", " call("), {(2, 4, 8)}) == 128

@@ -1,0 +1,117 @@
+"""Figures out of XLA's text: an optimised program's operations, and the kernels of a GPU's thunks."""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator
+
+# Custom calls are Triton's kernels, and some of XLA's.
+KERNELS = ("CustomKernel", "CustomCall", "Kernel", "Gemm", "CuDnn")
+
+
+def thunk_kinds(text: str) -> tuple[Counter, Counter]:
+    """How many there are of each kind: those that always run, and those inside branches of conditionals. A loop's body
+    counts once."""
+    always, branches, opened = Counter(), Counter(), []
+    for line in text.splitlines():
+        indent = len(line) - len(line.lstrip())
+        while opened and indent <= opened[-1]:
+            opened.pop()
+        if re.match(r"\s*(\w+_branch|branch_\d+|branch \d+).*:$", line):
+            opened.append(indent)
+        elif found := re.match(r"\s*\d+: k(\w+)", line):
+            (branches if opened else always)[found[1]] += 1
+    return always, branches
+
+
+def shape_key(shape) -> tuple[int, ...]:
+    """What a copy has in common with what it copies, however it is transposed."""
+    return tuple(sorted(int(n) for n in shape if int(n) > 1))
+
+
+ITEM = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "pred": 1, "s8": 1, "u8": 1, "f8e4m3fn": 1}
+
+
+def bytes_of(kind: str, shape: str) -> int:
+    return ITEM.get(kind, 4) * math.prod(int(n) for n in shape.split(",") if n)
+
+
+def copied_bytes(hlo: str, shapes: set[tuple[int, ...]]) -> int:
+    """Bytes of arrays of one of ``shapes`` that are written by a copy or a transposition.
+
+    Inside a fusion neither writes anything, unless it is what the fusion returns.
+    """
+    fused = set(re.findall(r"kind=k\w+, calls=%?([\w.-]+)", hlo))
+    total, inside = 0, False
+    for line in hlo.splitlines():
+        if opened := re.match(r"(?:ENTRY )?%?([\w.-]+) \(.*\{$", line):
+            inside = opened[1] in fused
+        made = re.match(r"\s+(ROOT )?%?\S+ = (\w+)\[([\d,]+)\]\S* (?:copy|transpose)\(", line)
+        if made and (made[1] or not inside) and shape_key(made[3].split(",")) in shapes:
+            total += bytes_of(made[2], made[3])
+    return total
+
+
+# What starts no kernel of its own.
+FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "after-all"}
+
+
+def working(hlo: str) -> Iterator[str]:
+    """What each operation of an optimised program that runs by itself returns: types and shapes. Loops count once."""
+    fused = set(re.findall(r"(?:kind=k\w+, calls|to_apply)=%?([\w.-]+)", hlo))
+    inside = False
+    for line in hlo.splitlines():
+        if opened := re.match(r"(?:ENTRY )?%?([\w.-]+) \(.*\{$", line):
+            inside = opened[1] in fused
+            continue
+        made = re.match(r"\s+(?:ROOT )?%?\S+ = (.*?[\])}]) ([a-z][\w-]*)\(", line)
+        if made and not inside and made[2] not in FREE:
+            yield made[1]
+
+
+def kernels(hlo: str) -> int:
+    """Operations of an optimised program that run by themselves; those of loops count once."""
+    return sum(1 for _ in working(hlo))
+
+
+def written_bytes(hlo: str, shapes: set[tuple[int, ...]]) -> int:
+    """Bytes of all that these operations return, but for arrays of ``shapes``: those are updated in place."""
+    arrays = (array for made in working(hlo) for array in re.findall(r"(\w+)\[([\d,]*)\]", made))
+    return sum(
+        bytes_of(kind, shape) for kind, shape in arrays if shape_key(filter(None, shape.split(","))) not in shapes
+    )
+
+
+def computations(hlo: str) -> dict[str, list[str]]:
+    """Name (of the first one: ENTRY) → lines."""
+    found, name = {}, None
+    for line in hlo.splitlines():
+        if opened := re.match(r"(ENTRY )?%?([\w.-]+) \(.*\{$", line):
+            name = "ENTRY" if opened[1] else opened[2]
+            found[name] = []
+        elif name:
+            found[name].append(line)
+    return found
+
+
+def weights_read(hlo: str, shapes: set[tuple[int, ...]]) -> int:
+    """Bytes of arrays of ``shapes`` that the operations of the outer loop's body take, or without one the program's:
+    each array once for each operation that reads it. What rows are gathered from, such as an embedding, is left out."""
+    every = computations(hlo)
+    # The loop that carries the most.
+    loops = sorted((line for line in every["ENTRY"] if " while(" in line), key=len)
+    body = every[re.search(r"body=%?([\w.-]+)", loops[-1])[1]] if loops else every["ENTRY"]
+    held, total = {}, 0
+    for line in body:
+        if not (made := re.match(r"\s+(?:ROOT )?%?(\S+) = (.*?[\])}]) ([a-z][\w-]*)\((.*)$", line)):
+            continue
+        name, kind, operation, rest = made.groups()
+        operands = set(re.findall(r"%([\w.-]+)", rest.partition(")")[0]))
+        if operation in ("parameter", "get-tuple-element"):
+            if (one := re.match(r"(\w+)\[([\d,]+)\]", kind)) and shape_key(one[2].split(",")) in shapes:
+                held[name] = bytes_of(*one.groups())
+        elif operation == "bitcast" and operands & held.keys():
+            held[name] = held[operands.pop()]
+        elif operation not in FREE and not re.search(r"gather|dynamic.slice", name):
+            total += sum(held[x] for x in operands & held.keys())
+    return total
