@@ -152,10 +152,7 @@ def measure(lowered, layers: int, held: dict, options: dict) -> dict:
         "donated": memory.alias_size_in_bytes,
         "copied": {name: copied_bytes(hlo, local_shapes(tree)) for name, tree in held.items()},
         "written": written_bytes(hlo, set().union(*map(local_shapes, held.values()))),
-        "weights": {
-            "held": held_bytes(held.get("weights")),
-            "read": weights_read(hlo, local_shapes(held.get("weights"))),
-        },
+        "weights": {"held": held_bytes(weights), "read": weights_read(hlo, local_shapes(weights))},
         "collectives_per_layer": sum(len(re.findall(rf" {c}(?:-start)?\(", hlo)) for c in COLLECTIVES) / layers,
         "compile_s": round(seconds, 1),
     }
