@@ -95,14 +95,16 @@ def computations(hlo: str) -> dict[str, list[str]]:
 
 
 def weights_read(hlo: str, shapes: set[tuple[int, ...]]) -> int:
-    """Bytes of arrays of ``shapes`` that the operations of the outer loop's body take, or without one the program's:
-    each array once for each operation that reads it. What rows are gathered from, such as an embedding, is left out."""
+    """Bytes of arrays of ``shapes`` that the operations of a program take, or of a loop's body where that is more: each
+    array once for each operation that reads it. What rows are gathered from, such as an embedding, is left out."""
     every = computations(hlo)
-    # The loop that carries the most.
-    loops = sorted((line for line in every["ENTRY"] if " while(" in line), key=len)
-    body = every[re.search(r"body=%?([\w.-]+)", loops[-1])[1]] if loops else every["ENTRY"]
+    bodies = (re.search(r"body=%?([\w.-]+)", line) for line in every["ENTRY"] if " while(" in line)
+    return max(_read(every[name], shapes) for name in ["ENTRY", *(body[1] for body in bodies)])
+
+
+def _read(lines: list[str], shapes: set[tuple[int, ...]]) -> int:
     held, total = {}, 0
-    for line in body:
+    for line in lines:
         if not (made := re.match(r"\s+(?:ROOT )?%?(\S+) = (.*?[\])}]) ([a-z][\w-]*)\((.*)$", line)):
             continue
         name, kind, operation, rest = made.groups()
