@@ -47,9 +47,9 @@ options of the first column. GB per device: arguments (weights, caches) with tem
 in the branches of conditionals (drawing, penalties), of which a greedy round takes two kernels a draw. Graphs: CUDA
 graphs of the whole program; 1 means that nothing breaks the loop. Copied: caches, recurrent state and weights written
 anew. Weights: GB of them that a round's operations read (prefill: all), each array once for each operation that takes
-it, of those held; the embedding, of which rows are gathered, is not counted, the head of a round is for drafts and once
-more to verify, and of experts' arrays only the chosen are read. Estimate: the TPU compiler's own, of a loop's body once
-and without the loops over the context. GPUs: with Triton kernels, but for `--kernels xla`.
+it, of those held; the embedding, of which rows are gathered, is not counted on one device, the head of a round is for
+drafts and once more to verify, and of experts' arrays only the chosen are read. Estimate: the TPU compiler's own, of a
+loop's body once and without the loops over the context. GPUs: with Triton kernels, but for `--kernels xla`.
 """
 COLUMNS = (
     "system|slots × length|program|GB|temporaries|kernels a layer|in branches|graphs|collectives a layer|copied MB|"
