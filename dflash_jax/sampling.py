@@ -21,7 +21,7 @@ from dflash_jax.sharding import WHOLE, Cut
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SamplingRows:
-    """Sampling options of B rows: [B], or [B, V] for the last three.
+    """Sampling options of B rows: [B], or [B, V] for bias and counts.
 
     temperature 0 is greedy; top_k 0, top_p 1, min_p 0, repetition 1, frequency 0 and presence 0 are off. The counts
     are of the tokens known so far: repetition looks at prompt and output, frequency and presence at the output only.
@@ -69,17 +69,17 @@ class SamplingRows:
 
     def of_tokens(self, ids) -> "SamplingRows":
         """For logits of the tokens ``ids`` int [N] only; the vocabulary must not be cut."""
-        own = self.lines(len(self.seed))[:, None]
+        own = self.lines()[:, None]
         return replace(self, rows=None, **{name: getattr(self, name)[own, ids] for name in TABLES})
 
-    def lines(self, rows: int) -> jax.Array:
-        """int [rows]: where each row's part of the tables is."""
-        return jnp.arange(rows) if self.rows is None else jnp.minimum(self.rows, len(self.logit_bias) - 1)
+    def lines(self) -> jax.Array:
+        """int [B]: where each row's part of the tables is."""
+        return jnp.arange(len(self.seed)) if self.rows is None else jnp.minimum(self.rows, len(self.logit_bias) - 1)
 
-    def tables(self) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """logit_bias, prompt_counts and output_counts of the rows themselves, [B, V]."""
-        every = tuple(getattr(self, name) for name in TABLES)
-        return every if self.rows is None else tuple(x[self.lines(len(self.rows))] for x in every)
+    def table(self, name: str) -> jax.Array:
+        """logit_bias, prompt_counts or output_counts of the rows themselves, [B, V]."""
+        held = getattr(self, name)
+        return held if self.rows is None else held[self.lines()]
 
     def counting(self, tokens, taken) -> "SamplingRows":
         """With those of the ``tokens`` int [B, T] that were ``taken`` bool [B, T] in the counts of outputs."""
@@ -180,7 +180,7 @@ def penalise(logits, rows: SamplingRows, block=None, known=None):
     ``block`` int [B, T] are the tokens fed at these T places, of which the first ``known`` [B] are in the counts
     already: place i is penalised for what the prefix up to i really holds, unverified drafts included.
     """
-    bias, prompt, output = (x[:, None] for x in rows.tables())
+    bias, prompt, output = (rows.table(name)[:, None] for name in TABLES)
     if block is not None:
         place = jnp.arange(block.shape[1])
         # What is not of this device's part is outside of the one-hot's range.
@@ -305,8 +305,7 @@ def special_rows(rows: SamplingRows):
     The same on all devices that share a row, though each has its part of the bias: `draw` branches on it, and there are
     collectives in its branches.
     """
-    biased = (rows.logit_bias != 0).any(-1)[rows.lines(len(rows.seed))]
-    biased = rows.vocab.max(biased.astype(jnp.int32)) > 0
+    biased = rows.vocab.max((rows.table("logit_bias") != 0).any(-1).astype(jnp.int32)) > 0
     penalised = (rows.repetition != 1) | (rows.frequency != 0) | (rows.presence != 0)
     return jnp.where(biased | penalised, PENALISED, jnp.where(rows.temperature > 0, DRAWN, PLAIN))
 

@@ -152,10 +152,11 @@ def measure(lowered, layers: int, held: dict, options: dict) -> dict:
         "donated": memory.alias_size_in_bytes,
         "copied": {name: copied_bytes(hlo, local_shapes(tree)) for name, tree in held.items()},
         "written": written_bytes(hlo, set().union(*map(local_shapes, held.values()))),
-        "weights": {"held": held_bytes(weights), "read": weights_read(hlo, local_shapes(weights))},
         "collectives_per_layer": sum(len(re.findall(rf" {c}(?:-start)?\(", hlo)) for c in COLLECTIVES) / layers,
         "compile_s": round(seconds, 1),
     }
+    if weights is not None:
+        found["weights"] = {"held": held_bytes(weights), "read": weights_read(hlo, local_shapes(weights))}
     if text:
         found["kernels_per_layer"] = sum(always[kind] for kind in KERNELS) / layers
         found["kernels_in_branches"] = sum(branches[kind] for kind in KERNELS)

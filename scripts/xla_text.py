@@ -96,7 +96,8 @@ def computations(hlo: str) -> dict[str, list[str]]:
 
 def weights_read(hlo: str, shapes: set[tuple[int, ...]]) -> int:
     """Bytes of arrays of ``shapes`` that the operations of a program take, or of a loop's body where that is more: each
-    array once for each operation that reads it. What rows are gathered from, such as an embedding, is left out."""
+    array once for each operation that reads it, told by its shape. What rows are gathered from, such as an embedding,
+    is left out."""
     every = computations(hlo)
     bodies = (re.search(r"body=%?([\w.-]+)", line) for line in every["ENTRY"] if " while(" in line)
     return max(_read(every[name], shapes) for name in ["ENTRY", *(body[1] for body in bodies)])
@@ -111,9 +112,9 @@ def _read(lines: list[str], shapes: set[tuple[int, ...]]) -> int:
         operands = set(re.findall(r"%([\w.-]+)", rest.partition(")")[0]))
         if operation in ("parameter", "get-tuple-element"):
             if (one := re.match(r"(\w+)\[([\d,]+)\]", kind)) and shape_key(one[2].split(",")) in shapes:
-                held[name] = bytes_of(*one.groups())
+                held[name] = name, bytes_of(*one.groups())
         elif operation == "bitcast" and operands & held.keys():
             held[name] = held[operands.pop()]
         elif operation not in FREE and not re.search(r"gather|dynamic.slice", name):
-            total += sum(held[x] for x in operands & held.keys())
+            total += sum(dict(held[x] for x in operands & held.keys()).values())
     return total

@@ -14,7 +14,7 @@ from dflash_jax import LLM, SamplingParams, train
 from dflash_jax.checkpoint.load import load_drafter
 from dflash_jax.errors import InputError
 from dflash_jax.llm import TINY
-from dflash_jax.sampling import draw, special_rows
+from dflash_jax.sampling import PLAIN, draw, special_rows
 from dflash_jax.sharding import Layout
 
 PROMPTS = ["def read_config(path):\n", "import json\nfor line in file:\n    "]
@@ -56,7 +56,7 @@ def test_a_draw_of_some_is_one_of_all_without_the_others():
     logits, ids = jnp.asarray(rng.normal(0, 2, (n, 4, size)), jnp.float32), jnp.asarray([3, 4, 9, 20, 33, 50, 51, 60])
     positions = jnp.arange(4) + 7 * jnp.arange(n)[:, None]
     listed = jnp.isin(jnp.arange(size), ids)
-    for special in (special_rows(rows), jnp.zeros(n, bool)):
+    for special in (special_rows(rows), jnp.full(n, PLAIN)):
         expected, _ = draw(jnp.where(listed, logits, -jnp.inf), rows, positions, special)
         got, _ = draw(logits[..., ids], rows, positions, special, ids=ids)
         np.testing.assert_array_equal(got, expected)

@@ -12,8 +12,8 @@ LARGEST_PREFILL = 4096
 PADDING = {"cpu": 0.25}
 # Short prompts are read together, at most so many, and so many tokens in all (those of nobody among them).
 PREFILL_ROWS, TOGETHER = 8, {"gpu": 2048, "tpu": 256}
-# Temporaries of a prefill program, bytes for each feature of a token (compiled for B200 and H100: 118 of
-# Qwen3.6-35B-A3B, 69 of Qwen3.5-27B).
+# Temporaries of a prefill program, bytes for each feature of a token (compiled for B200 and H100: 87 of
+# Qwen3.6-35B-A3B, 58 of Qwen3.5-27B; 236 of Qwen3.5-397B-A17B over eight, which what is left unused has room for).
 PREFILL_BYTES = 120
 
 

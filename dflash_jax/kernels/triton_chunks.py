@@ -54,7 +54,7 @@ def _prepare(
 ):  # fmt: skip
     """A chunk of a key head of a row, [count, B G] programs."""
     chunk, head = tl.program_id(0), tl.program_id(1)
-    b, g = head // G, head % G
+    b, g = (head // G).to(tl.int64), head % G
     line = tl.minimum(tl.load(rows + b), ALL - 1).to(tl.int64)
     m, dk, dv = tl.arange(0, M), tl.arange(0, DK)[None, :], tl.arange(0, DV)[None, :]
     row, column, t = m[:, None], m[None, :], chunk * M + m
@@ -117,10 +117,10 @@ def _chunks(
 
 
 def fits(state, dtype) -> bool:
-    """Whether the kernels take the heads of this `cache.DeltaState` for a model in ``dtype``. Exact products of float32
-    would not find room in their registers."""
-    sizes = state.recurrent.shape[-2:]
-    return dtype != jnp.float32 and state.conv.shape[1] <= 4 and all(16 <= n <= 128 and n & (n - 1) == 0 for n in sizes)
+    """Whether the kernels take the heads of this `cache.DeltaState` for a model in ``dtype``: bfloat16, for exact
+    products of float32 would not find room in their registers, and states could outgrow float16."""
+    right = all(16 <= n <= 128 and n & (n - 1) == 0 for n in state.recurrent.shape[-2:])
+    return right and dtype == state.conv.dtype == jnp.bfloat16 and state.conv.shape[1] <= 4
 
 
 def prepare(qkvz, gates, state, taps, a_log, dt_bias):
@@ -140,7 +140,8 @@ def prepare(qkvz, gates, state, taps, a_log, dt_bias):
 
 
 def from_chunk_to_chunk(state, u, w, q, scores, k, left, tokens: int):
-    """As `models.gated_delta.chunk_by_chunk`, of a `cache.DeltaState`; products in q's dtype, sums in float32."""
+    """Outputs and δ of the first ``tokens``, [B, tokens, G, R, Dv] each, of a `cache.DeltaState` and what `prepare`
+    gives; products in q's dtype, sums in float32."""
     count, b, g, r, m, dk = q.shape
     dv, heads = u.shape[-1], b * g * r
     values = min(dv, VALUES[1])

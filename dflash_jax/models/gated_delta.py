@@ -45,29 +45,6 @@ def unit_lower_inverse(a):
     return jnp.concatenate([top, bottom], axis=-2).reshape(a.shape)
 
 
-def chunk_by_chunk(state, uw, q, scores, k, left, tokens: int, turns: int = 1):
-    """What of the delta rule goes from chunk to chunk: state [B, G, R, Dk, Dv]; by chunks [count, B, G, R, M, ·] uw (u
-    and w, Dv + Dk), q and k (decayed, Dk), scores (M); left [count, B, G, R]. Returns the outputs and δ of the first
-    ``tokens``, [B, tokens, G, R, Dv]. ``turns`` of the loop are made one."""
-    count, b, g, r, m, _ = q.shape
-
-    def step(state, x):
-        uw, q, scores, k, left = x
-        u, w = jnp.split(uw, [state.shape[-1]], axis=-1)
-        # Products with a common factor are taken together: few kernels is what a short window costs.
-        held, out = jnp.split(jnp.concatenate([w, q], axis=-2) @ state, 2, axis=-2)
-        delta = u - held
-        out = out + scores @ delta
-        return state * left[..., None, None] + jnp.einsum("bgrmk,bgrmv->bgrkv", k, delta), (out, delta)
-
-    xs = (uw, q, scores, k, left)
-    if count == 1:
-        found = jax.tree.map(lambda y: y[None], step(state, jax.tree.map(lambda x: x[0], xs))[1])
-    else:
-        found = jax.lax.scan(step, state, xs, unroll=turns)[1]
-    return tuple(jnp.einsum("cbgrmv->bcmgrv", y).reshape(b, count * m, g, r, -1)[:, :tokens] for y in found)
-
-
 def delta_rule(q, k, v, beta, log_decay, state, chunk: int = CHUNK, starts=None):
     """The gated delta rule over T tokens, float32, in chunks (arXiv 2412.06464, section 3.3).
 
@@ -95,26 +72,70 @@ def delta_rule(q, k, v, beta, log_decay, state, chunk: int = CHUNK, starts=None)
         lower = lower & (starts[..., :, None] == starts[..., None, :])
     # The exponent is masked before exp: above the diagonal it is positive and may overflow.
     decay = jnp.exp(jnp.where(lower, upto[..., :, None] - upto[..., None, :], -jnp.inf))
+    # Products with a common factor are taken together: few kernels is what a short window costs.
     both = jnp.einsum("cbgik,cbgjk->cbgij", jnp.concatenate([k, q], axis=-2), k)[:, :, :, None]
     gram, scores = jnp.split(both, 2, axis=-2)
     strict = jnp.tril(jnp.ones((m, m), bool), -1)
     a = jnp.eye(m) + jnp.where(strict, beta[..., None] * gram * decay, 0.0)
     k_decayed, q_decayed = (x[:, :, :, None] * jnp.exp(upto)[..., None] for x in (k, q))
-    uw = unit_lower_inverse(a) @ (beta[..., None] * jnp.concatenate([v, k_decayed], axis=-1))
+    u, w = jnp.split(
+        unit_lower_inverse(a) @ (beta[..., None] * jnp.concatenate([v, k_decayed], axis=-1)), [v.shape[-1]], axis=-1
+    )
+    wq, scores = jnp.concatenate([w, q_decayed], axis=-2), scores * decay
     k_rest = k[:, :, :, None] * jnp.exp(upto[..., -1:] - upto)[..., None]
+
     left = jnp.exp(upto[..., -1])
     if starts is not None:
         # The state before a chunk is that of a document which began before the chunk.
         seen = starts < (jnp.arange(count) * m)[:, None, None, None, None]
-        uw = jnp.where(seen[..., None] | (jnp.arange(uw.shape[-1]) < v.shape[-1]), uw, 0.0)
-        q_decayed = jnp.where(seen[..., None], q_decayed, 0.0)
+        wq = jnp.where(jnp.concatenate([seen, seen], axis=-1)[..., None], wq, 0.0)
         k_rest = jnp.where((starts == starts[..., -1:])[..., None], k_rest, 0.0)
         left = jnp.where(seen[..., -1], left, 0.0)
 
-    forms = {"default": partial(chunk_by_chunk, tokens=t)}
-    if starts is None:
-        forms["cuda"] = partial(chunk_by_chunk, tokens=t, turns=UNROLLED)
-    return jax.lax.platform_dependent(state, uw, q_decayed, scores * decay, k_rest, left, **forms)
+    def step(state, x):
+        u, wq, scores, k_rest, left = x
+        held, out = jnp.split(wq @ state, 2, axis=-2)
+        delta = u - held
+        out = out + scores @ delta
+        state = state * left[..., None, None] + jnp.einsum("bgrmk,bgrmv->bgrkv", k_rest, delta)
+        return state, (out, delta)
+
+    xs = (u, wq, scores, k_rest, left)
+    if count == 1:
+        out, delta = jax.tree.map(lambda y: y[None], step(state, jax.tree.map(lambda x: x[0], xs))[1])
+    else:
+
+        def loop(state, xs, v):
+            return jax.lax.scan(step, state, xs)[1]
+
+        def in_place(state, xs, v):
+            """``loop``, what comes out written over u and v: XLA has a buffer for what a loop gives from the start of
+            the program on, those of all layers at once."""
+            size = next(n for n in range(min(UNROLLED, count), 0, -1) if count % n == 0)
+
+            def turn(i, carry):
+                state, delta, out = carry
+                part = [jax.lax.dynamic_slice_in_dim(x, i * size, size) for x in (delta, *xs[1:])]
+                made = []
+                for j in range(size):
+                    state, found = step(state, [x[j] for x in part])
+                    made.append(found)
+                outs, deltas = (jnp.stack(x) for x in zip(*made, strict=True))
+                put = partial(jax.lax.dynamic_update_slice_in_dim, start_index=i * size, axis=0)
+                return state, put(delta, deltas), put(out, outs)
+
+            _, delta, out = jax.lax.fori_loop(0, count // size, turn, (state, xs[0], v))
+            return out, delta
+
+        forms = {"default": loop}
+        if starts is None:
+            forms["cuda"] = in_place
+        out, delta = jax.lax.platform_dependent(state, xs, v, **forms)
+
+    def join(x):
+        return jnp.einsum("cbgrmv->bcmgrv", x).reshape(b, count * m, *x.shape[2:4], x.shape[-1])[:, :t]
+
+    return join(out), join(delta)
 
 
 def gated_norm(out, z, norm, eps: float):

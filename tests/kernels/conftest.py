@@ -24,8 +24,8 @@ def interpreted(kernel, args, out, grid, num_warps=4, num_stages=2, input_output
     held, aliases = [to_torch(x) for x in args], input_output_aliases or {}
     made = {i: held[argument] for argument, i in aliases.items()}
     for i in set(range(len(out))) - set(made):
-        fill = torch.full(out[i].shape, float("nan") if out[i].dtype == jnp.float32 else 1 << 30, dtype=torch.float32)
-        made[i] = fill.to(torch.int32) if out[i].dtype == jnp.int32 else fill
+        dtype = getattr(torch, jnp.dtype(out[i].dtype).name)
+        made[i] = torch.full(out[i].shape, float("nan") if dtype.is_floating_point else 1 << 30, dtype=dtype)
     made = [made[i] for i in range(len(out))]
     kernel[grid](*held, *(m for i, m in enumerate(made) if i not in aliases.values()), **meta)
     return tuple(jnp.asarray(m.numpy()) for m in made)

@@ -7,7 +7,7 @@ import pytest
 
 from dflash_jax.cache import DeltaState
 from dflash_jax.kernels import triton_chunks
-from dflash_jax.models.gated_delta import chunk_by_chunk, mix, mix_in_chunks
+from dflash_jax.models.gated_delta import mix, mix_in_chunks
 
 
 def normal(rng, *shape, dtype=jnp.float32):
@@ -28,8 +28,14 @@ def by_kernel(state, chunks, tokens):
 
 
 def plain(state, chunks, tokens):
-    u, w, q, scores, k, left = (x.astype(jnp.float32) for x in chunks)
-    return chunk_by_chunk(state, jnp.concatenate([u, w], axis=-1), q, scores, k, left, tokens)
+    made = []
+    for u, w, q, scores, k, left in zip(*chunks, strict=True):
+        delta = u - w @ state
+        made.append((q @ state + scores @ delta, delta))
+        state = state * left[..., None, None] + k.swapaxes(-1, -2) @ delta
+    # [count, B, G, R, M, Dv] → [B, T, G, R, Dv]
+    every = (jnp.concatenate(x, axis=-2)[..., :tokens, :] for x in zip(*made, strict=True))
+    return [jnp.moveaxis(x, -2, 1) for x in every]
 
 
 SIZES = [
@@ -63,7 +69,8 @@ def test_sixteen_bits_lose_no_small_change_of_a_large_state():
 def mixers(rng, rows, tokens, g, r, dk, dv, dtype=jnp.float32, taps=4):
     """Arguments of `mix`: a state of two rows more than take part, in another order."""
     channels, held = 2 * dk + r * dv, rows + 2
-    where = jnp.asarray(rng.permutation(held)[:rows], jnp.int32)
+    # The last of several is nobody's.
+    where = jnp.asarray([*rng.permutation(held)[: rows - 1], held] if rows > 1 else [1], jnp.int32)
     conv = normal(rng, held, taps - 1, g, channels, dtype=dtype)
     state = DeltaState(normal(rng, held, g, r, dk, dv), conv, where)
     inputs = normal(rng, rows, tokens, g, channels + r * dv, dtype=dtype)
@@ -96,19 +103,22 @@ def test_other_convolutions(taps):
 
 
 def test_in_sixteen_bits():
-    """What is kept of it is as exact as in XLA's form: only what is multiplied with the state is rounded."""
-    args = mixers(np.random.default_rng(0), 2, 150, 1, 2, 32, 32, jnp.float16)
-    (y, record), (expected, plain) = mix_in_chunks(*args, 1e-6), mix(*args, 1e-6)
-    assert y.dtype == expected.dtype == jnp.float16
+    """Half precision, which the interpreter has, in bfloat16's place, against float32 of the same values: keys are
+    rounded once, δ is off by what that and products in 16 bits make of it."""
+    half = mixers(np.random.default_rng(0), 1, 150, 1, 2, 32, 32, jnp.float16)
+    exact = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.float16 else x, half)
+    (y, record), (expected, plain) = mix_in_chunks(*half, 1e-6), mix(*exact, 1e-6)
+    assert y.dtype == jnp.float16
     np.testing.assert_allclose(record.log_decay, plain.log_decay, atol=1e-5)
-    np.testing.assert_allclose(record.k, plain.k, atol=3e-3)
+    np.testing.assert_allclose(record.k, plain.k, atol=3e-4)
     scale = float(jnp.abs(plain.delta).max())
-    assert 0 < jnp.abs(record.delta - plain.delta).max() < 0.01 * scale
-    np.testing.assert_allclose(y.astype(jnp.float32), expected.astype(jnp.float32), atol=0.03)
+    assert 1e-5 * scale < jnp.abs(record.delta - plain.delta).max() < 3e-3 * scale
+    np.testing.assert_allclose(y.astype(jnp.float32), expected, atol=0.03)
 
 
 def test_which_models_they_are_for():
-    state = DeltaState(jnp.zeros((1, 2, 2, 128, 128)), jnp.zeros((1, 3, 2, 512)))
+    state = DeltaState(jnp.zeros((1, 2, 2, 128, 128)), jnp.zeros((1, 3, 2, 512), jnp.bfloat16))
     assert triton_chunks.fits(state, jnp.bfloat16)
     assert not triton_chunks.fits(state, jnp.float32)
+    assert not triton_chunks.fits(DeltaState(state.recurrent, state.conv.astype(jnp.float32)), jnp.bfloat16)
     assert not triton_chunks.fits(DeltaState(state.recurrent[..., :96], state.conv), jnp.bfloat16)

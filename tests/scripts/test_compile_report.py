@@ -149,5 +149,5 @@ ENTRY %main (p: (bf16[4,2,8], bf16[64,2], f32[4])) -> f32[4] {
   %loop = (bf16[4,2,8], bf16[64,2], f32[4]) while(%t), condition=%more, body=%body
 }
 """
-    assert weights_read(hlo, {(2, 4, 8), (2, 64)}) == 3 * 128 + 256
+    assert weights_read(hlo, {(2, 4, 8), (2, 64)}) == 2 * 128 + 256
     assert weights_read(hlo.replace(" while(", " call("), {(2, 4, 8)}) == 128
