@@ -5,7 +5,7 @@ from typing import Protocol
 
 from dflash_jax.cache import CONTEXT_CHUNK
 from dflash_jax.engine.device import ROW_SIZES
-from dflash_jax.engine.engine import Engine
+from dflash_jax.engine.engine import Engine, EngineError
 from dflash_jax.engine.request import Request
 from dflash_jax.programs import Programs
 from dflash_jax.rows import Row
@@ -61,7 +61,7 @@ class Pool:
             # Interrupted somewhere: what the state is then, nobody knows.
             self.engine = None
             for row in self.live.values():
-                row.request.finish_reason, row.error = "error", "the engine was interrupted"
+                row.request.finish_reason, row.error = "error", EngineError("the engine was interrupted")
             self.live.clear()
             raise
         for event in events:

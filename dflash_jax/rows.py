@@ -5,7 +5,6 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from dflash_jax.engine.engine import EngineError
 from dflash_jax.engine.request import Event, Request
 from dflash_jax.params import Completion, SamplingParams, Timings
 from dflash_jax.text import Detokenizer, Tokenizer
@@ -66,7 +65,7 @@ class Row:
         self.accepted: list[int] = []
         self.logprobs: list[dict] | None = None if params.logprobs is None else []
         self.pieces: deque[Piece] = deque()
-        self.error: str | None = None
+        self.error: Exception | None = None
         self.compile_s = 0.0
         # Rounds with drafts, and how many there were.
         self.drafts = self.draft_tokens = 0
@@ -127,9 +126,9 @@ class Row:
         return self.text.stop if self.text and self.text.stopped else self.request.tokens[-1]
 
     def raise_failure(self) -> None:
-        """Raises EngineError where the engine failed it."""
+        """Raises what ended it where that is an error: InputError where its own fault, else EngineError."""
         if self.error is not None:
-            raise EngineError(self.error)
+            raise self.error
 
     def completion(self) -> Completion:
         r, times = self.request, self.request.times

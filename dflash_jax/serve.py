@@ -135,6 +135,8 @@ class Runner:
             if serving.llm.tokenizer is not None:
                 # transformers takes seconds to import: not at the first request.
                 _ = serving.llm.tokenizer.chat_template
+            if serving.grammar is not None:
+                serving.grammar.start()
             serving.engine.start()
         except Exception:
             log.exception("warm-up failed")

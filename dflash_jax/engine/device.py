@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import jax
 import numpy as np
@@ -41,6 +42,17 @@ class Outcome:
     accepted: list[list[int]]
     done: list[bool]
     logprobs: list[tuple] | None
+
+
+class RoundMasks(Protocol):
+    """The masks of a round, for the slots of a dispatch in their order."""
+
+    def ask(self, block: np.ndarray) -> np.ndarray:
+        """Learns the windows int [slots, W] that are about to be verified, and returns those that shall be."""
+
+    def answer(self) -> tuple[np.ndarray, np.ndarray]:
+        """(packed masks uint32 [slots, W, words], bool [slots]: whose masks are late, so that they sit the round
+        out)."""
 
 
 class Device:
@@ -99,6 +111,11 @@ class Device:
     def mask_words(self) -> int:
         """uint32 words of a packed mask over the vocabulary."""
         return -(-self.programs.config.vocab_size // 32)
+
+    @property
+    def aligned(self) -> bool:
+        """Whether windows begin at whole multiples of their size, as `speculative` explains."""
+        return self.settings.aligned
 
     @property
     def shards(self) -> int:
@@ -184,20 +201,21 @@ class Device:
         s, drafting = self.settings, window != ALONE
         return replace(s, window=max(window, s.window) if s.aligned else max(window, 1), drafting=drafting)
 
-    def decode_masked(self, dispatch: Dispatch, make_masks):
-        """One round; ``make_masks(drafts [rows, window - 1]) → uint32 [rows, window, words]``, rows in the order of the
-        slots, is called while the device verifies the drafts."""
+    def decode_masked(self, dispatch: Dispatch, masks: "RoundMasks"):
+        """Starts one round: what `read` reads. ``masks`` are computed while the device verifies the drafts."""
         least = self.rows_for(dispatch.slots)
         size = next(n for n in self.masked_sizes() if n >= least)
         rows, widths, places = self._rows(dispatch.slots, size, dispatch.widths, 1)
         settings = self._settings(dispatch.window)
-        block = self.programs.propose(self.state, rows, widths, settings)
-        drafts = self.programs.read(block)
-        verified = self.programs.verify(self.state, rows, widths, drafts, settings)
-        masks = make_masks(drafts[places][:, 1:])
-        packed = np.full((len(rows), *masks.shape[1:]), 0xFFFFFFFF, np.uint32)
-        packed[places] = masks
-        self.state, report = self.programs.finish(self.state, rows, widths, drafts, packed, verified, settings)
+        block = self.programs.read(self.programs.propose(self.state, rows, widths, settings)).copy()
+        block[places] = masks.ask(block[places])
+        verified = self.programs.verify(self.state, rows, widths, block, settings)
+        allowed, is_late = masks.answer()
+        packed = np.full((len(rows), *allowed.shape[1:]), 0xFFFFFFFF, np.uint32)
+        packed[places] = allowed
+        # A slot whose mask is late stays as it is.
+        rows[np.array(places)[is_late]] = self._own
+        self.state, report = self.programs.finish(self.state, rows, widths, block, packed, verified, settings)
         return report, places
 
     def read(self, ticket, logprobs: bool) -> Outcome:

@@ -4,13 +4,12 @@ import heapq
 import itertools
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-
-import numpy as np
 
 from dflash_jax.config import MAX_STOPS
 from dflash_jax.engine.device import MAX_LOGPROBS, Device, Dispatch, Outcome
+from dflash_jax.engine.masking import Masking, RoundOfMasks
 from dflash_jax.engine.options import Options, Statistics
 from dflash_jax.engine.prefill import Prefiller
 from dflash_jax.engine.request import Event, Request, Times
@@ -24,6 +23,8 @@ log = logging.getLogger("dflash_jax")
 MOST_ROUNDS, LEAST_ROUNDS, DISPATCH_S = 32, 2, 0.02
 # Rounds while nobody knows what one takes, plain and drafting; seconds of decoding before another width is compiled.
 UNKNOWN_ROUNDS, PATIENCE_S = (16, 4), 2.0
+# Seconds that a step without other work waits for a late mask.
+LATE_S = 0.005
 
 
 class EngineError(RuntimeError):
@@ -70,6 +71,7 @@ class Engine:
         self._free = list(range(self.device.slots))
         self._tickets: deque[_Ticket] = deque()
         self._acceptance: dict[Request, Acceptance] = {}
+        self._masking = Masking(self.device.mask_words, self.device.aligned, self._fail_one)
         self._is_drafting = True
         self._told: list[Event] = []
         self._last_done = 0.0
@@ -158,7 +160,8 @@ class Engine:
     def _fail(self, error: Exception) -> list[Event]:
         """Ends everything. Nothing is started until `restart`."""
         self.failure = _reason(error)
-        events = self._told + [self._end(r, "error", [], [], error=self.failure) for r in list(self._live)]
+        failure = EngineError(self.failure)
+        events = self._told + [self._end(r, "error", [], [], error=failure) for r in list(self._live)]
         self._clear()
         self.store.clear()
         return events
@@ -216,17 +219,21 @@ class Engine:
         if any(r.mask for r in self._decoding):
             # A mask needs all tokens before it.
             self._told += self._collect(keep=0)
-        rows = self._decoding
+        late = [r for r in self._decoding if r.mask and self._masking.is_late(r)]
+        rows = [r for r in self._decoding if r not in late]
         most = self.options.rows_per_dispatch
         if most is not None and len(rows) > most:
             rows, rest = rows[:most], rows[most:]
-            self._decoding = rest + rows
+            self._decoding = rest + rows + [r for r in late if r.finish_reason is None]
         if not rows:
+            if late and not self._prefiller:
+                # Nothing else is to be done.
+                self._masking.is_late(late[0], LATE_S)
             return [], None, None
-        rows = list(rows)
         dispatch = self._dispatch(rows)
         if any(r.mask for r in rows):
-            return rows, dispatch, self.device.decode_masked(replace(dispatch, rounds=1), self._masks(rows))
+            masks = RoundOfMasks(self._masking, rows)
+            return rows, dispatch, self.device.decode_masked(replace(dispatch, rounds=1), masks)
         return rows, dispatch, self.device.decode(dispatch)
 
     def _dispatch(self, rows: list[Request]) -> Dispatch:
@@ -259,20 +266,10 @@ class Engine:
         each = tuple(most if r.block_size == "auto" else min(r.block_size, most) for r in rows)
         return Dispatch(slots, each, rounds, window)
 
-    def _masks(self, rows: list[Request]) -> Callable:
-        def make(drafts):
-            window = drafts.shape[1] + 1
-            masks = np.full((len(rows), window, self.device.mask_words), 0xFFFFFFFF, np.uint32)
-            for i, request in enumerate(rows):
-                try:
-                    if request.mask and request.finish_reason is None:
-                        masks[i] = request.mask.masks(drafts[i].tolist())
-                except Exception as e:
-                    log.exception("a request's mask failed")
-                    self._told.append(self._end(request, "error", [], [], error=_reason(e)))
-            return masks
-
-        return make
+    def _fail_one(self, request: Request, error: Exception) -> None:
+        """Ends a request that failed by itself: the others go on."""
+        if request.finish_reason is None:
+            self._told.append(self._end(request, "error", [], [], error=_as_failure(error)))
 
     # What the device brought.
 
@@ -333,9 +330,8 @@ class Engine:
                 request.mask.take(tokens)
             keep = request.monitor(tokens) if request.monitor else None
         except Exception as e:
-            # Theirs, not the device's: the others go on.
-            log.exception("a request's monitor or mask failed")
-            return self._end(request, "error", [], [], error=_reason(e))
+            # The request's fault, not the device's: the others go on.
+            return self._end(request, "error", [], [], error=_as_failure(e))
         reason = None
         if keep is not None:
             tokens, accepted, reason = tokens[:keep], _trimmed(accepted, keep), "stop"
@@ -359,12 +355,23 @@ class Engine:
         request.times = replace(request.times, finished=self.device.clock)
         self.statistics.requests[reason] += 1
         del self._live[request]
+        if request.mask is not None:
+            self._masking.forget(request)
+            request.mask.close()
         if request.slot is not None:
             self._free.append(request.slot)
             self._decoding = [r for r in self._decoding if r is not request]
             self._prefiller.remove(request)
             self._acceptance.pop(request, None)
         return Event(request, tokens, accepted, logprobs, reason, error, width)
+
+
+def _as_failure(error: Exception) -> Exception:
+    """What a request that failed by itself is told."""
+    if isinstance(error, InputError):
+        return error
+    log.error("a request's monitor or mask failed", exc_info=error)
+    return EngineError(_reason(error))
 
 
 def _reason(error: BaseException) -> str:

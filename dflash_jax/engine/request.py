@@ -18,14 +18,43 @@ class Monitor(Protocol):
 
 
 class MaskProvider(Protocol):
-    """Says which tokens may come next: a grammar, say."""
+    """Says which tokens may come next: a grammar, say.
+
+    `ask` and `answer` are apart so that masks are computed while the device works, and so that one that is late delays
+    its own request only. Any call may raise InputError, which ends the request with that error.
+    """
 
     def take(self, tokens: Sequence[int]) -> None:
         """Tokens that were drawn."""
 
+    def ask(self, drafts: Sequence[int]) -> None:
+        """Begins to compute the masks behind what was taken, and behind each further draft."""
+
+    def answer(self, timeout_s: float) -> np.ndarray | None:
+        """What was asked for, packed bits uint32 [drafts + 1, ceil(V / 32)]; None where that is not there within
+        ``timeout_s``. Behind a draft that is itself forbidden, anything."""
+
+    def close(self) -> None:
+        """The request has ended."""
+
+
+class ReadyMasks:
+    """A `MaskProvider` whose ``masks(drafts)`` are computed at once."""
+
     def masks(self, drafts: Sequence[int]) -> np.ndarray:
-        """Packed bits uint32 [len(drafts) + 1, ceil(V / 32)] of the tokens allowed behind what was taken, and behind
-        each further draft. Behind a draft that is itself forbidden, anything."""
+        raise NotImplementedError
+
+    def take(self, tokens: Sequence[int]) -> None:
+        raise NotImplementedError
+
+    def ask(self, drafts: Sequence[int]) -> None:
+        self._asked = drafts
+
+    def answer(self, timeout_s: float) -> np.ndarray:
+        return self.masks(self._asked)
+
+    def close(self) -> None:
+        pass
 
 
 @dataclass(frozen=True)
@@ -85,12 +114,12 @@ class Request:
 class Event:
     """What a dispatch brought to a request: new tokens, what each round of ``width`` yielded of them,
     log-probabilities where asked for (``{"token_id", "logprob", "top"}`` a token), and at the end ``finish_reason``
-    (with ``error``: why)."""
+    (with ``error``: why, an InputError where the request itself is the reason)."""
 
     request: Request
     tokens: list[int]
     accepted: list[int]
     logprobs: list[dict] | None = None
     finish_reason: str | None = None
-    error: str | None = None
+    error: Exception | None = None
     width: int = 1

@@ -8,7 +8,7 @@ from pathlib import Path
 from fastapi import FastAPI
 from starlette.staticfiles import StaticFiles
 
-from dflash_jax.server import chat, completions, native, operations, responses
+from dflash_jax.server import chat, completions, native, notes, operations, responses
 from dflash_jax.server.answer_schema import Error
 from dflash_jax.server.errors import ApiError, add_handlers, answer
 from dflash_jax.server.serving import ClientGoneError, Serving
@@ -42,12 +42,13 @@ class Gate:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        began, status = time.perf_counter(), CLIENT_GONE
+        began, status, told = time.perf_counter(), CLIENT_GONE, notes.begin()
 
         async def watched(message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                message = message | {"headers": [*message.get("headers", ()), *notes.headers(told)]}
             await send(message)
 
         try:

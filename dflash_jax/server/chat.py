@@ -15,11 +15,11 @@ from dflash_jax.server import prepare, schema
 from dflash_jax.server.answer_schema import ChatCompletion
 from dflash_jax.server.answers import chat_logprobs, usage
 from dflash_jax.server.errors import ApiError, JsonResponse
-from dflash_jax.server.grammar import Constraint, call_grammar
+from dflash_jax.server.grammar import Constraint, tag_in_lark
 from dflash_jax.server.reasoning import CLOSE, OPEN, ReasoningSplitter, is_open
 from dflash_jax.server.serving import Serving, while_connected
 from dflash_jax.server.stream import EventStream, frame
-from dflash_jax.server.tools import CallDelta, ToolParser, is_xml, joined
+from dflash_jax.server.tools import END, START, CallDelta, ToolParser, is_xml, joined
 
 router = APIRouter()
 
@@ -202,7 +202,9 @@ def tool_constraint(serving: Serving, body: schema.ChatRequest, xml: bool) -> Co
     several = choice == "required" and body.parallel_tool_calls is not False
     if serving.grammar is None:
         raise ApiError(400, "tool_choice needs a tokenizer.json, and this checkpoint has none", "tool_choice")
-    return Constraint("calls", call_grammar(serving.grammar, xml, tools, 8 if several else 1), "tools")
+    start, end = (tag_in_lark(serving.llm.tokenizer, tag) for tag in (START, END))
+    calls = {"tools": tools, "most": 8 if several else 1, "xml": xml, "start": start, "end": end}
+    return Constraint("calls", calls, "tools")
 
 
 def tools_in_use(body: schema.ChatRequest) -> list[schema.Tool] | None:
@@ -224,7 +226,7 @@ async def prepared(serving: Serving, body: schema.ChatRequest) -> tuple[Conversa
     if wanted and calls:
         raise ApiError(400, f"{wanted.field} and tool_choice each ask for a form: give one of them", wanted.field)
     params = prepare.sampling(body, most, body.seed, (body.top_logprobs or 0) if body.logprobs else None)
-    grammar = await prepare.matcher(serving, wanted or calls)
+    grammar = await prepare.grammar(serving, wanted or calls)
     options = {"block_size": body.block_size, "priority": body.priority, "grammar": grammar}
     return talk, prepare.rows(serving, talk.prompt, params, n, thought=talk.thought, **options)
 
@@ -232,7 +234,7 @@ async def prepared(serving: Serving, body: schema.ChatRequest) -> tuple[Conversa
 @router.post("/v1/chat/completions", responses={200: {"model": ChatCompletion}}, response_model=None)
 async def chat_completions(http: Request, body: schema.ChatRequest):
     serving: Serving = http.app.state.serving
-    talk, rows = await prepared(serving, body)
+    talk, rows = await while_connected(http, prepared(serving, body))
     head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": body.model or serving.name}
     if body.stream:
         return await EventStream.start(http, streamed(serving, body, talk, rows, head))

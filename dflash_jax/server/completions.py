@@ -38,34 +38,26 @@ async def prepared(serving: Serving, body: schema.CompletionRequest) -> list[Row
         raise ApiError(400, f"{name} is not possible with stream: true", name)
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options needs stream: true", "stream_options")
-    grammar = await prepare.matcher(serving, prepare.constraint(body))
     wanted = body.prompt_logprobs
     if body.echo and body.logprobs is not None:
         wanted = max(wanted or 0, body.logprobs)
+    encoded = [await asyncio.to_thread(serving.llm.encode, prompt) for prompt in prompts]
+    grammar = await prepare.grammar(serving, prepare.constraint(body))
     found = []
-    for prompt in prompts:
-        ids = await asyncio.to_thread(serving.llm.encode, prompt)
+    for ids in encoded:
         # Where nothing new is wanted, the engine gives one token all the same: it is left out again.
         most = serving.check_room(ids, body.max_tokens and max(body.max_tokens, 1), "prompt", default=16)
         most = most or serving.check_room(ids, 1, "prompt")
         params = prepare.sampling(body, most, body.seed, body.logprobs)
-        found += prepare.rows(
-            serving,
-            ids,
-            params,
-            n,
-            block_size=body.block_size,
-            priority=body.priority,
-            grammar=grammar.deep_copy() if grammar is not None else None,
-            prompt_logprobs=wanted,
-        )
+        options = {"block_size": body.block_size, "priority": body.priority, "prompt_logprobs": wanted}
+        found += prepare.rows(serving, ids, params, n, grammar=grammar, **options)
     return found
 
 
 @router.post("/v1/completions", responses={200: {"model": Completion}}, response_model=None)
 async def completions(http: Request, body: schema.CompletionRequest):
     serving: Serving = http.app.state.serving
-    rows = await prepared(serving, body)
+    rows = await while_connected(http, prepared(serving, body))
     head = {
         "id": f"cmpl-{uuid.uuid4().hex}",
         "object": "text_completion",

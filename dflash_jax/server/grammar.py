@@ -1,182 +1,426 @@
-"""Structured output: what a request demands of its text, as masks for the engine (llguidance does the work)."""
+"""Structured output: what a request demands of its text, as masks for the engine.
 
+Grammars are compiled and walked in processes of their own, which `grammar_worker` describes. This module is the
+server's side: it starts them, limits them, keeps compiled grammars, and asks for masks.
+"""
+
+import asyncio
+import contextlib
+import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 
 import numpy as np
-from llguidance import LLMatcher, LLTokenizer
-from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from dflash_jax.errors import InputError
+from dflash_jax.server.errors import ApiError
+from dflash_jax.server.grammar_walk import GrammarTokens
+from dflash_jax.server.grammar_worker import REFUSAL, framed
 from dflash_jax.server.reasoning import CLOSE, OPEN
-from dflash_jax.server.tools import as_xml, is_text
+from dflash_jax.server.worker_process import WorkerProcess
 from dflash_jax.text import Tokenizer
 
-# Most characters of a schema, regular expression or grammar. What one may cost, llguidance limits by itself.
+log = logging.getLogger("dflash_jax.server")
+
+# Most characters of a schema, regular expression or grammar.
 MOST_CHARACTERS = 65536
+# Seconds that the nursery has to read the tokenizer.
+START_S = 120.0
+# Seconds between two looks at the processes' memory.
+WATCH_S = 0.25
+
+
+@dataclass(frozen=True)
+class GrammarLimits:
+    """What grammars may cost.
+
+    Attributes:
+        compile_s: Seconds of a processor that a compilation may take.
+        wait_s: Seconds on the clock that it may take.
+        step_s: Seconds on the clock that the masks of one round may take.
+        memory_bytes: Memory that one process may take.
+        total_bytes: Memory that all of them may take together.
+        compilations: Compilations at a time.
+        sure_s: Seconds that a compilation has before it may be given up for another that waits.
+        waiting: Requests that may wait for a compilation to begin.
+        cached: Compiled grammars that are kept while no request uses them.
+    """
+
+    compile_s: int = 10
+    wait_s: float = 30.0
+    step_s: float = 10.0
+    memory_bytes: int = 2**29
+    total_bytes: int = 2**31
+    compilations: int = 16
+    sure_s: float = 2.0
+    waiting: int = 256
+    cached: int = 64
 
 
 @dataclass(frozen=True)
 class Constraint:
-    """kind: "json" (any object), "schema", "regex", "grammar" (EBNF: GBNF's or Lark's), "choice" or "calls"; ``value``
-    as each needs it. ``field``: the request's, for errors."""
+    """The form that a text must have.
+
+    Attributes:
+        kind: "json" (any object), "schema", "regex", "grammar" (EBNF: GBNF's or Lark's), "choice" or "calls".
+        value: As each kind needs it, out of JSON's types.
+        field: The request's field, for errors.
+    """
 
     kind: str
     value: object
     field: str
 
-    def source(self, tokens: "GrammarTokens") -> str:
-        """llguidance's own notation."""
-        if self.kind == "json":
-            return LLMatcher.grammar_from_json_schema({"type": "object"})
-        if self.kind == "schema":
-            return LLMatcher.grammar_from_json_schema(self.value)
-        if self.kind == "regex":
-            return LLMatcher.grammar_from_regex(self.value)
-        if self.kind == "choice":
-            return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(c) for c in self.value))
-        if self.kind == "calls":
-            return LLMatcher.grammar_from_lark(self.value)
-        text = gbnf_to_lark(self.value) if "::=" in self.value else self.value
-        return LLMatcher.grammar_from_lark(text)
+
+def grammar_tokens(tokenizer: Tokenizer, vocab: int, stop_ids: Sequence[int]) -> GrammarTokens:
+    """A checkpoint's tokens as grammars see them; the tokenizer has a file."""
+    blanks = [i for n in (1, 2) for i in tokenizer.encode_plain("\n" * n)]
+    tags = (tuple(tokenizer.encode_plain(tag)) for tag in (OPEN, CLOSE))
+    return GrammarTokens(str(tokenizer.file), vocab, tuple(stop_ids), *tags, tuple(blanks))
 
 
-class GrammarTokens:
-    """A checkpoint's tokens, as grammars see them."""
-
-    def __init__(self, tokenizer: Tokenizer, vocab: int, stop_ids: Sequence[int]):
-        self.vocab, self.words = vocab, -(-vocab // 32)
-        self.stop_ids = tuple(stop_ids)
-        self.open_ids, self.close_ids = tokenizer.encode_plain(OPEN), tokenizer.encode_plain(CLOSE)
-        self._ll = LLTokenizer(str(tokenizer.file), n_vocab=vocab, eos_token=list(stop_ids) or None)
-        self.anything, self._stops = self._bits(range(vocab)), self._bits(self.stop_ids)
-        # What may stand between a thought and the answer.
-        self.blank_ids = [i for n in (1, 2) for i in tokenizer.encode_plain("\n" * n)]
-        self.blanks, self.open = self._bits(self.blank_ids), self._bits(self.open_ids[:1])
-
-    def _bits(self, ids) -> np.ndarray:
-        bits = np.zeros(self.words, np.uint32)
-        for i in ids:
-            bits[i // 32] |= np.uint32(1 << i % 32)
-        return bits
-
-    def special(self, token: str) -> str:
-        """A tag in Lark: by its token where it is one."""
-        return token if len(self._ll.tokenize_str(token, parse_special=True)) == 1 else json.dumps(token)
-
-    def matcher(self, constraint: Constraint) -> LLMatcher:
-        """Raises InputError for what cannot be understood, or is too large."""
-        text = constraint.value if isinstance(constraint.value, str) else json.dumps(constraint.value)
-        if len(text) > MOST_CHARACTERS:
-            raise InputError(f"{constraint.field} has {len(text)} characters: at most {MOST_CHARACTERS} are possible")
-        try:
-            matcher = LLMatcher(self._ll, constraint.source(self), log_level=0)
-        except Exception as e:  # whatever a text from outside makes the library raise
-            raise InputError(f"{constraint.field}: {_line(e)}") from None
-        if matcher.is_error():
-            raise InputError(f"{constraint.field}: {_line(matcher.get_error())}")
-        return matcher
-
-    def mask(self, matcher: LLMatcher) -> np.ndarray:
-        found = np.frombuffer(matcher.compute_bitmask(), np.uint32)[: self.words]
-        # A grammar at its wits' end: the text ends here.
-        return found if found.any() else self._stops
+def tag_in_lark(tokenizer: Tokenizer, tag: str) -> str:
+    """A tag as Lark writes it: by its token where it is one."""
+    return tag if len(tokenizer.encode_plain(tag)) == 1 else json.dumps(tag)
 
 
-def _line(error) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+class Grammar:
+    """A compiled grammar: a process that forks one for each sequence.
+
+    Attributes:
+        notes: What of its schema the grammar does not enforce.
+        users: Masks that need it.
+    """
+
+    def __init__(self, processes: "GrammarProcesses", process: WorkerProcess, notes: list[str]):
+        self._processes, self._process, self.notes, self.users = processes, process, notes, 0
+
+    @property
+    def is_alive(self) -> bool:
+        return not self._process.has_ended()
+
+    def mask(self, thought: str = "none") -> "GrammarMask":
+        """For one sequence; ``thought`` as in `GrammarWalk`."""
+        return GrammarMask(self._processes, self, thought)
+
+    def fork(self) -> WorkerProcess:
+        return self._processes.fork(self._process.socket)
+
+    def end(self) -> None:
+        self._processes.end(self._process)
 
 
 class GrammarMask:
-    """Masks for one request; the engine's `MaskProvider`.
+    """Masks of one sequence; the engine's `MaskProvider`."""
 
-    ``thought``: "open" where the text begins inside one; then the grammar begins when that ends, also in the middle of
-    a drafted block. "possible": where it may begin with one. "none": the grammar begins at once.
-    """
+    def __init__(self, processes: "GrammarProcesses", grammar: Grammar, thought: str):
+        self._processes, self._grammar, self._thought = processes, grammar, thought
+        self._process: WorkerProcess | None = None
+        self._taken: list[int] = []
+        self._asked_at, self._drafts, self._is_closed = 0.0, 0, False
+        with processes.lock:
+            grammar.users += 1
 
-    def __init__(self, tokens: GrammarTokens, matcher: LLMatcher, thought: str = "none"):
-        self.tokens, self.matcher = tokens, matcher
-        if thought == "possible" and len(tokens.open_ids) != 1:
-            thought = "none"
-        self._phase = {"open": "thought", "possible": "undecided", "none": "grammar"}[thought]
-        # The end of what was thought, as long as the closing tag's own tokens.
-        self._tail: tuple[int, ...] = ()
+    def __del__(self):
+        self.close()
 
     def take(self, tokens: Sequence[int]) -> None:
-        for token in tokens:
-            self._phase, self._tail, _ = self._walk(self._phase, self._tail, token)
+        self._taken += tokens
 
-    def _walk(self, phase: str, tail: tuple[int, ...], token: int) -> tuple[str, tuple[int, ...], int]:
-        """The phase behind a token, and how many tokens (0 or 1) the grammar consumed."""
-        close = tuple(self.tokens.close_ids)
-        if phase == "undecided" and [token] == self.tokens.open_ids:
-            return "thought", tail, 0
-        if phase == "thought":
-            tail = (*tail, token)[-len(close) :]
-            return ("between" if tail == close else "thought"), tail, 0
-        if phase == "between" and token in self.tokens.blank_ids and not self.matcher.validate_tokens([token]):
-            return "between", tail, 0
-        if self.matcher.is_stopped() or not self.matcher.try_consume_tokens([token]):
-            return "over", tail, 0
-        return "grammar", tail, 1
+    def ask(self, drafts: Sequence[int]) -> None:
+        try:
+            if self._process is None:
+                self._process = self._grammar.fork()
+                self._process.send({"thought": self._thought, "memory_bytes": self._processes.limits.memory_bytes})
+            self._process.send({"taken": self._taken, "drafts": list(drafts)})
+        except OSError:
+            raise InputError(self._lost()) from None
+        self._taken, self._drafts, self._asked_at = [], len(drafts), time.monotonic()
 
-    def _mask(self, phase: str) -> np.ndarray:
-        if phase in ("thought", "over"):
-            return self.tokens.anything
-        besides = {"between": self.tokens.blanks, "undecided": self.tokens.open}
-        allowed = self.tokens.mask(self.matcher)
-        return allowed | besides[phase] if phase in besides else allowed
+    def answer(self, timeout_s: float) -> np.ndarray | None:
+        tokens, limits = self._processes.tokens, self._processes.limits
+        try:
+            payload = self._process.wait(timeout_s)
+        except EOFError:
+            raise InputError(self._lost()) from None
+        if payload is None:
+            if time.monotonic() - self._asked_at > limits.step_s:
+                raise InputError(f"the text's form cannot be kept: a step took more than {limits.step_s:g} s")
+            return None
+        if payload[:1] == REFUSAL:
+            raise InputError(payload[1:].decode())
+        masks = np.frombuffer(payload, np.uint32, offset=1).reshape(-1, tokens.mask_bytes // 4)
+        rest = np.frombuffer(tokens.anything, np.uint32)
+        return np.concatenate([masks, np.broadcast_to(rest, (self._drafts + 1 - len(masks), len(rest)))])
 
-    def masks(self, drafts: Sequence[int]) -> np.ndarray:
-        """uint32 [len(drafts) + 1, words]. Behind a draft that is forbidden, anything: it is not accepted."""
-        found, phase, tail = [self._mask(self._phase)], self._phase, self._tail
-        consumed = 0
-        for draft in drafts:
-            if not int(found[-1][draft // 32]) >> draft % 32 & 1:
-                break
-            phase, tail, more = self._walk(phase, tail, draft)
-            consumed += more
-            found.append(self._mask(phase))
-        self.matcher.rollback(consumed)
-        found += [self.tokens.anything] * (len(drafts) + 1 - len(found))
-        return np.stack(found)
+    def _lost(self) -> str:
+        reason = self._process and self._process.reason
+        megabytes = self._processes.limits.memory_bytes >> 20
+        return f"the text's form cannot be kept: {reason or f'a step needed more than {megabytes} MiB'}"
 
-
-def call_grammar(tokens: GrammarTokens, xml: bool, tools: list[dict], most: int) -> str:
-    """Lark for one call or, up to ``most``, several, of ``tools`` (OpenAI's function objects); whitespace as Qwen
-    writes it."""
-    start, end = tokens.special("<tool_call>"), tokens.special("</tool_call>")
-    rules, names = [], []
-    for i, tool in enumerate(tools):
-        schema = tool.get("parameters") or {"type": "object"}
-        names.append(f"call_{i}")
-        if xml:
-            rules += _xml_call(f"call_{i}", tool["name"], schema)
-        else:
-            head = json.dumps(f'{{"name": {json.dumps(tool["name"])}, "arguments": ')
-            rules.append(f'call_{i}: {head} arguments_{i} "}}"\narguments_{i}: %json {json.dumps(schema)}')
-    calls = f'one ("\\n" one){{0,{most - 1}}}' if most > 1 else "one"
-    one = f'one: {start} "\\n" ({" | ".join(names)}) "\\n" {end}'
-    return "\n".join([f"start: {calls}", one, *rules])
+    def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._process is not None:
+            self._processes.end(self._process)
+        self._processes.release(self._grammar)
 
 
-def _xml_call(rule: str, name: str, schema: dict) -> list[str]:
-    """Parameters in the schema's order, those that are not required optional."""
-    required, parts, rules, end = schema.get("required", []), [], [], "\n</parameter>\n"
-    for j, (key, wanted) in enumerate((schema.get("properties") or {}).items()):
-        wanted, value = wanted if isinstance(wanted, dict) else {}, f"{rule}_{j}"
-        begin, closing = json.dumps(f"<parameter={key}>\n"), json.dumps(end)
-        if isinstance(wanted.get("enum"), list):
-            rules.append(f"{value}: " + " | ".join(json.dumps(as_xml(c)) for c in wanted["enum"]))
-        elif is_text(wanted):
-            # Free text goes on to the end of the parameter.
-            rules.append(f"{value}[suffix={closing}]: /(?s:.*)/")
-            closing = ""
-        else:
-            shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-            rules.append(f"{value}: %json {json.dumps(shared | wanted)}")
-        part = f"{begin} {value} {closing}"
-        parts.append(part if key in required else f"({part})?")
-    opening, ending = json.dumps(f"<function={name}>\n"), json.dumps("</function>")
-    return [f"{rule}: {opening} {' '.join(parts)} {ending}", *rules]
+class GrammarProcesses:
+    """All processes of one server. Compiled grammars are kept by their content."""
+
+    def __init__(self, tokens: GrammarTokens, limits: GrammarLimits = GrammarLimits()):
+        self.tokens, self.limits = tokens, limits
+        # For what the event loop, the engine's thread and the watch share.
+        self.lock = threading.RLock()
+        self._nursery: socket.socket | None = None
+        self._starter = ThreadPoolExecutor(1, "grammar-start")
+        self._live: set[WorkerProcess] = set()
+        self._watch: threading.Thread | None = None
+        self._cache: OrderedDict[str, Grammar] = OrderedDict()
+        self._tasks: dict[str, asyncio.Task] = {}
+        self._waiters: dict[str, int] = {}
+        self._compiling: list[WorkerProcess] = []
+        # Requests that wait for a place, and those that have one.
+        self._queued = self._running = 0
+        self._freed: asyncio.Event | None = None
+
+    def start(self) -> None:
+        """Starts the nursery, where it does not run. Takes as long as a tokenizer takes to read."""
+        with self.lock:
+            if self._nursery is not None:
+                return
+        ours, other = socket.socketpair()
+        command = [sys.executable, "-m", "dflash_jax.server.grammar_worker", str(other.fileno())]
+        environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
+        with other:
+            nursery = subprocess.Popen(
+                command,
+                pass_fds=[other.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env=environment,
+            )
+        threading.Thread(target=nursery.wait, name="grammar-nursery", daemon=True).start()
+        ours.settimeout(START_S)
+        try:
+            ours.sendall(framed(json.dumps(asdict(self.tokens)).encode()))
+            has_started = bool(ours.recv(2**10))
+        except OSError:
+            has_started = False
+        if not has_started:
+            ours.close()
+            nursery.kill()
+            raise InputError(f"{self.tokens.file}: llguidance cannot read it, so there is no structured output")
+        ours.settimeout(None)
+        with self.lock:
+            self._nursery = ours
+            if self._watch is None:
+                self._watch = threading.Thread(target=self._watch_memory, name="grammar-watch", daemon=True)
+                self._watch.start()
+
+    def stop(self) -> None:
+        """Ends all processes."""
+        with self.lock:
+            processes, self._cache = list(self._live), OrderedDict()
+        for process in processes:
+            self.end(process)
+        self._lose_nursery()
+
+    def _lose_nursery(self) -> None:
+        with self.lock:
+            nursery, self._nursery = self._nursery, None
+        if nursery is not None:
+            nursery.close()
+
+    def fork(self, parent: socket.socket) -> WorkerProcess:
+        process = WorkerProcess(parent)
+        with self.lock:
+            self._live.add(process)
+        return process
+
+    def end(self, process: WorkerProcess) -> None:
+        """Ends a process that is not needed any more; where that is not possible yet, the watch does."""
+        process.is_abandoned = not process.kill()
+        if not process.is_abandoned:
+            process.socket.close()
+            with self.lock:
+                self._live.discard(process)
+
+    async def grammar(self, constraint: Constraint) -> Grammar:
+        """Compiles ``constraint``, or waits for whoever does already.
+
+        Raises:
+            InputError: It cannot be understood, or exceeds a limit.
+            ApiError: 503, there is no room for it now.
+        """
+        try:
+            # Not sorted: the order of a schema's properties is the order in which they are written.
+            text = json.dumps([constraint.kind, constraint.value])
+        except RecursionError:
+            raise InputError(f"{constraint.field} is nested too deeply") from None
+        length = len(constraint.value if isinstance(constraint.value, str) else text)
+        if length > MOST_CHARACTERS:
+            raise InputError(f"{constraint.field} has {length} characters: at most {MOST_CHARACTERS} are possible")
+        key = hashlib.sha256(text.encode()).hexdigest()
+        if (grammar := self._cached(key)) is not None:
+            return grammar
+        if key not in self._tasks:
+            self._tasks[key] = asyncio.create_task(self._compiled(key, constraint))
+            self._waiters[key] = 0
+        task = self._tasks[key]
+        self._waiters[key] += 1
+        try:
+            return await asyncio.shield(task)
+        finally:
+            if self._tasks.get(key) is task:
+                self._waiters[key] -= 1
+                if task.done() or not self._waiters[key]:
+                    # Without anyone who waits for it, it is given up.
+                    del self._tasks[key], self._waiters[key]
+                    task.cancel()
+
+    def _cached(self, key: str) -> Grammar | None:
+        with self.lock:
+            grammar = self._cache.get(key)
+            if grammar is None:
+                return None
+            if not grammar.is_alive:
+                self._cache.pop(key).end()
+                return None
+            self._cache.move_to_end(key)
+            return grammar
+
+    def release(self, grammar: Grammar) -> None:
+        """A mask needs ``grammar`` no longer."""
+        with self.lock:
+            grammar.users -= 1
+            if not grammar.users and grammar not in self._cache.values():
+                grammar.end()
+
+    async def _compiled(self, key: str, constraint: Constraint) -> Grammar:
+        async with self._place():
+            grammar = await self._attempt(constraint) or await self._attempt(constraint, is_last=True)
+        self._keep(key, grammar)
+        return grammar
+
+    async def _attempt(self, constraint: Constraint, is_last: bool = False) -> Grammar | None:
+        """None where the nursery has died, unless this ``is_last``."""
+        process = await self._forked()
+        self._compiling.append(process)
+        try:
+            return Grammar(self, process, await self._compile(process, constraint))
+        except BaseException as e:
+            self.end(process)
+            if not isinstance(e, EOFError):
+                raise
+            if process.reason is not None:
+                raise ApiError(503, process.reason) from None
+            if process.pid is not None or is_last:
+                raise InputError(self._too_much(constraint)) from None
+            self._lose_nursery()
+            return None
+        finally:
+            self._compiling.remove(process)
+
+    def _too_much(self, constraint: Constraint) -> str:
+        limits = self.limits
+        return (
+            f"{constraint.field} cannot be compiled: it needs more than {limits.compile_s} s or "
+            f"{limits.memory_bytes >> 20} MiB, or is nested too deeply"
+        )
+
+    def _keep(self, key: str, grammar: Grammar) -> None:
+        with self.lock:
+            self._cache[key] = grammar
+            idle = [k for k, each in self._cache.items() if not each.users and each is not grammar]
+            for k in idle[: max(0, len(self._cache) - self.limits.cached)]:
+                self._cache.pop(k).end()
+
+    async def _forked(self) -> WorkerProcess:
+        """A process of the nursery's, which is started where it does not run."""
+        for _ in range(2):
+            if self._nursery is None:
+                await asyncio.get_running_loop().run_in_executor(self._starter, self.start)
+            try:
+                process = self.fork(self._nursery)
+            except OSError:
+                self._lose_nursery()
+            else:
+                process.socket.setblocking(False)
+                return process
+        raise ApiError(503, "structured output is being restarted")
+
+    async def _compile(self, process: WorkerProcess, constraint: Constraint) -> list[str]:
+        """What the grammar does not enforce. Raises EOFError where the process dies."""
+        limits, loop = self.limits, asyncio.get_running_loop()
+        wanted = asdict(constraint) | {"memory_bytes": limits.memory_bytes, "compile_s": limits.compile_s}
+        try:
+            async with asyncio.timeout(limits.wait_s):
+                await loop.sock_sendall(process.socket, framed(json.dumps(wanted).encode()))
+                payload = await process.next()
+        except TimeoutError:
+            raise InputError(f"{constraint.field} takes more than {limits.wait_s:g} s to compile") from None
+        except OSError:
+            raise EOFError from None
+        answer = json.loads(payload)
+        if "error" in answer:
+            raise InputError(answer["error"])
+        return answer["notes"]
+
+    @contextlib.asynccontextmanager
+    async def _place(self) -> AsyncIterator[None]:
+        """Room for one more compilation: the longest one is given up where all have had their time."""
+        if self._freed is None:
+            self._freed = asyncio.Event()
+        self._queued += 1
+        try:
+            if self._queued > self.limits.waiting + self.limits.compilations:
+                raise ApiError(503, f"{self._queued} texts' forms are being compiled: try again later")
+            while self._running >= self.limits.compilations:
+                self._freed.clear()
+                oldest = min(self._compiling, key=lambda p: p.began, default=None)
+                left = self.limits.sure_s if oldest is None else oldest.began + self.limits.sure_s - time.monotonic()
+                if left <= 0:
+                    oldest.kill("the server compiles the forms of other texts: try again later")
+                    await asyncio.sleep(0.01)
+                    continue
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._freed.wait(), left)
+            self._running += 1
+        finally:
+            self._queued -= 1
+        try:
+            yield
+        finally:
+            self._running -= 1
+            self._freed.set()
+
+    def _watch_memory(self) -> None:
+        """Ends what could not be ended before, and the largest process while all of them take too much."""
+        while True:
+            time.sleep(WATCH_S)
+            with self.lock:
+                processes = list(self._live)
+                for key in [key for key, grammar in self._cache.items() if not grammar.is_alive]:
+                    self._cache.pop(key).end()
+            for process in processes:
+                if process.is_abandoned:
+                    self.end(process)
+            sizes = {process: process.memory() for process in processes if process.pid is not None}
+            if sum(sizes.values()) > self.limits.total_bytes:
+                largest = max(sizes, key=sizes.get)
+                log.warning("structured output takes %d MiB: ending the largest process", sum(sizes.values()) >> 20)
+                largest.kill(f"all structured output together needs more than {self.limits.total_bytes >> 20} MiB")

@@ -45,7 +45,7 @@ async def prepared(serving: Serving, body: schema.GenerateRequest) -> tuple[list
         most = serving.check_room(ids, wanted.max_new_tokens, "sampling_params.max_new_tokens", default=128)
         logprobs = (body.top_logprobs_num or 0) if body.return_logprob else None
         params = prepare.sampling(wanted, most, wanted.sampling_seed, logprobs)
-        grammar = await prepare.matcher(serving, prepare.constraint(wanted))
+        grammar = await prepare.grammar(serving, prepare.constraint(wanted))
         start = -1 if body.logprob_start_len is None else body.logprob_start_len
         of_prompt = logprobs if start >= 0 else None
         found += prepare.rows(
@@ -103,7 +103,7 @@ def _logprobs(side: str, tokenizer, entries: list[dict], body: schema.GenerateRe
 async def generate(http: Request, body: schema.GenerateRequest):
     serving: Serving = http.app.state.serving
     began = time.perf_counter()
-    rows, several = await prepared(serving, body)
+    rows, several = await while_connected(http, prepared(serving, body))
     request_id = body.rid or uuid.uuid4().hex
     if body.stream:
         return await EventStream.start(http, streamed(serving, body, rows, several, request_id, began))

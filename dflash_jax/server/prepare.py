@@ -1,6 +1,5 @@
 """From the fields of a request to what the engine takes: prompts, sampling parameters, constraints, rows."""
 
-import asyncio
 import json
 import os
 from collections.abc import Sequence
@@ -13,7 +12,8 @@ from dflash_jax.params import SamplingParams
 from dflash_jax.rows import Row
 from dflash_jax.server import schema
 from dflash_jax.server.errors import ApiError
-from dflash_jax.server.grammar import Constraint, GrammarMask, LLMatcher
+from dflash_jax.server.grammar import Constraint, Grammar
+from dflash_jax.server.notes import note
 
 if TYPE_CHECKING:
     from dflash_jax.server.serving import Serving
@@ -119,16 +119,19 @@ def _checked(wanted: Constraint) -> Constraint:
     return replace(wanted, value=value)
 
 
-async def matcher(serving: "Serving", wanted: Constraint | None) -> LLMatcher | None:
-    """Compiled off the event loop."""
+async def grammar(serving: "Serving", wanted: Constraint | None) -> Grammar | None:
+    """The compiled grammar. What of it cannot be enforced is told in the answer's headers."""
     if wanted is None:
         return None
     if serving.grammar is None:
         raise ApiError(400, f"{wanted.field} needs a tokenizer.json, and this checkpoint has none", wanted.field)
     try:
-        return await asyncio.to_thread(serving.grammar.matcher, wanted)
+        compiled = await serving.grammar.grammar(wanted)
     except InputError as e:
         raise ApiError(400, str(e), wanted.field) from None
+    for text in compiled.notes:
+        note(f"{wanted.field}: {text}")
+    return compiled
 
 
 def rows(
@@ -139,7 +142,7 @@ def rows(
     *,
     block_size: int | str | None = None,
     priority: int = 0,
-    grammar: LLMatcher | None = None,
+    grammar: Grammar | None = None,
     thought: str = "none",
     prompt_logprobs: int | None = None,
 ) -> list[Row]:
@@ -147,10 +150,7 @@ def rows(
     text begins: "open", "possible" or "none"."""
     found = []
     for i in range(n):
-        mask = None
-        if grammar is not None:
-            own = grammar if n == 1 else grammar.deep_copy()
-            mask = GrammarMask(serving.grammar, own, thought)
+        mask = None if grammar is None else grammar.mask(thought)
         own = replace(params, seed=(params.seed + i) % SEEDS)
         options = {"priority": priority, "mask": mask, "prompt_logprobs": prompt_logprobs}
         found.append(serving.llm.new_row(prompt, own, block_size, **options))

@@ -266,7 +266,7 @@ async def responses(http: Request, body: schema.ResponsesRequest):
     except ValidationError as e:
         first = e.errors()[0]
         raise ApiError(400, f"{field(('body', *first['loc']))}: {first['msg']}") from None
-    talk, rows = await prepared(serving, chat)
+    talk, rows = await while_connected(http, prepared(serving, chat))
     value = envelope(body, serving.name, _id("resp"), int(time.time()))
     events = numbered(serving, talk, rows[0], value)
     if body.stream:

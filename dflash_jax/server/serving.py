@@ -11,7 +11,7 @@ from dflash_jax.engine.service import AsyncEngine
 from dflash_jax.llm import LLM
 from dflash_jax.rows import Piece, Row
 from dflash_jax.server.errors import ApiError
-from dflash_jax.server.grammar import GrammarTokens
+from dflash_jax.server.grammar import GrammarProcesses, grammar_tokens
 from dflash_jax.server.metrics import Metrics
 
 
@@ -63,7 +63,8 @@ class Serving:
         self.metrics = Metrics(self)
         self.grammar = None
         if llm.tokenizer is not None and llm.tokenizer.file is not None:
-            self.grammar = GrammarTokens(llm.tokenizer, llm.config.vocab_size, llm.defaults.stop_ids)
+            tokens = grammar_tokens(llm.tokenizer, llm.config.vocab_size, llm.defaults.stop_ids)
+            self.grammar = GrammarProcesses(tokens)
 
     @property
     def name(self) -> str:

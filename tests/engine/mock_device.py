@@ -3,7 +3,7 @@
 import random
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
 from dflash_jax.engine.device import ROW_SIZES, Outcome
@@ -62,7 +62,7 @@ class MockDevice:
         most = max(sum(self.shard(s) == shard for s in slots) for shard in range(self.shards))
         return next(size for size in ROW_SIZES if size >= most)
 
-    first_width, last_compile_s, mask_words = "wide", 0.0, 2
+    first_width, last_compile_s, mask_words, aligned = "wide", 0.0, 2, False
 
     def is_compiled(self, rows, window):
         return True
@@ -109,7 +109,7 @@ class MockDevice:
                 assert row.known == row.tokens[:-1]
                 n = 0
                 for _ in range(self.random.randint(1, width)):
-                    row.tokens.append(next_token(row.tokens) if masks is None else int(masks[i]))
+                    row.tokens.append(next_token(row.tokens) if masks is None or masks[i] is None else masks[i])
                     n += 1
                     if (row.tokens[-1] == END and self.ends) or len(row.tokens) == row.limit:
                         row.done = True
@@ -119,14 +119,24 @@ class MockDevice:
             tokens.append(row.tokens[before:])
             accepted.append(rounds)
             done.append(row.done)
-        return self.work(1e-3 * max(len(a) for a in accepted)), Outcome(tokens, accepted, done, None)
+        return self.work(1e-3 * max((len(a) for a in accepted), default=0)), Outcome(tokens, accepted, done, None)
 
-    def decode_masked(self, dispatch, make_masks):
+    def decode_masked(self, dispatch, masks):
         import numpy as np
 
-        masks = make_masks(np.zeros((len(dispatch.slots), max(dispatch.window, 1) - 1), int))
-        # The lowest allowed token.
-        return self.decode(dispatch, [next(b for b in range(32) if int(m[0, 0]) >> b & 1) for m in masks])
+        masks.ask(np.zeros((len(dispatch.slots), max(dispatch.window, 1)), int))
+        allowed, is_late = masks.answer()
+        # The lowest allowed token, where not all are.
+        lowest = [
+            None if (m == 2**32 - 1).all() else next(b for b in range(32) if int(m[0, 0]) >> b & 1) for m in allowed
+        ]
+        slots = [slot for slot, late in zip(dispatch.slots, is_late, strict=True) if not late]
+        kept = [n for n, late in zip(dispatch.widths, is_late, strict=True) if not late]
+        taken = replace(dispatch, slots=tuple(slots), widths=tuple(kept))
+        until, outcome = self.decode(taken, [n for n, late in zip(lowest, is_late, strict=True) if not late])
+        parts = iter(zip(outcome.tokens, outcome.accepted, outcome.done, strict=True))
+        tokens, accepted, done = zip(*(([], [], True) if late else next(parts) for late in is_late), strict=True)
+        return until, Outcome(list(tokens), list(accepted), list(done), None)
 
     def read(self, ticket, logprobs):
         if self.fail:

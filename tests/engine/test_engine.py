@@ -14,7 +14,7 @@ from load import CAPACITY, MARKER, Remembering, alone, check, engine_for, some_r
 
 from dflash_jax import prefix
 from dflash_jax.engine import device
-from dflash_jax.engine.request import Request
+from dflash_jax.engine.request import ReadyMasks, Request
 from dflash_jax.engine.width import ALONE
 from dflash_jax.models.decoder import Decoder, is_delta
 from dflash_jax.params import SamplingParams
@@ -148,7 +148,7 @@ def test_a_full_prefill_and_a_hit_are_the_same_bits(family):
     jax.tree.map(np.testing.assert_array_equal, runs[0][1], runs[1][1])
 
 
-class OddOnly:
+class OddOnly(ReadyMasks):
     """Allows odd tokens after even places and even ones after odd places, whatever was drawn."""
 
     def __init__(self, vocab: int, start: int):

@@ -77,7 +77,7 @@ def test_a_failure_reaches_everyone_and_restart_helps():
             await asyncio.sleep(0.05)
             e.device.fail = True
             errors = await asyncio.gather(*tasks)
-            assert all("out of memory" in error for error in errors)
+            assert all("out of memory" in str(error) for error in errors)
             with pytest.raises(EngineError, match="out of memory"):
                 await collect(running, request([1], 2))
             e.device.fail = False

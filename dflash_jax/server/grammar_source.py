@@ -1,0 +1,98 @@
+"""What a request demands of its text, in llguidance's notation.
+
+Runs in the grammar's own process (`grammar_worker`): what comes from outside may be as deep, long and ambiguous as its
+author likes.
+"""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from llguidance import LLMatcher
+from llguidance.gbnf_to_lark import gbnf_to_lark
+
+from dflash_jax.server.json_schema import closed
+from dflash_jax.server.tools import as_xml, is_text
+
+OPEN_OBJECTS = "further properties of objects are let in"
+
+
+def sources(kind: str, value: Any) -> Iterator[tuple[str, list[str]]]:
+    """(grammar, what it does not enforce), in the order in which they should be tried. ``kind`` and ``value`` are a
+    `Constraint`'s."""
+    if kind in ("schema", "calls"):
+        for close, notes in ((closed, []), (_unchanged, [OPEN_OBJECTS])):
+            build = _schema if kind == "schema" else _calls
+            yield build(value, close), notes
+    elif kind == "json":
+        yield LLMatcher.grammar_from_json_schema({"type": "object"}), []
+    elif kind == "regex":
+        yield LLMatcher.grammar_from_regex(value), []
+    elif kind == "choice":
+        yield LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(c) for c in value)), []
+    else:
+        yield LLMatcher.grammar_from_lark(gbnf_to_lark(value) if "::=" in value else value), []
+
+
+def _unchanged(schema: Any) -> Any:
+    return schema
+
+
+def _lenient(schema: Any) -> Any:
+    """What llguidance cannot enforce is left out, with a warning, instead of refused."""
+    if not isinstance(schema, dict):
+        return schema
+    options = schema.get("x-guidance")
+    return schema | {"x-guidance": (options if isinstance(options, dict) else {}) | {"lenient": True}}
+
+
+def _schema(value: Any, close) -> str:
+    return LLMatcher.grammar_from_json_schema(json.dumps(_lenient(close(value))))
+
+
+def _calls(value: dict, close) -> str:
+    return LLMatcher.grammar_from_lark(call_grammar(value, close))
+
+
+def call_grammar(value: dict, close=closed) -> str:
+    """Lark for tool calls, with whitespace as Qwen writes it.
+
+    Args:
+        value: ``tools`` (OpenAI's function objects), ``most`` (calls at most), ``xml`` (which of Qwen's two formats),
+            ``start`` and ``end`` (the tags around a call, as Lark writes them).
+        close: What is done to each tool's schema.
+    """
+    rules, names = [], []
+    for i, tool in enumerate(value["tools"]):
+        schema = close(tool.get("parameters") or {"type": "object"})
+        names.append(f"call_{i}")
+        if value["xml"]:
+            rules += _xml_call(f"call_{i}", tool["name"], schema)
+        else:
+            head = json.dumps(f'{{"name": {json.dumps(tool["name"])}, "arguments": ')
+            arguments = f"arguments_{i}: %json {json.dumps(_lenient(schema))}"
+            rules.append(f'call_{i}: {head} arguments_{i} "}}"\n{arguments}')
+    calls = f'one ("\\n" one){{0,{value["most"] - 1}}}' if value["most"] > 1 else "one"
+    one = f'one: {value["start"]} "\\n" ({" | ".join(names)}) "\\n" {value["end"]}'
+    return "\n".join([f"start: {calls}", one, *rules])
+
+
+def _xml_call(rule: str, name: str, schema: dict) -> list[str]:
+    """Parameters in the schema's order, those that are not required optional."""
+    required, parts, rules, end = schema.get("required", []), [], [], "\n</parameter>\n"
+    for j, (key, wanted) in enumerate((schema.get("properties") or {}).items()):
+        wanted, value = wanted if isinstance(wanted, dict) else {}, f"{rule}_{j}"
+        begin, closing = json.dumps(f"<parameter={key}>\n"), json.dumps(end)
+        if isinstance(wanted.get("enum"), list):
+            rules.append(f"{value}: " + " | ".join(json.dumps(as_xml(c)) for c in wanted["enum"]))
+        elif is_text(wanted):
+            # Free text goes on to the end of the parameter.
+            rules.append(f"{value}[suffix={closing}]: /(?s:.*)/")
+            closing = ""
+        else:
+            shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+            rules.append(f"{value}: %json {json.dumps(_lenient(shared | wanted))}")
+        part = f"{begin} {value} {closing}"
+        parts.append(part if key in required else f"({part})?")
+    opening, ending = json.dumps(f"<function={name}>\n"), json.dumps("</function>")
+    return [f"{rule}: {opening} {' '.join(parts)} {ending}", *rules]

@@ -1,0 +1,120 @@
+"""The server's end of a worker: a process that is forked on request, spoken to in frames, and killed when need be."""
+
+import asyncio
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import struct
+import threading
+import time
+
+from dflash_jax.server.grammar_worker import framed, unframed
+
+
+class WorkerProcess:
+    """A process that ``parent``, a socket to another one, was asked for.
+
+    Attributes:
+        pid: Its process id, once it has said it.
+        reason: Why the server ended it.
+        is_abandoned: Whether it is to be ended as soon as that is possible.
+        began: When it was asked for, on the monotonic clock.
+    """
+
+    def __init__(self, parent: socket.socket):
+        """Has ``parent`` fork. Raises OSError where that is gone."""
+        self.socket, other = socket.socketpair()
+        descriptors = struct.pack("i", other.fileno())
+        with other:
+            flags = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
+            try:
+                parent.sendmsg([b"\0"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)], flags)
+            except OSError:
+                self.socket.close()
+                raise
+        self.pid: int | None = None
+        self.reason: str | None = None
+        self.is_abandoned = False
+        self.began = time.monotonic()
+        self._data, self._lock = bytearray(), threading.Lock()
+
+    def send(self, value: dict) -> None:
+        self.socket.sendall(framed(json.dumps(value).encode()))
+
+    def poll(self) -> bytes | None:
+        """The next frame, if it is here. Raises EOFError when the process has ended."""
+        with self._lock:
+            while (payload := unframed(self._data)) is None:
+                try:
+                    part = self.socket.recv(2**20, socket.MSG_DONTWAIT)
+                except BlockingIOError:
+                    return None
+                except OSError:
+                    part = b""
+                if not part:
+                    raise EOFError
+                self._data += part
+            del self._data[: len(framed(b"")) + len(payload)]
+            if self.pid is not None:
+                return payload
+            # It begins by saying who it is.
+            self.pid = int(payload)
+        return self.poll()
+
+    def has_ended(self) -> bool:
+        """Whether it has; frames that are here now are lost."""
+        try:
+            while self.poll() is not None:
+                pass
+        except EOFError:
+            return True
+        return False
+
+    def kill(self, reason: str | None = None) -> bool:
+        """Ends it, and says whether that was possible: not before the process has said who it is."""
+        self.reason = self.reason or reason
+        if not self.has_ended():
+            if self.pid is None:
+                return False
+            # Its socket is open, so no other process has its id.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+        return True
+
+    def memory(self) -> int:
+        """Bytes that it shares with no other process."""
+        try:
+            with open(f"/proc/{self.pid}/smaps_rollup") as file:
+                lines = [line.split() for line in file if line.startswith("Private_")]
+        except OSError:
+            return 0
+        return sum(int(line[1]) for line in lines) * 1024
+
+    async def next(self) -> bytes:
+        """The next frame. Raises EOFError when the process has ended."""
+        loop = asyncio.get_running_loop()
+        while (payload := self.poll()) is None:
+            await _readable(loop, self.socket)
+        return payload
+
+    def wait(self, timeout_s: float) -> bytes | None:
+        """The next frame, if it is here within ``timeout_s``. Raises EOFError when the process has ended."""
+        payload = self.poll()
+        if payload is None and timeout_s > 0:
+            waiting = select.poll()
+            waiting.register(self.socket, select.POLLIN)
+            waiting.poll(1e3 * timeout_s)
+            payload = self.poll()
+        return payload
+
+
+async def _readable(loop: asyncio.AbstractEventLoop, connection: socket.socket) -> None:
+    ready = loop.create_future()
+    loop.add_reader(connection, lambda: ready.done() or ready.set_result(None))
+    try:
+        await ready
+    finally:
+        loop.remove_reader(connection)

@@ -1,0 +1,132 @@
+"""Masks that are late, refused or impossible, on a device without a model."""
+
+import numpy as np
+import pytest
+from mock_device import engine, expected, request, run
+
+from dflash_jax.engine.engine import EngineError
+from dflash_jax.engine.masking import NO_DRAFT, Masking, RoundOfMasks
+from dflash_jax.engine.request import ReadyMasks
+from dflash_jax.errors import InputError
+
+
+class Counting(ReadyMasks):
+    """Allows one token at each place: 3, 4, 5, …; answers only when it is asked ``patience`` times."""
+
+    def __init__(self, patience: int = 0):
+        self.patience, self.asked, self.refused, self.is_closed = patience, [], 0, False
+        self.taken: list[int] = []
+
+    def take(self, tokens):
+        self.taken += tokens
+
+    def ask(self, drafts):
+        self.asked.append(list(drafts))
+        self._left = self.patience
+
+    def answer(self, timeout_s):
+        if self._left:
+            self._left -= 1
+            self.refused += 1
+            return None
+        masks = np.zeros((len(self.asked[-1]) + 1, 2), np.uint32)
+        masks[:, 0] = 1 << (3 + len(self.taken))
+        return masks
+
+    def close(self):
+        self.is_closed = True
+
+
+def test_a_late_mask_delays_its_own_request_only():
+    e = engine(slots=2)
+    masks = Counting(patience=6)
+    e.submit(late := request([9, 9], 5, mask=masks, block_size=1))
+    e.submit(other := request([9, 8], 40))
+    while not other.finish_reason:
+        e.step()
+    # Rounds in which the other took part alone: without waiting, each has several tokens.
+    assert other.tokens == expected([9, 8], 40)
+    assert len(late.tokens) < 5
+    run(e)
+    assert late.tokens == masks.taken == [3, 4, 5, 6, 7]
+    assert masks.refused == 5 * 6
+    # Asked once for each round, however late the answer.
+    assert len(masks.asked) == 5
+    assert masks.is_closed
+
+
+@pytest.mark.parametrize("error", [InputError("the form cannot be kept"), RuntimeError("a fault")])
+@pytest.mark.parametrize("where", ["take", "ask", "answer"])
+def test_a_mask_that_fails_ends_its_own_request_with_its_error(where, error):
+    e, masks = engine(slots=2), Counting()
+
+    def fail(*_):
+        raise error
+
+    setattr(masks, where, fail)
+    e.submit(bad := request([9, 9], 5, mask=masks, block_size=1))
+    e.submit(other := request([9, 8], 40))
+    events = run(e)
+    told = [event for event in events if event.request is bad]
+    assert [event.finish_reason for event in told] == ["error"]
+    if isinstance(error, InputError):
+        assert told[0].error is error
+    else:
+        assert isinstance(told[0].error, EngineError)
+    assert other.tokens == expected([9, 8], 40)
+    assert masks.is_closed
+    assert e.free_slots == 2
+
+
+@pytest.mark.parametrize("ending", ["abort", "failure"])
+def test_a_mask_is_closed_however_its_request_ends(ending):
+    e, masks = engine(slots=1), Counting(patience=10**6)
+    e.submit(r := request([9, 9], 5, mask=masks))
+    e.step()
+    e.step()
+    if ending == "abort":
+        e.abort(r)
+    else:
+        e.device.fail = True
+        e.submit(request([9, 8, 7], 5, priority=-1))
+        e.device.prefill = None
+        e._fail(RuntimeError("out of memory"))
+    assert masks.is_closed
+
+
+def test_a_round_is_verified_with_the_drafts_that_its_masks_are_for():
+    ended = []
+    masking = Masking(2, False, lambda request, error: ended.append(request))
+    masks = Counting(patience=1)
+    r = request([9, 9], 5, mask=masks)
+    first = RoundOfMasks(masking, [r])
+    block = np.array([[9, 11, 12, 13]])
+    np.testing.assert_array_equal(first.ask(block), block)
+    assert first.answer()[1].tolist() == [True]
+    for window, wanted in (([9, 21, 22, 23], [9, 11, 12, 13]), ([9, 21], [9, 11]), ([9, *range(5)], [9, 11, 12, 13])):
+        again = RoundOfMasks(masking, [r])
+        wanted = wanted + [NO_DRAFT] * (len(window) - len(wanted))
+        np.testing.assert_array_equal(again.ask(np.array([window])), [wanted])
+        pending = dict(masking._pending)
+        answer, late = again.answer()
+        assert late.tolist() == [False]
+        assert (answer[0, : min(4, len(window)), 0] == 8).all()
+        masking._pending = pending
+    assert len(masks.asked) == 1
+    assert not ended
+
+
+def test_in_aligned_windows_masks_begin_behind_the_known_tokens():
+    masking, masks = Masking(2, True, None), Counting()
+    r = request([9, 9], 50, mask=masks)
+    for known in (1, 3, 4, 5, 8):
+        r.tokens = [3] * (known - 1)
+        masks.taken = list(r.tokens)
+        place = (known - 1) % 4
+        block = np.array([[20, 21, 22, 23]])
+        one = RoundOfMasks(masking, [r])
+        np.testing.assert_array_equal(one.ask(block), block)
+        assert masks.asked[-1] == block[0, place + 1 :].tolist()
+        answer, _ = one.answer()
+        assert (answer[0, :place] == 0xFFFFFFFF).all()
+        assert (answer[0, place:, 0] == 1 << (3 + len(r.tokens))).all()

@@ -1,0 +1,301 @@
+"""Grammars in processes of their own: what one of them does, no other request sees."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hostile import chained_rules, linked_definitions, many_terms, slow_expression
+
+from dflash_jax.errors import InputError
+from dflash_jax.llm import TINY
+from dflash_jax.server.errors import ApiError
+from dflash_jax.server.grammar import Constraint, GrammarLimits, GrammarProcesses, grammar_tokens
+from dflash_jax.text import Tokenizer
+
+LIMITS = GrammarLimits(compile_s=60, wait_s=120.0, step_s=120.0)
+EASY = Constraint("regex", "[ab]{2,40}c", "f")
+
+
+@pytest.fixture
+def processes():
+    tokens = grammar_tokens(Tokenizer(TINY / "target"), 512, (2, 0))
+    every = []
+
+    def start(**limits) -> GrammarProcesses:
+        every.append(GrammarProcesses(tokens, replace(LIMITS, **limits)))
+        return every[-1]
+
+    yield start
+    for each in every:
+        each.stop()
+
+
+def compiled(processes: GrammarProcesses, *constraints: Constraint) -> list:
+    """Grammars, or the errors in their places."""
+
+    async def main():
+        return await asyncio.gather(*(processes.grammar(c) for c in constraints), return_exceptions=True)
+
+    return asyncio.run(main())
+
+
+def answered(mask, drafts=()) -> np.ndarray:
+    mask.ask(drafts)
+    while (masks := mask.answer(0.1)) is None:
+        pass
+    return masks
+
+
+def eventually(condition) -> None:
+    while not condition():
+        time.sleep(0.01)
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().split()[2] == "Z"
+    except OSError:
+        return True
+
+
+def test_masks_are_those_of_the_grammar(processes):
+    p = processes()
+    (grammar,) = compiled(p, EASY)
+    (walk, _) = p.tokens.matcher("regex", "[ab]{2,40}c", "f")
+    letters = {letter: Tokenizer(TINY / "target").encode_plain(letter)[0] for letter in "abc"}
+    mask, other = grammar.mask(), grammar.mask()
+    masks = answered(mask, [letters["a"], letters["b"], letters["c"], 2, 77, 78])
+    assert masks.shape == (7, 16)
+    assert masks[0].tobytes() == p.tokens.mask(walk)
+    # Behind the end, and behind what is forbidden, anything.
+    assert masks[4].tobytes() == masks[6].tobytes() == p.tokens.anything
+    mask.take([letters["a"], letters["b"]])
+    np.testing.assert_array_equal(answered(mask)[0], masks[2])
+    # The other sequence is where it was.
+    np.testing.assert_array_equal(answered(other)[0], masks[0])
+    mask.take(Tokenizer(TINY / "target").encode_plain("\n"))
+    with pytest.raises(InputError, match="refuses token"):
+        answered(mask)
+
+
+def test_compiled_grammars_are_kept_by_their_content(processes):
+    p = processes()
+    first, again, other = compiled(p, EASY, EASY, Constraint("regex", "x", "f"))
+    assert first is again
+    assert first is not other
+    assert compiled(p, EASY) == [first]
+
+
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        Constraint("schema", linked_definitions(500), "f"),
+        Constraint("grammar", chained_rules(500), "f"),
+        Constraint("choice", [f"item number {i}" for i in range(1000)], "f"),
+        Constraint("schema", {"type": "object", "properties": {f"k{i}": {"type": "integer"} for i in range(500)}}, "f"),
+    ],
+    ids=["definitions", "rules", "choices", "properties"],
+)
+def test_what_is_large_works(processes, constraint):
+    (grammar,) = compiled(processes(), constraint)
+    mask = grammar.mask()
+    for _ in range(8):
+        allowed = np.flatnonzero(np.unpackbits(answered(mask)[0].view(np.uint8), bitorder="little"))
+        mask.take([int(allowed[-1])])
+
+
+HOSTILE = {
+    "definitions": Constraint("schema", linked_definitions(1600), "f"),
+    "rules": Constraint("grammar", chained_rules(4500), "f"),
+    "terms": Constraint("grammar", many_terms(), "f"),
+    "a slow step": Constraint("grammar", slow_expression(), "f"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_what_is_hostile_is_refused_or_served_and_the_next_is_served(processes, name):
+    p = processes(compile_s=2, memory_bytes=2**28)
+    hostile, easy = compiled(p, HOSTILE[name], EASY)
+    if isinstance(hostile, InputError):
+        assert str(hostile).startswith("f")
+    else:
+        answered(hostile.mask())
+    answered(easy.mask())
+    if name in ("terms", "a slow step"):
+        assert isinstance(hostile, InputError)
+
+
+def test_a_compilation_whose_process_crashes_is_refused(processes):
+    p = processes()
+
+    async def main():
+        task = asyncio.create_task(p.grammar(HOSTILE["terms"]))
+        while not p._compiling or p._compiling[0].pid is None:
+            await asyncio.sleep(0.01)
+        os.kill(p._compiling[0].pid, signal.SIGSEGV)
+        with pytest.raises(InputError, match="f cannot be compiled"):
+            await task
+        answered((await p.grammar(EASY)).mask())
+
+    asyncio.run(main())
+
+
+def test_a_compilation_ends_with_the_client_that_waits_for_it(processes):
+    p = processes()
+
+    async def main():
+        task = asyncio.create_task(p.grammar(HOSTILE["terms"]))
+        while not p._compiling or p._compiling[0].pid is None:
+            await asyncio.sleep(0.01)
+        pid = p._compiling[0].pid
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        while not is_gone(pid):
+            await asyncio.sleep(0.01)
+        assert not p._tasks
+
+    asyncio.run(main())
+
+
+def test_a_compilation_that_has_had_its_time_makes_room(processes):
+    p = processes(compilations=2, sure_s=0.2)
+    hostile = [replace(HOSTILE["terms"], value=HOSTILE["terms"].value + " " * i) for i in range(2)]
+    *given_up, easy = compiled(p, *hostile, EASY)
+    assert any(isinstance(e, ApiError) and e.status_code == 503 for e in given_up)
+    answered(easy.mask())
+
+
+def test_more_than_may_wait_are_told_to_come_again(processes):
+    p = processes(compilations=1, waiting=1, sure_s=600.0)
+
+    async def main():
+        first = [asyncio.create_task(p.grammar(replace(HOSTILE["terms"], field=f"f{i}"))) for i in range(1)]
+        others = [asyncio.create_task(p.grammar(Constraint("regex", f"x{i}", "f"))) for i in range(8)]
+        while sum(t.done() for t in others) < 6:
+            await asyncio.sleep(0.01)
+        assert all(t.exception().status_code == 503 for t in others if t.done())
+        for task in first + others:
+            task.cancel()
+        await asyncio.gather(*first, *others, return_exceptions=True)
+
+    asyncio.run(main())
+
+
+def test_the_nursery_is_started_again(processes):
+    p = processes()
+    (grammar,) = compiled(p, EASY)
+    (nursery,) = [int(pid) for pid in children(os.getpid()) if b"grammar_worker" in command(pid)][-1:]
+    os.kill(nursery, signal.SIGKILL)
+    eventually(lambda: is_gone(nursery))
+    (other,) = compiled(p, Constraint("regex", "x+y", "f"))
+    answered(other.mask())
+    # What was compiled before goes on.
+    answered(grammar.mask())
+
+
+def children(pid: int) -> list[str]:
+    with open(f"/proc/{pid}/task/{pid}/children") as file:
+        direct = file.read().split()
+    threads = os.listdir(f"/proc/{pid}/task")
+    for thread in threads:
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as file:
+            direct += file.read().split()
+    return sorted(set(direct), key=int)
+
+
+def command(pid: str) -> bytes:
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
+        return file.read()
+    return b""
+
+
+def test_a_dead_sequence_ends_its_request_only(processes):
+    (grammar,) = compiled(processes(), EASY)
+    mask, other = grammar.mask(), grammar.mask()
+    answered(mask)
+    answered(other)
+    os.kill(mask._process.pid, signal.SIGKILL)
+    with pytest.raises(InputError, match="needed more than"):
+        answered(mask)
+    answered(other)
+
+
+def test_a_dead_grammar_is_compiled_again(processes):
+    p = processes()
+    (grammar,) = compiled(p, EASY)
+    os.kill(grammar._process.pid, signal.SIGKILL)
+    eventually(lambda: not grammar.is_alive)
+    (again,) = compiled(p, EASY)
+    assert again is not grammar
+    answered(again.mask())
+
+
+def test_a_step_that_takes_too_long_ends_the_request(processes):
+    p = processes(step_s=0.2)
+    (grammar,) = compiled(p, EASY)
+    mask = grammar.mask()
+    answered(mask)
+    os.kill(mask._process.pid, signal.SIGSTOP)
+    with pytest.raises(InputError, match=r"more than 0\.2 s"):
+        answered(mask)
+    pid = mask._process.pid
+    mask.close()
+    eventually(lambda: is_gone(pid))
+
+
+def test_all_of_them_together_are_bounded(processes):
+    p = processes(total_bytes=1)
+    (grammar,) = compiled(p, EASY)
+    pid = grammar._process.pid
+    eventually(lambda: is_gone(pid))
+    assert grammar._process.reason
+
+
+def test_idle_grammars_are_let_go_and_used_ones_are_not(processes):
+    p = processes(cached=2)
+    (used,) = compiled(p, EASY)
+    mask = used.mask()
+    others = compiled(p, *(Constraint("regex", f"x{i}", "f") for i in range(4)))
+    assert len(p._cache) <= 3
+    assert used.is_alive
+    answered(mask)
+    pid = others[0]._process.pid
+    eventually(lambda: is_gone(pid))
+
+
+def test_nothing_is_left_behind(processes):
+    p = processes()
+    (grammar,) = compiled(p, EASY)
+    masks = [grammar.mask() for _ in range(5)]
+    pids = [answered(mask) is not None and mask._process.pid for mask in masks]
+    p.stop()
+    eventually(lambda: all(is_gone(pid) for pid in (*pids, grammar._process.pid)))
+
+
+def test_objects_are_closed_and_what_is_left_out_is_told(processes):
+    closed = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    wanted = Constraint("schema", closed | {"not": {"required": ["b"]}}, "f")
+    (grammar,) = compiled(processes(), wanted)
+    assert len(grammar.notes) == 1
+    assert "not" in grammar.notes[0]
+    tokenizer, mask = Tokenizer(TINY / "target"), grammar.mask()
+    ids = tokenizer.encode_plain('{"a": 1')
+    mask.take(ids)
+    allowed = answered(mask)[0]
+    comma, brace = (tokenizer.encode_plain(c)[0] for c in ",}")
+    assert not allowed[comma // 32] >> comma % 32 & 1
+    assert allowed[brace // 32] >> brace % 32 & 1
+
+
+@pytest.mark.parametrize("value", ["x" * 70_000, json.dumps("x" * 66_000)])
+def test_too_many_characters_are_refused_by_number(processes, value):
+    (error,) = compiled(processes(), Constraint("regex", value, "f"))
+    assert "at most 65536 are possible" in str(error)
