@@ -8,6 +8,8 @@ from dflash_jax.errors import InputError
 MAX_STOPS = 16
 # Tokens whose logits a row may bias, as in OpenAI's API.
 MAX_BIAS = 300
+# Tokens whose log-probabilities are recorded beside the drawn one's.
+MAX_LOGPROBS = 20
 
 
 @dataclass(frozen=True)

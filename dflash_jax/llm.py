@@ -18,7 +18,8 @@ from tqdm import tqdm
 from dflash_jax import kernels
 from dflash_jax.checkpoint.hub import resolve
 from dflash_jax.checkpoint.load import check_drafter, check_target, load_drafter, load_target, read_draft_tokens
-from dflash_jax.engine.device import MAX_LOGPROBS, ROW_SIZES, Device
+from dflash_jax.config import MAX_LOGPROBS
+from dflash_jax.engine.device import ROW_SIZES, Device
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.memory import device_memory, plan_memory
 from dflash_jax.engine.options import Options, prefill_options

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
-from dflash_jax.config import MAX_BIAS, MAX_STOPS
+from dflash_jax.config import MAX_BIAS, MAX_LOGPROBS, MAX_STOPS
 from dflash_jax.errors import InputError
 
 
@@ -16,8 +16,8 @@ class SamplingParams:
     the same seed gives the same text, with or without a drafter, alone or in a batch; None takes a fresh one.
     max_tokens: new tokens at most. stop: strings that end the text (and are not part of it). stop_token_ids: beside
     the checkpoint's own. ignore_eos: go on past those. logprobs: for each token, its log-probability and the n
-    likeliest tokens'; logprobs_mode: of the "raw" distribution or of the "processed" one, after bias, penalties,
-    temperature and cuts.
+    likeliest tokens'; logprob_token_ids: those of these tokens instead of the likeliest; logprobs_mode: of the "raw"
+    distribution or of the "processed" one, after bias, penalties, temperature and cuts.
     """
 
     temperature: float | None = None
@@ -34,6 +34,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] | list[int] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] | list[int] = ()
     logprobs_mode: str = "raw"
 
     def __post_init__(self):
@@ -64,12 +65,22 @@ class SamplingParams:
             raise InputError(f"stop is {self.stop!r}: it must be strings, none of them empty")
         if any(not isinstance(i, int) for i in self.stop_token_ids):
             raise InputError(f"stop_token_ids is {self.stop_token_ids!r}: it must be token ids")
+        if any(isinstance(i, bool) or not isinstance(i, int) for i in self.logprob_token_ids):
+            raise InputError(f"logprob_token_ids is {self.logprob_token_ids!r}: it must be token ids")
+        if len(self.logprob_token_ids) > MAX_LOGPROBS:
+            message = f"logprob_token_ids has {len(self.logprob_token_ids)} ids: at most {MAX_LOGPROBS} are possible"
+            raise InputError(message)
         for token, value in self.logit_bias.items():
             if not isinstance(token, int) or not isinstance(value, (int, float)) or not abs(value) <= 1e30:
                 raise InputError(f"logit_bias {token!r}: {value!r}: it must be a finite number for a token id")
 
+    @property
+    def recorded_logprobs(self) -> int | None:
+        """Log-probabilities that are recorded beside each token's own; None for none at all."""
+        return len(self.logprob_token_ids) or self.logprobs
+
     def check_vocabulary(self, vocab: int) -> None:
-        outside = [i for i in (*self.logit_bias, *self.stop_token_ids) if not 0 <= i < vocab]
+        outside = [i for i in (*self.logit_bias, *self.stop_token_ids, *self.logprob_token_ids) if not 0 <= i < vocab]
         if outside:
             raise InputError(f"token id {outside[0]} is outside the vocabulary: ids are 0 to {vocab - 1}")
         if self.logprobs is not None and self.logprobs > vocab:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflash_jax.cache import KVCache
-from dflash_jax.config import MAX_BIAS, MAX_STOPS
+from dflash_jax.config import MAX_BIAS, MAX_LOGPROBS, MAX_STOPS
 from dflash_jax.models.decoder import Decoder
 from dflash_jax.models.drafter import Drafting
 from dflash_jax.sampling import SamplingRows
@@ -82,19 +82,26 @@ _FLOATS = ("temperature", "top_p", "min_p", "repetition", "frequency", "presence
 @dataclass(frozen=True)
 class Admission:
     """One prompt on its way into a row, packed into few arrays: tokens [L], stops [MAX_STOPS], bias_ids and
-    bias_values [MAX_BIAS], and the numbers of `_INTS`, `_FLAGS` and `_FLOATS`."""
+    bias_values [MAX_BIAS], logprob_ids [MAX_LOGPROBS], and the numbers of `_INTS`, `_FLAGS` and `_FLOATS`."""
 
     tokens: np.ndarray
     stops: np.ndarray
     bias_ids: np.ndarray
     bias_values: np.ndarray
+    logprob_ids: np.ndarray
     ints: np.ndarray
     flags: np.ndarray
     floats: np.ndarray
 
     @classmethod
     def pack(
-        cls, prompt: Sequence[int], capacity: int, stops: Sequence[int], bias: dict[int, float], **numbers
+        cls,
+        prompt: Sequence[int],
+        capacity: int,
+        stops: Sequence[int],
+        bias: dict[int, float],
+        logprob_ids: Sequence[int],
+        **numbers,
     ) -> "Admission":
         """``numbers``: one for each of the names above but prompt_length. What is past the end of ids is -1."""
 
@@ -109,6 +116,7 @@ class Admission:
             padded(stops, MAX_STOPS, -1),
             padded(list(bias), MAX_BIAS, -1),
             padded(list(bias.values()), MAX_BIAS, 0, np.float32),
+            padded(logprob_ids, MAX_LOGPROBS, -1),
             np.array([numbers[n] for n in _INTS], np.int32),
             np.array([numbers[n] for n in _FLAGS], bool),
             np.array([numbers[n] for n in _FLOATS], np.float32),
@@ -143,6 +151,7 @@ def admit(target: Decoder, state: DecodeState, rows, admission: Admission) -> De
         **floats,
         **flags,
         seed=seed,
+        logprob_ids=admission.logprob_ids[None],
         top_k=ints.pop("top_k"),
     ).with_tables(bias[None], counts[None], jnp.zeros_like(counts)[None])
     zero = jnp.zeros_like(one.base)

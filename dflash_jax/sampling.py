@@ -14,6 +14,7 @@ import numpy as np
 from jax.extend.random import threefry2x32_p
 
 from dflash_jax import kernels
+from dflash_jax.config import MAX_LOGPROBS
 from dflash_jax.kernels import cpu
 from dflash_jax.sharding import WHOLE, Cut
 
@@ -25,8 +26,10 @@ class SamplingRows:
 
     temperature 0 is greedy; top_k 0, top_p 1, min_p 0, repetition 1, frequency 0 and presence 0 are off. The counts
     are of the tokens known so far: repetition looks at prompt and output, frequency and presence at the output only.
-    ``vocab`` (static): how V is cut over devices, here and in all logits. ``rows`` int [B]: the options are of these
-    rows of larger tables [all rows, V], which are read and written where they lie; those past the end are nobody's.
+    logprob_ids int [B, MAX_LOGPROBS]: tokens whose log-probabilities are recorded instead of the likeliest ones, padded
+    with -1. ``vocab`` (static): how V is cut over devices, here and in all logits. ``rows`` int [B]: the
+    options are of these rows of larger tables [all rows, V], which are read and written in place; indices past the end
+    are padding.
     """
 
     temperature: jax.Array
@@ -39,6 +42,7 @@ class SamplingRows:
     seed: jax.Array
     wants_logprobs: jax.Array
     processed_logprobs: jax.Array
+    logprob_ids: jax.Array
     logit_bias: jax.Array
     prompt_counts: jax.Array
     output_counts: jax.Array
@@ -61,6 +65,7 @@ class SamplingRows:
             seed=full(0, np.uint32),
             wants_logprobs=full(True, bool),
             processed_logprobs=full(False, bool),
+            logprob_ids=jnp.full((rows, MAX_LOGPROBS), -1, jnp.int32),
             logit_bias=jnp.zeros((rows, vocab)),
             prompt_counts=jnp.zeros((rows, vocab), jnp.int32),
             output_counts=jnp.zeros((rows, vocab), jnp.int32),
@@ -282,7 +287,8 @@ class Logprobs:
 
 
 def logprobs(raw, processed, tokens, rows: SamplingRows, top: int) -> Logprobs:
-    """Of the raw distribution, or of the processed one in rows that ask for it. Nats."""
+    """Log-probabilities in nats of the drawn tokens, and of the ``top`` likeliest tokens or the rows' ``logprob_ids``.
+    They are of the raw distribution, or of the processed one in rows that ask for it."""
     logits = jnp.where(rows.processed_logprobs[:, None, None], processed, raw)
     over = rows.vocab
     shifted = logits - over.max(logits.max(-1, keepdims=True))
@@ -291,6 +297,12 @@ def logprobs(raw, processed, tokens, rows: SamplingRows, top: int) -> Logprobs:
     chosen = jnp.take_along_axis(values, jnp.where(mine, own, 0), axis=-1)
     chosen = over.sum(jnp.where(mine, chosen, 0.0))[..., 0]
     best, ids = over.top_k(values, top)
+    named = rows.logprob_ids[:, None, : best.shape[-1]]
+    is_named = named[..., :1] >= 0
+    own, mine = over.own(jnp.maximum(named, 0), logits.shape[-1])
+    wanted = jnp.take_along_axis(values, jnp.where(mine, own, 0), axis=-1)
+    best = jnp.where(is_named, over.sum(jnp.where(mine, wanted, 0.0)), best)
+    ids = jnp.where(is_named, named, ids)
     return Logprobs(chosen, ids.astype(jnp.int32), best)
 
 

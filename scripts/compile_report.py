@@ -174,7 +174,7 @@ def report(shapes, layout, devices, args) -> dict:
 
     from dflash_jax import kernels
     from dflash_jax.cache import KVCache
-    from dflash_jax.engine.device import MAX_LOGPROBS
+    from dflash_jax.config import MAX_LOGPROBS
     from dflash_jax.engine.options import largest_prefill
     from dflash_jax.programs import GPU_OPTIONS, Programs
     from dflash_jax.state import Settings

@@ -13,7 +13,7 @@ from xla_text import computations, copied_bytes, shape_key
 
 from dflash_jax import LLM, SamplingParams
 from dflash_jax.cache import DeltaState, KVCache
-from dflash_jax.engine.device import MAX_LOGPROBS
+from dflash_jax.config import MAX_LOGPROBS
 from dflash_jax.state import Settings
 
 

@@ -18,8 +18,6 @@ from dflash_jax.state import NO_BOUND, Settings
 from dflash_jax.steps import Report
 
 ROW_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-# Likeliest tokens that are recorded with log-probabilities.
-MAX_LOGPROBS = 20
 
 
 @dataclass(frozen=True)
@@ -150,12 +148,13 @@ class Device:
             self.capacity,
             request.stops,
             p.logit_bias,
+            p.logprob_token_ids,
             limit=request.need,
             draft_window=NO_BOUND if request.draft_window_size is None else request.draft_window_size,
             draft_sinks=request.draft_sink_size,
             top_k=min(p.top_k, 2**31 - 1),
             seed=p.seed,
-            wants_logprobs=p.logprobs is not None,
+            wants_logprobs=p.recorded_logprobs is not None,
             processed_logprobs=p.logprobs_mode == "processed",
             temperature=p.temperature,
             top_p=p.top_p,

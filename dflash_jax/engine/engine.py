@@ -7,8 +7,8 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from dflash_jax.config import MAX_STOPS
-from dflash_jax.engine.device import MAX_LOGPROBS, Device, Dispatch, Outcome
+from dflash_jax.config import MAX_LOGPROBS, MAX_STOPS
+from dflash_jax.engine.device import Device, Dispatch, Outcome
 from dflash_jax.engine.masking import Masking, RoundOfMasks
 from dflash_jax.engine.options import Options, Statistics
 from dflash_jax.engine.prefill import Prefiller
@@ -116,7 +116,10 @@ class Engine:
         widest = self.options.widths[-1]
         if request.block_size != "auto" and not 1 <= request.block_size <= widest:
             raise InputError(f"block size {request.block_size}: it must be 1 to {widest}")
-        for name, wanted in (("logprobs", request.params.logprobs), ("prompt_logprobs", request.prompt_logprobs)):
+        for name, wanted in (
+            ("logprobs", request.params.recorded_logprobs),
+            ("prompt_logprobs", request.prompt_logprobs),
+        ):
             if (wanted or 0) > MAX_LOGPROBS:
                 raise InputError(f"{name} is {wanted}: it must be at most {MAX_LOGPROBS}")
 
@@ -289,7 +292,7 @@ class Engine:
                 self.statistics.wait_s += self.device.clock - began
                 self._last_done = self.device.clock
                 continue
-            wanted = any(r.params.logprobs is not None and r.finish_reason is None for r in ticket.requests)
+            wanted = any(r.params.recorded_logprobs is not None and r.finish_reason is None for r in ticket.requests)
             outcome = self.device.read(ticket.handle, wanted)
             done = self.device.clock
             self.statistics.wait_s += done - began
@@ -327,7 +330,7 @@ class Engine:
             request.times = replace(request.times, first_token=self.device.clock)
         try:
             if request.mask:
-                request.mask.take(tokens)
+                self._take_masked(request, tokens)
             keep = request.monitor(tokens) if request.monitor else None
         except Exception as e:
             # The request's fault, not the device's: the others go on.
@@ -337,7 +340,7 @@ class Engine:
             tokens, accepted, reason = tokens[:keep], _trimmed(accepted, keep), "stop"
         elif done:
             reason = "stop" if tokens[-1] in request.stops else "length"
-        wanted = request.params.logprobs
+        wanted = request.params.recorded_logprobs
         entries = _entries(tokens, outcome.logprobs[i], wanted) if wanted is not None else None
         request.tokens += tokens
         self.statistics.new_tokens += len(tokens)
@@ -350,14 +353,24 @@ class Engine:
             return Event(request, tokens, accepted, entries, width=width)
         return self._end(request, reason, tokens, accepted, entries, width=width)
 
+    def _take_masked(self, request: Request, tokens: Sequence[int]) -> None:
+        request.mask.take(tokens)
+        if request.mask.is_over:
+            # Without a mask, a dispatch has many rounds.
+            self._drop_mask(request)
+
+    def _drop_mask(self, request: Request) -> None:
+        self._masking.forget(request)
+        mask, request.mask = request.mask, None
+        mask.close()
+
     def _end(self, request: Request, reason: str, tokens, accepted, logprobs=None, error=None, width=1) -> Event:
         request.finish_reason = reason
         request.times = replace(request.times, finished=self.device.clock)
         self.statistics.requests[reason] += 1
         del self._live[request]
         if request.mask is not None:
-            self._masking.forget(request)
-            request.mask.close()
+            self._drop_mask(request)
         if request.slot is not None:
             self._free.append(request.slot)
             self._decoding = [r for r in self._decoding if r is not request]

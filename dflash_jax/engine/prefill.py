@@ -60,7 +60,7 @@ class Prefiller:
         """A request of two tokens or more that has a slot."""
         cuts = cut_points(request.prompt, len(request.prompt) - 1, self.markers)
         is_scored = request.prompt_logprobs is not None
-        found, can_keep = keys(request.prompt, cuts), self.store.budget > 0 and not is_scored
+        found, can_keep = keys(request.prompt, cuts, request.cache_salt), self.store.budget > 0 and not is_scored
         drafting = drafting and not is_scored
         if self.store.budget and not is_scored:
             self.store.queries += 1

@@ -34,12 +34,18 @@ class MaskProvider(Protocol):
         """What was asked for, packed bits uint32 [drafts + 1, ceil(V / 32)]; None where that is not there within
         ``timeout_s``. Behind a draft that is itself forbidden, anything."""
 
+    @property
+    def is_over(self) -> bool:
+        """Whether everything is allowed from here on."""
+
     def close(self) -> None:
         """The request has ended."""
 
 
 class ReadyMasks:
     """A `MaskProvider` whose ``masks(drafts)`` are computed at once."""
+
+    is_over = False
 
     def masks(self, drafts: Sequence[int]) -> np.ndarray:
         raise NotImplementedError
@@ -80,7 +86,8 @@ class Request:
     params and stops (token ids) filled in: nothing is None. priority: lower goes first. block_size: tokens a round may
     yield; "auto" leaves it to the engine. draft_window_size and draft_sink_size bound what the drafter sees. monitor
     and mask are optional. prompt_logprobs: log-probabilities of the prompt's own tokens, and so many likeliest ones;
-    then nothing of it is taken from known prefixes. The rest is the engine's: tokens so far; of the prompt, those in
+    then nothing of it is taken from known prefixes. cache_salt: prefixes are shared only between requests of one salt.
+    The rest is the engine's: tokens so far; of the prompt, those in
     the caches, those that were there already, and log-probabilities of all but the first; "stop", "length", "abort" or
     "error" at the end.
     """
@@ -95,6 +102,7 @@ class Request:
     monitor: Monitor | None = None
     mask: MaskProvider | None = None
     prompt_logprobs: int | None = None
+    cache_salt: str = ""
 
     slot: int | None = field(default=None, init=False)
     tokens: list[int] = field(default_factory=list, init=False)

@@ -40,14 +40,19 @@ def chunks(start: int, end: int, sizes: Sequence[int], padding: float = 0.5) -> 
     return found
 
 
-def keys(tokens: Sequence[int], cuts: Sequence[int]) -> list[bytes]:
-    """What each prefix is known by."""
-    digest, at, found = blake2b(digest_size=16), 0, []
+def keys(tokens: Sequence[int], cuts: Sequence[int], salt: str = "") -> list[bytes]:
+    """What each prefix is known by. Prefixes of different ``salt`` share nothing."""
+    digest, at, found = blake2b(digest_size=16, key=_salted(salt)), 0, []
     for cut in cuts:
         digest.update(np.asarray(tokens[at:cut], np.int32).tobytes())
         found.append(digest.digest())
         at = cut
     return found
+
+
+def _salted(salt: str) -> bytes:
+    """A key for the digest; none without a salt. JSON may have written halves of characters."""
+    return blake2b(salt.encode("utf-8", "surrogatepass")).digest() if salt else b""
 
 
 @dataclass(eq=False)

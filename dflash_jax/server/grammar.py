@@ -123,6 +123,8 @@ class Grammar:
 class GrammarMask:
     """Masks of one sequence; the engine's `MaskProvider`."""
 
+    is_over = False
+
     def __init__(self, processes: "GrammarProcesses", grammar: Grammar, thought: str):
         self._processes, self._grammar, self._thought = processes, grammar, thought
         self._process: WorkerProcess | None = None
@@ -188,6 +190,7 @@ class GrammarProcesses:
         self._starter = ThreadPoolExecutor(1, "grammar-start")
         self._live: set[WorkerProcess] = set()
         self._watch: threading.Thread | None = None
+        self._has_stopped = threading.Event()
         self._cache: OrderedDict[str, Grammar] = OrderedDict()
         self._tasks: dict[str, asyncio.Task] = {}
         self._waiters: dict[str, int] = {}
@@ -226,18 +229,25 @@ class GrammarProcesses:
             raise InputError(f"{self.tokens.file}: llguidance cannot read it, so there is no structured output")
         ours.settimeout(None)
         with self.lock:
+            if self._has_stopped.is_set():
+                ours.close()
+                raise InputError("structured output has been stopped")
             self._nursery = ours
             if self._watch is None:
                 self._watch = threading.Thread(target=self._watch_memory, name="grammar-watch", daemon=True)
                 self._watch.start()
 
     def stop(self) -> None:
-        """Ends all processes."""
+        """Ends all processes, for good."""
         with self.lock:
+            self._has_stopped.set()
             processes, self._cache = list(self._live), OrderedDict()
         for process in processes:
             self.end(process)
+            # One that has not said its process id ends when it does.
+            process.socket.close()
         self._lose_nursery()
+        self._starter.shutdown(wait=False)
 
     def _lose_nursery(self) -> None:
         with self.lock:
@@ -410,8 +420,7 @@ class GrammarProcesses:
 
     def _watch_memory(self) -> None:
         """Ends what could not be ended before, and the largest process while all of them take too much."""
-        while True:
-            time.sleep(WATCH_S)
+        while not self._has_stopped.wait(WATCH_S):
             with self.lock:
                 processes = list(self._live)
                 for key in [key for key, grammar in self._cache.items() if not grammar.is_alive]:

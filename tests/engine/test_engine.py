@@ -1,9 +1,11 @@
 """The engine on real (small) models: under load every request gives what it gives alone."""
 
+import itertools
 import os
 import random
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +15,10 @@ import tiny
 from load import CAPACITY, MARKER, Remembering, alone, check, engine_for, some_requests, under_load
 
 from dflash_jax import prefix
+from dflash_jax.config import MAX_STOPS
 from dflash_jax.engine import device
 from dflash_jax.engine.request import ReadyMasks, Request
+from dflash_jax.engine.token_rules import Rules, ThinkingBudget, TokenRules
 from dflash_jax.engine.width import ALONE
 from dflash_jax.models.decoder import Decoder, is_delta
 from dflash_jax.params import SamplingParams
@@ -184,6 +188,67 @@ def test_a_mask_holds_under_speculation_and_leaves_neighbours_alone(family):
             assert [t % 2 for t in requests[i].tokens] == [(start + j) % 2 for j in range(20)]
         texts[width] = [r.tokens for r in requests]
     assert texts[1] == texts[8]
+
+
+RULES = (
+    Rules(min_tokens=9, stop_ids=tuple(range(0, tiny.VOCAB, 2))),
+    Rules(bad_words=tuple((a, b) for a in range(0, tiny.VOCAB, 3) for b in range(0, tiny.VOCAB, 2))),
+    Rules(allowed=tuple(range(1, tiny.VOCAB, 5))),
+    Rules(budget=ThinkingBudget(5, (1,), (2, 3), True)),
+)
+
+
+def test_rules_hold_under_speculation(family):
+    if not any(is_delta(layer) for layer in family.target.layers):
+        pytest.skip("nothing differs from the hybrid")
+    texts = {}
+    for widths, width in (((1,), 1), ((1, 8), 8)):
+        engine, requests = engine_for(family.drafting if width > 1 else family.plain, widths), []
+        for rules, wanted in zip(RULES, family.wanted, strict=False):
+            params = replace(wanted["params"], logprobs=None, max_tokens=24)
+            stops = rules.stop_ids[:MAX_STOPS]
+            mask = TokenRules(rules, tiny.VOCAB)
+            requests.append(Request(**wanted | {"params": params, "stops": stops}, mask=mask, block_size=width))
+            engine.submit(requests[-1])
+        while engine.has_work:
+            engine.step()
+        texts[width] = [r.tokens for r in requests]
+        least, words, only, thought = texts[width]
+        assert not set(least[:9]) & set(RULES[0].stop_ids)
+        assert not any(pair in RULES[1].bad_words for pair in itertools.pairwise(words))
+        assert set(only) <= set(RULES[2].allowed)
+        assert thought[5:7] == [2, 3] or (2, 3) in itertools.pairwise(thought[:6])
+    assert texts[1] == texts[8]
+
+
+def test_log_probabilities_of_named_tokens(family):
+    """Those of all tokens, taken at the named ones; the prompt's are the likeliest tokens'."""
+    engine, prompt, close = engine_for(family.plain, (1,)), [2, 3, 4, 5], partial(pytest.approx, abs=1e-4)
+    params = family.wanted[0]["params"]
+    named = (7, 3, tiny.VOCAB - 1)
+    requests = [
+        Request(prompt, replace(params, logprobs=5, max_tokens=6), prompt_logprobs=2),
+        Request(prompt, replace(params, logprob_token_ids=named, max_tokens=6), prompt_logprobs=2),
+        Request(prompt, replace(params, logprob_token_ids=named[:1], logprobs=None, max_tokens=6)),
+    ]
+    entries = {}
+    for request in requests:
+        engine.submit(request)
+    while engine.has_work:
+        for event in engine.step():
+            entries.setdefault(event.request, []).extend(event.logprobs or [])
+    likeliest, several, one = (entries[r] for r in requests)
+    assert [list(e["top"]) for e in several] == [list(named)] * 6
+    assert [list(e["top"]) for e in one] == [list(named[:1])] * 6
+    for a, b, c in zip(likeliest, several, one, strict=True):
+        assert a["logprob"] == close(b["logprob"])
+        assert c["top"][7] == close(b["top"][7])
+        for token in a["top"].keys() & b["top"].keys():
+            assert a["top"][token] == close(b["top"][token])
+        if b["token_id"] in named:
+            assert b["top"][b["token_id"]] == b["logprob"]
+    for a, b in zip(requests[0].prompt_entries, requests[1].prompt_entries, strict=True):
+        assert a["top"] == close(b["top"])
 
 
 def test_a_request_that_cannot_fit_is_refused(family):

@@ -76,3 +76,10 @@ def test_what_does_not_fit_is_not_kept():
 def test_other_tokens_are_another_key():
     assert keys([1, 2, 3, 4], [2, 4])[0] == keys([1, 2, 9], [2])[0]
     assert len({*keys([1, 2, 3], [1, 3]), *keys([2, 1, 3], [1, 3])}) == 4
+
+
+def test_a_salt_parts_prefixes():
+    tokens, cuts = list(range(50)), [10, 30, 50]
+    plain, again, one, other = (keys(tokens, cuts, salt) for salt in ("", "", "a", "\ud800"))
+    assert plain == again == keys(tokens, cuts)
+    assert len({*plain, *one, *other}) == 9

@@ -263,7 +263,8 @@ def test_idle_grammars_are_let_go_and_used_ones_are_not(processes):
     p = processes(cached=2)
     (used,) = compiled(p, EASY)
     mask = used.mask()
-    others = compiled(p, *(Constraint("regex", f"x{i}", "f") for i in range(4)))
+    # One after the other: the oldest is let go.
+    others = [grammar for i in range(4) for grammar in compiled(p, Constraint("regex", f"x{i}", "f"))]
     assert len(p._cache) <= 3
     assert used.is_alive
     answered(mask)

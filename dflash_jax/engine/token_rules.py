@@ -1,0 +1,183 @@
+"""Masks that follow from the generated tokens alone, without a grammar, and the masks of several providers at once."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+
+import numpy as np
+
+from dflash_jax.engine.request import MaskProvider, ReadyMasks
+
+
+@dataclass(frozen=True)
+class ThinkingBudget:
+    """At most ``tokens`` tokens of thought.
+
+    Attributes:
+        tokens: Tokens between the opening and the closing tag.
+        open_ids: Tokens of the tag that opens a thought.
+        close_ids: Tokens of the tag that closes it. They are forced where the budget is used up.
+        is_open: Whether the text begins inside a thought. Where it does not, it may begin with ``open_ids``.
+    """
+
+    tokens: int
+    open_ids: tuple[int, ...]
+    close_ids: tuple[int, ...]
+    is_open: bool
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Which tokens a request allows, by what it has generated.
+
+    Attributes:
+        min_tokens: Tokens that come before the text may end with one of ``stop_ids``.
+        stop_ids: Tokens that end the text.
+        bad_words: Sequences of token ids, none of them empty, that never appear in the text.
+        allowed: The only token ids that appear in the text; None for all.
+        budget: The bound of the thought. Where it closes the thought, no other rule holds.
+    """
+
+    min_tokens: int = 0
+    stop_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    allowed: tuple[int, ...] | None = None
+    budget: ThinkingBudget | None = None
+
+    @property
+    def are_needed(self) -> bool:
+        return bool(self.min_tokens or self.bad_words or self.allowed is not None or self.budget)
+
+
+@dataclass(frozen=True)
+class _Progress:
+    """What the rules need to know of the text so far.
+
+    Attributes:
+        count: Tokens.
+        tail: The last of them, as many as a rule looks at.
+        thought: Tokens of thought so far, None outside of a thought.
+        may_open: Whether a thought may still begin.
+    """
+
+    count: int
+    tail: tuple[int, ...]
+    thought: int | None
+    may_open: bool
+
+
+class TokenRules(ReadyMasks):
+    """`MaskProvider` of `Rules`, over a vocabulary of ``vocab`` tokens."""
+
+    def __init__(self, rules: Rules, vocab: int):
+        budget = rules.budget
+        self._rules, self._vocab = rules, vocab
+        looked_at = [len(word) - 1 for word in rules.bad_words]
+        looked_at += [len(budget.open_ids), len(budget.close_ids)] if budget else []
+        self._tail_size = max(looked_at, default=0)
+        is_open = budget is not None and budget.is_open
+        self._progress = _Progress(0, (), 0 if is_open else None, budget is not None and not is_open)
+        ids = range(vocab) if rules.allowed is None else rules.allowed
+        self._base = packed([ids], vocab)[0]
+        _forbid(self._base, [word[0] for word in rules.bad_words if len(word) == 1])
+
+    def take(self, tokens: Sequence[int]) -> None:
+        self._progress = reduce(self._after, tokens, self._progress)
+
+    def masks(self, drafts: Sequence[int]) -> np.ndarray:
+        """Packed bits uint32 [drafts + 1, ceil(V / 32)]."""
+        progress, rows = self._progress, []
+        for draft in drafts:
+            rows.append(self._mask(progress))
+            progress = self._after(progress, draft)
+        return np.stack([*rows, self._mask(progress)])
+
+    @property
+    def is_over(self) -> bool:
+        rules, now = self._rules, self._progress
+        thinks = now.thought is not None or now.may_open
+        return rules.allowed is None and not rules.bad_words and not thinks and now.count >= rules.min_tokens
+
+    def _after(self, now: _Progress, token: int) -> _Progress:
+        count, thought, may_open = now.count + 1, now.thought, now.may_open
+        tail = (*now.tail, token)[-self._tail_size :] if self._tail_size else ()
+        budget = self._rules.budget
+        if thought is not None:
+            is_closed = thought + 1 >= len(budget.close_ids) and tail[-len(budget.close_ids) :] == budget.close_ids
+            thought = None if is_closed else thought + 1
+        elif may_open:
+            may_open = tail == budget.open_ids[:count]
+            if may_open and count == len(budget.open_ids):
+                thought, may_open = 0, False
+        return _Progress(count, tail, thought, may_open)
+
+    def _mask(self, now: _Progress) -> np.ndarray:
+        """Packed bits of what may come next."""
+        forced = self._forced(now)
+        if forced is not None:
+            return packed([[forced]], self._vocab)[0]
+        row = self._base.copy()
+        if now.count < self._rules.min_tokens:
+            _forbid(row, self._rules.stop_ids)
+        words = [word for word in self._rules.bad_words if 1 < len(word) <= len(now.tail) + 1]
+        _forbid(row, [word[-1] for word in words if now.tail[len(now.tail) - len(word) + 1 :] == word[:-1]])
+        return row
+
+    def _forced(self, now: _Progress) -> int | None:
+        """The next token of the closing tag where the budget is used up: its first, or the one behind those that the
+        thought ends with already."""
+        if now.thought is None:
+            return None
+        close = self._rules.budget.close_ids
+        thought = now.tail[len(now.tail) - min(now.thought, len(now.tail)) :]
+        most = min(len(close) - 1, len(thought))
+        begun = next(n for n in range(most, -1, -1) if thought[len(thought) - n :] == close[:n])
+        return close[begun] if now.thought - begun >= self._rules.budget.tokens else None
+
+
+class CombinedMasks:
+    """`MaskProvider` that allows what all of several providers allow."""
+
+    def __init__(self, providers: Sequence[MaskProvider]):
+        self._providers = list(providers)
+        self._answers: list[np.ndarray | None] = []
+
+    def take(self, tokens: Sequence[int]) -> None:
+        for provider in self._providers:
+            provider.take(tokens)
+
+    def ask(self, drafts: Sequence[int]) -> None:
+        self._answers = [None] * len(self._providers)
+        for provider in self._providers:
+            provider.ask(drafts)
+
+    def answer(self, timeout_s: float) -> np.ndarray | None:
+        until = time.monotonic() + timeout_s
+        for i, provider in enumerate(self._providers):
+            if self._answers[i] is None:
+                self._answers[i] = provider.answer(max(0.0, until - time.monotonic()))
+        if any(answer is None for answer in self._answers):
+            return None
+        return np.bitwise_and.reduce(self._answers)
+
+    @property
+    def is_over(self) -> bool:
+        return all(provider.is_over for provider in self._providers)
+
+    def close(self) -> None:
+        for provider in self._providers:
+            provider.close()
+
+
+def packed(rows: Sequence[Sequence[int]], vocab: int) -> np.ndarray:
+    """Masks that allow the token ids of each row: uint32 [rows, ceil(V / 32)], bit i of word w for token 32 w + i."""
+    bits = np.zeros((len(rows), -(-vocab // 32) * 32), np.uint8)
+    for row, ids in zip(bits, rows, strict=True):
+        row[np.fromiter(ids, np.int64)] = 1
+    return np.packbits(bits, axis=1, bitorder="little").view("<u4")
+
+
+def _forbid(row: np.ndarray, ids: Sequence[int]) -> None:
+    for i in ids:
+        row[i // 32] &= np.uint32(~(1 << i % 32) & 0xFFFFFFFF)
