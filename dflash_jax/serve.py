@@ -77,7 +77,7 @@ def run(args, system) -> int:
         raise InputError('the server needs its extra: pip install "dflash-jax[server]"') from None
     from dflash_jax.engine.service import AsyncEngine
     from dflash_jax.server.app import build
-    from dflash_jax.server.serving import Serving
+    from dflash_jax.server.serving import Limits, Serving
 
     listening = listen(args.host, args.port)
     allow_many_connections()
@@ -97,7 +97,8 @@ def run(args, system) -> int:
         "max_num_batched_tokens": engine.options.max_num_batched_tokens,
         "mem_fraction": args.mem_fraction,
     }
-    serving = Serving(llm, AsyncEngine(engine), names, info=info)
+    limits = Limits(unknown_fields=args.unknown_fields, trust_request_chat_template=args.trust_request_chat_template)
+    serving = Serving(llm, AsyncEngine(engine), names, limits, info=info)
     config = uvicorn.Config(
         build(serving, args.api_key), log_level="warning", access_log=False, lifespan="off", timeout_keep_alive=65
     )

@@ -98,7 +98,7 @@ class Tokenizer:
         """A conversation as the template writes it; if ``ask``, up to where the answer begins. ``thinking`` None: its
         default; ``options``: the template's own. The template runs in a sandbox. Raises InputError for what it refuses.
         """
-        if not self.chat_template:
+        if not self.chat_template and not options.get("chat_template"):
             raise InputError("this checkpoint has no chat template: give plain prompts")
         if thinking is not None:
             options["enable_thinking"] = thinking

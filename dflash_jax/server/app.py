@@ -8,9 +8,10 @@ from pathlib import Path
 from fastapi import FastAPI
 from starlette.staticfiles import StaticFiles
 
-from dflash_jax.server import chat, completions, native, notes, operations, responses
+from dflash_jax.server import chat, completions, native, notes, operations, request_id, responses
 from dflash_jax.server.answer_schema import Error
 from dflash_jax.server.errors import ApiError, add_handlers, answer
+from dflash_jax.server.schema_base import unknown_fields
 from dflash_jax.server.serving import ClientGoneError, Serving
 
 log = logging.getLogger("dflash_jax.access")
@@ -43,12 +44,15 @@ class Gate:
             await self.app(scope, receive, send)
             return
         began, status, told = time.perf_counter(), CLIENT_GONE, notes.begin()
+        name = request_id.begin(scope)
+        unknown_fields.set(self.serving.limits.unknown_fields)
 
         async def watched(message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message = message | {"headers": [*message.get("headers", ()), *notes.headers(told)]}
+                more = [*notes.headers(told), *request_id.headers(name)]
+                message = message | {"headers": [*message.get("headers", ()), *more]}
             await send(message)
 
         try:

@@ -100,6 +100,12 @@ def make_parser() -> argparse.ArgumentParser:
     http.add_argument("--port", type=int, default=30000, help="default: %(default)s; 0 takes a free one")
     http.add_argument("--api-key", metavar="KEY", help="what clients must send (default: any key will do)")
     http.add_argument("--served-model-name", nargs="+", metavar="NAME", help="default: the target as given")
+    http.add_argument(
+        "--unknown-fields", default="refuse", choices=["refuse", "warn"], help="of requests (default: refuse)"
+    )
+    http.add_argument(
+        "--trust-request-chat-template", action="store_true", help="let requests bring a chat_template of their own"
+    )
     http.add_argument("--drain-s", type=float, default=30.0, metavar="S", help="after SIGTERM (default: 30)")
     http.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error", "critical"])
 

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import time
-import uuid
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
@@ -11,9 +10,9 @@ from fastapi import APIRouter, Request
 
 from dflash_jax.errors import InputError
 from dflash_jax.rows import Piece, Row
-from dflash_jax.server import prepare, schema
+from dflash_jax.server import prepare, request_id, schema
 from dflash_jax.server.answer_schema import ChatCompletion
-from dflash_jax.server.answers import chat_logprobs, usage
+from dflash_jax.server.answers import chat_logprobs, prompt_entry, stop_reasons, usage
 from dflash_jax.server.errors import ApiError, JsonResponse
 from dflash_jax.server.grammar import Constraint, tag_in_lark
 from dflash_jax.server.reasoning import CLOSE, OPEN, ReasoningSplitter, is_open
@@ -23,8 +22,19 @@ from dflash_jax.server.tools import END, START, CallDelta, ToolParser, is_xml, j
 
 router = APIRouter()
 
-# What a part of an answer has beside its text, and may come back with.
-OUTPUT_FIELDS = {"annotations", "logprobs"}
+# What chat_template_kwargs cannot say: it has fields of its own, or is decided here.
+RESERVED = {
+    "add_generation_prompt",
+    "ask",
+    "chat_template",
+    "continue_final_message",
+    "conversation",
+    "messages",
+    "return_assistant_tokens_mask",
+    "return_dict",
+    "tokenize",
+    "tools",
+}
 
 
 @dataclass
@@ -91,18 +101,16 @@ class Conversation:
 
 
 def text_of(content: str | list[schema.Part] | None, where: str) -> str:
-    """Text parts joined. Raises ApiError for others."""
+    """Text parts joined; a refusal is text too. Raises ApiError for others."""
     if isinstance(content, str) or content is None:
         return content or ""
     texts = []
     for i, part in enumerate(content):
-        if part.type not in ("text", "input_text", "output_text") or part.text is None:
+        text = part.refusal if part.type == "refusal" else part.text
+        if part.type not in ("text", "input_text", "output_text", "refusal") or text is None:
             name = f"{where}.content[{i}].type"
             raise ApiError(400, f"{name} is {part.type!r}: only text is possible, images and video are not", name)
-        if unknown := set(part.model_extra or ()) - OUTPUT_FIELDS:
-            name = f"{where}.content[{i}].{min(unknown)}"
-            raise ApiError(400, f"{name} is not supported", name)
-        texts.append(part.text)
+        texts.append(text)
     return "".join(texts)
 
 
@@ -112,7 +120,7 @@ def as_template(messages: Sequence[schema.Message]) -> list[dict]:
     for i, m in enumerate(messages):
         message = {
             "role": "system" if m.role == "developer" else m.role,
-            "content": text_of(m.content, f"messages[{i}]"),
+            "content": text_of(m.refusal if m.content is None else m.content, f"messages[{i}]"),
         }
         if (thought := m.reasoning_content or m.reasoning) is not None:
             message["reasoning_content"] = thought
@@ -148,30 +156,48 @@ def check_parameters(schema: dict, where: str) -> None:
         raise ApiError(400, f"{where}.required must be a list of names", f"{where}.required")
 
 
+def template_options(serving: Serving, body: schema.Templated, messages: Sequence[schema.Message]) -> dict:
+    """What `Tokenizer.render_chat` takes beside messages and tools."""
+    options = body.template_options
+    if reserved := RESERVED & set(options):
+        name = f"chat_template_kwargs.{min(reserved)}"
+        raise ApiError(400, f"{name} is not an option of the template", name)
+    if body.chat_template is not None:
+        if not serving.limits.trust_request_chat_template:
+            message = "chat_template is not taken from requests: the server runs without --trust-request-chat-template"
+            raise ApiError(400, message, "chat_template")
+        options["chat_template"] = body.chat_template
+    if body.continue_final_message:
+        if body.add_generation_prompt:
+            message = "continue_final_message and add_generation_prompt are both true: give one of them"
+            raise ApiError(400, message, "continue_final_message")
+        if messages[-1].role != "assistant":
+            message = f"continue_final_message: the last message is of the role {messages[-1].role}, not assistant"
+            raise ApiError(400, message, "continue_final_message")
+        options["continue_final_message"] = True
+    options["ask"] = body.add_generation_prompt is not False and not body.continue_final_message
+    return options
+
+
 async def converse(
     serving: Serving,
     messages: Sequence[schema.Message],
-    tools: Sequence[schema.Tool] | None = None,
-    options: dict | None = None,
-    effort: str | None = None,
+    tools: Sequence[schema.Tool] | None,
+    body: schema.Templated,
 ) -> Conversation:
-    """Renders a conversation, off the event loop."""
-    tokenizer, options = serving.llm.tokenizer, dict(options or {})
+    """Renders a conversation as ``body`` wants it, off the event loop."""
+    tokenizer = serving.llm.tokenizer
     if tokenizer is None:
         raise ApiError(400, "this checkpoint has no tokenizer, so it has no chat template: use token ids", "messages")
     if len(tools or ()) > serving.limits.tools:
         raise ApiError(400, f"{len(tools)} tools: at most {serving.limits.tools} are possible", "tools")
-    if reserved := {"tokenize", "chat_template", "messages", "tools", "add_generation_prompt", "ask"} & set(options):
-        name = f"chat_template_kwargs.{min(reserved)}"
-        raise ApiError(400, f"{name} is not an option of the template", name)
-    if effort is not None:
-        options.setdefault("enable_thinking", effort != "none")
     for i, tool in enumerate(tools or ()):
         check_parameters(tool.function.parameters or {}, f"tools[{i}].function.parameters")
     given = [t.model_dump(exclude_none=True) for t in tools or ()] or None
+    options, conversation = template_options(serving, body, messages), as_template(messages)
 
     def render() -> tuple[str, list[int]]:
-        text = tokenizer.render_chat(as_template(messages), tools=given, **options)
+        text = tokenizer.render_chat(conversation, tools=given, **options)
         return text, serving.llm.encode(tokenizer.encode_plain(text))
 
     try:
@@ -180,9 +206,13 @@ async def converse(
         raise ApiError(400, str(e), "messages") from None
     except (TypeError, UnicodeEncodeError):
         raise ApiError(400, "messages are not text that UTF-8 can hold", "messages") from None
-    template = tokenizer.chat_template or ""
-    closed = text.rstrip().endswith(CLOSE)
-    thought = "open" if is_open(text) else "possible" if OPEN in template and not closed else "none"
+    template = body.chat_template or tokenizer.chat_template or ""
+    if body.continue_final_message:
+        content = conversation[-1]["content"]
+        thought = "open" if content.rfind(OPEN) > content.rfind(CLOSE) else "none"
+    else:
+        closed = text.rstrip().endswith(CLOSE)
+        thought = "open" if is_open(text) else "possible" if OPEN in template and not closed else "none"
     schemas = {t.function.name: t.function.parameters or {} for t in tools or ()}
     return Conversation(prompt, thought, schemas, is_xml(template))
 
@@ -211,31 +241,46 @@ def tools_in_use(body: schema.ChatRequest) -> list[schema.Tool] | None:
     return None if body.tool_choice == "none" else body.tools
 
 
-async def prepared(serving: Serving, body: schema.ChatRequest) -> tuple[Conversation, list[Row]]:
-    """The rows that a request asks for."""
+def check(serving: Serving, body: schema.ChatRequest) -> None:
+    """What fields demand of each other."""
     serving.check_model(body.model)
-    n = prepare.check_counts(serving, body)
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options needs stream: true", "stream_options")
-    talk = await converse(serving, body.messages, tools_in_use(body), body.chat_template_kwargs, body.reasoning_effort)
+    if body.prompt_logprobs is not None and body.stream:
+        raise ApiError(400, "prompt_logprobs is not possible with stream: true", "prompt_logprobs")
+
+
+async def prepared(serving: Serving, body: schema.ChatRequest) -> tuple[Conversation, list[Row]]:
+    """The rows that a request asks for."""
+    check(serving, body)
+    n = prepare.check_counts(serving, body)
+    talk = await converse(serving, body.messages, tools_in_use(body), body)
     most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    talk.prompt = prepare.truncated(serving, body, talk.prompt, most)
     most = serving.check_room(talk.prompt, most, "messages")
     wanted, calls = prepare.constraint(body), tool_constraint(serving, body, talk.xml)
     if wanted and calls:
         raise ApiError(400, f"{wanted.field} and tool_choice each ask for a form: give one of them", wanted.field)
     params = prepare.sampling(body, most, body.seed, (body.top_logprobs or 0) if body.logprobs else None)
-    grammar = await prepare.grammar(serving, wanted or calls)
-    options = {"block_size": body.block_size, "priority": body.priority, "grammar": grammar}
-    return talk, prepare.rows(serving, talk.prompt, params, n, thought=talk.thought, **options)
+    options = {
+        "block_size": body.block_size,
+        "priority": body.priority,
+        "grammar": await prepare.grammar(serving, wanted or calls),
+        "thought": talk.thought,
+        "prompt_logprobs": body.prompt_logprobs,
+        "cache_salt": body.cache_salt,
+    }
+    return talk, prepare.rows(serving, talk.prompt, params, n, **options)
 
 
 @router.post("/v1/chat/completions", responses={200: {"model": ChatCompletion}}, response_model=None)
 async def chat_completions(http: Request, body: schema.ChatRequest):
     serving: Serving = http.app.state.serving
+    name = request_id.choose("chatcmpl-", body.request_id, body.rid)
     talk, rows = await while_connected(http, prepared(serving, body))
-    head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": body.model or serving.name}
+    head = {"id": name, "created": int(time.time()), "model": body.model or serving.name}
     if body.stream:
         return await EventStream.start(http, streamed(serving, body, talk, rows, head))
     return JsonResponse(await while_connected(http, whole(serving, body, talk, rows, head)))
@@ -252,18 +297,27 @@ async def whole(serving: Serving, body: schema.ChatRequest, talk: Conversation, 
         reasoning = "".join(d.reasoning for d in deltas[i])
         calls = joined([c for d in deltas[i] for c in d.calls])
         message = {"role": "assistant", "content": content if content or not calls else None, "refusal": None}
-        message["reasoning_content"] = reasoning or None
+        message["reasoning_content"] = message["reasoning"] = reasoning or None
         if calls:
             message["tool_calls"] = calls
         logprobs = None
         if row.logprobs is not None:
             logprobs = {"content": chat_logprobs(serving.llm.tokenizer, row.logprobs), "refusal": None}
         choice = {"index": i, "message": message, "logprobs": logprobs, "finish_reason": parsers[i].reason(row)}
+        choice |= stop_reasons(row, serving.llm.defaults.stop_ids)
         if body.return_token_ids:
             choice["token_ids"] = row.request.tokens
+        if body.return_prompt_token_ids:
+            choice["prompt_token_ids"] = talk.prompt
         choices.append(choice)
     counted = usage(rows, len(rows), sum(p.reasoning_tokens for p in parsers))
-    return {**head, "object": "chat.completion", "choices": choices, "usage": counted, "system_fingerprint": None}
+    value = {**head, "object": "chat.completion", "choices": choices, "usage": counted, "system_fingerprint": None}
+    if body.return_token_ids:
+        value["prompt_token_ids"] = talk.prompt
+    if body.prompt_logprobs is not None:
+        entries = rows[0].request.prompt_entries
+        value["prompt_logprobs"] = [None, *(prompt_entry(serving.llm.tokenizer, e) for e in entries)]
+    return value
 
 
 def as_delta(delta: Delta) -> list[dict]:
@@ -271,7 +325,7 @@ def as_delta(delta: Delta) -> list[dict]:
     begun = next((i for i, call in enumerate(delta.calls) if call.name is not None), len(delta.calls))
     found = [_as_call(call) for call in delta.calls[:begun]]
     if delta.reasoning:
-        found.append({"reasoning_content": delta.reasoning})
+        found.append({"reasoning_content": delta.reasoning, "reasoning": delta.reasoning})
     if delta.content:
         found.append({"content": delta.content})
     return found + [_as_call(call) for call in delta.calls[begun:]]
@@ -287,19 +341,23 @@ async def streamed(
     serving: Serving, body: schema.ChatRequest, talk: Conversation, rows: list[Row], head: dict
 ) -> AsyncGenerator[bytes, None]:
     wants = body.stream_options or schema.StreamOptions()
-    parsers, begun = [talk.parser() for _ in rows], [False] * len(rows)
+    parsers, begun = [talk.parser() for _ in rows], []
 
-    def chunk(i: int, delta: dict, reason: str | None = None, **more) -> bytes:
+    def chunk(i: int, delta: dict, reason: str | None = None, is_first: bool = False, **more) -> bytes:
         choice = {"index": i, "delta": delta, "logprobs": more.pop("logprobs", None), "finish_reason": reason, **more}
         value = {**head, "object": "chat.completion.chunk", "choices": [choice], "system_fingerprint": None}
         if wants.include_usage:
-            value["usage"] = usage(rows, len(rows)) if wants.continuous_usage_stats else None
+            thoughts = sum(p.reasoning_tokens for p in parsers)
+            counted = usage(rows, len(rows), thoughts, new=[rows[i] for i in begun])
+            value["usage"] = counted if wants.continuous_usage_stats else None
+        if is_first and body.return_token_ids:
+            value["prompt_token_ids"] = talk.prompt
         return frame(value)
 
     async for i, piece in serving.merged(rows):
-        if not begun[i]:
-            begun[i] = True
-            yield chunk(i, {"role": "assistant", "content": ""})
+        if i not in begun:
+            yield chunk(i, {"role": "assistant", "content": ""}, is_first=not begun)
+            begun.append(i)
         found, more = as_delta(parsers[i].push(piece)), {}
         if piece.finish_reason:
             found += as_delta(parsers[i].finish())
@@ -313,7 +371,7 @@ async def streamed(
             yield chunk(i, delta, **more)
             more = {}
         if piece.finish_reason:
-            yield chunk(i, {}, parsers[i].reason(rows[i]))
+            yield chunk(i, {}, parsers[i].reason(rows[i]), **stop_reasons(rows[i], serving.llm.defaults.stop_ids))
     if wants.include_usage:
         counted = usage(rows, len(rows), sum(p.reasoning_tokens for p in parsers))
         yield frame({**head, "object": "chat.completion.chunk", "choices": [], "usage": counted})

@@ -2,15 +2,14 @@
 
 import asyncio
 import time
-import uuid
 from collections.abc import AsyncGenerator
 
 from fastapi import APIRouter, Request
 
 from dflash_jax.rows import Row
-from dflash_jax.server import prepare, schema
+from dflash_jax.server import prepare, request_id, schema
 from dflash_jax.server.answer_schema import Completion
-from dflash_jax.server.answers import completion_logprobs, finite, token_text, usage
+from dflash_jax.server.answers import completion_logprobs, prompt_entry, stop_reasons, usage
 from dflash_jax.server.errors import ApiError, JsonResponse
 from dflash_jax.server.serving import Serving, while_connected
 from dflash_jax.server.stream import EventStream, frame
@@ -45,11 +44,13 @@ async def prepared(serving: Serving, body: schema.CompletionRequest) -> list[Row
     grammar = await prepare.grammar(serving, prepare.constraint(body))
     found = []
     for ids in encoded:
+        ids = prepare.truncated(serving, body, ids, body.max_tokens)
         # Where nothing new is wanted, the engine gives one token all the same: it is left out again.
         most = serving.check_room(ids, body.max_tokens and max(body.max_tokens, 1), "prompt", default=16)
         most = most or serving.check_room(ids, 1, "prompt")
         params = prepare.sampling(body, most, body.seed, body.logprobs)
         options = {"block_size": body.block_size, "priority": body.priority, "prompt_logprobs": wanted}
+        options["cache_salt"] = body.cache_salt
         found += prepare.rows(serving, ids, params, n, grammar=grammar, **options)
     return found
 
@@ -59,7 +60,7 @@ async def completions(http: Request, body: schema.CompletionRequest):
     serving: Serving = http.app.state.serving
     rows = await while_connected(http, prepared(serving, body))
     head = {
-        "id": f"cmpl-{uuid.uuid4().hex}",
+        "id": request_id.choose("cmpl-", body.request_id, body.rid),
         "object": "text_completion",
         "created": int(time.time()),
         "model": body.model or serving.name,
@@ -68,7 +69,7 @@ async def completions(http: Request, body: schema.CompletionRequest):
         return await EventStream.start(http, streamed(serving, body, rows, head))
     await while_connected(http, serving.run(rows))
     choices = [choice(serving, body, i, row) for i, row in enumerate(rows)]
-    counted = usage(rows, body.n or 1, is_new=body.max_tokens != 0)
+    counted = usage(rows, body.n or 1, new=rows if body.max_tokens != 0 else ())
     return JsonResponse({**head, "choices": choices, "usage": counted, "system_fingerprint": None})
 
 
@@ -89,22 +90,13 @@ def choice(serving: Serving, body: schema.CompletionRequest, i: int, row: Row) -
         "text": text,
         "logprobs": logprobs,
         "finish_reason": request.finish_reason if is_new else "length",
+        **(stop_reasons(row, serving.llm.defaults.stop_ids) if is_new else {"stop_reason": None, "matched_stop": None}),
     }
     if body.prompt_logprobs is not None:
-        found["prompt_logprobs"] = [None, *(_ranked(tokenizer, e) for e in request.prompt_entries)]
+        found["prompt_logprobs"] = [None, *(prompt_entry(tokenizer, e) for e in request.prompt_entries)]
     if body.return_token_ids:
         found["token_ids"], found["prompt_token_ids"] = request.tokens if is_new else [], request.prompt
     return found
-
-
-def _ranked(tokenizer, entry: dict) -> dict:
-    """vLLM's shape: of the token itself and the likeliest ones."""
-    values = {entry["token_id"]: entry["logprob"]} | entry["top"]
-    ranks = {t: i + 1 for i, t in enumerate(entry["top"])}
-    return {
-        str(t): {"logprob": finite(v), "rank": ranks.get(t), "decoded_token": token_text(tokenizer, t)[0]}
-        for t, v in values.items()
-    }
 
 
 async def streamed(
@@ -117,6 +109,8 @@ async def streamed(
             logprobs = completion_logprobs(serving.llm.tokenizer, piece.logprobs, offsets[i], body.logprobs > 0)
         offsets[i] += len(piece.text)
         found = {"index": i, "text": piece.text, "logprobs": logprobs, "finish_reason": piece.finish_reason}
+        if piece.finish_reason:
+            found |= stop_reasons(rows[i], serving.llm.defaults.stop_ids)
         if body.return_token_ids:
             found["token_ids"] = piece.token_ids
         if body.return_drafts:

@@ -58,25 +58,80 @@ def as_api_error(error: Exception) -> ApiError:
     return ApiError(500, f"internal error: {type(error).__name__}")
 
 
-def field(loc: tuple) -> str | None:
-    """("body", "messages", 0, "content") → messages[0].content"""
+# Of a field's name, as messages repeat it.
+MOST_CHARACTERS = 64
+# What a value must be, by pydantic's type of error.
+KINDS = {
+    "string_type": "a string",
+    "list_type": "a list",
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "dict_type": "an object",
+    "model_type": "an object",
+    "model_attributes_type": "an object",
+    "none_required": "null",
+}
+
+
+def field(path: tuple) -> str | None:
+    """("messages", 0, "content") → messages[0].content"""
     name = ""
-    for part in loc[1:]:
-        name += f"[{part}]" if isinstance(part, int) else f".{part}" if name else str(part)
+    for part in path:
+        part = part if isinstance(part, int) else part[:MOST_CHARACTERS]
+        name += f"[{part}]" if isinstance(part, int) else f".{part}" if name else part
     return name or None
+
+
+def _path(error: dict, body) -> tuple:
+    """Where in the body an error is: its place without pydantic's names of a union's branches, which are in no body."""
+    path, parts = [], error["loc"][1:]
+    for i, part in enumerate(parts):
+        is_key = isinstance(body, dict) and isinstance(part, str) and part in body
+        is_index = isinstance(body, list) and isinstance(part, int) and part < len(body)
+        if is_key or is_index:
+            body = body[part]
+        elif error["type"] != "missing" or i < len(parts) - 1:
+            continue
+        path.append(part)
+    if error["type"] == "wrong_field":
+        path.append(error["ctx"]["field"])
+    elif error["type"] in ("union_tag_invalid", "union_tag_not_found"):
+        path.append("type")
+    return tuple(path)
+
+
+def _kind(error: dict) -> str | None:
+    """What the value must be, where the error is about its kind."""
+    if error["type"] == "literal_error":
+        return error["ctx"]["expected"]
+    if error["type"] == "union_tag_invalid":
+        return error["ctx"]["expected_tags"].replace(", ", " or ")
+    return KINDS.get(error["type"])
 
 
 def of_validation(error: RequestValidationError) -> ApiError:
     """The first thing that is wrong with a body."""
+    errors = error.errors()
+    if errors[0]["type"] == "json_invalid":
+        return ApiError(400, f"the body is not JSON: {errors[0].get('ctx', {}).get('error', 'malformed')}")
+    found = [(_path(e, error.body), e) for e in errors]
     # Of a union, the branch that came furthest says most.
-    first = max(error.errors(), key=lambda e: (e["type"] == "extra_forbidden", len(e["loc"])))
-    param = field(first["loc"])
+    path, first = max(found, key=lambda each: (each[1]["type"] == "extra_forbidden", len(each[0])))
+    param, kinds = field(path), [_kind(e) for where, e in found if where == path]
     if first["type"] == "extra_forbidden":
-        return ApiError(400, f"{param} is not supported", param)
-    if first["type"] == "json_invalid":
-        return ApiError(400, f"the body is not JSON: {first.get('ctx', {}).get('error', 'malformed')}")
-    reason = first["msg"].removeprefix("Value error, ")
-    return ApiError(400, f"{param or 'body'}: {reason[0].lower()}{reason[1:]}", param)
+        reason = "is not supported"
+    elif first["type"] == "wrong_field":
+        reason = first["msg"]
+    elif first["type"] in ("missing", "union_tag_not_found"):
+        reason = "is missing"
+    elif all(kinds):
+        reason = f"must be {' or '.join(dict.fromkeys(kinds))}"
+    else:
+        message = first["msg"].removeprefix("Value error, ")
+        return ApiError(400, f"{param or 'body'}: {message[0].lower()}{message[1:]}", param)
+    return ApiError(400, f"{param or 'the body'} {reason}", param)
 
 
 def answer(error: ApiError) -> JsonResponse:

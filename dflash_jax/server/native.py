@@ -2,14 +2,13 @@
 
 import asyncio
 import time
-import uuid
 from collections.abc import AsyncGenerator
 from importlib.metadata import version
 
 from fastapi import APIRouter, Request
 
 from dflash_jax.rows import Row
-from dflash_jax.server import prepare, schema
+from dflash_jax.server import prepare, request_id, schema
 from dflash_jax.server.answer_schema import Generated
 from dflash_jax.server.answers import finite, token_text
 from dflash_jax.server.errors import ApiError, JsonResponse
@@ -37,8 +36,9 @@ async def prepared(serving: Serving, body: schema.GenerateRequest) -> tuple[list
     if len(each) != len(prompts):
         message = f"{len(each)} sampling_params for {len(prompts)} prompts: give one, or one each"
         raise ApiError(400, message, "sampling_params")
-    found = []
-    for prompt, wanted in zip(prompts, each, strict=True):
+    _each(body.rid, len(prompts), "rid")
+    salts, found = _each(body.cache_salt, len(prompts), "cache_salt"), []
+    for i, (prompt, wanted) in enumerate(zip(prompts, each, strict=True)):
         wanted = wanted or schema.NativeSampling()
         n = prepare.check_counts(serving, wanted, len(prompts))
         ids = await asyncio.to_thread(serving.llm.encode, prompt)
@@ -48,15 +48,33 @@ async def prepared(serving: Serving, body: schema.GenerateRequest) -> tuple[list
         grammar = await prepare.grammar(serving, prepare.constraint(wanted))
         start = -1 if body.logprob_start_len is None else body.logprob_start_len
         of_prompt = logprobs if start >= 0 else None
-        found += prepare.rows(
-            serving, ids, params, n, block_size=body.block_size, grammar=grammar, prompt_logprobs=of_prompt
-        )
+        options = {"block_size": body.block_size, "grammar": grammar, "prompt_logprobs": of_prompt}
+        options |= {"priority": body.priority, "cache_salt": salts[i]}
+        found += prepare.rows(serving, ids, params, n, **options)
         several = several or n > 1
     return found, several
 
 
+def _each(given: str | list[str] | None, count: int, name: str) -> list[str | None]:
+    """A field that may be given once, or once for each prompt."""
+    if not isinstance(given, list):
+        return [given] * count
+    if len(given) != count:
+        raise ApiError(400, f"{len(given)} {name} for {count} prompts: give one, or one each", name)
+    return given
+
+
+def ids_of(body: schema.GenerateRequest, count: int) -> list[str]:
+    """The id of each of an answer's ``count`` texts, as SGLang numbers them."""
+    if isinstance(body.rid, list):
+        each = count // len(body.rid)
+        return [f"{rid}_{i}" if each > 1 else rid for rid in body.rid for i in range(each)]
+    name = request_id.choose("", rid=body.rid)
+    return [name] if count == 1 else [f"{name}_{i}" for i in range(count)]
+
+
 def answer(
-    serving: Serving, body: schema.GenerateRequest, row: Row, request_id: str, began: float, ended: str | None
+    serving: Serving, body: schema.GenerateRequest, row: Row, name: str, began: float, ended: str | None
 ) -> dict:
     """What was told of a row so far, and why it ``ended``. ``meta_info`` as SGLang's benchmarks and z-lab's read it."""
     request, tokenizer = row.request, serving.llm.tokenizer
@@ -67,7 +85,7 @@ def answer(
         reason["matched"] = row.matched
     rounds = len(row.accepted)
     meta = {
-        "id": request_id,
+        "id": name,
         "finish_reason": reason or None,
         "prompt_tokens": len(request.prompt),
         "completion_tokens": len(row.token_ids),
@@ -104,20 +122,22 @@ async def generate(http: Request, body: schema.GenerateRequest):
     serving: Serving = http.app.state.serving
     began = time.perf_counter()
     rows, several = await while_connected(http, prepared(serving, body))
-    request_id = body.rid or uuid.uuid4().hex
+    ids = ids_of(body, len(rows))
     if body.stream:
-        return await EventStream.start(http, streamed(serving, body, rows, several, request_id, began))
+        return await EventStream.start(http, streamed(serving, body, rows, several, ids, began))
     await while_connected(http, serving.run(rows))
-    found = [answer(serving, body, row, request_id, began, row.request.finish_reason) for row in rows]
+    found = [
+        answer(serving, body, row, name, began, row.request.finish_reason) for row, name in zip(rows, ids, strict=True)
+    ]
     return JsonResponse(found if several else found[0])
 
 
 async def streamed(
-    serving: Serving, body: schema.GenerateRequest, rows: list[Row], several: bool, request_id: str, began: float
+    serving: Serving, body: schema.GenerateRequest, rows: list[Row], several: bool, ids: list[str], began: float
 ) -> AsyncGenerator[bytes, None]:
     """Each event has all of the text so far, as SGLang's."""
     async for i, piece in serving.merged(rows):
-        found = answer(serving, body, rows[i], request_id, began, piece.finish_reason)
+        found = answer(serving, body, rows[i], ids[i], began, piece.finish_reason)
         yield frame(found | ({"index": i} if several else {}))
 
 

@@ -79,7 +79,7 @@ async def tokenize(http: Request, body: schema.TokenizeRequest):
     if tokenizer is None:
         raise ApiError(400, "this checkpoint has no tokenizer", "prompt")
     if body.messages is not None:
-        ids = (await converse(serving, body.messages, body.tools, body.chat_template_kwargs)).prompt
+        ids = (await converse(serving, body.messages, body.tools, body)).prompt
     else:
         encode = tokenizer.encode if body.add_special_tokens else tokenizer.encode_plain
         try:

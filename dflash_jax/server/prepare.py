@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dflash_jax.config import MAX_STOPS
+from dflash_jax.engine.request import Request
 from dflash_jax.errors import InputError
 from dflash_jax.params import SamplingParams
 from dflash_jax.rows import Row
@@ -46,10 +47,24 @@ def sampling(body: schema.Sampling, max_tokens: int, seed: int | None, logprobs:
 
 
 def biases(given: dict[str, float] | None) -> dict[int, float]:
-    try:
-        return {int(token): value for token, value in (given or {}).items()}
-    except ValueError:
-        raise ApiError(400, "logit_bias: its keys must be token ids", "logit_bias") from None
+    for token in given or {}:
+        if not (token.isascii() and token.isdecimal() and len(token) < 20):
+            raise ApiError(400, f"logit_bias: its keys must be token ids, and {token[:40]!r} is none", "logit_bias")
+    return {int(token): value for token, value in (given or {}).items()}
+
+
+def truncated(serving: "Serving", body: schema.OpenAiSampling, prompt: list[int], new_tokens: int | None) -> list[int]:
+    """What ``truncate_prompt_tokens`` leaves of a prompt: its last tokens, or its first with truncation_side right.
+    -1: as many as leave room for ``new_tokens``, of which None is one."""
+    most = body.truncate_prompt_tokens
+    if most is None:
+        return prompt
+    if most == 0:
+        message = "truncate_prompt_tokens is 0: it must be 1 or more, or -1 for what there is room for"
+        raise ApiError(400, message, "truncate_prompt_tokens")
+    if most == -1:
+        most = max(serving.capacity - (new_tokens or 1), 1)
+    return prompt[:most] if body.truncation_side == "right" else prompt[-most:]
 
 
 def check_counts(serving: "Serving", body, prompts: int = 1) -> int:
@@ -145,14 +160,17 @@ def rows(
     grammar: Grammar | None = None,
     thought: str = "none",
     prompt_logprobs: int | None = None,
+    cache_salt: str | None = None,
 ) -> list[Row]:
     """One row for each choice; of a seed s the choices have s, s + 1, …  ``thought``: where reasoning stands when the
-    text begins: "open", "possible" or "none"."""
+    text begins: "open", "possible" or "none". ``cache_salt``: only prompts with the same one share known prefixes."""
     found = []
     for i in range(n):
         mask = None if grammar is None else grammar.mask(thought)
         own = replace(params, seed=(params.seed + i) % SEEDS)
         options = {"priority": priority, "mask": mask, "prompt_logprobs": prompt_logprobs}
+        if cache_salt is not None and hasattr(Request, "cache_salt"):
+            options["cache_salt"] = cache_salt
         found.append(serving.llm.new_row(prompt, own, block_size, **options))
         if mask is not None:
             # A finished text must be able to end.

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request
 from pydantic import ValidationError
 
 from dflash_jax.rows import Row
-from dflash_jax.server import schema
+from dflash_jax.server import request_id, schema
 from dflash_jax.server.answer_schema import Response
 from dflash_jax.server.answers import chat_logprobs, usage
 from dflash_jax.server.chat import Conversation, Delta, prepared, text_of
@@ -18,6 +18,19 @@ from dflash_jax.server.stream import EventStream, frame
 from dflash_jax.server.tools import CallDelta
 
 router = APIRouter()
+
+AS_IN_CHAT = (
+    *schema.Sampling.model_fields,
+    "model",
+    "seed",
+    "stop",
+    "logit_bias",
+    "structured_outputs",
+    "priority",
+    "parallel_tool_calls",
+    "chat_template_kwargs",
+    "cache_salt",
+)
 
 
 def as_messages(body: schema.ResponsesRequest) -> list[dict]:
@@ -77,6 +90,10 @@ def _joined_thoughts(messages: list[dict]) -> list[dict]:
     return found
 
 
+def _named(tool: schema.ResponsesToolName) -> schema.NamedTool:
+    return schema.NamedTool(type="function", function=schema.FunctionName(name=tool.name))
+
+
 def as_chat(body: schema.ResponsesRequest) -> schema.ChatRequest:
     """The same wish as a chat request."""
     form, choice = body.text.format if body.text else None, body.tool_choice
@@ -87,28 +104,25 @@ def as_chat(body: schema.ResponsesRequest) -> schema.ChatRequest:
     elif form is not None:
         response_format = schema.ResponseFormat(type=form.type)
     if isinstance(choice, schema.ResponsesToolName):
-        choice = schema.NamedTool(type="function", function=schema.FunctionName(name=choice.name))
-    wants_logprobs = body.top_logprobs is not None or "message.output_text.logprobs" in (body.include or ())
+        choice = _named(choice)
+    elif isinstance(choice, schema.ResponsesAllowedTools):
+        allowed = schema.AllowedTools(mode=choice.mode, tools=[_named(tool) for tool in choice.tools])
+        choice = schema.AllowedToolsChoice(type="allowed_tools", allowed_tools=allowed)
+    wants_logprobs = bool(body.top_logprobs) or "message.output_text.logprobs" in (body.include or ())
     tools = [
         schema.Tool(type="function", function=schema.Function(**t.model_dump(exclude={"type"})))
         for t in body.tools or ()
     ]
     return schema.ChatRequest(
-        model=body.model,
         messages=[schema.Message(**m) for m in as_messages(body)],
         max_completion_tokens=body.max_output_tokens,
-        temperature=body.temperature,
-        top_p=body.top_p,
-        top_k=body.top_k,
-        min_p=body.min_p,
-        seed=body.seed,
+        **{name: getattr(body, name) for name in AS_IN_CHAT},
+        truncate_prompt_tokens=-1 if body.truncation == "auto" else None,
         logprobs=wants_logprobs or None,
         top_logprobs=body.top_logprobs if wants_logprobs else None,
         response_format=response_format,
         tools=tools or None,
         tool_choice=choice,
-        parallel_tool_calls=body.parallel_tool_calls,
-        chat_template_kwargs=body.chat_template_kwargs,
         reasoning_effort=body.reasoning.effort if body.reasoning else None,
     )
 
@@ -233,7 +247,7 @@ def envelope(body: schema.ResponsesRequest, name: str, response_id: str, created
         else body.tool_choice or "auto",
         "tools": [t.model_dump() for t in body.tools or ()],
         "top_p": body.top_p,
-        "truncation": "disabled",
+        "truncation": body.truncation or "disabled",
         "usage": None,
         "user": body.user,
         "metadata": body.metadata or {},
@@ -265,9 +279,10 @@ async def responses(http: Request, body: schema.ResponsesRequest):
         chat = as_chat(body)
     except ValidationError as e:
         first = e.errors()[0]
-        raise ApiError(400, f"{field(('body', *first['loc']))}: {first['msg']}") from None
+        raise ApiError(400, f"{field(first['loc'])}: {first['msg']}") from None
+    name = request_id.choose("resp_")
     talk, rows = await while_connected(http, prepared(serving, chat))
-    value = envelope(body, serving.name, _id("resp"), int(time.time()))
+    value = envelope(body, serving.name, body.request_id or name, int(time.time()))
     events = numbered(serving, talk, rows[0], value)
     if body.stream:
         return await EventStream.start(http, framed(events), last=b"")

@@ -1,40 +1,24 @@
 """What requests may say: the fields of OpenAI's interface, vLLM's and SGLang's additions, and ours.
 
-A field that is not here is refused, never ignored.
+A field that is neither here nor in `neutral_fields` is refused, or, with ``--unknown-fields warn``, left out.
 """
 
-from itertools import islice
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-T = TypeVar("T")
-# The first wrong item is enough: others need not be looked for.
-Items = Annotated[list[T], Field(fail_fast=True)]
-TokenId = Annotated[int, Field(ge=0)]
-Json = dict[str, Any]
-# More than any object here has.
-MOST_FIELDS = 128
-
-
-class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, populate_by_name=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _shortened(cls, given: Any) -> Any:
-        """Every unknown field is an error of its own: of a million, a few are enough."""
-        if isinstance(given, dict) and len(given) > MOST_FIELDS:
-            return dict(islice(given.items(), MOST_FIELDS))
-        return given
+from dflash_jax.server import neutral_fields
+from dflash_jax.server.schema_base import Body, Effort, Items, Json, Lenient, RequestId, Salt, Strict, TokenId, wrong
 
 
 class StreamOptions(Strict):
     include_usage: bool = False
     continuous_usage_stats: bool = False
+    # Padding of OpenAI's streams: there is none here.
+    include_obfuscation: bool = False
 
 
-class Sampling(Strict):
+class Sampling(Body):
     """What all of them share. None: as the checkpoint says."""
 
     temperature: float | None = Field(None, ge=0, le=100)
@@ -67,7 +51,12 @@ class OpenAiSampling(Sampling):
     guided_choice: Items[str] | None = None
     structured_outputs: Json | None = None
     priority: int = Field(0, ge=-(2**31), le=2**31 - 1)
-    user: str | None = None
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=2**63 - 1)
+    truncation_side: Literal["left", "right"] | None = None
+    prompt_logprobs: int | None = Field(None, ge=0, le=20)
+    request_id: RequestId | None = None
+    rid: RequestId | None = None
+    cache_salt: Salt | None = None
     block_size: int | Literal["auto"] | None = None
     return_drafts: bool = False
     return_token_ids: bool = False
@@ -85,14 +74,14 @@ class ResponseFormat(Strict):
     json_schema: JsonSchema | None = None
 
 
-class Function(Strict):
+class Function(Lenient):
     name: str = Field(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_.-]+$")
     description: str | None = None
     parameters: Json | None = None
     strict: bool | None = None
 
 
-class Tool(Strict):
+class Tool(Lenient):
     type: Literal["function"]
     function: Function
 
@@ -106,28 +95,44 @@ class NamedTool(Strict):
     function: FunctionName
 
 
-class CalledFunction(Strict):
+class AllowedTools(Strict):
+    mode: Literal["auto", "required"]
+    tools: Items[NamedTool] = Field(min_length=1)
+
+
+class AllowedToolsChoice(Strict):
+    """Of the tools that the model sees, those that it may call."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+ToolChoice = (
+    Literal["none", "auto", "required"] | Annotated[NamedTool | AllowedToolsChoice, Field(discriminator="type")]
+)
+
+
+class CalledFunction(Lenient):
     name: str
     arguments: str | Json
 
 
-class Call(Strict):
+class Call(Lenient):
     id: str | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
     index: int | None = None
 
 
-class Part(BaseModel):
-    """A part of a message. Others than text are known, to be refused by name."""
-
-    model_config = ConfigDict(extra="allow")
+class Part(Lenient):
+    """A part of a message. Others than text and refusals are known, to be refused by name."""
 
     type: str
     text: str | None = None
+    refusal: str | None = None
 
 
-class Message(Strict):
+class Message(Lenient):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Items[Part] | None = None
     name: str | None = None
@@ -135,14 +140,57 @@ class Message(Strict):
     reasoning: str | None = None
     tool_calls: Items[Call] | None = None
     tool_call_id: str | None = None
-    # What OpenAI's own answers carry, and come back with.
     refusal: str | None = None
-    annotations: Items[Any] | None = None
-    audio: None = None
-    function_call: None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _checked(cls, given: Any) -> Any:
+        if isinstance(given, dict):
+            for name, allowed in neutral_fields.MESSAGE.items():
+                if not neutral_fields.accepts(allowed, given.get(name)):
+                    raise wrong(name, neutral_fields.reason(allowed))
+            if given.get("content") is None and given.get("role") in ("system", "developer", "user", "tool"):
+                raise wrong("content", "must be a string or a list of parts")
+        return given
 
 
-class ChatRequest(OpenAiSampling):
+class ReasoningOptions(Strict):
+    """How much to think, as OpenRouter and SGLang write it."""
+
+    effort: Effort | None = None
+    enabled: bool | None = None
+    exclude: Literal[False] | None = None
+    max_tokens: None = None
+
+
+class Templated(Body):
+    """What a conversation's rendering depends on, beside its messages and tools."""
+
+    chat_template: str | None = None
+    chat_template_kwargs: Json | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    reasoning_effort: Effort | None = None
+    reasoning: ReasoningOptions | None = None
+    enable_thinking: bool | None = None
+
+    @property
+    def template_options(self) -> Json:
+        """The template's variables. What ``chat_template_kwargs`` says goes first, then ``enable_thinking``."""
+        reasoning = self.reasoning or ReasoningOptions()
+        effort = self.reasoning_effort or reasoning.effort
+        options: Json = {}
+        if effort is not None:
+            options |= {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+        for is_thinking in (reasoning.enabled, self.enable_thinking):
+            if is_thinking is not None:
+                options["enable_thinking"] = is_thinking
+        return options | (self.chat_template_kwargs or {})
+
+
+class ChatRequest(OpenAiSampling, Templated):
+    neutral = neutral_fields.CHAT
+
     messages: Items[Message] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
@@ -150,29 +198,22 @@ class ChatRequest(OpenAiSampling):
     top_logprobs: int | None = Field(None, ge=0, le=20)
     response_format: ResponseFormat | None = None
     tools: Items[Tool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    chat_template_kwargs: Json | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    metadata: dict[str, str] | None = None
-    store: Literal[False] | None = None
-    service_tier: Literal["auto", "default"] | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
+    return_prompt_token_ids: bool = False
 
 
 class CompletionRequest(OpenAiSampling):
+    neutral = neutral_fields.COMPLETION
+
     prompt: str | Items[str] | Items[TokenId] | Items[Items[TokenId]]
     max_tokens: int | None = Field(None, ge=0)
     logprobs: int | None = Field(None, ge=0, le=20)
-    prompt_logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool | None = None
-    best_of: Literal[1] | None = None
-    suffix: None = None
     response_format: ResponseFormat | None = None
 
 
-class ResponsesTool(Strict):
+class ResponsesTool(Lenient):
     """A function in the responses interface, where it is flat."""
 
     type: Literal["function"]
@@ -187,6 +228,18 @@ class ResponsesToolName(Strict):
     name: str
 
 
+class ResponsesAllowedTools(Strict):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Items[ResponsesToolName] = Field(min_length=1)
+
+
+ResponsesToolChoice = (
+    Literal["none", "auto", "required"]
+    | Annotated[ResponsesToolName | ResponsesAllowedTools, Field(discriminator="type")]
+)
+
+
 class TextFormat(Strict):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -197,12 +250,12 @@ class TextFormat(Strict):
 
 class TextOptions(Strict):
     format: TextFormat | None = None
-    verbosity: None = None
+    verbosity: str | None = None
 
 
 class Reasoning(Strict):
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    summary: Literal["auto"] | None = None
+    effort: Effort | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
 
 
 class InputItem(BaseModel):
@@ -215,39 +268,41 @@ class InputItem(BaseModel):
     content: str | Items[Part] | None = None
 
 
-class ResponsesRequest(Strict):
+class ResponsesRequest(Sampling):
+    neutral = neutral_fields.RESPONSES
+
     input: str | Items[InputItem]
     model: str | None = None
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
-    temperature: float | None = Field(None, ge=0, le=100)
-    top_p: float | None = Field(None, gt=0, le=1)
     top_logprobs: int | None = Field(None, ge=0, le=20)
     stream: bool | None = None
     tools: Items[ResponsesTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ResponsesToolName | None = None
+    tool_choice: ResponsesToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
-    store: Literal[False] | None = None
-    truncation: Literal["disabled"] | None = None
+    store: bool | None = None
+    truncation: Literal["auto", "disabled"] | None = None
     metadata: dict[str, str] | None = None
     user: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    service_tier: Literal["auto", "default"] | None = None
-    background: Literal[False] | None = None
     previous_response_id: None = None
-    include: Items[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
+    include: Items[str] | None = None
     # As in chat.
-    top_k: int | None = Field(None, ge=-1, le=2**31 - 1)
-    min_p: float | None = Field(None, ge=0, le=1)
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
+    stop: str | Items[str] | None = None
+    logit_bias: dict[str, float] | None = None
+    structured_outputs: Json | None = None
+    priority: int = Field(0, ge=-(2**31), le=2**31 - 1)
     chat_template_kwargs: Json | None = None
+    request_id: RequestId | None = None
+    cache_salt: Salt | None = None
 
 
 class NativeSampling(Sampling):
     """SGLang's ``sampling_params``."""
+
+    neutral = neutral_fields.SAMPLING
 
     max_new_tokens: int | None = Field(None, ge=1)
     stop: str | Items[str] | None = None
@@ -256,13 +311,12 @@ class NativeSampling(Sampling):
     ebnf: str | None = None
     sampling_seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
     logit_bias: dict[str, float] | None = None
-    skip_special_tokens: Literal[True] | None = None
-    spaces_between_special_tokens: bool | None = None
-    no_stop_trim: Literal[False] | None = None
 
 
-class GenerateRequest(Strict):
+class GenerateRequest(Body):
     """SGLang's ``/generate``."""
+
+    neutral = neutral_fields.GENERATE
 
     text: str | Items[str] | None = None
     input_ids: Items[TokenId] | Items[Items[TokenId]] | None = None
@@ -272,23 +326,27 @@ class GenerateRequest(Strict):
     logprob_start_len: int | None = Field(None, ge=-1)
     top_logprobs_num: int | None = Field(None, ge=0, le=20)
     return_text_in_logprobs: bool | None = None
-    rid: str | None = None
+    rid: RequestId | Items[RequestId] | None = None
+    priority: int = Field(0, ge=-(2**31), le=2**31 - 1)
+    cache_salt: Salt | Items[Salt] | None = None
     block_size: int | Literal["auto"] | None = None
 
 
-class TokenizeRequest(Strict):
+class TokenizeRequest(Templated):
     """vLLM's ``/tokenize``: of a prompt, or of a conversation."""
+
+    neutral = neutral_fields.TOKENIZE
 
     model: str | None = None
     prompt: str | None = None
     messages: Items[Message] | None = None
     tools: Items[Tool] | None = None
-    chat_template_kwargs: Json | None = None
     add_special_tokens: bool = True
-    add_generation_prompt: Literal[True] = True
     return_token_strs: bool = False
 
 
-class DetokenizeRequest(Strict):
+class DetokenizeRequest(Body):
+    neutral = neutral_fields.DETOKENIZE
+
     model: str | None = None
     tokens: Items[TokenId]

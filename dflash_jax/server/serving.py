@@ -25,6 +25,9 @@ class Limits:
     stops: int = 16
     stop_characters: int = 256
     tools: int = 128
+    # Unknown fields of a request: "refuse" or "warn".
+    unknown_fields: str = "refuse"
+    trust_request_chat_template: bool = False
 
 
 class ClientGoneError(Exception):

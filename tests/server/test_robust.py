@@ -23,7 +23,8 @@ BAD = {
     "no messages": ({}, "messages"),
     "empty messages": ({"messages": []}, "messages"),
     "unknown field": ({"messages": HI, "best_guess": 1}, "best_guess"),
-    "unknown field inside": ({"messages": [{"role": "user", "content": "x", "mood": 1}]}, "messages[0].mood"),
+    "unknown field inside": ({"messages": HI, "stream_options": {"mood": 1}}, "stream_options.mood"),
+    "no content": ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
     "wrong type": ({"messages": HI, "temperature": "hot"}, "temperature"),
     "out of range": ({"messages": HI, "top_p": 1.5}, "top_p"),
     "a number that is none": ({"messages": HI, "temperature": float("nan")}, "temperature"),
@@ -61,10 +62,6 @@ BAD = {
     ),
     "a million wrong items": ({"messages": [1] * 10**6}, "messages[0]"),
     "a million unknown fields": ({"messages": HI} | {f"x{i}": 1 for i in range(500_000)}, "x0"),
-    "an unknown field of a part": (
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "bold": True}]}]},
-        "messages[0].content[0].bold",
-    ),
     "an option that is none of the template's": (
         {"messages": HI, "chat_template_kwargs": {"tokenize": True}},
         "chat_template_kwargs.tokenize",

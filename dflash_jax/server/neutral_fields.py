@@ -1,0 +1,223 @@
+"""Fields of OpenAI, vLLM and SGLang that a request may have although they do nothing here.
+
+A table maps a field's name to what it may be beside null: values at which the other servers do nothing either, or types
+where no value can change the text. `schema.Body` takes such fields out of a request before it is validated, and refuses
+other values by name. A field that does something is a field of `schema` instead, and in no table.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+Table = Mapping[str, tuple]
+
+NULL, FALSE, TRUE, BOOL, TEXT, NUMBER, OBJECT = (), (False,), (True,), (bool,), (str,), (int, float), (dict,)
+ZERO, ONE, NO_ITEMS, NO_KEYS, NO_TEXT = (0,), (1,), ([],), ({},), ("",)
+
+# How a request is routed between servers, logged and cached: there is one server here, and prompts are not logged.
+_ROUTING: Table = {
+    "bootstrap_host": NULL,
+    "bootstrap_port": NULL,
+    "bootstrap_room": NULL,
+    "custom_labels": OBJECT,
+    "data_parallel_rank": ZERO,
+    "disagg_prefill_dp_rank": NULL,
+    "extra_key": NO_TEXT,
+    "kv_transfer_params": NO_KEYS,
+    "ec_transfer_params": NO_KEYS,
+    "ngram_corpus_id": NULL,
+    "routed_dp_rank": ZERO,
+    "session_id": TEXT,
+    "session_params": NO_KEYS,
+}
+# Whose values would need weights, code or data of the client's.
+_EXTENSIONS: Table = {
+    "custom_logit_processor": NULL,
+    "custom_params": NO_KEYS,
+    "images_config": NO_KEYS,
+    "lora_path": NULL,
+    "max_dynamic_patch": NULL,
+    "min_dynamic_patch": NULL,
+    "mm_processor_kwargs": NO_KEYS,
+    "use_audio_in_video": FALSE,
+    "vllm_xargs": NO_KEYS,
+}
+_TEXT: Table = {
+    "include_stop_str_in_output": FALSE,
+    "min_tokens": ZERO,
+    "no_stop_trim": FALSE,
+    "skip_special_tokens": TRUE,
+    # Of ids without spaces between them, as all byte-level vocabularies decode.
+    "spaces_between_special_tokens": BOOL,
+    "stop_regex": NO_ITEMS,
+    "stream_interval": (int,),
+}
+_INTERNALS: Table = {
+    "return_hidden_states": FALSE,
+    "return_routed_experts": FALSE,
+    "routed_experts_prompt_start": ZERO,
+    "routed_experts_start_len": ZERO,
+}
+_OPENAI: Table = {
+    "metadata": OBJECT,
+    "prompt_cache_key": TEXT,
+    "prompt_cache_retention": TEXT,
+    "safety_identifier": TEXT,
+    "service_tier": TEXT,
+    "user": TEXT,
+}
+_GENERATION: Table = {
+    **_ROUTING,
+    **_EXTENSIONS,
+    **_TEXT,
+    **_INTERNALS,
+    "allowed_token_ids": NULL,
+    "bad_words": NO_ITEMS,
+    "early_stopping": FALSE,
+    "ebnf": NULL,
+    "guided_decoding_backend": TEXT,
+    "guided_whitespace_pattern": NULL,
+    "json_schema": NULL,
+    "length_penalty": ONE,
+    "logprob_token_ids": NULL,
+    "repetition_detection": NULL,
+    "return_cached_tokens_details": FALSE,
+    "return_mm_kwargs": BOOL,
+    "return_token_offsets": FALSE,
+    "return_tokens_as_token_ids": FALSE,
+    "sampling_seed": NULL,
+    "structural_tag": NULL,
+    "thinking_token_budget": (-1,),
+    "use_beam_search": FALSE,
+    "user": TEXT,
+    "watermarking": FALSE,
+}
+
+CHAT: Table = {
+    **_GENERATION,
+    **_OPENAI,
+    "add_special_tokens": FALSE,
+    "audio": NULL,
+    "documents": NO_ITEMS,
+    "echo": FALSE,
+    # OpenAI's older form of tool_choice and tools.
+    "function_call": ("none", "auto"),
+    "functions": NO_ITEMS,
+    "include_reasoning": TRUE,
+    "input_ids": NULL,
+    "media_io_kwargs": NO_KEYS,
+    "modalities": (["text"],),
+    # A guess at the text makes the other servers faster, and no more.
+    "prediction": OBJECT,
+    "return_meta_info": FALSE,
+    "return_prompt_text": FALSE,
+    "separate_reasoning": TRUE,
+    "store": BOOL,
+    "stream_reasoning": TRUE,
+    "task": NULL,
+    "verbosity": (str, int),
+    "web_search_options": NULL,
+}
+COMPLETION: Table = {
+    **_GENERATION,
+    **_OPENAI,
+    "add_special_tokens": TRUE,
+    "best_of": ONE,
+    "prompt_embeds": NULL,
+    "suffix": NO_TEXT,
+}
+RESPONSES: Table = {
+    **_ROUTING,
+    **_EXTENSIONS,
+    **_TEXT,
+    **{name: types for name, types in _OPENAI.items() if name not in ("metadata", "user")},
+    "background": FALSE,
+    "context_management": NO_ITEMS,
+    "conversation": NULL,
+    "enable_response_messages": FALSE,
+    # It counts calls of OpenAI's own tools.
+    "max_tool_calls": (int,),
+    "previous_input_messages": NULL,
+    "previous_response": NULL,
+    "prompt": NULL,
+    "stream_options": OBJECT,
+}
+SAMPLING: Table = {
+    **_TEXT,
+    "beam_width": ONE,
+    "custom_params": NO_KEYS,
+    "min_new_tokens": ZERO,
+    "structural_tag": NULL,
+}
+GENERATE: Table = {
+    **_ROUTING,
+    **_EXTENSIONS,
+    **_INTERNALS,
+    "audio_data": NO_ITEMS,
+    "background": FALSE,
+    "bootstrap_pair_key": NULL,
+    "conversation_id": TEXT,
+    "decode_tp_size": NULL,
+    "encoder_urls": NO_ITEMS,
+    "external_trace_header": OBJECT,
+    "http_worker_ipc": NULL,
+    "image_data": NO_ITEMS,
+    "image_max_dynamic_patch": NULL,
+    "input_embeds": NULL,
+    "kv_router_hint": NULL,
+    "log_metrics": BOOL,
+    "lora_id": NULL,
+    "max_thinking_tokens": NULL,
+    "mm_content_hashes": NO_ITEMS,
+    "mm_hashes": NO_ITEMS,
+    "modalities": ([], ["text"]),
+    # Routers fill in a name of their own.
+    "model": TEXT,
+    "multi_item_delimiter_indices": NULL,
+    "need_wait_for_mm_inputs": FALSE,
+    "no_logs": BOOL,
+    "num_items_assigned": NULL,
+    "parameters": NULL,
+    "positional_embed_overrides": NULL,
+    "prompt": NULL,
+    "received_time": NUMBER,
+    "require_reasoning": FALSE,
+    "return_bytes": FALSE,
+    "return_entropy": FALSE,
+    "return_flat_raw_top_logprobs": FALSE,
+    "return_flat_raw_top_logprobs_b64": FALSE,
+    "return_indexer_topk": FALSE,
+    "return_prompt_token_ids": FALSE,
+    "return_sampling_mask": FALSE,
+    "routing_key": TEXT,
+    "token_ids_logprob": NO_ITEMS,
+    "video_config": NO_KEYS,
+    "video_data": NO_ITEMS,
+    "video_max_dynamic_patch": NULL,
+}
+TOKENIZE: Table = {"mm_processor_kwargs": NO_KEYS, "media_io_kwargs": NO_KEYS, "tool_choice": TEXT}
+DETOKENIZE: Table = {"skip_special_tokens": TRUE}
+# Of a message: what would be part of the conversation.
+MESSAGE: Table = {"audio": NULL, "function_call": NULL, "tools": NO_ITEMS}
+
+_NAMES = {bool: "true or false", str: "a string", int: "a whole number", float: "a number", dict: "an object"}
+
+
+def _is(value: Any, allowed: Any) -> bool:
+    if isinstance(allowed, type):
+        return type(value) is allowed
+    # 1.0 is 1, and true is not.
+    is_alike = isinstance(value, bool) == isinstance(allowed, bool)
+    return is_alike and value == allowed
+
+
+def accepts(allowed: tuple, value: Any) -> bool:
+    return value is None or any(_is(value, each) for each in allowed)
+
+
+def reason(allowed: tuple) -> str:
+    """Why a value that is not ``allowed`` is refused; follows the field's name."""
+    if allowed and all(isinstance(each, type) for each in allowed):
+        return f"must be {' or '.join(_NAMES[each] for each in allowed)}"
+    values = " or ".join(json.dumps(each) for each in allowed or (None,))
+    return f"is not supported: only {values} is possible"

@@ -1,0 +1,85 @@
+"""What all bodies of requests have in common: how strictly fields are read, and those that do nothing."""
+
+from contextvars import ContextVar
+from itertools import islice
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from dflash_jax.server import neutral_fields
+from dflash_jax.server.notes import note
+
+T = TypeVar("T")
+# The first wrong item is enough: others need not be looked for.
+Items = Annotated[list[T], Field(fail_fast=True)]
+TokenId = Annotated[int, Field(ge=0)]
+Json = dict[str, Any]
+Salt = Annotated[str, Field(min_length=1, max_length=1024)]
+# It goes into headers and logs.
+RequestId = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[!-~]+$")]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+# More than any object here has.
+MOST_FIELDS = 128
+# Of an unknown field's name, as messages repeat it.
+MOST_CHARACTERS = 64
+# Unknown fields of the request at hand: "refuse" or "warn". The application sets it from its limits.
+unknown_fields: ContextVar[str] = ContextVar("unknown_fields", default="refuse")
+
+
+def wrong(field: str, reason: str) -> PydanticCustomError:
+    """An error about a field of a model, to be raised where the whole model is validated."""
+    name = field[:MOST_CHARACTERS].encode("ascii", "backslashreplace").decode()
+    return PydanticCustomError("wrong_field", "{reason}", {"field": name, "reason": reason})
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, populate_by_name=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _checked(cls, given: Any) -> Any:
+        """Every unknown field is an error of its own: of a million, a few are enough. Null is as good as nothing."""
+        if not isinstance(given, dict):
+            return given
+        return {name: value for name, value in islice(given.items(), MOST_FIELDS) if not cls._is_default(name, value)}
+
+    @classmethod
+    def _is_default(cls, name: str, value: Any) -> bool:
+        return value is None and name in cls.model_fields and not cls.model_fields[name].is_required()
+
+
+class Lenient(BaseModel):
+    """Further fields are left out: they do not reach the chat template."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, populate_by_name=True)
+
+
+class Body(Strict):
+    """A request's own fields, beside those of the table ``neutral``, which do nothing."""
+
+    neutral: ClassVar[neutral_fields.Table] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _checked(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        known, unknown = {}, []
+        for name, value in given.items():
+            if name in cls.model_fields:
+                # JSON has one kind of number: 5.0 is 5.
+                is_whole = isinstance(value, float) and value.is_integer()
+                if not cls._is_default(name, value):
+                    known[name] = int(value) if is_whole else value
+            elif name not in cls.neutral:
+                unknown.append(name)
+            elif not neutral_fields.accepts(cls.neutral[name], value):
+                raise wrong(name, neutral_fields.reason(cls.neutral[name]))
+        if unknown and unknown_fields.get() == "refuse":
+            raise wrong(unknown[0], "is not supported")
+        if unknown:
+            names = ", ".join(name[:MOST_CHARACTERS] for name in unknown[:3])
+            more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
+            note(f"unknown fields, left out: {names}{more}")
+        return known
