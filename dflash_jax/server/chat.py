@@ -68,10 +68,10 @@ class Parser:
         thought, content = self._splitter.push(piece.text[at:])
         return self._parsed(reasoning + thought, content)
 
-    def finish(self) -> Delta:
+    def finish(self, row: Row) -> Delta:
         delta = self._parsed(*self._splitter.finish())
         if self._tools is not None:
-            last = self._tools.finish()
+            last = self._tools.finish(is_cut=row.request.finish_reason == "length" or isinstance(row.matched, str))
             delta.content += last.content
             delta.calls += last.calls
         return delta
@@ -95,9 +95,12 @@ class Conversation:
     thought: str
     tools: dict[str, dict]
     xml: bool
+    # Whether the answer must be calls.
+    is_forced: bool = False
 
     def parser(self) -> Parser:
-        return Parser(self.thought == "open", ToolParser(self.xml, self.tools) if self.tools else None)
+        tools = ToolParser(self.xml, self.tools, self.is_forced) if self.tools else None
+        return Parser(self.thought == "open", tools)
 
 
 def text_of(content: str | list[schema.Part] | None, where: str) -> str:
@@ -224,17 +227,25 @@ def tool_constraint(serving: Serving, body: schema.ChatRequest, xml: bool) -> Co
         return None
     if not tools:
         raise ApiError(400, "tool_choice asks for a call, and there are no tools", "tool_choice")
-    if choice != "required":
-        tools = [t for t in tools if t["name"] == choice.function.name]
-        if not tools:
-            name = "tool_choice.function.name"
-            raise ApiError(400, f"{name} is {choice.function.name!r}: there is no such tool", name)
-    several = choice == "required" and body.parallel_tool_calls is not False
+    several, optional = body.parallel_tool_calls is not False, False
+    if isinstance(choice, schema.NamedTool):
+        tools, several = _named(tools, [choice.function.name], "tool_choice.function.name"), False
+    elif isinstance(choice, schema.AllowedToolsChoice):
+        names = [tool.function.name for tool in choice.allowed_tools.tools]
+        tools, optional = _named(tools, names, "tool_choice.allowed_tools.tools"), choice.allowed_tools.mode == "auto"
     if serving.grammar is None:
         raise ApiError(400, "tool_choice needs a tokenizer.json, and this checkpoint has none", "tool_choice")
     start, end = (tag_in_lark(serving.llm.tokenizer, tag) for tag in (START, END))
-    calls = {"tools": tools, "most": 8 if several else 1, "xml": xml, "start": start, "end": end}
+    calls = {"tools": tools, "most": 8 if several else 1, "xml": xml, "start": start, "end": end, "optional": optional}
     return Constraint("calls", calls, "tools")
+
+
+def _named(tools: list[dict], names: Sequence[str], where: str) -> list[dict]:
+    """The tools of these names. Raises ApiError where one is missing."""
+    known = {tool["name"]: tool for tool in tools}
+    if missing := next((name for name in names if name not in known), None):
+        raise ApiError(400, f"{where} is {missing[:64]!r}: there is no such tool", where)
+    return [known[name] for name in dict.fromkeys(names)]
 
 
 def tools_in_use(body: schema.ChatRequest) -> list[schema.Tool] | None:
@@ -263,6 +274,7 @@ async def prepared(serving: Serving, body: schema.ChatRequest) -> tuple[Conversa
     wanted, calls = prepare.constraint(body), tool_constraint(serving, body, talk.xml)
     if wanted and calls:
         raise ApiError(400, f"{wanted.field} and tool_choice each ask for a form: give one of them", wanted.field)
+    talk.is_forced = calls is not None and not calls.value["optional"]
     params = prepare.sampling(body, most, body.seed, (body.top_logprobs or 0) if body.logprobs else None)
     options = {
         "block_size": body.block_size,
@@ -292,7 +304,7 @@ async def whole(serving: Serving, body: schema.ChatRequest, talk: Conversation, 
         deltas[i].append(parsers[i].push(piece))
     choices = []
     for i, row in enumerate(rows):
-        deltas[i].append(parsers[i].finish())
+        deltas[i].append(parsers[i].finish(row))
         content = "".join(d.content for d in deltas[i])
         reasoning = "".join(d.reasoning for d in deltas[i])
         calls = joined([c for d in deltas[i] for c in d.calls])
@@ -360,7 +372,7 @@ async def streamed(
             begun.append(i)
         found, more = as_delta(parsers[i].push(piece)), {}
         if piece.finish_reason:
-            found += as_delta(parsers[i].finish())
+            found += as_delta(parsers[i].finish(rows[i]))
         if piece.logprobs is not None:
             more["logprobs"] = {"content": chat_logprobs(serving.llm.tokenizer, piece.logprobs), "refusal": None}
         if body.return_token_ids:

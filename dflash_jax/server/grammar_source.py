@@ -12,7 +12,7 @@ from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from dflash_jax.server.json_schema import closed
-from dflash_jax.server.tools import as_xml, is_text
+from dflash_jax.server.tools import START, as_xml, is_text
 
 OPEN_OBJECTS = "further properties of objects are let in"
 
@@ -59,7 +59,8 @@ def call_grammar(value: dict, close=closed) -> str:
 
     Args:
         value: ``tools`` (OpenAI's function objects), ``most`` (calls at most), ``xml`` (which of Qwen's two formats),
-            ``start`` and ``end`` (the tags around a call, as Lark writes them).
+            ``start`` and ``end`` (the tags around a call, as Lark writes them), ``optional`` (whether there may be
+            text before, between and behind calls, and no call at all).
         close: What is done to each tool's schema.
     """
     rules, names = [], []
@@ -74,6 +75,9 @@ def call_grammar(value: dict, close=closed) -> str:
             rules.append(f'call_{i}: {head} arguments_{i} "}}"\n{arguments}')
     calls = f'one ("\\n" one){{0,{value["most"] - 1}}}' if value["most"] > 1 else "one"
     one = f'one: {value["start"]} "\\n" ({" | ".join(names)}) "\\n" {value["end"]}'
+    if value.get("optional"):
+        calls = f"TEXT? (one TEXT?){{0,{value['most']}}}"
+        rules.append(f"TEXT: /(?s:.+)/ & ~/(?s:.*){START}(?s:.*)/")
     return "\n".join([f"start: {calls}", one, *rules])
 
 

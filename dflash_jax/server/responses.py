@@ -322,7 +322,7 @@ async def told(serving: Serving, talk: Conversation, row: Row, value: dict) -> A
             for event in output.take(parser.push(piece), piece.logprobs):
                 yield event
             if piece.finish_reason:
-                for event in output.take(parser.finish(), None):
+                for event in output.take(parser.finish(row), None):
                     yield event
     except Exception as e:
         if not begun:

@@ -96,10 +96,16 @@ class _JsonValue:
 
 
 class ToolParser:
-    """Text → content and calls. ``schemas``: JSON schema of each tool's parameters, for XML's values."""
+    """Text → content and calls.
 
-    def __init__(self, xml: bool, schemas: dict[str, dict]):
-        self.xml, self.schemas = xml, schemas
+    Args:
+        xml: Which of the two formats.
+        schemas: JSON schema of each tool's parameters, for XML's values.
+        is_forced: The text is calls and nothing else, so what is left of one that was cut is no content.
+    """
+
+    def __init__(self, xml: bool, schemas: dict[str, dict], is_forced: bool = False):
+        self.xml, self.schemas, self._is_forced = xml, schemas, is_forced
         self.count = 0
         self._state, self._held, self._raw = "content", "", ""
         self._value: _JsonValue | None = None
@@ -114,11 +120,12 @@ class ToolParser:
             pass
         return out
 
-    def finish(self) -> Parsed:
-        """No more text comes."""
+    def finish(self, is_cut: bool = False) -> Parsed:
+        """No more text comes. ``is_cut``: its author had more to say."""
         out = self.push("")
         if self._state in ("content", "head"):
-            out.content += self._raw + self._held
+            if not (self._is_forced or (is_cut and self._state == "head")):
+                out.content += self._raw + self._held
         elif self._state == "arguments" and not self.xml:
             self._say(out, self._held)
         self._held = self._raw = ""
