@@ -54,6 +54,7 @@ class ChatMessage(Answer):
     role: Literal["assistant"]
     content: str | None
     reasoning_content: str | None = None
+    reasoning: str | None = None
     tool_calls: list[Call] = []
     refusal: None = None
 
@@ -63,6 +64,8 @@ class ChatChoice(Answer):
     message: ChatMessage
     logprobs: dict[str, Any] | None
     finish_reason: Literal["stop", "length", "tool_calls"]
+    stop_reason: int | str | None
+    matched_stop: int | str | None
 
 
 class ChatCompletion(Answer):
@@ -81,6 +84,8 @@ class CompletionChoice(Answer):
     text: str
     logprobs: dict[str, Any] | None
     finish_reason: Literal["stop", "length"]
+    stop_reason: int | str | None
+    matched_stop: int | str | None
 
 
 class Completion(Answer):

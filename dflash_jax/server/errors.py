@@ -114,6 +114,8 @@ def _kind(error: dict) -> str | None:
 def of_validation(error: RequestValidationError) -> ApiError:
     """The first thing that is wrong with a body."""
     errors = error.errors()
+    if isinstance(error.body, bytes) and error.body:
+        return ApiError(400, "the body must be sent with Content-Type: application/json")
     if errors[0]["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {errors[0].get('ctx', {}).get('error', 'malformed')}")
     found = [(_path(e, error.body), e) for e in errors]

@@ -1,12 +1,14 @@
 """The model behind the server: rows in, pieces of text out, counted."""
 
 import asyncio
+import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from starlette.requests import Request as HttpRequest
 
+from dflash_jax.engine.request import Event
 from dflash_jax.engine.service import AsyncEngine
 from dflash_jax.llm import LLM
 from dflash_jax.rows import Piece, Row
@@ -103,13 +105,24 @@ class Serving:
 
     async def pieces(self, row: Row) -> AsyncIterator[Piece]:
         """What the engine brings to a row, until it has all. Whoever stops listening aborts it."""
+        async with contextlib.aclosing(self._events(row)) as events:
+            async for event in events:
+                yield self._take(row, event)
+
+    @staticmethod
+    def _take(row: Row, event: Event) -> Piece:
+        row.take(event)
+        row.raise_failure()
+        return row.pieces.popleft()
+
+    async def _events(self, row: Row) -> AsyncGenerator[Event, None]:
         events = self.engine.submit(row.request)
         try:
             async for event in events:
-                row.take(event)
                 self.metrics.observe(event)
-                row.raise_failure()
-                yield row.pieces.popleft()
+                yield event
+                if event.error is not None:
+                    return
             self.metrics.finish(row)
         finally:
             self.metrics.forget(row)
@@ -121,7 +134,7 @@ class Serving:
             pass
 
     async def merged(self, rows: Sequence[Row]) -> AsyncIterator[tuple[int, Piece]]:
-        """(index, piece) of several rows, as they come."""
+        """(index, piece) of several rows, as they come. A row counts what was yielded of it, and no more."""
         if len(rows) == 1:
             async for piece in self.pieces(rows[0]):
                 yield 0, piece
@@ -130,8 +143,9 @@ class Serving:
 
         async def feed(i: int) -> None:
             try:
-                async for piece in self.pieces(rows[i]):
-                    queue.put_nowait((i, piece))
+                async with contextlib.aclosing(self._events(rows[i])) as events:
+                    async for event in events:
+                        queue.put_nowait((i, event))
                 queue.put_nowait((i, None))
             except Exception as e:
                 queue.put_nowait((i, e))
@@ -145,7 +159,7 @@ class Serving:
                 if found is None:
                     left -= 1
                 else:
-                    yield i, found
+                    yield i, self._take(rows[i], found)
         finally:
             for task in tasks:
                 task.cancel()

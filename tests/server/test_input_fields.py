@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from conftest import MESSAGES, OFF, TOOL, Running
+from conftest import MESSAGES, OFF, TOOL, Running, posted
 
 from dflash_jax.server import schema
 from dflash_jax.server.serving import Limits, Serving
@@ -295,11 +295,11 @@ def test_messages_are_about_json(quiet, path, body, message):
 
 @pytest.mark.parametrize("key", ["x", "", " 5", "5_0", "-1", "٣", "9" * 5000, "1.0", "\ud800"])
 def test_a_bias_of_no_token_is_named(quiet, key):
-    found = quiet.http.post("/v1/completions", content=json.dumps({"prompt": "x", "logit_bias": {key: 1}}))
+    found = posted(quiet, "/v1/completions", ({"prompt": "x", "logit_bias": {key: 1}}))
     error = found.json()["error"]
     assert (found.status_code, error["param"]) == (400, "logit_bias")
     assert len(error["message"]) < 300
-    assert key.isascii() is (key[:10] in error["message"])
+    assert repr(key[:40]) in error["message"]
 
 
 def test_a_bias_outside_the_vocabulary_is_named(quiet):

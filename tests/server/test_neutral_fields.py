@@ -1,9 +1,7 @@
 """Fields of other servers that do nothing here: taken at their neutral values, refused by name at others."""
 
-import json
-
 import pytest
-from conftest import MESSAGES, Running
+from conftest import MESSAGES, Running, posted
 from pydantic import ValidationError
 
 from dflash_jax.server import neutral_fields, schema
@@ -206,7 +204,7 @@ def lax(llm, quiet):
 
 def test_unknown_fields_may_be_let_through_with_a_note(lax, quiet, caplog):
     body = {"messages": MESSAGES, "max_tokens": 4, "best_guess": 1, "\ud800": 2}
-    found = lax.http.post("/v1/chat/completions", content=json.dumps(body))
+    found = posted(lax, "/v1/chat/completions", body)
     assert found.status_code == 200, found.text
     assert found.headers["x-dflash-note"] == r"unknown fields, left out: best_guess, \ud800"
     assert found.headers["x-dflash-note"] in caplog.text
@@ -230,7 +228,7 @@ def test_a_hundred_thousand_unknown_fields(lax, quiet):
 
 @pytest.mark.parametrize("name", ["x" * 10**6, "\ud800", "a\r\nb", "é", ""])
 def test_a_name_that_is_none_is_refused(quiet, name):
-    found = quiet.http.post("/v1/completions", content=json.dumps({"prompt": "x", name: 1}))
+    found = posted(quiet, "/v1/completions", ({"prompt": "x", name: 1}))
     assert found.status_code == 400
     assert len(found.text) < 1000
     assert "is not supported" in found.json()["error"]["message"]

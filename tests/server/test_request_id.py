@@ -1,10 +1,9 @@
 """The id that a client gives its request: where it comes back, and what it may be."""
 
-import json
 import re
 
 import pytest
-from conftest import MESSAGES
+from conftest import MESSAGES, posted
 
 CHAT = {"messages": MESSAGES, "max_tokens": 2}
 TEXT = {"prompt": "def f(", "max_tokens": 2}
@@ -52,7 +51,7 @@ def test_errors_and_other_paths_tell_it_too(quiet):
 @pytest.mark.parametrize("bad", ["", "a b", "a\nb", "x" * 129, "é", "\ud800", 5, ["a"], {"a": 1}])
 @pytest.mark.parametrize("name", ["request_id", "rid"])
 def test_what_cannot_be_in_a_header_is_refused(quiet, name, bad):
-    found = quiet.http.post("/v1/completions", content=json.dumps(TEXT | {name: bad}))
+    found = posted(quiet, "/v1/completions", (TEXT | {name: bad}))
     assert found.status_code == 400, found.text
     assert found.json()["error"]["param"] == name
     assert "x-request-id" not in found.headers
