@@ -12,7 +12,7 @@ from dflash_jax.errors import InputError
 # Tokens that may wait for the rest of a character, or show nothing at all.
 LONGEST_WAIT = 16
 # What a chat template, or a library that fills one in, raises.
-REFUSALS = (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError)
+REFUSALS = (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError, SyntaxError)
 # What opens a message: Qwen's and Llama's.
 MARKERS = ("<|im_start|>", "<|start_header_id|>")
 

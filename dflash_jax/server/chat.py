@@ -32,6 +32,7 @@ RESERVED = {
     "messages",
     "return_assistant_tokens_mask",
     "return_dict",
+    "self",
     "tokenize",
     "tools",
 }
@@ -269,7 +270,11 @@ async def prepared(serving: Serving, body: schema.ChatRequest) -> tuple[Conversa
     n = prepare.check_counts(serving, body)
     talk = await converse(serving, body.messages, tools_in_use(body), body)
     most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    talk.prompt = prepare.truncated(serving, body, talk.prompt, most)
+    kept = prepare.truncated(serving, body, talk.prompt, most)
+    if body.truncation_side == "right" and len(kept) < len(talk.prompt) and talk.thought == "open":
+        # What opens the thought is cut off.
+        talk.thought = "possible"
+    talk.prompt = kept
     most = serving.check_room(talk.prompt, most, "messages")
     wanted, calls = prepare.constraint(body), tool_constraint(serving, body, talk.xml)
     if wanted and calls:

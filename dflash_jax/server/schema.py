@@ -166,7 +166,7 @@ class ReasoningOptions(Strict):
 class Templated(Body):
     """What a conversation's rendering depends on, beside its messages and tools."""
 
-    chat_template: str | None = None
+    chat_template: str | None = Field(None, max_length=65536)
     chat_template_kwargs: Json | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False

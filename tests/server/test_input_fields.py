@@ -48,6 +48,15 @@ def test_a_prompt_may_be_truncated(quiet, llm, side):
     assert whole["prompt_token_ids"] == ids
 
 
+def test_a_thought_that_was_cut_off_is_not_open(quiet):
+    """The prompt's own <think> is at its end."""
+    body = {"messages": MESSAGES, "max_tokens": 16, "truncation_side": "right"}
+    found = same(quiet, "/v1/chat/completions", **body, truncate_prompt_tokens=6)["choices"][0]["message"]
+    assert found["reasoning"] is None
+    assert found["content"]
+    assert same(quiet, "/v1/chat/completions", **body)["choices"][0]["message"]["reasoning"]
+
+
 def test_a_chat_may_be_truncated(quiet):
     whole = quiet.chat(max_tokens=4, return_token_ids=True)["prompt_token_ids"]
     found = same(quiet, "/v1/chat/completions", messages=MESSAGES, max_tokens=16, truncate_prompt_tokens=6)
@@ -162,6 +171,7 @@ def test_a_template_of_a_requests_own(quiet, trusting, llm):
         "{% include '/etc/passwd' %}",
         "{{ raise_exception('no') }}",
         "{% for",
+        "{% for x in [1] %}" * 30 + "{% endfor %}" * 30,
         "{{ 1 / 0 }}",
         "{{ x.y.z }}",
         "",

@@ -55,6 +55,13 @@ XML_CALLS = {
     "<tool_call>\nwhat</tool_call>": ("<tool_call>\nwhat</tool_call>", []),
 }
 SCHEMAS = {"f": {"properties": {"x": {"type": "integer"}, "s": {"type": "string"}, "l": {"type": "array"}}}}
+# Cut texts: what is shown of them where calls may be, and where there must be calls.
+CUT = {
+    '<tool_call>\n{"na': ("", ""),
+    "<tool_": ("<tool_", ""),
+    "Well. <tool_call>": ("Well. ", "Well. "),
+    '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_': ("", ""),
+}
 CUTS = st.lists(st.integers(0, 200), max_size=12)
 
 
@@ -133,3 +140,11 @@ def test_values_of_xml_follow_the_schema():
     parsed = parser.push(f"<tool_call>\n<function=f>\n{body}</function>\n</tool_call>")
     (call,) = joined(parsed.calls)
     assert json.loads(call["function"]["arguments"]) == {"n": 1.5, "s": "12", "b": True, "?": {}}
+
+
+@pytest.mark.parametrize("text", CUT)
+@pytest.mark.parametrize("is_forced", [False, True])
+def test_the_opening_of_a_call_that_was_cut_is_no_content(text, is_forced):
+    parser = ToolParser(False, SCHEMAS, is_forced)
+    content = parser.push(text).content + parser.finish(is_cut=True).content
+    assert content == CUT[text][is_forced]
