@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dflash_jax.config import MAX_STOPS
-from dflash_jax.engine.request import Request
 from dflash_jax.errors import InputError
 from dflash_jax.params import SamplingParams
 from dflash_jax.rows import Row
@@ -169,8 +168,7 @@ def rows(
         mask = None if grammar is None else grammar.mask(thought)
         own = replace(params, seed=(params.seed + i) % SEEDS)
         options = {"priority": priority, "mask": mask, "prompt_logprobs": prompt_logprobs}
-        if cache_salt is not None and hasattr(Request, "cache_salt"):
-            options["cache_salt"] = cache_salt
+        options["cache_salt"] = cache_salt or ""
         found.append(serving.llm.new_row(prompt, own, block_size, **options))
         if mask is not None:
             # A finished text must be able to end.
