@@ -111,6 +111,41 @@ class Response(Answer):
     usage: dict[str, Any]
 
 
+class MessagesUsage(Answer):
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class MessagesAnswer(Answer):
+    """Or, with ``stream``, server-sent events named as Anthropic names them."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+    stop_sequence: str | None
+    usage: MessagesUsage
+
+
+class InputTokens(Answer):
+    input_tokens: int
+
+
+class MessagesErrorBody(Answer):
+    type: str
+    message: str
+
+
+class MessagesError(Answer):
+    type: Literal["error"]
+    error: MessagesErrorBody
+    request_id: str
+
+
 class Generated(Answer):
     """SGLang's answer to /generate."""
 

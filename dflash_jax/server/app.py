@@ -8,7 +8,7 @@ from pathlib import Path
 from fastapi import FastAPI
 from starlette.staticfiles import StaticFiles
 
-from dflash_jax.server import chat, completions, native, notes, operations, request_id, responses
+from dflash_jax.server import chat, completions, messages, native, notes, operations, request_id, responses
 from dflash_jax.server.answer_schema import Error
 from dflash_jax.server.errors import ApiError, add_handlers, answer
 from dflash_jax.server.schema_base import unknown_fields
@@ -88,7 +88,7 @@ class Gate:
             finally:
                 self.serving.in_flight -= needs_engine(scope)
         except ApiError as e:
-            await answer(e)(scope, receive, send)
+            await answer(e, scope["path"])(scope, receive, send)
 
     def _check(self, scope) -> None:
         headers, serving = dict(scope["headers"]), self.serving
@@ -110,13 +110,13 @@ def build(serving: Serving, api_key: str | None = None) -> FastAPI:
     """The ASGI application of a `Serving`. ``api_key`` None: any key will do."""
     app = FastAPI(
         title="dflash_jax",
-        description="OpenAI's and SGLang's interfaces, with lossless DFlash speculative decoding.",
+        description="OpenAI's, Anthropic's and SGLang's interfaces, with lossless DFlash speculative decoding.",
         docs_url=None,
         redoc_url=None,
         responses={"4XX": {"model": Error}, "5XX": {"model": Error}},
     )
     app.state.serving = serving
-    for module in (chat, completions, responses, native, operations):
+    for module in (chat, completions, responses, messages, native, operations):
         app.include_router(module.router)
     add_handlers(app)
     app.mount("/", StaticFiles(directory=PAGE, html=True), name="page")

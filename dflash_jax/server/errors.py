@@ -1,10 +1,13 @@
-"""Errors as answers, in OpenAI's shape: ``{"error": {"message", "type", "param", "code"}}``."""
+"""Errors as answers, in OpenAI's shape: ``{"error": {"message", "type", "param", "code"}}``; in Anthropic's below
+/v1/messages."""
 
 import json
 import logging
+import uuid
 
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -15,6 +18,7 @@ log = logging.getLogger("dflash_jax.server")
 
 RETRY_S = 1
 KINDS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+ANTHROPIC_KINDS = KINDS | {403: "permission_error", 413: "request_too_large", 503: "overloaded_error"}
 
 
 class ApiError(HTTPException):
@@ -33,6 +37,15 @@ class ApiError(HTTPException):
         status = self.status_code
         kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": status}}
+
+    def body_for(self, path: str) -> dict:
+        """The body in the shape of the interface that ``path`` belongs to."""
+        if path != "/v1/messages" and not path.startswith("/v1/messages/"):
+            return self.body
+        status = self.status_code
+        kind = ANTHROPIC_KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
+        error = {"type": kind, "message": self.message}
+        return {"type": "error", "error": error, "request_id": f"req_{uuid.uuid4().hex}"}
 
 
 class JsonResponse(Response):
@@ -136,19 +149,25 @@ def of_validation(error: RequestValidationError) -> ApiError:
     return ApiError(400, f"{param or 'the body'} {reason}", param)
 
 
-def answer(error: ApiError) -> JsonResponse:
-    return JsonResponse(error.body, error.status_code, error.headers)
+def of_conversion(error: ValidationError) -> ApiError:
+    """The first thing that is wrong with a chat request which was made from another interface's."""
+    first = error.errors()[0]
+    return ApiError(400, f"{field(first['loc'])}: {first['msg']}")
+
+
+def answer(error: ApiError, path: str) -> JsonResponse:
+    return JsonResponse(error.body_for(path), error.status_code, error.headers)
 
 
 def add_handlers(app) -> None:
-    async def on_validation(_: Request, error: RequestValidationError):
-        return answer(of_validation(error))
+    async def on_validation(http: Request, error: RequestValidationError):
+        return answer(of_validation(error), http.scope["path"])
 
-    async def on_http(_: Request, error: HTTPException):
-        return answer(ApiError(error.status_code, str(error.detail)))
+    async def on_http(http: Request, error: HTTPException):
+        return answer(ApiError(error.status_code, str(error.detail)), http.scope["path"])
 
-    async def on_any(_: Request, error: Exception):
-        return answer(as_api_error(error))
+    async def on_any(http: Request, error: Exception):
+        return answer(as_api_error(error), http.scope["path"])
 
     app.add_exception_handler(RequestValidationError, on_validation)
     app.add_exception_handler(HTTPException, on_http)

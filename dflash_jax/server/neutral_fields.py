@@ -142,6 +142,18 @@ RESPONSES: Table = {
     "prompt": NULL,
     "stream_options": OBJECT,
 }
+# Anthropic's. Prefixes are always cached, and there is one speed.
+MESSAGES: Table = {
+    "cache_control": OBJECT,
+    "container": NULL,
+    "inference_geo": TEXT,
+    "mcp_servers": NO_ITEMS,
+    "metadata": OBJECT,
+    "service_tier": TEXT,
+    "speed": ("standard",),
+    "user_profile_id": TEXT,
+    "workspace_id": TEXT,
+}
 SAMPLING: Table = {
     **_TEXT,
     "beam_width": ONE,

@@ -12,7 +12,7 @@ from dflash_jax.server import request_id, schema
 from dflash_jax.server.answer_schema import Response
 from dflash_jax.server.answers import chat_logprobs, usage
 from dflash_jax.server.chat import Conversation, Delta, prepared, text_of
-from dflash_jax.server.errors import ApiError, JsonResponse, as_api_error, field
+from dflash_jax.server.errors import ApiError, JsonResponse, as_api_error, of_conversion
 from dflash_jax.server.serving import Serving, while_connected
 from dflash_jax.server.stream import EventStream, frame
 from dflash_jax.server.tools import CallDelta
@@ -278,8 +278,7 @@ async def responses(http: Request, body: schema.ResponsesRequest):
     try:
         chat = as_chat(body)
     except ValidationError as e:
-        first = e.errors()[0]
-        raise ApiError(400, f"{field(first['loc'])}: {first['msg']}") from None
+        raise of_conversion(e) from None
     name = request_id.choose("resp_")
     talk, rows = await while_connected(http, prepared(serving, chat))
     value = envelope(body, serving.name, body.request_id or name, int(time.time()))
