@@ -77,6 +77,7 @@ def run(args, system) -> int:
         raise InputError('the server needs its extra: pip install "dflash-jax[server]"') from None
     from dflash_jax.engine.service import AsyncEngine
     from dflash_jax.server.app import build
+    from dflash_jax.server.response_store import ResponseStore
     from dflash_jax.server.serving import Limits, Serving
 
     listening = listen(args.host, args.port)
@@ -98,7 +99,8 @@ def run(args, system) -> int:
         "mem_fraction": args.mem_fraction,
     }
     limits = Limits(unknown_fields=args.unknown_fields, trust_request_chat_template=args.trust_request_chat_template)
-    serving = Serving(llm, AsyncEngine(engine), names, limits, info=info)
+    store = ResponseStore(args.response_store)
+    serving = Serving(llm, AsyncEngine(engine), names, limits, info=info, response_store=store)
     config = uvicorn.Config(
         build(serving, args.api_key), log_level="warning", access_log=False, lifespan="off", timeout_keep_alive=65
     )

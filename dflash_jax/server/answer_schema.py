@@ -111,6 +111,20 @@ class Response(Answer):
     usage: dict[str, Any]
 
 
+class DeletedResponse(Answer):
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
+
+
+class InputItems(Answer):
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
 class MessagesUsage(Answer):
     input_tokens: int
     cache_creation_input_tokens: int

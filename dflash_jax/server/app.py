@@ -8,7 +8,17 @@ from pathlib import Path
 from fastapi import FastAPI
 from starlette.staticfiles import StaticFiles
 
-from dflash_jax.server import chat, completions, messages, native, notes, operations, request_id, responses
+from dflash_jax.server import (
+    chat,
+    completions,
+    messages,
+    native,
+    notes,
+    operations,
+    request_id,
+    responses,
+    stored_responses,
+)
 from dflash_jax.server.answer_schema import Error
 from dflash_jax.server.errors import ApiError, add_handlers, answer
 from dflash_jax.server.schema_base import unknown_fields
@@ -116,7 +126,7 @@ def build(serving: Serving, api_key: str | None = None) -> FastAPI:
         responses={"4XX": {"model": Error}, "5XX": {"model": Error}},
     )
     app.state.serving = serving
-    for module in (chat, completions, responses, messages, native, operations):
+    for module in (chat, completions, responses, stored_responses, messages, native, operations):
         app.include_router(module.router)
     add_handlers(app)
     app.mount("/", StaticFiles(directory=PAGE, html=True), name="page")

@@ -107,6 +107,9 @@ def make_parser() -> argparse.ArgumentParser:
         "--trust-request-chat-template", action="store_true", help="let requests bring a chat_template of their own"
     )
     http.add_argument("--drain-s", type=float, default=30.0, metavar="S", help="after SIGTERM (default: 30)")
+    http.add_argument(
+        "--response-store", type=int, default=1024, metavar="N", help="responses kept for later turns (default: 1024)"
+    )
     http.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error", "critical"])
 
     models = p.add_argument_group("models (as for dflash_jax.generate)")
@@ -180,7 +183,7 @@ def parse(argv: list[str] | None):
             raise InputError(f"MODEL {args.model} and --target {args.target}: give one of them")
         args.target = args.model
     args.dtype = {"auto": None, "half": "float16"}.get(args.dtype, args.dtype)
-    for name, least in (("max_queue", 0), ("max_num_batched_tokens", 16), ("drain_s", 0)):
+    for name, least in (("max_queue", 0), ("max_num_batched_tokens", 16), ("drain_s", 0), ("response_store", 0)):
         if getattr(args, name) is not None and getattr(args, name) < least:
             raise InputError(f"--{name.replace('_', '-')} {getattr(args, name)}: it must be {least} or more")
     if args.api_key == "":

@@ -1,8 +1,8 @@
-"""/v1/responses: OpenAI's newer interface over the same conversations. Nothing is stored."""
+"""/v1/responses: OpenAI's newer interface over the same conversations."""
 
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
 from fastapi import APIRouter, Request
 from pydantic import ValidationError
@@ -13,11 +13,15 @@ from dflash_jax.server.answer_schema import Response
 from dflash_jax.server.answers import chat_logprobs, usage
 from dflash_jax.server.chat import Conversation, Delta, prepared, text_of
 from dflash_jax.server.errors import ApiError, JsonResponse, as_api_error, of_conversion
+from dflash_jax.server.response_store import StoredResponse, owner
 from dflash_jax.server.serving import Serving, while_connected
+from dflash_jax.server.stored_responses import earlier_items, stored_items
 from dflash_jax.server.stream import EventStream, frame
 from dflash_jax.server.tools import CallDelta
 
 router = APIRouter()
+# Stores a whole response, where that is asked for.
+Keep = Callable[[dict], Awaitable[None]]
 
 AS_IN_CHAT = (
     *schema.Sampling.model_fields,
@@ -33,14 +37,14 @@ AS_IN_CHAT = (
 )
 
 
-def as_messages(body: schema.ResponsesRequest) -> list[dict]:
-    """Instructions and input as a chat's messages."""
+def as_messages(body: schema.ResponsesRequest, earlier: Sequence[schema.InputItem] = ()) -> list[dict]:
+    """Instructions, the items of ``earlier`` turns and the input as a chat's messages."""
     messages = [{"role": "system", "content": body.instructions}] if body.instructions else []
-    if isinstance(body.input, str):
-        return [*messages, {"role": "user", "content": body.input}]
-    if not body.input:
+    if not body.input and not isinstance(body.input, str):
         raise ApiError(400, "input is empty", "input")
-    for i, item in enumerate(body.input):
+    given = [schema.InputItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
+    # Only the input's own items can be wrong: earlier ones were read before.
+    for i, item in enumerate([*earlier, *given], -len(earlier)):
         where, more = f"input[{i}]", item.model_extra or {}
         kind = item.type or "message"
         if kind == "message":
@@ -94,8 +98,8 @@ def _named(tool: schema.ResponsesToolName) -> schema.NamedTool:
     return schema.NamedTool(type="function", function=schema.FunctionName(name=tool.name))
 
 
-def as_chat(body: schema.ResponsesRequest) -> schema.ChatRequest:
-    """The same wish as a chat request."""
+def as_chat(body: schema.ResponsesRequest, earlier: Sequence[schema.InputItem] = ()) -> schema.ChatRequest:
+    """The same wish as a chat request, after the items of ``earlier`` turns."""
     form, choice = body.text.format if body.text else None, body.tool_choice
     response_format = None
     if form is not None and form.type == "json_schema":
@@ -114,7 +118,7 @@ def as_chat(body: schema.ResponsesRequest) -> schema.ChatRequest:
         for t in body.tools or ()
     ]
     return schema.ChatRequest(
-        messages=[schema.Message(**m) for m in as_messages(body)],
+        messages=[schema.Message(**m) for m in as_messages(body, earlier)],
         max_completion_tokens=body.max_output_tokens,
         **{name: getattr(body, name) for name in AS_IN_CHAT},
         truncate_prompt_tokens=-1 if body.truncation == "auto" else None,
@@ -220,7 +224,7 @@ class Output:
         return [*events, done]
 
 
-def envelope(body: schema.ResponsesRequest, name: str, response_id: str, created: int) -> dict:
+def envelope(body: schema.ResponsesRequest, name: str, response_id: str, created: int, is_stored: bool) -> dict:
     """A response before anything is known of it."""
     choice = body.tool_choice or "auto"
     choice = choice if isinstance(choice, str) else choice.model_dump()
@@ -237,9 +241,9 @@ def envelope(body: schema.ResponsesRequest, name: str, response_id: str, created
         "model": body.model or name,
         "output": [],
         "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "previous_response_id": None,
+        "previous_response_id": body.previous_response_id,
         "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
-        "store": False,
+        "store": is_stored,
         "temperature": body.temperature,
         "text": body.text.model_dump(by_alias=True, exclude_none=True) if body.text else {"format": {"type": "text"}},
         "tool_choice": body.tool_choice.model_dump()
@@ -275,14 +279,26 @@ def ended(value: dict, output: Output, row: Row, reasoning_tokens: int) -> dict:
 @router.post("/v1/responses", responses={200: {"model": Response}}, response_model=None)
 async def responses(http: Request, body: schema.ResponsesRequest):
     serving: Serving = http.app.state.serving
+    store = serving.response_store
+    if body.store and not store.size:
+        raise ApiError(400, "store: this server stores no responses (--response-store 0)", "store")
+    earlier = await earlier_items(http, body)
     try:
-        chat = as_chat(body)
+        chat = as_chat(body, [schema.InputItem(**item) for item in earlier])
     except ValidationError as e:
         raise of_conversion(e) from None
     name = request_id.choose("resp_")
+    is_stored = body.store is not False and store.size > 0
+    items = stored_items(earlier, body, serving.limits.body_bytes)
     talk, rows = await while_connected(http, prepared(serving, chat))
-    value = envelope(body, serving.name, body.request_id or name, int(time.time()))
-    events = numbered(serving, talk, rows[0], value)
+    value = envelope(body, serving.name, body.request_id or name, int(time.time()), is_stored)
+
+    async def keep(whole: dict) -> None:
+        if is_stored:
+            entry = StoredResponse(JsonResponse(whole).body, items)
+            whole["store"] = await store.put(owner(http), whole["id"], entry)
+
+    events = numbered(serving, talk, rows[0], value, keep)
     if body.stream:
         return await EventStream.start(http, framed(events), last=b"")
     return JsonResponse(await while_connected(http, last(events)))
@@ -302,15 +318,17 @@ async def framed(events: AsyncGenerator[dict, None]) -> AsyncGenerator[bytes, No
         yield frame(event, event["type"])
 
 
-async def numbered(serving: Serving, talk: Conversation, row: Row, value: dict) -> AsyncGenerator[dict, None]:
+async def numbered(
+    serving: Serving, talk: Conversation, row: Row, value: dict, keep: Keep
+) -> AsyncGenerator[dict, None]:
     number = 0
-    async for event in told(serving, talk, row, value):
+    async for event in told(serving, talk, row, value, keep):
         yield {**event, "sequence_number": number}
         number += 1
 
 
-async def told(serving: Serving, talk: Conversation, row: Row, value: dict) -> AsyncGenerator[dict, None]:
-    """The events of a response."""
+async def told(serving: Serving, talk: Conversation, row: Row, value: dict, keep: Keep) -> AsyncGenerator[dict, None]:
+    """The events of a response. It is stored before the last one, so that whoever reads that can go on from it."""
     output, parser, begun = Output(serving.llm.tokenizer), talk.parser(), False
     try:
         async for piece in serving.pieces(row):
@@ -333,4 +351,5 @@ async def told(serving: Serving, talk: Conversation, row: Row, value: dict) -> A
     whole = ended(value, output, row, parser.reasoning_tokens)
     for event in output.close("completed" if whole["status"] == "completed" else "incomplete"):
         yield event
+    await keep(whole)
     yield {"type": f"response.{whole['status']}", "response": whole}

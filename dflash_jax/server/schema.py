@@ -286,7 +286,7 @@ class ResponsesRequest(Sampling):
     truncation: Literal["auto", "disabled"] | None = None
     metadata: dict[str, str] | None = None
     user: str | None = None
-    previous_response_id: None = None
+    previous_response_id: str | None = Field(None, max_length=128)
     include: Items[str] | None = None
     # As in chat.
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)

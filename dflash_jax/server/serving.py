@@ -15,6 +15,7 @@ from dflash_jax.rows import Piece, Row
 from dflash_jax.server.errors import ApiError
 from dflash_jax.server.grammar import GrammarProcesses, grammar_tokens
 from dflash_jax.server.metrics import Metrics
+from dflash_jax.server.response_store import ResponseStore
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,17 @@ async def while_connected(http: HttpRequest, work: Awaitable):
 class Serving:
     """One LLM and its engine, under the names that clients may use."""
 
-    def __init__(self, llm: LLM, engine: AsyncEngine, names: Sequence[str], limits: Limits = Limits(), info=None):
+    def __init__(
+        self,
+        llm: LLM,
+        engine: AsyncEngine,
+        names: Sequence[str],
+        limits: Limits = Limits(),
+        info=None,
+        response_store: ResponseStore | None = None,
+    ):
         self.llm, self.engine, self.names, self.limits = llm, engine, tuple(names), limits
+        self.response_store = ResponseStore() if response_store is None else response_store
         self.info: dict = info or {}
         self.created = int(time.time())
         self.is_ready, self.is_draining = False, False

@@ -1,0 +1,110 @@
+"""/v1/responses/{id}: what was stored of earlier responses."""
+
+import json
+import uuid
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Query, Request
+from starlette.responses import Response as HttpResponse
+
+from dflash_jax.server import schema
+from dflash_jax.server.answer_schema import DeletedResponse, InputItems, Response
+from dflash_jax.server.chat import text_of
+from dflash_jax.server.errors import ApiError, JsonResponse
+from dflash_jax.server.response_store import StoredResponse, owner
+
+router = APIRouter()
+IDS = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+
+
+def _missing(response_id: str, param: str | None = None) -> ApiError:
+    return ApiError(404, f"response {response_id!r} is not stored here; the least recently used are dropped", param)
+
+
+async def stored(http: Request, response_id: str, param: str | None = None) -> StoredResponse:
+    """A response of this client's. Raises ApiError where there is none."""
+    entry = await http.app.state.serving.response_store.get(owner(http), response_id)
+    if entry is None:
+        raise _missing(response_id, param)
+    return entry
+
+
+async def earlier_items(http: Request, body: schema.ResponsesRequest) -> list[dict]:
+    """The items of all turns before this one."""
+    if body.previous_response_id is None:
+        return []
+    entry = await stored(http, body.previous_response_id, "previous_response_id")
+    output = json.loads(entry.response)["output"]
+    for item in output:
+        for part in item.get("content", ()):
+            part.pop("logprobs", None)
+    return json.loads(entry.input) + output
+
+
+def stored_items(earlier: list[dict], body: schema.ResponsesRequest, most_bytes: int) -> bytes:
+    """The conversation as it is stored. ``body`` must be read before, by `as_messages`. Raises ApiError where the
+    conversation has more than ``most_bytes``, which its text alone need not have: templates drop old thoughts."""
+    new = [schema.InputItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
+    items = json.dumps(earlier + [_item(item) for item in new], separators=(",", ":")).encode("ascii")
+    if len(items) > most_bytes:
+        raise ApiError(400, f"the conversation has {len(items)} bytes: at most {most_bytes} are possible", "input")
+    return items
+
+
+def _item(item: schema.InputItem) -> dict:
+    """An input item as answers list it: with an id, and without what is not read."""
+    kind, more = item.type or "message", item.model_extra or {}
+    given, fresh = more.get("id"), f"{IDS[kind]}_{uuid.uuid4().hex}"
+    value = {"id": given if isinstance(given, str) else fresh, "type": kind, "status": "completed"}
+    if kind == "message":
+        part = "output_text" if item.role == "assistant" else "input_text"
+        return value | {"role": item.role, "content": [{"type": part, "text": text_of(item.content, "input")}]}
+    if kind == "reasoning":
+        parts = item.content if isinstance(item.content, list) else ()
+        thoughts = [{"type": "reasoning_text", "text": part.text or ""} for part in parts]
+        return value | {"summary": [], "content": thoughts}
+    return value | {name: more[name] for name in ("call_id", "name", "arguments", "output") if name in more}
+
+
+@router.get("/v1/responses/{response_id}", responses={200: {"model": Response}}, response_model=None)
+async def retrieve(http: Request, response_id: str, stream: bool = False):
+    if stream:
+        raise ApiError(400, "stream: only background responses can be streamed again, and there are none", "stream")
+    return HttpResponse((await stored(http, response_id)).response, media_type="application/json")
+
+
+@router.delete("/v1/responses/{response_id}", responses={200: {"model": DeletedResponse}}, response_model=None)
+async def delete(http: Request, response_id: str):
+    if not await http.app.state.serving.response_store.delete(owner(http), response_id):
+        raise _missing(response_id)
+    return JsonResponse({"id": response_id, "object": "response", "deleted": True})
+
+
+@router.post("/v1/responses/{response_id}/cancel", response_model=None)
+async def cancel(http: Request, response_id: str):
+    """A response is stored when it has ended, so that there is nothing to cancel."""
+    await stored(http, response_id)
+    raise ApiError(400, "only background responses can be cancelled: to end another, close its connection")
+
+
+@router.get("/v1/responses/{response_id}/input_items", responses={200: {"model": InputItems}}, response_model=None)
+async def input_items(
+    http: Request,
+    response_id: str,
+    after: str | None = None,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    order: Literal["asc", "desc"] = "desc",
+):
+    """The items before a response, those of earlier turns among them."""
+    items = json.loads((await stored(http, response_id)).input)
+    if order == "desc":
+        items.reverse()
+    if after is not None:
+        start = next((i + 1 for i, item in enumerate(items) if item["id"] == after), None)
+        if start is None:
+            raise ApiError(404, f"after is {after!r}: there is no such item", "after")
+        items = items[start:]
+    page = items[:limit]
+    first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
+    more = len(items) > limit
+    return JsonResponse({"object": "list", "data": page, "first_id": first, "last_id": last, "has_more": more})

@@ -1,0 +1,216 @@
+"""Responses that are stored: turns that go on from them, and who may see them."""
+
+import asyncio
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import openai
+import pytest
+from conftest import MESSAGES, NAME, TOOL
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflash_jax.server.response_store import ResponseStore, StoredResponse
+
+SHORT = {"model": NAME, "max_output_tokens": 12, "temperature": 0}
+LOGPROBS = ["message.output_text.logprobs"]
+WORDS = MESSAGES[0]["content"]
+
+
+@pytest.fixture
+def store(quiet, monkeypatch):
+    """A fresh store in the server."""
+
+    def use(*args) -> ResponseStore:
+        fresh = ResponseStore(*args)
+        monkeypatch.setattr(quiet.serving, "response_store", fresh)
+        return fresh
+
+    use()
+    return use
+
+
+def test_a_turn_goes_on_from_an_earlier_one(client, store):
+    """As if the whole conversation were sent; instructions are of one turn only."""
+    first = client.responses.create(**SHORT, input=WORDS, instructions="Be brief.", include=LOGPROBS)
+    assert (first.store, first.previous_response_id) == (True, None)
+    second = client.responses.create(**SHORT, input="Again.", previous_response_id=first.id)
+    third = client.responses.create(**SHORT, input="And again.", previous_response_id=second.id)
+    assert third.previous_response_id == second.id
+    turns = [{"role": "user", "content": WORDS}, *items(first), {"role": "user", "content": "Again."}, *items(second)]
+    whole = client.responses.create(**SHORT, input=[*turns, {"role": "user", "content": "And again."}], store=False)
+    assert [i.content for i in third.output] == [i.content for i in whole.output]
+    assert third.usage.input_tokens == whole.usage.input_tokens
+    # What a turn needs, its entry has.
+    client.responses.delete(first.id)
+    client.responses.delete(second.id)
+    more = client.responses.create(**SHORT, input="Once more.", previous_response_id=third.id)
+    assert more.usage.input_tokens > third.usage.input_tokens
+
+
+def items(response) -> list[dict]:
+    return [item.model_dump(exclude_none=True) for item in response.output]
+
+
+def test_calls_are_continued_by_their_outputs(client, store):
+    tool = {"type": "function", **TOOL["function"]}
+    options = {"model": NAME, "max_output_tokens": 400, "reasoning": {"effort": "none"}, "tools": [tool]}
+    called = client.responses.create(**options, input="Read it.", tool_choice="required", parallel_tool_calls=False)
+    (call,) = called.output
+    output = {"type": "function_call_output", "call_id": call.call_id, "output": "x = 1"}
+    after = client.responses.create(**options | SHORT, input=[output], previous_response_id=called.id)
+    question = {"role": "user", "content": "Read it."}
+    whole = client.responses.create(**options | SHORT, input=[question, *items(called), output])
+    assert after.output_text == whole.output_text
+    kinds = [i.type for i in client.responses.input_items.list(after.id, order="asc")]
+    assert kinds == ["message", "function_call", "function_call_output"]
+
+
+def test_streams_are_stored_when_they_end(client, store):
+    *_, last = client.responses.create(**SHORT, input=WORDS, stream=True)
+    kept = client.responses.retrieve(last.response.id)
+    assert kept.to_dict() == last.response.to_dict()
+    assert client.responses.create(**SHORT, input="Again.", previous_response_id=kept.id, stream=True)
+
+
+def test_retrieve_list_and_delete(client, store, quiet):
+    parts = [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]
+    given_items = [{"role": "user", "content": parts, "id": "msg_mine"}, {"role": "user", "content": "c", "mood": [1]}]
+    response = client.responses.create(**SHORT, input=given_items)
+    assert client.responses.retrieve(response.id).to_dict() == response.to_dict()
+    listed = list(client.responses.input_items.list(response.id, order="asc", limit=1))
+    assert [i.content[0].text for i in listed] == ["ab", "c"]
+    assert listed[0].id == "msg_mine"
+    assert not hasattr(listed[1], "mood")
+    newest = client.responses.input_items.list(response.id, limit=1)
+    assert (newest.data[0].id, newest.has_more) == (listed[1].id, True)
+    assert client.responses.input_items.list(response.id, after="msg_mine", order="asc").data == listed[1:]
+    with pytest.raises(openai.BadRequestError, match="background"):
+        client.responses.cancel(response.id)
+    with pytest.raises(openai.BadRequestError, match="stream"):
+        client.responses.retrieve(response.id, stream=True)
+    path, key = f"/v1/responses/{response.id}", {"Authorization": "Bearer EMPTY"}
+    with ThreadPoolExecutor(8) as pool:
+        deleted = list(pool.map(lambda _: quiet.http.delete(path, headers=key), range(8)))
+    assert sorted(d.status_code for d in deleted) == [200] + [404] * 7
+    answer = next(d.json() for d in deleted if d.status_code == 200)
+    assert answer == {"id": response.id, "object": "response", "deleted": True}
+
+
+def test_what_is_not_stored_is_not_there(client, store):
+    response = client.responses.create(**SHORT, input="hi", store=False)
+    assert response.store is False
+    for missing in (response.id, "resp_0", "\n'"):
+        with pytest.raises(openai.NotFoundError):
+            client.responses.retrieve(missing)
+        with pytest.raises(openai.NotFoundError):
+            client.responses.cancel(missing)
+        with pytest.raises(openai.NotFoundError):
+            client.responses.input_items.list(missing)
+        with pytest.raises(openai.NotFoundError) as error:
+            client.responses.create(**SHORT, input="hi", previous_response_id=missing)
+        assert error.value.param == "previous_response_id"
+    store(0)
+    assert client.responses.create(**SHORT, input="hi").store is False
+    with pytest.raises(openai.BadRequestError, match="--response-store"):
+        client.responses.create(**SHORT, input="hi", store=True)
+
+
+def test_a_response_is_private_to_its_key(client, store):
+    response = client.responses.create(**SHORT, input="hi")
+    other = client.with_options(api_key="another")
+    for ask in (other.responses.retrieve, other.responses.delete, other.responses.input_items.list):
+        with pytest.raises(openai.NotFoundError):
+            ask(response.id)
+    with pytest.raises(openai.NotFoundError):
+        other.responses.create(**SHORT, input="hi", previous_response_id=response.id)
+    assert client.responses.retrieve(response.id)
+
+
+def test_a_conversation_is_bounded_in_bytes(client, store, quiet, monkeypatch):
+    """Also where the template drops what is sent, so that the prompt stays short."""
+    monkeypatch.setattr(quiet.serving, "limits", type(quiet.serving.limits)(body_bytes=2000))
+    thought = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "x" * 900}]}
+    turn = [thought, {"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]
+    first = client.responses.create(**SHORT, input=turn)
+    with pytest.raises(openai.BadRequestError, match="at most 2000 are possible"):
+        client.responses.create(**SHORT, input=turn, previous_response_id=first.id)
+
+
+def test_hostile_items(quiet, store):
+    deep = json.loads("[" * 300 + "]" * 300)
+    for item, status in (
+        ({"role": "user", "content": "hi", "id": deep, "summary": deep}, 200),
+        ({"type": "function_call", "call_id": "1", "name": "f", "arguments": deep}, 400),
+        ({"type": "reasoning", "summary": deep, "content": []}, 200),
+        ({"type": "nothing", "id": "x"}, 400),
+    ):
+        hi = {"role": "user", "content": "hi"}
+        answer = quiet.post("/v1/responses", input=[item, hi], max_output_tokens=4)
+        assert answer.status_code == status, answer.text
+        if status == 200:
+            again = quiet.post(
+                "/v1/responses", input="hi", max_output_tokens=4, previous_response_id=answer.json()["id"]
+            )
+            assert again.status_code == 200, again.text
+    assert quiet.post("/v1/responses", input="hi", previous_response_id="x" * 10**6).status_code == 400
+
+
+# The store alone.
+
+
+def entry(nbytes: int) -> StoredResponse:
+    return StoredResponse(b"x" * nbytes, b"")
+
+
+def run(work):
+    return asyncio.run(work)
+
+
+def test_the_least_recently_used_gives_way():
+    store = ResponseStore(2)
+    for name in "ab":
+        assert run(store.put(b"k", name, entry(1)))
+    assert run(store.get(b"k", "a"))
+    run(store.put(b"k", "c", entry(1)))
+    assert [run(store.get(b"k", name)) is not None for name in "abc"] == [True, False, True]
+
+
+def test_who_stores_much_pushes_out_its_own():
+    store = ResponseStore(10, 1000)
+    run(store.put(b"quiet", "mine", entry(100)))
+    for i in range(50):
+        run(store.put(b"loud", str(i), entry(1)))
+    for i in range(50):
+        run(store.put(b"loud", str(i), entry(400)))
+    assert run(store.get(b"quiet", "mine"))
+    assert not run(store.put(b"loud", "x", entry(1001)))
+    assert run(store.get(b"quiet", "mine"))
+
+
+OPERATIONS = st.lists(
+    st.tuples(st.sampled_from(["get", "put", "delete"]), st.sampled_from([b"1", b"2", b"3"]), st.sampled_from("abcd"))
+    | st.tuples(st.just("put"), st.sampled_from([b"1", b"2", b"3"]), st.sampled_from("abcd"), st.integers(0, 60))
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(OPERATIONS, st.integers(1, 5), st.integers(1, 150))
+def test_the_bounds_hold_and_entries_are_their_owners(operations, size, most_bytes):
+    store, last = ResponseStore(size, most_bytes), {}
+    for kind, owner, name, *rest in operations:
+        if kind == "put":
+            last[owner, name] = entry(*rest or (7,))
+            is_kept = run(store.put(owner, name, last[owner, name]))
+            assert (run(store.get(owner, name)) is last[owner, name]) == is_kept
+            assert is_kept or last[owner, name].nbytes > most_bytes / 3
+        elif kind == "get":
+            assert run(store.get(owner, name)) in (None, last.get((owner, name)))
+        else:
+            was_there = run(store.get(owner, name)) is not None
+            assert run(store.delete(owner, name)) == was_there
+            assert run(store.get(owner, name)) is None
+        kept = {key: run(store.get(*key)) for key in last}
+        kept = [value for value in kept.values() if value is not None]
+        assert len(kept) <= size
+        assert sum(value.nbytes for value in kept) <= most_bytes
