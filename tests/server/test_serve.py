@@ -141,6 +141,7 @@ def test_every_alias_leads_somewhere():
         (["a", "--target", "b"], "give one of them"),
         (["--max-num-seqs", "x"], "must be a number"),
         (["--port", "70000"], "must be 0 to 65535"),
+        (["--response-store", "-1"], "it must be 0 or more"),
         (["--sparkle"], "unrecognized arguments: --sparkle"),
     ],
 )
