@@ -12,8 +12,8 @@ MOST_BYTES = 256 * 2**20
 
 @dataclass(frozen=True)
 class StoredResponse:
-    """As JSON: the ``response`` as it was answered, and ``input``, a list of all items of the conversation before it.
-    The next turn needs no other entry."""
+    """As JSON: the ``response`` without its log-probabilities, and ``input``, a list of all items of the conversation
+    before it. The next turn needs no other entry."""
 
     response: bytes
     input: bytes
@@ -24,8 +24,10 @@ class StoredResponse:
 
 
 def owner(http: Request) -> bytes:
-    """Whose responses a request may see: a digest of the key that it sends."""
-    key = http.headers.get("authorization") or http.headers.get("x-api-key") or ""
+    """Whose responses a request may see: a digest of the key that it sends, in either of its headers."""
+    scheme, _, key = http.headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "bearer":
+        key = http.headers.get("x-api-key", "")
     return hashlib.sha256(key.encode()).digest()
 
 

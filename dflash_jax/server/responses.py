@@ -15,7 +15,7 @@ from dflash_jax.server.chat import Conversation, Delta, prepared, text_of
 from dflash_jax.server.errors import ApiError, JsonResponse, as_api_error, of_conversion
 from dflash_jax.server.response_store import StoredResponse, owner
 from dflash_jax.server.serving import Serving, while_connected
-from dflash_jax.server.stored_responses import earlier_items, stored_items
+from dflash_jax.server.stored_responses import earlier_items, stored_items, stored_response
 from dflash_jax.server.stream import EventStream, frame
 from dflash_jax.server.tools import CallDelta
 
@@ -295,7 +295,7 @@ async def responses(http: Request, body: schema.ResponsesRequest):
 
     async def keep(whole: dict) -> None:
         if is_stored:
-            entry = StoredResponse(JsonResponse(whole).body, items)
+            entry = StoredResponse(stored_response(whole), items)
             whole["store"] = await store.put(owner(http), whole["id"], entry)
 
     events = numbered(serving, talk, rows[0], value, keep)

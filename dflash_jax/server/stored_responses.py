@@ -34,11 +34,7 @@ async def earlier_items(http: Request, body: schema.ResponsesRequest) -> list[di
     if body.previous_response_id is None:
         return []
     entry = await stored(http, body.previous_response_id, "previous_response_id")
-    output = json.loads(entry.response)["output"]
-    for item in output:
-        for part in item.get("content", ()):
-            part.pop("logprobs", None)
-    return json.loads(entry.input) + output
+    return json.loads(entry.input) + json.loads(entry.response)["output"]
 
 
 def stored_items(earlier: list[dict], body: schema.ResponsesRequest, most_bytes: int) -> bytes:
@@ -64,6 +60,16 @@ def _item(item: schema.InputItem) -> dict:
         thoughts = [{"type": "reasoning_text", "text": part.text or ""} for part in parts]
         return value | {"summary": [], "content": thoughts}
     return value | {name: more[name] for name in ("call_id", "name", "arguments", "output") if name in more}
+
+
+def stored_response(response: dict) -> bytes:
+    """A response as it is stored. Log-probabilities are most of its bytes, and no later turn needs them."""
+    output = []
+    for item in response["output"]:
+        if item["type"] == "message":
+            item = item | {"content": [part | {"logprobs": []} for part in item["content"]]}
+        output.append(item)
+    return JsonResponse(response | {"output": output}).body
 
 
 @router.get("/v1/responses/{response_id}", responses={200: {"model": Response}}, response_model=None)

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from dflash_jax.server.response_store import ResponseStore, StoredResponse
 
 SHORT = {"model": NAME, "max_output_tokens": 12, "temperature": 0}
-LOGPROBS = ["message.output_text.logprobs"]
 WORDS = MESSAGES[0]["content"]
 
 
@@ -32,7 +31,7 @@ def store(quiet, monkeypatch):
 
 def test_a_turn_goes_on_from_an_earlier_one(client, store):
     """As if the whole conversation were sent; instructions are of one turn only."""
-    first = client.responses.create(**SHORT, input=WORDS, instructions="Be brief.", include=LOGPROBS)
+    first = client.responses.create(**SHORT, input=WORDS, instructions="Be brief.")
     assert (first.store, first.previous_response_id) == (True, None)
     second = client.responses.create(**SHORT, input="Again.", previous_response_id=first.id)
     third = client.responses.create(**SHORT, input="And again.", previous_response_id=second.id)
@@ -50,6 +49,16 @@ def test_a_turn_goes_on_from_an_earlier_one(client, store):
 
 def items(response) -> list[dict]:
     return [item.model_dump(exclude_none=True) for item in response.output]
+
+
+def test_log_probabilities_are_not_stored(client, store):
+    options = SHORT | {"reasoning": {"effort": "none"}}
+    response = client.responses.create(**options, input=WORDS, include=["message.output_text.logprobs"])
+    assert response.output[0].content[0].logprobs
+    kept = client.responses.retrieve(response.id)
+    assert kept.output_text == response.output_text
+    assert kept.output[0].content[0].logprobs == []
+    assert client.responses.create(**options, input="Again.", previous_response_id=response.id).output_text
 
 
 def test_calls_are_continued_by_their_outputs(client, store):
@@ -116,8 +125,10 @@ def test_what_is_not_stored_is_not_there(client, store):
         client.responses.create(**SHORT, input="hi", store=True)
 
 
-def test_a_response_is_private_to_its_key(client, store):
+def test_a_response_is_private_to_its_key(client, store, quiet):
     response = client.responses.create(**SHORT, input="hi")
+    answer = quiet.http.get(f"/v1/responses/{response.id}", headers={"x-api-key": "EMPTY"})
+    assert answer.json()["id"] == response.id
     other = client.with_options(api_key="another")
     for ask in (other.responses.retrieve, other.responses.delete, other.responses.input_items.list):
         with pytest.raises(openai.NotFoundError):
