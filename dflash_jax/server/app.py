@@ -98,7 +98,7 @@ class Gate:
             finally:
                 self.serving.in_flight -= needs_engine(scope)
         except ApiError as e:
-            await answer(e, scope["path"])(scope, receive, send)
+            await answer(e, scope)(scope, receive, send)
 
     def _check(self, scope) -> None:
         headers, serving = dict(scope["headers"]), self.serving

@@ -4,6 +4,7 @@
 import json
 import logging
 import uuid
+from collections.abc import Mapping
 
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
@@ -155,19 +156,21 @@ def of_conversion(error: ValidationError) -> ApiError:
     return ApiError(400, f"{field(first['loc'])}: {first['msg']}")
 
 
-def answer(error: ApiError, path: str) -> JsonResponse:
+def answer(error: ApiError, scope: Mapping) -> JsonResponse:
+    """The error as the answer to a request of that ASGI scope."""
+    path = scope["path"].removeprefix(scope.get("root_path", ""))
     return JsonResponse(error.body_for(path), error.status_code, error.headers)
 
 
 def add_handlers(app) -> None:
     async def on_validation(http: Request, error: RequestValidationError):
-        return answer(of_validation(error), http.scope["path"])
+        return answer(of_validation(error), http.scope)
 
     async def on_http(http: Request, error: HTTPException):
-        return answer(ApiError(error.status_code, str(error.detail)), http.scope["path"])
+        return answer(ApiError(error.status_code, str(error.detail)), http.scope)
 
     async def on_any(http: Request, error: Exception):
-        return answer(as_api_error(error), http.scope["path"])
+        return answer(as_api_error(error), http.scope)
 
     app.add_exception_handler(RequestValidationError, on_validation)
     app.add_exception_handler(HTTPException, on_http)
