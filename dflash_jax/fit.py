@@ -135,9 +135,10 @@ class Shapes:
 
 def read_shapes(target: str, draft: str | None) -> Shapes:
     """From directories with config.json, or from config.json files themselves."""
-    from dflash_jax.checkpoint.config_json import read_config_file
+    from dflash_jax.checkpoint.config_json import parsed, read_config_file
     from dflash_jax.models import families
     from dflash_jax.models.families import dflash
+    from dflash_jax.models.families.reading import Raw
     from dflash_jax.models.families.vision import vision_tensors
 
     raw, config = read_config_file(Path(target), families.read_target)
@@ -145,7 +146,7 @@ def read_shapes(target: str, draft: str | None) -> Shapes:
     if draft is not None:
         drafter = read_config_file(Path(draft), dflash.read_config)[1]
         drafter.check_fits(config)
-    vision = vision_tensors(raw["vision_config"]) if "vision_config" in raw else {}
+    vision = parsed(lambda raw: vision_tensors(Raw(raw).section("vision_config")), raw, Path(target))
     quantized = raw.get("quantization_config") or raw.get("text_config", {}).get("quantization_config")
     return Shapes(config, drafter, bool(quantized), sum(map(math.prod, vision.values())))
 

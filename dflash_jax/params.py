@@ -89,6 +89,34 @@ class SamplingParams:
             raise InputError(f"logit_bias has {len(self.logit_bias)} tokens: at most {MAX_BIAS} are possible")
 
 
+def _stop_ids(raw: dict) -> tuple[int, ...] | None:
+    """``eos_token_id`` of a config, which is an id or several; None where it has none."""
+    from dflash_jax.models.families.reading import LIMITS, shown, whole
+
+    value = raw.get("eos_token_id")
+    if value is None:
+        return None
+    ids = value if isinstance(value, list) else [value]
+    if len(ids) > MAX_STOPS:
+        raise InputError(f"eos_token_id is {shown(value)}: at most {MAX_STOPS} are possible")
+    return tuple(whole("eos_token_id", i, 0, LIMITS["vocab_size"]) for i in ids)
+
+
+def _sampling(raw) -> dict:
+    """The sampling options of a generation_config.json, a `Raw`."""
+    values = {"repetition_penalty": raw.number("repetition_penalty", None, 1e-6, 1e6)}
+    if raw.flag("do_sample"):
+        values |= {
+            "temperature": raw.number("temperature", 1.0, 0.0, 1e6),
+            "top_k": raw.whole("top_k", None, least=0),
+            "top_p": raw.number("top_p", None, 0.0, 1.0),
+            "min_p": raw.number("min_p", None, 0.0, 1.0),
+        }
+    values = {name: value for name, value in values.items() if value is not None}
+    SamplingParams(**values)
+    return values
+
+
 @dataclass(frozen=True)
 class Defaults:
     """Sampling defaults and stop ids of a checkpoint."""
@@ -99,25 +127,16 @@ class Defaults:
     @classmethod
     def read(cls, directory: Path) -> "Defaults":
         """From generation_config.json, and the stop ids from config.json where that has none."""
-        from dflash_jax.checkpoint.config_json import read_json
+        from dflash_jax.checkpoint.config_json import parsed, read_json, read_raw
+        from dflash_jax.models.families.reading import Raw
 
         path = directory / "generation_config.json"
-        raw = read_json(path) if path.exists() else {}
-        eos = raw.get("eos_token_id")
-        if eos is None:
-            config = read_json(directory / "config.json")
-            eos = config.get("eos_token_id", config.get("text_config", {}).get("eos_token_id"))
-        stop_ids = tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
-        if any(isinstance(i, bool) or not isinstance(i, int) for i in stop_ids):
-            raise InputError(f"{directory}: eos_token_id is {eos!r}: it must be token ids")
-        values = {k: raw[k] for k in ("repetition_penalty",) if raw.get(k) is not None}
-        if raw.get("do_sample"):
-            sampled = ("temperature", "top_k", "top_p", "min_p")
-            values |= {"temperature": 1.0} | {k: raw[k] for k in sampled if raw.get(k) is not None}
-        try:
-            SamplingParams(**values)
-        except InputError as e:
-            raise InputError(f"{path}: {e}") from None
+        raw = Raw(read_json(path) if path.exists() else {}, "generation_config")
+        values, stop_ids = parsed(_sampling, raw, path), parsed(_stop_ids, raw, path)
+        if stop_ids is None:
+            config = read_raw(directory)
+            texts = (config, config.get("text_config", {}))
+            stop_ids = next((ids for t in texts if (ids := parsed(_stop_ids, t, directory)) is not None), ())
         return cls(values, stop_ids)
 
     def fill(self, params: SamplingParams) -> SamplingParams:

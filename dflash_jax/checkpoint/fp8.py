@@ -10,6 +10,7 @@ import numpy as np
 from dflash_jax.checkpoint.files import TensorFiles
 from dflash_jax.errors import InputError
 from dflash_jax.models.families.names import Entry, Tensor
+from dflash_jax.models.families.reading import LIMIT, shown
 
 SUFFIX = "_scale_inv"
 
@@ -18,10 +19,12 @@ def read_block(quantization, directory: Path) -> tuple[int, int]:
     """The block of a ``quantization_config``. Raises InputError for what is not FP8 in blocks."""
     if not isinstance(quantization, dict) or quantization.get("quant_method") != "fp8":
         kind = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise InputError(f"{directory} is quantized by {kind!r}: only fp8 in blocks is read here")
+        raise InputError(f"{directory} is quantized by {shown(kind)}: only fp8 in blocks is read here")
     block = quantization.get("weight_block_size")
-    if not isinstance(block, list) or len(block) != 2 or not all(isinstance(n, int) and n > 0 for n in block):
-        raise InputError(f"{directory} is fp8 with weight_block_size {block!r}: it must be two sizes, like [128, 128]")
+    if not isinstance(block, list) or len(block) != 2 or not all(type(n) is int and 0 < n <= LIMIT for n in block):
+        raise InputError(
+            f"{directory} is fp8 with weight_block_size {shown(block)}: it must be two sizes, like [128, 128]"
+        )
     return block[0], block[1]
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import jax.numpy as jnp
 from flax import nnx
 
-from dflash_jax.checkpoint.config_json import read_json
+from dflash_jax.checkpoint.config_json import read_config_file
 from dflash_jax.checkpoint.hub import resolve
 from dflash_jax.checkpoint.load import load_drafter, save_module
 from dflash_jax.config import AttentionSpec, DraftConfig
@@ -73,12 +73,12 @@ def spread_taps(depth: int, count: int) -> list[int]:
 def raw_config(config: TrainConfig, llm: LLM) -> dict:
     """The drafter's ``config.json``, checked against the target."""
     if config.draft is not None:
-        raw = read_json(resolve(config.draft) / "config.json")
+        raw, found = read_config_file(resolve(config.draft), dflash.read_config)
     elif config.draft_config is not None:
-        raw = read_json(Path(config.draft_config))
+        raw, found = read_config_file(Path(config.draft_config), dflash.read_config)
     else:
         raw = fresh_config(config, llm)
-    found = dflash.read_config(raw)
+        found = dflash.read_config(raw)
     found.check_fits(llm.config)
     if config.draft is not None or config.draft_config is not None:
         check_numbers(config, found, config.draft or config.draft_config)

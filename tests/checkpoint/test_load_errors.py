@@ -190,8 +190,15 @@ def test_config_lacks_a_key(key, target_dir):
         ({"num_hidden_layers": "8"}, ("num_hidden_layers", "'8'")),
         ({"max_position_embeddings": 0}, ("max_position_embeddings", "0")),
         ({"rms_norm_eps": None}, ("rms_norm_eps",)),
-        ({"rope_parameters": 5}, ("malformed",)),
-        ({"full_attention_interval": 0, "layer_types": None}, ("malformed",)),
+        ({"rope_parameters": 5}, ("config.json", "rope_parameters is 5", "object")),
+        ({"num_key_value_heads": True}, ("config.json", "num_key_value_heads is True", "whole number")),
+        ({"num_key_value_heads": {}}, ("num_key_value_heads is {}",)),
+        ({"num_key_value_heads": 5}, ("num_key_value_heads is 5", "divide")),
+        ({"num_hidden_layers": 2**31}, ("num_hidden_layers is 2147483648", "1 to 1024")),
+        ({"linear_num_value_heads": 7}, ("linear_num_value_heads is 7", "multiple")),
+        ({"num_experts": 2**17}, ("num_experts", "16384")),
+        ({"rope_parameters": {"partial_rotary_factor": 0.35}}, ("7 dimensions", "even")),
+        ({"full_attention_interval": 0, "layer_types": None}, ("full_attention_interval is 0",)),
     ],
 )
 def test_config_asks_for_what_is_not_known(changes, parts, target_dir):

@@ -10,7 +10,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedding, apply_rotary_pos_emb
 
 from dflash_jax.config import RopeSpec
-from dflash_jax.models.families.reading import read_rope
+from dflash_jax.models.families.reading import Raw, read_rope
 from dflash_jax.models.rope import apply_rope, rope_angles, rope_frequencies
 
 
@@ -92,7 +92,7 @@ def test_yarn(name, key):
         raw["rope_theta"] = theta
     else:
         raw[key]["rope_theta"] = theta
-    rope = read_rope(raw, head_dim)
+    rope = read_rope(Raw(raw), head_dim)
     config = Qwen3Config(
         head_dim=head_dim,
         max_position_embeddings=longest,
@@ -115,4 +115,4 @@ def test_yarn(name, key):
 
 def test_bad_rope_type_is_named():
     with pytest.raises(ValueError, match="longrope"):
-        read_rope({"rope_scaling": {"rope_type": "longrope"}, "max_position_embeddings": 10}, 8)
+        read_rope(Raw({"rope_scaling": {"rope_type": "longrope"}, "max_position_embeddings": 10}), 8)

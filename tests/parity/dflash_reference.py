@@ -49,12 +49,13 @@ def layer_rule(raw, layer):
     if own.get("use_swa") and "sliding_attention" not in kinds:
         slides = True
     window = own.get("swa_window_size") or raw.get("sliding_window")
-    if raw.get("is_causal") is not None:
-        causal = raw["is_causal"]
-    elif own.get("causal") is not None:
-        causal = own["causal"]
-    else:
-        causal = slides
+    causal = slides
+    # The first that says something; causal_head is how JetSpec writes "each slot sees the block up to itself".
+    for key in ("is_causal", "causal", "causal_head"):
+        stated = own.get(key) if own.get(key) is not None else raw.get(key)
+        if stated is not None:
+            causal = stated
+            break
     return (window if slides else None), causal
 
 

@@ -79,6 +79,31 @@ CASES = {
         DraftWindow(),
         [(None, False), (4, False)],
     ),
+    "causal_head": (
+        config(layer_types=[FULL, FULL], dflash_config={"causal_head": True}),
+        DraftWindow(),
+        [(None, True)] * 2,
+    ),
+    "causal_head_at_top": (
+        config(layer_types=[FULL, SLIDING], sliding_window=6, causal_head=True),
+        DraftWindow(12, 2),
+        [(None, True), (6, True)],
+    ),
+    "causal_head_that_is_off": (
+        config(layer_types=[FULL, SLIDING], sliding_window=11, dflash_config={"causal_head": False}),
+        DraftWindow(),
+        [(None, False), (11, False)],
+    ),
+    "causal_wins_over_causal_head": (
+        config(layer_types=[FULL, SLIDING], sliding_window=13, dflash_config={"causal": False, "causal_head": True}),
+        DraftWindow(),
+        [(None, False), (13, False)],
+    ),
+    "is_causal_wins_over_causal_head": (
+        config(layer_types=[FULL, SLIDING], sliding_window=14, is_causal=False, dflash_config={"causal_head": True}),
+        DraftWindow(),
+        [(None, False), (14, False)],
+    ),
     "use_swa": (
         config(sliding_window=30, dflash_config={"use_swa": True, "swa_window_size": 6}),
         DraftWindow(),
@@ -234,6 +259,25 @@ def test_cases_differ(tmp_path):
             assert a is b or np.abs(seen[a] - seen[b]).max() > 1e-2, (a, b)
 
 
+def test_a_slot_of_a_causal_head_sees_none_behind_it(tmp_path):
+    """What stands in later slots, and how many there are, does not reach a slot; in a bidirectional block it does."""
+    rng = np.random.default_rng(6)
+    features = rng.standard_normal((1, 30, TAPS, HIDDEN)).astype(np.float32)
+    embedded = rng.standard_normal((1, SLOTS, HIDDEN)).astype(np.float32)
+    other = embedded.copy()
+    other[:, 6:] += 1
+    for name, is_causal in (("causal_head", True), ("full", False)):
+        raw, window, _ = CASES[name]
+        (tmp_path / name).mkdir()
+        drafter, _ = saved(raw, tmp_path / name)
+        cache = build_context(drafter, features, np.asarray([30], np.int32), window, 64, 13, rng)
+        run = partial(block, drafter, cache=cache, start=jnp.asarray([30]), window=window)
+        wide = np.asarray(run(embedded, width=jnp.asarray([SLOTS])))[0, :6]
+        for slots, width in ((other, SLOTS), (embedded, 6)):
+            got = np.asarray(run(slots, width=jnp.asarray([width])))[0, :6]
+            assert (np.abs(got - wide).max() < 1e-6) == is_causal
+
+
 def test_long_context(tmp_path):
     """Contexts of several read chunks (256 positions), and rings of more than one."""
     raw, window = config(layer_types=[SLIDING, FULL], sliding_window=300), DraftWindow()
@@ -343,6 +387,12 @@ def test_default_taps(target, layers, taps):
     assert dflash.read_config(raw).target_layer_ids == taps
 
 
+def test_options_of_others_that_are_off():
+    off = {"projector_type": None, "shift_label": False, "pure_draft_prefix_len": 0, "sample_from_anchor": False}
+    plain = dflash.read_config(config())
+    assert dflash.read_config(config(dflash_config={**off, "target_hidden_size": HIDDEN})) == plain
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
@@ -353,7 +403,21 @@ def test_default_taps(target, layers, taps):
         ({"dflash_config": {"mask_token_id": None}}, "mask_token_id"),
         ({"block_size": None}, "block_size"),
         ({"hidden_size": None}, "hidden_size"),
-        ({"dflash_config": {"selector_rank": 256}}, "DFlash2"),
+        ({"dflash_config": {"selector_rank": 256}}, r"this is a DFlash2 drafter \(selector_rank\)"),
+        ({"architectures": ["DFlash2DraftModel"]}, r"this is a DFlash2 drafter \(DFlash2DraftModel\)"),
+        ({"dflash_config": {"lilicorr_enabled": True}}, "LiLiCorr"),
+        ({"dflash_config": {"lilicorr_new": 3}}, "LiLiCorr"),
+        ({"architectures": ["DSparkDraftModel"]}, "DSpark"),
+        ({"markov_rank": 256}, "DSpark"),
+        ({"dflash_config": {"sample_from_anchor": True}}, "DSpark"),
+        ({"architectures": ["XPressDraftModel"]}, "XPress"),
+        ({"dflash_config": {"xpress_rank": 256}}, "XPress"),
+        ({"dflash_config": {"projector_type": "domino", "shift_label": True}}, r"Domino .*projector_type, shift_label"),
+        ({"architectures": ["Eagle3DraftModel"]}, "Eagle3DraftModel.*DFlashDraftModel"),
+        ({"dflash_config": {"tree_mode": None, "depth": 2}}, r"'depth', 'tree_mode': known are .*causal_head"),
+        ({"head_type": "causal"}, "head_type.*causal_head"),
+        ({"dflash_config": {"causal_head": 1}}, "causal_head is 1: it must be true or false"),
+        ({"dflash_config": {"target_hidden_size": 48}}, "target_hidden_size is 48"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "linear"),
     ],
 )

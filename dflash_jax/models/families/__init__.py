@@ -3,6 +3,7 @@ line here."""
 
 from dflash_jax.errors import InputError
 from dflash_jax.models.families import dflash, llama, qwen3, qwen3_5, qwen3_next
+from dflash_jax.models.families.reading import shown
 
 TARGETS = {
     "qwen3_5_moe": qwen3_5,
@@ -25,7 +26,7 @@ def target_family(raw: dict):
         )
     if not isinstance(model_type, str) or model_type not in TARGETS:
         known = ", ".join(sorted(TARGETS))
-        raise InputError(f"unknown model_type {model_type!r}: the targets known here are {known}")
+        raise InputError(f"unknown model_type {shown(model_type)}: the targets known here are {known}")
     return TARGETS[model_type]
 
 

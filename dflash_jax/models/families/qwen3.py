@@ -13,7 +13,7 @@ def read_classic(raw: dict, qk_norm: bool) -> ModelConfig:
     text = Raw(raw)
     text.refuse("mlp_bias")
     attention = read_attention(text, qk_norm=qk_norm)
-    ffns = read_ffns(text, shared=False, normalise=bool(text.get("norm_topk_prob")))
+    ffns = read_ffns(text, shared=False, normalise=text.flag("norm_topk_prob"))
     read_kinds(text, ("full_attention",), ["full_attention"] * len(ffns))
     return ModelConfig(
         model_type=raw["model_type"],
@@ -23,7 +23,7 @@ def read_classic(raw: dict, qk_norm: bool) -> ModelConfig:
         norm_eps=text.norm_eps,
         norm_offset=0.0,
         max_positions=text.need("max_position_embeddings"),
-        tied_embeddings=bool(text.get("tie_word_embeddings", False)),
+        tied_embeddings=text.flag("tie_word_embeddings"),
     )
 
 

@@ -15,7 +15,7 @@ SKIPPED = ("model.visual.", "visual.", "mtp.", "model.mtp.")
 def read_hybrid(raw: dict, normalise: bool) -> ModelConfig:
     """The config of a hybrid of Gated DeltaNet and gated attention (multimodal, or text only) → ModelConfig."""
     text = Raw(raw.get("text_config", raw), raw.get("model_type"))
-    depth, interval = text.need("num_hidden_layers"), text.get("full_attention_interval", 4)
+    depth, interval = text.need("num_hidden_layers"), text.whole("full_attention_interval", 4)
     default = ["full_attention" if (i + 1) % interval == 0 else "linear_attention" for i in range(depth)]
     text.need("head_dim")
     mixers = {"full_attention": read_attention(text, gated=True, partial=0.25), "linear_attention": read_delta(text)}
@@ -29,7 +29,7 @@ def read_hybrid(raw: dict, normalise: bool) -> ModelConfig:
         norm_eps=text.norm_eps,
         norm_offset=1.0,
         max_positions=text.need("max_position_embeddings"),
-        tied_embeddings=bool(raw.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
+        tied_embeddings=Raw(raw).flag("tie_word_embeddings", text.flag("tie_word_embeddings")),
     )
 
 

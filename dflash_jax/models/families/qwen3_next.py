@@ -7,13 +7,14 @@ import numpy as np
 from dflash_jax.config import GatedDeltaSpec, ModelConfig
 from dflash_jax.models.families.names import Entry, Tensor, same
 from dflash_jax.models.families.qwen3_5 import is_skipped, read_hybrid
+from dflash_jax.models.families.reading import Raw
 from dflash_jax.models.families.tables import decoder_entries, delta_rest
 
 __all__ = ["is_skipped", "read_config", "weight_names"]
 
 
 def read_config(raw: dict) -> ModelConfig:
-    return read_hybrid(raw, normalise=bool(raw.get("norm_topk_prob", True)))
+    return read_hybrid(raw, normalise=Raw(raw).flag("norm_topk_prob", True))
 
 
 def delta_entries(path: str, name: str, spec: GatedDeltaSpec, hidden: int) -> list[Entry]:

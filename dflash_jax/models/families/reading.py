@@ -1,127 +1,250 @@
-"""Reading ``config.json``: keys that must be there, options that are not known, rotary embeddings, layer kinds."""
+"""Reading ``config.json``: numbers in their ranges, options that are not known, rotary embeddings, layer kinds.
+
+The file is input from outside. Every value is checked here for its type and range, before anything is sized by it.
+"""
+
+import reprlib
 
 from dflash_jax.config import AttentionSpec, GatedDeltaSpec, Llama3Spec, MlpSpec, MoeSpec, RopeSpec, YarnSpec
 from dflash_jax.errors import InputError
 
+# The largest value of each count or size: well above every published model, and small enough that names and shapes can
+# be listed before they are compared with the tensors of the checkpoint.
+LIMITS = {
+    "num_hidden_layers": 1024,
+    "num_target_layers": 1024,
+    "depth": 1024,
+    "block_size": 1024,
+    "hidden_size": 2**17,
+    "out_hidden_size": 2**17,
+    "vocab_size": 2**22,
+    "head_dim": 2**12,
+    "num_attention_heads": 2**12,
+    "num_key_value_heads": 2**12,
+    "linear_num_key_heads": 2**12,
+    "linear_num_value_heads": 2**12,
+    "linear_key_head_dim": 2**12,
+    "linear_value_head_dim": 2**12,
+    "linear_conv_kernel_dim": 64,
+    "num_experts": 2**14,
+    "num_local_experts": 2**14,
+    "max_position_embeddings": 2**30,
+    "original_max_position_embeddings": 2**30,
+    "sliding_window": 2**30,
+    "swa_window_size": 2**30,
+}
+LIMIT = 2**20
+# Names of the tensors of experts are listed one by one in checkpoints that do not stack them.
+MOST_EXPERTS = 2**17
+MISSING = object()
+
+
+def shown(value) -> str:
+    """A value for a message: its repr, cut where it is long or deep."""
+    return reprlib.repr(value)
+
+
+def whole(key: str, value, least: int = 1, most: int | None = None) -> int:
+    """``value`` where it is a whole number in its range, else InputError."""
+    most = LIMITS.get(key, LIMIT) if most is None else most
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise InputError(f"{key} is {shown(value)}: it must be a whole number from {least} to {most}")
+    return value
+
+
+def number(key: str, value, least: float, most: float) -> float:
+    """``value`` as a float where it is a number in [least, most], else InputError."""
+    # NaN is in no range.
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
+        raise InputError(f"{key} is {shown(value)}: it must be a number from {least:g} to {most:g}")
+    return float(value)
+
+
+def flag(key: str, value) -> bool:
+    if not isinstance(value, bool):
+        raise InputError(f"{key} is {shown(value)}: it must be true or false")
+    return value
+
+
+def words(key: str, value) -> list[str]:
+    if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
+        raise InputError(f"{key} is {shown(value)}: it must be a list of strings")
+    return value
+
+
+def section(key: str, value) -> dict:
+    if not isinstance(value, dict):
+        raise InputError(f"{key} is {shown(value)}: it must be an object")
+    return value
+
 
 class Raw(dict):
-    """A raw config, or a part of one, that names its model type in errors."""
+    """A raw config, or a part of one. Its methods check what they read; ``null`` is as if the key were absent."""
 
     def __init__(self, raw: dict, model_type=None):
         super().__init__(raw)
         self.model_type = model_type or raw.get("model_type")
 
-    def need(self, key: str) -> int:
-        """A count or a size: a whole number from 1."""
-        if self.get(key) is None:
-            raise InputError(f"config.json of model_type {self.model_type!r} lacks {key!r}")
-        return whole(key, self[key])
+    def _read(self, check, key: str, default, *limits):
+        value = self.get(key)
+        if value is None:
+            if default is MISSING:
+                raise InputError(f"{key} is missing: a config of model_type {shown(self.model_type)} must have it")
+            return default
+        return check(key, value, *limits)
+
+    def need(self, key: str, least: int = 1) -> int:
+        """A count or a size that must be there."""
+        return self._read(whole, key, MISSING, least)
+
+    def whole(self, key: str, default, least: int = 1):
+        return self._read(whole, key, default, least)
+
+    def number(self, key: str, default, least: float, most: float):
+        return self._read(number, key, default, least, most)
+
+    def flag(self, key: str, default=False):
+        return self._read(flag, key, default)
+
+    def words(self, key: str, default):
+        return self._read(words, key, default)
+
+    def section(self, key: str) -> dict:
+        return self._read(section, key, {})
 
     @property
     def norm_eps(self) -> float:
-        value = self.get("rms_norm_eps", 1e-6)
-        if not isinstance(value, (int, float)) or not 0 <= value < 1:
-            raise InputError(f"config.json: rms_norm_eps is {value!r}: it must be a small number such as 1e-6")
-        return float(value)
+        # A value that is null is no value: no model is meant to divide by zero.
+        return number("rms_norm_eps", self.get("rms_norm_eps", 1e-6), 0.0, 0.1)
 
     def refuse(self, *options: str) -> None:
         """Raises InputError where one of ``options`` is set: no model here has them."""
         for option in options:
             if self.get(option):
-                raise InputError(f"{option} {self[option]!r} is not known for model_type {self.model_type!r}")
+                raise InputError(
+                    f"{option} is {shown(self[option])}: it is not known for model_type {shown(self.model_type)}"
+                )
 
     @property
-    def head_dim(self) -> int:
-        if self.get("head_dim") is not None:
-            return self.need("head_dim")
-        return self.need("hidden_size") // self.need("num_attention_heads")
-
-
-def whole(key: str, value, least: int = 1) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise InputError(f"config.json: {key} is {value!r}: it must be a whole number from {least}")
-    return value
+    def heads(self) -> tuple[int, int, int]:
+        """(query heads, key and value heads, dimensions of a head)."""
+        heads = self.need("num_attention_heads")
+        shared = self.whole("num_key_value_heads", heads)
+        if heads % shared:
+            raise InputError(f"num_key_value_heads is {shared}: it must divide num_attention_heads, {heads}")
+        return heads, shared, self.whole("head_dim", None) or self.need("hidden_size") // heads
 
 
 def check_activation(raw: dict) -> None:
     if raw.get("hidden_act", "silu") not in ("silu", "swish"):
-        raise InputError(f"config.json: hidden_act is {raw['hidden_act']!r}: only silu is known")
+        raise InputError(f"hidden_act is {shown(raw['hidden_act'])}: only silu is known")
 
 
-def read_rope(raw: dict, head_dim: int, partial: float = 1.0) -> RopeSpec:
+def read_rope(raw: Raw, head_dim: int, partial: float = 1.0) -> RopeSpec:
     """The rotary embedding, from ``rope_parameters`` or from top-level keys and ``rope_scaling``.
 
     ``partial``: the rotated share of a head where the config does not say.
     """
-    parameters = raw.get("rope_parameters") or {}
-    scaling = {**(raw.get("rope_scaling") or {}), **parameters}
-    theta = float(parameters.get("rope_theta", raw.get("rope_theta", 10000.0)))
-    share = scaling.get("partial_rotary_factor", raw.get("partial_rotary_factor", partial))
-    sections = tuple(scaling["mrope_section"]) if scaling.get("mrope_section") else None
+    parameters = raw.section("rope_parameters")
+    scaling = Raw(raw.section("rope_scaling") | parameters, raw.model_type)
+    top = raw.number("rope_theta", 10000.0, 1.0 + 1e-6, 1e15)
+    theta = Raw(parameters).number("rope_theta", top, 1.0 + 1e-6, 1e15)
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     readers = {"default": lambda *_: None, "mrope": lambda *_: None, "yarn": _yarn, "llama3": _llama3}
-    if kind not in readers:
-        raise InputError(f"rope_type {kind!r} is not known: known are default, llama3 and yarn")
-    return RopeSpec(theta, int(head_dim * share), sections, readers[kind](scaling, raw))
+    if not isinstance(kind, str) or kind not in readers:
+        raise InputError(f"rope_type {shown(kind)} is not known: known are default, llama3 and yarn")
+    share = scaling.number("partial_rotary_factor", raw.number("partial_rotary_factor", partial, 0.0, 1.0), 0.0, 1.0)
+    dim = int(head_dim * share)
+    if dim < 2 or dim % 2:
+        raise InputError(
+            f"head_dim is {head_dim} and partial_rotary_factor {share:g}: {dim} dimensions of a head rotate, "
+            f"which must be an even number from 2"
+        )
+    return RopeSpec(theta, dim, _sections(scaling, dim), readers[kind](scaling, raw))
 
 
-def _yarn(scaling: dict, raw: dict) -> YarnSpec:
+def _sections(scaling: Raw, dim: int) -> tuple[int, int, int] | None:
+    value = scaling.get("mrope_section")
+    if value is None:
+        return None
+    if not isinstance(value, list) or len(value) != 3:
+        raise InputError(f"mrope_section is {shown(value)}: it must be three whole numbers")
+    time, height, width = (whole("mrope_section", v, 0, dim // 2) for v in value)
+    return time, height, width
+
+
+def _yarn(scaling: Raw, raw: Raw) -> YarnSpec:
     unknown = sorted(k for k in ("mscale", "mscale_all_dim") if scaling.get(k)) + ["truncate"] * (
         scaling.get("truncate") is False
     )
-    if unknown or not scaling.get("factor"):
+    if unknown or scaling.get("factor") is None:
         fault = f"has {', '.join(unknown)}" if unknown else "lacks a factor"
         raise InputError(f"the YaRN scaling {fault}: known are factor, beta_fast, beta_slow, attention_factor")
     return YarnSpec(
-        factor=float(scaling["factor"]),
-        original_max_positions=int(scaling.get("original_max_position_embeddings") or raw["max_position_embeddings"]),
-        beta_fast=float(scaling.get("beta_fast") or 32.0),
-        beta_slow=float(scaling.get("beta_slow") or 1.0),
-        attention_factor=scaling.get("attention_factor"),
+        factor=scaling.number("factor", MISSING, 1e-3, 1e6),
+        original_max_positions=scaling.whole("original_max_position_embeddings", None)
+        or raw.need("max_position_embeddings"),
+        beta_fast=scaling.number("beta_fast", 32.0, 1e-6, 1e6),
+        beta_slow=scaling.number("beta_slow", 1.0, 1e-6, 1e6),
+        attention_factor=scaling.number("attention_factor", None, 1e-3, 1e3),
     )
 
 
-def _llama3(scaling: dict, raw: dict) -> Llama3Spec:
+def _llama3(scaling: Raw, raw: Raw) -> Llama3Spec:
     keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    missing = [k for k in keys if not scaling.get(k)]
+    missing = [k for k in keys if scaling.get(k) is None]
     if missing:
         raise InputError(f"the llama3 RoPE scaling lacks {', '.join(missing)}")
-    factor, low, high, original = (scaling[k] for k in keys)
-    return Llama3Spec(float(factor), float(low), float(high), int(original))
+    factor, low, high = (scaling.number(k, MISSING, 1e-3, 1e6) for k in keys[:3])
+    if not low < high:
+        raise InputError(f"high_freq_factor is {high:g}: it must be above low_freq_factor, {low:g}")
+    return Llama3Spec(factor, low, high, scaling.need(keys[3]))
 
 
 def read_attention(text: Raw, *, gated: bool = False, qk_norm: bool = True, partial: float = 1.0) -> AttentionSpec:
     text.refuse("attention_bias", "use_sliding_window")
     check_activation(text)
-    heads = text.need("num_attention_heads")
+    heads, kv_heads, head_dim = text.heads
     return AttentionSpec(
         num_heads=heads,
-        num_kv_heads=text.get("num_key_value_heads") or heads,
-        head_dim=text.head_dim,
-        rope=read_rope(text, text.head_dim, partial),
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        rope=read_rope(text, head_dim, partial),
         gated=gated,
         qk_norm=qk_norm,
     )
 
 
 def read_delta(text: Raw) -> GatedDeltaSpec:
-    return GatedDeltaSpec(
+    spec = GatedDeltaSpec(
         num_key_heads=text.need("linear_num_key_heads"),
         num_value_heads=text.need("linear_num_value_heads"),
         key_dim=text.need("linear_key_head_dim"),
         value_dim=text.need("linear_value_head_dim"),
-        conv_kernel=text.get("linear_conv_kernel_dim", 4),
+        conv_kernel=text.whole("linear_conv_kernel_dim", 4, least=2),
     )
+    if spec.num_value_heads % spec.num_key_heads:
+        raise InputError(
+            f"linear_num_value_heads is {spec.num_value_heads}: it must be a multiple of linear_num_key_heads, "
+            f"{spec.num_key_heads}"
+        )
+    return spec
 
 
 def read_ffns(text: Raw, *, shared: bool, normalise: bool) -> list[MlpSpec | MoeSpec]:
     """The feed-forward of each layer. ``shared``: its experts have a shared one beside them; ``normalise``: the chosen
     experts' weights are made to sum to one."""
-    depth, step, dense = text.need("num_hidden_layers"), text.get("decoder_sparse_step", 1), text.get("mlp_only_layers")
+    depth, step = text.need("num_hidden_layers"), text.whole("decoder_sparse_step", 1)
+    dense = text.get("mlp_only_layers") or []
+    if not isinstance(dense, list):
+        raise InputError(f"mlp_only_layers is {shown(dense)}: it must be a list of layers")
+    dense = {whole("mlp_only_layers", i, 0, depth - 1) for i in dense}
     # transformers writes the second name.
-    experts = text.get("num_experts") or text.get("num_local_experts")
+    experts = text.whole("num_experts", 0, least=0) or text.whole("num_local_experts", 0, least=0)
     if not experts:
         return [MlpSpec(text.need("intermediate_size"))] * depth
+    if experts * depth > MOST_EXPERTS:
+        raise InputError(f"num_experts is {experts} in {depth} layers: at most {MOST_EXPERTS} in all are possible")
     moe = MoeSpec(
         num_experts=experts,
         experts_per_token=text.need("num_experts_per_tok"),
@@ -130,17 +253,17 @@ def read_ffns(text: Raw, *, shared: bool, normalise: bool) -> list[MlpSpec | Moe
         normalise_top_k=normalise,
     )
     if moe.experts_per_token > experts:
-        raise InputError(f"config.json: num_experts_per_tok is {moe.experts_per_token}, there are {experts} experts")
-    sparse = [i not in (dense or ()) and (i + 1) % step == 0 for i in range(depth)]
+        raise InputError(f"num_experts_per_tok is {moe.experts_per_token}, there are {experts} experts")
+    sparse = [i not in dense and (i + 1) % step == 0 for i in range(depth)]
     return [moe if s else MlpSpec(text.need("intermediate_size")) for s in sparse]
 
 
 def read_kinds(text: Raw, known: tuple[str, ...], default: list[str]) -> list[str]:
     """``layer_types``, or ``default``."""
-    kinds = text.get("layer_types") or default
+    kinds = text.words("layer_types", []) or default
     if len(kinds) != len(default):
         raise InputError(f"layer_types has {len(kinds)} entries, num_hidden_layers is {len(default)}: they must agree")
     unknown = sorted(set(kinds) - set(known))
     if unknown:
-        raise InputError(f"layer_types has {unknown}: known are {sorted(known)}")
+        raise InputError(f"layer_types has {shown(unknown)}: known are {sorted(known)}")
     return kinds
