@@ -217,7 +217,8 @@ def _filter(logits, rows: SamplingRows):
         def total(x):
             return over.sum(x.sum(-1, keepdims=True))
 
-        mass = rows.top_p[:, None, None] * total(weights)
+        # The likeliest weighs 1. A product that underflows to 0 would be reached without it.
+        mass = jnp.maximum(rows.top_p, jnp.finfo(jnp.float32).tiny)[:, None, None] * total(weights)
         kept = _largest_threshold(weights, lambda m: total(jnp.where(m, weights, 0.0)) >= mass)
         # At top_p 1 the rounding of a sum must not cut the tail.
         kept = kept | (rows.top_p >= 1)[:, None, None]

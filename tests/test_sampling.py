@@ -185,6 +185,33 @@ def test_top_p_of_1_keeps_the_tail_that_a_sum_loses():
     assert np.isfinite(run(logits, rows)[0, 0]).sum() == V - 1
 
 
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    st.sampled_from([1e-330, 1e-46, 1e-45, 1e-40, 1e-39, 1e-38, 1.1754944e-38, 3e-38, 1e-30, 1e-12]),
+    st.sampled_from([1e-5, 0.3, 1.0, 50.0]),
+    st.sampled_from([0, 1, 3, V]),
+    st.sampled_from([0.0, 1e-45, 0.5, 1.0]),
+    st.integers(0, 10**6),
+    st.booleans(),
+)
+def test_the_smallest_top_p_is_greedy(top_p, temperature, top_k, min_p, seed, tied):
+    """Denormals, and what float32 takes for 0, too: the likeliest token always stays, and what ties with it."""
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(0, 3, (B, T, V)).astype(np.float32)
+    logits = np.round(logits) if tied else logits
+    option = OFF | {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
+    rows = rows_of([option, OFF | {"temperature": 1.0, "min_p": 1.0}, option])
+    found = run(jnp.asarray(logits), rows)
+    for b in range(B):
+        for t in range(T):
+            expected, margin = processed_reference(logits[b, t], options_of(rows, b))
+            assume(margin > 1e-5)
+            assert_processed(np.asarray(found[b, t]), expected)
+    tokens = np.asarray(draw(found, rows, jnp.asarray([[0, 1]] * B)))
+    chosen = np.take_along_axis(logits, tokens[..., None], -1)[..., 0]
+    np.testing.assert_array_equal(chosen, logits.max(-1))
+
+
 def test_a_temperature_scales_before_the_cuts():
     logits = jnp.asarray(np.linspace(3, -3, V, dtype=np.float32))[None, None]
     kept = [np.isfinite(run(logits, rows_of([OFF | {"temperature": t, "top_p": 0.5}]))).sum() for t in (0.3, 1, 3)]
