@@ -2,35 +2,22 @@
 delta rule, mixtures of experts, and the noise of draws.
 
 XLA's own product of four rows takes twice as long as one of one row, cannot read weights in bfloat16 faster than in
-float32, and its small products take tens of microseconds to start (benchmarks/NOTES.md). Compiled when first needed, in
-seconds, by the C++ compiler that is there, for this very CPU, and kept in the user's cache directory.
+float32, and its small products take tens of microseconds to start (benchmarks/NOTES.md). `cpu_library` compiles them.
 """
 
 import ctypes
-import hashlib
 import logging
-import os
-import platform
-import shlex
-import shutil
 import subprocess
-import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import jaxlib
 import numpy as np
+
+from dflash_jax.kernels.cpu_library import find_compiler, load, threads
 
 log = logging.getLogger("dflash_jax")
 
-HERE = Path(__file__).parent
-SOURCES = [HERE / f"cpu_{name}.cc" for name in ("panels", "product", "attention", "delta", "experts", "noise", "team")]
-HEADERS = [HERE / f"cpu_{name}.h" for name in ("panels", "shared")]
-NATIVE = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
-FLAGS = ("-O3", NATIVE, "-std=c++20", "-fPIC", "-pthread", "-w")
 LANES = 16  # outputs in a panel
 MOST_SIZE = 256  # of heads, of attention and of the delta rule
 
@@ -44,7 +31,7 @@ def is_here() -> bool:
         log.warning("no C++ compiler is here (c++, or CXX): on this CPU all kernels are XLA's, which are slower")
         return False
     try:
-        library = _loaded(compiler)
+        library = load(compiler)
     except (ImportError, OSError, subprocess.SubprocessError) as e:
         lines = (getattr(e, "stderr", None) or str(e)).strip().splitlines()
         reason = next((line for line in lines if "error" in line), lines[0] if lines else type(e).__name__)
@@ -54,66 +41,6 @@ def is_here() -> bool:
     for name in ("DflashLinear", "DflashAttend", "DflashMix", "DflashReplay", "DflashExperts", "DflashNoise"):
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
     return True
-
-
-def threads() -> int:
-    """As many as the process may use cores, or OMP_NUM_THREADS."""
-    if (asked := os.environ.get("OMP_NUM_THREADS", "")).isdecimal():
-        return max(1, int(asked))
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def find_compiler() -> list[str] | None:
-    """The command, or None."""
-    command = shlex.split(os.environ.get("CXX") or "c++")
-    found = shutil.which(command[0])
-    return [found, *command[1:]] if found else None
-
-
-def _loaded(compiler: list[str]) -> ctypes.CDLL:
-    library = compiled(compiler)
-    try:
-        return ctypes.CDLL(str(library))
-    except OSError:
-        # Made by another compiler's libraries, or not written to its end.
-        library.unlink()
-        return ctypes.CDLL(str(compiled(compiler)))
-
-
-def compiled(compiler: list[str]) -> Path:
-    """The library, made where it is not there yet."""
-    from platformdirs import user_cache_path
-
-    directory = user_cache_path("dflash_jax") / "kernels"
-    versions = (str(os.stat(compiler[0]).st_mtime_ns), *platform.libc_ver(), jaxlib.__version__)
-    digest = hashlib.sha256("\0".join((*compiler, *FLAGS, *versions, _cpu())).encode())
-    for source in (*SOURCES, *HEADERS):
-        digest.update(source.read_bytes())
-    library = directory / f"cpu-{digest.hexdigest()[:16]}.so"
-    if not library.exists():
-        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.TemporaryDirectory(dir=directory) as made:
-
-            def run(*args: str) -> None:
-                command = [*compiler, *FLAGS, *args]
-                subprocess.run(command, check=True, capture_output=True, text=True, errors="replace", timeout=300)
-
-            objects = [f"{made}/{source.stem}.o" for source in SOURCES]
-            with ThreadPoolExecutor(threads()) as pool:
-                include = f"-I{jax.ffi.include_dir()}"
-                list(pool.map(lambda source, o: run(include, "-c", str(source), "-o", o), SOURCES, objects))
-            run("-shared", *objects, "-o", f"{made}/it.so")
-            os.replace(f"{made}/it.so", library)
-    return library
-
-
-def _cpu() -> str:
-    """What tells the machines that share a home directory apart: the compiled code is for one kind of CPU."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return f"{platform.machine()} {platform.processor()}"
-    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())
 
 
 def linear(x, weights, norm=None, eps: float = 0.0, offset: float = 0.0, *, kept=False, gated=False, residual=None):

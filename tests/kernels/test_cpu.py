@@ -116,21 +116,6 @@ def test_callers_at_one_time_do_not_mix():
     assert not wrong
 
 
-@needs_kernel
-def test_it_is_compiled_once(tmp_path, monkeypatch):
-    monkeypatch.setattr("platformdirs.user_cache_path", lambda _: tmp_path)
-    monkeypatch.setattr(cpu, "FLAGS", [flag for flag in cpu.FLAGS if flag != "-O3"])
-    compiler = cpu.find_compiler()
-    first = cpu.compiled(compiler)
-    # What does not load is made again.
-    first.write_bytes(b"not a library")
-    assert cpu._loaded(compiler).DflashLinear
-    written = first.stat().st_mtime_ns
-    assert cpu.compiled(compiler) == first
-    assert first.stat().st_mtime_ns == written
-    assert [p.name for p in (tmp_path / "kernels").iterdir()] == [first.name]
-
-
 @pytest.mark.parametrize(
     ("compiler", "said"), [("no-such-compiler", "no C++ compiler is here"), ("false", "could not make")]
 )
