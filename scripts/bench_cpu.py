@@ -3,9 +3,9 @@
     python scripts/bench_cpu.py [--target DIR --draft DIR] [--data FILE ... --temperatures 0 0.7] [--blocks 1 4]
                                 [--gguf FILE ...]
 
-Without --data: a few beginnings of Python, --new-tokens tokens each; with it, answers to the first --prompts
-conversations of each file (JSON lines {"messages": [...]}), at most --new-tokens long. --gguf: files of the same
-weights for llama.cpp (the package llama-cpp-python), in the bits that they have.
+Without --data: a few beginnings of Python, --new-tokens tokens each; with it, answers to the first turns of the first
+--prompts conversations of each file (as scripts/benchmark_data.py writes them), at most --new-tokens long. --gguf:
+files of the same weights for llama.cpp (the package llama-cpp-python), in the bits that they have.
 """
 
 import argparse
@@ -28,13 +28,13 @@ PROMPTS = [
 
 def read_prompts(path: str | None, count: int, target: str) -> list[list[int]]:
     """Token ids, the same for all contenders."""
+    from dflash_jax.benchmarking.data import read_task
     from dflash_jax.text import Tokenizer
 
     tokenizer = Tokenizer(Path(target))
     if path is None:
         return [tokenizer.encode(text) for text in PROMPTS[:count]]
-    lines = Path(path).read_text(encoding="utf-8").splitlines()[:count]
-    return [tokenizer.chat(json.loads(line)["messages"]) for line in lines]
+    return [tokenizer.chat([{"role": "user", "content": turns[0]}]) for turns in read_task(Path(path), None, 0)[:count]]
 
 
 def transformers_answers(target: str) -> Callable:
@@ -147,7 +147,7 @@ def main() -> None:
     parser.add_argument("--draft")
     parser.add_argument("--new-tokens", type=int, default=200)
     parser.add_argument("--prompts", type=int, default=len(PROMPTS), help="of each file (default: %(default)s)")
-    parser.add_argument("--data", nargs="+", metavar="FILE", help='JSON lines {"messages": [...]}')
+    parser.add_argument("--data", nargs="+", metavar="FILE", help='JSON lines {"turns": ["…"]}')
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0], metavar="T", help="default: 0")
     parser.add_argument("--blocks", nargs="+", type=int, default=[4, 8, 16], metavar="N", help="default: 4 8 16")
     parser.add_argument("--draft-tokens", default="auto", metavar="FILE|none", help="as generate's")

@@ -4,6 +4,7 @@ import asyncio
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -17,6 +18,8 @@ from dflash_jax.benchmarking.clients import Answer, Asking, HttpClient
 from dflash_jax.benchmarking.data import read_tasks
 from dflash_jax.benchmarking.tables import markdown
 from dflash_jax.engine import warm_up
+from dflash_jax.llm import TINY
+from dflash_jax.text import Tokenizer
 
 TALKS = [["def f(a):", "and now shorter"], ["import os"], ["class Reader:"]]
 
@@ -290,6 +293,9 @@ def test_a_server_that_hangs_is_left(data):
         ("{", r"x.jsonl:2: a line must be"),
         ('{"turns": []}', "x.jsonl:2: turns is"),
         ('{"turns": [1]}', "x.jsonl:2: turns"),
+        ('{"text": "a"}', "x.jsonl:2: a line must be"),
+        ('{"messages": [{"role": "assistant", "content": "a"}]}', "x.jsonl:2: a line must be .*user alone"),
+        ('{"messages": ["a"]}', "x.jsonl:2: a line must be"),
     ],
 )
 def test_a_broken_line_is_named(line, message, tmp_path):
@@ -333,3 +339,24 @@ def test_the_interval_holds_the_mean_and_narrows():
 
 def test_an_empty_record_has_a_table():
     assert "| task |" in markdown({"about": {"model": "m", "command": "c"}, "cells": {}}, {}, ["autoregressive", "8"])
+
+
+def test_one_format_for_all_that_write_and_read(tmp_path, monkeypatch):
+    """What benchmark_data.py and smollm2_prompts.py write is what the benchmark and bench_cpu.py read."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "scripts"))
+    import bench_cpu
+    import benchmark_data
+    import smollm2_prompts
+
+    questions = ["Sort a list.", "Say \u2028 it."]
+    monkeypatch.setitem(benchmark_data.TASKS, "humaneval", lambda: ([q, "And now?"] for q in questions))
+    assert benchmark_data.run([str(tmp_path), "humaneval"]) == 0
+    smollm2_prompts.write(tmp_path / "chat.jsonl", questions)
+    tasks = read_tasks([tmp_path / "humaneval.jsonl", tmp_path / "chat.jsonl"], None, 0)
+    assert tasks == {"HumanEval": [[q, "And now?"] for q in questions], "chat": [[q] for q in questions]}
+    tokenizer = Tokenizer(TINY / "target")
+    expected = [tokenizer.chat([{"role": "user", "content": q}]) for q in questions]
+    for name in ("humaneval", "chat"):
+        path = str(tmp_path / f"{name}.jsonl")
+        assert bench_cpu.read_prompts(path, 5, str(TINY / "target")) == expected
+        assert bench_cpu.read_prompts(path, 1, str(TINY / "target")) == expected[:1]

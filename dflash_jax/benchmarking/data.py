@@ -1,4 +1,5 @@
-"""Tasks of a benchmark: JSON lines ``{"turns": ["what the user says first", …]}``, a file a task."""
+"""Tasks of a benchmark: JSON lines ``{"turns": ["what the user says first", …]}``, a file a task. Lines of training
+prompts, ``{"messages": [{"role": "user", "content": "…"}]}``, are read too."""
 
 import json
 import random
@@ -19,6 +20,12 @@ TITLES = {
 }
 
 
+def _user_turn(message: dict) -> str:
+    if message["role"] != "user":
+        raise ValueError(message["role"])
+    return message["content"]
+
+
 def read_task(path: Path, count: int | None, seed: int) -> list[list[str]]:
     """Its conversations, the user's turns of each; ``count`` of them, drawn by ``seed``."""
     found = []
@@ -32,9 +39,12 @@ def read_task(path: Path, count: int | None, seed: int) -> list[list[str]]:
         if not line.strip():
             continue
         try:
-            turns = json.loads(line).get("turns")
-        except (ValueError, AttributeError):
-            raise InputError(f'{path}:{number}: a line must be an object {{"turns": ["…"]}}') from None
+            record = json.loads(line)
+            turns = record["turns"] if "turns" in record else [_user_turn(m) for m in record["messages"]]
+        except (ValueError, TypeError, KeyError, RecursionError):
+            raise InputError(
+                f'{path}:{number}: a line must be an object {{"turns": ["…"]}}, or have messages of the user alone'
+            ) from None
         if not isinstance(turns, list) or not turns or not all(isinstance(t, str) and t for t in turns):
             raise InputError(f"{path}:{number}: turns is {turns!r}: it must be a list of texts")
         found.append(turns)
