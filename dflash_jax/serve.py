@@ -71,6 +71,8 @@ def run(args, system) -> int:
     logging.basicConfig(
         level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr, force=True
     )
+    # At INFO, JAX lists the backends that this machine does not have, which is no fault.
+    logging.getLogger("jax").setLevel(max(logging.WARNING, logging.getLogger().level))
     try:
         import uvicorn
     except ImportError:

@@ -1,5 +1,6 @@
 """Between text and token ids: tokenizer, chat template, detokenising while tokens arrive, stop strings."""
 
+import os
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -43,6 +44,8 @@ class Tokenizer:
 
     @cached_property
     def _full(self):
+        # Tokenizers and templates need no PyTorch, which transformers advises to install.
+        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
         from transformers import AutoTokenizer
 
         try:

@@ -1,15 +1,22 @@
 """Drafters at their beginning."""
 
+import json
 from dataclasses import replace
+from types import SimpleNamespace
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from families import family_config
 from helpers import random_decoder, random_drafter, tiny_draft_config
 
 from dflash_jax import InputError
+from dflash_jax.checkpoint.load import load_drafter, load_target
 from dflash_jax.config import DraftLayerSpec
-from dflash_jax.training.drafters import copy_layers
+from dflash_jax.llm import TINY
+from dflash_jax.models.families import dflash
+from dflash_jax.training.config import TrainConfig
+from dflash_jax.training.drafters import copy_layers, export, raw_config
 
 
 @pytest.fixture(params=["llama", "qwen3"])
@@ -46,6 +53,24 @@ def test_norms_that_a_target_lacks_are_of_the_size_of_its_keys():
     layer = drafter.layers[0]
     keys = np.einsum("th,kdh->tkd", inputs * np.asarray(layer.input_norm.weight[...]), np.asarray(layer.mixer.k[...]))
     assert abs(float(layer.mixer.k_norm.weight[0]) / np.sqrt(np.mean(keys**2)) - 1) < 0.05
+
+
+def test_a_causal_head_is_trained_and_exported_as_one(tmp_path):
+    """JetSpec's drafters: all layers are causal within the block, and their config.json keeps saying so."""
+    raw = json.loads((TINY / "draft" / "config.json").read_text())
+    raw["dflash_config"]["causal_head"] = True
+    (tmp_path / "draft.json").write_text(json.dumps(raw))
+    llm = SimpleNamespace(config=load_target(TINY / "target").config)
+    kept = raw_config(TrainConfig(data=("x",), output="y", draft_config=str(tmp_path / "draft.json")), llm)
+    config = dflash.read_config(kept)
+    assert [spec.causal for spec in config.layers] == [True] * 3
+    drafter = random_drafter(config)
+    export(drafter, kept, tmp_path / "exported")
+    assert json.loads((tmp_path / "exported" / "config.json").read_text()) == raw
+    again = load_drafter(tmp_path / "exported")
+    assert again.config == config
+    masks = [layer.block_mask(jnp.array([16]), 16)[0] for layer in again.layers]
+    assert not any(np.triu(mask, 1).any() for mask in masks)
 
 
 @pytest.mark.parametrize(
