@@ -83,7 +83,7 @@ class LLM:
     ):
         if draft == "auto":
             draft = TINY / "draft" if target is None else None
-        directory = TINY / "target" if target is None else resolve(target)
+        self.directory = directory = TINY / "target" if target is None else resolve(target)
         self.dtype = dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
         if self.dtype not in DTYPES:
             raise InputError(f"dtype {self.dtype!r}: it must be one of {', '.join(DTYPES)}")

@@ -104,7 +104,11 @@ def run(args, system) -> int:
     store = ResponseStore(args.response_store)
     serving = Serving(llm, AsyncEngine(engine), names, limits, info=info, response_store=store)
     config = uvicorn.Config(
-        build(serving, args.api_key), log_level="warning", access_log=False, lifespan="off", timeout_keep_alive=65
+        build(serving, args.api_key, args.cors),
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        timeout_keep_alive=65,
     )
     return asyncio.run(Runner(config, serving, args.drain_s).serve_until_drained(listening))
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import jinja2
 import tokenizers
 
+from dflash_jax.checkpoint.config_json import read_json
 from dflash_jax.errors import InputError
 
 # Tokens that may wait for the rest of a character, or show nothing at all.
@@ -74,6 +75,12 @@ class Tokenizer:
     @cached_property
     def _is_byte_level(self) -> bool:
         return self.file is not None and "ByteLevel" in self.file.read_text(encoding="utf-8")
+
+    @cached_property
+    def config(self) -> dict:
+        """What tokenizer_config.json says; empty where there is none."""
+        path = self._directory / "tokenizer_config.json"
+        return read_json(path) if path.exists() else {}
 
     @cached_property
     def chat_template(self) -> str | None:

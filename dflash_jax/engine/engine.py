@@ -89,6 +89,11 @@ class Engine:
         return len(self._waiting)
 
     @property
+    def waiting_tokens(self) -> int:
+        """Prompt tokens of the requests that wait."""
+        return sum(len(request.prompt) for _, _, request in list(self._waiting))
+
+    @property
     def free_slots(self) -> int:
         return len(self._free)
 
@@ -142,6 +147,13 @@ class Engine:
         self._waiting = [entry for entry in self._waiting if entry[2] is not request]
         heapq.heapify(self._waiting)
         self._told.append(self._end(request, "abort", [], []))
+
+    def flush(self) -> bool:
+        """Forgets all known prefixes. Does nothing, and returns False, while requests are under way."""
+        if self._live:
+            return False
+        self.store.clear()
+        return True
 
     def step(self) -> list[Event]:
         """Starts the next work, and tells what the step before brought."""

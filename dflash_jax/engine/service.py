@@ -3,10 +3,14 @@
 import asyncio
 import threading
 from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
+from typing import TypeVar
 
 from dflash_jax.engine.engine import Engine, EngineError, QueueFullError
 from dflash_jax.engine.request import Event, Request
+
+T = TypeVar("T")
 
 
 class AsyncEngine:
@@ -54,6 +58,39 @@ class AsyncEngine:
         """An empty engine after a failure."""
         self._command(self.engine.restart)
 
+    def abort(self, request: Request) -> None:
+        """Ends a request wherever it is; its last event has the finish_reason "abort"."""
+        self._command(self.engine.abort, request)
+
+    async def call(self, function: Callable[[], T]) -> T:
+        """The result of ``function()``, which runs on the engine's thread between two steps. Raises EngineError where
+        the thread has ended."""
+        if self._stopping or not self._thread.is_alive():
+            raise EngineError("the engine is not running")
+        loop = asyncio.get_running_loop()
+        result = loop.create_future()
+
+        def deliver(value: T | None, error: Exception | None) -> None:
+            if result.done():
+                # The caller has left.
+                return
+            if error is not None:
+                result.set_exception(error)
+            else:
+                result.set_result(value)
+
+        def run() -> None:
+            try:
+                value, error = function(), None
+            except Exception as e:
+                value, error = None, e
+            # A closed loop waits for no result.
+            with suppress(RuntimeError):
+                loop.call_soon_threadsafe(deliver, value, error)
+
+        self._command(run)
+        return await result
+
     def submit(self, request: Request) -> AsyncGenerator[Event, None]:
         """The request's events; the last one has a finish_reason. Raises InputError, QueueFullError and EngineError at
         once; the two latter may also come in place of the first event."""
@@ -83,7 +120,7 @@ class AsyncEngine:
         finally:
             self._inboxes.pop(request, None)
             if request.finish_reason is None:
-                self._command(self.engine.abort, request)
+                self.abort(request)
 
     def _submit(self, request: Request) -> None:
         try:

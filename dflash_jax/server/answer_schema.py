@@ -63,7 +63,7 @@ class ChatChoice(Answer):
     index: int
     message: ChatMessage
     logprobs: dict[str, Any] | None
-    finish_reason: Literal["stop", "length", "tool_calls"]
+    finish_reason: Literal["stop", "length", "tool_calls", "abort"]
     stop_reason: int | str | None
     matched_stop: int | str | None
 
@@ -83,7 +83,7 @@ class CompletionChoice(Answer):
     index: int
     text: str
     logprobs: dict[str, Any] | None
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "abort"]
     stop_reason: int | str | None
     matched_stop: int | str | None
 
@@ -198,3 +198,30 @@ class Version(Answer):
 
 class Status(Answer):
     status: str
+
+
+class Load(Answer):
+    """Requests for text that have no whole answer yet."""
+
+    server_load: int
+
+
+class ModelInfo(Answer):
+    model_path: str | None
+    served_model_name: str
+    is_generation: bool
+    max_model_len: int
+
+
+class Rendered(Answer):
+    """vLLM's request for tokens: what would be generated from."""
+
+    request_id: str
+    token_ids: list[int]
+    sampling_params: dict[str, Any]
+    model: str
+
+
+class Flushed(Answer):
+    success: bool
+    message: str

@@ -11,15 +11,19 @@ from starlette.staticfiles import StaticFiles
 from dflash_jax.server import (
     chat,
     completions,
+    control,
+    info,
     messages,
     native,
     notes,
     operations,
+    render,
     request_id,
     responses,
     stored_responses,
 )
 from dflash_jax.server.answer_schema import Error
+from dflash_jax.server.cors import Cors
 from dflash_jax.server.errors import ApiError, add_handlers, answer
 from dflash_jax.server.schema_base import unknown_fields
 from dflash_jax.server.serving import ClientGoneError, Serving
@@ -28,14 +32,18 @@ log = logging.getLogger("dflash_jax.access")
 
 PAGE = Path(__file__).parent / "page"
 # What needs no key: the page, probes and metrics, as in vLLM.
-OPEN_PATHS = ("/health", "/health_generate", "/ready", "/version", "/metrics")
-# What works without an engine.
-ALWAYS = (*OPEN_PATHS, "/server_info", "/get_server_info", "/get_model_info", "/docs", "/openapi.json")
+OPEN_PATHS = ("/health", "/health_generate", "/ready", "/ping", "/version", "/metrics", "/docs", "/openapi.json")
+# What works without an engine, or is no request for text.
+ALWAYS = (*OPEN_PATHS, "/abort_request", "/flush_cache", "/reset_prefix_cache")
 CLIENT_GONE = 499
 
 
+GUARDED = ("/v1/", "/generate", "/tokenize", "/detokenize", "/server_info", "/get_", "/model_info", "/load")
+GUARDED += ("/invocations", "/flush_cache", "/reset_prefix_cache", "/abort_request")
+
+
 def needs_key(path: str) -> bool:
-    return path.startswith(("/v1/", "/generate", "/tokenize", "/detokenize", "/server_info", "/get_"))
+    return path.startswith(GUARDED)
 
 
 def needs_engine(scope) -> bool:
@@ -102,10 +110,13 @@ class Gate:
 
     def _check(self, scope) -> None:
         headers, serving = dict(scope["headers"]), self.serving
+        # Whose requests a client may abort: without a key, all clients are one.
+        scope.setdefault("state", {})["owner"] = ""
         if self._expected is not None and needs_key(scope["path"]):
             given = headers.get(b"authorization", b"")
             if not hmac.compare_digest(given, self._expected):
                 raise ApiError(401, "the API key is missing or wrong: send it as Authorization: Bearer KEY")
+            scope["state"]["owner"] = given.decode("latin-1")
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > serving.limits.body_bytes:
             raise ApiError(413, f"the body has {int(length)} bytes: at most {serving.limits.body_bytes} are possible")
@@ -116,8 +127,9 @@ class Gate:
                 raise ApiError(503, "the server is warming up")
 
 
-def build(serving: Serving, api_key: str | None = None) -> FastAPI:
-    """The ASGI application of a `Serving`. ``api_key`` None: any key will do."""
+def build(serving: Serving, api_key: str | None = None, cors: Cors | None = None) -> FastAPI:
+    """The ASGI application of a `Serving`. ``api_key`` None: any key will do. ``cors`` None: pages of other origins
+    cannot read answers."""
     app = FastAPI(
         title="dflash_jax",
         description="OpenAI's, Anthropic's and SGLang's interfaces, with lossless DFlash speculative decoding.",
@@ -125,10 +137,16 @@ def build(serving: Serving, api_key: str | None = None) -> FastAPI:
         redoc_url=None,
         responses={"4XX": {"model": Error}, "5XX": {"model": Error}},
     )
-    app.state.serving = serving
-    for module in (chat, completions, responses, stored_responses, messages, native, operations):
+    app.state.serving, app.state.probe = serving, control.Probe(serving)
+    for module in (
+        *(chat, completions, responses, stored_responses, messages, native),
+        *(operations, info, control, render),
+    ):
         app.include_router(module.router)
     add_handlers(app)
     app.mount("/", StaticFiles(directory=PAGE, html=True), name="page")
     app.add_middleware(Gate, serving=serving, api_key=api_key)
+    if cors is not None:
+        # Outside of the gate: a preflight has no key, and a refusal is to be readable.
+        cors.add_to(app)
     return app

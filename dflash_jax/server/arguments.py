@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from dflash_jax.arguments import block_size
 from dflash_jax.errors import InputError
 from dflash_jax.options import Parser, add_platform, with_config
+from dflash_jax.server import cors
 
 log = logging.getLogger("dflash_jax.server")
 
@@ -106,6 +107,7 @@ def make_parser() -> argparse.ArgumentParser:
     http.add_argument(
         "--trust-request-chat-template", action="store_true", help="let requests bring a chat_template of their own"
     )
+    cors.add_arguments(http)
     http.add_argument("--drain-s", type=float, default=30.0, metavar="S", help="after SIGTERM (default: 30)")
     http.add_argument(
         "--response-store", type=int, default=1024, metavar="N", help="responses kept for later turns (default: 1024)"
@@ -186,6 +188,7 @@ def parse(argv: list[str] | None):
     for name, least in (("max_queue", 0), ("max_num_batched_tokens", 16), ("drain_s", 0), ("response_store", 0)):
         if getattr(args, name) is not None and getattr(args, name) < least:
             raise InputError(f"--{name.replace('_', '-')} {getattr(args, name)}: it must be {least} or more")
+    args.cors = cors.of_arguments(args)
     if args.api_key == "":
         raise InputError("--api-key is empty: leave it out to take any key")
     if not 0 <= args.port < 2**16:

@@ -298,6 +298,7 @@ async def chat_completions(http: Request, body: schema.ChatRequest):
     name = request_id.choose("chatcmpl-", body.request_id, body.rid)
     talk, rows = await while_connected(http, prepared(serving, body))
     head = {"id": name, "created": int(time.time()), "model": body.model or serving.name}
+    serving.register(rows, name, http.state.owner)
     if body.stream:
         return await EventStream.start(http, streamed(serving, body, talk, rows, head))
     return JsonResponse(await while_connected(http, whole(serving, body, talk, rows, head)))

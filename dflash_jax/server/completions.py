@@ -65,6 +65,7 @@ async def completions(http: Request, body: schema.CompletionRequest):
         "created": int(time.time()),
         "model": body.model or serving.name,
     }
+    serving.register(rows, head["id"], http.state.owner)
     if body.stream:
         return await EventStream.start(http, streamed(serving, body, rows, head))
     await while_connected(http, serving.run(rows))

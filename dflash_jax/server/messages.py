@@ -293,6 +293,7 @@ async def messages(http: Request, body: MessagesRequest):
     serving: Serving = http.app.state.serving
     name = request_id.choose("msg_")
     talk, rows = await while_connected(http, prepared(serving, as_chat(body)))
+    serving.register(rows, name, http.state.owner)
     message = {
         "id": name,
         "type": "message",

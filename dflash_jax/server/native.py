@@ -1,9 +1,9 @@
-"""SGLang's own interface: /generate and /server_info."""
+"""SGLang's own interface: /generate."""
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator
-from importlib.metadata import version
 
 from fastapi import APIRouter, Request
 
@@ -64,13 +64,21 @@ def _each(given: str | list[str] | None, count: int, name: str) -> list[str | No
     return given
 
 
-def ids_of(body: schema.GenerateRequest, count: int) -> list[str]:
-    """The id of each of an answer's ``count`` texts, as SGLang numbers them."""
+def names_of(body: schema.GenerateRequest, count: int) -> list[str]:
+    """The request's id of each of an answer's ``count`` texts."""
     if isinstance(body.rid, list):
-        each = count // len(body.rid)
-        return [f"{rid}_{i}" if each > 1 else rid for rid in body.rid for i in range(each)]
-    name = request_id.choose("", rid=body.rid)
-    return [name] if count == 1 else [f"{name}_{i}" for i in range(count)]
+        return [rid for rid in body.rid for _ in range(count // len(body.rid))]
+    return [request_id.choose("", rid=body.rid)] * count
+
+
+def numbered(names: list[str]) -> list[str]:
+    """The id of each text, as SGLang numbers the texts of one request."""
+    counts, seen = Counter(names), Counter()
+    ids = []
+    for name in names:
+        ids.append(f"{name}_{seen[name]}" if counts[name] > 1 else name)
+        seen[name] += 1
+    return ids
 
 
 def answer(
@@ -83,6 +91,8 @@ def answer(
         reason["length"] = request.params.max_tokens
     elif ended == "stop":
         reason["matched"] = row.matched
+    elif ended == "abort":
+        reason["message"] = "ended by /abort_request"
     rounds = len(row.accepted)
     meta = {
         "id": name,
@@ -122,7 +132,10 @@ async def generate(http: Request, body: schema.GenerateRequest):
     serving: Serving = http.app.state.serving
     began = time.perf_counter()
     rows, several = await while_connected(http, prepared(serving, body))
-    ids = ids_of(body, len(rows))
+    names = names_of(body, len(rows))
+    for row, name in zip(rows, names, strict=True):
+        serving.register([row], name, http.state.owner)
+    ids = numbered(names)
     if body.stream:
         return await EventStream.start(http, streamed(serving, body, rows, several, ids, began))
     await while_connected(http, serving.run(rows))
@@ -139,38 +152,3 @@ async def streamed(
     async for i, piece in serving.merged(rows):
         found = answer(serving, body, rows[i], ids[i], began, piece.finish_reason)
         yield frame(found | ({"index": i} if several else {}))
-
-
-@router.get("/server_info", response_model=None)
-@router.get("/get_server_info", response_model=None, include_in_schema=False)
-async def server_info(http: Request):
-    """How the server was set up, and what its engine counted."""
-    serving: Serving = http.app.state.serving
-    engine = serving.engine.engine
-    s = engine.statistics
-    drafts = max(s.drafts, 1)
-    accepted = sum((n - 1) * c for n, c in dict(s.accepted).items())
-    state = {
-        "running": engine.running,
-        "waiting": engine.waiting,
-        "usage": engine.usage,
-        "requests": dict(s.requests),
-        "rounds": s.rounds,
-        "dispatches": {f"{rows}x{width}": c for (rows, width), c in dict(s.dispatches).items()},
-        "avg_spec_accept_length": 1 + accepted / drafts if s.drafts else None,
-        "round_seconds": {f"{rows}x{width}": v for (rows, width), v in dict(engine.policy.seconds).items()},
-    }
-    return JsonResponse(
-        {
-            "version": version("dflash-jax"),
-            **serving.info,
-            "max_model_len": serving.capacity,
-            "internal_states": [state],
-        }
-    )
-
-
-@router.get("/get_model_info", response_model=None)
-async def model_info(http: Request):
-    serving: Serving = http.app.state.serving
-    return JsonResponse({"model_path": serving.info.get("model_path"), "is_generation": True})

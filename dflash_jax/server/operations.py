@@ -41,9 +41,10 @@ async def model(http: Request, name: str):
 
 
 @router.get("/health", responses={200: {"model": Status}, **NOT_READY}, response_model=None)
-@router.get("/health_generate", include_in_schema=False, response_model=None)
+@router.get("/ping", response_model=None, include_in_schema=False)
+@router.post("/ping", response_model=None, include_in_schema=False)
 async def health(http: Request):
-    """Whether the process and its engine are well."""
+    """Whether the process and its engine are well. SageMaker asks as /ping."""
     serving: Serving = http.app.state.serving
     if serving.failure is not None:
         return JsonResponse({"status": f"the engine failed: {serving.failure}"}, 503)

@@ -259,12 +259,12 @@ def envelope(body: schema.ResponsesRequest, name: str, response_id: str, created
 
 
 def ended(value: dict, output: Output, row: Row, reasoning_tokens: int) -> dict:
-    is_whole = row.request.finish_reason != "length"
+    is_whole, reason = row.request.finish_reason == "stop", row.request.finish_reason
     counted = usage([row], 1)
     return {
         **value,
         "status": "completed" if is_whole else "incomplete",
-        "incomplete_details": None if is_whole else {"reason": "max_output_tokens"},
+        "incomplete_details": None if is_whole else {"reason": "max_output_tokens" if reason == "length" else reason},
         "output": output.items,
         "usage": {
             "input_tokens": counted["prompt_tokens"],
@@ -292,6 +292,7 @@ async def responses(http: Request, body: schema.ResponsesRequest):
     items = stored_items(earlier, body, serving.limits.body_bytes)
     talk, rows = await while_connected(http, prepared(serving, chat))
     value = envelope(body, serving.name, body.request_id or name, int(time.time()), is_stored)
+    serving.register(rows, value["id"], http.state.owner)
 
     async def keep(whole: dict) -> None:
         if is_stored:

@@ -345,6 +345,13 @@ class TokenizeRequest(Templated):
     return_token_strs: bool = False
 
 
+class AbortRequest(Strict):
+    """SGLang's ``/abort_request``."""
+
+    rid: str | None = None
+    abort_all: bool = False
+
+
 class DetokenizeRequest(Body):
     neutral = neutral_fields.DETOKENIZE
 

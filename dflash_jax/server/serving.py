@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import time
+import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,9 @@ from dflash_jax.server.errors import ApiError
 from dflash_jax.server.grammar import GrammarProcesses, grammar_tokens
 from dflash_jax.server.metrics import Metrics
 from dflash_jax.server.response_store import ResponseStore
+
+# SGLang's name for the one model of a server, whatever it is.
+ANY_MODEL = "default"
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,8 @@ class Serving:
         self.is_ready, self.is_draining = False, False
         # HTTP requests for text that were let in and have no whole answer yet.
         self.in_flight = 0
+        # Id and owner of every sequence under way, for `abort`.
+        self._ids: weakref.WeakKeyDictionary[Row, tuple[str, str]] = weakref.WeakKeyDictionary()
         self.metrics = Metrics(self)
         self.grammar = None
         if llm.tokenizer is not None and llm.tokenizer.file is not None:
@@ -97,7 +103,7 @@ class Serving:
         return self.engine.engine.failure
 
     def check_model(self, model: str | None) -> None:
-        if model and model not in self.names:
+        if model and model not in (*self.names, ANY_MODEL):
             raise ApiError(404, f"model {model!r} is not served here: {', '.join(self.names)}", "model")
 
     def check_room(self, prompt: Sequence[int], most: int | None, param: str, default: int | None = None) -> int:
@@ -112,6 +118,16 @@ class Serving:
                 400, f"{len(prompt)} prompt tokens and {wanted} do not fit: at most {self.capacity} tokens do", param
             )
         return room if most is None else most
+
+    def register(self, rows: Sequence[Row], request_id: str, owner: str) -> None:
+        """Makes the sequences of a request known to `abort`. They are forgotten with the request."""
+        self._ids.update(dict.fromkeys(rows, (request_id, owner)))
+
+    def abort(self, request_id: str | None, owner: str) -> None:
+        """Ends the owner's request of that id, all choices of it; None: all of the owner's requests."""
+        for row, known in list(self._ids.items()):
+            if known[1] == owner and request_id in (None, known[0]) and row.request.finish_reason is None:
+                self.engine.abort(row.request)
 
     async def pieces(self, row: Row) -> AsyncIterator[Piece]:
         """What the engine brings to a row, until it has all. Whoever stops listening aborts it."""

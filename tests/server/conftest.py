@@ -46,11 +46,11 @@ SCHEMA = {
 class Running:
     """A server that was started; ``url`` ends with its port."""
 
-    def __init__(self, serving: Serving, api_key: str | None = None):
+    def __init__(self, serving: Serving, *keys, **options):
         self.serving = serving
         listening = socket.create_server(("127.0.0.1", 0), backlog=2048)
         self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        config = uvicorn.Config(build(serving, api_key), lifespan="off", log_level="error")
+        config = uvicorn.Config(build(serving, *keys, **options), lifespan="off", log_level="error")
         self._server = uvicorn.Server(config)
         self._server.install_signal_handlers = lambda: None
         self._thread = threading.Thread(target=lambda: asyncio.run(self._server.serve(sockets=[listening])))

@@ -1,0 +1,124 @@
+"""What acts on the engine beside requests: abort, flush, and the probe that generates a token."""
+
+import asyncio
+
+from fastapi import APIRouter, Request
+
+from dflash_jax.engine.engine import EngineError, QueueFullError
+from dflash_jax.params import SamplingParams
+from dflash_jax.server import schema
+from dflash_jax.server.answer_schema import Flushed, Status
+from dflash_jax.server.errors import ApiError, JsonResponse
+from dflash_jax.server.serving import Serving
+
+router = APIRouter()
+
+# Before all requests: clients' priorities begin behind it.
+FIRST = -(2**31) - 1
+# Seconds that a token may take to come, and between two looks at whether others' tokens do.
+TOKEN_S, LOOK_S = 10.0, 0.05
+# Seconds in which the engine's thread takes a command.
+COMMAND_S = 30.0
+
+
+class Probe:
+    """Whether the engine generates. One token is under way at a time, for all who ask meanwhile."""
+
+    def __init__(self, serving: Serving):
+        self._serving = serving
+        self._task: asyncio.Task | None = None
+
+    async def failure(self) -> str | None:
+        """Why the engine does not generate; None where it does."""
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._ask())
+        # The caller may leave: the others still wait.
+        return await asyncio.shield(self._task)
+
+    async def _ask(self) -> str | None:
+        statistics = self._serving.engine.engine.statistics
+        before, token = statistics.new_tokens, asyncio.create_task(self._generate())
+        try:
+            async with asyncio.timeout(TOKEN_S):
+                while not token.done():
+                    await asyncio.wait({token}, timeout=LOOK_S)
+                    # With every slot taken, tokens of others are proof enough.
+                    if self._serving.engine.engine.free_slots == 0 and statistics.new_tokens > before:
+                        return None
+                return token.result()
+        except TimeoutError:
+            return f"no token came within {TOKEN_S:g} s"
+        finally:
+            token.cancel()
+            await asyncio.gather(token, return_exceptions=True)
+
+    async def _generate(self) -> str | None:
+        llm, engine = self._serving.llm, self._serving.engine
+        row = llm.new_row([0], SamplingParams(max_tokens=1, temperature=0.0, seed=0), 1, priority=FIRST)
+        try:
+            events = engine.submit(row.request)
+        except QueueFullError:
+            # The tokens of those in the slots must show it.
+            await asyncio.sleep(TOKEN_S)
+            return f"no token came within {TOKEN_S:g} s"
+        except EngineError as e:
+            return str(e)
+        try:
+            async for event in events:
+                if event.error is not None:
+                    return str(event.error)
+        except EngineError as e:
+            return str(e)
+        finally:
+            await events.aclose()
+        return None
+
+
+@router.get("/health_generate", responses={200: {"model": Status}, 503: {"model": Status}}, response_model=None)
+async def health_generate(http: Request):
+    """Whether the engine generates a token, tried now."""
+    serving: Serving = http.app.state.serving
+    if serving.failure is not None:
+        return JsonResponse({"status": f"the engine failed: {serving.failure}"}, 503)
+    if not serving.is_ready:
+        return JsonResponse({"status": "warming up"}, 503)
+    failure = await http.app.state.probe.failure()
+    return JsonResponse({"status": failure or "ok"}, 503 if failure else 200)
+
+
+async def on_engine(serving: Serving, function):
+    """``function()`` on the engine's thread, or an error with status 503."""
+    if not serving.is_ready:
+        raise ApiError(503, "the server is warming up")
+    try:
+        return await asyncio.wait_for(serving.engine.call(function), COMMAND_S)
+    except (TimeoutError, EngineError):
+        raise ApiError(503, "the engine does not answer") from None
+
+
+@router.get("/flush_cache", include_in_schema=False, response_model=None)
+@router.post("/flush_cache", responses={200: {"model": Flushed}, 400: {"model": Flushed}}, response_model=None)
+async def flush_cache(http: Request):
+    """Forgets all known prefixes, as SGLang only while no request is under way: otherwise 400."""
+    serving: Serving = http.app.state.serving
+    if await on_engine(serving, serving.engine.engine.flush):
+        return JsonResponse({"success": True, "message": "Cache flushed."})
+    return JsonResponse({"success": False, "message": "Requests are under way: nothing was flushed."}, 400)
+
+
+@router.post("/reset_prefix_cache", responses={200: {"model": Flushed}}, response_model=None)
+async def reset_prefix_cache(http: Request):
+    """Forgets all known prefixes. Requests that are under way have copies of their own."""
+    serving: Serving = http.app.state.serving
+    await on_engine(serving, serving.engine.engine.store.clear)
+    return JsonResponse({"success": True, "message": "Cache reset."})
+
+
+@router.post("/abort_request", response_model=None)
+async def abort_request(http: Request, body: schema.AbortRequest):
+    """Ends a request by its id, or with ``abort_all`` all; only requests of the same API key. Their answers end with
+    the finish_reason "abort". A request that is unknown, or has ended, is no error."""
+    if not body.rid and not body.abort_all:
+        raise ApiError(400, "give rid, or abort_all: true", "rid")
+    http.app.state.serving.abort(None if body.abort_all else body.rid, http.state.owner)
+    return JsonResponse({"success": True})

@@ -1,0 +1,168 @@
+"""What the server says of itself: SGLang's /server_info, /model_info and loads, vLLM's /load and /tokenizer_info."""
+
+import time
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+
+from fastapi import APIRouter, Request
+from starlette.responses import FileResponse
+
+from dflash_jax.checkpoint.config_json import read_raw
+from dflash_jax.errors import InputError
+from dflash_jax.server.answer_schema import Load, ModelInfo
+from dflash_jax.server.errors import ApiError, JsonResponse
+from dflash_jax.server.serving import Serving
+
+router = APIRouter()
+
+DOCS = Path(__file__).parent / "page" / "docs.html"
+# Fields of tokenizer_config.json that are shown. Others may hold paths, or the token of a model hub.
+TOKENIZER_FIELDS = (
+    "tokenizer_class",
+    "model_max_length",
+    "bos_token",
+    "eos_token",
+    "pad_token",
+    "unk_token",
+    "add_bos_token",
+    "add_eos_token",
+    "add_prefix_space",
+    "added_tokens_decoder",
+    "additional_special_tokens",
+    "clean_up_tokenization_spaces",
+    "errors",
+    "extra_special_tokens",
+    "split_special_tokens",
+)
+
+
+@router.get("/docs", include_in_schema=False)
+async def docs():
+    """A page that shows /openapi.json; it loads nothing from elsewhere."""
+    return FileResponse(DOCS)
+
+
+@router.get("/server_info", response_model=None)
+@router.get("/get_server_info", response_model=None, include_in_schema=False)
+async def server_info(http: Request):
+    """How the server was set up, and what its engine counted."""
+    serving: Serving = http.app.state.serving
+    engine = serving.engine.engine
+    s = engine.statistics
+    drafts = max(s.drafts, 1)
+    accepted = sum((n - 1) * c for n, c in dict(s.accepted).items())
+    state = {
+        "running": engine.running,
+        "waiting": engine.waiting,
+        "usage": engine.usage,
+        "requests": dict(s.requests),
+        "rounds": s.rounds,
+        "dispatches": {f"{rows}x{width}": c for (rows, width), c in dict(s.dispatches).items()},
+        "avg_spec_accept_length": 1 + accepted / drafts if s.drafts else None,
+        "round_seconds": {f"{rows}x{width}": v for (rows, width), v in dict(engine.policy.seconds).items()},
+    }
+    return JsonResponse(
+        {
+            "version": version("dflash-jax"),
+            **serving.info,
+            "served_model_name": serving.name,
+            "max_model_len": serving.capacity,
+            "max_running_requests": engine.device.slots,
+            "max_total_num_tokens": engine.device.slots * serving.capacity,
+            "internal_states": [state],
+        }
+    )
+
+
+@router.get("/model_info", responses={200: {"model": ModelInfo}}, response_model=None)
+@router.get("/get_model_info", response_model=None, include_in_schema=False)
+async def model_info(http: Request):
+    """What routers ask of a model; there are no weights but those of the start."""
+    serving: Serving = http.app.state.serving
+    path = serving.info.get("model_path")
+    return JsonResponse(
+        {
+            "model_path": path,
+            "tokenizer_path": path,
+            "served_model_name": serving.name,
+            "is_generation": True,
+            "preferred_sampling_params": None,
+            "weight_version": "default",
+            "has_image_understanding": False,
+            "has_audio_understanding": False,
+            **architecture(serving),
+            "vocab_size": serving.llm.config.vocab_size,
+            "max_model_len": serving.capacity,
+        }
+    )
+
+
+def architecture(serving: Serving) -> dict:
+    """model_type and architectures of config.json; None for a checkpoint of another format."""
+    try:
+        raw = read_raw(serving.llm.directory)
+    except InputError:
+        raw = {}
+    return {"model_type": raw.get("model_type"), "architectures": raw.get("architectures")}
+
+
+@router.get("/tokenizer_info", response_model=None)
+async def tokenizer_info(http: Request):
+    """The tokenizer's configuration with its chat template."""
+    serving: Serving = http.app.state.serving
+    tokenizer = serving.llm.tokenizer
+    if tokenizer is None:
+        raise ApiError(404, "this checkpoint has no tokenizer")
+    shown = {name: tokenizer.config[name] for name in TOKENIZER_FIELDS if name in tokenizer.config}
+    fixed = {"vocab_size": serving.llm.config.vocab_size, "max_model_len": serving.capacity}
+    return JsonResponse({"tokenizer_class": None, **shown, **fixed, "chat_template": tokenizer.chat_template})
+
+
+@router.get("/load", responses={200: {"model": Load}}, response_model=None)
+async def load(http: Request):
+    """vLLM's measure of load."""
+    return JsonResponse({"server_load": http.app.state.serving.in_flight})
+
+
+def counted(serving: Serving) -> dict:
+    """SGLang's measures of load, of all data shards together."""
+    engine = serving.engine.engine
+    total, s = engine.device.slots * serving.capacity, engine.statistics
+    used = round(engine.usage * total)
+    waiting = engine.waiting_tokens
+    return {
+        "timestamp": time.time(),
+        "dp_rank": 0,
+        "num_running_reqs": engine.running,
+        "num_waiting_reqs": engine.waiting,
+        "num_waiting_uncached_tokens": waiting,
+        "num_used_tokens": used,
+        "num_total_tokens": used + waiting,
+        "max_total_num_tokens": total,
+        "max_running_requests": engine.device.slots,
+        "token_usage": engine.usage,
+        "utilization": engine.running / engine.device.slots,
+        "cache_hit_rate": s.cached_tokens / max(s.prompt_tokens, 1),
+    }
+
+
+@router.get("/v1/loads", response_model=None)
+async def loads(http: Request):
+    """As SGLang's routers read it."""
+    found = counted(http.app.state.serving)
+    now = datetime.now(UTC).isoformat()
+    return JsonResponse({"timestamp": now, "version": version("dflash-jax"), "dp_rank_count": 1, "loads": [found]})
+
+
+@router.get("/get_load", response_model=None)
+async def get_load(http: Request):
+    """As SGLang's earlier routers read it."""
+    found = counted(http.app.state.serving)
+    names = {
+        "num_reqs": found["num_running_reqs"] + found["num_waiting_reqs"],
+        "num_waiting_reqs": found["num_waiting_reqs"],
+        "num_tokens": found["num_total_tokens"],
+        "num_pending_tokens": found["num_waiting_uncached_tokens"],
+    }
+    return JsonResponse([{"dp_rank": 0, **names}])

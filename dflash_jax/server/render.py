@@ -1,0 +1,77 @@
+"""vLLM's render endpoints, what would be generated from; and SageMaker's one endpoint for all requests."""
+
+import uuid
+from dataclasses import asdict
+
+from fastapi import APIRouter, Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
+
+from dflash_jax.rows import Row
+from dflash_jax.server import chat, completions, native, responses, schema
+from dflash_jax.server.answer_schema import Rendered
+from dflash_jax.server.errors import ApiError, JsonResponse
+from dflash_jax.server.serving import Serving, while_connected
+
+router = APIRouter()
+
+# The field that tells an interface: what reads such a body, and answers it.
+INVOCATIONS = {
+    "messages": (schema.ChatRequest, chat.chat_completions),
+    "prompt": (schema.CompletionRequest, completions.completions),
+    "input": (schema.ResponsesRequest, responses.responses),
+    "text": (schema.GenerateRequest, native.generate),
+    "input_ids": (schema.GenerateRequest, native.generate),
+}
+
+
+def rendered(serving: Serving, body: schema.OpenAiSampling, row: Row, name: str) -> dict:
+    request = row.request
+    return {
+        "request_id": f"{name}-{uuid.uuid4().hex}",
+        "token_ids": request.prompt,
+        "features": None,
+        "sampling_params": asdict(request.params),
+        "model": body.model or serving.name,
+        "stream": bool(body.stream),
+        "priority": request.priority,
+    }
+
+
+def discard(rows: list[Row]) -> None:
+    """Ends what rows hold that are never run."""
+    for row in rows:
+        if row.request.mask is not None:
+            row.request.mask.close()
+
+
+@router.post("/v1/chat/completions/render", responses={200: {"model": Rendered}}, response_model=None)
+async def render_chat(http: Request, body: schema.ChatRequest):
+    """The prompt's token ids and the sampling parameters of a chat; refuses what the chat itself would."""
+    serving: Serving = http.app.state.serving
+    _, rows = await while_connected(http, chat.prepared(serving, body))
+    discard(rows)
+    return JsonResponse(rendered(serving, body, rows[0], "chatcmpl"))
+
+
+@router.post("/v1/completions/render", responses={200: {"model": list[Rendered]}}, response_model=None)
+async def render_completions(http: Request, body: schema.CompletionRequest):
+    """The same of each prompt of a completion."""
+    serving: Serving = http.app.state.serving
+    rows = await while_connected(http, completions.prepared(serving, body))
+    discard(rows)
+    return JsonResponse([rendered(serving, body, row, "cmpl") for row in rows[:: body.n or 1]])
+
+
+@router.post("/invocations", response_model=None)
+async def invocations(http: Request, body: schema.Json):
+    """A body of any of the interfaces for text, known by its field: messages, prompt, input, text or input_ids."""
+    kind = next((name for name in INVOCATIONS if name in body), None)
+    if kind is None:
+        raise ApiError(400, f"the body has none of the fields {', '.join(INVOCATIONS)}")
+    model, handler = INVOCATIONS[kind]
+    try:
+        request = model.model_validate(body)
+    except ValidationError as e:
+        raise RequestValidationError([{**error, "loc": ("body", *error["loc"])} for error in e.errors()]) from None
+    return await handler(http, request)
