@@ -67,23 +67,13 @@ def load(args, system):
             log.warning("%d slots of the model's %d positions do not fit: %d each", slots, llm.max_len, capacity)
 
 
-def run(args, system) -> int:
-    logging.basicConfig(
-        level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr, force=True
-    )
-    # At INFO, JAX lists the backends that this machine does not have, which is no fault.
-    logging.getLogger("jax").setLevel(max(logging.WARNING, logging.getLogger().level))
-    try:
-        import uvicorn
-    except ImportError:
-        raise InputError('the server needs its extra: pip install "dflash-jax[server]"') from None
+def assemble(args, system):
+    """The `Serving` that the arguments describe. Nothing runs yet."""
     from dflash_jax.engine.service import AsyncEngine
-    from dflash_jax.server.app import build
     from dflash_jax.server.response_store import ResponseStore
     from dflash_jax.server.serving import Limits, Serving
 
-    listening = listen(args.host, args.port)
-    allow_many_connections()
+
     device = set_platform(args.platform, args.kernels)
     llm, engine = load(args, system)
     names = args.served_model_name or [args.target or "dflash-tiny"]
@@ -102,7 +92,24 @@ def run(args, system) -> int:
     }
     limits = Limits(unknown_fields=args.unknown_fields, trust_request_chat_template=args.trust_request_chat_template)
     store = ResponseStore(args.response_store)
-    serving = Serving(llm, AsyncEngine(engine), names, limits, info=info, response_store=store)
+    return Serving(llm, AsyncEngine(engine), names, limits, info=info, response_store=store)
+
+
+def run(args, system) -> int:
+    logging.basicConfig(
+        level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr, force=True
+    )
+    # At INFO, JAX lists the backends that this machine does not have, which is no fault.
+    logging.getLogger("jax").setLevel(max(logging.WARNING, logging.getLogger().level))
+    try:
+        import uvicorn
+    except ImportError:
+        raise InputError('the server needs its extra: pip install "dflash-jax[server]"') from None
+    from dflash_jax.server.app import build
+
+    listening = listen(args.host, args.port)
+    allow_many_connections()
+    serving = assemble(args, system)
     config = uvicorn.Config(
         build(serving, args.api_key, args.cors),
         log_level="warning",

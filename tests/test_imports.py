@@ -28,6 +28,7 @@ LEVELS = [
     ("arguments",),
     ("generate", "plan", "training", "server", "benchmarking"),
     ("serve", "train", "benchmark"),
+    ("batch",),
 ]
 LEVEL = {name: i for i, names in enumerate(LEVELS) for name in names}
 FILES = sorted(ROOT.rglob("*.py"))
