@@ -188,7 +188,7 @@ def run(own, args, system) -> int:
         args.max_queue = own.concurrency * limits.choices * limits.prompts
         serving = assemble(args, system)
         serving.is_ready, app = True, build(serving)
-        urls = frozenset(URLS) & {route.path for route in app.routes}
+        urls = frozenset(URLS) & set(app.openapi()["paths"])
         todo = entries(stream, limits.body_bytes, urls, output.done)
         code, reason = 0, ""
         with (
