@@ -1,4 +1,5 @@
 # make demo [EXTRA=cuda13|tpu]   set up and generate text with the bundled pair
+# make check-long LM_EVAL=PYTHON lm-eval against our server, by a Python that has lm-eval[api]
 # make test                      set up with the test extras, lint, run every test
 PYTHON ?= python3
 EXTRA ?=
@@ -7,7 +8,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 WANTED := $(if $(EXTRA),[$(EXTRA)],)
 
-.PHONY: demo test python clean
+.PHONY: demo test check-long python clean
 
 demo: $(VENV)/.demo$(EXTRA)
 	$(BIN)/python -m dflash_jax.generate --prompt "def read_config(path):" --temperature 0.7 --seed 5 --max-new-tokens 160 --block-size 8 --show-drafts
@@ -16,6 +17,9 @@ test: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m pytest -n logical --dist loadfile --no-loadscope-reorder
+
+check-long: $(VENV)/.test
+	$(BIN)/python scripts/check_lm_eval.py $(if $(LM_EVAL),--lm-eval-python $(LM_EVAL))
 
 python:
 	$(if $(shell command -v $(PYTHON)),,$(error $(PYTHON) is not there: Python 3.11 or later is needed (make PYTHON=...)))
