@@ -7,12 +7,14 @@ Python with --lm-eval-python.
 """
 
 import argparse
+import contextlib
 import json
 import re
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -78,28 +80,36 @@ def evaluate(python: str, url: str, folder: Path, tasks: list[str]) -> dict:
     return json.loads(path.read_text(encoding="utf-8"))["results"]
 
 
+@contextlib.contextmanager
+def serving(log: Path) -> Iterator[str]:
+    """The address of a server that is ready; it logs to a file, which nothing needs to drain."""
+    command = [sys.executable, "-m", "dflash_jax.serve", "--port", "0", "--slots", "4", "--max-len", "1024"]
+    with log.open("w", encoding="utf-8") as file, subprocess.Popen(command, stderr=file) as server:
+        try:
+            while not (m := re.search(r"listening on (http://[\d.:]+)", log.read_text(encoding="utf-8"))):
+                if server.poll() is not None:
+                    raise SystemExit(log.read_text(encoding="utf-8"))
+                time.sleep(0.2)
+            while httpx.get(f"{m[1]}/ready", timeout=None).status_code != 200:
+                time.sleep(1)
+            yield m[1]
+        finally:
+            server.kill()
+
+
 def main() -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--lm-eval-python", default=sys.executable, metavar="PATH", help="default: this Python")
     args = p.parse_args()
     held = documents(LLM())
-    command = [sys.executable, "-m", "dflash_jax.serve", "--port", "0", "--slots", "4", "--max-len", "1024"]
-    with (
-        tempfile.TemporaryDirectory() as name,
-        subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server,
-    ):
-        try:
-            folder = Path(name)
-            data = folder / "data.jsonl"
-            data.write_text("".join(json.dumps(d) + "\n" for d in held), encoding="utf-8")
-            for task, more in (("tiny_choice", CHOICE), ("tiny_text", TEXT)):
-                (folder / f"{task}.yaml").write_text(TASK.format(name=task, data=data) + more, encoding="utf-8")
-            url = next(m[1] for line in server.stderr if (m := re.search(r"listening on (http://[\d.:]+)", line)))
-            while httpx.get(f"{url}/ready").status_code != 200:
-                time.sleep(0.2)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        data = folder / "data.jsonl"
+        data.write_text("".join(json.dumps(d) + "\n" for d in held), encoding="utf-8")
+        for task, more in (("tiny_choice", CHOICE), ("tiny_text", TEXT)):
+            (folder / f"{task}.yaml").write_text(TASK.format(name=task, data=data) + more, encoding="utf-8")
+        with serving(folder / "server.log") as url:
             results = evaluate(args.lm_eval_python, url, folder, ["tiny_choice", "tiny_text"])
-        finally:
-            server.kill()
     found = {"accuracy": results["tiny_choice"]["acc,none"], "exact match": results["tiny_text"]["exact_match,none"]}
     print(f"{len(held)} documents: " + ", ".join(f"{name} {value}" for name, value in found.items()))
     return 0 if held and set(found.values()) == {1.0} else 1
