@@ -236,7 +236,9 @@ def _object(arguments: str) -> dict:
 
 
 def _stop(row: Row, parser: Parser) -> dict:
-    reason, matched = {"length": "max_tokens", "tool_calls": "tool_use"}.get(parser.reason(row), "end_turn"), None
+    # An aborted answer has no reason of its own there: it is cut as by max_tokens.
+    reasons = {"length": "max_tokens", "abort": "max_tokens", "tool_calls": "tool_use"}
+    reason, matched = reasons.get(parser.reason(row), "end_turn"), None
     if isinstance(row.matched, str):
         reason, matched = "stop_sequence", row.matched
     return {"stop_reason": reason, "stop_sequence": matched}
