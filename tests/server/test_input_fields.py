@@ -111,6 +111,30 @@ def test_a_streams_first_chunk_has_the_prompts_ids(quiet):
     assert not any("prompt_token_ids" in chunk for chunk in found[1:])
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/generate", "/v1/responses"])
+def test_known_prefixes_are_shared_with_the_same_salt_only(quiet, path):
+    text = f"{path} is salted. " * 20
+    body = {
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": text}], "max_tokens": 4},
+        "/v1/completions": {"prompt": text, "max_tokens": 4},
+        "/generate": {"text": text, "sampling_params": {"max_new_tokens": 4}},
+        "/v1/responses": {"input": text, "max_output_tokens": 4},
+    }[path]
+
+    def cached(**more) -> int:
+        found = quiet.post(path, **body, **more).json()
+        if path == "/generate":
+            return found["meta_info"]["cached_tokens"]
+        kind = "input" if path == "/v1/responses" else "prompt"
+        return found["usage"][f"{kind}_tokens_details"]["cached_tokens"]
+
+    counts = [cached(**more) for more in ({}, {}, {"cache_salt": "a"}, {"cache_salt": "a"}, {"cache_salt": "b"})]
+    assert counts[1] == counts[3] > 20
+    assert counts[2] < 20 > counts[4]
+    for bad in ("", 5, "x" * 1025):
+        assert quiet.post(path, **body, cache_salt=bad).status_code == 400
+
+
 CUT = [*MESSAGES, {"role": "assistant", "content": "```python\ndef clamp(x, low"}]
 
 
