@@ -10,7 +10,8 @@ from dflash_jax.rows import Row
 from dflash_jax.server import request_id, schema
 from dflash_jax.server.answer_schema import InputTokens, MessagesAnswer, MessagesError
 from dflash_jax.server.answers import usage
-from dflash_jax.server.chat import Conversation, Delta, Parser, as_delta, converse, prepared, text_of, tools_in_use
+from dflash_jax.server.chat import as_delta, prepared, tools_in_use
+from dflash_jax.server.conversation import Conversation, Delta, Parser, converse, text_of
 from dflash_jax.server.errors import ApiError, JsonResponse, as_api_error, of_conversion
 from dflash_jax.server.messages_schema import Block, CountTokensRequest, MessagesRequest, MessagesTool, TurnMessage
 from dflash_jax.server.serving import Serving, while_connected

@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from dflash_jax.server import schema
 from dflash_jax.server.answer_schema import Error, Model, Models, Status, Text, Tokens, Version
-from dflash_jax.server.chat import converse
+from dflash_jax.server.conversation import converse
 from dflash_jax.server.errors import ApiError, JsonResponse
 from dflash_jax.server.serving import Serving
 

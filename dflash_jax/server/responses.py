@@ -11,7 +11,8 @@ from dflash_jax.rows import Row
 from dflash_jax.server import request_id, schema
 from dflash_jax.server.answer_schema import Response
 from dflash_jax.server.answers import chat_logprobs, usage
-from dflash_jax.server.chat import Conversation, Delta, prepared, text_of
+from dflash_jax.server.chat import prepared
+from dflash_jax.server.conversation import Conversation, Delta, text_of
 from dflash_jax.server.errors import ApiError, JsonResponse, as_api_error, of_conversion
 from dflash_jax.server.response_store import StoredResponse, owner
 from dflash_jax.server.serving import Serving, while_connected

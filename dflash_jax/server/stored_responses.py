@@ -9,7 +9,7 @@ from starlette.responses import Response as HttpResponse
 
 from dflash_jax.server import schema
 from dflash_jax.server.answer_schema import DeletedResponse, InputItems, Response
-from dflash_jax.server.chat import text_of
+from dflash_jax.server.conversation import text_of
 from dflash_jax.server.errors import ApiError, JsonResponse
 from dflash_jax.server.response_store import StoredResponse, owner
 

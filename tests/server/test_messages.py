@@ -6,7 +6,7 @@ import anthropic
 import pytest
 from conftest import MESSAGES, NAME, OFF, SCHEMA, TOOL, Running, alone
 
-from dflash_jax.server.chat import Delta
+from dflash_jax.server.conversation import Delta
 from dflash_jax.server.messages import Content, as_messages
 from dflash_jax.server.messages_schema import MessagesRequest
 from dflash_jax.server.serving import Serving

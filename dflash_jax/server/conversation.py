@@ -1,0 +1,212 @@
+"""A conversation on its way to the model and back: messages → prompt, text → reasoning, content and calls."""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dflash_jax.errors import InputError
+from dflash_jax.rows import Piece, Row
+from dflash_jax.server import schema
+from dflash_jax.server.errors import ApiError
+from dflash_jax.server.reasoning import CLOSE, OPEN, ReasoningSplitter, is_open
+from dflash_jax.server.serving import Serving
+from dflash_jax.server.tools import CallDelta, ToolParser, is_xml
+
+# What chat_template_kwargs cannot say: it has fields of its own, or is decided here.
+RESERVED = {
+    "add_generation_prompt",
+    "ask",
+    "chat_template",
+    "continue_final_message",
+    "conversation",
+    "messages",
+    "return_assistant_tokens_mask",
+    "return_dict",
+    "self",
+    "tokenize",
+    "tools",
+}
+
+
+@dataclass
+class Delta:
+    """What a piece of text turns out to be."""
+
+    reasoning: str
+    content: str
+    calls: list[CallDelta]
+
+
+class Parser:
+    """Text of a choice → reasoning, content and calls, as it arrives."""
+
+    def __init__(self, is_thinking: bool, tools: ToolParser | None):
+        self._splitter, self._tools = ReasoningSplitter(is_thinking), tools
+        self.reasoning_tokens = 0
+
+    def push(self, piece: Piece) -> Delta:
+        reasoning, at = "", 0
+        # A thought ends at a token, and may do so inside of a piece.
+        for end in piece.ends:
+            if self._splitter.is_content:
+                break
+            was_reasoning = self._splitter.is_reasoning
+            thought, content = self._splitter.push(piece.text[at:end])
+            self.reasoning_tokens += was_reasoning or self._splitter.is_reasoning
+            reasoning, at = reasoning + thought, end
+            if content:
+                return self._parsed(reasoning, content + self._splitter.push(piece.text[at:])[1])
+        thought, content = self._splitter.push(piece.text[at:])
+        return self._parsed(reasoning + thought, content)
+
+    def finish(self, row: Row) -> Delta:
+        delta = self._parsed(*self._splitter.finish())
+        if self._tools is not None:
+            last = self._tools.finish(is_cut=row.request.finish_reason == "length" or isinstance(row.matched, str))
+            delta.content += last.content
+            delta.calls += last.calls
+        return delta
+
+    def _parsed(self, reasoning: str, content: str) -> Delta:
+        if self._tools is None:
+            return Delta(reasoning, content, [])
+        found = self._tools.push(content)
+        return Delta(reasoning, found.content, found.calls)
+
+    def reason(self, row: Row) -> str:
+        called = self._tools is not None and self._tools.count
+        return "tool_calls" if called and row.request.finish_reason == "stop" else row.request.finish_reason
+
+
+@dataclass
+class Conversation:
+    """A conversation as token ids, and how to read what follows."""
+
+    prompt: list[int]
+    thought: str
+    tools: dict[str, dict]
+    xml: bool
+    # Whether the answer must be calls.
+    is_forced: bool = False
+
+    def parser(self) -> Parser:
+        tools = ToolParser(self.xml, self.tools, self.is_forced) if self.tools else None
+        return Parser(self.thought == "open", tools)
+
+
+def text_of(content: str | list[schema.Part] | None, where: str) -> str:
+    """Text parts joined; a refusal is text too. Raises ApiError for others."""
+    if isinstance(content, str) or content is None:
+        return content or ""
+    texts = []
+    for i, part in enumerate(content):
+        text = part.refusal if part.type == "refusal" else part.text
+        if part.type not in ("text", "input_text", "output_text", "refusal") or text is None:
+            name = f"{where}.content[{i}].type"
+            raise ApiError(400, f"{name} is {part.type!r}: only text is possible, images and video are not", name)
+        texts.append(text)
+    return "".join(texts)
+
+
+def as_template(messages: Sequence[schema.Message]) -> list[dict]:
+    """Messages as chat templates read them."""
+    found = []
+    for i, m in enumerate(messages):
+        message = {
+            "role": "system" if m.role == "developer" else m.role,
+            "content": text_of(m.refusal if m.content is None else m.content, f"messages[{i}]"),
+        }
+        if (thought := m.reasoning_content or m.reasoning) is not None:
+            message["reasoning_content"] = thought
+        if m.tool_call_id is not None:
+            message["tool_call_id"] = m.tool_call_id
+        if m.name is not None:
+            message["name"] = m.name
+        if m.tool_calls:
+            message["tool_calls"] = [_call(c, f"messages[{i}].tool_calls[{j}]") for j, c in enumerate(m.tool_calls)]
+        found.append(message)
+    return found
+
+
+def _call(call: schema.Call, where: str) -> dict:
+    arguments = call.function.arguments
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            # It came broken from a model: the template shows it as it was.
+            arguments = call.function.arguments
+    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+
+
+def check_parameters(schema: dict, where: str) -> None:
+    """A tool's parameters are an object's, under names that both formats of calls can write."""
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    if schema.get("type", "object") != "object":
+        raise ApiError(400, f"{where}.type is {schema['type']!r}: it must be object", f"{where}.type")
+    if not isinstance(properties, dict) or any(">" in name or "\n" in name for name in properties):
+        raise ApiError(400, f"{where}.properties must be an object, its names without > and newlines", where)
+    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+        raise ApiError(400, f"{where}.required must be a list of names", f"{where}.required")
+
+
+def template_options(serving: Serving, body: schema.Templated, messages: Sequence[schema.Message]) -> dict:
+    """What `Tokenizer.render_chat` takes beside messages and tools."""
+    options = body.template_options
+    if reserved := RESERVED & set(options):
+        name = f"chat_template_kwargs.{min(reserved)}"
+        raise ApiError(400, f"{name} is not an option of the template", name)
+    if body.chat_template is not None:
+        if not serving.limits.trust_request_chat_template:
+            message = "chat_template is not taken from requests: the server runs without --trust-request-chat-template"
+            raise ApiError(400, message, "chat_template")
+        options["chat_template"] = body.chat_template
+    if body.continue_final_message:
+        if body.add_generation_prompt:
+            message = "continue_final_message and add_generation_prompt are both true: give one of them"
+            raise ApiError(400, message, "continue_final_message")
+        if messages[-1].role != "assistant":
+            message = f"continue_final_message: the last message is of the role {messages[-1].role}, not assistant"
+            raise ApiError(400, message, "continue_final_message")
+        options["continue_final_message"] = True
+    options["ask"] = body.add_generation_prompt is not False and not body.continue_final_message
+    return options
+
+
+async def converse(
+    serving: Serving,
+    messages: Sequence[schema.Message],
+    tools: Sequence[schema.Tool] | None,
+    body: schema.Templated,
+) -> Conversation:
+    """Renders a conversation as ``body`` wants it, off the event loop."""
+    tokenizer = serving.llm.tokenizer
+    if tokenizer is None:
+        raise ApiError(400, "this checkpoint has no tokenizer, so it has no chat template: use token ids", "messages")
+    if len(tools or ()) > serving.limits.tools:
+        raise ApiError(400, f"{len(tools)} tools: at most {serving.limits.tools} are possible", "tools")
+    for i, tool in enumerate(tools or ()):
+        check_parameters(tool.function.parameters or {}, f"tools[{i}].function.parameters")
+    given = [t.model_dump(exclude_none=True) for t in tools or ()] or None
+    options, conversation = template_options(serving, body, messages), as_template(messages)
+
+    def render() -> tuple[str, list[int]]:
+        text = tokenizer.render_chat(conversation, tools=given, **options)
+        return text, serving.llm.encode(tokenizer.encode_plain(text))
+
+    try:
+        text, prompt = await asyncio.to_thread(render)
+    except InputError as e:
+        raise ApiError(400, str(e), "messages") from None
+    except (TypeError, UnicodeEncodeError):
+        raise ApiError(400, "messages are not text that UTF-8 can hold", "messages") from None
+    template = body.chat_template or tokenizer.chat_template or ""
+    if body.continue_final_message:
+        content = conversation[-1]["content"]
+        thought = "open" if content.rfind(OPEN) > content.rfind(CLOSE) else "none"
+    else:
+        closed = text.rstrip().endswith(CLOSE)
+        thought = "open" if is_open(text) else "possible" if OPEN in template and not closed else "none"
+    schemas = {t.function.name: t.function.parameters or {} for t in tools or ()}
+    return Conversation(prompt, thought, schemas, is_xml(template))
