@@ -5,21 +5,24 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from dflash_jax.detokenizer import Detokenizer
 from dflash_jax.engine.request import Event, Request
 from dflash_jax.params import Completion, SamplingParams, Timings
-from dflash_jax.text import Detokenizer, Tokenizer
+from dflash_jax.text import Tokenizer
 
 
 @dataclass(frozen=True)
 class Piece:
     """What a dispatch brought to one prompt: the text and tokens since the last piece, what each round yielded, where
-    in ``text`` what each token showed ends (none without a tokenizer), log-probabilities where asked for, and, with the
-    last one, why it ended."""
+    in ``text`` what each token showed ends and where in the whole text it begins (none without a tokenizer; a token
+    that goes on with a character begins where that does), log-probabilities where asked for, and, with the last one,
+    why it ended."""
 
     text: str
     token_ids: list[int]
     acceptance_lengths: list[int]
     ends: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
     logprobs: list[dict] | None = None
     finish_reason: str | None = None
 
@@ -56,8 +59,17 @@ class Row:
     ):
         if params.seed is None:
             params = replace(params, seed=int.from_bytes(os.urandom(4), "little"))
-        self.text = Detokenizer(tokenizer, params.stop) if tokenizer else None
-        monitor = self._watch if self.text and (streamed or params.stop) else None
+        self.text = None
+        if tokenizer is not None:
+            self.text = Detokenizer(
+                tokenizer,
+                params.stop,
+                stop_regex=params.stop_regex,
+                skip_special_tokens=params.skip_special_tokens,
+                include_stop=params.include_stop_str_in_output,
+                min_tokens=params.min_tokens,
+            )
+        monitor = self._watch if self.text and (streamed or params.stop or params.stop_regex) else None
         self.request = Request(prompt, params, stops, monitor=monitor, **options)
         self.is_streamed = streamed
         # What was told so far; the engine may be ahead of it.
@@ -69,20 +81,25 @@ class Row:
         self.compile_s = 0.0
         # Rounds with drafts, and how many there were.
         self.drafts = self.draft_tokens = 0
-        # How much of the text has been told; where it ended behind each token of what was watched and not yet taken.
+        # Where in the text each token begins; filled where it is streamed.
+        self.starts: list[int] = []
+        # How much of the text has been told; where it ended behind each token of what was watched and not yet taken,
+        # and where each of them begins.
         self._shown, self._watched = 0, deque()
 
     def _watch(self, tokens: Sequence[int]) -> int | None:
-        ends = []
+        ends, starts = [], []
         for token in tokens:
-            # The token that ends a text is no part of it.
-            if token not in self.request.stops:
-                self.text.push(token)
+            starts.append(self.text.push(token) if self._is_shown(token) else self.text.end)
             ends.append(len(self.text.text))
             if self.text.stopped:
                 break
-        self._watched.append(ends)
+        self._watched.append((ends, starts))
         return len(ends) if self.text.stopped else None
+
+    def _is_shown(self, token: int) -> bool:
+        """Whether a token is part of the text: the one that ends it is not, unless that is asked for."""
+        return self.request.params.include_stop_str_in_output or token not in self.request.stops
 
     def take(self, event: Event) -> None:
         self.token_ids += event.tokens
@@ -96,21 +113,23 @@ class Row:
         if not self.is_streamed:
             self._take_end(event)
             return
-        text, ends = "", []
+        text, ends, starts = "", [], []
         if self.text:
-            ends = self._watched.popleft() if event.tokens else [self._shown]
+            ends, starts = self._watched.popleft() if event.tokens else ([self._shown], [])
             if event.finish_reason:
                 self.text.finish()
             upto = len(self.text.text) if event.finish_reason else ends[-1]
             text, ends = self.text.text[self._shown : upto], [end - self._shown for end in ends]
             self._shown = upto
         ends = ends if event.tokens else []
-        self.pieces.append(Piece(text, event.tokens, event.accepted, ends, event.logprobs, event.finish_reason))
+        self.starts += starts
+        piece = Piece(text, event.tokens, event.accepted, ends, starts, event.logprobs, event.finish_reason)
+        self.pieces.append(piece)
 
     def _take_end(self, event: Event) -> None:
         if self.text and event.finish_reason:
             if self.request.monitor is None:
-                self.text.push(*(t for t in self.token_ids if t not in self.request.stops))
+                self.text.push(*(t for t in self.token_ids if self._is_shown(t)))
             self.text.finish()
 
     @property
@@ -120,7 +139,7 @@ class Row:
 
     @property
     def matched(self) -> str | int | None:
-        """The stop string or token that ended it."""
+        """The stop string, expression or token that ended it."""
         if self.request.finish_reason != "stop":
             return None
         return self.text.stop if self.text and self.text.stopped else self.request.tokens[-1]

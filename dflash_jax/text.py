@@ -1,4 +1,4 @@
-"""Between text and token ids: tokenizer, chat template, detokenising while tokens arrive, stop strings."""
+"""Between text and token ids: tokenizer and chat template."""
 
 import os
 from collections.abc import Sequence
@@ -11,8 +11,6 @@ import tokenizers
 from dflash_jax.checkpoint.config_json import read_json
 from dflash_jax.errors import InputError
 
-# Tokens that may wait for the rest of a character, or show nothing at all.
-LONGEST_WAIT = 16
 # What a chat template, or a library that fills one in, raises.
 REFUSALS = (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError, SyntaxError)
 # What opens a message: Qwen's and Llama's.
@@ -35,12 +33,14 @@ class Tokenizer:
             except Exception as e:  # the library raises plain Exception
                 raise InputError(f"{self.file} is no tokenizer: {_reason(e)}") from None
             self._encode = lambda text, special: fast.encode(text, add_special_tokens=special).ids
-            self._decode = lambda ids: fast.decode(ids, skip_special_tokens=True)
+            self._decode = lambda ids, skip: fast.decode(ids, skip_special_tokens=skip)
             self._token = fast.id_to_token
         else:
             slow = self._full
             self._encode = lambda text, special: slow.encode(text, add_special_tokens=special)
-            self._decode = lambda ids: slow.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            self._decode = lambda ids, skip: slow.decode(
+                ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False
+            )
             self._token = slow.convert_ids_to_tokens
 
     @cached_property
@@ -93,9 +93,9 @@ class Tokenizer:
         each = (self._encode(marker, False) for marker in MARKERS)
         return frozenset(ids[0] for ids in each if len(ids) == 1)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text without special tokens."""
-        return self._decode(list(ids))
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of token ids, by default without special tokens."""
+        return self._decode(list(ids), skip_special_tokens)
 
     def render_chat(
         self,
@@ -178,54 +178,3 @@ _BYTES = _byte_level()
 
 def _reason(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-class Detokenizer:
-    """Text of tokens as they arrive: whole characters only, and nothing of a stop string.
-
-    ``text`` is what may be shown so far; once ``stopped``, it ends before the first stop string and no longer grows.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()):
-        self._tokenizer, self._stops = tokenizer, tuple(stops)
-        self._ids: list[int] = []
-        # Tokens before _from are settled; they are decoded again only as the context of those behind.
-        self._from, self._read = 0, 0
-        self._raw = ""
-        self.text = ""
-        self.stopped = False
-        # The stop string that ended it.
-        self.stop: str | None = None
-
-    def push(self, *tokens: int) -> None:
-        """What comes next. Several at once are one step: cheaper, and ``text`` is the same behind them."""
-        is_long = len(self._ids) - self._read >= LONGEST_WAIT
-        self._ids += tokens
-        before = self._tokenizer.decode(self._ids[self._from : self._read])
-        now = self._tokenizer.decode(self._ids[self._from :])
-        # A half character decodes to the replacement character: wait for its other half, as far as characters go.
-        if is_long or (len(now) > len(before) and not now.endswith("�")):
-            self._from, self._read = self._read, len(self._ids)
-            self._settle(now[len(before) :])
-
-    def finish(self) -> None:
-        """No more tokens come: what was held back is text after all."""
-        if not self.stopped:
-            before = self._tokenizer.decode(self._ids[self._from : self._read])
-            self._settle(self._tokenizer.decode(self._ids[self._from :])[len(before) :])
-            if not self.stopped:
-                self.text = self._raw
-
-    def _settle(self, piece: str) -> None:
-        self._raw += piece
-        if not self._stops:
-            self.text = self._raw
-            return
-        found = [(i, s) for s in self._stops if (i := self._raw.find(s)) >= 0]
-        if found:
-            at, self.stop = min(found)
-            self.text, self.stopped = self._raw[:at], True
-            return
-        lengths = ((s, n) for s in self._stops for n in range(1, min(len(s), len(self._raw) + 1)))
-        held = max((n for s, n in lengths if self._raw.endswith(s[:n])), default=0)
-        self.text = self._raw[: len(self._raw) - held]

@@ -9,12 +9,12 @@ ROOT = Path(__file__).parents[1] / "dflash_jax"
 # A module may import modules of its own level or below.
 LEVELS = [
     ("errors", "config", "devices", "distributed"),
-    ("sharding", "kernels"),
+    ("sharding", "kernels", "stops"),
     ("cache",),
     ("models",),
     ("sampling", "checkpoint"),
     ("state", "text", "params"),
-    ("speculative",),
+    ("speculative", "detokenizer"),
     ("prompts", "prefix"),
     ("steps",),
     ("programs",),
