@@ -72,7 +72,8 @@ class Constraint:
     """The form that a text must have.
 
     Attributes:
-        kind: "json" (any object), "schema", "regex", "grammar" (EBNF: GBNF's or Lark's), "choice" or "calls".
+        kind: "json" (any object), "schema", "regex", "grammar" (EBNF: GBNF's or Lark's), "choice",
+            "structural_tag" or "calls".
         value: As each kind needs it, out of JSON's types.
         field: The request's field, for errors.
     """

@@ -5,24 +5,26 @@ author likes.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from dflash_jax.server.json_schema import closed
+from dflash_jax.server.structural_tag import structural_tag_grammar
 from dflash_jax.server.tools import START, as_xml, is_text
 
 OPEN_OBJECTS = "further properties of objects are let in"
 
 
-def sources(kind: str, value: Any) -> Iterator[tuple[str, list[str]]]:
+def sources(kind: str, value: Any, literal: Callable[[str], list[str]]) -> Iterator[tuple[str, list[str]]]:
     """(grammar, what it does not enforce), in the order in which they should be tried. ``kind`` and ``value`` are a
-    `Constraint`'s."""
-    if kind in ("schema", "calls"):
+    `Constraint`'s; ``literal`` writes a text in Lark, as `structural_tag` needs it."""
+    if kind in ("schema", "calls", "structural_tag"):
+        build = {"schema": _schema, "calls": _calls}.get(kind) or partial(_tags, literal)
         for close, notes in ((closed, []), (_unchanged, [OPEN_OBJECTS])):
-            build = _schema if kind == "schema" else _calls
             yield build(value, close), notes
     elif kind == "json":
         yield LLMatcher.grammar_from_json_schema({"type": "object"}), []
@@ -31,7 +33,11 @@ def sources(kind: str, value: Any) -> Iterator[tuple[str, list[str]]]:
     elif kind == "choice":
         yield LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(c) for c in value)), []
     else:
-        yield LLMatcher.grammar_from_lark(gbnf_to_lark(value) if "::=" in value else value), []
+        yield LLMatcher.grammar_from_lark(_lark(value)), []
+
+
+def _lark(grammar: str) -> str:
+    return gbnf_to_lark(grammar) if "::=" in grammar else grammar
 
 
 def _unchanged(schema: Any) -> Any:
@@ -48,6 +54,13 @@ def _lenient(schema: Any) -> Any:
 
 def _schema(value: Any, close) -> str:
     return LLMatcher.grammar_from_json_schema(json.dumps(_lenient(close(value))))
+
+
+def _tags(literal, value: dict, close) -> str:
+    def schema(wanted: Any) -> str:
+        return f"%json {json.dumps(_lenient(close(wanted)))}"
+
+    return structural_tag_grammar(value, schema, _lark, literal)
 
 
 def _calls(value: dict, close) -> str:

@@ -4,6 +4,7 @@ Masks are packed bits of the vocabulary, bit i of byte b for token 8 b + i. Runs
 (`grammar_worker`), so it stays free of JAX and numpy.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -63,12 +64,25 @@ class GrammarTokens:
     def stops(self) -> bytes:
         return self.bits(self.stop_ids).to_bytes(self.mask_bytes, "little")
 
+    def literal(self, text: str) -> list[str]:
+        """A text in Lark: strings, and special tokens as "<[id]>"."""
+        parts, plain = [], []
+        for token in [*self._tokenizer.tokenize_str(text, parse_special=True), None]:
+            is_special = token is not None and self._tokenizer.is_special_token(token)
+            if token is not None and not is_special:
+                plain.append(token)
+                continue
+            if plain:
+                parts.append(json.dumps(self._tokenizer.decode_bytes(plain).decode()))
+            parts, plain = parts + [f"<[{token}]>"] * is_special, []
+        return parts
+
     def matcher(self, kind: str, value, field: str) -> tuple[LLMatcher, list[str]]:
         """(the matcher of a `Constraint`, what it does not enforce). Raises InputError for what cannot be understood,
         naming ``field``."""
         error = ""
         try:
-            for source, notes in sources(kind, value):
+            for source, notes in sources(kind, value, self.literal):
                 matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=LLParserLimits(**_LIMITS))
                 if not matcher.is_error():
                     return matcher, notes + [_line(note) for note in matcher.get_grammar_warnings()]

@@ -1,0 +1,245 @@
+"""Structural tags in llguidance's notation: free text with stretches in forms of their own.
+
+The notation is XGrammar's, as vLLM and SGLang take it: a tree of formats in ``format``, or in the older form
+``structures`` and ``triggers``. Runs in the grammar's own process (`grammar_worker`).
+"""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from llguidance import LLMatcher
+
+from dflash_jax.errors import InputError
+
+_TEXT = "/(?s:.*)/"
+# What each format must have, and what it may have.
+_FIELDS: dict[str, tuple[set[str], set[str]]] = {
+    "const_string": ({"value"}, set()),
+    "literal": ({"text"}, set()),
+    "json_schema": ({"json_schema"}, {"style"}),
+    "regex": ({"pattern"}, set()),
+    "grammar": ({"grammar"}, set()),
+    "any_text": (set(), {"excludes"}),
+    "sequence": ({"elements"}, set()),
+    "or": ({"elements"}, set()),
+    "optional": ({"content"}, set()),
+    "tag": ({"begin", "content", "end"}, set()),
+    "triggered_tags": ({"triggers", "tags"}, {"at_least_one", "stop_after_first", "excludes"}),
+    "tags_with_separator": ({"tags", "separator"}, {"at_least_one", "stop_after_first"}),
+}
+_KINDS: dict[str, type | tuple[type, ...]] = {
+    "value": str,
+    "text": str,
+    "json_schema": (dict, bool),
+    "style": str,
+    "pattern": str,
+    "grammar": str,
+    "excludes": list,
+    "elements": list,
+    "content": dict,
+    "begin": str,
+    "end": (str, list),
+    "triggers": list,
+    "tags": list,
+    "separator": str,
+    "at_least_one": bool,
+    "stop_after_first": bool,
+}
+# Lists that must have an item.
+_FILLED = ("elements", "triggers", "tags")
+
+
+def structural_tag_grammar(
+    value: dict, schema: Callable[[Any], str], lark: Callable[[str], str], literal: Callable[[str], list[str]]
+) -> str:
+    """A grammar that llguidance compiles.
+
+    Args:
+        value: The structural tag.
+        schema: What of Lark stands for a JSON schema.
+        lark: Makes Lark of a grammar in any notation that requests may use.
+        literal: A text in Lark: strings, and special tokens as "<[id]>".
+
+    Raises:
+        InputError: What is unknown or cannot be expressed, by its name.
+    """
+    if "format" in value:
+        node, where = value["format"], "format"
+    else:
+        node, where = _modern(value), ""
+    builder = _Builder(schema, lark, literal)
+    start = builder.expression(node, where, (), True)
+    main = "\n".join([f"start: {start}", *builder.rules])
+    return json.dumps({"grammars": [{"name": "tags", "lark_grammar": main}, *builder.grammars]})
+
+
+def _modern(value: dict) -> dict:
+    """The newer notation of ``structures`` and ``triggers``."""
+    structures, triggers = value.get("structures"), value.get("triggers")
+    if not isinstance(structures, list) or not isinstance(triggers, list):
+        raise InputError("it must have format, or structures and triggers")
+    tags = []
+    for i, each in enumerate(structures):
+        if not isinstance(each, dict) or {"begin", "schema", "end"} - set(each):
+            raise InputError(f"structures[{i}] must have begin, schema and end")
+        content = {"type": "json_schema", "json_schema": each["schema"]}
+        tags.append({"type": "tag", "begin": each["begin"], "content": content, "end": each["end"]})
+    return {"type": "triggered_tags", "triggers": triggers, "tags": tags}
+
+
+def _checked(node: Any, where: str, kind: str | None = None) -> dict:
+    """A format whose fields are known and of the right types. ``kind``: its type where it may be left out."""
+    if not isinstance(node, dict):
+        raise InputError(f"{where} must be an object")
+    kind = node.get("type", kind)
+    if kind not in _FIELDS:
+        raise InputError(f"{where}.type is {kind!r}: it must be one of {', '.join(_FIELDS)}")
+    needed, possible = _FIELDS[kind]
+    if missing := needed - set(node):
+        raise InputError(f"{where}.{min(missing)} is missing")
+    if unknown := set(node) - needed - possible - {"type"}:
+        raise InputError(f"{where}.{min(unknown)} is not supported")
+    for name in set(node) - {"type"}:
+        if not isinstance(node[name], _KINDS[name]) or (name in _FILLED and not node[name]):
+            raise InputError(f"{where}.{name} has a wrong type or is empty")
+    if node.get("excludes"):
+        raise InputError(f"{where}.excludes is not supported")
+    if node.get("style", "json") != "json":
+        raise InputError(f"{where}.style is {node['style']!r}: only json is supported")
+    return node | {"type": kind}
+
+
+def _texts(given: Any, where: str) -> tuple[str, ...]:
+    texts = tuple(given) if isinstance(given, list) else (given,)
+    if not texts or not all(isinstance(text, str) for text in texts):
+        raise InputError(f"{where} must be a string or a list of strings")
+    return texts
+
+
+class _Builder:
+    """Formats as expressions; what needs a name becomes a rule or a grammar of its own."""
+
+    def __init__(self, schema, lark, literal):
+        self._schema, self._lark, self._parts = schema, lark, literal
+        self.rules: list[str] = []
+        self.grammars: list[dict] = []
+
+    def expression(self, node: Any, where: str, ends: tuple[str, ...], is_last: bool, kind: str | None = None) -> str:
+        """An expression for a format and one of the ``ends`` behind it. ``is_last``: nothing else follows."""
+        node = _checked(node, where, kind)
+        return getattr(self, "_" + node["type"])(node, where, ends, is_last)
+
+    def _quoted(self, text: str) -> str:
+        return " ".join(self._parts(text))
+
+    def _ended(self, expression: str, ends: tuple[str, ...]) -> str:
+        closing = [self._quoted(end) for end in ends if end]
+        if not closing:
+            return expression
+        optional = "?" if "" in ends else ""
+        return f"{expression} ({' | '.join(closing)}){optional}"
+
+    def _rule(self, body: str, options: str = "") -> str:
+        name = f"rule_{len(self.rules)}"
+        self.rules.append(f"{name}{options}: {body}")
+        return name
+
+    def _other_grammar(self, source: str) -> str:
+        name = f"grammar_{len(self.grammars)}"
+        self.grammars.append({"name": name, "lark_grammar": source})
+        return f"@{name}"
+
+    def _free(self, where: str, ends: tuple[str, ...], is_last: bool) -> str:
+        """Any text up to one of the ``ends``, or to the end of all."""
+        if not ends or "" in ends:
+            if not is_last or any(ends):
+                raise InputError(f"{where}: free text needs a tag's end behind it, or must be the last")
+            return self._rule(_TEXT)
+        return f"({' | '.join(self._up_to(end) for end in ends)})"
+
+    def _up_to(self, text: str) -> str:
+        """Free text and the first ``text`` in it."""
+        parts = self._parts(text)
+        if parts[0].startswith("<["):
+            # Free text has no special tokens.
+            return f"{self._rule(_TEXT)} {' '.join(parts)}"
+        if len(parts) > 1:
+            raise InputError(f"{text!r} has a special token behind other text: this cannot end free text")
+        return self._rule(_TEXT, f"[suffix={parts[0]}]")
+
+    def _const_string(self, node, where, ends, is_last) -> str:
+        return self._ended(self._quoted(node["value"]), ends)
+
+    def _literal(self, node, where, ends, is_last) -> str:
+        return self._ended(self._quoted(node["text"]), ends)
+
+    def _json_schema(self, node, where, ends, is_last) -> str:
+        return self._ended(self._rule(self._schema(node["json_schema"])), ends)
+
+    def _regex(self, node, where, ends, is_last) -> str:
+        source = json.loads(LLMatcher.grammar_from_regex(node["pattern"]))["grammars"][0]["lark_grammar"]
+        return self._ended(self._other_grammar(source), ends)
+
+    def _grammar(self, node, where, ends, is_last) -> str:
+        return self._ended(self._other_grammar(self._lark(node["grammar"])), ends)
+
+    def _any_text(self, node, where, ends, is_last) -> str:
+        return self._free(where, ends, is_last)
+
+    def _sequence(self, node, where, ends, is_last) -> str:
+        *before, last = node["elements"]
+        parts = [self.expression(each, f"{where}.elements[{i}]", (), False) for i, each in enumerate(before)]
+        return " ".join([*parts, self.expression(last, f"{where}.elements[{len(before)}]", ends, is_last)])
+
+    def _or(self, node, where, ends, is_last) -> str:
+        each = enumerate(node["elements"])
+        return f"({' | '.join(self.expression(e, f'{where}.elements[{i}]', ends, is_last) for i, e in each)})"
+
+    def _optional(self, node, where, ends, is_last) -> str:
+        return self._ended(f"({self.expression(node['content'], f'{where}.content', (), False)})?", ends)
+
+    def _tag(self, node, where, ends, is_last) -> str:
+        return self._rest_of_tag(node, where, "", ends, is_last)
+
+    def _rest_of_tag(self, node, where, begun: str, ends, is_last) -> str:
+        """A tag without the text ``begun`` that it begins with."""
+        begin = self._quoted(node["begin"].removeprefix(begun))
+        own = _texts(node["end"], f"{where}.end")
+        content = self.expression(node["content"], f"{where}.content", own, is_last and not ends)
+        return self._ended(f"{begin} {content}", ends)
+
+    def _tags(self, node, where) -> list[tuple[dict, str]]:
+        """The tags of a format, and where each is."""
+        places = [f"{where}.tags[{i}]" if where else f"structures[{i}]" for i in range(len(node["tags"]))]
+        return [(_checked(tag, place, "tag"), place) for tag, place in zip(node["tags"], places, strict=True)]
+
+    def _triggered_tags(self, node, where, ends, is_last) -> str:
+        triggers = _texts(node["triggers"], f"{where}.triggers")
+        if "" in triggers:
+            raise InputError(f"{where}.triggers has an empty one")
+        stops = bool(node.get("stop_after_first"))
+        rests: dict[str, list[str]] = {}
+        at_once = []
+        for tag, place in self._tags(node, where):
+            begun = [t for t in triggers if tag["begin"].startswith(t)]
+            if not begun:
+                raise InputError(f"{place}.begin is {tag['begin']!r}: it must begin with one of the triggers")
+            shortest = min(begun, key=len)
+            # Of all that may follow a tag without an end, nothing may be free text.
+            last = is_last and stops and not ends
+            rests.setdefault(shortest, []).append(self._rest_of_tag(tag, place, shortest, (), last))
+            at_once.append(self._rest_of_tag(tag, place, "", (), last))
+        each = [f"{self._up_to(trigger)} ({' | '.join(rest)})" for trigger, rest in rests.items()]
+        later, first = f"({' | '.join(each)})", f"({' | '.join(at_once)})"
+        if stops:
+            one = self._ended(first if node.get("at_least_one") else later, ends)
+            return one if node.get("at_least_one") else f"({one} | {self._free(where, ends, is_last)})"
+        more = f"{later}* {self._free(where, ends, is_last)}"
+        return f"{first} {more}" if node.get("at_least_one") else more
+
+    def _tags_with_separator(self, node, where, ends, is_last) -> str:
+        each = [self._rest_of_tag(tag, place, "", (), False) for tag, place in self._tags(node, where)]
+        one = self._rule(" | ".join(each))
+        several = one if node.get("stop_after_first") else f"{one} ({self._quoted(node['separator'])} {one})*"
+        return self._ended(several if node.get("at_least_one") else f"({several})?", ends)
