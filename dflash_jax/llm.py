@@ -23,6 +23,8 @@ from dflash_jax.engine.device import ROW_SIZES, Device
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.memory import device_memory, plan_memory
 from dflash_jax.engine.options import Options, prefill_options
+from dflash_jax.engine.request import MaskProvider
+from dflash_jax.engine.token_rules import CombinedMasks, Rules, ThinkingBudget, TokenRules
 from dflash_jax.errors import InputError
 from dflash_jax.models.drafter import Drafter, DraftWindow, Shortlist, abstract_drafter
 from dflash_jax.models.weights import in_panels, plain
@@ -330,13 +332,28 @@ class LLM:
         prompt: str | Sequence[int],
         params: SamplingParams,
         block_size: int | str | None = None,
+        *,
+        mask: MaskProvider | None = None,
+        budget: ThinkingBudget | None = None,
         **options,
     ) -> Row:
-        """A prompt as an engine takes it; ``options``: further fields of its `Request`. Raises InputError for what does
-        not fit."""
+        """A prompt as an engine takes it.
+
+        Args:
+            prompt: Text or token ids.
+            params: How it is continued.
+            block_size: Overrides the LLM's.
+            mask: Which tokens may come, beside what ``params`` say. The checkpoint's stop ids then end the text in any
+                case: a finished one must be able to end.
+            budget: The bound of the thought.
+            **options: Further fields of the `Request`.
+
+        Raises:
+            InputError: Something does not fit.
+        """
         ids, filled = self.encode(prompt), self.defaults.fill(params)
         filled.check_vocabulary(self.config.vocab_size)
-        if filled.stop and self.tokenizer is None:
+        if (filled.stop or filled.stop_regex) and self.tokenizer is None:
             raise InputError("stop strings need a tokenizer, and this checkpoint has none: use stop_token_ids")
         if len(ids) + filled.max_tokens > self.max_len:
             raise InputError(
@@ -345,7 +362,29 @@ class LLM:
             )
         block = self.block_size if block_size is None else self._check_block(block_size)
         window = {"draft_window_size": self._draft_window.size, "draft_sink_size": self._draft_window.sinks}
-        return Row(ids, filled, self.defaults.stops(filled), self.tokenizer, block_size=block, **window, **options)
+        stops = self.defaults.stops(filled, must_end=mask is not None)
+        rules = Rules(
+            filled.min_tokens, tuple(stops), self._bad_words(filled.bad_words), filled.allowed_token_ids, budget
+        )
+        if rules.are_needed:
+            own = TokenRules(rules, self.config.vocab_size)
+            mask = own if mask is None else CombinedMasks([own, mask])
+        return Row(ids, filled, stops, self.tokenizer, block_size=block, mask=mask, **window, **options)
+
+    def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Token ids of each word at a text's beginning and, as in vLLM, behind a space: where that is as many tokens,
+        of which the first is another one."""
+        if words and self.tokenizer is None:
+            raise InputError("bad_words need a tokenizer, and this checkpoint has none: use logit_bias")
+        found = []
+        for word in words:
+            plain, spaced = (tuple(self.tokenizer.encode_plain(space + word.lstrip())) for space in ("", " "))
+            if not plain:
+                raise InputError(f"bad_words has {word!r}: it must have a character beside spaces")
+            found.append(plain)
+            if len(spaced) == len(plain) and spaced[0] != plain[0]:
+                found.append(spaced)
+        return tuple(found)
 
     def _submit(self, rows: list[Row]) -> None:
         plain = not self.reproducible and all(row.request.block_size == 1 for row in rows)

@@ -8,6 +8,7 @@ from functools import reduce
 import numpy as np
 
 from dflash_jax.engine.request import MaskProvider, ReadyMasks
+from dflash_jax.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -19,12 +20,14 @@ class ThinkingBudget:
         open_ids: Tokens of the tag that opens a thought.
         close_ids: Tokens of the tag that closes it. They are forced where the budget is used up.
         is_open: Whether the text begins inside a thought. Where it does not, it may begin with ``open_ids``.
+        blank_ids: Tokens that may stand before ``open_ids``.
     """
 
     tokens: int
     open_ids: tuple[int, ...]
     close_ids: tuple[int, ...]
     is_open: bool
+    blank_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -58,13 +61,13 @@ class _Progress:
         count: Tokens.
         tail: The last of them, as many as a rule looks at.
         thought: Tokens of thought so far, None outside of a thought.
-        may_open: Whether a thought may still begin.
+        opening: Tokens of the opening tag so far, None where no thought may begin any more.
     """
 
     count: int
     tail: tuple[int, ...]
     thought: int | None
-    may_open: bool
+    opening: int | None
 
 
 class TokenRules(ReadyMasks):
@@ -73,17 +76,25 @@ class TokenRules(ReadyMasks):
     def __init__(self, rules: Rules, vocab: int):
         budget = rules.budget
         self._rules, self._vocab = rules, vocab
+        # The masks that the next tokens are drawn under.
+        self._rows: Sequence[np.ndarray] = ()
         looked_at = [len(word) - 1 for word in rules.bad_words]
-        looked_at += [len(budget.open_ids), len(budget.close_ids)] if budget else []
+        looked_at += [len(budget.close_ids)] if budget else []
+        # Those of several tokens, by the last but one.
+        self._bad_words: dict[int, list[tuple[int, ...]]] = {}
+        for word in rules.bad_words:
+            if len(word) > 1:
+                self._bad_words.setdefault(word[-2], []).append(word)
         self._tail_size = max(looked_at, default=0)
         is_open = budget is not None and budget.is_open
-        self._progress = _Progress(0, (), 0 if is_open else None, budget is not None and not is_open)
+        self._progress = _Progress(0, (), 0 if is_open else None, None if budget is None or is_open else 0)
         ids = range(vocab) if rules.allowed is None else rules.allowed
         self._base = packed([ids], vocab)[0]
         _forbid(self._base, [word[0] for word in rules.bad_words if len(word) == 1])
 
     def take(self, tokens: Sequence[int]) -> None:
-        self._progress = reduce(self._after, tokens, self._progress)
+        _check(tokens, self._rows)
+        self._progress, self._rows = reduce(self._after, tokens, self._progress), ()
 
     def masks(self, drafts: Sequence[int]) -> np.ndarray:
         """Packed bits uint32 [drafts + 1, ceil(V / 32)]."""
@@ -91,26 +102,30 @@ class TokenRules(ReadyMasks):
         for draft in drafts:
             rows.append(self._mask(progress))
             progress = self._after(progress, draft)
-        return np.stack([*rows, self._mask(progress)])
+        self._rows = np.stack([*rows, self._mask(progress)])
+        return self._rows
 
     @property
     def is_over(self) -> bool:
         rules, now = self._rules, self._progress
-        thinks = now.thought is not None or now.may_open
+        thinks = now.thought is not None or now.opening is not None
         return rules.allowed is None and not rules.bad_words and not thinks and now.count >= rules.min_tokens
 
     def _after(self, now: _Progress, token: int) -> _Progress:
-        count, thought, may_open = now.count + 1, now.thought, now.may_open
+        count, thought, opening = now.count + 1, now.thought, now.opening
         tail = (*now.tail, token)[-self._tail_size :] if self._tail_size else ()
         budget = self._rules.budget
         if thought is not None:
             is_closed = thought + 1 >= len(budget.close_ids) and tail[-len(budget.close_ids) :] == budget.close_ids
             thought = None if is_closed else thought + 1
-        elif may_open:
-            may_open = tail == budget.open_ids[:count]
-            if may_open and count == len(budget.open_ids):
-                thought, may_open = 0, False
-        return _Progress(count, tail, thought, may_open)
+        elif opening is not None:
+            if token == budget.open_ids[opening]:
+                opening += 1
+                if opening == len(budget.open_ids):
+                    thought, opening = 0, None
+            elif opening or token not in budget.blank_ids:
+                opening = None
+        return _Progress(count, tail, thought, opening)
 
     def _mask(self, now: _Progress) -> np.ndarray:
         """Packed bits of what may come next."""
@@ -120,8 +135,8 @@ class TokenRules(ReadyMasks):
         row = self._base.copy()
         if now.count < self._rules.min_tokens:
             _forbid(row, self._rules.stop_ids)
-        words = [word for word in self._rules.bad_words if 1 < len(word) <= len(now.tail) + 1]
-        _forbid(row, [word[-1] for word in words if now.tail[len(now.tail) - len(word) + 1 :] == word[:-1]])
+        words = self._bad_words.get(now.tail[-1], ()) if now.tail else ()
+        _forbid(row, [word[-1] for word in words if now.tail[-len(word) + 1 :] == word[:-1]])
         return row
 
     def _forced(self, now: _Progress) -> int | None:
@@ -142,8 +157,12 @@ class CombinedMasks:
     def __init__(self, providers: Sequence[MaskProvider]):
         self._providers = list(providers)
         self._answers: list[np.ndarray | None] = []
+        # The masks that the next tokens are drawn under.
+        self._rows: Sequence[np.ndarray] = ()
 
     def take(self, tokens: Sequence[int]) -> None:
+        _check(tokens, self._rows)
+        self._rows = ()
         for provider in self._providers:
             provider.take(tokens)
 
@@ -159,7 +178,8 @@ class CombinedMasks:
                 self._answers[i] = provider.answer(max(0.0, until - time.monotonic()))
         if any(answer is None for answer in self._answers):
             return None
-        return np.bitwise_and.reduce(self._answers)
+        self._rows = np.bitwise_and.reduce(self._answers)
+        return self._rows
 
     @property
     def is_over(self) -> bool:
@@ -176,6 +196,12 @@ def packed(rows: Sequence[Sequence[int]], vocab: int) -> np.ndarray:
     for row, ids in zip(bits, rows, strict=True):
         row[np.fromiter(ids, np.int64)] = 1
     return np.packbits(bits, axis=1, bitorder="little").view("<u4")
+
+
+def _check(tokens: Sequence[int], rows: Sequence[np.ndarray]) -> None:
+    """Raises InputError where a token was drawn under a mask that forbids all of them."""
+    if any(not row.any() for _, row in zip(tokens, rows, strict=False)):
+        raise InputError("no token is left that min_tokens, bad_words, allowed_token_ids and the text's form all allow")
 
 
 def _forbid(row: np.ndarray, ids: Sequence[int]) -> None:
