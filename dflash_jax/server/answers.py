@@ -48,12 +48,11 @@ def stop_reasons(row: Row, stop_ids: Sequence[int]) -> dict:
     return {"stop_reason": None if is_own else matched, "matched_stop": matched}
 
 
-def token_text(tokenizer: Tokenizer | None, token_id: int) -> tuple[str, list[int]]:
-    """A token as text, and its bytes."""
-    if tokenizer is None:
-        return f"token_id:{token_id}", []
-    raw = tokenizer.token_bytes(token_id)
-    return raw.decode(errors="replace"), list(raw)
+def token_text(tokenizer: Tokenizer | None, token_id: int, as_id: bool = False) -> tuple[str, list[int]]:
+    """A token as text, and its bytes; ``as_id``: with the text "token_id:N"."""
+    raw = b"" if tokenizer is None else tokenizer.token_bytes(token_id)
+    text = f"token_id:{token_id}" if as_id or tokenizer is None else raw.decode(errors="replace")
+    return text, list(raw)
 
 
 def prompt_entry(tokenizer: Tokenizer | None, entry: dict) -> dict:
@@ -66,30 +65,65 @@ def prompt_entry(tokenizer: Tokenizer | None, entry: dict) -> dict:
     }
 
 
-def chat_logprobs(tokenizer: Tokenizer | None, entries: Sequence[dict]) -> list[dict]:
-    """OpenAI's shape for chats."""
+def chat_logprobs(
+    tokenizer: Tokenizer | None, entries: Sequence[dict], *, as_ids: bool = False, exact: bool = False
+) -> list[dict]:
+    """OpenAI's shape for chats.
+
+    The drawn token is among the likeliest N, as in vLLM: in place of the last of them where it is less likely.
+
+    Args:
+        as_ids: Whether tokens are written as "token_id:N".
+        exact: Whether ``top`` is a list of tokens that the request chose, to be given as it is.
+    """
 
     def one(token_id: int, logprob: float) -> dict:
-        text, raw = token_text(tokenizer, token_id)
+        text, raw = token_text(tokenizer, token_id, as_ids)
         return {"token": text, "logprob": finite(logprob), "bytes": raw}
 
-    return [
-        one(e["token_id"], e["logprob"]) | {"top_logprobs": [one(t, v) for t, v in e["top"].items()]} for e in entries
-    ]
+    def listed(entry: dict) -> list[dict]:
+        top = list(entry["top"].items())
+        if top and not exact and entry["token_id"] not in entry["top"]:
+            top[-1] = entry["token_id"], entry["logprob"]
+        return [one(token, value) for token, value in top]
+
+    return [one(e["token_id"], e["logprob"]) | {"top_logprobs": listed(e)} for e in entries]
 
 
-def completion_logprobs(tokenizer: Tokenizer | None, entries: Sequence[dict | None], offset: int, top: bool) -> dict:
-    """OpenAI's older shape, for completions; a None stands for the first token of a prompt, before which nothing
-    is."""
-    found = {"tokens": [], "token_logprobs": [], "top_logprobs": [] if top else None, "text_offset": []}
-    for e in entries:
-        text, _ = token_text(tokenizer, e["token_id"])
-        is_first = e["logprob"] is None
-        found["tokens"].append(text)
-        found["token_logprobs"].append(None if is_first else finite(e["logprob"]))
-        if top:
-            named = {token_text(tokenizer, t)[0]: finite(v) for t, v in e["top"].items()}
-            found["top_logprobs"].append(None if is_first else named)
-        found["text_offset"].append(offset)
-        offset += len(text)
-    return found
+def completion_logprobs(
+    tokenizer: Tokenizer | None,
+    entries: Sequence[dict],
+    starts: Sequence[int],
+    top: bool,
+    *,
+    as_ids: bool = False,
+    exact: bool = False,
+) -> dict:
+    """OpenAI's older shape, for completions: the likeliest N, and the drawn token where it is not among them.
+
+    Args:
+        entries: A token each; with a logprob of None for the first token of a prompt, before which nothing is.
+        starts: Where in the choice's text each token begins; empty without a tokenizer.
+        top: Whether ``top_logprobs`` is wanted.
+        as_ids: As in `chat_logprobs`; so is ``exact``.
+    """
+
+    def text(token_id: int) -> str:
+        return token_text(tokenizer, token_id, as_ids)[0]
+
+    def named(entry: dict) -> dict | None:
+        if entry["logprob"] is None:
+            return None
+        values = entry["top"] if exact else entry["top"] | {entry["token_id"]: entry["logprob"]}
+        found: dict[str, float] = {}
+        for token, value in values.items():
+            # Of two tokens of one text, the likelier one counts.
+            found.setdefault(text(token), finite(value))
+        return found
+
+    return {
+        "tokens": [text(e["token_id"]) for e in entries],
+        "token_logprobs": [None if e["logprob"] is None else finite(e["logprob"]) for e in entries],
+        "top_logprobs": [named(e) for e in entries] if top else None,
+        "text_offset": list(starts) if tokenizer is not None else [0] * len(entries),
+    }

@@ -78,12 +78,15 @@ async def prepared(serving: Serving, body: schema.ChatRequest) -> tuple[Conversa
     if wanted and calls:
         raise ApiError(400, f"{wanted.field} and tool_choice each ask for a form: give one of them", wanted.field)
     talk.is_forced = calls is not None and not calls.value["optional"]
-    params = prepare.sampling(body, most, body.seed, (body.top_logprobs or 0) if body.logprobs else None)
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    params = prepare.sampling(body, most, body.seed, logprobs, body.logprob_token_ids)
+    budgets = [b for b in (body.thinking_token_budget, body.thinking_budget) if b is not None and b >= 0]
     options = {
         "block_size": body.block_size,
         "priority": body.priority,
         "grammar": await prepare.grammar(serving, wanted or calls),
         "thought": talk.thought,
+        "budget": min(budgets, default=None),
         "prompt_logprobs": body.prompt_logprobs,
         "cache_salt": body.cache_salt,
     }
@@ -118,7 +121,7 @@ async def whole(serving: Serving, body: schema.ChatRequest, talk: Conversation, 
             message["tool_calls"] = calls
         logprobs = None
         if row.logprobs is not None:
-            logprobs = {"content": chat_logprobs(serving.llm.tokenizer, row.logprobs), "refusal": None}
+            logprobs = logprobs_of(serving, body, row.logprobs)
         choice = {"index": i, "message": message, "logprobs": logprobs, "finish_reason": parsers[i].reason(row)}
         choice |= stop_reasons(row, serving.llm.defaults.stop_ids)
         if body.return_token_ids:
@@ -134,6 +137,12 @@ async def whole(serving: Serving, body: schema.ChatRequest, talk: Conversation, 
         entries = rows[0].request.prompt_entries
         value["prompt_logprobs"] = [None, *(prompt_entry(serving.llm.tokenizer, e) for e in entries)]
     return value
+
+
+def logprobs_of(serving: Serving, body: schema.ChatRequest, entries: Sequence[dict]) -> dict:
+    as_ids, exact = bool(body.return_tokens_as_token_ids), bool(body.logprob_token_ids)
+    content = chat_logprobs(serving.llm.tokenizer, entries, as_ids=as_ids, exact=exact)
+    return {"content": content, "refusal": None}
 
 
 def as_delta(delta: Delta) -> list[dict]:
@@ -178,7 +187,7 @@ async def streamed(
         if piece.finish_reason:
             found += as_delta(parsers[i].finish(rows[i]))
         if piece.logprobs is not None:
-            more["logprobs"] = {"content": chat_logprobs(serving.llm.tokenizer, piece.logprobs), "refusal": None}
+            more["logprobs"] = logprobs_of(serving, body, piece.logprobs)
         if body.return_token_ids:
             more["token_ids"] = piece.token_ids
         if body.return_drafts:

@@ -3,9 +3,11 @@
 import asyncio
 import time
 from collections.abc import AsyncGenerator
+from dataclasses import dataclass
 
 from fastapi import APIRouter, Request
 
+from dflash_jax.detokenizer import Detokenizer
 from dflash_jax.rows import Row
 from dflash_jax.server import prepare, request_id, schema
 from dflash_jax.server.answer_schema import Completion
@@ -15,6 +17,9 @@ from dflash_jax.server.serving import Serving, while_connected
 from dflash_jax.server.stream import EventStream, frame
 
 router = APIRouter()
+
+# Of a choice in which nothing new is wanted.
+NO_STOP = {"stop_reason": None, "matched_stop": None}
 
 
 def prompts_of(body: schema.CompletionRequest) -> list:
@@ -32,14 +37,11 @@ async def prepared(serving: Serving, body: schema.CompletionRequest) -> list[Row
     serving.check_model(body.model)
     prompts = prompts_of(body)
     n = prepare.check_counts(serving, body, len(prompts))
-    if body.stream and (body.echo or body.prompt_logprobs is not None or body.max_tokens == 0):
-        name = "echo" if body.echo else "prompt_logprobs" if body.prompt_logprobs is not None else "max_tokens: 0"
-        raise ApiError(400, f"{name} is not possible with stream: true", name)
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options needs stream: true", "stream_options")
     wanted = body.prompt_logprobs
-    if body.echo and body.logprobs is not None:
-        wanted = max(wanted or 0, body.logprobs)
+    if body.echo and wants_logprobs(body):
+        wanted = max(wanted or 0, body.logprobs or 0)
     encoded = [await asyncio.to_thread(serving.llm.encode, prompt) for prompt in prompts]
     grammar = await prepare.grammar(serving, prepare.constraint(body))
     found = []
@@ -48,7 +50,7 @@ async def prepared(serving: Serving, body: schema.CompletionRequest) -> list[Row
         # Where nothing new is wanted, the engine gives one token all the same: it is left out again.
         most = serving.check_room(ids, body.max_tokens and max(body.max_tokens, 1), "prompt", default=16)
         most = most or serving.check_room(ids, 1, "prompt")
-        params = prepare.sampling(body, most, body.seed, body.logprobs)
+        params = prepare.sampling(body, most, body.seed, body.logprobs, body.logprob_token_ids)
         options = {"block_size": body.block_size, "priority": body.priority, "prompt_logprobs": wanted}
         options["cache_salt"] = body.cache_salt
         found += prepare.rows(serving, ids, params, n, grammar=grammar, **options)
@@ -69,56 +71,118 @@ async def completions(http: Request, body: schema.CompletionRequest):
     if body.stream:
         return await EventStream.start(http, streamed(serving, body, rows, head))
     await while_connected(http, serving.run(rows))
-    choices = [choice(serving, body, i, row) for i, row in enumerate(rows)]
+    choices = [await asyncio.to_thread(choice, serving, body, i, row) for i, row in enumerate(rows)]
     counted = usage(rows, body.n or 1, new=rows if body.max_tokens != 0 else ())
     return JsonResponse({**head, "choices": choices, "usage": counted, "system_fingerprint": None})
 
 
+@dataclass(frozen=True)
+class Opening:
+    """What a choice begins with, before anything new.
+
+    Attributes:
+        text: The echoed prompt, special tokens by their names.
+        starts: Where in it each token of the prompt begins.
+        entries: The log-probabilities of its tokens, where they are asked for.
+    """
+
+    text: str
+    starts: list[int]
+    entries: list[dict]
+
+
+def opening(serving: Serving, body: schema.CompletionRequest, row: Row) -> Opening:
+    tokenizer, request = serving.llm.tokenizer, row.request
+    if not body.echo:
+        return Opening("", [], [])
+    entries = []
+    if wants_logprobs(body):
+        entries = [{"token_id": request.prompt[0], "logprob": None, "top": {}}, *request.prompt_entries]
+    if tokenizer is None:
+        return Opening("", [], entries)
+    echoed = Detokenizer(tokenizer, skip_special_tokens=False)
+    starts = [echoed.push(token) for token in request.prompt]
+    echoed.finish()
+    return Opening(echoed.text, starts, entries)
+
+
+def wants_logprobs(body: schema.CompletionRequest) -> bool:
+    return body.logprobs is not None or bool(body.logprob_token_ids)
+
+
+def logprobs_of(
+    serving: Serving, body: schema.CompletionRequest, entries: list[dict], starts: list[int]
+) -> dict | None:
+    if not wants_logprobs(body):
+        return None
+    return completion_logprobs(
+        serving.llm.tokenizer,
+        entries,
+        starts,
+        bool(body.logprobs or body.logprob_token_ids),
+        as_ids=bool(body.return_tokens_as_token_ids),
+        exact=bool(body.logprob_token_ids),
+    )
+
+
+def of_the_prompt(serving: Serving, body: schema.CompletionRequest, row: Row) -> dict:
+    """What is told of the prompt beside a choice's text."""
+    found: dict = {}
+    if body.prompt_logprobs is not None:
+        entries = row.request.prompt_entries
+        found["prompt_logprobs"] = [None, *(prompt_entry(serving.llm.tokenizer, e) for e in entries)]
+    if body.return_token_ids:
+        found["prompt_token_ids"] = row.request.prompt
+    return found
+
+
 def choice(serving: Serving, body: schema.CompletionRequest, i: int, row: Row) -> dict:
-    tokenizer, request, is_new = serving.llm.tokenizer, row.request, body.max_tokens != 0
+    is_new, begin = body.max_tokens != 0, opening(serving, body, row)
     text = (row.text.text if row.text else "") if is_new else ""
     entries = list(row.logprobs or []) if is_new else []
-    offset = 0
-    if body.echo:
-        text = (tokenizer.decode(request.prompt) if tokenizer else "") + text
-        if body.logprobs is not None:
-            entries = [{"token_id": request.prompt[0], "logprob": None, "top": {}}, *request.prompt_entries, *entries]
-    logprobs = None
-    if body.logprobs is not None:
-        logprobs = completion_logprobs(tokenizer, entries, offset, body.logprobs > 0)
+    starts = [len(begin.text) + start for start in row.starts] if is_new else []
     found = {
         "index": i,
-        "text": text,
-        "logprobs": logprobs,
-        "finish_reason": request.finish_reason if is_new else "length",
-        **(stop_reasons(row, serving.llm.defaults.stop_ids) if is_new else {"stop_reason": None, "matched_stop": None}),
+        "text": begin.text + text,
+        "logprobs": logprobs_of(serving, body, [*begin.entries, *entries], [*begin.starts, *starts]),
+        "finish_reason": row.request.finish_reason if is_new else "length",
+        **(stop_reasons(row, serving.llm.defaults.stop_ids) if is_new else NO_STOP),
     }
-    if body.prompt_logprobs is not None:
-        found["prompt_logprobs"] = [None, *(prompt_entry(tokenizer, e) for e in request.prompt_entries)]
     if body.return_token_ids:
-        found["token_ids"], found["prompt_token_ids"] = request.tokens if is_new else [], request.prompt
-    return found
+        found["token_ids"] = row.request.tokens if is_new else []
+    return found | of_the_prompt(serving, body, row)
 
 
 async def streamed(
     serving: Serving, body: schema.CompletionRequest, rows: list[Row], head: dict
 ) -> AsyncGenerator[bytes, None]:
-    wants, offsets = body.stream_options or schema.StreamOptions(), [0] * len(rows)
+    wants, is_new = body.stream_options or schema.StreamOptions(), body.max_tokens != 0
+    openings: list[Opening | None] = [None] * len(rows)
     async for i, piece in serving.merged(rows):
-        logprobs = None
-        if piece.logprobs is not None:
-            logprobs = completion_logprobs(serving.llm.tokenizer, piece.logprobs, offsets[i], body.logprobs > 0)
-        offsets[i] += len(piece.text)
-        found = {"index": i, "text": piece.text, "logprobs": logprobs, "finish_reason": piece.finish_reason}
-        if piece.finish_reason:
-            found |= stop_reasons(rows[i], serving.llm.defaults.stop_ids)
+        begin, more = Opening("", [], []), {}
+        if (before := openings[i]) is None:
+            begin = before = openings[i] = await asyncio.to_thread(opening, serving, body, rows[i])
+            more = await asyncio.to_thread(of_the_prompt, serving, body, rows[i])
+        text = piece.text if is_new else ""
+        entries = piece.logprobs or [] if is_new else []
+        starts = [len(before.text) + start for start in piece.starts] if is_new else []
+        found = {
+            "index": i,
+            "text": begin.text + text,
+            "logprobs": logprobs_of(serving, body, [*begin.entries, *entries], [*begin.starts, *starts]),
+            "finish_reason": piece.finish_reason if is_new else "length",
+        }
+        if found["finish_reason"]:
+            found |= stop_reasons(rows[i], serving.llm.defaults.stop_ids) if is_new else NO_STOP
         if body.return_token_ids:
-            found["token_ids"] = piece.token_ids
+            found["token_ids"] = piece.token_ids if is_new else []
+        found |= more
         if body.return_drafts:
             found["drafts"] = piece.segments
         value = {**head, "choices": [found]}
         if wants.include_usage:
-            value["usage"] = usage(rows, body.n or 1) if wants.continuous_usage_stats else None
+            counted = usage(rows, body.n or 1, new=rows if is_new else ())
+            value["usage"] = counted if wants.continuous_usage_stats else None
         yield frame(value)
     if wants.include_usage:
-        yield frame({**head, "choices": [], "usage": usage(rows, body.n or 1)})
+        yield frame({**head, "choices": [], "usage": usage(rows, body.n or 1, new=rows if is_new else ())})

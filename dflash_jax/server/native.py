@@ -44,7 +44,8 @@ async def prepared(serving: Serving, body: schema.GenerateRequest) -> tuple[list
         ids = await asyncio.to_thread(serving.llm.encode, prompt)
         most = serving.check_room(ids, wanted.max_new_tokens, "sampling_params.max_new_tokens", default=128)
         logprobs = (body.top_logprobs_num or 0) if body.return_logprob else None
-        params = prepare.sampling(wanted, most, wanted.sampling_seed, logprobs)
+        ids_wanted = body.token_ids_logprob if body.return_logprob else None
+        params = prepare.sampling(wanted, most, wanted.sampling_seed, logprobs, ids_wanted)
         grammar = await prepare.grammar(serving, prepare.constraint(wanted))
         start = -1 if body.logprob_start_len is None else body.logprob_start_len
         of_prompt = logprobs if start >= 0 else None
@@ -122,8 +123,11 @@ def _logprobs(side: str, tokenizer, entries: list[dict], body: schema.GenerateRe
         return [None if value is None else finite(value), token, text]
 
     found = {f"{side}_token_logprobs": [triple(e["token_id"], e["logprob"]) for e in entries]}
-    if body.top_logprobs_num:
-        found[f"{side}_top_logprobs"] = [[triple(t, v) for t, v in e["top"].items()] or None for e in entries]
+    top = [[triple(t, v) for t, v in e["top"].items()] or None for e in entries]
+    if side == "output" and body.token_ids_logprob:
+        found["output_token_ids_logprobs"] = top
+    elif body.top_logprobs_num:
+        found[f"{side}_top_logprobs"] = top
     return found
 
 

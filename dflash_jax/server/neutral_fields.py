@@ -42,16 +42,7 @@ _EXTENSIONS: Table = {
     "use_audio_in_video": FALSE,
     "vllm_xargs": NO_KEYS,
 }
-_TEXT: Table = {
-    "include_stop_str_in_output": FALSE,
-    "min_tokens": ZERO,
-    "no_stop_trim": FALSE,
-    "skip_special_tokens": TRUE,
-    # Of ids without spaces between them, as all byte-level vocabularies decode.
-    "spaces_between_special_tokens": BOOL,
-    "stop_regex": NO_ITEMS,
-    "stream_interval": (int,),
-}
+_STREAMING: Table = {"stream_interval": (int,)}
 _INTERNALS: Table = {
     "return_hidden_states": FALSE,
     "return_routed_experts": FALSE,
@@ -69,25 +60,19 @@ _OPENAI: Table = {
 _GENERATION: Table = {
     **_ROUTING,
     **_EXTENSIONS,
-    **_TEXT,
     **_INTERNALS,
-    "allowed_token_ids": NULL,
-    "bad_words": NO_ITEMS,
+    **_STREAMING,
     "early_stopping": FALSE,
-    "ebnf": NULL,
     "guided_decoding_backend": TEXT,
     "guided_whitespace_pattern": NULL,
     "json_schema": NULL,
     "length_penalty": ONE,
-    "logprob_token_ids": NULL,
     "repetition_detection": NULL,
     "return_cached_tokens_details": FALSE,
     "return_mm_kwargs": BOOL,
     "return_token_offsets": FALSE,
-    "return_tokens_as_token_ids": FALSE,
     "sampling_seed": NULL,
     "structural_tag": NULL,
-    "thinking_token_budget": (-1,),
     "use_beam_search": FALSE,
     "user": TEXT,
     "watermarking": FALSE,
@@ -125,11 +110,14 @@ COMPLETION: Table = {
     "best_of": ONE,
     "prompt_embeds": NULL,
     "suffix": NO_TEXT,
+    "thinking_token_budget": (-1,),
 }
 RESPONSES: Table = {
     **_ROUTING,
     **_EXTENSIONS,
-    **_TEXT,
+    **_STREAMING,
+    "include_stop_str_in_output": FALSE,
+    "min_tokens": ZERO,
     **{name: types for name, types in _OPENAI.items() if name not in ("metadata", "user")},
     "background": FALSE,
     "context_management": NO_ITEMS,
@@ -155,11 +143,9 @@ MESSAGES: Table = {
     "workspace_id": TEXT,
 }
 SAMPLING: Table = {
-    **_TEXT,
+    **_STREAMING,
     "beam_width": ONE,
     "custom_params": NO_KEYS,
-    "min_new_tokens": ZERO,
-    "structural_tag": NULL,
 }
 GENERATE: Table = {
     **_ROUTING,
@@ -202,7 +188,6 @@ GENERATE: Table = {
     "return_prompt_token_ids": FALSE,
     "return_sampling_mask": FALSE,
     "routing_key": TEXT,
-    "token_ids_logprob": NO_ITEMS,
     "video_config": NO_KEYS,
     "video_data": NO_ITEMS,
     "video_max_dynamic_patch": NULL,

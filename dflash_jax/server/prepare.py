@@ -3,10 +3,10 @@
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
-from dflash_jax.config import MAX_STOPS
+from dflash_jax.engine.token_rules import ThinkingBudget
 from dflash_jax.errors import InputError
 from dflash_jax.params import SamplingParams
 from dflash_jax.rows import Row
@@ -14,16 +14,27 @@ from dflash_jax.server import schema
 from dflash_jax.server.errors import ApiError
 from dflash_jax.server.grammar import Constraint, Grammar
 from dflash_jax.server.notes import note
+from dflash_jax.server.reasoning import CLOSE, OPEN
 
 if TYPE_CHECKING:
     from dflash_jax.server.serving import Serving
 
 SEEDS = 2**32
+FIELDS = frozenset(each.name for each in fields(SamplingParams))
 
 
-def sampling(body: schema.Sampling, max_tokens: int, seed: int | None, logprobs: int | None = None) -> SamplingParams:
-    """A body's sampling fields. A seed of any size is taken modulo 2³²; none is a fresh one."""
-    stop = getattr(body, "stop", None) or ()
+def sampling(
+    body: schema.Sampling,
+    max_tokens: int,
+    seed: int | None,
+    logprobs: int | None = None,
+    logprob_ids: Sequence[int] | None = None,
+) -> SamplingParams:
+    """A body's sampling fields. A seed of any size is taken modulo 2³²; none is a fresh one. ``logprob_ids``: whose
+    log-probabilities are wanted instead of the likeliest tokens'."""
+    min_tokens = getattr(body, "min_tokens", None) or getattr(body, "min_new_tokens", None) or 0
+    include_stop = body.no_stop_trim or getattr(body, "include_stop_str_in_output", None)
+    skip_special = body.skip_special_tokens is not False
     try:
         return SamplingParams(
             temperature=body.temperature,
@@ -36,13 +47,26 @@ def sampling(body: schema.Sampling, max_tokens: int, seed: int | None, logprobs:
             logit_bias=biases(getattr(body, "logit_bias", None)),
             seed=int.from_bytes(os.urandom(4), "little") if seed is None else seed % SEEDS,
             max_tokens=max_tokens,
-            stop=(stop,) if isinstance(stop, str) else tuple(stop),
+            min_tokens=min_tokens,
+            stop=getattr(body, "stop", None) or (),
+            stop_regex=body.stop_regex or (),
+            include_stop_str_in_output=bool(include_stop),
+            skip_special_tokens=skip_special,
+            bad_words=tuple(body.bad_words or ()),
+            allowed_token_ids=body.allowed_token_ids,
             stop_token_ids=tuple(body.stop_token_ids or ()),
             ignore_eos=body.ignore_eos,
             logprobs=logprobs,
+            logprob_token_ids=tuple(logprob_ids or ()),
         )
     except InputError as e:
-        raise ApiError(400, str(e), str(e).partition(" ")[0]) from None
+        raise ApiError(400, str(e), named(str(e))) from None
+
+
+def named(message: str) -> str | None:
+    """The field that a message about sampling parameters begins with."""
+    first = message.partition(" ")[0]
+    return first if first in FIELDS else None
 
 
 def biases(given: dict[str, float] | None) -> dict[int, float]:
@@ -93,6 +117,9 @@ def constraint(body) -> Constraint | None:
         if form.json_schema is None or form.json_schema.schema_ is None:
             raise ApiError(400, "response_format.json_schema.schema is missing", "response_format.json_schema.schema")
         found.append(Constraint("schema", form.json_schema.schema_, "response_format.json_schema.schema"))
+    elif form is not None and form.type == "structural_tag":
+        value = form.model_dump(by_alias=True, exclude_none=True)
+        found.append(Constraint("structural_tag", value, "response_format"))
     elif form is not None and form.type in ("regex", "grammar"):
         raise ApiError(400, f"response_format.type {form.type}: use the field {form.type}", "response_format.type")
     kinds = {
@@ -100,6 +127,7 @@ def constraint(body) -> Constraint | None:
         "grammar": "grammar",
         "ebnf": "grammar",
         "json_schema": "schema",
+        "structural_tag": "structural_tag",
         "guided_regex": "regex",
         "guided_grammar": "grammar",
         "guided_json": "schema",
@@ -107,6 +135,7 @@ def constraint(body) -> Constraint | None:
     }
     given = {name: getattr(body, name, None) for name in kinds}
     nested = {"regex": "regex", "grammar": "grammar", "json": "schema", "choice": "choice", "json_object": "json"}
+    nested["structural_tag"] = "structural_tag"
     for name, value in (getattr(body, "structured_outputs", None) or {}).items():
         if name not in nested:
             raise ApiError(400, f"structured_outputs.{name} is not supported", f"structured_outputs.{name}")
@@ -120,8 +149,9 @@ def constraint(body) -> Constraint | None:
 
 
 def _checked(wanted: Constraint) -> Constraint:
-    value, right = wanted.value, {"schema": (dict, bool), "choice": list, "regex": str, "grammar": str}
-    if wanted.kind == "schema" and isinstance(value, str):
+    right = {"schema": (dict, bool), "choice": list, "regex": str, "grammar": str, "structural_tag": dict}
+    value = wanted.value
+    if wanted.kind in ("schema", "structural_tag") and isinstance(value, str):
         try:
             value = json.loads(value)
         except (ValueError, RecursionError):
@@ -158,25 +188,28 @@ def rows(
     priority: int = 0,
     grammar: Grammar | None = None,
     thought: str = "none",
+    budget: int | None = None,
     prompt_logprobs: int | None = None,
     cache_salt: str | None = None,
 ) -> list[Row]:
-    """One row for each choice; of a seed s the choices have s, s + 1, …  ``thought``: where reasoning stands when the
-    text begins: "open", "possible" or "none". ``cache_salt``: only prompts with the same one share known prefixes."""
+    """One row for each choice; of a seed s the choices have s, s + 1, …
+
+    Args:
+        thought: Where reasoning stands when the text begins: "open", "possible" or "none".
+        budget: Tokens that the thought may have.
+        cache_salt: Only prompts with the same one share known prefixes.
+    """
+    options = {"priority": priority, "prompt_logprobs": prompt_logprobs, "cache_salt": cache_salt or ""}
+    if budget is not None and thought != "none":
+        encode = serving.llm.tokenizer.encode_plain
+        blank = tuple(i for n in (1, 2) for i in encode("\n" * n))
+        options["budget"] = ThinkingBudget(budget, tuple(encode(OPEN)), tuple(encode(CLOSE)), thought == "open", blank)
     found = []
     for i in range(n):
         mask = None if grammar is None else grammar.mask(thought)
         own = replace(params, seed=(params.seed + i) % SEEDS)
-        options = {"priority": priority, "mask": mask, "prompt_logprobs": prompt_logprobs}
-        options["cache_salt"] = cache_salt or ""
-        found.append(serving.llm.new_row(prompt, own, block_size, **options))
-        if mask is not None:
-            # A finished text must be able to end.
-            stops = list(dict.fromkeys((*found[-1].request.stops, *serving.llm.defaults.stop_ids)))
-            if len(stops) > MAX_STOPS:
-                message = (
-                    f"{len(stops)} stop token ids, the checkpoint's own among them: at most {MAX_STOPS} are possible"
-                )
-                raise ApiError(400, message, "stop_token_ids")
-            found[-1].request.stops = stops
+        try:
+            found.append(serving.llm.new_row(prompt, own, block_size, mask=mask, **options))
+        except InputError as e:
+            raise ApiError(400, str(e), named(str(e))) from None
     return found

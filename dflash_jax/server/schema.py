@@ -31,6 +31,14 @@ class Sampling(Body):
     stop_token_ids: Items[TokenId] | None = Field(None, max_length=16)
     ignore_eos: bool = False
     regex: str | None = None
+    ebnf: str | None = None
+    stop_regex: str | Items[str] | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    # SGLang's name of include_stop_str_in_output.
+    no_stop_trim: bool | None = None
+    bad_words: Items[str] | None = None
+    allowed_token_ids: Items[TokenId] | None = Field(None, min_length=1)
 
 
 class OpenAiSampling(Sampling):
@@ -60,6 +68,10 @@ class OpenAiSampling(Sampling):
     block_size: int | Literal["auto"] | None = None
     return_drafts: bool = False
     return_token_ids: bool = False
+    min_tokens: int | None = Field(None, ge=0)
+    include_stop_str_in_output: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    logprob_token_ids: Items[TokenId] | None = Field(None, max_length=20)
 
 
 class JsonSchema(Strict):
@@ -69,9 +81,22 @@ class JsonSchema(Strict):
     strict: bool | None = None
 
 
+class StructureTag(Strict):
+    """A stretch of text in a form of its own, in structural_tag's older notation."""
+
+    begin: str
+    schema_: Json | bool = Field(alias="schema")
+    end: str
+
+
 class ResponseFormat(Strict):
-    type: Literal["text", "json_object", "json_schema", "regex", "grammar"]
+    """structural_tag: the older notation has structures and triggers, the newer one format."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag", "regex", "grammar"]
     json_schema: JsonSchema | None = None
+    structures: Items[StructureTag] | None = None
+    triggers: Items[str] | None = None
+    format: Json | None = None
 
 
 class Function(Lenient):
@@ -201,6 +226,9 @@ class ChatRequest(OpenAiSampling, Templated):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     return_prompt_token_ids: bool = False
+    # Tokens of the thought, -1 for any number; the second name is Qwen's.
+    thinking_token_budget: int | None = Field(None, ge=-1)
+    thinking_budget: int | None = Field(None, ge=-1)
 
 
 class CompletionRequest(OpenAiSampling):
@@ -307,8 +335,9 @@ class NativeSampling(Sampling):
     max_new_tokens: int | None = Field(None, ge=1)
     stop: str | Items[str] | None = None
     n: int | None = Field(None, ge=1)
+    min_new_tokens: int | None = Field(None, ge=0)
     json_schema: str | Json | None = None
-    ebnf: str | None = None
+    structural_tag: str | Json | None = None
     sampling_seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
     logit_bias: dict[str, float] | None = None
 
@@ -325,6 +354,7 @@ class GenerateRequest(Body):
     return_logprob: bool | None = None
     logprob_start_len: int | None = Field(None, ge=-1)
     top_logprobs_num: int | None = Field(None, ge=0, le=20)
+    token_ids_logprob: Items[TokenId] | None = Field(None, max_length=20)
     return_text_in_logprobs: bool | None = None
     rid: RequestId | Items[RequestId] | None = None
     priority: int = Field(0, ge=-(2**31), le=2**31 - 1)
