@@ -1,4 +1,4 @@
-"""The DFlash drafter restated in NumPy float64, one row at a time, from its description alone (arXiv 2602.06036).
+"""The DFlash drafter restated in NumPy, one row at a time, from its description alone (arXiv 2602.06036).
 
 It reads the raw ``config.json`` and the tensors under their names on disk, keeps no cache and shares no code.
 """
@@ -35,7 +35,7 @@ def rope_frequencies(raw, head_dim):
 
 def rotate(x, positions, frequencies, factor):
     """x [T, heads, D], rotate-half."""
-    angle = positions[:, None, None] * frequencies
+    angle = positions[:, None, None].astype(x.dtype) * frequencies.astype(x.dtype)
     a, b = np.split(x, 2, axis=-1)
     cos, sin = factor * np.cos(angle), factor * np.sin(angle)
     return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
@@ -70,21 +70,21 @@ def sees(query, key, start, window, causal, draft_window, sinks):
     return window is None or abs(query - key) < window
 
 
-def drafter(raw, tensors, features, block, draft_window=None, sinks=0):
+def drafter(raw, tensors, features, block, draft_window=None, sinks=0, dtype=np.float64):
     """Hidden states [B, H], after the final norm, of one block.
 
     features [S, taps, H]: the target's tapped outputs for positions 0 … S-1; block [B, H]: embeddings of the last
     token and of the masks, which stand at positions S … S+B-1.
     """
-    w = {name: np.asarray(value, np.float64) for name, value in tensors.items()}
+    w = {name: np.asarray(value, dtype) for name, value in tensors.items()}
     eps = raw["rms_norm_eps"]
     heads, kv_heads = raw["num_attention_heads"], raw["num_key_value_heads"]
     head_dim = raw.get("head_dim") or raw["hidden_size"] // heads
     frequencies, factor = rope_frequencies(raw, head_dim)
     start, width = len(features), len(block)
     positions = np.arange(start + width)
-    x = np.asarray(block, np.float64)
-    context = np.asarray(features, np.float64).reshape(start, w["fc.weight"].shape[1]) @ w["fc.weight"].T
+    x = np.asarray(block, dtype)
+    context = np.asarray(features, dtype).reshape(start, w["fc.weight"].shape[1]) @ w["fc.weight"].T
     context = rms_norm(context, w["hidden_norm.weight"], eps)
     for layer in range(raw["num_hidden_layers"]):
         at = f"layers.{layer}."
@@ -99,7 +99,7 @@ def drafter(raw, tensors, features, block, draft_window=None, sinks=0):
         mask = np.array(
             [[sees(p, s, start, window, causal, draft_window, sinks) for s in positions] for p in positions[start:]]
         )
-        mixed = np.zeros((width, heads, head_dim))
+        mixed = np.zeros((width, heads, head_dim), dtype)
         for head in range(heads):
             mine = head // (heads // kv_heads)
             score = np.where(mask, q[:, head] @ k[:, mine].T / math.sqrt(head_dim), -np.inf)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from float64 import Exact, in_both
 from helpers import draw, extend, logits
 
 from dflash_jax.models.decoder import init_cache
@@ -13,7 +14,6 @@ from dflash_jax.models.decoder import init_cache
 logging.getLogger("transformers").setLevel(logging.ERROR)
 torch.set_num_threads(1)
 
-TOLERANCE = 1e-4
 LENGTHS = (300, 171, 90)
 # Tokens of each row in each call: more than one chunk of the delta rule (64) and of the attention context (256).
 PIECES = [(100, 64, 1), (37, 100, 0), (100, 7, 89), (63, 0, 0)]
@@ -34,11 +34,10 @@ def randomise(model: torch.nn.Module, seed: int, offset: float = 1.0) -> torch.n
     return model.eval()
 
 
-def oracle(model, tokens, **kwargs):
-    """(logits [T, V], hidden states: a list of [T, H]) of one sequence on its own."""
-    with torch.no_grad():
-        out = model(torch.as_tensor(np.asarray(tokens))[None], output_hidden_states=True, use_cache=False, **kwargs)
-    return out.logits[0].numpy(), [h[0].numpy() for h in out.hidden_states]
+def oracle(model, tokens, **options) -> tuple[Exact, list[Exact]]:
+    """Logits [T, V], and the outputs [T, H] of the embedding and of each layer, of one sequence on its own."""
+    scores, states = in_both(model, np.asarray(tokens)[None], **options)
+    return scores[0], [x[0] for x in states]
 
 
 def pad(pieces, slots: int):
@@ -62,11 +61,6 @@ def run(target, rows, pieces, slots, taps=()):
         length += np.asarray(sizes, np.int32)
     assert tuple(length) == tuple(map(len, rows))
     return [tuple(np.concatenate(x) if x[0] is not None else None for x in zip(*pieces, strict=True)) for pieces in out]
-
-
-def assert_close(mine, reference, what):
-    worst = np.abs(mine - reference).max()
-    assert worst < TOLERANCE, f"{what}: {worst:.2e} apart, tolerance {TOLERANCE}"
 
 
 def assert_same_parameters(a, b):

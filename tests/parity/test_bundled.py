@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from float64 import assert_near, in_both
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dflash_jax import LLM, SamplingParams
@@ -19,12 +20,11 @@ def test_logits_on_real_text_equal_those_of_transformers():
     tokenizer = AutoTokenizer.from_pretrained(TINY / "target")
     ids = tokenizer(TEXT)["input_ids"]
     assert len(ids) > 300
-    with torch.no_grad():
-        expected = model(torch.tensor([ids])).logits[0].numpy()
+    expected, _ = in_both(model, [ids])
     llm = LLM()
     assert llm.encode(TEXT) == ids
     hidden, _ = llm.target(np.array([ids]))
-    np.testing.assert_allclose(llm.target.logits(hidden)[0], expected, atol=1e-4)
+    assert_near(np.asarray(llm.target.logits(hidden)), expected, "logits")
 
 
 def test_greedy_text_equals_that_of_transformers():

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from float64 import Exact, assert_near
 from helpers import draw
 from safetensors.numpy import save_file
 
@@ -194,13 +195,12 @@ def build_context(drafter, features, lengths, window, capacity, slots, rng):
     return cache
 
 
-def reference_rows(raw, tensors, features, lengths, widths, embedded, window):
-    return [
-        dflash_reference.drafter(
-            raw, tensors, features[row, : lengths[row]], embedded[row, : widths[row]], window.size, window.sinks
-        )
-        for row in range(len(lengths))
-    ]
+def reference_rows(raw, tensors, features, lengths, widths, embedded, window) -> list[Exact]:
+    def states(row, dtype):
+        context, own = features[row, : lengths[row]], embedded[row, : widths[row]]
+        return dflash_reference.drafter(raw, tensors, context, own, window.size, window.sinks, dtype)
+
+    return [Exact(states(row, np.float64), states(row, np.float32)) for row in range(len(lengths))]
 
 
 # Every width from 1 to 16, behind contexts from nothing to many times around the rings.
@@ -240,9 +240,7 @@ def test_block(name, tmp_path):
     cache = build_context(drafter, features, LENGTHS, window, CAPACITY, 13, rng)
     got = block(drafter, jnp.asarray(embedded), cache, jnp.asarray(LENGTHS), jnp.asarray(WIDTHS), window=window)
     for row, want in enumerate(reference_rows(raw, tensors, features, LENGTHS, WIDTHS, embedded, window)):
-        np.testing.assert_allclose(
-            got[row, : WIDTHS[row]], want, atol=1e-4, err_msg=f"width {WIDTHS[row]} behind {LENGTHS[row]} positions"
-        )
+        assert_near(got[row, : WIDTHS[row]], want, f"width {WIDTHS[row]} behind {LENGTHS[row]} positions")
 
 
 def test_cases_differ(tmp_path):
@@ -290,7 +288,7 @@ def test_long_context(tmp_path):
     assert [c.ring for c in cache] == [True, False]
     got = block(drafter, jnp.asarray(embedded), cache, jnp.asarray(lengths), jnp.asarray(widths), window=window)
     for row, want in enumerate(reference_rows(raw, tensors, features, lengths, widths, embedded, window)):
-        np.testing.assert_allclose(got[row, : widths[row]], want, atol=1e-4)
+        assert_near(got[row, : widths[row]], want, f"behind {lengths[row]} positions")
 
 
 def test_rings_do_not_grow_with_capacity():
@@ -364,7 +362,7 @@ def test_propose(tmp_path):
     tokens = np.concatenate([last[:, None], np.full((SLOTS, SLOTS - 1), 51)], axis=1)
     compared = 0
     for row, hidden in enumerate(reference_rows(raw, tensors, features, LENGTHS, WIDTHS, table[tokens], window)):
-        scores = hidden[1:] @ head.T
+        scores = hidden.value[1:] @ head.T
         clear = np.diff(np.sort(scores, axis=-1)[:, -2:], axis=-1)[:, 0] > 1e-3
         np.testing.assert_array_equal(got[row, : WIDTHS[row] - 1][clear], scores.argmax(-1)[clear])
         compared += clear.sum()
