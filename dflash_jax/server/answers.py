@@ -1,7 +1,7 @@
 """What answers have in common: usage, log-probabilities."""
 
 from collections.abc import Sequence
-from math import isfinite
+from math import isfinite, isnan
 
 from dflash_jax.rows import Row
 from dflash_jax.text import Tokenizer
@@ -34,6 +34,17 @@ def usage(rows: Sequence[Row], choices: int, reasoning_tokens: int = 0, new: Seq
             "draft_rounds": drafts,
         },
     }
+
+
+def timings(rows: Sequence[Row], now: float) -> dict:
+    """Seconds from the end of the first prefill to the last token, or to ``now`` on the engine's clock while tokens are
+    still to come, and new tokens per second of that time."""
+    begun = [r.request.times for r in rows if r.request.times is not None]
+    times = [t for t in begun if not isnan(t.first_token)]
+    if not times:
+        return {"decode_s": 0.0, "tokens_per_s": 0.0}
+    seconds = max(now if isnan(t.finished) else t.finished for t in times) - min(t.ready for t in times)
+    return {"decode_s": seconds, "tokens_per_s": sum(len(r.token_ids) for r in rows) / max(seconds, 1e-9)}
 
 
 def finite(logprob: float) -> float:

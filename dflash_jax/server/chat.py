@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request
 from dflash_jax.rows import Row
 from dflash_jax.server import prepare, request_id, schema
 from dflash_jax.server.answer_schema import ChatCompletion
-from dflash_jax.server.answers import chat_logprobs, prompt_entry, stop_reasons, usage
+from dflash_jax.server.answers import chat_logprobs, prompt_entry, stop_reasons, timings, usage
 from dflash_jax.server.conversation import Conversation, Delta, converse
 from dflash_jax.server.errors import ApiError, JsonResponse
 from dflash_jax.server.grammar import Constraint, tag_in_lark
@@ -175,6 +175,8 @@ async def streamed(
             thoughts = sum(p.reasoning_tokens for p in parsers)
             counted = usage(rows, len(rows), thoughts, new=[rows[i] for i in begun])
             value["usage"] = counted if wants.continuous_usage_stats else None
+            if wants.include_timings and wants.continuous_usage_stats:
+                value["timings"] = timings(rows, serving.clock)
         if is_first and body.return_token_ids:
             value["prompt_token_ids"] = talk.prompt
         return frame(value)
@@ -199,4 +201,5 @@ async def streamed(
             yield chunk(i, {}, parsers[i].reason(rows[i]), **stop_reasons(rows[i], serving.llm.defaults.stop_ids))
     if wants.include_usage:
         counted = usage(rows, len(rows), sum(p.reasoning_tokens for p in parsers))
-        yield frame({**head, "object": "chat.completion.chunk", "choices": [], "usage": counted})
+        more = {"timings": timings(rows, serving.clock)} if wants.include_timings else {}
+        yield frame({**head, "object": "chat.completion.chunk", "choices": [], "usage": counted, **more})

@@ -11,7 +11,7 @@ from dflash_jax.detokenizer import Detokenizer
 from dflash_jax.rows import Row
 from dflash_jax.server import prepare, request_id, schema
 from dflash_jax.server.answer_schema import Completion
-from dflash_jax.server.answers import completion_logprobs, prompt_entry, stop_reasons, usage
+from dflash_jax.server.answers import completion_logprobs, prompt_entry, stop_reasons, timings, usage
 from dflash_jax.server.errors import ApiError, JsonResponse
 from dflash_jax.server.serving import Serving, while_connected
 from dflash_jax.server.stream import EventStream, frame
@@ -183,6 +183,10 @@ async def streamed(
         if wants.include_usage:
             counted = usage(rows, body.n or 1, new=rows if is_new else ())
             value["usage"] = counted if wants.continuous_usage_stats else None
+            if wants.include_timings and wants.continuous_usage_stats:
+                value["timings"] = timings(rows, serving.clock)
         yield frame(value)
     if wants.include_usage:
-        yield frame({**head, "choices": [], "usage": usage(rows, body.n or 1, new=rows if is_new else ())})
+        more = {"timings": timings(rows, serving.clock)} if wants.include_timings else {}
+        counted = usage(rows, body.n or 1, new=rows if is_new else ())
+        yield frame({**head, "choices": [], "usage": counted, **more})

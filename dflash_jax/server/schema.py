@@ -12,8 +12,11 @@ from dflash_jax.server.schema_base import Body, Effort, Items, Json, Lenient, Re
 
 
 class StreamOptions(Strict):
+    """``include_timings``: beside each usage, `answers.timings`."""
+
     include_usage: bool = False
     continuous_usage_stats: bool = False
+    include_timings: bool = False
     # Padding of OpenAI's streams: there is none here.
     include_obfuscation: bool = False
 

@@ -97,6 +97,11 @@ class Serving:
         return self.engine.engine.device.capacity
 
     @property
+    def clock(self) -> float:
+        """Seconds on the engine's clock."""
+        return self.engine.engine.device.clock
+
+    @property
     def failure(self) -> str | None:
         if self.is_ready and not self.engine.is_alive:
             return "its thread has ended"

@@ -43,6 +43,14 @@ SCHEMA = {
 }
 
 
+def wait_until(holds, seconds: float = 120) -> bool:
+    """Whether it holds at last. The seconds are for what never comes: they do not judge speed."""
+    end = time.monotonic() + seconds
+    while not (found := holds()) and time.monotonic() < end:
+        time.sleep(0.01)
+    return found
+
+
 class Running:
     """A server that was started; ``url`` ends with its port."""
 
@@ -74,13 +82,13 @@ class Running:
         self._thread.join()
 
     def idle(self) -> bool:
-        """Whether every slot comes back, given a little time."""
+        """Whether every slot comes back."""
         engine = self.serving.engine.engine
-        for _ in range(500):
-            if self.serving.in_flight == 0 and engine.free_slots == engine.device.slots and not engine.waiting:
-                return True
-            time.sleep(0.01)
-        return False
+
+        def is_idle() -> bool:
+            return self.serving.in_flight == 0 and engine.free_slots == engine.device.slots and not engine.waiting
+
+        return wait_until(is_idle)
 
 
 @pytest.fixture(scope="session")

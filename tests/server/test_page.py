@@ -1,8 +1,11 @@
 """The page at / in a browser: Debian's Chromium, driven by playwright."""
 
+import itertools
+import json
 import shutil
 
 import pytest
+from conftest import wait_until
 
 from dflash_jax import SamplingParams
 
@@ -69,8 +72,21 @@ def test_a_conversation(page, llm):
     assert "tinted" not in page.get_attribute("#log", "class").split()
 
 
-def test_stop_and_a_new_conversation(page, quiet):
-    set_up(page, max_tokens=900, temperature=2)
+def test_stop_and_a_new_conversation(page, quiet, monkeypatch):
+    """The device brings one part of the answer, and the next one only when the server has seen the client leave."""
+    device, reads = quiet.serving.engine.engine.device, itertools.count()
+
+    def read(*args, original=device.read):
+        if next(reads):
+            wait_until(lambda: quiet.serving.in_flight == 0)
+        return original(*args)
+
+    def without_end(route):
+        route.continue_(post_data=json.dumps(route.request.post_data_json | {"ignore_eos": True}))
+
+    monkeypatch.setattr(device, "read", read)
+    page.route("**/v1/chat/completions", without_end)
+    set_up(page, max_tokens=900)
     page.fill("#prompt", "Write.")
     page.press("#prompt", "Enter")
     page.wait_for_selector(".assistant .body > *")

@@ -99,10 +99,10 @@ class Answer {
   }
 }
 
-function figures(usage, began) {
-  const details = usage.completion_tokens_details, seconds = (performance.now() - began) / 1000;
+function figures(usage, timings) {
+  const details = usage.completion_tokens_details;
   $("count").textContent = usage.completion_tokens;
-  $("speed").textContent = seconds > 0.05 ? (usage.completion_tokens / seconds).toFixed(0) : "–";
+  $("speed").textContent = timings.tokens_per_s.toFixed(0);
   const rounds = details.draft_rounds;
   $("acceptance").textContent = rounds ? (1 + details.accepted_prediction_tokens / rounds).toFixed(2) : "plain";
 }
@@ -128,7 +128,7 @@ function wanted() {
   const body = {
     messages: $("system").value ? [{ role: "system", content: $("system").value }, ...messages] : messages,
     stream: true,
-    stream_options: { include_usage: true, continuous_usage_stats: true },
+    stream_options: { include_usage: true, continuous_usage_stats: true, include_timings: true },
     return_drafts: true,
     chat_template_kwargs: { enable_thinking: $("thinking").checked },
     block_size: $("block_size").value === "auto" ? "auto" : Number($("block_size").value),
@@ -158,12 +158,10 @@ async function send() {
       signal: running.signal,
     });
     if (!response.ok) throw new Error((await response.json()).error.message);
-    let began = null;
     for await (const chunk of events(response)) {
       if (chunk.error) throw new Error(chunk.error.message);
-      began ??= performance.now();
       answer.take(chunk);
-      if (chunk.usage) figures(chunk.usage, began);
+      if (chunk.usage) figures(chunk.usage, chunk.timings);
       const log = $("log");
       if (log.scrollHeight - log.scrollTop - log.clientHeight < 120) log.scrollTop = log.scrollHeight;
     }
