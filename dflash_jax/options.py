@@ -11,7 +11,7 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 
 from dflash_jax import kernels
-from dflash_jax.errors import InputError
+from dflash_jax.errors import EngineError, InputError
 
 
 class Parser(argparse.ArgumentParser):
@@ -25,7 +25,7 @@ def silence_stdout() -> None:
 
 
 def exit_code(command: Callable[[], int]) -> int:
-    """Runs a command line: bad input is one line on stderr."""
+    """Runs a command line: bad input, and a failure of the device, is one line on stderr."""
     try:
         if sys.stdout is None:
             raise InputError("stdout is closed: there is nowhere to write to")
@@ -35,6 +35,9 @@ def exit_code(command: Callable[[], int]) -> int:
     except InputError as e:
         print(f"error: {' '.join(str(e.args[0]).splitlines())}", file=sys.stderr)
         return 2
+    except EngineError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return 130

@@ -5,8 +5,9 @@ from typing import Protocol
 
 from dflash_jax.cache import CONTEXT_CHUNK
 from dflash_jax.engine.device import ROW_SIZES
-from dflash_jax.engine.engine import Engine, EngineError
+from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.request import Request
+from dflash_jax.errors import EngineError
 from dflash_jax.programs import Programs
 from dflash_jax.rows import Row
 

@@ -1,6 +1,8 @@
 """The compiled programs behind `LLM`: few, compiled when first needed, timed apart, kept on disk between runs."""
 
+import logging
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,6 +24,8 @@ from dflash_jax.sharding import DATA, parameter_specs, place
 from dflash_jax.state import DecodeState, Settings, empty_state, state_specs
 from dflash_jax.steps import Report
 
+log = logging.getLogger("dflash_jax")
+
 # On NVIDIA GPUs: the whole loop in one graph, with what it calls. Products of one operand stay apart: to merge them XLA
 # copies their weights into one array, anew in each round.
 GPU_OPTIONS = {
@@ -30,6 +34,8 @@ GPU_OPTIONS = {
     "xla_gpu_graph_min_graph_size": 1,
     "xla_gpu_dot_merger_threshold_mb": 0,
 }
+# A compiled program has about as many; a directory without room for them is full.
+PROBE_BYTES = 2**20
 ROWS, WHOLE = PartitionSpec(DATA), PartitionSpec()
 
 
@@ -43,8 +49,24 @@ def enable_disk_cache() -> None:
             # A checkout run in an image that holds JAX and no more: the benchmarks of decoding do without.
             return
         jax.config.update("jax_compilation_cache_dir", str(Path(user_cache_path("dflash_jax")) / "xla"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    directory = jax.config.jax_compilation_cache_dir
+    # JAX warns at each program that it cannot write. What is there is read all the same.
+    is_writable = directory is None or _is_writable(Path(directory))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1 if is_writable else float("inf"))
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def _is_writable(directory: Path) -> bool:
+    """Whether programs can be kept there; says so once where they cannot."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory) as file:
+            file.write(bytes(PROBE_BYTES))
+            file.flush()
+    except OSError as e:
+        log.warning("compiled programs are not kept: %s: %s", directory, e.strerror)
+        return False
+    return True
 
 
 def _put(x, sharding):

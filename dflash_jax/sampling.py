@@ -266,15 +266,25 @@ def perturbed(processed, rows: SamplingRows, positions, ids=None):
     return processed + jnp.where((rows.temperature > 0)[:, None, None], noise, 0.0)
 
 
+# In place of a token: logits that are NaN or infinite; a mask, or such logits, without anything that may be drawn.
+# Neither is the padding of stops or of drafts, -1.
+NOT_FINITE, NOTHING_ALLOWED = -2, -3
+
+
+def checked(tokens, largest):
+    """int32 ``tokens``, with NOT_FINITE or NOTHING_ALLOWED for those whose logit, the ``largest``, is no number."""
+    wrong = jnp.where(largest == -jnp.inf, NOTHING_ALLOWED, NOT_FINITE)
+    return jnp.where(jnp.isfinite(largest), tokens, wrong).astype(jnp.int32)
+
+
 def choose(processed, rows: SamplingRows, positions, ids=None):
     """Processed logits [B, T, V] → places of the chosen in V, int32 [B, T], for absolute ``positions`` [B, T]: token
-    ids, but where there are ``ids``, as in `perturbed`."""
+    ids, but where there are ``ids``, as in `perturbed`; `checked`."""
 
     def draw(logits):
         return rows.vocab.argmax(perturbed(logits, rows, positions, ids))
 
-    tokens = jax.lax.cond((rows.temperature > 0).any(), draw, rows.vocab.argmax, processed)
-    return tokens.astype(jnp.int32)
+    return checked(*jax.lax.cond((rows.temperature > 0).any(), draw, rows.vocab.argmax, processed))
 
 
 @jax.tree_util.register_dataclass
@@ -342,7 +352,7 @@ def draw(
     log-probabilities do. Without either this is one conditional around an arg-max. No logits come out of it: what comes
     out is written, even by a branch that returns what it was given. ``block``, ``known`` and ``mask`` as in `process`.
     ``ids`` int [V], ascending: logits are of these tokens only; then nothing but logits, rows, positions and special
-    may be given.
+    may be given. Tokens are `checked`, but where there are ``ids``.
     """
 
     def nothing():
@@ -350,13 +360,15 @@ def draw(
         return Logprobs(jnp.zeros(positions.shape), jnp.zeros(shape, jnp.int32), jnp.zeros(shape))
 
     def largest():
-        tokens = rows.vocab.argmax(_allowed(logits, rows, mask)).astype(jnp.int32)
+        tokens = checked(*rows.vocab.argmax(_allowed(logits, rows, mask)))
         return tokens, None if wanted is None else nothing()
 
     def drawn():
         own = rows if ids is None else rows.of_tokens(ids)
         processed = process(logits, own, block, known, mask, special)
-        tokens = choose(processed, own, positions, ids)
+        # Of the raw logits too: a filter may cut a NaN out.
+        _, largest = rows.vocab.argmax(logits)
+        tokens = jnp.where(jnp.isfinite(largest), choose(processed, own, positions, ids), NOT_FINITE)
         if wanted is None:
             return tokens, None
         return tokens, jax.lax.cond(wanted.any(), lambda: logprobs(logits, processed, tokens, rows, top), nothing)

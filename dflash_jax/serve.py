@@ -92,7 +92,8 @@ def assemble(args, system):
     }
     limits = Limits(unknown_fields=args.unknown_fields, trust_request_chat_template=args.trust_request_chat_template)
     store = ResponseStore(args.response_store)
-    return Serving(llm, AsyncEngine(engine), names, limits, info=info, response_store=store)
+    running = AsyncEngine(engine, restarts=int(args.restart_on_failure))
+    return Serving(llm, running, names, limits, info=info, response_store=store)
 
 
 def run(args, system) -> int:
@@ -117,20 +118,22 @@ def run(args, system) -> int:
         lifespan="off",
         timeout_keep_alive=65,
     )
-    return asyncio.run(Runner(config, serving, args.drain_s).serve_until_drained(listening))
+    return asyncio.run(Runner(config, serving, args.drain_s, args.exit_on_failure).serve_until_drained(listening))
 
 
 class Runner:
     """The HTTP server's life: warm-up beside it, then requests; a first SIGTERM or SIGINT drains, a second one
-    stops."""
+    stops. exit_on_failure: a failure of the engine drains, too, and ends with code 1."""
 
-    def __init__(self, config, serving, drain_s: float):
+    def __init__(self, config, serving, drain_s: float, exit_on_failure: bool = False):
         import uvicorn
 
         self.serving, self.drain_s, self.code = serving, drain_s, 0
         self.server = uvicorn.Server(config)
         # Ours, so that a first signal drains.
         self.server.handle_exit = self._on_signal
+        if exit_on_failure:
+            self.serving.engine.on_failure = self._on_failure
 
     async def serve_until_drained(self, listening: socket.socket) -> int:
         self._loop = asyncio.get_running_loop()
@@ -172,8 +175,16 @@ class Runner:
                 # A compilation cannot be interrupted.
                 os._exit(128 + sig)
             return
-        self.serving.is_draining = True
         log.info("%s: finishing %d requests", signal.Signals(sig).name, self.serving.in_flight)
+        self._begin_draining()
+
+    def _on_failure(self) -> None:
+        log.error("exiting: the engine has failed")
+        self.code = 1
+        self._begin_draining()
+
+    def _begin_draining(self) -> None:
+        self.serving.is_draining = True
         self._loop.call_soon_threadsafe(lambda: self._loop.create_task(self._drain()))
 
     async def _drain(self) -> None:

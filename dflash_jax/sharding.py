@@ -31,12 +31,14 @@ BLOCK = 64
 
 
 def argmax_by_blocks(x):
-    """As jnp.argmax over the last axis (with NaN, some index): which block has the largest, then where in it. XLA's
-    reduction of pairs on a CPU computes what is fused into it one by one; a maximum is taken in vectors."""
+    """As jnp.argmax over the last axis, of the first NaN where there is one: which block has the largest, then where in
+    it. XLA's reduction of pairs on a CPU computes what is fused into it one by one; a maximum is taken in vectors."""
     if x.shape[-1] % BLOCK:
         return jnp.argmax(x, axis=-1)
     blocks = x.reshape(*x.shape[:-1], -1, BLOCK)
-    best = jnp.argmax(blocks.max(-1), axis=-1)
+    # XLA's maximum on a CPU may pass a NaN over.
+    largest = jnp.where(jnp.isnan(blocks).any(-1), jnp.nan, blocks.max(-1))
+    best = jnp.argmax(largest, axis=-1)
     block = jnp.take_along_axis(blocks, best[..., None, None], axis=-2)[..., 0, :]
     return best * BLOCK + jnp.argmax(block, axis=-1)
 
@@ -62,14 +64,16 @@ class Cut:
         return jax.lax.all_gather(x, self.axes, axis=axis % x.ndim, tiled=True) if self.axes else x
 
     def argmax(self, x):
-        """Index in the whole of the largest of x [..., part]; the lowest of equal ones."""
+        """(index in the whole of the largest of x [..., part], its value): the lowest of equal ones, the first NaN
+        where there is one."""
         best = jax.lax.platform_dependent(x, cpu=argmax_by_blocks, default=partial(jnp.argmax, axis=-1))
-        if not self.axes:
-            return best
         value = jnp.take_along_axis(x, best[..., None], axis=-1)
+        if not self.axes:
+            return best, value[..., 0]
         values = self.gather(value, -1)
         ids = self.gather((best + self.index() * x.shape[-1])[..., None], -1)
-        return jnp.take_along_axis(ids, jnp.argmax(values, axis=-1)[..., None], axis=-1)[..., 0]
+        first = jnp.argmax(values, axis=-1)[..., None]
+        return tuple(jnp.take_along_axis(found, first, axis=-1)[..., 0] for found in (ids, values))
 
     def top_k(self, x, k: int):
         """The k largest of x [..., part] and their indices in the whole."""

@@ -87,8 +87,8 @@ def _without_draft(state: DecodeState, moved) -> DecodeState:
 
 
 def _append(state: DecodeState, samples, first, offered, found: Logprobs | None) -> DecodeState:
-    """Appends samples[first : first + offered] of each row, up to a stop or the limit; updates counts, logprobs and
-    ``done``.
+    """Appends samples[first : first + offered] of each row, up to a stop, the limit, or a sample that is no token
+    (`sampling.checked`); updates counts, logprobs and ``done``.
 
     samples [B, W] and what was ``found`` of them; first, offered [B]. Leaves caches, base, rounds and accepted alone.
     """
@@ -96,7 +96,7 @@ def _append(state: DecodeState, samples, first, offered, found: Logprobs | None)
     order = jnp.arange(width)[None] - first[:, None]
     offered = jnp.minimum(offered, state.limit - state.length)
     inside = (order >= 0) & (order < offered[:, None])
-    stop = inside & (samples[..., None] == state.stops[:, None]).any(-1)
+    stop = inside & ((samples[..., None] == state.stops[:, None]).any(-1) | (samples < 0))
     # Everything up to and with the first stop.
     taken = inside & (jnp.cumsum(stop, axis=1) - stop == 0)
     count = taken.sum(1)
@@ -130,7 +130,8 @@ def propose(target: Decoder, drafter: Drafting, state: DecodeState, settings: Se
     special = _special(state, special)
 
     def draws(logits, positions, ids=None):
-        return draw(logits, state.sampling, positions, special, ids=ids)[0]
+        # Whatever a drafter's logits are, it drafts a token.
+        return jnp.maximum(draw(logits, state.sampling, positions, special, ids=ids)[0], 0)
 
     start = jnp.where(state.done, 0, state.length - 1)
     last = jnp.take_along_axis(state.tokens, start[:, None], axis=1)[:, 0]

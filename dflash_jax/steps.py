@@ -21,7 +21,8 @@ REPORT_SIZE = 256
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Report:
-    """What a dispatch brought, small enough to read back every time: the new tokens [B, C] (``count`` [B] of them),
+    """What a dispatch brought, small enough to read back every time: the new tokens [B, C] (``count`` [B] of them, the
+    last of which may be no token, as `sampling.checked` says),
     what each of its ``rounds`` [B] yielded, accepted [B, C], and ``done`` bool [B]. logprobs: `Logprobs` [B, C], read
     where someone asked, or None."""
 

@@ -58,8 +58,6 @@ def test_argmax_by_blocks_is_argmax(size, fill):
         x[:] = -np.inf
     if fill == "nan":
         x[:, :, rng.integers(0, size, 3)] = np.nan
-        assert (jax.jit(argmax_by_blocks)(x) < size).all()
-        return
     np.testing.assert_array_equal(jax.jit(argmax_by_blocks)(x), x.argmax(-1))
 
 

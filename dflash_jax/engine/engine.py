@@ -15,7 +15,8 @@ from dflash_jax.engine.prefill import Prefiller
 from dflash_jax.engine.request import Event, Request, Times
 from dflash_jax.engine.store import PrefixStore
 from dflash_jax.engine.width import ALONE, Acceptance, WidthPolicy
-from dflash_jax.errors import InputError
+from dflash_jax.errors import EngineError, InputError, UnavailableError
+from dflash_jax.sampling import NOTHING_ALLOWED
 
 log = logging.getLogger("dflash_jax")
 
@@ -25,10 +26,6 @@ MOST_ROUNDS, LEAST_ROUNDS, DISPATCH_S = 32, 2, 0.02
 UNKNOWN_ROUNDS, PATIENCE_S = (16, 4), 2.0
 # Seconds that a step without other work waits for a late mask.
 LATE_S = 0.005
-
-
-class EngineError(RuntimeError):
-    """The device failed; `Engine.restart` starts anew."""
 
 
 class QueueFullError(RuntimeError):
@@ -129,9 +126,10 @@ class Engine:
                 raise InputError(f"{name} is {wanted}: it must be at most {MAX_LOGPROBS}")
 
     def submit(self, request: Request) -> None:
-        """Queues a request. Raises InputError for what cannot fit, QueueFullError, and EngineError after a failure."""
+        """Queues a request. Raises InputError for what cannot fit, QueueFullError, and UnavailableError after a
+        failure, until `restart`."""
         if self.failure is not None:
-            raise EngineError(self.failure)
+            raise UnavailableError(self.failure)
         self.check(request)
         most = self.options.max_queue
         if most is not None and len(self._waiting) >= most + len(self._free):
@@ -334,6 +332,8 @@ class Engine:
         tokens, accepted, done = outcome.tokens[i], outcome.accepted[i], outcome.done[i]
         if not tokens:
             return None
+        if tokens[-1] < 0:
+            return self._end(request, "error", [], [], error=self._no_token(request, tokens))
         width = ticket.dispatch.widths[i]
         own = self._acceptance[request]
         for n in accepted:
@@ -375,6 +375,16 @@ class Engine:
         self._masking.forget(request)
         mask, request.mask = request.mask, None
         mask.close()
+
+    def _no_token(self, request: Request, tokens: list[int]) -> Exception:
+        """Why the last of the ``tokens`` is none."""
+        behind = len(request.tokens) + len(tokens) - 1
+        if request.mask is not None and tokens[-1] == NOTHING_ALLOWED:
+            return InputError(f"the text's form allows no token behind {behind} new ones")
+        log.error("a request ended: the model's logits are not finite")
+        # What was computed from the same numbers may be among the known prefixes.
+        self.store.clear()
+        return EngineError(f"the model's logits behind {behind} new tokens are NaN or infinite")
 
     def _end(self, request: Request, reason: str, tokens, accepted, logprobs=None, error=None, width=1) -> Event:
         request.finish_reason = reason

@@ -1,14 +1,18 @@
 """An engine on a thread of its own, for asyncio."""
 
 import asyncio
+import logging
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from typing import TypeVar
 
-from dflash_jax.engine.engine import Engine, EngineError, QueueFullError
+from dflash_jax.engine.engine import Engine, QueueFullError
 from dflash_jax.engine.request import Event, Request
+from dflash_jax.errors import EngineError, UnavailableError
+
+log = logging.getLogger("dflash_jax")
 
 T = TypeVar("T")
 
@@ -17,11 +21,14 @@ class AsyncEngine:
     """``async with AsyncEngine(engine) as running: async for event in running.submit(request)``.
 
     The thread alone touches the engine. Whoever stops listening aborts the request. After a failure of the device,
-    `submit` raises EngineError until `restart`.
+    `submit` raises UnavailableError until `restart`.
+
+    restarts: failures after which the engine restarts by itself. on_failure: called on the thread after any other one,
+    when all requests have their error.
     """
 
-    def __init__(self, engine: Engine):
-        self.engine = engine
+    def __init__(self, engine: Engine, restarts: int = 0, on_failure: Callable[[], None] = lambda: None):
+        self.engine, self.restarts, self.on_failure = engine, restarts, on_failure
         self._wake = threading.Condition()
         self._commands: deque = deque()
         self._inboxes: dict[Request, tuple[asyncio.AbstractEventLoop, asyncio.Queue]] = {}
@@ -63,10 +70,10 @@ class AsyncEngine:
         self._command(self.engine.abort, request)
 
     async def call(self, function: Callable[[], T]) -> T:
-        """The result of ``function()``, which runs on the engine's thread between two steps. Raises EngineError where
-        the thread has ended."""
+        """The result of ``function()``, which runs on the engine's thread between two steps. Raises UnavailableError
+        where the thread has ended."""
         if self._stopping or not self._thread.is_alive():
-            raise EngineError("the engine is not running")
+            raise UnavailableError("the engine is not running")
         loop = asyncio.get_running_loop()
         result = loop.create_future()
 
@@ -92,13 +99,13 @@ class AsyncEngine:
         return await result
 
     def submit(self, request: Request) -> AsyncGenerator[Event, None]:
-        """The request's events; the last one has a finish_reason. Raises InputError, QueueFullError and EngineError at
-        once; the two latter may also come in place of the first event."""
+        """The request's events; the last one has a finish_reason. Raises InputError, QueueFullError and
+        UnavailableError at once; the two latter may also come in place of the first event."""
         self.engine.check(request)
         if self.engine.failure is not None:
-            raise EngineError(self.engine.failure)
+            raise UnavailableError(self.engine.failure)
         if self._stopping or not self._thread.is_alive():
-            raise EngineError("the engine is not running")
+            raise UnavailableError("the engine is not running")
         most = self.engine.options.max_queue
         pending = sum(function == self._submit for function, _ in list(self._commands))
         if most is not None and self.engine.waiting + pending >= most + self.engine.free_slots:
@@ -149,10 +156,14 @@ class AsyncEngine:
             self._serve()
         except BaseException as e:
             self.engine.failure = f"{type(e).__name__}: {e}"
+            self._tell_the_end()
+            self.on_failure()
             raise
-        finally:
-            gone = EngineError(self.engine.failure or "the engine was stopped")
-            self._tell([(request, gone) for request in list(self._inboxes)])
+        self._tell_the_end()
+
+    def _tell_the_end(self) -> None:
+        gone = EngineError(self.engine.failure or "the engine was stopped")
+        self._tell([(request, gone) for request in list(self._inboxes)])
 
     def _serve(self) -> None:
         while True:
@@ -166,6 +177,16 @@ class AsyncEngine:
                 function(*args)
             if self._has_work():
                 self._tell([(event.request, event) for event in self.engine.step()])
+                if self.engine.failure is not None:
+                    self._after_failure()
+
+    def _after_failure(self) -> None:
+        if not self.restarts:
+            self.on_failure()
+            return
+        self.restarts -= 1
+        log.warning("restarting the engine after: %s", self.engine.failure)
+        self.engine.restart()
 
     def _has_work(self) -> bool:
         return self.engine.failure is None and self.engine.has_work

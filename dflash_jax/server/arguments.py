@@ -112,6 +112,15 @@ def make_parser() -> argparse.ArgumentParser:
     http.add_argument(
         "--response-store", type=int, default=1024, metavar="N", help="responses kept for later turns (default: 1024)"
     )
+    failing = http.add_mutually_exclusive_group()
+    failing.add_argument(
+        "--exit-on-failure",
+        action="store_true",
+        help="exit with code 1 when the device has failed (default: stay, 503)",
+    )
+    failing.add_argument(
+        "--restart-on-failure", action="store_true", help="restart the engine, empty, after the first failure"
+    )
     http.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error", "critical"])
 
     models = p.add_argument_group("models (as for dflash_jax.generate)")

@@ -12,8 +12,8 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from dflash_jax.engine.engine import EngineError, QueueFullError
-from dflash_jax.errors import InputError
+from dflash_jax.engine.engine import QueueFullError
+from dflash_jax.errors import EngineError, InputError, UnavailableError
 
 log = logging.getLogger("dflash_jax.server")
 
@@ -66,6 +66,8 @@ def as_api_error(error: Exception) -> ApiError:
         return ApiError(400, str(error))
     if isinstance(error, QueueFullError):
         return ApiError(429, f"{error}; try again later")
+    if isinstance(error, UnavailableError):
+        return ApiError(503, f"no requests are taken: {error}")
     if isinstance(error, EngineError):
         return ApiError(500, f"the engine failed: {error}")
     log.error("unexpected error", exc_info=error)
