@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import jax
@@ -50,12 +50,15 @@ def enable_disk_cache() -> None:
             return
         jax.config.update("jax_compilation_cache_dir", str(Path(user_cache_path("dflash_jax")) / "xla"))
     directory = jax.config.jax_compilation_cache_dir
-    # JAX warns at each program that it cannot write. What is there is read all the same.
-    is_writable = directory is None or _is_writable(Path(directory))
+    # A place of another kind (gs://…) is JAX's own business.
+    is_writable = directory is None or "://" in directory or _is_writable(Path(directory))
+    # Else JAX warns at each program that it cannot write. What is there is read all the same.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1 if is_writable else float("inf"))
+    jax.config.update("jax_enable_compilation_cache", is_writable or Path(directory).is_dir())
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
+@cache
 def _is_writable(directory: Path) -> bool:
     """Whether programs can be kept there; says so once where they cannot."""
     try:

@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 from mock_device import engine, expected, request, run
 
-from dflash_jax.engine.engine import EngineError
 from dflash_jax.engine.masking import NO_DRAFT, Masking, RoundOfMasks
 from dflash_jax.engine.request import ReadyMasks
-from dflash_jax.errors import InputError
+from dflash_jax.errors import EngineError, InputError
 
 
 class Counting(ReadyMasks):

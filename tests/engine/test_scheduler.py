@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from mock_device import END, VOCAB, engine, expected, request, run
 
-from dflash_jax.engine.engine import EngineError, QueueFullError
+from dflash_jax.engine.engine import QueueFullError
 from dflash_jax.engine.options import Options, prefill_options
 from dflash_jax.engine.request import ReadyMasks
-from dflash_jax.errors import InputError
+from dflash_jax.errors import EngineError, InputError
 
 
 def told(events, request) -> list[int]:

@@ -6,9 +6,9 @@ import threading
 import pytest
 from mock_device import engine, expected, next_token, request
 
-from dflash_jax.engine.engine import EngineError, QueueFullError
+from dflash_jax.engine.engine import QueueFullError
 from dflash_jax.engine.service import AsyncEngine
-from dflash_jax.errors import InputError
+from dflash_jax.errors import EngineError, InputError, UnavailableError
 
 
 async def collect(running: AsyncEngine, wanted) -> list[int]:
@@ -88,6 +88,40 @@ def test_a_failure_reaches_everyone_and_restart_helps():
 
     async def anext_error(running, wanted):
         async for event in running.submit(wanted):
+            if event.error:
+                return event.error
+        return "no error"
+
+    run(main())
+
+
+def test_it_restarts_by_itself_as_often_as_it_may():
+    async def main():
+        e, failures = slow(slots=2), []
+        async with AsyncEngine(e, restarts=1, on_failure=lambda: failures.append(e.failure)) as running:
+            for attempt in range(2):
+                # The device fails while three requests are with the engine, one of them waiting.
+                e.device.fail = False
+                wanted = [request([i + 1], 3000) for i in range(3)]
+                streams = [running.submit(r) for r in wanted]
+                assert (await anext(streams[0])).tokens
+                tasks = [asyncio.create_task(anext_error(events)) for events in streams]
+                while len(e._live) < 3:
+                    await asyncio.sleep(0.001)
+                e.device.fail = True
+                assert all("out of memory" in str(error) for error in await asyncio.gather(*tasks))
+                if attempt == 0:
+                    while e.failure:
+                        await asyncio.sleep(0.001)
+                    assert not failures
+            while not failures:
+                await asyncio.sleep(0.001)
+            with pytest.raises(UnavailableError, match="out of memory"):
+                running.submit(request([1], 2))
+        assert failures == ["RuntimeError: out of memory"]
+
+    async def anext_error(events):
+        async for event in events:
             if event.error:
                 return event.error
         return "no error"

@@ -10,11 +10,11 @@ import time
 import httpx
 import pytest
 import schemathesis
-from conftest import Running, started
+from conftest import Running, started, wait_until
 from hypothesis import HealthCheck, given, settings
 
 from dflash_jax import SamplingParams
-from dflash_jax.engine.engine import EngineError
+from dflash_jax.errors import EngineError
 from dflash_jax.server.serving import Serving
 
 JSON = {"Content-Type": "application/json"}
@@ -211,8 +211,7 @@ def test_a_failed_engine_is_told_and_health_turns_red(llm):
         assert running.http.get("/health").status_code == 200
 
         def fail(*_):
-            # By then all have been asked.
-            time.sleep(0.5)
+            wait_until(lambda: len(engine._inboxes) == 3)
             raise RuntimeError("the device is on fire")
 
         def ask(**more) -> None:
@@ -227,7 +226,9 @@ def test_a_failed_engine_is_told_and_health_turns_red(llm):
         assert [c.status_code for c in codes] == [500] * 3
         assert "on fire" in codes[0].json()["error"]["message"]
         assert running.http.get("/health").status_code == 503
-        assert running.post("/v1/completions", prompt="x").status_code == 500
+        refused = running.post("/v1/completions", prompt="x")
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        assert "on fire" in refused.json()["error"]["message"]
         with pytest.raises(EngineError):
             engine.submit(llm.new_row("x", SamplingParams()).request)
     finally:

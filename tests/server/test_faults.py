@@ -1,0 +1,131 @@
+"""The device fails while many wait; two servers share a cache of compiled programs, and one has none."""
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import httpx
+import pytest
+import uvicorn
+from conftest import Running, started, wait_until
+from test_serve import serving
+
+from dflash_jax.engine.service import AsyncEngine
+from dflash_jax.serve import Runner
+from dflash_jax.server.app import build
+from dflash_jax.server.serving import Serving
+
+STREAMS = 120
+BODY = {"prompt": "def f(", "max_tokens": 700, "ignore_eos": True, "stream": True}
+
+
+def break_device(engine: AsyncEngine, requests: int) -> None:
+    """The device fails at its second dispatch, when so many requests are with the engine."""
+    device, reads = engine.engine.device, []
+
+    def read(*args, original=device.read):
+        reads.append(args)
+        if len(reads) == 1:
+            return original(*args)
+        wait_until(lambda: len(engine._inboxes) == requests)
+        raise RuntimeError("the device is on fire")
+
+    device.read = read
+
+
+async def stream(client: httpx.AsyncClient) -> tuple[int, list[dict], bool]:
+    """(status, what was told, whether the stream came to its end)."""
+    async with client.stream("POST", "/v1/completions", json=BODY) as response:
+        lines = [line async for line in response.aiter_lines() if line]
+        if response.status_code != 200:
+            return response.status_code, [json.loads("".join(lines))], True
+        return 200, [json.loads(line[6:]) for line in lines[:-1]], lines[-1] == "data: [DONE]"
+
+
+def test_the_device_fails_in_the_middle_of_many_streams(llm):
+    engine = started(llm, prepared=False, max_queue=STREAMS)
+    serving = Serving(llm, engine, ["tiny"])
+    serving.is_ready = True
+    running = Running(serving)
+    break_device(engine, STREAMS)
+
+    async def main():
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=running.url, timeout=300, limits=limits) as client:
+            return await asyncio.gather(*(stream(client) for _ in range(STREAMS)))
+
+    try:
+        found = asyncio.run(main())
+        for status, told, is_ended in found:
+            assert status in (200, 500)
+            assert "on fire" in told[-1]["error"]["message"]
+            assert is_ended
+        # Some had begun, the others still waited for a slot.
+        assert {status for status, _, _ in found} == {200, 500}
+        assert running.http.get("/health").status_code == running.http.get("/ready").status_code == 503
+        for path, body in (("/v1/completions", BODY), ("/generate", {"text": "x"})):
+            refused = running.post(path, **body)
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+    finally:
+        running.stop()
+        engine.stop()
+
+
+def test_exit_on_failure(llm):
+    engine = AsyncEngine(llm.new_engine(llm.programs, 4, 1024, prefill_sizes=(16, 64), masks=True))
+    serving = Serving(llm, engine, ["tiny"])
+    config = uvicorn.Config(build(serving), lifespan="off", log_level="error")
+    runner, codes = Runner(config, serving, 60.0, exit_on_failure=True), []
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        thread = threading.Thread(target=lambda: codes.append(asyncio.run(runner.serve_until_drained(listening))))
+        thread.start()
+        assert wait_until(lambda: serving.is_ready)
+        break_device(engine, 1)
+        found = httpx.post(f"{url}/v1/completions", json=BODY | {"stream": False}, timeout=120)
+        assert found.status_code == 500
+        thread.join()
+    assert codes == [1]
+
+
+def test_two_servers_start_on_one_cache(tmp_path):
+    options = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path)}
+    with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
+        both = list(pool.map(lambda _: stack.enter_context(serving(environment=options)), range(2)))
+        body = {"prompt": "def f(", "max_tokens": 20, "temperature": 0}
+        texts = [httpx.post(f"{url}/v1/completions", json=body, timeout=120).json()["choices"] for _, url in both]
+        assert texts[0] == texts[1]
+    assert list(tmp_path.iterdir())
+
+
+PROGRAM = """
+import logging, sys
+logging.basicConfig(format="%(message)s")
+from dflash_jax import LLM, SamplingParams
+import resource
+if sys.argv[1] == "full":
+    # As a disk without room: whatever is written to a file fails.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+for _ in range(2):
+    llm = LLM(draft=None, slots=1)
+print(llm.generate(["def f("], SamplingParams(max_tokens=4, temperature=0.0))[0].token_ids)
+"""
+
+
+@pytest.mark.parametrize("kind", ["full", "no directory"])
+def test_a_cache_that_cannot_be_written_is_one_line(llm, kind, tmp_path):
+    (tmp_path / "file").touch()
+    directory = tmp_path / ("cache" if kind == "full" else "file")
+    environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(directory), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, kind], env=environment, capture_output=True, text=True, check=True
+    )
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"compiled programs are not kept: {directory}: ")
+    assert len(json.loads(done.stdout)) == 4
