@@ -1,5 +1,6 @@
 """What HTTP costs: tokens per second through the server against the engine driven directly, in one process and
-interleaved; and what masks cost: requests with a grammar against the same requests at one round a dispatch.
+interleaved; what masks cost: requests with a grammar against the same requests at one round a dispatch; and when the
+first tokens come of many streams that are opened at once.
 
     python scripts/bench_server.py [--concurrency 32] [--runs 5]
 """
@@ -60,13 +61,31 @@ async def clients(url: str, new: int, count: int, block: str, stream: bool) -> f
         return tokens / (time.perf_counter() - began)
 
 
-async def over_http(url: str, args, stream: bool) -> float:
-    """From a process of its own."""
+async def first_tokens(url: str, new: int, count: int) -> list[float]:
+    """Seconds to the first token of each of ``count`` streams of ``new`` tokens that are opened at once."""
+
+    async def one(client: httpx.AsyncClient, i: int) -> float:
+        body = {"prompt": PROMPTS[i % len(PROMPTS)], "max_tokens": new, "ignore_eos": True, "temperature": 0.7}
+        first = None
+        async with client.stream("POST", "/v1/completions", json=body | {"seed": i, "stream": True}) as response:
+            async for line in response.aiter_lines():
+                if first is None and line.startswith("data: {"):
+                    assert "error" not in json.loads(line[6:]), line
+                    first = time.perf_counter() - began
+        return first
+
+    async with httpx.AsyncClient(base_url=url, timeout=None, limits=httpx.Limits(max_connections=None)) as client:
+        began = time.perf_counter()
+        return await asyncio.gather(*(one(client, i) for i in range(count)))
+
+
+async def over_http(url: str, args, *options: str):
+    """What a client in a process of its own prints, as JSON."""
     command = [sys.executable, __file__, "--client", url, "--new-tokens", str(args.new_tokens)]
-    command += ["--concurrency", str(args.concurrency), *(["--stream"] if stream else [])]
+    command += ["--concurrency", str(args.concurrency), *options]
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     out, _ = await process.communicate()
-    return float(out)
+    return json.loads(out)
 
 
 async def run(args) -> None:
@@ -104,14 +123,15 @@ async def run(args) -> None:
     for i in range(args.runs + 1):
         measured = {
             "engine": await direct(serving, args.new_tokens, count, "auto"),
-            "http": await over_http(url, args, False),
-            "http, streaming": await over_http(url, args, True),
+            "http": await over_http(url, args),
+            "http, streaming": await over_http(url, args, "--stream"),
             "one round a dispatch": await one_round(False),
             "with a grammar": await one_round(True),
         }
         # The first run warms up.
         for name, value in measured.items() if i else ():
             found.setdefault(name, []).append(value)
+    firsts = await over_http(url, args, "--first", "--streams", str(args.streams)) if args.streams else None
     server.should_exit = True
     await task
     serving.engine.stop()
@@ -119,6 +139,10 @@ async def run(args) -> None:
     for name, value in middle.items():
         beside = "one round a dispatch" if name == "with a grammar" else "engine"
         print(f"| {name} | {value:.0f} | {value / middle[beside]:.2f} |")
+    if firsts:
+        parts = statistics.quantiles(firsts, n=100, method="inclusive")
+        times = ", ".join(f"p{p} {parts[p - 1]:.2f} s" for p in (50, 95, 99))
+        print(f"first token of {args.streams} streams of {args.new_tokens} tokens: {times}, last {max(firsts):.2f} s")
 
 
 def main() -> None:
@@ -126,10 +150,14 @@ def main() -> None:
     p.add_argument("--concurrency", type=int, default=32, metavar="N", help="default: %(default)s")
     p.add_argument("--new-tokens", type=int, default=128, metavar="N", help="default: %(default)s")
     p.add_argument("--runs", type=int, default=5, metavar="N", help="default: %(default)s")
+    p.add_argument("--streams", type=int, default=300, metavar="N", help="opened at once (default: %(default)s)")
     p.add_argument("--client", metavar="URL", help=argparse.SUPPRESS)
     p.add_argument("--stream", action="store_true", help=argparse.SUPPRESS)
+    p.add_argument("--first", action="store_true", help=argparse.SUPPRESS)
     args = p.parse_args()
-    if args.client:
+    if args.client and args.first:
+        print(json.dumps(asyncio.run(first_tokens(args.client, args.new_tokens, args.streams))))
+    elif args.client:
         print(asyncio.run(clients(args.client, args.new_tokens, 2 * args.concurrency, "auto", args.stream)))
     else:
         asyncio.run(run(args))

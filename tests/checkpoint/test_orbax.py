@@ -143,7 +143,9 @@ def test_killed_at_any_moment(source, converted, tmp_path):
             time.sleep(0.01)
         process.send_signal(signal.SIGKILL)
         process.wait()
-        assert not (target / orbax.MANIFEST).exists()
+        # Where it came to its end before the signal did, it is whole.
+        if (target / orbax.MANIFEST).exists():
+            assert_same_module(load_target(target), load_target(converted))
     assert subprocess.run(command, capture_output=True).returncode == 0
     assert_same_module(load_target(target), load_target(converted))
 

@@ -15,9 +15,13 @@ async def collect(running: AsyncEngine, wanted) -> list[int]:
     return [t async for event in running.submit(wanted) for t in event.tokens]
 
 
+# More tokens than any test waits for.
+ENDLESS = 10**6
+
+
 def slow(**options):
     """An engine whose texts do not end, at a pace that can be watched."""
-    e = engine(**options)
+    e = engine(capacity=2 * ENDLESS, **options)
     e.device.pause, e.device.ends = 0.002, False
     return e
 
@@ -31,9 +35,9 @@ def text(prompt, new: int) -> list[int]:
 
 
 def run(main) -> None:
-    """Each test within seconds, and no thread left."""
+    """To its end, and no thread left."""
     before = threading.enumerate()
-    asyncio.run(asyncio.wait_for(main, 60))
+    asyncio.run(asyncio.wait_for(main, 600))
     assert not [t for t in threading.enumerate() if t.name == "engine" and t not in before]
 
 
@@ -52,10 +56,10 @@ def test_who_stops_listening_frees_the_slot():
         e = slow(slots=1)
         async with AsyncEngine(e) as running:
             for cancel in (False, True):
-                events = running.submit(first := request([3], 3000))
+                events = running.submit(first := request([3], ENDLESS))
                 await anext(events)
                 if cancel:
-                    task = asyncio.create_task(collect(running, second := request([4], 3000)))
+                    task = asyncio.create_task(collect(running, second := request([4], ENDLESS)))
                     await asyncio.sleep(0.01)
                     task.cancel()
                     await asyncio.gather(task, return_exceptions=True)
@@ -72,9 +76,10 @@ def test_a_failure_reaches_everyone_and_restart_helps():
     async def main():
         e = slow(slots=2)
         async with AsyncEngine(e) as running:
-            wanted = [request([i + 1], 3000) for i in range(5)]
+            wanted = [request([i + 1], ENDLESS) for i in range(5)]
             tasks = [asyncio.create_task(anext_error(running, r)) for r in wanted]
-            await asyncio.sleep(0.05)
+            while len(e._live) < 5:
+                await asyncio.sleep(0.001)
             e.device.fail = True
             errors = await asyncio.gather(*tasks)
             assert all("out of memory" in str(error) for error in errors)
@@ -102,7 +107,7 @@ def test_it_restarts_by_itself_as_often_as_it_may():
             for attempt in range(2):
                 # The device fails while three requests are with the engine, one of them waiting.
                 e.device.fail = False
-                wanted = [request([i + 1], 3000) for i in range(3)]
+                wanted = [request([i + 1], ENDLESS) for i in range(3)]
                 streams = [running.submit(r) for r in wanted]
                 assert (await anext(streams[0])).tokens
                 tasks = [asyncio.create_task(anext_error(events)) for events in streams]
@@ -131,13 +136,23 @@ def test_it_restarts_by_itself_as_often_as_it_may():
 
 def test_refusals_come_before_any_event():
     async def main():
-        running = AsyncEngine(engine(slots=1, capacity=50, max_queue=2))
+        running, gate = AsyncEngine(engine(slots=1, capacity=50, max_queue=2)), threading.Event()
+        device = running.engine.device
+
+        def read(*args, original=device.read):
+            gate.wait()
+            return original(*args)
+
+        device.read = read
         with pytest.raises(EngineError, match="not running"):
             await collect(running, request([1]))
         running.start()
         with pytest.raises(InputError, match="at most 50 fit"):
             await collect(running, request([1], 50))
         tasks = [asyncio.create_task(collect(running, request([i + 1], 40))) for i in range(12)]
+        # None comes to its end before all have been asked.
+        await asyncio.sleep(0)
+        gate.set()
         done = await asyncio.gather(*tasks, return_exceptions=True)
         refused = [x for x in done if isinstance(x, QueueFullError)]
         assert 0 < len(refused) <= 9
@@ -158,7 +173,7 @@ def test_stopping_lets_what_runs_end_within_its_limit():
         await asyncio.to_thread(running.stop, 30.0)
         assert await short == expected([7], 30)
         running = AsyncEngine(slow(slots=2)).start()
-        endless = asyncio.create_task(collect(running, request([7], 4000)))
+        endless = asyncio.create_task(collect(running, request([7], ENDLESS)))
         await asyncio.sleep(0.01)
         await asyncio.to_thread(running.stop)
         with pytest.raises(EngineError, match="stopped"):

@@ -2,10 +2,8 @@
 
 import contextlib
 import json
-import random
 import socket
 import threading
-import time
 
 import httpx
 import pytest
@@ -156,16 +154,33 @@ def posting(server, stack: contextlib.ExitStack, **body) -> socket.socket:
     return s
 
 
-def test_a_client_that_goes_away_aborts(quiet):
-    """At any moment: before, in prefill, between tokens, streaming or not."""
-    rng = random.Random(0)
-    before = quiet.serving.engine.engine.statistics.requests["abort"]
+def test_a_client_that_goes_away_aborts(quiet, monkeypatch):
+    """At any moment: at once, when it was let in, in prefill, between tokens, streaming or not. What the device brings
+    is held back until the client has left."""
+    serving, engine = quiet.serving, quiet.serving.engine.engine
+    statistics, told = engine.statistics, 0
+    moments = (
+        lambda: True,
+        lambda: serving.in_flight > 0,
+        lambda: engine.running > 0,
+        lambda: statistics.new_tokens > told,
+    )
+    before, moment = statistics.requests["abort"], moments[0]
+
+    def read(*args, original=engine.device.read):
+        if moment is not moments[3] or moment():
+            wait_until(lambda: serving.in_flight == 0)
+        return original(*args)
+
+    monkeypatch.setattr(engine.device, "read", read)
     for i in range(24):
+        moment, told = moments[i // 2 % 4], statistics.new_tokens
         with contextlib.ExitStack() as stack:
             posting(quiet, stack, prompt="def f(" * 20, max_tokens=700, ignore_eos=True, stream=i % 2 == 0)
-            time.sleep(rng.choice([0, 0.01, 0.05, 0.1]))
-    assert quiet.idle()
-    assert quiet.serving.engine.engine.statistics.requests["abort"] > before + 5
+            assert wait_until(moment)
+        assert quiet.idle()
+    # Surely of those that had a slot.
+    assert statistics.requests["abort"] >= before + 12
 
 
 def test_a_slow_client_holds_up_nobody(quiet):
@@ -183,8 +198,15 @@ def test_a_thousand_connections(quiet):
         assert quiet.chat(max_tokens=4)["usage"]["completion_tokens"] == 4
 
 
-def test_a_full_queue_says_try_again(quiet):
-    statuses, lock = [], threading.Lock()
+def test_a_full_queue_says_try_again(quiet, monkeypatch):
+    """The device is held until the queue is full."""
+    statuses, lock, device = [], threading.Lock(), quiet.serving.engine.engine.device
+
+    def read(*args, original=device.read):
+        wait_until(lambda: any(status == 429 for status, _ in statuses))
+        return original(*args)
+
+    monkeypatch.setattr(device, "read", read)
 
     def ask() -> None:
         found = httpx.post(
