@@ -366,9 +366,10 @@ def draw(
     def drawn():
         own = rows if ids is None else rows.of_tokens(ids)
         processed = process(logits, own, block, known, mask, special)
-        # Of the raw logits too: a filter may cut a NaN out.
-        _, largest = rows.vocab.argmax(logits)
-        tokens = jnp.where(jnp.isfinite(largest), choose(processed, own, positions, ids), NOT_FINITE)
+        tokens = choose(processed, own, positions, ids)
+        if ids is None:
+            # The raw logits too: a filter may cut a NaN out.
+            tokens = jnp.where(jnp.isfinite(rows.vocab.argmax(logits)[1]), tokens, NOT_FINITE)
         if wanted is None:
             return tokens, None
         return tokens, jax.lax.cond(wanted.any(), lambda: logprobs(logits, processed, tokens, rows, top), nothing)
