@@ -266,14 +266,14 @@ def perturbed(processed, rows: SamplingRows, positions, ids=None):
     return processed + jnp.where((rows.temperature > 0)[:, None, None], noise, 0.0)
 
 
-# In place of a token: logits that are NaN or infinite; a mask, or such logits, without anything that may be drawn.
-# Neither is the padding of stops or of drafts, -1.
+# In place of a token: the model's logits are NaN or infinite; the request's own mask, penalties or bias leave nothing
+# that may be drawn. Neither is the padding of stops or of drafts, -1.
 NOT_FINITE, NOTHING_ALLOWED = -2, -3
 
 
-def checked(tokens, largest):
-    """int32 ``tokens``, with NOT_FINITE or NOTHING_ALLOWED for those whose logit, the ``largest``, is no number."""
-    wrong = jnp.where(largest == -jnp.inf, NOTHING_ALLOWED, NOT_FINITE)
+def checked(tokens, largest, wrong):
+    """int32 ``tokens``, with ``wrong`` (NOT_FINITE or NOTHING_ALLOWED) for those whose logit, the ``largest``, is no
+    number."""
     return jnp.where(jnp.isfinite(largest), tokens, wrong).astype(jnp.int32)
 
 
@@ -284,7 +284,7 @@ def choose(processed, rows: SamplingRows, positions, ids=None):
     def draw(logits):
         return rows.vocab.argmax(perturbed(logits, rows, positions, ids))
 
-    return checked(*jax.lax.cond((rows.temperature > 0).any(), draw, rows.vocab.argmax, processed))
+    return checked(*jax.lax.cond((rows.temperature > 0).any(), draw, rows.vocab.argmax, processed), NOTHING_ALLOWED)
 
 
 @jax.tree_util.register_dataclass
@@ -360,7 +360,9 @@ def draw(
         return Logprobs(jnp.zeros(positions.shape), jnp.zeros(shape, jnp.int32), jnp.zeros(shape))
 
     def largest():
-        tokens = checked(*rows.vocab.argmax(_allowed(logits, rows, mask)))
+        tokens, value = rows.vocab.argmax(_allowed(logits, rows, mask))
+        nothing_left = mask is not None and value == -jnp.inf
+        tokens = checked(tokens, value, jnp.where(nothing_left, NOTHING_ALLOWED, NOT_FINITE))
         return tokens, None if wanted is None else nothing()
 
     def drawn():

@@ -138,9 +138,15 @@ def test_a_form_that_allows_nothing(llm):
         params = SamplingParams(max_tokens=20, temperature=temperature)
         rows = [llm.new_row([20, 30], params, 16, mask=Nothing()), llm.new_row([20, 30], replace(params, seed=1), 16)]
         ended(llm, rows)
-        with pytest.raises(InputError, match="the text's form allows no token behind 0 new ones"):
+        with pytest.raises(InputError, match="leave no token behind 0 new ones"):
             rows[0].raise_failure()
         assert len(rows[1].request.tokens) > 1
+
+
+def test_penalties_that_overflow_are_the_requests_own_fault(llm):
+    params = SamplingParams(max_tokens=4, temperature=0.0, repetition_penalty=5e-324)
+    with pytest.raises(InputError, match="leave no token behind 0 new ones"):
+        llm.generate([[20, 30]], params)
 
 
 def test_the_command_line_says_so(poisoned, capsys):

@@ -379,8 +379,8 @@ class Engine:
     def _no_token(self, request: Request, tokens: list[int]) -> Exception:
         """Why the last of the ``tokens`` is none."""
         behind = len(request.tokens) + len(tokens) - 1
-        if request.mask is not None and tokens[-1] == NOTHING_ALLOWED:
-            return InputError(f"the text's form allows no token behind {behind} new ones")
+        if tokens[-1] == NOTHING_ALLOWED:
+            return InputError(f"the text's form, penalties or biases leave no token behind {behind} new ones")
         log.error("a request ended: the model's logits are not finite")
         # What was computed from the same numbers may be among the known prefixes.
         self.store.clear()
