@@ -16,6 +16,8 @@ log = logging.getLogger("dflash_jax.server")
 
 # Below this, a shorter context is no longer tried on its own.
 LEAST_LEN = 4096
+# Open files beside connections: checkpoints, caches, worker processes.
+OTHER_FILES = 512
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -28,10 +30,14 @@ def listen(host: str, port: int) -> socket.socket:
         raise InputError(f"{host}:{port}: {reason}") from None
 
 
-def allow_many_connections() -> None:
-    """As many open files as the system lets us have."""
+def allow_connections(wanted: int) -> int:
+    """How many connections there may be: ``wanted``, or as many as the system's limit of open files allows."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    possible = wanted if most == resource.RLIM_INFINITY else max(most - OTHER_FILES, 1)
+    if possible < wanted:
+        log.warning("at most %d connections: the limit of open files is %d", possible, most)
+    return min(wanted, possible)
 
 
 def load(args, system):
@@ -73,7 +79,6 @@ def assemble(args, system):
     from dflash_jax.server.response_store import ResponseStore
     from dflash_jax.server.serving import Limits, Serving
 
-
     device = set_platform(args.platform, args.kernels)
     llm, engine = load(args, system)
     names = args.served_model_name or [args.target or "dflash-tiny"]
@@ -106,17 +111,24 @@ def run(args, system) -> int:
         import uvicorn
     except ImportError:
         raise InputError('the server needs its extra: pip install "dflash-jax[server]"') from None
+    from dflash_jax.server.access import default_hosts, is_loopback
     from dflash_jax.server.app import build
+    from dflash_jax.server.connections import ConnectionLimits, protocol
 
     listening = listen(args.host, args.port)
-    allow_many_connections()
+    limits = ConnectionLimits(connections=allow_connections(args.max_connections))
     serving = assemble(args, system)
+    if not (args.api_keys or is_loopback(args.host)):
+        log.warning("anyone who reaches %s can use this server: --api-key-file demands a key", args.host)
+    hosts = default_hosts(args.host) if args.allowed_hosts is None else args.allowed_hosts.split(",")
     config = uvicorn.Config(
-        build(serving, args.api_key, args.cors),
+        build(serving, args.api_keys, hosts, args.cors),
+        http=protocol(limits),
+        ws="none",
         log_level="warning",
         access_log=False,
         lifespan="off",
-        timeout_keep_alive=65,
+        timeout_keep_alive=limits.idle_s,
     )
     return asyncio.run(Runner(config, serving, args.drain_s, args.exit_on_failure).serve_until_drained(listening))
 
@@ -154,6 +166,8 @@ class Runner:
             if serving.llm.tokenizer is not None:
                 # transformers takes seconds to import: not at the first request.
                 _ = serving.llm.tokenizer.chat_template
+                _ = serving.llm.tokenizer.longest_token
+                serving.templates.start()
             if serving.grammar is not None:
                 serving.grammar.start()
             serving.engine.start()

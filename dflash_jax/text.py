@@ -1,5 +1,6 @@
 """Between text and token ids: tokenizer and chat template."""
 
+import json
 import os
 from collections.abc import Sequence
 from functools import cached_property
@@ -26,14 +27,19 @@ class Tokenizer:
 
     def __init__(self, directory: Path):
         self._directory = directory
+        # Log-probabilities ask for the same tokens again and again.
+        self._token_bytes: dict[int, bytes] = {}
         self.file = directory / "tokenizer.json" if (directory / "tokenizer.json").exists() else None
         if self.file is not None:
             try:
                 fast = tokenizers.Tokenizer.from_file(str(self.file))
             except Exception as e:  # the library raises plain Exception
-                raise InputError(f"{self.file} is no tokenizer: {_reason(e)}") from None
-            self._encode = lambda text, special: fast.encode(text, add_special_tokens=special).ids
+                raise InputError(f"{self.file} is no tokenizer: {reason(e)}") from None
+            # Encoding a batch lets other threads run meanwhile, encoding a text does not.
+            self._encode = lambda text, special: fast.encode_batch_fast([text], add_special_tokens=special)[0].ids
             self._decode = lambda ids, skip: fast.decode(ids, skip_special_tokens=skip)
+            self._decode_long = lambda ids: fast.decode_batch([ids], skip_special_tokens=True)[0]
+            self._vocabulary = fast.get_vocab
             self._token = fast.id_to_token
         else:
             slow = self._full
@@ -41,6 +47,7 @@ class Tokenizer:
             self._decode = lambda ids, skip: slow.decode(
                 ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False
             )
+            self._decode_long = lambda ids: self._decode(ids, True)
             self._token = slow.convert_ids_to_tokens
 
     @cached_property
@@ -52,7 +59,7 @@ class Tokenizer:
         try:
             return AutoTokenizer.from_pretrained(self._directory)
         except Exception as e:  # transformers raises many types for what is one fault: no usable tokenizer there
-            raise InputError(f"{self._directory} has no tokenizer that transformers can read: {_reason(e)}") from None
+            raise InputError(f"{self._directory} has no tokenizer that transformers can read: {reason(e)}") from None
 
     def encode(self, text: str) -> list[int]:
         return self._encode(text, True)
@@ -67,6 +74,12 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """What a token stands for, special ones by their names; half a character, too, in byte-level vocabularies."""
+        found = self._token_bytes.get(token_id)
+        if found is None:
+            found = self._token_bytes[token_id] = self._read_token_bytes(token_id)
+        return found
+
+    def _read_token_bytes(self, token_id: int) -> bytes:
         name = self.token(token_id)
         if self._is_byte_level and all(c in _BYTES for c in name):
             return bytes(_BYTES[c] for c in name)
@@ -87,11 +100,41 @@ class Tokenizer:
         found = self._full.chat_template
         return found.get("default") if isinstance(found, dict) else found
 
+    def template_for(self, tools: list[dict] | None) -> str:
+        """The chat template for a conversation with ``tools``. Raises InputError where there is none."""
+        if not self.chat_template:
+            raise InputError("this checkpoint has no chat template: give plain prompts")
+        return self._full.get_chat_template(None, tools)
+
+    @cached_property
+    def special_tokens(self) -> dict[str, str]:
+        """As chat templates read them: ``bos_token`` and others."""
+        return {name: str(token) for name, token in self._full.special_tokens_map.items()}
+
+    @cached_property
+    def longest_token(self) -> int | None:
+        """Characters that one token stands for at most; None where that is not known.
+
+        It is known of byte-level vocabularies whose text is not shortened before. NFC composes four characters to one
+        at most.
+        """
+        if not self._is_byte_level:
+            return None
+        given = json.loads(self.file.read_text(encoding="utf-8"))
+        normalizer = given.get("normalizer") or {"type": None}
+        if normalizer["type"] not in (None, "NFC") or any(t["lstrip"] or t["rstrip"] for t in given["added_tokens"]):
+            return None
+        return max(map(len, self._vocabulary())) * (4 if normalizer["type"] == "NFC" else 1)
+
     @cached_property
     def markers(self) -> frozenset[int]:
         """Ids of the tokens that open a message in a chat template, where there are some."""
         each = (self._encode(marker, False) for marker in MARKERS)
         return frozenset(ids[0] for ids in each if len(ids) == 1)
+
+    def decode_long(self, ids: Sequence[int]) -> str:
+        """As `decode`; other threads run meanwhile."""
+        return self._decode_long(list(ids))
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids, by default without special tokens."""
@@ -117,7 +160,7 @@ class Tokenizer:
                 messages, tools=tools, tokenize=False, add_generation_prompt=ask, **options
             )
         except REFUSALS as e:
-            raise InputError(f"the chat template does not take this conversation: {_reason(e)}") from None
+            raise InputError(f"the chat template does not take this conversation: {reason(e)}") from None
 
     def mark_answers(self, messages: list[dict], where: str) -> tuple[list[int], list[bool]]:
         """Token ids of a whole conversation, and which are the assistant's.
@@ -132,7 +175,7 @@ class Tokenizer:
                     messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
                 )
             except REFUSALS as e:
-                raise InputError(f"{where}: the chat template does not take this conversation: {_reason(e)}") from None
+                raise InputError(f"{where}: the chat template does not take this conversation: {reason(e)}") from None
             return list(found["input_ids"]), [bool(m) for m in found["assistant_masks"]]
         tokens: list[int] = []
         mask: list[bool] = []
@@ -176,5 +219,5 @@ def _byte_level() -> dict[str, int]:
 _BYTES = _byte_level()
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]

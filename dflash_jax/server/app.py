@@ -1,12 +1,12 @@
 """The application: routes, keys, limits, the access log."""
 
-import hmac
 import logging
 import time
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from fastapi import FastAPI
-from starlette.staticfiles import StaticFiles
+from starlette.responses import FileResponse
 
 from dflash_jax.server import (
     chat,
@@ -22,7 +22,9 @@ from dflash_jax.server import (
     responses,
     stored_responses,
 )
+from dflash_jax.server.access import OPEN_PATHS, Access
 from dflash_jax.server.answer_schema import Error
+from dflash_jax.server.body import Body, check_type, has_body, replayed
 from dflash_jax.server.cors import Cors
 from dflash_jax.server.errors import ApiError, add_handlers, answer
 from dflash_jax.server.schema_base import unknown_fields
@@ -31,19 +33,11 @@ from dflash_jax.server.serving import ClientGoneError, Serving
 log = logging.getLogger("dflash_jax.access")
 
 PAGE = Path(__file__).parent / "page"
-# What needs no key: the page, probes and metrics, as in vLLM.
-OPEN_PATHS = ("/health", "/health_generate", "/ready", "/ping", "/version", "/metrics", "/docs", "/openapi.json")
+# Each file has a route: a directory mounted at / would answer for all unknown paths and wrong methods.
+PAGE_PATHS = ("/", *(f"/{file.name}" for file in PAGE.iterdir()))
 # What works without an engine, or is no request for text.
 ALWAYS = (*OPEN_PATHS, "/abort_request", "/flush_cache", "/reset_prefix_cache")
 CLIENT_GONE = 499
-
-
-GUARDED = ("/v1/", "/generate", "/tokenize", "/detokenize", "/server_info", "/get_", "/model_info", "/load")
-GUARDED += ("/invocations", "/flush_cache", "/reset_prefix_cache", "/abort_request")
-
-
-def needs_key(path: str) -> bool:
-    return path.startswith(GUARDED)
 
 
 def needs_engine(scope) -> bool:
@@ -51,11 +45,10 @@ def needs_engine(scope) -> bool:
 
 
 class Gate:
-    """Before any route: the key, whether the server takes requests, and the size of the body."""
+    """Before any route: the host, the key, whether the server takes requests, and the body."""
 
-    def __init__(self, app, serving: Serving, api_key: str | None):
-        self.app, self.serving = app, serving
-        self._expected = f"Bearer {api_key}".encode() if api_key else None
+    def __init__(self, app, serving: Serving, access: Access):
+        self.app, self.serving, self.access = app, serving, access
 
     async def __call__(self, scope, receive, send) -> None:
         if scope["type"] != "http":
@@ -88,38 +81,32 @@ class Gate:
             log.info("%s %s %s %d %.1f ms", client, scope["method"], path, status, milliseconds)
 
     async def _pass(self, scope, receive, send) -> None:
+        body, counts = Body(self.serving), needs_engine(scope)
+        self.serving.in_flight += counts
         try:
-            self._check(scope)
-            most, seen = self.serving.limits.body_bytes, 0
-
-            async def measured():
-                nonlocal seen
-                message = await receive()
-                seen += len(message.get("body", b""))
-                if seen > most:
-                    raise ApiError(413, f"the body has more than {most} bytes")
-                return message
-
-            self.serving.in_flight += needs_engine(scope)
-            try:
-                await self.app(scope, measured, send)
-            finally:
-                self.serving.in_flight -= needs_engine(scope)
+            headers = dict(scope["headers"])
+            self._check(scope, headers)
+            if scope["method"] == "HEAD":
+                # Of an answer to it, the HTTP server leaves the body out.
+                scope = scope | {"method": "GET"}
+            if has_body(headers):
+                receive = replayed(await body.read(receive), receive)
+            await self.app(scope, receive, send)
         except ApiError as e:
             await answer(e, scope)(scope, receive, send)
+        finally:
+            self.serving.in_flight -= counts
+            body.close()
 
-    def _check(self, scope) -> None:
-        headers, serving = dict(scope["headers"]), self.serving
-        # Whose requests a client may abort: without a key, all clients are one.
-        scope.setdefault("state", {})["owner"] = ""
-        if self._expected is not None and needs_key(scope["path"]):
-            given = headers.get(b"authorization", b"")
-            if not hmac.compare_digest(given, self._expected):
-                raise ApiError(401, "the API key is missing or wrong: send it as Authorization: Bearer KEY")
-            scope["state"]["owner"] = given.decode("latin-1")
+    def _check(self, scope, headers: dict[bytes, bytes]) -> None:
+        serving = self.serving
+        # Whose requests a client may abort: without keys, all clients are one.
+        scope.setdefault("state", {})["owner"] = self.access.check(scope, headers)
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > serving.limits.body_bytes:
             raise ApiError(413, f"the body has {int(length)} bytes: at most {serving.limits.body_bytes} are possible")
+        if has_body(headers):
+            check_type(headers)
         if needs_engine(scope):
             if serving.is_draining:
                 raise ApiError(503, "the server is shutting down")
@@ -127,9 +114,17 @@ class Gate:
                 raise ApiError(503, "the server is warming up")
 
 
-def build(serving: Serving, api_key: str | None = None, cors: Cors | None = None) -> FastAPI:
-    """The ASGI application of a `Serving`. ``api_key`` None: any key will do. ``cors`` None: pages of other origins
-    cannot read answers."""
+def build(
+    serving: Serving, api_keys: Sequence[str] = (), hosts: Collection[str] | None = None, cors: Cors | None = None
+) -> FastAPI:
+    """The ASGI application of a `Serving`.
+
+    Args:
+        serving: What answers.
+        api_keys: Keys that clients may send; without any, none is needed.
+        hosts: Names that the Host header may have; None for any.
+        cors: Which pages of other origins may read answers; None for none.
+    """
     app = FastAPI(
         title="dflash_jax",
         description="OpenAI's, Anthropic's and SGLang's interfaces, with lossless DFlash speculative decoding.",
@@ -144,9 +139,17 @@ def build(serving: Serving, api_key: str | None = None, cors: Cors | None = None
     ):
         app.include_router(module.router)
     add_handlers(app)
-    app.mount("/", StaticFiles(directory=PAGE, html=True), name="page")
-    app.add_middleware(Gate, serving=serving, api_key=api_key)
+    for path in PAGE_PATHS:
+        app.add_api_route(path, page_file(path), include_in_schema=False, response_model=None)
+    app.add_middleware(Gate, serving=serving, access=Access(api_keys, hosts, (*OPEN_PATHS, *PAGE_PATHS)))
     if cors is not None:
         # Outside of the gate: a preflight has no key, and a refusal is to be readable.
         cors.add_to(app)
     return app
+
+
+def page_file(path: str) -> Callable:
+    async def get() -> FileResponse:
+        return FileResponse(PAGE / (path[1:] or "index.html"))
+
+    return get

@@ -4,6 +4,7 @@ import argparse
 import json
 import logging
 import os
+import re
 from dataclasses import dataclass
 
 from dflash_jax.arguments import block_size
@@ -90,6 +91,8 @@ ALIASES = (
     Alias(("--seed", "--random-seed"), reason="each request has a seed of its own"),
     Alias(("--generation-config", "--tokenizer-mode", "--load-format"), reason="the checkpoint says"),
 )
+# API keys, which a list of processes does not show.
+KEYS_VARIABLE = "DFLASH_API_KEY"
 # Of SGLang; what they switch on is always on here.
 VARIABLES = ("SGLANG_ENABLE_SPEC_V2", "SGLANG_ENABLE_DFLASH_SPEC_V2", "SGLANG_ENABLE_OVERLAP_PLAN_STREAM")
 
@@ -99,7 +102,24 @@ def make_parser() -> argparse.ArgumentParser:
     http = p.add_argument_group("http")
     http.add_argument("--host", default="127.0.0.1", help="default: %(default)s; 0.0.0.0 for all networks")
     http.add_argument("--port", type=int, default=30000, help="default: %(default)s; 0 takes a free one")
-    http.add_argument("--api-key", metavar="KEY", help="what clients must send (default: any key will do)")
+    http.add_argument(
+        "--api-key",
+        nargs="+",
+        action="extend",
+        metavar="KEY",
+        help="what clients must send, one of them (default: no key); other users see it in the list of processes, "
+        f"but not those in --api-key-file or {KEYS_VARIABLE} (separated by commas)",
+    )
+    http.add_argument("--api-key-file", metavar="FILE", help="API keys, one a line")
+    http.add_argument(
+        "--allowed-hosts",
+        metavar="NAME,...",
+        help="names that clients may ask for, *.example.com for a domain, * for any (default: with --host 127.0.0.1 "
+        "local names, which no other site's page can use, otherwise any)",
+    )
+    http.add_argument(
+        "--max-connections", type=int, default=4096, metavar="N", help="connections at a time (default: %(default)s)"
+    )
     http.add_argument("--served-model-name", nargs="+", metavar="NAME", help="default: the target as given")
     http.add_argument(
         "--unknown-fields", default="refuse", choices=["refuse", "warn"], help="of requests (default: refuse)"
@@ -189,20 +209,52 @@ def parse(argv: list[str] | None):
     for name in VARIABLES:
         if name in os.environ:
             log.warning("%s needs nothing here: the host's work always overlaps the device's", name)
+    take_model_from_keys(args)
     if args.model is not None:
         if args.target not in (None, args.model):
             raise InputError(f"MODEL {args.model} and --target {args.target}: give one of them")
         args.target = args.model
     args.dtype = {"auto": None, "half": "float16"}.get(args.dtype, args.dtype)
-    for name, least in (("max_queue", 0), ("max_num_batched_tokens", 16), ("drain_s", 0), ("response_store", 0)):
+    least_of = {"max_queue": 0, "max_num_batched_tokens": 16, "drain_s": 0, "response_store": 0, "max_connections": 1}
+    for name, least in least_of.items():
         if getattr(args, name) is not None and getattr(args, name) < least:
             raise InputError(f"--{name.replace('_', '-')} {getattr(args, name)}: it must be {least} or more")
     args.cors = cors.of_arguments(args)
-    if args.api_key == "":
-        raise InputError("--api-key is empty: leave it out to take any key")
+    args.api_keys = api_keys(args)
     if not 0 <= args.port < 2**16:
         raise InputError(f"--port {args.port}: it must be 0 to 65535")
     return args, system
+
+
+def take_model_from_keys(args) -> None:
+    """``--api-key KEY MODEL``: what is a directory or a repository's name behind the first key is the target."""
+    keys = args.api_key or []
+    if args.model is None and args.target is None and len(keys) > 1:
+        is_name = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", keys[-1])
+        if is_name or os.path.isdir(keys[-1]):
+            args.model = keys.pop()
+
+
+def api_keys(args) -> list[str]:
+    """All API keys: of the options, the file and the environment. Raises InputError."""
+    keys = list(args.api_key or ())
+    if args.api_key_file is not None:
+        try:
+            with open(args.api_key_file, encoding="utf-8") as file:
+                lines = [line.strip() for line in file]
+        except (OSError, UnicodeDecodeError) as e:
+            reason = getattr(e, "strerror", None) or "it is not UTF-8"
+            raise InputError(f"--api-key-file {args.api_key_file}: {reason}") from None
+        if not any(lines):
+            raise InputError(f"--api-key-file {args.api_key_file} has no key")
+        keys += filter(None, lines)
+    if (given := os.environ.get(KEYS_VARIABLE)) is not None:
+        keys += [key.strip() for key in given.split(",")]
+    if not all(keys):
+        raise InputError(f"an API key is empty: leave out --api-key and {KEYS_VARIABLE} to need none")
+    if any(not (key.isascii() and key.isprintable()) or " " in key for key in keys):
+        raise InputError("an API key has a character that HTTP cannot send: use letters, digits and signs")
+    return keys
 
 
 def _number(alias: Alias, value: str, kind):

@@ -4,14 +4,16 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 
 from fastapi import APIRouter, Request
+from starlette.responses import Response
 
 from dflash_jax.rows import Row
 from dflash_jax.server import prepare, request_id, schema
 from dflash_jax.server.answer_schema import ChatCompletion
 from dflash_jax.server.answers import chat_logprobs, prompt_entry, stop_reasons, timings, usage
-from dflash_jax.server.conversation import Conversation, Delta, converse
-from dflash_jax.server.errors import ApiError, JsonResponse
+from dflash_jax.server.conversation import Conversation, Delta, Parser, converse
+from dflash_jax.server.errors import ApiError
 from dflash_jax.server.grammar import Constraint, tag_in_lark
+from dflash_jax.server.large_answers import json_response
 from dflash_jax.server.serving import Serving, while_connected
 from dflash_jax.server.stream import EventStream, frame
 from dflash_jax.server.tools import END, START, CallDelta, joined
@@ -102,13 +104,28 @@ async def chat_completions(http: Request, body: schema.ChatRequest):
     serving.register(rows, name, http.state.owner)
     if body.stream:
         return await EventStream.start(http, streamed(serving, body, talk, rows, head))
-    return JsonResponse(await while_connected(http, whole(serving, body, talk, rows, head)))
+    return await while_connected(http, whole(serving, body, talk, rows, head))
 
 
-async def whole(serving: Serving, body: schema.ChatRequest, talk: Conversation, rows: list[Row], head: dict) -> dict:
+async def whole(
+    serving: Serving, body: schema.ChatRequest, talk: Conversation, rows: list[Row], head: dict
+) -> Response:
     parsers, deltas = [talk.parser() for _ in rows], [[] for _ in rows]
     async for i, piece in serving.merged(rows):
         deltas[i].append(parsers[i].push(piece))
+    return await json_response(rows, lambda: built(serving, body, talk, rows, head, parsers, deltas))
+
+
+def built(
+    serving: Serving,
+    body: schema.ChatRequest,
+    talk: Conversation,
+    rows: list[Row],
+    head: dict,
+    parsers: list[Parser],
+    deltas: list[list[Delta]],
+) -> dict:
+    """A whole answer."""
     choices = []
     for i, row in enumerate(rows):
         deltas[i].append(parsers[i].finish(row))

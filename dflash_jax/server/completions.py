@@ -1,6 +1,5 @@
 """/v1/completions, with echo and the prompt's log-probabilities."""
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
@@ -12,7 +11,8 @@ from dflash_jax.rows import Row
 from dflash_jax.server import prepare, request_id, schema
 from dflash_jax.server.answer_schema import Completion
 from dflash_jax.server.answers import completion_logprobs, prompt_entry, stop_reasons, timings, usage
-from dflash_jax.server.errors import ApiError, JsonResponse
+from dflash_jax.server.errors import ApiError
+from dflash_jax.server.large_answers import beside, event, json_response
 from dflash_jax.server.serving import Serving, while_connected
 from dflash_jax.server.stream import EventStream, frame
 
@@ -42,7 +42,8 @@ async def prepared(serving: Serving, body: schema.CompletionRequest) -> list[Row
     wanted = body.prompt_logprobs
     if body.echo and wants_logprobs(body):
         wanted = max(wanted or 0, body.logprobs or 0)
-    encoded = [await asyncio.to_thread(serving.llm.encode, prompt) for prompt in prompts]
+    is_truncated = body.truncate_prompt_tokens is not None
+    encoded = [await serving.texts.prompt(prompt, "prompt", is_truncated=is_truncated) for prompt in prompts]
     grammar = await prepare.grammar(serving, prepare.constraint(body))
     found = []
     for ids in encoded:
@@ -71,9 +72,13 @@ async def completions(http: Request, body: schema.CompletionRequest):
     if body.stream:
         return await EventStream.start(http, streamed(serving, body, rows, head))
     await while_connected(http, serving.run(rows))
-    choices = [await asyncio.to_thread(choice, serving, body, i, row) for i, row in enumerate(rows)]
-    counted = usage(rows, body.n or 1, new=rows if body.max_tokens != 0 else ())
-    return JsonResponse({**head, "choices": choices, "usage": counted, "system_fingerprint": None})
+
+    def build() -> dict:
+        choices = [choice(serving, body, i, row) for i, row in enumerate(rows)]
+        counted = usage(rows, body.n or 1, new=rows if body.max_tokens != 0 else ())
+        return {**head, "choices": choices, "usage": counted, "system_fingerprint": None}
+
+    return await json_response(rows, build)
 
 
 @dataclass(frozen=True)
@@ -159,24 +164,16 @@ async def streamed(
     wants, is_new = body.stream_options or schema.StreamOptions(), body.max_tokens != 0
     openings: list[Opening | None] = [None] * len(rows)
     async for i, piece in serving.merged(rows):
-        begin, more = Opening("", [], []), {}
-        if (before := openings[i]) is None:
-            begin = before = openings[i] = await asyncio.to_thread(opening, serving, body, rows[i])
-            more = await asyncio.to_thread(of_the_prompt, serving, body, rows[i])
+        begin, is_first = Opening("", [], []), openings[i] is None
+        if is_first:
+            begin = openings[i] = await beside(len(rows[i].request.prompt), opening, serving, body, rows[i])
         text = piece.text if is_new else ""
-        entries = piece.logprobs or [] if is_new else []
-        starts = [len(before.text) + start for start in piece.starts] if is_new else []
-        found = {
-            "index": i,
-            "text": begin.text + text,
-            "logprobs": logprobs_of(serving, body, [*begin.entries, *entries], [*begin.starts, *starts]),
-            "finish_reason": piece.finish_reason if is_new else "length",
-        }
+        found = {"index": i, "text": begin.text + text, "logprobs": None}
+        found["finish_reason"] = piece.finish_reason if is_new else "length"
         if found["finish_reason"]:
             found |= stop_reasons(rows[i], serving.llm.defaults.stop_ids) if is_new else NO_STOP
         if body.return_token_ids:
             found["token_ids"] = piece.token_ids if is_new else []
-        found |= more
         if body.return_drafts:
             found["drafts"] = piece.segments
         value = {**head, "choices": [found]}
@@ -185,7 +182,17 @@ async def streamed(
             value["usage"] = counted if wants.continuous_usage_stats else None
             if wants.include_timings and wants.continuous_usage_stats:
                 value["timings"] = timings(rows, serving.clock)
-        yield frame(value)
+
+        def build(i=i, piece=piece, begin=begin, is_first=is_first, found=found, value=value) -> dict:
+            entries = piece.logprobs or [] if is_new else []
+            starts = [len(openings[i].text) + start for start in piece.starts] if is_new else []
+            found["logprobs"] = logprobs_of(serving, body, [*begin.entries, *entries], [*begin.starts, *starts])
+            if is_first:
+                found |= of_the_prompt(serving, body, rows[i])
+            return value
+
+        prompt_entries = rows[i].request.prompt_entries if is_first else []
+        yield await event(len(piece.logprobs or []) + len(prompt_entries), build)
     if wants.include_usage:
         more = {"timings": timings(rows, serving.clock)} if wants.include_timings else {}
         counted = usage(rows, body.n or 1, new=rows if is_new else ())

@@ -1,6 +1,5 @@
 """A conversation on its way to the model and back: messages → prompt, text → reasoning, content and calls."""
 
-import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,10 +19,12 @@ RESERVED = {
     "chat_template",
     "continue_final_message",
     "conversation",
+    "conversations",
     "messages",
     "return_assistant_tokens_mask",
     "return_dict",
     "self",
+    "template",
     "tokenize",
     "tools",
 }
@@ -152,7 +153,7 @@ def check_parameters(schema: dict, where: str) -> None:
 
 
 def template_options(serving: Serving, body: schema.Templated, messages: Sequence[schema.Message]) -> dict:
-    """What `Tokenizer.render_chat` takes beside messages and tools."""
+    """What `Templates.render` takes beside messages and tools."""
     options = body.template_options
     if reserved := RESERVED & set(options):
         name = f"chat_template_kwargs.{min(reserved)}"
@@ -161,7 +162,7 @@ def template_options(serving: Serving, body: schema.Templated, messages: Sequenc
         if not serving.limits.trust_request_chat_template:
             message = "chat_template is not taken from requests: the server runs without --trust-request-chat-template"
             raise ApiError(400, message, "chat_template")
-        options["chat_template"] = body.chat_template
+        options["template"] = body.chat_template
     if body.continue_final_message:
         if body.add_generation_prompt:
             message = "continue_final_message and add_generation_prompt are both true: give one of them"
@@ -180,7 +181,7 @@ async def converse(
     tools: Sequence[schema.Tool] | None,
     body: schema.Templated,
 ) -> Conversation:
-    """Renders a conversation as ``body`` wants it, off the event loop."""
+    """Renders a conversation as ``body`` wants it, and tokenises it."""
     tokenizer = serving.llm.tokenizer
     if tokenizer is None:
         raise ApiError(400, "this checkpoint has no tokenizer, so it has no chat template: use token ids", "messages")
@@ -190,17 +191,13 @@ async def converse(
         check_parameters(tool.function.parameters or {}, f"tools[{i}].function.parameters")
     given = [t.model_dump(exclude_none=True) for t in tools or ()] or None
     options, conversation = template_options(serving, body, messages), as_template(messages)
-
-    def render() -> tuple[str, list[int]]:
-        text = tokenizer.render_chat(conversation, tools=given, **options)
-        return text, serving.llm.encode(tokenizer.encode_plain(text))
-
     try:
-        text, prompt = await asyncio.to_thread(render)
+        text = await serving.templates.render(conversation, given, **options)
+        is_truncated = isinstance(body, schema.ChatRequest) and body.truncate_prompt_tokens is not None
+        ids = await serving.texts.encode(text, "messages", is_truncated=is_truncated)
+        prompt = serving.llm.encode(ids)
     except InputError as e:
         raise ApiError(400, str(e), "messages") from None
-    except (TypeError, UnicodeEncodeError):
-        raise ApiError(400, "messages are not text that UTF-8 can hold", "messages") from None
     template = body.chat_template or tokenizer.chat_template or ""
     if body.continue_final_message:
         content = conversation[-1]["content"]

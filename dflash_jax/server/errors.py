@@ -169,7 +169,10 @@ def add_handlers(app) -> None:
         return answer(of_validation(error), http.scope)
 
     async def on_http(http: Request, error: HTTPException):
-        return answer(ApiError(error.status_code, str(error.detail)), http.scope)
+        found = ApiError(error.status_code, str(error.detail))
+        # Such as Allow, of a wrong method.
+        found.headers = error.headers
+        return answer(found, http.scope)
 
     async def on_any(http: Request, error: Exception):
         return answer(as_api_error(error), http.scope)

@@ -9,15 +9,11 @@ import contextlib
 import hashlib
 import json
 import logging
-import os
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -25,17 +21,16 @@ import numpy as np
 from dflash_jax.errors import InputError
 from dflash_jax.server.errors import ApiError
 from dflash_jax.server.grammar_walk import GrammarTokens
-from dflash_jax.server.grammar_worker import REFUSAL, framed
+from dflash_jax.server.grammar_worker import REFUSAL
 from dflash_jax.server.reasoning import CLOSE, OPEN
-from dflash_jax.server.worker_process import WorkerProcess
+from dflash_jax.server.worker_loop import framed
+from dflash_jax.server.worker_process import Nursery, WorkerProcess
 from dflash_jax.text import Tokenizer
 
 log = logging.getLogger("dflash_jax.server")
 
 # Most characters of a schema, regular expression or grammar.
 MOST_CHARACTERS = 65536
-# Seconds that the nursery has to read the tokenizer.
-START_S = 120.0
 # Seconds between two looks at the processes' memory.
 WATCH_S = 0.25
 
@@ -187,8 +182,8 @@ class GrammarProcesses:
         self.tokens, self.limits = tokens, limits
         # For what the event loop, the engine's thread and the watch share.
         self.lock = threading.RLock()
-        self._nursery: socket.socket | None = None
-        self._starter = ThreadPoolExecutor(1, "grammar-start")
+        failure = f"{tokens.file}: llguidance cannot read it, so there is no structured output"
+        self._nursery = Nursery("dflash_jax.server.grammar_worker", asdict(tokens), failure)
         self._live: set[WorkerProcess] = set()
         self._watch: threading.Thread | None = None
         self._has_stopped = threading.Event()
@@ -202,41 +197,7 @@ class GrammarProcesses:
 
     def start(self) -> None:
         """Starts the nursery, where it does not run. Takes as long as a tokenizer takes to read."""
-        with self.lock:
-            if self._nursery is not None:
-                return
-        ours, other = socket.socketpair()
-        command = [sys.executable, "-m", "dflash_jax.server.grammar_worker", str(other.fileno())]
-        environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
-        with other:
-            nursery = subprocess.Popen(
-                command,
-                pass_fds=[other.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                env=environment,
-            )
-        threading.Thread(target=nursery.wait, name="grammar-nursery", daemon=True).start()
-        ours.settimeout(START_S)
-        try:
-            ours.sendall(framed(json.dumps(asdict(self.tokens)).encode()))
-            has_started = bool(ours.recv(2**10))
-        except OSError:
-            has_started = False
-        if not has_started:
-            ours.close()
-            nursery.kill()
-            raise InputError(f"{self.tokens.file}: llguidance cannot read it, so there is no structured output")
-        ours.settimeout(None)
-        with self.lock:
-            if self._has_stopped.is_set():
-                ours.close()
-                raise InputError("structured output has been stopped")
-            self._nursery = ours
-            if self._watch is None:
-                self._watch = threading.Thread(target=self._watch_memory, name="grammar-watch", daemon=True)
-                self._watch.start()
+        self._nursery.start()
 
     def stop(self) -> None:
         """Ends all processes, for good."""
@@ -247,19 +208,17 @@ class GrammarProcesses:
             self.end(process)
             # One that has not said its process id ends when it does.
             process.socket.close()
-        self._lose_nursery()
-        self._starter.shutdown(wait=False)
-
-    def _lose_nursery(self) -> None:
-        with self.lock:
-            nursery, self._nursery = self._nursery, None
-        if nursery is not None:
-            nursery.close()
+        self._nursery.stop()
 
     def fork(self, parent: socket.socket) -> WorkerProcess:
-        process = WorkerProcess(parent)
+        return self._alive(WorkerProcess(parent))
+
+    def _alive(self, process: WorkerProcess) -> WorkerProcess:
         with self.lock:
             self._live.add(process)
+            if self._watch is None:
+                self._watch = threading.Thread(target=self._watch_memory, name="grammar-watch", daemon=True)
+                self._watch.start()
         return process
 
     def end(self, process: WorkerProcess) -> None:
@@ -341,7 +300,7 @@ class GrammarProcesses:
                 raise ApiError(503, process.reason) from None
             if process.pid is not None or is_last:
                 raise InputError(self._too_much(constraint)) from None
-            self._lose_nursery()
+            self._nursery.lose()
             return None
         finally:
             self._compiling.remove(process)
@@ -362,17 +321,10 @@ class GrammarProcesses:
 
     async def _forked(self) -> WorkerProcess:
         """A process of the nursery's, which is started where it does not run."""
-        for _ in range(2):
-            if self._nursery is None:
-                await asyncio.get_running_loop().run_in_executor(self._starter, self.start)
-            try:
-                process = self.fork(self._nursery)
-            except OSError:
-                self._lose_nursery()
-            else:
-                process.socket.setblocking(False)
-                return process
-        raise ApiError(503, "structured output is being restarted")
+        try:
+            return self._alive(await self._nursery.forked())
+        except OSError:
+            raise ApiError(503, "structured output is being restarted") from None
 
     async def _compile(self, process: WorkerProcess, constraint: Constraint) -> list[str]:
         """What the grammar does not enforce. Raises EOFError where the process dies."""

@@ -1,6 +1,5 @@
 """SGLang's own interface: /generate."""
 
-import asyncio
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator
@@ -11,9 +10,10 @@ from dflash_jax.rows import Row
 from dflash_jax.server import prepare, request_id, schema
 from dflash_jax.server.answer_schema import Generated
 from dflash_jax.server.answers import finite, token_text
-from dflash_jax.server.errors import ApiError, JsonResponse
+from dflash_jax.server.errors import ApiError
+from dflash_jax.server.large_answers import entries, event, json_response
 from dflash_jax.server.serving import Serving, while_connected
-from dflash_jax.server.stream import EventStream, frame
+from dflash_jax.server.stream import EventStream
 
 router = APIRouter()
 
@@ -41,7 +41,7 @@ async def prepared(serving: Serving, body: schema.GenerateRequest) -> tuple[list
     for i, (prompt, wanted) in enumerate(zip(prompts, each, strict=True)):
         wanted = wanted or schema.NativeSampling()
         n = prepare.check_counts(serving, wanted, len(prompts))
-        ids = await asyncio.to_thread(serving.llm.encode, prompt)
+        ids = await serving.texts.prompt(prompt, "text" if isinstance(prompt, str) else "input_ids")
         most = serving.check_room(ids, wanted.max_new_tokens, "sampling_params.max_new_tokens", default=128)
         logprobs = (body.top_logprobs_num or 0) if body.return_logprob else None
         ids_wanted = body.token_ids_logprob if body.return_logprob else None
@@ -143,10 +143,13 @@ async def generate(http: Request, body: schema.GenerateRequest):
     if body.stream:
         return await EventStream.start(http, streamed(serving, body, rows, several, ids, began))
     await while_connected(http, serving.run(rows))
-    found = [
-        answer(serving, body, row, name, began, row.request.finish_reason) for row, name in zip(rows, ids, strict=True)
-    ]
-    return JsonResponse(found if several else found[0])
+
+    def build() -> list[dict] | dict:
+        named = zip(rows, ids, strict=True)
+        found = [answer(serving, body, row, name, began, row.request.finish_reason) for row, name in named]
+        return found if several else found[0]
+
+    return await json_response(rows, build)
 
 
 async def streamed(
@@ -154,5 +157,8 @@ async def streamed(
 ) -> AsyncGenerator[bytes, None]:
     """Each event has all of the text so far, as SGLang's."""
     async for i, piece in serving.merged(rows):
-        found = answer(serving, body, rows[i], ids[i], began, piece.finish_reason)
-        yield frame(found | ({"index": i} if several else {}))
+
+        def build(i=i, ended=piece.finish_reason) -> dict:
+            return answer(serving, body, rows[i], ids[i], began, ended) | ({"index": i} if several else {})
+
+        yield await event(entries(rows[i : i + 1]), build)

@@ -1,6 +1,5 @@
 """What is asked beside text: models, health, metrics, tokens."""
 
-import asyncio
 from importlib.metadata import version
 
 from fastapi import APIRouter, Request
@@ -10,7 +9,7 @@ from dflash_jax.server import schema
 from dflash_jax.server.answer_schema import Error, Model, Models, Status, Text, Tokens, Version
 from dflash_jax.server.conversation import converse
 from dflash_jax.server.errors import ApiError, JsonResponse
-from dflash_jax.server.serving import Serving
+from dflash_jax.server.serving import Serving, while_connected
 
 router = APIRouter()
 NOT_READY = {503: {"model": Status}}
@@ -80,13 +79,10 @@ async def tokenize(http: Request, body: schema.TokenizeRequest):
     if tokenizer is None:
         raise ApiError(400, "this checkpoint has no tokenizer", "prompt")
     if body.messages is not None:
-        ids = (await converse(serving, body.messages, body.tools, body)).prompt
+        ids = (await while_connected(http, converse(serving, body.messages, body.tools, body))).prompt
     else:
-        encode = tokenizer.encode if body.add_special_tokens else tokenizer.encode_plain
-        try:
-            ids = await asyncio.to_thread(encode, body.prompt)
-        except (TypeError, UnicodeEncodeError):
-            raise ApiError(400, "prompt is not text that UTF-8 can hold", "prompt") from None
+        work = serving.texts.encode(body.prompt, "prompt", special=body.add_special_tokens)
+        ids = await while_connected(http, work)
     names = [tokenizer.token(i) for i in ids] if body.return_token_strs else None
     return JsonResponse({"count": len(ids), "max_model_len": serving.capacity, "tokens": ids, "token_strs": names})
 
@@ -97,5 +93,4 @@ async def detokenize(http: Request, body: schema.DetokenizeRequest):
     serving.check_model(body.model)
     if serving.llm.tokenizer is None:
         raise ApiError(400, "this checkpoint has no tokenizer", "tokens")
-    ids = serving.llm.encode(body.tokens) if body.tokens else []
-    return JsonResponse({"prompt": serving.llm.tokenizer.decode(ids)})
+    return JsonResponse({"prompt": await while_connected(http, serving.texts.decode(body.tokens, "tokens"))})

@@ -17,6 +17,8 @@ from dflash_jax.server.errors import ApiError
 from dflash_jax.server.grammar import GrammarProcesses, grammar_tokens
 from dflash_jax.server.metrics import Metrics
 from dflash_jax.server.response_store import ResponseStore
+from dflash_jax.server.templates import Templates
+from dflash_jax.server.texts import Texts
 
 # SGLang's name for the one model of a server, whatever it is.
 ANY_MODEL = "default"
@@ -24,9 +26,19 @@ ANY_MODEL = "default"
 
 @dataclass(frozen=True)
 class Limits:
-    """What one HTTP request may ask for."""
+    """What one HTTP request may ask for.
+
+    Attributes:
+        body_bytes: Bytes of its body.
+        total_body_bytes: Bytes of the bodies of all requests in flight.
+        values: Values in lists and objects of its body; for a longer capacity, twice that.
+        objects: Objects in its body.
+    """
 
     body_bytes: int = 10 * 2**20
+    total_body_bytes: int = 2**30
+    values: int = 2**18
+    objects: int = 2**13
     choices: int = 16
     prompts: int = 128
     stops: int = 16
@@ -81,11 +93,16 @@ class Serving:
         self.in_flight = 0
         # Id and owner of every sequence under way, for `abort`.
         self._ids: weakref.WeakKeyDictionary[Row, tuple[str, str]] = weakref.WeakKeyDictionary()
+        # Bytes of request bodies that are in memory.
+        self.body_bytes = 0
+        self.large_bodies = asyncio.Lock()
         self.metrics = Metrics(self)
         self.grammar = None
         if llm.tokenizer is not None and llm.tokenizer.file is not None:
             tokens = grammar_tokens(llm.tokenizer, llm.config.vocab_size, llm.defaults.stop_ids)
             self.grammar = GrammarProcesses(tokens)
+        self.templates = Templates(llm.tokenizer) if llm.tokenizer is not None else None
+        self.texts = Texts(llm, self.capacity)
 
     @property
     def name(self) -> str:

@@ -1,4 +1,4 @@
-"""The server's end of a worker: a process that is forked on request, spoken to in frames, and killed when need be."""
+"""The server's end of workers: the nursery that forks them, and each worker, which can be killed at any moment."""
 
 import asyncio
 import contextlib
@@ -8,10 +8,88 @@ import select
 import signal
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
-from dflash_jax.server.grammar_worker import framed, unframed
+from dflash_jax.errors import InputError
+from dflash_jax.server.worker_loop import framed, unframed
+
+# Seconds that a nursery has to get ready.
+START_S = 120.0
+
+
+class Nursery:
+    """A process that forks others: the module ``module``, which says something once it has read ``first``.
+
+    ``failure``: the message for clients where it does not.
+    """
+
+    def __init__(self, module: str, first: dict, failure: str):
+        self._module, self._first, self._failure = module, first, failure
+        self._socket: socket.socket | None = None
+        self._lock, self._has_stopped = threading.Lock(), False
+        self._starter = ThreadPoolExecutor(1, f"{module.rpartition('.')[2]}-start")
+
+    def start(self) -> None:
+        """Starts the process, where it does not run. Raises InputError where it does not get ready."""
+        with self._lock:
+            if self._socket is not None:
+                return
+            ours, other = socket.socketpair()
+            command = [sys.executable, "-m", self._module, str(other.fileno())]
+            environment = os.environ | {
+                "TOKENIZERS_PARALLELISM": "false",
+                "RAYON_NUM_THREADS": "1",
+                "OPENBLAS_NUM_THREADS": "1",
+            }
+            quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+            with other:
+                process = subprocess.Popen(command, pass_fds=[other.fileno()], env=environment, **quiet)
+            threading.Thread(target=process.wait, name="nursery", daemon=True).start()
+            ours.settimeout(START_S)
+            try:
+                ours.sendall(framed(json.dumps(self._first).encode()))
+                if not ours.recv(2**10):
+                    raise OSError
+            except OSError:
+                ours.close()
+                process.kill()
+                raise InputError(self._failure) from None
+            ours.settimeout(None)
+            if self._has_stopped:
+                ours.close()
+                raise InputError("the server has been stopped")
+            self._socket = ours
+
+    def lose(self) -> None:
+        """Ends the process: its socket is all that it waits for."""
+        with self._lock:
+            ours, self._socket = self._socket, None
+        if ours is not None:
+            ours.close()
+
+    def stop(self) -> None:
+        """Ends the process, for good."""
+        self._has_stopped = True
+        self.lose()
+        self._starter.shutdown(wait=False)
+
+    async def forked(self) -> "WorkerProcess":
+        """A new worker; starts the nursery where it does not run. Raises InputError or OSError where that fails."""
+        for _ in range(2):
+            if self._has_stopped:
+                raise InputError("the server has been stopped")
+            if self._socket is None:
+                await asyncio.get_running_loop().run_in_executor(self._starter, self.start)
+            with contextlib.suppress(OSError, AttributeError):
+                process = WorkerProcess(self._socket)
+                process.socket.setblocking(False)
+                return process
+            self.lose()
+        raise OSError("the nursery has ended")
 
 
 class WorkerProcess:

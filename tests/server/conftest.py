@@ -17,6 +17,8 @@ from dflash_jax.engine.service import AsyncEngine
 from dflash_jax.engine.warm_up import warm_up
 from dflash_jax.programs import Programs
 from dflash_jax.server.app import build
+from dflash_jax.server.connections import ConnectionLimits, protocol
+from dflash_jax.server.cors import Cors
 from dflash_jax.server.serving import Serving
 
 NAME = "Qwen/Qwen3.6-35B-A3B"
@@ -54,11 +56,21 @@ def wait_until(holds, seconds: float = 120) -> bool:
 class Running:
     """A server that was started; ``url`` ends with its port."""
 
-    def __init__(self, serving: Serving, *keys, **options):
+    def __init__(
+        self,
+        serving: Serving,
+        api_key: str | None = None,
+        hosts: tuple[str, ...] | None = None,
+        connections: ConnectionLimits | None = None,
+        cors: Cors | None = None,
+    ):
         self.serving = serving
         listening = socket.create_server(("127.0.0.1", 0), backlog=2048)
         self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        config = uvicorn.Config(build(serving, *keys, **options), lifespan="off", log_level="error")
+        app = build(serving, [api_key] if api_key else (), hosts, cors)
+        config = uvicorn.Config(
+            app, http=protocol(connections or ConnectionLimits()), ws="none", lifespan="off", log_level="error"
+        )
         self._server = uvicorn.Server(config)
         self._server.install_signal_handlers = lambda: None
         self._thread = threading.Thread(target=lambda: asyncio.run(self._server.serve(sockets=[listening])))
@@ -77,6 +89,7 @@ class Running:
         return found.json()
 
     def stop(self) -> None:
+        self.serving.templates.stop()
         self.http.close()
         self._server.should_exit = True
         self._thread.join()

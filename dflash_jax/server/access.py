@@ -1,0 +1,66 @@
+"""Who may ask: API keys and host names."""
+
+import hmac
+from collections.abc import Collection, Sequence
+
+from dflash_jax.server.errors import ApiError
+
+# What needs no key: probes, metrics and the documentation. All other paths need one, except the page's files.
+OPEN_PATHS = frozenset(
+    ("/health", "/health_generate", "/ready", "/ping", "/version", "/metrics", "/docs", "/openapi.json")
+)
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+def is_loopback(host: str) -> bool:
+    return host in LOOPBACK or host.startswith("127.")
+
+
+def default_hosts(host: str) -> tuple[str, ...] | None:
+    """The names under which a server bound to ``host`` may be asked; None for any.
+
+    A page of another site can have its own name resolve to 127.0.0.1, and so reach a local server from a browser. The
+    browser then sends that name.
+    """
+    return (*LOOPBACK, host) if is_loopback(host) else None
+
+
+class Access:
+    """Checks the headers of requests.
+
+    Attributes:
+        keys: API keys, one of which a request must have; without any, none is needed.
+        hosts: Names that the Host header may have, ``*.example.com`` for all below a domain; None or ``*`` for any.
+        open_paths: Paths that need no key.
+    """
+
+    def __init__(self, keys: Sequence[str], hosts: Collection[str] | None, open_paths: Collection[str]):
+        self.keys = [key.encode() for key in keys]
+        self.hosts = None if hosts is None or "*" in hosts else tuple(h.lower().strip("[]") for h in hosts)
+        self.open_paths = frozenset(open_paths)
+
+    def check(self, scope, headers: dict[bytes, bytes]) -> str:
+        """The key that a request has, empty where it needs none. Raises ApiError where it may not come in."""
+        self._check_host(headers.get(b"host", b"").decode("latin-1"))
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        # Browsers send OPTIONS before a request, without its key.
+        if not self.keys or path in self.open_paths or scope["method"] == "OPTIONS":
+            return ""
+        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+        if scheme.lower() != b"bearer":
+            # As Anthropic's clients send it.
+            given = headers.get(b"x-api-key", b"")
+        # All are compared, so that the time does not depend on which one it is.
+        if not sum(hmac.compare_digest(given, key) for key in self.keys):
+            raise ApiError(401, "the API key is missing or wrong: send it as Authorization: Bearer KEY")
+        return given.decode("ascii")
+
+    def _check_host(self, host: str) -> None:
+        if self.hosts is None:
+            return
+        name, _, _ = host[1:].partition("]") if host.startswith("[") else host.partition(":")
+        name = name.lower()
+        domains = [allowed[1:] for allowed in self.hosts if allowed.startswith("*.")]
+        if name not in self.hosts and not name.endswith(tuple(domains)):
+            # Only ASCII, as it was sent.
+            raise ApiError(403, f"the host {host!a} is not served here: start the server with --allowed-hosts {name!a}")

@@ -1,0 +1,104 @@
+"""Reading of request bodies: how large they are, counted before anything is made of them.
+
+The parsers of JSON and of its fields hold Python's interpreter lock from their beginning to their end, and no other
+request advances meanwhile. Their time follows from the numbers of values and of objects, which are counted here in
+steps of a few milliseconds.
+"""
+
+import asyncio
+import contextlib
+import re
+from collections.abc import AsyncIterator, Callable
+from typing import TYPE_CHECKING
+
+from dflash_jax.server.errors import ApiError
+from dflash_jax.server.serving import ClientGoneError
+
+if TYPE_CHECKING:
+    from dflash_jax.server.serving import Serving
+
+STEP_BYTES = 2**19
+
+
+async def _counted(body: bytes) -> AsyncIterator[tuple[int, int]]:
+    """(values, objects) at most, of more and more of the body; of what is no JSON, any numbers."""
+    values = objects = at = 0
+    is_text = False
+    while at < len(body):
+        part = body[at : at + STEP_BYTES]
+        if (len(part) - len(part.rstrip(b"\\"))) % 2:
+            # A backslash belongs to what follows it.
+            part = body[at : at + STEP_BYTES + 1]
+        at += len(part)
+        part = part.replace(b"\\\\", b"").replace(b'\\"', b"")
+        pieces = part.split(b'"')
+        outside = b"".join(pieces[is_text::2])
+        is_text ^= len(pieces) % 2 == 0
+        objects += outside.count(b"{")
+        values += outside.count(b",") + outside.count(b"[") + outside.count(b"{")
+        yield values, objects
+        if at < len(body):
+            await asyncio.sleep(0)
+
+
+async def check(body: bytes, values: int, objects: int) -> None:
+    """Raises ApiError for a body of more ``values`` or ``objects``."""
+    async for seen in _counted(body):
+        if seen[0] > values:
+            raise ApiError(400, f"the body has more than {values} values in its lists and objects")
+        if seen[1] > objects:
+            raise ApiError(400, f"the body has more than {objects} objects")
+
+
+def has_body(headers: dict[bytes, bytes]) -> bool:
+    return headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in headers
+
+
+def replayed(body: bytes, receive: Callable) -> Callable:
+    """Receives ``body``, and then what ``receive`` does."""
+    left = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def next_message() -> dict:
+        return left.pop() if left else await receive()
+
+    return next_message
+
+
+def check_type(headers: dict[bytes, bytes]) -> None:
+    """Raises ApiError where a body is not said to be JSON."""
+    given = headers.get(b"content-type", b"").decode("latin-1")
+    if not re.fullmatch(r"application/(json|[\w.+-]+\+json)\s*(;.*)?", given, re.IGNORECASE | re.ASCII):
+        says = f"Content-Type is {given!a}" if given else "there is no Content-Type"
+        raise ApiError(415, f"{says}: send JSON, with Content-Type: application/json")
+
+
+class Body:
+    """The body of one request, counted in ``serving`` as long as the request lasts."""
+
+    def __init__(self, serving: "Serving"):
+        self._serving, self._size = serving, 0
+
+    async def read(self, receive: Callable) -> bytes:
+        """All of it. Raises ApiError where it is too large, and ClientGoneError."""
+        limits, parts = self._serving.limits, []
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGoneError
+            parts.append(message.get("body", b""))
+            self._size += len(parts[-1])
+            self._serving.body_bytes += len(parts[-1])
+            if self._size > limits.body_bytes:
+                raise ApiError(413, f"the body has more than {limits.body_bytes} bytes")
+            if self._serving.body_bytes > limits.total_body_bytes:
+                raise ApiError(503, "the server reads too many large requests: try again later")
+            if not message.get("more_body"):
+                break
+        body = b"".join(parts)
+        # One large body at a time: the parsers' steps of several ones would add up between two turns of others.
+        async with self._serving.large_bodies if len(body) > STEP_BYTES else contextlib.nullcontext():
+            await check(body, max(limits.values, 2 * self._serving.capacity), limits.objects)
+        return body
+
+    def close(self) -> None:
+        self._serving.body_bytes -= self._size

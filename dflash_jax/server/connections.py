@@ -1,0 +1,222 @@
+"""Limits of connections: how many there are, how long a request may take to arrive, how large its head may be.
+
+uvicorn has none of them. They hold before any key is checked, so that an unknown client cannot use up the server.
+"""
+
+import asyncio
+import functools
+import json
+from dataclasses import dataclass
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from dflash_jax.server.errors import RETRY_S, ApiError
+
+# Bytes that the parser is given at once while a head arrives.
+SLICE_BYTES = 2**14
+# Connections beyond the limit that are told so at a time; others are closed.
+MOST_REFUSED = 64
+
+
+@dataclass(frozen=True)
+class ConnectionLimits:
+    """What connections may cost.
+
+    Attributes:
+        connections: Connections at a time.
+        head_bytes: Bytes of a request's line and headers, and of what follows its last chunk.
+        head_lines: Headers of a request.
+        framing_bytes: Bytes of a body's chunks beside what they hold.
+        pipelined: Requests that a connection may send before their predecessor is answered.
+        head_s: Seconds in which a request's head must arrive.
+        stall_s: Seconds that a body may pause.
+        body_s: Seconds in which a body must arrive.
+        idle_s: Seconds that a connection may wait between two requests.
+        discard_bytes: Bytes of a refused request that are read, so that its client can read the answer.
+        discard_s: Seconds for reading them.
+    """
+
+    connections: int = 4096
+    head_bytes: int = 2**16
+    head_lines: int = 100
+    framing_bytes: int = 2**18
+    pipelined: int = 16
+    head_s: float = 20.0
+    stall_s: float = 20.0
+    body_s: float = 300.0
+    idle_s: float = 65.0
+    discard_bytes: int = 2**26
+    discard_s: float = 10.0
+
+
+class LimitedProtocol(HttpToolsProtocol):
+    """A connection within limits.
+
+    A request is in one of three phases: its head arrives, its body arrives, or all of it is here.
+    """
+
+    def __init__(self, limits: ConnectionLimits, **options):
+        super().__init__(**options)
+        self.limits = limits
+        self._phase = "head"
+        self._began = self._heard = self.loop.time()
+        # Bytes since the last that belonged to a body or completed a part of the request.
+        self._overhead = 0
+        # Bytes of the body's chunks beside what they hold.
+        self._framing = 0
+        # Bytes that came behind an answer to a request that was not whole.
+        self._discarded = 0
+        self._has_many_lines = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        self._watch()
+        if len(self.connections) > self.limits.connections:
+            # A connection without a request gives way to the new one.
+            waiting = [c for c in self.connections if c is not self and c.is_waiting]
+            if waiting:
+                min(waiting, key=lambda c: c._began).transport.abort()
+            elif len(self.connections) > self.limits.connections + MOST_REFUSED:
+                transport.abort()
+            else:
+                self.refuse(ApiError(503, f"the server has {self.limits.connections} connections: try again later"))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self._timer is not None:
+            self._timer.cancel()
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether no request is being received or answered."""
+        is_answered = self.cycle is None or self.cycle.response_complete
+        return is_answered and not self.pipeline and self._phase != "body"
+
+    def data_received(self, data: bytes) -> None:
+        self._heard = self.loop.time()
+        if self._is_refused:
+            self._discarded += len(data)
+            if self._discarded > self.limits.discard_bytes:
+                self.transport.abort()
+        at = 0
+        while at < len(data) and self._phase != "refused" and not self.transport.is_closing():
+            part = data[at : at + (len(data) if self._phase == "body" else SLICE_BYTES)]
+            at += len(part)
+            self._overhead += len(part)
+            self._framing += len(part)
+            super().data_received(part)
+            if self._overhead > self.limits.head_bytes:
+                self._refuse_head()
+            elif self._phase == "body" and self._framing > self.limits.framing_bytes and not self._is_refused:
+                self.refuse(ApiError(400, "the body's chunks are too small"))
+
+    @property
+    def _is_refused(self) -> bool:
+        """Whether there was an answer before the whole request came."""
+        is_answered = self._phase == "body" and self.cycle is not None and self.cycle.response_complete
+        return is_answered or self._phase == "refused"
+
+    def _refuse_head(self) -> None:
+        limits = self.limits
+        message = f"the request's head has more than {limits.head_bytes} bytes or {limits.head_lines} headers"
+        self.refuse(ApiError(431, message))
+
+    def refuse(self, error: ApiError) -> None:
+        """Answers what is not parsed any further; closes when the client has read it, or time is up."""
+        if self.transport.is_closing() or self._phase == "refused":
+            return
+        self._unset_keepalive_if_required()
+        if self.cycle is not None and not self.cycle.response_complete:
+            if self.cycle.response_started or self._phase != "body":
+                # Another request's answer is under way: a second one would break it.
+                self.transport.abort()
+                return
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        body = json.dumps(error.body).encode("ascii")
+        head = [STATUS_LINE[error.status_code], b"content-type: application/json\r\nconnection: close\r\n"]
+        if error.status_code == 503:
+            head.append(b"retry-after: %d\r\n" % RETRY_S)
+        head.append(b"content-length: %d\r\n\r\n" % len(body))
+        self.transport.write(b"".join([*head, body]))
+        # Closing at once would reset the connection, and the client might lose the answer.
+        self.flow.resume_reading()
+        self._phase, self._began = "refused", self.loop.time()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self._watch()
+
+    def send_400_response(self, msg: str) -> None:
+        if self._has_many_lines:
+            self._refuse_head()
+        else:
+            self.refuse(ApiError(400, msg))
+
+    # What the parser calls.
+    def on_message_begin(self) -> None:
+        if len(self.pipeline) >= self.limits.pipelined:
+            self.transport.abort()
+        super().on_message_begin()
+        self._phase, self._began, self._discarded = "head", self.loop.time(), 0
+        self._watch()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if len(self.headers) >= self.limits.head_lines:
+            self._has_many_lines = True
+            raise ValueError("too many headers")
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._phase, self._overhead, self._framing, self._began = "body", 0, 0, self.loop.time()
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._overhead, self._framing = 0, self._framing - len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._phase, self._overhead = "whole", 0
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._is_refused:
+            self._began = self.loop.time()
+            self._watch()
+
+    # Time.
+    def _watch(self) -> None:
+        """Looks at the clock when the present phase may be over."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self.transport.is_closing():
+            return
+        now, due = self.loop.time(), self._due()
+        if now >= due:
+            self._expire()
+        else:
+            self._timer = self.loop.call_at(due, self._watch)
+
+    def _due(self) -> float:
+        limits, now = self.limits, self.loop.time()
+        if self._is_refused:
+            return self._began + limits.discard_s
+        if self._phase == "head":
+            return self._began + limits.head_s
+        if self._phase == "body" and not self.flow.read_paused:
+            return min(self._heard + limits.stall_s, self._began + limits.body_s)
+        if self.is_waiting:
+            return self._heard + limits.idle_s
+        return now + min(limits.head_s, limits.stall_s, limits.idle_s)
+
+    def _expire(self) -> None:
+        if self._phase in ("head", "body") and self.headers is not None and not self._is_refused:
+            self.refuse(ApiError(408, "the request did not arrive in time"))
+        else:
+            self.transport.abort()
+
+
+def protocol(limits: ConnectionLimits = ConnectionLimits()):
+    """uvicorn's ``http``: makes the protocol of each connection."""
+    return functools.partial(LimitedProtocol, limits)

@@ -1,0 +1,157 @@
+"""Who may ask, and how: keys, hosts, paths, methods, types."""
+
+import socket
+
+import pytest
+from conftest import Running
+
+from dflash_jax.errors import InputError
+from dflash_jax.server.access import OPEN_PATHS, Access, default_hosts
+from dflash_jax.server.arguments import parse
+from dflash_jax.server.errors import ApiError
+from dflash_jax.server.serving import Serving
+
+
+def status(access: Access, path: str = "/v1/models", method: str = "GET", root: str = "", **headers: str) -> int:
+    scope = {"path": root + path, "method": method, "root_path": root}
+    try:
+        access.check(scope, {k.replace("_", "-").encode(): v.encode() for k, v in headers.items()})
+    except ApiError as e:
+        return e.status_code
+    return 200
+
+
+def test_keys():
+    access = Access(["one", "two"], None, OPEN_PATHS)
+    for key in ("one", "two"):
+        assert status(access, authorization=f"Bearer {key}") == status(access, authorization=f"bearer {key}") == 200
+        assert status(access, x_api_key=key) == 200
+    for headers in ({}, {"authorization": "one"}, {"authorization": "Bearer "}, {"authorization": "Bearer onetwo"}):
+        assert status(access, **headers) == 401
+    assert status(access, authorization="Bearer wrong", x_api_key="one") == 401
+
+
+def test_all_paths_need_a_key_but_the_open_ones():
+    access = Access(["one"], None, OPEN_PATHS)
+    for path in ("/v1/messages", "/flush_cache", "/", "/metrics/", "//health", "/health/x", "/nothing"):
+        assert status(access, path) == 401
+    for path in OPEN_PATHS:
+        assert status(access, path) == status(access, path, root="/api") == 200
+    assert status(access, method="OPTIONS") == 200
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        ("localhost", 200),
+        ("LOCALHOST:30000", 200),
+        ("127.0.0.1:30000", 200),
+        ("[::1]:30000", 200),
+        ("evil.example", 403),
+        ("localhost.evil.example", 403),
+        ("127.0.0.1.evil.example:30000", 403),
+        ("", 403),
+        ("\u00e9", 403),
+    ],
+)
+def test_hosts_of_a_local_server(host, expected):
+    assert status(Access((), default_hosts("127.0.0.1"), ()), host=host) == expected
+    assert status(Access((), default_hosts("0.0.0.0"), ()), host=host) == 200
+
+
+def test_allowed_hosts():
+    access = Access((), ["Api.example", "*.lan"], ())
+    assert [status(access, host=h) for h in ("api.example", "a.lan:1", "a.b.lan", "lan", "xlan")] == [200] * 3 + [
+        403
+    ] * 2
+    assert status(Access((), ["a", "*"], ()), host="anything") == 200
+
+
+def test_a_server_with_keys_and_hosts(llm, quiet):
+    serving = Serving(llm, quiet.serving.engine, ["tiny"])
+    serving.is_ready = True
+    running = Running(serving, "secret", default_hosts("127.0.0.1"))
+    try:
+        for path in ("/", "/app.js", "/health", "/metrics", "/openapi.json"):
+            assert running.http.get(path).status_code == 200
+        for path in ("/v1/models", "/server_info", "/get_model_info", "/nothing"):
+            assert running.http.get(path).status_code == 401
+        assert running.http.get("/v1/models", headers={"x-api-key": "secret"}).status_code == 200
+        found = running.http.get("/health", headers={"Host": "evil.example"})
+        assert found.status_code == 403
+        assert "--allowed-hosts" in found.json()["error"]["message"]
+    finally:
+        running.stop()
+
+
+def test_paths_and_methods(quiet):
+    http = quiet.http
+    for method in ("GET", "POST", "HEAD", "DELETE"):
+        assert http.request(method, "/nothing").status_code == http.request(method, "/v1/nothing").status_code == 404
+    for path in ("/v1/chat/completions", "/generate", "/tokenize"):
+        found = http.get(path)
+        assert (found.status_code, found.headers["allow"]) == (405, "POST")
+    for path in ("/", "/health", "/v1/models"):
+        assert http.post(path).status_code == 405
+        found = http.head(path)
+        assert (found.status_code, found.content) == (200, b"")
+        assert int(found.headers["content-length"]) == len(http.get(path).content)
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", None])
+def test_a_body_that_is_not_said_to_be_json(quiet, kind):
+    found = quiet.http.post(
+        "/v1/completions", content=b'{"prompt": "x"}', headers={} if kind is None else {"Content-Type": kind}
+    )
+    assert found.status_code == 415
+    assert "Content-Type: application/json" in found.json()["error"]["message"]
+
+
+def test_json_by_its_other_names(quiet):
+    for kind in ("application/json; charset=utf-8", "Application/JSON", "application/vnd.api+json"):
+        body = b'{"prompt": "x", "max_tokens": 1}'
+        found = quiet.http.post("/v1/completions", content=body, headers={"Content-Type": kind})
+        assert found.status_code == 200, found.text
+
+
+def test_a_body_that_is_too_large_is_answered(quiet):
+    """A client that sends all of it before it reads."""
+    with socket.create_connection(("127.0.0.1", int(quiet.url.rpartition(":")[2])), timeout=120) as s:
+        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 30000000"
+        s.sendall(f"{head}\r\n\r\n".encode() + b"x" * 30_000_000)
+        assert s.recv(2**16).startswith(b"HTTP/1.1 413 ")
+
+
+def keys(*argv: str) -> list[str]:
+    return parse(list(argv))[0].api_keys
+
+
+def test_options_for_keys(tmp_path, monkeypatch):
+    file = tmp_path / "keys"
+    file.write_text("three\n\n four \n")
+    args = parse(["org/model", "--api-key", "one", "two", "--api-key", "five", "--api-key-file", str(file)])[0]
+    assert (args.target, args.api_keys) == ("org/model", ["one", "two", "five", "three", "four"])
+    # MODEL behind a key, as a directory or a repository.
+    for model in (str(tmp_path), "org/model"):
+        args = parse(["--api-key", "one", model])[0]
+        assert (args.target, args.api_keys) == (model, ["one"])
+        args = parse(["--api-key=one", model])[0]
+        assert (args.target, args.api_keys) == (model, ["one"])
+    assert keys("--api-key", "org/model") == ["org/model"]
+    monkeypatch.setenv("DFLASH_API_KEY", "six, seven")
+    assert keys() == ["six", "seven"]
+    assert keys("--api-key", "one") == ["one", "six", "seven"]
+
+
+@pytest.mark.parametrize("argv", [["--api-key", ""], ["--api-key", "é"], ["--api-key", "a b"], ["--api-key", "a\n"]])
+def test_keys_that_cannot_be(argv):
+    with pytest.raises(InputError, match="API key"):
+        parse(argv)
+
+
+def test_files_of_keys_that_cannot_be(tmp_path):
+    empty = tmp_path / "empty"
+    empty.write_text("\n\n")
+    for path in (empty, tmp_path / "missing", tmp_path):
+        with pytest.raises(InputError, match="--api-key-file"):
+            parse(["--api-key-file", str(path)])

@@ -1,0 +1,211 @@
+"""Limits of connections, on an application that answers every request with the length of its body."""
+
+import asyncio
+import contextlib
+import json
+import socket
+import threading
+import time
+
+import pytest
+import uvicorn
+
+from dflash_jax.server.connections import ConnectionLimits, protocol
+
+GET = b"GET / HTTP/1.1\r\nHost: x\r\n"
+POST = b"POST / HTTP/1.1\r\nHost: x\r\n"
+WHOLE = GET + b"\r\n"
+
+
+async def application(scope, receive, send) -> None:
+    size, more = 0, scope["path"] != "/early"
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return
+        size, more = size + len(message["body"]), message["more_body"]
+    body = str(size).encode()
+    headers = [(b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+@pytest.fixture
+def serve():
+    with contextlib.ExitStack() as stack:
+
+        def start(**limits):
+            listening = socket.create_server(("127.0.0.1", 0), backlog=256)
+            http = protocol(ConnectionLimits(**limits))
+            server = uvicorn.Server(
+                uvicorn.Config(application, http=http, ws="none", lifespan="off", log_level="critical")
+            )
+            thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listening])))
+            thread.start()
+
+            def stop() -> None:
+                server.should_exit = server.force_exit = True
+                thread.join()
+
+            stack.callback(stop)
+            while not server.started:
+                time.sleep(0.01)
+            return lambda: stack.enter_context(
+                socket.create_connection(("127.0.0.1", listening.getsockname()[1]), timeout=60)
+            )
+
+        yield start
+
+
+def send(connection: socket.socket, head: bytes, part: bytes, times: int) -> None:
+    """Until the server has had enough."""
+    with contextlib.suppress(OSError):
+        connection.sendall(head)
+        for _ in range(times):
+            connection.sendall(part)
+
+
+def read(connection: socket.socket) -> tuple[int, bytes]:
+    """(status, body) of the next answer; 0 where the server closes without one."""
+    data = b""
+    while b"\r\n\r\n" not in data or len(data.partition(b"\r\n\r\n")[2]) < length(data):
+        try:
+            part = connection.recv(2**16)
+        except ConnectionError:
+            part = b""
+        if not part:
+            assert not data
+            return 0, b""
+        data += part
+    return int(data.split()[1]), data.partition(b"\r\n\r\n")[2]
+
+
+def length(data: bytes) -> int:
+    return int(data.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
+
+
+def is_closed(connection: socket.socket) -> bool:
+    with contextlib.suppress(ConnectionError):
+        while connection.recv(2**16):
+            pass
+    return True
+
+
+@pytest.mark.parametrize(
+    ("head", "part"),
+    [
+        (GET, b"a: b\r\n" * 1000),
+        (GET + b"a: ", b"b" * 10_000),
+        (GET, b"a" * 10_000),
+        (b"GET /", b"b" * 10_000),
+        (b"", b"G" * 10_000),
+        (POST + b"Transfer-Encoding: chunked\r\n\r\n1\r\nx\r\n0\r\na: ", b"b" * 10_000),
+        (POST + b"Transfer-Encoding: chunked\r\n\r\n1\r\nx\r\n0\r\n", b"a: b\r\n" * 1000),
+        (POST + b"Transfer-Encoding: chunked\r\n\r\n1;a=", b"b" * 10_000),
+    ],
+)
+def test_a_head_without_end(serve, head, part):
+    connection = serve()()
+    send(connection, head, part, 100)
+    status, body = read(connection)
+    assert status in ((400,) if not head else (431,))
+    assert json.loads(body)["error"]["code"] == status
+    assert is_closed(connection)
+
+
+def test_heads_up_to_the_limits(serve):
+    connect = serve()
+    for lines in (b"".join(b"a%d: b\r\n" % i for i in range(99)), b"a: " + b"b" * 65_000 + b"\r\n"):
+        connection = connect()
+        connection.sendall(GET + lines + b"\r\n")
+        assert read(connection) == (200, b"0")
+    connection.sendall(GET + b"".join(b"a%d: b\r\n" % i for i in range(100)) + b"\r\n")
+    assert read(connection)[0] == 431
+
+
+@pytest.mark.parametrize("begun", [GET, POST + b"Content-Length: 10\r\n\r\nabc"])
+def test_what_does_not_arrive_in_time(serve, begun):
+    connection = serve(head_s=0.2, stall_s=0.2)()
+    connection.sendall(begun)
+    assert read(connection)[0] == 408
+    assert is_closed(connection)
+
+
+def test_chunks_that_are_too_small(serve):
+    connection = serve(framing_bytes=10_000)()
+    send(connection, POST + b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\nx\r\n" * 100, 10_000)
+    status, body = read(connection)
+    assert status == 400
+    assert "chunks" in json.loads(body)["error"]["message"]
+
+
+def test_a_body_that_drips(serve):
+    connection = serve(stall_s=60, body_s=0.3)()
+    connection.sendall(POST + b"Content-Length: 100000000\r\n\r\n")
+    send(connection, b"", b"x", 10**6)
+    assert read(connection)[0] == 408
+
+
+@pytest.mark.parametrize("begun", [b"", b"\r\n"])
+def test_a_connection_without_a_request(serve, begun):
+    connection = serve(head_s=0.2)()
+    connection.sendall(begun)
+    assert is_closed(connection)
+
+
+def test_an_idle_connection(serve):
+    connection = serve(idle_s=0.2)()
+    connection.sendall(WHOLE)
+    assert read(connection)[0] == 200
+    assert is_closed(connection)
+
+
+def test_too_many_connections(serve):
+    connect = serve(connections=3)
+    busy = [connect() for _ in range(3)]
+    for each in busy[:2]:
+        each.sendall(POST + b"Content-Length: 3\r\n\r\n")
+    busy[2].sendall(WHOLE)
+    assert read(busy[2]) == (200, b"0")
+    # The one that waits gives way; then all are busy.
+    another = connect()
+    another.sendall(POST + b"Content-Length: 3\r\n\r\na")
+    assert is_closed(busy[2])
+    another.sendall(b"b")
+    refused = connect()
+    assert read(refused)[0] == 503
+    for each in (*busy[:2], another):
+        each.sendall(b"b" if each is another else b"abc")
+        assert read(each) == (200, b"3")
+
+
+def test_an_answer_before_the_body(serve):
+    """It can be read, and the connection goes on behind a body that is short enough."""
+    connect = serve(discard_bytes=2**20)
+    connection = connect()
+    connection.sendall(b"POST /early HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n")
+    assert read(connection) == (200, b"0")
+    connection.sendall(b"x" * 1_000_000 + WHOLE)
+    assert read(connection) == (200, b"0")
+    connection = connect()
+    connection.sendall(b"POST /early HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000000\r\n\r\n")
+    assert read(connection) == (200, b"0")
+    send(connection, b"", b"x" * 10_000, 10_000)
+    assert is_closed(connection)
+
+
+def test_an_answer_before_a_body_that_does_not_come(serve):
+    connection = serve(discard_s=0.2)()
+    connection.sendall(b"POST /early HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n")
+    assert read(connection) == (200, b"0")
+    assert is_closed(connection)
+
+
+def test_many_requests_at_once(serve):
+    connection = serve()()
+    connection.sendall(WHOLE * 8)
+    data = b""
+    while data.count(b"HTTP/1.1 200") < 8:
+        data += connection.recv(2**16)
+    send(connection, b"", WHOLE * 1000, 100)
+    assert is_closed(connection)

@@ -1,0 +1,169 @@
+"""What is large is refused by its size, before it costs anything; what is not is served as before."""
+
+import asyncio
+import json
+import threading
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_robust import HI, JSON
+
+from dflash_jax.llm import TINY
+from dflash_jax.server import body, texts
+from dflash_jax.server.errors import ApiError, JsonResponse
+from dflash_jax.server.large_answers import pieces
+from dflash_jax.server.texts import Texts
+from dflash_jax.text import Tokenizer
+
+LEAVES = st.none() | st.booleans() | st.integers() | st.text() | st.text(alphabet='\\",[]{}:', max_size=20)
+VALUES = st.recursive(LEAVES, lambda v: st.lists(v, max_size=40) | st.dictionaries(st.text(), v), max_leaves=60)
+
+
+def numbers(value: object) -> tuple[int, int]:
+    """(values, objects) inside of a value, and those that hold some count as well."""
+    if isinstance(value, dict):
+        inner, own, objects = list(value.values()), max(len(value), 1), 1
+    elif isinstance(value, list):
+        inner, own, objects = value, max(len(value), 1), 0
+    else:
+        return 0, 0
+    each = [numbers(v) for v in inner]
+    return own + sum(e[0] for e in each), objects + sum(e[1] for e in each)
+
+
+@settings(deadline=None)
+@given(VALUES, st.booleans(), st.integers(1, 64))
+def test_values_are_counted(value, ascii_only, step):
+    text = json.dumps(value, ensure_ascii=ascii_only).encode("utf-8", "surrogatepass")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(body, "STEP_BYTES", step)
+        seen = list(counts(text))
+    assert (seen or [(0, 0)])[-1] == numbers(value)
+
+
+def counts(text: bytes) -> list[tuple[int, int]]:
+    async def every() -> list[tuple[int, int]]:
+        return [found async for found in body._counted(text)]
+
+    return asyncio.run(every())
+
+
+@settings(deadline=None)
+@given(VALUES)
+def test_an_answer_in_pieces_is_the_same(value):
+    assert b"".join(pieces(value)) == JsonResponse(value).body
+
+
+@pytest.mark.parametrize("text", [b"\\" * 10**5, b'"' * 10**5, b'\\"' * 10**5, b"[" * 10**5, b'"' + b"\\" * 10**5])
+def test_what_is_no_json_is_counted_too(text):
+    assert counts(text)
+
+
+TOO_MUCH = {
+    "text": ("/v1/completions", {"prompt": "x " * 10**6}, "prompt"),
+    "a text among others": ("/v1/completions", {"prompt": ["x", "x " * 10**6]}, "prompt"),
+    "ids": ("/v1/completions", {"prompt": [5] * 200_000}, "prompt"),
+    "more ids": ("/v1/completions", {"prompt": [5] * 10**6}, None),
+    "text for SGLang's": ("/generate", {"text": "x " * 10**6}, "text"),
+    "ids for SGLang's": ("/generate", {"input_ids": [5] * 200_000}, "input_ids"),
+    "a message": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x " * 10**6}]}, "messages"),
+    "messages": ("/v1/chat/completions", {"messages": HI * 50_000}, None),
+    "parts": (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 50_000}]},
+        None,
+    ),
+    "text to tokenize": ("/tokenize", {"prompt": "x " * 10**6}, "prompt"),
+    "messages to tokenize": ("/tokenize", {"messages": [{"role": "user", "content": "x " * 10**6}]}, "messages"),
+    "ids to detokenize": ("/detokenize", {"tokens": [5] * 200_000}, "tokens"),
+    "input": ("/v1/responses", {"input": "x " * 10**6}, None),
+}
+
+
+@pytest.mark.parametrize("name", TOO_MUCH)
+def test_too_much(quiet, monkeypatch, name):
+    """Nothing of it reaches the tokenizer."""
+    path, given, param = TOO_MUCH[name]
+    encoded = []
+    encode = quiet.serving.llm.tokenizer._encode
+    monkeypatch.setattr(
+        quiet.serving.llm.tokenizer, "_encode", lambda text, special: encoded.append(text) or encode(text, special)
+    )
+    found = quiet.http.post(path, content=json.dumps(given), headers=JSON)
+    assert found.status_code == 400, found.text
+    if path != "/v1/responses":
+        assert found.json()["error"]["param"] == param
+    assert max(map(len, encoded), default=0) < 10
+
+
+def texts_of(capacity: int) -> Texts:
+    class Model:
+        tokenizer = Tokenizer(TINY / "target")
+
+        def encode(self, prompt):
+            return self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+
+    return Texts(Model(), capacity)
+
+
+def test_a_text_that_may_just_fit():
+    """Its tokens are counted piece by piece, and no further than needed."""
+    found, read = texts_of(20_000), []
+    encode = found._tokenizer.encode_plain
+    found._tokenizer.encode_plain = lambda text: read.append(text) or encode(text)
+    long = "x y z " * 60_000
+    with pytest.raises(ApiError, match="do not fit"):
+        asyncio.run(found.prompt(long, "prompt"))
+    assert len(read) < len(long) / texts.PIECE
+    whole = "    " * 50_000
+    assert asyncio.run(found.prompt(whole, "prompt")) == Tokenizer(TINY / "target").encode(whole)
+
+
+def test_a_client_that_leaves_ends_the_tokenising():
+    found, read = texts_of(10**5), []
+    found._tokenizer.encode_plain = lambda text: read.append(text) or []
+
+    async def main():
+        # Cancelled before the thread has begun.
+        gate = found._long.submit(lambda: event.wait())
+        task = asyncio.create_task(found.prompt("x" * 10**6, "prompt"))
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        event.set()
+        await asyncio.wrap_future(gate)
+
+    event = threading.Event()
+    asyncio.run(main())
+    assert not read
+
+
+def test_too_many_long_texts_wait():
+    found = texts_of(10**5)
+
+    async def main():
+        each = (found.prompt("x" * (texts.LONG + 1), "prompt") for _ in range(texts.WAITING + 3))
+        return await asyncio.gather(*each, return_exceptions=True)
+
+    statuses = [e.status_code for e in asyncio.run(main()) if isinstance(e, ApiError)]
+    assert statuses == [503] * 3
+
+
+def test_the_longest_token():
+    tokenizer = Tokenizer(TINY / "target")
+    longest = max((tokenizer.token_bytes(i) for i in range(512)), key=len)
+    assert len(longest) <= tokenizer.longest_token
+
+
+def test_logprobs_of_a_long_prompt(quiet):
+    """Made on a thread: the same as in parts."""
+    ids = [5 + i % 200 for i in range(600)]
+    ask = {"prompt": ids, "max_tokens": 1, "prompt_logprobs": 3, "echo": True, "logprobs": 3, "temperature": 0}
+    choice = quiet.post("/v1/completions", **ask).json()["choices"][0]
+    assert len(choice["prompt_logprobs"]) == 600
+    assert len(choice["logprobs"]["tokens"]) == 601
+    short = quiet.post("/v1/completions", **(ask | {"prompt": ids[:100]})).json()["choices"][0]
+    for a, b in zip(choice["prompt_logprobs"][1:100], short["prompt_logprobs"][1:], strict=True):
+        assert a.keys() == b.keys()
+        assert all(a[k]["logprob"] == pytest.approx(b[k]["logprob"], abs=1e-4) for k in a)

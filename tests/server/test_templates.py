@@ -1,0 +1,168 @@
+"""Chat templates in processes of their own: they write what they write here, within limits."""
+
+import asyncio
+import os
+import time
+
+import pytest
+
+from dflash_jax.errors import InputError
+from dflash_jax.llm import TINY
+from dflash_jax.server.errors import ApiError
+from dflash_jax.server.templates import TemplateLimits, Templates
+from dflash_jax.text import Tokenizer
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "é \ud800 {{ 1 }}"},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}],
+    },
+    {"role": "tool", "content": "4"},
+]
+LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer(TINY / "target")
+
+
+@pytest.fixture
+def start(tokenizer):
+    every = []
+
+    def new(**limits) -> Templates:
+        every.append(Templates(tokenizer, TemplateLimits(**limits)))
+        return every[-1]
+
+    yield new
+    for each in every:
+        each.stop()
+
+
+def rendered(templates: Templates, *templates_given: str | None, messages=TALK[:1], **options) -> list:
+    """Texts, or the errors in their places."""
+
+    async def main():
+        each = (templates.render(messages, template=t, **options) for t in templates_given)
+        return await asyncio.gather(*each, return_exceptions=True)
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize("options", [{}, {"tools": [TOOL]}, {"ask": False}, {"enable_thinking": False}])
+@pytest.mark.parametrize("messages", [TALK[:1], TALK[:2], TALK])
+def test_texts_are_those_of_the_tokenizer(start, tokenizer, messages, options):
+    try:
+        expected = tokenizer.render_chat(messages, **options)
+    except InputError as e:
+        expected = str(e)
+    (found,) = rendered(start(), None, messages=messages, **options)
+    assert (str(found) if isinstance(found, InputError) else found) == expected
+
+
+def test_another_template(start):
+    templates = start()
+    assert rendered(templates, "{{ messages[0].content }}!", "{{ eos_token }}", None, x=1)[:2] == [
+        "Be brief.!",
+        templates._tokenizer.special_tokens["eos_token"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ 'a' * 10**9 }}", "memory|MiB"),
+        ("{{ '%0999999999d' % 1 }}", "memory|MiB"),
+        ("{% for i in range(99999) %}{{ 'a' * 10**6 }}{% endfor %}", "memory|MiB"),
+        ("{{ 'a' * 20_000_000 }}", "characters"),
+        ("{{ raise_exception('no') }}", "no"),
+        ("{{", "unexpected"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ (" + "[" * 500 + "]" * 500 + ") }}", "recursion|nested"),
+        ("{% for i in range(10**9) %}{% endfor %}", "[Rr]ange"),
+    ],
+)
+def test_a_template_that_goes_too_far(start, template, reason):
+    templates = start()
+    error, after = rendered(templates, template, None)
+    assert isinstance(error, InputError)
+    with pytest.raises(InputError, match=reason):
+        raise error
+    assert "Be brief." in after
+
+
+def test_a_template_without_end(start):
+    for limits in ({"seconds": 1, "wait_s": 600.0}, {"seconds": 600, "wait_s": 0.5}):
+        with pytest.raises(InputError, match=r"needs more than 1 s|takes more than 0\.5 s"):
+            raise rendered(start(**limits), LOOP)[0]
+
+
+def test_templates_without_end_do_not_delay_the_checkpoints_own(start):
+    templates = start(seconds=600, wait_s=600.0, renders=2)
+
+    async def main():
+        endless = [asyncio.create_task(templates.render(TALK[:1], template=LOOP)) for _ in range(6)]
+        for _ in range(20):
+            assert "Be brief." in await templates.render(TALK[:1])
+        for task in endless:
+            task.cancel()
+        await asyncio.gather(*endless, return_exceptions=True)
+        assert templates._waiting == 0
+
+    asyncio.run(main())
+
+
+def test_a_client_that_leaves_ends_the_process(start):
+    templates, processes = start(seconds=600, wait_s=600.0), []
+
+    async def main():
+        make = templates._process
+
+        async def kept(own):
+            processes.append(await make(own))
+            return processes[-1]
+
+        templates._process = kept
+        task = asyncio.create_task(templates.render(TALK[:1], template=LOOP))
+        while not processes or processes[0].pid is None:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(main())
+    while is_running(processes[0].pid):
+        time.sleep(0.01)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().split()[2] != "Z"
+    except OSError:
+        return False
+
+
+def test_processes_are_kept_and_replaced(start):
+    templates = start()
+    rendered(templates, None)
+    (kept,) = templates._idle
+    rendered(templates, None)
+    assert templates._idle == [kept]
+    os.kill(kept.pid, 9)
+    while is_running(kept.pid):
+        time.sleep(0.01)
+    assert "Be brief." in rendered(templates, None)[0]
+    # So is the process that forks them.
+    templates._end(templates._idle.pop())
+    templates._nursery.lose()
+    assert "Be brief." in rendered(templates, None)[0]
+
+
+def test_too_many_wait(start):
+    found = rendered(start(waiting=3), *[None] * 5)
+    assert sorted(isinstance(f, ApiError) and f.status_code for f in found) == [0, 0, 0, 503, 503]
