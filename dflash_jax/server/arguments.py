@@ -1,16 +1,16 @@
 """The options of python -m dflash_jax.serve, and those of other servers that mean the same."""
 
 import argparse
-import json
 import logging
 import os
 import re
-from dataclasses import dataclass
 
 from dflash_jax.arguments import block_size
+from dflash_jax.config import MAX_LOGPROBS
 from dflash_jax.errors import InputError
 from dflash_jax.options import Parser, add_platform, with_config
 from dflash_jax.server import cors
+from dflash_jax.server.aliases import add_others, json_object
 
 log = logging.getLogger("dflash_jax.server")
 
@@ -18,87 +18,21 @@ DESCRIPTION = """OpenAI's and SGLang's HTTP interfaces for a target and a DFlash
 bundled tiny pair on 127.0.0.1:30000. Launch commands of vLLM and SGLang work with only the program's name replaced."""
 
 
-@dataclass(frozen=True)
-class Alias:
-    """Options of other servers, and what becomes of them: ours of that name, or nothing, with the reason.
-    ``values``: how many words follow."""
-
-    names: tuple[str, ...]
-    ours: str | None = None
-    reason: str = ""
-    values: str | int | None = None
-
-
-ALIASES = (
-    Alias(("--model", "--model-path"), "target"),
-    Alias(("--speculative-draft-model-path", "--speculative-draft-model"), "draft"),
-    Alias(("--speculative-config", "-sc"), "speculative_config"),
-    Alias(("--speculative-algorithm",), "speculative_algorithm"),
-    Alias(("--speculative-num-draft-tokens",), "max_block_size"),
-    Alias(("--speculative-dflash-draft-window-size", "--speculative-draft-window-size"), "draft_window_size"),
-    Alias(("--speculative-token-map",), "draft_tokens"),
-    Alias(("--max-model-len", "--context-length"), "max_len"),
-    Alias(("--max-num-seqs", "--max-running-requests"), "slots"),
-    Alias(("--gpu-memory-utilization", "--mem-fraction-static"), "mem_fraction"),
-    Alias(("--chunked-prefill-size",), "max_num_batched_tokens"),
-    Alias(("--max-queued-requests",), "max_queue"),
-    Alias(("--tensor-parallel-size", "-tp", "--tp-size", "--tp"), "tensor"),
-    Alias(("--data-parallel-size", "-dp", "--dp-size", "--dp"), "data"),
-    Alias(("--uvicorn-log-level",), "log_level"),
-    Alias(("--no-enable-prefix-caching", "--disable-radix-cache"), "no_prefixes", values=0),
-    Alias(("--trust-remote-code",), reason="no code from a checkpoint is ever run", values=0),
-    Alias(
-        (
-            "--attention-backend",
-            "--speculative-draft-attention-backend",
-            "--linear-attn-backend",
-            "--mamba-backend",
-            "--moe-backend",
-            "--moe-runner-backend",
-            "--sampling-backend",
-            "--grammar-backend",
-            "--guided-decoding-backend",
-        ),
-        reason="there is one implementation, compiled for the device",
-    ),
-    Alias(
-        ("--mamba-scheduler-strategy", "--mamba-ssm-dtype", "--mamba-cache-mode", "--max-mamba-cache-size"),
-        reason="recurrent states are rolled back by replay: there are no snapshots to arrange",
-    ),
-    Alias(
-        ("--enforce-eager", "--disable-cuda-graph", "--disable-overlap-schedule", "--async-scheduling"),
-        reason="everything is compiled before the server is ready, and the host's work always overlaps the device's",
-        values=0,
-    ),
-    Alias(("--cuda-graph-max-bs", "--max-cudagraph-capture-size"), reason="all numbers of rows are compiled"),
-    Alias(
-        ("--enable-prefix-caching", "--enable-chunked-prefill", "--enable-metrics", "--enable-auto-tool-choice"),
-        reason="it is always on",
-        values=0,
-    ),
-    Alias(
-        ("--reasoning-parser", "--tool-call-parser", "--chat-template-content-format"),
-        reason="the format follows from the checkpoint's chat template",
-    ),
-    Alias(("--enable-expert-parallel",), reason="experts are cut within; --mesh expert=N spreads them", values=0),
-    Alias(("--page-size", "--swap-space", "--kv-cache-dtype"), reason="slots are contiguous, in the model's dtype"),
-    Alias(
-        ("--disable-log-requests", "--disable-log-stats", "--no-enable-log-requests"),
-        reason="prompts are never logged",
-        values=0,
-    ),
-    Alias(("--language-model-only",), reason="only text is served", values=0),
-    Alias(("--seed", "--random-seed"), reason="each request has a seed of its own"),
-    Alias(("--generation-config", "--tokenizer-mode", "--load-format"), reason="the checkpoint says"),
-)
 # API keys, which a list of processes does not show.
 KEYS_VARIABLE = "DFLASH_API_KEY"
 # Of SGLang; what they switch on is always on here.
 VARIABLES = ("SGLANG_ENABLE_SPEC_V2", "SGLANG_ENABLE_DFLASH_SPEC_V2", "SGLANG_ENABLE_OVERLAP_PLAN_STREAM")
 
 
+class ServerParser(Parser):
+    def error(self, message: str):
+        if message.startswith("unrecognized arguments"):
+            message += " (--help lists the options; the README has a table of vLLM's and SGLang's)"
+        super().error(message)
+
+
 def make_parser() -> argparse.ArgumentParser:
-    p = Parser(prog="python -m dflash_jax.serve", description=DESCRIPTION, allow_abbrev=False)
+    p = ServerParser(prog="python -m dflash_jax.serve", description=DESCRIPTION, allow_abbrev=False)
     http = p.add_argument_group("http")
     http.add_argument("--host", default="127.0.0.1", help="default: %(default)s; 0.0.0.0 for all networks")
     http.add_argument("--port", type=int, default=30000, help="default: %(default)s; 0 takes a free one")
@@ -141,19 +75,26 @@ def make_parser() -> argparse.ArgumentParser:
     failing.add_argument(
         "--restart-on-failure", action="store_true", help="restart the engine, empty, after the first failure"
     )
-    http.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error", "critical"])
+    http.add_argument("--root-path", default="", metavar="/PATH", help="where a proxy serves this server")
+    http.add_argument("--uds", metavar="PATH", help="listen on a Unix socket instead of host and port")
+    add_tls(p)
+    add_logs(p)
 
     models = p.add_argument_group("models (as for dflash_jax.generate)")
     models.add_argument("model", nargs="?", metavar="MODEL", help="the target")
     models.add_argument("--config", metavar="FILE", help="a TOML of configs/; options override it")
     models.add_argument("--target", metavar="PATH|REPO", help="target checkpoint (default: the bundled tiny model)")
     models.add_argument("--draft", metavar="PATH|REPO|none", default="auto", help="drafter; none decodes plainly")
+    models.add_argument("--revision", metavar="REV", help="branch, tag or commit of the target's repo")
+    models.add_argument("--draft-revision", metavar="REV", help="likewise, of the drafter's")
+    models.add_argument("--download-dir", metavar="DIR", help="where repos are kept (default: Hugging Face's cache)")
     models.add_argument("--dtype", help="float32 or bfloat16 (default: float32 on CPU, bfloat16 elsewhere)")
     models.add_argument("--quantize", choices=["none", "int8", "fp8"], help="quantize the target on loading")
     models.add_argument("--mesh", metavar="data=2,tensor=4", help="devices to share the work among")
     add_platform(models)
     models.add_argument("--reproducible", action="store_true", help="the same bits at any load, in bfloat16 too")
 
+    add_prompts(p)
     load = p.add_argument_group("load")
     load.add_argument(
         "--max-len", type=int, metavar="N", help="most tokens of a request (default: the model's, or what fits)"
@@ -166,6 +107,10 @@ def make_parser() -> argparse.ArgumentParser:
     load.add_argument(
         "--mem-fraction", type=float, default=0.9, metavar="F", help="of a device's memory (default: 0.9)"
     )
+    load.add_argument(
+        "--stream-interval", type=int, default=1, metavar="N", help="tokens between events of a stream (default: 1)"
+    )
+    load.add_argument("--max-logprobs", type=int, default=20, metavar="N", help="of a request (default and most: 20)")
     load.add_argument("--prefix-bytes", type=int, metavar="N", help="memory for known prefixes (default: a twentieth)")
 
     drafting = p.add_argument_group("drafting")
@@ -176,32 +121,69 @@ def make_parser() -> argparse.ArgumentParser:
         "--draft-tokens", metavar="FILE|none", default="auto", help="JSON list of the only ids to draft"
     )
 
-    others = p.add_argument_group("options of vLLM and SGLang that are understood (README has the table)")
-    for alias in ALIASES:
-        others.add_argument(
-            *alias.names,
-            dest=f"alias_{alias.names[0].lstrip('-').replace('-', '_')}",
-            action="store_true" if alias.values == 0 else "store",
-            default=None,
-            help=argparse.SUPPRESS,
-        )
+    add_others(p)
     return p
+
+
+def add_tls(p: argparse.ArgumentParser) -> None:
+    tls = p.add_argument_group("TLS")
+    tls.add_argument("--ssl-certfile", metavar="FILE", help="PEM with the server's certificate; HTTPS only, then")
+    tls.add_argument("--ssl-keyfile", metavar="FILE", help="PEM with its key (default: in the certificate's file)")
+    tls.add_argument("--ssl-keyfile-password", metavar="TEXT", help="visible in the process list: prefer a plain key")
+    tls.add_argument("--ssl-ca-certs", metavar="FILE", help="PEM with the authorities that sign clients' certificates")
+    tls.add_argument(
+        "--ssl-cert-reqs", type=int, choices=[0, 1, 2], default=0, help="of clients: 0 none, 1 optional, 2 required"
+    )
+
+
+def add_logs(p: argparse.ArgumentParser) -> None:
+    logs = p.add_argument_group("logs and traces")
+    logs.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error", "critical"])
+    logs.add_argument(
+        "--enable-log-requests", action="store_true", help="log ids and sampling parameters of requests, no prompts"
+    )
+    logs.add_argument(
+        "--log-prompts", action="store_true", help="with --enable-log-requests: the prompts' text too, which is private"
+    )
+    logs.add_argument(
+        "--max-log-len", type=int, default=2048, metavar="N", help="characters of a logged prompt (default: 2048)"
+    )
+    logs.add_argument(
+        "--otlp-traces-endpoint", metavar="URL", help='OpenTelemetry spans of requests; needs "dflash-jax[otlp]"'
+    )
+
+
+def add_prompts(p: argparse.ArgumentParser) -> None:
+    prompts = p.add_argument_group("prompts and defaults")
+    prompts.add_argument("--tokenizer", metavar="PATH|REPO", help="default: the target's")
+    prompts.add_argument(
+        "--chat-template", metavar="FILE|TEXT", help="Jinja, by path or as it is (default: the target's)"
+    )
+    prompts.add_argument(
+        "--default-chat-template-kwargs", type=json_object, metavar="JSON", help='such as {"enable_thinking": false}'
+    )
+    prompts.add_argument(
+        "--generation-config",
+        default="auto",
+        metavar="auto|vllm|PATH",
+        help="sampling defaults: the target's generation_config.json, none, or another (default: auto)",
+    )
+    prompts.add_argument(
+        "--override-generation-config", type=json_object, metavar="JSON", help='such as {"temperature": 0.6}'
+    )
 
 
 def parse(argv: list[str] | None):
     """Arguments under our names, and the `System` of --config, or None. Raises InputError."""
     args, system = with_config(make_parser(), argv)
-    args.max_block_size, parts = None, {}
-    for alias in ALIASES:
-        value = getattr(args, f"alias_{alias.names[0].lstrip('-').replace('-', '_')}")
-        if value is None:
-            continue
-        if alias.ours is None:
-            log.warning("%s needs nothing here: %s", alias.names[0], alias.reason)
-        elif alias.ours in ("tensor", "data"):
-            parts[alias.ours] = _number(alias, value, int)
-        else:
-            _take(args, alias, value)
+    given = vars(args)
+    for notice in dict.fromkeys(given.pop("notices", ())):
+        log.warning("%s", notice)
+    args.max_block_size = given.pop("max_block_size", None)
+    given.pop("speculative_algorithm", None)
+    if (config := given.pop("speculative_config", None)) is not None:
+        _take_config(args, config)
+    parts = {axis: given.pop(axis) for axis in ("tensor", "data") if axis in given}
     if parts:
         if args.mesh is not None:
             raise InputError(f"--mesh {args.mesh} and a number of devices: give one of them")
@@ -215,12 +197,20 @@ def parse(argv: list[str] | None):
             raise InputError(f"MODEL {args.model} and --target {args.target}: give one of them")
         args.target = args.model
     args.dtype = {"auto": None, "half": "float16"}.get(args.dtype, args.dtype)
-    least_of = {"max_queue": 0, "max_num_batched_tokens": 16, "drain_s": 0, "response_store": 0, "max_connections": 1}
-    for name, least in least_of.items():
+    leasts = {"max_queue": 0, "max_num_batched_tokens": 16, "drain_s": 0, "response_store": 0, "max_connections": 1}
+    leasts |= {"stream_interval": 1, "max_log_len": 1}
+    for name, least in leasts.items():
         if getattr(args, name) is not None and getattr(args, name) < least:
             raise InputError(f"--{name.replace('_', '-')} {getattr(args, name)}: it must be {least} or more")
     args.cors = cors.of_arguments(args)
     args.api_keys = api_keys(args)
+    if not 0 <= args.max_logprobs <= MAX_LOGPROBS:
+        raise InputError(f"--max-logprobs {args.max_logprobs}: it must be 0 to {MAX_LOGPROBS}")
+    if args.log_prompts and not args.enable_log_requests:
+        raise InputError("--log-prompts needs --enable-log-requests")
+    if args.root_path and not (args.root_path.startswith("/") and args.root_path.isascii()):
+        raise InputError(f"--root-path {args.root_path}: it must begin with /")
+    args.root_path = args.root_path.rstrip("/")
     if not 0 <= args.port < 2**16:
         raise InputError(f"--port {args.port}: it must be 0 to 65535")
     return args, system
@@ -257,41 +247,10 @@ def api_keys(args) -> list[str]:
     return keys
 
 
-def _number(alias: Alias, value: str, kind):
-    try:
-        return kind(value)
-    except ValueError:
-        raise InputError(f"{alias.names[0]} {value!r}: it must be a number") from None
-
-
-def _take(args, alias: Alias, value) -> None:
-    """Puts another server's option where ours is."""
-    name = alias.ours
-    if name == "speculative_config":
-        _take_config(args, value)
-    elif name == "speculative_algorithm":
-        if value.upper() != "DFLASH":
-            raise InputError(f"--speculative-algorithm {value}: it must be DFLASH")
-    elif name == "no_prefixes":
-        args.prefix_bytes = 0
-    elif name == "max_num_batched_tokens" and value == "-1":
-        log.warning("%s -1: prompts are always prefilled in chunks", alias.names[0])
-    elif name == "mem_fraction":
-        args.mem_fraction = _number(alias, value, float)
-    elif name in ("slots", "max_len", "max_queue", "max_num_batched_tokens", "max_block_size", "draft_window_size"):
-        setattr(args, name, _number(alias, value, int))
-    else:
-        setattr(args, name, value)
-
-
-def _take_config(args, value: str) -> None:
+def _take_config(args, given: dict) -> None:
     """vLLM's JSON: n speculative tokens are a block of n + 1."""
-    try:
-        given = json.loads(value)
-    except ValueError as e:
-        raise InputError(f"--speculative-config is not JSON: {e}") from None
-    if not isinstance(given, dict) or given.get("method") != "dflash":
-        raise InputError(f"--speculative-config {value}: its method must be dflash")
+    if given.get("method") != "dflash":
+        raise InputError(f"--speculative-config: its method is {given.get('method')!r}: it must be dflash")
     unknown = set(given) - {
         "method",
         "model",

@@ -13,9 +13,7 @@ import time
 import httpx
 import pytest
 
-from dflash_jax.errors import InputError
 from dflash_jax.serve import main
-from dflash_jax.server.arguments import ALIASES, parse
 
 SMALL = ["--port", "0", "--slots", "1", "--max-len", "512", "--prefix-bytes", "0", "--draft", "none"]
 
@@ -92,69 +90,6 @@ def test_a_second_signal_stops():
         process.wait(120)
         thread.join()
         assert "stopped with" in process.stderr.read()
-
-
-VLLM = [
-    "some/model",
-    "--speculative-config",
-    '{"method": "dflash", "model": "some/draft", "num_speculative_tokens": 15}',
-    "--attention-backend",
-    "flash_attn",
-    "--max-num-batched-tokens",
-    "32768",
-]
-SGLANG = [
-    *("--model-path", "some/model", "--speculative-algorithm", "DFLASH", "--tp-size", "1"),
-    *("--speculative-draft-model-path", "some/draft", "--speculative-num-draft-tokens", "16"),
-    *("--attention-backend", "fa3", "--mem-fraction-static", "0.75", "--mamba-scheduler-strategy", "extra_buffer"),
-    *("--trust-remote-code", "--speculative-dflash-draft-window-size", "4096"),
-]
-
-
-def test_commands_of_other_servers_mean_the_same(caplog, monkeypatch):
-    monkeypatch.setenv("SGLANG_ENABLE_SPEC_V2", "1")
-    vllm, _ = parse(VLLM)
-    assert (vllm.target, vllm.draft, vllm.max_block_size, vllm.max_num_batched_tokens) == (
-        "some/model",
-        "some/draft",
-        16,
-        32768,
-    )
-    assert "--attention-backend needs nothing here" in caplog.text
-    caplog.clear()
-    sglang, _ = parse(SGLANG)
-    assert (sglang.target, sglang.draft, sglang.max_block_size) == (vllm.target, vllm.draft, vllm.max_block_size)
-    assert (sglang.mem_fraction, sglang.mesh, sglang.draft_window_size) == (0.75, "tensor=1", 4096)
-    for said in ("--trust-remote-code", "--mamba-scheduler-strategy", "SGLANG_ENABLE_SPEC_V2"):
-        assert caplog.text.count(f"{said} needs nothing here") == 1
-
-
-def test_every_alias_leads_somewhere():
-    known = vars(parse([])[0])
-    for alias in ALIASES:
-        special = {"speculative_config", "speculative_algorithm", "no_prefixes", "tensor", "data"}
-        assert alias.reason or alias.ours in special or alias.ours in known, alias
-    assert parse(["--tp", "4", "-dp", "2"])[0].mesh == "data=2,tensor=4"
-    assert parse(["--disable-radix-cache"])[0].prefix_bytes == 0
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--speculative-config", "{"], "is not JSON"),
-        (["--speculative-config", '{"method": "eagle"}'], "its method must be dflash"),
-        (["--speculative-algorithm", "EAGLE"], "it must be DFLASH"),
-        (["--tp", "2", "--mesh", "tensor=2"], "give one of them"),
-        (["a", "--target", "b"], "give one of them"),
-        (["--max-num-seqs", "x"], "must be a number"),
-        (["--port", "70000"], "must be 0 to 65535"),
-        (["--response-store", "-1"], "it must be 0 or more"),
-        (["--sparkle"], "unrecognized arguments: --sparkle"),
-    ],
-)
-def test_wrong_options_are_named(options, message):
-    with pytest.raises(InputError, match=message):
-        parse(options)
 
 
 def test_a_port_that_is_taken_is_one_line(capsys, own_logging):

@@ -1,0 +1,214 @@
+"""The options of python -m dflash_jax.serve, and those of other servers."""
+
+import json
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dflash_jax.errors import InputError
+from dflash_jax.server.aliases import ALIASES, JSON_CHARACTERS, JSON_DEPTH
+from dflash_jax.server.arguments import make_parser, parse
+from dflash_jax.server.other_flags import NOTHING, REFUSED
+
+VLLM = [
+    "some/model",
+    "--speculative-config",
+    '{"method": "dflash", "model": "some/draft", "num_speculative_tokens": 15}',
+    "--attention-backend",
+    "flash_attn",
+    "--max-num-batched-tokens",
+    "32768",
+]
+SGLANG = [
+    *("--model-path", "some/model", "--speculative-algorithm", "DFLASH", "--tp-size", "1"),
+    *("--speculative-draft-model-path", "some/draft", "--speculative-num-draft-tokens", "16"),
+    *("--attention-backend", "fa3", "--mem-fraction-static", "0.75", "--mamba-scheduler-strategy", "extra_buffer"),
+    *("--trust-remote-code", "--speculative-dflash-draft-window-size", "4096"),
+]
+
+
+def test_commands_of_other_servers_mean_the_same(caplog, monkeypatch):
+    monkeypatch.setenv("SGLANG_ENABLE_SPEC_V2", "1")
+    vllm, _ = parse(VLLM)
+    assert (vllm.target, vllm.draft, vllm.max_block_size, vllm.max_num_batched_tokens) == (
+        "some/model",
+        "some/draft",
+        16,
+        32768,
+    )
+    assert "--attention-backend needs nothing here" in caplog.text
+    caplog.clear()
+    sglang, _ = parse(SGLANG)
+    assert (sglang.target, sglang.draft, sglang.max_block_size) == (vllm.target, vllm.draft, vllm.max_block_size)
+    assert (sglang.mem_fraction, sglang.mesh, sglang.draft_window_size) == (0.75, "tensor=1", 4096)
+    for said in ("--trust-remote-code", "--mamba-scheduler-strategy", "SGLANG_ENABLE_SPEC_V2"):
+        assert caplog.text.count(f"{said} needs nothing here") == 1
+
+
+ALIASED = [
+    (["--model", "a"], "target", "a"),
+    (["--spec-model", "b", "--spec-method", "dflash", "--spec-tokens", "7"], "max_block_size", 8),
+    (["--speculative-draft-model-revision", "v1"], "draft_revision", "v1"),
+    (["--tp", "4", "-dp", "2"], "mesh", "data=2,tensor=4"),
+    (["--disable-radix-cache"], "prefix_bytes", 0),
+    (["--no-enable-prefix-caching"], "prefix_bytes", 0),
+    (["--context-length", "100"], "max_len", 100),
+    (["--max-running-requests", "3"], "slots", 3),
+    (["--chunked-prefill-size", "-1"], "max_num_batched_tokens", None),
+    (["--chunked-prefill-size", "512"], "max_num_batched_tokens", 512),
+    (["--quantization", "fp8"], "quantize", "fp8"),
+    (["-q", "w8a8_int8"], "quantize", "int8"),
+    (["--enable-deterministic-inference"], "reproducible", True),
+    (["--device", "cuda"], "platform", "cuda"),
+    (["--sampling-defaults", "openai"], "generation_config", "vllm"),
+    (["--preferred-sampling-params", '{"top_k": 3}'], "override_generation_config", {"top_k": 3}),
+    (["--tokenizer-path", "t"], "tokenizer", "t"),
+    (["--fastapi-root-path", "/api/"], "root_path", "/api"),
+    (["--shutdown-timeout", "5"], "drain_s", 5.0),
+    (["--log-requests"], "enable_log_requests", True),
+    (["--uvicorn-log-level", "error"], "log_level", "error"),
+    (["--enable-trace"], "otlp_traces_endpoint", "http://localhost:4317"),
+]
+
+
+@pytest.mark.parametrize(("options", "name", "value"), ALIASED, ids=lambda v: v[0] if isinstance(v, list) else "")
+def test_flags_of_others_set_ours(options, name, value):
+    assert getattr(parse(options)[0], name) == value
+
+
+def test_every_alias_leads_to_an_option():
+    known = {a.dest for a in make_parser()._actions if a.help != "==SUPPRESS=="}
+    read_apart = {"speculative_config", "speculative_algorithm", "max_block_size", "tensor", "data"}
+    assert {alias.dest for alias in ALIASES} <= known | read_apart
+
+
+def flags(group):
+    """(name, whether on is neutral, values or None for a switch) of every flag of a group."""
+    for word in group.words.split():
+        names, is_on, values = re.fullmatch(r"([^!+=]+)(!?)\+?(=.*)?", word).groups()
+        for name in names.split("/"):
+            yield name, bool(is_on), values
+
+
+@pytest.fixture(scope="module")
+def parser():
+    return make_parser()
+
+
+@pytest.mark.parametrize("group", NOTHING, ids=lambda group: group.reason[:30])
+def test_a_flag_that_needs_nothing_is_named_as_it_was_typed(group, parser):
+    plain = vars(parser.parse_args([]))
+    for name, _, values in flags(group):
+        given = vars(parser.parse_args([name] if values is None else [name, "7"]))
+        assert given.pop("notices") == (f"{name} needs nothing here: {group.reason}",)
+        assert given == plain
+
+
+@pytest.mark.parametrize("group", REFUSED, ids=lambda group: group.reason[:30])
+def test_a_flag_that_would_change_something_takes_neutral_values_only(group, parser):
+    plain = vars(parser.parse_args([]))
+    for name, is_on, values in flags(group):
+        if values is None:
+            good, bad = [f"--no-{name[2:]}"], [name]
+            good, bad = (bad, good) if is_on else (good, bad)
+        else:
+            good, bad = [name, next(filter(None, values[1:].split("|")), "none")], [name, "7.5x"]
+        if name.startswith("--") or values is not None:
+            assert vars(parser.parse_args(good)) == plain
+        with pytest.raises(InputError, match=f"{bad[0]} .*is refused: |{bad[0]} is refused: "):
+            parser.parse_args(bad)
+
+
+def test_a_notice_is_logged_once(caplog):
+    parse(["--enforce-eager", "--enforce-eager", "--attention-backend", "x"])
+    assert [text.partition(" ")[0] for text in caplog.messages] == ["--enforce-eager", "--attention-backend"]
+
+
+WRONG = [
+    (["--speculative-config", "{"], "--speculative-config: .* is not JSON"),
+    (["--speculative-config", '{"method": "eagle"}'], "it must be dflash"),
+    (["--speculative-config", '{"method": "dflash", "spark": 1}'], "'spark' is not known"),
+    (["--speculative-algorithm", "EAGLE"], "it must be DFLASH"),
+    (["--tp", "2", "--mesh", "tensor=2"], "give one of them"),
+    (["a", "--target", "b"], "give one of them"),
+    (["--max-num-seqs", "x"], "argument --max-num-seqs: invalid int value: 'x'"),
+    (["--port", "70000"], "must be 0 to 65535"),
+    (["--response-store", "-1"], "it must be 0 or more"),
+    (["--sparkle"], "unrecognized arguments: --sparkle .*README"),
+    (["--quantization", "awq"], "'awq' is not supported: fp8 and int8 are"),
+    (["--kv-cache-dtype", "fp8"], "--kv-cache-dtype fp8 is refused: .*possible: auto"),
+    (["--swap-space", "8"], "--swap-space 8 is refused"),
+    (["--page-size", "64"], "--page-size 64 is refused"),
+    (["--max-logprobs", "21"], "--max-logprobs 21: it must be 0 to 20"),
+    (["--max-logprobs", "-1"], "--max-logprobs -1: it must be 0 to 20"),
+    (["--stream-interval", "0"], "--stream-interval 0: it must be 1 or more"),
+    (["--log-prompts"], "needs --enable-log-requests"),
+    (["--log-requests-level", "2"], "--log-requests-level 2 is refused: .*--log-prompts"),
+    (["--root-path", "api"], "it must begin with /"),
+    (["--ssl-cert-reqs", "3"], "--ssl-cert-reqs: invalid choice"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), WRONG, ids=lambda v: v[0] if isinstance(v, list) else "")
+def test_wrong_options_are_named(options, message):
+    with pytest.raises(InputError, match=message):
+        parse(options)
+
+
+def nested(depth: int) -> str:
+    return '{"a":' * depth + "1" + "}" * depth
+
+
+@pytest.mark.parametrize(
+    "flag", ["--default-chat-template-kwargs", "--override-generation-config", "--speculative-config"]
+)
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[]", "must be a JSON object"),
+        ('"text"', "must be a JSON object"),
+        ("null", "must be a JSON object"),
+        ("{'a': 1}", "is not JSON"),
+        ('{"a": NaN}', "NaN is not a JSON number"),
+        (nested(JSON_DEPTH + 1), "nested more than"),
+        (nested(30_000), "characters of JSON|is not JSON|nested more than"),
+        ("[" * 60_000, "is not JSON"),
+        ('{"a": "' + "x" * JSON_CHARACTERS + '"}', "characters of JSON: at most"),
+    ],
+)
+def test_hostile_json(flag, text, message):
+    with pytest.raises(InputError, match=message) as e:
+        parse([flag, text])
+    assert len(str(e.value)) < 400
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=20,
+)
+
+
+@given(value=json_values)
+def test_a_json_flag_takes_objects_and_nothing_else(value):
+    text = json.dumps(value)
+    if isinstance(value, dict):
+        assert parse([f"--default-chat-template-kwargs={text}"])[0].default_chat_template_kwargs == value
+    else:
+        with pytest.raises(InputError):
+            parse([f"--default-chat-template-kwargs={text}"])
+
+
+@given(text=st.text(max_size=50))
+def test_any_text_for_a_json_flag_is_read_or_named(text):
+    try:
+        is_object = isinstance(json.loads(text), dict)
+    except ValueError:
+        is_object = False
+    if is_object:
+        parse([f"--override-generation-config={text}"])
+    else:
+        with pytest.raises(InputError, match="--override-generation-config"):
+            parse([f"--override-generation-config={text}"])
