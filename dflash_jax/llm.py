@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding
 from tqdm import tqdm
 
 from dflash_jax import kernels
+from dflash_jax.chat_template import read_chat_template
 from dflash_jax.checkpoint.hub import resolve
 from dflash_jax.checkpoint.load import check_drafter, check_target, load_drafter, load_target, read_draft_tokens
 from dflash_jax.config import MAX_LOGPROBS
@@ -61,7 +62,12 @@ class LLM:
     "int8" or "fp8" for a target whose checkpoint is not quantised; "none" makes an FP8 checkpoint ``dtype``, which
     else stays FP8. draft_tokens: a JSON list of the only token ids that are drafted, which spares the drafter most of
     the head; "auto" is the drafter's own draft_tokens.json where it has one and the head is not cut over devices, None
-    is all tokens. Raises InputError for whatever does not fit together.
+    is all tokens. tokenizer: a directory or repo id in place of the target's. chat_template: a Jinja file, or the
+    template itself, in place of the tokenizer's; chat_template_kwargs: defaults of its options, such as
+    {"enable_thinking": False}. revision and draft_revision: a branch, tag or commit of the target's and the drafter's
+    repos; download_dir: where repos are kept. generation_config: "auto" takes sampling defaults from the target's
+    generation_config.json, "vllm" takes none, a path takes another file's; sampling_defaults: values that override
+    them. Raises InputError for whatever does not fit together.
     """
 
     def __init__(
@@ -82,10 +88,21 @@ class LLM:
         mesh: str | Layout = "",
         quantize: str | None = None,
         draft_tokens: str | Path | None = "auto",
+        tokenizer: str | Path | None = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: dict | None = None,
+        revision: str | None = None,
+        draft_revision: str | None = None,
+        download_dir: str | Path | None = None,
+        generation_config: str | Path = "auto",
+        sampling_defaults: dict | None = None,
     ):
+        for name, value, repo in (("revision", revision, target), ("draft_revision", draft_revision, draft)):
+            if value is not None and repo in (None, "auto"):
+                raise InputError(f"{name} {value}: there is no repo that it could be of")
         if draft == "auto":
             draft = TINY / "draft" if target is None else None
-        self.directory = directory = TINY / "target" if target is None else resolve(target)
+        self.directory = directory = TINY / "target" if target is None else resolve(target, revision, download_dir)
         self.dtype = dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
         if self.dtype not in DTYPES:
             raise InputError(f"dtype {self.dtype!r}: it must be one of {', '.join(DTYPES)}")
@@ -101,7 +118,7 @@ class LLM:
         layout, kind = Layout.parse(mesh) if isinstance(mesh, str) else mesh, DTYPES[self.dtype]
         # What can be wrong without a weight read comes first.
         self.config = check_target(directory)
-        draft = resolve(draft) if draft is not None else None
+        draft = resolve(draft, draft_revision, download_dir) if draft is not None else None
         self.largest_block = check_drafter(draft, self.config).block_size if draft is not None else 1
         if max_block_size is not None and max_block_size < 1:
             raise InputError(f"max block size {max_block_size}: it must be 1 or more")
@@ -121,8 +138,14 @@ class LLM:
         if not 0 < mem_fraction <= 1:
             raise InputError(f"mem_fraction {mem_fraction}: it must be above 0 and at most 1")
         self.slots, self.prefix_bytes, self.mem_fraction = slots, prefix_bytes, mem_fraction
-        self.defaults = Defaults.read(directory)
-        self.tokenizer = Tokenizer(directory) if self._has_tokenizer(directory) else None
+        self.defaults = Defaults.read(directory, generation_config).overridden(sampling_defaults or {})
+        self.tokenizer = None
+        text_directory = directory if tokenizer is None else resolve(tokenizer, download_dir=download_dir)
+        template = None if chat_template is None else read_chat_template(chat_template)
+        if self._has_tokenizer(text_directory):
+            self.tokenizer = Tokenizer(text_directory, template, chat_template_kwargs)
+        elif tokenizer is not None or template is not None or chat_template_kwargs:
+            raise InputError(f"{text_directory} has no tokenizer")
         self.reproducible = reproducible
         bounded = None if draft_window_size is None else min(draft_window_size, positions)
         self._draft_window = DraftWindow(bounded, min(draft_sink_size, positions))

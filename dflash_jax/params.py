@@ -163,19 +163,42 @@ class Defaults:
     stop_ids: tuple[int, ...] = ()
 
     @classmethod
-    def read(cls, directory: Path) -> "Defaults":
-        """From generation_config.json, and the stop ids from config.json where that has none."""
+    def read(cls, directory: Path, generation_config: str | Path = "auto") -> "Defaults":
+        """From generation_config.json, and the stop ids from config.json where that has none.
+
+        Args:
+            directory: Of the checkpoint.
+            generation_config: "auto" for the checkpoint's own, "vllm" for none, else the path of another file or of
+                its directory.
+        """
         from dflash_jax.checkpoint.config_json import parsed, read_json, read_raw
         from dflash_jax.models.families.reading import Raw
 
         path = directory / "generation_config.json"
-        raw = Raw(read_json(path) if path.exists() else {}, "generation_config")
+        if generation_config not in ("auto", "vllm"):
+            path = Path(generation_config).expanduser()
+            path = path / "generation_config.json" if path.is_dir() else path
+        is_read = generation_config != "vllm" and (generation_config != "auto" or path.exists())
+        raw = Raw(read_json(path) if is_read else {}, "generation_config")
         values, stop_ids = parsed(_sampling, raw, path), parsed(_stop_ids, raw, path)
         if stop_ids is None:
             config = read_raw(directory)
             texts = (config, config.get("text_config", {}))
             stop_ids = next((ids for t in texts if (ids := parsed(_stop_ids, t, directory)) is not None), ())
         return cls(values, stop_ids)
+
+    def overridden(self, values: dict) -> "Defaults":
+        """With other sampling defaults: temperature, top_k, top_p, min_p, repetition_penalty. Raises InputError for
+        other names and wrong values."""
+        known = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+        for name, value in values.items():
+            if name not in known:
+                raise InputError(f"sampling default {name[:60]!r}: it must be one of {', '.join(known)}")
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise InputError(f"sampling default {name} is {str(value)[:60]}: it must be a number")
+        values = values | ({"top_k": 0} if values.get("top_k") == -1 else {})
+        SamplingParams(**values)
+        return replace(self, values=self.values | values)
 
     def fill(self, params: SamplingParams) -> SamplingParams:
         """``params`` without a None among the sampling options."""

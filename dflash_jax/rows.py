@@ -26,6 +26,17 @@ class Piece:
     logprobs: list[dict] | None = None
     finish_reason: str | None = None
 
+    def joined(self, later: "Piece") -> "Piece":
+        """This piece and the one behind it as one."""
+        return Piece(
+            self.text + later.text,
+            self.token_ids + later.token_ids,
+            self.acceptance_lengths + later.acceptance_lengths,
+            self.ends + [len(self.text) + end for end in later.ends],
+            None if self.logprobs is None else self.logprobs + (later.logprobs or []),
+            later.finish_reason,
+        )
+
     @property
     def segments(self) -> list[tuple[str, bool]]:
         """The text by whether a draft brought it: of the n tokens of a round the last is the target's own."""

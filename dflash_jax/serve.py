@@ -12,6 +12,7 @@ import threading
 
 from dflash_jax.errors import InputError
 from dflash_jax.options import choose_mesh, exit_code, set_platform
+from dflash_jax.server import transport
 
 log = logging.getLogger("dflash_jax.server")
 
@@ -19,16 +20,6 @@ log = logging.getLogger("dflash_jax.server")
 LEAST_LEN = 4096
 # Open files beside connections: checkpoints, caches, worker processes.
 OTHER_FILES = 512
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Before anything is loaded: a port that is taken is told at once."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family, backlog=2048)
-    except OSError as e:
-        reason = os.strerror(e.errno) if e.errno and e.errno > 0 else str(e)
-        raise InputError(f"{host}:{port}: {reason}") from None
 
 
 def allow_connections(wanted: int) -> int:
@@ -61,6 +52,14 @@ def load(args, system):
         max_len=args.max_len,
         mesh=choose_mesh(args.mesh, system),
         quantize=args.quantize,
+        tokenizer=args.tokenizer,
+        chat_template=args.chat_template,
+        chat_template_kwargs=args.default_chat_template_kwargs,
+        revision=args.revision,
+        draft_revision=args.draft_revision,
+        download_dir=args.download_dir,
+        generation_config=args.generation_config,
+        sampling_defaults=args.override_generation_config,
     )
     capacity, slots = llm.max_len, llm.programs.data * -(-args.slots // llm.programs.data)
     options = {"max_queue": args.max_queue, "max_num_batched_tokens": args.max_num_batched_tokens, "masks": True}
@@ -96,10 +95,28 @@ def assemble(args, system):
         "max_num_batched_tokens": engine.options.max_num_batched_tokens,
         "mem_fraction": args.mem_fraction,
     }
-    limits = Limits(unknown_fields=args.unknown_fields, trust_request_chat_template=args.trust_request_chat_template)
-    store = ResponseStore(args.response_store)
+    limits = Limits(
+        logprobs=args.max_logprobs,
+        unknown_fields=args.unknown_fields,
+        trust_request_chat_template=args.trust_request_chat_template,
+    )
     running = AsyncEngine(engine, restarts=int(args.restart_on_failure))
-    return Serving(llm, running, names, limits, info=info, response_store=store)
+    options = {"response_store": ResponseStore(args.response_store), "stream_interval": args.stream_interval}
+    return Serving(llm, running, names, limits, info=info, **options)
+
+
+def around(app, serving, args, tracer):
+    """The application with what the arguments put around it: the log of requests, their spans, a proxy's path."""
+    from dflash_jax.server.observe import Observer, RequestLog
+
+    begin, end = [], [] if tracer is None else [tracer.end]
+    if args.enable_log_requests:
+        tokenizer = serving.llm.tokenizer
+        requests = RequestLog(tokenizer.decode if args.log_prompts and tokenizer else None, args.max_log_len)
+        begin, end = [requests.begin], [requests.end, *end]
+    if end:
+        app = Observer(app, begin, end)
+    return transport.UnderPath(app, args.root_path) if args.root_path else app
 
 
 def run(args, system) -> int:
@@ -115,23 +132,37 @@ def run(args, system) -> int:
     from dflash_jax.server.access import default_hosts, is_loopback
     from dflash_jax.server.app import build
     from dflash_jax.server.connections import ConnectionLimits, protocol
+    from dflash_jax.server.tracing import Tracer
 
-    listening = listen(args.host, args.port)
+    tls = transport.tls_options(args)
+    tracer = Tracer(args.otlp_traces_endpoint) if args.otlp_traces_endpoint else None
+    listening = transport.listen(args.host, args.port, args.uds)
     limits = ConnectionLimits(connections=allow_connections(args.max_connections))
     serving = assemble(args, system)
-    if not (args.api_keys or is_loopback(args.host)):
+    is_local = args.uds is not None or is_loopback(args.host)
+    if not (args.api_keys or is_local):
         log.warning("anyone who reaches %s can use this server: --api-key-file demands a key", args.host)
-    hosts = default_hosts(args.host) if args.allowed_hosts is None else args.allowed_hosts.split(",")
+    if args.allowed_hosts is not None:
+        hosts = args.allowed_hosts.split(",")
+    else:
+        # No page in a browser reaches a Unix socket.
+        hosts = default_hosts(args.host) if args.uds is None else None
     config = uvicorn.Config(
-        build(serving, args.api_keys, hosts, args.cors),
+        around(build(serving, args.api_keys, hosts, args.cors), serving, args, tracer),
         http=protocol(limits),
         ws="none",
         log_level="warning",
         access_log=False,
         lifespan="off",
         timeout_keep_alive=limits.idle_s,
+        **tls,
     )
-    return asyncio.run(Runner(config, serving, args.drain_s, args.exit_on_failure).serve_until_drained(listening))
+    try:
+        return asyncio.run(Runner(config, serving, args.drain_s, args.exit_on_failure).serve_until_drained(listening))
+    finally:
+        transport.close(listening, args.uds)
+        if tracer is not None:
+            tracer.flush()
 
 
 class Runner:
@@ -150,8 +181,7 @@ class Runner:
 
     async def serve_until_drained(self, listening: socket.socket) -> int:
         self._loop = asyncio.get_running_loop()
-        host, port = listening.getsockname()[:2]
-        log.info("listening on http://%s:%d, warming up", host, port)
+        log.info("listening on %s, warming up", transport.url(listening, self.server.config.is_ssl))
         threading.Thread(target=self._warm_up, name="warm-up", daemon=True).start()
         await self.server.serve(sockets=[listening])
         if self.serving.is_ready:

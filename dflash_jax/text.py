@@ -14,6 +14,22 @@ from dflash_jax.errors import InputError
 
 # What a chat template, or a library that fills one in, raises.
 REFUSALS = (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError, SyntaxError)
+# What a template's options cannot say: it has fields of its own, or is decided here.
+RESERVED = {
+    "add_generation_prompt",
+    "ask",
+    "chat_template",
+    "continue_final_message",
+    "conversation",
+    "conversations",
+    "messages",
+    "return_assistant_tokens_mask",
+    "return_dict",
+    "self",
+    "template",
+    "tokenize",
+    "tools",
+}
 # What opens a message: Qwen's and Llama's.
 MARKERS = ("<|im_start|>", "<|start_header_id|>")
 
@@ -23,12 +39,20 @@ class Tokenizer:
 
     ``tokenizer.json`` is read by the tokenizers library; transformers, which takes seconds to import, is asked only
     for chat templates and for checkpoints in older formats.
+
+    Args:
+        directory: Of the checkpoint, or of a tokenizer alone.
+        chat_template: Text of a template in place of the checkpoint's.
+        template_options: Defaults of the template's own options, such as ``{"enable_thinking": False}``.
     """
 
-    def __init__(self, directory: Path):
-        self._directory = directory
+    def __init__(self, directory: Path, chat_template: str | None = None, template_options: dict | None = None):
+        self._directory, self._given_template = directory, chat_template
         # Log-probabilities ask for the same tokens again and again.
         self._token_bytes: dict[int, bytes] = {}
+        self.template_options = dict(template_options or {})
+        if reserved := RESERVED & set(self.template_options):
+            raise InputError(f"{min(reserved)!r} is not an option of a chat template")
         self.file = directory / "tokenizer.json" if (directory / "tokenizer.json").exists() else None
         if self.file is not None:
             try:
@@ -57,9 +81,12 @@ class Tokenizer:
         from transformers import AutoTokenizer
 
         try:
-            return AutoTokenizer.from_pretrained(self._directory)
+            full = AutoTokenizer.from_pretrained(self._directory)
         except Exception as e:  # transformers raises many types for what is one fault: no usable tokenizer there
             raise InputError(f"{self._directory} has no tokenizer that transformers can read: {reason(e)}") from None
+        if self._given_template is not None:
+            full.chat_template = self._given_template
+        return full
 
     def encode(self, text: str) -> list[int]:
         return self._encode(text, True)
@@ -153,6 +180,7 @@ class Tokenizer:
         """
         if not self.chat_template and not options.get("chat_template"):
             raise InputError("this checkpoint has no chat template: give plain prompts")
+        options = self.template_options | options
         if thinking is not None:
             options["enable_thinking"] = thinking
         try:

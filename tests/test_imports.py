@@ -13,7 +13,7 @@ LEVELS = [
     ("cache",),
     ("models",),
     ("sampling", "checkpoint"),
-    ("state", "text", "params"),
+    ("state", "text", "params", "chat_template"),
     ("speculative", "detokenizer"),
     ("prompts", "prefix"),
     ("steps",),

@@ -8,15 +8,26 @@ from dflash_jax.errors import InputError
 PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 
 
-def resolve(name: str | Path, revision: str | None = None) -> Path:
+def resolve(name: str | Path, revision: str | None = None, download_dir: str | Path | None = None) -> Path:
     """The directory of a checkpoint. A repo id goes through huggingface_hub: its cache, offline mode and token are
-    honoured."""
+    honoured.
+
+    Args:
+        name: A directory or a repo id.
+        revision: A branch, tag or commit of the repo.
+        download_dir: Where repos are kept, in place of huggingface_hub's cache.
+
+    Raises:
+        InputError: For what is neither, and for a revision of a directory.
+    """
     if not str(name):
         raise InputError("the path of a checkpoint is empty: give a directory or a Hugging Face repo id")
     try:
         path = Path(name).expanduser()
         if path.is_dir():
             next(path.iterdir(), None)
+            if revision is not None:
+                raise InputError(f"{name} is a directory, which has no revision {revision!r}")
             return path
         exists = path.exists()
     except (OSError, RuntimeError) as e:
@@ -32,7 +43,7 @@ def resolve(name: str | Path, revision: str | None = None) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(str(name), revision=revision, allow_patterns=PATTERNS))
+        return Path(snapshot_download(str(name), revision=revision, cache_dir=download_dir, allow_patterns=PATTERNS))
     except Exception as e:  # the hub's client raises many unrelated types: all mean that the repo is not to be had
         reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
         raise InputError(f"{name} is neither a directory nor a repo that can be downloaded: {reason}") from None

@@ -77,8 +77,8 @@ def make_parser() -> argparse.ArgumentParser:
     )
     http.add_argument("--root-path", default="", metavar="/PATH", help="where a proxy serves this server")
     http.add_argument("--uds", metavar="PATH", help="listen on a Unix socket instead of host and port")
-    add_tls(p)
-    add_logs(p)
+    add_tls(http)
+    add_logs(http)
 
     models = p.add_argument_group("models (as for dflash_jax.generate)")
     models.add_argument("model", nargs="?", metavar="MODEL", help="the target")
@@ -125,8 +125,7 @@ def make_parser() -> argparse.ArgumentParser:
     return p
 
 
-def add_tls(p: argparse.ArgumentParser) -> None:
-    tls = p.add_argument_group("TLS")
+def add_tls(tls) -> None:
     tls.add_argument("--ssl-certfile", metavar="FILE", help="PEM with the server's certificate; HTTPS only, then")
     tls.add_argument("--ssl-keyfile", metavar="FILE", help="PEM with its key (default: in the certificate's file)")
     tls.add_argument("--ssl-keyfile-password", metavar="TEXT", help="visible in the process list: prefer a plain key")
@@ -136,8 +135,7 @@ def add_tls(p: argparse.ArgumentParser) -> None:
     )
 
 
-def add_logs(p: argparse.ArgumentParser) -> None:
-    logs = p.add_argument_group("logs and traces")
+def add_logs(logs) -> None:
     logs.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error", "critical"])
     logs.add_argument(
         "--enable-log-requests", action="store_true", help="log ids and sampling parameters of requests, no prompts"
@@ -257,10 +255,12 @@ def _take_config(args, given: dict) -> None:
         "num_speculative_tokens",
         "draft_tensor_parallel_size",
         "attention_backend",
+        "revision",
     }
     if unknown:
         raise InputError(f"--speculative-config: {min(unknown)!r} is not known")
     args.draft = given.get("model", args.draft)
+    args.draft_revision = given.get("revision", args.draft_revision)
     if "num_speculative_tokens" in given:
         if not isinstance(given["num_speculative_tokens"], int):
             raise InputError(f"--speculative-config: num_speculative_tokens is {given['num_speculative_tokens']!r}")

@@ -11,23 +11,7 @@ from dflash_jax.server.errors import ApiError
 from dflash_jax.server.reasoning import CLOSE, OPEN, ReasoningSplitter, is_open
 from dflash_jax.server.serving import Serving
 from dflash_jax.server.tools import CallDelta, ToolParser, is_xml
-
-# What chat_template_kwargs cannot say: it has fields of its own, or is decided here.
-RESERVED = {
-    "add_generation_prompt",
-    "ask",
-    "chat_template",
-    "continue_final_message",
-    "conversation",
-    "conversations",
-    "messages",
-    "return_assistant_tokens_mask",
-    "return_dict",
-    "self",
-    "template",
-    "tokenize",
-    "tools",
-}
+from dflash_jax.text import RESERVED
 
 
 @dataclass

@@ -32,6 +32,7 @@ def prompts_of(body: schema.GenerateRequest) -> tuple[list, bool]:
 
 async def prepared(serving: Serving, body: schema.GenerateRequest) -> tuple[list[Row], bool]:
     prompts, several = prompts_of(body)
+    prepare.check_logprobs(serving, body)
     each = body.sampling_params if isinstance(body.sampling_params, list) else [body.sampling_params] * len(prompts)
     if len(each) != len(prompts):
         message = f"{len(each)} sampling_params for {len(prompts)} prompts: give one, or one each"

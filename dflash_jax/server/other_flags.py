@@ -324,7 +324,7 @@ REFUSED = (
         --smg-http-sidecar-port/--grpc-http-sidecar-port= --smg-grpc-mode --grpc-mode --grpc-port=
         --grpc-response-timeout-secs=300 --grpc-worker-threads= --enable-http2 --http2-max-concurrent-streams=200
         --http2-initial-connection-window-size=1048576 --enable-ssl-refresh --admin-api-key= --file-storage-path=
-        --sse-keep-alive-interval=0 --ssl-ciphers=TLSv1 --allow-credentials --allowed-methods+= --allowed-headers+=
+        --sse-keep-alive-interval=0 --ssl-ciphers=TLSv1
         --disable-fastapi-docs
         --h11-max-incomplete-event-size=4194304 --h11-max-header-count=256 --grpc
         """,

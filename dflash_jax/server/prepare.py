@@ -90,9 +90,18 @@ def truncated(serving: "Serving", body: schema.OpenAiSampling, prompt: list[int]
     return prompt[:most] if body.truncation_side == "right" else prompt[-most:]
 
 
+def check_logprobs(serving: "Serving", body) -> None:
+    most = serving.limits.logprobs
+    for name in ("logprobs", "top_logprobs", "prompt_logprobs", "top_logprobs_num"):
+        value = getattr(body, name, None)
+        if not isinstance(value, bool) and (value or 0) > most:
+            raise ApiError(400, f"{name} is {value}: at most {most} are possible", name)
+
+
 def check_counts(serving: "Serving", body, prompts: int = 1) -> int:
     """How many choices each prompt gets."""
     limits, n = serving.limits, getattr(body, "n", None) or 1
+    check_logprobs(serving, body)
     stops = getattr(body, "stop", None) or []
     if n > limits.choices:
         raise ApiError(400, f"n is {n}: at most {limits.choices} choices are possible", "n")

@@ -13,10 +13,11 @@ GOOD = re.compile(rb"[!-~]{1,128}")
 
 @dataclass
 class Given:
-    """Of the request at hand: what its header says, and the id that its answer tells."""
+    """Of the request at hand: what its header says, the id that its answer tells, and the answer's own id."""
 
     header: bytes | None
     told: bytes | None = None
+    chosen: str | None = None
 
 
 _given: ContextVar[Given] = ContextVar("request_id")
@@ -45,11 +46,17 @@ def choose(prefix: str, request_id: str | None = None, rid: str | None = None) -
     if given.header is not None and not GOOD.fullmatch(given.header):
         raise ApiError(400, "X-Request-Id must be 1 to 128 printable ASCII characters, without spaces")
     if rid is not None:
-        given.told = rid.encode()
+        given.told, given.chosen = rid.encode(), rid
         return rid
     if given.header is None and request_id is not None:
         given.told = request_id.encode()
-    return prefix + (given.told.decode() if given.told else uuid.uuid4().hex)
+    given.chosen = prefix + (given.told.decode() if given.told else uuid.uuid4().hex)
+    return given.chosen
+
+
+def current() -> str | None:
+    """The id of the answer to the request at hand, once it has one."""
+    return _given.get().chosen
 
 
 def headers(given: Given) -> list[tuple[bytes, bytes]]:

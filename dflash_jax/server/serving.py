@@ -2,9 +2,10 @@
 
 import asyncio
 import contextlib
+import functools
 import time
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from starlette.requests import Request as HttpRequest
@@ -16,6 +17,7 @@ from dflash_jax.rows import Piece, Row
 from dflash_jax.server.errors import ApiError
 from dflash_jax.server.grammar import GrammarProcesses, grammar_tokens
 from dflash_jax.server.metrics import Metrics
+from dflash_jax.server.observe import begun
 from dflash_jax.server.response_store import ResponseStore
 from dflash_jax.server.templates import Templates
 from dflash_jax.server.texts import Texts
@@ -44,6 +46,7 @@ class Limits:
     stops: int = 16
     stop_characters: int = 256
     tools: int = 128
+    logprobs: int = 20
     # Unknown fields of a request: "refuse" or "warn".
     unknown_fields: str = "refuse"
     trust_request_chat_template: bool = False
@@ -72,8 +75,34 @@ async def while_connected(http: HttpRequest, work: Awaitable):
         await asyncio.gather(task, gone, return_exceptions=True)
 
 
+class _Spacing:
+    """Holds a row's events until they bring ``interval`` tokens. The first, the last and an error never wait."""
+
+    def __init__(self, row: Row, interval: int):
+        self._row, self._interval, self._held, self._is_first = row, interval, [], True
+
+    def push(self, event: Event) -> Iterator[Piece]:
+        """What is due with this event: a piece or none. Raises what ended the row where that is an error."""
+        if event.error is None:
+            self._held.append(event)
+        is_last = event.finish_reason is not None or event.error is not None
+        if self._held and (self._is_first or is_last or sum(len(e.tokens) for e in self._held) >= self._interval):
+            self._is_first = False
+            pieces = [self._take(e) for e in self._held]
+            self._held = []
+            yield functools.reduce(Piece.joined, pieces)
+        if event.error is not None:
+            self._take(event)
+
+    def _take(self, event: Event) -> Piece:
+        self._row.take(event)
+        self._row.raise_failure()
+        return self._row.pieces.popleft()
+
+
 class Serving:
-    """One LLM and its engine, under the names that clients may use."""
+    """One LLM and its engine, under the names that clients may use. stream_interval: tokens between two pieces of a
+    text, the first and the last of which never wait."""
 
     def __init__(
         self,
@@ -83,10 +112,12 @@ class Serving:
         limits: Limits = Limits(),
         info=None,
         response_store: ResponseStore | None = None,
+        stream_interval: int = 1,
     ):
         self.llm, self.engine, self.names, self.limits = llm, engine, tuple(names), limits
         self.response_store = ResponseStore() if response_store is None else response_store
         self.info: dict = info or {}
+        self.stream_interval = stream_interval
         self.created = int(time.time())
         self.is_ready, self.is_draining = False, False
         # HTTP requests for text that were let in and have no whole answer yet.
@@ -153,18 +184,15 @@ class Serving:
 
     async def pieces(self, row: Row) -> AsyncIterator[Piece]:
         """What the engine brings to a row, until it has all. Whoever stops listening aborts it."""
+        spacing = _Spacing(row, self.stream_interval)
         async with contextlib.aclosing(self._events(row)) as events:
             async for event in events:
-                yield self._take(row, event)
-
-    @staticmethod
-    def _take(row: Row, event: Event) -> Piece:
-        row.take(event)
-        row.raise_failure()
-        return row.pieces.popleft()
+                for piece in spacing.push(event):
+                    yield piece
 
     async def _events(self, row: Row) -> AsyncGenerator[Event, None]:
         events = self.engine.submit(row.request)
+        begun(row, self.name)
         try:
             async for event in events:
                 self.metrics.observe(event)
@@ -198,6 +226,7 @@ class Serving:
             except Exception as e:
                 queue.put_nowait((i, e))
 
+        spacings = [_Spacing(row, self.stream_interval) for row in rows]
         tasks, left = [asyncio.create_task(feed(i)) for i in range(len(rows))], len(rows)
         try:
             while left:
@@ -207,7 +236,8 @@ class Serving:
                 if found is None:
                     left -= 1
                 else:
-                    yield i, self._take(rows[i], found)
+                    for piece in spacings[i].push(found):
+                        yield i, piece
         finally:
             for task in tasks:
                 task.cancel()

@@ -81,11 +81,12 @@ class Templates:
         template = self._tokenizer.template_for(tools) if own else template
         # Templates write "None" for a key whose value is None.
         kept = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        defaults = self._tokenizer.template_options
         arguments = {"tools": tools, "chat_template": template, "add_generation_prompt": ask}
         try:
             wanted = {
                 "messages": kept,
-                "arguments": self._tokenizer.special_tokens | options | arguments,
+                "arguments": self._tokenizer.special_tokens | defaults | options | arguments,
                 "is_own": own,
                 "memory_bytes": self.limits.memory_bytes,
                 "seconds": self.limits.seconds,

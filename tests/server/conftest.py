@@ -54,7 +54,7 @@ def wait_until(holds, seconds: float = 120) -> bool:
 
 
 class Running:
-    """A server that was started; ``url`` ends with its port."""
+    """A server that was started; ``url`` ends with its port. ``around`` makes another application of ours."""
 
     def __init__(
         self,
@@ -63,11 +63,12 @@ class Running:
         hosts: tuple[str, ...] | None = None,
         connections: ConnectionLimits | None = None,
         cors: Cors | None = None,
+        around=lambda app: app,
     ):
         self.serving = serving
         listening = socket.create_server(("127.0.0.1", 0), backlog=2048)
         self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        app = build(serving, [api_key] if api_key else (), hosts, cors)
+        app = around(build(serving, [api_key] if api_key else (), hosts, cors))
         config = uvicorn.Config(
             app, http=protocol(connections or ConnectionLimits()), ws="none", lifespan="off", log_level="error"
         )

@@ -5,6 +5,7 @@ import logging
 import os
 import re
 import signal
+import ssl
 import subprocess
 import sys
 import threading
@@ -12,6 +13,7 @@ import time
 
 import httpx
 import pytest
+import trustme
 
 from dflash_jax.serve import main
 
@@ -29,16 +31,18 @@ def own_logging():
 
 
 @contextlib.contextmanager
-def serving(*options: str, environment: dict | None = None):
-    """A server process that is ready, and its URL."""
+def serving(*options: str, environment: dict | None = None, transport: httpx.HTTPTransport | None = None):
+    """A server process that is ready, and its URL. ``transport``: how it is reached, where that is not plain HTTP."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu"} | (environment or {})
     command = [sys.executable, "-m", "dflash_jax.serve", *SMALL, *options]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
         try:
             lines = iter(process.stderr.readline, "")
-            url = next(found[1] for line in lines if (found := re.search(r"listening on (http://[\d.:]+)", line)))
-            while httpx.get(f"{url}/ready").status_code != 200:
-                time.sleep(0.1)
+            url = next(found[1] for line in lines if (found := re.search(r"listening on (\S+), warming", line)))
+            with httpx.Client(transport=transport, timeout=None) as client:
+                ready = "http://localhost/ready" if "unix" in url else f"{url}/ready"
+                while client.get(ready).status_code != 200:
+                    time.sleep(0.1)
             yield process, url
         finally:
             process.kill()
@@ -55,7 +59,7 @@ def complete(url: str, answers: list, count: int = 1, **body) -> list[threading.
     threads = [threading.Thread(target=ask) for _ in range(count)]
     for thread in threads:
         thread.start()
-    while '"running":1' not in httpx.get(f"{url}/server_info").text:
+    while '"running":1' not in httpx.get(f"{url}/server_info", timeout=None).text:
         time.sleep(0.005)
     return threads
 
@@ -98,3 +102,46 @@ def test_a_port_that_is_taken_is_one_line(capsys, own_logging):
     with socket.create_server(("127.0.0.1", 0)) as s:
         assert main(["--port", str(s.getsockname()[1])]) == 2
     assert re.fullmatch(r"error: 127.0.0.1:\d+: .*in use\n", capsys.readouterr().err)
+
+
+def test_tls_under_the_path_of_a_proxy(tmp_path):
+    authority = trustme.CA()
+    certificate = authority.issue_cert("127.0.0.1")
+    pem, key, ca = (str(tmp_path / name) for name in ("cert.pem", "key.pem", "ca.pem"))
+    certificate.cert_chain_pems[0].write_to_path(pem)
+    certificate.private_key_pem.write_to_path(key)
+    authority.cert_pem.write_to_path(ca)
+    context = ssl.create_default_context(cafile=ca)
+    options = ("--ssl-certfile", pem, "--ssl-keyfile", key, "--root-path", "/api", "--api-key", "secret")
+    options += ("--enable-log-requests", "--stream-interval", "8")
+    with serving(*options, transport=httpx.HTTPTransport(verify=context)) as (process, url):
+        assert url.startswith("https://")
+        with pytest.raises(httpx.HTTPError):
+            httpx.get(f"{url.replace('https', 'http')}/health")
+        key = {"Authorization": "Bearer secret", "X-Request-Id": "mine"}
+        with httpx.Client(base_url=url, verify=context, timeout=120) as client:
+            for path in ("/v1/models", "/api/v1/models"):
+                assert client.get(path, headers=key).status_code == 200
+                assert client.get(path).status_code == 401
+            assert client.get("/api/api/v1/models").status_code in (401, 404)
+            body = {"prompt": "def private(", "max_tokens": 5, "temperature": 0.5, "seed": 7}
+            assert client.post("/api/v1/completions", json=body, headers=key).status_code == 200
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+        log = process.stderr.read()
+    assert re.search(r'request cmpl-mine-0: \d+ prompt tokens, params \{.*"temperature": 0.5, .*"seed": 7', log)
+    assert re.search(r"request cmpl-mine: status 200, 1 sequences, 5 new tokens, length, ", log)
+    assert "private" not in log
+
+
+def test_a_unix_socket(tmp_path):
+    path = str(tmp_path / "server.sock")
+    transport = httpx.HTTPTransport(uds=path)
+    with serving("--uds", path, transport=transport) as (process, url):
+        assert url == f"http+unix://{path}"
+        with httpx.Client(transport=httpx.HTTPTransport(uds=path), timeout=120) as client:
+            answer = client.post("http://localhost/v1/completions", json={"prompt": "def f(", "max_tokens": 3})
+            assert answer.json()["usage"]["completion_tokens"] == 3
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+    assert not os.path.exists(path)

@@ -1,0 +1,40 @@
+"""A chat template that the user brings: a file, or the template itself."""
+
+import re
+from pathlib import Path
+
+import jinja2.sandbox
+
+from dflash_jax.errors import InputError
+
+# The longest published one has 20 thousand.
+MAX_CHARACTERS = 2**20
+# A tag of transformers', which marks answers for training.
+GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
+
+
+def read_chat_template(given: str) -> str:
+    """The text of a template from ``given``, a path or the template itself. Raises InputError for what is neither, for
+    more than 2**20 characters, and for what Jinja cannot parse."""
+    is_text = any(c in given for c in "{}\n")
+    path = Path(given).expanduser() if not is_text else None
+    where = "the chat template" if path is None else f"chat template {given[:200]}"
+    text = given
+    if path is not None:
+        try:
+            if not path.is_file():
+                raise InputError(f"{where} is neither a file nor a Jinja template")
+            with path.open(encoding="utf-8") as file:
+                text = file.read(MAX_CHARACTERS + 1)
+        except UnicodeDecodeError:
+            raise InputError(f"{where} is not UTF-8 text") from None
+        except (OSError, ValueError) as e:
+            raise InputError(f"{where} cannot be read: {getattr(e, 'strerror', None) or e}") from None
+    if len(text) > MAX_CHARACTERS:
+        raise InputError(f"{where} has more than {MAX_CHARACTERS} characters")
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
+    try:
+        environment.parse(GENERATION.sub("", text))
+    except (jinja2.TemplateError, RecursionError) as e:
+        raise InputError(f"{where} is not a Jinja template: {str(e)[:200] or type(e).__name__}") from None
+    return text

@@ -1,0 +1,98 @@
+"""OpenTelemetry: one span for each request, under vLLM's names, sent by a thread of the exporter's."""
+
+import logging
+import os
+from math import isnan
+
+from dflash_jax.errors import InputError
+from dflash_jax.server.observe import Observed
+
+log = logging.getLogger("dflash_jax.server")
+
+# Seconds that one export may take, and that the last one may take at the end.
+EXPORT_S, FLUSH_MS = 5, 2_000
+
+
+class Tracer:
+    """Spans of requests for an OTLP collector.
+
+    They wait in a queue of bounded length, which a thread empties; what does not fit, and what the collector does not
+    take, is lost. OTEL_EXPORTER_OTLP_TRACES_PROTOCOL is grpc (the default) or http/protobuf; OpenTelemetry's other
+    variables hold, too. Raises InputError where the packages are missing.
+    """
+
+    def __init__(self, endpoint: str):
+        protocol = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "grpc")
+        if protocol not in ("grpc", "http/protobuf"):
+            raise InputError(f"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL is {protocol!r}: it must be grpc or http/protobuf")
+        try:
+            if protocol == "grpc":
+                from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+            else:
+                from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+            from opentelemetry.sdk.resources import Resource
+            from opentelemetry.sdk.trace import TracerProvider
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+            from opentelemetry.trace import SpanKind, Status, StatusCode
+            from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+        except ImportError as e:
+            raise InputError(f'--otlp-traces-endpoint needs {e.name}: pip install "dflash-jax[otlp]"') from None
+        self._kind, self._status, self._code = SpanKind.SERVER, Status, StatusCode
+        name = os.environ.get("OTEL_SERVICE_NAME", "dflash-jax")
+        self._provider = TracerProvider(resource=Resource.create({"service.name": name}), shutdown_on_exit=False)
+        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_S)))
+        self._tracer = self._provider.get_tracer("dflash_jax")
+        self._propagator = TraceContextTextMapPropagator()
+
+    def end(self, observed: Observed) -> None:
+        """Ends the span of a request. What goes wrong with it is logged, and harms no request."""
+        try:
+            self._end(observed)
+        except Exception:
+            log.exception("a span was not written")
+
+    def _end(self, observed: Observed) -> None:
+        context = self._propagator.extract(observed.trace)
+        began = int(observed.began * 1e9)
+        span = self._tracer.start_span("llm_request", context, kind=self._kind, start_time=began)
+        for name, value in attributes(observed).items():
+            span.set_attribute(name, value)
+        if observed.status >= 500:
+            span.set_status(self._status(self._code.ERROR))
+        span.end()
+
+    def flush(self) -> None:
+        """Sends what waits, for two seconds at most."""
+        self._provider.force_flush(FLUSH_MS)
+
+
+def attributes(observed: Observed) -> dict[str, str | int | float]:
+    """vLLM's names. Counts are sums over the request's sequences, times those of its slowest one, in seconds."""
+    requests = [row.request for row in observed.rows]
+    params, before = requests[0].params, [None, *(r.prompt for r in requests)]
+    # Choices of one prompt are neighbours.
+    prompts = sum(len(r.prompt) for r, previous in zip(requests, before, strict=False) if r.prompt != previous)
+    found = {
+        "gen_ai.response.model": observed.model,
+        "gen_ai.request.id": observed.request_id,
+        "gen_ai.request.temperature": params.temperature,
+        "gen_ai.request.top_p": params.top_p,
+        "gen_ai.request.max_tokens": params.max_tokens,
+        "gen_ai.request.n": len(requests),
+        "gen_ai.usage.num_sequences": len(requests),
+        "gen_ai.usage.prompt_tokens": prompts,
+        "gen_ai.usage.completion_tokens": sum(len(r.tokens) for r in requests),
+    }
+
+    def slowest(name: str, later: str, earlier: str) -> None:
+        spans = [getattr(r.times, later) - getattr(r.times, earlier) for r in requests if r.times is not None]
+        if known := [s for s in spans if not isnan(s)]:
+            found[f"gen_ai.latency.{name}"] = max(known)
+
+    slowest("time_in_queue", "admitted", "submitted")
+    slowest("time_to_first_token", "first_token", "submitted")
+    slowest("e2e", "finished", "submitted")
+    slowest("time_in_model_prefill", "first_token", "admitted")
+    slowest("time_in_model_decode", "finished", "first_token")
+    slowest("time_in_model_inference", "finished", "admitted")
+    return found
