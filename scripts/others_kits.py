@@ -1,0 +1,61 @@
+"""SGLang's kits as test cases against a server of ours. Collected by pytest, which `others_tests.py` starts."""
+
+import contextlib
+import importlib
+import unittest
+
+import openai
+import requests
+from others_plugin import KEY, NAMES, Server, tokenizer_of_target
+
+# Module and class of each kit that a server alone can answer, with what its host class sets.
+KITS = {
+    ("abort_timeout_kit", "AbortAllMixin"): {},
+    ("anthropic_messages_kit", "AnthropicMessagesMixin"): {},
+    ("basic_api_contract_kit", "BasicAPIContractMixin"): {},
+    ("basic_decode_correctness_kit", "BasicDecodeCorrectnessMixin"): {},
+    ("basic_scheduler_stress_kit", "BasicSchedulerStressMixin"): {},
+    ("ebnf_constrained_kit", "EBNFConstrainedMixin"): {},
+    ("json_constrained_kit", "JSONConstrainedMixin"): {},
+    ("json_mode_kit", "JSONModeMixin"): {},
+    ("matched_stop_kit", "MatchedStopMixin"): {},
+    ("reasoning_kit", "ReasoningTokenUsageMixin"): {"reasoning_parser_name": "qwen3"},
+    ("reasoning_kit", "SeparateReasoningMixin"): {},
+    ("regex_constrained_kit", "RegexConstrainedMixin"): {},
+    ("spec_server_kits", "SpecCorrectnessKit"): {"acc_length_thres": 1.0, "batch_accept_len_thres": 1.0},
+    ("spec_server_kits", "SpecFeatureKit"): {},
+    ("spec_server_kits", "SpecGrammarKit"): {},
+    ("spec_server_kits", "SpecHiddenStatesKit"): {},
+    ("spec_server_kits", "SpecLogprobKit"): {},
+    ("spec_server_kits", "SpecPenaltyKit"): {},
+    ("spec_server_kits", "SpecSamplingMaskKit"): {},
+}
+
+
+class Host(unittest.TestCase):
+    """What SGLang's fixtures give to a kit."""
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        server = Server.get()
+        cls.base_url, cls.process, cls.model, cls.api_key = server.url, server.process, NAMES[0], KEY
+        cls.client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0)
+        cls.tokenizer = tokenizer_of_target()
+        cls.think_end_token_id = cls.tokenizer.convert_tokens_to_ids("</think>")
+
+    def send_request(self) -> None:
+        """A sequence beside those that are aborted."""
+        body = {"text": "The capital of France is", "sampling_params": {"temperature": 0, "max_new_tokens": 64}}
+        assert requests.post(f"{self.base_url}/generate", json=body).status_code == 200
+
+    def send_requests_abort(self) -> None:
+        """A client that goes away."""
+        body = {"text": "The capital of France is", "sampling_params": {"temperature": 0, "max_new_tokens": 1024}}
+        with contextlib.suppress(requests.Timeout):
+            requests.post(f"{self.base_url}/generate", json=body, timeout=0.5)
+
+
+for (module, name), values in KITS.items():
+    kit = getattr(importlib.import_module(f"sglang.test.kits.{module}"), name)
+    globals()[name] = type(name, (kit, Host), {**values, "__module__": __name__})
+del kit, Host

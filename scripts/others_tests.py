@@ -1,0 +1,192 @@
+"""vLLM's and SGLang's server tests against our server: which pass, which fail, which are not about a server like ours.
+
+    pip download --no-deps --no-binary :all: vllm      # a source distribution; or from its page
+    pip download --no-deps sglang
+    python scripts/others_tests.py --vllm DIR --sglang DIR --out benchmarks/others_tests.md
+
+DIR holds the unpacked source distribution or wheel. Nothing in it is changed, and nothing is fetched. Needs
+`pip install pytest-asyncio requests` beside the test extra. The servers are processes of this machine, with the bundled
+pair or with --target and --draft. A test is not ours where it is about a class of their package, a flag that our server
+refuses, a model that a small one cannot stand for, or LoRA, embeddings, images, sessions.
+"""
+
+import argparse
+import collections
+import datetime
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from dflash_jax.errors import InputError
+from dflash_jax.llm import TINY
+from dflash_jax.options import Parser, exit_code, versions
+
+HERE = Path(__file__).parent
+# vLLM's modules that talk to a server of text, by folder.
+MODULES = {
+    "openai/completion": ["completion", "prompt_validation", "token_in_token_out"],
+    "openai/chat_completion": [
+        "chat",
+        "chat_completion",
+        "chat_echo",
+        "chat_logit_bias_validation",
+        "completion_with_function_calling",
+        "enable_force_include_usage",
+        "include_reasoning",
+        "logprob_token_ids",
+        "root_path",
+        "thinking_token_budget",
+        "batched_chat_completions",
+    ],
+    "openai": ["chunked_prompt", "return_token_ids", "return_tokens_as_ids"],
+    "openai/models": ["models"],
+    "openai/responses": ["simple"],
+    "anthropic": ["messages"],
+    "serve/instrumentator": ["basic"],
+    "serve/tokenize": ["tokenization"],
+    "serve/middleware": ["optional_middleware"],
+}
+# Tests that fail for what they are about, and why: a pattern of the test's name or of its message, and the reason.
+NOT_OURS = [
+    (
+        r"test_capital_france|test_basic_math|test_color_completion|test_concurrent_requests|test_streaming_response"
+        r"|test_no_repetition_blowup|test_ascii_ratio",
+        "a model that knows the answer",
+    ),
+    (r"hidden_states", "hidden states are not returned"),
+    (r"SpecSamplingMask", "SGLang's sampling masks are not returned"),
+    (r"image|vision|audio", "images"),
+    (r"lora", "LoRA"),
+    (r"prompt_embeds", "embeddings as prompts"),
+    (r"beam_search", "beam search"),
+]
+
+
+def run_pytest(suite: str, tests: list[str], directory: Path, args, names: list[str]) -> list[dict]:
+    """Outcomes of ``tests``: ``{"test", "outcome", "reason"}``."""
+    with tempfile.TemporaryDirectory() as results:
+        path = Path(results) / "results.jsonl"
+        environment = os.environ | {
+            "OTHERS_TARGET": str(args.target),
+            "OTHERS_DRAFT": str(args.draft),
+            "OTHERS_RESULTS": str(path),
+            "OTHERS_NAMES": " ".join(names),
+            f"OTHERS_{suite.upper()}": str(directory),
+            "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")]),
+            "PYTHONDONTWRITEBYTECODE": "1",
+        }
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "others_plugin",
+            "-p",
+            "no:cacheprovider",
+            "-c",
+            os.devnull,
+        ]
+        command += ["--noconftest", "--tb=short", "--import-mode=importlib", f"--rootdir={directory}", *tests]
+        command += ["-k", args.k] if args.k else []
+        subprocess.run(command, env=environment, stdout=None if args.verbose else subprocess.DEVNULL, check=False)
+        if not path.exists():
+            raise InputError(f"{suite}: pytest collected no test; --verbose shows why")
+        lines = path.read_text(encoding="utf-8").splitlines()
+    # The last outcome of a test holds: its teardown may fail.
+    return list({line["test"]: line for line in map(json.loads, lines)}.values())
+
+
+def judged(result: dict) -> tuple[str, str]:
+    """("pass", "fail" or "not ours", and why)."""
+    if result["outcome"] == "passed":
+        return "pass", ""
+    reason = result["reason"].removeprefix("Skipped: ")
+    if result["outcome"] == "skipped":
+        return "not ours", reason
+    for pattern, why in NOT_OURS:
+        if re.search(pattern, result["test"], re.IGNORECASE):
+            return "not ours", why
+    return "fail", reason
+
+
+def table(suites: dict[str, list[dict]], heading: str) -> str:
+    """The page: counts of each module, then failures, then why others are not ours."""
+    lines = [heading, "", "| suite | module | pass | fail | not ours |", "|---|---|---|---|---|"]
+    failures, reasons = [], collections.Counter()
+    for suite, results in suites.items():
+        counts: dict[str, collections.Counter] = {}
+        for result in sorted(results, key=lambda r: r["test"]):
+            verdict, reason = judged(result)
+            path, _, rest = result["test"].partition("::")
+            module = rest.partition("::")[0] if suite == "sglang" else Path(path).as_posix().removeprefix("tests/")
+            counts.setdefault(module, collections.Counter())[verdict] += 1
+            if verdict == "fail":
+                failures.append(f"- `{module}` `{result['test'].rpartition('::')[2]}`: {reason}")
+            elif verdict == "not ours":
+                reasons[suite, reason.partition(" (")[0][:160]] += 1
+        total = sum(counts.values(), collections.Counter())
+        for module, count in [*counts.items(), ("**all**", total)]:
+            lines.append(f"| {suite} | {module} | {count['pass']} | {count['fail']} | {count['not ours']} |")
+    lines += ["", "Failures:", "", *(failures or ["none"]), "", "Not ours:", ""]
+    lines += [f"- {suite}, {count}: {reason}" for (suite, reason), count in reasons.most_common()]
+    return "\n".join(lines) + "\n"
+
+
+def modules(directory: Path) -> list[Path]:
+    """Files of `MODULES` that this version of vLLM has."""
+    root = directory / "tests/entrypoints"
+    paths = [root / folder / f"test_{name}.py" for folder, names in MODULES.items() for name in names]
+    return [path for path in paths if path.exists()]
+
+
+def model_names(directory: Path) -> list[str]:
+    """The names that vLLM's tests ask for."""
+    found = set()
+    for path in modules(directory):
+        found |= set(re.findall(r'^MODEL\w* = "([^"]+)"', path.read_text(encoding="utf-8"), re.MULTILINE))
+    return sorted(found)
+
+
+def run(argv: list[str] | None) -> int:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("--vllm", type=Path, metavar="DIR", help="an unpacked source distribution")
+    parser.add_argument("--sglang", type=Path, metavar="DIR", help="an unpacked wheel")
+    parser.add_argument("--target", default=TINY / "target", metavar="PATH", help="default: the bundled one")
+    parser.add_argument("--draft", default=TINY / "draft", metavar="PATH")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="also write the table there")
+    parser.add_argument("-k", metavar="EXPRESSION", help="pytest's: only these tests")
+    parser.add_argument("--verbose", action="store_true", help="pytest's output, too")
+    args = parser.parse_args(argv)
+    suites = {}
+    if args.sglang is not None:
+        if not (args.sglang / "sglang/test/kits").is_dir():
+            raise InputError(f"--sglang {args.sglang}: there is no sglang/test/kits")
+        suites["sglang"] = run_pytest(
+            "sglang", [str(HERE / "others_kits.py")], args.sglang.resolve(), args, ["default"]
+        )
+    if args.vllm is not None:
+        directory = args.vllm.resolve()
+        tests = [str(path) for path in modules(directory)]
+        if not tests:
+            raise InputError(f"--vllm {args.vllm}: there is no tests/entrypoints")
+        suites["vllm"] = run_pytest("vllm", tests, directory, args, ["default", *model_names(directory)])
+    if not suites:
+        raise InputError("give --vllm, --sglang, or both")
+    directories = ", ".join(d.name for d in (args.sglang, args.vllm) if d is not None)
+    heading = f"# Tests of others against our server\n\n{datetime.date.today()}, {directories}, {versions()}; target "
+    text = table(
+        suites, f"{heading}{Path(args.target).name if args.target != TINY / 'target' else 'the bundled pair'}."
+    )
+    print(text)
+    if args.out is not None:
+        args.out.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(lambda: run(None)))
