@@ -1,16 +1,16 @@
 """SGLang's kits as test cases against a server of ours. Collected by pytest, which `others_tests.py` starts."""
 
-import contextlib
 import importlib
 import unittest
 
 import openai
-import requests
 from others_plugin import KEY, NAMES, Server, tokenizer_of_target
 
+# Answers begin at once: most kits were written for models that do not think.
+PLAIN = ("--default-chat-template-kwargs", '{"enable_thinking": false}')
 # Module and class of each kit that a server alone can answer, with what its host class sets.
 KITS = {
-    ("abort_timeout_kit", "AbortAllMixin"): {},
+    ("abort_timeout_kit", "AbortAllMixin"): {"abort_all_max_new_tokens": 3000},
     ("anthropic_messages_kit", "AnthropicMessagesMixin"): {},
     ("basic_api_contract_kit", "BasicAPIContractMixin"): {},
     ("basic_decode_correctness_kit", "BasicDecodeCorrectnessMixin"): {},
@@ -19,8 +19,8 @@ KITS = {
     ("json_constrained_kit", "JSONConstrainedMixin"): {},
     ("json_mode_kit", "JSONModeMixin"): {},
     ("matched_stop_kit", "MatchedStopMixin"): {},
-    ("reasoning_kit", "ReasoningTokenUsageMixin"): {"reasoning_parser_name": "qwen3"},
-    ("reasoning_kit", "SeparateReasoningMixin"): {},
+    ("reasoning_kit", "ReasoningTokenUsageMixin"): {"options": (), "reasoning_parser_name": "qwen3"},
+    ("reasoning_kit", "SeparateReasoningMixin"): {"options": ()},
     ("regex_constrained_kit", "RegexConstrainedMixin"): {},
     ("spec_server_kits", "SpecCorrectnessKit"): {"acc_length_thres": 1.0, "batch_accept_len_thres": 1.0},
     ("spec_server_kits", "SpecFeatureKit"): {},
@@ -30,29 +30,25 @@ KITS = {
     ("spec_server_kits", "SpecPenaltyKit"): {},
     ("spec_server_kits", "SpecSamplingMaskKit"): {},
 }
+FIXTURE = importlib.import_module("sglang.test.server_fixtures.spec_eagle_fixture")
+# The requests that some kits send through their fixture.
+REQUESTS = next(c for c in vars(FIXTURE).values() if isinstance(c, type) and "run_decode" in vars(c))
 
 
 class Host(unittest.TestCase):
     """What SGLang's fixtures give to a kit."""
 
+    options = PLAIN
+    send_request, send_requests_abort = REQUESTS.send_request, REQUESTS.send_requests_abort
+    run_decode = REQUESTS.run_decode
+
     @classmethod
     def setUpClass(cls) -> None:
-        server = Server.get()
+        server = Server.get(cls.options)
         cls.base_url, cls.process, cls.model, cls.api_key = server.url, server.process, NAMES[0], KEY
         cls.client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0)
         cls.tokenizer = tokenizer_of_target()
         cls.think_end_token_id = cls.tokenizer.convert_tokens_to_ids("</think>")
-
-    def send_request(self) -> None:
-        """A sequence beside those that are aborted."""
-        body = {"text": "The capital of France is", "sampling_params": {"temperature": 0, "max_new_tokens": 64}}
-        assert requests.post(f"{self.base_url}/generate", json=body).status_code == 200
-
-    def send_requests_abort(self) -> None:
-        """A client that goes away."""
-        body = {"text": "The capital of France is", "sampling_params": {"temperature": 0, "max_new_tokens": 1024}}
-        with contextlib.suppress(requests.Timeout):
-            requests.post(f"{self.base_url}/generate", json=body, timeout=0.5)
 
 
 for (module, name), values in KITS.items():

@@ -37,7 +37,13 @@ KEY = "token-abc123"
 TEST_S, START_S = 180, 600
 # Their machine's: left out of a command for ours.
 MACHINE = {"--dtype": 1, "--max-num-seqs": 1, "--gpu-memory-utilization": 1, "--mem-fraction-static": 1, "--seed": 1}
-MACHINE |= {"--enforce-eager": 0, "--trust-remote-code": 0, "--attention-backend": 1, "--tensor-parallel-size": 1, "--max-model-len": 1}
+MACHINE |= {
+    "--enforce-eager": 0,
+    "--trust-remote-code": 0,
+    "--attention-backend": 1,
+    "--tensor-parallel-size": 1,
+    "--max-model-len": 1,
+}
 in_test = False
 
 
@@ -91,7 +97,7 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Stubs of packages that are not installed. SGLang's kits are real."""
 
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] not in STUBBED or name.startswith("sglang.test.kits."):
+        if name.split(".")[0] not in STUBBED or name.startswith(("sglang.test.kits.", "sglang.test.server_fixtures.")):
             return None
         return importlib.machinery.ModuleSpec(name, self, is_package=True)
 
@@ -255,6 +261,7 @@ def install() -> None:
         add_module("sglang", [root])
         add_module("sglang.test", [f"{root}/test"])
         add_module("sglang.test.kits", [f"{root}/test/kits"])
+        add_module("sglang.test.server_fixtures", [f"{root}/test/server_fixtures"])
         add_module("sglang.test.test_utils", **sglang_utils(Path(root) / "test/test_utils.py"))
         for name in ("sglang.srt.utils.hf_transformers_utils", "sglang.benchmark.utils"):
             add_module(name, get_tokenizer=tokenizer_of_target)

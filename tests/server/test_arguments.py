@@ -184,11 +184,9 @@ def test_hostile_json(flag, text, message):
     assert len(str(e.value)) < 400
 
 
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
-    max_leaves=20,
-)
+scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
+inner = scalars | st.lists(scalars, max_size=3) | st.dictionaries(st.text(), scalars, max_size=3)
+json_values = inner | st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3)
 
 
 @given(value=json_values)
