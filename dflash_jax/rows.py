@@ -33,6 +33,7 @@ class Piece:
             self.token_ids + later.token_ids,
             self.acceptance_lengths + later.acceptance_lengths,
             self.ends + [len(self.text) + end for end in later.ends],
+            self.starts + later.starts,
             None if self.logprobs is None else self.logprobs + (later.logprobs or []),
             later.finish_reason,
         )

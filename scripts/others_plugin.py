@@ -85,7 +85,8 @@ class Stub:
 
 class StubModule(types.ModuleType):
     def __getattr__(self, name: str):
-        if name.startswith("__"):
+        # pytest looks for hooks in every module.
+        if name.lower().startswith(("__", "pytest", "setup", "teardown")):
             raise AttributeError(name)
         return Stub(f"{self.__name__}.{name}")
 

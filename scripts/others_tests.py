@@ -5,8 +5,8 @@
     python scripts/others_tests.py --vllm DIR --sglang DIR --out benchmarks/others_tests.md
 
 DIR holds the unpacked source distribution or wheel. Nothing in it is changed, and nothing is fetched. Needs
-`pip install pytest-asyncio requests jsonschema` beside the test extra. The servers are processes of this machine, with the bundled
-pair or with --target and --draft. A test is not ours where it is about a class of their package, a flag that our server
+`pip install pytest-asyncio requests jsonschema` beside the test extra. The servers run on this machine, with the
+bundled pair or with --target and --draft. A test is not ours where it is about a class of their package, a flag that our server
 refuses, a model that a small one cannot stand for, or LoRA, embeddings, images, sessions.
 """
 

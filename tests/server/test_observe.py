@@ -125,9 +125,10 @@ def test_what_tracing_lacks_is_named(monkeypatch):
 
 
 def test_pieces_join():
-    first = Piece("ab", [1, 2], [2], [1, 2], [{"a": 1}, {"a": 2}])
-    last = Piece("cd", [3], [1], [2], [{"a": 3}], "stop")
-    assert first.joined(last) == Piece("abcd", [1, 2, 3], [2, 1], [1, 2, 4], [{"a": 1}, {"a": 2}, {"a": 3}], "stop")
+    first = Piece("ab", [1, 2], [2], [1, 2], [5, 6], [{"a": 1}, {"a": 2}])
+    last = Piece("cd", [3], [1], [2], [8], [{"a": 3}], "stop")
+    entries = [{"a": 1}, {"a": 2}, {"a": 3}]
+    assert first.joined(last) == Piece("abcd", [1, 2, 3], [2, 1], [1, 2, 4], [5, 6, 8], entries, "stop")
 
 
 @pytest.mark.parametrize("block_size", [1, 8])
@@ -145,7 +146,7 @@ def test_events_at_an_interval_bring_the_same_text(quiet, monkeypatch, block_siz
     found = choices()
     assert "".join(c["text"] for c in found) == whole["text"]
     assert [i for c in found for i in c["token_ids"]] == whole["token_ids"]
-    for name in ("tokens", "token_logprobs", "top_logprobs"):
+    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
         assert [x for c in found for x in c["logprobs"][name]] == whole["logprobs"][name]
     assert [c["finish_reason"] for c in found] == [None] * (len(found) - 1) + ["length"]
     assert all(len(c["token_ids"]) >= 10 for c in found[1:-1])
