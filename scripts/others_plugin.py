@@ -184,6 +184,10 @@ def translated(args) -> list[str]:
         flag = given.pop(0)
         if flag in MACHINE:
             del given[: MACHINE[flag]]
+        elif "lora" in flag:
+            # Servers for LoRA serve other tests, too.
+            while given and not given[0].startswith("--"):
+                del given[0]
         elif flag == "--served-model-name":
             while given and not given[0].startswith("-"):
                 NAMES.append(given.pop(0))
@@ -252,8 +256,11 @@ def install() -> None:
         utils = {"RemoteOpenAIServer": RemoteOpenAIServer, "RemoteVLLMServer": RemoteOpenAIServer}
         utils |= dict.fromkeys(("multi_gpu_test", "create_new_process_for_each_test"), passed_through)
         add_module("tests", [f"{VLLM}/tests"])
-        add_module("tests.utils", **utils)
+        add_module("tests.utils", ROCM_EXTRA_ARGS=[], ROCM_ENV_OVERRIDES={}, **utils)
         add_module("vllm")
+        add_module("vllm.transformers_utils")
+        hub = types.SimpleNamespace(snapshot_download=lambda **_: TARGET)
+        add_module("vllm.transformers_utils.repo_utils", hf_api=lambda: hub)
         add_module("vllm.tokenizers", get_tokenizer=tokenizer_of_target)
         add_module("vllm.utils")
         add_module("vllm.utils.network_utils", get_open_port=open_port)
