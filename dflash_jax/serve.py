@@ -223,8 +223,9 @@ class Runner:
                 # A compilation cannot be interrupted.
                 os._exit(128 + sig)
             return
-        log.info("%s: finishing %d requests", signal.Signals(sig).name, self.serving.in_flight)
+        # Before the message: a second signal may interrupt this handler.
         self._begin_draining()
+        log.info("%s: finishing %d requests", signal.Signals(sig).name, self.serving.in_flight)
 
     def _on_failure(self) -> None:
         log.error("exiting: the engine has failed")

@@ -156,7 +156,8 @@ def test_events_at_an_interval_bring_the_same_text(quiet, monkeypatch, block_siz
 def test_most_logprobs(quiet, monkeypatch):
     monkeypatch.setattr(quiet.serving, "limits", type(quiet.serving.limits)(logprobs=2))
     ask = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, "logprobs": True}
-    assert quiet.post("/v1/chat/completions", **ask, top_logprobs=2).status_code == 200
+    answer = quiet.post("/v1/chat/completions", **ask, top_logprobs=2)
+    assert answer.status_code == 200, answer.text
     for path, body in (
         ("/v1/chat/completions", ask | {"top_logprobs": 3}),
         ("/v1/completions", {"prompt": "a", "logprobs": 3}),
