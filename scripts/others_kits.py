@@ -4,10 +4,8 @@ import importlib
 import unittest
 
 import openai
-from others_plugin import KEY, NAMES, Server, tokenizer_of_target
+from others_plugin import KEY, NAMES, PLAIN, Server, tokenizer_of_target
 
-# Answers begin at once: most kits were written for models that do not think.
-PLAIN = ("--default-chat-template-kwargs", '{"enable_thinking": false}')
 # Module and class of each kit that a server alone can answer, with what its host class sets.
 KITS = {
     ("abort_timeout_kit", "AbortAllMixin"): {"abort_all_max_new_tokens": 3000},

@@ -34,6 +34,8 @@ RESULTS = os.environ["OTHERS_RESULTS"]
 # Names that requests may use, of any test module.
 NAMES = os.environ["OTHERS_NAMES"].split()
 KEY = "token-abc123"
+# Answers begin at once.
+PLAIN = ("--default-chat-template-kwargs", '{"enable_thinking": false}')
 TEST_S, START_S = 180, 600
 # Their machine's: left out of a command for ours.
 MACHINE = {"--dtype": 1, "--max-num-seqs": 1, "--gpu-memory-utilization": 1, "--mem-fraction-static": 1, "--seed": 1}
@@ -209,7 +211,9 @@ class RemoteOpenAIServer:
         args = vllm_serve_args if isinstance(vllm_serve_args, list | tuple) else []
         if (env_dict or {}).get("VLLM_SERVER_DEV_MODE"):
             pytest.skip("own classes: vLLM's development mode")
-        self.server = Server.get(translated(args))
+        # Most tests were written for models that answer at once.
+        options = translated(args)
+        self.server = Server.get(options if "--reasoning-parser" in options else [*PLAIN, *options])
         self.proc, self.uds = self.server.process, None
         self.host, _, port = self.server.url.split("//")[1].rpartition(":")
         self.port = int(port)
@@ -256,6 +260,7 @@ def install() -> None:
         utils = {"RemoteOpenAIServer": RemoteOpenAIServer, "RemoteVLLMServer": RemoteOpenAIServer}
         utils |= dict.fromkeys(("multi_gpu_test", "create_new_process_for_each_test"), passed_through)
         add_module("tests", [f"{VLLM}/tests"])
+        add_module("tests.entrypoints", [f"{VLLM}/tests/entrypoints"])
         add_module("tests.utils", ROCM_EXTRA_ARGS=[], ROCM_ENV_OVERRIDES={}, **utils)
         add_module("vllm")
         add_module("vllm.transformers_utils")

@@ -26,6 +26,7 @@ from dflash_jax.llm import TINY
 from dflash_jax.options import Parser, exit_code, versions
 
 HERE = Path(__file__).parent
+DEFAULTS = (None, TINY / "target", TINY / "draft")
 # vLLM's modules that talk to a server of text, by folder.
 MODULES = {
     "openai/completion": ["completion", "prompt_validation", "token_in_token_out"],
@@ -102,6 +103,7 @@ def run_pytest(suite: str, tests: list[str], directory: Path, args, names: list[
             *tests,
         ]
         command += ["-k", args.k] if args.k else []
+        command += ["-p", "tests.entrypoints.conftest"] if suite == "vllm" else []
         subprocess.run(command, env=environment, stdout=None if args.verbose else subprocess.DEVNULL, check=False)
         if not path.exists():
             raise InputError(f"{suite}: pytest collected no test; --verbose shows why")
@@ -162,6 +164,16 @@ def model_names(directory: Path) -> list[str]:
     return sorted(found)
 
 
+def heading(args) -> str:
+    """What was run: the command without its paths, the day, versions, the model."""
+    given = [f"--{name} DIR" for name in ("vllm", "sglang", "target", "draft") if getattr(args, name) not in DEFAULTS]
+    command = f"python scripts/others_tests.py {' '.join(given)}".replace("--draft DIR", f"--draft {args.draft}")
+    wheels = [] if args.sglang is None else [d.stem for d in args.sglang.glob("sglang-*.dist-info")]
+    sources = [] if args.vllm is None else [args.vllm.name]
+    found = ", ".join([*wheels, *sources, versions()])
+    return f"# Tests of others against our server\n\n`{command}`, {datetime.date.today()}: {found}."
+
+
 def run(argv: list[str] | None) -> int:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("--vllm", type=Path, metavar="DIR", help="an unpacked source distribution")
@@ -187,11 +199,7 @@ def run(argv: list[str] | None) -> int:
         suites["vllm"] = run_pytest("vllm", tests, directory, args, ["default", *model_names(directory)])
     if not suites:
         raise InputError("give --vllm, --sglang, or both")
-    directories = ", ".join(d.name for d in (args.sglang, args.vllm) if d is not None)
-    heading = f"# Tests of others against our server\n\n{datetime.date.today()}, {directories}, {versions()}; target "
-    text = table(
-        suites, f"{heading}{Path(args.target).name if args.target != TINY / 'target' else 'the bundled pair'}."
-    )
+    text = table(suites, heading(args))
     print(text)
     if args.out is not None:
         args.out.write_text(text, encoding="utf-8")

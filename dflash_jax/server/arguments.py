@@ -4,6 +4,7 @@ import argparse
 import logging
 import os
 import re
+import sys
 
 from dflash_jax.arguments import block_size
 from dflash_jax.config import MAX_LOGPROBS
@@ -24,7 +25,18 @@ KEYS_VARIABLE = "DFLASH_API_KEY"
 VARIABLES = ("SGLANG_ENABLE_SPEC_V2", "SGLANG_ENABLE_DFLASH_SPEC_V2", "SGLANG_ENABLE_OVERLAP_PLAN_STREAM")
 
 
+def _with_dashes(word: str) -> str:
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value if word.startswith("--") else word
+
+
 class ServerParser(Parser):
+    """Flags may be written with underscores, as vLLM's may."""
+
+    def parse_known_args(self, args=None, namespace=None):
+        words = sys.argv[1:] if args is None else list(args)
+        return super().parse_known_args([_with_dashes(word) for word in words], namespace)
+
     def error(self, message: str):
         if message.startswith("unrecognized arguments"):
             message += " (--help lists the options; the README has a table of vLLM's and SGLang's)"

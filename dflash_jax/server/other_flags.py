@@ -52,7 +52,8 @@ NOTHING = (
         --enable-layerwise-nvtx-marker --ray-workers-use-nsight --enable-layerwise-nvtx-tracing
         --speculative-boundary-reduction= --speculative-attention-mode= --speculative-draft-attention-backend=
         --speculative-dsa-topk-backend= --speculative-moe-runner-backend= --speculative-moe-a2a-backend=
-        --guided-decoding-backend= --disable-flashinfer
+        --guided-decoding-backend= --structured-outputs-config.backend=
+        --disable-flashinfer
         """,
     ),
     Group("only text is served", "--language-model-only"),

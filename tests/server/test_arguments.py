@@ -69,6 +69,8 @@ ALIASED = [
     (["--shutdown-timeout", "5"], "drain_s", 5.0),
     (["--log-requests"], "enable_log_requests", True),
     (["--uvicorn-log-level", "error"], "log_level", "error"),
+    (["--max_model_len", "100"], "max_len", 100),
+    (["--served_model_name=a_b"], "served_model_name", ["a_b"]),
     (["--enable-trace"], "otlp_traces_endpoint", "http://localhost:4317"),
 ]
 

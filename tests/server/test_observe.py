@@ -1,6 +1,7 @@
 """The log of requests, their spans, and events at an interval."""
 
 import contextlib
+import dataclasses
 import gzip
 import http.server
 import json
@@ -154,7 +155,7 @@ def test_events_at_an_interval_bring_the_same_text(quiet, monkeypatch, block_siz
 
 
 def test_most_logprobs(quiet, monkeypatch):
-    monkeypatch.setattr(quiet.serving, "limits", type(quiet.serving.limits)(logprobs=2))
+    monkeypatch.setattr(quiet.serving, "limits", dataclasses.replace(quiet.serving.limits, logprobs=2))
     ask = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, "logprobs": True}
     answer = quiet.post("/v1/chat/completions", **ask, top_logprobs=2)
     assert answer.status_code == 200, answer.text
