@@ -163,8 +163,7 @@ def running(serving) -> Iterator[None]:
         yield
     finally:
         serving.engine.stop()
-        if serving.grammar is not None:
-            serving.grammar.stop()
+        serving.stop_workers()
 
 
 def run(own, args, system) -> int:

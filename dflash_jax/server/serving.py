@@ -155,6 +155,12 @@ class Serving:
             return "its thread has ended"
         return self.engine.engine.failure
 
+    def stop_workers(self) -> None:
+        """Ends the processes of templates and grammars, for good."""
+        for processes in (self.templates, self.grammar):
+            if processes is not None:
+                processes.stop()
+
     def check_model(self, model: str | None) -> None:
         if model and model not in (*self.names, ANY_MODEL):
             raise ApiError(404, f"model {model!r} is not served here: {', '.join(self.names)}", "model")

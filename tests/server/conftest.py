@@ -90,10 +90,10 @@ class Running:
         return found.json()
 
     def stop(self) -> None:
-        self.serving.templates.stop()
         self.http.close()
         self._server.should_exit = True
         self._thread.join()
+        self.serving.stop_workers()
 
     def idle(self) -> bool:
         """Whether every slot comes back."""

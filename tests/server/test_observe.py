@@ -15,6 +15,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from dflash_jax.errors import InputError
 from dflash_jax.rows import Piece
 from dflash_jax.server.observe import Observer, RequestLog
+from dflash_jax.server.serving import Serving
 from dflash_jax.server.tracing import Tracer
 from tests.server.conftest import NAME, Running
 
@@ -24,7 +25,9 @@ PROMPT = "def private(value):"
 @contextlib.contextmanager
 def observed(server, begin=(), end=()):
     """The same model behind another address, with observers."""
-    running = Running(server.serving, around=lambda app: Observer(app, begin, end))
+    serving = Serving(server.serving.llm, server.serving.engine, server.serving.names)
+    serving.is_ready = True
+    running = Running(serving, around=lambda app: Observer(app, begin, end))
     try:
         yield running
     finally:
