@@ -33,9 +33,9 @@ def test_answers_are_marked(tmp_path):
     llm, data = LLM(None, None), tmp_path / "talks.jsonl"
     data.write_text("".join(json.dumps({"messages": t}) + "\n" for t in TALKS))
     for document, talk in zip(read_documents([data], llm.tokenizer, 512), TALKS, strict=True):
-        said = llm.tokenizer._decode(document.tokens[document.mask].tolist())
+        said = llm.tokenizer.decode(document.tokens[document.mask].tolist())
         assert said.strip().endswith(talk[1]["content"].strip())
-        asked = llm.tokenizer._decode(document.tokens[~document.mask].tolist())
+        asked = llm.tokenizer.decode(document.tokens[~document.mask].tolist())
         assert talk[0]["content"] in asked
         assert talk[1]["content"] not in asked
 
@@ -47,7 +47,7 @@ def test_answers_of_several_turns_are_marked(template):
         tokenizer._full.chat_template = template
     talk = [{"role": r, "content": c} for r, c in zip(["user", "assistant", "user", "assistant"], "abcd", strict=True)]
     tokens, mask = tokenizer.mark_answers(talk, "here")
-    learned = tokenizer._encode("b<|im_end|>\n", False) + tokenizer._encode("d<|im_end|>\n", False)
+    learned = tokenizer.encode_plain("b<|im_end|>\n") + tokenizer.encode_plain("d<|im_end|>\n")
     assert [t for t, m in zip(tokens, mask, strict=True) if m] == learned
 
 
