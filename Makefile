@@ -1,6 +1,7 @@
 # make demo [EXTRA=cuda13|tpu]   set up and generate text with the bundled pair
-# make check-long LM_EVAL=PYTHON lm-eval against our server, by a Python that has lm-eval[api]
 # make test                      set up with the test extras, lint, run every test
+# make check-long                what takes too long for every change: the suite without the kernels, and on one thread;
+#                                the server under attack; with LM_EVAL=PYTHON, which has lm-eval[api], lm-eval against it
 PYTHON ?= python3
 EXTRA ?=
 VENV := .venv
@@ -19,7 +20,10 @@ test: $(VENV)/.test
 	$(BIN)/python -m pytest -n logical --dist loadfile --no-loadscope-reorder
 
 check-long: $(VENV)/.test
-	$(BIN)/python scripts/check_lm_eval.py $(if $(LM_EVAL),--lm-eval-python $(LM_EVAL))
+	CXX=/bin/false $(BIN)/python -m pytest -n logical --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 taskset -c 0 $(BIN)/python -m pytest -p no:xdist
+	$(BIN)/python scripts/attack_server.py --markdown benchmarks/attack.md
+	$(if $(LM_EVAL),$(BIN)/python scripts/check_lm_eval.py --lm-eval-python $(LM_EVAL))
 
 python:
 	$(if $(shell command -v $(PYTHON)),,$(error $(PYTHON) is not there: Python 3.11 or later is needed (make PYTHON=...)))
