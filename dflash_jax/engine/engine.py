@@ -309,8 +309,8 @@ class Engine:
             self._measure(ticket, outcome, done)
             self._last_done = done
             for i, request in enumerate(ticket.requests):
-                if request.finish_reason is None and (event := self._take(request, ticket, outcome, i)):
-                    events.append(event)
+                if request.finish_reason is None:
+                    events += self._take(request, ticket, outcome, i)
         return events
 
     @staticmethod
@@ -328,12 +328,30 @@ class Engine:
             seconds = done - max(ticket.started, self._last_done)
             self.policy.observe_seconds(*key, seconds / rounds, rounds)
 
-    def _take(self, request: Request, ticket: _Ticket, outcome: Outcome, i: int) -> Event | None:
+    def _take(self, request: Request, ticket: _Ticket, outcome: Outcome, i: int) -> list[Event]:
         tokens, accepted, done = outcome.tokens[i], outcome.accepted[i], outcome.done[i]
         if not tokens:
-            return None
-        if tokens[-1] < 0:
-            return self._end(request, "error", [], [], error=self._no_token(request, tokens))
+            return []
+        if tokens[-1] >= 0:
+            return [self._take_tokens(request, ticket, outcome, i, tokens, accepted, done)]
+        # The tokens before count as if they had come alone: a stop string among them ends the text first.
+        *tokens, wrong = tokens
+        accepted = _trimmed(accepted, len(tokens))
+        events = [self._take_tokens(request, ticket, outcome, i, tokens, accepted, False)] if tokens else []
+        if request.finish_reason is None:
+            events.append(self._end(request, "error", [], [], error=self._no_token(request, wrong)))
+        return events
+
+    def _take_tokens(
+        self,
+        request: Request,
+        ticket: _Ticket,
+        outcome: Outcome,
+        i: int,
+        tokens: list[int],
+        accepted: list[int],
+        done: bool,
+    ) -> Event:
         width = ticket.dispatch.widths[i]
         own = self._acceptance[request]
         for n in accepted:
@@ -376,10 +394,10 @@ class Engine:
         mask, request.mask = request.mask, None
         mask.close()
 
-    def _no_token(self, request: Request, tokens: list[int]) -> Exception:
-        """Why the last of the ``tokens`` is none."""
-        behind = len(request.tokens) + len(tokens) - 1
-        if tokens[-1] == NOTHING_ALLOWED:
+    def _no_token(self, request: Request, wrong: int) -> Exception:
+        """Why no token follows a request's own: ``wrong`` as in `sampling.checked`."""
+        behind = len(request.tokens)
+        if wrong == NOTHING_ALLOWED:
             return InputError(f"the text's form, penalties or biases leave no token behind {behind} new ones")
         log.error("a request ended: the model's logits are not finite")
         # What was computed from the same numbers may be among the known prefixes.

@@ -8,7 +8,6 @@ from functools import reduce
 import numpy as np
 
 from dflash_jax.engine.request import MaskProvider, ReadyMasks
-from dflash_jax.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -76,8 +75,6 @@ class TokenRules(ReadyMasks):
     def __init__(self, rules: Rules, vocab: int):
         budget = rules.budget
         self._rules, self._vocab = rules, vocab
-        # The masks that the next tokens are drawn under.
-        self._rows: Sequence[np.ndarray] = ()
         looked_at = [len(word) - 1 for word in rules.bad_words]
         looked_at += [len(budget.close_ids)] if budget else []
         # Those of several tokens, by the last but one.
@@ -88,13 +85,11 @@ class TokenRules(ReadyMasks):
         self._tail_size = max(looked_at, default=0)
         is_open = budget is not None and budget.is_open
         self._progress = _Progress(0, (), 0 if is_open else None, None if budget is None or is_open else 0)
-        ids = range(vocab) if rules.allowed is None else rules.allowed
-        self._base = packed([ids], vocab)[0]
+        self._base = _everything(vocab) if rules.allowed is None else packed([rules.allowed], vocab)[0]
         _forbid(self._base, [word[0] for word in rules.bad_words if len(word) == 1])
 
     def take(self, tokens: Sequence[int]) -> None:
-        _check(tokens, self._rows)
-        self._progress, self._rows = reduce(self._after, tokens, self._progress), ()
+        self._progress = reduce(self._after, tokens, self._progress)
 
     def masks(self, drafts: Sequence[int]) -> np.ndarray:
         """Packed bits uint32 [drafts + 1, ceil(V / 32)]."""
@@ -102,8 +97,7 @@ class TokenRules(ReadyMasks):
         for draft in drafts:
             rows.append(self._mask(progress))
             progress = self._after(progress, draft)
-        self._rows = np.stack([*rows, self._mask(progress)])
-        return self._rows
+        return np.stack([*rows, self._mask(progress)])
 
     @property
     def is_over(self) -> bool:
@@ -157,12 +151,8 @@ class CombinedMasks:
     def __init__(self, providers: Sequence[MaskProvider]):
         self._providers = list(providers)
         self._answers: list[np.ndarray | None] = []
-        # The masks that the next tokens are drawn under.
-        self._rows: Sequence[np.ndarray] = ()
 
     def take(self, tokens: Sequence[int]) -> None:
-        _check(tokens, self._rows)
-        self._rows = ()
         for provider in self._providers:
             provider.take(tokens)
 
@@ -178,8 +168,7 @@ class CombinedMasks:
                 self._answers[i] = provider.answer(max(0.0, until - time.monotonic()))
         if any(answer is None for answer in self._answers):
             return None
-        self._rows = np.bitwise_and.reduce(self._answers)
-        return self._rows
+        return np.bitwise_and.reduce(self._answers)
 
     @property
     def is_over(self) -> bool:
@@ -198,10 +187,10 @@ def packed(rows: Sequence[Sequence[int]], vocab: int) -> np.ndarray:
     return np.packbits(bits, axis=1, bitorder="little").view("<u4")
 
 
-def _check(tokens: Sequence[int], rows: Sequence[np.ndarray]) -> None:
-    """Raises InputError where a token was drawn under a mask that forbids all of them."""
-    if any(not row.any() for _, row in zip(tokens, rows, strict=False)):
-        raise InputError("no token is left that min_tokens, bad_words, allowed_token_ids and the text's form all allow")
+def _everything(vocab: int) -> np.ndarray:
+    """The mask that allows all tokens: uint32 [ceil(V / 32)]."""
+    bits = np.arange(-(-vocab // 32) * 32) < vocab
+    return np.packbits(bits, bitorder="little").view("<u4")
 
 
 def _forbid(row: np.ndarray, ids: Sequence[int]) -> None:

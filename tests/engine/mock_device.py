@@ -11,6 +11,7 @@ from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.options import Options
 from dflash_jax.engine.request import Request
 from dflash_jax.params import SamplingParams
+from dflash_jax.sampling import NOTHING_ALLOWED
 
 VOCAB, END = 50, 0
 
@@ -50,6 +51,8 @@ class MockDevice:
         # (prompts, tokens of each, rows of a shard) of each prefill.
         self.calls = []
         self.fail, self.pause, self.ends = False, 0.0, True
+        # New tokens behind which none is possible.
+        self.no_token_behind = None
         self.reset()
 
     def reset(self):
@@ -111,6 +114,9 @@ class MockDevice:
                 for _ in range(self.random.randint(1, width)):
                     row.tokens.append(next_token(row.tokens) if masks is None or masks[i] is None else masks[i])
                     n += 1
+                    if len(row.tokens) - len(row.prompt) - 1 == self.no_token_behind:
+                        row.tokens[-1], row.done = NOTHING_ALLOWED, True
+                        break
                     if (row.tokens[-1] == END and self.ends) or len(row.tokens) == row.limit:
                         row.done = True
                         break

@@ -129,3 +129,30 @@ def test_in_aligned_windows_masks_begin_behind_the_known_tokens():
         answer, _ = one.answer()
         assert (answer[0, :place] == 0xFFFFFFFF).all()
         assert (answer[0, place:, 0] == 1 << (3 + len(r.tokens))).all()
+
+
+@pytest.mark.parametrize("block_size", [1, 16])
+@pytest.mark.parametrize("stop_at", [2, 5, None])
+def test_tokens_before_an_impossible_one_count(block_size, stop_at):
+    """However many tokens a dispatch brings: a stop string among them ends the text, and a stream has them all."""
+    e, seen = engine(slots=1), []
+    e.device.no_token_behind = 5
+
+    def monitor(tokens):
+        for i, token in enumerate(tokens):
+            seen.append(token)
+            if len(seen) == stop_at:
+                return i + 1
+        return None
+
+    e.submit(r := request([9, 9], 40, monitor=monitor, block_size=block_size))
+    events = run(e)
+    right = expected([9, 9], 5)[:stop_at]
+    assert r.tokens == [token for event in events for token in event.tokens] == right
+    assert sum(n for event in events for n in event.accepted) == len(right)
+    if stop_at is None:
+        assert r.finish_reason == "error"
+        assert "leave no token behind 5 new ones" in str(events[-1].error)
+    else:
+        assert r.finish_reason == "stop"
+    assert e.free_slots == 1

@@ -8,7 +8,6 @@ from mock_device import engine, request, run
 
 from dflash_jax.engine.request import ReadyMasks
 from dflash_jax.engine.token_rules import CombinedMasks, Rules, ThinkingBudget, TokenRules, packed
-from dflash_jax.errors import InputError
 
 VOCAB, STOPS, OPEN, CLOSE = 40, (0, 33), (5,), (6,)
 tokens = st.integers(0, VOCAB - 1)
@@ -163,15 +162,3 @@ def test_blank_tokens_may_stand_before_a_thought():
     masks = TokenRules(Rules(budget=ThinkingBudget(1, (5, 4), CLOSE, False, (9,))), VOCAB)
     masks.take([9, 5, 9])
     assert masks.is_over
-
-
-def test_where_no_token_is_left_the_request_ends_with_an_error():
-    """Of one rule, and of several masks together; the token that is drawn all the same is no part of any text."""
-    alone = TokenRules(Rules(min_tokens=2, stop_ids=(3,), allowed=(3,)), VOCAB)
-    both = CombinedMasks([TokenRules(Rules(allowed=(2, 3)), VOCAB), Late()])
-    for masks in (alone, both):
-        masks.ask([])
-        while masks.answer(0.0) is None:
-            pass
-        with pytest.raises(InputError, match="no token is left"):
-            masks.take([3])
