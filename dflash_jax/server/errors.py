@@ -77,7 +77,7 @@ def as_api_error(error: Exception) -> ApiError:
 # Of a field's name, as messages repeat it.
 MOST_CHARACTERS = 64
 # What a value must be, by pydantic's type of error.
-KINDS = {
+VALUE_KINDS = {
     "string_type": "a string",
     "list_type": "a list",
     "int_type": "a whole number",
@@ -124,7 +124,7 @@ def _kind(error: dict) -> str | None:
         return error["ctx"]["expected"]
     if error["type"] == "union_tag_invalid":
         return error["ctx"]["expected_tags"].replace(", ", " or ")
-    return KINDS.get(error["type"])
+    return VALUE_KINDS.get(error["type"])
 
 
 def of_validation(error: RequestValidationError) -> ApiError:

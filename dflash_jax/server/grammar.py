@@ -300,7 +300,7 @@ class GrammarProcesses:
                 raise ApiError(503, process.reason) from None
             if process.pid is not None or is_last:
                 raise InputError(self._too_much(constraint)) from None
-            self._nursery.lose()
+            self._nursery.lose(process.parent)
             return None
         finally:
             self._compiling.remove(process)

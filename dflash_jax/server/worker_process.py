@@ -30,12 +30,13 @@ class Nursery:
     def __init__(self, module: str, first: dict, failure: str):
         self._module, self._first, self._failure = module, first, failure
         self._socket: socket.socket | None = None
-        self._lock, self._has_stopped = threading.Lock(), False
+        # One start at a time, which may take long; the other lock is never held for long.
+        self._starting, self._lock, self._has_stopped = threading.Lock(), threading.Lock(), False
         self._starter = ThreadPoolExecutor(1, f"{module.rpartition('.')[2]}-start")
 
     def start(self) -> None:
         """Starts the process, where it does not run. Raises InputError where it does not get ready."""
-        with self._lock:
+        with self._starting:
             if self._socket is not None:
                 return
             ours, other = socket.socketpair()
@@ -59,22 +60,27 @@ class Nursery:
                 process.kill()
                 raise InputError(self._failure) from None
             ours.settimeout(None)
-            if self._has_stopped:
-                ours.close()
-                raise InputError("the server has been stopped")
-            self._socket = ours
-
-    def lose(self) -> None:
-        """Ends the process: its socket is all that it waits for."""
-        with self._lock:
-            ours, self._socket = self._socket, None
-        if ours is not None:
+            with self._lock:
+                if not self._has_stopped:
+                    self._socket = ours
+                    return
             ours.close()
+            raise InputError("the server has been stopped")
+
+    def lose(self, connection: socket.socket | None) -> None:
+        """Ends the process that ``connection`` belongs to, unless another one has been started since: its socket is
+        all that it waits for."""
+        with self._lock:
+            if connection is None or connection is not self._socket:
+                return
+            self._socket = None
+        connection.close()
 
     def stop(self) -> None:
         """Ends the process, for good."""
-        self._has_stopped = True
-        self.lose()
+        with self._lock:
+            self._has_stopped, connection = True, self._socket
+        self.lose(connection)
         self._starter.shutdown(wait=False)
 
     async def forked(self) -> "WorkerProcess":
@@ -84,11 +90,12 @@ class Nursery:
                 raise InputError("the server has been stopped")
             if self._socket is None:
                 await asyncio.get_running_loop().run_in_executor(self._starter, self.start)
+            connection = self._socket
             with contextlib.suppress(OSError, AttributeError):
-                process = WorkerProcess(self._socket)
+                process = WorkerProcess(connection)
                 process.socket.setblocking(False)
                 return process
-            self.lose()
+            self.lose(connection)
         raise OSError("the nursery has ended")
 
 
@@ -96,6 +103,7 @@ class WorkerProcess:
     """A process that ``parent``, a socket to another one, was asked for.
 
     Attributes:
+        parent: The socket to the process that forks it.
         pid: Its process id, once it has said it.
         reason: Why the server ended it.
         is_abandoned: Whether it is to be ended as soon as that is possible.
@@ -113,6 +121,7 @@ class WorkerProcess:
             except OSError:
                 self.socket.close()
                 raise
+        self.parent = parent
         self.pid: int | None = None
         self.reason: str | None = None
         self.is_abandoned = False

@@ -155,3 +155,18 @@ def test_files_of_keys_that_cannot_be(tmp_path):
     for path in (empty, tmp_path / "missing", tmp_path):
         with pytest.raises(InputError, match="--api-key-file"):
             parse(["--api-key-file", str(path)])
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        (400, "invalid_request_error"),
+        (401, "authentication_error"),
+        (404, "not_found_error"),
+        (413, "invalid_request_error"),
+        (429, "rate_limit_error"),
+        (503, "server_error"),
+    ],
+)
+def test_errors_have_the_types_of_openai(code, kind):
+    assert ApiError(code, "a reason").body["error"]["type"] == kind

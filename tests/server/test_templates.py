@@ -159,8 +159,13 @@ def test_processes_are_kept_and_replaced(start):
     assert "Be brief." in rendered(templates, None)[0]
     # So is the process that forks them.
     templates._end(templates._idle.pop())
-    templates._nursery.lose()
+    lost = templates._nursery._socket
+    templates._nursery.lose(lost)
     assert "Be brief." in rendered(templates, None)[0]
+    # One that is lost twice, by two requests of its own, does not end its successor.
+    successor = templates._nursery._socket
+    templates._nursery.lose(lost)
+    assert templates._nursery._socket is successor is not lost
 
 
 def test_too_many_wait(start):
