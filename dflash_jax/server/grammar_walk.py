@@ -118,11 +118,14 @@ class GrammarWalk:
         self._phase = {"open": "thought", "possible": "undecided", "none": "grammar"}[thought]
         # The end of the thought so far, as long as the closing tag's own tokens.
         self._tail: tuple[int, ...] = ()
+        # A matcher that has reached a limit is lost: the next one begins here, and consumes the same tokens.
+        self._beginning, self._consumed = matcher.deep_copy(), []
 
     def take(self, tokens: Sequence[int]) -> None:
         """Goes past tokens that were drawn. Raises InputError for one that the grammar refuses."""
         for token in tokens:
-            self._phase, self._tail, _ = self._step(self._phase, self._tail, token)
+            self._phase, self._tail, consumed = self._step(self._phase, self._tail, token)
+            self._consumed += [token] * consumed
 
     def _step(self, phase: str, tail: tuple[int, ...], token: int) -> tuple[str, tuple[int, ...], int]:
         """The phase behind a token, and how many tokens (0 or 1) the grammar consumed."""
@@ -153,13 +156,19 @@ class GrammarWalk:
         return (int.from_bytes(allowed, "little") | self.tokens.bits(besides)).to_bytes(len(allowed), "little")
 
     def masks(self, drafts: Sequence[int]) -> list[bytes]:
-        """Masks behind what was taken, and behind each of the ``drafts`` up to the first that is forbidden."""
+        """Masks behind what was taken, and behind each of the ``drafts`` up to the first that is forbidden, or behind
+        which a limit is reached: there no token is allowed. A draft may never be drawn, so it is no error yet."""
         masks, phase, tail, consumed = [self._mask(self._phase)], self._phase, self._tail, 0
         for draft in drafts:
             if not masks[-1][draft // 8] >> draft % 8 & 1:
                 break
-            phase, tail, more = self._step(phase, tail, draft)
-            consumed += more
-            masks.append(self._mask(phase))
+            try:
+                phase, tail, more = self._step(phase, tail, draft)
+                consumed += more
+                masks.append(self._mask(phase))
+            except InputError:
+                self.matcher = self._beginning.deep_copy()
+                self.matcher.try_consume_tokens(self._consumed)
+                return [*masks, bytes(self.tokens.mask_bytes)]
         self.matcher.rollback(consumed)
         return masks

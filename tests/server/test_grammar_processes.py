@@ -14,8 +14,10 @@ from hostile import chained_rules, linked_definitions, many_terms, slow_expressi
 
 from dflash_jax.errors import InputError
 from dflash_jax.llm import TINY
+from dflash_jax.server import grammar_walk
 from dflash_jax.server.errors import ApiError
 from dflash_jax.server.grammar import Constraint, GrammarLimits, GrammarProcesses, grammar_tokens
+from dflash_jax.server.grammar_walk import GrammarWalk
 from dflash_jax.text import Tokenizer
 
 LIMITS = GrammarLimits(compile_s=60, wait_s=120.0, step_s=120.0)
@@ -300,3 +302,28 @@ def test_objects_are_closed_and_what_is_left_out_is_told(processes):
 def test_too_many_characters_are_refused_by_number(processes, value):
     (error,) = compiled(processes(), Constraint("regex", value, "f"))
     assert "at most 65536 are possible" in str(error)
+
+
+def test_a_limit_behind_a_draft_is_no_error_before_the_draft_is_drawn(monkeypatch):
+    """Without a drafter, nothing would have looked there."""
+    monkeypatch.setitem(grammar_walk._LIMITS, "max_items_in_row", 100)
+    tokenizer = Tokenizer(TINY / "target")
+    tokens = grammar_tokens(tokenizer, 512, (2, 0))
+    many = " | ".join(f'"{i}" r{i}' for i in range(300))
+    rules = "\n".join(f'r{i}: "x{i}"' for i in range(300))
+    (matcher, _) = tokens.matcher("grammar", f'start: "z"? ("a" "c" | "b" many)\nmany: {many}\n{rules}', "f")
+    a, b, c, z = (tokenizer.encode_plain(letter)[0] for letter in "abcz")
+    walk = GrammarWalk(tokens, matcher)
+    walk.take([z])
+    first, behind = walk.masks([b, c])
+    assert first[b // 8] >> b % 8 & 1
+    assert not any(behind)
+    # The walk is where it was.
+    assert walk.masks([]) == [first]
+    walk.take([a])
+    (last,) = walk.masks([])
+    assert [i for i in range(512) if last[i // 8] >> i % 8 & 1] == [c]
+    # Drawn, it is an error.
+    other = GrammarWalk(tokens, tokens.matcher("grammar", f'start: "b" many\nmany: {many}\n{rules}', "f")[0])
+    with pytest.raises(InputError, match="cannot be kept any longer"):
+        other.take([b])
