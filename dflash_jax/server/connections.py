@@ -32,6 +32,7 @@ class ConnectionLimits:
         stall_s: Seconds that a body may pause.
         body_s: Seconds in which a body must arrive.
         idle_s: Seconds that a connection may wait between two requests.
+        unread_s: Seconds in which a client must read something of an answer that waits for it.
         discard_bytes: Bytes of a refused request that are read, so that its client can read the answer.
         discard_s: Seconds for reading them.
     """
@@ -45,6 +46,7 @@ class ConnectionLimits:
     stall_s: float = 20.0
     body_s: float = 300.0
     idle_s: float = 65.0
+    unread_s: float = 120.0
     discard_bytes: int = 2**26
     discard_s: float = 10.0
 
@@ -67,6 +69,8 @@ class LimitedProtocol(HttpToolsProtocol):
         # Bytes that came behind an answer to a request that was not whole.
         self._discarded = 0
         self._has_many_lines = False
+        # Bytes of answers that the client has not read, and when it last read some.
+        self._unread, self._read = 0, 0.0
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:
@@ -86,6 +90,10 @@ class LimitedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
         if self._timer is not None:
             self._timer.cancel()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread, self._read = self.transport.get_write_buffer_size(), self.loop.time()
 
     @property
     def is_waiting(self) -> bool:
@@ -206,9 +214,13 @@ class LimitedProtocol(HttpToolsProtocol):
             return self._began + limits.head_s
         if self._phase == "body" and not self.flow.read_paused:
             return min(self._heard + limits.stall_s, self._began + limits.body_s)
+        if self.flow.write_paused:
+            if (unread := self.transport.get_write_buffer_size()) < self._unread:
+                self._unread, self._read = unread, now
+            return self._read + limits.unread_s
         if self.is_waiting:
             return self._heard + limits.idle_s
-        return now + min(limits.head_s, limits.stall_s, limits.idle_s)
+        return now + min(limits.head_s, limits.stall_s, limits.idle_s, limits.unread_s)
 
     def _expire(self) -> None:
         if self._phase in ("head", "body") and self.headers is not None and not self._is_refused:

@@ -15,6 +15,8 @@ from dflash_jax.server.connections import ConnectionLimits, protocol
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n"
 POST = b"POST / HTTP/1.1\r\nHost: x\r\n"
 WHOLE = GET + b"\r\n"
+# The end of an answer to /endless.
+has_ended = threading.Event()
 
 
 async def application(scope, receive, send) -> None:
@@ -24,6 +26,13 @@ async def application(scope, receive, send) -> None:
         if message["type"] == "http.disconnect":
             return
         size, more = size + len(message["body"]), message["more_body"]
+    if scope["path"] == "/endless":
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        gone = asyncio.ensure_future(receive())
+        while not gone.done():
+            await send({"type": "http.response.body", "body": bytes(2**16), "more_body": True})
+        has_ended.set()
+        return
     body = str(size).encode()
     headers = [(b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -199,6 +208,12 @@ def test_an_answer_before_a_body_that_does_not_come(serve):
     connection.sendall(b"POST /early HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n")
     assert read(connection) == (200, b"0")
     assert is_closed(connection)
+
+
+def test_an_answer_that_is_not_read(serve):
+    connection = serve(unread_s=0.2)()
+    connection.sendall(b"GET /endless HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert has_ended.wait(60)
 
 
 def test_many_requests_at_once(serve):
