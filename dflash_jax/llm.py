@@ -401,7 +401,7 @@ class LLM:
             raise InputError("bad_words need a tokenizer, and this checkpoint has none: use logit_bias")
         found = []
         for word in words:
-            plain, spaced = (tuple(self.tokenizer.encode_plain(space + word.lstrip())) for space in ("", " "))
+            plain, spaced = (self.tokenizer.encode_word(space + word.lstrip()) for space in ("", " "))
             if not plain:
                 raise InputError(f"bad_words has {word!r}: it must have a character beside spaces")
             found.append(plain)

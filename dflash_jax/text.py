@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 import jinja2
@@ -30,6 +30,8 @@ RESERVED = {
     "tokenize",
     "tools",
 }
+# Words whose tokens are kept.
+WORDS = 2048
 # What opens a message: Qwen's and Llama's.
 MARKERS = ("<|im_start|>", "<|start_header_id|>")
 
@@ -50,6 +52,7 @@ class Tokenizer:
         self._directory, self._given_template = directory, chat_template
         # Log-probabilities ask for the same tokens again and again.
         self._token_bytes: dict[int, bytes] = {}
+        self._encode_word = lru_cache(WORDS)(lambda word: tuple(self._encode(word, False)))
         self.template_options = dict(template_options or {})
         if reserved := RESERVED & set(self.template_options):
             raise InputError(f"{min(reserved)!r} is not an option of a chat template")
@@ -94,6 +97,10 @@ class Tokenizer:
     def encode_plain(self, text: str) -> list[int]:
         """Without the special tokens that a checkpoint may put around a prompt."""
         return self._encode(text, False)
+
+    def encode_word(self, word: str) -> tuple[int, ...]:
+        """As `encode_plain`; kept, since all choices of a request ask for the same words."""
+        return self._encode_word(word)
 
     def token(self, token_id: int) -> str:
         """The token as the vocabulary spells it; empty past its end."""

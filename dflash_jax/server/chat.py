@@ -92,7 +92,7 @@ async def prepared(serving: Serving, body: schema.ChatRequest) -> tuple[Conversa
         "prompt_logprobs": body.prompt_logprobs,
         "cache_salt": body.cache_salt,
     }
-    return talk, prepare.rows(serving, talk.prompt, params, n, **options)
+    return talk, await prepare.rows(serving, talk.prompt, params, n, **options)
 
 
 @router.post("/v1/chat/completions", responses={200: {"model": ChatCompletion}}, response_model=None)

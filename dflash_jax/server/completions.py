@@ -54,7 +54,7 @@ async def prepared(serving: Serving, body: schema.CompletionRequest) -> list[Row
         params = prepare.sampling(body, most, body.seed, body.logprobs, body.logprob_token_ids)
         options = {"block_size": body.block_size, "priority": body.priority, "prompt_logprobs": wanted}
         options["cache_salt"] = body.cache_salt
-        found += prepare.rows(serving, ids, params, n, grammar=grammar, **options)
+        found += await prepare.rows(serving, ids, params, n, grammar=grammar, **options)
     return found
 
 

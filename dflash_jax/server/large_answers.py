@@ -33,11 +33,12 @@ async def beside(count: int, work: Callable, *args):
     return await asyncio.get_running_loop().run_in_executor(_executor, work, *args)
 
 
-async def event(count: int, build: Callable[[], dict]) -> bytes:
-    """What ``build`` returns, as one server-sent event that has ``count`` log-probabilities."""
+async def event(count: int, build: Callable[[], dict], name: str | None = None) -> bytes:
+    """What ``build`` returns, as one server-sent event of that ``name`` that has ``count`` log-probabilities."""
     if count <= FEW:
-        return frame(build())
-    return await beside(count, lambda: b"".join([b"data: ", *pieces(build()), b"\n\n"]))
+        return frame(build(), name)
+    head = f"event: {name}\n".encode("ascii") if name else b""
+    return await beside(count, lambda: b"".join([head, b"data: ", *pieces(build()), b"\n\n"]))
 
 
 async def json_response(rows: Iterable[Row], build: Callable[[], object]) -> Response:

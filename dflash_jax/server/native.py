@@ -52,7 +52,7 @@ async def prepared(serving: Serving, body: schema.GenerateRequest) -> tuple[list
         of_prompt = logprobs if start >= 0 else None
         options = {"block_size": body.block_size, "grammar": grammar, "prompt_logprobs": of_prompt}
         options |= {"priority": body.priority, "cache_salt": salts[i]}
-        found += prepare.rows(serving, ids, params, n, **options)
+        found += await prepare.rows(serving, ids, params, n, **options)
         several = several or n > 1
     return found, several
 

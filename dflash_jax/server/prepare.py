@@ -1,5 +1,6 @@
 """From the fields of a request to what the engine takes: prompts, sampling parameters, constraints, rows."""
 
+import asyncio
 import json
 import os
 from collections.abc import Sequence
@@ -187,7 +188,7 @@ async def grammar(serving: "Serving", wanted: Constraint | None) -> Grammar | No
     return compiled
 
 
-def rows(
+async def rows(
     serving: "Serving",
     prompt: Sequence[int],
     params: SamplingParams,
@@ -202,6 +203,8 @@ def rows(
     cache_salt: str | None = None,
 ) -> list[Row]:
     """One row for each choice; of a seed s the choices have s, s + 1, …
+
+    Others have their turn behind each row: there may be thousands, of thousands of tokens each.
 
     Args:
         thought: Where reasoning stands when the text begins: "open", "possible" or "none".
@@ -221,4 +224,5 @@ def rows(
             found.append(serving.llm.new_row(prompt, own, block_size, mask=mask, **options))
         except InputError as e:
             raise ApiError(400, str(e), named(str(e))) from None
+        await asyncio.sleep(0)
     return found

@@ -8,16 +8,16 @@ from fastapi import APIRouter, Request
 from pydantic import ValidationError
 
 from dflash_jax.rows import Row
-from dflash_jax.server import request_id, schema
+from dflash_jax.server import large_answers, request_id, schema
 from dflash_jax.server.answer_schema import Response
 from dflash_jax.server.answers import chat_logprobs, usage
 from dflash_jax.server.chat import prepared
 from dflash_jax.server.conversation import Conversation, Delta, text_of
-from dflash_jax.server.errors import ApiError, JsonResponse, as_api_error, of_conversion
+from dflash_jax.server.errors import ApiError, as_api_error, of_conversion
 from dflash_jax.server.response_store import StoredResponse, owner
 from dflash_jax.server.serving import Serving, while_connected
 from dflash_jax.server.stored_responses import earlier_items, stored_items, stored_response
-from dflash_jax.server.stream import EventStream, frame
+from dflash_jax.server.stream import EventStream
 from dflash_jax.server.tools import CallDelta
 
 router = APIRouter()
@@ -142,7 +142,6 @@ class Output:
     def __init__(self, tokenizer):
         self._tokenizer, self.items = tokenizer, []
         self._kind: str | None = None
-        self._calls: list = []
         self._logprobs: list[dict] = []
 
     def take(self, delta: Delta, logprobs: list[dict] | None) -> list[dict]:
@@ -228,7 +227,6 @@ class Output:
 def envelope(body: schema.ResponsesRequest, name: str, response_id: str, created: int, is_stored: bool) -> dict:
     """A response before anything is known of it."""
     choice = body.tool_choice or "auto"
-    choice = choice if isinstance(choice, str) else choice.model_dump()
     return {
         "id": response_id,
         "object": "response",
@@ -247,9 +245,7 @@ def envelope(body: schema.ResponsesRequest, name: str, response_id: str, created
         "store": is_stored,
         "temperature": body.temperature,
         "text": body.text.model_dump(by_alias=True, exclude_none=True) if body.text else {"format": {"type": "text"}},
-        "tool_choice": body.tool_choice.model_dump()
-        if hasattr(body.tool_choice, "model_dump")
-        else body.tool_choice or "auto",
+        "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
         "tools": [t.model_dump() for t in body.tools or ()],
         "top_p": body.top_p,
         "truncation": body.truncation or "disabled",
@@ -302,8 +298,9 @@ async def responses(http: Request, body: schema.ResponsesRequest):
 
     events = numbered(serving, talk, rows[0], value, keep)
     if body.stream:
-        return await EventStream.start(http, framed(events), last=b"")
-    return JsonResponse(await while_connected(http, last(events)))
+        return await EventStream.start(http, framed(events, rows), last=b"")
+    whole = await while_connected(http, last(events))
+    return await large_answers.json_response(rows, lambda: whole)
 
 
 async def last(events: AsyncGenerator[dict, None]) -> dict:
@@ -314,10 +311,12 @@ async def last(events: AsyncGenerator[dict, None]) -> dict:
     return found["response"]
 
 
-async def framed(events: AsyncGenerator[dict, None]) -> AsyncGenerator[bytes, None]:
+async def framed(events: AsyncGenerator[dict, None], rows: Sequence[Row]) -> AsyncGenerator[bytes, None]:
     async for event in events:
         event.pop("cause", None)
-        yield frame(event, event["type"])
+        # All but deltas may have the whole text's log-probabilities.
+        count = 0 if event["type"].endswith(".delta") else large_answers.entries(rows)
+        yield await large_answers.event(count, lambda event=event: event, event["type"])
 
 
 async def numbered(

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +11,8 @@ from hypothesis import strategies as st
 from test_robust import HI, JSON
 
 from dflash_jax.llm import TINY
-from dflash_jax.server import body, texts
+from dflash_jax.params import SamplingParams
+from dflash_jax.server import body, large_answers, prepare, texts
 from dflash_jax.server.errors import ApiError, JsonResponse
 from dflash_jax.server.large_answers import pieces
 from dflash_jax.server.texts import Texts
@@ -167,3 +169,45 @@ def test_logprobs_of_a_long_prompt(quiet):
     for a, b in zip(choice["prompt_logprobs"][1:100], short["prompt_logprobs"][1:], strict=True):
         assert a.keys() == b.keys()
         assert all(a[k]["logprob"] == pytest.approx(b[k]["logprob"], abs=1e-4) for k in a)
+
+
+@pytest.mark.parametrize("few", [0, 10**6])
+def test_responses_with_many_logprobs(quiet, monkeypatch, few):
+    """Made on a thread or not, the same events and the same answer."""
+    monkeypatch.setattr(large_answers, "FEW", few)
+    fields = {"input": "hi", "top_logprobs": 2, "max_output_tokens": 40, "temperature": 0}
+    fields["chat_template_kwargs"] = {"enable_thinking": False}
+    found = quiet.post("/v1/responses", **fields)
+    assert found.headers["content-type"] == "application/json"
+    (part,) = found.json()["output"][-1]["content"]
+    assert part["logprobs"]
+    lines = quiet.post("/v1/responses", stream=True, **fields).text.strip().split("\n\n")
+    names, events = zip(*(line.removeprefix("event: ").split("\ndata: ") for line in lines), strict=True)
+    events = [json.loads(event) for event in events]
+    assert list(names) == [event["type"] for event in events]
+    (streamed,) = events[-1]["response"]["output"][-1]["content"]
+    assert streamed["text"] == part["text"]
+    assert [e["token"] for e in streamed["logprobs"]] == [e["token"] for e in part["logprobs"]]
+
+
+def test_others_have_their_turn_between_rows(llm):
+    """A request may ask for thousands of rows; words are made to tokens once."""
+    turns, serving = [], SimpleNamespace(llm=llm)
+    params = SamplingParams(max_tokens=4, seed=1, bad_words=["turn", "taking"])
+
+    async def other() -> None:
+        while True:
+            turns.append(None)
+            await asyncio.sleep(0)
+
+    async def main() -> list:
+        task = asyncio.create_task(other())
+        rows = await prepare.rows(serving, [5, 6], params, 8)
+        task.cancel()
+        return rows
+
+    llm.tokenizer._encode_word.cache_clear()
+    rows = asyncio.run(main())
+    assert [row.request.params.seed for row in rows] == list(range(1, 9))
+    assert len(turns) >= 8
+    assert llm.tokenizer._encode_word.cache_info().misses == 4
