@@ -160,6 +160,7 @@ def run(args, system) -> int:
     try:
         return asyncio.run(Runner(config, serving, args.drain_s, args.exit_on_failure).serve_until_drained(listening))
     finally:
+        serving.stop_workers()
         transport.close(listening, args.uds)
         if tracer is not None:
             tracer.flush()

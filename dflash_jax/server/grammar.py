@@ -139,7 +139,9 @@ class GrammarMask:
         try:
             if self._process is None:
                 self._process = self._grammar.fork()
-                self._process.send({"thought": self._thought, "memory_bytes": self._processes.limits.memory_bytes})
+                limits = self._processes.limits
+                wanted = {"thought": self._thought, "memory_bytes": limits.memory_bytes, "step_s": limits.step_s}
+                self._process.send(wanted)
             self._process.send({"taken": self._taken, "drafts": list(drafts)})
         except OSError:
             raise InputError(self._lost()) from None

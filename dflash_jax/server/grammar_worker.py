@@ -69,6 +69,8 @@ def _walk(tokens: GrammarTokens, matcher, frames: Frames) -> None:
     walk = GrammarWalk(tokens, matcher, wanted["thought"])
     while True:
         asked = frames.read()
+        # The server ends a step that takes longer, unless it is gone itself.
+        limit_seconds(int(wanted["step_s"]) + 1)
         try:
             walk.take(asked["taken"])
             answer = MASKS + b"".join(walk.masks(asked["drafts"]))

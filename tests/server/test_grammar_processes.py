@@ -283,6 +283,16 @@ def test_nothing_is_left_behind(processes):
     eventually(lambda: all(is_gone(pid) for pid in (*pids, grammar._process.pid)))
 
 
+def test_a_step_without_a_server_ends(processes):
+    """Nothing else would end a sequence's process that is in the middle of a step when its server is killed."""
+    (grammar,) = compiled(processes(step_s=7.5), EASY)
+    mask = grammar.mask()
+    answered(mask)
+    with open(f"/proc/{mask._process.pid}/limits") as file:
+        (line,) = [line.split() for line in file if line.startswith("Max cpu time")]
+    assert 8 <= int(line[3]) <= 60
+
+
 def test_objects_are_closed_and_what_is_left_out_is_told(processes):
     closed = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     wanted = Constraint("schema", closed | {"not": {"required": ["b"]}}, "f")
