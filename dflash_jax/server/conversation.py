@@ -114,6 +114,13 @@ def as_template(messages: Sequence[schema.Message]) -> list[dict]:
     return found
 
 
+def _check_arguments(messages: Sequence[schema.Message], most: int) -> None:
+    """Raises ApiError where calls' arguments, JSON inside of the body's JSON, may have more than ``most`` values."""
+    given = (call.function.arguments for m in messages for call in m.tool_calls or ())
+    if sum(text.count(mark) for text in given if isinstance(text, str) for mark in ",[{") > most:
+        raise ApiError(400, f"messages: the arguments of calls have more than {most} values", "messages")
+
+
 def _call(call: schema.Call, where: str) -> dict:
     arguments = call.function.arguments
     if isinstance(arguments, str):
@@ -174,6 +181,7 @@ async def converse(
     for i, tool in enumerate(tools or ()):
         check_parameters(tool.function.parameters or {}, f"tools[{i}].function.parameters")
     given = [t.model_dump(exclude_none=True) for t in tools or ()] or None
+    _check_arguments(messages, serving.limits.values)
     options, conversation = template_options(serving, body, messages), as_template(messages)
     try:
         text = await serving.templates.render(conversation, given, **options)

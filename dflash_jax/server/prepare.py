@@ -13,7 +13,7 @@ from dflash_jax.params import SamplingParams
 from dflash_jax.rows import Row
 from dflash_jax.server import schema
 from dflash_jax.server.errors import ApiError
-from dflash_jax.server.grammar import Constraint, Grammar
+from dflash_jax.server.grammar import MOST_CHARACTERS, Constraint, Grammar
 from dflash_jax.server.notes import note
 from dflash_jax.server.reasoning import CLOSE, OPEN
 
@@ -162,6 +162,9 @@ def _checked(wanted: Constraint) -> Constraint:
     right = {"schema": (dict, bool), "choice": list, "regex": str, "grammar": str, "structural_tag": dict}
     value = wanted.value
     if wanted.kind in ("schema", "structural_tag") and isinstance(value, str):
+        if len(value) > MOST_CHARACTERS:
+            message = f"{wanted.field} has {len(value)} characters: at most {MOST_CHARACTERS} are possible"
+            raise ApiError(400, message, wanted.field)
         try:
             value = json.loads(value)
         except (ValueError, RecursionError):

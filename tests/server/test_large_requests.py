@@ -20,6 +20,9 @@ from dflash_jax.text import Tokenizer
 
 LEAVES = st.none() | st.booleans() | st.integers() | st.text() | st.text(alphabet='\\",[]{}:', max_size=20)
 VALUES = st.recursive(LEAVES, lambda v: st.lists(v, max_size=40) | st.dictionaries(st.text(), v), max_leaves=60)
+# A string of the body.
+JSON_IN_JSON = "[" + "1," * 300_000 + "1]"
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": JSON_IN_JSON}}
 
 
 def numbers(value: object) -> tuple[int, int]:
@@ -211,3 +214,22 @@ def test_others_have_their_turn_between_rows(llm):
     assert [row.request.params.seed for row in rows] == list(range(1, 9))
     assert len(turns) >= 8
     assert llm.tokenizer._encode_word.cache_info().misses == 4
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"guided_json": JSON_IN_JSON}, "guided_json"),
+        ({"structured_outputs": {"json": JSON_IN_JSON}}, "structured_outputs.json"),
+        ({"messages": [*HI, {"role": "assistant", "content": "", "tool_calls": [CALL]}, *HI]}, "messages"),
+    ],
+    ids=["schema", "structured", "arguments"],
+)
+def test_json_inside_of_json_is_not_read(quiet, monkeypatch, fields, param):
+    """The body's own values are counted, and those inside of its strings too."""
+    read = []
+    monkeypatch.setattr(json, "loads", lambda text, loads=json.loads, **more: read.append(len(text)) or loads(text))
+    found = quiet.post("/v1/chat/completions", **({"messages": HI} | fields))
+    assert found.status_code == 400
+    assert param in (found.json()["error"]["param"], found.json()["error"]["message"].partition(" ")[0])
+    assert len(JSON_IN_JSON) not in read
