@@ -32,7 +32,7 @@ class Detokenizer:
         include_stop: bool = False,
         min_tokens: int = 0,
     ):
-        """``min_tokens``: stops that end in the text of so many first tokens do not count."""
+        """``min_tokens``: stops that end in the text of the first ``min_tokens`` tokens do not count."""
         self._tokenizer, self._stops = tokenizer, StopFinder(stops, stop_regex)
         self._skip_special_tokens, self._include_stop, self._min_tokens = skip_special_tokens, include_stop, min_tokens
         self._ids: list[int] = []

@@ -32,7 +32,8 @@ class StopFinder:
     """Finds the first stop in text that grows.
 
     A match of an expression is found when it begins at most `REGEX_WINDOW` characters before the text that completes
-    it. Among matches the earliest end counts, as if the text came character by character.
+    it. Among its matches the earliest end counts, as if the text came character by character. Of several stops that
+    one piece of text completes, the one that begins first counts.
     """
 
     def __init__(self, strings: Sequence[str], expressions: Sequence[str]):

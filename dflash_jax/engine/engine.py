@@ -420,7 +420,7 @@ class Engine:
 
 
 def _as_failure(error: Exception) -> Exception:
-    """What a request that failed by itself is told."""
+    """The error of a request that failed by itself."""
     if isinstance(error, InputError):
         return error
     log.error("a request's monitor or mask failed", exc_info=error)

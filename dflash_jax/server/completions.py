@@ -131,7 +131,7 @@ def logprobs_of(
 
 
 def of_the_prompt(serving: Serving, body: schema.CompletionRequest, row: Row) -> dict:
-    """What is told of the prompt beside a choice's text."""
+    """Fields of a choice that describe its prompt."""
     found: dict = {}
     if body.prompt_logprobs is not None:
         entries = row.request.prompt_entries

@@ -232,7 +232,7 @@ class GrammarProcesses:
                 self._live.discard(process)
 
     async def grammar(self, constraint: Constraint) -> Grammar:
-        """Compiles ``constraint``, or waits for whoever does already.
+        """Compiles ``constraint``, or waits for a compilation of the same one that is under way.
 
         Raises:
             InputError: It cannot be understood, or exceeds a limit.

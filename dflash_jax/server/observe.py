@@ -1,7 +1,7 @@
 """What of each request goes to the log and to OpenTelemetry: ids, sampling parameters, counts and times.
 
-`Observer` wraps the application; `begun` is told of every sequence that the engine takes. What follows a request, its
-observers, runs after the answer and cannot change it.
+`Observer` wraps the application; `begun` is called for every sequence that the engine takes. Observers of a request run
+after its answer and cannot change it.
 """
 
 import json

@@ -177,7 +177,7 @@ def _checked(wanted: Constraint) -> Constraint:
 
 
 async def grammar(serving: "Serving", wanted: Constraint | None) -> Grammar | None:
-    """The compiled grammar. What of it cannot be enforced is told in the answer's headers."""
+    """The compiled grammar. The answer's headers name what of it cannot be enforced."""
     if wanted is None:
         return None
     if serving.grammar is None:

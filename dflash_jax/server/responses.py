@@ -329,7 +329,7 @@ async def numbered(
 
 
 async def told(serving: Serving, talk: Conversation, row: Row, value: dict, keep: Keep) -> AsyncGenerator[dict, None]:
-    """The events of a response. It is stored before the last one, so that whoever reads that can go on from it."""
+    """The events of a response. It is stored before the last one, so that a client that reads that can continue it."""
     output, parser, begun = Output(serving.llm.tokenizer), talk.parser(), False
     try:
         async for piece in serving.pieces(row):

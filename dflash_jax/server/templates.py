@@ -108,7 +108,7 @@ class Templates:
         return answer[1:].decode("utf-8", "surrogatepass")
 
     async def _asked(self, request: bytes, own: bool) -> bytes:
-        """A process' answer. Whoever stops waiting ends the process."""
+        """A process' answer. Where the caller stops waiting, the process is ended."""
         loop, process, done = asyncio.get_running_loop(), None, False
         try:
             async with asyncio.timeout(self.limits.wait_s):
