@@ -117,6 +117,9 @@ class AsyncEngine:
         self._inboxes[request] = asyncio.get_running_loop(), inbox
         self._command(self._submit, request)
         try:
+            if self._stopping or not self._thread.is_alive():
+                # The thread ended meanwhile, perhaps before it knew of the inbox.
+                raise UnavailableError(self.engine.failure or "the engine is not running")
             while True:
                 found = await inbox.get()
                 if isinstance(found, Exception):

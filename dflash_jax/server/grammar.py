@@ -49,6 +49,7 @@ class GrammarLimits:
         sure_s: Seconds that a compilation has before it may be given up for another that waits.
         waiting: Requests that may wait for a compilation to begin.
         cached: Compiled grammars that are kept while no request uses them.
+        grace_s: Seconds that a request has from its grammar to its first mask: until then the grammar is kept.
     """
 
     compile_s: int = 10
@@ -60,6 +61,7 @@ class GrammarLimits:
     sure_s: float = 2.0
     waiting: int = 256
     cached: int = 64
+    grace_s: float = 30.0
 
 
 @dataclass(frozen=True)
@@ -96,10 +98,12 @@ class Grammar:
     Attributes:
         notes: What of its schema the grammar does not enforce.
         users: Masks that need it.
+        wanted_at: When a request last asked for it, on the monotonic clock.
     """
 
     def __init__(self, processes: "GrammarProcesses", process: WorkerProcess, notes: list[str]):
         self._processes, self._process, self.notes, self.users = processes, process, notes, 0
+        self.wanted_at = time.monotonic()
 
     @property
     def is_alive(self) -> bool:
@@ -164,9 +168,11 @@ class GrammarMask:
         return np.concatenate([masks, np.broadcast_to(rest, (self._drafts + 1 - len(masks), len(rest)))])
 
     def _lost(self) -> str:
-        reason = self._process and self._process.reason
-        megabytes = self._processes.limits.memory_bytes >> 20
-        return f"the text's form cannot be kept: {reason or f'a step needed more than {megabytes} MiB'}"
+        process, limits = self._process, self._processes.limits
+        reason = "its grammar's process has ended"
+        if process is not None:
+            reason = process.reason or f"a step needed more than {limits.memory_bytes >> 20} MiB or {limits.step_s:g} s"
+        return f"the text's form cannot be kept: {reason}"
 
     def close(self) -> None:
         if self._is_closed:
@@ -273,6 +279,7 @@ class GrammarProcesses:
                 self._cache.pop(key).end()
                 return None
             self._cache.move_to_end(key)
+            grammar.wanted_at = time.monotonic()
             return grammar
 
     def release(self, grammar: Grammar) -> None:
@@ -317,7 +324,8 @@ class GrammarProcesses:
     def _keep(self, key: str, grammar: Grammar) -> None:
         with self.lock:
             self._cache[key] = grammar
-            idle = [k for k, each in self._cache.items() if not each.users and each is not grammar]
+            recent = time.monotonic() - self.limits.grace_s
+            idle = [k for k, each in self._cache.items() if not each.users and each.wanted_at < recent]
             for k in idle[: max(0, len(self._cache) - self.limits.cached)]:
                 self._cache.pop(k).end()
 

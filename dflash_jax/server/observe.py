@@ -92,12 +92,18 @@ class RequestLog:
         if number >= MOST_LOGGED:
             return
         request = row.request
-        params = json.dumps({k: v for k, v in asdict(request.params).items() if v not in (None, (), {}, False)})
+        params = json.dumps({k: self._shown(v) for k, v in asdict(request.params).items() if _is_given(v)})
         line = f"request {_plain(observed.request_id)}-{number}: {len(request.prompt)} prompt tokens, params {params}"
         if self._decode is not None:
             text = self._decode(request.prompt[:MOST_DECODED])
             line += f", prompt {json.dumps(text[: self._max_length])}"
         log.info("%s", line)
+
+    def _shown(self, value):
+        """A parameter as it is logged: lists, which hold what the client wrote, by their length."""
+        if isinstance(value, (list, tuple, dict)) and self._decode is None:
+            return f"{len(value)} given"
+        return value if isinstance(value, (bool, int, float)) else str(value)[: self._max_length]
 
     def end(self, observed: Observed) -> None:
         tokens = sum(len(row.request.tokens) for row in observed.rows)
@@ -106,6 +112,10 @@ class RequestLog:
         line = "request %s: status %d, %d sequences, %d new tokens, %s, %.3f s"
         values = (_plain(observed.request_id), observed.status, len(observed.rows), tokens, reasons, seconds)
         log.info(line, *values)
+
+
+def _is_given(value) -> bool:
+    return value is not None and value is not False and value not in ((), [], {}, "")
 
 
 def _plain(text: str) -> str:

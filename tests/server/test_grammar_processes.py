@@ -262,7 +262,7 @@ def test_all_of_them_together_are_bounded(processes):
 
 
 def test_idle_grammars_are_let_go_and_used_ones_are_not(processes):
-    p = processes(cached=2)
+    p = processes(cached=2, grace_s=0.0)
     (used,) = compiled(p, EASY)
     mask = used.mask()
     # One after the other: the oldest is let go.
@@ -272,6 +272,13 @@ def test_idle_grammars_are_let_go_and_used_ones_are_not(processes):
     answered(mask)
     pid = others[0]._process.pid
     eventually(lambda: is_gone(pid))
+
+
+def test_a_grammar_is_kept_until_its_request_has_had_time_for_a_mask(processes):
+    p = processes(cached=0, grace_s=600.0)
+    (first,) = compiled(p, EASY)
+    compiled(p, *(Constraint("regex", f"x{i}", "f") for i in range(3)))
+    answered(first.mask())
 
 
 def test_nothing_is_left_behind(processes):

@@ -49,6 +49,8 @@ def test_the_log_has_ids_and_parameters_and_prompts_only_where_asked(quiet, capl
     assert len(lines) == 17
     assert all('"temperature": 0.7' in line and '"max_tokens": 4' in line for line in begun)
     assert begun[0].startswith("request cmpl-id7-0: ")
+    # Stop strings are the client's text, too.
+    assert ('"stop": "1 given"' in begun[0]) == (not with_prompts)
     assert re.search(r"status 200, 20 sequences, \d+ new tokens, length", lines[-1])
     assert ("def private" in caplog.text) == with_prompts
     assert "private(value" not in caplog.text
