@@ -75,16 +75,23 @@ def _joined(blocks: Sequence[Block], role: str, where: str) -> str:
 def _user(turn: TurnMessage, where: str) -> list[dict]:
     """A tool's result is a message of its own; texts between results are joined."""
     messages: list[dict] = []
+    texts: list[str] = []
+
+    def join() -> None:
+        if texts:
+            messages.append({"role": turn.role, "content": "".join(texts)})
+            texts.clear()
+
     for i, block in enumerate(turn.content):
         at = f"{where}[{i}]"
         _check_type(block, turn.role, at)
         if block.type == "tool_result":
             name, content = _given(block, "tool_use_id", at), _result(block.content, at)
+            join()
             messages.append({"role": "tool", "tool_call_id": name, "content": content})
-        elif messages and messages[-1]["role"] == turn.role:
-            messages[-1]["content"] += _given(block, "text", at)
         else:
-            messages.append({"role": turn.role, "content": _given(block, "text", at)})
+            texts.append(_given(block, "text", at))
+    join()
     return messages
 
 

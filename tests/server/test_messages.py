@@ -8,7 +8,7 @@ from conftest import MESSAGES, NAME, OFF, SCHEMA, TOOL, Running, alone
 
 from dflash_jax.server.conversation import Delta
 from dflash_jax.server.messages import Content, as_messages
-from dflash_jax.server.messages_schema import MessagesRequest
+from dflash_jax.server.messages_schema import Block, MessagesRequest, TurnMessage
 from dflash_jax.server.serving import Serving
 from dflash_jax.server.tools import CallDelta
 
@@ -271,3 +271,20 @@ def test_an_error_in_the_middle_of_a_stream(client, monkeypatch):
     assert error.value.body["error"] == {"type": "api_error", "message": "internal error: RuntimeError"}
     with pytest.raises(anthropic.InternalServerError):
         client.messages.create(**options)
+
+
+def test_texts_are_joined_once():
+    """Adding them one by one would copy the first of 8,000 blocks 8,000 times."""
+
+    class Text(str):
+        def __radd__(self, other):
+            raise AssertionError("a text is added to those before it")
+
+    def block(text: str) -> Block:
+        return Block.model_construct(type="text", text=Text(text))
+
+    result = Block(type="tool_result", tool_use_id="1", content="r")
+    turn = TurnMessage.model_construct(role="user", content=[block("a"), block("b"), result, block("c"), block("d")])
+    user = [{"role": "user", "content": text} for text in ("ab", "cd")]
+    tool = {"role": "tool", "tool_call_id": "1", "content": "r"}
+    assert as_messages(MessagesRequest.model_construct(messages=[turn], system=None)) == [user[0], tool, user[1]]
