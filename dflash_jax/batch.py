@@ -7,7 +7,6 @@ command again goes on where the last one ended. Models, load and drafting: the o
 
 import argparse
 import asyncio
-import json
 import logging
 import sys
 import threading
@@ -116,10 +115,9 @@ class Batch:
     async def _answer(self, http, entry) -> None:
         from dflash_jax.engine.engine import EngineError
 
-        # ASCII: a text may have halves of characters.
-        content, headers = json.dumps(entry.body).encode("ascii"), {"Content-Type": "application/json"}
+        headers = {"Content-Type": "application/json"}
         for attempt in range(ATTEMPTS):
-            found = await http.post(entry.url, content=content, headers=headers)
+            found = await http.post(entry.url, content=entry.body, headers=headers)
             if self.serving.failure is not None:
                 raise EngineError(self.serving.failure)
             if found.status_code != 503:

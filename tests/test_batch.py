@@ -204,6 +204,20 @@ def test_a_batch_is_answered_as_the_library_does(tmp_path, capfd):
     assert {(a["custom_id"], a["error"] and a["error"]["line"]) for a in answers(path)} == set(found)
 
 
+def test_bodies_that_are_nested_up_to_pythons_limit(tmp_path, capfd):
+    """Each line has its answer or error, however deep the stack is where it is read and sent."""
+    asked, path = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    limit = sys.getrecursionlimit()
+    deep = [b'{"a":' * n + b"1" + b"}" * n for n in range(limit - 100, limit, 4)]
+    head = b'{"custom_id":"%d","url":"/v1/completions","body":{"prompt":"x","max_tokens":1,"metadata":'
+    asked.write_bytes(b"".join(head % i + value + b"}}\n" for i, value in enumerate(deep)))
+    assert batch.main(["-i", str(asked), "-o", str(path), *SMALL]) == 0
+    codes = [a["error"]["code"] if a["error"] else a["response"]["status_code"] for a in answers(path)]
+    assert len(codes) == len(deep)
+    assert set(codes) <= {"invalid_json", 200, 400}
+    assert "Traceback" not in capfd.readouterr().err
+
+
 def started(*argv, **options) -> subprocess.Popen:
     command = [sys.executable, "-m", "dflash_jax.batch", *argv, *SMALL, "--platform", "cpu"]
     return subprocess.Popen(command, stderr=subprocess.PIPE, **options)

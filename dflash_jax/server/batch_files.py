@@ -19,12 +19,12 @@ HEAD = b'{"id":"batch_req_'
 
 @dataclass(frozen=True)
 class Entry:
-    """One request of a batch."""
+    """One request of a batch; ``body`` is JSON in ASCII, since a text may have halves of characters."""
 
     line: int
     custom_id: str
     url: str
-    body: dict
+    body: bytes
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,8 @@ def parsed(number: int, raw: bytes | None, most: int, urls: frozenset[str]) -> E
         return fault("line_too_long", f"the line has more than {most} bytes")
     try:
         given = json.loads(raw.decode("utf-8-sig"))
+        # Here, because the limit of nesting depends on the caller's stack, which is deeper where it is sent.
+        content = json.dumps(given.get("body")).encode("ascii") if isinstance(given, dict) else b""
     except (ValueError, RecursionError) as e:
         reason = "it is nested too deeply" if isinstance(e, RecursionError) else str(e).partition(": line")[0]
         return fault("invalid_json", f"the line is not JSON: {reason[:200]}")
@@ -115,7 +117,7 @@ def parsed(number: int, raw: bytes | None, most: int, urls: frozenset[str]) -> E
         return fault("invalid_request", "body must be an object")
     if body.get("stream"):
         return fault("invalid_request", "body.stream must be false: a batch has whole answers")
-    return Entry(number, custom_id, url, body)
+    return Entry(number, custom_id, url, content)
 
 
 def entries(stream: FileIO, most: int, urls: frozenset[str], done: Done) -> Iterator[Entry | Fault]:
