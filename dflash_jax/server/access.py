@@ -42,9 +42,7 @@ class Access:
     def check(self, scope, headers: dict[bytes, bytes]) -> str:
         """The key that a request has, empty where it needs none. Raises ApiError where it may not come in."""
         self._check_host(headers.get(b"host", b"").decode("latin-1"))
-        path = scope["path"].removeprefix(scope.get("root_path", ""))
-        # Browsers send OPTIONS before a request, without its key.
-        if not self.keys or path in self.open_paths or scope["method"] == "OPTIONS":
+        if not self.keys or self.is_open(scope):
             return ""
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
         if scheme.lower() != b"bearer":
@@ -54,6 +52,12 @@ class Access:
         if not sum(hmac.compare_digest(given, key) for key in self.keys):
             raise ApiError(401, "the API key is missing or wrong: send it as Authorization: Bearer KEY")
         return given.decode("ascii")
+
+    def is_open(self, scope) -> bool:
+        """Whether a request needs no key."""
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        # Browsers send OPTIONS before a request, without its key.
+        return path in self.open_paths or scope["method"] == "OPTIONS"
 
     def _check_host(self, host: str) -> None:
         if self.hosts is None:

@@ -89,7 +89,8 @@ class Gate:
             if scope["method"] == "HEAD":
                 # Of an answer to it, the HTTP server leaves the body out.
                 scope = scope | {"method": "GET"}
-            if has_body(headers):
+            # What needs no key has no use for a body, and an unknown client's takes no memory.
+            if has_body(headers) and not self.access.is_open(scope):
                 receive = replayed(await body.read(receive), receive)
             await self.app(scope, receive, send)
         except ApiError as e:

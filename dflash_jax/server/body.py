@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from dflash_jax.server.serving import Serving
 
 STEP_BYTES = 2**19
+# A body up to this size is read however much memory those of others take.
+SMALL_BYTES = 2**16
 
 
 async def _counted(body: bytes) -> AsyncIterator[tuple[int, int]]:
@@ -90,7 +92,7 @@ class Body:
             self._serving.body_bytes += len(parts[-1])
             if self._size > limits.body_bytes:
                 raise ApiError(413, f"the body has more than {limits.body_bytes} bytes")
-            if self._serving.body_bytes > limits.total_body_bytes:
+            if self._size > SMALL_BYTES and self._serving.body_bytes > limits.total_body_bytes:
                 raise ApiError(503, "the server reads too many large requests: try again later")
             if not message.get("more_body"):
                 break

@@ -24,10 +24,13 @@ class StoredResponse:
 
 
 def owner(http: Request) -> bytes:
-    """Whose responses a request may see: a digest of the key that it sends, in either of its headers."""
-    scheme, _, key = http.headers.get("authorization", "").partition(" ")
-    if scheme.lower() != "bearer":
-        key = http.headers.get("x-api-key", "")
+    """Whose responses a request may see: a digest of the key that let it in, or, where the server has no keys, of the
+    one that it sends in either header."""
+    key = http.state.owner
+    if not key:
+        scheme, _, key = http.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
+            key = http.headers.get("x-api-key", "")
     return hashlib.sha256(key.encode()).digest()
 
 

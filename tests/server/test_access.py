@@ -67,7 +67,7 @@ def test_allowed_hosts():
     assert status(Access((), ["a", "*"], ()), host="anything") == 200
 
 
-def test_a_server_with_keys_and_hosts(llm, quiet):
+def test_a_server_with_keys_and_hosts(llm, quiet, monkeypatch):
     serving = Serving(llm, quiet.serving.engine, ["tiny"])
     serving.is_ready = True
     running = Running(serving, "secret", default_hosts("127.0.0.1"))
@@ -80,6 +80,16 @@ def test_a_server_with_keys_and_hosts(llm, quiet):
         found = running.http.get("/health", headers={"Host": "evil.example"})
         assert found.status_code == 403
         assert "--allowed-hosts" in found.json()["error"]["message"]
+        # Responses belong to the key that let them in, not to another one that is sent beside it.
+        two, body = [("Authorization", "Bearer other"), ("Authorization", "Bearer secret")], {"max_output_tokens": 1}
+        found = running.http.post("/v1/responses", json=body | {"input": "x"}, headers=two)
+        path = f"/v1/responses/{found.json()['id']}"
+        assert running.http.get(path, headers={"x-api-key": "secret"}).status_code == 200
+        # A body for what needs no key would be memory that anyone can take.
+        assert running.http.post("/ping", json={}).status_code == 200
+        monkeypatch.setattr(serving, "body_bytes", 2**40)
+        for method, path in (("POST", "/ping"), ("OPTIONS", "/v1/models")):
+            assert running.http.request(method, path, json={"x": "y" * 2**17}).status_code in (200, 405)
     finally:
         running.stop()
 
