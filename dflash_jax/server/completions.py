@@ -78,7 +78,7 @@ async def completions(http: Request, body: schema.CompletionRequest):
         counted = usage(rows, body.n or 1, new=rows if body.max_tokens != 0 else ())
         return {**head, "choices": choices, "usage": counted, "system_fingerprint": None}
 
-    return await json_response(rows, build)
+    return await json_response(rows, build, sum(len(row.request.prompt) for row in rows) if body.echo else 0)
 
 
 @dataclass(frozen=True)

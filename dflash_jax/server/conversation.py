@@ -187,7 +187,8 @@ async def converse(
         text = await serving.templates.render(conversation, given, **options)
         is_truncated = isinstance(body, schema.ChatRequest) and body.truncate_prompt_tokens is not None
         ids = await serving.texts.encode(text, "messages", is_truncated=is_truncated)
-        prompt = serving.llm.encode(ids)
+        # Before it is truncated, it may be too long to be checked here.
+        prompt = await serving.texts.prompt(ids, "messages", is_truncated=True)
     except InputError as e:
         raise ApiError(400, str(e), "messages") from None
     template = body.chat_template or tokenizer.chat_template or ""

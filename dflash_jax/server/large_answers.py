@@ -27,7 +27,7 @@ def entries(rows: Iterable[Row]) -> int:
 
 
 async def beside(count: int, work: Callable, *args):
-    """``work(*args)``, on a thread unless ``count`` log-probabilities are few."""
+    """``work(*args)``, on a thread unless ``count`` log-probabilities or tokens are few."""
     if count <= FEW:
         return work(*args)
     return await asyncio.get_running_loop().run_in_executor(_executor, work, *args)
@@ -41,9 +41,9 @@ async def event(count: int, build: Callable[[], dict], name: str | None = None) 
     return await beside(count, lambda: b"".join([head, b"data: ", *pieces(build()), b"\n\n"]))
 
 
-async def json_response(rows: Iterable[Row], build: Callable[[], object]) -> Response:
-    """What ``build`` returns, as JSON."""
-    count = entries(rows)
+async def json_response(rows: Iterable[Row], build: Callable[[], object], tokens: int = 0) -> Response:
+    """What ``build`` returns, as JSON. ``tokens``: those that it decodes beside log-probabilities."""
+    count = entries(rows) + tokens
     if count <= FEW:
         return JsonResponse(build())
     body = await beside(count, lambda: b"".join(pieces(build())))

@@ -19,6 +19,8 @@ LONG = 2**16
 PIECE = 2**16
 # More characters for each token than texts have on average.
 FULL = 8
+# Characters of a text that is cut to fewer tokens: all of it is tokenised, in one step, which others wait for.
+CUT = 2**20
 # Long texts that may wait.
 WAITING = 32
 
@@ -47,7 +49,9 @@ class Texts:
         return await self._run(lambda: self._tokenizer.decode_long(self._llm.encode(ids)) if ids else "", ids, field)
 
     async def _run(self, work: Callable, given: str | Sequence[int], field: str, is_truncated: bool = False):
-        if not is_truncated:
+        if is_truncated:
+            self._check_cut(given, field)
+        else:
             self._check_length(given, field)
         is_long = len(given) > LONG
         if is_long and self._waiting >= WAITING:
@@ -80,6 +84,11 @@ class Texts:
             if len(given) > most:
                 message = f"{len(given)} characters do not fit: at most {self._capacity} tokens do, {most} characters"
                 raise ApiError(400, message, field)
+
+    def _check_cut(self, given: str | Sequence[int], field: str) -> None:
+        most = max(CUT, FULL * self._capacity)
+        if isinstance(given, str) and len(given) > most:
+            raise ApiError(400, f"{len(given)} characters, to be truncated: at most {most} are possible", field)
 
     def _check_pieces(self, given: str | Sequence[int], field: str, gone: threading.Event) -> None:
         """Counts the tokens of a text that is probably too long piece by piece, so that it need not be read to its

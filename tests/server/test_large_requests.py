@@ -12,7 +12,7 @@ from test_robust import HI, JSON
 
 from dflash_jax.llm import TINY
 from dflash_jax.params import SamplingParams
-from dflash_jax.server import body, large_answers, prepare, texts
+from dflash_jax.server import body, completions, large_answers, prepare, texts
 from dflash_jax.server.errors import ApiError, JsonResponse
 from dflash_jax.server.large_answers import pieces
 from dflash_jax.server.texts import Texts
@@ -125,6 +125,14 @@ def test_a_text_that_may_just_fit():
     assert asyncio.run(found.prompt(whole, "prompt")) == Tokenizer(TINY / "target").encode(whole)
 
 
+def test_a_text_that_is_cut_has_a_limit():
+    """It is tokenised as a whole: 9 MB take half a minute, in which no other long text is."""
+    found = texts_of(100)
+    found._tokenizer.encode = None
+    with pytest.raises(ApiError, match="at most 1048576 are possible"):
+        asyncio.run(found.prompt("x" * (texts.CUT + 1), "prompt", is_truncated=True))
+
+
 def test_a_client_that_leaves_ends_the_tokenising():
     found, read = texts_of(10**5), []
     found._tokenizer.encode_plain = lambda text: read.append(text) or []
@@ -233,3 +241,22 @@ def test_json_inside_of_json_is_not_read(quiet, monkeypatch, fields, param):
     assert found.status_code == 400
     assert param in (found.json()["error"]["param"], found.json()["error"]["message"].partition(" ")[0])
     assert len(JSON_IN_JSON) not in read
+
+
+def test_an_echo_is_made_on_a_thread(quiet, monkeypatch):
+    """Decoding 2,000 prompts of 2,000 tokens takes a minute."""
+    threads, opening = [], completions.opening
+    monkeypatch.setattr(
+        completions, "opening", lambda *args: threads.append(threading.current_thread().name) or opening(*args)
+    )
+    found = quiet.post("/v1/completions", prompt=[5] * 300, n=2, max_tokens=0, echo=True)
+    assert found.status_code == 200
+    assert len(threads) == 2
+    assert all(name.startswith("answers") for name in threads)
+
+
+def test_small_bodies_beside_many_large_ones(quiet, monkeypatch):
+    """Those who send 100 bodies of 10 MB slowly keep only large ones out."""
+    monkeypatch.setattr(quiet.serving, "body_bytes", quiet.serving.limits.total_body_bytes)
+    assert quiet.post("/v1/completions", prompt="x", max_tokens=1).status_code == 200
+    assert quiet.post("/v1/completions", prompt="x" * 2**16, max_tokens=1).status_code == 503
