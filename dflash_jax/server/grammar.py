@@ -339,7 +339,8 @@ class GrammarProcesses:
     async def _compile(self, process: WorkerProcess, constraint: Constraint) -> list[str]:
         """What the grammar does not enforce. Raises EOFError where the process dies."""
         limits, loop = self.limits, asyncio.get_running_loop()
-        wanted = asdict(constraint) | {"memory_bytes": limits.memory_bytes, "compile_s": limits.compile_s}
+        # Not asdict, which copies the value, and recurses further than JSON's parser and writer.
+        wanted = vars(constraint) | {"memory_bytes": limits.memory_bytes, "compile_s": limits.compile_s}
         try:
             async with asyncio.timeout(limits.wait_s):
                 await loop.sock_sendall(process.socket, framed(json.dumps(wanted).encode()))

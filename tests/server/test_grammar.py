@@ -2,6 +2,7 @@
 
 import json
 import random
+import sys
 
 import pytest
 
@@ -150,3 +151,14 @@ def test_a_demanded_call_can_be_read_again(tokens, xml):
 def test_what_cannot_be_understood_is_named(tokens, kind, value, message):
     with pytest.raises(InputError, match=message):
         tokens.matcher(kind, value, "f")
+
+
+def test_schemas_nested_up_to_pythons_limit(quiet):
+    """None is an error of the server."""
+    limit, statuses = sys.getrecursionlimit(), set()
+    for depth in (limit // 3, limit // 2, limit - 100, limit - 50, limit - 20, 2 * limit):
+        nested = b"[" * depth + b"]" * depth
+        body = b'{"prompt": "x", "max_tokens": 1, "guided_json": {"a": ' + nested + b"}}"
+        found = quiet.http.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
+        statuses.add(found.status_code)
+    assert statuses <= {200, 400}
