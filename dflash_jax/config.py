@@ -159,6 +159,6 @@ class DraftConfig:
             raise InputError(f"the drafter taps target layers {outside}, the target's layers are 0 to {depth - 1}")
         if not 0 <= self.mask_token_id < target.vocab_size:
             raise InputError(
-                f"the drafter's mask_token_id {self.mask_token_id} is outside the vocabulary: ids are 0 to "
+                f"the drafter's mask_token_id {self.mask_token_id} is out of vocabulary: ids are 0 to "
                 f"{target.vocab_size - 1}"
             )

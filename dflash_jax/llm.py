@@ -241,7 +241,7 @@ class LLM:
         vocab = self.config.vocab_size
         outside = [i for i in ids if not 0 <= i < vocab]
         if outside:
-            raise InputError(f"prompt id {outside[0]} is outside the vocabulary: ids are 0 to {vocab - 1}")
+            raise InputError(f"prompt id {outside[0]} is out of vocabulary: ids are 0 to {vocab - 1}")
         if not ids:
             raise InputError("a prompt is empty: it must have at least one token")
         return ids

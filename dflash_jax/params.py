@@ -120,7 +120,7 @@ class SamplingParams:
         given = (*self.logit_bias, *self.stop_token_ids, *self.logprob_token_ids, *(self.allowed_token_ids or ()))
         outside = [i for i in given if not 0 <= i < vocab]
         if outside:
-            raise InputError(f"token id {outside[0]} is outside the vocabulary: ids are 0 to {vocab - 1}")
+            raise InputError(f"token id {outside[0]} is out of vocabulary: ids are 0 to {vocab - 1}")
         if self.logprobs is not None and self.logprobs > vocab:
             raise InputError(f"logprobs is {self.logprobs}: it must be at most the vocabulary's {vocab}")
         if len(self.logit_bias) > MAX_BIAS:

@@ -21,7 +21,7 @@ def check_prompts(prompts, vocab: int, capacity: int, need: int, stops) -> None:
         raise ValueError(f"capacity {capacity}: the longest prompt and its new tokens are {need}")
     outside = [i for p in prompts for i in p if not 0 <= i < vocab]
     if outside:
-        raise ValueError(f"prompt id {outside[0]} is outside the vocabulary: ids are 0 to {vocab - 1}")
+        raise ValueError(f"prompt id {outside[0]} is out of vocabulary: ids are 0 to {vocab - 1}")
     if any(len(ids) > MAX_STOPS for ids in stops):
         raise ValueError(f"{max(map(len, stops))} stop token ids: at most {MAX_STOPS} are possible")
 

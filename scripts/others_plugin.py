@@ -36,7 +36,7 @@ NAMES = os.environ["OTHERS_NAMES"].split()
 KEY = "token-abc123"
 # Answers begin at once.
 PLAIN = ("--default-chat-template-kwargs", '{"enable_thinking": false}')
-TEST_S, START_S = 180, 600
+TEST_S, START_S = 120, 600
 # Their machine's: left out of a command for ours.
 MACHINE = {"--dtype": 1, "--max-num-seqs": 1, "--gpu-memory-utilization": 1, "--mem-fraction-static": 1, "--seed": 1}
 MACHINE |= {
@@ -46,7 +46,11 @@ MACHINE |= {
     "--tensor-parallel-size": 1,
     "--max-model-len": 1,
 }
+# Tests to run, by their ids; empty: all.
+ONLY = set(os.environ.get("OTHERS_ONLY", "").split("\n")) - {""}
 in_test = False
+# The last error that a server answered in the test at hand: tests look into answers before they look at the status.
+last_error = ""
 
 
 class Stub:
@@ -137,7 +141,7 @@ class Server:
 
     def __init__(self, options: tuple[str, ...]):
         command = [sys.executable, "-m", "dflash_jax.serve", "--port", "0", "--target", TARGET, "--draft", DRAFT]
-        command += ["--served-model-name", *NAMES, "--slots", "4", "--max-len", "4096", *options]
+        command += ["--served-model-name", *NAMES, "--slots", "4", "--max-len", "8192", *options]
         environment = os.environ | {"JAX_PLATFORMS": "cpu"}
         self.log = open(f"{RESULTS}.log", "a")  # noqa: SIM115
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
@@ -253,7 +257,21 @@ def passed_through(*args, **options):
     return args[0] if len(args) == 1 and callable(args[0]) else lambda f: f
 
 
+def watched(send):
+    """`requests`' way to send, which keeps errors."""
+
+    def sent(*args, **options):
+        global last_error
+        answer = send(*args, **options)
+        if answer.status_code >= 400:
+            last_error = f"{answer.status_code}: {answer.text[:200]}"
+        return answer
+
+    return sent
+
+
 def install() -> None:
+    requests.Session.request = watched(requests.Session.request)
     transformers.AutoTokenizer.from_pretrained = staticmethod(tokenizer_of_target)
     sys.meta_path.insert(0, Finder())
     if VLLM:
@@ -310,8 +328,8 @@ def time_limit(seconds: int):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item, nextitem):
-    global in_test
-    in_test = True
+    global in_test, last_error
+    in_test, last_error = True, ""
     try:
         return (yield)
     finally:
@@ -322,6 +340,12 @@ def pytest_runtest_protocol(item, nextitem):
 def pytest_runtest_call(item):
     with time_limit(TEST_S):
         return (yield)
+
+
+def pytest_collection_modifyitems(config, items) -> None:
+    if ONLY:
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in ONLY])
+        items[:] = [item for item in items if item.nodeid in ONLY]
 
 
 def pytest_collectreport(report) -> None:
@@ -335,7 +359,9 @@ def pytest_runtest_logreport(report) -> None:
     if report.outcome == "skipped":
         write(report.nodeid, "skipped", str(report.longrepr[2]) if isinstance(report.longrepr, tuple) else "expected")
     elif report.outcome == "failed":
-        write(report.nodeid, "failed", last_line(report.longreprtext))
+        reason = last_line(report.longreprtext)
+        answered = f" (the server's last error: {last_error})" if last_error and last_error not in reason else ""
+        write(report.nodeid, "failed", reason + answered)
     elif report.when == "call":
         write(report.nodeid, "passed", "")
 

@@ -159,7 +159,7 @@ def read_draft_tokens(path: Path, vocab: int) -> np.ndarray:
         raise InputError(f"draft tokens {path} is not a JSON list of token ids")
     outside = [i for i in ids if not 0 <= i < vocab]
     if outside:
-        raise InputError(f"draft tokens {path}: id {outside[0]} is outside the vocabulary: ids are 0 to {vocab - 1}")
+        raise InputError(f"draft tokens {path}: id {outside[0]} is out of vocabulary: ids are 0 to {vocab - 1}")
     return np.unique(np.asarray(ids, np.int32))
 
 

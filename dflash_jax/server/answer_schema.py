@@ -35,6 +35,7 @@ class Usage(Answer):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    reasoning_tokens: int
     prompt_tokens_details: PromptDetails
     completion_tokens_details: CompletionDetails
 
@@ -66,6 +67,7 @@ class ChatChoice(Answer):
     finish_reason: Literal["stop", "length", "tool_calls", "abort"]
     stop_reason: int | str | None
     matched_stop: int | str | None
+    token_ids: list[int] | None
 
 
 class ChatCompletion(Answer):
@@ -77,6 +79,8 @@ class ChatCompletion(Answer):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: list[dict[str, Any] | None] | None
+    prompt_token_ids: list[int] | None
 
 
 class CompletionChoice(Answer):
@@ -86,6 +90,9 @@ class CompletionChoice(Answer):
     finish_reason: Literal["stop", "length", "abort"]
     stop_reason: int | str | None
     matched_stop: int | str | None
+    token_ids: list[int] | None
+    prompt_logprobs: list[dict[str, Any] | None] | None
+    prompt_token_ids: list[int] | None
 
 
 class Completion(Answer):

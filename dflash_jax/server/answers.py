@@ -26,6 +26,8 @@ def usage(rows: Sequence[Row], choices: int, reasoning_tokens: int = 0, new: Seq
         "prompt_tokens": prompt,
         "completion_tokens": count,
         "total_tokens": prompt + count,
+        # SGLang's place for it.
+        "reasoning_tokens": reasoning_tokens,
         "prompt_tokens_details": {"cached_tokens": cached},
         "completion_tokens_details": {
             "reasoning_tokens": reasoning_tokens,
@@ -76,6 +78,13 @@ def prompt_entry(tokenizer: Tokenizer | None, entry: dict) -> dict:
     }
 
 
+def prompt_logprobs(tokenizer: Tokenizer | None, row: Row) -> list | None:
+    """vLLM's list for a prompt, whose first token has none; None where they are not computed."""
+    if row.request.prompt_logprobs is None:
+        return None
+    return [None, *(prompt_entry(tokenizer, entry) for entry in row.request.prompt_entries)]
+
+
 def chat_logprobs(
     tokenizer: Tokenizer | None, entries: Sequence[dict], *, as_ids: bool = False, exact: bool = False
 ) -> list[dict]:
@@ -105,17 +114,15 @@ def completion_logprobs(
     tokenizer: Tokenizer | None,
     entries: Sequence[dict],
     starts: Sequence[int],
-    top: bool,
     *,
     as_ids: bool = False,
     exact: bool = False,
 ) -> dict:
-    """OpenAI's older shape, for completions: the likeliest N, and the drawn token where it is not among them.
+    """OpenAI's older shape, for completions: the drawn token first, as in vLLM, and the likeliest N.
 
     Args:
         entries: A token each; with a logprob of None for the first token of a prompt, before which nothing is.
         starts: Where in the choice's text each token begins; empty without a tokenizer.
-        top: Whether ``top_logprobs`` is wanted.
         as_ids: As in `chat_logprobs`; so is ``exact``.
     """
 
@@ -125,16 +132,16 @@ def completion_logprobs(
     def named(entry: dict) -> dict | None:
         if entry["logprob"] is None:
             return None
-        values = entry["top"] if exact else entry["top"] | {entry["token_id"]: entry["logprob"]}
+        values = entry["top"] if exact else {entry["token_id"]: entry["logprob"]} | entry["top"]
         found: dict[str, float] = {}
         for token, value in values.items():
-            # Of two tokens of one text, the likelier one counts.
+            # Of two tokens of one text, the drawn one counts, or else the likelier one.
             found.setdefault(text(token), finite(value))
         return found
 
     return {
         "tokens": [text(e["token_id"]) for e in entries],
         "token_logprobs": [None if e["logprob"] is None else finite(e["logprob"]) for e in entries],
-        "top_logprobs": [named(e) for e in entries] if top else None,
+        "top_logprobs": [named(e) for e in entries],
         "text_offset": list(starts) if tokenizer is not None else [0] * len(entries),
     }

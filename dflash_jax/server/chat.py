@@ -9,7 +9,7 @@ from starlette.responses import Response
 from dflash_jax.rows import Row
 from dflash_jax.server import prepare, request_id, schema
 from dflash_jax.server.answer_schema import ChatCompletion
-from dflash_jax.server.answers import chat_logprobs, prompt_entry, stop_reasons, timings, usage
+from dflash_jax.server.answers import chat_logprobs, prompt_logprobs, stop_reasons, timings, usage
 from dflash_jax.server.conversation import Conversation, Delta, Parser, converse
 from dflash_jax.server.errors import ApiError
 from dflash_jax.server.grammar import Constraint, tag_in_lark
@@ -110,7 +110,7 @@ async def chat_completions(http: Request, body: schema.ChatRequest):
 async def whole(
     serving: Serving, body: schema.ChatRequest, talk: Conversation, rows: list[Row], head: dict
 ) -> Response:
-    parsers, deltas = [talk.parser() for _ in rows], [[] for _ in rows]
+    parsers, deltas = [talk.parser(body.shown_reasoning) for _ in rows], [[] for _ in rows]
     async for i, piece in serving.merged(rows):
         deltas[i].append(parsers[i].push(piece))
     return await json_response(rows, lambda: built(serving, body, talk, rows, head, parsers, deltas))
@@ -141,18 +141,14 @@ def built(
             logprobs = logprobs_of(serving, body, row.logprobs)
         choice = {"index": i, "message": message, "logprobs": logprobs, "finish_reason": parsers[i].reason(row)}
         choice |= stop_reasons(row, serving.llm.defaults.stop_ids)
-        if body.return_token_ids:
-            choice["token_ids"] = row.request.tokens
+        choice["token_ids"] = row.request.tokens if body.return_token_ids else None
         if body.return_prompt_token_ids:
             choice["prompt_token_ids"] = talk.prompt
         choices.append(choice)
     counted = usage(rows, len(rows), sum(p.reasoning_tokens for p in parsers))
     value = {**head, "object": "chat.completion", "choices": choices, "usage": counted, "system_fingerprint": None}
-    if body.return_token_ids:
-        value["prompt_token_ids"] = talk.prompt
-    if body.prompt_logprobs is not None:
-        entries = rows[0].request.prompt_entries
-        value["prompt_logprobs"] = [None, *(prompt_entry(serving.llm.tokenizer, e) for e in entries)]
+    value["prompt_token_ids"] = talk.prompt if body.return_token_ids else None
+    value["prompt_logprobs"] = prompt_logprobs(serving.llm.tokenizer, rows[0])
     return value
 
 
@@ -183,9 +179,11 @@ async def streamed(
     serving: Serving, body: schema.ChatRequest, talk: Conversation, rows: list[Row], head: dict
 ) -> AsyncGenerator[bytes, None]:
     wants = body.stream_options or schema.StreamOptions()
-    parsers, begun = [talk.parser() for _ in rows], []
+    parsers, begun = [talk.parser(body.shown_reasoning) for _ in rows], []
 
     def chunk(i: int, delta: dict, reason: str | None = None, is_first: bool = False, **more) -> bytes:
+        # SGLang's clients read the field of every delta.
+        delta = {"reasoning_content": None, **delta}
         choice = {"index": i, "delta": delta, "logprobs": more.pop("logprobs", None), "finish_reason": reason, **more}
         value = {**head, "object": "chat.completion.chunk", "choices": [choice], "system_fingerprint": None}
         if wants.include_usage:

@@ -10,7 +10,7 @@ from dflash_jax.detokenizer import Detokenizer
 from dflash_jax.rows import Row
 from dflash_jax.server import prepare, request_id, schema
 from dflash_jax.server.answer_schema import Completion
-from dflash_jax.server.answers import completion_logprobs, prompt_entry, stop_reasons, timings, usage
+from dflash_jax.server.answers import completion_logprobs, prompt_logprobs, stop_reasons, timings, usage
 from dflash_jax.server.errors import ApiError
 from dflash_jax.server.large_answers import beside, event, json_response
 from dflash_jax.server.serving import Serving, while_connected
@@ -124,21 +124,15 @@ def logprobs_of(
         serving.llm.tokenizer,
         entries,
         starts,
-        bool(body.logprobs or body.logprob_token_ids),
         as_ids=bool(body.return_tokens_as_token_ids),
         exact=bool(body.logprob_token_ids),
     )
 
 
 def of_the_prompt(serving: Serving, body: schema.CompletionRequest, row: Row) -> dict:
-    """Fields of a choice that describe its prompt."""
-    found: dict = {}
-    if body.prompt_logprobs is not None:
-        entries = row.request.prompt_entries
-        found["prompt_logprobs"] = [None, *(prompt_entry(serving.llm.tokenizer, e) for e in entries)]
-    if body.return_token_ids:
-        found["prompt_token_ids"] = row.request.prompt
-    return found
+    """Fields of a choice that describe its prompt, null where they are not asked for."""
+    scores = prompt_logprobs(serving.llm.tokenizer, row) if body.prompt_logprobs is not None else None
+    return {"prompt_logprobs": scores, "prompt_token_ids": row.request.prompt if body.return_token_ids else None}
 
 
 def choice(serving: Serving, body: schema.CompletionRequest, i: int, row: Row) -> dict:
@@ -153,8 +147,7 @@ def choice(serving: Serving, body: schema.CompletionRequest, i: int, row: Row) -
         "finish_reason": row.request.finish_reason if is_new else "length",
         **(stop_reasons(row, serving.llm.defaults.stop_ids) if is_new else NO_STOP),
     }
-    if body.return_token_ids:
-        found["token_ids"] = row.request.tokens if is_new else []
+    found["token_ids"] = (row.request.tokens if is_new else []) if body.return_token_ids else None
     return found | of_the_prompt(serving, body, row)
 
 
@@ -188,7 +181,8 @@ async def streamed(
             starts = [len(openings[i].text) + start for start in piece.starts] if is_new else []
             found["logprobs"] = logprobs_of(serving, body, [*begin.entries, *entries], [*begin.starts, *starts])
             if is_first:
-                found |= of_the_prompt(serving, body, rows[i])
+                given = of_the_prompt(serving, body, rows[i])
+                found |= {name: value for name, value in given.items() if value is not None}
             return value
 
         prompt_entries = rows[i].request.prompt_entries if is_first else []

@@ -24,13 +24,44 @@ class Delta:
 
 
 class Parser:
-    """Text of a choice → reasoning, content and calls, as it arrives."""
+    """Text of a choice → reasoning, content and calls, as it arrives.
 
-    def __init__(self, is_thinking: bool, tools: ToolParser | None):
-        self._splitter, self._tools = ReasoningSplitter(is_thinking), tools
+    Attributes:
+        reasoning_tokens: Tokens of the reasoning so far, whatever is shown of it.
+    """
+
+    def __init__(self, is_thinking: bool, tools: ToolParser | None, shown: schema.ShownReasoning = "stream"):
+        self._splitter, self._tools, self._shown = ReasoningSplitter(is_thinking), tools, shown
+        # Reasoning that is not shown yet, and text of which it is not known yet whether it is reasoning.
+        self._reasoning = self._undecided = ""
         self.reasoning_tokens = 0
 
     def push(self, piece: Piece) -> Delta:
+        reasoning, content = self._split(piece)
+        if self._shown == "content":
+            text = self._undecided + piece.text
+            self._undecided = "" if self._splitter.is_reasoning or self._splitter.is_content else text
+            # The content is the end of the text. What is before it is shown as it is, its tags included.
+            verbatim = "" if self._undecided else text[: len(text) - len(content)]
+            delta = self._parsed("", content)
+            delta.content = verbatim + delta.content
+            return delta
+        return self._parsed(self._due(reasoning, is_ended=self._splitter.is_content), content)
+
+    def _due(self, reasoning: str, is_ended: bool) -> str:
+        """What is shown now of the reasoning, of which ``reasoning`` is new."""
+        if self._shown == "stream":
+            return reasoning
+        if self._shown != "whole":
+            return ""
+        self._reasoning += reasoning
+        if not is_ended:
+            return ""
+        due, self._reasoning = self._reasoning, ""
+        return due
+
+    def _split(self, piece: Piece) -> tuple[str, str]:
+        """(reasoning, content) of a piece, and counts tokens of reasoning."""
         reasoning, at = "", 0
         # A thought ends at a token, and may do so inside of a piece.
         for end in piece.ends:
@@ -41,12 +72,13 @@ class Parser:
             self.reasoning_tokens += was_reasoning or self._splitter.is_reasoning
             reasoning, at = reasoning + thought, end
             if content:
-                return self._parsed(reasoning, content + self._splitter.push(piece.text[at:])[1])
+                return reasoning, content + self._splitter.push(piece.text[at:])[1]
         thought, content = self._splitter.push(piece.text[at:])
-        return self._parsed(reasoning + thought, content)
+        return reasoning + thought, content
 
     def finish(self, row: Row) -> Delta:
-        delta = self._parsed(*self._splitter.finish())
+        reasoning, content = self._splitter.finish()
+        delta = self._parsed(self._due(reasoning, is_ended=True), content)
         if self._tools is not None:
             last = self._tools.finish(is_cut=row.request.finish_reason == "length" or isinstance(row.matched, str))
             delta.content += last.content
@@ -75,9 +107,9 @@ class Conversation:
     # Whether the answer must be calls.
     is_forced: bool = False
 
-    def parser(self) -> Parser:
+    def parser(self, shown: schema.ShownReasoning = "stream") -> Parser:
         tools = ToolParser(self.xml, self.tools, self.is_forced) if self.tools else None
-        return Parser(self.thought == "open", tools)
+        return Parser(self.thought == "open", tools, shown)
 
 
 def text_of(content: str | list[schema.Part] | None, where: str) -> str:

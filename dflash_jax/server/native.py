@@ -3,6 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator
+from dataclasses import dataclass
 
 from fastapi import APIRouter, Request
 
@@ -12,10 +13,25 @@ from dflash_jax.server.answer_schema import Generated
 from dflash_jax.server.answers import finite, token_text
 from dflash_jax.server.errors import ApiError
 from dflash_jax.server.large_answers import entries, event, json_response
+from dflash_jax.server.reasoning import CLOSE, count_tokens
 from dflash_jax.server.serving import Serving, while_connected
 from dflash_jax.server.stream import EventStream
 
 router = APIRouter()
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One text of a request.
+
+    Attributes:
+        name: Its id.
+        is_new: False where max_new_tokens is 0: the engine's one token is left out.
+    """
+
+    row: Row
+    name: str
+    is_new: bool
 
 
 def prompts_of(body: schema.GenerateRequest) -> tuple[list, bool]:
@@ -30,7 +46,8 @@ def prompts_of(body: schema.GenerateRequest) -> tuple[list, bool]:
     return ([given], False) if isinstance(given[0], int) else (given, True)
 
 
-async def prepared(serving: Serving, body: schema.GenerateRequest) -> tuple[list[Row], bool]:
+async def prepared(serving: Serving, body: schema.GenerateRequest) -> tuple[list[tuple[Row, bool]], bool]:
+    """(rows, each with whether new tokens of it are wanted; whether there may be several)."""
     prompts, several = prompts_of(body)
     prepare.check_logprobs(serving, body)
     each = body.sampling_params if isinstance(body.sampling_params, list) else [body.sampling_params] * len(prompts)
@@ -43,7 +60,9 @@ async def prepared(serving: Serving, body: schema.GenerateRequest) -> tuple[list
         wanted = wanted or schema.NativeSampling()
         n = prepare.check_counts(serving, wanted, len(prompts))
         ids = await serving.texts.prompt(prompt, "text" if isinstance(prompt, str) else "input_ids")
-        most = serving.check_room(ids, wanted.max_new_tokens, "sampling_params.max_new_tokens", default=128)
+        is_new = wanted.max_new_tokens != 0
+        least = wanted.max_new_tokens if is_new else 1
+        most = serving.check_room(ids, least, "sampling_params.max_new_tokens", default=128)
         logprobs = (body.top_logprobs_num or 0) if body.return_logprob else None
         ids_wanted = body.token_ids_logprob if body.return_logprob else None
         params = prepare.sampling(wanted, most, wanted.sampling_seed, logprobs, ids_wanted)
@@ -52,7 +71,8 @@ async def prepared(serving: Serving, body: schema.GenerateRequest) -> tuple[list
         of_prompt = logprobs if start >= 0 else None
         options = {"block_size": body.block_size, "grammar": grammar, "prompt_logprobs": of_prompt}
         options |= {"priority": body.priority, "cache_salt": salts[i]}
-        found += await prepare.rows(serving, ids, params, n, **options)
+        options["thought"] = "open" if body.require_reasoning else "none"
+        found += [(row, is_new) for row in await prepare.rows(serving, ids, params, n, **options)]
         several = several or n > 1
     return found, several
 
@@ -83,24 +103,26 @@ def numbered(names: list[str]) -> list[str]:
     return ids
 
 
-def answer(
-    serving: Serving, body: schema.GenerateRequest, row: Row, name: str, began: float, ended: str | None
-) -> dict:
+def answer(serving: Serving, body: schema.GenerateRequest, asked: Asked, began: float, ended: str | None) -> dict:
     """What was told of a row so far, and why it ``ended``. ``meta_info`` as SGLang's benchmarks and z-lab's read it."""
-    request, tokenizer = row.request, serving.llm.tokenizer
+    row, request, tokenizer = asked.row, asked.row.request, serving.llm.tokenizer
+    token_ids, logprobs = (list(row.token_ids), row.logprobs or []) if asked.is_new else ([], [])
+    if not asked.is_new and ended == "stop":
+        ended = "length"
     reason = ended and {"type": ended}
     if ended == "length":
-        reason["length"] = request.params.max_tokens
+        reason["length"] = request.params.max_tokens if asked.is_new else 0
     elif ended == "stop":
         reason["matched"] = row.matched
     elif ended == "abort":
         reason["message"] = "ended by /abort_request"
     rounds = len(row.accepted)
     meta = {
-        "id": name,
+        "id": asked.name,
         "finish_reason": reason or None,
         "prompt_tokens": len(request.prompt),
-        "completion_tokens": len(row.token_ids),
+        "completion_tokens": len(token_ids),
+        "reasoning_tokens": thought_tokens(serving, token_ids) if body.require_reasoning else 0,
         "cached_tokens": request.cached,
         "e2e_latency": time.perf_counter() - began,
         "spec_verify_ct": rounds,
@@ -110,12 +132,17 @@ def answer(
         "weight_version": "default",
     }
     if body.return_logprob:
-        meta |= _logprobs("output", tokenizer, row.logprobs or [], body)
+        meta |= _logprobs("output", tokenizer, logprobs, body)
         if request.prompt_entries is not None:
             first = {"token_id": request.prompt[0], "logprob": None, "top": {}}
             start = body.logprob_start_len or 0
             meta |= _logprobs("input", tokenizer, [first, *request.prompt_entries][start:], body)
-    return {"text": row.told, "output_ids": list(row.token_ids), "meta_info": meta}
+    return {"text": row.told if asked.is_new else "", "output_ids": token_ids, "meta_info": meta}
+
+
+def thought_tokens(serving: Serving, token_ids: list[int]) -> int:
+    tokenizer = serving.llm.tokenizer
+    return 0 if tokenizer is None else count_tokens(token_ids, tokenizer.encode_plain(CLOSE))
 
 
 def _logprobs(side: str, tokenizer, entries: list[dict], body: schema.GenerateRequest) -> dict:
@@ -136,30 +163,29 @@ def _logprobs(side: str, tokenizer, entries: list[dict], body: schema.GenerateRe
 async def generate(http: Request, body: schema.GenerateRequest):
     serving: Serving = http.app.state.serving
     began = time.perf_counter()
-    rows, several = await while_connected(http, prepared(serving, body))
-    names = names_of(body, len(rows))
+    wanted, several = await while_connected(http, prepared(serving, body))
+    rows, names = [row for row, _ in wanted], names_of(body, len(wanted))
     for row, name in zip(rows, names, strict=True):
         serving.register([row], name, http.state.owner)
-    ids = numbered(names)
+    texts = [Asked(row, name, is_new) for (row, is_new), name in zip(wanted, numbered(names), strict=True)]
     if body.stream:
-        return await EventStream.start(http, streamed(serving, body, rows, several, ids, began))
+        return await EventStream.start(http, streamed(serving, body, texts, several, began))
     await while_connected(http, serving.run(rows))
 
     def build() -> list[dict] | dict:
-        named = zip(rows, ids, strict=True)
-        found = [answer(serving, body, row, name, began, row.request.finish_reason) for row, name in named]
+        found = [answer(serving, body, text, began, text.row.request.finish_reason) for text in texts]
         return found if several else found[0]
 
     return await json_response(rows, build)
 
 
 async def streamed(
-    serving: Serving, body: schema.GenerateRequest, rows: list[Row], several: bool, ids: list[str], began: float
+    serving: Serving, body: schema.GenerateRequest, texts: list[Asked], several: bool, began: float
 ) -> AsyncGenerator[bytes, None]:
     """Each event has all of the text so far, as SGLang's."""
-    async for i, piece in serving.merged(rows):
+    async for i, piece in serving.merged([text.row for text in texts]):
 
         def build(i=i, ended=piece.finish_reason) -> dict:
-            return answer(serving, body, rows[i], ids[i], began, ended) | ({"index": i} if several else {})
+            return answer(serving, body, texts[i], began, ended) | ({"index": i} if several else {})
 
-        yield await event(entries(rows[i : i + 1]), build)
+        yield await event(entries([texts[i].row]), build)

@@ -71,9 +71,11 @@ def named(message: str) -> str | None:
 
 
 def biases(given: dict[str, float] | None) -> dict[int, float]:
-    for token in given or {}:
-        if not (token.isascii() and token.isdecimal() and len(token) < 20):
-            raise ApiError(400, f"logit_bias: its keys must be token ids, and {token[:40]!r} is none", "logit_bias")
+    wrong = [token for token in given or {} if not (token.isascii() and token.isdecimal() and len(token) < 20)]
+    if wrong:
+        names = ", ".join(repr(token[:40]) for token in wrong[:8])
+        more = f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""
+        raise ApiError(400, f"logit_bias: its keys must be token ids, and these are not: {names}{more}", "logit_bias")
     return {int(token): value for token, value in (given or {}).items()}
 
 
@@ -215,6 +217,11 @@ async def rows(
         cache_salt: Only prompts with the same one share known prefixes.
     """
     options = {"priority": priority, "prompt_logprobs": prompt_logprobs, "cache_salt": cache_salt or ""}
+    vocabulary = serving.llm.config.vocab_size
+    if outside := [i for i in params.stop_token_ids if i >= vocabulary]:
+        # Clients send those of another model along. vLLM and SGLang take them, too.
+        note(f"stop_token_ids: {outside[0]} is out of vocabulary, and never ends a text")
+        params = replace(params, stop_token_ids=tuple(i for i in params.stop_token_ids if i < vocabulary))
     if budget is not None and thought != "none":
         encode = serving.llm.tokenizer.encode_plain
         blank = tuple(i for n in (1, 2) for i in encode("\n" * n))

@@ -1,6 +1,14 @@
 """Where reasoning ends and the answer begins, in text that is still arriving."""
 
+from collections.abc import Sequence
+
 OPEN, CLOSE = "<think>", "</think>"
+
+
+def count_tokens(ids: Sequence[int], close: Sequence[int]) -> int:
+    """Tokens of the reasoning that a text begins with, its end ``close`` included; all of them where it has no end."""
+    ends = (i + len(close) for i in range(len(ids)) if tuple(ids[i : i + len(close)]) == tuple(close))
+    return next(ends, len(ids))
 
 
 def held_back(text: str, *markers: str) -> int:

@@ -10,6 +10,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from dflash_jax.server import neutral_fields
 from dflash_jax.server.schema_base import Body, Effort, Items, Json, Lenient, RequestId, Salt, Strict, TokenId, wrong
 
+# Reasoning as it comes, in one piece at its end, as part of the content, or not at all.
+ShownReasoning = Literal["stream", "whole", "content", "none"]
+
 
 class StreamOptions(Strict):
     """``include_timings``: beside each usage, `answers.timings`."""
@@ -187,7 +190,7 @@ class ReasoningOptions(Strict):
 
     effort: Effort | None = None
     enabled: bool | None = None
-    exclude: Literal[False] | None = None
+    exclude: bool | None = None
     max_tokens: None = None
 
 
@@ -232,6 +235,18 @@ class ChatRequest(OpenAiSampling, Templated):
     # Tokens of the thought, -1 for any number; the second name is Qwen's.
     thinking_token_budget: int | None = Field(None, ge=-1)
     thinking_budget: int | None = Field(None, ge=-1)
+    # SGLang's and vLLM's fields of what is shown of the reasoning.
+    separate_reasoning: bool = True
+    stream_reasoning: bool = True
+    include_reasoning: bool = True
+
+    @property
+    def shown_reasoning(self) -> ShownReasoning:
+        if not self.include_reasoning or (self.reasoning is not None and self.reasoning.exclude):
+            return "none"
+        if not self.separate_reasoning:
+            return "content"
+        return "stream" if self.stream_reasoning else "whole"
 
 
 class CompletionRequest(OpenAiSampling):
@@ -335,7 +350,8 @@ class NativeSampling(Sampling):
 
     neutral = neutral_fields.SAMPLING
 
-    max_new_tokens: int | None = Field(None, ge=1)
+    # 0: only the prompt is read.
+    max_new_tokens: int | None = Field(None, ge=0)
     stop: str | Items[str] | None = None
     n: int | None = Field(None, ge=1)
     min_new_tokens: int | None = Field(None, ge=0)
@@ -359,6 +375,8 @@ class GenerateRequest(Body):
     top_logprobs_num: int | None = Field(None, ge=0, le=20)
     token_ids_logprob: Items[TokenId] | None = Field(None, max_length=20)
     return_text_in_logprobs: bool | None = None
+    # The text begins with reasoning, after which a grammar begins.
+    require_reasoning: bool = False
     rid: RequestId | Items[RequestId] | None = None
     priority: int = Field(0, ge=-(2**31), le=2**31 - 1)
     cache_salt: Salt | Items[Salt] | None = None

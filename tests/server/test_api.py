@@ -141,6 +141,27 @@ def test_generate(quiet, llm):
     assert len(scored["meta_info"]["output_token_logprobs"]) == 24
 
 
+@pytest.mark.parametrize("stop", [[], [5]])
+def test_generate_reads_a_prompt_alone(quiet, stop):
+    """max_new_tokens 0: what SGLang's clients score prompts with."""
+    text = "def f(x):\n    return x"
+    sampling = {"max_new_tokens": 0, "temperature": 0, "stop_token_ids": stop}
+    body = {"text": text, "return_logprob": True, "logprob_start_len": 0}
+    found = quiet.post("/generate", **body, sampling_params=sampling).json()
+    longer = quiet.post("/generate", **body, sampling_params=sampling | {"max_new_tokens": 1}).json()["meta_info"]
+    meta = found["meta_info"]
+    assert (found["text"], found["output_ids"], meta["completion_tokens"]) == ("", [], 0)
+    assert meta["finish_reason"] == {"type": "length", "length": 0}
+    assert meta["output_token_logprobs"] == []
+    assert meta["input_token_logprobs"] == longer["input_token_logprobs"]
+    assert len(meta["input_token_logprobs"]) == meta["prompt_tokens"]
+    beside = [sampling, {"max_new_tokens": 2}]
+    several = quiet.post("/generate", text=["def f(", "def f("], sampling_params=beside, stream=True)
+    events = [json.loads(line[6:]) for line in several.text.splitlines() if line.startswith("data: {")]
+    last = {event["index"]: len(event["output_ids"]) for event in events}
+    assert last == {0: 0, 1: 2}
+
+
 def test_a_stream_ends_once_however_far_ahead_the_engine_is(quiet, monkeypatch):
     """The client reads when all is long done."""
     real, answers = Serving.pieces, []

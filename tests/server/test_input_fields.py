@@ -336,6 +336,24 @@ def test_a_bias_of_no_token_is_named(quiet, key):
     assert repr(key[:40]) in error["message"]
 
 
+def test_all_biases_of_no_token_are_named(quiet):
+    biases = {"bad1": 1, "5": 1, "bad2": 1}
+    found = quiet.post("/v1/completions", prompt="x", logit_bias=biases).json()["error"]["message"]
+    assert found == "logit_bias: its keys must be token ids, and these are not: 'bad1', 'bad2'"
+    many = quiet.post("/v1/completions", prompt="x", logit_bias={f"bad{i}": 1 for i in range(99)})
+    assert many.json()["error"]["message"].endswith("'bad7' and 91 more")
+
+
+@pytest.mark.parametrize("width", [1, 8])
+def test_stop_tokens_outside_the_vocabulary_never_come(quiet, width):
+    """Clients send those of another model along."""
+    body = {"prompt": "def f(", "max_tokens": 12, "block_size": width, "return_token_ids": True}
+    plain = quiet.post("/v1/completions", **body).json()["choices"]
+    found = quiet.post("/v1/completions", **body, stop_token_ids=[119690, 2**40])
+    assert found.json()["choices"] == plain
+    assert "stop_token_ids: 119690 is out of vocabulary" in found.headers["x-dflash-note"]
+
+
 def test_a_bias_outside_the_vocabulary_is_named(quiet):
     found = quiet.post("/v1/completions", prompt="x", logit_bias={"99999": 1})
     assert "99999" in found.json()["error"]["message"]

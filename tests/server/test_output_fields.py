@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from conftest import MESSAGES
 
 from dflash_jax import SamplingParams
 from dflash_jax.server import chat
@@ -118,13 +119,32 @@ def test_the_drawn_token_is_among_the_likeliest(quiet):
     assert {len(top) for top in found["top_logprobs"]} == {1, 2}
     for token, value, top in zip(found["tokens"], found["token_logprobs"], found["top_logprobs"], strict=True):
         assert top[token] == value
-        assert max(top.values()) == next(iter(top.values()))
+        assert next(iter(top)) == token
     chat = quiet.chat(**body, logprobs=True, top_logprobs=2)["choices"][0]["logprobs"]["content"]
     assert {len(entry["top_logprobs"]) for entry in chat} == {2}
     for entry in chat:
         assert entry["token"] in [each["token"] for each in entry["top_logprobs"]]
     none = quiet.chat(**body, logprobs=True)["choices"][0]["logprobs"]["content"]
     assert all(entry["top_logprobs"] == [] for entry in none)
+
+
+@pytest.mark.parametrize("echo", [False, True])
+def test_logprobs_of_the_drawn_token_alone(quiet, echo):
+    found = complete(quiet, prompt=PROMPT, max_tokens=6, logprobs=0, echo=echo, return_tokens_as_token_ids=True)
+    found = found["logprobs"]
+    expected = [{token: value} for token, value in zip(found["tokens"], found["token_logprobs"], strict=True)]
+    assert found["top_logprobs"] == [None] * echo + expected[echo:]
+
+
+def test_fields_that_were_not_asked_for_are_null(quiet):
+    """As in vLLM's whole answers; their clients read them."""
+    choice = complete(quiet, prompt="def f(", max_tokens=2)
+    assert [choice[name] for name in ("token_ids", "prompt_token_ids", "prompt_logprobs")] == [None] * 3
+    chat = quiet.chat(max_tokens=2)
+    assert [chat["choices"][0]["token_ids"], chat["prompt_token_ids"], chat["prompt_logprobs"]] == [None] * 3
+    for path, asked in (("/v1/completions", {"prompt": "x"}), ("/v1/chat/completions", {"messages": MESSAGES})):
+        for event in stream(quiet, path, **asked, max_tokens=2):
+            assert not {"prompt_token_ids", "prompt_logprobs"} & (set(event) | set(event["choices"][0]))
 
 
 def test_tokens_as_token_ids(quiet):
