@@ -93,7 +93,7 @@ def test_a_chats_prompt_comes_back_with_its_logprobs(quiet):
     assert len(found["prompt_logprobs"]) == len(ids)
     found = quiet.post("/v1/chat/completions", messages=MESSAGES, max_tokens=1, return_prompt_token_ids=True).json()
     assert found["choices"][0]["prompt_token_ids"] == ids
-    assert "prompt_token_ids" not in found
+    assert found["prompt_token_ids"] is None
     found = quiet.post("/v1/chat/completions", **body, stream=True)
     assert (found.status_code, found.json()["error"]["param"]) == (400, "prompt_logprobs")
 
