@@ -113,7 +113,7 @@ def test_the_drafters_own_list_is_taken_unless_told_otherwise(tmp_path):
         ("[1, 2.5]", "not a JSON list of token ids"),
         ("[true]", "not a JSON list of token ids"),
         ("[1, 512]", "id 512 is out of vocabulary: ids are 0 to 511"),
-        ("[-1]", "id -1 is outside"),
+        ("[-1]", "id -1 is out of vocabulary"),
     ],
 )
 def test_a_bad_list_is_named(text, named, tmp_path):

@@ -63,11 +63,12 @@ def test_the_device_fails_in_the_middle_of_many_streams(llm):
     try:
         found = asyncio.run(main())
         for status, told, is_ended in found:
-            assert status in (200, 500)
+            # 503 where the engine had failed before the request reached it.
+            assert status in (200, 500, 503)
             assert "on fire" in told[-1]["error"]["message"]
             assert is_ended
         # Some had begun, the others still waited for a slot.
-        assert {status for status, _, _ in found} == {200, 500}
+        assert {200, 500} <= {status for status, _, _ in found}
         assert running.http.get("/health").status_code == running.http.get("/ready").status_code == 503
         for path, body in (("/v1/completions", BODY), ("/generate", {"text": "x"})):
             refused = running.post(path, **body)

@@ -247,8 +247,9 @@ def test_a_failed_engine_is_told_and_health_turns_red(llm):
             t.start()
         for t in threads:
             t.join()
-        assert [c.status_code for c in codes] == [500] * 3
-        assert "on fire" in codes[0].json()["error"]["message"]
+        # 503 where the engine had failed before the request reached it.
+        assert {500} <= {c.status_code for c in codes} <= {500, 503}
+        assert all("on fire" in c.json()["error"]["message"] for c in codes)
         assert running.http.get("/health").status_code == 503
         refused = running.post("/v1/completions", prompt="x")
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
