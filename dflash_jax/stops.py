@@ -8,8 +8,8 @@ from dflash_jax.errors import InputError
 
 # Characters before new text in which a match may begin, and those of them that are held back.
 REGEX_WINDOW, REGEX_HELD = 256, 64
-# Instructions of all compiled expressions of a request: RE2 needs at most this many steps for each byte of a window. The
-# engine's thread searches, so what a dispatch brings to all choices must not delay others.
+# Instructions of all compiled expressions of a request: RE2 needs at most this many steps for each byte of a window, on
+# the engine's thread, where a dispatch's tokens of all choices must not delay others.
 _MOST_INSTRUCTIONS = 256
 _MOST_MEMORY = 2**18
 
