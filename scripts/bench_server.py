@@ -23,12 +23,13 @@ FORM = "(?s:.){1,100000}"
 
 
 async def direct(serving, new: int, count: int, block, grammar: bool = False) -> float:
-    from dflash_jax.server.grammar import Constraint, GrammarMask
+    from dflash_jax.server.grammar import Constraint
 
-    params, form = SamplingParams(temperature=0.7, max_tokens=new, ignore_eos=True), Constraint("regex", FORM, "regex")
+    params = SamplingParams(temperature=0.7, max_tokens=new, ignore_eos=True)
+    compiled = await serving.grammar.grammar(Constraint("regex", FORM, "regex")) if grammar else None
 
     async def one(i: int) -> int:
-        mask = GrammarMask(serving.grammar, serving.grammar.matcher(form)) if grammar else None
+        mask = compiled.mask() if compiled else None
         row = serving.llm.new_row(PROMPTS[i % len(PROMPTS)], replace(params, seed=i), block, mask=mask)
         async for event in serving.engine.submit(row.request):
             row.take(event)
@@ -135,6 +136,7 @@ async def run(args) -> None:
     server.should_exit = True
     await task
     serving.engine.stop()
+    serving.stop_workers()
     middle = {name: statistics.median(values) for name, values in found.items()}
     for name, value in middle.items():
         beside = "one round a dispatch" if name == "with a grammar" else "engine"
