@@ -43,15 +43,10 @@ class MaskProvider(Protocol):
 
 
 class ReadyMasks:
-    """A `MaskProvider` whose ``masks(drafts)`` are computed at once."""
+    """The part of a `MaskProvider` that computes masks at once: by ``masks(drafts)``, which a subclass has beside
+    ``take``."""
 
     is_over = False
-
-    def masks(self, drafts: Sequence[int]) -> np.ndarray:
-        raise NotImplementedError
-
-    def take(self, tokens: Sequence[int]) -> None:
-        raise NotImplementedError
 
     def ask(self, drafts: Sequence[int]) -> None:
         self._asked = drafts
