@@ -57,8 +57,9 @@ class ResponseStore:
         return entries[response_id]
 
     async def put(self, owner: bytes, response_id: str, entry: StoredResponse) -> bool:
-        """Whether there was room for it."""
-        self._drop(owner, response_id)
+        """Whether it is kept: there is room for it, and no other response of that id, which clients may choose."""
+        if response_id in self._entries.get(owner, ()):
+            return False
         self._entries.setdefault(owner, OrderedDict())[response_id] = entry
         self._entries.move_to_end(owner)
         self._nbytes[owner] = self._nbytes.get(owner, 0) + entry.nbytes

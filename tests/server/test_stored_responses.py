@@ -193,7 +193,7 @@ def test_who_stores_much_pushes_out_its_own():
     for i in range(50):
         run(store.put(b"loud", str(i), entry(1)))
     for i in range(50):
-        run(store.put(b"loud", str(i), entry(400)))
+        run(store.put(b"loud", f"large {i}", entry(400)))
     assert run(store.get(b"quiet", "mine"))
     assert not run(store.put(b"loud", "x", entry(1001)))
     assert run(store.get(b"quiet", "mine"))
@@ -211,8 +211,13 @@ def test_the_bounds_hold_and_entries_are_their_owners(operations, size, most_byt
     store, last = ResponseStore(size, most_bytes), {}
     for kind, owner, name, *rest in operations:
         if kind == "put":
-            last[owner, name] = entry(*rest or (7,))
-            is_kept = run(store.put(owner, name, last[owner, name]))
+            before, value = run(store.get(owner, name)), entry(*rest or (7,))
+            is_kept = run(store.put(owner, name, value))
+            if before is not None:
+                assert not is_kept
+                assert run(store.get(owner, name)) is before
+                continue
+            last[owner, name] = value
             assert (run(store.get(owner, name)) is last[owner, name]) == is_kept
             assert is_kept or last[owner, name].nbytes > most_bytes / 3
         elif kind == "get":
