@@ -16,8 +16,8 @@ class Detokenizer:
 
     Attributes:
         text: What may be shown so far. Once ``stopped``, it ends before the stop string or match, or behind it where
-            ``include_stop`` says so, and no longer grows. Of a match that is longer than what is held back, what was
-            shown stays.
+            ``include_stop`` says so, and no longer grows. The beginning of a match that is longer than the
+            characters held back has been shown, and stays.
         stopped: Whether a stop was found.
         stop: The stop string or the expression that ended it.
     """

@@ -116,7 +116,7 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def add_module(name: str, path: list[str] | None = None, **contents) -> None:
-    """Puts a module of ours under a name of theirs; ``path``: where its submodules are."""
+    """Registers a stub under the name of another project's module; ``path``: the directory of its submodules."""
     module = StubModule(name)
     module.__path__ = path or []
     module.__dict__.update(contents)

@@ -14,7 +14,7 @@ from dflash_jax.server.errors import RETRY_S, ApiError
 
 # Bytes that the parser is given at once while a head arrives.
 SLICE_BYTES = 2**14
-# Connections beyond the limit that are told so at a time; others are closed.
+# Connections beyond the limit that get an answer (503) at a time; further ones are closed.
 MOST_REFUSED = 64
 
 

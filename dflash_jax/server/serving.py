@@ -82,7 +82,7 @@ class _Spacing:
         self._row, self._interval, self._held, self._is_first = row, interval, [], True
 
     def push(self, event: Event) -> Iterator[Piece]:
-        """What is due with this event: a piece or none. Raises what ended the row where that is an error."""
+        """Yields the piece that this event completes, if any. Raises the error that ended the request, if one did."""
         if event.error is None:
             self._held.append(event)
         is_last = event.finish_reason is not None or event.error is not None

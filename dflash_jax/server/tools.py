@@ -101,7 +101,7 @@ class ToolParser:
     Args:
         xml: Which of the two formats.
         schemas: JSON schema of each tool's parameters, for XML's values.
-        is_forced: The text is calls and nothing else, so what is left of one that was cut is no content.
+        is_forced: The text consists of calls only, so the rest of an incomplete call is not content.
     """
 
     def __init__(self, xml: bool, schemas: dict[str, dict], is_forced: bool = False):

@@ -67,7 +67,7 @@ class Tracer:
 
 
 def attributes(observed: Observed) -> dict[str, str | int | float]:
-    """vLLM's names. Counts are sums over the request's sequences, times those of its slowest one, in seconds."""
+    """Attributes under vLLM's names: counts summed over the request's sequences, times (s) of its slowest one."""
     requests = [row.request for row in observed.rows]
     params, before = requests[0].params, [None, *(r.prompt for r in requests)]
     # Choices of one prompt are neighbours.

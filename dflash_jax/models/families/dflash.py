@@ -120,8 +120,9 @@ def read_config(raw: dict) -> DraftConfig:
     depth, hidden = both.need("num_hidden_layers"), both.need("hidden_size")
     heads, kv_heads, head_dim = both.heads
     attention = AttentionSpec(heads, kv_heads, head_dim, read_rope(both, head_dim))
-    if (theirs := both.whole("target_hidden_size", hidden)) != hidden:
-        raise InputError(f"target_hidden_size is {theirs}: only a drafter of the target's hidden size is known here")
+    target_size = both.whole("target_hidden_size", hidden)
+    if target_size != hidden:
+        raise InputError(f"target_hidden_size is {target_size}: it must be the drafter's hidden_size, {hidden}")
     return DraftConfig(
         hidden_size=hidden,
         vocab_size=both.need("vocab_size"),
