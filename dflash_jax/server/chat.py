@@ -82,13 +82,12 @@ async def prepared(serving: Serving, body: schema.ChatRequest) -> tuple[Conversa
     talk.is_forced = calls is not None and not calls.value["optional"]
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = prepare.sampling(body, most, body.seed, logprobs, body.logprob_token_ids)
-    budgets = [b for b in (body.thinking_token_budget, body.thinking_budget) if b is not None and b >= 0]
     options = {
         "block_size": body.block_size,
         "priority": body.priority,
         "grammar": await prepare.grammar(serving, wanted or calls),
         "thought": talk.thought,
-        "budget": min(budgets, default=None),
+        "budget": prepare.budget([body.thinking_token_budget, body.thinking_budget]),
         "prompt_logprobs": body.prompt_logprobs,
         "cache_salt": body.cache_salt,
     }

@@ -44,7 +44,10 @@ async def prepared(serving: Serving, body: schema.CompletionRequest) -> list[Row
         wanted = max(wanted or 0, body.logprobs or 0)
     is_truncated = body.truncate_prompt_tokens is not None
     encoded = [await serving.texts.prompt(prompt, "prompt", is_truncated=is_truncated) for prompt in prompts]
-    grammar = await prepare.grammar(serving, prepare.constraint(body))
+    grammar, budget = (
+        await prepare.grammar(serving, prepare.constraint(body)),
+        prepare.budget([body.thinking_token_budget]),
+    )
     found = []
     for ids in encoded:
         ids = prepare.truncated(serving, body, ids, body.max_tokens)
@@ -53,7 +56,8 @@ async def prepared(serving: Serving, body: schema.CompletionRequest) -> list[Row
         most = most or serving.check_room(ids, 1, "prompt")
         params = prepare.sampling(body, most, body.seed, body.logprobs, body.logprob_token_ids)
         options = {"block_size": body.block_size, "priority": body.priority, "prompt_logprobs": wanted}
-        options["cache_salt"] = body.cache_salt
+        options |= {"cache_salt": body.cache_salt, "budget": budget}
+        options["thought"] = prepare.thought(serving, ids, budget, "thinking_token_budget")
         found += await prepare.rows(serving, ids, params, n, grammar=grammar, **options)
     return found
 

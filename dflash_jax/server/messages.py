@@ -145,7 +145,7 @@ def as_chat(body: CountTokensRequest) -> schema.ChatRequest:
     """The same wish as a chat request."""
     thinking, output, fields = body.thinking, body.output_config, {}
     if thinking is not None:
-        fields["enable_thinking"] = thinking.type != "disabled"
+        fields |= {"enable_thinking": thinking.type != "disabled", "thinking_token_budget": thinking.budget_tokens}
         if (thinking.type == "enabled") != (thinking.budget_tokens is not None):
             name = "thinking.budget_tokens"
             raise ApiError(400, f"{name} belongs to thinking.type enabled, and must be given with it", name)

@@ -71,7 +71,9 @@ async def prepared(serving: Serving, body: schema.GenerateRequest) -> tuple[list
         of_prompt = logprobs if start >= 0 else None
         options = {"block_size": body.block_size, "grammar": grammar, "prompt_logprobs": of_prompt}
         options |= {"priority": body.priority, "cache_salt": salts[i]}
-        options["thought"] = "open" if body.require_reasoning else "none"
+        options["budget"] = budget = prepare.budget([body.max_thinking_tokens])
+        is_open = body.require_reasoning
+        options["thought"] = "open" if is_open else prepare.thought(serving, ids, budget, "max_thinking_tokens")
         found += [(row, is_new) for row in await prepare.rows(serving, ids, params, n, **options)]
         several = several or n > 1
     return found, several

@@ -107,14 +107,11 @@ COMPLETION: Table = {
     "best_of": ONE,
     "prompt_embeds": NULL,
     "suffix": NO_TEXT,
-    "thinking_token_budget": (-1,),
 }
 RESPONSES: Table = {
     **_ROUTING,
     **_EXTENSIONS,
     **_STREAMING,
-    "include_stop_str_in_output": FALSE,
-    "min_tokens": ZERO,
     **{name: types for name, types in _OPENAI.items() if name not in ("metadata", "user")},
     "background": FALSE,
     "context_management": NO_ITEMS,
@@ -162,7 +159,6 @@ GENERATE: Table = {
     "kv_router_hint": NULL,
     "log_metrics": BOOL,
     "lora_id": NULL,
-    "max_thinking_tokens": NULL,
     "mm_content_hashes": NO_ITEMS,
     "mm_hashes": NO_ITEMS,
     "modalities": ([], ["text"]),

@@ -15,7 +15,7 @@ from dflash_jax.server import schema
 from dflash_jax.server.errors import ApiError
 from dflash_jax.server.grammar import MOST_CHARACTERS, Constraint, Grammar
 from dflash_jax.server.notes import note
-from dflash_jax.server.reasoning import CLOSE, OPEN
+from dflash_jax.server.reasoning import CLOSE, OPEN, has_open_thought
 
 if TYPE_CHECKING:
     from dflash_jax.server.serving import Serving
@@ -178,6 +178,22 @@ def _checked(wanted: Constraint) -> Constraint:
     return replace(wanted, value=value)
 
 
+def budget(given: Sequence[int | None]) -> int | None:
+    """New tokens that a thought may have, by several fields of which -1 and None say nothing."""
+    return min((each for each in given if each is not None and each >= 0), default=None)
+
+
+def thought(serving: "Serving", prompt: Sequence[int], budget: int | None, field: str) -> str:
+    """Where reasoning stands behind a prompt without messages, as `rows` takes it: "none" without a ``budget``, which
+    says that the text has a thought. Raises ApiError, which names ``field``."""
+    if budget is None:
+        return "none"
+    if serving.llm.tokenizer is None:
+        raise ApiError(400, f"{field} needs a tokenizer, and this checkpoint has none", field)
+    encode = serving.llm.tokenizer.encode_plain
+    return "open" if has_open_thought(prompt, encode(OPEN), encode(CLOSE)) else "possible"
+
+
 async def grammar(serving: "Serving", wanted: Constraint | None) -> Grammar | None:
     """The compiled grammar. The answer's headers name what of it cannot be enforced."""
     if wanted is None:
@@ -213,7 +229,7 @@ async def rows(
 
     Args:
         thought: Where reasoning stands when the text begins: "open", "possible" or "none".
-        budget: Tokens that the thought may have.
+        budget: New tokens that the thought may have.
         cache_salt: Only prompts with the same one share known prefixes.
     """
     options = {"priority": priority, "prompt_logprobs": prompt_logprobs, "cache_salt": cache_salt or ""}

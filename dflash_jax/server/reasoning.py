@@ -11,6 +11,17 @@ def count_tokens(ids: Sequence[int], close: Sequence[int]) -> int:
     return next(ends, len(ids))
 
 
+def has_open_thought(ids: Sequence[int], open_ids: Sequence[int], close_ids: Sequence[int]) -> bool:
+    """Whether the last tag in a text is one that opens a thought."""
+    tags, lasts = (tuple(open_ids), tuple(close_ids)), {open_ids[-1], close_ids[-1]}
+    for end in range(len(ids), 0, -1):
+        if ids[end - 1] in lasts:
+            for tag in tags:
+                if tuple(ids[max(0, end - len(tag)) : end]) == tag:
+                    return tag == tags[0]
+    return False
+
+
 def held_back(text: str, *markers: str) -> int:
     """How many characters at the end of ``text`` may be the beginning of a marker."""
     return max((n for m in markers for n in range(1, min(len(m), len(text) + 1)) if text.endswith(m[:n])), default=0)

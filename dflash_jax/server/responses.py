@@ -35,6 +35,9 @@ AS_IN_CHAT = (
     "parallel_tool_calls",
     "chat_template_kwargs",
     "cache_salt",
+    "min_tokens",
+    "include_stop_str_in_output",
+    "block_size",
 )
 
 

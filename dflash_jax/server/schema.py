@@ -12,6 +12,8 @@ from dflash_jax.server.schema_base import Body, Effort, Items, Json, Lenient, Re
 
 # Reasoning as it comes, in one piece at its end, as part of the content, or not at all.
 ShownReasoning = Literal["stream", "whole", "content", "none"]
+# New tokens of the thought, -1 for any number.
+ThinkingBudget = Annotated[int | None, Field(ge=-1)]
 
 
 class StreamOptions(Strict):
@@ -232,9 +234,9 @@ class ChatRequest(OpenAiSampling, Templated):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     return_prompt_token_ids: bool = False
-    # Tokens of the thought, -1 for any number; the second name is Qwen's.
-    thinking_token_budget: int | None = Field(None, ge=-1)
-    thinking_budget: int | None = Field(None, ge=-1)
+    # The second name is Qwen's.
+    thinking_token_budget: ThinkingBudget = None
+    thinking_budget: ThinkingBudget = None
     # SGLang's and vLLM's fields of what is shown of the reasoning.
     separate_reasoning: bool = True
     stream_reasoning: bool = True
@@ -257,6 +259,7 @@ class CompletionRequest(OpenAiSampling):
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool | None = None
     response_format: ResponseFormat | None = None
+    thinking_token_budget: ThinkingBudget = None
 
 
 class ResponsesTool(Lenient):
@@ -343,6 +346,9 @@ class ResponsesRequest(Sampling):
     chat_template_kwargs: Json | None = None
     request_id: RequestId | None = None
     cache_salt: Salt | None = None
+    min_tokens: int | None = Field(None, ge=0)
+    include_stop_str_in_output: bool | None = None
+    block_size: int | Literal["auto"] | None = None
 
 
 class NativeSampling(Sampling):
@@ -377,6 +383,7 @@ class GenerateRequest(Body):
     return_text_in_logprobs: bool | None = None
     # The text begins with reasoning, after which a grammar begins.
     require_reasoning: bool = False
+    max_thinking_tokens: ThinkingBudget = None
     rid: RequestId | Items[RequestId] | None = None
     priority: int = Field(0, ge=-(2**31), le=2**31 - 1)
     cache_salt: Salt | Items[Salt] | None = None

@@ -14,6 +14,7 @@ from conftest import MESSAGES
 
 from dflash_jax import SamplingParams
 from dflash_jax.server import chat
+from dflash_jax.server.reasoning import has_open_thought
 
 PARAMS = [{"temperature": 0.0}, {"temperature": 0.8, "seed": 5}]
 BOTH = pytest.mark.parametrize("params", PARAMS, ids=["greedy", "sampled"])
@@ -377,6 +378,75 @@ def test_a_thought_that_may_begin_has_a_budget_too(quiet, llm, params, budget, m
         else:
             assert found[0]["message"]["reasoning_content"] is None
             assert len(ids) > 6
+
+
+@BOTH
+@pytest.mark.parametrize("budget", [-1, 0, 5])
+def test_the_budget_of_a_prompt_without_messages(quiet, llm, params, budget):
+    """The prompt of a chat gives the chat's tokens, in completions and in SGLang's interface."""
+    prompt, form = llm.encode_chat([{"role": "user", "content": "hi"}]), {"regex": "[ab]{4}"} if budget >= 0 else {}
+    for more in ({}, form):
+        body = {"max_tokens": 40, "thinking_token_budget": budget, **more, **params}
+        right = quiet.chat(**body, return_token_ids=True)["choices"][0]["token_ids"]
+        assert same_with_drafts(quiet, prompt=prompt, **body)["token_ids"] == right
+        sampling = {"max_new_tokens": 40, "temperature": params["temperature"], "sampling_seed": params.get("seed")}
+        native = {"input_ids": prompt, "sampling_params": sampling | more, "max_thinking_tokens": budget}
+        for width in (1, 8):
+            assert quiet.post("/generate", **native, block_size=width).json()["output_ids"] == right
+    if budget >= 0:
+        assert thought_of(llm, right, True) == budget
+
+
+@BOTH
+def test_the_budget_of_a_thought_that_a_completion_begins(quiet, llm, params):
+    start, end = (llm.tokenizer.encode_plain(tag) for tag in ("<think>", "</think>"))
+    bias = {"logit_bias": {str(start[0]): 99.0}}
+    found = same_with_drafts(quiet, prompt="def f(", thinking_token_budget=3, **bias, **params)["token_ids"]
+    assert found[: len(start)] == start
+    assert thought_of(llm, found, False) == 3
+    # No thought, no bound: a closed one in the prompt is none.
+    prompt = llm.encode("<think>x</think>def f(")
+    plain = same_with_drafts(quiet, prompt=prompt, **params)["token_ids"]
+    assert same_with_drafts(quiet, prompt=prompt, thinking_token_budget=0, **params)["token_ids"] == plain
+    opened = same_with_drafts(quiet, prompt=prompt + start, thinking_token_budget=0, **params)["token_ids"]
+    assert opened[: len(end)] == end
+
+
+@pytest.mark.parametrize(
+    ("ids", "is_open"),
+    [([], False), ([1, 2], True), ([1, 2, 9], True), ([1, 2, 3], False), ([1, 2, 3, 2], False), ([3, 1, 2], True)],
+)
+def test_where_a_thought_is_open(ids, is_open):
+    assert has_open_thought(ids, (1, 2), (3,)) is is_open
+
+
+@BOTH
+@pytest.mark.parametrize("more", [{}, {"min_tokens": 20}, {"include_stop_str_in_output": True}], ids=str)
+def test_least_tokens_and_stops_of_responses(quiet, params, more):
+    """As in chat."""
+    shared = {"chat_template_kwargs": {"enable_thinking": False}, **params}
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 40, **shared}
+    stop = quiet.post("/v1/chat/completions", **body).json()["choices"][0]["message"]["content"][3:5]
+    right = quiet.post("/v1/chat/completions", **body, stop=stop, **more).json()["choices"][0]["message"]["content"]
+    for width in (1, 8):
+        asked = {"input": "hi", "max_output_tokens": 40, "stop": stop, "block_size": width, **shared, **more}
+        found = quiet.post("/v1/responses", **asked).json()
+        assert found["output"][0]["content"][0]["text"] == right
+        assert found["usage"]["output_tokens"] >= more.get("min_tokens", 0)
+    if "include_stop_str_in_output" in more:
+        assert right.endswith(stop)
+
+
+@BOTH
+def test_the_budget_of_messages(quiet, llm, params):
+    """Anthropic's budget is chat's."""
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 40, **params}
+    right = quiet.post("/v1/chat/completions", **body, thinking_token_budget=5).json()["choices"][0]["message"]
+    for width in (1, 8):
+        thinking = {"type": "enabled", "budget_tokens": 5}
+        found = quiet.post("/v1/messages", **body, thinking=thinking, block_size=width).json()["content"]
+        assert [block.get("thinking") for block in found] == [right["reasoning_content"], None]
+        assert found[1]["text"] == right["content"]
 
 
 # Log-probabilities of chosen tokens.
