@@ -25,7 +25,7 @@ class SamplingParams:
     on past those. include_stop_str_in_output: what ends the text is part of it. skip_special_tokens: special tokens are
     not part of it. bad_words: texts that never come, with or without a space before. allowed_token_ids: only these
     tokens come. logprobs: for each token, its log-probability and the n likeliest tokens'; logprob_token_ids: those of
-    these tokens instead of the likeliest; logprobs_mode: of the "raw" distribution or of the "processed" one, after
+    these tokens too; logprobs_mode: of the "raw" distribution or of the "processed" one, after
     bias, penalties, temperature and cuts.
     """
 
@@ -112,9 +112,9 @@ class SamplingParams:
                 raise InputError(f"logit_bias {token!r}: {value!r}: it must be a finite number for a token id")
 
     @property
-    def recorded_logprobs(self) -> int | None:
-        """Log-probabilities that are recorded beside each token's own; None for none at all."""
-        return len(self.logprob_token_ids) or self.logprobs
+    def wants_logprobs(self) -> bool:
+        """Whether log-probabilities are recorded."""
+        return self.logprobs is not None or bool(self.logprob_token_ids)
 
     def check_vocabulary(self, vocab: int) -> None:
         given = (*self.logit_bias, *self.stop_token_ids, *self.logprob_token_ids, *(self.allowed_token_ids or ()))
@@ -245,8 +245,8 @@ class Completion:
 
     token_ids: the new tokens, with the stop token where one ended the row. text: None without a tokenizer.
     finish_reason: "stop" or "length". acceptance_lengths: tokens that each round yielded. logprobs, where asked for:
-    per token ``{"token_id", "logprob", "top": {token id: logprob}}``. cached_tokens: of the prompt, those that were
-    known from earlier prompts.
+    per token ``{"token_id", "logprob", "top": {token id: logprob}}``, and ``"named"``, as ``"top"``, for
+    logprob_token_ids. cached_tokens: of the prompt, those that were known from earlier prompts.
     """
 
     prompt_ids: list[int]

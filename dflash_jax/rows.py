@@ -87,7 +87,7 @@ class Row:
         # What was told so far; the engine may be ahead of it.
         self.token_ids: list[int] = []
         self.accepted: list[int] = []
-        self.logprobs: list[dict] | None = None if params.recorded_logprobs is None else []
+        self.logprobs: list[dict] | None = [] if params.wants_logprobs else None
         self.pieces: deque[Piece] = deque()
         self.error: Exception | None = None
         self.compile_s = 0.0

@@ -26,7 +26,7 @@ class SamplingRows:
 
     temperature 0 is greedy; top_k 0, top_p 1, min_p 0, repetition 1, frequency 0 and presence 0 are off. The counts
     are of the tokens known so far: repetition looks at prompt and output, frequency and presence at the output only.
-    logprob_ids int [B, MAX_LOGPROBS]: tokens whose log-probabilities are recorded instead of the likeliest ones, padded
+    logprob_ids int [B, MAX_LOGPROBS]: tokens whose log-probabilities are recorded beside the likeliest ones, padded
     with -1. ``vocab`` (static): how V is cut over devices, here and in all logits. ``rows`` int [B]: the
     options are of these rows of larger tables [all rows, V], which are read and written in place; indices past the end
     are padding.
@@ -290,16 +290,28 @@ def choose(processed, rows: SamplingRows, positions, ids=None):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Logprobs:
-    """Log-probability of the chosen token [..., T], and the n likeliest tokens with theirs [..., T, n]."""
+    """Log-probability of the chosen token [..., T], the n likeliest tokens with theirs [..., T, n], and those of the
+    request's own tokens, ``named`` [..., T, MAX_LOGPROBS]."""
 
     chosen: jax.Array
     ids: jax.Array
     values: jax.Array
+    named: jax.Array
+
+    @classmethod
+    def zeros(cls, shape: tuple[int, ...], top: int) -> "Logprobs":
+        """For positions of that ``shape``."""
+        best = (*shape, top)
+        return cls(jnp.zeros(shape), jnp.zeros(best, jnp.int32), jnp.zeros(best), jnp.zeros((*shape, MAX_LOGPROBS)))
+
+    def of_row(self, row: int, count: int) -> "Logprobs":
+        """Of the first ``count`` positions of one row."""
+        return jax.tree.map(lambda x: x[row, :count], self)
 
 
 def logprobs(raw, processed, tokens, rows: SamplingRows, top: int) -> Logprobs:
-    """Log-probabilities in nats of the drawn tokens, and of the ``top`` likeliest tokens or the rows' ``logprob_ids``.
-    They are of the raw distribution, or of the processed one in rows that ask for it."""
+    """Log-probabilities in nats of the drawn tokens, the ``top`` likeliest tokens and the rows' ``logprob_ids``. They
+    are of the raw distribution, or of the processed one in rows that ask for it."""
     logits = jnp.where(rows.processed_logprobs[:, None, None], processed, raw)
     over = rows.vocab
     shifted = logits - over.max(logits.max(-1, keepdims=True))
@@ -308,13 +320,9 @@ def logprobs(raw, processed, tokens, rows: SamplingRows, top: int) -> Logprobs:
     chosen = jnp.take_along_axis(values, jnp.where(mine, own, 0), axis=-1)
     chosen = over.sum(jnp.where(mine, chosen, 0.0))[..., 0]
     best, ids = over.top_k(values, top)
-    named = rows.logprob_ids[:, None, : best.shape[-1]]
-    is_named = named[..., :1] >= 0
-    own, mine = over.own(jnp.maximum(named, 0), logits.shape[-1])
-    wanted = jnp.take_along_axis(values, jnp.where(mine, own, 0), axis=-1)
-    best = jnp.where(is_named, over.sum(jnp.where(mine, wanted, 0.0)), best)
-    ids = jnp.where(is_named, named, ids)
-    return Logprobs(chosen, ids.astype(jnp.int32), best)
+    own, mine = over.own(jnp.maximum(rows.logprob_ids, 0)[:, None], logits.shape[-1])
+    named = jnp.take_along_axis(values, jnp.where(mine, own, 0), axis=-1)
+    return Logprobs(chosen, ids.astype(jnp.int32), best, over.sum(jnp.where(mine, named, 0.0)))
 
 
 # What `special_rows` tells of a row.
@@ -356,8 +364,7 @@ def draw(
     """
 
     def nothing():
-        shape = (*positions.shape, top)
-        return Logprobs(jnp.zeros(positions.shape), jnp.zeros(shape, jnp.int32), jnp.zeros(shape))
+        return Logprobs.zeros(positions.shape, top)
 
     def largest():
         tokens, value = rows.vocab.argmax(_allowed(logits, rows, mask))

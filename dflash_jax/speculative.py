@@ -72,11 +72,7 @@ def score_chunk(target: Decoder, state: DecodeState, size: int, n, top: int):
     hidden, _, caches = target.extend(_window(state, size), state.target, state.base, n, (), _rotary(state, size))
     logits, following = target.logits(hidden), _window(replace(state, base=state.base + 1), size)
     own = state.sampling
-    raw = replace(
-        own,
-        processed_logprobs=jnp.zeros_like(own.processed_logprobs),
-        logprob_ids=jnp.full_like(own.logprob_ids, -1),
-    )
+    raw = replace(own, processed_logprobs=jnp.zeros_like(own.processed_logprobs))
     found = logprobs(logits, logits, following, raw, top)
     return _without_draft(replace(state, target=caches, base=state.base + n), n > 0), found
 

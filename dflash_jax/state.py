@@ -77,10 +77,6 @@ def empty_state(
     zeros = {
         f: jnp.zeros((rows,), jnp.int32) for f in ("length", "base", "prompt_length", "limit", "rope_delta", "rounds")
     }
-    record = None
-    if top >= 0:
-        values, ids = jnp.zeros((rows, capacity, top)), jnp.zeros((rows, capacity, top), jnp.int32)
-        record = Logprobs(jnp.zeros((rows, capacity)), ids, values)
     seen = settings.draft_window
     return DecodeState(
         **zeros,
@@ -95,7 +91,7 @@ def empty_state(
         draft=drafter.init_cache(rows, capacity, dtype, settings.draft_window) if drafter is not None else (),
         sampling=SamplingRows.greedy(rows, vocab, target.vocab),
         accepted=jnp.zeros((rows, capacity), jnp.int32),
-        logprobs=record,
+        logprobs=Logprobs.zeros((rows, capacity), top) if top >= 0 else None,
     )
 
 

@@ -14,6 +14,7 @@ from dflash_jax.engine.request import Request
 from dflash_jax.engine.width import ALONE
 from dflash_jax.programs import Programs
 from dflash_jax.prompts import Admission
+from dflash_jax.sampling import Logprobs
 from dflash_jax.state import NO_BOUND, Settings
 from dflash_jax.steps import Report
 
@@ -34,12 +35,12 @@ class Dispatch:
 @dataclass(frozen=True)
 class Outcome:
     """What a dispatch brought, one entry a slot: new tokens, what each round yielded, whether the row is done,
-    log-probabilities (chosen, ids, values) of the tokens where asked for."""
+    log-probabilities of the tokens where asked for."""
 
     tokens: list[list[int]]
     accepted: list[list[int]]
     done: list[bool]
-    logprobs: list[tuple] | None
+    logprobs: list[Logprobs] | None
 
 
 class RoundMasks(Protocol):
@@ -154,7 +155,7 @@ class Device:
             draft_sinks=request.draft_sink_size,
             top_k=min(p.top_k, 2**31 - 1),
             seed=p.seed,
-            wants_logprobs=p.recorded_logprobs is not None,
+            wants_logprobs=p.wants_logprobs,
             processed_logprobs=p.logprobs_mode == "processed",
             temperature=p.temperature,
             top_p=p.top_p,
@@ -178,11 +179,10 @@ class Device:
         self.state, found = self.programs.score(self.state, rows, n, size, self.settings.top_logprobs)
         return found, places[0], tokens
 
-    def read_scores(self, ticket) -> tuple:
-        """(chosen, ids, values) of a chunk's tokens."""
+    def read_scores(self, ticket) -> Logprobs:
+        """`Logprobs` of a chunk's tokens."""
         found, at, n = ticket
-        found = jax.device_get(found)
-        return found.chosen[at, :n], found.ids[at, :n], found.values[at, :n]
+        return jax.device_get(found).of_row(at, n)
 
     def wait(self, ticket) -> None:
         jax.block_until_ready(ticket)
@@ -227,10 +227,7 @@ class Device:
         values = None
         if logprobs:
             record = found["logprobs"]
-            values = [
-                (record.chosen[at, :n], record.ids[at, :n], record.values[at, :n])
-                for at, n in zip(places, counts, strict=True)
-            ]
+            values = [record.of_row(at, n) for at, n in zip(places, counts, strict=True)]
         return Outcome(
             [found["tokens"][at, :n].tolist() for at, n in zip(places, counts, strict=True)],
             [found["accepted"][at, : found["rounds"][at]].tolist() for at in places],

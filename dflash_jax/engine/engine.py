@@ -16,7 +16,7 @@ from dflash_jax.engine.request import Event, Request, Times
 from dflash_jax.engine.store import PrefixStore
 from dflash_jax.engine.width import ALONE, Acceptance, WidthPolicy
 from dflash_jax.errors import EngineError, InputError, UnavailableError
-from dflash_jax.sampling import NOTHING_ALLOWED
+from dflash_jax.sampling import NOTHING_ALLOWED, Logprobs
 
 log = logging.getLogger("dflash_jax")
 
@@ -119,7 +119,7 @@ class Engine:
         if request.block_size != "auto" and not 1 <= request.block_size <= widest:
             raise InputError(f"block size {request.block_size}: it must be 1 to {widest}")
         for name, wanted in (
-            ("logprobs", request.params.recorded_logprobs),
+            ("logprobs", request.params.logprobs),
             ("prompt_logprobs", request.prompt_logprobs),
         ):
             if (wanted or 0) > MAX_LOGPROBS:
@@ -302,7 +302,7 @@ class Engine:
                 self.statistics.wait_s += self.device.clock - began
                 self._last_done = self.device.clock
                 continue
-            wanted = any(r.params.recorded_logprobs is not None and r.finish_reason is None for r in ticket.requests)
+            wanted = any(r.params.wants_logprobs and r.finish_reason is None for r in ticket.requests)
             outcome = self.device.read(ticket.handle, wanted)
             done = self.device.clock
             self.statistics.wait_s += done - began
@@ -314,10 +314,11 @@ class Engine:
         return events
 
     @staticmethod
-    def _take_scores(request: Request, record: tuple) -> None:
+    def _take_scores(request: Request, record: Logprobs) -> None:
         start = 1 + len(request.prompt_entries)
-        tokens = request.prompt[start : start + len(record[0])]
-        request.prompt_entries += _entries(tokens, record, request.prompt_logprobs)
+        tokens = request.prompt[start : start + len(record.chosen)]
+        ids = request.params.logprob_token_ids
+        request.prompt_entries += _entries(tokens, record, request.prompt_logprobs, ids)
 
     def _measure(self, ticket: _Ticket, outcome: Outcome, done: float) -> None:
         rounds, dispatch = max(len(a) for a in outcome.accepted), ticket.dispatch
@@ -370,8 +371,9 @@ class Engine:
             tokens, accepted, reason = tokens[:keep], _trimmed(accepted, keep), "stop"
         elif done:
             reason = "stop" if tokens[-1] in request.stops else "length"
-        wanted = request.params.recorded_logprobs
-        entries = _entries(tokens, outcome.logprobs[i], wanted) if wanted is not None else None
+        params, entries = request.params, None
+        if params.wants_logprobs:
+            entries = _entries(tokens, outcome.logprobs[i], params.logprobs or 0, params.logprob_token_ids)
         request.tokens += tokens
         self.statistics.new_tokens += len(tokens)
         self.statistics.rounds += len(accepted)
@@ -441,13 +443,12 @@ def _trimmed(accepted: list[int], tokens: int) -> list[int]:
     return kept
 
 
-def _entries(tokens: Sequence[int], record: tuple, wanted: int) -> list[dict]:
-    chosen, ids, values = record
-    return [
-        {
-            "token_id": token,
-            "logprob": float(chosen[j]),
-            "top": {int(t): float(v) for t, v in zip(ids[j, :wanted], values[j, :wanted], strict=True)},
-        }
-        for j, token in enumerate(tokens)
-    ]
+def _entries(tokens: Sequence[int], record: Logprobs, top: int, named: Sequence[int]) -> list[dict]:
+    entries = []
+    for j, token in enumerate(tokens):
+        best = zip(record.ids[j, :top].tolist(), record.values[j, :top].tolist(), strict=True)
+        entry = {"token_id": token, "logprob": float(record.chosen[j]), "top": dict(best)}
+        if named:
+            entry["named"] = dict(zip(named, record.named[j].tolist(), strict=False))
+        entries.append(entry)
+    return entries

@@ -80,11 +80,11 @@ class Request:
 
     params and stops (token ids) filled in: nothing is None. priority: lower goes first. block_size: tokens a round may
     yield; "auto" leaves it to the engine. draft_window_size and draft_sink_size bound what the drafter sees. monitor
-    and mask are optional. prompt_logprobs: log-probabilities of the prompt's own tokens, and so many likeliest ones;
-    then nothing of it is taken from known prefixes. cache_salt: prefixes are shared only between requests of one salt.
-    The rest is the engine's: tokens so far; of the prompt, those in
-    the caches, those that were there already, and log-probabilities of all but the first; "stop", "length", "abort" or
-    "error" at the end.
+    and mask are optional. prompt_logprobs: log-probabilities of the prompt's own tokens, of so many likeliest ones and
+    of the params' logprob_token_ids; then nothing of it is taken from known prefixes. cache_salt: prefixes are shared
+    only between requests of one salt. The rest is the engine's: tokens so far; of the prompt, those in the caches,
+    those that were there already, and log-probabilities of all but the first; "stop", "length", "abort" or "error" at
+    the end.
     """
 
     prompt: list[int]
@@ -116,8 +116,9 @@ class Request:
 @dataclass(frozen=True)
 class Event:
     """What a dispatch brought to a request: new tokens, what each round of ``width`` yielded of them,
-    log-probabilities where asked for (``{"token_id", "logprob", "top"}`` a token), and at the end ``finish_reason``
-    (with ``error``: why, an InputError where the request itself is the reason)."""
+    log-probabilities where asked for (``{"token_id", "logprob", "top"}`` a token, and ``"named"`` for the params'
+    logprob_token_ids), and at the end ``finish_reason`` (with ``error``: why, an InputError where the request itself is
+    the reason)."""
 
     request: Request
     tokens: list[int]

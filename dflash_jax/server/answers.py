@@ -85,16 +85,14 @@ def prompt_logprobs(tokenizer: Tokenizer | None, row: Row) -> list | None:
     return [None, *(prompt_entry(tokenizer, entry) for entry in row.request.prompt_entries)]
 
 
-def chat_logprobs(
-    tokenizer: Tokenizer | None, entries: Sequence[dict], *, as_ids: bool = False, exact: bool = False
-) -> list[dict]:
+def chat_logprobs(tokenizer: Tokenizer | None, entries: Sequence[dict], *, as_ids: bool = False) -> list[dict]:
     """OpenAI's shape for chats.
 
-    The drawn token is among the likeliest N, as in vLLM: in place of the last of them where it is less likely.
+    The drawn token is among the likeliest N, as in vLLM: in place of the last of them where it is less likely. The
+    tokens that the request names are behind them.
 
     Args:
         as_ids: Whether tokens are written as "token_id:N".
-        exact: Whether ``top`` is a list of tokens that the request chose, to be given as it is.
     """
 
     def one(token_id: int, logprob: float) -> dict:
@@ -103,9 +101,9 @@ def chat_logprobs(
 
     def listed(entry: dict) -> list[dict]:
         top = list(entry["top"].items())
-        if top and not exact and entry["token_id"] not in entry["top"]:
+        if top and entry["token_id"] not in entry["top"]:
             top[-1] = entry["token_id"], entry["logprob"]
-        return [one(token, value) for token, value in top]
+        return [one(token, value) for token, value in (dict(top) | entry.get("named", {})).items()]
 
     return [one(e["token_id"], e["logprob"]) | {"top_logprobs": listed(e)} for e in entries]
 
@@ -116,14 +114,14 @@ def completion_logprobs(
     starts: Sequence[int],
     *,
     as_ids: bool = False,
-    exact: bool = False,
 ) -> dict:
-    """OpenAI's older shape, for completions: the drawn token first, as in vLLM, and the likeliest N.
+    """OpenAI's older shape, for completions: the drawn token first, as in vLLM, those that the request names, and the
+    likeliest N.
 
     Args:
         entries: A token each; with a logprob of None for the first token of a prompt, before which nothing is.
         starts: Where in the choice's text each token begins; empty without a tokenizer.
-        as_ids: As in `chat_logprobs`; so is ``exact``.
+        as_ids: As in `chat_logprobs`.
     """
 
     def text(token_id: int) -> str:
@@ -132,10 +130,10 @@ def completion_logprobs(
     def named(entry: dict) -> dict | None:
         if entry["logprob"] is None:
             return None
-        values = entry["top"] if exact else {entry["token_id"]: entry["logprob"]} | entry["top"]
+        values = {entry["token_id"]: entry["logprob"]} | entry.get("named", {}) | entry["top"]
         found: dict[str, float] = {}
         for token, value in values.items():
-            # Of two tokens of one text, the drawn one counts, or else the likelier one.
+            # Of two tokens of one text, the drawn one counts, or else one that the request names, or the likelier one.
             found.setdefault(text(token), finite(value))
         return found
 

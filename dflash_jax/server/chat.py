@@ -152,8 +152,7 @@ def built(
 
 
 def logprobs_of(serving: Serving, body: schema.ChatRequest, entries: Sequence[dict]) -> dict:
-    as_ids, exact = bool(body.return_tokens_as_token_ids), bool(body.logprob_token_ids)
-    content = chat_logprobs(serving.llm.tokenizer, entries, as_ids=as_ids, exact=exact)
+    content = chat_logprobs(serving.llm.tokenizer, entries, as_ids=bool(body.return_tokens_as_token_ids))
     return {"content": content, "refusal": None}
 
 

@@ -44,11 +44,8 @@ async def prepared(serving: Serving, body: schema.CompletionRequest) -> list[Row
         wanted = max(wanted or 0, body.logprobs or 0)
     is_truncated = body.truncate_prompt_tokens is not None
     encoded = [await serving.texts.prompt(prompt, "prompt", is_truncated=is_truncated) for prompt in prompts]
-    grammar, budget = (
-        await prepare.grammar(serving, prepare.constraint(body)),
-        prepare.budget([body.thinking_token_budget]),
-    )
-    found = []
+    grammar = await prepare.grammar(serving, prepare.constraint(body))
+    budget, found = prepare.budget([body.thinking_token_budget]), []
     for ids in encoded:
         ids = prepare.truncated(serving, body, ids, body.max_tokens)
         # Where nothing new is wanted, the engine gives one token all the same: it is left out again.
@@ -129,7 +126,6 @@ def logprobs_of(
         entries,
         starts,
         as_ids=bool(body.return_tokens_as_token_ids),
-        exact=bool(body.logprob_token_ids),
     )
 
 

@@ -56,6 +56,10 @@ async def prepared(serving: Serving, body: schema.GenerateRequest) -> tuple[list
         raise ApiError(400, message, "sampling_params")
     _each(body.rid, len(prompts), "rid")
     salts, found = _each(body.cache_salt, len(prompts), "cache_salt"), []
+    named = body.token_ids_logprob or []
+    if not (named and isinstance(named[0], list)):
+        named = [named] * len(prompts)
+    named = _each(named, len(prompts), "token_ids_logprob")
     for i, (prompt, wanted) in enumerate(zip(prompts, each, strict=True)):
         wanted = wanted or schema.NativeSampling()
         n = prepare.check_counts(serving, wanted, len(prompts))
@@ -64,7 +68,7 @@ async def prepared(serving: Serving, body: schema.GenerateRequest) -> tuple[list
         least = wanted.max_new_tokens if is_new else 1
         most = serving.check_room(ids, least, "sampling_params.max_new_tokens", default=128)
         logprobs = (body.top_logprobs_num or 0) if body.return_logprob else None
-        ids_wanted = body.token_ids_logprob if body.return_logprob else None
+        ids_wanted = named[i] if body.return_logprob else None
         params = prepare.sampling(wanted, most, wanted.sampling_seed, logprobs, ids_wanted)
         grammar = await prepare.grammar(serving, prepare.constraint(wanted))
         start = -1 if body.logprob_start_len is None else body.logprob_start_len
@@ -72,14 +76,15 @@ async def prepared(serving: Serving, body: schema.GenerateRequest) -> tuple[list
         options = {"block_size": body.block_size, "grammar": grammar, "prompt_logprobs": of_prompt}
         options |= {"priority": body.priority, "cache_salt": salts[i]}
         options["budget"] = budget = prepare.budget([body.max_thinking_tokens])
-        is_open = body.require_reasoning
-        options["thought"] = "open" if is_open else prepare.thought(serving, ids, budget, "max_thinking_tokens")
+        options["thought"] = prepare.thought(serving, ids, budget, "max_thinking_tokens")
+        if body.require_reasoning:
+            options["thought"] = "open"
         found += [(row, is_new) for row in await prepare.rows(serving, ids, params, n, **options)]
         several = several or n > 1
     return found, several
 
 
-def _each(given: str | list[str] | None, count: int, name: str) -> list[str | None]:
+def _each(given, count: int, name: str) -> list:
     """A field that may be given once, or once for each prompt."""
     if not isinstance(given, list):
         return [given] * count
@@ -135,10 +140,11 @@ def answer(serving: Serving, body: schema.GenerateRequest, asked: Asked, began: 
     }
     if body.return_logprob:
         meta |= _logprobs("output", tokenizer, logprobs, body)
-        if request.prompt_entries is not None:
+        given = []
+        if request.prompt_logprobs is not None:
             first = {"token_id": request.prompt[0], "logprob": None, "top": {}}
-            start = body.logprob_start_len or 0
-            meta |= _logprobs("input", tokenizer, [first, *request.prompt_entries][start:], body)
+            given = [first, *request.prompt_entries][body.logprob_start_len :]
+        meta |= _logprobs("input", tokenizer, given, body)
     return {"text": row.told if asked.is_new else "", "output_ids": token_ids, "meta_info": meta}
 
 
@@ -153,11 +159,12 @@ def _logprobs(side: str, tokenizer, entries: list[dict], body: schema.GenerateRe
         return [None if value is None else finite(value), token, text]
 
     found = {f"{side}_token_logprobs": [triple(e["token_id"], e["logprob"]) for e in entries]}
-    top = [[triple(t, v) for t, v in e["top"].items()] or None for e in entries]
-    if side == "output" and body.token_ids_logprob:
-        found["output_token_ids_logprobs"] = top
-    elif body.top_logprobs_num:
-        found[f"{side}_top_logprobs"] = top
+    for kind, is_wanted, name in (
+        ("top", body.top_logprobs_num, f"{side}_top_logprobs"),
+        ("named", body.token_ids_logprob, f"{side}_token_ids_logprobs"),
+    ):
+        if is_wanted:
+            found[name] = [[triple(t, v) for t, v in e.get(kind, {}).items()] or None for e in entries]
     return found
 
 

@@ -32,7 +32,7 @@ def sampling(
     logprob_ids: Sequence[int] | None = None,
 ) -> SamplingParams:
     """A body's sampling fields. A seed of any size is taken modulo 2³²; none is a fresh one. ``logprob_ids``: whose
-    log-probabilities are wanted instead of the likeliest tokens'."""
+    log-probabilities are wanted beside the likeliest tokens'."""
     min_tokens = getattr(body, "min_tokens", None) or getattr(body, "min_new_tokens", None) or 0
     include_stop = body.no_stop_trim or getattr(body, "include_stop_str_in_output", None)
     skip_special = body.skip_special_tokens is not False

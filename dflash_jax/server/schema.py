@@ -12,6 +12,8 @@ from dflash_jax.server.schema_base import Body, Effort, Items, Json, Lenient, Re
 
 # Reasoning as it comes, in one piece at its end, as part of the content, or not at all.
 ShownReasoning = Literal["stream", "whole", "content", "none"]
+# Tokens whose log-probabilities are wanted.
+NamedTokens = Annotated[Items[TokenId], Field(max_length=20)]
 # New tokens of the thought, -1 for any number.
 ThinkingBudget = Annotated[int | None, Field(ge=-1)]
 
@@ -79,7 +81,7 @@ class OpenAiSampling(Sampling):
     min_tokens: int | None = Field(None, ge=0)
     include_stop_str_in_output: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    logprob_token_ids: Items[TokenId] | None = Field(None, max_length=20)
+    logprob_token_ids: NamedTokens | None = None
 
 
 class JsonSchema(Strict):
@@ -379,7 +381,7 @@ class GenerateRequest(Body):
     return_logprob: bool | None = None
     logprob_start_len: int | None = Field(None, ge=-1)
     top_logprobs_num: int | None = Field(None, ge=0, le=20)
-    token_ids_logprob: Items[TokenId] | None = Field(None, max_length=20)
+    token_ids_logprob: NamedTokens | Items[NamedTokens] | None = None
     return_text_in_logprobs: bool | None = None
     # The text begins with reasoning, after which a grammar begins.
     require_reasoning: bool = False

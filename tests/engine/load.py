@@ -153,12 +153,12 @@ def check(target, expected: tuple, found: Request, entries: list[dict]) -> None:
     upto = len(right.tokens) if parted is None else parted
     if parted is None:
         assert found.finish_reason == right.finish_reason
-    if right.params.recorded_logprobs is not None:
+    if right.params.wants_logprobs:
         assert len(entries) == len(found.tokens)
         for a, b in zip(logprobs[:upto], entries, strict=False):
             assert a["token_id"] == b["token_id"]
             np.testing.assert_allclose(a["logprob"], b["logprob"], atol=1e-4)
-            assert len(a["top"]) == len(b["top"]) == right.params.recorded_logprobs
+            assert len(a["top"]) == len(b["top"]) == (right.params.logprobs or 0)
             np.testing.assert_allclose(list(a["top"].values()), list(b["top"].values()), atol=1e-4)
 
 

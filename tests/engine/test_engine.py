@@ -222,13 +222,13 @@ def test_rules_hold_under_speculation(family):
 
 
 def test_log_probabilities_of_named_tokens(family):
-    """Those of all tokens, taken at the named ones; the prompt's are the likeliest tokens'."""
+    """Those of all tokens, taken at the named ones, beside those of the likeliest."""
     engine, prompt, close = engine_for(family.plain, (1,)), [2, 3, 4, 5], partial(pytest.approx, abs=1e-4)
     params = family.wanted[0]["params"]
     named = (7, 3, tiny.VOCAB - 1)
     requests = [
-        Request(prompt, replace(params, logprobs=5, max_tokens=6), prompt_logprobs=2),
-        Request(prompt, replace(params, logprob_token_ids=named, max_tokens=6), prompt_logprobs=2),
+        Request(prompt, replace(params, logprobs=20, max_tokens=6), prompt_logprobs=20),
+        Request(prompt, replace(params, logprobs=5, logprob_token_ids=named, max_tokens=6), prompt_logprobs=2),
         Request(prompt, replace(params, logprob_token_ids=named[:1], logprobs=None, max_tokens=6)),
     ]
     entries = {}
@@ -238,17 +238,22 @@ def test_log_probabilities_of_named_tokens(family):
         for event in engine.step():
             entries.setdefault(event.request, []).extend(event.logprobs or [])
     likeliest, several, one = (entries[r] for r in requests)
-    assert [list(e["top"]) for e in several] == [list(named)] * 6
-    assert [list(e["top"]) for e in one] == [list(named[:1])] * 6
+    assert [list(e["named"]) for e in several] == [list(named)] * 6
+    assert [(e["top"], list(e["named"])) for e in one] == [({}, list(named[:1]))] * 6
     for a, b, c in zip(likeliest, several, one, strict=True):
         assert a["logprob"] == close(b["logprob"])
-        assert c["top"][7] == close(b["top"][7])
-        for token in a["top"].keys() & b["top"].keys():
-            assert a["top"][token] == close(b["top"][token])
+        assert c["named"][7] == close(b["named"][7])
+        assert b["top"] == close(dict(list(a["top"].items())[:5]))
+        for token in a["top"].keys() & b["named"].keys():
+            assert a["top"][token] == close(b["named"][token])
         if b["token_id"] in named:
-            assert b["top"][b["token_id"]] == b["logprob"]
+            assert b["named"][b["token_id"]] == b["logprob"]
+    assert not any("named" in e for e in likeliest)
     for a, b in zip(requests[0].prompt_entries, requests[1].prompt_entries, strict=True):
-        assert a["top"] == close(b["top"])
+        assert b["top"] == close(dict(list(a["top"].items())[:2]))
+        assert list(b["named"]) == list(named)
+        for token in a["top"].keys() & b["named"].keys():
+            assert a["top"][token] == close(b["named"][token])
 
 
 def test_a_request_that_cannot_fit_is_refused(family):
