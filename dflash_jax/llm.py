@@ -369,7 +369,7 @@ class LLM:
             mask: Which tokens may come, beside what ``params`` say. The checkpoint's stop ids then end the text in any
                 case: a finished one must be able to end.
             budget: The bound of the thought.
-            **options: Further fields of the `Request`.
+            **options: Further fields of the `Row` and its `Request`.
 
         Raises:
             InputError: Something does not fit.

@@ -2,7 +2,7 @@
 
 import os
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from dflash_jax.detokenizer import Detokenizer
@@ -57,7 +57,8 @@ class Row:
     """One prompt on its way through the engine: its request, its text so far, and the pieces that nobody took yet.
 
     It watches its own tokens for stop strings. One that is not ``streamed`` has no pieces, and without stop strings its
-    text is made at its end.
+    text is made at its end. ``ends``: sees the text behind each token, what is new of it, and says whether it ends
+    there.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Row:
         stops: list[int],
         tokenizer: Tokenizer | None,
         streamed: bool = True,
+        ends: Callable[[str], bool] | None = None,
         **options,
     ):
         if params.seed is None:
@@ -81,7 +83,8 @@ class Row:
                 include_stop=params.include_stop_str_in_output,
                 min_tokens=params.min_tokens,
             )
-        monitor = self._watch if self.text and (streamed or params.stop or params.stop_regex) else None
+        monitor = self._watch if self.text and (streamed or ends or params.stop or params.stop_regex) else None
+        self._ends, self._has_ended = ends, False
         self.request = Request(prompt, params, stops, monitor=monitor, **options)
         self.is_streamed = streamed
         # What was told so far; the engine may be ahead of it.
@@ -102,12 +105,14 @@ class Row:
     def _watch(self, tokens: Sequence[int]) -> int | None:
         ends, starts = [], []
         for token in tokens:
+            known = len(self.text.text)
             starts.append(self.text.push(token) if self._is_shown(token) else self.text.end)
             ends.append(len(self.text.text))
-            if self.text.stopped:
+            self._has_ended = self._ends is not None and self._ends(self.text.text[known:])
+            if self.text.stopped or self._has_ended:
                 break
         self._watched.append((ends, starts))
-        return len(ends) if self.text.stopped else None
+        return len(ends) if self.text.stopped or self._has_ended else None
 
     def _is_shown(self, token: int) -> bool:
         """Whether a token is part of the text: the one that ends it is not, unless that is asked for."""
@@ -151,10 +156,12 @@ class Row:
 
     @property
     def matched(self) -> str | int | None:
-        """The stop string, expression or token that ended it."""
+        """The stop string, expression or token that ended it; None where ``ends`` did."""
         if self.request.finish_reason != "stop":
             return None
-        return self.text.stop if self.text and self.text.stopped else self.request.tokens[-1]
+        if self.text and self.text.stopped:
+            return self.text.stop
+        return None if self._has_ended else self.request.tokens[-1]
 
     def raise_failure(self) -> None:
         """Raises what ended it where that is an error: InputError where its own fault, else EngineError."""

@@ -80,6 +80,7 @@ async def prepared(serving: Serving, body: schema.ChatRequest) -> tuple[Conversa
     if wanted and calls:
         raise ApiError(400, f"{wanted.field} and tool_choice each ask for a form: give one of them", wanted.field)
     talk.is_forced = calls is not None and not calls.value["optional"]
+    talk.has_one_call = body.parallel_tool_calls is False
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = prepare.sampling(body, most, body.seed, logprobs, body.logprob_token_ids)
     options = {
@@ -90,6 +91,7 @@ async def prepared(serving: Serving, body: schema.ChatRequest) -> tuple[Conversa
         "budget": prepare.budget([body.thinking_token_budget, body.thinking_budget]),
         "prompt_logprobs": body.prompt_logprobs,
         "cache_salt": body.cache_salt,
+        "ends": talk.ends,
     }
     return talk, await prepare.rows(serving, talk.prompt, params, n, **options)
 

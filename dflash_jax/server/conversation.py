@@ -96,6 +96,17 @@ class Parser:
         return "tool_calls" if called and row.request.finish_reason == "stop" else row.request.finish_reason
 
 
+class FirstCall:
+    """Ends a text behind its first call; ``ends`` of a `Row`."""
+
+    def __init__(self, is_thinking: bool, tools: ToolParser):
+        self._splitter, self._tools = ReasoningSplitter(is_thinking), tools
+
+    def __call__(self, text: str) -> bool:
+        self._tools.push(self._splitter.push(text)[1])
+        return self._tools.is_behind_call
+
+
 @dataclass
 class Conversation:
     """A conversation as token ids, and how to read what follows."""
@@ -106,10 +117,19 @@ class Conversation:
     xml: bool
     # Whether the answer must be calls.
     is_forced: bool = False
+    # Whether it ends behind its first call.
+    has_one_call: bool = False
 
     def parser(self, shown: schema.ShownReasoning = "stream") -> Parser:
-        tools = ToolParser(self.xml, self.tools, self.is_forced) if self.tools else None
-        return Parser(self.thought == "open", tools, shown)
+        return Parser(self.thought == "open", self._tool_parser(), shown)
+
+    def ends(self) -> FirstCall | None:
+        """Where a choice ends, beside its stops; one for each choice."""
+        tools = self._tool_parser() if self.has_one_call else None
+        return None if tools is None else FirstCall(self.thought == "open", tools)
+
+    def _tool_parser(self) -> ToolParser | None:
+        return ToolParser(self.xml, self.tools, self.is_forced) if self.tools else None
 
 
 def text_of(content: str | list[schema.Part] | None, where: str) -> str:

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
@@ -222,6 +222,7 @@ async def rows(
     budget: int | None = None,
     prompt_logprobs: int | None = None,
     cache_salt: str | None = None,
+    ends: Callable[[], Callable[[str], bool] | None] = lambda: None,
 ) -> list[Row]:
     """One row for each choice; of a seed s the choices have s, s + 1, …
 
@@ -231,6 +232,7 @@ async def rows(
         thought: Where reasoning stands when the text begins: "open", "possible" or "none".
         budget: New tokens that the thought may have.
         cache_salt: Only prompts with the same one share known prefixes.
+        ends: Makes the ``ends`` of each `Row`.
     """
     options = {"priority": priority, "prompt_logprobs": prompt_logprobs, "cache_salt": cache_salt or ""}
     vocabulary = serving.llm.config.vocab_size
@@ -247,7 +249,7 @@ async def rows(
         mask = None if grammar is None else grammar.mask(thought)
         own = replace(params, seed=(params.seed + i) % SEEDS)
         try:
-            found.append(serving.llm.new_row(prompt, own, block_size, mask=mask, **options))
+            found.append(serving.llm.new_row(prompt, own, block_size, mask=mask, ends=ends(), **options))
         except InputError as e:
             raise ApiError(400, str(e), named(str(e))) from None
         await asyncio.sleep(0)

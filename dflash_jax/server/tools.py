@@ -113,6 +113,11 @@ class ToolParser:
         # How much of the held text has no end of an XML parameter in it.
         self._searched = 0
 
+    @property
+    def is_behind_call(self) -> bool:
+        """Whether a call has ended, and no other has begun."""
+        return self.count > 0 and self._state == "content"
+
     def push(self, text: str) -> Parsed:
         self._held += text
         out = Parsed()
