@@ -117,7 +117,15 @@ class SamplingParams:
         return self.logprobs is not None or bool(self.logprob_token_ids)
 
     def check_vocabulary(self, vocab: int) -> None:
-        given = (*self.logit_bias, *self.stop_token_ids, *self.logprob_token_ids, *(self.allowed_token_ids or ()))
+        allowed = self.allowed_token_ids or ()
+        # Of what may be as many as the vocabulary has, the ends say enough.
+        given = (
+            *self.logit_bias,
+            *self.stop_token_ids,
+            *self.logprob_token_ids,
+            min(allowed, default=0),
+            max(allowed, default=0),
+        )
         outside = [i for i in given if not 0 <= i < vocab]
         if outside:
             raise InputError(f"token id {outside[0]} is out of vocabulary: ids are 0 to {vocab - 1}")

@@ -107,6 +107,11 @@ class Request:
     finish_reason: str | None = field(default=None, init=False)
     times: Times | None = field(default=None, init=False)
 
+    def close(self) -> None:
+        """Ends what its mask holds. The engine closes the requests that are submitted."""
+        if self.mask is not None:
+            self.mask.close()
+
     @property
     def need(self) -> int:
         """Positions it may come to."""

@@ -100,7 +100,16 @@ class AsyncEngine:
 
     def submit(self, request: Request) -> AsyncGenerator[Event, None]:
         """The request's events; the last one has a finish_reason. Raises InputError, QueueFullError and
-        UnavailableError at once; the two latter may also come in place of the first event."""
+        UnavailableError at once; the two latter may also come in place of the first event. Either way the request is
+        closed."""
+        try:
+            self._check(request)
+        except Exception:
+            request.close()
+            raise
+        return self._events(request)
+
+    def _check(self, request: Request) -> None:
         self.engine.check(request)
         if self.engine.failure is not None:
             raise UnavailableError(self.engine.failure)
@@ -110,7 +119,6 @@ class AsyncEngine:
         pending = sum(function == self._submit for function, _ in list(self._commands))
         if most is not None and self.engine.waiting + pending >= most + self.engine.free_slots:
             raise QueueFullError(f"{self.engine.waiting + pending} requests are waiting: {most} may")
-        return self._events(request)
 
     async def _events(self, request: Request) -> AsyncGenerator[Event, None]:
         inbox: asyncio.Queue = asyncio.Queue()
@@ -136,6 +144,7 @@ class AsyncEngine:
         try:
             self.engine.submit(request)
         except (ValueError, RuntimeError) as e:
+            request.close()
             self._tell([(request, e)])
 
     def _tell(self, told: list[tuple[Request, Event | Exception]]) -> None:

@@ -1,5 +1,6 @@
 """Who may ask: API keys and host names."""
 
+import hashlib
 import hmac
 from collections.abc import Collection, Sequence
 
@@ -39,29 +40,32 @@ class Access:
         self.hosts = None if hosts is None or "*" in hosts else tuple(h.lower().strip("[]") for h in hosts)
         self.open_paths = frozenset(open_paths)
 
-    def check(self, scope, headers: dict[bytes, bytes]) -> str:
-        """The key that a request has, empty where it needs none. Raises ApiError where it may not come in."""
-        self._check_host(headers.get(b"host", b"").decode("latin-1"))
-        if not self.keys or self.is_open(scope):
-            return ""
+    def check(self, scope) -> bytes:
+        """The owner of a request, a digest of its key; a server without keys tells its clients apart by what they
+        send. Raises ApiError where the request may not come in."""
+        headers = dict(scope["headers"])
+        self._check_host([value.decode("latin-1") for name, value in scope["headers"] if name == b"host"])
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
         if scheme.lower() != b"bearer":
             # As Anthropic's clients send it.
             given = headers.get(b"x-api-key", b"")
         # All are compared, so that the time does not depend on which one it is.
-        if not sum(hmac.compare_digest(given, key) for key in self.keys):
+        is_known = sum(hmac.compare_digest(given, key) for key in self.keys)
+        if self.keys and not is_known and not self.is_open(scope):
             raise ApiError(401, "the API key is missing or wrong: send it as Authorization: Bearer KEY")
-        return given.decode("ascii")
+        return hashlib.sha256(given).digest()
 
     def is_open(self, scope) -> bool:
         """Whether a request needs no key."""
-        path = scope["path"].removeprefix(scope.get("root_path", ""))
         # Browsers send OPTIONS before a request, without its key.
-        return path in self.open_paths or scope["method"] == "OPTIONS"
+        return scope["path"] in self.open_paths or scope["method"] == "OPTIONS"
 
-    def _check_host(self, host: str) -> None:
+    def _check_host(self, given: list[str]) -> None:
+        if len(given) > 1:
+            raise ApiError(400, f"the request has {len(given)} Host headers: send one")
         if self.hosts is None:
             return
+        host = given[0] if given else ""
         name, _, _ = host[1:].partition("]") if host.startswith("[") else host.partition(":")
         name = name.lower()
         domains = [allowed[1:] for allowed in self.hosts if allowed.startswith("*.")]

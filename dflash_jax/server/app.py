@@ -28,7 +28,7 @@ from dflash_jax.server.body import Body, check_type, has_body, replayed
 from dflash_jax.server.cors import Cors
 from dflash_jax.server.errors import ApiError, add_handlers, answer
 from dflash_jax.server.schema_base import unknown_fields
-from dflash_jax.server.serving import ClientGoneError, Serving
+from dflash_jax.server.serving import ClientGoneError, Serving, begin_rows
 
 log = logging.getLogger("dflash_jax.access")
 
@@ -54,7 +54,7 @@ class Gate:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        began, status, told = time.perf_counter(), CLIENT_GONE, notes.begin()
+        began, status, told, rows = time.perf_counter(), CLIENT_GONE, notes.begin(), begin_rows()
         name = request_id.begin(scope)
         unknown_fields.set(self.serving.limits.unknown_fields)
 
@@ -74,6 +74,8 @@ class Gate:
             status = 500
             raise
         finally:
+            for row in rows:
+                row.request.close()
             milliseconds = 1e3 * (time.perf_counter() - began)
             client = (scope.get("client") or ("-",))[0]
             # As it was sent: decoded, it could hold line breaks.
@@ -101,8 +103,8 @@ class Gate:
 
     def _check(self, scope, headers: dict[bytes, bytes]) -> None:
         serving = self.serving
-        # Whose requests a client may abort: without keys, all clients are one.
-        scope.setdefault("state", {})["owner"] = self.access.check(scope, headers)
+        # Whose requests a client may abort, and whose responses it may continue.
+        scope.setdefault("state", {})["owner"] = self.access.check(scope)
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > serving.limits.body_bytes:
             raise ApiError(413, f"the body has {int(length)} bytes: at most {serving.limits.body_bytes} are possible")

@@ -160,8 +160,7 @@ def of_conversion(error: ValidationError) -> ApiError:
 
 def answer(error: ApiError, scope: Mapping) -> JsonResponse:
     """The error as the answer to a request of that ASGI scope."""
-    path = scope["path"].removeprefix(scope.get("root_path", ""))
-    return JsonResponse(error.body_for(path), error.status_code, error.headers)
+    return JsonResponse(error.body_for(scope["path"]), error.status_code, error.headers)
 
 
 def add_handlers(app) -> None:

@@ -189,6 +189,8 @@ DETOKENIZE: Table = {"skip_special_tokens": TRUE}
 # Of a message: what would be part of the conversation.
 MESSAGE: Table = {"audio": NULL, "function_call": NULL, "tools": NO_ITEMS}
 
+# Why a field is refused, where what is possible instead does not say it.
+_REASONS = {"custom_logit_processor": "is refused: it is a pickled program, and the server runs no code of its clients"}
 _NAMES = {bool: "true or false", str: "a string", int: "a whole number", float: "a number", dict: "an object"}
 
 
@@ -204,8 +206,10 @@ def accepts(allowed: tuple, value: Any) -> bool:
     return value is None or any(_is(value, each) for each in allowed)
 
 
-def reason(allowed: tuple) -> str:
-    """Why a value that is not ``allowed`` is refused; follows the field's name."""
+def reason(name: str, allowed: tuple) -> str:
+    """Why a value that is not ``allowed`` is refused; follows the field's ``name``."""
+    if name in _REASONS:
+        return _REASONS[name]
     if allowed and all(isinstance(each, type) for each in allowed):
         return f"must be {' or '.join(_NAMES[each] for each in allowed)}"
     values = " or ".join(json.dumps(each) for each in allowed or (None,))

@@ -16,6 +16,7 @@ from dflash_jax.server.errors import ApiError
 from dflash_jax.server.grammar import MOST_CHARACTERS, Constraint, Grammar
 from dflash_jax.server.notes import note
 from dflash_jax.server.reasoning import CLOSE, OPEN, has_open_thought
+from dflash_jax.server.serving import prepared
 
 if TYPE_CHECKING:
     from dflash_jax.server.serving import Serving
@@ -54,7 +55,8 @@ def sampling(
             include_stop_str_in_output=bool(include_stop),
             skip_special_tokens=skip_special,
             bad_words=tuple(body.bad_words or ()),
-            allowed_token_ids=body.allowed_token_ids,
+            # Each once: every choice reads them again.
+            allowed_token_ids=None if body.allowed_token_ids is None else tuple(dict.fromkeys(body.allowed_token_ids)),
             stop_token_ids=tuple(body.stop_token_ids or ()),
             ignore_eos=body.ignore_eos,
             logprobs=logprobs,
@@ -249,8 +251,10 @@ async def rows(
         mask = None if grammar is None else grammar.mask(thought)
         own = replace(params, seed=(params.seed + i) % SEEDS)
         try:
-            found.append(serving.llm.new_row(prompt, own, block_size, mask=mask, ends=ends(), **options))
+            found.append(prepared(serving.llm.new_row(prompt, own, block_size, mask=mask, ends=ends(), **options)))
         except InputError as e:
+            if mask is not None:
+                mask.close()
             raise ApiError(400, str(e), named(str(e))) from None
         await asyncio.sleep(0)
     return found

@@ -38,19 +38,11 @@ def rendered(serving: Serving, body: schema.OpenAiSampling, row: Row, name: str)
     }
 
 
-def discard(rows: list[Row]) -> None:
-    """Ends what rows hold that are never run."""
-    for row in rows:
-        if row.request.mask is not None:
-            row.request.mask.close()
-
-
 @router.post("/v1/chat/completions/render", responses={200: {"model": Rendered}}, response_model=None)
 async def render_chat(http: Request, body: schema.ChatRequest):
     """The prompt's token ids and the sampling parameters of a chat; refuses what the chat itself would."""
     serving: Serving = http.app.state.serving
     _, rows = await while_connected(http, chat.prepared(serving, body))
-    discard(rows)
     return JsonResponse(rendered(serving, body, rows[0], "chatcmpl"))
 
 
@@ -59,7 +51,6 @@ async def render_completions(http: Request, body: schema.CompletionRequest):
     """The same of each prompt of a completion."""
     serving: Serving = http.app.state.serving
     rows = await while_connected(http, completions.prepared(serving, body))
-    discard(rows)
     return JsonResponse([rendered(serving, body, row, "cmpl") for row in rows[:: body.n or 1]])
 
 
@@ -73,5 +64,6 @@ async def invocations(http: Request, body: schema.Json):
     try:
         request = model.model_validate(body)
     except ValidationError as e:
-        raise RequestValidationError([{**error, "loc": ("body", *error["loc"])} for error in e.errors()]) from None
+        errors = [{**error, "loc": ("body", *error["loc"])} for error in e.errors()]
+        raise RequestValidationError(errors, body=body) from None
     return await handler(http, request)

@@ -1,10 +1,7 @@
 """Responses that a later request may continue, in memory: bounded in number and bytes, apart for each API key."""
 
-import hashlib
 from collections import OrderedDict
 from dataclasses import dataclass
-
-from starlette.requests import Request
 
 # Of all entries together.
 MOST_BYTES = 256 * 2**20
@@ -21,17 +18,6 @@ class StoredResponse:
     @property
     def nbytes(self) -> int:
         return len(self.response) + len(self.input)
-
-
-def owner(http: Request) -> bytes:
-    """Whose responses a request may see: a digest of the key that let it in, or, where the server has no keys, of the
-    one that it sends in either header."""
-    key = http.state.owner
-    if not key:
-        scheme, _, key = http.headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer":
-            key = http.headers.get("x-api-key", "")
-    return hashlib.sha256(key.encode()).digest()
 
 
 class ResponseStore:

@@ -14,7 +14,7 @@ from dflash_jax.server.answers import chat_logprobs, usage
 from dflash_jax.server.chat import prepared
 from dflash_jax.server.conversation import Conversation, Delta, text_of
 from dflash_jax.server.errors import ApiError, as_api_error, of_conversion
-from dflash_jax.server.response_store import StoredResponse, owner
+from dflash_jax.server.response_store import StoredResponse
 from dflash_jax.server.serving import Serving, while_connected
 from dflash_jax.server.stored_responses import earlier_items, stored_items, stored_response
 from dflash_jax.server.stream import EventStream
@@ -297,7 +297,7 @@ async def responses(http: Request, body: schema.ResponsesRequest):
     async def keep(whole: dict) -> None:
         if is_stored:
             entry = StoredResponse(stored_response(whole), items)
-            whole["store"] = await store.put(owner(http), whole["id"], entry)
+            whole["store"] = await store.put(http.state.owner, whole["id"], entry)
 
     events = numbered(serving, talk, rows[0], value, keep)
     if body.stream:

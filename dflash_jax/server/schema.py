@@ -183,7 +183,7 @@ class Message(Lenient):
         if isinstance(given, dict):
             for name, allowed in neutral_fields.MESSAGE.items():
                 if not neutral_fields.accepts(allowed, given.get(name)):
-                    raise wrong(name, neutral_fields.reason(allowed))
+                    raise wrong(name, neutral_fields.reason(name, allowed))
             if given.get("content") is None and given.get("role") in ("system", "developer", "user", "tool"):
                 raise wrong("content", "must be a string or a list of parts")
         return given

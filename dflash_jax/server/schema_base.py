@@ -75,7 +75,7 @@ class Body(Strict):
             elif name not in cls.neutral:
                 unknown.append(name)
             elif not neutral_fields.accepts(cls.neutral[name], value):
-                raise wrong(name, neutral_fields.reason(cls.neutral[name]))
+                raise wrong(name, neutral_fields.reason(name, cls.neutral[name]))
         if unknown and unknown_fields.get() == "refuse":
             raise wrong(unknown[0], "is not supported")
         if unknown:

@@ -6,6 +6,7 @@ import functools
 import time
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 from starlette.requests import Request as HttpRequest
@@ -50,6 +51,23 @@ class Limits:
     # Unknown fields of a request: "refuse" or "warn".
     unknown_fields: str = "refuse"
     trust_request_chat_template: bool = False
+
+
+# Sequences of the request at hand that the engine does not know yet.
+_prepared: ContextVar[list[Row] | None] = ContextVar("prepared", default=None)
+
+
+def begin_rows() -> list[Row]:
+    """The list of the sequences that a request prepares, each until it is submitted."""
+    _prepared.set(rows := [])
+    return rows
+
+
+def prepared(row: Row) -> Row:
+    """Has ``row`` closed at the end of its request if it is not submitted by then."""
+    if (rows := _prepared.get()) is not None:
+        rows.append(row)
+    return row
 
 
 class ClientGoneError(Exception):
@@ -123,7 +141,7 @@ class Serving:
         # HTTP requests for text that were let in and have no whole answer yet.
         self.in_flight = 0
         # Id and owner of every sequence under way, for `abort`.
-        self._ids: weakref.WeakKeyDictionary[Row, tuple[str, str]] = weakref.WeakKeyDictionary()
+        self._ids: weakref.WeakKeyDictionary[Row, tuple[str, bytes]] = weakref.WeakKeyDictionary()
         # Bytes of request bodies that are in memory.
         self.body_bytes = 0
         self.large_bodies = asyncio.Lock()
@@ -178,11 +196,11 @@ class Serving:
             )
         return room if most is None else most
 
-    def register(self, rows: Sequence[Row], request_id: str, owner: str) -> None:
+    def register(self, rows: Sequence[Row], request_id: str, owner: bytes) -> None:
         """Makes the sequences of a request known to `abort`. They are forgotten with the request."""
         self._ids.update(dict.fromkeys(rows, (request_id, owner)))
 
-    def abort(self, request_id: str | None, owner: str) -> None:
+    def abort(self, request_id: str | None, owner: bytes) -> None:
         """Ends the owner's request of that id, all choices of it; None: all of the owner's requests."""
         for row, known in list(self._ids.items()):
             if known[1] == owner and request_id in (None, known[0]) and row.request.finish_reason is None:
@@ -197,6 +215,8 @@ class Serving:
                     yield piece
 
     async def _events(self, row: Row) -> AsyncGenerator[Event, None]:
+        if row in (rows := _prepared.get() or ()):
+            rows.remove(row)
         events = self.engine.submit(row.request)
         begun(row, self.name)
         try:

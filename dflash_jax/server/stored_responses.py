@@ -11,7 +11,7 @@ from dflash_jax.server import schema
 from dflash_jax.server.answer_schema import DeletedResponse, InputItems, Response
 from dflash_jax.server.conversation import text_of
 from dflash_jax.server.errors import ApiError, JsonResponse
-from dflash_jax.server.response_store import StoredResponse, owner
+from dflash_jax.server.response_store import StoredResponse
 
 router = APIRouter()
 IDS = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
@@ -23,7 +23,7 @@ def _missing(response_id: str, param: str | None = None) -> ApiError:
 
 async def stored(http: Request, response_id: str, param: str | None = None) -> StoredResponse:
     """A response of this client's. Raises ApiError where there is none."""
-    entry = await http.app.state.serving.response_store.get(owner(http), response_id)
+    entry = await http.app.state.serving.response_store.get(http.state.owner, response_id)
     if entry is None:
         raise _missing(response_id, param)
     return entry
@@ -81,7 +81,7 @@ async def retrieve(http: Request, response_id: str, stream: bool = False):
 
 @router.delete("/v1/responses/{response_id}", responses={200: {"model": DeletedResponse}}, response_model=None)
 async def delete(http: Request, response_id: str):
-    if not await http.app.state.serving.response_store.delete(owner(http), response_id):
+    if not await http.app.state.serving.response_store.delete(http.state.owner, response_id):
         raise _missing(response_id)
     return JsonResponse({"id": response_id, "object": "response", "deleted": True})
 

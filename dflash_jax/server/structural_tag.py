@@ -200,14 +200,13 @@ class _Builder:
         return self._ended(f"({self.expression(node['content'], f'{where}.content', (), False)})?", ends)
 
     def _tag(self, node, where, ends, is_last) -> str:
-        return self._rest_of_tag(node, where, "", ends, is_last)
+        return f"{self._quoted(node['begin'])} {self._behind_begin(node, where, ends, is_last)}"
 
-    def _rest_of_tag(self, node, where, begun: str, ends, is_last) -> str:
-        """A tag without the text ``begun`` that it begins with."""
-        begin = self._quoted(node["begin"].removeprefix(begun))
+    def _behind_begin(self, node, where, ends, is_last) -> str:
+        """A tag without its beginning."""
         own = _texts(node["end"], f"{where}.end")
         content = self.expression(node["content"], f"{where}.content", own, is_last and not ends)
-        return self._ended(f"{begin} {content}", ends)
+        return self._ended(content, ends)
 
     def _tags(self, node, where) -> list[tuple[dict, str]]:
         """The tags of a format, and where each is."""
@@ -228,8 +227,9 @@ class _Builder:
             shortest = min(begun, key=len)
             # Of all that may follow a tag without an end, nothing may be free text.
             last = is_last and stops and not ends
-            rests.setdefault(shortest, []).append(self._rest_of_tag(tag, place, shortest, (), last))
-            at_once.append(self._rest_of_tag(tag, place, "", (), last))
+            content = self._behind_begin(tag, place, (), last)
+            rests.setdefault(shortest, []).append(f"{self._quoted(tag['begin'].removeprefix(shortest))} {content}")
+            at_once.append(f"{self._quoted(tag['begin'])} {content}")
         each = [f"{self._up_to(trigger)} ({' | '.join(rest)})" for trigger, rest in rests.items()]
         later, first = f"({' | '.join(each)})", f"({' | '.join(at_once)})"
         if stops:
@@ -239,7 +239,7 @@ class _Builder:
         return f"{first} {more}" if node.get("at_least_one") else more
 
     def _tags_with_separator(self, node, where, ends, is_last) -> str:
-        each = [self._rest_of_tag(tag, place, "", (), False) for tag, place in self._tags(node, where)]
+        each = [self._tag(tag, place, (), False) for tag, place in self._tags(node, where)]
         one = self._rule(" | ".join(each))
         several = one if node.get("stop_after_first") else f"{one} ({self._quoted(node['separator'])} {one})*"
         return self._ended(several if node.get("at_least_one") else f"({several})?", ends)

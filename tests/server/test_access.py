@@ -12,10 +12,10 @@ from dflash_jax.server.errors import ApiError
 from dflash_jax.server.serving import Serving
 
 
-def status(access: Access, path: str = "/v1/models", method: str = "GET", root: str = "", **headers: str) -> int:
-    scope = {"path": root + path, "method": method, "root_path": root}
+def status(access: Access, path: str = "/v1/models", method: str = "GET", **headers: str) -> int:
+    given = [(k.replace("_", "-").encode(), v.encode()) for k, v in headers.items()]
     try:
-        access.check(scope, {k.replace("_", "-").encode(): v.encode() for k, v in headers.items()})
+        access.check({"path": path, "method": method, "headers": given})
     except ApiError as e:
         return e.status_code
     return 200
@@ -36,7 +36,7 @@ def test_all_paths_need_a_key_but_the_open_ones():
     for path in ("/v1/messages", "/flush_cache", "/", "/metrics/", "//health", "/health/x", "/nothing"):
         assert status(access, path) == 401
     for path in OPEN_PATHS:
-        assert status(access, path) == status(access, path, root="/api") == 200
+        assert status(access, path) == 200
     assert status(access, method="OPTIONS") == 200
 
 
@@ -92,6 +92,32 @@ def test_a_server_with_keys_and_hosts(llm, quiet, monkeypatch):
             assert running.http.request(method, path, json={"x": "y" * 2**17}).status_code in (200, 405)
     finally:
         running.stop()
+
+
+@pytest.mark.parametrize("hosts", [None, default_hosts("127.0.0.1")])
+def test_two_hosts(hosts):
+    """What is before the server may have read the other one."""
+    scope = {"path": "/health", "method": "GET", "headers": [(b"host", b"localhost"), (b"host", b"localhost")]}
+    with pytest.raises(ApiError, match="2 Host headers") as error:
+        Access((), hosts, ()).check(scope)
+    assert error.value.status_code == 400
+
+
+def test_two_hosts_over_a_socket(quiet):
+    with socket.create_connection(("127.0.0.1", int(quiet.url.rpartition(":")[2])), timeout=120) as s:
+        s.sendall(b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nhOST: evil.example\r\nConnection: close\r\n\r\n")
+        assert s.recv(2**16).startswith(b"HTTP/1.1 400 ")
+
+
+def test_an_owner_is_a_key():
+    """With keys and without, in either header; no key is an owner too."""
+    for keys in ((), ("one", "two")):
+        owners = [
+            Access(keys, None, ()).check({"path": "/x", "method": "GET", "headers": [header]})
+            for header in ((b"authorization", b"Bearer one"), (b"x-api-key", b"one"), (b"x-api-key", b"two"))
+        ]
+        assert owners[0] == owners[1] != owners[2]
+    assert Access((), None, ()).check({"path": "/x", "method": "GET", "headers": []}) not in owners
 
 
 def test_paths_and_methods(quiet):

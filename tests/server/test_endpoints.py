@@ -181,10 +181,11 @@ def test_an_abort_names_what_it_wants(quiet):
 
 
 def test_owners_abort_their_own_requests_only(quiet):
-    """As the gate tells them apart: by the API key, which `build` takes one of."""
+    """As the gate tells them apart: by the API key."""
     stream = Streaming(quiet)
-    quiet.serving.abort(stream.id, "another key")
-    quiet.serving.abort(None, "another key")
+    for wanted in ({"rid": stream.id}, {"abort_all": True}):
+        other = quiet.http.post("/abort_request", json=wanted, headers={"x-api-key": "another"})
+        assert other.status_code == 200
     assert quiet.post("/abort_request", abort_all=True).status_code == 200
     assert stream.reasons() == ["abort"]
 
@@ -283,6 +284,25 @@ def test_invocations_of_no_interface(quiet):
         found = quiet.http.post("/invocations", json=body)
         assert found.status_code == 400
         assert found.json()["error"]["param"] in (param, "body")
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
+        ({"prompt": "x", "max_tokens": "many"}, "max_tokens"),
+        ({"prompt": {}}, "prompt"),
+        ({"text": "x", "sampling_params": {"top_p": "x"}}, "sampling_params.top_p"),
+    ],
+)
+def test_invocations_name_what_is_wrong(quiet, body, param):
+    """As the interface itself does."""
+    path = {"messages": "/v1/chat/completions", "prompt": "/v1/completions", "text": "/generate"}[next(iter(body))]
+    found = [quiet.post(where, **body) for where in ("/invocations", path)]
+    assert [each.status_code for each in found] == [400, 400]
+    assert found[0].json() == found[1].json()
+    assert found[0].json()["error"]["param"] == param
 
 
 # CORS.

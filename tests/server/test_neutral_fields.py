@@ -1,5 +1,8 @@
 """Fields of other servers that do nothing here: taken at their neutral values, refused by name at others."""
 
+import json
+import pickle
+
 import pytest
 from conftest import MESSAGES, Running, posted
 from pydantic import ValidationError
@@ -91,6 +94,29 @@ def test_the_reason_says_what_is_possible(quiet):
     assert found.json()["error"]["message"] == "use_beam_search is not supported: only false is possible"
     found = quiet.post("/v1/chat/completions", messages=MESSAGES, metadata="x")
     assert found.json()["error"]["message"] == "metadata must be an object"
+
+
+class Exploit:
+    """What unpickling it would do is seen."""
+
+    ran = False
+
+    def __reduce__(self):
+        return setattr, (Exploit, "ran", True)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/generate"])
+@pytest.mark.parametrize("form", [str, lambda text: [text], lambda text: json.dumps({"callable": text})])
+def test_a_clients_program_is_refused_and_never_read(lax, quiet, path, form):
+    """In SGLang's forms, also where unknown fields are let through, and through SageMaker's path."""
+    program = form(pickle.dumps(Exploit()).hex())
+    for server, where in ((quiet, path), (lax, path), (quiet, "/invocations")):
+        found = server.post(where, **BODIES[path][1], custom_logit_processor=program)
+        error = found.json()["error"]
+        assert (found.status_code, error["param"]) == (400, "custom_logit_processor")
+        assert error["message"].startswith("custom_logit_processor is refused: it is a pickled program")
+    assert not Exploit.ran
+    assert quiet.post(path, **BODIES[path][1], custom_logit_processor=None).status_code == 200
 
 
 # As the routers of SGLang fill them in, whatever their client said.

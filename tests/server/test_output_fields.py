@@ -534,3 +534,17 @@ def test_log_probabilities_of_new_tokens_alone(quiet):
     for wrong in ([[5], [6]], [[5] * 21], [512], [[1], 2], [True]):
         found = quiet.post("/generate", **body, token_ids_logprob=wrong)
         assert found.status_code == 400, found.text
+
+
+def test_allowed_tokens_are_read_once_each(quiet, monkeypatch):
+    """However often a request says them: each choice reads them again."""
+    seen, real = [], quiet.serving.llm.new_row
+
+    def new_row(prompt, params, *args, **options):
+        seen.append(params.allowed_token_ids)
+        return real(prompt, params, *args, **options)
+
+    monkeypatch.setattr(quiet.serving.llm, "new_row", new_row)
+    found = quiet.post("/v1/completions", prompt="x", max_tokens=4, n=2, allowed_token_ids=[9, 7, 9] * 20_000)
+    assert found.status_code == 200, found.text
+    assert seen == [(9, 7)] * 2
