@@ -14,6 +14,7 @@ from dflash_jax.checkpoint.gguf_tokenizer import ids_of, save_tokenizer
 from dflash_jax.checkpoint.load import open_target, read_target_config
 from dflash_jax.config import Llama3Spec, RopeSpec
 from dflash_jax.errors import InputError
+from dflash_jax.models.families.reading import LIMIT, LIMITS, number, shown, whole
 from dflash_jax.models.rope import rope_frequencies
 
 DTYPE_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
@@ -71,24 +72,29 @@ class _Keys:
         self._file, self._prefix = file, prefix
         self.names = [k.removeprefix(f"{prefix}.") for k in file.metadata if k.startswith(f"{prefix}.")]
 
-    def number(self, name: str, default=None):
-        value = self._file.metadata.get(f"{self._prefix}.{name}", default)
+    def whole(self, name: str, key: str, default: int | None = None, least: int = 1) -> int:
+        """A count or a size, in the range of ``key`` in a config.json."""
+        return self._checked(name, default, lambda where, value: whole(where, value, least, LIMITS.get(key, LIMIT)))
+
+    def number(self, name: str, default: float | None = None, least: float = 0.0, most: float = 1e15) -> float:
+        return self._checked(name, default, lambda where, value: number(where, value, least, most))
+
+    def _checked(self, name: str, default, check: Callable):
+        where = f"{self._prefix}.{name}"
+        value = self._file.metadata.get(where, default)
         if isinstance(value, list) and value and all(v == value[0] for v in value):
             value = value[0]
         if value is None:
-            raise InputError(f"{self._file.path} lacks {self._prefix}.{name}")
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            shown = "a value for each layer" if isinstance(value, list) else repr(value)
-            raise InputError(f"{self._file.path}: {self._prefix}.{name} is {shown}, it must be one number")
-        if value < 0 or (value == 0 and default != 0):
-            raise InputError(f"{self._file.path}: {self._prefix}.{name} is {value}, it must be positive")
-        return value
+            raise InputError(f"{self._file.path} lacks {where}")
+        if isinstance(value, list):
+            raise InputError(f"{self._file.path}: {where} is a value for each layer, it must be one number")
+        return check(f"{self._file.path}: {where}", value)
 
 
 def architecture_of(file: GgufFile) -> Architecture:
     name = file.metadata.get("general.architecture")
     if not isinstance(name, str) or name not in ARCHITECTURES:
-        raise InputError(f"{file.path}: unknown architecture {name!r}: known are {', '.join(ARCHITECTURES)}")
+        raise InputError(f"{file.path}: unknown architecture {shown(name)}: known are {', '.join(ARCHITECTURES)}")
     parts = file.metadata.get("split.count", 0)
     if isinstance(parts, int) and parts > 1:
         raise InputError(f"{file.path} is one of {parts} parts: join them first (llama-gguf-split --merge)")
@@ -101,31 +107,35 @@ def read_config(file: GgufFile) -> dict:
     if "token_embd.weight" not in file.tensors:
         raise InputError(f"{file.path} lacks the tensor 'token_embd.weight'")
     rows, tokens = file.tensors["token_embd.weight"].shape[0], file.metadata.get("tokenizer.ggml.tokens", [])
+    if not isinstance(tokens, list):
+        raise InputError(f"{file.path}: tokenizer.ggml.tokens is {shown(tokens)}, it must be a list")
     if len(tokens) > rows:
         raise InputError(f"{file.path} has {len(tokens)} tokens, but 'token_embd.weight' has only {rows} rows")
-    heads, hidden = keys.number("attention.head_count"), keys.number("embedding_length")
-    head_dim = keys.number("attention.key_length", hidden // heads)
+    heads = keys.whole("attention.head_count", "num_attention_heads")
+    hidden = keys.whole("embedding_length", "hidden_size")
+    head_dim = keys.whole("attention.key_length", "head_dim", hidden // heads)
+    positions = keys.whole("context_length", "max_position_embeddings")
     known = {"attention.value_length": head_dim, "rope.dimension_count": head_dim, "rope.scale_linear": 1.0}
     for name, value in known.items():
         if keys.number(name, value) != value:
             raise InputError(f"{file.path}: {name} is {keys.number(name)}, for {arch.model_type} it must be {value}")
-    window = keys.number("attention.sliding_window", 0)
-    if 0 < window < keys.number("context_length"):
+    window = keys.whole("attention.sliding_window", "sliding_window", 0, 0)
+    if 0 < window < positions:
         raise InputError(f"{file.path}: attention.sliding_window {window} is not known for {arch.model_type}")
     config = {
         "architectures": [arch.class_name],
         "model_type": arch.model_type,
         "vocab_size": rows,
         "hidden_size": hidden,
-        "intermediate_size": keys.number("feed_forward_length"),
-        "num_hidden_layers": keys.number("block_count"),
+        "intermediate_size": keys.whole("feed_forward_length", "intermediate_size"),
+        "num_hidden_layers": keys.whole("block_count", "num_hidden_layers"),
         "num_attention_heads": heads,
-        "num_key_value_heads": keys.number("attention.head_count_kv", heads),
+        "num_key_value_heads": keys.whole("attention.head_count_kv", "num_key_value_heads", heads),
         "head_dim": head_dim,
         "hidden_act": "silu",
-        "max_position_embeddings": keys.number("context_length"),
-        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
-        "rope_theta": keys.number("rope.freq_base", 10000.0),
+        "max_position_embeddings": positions,
+        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon", None, 0.0, 0.1),
+        "rope_theta": keys.number("rope.freq_base", 10000.0, 1.0 + 1e-6),
         "rope_scaling": _rope_scaling(file, keys, head_dim),
         "attention_bias": False,
         "tie_word_embeddings": "output.weight" not in file.tensors,
@@ -134,9 +144,9 @@ def read_config(file: GgufFile) -> dict:
     }
     if arch.has_experts:
         config |= {
-            "num_experts": keys.number("expert_count"),
-            "num_experts_per_tok": keys.number("expert_used_count"),
-            "moe_intermediate_size": keys.number("expert_feed_forward_length"),
+            "num_experts": keys.whole("expert_count", "num_experts"),
+            "num_experts_per_tok": keys.whole("expert_used_count", "num_experts_per_tok"),
+            "moe_intermediate_size": keys.whole("expert_feed_forward_length", "moe_intermediate_size"),
         }
     return config
 
@@ -144,17 +154,19 @@ def read_config(file: GgufFile) -> dict:
 def _rope_scaling(file: GgufFile, keys: _Keys, head_dim: int) -> dict | None:
     kind = file.metadata.get(f"{file.metadata['general.architecture']}.rope.scaling.type", "none")
     if FREQUENCIES in file.tensors:
-        return llama3_scaling(file.read(FREQUENCIES), keys.number("rope.freq_base", 10000.0), head_dim)
+        return llama3_scaling(file.read(FREQUENCIES), keys.number("rope.freq_base", 10000.0, 1.0 + 1e-6), head_dim)
     if kind == "none":
         return None
     known = {"type", "factor", "original_context_length", "finetuned"}
     unknown = sorted({k.removeprefix("rope.scaling.") for k in keys.names if k.startswith("rope.scaling.")} - known)
     if kind != "yarn" or unknown:
-        raise InputError(f"{file.path}: rope.scaling {' with '.join([str(kind), *unknown])} is not known")
+        raise InputError(f"{file.path}: rope.scaling {' with '.join([str(kind)[:64], *unknown])} is not known")
     return {
         "rope_type": "yarn",
-        "factor": keys.number("rope.scaling.factor"),
-        "original_max_position_embeddings": keys.number("rope.scaling.original_context_length"),
+        "factor": keys.number("rope.scaling.factor", None, 1.0, 1e6),
+        "original_max_position_embeddings": keys.whole(
+            "rope.scaling.original_context_length", "original_max_position_embeddings"
+        ),
     }
 
 
@@ -162,15 +174,20 @@ def llama3_scaling(divisors: np.ndarray, theta: float, head_dim: int) -> dict | 
     """The parameters of Llama 3's scaling behind ``rope_freqs.weight`` float32 [head_dim / 2], where llama.cpp keeps
     its effect. Only the ratios of low_freq_factor, high_freq_factor and the original context have one, so the first
     is 1, as in every published checkpoint."""
-    factor = float(divisors.max())
+    unknown = InputError(f"{FREQUENCIES} is not the scaling of Llama 3: no other is known")
     if np.all(divisors == 1):
         return None
+    if not (np.all(divisors >= 1) and np.all(divisors <= 1e6)):
+        raise unknown
+    factor = float(divisors.max())
     plain = np.asarray(rope_frequencies(RopeSpec(theta, head_dim))[0], np.float64)
     # 1 where a frequency is kept, 0 where it is divided by the whole factor, and linear in it between.
     kept = (1 / divisors.astype(np.float64) - 1 / factor) / (1 - 1 / factor)
     between = (kept > 1e-3) & (kept < 1 - 1e-3)
     if divisors.shape == plain.shape and between.sum() >= 2:
         slope, offset = np.polyfit(plain[between], kept[between], 1)
+        if not offset < 0 < slope:
+            raise unknown
         high = round(1 - 1 / offset, 3)
         spec = Llama3Spec(factor, 1.0, high, round(slope * 2 * math.pi * (high - 1)))
         again = np.asarray(rope_frequencies(RopeSpec(theta, head_dim, None, spec))[0])
@@ -182,17 +199,19 @@ def llama3_scaling(divisors: np.ndarray, theta: float, head_dim: int) -> dict | 
                 "high_freq_factor": high,
                 "original_max_position_embeddings": spec.original_max_positions,
             }
-    raise InputError(f"{FREQUENCIES} is not the scaling of Llama 3: no other is known")
+    raise unknown
 
 
 def token_ids(file: GgufFile) -> dict:
     """The ids of bos, eos (and ends of a turn or message that the file knows beside it) and padding, as Hugging Face
     names them."""
-    stops = ids_of(file.metadata, ("eos", "eot", "eom"))
+    stops, bos, pad = (
+        ids_of(file.metadata, str(file.path), names) for names in (("eos", "eot", "eom"), ("bos",), ("padding",))
+    )
     ids = {
-        "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
+        "bos_token_id": bos[0] if bos else None,
         "eos_token_id": stops[0] if len(stops) == 1 else stops or None,
-        "pad_token_id": file.metadata.get("tokenizer.ggml.padding_token_id"),
+        "pad_token_id": pad[0] if pad else None,
     }
     return {k: v for k, v in ids.items() if v is not None}
 
@@ -219,6 +238,10 @@ def hf_tensors(file: GgufFile, config: dict) -> dict[str, tuple[tuple[int, ...],
         pairs = heads.get(layer[2]) if layer else None
         if pairs and (len(tensor.shape) != 2 or tensor.shape[0] % (2 * pairs)):
             raise InputError(f"{file.path}: tensor {name!r} {list(tensor.shape)} does not divide into {pairs} heads")
+        if "{e}" in target and tensor.shape[0] != config["num_experts"]:
+            raise InputError(
+                f"{file.path}: {name!r} has {tensor.shape[0]} experts, expert_count says {config['num_experts']}"
+            )
         for e in range(tensor.shape[0]) if "{e}" in target else (None,):
             shape = tensor.shape if e is None else tensor.shape[1:]
             found[target.replace("{e}", str(e))] = (shape, _reader(file, name, e, pairs))

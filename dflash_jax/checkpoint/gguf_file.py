@@ -1,6 +1,7 @@
 """GGUF, the file format of llama.cpp: metadata and tensors of a file. The package gguf unpacks quantised ones."""
 
 import math
+import reprlib
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,8 @@ VERSIONS = (2, 3)
 # Kinds of metadata values: numbers by their struct letter, then the two that have no fixed size.
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY, FLOAT32 = 8, 9, 6
+# Items of an array, dimensions of a tensor, and bytes that its place is a multiple of: more than any file here has.
+MOST_ITEMS, MOST_DIMENSIONS, MOST_ALIGNMENT = 2**23, 8, 2**20
 
 
 def _library():
@@ -54,8 +57,9 @@ class GgufFile:
         self.metadata = {self._string(): self._value(self._number("I")) for _ in range(pairs)}
         places = [(self._string(), *self._place()) for _ in range(tensors)]
         alignment = self.metadata.get("general.alignment", 32)
-        if not isinstance(alignment, int) or alignment < 1:
-            raise InputError(f"{path}: general.alignment is {alignment!r}, it must be a positive number")
+        if isinstance(alignment, bool) or not isinstance(alignment, int) or not 1 <= alignment <= MOST_ALIGNMENT:
+            message = f"general.alignment is {reprlib.repr(alignment)}, it must be 1 to {MOST_ALIGNMENT}"
+            raise InputError(f"{path}: {message}")
         start = -(-self._at // alignment) * alignment
         self.tensors = {name: self._tensor(name, shape, kind, start + at) for name, shape, kind, at in places}
 
@@ -81,6 +85,8 @@ class GgufFile:
             return self._string()
         if kind == ARRAY:
             item, count = self._number("I"), self._number("Q")
+            if count > MOST_ITEMS:
+                raise InputError(f"{self.path} has an array of {count} items: at most {MOST_ITEMS} are possible")
             if item in NUMBERS:
                 size = struct.calcsize(f"<{NUMBERS[item]}")
                 return np.frombuffer(self._take(count * size), f"<{NUMBERS[item]}").tolist()
@@ -93,7 +99,10 @@ class GgufFile:
         return float(str(np.float32(value))) if kind == FLOAT32 else value
 
     def _place(self) -> tuple[tuple[int, ...], int, int]:
-        sizes = [self._number("Q") for _ in range(self._number("I"))]
+        dimensions = self._number("I")
+        if dimensions > MOST_DIMENSIONS:
+            raise InputError(f"{self.path} is corrupt: a tensor has {dimensions} dimensions")
+        sizes = [self._number("Q") for _ in range(dimensions)]
         return tuple(reversed(sizes)), self._number("I"), self._number("Q")
 
     def _tensor(self, name: str, shape: tuple[int, ...], kind: int, start: int) -> GgufTensor:
@@ -101,6 +110,8 @@ class GgufFile:
             block, size = self._gguf.GGML_QUANT_SIZES[self._gguf.GGMLQuantizationType(kind)]
         except (KeyError, ValueError):
             raise InputError(f"{self.path}: tensor {name!r} has the unknown type {kind}: a newer gguf?") from None
+        if not all(shape):
+            raise InputError(f"{self.path}: tensor {name!r} {list(shape)} is empty")
         if not shape or shape[-1] % block:
             raise InputError(f"{self.path}: tensor {name!r} {list(shape)} does not divide into blocks of {block}")
         stored = (*shape[:-1], shape[-1] // block * size)

@@ -7,6 +7,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from dflash_jax.errors import InputError
+from dflash_jax.models.families.reading import LIMITS, flag, shown, whole
 
 KEY = "tokenizer.ggml."
 CONTROL, USER_DEFINED = 3, 4
@@ -56,14 +57,17 @@ def build_tokenizer(metadata: dict, source: str) -> Tokenizer:
     """``source`` names the file in errors."""
     kind, pre = metadata.get(f"{KEY}model"), metadata.get(f"{KEY}pre")
     if kind != "gpt2":
-        _fail(source, f"is of kind {kind!r}: known is 'gpt2' (byte-level BPE)")
-    if pre not in SCHEMES:
-        _fail(source, f"splits text by {pre!r}: known are {', '.join(SCHEMES)}")
+        _fail(source, f"is of kind {shown(kind)}: known is 'gpt2' (byte-level BPE)")
+    if not isinstance(pre, str) or pre not in SCHEMES:
+        _fail(source, f"splits text by {shown(pre)}: known are {', '.join(SCHEMES)}")
     scheme = SCHEMES[pre]
     tokens, merges = (metadata.get(f"{KEY}{name}") for name in ("tokens", "merges"))
     if not isinstance(tokens, list) or not isinstance(merges, list):
         _fail(source, f"lacks {KEY}{'merges' if isinstance(tokens, list) else 'tokens'}")
-    outside = [i for i in ids_of(metadata) if not isinstance(i, int) or not 0 <= i < len(tokens)]
+    for name, texts in (("tokens", tokens), ("merges", merges)):
+        if not all(isinstance(each, str) for each in texts):
+            _fail(source, f"has {KEY}{name} that are not strings")
+    outside = [i for i in ids_of(metadata, source) if i >= len(tokens)]
     if outside:
         _fail(source, f"names the token id {outside[0]}: ids are 0 to {len(tokens) - 1}")
     try:
@@ -73,7 +77,7 @@ def build_tokenizer(metadata: dict, source: str) -> Tokenizer:
             ignore_merges=scheme.whole_words,
         )
     except Exception as e:  # the library raises plain Exception
-        _fail(source, f"has merges that do not fit its tokens: {e}")
+        _fail(source, f"has merges that do not fit its tokens: {(str(e).splitlines() or [type(e).__name__])[0][:200]}")
     tokenizer = Tokenizer(model)
     if scheme.nfc:
         tokenizer.normalizer = normalizers.NFC()
@@ -84,9 +88,14 @@ def build_tokenizer(metadata: dict, source: str) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*before, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
     types = metadata.get(f"{KEY}token_type", [])
+    if not isinstance(types, list):
+        _fail(source, f"has {KEY}token_type {shown(types)}: it must be a list")
     for wanted, add in ((CONTROL, tokenizer.add_special_tokens), (USER_DEFINED, tokenizer.add_tokens)):
         add([AddedToken(t, normalized=False) for t, kind in zip(tokens, types, strict=False) if kind == wanted])
-    if metadata.get(f"{KEY}add_bos_token", scheme.bos) and (bos := metadata.get(f"{KEY}bos_token_id")) is not None:
+    if (
+        flag(f"{source}: {KEY}add_bos_token", metadata.get(f"{KEY}add_bos_token", scheme.bos))
+        and (bos := metadata.get(f"{KEY}bos_token_id")) is not None
+    ):
         first = tokens[bos]
         tokenizer.post_processor = processors.TemplateProcessing(
             single=[first, "$A"], pair=[first, "$A", f"{first}:1", "$B:1"], special_tokens=[(first, bos)]
@@ -94,10 +103,12 @@ def build_tokenizer(metadata: dict, source: str) -> Tokenizer:
     return tokenizer
 
 
-def ids_of(metadata: dict, names=("bos", "eos", "eot", "eom", "unknown", "padding")) -> list[int]:
-    """The ids of the special tokens of these names that the file has, each once."""
-    found = (metadata.get(f"{KEY}{name}_token_id") for name in names)
-    return list(dict.fromkeys(i for i in found if i is not None))
+def ids_of(metadata: dict, source: str, names=("bos", "eos", "eot", "eom", "unknown", "padding")) -> list[int]:
+    """The ids of the special tokens of these names that the file has, each once. Raises InputError for no id."""
+    found = {f"{KEY}{name}_token_id": metadata.get(f"{KEY}{name}_token_id") for name in names}
+    most = LIMITS["vocab_size"]
+    ids = (whole(f"{source}: {key}", value, 0, most) for key, value in found.items() if value is not None)
+    return list(dict.fromkeys(ids))
 
 
 def save_tokenizer(metadata: dict, directory: Path, max_positions: int, source: str) -> None:
@@ -113,4 +124,6 @@ def save_tokenizer(metadata: dict, directory: Path, max_positions: int, source: 
     (directory / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     if template := metadata.get("tokenizer.chat_template"):
+        if not isinstance(template, str):
+            _fail(source, f"has tokenizer.chat_template {shown(template)}: it must be a string")
         (directory / "chat_template.jinja").write_text(template, encoding="utf-8")
