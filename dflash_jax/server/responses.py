@@ -16,7 +16,7 @@ from dflash_jax.server.conversation import Conversation, Delta, text_of
 from dflash_jax.server.errors import ApiError, as_api_error, of_conversion
 from dflash_jax.server.response_store import StoredResponse
 from dflash_jax.server.serving import Serving, while_connected
-from dflash_jax.server.stored_responses import earlier_items, stored_items, stored_response
+from dflash_jax.server.stored_responses import continued, earlier_items, stored_items, stored_response
 from dflash_jax.server.stream import EventStream
 from dflash_jax.server.tools import CallDelta
 
@@ -282,7 +282,7 @@ async def responses(http: Request, body: schema.ResponsesRequest):
     store = serving.response_store
     if body.store and not store.size:
         raise ApiError(400, "store: this server stores no responses (--response-store 0)", "store")
-    earlier = await earlier_items(http, body)
+    earlier = continued(serving, await earlier_items(http, body), body)
     try:
         chat = as_chat(body, [schema.InputItem(**item) for item in earlier])
     except ValidationError as e:

@@ -12,6 +12,7 @@ from dflash_jax.server.answer_schema import DeletedResponse, InputItems, Respons
 from dflash_jax.server.conversation import text_of
 from dflash_jax.server.errors import ApiError, JsonResponse
 from dflash_jax.server.response_store import StoredResponse
+from dflash_jax.server.serving import Serving
 
 router = APIRouter()
 IDS = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
@@ -35,6 +36,29 @@ async def earlier_items(http: Request, body: schema.ResponsesRequest) -> list[di
         return []
     entry = await stored(http, body.previous_response_id, "previous_response_id")
     return json.loads(entry.input) + json.loads(entry.response)["output"]
+
+
+def continued(serving: Serving, earlier: list[dict], body: schema.ResponsesRequest) -> list[dict]:
+    """The items of ``earlier`` turns that this turn reads: all of them, or, with truncation auto, of the latest turns
+    as many as a request could have. Raises ApiError where all are too many."""
+    new, most = body.input if isinstance(body.input, list) else [body.input], serving.limits.objects
+    if body.truncation != "auto":
+        if len(earlier) + len(new) > most:
+            message = f"the conversation has {len(earlier) + len(new)} items: at most {most} are possible"
+            raise ApiError(400, f"{message}, or truncation: auto", "input")
+        return earlier
+    # No text has more characters than its JSON.
+    first, characters = len(earlier), serving.texts.most_cut - len(json.dumps(body.model_dump(include={"input"})))
+    while first and len(earlier) - first + len(new) < most:
+        characters -= len(json.dumps(earlier[first - 1]))
+        if characters < 0:
+            break
+        first -= 1
+    if first == 0:
+        return earlier
+    # A turn begins with what the user says: a call keeps its output, and a thought its answer.
+    turns = (i for i in range(first, len(earlier)) if earlier[i].get("role") == "user")
+    return earlier[next(turns, len(earlier)) :]
 
 
 def stored_items(earlier: list[dict], body: schema.ResponsesRequest, most_bytes: int) -> bytes:

@@ -85,8 +85,13 @@ class Texts:
                 message = f"{len(given)} characters do not fit: at most {self._capacity} tokens do, {most} characters"
                 raise ApiError(400, message, field)
 
+    @property
+    def most_cut(self) -> int:
+        """Characters that a text may have which is cut later."""
+        return max(CUT, FULL * self._capacity)
+
     def _check_cut(self, given: str | Sequence[int], field: str) -> None:
-        most = max(CUT, FULL * self._capacity)
+        most = self.most_cut
         if isinstance(given, str) and len(given) > most:
             raise ApiError(400, f"{len(given)} characters, to be truncated: at most {most} are possible", field)
 

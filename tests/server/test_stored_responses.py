@@ -3,6 +3,7 @@
 import asyncio
 import json
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import openai
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_jax.server.response_store import ResponseStore, StoredResponse
+from dflash_jax.server.texts import Texts
 
 SHORT = {"model": NAME, "max_output_tokens": 12, "temperature": 0}
 WORDS = MESSAGES[0]["content"]
@@ -146,6 +148,38 @@ def test_a_conversation_is_bounded_in_bytes(client, store, quiet, monkeypatch):
     first = client.responses.create(**SHORT, input=turn)
     with pytest.raises(openai.BadRequestError, match="at most 2000 are possible"):
         client.responses.create(**SHORT, input=turn, previous_response_id=first.id)
+
+
+@pytest.mark.parametrize("bound", ["characters", "items"])
+def test_a_chain_that_is_truncated_goes_on_within_bounds(quiet, store, monkeypatch, bound):
+    """The oldest turns give way, whole ones; without truncation the chain ends with an error."""
+    if bound == "characters":
+        monkeypatch.setattr(Texts, "most_cut", 2000)
+    else:
+        monkeypatch.setattr(quiet.serving, "limits", replace(quiet.serving.limits, objects=9))
+    body, name, sizes = {"max_output_tokens": 2, "truncation": "auto"}, None, []
+    for turn in range(9):
+        found = quiet.post("/v1/responses", **body, input=f"turn {turn} " + "x" * 200, previous_response_id=name)
+        assert found.status_code == 200, found.text
+        name = found.json()["id"]
+        items = quiet.http.get(f"/v1/responses/{name}/input_items", params={"limit": 100, "order": "asc"}).json()[
+            "data"
+        ]
+        sizes.append(len(items))
+        assert items[0]["role"] == items[-1]["role"] == "user"
+        assert items[-1]["content"][0]["text"].startswith(f"turn {turn} ")
+        assert len(items) <= 9
+    assert len(json.dumps(items)) < 4000
+    assert sizes[-1] <= max(sizes[:-1])
+    if bound == "items":
+        found = quiet.post(
+            "/v1/responses",
+            max_output_tokens=2,
+            input=[{"role": "user", "content": "x"}] * 5,
+            previous_response_id=name,
+        )
+        assert (found.status_code, found.json()["error"]["param"]) == (400, "input")
+        assert "truncation: auto" in found.json()["error"]["message"]
 
 
 def test_hostile_items(quiet, store):
