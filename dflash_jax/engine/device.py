@@ -1,7 +1,7 @@
 """The engine's hands: its decisions as calls of compiled programs on one decode state."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -49,9 +49,9 @@ class RoundMasks(Protocol):
     def ask(self, block: np.ndarray) -> np.ndarray:
         """Learns the windows int [slots, W] that are about to be verified, and returns those that shall be."""
 
-    def answer(self) -> tuple[np.ndarray, np.ndarray]:
+    def answer(self, is_verified: Callable[[], bool]) -> tuple[np.ndarray, np.ndarray]:
         """(packed masks uint32 [slots, W, words], bool [slots]: whose masks are late, so that they sit the round
-        out)."""
+        out). ``is_verified``: whether the device has verified the windows, and waits for the masks."""
 
 
 class Device:
@@ -209,7 +209,7 @@ class Device:
         block = self.programs.read(self.programs.propose(self.state, rows, widths, settings)).copy()
         block[places] = masks.ask(block[places])
         verified = self.programs.verify(self.state, rows, widths, block, settings)
-        allowed, is_late = masks.answer()
+        allowed, is_late = masks.answer(lambda: jax.tree.leaves(verified)[0].is_ready())
         packed = np.full((len(rows), *allowed.shape[1:]), 0xFFFFFFFF, np.uint32)
         packed[places] = allowed
         # A slot whose mask is late stays as it is.

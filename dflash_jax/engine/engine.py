@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from dflash_jax.config import MAX_LOGPROBS, MAX_STOPS
 from dflash_jax.engine.device import Device, Dispatch, Outcome
-from dflash_jax.engine.masking import Masking, RoundOfMasks
+from dflash_jax.engine.masking import WAIT_S, Masking, RoundOfMasks
 from dflash_jax.engine.options import Options, Statistics
 from dflash_jax.engine.prefill import Prefiller
 from dflash_jax.engine.request import Event, Request, Times
@@ -241,11 +241,12 @@ class Engine:
         if not rows:
             if late and not self._prefiller:
                 # Nothing else is to be done.
-                self._masking.is_late(late[0], LATE_S)
+                self._masking.wait(late, LATE_S)
             return [], None, None
         dispatch = self._dispatch(rows)
         if any(r.mask for r in rows):
-            masks = RoundOfMasks(self._masking, rows)
+            # Prompts do not wait for masks either.
+            masks = RoundOfMasks(self._masking, rows, 0.0 if self._prefiller else WAIT_S)
             return rows, dispatch, self.device.decode_masked(replace(dispatch, rounds=1), masks)
         return rows, dispatch, self.device.decode(dispatch)
 

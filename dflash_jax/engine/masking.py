@@ -1,7 +1,7 @@
 """Masks of a round: asked for when its drafts are known, waited for while the device verifies them.
 
-A mask that is late does not hold up the others. Its slot sits the round out, and takes part again, with the same
-drafts, once the mask is there.
+Once the drafts are verified, no slot waits for another one's mask: a slot whose mask is late sits the round out, and
+takes part again, with the same drafts, when the mask is there.
 """
 
 import time
@@ -14,8 +14,10 @@ from dflash_jax.engine.request import Request
 
 # In place of a draft where none may be accepted.
 NO_DRAFT = -1
-# Seconds that a round waits for masks, from when it asked for them.
+# Seconds that a verified round waits for the first mask, where no slot can go on without one.
 WAIT_S = 0.02
+# Seconds between two looks at all masks that are waited for.
+LOOK_S = 0.0005
 
 
 @dataclass
@@ -52,6 +54,12 @@ class Masking:
             return True
         return pending.masks is None
 
+    def wait(self, requests: Sequence[Request], seconds: float) -> None:
+        """Returns when one of the requests waits for no mask any more, or after so many seconds."""
+        until = time.monotonic() + seconds
+        while all(self.is_late(request) for request in requests) and (left := until - time.monotonic()) > 0:
+            self.is_late(requests[0], min(LOOK_S, left))
+
     def ask(self, request: Request, window: np.ndarray) -> np.ndarray:
         """Asks for the masks of a request's window int [W], and returns the window with the drafts that they are for:
         those that were asked about before, where their masks came late."""
@@ -78,13 +86,16 @@ class Masking:
 
 
 class RoundOfMasks:
-    """The masks of one round; what `Device.decode_masked` asks."""
+    """The masks of one round; what `Device.decode_masked` asks.
 
-    def __init__(self, masking: Masking, requests: Sequence[Request]):
-        self._masking, self._requests = masking, requests
+    ``wait_s``: seconds that the round may wait for a first mask once it is verified.
+    """
+
+    def __init__(self, masking: Masking, requests: Sequence[Request], wait_s: float = WAIT_S):
+        self._masking, self._requests, self._wait_s = masking, requests, wait_s
 
     def ask(self, block: np.ndarray) -> np.ndarray:
-        self._shape, self._until = block.shape, time.monotonic() + WAIT_S
+        self._shape = block.shape
         windows = [block[i] for i in range(len(block))]
         for i, request in self._masked():
             try:
@@ -93,13 +104,20 @@ class RoundOfMasks:
                 self._masking.fail(request, e)
         return np.stack(windows)
 
-    def answer(self) -> tuple[np.ndarray, np.ndarray]:
+    def answer(self, is_verified: Callable[[], bool]) -> tuple[np.ndarray, np.ndarray]:
         masks = np.full((*self._shape, self._masking.words), 0xFFFFFFFF, np.uint32)
-        is_late = np.zeros(len(masks), bool)
-        for i, request in self._masked():
-            is_late[i] = not self._masking.answer(request, masks[i], max(0.0, self._until - time.monotonic()))
-        is_late |= [request.finish_reason is not None for request in self._requests]
-        return masks, is_late
+        late, until = dict(self._masked()), None
+        while True:
+            # Asked first: masks that come until the device is done are in time.
+            is_done = is_verified()
+            late = {i: r for i, r in late.items() if not self._masking.answer(r, masks[i], 0.0)}
+            late = {i: r for i, r in late.items() if r.finish_reason is None}
+            is_out = np.array([r.finish_reason is not None or i in late for i, r in enumerate(self._requests)])
+            if is_done and until is None:
+                until = time.monotonic() + self._wait_s
+            if not late or (is_done and (not is_out.all() or time.monotonic() >= until)):
+                return masks, is_out
+            self._masking.wait(list(late.values()), LOOK_S)
 
     def _masked(self):
         return [(i, r) for i, r in enumerate(self._requests) if r.mask is not None and r.finish_reason is None]

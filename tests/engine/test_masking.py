@@ -15,6 +15,8 @@ class Counting(ReadyMasks):
     def __init__(self, patience: int = 0):
         self.patience, self.asked, self.refused, self.is_closed = patience, [], 0, False
         self.taken: list[int] = []
+        # Whether the caller waited for an answer.
+        self.was_awaited = False
 
     def take(self, tokens):
         self.taken += tokens
@@ -24,6 +26,7 @@ class Counting(ReadyMasks):
         self._left = self.patience
 
     def answer(self, timeout_s):
+        self.was_awaited |= timeout_s > 0
         if self._left:
             self._left -= 1
             self.refused += 1
@@ -52,6 +55,47 @@ def test_a_late_mask_delays_its_own_request_only():
     # Asked once for each round, however late the answer.
     assert len(masks.asked) == 5
     assert masks.is_closed
+
+
+def round_of(*masks, wait_s: float = 60.0) -> RoundOfMasks:
+    """A round that was asked for; None is a request without masks."""
+    one = RoundOfMasks(Masking(2, False, None), [request([9, 9], 5, mask=mask) for mask in masks], wait_s)
+    one.ask(np.full((len(masks), 4), 9))
+    return one
+
+
+@pytest.mark.parametrize("other", [None, Counting()], ids=["without masks", "with its mask"])
+def test_a_verified_round_waits_for_no_mask_where_another_slot_can_go_on(other):
+    late = Counting(patience=10**6)
+    _, is_late = round_of(late, other).answer(lambda: True)
+    assert is_late.tolist() == [True, False]
+    assert not late.was_awaited
+
+
+def test_a_mask_that_comes_while_the_device_verifies_is_in_time():
+    looks, slow = iter([False, False, True]), Counting(patience=3)
+    masks, is_late = round_of(slow, None, Counting()).answer(lambda: next(looks))
+    assert not is_late.any()
+    assert [m[0, 0] for m in masks] == [8, 0xFFFFFFFF, 8]
+
+
+def test_where_no_slot_can_go_on_a_round_waits_for_the_first_mask():
+    first, never = Counting(patience=20), Counting(patience=10**6)
+    assert round_of(never, first).answer(lambda: True)[1].tolist() == [True, False]
+    assert round_of(first, wait_s=0.0).answer(lambda: True)[1].tolist() == [True]
+
+
+def test_a_prompt_does_not_wait_for_a_mask():
+    e = engine(slots=2)
+    e.submit(late := request([9, 9], 5, mask=Counting(), block_size=1))
+    while not late.tokens:
+        e.step()
+    late.mask.patience = 10**6
+    e.submit(other := request([9] * 400, 1, block_size=1))
+    while not other.finish_reason:
+        e.step()
+        assert other.tokens or not late.mask.was_awaited
+    e.abort(late)
 
 
 @pytest.mark.parametrize("error", [InputError("the form cannot be kept"), RuntimeError("a fault")])
@@ -98,16 +142,16 @@ def test_a_round_is_verified_with_the_drafts_that_its_masks_are_for():
     masking = Masking(2, False, lambda request, error: ended.append(request))
     masks = Counting(patience=1)
     r = request([9, 9], 5, mask=masks)
-    first = RoundOfMasks(masking, [r])
+    first = RoundOfMasks(masking, [r], wait_s=0.0)
     block = np.array([[9, 11, 12, 13]])
     np.testing.assert_array_equal(first.ask(block), block)
-    assert first.answer()[1].tolist() == [True]
+    assert first.answer(lambda: True)[1].tolist() == [True]
     for window, wanted in (([9, 21, 22, 23], [9, 11, 12, 13]), ([9, 21], [9, 11]), ([9, *range(5)], [9, 11, 12, 13])):
         again = RoundOfMasks(masking, [r])
         wanted = wanted + [NO_DRAFT] * (len(window) - len(wanted))
         np.testing.assert_array_equal(again.ask(np.array([window])), [wanted])
         pending = dict(masking._pending)
-        answer, late = again.answer()
+        answer, late = again.answer(lambda: True)
         assert late.tolist() == [False]
         assert (answer[0, : min(4, len(window)), 0] == 8).all()
         masking._pending = pending
@@ -126,7 +170,7 @@ def test_in_aligned_windows_masks_begin_behind_the_known_tokens():
         one = RoundOfMasks(masking, [r])
         np.testing.assert_array_equal(one.ask(block), block)
         assert masks.asked[-1] == block[0, place + 1 :].tolist()
-        answer, _ = one.answer()
+        answer, _ = one.answer(lambda: True)
         assert (answer[0, :place] == 0xFFFFFFFF).all()
         assert (answer[0, place:, 0] == 1 << (3 + len(r.tokens))).all()
 
