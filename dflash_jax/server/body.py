@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 STEP_BYTES = 2**19
 # A body up to this size is read however much memory those of others take.
 SMALL_BYTES = 2**16
+# Seconds that a body has to arrive before it may be given up for another one.
+SURE_S = 5.0
 
 
 async def _counted(body: bytes) -> AsyncIterator[tuple[int, int]]:
@@ -75,32 +77,58 @@ def check_type(headers: dict[bytes, bytes]) -> None:
 
 
 class Body:
-    """The body of one request, counted in ``serving`` as long as the request lasts."""
+    """The body of one request, counted in ``serving`` as long as the request lasts.
+
+    Where bodies take all the memory that they may, the slowest of those that still arrive gives way to a large one.
+    """
 
     def __init__(self, serving: "Serving"):
         self._serving, self._size = serving, 0
+        self._began, self._until = 0.0, asyncio.timeout(None)
 
     async def read(self, receive: Callable) -> bytes:
-        """All of it. Raises ApiError where it is too large, and ClientGoneError."""
-        limits, parts = self._serving.limits, []
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise ClientGoneError
-            parts.append(message.get("body", b""))
-            self._size += len(parts[-1])
-            self._serving.body_bytes += len(parts[-1])
-            if self._size > limits.body_bytes:
-                raise ApiError(413, f"the body has more than {limits.body_bytes} bytes")
-            if self._size > SMALL_BYTES and self._serving.body_bytes > limits.total_body_bytes:
-                raise ApiError(503, "the server reads too many large requests: try again later")
-            if not message.get("more_body"):
-                break
-        body = b"".join(parts)
+        """All of it. Raises ApiError where it is too large or gives way, and ClientGoneError."""
+        self._began = asyncio.get_running_loop().time()
+        self._serving.arriving.add(self)
+        try:
+            async with self._until:
+                body = b"".join([part async for part in self._parts(receive)])
+        except TimeoutError:
+            raise ApiError(408, "the body arrives more slowly than others, which need its memory") from None
+        finally:
+            self._serving.arriving.discard(self)
         # One large body at a time: the parsers' steps of several ones would add up between two turns of others.
         async with self._serving.large_bodies if len(body) > STEP_BYTES else contextlib.nullcontext():
+            limits = self._serving.limits
             await check(body, max(limits.values, 2 * self._serving.capacity), limits.objects)
         return body
 
+    async def _parts(self, receive: Callable) -> AsyncIterator[bytes]:
+        limits, more = self._serving.limits, True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGoneError
+            part, more = message.get("body", b""), message.get("more_body")
+            self._size += len(part)
+            self._serving.body_bytes += len(part)
+            if self._size > limits.body_bytes:
+                raise ApiError(413, f"the body has more than {limits.body_bytes} bytes")
+            while self._size > SMALL_BYTES and self._serving.body_bytes > limits.total_body_bytes:
+                self._make_room()
+            yield part
+
+    def _make_room(self) -> None:
+        """Gives up the slowest large body that has had its time. Raises ApiError where there is none."""
+        now = asyncio.get_running_loop().time()
+        slow = [b for b in self._serving.arriving if b._size > SMALL_BYTES and now - b._began > SURE_S]
+        slowest = min(slow, key=lambda b: b._size / (now - b._began), default=self)
+        if slowest is self:
+            raise ApiError(503, "the server reads too many large requests: try again later")
+        slowest.close()
+        self._serving.arriving.discard(slowest)
+        slowest._until.reschedule(now)
+
     def close(self) -> None:
         self._serving.body_bytes -= self._size
+        self._size = 0

@@ -30,7 +30,7 @@ class ConnectionLimits:
         pipelined: Requests that a connection may send before their predecessor is answered.
         head_s: Seconds in which a request's head must arrive.
         stall_s: Seconds that a body may pause.
-        body_s: Seconds in which a body must arrive.
+        body_s: Seconds that a body has to arrive, beside one for each ``body_rate`` bytes that did.
         idle_s: Seconds that a connection may wait between two requests.
         unread_s: Seconds in which a client must read something of an answer that waits for it.
         discard_bytes: Bytes of a refused request that are read, so that its client can read the answer.
@@ -44,7 +44,8 @@ class ConnectionLimits:
     pipelined: int = 16
     head_s: float = 20.0
     stall_s: float = 20.0
-    body_s: float = 300.0
+    body_s: float = 20.0
+    body_rate: int = 2**16
     idle_s: float = 65.0
     unread_s: float = 120.0
     discard_bytes: int = 2**26
@@ -66,6 +67,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._overhead = 0
         # Bytes of the body's chunks beside what they hold.
         self._framing = 0
+        # Bytes of the body.
+        self._received = 0
         # Bytes that came behind an answer to a request that was not whole.
         self._discarded = 0
         self._has_many_lines = False
@@ -176,11 +179,12 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        self._phase, self._overhead, self._framing, self._began = "body", 0, 0, self.loop.time()
+        self._phase, self._overhead, self._framing, self._received = "body", 0, 0, 0
+        self._began = self.loop.time()
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        self._overhead, self._framing = 0, self._framing - len(body)
+        self._overhead, self._framing, self._received = 0, self._framing - len(body), self._received + len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -213,7 +217,8 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._phase == "head":
             return self._began + limits.head_s
         if self._phase == "body" and not self.flow.read_paused:
-            return min(self._heard + limits.stall_s, self._began + limits.body_s)
+            arrived = self._began + limits.body_s + self._received / limits.body_rate
+            return min(self._heard + limits.stall_s, arrived)
         if self.flow.write_paused:
             if (unread := self.transport.get_write_buffer_size()) < self._unread:
                 self._unread, self._read = unread, now

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from starlette.requests import Request as HttpRequest
 
@@ -22,6 +23,9 @@ from dflash_jax.server.observe import begun
 from dflash_jax.server.response_store import ResponseStore
 from dflash_jax.server.templates import Templates
 from dflash_jax.server.texts import Texts
+
+if TYPE_CHECKING:
+    from dflash_jax.server.body import Body
 
 # SGLang's name for the one model of a server, whatever it is.
 ANY_MODEL = "default"
@@ -144,6 +148,8 @@ class Serving:
         self._ids: weakref.WeakKeyDictionary[Row, tuple[str, bytes]] = weakref.WeakKeyDictionary()
         # Bytes of request bodies that are in memory.
         self.body_bytes = 0
+        # Bodies that are being received.
+        self.arriving: set["Body"] = set()
         self.large_bodies = asyncio.Lock()
         self.metrics = Metrics(self)
         self.grammar = None

@@ -149,10 +149,18 @@ def test_chunks_that_are_too_small(serve):
 
 
 def test_a_body_that_drips(serve):
-    connection = serve(stall_s=60, body_s=0.3)()
+    connection = serve(head_s=0.2, stall_s=60, body_s=0.3, discard_s=0.2)()
     connection.sendall(POST + b"Content-Length: 100000000\r\n\r\n")
     send(connection, b"", b"x", 10**6)
     assert read(connection)[0] == 408
+
+
+def test_a_body_has_longer_the_more_of_it_has_come(serve):
+    connection = serve(head_s=0.2, stall_s=600, body_s=0.1, body_rate=1000)()
+    connection.sendall(POST + b"Content-Length: 1000001\r\n\r\n" + bytes(1_000_000))
+    time.sleep(0.5)
+    connection.sendall(b"x")
+    assert read(connection) == (200, b"1000001")
 
 
 @pytest.mark.parametrize("begun", [b"", b"\r\n"])

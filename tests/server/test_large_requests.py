@@ -15,6 +15,7 @@ from dflash_jax.params import SamplingParams
 from dflash_jax.server import body, completions, large_answers, prepare, texts
 from dflash_jax.server.errors import ApiError, JsonResponse
 from dflash_jax.server.large_answers import pieces
+from dflash_jax.server.serving import Limits
 from dflash_jax.server.texts import Texts
 from dflash_jax.text import Tokenizer
 
@@ -260,3 +261,39 @@ def test_small_bodies_beside_many_large_ones(quiet, monkeypatch):
     monkeypatch.setattr(quiet.serving, "body_bytes", quiet.serving.limits.total_body_bytes)
     assert quiet.post("/v1/completions", prompt="x", max_tokens=1).status_code == 200
     assert quiet.post("/v1/completions", prompt="x" * 2**16, max_tokens=1).status_code == 503
+
+
+@pytest.mark.parametrize(("sure_s", "slow", "quick"), [(0.0, 408, 100_000), (1e9, 100_000, 503)])
+def test_a_large_body_that_arrives_slowly_gives_way(monkeypatch, sure_s, slow, quick):
+    """Not to others before it has had its time."""
+    monkeypatch.setattr(body, "SURE_S", sure_s)
+    limits = Limits(total_body_bytes=150_000)
+    serving = SimpleNamespace(limits=limits, capacity=0, body_bytes=0, arriving=set(), large_bodies=asyncio.Lock())
+
+    async def read(*parts: bytes | asyncio.Event) -> int:
+        """Bytes of a body that arrives in parts, or the error's status."""
+        left, one = list(parts), body.Body(serving)
+
+        async def receive() -> dict:
+            if isinstance(left[0], asyncio.Event):
+                await left.pop(0).wait()
+            return {"type": "http.request", "body": left.pop(0), "more_body": bool(left)}
+
+        try:
+            return len(await one.read(receive))
+        except ApiError as e:
+            return e.status_code
+        finally:
+            one.close()
+
+    async def both() -> tuple[int, int]:
+        has_come = asyncio.Event()
+        first = asyncio.create_task(read(b"x" * 90_000, has_come, b"x" * 10_000))
+        # The event loop's clock moves on.
+        await asyncio.sleep(0.01)
+        second = await read(b"x" * 100_000)
+        has_come.set()
+        return await first, second
+
+    assert asyncio.run(both()) == (slow, quick)
+    assert (serving.body_bytes, serving.arriving) == (0, set())
