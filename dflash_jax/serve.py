@@ -134,7 +134,7 @@ def run(args, system) -> int:
     from dflash_jax.server.connections import ConnectionLimits, protocol
     from dflash_jax.server.tracing import Tracer
 
-    tls = transport.tls_options(args)
+    tls = transport.tls_context(args)
     tracer = Tracer(args.otlp_traces_endpoint) if args.otlp_traces_endpoint else None
     listening = transport.listen(args.host, args.port, args.uds)
     limits = ConnectionLimits(connections=allow_connections(args.max_connections))
@@ -149,16 +149,16 @@ def run(args, system) -> int:
         hosts = default_hosts(args.host) if args.uds is None else None
     config = uvicorn.Config(
         around(build(serving, args.api_keys, hosts, args.cors), serving, args, tracer),
-        http=protocol(limits),
+        http=protocol(limits, tls),
         ws="none",
         log_level="warning",
         access_log=False,
         lifespan="off",
         timeout_keep_alive=limits.idle_s,
-        **tls,
     )
     try:
-        return asyncio.run(Runner(config, serving, args.drain_s, args.exit_on_failure).serve_until_drained(listening))
+        runner = Runner(config, serving, args.drain_s, args.exit_on_failure)
+        return asyncio.run(runner.serve_until_drained(listening, transport.url(listening, tls is not None)))
     finally:
         serving.stop_workers()
         transport.close(listening, args.uds)
@@ -180,9 +180,9 @@ class Runner:
         if exit_on_failure:
             self.serving.engine.on_failure = self._on_failure
 
-    async def serve_until_drained(self, listening: socket.socket) -> int:
+    async def serve_until_drained(self, listening: socket.socket, url: str) -> int:
         self._loop = asyncio.get_running_loop()
-        log.info("listening on %s, warming up", transport.url(listening, self.server.config.is_ssl))
+        log.info("listening on %s, warming up", url)
         threading.Thread(target=self._warm_up, name="warm-up", daemon=True).start()
         await self.server.serve(sockets=[listening])
         if self.serving.is_ready:

@@ -4,13 +4,14 @@ uvicorn has none of them. They hold before any key is checked, so that an unknow
 """
 
 import asyncio
-import functools
 import json
+import ssl
 from dataclasses import dataclass
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from dflash_jax.server.errors import RETRY_S, ApiError
+from dflash_jax.server.handshake import TlsHandshake
 
 # Bytes that the parser is given at once while a head arrives.
 SLICE_BYTES = 2**14
@@ -28,7 +29,7 @@ class ConnectionLimits:
         head_lines: Headers of a request.
         framing_bytes: Bytes of a body's chunks beside what they hold.
         pipelined: Requests that a connection may send before their predecessor is answered.
-        head_s: Seconds in which a request's head must arrive.
+        head_s: Seconds in which a request's head must arrive, and a TLS handshake be done.
         stall_s: Seconds that a body may pause.
         body_s: Seconds that a body has to arrive, beside one for each ``body_rate`` bytes that did.
         idle_s: Seconds that a connection may wait between two requests.
@@ -62,7 +63,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().__init__(**options)
         self.limits = limits
         self._phase = "head"
-        self._began = self._heard = self.loop.time()
+        self.began = self._heard = self.loop.time()
         # Bytes since the last that belonged to a body or completed a part of the request.
         self._overhead = 0
         # Bytes of the body's chunks beside what they hold.
@@ -79,15 +80,21 @@ class LimitedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
         self._watch()
-        if len(self.connections) > self.limits.connections:
-            # A connection without a request gives way to the new one.
-            waiting = [c for c in self.connections if c is not self and c.is_waiting]
-            if waiting:
-                min(waiting, key=lambda c: c._began).transport.abort()
-            elif len(self.connections) > self.limits.connections + MOST_REFUSED:
-                transport.abort()
-            else:
-                self.refuse(ApiError(503, f"the server has {self.limits.connections} connections: try again later"))
+        if not self.make_room(self):
+            self.refuse(ApiError(503, f"the server has {self.limits.connections} connections: try again later"))
+
+    def make_room(self, new: "LimitedProtocol | TlsHandshake") -> bool:
+        """Whether there is room for ``new``, one of the connections: one without a request gives way to it. Closes it
+        where there are too many even to be refused."""
+        if len(self.connections) <= self.limits.connections:
+            return True
+        if waiting := [c for c in self.connections if c is not new and c.is_waiting]:
+            # Those whose clients still read an answer come last.
+            min(waiting, key=lambda c: (c.is_unread, c.began)).transport.abort()
+            return True
+        if len(self.connections) > self.limits.connections + MOST_REFUSED:
+            new.transport.abort()
+        return False
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
@@ -97,6 +104,11 @@ class LimitedProtocol(HttpToolsProtocol):
     def pause_writing(self) -> None:
         super().pause_writing()
         self._unread, self._read = self.transport.get_write_buffer_size(), self.loop.time()
+
+    @property
+    def is_unread(self) -> bool:
+        """Whether a whole answer waits for its client to read it."""
+        return self.transport.get_write_buffer_size() > 0 and (self.is_waiting or self.transport.is_closing())
 
     @property
     def is_waiting(self) -> bool:
@@ -153,7 +165,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self.transport.write(b"".join([*head, body]))
         # Closing at once would reset the connection, and the client might lose the answer.
         self.flow.resume_reading()
-        self._phase, self._began = "refused", self.loop.time()
+        self._phase, self.began = "refused", self.loop.time()
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self._watch()
@@ -169,7 +181,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if len(self.pipeline) >= self.limits.pipelined:
             self.transport.abort()
         super().on_message_begin()
-        self._phase, self._began, self._discarded = "head", self.loop.time(), 0
+        self._phase, self.began, self._discarded = "head", self.loop.time(), 0
         self._watch()
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -180,7 +192,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._phase, self._overhead, self._framing, self._received = "body", 0, 0, 0
-        self._began = self.loop.time()
+        self.began = self.loop.time()
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -193,8 +205,9 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        self._unread, self._read = self.transport.get_write_buffer_size(), self.loop.time()
         if self._is_refused:
-            self._began = self.loop.time()
+            self.began = self.loop.time()
             self._watch()
 
     # Time.
@@ -202,7 +215,7 @@ class LimitedProtocol(HttpToolsProtocol):
         """Looks at the clock when the present phase may be over."""
         if self._timer is not None:
             self._timer.cancel()
-        if self.transport.is_closing():
+        if self.transport.is_closing() and not self.is_unread:
             return
         now, due = self.loop.time(), self._due()
         if now >= due:
@@ -212,28 +225,41 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _due(self) -> float:
         limits, now = self.limits, self.loop.time()
+        if self.is_unread and self.transport.is_closing():
+            return self._unread_until(now)
         if self._is_refused:
-            return self._began + limits.discard_s
+            return self.began + limits.discard_s
         if self._phase == "head":
-            return self._began + limits.head_s
+            return self.began + limits.head_s
         if self._phase == "body" and not self.flow.read_paused:
-            arrived = self._began + limits.body_s + self._received / limits.body_rate
+            arrived = self.began + limits.body_s + self._received / limits.body_rate
             return min(self._heard + limits.stall_s, arrived)
-        if self.flow.write_paused:
-            if (unread := self.transport.get_write_buffer_size()) < self._unread:
-                self._unread, self._read = unread, now
-            return self._read + limits.unread_s
+        if self.flow.write_paused or self.is_unread:
+            return self._unread_until(now)
         if self.is_waiting:
-            return self._heard + limits.idle_s
+            return max(self._heard, self._read) + limits.idle_s
         return now + min(limits.head_s, limits.stall_s, limits.idle_s, limits.unread_s)
 
+    def _unread_until(self, now: float) -> float:
+        """When a client has read nothing for too long."""
+        if (unread := self.transport.get_write_buffer_size()) < self._unread:
+            self._unread, self._read = unread, now
+        return self._read + self.limits.unread_s
+
     def _expire(self) -> None:
-        if self._phase in ("head", "body") and self.headers is not None and not self._is_refused:
+        if self.transport.is_closing():
+            self.transport.abort()
+        elif self._phase in ("head", "body") and self.headers is not None and not self._is_refused:
             self.refuse(ApiError(408, "the request did not arrive in time"))
         else:
             self.transport.abort()
 
 
-def protocol(limits: ConnectionLimits = ConnectionLimits()):
+def protocol(limits: ConnectionLimits = ConnectionLimits(), tls: ssl.SSLContext | None = None):
     """uvicorn's ``http``: makes the protocol of each connection."""
-    return functools.partial(LimitedProtocol, limits)
+
+    def make(**options) -> asyncio.Protocol:
+        http = LimitedProtocol(limits, **options)
+        return http if tls is None else TlsHandshake(tls, http)
+
+    return make

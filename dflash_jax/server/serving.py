@@ -149,7 +149,7 @@ class Serving:
         # Bytes of request bodies that are in memory.
         self.body_bytes = 0
         # Bodies that are being received.
-        self.arriving: set["Body"] = set()
+        self.arriving: set[Body] = set()
         self.large_bodies = asyncio.Lock()
         self.metrics = Metrics(self)
         self.grammar = None

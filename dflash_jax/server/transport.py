@@ -71,21 +71,15 @@ def url(listening: socket.socket, is_tls: bool) -> str:
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def tls_options(args) -> dict:
-    """uvicorn's options for the ``--ssl-…`` flags, none of them without a certificate. Files are loaded once to see
-    that they are good. Raises InputError."""
-    given = {
-        "ssl_keyfile": args.ssl_keyfile,
-        "ssl_keyfile_password": args.ssl_keyfile_password,
-        "ssl_ca_certs": args.ssl_ca_certs,
-    }
+def tls_context(args) -> ssl.SSLContext | None:
+    """What the ``--ssl-…`` flags describe; None without a certificate. Raises InputError."""
     if args.ssl_certfile is None:
-        for name, value in given.items():
-            if value is not None:
+        for name in ("ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs"):
+            if getattr(args, name) is not None:
                 raise InputError(f"--{name.replace('_', '-')} needs --ssl-certfile")
         if args.ssl_cert_reqs:
             raise InputError("--ssl-cert-reqs needs --ssl-certfile")
-        return {}
+        return None
     if args.ssl_cert_reqs and args.ssl_ca_certs is None:
         raise InputError(f"--ssl-cert-reqs {args.ssl_cert_reqs} needs --ssl-ca-certs, to check clients against")
     for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"):
@@ -103,7 +97,8 @@ def tls_options(args) -> dict:
             context.load_verify_locations(args.ssl_ca_certs)
     except (OSError, ValueError) as e:
         raise InputError(f"--ssl-ca-certs {args.ssl_ca_certs}: {_why(e)}") from None
-    return {"ssl_certfile": args.ssl_certfile, "ssl_cert_reqs": args.ssl_cert_reqs, **given}
+    context.verify_mode = ssl.VerifyMode(args.ssl_cert_reqs)
+    return context
 
 
 def _check_readable(flag: str, name: str | None) -> None:

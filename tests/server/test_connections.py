@@ -9,6 +9,7 @@ import time
 
 import pytest
 import uvicorn
+from conftest import wait_until
 
 from dflash_jax.server.connections import ConnectionLimits, protocol
 
@@ -33,7 +34,7 @@ async def application(scope, receive, send) -> None:
             await send({"type": "http.response.body", "body": bytes(2**16), "more_body": True})
         has_ended.set()
         return
-    body = str(size).encode()
+    body = bytes(60_000) if scope["path"] == "/long" else str(size).encode()
     headers = [(b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": body})
@@ -43,9 +44,11 @@ async def application(scope, receive, send) -> None:
 def serve():
     with contextlib.ExitStack() as stack:
 
-        def start(**limits):
+        def start(tls=None, **limits):
             listening = socket.create_server(("127.0.0.1", 0), backlog=256)
-            http = protocol(ConnectionLimits(**limits))
+            # What the system holds of an answer is little, and the rest waits in the server.
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+            http = protocol(ConnectionLimits(**limits), tls)
             server = uvicorn.Server(
                 uvicorn.Config(application, http=http, ws="none", lifespan="off", log_level="critical")
             )
@@ -59,9 +62,17 @@ def serve():
             stack.callback(stop)
             while not server.started:
                 time.sleep(0.01)
-            return lambda: stack.enter_context(
-                socket.create_connection(("127.0.0.1", listening.getsockname()[1]), timeout=60)
-            )
+
+            def connect(receive_bytes: int | None = None) -> socket.socket:
+                connection = stack.enter_context(socket.socket())
+                connection.settimeout(30)
+                if receive_bytes is not None:
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+                connection.connect(listening.getsockname())
+                return connection
+
+            connect.open = server.server_state.connections
+            return connect
 
         yield start
 
@@ -171,7 +182,7 @@ def test_a_connection_without_a_request(serve, begun):
 
 
 def test_an_idle_connection(serve):
-    connection = serve(idle_s=0.2)()
+    connection = serve(head_s=0.2, idle_s=0.2)()
     connection.sendall(WHOLE)
     assert read(connection)[0] == 200
     assert is_closed(connection)
@@ -219,9 +230,42 @@ def test_an_answer_before_a_body_that_does_not_come(serve):
 
 
 def test_an_answer_that_is_not_read(serve):
-    connection = serve(unread_s=0.2)()
+    connection = serve(head_s=0.2, unread_s=0.2)()
     connection.sendall(b"GET /endless HTTP/1.1\r\nHost: x\r\n\r\n")
     assert has_ended.wait(60)
+
+
+CLOSE = b"Connection: close\r\n"
+
+
+@pytest.mark.parametrize("more", [b"", CLOSE])
+def test_a_whole_answer_that_is_read_late(serve, more):
+    """It does not count as idle while some of it waits in the server."""
+    connection = serve(head_s=0.1, idle_s=0.1)(receive_bytes=4096)
+    connection.sendall(b"GET /long HTTP/1.1\r\nHost: x\r\n" + more + b"\r\n")
+    time.sleep(1)
+    assert read(connection) == (200, bytes(60_000))
+    assert is_closed(connection)
+
+
+@pytest.mark.parametrize("more", [b"", CLOSE])
+def test_a_whole_answer_that_is_not_read(serve, more):
+    connect = serve(head_s=0.2, unread_s=0.2)
+    connection = connect(receive_bytes=4096)
+    connection.sendall(b"GET /long HTTP/1.1\r\nHost: x\r\n" + more + b"\r\n")
+    assert wait_until(lambda: connect.open)
+    assert wait_until(lambda: not connect.open, 30)
+
+
+def test_what_waits_without_an_answer_gives_way_first(serve):
+    connect = serve(connections=2)
+    reading = connect(receive_bytes=4096)
+    reading.sendall(b"GET /long HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert wait_until(lambda: any(c.is_unread for c in list(connect.open)))
+    idle = connect()
+    connect()
+    assert is_closed(idle)
+    assert read(reading) == (200, bytes(60_000))
 
 
 def test_many_requests_at_once(serve):

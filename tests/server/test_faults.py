@@ -85,7 +85,7 @@ def test_exit_on_failure(llm):
     runner, codes = Runner(config, serving, 60.0, exit_on_failure=True), []
     with socket.create_server(("127.0.0.1", 0)) as listening:
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        thread = threading.Thread(target=lambda: codes.append(asyncio.run(runner.serve_until_drained(listening))))
+        thread = threading.Thread(target=lambda: codes.append(asyncio.run(runner.serve_until_drained(listening, ""))))
         thread.start()
         assert wait_until(lambda: serving.is_ready)
         break_device(engine, 1)

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import ssl
 import stat
 from contextlib import closing
 
@@ -10,7 +11,7 @@ import trustme
 
 from dflash_jax.errors import InputError
 from dflash_jax.server.arguments import parse
-from dflash_jax.server.transport import close, listen, tls_options
+from dflash_jax.server.transport import close, listen, tls_context
 
 
 @pytest.fixture(scope="module")
@@ -28,8 +29,11 @@ def pems(tmp_path_factory):
 
 def test_a_good_certificate(pems):
     args, _ = parse(["--ssl-certfile", pems["cert"], "--ssl-keyfile", pems["key"], "--ssl-ca-certs", pems["cert"]])
-    assert tls_options(args)["ssl_certfile"] == pems["cert"]
-    assert tls_options(parse([])[0]) == {}
+    assert tls_context(args).verify_mode == ssl.CERT_NONE
+    args, _ = parse(["--ssl-certfile", pems["cert"], "--ssl-keyfile", pems["key"], "--ssl-ca-certs", pems["cert"]])
+    args.ssl_cert_reqs = 2
+    assert tls_context(args).verify_mode == ssl.CERT_REQUIRED
+    assert tls_context(parse([])[0]) is None
 
 
 @pytest.mark.parametrize(
@@ -53,7 +57,7 @@ def test_a_good_certificate(pems):
 def test_hostile_certificates_are_one_line(options, message, pems):
     args, _ = parse([pems.get(option, option) for option in options])
     with pytest.raises(InputError, match=message) as e:
-        tls_options(args)
+        tls_context(args)
     assert "\n" not in str(e.value)
 
 
@@ -63,7 +67,7 @@ def test_a_key_without_permission(pems, tmp_path):
     key.write_bytes(b"x")
     key.chmod(0)
     with pytest.raises(InputError, match="Permission denied"):
-        tls_options(parse(["--ssl-certfile", pems["cert"], "--ssl-keyfile", str(key)])[0])
+        tls_context(parse(["--ssl-certfile", pems["cert"], "--ssl-keyfile", str(key)])[0])
 
 
 def test_an_encrypted_key_needs_its_password_and_asks_nobody(pems, tmp_path):
@@ -76,10 +80,10 @@ def test_an_encrypted_key_needs_its_password_and_asks_nobody(pems, tmp_path):
     cipher = serialization.BestAvailableEncryption(b"open")
     locked.write_bytes(key.private_bytes(serialization.Encoding.PEM, form, cipher))
     options = ["--ssl-certfile", pems["cert"], "--ssl-keyfile", str(locked)]
-    assert tls_options(parse([*options, "--ssl-keyfile-password", "open"])[0])
+    assert tls_context(parse([*options, "--ssl-keyfile-password", "open"])[0])
     for wrong in ([], ["--ssl-keyfile-password", "shut"]):
         with pytest.raises(InputError, match="cannot be used"):
-            tls_options(parse(options + wrong)[0])
+            tls_context(parse(options + wrong)[0])
 
 
 def test_a_dead_socket_is_replaced_and_a_live_one_is_not(tmp_path):

@@ -1,0 +1,88 @@
+"""TLS handshakes count as connections, and end in time."""
+
+import os
+import ssl
+from contextlib import ExitStack, suppress
+
+import pytest
+import trustme
+from test_connections import POST, WHOLE, is_closed, read, serve  # noqa: F401
+
+
+@pytest.fixture(scope="module")
+def contexts():
+    """(the server's, a client's)."""
+    authority, theirs = trustme.CA(), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    ours = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("localhost").configure_cert(ours)
+    authority.configure_trust(theirs)
+    return ours, theirs
+
+
+@pytest.fixture
+def shaken(contexts):
+    """Connections behind their handshakes."""
+    with ExitStack() as stack:
+        yield lambda each: stack.enter_context(contexts[1].wrap_socket(each, server_hostname="localhost"))
+
+
+def test_requests_behind_a_handshake(serve, shaken, contexts):  # noqa: F811
+    connection = shaken(serve(contexts[0])())
+    connection.sendall(POST + b"Content-Length: 1000000\r\n\r\n" + bytes(1_000_000))
+    assert read(connection) == (200, b"1000000")
+    connection.sendall(WHOLE)
+    assert read(connection) == (200, b"0")
+
+
+def test_a_request_that_comes_with_the_end_of_the_handshake(serve, contexts):  # noqa: F811
+    connection, incoming, outgoing = serve(contexts[0])(), ssl.MemoryBIO(), ssl.MemoryBIO()
+    tls = contexts[1].wrap_bio(incoming, outgoing, server_hostname="localhost")
+
+    def step(function):
+        """What the function returns when it has read enough."""
+        while True:
+            with suppress(ssl.SSLWantReadError):
+                return function()
+            connection.sendall(outgoing.read())
+            incoming.write(connection.recv(2**16))
+
+    step(tls.do_handshake)
+    tls.write(WHOLE)
+    connection.sendall(outgoing.read())
+    assert step(lambda: tls.read(2**16)).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize(
+    "sent", [b"", b"\x16\x03\x01", WHOLE, os.urandom(2**16)], ids=["nothing", "part", "http", "noise"]
+)
+def test_what_is_no_handshake(serve, shaken, contexts, sent):  # noqa: F811
+    connect = serve(contexts[0], head_s=0.2)
+    connection = connect()
+    with suppress(OSError):
+        connection.sendall(sent)
+    assert is_closed(connection)
+    other = shaken(connect())
+    other.sendall(WHOLE)
+    assert read(other) == (200, b"0")
+
+
+def test_handshakes_count(serve, shaken, contexts):  # noqa: F811
+    connect = serve(contexts[0], connections=3)
+    silent = [connect() for _ in range(3)]
+    # The oldest gives way.
+    other = shaken(connect())
+    assert is_closed(silent[0])
+    other.sendall(POST + b"Content-Length: 3\r\n\r\n")
+    busy = [shaken(connect()) for _ in range(2)]
+    for each in busy:
+        each.sendall(POST + b"Content-Length: 3\r\n\r\n")
+    assert is_closed(silent[1])
+    assert is_closed(silent[2])
+    other.sendall(b"a")
+    refused = shaken(connect())
+    status, _ = read(refused)
+    assert status == 503
+    for each, rest in zip([other, *busy], (b"bc", b"abc", b"abc"), strict=True):
+        each.sendall(rest)
+        assert read(each) == (200, b"3")
+    assert len(connect.open) <= 4
