@@ -24,6 +24,7 @@ from dflash_jax.server.grammar_walk import GrammarTokens
 from dflash_jax.server.grammar_worker import REFUSAL
 from dflash_jax.server.reasoning import CLOSE, OPEN
 from dflash_jax.server.worker_loop import framed
+from dflash_jax.server.worker_memory import WorkerMemory
 from dflash_jax.server.worker_process import Nursery, WorkerProcess
 from dflash_jax.text import Tokenizer
 
@@ -384,6 +385,7 @@ class GrammarProcesses:
 
     def _watch_memory(self) -> None:
         """Ends what could not be ended before, and the largest process while all of them take too much."""
+        memory = WorkerMemory(self.limits.total_bytes)
         while not self._has_stopped.wait(WATCH_S):
             with self.lock:
                 processes = list(self._live)
@@ -392,7 +394,7 @@ class GrammarProcesses:
             for process in processes:
                 if process.is_abandoned:
                     self.end(process)
-            sizes = {process: process.memory() for process in processes if process.pid is not None}
+            sizes = memory.sizes([process for process in processes if process.pid is not None])
             if sum(sizes.values()) > self.limits.total_bytes:
                 largest = max(sizes, key=sizes.get)
                 log.warning("structured output takes %d MiB: ending the largest process", sum(sizes.values()) >> 20)

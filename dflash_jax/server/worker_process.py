@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import resource
 import select
 import signal
 import socket
@@ -170,6 +171,14 @@ class WorkerProcess:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
         return True
+
+    def resident(self) -> int:
+        """Bytes that it has in memory, shared ones too."""
+        try:
+            with open(f"/proc/{self.pid}/statm") as file:
+                return int(file.read().split()[1]) * resource.getpagesize()
+        except OSError:
+            return 0
 
     def memory(self) -> int:
         """Bytes that it shares with no other process."""
