@@ -242,6 +242,57 @@ async def half_sent(target: Target) -> str:
             writer.close()
 
 
+async def left_streams(target: Target, **more) -> str:
+    """300 clients, 4 at a time so that slots are left, who leave behind the first bytes of a stream."""
+    room = asyncio.Semaphore(4)
+
+    async def one(client: httpx.AsyncClient, i: int) -> str:
+        body = {"prompt": f"def f{i}(", "max_tokens": 500, "ignore_eos": True, "stream": True, **more}
+        try:
+            async with room, client.stream("POST", "/v1/completions", json=body) as answer:
+                async for _ in answer.aiter_raw():
+                    break
+                return str(answer.status_code)
+        except httpx.HTTPError as e:
+            return type(e).__name__
+
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=target.url, timeout=ATTACK_S, limits=limits) as client:
+        return counts(await asyncio.gather(*(one(client, i) for i in range(300))))
+
+
+async def raced_responses(target: Target) -> str:
+    """40 clients that make, continue, read, cancel and delete the same responses."""
+    path, new, seen = "/v1/responses", {"input": "hi", "max_output_tokens": 8}, Counter()
+
+    async def one(client: httpx.AsyncClient, i: int) -> None:
+        name = f"resp_race{i % 4}"
+        calls = [
+            lambda: client.post(path, json=new | {"request_id": name}),
+            lambda: client.post(path, json=new | {"previous_response_id": name}),
+            lambda: client.get(f"{path}/{name}"),
+            lambda: client.get(f"{path}/{name}/input_items"),
+            lambda: client.post(f"{path}/{name}/cancel"),
+            lambda: client.delete(f"{path}/{name}"),
+        ]
+        for j in range(12):
+            seen[str((await calls[(i + j) % len(calls)]()).status_code)] += 1
+
+    async with httpx.AsyncClient(base_url=target.url, timeout=ATTACK_S) as client:
+        await asyncio.gather(*(one(client, i) for i in range(40)))
+    return counts(list(seen.elements()))
+
+
+async def commanded_engine(target: Target) -> str:
+    """Flushes, resets and aborts beside the requests that they are for."""
+    bodies = [{"prompt": "def f(", "max_tokens": 30, "rid": f"commanded-{i}"} for i in range(24)]
+    commands = [("/flush_cache", {}), ("/reset_prefix_cache", {})]
+    commands += [("/abort_request", {"rid": body["rid"]}) for body in bodies]
+    load = asyncio.create_task(target.posts("/v1/completions", bodies))
+    found = [await target.post(*commands[i % len(commands)]) for i in range(100)]
+    return f"{counts(found)}; of the requests: {await load}"
+
+
 def attacks(target: Target) -> dict[str, Callable]:
     """Names and what each does."""
     text = "def f(a, b):\n    return a + b\n" * 300_000
@@ -308,6 +359,10 @@ def attacks(target: Target) -> dict[str, Callable]:
         "100,000 requests in one": lambda: send(b"", b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" * 10_000, 10),
         "a body that stalls": lambda: send(json_head + b"Content-Length: 1000\r\n\r\n{", b"", 0),
         "2,000 half-sent requests": lambda: half_sent(target),
+        "300 streams that are left": lambda: left_streams(target),
+        "300 streams with a grammar that are left": lambda: left_streams(target, regex="(?s:.){1,5000}"),
+        "races for the same responses": lambda: raced_responses(target),
+        "flushes, resets, aborts": lambda: commanded_engine(target),
         "a template of a gigabyte": lambda: posts("/v1/chat/completions", [chat("attack")] * 8),
         "a template without end": lambda: posts("/v1/chat/completions", [chat("loop")] * 8),
     }
