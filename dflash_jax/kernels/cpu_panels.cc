@@ -18,6 +18,9 @@ constexpr int Panels(int rows) { return rows <= 2 ? 2 : 1; }
 // Bytes of each panel that are asked for ahead of their use: what the CPU foresees by itself is too little for two
 // cores to be given what the memory has.
 constexpr int64_t kAhead = 2048;
+// Inputs whose products are summed by themselves: in one sum over all K, of which each addition rounds, the error grows
+// with the square root of K; in runs, with that of kRun + K / kRun.
+constexpr int64_t kRun = 64;
 
 // The weights of inputs k and k + 1.
 inline void Two(const float* w, Floats& a, Floats& b) {
@@ -37,26 +40,33 @@ template <int M, int P, class W>
 void Tile(const float* x, int64_t k_size, const W* w, float* out, int64_t columns, int64_t stride) {
   constexpr int kWords = std::is_same_v<W, float> ? kLanes : kLanes / 2;  // of a panel and one k
   const int64_t kept = k_size + k_size % 2;
-  Floats sums[M][P] = {};
-  for (int64_t k = 0; k < k_size; k += 2) {
-    Floats a[P], b[P];
-    for (int p = 0; p < P; ++p) {
-      const W* const here = w + (p * kept + k) * kWords;
-      __builtin_prefetch(reinterpret_cast<const char*>(here) + kAhead);
-      Two(here, a[p], b[p]);
+  Floats totals[M][P] = {};
+  for (int64_t begin = 0; begin < k_size; begin += kRun) {
+    const int64_t end = std::min(begin + kRun, k_size);
+    Floats sums[M][P] = {};
+    for (int64_t k = begin; k < end; k += 2) {
+      Floats a[P], b[P];
+      for (int p = 0; p < P; ++p) {
+        const W* const here = w + (p * kept + k) * kWords;
+        __builtin_prefetch(reinterpret_cast<const char*>(here) + kAhead);
+        Two(here, a[p], b[p]);
+      }
+      for (int m = 0; m < M; ++m) {
+        for (int p = 0; p < P; ++p) sums[m][p] += a[p] * x[m * k_size + k];
+      }
+      if (k + 1 == end) break;
+      for (int m = 0; m < M; ++m) {
+        for (int p = 0; p < P; ++p) sums[m][p] += b[p] * x[m * k_size + k + 1];
+      }
     }
     for (int m = 0; m < M; ++m) {
-      for (int p = 0; p < P; ++p) sums[m][p] += a[p] * x[m * k_size + k];
-    }
-    if (k + 1 == k_size) break;
-    for (int m = 0; m < M; ++m) {
-      for (int p = 0; p < P; ++p) sums[m][p] += b[p] * x[m * k_size + k + 1];
+      for (int p = 0; p < P; ++p) totals[m][p] += sums[m][p];
     }
   }
   for (int m = 0; m < M; ++m) {
     for (int p = 0; p < P; ++p) {
       const int64_t n = p * kLanes;
-      std::memcpy(out + m * stride + n, &sums[m][p], sizeof(float) * std::min<int64_t>(kLanes, columns - n));
+      std::memcpy(out + m * stride + n, &totals[m][p], sizeof(float) * std::min<int64_t>(kLanes, columns - n));
     }
   }
 }
