@@ -321,10 +321,11 @@ def replay_plain(state: DeltaState, record: DeltaRecord, n) -> DeltaState:
     t = record.k.shape[1]
     kept = jnp.arange(t)[None] < n[:, None]
     decay = jnp.where(kept[..., None, None], record.log_decay, 0.0)
-    upto = jnp.cumsum(decay, axis=1)
-    total = upto[:, -1]
+    # Summed from the end: a difference of two sums would be off by the roundings of the larger one.
+    after = jax.lax.cumsum(jnp.pad(decay, [(0, 0), (0, 1), (0, 0), (0, 0)]), axis=1, reverse=True)
+    total, rest = after[:, 0], after[:, 1:]
     # Selected, never multiplied by zero: what was not kept may hold anything.
-    delta = jnp.where(kept[..., None, None, None], record.delta * jnp.exp(total[:, None] - upto)[..., None], 0.0)
+    delta = jnp.where(kept[..., None, None, None], record.delta * jnp.exp(rest)[..., None], 0.0)
     k = jnp.where(kept[..., None, None], record.k, 0.0)
     added = jnp.einsum("btgk,btgrv->bgrkv", k, delta)
     recurrent = state.recurrent * jnp.exp(total)[..., None, None] + added

@@ -27,6 +27,18 @@ def l2_normalise(x):
     return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
 
 
+def split_cumsum(log_decay):
+    """The cumulative sums of log decays [..., M] in two parts, [2, ..., M], whose differences are exact to float32.
+
+    The difference of two sums of -100 or so would be off by the roundings of -100, and what it decays by as many units
+    in the last place. Here the first part is summed without rounding: it consists of multiples of 2⁻¹¹, at most
+    64 · 128 in all. The second is small. A decay below e⁻¹²⁸ is 0 in float32 anyway.
+    """
+    log_decay = jnp.maximum(log_decay, -128.0)
+    first = jnp.round(log_decay * 2.0**11) * 2.0**-11
+    return jnp.cumsum(jnp.stack([first, log_decay - first]), axis=-1)
+
+
 def unit_lower_inverse(a):
     """Inverse of unit lower triangular matrices [..., M, M], M a power of two, by halving.
 
@@ -65,13 +77,19 @@ def delta_rule(q, k, v, beta, log_decay, state, chunk: int = CHUNK, starts=None)
     v = split(v, "bcmgrv->cbgrmv")
     beta, log_decay = split(beta, "bcmgr->cbgrm"), split(log_decay, "bcmgr->cbgrm")
 
-    upto = jnp.cumsum(log_decay, axis=-1)
+    sums = split_cumsum(log_decay)
+    upto = sums[0] + sums[1]
+
+    def between(later, earlier):
+        first, second = later - earlier
+        return first + second
+
     lower = jnp.tril(jnp.ones((m, m), bool))
     if starts is not None:
         starts = split(starts, "bcm->cbm")[:, :, None, None]
         lower = lower & (starts[..., :, None] == starts[..., None, :])
     # The exponent is masked before exp: above the diagonal it is positive and may overflow.
-    decay = jnp.exp(jnp.where(lower, upto[..., :, None] - upto[..., None, :], -jnp.inf))
+    decay = jnp.exp(jnp.where(lower, between(sums[..., :, None], sums[..., None, :]), -jnp.inf))
     # Products with a common factor are taken together: few kernels is what a short window costs.
     both = jnp.einsum("cbgik,cbgjk->cbgij", jnp.concatenate([k, q], axis=-2), k)[:, :, :, None]
     gram, scores = jnp.split(both, 2, axis=-2)
@@ -82,7 +100,7 @@ def delta_rule(q, k, v, beta, log_decay, state, chunk: int = CHUNK, starts=None)
         unit_lower_inverse(a) @ (beta[..., None] * jnp.concatenate([v, k_decayed], axis=-1)), [v.shape[-1]], axis=-1
     )
     wq, scores = jnp.concatenate([w, q_decayed], axis=-2), scores * decay
-    k_rest = k[:, :, :, None] * jnp.exp(upto[..., -1:] - upto)[..., None]
+    k_rest = k[:, :, :, None] * jnp.exp(between(sums[..., -1:], sums))[..., None]
 
     left = jnp.exp(upto[..., -1])
     if starts is not None:
