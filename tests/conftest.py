@@ -15,6 +15,7 @@ os.environ.setdefault(
     + (" --xla_cpu_use_fusion_emitters=false" if version("jax") < "0.11" else ""),
 )
 
+import hypothesis
 import jax
 import pytest
 
@@ -23,6 +24,10 @@ jax.config.update("jax_enable_x64", False)
 jax.config.update("jax_default_matmul_precision", "float32")
 jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parents[1] / ".cache" / "jax"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+# No example fails for its time: a machine with other work takes any.
+hypothesis.settings.register_profile("untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("untimed")
 
 
 LONGEST = (

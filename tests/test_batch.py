@@ -10,7 +10,7 @@ import tracemalloc
 from io import BytesIO
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_jax import LLM, SamplingParams, batch
@@ -39,7 +39,6 @@ def answers(path) -> list[dict]:
 # The input.
 
 
-@settings(deadline=None)
 @given(st.lists(st.binary(max_size=12).map(lambda b: b.replace(b"\n", b"")), max_size=6), st.integers(1, 7))
 def test_lines_in_any_pieces(given_lines, piece):
     class Slow(BytesIO):

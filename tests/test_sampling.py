@@ -67,7 +67,7 @@ def assert_processed(found, expected):
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-4)
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=80, derandomize=True)
 @given(
     st.lists(row_options, min_size=B, max_size=B), st.integers(0, 10**6), st.booleans(), st.booleans(), st.booleans()
 )
@@ -162,7 +162,7 @@ VALUES = st.one_of(
 threshold = jax.jit(lambda x, k: _largest_threshold(x, lambda m: m.sum(-1, keepdims=True) >= k))
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200, derandomize=True)
 @given(st.lists(VALUES, min_size=V, max_size=V), st.integers(1, V))
 def test_bisection_finds_the_kth_largest_exactly(values, k):
     values = np.array(values, np.float32) + np.float32(0)  # no negative zero: its order is the next test's
@@ -185,7 +185,7 @@ def test_top_p_of_1_keeps_the_tail_that_a_sum_loses():
     assert np.isfinite(run(logits, rows)[0, 0]).sum() == V - 1
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 @given(
     st.sampled_from([1e-330, 1e-46, 1e-45, 1e-40, 1e-39, 1e-38, 1.1754944e-38, 3e-38, 1e-30, 1e-12]),
     st.sampled_from([1e-5, 0.3, 1.0, 50.0]),
@@ -247,7 +247,7 @@ def test_repetition_counts_the_prompt_and_frequency_does_not():
     assert (found[3], found[5], found[0]) == (0.5, -1.5, 1.0)
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=30, derandomize=True)
 @given(st.lists(row_options, min_size=B, max_size=B), st.integers(0, 10**6))
 def test_a_row_does_not_depend_on_its_neighbours(options, seed):
     """Bit for bit: processed logits, token and log-probabilities, greedy rows with filters set included."""
@@ -268,7 +268,7 @@ def test_a_row_does_not_depend_on_its_neighbours(options, seed):
         jax.tree.map(lambda x, y, b=b: np.testing.assert_array_equal(x[b], y[0]), together, alone)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(
     st.lists(st.just(OFF) | row_options, min_size=B, max_size=B),
     st.integers(0, 10**6),

@@ -353,7 +353,7 @@ def test_a_context_that_begins_late_is_a_bounded_one(target, drafter, plain, ref
         )
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=20, derandomize=True)
 @given(
     st.lists(st.integers(-1, 7), min_size=4, max_size=24),
     st.lists(st.integers(1, 8), min_size=6, max_size=6),

@@ -89,7 +89,7 @@ def begins(tokenizer, ids, **options) -> tuple[list[int], str]:
     return starts, detokenizer.text
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150, derandomize=True)
 @given(st.lists(st.sampled_from(PIECES), max_size=12).map("".join), st.integers(0, 3), st.integers(0, 3))
 def test_the_texts_between_where_tokens_begin_are_the_text(tokenizer, text, first, last):
     """Also where the text begins or ends inside a character."""
@@ -113,7 +113,7 @@ def _ends_a_character(text: str, at: int) -> int:
     return int(at + 1 == len(raw) or raw[at + 1] & 0xC0 != 0x80)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 @given(st.lists(st.integers(0, 511), max_size=24), st.booleans())
 def test_any_tokens_begin_somewhere_in_the_text(tokenizer, ids, skip):
     starts, shown = begins(tokenizer, ids, skip_special_tokens=skip)
@@ -169,7 +169,7 @@ def test_text_ends_at_a_regular_expression(tokenizer, expression, include, text)
     assert all(text.startswith(s) for s in seen)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(st.text("ab\n", max_size=400), st.sampled_from(["ab+a", "a{3}|b{4}", "(?:ab){2}\n", "a[^a]*\n", "b\\n+"]))
 def test_a_match_ends_as_if_the_text_came_by_characters(tokenizer, text, expression):
     """Against Python's expressions, for matches that are short."""

@@ -1,6 +1,6 @@
 """Where prompts are cut, and what is kept of them."""
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_jax.engine import store
@@ -10,7 +10,6 @@ MARKERS = frozenset([0])
 TOKENS = st.lists(st.integers(0, 5), min_size=1, max_size=200)
 
 
-@settings(deadline=None)
 @given(TOKENS, st.integers(0, 199))
 def test_cuts_follow_from_the_tokens_before_them(tokens, at):
     """What comes later moves no cut, and so no chunk: a prefix is always computed in the same pieces."""
@@ -21,7 +20,6 @@ def test_cuts_follow_from_the_tokens_before_them(tokens, at):
     assert keys(tokens, whole)[: max(len(part) - 1, 0)] == keys(tokens, part)[:-1]
 
 
-@settings(deadline=None)
 @given(
     st.integers(0, 5000),
     st.integers(0, 3000),

@@ -28,7 +28,7 @@ def rules(draw) -> Rules:
     return Rules(draw(st.integers(0, 6)), STOPS, draw(words), only)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(rules(), st.randoms(use_true_random=False))
 def test_a_text_that_the_masks_allow_keeps_the_rules(rules, random):
     masks, text = TokenRules(rules, VOCAB), []
@@ -46,7 +46,7 @@ def test_a_text_that_the_masks_allow_keeps_the_rules(rules, random):
         masks.take(text[-1:])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     rules(), st.none() | st.integers(0, 4), st.booleans(), st.lists(st.lists(st.integers(1, 7), max_size=5), max_size=5)
 )

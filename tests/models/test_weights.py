@@ -43,7 +43,7 @@ def panel_paths(module) -> set[str]:
 
 
 @needs_kernels
-@settings(deadline=None, max_examples=40, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 @given(
     out=sizes,
     inner=sizes,

@@ -120,8 +120,10 @@ def test_logits(llm, model):
         tokens[i, : len(row)] = row
     expected, _ = in_both(model, tokens)
     scores, _ = forward(llm.target, tokens)
-    for i, row in enumerate(rows):
-        assert_near(np.asarray(scores[i, : len(row)]), expected[i, : len(row)], PROMPTS[i])
+    # All prompts as one array: 30 layers pass on what the first ones round, so that the values of one prompt are off
+    # together, and by how much is one draw on either side.
+    live = np.arange(tokens.shape[1]) < np.array([[len(row)] for row in rows])
+    assert_near(np.asarray(scores)[live], expected[live], "logits")
 
 
 def test_greedy_answers(llm, model):

@@ -127,6 +127,7 @@ def test_a_cache_that_cannot_be_written_is_one_line(llm, kind, tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, kind], env=environment, capture_output=True, text=True, check=True
     )
-    (line,) = done.stderr.splitlines()
+    # Without a compiler another line says that all kernels are XLA's.
+    (line,) = (line for line in done.stderr.splitlines() if "XLA's" not in line)
     assert line.startswith(f"compiled programs are not kept: {directory}: ")
     assert len(json.loads(done.stdout)) == 4

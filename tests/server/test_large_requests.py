@@ -6,7 +6,7 @@ import threading
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from test_robust import HI, JSON
 
@@ -38,7 +38,6 @@ def numbers(value: object) -> tuple[int, int]:
     return own + sum(e[0] for e in each), objects + sum(e[1] for e in each)
 
 
-@settings(deadline=None)
 @given(VALUES, st.booleans(), st.integers(1, 64))
 def test_values_are_counted(value, ascii_only, step):
     text = json.dumps(value, ensure_ascii=ascii_only).encode("utf-8", "surrogatepass")
@@ -55,7 +54,6 @@ def counts(text: bytes) -> list[tuple[int, int]]:
     return asyncio.run(every())
 
 
-@settings(deadline=None)
 @given(VALUES)
 def test_an_answer_in_pieces_is_the_same(value):
     assert b"".join(pieces(value)) == JsonResponse(value).body

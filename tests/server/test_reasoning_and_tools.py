@@ -70,7 +70,7 @@ def pieces(text: str, cuts: list[int]) -> list[str]:
     return [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)]
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 @given(st.sampled_from(sorted(THOUGHTS)), CUTS)
 def test_reasoning_and_content(text, cuts):
     started, reasoning, content = THOUGHTS[text]
@@ -85,7 +85,7 @@ def test_reasoning_and_content(text, cuts):
 def test_calls(xml):
     cases = XML_CALLS if xml else JSON_CALLS
 
-    @settings(max_examples=60, deadline=None, derandomize=True)
+    @settings(max_examples=60, derandomize=True)
     @given(st.sampled_from(sorted(cases)), CUTS)
     def check(text, cuts):
         parser, content, calls = ToolParser(xml, SCHEMAS), "", []
@@ -107,7 +107,7 @@ def test_arguments_are_streamed_as_they_come():
     assert told == ["one ", "two ", "three"]
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 @given(st.text(alphabet='<>tol_cal/{}"\\:,n ame=functiprs\n', max_size=80), CUTS, st.booleans())
 def test_any_text_is_survived(text, cuts, xml):
     parser = ToolParser(xml, {})

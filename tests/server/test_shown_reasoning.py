@@ -39,7 +39,7 @@ def parsed(is_thinking: bool, shown: str, pieces: list[str]) -> list[tuple[str, 
 
 
 @pytest.mark.parametrize(("is_thinking", "text"), TEXTS)
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_pieces_of_any_size(is_thinking, text, data):
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))

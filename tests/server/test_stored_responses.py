@@ -239,7 +239,7 @@ OPERATIONS = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(OPERATIONS, st.integers(1, 5), st.integers(1, 150))
 def test_the_bounds_hold_and_entries_are_their_owners(operations, size, most_bytes):
     store, last = ResponseStore(size, most_bytes), {}
