@@ -1,13 +1,17 @@
 """How far float32 may be from the truth: at most three times as far as transformers' own float32.
 
 An absolute tolerance holds on the CPU that it was measured on: another one adds in another order. So the truth is
-transformers in float64, the measure is transformers in float32 on this very machine, and ours is held to that.
+transformers in float64, the measure is transformers in float32 on this very machine, and ours is held to that. Kernels
+are held in the same way to their plain definitions in JAX.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from unittest import mock
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
@@ -42,6 +46,18 @@ def assert_near(found, exact: Exact, what: str) -> None:
         apart, allowed = size(ours), FACTOR * size(reference) + LEAST_ROUNDINGS * rounding
         # Not "apart > allowed": a NaN must fail.
         assert apart <= allowed, f"{what}: {apart:.2e} from float64 ({name}), {allowed:.2e} is allowed"
+
+
+def assert_as_near(found, definition: Callable, *args) -> None:
+    """`assert_near` of arrays ``found`` to what ``definition``, a function in JAX, makes of ``args``."""
+    single = definition(*args)
+    # float64 where the definition asks for float32 by name.
+    with jax.enable_x64(True), mock.patch.object(jnp, "float32", jnp.float64):
+        double = definition(*jax.tree.map(lambda x: x.astype(np.float64) if x.dtype == np.float32 else x, args))
+    found = jax.tree.leaves_with_path(found)
+    for (path, got), a, b in zip(found, jax.tree.leaves(double), jax.tree.leaves(single), strict=True):
+        assert a.dtype == np.float64
+        assert_near(np.asarray(got), Exact(np.asarray(a), np.asarray(b)), jax.tree_util.keystr(path) or "the result")
 
 
 def _rms(x: np.ndarray) -> float:
