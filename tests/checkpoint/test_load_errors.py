@@ -16,6 +16,7 @@ from dflash_jax.checkpoint.load import load_drafter, load_target, save_module
 from dflash_jax.errors import InputError
 from dflash_jax.models.families import dflash, qwen3_5
 
+ROPE = {"rope_theta": 10000.0, "partial_rotary_factor": 0.6, "mrope_section": [3, 2, 1]}
 TARGET_JSON = {
     "model_type": "qwen3_5_moe_text",
     "architectures": ["Qwen3_5MoeForCausalLM"],
@@ -35,7 +36,7 @@ TARGET_JSON = {
     "moe_intermediate_size": 11,
     "shared_expert_intermediate_size": 13,
     "max_position_embeddings": 2048,
-    "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.6, "mrope_section": [3, 2, 1]},
+    "rope_parameters": ROPE,
 }
 DRAFT_JSON = {
     "model_type": "qwen3",
@@ -199,6 +200,32 @@ def test_config_lacks_a_key(key, target_dir):
         ({"num_experts": 2**17}, ("num_experts", "16384")),
         ({"rope_parameters": {"partial_rotary_factor": 0.35}}, ("7 dimensions", "even")),
         ({"full_attention_interval": 0, "layer_types": None}, ("full_attention_interval is 0",)),
+        ({"rms_norm_eps": True}, ("rms_norm_eps is True", "a number")),
+        ({"rms_norm_eps": float("nan")}, ("rms_norm_eps is nan", "a number")),
+        ({"tie_word_embeddings": 1}, ("tie_word_embeddings is 1", "true or false")),
+        ({"layer_types": [1, 2, 3]}, ("layer_types is [1, 2, 3]", "strings")),
+        ({"mlp_only_layers": [3]}, ("mlp_only_layers is 3", "0 to 2")),
+        (
+            {"num_experts": 2**14, "num_hidden_layers": 9, "layer_types": ["linear_attention"] * 9},
+            ("num_experts is 16384 in 9 layers",),
+        ),
+        ({"rope_parameters": {"partial_rotary_factor": 0.0}}, ("0 dimensions",)),
+        ({"rope_parameters": {**ROPE, "mrope_section": [3, 2, -1]}}, ("mrope_section is -1",)),
+        ({"rope_parameters": {**ROPE, "rope_type": "yarn", "factor": 2.0, "mscale": 1.0}}, ("mscale",)),
+        ({"rope_parameters": {**ROPE, "rope_type": "yarn", "factor": 2.0, "truncate": False}}, ("truncate",)),
+        (
+            {
+                "rope_parameters": {
+                    **ROPE,
+                    "rope_type": "llama3",
+                    "factor": 8.0,
+                    "low_freq_factor": 4.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 64,
+                }
+            },
+            ("high_freq_factor is 4", "above"),
+        ),
     ],
 )
 def test_config_asks_for_what_is_not_known(changes, parts, target_dir):

@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from float64 import assert_as_near
 
 from dflash_jax.config import MoeSpec
 from dflash_jax.kernels import cpu
@@ -30,12 +31,13 @@ def arguments(tokens, experts, features, hidden, short=True, seed=0):
 def test_mixture(tokens, experts, top, features, hidden, short, normalise):
     x, logits, gate_up, down = arguments(tokens, experts, features, hidden, short)
     live = jnp.arange(tokens) % 5 != 1
-    expected = mixture(
-        x, logits, live, 0, jnp.asarray(gate_up), jnp.asarray(down), None, None,
-        MoeSpec(experts, top, features, None, normalise),
-    )  # fmt: skip
+    spec = MoeSpec(experts, top, features, None, normalise)
+
+    def definition(x, logits, gate_up, down):
+        return mixture(x, logits, live, 0, gate_up, down, None, None, spec)
+
     got = cpu.mixture(x, logits, live, Panels.of(gate_up, 1), Panels.of(down, 1), top, normalise)
-    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=2e-5)
+    assert_as_near(got, definition, x, logits, jnp.asarray(gate_up), jnp.asarray(down))
     assert not np.asarray(got)[~np.asarray(live)].any()
 
 
