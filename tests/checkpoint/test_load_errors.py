@@ -200,7 +200,7 @@ def test_config_lacks_a_key(key, target_dir):
         ({"num_experts": 2**17}, ("num_experts", "16384")),
         ({"rope_parameters": {"partial_rotary_factor": 0.35}}, ("7 dimensions", "even")),
         ({"full_attention_interval": 0, "layer_types": None}, ("full_attention_interval is 0",)),
-        ({"rms_norm_eps": True}, ("rms_norm_eps is True", "a number")),
+        ({"rope_parameters": {"partial_rotary_factor": True}}, ("partial_rotary_factor is True", "a number")),
         ({"rms_norm_eps": float("nan")}, ("rms_norm_eps is nan", "a number")),
         ({"tie_word_embeddings": 1}, ("tie_word_embeddings is 1", "true or false")),
         ({"layer_types": [1, 2, 3]}, ("layer_types is [1, 2, 3]", "strings")),
