@@ -141,7 +141,7 @@ def run_pytest(
     found: dict[str, dict] = {}
     for line in map(json.loads, lines):
         # A failure holds: of a part of a test (`subTest`) as well as of its teardown.
-        if found.get(line["test"], line)["outcome"] != "failed":
+        if line["test"] not in found or found[line["test"]]["outcome"] != "failed":
             found[line["test"]] = line
     return list(found.values())
 
