@@ -102,7 +102,7 @@ def assemble(args, system):
     )
     running = AsyncEngine(engine, restarts=int(args.restart_on_failure))
     options = {"response_store": ResponseStore(args.response_store), "stream_interval": args.stream_interval}
-    return Serving(llm, running, names, limits, info=info, **options)
+    return Serving(llm, running, names, limits, info=info, additions=args.additions, **options)
 
 
 def around(app, serving, args, tracer):

@@ -9,6 +9,7 @@ from typing import Any
 
 from dflash_jax.errors import InputError
 from dflash_jax.server.other_flags import NOTHING, REFUSED
+from dflash_jax.server.reasoning import CLOSE, OPEN
 
 # Values that mean "as by default" for any flag.
 NEUTRAL = {"", "none", "null"}
@@ -100,6 +101,18 @@ def sampling_defaults(text: str) -> str:
     return "auto" if text == "model" else "vllm"
 
 
+def thinking_tags(text: str) -> dict:
+    """vLLM's marks of a thought, which are Qwen's here."""
+    config = json_object(text)
+    right = {"reasoning_parser": None, "reasoning_start_str": OPEN, "reasoning_end_str": CLOSE}
+    for name, value in config.items():
+        if name not in right:
+            raise argparse.ArgumentTypeError(f"{name[:40]!r} is not known: {', '.join(right)} are")
+        if right[name] is not None and value not in ("", right[name]):
+            raise argparse.ArgumentTypeError(f"{name} is {str(value)[:40]!r}: only {right[name]!r} is possible")
+    return config
+
+
 ALIASES = (
     Alias("target", ("--model", "--model-path")),
     Alias("draft", ("--speculative-draft-model-path", "--speculative-draft-model", "--spec-model")),
@@ -125,6 +138,7 @@ ALIASES = (
     Alias("prefix_bytes", ("--no-enable-prefix-caching", "--disable-radix-cache"), const=0),
     Alias("generation_config", ("--sampling-defaults",), sampling_defaults),
     Alias("override_generation_config", ("--preferred-sampling-params",)),
+    Alias("reasoning_config", ("--reasoning-config",), thinking_tags),
     Alias("root_path", ("--fastapi-root-path",)),
     Alias("drain_s", ("--shutdown-timeout",)),
     Alias("log_level", ("--uvicorn-log-level",)),

@@ -1,7 +1,7 @@
 """What answers have in common: usage, log-probabilities."""
 
 from collections.abc import Sequence
-from math import isfinite, isnan
+from math import isfinite, isnan, nan
 
 from dflash_jax.rows import Row
 from dflash_jax.text import Tokenizer
@@ -47,6 +47,26 @@ def timings(rows: Sequence[Row], now: float) -> dict:
         return {"decode_s": 0.0, "tokens_per_s": 0.0}
     seconds = max(now if isnan(t.finished) else t.finished for t in times) - min(t.ready for t in times)
     return {"decode_s": seconds, "tokens_per_s": sum(len(r.token_ids) for r in rows) / max(seconds, 1e-9)}
+
+
+def request_metrics(rows: Sequence[Row]) -> dict:
+    """vLLM's times of a request with one sequence, in milliseconds; {} for several. What is not known is left out.
+
+    Its ``time_to_first_token_ms`` begins when the sequence gets a slot; ``tokens_per_second`` counts from there, too.
+    """
+    times = rows[0].request.times if len(rows) == 1 else None
+    if times is None:
+        return {}
+    new = len(rows[0].request.tokens)
+    from_slot, decoding = times.finished - times.admitted, times.finished - times.first_token
+    values = {
+        "time_to_first_token_ms": 1e3 * (times.first_token - times.admitted),
+        "generation_time_ms": 1e3 * decoding,
+        "queue_time_ms": 1e3 * (times.admitted - times.submitted),
+        "mean_itl_ms": 1e3 * decoding / (new - 1) if new > 1 else nan,
+        "tokens_per_second": new / from_slot if from_slot > 0 else nan,
+    }
+    return {"metrics": {name: value for name, value in values.items() if not isnan(value)}}
 
 
 def finite(logprob: float) -> float:

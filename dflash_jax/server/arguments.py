@@ -11,6 +11,7 @@ from dflash_jax.config import MAX_LOGPROBS
 from dflash_jax.errors import InputError
 from dflash_jax.options import Parser, add_platform, with_config
 from dflash_jax.server import cors
+from dflash_jax.server.additions import Additions
 from dflash_jax.server.aliases import add_others, json_object
 
 log = logging.getLogger("dflash_jax.server")
@@ -107,6 +108,7 @@ def make_parser() -> argparse.ArgumentParser:
     models.add_argument("--reproducible", action="store_true", help="the same bits at any load, in bfloat16 too")
 
     add_prompts(p)
+    add_answers(p)
     load = p.add_argument_group("load")
     load.add_argument(
         "--max-len", type=int, metavar="N", help="most tokens of a request (default: the model's, or what fits)"
@@ -122,7 +124,7 @@ def make_parser() -> argparse.ArgumentParser:
     load.add_argument(
         "--stream-interval", type=int, default=1, metavar="N", help="tokens between events of a stream (default: 1)"
     )
-    load.add_argument("--max-logprobs", type=int, default=20, metavar="N", help="of a request (default and most: 20)")
+    load.add_argument("--max-logprobs", type=int, default=20, metavar="N", help="of a token (default and most: 20)")
     load.add_argument("--prefix-bytes", type=int, metavar="N", help="memory for known prefixes (default: a twentieth)")
 
     drafting = p.add_argument_group("drafting")
@@ -163,6 +165,30 @@ def add_logs(logs) -> None:
     )
 
 
+def add_answers(p: argparse.ArgumentParser) -> None:
+    answers = p.add_argument_group("answers")
+    answers.add_argument(
+        "--enable-force-include-usage",
+        action=argparse.BooleanOptionalAction,
+        help="usage in every chunk of a stream, whatever its request says",
+    )
+    answers.add_argument(
+        "--stream-response-default-include-usage",
+        action=argparse.BooleanOptionalAction,
+        help="usage at the end of every stream",
+    )
+    answers.add_argument(
+        "--enable-per-request-metrics",
+        action=argparse.BooleanOptionalAction,
+        help="times of a request in its answer, as vLLM's metrics",
+    )
+    answers.add_argument(
+        "--return-tokens-as-token-ids",
+        action=argparse.BooleanOptionalAction,
+        help='log-probabilities name tokens "token_id:N" where the request does not say how',
+    )
+
+
 def add_prompts(p: argparse.ArgumentParser) -> None:
     prompts = p.add_argument_group("prompts and defaults")
     prompts.add_argument("--tokenizer", metavar="PATH|REPO", help="default: the target's")
@@ -190,7 +216,8 @@ def parse(argv: list[str] | None):
     for notice in dict.fromkeys(given.pop("notices", ())):
         log.warning("%s", notice)
     args.max_block_size = given.pop("max_block_size", None)
-    given.pop("speculative_algorithm", None)
+    for name in ("speculative_algorithm", "reasoning_config"):
+        given.pop(name, None)
     if (config := given.pop("speculative_config", None)) is not None:
         _take_config(args, config)
     parts = {axis: given.pop(axis) for axis in ("tensor", "data") if axis in given}
@@ -214,8 +241,13 @@ def parse(argv: list[str] | None):
             raise InputError(f"--{name.replace('_', '-')} {getattr(args, name)}: it must be {least} or more")
     args.cors = cors.of_arguments(args)
     args.api_keys = api_keys(args)
-    if not 0 <= args.max_logprobs <= MAX_LOGPROBS:
+    if args.max_logprobs < -1:
         raise InputError(f"--max-logprobs {args.max_logprobs}: it must be 0 to {MAX_LOGPROBS}")
+    if not 0 <= args.max_logprobs <= MAX_LOGPROBS:
+        # vLLM's -1 is the whole vocabulary.
+        log.warning("--max-logprobs %d: of a token, at most %d are computed", args.max_logprobs, MAX_LOGPROBS)
+        args.max_logprobs = MAX_LOGPROBS
+    args.additions = additions_of(args)
     if args.log_prompts and not args.enable_log_requests:
         raise InputError("--log-prompts needs --enable-log-requests")
     if args.root_path and not (args.root_path.startswith("/") and args.root_path.isascii()):
@@ -233,6 +265,12 @@ def take_model_from_keys(args) -> None:
         is_name = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", keys[-1])
         if is_name or os.path.isdir(keys[-1]):
             args.model = keys.pop()
+
+
+def additions_of(args) -> Additions:
+    at_the_end = "at the end" if args.stream_response_default_include_usage else "as asked"
+    usage = "always" if args.enable_force_include_usage else at_the_end
+    return Additions(usage, bool(args.enable_per_request_metrics), bool(args.return_tokens_as_token_ids))
 
 
 def api_keys(args) -> list[str]:

@@ -9,7 +9,7 @@ from starlette.responses import Response
 from dflash_jax.rows import Row
 from dflash_jax.server import prepare, request_id, schema
 from dflash_jax.server.answer_schema import ChatCompletion
-from dflash_jax.server.answers import chat_logprobs, prompt_logprobs, stop_reasons, timings, usage
+from dflash_jax.server.answers import chat_logprobs, prompt_logprobs, request_metrics, stop_reasons, timings, usage
 from dflash_jax.server.conversation import Conversation, Delta, Parser, converse
 from dflash_jax.server.errors import ApiError
 from dflash_jax.server.grammar import Constraint, tag_in_lark
@@ -150,11 +150,12 @@ def built(
     value = {**head, "object": "chat.completion", "choices": choices, "usage": counted, "system_fingerprint": None}
     value["prompt_token_ids"] = talk.prompt if body.return_token_ids else None
     value["prompt_logprobs"] = prompt_logprobs(serving.llm.tokenizer, rows[0])
-    return value
+    return value | (request_metrics(rows) if serving.additions.metrics else {})
 
 
 def logprobs_of(serving: Serving, body: schema.ChatRequest, entries: Sequence[dict]) -> dict:
-    content = chat_logprobs(serving.llm.tokenizer, entries, as_ids=bool(body.return_tokens_as_token_ids))
+    as_ids = serving.additions.as_ids(body.return_tokens_as_token_ids)
+    content = chat_logprobs(serving.llm.tokenizer, entries, as_ids=as_ids)
     return {"content": content, "refusal": None}
 
 
@@ -178,7 +179,7 @@ def _as_call(call: CallDelta) -> dict:
 async def streamed(
     serving: Serving, body: schema.ChatRequest, talk: Conversation, rows: list[Row], head: dict
 ) -> AsyncGenerator[bytes, None]:
-    wants = body.stream_options or schema.StreamOptions()
+    wants = serving.additions.stream_options(body.stream_options or schema.StreamOptions())
     parsers, begun = [talk.parser(body.shown_reasoning) for _ in rows], []
 
     def chunk(i: int, delta: dict, reason: str | None = None, is_first: bool = False, **more) -> bytes:
@@ -217,4 +218,5 @@ async def streamed(
     if wants.include_usage:
         counted = usage(rows, len(rows), sum(p.reasoning_tokens for p in parsers))
         more = {"timings": timings(rows, serving.clock)} if wants.include_timings else {}
+        more |= request_metrics(rows) if serving.additions.metrics else {}
         yield frame({**head, "object": "chat.completion.chunk", "choices": [], "usage": counted, **more})

@@ -10,7 +10,14 @@ from dflash_jax.detokenizer import Detokenizer
 from dflash_jax.rows import Row
 from dflash_jax.server import prepare, request_id, schema
 from dflash_jax.server.answer_schema import Completion
-from dflash_jax.server.answers import completion_logprobs, prompt_logprobs, stop_reasons, timings, usage
+from dflash_jax.server.answers import (
+    completion_logprobs,
+    prompt_logprobs,
+    request_metrics,
+    stop_reasons,
+    timings,
+    usage,
+)
 from dflash_jax.server.errors import ApiError
 from dflash_jax.server.large_answers import beside, event, json_response
 from dflash_jax.server.serving import Serving, while_connected
@@ -77,7 +84,8 @@ async def completions(http: Request, body: schema.CompletionRequest):
     def build() -> dict:
         choices = [choice(serving, body, i, row) for i, row in enumerate(rows)]
         counted = usage(rows, body.n or 1, new=rows if body.max_tokens != 0 else ())
-        return {**head, "choices": choices, "usage": counted, "system_fingerprint": None}
+        more = request_metrics(rows) if serving.additions.metrics else {}
+        return {**head, "choices": choices, "usage": counted, "system_fingerprint": None, **more}
 
     return await json_response(rows, build, sum(len(row.request.prompt) for row in rows) if body.echo else 0)
 
@@ -125,7 +133,7 @@ def logprobs_of(
         serving.llm.tokenizer,
         entries,
         starts,
-        as_ids=bool(body.return_tokens_as_token_ids),
+        as_ids=serving.additions.as_ids(body.return_tokens_as_token_ids),
     )
 
 
@@ -154,7 +162,10 @@ def choice(serving: Serving, body: schema.CompletionRequest, i: int, row: Row) -
 async def streamed(
     serving: Serving, body: schema.CompletionRequest, rows: list[Row], head: dict
 ) -> AsyncGenerator[bytes, None]:
-    wants, is_new = body.stream_options or schema.StreamOptions(), body.max_tokens != 0
+    wants, is_new = (
+        serving.additions.stream_options(body.stream_options or schema.StreamOptions()),
+        body.max_tokens != 0,
+    )
     openings: list[Opening | None] = [None] * len(rows)
     async for i, piece in serving.merged(rows):
         begin, is_first = Opening("", [], []), openings[i] is None
@@ -189,5 +200,6 @@ async def streamed(
         yield await event(len(piece.logprobs or []) + len(prompt_entries), build)
     if wants.include_usage:
         more = {"timings": timings(rows, serving.clock)} if wants.include_timings else {}
+        more |= request_metrics(rows) if serving.additions.metrics else {}
         counted = usage(rows, body.n or 1, new=rows if is_new else ())
         yield frame({**head, "choices": [], "usage": counted, **more})

@@ -293,13 +293,13 @@ REFUSED = (
         --aux-hidden-state-capture= --return-aux-hidden-state-layer-ids+= --enable-return-routed-experts
         --enable-return-indexer-topk --sampling-mask-max-tokens=4096 --weight-version=default --return-input-ids
         --return-output-ids --strip-thinking-cache --enable-strict-thinking --allow-auto-truncate
-        --stream-response-default-include-usage --incremental-streaming-output --enable-streaming-session
+        --incremental-streaming-output --enable-streaming-session
         --constrained-json-whitespace-pattern= --constrained-json-disable-any-whitespace
         --constrained-json-max-whitespace-cnt= --return-sampling-mask --logprobs-mode=raw_logprobs
-        --per-request-spec-decode-metrics=none --reasoning-config= --structured-outputs-config={}
-        --aux-output-config={} --reasoning-effort-map= --response-role=assistant --return-tokens-as-token-ids
-        --exclude-tools-when-tool-choice-none --tool-strict-level= --enable-per-request-metrics
-        --enable-force-include-usage --anthropic-disabled-thinking-effort=auto --tokens-only --fingerprint-mode=full
+        --per-request-spec-decode-metrics=none --structured-outputs-config={}
+        --aux-output-config={} --reasoning-effort-map= --response-role=assistant
+        --exclude-tools-when-tool-choice-none --tool-strict-level=
+        --anthropic-disabled-thinking-effort=auto --tokens-only --fingerprint-mode=full
         --fingerprint-value= --cohere-is-reasoning-model! --cohere-format=cmd4
         """,
     ),

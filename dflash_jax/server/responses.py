@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from dflash_jax.rows import Row
 from dflash_jax.server import large_answers, request_id, schema
 from dflash_jax.server.answer_schema import Response
-from dflash_jax.server.answers import chat_logprobs, usage
+from dflash_jax.server.answers import chat_logprobs, request_metrics, usage
 from dflash_jax.server.chat import prepared
 from dflash_jax.server.conversation import Conversation, Delta, text_of
 from dflash_jax.server.errors import ApiError, as_api_error, of_conversion
@@ -353,6 +353,8 @@ async def told(serving: Serving, talk: Conversation, row: Row, value: dict, keep
         yield {"type": "response.failed", "response": failed, "cause": error}
         return
     whole = ended(value, output, row, parser.reasoning_tokens)
+    if serving.additions.metrics:
+        whole |= request_metrics([row])
     for event in output.close("completed" if whole["status"] == "completed" else "incomplete"):
         yield event
     await keep(whole)

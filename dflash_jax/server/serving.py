@@ -16,6 +16,7 @@ from dflash_jax.engine.request import Event
 from dflash_jax.engine.service import AsyncEngine
 from dflash_jax.llm import LLM
 from dflash_jax.rows import Piece, Row
+from dflash_jax.server.additions import Additions
 from dflash_jax.server.errors import ApiError
 from dflash_jax.server.grammar import GrammarProcesses, grammar_tokens
 from dflash_jax.server.metrics import Metrics
@@ -124,7 +125,7 @@ class _Spacing:
 
 class Serving:
     """One LLM and its engine, under the names that clients may use. stream_interval: tokens between two pieces of a
-    text, the first and the last of which never wait."""
+    text, the first and the last of which never wait. additions: what answers hold without being asked."""
 
     def __init__(
         self,
@@ -135,11 +136,12 @@ class Serving:
         info=None,
         response_store: ResponseStore | None = None,
         stream_interval: int = 1,
+        additions: Additions = Additions(),
     ):
         self.llm, self.engine, self.names, self.limits = llm, engine, tuple(names), limits
         self.response_store = ResponseStore() if response_store is None else response_store
         self.info: dict = info or {}
-        self.stream_interval = stream_interval
+        self.stream_interval, self.additions = stream_interval, additions
         self.created = int(time.time())
         self.is_ready, self.is_draining = False, False
         # HTTP requests for text that were let in and have no whole answer yet.

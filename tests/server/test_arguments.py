@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_jax.errors import InputError
+from dflash_jax.server.additions import Additions
 from dflash_jax.server.aliases import ALIASES, JSON_CHARACTERS, JSON_DEPTH
 from dflash_jax.server.arguments import make_parser, parse
 from dflash_jax.server.other_flags import NOTHING, REFUSED
@@ -80,9 +81,34 @@ def test_flags_of_others_set_ours(options, name, value):
     assert getattr(parse(options)[0], name) == value
 
 
+@pytest.mark.parametrize("given", ["-1", "21", "151936"])
+def test_more_log_probabilities_than_there_are_computed_are_noted(given, caplog):
+    assert parse(["--max-logprobs", given])[0].max_logprobs == 20
+    assert f"--max-logprobs {given}: of a token, at most 20 are computed" in caplog.text
+
+
+def test_marks_of_a_thought_as_they_are_here_need_nothing():
+    config = {"reasoning_parser": "qwen3", "reasoning_start_str": "<think>", "reasoning_end_str": "</think>"}
+    parse(["--reasoning-config", json.dumps(config)])
+
+
+ADDED = [
+    ([], Additions()),
+    (["--enable-force-include-usage"], Additions(stream_usage="always")),
+    (["--stream-response-default-include-usage"], Additions(stream_usage="at the end")),
+    (["--enable-per-request-metrics", "--no-enable-force-include-usage"], Additions(metrics=True)),
+    (["--return-tokens-as-token-ids"], Additions(tokens_as_ids=True)),
+]
+
+
+@pytest.mark.parametrize(("options", "added"), ADDED, ids=str)
+def test_what_answers_hold_without_being_asked(options, added):
+    assert parse(options)[0].additions == added
+
+
 def test_every_alias_leads_to_an_option():
     known = {a.dest for a in make_parser()._actions if a.help != "==SUPPRESS=="}
-    read_apart = {"speculative_config", "speculative_algorithm", "max_block_size", "tensor", "data"}
+    read_apart = {"speculative_config", "speculative_algorithm", "max_block_size", "tensor", "data", "reasoning_config"}
     assert {alias.dest for alias in ALIASES} <= known | read_apart
 
 
@@ -143,8 +169,9 @@ WRONG = [
     (["--kv-cache-dtype", "fp8"], "--kv-cache-dtype fp8 is refused: .*possible: auto"),
     (["--swap-space", "8"], "--swap-space 8 is refused"),
     (["--page-size", "64"], "--page-size 64 is refused"),
-    (["--max-logprobs", "21"], "--max-logprobs 21: it must be 0 to 20"),
-    (["--max-logprobs", "-1"], "--max-logprobs -1: it must be 0 to 20"),
+    (["--max-logprobs", "-2"], "--max-logprobs -2: it must be 0 to 20"),
+    (["--reasoning-config", '{"reasoning_end_str": "done"}'], "reasoning_end_str is 'done': only '</think>'"),
+    (["--reasoning-config", '{"other": 1}'], "'other' is not known"),
     (["--stream-interval", "0"], "--stream-interval 0: it must be 1 or more"),
     (["--log-prompts"], "needs --enable-log-requests"),
     (["--log-requests-level", "2"], "--log-requests-level 2 is refused: .*--log-prompts"),

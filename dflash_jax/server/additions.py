@@ -1,0 +1,31 @@
+"""What answers hold that no request asks for: vLLM's and SGLang's flags of the command line."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from dflash_jax.server.schema import StreamOptions
+
+
+@dataclass(frozen=True)
+class Additions:
+    """Additions to all answers.
+
+    Attributes:
+        stream_usage: Where a stream has its usage, beside what the request says: in a chunk at its end, or in each.
+        metrics: Whether answers of one sequence have its times, as `answers.request_metrics`.
+        tokens_as_ids: Whether log-probabilities name tokens "token_id:N" where the request does not say how.
+    """
+
+    stream_usage: Literal["as asked", "at the end", "always"] = "as asked"
+    metrics: bool = False
+    tokens_as_ids: bool = False
+
+    def stream_options(self, given: "StreamOptions") -> "StreamOptions":
+        if self.stream_usage == "as asked":
+            return given
+        is_continuous = self.stream_usage == "always" or given.continuous_usage_stats
+        return given.model_copy(update={"include_usage": True, "continuous_usage_stats": is_continuous})
+
+    def as_ids(self, given: bool | None) -> bool:
+        return self.tokens_as_ids if given is None else given

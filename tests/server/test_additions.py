@@ -1,0 +1,89 @@
+"""What answers hold without being asked: the command line's flags for all requests."""
+
+import json
+
+import pytest
+
+from dflash_jax.server.additions import Additions
+from dflash_jax.server.serving import Serving
+from tests.server.conftest import MESSAGES, NAME, OFF, Running
+
+CHAT = {"messages": MESSAGES, "max_tokens": 6, "temperature": 0, "chat_template_kwargs": OFF, "ignore_eos": True}
+TEXT = {"prompt": "def f(", "max_tokens": 6, "temperature": 0, "ignore_eos": True}
+BODIES = {"/v1/chat/completions": CHAT, "/v1/completions": TEXT}
+
+
+@pytest.fixture
+def adding(server):
+    """Starts a server on the same engine, with additions."""
+    running = []
+
+    def start(**additions) -> Running:
+        serving = Serving(server.serving.llm, server.serving.engine, [NAME], additions=Additions(**additions))
+        serving.is_ready = True
+        running.append(Running(serving))
+        return running[-1]
+
+    yield start
+    for each in running:
+        each.stop()
+
+
+def streamed(server, path, **body) -> list[dict]:
+    found = server.post(path, **BODIES[path], stream=True, **body)
+    assert found.status_code == 200, found.text
+    lines = [line.removeprefix("data: ") for line in found.text.splitlines() if line.startswith("data: ")]
+    assert lines.pop() == "[DONE]"
+    return [json.loads(line) for line in lines]
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_usage_in_every_chunk(adding, path):
+    chunks = streamed(adding(stream_usage="always"), path)
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts) and counts[-1] == 6
+    assert chunks[-1]["choices"] == []
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("options", [None, {"include_usage": False}])
+def test_usage_at_the_end(adding, path, options):
+    chunks = streamed(adding(stream_usage="at the end"), path, stream_options=options)
+    assert [bool(chunk["usage"]) for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+
+
+TIMES = {"time_to_first_token_ms", "generation_time_ms", "queue_time_ms", "mean_itl_ms", "tokens_per_second"}
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_metrics_of_a_request(adding, path):
+    server = adding(metrics=True)
+    metrics = server.post(path, **BODIES[path]).json()["metrics"]
+    assert set(metrics) == TIMES
+    assert all(value >= 0 for value in metrics.values())
+    # Of a single token there is nothing between tokens.
+    assert TIMES - set(server.post(path, **BODIES[path] | {"max_tokens": 1}).json()["metrics"]) == {"mean_itl_ms"}
+    # Several sequences have no times in common.
+    assert "metrics" not in server.post(path, **BODIES[path], n=2).json()
+    chunks = streamed(server, path, stream_options={"include_usage": True})
+    assert ["metrics" in chunk for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+
+
+def test_metrics_of_a_response(adding):
+    found = adding(metrics=True).post("/v1/responses", input="hi", max_output_tokens=6).json()
+    assert {"queue_time_ms", "tokens_per_second"} <= set(found["metrics"])
+
+
+@pytest.mark.parametrize("given", [None, True, False])
+def test_tokens_as_ids_unless_the_request_says_otherwise(adding, given):
+    server, more = adding(tokens_as_ids=True), {"return_tokens_as_token_ids": given}
+    text = server.post("/v1/completions", **TEXT, logprobs=2, **more).json()["choices"][0]["logprobs"]
+    chat = server.post("/v1/chat/completions", **CHAT, logprobs=True, **more).json()["choices"][0]["logprobs"]
+    for token in [*text["tokens"], *(entry["token"] for entry in chat["content"])]:
+        assert token.startswith("token_id:") == (given is not False)
+
+
+def test_nothing_is_added_by_default(server):
+    for path, body in BODIES.items():
+        assert "metrics" not in server.post(path, **body).json()
+        assert not any(chunk.get("usage") for chunk in streamed(server, path))
