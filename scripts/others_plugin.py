@@ -32,8 +32,9 @@ TARGET, DRAFT = os.environ["OTHERS_TARGET"], os.environ["OTHERS_DRAFT"]
 VLLM, SGLANG = os.environ.get("OTHERS_VLLM"), os.environ.get("OTHERS_SGLANG")
 RESULTS = os.environ["OTHERS_RESULTS"]
 # Names that requests may use, of any test module.
-NAMES = os.environ["OTHERS_NAMES"].split()
+NAMES = [*os.environ["OTHERS_NAMES"].split(), TARGET]
 KEY = "token-abc123"
+BLOCK_SIZE = "4"
 # Answers begin at once.
 PLAIN = ("--default-chat-template-kwargs", '{"enable_thinking": false}')
 TEST_S, START_S = 120, 600
@@ -45,6 +46,9 @@ MACHINE |= {
     "--attention-backend": 1,
     "--tensor-parallel-size": 1,
     "--max-model-len": 1,
+    # Of a checkpoint without weights and tokenizer: ours has them.
+    "--load-format": 1,
+    "--skip-tokenizer-init": 0,
 }
 # Tests to run, by their ids; empty: all.
 ONLY = set(os.environ.get("OTHERS_ONLY", "").split("\n")) - {""}
@@ -142,6 +146,8 @@ class Server:
     def __init__(self, options: tuple[str, ...]):
         command = [sys.executable, "-m", "dflash_jax.serve", "--port", "0", "--target", TARGET, "--draft", DRAFT]
         command += ["--served-model-name", *NAMES, "--slots", "4", "--max-len", "8192", *options]
+        # A drafter that is there is used: "auto" decodes plainly where that is faster.
+        command += [] if DRAFT == "none" else ["--block-size", BLOCK_SIZE]
         environment = os.environ | {"JAX_PLATFORMS": "cpu"}
         self.log = open(f"{RESULTS}.log", "a")  # noqa: SIM115
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
@@ -284,6 +290,9 @@ def install() -> None:
         add_module("vllm.transformers_utils")
         hub = types.SimpleNamespace(snapshot_download=lambda **_: TARGET)
         add_module("vllm.transformers_utils.repo_utils", hf_api=lambda: hub)
+        add_module("vllm.model_executor")
+        add_module("vllm.model_executor.model_loader")
+        add_module("vllm.model_executor.model_loader.weight_utils", download_weights_from_hf=lambda *_, **__: TARGET)
         add_module("vllm.tokenizers", get_tokenizer=tokenizer_of_target)
         add_module("vllm.utils")
         add_module("vllm.utils.network_utils", get_open_port=open_port)

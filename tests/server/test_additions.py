@@ -41,7 +41,8 @@ def streamed(server, path, **body) -> list[dict]:
 def test_usage_in_every_chunk(adding, path):
     chunks = streamed(adding(stream_usage="always"), path)
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
-    assert counts == sorted(counts) and counts[-1] == 6
+    assert counts == sorted(counts)
+    assert counts[-1] == 6
     assert chunks[-1]["choices"] == []
 
 
