@@ -8,7 +8,7 @@ from others_plugin import KEY, NAMES, PLAIN, Server, tokenizer_of_target
 
 # Module and class of each kit that a server alone can answer, with what its host class sets.
 KITS = {
-    ("abort_timeout_kit", "AbortAllMixin"): {"abort_all_max_new_tokens": 3000},
+    ("abort_timeout_kit", "AbortAllMixin"): {"abort_all_max_new_tokens": 8000},
     ("anthropic_messages_kit", "AnthropicMessagesMixin"): {},
     ("basic_api_contract_kit", "BasicAPIContractMixin"): {},
     ("basic_decode_correctness_kit", "BasicDecodeCorrectnessMixin"): {},

@@ -136,12 +136,12 @@ class Serving:
         info=None,
         response_store: ResponseStore | None = None,
         stream_interval: int = 1,
-        additions: Additions = Additions(),
+        additions: Additions | None = None,
     ):
         self.llm, self.engine, self.names, self.limits = llm, engine, tuple(names), limits
         self.response_store = ResponseStore() if response_store is None else response_store
         self.info: dict = info or {}
-        self.stream_interval, self.additions = stream_interval, additions
+        self.stream_interval, self.additions = stream_interval, additions or Additions()
         self.created = int(time.time())
         self.is_ready, self.is_draining = False, False
         # HTTP requests for text that were let in and have no whole answer yet.
