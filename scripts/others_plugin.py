@@ -37,7 +37,7 @@ KEY = "token-abc123"
 BLOCK_SIZE = "4"
 # Answers begin at once.
 PLAIN = ("--default-chat-template-kwargs", '{"enable_thinking": false}')
-TEST_S, START_S = 120, 600
+TEST_S, START_S = 600, 1200
 # Their machine's: left out of a command for ours.
 MACHINE = {"--dtype": 1, "--max-num-seqs": 1, "--gpu-memory-utilization": 1, "--mem-fraction-static": 1, "--seed": 1}
 MACHINE |= {
@@ -52,6 +52,8 @@ MACHINE |= {
 }
 # Tests to run, by their ids; empty: all.
 ONLY = set(os.environ.get("OTHERS_ONLY", "").split("\n")) - {""}
+# Tests that have run.
+DONE = set(os.environ.get("OTHERS_DONE", "").split("\n")) - {""}
 in_test = False
 # The last error that a server answered in the test at hand: tests look into answers before they look at the status.
 last_error = ""
@@ -342,7 +344,9 @@ def pytest_runtest_protocol(item, nextitem):
     try:
         return (yield)
     finally:
-        in_test = False
+        # Tests that have run.
+DONE = set(os.environ.get("OTHERS_DONE", "").split("\n")) - {""}
+in_test = False
 
 
 @pytest.hookimpl(wrapper=True)
@@ -352,9 +356,10 @@ def pytest_runtest_call(item):
 
 
 def pytest_collection_modifyitems(config, items) -> None:
-    if ONLY:
-        config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in ONLY])
-        items[:] = [item for item in items if item.nodeid in ONLY]
+    wanted = [item for item in items if item.nodeid not in DONE and (not ONLY or item.nodeid in ONLY)]
+    if len(wanted) < len(items):
+        config.hook.pytest_deselected(items=[item for item in items if item not in wanted])
+        items[:] = wanted
 
 
 def pytest_collectreport(report) -> None:

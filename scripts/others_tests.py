@@ -99,13 +99,17 @@ def better(first: dict, second: dict) -> dict:
 def run_pytest(
     suite: str, tests: list[str], directory: Path, args, names: list[str], pair: tuple, only: Sequence[str] = ()
 ) -> list[dict]:
-    """Outcomes with a pair of models; ``only``: ids of tests, others are left out."""
+    """Outcomes with a pair of models; ``only``: ids of tests, others are left out. Those that --keep has are not run
+    again."""
     with tempfile.TemporaryDirectory() as results:
-        path = Path(results) / "results.jsonl"
+        folder = Path(results) if args.keep is None else args.keep
+        path = folder / f"{suite}-{'second' if pair[0] == args.second_target else 'first'}.jsonl"
+        before = outcomes(path)
         environment = os.environ | {
             "OTHERS_TARGET": str(pair[0]),
             "OTHERS_DRAFT": str(pair[1]),
             "OTHERS_ONLY": "\n".join(only),
+            "OTHERS_DONE": "\n".join(before),
             "OTHERS_RESULTS": str(path),
             "OTHERS_NAMES": " ".join(names),
             f"OTHERS_{suite.upper()}": str(directory),
@@ -137,13 +141,18 @@ def run_pytest(
         subprocess.run(command, env=environment, stdout=None if args.verbose else subprocess.DEVNULL, check=False)
         if not path.exists():
             raise InputError(f"{suite}: pytest collected no test; --verbose shows why")
-        lines = path.read_text(encoding="utf-8").splitlines()
+        return [result for test, result in outcomes(path).items() if not only or test in only]
+
+
+def outcomes(path: Path) -> dict[str, dict]:
+    """Results of a file by test; {} where there is no file."""
     found: dict[str, dict] = {}
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     for line in map(json.loads, lines):
         # A failure holds: of a part of a test (`subTest`) as well as of its teardown.
         if line["test"] not in found or found[line["test"]]["outcome"] != "failed":
             found[line["test"]] = line
-    return list(found.values())
+    return found
 
 
 def judged(result: dict) -> tuple[str, str]:
@@ -218,9 +227,12 @@ def run(argv: list[str] | None) -> int:
     parser.add_argument("--second-target", metavar="PATH", help="for what fails with the first")
     parser.add_argument("--second-draft", metavar="PATH", help="its drafter")
     parser.add_argument("--out", type=Path, metavar="FILE", help="also write the table there")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep outcomes there, and go on from those it has")
     parser.add_argument("-k", metavar="EXPRESSION", help="pytest's: only these tests")
     parser.add_argument("--verbose", action="store_true", help="pytest's output, too")
     args = parser.parse_args(argv)
+    if args.keep is not None:
+        args.keep.mkdir(parents=True, exist_ok=True)
     suites = {}
     if args.sglang is not None:
         if not (args.sglang / "sglang/test/kits").is_dir():

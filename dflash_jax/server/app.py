@@ -10,6 +10,7 @@ from starlette.responses import FileResponse
 
 from dflash_jax.server import (
     chat,
+    chat_batch,
     completions,
     control,
     info,
@@ -137,7 +138,7 @@ def build(
     )
     app.state.serving, app.state.probe = serving, control.Probe(serving)
     for module in (
-        *(chat, completions, responses, stored_responses, messages, native),
+        *(chat, chat_batch, completions, responses, stored_responses, messages, native),
         *(operations, info, control, render),
     ):
         app.include_router(module.router)

@@ -10,7 +10,7 @@ from dflash_jax.rows import Row
 from dflash_jax.server import prepare, request_id, schema
 from dflash_jax.server.answer_schema import ChatCompletion
 from dflash_jax.server.answers import chat_logprobs, prompt_logprobs, request_metrics, stop_reasons, timings, usage
-from dflash_jax.server.conversation import Conversation, Delta, Parser, converse
+from dflash_jax.server.conversation import Conversation, Delta, Parser, converse, text_of
 from dflash_jax.server.errors import ApiError
 from dflash_jax.server.grammar import Constraint, tag_in_lark
 from dflash_jax.server.large_answers import json_response
@@ -133,6 +133,8 @@ def built(
         content = "".join(d.content for d in deltas[i])
         reasoning = "".join(d.reasoning for d in deltas[i])
         calls = joined([c for d in deltas[i] for c in d.calls])
+        if body.echo:
+            content = echoed(body.messages) + content
         message = {"role": "assistant", "content": content if content or not calls else None, "refusal": None}
         message["reasoning_content"] = message["reasoning"] = reasoning or None
         if calls:
@@ -151,6 +153,12 @@ def built(
     value["prompt_token_ids"] = talk.prompt if body.return_token_ids else None
     value["prompt_logprobs"] = prompt_logprobs(serving.llm.tokenizer, rows[0])
     return value | (request_metrics(rows) if serving.additions.metrics else {})
+
+
+def echoed(messages: Sequence[schema.Message]) -> str:
+    """What an answer begins with under ``echo``: the text of the last message, if it is the assistant's."""
+    last = messages[-1]
+    return text_of(last.content, f"messages[{len(messages) - 1}]") if last.role == "assistant" else ""
 
 
 def logprobs_of(serving: Serving, body: schema.ChatRequest, entries: Sequence[dict]) -> dict:
@@ -199,7 +207,8 @@ async def streamed(
 
     async for i, piece in serving.merged(rows):
         if i not in begun:
-            yield chunk(i, {"role": "assistant", "content": ""}, is_first=not begun)
+            opening = echoed(body.messages) if body.echo else ""
+            yield chunk(i, {"role": "assistant", "content": opening}, is_first=not begun)
             begun.append(i)
         found, more = as_delta(parsers[i].push(piece)), {}
         if piece.finish_reason:

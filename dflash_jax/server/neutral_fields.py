@@ -84,7 +84,6 @@ CHAT: Table = {
     "add_special_tokens": FALSE,
     "audio": NULL,
     "documents": NO_ITEMS,
-    "echo": FALSE,
     # OpenAI's older form of tool_choice and tools.
     "function_call": ("none", "auto"),
     "functions": NO_ITEMS,

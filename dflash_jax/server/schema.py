@@ -231,6 +231,8 @@ class ChatRequest(OpenAiSampling, Templated):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
+    # The answer begins with the assistant's message that the conversation ends with.
+    echo: bool = False
     response_format: ResponseFormat | None = None
     tools: Items[Tool] | None = None
     tool_choice: ToolChoice | None = None
@@ -251,6 +253,12 @@ class ChatRequest(OpenAiSampling, Templated):
         if not self.separate_reasoning:
             return "content"
         return "stream" if self.stream_reasoning else "whole"
+
+
+class ChatBatchRequest(ChatRequest):
+    """vLLM's ``/v1/chat/completions/batch``: several conversations."""
+
+    messages: Items[Annotated[Items[Message], Field(min_length=1)]] = Field(min_length=1)
 
 
 class CompletionRequest(OpenAiSampling):

@@ -1,0 +1,82 @@
+"""/v1/chat/completions/batch, vLLM's: several conversations in a request, a choice for each."""
+
+import time
+from contextlib import aclosing
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from dflash_jax.rows import Row
+from dflash_jax.server import chat, request_id, schema
+from dflash_jax.server.answer_schema import ChatCompletion
+from dflash_jax.server.answers import usage
+from dflash_jax.server.conversation import Conversation
+from dflash_jax.server.errors import ApiError
+from dflash_jax.server.large_answers import json_response
+from dflash_jax.server.serving import Serving, while_connected
+
+router = APIRouter()
+
+
+def check(serving: Serving, body: schema.ChatBatchRequest) -> None:
+    """What is possible for one conversation only."""
+    for field, is_wrong in {"stream": body.stream, "n": body.n not in (None, 1), "tools": body.tools}.items():
+        if is_wrong:
+            raise ApiError(400, f"{field} is not possible for several conversations", field)
+    if len(body.messages) > serving.limits.prompts:
+        message = f"{len(body.messages)} conversations: at most {serving.limits.prompts} are possible"
+        raise ApiError(400, message, "messages")
+
+
+async def prepared(
+    serving: Serving, body: schema.ChatBatchRequest
+) -> tuple[list[schema.ChatRequest], list[Conversation], list[Row]]:
+    """A request, a conversation and a sequence for each list of messages."""
+    check(serving, body)
+    # The fields are validated: once is enough.
+    bodies = [schema.ChatRequest.model_construct(**dict(body) | {"messages": given}) for given in body.messages]
+    talks, rows = [], []
+    for i, each in enumerate(bodies):
+        try:
+            talk, (row,) = await chat.prepared(serving, each)
+        except ApiError as e:
+            raise ApiError(e.status_code, f"conversation {i}: {e.message}", e.param) from None
+        talks.append(talk)
+        rows.append(row)
+    return bodies, talks, rows
+
+
+@router.post("/v1/chat/completions/batch", responses={200: {"model": ChatCompletion}}, response_model=None)
+async def chat_completions_batch(http: Request, body: schema.ChatBatchRequest):
+    serving: Serving = http.app.state.serving
+    name = request_id.choose("chatcmpl-", body.request_id, body.rid)
+    bodies, talks, rows = await while_connected(http, prepared(serving, body))
+    head = {"id": name, "created": int(time.time()), "model": body.model or serving.name}
+    serving.register(rows, name, http.state.owner)
+    return await while_connected(http, whole(serving, bodies, talks, rows, head))
+
+
+async def whole(
+    serving: Serving, bodies: list[schema.ChatRequest], talks: list[Conversation], rows: list[Row], head: dict
+) -> Response:
+    parsers = [talk.parser(body.shown_reasoning) for talk, body in zip(talks, bodies, strict=True)]
+    deltas = [[] for _ in rows]
+    async with aclosing(serving.merged(rows)) as pieces:
+        async for i, piece in pieces:
+            deltas[i].append(parsers[i].push(piece))
+
+    def build() -> dict:
+        answers = [
+            chat.built(serving, body, talk, [row], head, [parser], [told])
+            for body, talk, row, parser, told in zip(bodies, talks, rows, parsers, deltas, strict=True)
+        ]
+        choices = []
+        for i, answer in enumerate(answers):
+            (choice,) = answer["choices"]
+            own = {name: answer[name] for name in ("prompt_token_ids", "prompt_logprobs") if answer[name] is not None}
+            choices.append({**choice, "index": i, **own})
+        counted = usage(rows, 1, sum(parser.reasoning_tokens for parser in parsers))
+        nothing = {"prompt_token_ids": None, "prompt_logprobs": None}
+        return {**answers[0], "choices": choices, "usage": counted, **nothing}
+
+    return await json_response(rows, build)
