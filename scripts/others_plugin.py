@@ -344,9 +344,7 @@ def pytest_runtest_protocol(item, nextitem):
     try:
         return (yield)
     finally:
-        # Tests that have run.
-DONE = set(os.environ.get("OTHERS_DONE", "").split("\n")) - {""}
-in_test = False
+        in_test = False
 
 
 @pytest.hookimpl(wrapper=True)
