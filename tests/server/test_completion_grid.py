@@ -5,6 +5,7 @@ import itertools
 from collections import defaultdict
 
 import pytest
+from conftest import MESSAGES
 from test_output_fields import joined, stream
 
 PROMPT = "The capital of France is"
@@ -41,3 +42,36 @@ def test_streams_and_whole_answers(quiet, llm, echo, logprobs, prompts, n, is_te
             if given is not None:
                 assert isinstance(given["tokens"][0], str)
                 assert given["top_logprobs"][0] or (echo and place == 0)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("logprobs", [None, 5])
+@pytest.mark.parametrize("is_thinking", [False, True], ids=["answer", "thought"])
+def test_streams_and_whole_answers_of_a_chat(quiet, is_thinking, logprobs, n):
+    """The role comes first, one reason to end in each choice, and log-probabilities in every chunk between."""
+    body = {"messages": MESSAGES, "n": n, "temperature": 0, "max_tokens": 24, "return_token_ids": True}
+    body |= {"logprobs": logprobs is not None, "top_logprobs": logprobs}
+    body |= {"chat_template_kwargs": {"enable_thinking": is_thinking}, "thinking_token_budget": 5}
+    alone, drafted = (quiet.post("/v1/chat/completions", **body, block_size=width).json() for width in (1, 8))
+    assert [c["message"] for c in drafted["choices"]] == [c["message"] for c in alone["choices"]]
+    assert all(bool(c["message"]["reasoning"]) is is_thinking for c in drafted["choices"])
+    asked = body | {"block_size": 8, "stream_options": {"include_usage": True}}
+    *events, last = stream(quiet, "/v1/chat/completions", **asked)
+    assert last["usage"]["completion_tokens"] == drafted["usage"]["completion_tokens"]
+    parts = defaultdict(list)
+    for event in events:
+        (choice,) = event["choices"]
+        parts[choice["index"]].append(choice)
+    for index, whole in itertools.zip_longest(sorted(parts), drafted["choices"]):
+        first, *between, end = parts[index]
+        assert first["delta"]["role"] == "assistant"
+        assert [c["finish_reason"] for c in parts[index]] == [None] * (len(between) + 1) + [whole["finish_reason"]]
+        texts = {name: "".join(c["delta"].get(name) or "" for c in between) for name in ("content", "reasoning")}
+        assert texts == {name: whole["message"][name] or "" for name in texts}
+        for chunk in between:
+            assert (chunk["logprobs"] is None) is (logprobs is None)
+            if logprobs is not None:
+                assert all(len(entry["top_logprobs"]) == logprobs for entry in chunk["logprobs"]["content"])
+        if logprobs is not None:
+            entries = [entry for chunk in between for entry in chunk["logprobs"]["content"]]
+            assert [e["token"] for e in entries] == [e["token"] for e in whole["logprobs"]["content"]]
