@@ -219,11 +219,15 @@ async def streamed(
             more["token_ids"] = piece.token_ids
         if body.return_drafts:
             more["drafts"] = piece.segments
-        for delta in found or [{}] * bool(more):
-            yield chunk(i, delta, **more)
+        found = found or [{}] * bool(more or piece.finish_reason)
+        for place, delta in enumerate(found):
+            reason = None
+            if piece.finish_reason and place == len(found) - 1:
+                # With the last text, as in vLLM, so that no chunk of a choice is without tokens.
+                reason = parsers[i].reason(rows[i])
+                more |= stop_reasons(rows[i], serving.llm.defaults.stop_ids)
+            yield chunk(i, delta, reason, **more)
             more = {}
-        if piece.finish_reason:
-            yield chunk(i, {}, parsers[i].reason(rows[i]), **stop_reasons(rows[i], serving.llm.defaults.stop_ids))
     if wants.include_usage:
         counted = usage(rows, len(rows), sum(p.reasoning_tokens for p in parsers))
         more = {"timings": timings(rows, serving.clock)} if wants.include_timings else {}

@@ -16,6 +16,8 @@ from dflash_jax.server.json_schema import closed
 from dflash_jax.server.structural_tag import structural_tag_grammar
 from dflash_jax.server.tools import START, as_xml, is_text
 
+# Between two tokens of JSON: room for indentation, and no endless line breaks, which small models tend to write.
+WHITESPACE = r"[ \t\n\r]{0,64}"
 OPEN_OBJECTS = "further properties of objects are let in"
 
 
@@ -27,7 +29,7 @@ def sources(kind: str, value: Any, literal: Callable[[str], list[str]]) -> Itera
         for close, notes in ((closed, []), (_unchanged, [OPEN_OBJECTS])):
             yield build(value, close), notes
     elif kind == "json":
-        yield LLMatcher.grammar_from_json_schema({"type": "object"}), []
+        yield _schema({"type": "object"}, _unchanged), []
     elif kind == "regex":
         yield LLMatcher.grammar_from_regex(value), []
     elif kind == "choice":
@@ -45,11 +47,14 @@ def _unchanged(schema: Any) -> Any:
 
 
 def _lenient(schema: Any) -> Any:
-    """What llguidance cannot enforce is left out, with a warning, instead of refused."""
+    """What llguidance cannot enforce is left out, with a warning, instead of refused; and whitespace is bounded."""
+    if schema is True:
+        schema = {}
     if not isinstance(schema, dict):
         return schema
     options = schema.get("x-guidance")
-    return schema | {"x-guidance": (options if isinstance(options, dict) else {}) | {"lenient": True}}
+    options = options if isinstance(options, dict) else {}
+    return schema | {"x-guidance": {"whitespace_pattern": WHITESPACE} | options | {"lenient": True}}
 
 
 def _schema(value: Any, close) -> str:

@@ -48,7 +48,8 @@ def test_streams_and_whole_answers(quiet, llm, echo, logprobs, prompts, n, is_te
 @pytest.mark.parametrize("logprobs", [None, 5])
 @pytest.mark.parametrize("is_thinking", [False, True], ids=["answer", "thought"])
 def test_streams_and_whole_answers_of_a_chat(quiet, is_thinking, logprobs, n):
-    """The role comes first, one reason to end in each choice, and log-probabilities in every chunk between."""
+    """The role comes first, one reason to end in each choice, with its last text, and log-probabilities in every
+    chunk but the first."""
     body = {"messages": MESSAGES, "n": n, "temperature": 0, "max_tokens": 24, "return_token_ids": True}
     body |= {"logprobs": logprobs is not None, "top_logprobs": logprobs}
     body |= {"chat_template_kwargs": {"enable_thinking": is_thinking}, "thinking_token_budget": 5}
@@ -63,9 +64,9 @@ def test_streams_and_whole_answers_of_a_chat(quiet, is_thinking, logprobs, n):
         (choice,) = event["choices"]
         parts[choice["index"]].append(choice)
     for index, whole in itertools.zip_longest(sorted(parts), drafted["choices"]):
-        first, *between, end = parts[index]
+        first, *between = parts[index]
         assert first["delta"]["role"] == "assistant"
-        assert [c["finish_reason"] for c in parts[index]] == [None] * (len(between) + 1) + [whole["finish_reason"]]
+        assert [c["finish_reason"] for c in parts[index]] == [None] * len(between) + [whole["finish_reason"]]
         texts = {name: "".join(c["delta"].get(name) or "" for c in between) for name in ("content", "reasoning")}
         assert texts == {name: whole["message"][name] or "" for name in texts}
         for chunk in between:

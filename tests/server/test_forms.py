@@ -1,6 +1,7 @@
 """Structured output and tools, over HTTP."""
 
 import json
+import re
 
 import pytest
 from conftest import MESSAGES, NAME, OFF, SCHEMA, TOOL
@@ -91,3 +92,29 @@ def test_no_tool_is_called_where_none_may_be(client):
         extra_body={"chat_template_kwargs": OFF},
     )
     assert found.choices[0].message.tool_calls is None
+
+
+CITY = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "pattern": "^[a-z]{1,8}$"}, "population": {"type": "integer"}},
+    "required": ["name", "population"],
+}
+WHITESPACE = (" ", "\n", "    ")
+
+
+@pytest.mark.parametrize("form", [{"json_schema": CITY}, {"json_schema": {"type": "array"}}])
+def test_whitespace_of_json_is_bounded(quiet, llm, form):
+    """A text that would be whitespace for ever, with drafts and without."""
+    ids = [ids for text in WHITESPACE for ids in [llm.encode(text)] if len(ids) == 1]
+    biases = {str(token): 40 for (token,) in ids}
+    texts = []
+    for width in (1, 8):
+        sampling = {"temperature": 0, "max_new_tokens": 900, "logit_bias": biases, **form}
+        texts.append(
+            quiet.post("/generate", text="A city:\n", sampling_params=sampling, block_size=width).json()["text"]
+        )
+    assert texts[0] == texts[1]
+    assert max(len(gap) for gap in re.findall(r"\s*", texts[0])) <= 64
+    assert re.search(r"\s{32}", texts[0])
+    if form["json_schema"] is CITY:
+        assert set(json.loads(texts[0])) == {"name", "population"}
