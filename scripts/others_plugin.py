@@ -260,6 +260,16 @@ class RemoteOpenAIServer:
         return anthropic.AsyncAnthropic(base_url=self.url_for(), api_key=KEY, max_retries=0, **options)
 
 
+class ModelConfig:
+    """vLLM's, of which tests ask the size of the vocabulary."""
+
+    def __init__(self, **options):
+        self._config = json.loads((Path(TARGET) / "config.json").read_text(encoding="utf-8"))
+
+    def get_vocab_size(self) -> int:
+        return self._config.get("text_config", self._config)["vocab_size"]
+
+
 def passed_through(*args, **options):
     """A decorator, with or without arguments, that changes nothing."""
     return args[0] if len(args) == 1 and callable(args[0]) else lambda f: f
@@ -289,6 +299,7 @@ def install() -> None:
         add_module("tests.entrypoints", [f"{VLLM}/tests/entrypoints"])
         add_module("tests.utils", ROCM_EXTRA_ARGS=[], ROCM_ENV_OVERRIDES={}, **utils)
         add_module("vllm")
+        add_module("vllm.config", ModelConfig=ModelConfig)
         add_module("vllm.transformers_utils")
         hub = types.SimpleNamespace(snapshot_download=lambda **_: TARGET)
         add_module("vllm.transformers_utils.repo_utils", hf_api=lambda: hub)
