@@ -88,7 +88,7 @@ def run_suite(suite: str, tests: list[str], directory: Path, args, names: list[s
     found = run_pytest(*options, (args.target, args.draft))
     if args.second_target is None:
         return found
-    again = [result["test"] for result in found if result["outcome"] == "failed"]
+    again = [result["test"] for result in found if judged(result)[0] in (FAIL, MODEL)]
     if again:
         second = {r["test"]: r for r in run_pytest(*options, (args.second_target, args.second_draft), again)}
         found = [better(result, second.get(result["test"], result)) for result in found]
