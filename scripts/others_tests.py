@@ -83,7 +83,7 @@ NEEDS = [
 
 
 def run_suite(suite: str, tests: list[str], directory: Path, args, names: list[str]) -> list[dict]:
-    """Outcomes of ``tests``: ``{"test", "outcome", "reason"}``, of both pairs the better one."""
+    """Outcomes of ``tests``: ``{"test", "outcome", "reason"}``, of both pairs as `of_both` says."""
     options = suite, tests, directory, args, names
     found = run_pytest(*options, (args.target, args.draft))
     if args.second_target is None:
@@ -91,14 +91,13 @@ def run_suite(suite: str, tests: list[str], directory: Path, args, names: list[s
     again = [result["test"] for result in found if judged(result)[0] in (FAIL, MODEL)]
     if again:
         second = {r["test"]: r for r in run_pytest(*options, (args.second_target, args.second_draft), again)}
-        found = [better(result, second.get(result["test"], result)) for result in found]
+        found = [of_both(result, second.get(result["test"], result)) for result in found]
     return found
 
 
-def better(first: dict, second: dict) -> dict:
-    """The outcome of a test that ran with two models."""
-    ranks = (PASS, NOT_OURS, MODEL, FAIL)
-    return min(first, second, key=lambda result: ranks.index(judged(result)[0]))
+def of_both(first: dict, second: dict) -> dict:
+    """The outcome of a test that ran with two models: it passes with either, and fails with either."""
+    return min(first, second, key=lambda result: VERDICTS.index(judged(result)[0]))
 
 
 def run_pytest(
