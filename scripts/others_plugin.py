@@ -35,6 +35,7 @@ RESULTS = os.environ["OTHERS_RESULTS"]
 NAMES = [*os.environ["OTHERS_NAMES"].split(), TARGET]
 KEY = "token-abc123"
 BLOCK_SIZE = "4"
+BUDGET = {"thinking_token_budget": 64}
 # Answers begin at once.
 PLAIN = ("--default-chat-template-kwargs", '{"enable_thinking": false}')
 TEST_S, START_S = 600, 1200
@@ -275,12 +276,38 @@ def passed_through(*args, **options):
     return args[0] if len(args) == 1 and callable(args[0]) else lambda f: f
 
 
-def watched(send):
-    """`requests`' way to send, which keeps errors."""
+def is_chat(url) -> bool:
+    return str(url).endswith(("/chat/completions", "/chat/completions/batch"))
 
-    def sent(*args, **options):
+
+def budgeted(request: httpx.Request) -> httpx.Request:
+    """A chat request with a bound on its thought, unless it has one: small models think until max_tokens."""
+    if request.method != "POST" or not is_chat(request.url):
+        return request
+    try:
+        body = json.loads(request.content)
+    except ValueError:
+        return request
+    if not isinstance(body, dict):
+        return request
+    headers = {name: value for name, value in request.headers.items() if name.lower() != "content-length"}
+    content = json.dumps(BUDGET | body).encode()
+    return httpx.Request(request.method, request.url, headers=headers, content=content, extensions=request.extensions)
+
+
+def sending(send):
+    """httpx's way to send, sync or not, of budgeted requests."""
+    return lambda client, request, **options: send(client, budgeted(request), **options)
+
+
+def watched(send):
+    """`requests`' way to send, which bounds thoughts and keeps errors."""
+
+    def sent(self, method, url, *args, **options):
         global last_error
-        answer = send(*args, **options)
+        if isinstance(options.get("json"), dict) and is_chat(url):
+            options["json"] = BUDGET | options["json"]
+        answer = send(self, method, url, *args, **options)
         if answer.status_code >= 400:
             last_error = f"{answer.status_code}: {answer.text[:200]}"
         return answer
@@ -290,6 +317,8 @@ def watched(send):
 
 def install() -> None:
     requests.Session.request = watched(requests.Session.request)
+    for client in (httpx.Client, httpx.AsyncClient):
+        client.send = sending(client.send)
     transformers.AutoTokenizer.from_pretrained = staticmethod(tokenizer_of_target)
     sys.meta_path.insert(0, Finder())
     if VLLM:
