@@ -84,11 +84,13 @@ class Gate:
             log.info("%s %s %s %d %.1f ms", client, scope["method"], path, status, milliseconds)
 
     async def _pass(self, scope, receive, send) -> None:
-        body, counts = Body(self.serving), needs_engine(scope)
-        self.serving.in_flight += counts
+        body, counts = Body(self.serving), False
         try:
             headers = dict(scope["headers"])
             self._check(scope, headers)
+            # Only now: a signal may begin to drain at any point of the check, which then refuses the request.
+            counts = needs_engine(scope)
+            self.serving.in_flight += counts
             if scope["method"] == "HEAD":
                 # Of an answer to it, the HTTP server leaves the body out.
                 scope = scope | {"method": "GET"}
