@@ -14,6 +14,8 @@ import math
 import statistics
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +25,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import xla_text
-from decode_pair import ROOM, Pair, Point, grid, groups, in_fp8, layout_of, open_pair, parameters
+from decode_pair import (
+    ROOM,
+    Pair,
+    Point,
+    experts_used,
+    grid,
+    groups,
+    in_fp8,
+    layout_of,
+    open_pair,
+    parameters,
+    shapes_of,
+)
 from decode_profile import profile
 from decode_table import table
 
@@ -88,6 +102,29 @@ def choices(target, drafter, state, rows, block):
     finally:
         moe.route = route
     return jnp.stack(seen)
+
+
+@contextmanager
+def forced(tokens: int, experts: int | None) -> Iterator[None]:
+    """Inside, batches of ``tokens`` are sent to ``experts`` experts of each layer, one after another, evenly; others
+    are routed as they would be. The router's own products are computed as before."""
+    mixture = moe.mixture_by_platform
+
+    def mixture_of_forced(x, logits, *args):
+        if logits.shape[0] == tokens:
+            (*_, spec), count = args, logits.shape[1]
+            choice = np.arange(tokens * spec.experts_per_token).reshape(tokens, -1) % experts
+            wanted = np.zeros(logits.shape, np.float32)
+            np.put_along_axis(wanted, choice * count // experts, 1e4, axis=1)
+            logits = jnp.clip(logits, -1, 1) + wanted
+        return mixture(x, logits, *args)
+
+    if experts is not None:
+        moe.mixture_by_platform = mixture_of_forced
+    try:
+        yield
+    finally:
+        moe.mixture_by_platform = mixture
 
 
 def repeated(part):
@@ -228,6 +265,10 @@ class Bench:
         return jax.tree.map(zeros, lowered.out_info, jax.tree.broadcast(specs, lowered.out_info))
 
     def measure(self, point: Point) -> dict:
+        with forced(point.batch * point.width, point.experts):
+            return self._measure(point)
+
+    def _measure(self, point: Point) -> dict:
         state = self.state(point)
         began = time.perf_counter()
         with self.programs.ahead(threads=8):
@@ -286,6 +327,20 @@ class Bench:
         return found | {"peak_gb": round(max(held) / 1e9, 2)}
 
 
+def count_of_experts(args, point: Point) -> int:
+    """What --experts says for a point. Raises InputError where the target has none, or not so many."""
+    specs = [layer.ffn for layer in shapes_of(args).target.layers if isinstance(layer.ffn, MoeSpec)]
+    if not specs:
+        raise InputError("--experts: the target has none")
+    tokens, spec = point.batch * point.width, specs[0]
+    if args.experts == "even":
+        return experts_used(tokens, spec)
+    least, most = spec.experts_per_token, min(spec.num_experts, tokens * spec.experts_per_token)
+    if not args.experts.isdecimal() or not least <= int(args.experts) <= most:
+        raise InputError(f"--experts {args.experts!r}: for {tokens} tokens it must be 'even' or {least} to {most}")
+    return int(args.experts)
+
+
 def timed(call, state, rewound) -> tuple:
     """(median seconds of a call, the state behind): each waited for, after one that warms up."""
     times = []
@@ -310,6 +365,8 @@ def run(args) -> int:
         raise InputError(f"{count / 1e9:.0f} billion parameters on a CPU: give --layers, or leave --config out")
     enable_disk_cache()
     points = [Point.parse(text) for text in args.points or ()] or grid(args.grid, args.config is None or is_cpu)
+    if args.experts is not None:
+        points = [replace(p, experts=count_of_experts(args, p)) for p in points]
     kind, name = jax.devices()[0].device_kind, Path(args.config).stem if args.config else "bundled"
     if args.grid == "full" and args.config is not None and not args.points and args.quantize is None:
         points += in_fp8(args, points)
@@ -377,6 +434,8 @@ def make_parser() -> argparse.ArgumentParser:
     p.add_argument("--config", metavar="FILE", help="a TOML of configs/ (default: the bundled pair)")
     p.add_argument("--grid", choices=["default", "full"], default="default", help="default: %(default)s")
     p.add_argument("--points", nargs="+", metavar="BATCH,WIDTH,CONTEXT", help="these instead of a grid")
+    text = "send the tokens of a round to N experts of each layer, or to as many as evenly used routers do (even)"
+    p.add_argument("--experts", metavar="N|even", help=f"{text}; default: as random weights route")
     p.add_argument("--layers", type=int, metavar="N", help="only the first N layers of the target")
     p.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: by platform")
     p.add_argument("--quantize", choices=["int8", "fp8"])

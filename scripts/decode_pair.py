@@ -9,12 +9,14 @@ import compile_report
 import jax
 import jax.numpy as jnp
 
+from dflash_jax.config import MoeSpec
 from dflash_jax.engine.options import PREFILL_SIZES
 from dflash_jax.errors import InputError
 from dflash_jax.fit import Shapes, measure_slot, read_shapes
 from dflash_jax.sharding import Layout, parameter_paths, parameter_specs
 from dflash_jax.system import read_system
 
+ASSETS = Path(__file__).parents[1] / "dflash_jax/assets/tiny"
 # Room behind the context for the rounds of all measurements.
 ROOM = 1024
 # Of the memory that a backend gives.
@@ -24,12 +26,14 @@ USABLE = 0.92
 @dataclass(frozen=True)
 class Point:
     """A batch of rows that verify ``width`` tokens each behind ``context`` others; width 1 is plain decoding.
-    ``quantize``: what the weights are held in, where that is not the pair's own."""
+    ``quantize``: what the weights are held in, where that is not the pair's own. ``experts``: how many experts of each
+    layer the batch's tokens are sent to; None: as many as the router of random weights chooses."""
 
     batch: int
     width: int
     context: int
     quantize: str | None = None
+    experts: int | None = None
 
     @classmethod
     def parse(cls, text: str) -> "Point":
@@ -42,7 +46,13 @@ class Point:
 
     def __str__(self) -> str:
         where = f"batch {self.batch}, width {self.width}, context {self.context}"
-        return where + (f", {self.quantize}" if self.quantize else "")
+        where += f", {self.quantize}" if self.quantize else ""
+        return where + (f", {self.experts} experts" if self.experts else "")
+
+
+def experts_used(tokens: int, spec: MoeSpec) -> int:
+    """Experts of a layer that ``tokens`` are sent to by a router that uses all of them evenly, as training makes it."""
+    return round(spec.num_experts * (1 - (1 - spec.experts_per_token / spec.num_experts) ** tokens))
 
 
 def grid(name: str, is_small: bool) -> list[Point]:
@@ -127,7 +137,8 @@ def layout_of(args) -> Layout:
 
 
 def shapes_of(args) -> Shapes:
-    shapes = read_shapes(*(str(read_system(args.config).shapes[k]) for k in ("target", "draft")))
+    of = {k: ASSETS / k for k in ("target", "draft")} if args.config is None else read_system(args.config).shapes
+    shapes = read_shapes(*(str(of[k]) for k in ("target", "draft")))
     return compile_report.shorten(shapes, args.layers) if args.layers else shapes
 
 

@@ -14,6 +14,7 @@ import pytest
 from dflash_jax.checkpoint.parameters import QUANTIZED
 from dflash_jax.errors import InputError
 from dflash_jax.fit import read_shapes, weigh
+from dflash_jax.models import moe
 from dflash_jax.models.decoder import abstract_decoder
 from dflash_jax.sharding import ONE_DEVICE, Layout
 
@@ -236,3 +237,21 @@ def test_weights_in_few_bits_weigh_what_the_plan_says():
     planned = weigh(abstract_decoder(shapes.target, jnp.bfloat16), ONE_DEVICE, frozenset(QUANTIZED))
     assert held.read(16, 70.0) == pytest.approx(planned.read(16, 70.0), rel=1e-6)
     assert held.read(16, 70.0) < 0.4 * held.total
+
+
+@pytest.mark.parametrize("experts", ["even", "7"])
+def test_forced_experts(measured, tmp_path, experts):
+    """The record counts as many as were asked for, and routing is as before afterwards."""
+    before, out = moe.mixture_by_platform, tmp_path / "forced"
+    options = [*measured[1][:-1], str(out), "--points", "2,4,64"]
+    assert bench_decode.main([*options, "--experts", experts]) == 0
+    ((name, row),) = json.loads(out.with_suffix(".json").read_text())["points"].items()
+    assert name.endswith(f"{row['experts_touched']:.0f} experts")
+    assert experts == "even" or row["experts_touched"] == 7
+    assert moe.mixture_by_platform is before
+
+
+def test_more_experts_than_choices_are_refused():
+    args = bench_decode.make_parser().parse_args(["--points", "1,1,64", "--experts", "100"])
+    with pytest.raises(InputError, match="for 1 tokens it must be 'even' or"):
+        bench_decode.count_of_experts(args, Point(1, 1, 64))
