@@ -7,7 +7,7 @@ import argparse
 import json
 import sys
 
-from dflash_jax.devices import DEVICES
+from dflash_jax.devices import DEVICES, Device
 from dflash_jax.errors import InputError
 from dflash_jax.fit import USABLE, make_plan, read_shapes
 
@@ -53,6 +53,8 @@ def make_parser() -> argparse.ArgumentParser:
     p.add_argument("--draft", metavar="DIR|none")
     p.add_argument("--mesh", metavar="data=2,tensor=4", help="default: the TOML's for the devices, or one device")
     p.add_argument("--device", choices=DEVICES, default="b200", help="default: %(default)s")
+    p.add_argument("--device-memory", type=float, metavar="GB", help="of one device, where --device does not name it")
+    p.add_argument("--bandwidth", type=float, metavar="GB/S", help="of its memory; with --device-memory")
     p.add_argument("--devices", type=int, default=1, metavar="N", help="how many, to choose the TOML's mesh")
     p.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16", help="default: %(default)s")
     p.add_argument("--quantize", choices=["none", "int8", "fp8"])
@@ -81,6 +83,14 @@ def run(args) -> int:
     for name in ("max_len", "slots", "devices", "context"):
         if getattr(args, name) < 1:
             raise InputError(f"{name} is {getattr(args, name)}: it must be 1 or more")
+    device, name = DEVICES[args.device], args.device
+    if args.device_memory is not None or args.bandwidth is not None:
+        if args.device_memory is None or args.bandwidth is None:
+            raise InputError("--device-memory and --bandwidth go together")
+        for option, value in (("--device-memory", args.device_memory), ("--bandwidth", args.bandwidth)):
+            if not 0 < value < 1e9:
+                raise InputError(f"{option} {value:g}: it must be above 0 GB and below a billion")
+        device, name = Device("", round(1e9 * args.device_memory), 1e9 * args.bandwidth), "device"
     import jax
 
     jax.config.update("jax_platforms", "cpu")
@@ -94,7 +104,7 @@ def run(args) -> int:
     plan = make_plan(
         shapes,
         Layout.parse(mesh or ""),
-        DEVICES[args.device],
+        device,
         dtype={"float32": jnp.float32, "bfloat16": jnp.bfloat16}[args.dtype],
         slots=args.slots,
         max_len=args.max_len,
@@ -103,7 +113,7 @@ def run(args) -> int:
         block=args.block_size or (shapes.draft.block_size if shapes.draft else 1),
         quantize=args.quantize,
     )
-    print(json.dumps(plan) if args.json else describe(plan, args, args.device))
+    print(json.dumps(plan) if args.json else describe(plan, args, name))
     return 0
 
 

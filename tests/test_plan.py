@@ -171,3 +171,21 @@ def test_a_toml_that_makes_no_sense(text, named, tmp_path):
     path.write_text(text)
     with pytest.raises(InputError, match=named):
         read_system(path)
+
+
+def test_another_device(capsys):
+    """Memory and bandwidth of a device without a name here: the floor is by its bandwidth."""
+    options = ["--config", "configs/qwen3.6-27b.toml", "--json"]
+
+    def floor(*more):
+        assert main([*options, *more]) == 0
+        plan = json.loads(capsys.readouterr().out)
+        return plan["bytes_per_device"]["memory"], plan["floor_tokens_per_s"]
+
+    memory, one = floor("--device-memory", "48", "--bandwidth", "900")
+    assert memory == 48_000_000_000
+    assert floor("--device-memory", "48", "--bandwidth", "1800")[1] == pytest.approx(2 * one)
+    assert main([*options, "--bandwidth", "900"]) == 2
+    assert "go together" in capsys.readouterr().err
+    assert main([*options, "--bandwidth", "nan", "--device-memory", "48"]) == 2
+    assert "above 0 GB" in capsys.readouterr().err
