@@ -12,6 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from dflash_jax import kernels
 from dflash_jax.errors import EngineError, InputError
+from dflash_jax.kernels import launch
 
 
 class Parser(argparse.ArgumentParser):
@@ -92,6 +93,8 @@ def versions() -> str:
     for name in ("jax", "jaxlib", "jax-cuda13-plugin", "libtpu", "triton", "jax-triton"):
         with suppress(PackageNotFoundError):
             found.append(f"{name} {version(name)}")
+    for assembler in launch.assemblers()[:1]:
+        found += [f"ptxas {release}"] if (release := launch.release_of(assembler)) else []
     if shutil.which("nvidia-smi"):
         asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         with suppress(OSError, subprocess.TimeoutExpired):

@@ -176,6 +176,7 @@ def report(shapes, layout, devices, args) -> dict:
     from dflash_jax.cache import KVCache
     from dflash_jax.config import MAX_LOGPROBS
     from dflash_jax.engine.options import largest_prefill
+    from dflash_jax.kernels.card import Card
     from dflash_jax.programs import GPU_OPTIONS, Programs
     from dflash_jax.state import Settings
 
@@ -183,7 +184,8 @@ def report(shapes, layout, devices, args) -> dict:
     jax.config.update("jax_enable_compilation_cache", False)
     # "auto" asks for the card that is here.
     is_gpu = ":" not in args.device
-    kernels.choose("triton" if args.kernels == "auto" and is_gpu and find_spec("jax_triton") else "xla")
+    wanted = args.kernels == "auto" and is_gpu and find_spec("jax_triton")
+    kernels.choose(*(("triton", Card.of_device(devices[0])) if wanted else ("xla",)))
     target, drafter = abstract_pair(shapes, layout, jnp.bfloat16, args.quantize)
     mesh = layout.mesh(devices)
     with_drafter, without = Programs(target, drafter, mesh), Programs(target, None, mesh)

@@ -13,19 +13,28 @@ from importlib.util import find_spec
 from typing import Any
 
 from dflash_jax.errors import InputError
+from dflash_jax.kernels.card import HOPPER, OLDEST, Card
 
 CHOICES = ("auto", "xla")
 _choice = "auto"
+_card: Card | None = None
 
 
-def choose(kernels: str) -> None:
-    """For weights that are loaded and programs that are traced from now on. "auto": kernels where jax-triton and a card
-    that they were made for are, and on a CPU where a C++ compiler is; "xla": none; "triton": for a card that is not
-    here, too."""
-    global _choice
+def choose(kernels: str, for_card: Card | None = None) -> None:
+    """For weights that are loaded and programs that are traced from now on.
+
+    Args:
+        kernels: "auto": kernels where `why_not` finds nothing against them; "xla": none; "triton": Triton's wherever
+            the program will run.
+        for_card: The card that programs are compiled for, where it is not this machine's.
+
+    Raises:
+        InputError: ``kernels`` is none of these.
+    """
+    global _choice, _card
     if kernels not in (*CHOICES, "triton"):
         raise InputError(f"kernels {kernels!r}: it must be one of {', '.join(CHOICES)}")
-    _choice = kernels
+    _choice, _card = kernels, for_card
 
 
 @contextmanager
@@ -58,13 +67,33 @@ def for_cpu() -> bool:
 
 
 def are_wanted() -> bool:
-    """Whether programs that are traced now get Triton kernels. Their tiles are cut for the shared memory of Hopper's
-    and Blackwell's data-centre cards (compute capability 9 and 10)."""
+    """Whether programs that are traced now get Triton kernels."""
+    return why_not() is None
+
+
+def why_not() -> str | None:
+    """Why programs that are traced now get no Triton kernels; None where they do."""
     import jax
 
-    if _choice != "auto" or find_spec("jax_triton") is None:
-        return _choice == "triton"
+    if _choice != "auto":
+        return None if _choice == "triton" else f"kernels are {_choice!r}"
     device = jax.devices()[0]
     if device.platform != "gpu" or "cuda" not in device.client.platform_version.lower():
-        return False
-    return 9 <= float(device.compute_capability) < 11
+        return f"{device.device_kind} is no NVIDIA GPU"
+    capability = Card.of_device(device).capability
+    if capability < OLDEST:
+        needed = f"{OLDEST // 10}.{OLDEST % 10}"
+        return f"{device.device_kind} has compute capability {device.compute_capability}: kernels need {needed}"
+    if find_spec("jax_triton") is None or find_spec("triton") is None:
+        return "jax-triton is not installed: it comes with the extra cuda13 on Python 3.12 and later"
+    return None
+
+
+def target_card() -> Card:
+    """The card that tiles are chosen for: what `choose` was given, or this machine's; Hopper's where it has none."""
+    import jax
+
+    if _card is not None:
+        return _card
+    device = jax.devices()[0]
+    return Card.of_device(device) if hasattr(device, "compute_capability") else HOPPER

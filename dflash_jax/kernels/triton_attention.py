@@ -7,13 +7,15 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
+from dflash_jax.kernels import target_card
+from dflash_jax.kernels.card import KB, Card
 from dflash_jax.kernels.launch import triton_call
 from dflash_jax.kernels.triton_tiles import power
 
 # Programs that keep an accelerator busy, and parts of a context: more cost more to join than they bring (H200).
 PROGRAMS, MOST_PARTS = 264, 32
-# Query rows of a program, of few new tokens and of more than FEW; positions that it takes at a time (fewer of large
-# heads: shared memory), warps, stages.
+# Query rows of a program, of few new tokens and of more than FEW; positions that it takes at a time; both fewer where
+# the card's shared memory has no room for them. Warps, stages.
 ROWS, FEW, POSITIONS, WARPS, STAGES = (64, 128), 64, 128, (4, 8), 2
 # Sizes of heads, and how many tokens' queries and keys are normed, rotated and written here.
 SIZES, MOST_ROTATED = (16, 32, 64, 128, 256), 512
@@ -175,11 +177,10 @@ def writes(k) -> bool:
 def write_triton(k_held, v_held, k, v, rows, slots) -> tuple:
     """As `cache.put`, of both, where they lie."""
     b, t, heads, d = k.shape
-    out = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k_held, v_held)]
-    return tuple(triton_call(
-        _write, [k_held, v_held, k, v, rows, slots], out, (b * t * heads,), num_warps=1,
-        input_output_aliases={0: 0, 1: 1}, T=t, KH=heads, D=d, ROWS=k_held.shape[0], CAP=k_held.shape[2],
-    ))  # fmt: skip
+    return triton_call(
+        _write, [k_held, v_held, k, v, rows, slots], [], (b * t * heads,), in_place=(0, 1), num_warps=1, T=t, KH=heads,
+        D=d, ROWS=k_held.shape[0], CAP=k_held.shape[2],
+    )  # fmt: skip
 
 
 def rotates(k) -> bool:
@@ -208,6 +209,25 @@ def fits(q) -> bool:
     return q.shape[3] in SIZES
 
 
+def tile(rows: int, positions: int, bytes_of_row: int, card: Card) -> tuple[int, int]:
+    """(query rows, positions) of a program: at most those, as many as the card's shared memory has room for.
+
+    Triton keeps there the queries, a step's keys and values, and on Hopper and the data centre's Blackwell, whose
+    products read them there, the next step's too; elsewhere, instead, the softmax's weights.
+    """
+    reads_shared = 90 <= card.capability < 120
+
+    def needed() -> int:
+        held = 2 * positions * bytes_of_row * (STAGES if reads_shared else STAGES - 1)
+        # Weights have the dtype of values; 4 bytes are the most.
+        return rows * bytes_of_row + held + (0 if reads_shared else 4 * rows * positions)
+
+    # What barriers take is small.
+    while needed() + KB > card.shared_memory and max(rows, positions) > 16:
+        rows, positions = (rows // 2, positions) if rows > 64 or positions <= 16 else (rows, positions // 2)
+    return rows, positions
+
+
 def attend_triton(q, k, v, own_mask, cache, length, bounds, both=None):
     """As `cache.attend`, with a cache and bounds."""
     b, t, n, d = q.shape
@@ -216,8 +236,8 @@ def attend_triton(q, k, v, own_mask, cache, length, bounds, both=None):
     m = t * group
     bytes_of_row = d * q.dtype.itemsize
     block = max(16, min(ROWS[t > FEW] * 512 // max(bytes_of_row, 512), 1 << (m - 1).bit_length()))
+    block, positions = tile(block, min(POSITIONS, POSITIONS * 256 // bytes_of_row), bytes_of_row, target_card())
     tiles = -(-m // block)
-    positions = min(POSITIONS, POSITIONS * 256 // bytes_of_row)
     # Not by the capacity, which another request may have made larger: the same context has the same parts.
     splits = max(1, min(PROGRAMS // (b * heads * tiles), MOST_PARTS))
     if own_mask is None:

@@ -267,10 +267,9 @@ def replay_triton(state, record, n):
     sizes, programs = _sizes(state, t), b * g * state.recurrent.shape[2]
     held = [state.recurrent, state.conv, state.all_rows()]
     args = [*held, record.k, record.delta, record.log_decay, record.conv, n]
-    out = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (state.recurrent, state.conv)]
     # Of bfloat16 models the products are tf32, as XLA's are; the sum is float32.
     precision = "ieee" if record.conv.dtype == jnp.float32 else "tf32"
     return triton_call(
-        _replay, args, out, (programs,), num_warps=FEW_WARPS if programs <= FEW else WARPS,
-        input_output_aliases={0: 0, 1: 1}, PRECISION=precision, **sizes,
+        _replay, args, [], (programs,), in_place=(0, 1), num_warps=FEW_WARPS if programs <= FEW else WARPS,
+        PRECISION=precision, **sizes,
     )  # fmt: skip

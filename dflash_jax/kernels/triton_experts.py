@@ -12,7 +12,7 @@ import triton.language as tl
 
 from dflash_jax.kernels.launch import triton_call
 from dflash_jax.kernels.triton_routing import aligned
-from dflash_jax.kernels.triton_tiles import divisor, parts, power, products, tile
+from dflash_jax.kernels.triton_tiles import divisor, parts, power, products, reads, stages_within, tile
 
 # Of both products, (outputs of a program, warps, stages) with few rows a block and with 64.
 FEW_ROWS, MANY_ROWS = (64, 4, 4), (64, 4, 3)
@@ -172,7 +172,7 @@ def _rows_of_a_block(choices: int, experts: int) -> int:
 def fits(choices: int, gate_up, down) -> bool:
     """Whether the kernels are for so many choices, and products of 16 and more can be taken of these shapes, a scale's
     run at a time."""
-    if choices > MOST_CHOICES:
+    if choices > MOST_CHOICES or not (reads(gate_up) and reads(down)):
         return False
     inner = [w.shape[-1] // (w.scale.shape[-1] if hasattr(w, "scale") else 1) for w in (gate_up, down)]
     return all(n % 16 == 0 for n in (*inner, gate_up.shape[-2], down.shape[-2]))
@@ -206,16 +206,18 @@ def experts_triton(x, weights, chosen, gate_up, down, shared=None, residual=None
     inner = 256 // x.dtype.itemsize
     outputs, warps, stages = MANY_ROWS if rows >= 64 else FEW_ROWS
     block_f, block_h, run = divisor(f, outputs), divisor(first[2] or hidden, inner), first[2]
+    step = block_h * (rows * x.dtype.itemsize + 2 * block_f * first[0].dtype.itemsize)
     (h,) = triton_call(
         _gate_up, [x, *first[:2], *others[0][:2], *plan],
-        [jax.ShapeDtypeStruct((most * rows, f), x.dtype)], (most, f // block_f), num_warps=warps, num_stages=stages,
-        RUN=run, BF=block_f, BH=block_h, **sizes,
+        [jax.ShapeDtypeStruct((most * rows, f), x.dtype)], (most, f // block_f), num_warps=warps,
+        num_stages=stages_within(stages, step), RUN=run, BF=block_f, BH=block_h, **sizes,
     )  # fmt: skip
     block_n, block_f, run = divisor(hidden, outputs), divisor(second[2] or f, inner), second[2]
+    step = block_f * (rows * x.dtype.itemsize + block_n * second[0].dtype.itemsize)
     (y,) = triton_call(
         _down, [h, *second[:2], *others[1][:2], *plan],
         [jax.ShapeDtypeStruct((c + (n if own_blocks else 0), hidden), x.dtype)], (most, hidden // block_n),
-        num_warps=warps, num_stages=stages, RUN=run, BN=block_n, BF=block_f, **sizes,
+        num_warps=warps, num_stages=stages_within(stages, step), RUN=run, BN=block_n, BF=block_f, **sizes,
     )  # fmt: skip
     routed = y[:c].reshape(n, top, hidden).astype(jnp.float32)
     total = jnp.sum(jnp.where(weights[..., None] != 0, routed * weights[..., None], 0.0), axis=1)

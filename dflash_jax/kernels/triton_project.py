@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from dflash_jax.kernels.launch import triton_call
-from dflash_jax.kernels.triton_tiles import divisor, parts, power, products, tile
+from dflash_jax.kernels.triton_tiles import divisor, parts, power, products, reads, stages_within, tile
 
 # A kernel takes at most so many weights, and so many rows.
 MOST, ROWS = 3, 16
@@ -189,16 +189,19 @@ def _project(
 def fits(rows: int, inner: int, weights) -> bool:
     """Whether the kernels take so many rows of so many inputs, and such weights."""
     runs = [parts(w)[2] for w in weights]
+    if not all(map(reads, weights)):
+        return False
     if rows == 1:
         # Sums over a run's inputs need a power of two of them.
         return inner % 64 == 0 and not any(run & (run - 1) for run in runs)
     return rows <= ROWS and inner % 16 == 0 and all(run % 16 == 0 for run in runs)
 
 
-def norms(rows: int, inner: int, weights) -> bool:
-    """Whether the norm is better taken with these products than before them."""
+def norms(dtype, rows: int, inner: int, weights) -> bool:
+    """Whether the norm is better taken with these products than before them. Of several rows the products take x times
+    the norm's weight, and the division comes last: float16 might overflow before it."""
     outputs = sum(math.prod(w.shape[:-1]) for w in weights)
-    return rows == 1 or (outputs <= MOST_NORMED and inner <= outputs * INPUTS_OF_OUTPUT)
+    return rows == 1 or (dtype != jnp.float16 and outputs <= MOST_NORMED and inner <= outputs * INPUTS_OF_OUTPUT)
 
 
 def project_triton(
@@ -246,6 +249,11 @@ def _together(x, weights, norm, rest, kind, eps: float, offset: float, kept: boo
         block = next((n for n in TILES if sum(sizes) >= n * PROGRAMS[run > 0]), min(TILES))
         kernel, (step, warps, *stages) = _project, TILES[block]
         steps = [divisor(r or hidden, step // x.dtype.itemsize) for r in (run, other_run)]
+        bytes_of_step = max(
+            n * (ROWS * x.dtype.itemsize + (1 + gated) * block * w.dtype.itemsize)
+            for n, (w, *_) in zip(steps, (held[0], held[-1]), strict=True)
+        )
+        stages = [stages_within(n, bytes_of_step) for n in stages]
         more = {"R": rows, "BM": ROWS, "PRECISION": "ieee" if x.dtype == jnp.float32 else "tf32"}
     programs = [-(-n // block) for n in sizes]
     more |= {f"N{i}": n for i, n in enumerate(sizes)}

@@ -9,10 +9,12 @@ import triton
 import triton.language as tl
 
 from dflash_jax.config import MoeSpec
+from dflash_jax.kernels import target_card
 from dflash_jax.kernels.launch import triton_call
 from dflash_jax.kernels.triton_tiles import power
 
-# Choices that one program sorts, and of how many such chunks it adds up the counts itself.
+# Choices that one program sorts (fewer where the card's shared memory has no room for a number for each and each
+# expert), and of how many such chunks it adds up the counts itself.
 _CHUNK, _COUNTED = 64, 128
 
 
@@ -125,11 +127,14 @@ def route_triton(logits, live, first, local: int, spec: MoeSpec) -> tuple:
 def aligned(weights, chosen, experts: int, rows: int) -> list:
     """[order, owner, blocks] of `_align`."""
     c = chosen.size
-    most, chunks, ep = min(c, experts) + c // rows, -(-c // _CHUNK), power(experts)
+    ep, chunk = power(experts), _CHUNK
+    while 4 * chunk * ep > target_card().shared_memory and chunk > 16:
+        chunk //= 2
+    most, chunks = min(c, experts) + c // rows, -(-c // chunk)
     chosen, weights = chosen.reshape(-1), weights.reshape(-1)
     (counts,) = triton_call(
         _count, [chosen, weights], [jax.ShapeDtypeStruct((chunks, ep), jnp.int32)], (chunks,),
-        num_warps=8, C=c, EP=ep, CHUNK=_CHUNK,
+        num_warps=8, C=c, EP=ep, CHUNK=chunk,
     )  # fmt: skip
     if chunks > _COUNTED:
         block = min(ep, 16)
@@ -139,5 +144,5 @@ def aligned(weights, chosen, experts: int, rows: int) -> list:
         )  # fmt: skip
     return list(triton_call(
         _align, [chosen, weights, counts], [jax.ShapeDtypeStruct((n,), jnp.int32) for n in (most * rows, most, 1)],
-        (chunks,), num_warps=8, C=c, EP=ep, M=rows, CHUNK=_CHUNK, CHUNKS=chunks, PP=power(min(chunks, _COUNTED)),
+        (chunks,), num_warps=8, C=c, EP=ep, M=rows, CHUNK=chunk, CHUNKS=chunks, PP=power(min(chunks, _COUNTED)),
     ))  # fmt: skip

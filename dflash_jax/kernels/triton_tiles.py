@@ -4,6 +4,9 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
+from dflash_jax.kernels import target_card
+from dflash_jax.kernels.card import KB, OLDEST_FP8
+
 
 @triton.jit
 def tile(values, scale, row, inner, K: tl.constexpr, RUN: tl.constexpr, BLOCK: tl.constexpr, like: tl.constexpr):
@@ -12,6 +15,8 @@ def tile(values, scale, row, inner, K: tl.constexpr, RUN: tl.constexpr, BLOCK: t
     s = tl.full([1], 1.0, tl.float32)
     if RUN != 0:
         s = tl.load(scale + row * (K // RUN) + inner // RUN).to(tl.float32)
+        # By way of float32, which loses nothing: from float8 to bfloat16 there is no packed conversion on Hopper.
+        w = w.to(tl.float32)
     return w.to(like), s[None, :]
 
 
@@ -31,6 +36,17 @@ def parts(weight) -> tuple:
     if not hasattr(weight, "scale"):
         return weight, jnp.zeros(1, weight.dtype), 0
     return weight.values, weight.scale, weight.values.shape[-1] // weight.scale.shape[-1]
+
+
+def reads(weight) -> bool:
+    """Whether kernels on this card take a weight of this kind."""
+    return parts(weight)[0].dtype != jnp.float8_e4m3fn or target_card().capability >= OLDEST_FP8
+
+
+def stages_within(stages: int, bytes_of_step: int) -> int:
+    """How many steps of a loop have their loads in flight: ``stages``, or as many as the card's shared memory has room
+    for, a step's operands of ``bytes_of_step`` each. One step's are in registers."""
+    return max(1, min(stages, 1 + (target_card().shared_memory - KB) // bytes_of_step))
 
 
 def divisor(n: int, most: int) -> int:

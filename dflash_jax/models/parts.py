@@ -156,7 +156,7 @@ def linear(x, weights, contracted: int = 1, *, kind=None, kept: bool = False, ga
         from dflash_jax.kernels import triton_project
 
         def kernel(x, norm, weights, residual):
-            if norm is not None and not triton_project.norms(rows, inner, weights):
+            if norm is not None and not triton_project.norms(x.dtype, rows, inner, weights):
                 x, norm = rms_norm(x, norm, eps, offset), None
             rest = None if residual is None else residual.reshape(rows, -1)
             made = triton_project.project_triton(

@@ -41,9 +41,11 @@ class Remembering:
     table: jax.Array
 
     @classmethod
-    def of(cls, drafter: Drafter, requests: list[Request], wide: int = 8, seed: int = 0) -> "Remembering":
+    def of(
+        cls, drafter: Drafter, requests: list[Request], wide: int = 8, seed: int = 0, capacity: int = CAPACITY
+    ) -> "Remembering":
         rng, vocab = np.random.default_rng(seed), drafter.config.vocab_size
-        table = rng.integers(0, vocab, (vocab, CAPACITY + wide, wide - 1))
+        table = rng.integers(0, vocab, (vocab, capacity + wide, wide - 1))
         for r in requests:
             text = [*r.prompt, *r.tokens]
             for at in range(len(r.prompt) - 1, len(text) - 1):

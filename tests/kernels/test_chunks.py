@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from triton_interpreter import interpreting
 
 from dflash_jax.cache import DeltaState
 from dflash_jax.kernels import triton_chunks
@@ -122,3 +123,21 @@ def test_which_models_they_are_for():
     assert not triton_chunks.fits(state, jnp.float32)
     assert not triton_chunks.fits(DeltaState(state.recurrent, state.conv.astype(jnp.float32)), jnp.bfloat16)
     assert not triton_chunks.fits(DeltaState(state.recurrent[..., :96], state.conv), jnp.bfloat16)
+
+
+@pytest.mark.parametrize("alike", [False, True])
+def test_what_tf32_costs(alike):
+    """The inverse of a chunk and what is made of it are products in TF32, of bfloat16 models. Their error is less than
+    one rounding to bfloat16 of the largest value, for random keys and where the inverse is worst conditioned."""
+    args = mixers(np.random.default_rng(3), 1, 64, 1, 1, 128, 128, jnp.bfloat16)
+    if alike:
+        args[0] = jnp.broadcast_to(args[0][:, :1], args[0].shape)
+        args[1] = jnp.full_like(args[1], 8).at[:, :, 1].set(-12)
+    exact = triton_chunks.prepare(*args[:-1])
+    with interpreting(emulate_tf32=True):
+        truncated = triton_chunks.prepare(*args[:-1])
+    for i, name in enumerate("uw"):
+        one, other = (np.asarray(x[i], np.float64) for x in (truncated, exact))
+        error = np.abs(one - other).max() / np.abs(other).max()
+        print(name, alike, error * 2**8)
+        assert 0 < error < 2**-8, name

@@ -1,0 +1,129 @@
+"""Kernels on cards of all kinds: which are supported, tiles that fit them, and the PTX that their assembler reads."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from dflash_jax import kernels
+from dflash_jax.kernels import launch, triton_attention, triton_project, triton_tiles
+from dflash_jax.kernels.card import KB, SHARED_MEMORY, Card
+from dflash_jax.models.weights import quantize
+
+
+def device(capability: str, **more) -> SimpleNamespace:
+    client = SimpleNamespace(platform_version="PJRT C API\ncuda 13000")
+    return SimpleNamespace(
+        platform="gpu", client=client, compute_capability=capability, device_kind="NVIDIA Some Card", **more
+    )
+
+
+def assembler(directory, release: str):
+    directory.mkdir(exist_ok=True)
+    path = directory / "ptxas"
+    path.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {release}, V{release}.1'\n")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("on_path", "in_toolkit", "expected"),
+    [("13.0", None, 90), ("13.9", None, 90), ("12.8", None, 87), ("13.0", "12.9", 88), (None, None, 90)],
+)
+def test_ptx_is_of_a_version_that_each_assembler_reads(monkeypatch, tmp_path, on_path, in_toolkit, expected):
+    """Triton's own is newer than XLA's on many machines, where its PTX would be refused."""
+    for name, release in (("path", on_path), ("toolkit/bin", in_toolkit)):
+        (tmp_path / name).mkdir(parents=True)
+        if release:
+            assembler(tmp_path / name, release)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'path'}:/bin")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "toolkit"))
+    # Of this machine, which may have a toolkit of its own.
+    monkeypatch.setattr(launch, "TOOLKIT", str(tmp_path / "none"))
+    launch.ptx_version.cache_clear()
+    try:
+        assert launch.ptx_version() == expected
+    finally:
+        launch.ptx_version.cache_clear()
+
+
+def test_an_assembler_that_says_nothing_is_passed_over(tmp_path):
+    path = assembler(tmp_path / "x", "13.0")
+    assert launch.release_of(path) == "13.0"
+    path.write_text("#!/bin/sh\nexit 1\n")
+    assert launch.release_of(path) is None
+    assert launch.release_of(tmp_path / "missing") is None
+
+
+@pytest.mark.parametrize("capability", ["8.0", "8.6", "8.9", "9.0", "10.0", "12.0", "12.1"])
+def test_supported_cards(monkeypatch, capability):
+    monkeypatch.setattr(jax, "devices", lambda: [device(capability)])
+    monkeypatch.setattr(kernels, "find_spec", lambda name: object())
+    kernels.choose("auto")
+    assert kernels.why_not() is None
+
+
+@pytest.mark.parametrize(
+    ("found", "spec", "reason"),
+    [
+        (device("7.5"), object(), "NVIDIA Some Card has compute capability 7.5: kernels need 8.0"),
+        (device("9.0"), None, "jax-triton is not installed"),
+        (SimpleNamespace(platform="cpu", device_kind="cpu"), object(), "cpu is no NVIDIA GPU"),
+    ],
+)
+def test_why_a_card_has_none(monkeypatch, found, spec, reason):
+    monkeypatch.setattr(jax, "devices", lambda: [found])
+    monkeypatch.setattr(kernels, "find_spec", lambda name: spec)
+    kernels.choose("auto")
+    assert reason in kernels.why_not()
+    assert not kernels.are_wanted()
+
+
+def test_numbers_of_a_card():
+    """Its own where JAX says them, else those of its capability; of an unknown one the least that any has."""
+    assert Card.of_device(device("9.0")) == Card(90, 227 * KB)
+    assert Card.of_device(device("9.0", shared_memory_per_block_optin=1000)) == Card(90, 1000)
+    assert Card.of_capability(133) == Card(133, 99 * KB)
+
+
+@pytest.mark.parametrize("capability", SHARED_MEMORY)
+@pytest.mark.parametrize("bytes_of_row", [64, 256, 512, 1024])
+def test_tiles_of_attention_fit(capability, bytes_of_row):
+    """Queries, keys and values of a step take at most the card's shared memory, and products have 16 rows or more."""
+    card = Card.of_capability(capability)
+    for rows, positions in ((128, 64), (64, 128), (64, 64), (16, 128)):
+        fewer, steps = triton_attention.tile(rows, positions, bytes_of_row, card)
+        assert 16 <= fewer <= rows
+        assert 16 <= steps <= positions
+        assert fewer * bytes_of_row + 2 * steps * bytes_of_row < card.shared_memory
+
+
+def test_fewer_steps_in_flight_on_small_cards(monkeypatch):
+    def stages(capability):
+        kernels.choose("triton", Card.of_capability(capability))
+        return triton_tiles.stages_within(4, 36 * KB)
+
+    choice = kernels._choice
+    try:
+        assert [stages(c) for c in (80, 89, 90, 120)] == [4, 3, 4, 3]
+    finally:
+        kernels.choose(choice)
+
+
+def test_float8_is_for_cards_that_have_it():
+    weight, choice = quantize(jnp.ones((32, 64)), "fp8"), kernels._choice
+    try:
+        for capability, expected in ((80, False), (89, True), (90, True)):
+            kernels.choose("triton", Card.of_capability(capability))
+            assert triton_project.fits(1, 64, [weight]) is expected
+    finally:
+        kernels.choose(choice)
+
+
+def test_float16_is_normed_before_products_of_several_rows():
+    """x times the norm's weight may overflow before the division that comes last."""
+    weights = [jnp.zeros((64, 64))]
+    assert triton_project.norms(jnp.bfloat16, 4, 64, weights)
+    assert not triton_project.norms(jnp.float16, 4, 64, weights)
+    assert triton_project.norms(jnp.float16, 1, 64, weights)

@@ -1,0 +1,132 @@
+"""Triton's interpreter in place of a GPU: kernels run in NumPy, inside compiled programs too. For tests and checks.
+
+It needs torch, whose tensors the interpreter takes, and TRITON_INTERPRET=1 in the environment when Triton is imported.
+"""
+
+import os
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dflash_jax import kernels
+from dflash_jax.errors import InputError
+from dflash_jax.kernels.launch import Launch, launching
+
+# The interpreter keeps a program's number and its patches of Triton's language in module globals.
+_LOCK = threading.Lock()
+
+
+def interpret(launch: Launch) -> list[np.ndarray]:
+    """What `launch.triton_call` returns, of concrete arrays. What no program writes is NaN, or an integer that is no
+    index."""
+    import torch
+
+    args = [_to_torch(x) for x in launch.args]
+    made = []
+    for spec in launch.out:
+        dtype = getattr(torch, jnp.dtype(spec.dtype).name)
+        made.append(torch.full(spec.shape, float("nan") if dtype.is_floating_point else 1 << 30, dtype=dtype))
+    with _LOCK:
+        launch.kernel[launch.grid](*args, *made, **launch.meta)
+    return [_to_numpy(x) for x in (*(args[i] for i in launch.in_place), *made)]
+
+
+def _to_torch(x):
+    import torch
+
+    # Of types that NumPy does not have itself, the bits.
+    x = np.array(x)
+    for name, bits in (("float8_e4m3fn", np.uint8), ("bfloat16", np.int16)):
+        if x.dtype == jnp.dtype(name):
+            return torch.from_numpy(x.view(bits)).view(getattr(torch, name))
+    return torch.from_numpy(x)
+
+
+def _to_numpy(x) -> np.ndarray:
+    import torch
+
+    return x.view(torch.int16).numpy().view(jnp.bfloat16) if x.dtype == torch.bfloat16 else x.numpy()
+
+
+@contextmanager
+def interpreting(emulate_tf32: bool = False) -> Iterator[Counter]:
+    """Inside, kernels are interpreted.
+
+    Args:
+        emulate_tf32: Products of float32 in TF32 lose the 13 lowest bits of their operands, as a tensor core that
+            truncates them does. Else they are products of float32.
+
+    Yields:
+        How often each kernel ran, by name.
+
+    Raises:
+        InputError: TRITON_INTERPRET was not set.
+    """
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        raise InputError("Triton's interpreter: set TRITON_INTERPRET=1 before Python starts")
+    from triton.runtime import interpreter
+
+    ran: Counter = Counter()
+
+    def launcher(launch: Launch) -> tuple:
+        def run(*arrays):
+            ran[launch.kernel.fn.__name__] += 1
+            return tuple(interpret(replace(launch, args=arrays)))
+
+        if not any(isinstance(x, jax.core.Tracer) for x in launch.args):
+            return tuple(map(jnp.asarray, run(*launch.args)))
+        written = [jax.ShapeDtypeStruct(launch.args[i].shape, launch.args[i].dtype) for i in launch.in_place]
+        return tuple(jax.pure_callback(run, (*written, *launch.out), *launch.args))
+
+    def patch_tensor(tensor, scope):
+        original_patch(tensor, scope)
+        # A loop's bound may be an array of one element, which NumPy no longer takes for a number.
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.reshape(-1)[0]))
+
+    def dot(self, a, b, d, input_precision, max_num_imprecise_acc):
+        truncated = emulate_tf32 and str(input_precision).endswith("TF32")
+        return original_dot(self, _operand(a, truncated), _operand(b, truncated), d, input_precision, None)
+
+    original_patch, original_dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
+    interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot = patch_tensor, dot
+    try:
+        with launching(launcher):
+            yield ran
+    finally:
+        interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot = original_patch, original_dot
+
+
+@contextmanager
+def as_on_cuda() -> Iterator[None]:
+    """Inside, programs that are traced take the forms made for CUDA, whatever they run on."""
+
+    def choose(*args, default=None, cuda=None, **others):
+        return (cuda or default)(*args)
+
+    original, choice = jax.lax.platform_dependent, kernels._choice
+    jax.lax.platform_dependent = choose
+    kernels.choose("triton")
+    try:
+        yield
+    finally:
+        kernels.choose(choice)
+        jax.lax.platform_dependent = original
+
+
+def _operand(x, truncated: bool):
+    """An operand of a product: bfloat16, which the interpreter holds as integers, in float32; float32 in TF32."""
+    import triton.language as tl
+    from triton.runtime.interpreter import TensorHandle
+
+    if x.dtype.scalar == tl.bfloat16:
+        return TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+    if truncated and x.dtype.scalar == tl.float32:
+        bits = np.ascontiguousarray(x.data).view(np.uint32) & np.uint32(0xFFFFE000)
+        return TensorHandle(bits.view(np.float32), tl.float32)
+    return x
