@@ -1,0 +1,93 @@
+"""Every kernel compiled for every card: what the file says holds, and fits."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton.backends.nvidia.compiler")
+
+ROOT = Path(__file__).parents[2]
+RECORD = json.loads((ROOT / "benchmarks/kernels.json").read_text())
+# In a process without Triton's interpreter.
+AGAIN = """
+import json, sys
+sys.path.insert(0, "scripts")
+import compile_kernels
+for capability, launch in json.load(sys.stdin):
+    print(json.dumps(compile_kernels.compiled(launch, capability)))
+"""
+ASSEMBLED = """
+import sys
+sys.path.insert(0, "scripts")
+import compile_kernels, json
+from pathlib import Path
+from triton.backends.nvidia import compiler
+from dflash_jax.kernels import launch
+launch.assemblers = lambda: [Path(compiler.__file__).parent / "bin/ptxas"]
+compile_kernels.PTX_VERSION = int(sys.argv[1]) or launch.ptx_version()
+compiler.get_ptxas = lambda arch: compiler.knobs.nvidia.ptxas
+compiler.ptx_get_version = lambda release: 90
+print(json.dumps(compile_kernels.compiled(json.loads(sys.argv[2]), 90)))
+"""
+
+
+def python(code: str, *args: str, stdin: str = "") -> list[dict]:
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    found = subprocess.run(
+        [sys.executable, "-c", code, *args], input=stdin, capture_output=True, text=True, cwd=ROOT, env=environment
+    )
+    assert found.returncode == 0, found.stderr[-2000:]
+    return [json.loads(line) for line in found.stdout.splitlines() if line.startswith('{"')]
+
+
+def launches():
+    return [(int(c), row) for c, rows in RECORD["cards"].items() for row in rows]
+
+
+def test_every_kernel_fits_every_card():
+    from dflash_jax.kernels.card import SHARED_MEMORY
+
+    assert set(RECORD["cards"]) == {"80", "89", "90", "100", "120"}
+    for capability, row in launches():
+        assert "failed" not in row, (capability, row)
+        assert row["shared"] <= SHARED_MEMORY[capability], (capability, row)
+        assert row["tensor_memory"] <= 512, (capability, row)
+    kernels = [{row["kernel"] for row in rows} for rows in RECORD["cards"].values()]
+    assert len(kernels[0]) == 19
+    assert all(names == kernels[0] for names in kernels)
+
+
+@pytest.mark.parametrize("capability", [89, 100])
+def test_what_takes_most_is_as_recorded(capability):
+    """Of each kernel the launch that takes most, compiled again. If this fails, the kernels or their tiles have
+    changed: scripts/compile_kernels.py --out benchmarks/kernels.json writes the file anew."""
+    if RECORD["about"]["versions"].partition("triton")[2][:6] != triton_version():
+        pytest.skip("another version of Triton")
+    figures = ("spilled", "shared", "registers", "tensor_memory")
+    most = {}
+    for card, row in launches():
+        if card == capability and [row[n] for n in figures] > [most.get(row["kernel"], {}).get(n, -1) for n in figures]:
+            most[row["kernel"]] = row
+    found = python(AGAIN, stdin=json.dumps([(capability, row) for row in most.values()]))
+    for row, again in zip(most.values(), found, strict=True):
+        assert again == {n: row[n] for n in again}, row["kernel"]
+
+
+def triton_version() -> str:
+    import triton
+
+    return f" {triton.__version__}"
+
+
+def test_an_old_assembler_reads_the_ptx_that_is_asked_for():
+    """Triton's own assembler for older cards, of CUDA 12, in XLA's place: it reads the version that `ptx_version`
+    chooses for it, and not the one of Triton's newest."""
+    row = next(row for _, row in launches() if row["kernel"].endswith("._write"))
+    (read,) = python(ASSEMBLED, "0", json.dumps(row))
+    (refused,) = python(ASSEMBLED, "90", json.dumps(row))
+    assert "failed" not in read
+    assert "Unsupported .version" in refused["failed"]
