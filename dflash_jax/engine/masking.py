@@ -73,7 +73,7 @@ class Masking:
 
     def answer(self, request: Request, masks: np.ndarray, timeout_s: float) -> bool:
         """Writes a request's masks into ``masks`` [W, words], and says whether they are there in time."""
-        if self.is_late(request, timeout_s):
+        if request not in self._pending or self.is_late(request, timeout_s):
             return False
         pending, first = self._pending.pop(request), self._first_draft(request, len(masks)) - 1
         count = min(len(pending.masks), len(masks) - first)
@@ -110,6 +110,8 @@ class RoundOfMasks:
         while True:
             # Asked first: masks that come until the device is done are in time.
             is_done = is_verified()
+            # A mask that fails ends its request, here or while it is waited for.
+            late = {i: r for i, r in late.items() if r.finish_reason is None}
             late = {i: r for i, r in late.items() if not self._masking.answer(r, masks[i], 0.0)}
             late = {i: r for i, r in late.items() if r.finish_reason is None}
             is_out = np.array([r.finish_reason is not None or i in late for i, r in enumerate(self._requests)])

@@ -242,7 +242,7 @@ def parse(argv: list[str] | None):
     args.cors = cors.of_arguments(args)
     args.api_keys = api_keys(args)
     if args.max_logprobs < -1:
-        raise InputError(f"--max-logprobs {args.max_logprobs}: it must be 0 to {MAX_LOGPROBS}")
+        raise InputError(f"--max-logprobs {args.max_logprobs}: it must be -1 or more")
     if not 0 <= args.max_logprobs <= MAX_LOGPROBS:
         # vLLM's -1 is the whole vocabulary.
         log.warning("--max-logprobs %d: of a token, at most %d are computed", args.max_logprobs, MAX_LOGPROBS)

@@ -88,11 +88,15 @@ class LimitedProtocol(HttpToolsProtocol):
         where there are too many even to be refused."""
         if len(self.connections) <= self.limits.connections:
             return True
-        if waiting := [c for c in self.connections if c is not new and c.is_waiting]:
+        # Those that close are gone only in the event loop's next turn: each of many new ones needs another's place.
+        still_open = [c for c in self.connections if not c.transport.is_closing()]
+        if len(still_open) <= self.limits.connections:
+            return True
+        if waiting := [c for c in still_open if c is not new and c.is_waiting]:
             # Those whose clients still read an answer come last.
             min(waiting, key=lambda c: (c.is_unread, c.began)).transport.abort()
             return True
-        if len(self.connections) > self.limits.connections + MOST_REFUSED:
+        if len(still_open) > self.limits.connections + MOST_REFUSED:
             new.transport.abort()
         return False
 

@@ -32,6 +32,8 @@ _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:argument
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>", re.S)
 _PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?(?:</parameter>|(?=</function>))", re.S)
 _FUNCTION_END = re.compile(r"\s*</function>", re.S)
+# A call whose name is not known after so many characters is read at its end only.
+LONGEST_HEAD = 4096
 _XML_END = re.compile(r"</(?:parameter|function|tool_call)>")
 
 
@@ -62,14 +64,23 @@ class _JsonValue:
     def __init__(self):
         self._depth, self._in_string, self._escaped = 0, False, False
 
-    @property
-    def is_fresh(self) -> bool:
-        """Whether it has not begun."""
-        return self._depth == 0 and not self._in_string
+    def read(self, text: str) -> tuple[str, int | None]:
+        """Of ``text``, which follows what was read before, what belongs to the value, without whitespace around it; and
+        where the value is over, None where it goes on. Where text is cut does not matter."""
+        kept: list[str] = []
+        end = self._end(text, kept)
+        return "".join(kept), end
 
-    def end(self, text: str) -> int | None:
-        """Where in ``text``, that follows what was seen before, the value is over."""
+    def _end(self, text: str, kept: list[str]) -> int | None:
         for i, c in enumerate(text):
+            if not self._in_string and self._depth == 0 and (c.isspace() or c in ",}"):
+                if c.isspace():
+                    continue
+                return i
+            if c == "<" and not self._in_string and text.startswith(END, i):
+                # Broken: the call ends before its value does.
+                return i
+            kept.append(c)
             if self._in_string:
                 if self._escaped:
                     self._escaped = False
@@ -79,8 +90,6 @@ class _JsonValue:
                     self._in_string = False
                     if self._depth == 0:
                         return i + 1
-            elif self._depth == 0 and c in ",}":
-                return i
             elif c == '"':
                 self._in_string = True
             elif c in "{[":
@@ -89,9 +98,6 @@ class _JsonValue:
                 self._depth -= 1
                 if self._depth <= 0:
                     return i + 1
-            elif c == "<" and END.startswith(text[i : i + len(END)]):
-                # Broken: the call ends before its value does.
-                return i
         return None
 
 
@@ -110,8 +116,10 @@ class ToolParser:
         self._state, self._held, self._raw = "content", "", ""
         self._value: _JsonValue | None = None
         self._name, self._parameters, self._is_behind_call = "", 0, False
-        # How much of the held text has no end of an XML parameter in it.
+        # How much of the held text has no end of a call or of an XML parameter in it.
         self._searched = 0
+        # Whether there was content but for whitespace.
+        self._has_content = False
 
     @property
     def is_behind_call(self) -> bool:
@@ -148,27 +156,35 @@ class ToolParser:
         before, found, rest = self._held.partition(START)
         if found:
             # The blank line before a call is not content.
-            out.content += before.rstrip("\n") if self.count or before.strip() else ""
+            out.content += before.rstrip("\n") if self.count or self._has_content or before.strip() else ""
+            self._has_content |= bool(before.strip())
             self._held, self._raw, self._state = rest, START, "head"
             return True
         keep = len(before) - held_back(before, START)
         stripped = len(before[:keep].rstrip("\n"))
+        self._has_content |= bool(before[:stripped].strip())
+        if not (self.count or self._has_content):
+            # Whitespace before a first call is not content.
+            return False
         out.content += before[:stripped]
         self._held = before[stripped:]
         return False
 
     def _in_head(self, out: Parsed) -> bool:
-        found = (_FUNCTION if self.xml else _HEAD).match(self._held)
+        found = None
+        if self._searched < LONGEST_HEAD:
+            found = (_FUNCTION if self.xml else _HEAD).match(self._held[:LONGEST_HEAD])
         name = found and (found[1].strip() if self.xml else _string(found[1]))
         if name:
             self._begin(out, name)
             self._held, self._state, self._raw = self._held[found.end() :], "arguments", ""
-            self._value, self._parameters = _JsonValue(), 0
+            self._value, self._parameters, self._searched = _JsonValue(), 0, 0
             return True
-        body, ended, rest = self._held.partition(END)
-        if not ended:
+        end = self._held.find(END, self._searched)
+        if end < 0:
+            self._searched = max(0, len(self._held) - len(END))
             return False
-        self._held = rest
+        body, self._held, self._searched = self._held[:end], self._held[end + len(END) :], 0
         if not self._whole(out, body):
             out.content += self._raw + body + END
         self._raw, self._state = "", "content"
@@ -191,16 +207,13 @@ class ToolParser:
         return self._xml_arguments(out) if self.xml else self._json_arguments(out)
 
     def _json_arguments(self, out: Parsed) -> bool:
-        if self._value.is_fresh:
-            self._held = self._held.lstrip()
         keep = held_back(self._held, END)
         text = self._held[: len(self._held) - keep]
-        end = self._value.end(text)
+        value, end = self._value.read(text)
+        self._say(out, value)
         if end is None:
-            self._say(out, text)
             self._held = self._held[len(text) :]
             return False
-        self._say(out, text[:end])
         self._held, self._state = self._held[end:], "tail"
         return True
 

@@ -98,15 +98,38 @@ def test_a_prompt_does_not_wait_for_a_mask():
     e.abort(late)
 
 
+@pytest.mark.parametrize("beside", [None, Counting(patience=10**6)], ids=["alone", "beside a late one"])
+def test_a_mask_that_fails_while_it_is_waited_for_ends_its_request(beside):
+    """Neither slot can go on, so that the round waits; the one that fails must not be asked again."""
+    answers = [None, None, None]
+
+    def answer(_):
+        if answers:
+            return answers.pop()
+        raise RuntimeError("a fault")
+
+    bad = request([9, 9], 5, mask=Counting())
+    bad.mask.answer = answer
+    masking = Masking(2, False, lambda r, e: (setattr(r, "finish_reason", "error"), masking.forget(r)))
+    others = [request([9, 9], 5, mask=beside)] if beside else []
+    one = RoundOfMasks(masking, [bad, *others], 0.05)
+    one.ask(np.full((1 + len(others), 4), 9))
+    _, is_out = one.answer(lambda: True)
+    assert bad.finish_reason == "error"
+    assert is_out.all()
+
+
 @pytest.mark.parametrize("error", [InputError("the form cannot be kept"), RuntimeError("a fault")])
-@pytest.mark.parametrize("where", ["take", "ask", "answer"])
+@pytest.mark.parametrize("where", ["take", "ask", "answer", "waiting"])
 def test_a_mask_that_fails_ends_its_own_request_with_its_error(where, error):
-    e, masks = engine(slots=2), Counting()
+    e, masks, answers = engine(slots=2), Counting(), [None, None]
 
     def fail(*_):
+        if where == "waiting" and answers:
+            return answers.pop()
         raise error
 
-    setattr(masks, where, fail)
+    setattr(masks, "answer" if where == "waiting" else where, fail)
     e.submit(bad := request([9, 9], 5, mask=masks, block_size=1))
     e.submit(other := request([9, 8], 40))
     events = run(e)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_jax.server.reasoning import ReasoningSplitter, is_open
-from dflash_jax.server.tools import ToolParser, joined
+from dflash_jax.server.tools import LONGEST_HEAD, ToolParser, joined
 
 THOUGHTS = {
     "Let me see.\nYes.\n</think>\n\nIt is 4.": (True, "Let me see.\nYes.", "It is 4."),
@@ -105,6 +105,42 @@ def test_arguments_are_streamed_as_they_come():
     parser.push('<tool_call>\n{"name": "write", "arguments": {"text": "')
     told = [parser.push(word).calls[0].arguments for word in ("one ", "two ", "three")]
     assert told == ["one ", "two ", "three"]
+
+
+PIECES = [
+    *("<tool_call>", "</tool_call>", "\n", " ", "<", "{", "}", '"name": "f"', ', "arguments": ', "null"),
+    *('12 "x', '"s"', "text", '{"a": 1}', "<function=f>", "</function>", "<parameter=x>", "</parameter>"),
+    *('{"name": "f", "arguments": ', "[1, 2]", ","),
+]
+
+
+def parsed(text: str, cuts: list[int], xml: bool) -> tuple[str, list]:
+    parser, content, calls = ToolParser(xml, {"f": {"properties": {}}}), "", []
+    for part in [*(parser.push(p) for p in pieces(text, cuts)), parser.finish()]:
+        content += part.content
+        calls += part.calls
+    return content, [call["function"] for call in joined(calls)]
+
+
+@settings(max_examples=300, derandomize=True)
+@given(st.lists(st.sampled_from(PIECES), max_size=14), CUTS, st.booleans(), st.booleans())
+def test_where_a_text_is_cut_does_not_matter(parts, cuts, xml, in_call):
+    """Pieces are larger where drafts are accepted: content and calls are the same, of broken calls too."""
+    text = "".join(parts)
+    if in_call:
+        text = '\n <tool_call>\n{"name": "f", "arguments": ' + text + "\n}\n</tool_call>"
+    whole = parsed(text, [], xml)
+    assert parsed(text, cuts, xml) == whole
+    assert parsed(text, list(range(len(text))), xml) == whole
+
+
+@pytest.mark.parametrize("xml", [False, True])
+def test_a_name_without_end_is_no_name(xml):
+    """It is looked for in the first characters only, however long the text grows; where it is cut does not matter."""
+    opening = "<function=" if xml else '{"name": "'
+    text = f"<tool_call>{opening}{'f' * (LONGEST_HEAD + 10)}</tool_call> and more"
+    assert parsed(text, [], xml) == parsed(text, list(range(len(text))), xml)
+    assert parsed(text, [], xml) == (text, [])
 
 
 @settings(max_examples=100, derandomize=True)
