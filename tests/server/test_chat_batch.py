@@ -74,7 +74,9 @@ def test_echo_of_the_message_that_is_continued(server, echo, content):
     found = server.post("/v1/chat/completions", **body, echo=echo).json()
     text = found["choices"][0]["message"]["content"]
     assert text == (SAYING if echo else "") + plain["choices"][0]["message"]["content"]
-    assert found["usage"] | {"prompt_tokens_details": None} == plain["usage"] | {"prompt_tokens_details": None}
+    # Drafts and known prefixes depend on what ran before.
+    counted = ("prompt_tokens", "completion_tokens", "total_tokens")
+    assert [found["usage"][n] for n in counted] == [plain["usage"][n] for n in counted]
     streamed = server.post("/v1/chat/completions", **body, echo=echo, stream=True).text.splitlines()
     chunks = [json.loads(line[6:]) for line in streamed if line.startswith("data: {")]
     assert "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks) == text
