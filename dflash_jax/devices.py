@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Device:
-    """``memory`` in bytes, ``bandwidth`` in bytes per second, as the maker states them; ``kind``: how JAX's
-    device_kind begins."""
+    """``memory`` in bytes, as the driver reports it; ``bandwidth`` in bytes per second, as the maker states it;
+    ``kind``: how JAX's device_kind begins."""
 
     kind: str
     memory: int

@@ -150,7 +150,7 @@ class LLM:
         bounded = None if draft_window_size is None else min(draft_window_size, positions)
         self._draft_window = DraftWindow(bounded, min(draft_sink_size, positions))
         kernels.for_cpu()  # What it compiles is no part of loading.
-        if jax.default_backend() == "gpu" and (reason := kernels.why_not()):
+        if jax.default_backend() == "gpu" and kernels.is_automatic() and (reason := kernels.why_not()):
             log.warning("without Triton kernels, which make decoding faster: %s", reason)
         began = time.perf_counter()
         self.target = self._arranged(load_target(directory, kind, layout, quantize))

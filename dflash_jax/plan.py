@@ -52,7 +52,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--draft", metavar="DIR|none")
     p.add_argument("--mesh", metavar="data=2,tensor=4", help="default: the TOML's for the devices, or one device")
-    p.add_argument("--device", choices=DEVICES, default="b200", help="default: %(default)s")
+    p.add_argument("--device", choices=DEVICES, help="default: b200")
     p.add_argument("--device-memory", type=float, metavar="GB", help="of one device, where --device does not name it")
     p.add_argument("--bandwidth", type=float, metavar="GB/S", help="of its memory; with --device-memory")
     p.add_argument("--devices", type=int, default=1, metavar="N", help="how many, to choose the TOML's mesh")
@@ -67,30 +67,40 @@ def make_parser() -> argparse.ArgumentParser:
     return p
 
 
+def chosen_device(args) -> tuple[Device, str]:
+    """What is planned for, and its name. Raises InputError where the options contradict each other."""
+    if args.device_memory is None and args.bandwidth is None:
+        name = args.device or "b200"
+        return DEVICES[name], name
+    if args.device is not None:
+        raise InputError("--device names the memory and bandwidth: leave --device-memory and --bandwidth out")
+    if args.device_memory is None or args.bandwidth is None:
+        raise InputError("--device-memory and --bandwidth go together")
+    for option, value, unit in (("--device-memory", args.device_memory, "GB"), ("--bandwidth", args.bandwidth, "GB/s")):
+        if not 0 < value < 1e9:
+            raise InputError(f"{option} {value:g}: it must be above 0 and below a billion {unit}")
+    return Device("", round(1e9 * args.device_memory), 1e9 * args.bandwidth), "device"
+
+
 def run(args) -> int:
     if args.target and args.target.endswith(".toml"):
         args.config, args.target = args.target, None
     target, draft, mesh = args.target, args.draft, args.mesh
+    device, name = chosen_device(args)
     if args.config:
         from dflash_jax.system import read_system
 
         system = read_system(args.config)
         target = target or str(system.shapes.get("target") or system.options.get("target"))
         draft = draft or str(system.shapes.get("draft") or system.options.get("draft") or "none")
-        mesh = system.mesh(DEVICES[args.device].kind, args.devices) if mesh is None else mesh
+        if mesh is None and args.device_memory is not None and args.devices > 1:
+            raise InputError(f"--devices {args.devices} without a name: give --mesh")
+        mesh = system.mesh(device.kind, args.devices) if mesh is None else mesh
     if not target:
         raise InputError("no target: give --target or --config")
     for name in ("max_len", "slots", "devices", "context"):
         if getattr(args, name) < 1:
             raise InputError(f"{name} is {getattr(args, name)}: it must be 1 or more")
-    device, name = DEVICES[args.device], args.device
-    if args.device_memory is not None or args.bandwidth is not None:
-        if args.device_memory is None or args.bandwidth is None:
-            raise InputError("--device-memory and --bandwidth go together")
-        for option, value in (("--device-memory", args.device_memory), ("--bandwidth", args.bandwidth)):
-            if not 0 < value < 1e9:
-                raise InputError(f"{option} {value:g}: it must be above 0 GB and below a billion")
-        device, name = Device("", round(1e9 * args.device_memory), 1e9 * args.bandwidth), "device"
     import jax
 
     jax.config.update("jax_platforms", "cpu")

@@ -46,7 +46,7 @@ from dflash_jax.benchmarking.store import beside, read_record, write_record
 from dflash_jax.config import MoeSpec
 from dflash_jax.devices import device_name
 from dflash_jax.engine.options import PREFILL_SIZES, largest_prefill
-from dflash_jax.errors import InputError
+from dflash_jax.errors import EngineError, InputError
 from dflash_jax.fit import measure_slot, weigh
 from dflash_jax.models import moe
 from dflash_jax.options import Parser, add_platform, exit_code, set_platform, versions
@@ -265,8 +265,12 @@ class Bench:
         return jax.tree.map(zeros, lowered.out_info, jax.tree.broadcast(specs, lowered.out_info))
 
     def measure(self, point: Point) -> dict:
-        with forced(point.batch * point.width, point.experts):
-            return self._measure(point)
+        # Rows are divided among the data shards, each of which routes its own.
+        with forced(-(-point.batch // self.layout.data) * point.width, point.experts):
+            row = self._measure(point)
+        if point.experts is not None and self.layout.data == 1 and row["experts_touched"] != point.experts:
+            raise EngineError(f"{row['experts_touched']} experts were touched, not {point.experts}")
+        return row
 
     def _measure(self, point: Point) -> dict:
         state = self.state(point)

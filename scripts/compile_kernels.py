@@ -158,8 +158,8 @@ def over_limit(figures: dict, capability: int) -> str | None:
 
 
 def report(systems: dict[str, str], cards: list[int]) -> dict:
-    """{capability: launches of different figures, with these}, for all systems; what fails or does not fit is told on
-    stderr at once."""
+    """{capability: launches of different figures, with these}, for all systems; failures are
+    printed to stderr as they occur."""
     found: dict[str, list[dict]] = {}
     for capability in cards:
         rows: dict[str, dict] = {}

@@ -83,6 +83,7 @@ def lowered(name: str, args):
     import jax.numpy as jnp
     from jax.sharding import PartitionSpec
 
+    from dflash_jax.kernels.card import Card
     from dflash_jax.models.drafter import Drafter
     from dflash_jax.sharding import DATA, Layout
     from dflash_jax.training.losses import Loss, default_gamma
@@ -90,8 +91,6 @@ def lowered(name: str, args):
     from dflash_jax.training.step import Batch, Recipe, Trainer
 
     jax.config.update("jax_enable_compilation_cache", False)
-    # "auto" asks for the card that is here.
-    kernels.choose("triton" if ":" not in args.device and find_spec("jax_triton") else "xla")
     values, meshes = read_toml(ROOT / f"configs/train/{name}.toml")
     if args.accumulate:
         values["accumulate"] = args.accumulate
@@ -100,6 +99,9 @@ def lowered(name: str, args):
     if args.layers:
         shapes = report.shorten(shapes, args.layers)
     devices = report.topology(args.device, args.devices)
+    # "auto" asks for the card that is here.
+    wanted = ":" not in args.device and find_spec("jax_triton")
+    kernels.choose(*(("triton", Card.of_device(devices[0])) if wanted else ("xla",)))
     mesh = mesh_for(meshes, DEVICES[args.device.partition(":")[0]].kind, len(devices))
     layout = Layout.parse(args.mesh if args.mesh is not None else mesh)
     target, _ = report.abstract_pair(shapes, layout, jnp.bfloat16, None)

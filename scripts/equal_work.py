@@ -34,9 +34,10 @@ weights, a context of {context:,} tokens, no prefill. A point that was not run i
 
 **Ours, scaled** is a prediction for a B200 ({card:.0f} GB/s by its data sheet, of which the H200's measured part,
 {part:.0%}, is assumed): nothing of it was measured. Two corrections are made. The experts that a layer reads are set to
-what evenly used routers touch, 256 · (1 − (31/32)^tokens), since random weights touch fewer; and the bytes are divided
-by the B200's bandwidth. The first figure keeps the measured fraction of the floor, the second keeps the measured
-milliseconds above the floor, so that the truth should be between them.
+what evenly used routers touch, 256 · (1 − (31/32)^tokens), which random weights' routers reach for few and for many
+tokens only; and the bytes are divided by the B200's bandwidth. The first figure keeps the measured fraction of the
+floor, the second keeps the measured milliseconds above the floor. Both are estimates, and a measured round may lie
+outside.
 """
 
 
@@ -87,7 +88,7 @@ def page(published: dict, record: dict) -> str:
             point = record["points"].get(f"batch {batch}, width {width}, context {CONTEXT}", {})
             if "round_ms" in point:
                 tokens = batch * width
-                low, high = sorted(scaled(point, tokens, measured, card * part))
+                low, high = scaled(point, tokens, measured, card * part)
                 cells += [f"{point['round_ms']:.1f}", f"{point['experts_touched']:.0f}", f"{point['gb_a_round']:.1f}"]
                 cells += [f"{low:.1f} to {high:.1f}", f"{floor_experts(tokens):.0f}"]
                 cells.append(f"{mean(theirs) / high:.1f} to {mean(theirs) / low:.1f}")

@@ -188,4 +188,8 @@ def test_another_device(capsys):
     assert main([*options, "--bandwidth", "900"]) == 2
     assert "go together" in capsys.readouterr().err
     assert main([*options, "--bandwidth", "nan", "--device-memory", "48"]) == 2
-    assert "above 0 GB" in capsys.readouterr().err
+    assert "below a billion GB/s" in capsys.readouterr().err
+    assert main([*options, "--device", "h100", "--bandwidth", "900", "--device-memory", "48"]) == 2
+    assert "--device names" in capsys.readouterr().err
+    assert main([*options, "--devices", "8", "--bandwidth", "900", "--device-memory", "48"]) == 2
+    assert "give --mesh" in capsys.readouterr().err

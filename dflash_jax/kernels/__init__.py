@@ -49,7 +49,8 @@ def without() -> Iterator[None]:
 
 
 def instead_of(plain: Callable, kernel: Callable, *args) -> Any:
-    """kernel(*args) on a GPU and plain(*args) elsewhere; the gradient is that of ``plain``."""
+    """kernel(*args) on a GPU and plain(*args) elsewhere; the gradient is that of ``plain``. Not for kernels that write
+    their arguments in place: `jax.custom_jvp` takes no Refs."""
     import jax
 
     differentiable = jax.custom_jvp(kernel)
@@ -66,6 +67,11 @@ def for_cpu() -> bool:
     return _choice == "auto" and jax.default_backend() == "cpu" and cpu.is_here()
 
 
+def is_automatic() -> bool:
+    """Whether the platform decides, and not the user."""
+    return _choice == "auto"
+
+
 def are_wanted() -> bool:
     """Whether programs that are traced now get Triton kernels."""
     return why_not() is None
@@ -79,7 +85,7 @@ def why_not() -> str | None:
         return None if _choice == "triton" else f"kernels are {_choice!r}"
     device = jax.devices()[0]
     if device.platform != "gpu" or "cuda" not in device.client.platform_version.lower():
-        return f"{device.device_kind} is no NVIDIA GPU"
+        return f"{device.device_kind} is not an NVIDIA GPU"
     capability = Card.of_device(device).capability
     if capability < OLDEST:
         needed = f"{OLDEST // 10}.{OLDEST % 10}"

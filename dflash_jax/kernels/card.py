@@ -4,11 +4,13 @@ from dataclasses import dataclass
 
 KB = 1024
 # Bytes of shared memory that a program may have, by compute capability (CUDA C++ Programming Guide, technical
-# specifications; one KB of each is the driver's). For JAX that does not say it, and for cards that are not here.
+# specifications). Used where JAX does not report it, and for cards that are not in this machine.
 SHARED_MEMORY = {
     80: 163 * KB, 86: 99 * KB, 87: 163 * KB, 89: 99 * KB, 90: 227 * KB, 100: 227 * KB, 103: 227 * KB, 120: 99 * KB,
     121: 99 * KB,
 }  # fmt: skip
+# By compute capability, newest first: the oldest PTX version for it (PTX ISA, release notes; 89: for float8).
+LEAST_PTX = ((121, 88), (120, 87), (103, 88), (100, 86), (90, 80), (89, 81), (80, 70))
 # The oldest capability with products of bfloat16, and with them of float8.
 OLDEST, OLDEST_FP8 = 80, 89
 
@@ -37,9 +39,15 @@ class Card:
         return cls(card.capability, getattr(device, "shared_memory_per_block_optin", None) or card.shared_memory)
 
     @property
-    def has_tensor_memory(self) -> bool:
-        """Whether products are summed in memory of their own, 512 columns for the programs of a multiprocessor."""
-        return 100 <= self.capability < 120
+    def reads_shared(self) -> bool:
+        """Whether products of 64 rows and more read their operands in shared memory: Hopper's and the data centre's
+        Blackwell's."""
+        return 90 <= self.capability < 120
+
+    @property
+    def least_ptx(self) -> int:
+        """The oldest PTX version that has the card's instructions, as 10 times major plus minor."""
+        return next((version for since, version in LEAST_PTX if self.capability >= since), 70)
 
 
 HOPPER = Card.of_capability(90)

@@ -58,9 +58,11 @@ def _through_jax_triton(launch: Launch) -> tuple:
     import jax
     import jax_triton
 
+    from dflash_jax.kernels import target_card
+
     refs = {i: jax.new_ref(launch.args[i]) for i in launch.in_place}
     # Fused multiplications and additions are asked for by name: Triton's default for them changes with its version.
-    options = {"ptx_version": ptx_version(), "enable_fp_fusion": True}
+    options = {"ptx_version": ptx_version(target_card().least_ptx), "enable_fp_fusion": True}
     written = jax_triton.triton_call(
         *(refs.get(i, x) for i, x in enumerate(launch.args)), kernel=launch.kernel, out_type=list(launch.out),
         grid=launch.grid, num_warps=launch.num_warps, num_stages=launch.num_stages, backend_options=options,
@@ -84,20 +86,25 @@ def launching(launcher: Callable[[Launch], tuple]) -> Iterator[None]:
 
 
 @functools.cache
-def ptx_version() -> int:
+def ptx_version(least: int) -> int:
     """The PTX version that Triton is asked for, as 10 times major plus minor.
+
+    Args:
+        least: The oldest one that has the card's instructions. An assembler that does not read it cannot be XLA's for
+            this card, and is passed over.
 
     Triton stamps its code with the version of its own assembler. XLA assembles it with another one, the first on PATH
     or a CUDA toolkit's, which refuses what is newer than itself. So the version is one that each of them reads.
     """
     from triton.backends.nvidia.compiler import ptx_get_version
 
-    return min([PTX_VERSION, *(ptx_get_version(release) for release in map(release_of, assemblers()) if release)])
+    read = (ptx_get_version(release) for release in map(release_of, assemblers()) if release)
+    return min([PTX_VERSION, *(version for version in read if version >= least)])
 
 
 def assemblers() -> list[Path]:
     """Those that XLA may take: on PATH, and in the usual places of a CUDA toolkit."""
-    roots = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), TOOLKIT]
+    roots = [*map(os.environ.get, ("CUDA_HOME", "CUDA_PATH", "CUDA_ROOT")), TOOLKIT]
     places = [shutil.which("ptxas"), *(f"{root}/bin/ptxas" for root in roots if root)]
     return [path for path in dict.fromkeys(map(Path, filter(None, places))) if os.access(path, os.X_OK)]
 
@@ -105,8 +112,8 @@ def assemblers() -> list[Path]:
 def release_of(assembler: Path) -> str | None:
     """The CUDA release that an assembler names, such as "13.0"; None where it names none."""
     try:
-        said = subprocess.run([assembler, "--version"], capture_output=True, text=True, timeout=30).stdout
+        output = subprocess.run([assembler, "--version"], capture_output=True, text=True, timeout=30).stdout
     except (OSError, subprocess.SubprocessError):
         return None
-    match = _RELEASE.search(said)
+    match = _RELEASE.search(output)
     return match and match[1]

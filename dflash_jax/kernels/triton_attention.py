@@ -209,18 +209,18 @@ def fits(q) -> bool:
     return q.shape[3] in SIZES
 
 
-def tile(rows: int, positions: int, bytes_of_row: int, card: Card) -> tuple[int, int]:
+def tile_sizes(rows: int, positions: int, bytes_of_row: int, card: Card) -> tuple[int, int]:
     """(query rows, positions) of a program: at most those, as many as the card's shared memory has room for.
 
     Triton keeps there the queries, a step's keys and values, and on Hopper and the data centre's Blackwell, whose
     products read them there, the next step's too; elsewhere, instead, the softmax's weights.
     """
-    reads_shared = 90 <= card.capability < 120
 
     def needed() -> int:
-        held = 2 * positions * bytes_of_row * (STAGES if reads_shared else STAGES - 1)
+        keys_and_values = 2 * positions * bytes_of_row * (STAGES if card.reads_shared else STAGES - 1)
         # Weights have the dtype of values; 4 bytes are the most.
-        return rows * bytes_of_row + held + (0 if reads_shared else 4 * rows * positions)
+        weights = 0 if card.reads_shared else 4 * rows * positions
+        return rows * bytes_of_row + keys_and_values + weights
 
     # What barriers take is small.
     while needed() + KB > card.shared_memory and max(rows, positions) > 16:
@@ -236,7 +236,7 @@ def attend_triton(q, k, v, own_mask, cache, length, bounds, both=None):
     m = t * group
     bytes_of_row = d * q.dtype.itemsize
     block = max(16, min(ROWS[t > FEW] * 512 // max(bytes_of_row, 512), 1 << (m - 1).bit_length()))
-    block, positions = tile(block, min(POSITIONS, POSITIONS * 256 // bytes_of_row), bytes_of_row, target_card())
+    block, positions = tile_sizes(block, min(POSITIONS, POSITIONS * 256 // bytes_of_row), bytes_of_row, target_card())
     tiles = -(-m // block)
     # Not by the capacity, which another request may have made larger: the same context has the same parts.
     splits = max(1, min(PROGRAMS // (b * heads * tiles), MOST_PARTS))

@@ -45,8 +45,10 @@ def reads(weight) -> bool:
 
 def stages_within(stages: int, bytes_of_step: int) -> int:
     """How many steps of a loop have their loads in flight: ``stages``, or as many as the card's shared memory has room
-    for, a step's operands of ``bytes_of_step`` each. One step's are in registers."""
-    return max(1, min(stages, 1 + (target_card().shared_memory - KB) // bytes_of_step))
+    for, a step's operands of ``bytes_of_step`` each. Where products read registers, one step's are there."""
+    card = target_card()
+    room = (card.shared_memory - KB) // bytes_of_step
+    return max(1, min(stages, room if card.reads_shared else room + 1))
 
 
 def divisor(n: int, most: int) -> int:

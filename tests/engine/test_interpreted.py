@@ -44,7 +44,7 @@ KERNELS = {
 
 @pytest.fixture(scope="module")
 def models():
-    """A target of three recurrent layers and one of attention, and a drafter of one layer."""
+    """A target of two recurrent layers and one of attention, and a drafter of one layer."""
     attention = AttentionSpec(num_heads=2, num_kv_heads=1, head_dim=256, rope=RopeSpec(10000.0, 64), gated=True)
     delta = GatedDeltaSpec(num_key_heads=1, num_value_heads=2, key_dim=128, value_dim=128)
     experts = MoeSpec(num_experts=6, experts_per_token=2, intermediate_size=32, shared_intermediate_size=32)
