@@ -5,6 +5,7 @@ uvicorn has none of them. They hold before any key is checked, so that an unknow
 
 import asyncio
 import json
+import math
 import ssl
 from dataclasses import dataclass
 
@@ -89,14 +90,20 @@ class LimitedProtocol(HttpToolsProtocol):
         if len(self.connections) <= self.limits.connections:
             return True
         # Those that close are gone only in the event loop's next turn: each of many new ones needs another's place.
-        still_open = [c for c in self.connections if not c.transport.is_closing()]
-        if len(still_open) <= self.limits.connections:
-            return True
-        if waiting := [c for c in still_open if c is not new and c.is_waiting]:
+        open_count, oldest, waits = 0, None, (True, math.inf)
+        for c in self.connections:
+            if c.transport.is_closing():
+                continue
+            open_count += 1
             # Those whose clients still read an answer come last.
-            min(waiting, key=lambda c: (c.is_unread, c.began)).transport.abort()
+            if c is not new and c.is_waiting and (since := (c.is_unread, c.began)) < waits:
+                oldest, waits = c, since
+        if open_count <= self.limits.connections:
             return True
-        if len(still_open) > self.limits.connections + MOST_REFUSED:
+        if oldest is not None:
+            oldest.transport.abort()
+            return True
+        if open_count > self.limits.connections + MOST_REFUSED:
             new.transport.abort()
         return False
 

@@ -207,6 +207,21 @@ def test_too_many_connections(serve):
         assert read(each) == (200, b"3")
 
 
+def test_a_burst_of_connections_keeps_to_the_limit(serve):
+    """Of connections that are accepted in one turn of the event loop, each takes another one's place."""
+    connect, has_come = serve(connections=3, head_s=600.0), threading.Event()
+    connect()
+    assert wait_until(lambda: connect.open)
+    next(iter(connect.open)).loop.call_soon_threadsafe(has_come.wait)
+    for _ in range(40):
+        connect()
+    has_come.set()
+    last = connect()
+    last.sendall(WHOLE)
+    assert read(last) == (200, b"0")
+    assert wait_until(lambda: len(connect.open) <= 3)
+
+
 def test_an_answer_before_the_body(serve):
     """It can be read, and the connection goes on behind a body that is short enough."""
     connect = serve(discard_bytes=2**20)
