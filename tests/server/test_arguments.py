@@ -169,7 +169,7 @@ WRONG = [
     (["--kv-cache-dtype", "fp8"], "--kv-cache-dtype fp8 is refused: .*possible: auto"),
     (["--swap-space", "8"], "--swap-space 8 is refused"),
     (["--page-size", "64"], "--page-size 64 is refused"),
-    (["--max-logprobs", "-2"], "--max-logprobs -2: it must be 0 to 20"),
+    (["--max-logprobs", "-2"], "--max-logprobs -2: it must be -1 or more"),
     (["--reasoning-config", '{"reasoning_end_str": "done"}'], "reasoning_end_str is 'done': only '</think>'"),
     (["--reasoning-config", '{"other": 1}'], "'other' is not known"),
     (["--stream-interval", "0"], "--stream-interval 0: it must be 1 or more"),
