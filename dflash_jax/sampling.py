@@ -290,8 +290,8 @@ def choose(processed, rows: SamplingRows, positions, ids=None):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Logprobs:
-    """Log-probability of the chosen token [..., T], the n likeliest tokens with theirs [..., T, n], and those of the
-    request's own tokens, ``named`` [..., T, MAX_LOGPROBS]."""
+    """Log-probabilities in nats: of the chosen token, ``chosen`` [..., T]; of the n likeliest tokens, ``ids`` and
+    ``values`` [..., T, n]; and of the tokens that the request names, ``named`` [..., T, MAX_LOGPROBS]."""
 
     chosen: jax.Array
     ids: jax.Array

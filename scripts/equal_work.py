@@ -83,15 +83,19 @@ def page(published: dict, record: dict) -> str:
     ]
     for batch in BATCHES:
         for width in WIDTHS:
-            theirs = published_rounds(published, batch, width)
-            cells = [str(batch), str(width), f"{mean(theirs):.1f} ({min(theirs):.1f} to {max(theirs):.1f})"]
+            published_ms = published_rounds(published, batch, width)
+            cells = [
+                str(batch),
+                str(width),
+                f"{mean(published_ms):.1f} ({min(published_ms):.1f} to {max(published_ms):.1f})",
+            ]
             point = record["points"].get(f"batch {batch}, width {width}, context {CONTEXT}", {})
             if "round_ms" in point:
                 tokens = batch * width
                 low, high = scaled(point, tokens, measured, card * part)
                 cells += [f"{point['round_ms']:.1f}", f"{point['experts_touched']:.0f}", f"{point['gb_a_round']:.1f}"]
                 cells += [f"{low:.1f} to {high:.1f}", f"{floor_experts(tokens):.0f}"]
-                cells.append(f"{mean(theirs) / high:.1f} to {mean(theirs) / low:.1f}")
+                cells.append(f"{mean(published_ms) / high:.1f} to {mean(published_ms) / low:.1f}")
             lines.append("| " + " | ".join(cells + [""] * (len(head) - len(cells))) + " |")
     return "\n".join(lines) + "\n"
 

@@ -85,7 +85,7 @@ def test_why_a_card_has_none(monkeypatch, found, spec, reason):
 
 
 def test_numbers_of_a_card():
-    """Its own where JAX says them, else those of its capability; of an unknown one the least that any has."""
+    """JAX's numbers where it reports them, else those of the capability; for an unknown one, the least of all."""
     assert Card.of_device(device("9.0")) == Card(90, 227 * KB)
     assert Card.of_device(device("9.0", shared_memory_per_block_optin=1000)) == Card(90, 1000)
     assert Card.of_capability(133) == Card(133, 99 * KB)

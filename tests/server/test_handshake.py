@@ -12,11 +12,11 @@ from test_connections import POST, WHOLE, is_closed, read, serve  # noqa: F401
 @pytest.fixture(scope="module")
 def contexts():
     """(the server's, a client's)."""
-    authority, theirs = trustme.CA(), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    authority, client = trustme.CA(), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     ours = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     authority.issue_cert("localhost").configure_cert(ours)
-    authority.configure_trust(theirs)
-    return ours, theirs
+    authority.configure_trust(client)
+    return ours, client
 
 
 @pytest.fixture
