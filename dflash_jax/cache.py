@@ -265,12 +265,11 @@ class DeltaState:
 
     def put(self, new: "DeltaState") -> "DeltaState":
         """With ``new`` for the rows that it stands for."""
-        if self.rows is None:
-            return new
-        held = (
-            x.at[self.rows].set(y, mode="drop") for x, y in ((self.recurrent, new.recurrent), (self.conv, new.conv))
-        )
-        return DeltaState(*held, self.rows)
+        return DeltaState(self.placed(self.recurrent, new.recurrent), self.placed(self.conv, new.conv), self.rows)
+
+    def placed(self, held, new):
+        """``new`` [b, …] where this state's rows are in ``held`` [all rows, …]."""
+        return new if self.rows is None else held.at[self.rows].set(new, mode="drop")
 
     def cleared(self) -> "DeltaState":
         return self.put(jax.tree.map(jnp.zeros_like, self.taken()))
@@ -329,14 +328,22 @@ def replay_plain(state: DeltaState, record: DeltaRecord, n) -> DeltaState:
     k = jnp.where(kept[..., None, None], record.k, 0.0)
     added = jnp.einsum("btgk,btgrv->bgrkv", k, delta)
     recurrent = state.recurrent * jnp.exp(total)[..., None, None] + added
-    window = jnp.concatenate([state.conv, record.conv.astype(state.conv.dtype)], axis=1)
-    taken = n[:, None] + jnp.arange(state.conv.shape[1])[None]
-    conv = jnp.take_along_axis(window, taken[..., None, None], axis=1)
-    return DeltaState(recurrent, conv)
+    return DeltaState(recurrent, last_inputs(state.conv, record.conv, n))
+
+
+def last_inputs(conv, fresh, n):
+    """The last inputs of the convolution, as ``conv`` [B, kernel - 1, G, C] has them, after the first n [B] of the
+    ``fresh`` [B, T, G, C]."""
+    window = jnp.concatenate([conv, fresh.astype(conv.dtype)], axis=1)
+    taken = n[:, None] + jnp.arange(conv.shape[1])[None]
+    return jnp.take_along_axis(window, taken[..., None, None], axis=1)
 
 
 def commit_layer(cache, record, start, n):
-    """One layer's cache after the first n [B] recorded tokens, which stand at positions start [B] onwards."""
+    """One layer's cache after the first n [B] recorded tokens, which stand at positions start [B] onwards. A layer that
+    was given n brings its state, which is already that."""
+    if isinstance(record, DeltaState):
+        return record
     if isinstance(cache, DeltaState):
         return replay(cache, record, n)
     steps = jnp.arange(record.k.shape[1])[None]

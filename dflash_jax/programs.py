@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxlib.version import __version_info__ as JAXLIB
 
 from dflash_jax import prefix, speculative, steps
 from dflash_jax.models.decoder import Decoder
@@ -27,13 +28,14 @@ from dflash_jax.steps import Report
 log = logging.getLogger("dflash_jax")
 
 # On NVIDIA GPUs: the whole loop in one graph, with what it calls. Products of one operand stay apart: to merge them XLA
-# copies their weights into one array, anew in each round.
+# copies their weights into one array, anew in each round. Sums over devices are NCCL's: XLA's own kernels for them, the
+# default from jaxlib 0.11.1 on, cannot be in a graph (0.12.0): the host would start a round in dozens of pieces.
 GPU_OPTIONS = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,"
     "COLLECTIVES,WHILE,CONDITIONAL",
     "xla_gpu_graph_min_graph_size": 1,
     "xla_gpu_dot_merger_threshold_mb": 0,
-}
+} | ({"xla_gpu_experimental_use_collective_kernels": ""} if JAXLIB >= (0, 11, 1) else {})
 # A compiled program has about as many; a directory without room for them is full.
 PROBE_BYTES = 2**20
 ROWS, WHOLE = PartitionSpec(DATA), PartitionSpec()

@@ -10,12 +10,14 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
+from dflash_jax.kernels import target_card
 from dflash_jax.kernels.launch import triton_call
 from dflash_jax.kernels.triton_routing import aligned
 from dflash_jax.kernels.triton_tiles import divisor, parts, power, products, reads, stages_within, tile
 
-# Of both products, (outputs of a program, warps, stages) with few rows a block and with 64.
-FEW_ROWS, MANY_ROWS = (64, 4, 4), (64, 4, 3)
+# By the rows of a block: outputs of a program of `_gate_up` (twice as many products) and of `_down`, warps, steps whose
+# loads are in flight together, and bytes of a row's inputs in one.
+TILES = {16: (64, 64, 4, 4, 256), 32: (64, 64, 4, 4, 256), 64: (64, 64, 4, 3, 256), 128: (128, 256, 8, 3, 128)}
 # Of one token, whose products have no matrix: (outputs of a program, warps, those for weights in few bits).
 GATE_UP_ONE, DOWN_ONE = (1, 2, 1), (1, 1, 1)
 # More are for XLA, whose arrays are as large as the experts and not as the choices.
@@ -165,8 +167,13 @@ def _down_one(
     tl.store(y + n, made.to(y.dtype.element_ty))
 
 
-def _rows_of_a_block(choices: int, experts: int) -> int:
-    return 16 if choices <= 2 * experts else 32 if choices <= 16 * experts else 64
+def _rows_of_a_block(choices: int, experts: int, weight) -> int:
+    """About as many as an expert has on average. 128, whose tiles read weights and inputs from the L2 cache half as
+    often, where products read 16-bit operands in shared memory."""
+    if choices <= 16 * experts:
+        return 16 if choices <= 2 * experts else 32
+    is_wide = target_card().reads_shared and weight.dtype.itemsize == 2
+    return 128 if choices > 64 * experts and is_wide else 64
 
 
 def fits(choices: int, gate_up, down) -> bool:
@@ -195,7 +202,7 @@ def experts_triton(x, weights, chosen, gate_up, down, shared=None, residual=None
     # Sums over a run's inputs need a power of two of them.
     if n == 1 and not any(run & (run - 1) for *_, run in (first, second)):
         return _one_token(x, weights, chosen, (first, others[0]), (second, others[1]), mine, residual)
-    c, rows = chosen.size, _rows_of_a_block(chosen.size, e)
+    c, rows = chosen.size, _rows_of_a_block(chosen.size, e, first[0])
     is_sorted = n > rows
     nothing = [jnp.zeros(1, jnp.int32)] * 3
     plan = [chosen, weights, *(aligned(weights, chosen, e, rows) if is_sorted else nothing)]
@@ -203,16 +210,16 @@ def experts_triton(x, weights, chosen, gate_up, down, shared=None, residual=None
     most = own_blocks + (plan[3].shape[0] if is_sorted else c)
     sizes = {"C": c, "N": n, "TOP": top, "TP": power(top), "F": f, "H": hidden, "M": rows, "SB": own_blocks}
     sizes |= {"SORTED": is_sorted, "PRECISION": "ieee" if x.dtype == jnp.float32 else "tf32"}
-    inner = 256 // x.dtype.itemsize
-    outputs, warps, stages = MANY_ROWS if rows >= 64 else FEW_ROWS
-    block_f, block_h, run = divisor(f, outputs), divisor(first[2] or hidden, inner), first[2]
+    gate_outputs, down_outputs, warps, stages, step_bytes = TILES[rows]
+    inner = step_bytes // x.dtype.itemsize
+    block_f, block_h, run = divisor(f, gate_outputs), divisor(first[2] or hidden, inner), first[2]
     step = block_h * (rows * x.dtype.itemsize + 2 * block_f * first[0].dtype.itemsize)
     (h,) = triton_call(
         _gate_up, [x, *first[:2], *others[0][:2], *plan],
         [jax.ShapeDtypeStruct((most * rows, f), x.dtype)], (most, f // block_f), num_warps=warps,
         num_stages=stages_within(stages, step), RUN=run, BF=block_f, BH=block_h, **sizes,
     )  # fmt: skip
-    block_n, block_f, run = divisor(hidden, outputs), divisor(second[2] or f, inner), second[2]
+    block_n, block_f, run = divisor(hidden, down_outputs), divisor(second[2] or f, inner), second[2]
     step = block_f * (rows * x.dtype.itemsize + block_n * second[0].dtype.itemsize)
     (y,) = triton_call(
         _down, [h, *second[:2], *others[1][:2], *plan],

@@ -45,11 +45,12 @@ class DecoderLayer(nnx.Module):
         else:
             self.ffn = Moe(spec.ffn, hidden, rngs, dtype, layout)
 
-    def __call__(self, x, cache, length, valid, angles):
-        """x [B, T, H] → (x, record): tokens at positions length … length + T - 1 over a cache that stays as it is."""
+    def __call__(self, x, cache, length, valid, angles, n=None):
+        """x [B, T, H] → (x, record): tokens at positions length … length + T - 1 over a cache that stays as it is; of a
+        recurrent layer, with n as in `GatedDelta`, its new state instead of the record."""
         h = self.input_norm.ahead(x)
         if is_delta(self):
-            x, record = self.mixer(h, cache, residual=x)
+            x, record = self.mixer(h, cache, residual=x, n=n)
         else:
             x, k, v = self.mixer(h, angles[self.spec.mixer.rope], None, cache, length, residual=x)
             record = KVRecord(k, v)
@@ -129,8 +130,8 @@ class Decoder(nnx.Module):
         mixers = [spec.mixer for spec in self.config.layers]
         return {m.rope: rope_angles(positions, m.rope) for m in mixers if isinstance(m, AttentionSpec)}
 
-    def _run(self, tokens, cache, length, n_valid, taps, positions, keep):
-        """``keep(layer cache, record, output)`` → what to return for that layer."""
+    def _run(self, tokens, cache, length, n_valid, taps, positions, keep, n=None):
+        """``keep(layer cache, record, output)`` → what to return for that layer; n as in `DecoderLayer`."""
         x = tokens if jnp.issubdtype(tokens.dtype, jnp.floating) else self.embed_tokens(tokens)
         t = x.shape[1]
         steps = jnp.arange(t)[None]
@@ -142,7 +143,7 @@ class Decoder(nnx.Module):
         angles = self._angles(positions)
         kept, tapped = [], {}
         for i, (layer, layer_cache) in enumerate(zip(self.layers, cache, strict=True)):
-            x, record = layer(x, layer_cache, length, valid, angles)
+            x, record = layer(x, layer_cache, length, valid, angles, n)
             kept.append(keep(layer_cache, record, x))
             if i in taps:
                 tapped[i] = x
@@ -172,7 +173,7 @@ class Decoder(nnx.Module):
             n = jnp.minimum(n_valid, n_valid + jnp.isnan(x.ravel()[0]))
             return commit_layer(layer_cache, record, length, n)
 
-        return self._run(tokens, cache, length, n_valid, taps, positions, keep)
+        return self._run(tokens, cache, length, n_valid, taps, positions, keep, n_valid)
 
     def __call__(self, tokens, taps: tuple[int, ...] = (), starts=None):
         """Whole documents without caches: (hidden [B, T, H], features). Differentiable.

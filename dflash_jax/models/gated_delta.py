@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dflash_jax import kernels
-from dflash_jax.cache import DeltaRecord, DeltaState
+from dflash_jax.cache import DeltaRecord, DeltaState, last_inputs, replay
 from dflash_jax.config import GatedDeltaSpec
 from dflash_jax.kernels import cpu
 from dflash_jax.models.parts import constant, linear, normal, output, parameter, rms_norm
@@ -201,9 +201,19 @@ def mix_in_chunks(qkvz, gates, state: DeltaState, taps, a_log, dt_bias, norm, ep
     return gated_norm(out, z, norm, eps), DeltaRecord(k, delta, log_decay, inputs)
 
 
+def advance_in_chunks(qkvz, gates, state: DeltaState, taps, a_log, dt_bias, norm, n, eps: float):
+    """`mix_in_chunks` of tokens of which the first n int [B] count: (y, the `DeltaState` after them)."""
+    from dflash_jax.kernels import triton_chunks
+
+    out, recurrent = triton_chunks.advance(qkvz, gates, state, taps, a_log, dt_bias, n)
+    inputs, z = jnp.split(qkvz, [taps.shape[1]], axis=-1)
+    conv = state.placed(state.conv, last_inputs(state.taken().conv, inputs, n))
+    return gated_norm(out, z, norm, eps), DeltaState(recurrent, conv, state.rows)
+
+
 class GatedDelta(nnx.Module):
-    """The Gated DeltaNet mixer of Qwen3-Next and Qwen3.5. Never writes its state: it returns a record for
-    `cache.replay`."""
+    """The Gated DeltaNet mixer of Qwen3-Next and Qwen3.5. It returns a record for `cache.replay`, or, where it is
+    known beforehand how many tokens count, the new state."""
 
     def __init__(
         self, spec: GatedDeltaSpec, hidden: int, eps: float, rngs: nnx.Rngs | None, dtype, layout: Layout = ONE_DEVICE
@@ -237,11 +247,17 @@ class GatedDelta(nnx.Module):
         empty = DeltaState(jnp.zeros(shape, jnp.float32), jnp.zeros((x.shape[0], kernel - 1, g, channels), x.dtype))
         return self(x, empty, starts)[0]
 
-    def __call__(self, x, state: DeltaState, starts=None, residual=None) -> tuple[jax.Array, DeltaRecord]:
+    def __call__(
+        self, x, state: DeltaState, starts=None, residual=None, n=None
+    ) -> tuple[jax.Array, DeltaRecord | DeltaState]:
         """x [B, T, H] or `parts.Normed` → (y [B, T, H], with ``residual`` if given, record). ``starts`` as in
-        `delta_rule`."""
+        `delta_rule`. With n int [B], how many of the tokens count, the state after them instead of the record."""
         qkvz, gates = linear(x, (self.qkvz[...], self.beta_alpha[...]))
         weights = (self.conv[...], self.a_log[...], self.dt_bias[...], self.norm[...])
+        y, kept = self._mixed(qkvz, gates, state, weights, starts, n)
+        return output(y, self.out[...], 3, self.key_heads, residual), kept
+
+    def _mixed(self, qkvz, gates, state: DeltaState, weights: tuple, starts, n):
         forms = {"default": partial(mix, eps=self.eps, starts=starts)}
         if starts is None and kernels.are_wanted():
             from dflash_jax.kernels import triton_chunks, triton_delta
@@ -250,9 +266,11 @@ class GatedDelta(nnx.Module):
                 y, record = triton_delta.mix_triton(*args, self.eps)
                 return y, DeltaRecord(*record)
 
-            if triton_delta.fits(x.shape[1], state):
+            if triton_delta.fits(qkvz.shape[1], state):
                 forms["cuda"] = kernel
             elif triton_chunks.fits(state, qkvz.dtype):
+                if n is not None:
+                    return self._advanced(qkvz, gates, state, weights, n)
                 forms["cuda"] = partial(mix_in_chunks, eps=self.eps)
         if starts is None and cpu.mixes(state) and kernels.for_cpu():
 
@@ -262,4 +280,13 @@ class GatedDelta(nnx.Module):
 
             forms["cpu"] = in_cpp
         y, record = jax.lax.platform_dependent(qkvz, gates, state, *weights, **forms)
-        return output(y, self.out[...], 3, self.key_heads, residual), record
+        return y, record if n is None else replay(state, record, n)
+
+    def _advanced(self, qkvz, gates, state: DeltaState, weights: tuple, n):
+        def plain(qkvz, gates, state, *rest):
+            *weights, n = rest
+            y, record = mix(qkvz, gates, state, *weights, eps=self.eps)
+            return y, replay(state, record, n)
+
+        forms = {"default": plain, "cuda": partial(advance_in_chunks, eps=self.eps)}
+        return jax.lax.platform_dependent(qkvz, gates, state, *weights, n, **forms)

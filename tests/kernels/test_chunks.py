@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from triton_interpreter import interpreting
 
-from dflash_jax.cache import DeltaState
+from dflash_jax.cache import DeltaState, replay
 from dflash_jax.kernels import triton_chunks
-from dflash_jax.models.gated_delta import mix, mix_in_chunks
+from dflash_jax.models.gated_delta import advance_in_chunks, mix, mix_in_chunks
 
 
 def normal(rng, *shape, dtype=jnp.float32):
@@ -94,6 +94,27 @@ def test_the_whole_mixer(sizes, alike):
         args[1] = jnp.full_like(args[1], 8).at[:, :, 1].set(-12)
     found, expected = mix_in_chunks(*args, 1e-6), mix(*args, 1e-6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=3e-5), found, expected)
+
+
+@pytest.mark.parametrize("counts", [(150, 150, 150), (1, 64, 65), (0, 127, 150)])
+def test_the_state_after_the_tokens_that_count(counts):
+    """Rows of a state in another order, the last one padding: what is behind a row's last token may hold anything and
+    changes nothing; other rows, and those without a token, stay as they are."""
+    inputs, gates, state, *weights = mixers(np.random.default_rng(5), 3, 150, 2, 2, 16, 32)
+    n = jnp.asarray(counts, jnp.int32)
+    counted = jnp.arange(150) < n[:, None]
+    y, record = mix(inputs, gates, state, *weights, 1e-6)
+    expected = replay(state, record, n)
+    spoilt = jnp.where(counted[..., None, None], inputs, jnp.nan)
+    found, after = advance_in_chunks(spoilt, gates, state, *weights, n, 1e-6)
+    counted = counted.at[2].set(False)[..., None, None, None]
+    np.testing.assert_allclose(jnp.where(counted, found, 0), jnp.where(counted, y, 0), atol=3e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=3e-5), after, expected)
+    untouched = [i for i in range(5) if i not in state.rows.tolist()]
+    if counts[0] == 0:
+        untouched.append(int(state.rows[0]))
+    for new, old in ((after.recurrent, state.recurrent), (after.conv, state.conv)):
+        np.testing.assert_array_equal(new[jnp.array(untouched)], old[jnp.array(untouched)])
 
 
 @pytest.mark.parametrize("taps", [2, 3])

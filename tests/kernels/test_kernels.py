@@ -68,6 +68,23 @@ def test_mixture(tokens, top, experts, idle, quantized, shared):
     np.testing.assert_allclose(mixture_triton(*args), mixture(*args), atol=3e-6)
 
 
+def test_blocks_of_128_rows():
+    """16-bit weights of which each expert has more than 64 choices on average, against float32 of the same values."""
+    from dflash_jax.kernels.triton_experts import _rows_of_a_block, experts_triton
+
+    rng = np.random.default_rng(0)
+    x, gate_up, down = normal(rng, 110, 64), normal(rng, 3, 2, 32, 64) / 8, normal(rng, 3, 64, 32) / 6
+    chosen = jnp.asarray(rng.permuted(np.tile(np.arange(3), (110, 1)), axis=1)[:, :2], jnp.int32)
+    weights = jnp.asarray(rng.uniform(size=(110, 2)), jnp.float32)
+    half = [a.astype(jnp.float16) for a in (x, gate_up, down)]
+    assert _rows_of_a_block(chosen.size, 3, half[1]) == 128
+    assert _rows_of_a_block(chosen.size, 3, gate_up) == 64
+    found = experts_triton(half[0], weights, chosen, *half[1:])
+    x, gate_up, down = (a.astype(jnp.float32) for a in half)
+    exact = experts_gathered(x, weights, chosen, gate_up, down)
+    np.testing.assert_allclose(found.astype(jnp.float32), exact, atol=4e-3)
+
+
 def test_what_a_choice_of_no_weight_would_have_read_is_not_read():
     """Of one token: an expert of weight 0 may hold anything."""
     from dflash_jax.kernels.triton_experts import experts_triton
