@@ -4,11 +4,13 @@
     python scripts/compile_kernels.py --config configs/qwen3.6-27b.toml --card 90
 
 Traces a system's programs with abstract weights, records every launch of a kernel, and compiles each for each card with
-Triton and its assembler: registers of a thread, bytes that were spilled, shared memory and columns of tensor memory of
-a program. It needs triton (x86_64 Linux), and no card. Launches of equal figures are in the file once.
+Triton and its assembler: registers of a thread, bytes of its stack (spilled registers, as a rule), shared memory and
+columns of tensor memory of a program. It needs triton (x86_64 Linux), and no card. Launches of equal figures are in the
+file once, and of each system's launches their number and digest.
 """
 
 import argparse
+import hashlib
 import json
 import os
 import re
@@ -65,7 +67,13 @@ def described(launch: Launch) -> dict:
     }
 
 
-def launches(config: str, mesh: str, card: Card) -> list[dict]:
+def digest(launched: list[dict]) -> str:
+    """Of `described` launches, in any order: their number and a hash."""
+    text = "\n".join(sorted(json.dumps(launch, sort_keys=True) for launch in launched))
+    return f"{len(launched)} {hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+
+def launches(config: str, mesh: str, card: Card, dtype: str = "bfloat16", quantize: str | None = None) -> list[dict]:
     """`described` launches of a system's prefill, plain steps and rounds on a card, each once."""
     import jax
     import jax.numpy as jnp
@@ -90,7 +98,7 @@ def launches(config: str, mesh: str, card: Card) -> list[dict]:
     system = read_system(config)
     shapes = shorten(read_shapes(*(str(system.shapes[k]) for k in ("target", "draft"))), LAYERS)
     layout = Layout.parse(mesh)
-    target, drafter = abstract_pair(shapes, layout, jnp.bfloat16, None)
+    target, drafter = abstract_pair(shapes, layout, jnp.dtype(dtype), quantize)
     devices = layout.mesh(jax.devices()[: layout.devices])
     plain, drafting = Programs(target, None, devices), Programs(target, drafter, devices)
     with launching(record):
@@ -106,8 +114,8 @@ def launches(config: str, mesh: str, card: Card) -> list[dict]:
 
 
 def compiled(launch: dict, capability: int) -> dict:
-    """What a launch takes: registers of a thread, bytes of its stack (what was spilled), bytes of shared memory and
-    columns of tensor memory of a program; or {"failed": why}."""
+    """What a launch takes: registers and bytes of the stack of a thread, bytes of shared memory and columns of tensor
+    memory of a program; or {"failed": why}."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia import compiler as nvidia
@@ -140,7 +148,7 @@ def compiled(launch: dict, capability: int) -> dict:
     used = {name: int(n) for name, n in re.findall(r"(REG|STACK):(\d+)", said)}
     return {
         "registers": used["REG"],
-        "spilled": used["STACK"],
+        "stack": used["STACK"],
         "shared": made.metadata.shared,
         "tensor_memory": made.metadata.tmem_size or 0,
     }
@@ -157,51 +165,63 @@ def over_limit(figures: dict, capability: int) -> str | None:
     return None
 
 
-def report(systems: dict[str, str], cards: list[int]) -> dict:
-    """{capability: launches of different figures, with these}, for all systems; failures are
-    printed to stderr as they occur."""
-    found: dict[str, list[dict]] = {}
-    for capability in cards:
+def report(systems: dict[str, str], args) -> tuple[dict, dict]:
+    """By capability: launches of different figures, with these; and each system's `digest`. Failures are printed to
+    stderr as they occur."""
+    figures: dict[str, list[dict]] = {}
+    digests: dict[str, dict[str, str]] = {}
+    for capability in args.card:
         rows: dict[str, dict] = {}
+        digests[str(capability)] = {}
         for config, mesh in systems.items():
-            for launch in launches(config, mesh, Card.of_capability(capability)):
-                figures = compiled(launch, capability)
-                if why := over_limit(figures, capability):
-                    print(f"sm_{capability}: {launch['kernel']} of {Path(config).stem}: {why}", file=sys.stderr)
-                same = json.dumps([launch["kernel"], launch["num_warps"], figures])
-                rows.setdefault(same, launch | figures | {"system": Path(config).stem})
-        found[str(capability)] = sorted(rows.values(), key=lambda row: row["kernel"])
-    return found
+            name = Path(config).stem
+            traced = launches(config, mesh, Card.of_capability(capability), args.dtype, args.quantize)
+            digests[str(capability)][name] = digest(traced)
+            for launch in traced:
+                used = compiled(launch, capability)
+                if why := over_limit(used, capability):
+                    print(f"sm_{capability}: {launch['kernel']} of {name}: {why}", file=sys.stderr)
+                same = json.dumps([launch["kernel"], launch["num_warps"], used])
+                rows.setdefault(same, launch | used | {"system": name})
+        figures[str(capability)] = sorted(rows.values(), key=lambda row: row["kernel"])
+    return figures, digests
 
 
-def table(found: dict) -> str:
+def table(figures: dict) -> str:
     """The most that any launch of a kernel takes, by card."""
     lines = [
-        "| kernel | card | registers | spilled bytes | shared bytes | tensor memory |",
+        "| kernel | card | registers | stack bytes | shared bytes | tensor memory |",
         "|---|---|---|---|---|---|",
     ]
-    for capability, rows in found.items():
+    for capability, rows in figures.items():
         for kernel in sorted({row["kernel"] for row in rows}):
             mine = [row for row in rows if row["kernel"] == kernel and "failed" not in row]
-            most = (
-                max((row[n] for row in mine), default=0) for n in ("registers", "spilled", "shared", "tensor_memory")
-            )
+            most = (max((row[n] for row in mine), default=0) for n in ("registers", "stack", "shared", "tensor_memory"))
             lines.append(f"| {kernel} | sm_{capability} | " + " | ".join(map(str, most)) + " |")
     return "\n".join(lines)
 
 
+def assemblers(cards: list[int]) -> str:
+    """Triton's own, by their CUDA releases: it has one for older cards and one for Blackwell."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    return ", ".join(sorted({f"ptxas {get_ptxas(card).version} of Triton" for card in cards}))
+
+
 def run(args) -> int:
+    if args.mesh and not args.config:
+        raise InputError("--mesh is the mesh of --config: name a config too")
     systems = {args.config: args.mesh} if args.config else {f"{ROOT}/configs/{n}.toml": m for n, m in SYSTEMS.items()}
     if unknown := set(args.card) - set(SHARED_MEMORY):
         raise InputError(f"card {min(unknown)}: it must be one of {', '.join(map(str, SHARED_MEMORY))}")
-    found = report(systems, args.card)
+    figures, digests = report(systems, args)
     if args.out:
-        rows = {c: [json.dumps(row) for row in rows] for c, rows in found.items()}
+        rows = {c: [json.dumps(row) for row in rows] for c, rows in figures.items()}
         blocks = (f'"{c}": [\n' + ",\n".join(lines) + "\n]" for c, lines in rows.items())
-        about = json.dumps({"versions": versions()})
+        about = json.dumps({"versions": f"{versions()}; {assemblers(args.card)}", "launches": digests})
         args.out.write_text(f'{{"about": {about}, "cards": {{\n' + ",\n".join(blocks) + "\n}}\n")
-    print(table(found))
-    return int(any(over_limit(row, int(c)) for c, rows in found.items() for row in rows))
+    print(table(figures))
+    return int(any(over_limit(row, int(c)) for c, rows in figures.items() for row in rows))
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -210,6 +230,10 @@ def make_parser() -> argparse.ArgumentParser:
     p.add_argument("--mesh", default="", metavar="tensor=8", help="of --config (default: one device)")
     text = "compute capability, 10 times major plus minor (default: %(default)s)"
     p.add_argument("--card", nargs="+", type=int, default=list(CARDS), metavar="N", help=text)
+    p.add_argument(
+        "--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"], help="default: %(default)s"
+    )
+    p.add_argument("--quantize", choices=["int8", "fp8"], help="weights in few bits (default: as the config has them)")
     p.add_argument("--out", type=Path, metavar="FILE", help="JSON")
     return p
 
