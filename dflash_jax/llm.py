@@ -154,6 +154,8 @@ class LLM:
             log.warning("without Triton kernels, which make decoding faster: %s", reason)
         began = time.perf_counter()
         self.target = self._arranged(load_target(directory, kind, layout, quantize))
+        if reason := kernels.why_not_of({x.dtype for x in jax.tree.leaves(self.target)}):
+            log.warning("products of weights without Triton kernels: %s", reason)
         self.drafter = self._arranged(load_drafter(draft, kind, self.config, layout)) if draft is not None else None
         if shortlist is not None:
             self.drafter.shortlist = self._arranged(Shortlist(shortlist, self.target.head_rows(shortlist)))

@@ -7,13 +7,13 @@ its definition: `cache.attend`, `cache.put`, `cache.replay`, `models.moe.mixture
 `sampling.gumbel_noise`, and what comes with the weights (`models.weights.Panels`), products and mixtures of experts.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
 from dflash_jax.errors import InputError
-from dflash_jax.kernels.card import HOPPER, OLDEST, Card
+from dflash_jax.kernels.card import HOPPER, OLDEST, OLDEST_FP8, Card
 
 CHOICES = ("auto", "xla")
 _choice = "auto"
@@ -93,6 +93,18 @@ def why_not() -> str | None:
     if find_spec("jax_triton") is None or find_spec("triton") is None:
         return "jax-triton is not installed: it comes with the extra cuda13 on Python 3.12 and later"
     return None
+
+
+def why_not_of(dtypes: Iterable) -> str | None:
+    """Why weights of these dtypes go without Triton kernels where others have them; None where they do not, or where
+    there are no kernels at all."""
+    import jax.numpy as jnp
+
+    card = target_card()
+    if not are_wanted() or card.capability >= OLDEST_FP8 or jnp.dtype(jnp.float8_e4m3fn) not in dtypes:
+        return None
+    had, needed = (f"{n // 10}.{n % 10}" for n in (card.capability, OLDEST_FP8))
+    return f"the card has compute capability {had}: kernels for float8 need {needed}"
 
 
 def target_card() -> Card:

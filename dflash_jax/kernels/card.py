@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass
 
-KB = 1024
+KIB = 1024
 # Bytes of shared memory that a program may have, by compute capability (CUDA C++ Programming Guide, technical
 # specifications). Used where JAX does not report it, and for cards that are not in this machine.
 SHARED_MEMORY = {
-    80: 163 * KB, 86: 99 * KB, 87: 163 * KB, 89: 99 * KB, 90: 227 * KB, 100: 227 * KB, 103: 227 * KB, 120: 99 * KB,
-    121: 99 * KB,
+    80: 163 * KIB, 86: 99 * KIB, 87: 163 * KIB, 89: 99 * KIB, 90: 227 * KIB, 100: 227 * KIB, 103: 227 * KIB,
+    120: 99 * KIB, 121: 99 * KIB,
 }  # fmt: skip
 # By compute capability, newest first: the oldest PTX version for it (PTX ISA, release notes; 89: for float8).
 LEAST_PTX = ((121, 88), (120, 87), (103, 88), (100, 86), (90, 80), (89, 81), (80, 70))

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from dflash_jax.kernels import target_card
-from dflash_jax.kernels.card import KB, Card
+from dflash_jax.kernels.card import KIB, Card
 from dflash_jax.kernels.launch import triton_call
 from dflash_jax.kernels.triton_tiles import power
 
@@ -223,7 +223,7 @@ def tile_sizes(rows: int, positions: int, bytes_of_row: int, card: Card) -> tupl
         return rows * bytes_of_row + keys_and_values + weights
 
     # What barriers take is small.
-    while needed() + KB > card.shared_memory and max(rows, positions) > 16:
+    while needed() + KIB > card.shared_memory and max(rows, positions) > 16:
         rows, positions = (rows // 2, positions) if rows > 64 or positions <= 16 else (rows, positions // 2)
     return rows, positions
 

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from dflash_jax.kernels import target_card
-from dflash_jax.kernels.card import KB, OLDEST_FP8
+from dflash_jax.kernels.card import KIB, OLDEST_FP8
 
 
 @triton.jit
@@ -47,7 +47,7 @@ def stages_within(stages: int, bytes_of_step: int) -> int:
     """How many steps of a loop have their loads in flight: ``stages``, or as many as the card's shared memory has room
     for, a step's operands of ``bytes_of_step`` each. Where products read registers, one step's are there."""
     card = target_card()
-    room = (card.shared_memory - KB) // bytes_of_step
+    room = (card.shared_memory - KIB) // bytes_of_step
     return max(1, min(stages, room if card.reads_shared else room + 1))
 
 

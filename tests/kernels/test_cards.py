@@ -8,7 +8,7 @@ import pytest
 
 from dflash_jax import kernels
 from dflash_jax.kernels import launch, triton_attention, triton_project, triton_tiles
-from dflash_jax.kernels.card import KB, SHARED_MEMORY, Card
+from dflash_jax.kernels.card import KIB, SHARED_MEMORY, Card
 from dflash_jax.models.weights import quantize
 
 
@@ -60,6 +60,18 @@ def test_an_assembler_that_says_nothing_is_passed_over(tmp_path):
     assert launch.release_of(tmp_path / "missing") is None
 
 
+def test_float8_on_a_card_without_it_is_said():
+    weights = {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float8_e4m3fn)}
+    for capability, reason in ((80, "compute capability 8.0"), (89, None)):
+        kernels.choose("triton", Card.of_capability(capability))
+        said = kernels.why_not_of(weights)
+        assert said == reason if reason is None else reason in said
+        assert kernels.why_not_of({jnp.dtype(jnp.bfloat16)}) is None
+    kernels.choose("xla")
+    assert kernels.why_not_of(weights) is None
+    kernels.choose("auto")
+
+
 @pytest.mark.parametrize("capability", ["8.0", "8.6", "8.9", "9.0", "10.0", "12.0", "12.1"])
 def test_supported_cards(monkeypatch, capability):
     monkeypatch.setattr(jax, "devices", lambda: [device(capability)])
@@ -86,9 +98,9 @@ def test_why_a_card_has_none(monkeypatch, found, spec, reason):
 
 def test_numbers_of_a_card():
     """JAX's numbers where it reports them, else those of the capability; for an unknown one, the least of all."""
-    assert Card.of_device(device("9.0")) == Card(90, 227 * KB)
+    assert Card.of_device(device("9.0")) == Card(90, 227 * KIB)
     assert Card.of_device(device("9.0", shared_memory_per_block_optin=1000)) == Card(90, 1000)
-    assert Card.of_capability(133) == Card(133, 99 * KB)
+    assert Card.of_capability(133) == Card(133, 99 * KIB)
 
 
 @pytest.mark.parametrize("capability", SHARED_MEMORY)
@@ -107,7 +119,7 @@ def test_tiles_of_attention_fit(capability, bytes_of_row):
 def test_fewer_steps_in_flight_on_small_cards():
     def stages(capability):
         kernels.choose("triton", Card.of_capability(capability))
-        return triton_tiles.stages_within(4, 36 * KB)
+        return triton_tiles.stages_within(4, 36 * KIB)
 
     choice = kernels._choice
     try:
