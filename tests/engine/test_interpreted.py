@@ -5,6 +5,7 @@ delta rule), so that no kernel is passed over.
 """
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ import pytest
 from helpers import random_decoder, random_drafter, tiny_config, tiny_draft_config
 from load import Remembering
 
+from dflash_jax import speculative
 from dflash_jax.checkpoint.parameters import QUANTIZED
 from dflash_jax.config import AttentionSpec, GatedDeltaSpec, LayerSpec, MoeSpec, RopeSpec
 from dflash_jax.engine.device import Device
@@ -22,6 +24,8 @@ from dflash_jax.engine.request import Request
 from dflash_jax.models.weights import quantize
 from dflash_jax.params import SamplingParams
 from dflash_jax.programs import Programs
+from dflash_jax.prompts import init_state
+from dflash_jax.sampling import SamplingRows
 from dflash_jax.sharding import parameter_paths
 from dflash_jax.state import Settings
 
@@ -111,6 +115,26 @@ def compared(models, temperature: float, lengths: tuple[int, ...]) -> set[str]:
 def test_tokens_are_those_of_xla(models):
     """The short form: drawn tokens of two prompts. A kernel that did not run fails the test."""
     assert compared(models, 0.8, (17, 75)) == KERNELS
+
+
+def drafts(target, drafter, temperature: float) -> np.ndarray:
+    """What the drafter itself proposes behind two prompts, int [2, WIDE]."""
+    settings = Settings(WIDE)
+    prompts = [request.prompt for request in requests((17, 40), 0.0)]
+    sampling = replace(SamplingRows.greedy(2, VOCAB), temperature=jnp.full(2, temperature, jnp.float32))
+    state = init_state(target, drafter, prompts, NEW, settings=settings, sampling=sampling, capacity=CAPACITY)
+    state = jax.jit(partial(speculative.prefill_chunk, size=40))(target, drafter, state)
+    return np.asarray(jax.jit(partial(speculative.propose, settings=settings))(target, drafter, state))
+
+
+def test_drafts_are_those_of_xla(models):
+    """Which tokens are accepted cannot show a wrong drafter: so its proposals are compared too."""
+    expected = drafts(*models, temperature=0.8)
+    jax.clear_caches()
+    with as_on_cuda(), interpreting() as ran:
+        found = drafts(*models, temperature=0.8)
+    np.testing.assert_array_equal(found, expected)
+    assert {"_attend", "_project", "_rotate"} <= set(ran)
 
 
 @pytest.mark.long
