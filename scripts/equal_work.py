@@ -10,15 +10,19 @@ import json
 from pathlib import Path
 from statistics import mean
 
+import checkout  # noqa: F401
+from decode_pair import experts_used
+
+from dflash_jax.config import ModelConfig, MoeSpec
 from dflash_jax.devices import DEVICES
+from dflash_jax.fit import read_shapes
 from dflash_jax.options import Parser, exit_code
+from dflash_jax.system import read_system
 
 ROOT = Path(__file__).parents[1]
 PUBLISHED = ROOT / "dflash_jax/assets/published.json"
 MEASURED = ROOT / "benchmarks/decode-h200-qwen3.6-35b-a3b-triton.json"
 NAME, CONTEXT = "qwen3.6-35b-a3b", 2048
-# Of the target: experts of a layer, those of a token, and the bytes of one expert in all layers, in bfloat16.
-EXPERTS, CHOSEN, EXPERT_GB = 256, 8, 0.2517
 BATCHES, WIDTHS = (1, 8, 16, 32), (1, 8, 16)
 
 INTRODUCTION = """# Equal work: a round beside SGLang's
@@ -41,9 +45,15 @@ outside.
 """
 
 
-def floor_experts(tokens: int) -> float:
-    """Distinct experts of a layer that ``tokens`` choose, if all are equally likely."""
-    return EXPERTS * (1 - (1 - CHOSEN / EXPERTS) ** tokens)
+def target() -> ModelConfig:
+    shapes = read_system(f"{ROOT}/configs/{NAME}.toml").shapes
+    return read_shapes(*(str(shapes[k]) for k in ("target", "draft"))).target
+
+
+def gigabytes_of_an_expert(config: ModelConfig) -> float:
+    """In all layers, in bfloat16: three matrices of hidden by intermediate size."""
+    specs = [layer.ffn for layer in config.layers if isinstance(layer.ffn, MoeSpec)]
+    return sum(3 * config.hidden_size * spec.intermediate_size for spec in specs) * 2 / 1e9
 
 
 def published_rounds(published: dict, batch: int, width: int) -> list[float]:
@@ -61,9 +71,12 @@ def published_rounds(published: dict, batch: int, width: int) -> list[float]:
     return found
 
 
-def scaled(point: dict, tokens: int, measured_bandwidth: float, bandwidth: float) -> tuple[float, float]:
-    """(at the measured fraction of the floor, with the measured milliseconds above it); bandwidths in GB/s."""
-    gigabytes = point["gb_a_round"] + (floor_experts(tokens) - point["experts_touched"]) * EXPERT_GB
+def scaled(
+    point: dict, experts: int, expert: float, measured_bandwidth: float, bandwidth: float
+) -> tuple[float, float]:
+    """A measured round for another card and count of experts: (at the measured fraction of the floor, with the measured
+    milliseconds above it). ``expert`` in GB, bandwidths in GB/s."""
+    gigabytes = point["gb_a_round"] + (experts - point["experts_touched"]) * expert
     before, after = (1e3 * point["gb_a_round"] / measured_bandwidth, 1e3 * gigabytes / bandwidth)
     return after * point["round_ms"] / before, after + point["round_ms"] - before
 
@@ -71,7 +84,8 @@ def scaled(point: dict, tokens: int, measured_bandwidth: float, bandwidth: float
 def page(published: dict, record: dict) -> str:
     measured = float(record["about"]["bandwidth_gb_per_s"])
     part = measured / (DEVICES["h200"].bandwidth / 1e9)
-    card = DEVICES["b200"].bandwidth / 1e9
+    card, config = DEVICES["b200"].bandwidth / 1e9, target()
+    spec, expert = config.layers[0].ffn, gigabytes_of_an_expert(config)
     head = ["batch", "width", "SGLang, B200, ms", "ours, measured, H200, ms", "experts", "GB"]
     head += ["ours, scaled to a B200, ms", "experts", "SGLang / ours"]
     lines = [
@@ -91,10 +105,10 @@ def page(published: dict, record: dict) -> str:
             ]
             point = record["points"].get(f"batch {batch}, width {width}, context {CONTEXT}", {})
             if "round_ms" in point:
-                tokens = batch * width
-                low, high = scaled(point, tokens, measured, card * part)
+                experts = experts_used(batch * width, spec)
+                low, high = scaled(point, experts, expert, measured, card * part)
                 cells += [f"{point['round_ms']:.1f}", f"{point['experts_touched']:.0f}", f"{point['gb_a_round']:.1f}"]
-                cells += [f"{low:.1f} to {high:.1f}", f"{floor_experts(tokens):.0f}"]
+                cells += [f"{low:.1f} to {high:.1f}", str(experts)]
                 cells.append(f"{mean(published_ms) / high:.1f} to {mean(published_ms) / low:.1f}")
             lines.append("| " + " | ".join(cells + [""] * (len(head) - len(cells))) + " |")
     return "\n".join(lines) + "\n"
