@@ -179,6 +179,11 @@ class Engine:
         self.store.clear()
         return events
 
+    def close(self) -> None:
+        """Closes the requests that have not ended, where no step follows."""
+        for request in self._live:
+            request.close()
+
     def restart(self) -> None:
         """An empty state after a failure."""
         self._clear()

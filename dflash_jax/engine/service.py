@@ -32,7 +32,7 @@ class AsyncEngine:
         self._wake = threading.Condition()
         self._commands: deque = deque()
         self._inboxes: dict[Request, tuple[asyncio.AbstractEventLoop, asyncio.Queue]] = {}
-        self._stopping = False
+        self._stopping, self._has_ended = False, False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> "AsyncEngine":
@@ -125,7 +125,7 @@ class AsyncEngine:
         self._inboxes[request] = asyncio.get_running_loop(), inbox
         self._command(self._submit, request)
         try:
-            if self._stopping or not self._thread.is_alive():
+            if self._stopping or self._has_ended or not self._thread.is_alive():
                 # The thread ended meanwhile, perhaps before it knew of the inbox.
                 raise UnavailableError(self.engine.failure or "the engine is not running")
             while True:
@@ -139,6 +139,8 @@ class AsyncEngine:
             self._inboxes.pop(request, None)
             if request.finish_reason is None:
                 self.abort(request)
+                if self._has_ended or not self._thread.is_alive():
+                    request.close()
 
     def _submit(self, request: Request) -> None:
         try:
@@ -174,8 +176,15 @@ class AsyncEngine:
         self._tell_the_end()
 
     def _tell_the_end(self) -> None:
+        """Also closes all requests: what their masks hold would else wait for the garbage collector."""
+        # From here on, `_events` closes those that it adds.
+        self._has_ended = True
         gone = EngineError(self.engine.failure or "the engine was stopped")
         self._tell([(request, gone) for request in list(self._inboxes)])
+        self.engine.close()
+        for function, args in list(self._commands):
+            if function == self._submit:
+                args[0].close()
 
     def _serve(self) -> None:
         while True:

@@ -2,11 +2,14 @@
 
 import asyncio
 import threading
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from mock_device import engine, expected, next_token, request
 
 from dflash_jax.engine.engine import QueueFullError
+from dflash_jax.engine.request import ReadyMasks
 from dflash_jax.engine.service import AsyncEngine
 from dflash_jax.errors import EngineError, InputError, UnavailableError
 
@@ -178,5 +181,69 @@ def test_stopping_lets_what_runs_end_within_its_limit():
         await asyncio.to_thread(running.stop)
         with pytest.raises(EngineError, match="stopped"):
             await endless
+
+    run(main())
+
+
+class CountedMask(ReadyMasks):
+    """Allows everything, and counts how often it is closed."""
+
+    def __init__(self, words: int):
+        self.words, self.closed = words, 0
+
+    def take(self, tokens) -> None:
+        pass
+
+    def masks(self, drafts) -> np.ndarray:
+        return np.full((len(drafts) + 1, self.words), 0xFFFFFFFF, np.uint32)
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_masks_are_closed_when_the_thread_ends(is_stopped):
+    """Of requests that run, that wait, that the engine does not know yet, and that come too late."""
+
+    async def main():
+        e = slow(slots=1, masks=True)
+        running, gate, masks = AsyncEngine(e).start(), threading.Event(), []
+
+        def wanted():
+            masks.append(CountedMask(e.device.mask_words))
+            return replace(request([7], ENDLESS), mask=masks[-1])
+
+        async def error_of(events) -> EngineError | None:
+            try:
+                async for _ in events:
+                    has_begun.set()
+            except EngineError as e:
+                return e
+
+        def end():
+            gate.wait()
+            if not is_stopped:
+                raise KeyboardInterrupt
+
+        has_begun = asyncio.Event()
+        tasks = [asyncio.create_task(error_of(running.submit(wanted()))) for _ in range(2)]
+        await has_begun.wait()
+        assert not any(mask.closed for mask in masks)
+        running._command(end)
+        tasks.append(asyncio.create_task(error_of(running.submit(wanted()))))
+        late = running.submit(wanted())
+        await asyncio.sleep(0)
+        if is_stopped:
+            stopping = asyncio.create_task(asyncio.to_thread(running.stop))
+            while not running._stopping:
+                await asyncio.sleep(0.001)
+        gate.set()
+        assert all(await asyncio.gather(*tasks))
+        if is_stopped:
+            await stopping
+        assert await error_of(late)
+        running._thread.join()
+        assert all(mask.closed for mask in masks)
 
     run(main())
