@@ -5,19 +5,17 @@ uvicorn has none of them. They hold before any key is checked, so that an unknow
 
 import asyncio
 import json
-import math
 import ssl
 from dataclasses import dataclass
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from dflash_jax.server.connection_table import ConnectionTable
 from dflash_jax.server.errors import RETRY_S, ApiError
 from dflash_jax.server.handshake import TlsHandshake
 
 # Bytes that the parser is given at once while a head arrives.
 SLICE_BYTES = 2**14
-# Connections beyond the limit that get an answer (503) at a time; further ones are closed.
-MOST_REFUSED = 64
 
 
 @dataclass(frozen=True)
@@ -34,7 +32,8 @@ class ConnectionLimits:
         stall_s: Seconds that a body may pause.
         body_s: Seconds that a body has to arrive, beside one for each ``body_rate`` bytes that did.
         idle_s: Seconds that a connection may wait between two requests.
-        unread_s: Seconds in which a client must read something of an answer that waits for it.
+        unread_s: Seconds that an answer may wait for its client to read it, beside one for each ``unread_rate`` bytes
+            that the client did read.
         discard_bytes: Bytes of a refused request that are read, so that its client can read the answer.
         discard_s: Seconds for reading them.
     """
@@ -50,6 +49,7 @@ class ConnectionLimits:
     body_rate: int = 2**16
     idle_s: float = 65.0
     unread_s: float = 120.0
+    unread_rate: int = 2**9
     discard_bytes: int = 2**26
     discard_s: float = 10.0
 
@@ -60,9 +60,11 @@ class LimitedProtocol(HttpToolsProtocol):
     A request is in one of three phases: its head arrives, its body arrives, or all of it is here.
     """
 
-    def __init__(self, limits: ConnectionLimits, **options):
+    def __init__(self, limits: ConnectionLimits, table: ConnectionTable, **options):
         super().__init__(**options)
-        self.limits = limits
+        self.limits, self.table = limits, table
+        # Behind a TLS handshake, the connection without TLS.
+        self.raw_transport: asyncio.Transport | None = None
         self._phase = "head"
         self.began = self._heard = self.loop.time()
         # Bytes since the last that belonged to a body or completed a part of the request.
@@ -74,58 +76,55 @@ class LimitedProtocol(HttpToolsProtocol):
         # Bytes that came behind an answer to a request that was not whole.
         self._discarded = 0
         self._has_many_lines = False
-        # Bytes of answers that the client has not read, and when it last read some.
+        # Bytes of answers that the client had not read at the last look, and until when it has read fast enough.
         self._unread, self._read = 0, 0.0
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
         self._watch()
-        if not self.make_room(self):
+        if self.table.enter(self):
+            self._update_table()
+        else:
             self.refuse(ApiError(503, f"the server has {self.limits.connections} connections: try again later"))
-
-    def make_room(self, new: "LimitedProtocol | TlsHandshake") -> bool:
-        """Whether there is room for ``new``, one of the connections: one without a request gives way to it. Closes it
-        where there are too many even to be refused."""
-        if len(self.connections) <= self.limits.connections:
-            return True
-        # Those that close are gone only in the event loop's next turn: each of many new ones needs another's place.
-        open_count, oldest, waits = 0, None, (True, math.inf)
-        for c in self.connections:
-            if c.transport.is_closing():
-                continue
-            open_count += 1
-            # Those whose clients still read an answer come last.
-            if c is not new and c.is_waiting and (since := (c.is_unread, c.began)) < waits:
-                oldest, waits = c, since
-        if open_count <= self.limits.connections:
-            return True
-        if oldest is not None:
-            oldest.transport.abort()
-            return True
-        if open_count > self.limits.connections + MOST_REFUSED:
-            new.transport.abort()
-        return False
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        self.table.leave(self)
         if self._timer is not None:
             self._timer.cancel()
 
+    def shutdown(self) -> None:
+        # A TLS connection that is closed again forgets what it still has to send.
+        if not self.transport.is_closing():
+            super().shutdown()
+
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._unread, self._read = self.transport.get_write_buffer_size(), self.loop.time()
+        self._unread, self._read = self._unread_bytes(), self.loop.time()
+
+    def _unread_bytes(self) -> int:
+        """Bytes of answers that wait in this process."""
+        # TLS counts only what it has not handed to the connection below, which buffers as well.
+        below = 0 if self.raw_transport is None else self.raw_transport.get_write_buffer_size()
+        return self.transport.get_write_buffer_size() + below
 
     @property
     def is_unread(self) -> bool:
         """Whether a whole answer waits for its client to read it."""
-        return self.transport.get_write_buffer_size() > 0 and (self.is_waiting or self.transport.is_closing())
+        return self._unread_bytes() > 0 and (self.is_waiting or self.transport.is_closing())
 
     @property
     def is_waiting(self) -> bool:
         """Whether no request is being received or answered."""
         is_answered = self.cycle is None or self.cycle.response_complete
         return is_answered and not self.pipeline and self._phase != "body"
+
+    def _update_table(self) -> None:
+        if self.is_waiting:
+            self.table.set_waiting(self)
+        else:
+            self.table.set_busy(self)
 
     def data_received(self, data: bytes) -> None:
         self._heard = self.loop.time()
@@ -177,6 +176,7 @@ class LimitedProtocol(HttpToolsProtocol):
         # Closing at once would reset the connection, and the client might lose the answer.
         self.flow.resume_reading()
         self._phase, self.began = "refused", self.loop.time()
+        self._update_table()
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self._watch()
@@ -193,6 +193,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self.transport.abort()
         super().on_message_begin()
         self._phase, self.began, self._discarded = "head", self.loop.time(), 0
+        self._update_table()
         self._watch()
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -205,6 +206,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._phase, self._overhead, self._framing, self._received = "body", 0, 0, 0
         self.began = self.loop.time()
         super().on_headers_complete()
+        self._update_table()
 
     def on_body(self, body: bytes) -> None:
         self._overhead, self._framing, self._received = 0, self._framing - len(body), self._received + len(body)
@@ -213,10 +215,13 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self._phase, self._overhead = "whole", 0
         super().on_message_complete()
+        self._update_table()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._unread, self._read = self.transport.get_write_buffer_size(), self.loop.time()
+        if not self.flow.write_paused:
+            self._unread, self._read = self._unread_bytes(), self.loop.time()
+        self._update_table()
         if self._is_refused:
             self.began = self.loop.time()
             self._watch()
@@ -226,7 +231,8 @@ class LimitedProtocol(HttpToolsProtocol):
         """Looks at the clock when the present phase may be over."""
         if self._timer is not None:
             self._timer.cancel()
-        if self.transport.is_closing() and not self.is_unread:
+        # Behind all that was to be read, TLS waits for its client to close as well.
+        if self.transport.is_closing() and not self.is_unread and self.raw_transport is None:
             return
         now, due = self.loop.time(), self._due()
         if now >= due:
@@ -236,7 +242,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _due(self) -> float:
         limits, now = self.limits, self.loop.time()
-        if self.is_unread and self.transport.is_closing():
+        if self.transport.is_closing():
             return self._unread_until(now)
         if self._is_refused:
             return self.began + limits.discard_s
@@ -252,10 +258,12 @@ class LimitedProtocol(HttpToolsProtocol):
         return now + min(limits.head_s, limits.stall_s, limits.idle_s, limits.unread_s)
 
     def _unread_until(self, now: float) -> float:
-        """When a client has read nothing for too long."""
-        if (unread := self.transport.get_write_buffer_size()) < self._unread:
-            self._unread, self._read = unread, now
-        return self._read + self.limits.unread_s
+        """When a client has read too little for too long. What it reads faster than it must gives it no time beyond
+        that, so that a rest of a large answer cannot wait for hours."""
+        unread, limits = self._unread_bytes(), self.limits
+        self._read = min(now, self._read + max(0, self._unread - unread) / limits.unread_rate)
+        self._unread = unread
+        return self._read + limits.unread_s
 
     def _expire(self) -> None:
         if self.transport.is_closing():
@@ -268,9 +276,10 @@ class LimitedProtocol(HttpToolsProtocol):
 
 def protocol(limits: ConnectionLimits = ConnectionLimits(), tls: ssl.SSLContext | None = None):
     """uvicorn's ``http``: makes the protocol of each connection."""
+    table = ConnectionTable(limits.connections)
 
     def make(**options) -> asyncio.Protocol:
-        http = LimitedProtocol(limits, **options)
+        http = LimitedProtocol(limits, table, **options)
         return http if tls is None else TlsHandshake(tls, http)
 
     return make

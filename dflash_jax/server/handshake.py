@@ -11,17 +11,20 @@ if TYPE_CHECKING:
     from dflash_jax.server.connections import LimitedProtocol
 
 
+# asyncio's limit of a TLS connection's end, which counts from its beginning, however fast the client reads: `http` has
+# its own.
+SHUTDOWN_S = 86400.0
+
+
 class TlsHandshake(asyncio.Protocol):
     """A connection until its handshake is done; then ``http`` has it.
 
     Attributes:
-        is_waiting: That there is no request, as of a `LimitedProtocol`.
         is_unread: That no answer waits, as of a `LimitedProtocol`.
         transport: The connection without TLS.
-        began: When it was accepted, on the event loop's clock.
     """
 
-    is_waiting, is_unread = True, False
+    is_unread = False
 
     def __init__(self, context: ssl.SSLContext, http: "LimitedProtocol"):
         self._context, self._http = context, http
@@ -29,10 +32,11 @@ class TlsHandshake(asyncio.Protocol):
         self._early, self._has_ended = bytearray(), False
 
     def connection_made(self, transport: asyncio.Transport) -> None:
-        self.transport, self.began = transport, self._http.loop.time()
+        self.transport = transport
         self._http.connections.add(self)
         # A client can read a refusal only behind the handshake: the HTTP protocol sends it.
-        self._http.make_room(self)
+        self._http.table.enter(self)
+        self._http.table.set_waiting(self)
         self._task = self._http.loop.create_task(self._shake_hands())
 
     async def _shake_hands(self) -> None:
@@ -46,7 +50,7 @@ class TlsHandshake(asyncio.Protocol):
                 self._context,
                 server_side=True,
                 ssl_handshake_timeout=limits.head_s,
-                ssl_shutdown_timeout=limits.unread_s,
+                ssl_shutdown_timeout=SHUTDOWN_S,
             )
         except OSError:
             # A client that fails to shake hands has nothing to be told.
@@ -54,10 +58,12 @@ class TlsHandshake(asyncio.Protocol):
             return
         finally:
             http.connections.discard(self)
+            http.table.leave(self)
         if self._has_ended or transport is None:
             self.transport.abort()
             return
         transport.set_protocol(http)
+        http.raw_transport = self.transport
         http.connection_made(transport)
         if self._early:
             http.data_received(bytes(self._early))

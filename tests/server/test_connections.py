@@ -11,7 +11,7 @@ import pytest
 import uvicorn
 from conftest import wait_until
 
-from dflash_jax.server.connections import ConnectionLimits, protocol
+from dflash_jax.server.connections import ConnectionLimits, LimitedProtocol, protocol
 
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n"
 POST = b"POST / HTTP/1.1\r\nHost: x\r\n"
@@ -33,6 +33,12 @@ async def application(scope, receive, send) -> None:
         while not gone.done():
             await send({"type": "http.response.body", "body": bytes(2**16), "more_body": True})
         has_ended.set()
+        return
+    if scope["path"] == "/slow":
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"3000")]})
+        for i in range(30):
+            await asyncio.sleep(0.05)
+            await send({"type": "http.response.body", "body": bytes(100), "more_body": i < 29})
         return
     body = bytes(60_000) if scope["path"] == "/long" else str(size).encode()
     headers = [(b"content-length", str(len(body)).encode())]
@@ -250,6 +256,44 @@ def test_an_answer_that_is_not_read(serve):
     assert has_ended.wait(60)
 
 
+def read_slowly(connection: socket.socket, size: int, pause_s: float) -> bytes:
+    """An answer of /long, ``size`` bytes at a time."""
+    data = b""
+    while len(data.partition(b"\r\n\r\n")[2]) < 60_000 and (part := connection.recv(size)):
+        data += part
+        time.sleep(pause_s)
+    return data.partition(b"\r\n\r\n")[2]
+
+
+def test_an_answer_that_is_read_too_slowly(serve):
+    """A little now and then is not enough."""
+    connect = serve(head_s=0.2, unread_s=1.0, unread_rate=2**20)
+    connection = connect(receive_bytes=4096)
+    connection.sendall(b"GET /endless HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert wait_until(lambda: connect.open)
+
+    def is_cut() -> bool:
+        with contextlib.suppress(ConnectionError):
+            connection.recv(256)
+        return not connect.open
+
+    assert wait_until(is_cut, 30)
+
+
+@pytest.mark.parametrize("more", [b"", b"Connection: close\r\n"])
+def test_an_answer_that_takes_long_to_read(serve, more):
+    """No client that reads fast enough is cut, however long the whole answer takes."""
+    connection = serve(unread_s=2.0)(receive_bytes=4096)
+    connection.sendall(b"GET /long HTTP/1.1\r\nHost: x\r\n" + more + b"\r\n")
+    assert read_slowly(connection, 2048, 0.15) == bytes(60_000)
+
+
+def test_an_answer_that_takes_long_to_make(serve):
+    connection = serve(head_s=0.2, stall_s=0.2, idle_s=0.2, unread_s=0.2, unread_rate=2**20)()
+    connection.sendall(b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert read(connection) == (200, bytes(3000))
+
+
 CLOSE = b"Connection: close\r\n"
 
 
@@ -281,6 +325,29 @@ def test_what_waits_without_an_answer_gives_way_first(serve):
     connect()
     assert is_closed(idle)
     assert read(reading) == (200, bytes(60_000))
+
+
+def test_a_closed_connection_counts_until_its_answer_is_read(serve):
+    connect = serve(connections=1)
+    connect(receive_bytes=4096).sendall(b"GET /long HTTP/1.1\r\nHost: x\r\n" + CLOSE + b"\r\n")
+    assert wait_until(lambda: any(c.is_unread for c in list(connect.open)))
+    other = connect()
+    other.sendall(WHOLE)
+    assert read(other) == (200, b"0")
+    assert len(connect.open) == 1
+
+
+def test_a_new_connection_costs_the_same_however_many_there_are(serve, monkeypatch):
+    seen, is_waiting = [], LimitedProtocol.is_waiting
+    monkeypatch.setattr(LimitedProtocol, "is_waiting", property(lambda c: seen.append(c) or is_waiting.fget(c)))
+    connect = serve(connections=40, head_s=600.0)
+    first = [connect() for _ in range(40)]
+    assert wait_until(lambda: len(connect.open) == 40)
+    before = len(seen)
+    for _ in range(30):
+        connect()
+    assert all(is_closed(each) for each in first[:30])
+    assert len(seen) - before < 30 * 10
 
 
 def test_many_requests_at_once(serve):

@@ -6,7 +6,8 @@ from contextlib import ExitStack, suppress
 
 import pytest
 import trustme
-from test_connections import POST, WHOLE, is_closed, read, serve  # noqa: F401
+from conftest import wait_until
+from test_connections import CLOSE, POST, WHOLE, is_closed, read, read_slowly, serve  # noqa: F401
 
 
 @pytest.fixture(scope="module")
@@ -86,3 +87,31 @@ def test_handshakes_count(serve, shaken, contexts):  # noqa: F811
         each.sendall(rest)
         assert read(each) == (200, b"3")
     assert len(connect.open) <= 4
+
+
+@pytest.mark.parametrize("more", [b"", CLOSE])
+def test_an_answer_behind_a_handshake_that_takes_long_to_read(serve, shaken, contexts, more):  # noqa: F811
+    """What the connection below TLS buffers is unread as well."""
+    connect = serve(contexts[0], idle_s=0.2, unread_s=2.0)
+    connection = shaken(connect(receive_bytes=4096))
+    connection.sendall(b"GET /long HTTP/1.1\r\nHost: x\r\n" + more + b"\r\n")
+    assert wait_until(lambda: any(c.is_unread for c in list(connect.open)))
+    assert read_slowly(connection, 2048, 0.15) == bytes(60_000)
+
+
+@pytest.mark.parametrize("more", [b"", CLOSE])
+def test_an_answer_behind_a_handshake_that_is_not_read(serve, shaken, contexts, more):  # noqa: F811
+    connect = serve(contexts[0], head_s=3.0, unread_s=0.5)
+    connection = shaken(connect(receive_bytes=4096))
+    connection.sendall(b"GET /long HTTP/1.1\r\nHost: x\r\n" + more + b"\r\n")
+    assert wait_until(lambda: any(c.is_unread for c in list(connect.open)))
+    assert wait_until(lambda: not connect.open, 30)
+
+
+def test_a_client_that_does_not_close(serve, shaken, contexts):  # noqa: F811
+    """Of a connection that the server closes, it has read everything."""
+    connect = serve(contexts[0], head_s=3.0, unread_s=0.5)
+    connection = shaken(connect())
+    connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n" + CLOSE + b"\r\n")
+    assert read(connection) == (200, b"0")
+    assert wait_until(lambda: not connect.open, 30)
