@@ -84,10 +84,13 @@ class Gate:
             log.info("%s %s %s %d %.1f ms", client, scope["method"], path, status, milliseconds)
 
     async def _pass(self, scope, receive, send) -> None:
-        body, counts = Body(self.serving), False
+        body, counts = None, False
         try:
             headers = dict(scope["headers"])
             self._check(scope, headers)
+            # A server without keys takes any: they tell nothing about who sends them.
+            owner, host = scope["state"]["owner"] if self.access.keys else None, (scope.get("client") or (None,))[0]
+            body = scope["state"]["body"] = Body(self.serving, (owner, host))
             # Only now: a signal may begin to drain at any point of the check, which then refuses the request.
             counts = needs_engine(scope)
             self.serving.in_flight += counts
@@ -102,7 +105,8 @@ class Gate:
             await answer(e, scope)(scope, receive, send)
         finally:
             self.serving.in_flight -= counts
-            body.close()
+            if body is not None:
+                body.close()
 
     def _check(self, scope, headers: dict[bytes, bytes]) -> None:
         serving = self.serving

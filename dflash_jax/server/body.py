@@ -8,8 +8,10 @@ steps of a few milliseconds.
 import asyncio
 import contextlib
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Hashable
 from typing import TYPE_CHECKING
+
+from starlette.requests import Request
 
 from dflash_jax.server.errors import ApiError
 from dflash_jax.server.serving import ClientGoneError
@@ -22,6 +24,10 @@ STEP_BYTES = 2**19
 SMALL_BYTES = 2**16
 # Seconds that a body has to arrive before it may be given up for another one.
 SURE_S = 5.0
+# Bytes that a value takes in memory beside its text: what the parser makes of a body may be larger than that.
+VALUE_BYTES = 64
+# Of the memory for bodies, what those of one client may take.
+CLIENT_SHARE = 0.5
 
 
 async def _counted(body: bytes) -> AsyncIterator[tuple[int, int]]:
@@ -45,13 +51,15 @@ async def _counted(body: bytes) -> AsyncIterator[tuple[int, int]]:
             await asyncio.sleep(0)
 
 
-async def check(body: bytes, values: int, objects: int) -> None:
-    """Raises ApiError for a body of more ``values`` or ``objects``."""
+async def check(body: bytes, values: int, objects: int) -> int:
+    """The values of a body. Raises ApiError where it has more than ``values``, or ``objects``."""
+    seen = 0, 0
     async for seen in _counted(body):
         if seen[0] > values:
             raise ApiError(400, f"the body has more than {values} values in its lists and objects")
         if seen[1] > objects:
             raise ApiError(400, f"the body has more than {objects} objects")
+    return seen[0]
 
 
 def has_body(headers: dict[bytes, bytes]) -> bool:
@@ -77,13 +85,14 @@ def check_type(headers: dict[bytes, bytes]) -> None:
 
 
 class Body:
-    """The body of one request, counted in ``serving`` as long as the request lasts.
+    """The body of one request, counted in ``serving`` until it is closed: when its answer needs it no longer.
 
     Where bodies take all the memory that they may, the slowest of those that still arrive gives way to a large one.
+    Those of one ``client`` (its key and address) may take a part of it only, however quickly they arrive.
     """
 
-    def __init__(self, serving: "Serving"):
-        self._serving, self._size = serving, 0
+    def __init__(self, serving: "Serving", client: Hashable = None):
+        self._serving, self._client, self._size = serving, client, 0
         self._began, self._until = 0.0, asyncio.timeout(None)
 
     async def read(self, receive: Callable) -> bytes:
@@ -100,7 +109,8 @@ class Body:
         # One large body at a time: the parsers' steps of several ones would add up between two turns of others.
         async with self._serving.large_bodies if len(body) > STEP_BYTES else contextlib.nullcontext():
             limits = self._serving.limits
-            await check(body, max(limits.values, 2 * self._serving.capacity), limits.objects)
+            values = await check(body, max(limits.values, 2 * self._serving.capacity), limits.objects)
+        self._count(VALUE_BYTES * values)
         return body
 
     async def _parts(self, receive: Callable) -> AsyncIterator[bytes]:
@@ -110,10 +120,11 @@ class Body:
             if message["type"] == "http.disconnect":
                 raise ClientGoneError
             part, more = message.get("body", b""), message.get("more_body")
-            self._size += len(part)
-            self._serving.body_bytes += len(part)
+            self._count(len(part))
             if self._size > limits.body_bytes:
                 raise ApiError(413, f"the body has more than {limits.body_bytes} bytes")
+            if self._size > SMALL_BYTES and self._of_client() > CLIENT_SHARE * limits.total_body_bytes:
+                raise ApiError(429, "this client's requests take too much of the server's memory: try again later")
             while self._size > SMALL_BYTES and self._serving.body_bytes > limits.total_body_bytes:
                 self._make_room()
             yield part
@@ -129,6 +140,25 @@ class Body:
         self._serving.arriving.discard(slowest)
         slowest._until.reschedule(now)
 
+    def _of_client(self) -> int:
+        """Bytes of all bodies of its client."""
+        return self._serving.client_body_bytes[self._client]
+
+    def _count(self, more: int) -> None:
+        self._size += more
+        self._serving.body_bytes += more
+        self._serving.client_body_bytes[self._client] += more
+        if not self._of_client():
+            del self._serving.client_body_bytes[self._client]
+
     def close(self) -> None:
-        self._serving.body_bytes -= self._size
-        self._size = 0
+        self._count(-self._size)
+
+
+def release(http: Request, keeps_parsed: bool) -> None:
+    """Drops the raw body and what JSON makes of it, which Starlette keeps as long as the request. The body counts no
+    longer, unless the request ``keeps_parsed`` parts of it that may be large."""
+    for name in ("_body", "_json"):
+        vars(http).pop(name, None)
+    if not keeps_parsed:
+        http.state.body.close()

@@ -15,7 +15,7 @@ from dflash_jax.server.errors import ApiError
 from dflash_jax.server.grammar import Constraint, tag_in_lark
 from dflash_jax.server.large_answers import json_response
 from dflash_jax.server.serving import Serving, while_connected
-from dflash_jax.server.stream import EventStream, frame
+from dflash_jax.server.stream import EventStream, Later, frame
 from dflash_jax.server.tools import END, START, CallDelta, joined
 
 router = APIRouter()
@@ -75,6 +75,7 @@ async def prepared(serving: Serving, body: schema.ChatRequest) -> tuple[Conversa
         # What opens the thought is cut off.
         talk.thought = "possible"
     talk.prompt = kept
+    talk.echoed = echoed(body.messages) if body.echo else ""
     most = serving.check_room(talk.prompt, most, "messages")
     wanted, calls = prepare.constraint(body), tool_constraint(serving, body, talk.xml)
     if wanted and calls:
@@ -103,9 +104,12 @@ async def chat_completions(http: Request, body: schema.ChatRequest):
     talk, rows = await while_connected(http, prepared(serving, body))
     head = {"id": name, "created": int(time.time()), "model": body.model or serving.name}
     serving.register(rows, name, http.state.owner)
+    body = body.without_large()
     if body.stream:
-        return await EventStream.start(http, streamed(serving, body, talk, rows, head))
-    return await while_connected(http, whole(serving, body, talk, rows, head))
+        answer = EventStream.start(http, streamed(serving, body, talk, rows, head))
+    else:
+        answer = while_connected(http, whole(serving, body, talk, rows, head))
+    return Later(http, answer, keeps_parsed=bool(talk.tools))
 
 
 async def whole(
@@ -130,11 +134,9 @@ def built(
     choices = []
     for i, row in enumerate(rows):
         deltas[i].append(parsers[i].finish(row))
-        content = "".join(d.content for d in deltas[i])
+        content = talk.echoed + "".join(d.content for d in deltas[i])
         reasoning = "".join(d.reasoning for d in deltas[i])
         calls = joined([c for d in deltas[i] for c in d.calls])
-        if body.echo:
-            content = echoed(body.messages) + content
         message = {"role": "assistant", "content": content if content or not calls else None, "refusal": None}
         message["reasoning_content"] = message["reasoning"] = reasoning or None
         if calls:
@@ -207,8 +209,7 @@ async def streamed(
 
     async for i, piece in serving.merged(rows):
         if i not in begun:
-            opening = echoed(body.messages) if body.echo else ""
-            yield chunk(i, {"role": "assistant", "content": opening}, is_first=not begun)
+            yield chunk(i, {"role": "assistant", "content": talk.echoed}, is_first=not begun)
             begun.append(i)
         found, more = as_delta(parsers[i].push(piece)), {}
         if piece.finish_reason:

@@ -14,6 +14,7 @@ from dflash_jax.server.conversation import Conversation
 from dflash_jax.server.errors import ApiError
 from dflash_jax.server.large_answers import json_response
 from dflash_jax.server.serving import Serving, while_connected
+from dflash_jax.server.stream import Later
 
 router = APIRouter()
 
@@ -53,7 +54,8 @@ async def chat_completions_batch(http: Request, body: schema.ChatBatchRequest):
     bodies, talks, rows = await while_connected(http, prepared(serving, body))
     head = {"id": name, "created": int(time.time()), "model": body.model or serving.name}
     serving.register(rows, name, http.state.owner)
-    return await while_connected(http, whole(serving, bodies, talks, rows, head))
+    bodies = [each.without_large() for each in bodies]
+    return Later(http, while_connected(http, whole(serving, bodies, talks, rows, head)))
 
 
 async def whole(

@@ -5,6 +5,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
 from fastapi import APIRouter, Request
+from starlette.responses import Response
 
 from dflash_jax.detokenizer import Detokenizer
 from dflash_jax.rows import Row
@@ -21,7 +22,7 @@ from dflash_jax.server.answers import (
 from dflash_jax.server.errors import ApiError
 from dflash_jax.server.large_answers import beside, event, json_response
 from dflash_jax.server.serving import Serving, while_connected
-from dflash_jax.server.stream import EventStream, frame
+from dflash_jax.server.stream import EventStream, Later, frame
 
 router = APIRouter()
 
@@ -77,8 +78,15 @@ async def completions(http: Request, body: schema.CompletionRequest):
         "model": body.model or serving.name,
     }
     serving.register(rows, head["id"], http.state.owner)
+    body = body.without_large()
     if body.stream:
-        return await EventStream.start(http, streamed(serving, body, rows, head))
+        return Later(http, EventStream.start(http, streamed(serving, body, rows, head)))
+    return Later(http, whole(http, serving, body, rows, head))
+
+
+async def whole(
+    http: Request, serving: Serving, body: schema.CompletionRequest, rows: list[Row], head: dict
+) -> Response:
     await while_connected(http, serving.run(rows))
 
     def build() -> dict:

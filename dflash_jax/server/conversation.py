@@ -115,6 +115,8 @@ class Conversation:
     thought: str
     tools: dict[str, dict]
     xml: bool
+    # What the answer begins with.
+    echoed: str = ""
     # Whether the answer must be calls.
     is_forced: bool = False
     # Whether it ends behind its first call.

@@ -15,7 +15,7 @@ from dflash_jax.server.conversation import Conversation, Delta, Parser, converse
 from dflash_jax.server.errors import ApiError, JsonResponse, as_api_error, of_conversion
 from dflash_jax.server.messages_schema import Block, CountTokensRequest, MessagesRequest, MessagesTool, TurnMessage
 from dflash_jax.server.serving import Serving, while_connected
-from dflash_jax.server.stream import EventStream, frame
+from dflash_jax.server.stream import EventStream, Later, frame
 
 PATH = "/v1/messages"
 router = APIRouter(responses={"4XX": {"model": MessagesError}, "5XX": {"model": MessagesError}})
@@ -317,14 +317,16 @@ async def messages(http: Request, body: MessagesRequest):
     content = Content(body.thinking is None or body.thinking.display != "omitted")
     events = told(serving, talk, rows[0], message, content)
     if body.stream:
-        return await EventStream.start(http, framed(events), last=b"")
-    await while_connected(http, _drained(events))
-    return JsonResponse(message)
+        answer = EventStream.start(http, framed(events), last=b"")
+    else:
+        answer = while_connected(http, whole(events, message))
+    return Later(http, answer, keeps_parsed=bool(talk.tools))
 
 
-async def _drained(events: AsyncGenerator[dict, None]) -> None:
+async def whole(events: AsyncGenerator[dict, None], message: dict) -> JsonResponse:
     async for _ in events:
         pass
+    return JsonResponse(message)
 
 
 @router.post(f"{PATH}/count_tokens", responses={200: {"model": InputTokens}}, response_model=None)

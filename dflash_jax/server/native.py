@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
 from fastapi import APIRouter, Request
+from starlette.responses import Response
 
 from dflash_jax.rows import Row
 from dflash_jax.server import prepare, request_id, schema
@@ -15,7 +16,7 @@ from dflash_jax.server.errors import ApiError
 from dflash_jax.server.large_answers import entries, event, json_response
 from dflash_jax.server.reasoning import CLOSE, count_tokens
 from dflash_jax.server.serving import Serving, while_connected
-from dflash_jax.server.stream import EventStream
+from dflash_jax.server.stream import EventStream, Later
 
 router = APIRouter()
 
@@ -177,8 +178,16 @@ async def generate(http: Request, body: schema.GenerateRequest):
     for row, name in zip(rows, names, strict=True):
         serving.register([row], name, http.state.owner)
     texts = [Asked(row, name, is_new) for (row, is_new), name in zip(wanted, numbered(names), strict=True)]
+    body = body.without_large()
     if body.stream:
-        return await EventStream.start(http, streamed(serving, body, texts, several, began))
+        return Later(http, EventStream.start(http, streamed(serving, body, texts, several, began)))
+    return Later(http, whole(http, serving, body, texts, several, began))
+
+
+async def whole(
+    http: Request, serving: Serving, body: schema.GenerateRequest, texts: list[Asked], several: bool, began: float
+) -> Response:
+    rows = [text.row for text in texts]
     await while_connected(http, serving.run(rows))
 
     def build() -> list[dict] | dict:

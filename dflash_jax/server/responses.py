@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
 from fastapi import APIRouter, Request
 from pydantic import ValidationError
+from starlette.responses import Response as HttpResponse
 
 from dflash_jax.rows import Row
 from dflash_jax.server import large_answers, request_id, schema
@@ -17,7 +18,7 @@ from dflash_jax.server.errors import ApiError, as_api_error, of_conversion
 from dflash_jax.server.response_store import StoredResponse
 from dflash_jax.server.serving import Serving, while_connected
 from dflash_jax.server.stored_responses import continued, earlier_items, stored_items, stored_response
-from dflash_jax.server.stream import EventStream
+from dflash_jax.server.stream import EventStream, Later
 from dflash_jax.server.tools import CallDelta
 
 router = APIRouter()
@@ -300,10 +301,14 @@ async def responses(http: Request, body: schema.ResponsesRequest):
             whole["store"] = await store.put(http.state.owner, whole["id"], entry)
 
     events = numbered(serving, talk, rows[0], value, keep)
-    if body.stream:
-        return await EventStream.start(http, framed(events, rows), last=b"")
-    whole = await while_connected(http, last(events))
-    return await large_answers.json_response(rows, lambda: whole)
+    answer = EventStream.start(http, framed(events, rows), last=b"") if body.stream else whole(http, events, rows)
+    # The answer repeats tools and metadata, and the store's entry has the conversation.
+    return Later(http, answer, keeps_parsed=True)
+
+
+async def whole(http: Request, events: AsyncGenerator[dict, None], rows: Sequence[Row]) -> HttpResponse:
+    value = await while_connected(http, last(events))
+    return await large_answers.json_response(rows, lambda: value)
 
 
 async def last(events: AsyncGenerator[dict, None]) -> dict:

@@ -2,7 +2,7 @@
 
 from contextvars import ContextVar
 from itertools import islice
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -21,6 +21,8 @@ RequestId = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[!-~]+
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 # More than any object here has.
 MOST_FIELDS = 128
+# Characters of a text that a request keeps until its answer has ended.
+MOST_KEPT = 1024
 # Of an unknown field's name, as messages repeat it.
 MOST_CHARACTERS = 64
 # Unknown fields of the request at hand: "refuse" or "warn". The application sets it from its limits.
@@ -55,10 +57,23 @@ class Lenient(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True, populate_by_name=True)
 
 
+def _is_small(value: Any) -> bool:
+    if isinstance(value, BaseModel):
+        return all(map(_is_small, vars(value).values()))
+    if isinstance(value, list):
+        return len(value) <= MOST_FIELDS and all(isinstance(v, int | list) and _is_small(v) for v in value)
+    return len(value) <= MOST_KEPT if isinstance(value, str) else not isinstance(value, dict)
+
+
 class Body(Strict):
     """A request's own fields, beside those of the table ``neutral``, which do nothing."""
 
     neutral: ClassVar[neutral_fields.Table] = {}
+
+    def without_large(self) -> Self:
+        """A copy for the answer. What may be large (prompts, messages, tools, forms) is None: the sequences have what
+        they need of it, and an answer may take long."""
+        return self.model_copy(update={name: None for name, value in self if not _is_small(value)})
 
     @model_validator(mode="before")
     @classmethod

@@ -5,6 +5,7 @@ import contextlib
 import functools
 import time
 import weakref
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -148,8 +149,8 @@ class Serving:
         self.in_flight = 0
         # Id and owner of every sequence under way, for `abort`.
         self._ids: weakref.WeakKeyDictionary[Row, tuple[str, bytes]] = weakref.WeakKeyDictionary()
-        # Bytes of request bodies that are in memory.
-        self.body_bytes = 0
+        # Bytes of request bodies that are in memory, and of each client's.
+        self.body_bytes, self.client_body_bytes = 0, Counter()
         # Bodies that are being received.
         self.arriving: set[Body] = set()
         self.large_bodies = asyncio.Lock()

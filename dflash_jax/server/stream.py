@@ -2,11 +2,12 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
 
 from fastapi import Request
 from starlette.responses import Response
 
+from dflash_jax.server.body import release
 from dflash_jax.server.errors import as_api_error
 from dflash_jax.server.serving import until_gone, while_connected
 
@@ -17,6 +18,22 @@ def frame(value: dict, event: str | None = None) -> bytes:
     """One event; ASCII, so that no line separator of Unicode's can break it."""
     name = f"event: {event}\n" if event else ""
     return f"{name}data: {json.dumps(value, separators=(',', ':'))}\n\n".encode("ascii")
+
+
+class Later(Response):
+    """What ``work`` returns, which begins when the route has returned: until then FastAPI keeps the request's body.
+
+    ``keeps_parsed``: as for `release`.
+    """
+
+    def __init__(self, http: Request, work: Awaitable[Response], keeps_parsed: bool = False):
+        self._http, self._work, self._keeps_parsed = http, work, keeps_parsed
+        self.status_code, self.background = 200, None
+
+    async def __call__(self, scope, receive, send) -> None:
+        release(self._http, self._keeps_parsed)
+        response = await self._work
+        await response(scope, receive, send)
 
 
 class EventStream(Response):

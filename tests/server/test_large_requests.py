@@ -1,11 +1,18 @@
 """What is large is refused by its size, before it costs anything; what is not is served as before."""
 
 import asyncio
+import gc
 import json
+import socket
 import threading
+import tracemalloc
+from collections import Counter
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
+from urllib.parse import urlsplit
 
 import pytest
+from conftest import TOOL, wait_until
 from hypothesis import given
 from hypothesis import strategies as st
 from test_robust import HI, JSON
@@ -254,6 +261,114 @@ def test_an_echo_is_made_on_a_thread(quiet, monkeypatch):
     assert all(name.startswith("answers") for name in threads)
 
 
+LARGE = 2**20
+DROPPED = {"metadata": {"a": "x" * LARGE}, "user": "x" * LARGE}
+TOOL_HI = TOOL | {"function": TOOL["function"] | {"description": "x" * LARGE}}
+CHAT = {"messages": HI, "max_tokens": 4, "tools": [TOOL_HI], "tool_choice": "none", **DROPPED}
+LONG_ANSWERS = {
+    "chat": ("/v1/chat/completions", CHAT),
+    "chat, streamed": ("/v1/chat/completions", CHAT | {"stream": True}),
+    "conversations": ("/v1/chat/completions/batch", {"messages": [HI, HI], "max_tokens": 4, **DROPPED}),
+    "text": ("/v1/completions", {"prompt": "x", "max_tokens": 4, **DROPPED}),
+    "text, streamed": ("/v1/completions", {"prompt": "x", "max_tokens": 4, "stream": True, **DROPPED}),
+    "a form": ("/v1/completions", {"prompt": "x", "max_tokens": 4, "guided_json": {"description": "x" * 60_000}}),
+    "SGLang's": ("/generate", {"text": "x", "sampling_params": {"max_new_tokens": 4}, "session_id": "x" * LARGE}),
+    "Anthropic's": (
+        "/v1/messages",
+        {"messages": HI, "max_tokens": 4, "model": "default", "metadata": {"user_id": "x" * LARGE}},
+    ),
+}
+
+
+@contextmanager
+def paused(server):
+    """The engine takes requests, and answers none before the end."""
+    gate = threading.Event()
+    server.serving.engine._command(gate.wait)
+    try:
+        yield
+    finally:
+        gate.set()
+
+
+def sent(server, path: str, given: dict, connections: ExitStack) -> socket.socket:
+    """A request, without a copy of it on the client's side."""
+    url = urlsplit(server.url)
+    connection = connections.enter_context(socket.create_connection((url.hostname, url.port), 60))
+    content = json.dumps(given).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+    return connection
+
+
+def answered(connection: socket.socket) -> bytes:
+    data = b""
+    while part := connection.recv(2**16):
+        data += part
+    return data
+
+
+@pytest.mark.parametrize("name", LONG_ANSWERS)
+def test_a_body_is_dropped_before_its_answer_begins(quiet, name):
+    """However long that takes: others' large bodies have room again."""
+    path, given = LONG_ANSWERS[name]
+    serving, few = quiet.serving, 5
+    with ExitStack() as connections:
+        # What is imported and cached at first.
+        assert answered(sent(quiet, path, given, connections)).startswith(b"HTTP/1.1 200")
+        tracemalloc.start()
+        try:
+            with paused(quiet):
+                before = tracemalloc.get_traced_memory()[0]
+                all_sent = [sent(quiet, path, given, connections) for _ in range(few)]
+                rows = few * (2 if "batch" in path else 1)
+                # The engine is asked for all of them.
+                assert wait_until(lambda: len(serving.engine._inboxes) == rows)
+                assert wait_until(lambda: serving.body_bytes == 0, 10)
+                assert serving.in_flight == few
+                assert not serving.client_body_bytes
+                gc.collect()
+                assert tracemalloc.get_traced_memory()[0] - before < few * LARGE / 2
+        finally:
+            tracemalloc.stop()
+        assert all(answered(each).startswith(b"HTTP/1.1 200") for each in all_sent)
+
+
+@pytest.mark.parametrize(
+    ("path", "given"),
+    [
+        ("/v1/chat/completions", {"messages": HI, "max_tokens": 4, "tools": [TOOL], **DROPPED}),
+        ("/v1/responses", {"input": "x", "max_output_tokens": 16, "metadata": {"a": "x"}, "store": False}),
+    ],
+    ids=["tools", "response"],
+)
+def test_what_an_answer_needs_of_a_body_counts(quiet, path, given):
+    """Calls are read by the tools' schemas; a response repeats its request."""
+    with ExitStack() as connections:
+        with paused(quiet):
+            connection = sent(quiet, path, given, connections)
+            assert wait_until(lambda: len(quiet.serving.engine._inboxes) == 1)
+            # Values take more than their text.
+            assert quiet.serving.body_bytes > len(json.dumps(given)) + body.VALUE_BYTES * len(given)
+        assert answered(connection).startswith(b"HTTP/1.1 200")
+    assert wait_until(lambda: quiet.serving.body_bytes == 0)
+
+
+def test_one_client_takes_a_part_of_the_memory_for_bodies(quiet, monkeypatch):
+    serving = quiet.serving
+    most = int(body.CLIENT_SHARE * serving.limits.total_body_bytes)
+    monkeypatch.setattr(serving, "client_body_bytes", Counter({(None, "127.0.0.1"): most, (None, "127.0.0.2"): most}))
+    # A key that is not asked for makes no other client.
+    quiet.http.headers["Authorization"] = "Bearer another"
+    found = quiet.post("/v1/completions", prompt="x" * 2**16, max_tokens=1)
+    del quiet.http.headers["Authorization"]
+    assert found.status_code == 429
+    assert found.headers["retry-after"]
+    assert quiet.post("/v1/completions", prompt="x", max_tokens=1).status_code == 200
+    serving.client_body_bytes[None, "127.0.0.1"] -= 2**17
+    assert quiet.post("/v1/completions", prompt="x" * 2**16, max_tokens=1).status_code == 400
+
+
 def test_small_bodies_beside_many_large_ones(quiet, monkeypatch):
     """Those who send 100 bodies of 10 MB slowly keep only large ones out."""
     monkeypatch.setattr(quiet.serving, "body_bytes", quiet.serving.limits.total_body_bytes)
@@ -265,12 +380,14 @@ def test_small_bodies_beside_many_large_ones(quiet, monkeypatch):
 def test_a_large_body_that_arrives_slowly_gives_way(monkeypatch, sure_s, slow, quick):
     """Not to others before it has had its time."""
     monkeypatch.setattr(body, "SURE_S", sure_s)
+    monkeypatch.setattr(body, "CLIENT_SHARE", 1)
     limits = Limits(total_body_bytes=150_000)
-    serving = SimpleNamespace(limits=limits, capacity=0, body_bytes=0, arriving=set(), large_bodies=asyncio.Lock())
+    serving = SimpleNamespace(limits=limits, capacity=0, body_bytes=0, client_body_bytes=Counter())
+    serving.arriving, serving.large_bodies = set(), asyncio.Lock()
 
-    async def read(*parts: bytes | asyncio.Event) -> int:
+    async def read(client: str, *parts: bytes | asyncio.Event) -> int:
         """Bytes of a body that arrives in parts, or the error's status."""
-        left, one = list(parts), body.Body(serving)
+        left, one = list(parts), body.Body(serving, client)
 
         async def receive() -> dict:
             if isinstance(left[0], asyncio.Event):
@@ -286,12 +403,12 @@ def test_a_large_body_that_arrives_slowly_gives_way(monkeypatch, sure_s, slow, q
 
     async def both() -> tuple[int, int]:
         has_come = asyncio.Event()
-        first = asyncio.create_task(read(b"x" * 90_000, has_come, b"x" * 10_000))
+        first = asyncio.create_task(read("a", b"x" * 90_000, has_come, b"x" * 10_000))
         # The event loop's clock moves on.
         await asyncio.sleep(0.01)
-        second = await read(b"x" * 100_000)
+        second = await read("b", b"x" * 100_000)
         has_come.set()
         return await first, second
 
     assert asyncio.run(both()) == (slow, quick)
-    assert (serving.body_bytes, serving.arriving) == (0, set())
+    assert (serving.body_bytes, serving.arriving, serving.client_body_bytes) == (0, set(), {})
