@@ -172,13 +172,16 @@ class WorkerProcess:
                 os.kill(self.pid, signal.SIGKILL)
         return True
 
-    def resident(self) -> int:
-        """Bytes that it has in memory, shared ones too."""
+    def faulted_and_resident(self) -> tuple[int, int]:
+        """Bytes of the pages that it has taken or first written to since its fork, and bytes that it has in memory,
+        shared ones too."""
         try:
-            with open(f"/proc/{self.pid}/statm") as file:
-                return int(file.read().split()[1]) * resource.getpagesize()
+            with open(f"/proc/{self.pid}/stat") as file:
+                # Behind the name, which may have blanks.
+                fields = file.read().rpartition(")")[2].split()
         except OSError:
-            return 0
+            return 0, 0
+        return int(fields[7]) * resource.getpagesize(), int(fields[21]) * resource.getpagesize()
 
     def memory(self) -> int:
         """Bytes that it shares with no other process."""
