@@ -9,11 +9,16 @@ MOST_BYTES = 256 * 2**20
 
 @dataclass(frozen=True)
 class StoredResponse:
-    """As JSON: the ``response`` without its log-probabilities, and ``input``, a list of all items of the conversation
-    before it. The next turn needs no other entry."""
+    """As JSON: the ``response`` without its log-probabilities, and ``input``, all items of the conversation before it,
+    each on a line. The next turn needs no other entry."""
 
     response: bytes
     input: bytes
+
+    @property
+    def items(self) -> list[bytes]:
+        """Each item of ``input`` as JSON."""
+        return self.input.splitlines()
 
     @property
     def nbytes(self) -> int:

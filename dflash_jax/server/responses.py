@@ -1,5 +1,6 @@
 """/v1/responses: OpenAI's newer interface over the same conversations."""
 
+import json
 import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
@@ -285,12 +286,12 @@ async def responses(http: Request, body: schema.ResponsesRequest):
         raise ApiError(400, "store: this server stores no responses (--response-store 0)", "store")
     earlier = continued(serving, await earlier_items(http, body), body)
     try:
-        chat = as_chat(body, [schema.InputItem(**item) for item in earlier])
+        chat = as_chat(body, [schema.InputItem(**json.loads(item)) for item in earlier])
     except ValidationError as e:
         raise of_conversion(e) from None
     name = request_id.choose("resp_")
     is_stored = body.store is not False and store.size > 0
-    items = stored_items(earlier, body, serving.limits.body_bytes)
+    items = await stored_items(earlier, body, serving.limits.body_bytes)
     talk, rows = await while_connected(http, prepared(serving, chat))
     value = envelope(body, serving.name, body.request_id or name, int(time.time()), is_stored)
     serving.register(rows, value["id"], http.state.owner)

@@ -1,14 +1,17 @@
 """/v1/responses/{id}: what was stored of earlier responses."""
 
+import asyncio
 import json
 import uuid
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Request
+from pydantic import BaseModel
 from starlette.responses import Response as HttpResponse
 
 from dflash_jax.server import schema
 from dflash_jax.server.answer_schema import DeletedResponse, InputItems, Response
+from dflash_jax.server.body import STEP_BYTES
 from dflash_jax.server.conversation import text_of
 from dflash_jax.server.errors import ApiError, JsonResponse
 from dflash_jax.server.response_store import StoredResponse
@@ -30,15 +33,15 @@ async def stored(http: Request, response_id: str, param: str | None = None) -> S
     return entry
 
 
-async def earlier_items(http: Request, body: schema.ResponsesRequest) -> list[dict]:
-    """The items of all turns before this one."""
+async def earlier_items(http: Request, body: schema.ResponsesRequest) -> list[bytes]:
+    """The items of all turns before this one, each as JSON: only those that the turn reads are parsed."""
     if body.previous_response_id is None:
         return []
     entry = await stored(http, body.previous_response_id, "previous_response_id")
-    return json.loads(entry.input) + json.loads(entry.response)["output"]
+    return entry.items + [_dumped(item) for item in json.loads(entry.response)["output"]]
 
 
-def continued(serving: Serving, earlier: list[dict], body: schema.ResponsesRequest) -> list[dict]:
+def continued(serving: Serving, earlier: list[bytes], body: schema.ResponsesRequest) -> list[bytes]:
     """The items of ``earlier`` turns that this turn reads: all of them, or, with truncation auto, of the latest turns
     as many as a request could have. Raises ApiError where all are too many."""
     new, most = body.input if isinstance(body.input, list) else [body.input], serving.limits.objects
@@ -48,27 +51,48 @@ def continued(serving: Serving, earlier: list[dict], body: schema.ResponsesReque
             raise ApiError(400, f"{message}, or truncation: auto", "input")
         return earlier
     # No text has more characters than its JSON.
-    first, characters = len(earlier), serving.texts.most_cut - len(json.dumps(body.model_dump(include={"input"})))
+    first, characters = len(earlier), serving.texts.most_cut - _characters(new)
     while first and len(earlier) - first + len(new) < most:
-        characters -= len(json.dumps(earlier[first - 1]))
+        characters -= len(earlier[first - 1])
         if characters < 0:
             break
         first -= 1
     if first == 0:
         return earlier
     # A turn begins with what the user says: a call keeps its output, and a thought its answer.
-    turns = (i for i in range(first, len(earlier)) if earlier[i].get("role") == "user")
+    turns = (i for i in range(first, len(earlier)) if json.loads(earlier[i]).get("role") == "user")
     return earlier[next(turns, len(earlier)) :]
 
 
-def stored_items(earlier: list[dict], body: schema.ResponsesRequest, most_bytes: int) -> bytes:
+def _characters(value: object) -> int:
+    """Of the texts inside of a value."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, BaseModel):
+        value = {**vars(value), **(value.model_extra or {})}
+    if isinstance(value, dict):
+        value = list(value.values())
+    return sum(map(_characters, value)) if isinstance(value, list) else 0
+
+
+def _dumped(item: dict) -> bytes:
+    return json.dumps(item, separators=(",", ":")).encode("ascii")
+
+
+async def stored_items(earlier: list[bytes], body: schema.ResponsesRequest, most_bytes: int) -> bytes:
     """The conversation as it is stored. ``body`` must be read before, by `as_messages`. Raises ApiError where the
     conversation has more than ``most_bytes``, which its text alone need not have: templates drop old thoughts."""
     new = [schema.InputItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
-    items = json.dumps(earlier + [_item(item) for item in new], separators=(",", ":")).encode("ascii")
-    if len(items) > most_bytes:
-        raise ApiError(400, f"the conversation has {len(items)} bytes: at most {most_bytes} are possible", "input")
-    return items
+    lines, size = list(earlier), sum(map(len, earlier))
+    for item in new:
+        lines.append(_dumped(_item(item)))
+        before, size = size, size + len(lines[-1])
+        if before // STEP_BYTES < size // STEP_BYTES:
+            # Others have their turn.
+            await asyncio.sleep(0)
+    if size > most_bytes:
+        raise ApiError(400, f"the conversation has {size} bytes: at most {most_bytes} are possible", "input")
+    return b"\n".join(lines)
 
 
 def _item(item: schema.InputItem) -> dict:
@@ -126,15 +150,15 @@ async def input_items(
     order: Literal["asc", "desc"] = "desc",
 ):
     """The items before a response, those of earlier turns among them."""
-    items = json.loads((await stored(http, response_id)).input)
+    items = (await stored(http, response_id)).items
     if order == "desc":
         items.reverse()
     if after is not None:
-        start = next((i + 1 for i, item in enumerate(items) if item["id"] == after), None)
+        start = next((i + 1 for i, item in enumerate(items) if json.loads(item)["id"] == after), None)
         if start is None:
             raise ApiError(404, f"after is {after!r}: there is no such item", "after")
         items = items[start:]
-    page = items[:limit]
+    page = [json.loads(item) for item in items[:limit]]
     first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
     more = len(items) > limit
     return JsonResponse({"object": "list", "data": page, "first_id": first, "last_id": last, "has_more": more})

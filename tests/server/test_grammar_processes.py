@@ -5,11 +5,11 @@ import contextlib
 import json
 import os
 import signal
-import time
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from conftest import wait_until
 from hostile import chained_rules, linked_definitions, many_terms, slow_expression
 
 from dflash_jax.errors import InputError
@@ -55,8 +55,7 @@ def answered(mask, drafts=()) -> np.ndarray:
 
 
 def eventually(condition) -> None:
-    while not condition():
-        time.sleep(0.01)
+    assert wait_until(condition)
 
 
 def is_gone(pid: int) -> bool:

@@ -108,6 +108,22 @@ def test_retrieve_list_and_delete(client, store, quiet):
     assert answer == {"id": response.id, "object": "response", "deleted": True}
 
 
+def test_earlier_turns_that_are_cut_off_are_not_parsed(client, store):
+    """A turn that cuts a long conversation costs what it reads of it: the sizes of items are known."""
+    turns = [{"role": "user", "content": f"mark{i} {'x' * 300}"} for i in range(9)]
+    first = client.responses.create(**SHORT, input=turns, truncation="auto")
+    written, read = [], []
+    with pytest.MonkeyPatch.context() as patch:
+        dumps, loads = json.dumps, json.loads
+        patch.setattr(json, "dumps", lambda value, **more: written.append(str(value)) or dumps(value, **more))
+        patch.setattr(json, "loads", lambda text, **more: read.append(str(text)) or loads(text, **more))
+        patch.setattr(Texts, "most_cut", 2000)
+        second = client.responses.create(**SHORT, input="now", previous_response_id=first.id, truncation="auto")
+    assert any("mark8" in text for text in read)
+    assert not any("mark0" in text for text in [*read, *written])
+    assert 1 < len(list(client.responses.input_items.list(second.id))) < 9
+
+
 def test_what_is_not_stored_is_not_there(client, store):
     response = client.responses.create(**SHORT, input="hi", store=False)
     assert response.store is False
