@@ -283,7 +283,7 @@ def test_an_answer_that_is_read_too_slowly(serve):
 @pytest.mark.parametrize("more", [b"", b"Connection: close\r\n"])
 def test_an_answer_that_takes_long_to_read(serve, more):
     """No client that reads fast enough is cut, however long the whole answer takes."""
-    connection = serve(unread_s=2.0)(receive_bytes=4096)
+    connection = serve(head_s=0.5, unread_s=2.0)(receive_bytes=4096)
     connection.sendall(b"GET /long HTTP/1.1\r\nHost: x\r\n" + more + b"\r\n")
     assert read_slowly(connection, 2048, 0.15) == bytes(60_000)
 
