@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from dflash_jax.errors import InputError
 from dflash_jax.rows import Piece, Row
 from dflash_jax.server import schema
-from dflash_jax.server.errors import ApiError
+from dflash_jax.server.errors import ApiError, TooLongError
 from dflash_jax.server.reasoning import CLOSE, OPEN, ReasoningSplitter, is_open
 from dflash_jax.server.serving import Serving
 from dflash_jax.server.tools import CallDelta, ToolParser, is_xml
@@ -172,7 +172,7 @@ def _check_arguments(messages: Sequence[schema.Message], most: int) -> None:
     """Raises ApiError where calls' arguments, JSON inside of the body's JSON, may have more than ``most`` values."""
     given = (call.function.arguments for m in messages for call in m.tool_calls or ())
     if sum(text.count(mark) for text in given if isinstance(text, str) for mark in ",[{") > most:
-        raise ApiError(400, f"messages: the arguments of calls have more than {most} values", "messages")
+        raise TooLongError(f"messages: the arguments of calls have more than {most} values", "messages")
 
 
 def _call(call: schema.Call, where: str) -> dict:

@@ -49,6 +49,13 @@ class ApiError(HTTPException):
         return {"type": "error", "error": error, "request_id": f"req_{uuid.uuid4().hex}"}
 
 
+class TooLongError(ApiError):
+    """A prompt or a conversation does not fit."""
+
+    def __init__(self, message: str, param: str | None = None):
+        super().__init__(400, message, param)
+
+
 class JsonResponse(Response):
     """ASCII only: what clients send may hold halves of characters, and comes back in messages."""
 

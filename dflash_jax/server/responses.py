@@ -18,9 +18,10 @@ from dflash_jax.server.conversation import Conversation, Delta, text_of
 from dflash_jax.server.errors import ApiError, as_api_error, of_conversion
 from dflash_jax.server.response_store import StoredResponse
 from dflash_jax.server.serving import Serving, while_connected
-from dflash_jax.server.stored_responses import continued, earlier_items, stored_items, stored_response
+from dflash_jax.server.stored_responses import earlier_items, head, stored_items, stored_response
 from dflash_jax.server.stream import EventStream, Later
 from dflash_jax.server.tools import CallDelta
+from dflash_jax.server.truncation import characters, kept_items
 
 router = APIRouter()
 # Stores a whole response, where that is asked for.
@@ -43,14 +44,11 @@ AS_IN_CHAT = (
 )
 
 
-def as_messages(body: schema.ResponsesRequest, earlier: Sequence[schema.InputItem] = ()) -> list[dict]:
-    """Instructions, the items of ``earlier`` turns and the input as a chat's messages."""
-    messages = [{"role": "system", "content": body.instructions}] if body.instructions else []
-    if not body.input and not isinstance(body.input, str):
-        raise ApiError(400, "input is empty", "input")
-    given = [schema.InputItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
+def as_messages(instructions: str | None, items: Sequence[schema.InputItem], earlier: int = 0) -> list[dict]:
+    """Instructions and items as a chat's messages. ``earlier``: of the items, those before the input."""
+    messages = [{"role": "system", "content": instructions}] if instructions else []
     # Only the input's own items can be wrong: earlier ones were read before.
-    for i, item in enumerate([*earlier, *given], -len(earlier)):
+    for i, item in enumerate(items, -earlier):
         where, more = f"input[{i}]", item.model_extra or {}
         kind = item.type or "message"
         if kind == "message":
@@ -104,8 +102,8 @@ def _named(tool: schema.ResponsesToolName) -> schema.NamedTool:
     return schema.NamedTool(type="function", function=schema.FunctionName(name=tool.name))
 
 
-def as_chat(body: schema.ResponsesRequest, earlier: Sequence[schema.InputItem] = ()) -> schema.ChatRequest:
-    """The same wish as a chat request, after the items of ``earlier`` turns."""
+def as_chat(body: schema.ResponsesRequest, items: Sequence[schema.InputItem], earlier: int = 0) -> schema.ChatRequest:
+    """The same wish as a chat request of these items. ``earlier``: of the items, those before the input."""
     form, choice = body.text.format if body.text else None, body.tool_choice
     response_format = None
     if form is not None and form.type == "json_schema":
@@ -124,10 +122,9 @@ def as_chat(body: schema.ResponsesRequest, earlier: Sequence[schema.InputItem] =
         for t in body.tools or ()
     ]
     return schema.ChatRequest(
-        messages=[schema.Message(**m) for m in as_messages(body, earlier)],
+        messages=[schema.Message(**m) for m in as_messages(body.instructions, items, earlier)],
         max_completion_tokens=body.max_output_tokens,
         **{name: getattr(body, name) for name in AS_IN_CHAT},
-        truncate_prompt_tokens=-1 if body.truncation == "auto" else None,
         logprobs=wants_logprobs or None,
         top_logprobs=body.top_logprobs if wants_logprobs else None,
         response_format=response_format,
@@ -284,21 +281,43 @@ async def responses(http: Request, body: schema.ResponsesRequest):
     store = serving.response_store
     if body.store and not store.size:
         raise ApiError(400, "store: this server stores no responses (--response-store 0)", "store")
-    earlier = continued(serving, await earlier_items(http, body), body)
+    earlier = await earlier_items(http, body)
+    given = [schema.InputItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
+    if not given:
+        raise ApiError(400, "input is empty", "input")
+    count = len(earlier)
+
+    def as_chat_of(kept: Sequence[int]) -> schema.ChatRequest:
+        """Of the items at these places of the conversation. Others are not parsed."""
+        items = [schema.InputItem(**json.loads(earlier[i])) if i < count else given[i - count] for i in kept]
+        return as_chat(body, items, sum(i < count for i in kept))
+
+    kept: Sequence[int] = range(count + len(given))
     try:
-        chat = as_chat(body, [schema.InputItem(**json.loads(item)) for item in earlier])
+        if body.truncation == "auto":
+            # What is wrong is said of the input as it was sent.
+            as_chat(body, given)
+            heads = [*(schema.InputItem(**head(item)) for item in earlier), *given]
+            sizes = [*map(len, earlier), *map(characters, given)]
+            kept = await while_connected(http, kept_items(serving, heads, sizes, as_chat_of))
+        if len(kept) > serving.limits.objects:
+            message = f"the conversation has {len(kept)} items: at most {serving.limits.objects} are possible"
+            raise ApiError(400, f"{message}, or truncation: auto", "input")
+        chat = as_chat_of(kept)
     except ValidationError as e:
         raise of_conversion(e) from None
+    given = [given[i - count] for i in kept if i >= count]
+    earlier = [earlier[i] for i in kept if i < count]
     name = request_id.choose("resp_")
     is_stored = body.store is not False and store.size > 0
-    items = await stored_items(earlier, body, serving.limits.body_bytes)
+    stored = await stored_items(earlier, given, serving.limits.body_bytes)
     talk, rows = await while_connected(http, prepared(serving, chat))
     value = envelope(body, serving.name, body.request_id or name, int(time.time()), is_stored)
     serving.register(rows, value["id"], http.state.owner)
 
     async def keep(whole: dict) -> None:
         if is_stored:
-            entry = StoredResponse(stored_response(whole), items)
+            entry = StoredResponse(stored_response(whole), stored)
             whole["store"] = await store.put(http.state.owner, whole["id"], entry)
 
     events = numbered(serving, talk, rows[0], value, keep)

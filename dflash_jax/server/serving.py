@@ -18,7 +18,7 @@ from dflash_jax.engine.service import AsyncEngine
 from dflash_jax.llm import LLM
 from dflash_jax.rows import Piece, Row
 from dflash_jax.server.additions import Additions
-from dflash_jax.server.errors import ApiError
+from dflash_jax.server.errors import ApiError, TooLongError
 from dflash_jax.server.grammar import GrammarProcesses, grammar_tokens
 from dflash_jax.server.metrics import Metrics
 from dflash_jax.server.observe import begun
@@ -200,9 +200,8 @@ class Serving:
             most = min(default, max(room, 1))
         if room < 1 or (most is not None and most > room):
             wanted = "at least one new one" if most is None else f"{most} new ones"
-            raise ApiError(
-                400, f"{len(prompt)} prompt tokens and {wanted} do not fit: at most {self.capacity} tokens do", param
-            )
+            message = f"{len(prompt)} prompt tokens and {wanted} do not fit: at most {self.capacity} tokens do"
+            raise TooLongError(message, param)
         return room if most is None else most
 
     def register(self, rows: Sequence[Row], request_id: str, owner: bytes) -> None:

@@ -2,11 +2,12 @@
 
 import asyncio
 import json
+import re
 import uuid
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Request
-from pydantic import BaseModel
 from starlette.responses import Response as HttpResponse
 
 from dflash_jax.server import schema
@@ -15,9 +16,10 @@ from dflash_jax.server.body import STEP_BYTES
 from dflash_jax.server.conversation import text_of
 from dflash_jax.server.errors import ApiError, JsonResponse
 from dflash_jax.server.response_store import StoredResponse
-from dflash_jax.server.serving import Serving
 
 router = APIRouter()
+# Keys of what may be long. They stand behind all others that `truncation` reads.
+_TEXTS = re.compile(rb',"(?:content|arguments|output|summary)":')
 IDS = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 
 
@@ -41,50 +43,21 @@ async def earlier_items(http: Request, body: schema.ResponsesRequest) -> list[by
     return entry.items + [_dumped(item) for item in json.loads(entry.response)["output"]]
 
 
-def continued(serving: Serving, earlier: list[bytes], body: schema.ResponsesRequest) -> list[bytes]:
-    """The items of ``earlier`` turns that this turn reads: all of them, or, with truncation auto, of the latest turns
-    as many as a request could have. Raises ApiError where all are too many."""
-    new, most = body.input if isinstance(body.input, list) else [body.input], serving.limits.objects
-    if body.truncation != "auto":
-        if len(earlier) + len(new) > most:
-            message = f"the conversation has {len(earlier) + len(new)} items: at most {most} are possible"
-            raise ApiError(400, f"{message}, or truncation: auto", "input")
-        return earlier
-    # No text has more characters than its JSON.
-    first, characters = len(earlier), serving.texts.most_cut - _characters(new)
-    while first and len(earlier) - first + len(new) < most:
-        characters -= len(earlier[first - 1])
-        if characters < 0:
-            break
-        first -= 1
-    if first == 0:
-        return earlier
-    # A turn begins with what the user says: a call keeps its output, and a thought its answer.
-    turns = (i for i in range(first, len(earlier)) if json.loads(earlier[i]).get("role") == "user")
-    return earlier[next(turns, len(earlier)) :]
-
-
-def _characters(value: object) -> int:
-    """Of the texts inside of a value."""
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, BaseModel):
-        value = {**vars(value), **(value.model_extra or {})}
-    if isinstance(value, dict):
-        value = list(value.values())
-    return sum(map(_characters, value)) if isinstance(value, list) else 0
+def head(item: bytes) -> dict:
+    """What stands before the texts of a stored item: of a key, the quotes have no backslash, so no text has one."""
+    found = _TEXTS.search(item)
+    return json.loads(item[: found.start()] + b"}" if found else item)
 
 
 def _dumped(item: dict) -> bytes:
     return json.dumps(item, separators=(",", ":")).encode("ascii")
 
 
-async def stored_items(earlier: list[bytes], body: schema.ResponsesRequest, most_bytes: int) -> bytes:
-    """The conversation as it is stored. ``body`` must be read before, by `as_messages`. Raises ApiError where the
+async def stored_items(earlier: list[bytes], given: Sequence[schema.InputItem], most_bytes: int) -> bytes:
+    """The conversation as it is stored. ``given`` must be read before, by `as_messages`. Raises ApiError where the
     conversation has more than ``most_bytes``, which its text alone need not have: templates drop old thoughts."""
-    new = [schema.InputItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
     lines, size = list(earlier), sum(map(len, earlier))
-    for item in new:
+    for item in given:
         lines.append(_dumped(_item(item)))
         before, size = size, size + len(lines[-1])
         if before // STEP_BYTES < size // STEP_BYTES:

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from dflash_jax.errors import InputError
 from dflash_jax.llm import LLM
-from dflash_jax.server.errors import ApiError
+from dflash_jax.server.errors import ApiError, TooLongError
 
 # Characters, or token ids, from which on a prompt is long.
 LONG = 2**16
@@ -78,12 +78,12 @@ class Texts:
     def _check_length(self, given: str | Sequence[int], field: str) -> None:
         if not isinstance(given, str):
             if len(given) > self._capacity:
-                raise ApiError(400, f"{len(given)} tokens do not fit: at most {self._capacity} tokens do", field)
+                raise TooLongError(f"{len(given)} tokens do not fit: at most {self._capacity} tokens do", field)
         elif self._tokenizer is not None and (longest := self._tokenizer.longest_token) is not None:
             most = longest * self._capacity
             if len(given) > most:
                 message = f"{len(given)} characters do not fit: at most {self._capacity} tokens do, {most} characters"
-                raise ApiError(400, message, field)
+                raise TooLongError(message, field)
 
     @property
     def most_cut(self) -> int:
@@ -106,4 +106,4 @@ class Texts:
                 return
             count += len(self._tokenizer.encode_plain(given[at : at + PIECE]))
             if count > 2 * self._capacity:
-                raise ApiError(400, f"more than {count} tokens do not fit: at most {self._capacity} tokens do", field)
+                raise TooLongError(f"more than {count} tokens do not fit: at most {self._capacity} tokens do", field)
