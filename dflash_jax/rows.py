@@ -58,7 +58,7 @@ class Row:
 
     It watches its own tokens for stop strings. One that is not ``streamed`` has no pieces, and without stop strings its
     text is made at its end. ``ends``: sees the text behind each token, what is new of it, and says whether it ends
-    there.
+    there. Like stop strings, that does not count behind the first min_tokens.
     """
 
     def __init__(
@@ -108,7 +108,8 @@ class Row:
             known = len(self.text.text)
             starts.append(self.text.push(token) if self._is_shown(token) else self.text.end)
             ends.append(len(self.text.text))
-            self._has_ended = self._ends is not None and self._ends(self.text.text[known:])
+            is_end = self._ends is not None and self._ends(self.text.text[known:])
+            self._has_ended = is_end and len(self.request.tokens) + len(ends) > self.request.params.min_tokens
             if self.text.stopped or self._has_ended:
                 break
         self._watched.append((ends, starts))

@@ -24,14 +24,21 @@ class Delta:
 
 
 class Parser:
-    """Text of a choice → reasoning, content and calls, as it arrives.
+    """Text of a choice → reasoning, content and calls, as it arrives. ``has_one_call``: further ones are left out.
 
     Attributes:
         reasoning_tokens: Tokens of the reasoning so far, whatever is shown of it.
     """
 
-    def __init__(self, is_thinking: bool, tools: ToolParser | None, shown: schema.ShownReasoning = "stream"):
+    def __init__(
+        self,
+        is_thinking: bool,
+        tools: ToolParser | None,
+        shown: schema.ShownReasoning = "stream",
+        has_one_call: bool = False,
+    ):
         self._splitter, self._tools, self._shown = ReasoningSplitter(is_thinking), tools, shown
+        self._has_one_call = has_one_call
         # Reasoning that is not shown yet, and text of which it is not known yet whether it is reasoning.
         self._reasoning = self._undecided = ""
         self.reasoning_tokens = 0
@@ -82,14 +89,17 @@ class Parser:
         if self._tools is not None:
             last = self._tools.finish(is_cut=row.request.finish_reason == "length" or isinstance(row.matched, str))
             delta.content += last.content
-            delta.calls += last.calls
+            delta.calls += self._wanted(last.calls)
         return delta
 
     def _parsed(self, reasoning: str, content: str) -> Delta:
         if self._tools is None:
             return Delta(reasoning, content, [])
         found = self._tools.push(content)
-        return Delta(reasoning, found.content, found.calls)
+        return Delta(reasoning, found.content, self._wanted(found.calls))
+
+    def _wanted(self, calls: list[CallDelta]) -> list[CallDelta]:
+        return [call for call in calls if call.index == 0] if self._has_one_call else calls
 
     def reason(self, row: Row) -> str:
         called = self._tools is not None and self._tools.count
@@ -97,7 +107,7 @@ class Parser:
 
 
 class FirstCall:
-    """Ends a text behind its first call; ``ends`` of a `Row`."""
+    """Ends a text behind its first call, or behind a later one where min_tokens lets it go on; ``ends`` of a `Row`."""
 
     def __init__(self, is_thinking: bool, tools: ToolParser):
         self._splitter, self._tools = ReasoningSplitter(is_thinking), tools
@@ -119,11 +129,11 @@ class Conversation:
     echoed: str = ""
     # Whether the answer must be calls.
     is_forced: bool = False
-    # Whether it ends behind its first call.
+    # Whether it has one call at most, behind which it ends.
     has_one_call: bool = False
 
     def parser(self, shown: schema.ShownReasoning = "stream") -> Parser:
-        return Parser(self.thought == "open", self._tool_parser(), shown)
+        return Parser(self.thought == "open", self._tool_parser(), shown, self.has_one_call)
 
     def ends(self) -> FirstCall | None:
         """Where a choice ends, beside its stops; one for each choice."""

@@ -48,6 +48,42 @@ def test_the_text_ends_behind_the_first_call(quiet, llm, params):
 
 
 @BOTH
+@pytest.mark.parametrize("path", ["whole", "stream"])
+def test_min_tokens_come_first(quiet, params, path):
+    """As before stop strings: the text goes on, and ends where it is in no call. Further calls are left out."""
+    body = {"max_tokens": 200, "grammar": TWICE, "parallel_tool_calls": False, **params}
+    ask = choice_of if path == "whole" else streamed_choice
+    first = choice_of(quiet, **body)
+    free = choice_of(quiet, **body | {"parallel_tool_calls": True})
+    end, ids = len(first["token_ids"]), free["token_ids"]
+    second = end + ids[end:].index(ids[end - 1]) + 1
+    for least, right in ((end - 1, end), (end, end + 1), (end + 6, second)):
+        for width in (1, 8):
+            found = ask(quiet, **body, min_tokens=least, block_size=width)
+            assert found["token_ids"] == ids[:right]
+            assert calls(found) == calls(free)[:1]
+            assert found["message"]["content"] == "Well."
+            assert (found["finish_reason"], found["matched_stop"]) == ("tool_calls", None)
+
+
+def streamed_choice(server, **body) -> dict:
+    """As `choice_of`, of a stream."""
+    asked = {"messages": MESSAGES, "tools": [TOOL], "chat_template_kwargs": OFF, "return_token_ids": True, **body}
+    content, arguments, ids = "", {}, []
+    with server.http.stream("POST", "/v1/chat/completions", json=asked | {"stream": True}) as response:
+        for line in response.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            (last,) = json.loads(line[6:])["choices"]
+            content += last["delta"].get("content") or ""
+            ids += last.get("token_ids") or []
+            for call in last["delta"].get("tool_calls") or ():
+                arguments[call["index"]] = arguments.get(call["index"], "") + call["function"]["arguments"]
+    made = [{"function": {"arguments": text}} for text in arguments.values()]
+    return last | {"message": {"content": content, "tool_calls": made}, "token_ids": ids}
+
+
+@BOTH
 @pytest.mark.parametrize("width", [1, 8])
 def test_streamed_and_in_several_choices(quiet, params, width):
     body = {"max_tokens": 120, "grammar": TWICE, "parallel_tool_calls": False, "block_size": width, **params}
