@@ -96,11 +96,17 @@ def truncated(serving: "Serving", body: schema.OpenAiSampling, prompt: list[int]
 
 
 def check_logprobs(serving: "Serving", body) -> None:
+    """Raises ApiError where a field asks for more log-probabilities of a token than --max-logprobs."""
     most = serving.limits.logprobs
     for name in ("logprobs", "top_logprobs", "prompt_logprobs", "top_logprobs_num"):
         value = getattr(body, name, None)
         if not isinstance(value, bool) and (value or 0) > most:
             raise ApiError(400, f"{name} is {value}: at most {most} are possible", name)
+    for name in ("logprob_token_ids", "token_ids_logprob"):
+        given = getattr(body, name, None) or []
+        count = max(len(ids) for ids in given) if given and isinstance(given[0], list) else len(given)
+        if count > most:
+            raise ApiError(400, f"{name} has {count} ids: at most {most} are possible", name)
 
 
 def check_counts(serving: "Serving", body, prompts: int = 1) -> int:

@@ -162,14 +162,30 @@ def test_events_at_an_interval_bring_the_same_text(quiet, monkeypatch, block_siz
 def test_most_logprobs(quiet, monkeypatch):
     monkeypatch.setattr(quiet.serving, "limits", dataclasses.replace(quiet.serving.limits, logprobs=2))
     ask = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, "logprobs": True}
-    answer = quiet.post("/v1/chat/completions", **ask, top_logprobs=2)
-    assert answer.status_code == 200, answer.text
+    native = {"text": "a", "return_logprob": True, "sampling_params": {"max_new_tokens": 1}}
+    for path, body in (
+        ("/v1/chat/completions", ask | {"top_logprobs": 2, "logprob_token_ids": [5, 6]}),
+        ("/generate", native | {"top_logprobs_num": 2, "token_ids_logprob": [[5, 6]]}),
+    ):
+        answer = quiet.post(path, **body)
+        assert answer.status_code == 200, answer.text
     for path, body in (
         ("/v1/chat/completions", ask | {"top_logprobs": 3}),
         ("/v1/completions", {"prompt": "a", "logprobs": 3}),
         ("/v1/completions", {"prompt": "a", "prompt_logprobs": 3}),
-        ("/generate", {"text": "a", "return_logprob": True, "top_logprobs_num": 3}),
+        ("/generate", native | {"top_logprobs_num": 3}),
     ):
         answer = quiet.post(path, **body)
         assert answer.status_code == 400
         assert "is 3: at most 2 are possible" in answer.text
+    # Those of named tokens are bounded as well, beside the likeliest.
+    for path, body, name in (
+        ("/v1/chat/completions", ask | {"logprob_token_ids": [5, 6, 7]}, "logprob_token_ids"),
+        ("/v1/completions", {"prompt": "a", "logprob_token_ids": [5, 6, 7]}, "logprob_token_ids"),
+        ("/generate", native | {"token_ids_logprob": [5, 6, 7]}, "token_ids_logprob"),
+        ("/generate", native | {"text": ["a", "b"], "token_ids_logprob": [[5], [5, 6, 7]]}, "token_ids_logprob"),
+    ):
+        answer = quiet.post(path, **body)
+        assert answer.status_code == 400
+        error = answer.json()["error"]
+        assert (error["message"], error["param"]) == (f"{name} has 3 ids: at most 2 are possible", name)
