@@ -113,15 +113,25 @@ def read_config(file: GgufFile) -> dict:
         raise InputError(f"{file.path} has {len(tokens)} tokens, but 'token_embd.weight' has only {rows} rows")
     heads = keys.whole("attention.head_count", "num_attention_heads")
     hidden = keys.whole("embedding_length", "hidden_size")
+    kv_heads = keys.whole("attention.head_count_kv", "num_key_value_heads", heads)
+    name = file.metadata["general.architecture"]
+    if heads % kv_heads:
+        message = f"{name}.attention.head_count_kv is {kv_heads}: it must divide {name}.attention.head_count, {heads}"
+        raise InputError(f"{file.path}: {message}")
+    if "attention.key_length" not in keys.names and hidden % heads:
+        message = f"{name}.embedding_length is {hidden} and no multiple of {name}.attention.head_count, {heads}"
+        raise InputError(f"{file.path}: {message}: then {name}.attention.key_length must be there")
     head_dim = keys.whole("attention.key_length", "head_dim", hidden // heads)
     positions = keys.whole("context_length", "max_position_embeddings")
     known = {"attention.value_length": head_dim, "rope.dimension_count": head_dim, "rope.scale_linear": 1.0}
-    for name, value in known.items():
-        if keys.number(name, value) != value:
-            raise InputError(f"{file.path}: {name} is {keys.number(name)}, for {arch.model_type} it must be {value}")
+    for key, value in known.items():
+        if (given := keys.number(key, value)) != value:
+            raise InputError(f"{file.path}: {name}.{key} is {given:g}: here it must be {value:g}")
     window = keys.whole("attention.sliding_window", "sliding_window", 0, 0)
     if 0 < window < positions:
-        raise InputError(f"{file.path}: attention.sliding_window {window} is not known for {arch.model_type}")
+        raise InputError(
+            f"{file.path}: {name}.attention.sliding_window is {window}: only 0 is known, or {positions} or more"
+        )
     config = {
         "architectures": [arch.class_name],
         "model_type": arch.model_type,
@@ -130,7 +140,7 @@ def read_config(file: GgufFile) -> dict:
         "intermediate_size": keys.whole("feed_forward_length", "intermediate_size"),
         "num_hidden_layers": keys.whole("block_count", "num_hidden_layers"),
         "num_attention_heads": heads,
-        "num_key_value_heads": keys.whole("attention.head_count_kv", "num_key_value_heads", heads),
+        "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
         "hidden_act": "silu",
         "max_position_embeddings": positions,
