@@ -7,6 +7,7 @@ which are our target's whatever name is asked for.
 
 import ast
 import contextlib
+import functools
 import importlib.abc
 import importlib.machinery
 import json
@@ -35,6 +36,7 @@ RESULTS = os.environ["OTHERS_RESULTS"]
 NAMES = [*os.environ["OTHERS_NAMES"].split(), TARGET]
 KEY = "token-abc123"
 BLOCK_SIZE = "4"
+MAX_LEN = 8192
 BUDGET = {"thinking_token_budget": 64}
 # Answers begin at once.
 PLAIN = ("--default-chat-template-kwargs", '{"enable_thinking": false}')
@@ -46,7 +48,8 @@ MACHINE |= {
     "--trust-remote-code": 0,
     "--attention-backend": 1,
     "--tensor-parallel-size": 1,
-    "--max-model-len": 1,
+    # Of a model of embeddings, of whose server some tests ask no embeddings.
+    "--runner": 1,
     # Of a checkpoint without weights and tokenizer: ours has them.
     "--load-format": 1,
     "--skip-tokenizer-init": 0,
@@ -137,7 +140,10 @@ FROM_PRETRAINED = transformers.AutoTokenizer.from_pretrained
 
 
 def tokenizer_of_target(*args, **options):
-    return FROM_PRETRAINED(TARGET)
+    """The target's tokenizer. It renders conversations as a server does that starts with `PLAIN`."""
+    tokenizer = FROM_PRETRAINED(TARGET)
+    tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, enable_thinking=False)
+    return tokenizer
 
 
 STARTED: dict[tuple, "Server"] = {}
@@ -148,7 +154,7 @@ class Server:
 
     def __init__(self, options: tuple[str, ...]):
         command = [sys.executable, "-m", "dflash_jax.serve", "--port", "0", "--target", TARGET, "--draft", DRAFT]
-        command += ["--served-model-name", *NAMES, "--slots", "4", "--max-len", "8192", *options]
+        command += ["--served-model-name", *NAMES, "--slots", "4", "--max-len", str(MAX_LEN), *options]
         # A drafter that is there is used: "auto" decodes plainly where that is faster.
         command += [] if DRAFT == "none" else ["--block-size", BLOCK_SIZE]
         environment = os.environ | {"JAX_PLATFORMS": "cpu"}
@@ -199,6 +205,8 @@ def translated(args) -> list[str]:
         flag = given.pop(0)
         if flag in MACHINE:
             del given[: MACHINE[flag]]
+        elif flag == "--max-model-len" and int(given[0]) <= MAX_LEN:
+            del given[0]
         elif "lora" in flag:
             # Servers for LoRA serve other tests, too.
             while given and not given[0].startswith("--"):

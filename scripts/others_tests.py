@@ -64,7 +64,7 @@ NEEDS = [
     (r"lora|test_check_models", "", NOT_OURS, "LoRA"),
     (r"image|vision|audio", "", NOT_OURS, "images"),
     ("", r"flag: --watermark-config", NOT_OURS, "watermarks"),
-    ("", r"flag: --runner pooling", NOT_OURS, "a model of embeddings"),
+    (r"v2_endpoint_accepts", "", NOT_OURS, "a model of embeddings"),
     ("", r"kv_transfer_params", NOT_OURS, "caches sent between servers"),
     ("", r"VLLM_VERSION|\bfixture '", NOT_OURS, "their own package's version or fixtures"),
     ("", r"' not found in '|answers correct: ", MODEL, "an answer that is right"),

@@ -15,11 +15,13 @@ class Additions:
         stream_usage: Where a stream has its usage, beside what the request says: in a chunk at its end, or in each.
         metrics: Whether answers of one sequence have its times, as `answers.request_metrics`.
         tokens_as_ids: Whether log-probabilities name tokens "token_id:N" where the request does not say how.
+        request_ids: Whether every answer has the header X-Request-Id, with a fresh id where the request has none.
     """
 
     stream_usage: Literal["as asked", "at the end", "always"] = "as asked"
     metrics: bool = False
     tokens_as_ids: bool = False
+    request_ids: bool = False
 
     def stream_options(self, given: "StreamOptions") -> "StreamOptions":
         if self.stream_usage == "as asked":

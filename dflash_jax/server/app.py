@@ -56,7 +56,7 @@ class Gate:
             await self.app(scope, receive, send)
             return
         began, status, told, rows = time.perf_counter(), CLIENT_GONE, notes.begin(), begin_rows()
-        name = request_id.begin(scope)
+        name = request_id.begin(scope, self.serving.additions.request_ids)
         unknown_fields.set(self.serving.limits.unknown_fields)
 
         async def watched(message) -> None:

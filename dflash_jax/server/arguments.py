@@ -187,6 +187,11 @@ def add_answers(p: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         help='log-probabilities name tokens "token_id:N" where the request does not say how',
     )
+    answers.add_argument(
+        "--enable-request-id-headers",
+        action=argparse.BooleanOptionalAction,
+        help="X-Request-Id in every answer: the request's own, or a fresh one",
+    )
 
 
 def add_prompts(p: argparse.ArgumentParser) -> None:
@@ -270,7 +275,12 @@ def take_model_from_keys(args) -> None:
 def additions_of(args) -> Additions:
     at_the_end = "at the end" if args.stream_response_default_include_usage else "as asked"
     usage = "always" if args.enable_force_include_usage else at_the_end
-    return Additions(usage, bool(args.enable_per_request_metrics), bool(args.return_tokens_as_token_ids))
+    return Additions(
+        usage,
+        bool(args.enable_per_request_metrics),
+        bool(args.return_tokens_as_token_ids),
+        bool(args.enable_request_id_headers),
+    )
 
 
 def api_keys(args) -> list[str]:

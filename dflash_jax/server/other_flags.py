@@ -120,7 +120,7 @@ NOTHING = (
         """
         --enable-metrics --enable-cache-report --enable-prefix-caching --enable-chunked-prefill
         --enable-auto-tool-choice --enable-prompt-tokens-details --enable-server-load-tracking
-        --enable-tokenizer-info-endpoint --enable-request-id-headers --enable-offline-docs --enable-response-store
+        --enable-tokenizer-info-endpoint --enable-offline-docs --enable-response-store
         """,
     ),
     Group(

@@ -23,10 +23,12 @@ class Given:
 _given: ContextVar[Given] = ContextVar("request_id")
 
 
-def begin(scope) -> Given:
-    """Reads the header of the request at hand."""
+def begin(scope, is_always: bool = False) -> Given:
+    """Reads the header of the request at hand. ``is_always``: its answer tells an id in any case."""
     header = next((value for name, value in scope["headers"] if name == HEADER), None)
     given = Given(header, header if header is not None and GOOD.fullmatch(header) else None)
+    if header is None and is_always:
+        given.told = uuid.uuid4().hex.encode()
     _given.set(given)
     return given
 

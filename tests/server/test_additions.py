@@ -1,6 +1,7 @@
 """What answers hold without being asked: the command line's flags for all requests."""
 
 import json
+import re
 
 import pytest
 
@@ -82,6 +83,19 @@ def test_tokens_as_ids_unless_the_request_says_otherwise(adding, given):
     chat = server.post("/v1/chat/completions", **CHAT, logprobs=True, **more).json()["choices"][0]["logprobs"]
     for token in [*text["tokens"], *(entry["token"] for entry in chat["content"])]:
         assert token.startswith("token_id:") == (given is not False)
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_request_ids_of_requests_without_one(adding, path):
+    server = adding(request_ids=True)
+    told = server.http.get("/health").headers["x-request-id"]
+    assert re.fullmatch("[0-9a-f]{32}", told)
+    answers = [server.post(path, **BODIES[path]) for _ in range(2)]
+    assert len({told, *(answer.headers["x-request-id"] for answer in answers)}) == 3
+    assert all(answer.json()["id"].endswith(f"-{answer.headers['x-request-id']}") for answer in answers)
+    assert server.http.get("/health", headers={"X-Request-Id": "h.2"}).headers["x-request-id"] == "h.2"
+    assert server.post(path, **BODIES[path], request_id="a-1").headers["x-request-id"] == "a-1"
+    assert server.http.post(path, json={}).headers["x-request-id"]
 
 
 def test_nothing_is_added_by_default(server):
