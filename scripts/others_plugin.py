@@ -36,7 +36,6 @@ RESULTS = os.environ["OTHERS_RESULTS"]
 NAMES = [*os.environ["OTHERS_NAMES"].split(), TARGET]
 KEY = "token-abc123"
 BLOCK_SIZE = "4"
-MAX_LEN = 8192
 BUDGET = {"thinking_token_budget": 64}
 # Answers begin at once.
 PLAIN = ("--default-chat-template-kwargs", '{"enable_thinking": false}')
@@ -48,6 +47,7 @@ MACHINE |= {
     "--trust-remote-code": 0,
     "--attention-backend": 1,
     "--tensor-parallel-size": 1,
+    "--max-model-len": 1,
     # Of a model of embeddings, of whose server some tests ask no embeddings.
     "--runner": 1,
     # Of a checkpoint without weights and tokenizer: ours has them.
@@ -154,7 +154,7 @@ class Server:
 
     def __init__(self, options: tuple[str, ...]):
         command = [sys.executable, "-m", "dflash_jax.serve", "--port", "0", "--target", TARGET, "--draft", DRAFT]
-        command += ["--served-model-name", *NAMES, "--slots", "4", "--max-len", str(MAX_LEN), *options]
+        command += ["--served-model-name", *NAMES, "--slots", "4", "--max-len", "8192", *options]
         # A drafter that is there is used: "auto" decodes plainly where that is faster.
         command += [] if DRAFT == "none" else ["--block-size", BLOCK_SIZE]
         environment = os.environ | {"JAX_PLATFORMS": "cpu"}
@@ -205,8 +205,6 @@ def translated(args) -> list[str]:
         flag = given.pop(0)
         if flag in MACHINE:
             del given[: MACHINE[flag]]
-        elif flag == "--max-model-len" and int(given[0]) <= MAX_LEN:
-            del given[0]
         elif "lora" in flag:
             # Servers for LoRA serve other tests, too.
             while given and not given[0].startswith("--"):

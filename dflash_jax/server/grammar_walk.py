@@ -18,6 +18,9 @@ from dflash_jax.server.grammar_source import sources
 # What costs more than a step may is left to the limits of the process.
 _LIMITS = {"max_items_in_row": 50_000, "step_max_items": 1_000_000, "verbose_errors": False}
 
+# Blank tokens between a thought and the answer; models write one or two.
+MOST_BLANKS = 4
+
 
 @dataclass(frozen=True)
 class GrammarTokens:
@@ -116,7 +119,7 @@ class GrammarWalk:
         if thought == "possible" and len(tokens.open_ids) != 1:
             thought = "none"
         self._phase = {"open": "thought", "possible": "undecided", "none": "grammar"}[thought]
-        # The end of the thought so far, as long as the closing tag's own tokens.
+        # The end of the thought so far, as long as the closing tag's own tokens, and the blank tokens behind it.
         self._tail: tuple[int, ...] = ()
         # A matcher that has reached a limit is lost: the next one begins here, and consumes the same tokens.
         self._beginning, self._consumed = matcher.deep_copy(), []
@@ -134,8 +137,8 @@ class GrammarWalk:
         if phase == "thought":
             tail = (*tail, token)[-len(self.tokens.close_ids) :]
             return ("between" if tail == self.tokens.close_ids else "thought"), tail, 0
-        if phase == "between" and token in self.tokens.blank_ids and not self.matcher.validate_tokens([token]):
-            return "between", tail, 0
+        if phase == "between" and token in self._blank_ids(tail) and not self.matcher.validate_tokens([token]):
+            return "between", (*tail, token), 0
         if phase == "over":
             return "over", tail, 0
         if not self.matcher.is_stopped() and self.matcher.try_consume_tokens([token]):
@@ -146,11 +149,15 @@ class GrammarWalk:
             raise InputError(f"the text's form cannot be kept: its grammar refuses token {token}")
         return "over", tail, 0
 
-    def _mask(self, phase: str) -> bytes:
+    def _blank_ids(self, tail: tuple[int, ...]) -> tuple[int, ...]:
+        """Blank tokens that may come next between a thought and the answer."""
+        return self.tokens.blank_ids if len(tail) < len(self.tokens.close_ids) + MOST_BLANKS else ()
+
+    def _mask(self, phase: str, tail: tuple[int, ...]) -> bytes:
         if phase in ("thought", "over"):
             return self.tokens.anything
         allowed = self.tokens.mask(self.matcher)
-        besides = {"between": self.tokens.blank_ids, "undecided": self.tokens.open_ids[:1]}.get(phase)
+        besides = {"between": self._blank_ids(tail), "undecided": self.tokens.open_ids[:1]}.get(phase)
         if besides is None:
             return allowed
         return (int.from_bytes(allowed, "little") | self.tokens.bits(besides)).to_bytes(len(allowed), "little")
@@ -158,14 +165,14 @@ class GrammarWalk:
     def masks(self, drafts: Sequence[int]) -> list[bytes]:
         """Masks behind what was taken, and behind each of the ``drafts`` up to the first that is forbidden, or behind
         which a limit is reached: there no token is allowed. A draft may never be drawn, so it is no error yet."""
-        masks, phase, tail, consumed = [self._mask(self._phase)], self._phase, self._tail, 0
+        masks, phase, tail, consumed = [self._mask(self._phase, self._tail)], self._phase, self._tail, 0
         for draft in drafts:
             if not masks[-1][draft // 8] >> draft % 8 & 1:
                 break
             try:
                 phase, tail, more = self._step(phase, tail, draft)
                 consumed += more
-                masks.append(self._mask(phase))
+                masks.append(self._mask(phase, tail))
             except InputError:
                 self.matcher = self._beginning.deep_copy()
                 self.matcher.try_consume_tokens(self._consumed)

@@ -15,7 +15,7 @@ from dflash_jax.server import schema
 from dflash_jax.server.errors import ApiError
 from dflash_jax.server.grammar import MOST_CHARACTERS, Constraint, Grammar
 from dflash_jax.server.notes import note
-from dflash_jax.server.reasoning import CLOSE, OPEN, has_open_thought
+from dflash_jax.server.reasoning import CLOSE, OPEN, open_thought
 from dflash_jax.server.serving import prepared
 
 if TYPE_CHECKING:
@@ -187,7 +187,7 @@ def _checked(wanted: Constraint) -> Constraint:
 
 
 def budget(given: Sequence[int | None]) -> int | None:
-    """New tokens that a thought may have, by several fields of which -1 and None say nothing."""
+    """Tokens that a thought may have, by several fields of which -1 and None say nothing."""
     return min((each for each in given if each is not None and each >= 0), default=None)
 
 
@@ -199,7 +199,7 @@ def thought(serving: "Serving", prompt: Sequence[int], budget: int | None, field
     if serving.llm.tokenizer is None:
         raise ApiError(400, f"{field} needs a tokenizer, and this checkpoint has none", field)
     encode = serving.llm.tokenizer.encode_plain
-    return "open" if has_open_thought(prompt, encode(OPEN), encode(CLOSE)) else "possible"
+    return "possible" if open_thought(prompt, encode(OPEN), encode(CLOSE)) is None else "open"
 
 
 async def grammar(serving: "Serving", wanted: Constraint | None) -> Grammar | None:
@@ -238,7 +238,7 @@ async def rows(
 
     Args:
         thought: Where reasoning stands when the text begins: "open", "possible" or "none".
-        budget: New tokens that the thought may have.
+        budget: Tokens that the thought may have, those of the prompt behind the tag that opens it among them.
         cache_salt: Only prompts with the same one share known prefixes.
         ends: Makes the ``ends`` of each `Row`.
     """
@@ -250,8 +250,10 @@ async def rows(
         params = replace(params, stop_token_ids=tuple(i for i in params.stop_token_ids if i < vocabulary))
     if budget is not None and thought != "none":
         encode = serving.llm.tokenizer.encode_plain
-        blank = tuple(i for n in (1, 2) for i in encode("\n" * n))
-        options["budget"] = ThinkingBudget(budget, tuple(encode(OPEN)), tuple(encode(CLOSE)), thought == "open", blank)
+        blank, tags = tuple(i for n in (1, 2) for i in encode("\n" * n)), (tuple(encode(OPEN)), tuple(encode(CLOSE)))
+        # As in vLLM and SGLang, what the prompt has of the thought counts.
+        used = (open_thought(prompt, *tags) or 0) if thought == "open" else 0
+        options["budget"] = ThinkingBudget(max(0, budget - used), *tags, thought == "open", blank)
     found = []
     for i in range(n):
         mask = None if grammar is None else grammar.mask(thought)

@@ -11,15 +11,15 @@ def count_tokens(ids: Sequence[int], close: Sequence[int]) -> int:
     return next(ends, len(ids))
 
 
-def has_open_thought(ids: Sequence[int], open_ids: Sequence[int], close_ids: Sequence[int]) -> bool:
-    """Whether the last tag in a text is one that opens a thought."""
+def open_thought(ids: Sequence[int], open_ids: Sequence[int], close_ids: Sequence[int]) -> int | None:
+    """Tokens behind the last tag of a text where that opens a thought; None where it does not."""
     tags, lasts = (tuple(open_ids), tuple(close_ids)), {open_ids[-1], close_ids[-1]}
     for end in range(len(ids), 0, -1):
         if ids[end - 1] in lasts:
             for tag in tags:
                 if tuple(ids[max(0, end - len(tag)) : end]) == tag:
-                    return tag == tags[0]
-    return False
+                    return len(ids) - end if tag == tags[0] else None
+    return None
 
 
 def held_back(text: str, *markers: str) -> int:

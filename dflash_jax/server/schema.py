@@ -14,7 +14,7 @@ from dflash_jax.server.schema_base import Body, Effort, Items, Json, Lenient, Re
 ShownReasoning = Literal["stream", "whole", "content", "none"]
 # Tokens whose log-probabilities are wanted.
 NamedTokens = Annotated[Items[TokenId], Field(max_length=20)]
-# New tokens of the thought, -1 for any number.
+# Tokens of the thought, -1 for any number.
 ThinkingBudget = Annotated[int | None, Field(ge=-1)]
 
 

@@ -9,7 +9,7 @@ import pytest
 from dflash_jax.errors import InputError
 from dflash_jax.llm import TINY
 from dflash_jax.server.grammar import Constraint, grammar_tokens, tag_in_lark
-from dflash_jax.server.grammar_walk import GrammarWalk
+from dflash_jax.server.grammar_walk import MOST_BLANKS, GrammarWalk
 from dflash_jax.server.tools import END, START, ToolParser, joined
 from dflash_jax.text import Tokenizer
 
@@ -98,6 +98,22 @@ def test_the_grammar_begins_when_the_thought_ends_also_inside_a_block(tokens):
     assert mask.masks(drafts) == found
     mask.take(drafts[:5])
     assert mask.masks([])[0] == found[5]
+
+
+def test_blank_lines_behind_a_thought_end(tokens):
+    """Small models repeat them. A draft of them is cut where they end."""
+    mask, newline = walk(tokens, Constraint("regex", "\n?ab", "f"), "open"), tokens.blank_ids[0]
+    mask.take(tokens.close_ids)
+    # Where the grammar begins with one, that is it.
+    right = [newline in allowed(m) for m in mask.masks([newline] * 9)]
+    assert right == [True, False]
+    plain = walk(tokens, Constraint("regex", "ab", "f"), "open")
+    plain.take(tokens.close_ids)
+    assert [newline in allowed(m) for m in plain.masks([newline] * 9)] == [True] * MOST_BLANKS + [False]
+    plain.take([newline] * MOST_BLANKS)
+    assert not allowed(plain.masks([])[0]) & set(tokens.blank_ids)
+    with pytest.raises(InputError):
+        plain.take([newline])
 
 
 def test_a_thought_is_possible_but_not_needed(tokens):

@@ -14,7 +14,7 @@ from conftest import MESSAGES
 
 from dflash_jax import SamplingParams
 from dflash_jax.server import chat
-from dflash_jax.server.reasoning import has_open_thought
+from dflash_jax.server.reasoning import open_thought
 
 PARAMS = [{"temperature": 0.0}, {"temperature": 0.8, "seed": 5}]
 BOTH = pytest.mark.parametrize("params", PARAMS, ids=["greedy", "sampled"])
@@ -342,12 +342,14 @@ def test_a_thought_ends_when_its_budget_is_used_up(quiet, llm, params, budget, n
     found = [quiet.chat(**body, **{name: budget}, block_size=n)["choices"][0] for n in (1, 8)]
     assert found[0] == found[1]
     ids = found[0]["token_ids"]
-    assert thought_of(llm, ids, True) == budget
-    assert ids[:budget] == free["token_ids"][:budget]
+    # The prompt has the first, a line break.
+    new = max(0, budget - 1)
+    assert thought_of(llm, ids, True) == new
+    assert ids[:new] == free["token_ids"][:new]
     # Beside a grammar: the thought ends, and then the grammar begins.
     formed = [quiet.chat(**body, **{name: budget}, regex="[ab]{4}", block_size=n)["choices"][0] for n in (1, 8)]
     assert formed[0] == formed[1]
-    assert thought_of(llm, formed[0]["token_ids"], True) == budget
+    assert thought_of(llm, formed[0]["token_ids"], True) == new
     assert re.fullmatch("[ab]{4}", formed[0]["message"]["content"])
 
 
@@ -394,7 +396,7 @@ def test_the_budget_of_a_prompt_without_messages(quiet, llm, params, budget):
         for width in (1, 8):
             assert quiet.post("/generate", **native, block_size=width).json()["output_ids"] == right
     if budget >= 0:
-        assert thought_of(llm, right, True) == budget
+        assert thought_of(llm, right, True) == max(0, budget - 1)
 
 
 @BOTH
@@ -410,14 +412,20 @@ def test_the_budget_of_a_thought_that_a_completion_begins(quiet, llm, params):
     assert same_with_drafts(quiet, prompt=prompt, thinking_token_budget=0, **params)["token_ids"] == plain
     opened = same_with_drafts(quiet, prompt=prompt + start, thinking_token_budget=0, **params)["token_ids"]
     assert opened[: len(end)] == end
+    # What the prompt has of the thought counts.
+    begun = prompt + start + llm.tokenizer.encode_plain("def")
+    count = len(begun) - len(prompt + start)
+    for budget, new in ((count - 1, 0), (count, 0), (count + 2, 2)):
+        ids = same_with_drafts(quiet, prompt=begun, thinking_token_budget=budget, **params)["token_ids"]
+        assert thought_of(llm, ids, True) == new
 
 
 @pytest.mark.parametrize(
-    ("ids", "is_open"),
-    [([], False), ([1, 2], True), ([1, 2, 9], True), ([1, 2, 3], False), ([1, 2, 3, 2], False), ([3, 1, 2], True)],
+    ("ids", "count"),
+    [([], None), ([1, 2], 0), ([1, 2, 9, 1], 2), ([1, 2, 3], None), ([1, 2, 3, 2], None), ([3, 1, 2], 0)],
 )
-def test_where_a_thought_is_open(ids, is_open):
-    assert has_open_thought(ids, (1, 2), (3,)) is is_open
+def test_where_a_thought_is_open(ids, count):
+    assert open_thought(ids, (1, 2), (3,)) == count
 
 
 @BOTH
