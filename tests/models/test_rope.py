@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from float64 import Exact, assert_near, doubled
 from transformers import Qwen3_5TextConfig, Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
@@ -14,11 +15,20 @@ from dflash_jax.models.families.reading import Raw, read_rope
 from dflash_jax.models.rope import apply_rope, rope_angles, rope_frequencies
 
 
-def halves(x):
+def exact(compute) -> list[Exact]:
+    """What ``compute(dtype)`` of transformers gives in float64, and in float32."""
+    single = compute(torch.float32)
+    with doubled():
+        double = compute(torch.float64)
+    assert all(x.dtype == torch.float64 for x in double)
+    return [Exact(b.numpy(), a.numpy()) for a, b in zip(single, double, strict=True)]
+
+
+def assert_halves(found, whole: Exact, what: str) -> None:
     """transformers repeats the angles for both halves."""
-    half = x.shape[-1] // 2
-    np.testing.assert_array_equal(x[..., :half], x[..., half:])
-    return x[..., :half].numpy()
+    half = whole.value.shape[-1] // 2
+    np.testing.assert_array_equal(whole.value[..., :half], whole.value[..., half:])
+    assert_near(np.asarray(found), whole[..., :half], what)
 
 
 def qwen3_5(head_dim, partial, sections, theta):
@@ -37,20 +47,23 @@ def qwen3_5(head_dim, partial, sections, theta):
 )
 def test_three_position_rows(head_dim, partial, sections):
     rope = RopeSpec(1e7, int(head_dim * partial), sections)
-    theirs = Qwen3_5TextRotaryEmbedding(qwen3_5(head_dim, partial, sections, 1e7))
     positions = np.random.default_rng(0).integers(0, 300, (3, 2, 50))
-    cos, sin = theirs(torch.zeros(()), torch.as_tensor(positions))
-    mine = rope_angles(jnp.asarray(positions), rope)
-    assert mine[0].shape == (2, 50, rope.dim // 2)
-    np.testing.assert_allclose(mine[0], halves(cos), atol=5e-5)
-    np.testing.assert_allclose(mine[1], halves(sin), atol=5e-5)
+    q, k = np.random.default_rng(1).standard_normal((2, 2, 50, 3, head_dim)).astype(np.float32)
 
+    def reference(dtype):
+        embedding = Qwen3_5TextRotaryEmbedding(qwen3_5(head_dim, partial, sections, 1e7))
+        cos, sin = embedding(torch.zeros((), dtype=dtype), torch.as_tensor(positions))
+        applied, _ = apply_rotary_pos_emb(*(torch.from_numpy(x).to(dtype).transpose(1, 2) for x in (q, k)), cos, sin)
+        return cos, sin, applied.transpose(1, 2)
+
+    cos, sin, applied = exact(reference)
+    angles = rope_angles(jnp.asarray(positions), rope)
+    assert angles[0].shape == (2, 50, rope.dim // 2)
+    assert_halves(angles[0], cos, "cos")
+    assert_halves(angles[1], sin, "sin")
     # And applied: only the first dimensions turn.
-    rng = np.random.default_rng(1)
-    q, k = rng.standard_normal((2, 2, 50, 3, head_dim)).astype(np.float32)
-    want, _ = apply_rotary_pos_emb(*(torch.from_numpy(x).transpose(1, 2) for x in (q, k)), cos, sin)
-    got = apply_rope(jnp.asarray(q), mine)
-    np.testing.assert_allclose(got, want.transpose(1, 2).numpy(), atol=2e-4)
+    got = apply_rope(jnp.asarray(q), angles)
+    assert_near(np.asarray(got), applied, "q")
     np.testing.assert_array_equal(got[..., rope.dim :], q[..., rope.dim :])
 
 
@@ -98,19 +111,24 @@ def test_yarn(name, key):
         max_position_embeddings=longest,
         rope_parameters={"rope_type": "yarn", "rope_theta": theta, **yarn},
     )
-    frequencies, factor = ROPE_INIT_FUNCTIONS["yarn"](config, device="cpu")
+    (frequencies,) = exact(lambda _: [ROPE_INIT_FUNCTIONS["yarn"](config, device="cpu")[0]])
     got, got_factor = rope_frequencies(rope)
-    np.testing.assert_allclose(got, frequencies.numpy(), rtol=2e-6)
-    assert got_factor == pytest.approx(factor, rel=1e-6)
+    # Relative to each: the lowest are a millionth of the highest.
+    relative = Exact(np.ones_like(frequencies.value), frequencies.single / frequencies.value)
+    assert_near(np.asarray(got) / frequencies.value, relative, "frequencies")
+    _, factor = ROPE_INIT_FUNCTIONS["yarn"](config, device="cpu")
+    assert got_factor == pytest.approx(factor, rel=1e-12)
     plain, _ = rope_frequencies(RopeSpec(theta, head_dim))
     if name != "factor_one":
         assert not np.allclose(got, plain, rtol=1e-3), "YaRN changes nothing here: this test tests nothing"
 
     positions = np.arange(0, 300, 7)[None]
-    cos, sin = Qwen3RotaryEmbedding(config)(torch.zeros(()), torch.as_tensor(positions))
-    mine = rope_angles(jnp.asarray(positions), rope)
-    np.testing.assert_allclose(mine[0], halves(cos), atol=1e-4)
-    np.testing.assert_allclose(mine[1], halves(sin), atol=1e-4)
+    cos, sin = exact(
+        lambda dtype: Qwen3RotaryEmbedding(config)(torch.zeros((), dtype=dtype), torch.as_tensor(positions))
+    )
+    angles = rope_angles(jnp.asarray(positions), rope)
+    assert_halves(angles[0], cos, "cos")
+    assert_halves(angles[1], sin, "sin")
 
 
 def test_bad_rope_type_is_named():
