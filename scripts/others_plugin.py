@@ -8,6 +8,7 @@ which are our target's whatever name is asked for.
 import ast
 import contextlib
 import functools
+import importlib
 import importlib.abc
 import importlib.machinery
 import json
@@ -286,7 +287,7 @@ def is_chat(url) -> bool:
     return str(url).endswith(("/chat/completions", "/chat/completions/batch"))
 
 
-def budgeted(request: httpx.Request) -> httpx.Request:
+def budgeted(request):
     """A chat request with a bound on its thought, unless it has one: small models think until max_tokens."""
     if request.method != "POST" or not is_chat(request.url):
         return request
@@ -298,11 +299,11 @@ def budgeted(request: httpx.Request) -> httpx.Request:
         return request
     headers = {name: value for name, value in request.headers.items() if name.lower() != "content-length"}
     content = json.dumps(BUDGET | body).encode()
-    return httpx.Request(request.method, request.url, headers=headers, content=content, extensions=request.extensions)
+    return type(request)(request.method, request.url, headers=headers, content=content, extensions=request.extensions)
 
 
 def sending(send):
-    """httpx's way to send, sync or not, of budgeted requests."""
+    """httpx's way to send, sync or not, of budgeted requests; httpx2 is what openai's and anthropic's clients use."""
     return lambda client, request, **options: send(client, budgeted(request), **options)
 
 
@@ -323,8 +324,11 @@ def watched(send):
 
 def install() -> None:
     requests.Session.request = watched(requests.Session.request)
-    for client in (httpx.Client, httpx.AsyncClient):
-        client.send = sending(client.send)
+    for package in ("httpx", "httpx2"):
+        with contextlib.suppress(ImportError):
+            module = importlib.import_module(package)
+            for client in (module.Client, module.AsyncClient):
+                client.send = sending(client.send)
     transformers.AutoTokenizer.from_pretrained = staticmethod(tokenizer_of_target)
     sys.meta_path.insert(0, Finder())
     if VLLM:

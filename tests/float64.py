@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
+from dflash_jax import kernels
+
 # Times the reference's own distance, both as a root mean square and at the single worst value, which shows a fault in
 # one place that a mean dilutes. Ours adds in other orders (pieces, chunks, kernels): as a root mean square it comes to
 # 0.3 to 1.2 times. Which value is worst is luck for both sides: over six seeds of a model it comes to 0.2 to 1.5 times,
@@ -48,16 +50,29 @@ def assert_near(found, exact: Exact, what: str) -> None:
         assert apart <= allowed, f"{what}: {apart:.2e} from float64 ({name}), {allowed:.2e} is allowed"
 
 
+def assert_sum_near(found: float, terms: Exact, what: str) -> None:
+    """`assert_near` of a sum of ``terms``. The reference's distance is added up: in its sum it may cancel by luck."""
+    apart = abs(found - terms.value.sum())
+    rounding = np.finfo(np.float32).eps * np.abs(terms.value).sum()
+    allowed = FACTOR * np.abs(terms.single - terms.value).sum() + LEAST_ROUNDINGS * rounding
+    assert apart <= allowed, f"{what}: {apart:.2e} from float64, {allowed:.2e} is allowed"
+
+
+def in_both_of(definition: Callable, *args):
+    """What ``definition``, a function in JAX, makes of ``args``, with an `Exact` in place of each array."""
+    single = definition(*args)
+    # float64 where the definition asks for float32 by name; kernels know no other.
+    with jax.enable_x64(True), kernels.without(), mock.patch.object(jnp, "float32", jnp.float64):
+        double = definition(*jax.tree.map(lambda x: x.astype(np.float64) if x.dtype == np.float32 else x, args))
+    assert all(x.dtype == np.float64 for x in jax.tree.leaves(double))
+    return jax.tree.map(lambda a, b: Exact(np.asarray(a), np.asarray(b)), double, single)
+
+
 def assert_as_near(found, definition: Callable, *args) -> None:
     """`assert_near` of arrays ``found`` to what ``definition``, a function in JAX, makes of ``args``."""
-    single = definition(*args)
-    # float64 where the definition asks for float32 by name.
-    with jax.enable_x64(True), mock.patch.object(jnp, "float32", jnp.float64):
-        double = definition(*jax.tree.map(lambda x: x.astype(np.float64) if x.dtype == np.float32 else x, args))
-    found = jax.tree.leaves_with_path(found)
-    for (path, got), a, b in zip(found, jax.tree.leaves(double), jax.tree.leaves(single), strict=True):
-        assert a.dtype == np.float64
-        assert_near(np.asarray(got), Exact(np.asarray(a), np.asarray(b)), jax.tree_util.keystr(path) or "the result")
+    exact = jax.tree.leaves(in_both_of(definition, *args), is_leaf=lambda x: isinstance(x, Exact))
+    for (path, got), each in zip(jax.tree.leaves_with_path(found), exact, strict=True):
+        assert_near(np.asarray(got), each, jax.tree_util.keystr(path) or "the result")
 
 
 def _rms(x: np.ndarray) -> float:

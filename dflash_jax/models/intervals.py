@@ -31,7 +31,8 @@ def _bounds(low, high, size: int):
     some = high > low
     first = jnp.min(jnp.where(some, low, jnp.iinfo(jnp.int32).max)) // size
     last = (jnp.max(jnp.where(some, high, 0)) + size - 1) // size
-    return jnp.minimum(first, last), last
+    # Of one type, whatever those of low and high are.
+    return jnp.minimum(first, last).astype(last.dtype), last
 
 
 def _sees(low, high, start, size: int):

@@ -6,12 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from float64 import Exact, assert_as_near, assert_sum_near, in_both_of
 from helpers import random_decoder, random_drafter, tiny_config, tiny_draft_config
 
+from dflash_jax import kernels
 from dflash_jax.checkpoint.load import load_drafter, load_target
 from dflash_jax.llm import TINY
 from dflash_jax.models.drafter import Drafter
 from dflash_jax.text import Tokenizer
+from dflash_jax.training import step
 from dflash_jax.training.blocks import block_states, sample_anchors
 from dflash_jax.training.evaluation import is_degenerate
 from dflash_jax.training.losses import Head, Loss
@@ -45,44 +48,43 @@ def blocks(drafter: Drafter, tokens, anchors):
 
 
 def test_training_equals_decoding(pair, text):
-    assert_training_is_decoding(*pair, text[0], text[2])
+    assert_training_is_decoding(*pair, text[0], text[2], pair)
 
 
 def test_training_equals_decoding_of_a_trained_drafter():
     target = load_target(TINY / "target")
     drafter = load_drafter(TINY / "draft", target=target.config)
+    with kernels.without():
+        plain = load_target(TINY / "target"), load_drafter(TINY / "draft", target=target.config)
     text = Tokenizer(TINY / "target").encode(
         "def clamp(value, low, high):\n    return max(low, min(value, high))\n" * 4
     )
     tokens = jnp.asarray(text[: 2 * T]).reshape(2, T)
     features = jax.jit(lambda x, s: target(x, drafter.taps, s))(tokens, STARTS)[1]
-    assert_training_is_decoding(target, drafter, tokens, features)
+    assert_training_is_decoding(target, drafter, tokens, features, plain)
 
 
-def assert_training_is_decoding(target, drafter, tokens, features):
-    """Every slot of every block, alone in a row or packed, is what decoding computes for that document alone."""
+def assert_training_is_decoding(target, drafter, tokens, features, plain):
+    """Every slot of every block, alone in a row or packed, is what decoding computes for that document alone.
+    ``plain``: the same models, without kernels."""
     anchors = jnp.array([[0, 7, 33, T - 1], [1, 12, 25, 30]])
     embedded = target.embed_tokens(blocks(drafter, tokens, anchors))
     trained = jax.jit(block_states)(drafter, features, embedded, anchors, STARTS)
     trained = jax.jit(target.logits)(trained)
 
     @jax.jit
-    def features_of(tokens):
-        return target(tokens[None], drafter.taps)[1][0]
-
-    @jax.jit
-    def decoded(features, embedded, anchor):
+    def decoded(target, drafter, tokens, embedded, anchor):
+        features = target(tokens[None], drafter.taps)[1]
         cache = drafter.init_cache(1, 64, jnp.float32)
-        steps = jnp.arange(len(features))[None]
-        cache = drafter.extend(cache, features[None], None, steps, steps < anchor)
+        steps = jnp.arange(len(tokens))[None]
+        cache = drafter.extend(cache, features, None, steps, steps < anchor)
         return target.logits(drafter.block(embedded[None], cache, anchor[None], jnp.array([W]))[0])
 
     for row in range(2):
         for i in range(4):
             start = int(STARTS[row, anchors[row, i]])
-            own = features_of(tokens[row, start:][: np.sum(STARTS[row] == start)])
-            expected = decoded(own, embedded[row, i], anchors[row, i] - start)
-            np.testing.assert_allclose(trained[row, i], expected, atol=1e-4)
+            own = tokens[row, start:][: np.sum(STARTS[row] == start)]
+            assert_as_near(trained[row, i], decoded, *plain, own, embedded[row, i], anchors[row, i] - start)
 
 
 def test_a_block_knows_nothing_from_its_anchor_on(pair, text):
@@ -132,8 +134,8 @@ def head_of(target, kept=None) -> Head:
 
 
 def restated(loss: Loss, logs, teacher, labels, learned):
-    """(sum, weight) of one block by hand: log-probabilities [K, V] of the drafter's and of the target's."""
-    total = weight = 0.0
+    """(losses, weights) of one block's slots by hand: log-probabilities [K, V] of the drafter's and of the target's."""
+    losses, weights = [], []
     for k in range(len(labels)):
         if not learned[k]:
             continue
@@ -151,8 +153,9 @@ def restated(loss: Loss, logs, teacher, labels, learned):
             overlap = np.sum(np.minimum(p, q))
             share = np.exp(-loss.eta * overlap)
             value = share * value + (1 - share) * 0.5 * np.sum(np.abs(p - q))
-        total, weight = total + worth * value, weight + worth
-    return total, weight
+        losses.append(worth * value)
+        weights.append(worth)
+    return losses, weights
 
 
 def over(logits, kept, labels):
@@ -162,7 +165,9 @@ def over(logits, kept, labels):
         out[:, kept] = False
         out[np.arange(len(labels)), labels] = False
         logits = np.where(out, -1e9, logits)
-    return np.asarray(jax.nn.log_softmax(logits), np.float64)
+    logits = np.asarray(logits, np.float64)
+    logits = logits - logits.max(-1, keepdims=True)
+    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
 
 
 @pytest.mark.parametrize("weights", ["decay", "d-pace"])
@@ -180,10 +185,12 @@ def test_loss_against_a_plain_restatement(pair, text, slots, kind, kept, weights
     sums = run(drafter, batch)
     anchors, valid = sample_anchors(key, batch.loss_mask, batch.starts, count)
     embedded = target.embed_tokens(blocks(drafter, tokens, anchors)[..., :slots])
-    states = block_states(drafter, features, embedded, anchors, STARTS)
-    logits = np.asarray(target.logits(states), np.float64)
-    taught = np.asarray(target.logits(hidden), np.float64)
-    total = weight = seen = right = 0.0
+
+    def logits_of(target, drafter, features, embedded, hidden):
+        return target.logits(block_states(drafter, features, embedded, anchors, STARTS)), target.logits(hidden)
+
+    logits, taught = in_both_of(logits_of, target, drafter, features, embedded, hidden)
+    terms, seen, right = {"value": ([], []), "single": ([], [])}, 0.0, 0.0
     for row in range(2):
         for i in np.flatnonzero(valid[row]):
             places = int(anchors[row, i]) + np.arange(1, slots)
@@ -191,12 +198,17 @@ def test_loss_against_a_plain_restatement(pair, text, slots, kind, kept, weights
             learned = np.cumprod(ok).astype(bool)
             places = np.minimum(places, T - 1)
             labels = np.asarray(tokens[row])[places]
-            ours, theirs = (over(x, kept, labels) for x in (logits[row, i, 1:], taught[row, places - 1]))
-            a, b = restated(recipe.loss, ours, theirs, labels, learned)
-            total, weight, seen = total + a, weight + b, seen + learned.sum()
-            right += (learned & (ours.argmax(-1) == labels)).sum()
-    assert abs(float(sums.loss) - total) < 1e-4 * max(1.0, total)
-    assert abs(float(sums.weight) - weight) < 1e-4 * weight
+            for kind_of, (losses, weights_of) in terms.items():
+                drafted, wanted = (getattr(x, kind_of) for x in (logits[row, i, 1:], taught[row, places - 1]))
+                drafted, wanted = (over(x, kept, labels) for x in (drafted, wanted))
+                more = restated(recipe.loss, drafted, wanted, labels, learned)
+                losses += more[0]
+                weights_of += more[1]
+            seen += learned.sum()
+            right += (learned & (drafted.argmax(-1) == labels)).sum()
+    losses, worths = (Exact(*(np.array(terms[name][i]) for name in ("value", "single"))) for i in range(2))
+    assert_sum_near(float(sums.loss), losses, "loss")
+    assert_sum_near(float(sums.weight), worths, "weight")
     assert (float(sums.seen.sum()), float(sums.right.sum()), float(sums.anchors)) == (seen, right, valid.sum())
 
 
@@ -210,37 +222,41 @@ def test_the_distance_to_the_targets_states_is_added(pair, text):
         return batch_sums(drafter, target.embed_tokens, head_of(target), batch, key, recipe)
 
     anchors, valid = sample_anchors(key, batch.loss_mask, batch.starts, 5)
-    states = block_states(
-        drafter, features, target.embed_tokens(blocks(drafter, tokens, anchors)[..., :8]), anchors, STARTS
-    )
-    total = 0.0
+    embedded = target.embed_tokens(blocks(drafter, tokens, anchors)[..., :8])
+    states = in_both_of(lambda *x: block_states(*x, anchors, STARTS), drafter, features, embedded)
+    plain = float(sums(0.0).loss)
+    terms = Exact([plain], [plain])
     for row, i in zip(*np.nonzero(valid), strict=True):
         start = int(anchors[row, i])
         for k in range(1, 8):
             if start + k >= T or STARTS[row, start + k] != STARTS[row, start]:
                 break
-            theirs = np.asarray(hidden[row, start + k - 1])
-            total += np.sum((np.asarray(states[row, i, k]) - theirs) ** 2) / np.sum(theirs**2)
-    added = float(sums(0.5).loss - sums(0.0).loss)
-    assert abs(added - 0.5 * total) < 1e-4 * total
+            wanted = np.asarray(hidden[row, start + k - 1], np.float64)
+            for each, state in ((terms.value, states.value), (terms.single, states.single)):
+                each.append(0.5 * np.sum((state[row, i, k] - wanted) ** 2) / np.sum(wanted**2))
+    assert len(terms.value) > 20
+    assert_sum_near(float(sums(0.5).loss), Exact(np.array(terms.value), np.array(terms.single)), "loss")
 
 
-def test_chunks_of_the_vocabulary_do_not_change_the_gradients(pair, text):
+def test_chunks_of_the_vocabulary_do_not_change_the_gradients(pair, text, monkeypatch):
     target, drafter = pair
     tokens, hidden, features = text
-    batch = Batch(tokens, jnp.ones((2, T), bool), jnp.asarray(STARTS), features, hidden)
+    batch, key = Batch(tokens, jnp.ones((2, T), bool), jnp.asarray(STARTS), features, hidden), jax.random.key(0)
+    # float64 would draw others.
+    drawn = sample_anchors(key, batch.loss_mask, batch.starts, 6)
+    monkeypatch.setattr(step, "sample_anchors", lambda *_: drawn)
 
     def gradients(chunk: int):
         recipe = Recipe(Loss("hybrid", chunk=chunk), 6, 8)
 
-        def value(d):
-            return batch_sums(d, target.embed_tokens, head_of(target), batch, jax.random.key(0), recipe).loss
+        def value(drafter, target, batch):
+            return batch_sums(drafter, target.embed_tokens, head_of(target), batch, key, recipe).loss
 
-        return jax.tree.leaves(jax.jit(jax.grad(value))(drafter))
+        return jax.jit(jax.grad(value))
 
-    for a, b in zip(gradients(6), gradients(1), strict=True):
-        np.testing.assert_allclose(a, b, atol=2e-4)
-    assert all(np.any(g) for g in gradients(6))
+    found = gradients(6)(drafter, target, batch)
+    assert all(np.any(g) for g in jax.tree.leaves(found))
+    assert_as_near(found, gradients(1), drafter, target, batch)
 
 
 def test_repetition_is_told_from_text():
