@@ -4,7 +4,7 @@ import importlib
 import unittest
 
 import openai
-from others_plugin import KEY, NAMES, PLAIN, Server, tokenizer_of_target
+from others_plugin import FROM_PRETRAINED, KEY, NAMES, PLAIN, TARGET, Server, tokenizer_of_target
 
 # Module and class of each kit that a server alone can answer, with what its host class sets.
 KITS = {
@@ -45,7 +45,7 @@ class Host(unittest.TestCase):
         server = Server.get(cls.options)
         cls.base_url, cls.process, cls.model, cls.api_key = server.url, server.process, NAMES[0], KEY
         cls.client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0)
-        cls.tokenizer = tokenizer_of_target()
+        cls.tokenizer = tokenizer_of_target() if cls.options else FROM_PRETRAINED(TARGET)
         cls.think_end_token_id = cls.tokenizer.convert_tokens_to_ids("</think>")
 
 

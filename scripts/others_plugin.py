@@ -37,7 +37,7 @@ RESULTS = os.environ["OTHERS_RESULTS"]
 NAMES = [*os.environ["OTHERS_NAMES"].split(), TARGET]
 KEY = "token-abc123"
 BLOCK_SIZE = "4"
-BUDGET = {"thinking_token_budget": 64}
+BUDGET, NATIVE_BUDGET = {"thinking_token_budget": 64}, {"max_thinking_tokens": 64}
 # Answers begin at once.
 PLAIN = ("--default-chat-template-kwargs", '{"enable_thinking": false}')
 TEST_S, START_S = 600, 1200
@@ -312,8 +312,8 @@ def watched(send):
 
     def sent(self, method, url, *args, **options):
         global last_error
-        if isinstance(options.get("json"), dict) and is_chat(url):
-            options["json"] = BUDGET | options["json"]
+        if isinstance(body := options.get("json"), dict) and (is_chat(url) or body.get("require_reasoning")):
+            options["json"] = (BUDGET if is_chat(url) else NATIVE_BUDGET) | body
         answer = send(self, method, url, *args, **options)
         if answer.status_code >= 400:
             last_error = f"{answer.status_code}: {answer.text[:200]}"

@@ -78,7 +78,7 @@ NEEDS = [
     (r"test_include_reasoning|test_reasoning", r"Expected content|assert None", MODEL, "a thought that ends by itself"),
     (r"test_function_tool_use\[.*auto", "", MODEL, "a model that calls tools by itself"),
     (r"test_function_tool_use\[plain-True", "", MODEL, "a thought that ends by itself"),
-    (r"json|grammar", r"JSONDecodeError", MODEL, "an answer that ends by itself"),
+    (r"json|grammar|test_named_tool_use", r"JSONDecodeError", MODEL, "an answer that ends by itself"),
     (r"test_response_format_json", r"AssertionError: {}", MODEL, "an answer that is right"),
     (r"test_more_than_one_prompt_logprobs", r"assert \d == 1", MODEL, "a template whose tokens the model foresees"),
     (r"test_chat_completion_with_(tool_use|emoji)", r"assert False", MODEL, "Qwen2.5's chat template"),

@@ -229,7 +229,8 @@ def test_a_json_flag_takes_objects_and_nothing_else(value):
             parse([f"--default-chat-template-kwargs={text}"])
 
 
-@given(text=st.text(max_size=50))
+# argparse of Python 3.11 takes "--" for no text at all.
+@given(text=st.text(max_size=50).filter(lambda text: text != "--"))
 def test_any_text_for_a_json_flag_is_read_or_named(text):
     try:
         is_object = isinstance(json.loads(text), dict)
