@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_jax.server.response_store import ResponseStore, StoredResponse
+from dflash_jax.server.stored_responses import head
 from dflash_jax.server.texts import Texts
 
 SHORT = {"model": NAME, "max_output_tokens": 12, "temperature": 0}
@@ -220,6 +221,16 @@ def test_hostile_items(quiet, store):
             )
             assert again.status_code == 200, again.text
     assert quiet.post("/v1/responses", input="hi", previous_response_id="x" * 10**6).status_code == 400
+
+
+@given(st.text(), st.text(), st.sampled_from(["function_call", "function_call_output"]))
+def test_the_head_of_an_item_is_read_whatever_its_texts_say(name, text, kind):
+    item = {"id": name + ',"content":', "type": kind, "status": "completed", "call_id": name}
+    more = {"name": text, "arguments": text} if kind == "function_call" else {"output": text}
+    read = head(json.dumps(item | more, separators=(",", ":")).encode())
+    assert read.items() >= item.items()
+    assert "arguments" not in read
+    assert "output" not in read
 
 
 # The store alone.
