@@ -1,86 +1,16 @@
-"""How far float32 may be from the truth: at most three times as far as transformers' own float32.
+"""transformers in float64 and in float32: how near to the first ours must be, the second says (`float64_reference`)."""
 
-An absolute tolerance holds on the CPU that it was measured on: another one adds in another order. So the truth is
-transformers in float64, the measure is transformers in float32 on this very machine, and ours is held to that. Kernels
-are held in the same way to their plain definitions in JAX.
-"""
-
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from unittest import mock
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import torch
+from float64_reference import Exact, assert_as_near, assert_near, assert_sum_near, in_both_of
 from torch.overrides import TorchFunctionMode
 
-from dflash_jax import kernels
-
-# Times the reference's own distance, both as a root mean square and at the single worst value, which shows a fault in
-# one place that a mean dilutes. Ours adds in other orders (pieces, chunks, kernels): as a root mean square it comes to
-# 0.3 to 1.2 times. Which value is worst is luck for both sides: over six seeds of a model it comes to 0.2 to 1.5 times,
-# once to 3.3, of which all but 2.2 are the roundings below.
-FACTOR = 3
-# Roundings that are allowed whatever the reference does, which may be exact by luck: one of the result itself is half
-# an eps, and a sum of n terms is off by about sqrt(n) halves, of n = 100 or so in these models.
-LEAST_ROUNDINGS = 4
-
-
-@dataclass(frozen=True)
-class Exact:
-    """An array in float64, and what the same computation gives in float32."""
-
-    value: np.ndarray
-    single: np.ndarray
-
-    def __getitem__(self, at) -> "Exact":
-        return Exact(self.value[at], self.single[at])
-
-
-def assert_near(found, exact: Exact, what: str) -> None:
-    """Asserts that float32 ``found`` is as near to float64 as the reference's own float32 (module docstring)."""
-    assert found.shape == exact.value.shape, f"{what}: shape {found.shape}, not {exact.value.shape}"
-    ours, reference = (np.asarray(x, np.float64) - exact.value for x in (found, exact.single))
-    for name, size in (("root mean square", _rms), ("worst", _worst)):
-        rounding = np.finfo(np.float32).eps * size(exact.value)
-        apart, allowed = size(ours), FACTOR * size(reference) + LEAST_ROUNDINGS * rounding
-        # Not "apart > allowed": a NaN must fail.
-        assert apart <= allowed, f"{what}: {apart:.2e} from float64 ({name}), {allowed:.2e} is allowed"
-
-
-def assert_sum_near(found: float, terms: Exact, what: str) -> None:
-    """`assert_near` of a sum of ``terms``. The reference's distance is added up: in its sum it may cancel by luck."""
-    apart = abs(found - terms.value.sum())
-    rounding = np.finfo(np.float32).eps * np.abs(terms.value).sum()
-    allowed = FACTOR * np.abs(terms.single - terms.value).sum() + LEAST_ROUNDINGS * rounding
-    assert apart <= allowed, f"{what}: {apart:.2e} from float64, {allowed:.2e} is allowed"
-
-
-def in_both_of(definition: Callable, *args):
-    """What ``definition``, a function in JAX, makes of ``args``, with an `Exact` in place of each array."""
-    single = definition(*args)
-    # float64 where the definition asks for float32 by name; kernels know no other.
-    with jax.enable_x64(True), kernels.without(), mock.patch.object(jnp, "float32", jnp.float64):
-        double = definition(*jax.tree.map(lambda x: x.astype(np.float64) if x.dtype == np.float32 else x, args))
-    assert all(x.dtype == np.float64 for x in jax.tree.leaves(double))
-    return jax.tree.map(lambda a, b: Exact(np.asarray(a), np.asarray(b)), double, single)
-
-
-def assert_as_near(found, definition: Callable, *args) -> None:
-    """`assert_near` of arrays ``found`` to what ``definition``, a function in JAX, makes of ``args``."""
-    exact = jax.tree.leaves(in_both_of(definition, *args), is_leaf=lambda x: isinstance(x, Exact))
-    for (path, got), each in zip(jax.tree.leaves_with_path(found), exact, strict=True):
-        assert_near(np.asarray(got), each, jax.tree_util.keystr(path) or "the result")
-
-
-def _rms(x: np.ndarray) -> float:
-    return float(np.sqrt(np.mean(x * x)))
-
-
-def _worst(x: np.ndarray) -> float:
-    return float(np.abs(x).max())
+__all__ = [
+    "Exact", "assert_as_near", "assert_near", "assert_sum_near", "double_of", "doubled", "in_both", "in_both_of",
+]  # fmt: skip
 
 
 class _Double(TorchFunctionMode):

@@ -1,12 +1,8 @@
 """Random load for an engine on a real (small) model, and what each request must give."""
 
 import random
-from dataclasses import dataclass
-from functools import partial
 from types import SimpleNamespace
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import tiny
 from equality import Reference, equal_or_tie
@@ -15,7 +11,6 @@ from dflash_jax.engine.device import Device
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.options import Options
 from dflash_jax.engine.request import Request
-from dflash_jax.models.drafter import Drafter, Proposal
 from dflash_jax.params import SamplingParams
 from dflash_jax.programs import Programs
 from dflash_jax.state import Settings
@@ -29,51 +24,6 @@ def engine_for(programs: Programs, widths=(1, 8), slots: int = 32, **options) ->
     options.setdefault("prefix_bytes", 2 * 10**6)
     options |= {"widths": widths, "markers": frozenset([MARKER])}
     return Engine(Device(programs, slots, CAPACITY, settings), Options(**options))
-
-
-@partial(jax.tree_util.register_dataclass, data_fields=["drafter", "table"], meta_fields=[])
-@dataclass(frozen=True)
-class Remembering:
-    """A drafter that has seen the texts: ``table`` [V, L, W - 1] tells what followed a token at a position. Half of
-    what it says has a mistake in it. Implements `Drafting`."""
-
-    drafter: Drafter
-    table: jax.Array
-
-    @classmethod
-    def of(
-        cls, drafter: Drafter, requests: list[Request], wide: int = 8, seed: int = 0, capacity: int = CAPACITY
-    ) -> "Remembering":
-        rng, vocab = np.random.default_rng(seed), drafter.config.vocab_size
-        table = rng.integers(0, vocab, (vocab, capacity + wide, wide - 1))
-        for r in requests:
-            text = [*r.prompt, *r.tokens]
-            for at in range(len(r.prompt) - 1, len(text) - 1):
-                following = text[at + 1 : at + wide]
-                table[text[at], at, : len(following)] = following
-        wrong = rng.random(table.shape[:2]) < 0.5
-        place = rng.integers(0, wide - 1, table.shape[:2])
-        hit = wrong[..., None] & (np.arange(wide - 1) == place[..., None])
-        return cls(drafter, jnp.asarray(np.where(hit, (table + 1) % vocab, table), jnp.int32))
-
-    @property
-    def taps(self):
-        return self.drafter.taps
-
-    def init_cache(self, *args):
-        return self.drafter.init_cache(*args)
-
-    def cache_specs(self, cache):
-        return self.drafter.cache_specs(cache)
-
-    def extend(self, *args):
-        return self.drafter.extend(*args)
-
-    def propose(self, cache, last, start, width, slots, borrowed, window):
-        own = self.drafter.propose(cache, last, start, width, slots, borrowed, window).tokens
-        told = self.table[last, jnp.minimum(start, self.table.shape[1] - 1)][:, : slots - 1]
-        # Every eighth position is left to the drafter itself.
-        return Proposal(jnp.where((start % 8 == 0)[:, None], own, told))
 
 
 def some_requests(seed: int, count: int, vocab: int) -> list[dict]:

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from load import CAPACITY, MARKER, Remembering, alone, check, engine_for, some_requests, under_load
+from load import CAPACITY, MARKER, alone, check, engine_for, some_requests, under_load
+from token_runs import Remembering
 
 from dflash_jax import prefix
 from dflash_jax.config import MAX_STOPS
@@ -53,7 +54,7 @@ def family(request):
     target = tiny.target("ddda", moe="13") if request.param == "hybrid" else tiny.target("aa", moe="")
     wanted, plain = some_requests(0, 60, tiny.VOCAB), Programs(target, None)
     expected = alone(engine_for(plain, (1,), prefix_bytes=0), wanted)
-    drafter = Remembering.of(tiny.drafter(target), [r for r, _ in expected])
+    drafter = Remembering.of(tiny.drafter(target), [r for r, _ in expected], wide=8, capacity=CAPACITY)
     return Family(target, plain, Programs(target, drafter), wanted, expected)
 
 

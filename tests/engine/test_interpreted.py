@@ -11,19 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import random_decoder, random_drafter, tiny_config, tiny_draft_config
-from load import Remembering
+import token_runs
+from token_runs import Remembering
 
 from dflash_jax import speculative
 from dflash_jax.checkpoint.parameters import QUANTIZED
-from dflash_jax.config import AttentionSpec, GatedDeltaSpec, LayerSpec, MoeSpec, RopeSpec
-from dflash_jax.engine.device import Device
-from dflash_jax.engine.engine import Engine
-from dflash_jax.engine.options import Options
-from dflash_jax.engine.request import Request
 from dflash_jax.models.weights import quantize
-from dflash_jax.params import SamplingParams
-from dflash_jax.programs import Programs
 from dflash_jax.prompts import init_state
 from dflash_jax.sampling import SamplingRows
 from dflash_jax.sharding import parameter_paths
@@ -32,11 +25,9 @@ from dflash_jax.state import Settings
 pytest.importorskip("torch")
 pytest.importorskip("triton.runtime.interpreter")
 
-from triton_interpreter import as_on_cuda, interpreting
+from triton_interpreter import as_on_cuda, interpreting, small_grids
 
-from dflash_jax.kernels import triton_attention, triton_experts, triton_routing
-
-VOCAB, HIDDEN, NEW, WIDE, CAPACITY = 64, 64, 4, 8, 384
+NEW, WIDE, CAPACITY = 4, 8, 384
 PROMPTS = (17, 40, 75, 300)
 # Of float32 models the delta rule of many tokens is XLA's.
 BFLOAT16_ONLY = {"_prepare", "_chunks"}
@@ -49,52 +40,24 @@ KERNELS = {
 @pytest.fixture(scope="module")
 def models():
     """A target of two recurrent layers and one of attention, and a drafter of one layer."""
-    attention = AttentionSpec(num_heads=2, num_kv_heads=1, head_dim=256, rope=RopeSpec(10000.0, 64), gated=True)
-    delta = GatedDeltaSpec(num_key_heads=1, num_value_heads=2, key_dim=128, value_dim=128)
-    experts = MoeSpec(num_experts=6, experts_per_token=2, intermediate_size=32, shared_intermediate_size=32)
-    layers = tuple(LayerSpec(attention if letter == "a" else delta, experts) for letter in "dda")
-    config = tiny_config("dda", vocab_size=VOCAB, hidden_size=HIDDEN, layers=layers)
-    target = random_decoder(config)
-    draft = tiny_draft_config(config, windows=(None,))
-    attention = AttentionSpec(num_heads=2, num_kv_heads=1, head_dim=128, rope=RopeSpec(10000.0, 128))
-    layers = tuple(replace(layer, attention=attention) for layer in draft.layers)
-    return target, random_drafter(replace(draft, layers=layers), 1)
+    return token_runs.random_pair(token_runs.small())
 
 
 @pytest.fixture(autouse=True)
-def small_grids(monkeypatch):
-    """Programs run one after another: fewer of them, and chunks of choices whose counts need a kernel of their own."""
-    monkeypatch.setattr(triton_attention, "PROGRAMS", 4)
-    monkeypatch.setattr(triton_experts, "GATE_UP_ONE", (32, 1, 1))
-    monkeypatch.setattr(triton_experts, "DOWN_ONE", (64, 1, 1))
-    monkeypatch.setattr(triton_routing, "_COUNTED", 2)
+def few_programs():
+    with small_grids():
+        yield
 
 
-def requests(lengths, temperature: float) -> list[Request]:
-    rng = np.random.default_rng(0)
-    neutral = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "logit_bias": {}}
-    neutral |= {"frequency_penalty": 0.0, "presence_penalty": 0.0, "temperature": temperature, "max_tokens": NEW}
-    params = [SamplingParams(seed=i, **neutral) for i in range(len(lengths))]
-    return [Request(rng.integers(2, VOCAB - 2, n).tolist(), p, []) for n, p in zip(lengths, params, strict=True)]
+def requests(lengths, temperature: float):
+    return token_runs.requests(lengths, temperature, NEW, token_runs.VOCAB)
 
 
-def run(target, drafter, wanted: list[Request], width: int, together: bool, reproducible: bool = False):
-    """``wanted`` with their tokens, all at once or one after another."""
-    settings = Settings(WIDE if reproducible else 1, reproducible)
-    options = Options(
-        widths=(1, width) if width > 1 else (1,),
-        prefill_sizes=(32, 128),
-        prefill_together=128,
-        rows_per_dispatch=1 if reproducible else None,
-        adaptive=False,
-    )
-    engine = Engine(Device(Programs(target, drafter), len(wanted), CAPACITY, settings), options)
-    for request in wanted:
-        engine.submit(request)
-        while not together and engine.has_work:
-            engine.step()
-    while engine.has_work:
-        engine.step()
+def run(target, drafter, wanted, width: int, together: bool, reproducible: bool = False):
+    wanted = token_runs.run(
+        target, drafter, wanted, width, together=together, reproducible=WIDE if reproducible else 0, capacity=CAPACITY,
+        prefill_sizes=(32, 128), prefill_together=128,
+    )  # fmt: skip
     assert [len(request.tokens) for request in wanted] == [NEW] * len(wanted)
     return wanted
 
@@ -103,7 +66,7 @@ def compared(models, temperature: float, lengths: tuple[int, ...]) -> set[str]:
     """Asserts that tokens are those of XLA, plain and wide, alone and together; and returns the kernels that ran."""
     target, drafter = models
     expected = run(target, None, requests(lengths, temperature), 1, True)
-    coached = Remembering.of(drafter, expected, WIDE, capacity=CAPACITY)
+    coached = Remembering.of(drafter, expected, WIDE, CAPACITY)
     with as_on_cuda(), interpreting() as ran:
         for width, some, together in ((1, lengths[:1], False), (WIDE, lengths[:1], False), (WIDE, lengths, True)):
             found = run(target, coached if width > 1 else None, requests(some, temperature), width, together)
@@ -121,7 +84,7 @@ def drafts(target, drafter, temperature: float) -> np.ndarray:
     """What the drafter itself proposes behind two prompts, int [2, WIDE]."""
     settings = Settings(WIDE)
     prompts = [request.prompt for request in requests((17, 40), 0.0)]
-    sampling = replace(SamplingRows.greedy(2, VOCAB), temperature=jnp.full(2, temperature, jnp.float32))
+    sampling = replace(SamplingRows.greedy(2, token_runs.VOCAB), temperature=jnp.full(2, temperature, jnp.float32))
     state = init_state(target, drafter, prompts, NEW, settings=settings, sampling=sampling, capacity=CAPACITY)
     state = jax.jit(partial(speculative.prefill_chunk, size=40))(target, drafter, state)
     return np.asarray(jax.jit(partial(speculative.propose, settings=settings))(target, drafter, state))
@@ -157,7 +120,7 @@ def test_reproducible_tokens_in_bfloat16(models, temperature):
     target, drafter = (jax.tree.map(lambda x: x.astype(jnp.bfloat16), m) for m in models)
     with as_on_cuda(), interpreting() as ran:
         expected = run(target, None, requests(PROMPTS, temperature), 1, True, reproducible=True)
-        coached = Remembering.of(drafter, expected, WIDE, capacity=CAPACITY)
+        coached = Remembering.of(drafter, expected, WIDE, CAPACITY)
         for lengths in (PROMPTS[:1], PROMPTS):
             found = run(target, coached, requests(lengths, temperature), WIDE, True, reproducible=True)
             for one, other in zip(found, expected, strict=False):

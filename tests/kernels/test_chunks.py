@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from kernel_arguments import Source, mixer
 from triton_interpreter import interpreting
 
 from dflash_jax.cache import DeltaState, replay
@@ -67,20 +68,6 @@ def test_sixteen_bits_lose_no_small_change_of_a_large_state():
     np.testing.assert_allclose(out[0, ::32, 0, 0, 0], 2048 + 0.5 * np.arange(20), atol=1)
 
 
-def mixers(rng, rows, tokens, g, r, dk, dv, dtype=jnp.float32, taps=4):
-    """Arguments of `mix`: a state of two rows more than take part, in another order."""
-    channels, held = 2 * dk + r * dv, rows + 2
-    # The last of several is nobody's.
-    where = jnp.asarray([*rng.permutation(held)[: rows - 1], held] if rows > 1 else [1], jnp.int32)
-    conv = normal(rng, held, taps - 1, g, channels, dtype=dtype)
-    state = DeltaState(normal(rng, held, g, r, dk, dv), conv, where)
-    inputs = normal(rng, rows, tokens, g, channels + r * dv, dtype=dtype)
-    gates = normal(rng, rows, tokens, 2, g, r, dtype=dtype)
-    a_log = jnp.log(jnp.asarray(rng.uniform(1, 16, (g, r)), jnp.float32))
-    weights = normal(rng, g, channels, taps), a_log, normal(rng, g, r) - 3, normal(rng, dv)
-    return [inputs, gates, state, *(x.astype(dtype) for x in weights)]
-
-
 @pytest.mark.parametrize(
     "sizes", [(1, 17, 1, 1, 16, 16), (2, 64, 2, 3, 16, 32), (2, 70, 1, 2, 32, 16), (1, 150, 2, 2, 16, 16)]
 )
@@ -88,10 +75,7 @@ def mixers(rng, rows, tokens, g, r, dk, dv, dtype=jnp.float32, taps=4):
 def test_the_whole_mixer(sizes, alike):
     """``alike``: the same token again and again with hardly any decay, where the inverse of a chunk is worst
     conditioned."""
-    args = mixers(np.random.default_rng(sizes[1]), *sizes)
-    if alike:
-        args[0] = jnp.broadcast_to(args[0][:, :1], args[0].shape)
-        args[1] = jnp.full_like(args[1], 8).at[:, :, 1].set(-12)
+    args = mixer(Source(sizes[1]), *sizes, alike=alike)
     found, expected = mix_in_chunks(*args, 1e-6), mix(*args, 1e-6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=3e-5), found, expected)
 
@@ -100,7 +84,7 @@ def test_the_whole_mixer(sizes, alike):
 def test_the_state_after_the_tokens_that_count(counts):
     """Rows of a state in another order, the last one padding: what is behind a row's last token may hold anything and
     changes nothing; other rows, and those without a token, stay as they are."""
-    inputs, gates, state, *weights = mixers(np.random.default_rng(5), 3, 150, 2, 2, 16, 32)
+    inputs, gates, state, *weights = mixer(Source(5), 3, 150, 2, 2, 16, 32)
     n = jnp.asarray(counts, jnp.int32)
     counted = jnp.arange(150) < n[:, None]
     y, record = mix(inputs, gates, state, *weights, 1e-6)
@@ -119,7 +103,7 @@ def test_the_state_after_the_tokens_that_count(counts):
 
 @pytest.mark.parametrize("taps", [2, 3])
 def test_other_convolutions(taps):
-    args = mixers(np.random.default_rng(taps), 1, 40, 1, 2, 16, 16, taps=taps)
+    args = mixer(Source(taps), 1, 40, 1, 2, 16, 16, taps=taps)
     found, expected = mix_in_chunks(*args, 1e-6), mix(*args, 1e-6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=3e-5), found, expected)
 
@@ -127,7 +111,7 @@ def test_other_convolutions(taps):
 def test_in_sixteen_bits():
     """Half precision, which the interpreter has, in bfloat16's place, against float32 of the same values: keys are
     rounded once, δ is off by what that and products in 16 bits make of it."""
-    half = mixers(np.random.default_rng(0), 1, 150, 1, 2, 32, 32, jnp.float16)
+    half = mixer(Source(0), 1, 150, 1, 2, 32, 32, jnp.float16)
     exact = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.float16 else x, half)
     (y, record), (expected, plain) = mix_in_chunks(*half, 1e-6), mix(*exact, 1e-6)
     assert y.dtype == jnp.float16
@@ -150,10 +134,7 @@ def test_which_models_they_are_for():
 def test_what_tf32_costs(alike):
     """The inverse of a chunk and what is made of it are products in TF32, of bfloat16 models. Their error is less than
     one rounding to bfloat16 of the largest value, for random keys and where the inverse is worst conditioned."""
-    args = mixers(np.random.default_rng(3), 1, 64, 1, 1, 128, 128, jnp.bfloat16)
-    if alike:
-        args[0] = jnp.broadcast_to(args[0][:, :1], args[0].shape)
-        args[1] = jnp.full_like(args[1], 8).at[:, :, 1].set(-12)
+    args = mixer(Source(3), 1, 64, 1, 1, 128, 128, jnp.bfloat16, alike=alike)
     exact = triton_chunks.prepare(*args[:-1])
     with interpreting(emulate_tf32=True):
         truncated = triton_chunks.prepare(*args[:-1])

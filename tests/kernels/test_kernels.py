@@ -1,15 +1,19 @@
 """Triton kernels against their plain definitions, over odd sizes, lengths, dtypes and windows."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
+import kernel_arguments as arguments
 import numpy as np
 import pytest
 from flax import nnx
+from float64_reference import assert_as_near
 from helpers import random_decoder, tiny_config
+from kernel_arguments import Source
 
-from dflash_jax.cache import Bounds, KVCache, attend_in_pieces, through_gate
+from dflash_jax.cache import attend_in_pieces, through_gate
 from dflash_jax.config import AttentionSpec, GatedDeltaSpec, MoeSpec, RopeSpec
 from dflash_jax.kernels import cpu
 from dflash_jax.kernels.launch import launching
@@ -50,22 +54,11 @@ def test_mixture(tokens, top, experts, idle, quantized, shared):
     expert, experts that nobody chose, idle tokens; a shared expert of the experts' size and of another."""
     from dflash_jax.kernels.triton_experts import fits
 
-    rng, features, hidden = np.random.default_rng(tokens), 96, 192
-    there = experts - experts // 4
-    x, gate_up = normal(rng, tokens, hidden), normal(rng, there, 2, features, hidden) / 20
-    down = normal(rng, there, hidden, features) / 14
-    if shared:
-        shared = (normal(rng, 2, shared, hidden) / 20, normal(rng, hidden, shared) / 14, normal(rng, tokens))
-    if quantized:
-        gate_up, down = quantize(gate_up, *quantized), quantize(down, *quantized)
-        shared = shared and (*(quantize(w, *quantized) for w in shared[:2]), shared[2])
-    spec = MoeSpec(num_experts=experts, experts_per_token=top, intermediate_size=features, normalise_top_k=top != 3)
-    logits = jnp.round(normal(rng, tokens, experts) * 2) / 2
-    live = jnp.arange(tokens) < tokens - idle
-    assert fits(tokens * top, gate_up, down)
-    residual = None if tokens == 16 else normal(rng, tokens, hidden)
-    args = (x, logits, live, experts // 4, gate_up, down, shared, residual, spec)
-    np.testing.assert_allclose(mixture_triton(*args), mixture(*args), atol=3e-6)
+    *args, spec = arguments.experts(
+        Source(tokens), tokens, top, experts, 96, 192, idle, quantized, shared, residual=tokens != 16
+    )
+    assert fits(tokens * top, *args[4:6])
+    assert_as_near(mixture_triton(*args, spec), partial(mixture, spec=spec), *args)
 
 
 def test_blocks_of_128_rows():
@@ -133,16 +126,13 @@ def test_linear(monkeypatch, rows, hidden, outputs, quantized, options, programs
 
     monkeypatch.setattr(triton_project, "PROGRAMS", (programs, programs))
     monkeypatch.setattr(triton_project, "MOST_NORMED", programs)
-    rng = np.random.default_rng(len(outputs))
-    x, norm = 3 * normal(rng, rows, 1, hidden), normal(rng, hidden)
-    weights = [normal(rng, *size, hidden) / 10 for size in outputs]
-    if quantized:
-        weights[: max(len(weights) - 1, 1)] = [quantize(w, *quantized) for w in weights[: max(len(weights) - 1, 1)]]
+    source = Source(len(outputs))
+    x, norm, weights = arguments.projections(source, rows, hidden, outputs, quantized)
     assert triton_project.fits(rows, hidden, weights)
     given = Normed(x, norm, 1e-6, 1.0) if "norm" in options else x
     chosen = {"kept": "kept" in options, "gated": "gated" in options}
     if "residual" in options:
-        chosen["residual"] = normal(rng, rows, 1, *outputs[0])
+        chosen["residual"] = source.normal(rows, 1, *outputs[0])
     if "float32" in options:
         chosen["kind"] = jnp.float32
     expected, calls = linear(given, weights, **chosen), []
@@ -213,29 +203,9 @@ def test_rotation(heads, gated, rotated):
 def test_attention(form, rows, tokens, heads, kv_heads, dim, capacity, window, sinks):
     """Empty, partly filled and full contexts; rings with and without sinks; rows of a larger cache; what was never
     written is NaN."""
-    rng = np.random.default_rng(tokens)
-    q, k, v = (normal(rng, rows, tokens, n, dim) for n in (heads, kv_heads, kv_heads))
-    cache = KVCache.create(rows + 1, kv_heads, dim, capacity, jnp.float32, window, sinks)
-    length = np.array([capacity * 2 // 3, capacity, 0, 30][:rows])
-    held = np.full((2, *cache.k.shape), np.nan, np.float32)
-    # The first is a compiled row that nobody has: its number is past the end.
-    taken = np.array([rows + 1, 0, 2, 3][:rows])
-    for b, row in enumerate(np.minimum(taken, rows)):
-        held[:, row, :, : min(length[b], cache.capacity)] = rng.standard_normal(
-            (2, kv_heads, min(length[b], cache.capacity), dim)
-        )
-    cache = KVCache(jnp.asarray(held[0]), jnp.asarray(held[1]), jnp.asarray(taken), cache.sinks, cache.ring)
-    length = jnp.asarray(length, jnp.int32)
-    bounds = Bounds.none(rows, tokens)
-    if window is not None:
-        size = 120 if sinks else None
-        positions = length[:, None] + jnp.arange(tokens)
-        zero = jnp.zeros(rows, jnp.int32)
-        bounds = Bounds(
-            jnp.zeros_like(positions) if sinks else positions - 250,
-            length - size if sinks else zero,
-            zero + sinks,
-        )
+    source = Source(tokens)
+    args = arguments.attention(source, rows, tokens, heads, kv_heads, dim, capacity, window, sinks)
+    q, k, v, cache, length, bounds = args
     own = jnp.tril(jnp.ones((tokens, tokens), bool))
     if form == "triton":
         from dflash_jax.kernels import triton_attention
@@ -251,7 +221,7 @@ def test_attention(form, rows, tokens, heads, kv_heads, dim, capacity, window, s
             return through_gate(cpu.attend(*args[:-1]), args[-1])
 
     for mask in (None, own, jnp.broadcast_to(own, (rows, tokens, tokens)).at[0].set(True)):
-        both = normal(rng, rows, tokens, heads, 2, dim) if mask is None else None
+        both = source.normal(rows, tokens, heads, 2, dim) if mask is None else None
         expected = through_gate(attend_in_pieces(q, k, v, mask, cache, length, bounds, 256), both)
         np.testing.assert_allclose(attend(q, k, v, mask, cache, length, bounds, both), expected, atol=1e-6)
 
@@ -262,13 +232,7 @@ def test_writing(rows, tokens, window):
     slot."""
     from dflash_jax.kernels.triton_attention import write_triton, writes
 
-    rng = np.random.default_rng(tokens)
-    cache = KVCache.create(rows + 1, 2, 16, 40, jnp.float32, window)
-    held = [normal(rng, *cache.k.shape) for _ in range(2)]
-    taken = jnp.asarray([rows, rows + 7, 0][:rows], jnp.int32)
-    cache = KVCache(*held, taken, cache.sinks, cache.ring)
-    k, v = normal(rng, rows, tokens, 2, 16), normal(rng, rows, tokens, 2, 16)
-    positions = jnp.asarray([[7], [20], [33]][:rows]) + jnp.arange(tokens)
+    cache, k, v, positions = arguments.written(Source(tokens), rows, tokens, 2, 16, 40, window)
     assert writes(k)
     for kept in range(tokens + 1):
         expected = cache.write(k, v, positions, jnp.arange(tokens) < jnp.full((rows, 1), kept))

@@ -7,8 +7,9 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -100,6 +101,23 @@ def interpreting(emulate_tf32: bool = False) -> Iterator[Counter]:
             yield ran
     finally:
         interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot = original_patch, original_dot
+
+
+@contextmanager
+def small_grids() -> Iterator[None]:
+    """Inside, kernels have few programs, which the interpreter runs one after another, and chunks of choices whose
+    counts need a kernel of their own."""
+    from dflash_jax.kernels import triton_attention, triton_experts, triton_routing
+
+    with ExitStack() as stack:
+        for module, name, value in (
+            (triton_attention, "PROGRAMS", 12),
+            (triton_experts, "GATE_UP_ONE", (16, 1, 1)),
+            (triton_experts, "DOWN_ONE", (32, 1, 1)),
+            (triton_routing, "_COUNTED", 2),
+        ):
+            stack.enter_context(mock.patch.object(module, name, value))
+        yield
 
 
 @contextmanager

@@ -1,0 +1,95 @@
+"""How far a computation may be from the truth: at most three times as far as a reference in the same dtype.
+
+An absolute tolerance holds on the machine that it was measured on: another one adds in another order. So the truth is
+the reference in float64, the measure is the reference in float32 or bfloat16 on this very machine, and ours is held to
+that.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dflash_jax import kernels
+
+# Times the reference's own distance, both as a root mean square and at the single worst value, which shows a fault in
+# one place that a mean dilutes. Ours adds in other orders (pieces, chunks, kernels): as a root mean square it comes to
+# 0.3 to 1.2 times. Which value is worst is luck for both sides: over six seeds of a model it comes to 0.2 to 1.5 times,
+# once to 3.3, of which all but 2.2 are the roundings below.
+FACTOR = 3
+# Roundings that are allowed whatever the reference does, which may be exact by luck: one of the result itself is half
+# an eps, and a sum of n terms is off by about sqrt(n) halves, of n = 100 or so in these models.
+LEAST_ROUNDINGS = 4
+
+
+@dataclass(frozen=True)
+class Exact:
+    """An array in float64, and what the same computation gives in fewer bits."""
+
+    value: np.ndarray
+    single: np.ndarray
+
+    def __getitem__(self, at) -> "Exact":
+        return Exact(self.value[at], self.single[at])
+
+
+def distances(found, exact: Exact, dtype=np.float32) -> dict[str, tuple[float, float]]:
+    """{"root mean square": (distance of ``found`` from float64, what is allowed), "worst": the same}.
+
+    Args:
+        dtype: What was computed in, whose roundings count; results may be in a wider one.
+    """
+    ours, reference = (np.asarray(x, np.float64) - exact.value for x in (found, exact.single))
+    rounding = float(jnp.finfo(dtype).eps)
+    return {
+        name: (size(ours), FACTOR * size(reference) + LEAST_ROUNDINGS * rounding * size(exact.value))
+        for name, size in (("root mean square", _rms), ("worst", _worst))
+    }
+
+
+def assert_near(found, exact: Exact, what: str) -> None:
+    """Asserts that float32 ``found`` is as near to float64 as the reference's own float32 (module docstring)."""
+    assert found.shape == exact.value.shape, f"{what}: shape {found.shape}, not {exact.value.shape}"
+    for name, (apart, allowed) in distances(found, exact).items():
+        # Not "apart > allowed": a NaN must fail.
+        assert apart <= allowed, f"{what}: {apart:.2e} from float64 ({name}), {allowed:.2e} is allowed"
+
+
+def assert_sum_near(found: float, terms: Exact, what: str) -> None:
+    """`assert_near` of a sum of ``terms``. The reference's distance is added up: in its sum it may cancel by luck."""
+    apart = abs(found - terms.value.sum())
+    rounding = np.finfo(np.float32).eps * np.abs(terms.value).sum()
+    allowed = FACTOR * np.abs(terms.single - terms.value).sum() + LEAST_ROUNDINGS * rounding
+    assert apart <= allowed, f"{what}: {apart:.2e} from float64, {allowed:.2e} is allowed"
+
+
+def in_both_of(definition: Callable, *args):
+    """What ``definition``, a function in JAX, makes of ``args``, with an `Exact` in place of each array: in float64, and
+    in their own dtypes."""
+    single = definition(*args)
+    wider = dict.fromkeys(map(jnp.dtype, ("float32", "bfloat16", "float16")), np.float64)
+    # JAX makes indices of 64 bits, and joins them to none of fewer.
+    wider[np.dtype(np.int32)] = np.int64
+    # float64 where the definition asks for float32 by name; kernels know no other.
+    with jax.enable_x64(True), kernels.without(), mock.patch.object(jnp, "float32", jnp.float64):
+        double = definition(*jax.tree.map(lambda x: x.astype(wider.get(x.dtype, x.dtype)), args))
+    assert all(x.dtype == np.float64 for x in jax.tree.leaves(double))
+    return jax.tree.map(lambda a, b: Exact(np.asarray(a), np.asarray(b, np.float64)), double, single)
+
+
+def assert_as_near(found, definition: Callable, *args) -> None:
+    """`assert_near` of arrays ``found`` to what ``definition``, a function in JAX, makes of ``args``."""
+    exact = jax.tree.leaves(in_both_of(definition, *args), is_leaf=lambda x: isinstance(x, Exact))
+    for (path, got), each in zip(jax.tree.leaves_with_path(found), exact, strict=True):
+        assert_near(np.asarray(got), each, jax.tree_util.keystr(path) or "the result")
+
+
+def _rms(x: np.ndarray) -> float:
+    return float(np.sqrt(np.mean(x * x)))
+
+
+def _worst(x: np.ndarray) -> float:
+    return float(np.abs(x).max())
