@@ -48,6 +48,7 @@ from dflash_jax.devices import device_name
 from dflash_jax.engine.options import PREFILL_SIZES, largest_prefill
 from dflash_jax.errors import EngineError, InputError
 from dflash_jax.fit import measure_slot, weigh
+from dflash_jax.kernels import cpu
 from dflash_jax.models import moe
 from dflash_jax.options import Parser, add_platform, exit_code, set_platform, versions
 from dflash_jax.programs import ROWS, WHOLE, Programs, enable_disk_cache
@@ -87,20 +88,25 @@ def measured_bandwidth(size: int = 2**31, passes: int = 16) -> float:
 
 def choices(target, drafter, state, rows, block):
     """Experts that each layer's tokens are sent to, int [layers, tokens, k]."""
-    seen, route = [], moe.route
+    seen, route, in_cpp = [], moe.route, cpu.mixture
 
     def spy(logits, spec):
         weights, chosen = route(logits, spec)
         seen.append(chosen)
         return weights, chosen
 
-    moe.route = spy
+    def spy_on_cpp(x, logits, live, gate_up, down, top, *args):
+        # It chooses inside.
+        seen.append(jax.lax.top_k(logits, top)[1])
+        return in_cpp(x, logits, live, gate_up, down, top, *args)
+
+    moe.route, cpu.mixture = spy, spy_on_cpp
     try:
         # Within a kernel there is nothing to see.
         with kernels.without():
             speculative.verify(target, take_rows(state, rows), block)
     finally:
-        moe.route = route
+        moe.route, cpu.mixture = route, in_cpp
     return jnp.stack(seen)
 
 

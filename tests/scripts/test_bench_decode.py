@@ -14,6 +14,7 @@ import pytest
 from dflash_jax.checkpoint.parameters import QUANTIZED
 from dflash_jax.errors import InputError
 from dflash_jax.fit import read_shapes, weigh
+from dflash_jax.kernels import cpu
 from dflash_jax.models import moe
 from dflash_jax.models.decoder import abstract_decoder
 from dflash_jax.sharding import ONE_DEVICE, Layout
@@ -45,6 +46,15 @@ def measured(system, tmp_path_factory):
     options = ["--config", str(system), "--dtype", "float32", "--out", str(out)]
     assert bench_decode.main([*options, "--points", "1,1,64", "2,4,64"]) == 0
     return out, options
+
+
+def test_experts_that_a_kernel_in_cpp_chooses_are_counted(tmp_path):
+    """Of the bundled pair, whose tokens go to two experts each."""
+    if not cpu.is_here():
+        pytest.skip("no C++ compiler")
+    assert bench_decode.main(["--points", "1,2,64", "--out", str(tmp_path / "decode")]) == 0
+    (row,) = json.loads((tmp_path / "decode.json").read_text())["points"].values()
+    assert 2 <= row["experts_touched"] <= 4
 
 
 def test_every_part_is_timed(measured):
