@@ -1,7 +1,7 @@
 # make demo [EXTRA=cuda13|tpu]   set up and generate text with the bundled pair
 # make test                      set up with the test extras, lint, run every test
-# make check-long                what takes too long for every change: the whole model in Triton's interpreter; the suite
-#                                without the kernels, and on one thread;
+# make check-long                what takes too long for every change: the whole model in Triton's interpreter; the check of a
+#                                card as far as a CPU goes; the suite without the kernels, and on one thread;
 #                                the server under attack; with LM_EVAL=PYTHON, which has lm-eval[api], lm-eval against it
 PYTHON ?= python3
 EXTRA ?=
@@ -22,6 +22,8 @@ test: $(VENV)/.test
 
 check-long: $(VENV)/.test
 	$(BIN)/python -m pytest -m long
+	rm -rf .cache/card-check
+	$(BIN)/python scripts/card_check.py --platform cpu --minutes 10 --out .cache/card-check
 	CXX=/bin/false $(BIN)/python -m pytest -n logical --dist loadfile --no-loadscope-reorder
 	OMP_NUM_THREADS=1 taskset -c 0 $(BIN)/python -m pytest -p no:xdist
 	$(BIN)/python scripts/attack_server.py --markdown benchmarks/attack.md

@@ -73,8 +73,24 @@ def digest(launched: list[dict]) -> str:
     return f"{len(launched)} {hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
-def launches(config: str, mesh: str, card: Card, dtype: str = "bfloat16", quantize: str | None = None) -> list[dict]:
-    """`described` launches of a system's prefill, plain steps and rounds on a card, each once."""
+def shapes_of(launch: Launch) -> dict:
+    """What a launch runs over besides, as JSON has it."""
+    return {
+        "args": [list(x.shape) for x in launch.args],
+        "out": [list(x.shape) for x in launch.out],
+        "grid": list(launch.grid),
+        "in_place": list(launch.in_place),
+    }
+
+
+def launches(
+    config: str, mesh: str, card: Card, dtype: str = "bfloat16", quantize: str | None = None, shapes: bool = False
+) -> list[dict]:
+    """`described` launches of a system's prefill, plain steps and rounds on a card, each once.
+
+    Args:
+        shapes: With `shapes_of` the first of each.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -88,7 +104,7 @@ def launches(config: str, mesh: str, card: Card, dtype: str = "bfloat16", quanti
 
     def record(launch: Launch) -> tuple:
         one = described(launch)
-        found.setdefault(json.dumps(one), one)
+        found.setdefault(json.dumps(one), one | (shapes_of(launch) if shapes else {}))
         written = [launch.args[i] for i in launch.in_place] + list(launch.out)
         return tuple(jnp.zeros(x.shape, x.dtype) for x in written)
 
@@ -96,9 +112,9 @@ def launches(config: str, mesh: str, card: Card, dtype: str = "bfloat16", quanti
     jax.clear_caches()
     kernels.choose("triton", card)
     system = read_system(config)
-    shapes = shorten(read_shapes(*(str(system.shapes[k]) for k in ("target", "draft"))), LAYERS)
+    pair = shorten(read_shapes(*(str(system.shapes[k]) for k in ("target", "draft"))), LAYERS)
     layout = Layout.parse(mesh)
-    target, drafter = abstract_pair(shapes, layout, jnp.dtype(dtype), quantize)
+    target, drafter = abstract_pair(pair, layout, jnp.dtype(dtype), quantize)
     devices = layout.mesh(jax.devices()[: layout.devices])
     plain, drafting = Programs(target, None, devices), Programs(target, drafter, devices)
     with launching(record):
@@ -108,7 +124,7 @@ def launches(config: str, mesh: str, card: Card, dtype: str = "bfloat16", quanti
             plain.lower_decode(plain.abstract_state(slots, MAX_LEN, settings), slots, settings)
             for tokens in PREFILLS if slots == 1 else ():
                 drafting.lower_prefill(state, layout.data, tokens)
-            settings = Settings(shapes.draft.block_size, top_logprobs=MAX_LOGPROBS)
+            settings = Settings(pair.draft.block_size, top_logprobs=MAX_LOGPROBS)
             drafting.lower_decode(drafting.abstract_state(slots, MAX_LEN, settings), slots, settings)
     return list(found.values())
 

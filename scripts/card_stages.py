@@ -1,0 +1,252 @@
+"""The stages of `scripts/card_check.py`, each in a process of its own.
+
+    python scripts/card_stages.py STAGE --platform cuda --out DIRECTORY
+
+Reads {"done": [names]}, a line, from stdin, and ends when that is closed. Writes to stdout, a JSON object a line, the
+names of all cases, and of each that is not done its beginning and its result. A case's status: exact, failed, measured,
+skipped (no room), or not run.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, version
+
+import checkout  # noqa: F401
+
+Cases = Iterator[tuple[str, Callable[[], dict]]]
+# What the stages import; on a CPU Triton's interpreter takes torch's tensors.
+NEEDED = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes", "triton")
+NEEDED_BY = {"cuda": ("jax-triton",), "cpu": ("torch",)}
+CARD = "name,driver_version,memory.total,compute_cap,power.limit"
+CLOCKS = "clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem,temperature.gpu,power.draw"
+
+
+class NotRunError(Exception):
+    """A case that this machine cannot run; the message says why."""
+
+
+def smi(fields: str) -> dict:
+    """{field: value} of the first card, as nvidia-smi says."""
+    if shutil.which("nvidia-smi") is None:
+        raise NotRunError("nvidia-smi is not there")
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.splitlines()[0]
+    return {"status": "measured"} | dict(zip(fields.split(","), map(str.strip, said.split(",")), strict=True))
+
+
+def machine(args) -> Cases:
+    on_card = args.platform == "cuda"
+
+    def packages() -> dict:
+        found = {}
+        for name in (*NEEDED, *NEEDED_BY[args.platform]):
+            try:
+                found[name] = version(name)
+            except PackageNotFoundError:
+                found[name] = "missing"
+        if on_card and not any(map(importlib.util.find_spec, ("jax_cuda13_plugin", "jax_cuda12_plugin"))):
+            found["jax-cuda13-plugin"] = "missing"
+        missing = [name for name, one in found.items() if one == "missing"]
+        return ({"status": "failed", "why": f"missing: {', '.join(missing)}"} if missing else measured()) | found
+
+    def kernels_wanted() -> dict:
+        from dflash_jax import kernels
+
+        if not on_card:
+            raise NotRunError("there is no card: kernels run in Triton's interpreter")
+        why = kernels.why_not()
+        return {"status": "failed", "why": why} if why else measured()
+
+    def described() -> dict:
+        import jax
+
+        from dflash_jax.options import versions
+
+        device = jax.devices()[0]
+        memory = (device.memory_stats() or {}).get("bytes_limit")
+        return measured(device=device.device_kind, versions=versions(), bytes_for_jax=memory)
+
+    def assemblers() -> dict:
+        from dflash_jax.kernels import launch, target_card
+
+        found = {str(path): launch.release_of(path) for path in launch.assemblers()}
+        return measured(ptx_version=launch.ptx_version(target_card().least_ptx), **found)
+
+    def bandwidth() -> dict:
+        import bench_decode
+
+        return measured(gb_per_s=round(bench_decode.measured_bandwidth() / 1e9, 1))
+
+    yield "packages", packages
+    yield "device and versions", described
+    yield "card and driver", lambda: smi(CARD)
+    yield "clocks at rest", lambda: smi(CLOCKS)
+    yield "assemblers, and the PTX version that Triton is asked for", assemblers
+    yield "kernels", kernels_wanted
+    yield "bandwidth", bandwidth
+    yield "clocks after it", lambda: smi(CLOCKS)
+
+
+def measured(**figures) -> dict:
+    return {"status": "measured"} | figures
+
+
+def build(args) -> Cases:
+    import card_build
+
+    return card_build.cases(args.platform == "cuda")
+
+
+def kernels(args) -> Cases:
+    import kernel_cases
+    from kernel_comparisons import REAL, SMALL
+
+    on_card = args.platform == "cuda"
+    for i, (name, make) in enumerate(kernel_cases.comparisons(REAL if on_card else SMALL)):
+        yield name, lambda i=i, make=make: kernel_cases.check(make(kernel_cases.Source(i, on_card)), on_card)
+    import kernel_large
+
+    for name, check in kernel_large.cases():
+        yield name, check if on_card else _needs_a_card
+    for tool in ("memcheck", "racecheck"):
+        yield f"compute-sanitizer, {tool}", (lambda tool=tool: _sanitized(tool)) if on_card else _needs_a_card
+
+
+def _needs_a_card() -> dict:
+    raise NotRunError("it needs a card")
+
+
+def _sanitized(tool: str) -> dict:
+    """The stage `sanitizer` under NVIDIA's compute-sanitizer, each array an allocation of its own."""
+    program = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    if not os.access(program, os.X_OK):
+        raise NotRunError("compute-sanitizer is not installed")
+    command = [program, "--tool", tool, "--error-exitcode", "9"]
+    command += [sys.executable, __file__, "sanitizer", "--platform", "cuda"]
+    environment = os.environ | {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    done = subprocess.run(command, env=environment, input='{"done": []}\n', stdout=subprocess.PIPE, text=True)
+    ends = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"end"')]
+    wrong = [one["end"] for one in ends if one["status"] != "exact"]
+    if done.returncode or wrong:
+        return {"status": "failed", "why": f"exit code {done.returncode}; {', '.join(wrong)}"}
+    return {"status": "exact", "cases": len(ends)}
+
+
+def sanitizer(args) -> Cases:
+    """Kernels alone, at small sizes: one token and several, one row and several, few tokens and many."""
+    import kernel_cases
+    from kernel_comparisons import SMALL
+
+    seen = set()
+    for i, (name, make) in enumerate(kernel_cases.comparisons(SMALL)):
+        function, rows, count = re.match(r"(\w+) \w+, B (\d+), T (\d+)", name).groups()
+        form = function, rows == "1", count == "1", int(count) > 16
+        if form not in seen:
+            seen.add(form)
+            yield name, lambda i=i, make=make: kernel_cases.launched(make(kernel_cases.Source(i)))
+
+
+def tokens(args) -> Cases:
+    import card_tokens
+
+    return card_tokens.cases(args.platform == "cuda")
+
+
+def ruler(args) -> Cases:
+    import card_ruler
+
+    return card_ruler.cases(args.platform == "cuda", args.out)
+
+
+STAGES = {f.__name__: f for f in (machine, build, kernels, tokens, ruler, sanitizer)}
+
+
+def result(check: Callable[[], dict]) -> tuple[dict, bool]:
+    """(what a case gave, whether the process can go on): a device that failed answers no more."""
+    from dflash_jax.errors import InputError
+
+    try:
+        return check(), True
+    except (NotRunError, InputError) as e:
+        return {"status": "not run" if isinstance(e, NotRunError) else "skipped", "why": str(e)}, True
+    except Exception as e:
+        said = " ".join(str(e).split())
+        if "RESOURCE_EXHAUSTED" in said or "Out of memory" in said:
+            return {"status": "skipped", "why": "the card has no room for it"}, True
+        traceback.print_exc()
+        is_device = type(e).__name__ in ("JaxRuntimeError", "XlaRuntimeError")
+        return {"status": "failed", "why": f"{type(e).__name__}: {said[:300]}"}, not is_device
+
+
+def run(args, say: Callable[[dict], None], done: set[str]) -> int:
+    cases = list(STAGES[args.stage](args))
+    say({"cases": [name for name, _ in cases]})
+    for name, check in cases:
+        if name in done:
+            continue
+        say({"begin": name})
+        began = time.monotonic()
+        found, goes_on = result(check)
+        say({"end": name, "seconds": round(time.monotonic() - began, 1)} | found)
+        if not goes_on:
+            return 1
+    return 0
+
+
+def end_with_parent() -> None:
+    """Ends this process group when stdin is closed: one whose parent was killed would keep the card."""
+
+    def wait() -> None:
+        while os.read(0, 1):
+            pass
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def main() -> int:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("stage", choices=STAGES)
+    p.add_argument("--platform", choices=["cpu", "cuda"], required=True)
+    p.add_argument("--out", help="where the ruler's files go")
+    args = p.parse_args()
+    # What libraries print is not part of the answers.
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    done = set(json.loads(sys.stdin.readline())["done"])
+    if args.stage != "sanitizer":
+        end_with_parent()
+    with _prepared(args):
+        return run(args, lambda line: print(json.dumps(line), file=answers, flush=True), done)
+
+
+def _prepared(args):
+    """A context in which kernels are interpreted, where there is no card and a stage runs some."""
+    from contextlib import ExitStack
+
+    stack = ExitStack()
+    if args.stage in ("kernels", "tokens", "sanitizer"):
+        from dflash_jax.programs import enable_disk_cache
+
+        enable_disk_cache()
+        if args.platform == "cpu":
+            from triton_interpreter import interpreting, small_grids
+
+            stack.enter_context(interpreting())
+            stack.enter_context(small_grids())
+    return stack
+
+
+if __name__ == "__main__":
+    sys.exit(main())

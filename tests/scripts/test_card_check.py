@@ -1,0 +1,352 @@
+"""The check of a card: its processes and report with stages that do nothing, and a few real comparisons."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import card_check
+import card_report
+import card_ruler
+import card_stages
+import jax
+import pytest
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+# A stage without a device: a line a case, as `card_stages` writes them. What cases do is in stages.json.
+FAKE = """
+import json, os, signal, sys, time
+from pathlib import Path
+stage, out = sys.argv[1], Path(sys.argv[sys.argv.index("--out") + 1])
+done = json.loads(sys.stdin.readline())["done"]
+cases = json.loads((Path(__file__).parent / "stages.json").read_text()).get(stage, {"one": "exact"})
+if cases == "no start":
+    sys.exit("there is no such module")
+say = lambda **line: print(json.dumps(line), flush=True)
+say(cases=list(cases))
+for name, what in cases.items():
+    if name in done:
+        continue
+    say(begin=name)
+    with (out / "ran.txt").open("a") as file:
+        print(stage, name, file=file)
+    if what == "crash":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    while what == "hang" and not (out / "go").exists():
+        time.sleep(0.01)
+    while what == "waits for one":
+        time.sleep(0.01)
+        if "one" in json.loads((out / "report.json").read_text())["stages"].get(stage, {"cases": {}})["cases"]:
+            what = "exact"
+    say(end=name, status=what.replace("hang", "exact"), why="|".join(["it", "says", "so"]))
+"""
+
+
+@pytest.fixture
+def fake(monkeypatch, tmp_path):
+    """Runs the check with such stages: (cases by stage, options) → (exit code, record, page)."""
+    (tmp_path / "card_stages.py").write_text(FAKE)
+    monkeypatch.setattr(card_check, "HERE", tmp_path)
+    monkeypatch.setattr(card_stages, "smi", lambda fields: {"name": "A card", "driver_version": "1.2"})
+    out = tmp_path / "out"
+
+    def run(stages: dict, *options: str) -> tuple[int, dict, str]:
+        (tmp_path / "stages.json").write_text(json.dumps(stages))
+        code = card_check.main(["--minutes", "10", "--out", str(out), *options])
+        return code, json.loads((out / "report.json").read_text()), (out / "report.md").read_text()
+
+    run.out = out
+    return run
+
+
+def limits(monkeypatch, **stages: tuple[float, float]) -> None:
+    monkeypatch.setattr(card_check, "STAGES", card_check.STAGES | stages)
+
+
+def statuses(record: dict, stage: str) -> dict[str, str]:
+    return {name: case["status"] for name, case in record["stages"][stage]["cases"].items()}
+
+
+def test_all_exact(fake):
+    code, record, page = fake({"build": {"one": "exact", "two": "not run", "three": "skipped"}, "kernels": {}})
+    assert code == 0
+    assert [stage["state"] for stage in record["stages"].values()] == ["finished"] * 5
+    assert "finished: 1 exact, 1 skipped, 1 not run" in page
+    assert "Card: A card, driver 1.2." in page
+    assert "| two | not run | it\\|says\\|so |" in page
+
+
+def test_a_measurement_that_fails_is_named_and_says_nothing_of_exactness(fake):
+    code, _, page = fake({"ruler": {"one": "failed"}})
+    assert code == 0
+    assert "| one | failed |" in page
+
+
+def test_it_goes_on_after_a_failure_a_crash_and_a_hang(fake, monkeypatch):
+    limits(monkeypatch, kernels=(0.4, 1))
+    crash = {"one": "exact", "two": "crash", "three": "exact", "four": "failed", "five": "exact"}
+    code, record, page = fake({"build": crash, "kernels": {"one": "hang", "two": "exact"}})
+    assert code == 1
+    assert [*statuses(record, "build").values()] == ["exact", "failed", "exact", "failed", "exact"]
+    assert record["stages"]["build"]["cases"]["two"]["why"] == "its process ended by SIGSEGV"
+    assert statuses(record, "kernels") == {"one": "failed", "two": "exact"}
+    assert "| one | failed | no answer in 1 s |" in page
+    assert statuses(record, "ruler") == {"one": "exact"}
+
+
+def test_a_stage_that_does_not_start_is_a_failure(fake):
+    code, record, page = fake({"build": "no start"})
+    assert code == 1
+    assert record["stages"]["build"]["state"].startswith("failed: its process ended with code 1")
+    assert "there is no such module" in (fake.out / "log.txt").read_text()
+    assert statuses(record, "tokens") == {"one": "exact"}
+    assert "ended with code 1" in page
+
+
+def test_resume_goes_on_where_time_ran_out(fake, monkeypatch):
+    """What has a result is not run again, and what was cut short is."""
+    limits(monkeypatch, kernels=(0.005, 60))
+    stages = {"kernels": {"one": "exact", "two": "hang", "three": "exact"}}
+    code, record, page = fake(stages)
+    assert code == 3
+    assert record["stages"]["kernels"]["state"] == "not finished"
+    assert "not finished, 1 of 3 cases: 1 exact" in page
+    (fake.out / "go").touch()
+    monkeypatch.setattr(card_check, "STAGES", card_check.STAGES | {"kernels": (0.4, 60)})
+    code, record, page = fake(stages, "--resume", str(fake.out / "report.json"))
+    assert code == 0
+    assert statuses(record, "kernels") == {"one": "exact", "two": "exact", "three": "exact"}
+    ran = (fake.out / "ran.txt").read_text().split("\n")
+    assert [line for line in ran if line.startswith("kernels")] == [
+        f"kernels {n}" for n in ("one", "two", "two", "three")
+    ]
+    assert ran.count("build one") == 1
+    assert len(record["about"]["commands"]) == 2
+    assert page.count("(10 minutes)") == 2
+
+
+def test_no_time_is_left_for_later_stages(fake, monkeypatch):
+    monkeypatch.setattr(card_check, "RESERVE_S", 600)
+    code, record, _ = fake({})
+    assert code == 3
+    assert statuses(record, "machine") == {}
+
+
+def test_a_stage_ends_with_its_parent():
+    """Where the check itself is killed, as at the end of a loan."""
+    code = "import card_stages, time; card_stages.end_with_parent(); print(flush=True); time.sleep(600)"
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, cwd=SCRIPTS, process_group=0) as one:
+        one.stdout.readline()
+        assert one.poll() is None
+        one.stdin.close()
+        assert one.wait(timeout=60) == -signal.SIGKILL
+
+
+def test_a_result_is_saved_while_the_next_case_runs(fake, monkeypatch):
+    limits(monkeypatch, kernels=(0.4, 20))
+    code, *_ = fake({"kernels": {"one": "exact", "two": "waits for one"}})
+    assert code == 0
+
+
+def test_a_report_of_another_platform_or_card_is_refused(fake, capsys, monkeypatch):
+    fake({})
+    report = str(fake.out / "report.json")
+    assert card_check.main(["--platform", "cpu", "--resume", report]) == 2
+    assert "is no report of --platform cpu" in capsys.readouterr().err
+    monkeypatch.setattr(card_stages, "smi", lambda fields: {"name": "Another", "driver_version": "1.2"})
+    assert card_check.main(["--resume", report]) == 2
+    assert "is no report of --platform cuda, Another, driver 1.2" in capsys.readouterr().err
+    (fake.out / "report.json").write_text("[]")
+    assert card_check.main(["--resume", report]) == 2
+    (fake.out / "report.json").write_text("{")
+    assert card_check.main(["--resume", report]) == 2
+
+
+def test_a_report_is_not_written_over(fake, capsys):
+    fake({})
+    before = (fake.out / "report.json").read_text()
+    assert card_check.main(["--out", str(fake.out)]) == 2
+    assert "has a report: --resume goes on with it" in capsys.readouterr().err
+    assert (fake.out / "report.json").read_text() == before
+
+
+def test_what_was_measured_goes_along_to_another_directory(fake, tmp_path):
+    fake({})
+    (fake.out / "decode.json").write_text("{}")
+    code = card_check.main(["--resume", str(fake.out / "report.json"), "--out", str(tmp_path / "another")])
+    assert code == 0
+    names = {path.name for path in (tmp_path / "another").iterdir()}
+    assert names == {"report.json", "report.md", "log.txt", "decode.json"}
+
+
+def test_at_most_eight_files(monkeypatch, tmp_path):
+    outs, options = set(), []
+    monkeypatch.setattr(
+        card_ruler, "measured", lambda some, point, out: outs.add(out.name) or options.append(some) or {}
+    )
+    for _, check in card_ruler.cases(True, str(tmp_path)):
+        check()
+    traces = {"trace"} if any("--profile" in some for some in options) else set()
+    assert len({"report.json", "report.md", "log.txt"} | traces) + 2 * len(outs) == 8
+    # One trace, of all layers; 102 experts for 16 tokens.
+    assert sum("--profile" in some for some in options) == 1
+    assert not any("--layers" in some for some in options)
+    assert options[0][options[0].index("--experts") + 1] == "102"
+
+
+def test_the_log_stays_small(tmp_path):
+    (tmp_path / "log.txt").write_bytes(b"x" * (card_check.LOG_BYTES + 1))
+    card_check.shorten_log(tmp_path / "log.txt")
+    assert (tmp_path / "log.txt").stat().st_size <= card_check.LOG_BYTES
+
+
+def test_wheels_are_installed_beside_what_is_there(monkeypatch, tmp_path):
+    """Into a directory of their own, once; those for another Python are named."""
+    monkeypatch.setattr(card_check.tempfile, "gettempdir", lambda: str(tmp_path))
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    for name, tag in (("carried", "py3-none-any"), ("unsuitable", "cp27-none-any")):
+        with zipfile.ZipFile(wheels / f"{name}-1.0-{tag}.whl", "w") as wheel:
+            info = f"{name}-1.0.dist-info"
+            wheel.writestr(f"{name}.py", "")
+            wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+            wheel.writestr(f"{info}/WHEEL", f"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: {tag}\n")
+            wheel.writestr(f"{info}/RECORD", "")
+    target, refused = card_check.install(wheels)
+    assert refused == ["unsuitable"]
+    assert (Path(target) / "carried.py").exists()
+    monkeypatch.setattr(card_check.subprocess, "run", None)
+    assert card_check.install(wheels) == (target, refused)
+    with pytest.raises(ValueError, match="has no wheels"):
+        card_check.install(tmp_path)
+    assert card_check.environment_of("build", "cuda", target)["PYTHONPATH"].split(os.pathsep)[0] == target
+
+
+def test_missing_packages_are_named(monkeypatch):
+    monkeypatch.setattr(card_stages, "NEEDED", ("jax", "no-such-package"))
+    checks = dict(card_stages.machine(SimpleNamespace(platform="cuda")))
+    found = checks["packages"]()
+    assert found["status"] == "failed"
+    assert "no-such-package" in found["why"]
+    assert found["jax"] == jax.__version__
+
+
+def test_what_a_case_raises():
+    """No room is no failure; a device that failed ends the process."""
+
+    def check(error):
+        def run():
+            raise error
+
+        found, goes_on = card_stages.result(run)
+        return found["status"], goes_on
+
+    assert check(card_stages.NotRunError("no card")) == ("not run", True)
+    assert check(jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")) == ("skipped", True)
+    assert check(jax.errors.JaxRuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS")) == ("failed", False)
+    assert check(ValueError("shapes")) == ("failed", True)
+
+
+@pytest.fixture(scope="module")
+def interpreted():
+    pytest.importorskip("torch")
+    pytest.importorskip("triton.runtime.interpreter")
+    from triton_interpreter import interpreting, small_grids
+
+    with interpreting(), small_grids():
+        yield
+
+
+def test_a_wrong_kernel_is_found(interpreted):
+    """Wrong in one place, missing, another at each run, or by what its row stands beside."""
+    import kernel_cases
+    from kernel_comparisons import F32, SMALL, products
+
+    comparison, calls = products(kernel_cases.Source(0), SMALL, 7, 1, F32, "residual"), []
+    assert kernel_cases.check(comparison, False)["status"] == "exact"
+
+    def changed(change):
+        def kernel(*args):
+            (y,) = comparison.kernel(*args)
+            return (change(y),)
+
+        return kernel_cases.check(replace(comparison, kernel=kernel), False)
+
+    assert "from float64" in changed(lambda y: y.at[..., 5].add(1e-3))["why"]
+    assert "NaN" in changed(lambda y: y.at[..., 6].set(float("nan")))["why"]
+    assert "shape" in changed(lambda y: y[:, :, :-1])["why"]
+    assert "two runs" in changed(lambda y: y + len(calls.append(0) or calls) * 1e-7)["why"]
+    assert "another order" in changed(lambda y: y.at[0].mul(1 + 1e-6))["why"]
+
+
+def test_a_recorded_launch_is_run_over_zeros(interpreted, monkeypatch):
+    """As `card_build` records it: kinds of arguments and results, their shapes, and what is written in place."""
+    import card_build
+
+    from dflash_jax.kernels import launch
+
+    calls, shapes = [], [[3, 2, 40, 16], [3, 2, 40, 16], [1, 5, 2, 16], [1, 5, 2, 16], [1], [1, 5]]
+    described = {
+        "kernel": "triton_attention._write", "kinds": ["float32"] * 4 + ["int32"] * 2, "num_warps": 1, "num_stages": 3,
+        "meta": {"T": 5, "KH": 2, "D": 16, "ROWS": 3, "CAP": 40}, "args": shapes, "out": [], "grid": [10],
+        "in_place": [0, 1],
+    }  # fmt: skip
+    launcher = launch._launcher
+    monkeypatch.setattr(launch, "_launcher", lambda one: calls.append(one) or launcher(one))
+    assert card_build.launched(described) == {"status": "exact"}
+    assert [list(x.shape) for x in calls[0].args] == shapes
+    assert calls[0].kernel.fn.__name__ == "_write"
+    assert (calls[0].in_place, calls[0].grid, calls[0].num_warps) == ((0, 1), (10,), 1)
+
+
+def test_tokens_may_part_at_a_few_ties():
+    """Not at a decided token, not where no tie is allowed, and not in many requests."""
+    import token_runs
+
+    def requests(*texts):
+        return [SimpleNamespace(tokens=list(text), finish_reason="length", prompt=[1]) for text in texts]
+
+    def status(found, margin):
+        return token_runs.compared(requests(*found), right, margin)["status"]
+
+    right, tie = requests("123", "123", "123"), lambda request, at: 1e-6
+    assert status(["123", "123", "123"], None) == "exact"
+    assert status(["124", "123", "123"], tie) == "exact"
+    assert status(["124", "123", "123"], None) == "failed"
+    assert status(["124", "123", "123"], lambda request, at: 0.1) == "failed"
+    assert status(["124", "223", "123"], tie) == "failed"
+
+
+def test_names_of_cases_are_unique():
+    import kernel_cases
+    from kernel_comparisons import REAL, SMALL
+
+    for sizes in (REAL, SMALL):
+        names = [name for name, _ in kernel_cases.comparisons(sizes)]
+        assert len(set(names)) == len(names)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux")
+def test_a_short_real_run(interpreted, tmp_path):
+    """All but a few cases count as done: the others run interpreted, in processes, and are exact."""
+    kept = {"writing bfloat16, B 1, T 16", "products bfloat16, B 1, T 1, router", "compute-sanitizer, memcheck"}
+    names = [name for name, _ in card_stages.kernels(SimpleNamespace(platform="cpu"))]
+    done = {name: {"status": "exact"} for name in names if name not in kept}
+    record = card_check.fresh("cpu", "")
+    for stage in card_check.STAGES:
+        cases = done if stage == "kernels" else {"one": {"status": "exact"}}
+        state = "not finished" if stage == "kernels" else "finished"
+        record["stages"][stage] = {"state": state, "total": len(names) if stage == "kernels" else 1, "cases": cases}
+    card_check.Report(tmp_path, record).save()
+    report = tmp_path / "report.json"
+    assert card_check.main(["--platform", "cpu", "--minutes", "10", "--resume", str(report)]) == 0
+    found = statuses(json.loads(report.read_text()), "kernels")
+    assert {found[name] for name in kept if "sanitizer" not in name} == {"exact"}
+    assert found["compute-sanitizer, memcheck"] == "not run"
+    assert card_report.TITLES["kernels"] in (tmp_path / "report.md").read_text()
