@@ -155,6 +155,8 @@ def run(args, system) -> int:
         access_log=False,
         lifespan="off",
         timeout_keep_alive=limits.idle_s,
+        # A local client could choose its address by a header.
+        proxy_headers=False,
     )
     try:
         runner = Runner(config, serving, args.drain_s, args.exit_on_failure)

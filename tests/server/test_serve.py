@@ -125,13 +125,17 @@ def test_tls_under_the_path_of_a_proxy(tmp_path):
                 assert client.get(path).status_code == 401
             assert client.get("/api/api/v1/models").status_code in (401, 404)
             body = {"prompt": "def private(", "max_tokens": 5, "temperature": 0.5, "seed": 7}
-            assert client.post("/api/v1/completions", json=body, headers=key).status_code == 200
+            # A client does not choose the address that it is known by.
+            headers = key | {"X-Forwarded-For": "192.0.2.1"}
+            assert client.post("/api/v1/completions", json=body, headers=headers).status_code == 200
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
         log = process.stderr.read()
     assert re.search(r'request cmpl-mine-0: \d+ prompt tokens, params \{.*"temperature": 0.5, .*"seed": 7', log)
     assert re.search(r"request cmpl-mine: status 200, 1 sequences, 5 new tokens, length, ", log)
     assert "private" not in log
+    assert "127.0.0.1 POST /api/v1/completions 200" in log
+    assert "192.0.2.1" not in log
 
 
 def test_a_unix_socket(tmp_path):
