@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from dflash_jax.server.serving import Serving
 
 STEP_BYTES = 2**19
-# A body up to this size is read however much memory those of others take.
+# A body up to this size, with what its values take, is read however much memory those of others take.
 SMALL_BYTES = 2**16
 # Seconds that a body has to arrive before it may be given up for another one.
 SURE_S = 5.0
@@ -110,7 +110,7 @@ class Body:
         async with self._serving.large_bodies if len(body) > STEP_BYTES else contextlib.nullcontext():
             limits = self._serving.limits
             values = await check(body, max(limits.values, 2 * self._serving.capacity), limits.objects)
-        self._count(VALUE_BYTES * values)
+        self._take(VALUE_BYTES * values)
         return body
 
     async def _parts(self, receive: Callable) -> AsyncIterator[bytes]:
@@ -120,14 +120,19 @@ class Body:
             if message["type"] == "http.disconnect":
                 raise ClientGoneError
             part, more = message.get("body", b""), message.get("more_body")
-            self._count(len(part))
-            if self._size > limits.body_bytes:
+            if self._size + len(part) > limits.body_bytes:
                 raise ApiError(413, f"the body has more than {limits.body_bytes} bytes")
-            if self._size > SMALL_BYTES and self._of_client() > CLIENT_SHARE * limits.total_body_bytes:
-                raise ApiError(429, "this client's requests take too much of the server's memory: try again later")
-            while self._size > SMALL_BYTES and self._serving.body_bytes > limits.total_body_bytes:
-                self._make_room()
+            self._take(len(part))
             yield part
+
+    def _take(self, more: int) -> None:
+        """Counts further bytes. Raises ApiError where a large body takes too much of its client's memory, or of all."""
+        most = self._serving.limits.total_body_bytes
+        self._count(more)
+        if self._size > SMALL_BYTES and self._of_client() > CLIENT_SHARE * most:
+            raise ApiError(429, "this client's requests take too much of the server's memory: try again later")
+        while self._size > SMALL_BYTES and self._serving.body_bytes > most:
+            self._make_room()
 
     def _make_room(self) -> None:
         """Gives up the slowest large body that has had its time. Raises ApiError where there is none."""

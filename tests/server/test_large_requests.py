@@ -8,9 +8,11 @@ import threading
 import tracemalloc
 from collections import Counter
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from urllib.parse import urlsplit
 
+import httpx
 import pytest
 from conftest import TOOL, wait_until
 from hypothesis import given
@@ -324,7 +326,7 @@ def test_a_body_is_dropped_before_its_answer_begins(quiet, name):
                 rows = few * (2 if "batch" in path else 1)
                 # The engine is asked for all of them.
                 assert wait_until(lambda: len(serving.engine._inboxes) == rows)
-                assert wait_until(lambda: serving.body_bytes == 0, 10)
+                assert wait_until(lambda: serving.body_bytes == 0)
                 assert serving.in_flight == few
                 assert not serving.client_body_bytes
                 gc.collect()
@@ -369,11 +371,30 @@ def test_one_client_takes_a_part_of_the_memory_for_bodies(quiet, monkeypatch):
     assert quiet.post("/v1/completions", prompt="x" * 2**16, max_tokens=1).status_code == 400
 
 
+def test_one_client_takes_a_part_of_the_memory_for_values(quiet, monkeypatch):
+    """Of small bodies with many values, whose requests need them until they end."""
+    monkeypatch.setattr(quiet.serving, "limits", replace(quiet.serving.limits, total_body_bytes=2**22))
+    tool = {"type": "function", "name": "f", "parameters": {"x": [0] * 20_000}}
+    given = {"input": "x", "max_output_tokens": 16, "store": False, "tools": [tool], "tool_choice": "none"}
+    other = httpx.HTTPTransport(local_address="127.0.0.2")
+    with ExitStack() as connections:
+        with paused(quiet):
+            connection = sent(quiet, "/v1/responses", given, connections)
+            assert wait_until(lambda: len(quiet.serving.engine._inboxes) == 1)
+            assert quiet.post("/v1/responses", **given).status_code == 429
+            with httpx.Client(base_url=quiet.url, timeout=120, transport=other) as client:
+                prompt = {"prompt": "x" * 2**17, "max_tokens": 1}
+                assert client.post("/v1/completions", json=prompt).status_code == 400
+        assert answered(connection).startswith(b"HTTP/1.1 200")
+
+
 def test_small_bodies_beside_many_large_ones(quiet, monkeypatch):
     """Those who send 100 bodies of 10 MB slowly keep only large ones out."""
     monkeypatch.setattr(quiet.serving, "body_bytes", quiet.serving.limits.total_body_bytes)
     assert quiet.post("/v1/completions", prompt="x", max_tokens=1).status_code == 200
     assert quiet.post("/v1/completions", prompt="x" * 2**16, max_tokens=1).status_code == 503
+    # Few bytes, but what their values take is large.
+    assert quiet.post("/v1/completions", prompt=[5] * 10_000, max_tokens=1).status_code == 503
 
 
 @pytest.mark.parametrize(("sure_s", "slow", "quick"), [(0.0, 408, 100_000), (1e9, 100_000, 503)])
