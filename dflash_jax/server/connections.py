@@ -4,8 +4,12 @@ uvicorn has none of them. They hold before any key is checked, so that an unknow
 """
 
 import asyncio
+import contextlib
+import fcntl
 import json
 import ssl
+import struct
+import termios
 from dataclasses import dataclass
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
@@ -16,6 +20,16 @@ from dflash_jax.server.handshake import TlsHandshake
 
 # Bytes that the parser is given at once while a head arrives.
 SLICE_BYTES = 2**14
+
+
+def system_bytes(transport: asyncio.BaseTransport) -> int:
+    """Bytes in the system's send buffer, with those that the client's system has not acknowledged; 0 on systems
+    without TIOCOUTQ for sockets (Linux has it)."""
+    # A transport may close its socket a turn of the event loop before its protocol hears of it (ValueError).
+    with contextlib.suppress(OSError, ValueError):
+        descriptor = transport.get_extra_info("socket").fileno()
+        return struct.unpack("i", fcntl.ioctl(descriptor, termios.TIOCOUTQ, bytes(4)))[0]
+    return 0
 
 
 @dataclass(frozen=True)
@@ -104,7 +118,12 @@ class LimitedProtocol(HttpToolsProtocol):
         self._unread, self._read = self._unread_bytes(), self.loop.time()
 
     def _unread_bytes(self) -> int:
-        """Bytes of answers that wait in this process."""
+        """Bytes of answers that wait in this process and in the system. The system takes more only when a large part
+        of its buffer is free, so a slow client's progress shows there first."""
+        return self._process_bytes() + system_bytes(self.raw_transport or self.transport)
+
+    def _process_bytes(self) -> int:
+        """Bytes of answers that wait in this process: those that closing the connection would lose."""
         # TLS counts only what it has not handed to the connection below, which buffers as well.
         below = 0 if self.raw_transport is None else self.raw_transport.get_write_buffer_size()
         return self.transport.get_write_buffer_size() + below
@@ -112,17 +131,19 @@ class LimitedProtocol(HttpToolsProtocol):
     @property
     def is_unread(self) -> bool:
         """Whether a whole answer waits for its client to read it."""
-        return self._unread_bytes() > 0 and (self.is_waiting or self.transport.is_closing())
+        return self._process_bytes() > 0 and (self.is_waiting or self.transport.is_closing())
 
     @property
     def is_waiting(self) -> bool:
-        """Whether no request is being received or answered."""
-        is_answered = self.cycle is None or self.cycle.response_complete
-        return is_answered and not self.pipeline and self._phase != "body"
+        """Whether no request is being received or answered. What follows an answer that was given early is none."""
+        is_answered = self.cycle is None or self.cycle.response_complete or self._phase == "refused"
+        return is_answered and not self.pipeline
 
     def _update_table(self) -> None:
         if self.is_waiting:
             self.table.set_waiting(self)
+        elif self._phase == "body" and not self.pipeline:
+            self.table.set_arriving(self)
         else:
             self.table.set_busy(self)
 

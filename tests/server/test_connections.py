@@ -6,16 +6,19 @@ import json
 import socket
 import threading
 import time
+from unittest.mock import Mock
 
 import pytest
 import uvicorn
 from conftest import wait_until
 
+from dflash_jax.server.connection_table import ConnectionTable
 from dflash_jax.server.connections import ConnectionLimits, LimitedProtocol, protocol
 
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n"
 POST = b"POST / HTTP/1.1\r\nHost: x\r\n"
 WHOLE = GET + b"\r\n"
+ENDLESS = b"GET /endless HTTP/1.1\r\nHost: x\r\n\r\n"
 # The end of an answer to /endless.
 has_ended = threading.Event()
 
@@ -32,6 +35,8 @@ async def application(scope, receive, send) -> None:
         gone = asyncio.ensure_future(receive())
         while not gone.done():
             await send({"type": "http.response.body", "body": bytes(2**16), "more_body": True})
+            # Sending to a client that is gone does not wait, and `gone` would never be done.
+            await asyncio.sleep(0)
         has_ended.set()
         return
     if scope["path"] == "/slow":
@@ -46,14 +51,28 @@ async def application(scope, receive, send) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
+def arriving(connect) -> int:
+    """Requests whose bodies still arrive."""
+    cycles = [getattr(c, "cycle", None) for c in list(connect.open)]
+    return sum(c is not None and c.more_body and not c.response_complete for c in cycles)
+
+
+def answered_without_end(connect, receive_bytes: int | None = None) -> socket.socket:
+    connection = connect(receive_bytes)
+    connection.sendall(ENDLESS)
+    assert connection.recv(2**10).startswith(b"HTTP/1.1 200")
+    return connection
+
+
 @pytest.fixture
 def serve():
     with contextlib.ExitStack() as stack:
 
-        def start(tls=None, **limits):
+        def start(tls=None, has_small_buffers=True, **limits):
             listening = socket.create_server(("127.0.0.1", 0), backlog=256)
-            # What the system holds of an answer is little, and the rest waits in the server.
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+            if has_small_buffers:
+                # What the system holds of an answer is little, and the rest waits in the server.
+                listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
             http = protocol(ConnectionLimits(**limits), tls)
             server = uvicorn.Server(
                 uvicorn.Config(application, http=http, ws="none", lifespan="off", log_level="critical")
@@ -195,22 +214,52 @@ def test_an_idle_connection(serve):
 
 
 def test_too_many_connections(serve):
+    """What waits gives way, then the oldest body that still arrives; a request that is being answered never does."""
     connect = serve(connections=3)
-    busy = [connect() for _ in range(3)]
-    for each in busy[:2]:
-        each.sendall(POST + b"Content-Length: 3\r\n\r\n")
-    busy[2].sendall(WHOLE)
-    assert read(busy[2]) == (200, b"0")
-    # The one that waits gives way; then all are busy.
-    another = connect()
-    another.sendall(POST + b"Content-Length: 3\r\n\r\na")
-    assert is_closed(busy[2])
-    another.sendall(b"b")
-    refused = connect()
-    assert read(refused)[0] == 503
-    for each in (*busy[:2], another):
-        each.sendall(b"b" if each is another else b"abc")
-        assert read(each) == (200, b"3")
+    answered, first, second = answered_without_end(connect), connect(), connect()
+    first.sendall(WHOLE)
+    assert read(first) == (200, b"0")
+    second.sendall(POST + b"Content-Length: 3\r\n\r\na")
+    assert wait_until(lambda: arriving(connect) == 1)
+    third = connect()
+    assert is_closed(first)
+    third.sendall(POST + b"Content-Length: 3\r\n\r\na")
+    assert wait_until(lambda: arriving(connect) == 2)
+    fourth = connect()
+    assert is_closed(second)
+    third.sendall(b"bc")
+    assert read(third) == (200, b"3")
+    for each in (third, fourth):
+        each.sendall(ENDLESS)
+        assert each.recv(2**10)
+    assert read(connect())[0] == 503
+    for each in (answered, third, fourth):
+        assert each.recv(2**10)
+        each.close()
+
+
+@pytest.mark.parametrize(
+    "begun",
+    [
+        b"POST /early HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n",
+        POST + b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\nx\r\n" * 10_000,
+    ],
+    ids=["early", "refused"],
+)
+def test_an_answer_before_its_body_gives_way_at_once(serve, begun):
+    """Although the rest of the body is still read for a while, and before a body that has no answer."""
+    connect = serve(connections=2, framing_bytes=10_000, stall_s=600.0, body_s=600.0, discard_s=600.0)
+    arrives, answered = connect(), connect()
+    arrives.sendall(POST + b"Content-Length: 3\r\n\r\na")
+    assert wait_until(lambda: arriving(connect) == 1)
+    answered.sendall(begun)
+    assert read(answered)[0] in (200, 400)
+    other = connect()
+    other.sendall(WHOLE)
+    assert read(other) == (200, b"0")
+    assert is_closed(answered)
+    arrives.sendall(b"bc")
+    assert read(arrives) == (200, b"3")
 
 
 def test_a_burst_of_connections_keeps_to_the_limit(serve):
@@ -252,7 +301,7 @@ def test_an_answer_before_a_body_that_does_not_come(serve):
 
 def test_an_answer_that_is_not_read(serve):
     connection = serve(head_s=0.2, unread_s=0.2)()
-    connection.sendall(b"GET /endless HTTP/1.1\r\nHost: x\r\n\r\n")
+    connection.sendall(ENDLESS)
     assert has_ended.wait(60)
 
 
@@ -269,7 +318,7 @@ def test_an_answer_that_is_read_too_slowly(serve):
     """A little now and then is not enough."""
     connect = serve(head_s=0.2, unread_s=1.0, unread_rate=2**20)
     connection = connect(receive_bytes=4096)
-    connection.sendall(b"GET /endless HTTP/1.1\r\nHost: x\r\n\r\n")
+    connection.sendall(ENDLESS)
     assert wait_until(lambda: connect.open)
 
     def is_cut() -> bool:
@@ -278,6 +327,23 @@ def test_an_answer_that_is_read_too_slowly(serve):
         return not connect.open
 
     assert wait_until(is_cut, 30)
+
+
+def check_progress(connect, connection: socket.socket) -> None:
+    """An answer without end has filled the system's buffer: the server sees what its client reads of it."""
+    assert wait_until(lambda: [c for c in list(connect.open) if c.flow.write_paused])
+    (server_side,) = connect.open
+    for _ in range(5):
+        before = server_side._unread_bytes()
+        for _ in range(8):
+            connection.recv(2**12)
+        assert wait_until(lambda: server_side._unread_bytes() < before)  # noqa: B023
+
+
+def test_a_slow_client_is_seen_to_read(serve):
+    """Far less than what the system's buffer must have free before it takes more from the server."""
+    connect = serve(has_small_buffers=False)
+    check_progress(connect, answered_without_end(connect, 4096))
 
 
 @pytest.mark.parametrize("more", [b"", b"Connection: close\r\n"])
@@ -325,6 +391,17 @@ def test_what_waits_without_an_answer_gives_way_first(serve):
     connect()
     assert is_closed(idle)
     assert read(reading) == (200, bytes(60_000))
+
+
+def test_a_connection_that_has_been_read_gives_way_before_an_older_one_that_has_not():
+    table = ConnectionTable(3)
+    slow, quick, other, new = (Mock(is_unread=True) for _ in range(4))
+    for each in (slow, quick, other):
+        assert table.enter(each)
+        table.set_waiting(each)
+    quick.is_unread = False
+    assert table.enter(new)
+    assert [each.transport.abort.called for each in (slow, quick, other)] == [False, True, False]
 
 
 def test_a_closed_connection_counts_until_its_answer_is_read(serve):

@@ -7,7 +7,19 @@ from contextlib import ExitStack, suppress
 import pytest
 import trustme
 from conftest import wait_until
-from test_connections import CLOSE, POST, WHOLE, is_closed, read, read_slowly, serve  # noqa: F401
+from test_connections import (
+    CLOSE,
+    ENDLESS,
+    POST,
+    WHOLE,
+    answered_without_end,
+    arriving,
+    check_progress,
+    is_closed,
+    read,
+    read_slowly,
+    serve,  # noqa: F401
+)
 
 
 @pytest.fixture(scope="module")
@@ -79,13 +91,17 @@ def test_handshakes_count(serve, shaken, contexts):  # noqa: F811
         each.sendall(POST + b"Content-Length: 3\r\n\r\n")
     assert is_closed(silent[1])
     assert is_closed(silent[2])
-    other.sendall(b"a")
-    refused = shaken(connect())
-    status, _ = read(refused)
-    assert status == 503
-    for each, rest in zip([other, *busy], (b"bc", b"abc", b"abc"), strict=True):
-        each.sendall(rest)
+    assert wait_until(lambda: arriving(connect) == 3)
+    # The oldest body gives way to a handshake.
+    last = shaken(connect())
+    assert is_closed(other)
+    for each in busy:
+        each.sendall(b"abc")
         assert read(each) == (200, b"3")
+    for each in (*busy, last):
+        each.sendall(ENDLESS)
+        assert each.recv(2**10)
+    assert read(shaken(connect()))[0] == 503
     assert len(connect.open) <= 4
 
 
@@ -97,6 +113,11 @@ def test_an_answer_behind_a_handshake_that_takes_long_to_read(serve, shaken, con
     connection.sendall(b"GET /long HTTP/1.1\r\nHost: x\r\n" + more + b"\r\n")
     assert wait_until(lambda: any(c.is_unread for c in list(connect.open)))
     assert read_slowly(connection, 2048, 0.15) == bytes(60_000)
+
+
+def test_a_slow_client_behind_a_handshake_is_seen_to_read(serve, shaken, contexts):  # noqa: F811
+    connect = serve(contexts[0], has_small_buffers=False)
+    check_progress(connect, answered_without_end(lambda size: shaken(connect(size)), 4096))
 
 
 @pytest.mark.parametrize("more", [b"", CLOSE])
