@@ -90,7 +90,8 @@ class Gate:
             self._check(scope, headers)
             # A server without keys takes any: they tell nothing about who sends them.
             owner, host = scope["state"]["owner"] if self.access.keys else None, (scope.get("client") or (None,))[0]
-            body = scope["state"]["body"] = Body(self.serving, (owner, host))
+            client = scope["state"]["client"] = (owner, host)
+            body = scope["state"]["body"] = Body(self.serving, client)
             # Only now: a signal may begin to drain at any point of the check, which then refuses the request.
             counts = needs_engine(scope)
             self.serving.in_flight += counts

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 STEP_BYTES = 2**19
 # A body up to this size, with what its values take, is read however much memory those of others take.
 SMALL_BYTES = 2**16
+# Bodies of more are parsed one after another, with turns for others between them.
+TURN_BYTES = 2**12
 # Seconds that a body has to arrive before it may be given up for another one.
 SURE_S = 5.0
 # Bytes that a value takes in memory beside its text: what the parser makes of a body may be larger than that.
@@ -111,6 +113,9 @@ class Body:
             limits = self._serving.limits
             values = await check(body, max(limits.values, 2 * self._serving.capacity), limits.objects)
         self._take(VALUE_BYTES * values)
+        if len(body) > TURN_BYTES:
+            # The framework parses and validates it in one step.
+            await self._serving.turn()
         return body
 
     async def _parts(self, receive: Callable) -> AsyncIterator[bytes]:

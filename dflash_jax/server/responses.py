@@ -18,7 +18,7 @@ from dflash_jax.server.conversation import Conversation, Delta, text_of
 from dflash_jax.server.errors import ApiError, as_api_error, of_conversion
 from dflash_jax.server.response_store import StoredResponse
 from dflash_jax.server.serving import Serving, while_connected
-from dflash_jax.server.stored_responses import earlier_items, head, stored_items, stored_response
+from dflash_jax.server.stored_responses import earlier_items, head, least_characters, stored_items, stored_response
 from dflash_jax.server.stream import EventStream, Later
 from dflash_jax.server.tools import CallDelta
 from dflash_jax.server.truncation import characters, kept_items
@@ -286,31 +286,38 @@ async def responses(http: Request, body: schema.ResponsesRequest):
     if not given:
         raise ApiError(400, "input is empty", "input")
     count = len(earlier)
+    parsed: dict[int, schema.InputItem] = {}
 
-    def as_chat_of(kept: Sequence[int]) -> schema.ChatRequest:
-        """Of the items at these places of the conversation. Others are not parsed."""
-        items = [schema.InputItem(**json.loads(earlier[i])) if i < count else given[i - count] for i in kept]
-        return as_chat(body, items, sum(i < count for i in kept))
+    async def as_chat_of(kept: Sequence[int]) -> schema.ChatRequest:
+        """Of the items at these places of the conversation. Others are not parsed, and none twice."""
+        missing = [i for i in kept if i < count and i not in parsed]
+        async for places in serving.in_steps(missing):
+            parsed.update((i, schema.InputItem(**json.loads(earlier[i]))) for i in places)
+        await serving.turn()
+        return as_chat(body, [parsed[i] if i < count else given[i - count] for i in kept], sum(i < count for i in kept))
 
     kept: Sequence[int] = range(count + len(given))
     try:
         if body.truncation == "auto":
             # What is wrong is said of the input as it was sent.
             as_chat(body, given)
-            heads = [*(schema.InputItem(**head(item)) for item in earlier), *given]
-            sizes = [*map(len, earlier), *map(characters, given)]
+            heads = []
+            async for items in serving.in_steps(earlier):
+                heads += [schema.InputItem(**head(item)) for item in items]
+            heads += given
+            sizes = [*map(least_characters, earlier), *map(characters, given)]
             kept = await while_connected(http, kept_items(serving, heads, sizes, as_chat_of))
         if len(kept) > serving.limits.objects:
             message = f"the conversation has {len(kept)} items: at most {serving.limits.objects} are possible"
             raise ApiError(400, f"{message}, or truncation: auto", "input")
-        chat = as_chat_of(kept)
+        chat = await as_chat_of(kept)
     except ValidationError as e:
         raise of_conversion(e) from None
     given = [given[i - count] for i in kept if i >= count]
     earlier = [earlier[i] for i in kept if i < count]
     name = request_id.choose("resp_")
     is_stored = body.store is not False and store.size > 0
-    stored = await stored_items(earlier, given, serving.limits.body_bytes)
+    stored = await stored_items(serving, earlier, given)
     talk, rows = await while_connected(http, prepared(serving, chat))
     value = envelope(body, serving.name, body.request_id or name, int(time.time()), is_stored)
     serving.register(rows, value["id"], http.state.owner)
@@ -318,7 +325,7 @@ async def responses(http: Request, body: schema.ResponsesRequest):
     async def keep(whole: dict) -> None:
         if is_stored:
             entry = StoredResponse(stored_response(whole), stored)
-            whole["store"] = await store.put(http.state.owner, whole["id"], entry)
+            whole["store"] = await store.put(http.state.owner, whole["id"], entry, http.state.client)
 
     events = numbered(serving, talk, rows[0], value, keep)
     answer = EventStream.start(http, framed(events, rows), last=b"") if body.stream else whole(http, events, rows)

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 # SGLang's name for the one model of a server, whatever it is.
 ANY_MODEL = "default"
+# Items of a conversation that are parsed or written in one step.
+STEP_ITEMS = 512
 
 
 @dataclass(frozen=True)
@@ -153,7 +155,7 @@ class Serving:
         self.body_bytes, self.client_body_bytes = 0, Counter()
         # Bodies that are being received.
         self.arriving: set[Body] = set()
-        self.large_bodies = asyncio.Lock()
+        self.large_bodies, self._turns = asyncio.Lock(), asyncio.Lock()
         self.metrics = Metrics(self)
         self.grammar = None
         if llm.tokenizer is not None and llm.tokenizer.file is not None:
@@ -161,6 +163,18 @@ class Serving:
             self.grammar = GrammarProcesses(tokens)
         self.templates = Templates(llm.tokenizer) if llm.tokenizer is not None else None
         self.texts = Texts(llm, self.capacity)
+
+    async def turn(self) -> None:
+        """To be awaited before a step that takes the event loop milliseconds: between two such steps, of any requests,
+        everything else that waits has its turn."""
+        async with self._turns:
+            await asyncio.sleep(0)
+
+    async def in_steps(self, items: Sequence) -> AsyncIterator[Sequence]:
+        """Parts of many items, each for one such step."""
+        for first in range(0, len(items), STEP_ITEMS):
+            await self.turn()
+            yield items[first : first + STEP_ITEMS]
 
     @property
     def name(self) -> str:

@@ -1,6 +1,5 @@
 """/v1/responses/{id}: what was stored of earlier responses."""
 
-import asyncio
 import json
 import re
 import uuid
@@ -16,10 +15,13 @@ from dflash_jax.server.body import STEP_BYTES
 from dflash_jax.server.conversation import text_of
 from dflash_jax.server.errors import ApiError, JsonResponse
 from dflash_jax.server.response_store import StoredResponse
+from dflash_jax.server.serving import Serving
 
 router = APIRouter()
 # Keys of what may be long. They stand behind all others that `truncation` reads.
 _TEXTS = re.compile(rb',"(?:content|arguments|output|summary)":')
+# Of a stored item, beside its texts: a bound for what `least_characters` is for.
+KEY_BYTES = 256
 IDS = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 
 
@@ -49,22 +51,28 @@ def head(item: bytes) -> dict:
     return json.loads(item[: found.start()] + b"}" if found else item)
 
 
+def least_characters(item: bytes) -> int:
+    """A lower bound for the characters of a stored item's texts, of which JSON may write one as two or as twelve bytes
+    (two of \\u and four digits)."""
+    return max(0, len(item) - 5 * item.count(b"\\u") - KEY_BYTES) // 2
+
+
 def _dumped(item: dict) -> bytes:
     return json.dumps(item, separators=(",", ":")).encode("ascii")
 
 
-async def stored_items(earlier: list[bytes], given: Sequence[schema.InputItem], most_bytes: int) -> bytes:
+async def stored_items(serving: Serving, earlier: list[bytes], given: Sequence[schema.InputItem]) -> bytes:
     """The conversation as it is stored. ``given`` must be read before, by `as_messages`. Raises ApiError where the
-    conversation has more than ``most_bytes``, which its text alone need not have: templates drop old thoughts."""
-    lines, size = list(earlier), sum(map(len, earlier))
-    for item in given:
-        lines.append(_dumped(_item(item)))
-        before, size = size, size + len(lines[-1])
-        if before // STEP_BYTES < size // STEP_BYTES:
-            # Others have their turn.
-            await asyncio.sleep(0)
-    if size > most_bytes:
-        raise ApiError(400, f"the conversation has {size} bytes: at most {most_bytes} are possible", "input")
+    conversation has more bytes than a body may, which its text alone need not have: templates drop old thoughts."""
+    lines, size, written = list(earlier), sum(map(len, earlier)), 0
+    async for items in serving.in_steps(given):
+        for item in items:
+            lines.append(_dumped(_item(item)))
+            before, written = written, written + len(lines[-1])
+            if before // STEP_BYTES < written // STEP_BYTES:
+                await serving.turn()
+    if (size := size + written) > (most := serving.limits.body_bytes):
+        raise ApiError(400, f"the conversation has {size} bytes: at most {most} are possible", "input")
     return b"\n".join(lines)
 
 

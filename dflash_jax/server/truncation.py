@@ -1,6 +1,6 @@
 """``truncation: "auto"`` of /v1/responses: a conversation that is too long goes on without its oldest items."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from dflash_jax.server import schema
 from dflash_jax.server.chat import tools_in_use
@@ -72,13 +72,13 @@ async def kept_items(
     serving: Serving,
     items: Sequence[schema.InputItem],
     sizes: Sequence[int],
-    as_chat: Callable[[Sequence[int]], schema.ChatRequest],
+    as_chat: Callable[[Sequence[int]], Awaitable[schema.ChatRequest]],
 ) -> list[int]:
     """The items with which a conversation goes on: of `droppable` groups, as few of the oldest as possible are dropped.
 
     Args:
         items: The whole conversation, each item of it valid; texts may be left out.
-        sizes: Characters of each item, at least of its texts.
+        sizes: Characters of each item's texts, or fewer.
         as_chat: The request for a conversation of the items at some places.
 
     Returns:
@@ -91,7 +91,7 @@ async def kept_items(
         return [i for i in range(len(items)) if i not in dropped]
 
     async def fits(count: int) -> bool:
-        chat = as_chat(kept(count))
+        chat = await as_chat(kept(count))
         try:
             talk = await converse(serving, chat.messages, tools_in_use(chat), chat)
             serving.check_room(talk.prompt, chat.max_completion_tokens, "messages")

@@ -4,6 +4,8 @@ import asyncio
 import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import pairwise
+from types import SimpleNamespace
 
 import openai
 import pytest
@@ -12,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_jax.server.response_store import ResponseStore, StoredResponse
-from dflash_jax.server.stored_responses import head
+from dflash_jax.server.serving import STEP_ITEMS, Serving
+from dflash_jax.server.stored_responses import head, least_characters
 from dflash_jax.server.texts import Texts
 
 SHORT = {"model": NAME, "max_output_tokens": 12, "temperature": 0}
@@ -114,7 +117,7 @@ def test_earlier_turns_that_are_cut_off_are_not_parsed(client, store):
     turns = [
         turn
         for i in range(3)
-        for turn in ({"role": "user", "content": f"mark{i} {'x' * 200}"}, {"role": "assistant", "content": "a"})
+        for turn in ({"role": "user", "content": f"mark{i} {'x' * 700}"}, {"role": "assistant", "content": "a"})
     ]
     turns[-1:] = []
     first = client.responses.create(**SHORT, input=turns, truncation="auto")
@@ -123,7 +126,7 @@ def test_earlier_turns_that_are_cut_off_are_not_parsed(client, store):
         dumps, loads = json.dumps, json.loads
         patch.setattr(json, "dumps", lambda value, **more: written.append(str(value)) or dumps(value, **more))
         patch.setattr(json, "loads", lambda text, **more: read.append(str(text)) or loads(text, **more))
-        patch.setattr(Texts, "most_cut", 800)
+        patch.setattr(Texts, "most_cut", 500)
         second = client.responses.create(**SHORT, input="now", previous_response_id=first.id, truncation="auto")
     assert any("mark2" in text for text in read)
     assert not any("mark0" in text for text in [*read, *written])
@@ -244,6 +247,54 @@ def run(work):
     return asyncio.run(work)
 
 
+@pytest.mark.parametrize("truncation", ["auto", "disabled"])
+def test_a_long_conversation_is_read_in_steps(client, store, truncation):
+    """Between the steps, which may be of many requests, the event loop serves others."""
+    thoughts = [{"type": "reasoning", "content": []}] * (3 * STEP_ITEMS)
+    first = client.responses.create(**SHORT, input=[*thoughts, {"role": "user", "content": "hi"}])
+    read, steps = 0, []
+
+    def loads(text, original=json.loads):
+        nonlocal read
+        read += 1
+        return original(text)
+
+    async def turn(serving, original=Serving.turn):
+        steps.append(read)
+        await original(serving)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json, "loads", loads)
+        patch.setattr(Serving, "turn", turn)
+        client.responses.create(**SHORT, input="more", previous_response_id=first.id, truncation=truncation)
+    assert read > 3 * STEP_ITEMS
+    # Beside those of a step, the request's own.
+    assert max(after - before for before, after in pairwise([0, *steps, read])) < STEP_ITEMS + 20
+
+
+def test_others_have_a_turn_between_two_steps():
+    order, work = [], []
+
+    async def main():
+        serving = SimpleNamespace(_turns=asyncio.Lock())
+
+        async def step():
+            await Serving.turn(serving)
+            order.append("step")
+            work.append(1)
+
+        async def other():
+            while len(work) < 5:
+                order.append("other")
+                await asyncio.sleep(0)
+
+        await asyncio.gather(*(step() for _ in range(5)), other())
+
+    run(main())
+    assert order.count("step") == 5
+    assert "stepstep" not in "".join(order)
+
+
 def test_the_least_recently_used_gives_way():
     store = ResponseStore(2)
     for name in "ab":
@@ -263,6 +314,24 @@ def test_who_stores_much_pushes_out_its_own():
     assert run(store.get(b"quiet", "mine"))
     assert not run(store.put(b"loud", "x", entry(1001)))
     assert run(store.get(b"quiet", "mine"))
+
+
+def test_keys_that_a_client_makes_up_are_one_client():
+    """A server without keys takes any key for an owner, so that a client could be many."""
+    store = ResponseStore(10)
+    run(store.put(b"quiet", "mine", entry(1), client=(None, "127.0.0.2")))
+    for i in range(50):
+        run(store.put(f"key {i}".encode(), "x", entry(1), client=(None, "127.0.0.1")))
+    assert run(store.get(b"quiet", "mine"))
+    assert run(store.get(b"key 49", "x"))
+    assert not run(store.get(b"key 1", "x"))
+
+
+def test_a_text_of_any_script_counts_no_more_than_its_characters():
+    """JSON writes a Chinese character as six bytes, an emoji as twelve: both fit as long as they fit."""
+    for character in ("a", "\n", "\u4e2d", "\U0001f600"):
+        item = json.dumps({"role": "user", "content": 10_000 * character}, separators=(",", ":")).encode("ascii")
+        assert 3_000 < least_characters(item) <= 10_000
 
 
 OPERATIONS = st.lists(
