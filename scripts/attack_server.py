@@ -283,6 +283,15 @@ async def raced_responses(target: Target) -> str:
     return counts(list(seen.elements()))
 
 
+async def continued_responses(target: Target) -> str:
+    """A stored conversation of 8,000 items that 32 requests at once continue."""
+    items = [*([{"type": "reasoning", "content": []}] * 7999), {"role": "user", "content": "hi"}]
+    async with httpx.AsyncClient(base_url=target.url, timeout=ATTACK_S) as client:
+        first = (await client.post("/v1/responses", json={"input": items, "max_output_tokens": 1})).json()
+    more = {"input": "more", "previous_response_id": first["id"], "truncation": "auto", "store": False}
+    return await target.posts("/v1/responses", [more | {"max_output_tokens": 1}] * 32)
+
+
 async def commanded_engine(target: Target) -> str:
     """Flushes, resets and aborts beside the requests that they are for."""
     bodies = [{"prompt": "def f(", "max_tokens": 30, "rid": f"commanded-{i}"} for i in range(24)]
@@ -327,6 +336,13 @@ def attacks(target: Target) -> dict[str, Callable]:
         "250,000 ids: completions": lambda: post("/v1/completions", {"prompt": [5] * 250_000}),
         "50,000 messages": lambda: post("/v1/chat/completions", {"messages": chat()["messages"] * 50_000}),
         "8,000 messages": lambda: post("/v1/chat/completions", {"messages": chat()["messages"] * 8_000}),
+        "8,000 messages, 16 at a time": lambda: posts(
+            "/v1/chat/completions", [{"messages": chat()["messages"] * 8_000}] * 16
+        ),
+        "240,000 values, 16 at a time": lambda: posts(
+            "/v1/chat/completions", [chat(metadata={"x": [0] * 240_000})] * 16
+        ),
+        "8,000 stored items, 32 at a time": lambda: continued_responses(target),
         "8,000 parts": lambda: post("/v1/chat/completions", chat([{"type": "text", "text": "x"}] * 8_000)),
         "5 MB of [": lambda: post("/v1/completions", b'{"prompt": ' + b"[" * 5_000_000),
         "10 MB of backslashes": lambda: post("/v1/completions", b'{"prompt": "' + b"\\" * 9_999_000 + b'"}'),
