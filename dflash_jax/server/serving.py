@@ -168,7 +168,9 @@ class Serving:
         """To be awaited before a step that takes the event loop milliseconds: between two such steps, of any requests,
         everything else that waits has its turn."""
         async with self._turns:
-            await asyncio.sleep(0)
+            # A piece of a stream takes several turns of the event loop on its way to the socket.
+            for _ in range(8):
+                await asyncio.sleep(0)
 
     async def in_steps(self, items: Sequence) -> AsyncIterator[Sequence]:
         """Parts of many items, each for one such step."""
