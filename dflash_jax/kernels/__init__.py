@@ -9,6 +9,7 @@ its definition: `cache.attend`, `cache.put`, `cache.replay`, `models.moe.mixture
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
 
@@ -16,6 +17,8 @@ from dflash_jax.errors import InputError
 from dflash_jax.kernels.card import HOPPER, OLDEST, OLDEST_FP8, Card
 
 CHOICES = ("auto", "xla")
+# From this jax on, these versions of jax-triton cannot be traced.
+JAX_OF_JAX_TRITON = ((0, 12), "0.4.")
 _choice = "auto"
 _card: Card | None = None
 
@@ -92,6 +95,9 @@ def why_not() -> str | None:
         return f"{device.device_kind} has compute capability {device.compute_capability}: kernels need {needed}"
     if find_spec("jax_triton") is None or find_spec("triton") is None:
         return "jax-triton is not installed: it comes with the extra cuda13 on Python 3.12 and later"
+    if jax.__version_info__ >= JAX_OF_JAX_TRITON[0] and version("jax-triton").startswith(JAX_OF_JAX_TRITON[1]):
+        first = ".".join(map(str, JAX_OF_JAX_TRITON[0]))
+        return f"jax {jax.__version__} cannot trace jax-triton {version('jax-triton')}: it needs jax below {first}"
     return None
 
 

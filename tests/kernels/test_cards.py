@@ -96,6 +96,20 @@ def test_why_a_card_has_none(monkeypatch, found, spec, reason):
     assert not kernels.are_wanted()
 
 
+@pytest.mark.parametrize(
+    ("of_jax", "of_jax_triton", "works"),
+    [((0, 11, 2), "0.4.1", True), ((0, 12, 0), "0.4.1", False), ((0, 12, 0), "0.5.0", True)],
+)
+def test_a_jax_that_cannot_trace_jax_triton(monkeypatch, of_jax, of_jax_triton, works):
+    monkeypatch.setattr(jax, "devices", lambda: [device("9.0")])
+    monkeypatch.setattr(jax, "__version_info__", of_jax)
+    monkeypatch.setattr(kernels, "find_spec", lambda name: object())
+    monkeypatch.setattr(kernels, "version", lambda name: of_jax_triton)
+    kernels.choose("auto")
+    reason = kernels.why_not()
+    assert reason is None if works else "needs jax below 0.12" in reason
+
+
 def test_numbers_of_a_card():
     """JAX's numbers where it reports them, else those of the capability; for an unknown one, the least of all."""
     assert Card.of_device(device("9.0")) == Card(90, 227 * KIB)
