@@ -225,7 +225,7 @@ def started(*argv, **options) -> subprocess.Popen:
 
 def test_an_interrupt_loses_nothing(tmp_path):
     asked, path = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    names = [str(i) for i in range(300)]
+    names = [str(i) for i in range(10_000)]
     asked.write_bytes(as_lines(*(request(name, max_tokens=60, ignore_eos=True) for name in names)))
     with started("-i", str(asked), "-o", str(path), "--concurrency", "2") as process:
         while not path.exists() or not path.stat().st_size:

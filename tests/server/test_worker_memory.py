@@ -4,6 +4,7 @@ import mmap
 import os
 import subprocess
 import sys
+import warnings
 from dataclasses import dataclass
 
 from dflash_jax.server.worker_memory import WorkerMemory
@@ -67,7 +68,9 @@ def test_writing_to_shared_memory_shows_at_once():
     shared = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     shared.write(b"x" * size)
     process = WorkerProcess.__new__(WorkerProcess)
-    process.pid = os.fork()
+    with warnings.catch_warnings(action="ignore"):
+        # JAX, if a test before this one has loaded it, warns of its threads, which the child does without.
+        process.pid = os.fork()
     if not process.pid:
         # Only what needs no thread and no lock of the parent's.
         os.read(begin[0], 1)
