@@ -6,15 +6,16 @@
 
 Stages, each in processes of its own: the machine, every kernel built and launched at the shapes of three systems, every
 kernel against its definition, tokens with kernels and without, and for the rest of the time the ruler. A case that
-crashes or hangs ends its process and counts as failed; the others go on. The report is written after each case:
-report.json and report.md, beside log.txt and the ruler's files, at most 8 files in all.
+crashes ends its process and counts as failed; one that takes too long is timed out, and failed if the next command's
+second try is too. The others go on. The report is written after each case: report.json and report.md, beside log.txt
+and the ruler's files, at most 8 files in all.
 
-Exit code: 0 where all that can run here is exact, 1 where something is not, 3 where time ran out before (--resume goes
-on), 2 for a wrong option. A command ends within its minutes; a CPU has 2.4 times as many.
+Exit code: 0 where all that can run here is exact, 1 where something is not or nothing of a stage is, 3 where time ran
+out before or a case timed out (--resume goes on), 2 for a wrong option. A command ends within its minutes; a CPU has
+2.4 times as many.
 """
 
 import argparse
-import hashlib
 import json
 import os
 import queue
@@ -22,7 +23,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from contextlib import suppress
@@ -31,9 +31,11 @@ from pathlib import Path
 
 import card_report
 import card_stages
+from card_wheels import install
 
 HERE = Path(__file__).resolve().parent
-# By stage: its share of the time, and how many seconds a case, or the start, may take. The ruler has what is left.
+# By stage: its share of the time, and how many seconds a case, or the start, may take; a case no more than half of the
+# share, so that a stage outlasts one that hangs. The ruler has what is left.
 STAGES = {
     "machine": (0.15, 120), "build": (0.25, 240), "kernels": (0.5, 240), "tokens": (0.4, 300), "ruler": (1.0, 420),
 }  # fmt: skip
@@ -109,39 +111,58 @@ class Worker:
         return code
 
 
-def run_stage(report: Report, name: str, command: list[str], environment: dict, until: float, limit: float) -> None:
-    """Runs the cases of a stage that have no result, in one process, and in another whenever one died.
+def run_stage(
+    report: Report, name: str, command: list[str], environment: dict, until: float, limits: tuple[float, float]
+) -> None:
+    """Runs the cases of a stage that have no result, or timed out in an earlier command, in one process, and in another
+    whenever one died.
 
     Args:
         until: When the stage must end, by `time.monotonic`.
-        limit: Seconds that a case, or the start of a process, may take.
+        limits: Seconds that the start of a process, and that a case may take.
     """
     stage = report.stage(name)
     stage["state"] = "not finished"
-    while stage["total"] is None or len(stage["cases"]) < stage["total"]:
-        before = len(stage["cases"])
+    # Of a command that was killed.
+    stage.pop("running", None)
+    again = {name for name, case in stage["cases"].items() if case["status"] == "timed out"}
+
+    def done() -> list[str]:
+        return [name for name, case in stage["cases"].items() if name not in again or case["status"] != "timed out"]
+
+    while stage["total"] is None or len(done()) < stage["total"]:
+        before = done()
         with (report.out / "log.txt").open("a") as log:
-            worker = Worker(command, environment, log, list(stage["cases"]))
-            why = follow(report, stage, worker, until, limit)
+            worker = Worker(command, environment, log, before)
+            why = follow(report, stage, worker, until, limits)
             code = worker.end()
         shorten_log(report.out / "log.txt")
         open_case = stage.pop("running", None)
         if why == "out of time":
             break
         if open_case is not None:
-            stage["cases"][open_case] = {"status": "failed", "why": why or ended_by(code)}
-        if len(stage["cases"]) == before and (stage["total"] is None or before < stage["total"]):
-            stage["state"] = f"failed: {why or ended_by(code)} before its first case; log.txt says more"
+            if why is None:
+                ended = {"status": "failed", "why": ended_by(code)}
+            elif open_case in again:
+                ended = {"status": "failed", "why": f"hangs: {why}, as in an earlier command"}
+            else:
+                ended = {"status": "timed out", "why": why}
+            stage["cases"][open_case] = ended
+        if len(done()) == len(before) and (stage["total"] is None or len(before) < stage["total"]):
+            kind = "failed" if why is None else "timed out"
+            stage["state"] = f"{kind}: {why or ended_by(code)} before its first case; log.txt says more"
             break
         report.save()
     else:
-        stage["state"] = "finished"
+        if all(case["status"] != "timed out" for case in stage["cases"].values()):
+            stage["state"] = "finished"
     report.save()
 
 
-def follow(report: Report, stage: dict, worker: Worker, until: float, limit: float) -> str | None:
+def follow(report: Report, stage: dict, worker: Worker, until: float, limits: tuple[float, float]) -> str | None:
     """Takes a process's lines into the report until there are no more: None, or why it must end."""
     while True:
+        limit = limits["running" in stage]
         rest = until - time.monotonic()
         try:
             line = worker.line(min(rest, limit))
@@ -169,28 +190,6 @@ def shorten_log(path: Path) -> None:
         path.write_bytes(text[-LOG_BYTES // 2 :])
 
 
-def install(wheels: Path) -> tuple[str, list[str]]:
-    """Wheels of a folder in a directory of their own, once for all commands: (the directory, those that do not suit
-    this Python or machine). Raises ValueError where there are none."""
-    names = sorted({path.name.split("-")[0] for path in wheels.glob("*.whl")})
-    if not names:
-        raise ValueError(f"{wheels} has no wheels")
-    key = hashlib.sha256(repr((sys.version, sorted(p.name for p in wheels.glob("*.whl")))).encode()).hexdigest()[:16]
-    target = Path(tempfile.gettempdir()) / f"card_check-{key}"
-    known = target / "refused.json"
-    if known.exists():
-        return str(target), json.loads(known.read_text())
-    refused = []
-    for name in names:
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--find-links"]
-        command += [str(wheels), "--target", str(target), name]
-        if subprocess.run(command, capture_output=True).returncode:
-            refused.append(name)
-    target.mkdir(exist_ok=True)
-    known.write_text(json.dumps(refused))
-    return str(target), refused
-
-
 def environment_of(stage: str, platform: str, installed: str | None) -> dict:
     found = dict(os.environ)
     found["PYTHONPATH"] = os.pathsep.join(filter(None, (installed, str(HERE.parent), found.get("PYTHONPATH"))))
@@ -209,7 +208,10 @@ def exit_code(record: dict) -> int:
         return 1
     if any(case["status"] == "failed" for stage in stages for case in stage["cases"].values()):
         return 1
-    return 0 if all(stage["state"] == "finished" for stage in stages) else 3
+    finished = [stage for stage in stages if stage["state"] == "finished"]
+    if any(all(case["status"] != "exact" for case in stage["cases"].values()) for stage in finished):
+        return 1
+    return 0 if len(finished) == len(stages) else 3
 
 
 def opened(args) -> Report:
@@ -244,9 +246,9 @@ def run(args) -> int:
     report = opened(args)
     slower = SLOWER_ON_CPU if args.platform == "cpu" else 1
     seconds = 60 * args.minutes * slower
-    installed, refused = install(args.wheels) if args.wheels else (None, [])
+    installed, refused = install(args.wheels) if args.wheels else (None, {})
     started = {"at": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()), "minutes": args.minutes}
-    report.record["about"]["commands"].append(started | ({"wheels that do not suit": refused} if refused else {}))
+    report.record["about"]["commands"].append(started | ({"wheels not installed": refused} if refused else {}))
     report.save()
     end = began + seconds - RESERVE_S
     for name, (share, limit) in STAGES.items():
@@ -257,7 +259,8 @@ def run(args) -> int:
             break
         command = [sys.executable, str(HERE / "card_stages.py"), name, "--platform", args.platform]
         command += ["--out", str(report.out.resolve())]
-        run_stage(report, name, command, environment_of(name, args.platform, installed), until, limit * slower)
+        limits = limit * slower, min(limit * slower, share * seconds / 2)
+        run_stage(report, name, command, environment_of(name, args.platform, installed), until, limits)
         print(f"{name}: {card_report.summary(report.stage(name))}", file=sys.stderr, flush=True)
     report.save()
     print(report.out / "report.md")

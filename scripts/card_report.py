@@ -22,7 +22,7 @@ NOTES = {
     "ruler": "`scripts/bench_decode.py`, with random weights. 16 tokens a round are sent to 102 experts of a layer, "
     "other numbers to as many as evenly used routers choose.",
 }
-STATUSES = ("exact", "measured", "failed", "skipped", "not run")
+STATUSES = ("exact", "measured", "failed", "timed out", "skipped", "not run")
 # More of them say nothing new on a page; report.json has them all.
 SHOWN = 30
 
@@ -93,8 +93,9 @@ def page(record: dict) -> str:
     if described.get("status") == "measured":
         lines += ["", f"Device: {described['device']}. Versions: {described['versions']}."]
     for command in about["commands"]:
-        if refused := command.get("wheels that do not suit"):
-            lines += ["", f"Wheels that do not suit this machine: {', '.join(refused)}."]
+        if refused := command.get("wheels not installed"):
+            lines += ["", "Wheels that were not installed:", ""]
+            lines += [f"- {name}: {cell(why)}" for name, why in refused.items()]
     lines += ["", "| stage | |", "|---|---|", *(f"| {TITLES[n]} | {cell(summary(s))} |" for n, s in stages.items())]
     for name, stage in stages.items():
         note = NOTES.get(f"{name} on {about['platform']}", NOTES.get(name))
