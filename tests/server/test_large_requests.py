@@ -9,6 +9,7 @@ import tracemalloc
 from collections import Counter
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from urllib.parse import urlsplit
 
@@ -405,6 +406,7 @@ def test_a_large_body_that_arrives_slowly_gives_way(monkeypatch, sure_s, slow, q
     limits = Limits(total_body_bytes=150_000)
     serving = SimpleNamespace(limits=limits, capacity=0, body_bytes=0, client_body_bytes=Counter())
     serving.arriving, serving.large_bodies = set(), asyncio.Lock()
+    serving.turn = partial(asyncio.sleep, 0)
 
     async def read(client: str, *parts: bytes | asyncio.Event) -> int:
         """Bytes of a body that arrives in parts, or the error's status."""
