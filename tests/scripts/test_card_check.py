@@ -115,7 +115,7 @@ def test_a_stage_that_does_not_start_is_a_failure(fake):
 
 def test_resume_goes_on_where_time_ran_out(fake, monkeypatch):
     """What has a result is not run again, and what was cut short is."""
-    monkeypatch.setattr(card_check, "RESERVE_S", 594)
+    monkeypatch.setattr(card_check, "RESERVE_S", 588)
     stages = {"kernels": {"one": "exact", "two": "hang", "three": "exact"}}
     code, record, page = fake(stages)
     assert code == 3
