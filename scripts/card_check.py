@@ -34,8 +34,8 @@ import card_stages
 from card_wheels import install
 
 HERE = Path(__file__).resolve().parent
-# By stage: its share of the time, and how many seconds a case, or the start, may take; a case no more than half of the
-# share, so that a stage outlasts one that hangs. The ruler has what is left.
+# By stage: its share of the time, and the limit in seconds of a case and of the start. A case may also take no more
+# than half of the share, so that other cases run after one that hangs. The ruler has the remaining time.
 STAGES = {
     "machine": (0.15, 120), "build": (0.25, 240), "kernels": (0.5, 240), "tokens": (0.4, 300), "ruler": (1.0, 420),
 }  # fmt: skip

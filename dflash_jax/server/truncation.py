@@ -16,10 +16,10 @@ OF_SYSTEM = ("system", "developer")
 def droppable(items: Sequence[schema.InputItem]) -> list[list[int]]:
     """The items that may be dropped, as groups of indices, the oldest group first.
 
-    A group is dropped as a whole, so that templates take what is left. It is a turn, which begins with what the user
-    says, or, in the latest turn, what the model says until its calls are answered. A call's output is in the group of
-    its call. In no group are system messages, the newest input (all behind the model's last item), the calls that it
-    answers, and the user's last message up to there, so that there is one.
+    A group is dropped as a whole, so that chat templates accept the remaining items. It is a turn, which begins with a
+    message of the user; in the latest turn it is a step: items of the model up to the outputs of its calls. The output
+    of a call is in the group of the call. No group has system messages, the newest input (all items behind the model's
+    last one), the calls that the newest input answers, or the user's last message before it.
     """
     kinds = {i: _kind(item) for i, item in enumerate(items) if _kind(item) not in OF_SYSTEM}
     last = max((i for i, kind in kinds.items() if kind in OF_MODEL), default=-1)
