@@ -9,7 +9,7 @@ import argparse
 import sys
 
 from dflash_jax.checkpoint.gguf import DTYPE_NAMES, convert
-from dflash_jax.options import Parser, exit_code
+from dflash_jax.cli.options import Parser, exit_code
 
 
 def run(argv: list[str] | None) -> int:

@@ -9,8 +9,8 @@ the command lines read DST as they read SRC.
 import argparse
 import sys
 
-from dflash_jax.options import Parser, exit_code
-from dflash_jax.sharding import Layout
+from dflash_jax.cli.options import Parser, exit_code
+from dflash_jax.parallel.sharding import Layout
 
 
 def make_parser() -> argparse.ArgumentParser:

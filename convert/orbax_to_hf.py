@@ -7,7 +7,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from dflash_jax.options import Parser, exit_code
+from dflash_jax.cli.options import Parser, exit_code
 
 
 def make_parser() -> argparse.ArgumentParser:

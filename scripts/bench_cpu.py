@@ -29,7 +29,7 @@ PROMPTS = [
 def read_prompts(path: str | None, count: int, target: str) -> list[list[int]]:
     """Token ids, the same for all contenders."""
     from dflash_jax.benchmarking.data import read_task
-    from dflash_jax.text import Tokenizer
+    from dflash_jax.frontend.tokenizer import Tokenizer
 
     tokenizer = Tokenizer(Path(target))
     if path is None:

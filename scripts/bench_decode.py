@@ -41,19 +41,20 @@ from decode_pair import (
 from decode_profile import profile
 from decode_table import table
 
-from dflash_jax import kernels, speculative, steps
 from dflash_jax.benchmarking.store import beside, read_record, write_record
-from dflash_jax.config import MoeSpec
-from dflash_jax.devices import device_name
+from dflash_jax.cli.options import Parser, add_platform, exit_code, set_platform, versions
+from dflash_jax.decoding import speculative, step_functions
+from dflash_jax.decoding.state import PLAIN_SETTINGS, Settings, put_rows, take_rows
+from dflash_jax.engine.executables import ROWS, WHOLE, Programs, enable_disk_cache
 from dflash_jax.engine.options import PREFILL_SIZES, largest_prefill
 from dflash_jax.errors import EngineError, InputError
-from dflash_jax.fit import measure_slot, weigh
-from dflash_jax.kernels import cpu
 from dflash_jax.models import moe
-from dflash_jax.options import Parser, add_platform, exit_code, set_platform, versions
-from dflash_jax.programs import ROWS, WHOLE, Programs, enable_disk_cache
-from dflash_jax.sharding import DATA, spec
-from dflash_jax.state import PLAIN_SETTINGS, Settings, put_rows, take_rows
+from dflash_jax.models.config import MoeSpec
+from dflash_jax.ops import backend
+from dflash_jax.ops.kernels.cpu import calls as cpu
+from dflash_jax.parallel.devices import device_name
+from dflash_jax.parallel.sharding import DATA, spec
+from dflash_jax.planner import measure_slot, weigh
 
 ROOT = Path(__file__).parents[1]
 ROUNDS = 16
@@ -103,7 +104,7 @@ def choices(target, drafter, state, rows, block):
     moe.route, cpu.mixture = spy, spy_on_cpp
     try:
         # Within a kernel there is nothing to see.
-        with kernels.without():
+        with backend.without():
             speculative.verify(target, take_rows(state, rows), block)
     finally:
         moe.route, cpu.mixture = route, in_cpp
@@ -150,12 +151,12 @@ def repeated(part):
 
 def verify(target, drafter, state, moved, rows, width, block, *, settings: Settings):
     block = (block + moved) % target.config.vocab_size
-    return steps.verify(target, drafter, state, rows, width, block, settings=settings)
+    return step_functions.verify(target, drafter, state, rows, width, block, settings=settings)
 
 
 def draft(target, drafter, state, moved, rows, width, *, settings: Settings):
     state = replace(state, tokens=(state.tokens + moved) % target.config.vocab_size)
-    return steps.propose(target, drafter, state, rows, width, settings=settings)
+    return step_functions.propose(target, drafter, state, rows, width, settings=settings)
 
 
 def head(target, drafter, state, moved, hidden):
@@ -181,7 +182,7 @@ def commits(target, drafter, state, rows, width, block, verified, *, settings: S
 
     caches, draft = jax.lax.fori_loop(0, ROUNDS, again, (before.target, before.draft))
     done = replace(before, target=caches, draft=draft, width=state.width[rows])
-    return put_rows(state, done), steps.gathered(after.length)
+    return put_rows(state, done), step_functions.gathered(after.length)
 
 
 class Bench:
@@ -262,7 +263,7 @@ class Bench:
         p = self.programs
         specs = p._verified_specs(settings)
         lowered = p._lower(
-            partial(steps.verify, settings=settings), state, args, (ROWS, ROWS, ROWS), specs, donate=False
+            partial(step_functions.verify, settings=settings), state, args, (ROWS, ROWS, ROWS), specs, donate=False
         )
 
         def zeros(shape, spec):
@@ -365,7 +366,7 @@ def timed(call, state, rewound) -> tuple:
 
 def prefilled(point: Point) -> int:
     """Prompt tokens that the prefill of a point reads: the largest chunk that its context has room for."""
-    return max(size for size in (*PREFILL_SIZES, largest_prefill(kernels.are_wanted())) if size < point.context)
+    return max(size for size in (*PREFILL_SIZES, largest_prefill(backend.are_wanted())) if size < point.context)
 
 
 def run(args) -> int:
@@ -386,7 +387,7 @@ def run(args) -> int:
         "mesh": str(layout_of(args)),
         "dtype": (args.dtype or ("float32" if is_cpu and args.config is None else "bfloat16"))
         + (f", weights in {args.quantize}" if args.quantize else ""),
-        "kernels": "triton" if kernels.are_wanted() else "xla",
+        "kernels": "triton" if backend.are_wanted() else "xla",
         "model": ("random" if args.config else "trained")
         + " weights"
         + (f", first {args.layers} layers" if args.layers else ""),

@@ -19,7 +19,7 @@ def record(capability: int, shared_memory: int) -> None:
     """Prints each launch of the systems of `compile_kernels` for a card once."""
     import compile_kernels
 
-    from dflash_jax.kernels.card import Card
+    from dflash_jax.ops.card import Card
 
     seen = set()
     for config, mesh in compile_kernels.SYSTEMS.items():
@@ -43,10 +43,10 @@ def launched(launch: dict) -> dict:
     import jax
     import jax.numpy as jnp
 
-    from dflash_jax.kernels.launch import triton_call
+    from dflash_jax.ops.kernels.triton.launch import triton_call
 
     module, _, name = launch["kernel"].partition(".")
-    kernel = getattr(import_module(f"dflash_jax.kernels.{module}"), name)
+    kernel = getattr(import_module(f"dflash_jax.ops.kernels.triton.{module}"), name)
     kinds = launch["kinds"]
     arrays = [jnp.zeros(shape, kind) for shape, kind in zip(launch["args"], kinds, strict=False)]
     out = [jax.ShapeDtypeStruct(s, k) for s, k in zip(launch["out"], kinds[len(arrays) :], strict=True)]
@@ -74,7 +74,7 @@ def cases(on_card: bool) -> Iterator[tuple[str, Callable[[], dict]]]:
     """On a card, built and launched; without one, built for Hopper."""
     import jax
 
-    from dflash_jax.kernels.card import HOPPER, Card
+    from dflash_jax.ops.card import HOPPER, Card
 
     card = Card.of_device(jax.devices()[0]) if on_card else HOPPER
     count: dict[str, int] = {}

@@ -64,24 +64,25 @@ def machine(args) -> Cases:
         return ({"status": "failed", "why": f"missing: {', '.join(missing)}"} if missing else measured()) | found
 
     def kernels_wanted() -> dict:
-        from dflash_jax import kernels
+        from dflash_jax.ops import backend
 
         if not on_card:
             raise NotRunError("there is no card: kernels run in Triton's interpreter")
-        why = kernels.why_not()
+        why = backend.why_not()
         return {"status": "failed", "why": why} if why else measured()
 
     def described() -> dict:
         import jax
 
-        from dflash_jax.options import versions
+        from dflash_jax.cli.options import versions
 
         device = jax.devices()[0]
         memory = (device.memory_stats() or {}).get("bytes_limit")
         return measured(device=device.device_kind, versions=versions(), bytes_for_jax=memory)
 
     def assemblers() -> dict:
-        from dflash_jax.kernels import launch, target_card
+        from dflash_jax.ops.backend import target_card
+        from dflash_jax.ops.kernels.triton import launch
 
         found = {str(path): launch.release_of(path) for path in launch.assemblers()}
         return measured(ptx_version=launch.ptx_version(target_card().least_ptx), **found)
@@ -250,7 +251,7 @@ def _prepared(args):
 
     stack = ExitStack()
     if args.stage in ("kernels", "tokens", "sanitizer"):
-        from dflash_jax.programs import enable_disk_cache
+        from dflash_jax.engine.executables import enable_disk_cache
 
         enable_disk_cache()
         if args.platform == "cpu":

@@ -14,7 +14,7 @@ import token_runs
 from token_runs import Remembering
 from triton_interpreter import as_on_cuda
 
-from dflash_jax import kernels
+from dflash_jax.ops import backend
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ class Runs:
             with as_on_cuda():
                 yield
             return
-        kernels.choose("auto" if on else "xla")
-        if on and (why := kernels.why_not()):
+        backend.choose("auto" if on else "xla")
+        if on and (why := backend.why_not()):
             raise RuntimeError(f"no kernels: {why}")
         yield
 

@@ -29,12 +29,12 @@ os.environ.pop("TRITON_INTERPRET", None)
 import checkout  # noqa: E402, F401
 from compile_report import abstract_pair, shorten  # noqa: E402
 
+from dflash_jax.cli.options import Parser, exit_code, versions  # noqa: E402
+from dflash_jax.cli.system_config import read_system  # noqa: E402
 from dflash_jax.errors import InputError  # noqa: E402
-from dflash_jax.fit import read_shapes  # noqa: E402
-from dflash_jax.kernels.card import SHARED_MEMORY, Card  # noqa: E402
-from dflash_jax.kernels.launch import PTX_VERSION, Launch, launching  # noqa: E402
-from dflash_jax.options import Parser, exit_code, versions  # noqa: E402
-from dflash_jax.system import read_system  # noqa: E402
+from dflash_jax.ops.card import SHARED_MEMORY, Card  # noqa: E402
+from dflash_jax.ops.kernels.triton.launch import PTX_VERSION, Launch, launching  # noqa: E402
+from dflash_jax.planner import read_shapes  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
 CARDS = (80, 89, 90, 100, 120)
@@ -94,11 +94,11 @@ def launches(
     import jax
     import jax.numpy as jnp
 
-    from dflash_jax import kernels
-    from dflash_jax.config import MAX_LOGPROBS
-    from dflash_jax.programs import Programs
-    from dflash_jax.sharding import Layout
-    from dflash_jax.state import Settings
+    from dflash_jax.decoding.state import Settings
+    from dflash_jax.engine.executables import Programs
+    from dflash_jax.ops import backend
+    from dflash_jax.parallel.sharding import Layout
+    from dflash_jax.sampling_params import MAX_LOGPROBS
 
     found: dict[str, dict] = {}
 
@@ -110,7 +110,7 @@ def launches(
 
     # What was traced for another card is kept.
     jax.clear_caches()
-    kernels.choose("triton", card)
+    backend.choose("triton", card)
     system = read_system(config)
     pair = shorten(read_shapes(*(str(system.shapes[k]) for k in ("target", "draft"))), LAYERS)
     layout = Layout.parse(mesh)
@@ -138,7 +138,7 @@ def compiled(launch: dict, capability: int) -> dict:
     from triton.compiler import ASTSource
 
     module, _, name = launch["kernel"].partition(".")
-    kernel = getattr(import_module(f"dflash_jax.kernels.{module}"), name)
+    kernel = getattr(import_module(f"dflash_jax.ops.backend.{module}"), name)
     names, kinds = list(kernel.arg_names), launch["kinds"]
     signature = {n: f"*{KINDS[kind]}" for n, kind in zip(names, kinds, strict=False)}
     signature |= dict.fromkeys(names[len(kinds) :], "constexpr")

@@ -22,12 +22,12 @@ from pathlib import Path
 
 from xla_text import KERNELS, copied_bytes, shape_key, thunk_kinds, weights_read, written_bytes
 
-from dflash_jax.devices import DEVICES
+from dflash_jax.cli.options import Parser, exit_code
+from dflash_jax.cli.system_config import read_system
 from dflash_jax.errors import InputError
-from dflash_jax.fit import read_shapes
-from dflash_jax.kernels import CHOICES
-from dflash_jax.options import Parser, exit_code
-from dflash_jax.system import read_system
+from dflash_jax.ops.backend import CHOICES
+from dflash_jax.parallel.devices import DEVICES
+from dflash_jax.planner import read_shapes
 
 # Read when jax, the CUDA plugin or libtpu loads.
 WITHOUT_DEVICES = {
@@ -77,8 +77,8 @@ def abstract_pair(shapes, layout, dtype, quantize: str | None):
     from dflash_jax.checkpoint.parameters import QUANTIZED
     from dflash_jax.models.decoder import abstract_decoder
     from dflash_jax.models.drafter import abstract_drafter
-    from dflash_jax.models.weights import Scaled
-    from dflash_jax.sharding import parameter_paths, parameter_specs
+    from dflash_jax.ops.weights import Scaled
+    from dflash_jax.parallel.sharding import parameter_paths, parameter_specs
 
     target = abstract_decoder(shapes.target, dtype, layout)
     drafter = abstract_drafter(shapes.draft, dtype, layout) if shapes.draft else None
@@ -103,7 +103,7 @@ def abstract_pair(shapes, layout, dtype, quantize: str | None):
 
 
 def thunks(folder: Path) -> str:
-    """The GPU's list of kernels, copies, collectives and graphs."""
+    """The GPU's list of backend, copies, collectives and graphs."""
     # The second is missing where no pass changed the first.
     for pattern in ("*thunk_sequence_after_thunk_passes.txt", "*thunk_sequence.txt"):
         if found := sorted(folder.glob(pattern), key=lambda p: p.stat().st_size):
@@ -172,20 +172,20 @@ def report(shapes, layout, devices, args) -> dict:
     import jax
     import jax.numpy as jnp
 
-    from dflash_jax import kernels
-    from dflash_jax.cache import KVCache
-    from dflash_jax.config import MAX_LOGPROBS
+    from dflash_jax.decoding.state import Settings
+    from dflash_jax.engine.executables import GPU_OPTIONS, Programs
     from dflash_jax.engine.options import largest_prefill
-    from dflash_jax.kernels.card import Card
-    from dflash_jax.programs import GPU_OPTIONS, Programs
-    from dflash_jax.state import Settings
+    from dflash_jax.models.cache import KVCache
+    from dflash_jax.ops import backend
+    from dflash_jax.ops.card import Card
+    from dflash_jax.sampling_params import MAX_LOGPROBS
 
     # Programs for absent devices are written to the cache and cannot be read back.
     jax.config.update("jax_enable_compilation_cache", False)
     # "auto" asks for the card that is here.
     is_gpu = ":" not in args.device
     wanted = args.kernels == "auto" and is_gpu and find_spec("jax_triton")
-    kernels.choose(*(("triton", Card.of_device(devices[0])) if wanted else ("xla",)))
+    backend.choose(*(("triton", Card.of_device(devices[0])) if wanted else ("xla",)))
     target, drafter = abstract_pair(shapes, layout, jnp.bfloat16, args.quantize)
     mesh = layout.mesh(devices)
     with_drafter, without = Programs(target, drafter, mesh), Programs(target, None, mesh)
@@ -208,7 +208,7 @@ def report(shapes, layout, devices, args) -> dict:
             "weights": programs.weights,
         }
         if name == "prefill":
-            lowered = programs.lower_prefill(state, layout.data, largest_prefill(kernels.are_wanted()))
+            lowered = programs.lower_prefill(state, layout.data, largest_prefill(backend.are_wanted()))
         else:
             lowered = programs.lower_decode(state, args.slots, settings)
         depth = layers + (len(shapes.draft.layers) if drafter is not None and name == "round" else 0)
@@ -226,7 +226,7 @@ def report(shapes, layout, devices, args) -> dict:
         "slots": args.slots,
         "max_len": args.max_len,
         "jax": jax.__version__,
-        "kernels": "triton" if kernels.are_wanted() else "xla",
+        "kernels": "triton" if backend.are_wanted() else "xla",
         "memory": memory,
         "programs": found,
     }
@@ -283,7 +283,7 @@ def shorten(shapes, count: int):
 
 
 def run(args) -> int:
-    from dflash_jax.sharding import Layout
+    from dflash_jax.parallel.sharding import Layout
 
     name = args.device.partition(":")[0]
     if name not in DEVICES:

@@ -16,12 +16,13 @@ from pathlib import Path
 
 import compile_report as report
 
-from dflash_jax import fit, kernels
-from dflash_jax.devices import DEVICES
+from dflash_jax import planner
+from dflash_jax.cli.options import Parser, exit_code
+from dflash_jax.cli.system_config import read_system
 from dflash_jax.errors import InputError
-from dflash_jax.fit import read_shapes
-from dflash_jax.options import Parser, exit_code
-from dflash_jax.system import mesh_for, read_system
+from dflash_jax.ops import backend
+from dflash_jax.parallel.devices import DEVICES, mesh_for
+from dflash_jax.planner import read_shapes
 from dflash_jax.training.config import TrainConfig, read_toml
 
 ROOT = Path(__file__).parents[1]
@@ -60,10 +61,10 @@ def flops_a_token(shapes, config) -> tuple[float, float]:
 
     from dflash_jax.models.decoder import abstract_decoder
     from dflash_jax.models.drafter import abstract_drafter
-    from dflash_jax.sharding import ONE_DEVICE
+    from dflash_jax.parallel.sharding import ONE_DEVICE
 
     def weigh(module):
-        return fit.weigh(module, ONE_DEVICE, frozenset())
+        return planner.weigh(module, ONE_DEVICE, frozenset())
 
     target = weigh(abstract_decoder(shapes.target, jnp.bfloat16))
     drafter, head = (
@@ -83,9 +84,9 @@ def lowered(name: str, args):
     import jax.numpy as jnp
     from jax.sharding import PartitionSpec
 
-    from dflash_jax.kernels.card import Card
     from dflash_jax.models.drafter import Drafter
-    from dflash_jax.sharding import DATA, Layout
+    from dflash_jax.ops.card import Card
+    from dflash_jax.parallel.sharding import DATA, Layout
     from dflash_jax.training.losses import Loss, default_gamma
     from dflash_jax.training.optimiser import optimiser
     from dflash_jax.training.step import Batch, Recipe, Trainer
@@ -101,7 +102,7 @@ def lowered(name: str, args):
     devices = report.topology(args.device, args.devices)
     # "auto" asks for the card that is here.
     wanted = ":" not in args.device and find_spec("jax_triton")
-    kernels.choose(*(("triton", Card.of_device(devices[0])) if wanted else ("xla",)))
+    backend.choose(*(("triton", Card.of_device(devices[0])) if wanted else ("xla",)))
     mesh = mesh_for(meshes, DEVICES[args.device.partition(":")[0]].kind, len(devices))
     layout = Layout.parse(args.mesh if args.mesh is not None else mesh)
     target, _ = report.abstract_pair(shapes, layout, jnp.bfloat16, None)

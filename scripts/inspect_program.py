@@ -12,9 +12,9 @@ import jax
 from xla_text import computations, copied_bytes, shape_key
 
 from dflash_jax import LLM, SamplingParams
-from dflash_jax.cache import DeltaState, KVCache
-from dflash_jax.config import MAX_LOGPROBS
-from dflash_jax.state import Settings
+from dflash_jax.decoding.state import Settings
+from dflash_jax.models.cache import DeltaState, KVCache
+from dflash_jax.sampling_params import MAX_LOGPROBS
 
 
 def session(llm: LLM, tokens: int) -> None:

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash_jax.cache import Bounds, DeltaRecord, DeltaState, KVCache
-from dflash_jax.config import MoeSpec
-from dflash_jax.models.weights import quantize
+from dflash_jax.models.cache import Bounds, DeltaRecord, DeltaState, KVCache
+from dflash_jax.models.config import MoeSpec
+from dflash_jax.ops.weights import quantize
 
 
 @dataclass

@@ -26,7 +26,7 @@ from kernel_comparisons import (
 )
 from triton_interpreter import as_on_cuda
 
-from dflash_jax import kernels
+from dflash_jax.ops import backend
 
 
 def check(comparison: Comparison, on_card: bool) -> dict:
@@ -51,7 +51,7 @@ def check(comparison: Comparison, on_card: bool) -> dict:
         return failed("rows in another order gave other bits")
 
     def definition(*args):
-        with kernels.without():
+        with backend.without():
             made = jax.jit(c.definition)(*args)
         # Of a state, what it holds.
         return jax.tree.leaves(made)[: -1 if c.in_place else None]

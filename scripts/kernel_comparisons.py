@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import kernel_arguments as arguments
 import numpy as np
 
-from dflash_jax.cache import DeltaRecord, DeltaState, attend_in_pieces, replay_plain, through_gate
-from dflash_jax.config import RopeSpec
+from dflash_jax.models.cache import DeltaRecord, DeltaState, attend_in_pieces, replay_plain, through_gate
+from dflash_jax.models.config import RopeSpec
 from dflash_jax.models.gated_delta import advance_in_chunks, mix, mix_in_chunks
+from dflash_jax.models.layers import Normed, linear, rms_norm
 from dflash_jax.models.moe import mixture, mixture_triton, route
-from dflash_jax.models.parts import Normed, linear, rms_norm
 from dflash_jax.models.rope import apply_rope, rope_angles
 
 BF16, F32, F16 = jnp.bfloat16, jnp.float32, jnp.float16
@@ -90,7 +90,7 @@ class Comparison:
 
 
 def attention(source, sizes: Sizes, rows, tokens, dtype, heads, mask, window=None, sinks=0) -> Comparison:
-    from dflash_jax.kernels.triton_attention import attend_triton
+    from dflash_jax.ops.kernels.triton.attention import attend_triton
 
     n, kv_heads, dim = getattr(sizes, heads)
     capacity = sizes.context if tokens > 16 or rows == 1 else sizes.context // 4
@@ -133,7 +133,7 @@ def writing(source, sizes: Sizes, rows, tokens, dtype, window=None) -> Compariso
 
 
 def rotation(source, sizes: Sizes, rows, tokens, dtype, heads) -> Comparison:
-    from dflash_jax.kernels.triton_attention import rotate_triton
+    from dflash_jax.ops.kernels.triton.attention import rotate_triton
 
     n, kv_heads, dim = getattr(sizes, heads)
     rope = RopeSpec(theta=1e7, dim=dim // 4 if heads == "target" else dim)
@@ -157,7 +157,7 @@ def rotation(source, sizes: Sizes, rows, tokens, dtype, heads) -> Comparison:
 
 def delta(source, sizes: Sizes, rows, tokens, dtype, alike=False) -> Comparison:
     """Few tokens by one kernel, many by those of chunks."""
-    from dflash_jax.kernels.triton_delta import mix_triton
+    from dflash_jax.ops.kernels.triton.delta import mix_triton
 
     args = arguments.mixer(source, rows, tokens, *sizes.delta, dtype, alike=alike)
 
@@ -208,7 +208,7 @@ def prefilling(source, sizes: Sizes, rows, tokens, dtype) -> Comparison:
 
 
 def replaying(source, sizes: Sizes, rows, tokens, dtype) -> Comparison:
-    from dflash_jax.kernels.triton_delta import replay_triton
+    from dflash_jax.ops.kernels.triton.delta import replay_triton
 
     args = arguments.mixer(source, rows, tokens, *sizes.delta, dtype)
     _, record = jax.jit(partial(mix, eps=1e-6))(*args)

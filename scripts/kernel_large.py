@@ -11,9 +11,9 @@ import numpy as np
 from kernel_arguments import Source
 from kernel_cases import failed, same_bits
 
-from dflash_jax.cache import Bounds, DeltaRecord, DeltaState, KVCache
-from dflash_jax.config import MoeSpec
 from dflash_jax.errors import InputError
+from dflash_jax.models.cache import Bounds, DeltaRecord, DeltaState, KVCache
+from dflash_jax.models.config import MoeSpec
 
 BF16 = jnp.bfloat16
 LAST = 2**31
@@ -43,7 +43,7 @@ def equal(found, expected) -> dict:
 
 def attention(capacity: int = 131072) -> dict:
     """Of the last rows of a cache: read, and written."""
-    from dflash_jax.kernels.triton_attention import attend_triton, write_triton
+    from dflash_jax.ops.kernels.triton.attention import attend_triton, write_triton
 
     source, (heads, dim) = Source(0, on_device=True), (2, 256)
     rows = LAST // (heads * capacity * dim) + 2
@@ -65,8 +65,8 @@ def attention(capacity: int = 131072) -> dict:
 
 def delta(tokens: int) -> dict:
     """Of the last rows of a state: the mixer and, of few tokens, the replay."""
-    from dflash_jax.kernels.triton_delta import mix_triton, replay_triton
     from dflash_jax.models.gated_delta import mix_in_chunks
+    from dflash_jax.ops.kernels.triton.delta import mix_triton, replay_triton
 
     inputs, gates, state, *weights = arguments.mixer(Source(0), 2, tokens, 16, 2, 128, 128, BF16)
     held = [x[:2] for x in (state.recurrent, state.conv)]
@@ -106,7 +106,7 @@ def mixture(tokens: int, experts: int = 640, own: int = 128) -> dict:
 
 def products(rows: int, inner: int = 4096, own: int = 8192) -> dict:
     """The last outputs of one weight."""
-    from dflash_jax.kernels.triton_project import project_triton
+    from dflash_jax.ops.kernels.triton.linear import project_triton
 
     source = Source(0, on_device=True)
     x, small = source.normal(rows, inner, dtype=BF16), source.normal(own, inner, dtype=BF16) / 64

@@ -19,11 +19,11 @@ from flax import nnx
 from tokenizers import Tokenizer
 
 from dflash_jax.checkpoint.load import load_drafter, load_target, save_module
-from dflash_jax.llm import LLM
+from dflash_jax.frontend.llm import LLM
 from dflash_jax.models.decoder import Decoder
 from dflash_jax.models.drafter import Drafter
 from dflash_jax.models.families import dflash, qwen3_5
-from dflash_jax.params import SamplingParams
+from dflash_jax.sampling_params import SamplingParams
 from dflash_jax.training.corpus import conversations, standard_library, windows
 from dflash_jax.training.evaluation import held_out_prompts, is_degenerate, measure, with_greedy_drafts
 from dflash_jax.training.language import make_step, next_token_loss

@@ -198,8 +198,8 @@ class Server:
 
 def translated(args) -> list[str]:
     """A command line of theirs without what is about their machine. Skips the test where our server refuses it."""
+    from dflash_jax.cli.serve_arguments import parse
     from dflash_jax.errors import InputError
-    from dflash_jax.server.arguments import parse
 
     given, left = list(args), []
     while given:

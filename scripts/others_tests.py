@@ -24,9 +24,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from dflash_jax.cli.options import Parser, exit_code, versions
 from dflash_jax.errors import InputError
-from dflash_jax.llm import TINY
-from dflash_jax.options import Parser, exit_code, versions
+from dflash_jax.frontend.llm import TINY
 
 HERE = Path(__file__).parent
 DEFAULTS = (None, TINY / "target", TINY / "draft")

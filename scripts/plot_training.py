@@ -10,8 +10,8 @@ import csv
 import sys
 from pathlib import Path
 
+from dflash_jax.cli.options import Parser, exit_code
 from dflash_jax.errors import InputError
-from dflash_jax.options import Parser, exit_code
 
 # Lines of the log that a point is the mean of.
 WINDOW = 10

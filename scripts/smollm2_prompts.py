@@ -15,8 +15,8 @@ import sys
 from pathlib import Path
 
 from dflash_jax import LLM, SamplingParams
+from dflash_jax.cli.options import Parser, exit_code
 from dflash_jax.errors import InputError
-from dflash_jax.options import Parser, exit_code
 from dflash_jax.training.corpus import function_heads, sources, standard_library
 
 HELD_OUT = 40

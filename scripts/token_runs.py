@@ -15,20 +15,20 @@ import numpy as np
 from compile_report import shorten
 from equality import Reference, equal_or_tie
 
-from dflash_jax.config import AttentionSpec, GatedDeltaSpec, LayerSpec, MoeSpec, RopeSpec
-from dflash_jax.engine.device import Device
+from dflash_jax.cli.system_config import read_system
+from dflash_jax.decoding.sampling import SamplingRows
+from dflash_jax.decoding.state import Settings
 from dflash_jax.engine.engine import Engine
+from dflash_jax.engine.executables import Programs
+from dflash_jax.engine.model_runner import Device
 from dflash_jax.engine.options import Options
 from dflash_jax.engine.request import Request
-from dflash_jax.fit import Shapes, read_shapes
+from dflash_jax.models.config import AttentionSpec, GatedDeltaSpec, LayerSpec, MoeSpec, RopeSpec
 from dflash_jax.models.decoder import abstract_decoder
 from dflash_jax.models.drafter import Drafter, Proposal, abstract_drafter
-from dflash_jax.params import SamplingParams
-from dflash_jax.programs import Programs
-from dflash_jax.sampling import SamplingRows
-from dflash_jax.sharding import parameter_paths
-from dflash_jax.state import Settings
-from dflash_jax.system import read_system
+from dflash_jax.parallel.sharding import parameter_paths
+from dflash_jax.planner import Shapes, read_shapes
+from dflash_jax.sampling_params import SamplingParams
 
 # Of random models: small, so that a `Remembering` has room.
 VOCAB = 64

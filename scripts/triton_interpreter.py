@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash_jax import kernels
 from dflash_jax.errors import InputError
-from dflash_jax.kernels.launch import Launch, launching
+from dflash_jax.ops import backend
+from dflash_jax.ops.kernels.triton.launch import Launch, launching
 
 # The interpreter keeps a program's number and its patches of Triton's language in module globals.
 _LOCK = threading.Lock()
@@ -107,7 +107,9 @@ def interpreting(emulate_tf32: bool = False) -> Iterator[Counter]:
 def small_grids() -> Iterator[None]:
     """Inside, kernels have few programs, which the interpreter runs one after another, and chunks of choices whose
     counts need a kernel of their own."""
-    from dflash_jax.kernels import triton_attention, triton_experts, triton_routing
+    from dflash_jax.ops.kernels.triton import attention as triton_attention
+    from dflash_jax.ops.kernels.triton import experts as triton_experts
+    from dflash_jax.ops.kernels.triton import routing as triton_routing
 
     with ExitStack() as stack:
         for module, name, value in (
@@ -127,13 +129,13 @@ def as_on_cuda() -> Iterator[None]:
     def choose(*args, default=None, cuda=None, **others):
         return (cuda or default)(*args)
 
-    original, choice = jax.lax.platform_dependent, kernels._choice
+    original, choice = jax.lax.platform_dependent, backend._choice
     jax.lax.platform_dependent = choose
-    kernels.choose("triton")
+    backend.choose("triton")
     try:
         yield
     finally:
-        kernels.choose(choice)
+        backend.choose(choice)
         jax.lax.platform_dependent = original
 
 

@@ -11,8 +11,8 @@ import argparse
 import json
 import sys
 
+from dflash_jax.cli.options import Parser, exit_code
 from dflash_jax.errors import InputError
-from dflash_jax.options import Parser, exit_code
 
 PROMPTS = [
     "The capital of France is",
@@ -55,7 +55,7 @@ def logits_apart(llm, directory, dtype: str) -> float:
 def unequal(llm, new_tokens: int) -> list[dict]:
     """Prompts whose tokens differ with and without the drafter, and by what margin."""
     from dflash_jax import SamplingParams
-    from dflash_jax.compare import divergence
+    from dflash_jax.frontend.compare import divergence
 
     found = []
     for params in (

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from helpers import ATTENTION, DELTA, MOE, tiny_config
 
-from dflash_jax.config import LayerSpec, MlpSpec, ModelConfig
+from dflash_jax.models.config import LayerSpec, MlpSpec, ModelConfig
 
 VOCAB = 64
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash_jax.config import (
+from dflash_jax.models.config import (
     AttentionSpec,
     DraftConfig,
     DraftLayerSpec,
@@ -21,7 +21,7 @@ from dflash_jax.config import (
 )
 from dflash_jax.models.decoder import Decoder, abstract_decoder
 from dflash_jax.models.drafter import Drafter, abstract_drafter
-from dflash_jax.sharding import parameter_paths
+from dflash_jax.parallel.sharding import parameter_paths
 
 VOCAB, HIDDEN = 101, 36
 

@@ -14,8 +14,9 @@ from helpers import without_kernels_line
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_jax import LLM, SamplingParams, batch
-from dflash_jax.programs import Programs
+from dflash_jax import LLM, SamplingParams
+from dflash_jax.cli import batch
+from dflash_jax.engine.executables import Programs
 from dflash_jax.server.batch_files import LONGEST_ID, Done, Entry, Fault, Output, entries, lines, open_input
 
 MESSAGES = [{"role": "user", "content": "Write the function `clamp`."}]

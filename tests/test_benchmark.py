@@ -10,16 +10,17 @@ import jax
 import numpy as np
 import pytest
 
-from dflash_jax import InputError, benchmark
-from dflash_jax.benchmark import main
+from dflash_jax import InputError
 from dflash_jax.benchmarking import cells
 from dflash_jax.benchmarking.cells import interval, measure
 from dflash_jax.benchmarking.clients import Answer, Asking, HttpClient
 from dflash_jax.benchmarking.data import read_tasks
 from dflash_jax.benchmarking.tables import markdown
+from dflash_jax.cli import benchmark
+from dflash_jax.cli.benchmark import main
 from dflash_jax.engine import warm_up
-from dflash_jax.llm import TINY
-from dflash_jax.text import Tokenizer
+from dflash_jax.frontend.llm import TINY
+from dflash_jax.frontend.tokenizer import Tokenizer
 
 TALKS = [["def f(a):", "and now shorter"], ["import os"], ["class Reader:"]]
 

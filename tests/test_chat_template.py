@@ -6,12 +6,12 @@ import shutil
 import pytest
 
 from dflash_jax import LLM, SamplingParams
-from dflash_jax.chat_template import MAX_CHARACTERS, read_chat_template
 from dflash_jax.checkpoint.hub import resolve
 from dflash_jax.errors import InputError
-from dflash_jax.llm import TINY
-from dflash_jax.params import Defaults
-from dflash_jax.text import Tokenizer
+from dflash_jax.frontend.chat_template import MAX_CHARACTERS, read_chat_template
+from dflash_jax.frontend.llm import TINY
+from dflash_jax.frontend.sampling_defaults import SamplingDefaults
+from dflash_jax.frontend.tokenizer import Tokenizer
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 TEMPLATE = "{% for m in messages %}<{{ m.role }}{{ suffix }}>{{ m.content }}{% endfor %}"
@@ -65,20 +65,22 @@ def test_generation_config(tmp_path):
     own = {"do_sample": True, "temperature": 0.6, "top_k": 20, "eos_token_id": [7]}
     (tmp_path / "generation_config.json").write_text(json.dumps(own))
     (tmp_path / "other.json").write_text(json.dumps({"repetition_penalty": 1.5, "eos_token_id": 9}))
-    assert Defaults.read(tmp_path).values == {"temperature": 0.6, "top_k": 20}
-    assert Defaults.read(tmp_path).stop_ids == (7,)
-    none = Defaults.read(tmp_path, "vllm")
+    assert SamplingDefaults.read(tmp_path).values == {"temperature": 0.6, "top_k": 20}
+    assert SamplingDefaults.read(tmp_path).stop_ids == (7,)
+    none = SamplingDefaults.read(tmp_path, "vllm")
     assert none.values == {}
-    assert none.stop_ids == Defaults.read(TINY / "target", "vllm").stop_ids
-    other = Defaults.read(tmp_path, tmp_path / "other.json")
+    assert none.stop_ids == SamplingDefaults.read(TINY / "target", "vllm").stop_ids
+    other = SamplingDefaults.read(tmp_path, tmp_path / "other.json")
     assert (other.values, other.stop_ids) == ({"repetition_penalty": 1.5}, (9,))
-    assert Defaults.read(TINY / "target", tmp_path) == Defaults.read(tmp_path)
+    assert SamplingDefaults.read(TINY / "target", tmp_path) == SamplingDefaults.read(tmp_path)
     with pytest.raises(InputError, match="does not exist"):
-        Defaults.read(tmp_path, "missing.json")
+        SamplingDefaults.read(tmp_path, "missing.json")
 
 
 def test_sampling_defaults_override():
-    defaults = Defaults({"temperature": 0.6, "top_k": 20}).overridden({"temperature": 0.9, "top_k": -1, "top_p": 0.5})
+    defaults = SamplingDefaults({"temperature": 0.6, "top_k": 20}).overridden(
+        {"temperature": 0.9, "top_k": -1, "top_p": 0.5}
+    )
     filled = defaults.fill(SamplingParams())
     assert (filled.temperature, filled.top_k, filled.top_p) == (0.9, 0, 0.5)
     assert defaults.fill(SamplingParams(temperature=0.1)).temperature == 0.1
@@ -90,7 +92,7 @@ def test_sampling_defaults_override():
         ({"top_k": [1]}, r"top_k is \[1\]"),
     ):
         with pytest.raises(InputError, match=message):
-            Defaults().overridden(wrong)
+            SamplingDefaults().overridden(wrong)
 
 
 def test_another_tokenizer(tmp_path):

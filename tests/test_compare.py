@@ -7,8 +7,8 @@ import pytest
 from equality import processed_reference
 
 from dflash_jax import LLM, SamplingParams
-from dflash_jax.compare import cut_distances, divergence, first_difference, penalised
-from dflash_jax.params import Defaults
+from dflash_jax.frontend.compare import cut_distances, divergence, first_difference, penalised
+from dflash_jax.frontend.sampling_defaults import SamplingDefaults
 
 V = 40
 CUTS = {
@@ -23,7 +23,7 @@ PROMPT, OUTPUT = [1, 2, 3, 3], [5, 5, 2]
 
 
 def filled(**options) -> SamplingParams:
-    return Defaults().fill(SamplingParams(**{"temperature": 0.7, **options}))
+    return SamplingDefaults().fill(SamplingParams(**{"temperature": 0.7, **options}))
 
 
 def reference(logits, params):

@@ -10,7 +10,7 @@ import jax
 import pytest
 from helpers import without_kernels_line
 
-from dflash_jax.generate import main
+from dflash_jax.cli.generate import main
 
 PROMPT = ["--prompt", "def main(", "--max-new-tokens", "24"]
 
@@ -56,7 +56,7 @@ def test_show_drafts_colours_and_keeps_the_text(capsys):
 
 
 def test_compare_fails_where_tokens_part_beyond_a_tie(capsys, monkeypatch):
-    from dflash_jax import compare
+    from dflash_jax.frontend import compare
 
     monkeypatch.setattr(compare, "divergence", lambda *_: compare.Divergence(3, 1, 2, 0.5))
     code, _, err = run(capsys, *PROMPT, "--compare")

@@ -5,9 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dflash_jax import LLM, InputError, SamplingParams, steps
-from dflash_jax.compare import divergence
-from dflash_jax.params import Defaults
+from dflash_jax import LLM, InputError, SamplingParams
+from dflash_jax.decoding import step_functions
+from dflash_jax.frontend.compare import divergence
+from dflash_jax.frontend.sampling_defaults import SamplingDefaults
 
 PROMPTS = ["def main(", "import os\nimport", "class Parser:\n    def __init__(self", "x"]
 SAMPLED = SamplingParams(
@@ -125,7 +126,7 @@ def test_defaults_of_a_checkpoint(tmp_path):
     (tmp_path / "generation_config.json").write_text(
         '{"do_sample": true, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos_token_id": [4, 5]}'
     )
-    defaults = Defaults.read(tmp_path)
+    defaults = SamplingDefaults.read(tmp_path)
     filled = defaults.fill(SamplingParams(top_k=7))
     assert (filled.temperature, filled.top_k, filled.top_p, filled.min_p) == (0.6, 7, 0.95, 0.0)
     assert defaults.stops(filled) == [4, 5]
@@ -173,7 +174,7 @@ def test_bad_requests(llm):
 
 def test_a_block_wider_than_a_dispatch_reports_still_moves_on(monkeypatch):
     """Else the host would ask for rounds for ever."""
-    monkeypatch.setattr(steps, "REPORT_SIZE", 4)
+    monkeypatch.setattr(step_functions, "REPORT_SIZE", 4)
     params = SamplingParams(max_tokens=24)
     small = LLM()
     (found,) = small.generate(PROMPTS[:1], params)

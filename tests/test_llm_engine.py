@@ -6,10 +6,10 @@ from itertools import islice
 import pytest
 
 from dflash_jax import LLM, InputError, SamplingParams
-from dflash_jax.compare import divergence
-from dflash_jax.engine import device
+from dflash_jax.engine import model_runner
 from dflash_jax.engine.engine import EngineError
-from dflash_jax.rows import Piece
+from dflash_jax.frontend.compare import divergence
+from dflash_jax.frontend.sequence import Piece
 
 PARAMS = SamplingParams(temperature=0.8, top_k=50, seed=3, max_tokens=24)
 
@@ -17,7 +17,7 @@ PARAMS = SamplingParams(temperature=0.8, top_k=50, seed=3, max_tokens=24)
 @pytest.fixture(scope="module", autouse=True)
 def few_row_sizes():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(device, "ROW_SIZES", (1, 4, 32))
+        patch.setattr(model_runner, "ROW_SIZES", (1, 4, 32))
         yield
 
 

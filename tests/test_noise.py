@@ -8,9 +8,9 @@ import scipy.special
 import scipy.stats
 from jax.extend.random import threefry2x32_p
 
-from dflash_jax.sampling import _threefry as threefry_of_cpus
-from dflash_jax.sampling import gumbel_noise
-from dflash_jax.sharding import argmax_by_blocks
+from dflash_jax.decoding.sampling import _threefry as threefry_of_cpus
+from dflash_jax.decoding.sampling import gumbel_noise
+from dflash_jax.parallel.sharding import argmax_by_blocks
 
 noise_of = jax.jit(lambda seed, positions, n: gumbel_noise(seed, positions, jnp.arange(n)), static_argnums=2)
 

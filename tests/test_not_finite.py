@@ -8,11 +8,11 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from dflash_jax import LLM, SamplingParams
+from dflash_jax.cli.generate import main
+from dflash_jax.decoding.sampling import NOT_FINITE, NOTHING_ALLOWED, SamplingRows, draw, special_rows
 from dflash_jax.engine.request import ReadyMasks
 from dflash_jax.errors import EngineError, InputError
-from dflash_jax.generate import main
-from dflash_jax.llm import TINY
-from dflash_jax.sampling import NOT_FINITE, NOTHING_ALLOWED, SamplingRows, draw, special_rows
+from dflash_jax.frontend.llm import TINY
 
 # One that the model does not write by itself.
 POISON = 7

@@ -6,12 +6,12 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
-from dflash_jax.devices import DEVICES
+from dflash_jax.cli.plan import main
+from dflash_jax.cli.system_config import System, read_system
 from dflash_jax.errors import InputError
-from dflash_jax.fit import make_plan, read_shapes
-from dflash_jax.plan import main
-from dflash_jax.sharding import Layout
-from dflash_jax.system import System, read_system
+from dflash_jax.parallel.devices import DEVICES
+from dflash_jax.parallel.sharding import Layout
+from dflash_jax.planner import make_plan, read_shapes
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 TOMLS = sorted(CONFIGS.glob("*.toml"))

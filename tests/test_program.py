@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dflash_jax import LLM
-from dflash_jax.state import PLAIN_SETTINGS
+from dflash_jax.decoding.state import PLAIN_SETTINGS
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "inspect_program.py"
 

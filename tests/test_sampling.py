@@ -13,7 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tiny import sampling
 
-from dflash_jax.sampling import (
+from dflash_jax.decoding.sampling import (
     DRAWN,
     PENALISED,
     PLAIN,
@@ -25,7 +25,7 @@ from dflash_jax.sampling import (
     process,
     special_rows,
 )
-from dflash_jax.sampling import draw as draw_at_once
+from dflash_jax.decoding.sampling import draw as draw_at_once
 
 B, T, V = 3, 2, 41
 OFF = {

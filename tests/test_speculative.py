@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import VOCAB, coach, fast, sampling, yields
 
-from dflash_jax import cache
+from dflash_jax.decoding.batch_init import init_state
+from dflash_jax.decoding.speculative import decide, propose
+from dflash_jax.decoding.state import Settings
+from dflash_jax.models import cache
 from dflash_jax.models.drafter import DraftWindow
-from dflash_jax.prompts import init_state
-from dflash_jax.speculative import decide, propose
-from dflash_jax.state import Settings
 
 # One token; idle; longer than a prefill chunk and the draft window, and up to the buffer's last position; three more.
 LENGTHS, NEW, CAPACITY = [1, 0, 38, 7, 9, 20], [24, 24, 26, 26, 23, 1], 64

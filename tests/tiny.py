@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 from helpers import random_decoder, random_drafter, tiny_config, tiny_draft_config
 
-from dflash_jax import speculative
-from dflash_jax.config import LayerSpec, MlpSpec
+from dflash_jax.decoding import speculative
+from dflash_jax.decoding.batch_init import init_state
+from dflash_jax.decoding.sampling import SamplingRows
+from dflash_jax.decoding.state import DecodeState, Settings
+from dflash_jax.models.config import LayerSpec, MlpSpec
 from dflash_jax.models.decoder import Decoder
 from dflash_jax.models.drafter import Drafter, Proposal
-from dflash_jax.prompts import init_state
-from dflash_jax.sampling import SamplingRows
-from dflash_jax.state import DecodeState, Settings
 
 VOCAB = 61
 

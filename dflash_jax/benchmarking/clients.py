@@ -79,7 +79,7 @@ class EngineClient:
         await self.running.__aexit__(*error)
 
     async def answer(self, messages: Sequence[dict], asking: Asking) -> Answer:
-        from dflash_jax.params import SamplingParams
+        from dflash_jax.sampling_params import SamplingParams
 
         prompt = self.llm.encode_chat(list(messages), asking.thinking)
         room = self.running.engine.device.capacity - len(prompt)

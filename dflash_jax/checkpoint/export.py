@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from dflash_jax.checkpoint import fp8, orbax
-from dflash_jax.checkpoint.config_json import read_json
+from dflash_jax.checkpoint.config_files import read_json
 from dflash_jax.checkpoint.files import INDEX, new_directory
 from dflash_jax.checkpoint.load import read_entries
 from dflash_jax.errors import InputError

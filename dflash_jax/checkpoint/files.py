@@ -13,7 +13,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from dflash_jax.checkpoint.config_json import read_json
+from dflash_jax.checkpoint.config_files import read_json
 from dflash_jax.errors import InputError
 
 INDEX = "model.safetensors.index.json"

@@ -12,8 +12,8 @@ from dflash_jax.checkpoint.files import DTYPES, new_directory, stream_tensors, w
 from dflash_jax.checkpoint.gguf_file import GgufFile
 from dflash_jax.checkpoint.gguf_tokenizer import ids_of, save_tokenizer
 from dflash_jax.checkpoint.load import open_target, read_target_config
-from dflash_jax.config import Llama3Spec, RopeSpec
 from dflash_jax.errors import InputError
+from dflash_jax.models.config import Llama3Spec, RopeSpec
 from dflash_jax.models.families.reading import LIMIT, LIMITS, number, shown, whole
 from dflash_jax.models.rope import rope_frequencies
 

@@ -9,18 +9,18 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from dflash_jax.checkpoint import fp8, orbax
-from dflash_jax.checkpoint.config_json import parsed, read_raw
+from dflash_jax.checkpoint.config_files import parsed, read_raw
 from dflash_jax.checkpoint.files import TensorFiles, write_tensors
 from dflash_jax.checkpoint.parameters import QUANTIZE, Source, read_parameter
-from dflash_jax.config import DraftConfig, ModelConfig
 from dflash_jax.errors import InputError
 from dflash_jax.models import families
+from dflash_jax.models.config import DraftConfig, ModelConfig
 from dflash_jax.models.decoder import Decoder, abstract_decoder
 from dflash_jax.models.drafter import Drafter, abstract_drafter
 from dflash_jax.models.families import dflash
 from dflash_jax.models.families.names import Entry
-from dflash_jax.models.weights import plain
-from dflash_jax.sharding import ONE_DEVICE, Layout, parameter_paths, parameter_specs
+from dflash_jax.ops.weights import plain
+from dflash_jax.parallel.sharding import ONE_DEVICE, Layout, parameter_paths, parameter_specs
 
 
 def _open(directory: Path, raw: dict, config, entries: list[Entry], files: TensorFiles, is_skipped) -> Source:

@@ -15,12 +15,12 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding
 
-from dflash_jax.checkpoint.config_json import read_json
+from dflash_jax.checkpoint.config_files import read_json
 from dflash_jax.checkpoint.files import write_json
 from dflash_jax.checkpoint.parameters import Source, finished, read_parameter
 from dflash_jax.errors import InputError
-from dflash_jax.models.weights import Scaled
-from dflash_jax.sharding import Layout, parameter_paths, parameter_specs
+from dflash_jax.ops.weights import Scaled
+from dflash_jax.parallel.sharding import Layout, parameter_paths, parameter_specs
 
 MANIFEST, STARTED = "manifest.json", "conversion.json"
 CARRIED = ("*.json", "*.jinja", "*.txt", "*.model")

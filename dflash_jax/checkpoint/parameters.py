@@ -9,11 +9,11 @@ from jax.sharding import NamedSharding
 
 from dflash_jax.checkpoint import fp8
 from dflash_jax.checkpoint.files import TensorFiles
-from dflash_jax.config import DraftConfig, ModelConfig
+from dflash_jax.models.config import DraftConfig, ModelConfig
 from dflash_jax.models.families.names import Entry
-from dflash_jax.models.weights import Scaled
-from dflash_jax.models.weights import quantize as quantize_array
-from dflash_jax.sharding import place
+from dflash_jax.ops.weights import Scaled
+from dflash_jax.ops.weights import quantize as quantize_array
+from dflash_jax.parallel.sharding import place
 
 QUANTIZE = ("none", "int8", "fp8")
 # Parameters that quantisation on loading takes: the large matrices.

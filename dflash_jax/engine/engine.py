@@ -7,16 +7,16 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from dflash_jax.config import MAX_LOGPROBS, MAX_STOPS
-from dflash_jax.engine.device import Device, Dispatch, Outcome
+from dflash_jax.decoding.sampling import NOTHING_ALLOWED, Logprobs
+from dflash_jax.engine.draft_length import ALONE, Acceptance, WidthPolicy
 from dflash_jax.engine.masking import WAIT_S, Masking, RoundOfMasks
+from dflash_jax.engine.model_runner import Device, Dispatch, Outcome
 from dflash_jax.engine.options import Options, Statistics
 from dflash_jax.engine.prefill import Prefiller
+from dflash_jax.engine.prefix_cache import PrefixStore
 from dflash_jax.engine.request import Event, Request, Times
-from dflash_jax.engine.store import PrefixStore
-from dflash_jax.engine.width import ALONE, Acceptance, WidthPolicy
 from dflash_jax.errors import EngineError, InputError, UnavailableError
-from dflash_jax.sampling import NOTHING_ALLOWED, Logprobs
+from dflash_jax.sampling_params import MAX_LOGPROBS, MAX_STOPS
 
 log = logging.getLogger("dflash_jax")
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
+from dflash_jax.decoding.state import Settings
+from dflash_jax.engine.executables import Programs
 from dflash_jax.engine.options import PREFILL_BYTES, Options
 from dflash_jax.errors import InputError
-from dflash_jax.programs import Programs
-from dflash_jax.state import Settings
 
 
 @dataclass(frozen=True)

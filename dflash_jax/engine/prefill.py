@@ -5,10 +5,10 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from dflash_jax.engine.device import Device
+from dflash_jax.engine.model_runner import Device
 from dflash_jax.engine.options import Options, Statistics
+from dflash_jax.engine.prefix_cache import Prefix, PrefixStore, chunks, cut_points, keys
 from dflash_jax.engine.request import Request
-from dflash_jax.engine.store import Prefix, PrefixStore, chunks, cut_points, keys
 
 # Most tokens of a chunk whose log-probabilities are asked for: its logits are [tokens, V] in float32.
 MOST_SCORED = 64

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from dflash_jax.params import SamplingParams
+from dflash_jax.sampling_params import SamplingParams
 
 
 class Monitor(Protocol):

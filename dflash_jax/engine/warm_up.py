@@ -8,12 +8,12 @@ from dataclasses import replace
 import jax
 import numpy as np
 
-from dflash_jax.engine.device import Dispatch
+from dflash_jax.engine.draft_length import ALONE
 from dflash_jax.engine.engine import UNKNOWN_ROUNDS, Engine, log
+from dflash_jax.engine.model_runner import Dispatch
 from dflash_jax.engine.prefill import scored_size
 from dflash_jax.engine.request import Request
-from dflash_jax.engine.width import ALONE
-from dflash_jax.params import SamplingParams
+from dflash_jax.sampling_params import SamplingParams
 
 # What rows are warmed up with.
 _FILLER = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, seed=0)

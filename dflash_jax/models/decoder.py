@@ -3,13 +3,13 @@
 import jax.numpy as jnp
 from flax import nnx
 
-from dflash_jax.cache import DeltaRecord, DeltaState, KVCache, KVRecord, commit_layer
-from dflash_jax.config import AttentionSpec, GatedDeltaSpec, LayerSpec, MlpSpec, ModelConfig
+from dflash_jax.models.cache import DeltaRecord, DeltaState, KVCache, KVRecord, commit_layer
+from dflash_jax.models.config import AttentionSpec, GatedDeltaSpec, LayerSpec, MlpSpec, ModelConfig
 from dflash_jax.models.gated_delta import GatedDelta
+from dflash_jax.models.layers import Attention, Mlp, RMSNorm, normal, project
 from dflash_jax.models.moe import Moe
-from dflash_jax.models.parts import Attention, Mlp, RMSNorm, normal, project
 from dflash_jax.models.rope import rope_angles
-from dflash_jax.sharding import DATA, ONE_DEVICE, Cut, Layout, spec
+from dflash_jax.parallel.sharding import DATA, ONE_DEVICE, Cut, Layout, spec
 
 Cache = tuple  # one KVCache or DeltaState per layer
 

@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from dflash_jax.cache import Bounds, KVCache
-from dflash_jax.config import DraftConfig, DraftLayerSpec
-from dflash_jax.models.parts import Attention, Mlp, RMSNorm, normal, project
+from dflash_jax.models.cache import Bounds, KVCache
+from dflash_jax.models.config import DraftConfig, DraftLayerSpec
+from dflash_jax.models.layers import Attention, Mlp, RMSNorm, normal, project
 from dflash_jax.models.rope import rope_angles
-from dflash_jax.sharding import ONE_DEVICE, Cut, Layout
+from dflash_jax.parallel.sharding import ONE_DEVICE, Cut, Layout
 
 DraftCache = tuple  # one KVCache per drafter layer
 

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from dflash_jax import kernels
-from dflash_jax.cache import DeltaRecord, DeltaState, last_inputs, replay
-from dflash_jax.config import GatedDeltaSpec
-from dflash_jax.kernels import cpu
-from dflash_jax.models.parts import constant, linear, normal, output, parameter, rms_norm
-from dflash_jax.sharding import ONE_DEVICE, Cut, Layout
+from dflash_jax.models.cache import DeltaRecord, DeltaState, last_inputs, replay
+from dflash_jax.models.config import GatedDeltaSpec
+from dflash_jax.models.layers import constant, linear, normal, output, parameter, rms_norm
+from dflash_jax.ops import backend
+from dflash_jax.ops.kernels.cpu import calls as cpu
+from dflash_jax.parallel.sharding import ONE_DEVICE, Cut, Layout
 
 CHUNK = 64
 # On a GPU without kernels a turn of the loop over chunks costs 30 microseconds whatever it computes (H200): it takes so
@@ -194,7 +194,7 @@ def mix(qkvz, gates, state: DeltaState, taps, a_log, dt_bias, norm, eps: float, 
 
 def mix_in_chunks(qkvz, gates, state: DeltaState, taps, a_log, dt_bias, norm, eps: float):
     """`mix` of many tokens, convolution, gates and delta rule by Triton's kernels."""
-    from dflash_jax.kernels import triton_chunks
+    from dflash_jax.ops.kernels.triton import delta_chunks as triton_chunks
 
     out, k, delta, log_decay = triton_chunks.rule(qkvz, gates, state, taps, a_log, dt_bias)
     inputs, z = jnp.split(qkvz, [taps.shape[1]], axis=-1)
@@ -203,7 +203,7 @@ def mix_in_chunks(qkvz, gates, state: DeltaState, taps, a_log, dt_bias, norm, ep
 
 def advance_in_chunks(qkvz, gates, state: DeltaState, taps, a_log, dt_bias, norm, n, eps: float):
     """`mix_in_chunks` of tokens of which the first n int [B] count: (y, the `DeltaState` after them)."""
-    from dflash_jax.kernels import triton_chunks
+    from dflash_jax.ops.kernels.triton import delta_chunks as triton_chunks
 
     out, recurrent = triton_chunks.advance(qkvz, gates, state, taps, a_log, dt_bias, n)
     inputs, z = jnp.split(qkvz, [taps.shape[1]], axis=-1)
@@ -259,8 +259,9 @@ class GatedDelta(nnx.Module):
 
     def _mixed(self, qkvz, gates, state: DeltaState, weights: tuple, starts, n):
         forms = {"default": partial(mix, eps=self.eps, starts=starts)}
-        if starts is None and kernels.are_wanted():
-            from dflash_jax.kernels import triton_chunks, triton_delta
+        if starts is None and backend.are_wanted():
+            from dflash_jax.ops.kernels.triton import delta as triton_delta
+            from dflash_jax.ops.kernels.triton import delta_chunks as triton_chunks
 
             def kernel(*args):
                 y, record = triton_delta.mix_triton(*args, self.eps)
@@ -272,7 +273,7 @@ class GatedDelta(nnx.Module):
                 if n is not None:
                     return self._advanced(qkvz, gates, state, weights, n)
                 forms["cuda"] = partial(mix_in_chunks, eps=self.eps)
-        if starts is None and cpu.mixes(state) and kernels.for_cpu():
+        if starts is None and cpu.mixes(state) and backend.for_cpu():
 
             def in_cpp(*args):
                 y, *record = cpu.mix(*args, self.eps)

@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from dflash_jax import kernels
-from dflash_jax.config import MoeSpec
-from dflash_jax.kernels import cpu
-from dflash_jax.kernels.cpu import LANES
-from dflash_jax.models.parts import Mlp, linear, normal, project, swiglu
-from dflash_jax.models.weights import Panels, Scaled, dense
-from dflash_jax.sharding import ONE_DEVICE, Cut, Layout
+from dflash_jax.models.config import MoeSpec
+from dflash_jax.models.layers import Mlp, linear, normal, project, swiglu
+from dflash_jax.ops import backend
+from dflash_jax.ops.kernels.cpu import calls as cpu
+from dflash_jax.ops.kernels.cpu.calls import LANES
+from dflash_jax.ops.weights import Panels, Scaled, dense
+from dflash_jax.parallel.sharding import ONE_DEVICE, Cut, Layout
 
 # Rows that a product holds for each expert: so many times the mean, and at least so many, which a product of a few rows
 # costs anyway.
@@ -157,9 +157,12 @@ def share(gate, dtype):
 
 def mixture_triton(x, logits, live, first, gate_up, down, shared, residual, spec: MoeSpec):
     """`mixture` by kernels."""
-    from dflash_jax.kernels import triton_experts, triton_routing
+    from dflash_jax.ops.kernels.triton import experts as triton_experts
+    from dflash_jax.ops.kernels.triton import routing as triton_routing
 
-    weights, chosen = triton_routing.route_triton(logits, live, first, gate_up.shape[0], spec)
+    weights, chosen = triton_routing.route_triton(
+        logits, live, first, gate_up.shape[0], spec.experts_per_token, spec.normalise_top_k
+    )
     if shared is None or all(map(triton_experts.are_alike, (gate_up, down), shared)):
         return triton_experts.experts_triton(x, weights, chosen, gate_up, down, shared, residual)
     return with_shared(triton_experts.experts_triton(x, weights, chosen, gate_up, down, None, residual), x, shared)
@@ -173,11 +176,11 @@ def mixture_by_platform(x, logits, live, first, gate_up, down, shared, residual,
         y = with_shared(y, x, shared)
         return y if residual is None else residual + y
     args, plain = (x, logits, live, first, gate_up, down, shared, residual), partial(mixture, spec=spec)
-    if kernels.are_wanted():
-        from dflash_jax.kernels import triton_experts
+    if backend.are_wanted():
+        from dflash_jax.ops.kernels.triton import experts as triton_experts
 
         if triton_experts.fits(x.shape[0] * spec.experts_per_token, gate_up, down):
-            return kernels.instead_of(plain, partial(mixture_triton, spec=spec), *args)
+            return backend.instead_of(plain, partial(mixture_triton, spec=spec), *args)
     return plain(*args)
 
 
@@ -218,8 +221,8 @@ class Moe(nnx.Module):
             gate = gates[0].reshape(-1)
             if routed == self.shared.features:
                 shared = (self.shared.gate_up[...], self.shared.down[...], gate)
-        # Added once: by the kernels, or behind the sum over devices, where aligned windows keep their bits on a CPU.
-        is_last = kernels.are_wanted() and not routed.axes and (gate is None or shared is not None)
+        # Added once: by the backend, or behind the sum over devices, where aligned windows keep their bits on a CPU.
+        is_last = backend.are_wanted() and not routed.axes and (gate is None or shared is not None)
         args = (flat, logits, valid.reshape(-1), first, gate_up, down, shared, rest if is_last else None)
         y = routed.sum(mixture_by_platform(*args, self.spec))
         if gate is not None and shared is None:

@@ -5,7 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from dflash_jax.config import Llama3Spec, RopeSpec, YarnSpec
+from dflash_jax.models.config import Llama3Spec, RopeSpec, YarnSpec
 
 
 def _yarn(frequencies, rope: RopeSpec, yarn: YarnSpec) -> tuple[jax.Array, float]:

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from math import isfinite, isnan, nan
 
-from dflash_jax.rows import Row
-from dflash_jax.text import Tokenizer
+from dflash_jax.frontend.sequence import Row
+from dflash_jax.frontend.tokenizer import Tokenizer
 
 # JSON has no infinity: what OpenAI says for a token that cannot come.
 IMPOSSIBLE = -9999.0

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Sequence
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from dflash_jax.rows import Row
+from dflash_jax.frontend.sequence import Row
 from dflash_jax.server import prepare, request_id, schema
 from dflash_jax.server.answer_schema import ChatCompletion
 from dflash_jax.server.answers import chat_logprobs, prompt_logprobs, request_metrics, stop_reasons, timings, usage

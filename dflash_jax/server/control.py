@@ -5,7 +5,7 @@ import asyncio
 from fastapi import APIRouter, Request
 
 from dflash_jax.engine.engine import EngineError, QueueFullError
-from dflash_jax.params import SamplingParams
+from dflash_jax.sampling_params import SamplingParams
 from dflash_jax.server import schema
 from dflash_jax.server.answer_schema import Flushed, Status
 from dflash_jax.server.errors import ApiError, JsonResponse

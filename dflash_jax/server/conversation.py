@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dflash_jax.errors import InputError
-from dflash_jax.rows import Piece, Row
+from dflash_jax.frontend.sequence import Piece, Row
+from dflash_jax.frontend.tokenizer import RESERVED
 from dflash_jax.server import schema
 from dflash_jax.server.errors import ApiError, TooLongError
 from dflash_jax.server.reasoning import CLOSE, OPEN, ReasoningSplitter, is_open
 from dflash_jax.server.serving import Serving
 from dflash_jax.server.tools import CallDelta, ToolParser, is_xml
-from dflash_jax.text import RESERVED
 
 
 @dataclass

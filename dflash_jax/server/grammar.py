@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from dflash_jax.errors import InputError
+from dflash_jax.frontend.tokenizer import Tokenizer
 from dflash_jax.server.errors import ApiError
 from dflash_jax.server.grammar_walk import GrammarTokens
 from dflash_jax.server.grammar_worker import REFUSAL
@@ -26,7 +27,6 @@ from dflash_jax.server.reasoning import CLOSE, OPEN
 from dflash_jax.server.worker_loop import framed
 from dflash_jax.server.worker_memory import WorkerMemory
 from dflash_jax.server.worker_process import Nursery, WorkerProcess
-from dflash_jax.text import Tokenizer
 
 log = logging.getLogger("dflash_jax.server")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from fastapi import APIRouter, Request
 from starlette.responses import FileResponse
 
-from dflash_jax.checkpoint.config_json import read_raw
+from dflash_jax.checkpoint.config_files import read_raw
 from dflash_jax.errors import InputError
 from dflash_jax.server.answer_schema import Load, ModelInfo
 from dflash_jax.server.errors import ApiError, JsonResponse

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from starlette.responses import Response
 
-from dflash_jax.rows import Row
+from dflash_jax.frontend.sequence import Row
 from dflash_jax.server.errors import JsonResponse
 from dflash_jax.server.stream import frame
 

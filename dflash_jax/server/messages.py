@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Sequence
 from fastapi import APIRouter, Request
 from pydantic import ValidationError
 
-from dflash_jax.rows import Row
+from dflash_jax.frontend.sequence import Row
 from dflash_jax.server import request_id, schema
 from dflash_jax.server.answer_schema import InputTokens, MessagesAnswer, MessagesError
 from dflash_jax.server.answers import usage

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from dflash_jax.engine.request import Event
-from dflash_jax.rows import Row
+from dflash_jax.frontend.sequence import Row
 
 if TYPE_CHECKING:
     from dflash_jax.server.serving import Serving

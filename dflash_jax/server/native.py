@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from dflash_jax.rows import Row
+from dflash_jax.frontend.sequence import Row
 from dflash_jax.server import prepare, request_id, schema
 from dflash_jax.server.answer_schema import Generated
 from dflash_jax.server.answers import finite, token_text

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from dflash_jax.engine.token_rules import ThinkingBudget
 from dflash_jax.errors import InputError
-from dflash_jax.params import SamplingParams
-from dflash_jax.rows import Row
+from dflash_jax.frontend.sequence import Row
+from dflash_jax.sampling_params import SamplingParams
 from dflash_jax.server import schema
 from dflash_jax.server.errors import ApiError
 from dflash_jax.server.grammar import MOST_CHARACTERS, Constraint, Grammar

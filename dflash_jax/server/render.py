@@ -7,7 +7,7 @@ from fastapi import APIRouter, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
-from dflash_jax.rows import Row
+from dflash_jax.frontend.sequence import Row
 from dflash_jax.server import chat, completions, native, responses, schema
 from dflash_jax.server.answer_schema import Rendered
 from dflash_jax.server.errors import ApiError, JsonResponse

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from pydantic import ValidationError
 from starlette.responses import Response as HttpResponse
 
-from dflash_jax.rows import Row
+from dflash_jax.frontend.sequence import Row
 from dflash_jax.server import large_answers, request_id, schema
 from dflash_jax.server.answer_schema import Response
 from dflash_jax.server.answers import chat_logprobs, request_metrics, usage

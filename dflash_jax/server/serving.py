@@ -15,8 +15,8 @@ from starlette.requests import Request as HttpRequest
 
 from dflash_jax.engine.request import Event
 from dflash_jax.engine.service import AsyncEngine
-from dflash_jax.llm import LLM
-from dflash_jax.rows import Piece, Row
+from dflash_jax.frontend.llm import LLM
+from dflash_jax.frontend.sequence import Piece, Row
 from dflash_jax.server.additions import Additions
 from dflash_jax.server.errors import ApiError, TooLongError
 from dflash_jax.server.grammar import GrammarProcesses, grammar_tokens

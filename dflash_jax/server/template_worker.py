@@ -9,6 +9,7 @@ Frames of JSON go in; a byte and the text, or the reason of a failure, come out.
 
 import os
 
+from dflash_jax.frontend.tokenizer import REFUSALS, reason
 from dflash_jax.server.worker_loop import (
     NICENESS,
     Frames,
@@ -17,7 +18,6 @@ from dflash_jax.server.worker_loop import (
     limit_seconds,
     prepared_nursery,
 )
-from dflash_jax.text import REFUSALS, reason
 
 # The first byte of an answer.
 TEXT, REFUSAL = b"\0", b"\1"

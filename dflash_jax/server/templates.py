@@ -5,11 +5,11 @@ import json
 from dataclasses import dataclass
 
 from dflash_jax.errors import InputError
+from dflash_jax.frontend.tokenizer import Tokenizer
 from dflash_jax.server.errors import ApiError
 from dflash_jax.server.template_worker import REFUSAL
 from dflash_jax.server.worker_loop import framed
 from dflash_jax.server.worker_process import Nursery, WorkerProcess
-from dflash_jax.text import Tokenizer
 
 CANNOT_START = "chat templates need transformers and jinja2, which do not start here"
 

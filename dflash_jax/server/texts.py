@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from dflash_jax.errors import InputError
-from dflash_jax.llm import LLM
+from dflash_jax.frontend.llm import LLM
 from dflash_jax.server.errors import ApiError, TooLongError
 
 # Characters, or token ids, from which on a prompt is long.

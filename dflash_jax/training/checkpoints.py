@@ -7,8 +7,8 @@ from pathlib import Path
 import orbax.checkpoint as ocp
 from etils import epath
 
-from dflash_jax import distributed
 from dflash_jax.errors import InputError
+from dflash_jax.parallel import distributed
 from dflash_jax.training.config import TrainConfig, differences
 
 RECORD = "run.json"

@@ -3,8 +3,9 @@
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
+from dflash_jax.checkpoint.config_files import read_toml_file
 from dflash_jax.errors import InputError
-from dflash_jax.system import check_meshes, read_toml_file
+from dflash_jax.parallel.devices import check_meshes
 
 LOSSES, WEIGHTS, OPTIMIZERS = ("cross-entropy", "kl", "hybrid"), ("decay", "d-pace"), ("adamw", "muon")
 # What may differ between a run and its continuation.

@@ -10,7 +10,7 @@ import grain
 import numpy as np
 
 from dflash_jax.errors import InputError
-from dflash_jax.text import Tokenizer
+from dflash_jax.frontend.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

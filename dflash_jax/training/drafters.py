@@ -7,12 +7,12 @@ from pathlib import Path
 import jax.numpy as jnp
 from flax import nnx
 
-from dflash_jax.checkpoint.config_json import read_config_file
+from dflash_jax.checkpoint.config_files import read_config_file
 from dflash_jax.checkpoint.hub import resolve
 from dflash_jax.checkpoint.load import load_drafter, save_module
-from dflash_jax.config import AttentionSpec, DraftConfig
 from dflash_jax.errors import InputError
-from dflash_jax.llm import LLM
+from dflash_jax.frontend.llm import LLM
+from dflash_jax.models.config import AttentionSpec, DraftConfig
 from dflash_jax.models.decoder import Decoder
 from dflash_jax.models.drafter import Drafter
 from dflash_jax.models.families import dflash

@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dflash_jax.engine.executables import Programs
 from dflash_jax.errors import InputError
-from dflash_jax.llm import LLM
+from dflash_jax.frontend.llm import LLM
+from dflash_jax.frontend.outputs import Completion
+from dflash_jax.frontend.sync_engine import Pool
 from dflash_jax.models.drafter import Drafter
-from dflash_jax.params import Completion, SamplingParams
-from dflash_jax.pool import Pool
-from dflash_jax.programs import Programs
+from dflash_jax.sampling_params import SamplingParams
 from dflash_jax.training.data import messages_of
 
 

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from dflash_jax import distributed
 from dflash_jax.errors import InputError
-from dflash_jax.sharding import DATA, place
+from dflash_jax.parallel import distributed
+from dflash_jax.parallel.sharding import DATA, place
 from dflash_jax.training.config import TrainConfig
 from dflash_jax.training.data import PackedRows
 from dflash_jax.training.losses import Loss

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from dflash_jax.models.parts import project
+from dflash_jax.models.layers import project
 
 # A logit that no softmax sees, and whose products are still numbers.
 NEVER = -1e30

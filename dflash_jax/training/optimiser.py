@@ -4,7 +4,7 @@ import jax
 import optax
 from optax.contrib import MuonDimensionNumbers, muon
 
-from dflash_jax.sharding import parameter_paths
+from dflash_jax.parallel.sharding import parameter_paths
 
 # Weights whose first axis (after the expert axis) is the output; all other matrices have their input last.
 _OUTPUT_FIRST = ("o", "out", "down", "fc")

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from dflash_jax import distributed
 from dflash_jax.errors import InputError
-from dflash_jax.llm import LLM
-from dflash_jax.params import SamplingParams
+from dflash_jax.frontend.llm import LLM
+from dflash_jax.parallel import distributed
+from dflash_jax.sampling_params import SamplingParams
 from dflash_jax.training.config import TrainConfig
 from dflash_jax.training.data import Skipped, fault, messages_of, read_lines, text_of
 

@@ -17,17 +17,17 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from tqdm import tqdm
 
-from dflash_jax import distributed
 from dflash_jax.checkpoint.hub import resolve
 from dflash_jax.checkpoint.load import check_target
 from dflash_jax.errors import InputError
-from dflash_jax.llm import DRAFT_TOKENS, LLM, TINY
+from dflash_jax.frontend.llm import DRAFT_TOKENS, LLM, TINY
+from dflash_jax.frontend.tokenizer import Tokenizer
 from dflash_jax.models.decoder import Decoder
 from dflash_jax.models.families import dflash
-from dflash_jax.models.weights import plain
-from dflash_jax.params import SamplingParams
-from dflash_jax.sharding import DATA, Layout, place
-from dflash_jax.text import Tokenizer
+from dflash_jax.ops.weights import plain
+from dflash_jax.parallel import distributed
+from dflash_jax.parallel.sharding import DATA, Layout, place
+from dflash_jax.sampling_params import SamplingParams
 from dflash_jax.training import drafters
 from dflash_jax.training.checkpoints import Checkpoints
 from dflash_jax.training.config import TrainConfig

@@ -14,10 +14,10 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dflash_jax.config import DraftConfig
+from dflash_jax.models.config import DraftConfig
 from dflash_jax.models.decoder import Decoder
 from dflash_jax.models.drafter import Drafter
-from dflash_jax.sharding import DATA, Layout, parameter_paths, parameter_specs
+from dflash_jax.parallel.sharding import DATA, Layout, parameter_paths, parameter_specs
 from dflash_jax.training.blocks import at, block_states, sample_anchors
 from dflash_jax.training.losses import Head, Loss, Sums, block_loss
 

@@ -31,8 +31,8 @@ from dflash_jax import LLM, SamplingParams
 from dflash_jax.checkpoint.gguf import GgufFile, convert, llama3_scaling, read_config
 from dflash_jax.checkpoint.gguf_tokenizer import build_tokenizer
 from dflash_jax.checkpoint.load import load_target
-from dflash_jax.config import Llama3Spec, RopeSpec
 from dflash_jax.errors import InputError
+from dflash_jax.models.config import Llama3Spec, RopeSpec
 from dflash_jax.models.rope import rope_frequencies
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "convert"))

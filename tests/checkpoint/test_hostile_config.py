@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 from dflash_jax.checkpoint.load import read_draft_config
-from dflash_jax.config import DraftConfig
 from dflash_jax.errors import InputError
-from dflash_jax.fit import read_shapes
-from dflash_jax.llm import TINY
+from dflash_jax.frontend.llm import TINY
+from dflash_jax.frontend.sampling_defaults import SamplingDefaults
 from dflash_jax.models import families
+from dflash_jax.models.config import DraftConfig
 from dflash_jax.models.decoder import abstract_decoder
 from dflash_jax.models.drafter import abstract_drafter
 from dflash_jax.models.families import dflash
-from dflash_jax.params import Defaults
+from dflash_jax.planner import read_shapes
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "hf"
 LAYERS = 2
@@ -118,7 +118,7 @@ def shape(config) -> None:
 
 def open_as_target(directory: Path):
     shape(read_shapes(str(directory), None).target)
-    Defaults.read(directory)
+    SamplingDefaults.read(directory)
 
 
 def open_as_drafter(directory: Path):

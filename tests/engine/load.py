@@ -7,13 +7,13 @@ import numpy as np
 import tiny
 from equality import Reference, equal_or_tie
 
-from dflash_jax.engine.device import Device
+from dflash_jax.decoding.state import Settings
 from dflash_jax.engine.engine import Engine
+from dflash_jax.engine.executables import Programs
+from dflash_jax.engine.model_runner import Device
 from dflash_jax.engine.options import Options
 from dflash_jax.engine.request import Request
-from dflash_jax.params import SamplingParams
-from dflash_jax.programs import Programs
-from dflash_jax.state import Settings
+from dflash_jax.sampling_params import SamplingParams
 
 MARKER, CAPACITY, SIZES = 1, 96, (8, 32)
 

@@ -6,12 +6,12 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
-from dflash_jax.engine.device import ROW_SIZES, Outcome
+from dflash_jax.decoding.sampling import NOTHING_ALLOWED
 from dflash_jax.engine.engine import Engine
+from dflash_jax.engine.model_runner import ROW_SIZES, Outcome
 from dflash_jax.engine.options import Options
 from dflash_jax.engine.request import Request
-from dflash_jax.params import SamplingParams
-from dflash_jax.sampling import NOTHING_ALLOWED
+from dflash_jax.sampling_params import SamplingParams
 
 VOCAB, END = 50, 0
 

@@ -15,15 +15,14 @@ import tiny
 from load import CAPACITY, MARKER, alone, check, engine_for, some_requests, under_load
 from token_runs import Remembering
 
-from dflash_jax import prefix
-from dflash_jax.config import MAX_STOPS
-from dflash_jax.engine import device
+from dflash_jax.decoding import prefix_snapshot
+from dflash_jax.engine import model_runner
+from dflash_jax.engine.draft_length import ALONE
+from dflash_jax.engine.executables import Programs
 from dflash_jax.engine.request import ReadyMasks, Request
 from dflash_jax.engine.token_rules import Rules, ThinkingBudget, TokenRules
-from dflash_jax.engine.width import ALONE
 from dflash_jax.models.decoder import Decoder, is_delta
-from dflash_jax.params import SamplingParams
-from dflash_jax.programs import Programs
+from dflash_jax.sampling_params import MAX_STOPS, SamplingParams
 
 # DFLASH_LOAD=1500 for a long soak.
 COUNT = int(os.environ.get("DFLASH_LOAD", "400"))
@@ -33,7 +32,7 @@ COUNT = int(os.environ.get("DFLASH_LOAD", "400"))
 def few_row_sizes():
     """Each costs seconds to compile."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(device, "ROW_SIZES", (1, 4, 32))
+        patch.setattr(model_runner, "ROW_SIZES", (1, 4, 32))
         patch.setattr(Programs, "compiler_options", {"xla_backend_optimization_level": 0})
         yield
 
@@ -123,12 +122,12 @@ def test_a_stale_state_would_be_noticed(family, monkeypatch):
     """A fault made on purpose: a hit brings back the keys and values, and forgets the recurrent state."""
     if not any(is_delta(layer) for layer in family.target.layers):
         pytest.skip("nothing is recurrent here")
-    real = prefix.restore
+    real = prefix_snapshot.restore
 
     def forgetful(state, rows, length, snapshot):
         return real(state, rows, length, jax.tree.map(jnp.zeros_like, snapshot))
 
-    monkeypatch.setattr(prefix, "restore", forgetful)
+    monkeypatch.setattr(prefix_snapshot, "restore", forgetful)
     engine = engine_for(Programs(family.target, None), (1,))
     with pytest.raises(AssertionError):
         under_load(engine, family.target, family.wanted, family.expected, 60, seed=3)

@@ -14,13 +14,13 @@ import pytest
 import token_runs
 from token_runs import Remembering
 
-from dflash_jax import speculative
 from dflash_jax.checkpoint.parameters import QUANTIZED
-from dflash_jax.models.weights import quantize
-from dflash_jax.prompts import init_state
-from dflash_jax.sampling import SamplingRows
-from dflash_jax.sharding import parameter_paths
-from dflash_jax.state import Settings
+from dflash_jax.decoding import speculative
+from dflash_jax.decoding.batch_init import init_state
+from dflash_jax.decoding.sampling import SamplingRows
+from dflash_jax.decoding.state import Settings
+from dflash_jax.ops.weights import quantize
+from dflash_jax.parallel.sharding import parameter_paths
 
 pytest.importorskip("torch")
 pytest.importorskip("triton.runtime.interpreter")

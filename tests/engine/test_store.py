@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_jax.engine import store
-from dflash_jax.engine.store import PrefixStore, chunks, cut_points, keys
+from dflash_jax.engine import prefix_cache
+from dflash_jax.engine.prefix_cache import PrefixStore, chunks, cut_points, keys
 
 MARKERS = frozenset([0])
 TOKENS = st.lists(st.integers(0, 5), min_size=1, max_size=200)
@@ -37,7 +37,7 @@ def test_chunks_cover_what_is_between_cuts(start, length, sizes, padding):
 
 
 def test_long_prompts_are_kept_on_a_grid():
-    assert cut_points([1] * 10_000, 9999, MARKERS) == [store.GRID, 2 * store.GRID, 9999]
+    assert cut_points([1] * 10_000, 9999, MARKERS) == [prefix_cache.GRID, 2 * prefix_cache.GRID, 9999]
     assert cut_points([1, 0, *[1] * 20, 0, 1, 0, 1], 25, MARKERS) == [22, 25]
 
 

@@ -9,20 +9,20 @@ import pytest
 import tiny
 from load import CAPACITY, engine_for, some_requests
 
-from dflash_jax.engine import device
+from dflash_jax.decoding.state import Settings
+from dflash_jax.engine import model_runner
+from dflash_jax.engine.executables import Programs
 from dflash_jax.engine.memory import Memory, device_memory, plan_memory
 from dflash_jax.engine.options import Options
 from dflash_jax.engine.request import Request
 from dflash_jax.engine.warm_up import warm_up
 from dflash_jax.errors import InputError
-from dflash_jax.programs import Programs
-from dflash_jax.state import Settings
 
 
 @pytest.fixture(scope="module")
 def engine():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(device, "ROW_SIZES", (1, 4))
+        patch.setattr(model_runner, "ROW_SIZES", (1, 4))
         patch.setattr(Programs, "compiler_options", {"xla_backend_optimization_level": 0})
         target = tiny.target("da", moe="")
         yield engine_for(Programs(target, tiny.drafter(target)), slots=4)

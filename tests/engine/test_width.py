@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from dflash_jax.engine.width import ALONE, Acceptance, WidthPolicy, expected_tokens
+from dflash_jax.engine.draft_length import ALONE, Acceptance, WidthPolicy, expected_tokens
 
 WIDTHS = (1, 8, 16)
 

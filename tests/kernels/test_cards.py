@@ -6,10 +6,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from dflash_jax import kernels
-from dflash_jax.kernels import launch, triton_attention, triton_project, triton_tiles
-from dflash_jax.kernels.card import KIB, SHARED_MEMORY, Card
-from dflash_jax.models.weights import quantize
+from dflash_jax.ops import backend
+from dflash_jax.ops.card import KIB, SHARED_MEMORY, Card
+from dflash_jax.ops.kernels.triton import attention as triton_attention
+from dflash_jax.ops.kernels.triton import launch
+from dflash_jax.ops.kernels.triton import linear as triton_project
+from dflash_jax.ops.kernels.triton import tiles as triton_tiles
+from dflash_jax.ops.weights import quantize
 
 
 def device(capability: str, **more) -> SimpleNamespace:
@@ -63,21 +66,21 @@ def test_an_assembler_that_says_nothing_is_passed_over(tmp_path):
 def test_float8_on_a_card_without_it_is_said():
     weights = {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float8_e4m3fn)}
     for capability, reason in ((80, "compute capability 8.0"), (89, None)):
-        kernels.choose("triton", Card.of_capability(capability))
-        said = kernels.why_not_of(weights)
+        backend.choose("triton", Card.of_capability(capability))
+        said = backend.why_not_of(weights)
         assert said == reason if reason is None else reason in said
-        assert kernels.why_not_of({jnp.dtype(jnp.bfloat16)}) is None
-    kernels.choose("xla")
-    assert kernels.why_not_of(weights) is None
-    kernels.choose("auto")
+        assert backend.why_not_of({jnp.dtype(jnp.bfloat16)}) is None
+    backend.choose("xla")
+    assert backend.why_not_of(weights) is None
+    backend.choose("auto")
 
 
 @pytest.mark.parametrize("capability", ["8.0", "8.6", "8.9", "9.0", "10.0", "12.0", "12.1"])
 def test_supported_cards(monkeypatch, capability):
     monkeypatch.setattr(jax, "devices", lambda: [device(capability)])
-    monkeypatch.setattr(kernels, "find_spec", lambda name: object())
-    kernels.choose("auto")
-    assert kernels.why_not() is None
+    monkeypatch.setattr(backend, "find_spec", lambda name: object())
+    backend.choose("auto")
+    assert backend.why_not() is None
 
 
 @pytest.mark.parametrize(
@@ -90,10 +93,10 @@ def test_supported_cards(monkeypatch, capability):
 )
 def test_why_a_card_has_none(monkeypatch, found, spec, reason):
     monkeypatch.setattr(jax, "devices", lambda: [found])
-    monkeypatch.setattr(kernels, "find_spec", lambda name: spec)
-    kernels.choose("auto")
-    assert reason in kernels.why_not()
-    assert not kernels.are_wanted()
+    monkeypatch.setattr(backend, "find_spec", lambda name: spec)
+    backend.choose("auto")
+    assert reason in backend.why_not()
+    assert not backend.are_wanted()
 
 
 @pytest.mark.parametrize(
@@ -103,10 +106,10 @@ def test_why_a_card_has_none(monkeypatch, found, spec, reason):
 def test_a_jax_that_cannot_trace_jax_triton(monkeypatch, of_jax, of_jax_triton, works):
     monkeypatch.setattr(jax, "devices", lambda: [device("9.0")])
     monkeypatch.setattr(jax, "__version_info__", of_jax)
-    monkeypatch.setattr(kernels, "find_spec", lambda name: object())
-    monkeypatch.setattr(kernels, "version", lambda name: of_jax_triton)
-    kernels.choose("auto")
-    reason = kernels.why_not()
+    monkeypatch.setattr(backend, "find_spec", lambda name: object())
+    monkeypatch.setattr(backend, "version", lambda name: of_jax_triton)
+    backend.choose("auto")
+    reason = backend.why_not()
     assert reason is None if works else "needs jax below 0.12" in reason
 
 
@@ -132,24 +135,24 @@ def test_tiles_of_attention_fit(capability, bytes_of_row):
 
 def test_fewer_steps_in_flight_on_small_cards():
     def stages(capability):
-        kernels.choose("triton", Card.of_capability(capability))
+        backend.choose("triton", Card.of_capability(capability))
         return triton_tiles.stages_within(4, 36 * KIB)
 
-    choice = kernels._choice
+    choice = backend._choice
     try:
         assert [stages(c) for c in (80, 89, 90, 120)] == [4, 3, 4, 3]
     finally:
-        kernels.choose(choice)
+        backend.choose(choice)
 
 
 def test_float8_is_for_cards_that_have_it():
-    weight, choice = quantize(jnp.ones((32, 64)), "fp8"), kernels._choice
+    weight, choice = quantize(jnp.ones((32, 64)), "fp8"), backend._choice
     try:
         for capability, expected in ((80, False), (89, True), (90, True)):
-            kernels.choose("triton", Card.of_capability(capability))
+            backend.choose("triton", Card.of_capability(capability))
             assert triton_project.fits(1, 64, [weight]) is expected
     finally:
-        kernels.choose(choice)
+        backend.choose(choice)
 
 
 def test_float16_is_normed_before_products_of_several_rows():

@@ -7,9 +7,9 @@ import pytest
 from kernel_arguments import Source, mixer
 from triton_interpreter import interpreting
 
-from dflash_jax.cache import DeltaState, replay
-from dflash_jax.kernels import triton_chunks
+from dflash_jax.models.cache import DeltaState, replay
 from dflash_jax.models.gated_delta import advance_in_chunks, mix, mix_in_chunks
+from dflash_jax.ops.kernels.triton import delta_chunks as triton_chunks
 
 
 def normal(rng, *shape, dtype=jnp.float32):

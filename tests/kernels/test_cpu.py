@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from float64 import assert_as_near
 
-from dflash_jax.cache import Bounds, KVCache, attend_in_pieces
-from dflash_jax.kernels import cpu
-from dflash_jax.models.parts import Normed, linear
-from dflash_jax.models.weights import Panels
+from dflash_jax.models.cache import Bounds, KVCache, attend_in_pieces
+from dflash_jax.models.layers import Normed, linear
+from dflash_jax.ops.kernels.cpu import calls as cpu
+from dflash_jax.ops.weights import Panels
 
 needs_kernel = pytest.mark.skipif(not cpu.is_here(), reason="no C++ compiler")
 

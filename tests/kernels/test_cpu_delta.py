@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from float64 import assert_as_near
 
-from dflash_jax.cache import DeltaRecord, DeltaState, replay_plain
-from dflash_jax.kernels import cpu
+from dflash_jax.models.cache import DeltaRecord, DeltaState, replay_plain
 from dflash_jax.models.gated_delta import mix
+from dflash_jax.ops.kernels.cpu import calls as cpu
 
 pytestmark = pytest.mark.skipif(not cpu.is_here(), reason="no C++ compiler")
 

@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 from float64 import assert_as_near
 
-from dflash_jax.config import MoeSpec
-from dflash_jax.kernels import cpu
+from dflash_jax.models.config import MoeSpec
 from dflash_jax.models.moe import mixture
-from dflash_jax.models.weights import Panels
+from dflash_jax.ops.kernels.cpu import calls as cpu
+from dflash_jax.ops.weights import Panels
 
 pytestmark = pytest.mark.skipif(not cpu.is_here(), reason="no C++ compiler")
 

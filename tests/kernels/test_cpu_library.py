@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from dflash_jax.kernels import cpu, cpu_library
+from dflash_jax.ops.kernels.cpu import calls as cpu
+from dflash_jax.ops.kernels.cpu import library as cpu_library
 
 pytestmark = pytest.mark.skipif(not cpu.is_here(), reason="no C++ compiler")
 
@@ -155,7 +156,7 @@ def test_a_read_only_cache_with_a_library_is_used(library, monkeypatch, caplog):
 
 def test_several_processes_at_once(tmp_path, source):
     code = (
-        "from pathlib import Path; from dflash_jax.kernels import cpu_library as c\n"
+        "from pathlib import Path; from dflash_jax.ops.kernels.cpu import library as c\n"
         f"c.SOURCES = [Path({str(source)!r})]\n"
         "print(c.load(c.find_compiler()).DflashLinear())"
     )

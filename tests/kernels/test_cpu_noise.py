@@ -4,9 +4,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax import kernels
-from dflash_jax.kernels import cpu
-from dflash_jax.sampling import gumbel_noise
+from dflash_jax.decoding.sampling import gumbel_noise
+from dflash_jax.ops import backend
+from dflash_jax.ops.kernels.cpu import calls as cpu
 
 pytestmark = pytest.mark.skipif(not cpu.is_here(), reason="no C++ compiler")
 
@@ -16,7 +16,7 @@ SEEDS, POSITIONS = jnp.asarray([3, 2**32 - 1], jnp.uint32), jnp.asarray([[0, 5, 
 @pytest.mark.parametrize("size", [1, 15, 500, 50_021])
 def test_noise(size, monkeypatch):
     got = cpu.noise(SEEDS, POSITIONS, jnp.arange(size))
-    monkeypatch.setattr(kernels, "_choice", "xla")
+    monkeypatch.setattr(backend, "_choice", "xla")
     expected = np.asarray(gumbel_noise(SEEDS, POSITIONS, jnp.arange(size)), np.float64)
     np.testing.assert_allclose(got, expected, rtol=0, atol=1e-6)
     # Largest where u is smallest, of 300,000 about 5 · 10⁻⁶; least where it is nearest to 1.

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from kernel_arguments import Source, mixer, spoilt
 
-from dflash_jax.cache import DeltaRecord, DeltaState, replay_plain
-from dflash_jax.kernels.triton_delta import fits, mix_triton, replay_triton
+from dflash_jax.models.cache import DeltaRecord, DeltaState, replay_plain
 from dflash_jax.models.gated_delta import mix
+from dflash_jax.ops.kernels.triton.delta import fits, mix_triton, replay_triton
 
 
 def assert_near(found, expected):

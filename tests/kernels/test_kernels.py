@@ -13,16 +13,16 @@ from float64_reference import assert_as_near
 from helpers import random_decoder, tiny_config
 from kernel_arguments import Source
 
-from dflash_jax.cache import attend_in_pieces, through_gate
-from dflash_jax.config import AttentionSpec, GatedDeltaSpec, MoeSpec, RopeSpec
-from dflash_jax.kernels import cpu
-from dflash_jax.kernels.launch import launching
+from dflash_jax.models.cache import attend_in_pieces, through_gate
+from dflash_jax.models.config import AttentionSpec, GatedDeltaSpec, MoeSpec, RopeSpec
 from dflash_jax.models.decoder import init_cache
+from dflash_jax.models.layers import Attention, Normed, linear
 from dflash_jax.models.moe import experts_gathered, mixture, mixture_by_platform, mixture_triton
-from dflash_jax.models.parts import Attention, Normed, linear
 from dflash_jax.models.rope import rope_angles
-from dflash_jax.models.weights import quantize
-from dflash_jax.sharding import ONE_DEVICE
+from dflash_jax.ops.kernels.cpu import calls as cpu
+from dflash_jax.ops.kernels.triton.launch import launching
+from dflash_jax.ops.weights import quantize
+from dflash_jax.parallel.sharding import ONE_DEVICE
 
 
 def normal(rng, *shape):
@@ -52,7 +52,7 @@ def normal(rng, *shape):
 def test_mixture(tokens, top, experts, idle, quantized, shared):
     """Routing with equal logits, experts of other devices, more choices than a program sorts, several blocks of an
     expert, experts that nobody chose, idle tokens; a shared expert of the experts' size and of another."""
-    from dflash_jax.kernels.triton_experts import fits
+    from dflash_jax.ops.kernels.triton.experts import fits
 
     *args, spec = arguments.experts(
         Source(tokens), tokens, top, experts, 96, 192, idle, quantized, shared, residual=tokens != 16
@@ -63,7 +63,7 @@ def test_mixture(tokens, top, experts, idle, quantized, shared):
 
 def test_blocks_of_128_rows():
     """16-bit weights of which each expert has more than 64 choices on average, against float32 of the same values."""
-    from dflash_jax.kernels.triton_experts import _rows_of_a_block, experts_triton
+    from dflash_jax.ops.kernels.triton.experts import _rows_of_a_block, experts_triton
 
     rng = np.random.default_rng(0)
     x, gate_up, down = normal(rng, 110, 64), normal(rng, 3, 2, 32, 64) / 8, normal(rng, 3, 64, 32) / 6
@@ -80,7 +80,7 @@ def test_blocks_of_128_rows():
 
 def test_what_a_choice_of_no_weight_would_have_read_is_not_read():
     """Of one token: an expert of weight 0 may hold anything."""
-    from dflash_jax.kernels.triton_experts import experts_triton
+    from dflash_jax.ops.kernels.triton.experts import experts_triton
 
     rng = np.random.default_rng(0)
     x, gate_up, down = normal(rng, 1, 64), normal(rng, 4, 2, 32, 64), normal(rng, 4, 64, 32)
@@ -91,7 +91,7 @@ def test_what_a_choice_of_no_weight_would_have_read_is_not_read():
 
 def test_rows_do_not_depend_on_one_another():
     """The same bits for a token among others as among copies of itself."""
-    from dflash_jax.kernels.triton_experts import experts_triton
+    from dflash_jax.ops.kernels.triton.experts import experts_triton
 
     rng = np.random.default_rng(0)
     x, gate_up, down = normal(rng, 6, 64), normal(rng, 8, 2, 32, 64), normal(rng, 8, 64, 32)
@@ -121,8 +121,8 @@ def test_rows_do_not_depend_on_one_another():
 @pytest.mark.parametrize("programs", [1, 1000])
 def test_linear(monkeypatch, rows, hidden, outputs, quantized, options, programs):
     """One weight to four, of one kind or of several, by tokens or by their norm; more outputs than a program takes."""
-    from dflash_jax import kernels
-    from dflash_jax.kernels import triton_project
+    from dflash_jax.ops import backend
+    from dflash_jax.ops.kernels.triton import linear as triton_project
 
     monkeypatch.setattr(triton_project, "PROGRAMS", (programs, programs))
     monkeypatch.setattr(triton_project, "MOST_NORMED", programs)
@@ -136,8 +136,8 @@ def test_linear(monkeypatch, rows, hidden, outputs, quantized, options, programs
     if "float32" in options:
         chosen["kind"] = jnp.float32
     expected, calls = linear(given, weights, **chosen), []
-    monkeypatch.setattr(kernels, "_choice", "triton")
-    monkeypatch.setattr(kernels, "instead_of", lambda plain, kernel, *args: calls.append(kernel) or kernel(*args))
+    monkeypatch.setattr(backend, "_choice", "triton")
+    monkeypatch.setattr(backend, "instead_of", lambda plain, kernel, *args: calls.append(kernel) or kernel(*args))
     got = linear(given, weights, **chosen)
     assert calls
     for one, other in zip(got, expected, strict=True):
@@ -146,22 +146,22 @@ def test_linear(monkeypatch, rows, hidden, outputs, quantized, options, programs
 
 @pytest.mark.parametrize("contracted", [2, 3])
 def test_linear_over_several_axes(monkeypatch, contracted):
-    from dflash_jax import kernels
+    from dflash_jax.ops import backend
 
     rng = np.random.default_rng(contracted)
     inner = (4, 2, 16)[-contracted:]
     x, weight = normal(rng, 2, 3, *inner), normal(rng, 24, *inner)
     rest = normal(rng, 2, 3, 24)
     expected = linear(x, (weight,), contracted, residual=rest)
-    monkeypatch.setattr(kernels, "_choice", "triton")
-    monkeypatch.setattr(kernels, "instead_of", lambda plain, kernel, *args: kernel(*args))
+    monkeypatch.setattr(backend, "_choice", "triton")
+    monkeypatch.setattr(backend, "instead_of", lambda plain, kernel, *args: kernel(*args))
     np.testing.assert_allclose(linear(x, (weight,), contracted, residual=rest)[0], expected[0], atol=2e-5)
 
 
 @pytest.mark.parametrize(("heads", "gated", "rotated"), [(4, True, 8), (3, False, 32), (0, False, 12)])
 def test_rotation(heads, gated, rotated):
     """Queries with their gates beside them, or none; all of a head or its first places; with norms and without."""
-    from dflash_jax.kernels.triton_attention import rotate_triton, rotates
+    from dflash_jax.ops.kernels.triton.attention import rotate_triton, rotates
 
     rng = np.random.default_rng(heads)
     q = normal(rng, 2, 3, heads, 2 if gated else 1, 32) if heads else None
@@ -208,7 +208,7 @@ def test_attention(form, rows, tokens, heads, kv_heads, dim, capacity, window, s
     q, k, v, cache, length, bounds = args
     own = jnp.tril(jnp.ones((tokens, tokens), bool))
     if form == "triton":
-        from dflash_jax.kernels import triton_attention
+        from dflash_jax.ops.kernels.triton import attention as triton_attention
 
         assert triton_attention.fits(q)
         attend = triton_attention.attend_triton
@@ -230,7 +230,7 @@ def test_attention(form, rows, tokens, heads, kv_heads, dim, capacity, window, s
 def test_writing(rows, tokens, window):
     """Into rows of a larger cache, or one that is past its end; kept tokens only, in a ring only the newest of a
     slot."""
-    from dflash_jax.kernels.triton_attention import write_triton, writes
+    from dflash_jax.ops.kernels.triton.attention import write_triton, writes
 
     cache, k, v, positions = arguments.written(Source(tokens), rows, tokens, 2, 16, 40, window)
     assert writes(k)
@@ -243,7 +243,7 @@ def test_writing(rows, tokens, window):
             return found
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("dflash_jax.cache.put", record)
+            patch.setattr("dflash_jax.models.cache.put", record)
             cache.write(k, v, positions, jnp.arange(tokens) < jnp.full((rows, 1), kept))
         for one, other in zip(found, (expected.k, expected.v), strict=True):
             np.testing.assert_array_equal(one, other)
@@ -275,8 +275,11 @@ def attention_and_arguments(rng):
 @pytest.mark.parametrize("part", [mixture_and_arguments, attention_and_arguments])
 def test_what_a_kernel_computes_has_a_gradient(monkeypatch, part):
     """That of a plain form: a target can be trained where kernels are."""
-    from dflash_jax import kernels
-    from dflash_jax.kernels import triton_attention, triton_experts, triton_project, triton_routing
+    from dflash_jax.ops import backend
+    from dflash_jax.ops.kernels.triton import attention as triton_attention
+    from dflash_jax.ops.kernels.triton import experts as triton_experts
+    from dflash_jax.ops.kernels.triton import linear as triton_project
+    from dflash_jax.ops.kernels.triton import routing as triton_routing
 
     function, args = part(np.random.default_rng(0))
 
@@ -293,7 +296,7 @@ def test_what_a_kernel_computes_has_a_gradient(monkeypatch, part):
 
     for module in (triton_attention, triton_experts, triton_project, triton_routing):
         monkeypatch.setattr(module, "triton_call", absent)
-    monkeypatch.setattr(kernels, "_choice", "triton")
+    monkeypatch.setattr(backend, "_choice", "triton")
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), gradient(), plain)
     assert calls
 
@@ -303,7 +306,7 @@ def test_what_a_kernel_computes_has_a_gradient(monkeypatch, part):
 @pytest.mark.parametrize("quantized", [None, ("int8", 1), ("fp8", 2)])
 def test_a_kernel_gives_what_its_definition_gives(monkeypatch, dtype, tokens, quantized):
     """Shapes and dtypes, which a GPU's compiler would check: whole layers with their caches, and what is accepted."""
-    from dflash_jax import kernels
+    from dflash_jax.ops import backend
 
     called = set()
 
@@ -312,7 +315,7 @@ def test_a_kernel_gives_what_its_definition_gives(monkeypatch, dtype, tokens, qu
         written = [launch.args[i] for i in launch.in_place] + list(launch.out)
         return tuple(jnp.zeros(x.shape, x.dtype) for x in written)
 
-    monkeypatch.setattr(kernels, "_choice", "triton")
+    monkeypatch.setattr(backend, "_choice", "triton")
     delta = GatedDeltaSpec(num_key_heads=2, num_value_heads=4, key_dim=16, value_dim=16, conv_kernel=4)
     config = tiny_config("da", vocab_size=61, hidden_size=64)
     layers = [replace(spec, ffn=MoeSpec(8, 2, 32, 32)) for spec in config.layers]
@@ -334,7 +337,7 @@ def test_a_kernel_gives_what_its_definition_gives(monkeypatch, dtype, tokens, qu
 
     # What was traced of a kernel by an earlier test is kept.
     jax.clear_caches()
-    with kernels.without():
+    with backend.without():
         plain = jax.eval_shape(step, cache, length)
     # Another function: what is traced of one is kept.
     with launching(stub):

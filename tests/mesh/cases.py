@@ -15,20 +15,20 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dflash_jax import LLM, InputError, SamplingParams
-from dflash_jax.cache import KVCache
 from dflash_jax.checkpoint import orbax
 from dflash_jax.checkpoint.load import load_target, open_any
-from dflash_jax.compare import divergence
-from dflash_jax.engine import device
-from dflash_jax.engine.device import Device, Dispatch
+from dflash_jax.decoding.sampling import PENALISED, PLAIN, SamplingRows, draw, special_rows
+from dflash_jax.decoding.state import Settings
+from dflash_jax.engine import model_runner
+from dflash_jax.engine.executables import Programs
+from dflash_jax.engine.model_runner import Device, Dispatch
 from dflash_jax.engine.request import Request
-from dflash_jax.llm import TINY
+from dflash_jax.frontend.compare import divergence
+from dflash_jax.frontend.llm import TINY
+from dflash_jax.models.cache import KVCache
 from dflash_jax.models.decoder import abstract_decoder
 from dflash_jax.models.drafter import abstract_drafter
-from dflash_jax.programs import Programs
-from dflash_jax.sampling import PENALISED, PLAIN, SamplingRows, draw, special_rows
-from dflash_jax.sharding import Layout, parameter_paths, spec
-from dflash_jax.state import Settings
+from dflash_jax.parallel.sharding import Layout, parameter_paths, spec
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 from load import alone, engine_for, some_requests, under_load
@@ -204,7 +204,7 @@ def test_the_engine_on_a_mesh_under_load():
     expected = alone(engine_for(Programs(target, None), (1,), slots=4, prefix_bytes=0), wanted)
     layout = LAYOUTS[1]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(device, "ROW_SIZES", (1, 4))
+        patch.setattr(model_runner, "ROW_SIZES", (1, 4))
         cut = on(layout, target, abstract_decoder)
         engine = engine_for(Programs(cut, on(layout, drafter, abstract_drafter)), slots=8)
         under_load(engine, target, wanted, expected, 150, seed=1)

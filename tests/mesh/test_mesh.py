@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from dflash_jax import LLM, InputError, SamplingParams
-from dflash_jax.compare import divergence
-from dflash_jax.models.parts import output
-from dflash_jax.sharding import Cut, Layout
+from dflash_jax.frontend.compare import divergence
+from dflash_jax.models.layers import output
+from dflash_jax.parallel.sharding import Cut, Layout
 
 HERE = Path(__file__).parent
 FLAGS = os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count={}"

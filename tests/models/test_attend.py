@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax import cache as module
-from dflash_jax.cache import KVCache, attend
+from dflash_jax.models import cache as module
+from dflash_jax.models.cache import KVCache, attend
 
 ROWS, T, HEADS, GROUP, DIM = 5, 3, 2, 2, 8
 

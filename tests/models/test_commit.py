@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from helpers import commit, extend, random_decoder, tiny_config, tokens_of, verify
 
-from dflash_jax.cache import DeltaState, KVCache
+from dflash_jax.models.cache import DeltaState, KVCache
 from dflash_jax.models.decoder import init_cache
 
 ROWS, T, CAPACITY = 4, 16, 96

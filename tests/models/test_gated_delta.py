@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.cache import DeltaRecord, DeltaState, replay
 from dflash_jax.models import gated_delta as module
+from dflash_jax.models.cache import DeltaRecord, DeltaState, replay
 from dflash_jax.models.gated_delta import delta_rule, unit_lower_inverse
 
 B, G, R, DK, DV = 2, 2, 3, 10, 7

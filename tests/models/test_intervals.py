@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.models.intervals import interval_attention
+from dflash_jax.ops.interval_attention import interval_attention
 
 
 def plain(q, k, v, low, high):

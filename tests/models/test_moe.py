@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from helpers import HIDDEN, MOE, randomise
 
-from dflash_jax.config import MoeSpec
 from dflash_jax.models import moe as module
+from dflash_jax.models.config import MoeSpec
 from dflash_jax.models.moe import Moe, experts_gathered, experts_grouped, experts_looped, route
-from dflash_jax.models.weights import quantize
+from dflash_jax.ops.weights import quantize
 
 
 def forward(moe, x, valid):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.models.parts import product
+from dflash_jax.models.layers import product
 
 
 def arguments(dtype):

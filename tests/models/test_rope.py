@@ -10,7 +10,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedding, apply_rotary_pos_emb
 
-from dflash_jax.config import RopeSpec
+from dflash_jax.models.config import RopeSpec
 from dflash_jax.models.families.reading import Raw, read_rope
 from dflash_jax.models.rope import apply_rope, rope_angles, rope_frequencies
 

@@ -11,14 +11,15 @@ from helpers import random_decoder, random_drafter, tiny_config, tiny_draft_conf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_jax import LLM, SamplingParams, kernels
+from dflash_jax import LLM, SamplingParams
 from dflash_jax.checkpoint.load import load_drafter, save_module
-from dflash_jax.kernels import cpu
-from dflash_jax.llm import TINY
+from dflash_jax.frontend.llm import TINY
 from dflash_jax.models.families import dflash
-from dflash_jax.models.parts import project
-from dflash_jax.models.weights import FEW_TOKENS, LANES, Panels, in_panels, plain, quantize
-from dflash_jax.sharding import parameter_paths, parameter_specs
+from dflash_jax.models.layers import project
+from dflash_jax.ops import backend
+from dflash_jax.ops.kernels.cpu import calls as cpu
+from dflash_jax.ops.weights import FEW_TOKENS, LANES, Panels, in_panels, plain, quantize
+from dflash_jax.parallel.sharding import parameter_paths, parameter_specs
 
 needs_kernels = pytest.mark.skipif(not cpu.is_here(), reason="no C++ compiler")
 sizes = st.lists(st.integers(1, 4), min_size=1, max_size=3)
@@ -102,7 +103,7 @@ def test_a_pair_in_panels_computes_what_it_did(is_tied):
     ("dtype", "choice", "expected"), [("float32", "auto", True), ("float32", "xla", False), ("bfloat16", "auto", False)]
 )
 def test_an_llm_on_one_cpu_keeps_its_weights_in_panels(dtype, choice, expected, monkeypatch):
-    monkeypatch.setattr(kernels, "_choice", choice)
+    monkeypatch.setattr(backend, "_choice", choice)
     llm = LLM(dtype=dtype)
     for module in (llm.target, llm.drafter):
         assert bool(panel_paths(module)) == expected

@@ -13,9 +13,9 @@ from float64 import Exact, assert_near
 from helpers import draw
 from safetensors.numpy import save_file
 
-from dflash_jax.cache import KVCache
 from dflash_jax.checkpoint.load import load_drafter
 from dflash_jax.errors import InputError
+from dflash_jax.models.cache import KVCache
 from dflash_jax.models.drafter import Borrowed, Drafter, DraftWindow, abstract_drafter
 from dflash_jax.models.families import dflash
 

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from dflash_jax.checkpoint.load import load_target, read_target_config
-from dflash_jax.config import GatedDeltaSpec
+from dflash_jax.models.config import GatedDeltaSpec
 from dflash_jax.models.decoder import init_cache
 
 COMMON = {

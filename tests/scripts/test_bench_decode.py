@@ -13,11 +13,11 @@ import pytest
 
 from dflash_jax.checkpoint.parameters import QUANTIZED
 from dflash_jax.errors import InputError
-from dflash_jax.fit import read_shapes, weigh
-from dflash_jax.kernels import cpu
 from dflash_jax.models import moe
 from dflash_jax.models.decoder import abstract_decoder
-from dflash_jax.sharding import ONE_DEVICE, Layout
+from dflash_jax.ops.kernels.cpu import calls as cpu
+from dflash_jax.parallel.sharding import ONE_DEVICE, Layout
+from dflash_jax.planner import read_shapes, weigh
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))

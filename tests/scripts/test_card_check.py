@@ -388,11 +388,11 @@ def test_a_recorded_launch_is_run_over_zeros(interpreted, monkeypatch):
     """As `card_build` records it: kinds of arguments and results, their shapes, and what is written in place."""
     import card_build
 
-    from dflash_jax.kernels import launch
+    from dflash_jax.ops.kernels.triton import launch
 
     calls, shapes = [], [[3, 2, 40, 16], [3, 2, 40, 16], [1, 5, 2, 16], [1, 5, 2, 16], [1], [1, 5]]
     described = {
-        "kernel": "triton_attention._write", "kinds": ["float32"] * 4 + ["int32"] * 2, "num_warps": 1, "num_stages": 3,
+        "kernel": "attention._write", "kinds": ["float32"] * 4 + ["int32"] * 2, "num_warps": 1, "num_stages": 3,
         "meta": {"T": 5, "KH": 2, "D": 16, "ROWS": 3, "CAP": 40}, "args": shapes, "out": [], "grid": [10],
         "in_place": [0, 1],
     }  # fmt: skip

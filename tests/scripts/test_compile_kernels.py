@@ -24,7 +24,7 @@ TRACED = """
 import json, sys
 sys.path.insert(0, "scripts")
 import compile_kernels as script
-from dflash_jax.kernels.card import Card
+from dflash_jax.ops.card import Card
 name, capability = sys.argv[1], int(sys.argv[2])
 traced = script.launches(f"configs/{name}.toml", script.SYSTEMS[name], Card.of_capability(capability))
 print(json.dumps({"digest": script.digest(traced)}))
@@ -35,7 +35,7 @@ sys.path.insert(0, "scripts")
 import compile_kernels, json
 from pathlib import Path
 from triton.backends.nvidia import compiler
-from dflash_jax.kernels import launch
+from dflash_jax.ops.kernels.triton import launch
 launch.assemblers = lambda: [Path(compiler.__file__).parent / "bin/ptxas"]
 compile_kernels.PTX_VERSION = int(sys.argv[1]) or launch.ptx_version(80)
 compiler.get_ptxas = lambda arch: compiler.knobs.nvidia.ptxas
@@ -58,7 +58,7 @@ def launches():
 
 
 def test_every_kernel_fits_every_card():
-    from dflash_jax.kernels.card import SHARED_MEMORY
+    from dflash_jax.ops.card import SHARED_MEMORY
 
     assert set(RECORD["cards"]) == {"80", "89", "90", "100", "120"}
     for capability, row in launches():

@@ -12,10 +12,10 @@ import pytest
 import uvicorn
 
 from dflash_jax import LLM, SamplingParams
-from dflash_jax.engine import device
+from dflash_jax.engine import model_runner
+from dflash_jax.engine.executables import Programs
 from dflash_jax.engine.service import AsyncEngine
 from dflash_jax.engine.warm_up import warm_up
-from dflash_jax.programs import Programs
 from dflash_jax.server.app import build
 from dflash_jax.server.connections import ConnectionLimits, protocol
 from dflash_jax.server.cors import Cors
@@ -108,7 +108,7 @@ class Running:
 @pytest.fixture(scope="session")
 def llm():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(device, "ROW_SIZES", (1, 4))
+        patch.setattr(model_runner, "ROW_SIZES", (1, 4))
         patch.setattr(Programs, "compiler_options", {"xla_backend_optimization_level": 0})
         yield LLM(slots=4)
 

@@ -5,9 +5,9 @@ import socket
 import pytest
 from conftest import Running
 
+from dflash_jax.cli.serve_arguments import parse
 from dflash_jax.errors import InputError
 from dflash_jax.server.access import OPEN_PATHS, Access, default_hosts
-from dflash_jax.server.arguments import parse
 from dflash_jax.server.errors import ApiError
 from dflash_jax.server.serving import Serving
 

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dflash_jax.cli.other_flags import NOTHING, REFUSED
+from dflash_jax.cli.serve_aliases import ALIASES, JSON_CHARACTERS, JSON_DEPTH
+from dflash_jax.cli.serve_arguments import make_parser, parse
 from dflash_jax.errors import InputError
 from dflash_jax.server.additions import Additions
-from dflash_jax.server.aliases import ALIASES, JSON_CHARACTERS, JSON_DEPTH
-from dflash_jax.server.arguments import make_parser, parse
-from dflash_jax.server.other_flags import NOTHING, REFUSED
 
 VLLM = [
     "some/model",

@@ -10,8 +10,8 @@ import pytest
 from conftest import MESSAGES, NAME, OFF, Running, alone, started
 
 from dflash_jax import SamplingParams
+from dflash_jax.cli.serve_arguments import parse
 from dflash_jax.errors import InputError
-from dflash_jax.server.arguments import parse
 from dflash_jax.server.control import Probe
 from dflash_jax.server.cors import Cors
 from dflash_jax.server.serving import Serving

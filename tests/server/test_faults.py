@@ -17,8 +17,8 @@ from conftest import Running, started, wait_until
 from helpers import without_kernels_line
 from test_serve import serving
 
+from dflash_jax.cli.serve import Runner
 from dflash_jax.engine.service import AsyncEngine
-from dflash_jax.serve import Runner
 from dflash_jax.server.app import build
 from dflash_jax.server.serving import Serving
 

@@ -13,12 +13,12 @@ from conftest import wait_until
 from hostile import chained_rules, linked_definitions, many_terms, slow_expression
 
 from dflash_jax.errors import InputError
-from dflash_jax.llm import TINY
+from dflash_jax.frontend.llm import TINY
+from dflash_jax.frontend.tokenizer import Tokenizer
 from dflash_jax.server import grammar_walk
 from dflash_jax.server.errors import ApiError
 from dflash_jax.server.grammar import Constraint, GrammarLimits, GrammarProcesses, grammar_tokens
 from dflash_jax.server.grammar_walk import GrammarWalk
-from dflash_jax.text import Tokenizer
 
 LIMITS = GrammarLimits(compile_s=60, wait_s=120.0, step_s=120.0)
 EASY = Constraint("regex", "[ab]{2,40}c", "f")

@@ -6,10 +6,10 @@ import jsonschema_rs
 import pytest
 from llguidance import LLMatcher
 
-from dflash_jax.llm import TINY
+from dflash_jax.frontend.llm import TINY
+from dflash_jax.frontend.tokenizer import Tokenizer
 from dflash_jax.server.grammar import grammar_tokens
 from dflash_jax.server.json_schema import closed
-from dflash_jax.text import Tokenizer
 
 A, B = ({"type": "object", "properties": {k: {"type": "integer"}}, "required": [k]} for k in "ab")
 TREE = {

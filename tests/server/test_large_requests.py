@@ -20,14 +20,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_robust import HI, JSON
 
-from dflash_jax.llm import TINY
-from dflash_jax.params import SamplingParams
+from dflash_jax.frontend.llm import TINY
+from dflash_jax.frontend.tokenizer import Tokenizer
+from dflash_jax.sampling_params import SamplingParams
 from dflash_jax.server import body, completions, large_answers, prepare, texts
 from dflash_jax.server.errors import ApiError, JsonResponse
 from dflash_jax.server.large_answers import pieces
 from dflash_jax.server.serving import Limits
 from dflash_jax.server.texts import Texts
-from dflash_jax.text import Tokenizer
 
 LEAVES = st.none() | st.booleans() | st.integers() | st.text() | st.text(alphabet='\\",[]{}:', max_size=20)
 VALUES = st.recursive(LEAVES, lambda v: st.lists(v, max_size=40) | st.dictionaries(st.text(), v), max_leaves=60)

@@ -13,7 +13,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from dflash_jax.errors import InputError
-from dflash_jax.rows import Piece
+from dflash_jax.frontend.sequence import Piece
 from dflash_jax.server.observe import Observer, RequestLog
 from dflash_jax.server.serving import Serving
 from dflash_jax.server.tracing import Tracer

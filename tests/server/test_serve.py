@@ -15,7 +15,7 @@ import httpx
 import pytest
 import trustme
 
-from dflash_jax.serve import main
+from dflash_jax.cli.serve import main
 
 SMALL = ["--port", "0", "--slots", "1", "--max-len", "512", "--prefix-bytes", "0", "--draft", "none"]
 

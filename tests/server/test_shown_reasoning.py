@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_output_fields import BOTH, stream
 
-from dflash_jax.rows import Piece
+from dflash_jax.frontend.sequence import Piece
 from dflash_jax.server.conversation import Parser
 
 HI = [{"role": "user", "content": "hi"}]

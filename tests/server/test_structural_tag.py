@@ -6,9 +6,9 @@ import pytest
 from conftest import OFF
 
 from dflash_jax.errors import InputError
-from dflash_jax.llm import TINY
+from dflash_jax.frontend.llm import TINY
+from dflash_jax.frontend.tokenizer import Tokenizer
 from dflash_jax.server.grammar import grammar_tokens
-from dflash_jax.text import Tokenizer
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 JSON = {"type": "json_schema", "json_schema": SCHEMA}

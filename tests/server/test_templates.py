@@ -7,10 +7,10 @@ import time
 import pytest
 
 from dflash_jax.errors import InputError
-from dflash_jax.llm import TINY
+from dflash_jax.frontend.llm import TINY
+from dflash_jax.frontend.tokenizer import Tokenizer
 from dflash_jax.server.errors import ApiError
 from dflash_jax.server.templates import TemplateLimits, Templates
-from dflash_jax.text import Tokenizer
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 TALK = [

@@ -15,7 +15,7 @@ from helpers import random_decoder, random_drafter, tiny_draft_config
 
 from dflash_jax.checkpoint.files import TensorFiles
 from dflash_jax.models.decoder import abstract_decoder
-from dflash_jax.sharding import ONE_DEVICE, Layout
+from dflash_jax.parallel.sharding import ONE_DEVICE, Layout
 from dflash_jax.training import run
 from dflash_jax.training.config import TrainConfig
 from dflash_jax.training.losses import Loss

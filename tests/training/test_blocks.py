@@ -9,11 +9,11 @@ import pytest
 from float64 import Exact, assert_as_near, assert_sum_near, in_both_of
 from helpers import random_decoder, random_drafter, tiny_config, tiny_draft_config
 
-from dflash_jax import kernels
 from dflash_jax.checkpoint.load import load_drafter, load_target
-from dflash_jax.llm import TINY
+from dflash_jax.frontend.llm import TINY
+from dflash_jax.frontend.tokenizer import Tokenizer
 from dflash_jax.models.drafter import Drafter
-from dflash_jax.text import Tokenizer
+from dflash_jax.ops import backend
 from dflash_jax.training import step
 from dflash_jax.training.blocks import block_states, sample_anchors
 from dflash_jax.training.evaluation import is_degenerate
@@ -54,7 +54,7 @@ def test_training_equals_decoding(pair, text):
 def test_training_equals_decoding_of_a_trained_drafter():
     target = load_target(TINY / "target")
     drafter = load_drafter(TINY / "draft", target=target.config)
-    with kernels.without():
+    with backend.without():
         plain = load_target(TINY / "target"), load_drafter(TINY / "draft", target=target.config)
     text = Tokenizer(TINY / "target").encode(
         "def clamp(value, low, high):\n    return max(low, min(value, high))\n" * 4

@@ -12,8 +12,8 @@ from helpers import random_decoder, random_drafter, tiny_draft_config
 
 from dflash_jax import InputError
 from dflash_jax.checkpoint.load import load_drafter, load_target
-from dflash_jax.config import DraftLayerSpec
-from dflash_jax.llm import TINY
+from dflash_jax.frontend.llm import TINY
+from dflash_jax.models.config import DraftLayerSpec
 from dflash_jax.models.families import dflash
 from dflash_jax.training.config import TrainConfig
 from dflash_jax.training.drafters import copy_layers, export, raw_config

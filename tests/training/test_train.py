@@ -17,8 +17,8 @@ from talks import TALKS
 
 from dflash_jax import LLM, InputError, SamplingParams
 from dflash_jax.checkpoint.files import TensorFiles
+from dflash_jax.cli.train import main, make_parser, read_config
 from dflash_jax.models.families import dflash
-from dflash_jax.train import main, make_parser, read_config
 from dflash_jax.training import checkpoints, features, run
 from dflash_jax.training import regenerate as regeneration
 from dflash_jax.training.config import TrainConfig, read_toml

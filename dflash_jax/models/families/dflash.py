@@ -2,8 +2,8 @@
 
 from collections.abc import Collection
 
-from dflash_jax.config import AttentionSpec, DraftConfig, DraftLayerSpec
 from dflash_jax.errors import InputError
+from dflash_jax.models.config import AttentionSpec, DraftConfig, DraftLayerSpec
 from dflash_jax.models.families.names import Entry, Tensor, same
 from dflash_jax.models.families.reading import LIMITS, Raw, check_activation, read_rope, shown
 from dflash_jax.models.families.tables import attention_entries, mlp_entries

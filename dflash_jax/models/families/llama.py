@@ -1,6 +1,6 @@
 """Llama (`llama`: Llama-3.1, SmolLM2): attention without q/k norms, dense."""
 
-from dflash_jax.config import ModelConfig
+from dflash_jax.models.config import ModelConfig
 from dflash_jax.models.families.qwen3 import is_skipped, read_classic, weight_names
 
 __all__ = ["is_skipped", "read_config", "weight_names"]

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 
-from dflash_jax.config import LayerSpec, ModelConfig
+from dflash_jax.models.config import LayerSpec, ModelConfig
 from dflash_jax.models.families.names import Entry
 from dflash_jax.models.families.reading import Raw, read_attention, read_ffns, read_kinds
 from dflash_jax.models.families.tables import decoder_entries

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 
-from dflash_jax.config import GatedDeltaSpec, LayerSpec, ModelConfig
+from dflash_jax.models.config import GatedDeltaSpec, LayerSpec, ModelConfig
 from dflash_jax.models.families.names import Entry, Tensor, stacked
 from dflash_jax.models.families.reading import Raw, read_attention, read_delta, read_ffns, read_kinds
 from dflash_jax.models.families.tables import by_key_head, decoder_entries, delta_rest

@@ -4,7 +4,7 @@ from collections.abc import Collection
 
 import numpy as np
 
-from dflash_jax.config import GatedDeltaSpec, ModelConfig
+from dflash_jax.models.config import GatedDeltaSpec, ModelConfig
 from dflash_jax.models.families.names import Entry, Tensor, same
 from dflash_jax.models.families.qwen3_5 import is_skipped, read_hybrid
 from dflash_jax.models.families.reading import Raw

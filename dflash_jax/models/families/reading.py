@@ -5,8 +5,8 @@ The file is input from outside. Every value is checked here for its type and ran
 
 import reprlib
 
-from dflash_jax.config import AttentionSpec, GatedDeltaSpec, Llama3Spec, MlpSpec, MoeSpec, RopeSpec, YarnSpec
 from dflash_jax.errors import InputError
+from dflash_jax.models.config import AttentionSpec, GatedDeltaSpec, Llama3Spec, MlpSpec, MoeSpec, RopeSpec, YarnSpec
 
 # The largest value of each count or size: well above every published model, and small enough that names and shapes can
 # be listed before they are compared with the tensors of the checkpoint.

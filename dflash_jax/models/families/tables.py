@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 
 import numpy as np
 
-from dflash_jax.config import AttentionSpec, GatedDeltaSpec, MlpSpec, ModelConfig, MoeSpec
+from dflash_jax.models.config import AttentionSpec, GatedDeltaSpec, MlpSpec, ModelConfig, MoeSpec
 from dflash_jax.models.families.names import Entry, Tensor, same, stacked
 
 

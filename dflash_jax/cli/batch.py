@@ -1,0 +1,207 @@
+"""python -m dflash_jax.batch: a file of requests in OpenAI's batch format, answered as the server answers them.
+
+A line is {"custom_id": "…", "method": "POST", "url": "/v1/chat/completions", "body": {…}}; its answer is a line
+{"id", "custom_id", "response": {"status_code", "request_id", "body"}, "error"}. Answers come as they are made. The same
+command again goes on where the last one ended. Models, load and drafting: the options of python -m dflash_jax.serve.
+"""
+
+import argparse
+import asyncio
+import logging
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from dflash_jax.cli.options import Parser, exit_code
+from dflash_jax.cli.serve import assemble
+from dflash_jax.errors import InputError
+
+URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+# The server's options that mean something without a socket.
+HTTP_OPTIONS = {"served_model_name", "log_level"}
+# Attempts at a request that is answered with 503 while a part of the server restarts.
+ATTEMPTS = 5
+
+
+def make_parser() -> argparse.ArgumentParser:
+    p = Parser(
+        prog="python -m dflash_jax.batch",
+        description=__doc__,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    p.add_argument("-i", "--input-file", required=True, metavar="IN.jsonl", help="requests; - is stdin")
+    p.add_argument("-o", "--output-file", required=True, metavar="OUT.jsonl", help="answers; - is stdout")
+    p.add_argument("--concurrency", type=int, metavar="N", help="requests at a time (default: --slots)")
+    return p
+
+
+def parse(argv: list[str] | None):
+    """(our arguments, the server's, the `System` of --config or None). Raises InputError."""
+    from dflash_jax.cli import serve_arguments
+
+    own, rest = make_parser().parse_known_args(argv)
+    args, system = serve_arguments.parse(rest)
+    named = {word.partition("=")[0] for word in rest}
+    for action in next(g for g in serve_arguments.make_parser()._action_groups if g.title == "http")._group_actions:
+        if action.dest not in HTTP_OPTIONS and (given := named & set(action.option_strings)):
+            raise InputError(f"{min(given)} is about HTTP, and a batch has none: leave it out")
+    own.concurrency = args.slots if own.concurrency is None else own.concurrency
+    if own.concurrency < 1:
+        raise InputError(f"--concurrency {own.concurrency}: it must be 1 or more")
+    return own, args, system
+
+
+class Batch:
+    """Requests on their way through the server's application, which has no socket here."""
+
+    def __init__(self, serving, app, output, concurrency: int, bar):
+        self.serving, self.app, self.output, self.concurrency, self.bar = serving, app, output, concurrency, bar
+        self.answered = self.errors = self.tokens = 0
+        self.began = time.perf_counter()
+
+    def feed(self, entries: Iterator, loop: asyncio.AbstractEventLoop, queue: asyncio.Queue) -> None:
+        """On a thread of its own, since a pipe may keep it waiting."""
+        try:
+            for entry in entries:
+                self._places.acquire()
+                loop.call_soon_threadsafe(queue.put_nowait, entry)
+            end = None
+        except OSError as e:
+            end = InputError(f"the input cannot be read: {e.strerror}")
+        except (RuntimeError, ValueError):
+            # The loop, or the file, is closed: the run has ended before the input.
+            return
+        with suppress(RuntimeError):
+            for _ in range(self.concurrency):
+                loop.call_soon_threadsafe(queue.put_nowait, end)
+
+    async def run(self, entries: Iterator) -> None:
+        import httpx
+
+        queue: asyncio.Queue = asyncio.Queue()
+        # Entries that are read and not yet begun.
+        self._places = threading.Semaphore(2 * self.concurrency)
+        loop = asyncio.get_running_loop()
+        threading.Thread(target=self.feed, args=(entries, loop, queue), name="batch-input", daemon=True).start()
+        transport = httpx.ASGITransport(app=self.app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=None) as http:
+            tasks = [asyncio.create_task(self._work(http, queue)) for _ in range(self.concurrency)]
+            try:
+                await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _work(self, http, queue: asyncio.Queue) -> None:
+        from dflash_jax.server.batch_files import Fault
+
+        while (entry := await queue.get()) is not None:
+            if isinstance(entry, InputError):
+                raise entry
+            self._places.release()
+            if isinstance(entry, Fault):
+                self._tell(entry, f"{entry.code}: {entry.message}")
+                error = {"code": entry.code, "message": entry.message, "line": entry.line}
+                self.output.write(entry.custom_id, None, error)
+            else:
+                await self._answer(http, entry)
+            self.bar.set_postfix_str(f"{self.tokens_per_s:.0f} tok/s", refresh=False)
+            self.bar.update()
+
+    async def _answer(self, http, entry) -> None:
+        from dflash_jax.engine.engine import EngineError
+
+        headers = {"Content-Type": "application/json"}
+        for attempt in range(ATTEMPTS):
+            found = await http.post(entry.url, content=entry.body, headers=headers)
+            if self.serving.failure is not None:
+                raise EngineError(self.serving.failure)
+            if found.status_code != 503:
+                break
+            await asyncio.sleep(attempt)
+        body = found.json()
+        if found.status_code == 200:
+            self.answered += 1
+            usage = body.get("usage") or {}
+            self.tokens += usage.get("completion_tokens") or usage.get("output_tokens") or 0
+        else:
+            self._tell(entry, f"{found.status_code}: {body['error']['message']}")
+        request_id = found.headers.get("x-request-id") or body.get("id")
+        self.output.write(
+            entry.custom_id, {"status_code": found.status_code, "request_id": request_id, "body": body}, None
+        )
+
+    def _tell(self, entry, what: str) -> None:
+        self.errors += 1
+        text = what.encode("ascii", "backslashreplace").decode()[:300]
+        self.bar.write(f"line {entry.line}: {' '.join(text.split())}", file=sys.stderr)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / max(time.perf_counter() - self.began, 1e-9)
+
+    def summary(self, before: int) -> str:
+        return (
+            f"{self.answered} answered, {self.errors} errors, {before} done before; {self.tokens} new tokens, "
+            f"{self.tokens_per_s:.0f} tok/s"
+        )
+
+
+@contextmanager
+def running(serving) -> Iterator[None]:
+    """The engine, and the processes of grammars."""
+    try:
+        if serving.grammar is not None:
+            serving.grammar.start()
+        serving.engine.start()
+        yield
+    finally:
+        serving.engine.stop()
+        serving.stop_workers()
+
+
+def run(own, args, system) -> int:
+    from tqdm import tqdm
+
+    from dflash_jax.engine.engine import EngineError
+
+    try:
+        from dflash_jax.server.app import build
+    except ImportError:
+        raise InputError('a batch needs the extra of the server: pip install "dflash-jax[server]"') from None
+    from dflash_jax.server.batch_files import Output, count_lines, entries, open_input
+    from dflash_jax.server.serving import Limits
+
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr, force=True)
+    with open_input(own.input_file) as stream, Output(own.output_file) as output:
+        if output.is_file(stream):
+            raise InputError(f"{own.input_file} is the input and the output: give another -o")
+        limits, total, before = Limits(), count_lines(stream), len(output.done)
+        # No request is refused for a full queue.
+        args.max_queue = own.concurrency * limits.choices * limits.prompts
+        serving = assemble(args, system)
+        serving.is_ready, app = True, build(serving)
+        urls = frozenset(URLS) & set(app.openapi()["paths"])
+        todo = entries(stream, limits.body_bytes, urls, output.done)
+        code, reason = 0, ""
+        with (
+            tqdm(total=total, initial=before, unit="request", disable=not sys.stderr.isatty()) as bar,
+            running(serving),
+        ):
+            batch = Batch(serving, app, output, own.concurrency, bar)
+            try:
+                asyncio.run(batch.run(todo))
+            except KeyboardInterrupt:
+                code, reason = 130, "interrupted (the same command goes on): "
+            except EngineError as e:
+                code, reason = 1, f"the engine failed ({e}; the same command goes on): "
+    print(f"{reason}{batch.summary(before)}", file=sys.stderr)
+    return code
+
+
+def main(argv: list[str] | None = None) -> int:
+    return exit_code(lambda: run(*parse(argv)))

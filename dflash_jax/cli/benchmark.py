@@ -1,0 +1,239 @@
+"""python -m dflash_jax.benchmark: the published tables, measured on your machine.
+
+Against our engine in this process, or with --url against any server that speaks OpenAI's chat completions (its own
+method then goes by --label). Data: JSON lines {"turns": ["…"]}, a file a task, called as the published tables call it
+(humaneval.jsonl, gsm8k.jsonl, …; scripts/benchmark_data.py writes them). What OUT.json already has is not measured
+again. Results: OUT.json, OUT.md and, where matplotlib is there, OUT.png.
+"""
+
+import argparse
+import asyncio
+import json
+import shlex
+import sys
+from dataclasses import asdict
+from hashlib import blake2b
+from pathlib import Path
+
+from dflash_jax.benchmarking.clients import Asking, EngineClient, HttpClient
+from dflash_jax.benchmarking.data import read_tasks
+from dflash_jax.benchmarking.store import beside, read_record, write_record
+from dflash_jax.benchmarking.tables import PLAIN, key, markdown, plot
+from dflash_jax.cli.arguments import block_size
+from dflash_jax.cli.options import Parser, add_platform, exit_code, set_platform, versions
+from dflash_jax.cli.system_config import read_system
+from dflash_jax.errors import InputError
+
+
+def method(text: str) -> str:
+    return text if text == PLAIN else str(block_size(text))
+
+
+def make_parser() -> argparse.ArgumentParser:
+    p = Parser(
+        prog="python -m dflash_jax.benchmark",
+        description=__doc__,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    p.add_argument("--data", nargs="+", type=Path, required=True, metavar="FILE")
+    p.add_argument("--out", type=Path, default=Path("benchmark"), metavar="PATH", help="default: %(default)s")
+    p.add_argument("--prompts", type=int, metavar="N", help="conversations of a task (default: all)")
+    p.add_argument("--concurrency", nargs="+", type=int, default=[1, 8, 16, 32], metavar="N", help="default: 1 8 16 32")
+    p.add_argument(
+        "--methods",
+        nargs="+",
+        type=method,
+        metavar="M",
+        help=f"default: {PLAIN} 8 16 auto",
+    )
+    p.add_argument("--max-new-tokens", type=int, default=4096, metavar="N", help="default: %(default)s")
+    p.add_argument("--temperature", type=float, default=0.0, help="default: %(default)s")
+    p.add_argument("--thinking", action=argparse.BooleanOptionalAction, default=True, help="default: on")
+    p.add_argument("--ignore-eos", action="store_true", help="always --max-new-tokens tokens")
+    p.add_argument("--seed", type=int, default=0, help="of the draw of --prompts (default: %(default)s)")
+    p.add_argument(
+        "--published",
+        metavar="NAME",
+        help="whose published figures to show (default: the config's)",
+    )
+    here = p.add_argument_group("in this process")
+    here.add_argument("--config", metavar="FILE", help="a TOML of configs/: target, drafter, mesh; options override it")
+    here.add_argument("--target", metavar="PATH|REPO", help="default: the bundled tiny model")
+    here.add_argument("--draft", metavar="PATH|REPO")
+    here.add_argument("--dtype", choices=["float32", "bfloat16"])
+    here.add_argument("--quantize", choices=["none", "int8", "fp8"])
+    here.add_argument("--mesh", metavar="data=2,tensor=4")
+    here.add_argument("--max-len", type=int, metavar="N")
+    here.add_argument("--draft-tokens", metavar="FILE|none", help="default: the drafter's draft_tokens.json, if any")
+    add_platform(here)
+    there = p.add_argument_group("a server")
+    there.add_argument("--url", help="such as http://127.0.0.1:30000")
+    there.add_argument("--model", help="default: the server's first")
+    there.add_argument("--api-key", default="EMPTY")
+    there.add_argument("--label", help="what the server's own method is called in the table; leaves out --methods")
+    there.add_argument("--timeout-s", type=float, default=3600.0, metavar="S", help="default: %(default)s")
+    return p
+
+
+class Results:
+    """OUT.json and what is made of it, written after every cell."""
+
+    def __init__(self, out: Path, about: dict, published: dict):
+        self.out, self.published, self.path = out, published, beside(out, ".json")
+        held = read_record(self.path)
+        # The command may name more tasks, methods and concurrencies than before, and other packages may be installed.
+        free, was = ("command", "versions", "data"), held.get("about", about)
+        now = {k: v for k, v in about.items() if k not in free}
+        differing = [f"{k} was {was.get(k)!r}" for k, v in now.items() if was.get(k) != v]
+        data = was.get("data", {})
+        differing += [f"data of {task} was other" for task, v in about["data"].items() if data.get(task, v) != v]
+        if differing:
+            raise InputError(f"{self.path} is of another run ({', '.join(differing)}): give another --out")
+        versions = dict.fromkeys([*was.get("versions", "").split("; "), about["versions"]])
+        about = about | {"data": data | about["data"], "versions": "; ".join(filter(None, versions))}
+        self.record = {"about": about, "cells": held.get("cells", {})}
+
+    def has(self, name: str) -> bool:
+        """Whether a cell was measured, and nothing failed in it."""
+        cell = self.record["cells"].get(name, {})
+        return "tokens_per_s" in cell and not cell.get("errors")
+
+    def add(self, name: str, cell: dict, methods: list[str]) -> None:
+        if "failed" in cell and "tokens_per_s" in self.record["cells"].get(name, {}):
+            # Part of it was measured before: nothing is lost.
+            return
+        self.record["cells"][name] = cell
+        write_record(self.path, self.record)
+        self.write(methods)
+
+    def write(self, methods: list[str]) -> str:
+        seen = [k.split(" | ")[2] for k in self.record["cells"]]
+        shown = list(dict.fromkeys([*methods, *seen]))
+        text = markdown(self.record, self.published, shown)
+        beside(self.out, ".md").write_text(text, encoding="utf-8")
+        plot(self.record, shown, beside(self.out, ".png"))
+        return text
+
+
+def open_llm(args, options: dict):
+    """(LLM, device)"""
+    device = set_platform(args.platform, args.kernels)
+    from dflash_jax.frontend.llm import LLM
+
+    names = ("dtype", "quantize", "mesh", "max_len", "draft_tokens")
+    given = {k: getattr(args, k) for k in names if getattr(args, k) is not None}
+    kept = {k: options[k] for k in names if k in options}
+    target, draft = args.target or options.get("target"), args.draft or options.get("draft")
+    if target is not None and draft is None:
+        raise InputError("no drafter: give --draft")
+    # Each concurrency asks the same questions: nothing may be left of their prompts.
+    return LLM(target, draft if draft is not None else "auto", prefix_bytes=0, **kept | given), device
+
+
+async def cells(results: Results, tasks: dict, methods: list[str], args, asking: Asking, open_client) -> None:
+    from jax.errors import JaxRuntimeError
+    from tqdm import tqdm
+
+    from dflash_jax.benchmarking.cells import measure
+
+    for name in methods:
+        left = [(t, n) for t in tasks for n in args.concurrency if not results.has(key(t, n, name))]
+        if not left:
+            continue
+        try:
+            async with open_client(name) as client:
+                while left:
+                    task, at_once = left[0]
+                    await client.forget()
+                    with tqdm(total=len(tasks[task]), desc=key(task, at_once, name), unit="talk") as bar:
+                        found = await measure(client, tasks[task], at_once, asking, bar.update)
+                    results.add(key(task, at_once, name), found, methods)
+                    left.pop(0)
+            # Its engine goes before the next one comes.
+            client = None
+        except (InputError, JaxRuntimeError) as e:
+            if not results.record["cells"]:
+                raise InputError(" ".join(str(e).split())[:300]) from None
+            # A server that is gone, memory that is not enough: the other methods go on.
+            for task, at_once in left:
+                results.add(key(task, at_once, name), {"failed": " ".join(str(e).split())[:120]}, methods)
+
+
+def capacity(llm, tasks: dict, asking: Asking) -> int:
+    """Positions that a conversation may come to."""
+    longest = max(
+        sum(len(llm.encode(turn)) for turn in turns) + len(turns) * (asking.max_new_tokens + 64)
+        for talks in tasks.values()
+        for turns in talks
+    )
+    return min(llm.max_len, -(-longest // 256) * 256)
+
+
+def run(args) -> int:
+    if args.url and (args.target or args.draft or args.config):
+        raise InputError("--url measures a server: leave out --config, --target and --draft")
+    if args.label and not args.url:
+        raise InputError("--label names a server's own method: give --url")
+    for name in ("max_new_tokens", "prompts", "concurrency"):
+        value = getattr(args, name)
+        if value is not None and min(value if isinstance(value, list) else [value]) < 1:
+            raise InputError(f"{name} {value}: it must be 1 or more")
+    tasks = read_tasks(args.data, args.prompts, args.seed)
+    asking = Asking(args.max_new_tokens, args.temperature, args.thinking, args.ignore_eos, args.timeout_s)
+    options = read_system(args.config).options if args.config else {}
+    methods = args.methods or [PLAIN, "8", "16", "auto"]
+    if args.label:
+        methods = [args.label]
+    about = {"command": f"python -m dflash_jax.benchmark {shlex.join(_without_key(sys.argv[1:]))}"}
+    about |= {k: v for k, v in asdict(asking).items() if k != "timeout_s"} | {
+        "prompts": args.prompts,
+        "seed": args.seed,
+        "data": {task: blake2b(json.dumps(talks).encode(), digest_size=8).hexdigest() for task, talks in tasks.items()},
+        "versions": versions(),
+    }
+    if args.url:
+        about |= {"model": args.model or args.url, "device": "a server"}
+
+        def open_client(name: str):
+            block = None if args.label else 1 if name == PLAIN else block_size(name)
+            return HttpClient(args.url, args.model, args.api_key, block)
+    else:
+        llm, device = open_llm(args, options)
+        model = Path(args.config).stem if args.config else str(args.target or "bundled pair")
+        about |= {"model": model, "device": device, "dtype": llm.dtype, "mesh": str(llm.target.layout)}
+        about |= {"max_len": llm.max_len, "quantize": args.quantize or options.get("quantize"), "kernels": args.kernels}
+        listed = llm.drafter.shortlist
+        about |= {"draft_tokens": None if listed is None else len(listed.ids[...])}
+        methods = [m for m in methods if not m.isdecimal() or int(m) <= llm.largest_block]
+        room = capacity(llm, tasks, asking)
+
+        def open_client(name: str):
+            return EngineClient(llm, 1 if name == PLAIN else block_size(name), max(args.concurrency), room)
+
+    results = Results(args.out, about, _published(args))
+    asyncio.run(cells(results, tasks, methods, args, asking, open_client))
+    print(results.write(methods), end="")
+    return 1 if any("failed" in c or c.get("errors") for c in results.record["cells"].values()) else 0
+
+
+def _without_key(argv: list[str]) -> list[str]:
+    """The command as anyone may read it."""
+    hidden = [a.partition("=")[0] + "=KEY" if a.startswith("--api-key=") else a for a in argv]
+    return ["KEY" if before == "--api-key" else a for before, a in zip(["", *hidden], hidden, strict=False)]
+
+
+def _published(args) -> dict:
+    """Figures of the model's card, where there are any."""
+    path = Path(__file__).parents[1] / "assets/published.json"
+    name = args.published or (Path(args.config).stem.removesuffix("-fp8") if args.config else None)
+    if name is None:
+        return {}
+    known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    if args.published and name not in known:
+        raise InputError(f"published {name!r}: known are {', '.join(known)}")
+    return known.get(name, {})
+
+
+def main(argv: list[str] | None = None) -> int:
+    return exit_code(lambda: run(make_parser().parse_args(argv)))

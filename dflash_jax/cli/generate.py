@@ -1,0 +1,193 @@
+"""python -m dflash_jax.generate: text from a target and a DFlash drafter. Text goes to stdout, everything else to
+stderr."""
+
+import json
+import os
+import sys
+from collections import Counter
+
+from dflash_jax.cli.arguments import make_parser, read_prompts
+from dflash_jax.cli.options import choose_mesh, exit_code, set_platform, with_config
+from dflash_jax.errors import InputError
+
+# NO_COLOR as in no-color.org.
+DRAFTED, PLAIN = ("", "") if os.environ.get("NO_COLOR") else ("\033[32m", "\033[0m")
+
+
+def fresh_seed(is_distributed: bool) -> int:
+    seed = int.from_bytes(os.urandom(4), "little")
+    if is_distributed:
+        from dflash_jax.parallel import distributed
+
+        return distributed.agreed(seed)
+    return seed
+
+
+def covered(spans) -> float:
+    """Seconds that are in at least one of (start, end)."""
+    total, upto = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, upto))
+        upto = max(upto, end)
+    return total
+
+
+def statistics(llm, device: str, completions: list) -> str:
+    """The line at the end: rates exclude compilation."""
+    prompt = sum(len(c.prompt_ids) for c in completions)
+    known = sum(c.cached_tokens for c in completions)
+    new = sum(len(c.token_ids) for c in completions)
+    prefill = covered((c.timings.admitted, c.timings.prefilled) for c in completions)
+    decode = covered((c.timings.prefilled, c.timings.finished) for c in completions)
+    lengths = [n for c in completions for n in c.acceptance_lengths]
+    line = f"{device} {llm.dtype} | prompt {prompt} tokens{f' ({known} known)' if known else ''}"
+    line += f", {(prompt - known) / max(prefill, 1e-9):.0f} tok/s"
+    line += f" | decode {new} tokens, {new / max(decode, 1e-9):.0f} tok/s"
+    if any(n > 1 for n in lengths):
+        histogram = " ".join(f"{n}:{c}" for n, c in sorted(Counter(lengths).items()))
+        line += f" | acceptance length {sum(lengths) / len(lengths):.2f} in {len(lengths)} rounds ({histogram})"
+    size = llm.loaded_bytes / 1e9
+    return f"{line} | compiled in {llm.compile_s:.1f} s | loaded {size:.2g} GB at {size / llm.load_s:.2g} GB/s"
+
+
+def write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def tell(line: str) -> None:
+    """To stderr, once."""
+    from dflash_jax.parallel import distributed
+
+    if distributed.is_first():
+        print(line, file=sys.stderr)
+
+
+def stream_text(llm, prompt, params, show_drafts: bool):
+    """Streams one prompt's text to stdout and returns its Completion."""
+    from dflash_jax.frontend.sequence import Piece
+
+    for event in llm.pieces(prompt, params):
+        if not isinstance(event, Piece):
+            break
+        if llm.tokenizer is None:
+            write("".join(f"{token} " for token in event.token_ids))
+        elif not show_drafts:
+            write(event.text)
+        else:
+            write("".join(f"{DRAFTED}{text}{PLAIN}" if is_draft else text for text, is_draft in event.segments))
+    write("\n")
+    return event
+
+
+def compare(llm, completions: list, params, streamed: bool) -> tuple[list[dict], bool]:
+    """Decodes again without the drafter, in the same way: what --json adds for each prompt, and whether all is well."""
+    from dflash_jax.frontend.compare import divergence
+
+    prompts = [c.prompt_ids for c in completions]
+    if streamed:
+        baselines = [list(llm.pieces(prompt, params, block_size=1))[-1] for prompt in prompts]
+    else:
+        baselines = llm.generate(prompts, params, block_size=1)
+    found, good = [], True
+    for mine, plain in zip(completions, baselines, strict=True):
+        parting = divergence(llm, mine.prompt_ids, plain.token_ids, mine.token_ids, params)
+        verdict = "equal tokens" if parting is None else (
+            f"tokens part at new token {parting.at}: {parting.expected} without the drafter, {parting.found} with it, "
+            f"margin {parting.margin:.2g}{' (a tie)' if parting.is_tie else ''}"
+        )  # fmt: skip
+        good = good and (parting is None or llm.dtype != "float32" or parting.is_tie)
+        speedup = plain.timings.decode_s / max(mine.timings.decode_s, 1e-9)
+        # A parting changes the length: compare what a token costs.
+        speedup *= len(mine.token_ids) / len(plain.token_ids)
+        tell(f"compare: {verdict}; {speedup:.2f}x the speed of plain decoding")
+        baseline = {"token_ids": plain.token_ids, "decode_s": plain.timings.decode_s}
+        found.append({"baseline": baseline, "equal": parting is None, "speedup": speedup})
+    return found, good
+
+
+def as_json(completion, extra: dict) -> str:
+    c = completion
+    value = {
+        "prompt_ids": c.prompt_ids,
+        "token_ids": c.token_ids,
+        "text": c.text,
+        "finish_reason": c.finish_reason,
+        "acceptance_lengths": c.acceptance_lengths,
+    }
+    if c.logprobs is not None:
+        value["logprobs"] = [{**entry, "top": {str(k): v for k, v in entry["top"].items()}} for entry in c.logprobs]
+    value["timings"] = {k: getattr(c.timings, k) for k in ("prefill_s", "decode_s", "compile_s")}
+    return json.dumps({**value, **extra})
+
+
+def run(args, system) -> int:
+    prompts = read_prompts(args)
+    if args.json and args.show_drafts:
+        raise InputError("--show-drafts colours text, --json has none: give one of them")
+    if args.logprobs is not None and not args.json:
+        raise InputError("--logprobs is shown with --json only: add --json")
+    if args.distributed:
+        from dflash_jax.parallel import distributed
+
+        distributed.start()
+    device = set_platform(args.platform, args.kernels)
+    if args.distributed:
+        distributed.one_voice()
+    from dflash_jax.frontend.llm import LLM
+    from dflash_jax.sampling_params import SamplingParams
+
+    params = SamplingParams(
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        repetition_penalty=args.repetition_penalty,
+        frequency_penalty=args.frequency_penalty,
+        presence_penalty=args.presence_penalty,
+        logit_bias=dict(args.logit_bias),
+        seed=args.seed if args.seed is not None else fresh_seed(args.distributed),
+        max_tokens=args.max_new_tokens,
+        stop=tuple(args.stop),
+        ignore_eos=args.ignore_eos,
+        logprobs=args.logprobs,
+    )
+    llm = LLM(
+        args.target,
+        None if args.draft == "none" else args.draft,
+        dtype=args.dtype,
+        block_size=args.block_size,
+        slots=args.slots,
+        mem_fraction=args.mem_fraction,
+        # One prompt shares its beginning with nobody.
+        prefix_bytes=None if len(prompts) > 1 else 0,
+        draft_window_size=args.draft_window_size,
+        draft_sink_size=args.draft_sink_size,
+        draft_tokens=args.draft_tokens,
+        reproducible=args.reproducible,
+        mesh=choose_mesh(args.mesh, system),
+        max_len=args.max_len,
+        quantize=args.quantize,
+    )
+    if args.compare and llm.drafter is None:
+        raise InputError("--compare compares with and without a drafter: give --draft")
+    if args.show_drafts and llm.tokenizer is None:
+        raise InputError("--show-drafts colours text, and this checkpoint has no tokenizer: leave it out")
+    if args.chat:
+        system = [{"role": "system", "content": args.system}] if args.system is not None else []
+        prompts = [llm.encode_chat([*system, {"role": "user", "content": p}], args.thinking) for p in prompts]
+    llm.check(prompts, params)
+    if args.json:
+        completions = llm.generate(prompts, params)
+    else:
+        completions = [stream_text(llm, prompt, params, args.show_drafts) for prompt in prompts]
+    extras, good = compare(llm, completions, params, not args.json) if args.compare else ([{}] * len(completions), True)
+    if args.json:
+        for completion, extra in zip(completions, extras, strict=True):
+            write(as_json(completion, extra) + "\n")
+    tell(statistics(llm, device, completions))
+    return 0 if good else 1
+
+
+def main(argv: list[str] | None = None) -> int:
+    return exit_code(lambda: run(*with_config(make_parser(), argv)))

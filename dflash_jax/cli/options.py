@@ -1,0 +1,112 @@
+"""What the command lines share: errors as one line and exit code 2, defaults from a system's TOML, the devices."""
+
+import argparse
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+
+from dflash_jax.errors import EngineError, InputError
+from dflash_jax.ops import backend
+from dflash_jax.ops.kernels.triton import launch
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        raise InputError(message)
+
+
+def silence_stdout() -> None:
+    """What Python would flush at exit goes nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def exit_code(command: Callable[[], int]) -> int:
+    """Runs a command line: bad input, and a failure of the device, is one line on stderr."""
+    try:
+        if sys.stdout is None:
+            raise InputError("stdout is closed: there is nowhere to write to")
+        code = command()
+        sys.stdout.flush()
+        return code
+    except InputError as e:
+        print(f"error: {' '.join(str(e.args[0]).splitlines())}", file=sys.stderr)
+        return 2
+    except EngineError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # Nobody reads any more.
+        silence_stdout()
+        return 141
+    except OSError as e:
+        print(f"error: {e.filename or 'stdout'}: {e.strerror}", file=sys.stderr)
+        silence_stdout()
+        return 2
+
+
+def with_config(parser: argparse.ArgumentParser, argv: list[str] | None):
+    """Parsed arguments, defaults taken from ``--config``; and the `System`, or None."""
+    args = parser.parse_args(argv)
+    if args.config is None:
+        return args, None
+    from dflash_jax.cli.system_config import read_system
+
+    system = read_system(args.config)
+    known = {action.dest for action in parser._actions}
+    parser.set_defaults(**{k: v for k, v in system.options.items() if k in known})
+    return parser.parse_args(argv), system
+
+
+def add_platform(group) -> None:
+    """--platform and --kernels, for `set_platform`."""
+    group.add_argument("--platform", choices=["cpu", "cuda", "tpu"], help="default: the best that JAX finds")
+    text = "xla: none of our own, in Triton on a GPU, in C++ on a CPU (default: %(default)s)"
+    group.add_argument("--kernels", choices=backend.CHOICES, default="auto", help=text)
+
+
+def set_platform(platform: str | None, choice: str = "auto") -> str:
+    """Chooses the platform and its backend, and returns a description of its first device."""
+    import jax
+
+    backend.choose(choice)
+    if platform:
+        jax.config.update("jax_platforms", platform)
+    try:
+        device = jax.devices(platform)[0]
+    except (RuntimeError, AssertionError) as e:
+        reason = (str(e) or "JAX has no support for it here").splitlines()[0]
+        raise InputError(f"platform {platform or 'default'!r} is not there: {reason}") from None
+    return f"{device.platform} {device.device_kind}" if device.platform != device.device_kind else device.platform
+
+
+def versions() -> str:
+    """Of what figures depend on: Python, JAX and what it came with, and the GPU's driver."""
+    found = [f"Python {platform.python_version()}"]
+    for name in ("jax", "jaxlib", "jax-cuda13-plugin", "libtpu", "triton", "jax-triton"):
+        with suppress(PackageNotFoundError):
+            found.append(f"{name} {version(name)}")
+    for assembler in launch.assemblers()[:1]:
+        found += [f"ptxas {release}"] if (release := launch.release_of(assembler)) else []
+    if shutil.which("nvidia-smi"):
+        asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        with suppress(OSError, subprocess.TimeoutExpired):
+            said = subprocess.run(asked, capture_output=True, text=True, timeout=20, check=False).stdout.split()
+            found += [f"driver {said[0]}"] if said else []
+    return ", ".join(found)
+
+
+def choose_mesh(mesh: str | None, system) -> str:
+    """What --mesh says, else what the config names for this machine."""
+    import jax
+
+    if mesh is not None or system is None:
+        return mesh or ""
+    return system.mesh(jax.devices()[0].device_kind, jax.device_count())

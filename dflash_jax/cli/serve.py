@@ -1,0 +1,260 @@
+"""python -m dflash_jax.serve: OpenAI's and SGLang's HTTP interfaces over one model and its engine."""
+
+import asyncio
+import gc
+import logging
+import os
+import resource
+import signal
+import socket
+import sys
+import threading
+
+from dflash_jax.cli.options import choose_mesh, exit_code, set_platform
+from dflash_jax.errors import InputError
+from dflash_jax.server import transport
+
+log = logging.getLogger("dflash_jax.server")
+
+# Below this, a shorter context is no longer tried on its own.
+LEAST_LEN = 4096
+# Open files beside connections: checkpoints, caches, worker processes.
+OTHER_FILES = 512
+
+
+def allow_connections(wanted: int) -> int:
+    """How many connections there may be: ``wanted``, or as many as the system's limit of open files allows."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    possible = wanted if most == resource.RLIM_INFINITY else max(most - OTHER_FILES, 1)
+    if possible < wanted:
+        log.warning("at most %d connections: the limit of open files is %d", possible, most)
+    return min(wanted, possible)
+
+
+def load(args, system):
+    """(LLM, Engine): at the length asked for, or at the longest of its halves that fits."""
+    from dflash_jax.frontend.llm import LLM
+
+    llm = LLM(
+        args.target,
+        None if args.draft == "none" else args.draft,
+        dtype=args.dtype,
+        block_size=args.block_size,
+        max_block_size=args.max_block_size,
+        slots=args.slots,
+        prefix_bytes=args.prefix_bytes,
+        mem_fraction=args.mem_fraction,
+        draft_window_size=args.draft_window_size,
+        draft_sink_size=args.draft_sink_size,
+        draft_tokens=args.draft_tokens,
+        reproducible=args.reproducible,
+        max_len=args.max_len,
+        mesh=choose_mesh(args.mesh, system),
+        quantize=args.quantize,
+        tokenizer=args.tokenizer,
+        chat_template=args.chat_template,
+        chat_template_kwargs=args.default_chat_template_kwargs,
+        revision=args.revision,
+        draft_revision=args.draft_revision,
+        download_dir=args.download_dir,
+        generation_config=args.generation_config,
+        sampling_defaults=args.override_generation_config,
+    )
+    capacity, slots = llm.max_len, llm.programs.data * -(-args.slots // llm.programs.data)
+    options = {"max_queue": args.max_queue, "max_num_batched_tokens": args.max_num_batched_tokens, "masks": True}
+    while True:
+        try:
+            return llm, llm.new_engine(llm.programs, slots, capacity, **options)
+        except InputError:
+            if args.max_len is not None or capacity // 2 < LEAST_LEN:
+                raise
+            capacity //= 2
+            log.warning("%d slots of the model's %d positions do not fit: %d each", slots, llm.max_len, capacity)
+
+
+def assemble(args, system):
+    """The `Serving` that the arguments describe. Nothing runs yet."""
+    from dflash_jax.engine.service import AsyncEngine
+    from dflash_jax.server.response_store import ResponseStore
+    from dflash_jax.server.serving import Limits, Serving
+
+    device = set_platform(args.platform, args.kernels)
+    llm, engine = load(args, system)
+    names = args.served_model_name or [args.target or "dflash-tiny"]
+    info = {
+        "model_path": str(args.target or "bundled"),
+        "speculative_draft_model_path": str(args.draft),
+        "speculative_algorithm": "DFLASH" if llm.drafter is not None else None,
+        "speculative_num_draft_tokens": llm.largest_block,
+        "block_size": llm.block_size,
+        "device": device,
+        "dtype": llm.dtype,
+        "slots": engine.device.slots,
+        "max_queue": args.max_queue,
+        "max_num_batched_tokens": engine.options.max_num_batched_tokens,
+        "mem_fraction": args.mem_fraction,
+    }
+    limits = Limits(
+        logprobs=args.max_logprobs,
+        unknown_fields=args.unknown_fields,
+        trust_request_chat_template=args.trust_request_chat_template,
+    )
+    running = AsyncEngine(engine, restarts=int(args.restart_on_failure))
+    options = {"response_store": ResponseStore(args.response_store), "stream_interval": args.stream_interval}
+    return Serving(llm, running, names, limits, info=info, additions=args.additions, **options)
+
+
+def around(app, serving, args, tracer):
+    """The application with what the arguments put around it: the log of requests, their spans, a proxy's path."""
+    from dflash_jax.server.observe import Observer, RequestLog
+
+    begin, end = [], [] if tracer is None else [tracer.end]
+    if args.enable_log_requests:
+        tokenizer = serving.llm.tokenizer
+        requests = RequestLog(tokenizer.decode if args.log_prompts and tokenizer else None, args.max_log_len)
+        begin, end = [requests.begin], [requests.end, *end]
+    if end:
+        app = Observer(app, begin, end)
+    return transport.UnderPath(app, args.root_path) if args.root_path else app
+
+
+def run(args, system) -> int:
+    logging.basicConfig(
+        level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr, force=True
+    )
+    # At INFO, JAX lists the backends that this machine does not have, which is no fault.
+    logging.getLogger("jax").setLevel(max(logging.WARNING, logging.getLogger().level))
+    try:
+        import uvicorn
+    except ImportError:
+        raise InputError('the server needs its extra: pip install "dflash-jax[server]"') from None
+    from dflash_jax.server.access import default_hosts, is_loopback
+    from dflash_jax.server.app import build
+    from dflash_jax.server.connections import ConnectionLimits, protocol
+    from dflash_jax.server.tracing import Tracer
+
+    tls = transport.tls_context(args)
+    tracer = Tracer(args.otlp_traces_endpoint) if args.otlp_traces_endpoint else None
+    listening = transport.listen(args.host, args.port, args.uds)
+    limits = ConnectionLimits(connections=allow_connections(args.max_connections))
+    serving = assemble(args, system)
+    is_local = args.uds is not None or is_loopback(args.host)
+    if not (args.api_keys or is_local):
+        log.warning("anyone who reaches %s can use this server: --api-key-file demands a key", args.host)
+    if args.allowed_hosts is not None:
+        hosts = args.allowed_hosts.split(",")
+    else:
+        # No page in a browser reaches a Unix socket.
+        hosts = default_hosts(args.host) if args.uds is None else None
+    config = uvicorn.Config(
+        around(build(serving, args.api_keys, hosts, args.cors), serving, args, tracer),
+        http=protocol(limits, tls),
+        ws="none",
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        timeout_keep_alive=limits.idle_s,
+        # A local client could choose its address by a header.
+        proxy_headers=False,
+    )
+    try:
+        runner = Runner(config, serving, args.drain_s, args.exit_on_failure)
+        return asyncio.run(runner.serve_until_drained(listening, transport.url(listening, tls is not None)))
+    finally:
+        serving.stop_workers()
+        transport.close(listening, args.uds)
+        if tracer is not None:
+            tracer.flush()
+
+
+class Runner:
+    """The HTTP server's life: warm-up beside it, then requests; a first SIGTERM or SIGINT drains, a second one
+    stops. exit_on_failure: a failure of the engine drains, too, and ends with code 1."""
+
+    def __init__(self, config, serving, drain_s: float, exit_on_failure: bool = False):
+        import uvicorn
+
+        self.serving, self.drain_s, self.code = serving, drain_s, 0
+        self.server = uvicorn.Server(config)
+        # Ours, so that a first signal drains.
+        self.server.handle_exit = self._on_signal
+        if exit_on_failure:
+            self.serving.engine.on_failure = self._on_failure
+
+    async def serve_until_drained(self, listening: socket.socket, url: str) -> int:
+        self._loop = asyncio.get_running_loop()
+        log.info("listening on %s, warming up", url)
+        threading.Thread(target=self._warm_up, name="warm-up", daemon=True).start()
+        await self.server.serve(sockets=[listening])
+        if self.serving.is_ready:
+            await asyncio.to_thread(self.serving.engine.stop)
+        return self.code
+
+    def _warm_up(self) -> None:
+        from dflash_jax.engine.warm_up import warm_up
+
+        serving = self.serving
+        try:
+            seconds = warm_up(serving.engine.engine)
+            if serving.llm.tokenizer is not None:
+                # transformers takes seconds to import: not at the first request.
+                _ = serving.llm.tokenizer.chat_template
+                _ = serving.llm.tokenizer.longest_token
+                serving.templates.start()
+            if serving.grammar is not None:
+                serving.grammar.start()
+            serving.engine.start()
+        except Exception:
+            log.exception("warm-up failed")
+            self.code, self.server.should_exit = 1, True
+            return
+        # Collections of garbage stop all threads. Leaving out what the start has made saves 0.15 s each.
+        gc.collect()
+        gc.freeze()
+        serving.is_ready = True
+        log.info(
+            "ready: %d programs in %.0f s of compilation; as %s", len(seconds), sum(seconds.values()), serving.name
+        )
+
+    def _on_signal(self, sig: int, frame) -> None:
+        if self.serving.is_draining or not self.serving.is_ready:
+            self.server.should_exit = self.server.force_exit = True
+            if self.serving.is_draining:
+                log.warning("stopped with %d requests in flight", self.serving.in_flight)
+            else:
+                # A compilation cannot be interrupted.
+                os._exit(128 + sig)
+            return
+        # Before the message: a second signal may interrupt this handler.
+        self._begin_draining()
+        log.info("%s: finishing %d requests", signal.Signals(sig).name, self.serving.in_flight)
+
+    def _on_failure(self) -> None:
+        log.error("exiting: the engine has failed")
+        self.code = 1
+        self._begin_draining()
+
+    def _begin_draining(self) -> None:
+        self.serving.is_draining = True
+        self._loop.call_soon_threadsafe(lambda: self._loop.create_task(self._drain()))
+
+    async def _drain(self) -> None:
+        deadline = self._loop.time() + self.drain_s
+        while self.serving.in_flight and self._loop.time() < deadline:
+            await asyncio.sleep(0.02)
+        if self.serving.in_flight:
+            log.warning("%d requests did not end within %g s", self.serving.in_flight, self.drain_s)
+            self.code = 1
+            self.server.force_exit = True
+        self.server.should_exit = True
+
+
+def main(argv: list[str] | None = None) -> int:
+    def command() -> int:
+        from dflash_jax.cli.serve_arguments import parse
+
+        logging.basicConfig(format="%(message)s")
+        return run(*parse(argv))
+
+    return exit_code(command)

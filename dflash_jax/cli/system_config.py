@@ -1,0 +1,65 @@
+"""A system's TOML: target, drafter, lengths, sampling, and the mesh that suits a machine."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from dflash_jax.checkpoint.config_files import read_toml_file
+from dflash_jax.errors import InputError
+from dflash_jax.parallel.devices import check_meshes, mesh_for
+
+OPTIONS = {
+    "target": str,
+    "draft": str,
+    "dtype": str,
+    "quantize": str,
+    "block_size": (int, str),
+    "max_len": int,
+    "draft_window_size": int,
+    "draft_sink_size": int,
+    "draft_tokens": str,
+}
+SAMPLING = {
+    "temperature": (int, float),
+    "top_k": int,
+    "top_p": (int, float),
+    "min_p": (int, float),
+    "repetition_penalty": (int, float),
+    "presence_penalty": (int, float),
+    "frequency_penalty": (int, float),
+}
+
+
+@dataclass(frozen=True)
+class System:
+    """``options``: defaults for command-line options of these names. ``meshes``: mesh by machine, such as "b200x8".
+    ``shapes``: ``config.json`` files of "target" and "draft", for what needs no weights."""
+
+    options: dict
+    meshes: dict[str, str]
+    shapes: dict[str, Path]
+
+    def mesh(self, kind: str, count: int) -> str:
+        """For ``count`` devices of a JAX device_kind."""
+        return mesh_for(self.meshes, kind, count)
+
+
+def _check(table: dict, known: dict, where: str) -> dict:
+    for key, value in table.items():
+        if key not in known:
+            raise InputError(f"{where}: {key!r} is not known: known are {', '.join(known)}")
+        if isinstance(value, bool) or not isinstance(value, known[key]):
+            raise InputError(f"{where}: {key} is {value!r}: its type is wrong")
+    return table
+
+
+def read_system(path: str | Path) -> System:
+    """Raises InputError for a file that is not there, not TOML, or has keys that are not known."""
+    path = Path(path)
+    raw = read_toml_file(path)
+    tables = {name: raw.pop(name, {}) for name in ("sampling", "mesh", "shapes")}
+    if not all(isinstance(table, dict) for table in tables.values()):
+        raise InputError(f"config {path}: sampling, mesh and shapes must be tables")
+    options = _check(raw, OPTIONS, f"config {path}") | _check(tables["sampling"], SAMPLING, f"config {path}: sampling")
+    check_meshes(tables["mesh"], f"config {path}")
+    shapes = _check(tables["shapes"], {"target": str, "draft": str}, f"config {path}: shapes")
+    return System(options, tables["mesh"], {k: path.parent / v for k, v in shapes.items()})

@@ -1,0 +1,119 @@
+"""python -m dflash_jax.train: a DFlash drafter for a target of yours."""
+
+import argparse
+import json
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+from dflash_jax.cli.options import Parser, exit_code, set_platform
+from dflash_jax.errors import InputError
+from dflash_jax.parallel.devices import mesh_for
+from dflash_jax.training.config import FIELDS, TrainConfig, checked, read_toml
+
+# A run that was stopped and may go on: EX_TEMPFAIL of sysexits.h.
+TRY_AGAIN = 75
+COMMANDS = {
+    "regenerate": "the target's own answers to the data's prompts, into OUTPUT/regenerated.jsonl",
+    "cache": "the target's features of the data, into --features",
+    "fit": "train; the same command goes on after a stop",
+    "evaluate": "acceptance length and speed, on --held-out, of OUTPUT/draft or, where there is none, of --draft",
+    "export": "the newest checkpoint of OUTPUT as a Hugging Face directory, OUTPUT/draft",
+    "tokens": "the data's most frequent tokens, to draft from: OUTPUT/draft/draft_tokens.json, or in OUTPUT",
+}
+
+
+def tell(line: str) -> None:
+    from dflash_jax.parallel import distributed
+
+    if distributed.is_first():
+        print(line, file=sys.stderr, flush=True)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    p = Parser(
+        prog="python -m dflash_jax.train",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="\n".join(f"{name:12}{text}" for name, text in COMMANDS.items()),
+    )
+    p.add_argument("command", choices=COMMANDS)
+    p.add_argument("--config", type=Path, help="TOML with these options as keys (configs/train/); options override it")
+    p.add_argument("--platform", help="cpu, cuda or tpu (default: the best there is)")
+    p.add_argument("--distributed", action="store_true", help="several processes as one")
+    for name, f in FIELDS.items():
+        kind, many = f.metadata["kind"], isinstance(f.default, tuple)
+        flag, text = "--" + name.replace("_", "-"), f.metadata["help"].replace("%", "%%")
+        if f.default is not None and not many:
+            text += f" (default: {f.default})"
+        more = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
+        if many:
+            more["nargs"] = "+"
+        p.add_argument(flag, dest=name, default=None, help=text, **more)
+    return p
+
+
+def read_config(args: argparse.Namespace) -> tuple[TrainConfig, dict[str, str]]:
+    values, meshes = read_toml(args.config) if args.config else ({}, {})
+    given = {name: getattr(args, name) for name in FIELDS if getattr(args, name) is not None}
+    return TrainConfig(**values | {k: checked(k, v, "options") for k, v in given.items()}), meshes
+
+
+def main(argv: list[str] | None = None) -> int:
+    def command() -> int:
+        args = make_parser().parse_args(argv)
+        config, meshes = read_config(args)
+        if args.distributed:
+            from dflash_jax.parallel import distributed
+
+            distributed.start()
+        set_platform(args.platform)
+        return run(args.command, config, meshes)
+
+    return exit_code(command)
+
+
+def run(command: str, config: TrainConfig, meshes: dict[str, str]) -> int:
+    from dataclasses import replace
+
+    import jax
+
+    if find_spec("grain") is None:
+        raise InputError('training needs more packages: pip install "dflash-jax[train]"')
+    if config.mesh is None:
+        config = replace(config, mesh=mesh_for(meshes, jax.devices()[0].device_kind, jax.device_count()))
+    if command in ("regenerate", "cache", "fit", "tokens") and not config.data:
+        raise InputError(f"{command} needs --data: files of JSON lines")
+    if command == "regenerate":
+        from dflash_jax.frontend.llm import LLM
+        from dflash_jax.training.regenerate import regenerate
+
+        # Prompts that have little in common: to keep their beginnings costs more than it spares.
+        options = {"dtype": config.dtype, "mesh": config.mesh, "slots": config.slots, "prefix_bytes": 0}
+        llm = LLM(config.target, config.draft, **options)
+        path = config.directory / "regenerated.jsonl"
+        count = regenerate(config, llm, path, tell)
+        tell(f"{count} lines have answers in {path}")
+        return 0
+    from dflash_jax.training import features
+    from dflash_jax.training import run as training
+
+    if command == "fit":
+        reached, last = training.fit(config, tell)
+        return 0 if reached == last else TRY_AGAIN
+    if command == "cache":
+        if config.features is None:
+            raise InputError("cache needs --features: a directory to write to")
+        pair = training.open_pair(config)
+        features.write(config, pair.rows(config, tell), pair, tell)
+    elif command == "export":
+        training.export(config, tell)
+    elif command == "tokens":
+        training.write_draft_tokens(config, tell)
+    else:
+        from dflash_jax.parallel import distributed
+
+        found = training.evaluate(config, tell)
+        if distributed.is_first():
+            print(json.dumps(found, indent=1))
+    return 0

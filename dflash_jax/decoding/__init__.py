@@ -1,0 +1,1 @@
+"""The speculative loop: pure functions over one decode state."""

@@ -1,0 +1,1 @@
+"""The library: `LLM`, sequences with their text, tokenizers."""

@@ -1,0 +1,98 @@
+"""A checkpoint's own sampling defaults and stop ids."""
+
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+
+from dflash_jax.errors import InputError
+from dflash_jax.sampling_params import MAX_STOPS, SamplingParams
+
+
+def _stop_ids(raw: dict) -> tuple[int, ...] | None:
+    """``eos_token_id`` of a config, which is an id or several; None where it has none."""
+    from dflash_jax.models.families.reading import LIMITS, shown, whole
+
+    value = raw.get("eos_token_id")
+    if value is None:
+        return None
+    ids = value if isinstance(value, list) else [value]
+    if len(ids) > MAX_STOPS:
+        raise InputError(f"eos_token_id is {shown(value)}: at most {MAX_STOPS} are possible")
+    return tuple(whole("eos_token_id", i, 0, LIMITS["vocab_size"]) for i in ids)
+
+
+def _sampling(raw) -> dict:
+    """The sampling options of a generation_config.json, a `Raw`."""
+    values = {"repetition_penalty": raw.number("repetition_penalty", None, 1e-6, 1e6)}
+    if raw.flag("do_sample"):
+        values |= {
+            "temperature": raw.number("temperature", 1.0, 0.0, 1e6),
+            "top_k": raw.whole("top_k", None, least=0),
+            "top_p": raw.number("top_p", None, 0.0, 1.0),
+            "min_p": raw.number("min_p", None, 0.0, 1.0),
+        }
+    values = {name: value for name, value in values.items() if value is not None}
+    SamplingParams(**values)
+    return values
+
+
+@dataclass(frozen=True)
+class SamplingDefaults:
+    """Sampling defaults and stop ids of a checkpoint."""
+
+    values: dict = field(default_factory=dict)
+    stop_ids: tuple[int, ...] = ()
+
+    @classmethod
+    def read(cls, directory: Path, generation_config: str | Path = "auto") -> "SamplingDefaults":
+        """From generation_config.json, and the stop ids from config.json where that has none.
+
+        Args:
+            directory: Of the checkpoint.
+            generation_config: "auto" for the checkpoint's own, "vllm" for none, else the path of another file or of
+                its directory.
+        """
+        from dflash_jax.checkpoint.config_files import parsed, read_json, read_raw
+        from dflash_jax.models.families.reading import Raw
+
+        path = directory / "generation_config.json"
+        if generation_config not in ("auto", "vllm"):
+            path = Path(generation_config).expanduser()
+            path = path / "generation_config.json" if path.is_dir() else path
+        is_read = generation_config != "vllm" and (generation_config != "auto" or path.exists())
+        raw = Raw(read_json(path) if is_read else {}, "generation_config")
+        values, stop_ids = parsed(_sampling, raw, path), parsed(_stop_ids, raw, path)
+        if stop_ids is None:
+            config = read_raw(directory)
+            texts = (config, config.get("text_config", {}))
+            stop_ids = next((ids for t in texts if (ids := parsed(_stop_ids, t, directory)) is not None), ())
+        return cls(values, stop_ids)
+
+    def overridden(self, values: dict) -> "SamplingDefaults":
+        """With other sampling defaults: temperature, top_k, top_p, min_p, repetition_penalty. Raises InputError for
+        other names and wrong values."""
+        known = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+        for name, value in values.items():
+            if name not in known:
+                raise InputError(f"sampling default {name[:60]!r}: it must be one of {', '.join(known)}")
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise InputError(f"sampling default {name} is {str(value)[:60]}: it must be a number")
+        values = values | ({"top_k": 0} if values.get("top_k") == -1 else {})
+        SamplingParams(**values)
+        return replace(self, values=self.values | values)
+
+    def fill(self, params: SamplingParams) -> SamplingParams:
+        """``params`` without a None among the sampling options."""
+        neutral = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+        missing = {f.name for f in fields(params) if getattr(params, f.name) is None}
+        filled = replace(params, **{k: v for k, v in (neutral | self.values).items() if k in missing})
+        # Logits divided by less would overflow: the limit of sampling is greedy.
+        return replace(filled, temperature=0.0) if filled.temperature < 1e-5 else filled
+
+    def stops(self, params: SamplingParams, must_end: bool = False) -> list[int]:
+        """The token ids that end a row; ``must_end``: the checkpoint's own whatever ``params`` say."""
+        own = () if params.ignore_eos and not must_end else self.stop_ids
+        ids = list(dict.fromkeys((*params.stop_token_ids, *own)))
+        if len(ids) > MAX_STOPS:
+            message = f"stop_token_ids and the checkpoint's own are {len(ids)}: at most {MAX_STOPS} are possible"
+            raise InputError(message)
+        return ids

@@ -1,0 +1,1 @@
+"""Operations: a reference each, and the implementations that platforms have."""

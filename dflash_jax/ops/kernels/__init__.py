@@ -1,0 +1,1 @@
+"""Implementations of operations that are written by hand."""

@@ -1,0 +1,1 @@
+"""Kernels in C++, called through the foreign function interface."""

@@ -1,0 +1,140 @@
+// A mixture of experts in float32, as a call of XLA's: routing, and of each expert the SwiGLU of the tokens that chose
+// it, dflash_jax.models.moe's `mixture` without the shared expert. Of an expert that no token chose nothing is read.
+// What a token gets does not depend on the others: it is summed up in the order of the experts.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <numeric>
+#include <vector>
+
+#include "panels.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace {
+
+constexpr int64_t kStride = kTaken * kLanes;
+
+// The tokens that chose each expert, in order, and by what weight.
+struct Routes {
+  std::vector<int64_t> begin, token;  // expert e has the choices begin[e] … begin[e + 1] - 1
+  std::vector<float> weight;
+  std::vector<int64_t> used;  // experts that have any
+};
+
+// logits [T, E]; the `top` likeliest of each live token, of equal ones the first. Weights: of the softmax over all, or
+// over the chosen.
+Routes Route(const float* logits, const bool* live, int64_t tokens, int64_t experts, int64_t top, bool normalise) {
+  std::vector<int64_t> order(experts), chosen(tokens * top, -1);
+  std::vector<float> weight(tokens * top);
+  Routes routes;
+  routes.begin.assign(experts + 1, 0);
+  for (int64_t t = 0; t < tokens; ++t) {
+    if (!live[t]) continue;
+    const float* const row = logits + t * experts;
+    std::iota(order.begin(), order.end(), 0);
+    std::partial_sort(order.begin(), order.begin() + top, order.end(), [row](int64_t a, int64_t b) {
+      return row[a] > row[b] || (row[a] == row[b] && a < b);
+    });
+    const float most = row[order[0]];
+    float total = 0;
+    for (int64_t e = 0; e < (normalise ? top : experts); ++e) total += std::exp(row[normalise ? order[e] : e] - most);
+    for (int64_t i = 0; i < top; ++i) {
+      chosen[t * top + i] = order[i];
+      weight[t * top + i] = std::exp(row[order[i]] - most) / total;
+      ++routes.begin[order[i] + 1];
+    }
+  }
+  for (int64_t e = 0; e < experts; ++e) {
+    if (routes.begin[e + 1] > 0) routes.used.push_back(e);
+    routes.begin[e + 1] += routes.begin[e];
+  }
+  std::vector<int64_t> next(routes.begin);
+  routes.token.resize(routes.begin[experts]), routes.weight.resize(routes.begin[experts]);
+  for (int64_t i = 0; i < tokens * top; ++i) {
+    if (chosen[i] < 0) continue;
+    const int64_t place = next[chosen[i]]++;
+    routes.token[place] = i / top, routes.weight[place] = weight[i];
+  }
+  return routes;
+}
+
+using F32 = ffi::Buffer<ffi::F32>;
+
+// x [T, H], logits [T, E], live [T], gate_up in panels of [E, 2, F, H] and down of [E, H, F] → [T, H]. H and F are
+// whole panels.
+ffi::Error Call(F32 x, F32 logits, ffi::Buffer<ffi::PRED> live, ffi::AnyBuffer gate_up, ffi::AnyBuffer down,
+                ffi::ResultBuffer<ffi::F32> out, int64_t features, int64_t top, bool normalise) {
+  const int64_t tokens = x.dimensions()[0], hidden = x.dimensions()[1], experts = logits.dimensions()[1];
+  if (hidden % kLanes || features % kLanes || top > experts) {
+    return ffi::Error::InvalidArgument("experts of a size that is not made for");
+  }
+  const Routes routes = Route(logits.typed_data(), live.typed_data(), tokens, experts, top, normalise);
+  thread_local std::vector<float> made;
+  made.resize(routes.token.size() * features);
+  float* const inner = made.data();  // [choices, F]
+
+  const int64_t runs = (features / kLanes + kTaken - 1) / kTaken;
+  const auto first = [&](int64_t i) {
+    const int64_t e = routes.used[i / runs], panel = i % runs * kTaken;
+    const int64_t last = std::min(panel + kTaken, features / kLanes), columns = (last - panel) * kLanes;
+    thread_local std::vector<float> room;
+    room.resize(kRows * (hidden + 2 * kStride));
+    float* const rows = room.data();
+    float* const gates = rows + kRows * hidden;
+    float* const ups = gates + kRows * kStride;
+    for (int64_t c = routes.begin[e]; c < routes.begin[e + 1]; c += kRows) {
+      const int64_t n = std::min<int64_t>(kRows, routes.begin[e + 1] - c), up = features / kLanes;
+      for (int64_t j = 0; j < n; ++j) {
+        std::memcpy(rows + j * hidden, x.typed_data() + routes.token[c + j] * hidden, hidden * sizeof(float));
+      }
+      const int64_t mine = e * 2 * up;
+      Multiply(rows, n, hidden, gate_up, mine + panel, mine + last, gates, kStride, kStride);
+      Multiply(rows, n, hidden, gate_up, mine + up + panel, mine + up + last, ups, kStride, kStride);
+      for (int64_t j = 0; j < n; ++j) {
+        Gate(gates + j * kStride, ups + j * kStride, columns, inner + (c + j) * features + panel * kLanes);
+      }
+    }
+  };
+  const auto second = [&](int64_t i) {
+    const int64_t panel = i * kTaken, last = std::min(panel + kTaken, hidden / kLanes);
+    const int64_t columns = (last - panel) * kLanes;
+    float* const here = out->typed_data() + panel * kLanes;
+    for (int64_t t = 0; t < tokens; ++t) std::memset(here + t * hidden, 0, columns * sizeof(float));
+    float rows[kRows * kStride];
+    for (const int64_t e : routes.used) {
+      const int64_t mine = e * hidden / kLanes;
+      for (int64_t c = routes.begin[e]; c < routes.begin[e + 1]; c += kRows) {
+        const int64_t n = std::min<int64_t>(kRows, routes.begin[e + 1] - c);
+        Multiply(inner + c * features, n, features, down, mine + panel, mine + last, rows, kStride, kStride);
+        for (int64_t j = 0; j < n; ++j) {
+          float* const to = here + routes.token[c + j] * hidden;
+          const float weight = routes.weight[c + j];
+          for (int64_t k = 0; k < columns; k += kLanes) {
+            Store(to + k, Load(to + k) + Load(rows + j * kStride + k) * weight);
+          }
+        }
+      }
+    }
+  };
+  TheTeam().Run(routes.used.size() * runs, first);
+  TheTeam().Run((hidden / kLanes + kTaken - 1) / kTaken, second);
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(DflashExperts, Call,
+                              ffi::Ffi::Bind()
+                                  .Arg<F32>()
+                                  .Arg<F32>()
+                                  .Arg<ffi::Buffer<ffi::PRED>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<F32>()
+                                  .Attr<int64_t>("features")
+                                  .Attr<int64_t>("top")
+                                  .Attr<bool>("normalise"));

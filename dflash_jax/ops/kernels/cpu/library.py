@@ -1,0 +1,146 @@
+"""The shared library of the CPU's kernels: compiled when first needed, kept in the user's cache directory, and checked
+before it is loaded.
+
+A library is code: it is loaded only from a file and a directory that no other user can write. Its name has the digest
+of its content, so that a file that was cut short, which would end the process with SIGBUS, is compiled again.
+"""
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shlex
+import shutil
+import stat
+import subprocess
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import jax
+import jaxlib
+
+log = logging.getLogger("dflash_jax")
+
+HERE = Path(__file__).parent
+SOURCES = [HERE / f"{name}.cc" for name in ("panels", "product", "attention", "delta", "experts", "noise", "team")]
+HEADERS = [HERE / f"{name}.h" for name in ("panels", "shared")]
+NATIVE = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
+FLAGS = ("-O3", NATIVE, "-std=c++20", "-fPIC", "-pthread", "-w")
+
+
+def threads() -> int:
+    """As many as the process may use cores, or OMP_NUM_THREADS."""
+    if (asked := os.environ.get("OMP_NUM_THREADS", "")).isdecimal():
+        return max(1, int(asked))
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def find_compiler() -> list[str] | None:
+    """The command, or None."""
+    command = shlex.split(os.environ.get("CXX") or "c++")
+    found = shutil.which(command[0])
+    return [found, *command[1:]] if found else None
+
+
+def load(compiler: list[str]) -> ctypes.CDLL:
+    """The library, compiled where there is none that can be trusted. Several processes may do this at once.
+
+    Raises OSError or subprocess.SubprocessError where it cannot be compiled or kept.
+    """
+    library = compiled(compiler)
+    try:
+        return ctypes.CDLL(str(library))
+    except OSError:
+        # It needs another version of the compiler's libraries, or another process has replaced it.
+        library.unlink(missing_ok=True)
+        return ctypes.CDLL(str(compiled(compiler)))
+
+
+def compiled(compiler: list[str]) -> Path:
+    """The path of a whole library of this user."""
+    directory, key = private_directory(), source_key(compiler)
+    for path in sorted(directory.glob(f"cpu-{key}-*.so")):
+        if is_intact(path):
+            return path
+        log.warning("%s is damaged, or another user can write it: the CPU's kernels are compiled again", path)
+        path.unlink(missing_ok=True)
+    return build(compiler, directory, key)
+
+
+def private_directory() -> Path:
+    """The cache directory of the libraries, created for this user alone. Raises OSError where others can write it."""
+    from platformdirs import user_cache_path
+
+    directory = user_cache_path("dflash_jax") / "kernels"
+    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if not is_private(directory.stat()):
+        raise PermissionError(f"{directory} must be this user's and not writable by others: chmod 700, or remove it")
+    return directory
+
+
+def is_private(status: os.stat_result) -> bool:
+    """Whether a file or a directory belongs to this user, or to root, and no other can write it."""
+    return status.st_uid in (0, os.geteuid()) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def is_intact(path: Path) -> bool:
+    """Whether a library is private and its content has the digest in its name."""
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+            if not is_private(os.fstat(file.fileno())):
+                return False
+            return hashlib.file_digest(file, "sha256").hexdigest() == path.stem.rpartition("-")[2]
+    except OSError:
+        return False
+
+
+def source_key(compiler: list[str]) -> str:
+    """Of everything that the library depends on: sources, compiler, flags, versions and the kind of CPU."""
+    versions = (str(os.stat(compiler[0]).st_mtime_ns), *platform.libc_ver(), jaxlib.__version__)
+    digest = hashlib.sha256("\0".join((*compiler, *FLAGS, *versions, _cpu())).encode())
+    for source in (*SOURCES, *HEADERS):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def build(compiler: list[str], directory: Path, key: str) -> Path:
+    """Compiles the library and puts it in ``directory``, whole or not at all."""
+    with tempfile.TemporaryDirectory(dir=directory) as scratch:
+
+        def run(*args: str) -> None:
+            command = [*compiler, *FLAGS, *args]
+            subprocess.run(command, check=True, capture_output=True, text=True, errors="replace", timeout=300)
+
+        objects = [f"{scratch}/{source.stem}.o" for source in SOURCES]
+        with ThreadPoolExecutor(threads()) as pool:
+            include = f"-I{jax.ffi.include_dir()}"
+            list(pool.map(lambda source, o: run(include, "-c", str(source), "-o", o), SOURCES, objects))
+        library = Path(scratch, "library.so")
+        run("-shared", *objects, "-o", str(library))
+        # Whatever the umask is.
+        library.chmod(0o700)
+        with library.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            os.fsync(file.fileno())
+        path = directory / f"cpu-{key}-{digest}.so"
+        library.replace(path)
+    # Not every file system can sync a directory.
+    with suppress(OSError):
+        descriptor = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    return path
+
+
+def _cpu() -> str:
+    """What tells the machines that share a home directory apart: the compiled code is for one kind of CPU."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())

@@ -1,0 +1,1 @@
+"""The device mesh, shardings and processes."""

@@ -1,0 +1,58 @@
+"""Accelerators by name: memory and bandwidth, for plans and for choosing a system's mesh."""
+
+from dataclasses import dataclass
+
+from dflash_jax.errors import InputError
+
+
+@dataclass(frozen=True)
+class Device:
+    """``memory`` in bytes, as CUDA or the TPU's driver reports it (of GPUs in GiB the least that users of PyTorch have
+    seen, for it changes with the driver); ``bandwidth`` in bytes per second, as the maker states it; ``kind``: how
+    JAX's device_kind begins."""
+
+    kind: str
+    memory: int
+    bandwidth: float
+
+    @property
+    def platform(self) -> str:
+        """As `jax.default_backend` has it."""
+        return "tpu" if self.kind.startswith("TPU") else "gpu"
+
+
+DEVICES = {
+    "b200": Device("NVIDIA B200", 191_514_411_008, 8.0e12),
+    "h200": Device("NVIDIA H200", 151_397_597_184, 4.8e12),
+    "h100": Device("NVIDIA H100", 84_942_979_072, 3.35e12),
+    "a100": Device("NVIDIA A100-SXM4-80GB", int(79.1 * 2**30), 2.039e12),
+    "l40s": Device("NVIDIA L40S", int(44.3 * 2**30), 0.864e12),
+    "rtx4090": Device("NVIDIA GeForce RTX 4090", int(23.6 * 2**30), 1.008e12),
+    "rtx5090": Device("NVIDIA GeForce RTX 5090", int(31.3 * 2**30), 1.792e12),
+    "rtxpro6000": Device("NVIDIA RTX PRO 6000 Blackwell", int(94.9 * 2**30), 1.792e12),
+    "v6e": Device("TPU v6 lite", 32 * 2**30, 1.638e12),
+    "v5e": Device("TPU v5 lite", 16 * 2**30, 0.819e12),
+    "v5p": Device("TPU v5p", 95 * 2**30, 2.765e12),
+}
+
+
+def device_name(kind: str) -> str | None:
+    """The name here of a JAX device_kind."""
+    return next((name for name, device in DEVICES.items() if kind.startswith(device.kind)), None)
+
+
+def mesh_for(meshes: dict[str, str], kind: str, count: int) -> str:
+    """Of meshes by machine, such as "b200x8", the largest that fits ``count`` devices of a JAX device_kind; one device
+    where none does."""
+    name, best = device_name(kind), (0, "")
+    for machine, mesh in meshes.items():
+        device, _, size = machine.partition("x")
+        if device == name and int(size) <= count:
+            best = max(best, (int(size), mesh))
+    return best[1]
+
+
+def check_meshes(meshes, where: str) -> None:
+    for machine, mesh in meshes.items():
+        if not machine.rpartition("x")[2].isdecimal() or not isinstance(mesh, str):
+            raise InputError(f'{where}: mesh {machine} = {mesh!r} must be like b200x8 = "tensor=8"')

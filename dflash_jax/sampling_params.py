@@ -1,0 +1,139 @@
+"""What a request may ask for."""
+
+from dataclasses import dataclass, field
+
+from dflash_jax.errors import InputError
+from dflash_jax.stop_strings import StopFinder
+
+# Stop token ids that a row may have.
+MAX_STOPS = 16
+# Tokens whose logits a row may bias, as in OpenAI's API.
+MAX_BIAS = 300
+# Tokens whose log-probabilities are recorded beside the drawn one's.
+MAX_LOGPROBS = 20
+# Of one request.
+MAX_STOP_REGEX, MAX_REGEX_CHARACTERS = 4, 1024
+MAX_BAD_WORDS, MAX_BAD_WORD_CHARACTERS = 256, 256
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one prompt is continued. None means: as the checkpoint's generation_config.json says, else off.
+
+    temperature: 0 is greedy. top_k: 0 is off. top_p in (0, 1], min_p in [0, 1]. repetition_penalty > 0 looks at prompt
+    and output; frequency_penalty and presence_penalty at the output. logit_bias: token id → added to its logit. seed:
+    the same seed gives the same text, with or without a drafter, alone or in a batch; None takes a fresh one.
+    max_tokens: new tokens at most; min_tokens: so many come before the text may end. stop: strings that end the text
+    (and are not part of it). stop_regex: regular expressions (RE2's) that end it: matches of at most 256 characters are
+    seen, and of these the last 64 are no part of the text. stop_token_ids: beside the checkpoint's own. ignore_eos: go
+    on past those. include_stop_str_in_output: what ends the text is part of it. skip_special_tokens: special tokens are
+    not part of it. bad_words: texts that never come, with or without a space before. allowed_token_ids: only these
+    tokens come. logprobs: for each token, its log-probability and the n likeliest tokens'; logprob_token_ids: those of
+    these tokens too; logprobs_mode: of the "raw" distribution or of the "processed" one, after
+    bias, penalties, temperature and cuts.
+    """
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    max_tokens: int = 256
+    stop: tuple[str, ...] | list[str] | str = ()
+    stop_regex: tuple[str, ...] | list[str] | str = ()
+    stop_token_ids: tuple[int, ...] | list[int] = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    min_tokens: int = 0
+    bad_words: tuple[str, ...] | list[str] = ()
+    allowed_token_ids: tuple[int, ...] | list[int] | None = None
+    logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] | list[int] = ()
+    logprobs_mode: str = "raw"
+
+    def __post_init__(self):
+        def check(name, good, right):
+            value = getattr(self, name)
+            if value is not None and not good(value):
+                raise InputError(f"{name} is {value}: it must be {right}")
+
+        for name in ("top_k", "max_tokens", "min_tokens", "logprobs", "seed"):
+            check(name, lambda v: isinstance(v, int) and not isinstance(v, bool), "a whole number")
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"):
+            check(name, lambda v: isinstance(v, (int, float)), "a number")
+        # Written so that NaN fails.
+        check("temperature", lambda v: 0 <= v < float("inf"), "0 (greedy) or more")
+        check("top_k", lambda v: v >= 0, "0 (off) or more")
+        check("top_p", lambda v: 0 < v <= 1, "above 0 and at most 1")
+        check("min_p", lambda v: 0 <= v <= 1, "between 0 and 1")
+        check("repetition_penalty", lambda v: 0 < v < float("inf"), "above 0")
+        check("frequency_penalty", lambda v: abs(v) < float("inf"), "a finite number")
+        check("presence_penalty", lambda v: abs(v) < float("inf"), "a finite number")
+        check("max_tokens", lambda v: v >= 1, "1 or more")
+        check(
+            "min_tokens", lambda v: 0 <= v <= self.max_tokens, f"between 0 and max_tokens, which is {self.max_tokens}"
+        )
+        check("logprobs", lambda v: v >= 0, "0 or more")
+        check("seed", lambda v: 0 <= v < 2**32, "between 0 and 4294967295")
+        check("logprobs_mode", lambda v: v in ("raw", "processed"), "'raw' or 'processed'")
+        for name in ("stop", "stop_regex", "bad_words"):
+            given = getattr(self, name)
+            if isinstance(given, str) and name != "bad_words":
+                given = (given,)
+                object.__setattr__(self, name, given)
+            if isinstance(given, str) or any(not isinstance(s, str) or not s for s in given):
+                raise InputError(f"{name} is {given!r}: it must be strings, none of them empty")
+        if len(self.stop_regex) > MAX_STOP_REGEX:
+            raise InputError(
+                f"stop_regex has {len(self.stop_regex)} expressions: at most {MAX_STOP_REGEX} are possible"
+            )
+        if any(len(each) > MAX_REGEX_CHARACTERS for each in self.stop_regex):
+            longest = max(len(each) for each in self.stop_regex)
+            raise InputError(f"stop_regex has {longest} characters: at most {MAX_REGEX_CHARACTERS} are possible")
+        if self.stop_regex:
+            StopFinder((), self.stop_regex)
+        if len(self.bad_words) > MAX_BAD_WORDS or any(len(w) > MAX_BAD_WORD_CHARACTERS for w in self.bad_words):
+            raise InputError(
+                f"bad_words has too many or too long words: at most {MAX_BAD_WORDS} words of "
+                f"{MAX_BAD_WORD_CHARACTERS} characters are possible"
+            )
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise InputError("allowed_token_ids is empty: it must have one token id at least")
+        if any(not isinstance(i, int) for i in self.stop_token_ids):
+            raise InputError(f"stop_token_ids is {self.stop_token_ids!r}: it must be token ids")
+        if any(isinstance(i, bool) or not isinstance(i, int) for i in self.logprob_token_ids):
+            raise InputError(f"logprob_token_ids is {self.logprob_token_ids!r}: it must be token ids")
+        if len(self.logprob_token_ids) > MAX_LOGPROBS:
+            message = f"logprob_token_ids has {len(self.logprob_token_ids)} ids: at most {MAX_LOGPROBS} are possible"
+            raise InputError(message)
+        for token, value in self.logit_bias.items():
+            if not isinstance(token, int) or not isinstance(value, (int, float)) or not abs(value) <= 1e30:
+                raise InputError(f"logit_bias {token!r}: {value!r}: it must be a finite number for a token id")
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether log-probabilities are recorded."""
+        return self.logprobs is not None or bool(self.logprob_token_ids)
+
+    def check_vocabulary(self, vocab: int) -> None:
+        allowed = self.allowed_token_ids or ()
+        # Of what may be as many as the vocabulary has, the ends say enough.
+        given = (
+            *self.logit_bias,
+            *self.stop_token_ids,
+            *self.logprob_token_ids,
+            min(allowed, default=0),
+            max(allowed, default=0),
+        )
+        outside = [i for i in given if not 0 <= i < vocab]
+        if outside:
+            raise InputError(f"token id {outside[0]} is out of vocabulary: ids are 0 to {vocab - 1}")
+        if self.logprobs is not None and self.logprobs > vocab:
+            raise InputError(f"logprobs is {self.logprobs}: it must be at most the vocabulary's {vocab}")
+        if len(self.logit_bias) > MAX_BIAS:
+            raise InputError(f"logit_bias has {len(self.logit_bias)} tokens: at most {MAX_BIAS} are possible")
