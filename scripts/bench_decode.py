@@ -45,7 +45,7 @@ from dflash_jax.benchmarking.store import beside, read_record, write_record
 from dflash_jax.cli.options import Parser, add_platform, exit_code, set_platform, versions
 from dflash_jax.decoding import speculative, step_functions
 from dflash_jax.decoding.state import PLAIN_SETTINGS, Settings, put_rows, take_rows
-from dflash_jax.engine.executables import ROWS, WHOLE, Programs, enable_disk_cache
+from dflash_jax.engine.executables import ROWS, WHOLE, Executables, enable_disk_cache
 from dflash_jax.engine.options import PREFILL_SIZES, largest_prefill
 from dflash_jax.errors import EngineError, InputError
 from dflash_jax.models import moe
@@ -187,7 +187,7 @@ def commits(target, drafter, state, rows, width, block, verified, *, settings: S
 
 class Bench:
     def __init__(self, pair: Pair, bandwidth: float):
-        self.programs, self.pair, self.bandwidth = Programs(pair.target, pair.drafter), pair, bandwidth
+        self.programs, self.pair, self.bandwidth = Executables(pair.target, pair.drafter), pair, bandwidth
         self.layout = pair.target.layout
         self.weights = weigh(pair.target, self.layout, frozenset())
         self.drafts = weigh(pair.drafter, self.layout, frozenset())

@@ -95,7 +95,7 @@ def launches(
     import jax.numpy as jnp
 
     from dflash_jax.decoding.state import Settings
-    from dflash_jax.engine.executables import Programs
+    from dflash_jax.engine.executables import Executables
     from dflash_jax.ops import backend
     from dflash_jax.parallel.sharding import Layout
     from dflash_jax.sampling_params import MAX_LOGPROBS
@@ -116,7 +116,7 @@ def launches(
     layout = Layout.parse(mesh)
     target, drafter = abstract_pair(pair, layout, jnp.dtype(dtype), quantize)
     devices = layout.mesh(jax.devices()[: layout.devices])
-    plain, drafting = Programs(target, None, devices), Programs(target, drafter, devices)
+    plain, drafting = Executables(target, None, devices), Executables(target, drafter, devices)
     with launching(record):
         for slots in SLOTS:
             settings = Settings(1, top_logprobs=MAX_LOGPROBS)
@@ -138,7 +138,7 @@ def compiled(launch: dict, capability: int) -> dict:
     from triton.compiler import ASTSource
 
     module, _, name = launch["kernel"].partition(".")
-    kernel = getattr(import_module(f"dflash_jax.ops.backend.{module}"), name)
+    kernel = getattr(import_module(f"dflash_jax.ops.kernels.triton.{module}"), name)
     names, kinds = list(kernel.arg_names), launch["kinds"]
     signature = {n: f"*{KINDS[kind]}" for n, kind in zip(names, kinds, strict=False)}
     signature |= dict.fromkeys(names[len(kinds) :], "constexpr")

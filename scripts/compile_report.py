@@ -77,7 +77,7 @@ def abstract_pair(shapes, layout, dtype, quantize: str | None):
     from dflash_jax.checkpoint.parameters import QUANTIZED
     from dflash_jax.models.decoder import abstract_decoder
     from dflash_jax.models.drafter import abstract_drafter
-    from dflash_jax.ops.weights import Scaled
+    from dflash_jax.ops.weights import QuantizedWeight
     from dflash_jax.parallel.sharding import parameter_paths, parameter_specs
 
     target = abstract_decoder(shapes.target, dtype, layout)
@@ -98,7 +98,7 @@ def abstract_pair(shapes, layout, dtype, quantize: str | None):
         runs = parts if quantize in ("int8", "fp8") else parts * -(-per_part // 128)
         kind = jnp.int8 if quantize == "int8" else jnp.float8_e4m3fn
         scale = jax.ShapeDtypeStruct((*leaf.shape[:-1], runs), jnp.float32 if quantize else jnp.bfloat16)
-        held.append(Scaled(jax.ShapeDtypeStruct(leaf.shape, kind), scale))
+        held.append(QuantizedWeight(jax.ShapeDtypeStruct(leaf.shape, kind), scale))
     return jax.tree.unflatten(structure, held), drafter
 
 
@@ -173,14 +173,14 @@ def report(shapes, layout, devices, args) -> dict:
     import jax.numpy as jnp
 
     from dflash_jax.decoding.state import Settings
-    from dflash_jax.engine.executables import GPU_OPTIONS, Programs
+    from dflash_jax.engine.executables import GPU_OPTIONS, Executables
     from dflash_jax.engine.options import largest_prefill
     from dflash_jax.models.cache import KVCache
     from dflash_jax.ops import backend
     from dflash_jax.ops.card import Card
     from dflash_jax.sampling_params import MAX_LOGPROBS
 
-    # Programs for absent devices are written to the cache and cannot be read back.
+    # Executables for absent devices are written to the cache and cannot be read back.
     jax.config.update("jax_enable_compilation_cache", False)
     # "auto" asks for the card that is here.
     is_gpu = ":" not in args.device
@@ -188,7 +188,7 @@ def report(shapes, layout, devices, args) -> dict:
     backend.choose(*(("triton", Card.of_device(devices[0])) if wanted else ("xla",)))
     target, drafter = abstract_pair(shapes, layout, jnp.bfloat16, args.quantize)
     mesh = layout.mesh(devices)
-    with_drafter, without = Programs(target, drafter, mesh), Programs(target, None, mesh)
+    with_drafter, without = Executables(target, drafter, mesh), Executables(target, None, mesh)
     options = {} if ":" in args.device else GPU_OPTIONS
     window = shapes.draft.block_size if drafter is not None else 1
     layers = len(shapes.target.layers)

@@ -12,7 +12,7 @@ import numpy as np
 from dflash_jax.models.cache import DeltaRecord, DeltaState, attend_in_pieces, replay_plain, through_gate
 from dflash_jax.models.config import RopeSpec
 from dflash_jax.models.gated_delta import advance_in_chunks, mix, mix_in_chunks
-from dflash_jax.models.layers import Normed, linear, rms_norm
+from dflash_jax.models.layers import DeferredNorm, linear, rms_norm
 from dflash_jax.models.moe import mixture, mixture_triton, route
 from dflash_jax.models.rope import apply_rope, rope_angles
 
@@ -249,7 +249,7 @@ def products(source, sizes: Sizes, rows, tokens, dtype, weights, quantized=None)
     def maps(x, norm, matrices, rest):
         # jnp.float32 is looked up here: the reference is float64.
         kind = {"kind": jnp.float32} if "kind" in options else {}
-        x = Normed(x, norm, 1e-6, 1.0) if weights in ("router", "gated") else x
+        x = DeferredNorm(x, norm, 1e-6, 1.0) if weights in ("router", "gated") else x
         return linear(x, tuple(matrices), residual=rest, **options | kind)
 
     def permuted(args, order):

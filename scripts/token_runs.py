@@ -19,7 +19,7 @@ from dflash_jax.cli.system_config import read_system
 from dflash_jax.decoding.sampling import SamplingRows
 from dflash_jax.decoding.state import Settings
 from dflash_jax.engine.engine import Engine
-from dflash_jax.engine.executables import Programs
+from dflash_jax.engine.executables import Executables
 from dflash_jax.engine.model_runner import Device
 from dflash_jax.engine.options import Options
 from dflash_jax.engine.request import Request
@@ -164,7 +164,7 @@ def run(
         rows_per_dispatch=1 if reproducible else None,
         adaptive=False,
     )
-    engine = Engine(Device(Programs(target, drafter), len(wanted), capacity, settings), options)
+    engine = Engine(Device(Executables(target, drafter), len(wanted), capacity, settings), options)
     for request in wanted:
         engine.submit(request)
         while not together and engine.has_work:

@@ -90,13 +90,13 @@ def test_only_what_is_listed_is_drafted_and_the_tokens_stay(options, whole, tmp_
 def test_the_drafters_own_list_is_taken_unless_told_otherwise(tmp_path):
     draft = shutil.copytree(TINY / "draft", tmp_path / "draft")
     (draft / "draft_tokens.json").write_text(json.dumps([5, 3, 5, 9]))
-    assert LLM(TINY / "target", draft).drafter.shortlist.ids[...].tolist() == [3, 5, 9]
-    assert LLM(TINY / "target", draft, draft_tokens="none").drafter.shortlist is None
+    assert LLM(TINY / "target", draft).drafter.vocabulary.ids[...].tolist() == [3, 5, 9]
+    assert LLM(TINY / "target", draft, draft_tokens="none").drafter.vocabulary is None
     # Another drafter in its place drafts from the same list.
     llm = LLM(TINY / "target", draft)
     for other in (load_drafter(TINY / "draft"), LLM().drafter, llm.drafter):
-        assert llm.with_drafter(other).drafter.shortlist is llm.drafter.shortlist
-    assert LLM().with_drafter(llm.drafter).drafter.shortlist is None
+        assert llm.with_drafter(other).drafter.vocabulary is llm.drafter.vocabulary
+    assert LLM().with_drafter(llm.drafter).drafter.vocabulary is None
     # A head that is cut is drafted with whole.
     llm, cut = LLM(TINY / "target", draft, draft_tokens=None), Layout.parse("tensor=2")
     assert llm._draft_tokens("auto", draft, cut) is None

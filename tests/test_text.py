@@ -41,7 +41,7 @@ def test_streamed_text_equals_the_whole_and_never_holds_half_a_character(tokeniz
 @pytest.mark.parametrize("stops", [[], ["return"], ["x  #"]])
 @pytest.mark.parametrize("cut", range(1, 12))
 def test_several_tokens_at_once_are_the_same_text(tokenizer, stops, cut):
-    # Cut anywhere, inside a character, too.
+    # AxisSharding anywhere, inside a character, too.
     ids = tokenizer.encode(TEXT)[:-cut] if cut % 2 else tokenizer.encode(TEXT * 3)[cut:]
     parts, detokenizer = [ids[: 3 * cut], ids[3 * cut :]], Detokenizer(tokenizer, stops)
     for part in parts:

@@ -182,7 +182,7 @@ def save_module(module, entries: list[Entry], raw: dict, directory: str | Path, 
     tensors = {}
     module = plain(module)
     for path, leaf in zip(parameter_paths(module), jax.tree.leaves(module), strict=True):
-        if path.startswith("shortlist."):
+        if path.startswith("vocabulary."):
             # The target's rows, by a file of their own.
             continue
         entry = by_path[path]

@@ -1,7 +1,7 @@
 """Checkpoints as sharded Orbax: written a parameter at a time, resumable, with a manifest at the end.
 
-A directory holds ``parameters/PATH`` for each parameter of the module (a `Scaled` one as values and scale), ``extra/N``
-for each tensor that a text model does not run, ``records/`` of what is done and verified, and config, tokenizer and
+A directory holds ``parameters/PATH`` for each parameter of the module (of a `QuantizedWeight` values and
+scale), ``extra/N`` for each tensor that a text model does not run, ``records/`` of what is done and verified, and config, tokenizer and
 template as they were. ``manifest.json`` comes last: without it the directory is half a conversion, and is refused.
 """
 
@@ -19,7 +19,7 @@ from dflash_jax.checkpoint.config_files import read_json
 from dflash_jax.checkpoint.files import write_json
 from dflash_jax.checkpoint.parameters import Source, finished, read_parameter
 from dflash_jax.errors import InputError
-from dflash_jax.ops.weights import Scaled
+from dflash_jax.ops.weights import QuantizedWeight
 from dflash_jax.parallel.sharding import Layout, parameter_paths, parameter_specs
 
 MANIFEST, STARTED = "manifest.json", "conversion.json"
@@ -44,7 +44,7 @@ def _digest(arrays: dict[str, np.ndarray]) -> str:
 
 
 def _tree(value) -> dict:
-    return {"values": value.values, "scale": value.scale} if isinstance(value, Scaled) else {"array": value}
+    return {"values": value.values, "scale": value.scale} if isinstance(value, QuantizedWeight) else {"array": value}
 
 
 @dataclass(frozen=True)

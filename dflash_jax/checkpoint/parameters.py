@@ -11,7 +11,7 @@ from dflash_jax.checkpoint import fp8
 from dflash_jax.checkpoint.files import TensorFiles
 from dflash_jax.models.config import DraftConfig, ModelConfig
 from dflash_jax.models.families.names import Entry
-from dflash_jax.ops.weights import Scaled
+from dflash_jax.ops.weights import QuantizedWeight
 from dflash_jax.ops.weights import quantize as quantize_array
 from dflash_jax.parallel.sharding import place
 
@@ -35,7 +35,7 @@ class Source:
 
 
 def read_parameter(entry: Entry, source: Source, dtype, quantize: str | None, cut: NamedSharding):
-    """One parameter, cast (``dtype`` None: as it is) and placed on its devices: an array, or a `Scaled`."""
+    """One parameter, cast (``dtype`` None: as it is) and placed on its devices: an array, or a `QuantizedWeight`."""
     files = source.files
     arrays = {"array": entry.read([files.read(t.name) for t in entry.tensors])}
     if source.block and fp8.is_scaled(entry, files):
@@ -51,9 +51,11 @@ def read_parameter(entry: Entry, source: Source, dtype, quantize: str | None, cu
 def finished(arrays: dict[str, jax.Array], dtype, path: str, quantize: str | None, cut: NamedSharding):
     """A parameter from its arrays on the devices ("array", or "values" and "scale"), in the form that is asked for."""
     if "values" in arrays:
-        scaled = Scaled(arrays["values"], arrays["scale"])
+        scaled = QuantizedWeight(arrays["values"], arrays["scale"])
         return (
-            scaled if quantize != "none" else jax.jit(Scaled.dense, static_argnums=1, out_shardings=cut)(scaled, dtype)
+            scaled
+            if quantize != "none"
+            else jax.jit(QuantizedWeight.dense, static_argnums=1, out_shardings=cut)(scaled, dtype)
         )
     array = arrays["array"] if dtype is None else arrays["array"].astype(dtype)
     if quantize in ("int8", "fp8") and path.rsplit(".", 1)[-1] in QUANTIZED:

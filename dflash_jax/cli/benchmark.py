@@ -203,7 +203,7 @@ def run(args) -> int:
         model = Path(args.config).stem if args.config else str(args.target or "bundled pair")
         about |= {"model": model, "device": device, "dtype": llm.dtype, "mesh": str(llm.target.layout)}
         about |= {"max_len": llm.max_len, "quantize": args.quantize or options.get("quantize"), "kernels": args.kernels}
-        listed = llm.drafter.shortlist
+        listed = llm.drafter.vocabulary
         about |= {"draft_tokens": None if listed is None else len(listed.ids[...])}
         methods = [m for m in methods if not m.isdecimal() or int(m) <= llm.largest_block]
         room = capacity(llm, tasks, asking)

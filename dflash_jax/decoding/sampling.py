@@ -15,7 +15,7 @@ from jax.extend.random import threefry2x32_p
 
 from dflash_jax.ops import backend
 from dflash_jax.ops.kernels.cpu import calls as cpu
-from dflash_jax.parallel.sharding import WHOLE, Cut
+from dflash_jax.parallel.sharding import WHOLE, AxisSharding
 from dflash_jax.sampling_params import MAX_LOGPROBS
 
 
@@ -47,10 +47,10 @@ class SamplingRows:
     prompt_counts: jax.Array
     output_counts: jax.Array
     rows: jax.Array | None = None
-    vocab: Cut = field(default=WHOLE, metadata={"static": True})
+    vocab: AxisSharding = field(default=WHOLE, metadata={"static": True})
 
     @classmethod
-    def greedy(cls, rows: int, vocab: int, cut: Cut = WHOLE) -> "SamplingRows":
+    def greedy(cls, rows: int, vocab: int, cut: AxisSharding = WHOLE) -> "SamplingRows":
         def full(value, dtype=np.float32):
             return jnp.asarray(np.full((rows,), value, dtype))
 

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from dflash_jax.decoding.sampling import PLAIN, Logprobs, draw, logprobs, special_rows
 from dflash_jax.decoding.state import PLAIN_SETTINGS, DecodeState, Settings
 from dflash_jax.models.decoder import Decoder
-from dflash_jax.models.drafter import Borrowed, Drafting, DraftWindow
+from dflash_jax.models.drafter import Drafting, DraftWindow, TargetHeads
 from dflash_jax.parallel.sharding import DATA, spec
 
 # Plain rounds between two extensions of the drafter's context.
@@ -131,7 +131,7 @@ def propose(target: Decoder, drafter: Drafting, state: DecodeState, settings: Se
 
     start = jnp.where(state.done, 0, state.length - 1)
     last = jnp.take_along_axis(state.tokens, start[:, None], axis=1)[:, 0]
-    borrowed = Borrowed(target.embed_tokens, target.logits, draws)
+    borrowed = TargetHeads(target.embed_tokens, target.logits, draws)
     seen = DraftWindow(state.draft_window, state.draft_sinks, state.draft_start)
     proposal = drafter.propose(state.draft, last, start, state.width, size, borrowed, seen)
     # The first draft follows the last known token: place `known` of the window.

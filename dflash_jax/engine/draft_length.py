@@ -54,7 +54,7 @@ def expected_tokens(rate: float, width: int) -> float:
     return (1 - rate**width) / (1 - rate)
 
 
-class WidthPolicy:
+class DraftLengthPolicy:
     """``widths``: those that may be compiled, ascending, from 1. ``first``: which to begin with where nothing is known,
     "narrow" or "wide"."""
 

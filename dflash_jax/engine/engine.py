@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from dflash_jax.decoding.sampling import NOTHING_ALLOWED, Logprobs
-from dflash_jax.engine.draft_length import ALONE, Acceptance, WidthPolicy
+from dflash_jax.engine.draft_length import ALONE, Acceptance, DraftLengthPolicy
 from dflash_jax.engine.masking import WAIT_S, Masking, RoundOfMasks
 from dflash_jax.engine.model_runner import Device, Dispatch, Outcome
 from dflash_jax.engine.options import Options, Statistics
 from dflash_jax.engine.prefill import Prefiller
-from dflash_jax.engine.prefix_cache import PrefixStore
+from dflash_jax.engine.prefix_cache import PrefixCache
 from dflash_jax.engine.request import Event, Request, Times
 from dflash_jax.errors import EngineError, InputError, UnavailableError
 from dflash_jax.sampling_params import MAX_LOGPROBS, MAX_STOPS
@@ -52,8 +52,8 @@ class Engine:
 
     def __init__(self, device: Device, options: Options):
         self.device, self.options = device, options
-        self.store = PrefixStore(options.prefix_bytes)
-        self.policy = WidthPolicy(options.widths, device.first_width)
+        self.store = PrefixCache(options.prefix_bytes)
+        self.policy = DraftLengthPolicy(options.widths, device.first_width)
         self.statistics = Statistics()
         self.failure: str | None = None
         self._order = itertools.count()

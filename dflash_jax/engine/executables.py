@@ -81,7 +81,7 @@ def _put(x, sharding):
     return jax.device_put(x, sharding)
 
 
-class Programs:
+class Executables:
     """Calls the loop's functions on one pair of models, over their mesh. The state is donated: use what comes back.
 
     ``rows`` are of shape [data shards * b]: for each shard of the mesh's data axis, b of its own rows; those past its
@@ -110,7 +110,7 @@ class Programs:
 
     @property
     def count(self) -> int:
-        """Programs compiled so far."""
+        """Executables compiled so far."""
         return len(self.compiled)
 
     @property

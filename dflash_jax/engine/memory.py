@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from dflash_jax.decoding.state import Settings
-from dflash_jax.engine.executables import Programs
+from dflash_jax.engine.executables import Executables
 from dflash_jax.engine.options import PREFILL_BYTES, Options
 from dflash_jax.errors import InputError
 
@@ -45,7 +45,7 @@ def on_device(tree) -> int:
 
 
 def plan_memory(
-    programs: Programs,
+    programs: Executables,
     slots: int,
     capacity: int,
     settings: Settings,

@@ -13,7 +13,7 @@ from dflash_jax.decoding.sampling import Logprobs
 from dflash_jax.decoding.state import NO_BOUND, Settings
 from dflash_jax.decoding.step_functions import Report
 from dflash_jax.engine.draft_length import ALONE
-from dflash_jax.engine.executables import Programs
+from dflash_jax.engine.executables import Executables
 from dflash_jax.engine.memory import on_device
 from dflash_jax.engine.request import Request
 from dflash_jax.parallel import distributed
@@ -60,7 +60,7 @@ class Device:
     ``settings``: what all programs share; their window is each dispatch's own.
     """
 
-    def __init__(self, programs: Programs, slots: int, capacity: int, settings: Settings):
+    def __init__(self, programs: Executables, slots: int, capacity: int, settings: Settings):
         self.programs, self.slots, self.capacity, self.settings = programs, slots, capacity, settings
         self._own = slots // programs.data
         # (rows, window) that were decoded with.

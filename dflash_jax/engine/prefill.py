@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from dflash_jax.engine.model_runner import Device
 from dflash_jax.engine.options import Options, Statistics
-from dflash_jax.engine.prefix_cache import Prefix, PrefixStore, chunks, cut_points, keys
+from dflash_jax.engine.prefix_cache import Prefix, PrefixCache, chunks, cut_points, keys
 from dflash_jax.engine.request import Request
 
 # Most tokens of a chunk whose log-probabilities are asked for: its logits are [tokens, V] in float32.
@@ -47,7 +47,7 @@ class Prefiller:
     """Runs chunks of prompts, of several together where they are short. Whoever had a turn goes behind the others of
     its priority."""
 
-    def __init__(self, device: Device, store: PrefixStore, options: Options, statistics: Statistics):
+    def __init__(self, device: Device, store: PrefixCache, options: Options, statistics: Statistics):
         self.device, self.store, self.options, self.statistics = device, store, options, statistics
         self.sizes, self.padding, self.markers = options.prefill_sizes, options.prefill_padding, options.markers
         self._order = itertools.count()

@@ -74,7 +74,7 @@ class Prefix:
         return [*(self.parent.chain() if self.parent else []), self]
 
 
-class PrefixStore:
+class PrefixCache:
     """Prefixes by key, at most ``budget`` bytes of them; the least recently used goes first, children before
     parents."""
 

@@ -25,7 +25,7 @@ def warm_up(engine: Engine) -> dict[str, float]:
     """Compiles all that requests may need, side by side, runs it once, and lets "auto" know what rounds cost: seconds
     of each program's compilation.
 
-    Only while nothing else runs. Programs for masks only where `Options.masks` says so.
+    Only while nothing else runs. Executables for masks only where `Options.masks` says so.
     """
     device, found = engine.device, {}
     filler = Request([1] * min(4, device.capacity - 1), _FILLER)

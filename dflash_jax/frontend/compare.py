@@ -9,7 +9,7 @@ from dflash_jax.decoding.state import PLAIN_SETTINGS
 from dflash_jax.engine.model_runner import Device
 from dflash_jax.engine.options import PREFILL_SIZES
 from dflash_jax.frontend.llm import LLM
-from dflash_jax.frontend.sequence import Row
+from dflash_jax.frontend.sequence import TextSequence
 from dflash_jax.models.cache import round_capacity
 from dflash_jax.parallel.sharding import place
 from dflash_jax.sampling_params import SamplingParams
@@ -57,7 +57,7 @@ def divergence(llm: LLM, prompt: list[int], expected: list[int], found: list[int
     return Divergence(at, a, b, min(gap if np.isfinite(gap) else np.inf, float(cuts[a]), float(cuts[b])))
 
 
-def _draw(llm: LLM, row: Row, prompt: list[int], shared: list[int]):
+def _draw(llm: LLM, row: TextSequence, prompt: list[int], shared: list[int]):
     """Raw logits and what is maximised, float [V], for the token behind prompt + shared."""
     request, size = row.request, PREFILL_SIZES[0]
     settings = replace(PLAIN_SETTINGS, top_logprobs=0)

@@ -19,7 +19,7 @@ from dflash_jax.checkpoint.hub import resolve
 from dflash_jax.checkpoint.load import check_drafter, check_target, load_drafter, load_target, read_draft_tokens
 from dflash_jax.decoding.state import Settings
 from dflash_jax.engine.engine import Engine
-from dflash_jax.engine.executables import Programs, enable_disk_cache
+from dflash_jax.engine.executables import Executables, enable_disk_cache
 from dflash_jax.engine.memory import device_memory, plan_memory
 from dflash_jax.engine.model_runner import ROW_SIZES, Device
 from dflash_jax.engine.options import Options, prefill_options
@@ -29,12 +29,12 @@ from dflash_jax.errors import InputError
 from dflash_jax.frontend.chat_template import read_chat_template
 from dflash_jax.frontend.outputs import Completion
 from dflash_jax.frontend.sampling_defaults import SamplingDefaults
-from dflash_jax.frontend.sequence import Piece, Row
-from dflash_jax.frontend.sync_engine import Pool
+from dflash_jax.frontend.sequence import Piece, TextSequence
+from dflash_jax.frontend.sync_engine import SyncEngine
 from dflash_jax.frontend.tokenizer import Tokenizer
-from dflash_jax.models.drafter import Drafter, DraftWindow, Shortlist, abstract_drafter
+from dflash_jax.models.drafter import Drafter, DraftVocabulary, DraftWindow, abstract_drafter
 from dflash_jax.ops import backend
-from dflash_jax.ops.weights import in_panels, plain
+from dflash_jax.ops.weights import pack_weights, plain
 from dflash_jax.parallel.sharding import Layout, parameter_paths, parameter_specs, place
 from dflash_jax.sampling_params import MAX_LOGPROBS, SamplingParams
 
@@ -125,7 +125,7 @@ class LLM:
             raise InputError(f"max block size {max_block_size}: it must be 1 or more")
         self.largest_block = min(self.largest_block, max_block_size or self.largest_block)
         self.block_size = self._check_block(block_size)
-        shortlist = self._draft_tokens(draft_tokens, draft, layout)
+        vocabulary = self._draft_tokens(draft_tokens, draft, layout)
         positions = self.config.max_positions
         self.max_len = positions if max_len is None else max_len
         if not 1 < self.max_len <= positions:
@@ -158,15 +158,15 @@ class LLM:
         if reason := backend.why_not_of({x.dtype for x in jax.tree.leaves(self.target)}):
             log.warning("products of weights without Triton kernels: %s", reason)
         self.drafter = self._arranged(load_drafter(draft, kind, self.config, layout)) if draft is not None else None
-        if shortlist is not None:
-            self.drafter.shortlist = self._arranged(Shortlist(shortlist, self.target.head_rows(shortlist)))
+        if vocabulary is not None:
+            self.drafter.vocabulary = self._arranged(DraftVocabulary(vocabulary, self.target.head_rows(vocabulary)))
         leaves = jax.block_until_ready(jax.tree.leaves((self.target, self.drafter)))
         self.loaded_bytes, self.load_s = sum(x.nbytes for x in leaves), time.perf_counter() - began
-        self.programs = Programs(self.target, self.drafter)
+        self.programs = Executables(self.target, self.drafter)
         # Without the drafter, nothing of it is computed or held.
-        self.plain_programs = Programs(self.target, None) if self.drafter is not None else self.programs
-        self._pool = Pool(self)
-        # Programs by what a drafter from memory is.
+        self.plain_programs = Executables(self.target, None) if self.drafter is not None else self.programs
+        self._pool = SyncEngine(self)
+        # Executables by what a drafter from memory is.
         self._compiled: dict = {}
 
     def with_drafter(self, drafter: Drafter) -> "LLM":
@@ -178,18 +178,18 @@ class LLM:
         cuts = [NamedSharding(mesh, spec) for spec in parameter_specs(shape)]
         dense = plain(drafter)
         # The list of this LLM is kept, whatever the other one had.
-        own = [not path.startswith("shortlist.") for path in parameter_paths(dense)]
+        own = [not path.startswith("vocabulary.") for path in parameter_paths(dense)]
         leaves = [np.asarray(x).astype(kind) for x in compress(jax.tree.leaves(dense), own)]
         placed = [place(x, cut) for x, cut in zip(leaves, cuts, strict=True)]
         other.drafter = self._arranged(jax.tree.unflatten(jax.tree.structure(shape), placed))
-        other.drafter.shortlist = None if self.drafter is None else self.drafter.shortlist
+        other.drafter.vocabulary = None if self.drafter is None else self.drafter.vocabulary
         other.largest_block = drafter.config.block_size
-        other.programs, other.plain_programs = Programs(self.target, other.drafter), Programs(self.target, None)
+        other.programs, other.plain_programs = Executables(self.target, other.drafter), Executables(self.target, None)
         # Weights that bfloat16 holds are kept otherwise than others.
         kinds = tuple(x.dtype.name for x in jax.tree.leaves(other.drafter))
         programs = self._compiled.setdefault((drafter.config, kinds), ({}, {}))
         other.programs.compiled, other.plain_programs.compiled = programs
-        other._pool = Pool(other)
+        other._pool = SyncEngine(other)
         return other
 
     def _draft_tokens(self, name: str | Path | None, draft: Path | None, layout: Layout):
@@ -212,7 +212,7 @@ class LLM:
         """``module`` as this platform reads it fastest."""
         devices = set().union(*(x.sharding.device_set for x in jax.tree.leaves(module)))
         wanted = [device.platform for device in devices] == ["cpu"] and self.dtype == "float32" and backend.for_cpu()
-        return in_panels(module) if wanted else module
+        return pack_weights(module) if wanted else module
 
     @property
     def compile_s(self) -> float:
@@ -321,7 +321,7 @@ class LLM:
         finally:
             self._pool.leave([row])
 
-    def _finished(self, rows: list[Row]) -> Iterator[Row]:
+    def _finished(self, rows: list[TextSequence]) -> Iterator[TextSequence]:
         """The rows as they end."""
         self._submit(rows)
         left = rows
@@ -337,7 +337,7 @@ class LLM:
             self._pool.leave(rows)
 
     @staticmethod
-    def tokens_per_s(rows: list[Row]) -> float:
+    def tokens_per_s(rows: list[TextSequence]) -> float:
         """New tokens of these rows by the time since the first of them was ready."""
         begun = [r.request.times for r in rows if not isnan(r.request.times.first_token)]
         ends = [t.finished for t in begun if not isnan(t.finished)]
@@ -345,7 +345,7 @@ class LLM:
             return 0.0
         return sum(len(r.request.tokens) for r in rows) / max(max(ends) - min(t.ready for t in begun), 1e-9)
 
-    def _rows(self, prompts, params, block_size: int | str | None = None, **options) -> list[Row]:
+    def _rows(self, prompts, params, block_size: int | str | None = None, **options) -> list[TextSequence]:
         if isinstance(prompts, str):
             raise InputError("prompts must be a list: for one prompt give [prompt]")
         each = list(params) if isinstance(params, (list, tuple)) else [params or SamplingParams()] * len(prompts)
@@ -364,7 +364,7 @@ class LLM:
         mask: MaskProvider | None = None,
         budget: ThinkingBudget | None = None,
         **options,
-    ) -> Row:
+    ) -> TextSequence:
         """A prompt as an engine takes it.
 
         Args:
@@ -374,7 +374,7 @@ class LLM:
             mask: Which tokens may come, beside what ``params`` say. The checkpoint's stop ids then end the text in any
                 case: a finished one must be able to end.
             budget: The bound of the thought.
-            **options: Further fields of the `Row` and its `Request`.
+            **options: Further fields of the `TextSequence` and its `Request`.
 
         Raises:
             InputError: Something does not fit.
@@ -397,7 +397,7 @@ class LLM:
         if rules.are_needed:
             own = TokenRules(rules, self.config.vocab_size)
             mask = own if mask is None else CombinedMasks([own, mask])
-        return Row(ids, filled, stops, self.tokenizer, block_size=block, mask=mask, **window, **options)
+        return TextSequence(ids, filled, stops, self.tokenizer, block_size=block, mask=mask, **window, **options)
 
     def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Token ids of each word at a text's beginning and, as in vLLM, behind a space: where that is as many tokens,
@@ -414,11 +414,11 @@ class LLM:
                 found.append(spaced)
         return tuple(found)
 
-    def _submit(self, rows: list[Row]) -> None:
+    def _submit(self, rows: list[TextSequence]) -> None:
         plain = not self.reproducible and all(row.request.block_size == 1 for row in rows)
         self._pool.submit(rows, self.plain_programs if plain else self.programs)
 
-    def new_engine(self, programs: Programs, slots: int, capacity: int, **options) -> Engine:
+    def new_engine(self, programs: Executables, slots: int, capacity: int, **options) -> Engine:
         """An engine of its own; ``options``: further fields of its `Options`. Raises InputError where it does not fit
         into the memory."""
         widths = (1,)

@@ -54,7 +54,7 @@ class Piece:
         return [segment for segment in found if segment[0]]
 
 
-class Row:
+class TextSequence:
     """One prompt on its way through the engine: its request, its text so far, and the pieces that nobody took yet.
 
     It watches its own tokens for stop strings. One that is not ``streamed`` has no pieces, and without stop strings its

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from dflash_jax.engine.engine import Engine
-from dflash_jax.engine.executables import Programs
+from dflash_jax.engine.executables import Executables
 from dflash_jax.engine.model_runner import ROW_SIZES
 from dflash_jax.engine.request import Request
 from dflash_jax.errors import EngineError
-from dflash_jax.frontend.sequence import Row
+from dflash_jax.frontend.sequence import TextSequence
 from dflash_jax.models.cache import CONTEXT_CHUNK
 
 
@@ -18,25 +18,25 @@ class Maker(Protocol):
     slots: int
     compile_s: float
 
-    def new_engine(self, programs: Programs, slots: int, capacity: int) -> Engine: ...
+    def new_engine(self, programs: Executables, slots: int, capacity: int) -> Engine: ...
 
 
-class Pool:
+class SyncEngine:
     """One engine at a time, and the rows that are in it."""
 
     def __init__(self, maker: Maker):
         self.maker = maker
         self.engine: Engine | None = None
-        self.live: dict[Request, Row] = {}
+        self.live: dict[Request, TextSequence] = {}
 
-    def submit(self, rows: Sequence[Row], programs: Programs) -> None:
+    def submit(self, rows: Sequence[TextSequence], programs: Executables) -> None:
         engine = self._ready(rows, programs)
         for row in rows:
             row.compile_s = self.maker.compile_s
             self.live[row.request] = row
             engine.submit(row.request)
 
-    def _ready(self, rows: Sequence[Row], programs: Programs) -> Engine:
+    def _ready(self, rows: Sequence[TextSequence], programs: Executables) -> Engine:
         """One with enough positions and, up to the limit, slots; what runs in a smaller one is finished first."""
         need, capacity = max((row.request.need for row in rows), default=1), CONTEXT_CHUNK
         while capacity < need:
@@ -72,7 +72,7 @@ class Pool:
                     row.compile_s = self.maker.compile_s - row.compile_s
                     del self.live[event.request]
 
-    def leave(self, rows: Sequence[Row]) -> None:
+    def leave(self, rows: Sequence[TextSequence]) -> None:
         """Nobody waits for these rows any more."""
         for row in rows:
             if self.live.pop(row.request, None) is not None and self.engine is not None:

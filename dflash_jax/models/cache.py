@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from dflash_jax.ops import backend
 from dflash_jax.ops.kernels.cpu import calls as cpu
-from dflash_jax.parallel.sharding import DATA, Cut, spec
+from dflash_jax.parallel.sharding import DATA, AxisSharding, spec
 
 # Context is read in pieces of this many positions, as many as the longest live row needs; capacities are multiples of
 # it. Off the CPU a turn of the loop costs about 25 microseconds whatever it reads (H200), as much as reading 50 MB:
@@ -63,7 +63,7 @@ class KVCache:
     def capacity(self) -> int:
         return self.k.shape[2]
 
-    def specs(self, heads: Cut) -> "KVCache":
+    def specs(self, heads: AxisSharding) -> "KVCache":
         return replace(self, k=spec(DATA, heads), v=spec(DATA, heads))
 
     def slots(self, positions):
@@ -244,7 +244,7 @@ class DeltaState:
     conv: jax.Array
     rows: jax.Array | None = None
 
-    def specs(self, heads: Cut) -> "DeltaState":
+    def specs(self, heads: AxisSharding) -> "DeltaState":
         return DeltaState(spec(DATA, heads), spec(DATA, None, heads))
 
     def is_kept_in_place(self, tokens: int) -> bool:

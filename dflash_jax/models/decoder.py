@@ -9,7 +9,7 @@ from dflash_jax.models.gated_delta import GatedDelta
 from dflash_jax.models.layers import Attention, Mlp, RMSNorm, normal, project
 from dflash_jax.models.moe import Moe
 from dflash_jax.models.rope import rope_angles
-from dflash_jax.parallel.sharding import DATA, ONE_DEVICE, Cut, Layout, spec
+from dflash_jax.parallel.sharding import DATA, ONE_DEVICE, AxisSharding, Layout, spec
 
 Cache = tuple  # one KVCache or DeltaState per layer
 
@@ -48,7 +48,7 @@ class DecoderLayer(nnx.Module):
     def __call__(self, x, cache, length, valid, angles, n=None):
         """x [B, T, H] → (x, record): tokens at positions length … length + T - 1 over a cache that stays as it is; of a
         recurrent layer, with n as in `GatedDelta`, its new state instead of the record."""
-        h = self.input_norm.ahead(x)
+        h = self.input_norm.deferred(x)
         if is_delta(self):
             x, record = self.mixer(h, cache, residual=x, n=n)
         else:
@@ -56,14 +56,14 @@ class DecoderLayer(nnx.Module):
             record = KVRecord(k, v)
         return self._mixed(x, valid), record
 
-    def whole(self, x, valid, angles, starts):
+    def forward_full(self, x, valid, angles, starts):
         """x [B, T, H] → x, over whole documents that begin at ``starts`` [B, T]."""
         h = self.input_norm(x)
         more = () if is_delta(self) else (angles[self.spec.mixer.rope],)
-        return self._mixed(x + self.mixer.whole(h, starts, *more), valid)
+        return self._mixed(x + self.mixer.forward_full(h, starts, *more), valid)
 
     def _mixed(self, x, valid):
-        h = self.post_norm.ahead(x)
+        h = self.post_norm.deferred(x)
         return self.ffn(h, x) if isinstance(self.spec.ffn, MlpSpec) else self.ffn(h, valid, x)
 
 
@@ -90,7 +90,7 @@ class Decoder(nnx.Module):
     def dtype(self):
         return self.embed.get_value().dtype
 
-    def cuts(self) -> dict[str, tuple[Cut | None, ...]]:
+    def shardings(self) -> dict[str, tuple[AxisSharding | None, ...]]:
         return {"embed": (self.vocab,), "head": (self.vocab,)}
 
     def matrices(self) -> dict[str, int]:
@@ -185,7 +185,7 @@ class Decoder(nnx.Module):
         x, valid, angles = self.embed_tokens(tokens), jnp.ones((b, t), bool), self._angles(jnp.arange(t) - starts)
         tapped = {}
         for i, layer in enumerate(self.layers):
-            x = layer.whole(x, valid, angles, starts)
+            x = layer.forward_full(x, valid, angles, starts)
             if i in taps:
                 tapped[i] = x
         return self.norm(x), jnp.stack([tapped[i] for i in taps], axis=2) if taps else None

@@ -17,7 +17,7 @@ from dflash_jax.models.cache import Bounds, KVCache
 from dflash_jax.models.config import DraftConfig, DraftLayerSpec
 from dflash_jax.models.layers import Attention, Mlp, RMSNorm, normal, project
 from dflash_jax.models.rope import rope_angles
-from dflash_jax.parallel.sharding import ONE_DEVICE, Cut, Layout
+from dflash_jax.parallel.sharding import ONE_DEVICE, AxisSharding, Layout
 
 DraftCache = tuple  # one KVCache per drafter layer
 
@@ -62,12 +62,12 @@ class Drafting(Protocol):
     def extend(self, cache: DraftCache, features, tokens, positions, keep) -> DraftCache: ...
 
     def propose(
-        self, cache: DraftCache, last, start, width, slots: int, borrowed: "Borrowed", window: DraftWindow
+        self, cache: DraftCache, last, start, width, slots: int, borrowed: "TargetHeads", window: DraftWindow
     ) -> Proposal: ...
 
 
 @dataclass(frozen=True)
-class Borrowed:
+class TargetHeads:
     """What a drafter without embedding and head takes from the target, and how a draft is chosen from logits.
 
     ``choose(logits [B, W - 1, V], positions [B, W - 1], ids=None) → int [B, W - 1]``; ``ids`` int [V]: the tokens that
@@ -79,7 +79,7 @@ class Borrowed:
     choose: Callable
 
 
-class Shortlist(nnx.Module):
+class DraftVocabulary(nnx.Module):
     """The only tokens that are drafted: ``ids`` int32 [N], ascending, and the target's rows ``head`` [N, H] for them.
 
     What is rare is hardly ever drafted right, and a head over all tokens is much of what a drafter reads (as FR-Spec
@@ -126,9 +126,9 @@ class DraftLayer(nnx.Module):
         return Bounds(first, recent, sinks)
 
     def __call__(self, x, mask, angles, cache: KVCache | None, start, bounds: Bounds):
-        h, own = self.input_norm.ahead(x), angles[self.spec.attention.rope]
+        h, own = self.input_norm.deferred(x), angles[self.spec.attention.rope]
         x, _, _ = self.mixer(h, own, mask, cache, start, bounds, residual=x)
-        return self.ffn(self.post_norm.ahead(x), x)
+        return self.ffn(self.post_norm.deferred(x), x)
 
 
 class Drafter(nnx.Module):
@@ -140,9 +140,9 @@ class Drafter(nnx.Module):
         self.hidden_norm = RMSNorm(config.hidden_size, config.norm_eps, 0.0, rngs, dtype)
         self.layers = nnx.List([DraftLayer(spec, config, rngs, dtype, layout) for spec in config.layers])
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, 0.0, rngs, dtype)
-        self.shortlist: Shortlist | None = nnx.data(None)
+        self.vocabulary: DraftVocabulary | None = nnx.data(None)
 
-    def cuts(self) -> dict[str, tuple[Cut | None, ...]]:
+    def shardings(self) -> dict[str, tuple[AxisSharding | None, ...]]:
         return {"fc": (self.features,)}
 
     def matrices(self) -> dict[str, int]:
@@ -209,7 +209,7 @@ class Drafter(nnx.Module):
         return self.norm(x)
 
     def propose(
-        self, cache: DraftCache, last, start, width, slots: int, borrowed: Borrowed, window: DraftWindow = NO_WINDOW
+        self, cache: DraftCache, last, start, width, slots: int, borrowed: TargetHeads, window: DraftWindow = NO_WINDOW
     ):
         """Drafts for the positions behind ``last`` [B], the token at position start [B]; the caches hold positions <
         start.
@@ -222,9 +222,9 @@ class Drafter(nnx.Module):
             borrowed.embed(jnp.concatenate([last[:, None], masks], axis=1)), cache, start, width, window
         )
         positions = start[:, None] + 1 + jnp.arange(slots - 1)[None]
-        if self.shortlist is None:
+        if self.vocabulary is None:
             return Proposal(borrowed.choose(borrowed.logits(hidden[:, 1:]), positions))
-        return Proposal(borrowed.choose(self.shortlist.logits(hidden[:, 1:]), positions, self.shortlist.ids[...]))
+        return Proposal(borrowed.choose(self.vocabulary.logits(hidden[:, 1:]), positions, self.vocabulary.ids[...]))
 
 
 def abstract_drafter(config: DraftConfig, dtype=jnp.float32, layout: Layout = ONE_DEVICE) -> Drafter:

@@ -15,7 +15,7 @@ from dflash_jax.models.config import GatedDeltaSpec
 from dflash_jax.models.layers import constant, linear, normal, output, parameter, rms_norm
 from dflash_jax.ops import backend
 from dflash_jax.ops.kernels.cpu import calls as cpu
-from dflash_jax.parallel.sharding import ONE_DEVICE, Cut, Layout
+from dflash_jax.parallel.sharding import ONE_DEVICE, AxisSharding, Layout
 
 CHUNK = 64
 # On a GPU without kernels a turn of the loop over chunks costs 30 microseconds whatever it computes (H200): it takes so
@@ -230,7 +230,7 @@ class GatedDelta(nnx.Module):
         self.norm = constant(rngs, (dv,), dtype, 1.0)
         self.out = normal(rngs, (hidden, g, r, dv), dtype)
 
-    def cuts(self) -> dict[str, tuple[Cut | None, ...]]:
+    def shardings(self) -> dict[str, tuple[AxisSharding | None, ...]]:
         first, second = (self.key_heads,), (None, self.key_heads)
         return dict.fromkeys(("qkvz", "conv", "a_log", "dt_bias"), first) | {"beta_alpha": second, "out": second}
 
@@ -240,7 +240,7 @@ class GatedDelta(nnx.Module):
     def cache_specs(self, state: DeltaState) -> DeltaState:
         return state.specs(self.key_heads)
 
-    def whole(self, x, starts):
+    def forward_full(self, x, starts):
         """x [B, T, H] → y [B, T, H] over whole documents, each from its first token ``starts`` int [B, T] on."""
         spec, (g, channels, kernel) = self.spec, self.conv.get_value().shape
         shape = (x.shape[0], g, spec.values_per_key, spec.key_dim, spec.value_dim)
@@ -250,7 +250,7 @@ class GatedDelta(nnx.Module):
     def __call__(
         self, x, state: DeltaState, starts=None, residual=None, n=None
     ) -> tuple[jax.Array, DeltaRecord | DeltaState]:
-        """x [B, T, H] or `parts.Normed` → (y [B, T, H], with ``residual`` if given, record). ``starts`` as in
+        """x [B, T, H] or `parts.DeferredNorm` → (y [B, T, H], with ``residual`` if given, record). ``starts`` as in
         `delta_rule`. With n int [B], how many of the tokens count, the state after them instead of the record."""
         qkvz, gates = linear(x, (self.qkvz[...], self.beta_alpha[...]))
         weights = (self.conv[...], self.a_log[...], self.dt_bias[...], self.norm[...])

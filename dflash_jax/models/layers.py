@@ -19,8 +19,8 @@ from dflash_jax.models.rope import apply_rope
 from dflash_jax.ops import backend
 from dflash_jax.ops.interval_attention import interval_attention
 from dflash_jax.ops.kernels.cpu import calls as cpu
-from dflash_jax.ops.weights import Panels, is_form
-from dflash_jax.parallel.sharding import ONE_DEVICE, WHOLE, Cut, Layout
+from dflash_jax.ops.weights import PackedWeight, is_packed
+from dflash_jax.parallel.sharding import ONE_DEVICE, WHOLE, AxisSharding, Layout
 
 
 def parameter(rngs: nnx.Rngs | None, shape: tuple[int, ...], dtype, draw: Callable) -> nnx.Param:
@@ -84,7 +84,7 @@ def project(x, weight, contracted: int = 1, kind=None):
     """
     out, inner = weight.shape[: weight.ndim - contracted], weight.shape[weight.ndim - contracted :]
     matrix, x2 = weight.reshape(math.prod(out), math.prod(inner)), x.reshape(-1, math.prod(inner))
-    y = matrix.matmul(x2).astype(kind or x.dtype) if is_form(matrix) else product(x2, matrix, kind)
+    y = matrix.matmul(x2).astype(kind or x.dtype) if is_packed(matrix) else product(x2, matrix, kind)
     return y.reshape(*x.shape[: x.ndim - contracted], *out)
 
 
@@ -103,13 +103,13 @@ class RMSNorm(nnx.Module):
     def __call__(self, x):
         return rms_norm(x, self.weight[...], self.eps, self.offset)
 
-    def ahead(self, x) -> "Normed":
+    def deferred(self, x) -> "DeferredNorm":
         """x, to be normed by what projects it."""
-        return Normed(x, self.weight[...], self.eps, self.offset)
+        return DeferredNorm(x, self.weight[...], self.eps, self.offset)
 
 
 @dataclass(frozen=True)
-class Normed:
+class DeferredNorm:
     """What `rms_norm` takes, before `linear`: one kernel may do both."""
 
     x: jax.Array
@@ -123,12 +123,12 @@ class Normed:
 
 
 def linear(x, weights, contracted: int = 1, *, kind=None, kept: bool = False, gated: bool = False, residual=None):
-    """`project` of one x [..., *in], an array or `Normed`, by each of ``weights`` [*out, *in]: a tuple.
+    """`project` of one x [..., *in], an array or `DeferredNorm`, by each of ``weights`` [*out, *in]: a tuple.
 
     ``kept``: the normed x follows. ``gated``: weights are [2, F, H], and what the first half gives gates, through a
     silu, what the second gives. ``residual`` [..., *out] is added to each.
     """
-    normed = isinstance(x, Normed)
+    normed = isinstance(x, DeferredNorm)
     x, norm, eps, offset = (x.x, x.weight, x.eps, x.offset) if normed else (x, None, 0.0, 0.0)
 
     def plain(x, norm, weights, residual):
@@ -147,7 +147,7 @@ def linear(x, weights, contracted: int = 1, *, kind=None, kept: bool = False, ga
         out = [y.reshape(*x.shape[: x.ndim - contracted], *s) for y, s in zip(made, shapes, strict=False)]
         return (*out, normed.reshape(x.shape)) if kept else tuple(out)
 
-    if all(isinstance(w, Panels) for w in weights) and not (gated and not cpu.gates(weights[0])):
+    if all(isinstance(w, PackedWeight) for w in weights) and not (gated and not cpu.gates(weights[0])):
         matrices = [w.reshape(-1, inner) for w in weights]
         rest = None if residual is None else residual.reshape(rows, -1)
         made = cpu.linear(x.reshape(rows, inner), matrices, norm, eps, offset, kept=kept, gated=gated, residual=rest)
@@ -194,7 +194,7 @@ class Attention(nnx.Module):
             self.q_norm = RMSNorm(d, eps, norm_offset, rngs, dtype)
             self.k_norm = RMSNorm(d, eps, norm_offset, rngs, dtype)
 
-    def cuts(self) -> dict[str, tuple[Cut | None, ...]]:
+    def shardings(self) -> dict[str, tuple[AxisSharding | None, ...]]:
         return {"q": (self.heads,), "k": (self.kv_heads,), "v": (self.kv_heads,), "o": (None, self.heads)}
 
     def matrices(self) -> dict[str, int]:
@@ -233,7 +233,7 @@ class Attention(nnx.Module):
         return plain(*args)
 
     def inputs(self, x, angles):
-        """q, k (normed, rotated) and v, [B, T, heads, D], of x [B, T, H], an array or `Normed`; and what
+        """q, k (normed, rotated) and v, [B, T, heads, D], of x [B, T, H], an array or `DeferredNorm`; and what
         `cache.through_gate` takes, [B, T, N, 2, D], or None."""
         both, k, v = linear(x, (self.q[...], self.k[...], self.v[...]))
         q, k = self.rotated(both, k, angles)
@@ -243,7 +243,7 @@ class Attention(nnx.Module):
         """Attended values [B, T, N, D] → [B, T, H], with ``residual`` [B, T, H] if given."""
         return output(y, self.o[...], 2, self.heads, residual)
 
-    def whole(self, x, starts, angles):
+    def forward_full(self, x, starts, angles):
         """x [B, T, H] → y [B, T, H] over whole documents, each from its first token ``starts`` int [B, T] on."""
         q, k, v, both = self.inputs(x, angles)
         b, t, n, d = q.shape
@@ -252,13 +252,13 @@ class Attention(nnx.Module):
         return self.output(through_gate(interval_attention(q, k, v, starts, upto)[0].reshape(b, t, n, d), both))
 
     def __call__(self, x, angles, own_mask, cache: KVCache | None, length, bounds=None, residual=None):
-        """x [B, T, H] or `Normed` → (y [B, T, H], with ``residual`` if given, k, v). Masks and ``bounds`` as in
+        """x [B, T, H] or `DeferredNorm` → (y [B, T, H], with ``residual`` if given, k, v). Masks and ``bounds`` as in
         `cache.attend`."""
         q, k, v, both = self.inputs(x, angles)
         return self.output(attend(q, k, v, own_mask, cache, length, bounds, both), residual), k, v
 
 
-def output(y, weight, contracted: int, cut: Cut, residual):
+def output(y, weight, contracted: int, cut: AxisSharding, residual):
     """The last map of a part of a layer, summed over the devices that have its inputs; ``residual`` is added once."""
     if not cut.axes:
         return linear(y, (weight,), contracted, residual=residual)[0]
@@ -266,9 +266,9 @@ def output(y, weight, contracted: int, cut: Cut, residual):
     return y if residual is None else residual + y
 
 
-def swiglu(x, gate_up, down, cut: Cut = WHOLE, residual=None):
-    """x [..., H] or `Normed` → down · (silu(gate · x) · (up · x)), [..., H]; gate_up [2, F, H], down [H, F]. ``cut``
-    and ``residual`` as in `output`."""
+def swiglu(x, gate_up, down, cut: AxisSharding = WHOLE, residual=None):
+    """x [..., H] or `DeferredNorm` → down · (silu(gate · x) · (up · x)), [..., H]; gate_up [2, F, H], down
+    [H, F]. ``cut`` and ``residual`` as in `output`."""
     return output(linear(x, (gate_up,), gated=True)[0], down, 1, cut, residual)
 
 
@@ -278,12 +278,12 @@ class Mlp(nnx.Module):
         self.down = normal(rngs, (hidden, intermediate), dtype)
         self.features = layout.wide(intermediate)
 
-    def cuts(self) -> dict[str, tuple[Cut | None, ...]]:
+    def shardings(self) -> dict[str, tuple[AxisSharding | None, ...]]:
         return {"gate_up": (None, self.features), "down": (None, self.features)}
 
     def matrices(self) -> dict[str, int]:
         return {"gate_up": 1, "down": 1}
 
     def __call__(self, x, residual=None):
-        """x [..., H] or `Normed` → [..., H], with ``residual`` [..., H] if given."""
+        """x [..., H] or `DeferredNorm` → [..., H], with ``residual`` [..., H] if given."""
         return swiglu(x, self.gate_up[...], self.down[...], self.features, residual)

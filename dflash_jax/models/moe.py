@@ -11,8 +11,8 @@ from dflash_jax.models.layers import Mlp, linear, normal, project, swiglu
 from dflash_jax.ops import backend
 from dflash_jax.ops.kernels.cpu import calls as cpu
 from dflash_jax.ops.kernels.cpu.calls import LANES
-from dflash_jax.ops.weights import Panels, Scaled, dense
-from dflash_jax.parallel.sharding import ONE_DEVICE, Cut, Layout
+from dflash_jax.ops.weights import PackedWeight, QuantizedWeight, dense
+from dflash_jax.parallel.sharding import ONE_DEVICE, AxisSharding, Layout
 
 # Rows that a product holds for each expert: so many times the mean, and at least so many, which a product of a few rows
 # costs anyway.
@@ -170,7 +170,7 @@ def mixture_triton(x, logits, live, first, gate_up, down, shared, residual, spec
 
 def mixture_by_platform(x, logits, live, first, gate_up, down, shared, residual, spec: MoeSpec):
     """`mixture`, by kernels where they are wanted, whose gradient on a GPU is that of the plain form."""
-    if isinstance(gate_up, Panels):
+    if isinstance(gate_up, PackedWeight):
         # On one device, which has all experts.
         y = cpu.mixture(x, logits, live, gate_up, down, spec.experts_per_token, spec.normalise_top_k)
         y = with_shared(y, x, shared)
@@ -196,18 +196,18 @@ class Moe(nnx.Module):
             self.shared = Mlp(spec.shared_intermediate_size, hidden, rngs, dtype, layout)
             self.shared_gate = normal(rngs, (hidden,), dtype)
 
-    def cuts(self) -> dict[str, tuple[Cut | None, ...]]:
+    def shardings(self) -> dict[str, tuple[AxisSharding | None, ...]]:
         return {"gate_up": (self.experts, None, self.features), "down": (self.experts, None, self.features)}
 
     def matrices(self) -> dict[str, int]:
         maps = {"router": 1, "shared_gate": 1} if self.spec.shared_intermediate_size is not None else {"router": 1}
         both = self.gate_up.get_value(), self.down.get_value()
-        whole = all(n % LANES == 0 for n in both[1].shape[1:]) and not any(isinstance(x, Scaled) for x in both)
+        whole = all(n % LANES == 0 for n in both[1].shape[1:]) and not any(isinstance(x, QuantizedWeight) for x in both)
         return maps | {"gate_up": 1, "down": 1} if whole else maps
 
     def __call__(self, x, valid, residual=None):
-        """x [B, T, H] or `Normed` → [B, T, H], with ``residual`` [B, T, H] if given; tokens where ``valid`` [B, T] is
-        False go to no expert of their own."""
+        """x [B, T, H] or `DeferredNorm` → [B, T, H], with ``residual`` [B, T, H] if given; tokens where ``valid``
+        [B, T] is False go to no expert of their own."""
         weights = (self.router[...],)
         if self.spec.shared_intermediate_size is not None:
             weights += (self.shared_gate[...],)
@@ -216,7 +216,7 @@ class Moe(nnx.Module):
         rest = None if residual is None else residual.reshape(flat.shape)
         gate_up, down = self.gate_up[...], self.down[...]
         first = self.experts.index() * gate_up.shape[0]
-        routed, shared, gate = Cut(self.features.axes + self.experts.axes), None, None
+        routed, shared, gate = AxisSharding(self.features.axes + self.experts.axes), None, None
         if self.spec.shared_intermediate_size is not None:
             gate = gates[0].reshape(-1)
             if routed == self.shared.features:

@@ -4,7 +4,8 @@ On a GPU they are Triton's: a form named "cuda" in a `jax.lax.platform_dependent
 its definition: `cache.attend`, `cache.put`, `cache.replay`, `models.moe.mixture_by_platform`,
 `models.gated_delta.GatedDelta`, `models.parts.linear` and `Attention.rotated`. They need the packages of the extra
 ``cuda13``. On a CPU they are in C++: a form named "cpu" in `cache.attend`, `cache.replay`, `GatedDelta` and
-`sampling.gumbel_noise`, and what comes with the weights (`models.weights.Panels`), products and mixtures of experts.
+`sampling.gumbel_noise`, and what comes with the weights (`ops.weights.PackedWeight`), products and
+mixtures of experts.
 """
 
 from collections.abc import Callable, Iterable, Iterator

@@ -11,7 +11,7 @@ from flax import nnx
 
 from dflash_jax.ops.kernels.cpu import calls as cpu
 from dflash_jax.ops.kernels.cpu.calls import LANES
-from dflash_jax.parallel.sharding import said_of_parameters
+from dflash_jax.parallel.sharding import parameter_attribute
 
 # Of more, the products of all runs, float32 [T, runs, O], are larger than the weight in bfloat16.
 FEW_TOKENS = 64
@@ -19,7 +19,7 @@ FEW_TOKENS = 64
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Scaled:
+class QuantizedWeight:
     """Few bits: ``values`` [..., I] (float8_e4m3fn or int8) times ``scale`` [..., N], one for each of N equal runs of
     the last axis.
 
@@ -37,14 +37,14 @@ class Scaled:
     def ndim(self) -> int:
         return self.values.ndim
 
-    def __getitem__(self, index) -> "Scaled":
+    def __getitem__(self, index) -> "QuantizedWeight":
         """Of leading axes only."""
-        return Scaled(self.values[index], self.scale[index])
+        return QuantizedWeight(self.values[index], self.scale[index])
 
-    def reshape(self, *shape: int) -> "Scaled":
+    def reshape(self, *shape: int) -> "QuantizedWeight":
         """Leading axes anew; the last one stays, or takes in those before it."""
         values = self.values.reshape(shape)
-        return Scaled(values, self.scale.reshape(*values.shape[:-1], -1))
+        return QuantizedWeight(values, self.scale.reshape(*values.shape[:-1], -1))
 
     def dense(self, dtype) -> jax.Array:
         """The weight itself: elementwise, so that it fuses into what reads it."""
@@ -68,7 +68,7 @@ class Scaled:
 
 @partial(jax.tree_util.register_dataclass, data_fields=["panels"], meta_fields=["shape", "contracted"])
 @dataclass(frozen=True)
-class Panels:
+class PackedWeight:
     """A float32 weight of ``shape``, as a matrix [O, I], in panels of 16 outputs, for `kernels.cpu`: float32
     [O / 16, I, 16] or, where bfloat16 loses nothing, as in what comes from such a checkpoint, uint32 [O / 16, I / 2,
     16], whose low halves are those of even inputs.
@@ -84,7 +84,7 @@ class Panels:
     dtype = jnp.float32
 
     @classmethod
-    def of(cls, weight: np.ndarray, contracted: int) -> "Panels":
+    def of(cls, weight: np.ndarray, contracted: int) -> "PackedWeight":
         """Of a float32 weight [*out, *in] with ``contracted`` axes in *in."""
         inputs = math.prod(weight.shape[weight.ndim - contracted :])
         matrix = weight.reshape(-1, inputs)
@@ -108,9 +108,9 @@ class Panels:
             raise IndexError(f"rows of a weight of shape {self.shape}: it must have two axes")
         return self._floats(self.panels[index // LANES, :, index % LANES], self.shape[1])
 
-    def reshape(self, outputs: int, inputs: int) -> "Panels":
+    def reshape(self, outputs: int, inputs: int) -> "PackedWeight":
         """As a matrix; ``outputs`` -1: those that there are."""
-        return Panels(self.panels, (math.prod(self.shape) // inputs, inputs))
+        return PackedWeight(self.panels, (math.prod(self.shape) // inputs, inputs))
 
     def dense(self) -> jax.Array:
         """The weight [*out, *in]."""
@@ -130,37 +130,38 @@ class Panels:
         return cpu.linear(x, [self])[0]
 
 
-def is_form(x) -> bool:
+def is_packed(x) -> bool:
     """Whether something stands for a weight."""
-    return isinstance(x, Scaled | Panels)
+    return isinstance(x, QuantizedWeight | PackedWeight)
 
 
-def in_panels(module: nnx.Module) -> nnx.Module:
-    """``module``, in float32 on one CPU, with `Panels` for weights, where a part has ``matrices()``: parameter → how
-    many last axes of it are contracted, and is not `Scaled`. The arrays they come from are given up, one by one."""
-    leaves, structure = jax.tree.flatten(module, is_form)
-    for i, contracted in enumerate(said_of_parameters(module, "matrices", 0, is_form)):
+def pack_weights(module: nnx.Module) -> nnx.Module:
+    """``module``, in float32 on one CPU, with `PackedWeight` for weights, where a part has ``matrices()``:
+    parameter → how many last axes of it are contracted, and is not `QuantizedWeight`. The arrays they come from are
+    given up, one by one."""
+    leaves, structure = jax.tree.flatten(module, is_packed)
+    for i, contracted in enumerate(parameter_attribute(module, "matrices", 0, is_packed)):
         leaf = leaves[i]
-        if contracted and not is_form(leaf):
+        if contracted and not is_packed(leaf):
             # By numpy: nothing to compile for each shape.
-            leaves[i] = jax.device_put(Panels.of(np.asarray(leaf), contracted), leaf.device)
+            leaves[i] = jax.device_put(PackedWeight.of(np.asarray(leaf), contracted), leaf.device)
             leaf.delete()
     return jax.tree.unflatten(structure, leaves)
 
 
 def plain(module: nnx.Module) -> nnx.Module:
-    """Undoes `in_panels`."""
-    return jax.tree.map(lambda x: x.dense() if isinstance(x, Panels) else x, module, is_leaf=is_form)
+    """Undoes `pack_weights`."""
+    return jax.tree.map(lambda x: x.dense() if isinstance(x, PackedWeight) else x, module, is_leaf=is_packed)
 
 
 def dense(weight, dtype=None) -> jax.Array:
-    """A weight array as it is (cast, where ``dtype`` is given), a `Scaled` one multiplied out."""
-    if isinstance(weight, Scaled):
+    """A weight array as it is (cast, where ``dtype`` is given), a `QuantizedWeight` one multiplied out."""
+    if isinstance(weight, QuantizedWeight):
         return weight.dense(dtype or jnp.float32)
     return weight if dtype is None else weight.astype(dtype)
 
 
-def quantize(weight, kind: str, runs: int = 1) -> Scaled:
+def quantize(weight, kind: str, runs: int = 1) -> QuantizedWeight:
     """``runs`` scales for each index of the leading axes; ``kind`` "int8" or "fp8"."""
     dtype, largest = (jnp.int8, 127.0) if kind == "int8" else (jnp.float8_e4m3fn, 448.0)
     split = weight.astype(jnp.float32).reshape(*weight.shape[:-1], runs, -1)
@@ -169,4 +170,4 @@ def quantize(weight, kind: str, runs: int = 1) -> Scaled:
     values = split / scale[..., None]
     if kind == "int8":
         values = jnp.round(values)
-    return Scaled(values.astype(dtype).reshape(weight.shape), scale)
+    return QuantizedWeight(values.astype(dtype).reshape(weight.shape), scale)

@@ -44,7 +44,7 @@ def argmax_by_blocks(x):
 
 
 @dataclass(frozen=True)
-class Cut:
+class AxisSharding:
     """How one dimension is cut over mesh axes; the collectives that join it again. Empty: not at all."""
 
     axes: Axes = ()
@@ -92,7 +92,7 @@ class Cut:
         return local, (local >= 0) & (local < size)
 
 
-WHOLE = Cut()
+WHOLE = AxisSharding()
 
 
 def factors(n: int) -> list[int]:
@@ -164,28 +164,28 @@ class Layout:
                 taken.append(name)
         return tuple(taken)
 
-    def parts(self, cut: Cut) -> int:
+    def parts(self, cut: AxisSharding) -> int:
         return math.prod(self.sizes[a] for a in cut.axes)
 
     # The table.
 
-    def wide(self, size: int) -> Cut:
+    def wide(self, size: int) -> AxisSharding:
         """Vocabulary, features of an MLP, KV heads, key heads of Gated DeltaNet: over all devices of a row."""
-        return Cut(self._prefix(size, "tensor", "expert"))
+        return AxisSharding(self._prefix(size, "tensor", "expert"))
 
-    def heads(self, heads: int, kv_heads: int) -> Cut:
+    def heads(self, heads: int, kv_heads: int) -> AxisSharding:
         """Query heads. Further than the KV heads only where a device then has heads of one KV head."""
         kv = self.wide(kv_heads)
         return self.wide(heads) if self.parts(kv) == kv_heads else kv
 
-    def experts(self, experts: int) -> Cut:
-        cut = Cut(self._prefix(experts, "expert"))
+    def experts(self, experts: int) -> AxisSharding:
+        cut = AxisSharding(self._prefix(experts, "expert"))
         if self.parts(cut) != self.expert:
             raise InputError(f"{experts} experts cannot be divided among expert={self.expert} devices")
         return cut
 
-    def expert_features(self, size: int) -> Cut:
-        return Cut(self._prefix(size, "tensor"))
+    def expert_features(self, size: int) -> AxisSharding:
+        return AxisSharding(self._prefix(size, "tensor"))
 
 
 ONE_DEVICE = Layout()
@@ -201,12 +201,12 @@ def parameter_paths(module, is_leaf: Callable | None = None) -> list[str]:
     return names
 
 
-def spec(*cuts: Cut | str | None) -> PartitionSpec:
+def spec(*cuts: AxisSharding | str | None) -> PartitionSpec:
     """Leading dimensions' cuts (None: whole) → PartitionSpec."""
-    return PartitionSpec(*(c.axes or None if isinstance(c, Cut) else c for c in cuts))
+    return PartitionSpec(*(c.axes or None if isinstance(c, AxisSharding) else c for c in cuts))
 
 
-def said_of_parameters(module, what: str, default, is_leaf: Callable | None = None):
+def parameter_attribute(module, what: str, default, is_leaf: Callable | None = None):
     """One a leaf of ``module``: what the part that owns it says of it in the table that its method ``what`` gives,
     parameter → something; ``default`` where it says nothing."""
     found = []
@@ -221,8 +221,9 @@ def said_of_parameters(module, what: str, default, is_leaf: Callable | None = No
 
 
 def parameter_specs(module) -> list[PartitionSpec]:
-    """One a leaf of ``module``: a part that cuts its parameters has ``cuts()``, parameter → cuts of its dimensions."""
-    return [spec(*cuts) for cuts in said_of_parameters(module, "cuts", ())]
+    """One a leaf of ``module``: a part that cuts its parameters has ``shardings()``, parameter → how its
+    dimensions are cut."""
+    return [spec(*cuts) for cuts in parameter_attribute(module, "shardings", ())]
 
 
 def place(array: np.ndarray, sharding: NamedSharding) -> jax.Array:

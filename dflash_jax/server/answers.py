@@ -3,14 +3,16 @@
 from collections.abc import Sequence
 from math import isfinite, isnan, nan
 
-from dflash_jax.frontend.sequence import Row
+from dflash_jax.frontend.sequence import TextSequence
 from dflash_jax.frontend.tokenizer import Tokenizer
 
 # JSON has no infinity: what OpenAI says for a token that cannot come.
 IMPOSSIBLE = -9999.0
 
 
-def usage(rows: Sequence[Row], choices: int, reasoning_tokens: int = 0, new: Sequence[Row] | None = None) -> dict:
+def usage(
+    rows: Sequence[TextSequence], choices: int, reasoning_tokens: int = 0, new: Sequence[TextSequence] | None = None
+) -> dict:
     """Tokens of prompts with so many ``choices`` each, and of what was told of the rows ``new`` (None: of all).
 
     Drafted tokens that were accepted are OpenAI's accepted_prediction_tokens; draft_rounds is how many blocks were
@@ -38,7 +40,7 @@ def usage(rows: Sequence[Row], choices: int, reasoning_tokens: int = 0, new: Seq
     }
 
 
-def timings(rows: Sequence[Row], now: float) -> dict:
+def timings(rows: Sequence[TextSequence], now: float) -> dict:
     """Seconds from the end of the first prefill to the last token, or to ``now`` on the engine's clock while tokens are
     still to come, and new tokens per second of that time."""
     begun = [r.request.times for r in rows if r.request.times is not None]
@@ -49,7 +51,7 @@ def timings(rows: Sequence[Row], now: float) -> dict:
     return {"decode_s": seconds, "tokens_per_s": sum(len(r.token_ids) for r in rows) / max(seconds, 1e-9)}
 
 
-def request_metrics(rows: Sequence[Row]) -> dict:
+def request_metrics(rows: Sequence[TextSequence]) -> dict:
     """vLLM's times of a request with one sequence, in milliseconds; {} for several. What is not known is left out.
 
     Its ``time_to_first_token_ms`` begins when the sequence gets a slot; ``tokens_per_second`` counts from there, too.
@@ -73,7 +75,7 @@ def finite(logprob: float) -> float:
     return logprob if isfinite(logprob) else IMPOSSIBLE
 
 
-def stop_reasons(row: Row, stop_ids: Sequence[int]) -> dict:
+def stop_reasons(row: TextSequence, stop_ids: Sequence[int]) -> dict:
     """Why a text stopped: vLLM's name for the stop string or token that ended it, unless it is one of the checkpoint's
     own ``stop_ids``, and SGLang's."""
     matched = row.matched
@@ -98,7 +100,7 @@ def prompt_entry(tokenizer: Tokenizer | None, entry: dict) -> dict:
     }
 
 
-def prompt_logprobs(tokenizer: Tokenizer | None, row: Row) -> list | None:
+def prompt_logprobs(tokenizer: Tokenizer | None, row: TextSequence) -> list | None:
     """vLLM's list for a prompt, whose first token has none; None where they are not computed."""
     if row.request.prompt_logprobs is None:
         return None

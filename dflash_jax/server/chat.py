@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Sequence
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from dflash_jax.frontend.sequence import Row
+from dflash_jax.frontend.sequence import TextSequence
 from dflash_jax.server import prepare, request_id, schema
 from dflash_jax.server.answer_schema import ChatCompletion
 from dflash_jax.server.answers import chat_logprobs, prompt_logprobs, request_metrics, stop_reasons, timings, usage
@@ -64,7 +64,7 @@ def check(serving: Serving, body: schema.ChatRequest) -> None:
         raise ApiError(400, "prompt_logprobs is not possible with stream: true", "prompt_logprobs")
 
 
-async def prepared(serving: Serving, body: schema.ChatRequest) -> tuple[Conversation, list[Row]]:
+async def prepared(serving: Serving, body: schema.ChatRequest) -> tuple[Conversation, list[TextSequence]]:
     """The rows that a request asks for."""
     check(serving, body)
     n = prepare.check_counts(serving, body)
@@ -113,7 +113,7 @@ async def chat_completions(http: Request, body: schema.ChatRequest):
 
 
 async def whole(
-    serving: Serving, body: schema.ChatRequest, talk: Conversation, rows: list[Row], head: dict
+    serving: Serving, body: schema.ChatRequest, talk: Conversation, rows: list[TextSequence], head: dict
 ) -> Response:
     parsers, deltas = [talk.parser(body.shown_reasoning) for _ in rows], [[] for _ in rows]
     async for i, piece in serving.merged(rows):
@@ -125,7 +125,7 @@ def built(
     serving: Serving,
     body: schema.ChatRequest,
     talk: Conversation,
-    rows: list[Row],
+    rows: list[TextSequence],
     head: dict,
     parsers: list[Parser],
     deltas: list[list[Delta]],
@@ -187,7 +187,7 @@ def _as_call(call: CallDelta) -> dict:
 
 
 async def streamed(
-    serving: Serving, body: schema.ChatRequest, talk: Conversation, rows: list[Row], head: dict
+    serving: Serving, body: schema.ChatRequest, talk: Conversation, rows: list[TextSequence], head: dict
 ) -> AsyncGenerator[bytes, None]:
     wants = serving.additions.stream_options(body.stream_options or schema.StreamOptions())
     parsers, begun = [talk.parser(body.shown_reasoning) for _ in rows], []

@@ -6,7 +6,7 @@ from contextlib import aclosing
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from dflash_jax.frontend.sequence import Row
+from dflash_jax.frontend.sequence import TextSequence
 from dflash_jax.server import chat, request_id, schema
 from dflash_jax.server.answer_schema import ChatCompletion
 from dflash_jax.server.answers import usage
@@ -31,7 +31,7 @@ def check(serving: Serving, body: schema.ChatBatchRequest) -> None:
 
 async def prepared(
     serving: Serving, body: schema.ChatBatchRequest
-) -> tuple[list[schema.ChatRequest], list[Conversation], list[Row]]:
+) -> tuple[list[schema.ChatRequest], list[Conversation], list[TextSequence]]:
     """A request, a conversation and a sequence for each list of messages."""
     check(serving, body)
     # The fields are validated: once is enough.
@@ -59,7 +59,7 @@ async def chat_completions_batch(http: Request, body: schema.ChatBatchRequest):
 
 
 async def whole(
-    serving: Serving, bodies: list[schema.ChatRequest], talks: list[Conversation], rows: list[Row], head: dict
+    serving: Serving, bodies: list[schema.ChatRequest], talks: list[Conversation], rows: list[TextSequence], head: dict
 ) -> Response:
     parsers = [talk.parser(body.shown_reasoning) for talk, body in zip(talks, bodies, strict=True)]
     deltas = [[] for _ in rows]

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from dflash_jax.frontend.detokenizer import Detokenizer
-from dflash_jax.frontend.sequence import Row
+from dflash_jax.frontend.sequence import TextSequence
 from dflash_jax.server import prepare, request_id, schema
 from dflash_jax.server.answer_schema import Completion
 from dflash_jax.server.answers import (
@@ -40,7 +40,7 @@ def prompts_of(body: schema.CompletionRequest) -> list:
     return given
 
 
-async def prepared(serving: Serving, body: schema.CompletionRequest) -> list[Row]:
+async def prepared(serving: Serving, body: schema.CompletionRequest) -> list[TextSequence]:
     """All rows: those of the first prompt first."""
     serving.check_model(body.model)
     prompts = prompts_of(body)
@@ -85,7 +85,7 @@ async def completions(http: Request, body: schema.CompletionRequest):
 
 
 async def whole(
-    http: Request, serving: Serving, body: schema.CompletionRequest, rows: list[Row], head: dict
+    http: Request, serving: Serving, body: schema.CompletionRequest, rows: list[TextSequence], head: dict
 ) -> Response:
     await while_connected(http, serving.run(rows))
 
@@ -113,7 +113,7 @@ class Opening:
     entries: list[dict]
 
 
-def opening(serving: Serving, body: schema.CompletionRequest, row: Row) -> Opening:
+def opening(serving: Serving, body: schema.CompletionRequest, row: TextSequence) -> Opening:
     tokenizer, request = serving.llm.tokenizer, row.request
     if not body.echo:
         return Opening("", [], [])
@@ -145,13 +145,13 @@ def logprobs_of(
     )
 
 
-def of_the_prompt(serving: Serving, body: schema.CompletionRequest, row: Row) -> dict:
+def of_the_prompt(serving: Serving, body: schema.CompletionRequest, row: TextSequence) -> dict:
     """Fields of a choice that describe its prompt, null where they are not asked for."""
     scores = prompt_logprobs(serving.llm.tokenizer, row) if body.prompt_logprobs is not None else None
     return {"prompt_logprobs": scores, "prompt_token_ids": row.request.prompt if body.return_token_ids else None}
 
 
-def choice(serving: Serving, body: schema.CompletionRequest, i: int, row: Row) -> dict:
+def choice(serving: Serving, body: schema.CompletionRequest, i: int, row: TextSequence) -> dict:
     is_new, begin = body.max_tokens != 0, opening(serving, body, row)
     text = (row.text.text if row.text else "") if is_new else ""
     entries = list(row.logprobs or []) if is_new else []
@@ -168,7 +168,7 @@ def choice(serving: Serving, body: schema.CompletionRequest, i: int, row: Row) -
 
 
 async def streamed(
-    serving: Serving, body: schema.CompletionRequest, rows: list[Row], head: dict
+    serving: Serving, body: schema.CompletionRequest, rows: list[TextSequence], head: dict
 ) -> AsyncGenerator[bytes, None]:
     wants, is_new = (
         serving.additions.stream_options(body.stream_options or schema.StreamOptions()),

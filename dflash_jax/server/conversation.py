@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dflash_jax.errors import InputError
-from dflash_jax.frontend.sequence import Piece, Row
+from dflash_jax.frontend.sequence import Piece, TextSequence
 from dflash_jax.frontend.tokenizer import RESERVED
 from dflash_jax.server import schema
 from dflash_jax.server.errors import ApiError, TooLongError
@@ -83,7 +83,7 @@ class Parser:
         thought, content = self._splitter.push(piece.text[at:])
         return reasoning + thought, content
 
-    def finish(self, row: Row) -> Delta:
+    def finish(self, row: TextSequence) -> Delta:
         reasoning, content = self._splitter.finish()
         delta = self._parsed(self._due(reasoning, is_ended=True), content)
         if self._tools is not None:
@@ -101,13 +101,14 @@ class Parser:
     def _wanted(self, calls: list[CallDelta]) -> list[CallDelta]:
         return [call for call in calls if call.index == 0] if self._has_one_call else calls
 
-    def reason(self, row: Row) -> str:
+    def reason(self, row: TextSequence) -> str:
         called = self._tools is not None and self._tools.count
         return "tool_calls" if called and row.request.finish_reason == "stop" else row.request.finish_reason
 
 
 class FirstCall:
-    """Ends a text behind its first call, or behind a later one where min_tokens lets it go on; ``ends`` of a `Row`."""
+    """Ends a text behind its first call, or behind a later one where min_tokens lets it go on; ``ends`` of a
+    `TextSequence`."""
 
     def __init__(self, is_thinking: bool, tools: ToolParser):
         self._splitter, self._tools = ReasoningSplitter(is_thinking), tools

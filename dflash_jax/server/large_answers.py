@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from starlette.responses import Response
 
-from dflash_jax.frontend.sequence import Row
+from dflash_jax.frontend.sequence import TextSequence
 from dflash_jax.server.errors import JsonResponse
 from dflash_jax.server.stream import frame
 
@@ -21,7 +21,7 @@ LONG_LIST = 32
 _executor = ThreadPoolExecutor(2, "answers")
 
 
-def entries(rows: Iterable[Row]) -> int:
+def entries(rows: Iterable[TextSequence]) -> int:
     """Positions of rows that have log-probabilities."""
     return sum(len(row.logprobs or ()) + len(row.request.prompt_entries or ()) for row in rows)
 
@@ -41,7 +41,7 @@ async def event(count: int, build: Callable[[], dict], name: str | None = None) 
     return await beside(count, lambda: b"".join([head, b"data: ", *pieces(build()), b"\n\n"]))
 
 
-async def json_response(rows: Iterable[Row], build: Callable[[], object], tokens: int = 0) -> Response:
+async def json_response(rows: Iterable[TextSequence], build: Callable[[], object], tokens: int = 0) -> Response:
     """What ``build`` returns, as JSON. ``tokens``: those that it decodes beside log-probabilities."""
     count = entries(rows) + tokens
     if count <= FEW:

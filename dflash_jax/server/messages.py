@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Sequence
 from fastapi import APIRouter, Request
 from pydantic import ValidationError
 
-from dflash_jax.frontend.sequence import Row
+from dflash_jax.frontend.sequence import TextSequence
 from dflash_jax.server import request_id, schema
 from dflash_jax.server.answer_schema import InputTokens, MessagesAnswer, MessagesError
 from dflash_jax.server.answers import usage
@@ -243,7 +243,7 @@ def _object(arguments: str) -> dict:
     return value if isinstance(value, dict) else {"INVALID_JSON": arguments}
 
 
-def _stop(row: Row, parser: Parser) -> dict:
+def _stop(row: TextSequence, parser: Parser) -> dict:
     # An aborted answer has no reason of its own there: it is cut as by max_tokens.
     reasons = {"length": "max_tokens", "abort": "max_tokens", "tool_calls": "tool_use"}
     reason, matched = reasons.get(parser.reason(row), "end_turn"), None
@@ -252,7 +252,7 @@ def _stop(row: Row, parser: Parser) -> dict:
     return {"stop_reason": reason, "stop_sequence": matched}
 
 
-def _usage(row: Row, output_tokens: int, reasoning_tokens: int = 0) -> dict:
+def _usage(row: TextSequence, output_tokens: int, reasoning_tokens: int = 0) -> dict:
     """``input_tokens`` are those that were not in the prefix cache."""
     prompt, cached = len(row.request.prompt), row.request.cached
     return {
@@ -265,7 +265,7 @@ def _usage(row: Row, output_tokens: int, reasoning_tokens: int = 0) -> dict:
 
 
 async def told(
-    serving: Serving, talk: Conversation, row: Row, message: dict, content: Content
+    serving: Serving, talk: Conversation, row: TextSequence, message: dict, content: Content
 ) -> AsyncGenerator[dict, None]:
     """The events of an answer; in the end ``message`` is the whole of it."""
     parser = talk.parser()

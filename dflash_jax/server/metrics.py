@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from dflash_jax.engine.request import Event
-from dflash_jax.frontend.sequence import Row
+from dflash_jax.frontend.sequence import TextSequence
 
 if TYPE_CHECKING:
     from dflash_jax.server.serving import Serving
@@ -56,7 +56,7 @@ class Metrics:
         if event.finish_reason is not None:
             self._last.pop(request, None)
 
-    def finish(self, row: Row) -> None:
+    def finish(self, row: TextSequence) -> None:
         """A request that came to its end."""
         t, new = row.request.times, len(row.request.tokens)
         self._prompt.observe(len(row.request.prompt))
@@ -71,7 +71,7 @@ class Metrics:
         if new > 1:
             self._per_token.observe((t.finished - t.first_token) / (new - 1))
 
-    def forget(self, row: Row) -> None:
+    def forget(self, row: TextSequence) -> None:
         """A request that was given up."""
         self._last.pop(row.request, None)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from dflash_jax.frontend.sequence import Row
+from dflash_jax.frontend.sequence import TextSequence
 from dflash_jax.server import prepare, request_id, schema
 from dflash_jax.server.answer_schema import Generated
 from dflash_jax.server.answers import finite, token_text
@@ -30,7 +30,7 @@ class Asked:
         is_new: False where max_new_tokens is 0: the engine's one token is left out.
     """
 
-    row: Row
+    row: TextSequence
     name: str
     is_new: bool
 
@@ -47,7 +47,7 @@ def prompts_of(body: schema.GenerateRequest) -> tuple[list, bool]:
     return ([given], False) if isinstance(given[0], int) else (given, True)
 
 
-async def prepared(serving: Serving, body: schema.GenerateRequest) -> tuple[list[tuple[Row, bool]], bool]:
+async def prepared(serving: Serving, body: schema.GenerateRequest) -> tuple[list[tuple[TextSequence, bool]], bool]:
     """(rows, each with whether new tokens of it are wanted; whether there may be several)."""
     prompts, several = prompts_of(body)
     prepare.check_logprobs(serving, body)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
 
-from dflash_jax.frontend.sequence import Row
+from dflash_jax.frontend.sequence import TextSequence
 from dflash_jax.server import request_id
 
 log = logging.getLogger("dflash_jax.requests")
@@ -35,14 +35,14 @@ class Observed:
     began: float
     status: int = 499
     model: str = ""
-    rows: list[Row] = field(default_factory=list)
+    rows: list[TextSequence] = field(default_factory=list)
     on_begin: Sequence[Callable] = ()
 
 
 _current: ContextVar[Observed | None] = ContextVar("observed", default=None)
 
 
-def begun(row: Row, model: str) -> None:
+def begun(row: TextSequence, model: str) -> None:
     """The engine takes a sequence of the request at hand, for the model of that name."""
     observed = _current.get()
     if observed is not None:
@@ -87,7 +87,7 @@ class RequestLog:
     def __init__(self, decode: Callable | None = None, max_length: int = 2048):
         self._decode, self._max_length = decode, max_length
 
-    def begin(self, observed: Observed, row: Row) -> None:
+    def begin(self, observed: Observed, row: TextSequence) -> None:
         number = len(observed.rows) - 1
         if number >= MOST_LOGGED:
             return

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from dflash_jax.engine.token_rules import ThinkingBudget
 from dflash_jax.errors import InputError
-from dflash_jax.frontend.sequence import Row
+from dflash_jax.frontend.sequence import TextSequence
 from dflash_jax.sampling_params import SamplingParams
 from dflash_jax.server import schema
 from dflash_jax.server.errors import ApiError
@@ -231,7 +231,7 @@ async def rows(
     prompt_logprobs: int | None = None,
     cache_salt: str | None = None,
     ends: Callable[[], Callable[[str], bool] | None] = lambda: None,
-) -> list[Row]:
+) -> list[TextSequence]:
     """One row for each choice; of a seed s the choices have s, s + 1, …
 
     Others have their turn behind each row: there may be thousands, of thousands of tokens each.
@@ -240,7 +240,7 @@ async def rows(
         thought: Where reasoning stands when the text begins: "open", "possible" or "none".
         budget: Tokens that the thought may have, those of the prompt behind the tag that opens it among them.
         cache_salt: Only prompts with the same one share known prefixes.
-        ends: Makes the ``ends`` of each `Row`.
+        ends: Makes the ``ends`` of each `TextSequence`.
     """
     options = {"priority": priority, "prompt_logprobs": prompt_logprobs, "cache_salt": cache_salt or ""}
     vocabulary = serving.llm.config.vocab_size

@@ -7,7 +7,7 @@ from fastapi import APIRouter, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
-from dflash_jax.frontend.sequence import Row
+from dflash_jax.frontend.sequence import TextSequence
 from dflash_jax.server import chat, completions, native, responses, schema
 from dflash_jax.server.answer_schema import Rendered
 from dflash_jax.server.errors import ApiError, JsonResponse
@@ -25,7 +25,7 @@ INVOCATIONS = {
 }
 
 
-def rendered(serving: Serving, body: schema.OpenAiSampling, row: Row, name: str) -> dict:
+def rendered(serving: Serving, body: schema.OpenAiSampling, row: TextSequence, name: str) -> dict:
     request = row.request
     return {
         "request_id": f"{name}-{uuid.uuid4().hex}",

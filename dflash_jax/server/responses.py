@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from pydantic import ValidationError
 from starlette.responses import Response as HttpResponse
 
-from dflash_jax.frontend.sequence import Row
+from dflash_jax.frontend.sequence import TextSequence
 from dflash_jax.server import large_answers, request_id, schema
 from dflash_jax.server.answer_schema import Response
 from dflash_jax.server.answers import chat_logprobs, request_metrics, usage
@@ -257,7 +257,7 @@ def envelope(body: schema.ResponsesRequest, name: str, response_id: str, created
     }
 
 
-def ended(value: dict, output: Output, row: Row, reasoning_tokens: int) -> dict:
+def ended(value: dict, output: Output, row: TextSequence, reasoning_tokens: int) -> dict:
     is_whole, reason = row.request.finish_reason == "stop", row.request.finish_reason
     counted = usage([row], 1)
     return {
@@ -333,7 +333,7 @@ async def responses(http: Request, body: schema.ResponsesRequest):
     return Later(http, answer, keeps_parsed=True)
 
 
-async def whole(http: Request, events: AsyncGenerator[dict, None], rows: Sequence[Row]) -> HttpResponse:
+async def whole(http: Request, events: AsyncGenerator[dict, None], rows: Sequence[TextSequence]) -> HttpResponse:
     value = await while_connected(http, last(events))
     return await large_answers.json_response(rows, lambda: value)
 
@@ -346,7 +346,7 @@ async def last(events: AsyncGenerator[dict, None]) -> dict:
     return found["response"]
 
 
-async def framed(events: AsyncGenerator[dict, None], rows: Sequence[Row]) -> AsyncGenerator[bytes, None]:
+async def framed(events: AsyncGenerator[dict, None], rows: Sequence[TextSequence]) -> AsyncGenerator[bytes, None]:
     async for event in events:
         event.pop("cause", None)
         # All but deltas may have the whole text's log-probabilities.
@@ -355,7 +355,7 @@ async def framed(events: AsyncGenerator[dict, None], rows: Sequence[Row]) -> Asy
 
 
 async def numbered(
-    serving: Serving, talk: Conversation, row: Row, value: dict, keep: Keep
+    serving: Serving, talk: Conversation, row: TextSequence, value: dict, keep: Keep
 ) -> AsyncGenerator[dict, None]:
     number = 0
     async for event in told(serving, talk, row, value, keep):
@@ -363,7 +363,9 @@ async def numbered(
         number += 1
 
 
-async def told(serving: Serving, talk: Conversation, row: Row, value: dict, keep: Keep) -> AsyncGenerator[dict, None]:
+async def told(
+    serving: Serving, talk: Conversation, row: TextSequence, value: dict, keep: Keep
+) -> AsyncGenerator[dict, None]:
     """The events of a response. It is stored before the last one, so that a client that reads that can continue it."""
     output, parser, begun = Output(serving.llm.tokenizer), talk.parser(), False
     try:

@@ -16,7 +16,7 @@ from starlette.requests import Request as HttpRequest
 from dflash_jax.engine.request import Event
 from dflash_jax.engine.service import AsyncEngine
 from dflash_jax.frontend.llm import LLM
-from dflash_jax.frontend.sequence import Piece, Row
+from dflash_jax.frontend.sequence import Piece, TextSequence
 from dflash_jax.server.additions import Additions
 from dflash_jax.server.errors import ApiError, TooLongError
 from dflash_jax.server.grammar import GrammarProcesses, grammar_tokens
@@ -62,16 +62,16 @@ class Limits:
 
 
 # Sequences of the request at hand that the engine does not know yet.
-_prepared: ContextVar[list[Row] | None] = ContextVar("prepared", default=None)
+_prepared: ContextVar[list[TextSequence] | None] = ContextVar("prepared", default=None)
 
 
-def begin_rows() -> list[Row]:
+def begin_rows() -> list[TextSequence]:
     """The list of the sequences that a request prepares, each until it is submitted."""
     _prepared.set(rows := [])
     return rows
 
 
-def prepared(row: Row) -> Row:
+def prepared(row: TextSequence) -> TextSequence:
     """Has ``row`` closed at the end of its request if it is not submitted by then."""
     if (rows := _prepared.get()) is not None:
         rows.append(row)
@@ -104,7 +104,7 @@ async def while_connected(http: HttpRequest, work: Awaitable):
 class _Spacing:
     """Holds a row's events until they bring ``interval`` tokens. The first, the last and an error never wait."""
 
-    def __init__(self, row: Row, interval: int):
+    def __init__(self, row: TextSequence, interval: int):
         self._row, self._interval, self._held, self._is_first = row, interval, [], True
 
     def push(self, event: Event) -> Iterator[Piece]:
@@ -150,7 +150,7 @@ class Serving:
         # HTTP requests for text that were let in and have no whole answer yet.
         self.in_flight = 0
         # Id and owner of every sequence under way, for `abort`.
-        self._ids: weakref.WeakKeyDictionary[Row, tuple[str, bytes]] = weakref.WeakKeyDictionary()
+        self._ids: weakref.WeakKeyDictionary[TextSequence, tuple[str, bytes]] = weakref.WeakKeyDictionary()
         # Bytes of request bodies that are in memory, and of each client's.
         self.body_bytes, self.client_body_bytes = 0, Counter()
         # Bodies that are being received.
@@ -220,7 +220,7 @@ class Serving:
             raise TooLongError(message, param)
         return room if most is None else most
 
-    def register(self, rows: Sequence[Row], request_id: str, owner: bytes) -> None:
+    def register(self, rows: Sequence[TextSequence], request_id: str, owner: bytes) -> None:
         """Makes the sequences of a request known to `abort`. They are forgotten with the request."""
         self._ids.update(dict.fromkeys(rows, (request_id, owner)))
 
@@ -230,7 +230,7 @@ class Serving:
             if known[1] == owner and request_id in (None, known[0]) and row.request.finish_reason is None:
                 self.engine.abort(row.request)
 
-    async def pieces(self, row: Row) -> AsyncIterator[Piece]:
+    async def pieces(self, row: TextSequence) -> AsyncIterator[Piece]:
         """What the engine brings to a row, until it has all. Whoever stops listening aborts it."""
         spacing = _Spacing(row, self.stream_interval)
         async with contextlib.aclosing(self._events(row)) as events:
@@ -238,7 +238,7 @@ class Serving:
                 for piece in spacing.push(event):
                     yield piece
 
-    async def _events(self, row: Row) -> AsyncGenerator[Event, None]:
+    async def _events(self, row: TextSequence) -> AsyncGenerator[Event, None]:
         if row in (rows := _prepared.get() or ()):
             rows.remove(row)
         events = self.engine.submit(row.request)
@@ -254,12 +254,12 @@ class Serving:
             self.metrics.forget(row)
             await events.aclose()
 
-    async def run(self, rows: Sequence[Row]) -> None:
+    async def run(self, rows: Sequence[TextSequence]) -> None:
         """All of the rows to their ends."""
         async for _ in self.merged(rows):
             pass
 
-    async def merged(self, rows: Sequence[Row]) -> AsyncIterator[tuple[int, Piece]]:
+    async def merged(self, rows: Sequence[TextSequence]) -> AsyncIterator[tuple[int, Piece]]:
         """(index, piece) of several rows, as they come. A row counts what was yielded of it, and no more."""
         if len(rows) == 1:
             async for piece in self.pieces(rows[0]):

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash_jax.engine.executables import Programs
+from dflash_jax.engine.executables import Executables
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.llm import LLM
 from dflash_jax.frontend.outputs import Completion
-from dflash_jax.frontend.sync_engine import Pool
+from dflash_jax.frontend.sync_engine import SyncEngine
 from dflash_jax.models.drafter import Drafter
 from dflash_jax.sampling_params import SamplingParams
 from dflash_jax.training.data import messages_of
@@ -106,5 +106,5 @@ class GreedyDrafts:
 def with_greedy_drafts(llm: LLM) -> LLM:
     """The same pair, drafting greedily."""
     other = copy.copy(llm)
-    other.programs, other._pool = Programs(llm.target, GreedyDrafts(llm.drafter)), Pool(other)
+    other.programs, other._pool = Executables(llm.target, GreedyDrafts(llm.drafter)), SyncEngine(other)
     return other

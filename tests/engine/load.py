@@ -9,7 +9,7 @@ from equality import Reference, equal_or_tie
 
 from dflash_jax.decoding.state import Settings
 from dflash_jax.engine.engine import Engine
-from dflash_jax.engine.executables import Programs
+from dflash_jax.engine.executables import Executables
 from dflash_jax.engine.model_runner import Device
 from dflash_jax.engine.options import Options
 from dflash_jax.engine.request import Request
@@ -18,7 +18,7 @@ from dflash_jax.sampling_params import SamplingParams
 MARKER, CAPACITY, SIZES = 1, 96, (8, 32)
 
 
-def engine_for(programs: Programs, widths=(1, 8), slots: int = 32, **options) -> Engine:
+def engine_for(programs: Executables, widths=(1, 8), slots: int = 32, **options) -> Engine:
     settings = Settings(1, top_logprobs=5)
     options = {"prefill_sizes": SIZES, "prefill_together": 32, "max_num_batched_tokens": 64} | options
     options.setdefault("prefix_bytes", 2 * 10**6)

@@ -18,7 +18,7 @@ from token_runs import Remembering
 from dflash_jax.decoding import prefix_snapshot
 from dflash_jax.engine import model_runner
 from dflash_jax.engine.draft_length import ALONE
-from dflash_jax.engine.executables import Programs
+from dflash_jax.engine.executables import Executables
 from dflash_jax.engine.request import ReadyMasks, Request
 from dflash_jax.engine.token_rules import Rules, ThinkingBudget, TokenRules
 from dflash_jax.models.decoder import Decoder, is_delta
@@ -33,7 +33,7 @@ def few_row_sizes():
     """Each costs seconds to compile."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model_runner, "ROW_SIZES", (1, 4, 32))
-        patch.setattr(Programs, "compiler_options", {"xla_backend_optimization_level": 0})
+        patch.setattr(Executables, "compiler_options", {"xla_backend_optimization_level": 0})
         yield
 
 
@@ -42,8 +42,8 @@ class Family:
     """A target with programs that decode plainly and with a drafter, distinct requests, and each one's run alone."""
 
     target: Decoder
-    plain: Programs
-    drafting: Programs
+    plain: Executables
+    drafting: Executables
     wanted: list
     expected: list
 
@@ -51,10 +51,10 @@ class Family:
 @pytest.fixture(scope="module", params=["hybrid", "classic"])
 def family(request):
     target = tiny.target("ddda", moe="13") if request.param == "hybrid" else tiny.target("aa", moe="")
-    wanted, plain = some_requests(0, 60, tiny.VOCAB), Programs(target, None)
+    wanted, plain = some_requests(0, 60, tiny.VOCAB), Executables(target, None)
     expected = alone(engine_for(plain, (1,), prefix_bytes=0), wanted)
     drafter = Remembering.of(tiny.drafter(target), [r for r, _ in expected], wide=8, capacity=CAPACITY)
-    return Family(target, plain, Programs(target, drafter), wanted, expected)
+    return Family(target, plain, Executables(target, drafter), wanted, expected)
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +128,7 @@ def test_a_stale_state_would_be_noticed(family, monkeypatch):
         return real(state, rows, length, jax.tree.map(jnp.zeros_like, snapshot))
 
     monkeypatch.setattr(prefix_snapshot, "restore", forgetful)
-    engine = engine_for(Programs(family.target, None), (1,))
+    engine = engine_for(Executables(family.target, None), (1,))
     with pytest.raises(AssertionError):
         under_load(engine, family.target, family.wanted, family.expected, 60, seed=3)
 

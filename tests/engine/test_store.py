@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_jax.engine import prefix_cache
-from dflash_jax.engine.prefix_cache import PrefixStore, chunks, cut_points, keys
+from dflash_jax.engine.prefix_cache import PrefixCache, chunks, cut_points, keys
 
 MARKERS = frozenset([0])
 TOKENS = st.lists(st.integers(0, 5), min_size=1, max_size=200)
@@ -41,12 +41,12 @@ def test_long_prompts_are_kept_on_a_grid():
     assert cut_points([1, 0, *[1] * 20, 0, 1, 0, 1], 25, MARKERS) == [22, 25]
 
 
-def add(kept: PrefixStore, name: str, parent=None, size: int = 10):
+def add(kept: PrefixCache, name: str, parent=None, size: int = 10):
     return kept.add(name.encode(), 1, parent, [], None, size)
 
 
 def test_the_least_recently_used_goes_first_and_children_before_parents():
-    kept = PrefixStore(40)
+    kept = PrefixCache(40)
     system = add(kept, "system")
     for name in "abc":
         assert add(kept, name, system) is not None
@@ -59,7 +59,7 @@ def test_the_least_recently_used_goes_first_and_children_before_parents():
 
 
 def test_what_does_not_fit_is_not_kept():
-    kept = PrefixStore(25)
+    kept = PrefixCache(25)
     assert add(kept, "large", size=26) is None
     first = add(kept, "first", size=20)
     # Its parent cannot go before it.

@@ -11,7 +11,7 @@ from load import CAPACITY, engine_for, some_requests
 
 from dflash_jax.decoding.state import Settings
 from dflash_jax.engine import model_runner
-from dflash_jax.engine.executables import Programs
+from dflash_jax.engine.executables import Executables
 from dflash_jax.engine.memory import Memory, device_memory, plan_memory
 from dflash_jax.engine.options import Options
 from dflash_jax.engine.request import Request
@@ -23,9 +23,9 @@ from dflash_jax.errors import InputError
 def engine():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model_runner, "ROW_SIZES", (1, 4))
-        patch.setattr(Programs, "compiler_options", {"xla_backend_optimization_level": 0})
+        patch.setattr(Executables, "compiler_options", {"xla_backend_optimization_level": 0})
         target = tiny.target("da", moe="")
-        yield engine_for(Programs(target, tiny.drafter(target)), slots=4)
+        yield engine_for(Executables(target, tiny.drafter(target)), slots=4)
 
 
 def test_everything_is_compiled_at_warm_up(engine, caplog):

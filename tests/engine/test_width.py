@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from dflash_jax.engine.draft_length import ALONE, Acceptance, WidthPolicy, expected_tokens
+from dflash_jax.engine.draft_length import ALONE, Acceptance, DraftLengthPolicy, expected_tokens
 
 WIDTHS = (1, 8, 16)
 
@@ -18,7 +18,7 @@ def yielded(rng: random.Random, rate: float, width: int) -> int:
 
 def simulate(costs: dict[int, float], rate, rows: int, seconds: float, **options):
     """(tokens per second, seconds at each width) of ``rows`` rows; ``rate``: of acceptance, by the time."""
-    policy, rng, now = WidthPolicy(WIDTHS, **options), random.Random(0), 0.0
+    policy, rng, now = DraftLengthPolicy(WIDTHS, **options), random.Random(0), 0.0
     own, tokens, spent = [Acceptance() for _ in range(rows)], 0, dict.fromkeys(costs, 0.0)
     while now < seconds:
         width = policy.choose(rows, own)
@@ -62,7 +62,7 @@ def test_acceptance_is_looked_at_again_now_and_then():
 
 
 def test_a_drafter_that_was_left_alone_is_taken_up_again_when_the_load_falls():
-    policy = WidthPolicy(WIDTHS)
+    policy = DraftLengthPolicy(WIDTHS)
     for rows, costs in ((1, ACCELERATOR), (32, CPU)):
         for width in WIDTHS:
             for _ in range(3):
@@ -88,7 +88,7 @@ def test_what_cannot_win_is_not_tried():
 
 
 def test_what_is_not_compiled_waits():
-    policy, own = WidthPolicy(WIDTHS, "narrow"), [Acceptance()]
+    policy, own = DraftLengthPolicy(WIDTHS, "narrow"), [Acceptance()]
     compiled = {(1, 1)}
 
     def choose():
@@ -102,7 +102,7 @@ def test_what_is_not_compiled_waits():
 
 
 def test_a_row_that_insists():
-    policy = WidthPolicy(WIDTHS)
+    policy = DraftLengthPolicy(WIDTHS)
     for width, seconds in CPU.items():
         for _ in range(2):
             policy.observe_seconds(2, width, seconds)

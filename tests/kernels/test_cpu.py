@@ -13,9 +13,9 @@ import pytest
 from float64 import assert_as_near
 
 from dflash_jax.models.cache import Bounds, KVCache, attend_in_pieces
-from dflash_jax.models.layers import Normed, linear
+from dflash_jax.models.layers import DeferredNorm, linear
 from dflash_jax.ops.kernels.cpu import calls as cpu
-from dflash_jax.ops.weights import Panels
+from dflash_jax.ops.weights import PackedWeight
 
 needs_kernel = pytest.mark.skipif(not cpu.is_here(), reason="no C++ compiler")
 
@@ -24,7 +24,7 @@ def a_product(outputs: int, inputs: int, rows: int, short: bool):
     rng = np.random.default_rng(0)
     weight = rng.standard_normal((outputs, inputs)).astype(jnp.bfloat16 if short else np.float32).astype(np.float32)
     x = jnp.asarray(rng.standard_normal((rows, inputs)), jnp.float32)
-    return x, jax.device_put(Panels.of(weight, 1)), weight
+    return x, jax.device_put(PackedWeight.of(weight, 1)), weight
 
 
 @needs_kernel
@@ -68,11 +68,11 @@ def test_linear(shapes, contracted, options, short, rows):
     norm = draw(*inner) if options.pop("normed", False) else None
 
     def run(x, weights, norm, residual):
-        x = x if norm is None else Normed(x, norm, 1e-5, 1.0)
+        x = x if norm is None else DeferredNorm(x, norm, 1e-5, 1.0)
         return linear(x, tuple(weights), contracted, residual=residual, **options)
 
     args = (weights, norm, residual) = jax.tree.map(jnp.asarray, (weights, norm, residual))
-    got = run(x, [jax.device_put(Panels.of(w, contracted)) for w in weights], norm, residual)
+    got = run(x, [jax.device_put(PackedWeight.of(w, contracted)) for w in weights], norm, residual)
     assert_as_near(got, run, x, *args)
 
 
@@ -81,7 +81,7 @@ def test_silu_of_large_numbers_and_of_none():
     x = jnp.asarray([[-1e4], [-90.0], [-30.0], [-1.0], [0.0], [1.0], [30.0], [1e4], [np.nan]], jnp.float32)
     weight = np.ones((2, 16, 1), np.float32)
     expected = linear(x, (jnp.asarray(weight),), gated=True)[0]
-    np.testing.assert_allclose(linear(x, (Panels.of(weight, 1),), gated=True)[0], expected, rtol=1e-6, atol=1e-30)
+    np.testing.assert_allclose(linear(x, (PackedWeight.of(weight, 1),), gated=True)[0], expected, rtol=1e-6, atol=1e-30)
 
 
 @needs_kernel

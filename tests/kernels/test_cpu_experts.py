@@ -8,7 +8,7 @@ from float64 import assert_as_near
 from dflash_jax.models.config import MoeSpec
 from dflash_jax.models.moe import mixture
 from dflash_jax.ops.kernels.cpu import calls as cpu
-from dflash_jax.ops.weights import Panels
+from dflash_jax.ops.weights import PackedWeight
 
 pytestmark = pytest.mark.skipif(not cpu.is_here(), reason="no C++ compiler")
 
@@ -36,7 +36,7 @@ def test_mixture(tokens, experts, top, features, hidden, short, normalise):
     def definition(x, logits, gate_up, down):
         return mixture(x, logits, live, 0, gate_up, down, None, None, spec)
 
-    got = cpu.mixture(x, logits, live, Panels.of(gate_up, 1), Panels.of(down, 1), top, normalise)
+    got = cpu.mixture(x, logits, live, PackedWeight.of(gate_up, 1), PackedWeight.of(down, 1), top, normalise)
     assert_as_near(got, definition, x, logits, jnp.asarray(gate_up), jnp.asarray(down))
     assert not np.asarray(got)[~np.asarray(live)].any()
 
@@ -46,13 +46,13 @@ def test_of_equal_experts_the_first():
     logits = jnp.asarray([[1.0, 2.0, 0.0, 2.0, 2.0, 2.0, -1.0, 0.0]])
     spec = MoeSpec(8, 2, 16, None, True)
     expected = mixture(x, logits, jnp.array([True]), 0, jnp.asarray(gate_up), jnp.asarray(down), None, None, spec)
-    got = cpu.mixture(x, logits, jnp.array([True]), Panels.of(gate_up, 1), Panels.of(down, 1), 2, True)
+    got = cpu.mixture(x, logits, jnp.array([True]), PackedWeight.of(gate_up, 1), PackedWeight.of(down, 1), 2, True)
     np.testing.assert_allclose(got, expected, atol=1e-5)
 
 
 def test_a_token_is_the_same_alone_and_among_others():
     x, logits, gate_up, down = arguments(50, 8, 48, 192)
-    panels = Panels.of(gate_up, 1), Panels.of(down, 1)
+    panels = PackedWeight.of(gate_up, 1), PackedWeight.of(down, 1)
     together = cpu.mixture(x, logits, jnp.ones(50, bool), *panels, 3, True)
     for n in (1, 2, 13, 49):
         # What is no token's may hold anything.

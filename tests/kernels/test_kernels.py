@@ -16,7 +16,7 @@ from kernel_arguments import Source
 from dflash_jax.models.cache import attend_in_pieces, through_gate
 from dflash_jax.models.config import AttentionSpec, GatedDeltaSpec, MoeSpec, RopeSpec
 from dflash_jax.models.decoder import init_cache
-from dflash_jax.models.layers import Attention, Normed, linear
+from dflash_jax.models.layers import Attention, DeferredNorm, linear
 from dflash_jax.models.moe import experts_gathered, mixture, mixture_by_platform, mixture_triton
 from dflash_jax.models.rope import rope_angles
 from dflash_jax.ops.kernels.cpu import calls as cpu
@@ -129,7 +129,7 @@ def test_linear(monkeypatch, rows, hidden, outputs, quantized, options, programs
     source = Source(len(outputs))
     x, norm, weights = arguments.projections(source, rows, hidden, outputs, quantized)
     assert triton_project.fits(rows, hidden, weights)
-    given = Normed(x, norm, 1e-6, 1.0) if "norm" in options else x
+    given = DeferredNorm(x, norm, 1e-6, 1.0) if "norm" in options else x
     chosen = {"kept": "kept" in options, "gated": "gated" in options}
     if "residual" in options:
         chosen["residual"] = source.normal(rows, 1, *outputs[0])
@@ -267,7 +267,7 @@ def attention_and_arguments(rng):
     starts, angles = jnp.zeros((1, 6), jnp.int32), rope_angles(jnp.arange(6)[None], rope)
 
     def function(x, norm, layer):
-        return x + layer.whole(Normed(x, norm, 1e-6, 1.0), starts, angles)
+        return x + layer.whole(DeferredNorm(x, norm, 1e-6, 1.0), starts, angles)
 
     return function, (normal(rng, 1, 6, 64), normal(rng, 64), layer)
 

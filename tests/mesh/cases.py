@@ -20,7 +20,7 @@ from dflash_jax.checkpoint.load import load_target, open_any
 from dflash_jax.decoding.sampling import PENALISED, PLAIN, SamplingRows, draw, special_rows
 from dflash_jax.decoding.state import Settings
 from dflash_jax.engine import model_runner
-from dflash_jax.engine.executables import Programs
+from dflash_jax.engine.executables import Executables
 from dflash_jax.engine.model_runner import Device, Dispatch
 from dflash_jax.engine.request import Request
 from dflash_jax.frontend.compare import divergence
@@ -48,7 +48,7 @@ def on(layout: Layout, module, abstract):
     return jax.tree.unflatten(jax.tree.structure(abstract(module.config, layout=layout)), jax.tree.leaves(module))
 
 
-def decode(programs: Programs, sampled: bool):
+def decode(programs: Executables, sampled: bool):
     """The state at the end of a batch of unequal rows through all programs."""
     slots, live = Device(programs, len(PROMPTS), 64, SETTINGS), [i for i, p in enumerate(PROMPTS) if p]
     cuts = {"top_k": 20, "top_p": 0.9, "min_p": 0.0}
@@ -72,8 +72,8 @@ def family(request):
     meshed = {}
     for layout in MESHES[request.param]:
         cut = on(layout, target, abstract_decoder)
-        meshed[layout] = cut, Programs(cut, on(layout, drafter, abstract_drafter))
-    return target, Programs(target, drafter), meshed
+        meshed[layout] = cut, Executables(cut, on(layout, drafter, abstract_drafter))
+    return target, Executables(target, drafter), meshed
 
 
 def values(state):
@@ -138,7 +138,7 @@ def check_shardings(layout: Layout, state, target) -> None:
             assert lies(cache.conv, "data", None, wide[:2])
 
 
-def check_no_whole_logits(layout: Layout, programs: Programs) -> None:
+def check_no_whole_logits(layout: Layout, programs: Executables) -> None:
     """No all-gather of the loop is as wide as the vocabulary."""
     (key,) = [k for k in programs.compiled if k[0] == "decode"]
     hlo = programs.compiled[key].as_text()
@@ -201,12 +201,12 @@ def test_the_engine_on_a_mesh_under_load():
     target = random_decoder(family_config("qwen3_5_moe"))
     drafter = random_drafter(replace(tiny_draft_config(target.config), vocab_size=VOCAB))
     wanted = some_requests(0, 24, VOCAB)
-    expected = alone(engine_for(Programs(target, None), (1,), slots=4, prefix_bytes=0), wanted)
+    expected = alone(engine_for(Executables(target, None), (1,), slots=4, prefix_bytes=0), wanted)
     layout = LAYOUTS[1]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model_runner, "ROW_SIZES", (1, 4))
         cut = on(layout, target, abstract_decoder)
-        engine = engine_for(Programs(cut, on(layout, drafter, abstract_drafter)), slots=8)
+        engine = engine_for(Executables(cut, on(layout, drafter, abstract_drafter)), slots=8)
         under_load(engine, target, wanted, expected, 150, seed=1)
     assert engine.statistics.cached_tokens > 0
     assert sorted(engine._free) == list(range(8))

@@ -14,7 +14,7 @@ import pytest
 from dflash_jax import LLM, InputError, SamplingParams
 from dflash_jax.frontend.compare import divergence
 from dflash_jax.models.layers import output
-from dflash_jax.parallel.sharding import Cut, Layout
+from dflash_jax.parallel.sharding import AxisSharding, Layout
 
 HERE = Path(__file__).parent
 FLAGS = os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count={}"
@@ -92,14 +92,14 @@ def test_a_mesh_that_makes_no_sense(text, fault):
 def test_dimensions_are_cut_as_far_as_they_divide():
     eight = Layout.parse("tensor=8")
     assert str(eight) == "data=1,expert=1,tensor=8"
-    assert eight.wide(248_320) == Cut(("tensor0", "tensor1", "tensor2"))
-    assert eight.wide(12) == Cut(("tensor0", "tensor1"))
-    assert eight.wide(9) == Cut()
+    assert eight.wide(248_320) == AxisSharding(("tensor0", "tensor1", "tensor2"))
+    assert eight.wide(12) == AxisSharding(("tensor0", "tensor1"))
+    assert eight.wide(9) == AxisSharding()
     # Two KV heads: halves of four copies each; the query heads go on.
-    assert (eight.wide(2), eight.heads(16, 2)) == (Cut(("tensor0",)), eight.wide(8))
+    assert (eight.wide(2), eight.heads(16, 2)) == (AxisSharding(("tensor0",)), eight.wide(8))
     # Six KV heads: a device has three of them, and the twelve query heads that read those.
-    assert eight.wide(6) == eight.heads(24, 6) == Cut(("tensor0",))
-    assert Layout.parse("expert=4,tensor=2").wide(8) == Cut(("tensor0", "expert0", "expert1"))
+    assert eight.wide(6) == eight.heads(24, 6) == AxisSharding(("tensor0",))
+    assert Layout.parse("expert=4,tensor=2").wide(8) == AxisSharding(("tensor0", "expert0", "expert1"))
 
 
 @pytest.mark.parametrize("with_residual", [False, True])
@@ -109,6 +109,6 @@ def test_a_cut_map_is_summed_and_its_residual_added_once(with_residual):
     y, weight, rest = (rng.standard_normal(shape).astype(np.float32) for shape in ((3, 8), (5, 8), (3, 5)))
     residual = rest if with_residual else None
     halves = [np.stack(np.split(a, 2, axis=1)) for a in (y, weight)]
-    found = jax.vmap(lambda y, w: output(y, w, 1, Cut(("tensor0",)), residual), axis_name="tensor0")(*halves)
+    found = jax.vmap(lambda y, w: output(y, w, 1, AxisSharding(("tensor0",)), residual), axis_name="tensor0")(*halves)
     expected = y @ weight.T + (rest if with_residual else 0)
     np.testing.assert_allclose(found, np.stack([expected, expected]), rtol=1e-5, atol=1e-5)

@@ -18,7 +18,7 @@ from dflash_jax.models.families import dflash
 from dflash_jax.models.layers import project
 from dflash_jax.ops import backend
 from dflash_jax.ops.kernels.cpu import calls as cpu
-from dflash_jax.ops.weights import FEW_TOKENS, LANES, Panels, in_panels, plain, quantize
+from dflash_jax.ops.weights import FEW_TOKENS, LANES, PackedWeight, pack_weights, plain, quantize
 from dflash_jax.parallel.sharding import parameter_paths, parameter_specs
 
 needs_kernels = pytest.mark.skipif(not cpu.is_here(), reason="no C++ compiler")
@@ -57,7 +57,7 @@ def test_panels_stand_for_their_weight(out, inner, rows, wide, short, seed):
     rng, n, out, inner = np.random.default_rng(seed), len(inner), [*out, wide], [*inner]
     weight = rng.standard_normal((*out, *inner)).astype(jnp.bfloat16 if short else np.float32).astype(np.float32)
     x = rng.standard_normal((rows, *inner)).astype(np.float32)
-    panels = jax.device_put(Panels.of(weight, n))
+    panels = jax.device_put(PackedWeight.of(weight, n))
     assert (panels.shape, panels.ndim, panels.dtype) == (weight.shape, weight.ndim, weight.dtype)
     # Half the bytes where no bit is lost.
     inputs = -(-math.prod(inner) // 2) * 2
@@ -84,7 +84,7 @@ def test_a_pair_in_panels_computes_what_it_did(is_tied):
     expected = jax.jit(run)(target, drafter)
     weights = jax.tree.map(np.array, (target, drafter))
     specs = [parameter_specs(m) for m in (target, drafter)]
-    pair = in_panels(target), in_panels(drafter)
+    pair = pack_weights(target), pack_weights(drafter)
     assert [parameter_specs(m) for m in pair] == specs
     # Everything that `project` takes, by what the parts are: no table, no small vector.
     names = {path.rsplit(".", 1)[-1] for path in panel_paths(pair[0])}

@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 from dflash_jax.checkpoint.load import load_drafter
 from dflash_jax.errors import InputError
 from dflash_jax.models.cache import KVCache
-from dflash_jax.models.drafter import Borrowed, Drafter, DraftWindow, abstract_drafter
+from dflash_jax.models.drafter import Drafter, DraftWindow, TargetHeads, abstract_drafter
 from dflash_jax.models.families import dflash
 
 HIDDEN, TAPS, VOCAB, SLOTS = 24, 2, 53, 16
@@ -349,7 +349,7 @@ def test_propose(tmp_path):
     last = rng.integers(0, VOCAB, SLOTS)
     cache = build_context(drafter, features, LENGTHS, window, CAPACITY, 13, rng)
     # The position that a draft is chosen for comes back above the token.
-    borrowed = Borrowed(
+    borrowed = TargetHeads(
         lambda tokens: jnp.asarray(table)[tokens],
         lambda hidden: hidden @ head.T,
         lambda scores, positions: scores.argmax(-1) + 1000 * positions,

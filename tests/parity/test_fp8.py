@@ -17,7 +17,7 @@ from dflash_jax.checkpoint.load import load_target
 from dflash_jax.checkpoint.parameters import QUANTIZED as QUANTIZED_ON_LOADING
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.llm import TINY
-from dflash_jax.ops.weights import Scaled, dense, quantize
+from dflash_jax.ops.weights import QuantizedWeight, dense, quantize
 from dflash_jax.parallel.sharding import parameter_paths
 
 COMMON = {
@@ -121,7 +121,7 @@ def scores(target) -> np.ndarray:
 
 
 def weights(target) -> dict:
-    leaves = jax.tree.leaves(target, is_leaf=lambda x: isinstance(x, Scaled))
+    leaves = jax.tree.leaves(target, is_leaf=lambda x: isinstance(x, QuantizedWeight))
     return dict(
         zip(
             dict.fromkeys(p.removesuffix(".values").removesuffix(".scale") for p in parameter_paths(target)),
@@ -133,16 +133,16 @@ def weights(target) -> dict:
 
 def test_weights_stay_in_eight_bits_and_give_the_logits_of_the_dequantised_model(checkpoint, reference):
     target = load_target(checkpoint)
-    held = {name for name, w in weights(target).items() if isinstance(w, Scaled)}
+    held = {name for name, w in weights(target).items() if isinstance(w, QuantizedWeight)}
     assert len(held) == 2 + 4 + 2 * 4  # qkvz and out; q, k, v, o; gate_up and down of experts and shared
-    assert all(w.values.dtype == jnp.float8_e4m3fn for w in weights(target).values() if isinstance(w, Scaled))
+    assert all(w.values.dtype == jnp.float8_e4m3fn for w in weights(target).values() if isinstance(w, QuantizedWeight))
     assert_near(scores(target), reference, "logits")
 
 
 def test_dequantised_on_loading(checkpoint, reference):
     target = load_target(checkpoint, quantize="none")
     mine, theirs = weights(target), weights(load_target(checkpoint))
-    assert not any(isinstance(w, Scaled) for w in mine.values())
+    assert not any(isinstance(w, QuantizedWeight) for w in mine.values())
     for name, weight in mine.items():
         np.testing.assert_array_equal(weight, dense(theirs[name]), err_msg=name)
     assert_near(scores(target), reference, "logits")
@@ -201,7 +201,7 @@ def test_quantized_on_loading(kind, error):
     """The bundled target: every large matrix in eight bits, logits as far off as that many bits mean."""
     whole, target = load_target(TINY / "target"), load_target(TINY / "target", quantize=kind)
     for name, weight in weights(target).items():
-        assert isinstance(weight, Scaled) == (name.rsplit(".", 1)[-1] in QUANTIZED_ON_LOADING), name
+        assert isinstance(weight, QuantizedWeight) == (name.rsplit(".", 1)[-1] in QUANTIZED_ON_LOADING), name
     expected, found = scores(whole), scores(target)
     apart = np.sqrt(np.mean((found - expected) ** 2)) / expected.std()
     assert 0 < apart < error

@@ -13,7 +13,7 @@ import uvicorn
 
 from dflash_jax import LLM, SamplingParams
 from dflash_jax.engine import model_runner
-from dflash_jax.engine.executables import Programs
+from dflash_jax.engine.executables import Executables
 from dflash_jax.engine.service import AsyncEngine
 from dflash_jax.engine.warm_up import warm_up
 from dflash_jax.server.app import build
@@ -109,7 +109,7 @@ class Running:
 def llm():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model_runner, "ROW_SIZES", (1, 4))
-        patch.setattr(Programs, "compiler_options", {"xla_backend_optimization_level": 0})
+        patch.setattr(Executables, "compiler_options", {"xla_backend_optimization_level": 0})
         yield LLM(slots=4)
 
 

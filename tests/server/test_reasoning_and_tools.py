@@ -55,7 +55,7 @@ XML_CALLS = {
     "<tool_call>\nwhat</tool_call>": ("<tool_call>\nwhat</tool_call>", []),
 }
 SCHEMAS = {"f": {"properties": {"x": {"type": "integer"}, "s": {"type": "string"}, "l": {"type": "array"}}}}
-# Cut texts: what is shown of them where calls may be, and where there must be calls.
+# AxisSharding texts: what is shown of them where calls may be, and where there must be calls.
 CUT = {
     '<tool_call>\n{"na': ("", ""),
     "<tool_": ("<tool_", ""),

@@ -44,7 +44,7 @@ def is_here() -> bool:
 
 
 def linear(x, weights, norm=None, eps: float = 0.0, offset: float = 0.0, *, kept=False, gated=False, residual=None):
-    """`models.parts.linear` of x [T, I] float32 and matrices [O, I] in panels (`models.weights.Panels`), the weight of
+    """`models.layers.linear` of x [T, I] float32 and matrices [O, I] (`ops.weights.PackedWeight`), the weight of
     RMSNorm ``norm`` [I]; ``gated``: of one matrix [2 · F, I]; ``residual`` [T, O]. The sum of each output is the same
     for any number of rows, bit for bit."""
     none = jnp.zeros(0, jnp.float32)

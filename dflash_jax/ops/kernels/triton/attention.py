@@ -12,7 +12,7 @@ from dflash_jax.ops.card import KIB, Card
 from dflash_jax.ops.kernels.triton.launch import triton_call
 from dflash_jax.ops.kernels.triton.tiles import power
 
-# Programs that keep an accelerator busy, and parts of a context: more cost more to join than they bring (H200).
+# Executables that keep an accelerator busy, and parts of a context: more cost more to join than they bring (H200).
 PROGRAMS, MOST_PARTS = 264, 32
 # Query rows of a program, of few new tokens and of more than FEW; positions that it takes at a time; both fewer where
 # the card's shared memory has no room for them. Warps, stages.

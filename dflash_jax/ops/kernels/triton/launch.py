@@ -26,7 +26,7 @@ class Launch:
         kernel: A `triton.jit` function of ``args``, a pointer for each of ``out``, and ``meta``.
         args: Arrays. Those numbered by ``in_place`` are written where they are.
         out: Shapes and dtypes of what the kernel writes besides.
-        grid: Programs along up to three axes.
+        grid: Executables along up to three axes.
         meta: Values of the kernel's ``tl.constexpr`` parameters.
         num_warps: Warps of a program.
         num_stages: Steps of a loop whose loads are in flight together.

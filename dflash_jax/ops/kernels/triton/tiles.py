@@ -32,7 +32,7 @@ def products(values, scale, row, a, inner, K: tl.constexpr, RUN: tl.constexpr, B
 
 
 def parts(weight) -> tuple:
-    """Of an array or a `models.weights.Scaled`: (values, scale or a stand-in, inputs of a scale or 0)."""
+    """Of an array or a `models.weights.QuantizedWeight`: (values, scale or a stand-in, inputs of a scale or 0)."""
     if not hasattr(weight, "scale"):
         return weight, jnp.zeros(1, weight.dtype), 0
     return weight.values, weight.scale, weight.values.shape[-1] // weight.scale.shape[-1]
