@@ -25,7 +25,7 @@ from dflash_jax.engine.options import Options
 from dflash_jax.engine.request import Request
 from dflash_jax.models.config import AttentionSpec, GatedDeltaSpec, LayerSpec, MoeSpec, RopeSpec
 from dflash_jax.models.decoder import abstract_decoder
-from dflash_jax.models.drafter import Drafter, Proposal, abstract_drafter
+from dflash_jax.models.drafter import Drafter, DrafterWrapper, Proposal, abstract_drafter
 from dflash_jax.parallel.sharding import parameter_paths
 from dflash_jax.planner import Shapes, read_shapes
 from dflash_jax.sampling_params import SamplingParams
@@ -35,13 +35,15 @@ VOCAB = 64
 CONFIG = Path(__file__).parents[1] / "configs/qwen3.6-35b-a3b.toml"
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["drafter", "table"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Remembering:
-    """A drafter that has seen the texts: ``table`` [V, L, W - 1] tells what followed a token at a position. Half of
-    what it says has a mistake in it. Implements `Drafting`."""
+class Remembering(DrafterWrapper):
+    """Drafts the continuations that it was given, half of them with one wrong token.
 
-    drafter: Drafter
+    Attributes:
+        table: Tokens int32 [V, L, W - 1] that follow a token at a position.
+    """
+
     table: jax.Array
 
     @classmethod
@@ -58,24 +60,11 @@ class Remembering:
         hit = wrong[..., None] & (np.arange(wide - 1) == place[..., None])
         return cls(drafter, jnp.asarray(np.where(hit, (table + 1) % vocab, table), jnp.int32))
 
-    @property
-    def taps(self):
-        return self.drafter.taps
-
-    def init_cache(self, *args):
-        return self.drafter.init_cache(*args)
-
-    def cache_specs(self, cache):
-        return self.drafter.cache_specs(cache)
-
-    def extend(self, *args):
-        return self.drafter.extend(*args)
-
     def propose(self, cache, last, start, width, slots, borrowed, window):
-        own = self.drafter.propose(cache, last, start, width, slots, borrowed, window).tokens
-        told = self.table[last, jnp.minimum(start, self.table.shape[1] - 1)][:, : slots - 1]
+        drafted = super().propose(cache, last, start, width, slots, borrowed, window).tokens
+        remembered = self.table[last, jnp.minimum(start, self.table.shape[1] - 1)][:, : slots - 1]
         # Every eighth position is left to the drafter itself.
-        return Proposal(jnp.where((start % 8 == 0)[:, None], own, told))
+        return Proposal(jnp.where((start % 8 == 0)[:, None], drafted, remembered))
 
 
 def real_heads(vocab: int = VOCAB) -> Shapes:

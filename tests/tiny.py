@@ -1,6 +1,6 @@
 """Tiny targets and drafters for the speculative loop, and the loop itself, compiled once for all test files."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
 
@@ -15,7 +15,7 @@ from dflash_jax.decoding.sampling import SamplingRows
 from dflash_jax.decoding.state import DecodeState, Settings
 from dflash_jax.models.config import LayerSpec, MlpSpec
 from dflash_jax.models.decoder import Decoder
-from dflash_jax.models.drafter import Drafter, Proposal
+from dflash_jax.models.drafter import Drafter, DrafterWrapper, Proposal
 
 VOCAB = 61
 
@@ -40,40 +40,29 @@ def cast(module, dtype):
     return jax.tree.map(lambda x: x.astype(dtype), module)
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["drafter", "tokens", "runs"], meta_fields=["vocab"])
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Coached:
-    """A drafter that is told the continuation, and how often to be right.
+class Coached(DrafterWrapper):
+    """Drafts a given continuation with a given number of correct tokens a round.
 
-    tokens [B, L]: whole texts; runs [B, L]: how many drafts are right behind a last known token at that position (the
-    next one is wrong, later ones are right again); negative: the proposal is ``drafter``'s. Implements `Drafting`.
+    Attributes:
+        tokens: Whole texts, int32 [B, L].
+        runs: Correct drafts behind a last known token at each position, int32 [B, L]. The next draft is wrong and
+            later ones are correct again; a negative number takes the proposal of the inner drafter.
+        vocab: Tokens of the vocabulary.
     """
 
-    drafter: Drafter
     tokens: jax.Array
     runs: jax.Array
-    vocab: int
-
-    @property
-    def taps(self):
-        return self.drafter.taps
-
-    def init_cache(self, *args):
-        return self.drafter.init_cache(*args)
-
-    def cache_specs(self, cache):
-        return self.drafter.cache_specs(cache)
-
-    def extend(self, *args):
-        return self.drafter.extend(*args)
+    vocab: int = field(metadata={"static": True})
 
     def propose(self, cache, last, start, width, slots, borrowed, window):
-        own = self.drafter.propose(cache, last, start, width, slots, borrowed, window).tokens
+        drafted = super().propose(cache, last, start, width, slots, borrowed, window).tokens
         order = jnp.arange(slots - 1)[None]
         places = jnp.minimum(start[:, None] + 1 + order, self.tokens.shape[1] - 1)
         right = jnp.take_along_axis(self.tokens, places, axis=1)
         run = jnp.take_along_axis(self.runs, start[:, None], axis=1)
-        return Proposal(jnp.where(run < 0, own, jnp.where(order == run, (right + 1) % self.vocab, right)))
+        return Proposal(jnp.where(run < 0, drafted, jnp.where(order == run, (right + 1) % self.vocab, right)))
 
 
 def coach(drafter: Drafter, tokens, runs=-1) -> Coached:

@@ -67,6 +67,37 @@ class Drafting(Protocol):
 
 
 @dataclass(frozen=True)
+class DrafterWrapper:
+    """Delegates `Drafting` to another drafter; a subclass overrides what it changes, usually `propose`.
+
+    A subclass is a frozen dataclass under `jax.tree_util.register_dataclass`, so that it passes through jit.
+
+    Attributes:
+        drafter: The inner drafter, with its parameters.
+    """
+
+    drafter: Drafting
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.drafter.taps
+
+    def init_cache(self, rows: int, capacity: int, dtype, window: DraftWindow = NO_WINDOW) -> DraftCache:
+        return self.drafter.init_cache(rows, capacity, dtype, window)
+
+    def cache_specs(self, cache: DraftCache) -> DraftCache:
+        return self.drafter.cache_specs(cache)
+
+    def extend(self, cache: DraftCache, features, tokens, positions, keep) -> DraftCache:
+        return self.drafter.extend(cache, features, tokens, positions, keep)
+
+    def propose(
+        self, cache: DraftCache, last, start, width, slots: int, borrowed: "TargetHeads", window: DraftWindow
+    ) -> Proposal:
+        return self.drafter.propose(cache, last, start, width, slots, borrowed, window)
+
+
+@dataclass(frozen=True)
 class TargetHeads:
     """What a drafter without embedding and head takes from the target, and how a draft is chosen from logits.
 

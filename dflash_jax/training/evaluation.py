@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ from dflash_jax.errors import InputError
 from dflash_jax.frontend.llm import LLM
 from dflash_jax.frontend.outputs import Completion
 from dflash_jax.frontend.sync_engine import SyncEngine
-from dflash_jax.models.drafter import Drafter
+from dflash_jax.models.drafter import DrafterWrapper
 from dflash_jax.sampling_params import SamplingParams
 from dflash_jax.training.data import messages_of
 
@@ -74,33 +73,17 @@ def measure(
     return acceptance(llm.generate(prompts, params, block_size))
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["drafter"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class GreedyDrafts:
-    """A drafter that proposes its likeliest tokens at any temperature: what drafting with shared noise is measured
-    against. Implements `Drafting`."""
-
-    drafter: Drafter
-
-    @property
-    def taps(self):
-        return self.drafter.taps
-
-    def init_cache(self, *args):
-        return self.drafter.init_cache(*args)
-
-    def cache_specs(self, cache):
-        return self.drafter.cache_specs(cache)
-
-    def extend(self, *args):
-        return self.drafter.extend(*args)
+class GreedyDrafts(DrafterWrapper):
+    """Proposes the likeliest tokens at any temperature: the baseline for drafting with shared noise."""
 
     def propose(self, cache, last, start, width, slots, borrowed, window):
         def largest(logits, positions, ids=None):
-            places = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-            return places if ids is None else ids[places]
+            columns = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+            return columns if ids is None else ids[columns]
 
-        return self.drafter.propose(cache, last, start, width, slots, replace(borrowed, choose=largest), window)
+        return super().propose(cache, last, start, width, slots, replace(borrowed, choose=largest), window)
 
 
 def with_greedy_drafts(llm: LLM) -> LLM:
