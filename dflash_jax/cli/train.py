@@ -97,6 +97,9 @@ def run(command: str, config: TrainConfig, meshes: dict[str, str]) -> int:
         return 0
     from dflash_jax.training import features
     from dflash_jax.training import run as training
+    from dflash_jax.training.draft_vocabulary import write_draft_tokens
+    from dflash_jax.training.evaluation import evaluate
+    from dflash_jax.training.pair import open_pair
 
     if command == "fit":
         reached, last = training.fit(config, tell)
@@ -104,16 +107,16 @@ def run(command: str, config: TrainConfig, meshes: dict[str, str]) -> int:
     if command == "cache":
         if config.features is None:
             raise InputError("cache needs --features: a directory to write to")
-        pair = training.open_pair(config)
+        pair = open_pair(config)
         features.write(config, pair.rows(config, tell), pair, tell)
     elif command == "export":
         training.export(config, tell)
     elif command == "tokens":
-        training.write_draft_tokens(config, tell)
+        write_draft_tokens(config, tell)
     else:
         from dflash_jax.parallel import distributed
 
-        found = training.evaluate(config, tell)
+        results = evaluate(config, tell)
         if distributed.is_first():
-            print(json.dumps(found, indent=1))
+            print(json.dumps(results, indent=1))
     return 0

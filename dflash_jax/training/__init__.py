@@ -1,1 +1,4 @@
-"""Training: data, anchors and masks, losses, steps, evaluation. Nothing outside imports it."""
+"""Training of drafters: data, anchors and masks, losses, steps and evaluation.
+
+Only entry points import this package.
+"""

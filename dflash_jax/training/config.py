@@ -1,4 +1,4 @@
-"""A training run as one flat record: from a TOML of configs/train/, and from options of the command line."""
+"""A training run as one flat record, from a TOML file of configs/train/ and the command line."""
 
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -8,14 +8,14 @@ from dflash_jax.errors import InputError
 from dflash_jax.parallel.devices import check_meshes
 
 LOSSES, WEIGHTS, OPTIMIZERS = ("cross-entropy", "kl", "hybrid"), ("decay", "d-pace"), ("adamw", "muon")
-# What may differ between a run and its continuation.
+# Fields that may differ between a run and its continuation.
 FREE = {
     "draft_vocabulary",
     *("output", "mesh", "log_every", "save_every", "keep", "evaluate_every", "evaluate_prompts", "evaluate_tokens"),
     *("held_out", "skip_bad_lines", "temperature", "max_new_tokens", "thinking", "slots"),
 }
 
-
+# Fields that must be 1 or more.
 COUNTS = (
     "block_size sequence_length rows accumulate anchors epochs steps layers intermediate_size sliding_window "
     "loss_vocabulary draft_vocabulary loss_chunk log_every save_every keep evaluate_every evaluate_prompts "
@@ -24,11 +24,14 @@ COUNTS = (
 
 
 def option(default, text: str, kind=None):
+    """A field with its help text, and its type where the default value does not show it."""
     return field(default=default, metadata={"help": text, "kind": kind or type(default)})
 
 
 @dataclass(frozen=True)
 class TrainConfig:
+    """All settings of a training run. Each field's help text is in its metadata, and ``--help`` shows it."""
+
     target: str | None = option(None, "target: directory or repo id (default: the bundled tiny one)", str)
     draft: str | None = option(None, "drafter to start from: directory or repo id (default: a fresh one)", str)
     output: str = option("run", "directory of this run: checkpoints, logs, the exported drafter")
@@ -66,7 +69,7 @@ class TrainConfig:
     seed: int = option(0, "of the fresh drafter, of the data's order and of the anchors")
     dtype: str | None = option(None, "arithmetic: float32 or bfloat16 (default: by platform)", str)
     mesh: str | None = option(None, "devices, such as data=4,tensor=2 (default: the config's for this machine)", str)
-    # On the way.
+    # Logs, checkpoints and measurements.
     log_every: int = option(10, "steps between lines of the log")
     save_every: int = option(500, "steps between checkpoints")
     keep: int = option(2, "checkpoints that are kept")
@@ -81,7 +84,10 @@ class TrainConfig:
 
     @property
     def directory(self) -> Path:
-        """Where logs and the exported drafter go: ``output``; of one elsewhere, a directory of its last name here."""
+        """Local directory of logs and the exported drafter.
+
+        For an ``output`` on remote storage it is the last part of that path, below the current directory.
+        """
         return Path(self.output.rstrip("/").rpartition("/")[2] if "://" in self.output else self.output)
 
     def __post_init__(self):
@@ -111,14 +117,22 @@ class TrainConfig:
 FIELDS = {f.name: f for f in fields(TrainConfig)}
 
 
-def differences(held: dict, config: TrainConfig) -> list[str]:
-    """What a run's own record says otherwise, apart from what may change."""
+def differences(previous: dict, config: TrainConfig) -> list[str]:
+    """Differences between a run's record and ``config``, as text, apart from the fields in `FREE`."""
     now = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(config).items()}
-    return [f"{k} was {held.get(k)!r}, is {v!r}" for k, v in now.items() if k not in FREE and held.get(k) != v]
+    return [f"{k} was {previous.get(k)!r}, is {v!r}" for k, v in now.items() if k not in FREE and previous.get(k) != v]
 
 
 def read_toml(path: Path) -> tuple[dict, dict[str, str]]:
-    """(values of fields, mesh by machine). Paths in ``draft_config`` are relative to the file."""
+    """Reads a training configuration.
+
+    Returns:
+        Values of `TrainConfig` fields, and the mesh by machine. A relative ``draft_config`` is resolved against the
+        file's directory.
+
+    Raises:
+        InputError: The file is unreadable, or a key or value is not valid.
+    """
     raw = read_toml_file(path)
     meshes = raw.pop("meshes", {})
     if not isinstance(meshes, dict):
@@ -134,10 +148,14 @@ def read_toml(path: Path) -> tuple[dict, dict[str, str]]:
 
 
 def checked(key: str, value, where: str):
-    """``value`` as the field's type."""
+    """Returns ``value``, a tuple for a field of several values.
+
+    Raises:
+        InputError: The type is wrong; the message begins with ``where``.
+    """
     kind, is_many = FIELDS[key].metadata["kind"], isinstance(FIELDS[key].default, tuple)
     items = value if is_many and isinstance(value, list | tuple) else [value]
-    right = {float: (int, float)}.get(kind, kind)
-    if any(not isinstance(v, right) or (isinstance(v, bool) and kind is not bool) for v in items):
+    allowed = {float: (int, float)}.get(kind, kind)
+    if any(not isinstance(v, allowed) or (isinstance(v, bool) and kind is not bool) for v in items):
         raise InputError(f"{where}: {key} is {value!r}: it must be of type {kind.__name__}")
     return tuple(items) if is_many else value

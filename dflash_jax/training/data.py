@@ -1,4 +1,4 @@
-"""Conversations → token ids with loss masks → rows of packed documents, in an order that a step number gives."""
+"""Conversations → token ids with loss masks → rows of packed documents, in an order given by the step number."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,12 @@ from dflash_jax.frontend.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Document:
-    """Token ids, and which of them may be learned from."""
+    """A tokenised document.
+
+    Attributes:
+        tokens: Token ids, int32 [N].
+        mask: Tokens that may be learned from, bool [N].
+    """
 
     tokens: np.ndarray
     mask: np.ndarray
@@ -23,15 +28,30 @@ class Document:
 
 @dataclass
 class Skipped:
-    """Lines that were left out, and why the first was."""
+    """Counts lines that were left out.
+
+    Attributes:
+        count: Number of lines.
+        first: Why the first line was left out.
+    """
 
     count: int = 0
     first: str = ""
 
 
 def read_lines(paths: Sequence[str | Path], skipped: Skipped | None = None) -> Iterator[tuple[str, dict]]:
-    """("file:line", object) of every line that is not blank. Raises InputError for a broken one, or counts it in
-    ``skipped``."""
+    """Reads JSON lines; blank lines are ignored.
+
+    Args:
+        paths: Files.
+        skipped: Counts broken lines instead of raising.
+
+    Yields:
+        ("file:line", object).
+
+    Raises:
+        InputError: A file is unreadable or, without ``skipped``, a line is not a JSON object.
+    """
     for path in map(Path, paths):
         try:
             file = path.open("rb")
@@ -42,20 +62,21 @@ def read_lines(paths: Sequence[str | Path], skipped: Skipped | None = None) -> I
                 if not line.strip():
                     continue
                 try:
-                    found = json.loads(line.decode("utf-8"))
+                    record = json.loads(line.decode("utf-8"))
                 except UnicodeDecodeError as e:
                     fault(f"{path}:{number}: not UTF-8: {e.reason} at byte {e.start} of the line", skipped)
                     continue
                 except (ValueError, RecursionError) as e:
                     fault(f"{path}:{number}: not JSON: {e}", skipped)
                     continue
-                if not isinstance(found, dict):
+                if not isinstance(record, dict):
                     fault(f"{path}:{number}: a line must be an object", skipped)
                     continue
-                yield f"{path}:{number}", found
+                yield f"{path}:{number}", record
 
 
 def fault(message: str, skipped: Skipped | None) -> None:
+    """Raises InputError, or counts the line in ``skipped``."""
     if skipped is None:
         raise InputError(message)
     skipped.count += 1
@@ -63,7 +84,11 @@ def fault(message: str, skipped: Skipped | None) -> None:
 
 
 def messages_of(record: dict, where: str) -> list[dict]:
-    """The conversation of a line. Raises InputError where it is none."""
+    """The conversation of a line.
+
+    Raises:
+        InputError: ``messages`` is not a list of texts with roles.
+    """
     messages = record["messages"]
     if not isinstance(messages, list) or not messages:
         raise InputError(f"{where}: messages must be a list, and not empty")
@@ -75,7 +100,11 @@ def messages_of(record: dict, where: str) -> list[dict]:
 
 
 def text_of(text: str, where: str) -> str:
-    """``text``; raises InputError for half of a surrogate pair, which JSON can hold and UTF-8 cannot."""
+    """Returns ``text``.
+
+    Raises:
+        InputError: It has half of a surrogate pair, which JSON can hold and UTF-8 cannot.
+    """
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as e:
@@ -84,8 +113,17 @@ def text_of(text: str, where: str) -> str:
 
 
 def as_document(record: dict, where: str, tokenizer: Tokenizer | None) -> Document:
-    """A line as tokens. ``prompt_ids`` and ``response_ids``: the response is learned. ``messages``: the assistant's
-    turns are. ``text``: all of it is. Raises InputError naming ``where``."""
+    """Tokenises a line.
+
+    Args:
+        record: With ``prompt_ids`` and ``response_ids`` (the response is learned), ``messages`` (the assistant's turns
+            are learned) or ``text`` (all of it is learned).
+        where: "file:line" for errors.
+        tokenizer: The target's, None for a target without one.
+
+    Raises:
+        InputError: The line is invalid, or has fewer than two tokens.
+    """
     if "response_ids" in record:
         prompt, response = record.get("prompt_ids", []), record["response_ids"]
         for name, ids in (("prompt_ids", prompt), ("response_ids", response)):
@@ -112,8 +150,18 @@ def as_document(record: dict, where: str, tokenizer: Tokenizer | None) -> Docume
 def read_documents(
     paths: Sequence[str | Path], tokenizer: Tokenizer | None, vocab_size: int, skipped: Skipped | None = None
 ) -> list[Document]:
-    """Documents with something to learn from. Raises InputError where there is none at all."""
-    found = []
+    """Reads and tokenises files.
+
+    Args:
+        paths: Files of JSON lines.
+        tokenizer: The target's, None for a target without one.
+        vocab_size: Token ids must be below it.
+        skipped: Counts invalid lines instead of raising.
+
+    Raises:
+        InputError: A line is invalid, or no document can be learned from.
+    """
+    documents = []
     for where, record in read_lines(paths, skipped):
         try:
             document = as_document(record, where, tokenizer)
@@ -122,13 +170,22 @@ def read_documents(
         except InputError as e:
             fault(str(e), skipped)
             continue
-        found.append(document)
-    check_learnable(found, None, paths)
-    return found
+        documents.append(document)
+    check_learnable(documents, None, paths)
+    return documents
 
 
 def check_learnable(documents: Sequence[Document], length: int | None, paths: Sequence[str | Path]) -> None:
-    """Raises InputError where none of ``documents`` has something to learn within its first ``length`` tokens."""
+    """Checks that there is something to learn.
+
+    Args:
+        documents: All documents.
+        length: Tokens of a document that fit in a row; None: all.
+        paths: Files, for the error.
+
+    Raises:
+        InputError: No document has two neighbouring tokens to learn from.
+    """
     if not any((d.mask[1:length] & d.mask[: len(d.mask[:length]) - 1]).any() for d in documents):
         names = ", ".join(map(str, paths)) or "no file is given"
         within = "" if length is None else f" within the {length} of a row (sequence_length)"
@@ -136,26 +193,40 @@ def check_learnable(documents: Sequence[Document], length: int | None, paths: Se
 
 
 def pack(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Indices of documents, row by row, each row at most ``size`` long: the longest first, each where it leaves least
-    room."""
+    """Packs documents into rows, longest first, each into the row with the least sufficient room (best fit).
+
+    Args:
+        lengths: Tokens of each document. Longer ones count as ``size``.
+        size: Tokens of a row.
+
+    Returns:
+        Indices of documents, row by row.
+    """
     rows: list[list[int]] = []
-    room: list[list[int]] = [[] for _ in range(size + 1)]
+    rows_by_room: list[list[int]] = [[] for _ in range(size + 1)]
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         n = min(lengths[i], size)
-        left = next((r for r in range(n, size) if room[r]), None)
-        if left is None:
+        room_left = next((r for r in range(n, size) if rows_by_room[r]), None)
+        if room_left is None:
             rows.append([])
-            row, left = len(rows) - 1, size
+            row, room_left = len(rows) - 1, size
         else:
-            row = room[left].pop()
+            row = rows_by_room[room_left].pop()
         rows[row].append(i)
-        room[left - n].append(row)
+        rows_by_room[room_left - n].append(row)
     return rows
 
 
 class PackedRows:
-    """Rows of ``length`` tokens: a sequence of {tokens, loss_mask, starts}, arrays [T]. Documents that are longer are
-    cut off; padding is of documents of one token each, which nobody learns from."""
+    """Rows of packed documents, a sequence of {tokens, loss_mask, starts}, arrays [T].
+
+    Documents beyond ``length`` are cut off. Padding is documents of one token, which have nothing to learn.
+
+    Attributes:
+        documents: All documents.
+        length: Tokens of a row, T.
+        rows: Indices of documents, row by row.
+    """
 
     def __init__(self, documents: Sequence[Document], length: int):
         self.documents, self.length = documents, length
@@ -177,17 +248,17 @@ class PackedRows:
 
     @property
     def cut_off(self) -> tuple[int, int]:
-        """(documents that are longer than a row, their tokens that nobody sees)."""
+        """(Documents longer than a row, their tokens beyond the row)."""
         left = [len(d.tokens) - self.length for d in self.documents]
         return sum(n > 0 for n in left), sum(max(n, 0) for n in left)
 
     def digest(self) -> str:
-        """Of the tokens, of what is learned and of where documents begin, row by row."""
-        found = blake2b(digest_size=16)
+        """Hex digest of all rows: tokens, loss masks and document starts."""
+        digest = blake2b(digest_size=16)
         for i in range(len(self)):
             for array in self[i].values():
-                found.update(array.tobytes())
-        return found.hexdigest()
+                digest.update(array.tobytes())
+        return digest.hexdigest()
 
     @property
     def used(self) -> float:
@@ -195,20 +266,30 @@ class PackedRows:
         return sum(min(len(d.tokens), self.length) for d in self.documents) / (len(self) * self.length)
 
 
-# Epochs past any run's. Without a number grain overflows where a batch is one row.
+# More epochs than any run has. Without a number grain overflows where a batch is one row.
 NO_END = 10**9
 
 
 def frequent_tokens(rows: PackedRows, count: int) -> np.ndarray:
-    """The ``count`` tokens that are to be predicted most often, in ascending order."""
-    seen = np.concatenate([d.tokens[d.mask] for d in rows.documents])
-    found, times = np.unique(seen, return_counts=True)
-    return np.sort(found[np.argsort(-times, kind="stable")[:count]]).astype(np.int32)
+    """The ``count`` most frequent learned tokens, int32, ascending."""
+    learned = np.concatenate([d.tokens[d.mask] for d in rows.documents])
+    ids, counts = np.unique(learned, return_counts=True)
+    return np.sort(ids[np.argsort(-counts, kind="stable")[:count]]).astype(np.int32)
 
 
 def batches(rows, count: int, parts: int, seed: int, first: int) -> Iterator[dict[str, np.ndarray]]:
-    """For step ``first``, ``first`` + 1, …: ``count`` rows in another order each epoch, as arrays [parts, rows of a
-    part, …]."""
+    """Yields the batch of each step from ``first`` on, rows in another order each epoch.
+
+    Args:
+        rows: A sequence of dicts of arrays.
+        count: Rows of a batch.
+        parts: Parts that a step is computed in.
+        seed: Of the order.
+        first: The first step.
+
+    Yields:
+        Arrays [parts, rows of a part, …] by name.
+    """
     shape = (parts, count // parts)
 
     def joined(picked) -> dict[str, np.ndarray]:
@@ -216,6 +297,6 @@ def batches(rows, count: int, parts: int, seed: int, first: int) -> Iterator[dic
         return {k: np.stack([r[k] for r in each]).reshape(*shape, *each[0][k].shape) for k in each[0]}
 
     order = grain.MapDataset.source(list(range(len(rows)))).seed(seed).shuffle().repeat(NO_END).batch(count).map(joined)
-    found = iter(order.to_iter_dataset(grain.ReadOptions(num_threads=4, prefetch_buffer_size=4)))
-    found.set_state({"next_index": first})
-    return found
+    iterator = iter(order.to_iter_dataset(grain.ReadOptions(num_threads=4, prefetch_buffer_size=4)))
+    iterator.set_state({"next_index": first})
+    return iterator

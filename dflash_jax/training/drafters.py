@@ -1,4 +1,4 @@
-"""The drafter that is trained: a fresh one, or one to go on from; and as a Hugging Face directory at the end."""
+"""The drafter that is trained: fresh, or from a checkpoint; and its export as a Hugging Face directory."""
 
 import json
 from collections.abc import Sequence
@@ -22,7 +22,11 @@ MASK = "<|mask|>"
 
 
 def fresh_config(config: TrainConfig, llm: LLM) -> dict:
-    """The ``config.json`` of a drafter made of the numbers in ``config``: heads as the target's attention has them."""
+    """The ``config.json`` of a fresh drafter: numbers from ``config``, heads from the target's attention.
+
+    Raises:
+        InputError: The target has no attention layer, or no mask token is known.
+    """
     target = llm.config
     attention = next((s.mixer for s in target.layers if isinstance(s.mixer, AttentionSpec)), None)
     if attention is None:
@@ -63,45 +67,62 @@ def fresh_config(config: TrainConfig, llm: LLM) -> dict:
 
 
 def spread_taps(depth: int, count: int) -> list[int]:
-    """``count`` layers of ``depth``, from the second to the third last, as the published drafters have them."""
+    """``count`` layers spread from the second to the third last of ``depth``, as in the published drafters."""
     last = max(depth - 3, 0)
     first = min(1, last)
-    found = [round(first + i * (last - first) / max(count - 1, 1)) for i in range(count)]
-    return sorted(set(found))
+    taps = [round(first + i * (last - first) / max(count - 1, 1)) for i in range(count)]
+    return sorted(set(taps))
 
 
 def raw_config(config: TrainConfig, llm: LLM) -> dict:
-    """The drafter's ``config.json``, checked against the target."""
+    """The drafter's ``config.json``, checked against the target.
+
+    Raises:
+        InputError: It does not fit the target, or a number in ``config`` contradicts a given drafter.
+    """
     if config.draft is not None:
-        raw, found = read_config_file(resolve(config.draft), dflash.read_config)
+        raw, parsed = read_config_file(resolve(config.draft), dflash.read_config)
     elif config.draft_config is not None:
-        raw, found = read_config_file(Path(config.draft_config), dflash.read_config)
+        raw, parsed = read_config_file(Path(config.draft_config), dflash.read_config)
     else:
         raw = fresh_config(config, llm)
-        found = dflash.read_config(raw)
-    found.check_fits(llm.config)
+        parsed = dflash.read_config(raw)
+    parsed.check_fits(llm.config)
     if config.draft is not None or config.draft_config is not None:
-        check_numbers(config, found, config.draft or config.draft_config)
+        check_numbers(config, parsed, config.draft or config.draft_config)
     return raw
 
 
-def check_numbers(config: TrainConfig, found: DraftConfig, whose: str) -> None:
-    """Raises InputError for a number of a fresh drafter that the given one does not have."""
-    windows = [layer.window for layer in found.layers if layer.window is not None]
-    there = {
-        "layers": len(found.layers),
-        "block_size": found.block_size,
-        "taps": tuple(found.target_layer_ids),
-        "intermediate_size": found.layers[0].intermediate_size,
+def check_numbers(config: TrainConfig, draft: DraftConfig, source: str) -> None:
+    """Checks that ``config`` asks for no number that a given drafter does not have.
+
+    Args:
+        config: Numbers other than a field's default must match.
+        draft: The given drafter's configuration.
+        source: Where the given drafter is from, for errors.
+
+    Raises:
+        InputError: A number differs.
+    """
+    windows = [layer.window for layer in draft.layers if layer.window is not None]
+    actual = {
+        "layers": len(draft.layers),
+        "block_size": draft.block_size,
+        "taps": tuple(draft.target_layer_ids),
+        "intermediate_size": draft.layers[0].intermediate_size,
         "sliding_window": windows[0] if windows else None,
-        "mask_token_id": found.mask_token_id,
+        "mask_token_id": draft.mask_token_id,
     }
-    for name, has in there.items():
-        if (asked := getattr(config, name)) not in (FIELDS[name].default, has):
-            raise InputError(f"{name} {asked}: that of {whose} is {has}, and stays")
+    for name, value in actual.items():
+        if (given := getattr(config, name)) not in (FIELDS[name].default, value):
+            raise InputError(f"{name} {given}: that of {source} is {value}, and stays")
 
 
 def starting_drafter(config: TrainConfig, raw: dict, target: Decoder) -> Drafter:
+    """The drafter at step 0: loaded, or random.
+
+    With ``start_layers``, a random drafter's layers are copies of the target's.
+    """
     if config.draft is not None:
         return load_drafter(resolve(config.draft))
     drafter = Drafter(dflash.read_config(raw), rngs=nnx.Rngs(config.seed))
@@ -111,32 +132,43 @@ def starting_drafter(config: TrainConfig, raw: dict, target: Decoder) -> Drafter
 
 
 def copy_layers(drafter: Drafter, target: Decoder, layers: Sequence[int]) -> None:
-    """Gives the drafter's layers the weights of some of the target's, and its last norm those of the target's."""
-    depth, wanted = len(target.layers), len(drafter.layers)
-    if len(layers) != wanted or not all(0 <= i < depth for i in layers):
-        raise InputError(f"start_layers {list(layers)}: give {wanted}, each 0 to {depth - 1}")
+    """Copies weights of the target into the drafter.
 
-    def copy(mine, theirs, offset: float = 0.0):
-        mine[...] = jnp.asarray(theirs[...], mine[...].dtype) + offset
+    Args:
+        drafter: Its layers and its last norm are overwritten.
+        target: Where the weights are from.
+        layers: The target layer of each drafter layer.
+
+    Raises:
+        InputError: The number of layers or a shape does not fit.
+    """
+    depth, count = len(target.layers), len(drafter.layers)
+    if len(layers) != count or not all(0 <= i < depth for i in layers):
+        raise InputError(f"start_layers {list(layers)}: give {count}, each 0 to {depth - 1}")
+
+    def copy(to, of, offset: float = 0.0):
+        to[...] = jnp.asarray(of[...], to[...].dtype) + offset
 
     offset = target.config.norm_offset
     for layer, i in zip(drafter.layers, layers, strict=True):
-        given = target.layers[i]
-        pairs = [(layer.mixer, given.mixer, "q k v o"), (layer.ffn, given.ffn, "gate_up down")]
-        for mine, theirs, names in pairs:
+        source = target.layers[i]
+        pairs = [(layer.mixer, source.mixer, "q k v o"), (layer.ffn, source.ffn, "gate_up down")]
+        for to, of, names in pairs:
             for name in names.split():
-                shape, other = getattr(mine, name).shape, getattr(getattr(theirs, name, None), "shape", None)
-                if shape != other:
-                    raise InputError(f"start_layers {i}: {name} is {other} in the target, {shape} in the drafter")
-                copy(getattr(mine, name), getattr(theirs, name))
+                shape, source_shape = getattr(to, name).shape, getattr(getattr(of, name, None), "shape", None)
+                if shape != source_shape:
+                    raise InputError(
+                        f"start_layers {i}: {name} is {source_shape} in the target, {shape} in the drafter"
+                    )
+                copy(getattr(to, name), getattr(of, name))
         for name in ("input_norm", "post_norm"):
-            copy(getattr(layer, name).weight, getattr(given, name).weight, offset)
-        for name, matrix in (("q_norm", given.mixer.q), ("k_norm", given.mixer.k)):
+            copy(getattr(layer, name).weight, getattr(source, name).weight, offset)
+        for name, matrix in (("q_norm", source.mixer.q), ("k_norm", source.mixer.k)):
             norm = getattr(layer.mixer, name).weight
-            if hasattr(given.mixer, name):
-                copy(norm, getattr(given.mixer, name).weight, offset)
+            if hasattr(source.mixer, name):
+                copy(norm, getattr(source.mixer, name).weight, offset)
                 continue
-            # A target without these norms: about the size that its queries and keys have.
+            # A target without these norms: the norm's weight is about the size of its queries and keys.
             rows = jnp.asarray(matrix[...], jnp.float32) * (layer.input_norm.weight[...])
             norm[...] = jnp.full(norm.shape, jnp.sqrt(jnp.mean(jnp.sum(rows**2, -1))), norm[...].dtype)
     copy(drafter.norm.weight, target.norm.weight, offset)
@@ -145,6 +177,6 @@ def copy_layers(drafter: Drafter, target: Decoder, layers: Sequence[int]) -> Non
 def export(drafter: Drafter, raw: dict, directory: Path) -> None:
     """Writes the published layout: ``model.safetensors`` in bfloat16 and ``config.json``."""
     save_module(drafter, dflash.weight_names(drafter.config), raw, directory, jnp.bfloat16)
-    readable = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    if dflash.read_config(readable) != drafter.config:
+    written = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    if dflash.read_config(written) != drafter.config:
         raise AssertionError(f"{directory / 'config.json'} does not describe the drafter that was trained")

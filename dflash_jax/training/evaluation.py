@@ -1,7 +1,8 @@
-"""How good a drafter is: the acceptance length of real decoding on prompts it has not seen."""
+"""Acceptance length and speed of a drafter in real decoding, on prompts that it was not trained on."""
 
 import copy
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import jax
@@ -15,18 +16,32 @@ from dflash_jax.frontend.outputs import Completion
 from dflash_jax.frontend.sync_engine import SyncEngine
 from dflash_jax.models.drafter import DrafterWrapper
 from dflash_jax.sampling_params import SamplingParams
-from dflash_jax.training.data import messages_of
+from dflash_jax.training.config import TrainConfig
+from dflash_jax.training.data import messages_of, read_lines
+
+# Temperatures at which a drafter is measured.
+TEMPERATURES = (0.0, 0.7)
 
 
 def is_degenerate(token_ids: Sequence[int], order: int = 4, least: float = 0.5) -> bool:
-    """Repetition: fewer than ``least`` of the n-grams are distinct. Such text is easy to draft and says nothing."""
+    """Whether a text repeats itself: fewer than ``least`` of its n-grams of ``order`` tokens are distinct.
+
+    Such text is easy to draft, so its acceptance length is not representative.
+    """
     grams = [tuple(token_ids[i : i + order]) for i in range(len(token_ids) - order + 1)]
     return bool(grams) and len(set(grams)) < least * len(grams)
 
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Mean acceptance length over all rounds of ``kept`` completions; how many repeat themselves (``degenerate``)."""
+    """Acceptance length over all rounds of some completions.
+
+    Attributes:
+        mean: Mean tokens of a round.
+        rounds: Rounds.
+        kept: Completions that count.
+        degenerate: Completions that repeat themselves.
+    """
 
     mean: float
     rounds: int
@@ -35,7 +50,12 @@ class Acceptance:
 
 
 def acceptance(completions: Sequence[Completion], keep_all: bool = False) -> Acceptance:
-    """``keep_all``: text that repeats itself counts, as it does in the published tables."""
+    """Averages the acceptance lengths of completions.
+
+    Args:
+        completions: Finished completions.
+        keep_all: Whether text that repeats itself counts, as it does in the published tables.
+    """
     good = [c for c in completions if not is_degenerate(c.token_ids)]
     kept = completions if keep_all else good
     lengths = [n for c in kept for n in c.acceptance_lengths]
@@ -45,8 +65,13 @@ def acceptance(completions: Sequence[Completion], keep_all: bool = False) -> Acc
 
 
 def prompt_of(record: dict, where: str, llm: LLM) -> list[int]:
-    """What a line of held-out data asks, as token ids: prompt_ids, prompt or text, or a conversation up to its first
-    answer."""
+    """The prompt of a line of held-out data, as token ids.
+
+    It is ``prompt_ids``, ``prompt`` or ``text``, or a conversation up to its first answer.
+
+    Raises:
+        InputError: The line has none of them; the message begins with ``where``.
+    """
     if isinstance(record.get("prompt_ids"), list):
         return llm.encode(record["prompt_ids"])
     if isinstance(text := record.get("prompt", record.get("text")), str):
@@ -59,7 +84,7 @@ def prompt_of(record: dict, where: str, llm: LLM) -> list[int]:
 
 
 def held_out_prompts(streams: Sequence[Sequence[int]], length: int, most: int, seed: int = 0) -> list[list[int]]:
-    """Up to ``most`` cuts of ``length`` token ids from documents, at random places."""
+    """Up to ``most`` cuts of ``length`` token ids from ``streams`` (a document each), at random places."""
     rng = np.random.default_rng(seed)
     cuts = [(s, i) for s, ids in enumerate(streams) for i in range(0, len(ids) - 2 * length, 4 * length)]
     chosen = [cuts[i] for i in rng.permutation(len(cuts))[:most]]
@@ -69,7 +94,7 @@ def held_out_prompts(streams: Sequence[Sequence[int]], length: int, most: int, s
 def measure(
     llm: LLM, prompts: Sequence[list[int]], params: SamplingParams, block_size: int | str | None = None
 ) -> Acceptance:
-    """Decodes every prompt and averages; statistics of the drafter only, whatever the text is worth."""
+    """Decodes every prompt and averages over the completions that do not repeat themselves."""
     return acceptance(llm.generate(prompts, params, block_size))
 
 
@@ -79,6 +104,8 @@ class GreedyDrafts(DrafterWrapper):
     """Proposes the likeliest tokens at any temperature: the baseline for drafting with shared noise."""
 
     def propose(self, cache, last, start, width, slots, borrowed, window):
+        """Proposes as the inner drafter does, with argmax in place of its choice."""
+
         def largest(logits, positions, ids=None):
             columns = jnp.argmax(logits, axis=-1).astype(jnp.int32)
             return columns if ids is None else ids[columns]
@@ -87,7 +114,69 @@ class GreedyDrafts(DrafterWrapper):
 
 
 def with_greedy_drafts(llm: LLM) -> LLM:
-    """The same pair, drafting greedily."""
+    """The same pair with `GreedyDrafts` around its drafter."""
     other = copy.copy(llm)
     other.programs, other._pool = Executables(llm.target, GreedyDrafts(llm.drafter)), SyncEngine(other)
     return other
+
+
+def read_held_out(config: TrainConfig, llm: LLM) -> list[list[int]]:
+    """Prompts of ``config.held_out`` as token ids, cut at their beginning where the new tokens need room."""
+    if config.held_out is None:
+        return []
+    lines = list(read_lines([config.held_out]))[: config.evaluate_prompts]
+    prompts = [prompt_of(record, where, llm) for where, record in lines]
+    room = llm.max_len - config.evaluate_tokens
+    return [p[-room:] for p in prompts]
+
+
+def _sampling(config: TrainConfig, temperature: float) -> SamplingParams:
+    return SamplingParams(temperature=temperature, max_tokens=config.evaluate_tokens, seed=config.seed)
+
+
+def acceptance_by_temperature(config: TrainConfig, llm: LLM, prompts: list[list[int]]) -> dict[float, Acceptance]:
+    """Decodes every prompt at each of `TEMPERATURES` with the largest block, all prompts at once."""
+    return {
+        temperature: acceptance(
+            llm.generate(prompts, _sampling(config, temperature), llm.largest_block, progress=False), keep_all=True
+        )
+        for temperature in TEMPERATURES
+    }
+
+
+def evaluate(config: TrainConfig, tell: Callable[[str], None]) -> dict[str, dict]:
+    """Measures the drafter of ``config`` on held-out prompts, one at a time, as a single user waits for them.
+
+    The drafter is the exported one of ``config.output``, else ``config.draft``.
+
+    Returns:
+        By temperature: plain_tokens_per_s, tokens_per_s, acceptance_length, rounds, prompts, repeating_themselves.
+
+    Raises:
+        InputError: There are no held-out prompts.
+    """
+    exported = config.directory / "draft"
+    draft = config.draft if config.draft is not None and not exported.exists() else str(exported)
+    llm = LLM(config.target, draft, dtype=config.dtype, mesh=config.mesh or "", prefix_bytes=0)
+    prompts = read_held_out(config, llm)
+    if not prompts:
+        raise InputError("evaluate needs --held-out: a file of JSON lines with prompts")
+    results = {}
+    for temperature in TEMPERATURES:
+        params, result = _sampling(config, temperature), {}
+        for block in (1, llm.largest_block):
+            # The first answer compiles.
+            llm.generate(prompts[:1], params, block, progress=False)
+            start = time.perf_counter()
+            completions = [llm.generate([p], params, block, progress=False)[0] for p in prompts]
+            rate = sum(len(c.token_ids) for c in completions) / (time.perf_counter() - start)
+            result["plain_tokens_per_s" if block == 1 else "tokens_per_s"] = round(rate, 1)
+        measured = acceptance(completions, keep_all=True)
+        results[str(temperature)] = result | {
+            "acceptance_length": round(measured.mean, 3),
+            "rounds": measured.rounds,
+            "prompts": measured.kept,
+            "repeating_themselves": measured.degenerate,
+        }
+        tell(f"temperature {temperature:g}: {results[str(temperature)]}")
+    return results

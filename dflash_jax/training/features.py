@@ -1,11 +1,10 @@
-"""The target's features on disk: computed once, read in every epoch."""
+"""A cache of the target's features on disk: computed once, read in every epoch."""
 
 import json
 import shutil
 from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -19,16 +18,14 @@ from dflash_jax.training.config import TrainConfig
 from dflash_jax.training.data import PackedRows
 from dflash_jax.training.losses import Loss
 from dflash_jax.training.optimiser import optimiser
+from dflash_jax.training.pair import Pair
 from dflash_jax.training.step import Recipe, Trainer
-
-if TYPE_CHECKING:
-    from dflash_jax.training.run import Pair
 
 FEATURES, HIDDEN, RECORD = "features.bin", "hidden.bin", "features.json"
 
 
-def record_of(rows: PackedRows, pair: "Pair", with_hidden: bool) -> dict:
-    """What a cache is of."""
+def record_of(rows: PackedRows, pair: Pair, with_hidden: bool) -> dict:
+    """The description of a cache: target, shapes and rows. A cache is used only where its description matches."""
     digest = blake2b(digest_size=16)
     for i in range(len(rows)):
         digest.update(rows[i]["tokens"].tobytes() + rows[i]["starts"].tobytes())
@@ -47,15 +44,15 @@ def record_of(rows: PackedRows, pair: "Pair", with_hidden: bool) -> dict:
 
 
 def fingerprint(target) -> str:
-    """Of some numbers of each of the target's arrays, in bfloat16, wherever they lie."""
+    """Hex digest of the first numbers of each of the target's arrays, in bfloat16, on any mesh."""
 
-    def some(leaves):
+    def samples(leaves):
         return [jnp.ravel(x[(0,) * (x.ndim - 1)][:16]).astype(jnp.bfloat16) for x in leaves]
 
     leaves = jax.tree.leaves(target)
-    everywhere = jax.sharding.NamedSharding(target.layout.mesh(), jax.sharding.PartitionSpec())
+    replicated = jax.sharding.NamedSharding(target.layout.mesh(), jax.sharding.PartitionSpec())
     digest = blake2b(digest_size=16)
-    for x in jax.device_get(jax.jit(some, out_shardings=everywhere)(leaves)):
+    for x in jax.device_get(jax.jit(samples, out_shardings=replicated)(leaves)):
         digest.update(x.tobytes())
     return digest.hexdigest()
 
@@ -66,48 +63,57 @@ def row_bytes(record: dict) -> tuple[int, int]:
     return each * len(record["taps"]), each if record["hidden"] else 0
 
 
-def write(config: TrainConfig, rows: PackedRows, pair: "Pair", tell: Callable[[str], None]) -> None:
-    """Features of every row into ``config.features``, going on where an earlier call stopped. Tells the size first."""
+def write(config: TrainConfig, rows: PackedRows, pair: Pair, tell: Callable[[str], None]) -> None:
+    """Writes the features of every row into ``config.features``; continues where an earlier call stopped.
+
+    Args:
+        config: Names the directory and the batch size.
+        rows: The rows.
+        pair: The target and its drafter's taps.
+        tell: Receives the sizes before anything is computed, and the end.
+
+    Raises:
+        InputError: The directory has another cache, or the disk is full.
+    """
     record = record_of(rows, pair, Loss(config.loss).needs_teacher)
     directory = Path(config.features)
     directory.mkdir(parents=True, exist_ok=True)
-    sizes, about = row_bytes(record), directory / RECORD
-    if about.exists() and json.loads(about.read_text()) != record:
+    sizes, description = row_bytes(record), directory / RECORD
+    if description.exists() and json.loads(description.read_text()) != record:
         raise InputError(f"{directory} has a cache of other features: give another directory, or remove it")
-    # All have looked before one writes.
+    # Every process reads the description before the first one writes it.
     distributed.agreed(0)
-    mine = distributed.is_first()
-    if mine:
-        about.write_text(json.dumps(record) + "\n")
+    is_writer = distributed.is_first()
+    if is_writer:
+        description.write_text(json.dumps(record) + "\n")
     paths = [directory / name for name, size in zip((FEATURES, HIDDEN), sizes, strict=True) if size]
     done = min(p.stat().st_size // s if p.exists() else 0 for p, s in zip(paths, sizes, strict=False))
     done = distributed.agreed(done)
-    left = (len(rows) - done) * sum(sizes)
-    tell(
-        f"{len(rows)} rows of {sum(sizes) / 1e6:.1f} MB: {len(rows) * sum(sizes) / 1e9:.2f} GB, {left / 1e9:.2f} to go"
-    )
-    if left > shutil.disk_usage(directory).free:
+    missing = (len(rows) - done) * sum(sizes)
+    whole = len(rows) * sum(sizes)
+    tell(f"{len(rows)} rows of {sum(sizes) / 1e6:.1f} MB: {whole / 1e9:.2f} GB, {missing / 1e9:.2f} to go")
+    if missing > shutil.disk_usage(directory).free:
         free = shutil.disk_usage(directory).free
-        raise InputError(f"{directory}: {left / 1e9:.2f} GB are needed and {free / 1e9:.2f} GB are free")
+        raise InputError(f"{directory}: {missing / 1e9:.2f} GB are needed and {free / 1e9:.2f} GB are free")
     trainer = Trainer(pair.target, pair.draft, Recipe(Loss(), 1, 2), optimiser(1e-3, 1))
-    # On every device in the end: any host may read them.
+    # Replicated results: the first host can read them all.
     run = jax.jit(trainer.features, out_shardings=trainer.sharding(jax.sharding.PartitionSpec()))
-    cut = trainer.sharding(jax.sharding.PartitionSpec(DATA))
+    data_sharding = trainer.sharding(jax.sharding.PartitionSpec(DATA))
     count, start = trainer.layout.data * max(1, config.rows // trainer.layout.data), done
-    files = [path.open("r+b" if path.exists() else "wb") for path in paths] if mine else []
+    files = [path.open("r+b" if path.exists() else "wb") for path in paths] if is_writer else []
     try:
         for file, size in zip(files, sizes, strict=False):
             file.truncate(done * size)
             file.seek(done * size)
         for start in range(done, len(rows), count):
             picked = [rows[min(i, len(rows) - 1)] for i in range(start, start + count)]
-            tokens, starts = (place(np.stack([r[k] for r in picked]), cut) for k in ("tokens", "starts"))
+            tokens, starts = (place(np.stack([r[k] for r in picked]), data_sharding) for k in ("tokens", "starts"))
             hidden, features = run(trainer.leaves, tokens, starts)
-            found = [features, hidden][: len(paths)]
-            if not mine:
-                jax.block_until_ready(found)
+            arrays = [features, hidden][: len(paths)]
+            if not is_writer:
+                jax.block_until_ready(arrays)
                 continue
-            for file, array in zip(files, jax.device_get(found), strict=True):
+            for file, array in zip(files, jax.device_get(arrays), strict=True):
                 file.write(array[: len(rows) - start].astype(ml_dtypes.bfloat16).tobytes())
                 file.flush()
     except OSError as e:
@@ -119,27 +125,37 @@ def write(config: TrainConfig, rows: PackedRows, pair: "Pair", tell: Callable[[s
 
 
 class FeatureRows:
-    """`PackedRows` with features [T, taps, H], and hidden states [T, H] where they are ``needed``, from a cache."""
+    """`PackedRows` with features [T, taps, H] from a cache, and hidden states [T, H] where the loss needs them.
 
-    def __init__(self, config: TrainConfig, rows: PackedRows, pair: "Pair", needed: bool):
+    Attributes:
+        rows: The packed rows.
+        needed: Whether the loss needs hidden states.
+    """
+
+    def __init__(self, config: TrainConfig, rows: PackedRows, pair: Pair, needed: bool):
+        """Opens the cache of ``config.features``.
+
+        Raises:
+            InputError: The cache is missing, incomplete or of other rows.
+        """
         directory = Path(config.features)
         try:
-            held = json.loads((directory / RECORD).read_text())
+            description = json.loads((directory / RECORD).read_text())
         except OSError as e:
             raise InputError(f"features {directory} cannot be read: {e.strerror}: make them with `cache`") from None
-        wanted = record_of(rows, pair, held["hidden"])
-        wrong = [f"{k} is {held.get(k)!r}, not {v!r}" for k, v in wanted.items() if held.get(k) != v]
-        if needed and not held["hidden"]:
+        expected = record_of(rows, pair, description["hidden"])
+        wrong = [f"{k} is {description.get(k)!r}, not {v!r}" for k, v in expected.items() if description.get(k) != v]
+        if needed and not description["hidden"]:
             wrong.append("it has no hidden states, which this loss needs: run `cache` with the same loss")
         if wrong:
             raise InputError(f"features {directory} are of other rows: {'; '.join(wrong)}")
         self.rows, self.needed, self._maps = rows, needed, {}
-        h, shape = held["hidden_size"], (len(rows), rows.length)
-        shapes = {"features": (*shape, len(held["taps"]), h)} | ({"hidden": (*shape, h)} if needed else {})
-        for (name, whole), file in zip(shapes.items(), (FEATURES, HIDDEN), strict=False):
-            if (directory / file).stat().st_size < 2 * np.prod(whole):
+        h, shape = description["hidden_size"], (len(rows), rows.length)
+        shapes = {"features": (*shape, len(description["taps"]), h)} | ({"hidden": (*shape, h)} if needed else {})
+        for (name, shape_on_disk), file in zip(shapes.items(), (FEATURES, HIDDEN), strict=False):
+            if (directory / file).stat().st_size < 2 * np.prod(shape_on_disk):
                 raise InputError(f"features {directory} are not complete: run `cache` again")
-            self._maps[name] = np.memmap(directory / file, ml_dtypes.bfloat16, "r", shape=whole)
+            self._maps[name] = np.memmap(directory / file, ml_dtypes.bfloat16, "r", shape=shape_on_disk)
 
     def __len__(self) -> int:
         return len(self.rows)

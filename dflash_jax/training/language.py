@@ -1,4 +1,4 @@
-"""Training of a language model itself: what the bundled target is made with."""
+"""Training of a language model itself; the bundled target is made with it."""
 
 from collections.abc import Callable
 from functools import partial
@@ -9,9 +9,14 @@ import optax
 
 
 def make_step(loss: Callable, transformation: optax.GradientTransformation):
-    """A jitted ``step(model, opt_state, *batch) → (model, opt_state, loss)`` for ``loss(model, *batch) → scalar``.
+    """A jitted training step; it donates the model and the optimiser state.
 
-    Model and optimiser state are donated.
+    Args:
+        loss: ``loss(model, *batch)`` → scalar.
+        transformation: The optimiser.
+
+    Returns:
+        ``step(model, opt_state, *batch)`` → (model, opt_state, loss).
     """
 
     @partial(jax.jit, donate_argnums=(0, 1))
@@ -24,7 +29,7 @@ def make_step(loss: Callable, transformation: optax.GradientTransformation):
 
 
 def next_token_loss(model, batch):
-    """Mean cross-entropy in nats of tokens 1 … T of batch int [B, T + 1] given those before."""
+    """Mean cross-entropy in nats of tokens 1 … T of ``batch`` int [B, T + 1], each given those before it."""
     hidden, _ = model(batch[:, :-1])
     logits = model.logits(hidden)
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean().astype(jnp.float32)

@@ -1,6 +1,6 @@
-"""What a drafter is trained to do: sums over a block's slots, the vocabulary in chunks.
+"""Losses of drafter training: sums over the slots of blocks, with the vocabulary's logits in chunks.
 
-Letters beyond `models.parts`: A anchors of a row, K = W - 1 slots of a block that predict.
+Letters beyond `models.layers`: A anchors of a row, K = W - 1 slots of a block that predict.
 """
 
 from dataclasses import dataclass
@@ -10,18 +10,27 @@ import jax.numpy as jnp
 
 from dflash_jax.models.layers import project
 
-# A logit that no softmax sees, and whose products are still numbers.
+# The logit of a masked column. It is finite, so that its products with zeros are no NaN.
 NEVER = -1e30
 
 
 @dataclass(frozen=True)
 class Loss:
-    """kind: "cross-entropy" against the next tokens; "kl", forward, against the target's distributions; "hybrid",
-    λ·KL + (1 - λ)·TV with λ = exp(-eta · acceptance rate) (arXiv 2602.23881). weights: "decay", exp(-(k - 1) / gamma)
-    for slot k (arXiv 2602.06036); "d-pace", Σ_{m ≥ k} Π_{i ≤ m} q̃_i with q̃ = (1 - alpha)·q + alpha and q the drafter's
-    probability of the label: what a slot is worth to the expected acceptance length. ``match``: adds so many times the
-    squared distance to the target's hidden states, relative to their square (as in arXiv 2401.15077). ``chunk``:
-    anchors of a row whose logits are held at a time."""
+    """The training loss.
+
+    Attributes:
+        kind: "cross-entropy" against the next tokens; "kl", forward, against the target's distributions; "hybrid", λ·KL
+            + (1 - λ)·TV with λ = exp(-eta · acceptance rate) (arXiv 2602.23881).
+        weights: "decay": exp(-(k - 1) / gamma) for slot k (arXiv 2602.06036). "d-pace": Σ_{m ≥ k} Π_{i ≤ m} q̃_i with
+            q̃ = (1 - alpha)·q + alpha and q the drafter's probability of the label, a slot's share in the expected
+            acceptance length.
+        gamma: Decay of "decay", in slots.
+        alpha: Smoothing of "d-pace".
+        eta: Rate of "hybrid".
+        match: Weight of the squared distance to the target's hidden states, relative to their square (as in arXiv
+            2401.15077).
+        chunk: Anchors of a row whose logits are in memory at a time.
+    """
 
     kind: str = "cross-entropy"
     weights: str = "decay"
@@ -33,20 +42,28 @@ class Loss:
 
     @property
     def needs_teacher(self) -> bool:
-        """Whether the target's own hidden states are needed."""
+        """Whether the loss reads the target's hidden states."""
         return self.kind != "cross-entropy" or self.match > 0
 
 
 def default_gamma(block_size: int) -> float:
-    """The paper's decay of the slots' weights, and what lies between."""
+    """The paper's decay of the slots' weights for a block size, in slots; interpolated for sizes not in the paper."""
     return {16: 7.0, 10: 5.0, 8: 4.0}.get(block_size, block_size / 2.3)
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Sums:
-    """Of a batch; sums of several add up. ``loss`` and ``weight``; by slot [K]: labels seen, and of those predicted
-    right; ``accepted`` and ``anchors``: how far blocks are right from their beginning, and how many there are."""
+    """Sums over a batch; sums of several batches add up.
+
+    Attributes:
+        loss: Weighted loss.
+        weight: Sum of the weights.
+        seen: Labels by slot, [K].
+        right: Labels predicted correctly by slot, [K].
+        accepted: Correct slots before the first wrong one, over all blocks.
+        anchors: Blocks.
+    """
 
     loss: jax.Array
     weight: jax.Array
@@ -57,7 +74,16 @@ class Sums:
 
 
 def slot_weights(loss: Loss, log_q, learned):
-    """float32 [..., K] for log-probabilities of the labels, 0 where not ``learned``."""
+    """Weights of the slots.
+
+    Args:
+        loss: The loss.
+        log_q: The drafter's log-probabilities of the labels, float32 [..., K].
+        learned: Slots that count, bool [..., K].
+
+    Returns:
+        float32 [..., K], 0 where not ``learned``.
+    """
     k = learned.shape[-1]
     if loss.weights == "decay":
         return jnp.where(learned, jnp.exp(-jnp.arange(k) / loss.gamma), 0.0)
@@ -67,7 +93,7 @@ def slot_weights(loss: Loss, log_q, learned):
 
 
 def _losses(loss: Loss, logits, labels, teacher):
-    """(losses, log-probabilities of the labels) [..., K] of float32 logits [..., K, V]."""
+    """(losses, log-probabilities of the labels) [..., K] from float32 logits [..., K, V]."""
     total = jax.nn.logsumexp(logits, axis=-1)
     log_q = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0] - total
     if loss.kind == "cross-entropy":
@@ -85,43 +111,66 @@ def _losses(loss: Loss, logits, labels, teacher):
 
 @dataclass(frozen=True)
 class Head:
-    """The target's output matrix [V, H]. With ``kept`` int [N], token ids in ascending order, and their ``rows``
-    [N, H], logits are of these and, in a last column, of the label where it is none of them: a softmax over the
-    frequent tokens costs a fraction of one over all."""
+    """The target's output matrix, over all tokens or over the frequent ones.
+
+    Over N frequent tokens, logits have N + 1 columns: the last is the label's where the label is none of them. This
+    softmax costs a fraction of one over all tokens.
+
+    Attributes:
+        matrix: Output matrix [V, H].
+        ids: Ids of the frequent tokens, int [N], ascending; None: all.
+        rows: ``matrix[ids]`` [N, H].
+    """
 
     matrix: jax.Array
-    kept: jax.Array | None = None
+    ids: jax.Array | None = None
     rows: jax.Array | None = None
 
     @classmethod
-    def over(cls, matrix, kept=None) -> "Head":
-        return cls(matrix) if kept is None else cls(matrix, jnp.asarray(kept), matrix[kept])
+    def over(cls, matrix, ids=None) -> "Head":
+        """A head over ``ids`` int [N], ascending; None: over all tokens."""
+        return cls(matrix) if ids is None else cls(matrix, jnp.asarray(ids), matrix[ids])
 
     def __call__(self, hidden, labels):
-        """hidden [..., H], labels int [...] → float32 logits [..., V or N + 1], and the labels' columns [...]."""
-        rows = self.matrix if self.kept is None else self.rows
+        """Logits of hidden states.
+
+        Args:
+            hidden: [..., H].
+            labels: Token ids, int [...].
+
+        Returns:
+            float32 logits [..., V or N + 1], and the labels' columns [...].
+        """
+        rows = self.matrix if self.ids is None else self.rows
         logits = project(hidden, rows, kind=jnp.float32)
-        if self.kept is None:
+        if self.ids is None:
             return logits, labels
-        column = jnp.minimum(jnp.searchsorted(self.kept, labels), len(self.kept) - 1)
-        is_kept = self.kept[column] == labels
-        own = jnp.einsum("...h,...h->...", hidden, self.matrix[labels], preferred_element_type=jnp.float32)
-        last = jnp.where(is_kept, NEVER, own)[..., None]
-        return jnp.concatenate([logits, last], axis=-1), jnp.where(is_kept, column, len(self.kept))
+        column = jnp.minimum(jnp.searchsorted(self.ids, labels), len(self.ids) - 1)
+        is_frequent = self.ids[column] == labels
+        label_logit = jnp.einsum("...h,...h->...", hidden, self.matrix[labels], preferred_element_type=jnp.float32)
+        last = jnp.where(is_frequent, NEVER, label_logit)[..., None]
+        return jnp.concatenate([logits, last], axis=-1), jnp.where(is_frequent, column, len(self.ids))
 
 
 def distance(states, teacher):
-    """float32 [...]: squared distance of [..., H] to the target's, relative to the latter's square."""
+    """Squared distance of ``states`` [..., H] to ``teacher``, relative to the square of ``teacher``; float32 [...]."""
     states, teacher = states.astype(jnp.float32), teacher.astype(jnp.float32)
-    # Chunks are padded with zeros.
+    # The minimum: chunks are padded with zeros.
     return jnp.sum((states - teacher) ** 2, -1) / jnp.maximum(jnp.sum(teacher**2, -1), 1e-6)
 
 
 def block_loss(loss: Loss, head: Head, states, labels, learned, teacher=None) -> Sums:
-    """states [B, A, K, H] of the predicting slots; labels int [B, A, K], ``learned`` bool [B, A, K]: which of them
-    count; teacher [B, A, K, H]: the target's hidden states that predict the labels.
+    """Loss and counts of blocks.
 
-    The chunks' logits are computed again for the gradient, and never lie side by side.
+    The logits of a chunk are computed again for the gradient, so only one chunk's logits are in memory.
+
+    Args:
+        loss: The loss.
+        head: The target's head.
+        states: Hidden states of the predicting slots [B, A, K, H].
+        labels: Token ids int [B, A, K].
+        learned: Labels that count, bool [B, A, K].
+        teacher: The target's hidden states that predict the labels [B, A, K, H], for losses that need them.
     """
     b, a, k, _ = states.shape
     size = min(loss.chunk, a)
@@ -140,13 +189,13 @@ def block_loss(loss: Loss, head: Head, states, labels, learned, teacher=None) ->
             losses += loss.match * distance(states, teacher)
         weights = slot_weights(loss, log_q, learned)
         right = learned & (jnp.argmax(logits, axis=-1) == columns)
-        led = jnp.cumprod(right.astype(jnp.float32), axis=-1)
+        led_right = jnp.cumprod(right.astype(jnp.float32), axis=-1)
         return Sums(
             jnp.sum(losses * weights),
             jnp.sum(weights),
             jnp.sum(learned, (0, 1), jnp.float32),
             jnp.sum(right, (0, 1), jnp.float32),
-            jnp.sum(led),
+            jnp.sum(led_right),
             jnp.sum(learned[..., 0], dtype=jnp.float32),
         )
 

@@ -6,13 +6,13 @@ from optax.contrib import MuonDimensionNumbers, muon
 
 from dflash_jax.parallel.sharding import parameter_paths
 
-# Weights whose first axis (after the expert axis) is the output; all other matrices have their input last.
+# Weights whose first axis (behind the expert axis) is the output. All other matrices have their input last.
 _OUTPUT_FIRST = ("o", "out", "down", "fc")
 _NOT_A_MATRIX = ("embed", "head", "router", "conv", "beta_alpha", "shared_gate", "a_log", "dt_bias", "norm", "weight")
 
 
 def matrix_axes(module):
-    """For each parameter: which axes form the matrix that Muon orthogonalises, or None where AdamW is to take it."""
+    """The axes of each parameter that form the matrix that Muon orthogonalises; None where AdamW applies."""
 
     def axes(path: str, leaf):
         name = path.rsplit(".", 1)[-1]
@@ -31,11 +31,17 @@ def matrix_axes(module):
 
 
 def optimiser(peak: float, steps: int, kind: str = "adamw", warm_up: float = 0.04, clip: float = 1.0):
-    """``adamw`` or ``muon`` (AdamW for what is not a matrix), cosine schedule after linear warm-up over ``warm_up`` of
-    the steps.
+    """AdamW or Muon, with linear warm-up and a cosine schedule.
 
-    Gradients are clipped by global norm; no weight decay. Muon's updates are scaled to AdamW's size, so one ``peak``
-    serves both.
+    Gradients are clipped by global norm, without weight decay. Muon's updates are scaled to AdamW's size, so one
+    ``peak`` serves both; AdamW updates parameters that are no matrices.
+
+    Args:
+        peak: Highest learning rate.
+        steps: Steps of the run.
+        kind: "adamw" or "muon".
+        warm_up: Share of the steps in which the learning rate rises.
+        clip: Largest global norm of the gradients.
     """
     rising, steps = max(1, int(steps * warm_up)), max(steps, 2)
     schedule = optax.warmup_cosine_decay_schedule(0.0, peak, rising, steps, peak * 0.02)

@@ -1,4 +1,4 @@
-"""Answers by the very target that the drafter is for: prompts in, token ids with their conversations out."""
+"""Answers of the target to the training prompts: prompts in, token ids and conversations out."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -14,60 +14,80 @@ from dflash_jax.sampling_params import SamplingParams
 from dflash_jax.training.config import TrainConfig
 from dflash_jax.training.data import Skipped, fault, messages_of, read_lines, text_of
 
-# Conversations whose answers are written together: at least so many, and for each slot.
+# Conversations whose answers are written together: at least GROUP, and at least TURNS for each slot.
 GROUP, TURNS = 256, 8
 
 
-def asks(config: TrainConfig, skipped: Skipped | None) -> Iterator[tuple[str, list[dict] | str]]:
-    """("file:line", what it asks: a conversation's turns without the answers, or a text to go on with)."""
+def read_prompts(config: TrainConfig, skipped: Skipped | None) -> Iterator[tuple[str, list[dict] | str]]:
+    """Reads the prompts of ``config.data``.
+
+    Yields:
+        ("file:line", prompt): a conversation's turns without the answers, or a text to continue.
+    """
     for where, record in read_lines(config.data, skipped):
         try:
             if "messages" in record:
-                found = [m for m in messages_of(record, where) if m["role"] != "assistant"]
-                if not any(m["role"] == "user" for m in found):
+                prompt = [m for m in messages_of(record, where) if m["role"] != "assistant"]
+                if not any(m["role"] == "user" for m in prompt):
                     raise InputError(f"{where}: the conversation has no user turn")
-            elif isinstance(found := record.get("prompt", record.get("text")), str) and found:
-                text_of(found, where)
+            elif isinstance(prompt := record.get("prompt", record.get("text")), str) and prompt:
+                text_of(prompt, where)
             else:
                 raise InputError(f"{where}: a line must have messages, prompt or text")
         except InputError as e:
             fault(str(e), skipped)
             continue
-        yield where, found
+        yield where, prompt
 
 
 class Progress:
-    """Lines answered so far, beside what they were answered with: another call with the same goes on from there."""
+    """The answers written so far, with the settings that they were written with.
 
-    def __init__(self, config: TrainConfig, wanted: list, path: Path):
+    A second call with the same settings continues behind the last counted answer.
+
+    Attributes:
+        path: The file of answers.
+        record: The JSON file of settings and counts.
+        settings: What the answers depend on.
+        done: Prompts that were handled.
+        unanswered: Prompts without an answer.
+        bytes: Bytes of ``path`` that count.
+    """
+
+    def __init__(self, config: TrainConfig, prompts: list, path: Path):
+        """Opens ``path``, new or begun.
+
+        Raises:
+            InputError: The file is of other settings, or does not fit its record.
+        """
         self.path, self.record = path, path.with_name(f"{path.stem}.json")
         names = ("target", "dtype", "temperature", "max_new_tokens", "thinking", "seed")
-        asked = blake2b(json.dumps([ask for _, ask in wanted]).encode(), digest_size=16).hexdigest()
-        self.settings = {name: getattr(config, name) for name in names} | {"data": asked}
-        held = json.loads(self.record.read_text()) if self.record.exists() else None
-        if held is None and path.exists() and path.stat().st_size:
+        digest = blake2b(json.dumps([prompt for _, prompt in prompts]).encode(), digest_size=16).hexdigest()
+        self.settings = {name: getattr(config, name) for name in names} | {"data": digest}
+        previous = json.loads(self.record.read_text()) if self.record.exists() else None
+        if previous is None and path.exists() and path.stat().st_size:
             raise InputError(f"{path} has no {self.record.name} beside it: give another --output, or remove it")
         counts = ("done", "unanswered", "bytes")
-        self.done, self.unanswered, self.bytes = (held[name] for name in counts) if held else (0, 0, 0)
-        before = held["settings"] if held else self.settings
-        wrong = [f"{k} was {before.get(k)!r}, is {v!r}" for k, v in self.settings.items() if before.get(k) != v]
+        self.done, self.unanswered, self.bytes = (previous[name] for name in counts) if previous else (0, 0, 0)
+        settings = previous["settings"] if previous else self.settings
+        changed = [f"{k} was {settings.get(k)!r}, is {v!r}" for k, v in self.settings.items() if settings.get(k) != v]
         if (path.stat().st_size if path.exists() else 0) < self.bytes:
             raise InputError(
                 f"{path} has less than the {self.bytes} bytes that {self.record.name} tells of: remove both"
             )
-        if wrong:
-            raise InputError(f"{path} has answers with other settings: {'; '.join(wrong)}")
+        if changed:
+            raise InputError(f"{path} has answers with other settings: {'; '.join(changed)}")
 
-    def add(self, lines: list[dict], asked: int) -> None:
-        """The lines of ``asked`` more prompts; what an earlier call wrote and did not count is written over."""
+    def add(self, lines: list[dict], count: int) -> None:
+        """Appends the lines of ``count`` more prompts, over bytes that an earlier call wrote and did not count."""
         with self.path.open("r+b" if self.path.exists() else "wb") as file:
             file.truncate(self.bytes)
             file.seek(self.bytes)
             for line in lines:
                 file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
             self.bytes = file.tell()
-        self.done += asked
-        self.unanswered += asked - len({line["source"] for line in lines})
+        self.done += count
+        self.unanswered += count - len({line["source"] for line in lines})
         fresh = self.record.with_suffix(".new")
         counts = {"done": self.done, "unanswered": self.unanswered, "bytes": self.bytes}
         fresh.write_text(json.dumps({"settings": self.settings, **counts}) + "\n")
@@ -75,22 +95,36 @@ class Progress:
 
 
 def regenerate(config: TrainConfig, llm: LLM, path: Path, tell: Callable[[str], None]) -> int:
-    """Writes into ``path`` a line for each answer: prompt_ids, response_ids, source (which line asked) and, of
-    conversations, messages. Goes on where an earlier call with the same settings stopped. Of several processes the
-    first one writes. Returns how many lines have answers."""
+    """Writes a line for each answer into ``path``, and continues where an earlier call with the same settings stopped.
+
+    A line has prompt_ids, response_ids, source (the number of its prompt) and, for conversations, messages. Of several
+    processes the first one writes.
+
+    Args:
+        config: The data and the sampling.
+        llm: The target.
+        path: The file of answers; its record is beside it.
+        tell: Receives lines for the user.
+
+    Returns:
+        The number of prompts with an answer.
+
+    Raises:
+        InputError: A prompt is invalid, or the file is of other settings.
+    """
     skipped = Skipped() if config.skip_bad_lines else None
-    wanted = list(asks(config, skipped))
+    prompts = list(read_prompts(config, skipped))
     path.parent.mkdir(parents=True, exist_ok=True)
-    progress, size = Progress(config, wanted, path), max(GROUP, TURNS * config.slots)
-    # All have read before one writes.
-    done, mine = distributed.agreed(progress.done), distributed.is_first()
+    progress, size = Progress(config, prompts, path), max(GROUP, TURNS * config.slots)
+    # Every process reads the record before the first one writes it.
+    done, is_writer = distributed.agreed(progress.done), distributed.is_first()
     if done:
-        tell(f"{done} of {len(wanted)} were answered before")
-    with tqdm(total=len(wanted), initial=done, unit="prompt", disable=not mine) as bar:
-        for start in range(done, len(wanted), size):
-            group = wanted[start : start + size]
+        tell(f"{done} of {len(prompts)} were answered before")
+    with tqdm(total=len(prompts), initial=done, unit="prompt", disable=not is_writer) as bar:
+        for start in range(done, len(prompts), size):
+            group = prompts[start : start + size]
             lines = _answered(config, llm, group, start, skipped)
-            if mine:
+            if is_writer:
                 progress.add(lines, len(group))
             bar.update(len(group))
     if skipped is not None and skipped.count:
@@ -98,29 +132,29 @@ def regenerate(config: TrainConfig, llm: LLM, path: Path, tell: Callable[[str], 
     unanswered = distributed.agreed(progress.unanswered)
     if unanswered:
         tell(f"{unanswered} prompts have no answer: left out, or without room in the target's {llm.max_len} positions")
-    return len(wanted) - unanswered
+    return len(prompts) - unanswered
 
 
 def _answered(config: TrainConfig, llm: LLM, group: list, start: int, skipped: Skipped | None) -> list[dict]:
-    """The lines of a group, in the order in which it asked. A prompt that leaves no room is not answered."""
+    """The lines of a group, in the order of its prompts. A prompt that leaves no room is not answered."""
     lines: list[list[dict]] = [[] for _ in group]
     talks: list[list[dict]] = [[] for _ in group]
-    left = {i: ([*ask] if isinstance(ask, list) else ask) for i, (_, ask) in enumerate(group)}
+    left = {i: ([*prompt] if isinstance(prompt, list) else prompt) for i, (_, prompt) in enumerate(group)}
     while left:
         fitting = []
-        for i, ask in left.items():
-            if not isinstance(ask, str):
-                while ask:
-                    talks[i].append(ask.pop(0))
+        for i, prompt in left.items():
+            if not isinstance(prompt, str):
+                while prompt:
+                    talks[i].append(prompt.pop(0))
                     if talks[i][-1]["role"] == "user":
                         break
             try:
-                prompt = llm.encode(ask) if isinstance(ask, str) else llm.encode_chat(talks[i], config.thinking)
+                ids = llm.encode(prompt) if isinstance(prompt, str) else llm.encode_chat(talks[i], config.thinking)
             except InputError as e:
                 fault(f"{group[i][0]}: {e}", skipped)
                 continue
-            if len(prompt) < llm.max_len:
-                fitting.append((i, prompt))
+            if len(ids) < llm.max_len:
+                fitting.append((i, ids))
         which, prompts = [i for i, _ in fitting], [p for _, p in fitting]
         params = [
             SamplingParams(
@@ -145,5 +179,5 @@ def _answered(config: TrainConfig, llm: LLM, group: list, start: int, skipped: S
 
 
 def _content(text: str) -> str:
-    """Without the thought, which templates leave out of earlier turns."""
+    """An answer without its thought, which templates leave out of earlier turns."""
     return text.rpartition("</think>")[2].lstrip("\n")

@@ -1,7 +1,7 @@
 """A training step of the drafter: the target's features, the blocks' loss, gradients over all devices, an update.
 
 The target runs as in decoding, each device on its own shard. Drafter and loss are written for whole arrays, which XLA
-divides over the mesh: sums are sums over all devices, so that a step does not depend on how many there are.
+divides over the mesh. Sums are sums over all devices, so a step's result does not depend on their number.
 """
 
 import math
@@ -27,9 +27,15 @@ ROWS = PartitionSpec(DATA)
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Batch:
-    """Rows of packed documents: tokens int [B, T]; loss_mask bool [B, T], which of them may be learned from; starts
-    int [B, T], where the document of each begins. From a cache of the target's features: features [B, T, taps, H], and
-    hidden [B, T, H] after its final norm where a loss needs them; None: the target computes them."""
+    """Rows of packed documents.
+
+    Attributes:
+        tokens: Token ids, int [B, T].
+        loss_mask: Tokens that may be learned from, bool [B, T].
+        starts: First token of each token's document, int [B, T].
+        features: The target's features [B, T, taps, H] from a cache; None: the step computes them.
+        hidden: The target's hidden states after the final norm [B, T, H] from a cache, where the loss needs them.
+    """
 
     tokens: jax.Array
     loss_mask: jax.Array
@@ -40,8 +46,14 @@ class Batch:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a step does with a batch. ``slots``: the blocks' width; ``anchors`` of a row; ``dtype`` of the drafter's
-    arithmetic, its parameters being float32."""
+    """What a step computes.
+
+    Attributes:
+        loss: The loss.
+        anchors: Blocks of a row.
+        slots: Slots of a block.
+        dtype: Dtype of the drafter's arithmetic; parameters are float32.
+    """
 
     loss: Loss
     anchors: int
@@ -50,37 +62,63 @@ class Recipe:
 
 
 def batch_sums(drafter: Drafter, embed: Callable, head: Head, batch: Batch, key, recipe: Recipe) -> Sums:
-    """Loss and counts of a batch that has its features. ``embed``, ``head``: the target's."""
-    tokens, w = batch.tokens, recipe.slots
-    where, valid = sample_anchors(key, batch.loss_mask, batch.starts, recipe.anchors)
-    block = jnp.full((*where.shape, w), drafter.config.mask_token_id, tokens.dtype).at[..., 0].set(at(tokens, where))
-    states = block_states(drafter, batch.features, embed(block), where, batch.starts)
-    places = where[..., None] + jnp.arange(1, w)
+    """Loss and counts of a batch that has its features.
+
+    Args:
+        drafter: The drafter, in the dtype of the arithmetic.
+        embed: The target's embedding, token ids → [..., H].
+        head: The target's head.
+        batch: The batch.
+        key: A JAX random key for the anchors.
+        recipe: The recipe.
+    """
+    tokens, slots = batch.tokens, recipe.slots
+    anchors, valid = sample_anchors(key, batch.loss_mask, batch.starts, recipe.anchors)
+    block = (
+        jnp.full((*anchors.shape, slots), drafter.config.mask_token_id, tokens.dtype)
+        .at[..., 0]
+        .set(at(tokens, anchors))
+    )
+    states = block_states(drafter, batch.features, embed(block), anchors, batch.starts)
+    places = anchors[..., None] + jnp.arange(1, slots)
     inside = places < tokens.shape[1]
     places = jnp.minimum(places, tokens.shape[1] - 1)
-    same = at(batch.starts, places) == at(batch.starts, where)[..., None]
+    same = at(batch.starts, places) == at(batch.starts, anchors)[..., None]
     learned = inside & same & at(batch.loss_mask, places) & valid[..., None]
-    # What cannot be reached is not learned: a block ends where its document's response does.
+    # A block ends at the first slot that is not learned: decoding never reaches slots behind it.
     learned = jnp.cumprod(learned, axis=-1, dtype=jnp.int32) > 0
     teacher = at(batch.hidden, places - 1) if recipe.loss.needs_teacher else None
     return block_loss(recipe.loss, head, states[:, :, 1:], at(tokens, places), learned, teacher)
 
 
 def spread(shape: tuple[int, ...], spec: PartitionSpec, layout: Layout) -> PartitionSpec:
-    """``spec``, and over the data axis the first dimension that is whole and divisible: for parameters and what an
-    optimiser keeps of them."""
-    cuts = [*spec, *[None] * (len(shape) - len(spec))]
+    """``spec`` with its first unsharded, divisible dimension over the data axis, for large arrays.
+
+    It applies to parameters and to the arrays that an optimiser keeps for them.
+    """
+    axes = [*spec, *[None] * (len(shape) - len(spec))]
     if layout.data > 1 and math.prod(shape) >= 2**16:
-        for i, (size, cut) in enumerate(zip(shape, cuts, strict=True)):
-            if cut is None and size % layout.data == 0:
-                cuts[i] = DATA
+        for i, (size, axis) in enumerate(zip(shape, axes, strict=True)):
+            if axis is None and size % layout.data == 0:
+                axes[i] = DATA
                 break
-    return PartitionSpec(*cuts)
+    return PartitionSpec(*axes)
 
 
 class Trainer:
-    """Steps on one pair over a mesh. ``target`` may be abstract: then steps can be lowered for devices that are not
-    there. ``vocabulary`` int [N], ascending: the tokens that the loss is over (None: all)."""
+    """Training steps for one pair over a mesh.
+
+    Attributes:
+        target: The target. An abstract one lets steps be lowered for absent devices.
+        config: The drafter's configuration.
+        recipe: What a step computes.
+        update: The optimiser.
+        vocabulary: Tokens of the loss, int [N], ascending; None: all.
+        layout: The target's layout.
+        mesh: The devices.
+        leaves: The target's arrays on the mesh; arguments of `step`.
+        step: ``step(state, leaves, batches, key)`` → (state, Sums, norm of the gradients); donates ``state``.
+    """
 
     def __init__(
         self,
@@ -104,34 +142,48 @@ class Trainer:
         self.step = jax.jit(self._step, donate_argnums=0)
 
     def sharding(self, spec: PartitionSpec) -> NamedSharding:
+        """The sharding of ``spec`` on the mesh."""
         return NamedSharding(self.mesh, spec)
 
     def shardings(self) -> tuple:
-        """Of (drafter, optimiser state), in their shapes."""
-        cut = Drafter(self.config, rngs=None, layout=self.layout)
+        """Shardings of (drafter, optimiser state), in their structure."""
+        sharded = Drafter(self.config, rngs=None, layout=self.layout)
         leaves, structure = jax.tree.flatten(Drafter(self.config, rngs=None))
-        specs = [spread(x.shape, s, self.layout) for x, s in zip(leaves, parameter_specs(cut), strict=True)]
-        drafter, cuts = jax.tree.unflatten(structure, leaves), [self.sharding(s) for s in specs]
-        # What an optimiser keeps of a parameter has its name at the end of a longer one.
-        named = dict(zip(parameter_paths(drafter), cuts, strict=True))
-        state, whole = jax.eval_shape(self.update.init, drafter), self.sharding(PartitionSpec())
-        kept = [
-            next((cut for name, cut in named.items() if path.endswith("." + name) and leaf.ndim), whole)
+        specs = [spread(x.shape, s, self.layout) for x, s in zip(leaves, parameter_specs(sharded), strict=True)]
+        drafter, shardings = jax.tree.unflatten(structure, leaves), [self.sharding(s) for s in specs]
+        # The path of an optimiser's array ends with the path of its parameter.
+        named = dict(zip(parameter_paths(drafter), shardings, strict=True))
+        state, replicated = jax.eval_shape(self.update.init, drafter), self.sharding(PartitionSpec())
+        state_shardings = [
+            next((sharded for name, sharded in named.items() if path.endswith("." + name) and leaf.ndim), replicated)
             for path, leaf in zip(parameter_paths(state), jax.tree.leaves(state), strict=True)
         ]
-        return jax.tree.unflatten(structure, cuts), jax.tree.unflatten(jax.tree.structure(state), kept)
+        return jax.tree.unflatten(structure, shardings), jax.tree.unflatten(jax.tree.structure(state), state_shardings)
+
+    def abstract_state(self) -> tuple:
+        """Shapes and dtypes of (drafter, optimiser state)."""
+        return jax.eval_shape(lambda d: (d, self.update.init(d)), Drafter(self.config, rngs=None))
 
     def start(self, drafter: Drafter) -> tuple:
-        """(drafter, optimiser state) at its beginning, on the mesh."""
+        """(drafter, optimiser state) at step 0, on the mesh."""
         drafter = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), drafter)
         return jax.jit(lambda d: (d, self.update.init(d)), out_shardings=self.shardings())(drafter)
 
     def on_host(self, drafter: Drafter) -> Drafter:
-        """All of it, on every host."""
+        """The whole drafter as NumPy arrays, on every host."""
         return jax.device_get(jax.jit(lambda d: d, out_shardings=self.sharding(PartitionSpec()))(drafter))
 
     def features(self, leaves, tokens, starts):
-        """(hidden [B, T, H] after the final norm, features [B, T, taps, H]) of the frozen target."""
+        """Runs the frozen target.
+
+        Args:
+            leaves: The target's arrays.
+            tokens: int [B, T].
+            starts: First token of each token's document, int [B, T].
+
+        Returns:
+            Hidden states after the final norm [B, T, H], and features [B, T, taps, H].
+        """
 
         def run(leaves, tokens, starts):
             return jax.tree.unflatten(self._structure, leaves)(tokens, self.config.target_layer_ids, starts)
@@ -141,7 +193,7 @@ class Trainer:
             leaves, tokens, starts
         )
 
-    def _borrowed(self, leaves) -> tuple[Callable, Head]:
+    def _target_heads(self, leaves) -> tuple[Callable, Head]:
         """The target's embedding and head, over whole arrays."""
         target = jax.tree.unflatten(self._structure, leaves)
         table = target.embed[...]
@@ -149,15 +201,25 @@ class Trainer:
         return lambda tokens: table[tokens], Head.over(head, self.vocabulary)
 
     def sums(self, drafter: Drafter, leaves, batch: Batch, key) -> Sums:
-        """Of one batch, differentiable in the drafter."""
+        """Sums of one batch, differentiable in the drafter."""
         if batch.features is None:
             hidden, features = jax.lax.stop_gradient(self.features(leaves, batch.tokens, batch.starts))
             batch = replace(batch, features=features, hidden=hidden)
         low = jax.tree.map(lambda x: x.astype(self.recipe.dtype), drafter)
-        return batch_sums(low, *self._borrowed(leaves), batch, key, self.recipe)
+        return batch_sums(low, *self._target_heads(leaves), batch, key, self.recipe)
 
     def gradients(self, drafter: Drafter, leaves, batches: Batch, key) -> tuple:
-        """(gradients of the mean loss, Sums) over ``batches``, whose arrays have a leading axis of micro-batches."""
+        """Gradients over micro-batches.
+
+        Args:
+            drafter: The drafter, float32.
+            leaves: The target's arrays.
+            batches: Arrays with a leading axis of micro-batches.
+            key: A JAX random key.
+
+        Returns:
+            Gradients of the mean loss, and the Sums.
+        """
 
         def one(drafter, batch, key):
             sums = self.sums(drafter, leaves, batch, key)
@@ -180,8 +242,8 @@ class Trainer:
 
     def _step(self, state: tuple, leaves, batches: Batch, key) -> tuple:
         """((drafter, optimiser state), Sums, norm of the gradients)."""
-        drafter, kept = state
+        drafter, optimiser_state = state
         grads, sums = self.gradients(drafter, leaves, batches, key)
-        updates, kept = self.update.update(grads, kept, drafter)
-        state = optax.apply_updates(drafter, updates), kept
+        updates, optimiser_state = self.update.update(grads, optimiser_state, drafter)
+        state = optax.apply_updates(drafter, updates), optimiser_state
         return jax.lax.with_sharding_constraint(state, self.shardings()), sums, optax.global_norm(grads)

@@ -1,5 +1,4 @@
-"""A small byte-level BPE tokenizer with Qwen's special tokens and a Qwen-style chat template, as transformers reads
-it."""
+"""A small byte-level BPE tokenizer in transformers' format, with Qwen's special tokens and chat template."""
 
 import json
 from collections.abc import Iterable
@@ -17,7 +16,7 @@ SPECIAL = [
     "</tool_call>",
     "<|mask|>",
 ]
-# Of these, tokens that are part of the text: as in Qwen's tokenizers, decoding shows them.
+# Special tokens that are part of the text. Decoding shows them, as with Qwen's tokenizers.
 SHOWN = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
 # Qwen's pre-tokenisation: contractions, words, single digits, punctuation runs, newlines, spaces.
 _SPLIT = (
@@ -55,6 +54,7 @@ CHAT_TEMPLATE = """\
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Trains the tokenizer on ``texts`` to ``vocab_size`` tokens, the special ones included."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -74,7 +74,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, directory: Path, max_positions: int) -> None:
-    """tokenizer.json, tokenizer_config.json, chat_template.jinja and generation_config.json."""
+    """Writes tokenizer.json, tokenizer_config.json, chat_template.jinja and generation_config.json."""
     directory.mkdir(parents=True, exist_ok=True)
     raw = json.loads(tokenizer.to_str())
     for token in raw["added_tokens"]:

@@ -1,0 +1,32 @@
+"""The file of tokens that a drafter may propose, for `LLM`'s ``draft_tokens``."""
+
+import json
+from collections.abc import Callable
+
+import numpy as np
+
+from dflash_jax.checkpoint.hub import resolve
+from dflash_jax.checkpoint.load import check_target
+from dflash_jax.frontend.llm import DRAFT_TOKENS, TINY
+from dflash_jax.frontend.tokenizer import Tokenizer
+from dflash_jax.parallel import distributed
+from dflash_jax.training.config import TrainConfig
+from dflash_jax.training.data import frequent_tokens
+from dflash_jax.training.pair import read_rows
+
+
+def write_draft_tokens(config: TrainConfig, tell: Callable[[str], None]) -> None:
+    """Writes the ids of the tokens that are most frequent in answers, as a JSON list in ascending order.
+
+    The file goes beside the exported drafter of ``config.output``; without one, into ``config.output`` itself.
+    """
+    target = TINY / "target" if config.target is None else resolve(config.target)
+    rows = read_rows(config, Tokenizer(target), check_target(target).vocab_size, tell)
+    ids = frequent_tokens(rows, config.draft_vocabulary)
+    learned = np.concatenate([d.tokens[d.mask] for d in rows.documents])
+    drafter = config.directory / "draft"
+    path = (drafter if (drafter / "config.json").exists() else config.directory) / DRAFT_TOKENS
+    if distributed.is_first():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(ids.tolist()) + "\n", encoding="utf-8")
+    tell(f"{len(ids)} tokens, {np.isin(learned, ids).mean():.1%} of the answers, are in {path}")

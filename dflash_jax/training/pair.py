@@ -1,0 +1,83 @@
+"""The target that training reads from, with the ``config.json`` of its drafter, and the data as packed rows."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+from dflash_jax.errors import InputError
+from dflash_jax.frontend.llm import LLM
+from dflash_jax.frontend.tokenizer import Tokenizer
+from dflash_jax.models.config import DraftConfig
+from dflash_jax.models.decoder import Decoder
+from dflash_jax.models.families import dflash
+from dflash_jax.ops.weights import plain
+from dflash_jax.parallel.sharding import Layout
+from dflash_jax.training import drafters
+from dflash_jax.training.config import TrainConfig
+from dflash_jax.training.data import PackedRows, Skipped, check_learnable, read_documents
+
+
+@dataclass
+class Pair:
+    """A target and the configuration of the drafter that is trained for it.
+
+    Attributes:
+        llm: The target, ready to decode, without a drafter.
+        raw: The drafter's ``config.json``.
+    """
+
+    llm: LLM
+    raw: dict
+
+    def rows(self, config: TrainConfig, tell: Callable[[str], None]) -> PackedRows:
+        """Reads the data of ``config`` with the target's tokenizer; see `read_rows`."""
+        return read_rows(config, self.llm.tokenizer, self.llm.config.vocab_size, tell)
+
+    @cached_property
+    def target(self) -> Decoder:
+        """The target in the layout of its checkpoint, without the packing that decoding uses."""
+        return plain(self.llm.target)
+
+    @property
+    def draft(self) -> DraftConfig:
+        """The drafter's configuration."""
+        return dflash.read_config(self.raw)
+
+
+def open_pair(config: TrainConfig) -> Pair:
+    """Loads the target and decides the drafter's configuration.
+
+    Raises:
+        InputError: A checkpoint or configuration does not fit.
+    """
+    llm = LLM(config.target, None, dtype=config.dtype, mesh=Layout.parse(config.mesh or ""), prefix_bytes=0)
+    if config.sequence_length > llm.config.max_positions:
+        most = llm.config.max_positions
+        raise InputError(f"sequence_length {config.sequence_length}: the target has {most} positions")
+    return Pair(llm, drafters.raw_config(config, llm))
+
+
+def read_rows(
+    config: TrainConfig, tokenizer: Tokenizer | None, vocab_size: int, tell: Callable[[str], None]
+) -> PackedRows:
+    """Reads and packs the data of ``config``, and reports counts.
+
+    Args:
+        config: Names the files and the length of a row.
+        tokenizer: The target's, None for a target without one.
+        vocab_size: Token ids must be below it.
+        tell: Receives lines for the user.
+
+    Raises:
+        InputError: A file is invalid, or no two neighbouring tokens can be learned from.
+    """
+    skipped = Skipped() if config.skip_bad_lines else None
+    rows = PackedRows(read_documents(config.data, tokenizer, vocab_size, skipped), config.sequence_length)
+    tokens = sum(len(d.tokens) for d in rows.documents)
+    check_learnable(rows.documents, rows.length, config.data)
+    tell(f"{len(rows.documents)} documents, {tokens} tokens, in {len(rows)} rows, {rows.used:.0%} used")
+    if (cut := rows.cut_off)[0]:
+        tell(f"{cut[0]} of them are longer than a row of {rows.length}: {cut[1]} tokens are left out")
+    if skipped is not None and skipped.count:
+        tell(f"{skipped.count} lines left out, the first: {skipped.first}")
+    return rows
