@@ -1,4 +1,4 @@
-"""Reads config.json of a Hugging Face directory and TOML files, with the standard library alone."""
+"""Reads config.json of a Hugging Face directory, and TOML files, with the standard library alone."""
 
 import json
 import reprlib
@@ -7,12 +7,16 @@ from pathlib import Path
 
 from dflash_jax.errors import InputError
 
-# A table of all tensors of a large checkpoint takes some MB.
+# Largest JSON file that is read. The table of tensors of a large checkpoint has some MB.
 MOST_BYTES = 2**27
 
 
 def read_json(path: Path) -> dict:
-    """A JSON object from a file, or an InputError that names it."""
+    """Reads a JSON object.
+
+    Raises:
+        InputError: The file is missing, too large, unreadable or no JSON object; the message names it.
+    """
     try:
         if (size := path.stat().st_size) > MOST_BYTES:
             raise InputError(f"{path} has {size} bytes: at most {MOST_BYTES} are read")
@@ -31,7 +35,11 @@ def read_json(path: Path) -> dict:
 
 
 def read_raw(path: Path) -> dict:
-    """The config of a directory, or of a config.json file by any name."""
+    """Reads ``path/config.json``, or ``path`` itself if it is a JSON file.
+
+    Raises:
+        InputError: There is no such file, or it is no valid config.
+    """
     if path.is_dir() or path.suffix != ".json":
         if not (path / "config.json").exists():
             raise InputError(f"{path} is not a checkpoint: it has no config.json")
@@ -44,7 +52,7 @@ def read_raw(path: Path) -> dict:
 
 
 def parsed(read, raw: dict, path: Path):
-    """``read`` of a raw config; its InputErrors name the file, which is ``path`` or the config.json in it."""
+    """Returns ``read(raw)``; its InputErrors get the file's name, ``path`` or the config.json in it."""
     try:
         return read(raw)
     except InputError as e:
@@ -53,12 +61,17 @@ def parsed(read, raw: dict, path: Path):
 
 
 def read_config_file(path: Path, read):
-    """(raw config, ``read`` of it) of a directory or of a config.json file by any name."""
+    """Returns the raw config of ``path`` (see `read_raw`), and ``read`` of it."""
     raw = read_raw(path)
     return raw, parsed(read, raw, path)
 
 
 def read_toml_file(path: Path) -> dict:
+    """Reads a TOML file.
+
+    Raises:
+        InputError: The file is unreadable or no TOML.
+    """
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as e:

@@ -1,4 +1,4 @@
-"""A Hugging Face directory from an Orbax one: `orbax.convert` undone, tensor for tensor."""
+"""Writes a Hugging Face directory from an Orbax one: the inverse of `orbax.convert`, tensor for tensor."""
 
 import json
 import shutil
@@ -17,7 +17,7 @@ from dflash_jax.errors import InputError
 
 
 def disk_tensors(directory: Path) -> Iterator[tuple[str, np.ndarray]]:
-    """The tensors that a conversion was made from, a parameter at a time."""
+    """Yields (name, array) of the tensors that a conversion was made from, one parameter at a time."""
     manifest = read_json(directory / orbax.MANIFEST)
     entries = {e.path: e for e in read_entries(directory, manifest["tensors"])}
     for key, record in manifest["records"].items():
@@ -34,7 +34,20 @@ def disk_tensors(directory: Path) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def to_hf(source: Path, target: Path, shard_bytes: int, progress: Callable[[Iterable, int], Iterable]) -> int:
-    """Writes shards of about ``shard_bytes`` and an index. Returns the number of tensors."""
+    """Writes a Hugging Face directory with shards and an index.
+
+    Args:
+        source: A directory of `orbax.convert`.
+        target: A new directory.
+        shard_bytes: Size of a shard, about.
+        progress: ``progress(iterable, total)`` wraps the loop over tensors.
+
+    Returns:
+        The number of tensors.
+
+    Raises:
+        InputError: ``source`` is no conversion or was quantized on the way, or ``target`` cannot be written.
+    """
     if not orbax.is_orbax(source):
         raise InputError(f"{source} is not a checkpoint of convert/hf_to_orbax.py: it has no {orbax.MANIFEST}")
     manifest = read_json(source / orbax.MANIFEST)
@@ -69,6 +82,7 @@ def to_hf(source: Path, target: Path, shard_bytes: int, progress: Callable[[Iter
 
 
 def name_shards(directory: Path, shards: list[list[str]]) -> None:
+    """Renames ``1.safetensors`` … as transformers names shards, and writes the index of several."""
     if len(shards) == 1:
         (directory / "1.safetensors").rename(directory / "model.safetensors")
         return

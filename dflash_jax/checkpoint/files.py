@@ -27,7 +27,7 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a tensor's bytes lie."""
+    """The bytes of a tensor in a mapped file."""
 
     data: np.memmap
     start: int
@@ -37,7 +37,7 @@ class _Place:
 
 
 def write_json(path: Path, value: dict) -> None:
-    """Whole or not at all."""
+    """Writes a JSON file atomically: a reader sees the old or the whole new file."""
     half = path.with_name(f"{path.name}.half")
     half.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
     half.replace(path)
@@ -45,7 +45,14 @@ def write_json(path: Path, value: dict) -> None:
 
 @contextmanager
 def new_directory(target: Path) -> Iterator[Path]:
-    """A directory to fill, which becomes ``target`` when all went well; InputError where it cannot be written."""
+    """A directory that appears as ``target`` when the block has ended without an error.
+
+    Yields:
+        A temporary directory to fill.
+
+    Raises:
+        InputError: ``target`` exists and is not empty, or cannot be written.
+    """
     target = target.expanduser().absolute()
     half = target.with_name(f".{target.name}.{os.getpid()}.half")
     try:
@@ -63,16 +70,21 @@ def new_directory(target: Path) -> Iterator[Path]:
 
 
 class TensorFiles(Mapping):
-    """name → shape of every tensor in a directory; `read` gives one as a NumPy array. Files are mapped, not loaded."""
+    """Name → shape of every tensor in a directory; `read` returns an array. Files are mapped, not loaded."""
 
     def __init__(self, directory: Path):
-        # Here and below: a model's shapes are to be had without the package.
+        """Maps the files of ``directory``.
+
+        Raises:
+            InputError: A file is missing or corrupt, or two files have the same tensor.
+        """
+        # A local import: planning reads only shapes from configs, without this package.
         from safetensors import SafetensorError, safe_open
 
         self._places: dict[str, _Place] = {}
         for path in self._paths(directory):
             try:
-                # The library checks the file. Tensors are read past it: through NumPy it knows no eight-bit floats.
+                # The library validates the file. Tensors are read without it, since it has no float8 for NumPy.
                 with safe_open(path, framework="np"):
                     pass
                 data = np.memmap(path, np.uint8, "r")
@@ -120,39 +132,52 @@ class TensorFiles(Mapping):
         return len(self._places)
 
     def dtype(self, name: str) -> str:
-        """As safetensors writes it: "BF16", "F8_E4M3", …"""
+        """The dtype in safetensors' notation, such as "BF16" or "F8_E4M3"."""
         return self._places[name].dtype
 
     def release(self) -> None:
-        """Lets go of the pages that were read: what is mapped counts as memory of the process."""
+        """Drops the pages that were read, since mapped pages count as memory of the process."""
         for data in {id(p.data): p.data for p in self._places.values()}.values():
             data._mmap.madvise(mmap.MADV_DONTNEED)
 
     def read(self, name: str) -> np.ndarray:
-        """A view of the mapped file."""
+        """A view of the mapped file.
+
+        Raises:
+            InputError: The dtype is not in `DTYPES`.
+        """
         place = self._places[name]
         if place.dtype not in DTYPES:
             path = place.data.filename
             raise InputError(f"{path}: tensor {name!r} has dtype {place.dtype}: known are {', '.join(DTYPES)}")
-        found = np.asarray(place.data[place.start : place.end]).view(DTYPES[place.dtype]).reshape(place.shape)
-        return np.require(found, requirements="A")
+        array = np.asarray(place.data[place.start : place.end]).view(DTYPES[place.dtype]).reshape(place.shape)
+        return np.require(array, requirements="A")
 
 
 def write_tensors(directory: Path, tensors: dict[str, np.ndarray]) -> None:
-    """One ``model.safetensors`` that transformers reads."""
+    """Writes one ``model.safetensors`` that transformers reads."""
     from safetensors.numpy import save_file
 
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / "model.safetensors"
     save_file(tensors, path, metadata={"format": "pt"})
-    # The library makes it private; a checkpoint is for everyone who can read its directory.
+    # The library makes the file private. The directory's permissions decide who can read a checkpoint.
     path.chmod(0o644)
 
 
 def stream_tensors(
     path: Path, dtype: np.dtype, tensors: dict[str, tuple[tuple[int, ...], Callable[[], np.ndarray]]]
 ) -> None:
-    """A safetensors file, made a tensor at a time: each is its shape and what gives it, to be cast to ``dtype``."""
+    """Writes a safetensors file one tensor at a time.
+
+    Args:
+        path: The file.
+        dtype: The dtype on disk; every tensor is cast.
+        tensors: Name → (shape, function that returns the array).
+
+    Raises:
+        InputError: A number is not finite in ``dtype``.
+    """
     (kind,) = (k for k, d in DTYPES.items() if d == dtype)
     header, at = {"__metadata__": {"format": "pt"}}, 0
     for name, (shape, _) in tensors.items():
@@ -163,9 +188,9 @@ def stream_tensors(
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for name, (shape, make) in tensors.items():
+        for name, (shape, read) in tensors.items():
             with np.errstate(over="ignore"):
-                array = np.ascontiguousarray(make().astype(dtype))
+                array = np.ascontiguousarray(read().astype(dtype))
             if array.shape != shape:
                 raise AssertionError(f"{name} has the shape {array.shape}, not {shape}")
             if not np.isfinite(array).all():

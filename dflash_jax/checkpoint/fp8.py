@@ -1,4 +1,7 @@
-"""Official FP8 checkpoints: ``X.weight`` in float8_e4m3fn and ``X.weight_scale_inv``, one factor a 128 × 128 block."""
+"""Official FP8 checkpoints.
+
+``X.weight`` is float8_e4m3fn, and ``X.weight_scale_inv`` has one factor for each block of 128 × 128.
+"""
 
 import dataclasses
 import math
@@ -16,7 +19,11 @@ SUFFIX = "_scale_inv"
 
 
 def read_block(quantization, directory: Path) -> tuple[int, int]:
-    """The block of a ``quantization_config``. Raises InputError for what is not FP8 in blocks."""
+    """The block size (rows, columns) of a ``quantization_config``.
+
+    Raises:
+        InputError: The checkpoint is not FP8 in blocks.
+    """
     if not isinstance(quantization, dict) or quantization.get("quant_method") != "fp8":
         kind = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
         raise InputError(f"{directory} is quantized by {shown(kind)}: only fp8 in blocks is read here")
@@ -29,25 +36,31 @@ def read_block(quantization, directory: Path) -> tuple[int, int]:
 
 
 def scale_of(tensor: Tensor, block: tuple[int, int]) -> Tensor:
+    """The tensor of factors that belongs to ``tensor``."""
     *lead, rows, columns = tensor.shape
     return Tensor(tensor.name + SUFFIX, (*lead, -(-rows // block[0]), -(-columns // block[1])))
 
 
 def scales(entries: Sequence[Entry], files: TensorFiles, block: tuple[int, int]) -> list[Tensor]:
-    """The scales that the checkpoint must have: of every tensor that is in FP8, or that has one."""
+    """The scales that a checkpoint must have: one for every tensor that is in FP8 or that has a scale."""
     tensors = [t for e in entries for t in e.tensors if t.name in files and len(t.shape) >= 2]
     return [scale_of(t, block) for t in tensors if files.dtype(t.name) == "F8_E4M3" or t.name + SUFFIX in files]
 
 
 def is_scaled(entry: Entry, files: TensorFiles) -> bool:
-    found = {t.name + SUFFIX in files for t in entry.tensors}
-    if len(found) > 1:
+    """Whether the tensors of a parameter are in FP8.
+
+    Raises:
+        InputError: Some are and some are not.
+    """
+    has_scale = {t.name + SUFFIX in files for t in entry.tensors}
+    if len(has_scale) > 1:
         raise InputError(f"some tensors of {entry.path} are in FP8 and some are not, first {entry.tensors[0].name!r}")
-    return found == {True}
+    return has_scale == {True}
 
 
 def disk_scales(entry: Entry, factors: np.ndarray, block: tuple[int, int]):
-    """(name, scale) of each tensor: `read_scale` undone."""
+    """Yields (name, scale) of each tensor: the inverse of `read_scale`."""
     run = entry.shape[-1] // factors.shape[-1]
     wide = [dataclasses.replace(t, shape=(*t.shape[:-1], t.shape[-1] // run)) for t in entry.tensors]
     parts = dataclasses.replace(entry, tensors=tuple(wide)).write(factors)
@@ -56,8 +69,17 @@ def disk_scales(entry: Entry, factors: np.ndarray, block: tuple[int, int]):
 
 
 def read_scale(entry: Entry, files: TensorFiles, block: tuple[int, int], parts: int) -> np.ndarray:
-    """The factors of a parameter, one for each run of its last axis that lies within a block and, with the axis cut
-    into ``parts``, within a part."""
+    """The factors of a parameter, one for each run of its last axis.
+
+    Args:
+        entry: The parameter.
+        files: The checkpoint.
+        block: Rows and columns of a block.
+        parts: Shards of the last axis. A run lies within one block and one shard.
+
+    Returns:
+        [..., last axis / run length].
+    """
     last = entry.shape[-1]
     run = math.gcd(block[1], last // parts)
 

@@ -1,4 +1,4 @@
-"""A Hugging Face directory from a GGUF file."""
+"""Converts a GGUF file to a Hugging Face directory."""
 
 import math
 import re
@@ -22,8 +22,16 @@ DTYPE_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 @dataclass(frozen=True)
 class Architecture:
-    """How llama.cpp's names map to Hugging Face's. ``tensors``: with {i} the layer and {e} the expert, stacked in one
-    tensor there. ``paired``: rows of q and k are stored so that RoPE turns neighbours, not halves."""
+    """An architecture of llama.cpp in Hugging Face's terms.
+
+    Attributes:
+        model_type: Of config.json.
+        class_name: Of ``architectures`` in config.json.
+        tensors: llama.cpp's tensor name → Hugging Face's. {i} is the layer; {e} is the expert, stacked in one tensor in
+            GGUF.
+        paired: Whether rows of q and k are stored for RoPE on neighbours, not on halves.
+        extra: Further fields of config.json.
+    """
 
     model_type: str
     class_name: str
@@ -33,6 +41,7 @@ class Architecture:
 
     @property
     def has_experts(self) -> bool:
+        """Whether its feed-forwards are mixtures of experts."""
         return "blk.{i}.ffn_gate_inp.weight" in self.tensors
 
 
@@ -61,19 +70,19 @@ ARCHITECTURES = {
         "qwen3_moe", "Qwen3MoeForCausalLM", ATTENTION | QK_NORM | EXPERTS, extra=(("norm_topk_prob", True),)
     ),
 }
-# Divisors of the rotary frequencies; they become rope_scaling.
+# The tensor of divisors of the rotary frequencies; it becomes rope_scaling.
 FREQUENCIES = "rope_freqs.weight"
 
 
 class _Keys:
-    """Metadata of the architecture at hand, without its prefix."""
+    """Metadata of a file's architecture, by names without its prefix."""
 
     def __init__(self, file: GgufFile, prefix: str):
         self._file, self._prefix = file, prefix
         self.names = [k.removeprefix(f"{prefix}.") for k in file.metadata if k.startswith(f"{prefix}.")]
 
     def whole(self, name: str, key: str, default: int | None = None, least: int = 1) -> int:
-        """A count or a size, in the range of ``key`` in a config.json."""
+        """A count or a size, in the range that ``key`` has in a config.json."""
         return self._checked(name, default, lambda where, value: whole(where, value, least, LIMITS.get(key, LIMIT)))
 
     def number(self, name: str, default: float | None = None, least: float = 0.0, most: float = 1e15) -> float:
@@ -92,6 +101,11 @@ class _Keys:
 
 
 def architecture_of(file: GgufFile) -> Architecture:
+    """The architecture of a file.
+
+    Raises:
+        InputError: It is unknown, or the file is one of several parts.
+    """
     name = file.metadata.get("general.architecture")
     if not isinstance(name, str) or name not in ARCHITECTURES:
         raise InputError(f"{file.path}: unknown architecture {shown(name)}: known are {', '.join(ARCHITECTURES)}")
@@ -102,7 +116,11 @@ def architecture_of(file: GgufFile) -> Architecture:
 
 
 def read_config(file: GgufFile) -> dict:
-    """``config.json`` of a GGUF file."""
+    """The ``config.json`` of a GGUF file.
+
+    Raises:
+        InputError: A key is missing, out of range or not supported.
+    """
     arch, keys = architecture_of(file), _Keys(file, file.metadata["general.architecture"])
     if "token_embd.weight" not in file.tensors:
         raise InputError(f"{file.path} lacks the tensor 'token_embd.weight'")
@@ -181,9 +199,22 @@ def _rope_scaling(file: GgufFile, keys: _Keys, head_dim: int) -> dict | None:
 
 
 def llama3_scaling(divisors: np.ndarray, theta: float, head_dim: int) -> dict | None:
-    """The parameters of Llama 3's scaling behind ``rope_freqs.weight`` float32 [head_dim / 2], where llama.cpp keeps
-    its effect. Only the ratios of low_freq_factor, high_freq_factor and the original context have one, so the first
-    is 1, as in every published checkpoint."""
+    """Recovers the parameters of Llama 3's RoPE scaling from llama.cpp's divisors of the frequencies.
+
+    Only the ratios of low_freq_factor, high_freq_factor and the original context have an effect, so the first is 1, as
+    in every published checkpoint.
+
+    Args:
+        divisors: ``rope_freqs.weight``, float32 [head_dim / 2].
+        theta: Base of the frequencies.
+        head_dim: Dimensions of a head.
+
+    Returns:
+        ``rope_scaling`` of config.json; None where nothing is scaled.
+
+    Raises:
+        InputError: The divisors are of another scaling.
+    """
     unknown = InputError(f"{FREQUENCIES} is not the scaling of Llama 3: no other is known")
     if np.all(divisors == 1):
         return None
@@ -192,16 +223,16 @@ def llama3_scaling(divisors: np.ndarray, theta: float, head_dim: int) -> dict | 
     factor = float(divisors.max())
     plain = np.asarray(rope_frequencies(RopeSpec(theta, head_dim))[0], np.float64)
     # 1 where a frequency is kept, 0 where it is divided by the whole factor, and linear in it between.
-    kept = (1 / divisors.astype(np.float64) - 1 / factor) / (1 - 1 / factor)
-    between = (kept > 1e-3) & (kept < 1 - 1e-3)
+    unscaled_share = (1 / divisors.astype(np.float64) - 1 / factor) / (1 - 1 / factor)
+    between = (unscaled_share > 1e-3) & (unscaled_share < 1 - 1e-3)
     if divisors.shape == plain.shape and between.sum() >= 2:
-        slope, offset = np.polyfit(plain[between], kept[between], 1)
+        slope, offset = np.polyfit(plain[between], unscaled_share[between], 1)
         if not offset < 0 < slope:
             raise unknown
         high = round(1 - 1 / offset, 3)
         spec = Llama3Spec(factor, 1.0, high, round(slope * 2 * math.pi * (high - 1)))
-        again = np.asarray(rope_frequencies(RopeSpec(theta, head_dim, None, spec))[0])
-        if np.allclose(plain / again, divisors, rtol=1e-3):
+        scaled = np.asarray(rope_frequencies(RopeSpec(theta, head_dim, None, spec))[0])
+        if np.allclose(plain / scaled, divisors, rtol=1e-3):
             return {
                 "rope_type": "llama3",
                 "factor": factor,
@@ -213,8 +244,7 @@ def llama3_scaling(divisors: np.ndarray, theta: float, head_dim: int) -> dict | 
 
 
 def token_ids(file: GgufFile) -> dict:
-    """The ids of bos, eos (and ends of a turn or message that the file knows beside it) and padding, as Hugging Face
-    names them."""
+    """The ids of bos, eos and padding under Hugging Face's names; eos includes the ends of turns and messages."""
     stops, bos, pad = (
         ids_of(file.metadata, str(file.path), names) for names in (("eos", "eot", "eom"), ("bos",), ("padding",))
     )
@@ -227,16 +257,25 @@ def token_ids(file: GgufFile) -> dict:
 
 
 def unpair(array: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of q or k from llama.cpp's order, where RoPE turns rows 2j and 2j + 1 of a head, to Hugging Face's, where
-    it turns j and j + D / 2."""
+    """Reorders rows of q or k from llama.cpp's RoPE pairs to Hugging Face's.
+
+    llama.cpp rotates rows 2j and 2j + 1 of a head together, Hugging Face j and j + D / 2.
+    """
     return array.reshape(heads, -1, 2, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
 
 
 def hf_tensors(file: GgufFile, config: dict) -> dict[str, tuple[tuple[int, ...], Callable[[], np.ndarray]]]:
-    """Hugging Face name → shape, and what reads it (float32). Raises InputError for a tensor that has no place."""
+    """The tensors under Hugging Face's names.
+
+    Returns:
+        Name → (shape, function that reads it as float32).
+
+    Raises:
+        InputError: A tensor is unknown, or its shape does not fit the config.
+    """
     arch = architecture_of(file)
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]} if arch.paired else {}
-    found = {}
+    tensors = {}
     for name, tensor in file.tensors.items():
         if name == FREQUENCIES:
             continue
@@ -254,8 +293,8 @@ def hf_tensors(file: GgufFile, config: dict) -> dict[str, tuple[tuple[int, ...],
             )
         for e in range(tensor.shape[0]) if "{e}" in target else (None,):
             shape = tensor.shape if e is None else tensor.shape[1:]
-            found[target.replace("{e}", str(e))] = (shape, _reader(file, name, e, pairs))
-    return found
+            tensors[target.replace("{e}", str(e))] = (shape, _reader(file, name, e, pairs))
+    return tensors
 
 
 def _reader(file: GgufFile, name: str, index: int | None, pairs: int | None) -> Callable[[], np.ndarray]:
@@ -267,9 +306,18 @@ def _reader(file: GgufFile, name: str, index: int | None, pairs: int | None) -> 
 
 
 def convert(source: str | Path, target: str | Path, dtype: str = "float32") -> dict:
-    """Writes the Hugging Face directory ``target`` of a GGUF file and returns its ``config.json``.
+    """Writes a Hugging Face directory from a GGUF file, one tensor in memory at a time.
 
-    One tensor at a time is in memory. ``target`` appears when it is whole; it must not exist, or be empty.
+    Args:
+        source: A GGUF file.
+        target: A new or empty directory. It appears when it is complete.
+        dtype: "float32", "bfloat16" or "float16".
+
+    Returns:
+        The ``config.json``.
+
+    Raises:
+        InputError: The file is invalid or not supported, or ``target`` cannot be written.
     """
     if dtype not in DTYPE_NAMES:
         raise InputError(f"dtype {dtype!r}: it must be one of {', '.join(DTYPE_NAMES)}")
@@ -278,7 +326,7 @@ def convert(source: str | Path, target: str | Path, dtype: str = "float32") -> d
     tensors = hf_tensors(file, config)
     with new_directory(Path(target)) as half:
         write_json(half / "config.json", config)
-        # Before the long part: is this a model that runs here?
+        # Checks that the model is supported before the long part.
         read_target_config(half)
         save_tokenizer(file.metadata, half, config["max_position_embeddings"], str(source))
         write_json(half / "generation_config.json", token_ids(file))

@@ -1,4 +1,4 @@
-"""GGUF, the file format of llama.cpp: metadata and tensors of a file. The package gguf unpacks quantised ones."""
+"""Reads GGUF, the file format of llama.cpp. The package gguf unpacks quantised tensors."""
 
 import math
 import reprlib
@@ -11,10 +11,10 @@ import numpy as np
 from dflash_jax.errors import InputError
 
 VERSIONS = (2, 3)
-# Kinds of metadata values: numbers by their struct letter, then the two that have no fixed size.
+# Types of metadata values: numbers with their letter in `struct`, then the types without a fixed size.
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY, FLOAT32 = 8, 9, 6
-# Items of an array, dimensions of a tensor, and bytes that its place is a multiple of: more than any file here has.
+# Most items of an array, dimensions of a tensor, and bytes of alignment: more than any published file has.
 MOST_ITEMS, MOST_DIMENSIONS, MOST_ALIGNMENT = 2**23, 8, 2**20
 
 
@@ -28,7 +28,13 @@ def _library():
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """A tensor as stored: its shape (rows first), its ggml type, its bytes as [..., bytes of a row]."""
+    """A tensor as stored.
+
+    Attributes:
+        shape: Its shape, rows first.
+        kind: Its ggml type.
+        data: Its bytes, uint8 [..., bytes of a row].
+    """
 
     shape: tuple[int, ...]
     kind: int
@@ -36,9 +42,20 @@ class GgufTensor:
 
 
 class GgufFile:
-    """A GGUF file, mapped, not loaded: ``metadata`` and ``tensors`` under their names there."""
+    """A mapped GGUF file.
+
+    Attributes:
+        path: The file.
+        metadata: Key → value.
+        tensors: Name → tensor.
+    """
 
     def __init__(self, path: str | Path):
+        """Reads the header.
+
+        Raises:
+            InputError: The file is unreadable, truncated or corrupt.
+        """
         self._gguf = _library()
         self.path = path
         try:
@@ -64,7 +81,7 @@ class GgufFile:
         self.tensors = {name: self._tensor(name, shape, kind, start + at) for name, shape, kind, at in places}
 
     def _take(self, size: int) -> bytes:
-        """The next bytes. Every length in the file passes here, so that a wrong one cannot run away."""
+        """The next ``size`` bytes of the header. Every length in the file is checked here against the file's size."""
         if self._at + size > len(self._bytes):
             raise InputError(f"{self.path} is truncated or corrupt: it ends inside its header")
         self._at += size
@@ -121,7 +138,15 @@ class GgufFile:
         return GgufTensor(shape, kind, self._bytes[start:end].reshape(stored))
 
     def read(self, name: str, index: int | None = None) -> np.ndarray:
-        """A tensor, or one of the tensors stacked in it, float32."""
+        """Unpacks a tensor to float32.
+
+        Args:
+            name: The tensor.
+            index: Which of the tensors stacked along the first axis; None: all.
+
+        Raises:
+            InputError: The package gguf cannot unpack its type.
+        """
         tensor = self.tensors[name]
         data = tensor.data if index is None else tensor.data[index]
         kind = self._gguf.GGMLQuantizationType(tensor.kind)

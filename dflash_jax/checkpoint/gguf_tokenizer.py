@@ -1,4 +1,4 @@
-"""The tokenizer inside a GGUF file → the files that tokenizers and transformers read."""
+"""The tokenizer inside a GGUF file, as the files that tokenizers and transformers read."""
 
 import json
 from dataclasses import dataclass
@@ -26,9 +26,15 @@ def _split(digits: str) -> str:
 
 @dataclass(frozen=True)
 class Scheme:
-    """What a byte-level BPE does before its merges. ``split``: a regex, None for GPT-2's own; ``lone_digits``: each
-    digit apart, before it. ``whole_words``: a word of the vocabulary is one token whatever the merges. ``bos``: texts
-    begin with it unless the file says otherwise."""
+    """How a byte-level BPE treats text before its merges.
+
+    Attributes:
+        split: A regular expression; None: GPT-2's.
+        lone_digits: Whether each digit is split off first.
+        nfc: Whether text is normalised to NFC.
+        whole_words: Whether a word of the vocabulary is one token whatever the merges.
+        bos: Whether texts begin with the bos token unless the file says otherwise.
+    """
 
     split: str | None = None
     lone_digits: bool = False
@@ -38,7 +44,7 @@ class Scheme:
 
 
 LLAMA3 = Scheme(_split(r"\p{N}{1,3}"), whole_words=True, bos=True)
-# By tokenizer.ggml.pre.
+# Scheme by the value of tokenizer.ggml.pre.
 SCHEMES = {
     "gpt-2": Scheme(),
     "smollm": Scheme(lone_digits=True),
@@ -54,7 +60,15 @@ def _fail(source: str, message: str):
 
 
 def build_tokenizer(metadata: dict, source: str) -> Tokenizer:
-    """``source`` names the file in errors."""
+    """Builds the tokenizer of a GGUF file.
+
+    Args:
+        metadata: The file's metadata.
+        source: The file's name, for errors.
+
+    Raises:
+        InputError: Its kind is unknown, or a value is invalid.
+    """
     kind, pre = metadata.get(f"{KEY}model"), metadata.get(f"{KEY}pre")
     if kind != "gpt2":
         _fail(source, f"is of kind {shown(kind)}: known is 'gpt2' (byte-level BPE)")
@@ -81,17 +95,17 @@ def build_tokenizer(metadata: dict, source: str) -> Tokenizer:
     tokenizer = Tokenizer(model)
     if scheme.nfc:
         tokenizer.normalizer = normalizers.NFC()
-    before = [pre_tokenizers.Digits(individual_digits=True)] if scheme.lone_digits else []
+    steps = [pre_tokenizers.Digits(individual_digits=True)] if scheme.lone_digits else []
     if scheme.split:
-        before.append(pre_tokenizers.Split(Regex(scheme.split), "isolated"))
+        steps.append(pre_tokenizers.Split(Regex(scheme.split), "isolated"))
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=scheme.split is None)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*before, byte_level])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*steps, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
     types = metadata.get(f"{KEY}token_type", [])
     if not isinstance(types, list):
         _fail(source, f"has {KEY}token_type {shown(types)}: it must be a list")
-    for wanted, add in ((CONTROL, tokenizer.add_special_tokens), (USER_DEFINED, tokenizer.add_tokens)):
-        add([AddedToken(t, normalized=False) for t, kind in zip(tokens, types, strict=False) if kind == wanted])
+    for token_type, add in ((CONTROL, tokenizer.add_special_tokens), (USER_DEFINED, tokenizer.add_tokens)):
+        add([AddedToken(t, normalized=False) for t, kind in zip(tokens, types, strict=False) if kind == token_type])
     if (
         flag(f"{source}: {KEY}add_bos_token", metadata.get(f"{KEY}add_bos_token", scheme.bos))
         and (bos := metadata.get(f"{KEY}bos_token_id")) is not None
@@ -104,15 +118,23 @@ def build_tokenizer(metadata: dict, source: str) -> Tokenizer:
 
 
 def ids_of(metadata: dict, source: str, names=("bos", "eos", "eot", "eom", "unknown", "padding")) -> list[int]:
-    """The ids of the special tokens of these names that the file has, each once. Raises InputError for no id."""
-    found = {f"{KEY}{name}_token_id": metadata.get(f"{KEY}{name}_token_id") for name in names}
+    """The distinct ids of the special tokens ``names`` that the file defines.
+
+    Raises:
+        InputError: A value is no token id.
+    """
+    values = {f"{KEY}{name}_token_id": metadata.get(f"{KEY}{name}_token_id") for name in names}
     most = LIMITS["vocab_size"]
-    ids = (whole(f"{source}: {key}", value, 0, most) for key, value in found.items() if value is not None)
+    ids = (whole(f"{source}: {key}", value, 0, most) for key, value in values.items() if value is not None)
     return list(dict.fromkeys(ids))
 
 
 def save_tokenizer(metadata: dict, directory: Path, max_positions: int, source: str) -> None:
-    """tokenizer.json, tokenizer_config.json, and chat_template.jinja where the file has a template."""
+    """Writes tokenizer.json, tokenizer_config.json and, if the file has a template, chat_template.jinja.
+
+    Raises:
+        InputError: The tokenizer is invalid or unknown.
+    """
     tokenizer = build_tokenizer(metadata, source)
     ids = {name: metadata.get(f"{KEY}{key}") for name, key in SPECIAL.items()}
     config = {

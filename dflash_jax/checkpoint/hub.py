@@ -1,4 +1,4 @@
-"""From what the user names, a path or a Hugging Face repo id, to a directory on this machine."""
+"""Resolves a path or a Hugging Face repo id to a directory on this machine."""
 
 import re
 from pathlib import Path
@@ -9,16 +9,15 @@ PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 
 
 def resolve(name: str | Path, revision: str | None = None, download_dir: str | Path | None = None) -> Path:
-    """The directory of a checkpoint. A repo id goes through huggingface_hub: its cache, offline mode and token are
-    honoured.
+    """The directory of a checkpoint. A repo id goes through huggingface_hub, with its cache, offline mode and token.
 
     Args:
         name: A directory or a repo id.
         revision: A branch, tag or commit of the repo.
-        download_dir: Where repos are kept, in place of huggingface_hub's cache.
+        download_dir: Directory of downloads, in place of huggingface_hub's cache.
 
     Raises:
-        InputError: For what is neither, and for a revision of a directory.
+        InputError: ``name`` is neither, the download fails, or a directory is given with a revision.
     """
     if not str(name):
         raise InputError("the path of a checkpoint is empty: give a directory or a Hugging Face repo id")
@@ -44,6 +43,6 @@ def resolve(name: str | Path, revision: str | None = None, download_dir: str | P
 
     try:
         return Path(snapshot_download(str(name), revision=revision, cache_dir=download_dir, allow_patterns=PATTERNS))
-    except Exception as e:  # the hub's client raises many unrelated types: all mean that the repo is not to be had
+    except Exception as e:  # the hub's client raises many unrelated types
         reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
         raise InputError(f"{name} is neither a directory nor a repo that can be downloaded: {reason}") from None

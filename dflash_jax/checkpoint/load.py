@@ -1,4 +1,4 @@
-"""Hugging Face directories ↔ modules with weights."""
+"""Loads modules from Hugging Face directories, and saves them."""
 
 import json
 from pathlib import Path
@@ -24,36 +24,48 @@ from dflash_jax.parallel.sharding import ONE_DEVICE, Layout, parameter_paths, pa
 
 
 def _open(directory: Path, raw: dict, config, entries: list[Entry], files: TensorFiles, is_skipped) -> Source:
-    """Raises InputError with the list of all tensors that do not fit."""
+    """Checks the names and shapes of all tensors.
+
+    Raises:
+        InputError: Tensors are missing, unexpected or of a wrong shape; its second argument is the list of all of them.
+    """
     block = _block(raw, directory)
-    wanted = {t.name: t.shape for e in entries for t in e.tensors}
+    expected = {t.name: t.shape for e in entries for t in e.tensors}
     if block:
-        wanted |= {t.name: t.shape for t in fp8.scales(entries, files, block)}
-    problems = [f"missing {n!r} {list(s)}" for n, s in wanted.items() if n not in files]
+        expected |= {t.name: t.shape for t in fp8.scales(entries, files, block)}
+    problems = [f"missing {n!r} {list(s)}" for n, s in expected.items() if n not in files]
     problems += [
         f"{n!r} has shape {list(files[n])}, it must be {list(s)}"
-        for n, s in wanted.items()
+        for n, s in expected.items()
         if n in files and files[n] != s
     ]
-    rest = [n for n in files if n not in wanted]
-    problems += [f"unexpected {n!r} {list(files[n])}" for n in rest if not is_skipped(n)]
+    skipped = [n for n in files if n not in expected]
+    problems += [f"unexpected {n!r} {list(files[n])}" for n in skipped if not is_skipped(n)]
     if problems:
         shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
         raise InputError(
             f"{directory} does not fit its config.json, {len(problems)} tensors are wrong: {shown}", problems
         )
-    return Source(config, entries, files, rest, block)
+    return Source(config, entries, files, skipped, block)
 
 
 def fill(module, source: Source, dtype, layout: Layout, quantize: str | None = None):
-    """``module`` (abstract) with every parameter read from its tensors, one at a time."""
+    """Reads every parameter of an abstract module, one at a time.
+
+    Args:
+        module: The abstract module.
+        source: The opened checkpoint.
+        dtype: The parameters' dtype; None keeps each tensor's.
+        layout: The mesh on which the parameters are placed.
+        quantize: As in `load_target`.
+    """
     by_path, mesh = {e.path: e for e in source.entries}, layout.mesh()
     leaves, structure = jax.tree.flatten(module)
     arrays = []
-    for path, leaf, cut in zip(parameter_paths(module), leaves, parameter_specs(module), strict=True):
+    for path, leaf, spec in zip(parameter_paths(module), leaves, parameter_specs(module), strict=True):
         if by_path[path].shape != leaf.shape:
             raise AssertionError(f"the table gives {path} the shape {by_path[path].shape}, the module {leaf.shape}")
-        arrays.append(read_parameter(by_path[path], source, dtype, quantize, NamedSharding(mesh, cut)))
+        arrays.append(read_parameter(by_path[path], source, dtype, quantize, NamedSharding(mesh, spec)))
     return jax.tree.unflatten(structure, arrays)
 
 
@@ -63,10 +75,20 @@ def _block(raw: dict, directory: Path) -> tuple[int, int] | None:
 
 
 def read_target_config(directory: Path) -> ModelConfig:
+    """The configuration of a target's directory.
+
+    Raises:
+        InputError: It is invalid or of an unknown model type.
+    """
     return parsed(families.read_target, read_raw(directory), directory)
 
 
 def read_draft_config(directory: Path) -> DraftConfig:
+    """The configuration of a drafter's directory.
+
+    Raises:
+        InputError: It is invalid or no DFlash drafter's.
+    """
     raw = read_raw(directory)
     if not parsed(dflash.is_drafter, raw, directory):
         raise InputError(f"{directory} is not a DFlash drafter: its config.json has no dflash_config")
@@ -74,7 +96,11 @@ def read_draft_config(directory: Path) -> DraftConfig:
 
 
 def open_target(directory: str | Path) -> Source:
-    """Raises InputError, listing every bad tensor, where names and shapes do not fit ``config.json``."""
+    """Opens a target's checkpoint without reading weights.
+
+    Raises:
+        InputError: Names or shapes do not fit ``config.json``; its second argument is the list of all bad tensors.
+    """
     directory = Path(directory)
     raw, config = read_raw(directory), read_target_config(directory)
     family, files = families.target_family(raw), TensorFiles(directory)
@@ -85,12 +111,13 @@ def open_target(directory: str | Path) -> Source:
 
 
 def check_target(directory: str | Path) -> ModelConfig:
-    """The config of a target whose files are all there and fit it; nothing is read."""
+    """The configuration of a target whose files are complete and fit it. No weights are read."""
     directory = Path(directory)
     return read_target_config(directory) if orbax.is_orbax(directory) else open_target(directory).config
 
 
 def check_drafter(directory: str | Path, target: ModelConfig) -> DraftConfig:
+    """The configuration of a drafter whose files are complete and fit it and ``target``. No weights are read."""
     directory = Path(directory)
     if orbax.is_orbax(directory):
         return read_fitting_drafter(directory, target)
@@ -100,10 +127,17 @@ def check_drafter(directory: str | Path, target: ModelConfig) -> DraftConfig:
 def load_target(
     directory: str | Path, dtype=jnp.float32, layout: Layout = ONE_DEVICE, quantize: str | None = None
 ) -> Decoder:
-    """A target from a Hugging Face directory, its parameters on the mesh of ``layout``. Its config is ``.config``.
+    """Loads a target, its parameters on the mesh of ``layout``.
 
-    FP8 weights stay in FP8. ``quantize``: "none" makes them ``dtype``; "int8" and "fp8" quantize what is not, with one
-    scale an output (embedding, head, router, norms and the small projections stay).
+    Args:
+        directory: A Hugging Face directory, or one of `orbax.convert`.
+        dtype: Dtype of the parameters that are not quantized.
+        layout: The mesh.
+        quantize: None keeps FP8 weights in FP8; "none" makes them ``dtype``; "int8" and "fp8" quantize the other large
+            matrices with one scale an output. Embedding, head, router, norms and small projections are never quantized.
+
+    Raises:
+        InputError: The checkpoint is invalid, or ``quantize`` is unknown.
     """
     if quantize not in (None, *QUANTIZE):
         raise InputError(f"quantize {quantize!r}: it must be one of {', '.join(QUANTIZE)}")
@@ -116,6 +150,7 @@ def load_target(
 
 
 def read_fitting_drafter(directory: Path, target: ModelConfig | None) -> DraftConfig:
+    """A drafter's configuration, checked against ``target`` unless that is None."""
     config = read_draft_config(directory)
     if target is not None:
         config.check_fits(target)
@@ -123,7 +158,11 @@ def read_fitting_drafter(directory: Path, target: ModelConfig | None) -> DraftCo
 
 
 def open_drafter(directory: str | Path, target: ModelConfig | None = None) -> Source:
-    """Like `open_target`; also where the drafter cannot be one for ``target``."""
+    """Opens a drafter's checkpoint without reading weights.
+
+    Raises:
+        InputError: Names or shapes do not fit, or the drafter does not fit ``target``.
+    """
     directory = Path(directory)
     config, files = read_fitting_drafter(directory, target), TensorFiles(directory)
     entries = dflash.weight_names(config, files)
@@ -131,7 +170,7 @@ def open_drafter(directory: str | Path, target: ModelConfig | None = None) -> So
 
 
 def read_entries(directory: Path, names) -> list[Entry]:
-    """The table for the checkpoint in ``directory`` whose tensors are ``names``."""
+    """The table of parameters for the checkpoint in ``directory``, which has the tensors ``names``."""
     raw = read_raw(directory)
     if parsed(dflash.is_drafter, raw, directory):
         return dflash.weight_names(read_draft_config(directory), names)
@@ -139,7 +178,7 @@ def read_entries(directory: Path, names) -> list[Entry]:
 
 
 def open_any(directory: Path, layout: Layout = ONE_DEVICE) -> tuple[Source, Decoder | Drafter]:
-    """A target's or a drafter's checkpoint, and its abstract module."""
+    """Opens a target's or a drafter's checkpoint, and makes its abstract module."""
     if parsed(dflash.is_drafter, read_raw(directory), directory):
         source = open_drafter(directory)
         return source, abstract_drafter(source.config, layout=layout)
@@ -148,7 +187,14 @@ def open_any(directory: Path, layout: Layout = ONE_DEVICE) -> tuple[Source, Deco
 
 
 def read_draft_tokens(path: Path, vocab: int) -> np.ndarray:
-    """The tokens that may be drafted, int32 [N], ascending, from a JSON list of ids."""
+    """Reads a JSON list of token ids.
+
+    Returns:
+        Distinct ids, int32 [N], ascending.
+
+    Raises:
+        InputError: The file is unreadable, no list of ids, or has an id of ``vocab`` or above.
+    """
     try:
         ids = json.loads(path.read_text(encoding="utf-8"))
     except OSError as e:
@@ -166,7 +212,17 @@ def read_draft_tokens(path: Path, vocab: int) -> np.ndarray:
 def load_drafter(
     directory: str | Path, dtype=jnp.float32, target: ModelConfig | None = None, layout: Layout = ONE_DEVICE
 ) -> Drafter:
-    """A drafter from a Hugging Face directory, checked against the target it is to work for."""
+    """Loads a drafter.
+
+    Args:
+        directory: A Hugging Face directory, or one of `orbax.convert`.
+        dtype: The parameters' dtype.
+        target: Configuration that the drafter must fit; None: unchecked.
+        layout: The mesh.
+
+    Raises:
+        InputError: The checkpoint is invalid or does not fit ``target``.
+    """
     directory = Path(directory)
     if orbax.is_orbax(directory):
         module = abstract_drafter(read_fitting_drafter(directory, target), dtype, layout)
@@ -176,14 +232,22 @@ def load_drafter(
 
 
 def save_module(module, entries: list[Entry], raw: dict, directory: str | Path, dtype=jnp.bfloat16) -> None:
-    """Writes weights and ``config.json`` as a Hugging Face directory, in the layout of ``entries``."""
+    """Writes a module as a Hugging Face directory.
+
+    Args:
+        module: A target or a drafter.
+        entries: Its parameters' tensors on disk.
+        raw: The ``config.json``.
+        directory: Where to write.
+        dtype: Dtype on disk.
+    """
     directory = Path(directory)
     by_path = {e.path: e for e in entries}
     tensors = {}
     module = plain(module)
     for path, leaf in zip(parameter_paths(module), jax.tree.leaves(module), strict=True):
         if path.startswith("vocabulary."):
-            # The target's rows, by a file of their own.
+            # Copies of rows of the target's head: the file of draft tokens describes them.
             continue
         entry = by_path[path]
         for tensor, array in zip(entry.tensors, entry.write(np.asarray(leaf.astype(dtype))), strict=True):

@@ -1,8 +1,9 @@
-"""Checkpoints as sharded Orbax: written a parameter at a time, resumable, with a manifest at the end.
+"""Checkpoints as sharded Orbax, written a parameter at a time and resumable.
 
-A directory holds ``parameters/PATH`` for each parameter of the module (of a `QuantizedWeight` values and
-scale), ``extra/N`` for each tensor that a text model does not run, ``records/`` of what is done and verified, and config, tokenizer and
-template as they were. ``manifest.json`` comes last: without it the directory is half a conversion, and is refused.
+A directory holds ``parameters/PATH`` for each parameter (values and scale of a `QuantizedWeight`), ``extra/NAME`` for
+each tensor that a text model does not run, ``records/`` of what is written and verified, and unchanged copies of
+config, tokenizer and chat template. ``manifest.json`` comes last: a directory without it is an unfinished conversion
+and is refused.
 """
 
 import hashlib
@@ -27,7 +28,11 @@ CARRIED = ("*.json", "*.jinja", "*.txt", "*.model")
 
 
 def is_orbax(directory: Path) -> bool:
-    """Raises InputError for half a conversion."""
+    """Whether ``directory`` is a finished conversion.
+
+    Raises:
+        InputError: It is an unfinished conversion.
+    """
     if (directory / MANIFEST).exists():
         return True
     if (directory / STARTED).exists():
@@ -36,11 +41,11 @@ def is_orbax(directory: Path) -> bool:
 
 
 def _digest(arrays: dict[str, np.ndarray]) -> str:
-    found = hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(digest_size=16)
     for name, array in sorted(arrays.items()):
-        found.update(f"{name} {array.dtype} {array.shape}".encode())
-        found.update(np.ascontiguousarray(array).view(np.uint8).reshape(-1))
-    return found.hexdigest()
+        digest.update(f"{name} {array.dtype} {array.shape}".encode())
+        digest.update(np.ascontiguousarray(array).view(np.uint8).reshape(-1))
+    return digest.hexdigest()
 
 
 def _tree(value) -> dict:
@@ -49,7 +54,12 @@ def _tree(value) -> dict:
 
 @dataclass(frozen=True)
 class Record:
-    """One parameter or tensor that is written and verified: dtype and shape of each array, and their digest."""
+    """A parameter or tensor that was written and verified.
+
+    Attributes:
+        arrays: Dtype and shape of each array.
+        digest: Hex digest of all of them.
+    """
 
     arrays: dict[str, tuple[str, list[int]]]
     digest: str
@@ -57,18 +67,28 @@ class Record:
 
 @dataclass
 class Conversion:
-    """A conversion under way into ``directory``, new or resumed."""
+    """A conversion under way, new or resumed.
+
+    Attributes:
+        directory: Where it is written.
+        plan: What it depends on. A conversion is resumed only with the same plan.
+        checkpointer: Orbax's writer.
+    """
 
     directory: Path
     plan: dict
     checkpointer: ocp.Checkpointer = field(default_factory=lambda: ocp.Checkpointer(ocp.PyTreeCheckpointHandler()))
 
     def begin(self) -> None:
-        """Raises InputError where the directory is something else, or was begun from another checkpoint."""
+        """Creates or resumes the directory.
+
+        Raises:
+            InputError: The directory has other files, or a conversion with another plan.
+        """
         started = self.directory / STARTED
         if started.exists():
-            before = read_json(started)
-            changed = [key for key in self.plan if before.get(key) != self.plan[key]]
+            previous = read_json(started)
+            changed = [key for key in self.plan if previous.get(key) != self.plan[key]]
             if changed:
                 raise InputError(
                     f"{self.directory} was begun with another {', '.join(changed)}: give what it was, or an empty "
@@ -86,10 +106,17 @@ class Conversion:
         return self.directory / "records" / f"{kind} {name}.json"
 
     def is_done(self, kind: str, name: str) -> bool:
+        """Whether an item was written and verified."""
         return self._record(kind, name).exists()
 
     def write(self, kind: str, name: str, arrays: dict) -> None:
-        """Saves, reads back, compares, records. Empties ``arrays`` on the way, so that no second copy is held."""
+        """Saves the arrays of an item, reads them back, compares and records them.
+
+        ``arrays`` is emptied before the comparison, so that only one copy is in memory.
+
+        Raises:
+            InputError: They cannot be written, or read back differently.
+        """
         path = (self.directory / kind / name).absolute()
         if path.exists():
             shutil.rmtree(path)
@@ -100,19 +127,29 @@ class Conversion:
         except (ValueError, OSError) as e:  # what the storage library says of a full disk is a ValueError
             raise InputError(f"{path} cannot be written: {str(e).splitlines()[0][-200:]}") from None
         arrays.clear()
-        found = _digest(read_arrays(path, list(shapes)))
-        if found != expected:
+        actual = _digest(read_arrays(path, list(shapes)))
+        if actual != expected:
             raise InputError(f"{path} does not read back as it was written: is the disk sound?")
         write_json(self._record(kind, name), asdict(Record(shapes, expected)))
 
     def finish(self, manifest: dict) -> None:
+        """Writes the manifest with all records."""
         records = {p.stem: read_json(p) for p in sorted((self.directory / "records").glob("*.json"))}
         write_json(self.directory / MANIFEST, {**self.plan, **manifest, "records": records})
         self.checkpointer.close()
 
 
 def read_arrays(path: Path, names: list[str], shardings: dict | None = None) -> dict:
-    """Arrays of one saved tree: on the host, or straight to their devices."""
+    """Reads the arrays of a saved item.
+
+    Args:
+        path: The item's directory.
+        names: Its arrays.
+        shardings: Where each array goes; None: NumPy arrays on the host.
+
+    Raises:
+        InputError: It cannot be read.
+    """
     if shardings is None:
         kinds = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in names}
     else:
@@ -125,14 +162,26 @@ def read_arrays(path: Path, names: list[str], shardings: dict | None = None) -> 
 
 
 def fingerprint(directory: Path) -> dict[str, list[int]]:
-    """Size and time of every weight file: what tells that a checkpoint changed."""
+    """Size in bytes and modification time in ns of every weight file. It changes when the checkpoint does."""
     files = sorted(directory.glob("*.safetensors"))
     return {p.name: [p.stat().st_size, p.stat().st_mtime_ns] for p in files}
 
 
 def convert(source: Source, module, directory: Path, target: Path, layout: Layout, options: dict, progress) -> None:
-    """``source`` (of a Hugging Face ``directory``) → ``target``. ``module``: abstract, for ``layout``; ``options``:
-    dtype (None keeps each tensor's) and quantize; ``progress(iterable, total)`` wraps what is done."""
+    """Converts a Hugging Face checkpoint.
+
+    Args:
+        source: The opened checkpoint.
+        module: Its abstract module for ``layout``.
+        directory: The checkpoint's directory.
+        target: Where to write.
+        layout: The mesh to shard for.
+        options: ``dtype`` (None keeps each tensor's) and ``quantize``.
+        progress: ``progress(iterable, total)`` wraps the loop.
+
+    Raises:
+        InputError: ``target`` cannot be written or resumed.
+    """
     plan = {"format": 1, "source": fingerprint(directory), "mesh": str(layout), **options}
     conversion, mesh = Conversion(target, plan), layout.mesh()
     conversion.begin()
@@ -146,8 +195,8 @@ def convert(source: Source, module, directory: Path, target: Path, layout: Layou
             conversion.write(kind, name, {"array": source.files.read(name)})
             source.files.release()
         else:
-            cut = NamedSharding(mesh, specs[name])
-            arrays = _tree(read_parameter(entries[name], source, options["dtype"], options["quantize"], cut))
+            sharding = NamedSharding(mesh, specs[name])
+            arrays = _tree(read_parameter(entries[name], source, options["dtype"], options["quantize"], sharding))
             jax.block_until_ready(arrays)
             source.files.release()
             conversion.write(kind, name, arrays)
@@ -160,17 +209,28 @@ def convert(source: Source, module, directory: Path, target: Path, layout: Layou
 
 
 def load(module, directory: Path, dtype, layout: Layout, quantize: str | None):
-    """``module`` (abstract) with every parameter read from ``directory`` straight to its devices."""
+    """Reads every parameter of an abstract module straight to its devices.
+
+    Args:
+        module: The abstract module.
+        directory: A directory of `convert`.
+        dtype: The parameters' dtype.
+        layout: The mesh.
+        quantize: As in `load.load_target`.
+
+    Raises:
+        InputError: The directory does not fit the module.
+    """
     manifest, mesh = read_json(directory / MANIFEST), layout.mesh()
     leaves, structure = jax.tree.flatten(module)
-    found = []
+    parameters = []
     for path, leaf, spec in zip(parameter_paths(module), leaves, parameter_specs(module), strict=True):
         record = manifest["records"].get(f"parameters {path}")
         shape = record and tuple((record["arrays"].get("array") or record["arrays"]["values"])[1])
         if shape != leaf.shape:
             raise InputError(f"{directory} does not fit its config.json: {path} has shape {shape}, not {leaf.shape}")
-        cut = NamedSharding(mesh, spec)
+        sharding = NamedSharding(mesh, spec)
         where, names = (directory / "parameters" / path).absolute(), list(record["arrays"])
-        arrays = read_arrays(where, names, dict.fromkeys(names, cut))
-        found.append(finished(arrays, dtype, path, quantize, cut))
-    return jax.tree.unflatten(structure, found)
+        arrays = read_arrays(where, names, dict.fromkeys(names, sharding))
+        parameters.append(finished(arrays, dtype, path, quantize, sharding))
+    return jax.tree.unflatten(structure, parameters)

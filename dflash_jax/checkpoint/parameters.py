@@ -1,4 +1,4 @@
-"""From tensors on disk to one parameter on its devices."""
+"""One parameter from its tensors on disk to its devices."""
 
 import math
 from dataclasses import dataclass
@@ -16,15 +16,20 @@ from dflash_jax.ops.weights import quantize as quantize_array
 from dflash_jax.parallel.sharding import place
 
 QUANTIZE = ("none", "int8", "fp8")
-# Parameters that quantisation on loading takes: the large matrices.
+# Parameters that loading quantizes: the large matrices.
 QUANTIZED = ("q", "k", "v", "o", "qkvz", "out", "gate_up", "down")
 
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint, opened and checked, nothing read yet.
+    """A checkpoint that is opened and checked; no weights are read.
 
-    ``skipped``: tensors that are knowingly left alone; ``block``: of FP8 scales, None in a checkpoint without.
+    Attributes:
+        config: Its configuration.
+        entries: Its parameters.
+        files: Its tensors.
+        skipped: Tensors that the model does not use.
+        block: Rows and columns of a block of FP8 scales; None without FP8.
     """
 
     config: ModelConfig | DraftConfig
@@ -34,40 +39,59 @@ class Source:
     block: tuple[int, int] | None
 
 
-def read_parameter(entry: Entry, source: Source, dtype, quantize: str | None, cut: NamedSharding):
-    """One parameter, cast (``dtype`` None: as it is) and placed on its devices: an array, or a `QuantizedWeight`."""
+def read_parameter(entry: Entry, source: Source, dtype, quantize: str | None, sharding: NamedSharding):
+    """Reads one parameter and places it on its devices.
+
+    Args:
+        entry: The parameter.
+        source: The checkpoint.
+        dtype: Dtype of the result; None keeps the tensors'.
+        quantize: As in `load.load_target`.
+        sharding: The parameter's sharding.
+
+    Returns:
+        An array or a `QuantizedWeight`.
+    """
     files = source.files
     arrays = {"array": entry.read([files.read(t.name) for t in entry.tensors])}
     if source.block and fp8.is_scaled(entry, files):
-        scale = fp8.read_scale(entry, files, source.block, _parts(cut, len(entry.shape)))
+        scale = fp8.read_scale(entry, files, source.block, _parts(sharding, len(entry.shape)))
         arrays = {"values": arrays["array"], "scale": scale}
         if quantize == "none":
             arrays = {"array": _multiplied(**arrays)}
     if dtype is not None and "array" in arrays:
         arrays["array"] = arrays["array"].astype(dtype, copy=False)
-    return finished({k: place(x, cut) for k, x in arrays.items()}, dtype, entry.path, quantize, cut)
+    return finished({k: place(x, sharding) for k, x in arrays.items()}, dtype, entry.path, quantize, sharding)
 
 
-def finished(arrays: dict[str, jax.Array], dtype, path: str, quantize: str | None, cut: NamedSharding):
-    """A parameter from its arrays on the devices ("array", or "values" and "scale"), in the form that is asked for."""
+def finished(arrays: dict[str, jax.Array], dtype, path: str, quantize: str | None, sharding: NamedSharding):
+    """A parameter in the requested form.
+
+    Args:
+        arrays: Its arrays on the devices: "array", or "values" and "scale".
+        dtype: Dtype of a result that is not quantized; None keeps it.
+        path: The parameter's path.
+        quantize: As in `load.load_target`.
+        sharding: The parameter's sharding.
+    """
     if "values" in arrays:
         scaled = QuantizedWeight(arrays["values"], arrays["scale"])
         return (
             scaled
             if quantize != "none"
-            else jax.jit(QuantizedWeight.dense, static_argnums=1, out_shardings=cut)(scaled, dtype)
+            else jax.jit(QuantizedWeight.dense, static_argnums=1, out_shardings=sharding)(scaled, dtype)
         )
     array = arrays["array"] if dtype is None else arrays["array"].astype(dtype)
     if quantize in ("int8", "fp8") and path.rsplit(".", 1)[-1] in QUANTIZED:
-        runs = _parts(cut, array.ndim)
-        return jax.jit(quantize_array, static_argnums=(1, 2), out_shardings=cut)(array, quantize, runs)
+        runs = _parts(sharding, array.ndim)
+        return jax.jit(quantize_array, static_argnums=(1, 2), out_shardings=sharding)(array, quantize, runs)
     return array
 
 
-def _parts(cut: NamedSharding, ndim: int) -> int:
-    """How many parts the last axis is cut into."""
-    last = cut.spec[ndim - 1] if len(cut.spec) == ndim else None
-    return math.prod(cut.mesh.shape[axis] for axis in last or ())
+def _parts(sharding: NamedSharding, ndim: int) -> int:
+    """Shards of the last axis."""
+    last = sharding.spec[ndim - 1] if len(sharding.spec) == ndim else None
+    return math.prod(sharding.mesh.shape[axis] for axis in last or ())
 
 
 def _multiplied(values: np.ndarray, scale: np.ndarray) -> np.ndarray:
