@@ -1,0 +1,1 @@
+"""Measurements of serving: clients, cells, tables and their files."""

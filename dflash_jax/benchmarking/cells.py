@@ -1,4 +1,4 @@
-"""One cell of a table: a task at a concurrency by a method, measured from the first question to the last answer."""
+"""One cell of a table: a task at a concurrency with a method, from the first question to the last answer."""
 
 import asyncio
 import statistics
@@ -13,15 +13,21 @@ SAMPLES = 2000
 
 
 def interval(tokens: Sequence[int], rounds: Sequence[int], seed: int = 0) -> tuple[float, float]:
-    """95 % of tokens a round, by bootstrap over conversations."""
+    """95 % interval of tokens a round, by bootstrap over conversations.
+
+    Args:
+        tokens: Tokens of each conversation.
+        rounds: Rounds of each conversation.
+        seed: Of the resampling.
+    """
     tokens, rounds = np.asarray(tokens, float), np.asarray(rounds, float)
-    picked = np.random.default_rng(seed).integers(len(tokens), size=(SAMPLES, len(tokens)))
-    ratios = tokens[picked].sum(1) / np.maximum(rounds[picked].sum(1), 1)
+    samples = np.random.default_rng(seed).integers(len(tokens), size=(SAMPLES, len(tokens)))
+    ratios = tokens[samples].sum(1) / np.maximum(rounds[samples].sum(1), 1)
     return float(np.quantile(ratios, 0.025)), float(np.quantile(ratios, 0.975))
 
 
 async def converse(client: Client, turns: Sequence[str], asking: Asking) -> list[Answer]:
-    """Asks turn by turn; earlier answers are told without their thoughts."""
+    """Asks one turn after the other. Earlier answers are sent without their thoughts."""
     messages, answers = [], []
     for turn in turns:
         messages.append({"role": "user", "content": turn})
@@ -33,26 +39,38 @@ async def converse(client: Client, turns: Sequence[str], asking: Asking) -> list
 async def measure(
     client: Client, talks: Sequence[Sequence[str]], concurrency: int, asking: Asking, on_answer: Callable[[], None]
 ) -> dict:
-    """``concurrency`` conversations at a time. What goes wrong with one is counted, and the others go on."""
-    waiting, done, errors = asyncio.Semaphore(concurrency), [], []
+    """Measures a cell.
+
+    Args:
+        client: Answers the questions.
+        talks: The user's turns of each conversation.
+        concurrency: Conversations at a time.
+        asking: How each question is asked.
+        on_answer: Called after each conversation.
+
+    Returns:
+        The cell's figures. A conversation that fails is counted under ``errors``; ``failed`` is the reason where all
+        fail.
+    """
+    places, done, errors = asyncio.Semaphore(concurrency), [], []
 
     async def one(turns) -> None:
-        async with waiting:
+        async with places:
             try:
                 done.append(await converse(client, turns, asking))
             except (ValueError, RuntimeError) as e:
                 errors.append(str(e))
             on_answer()
 
-    before, began = await client.counters(), time.perf_counter()
+    before, start = await client.counters(), time.perf_counter()
     await asyncio.gather(*(one(turns) for turns in talks))
-    seconds, after = time.perf_counter() - began, await client.counters()
+    seconds, after = time.perf_counter() - start, await client.counters()
     if not done:
         return {"failed": errors[0]}
     answers = [a for talk in done for a in talk]
     tokens = sum(a.tokens for a in answers)
     between = [a.between_s for a in answers if a.between_s is not None]
-    found = {
+    cell = {
         "conversations": len(done),
         "tokens": tokens,
         "seconds": round(seconds, 3),
@@ -61,15 +79,15 @@ async def measure(
         "inter_token_ms": round(1e3 * statistics.median(between), 3) if between else None,
     }
     if errors:
-        found |= {"errors": len(errors), "first_error": errors[0]}
+        cell |= {"errors": len(errors), "first_error": errors[0]}
     if all(a.rounds for a in answers):
         by_talk = [(sum(a.tokens for a in talk), sum(a.rounds for a in talk)) for talk in done]
         counts, rounds = zip(*by_talk, strict=True)
         low, high = interval(counts, rounds)
-        found |= {"acceptance_length": round(sum(counts) / sum(rounds), 3)}
-        found |= {"acceptance_low": round(low, 3), "acceptance_high": round(high, 3)}
+        cell |= {"acceptance_length": round(sum(counts) / sum(rounds), 3)}
+        cell |= {"acceptance_low": round(low, 3), "acceptance_high": round(high, 3)}
     elif before and after and after[0] > before[0]:
-        found["acceptance_length"] = round(1 + (after[1] - before[1]) / (after[0] - before[0]), 3)
+        cell["acceptance_length"] = round(1 + (after[1] - before[1]) / (after[0] - before[0]), 3)
     elif stated := await client.acceptance():
-        found["acceptance_length"] = round(stated, 3)
-    return found
+        cell["acceptance_length"] = round(stated, 3)
+    return cell

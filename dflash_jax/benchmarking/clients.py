@@ -1,4 +1,4 @@
-"""Who answers: our engine in this process, or any server that speaks OpenAI's chat completions."""
+"""Clients of a benchmark: our engine in this process, or any server with OpenAI's chat completions."""
 
 import json
 import re
@@ -13,8 +13,15 @@ from dflash_jax.errors import InputError
 
 @dataclass
 class Answer:
-    """``times``: seconds since the question at which tokens came, and how many. rounds: of the decoding; None where the
-    server does not say."""
+    """An answer and its timing.
+
+    Attributes:
+        text: The text.
+        tokens: New tokens.
+        rounds: Rounds of decoding; None where the server does not report them.
+        seconds: From the question to the end.
+        times: (seconds since the question, number of tokens) of each event.
+    """
 
     text: str = ""
     tokens: int = 0
@@ -24,18 +31,27 @@ class Answer:
 
     @property
     def first_token_s(self) -> float:
+        """Seconds to the first token."""
         return self.times[0][0] if self.times else self.seconds
 
     @property
     def between_s(self) -> float | None:
-        """Mean time between tokens behind those that came first."""
+        """Mean seconds between tokens behind the first event; None without such tokens."""
         later = self.tokens - (self.times[0][1] if self.times else self.tokens)
         return (self.seconds - self.first_token_s) / later if later > 0 else None
 
 
 @dataclass(frozen=True)
 class Asking:
-    """How every question is asked. thinking: None leaves it to the template."""
+    """How every question is asked.
+
+    Attributes:
+        max_new_tokens: Most tokens of an answer.
+        temperature: Of sampling.
+        thinking: Whether the template opens a thought; None leaves it to the template.
+        ignore_eos: Whether answers have max_new_tokens tokens.
+        timeout_s: Seconds for an answer.
+    """
 
     max_new_tokens: int = 4096
     temperature: float = 0.0
@@ -45,20 +61,29 @@ class Asking:
 
 
 class Client(Protocol):
-    async def answer(self, messages: Sequence[dict], asking: Asking) -> Answer: ...
+    """What a benchmark needs of a client."""
+
+    async def answer(self, messages: Sequence[dict], asking: Asking) -> Answer:
+        """Asks for the answer to a conversation."""
 
     async def counters(self) -> tuple[float, float] | None:
-        """(rounds, tokens that they accepted) since the server's start, for answers that do not say."""
+        """(Rounds, accepted tokens) since the server's start, for answers without rounds."""
 
     async def acceptance(self) -> float | None:
-        """The acceptance length that the server itself states, where it has no counters."""
+        """The acceptance length that a server without counters states."""
 
     async def forget(self) -> None:
-        """No prompt is known any more."""
+        """Empties the prefix cache."""
 
 
 class EngineClient:
-    """``async with EngineClient(llm, block_size, slots, capacity)``; block size 1 leaves the drafter out."""
+    """Our engine, as ``async with EngineClient(llm, block_size, slots, capacity)``. Block size 1 omits the drafter.
+
+    Attributes:
+        llm: The pair.
+        block_size: Of every request.
+        running: The engine.
+    """
 
     def __init__(self, llm, block_size: int | str, slots: int, capacity: int):
         from dflash_jax.engine.service import AsyncEngine
@@ -67,7 +92,7 @@ class EngineClient:
         self.llm, self.block_size = llm, block_size
         engine = llm.new_engine(llm.plain_programs if block_size == 1 else llm.programs, slots, capacity)
         warm_up(engine)
-        # The template's library takes seconds to import: not the first question's.
+        # Imports the template's library, which takes seconds, before the first question.
         llm.encode_chat([{"role": "user", "content": "?"}])
         self.running = AsyncEngine(engine)
 
@@ -79,6 +104,11 @@ class EngineClient:
         await self.running.__aexit__(*error)
 
     async def answer(self, messages: Sequence[dict], asking: Asking) -> Answer:
+        """See `Client.answer`.
+
+        Raises:
+            InputError: The prompt leaves no room.
+        """
         from dflash_jax.sampling_params import SamplingParams
 
         prompt = self.llm.encode_chat(list(messages), asking.thinking)
@@ -87,31 +117,46 @@ class EngineClient:
             raise InputError(f"a prompt has {len(prompt)} tokens: there is room for {room + len(prompt) - 1}")
         most = min(asking.max_new_tokens, room)
         params = SamplingParams(temperature=asking.temperature, max_tokens=most, seed=0, ignore_eos=asking.ignore_eos)
-        row, found, began = self.llm.new_row(prompt, params, self.block_size), Answer(), time.perf_counter()
+        row, answer, start = self.llm.new_row(prompt, params, self.block_size), Answer(), time.perf_counter()
         async for event in self.running.submit(row.request):
             row.take(event)
             if event.tokens:
-                found.times.append((time.perf_counter() - began, len(event.tokens)))
-        found.seconds = time.perf_counter() - began
+                answer.times.append((time.perf_counter() - start, len(event.tokens)))
+        answer.seconds = time.perf_counter() - start
         row.raise_failure()
-        done = row.completion()
-        found.text, found.tokens, found.rounds = done.text, len(done.token_ids), len(done.acceptance_lengths)
-        return found
+        completion = row.completion()
+        answer.text, answer.tokens, answer.rounds = (
+            completion.text,
+            len(completion.token_ids),
+            len(completion.acceptance_lengths),
+        )
+        return answer
 
     async def counters(self) -> None:
-        return None
+        """None: answers have rounds."""
 
     async def acceptance(self) -> None:
-        return None
+        """None: answers have rounds."""
 
     async def forget(self) -> None:
-        """There is no store of prompts."""
+        """Does nothing: this engine has no prefix cache."""
 
 
 class HttpClient:
-    """``async with HttpClient(url)``. ``block_size``, which our server understands, is asked for unless it is None."""
+    """A server, as ``async with HttpClient(url)``.
+
+    Attributes:
+        url: The server.
+        model: The model's name; None: the first that the server lists.
+        block_size: A field that our server reads; None omits it.
+    """
 
     def __init__(self, url: str, model: str | None = None, key: str = "EMPTY", block_size: int | str | None = None):
+        """Prepares the connection.
+
+        Raises:
+            InputError: httpx is missing, or the URL is invalid.
+        """
         try:
             import httpx
         except ImportError:
@@ -126,9 +171,9 @@ class HttpClient:
 
     async def __aenter__(self) -> "HttpClient":
         try:
-            found = await self._http.get("/v1/models")
-            found.raise_for_status()
-            self.model = self.model or found.json()["data"][0]["id"]
+            response = await self._http.get("/v1/models")
+            response.raise_for_status()
+            self.model = self.model or response.json()["data"][0]["id"]
         except (self._errors, ValueError, LookupError, TypeError) as e:
             raise InputError(f"{self.url} does not answer /v1/models: {_words(e)}") from None
         return self
@@ -137,6 +182,11 @@ class HttpClient:
         await self._http.aclose()
 
     async def answer(self, messages: Sequence[dict], asking: Asking) -> Answer:
+        """See `Client.answer`.
+
+        Raises:
+            InputError: The server fails, or does not report tokens or rounds.
+        """
         body = {"model": self.model, "messages": list(messages), "max_tokens": asking.max_new_tokens}
         body |= {"temperature": asking.temperature, "stream": True, "stream_options": {"include_usage": True}}
         if asking.thinking is not None:
@@ -145,7 +195,7 @@ class HttpClient:
             body["ignore_eos"] = True
         if self.block_size is not None:
             body["block_size"] = self.block_size
-        found, usage, began = Answer(), None, time.perf_counter()
+        answer, usage, start = Answer(), None, time.perf_counter()
         try:
             async with self._http.stream("POST", "/v1/chat/completions", json=body, timeout=asking.timeout_s) as reply:
                 if reply.status_code != 200:
@@ -162,27 +212,28 @@ class HttpClient:
                     for choice in piece.get("choices") or ():
                         delta = choice.get("delta") or {}
                         if text := delta.get("content") or "":
-                            found.text += text
+                            answer.text += text
                         if text or delta.get("reasoning_content") or delta.get("reasoning"):
-                            found.times.append((time.perf_counter() - began, 1))
+                            answer.times.append((time.perf_counter() - start, 1))
         except self._errors as e:
             raise InputError(f"{self.url}: {_words(e)}") from None
         except InputError:
             raise
         except ValueError:
             raise InputError(f"{self.url}: a piece of the answer is not JSON") from None
-        found.seconds = time.perf_counter() - began
+        answer.seconds = time.perf_counter() - start
         if not usage or usage.get("completion_tokens") is None:
             raise InputError(f"{self.url} gives no usage: tokens cannot be counted")
-        found.tokens, details = usage["completion_tokens"], usage.get("completion_tokens_details") or {}
+        answer.tokens, details = usage["completion_tokens"], usage.get("completion_tokens_details") or {}
         if "draft_rounds" in details:
-            # A token that no draft brought is a round of its own.
-            found.rounds = found.tokens - (details.get("accepted_prediction_tokens") or 0)
+            # Every round yields one token that was not drafted.
+            answer.rounds = answer.tokens - (details.get("accepted_prediction_tokens") or 0)
         elif self.block_size not in (None, 1):
             raise InputError(f"{self.url} does not say its rounds, so it may know no block_size: give --label")
-        return found
+        return answer
 
     async def counters(self) -> tuple[float, float] | None:
+        """Reads the counters of vLLM and of our server from /metrics."""
         try:
             text = (await self._http.get("/metrics")).text
         except self._errors:
@@ -191,16 +242,15 @@ class HttpClient:
         return None if rounds is None or accepted is None else (rounds, accepted)
 
     async def acceptance(self) -> float | None:
-        """SGLang's gauge: of its last rounds."""
+        """Reads SGLang's gauge, which covers its last rounds, as the mean over ranks."""
         try:
-            found = _values((await self._http.get("/metrics")).text, "spec_accept_length")
+            values = _values((await self._http.get("/metrics")).text, "spec_accept_length")
         except self._errors:
             return None
-        # One of each rank.
-        return sum(found) / len(found) if found and sum(found) else None
+        return sum(values) / len(values) if values and sum(values) else None
 
     async def forget(self) -> None:
-        """By SGLang's endpoint, or vLLM's; whoever has neither keeps what it knows."""
+        """Empties the prefix cache by SGLang's or vLLM's endpoint; a server without either keeps it."""
         for path in ("/flush_cache", "/reset_prefix_cache"):
             with suppress(self._errors):
                 await self._http.post(path)
@@ -211,8 +261,8 @@ def _values(metrics: str, name: str) -> list[float]:
 
 
 def _sum(metrics: str, name: str) -> float | None:
-    found = _values(metrics, name)
-    return sum(found) if found else None
+    values = _values(metrics, name)
+    return sum(values) if values else None
 
 
 def _words(error: Exception) -> str:

@@ -1,5 +1,7 @@
-"""Tasks of a benchmark: JSON lines ``{"turns": ["what the user says first", …]}``, a file a task. Lines of training
-prompts, ``{"messages": [{"role": "user", "content": "…"}]}``, are read too."""
+"""Tasks of a benchmark: JSON lines ``{"turns": ["the user's first message", …]}``, one file a task.
+
+Lines of training prompts, ``{"messages": [{"role": "user", "content": "…"}]}``, are read too.
+"""
 
 import json
 import random
@@ -8,7 +10,7 @@ from pathlib import Path
 
 from dflash_jax.errors import InputError
 
-# As the published tables call them.
+# Names of the published tables.
 TITLES = {
     "gsm8k": "GSM8K",
     "math500": "Math500",
@@ -27,8 +29,20 @@ def _user_turn(message: dict) -> str:
 
 
 def read_task(path: Path, count: int | None, seed: int) -> list[list[str]]:
-    """Its conversations, the user's turns of each; ``count`` of them, drawn by ``seed``."""
-    found = []
+    """Reads the conversations of a task.
+
+    Args:
+        path: The file.
+        count: Conversations to draw; None: all, in order.
+        seed: Of the draw.
+
+    Returns:
+        The user's turns of each conversation.
+
+    Raises:
+        InputError: The file is unreadable, empty, or has an invalid line.
+    """
+    talks = []
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as e:
@@ -47,14 +61,18 @@ def read_task(path: Path, count: int | None, seed: int) -> list[list[str]]:
             ) from None
         if not isinstance(turns, list) or not turns or not all(isinstance(t, str) and t for t in turns):
             raise InputError(f"{path}:{number}: turns is {turns!r}: it must be a list of texts")
-        found.append(turns)
-    if not found:
+        talks.append(turns)
+    if not talks:
         raise InputError(f"data {path} has no line")
-    return found if count is None or count >= len(found) else random.Random(seed).sample(found, count)
+    return talks if count is None or count >= len(talks) else random.Random(seed).sample(talks, count)
 
 
 def read_tasks(paths: Sequence[Path], count: int | None, seed: int) -> dict[str, list[list[str]]]:
-    """Task → conversations; a task is called as its file."""
+    """Reads several tasks; see `read_task`.
+
+    Returns:
+        Conversations by the task's name, which follows from the file's.
+    """
     tasks = {}
     for path in paths:
         name = TITLES.get(path.stem.lower(), path.stem)

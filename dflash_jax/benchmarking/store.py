@@ -1,4 +1,4 @@
-"""Results on disk: written whole or not at all, and read back with clear words."""
+"""Results on disk, written atomically."""
 
 import json
 from pathlib import Path
@@ -7,17 +7,22 @@ from dflash_jax.errors import InputError
 
 
 def read_record(path: Path) -> dict:
-    """The JSON object in a file; {} where there is none. Raises InputError for anything else."""
+    """The JSON object in a file; {} where the file does not exist.
+
+    Raises:
+        InputError: It is no JSON object.
+    """
     try:
-        found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        record = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     except ValueError as e:
         raise InputError(f"{path} is not JSON ({e}): remove it, or give another --out") from None
-    if not isinstance(found, dict):
+    if not isinstance(record, dict):
         raise InputError(f"{path} is no record of results: remove it, or give another --out")
-    return found
+    return record
 
 
 def write_record(path: Path, record: dict) -> None:
+    """Writes a record atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_name(path.name + ".new")
     fresh.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
@@ -25,5 +30,5 @@ def write_record(path: Path, record: dict) -> None:
 
 
 def beside(out: Path, suffix: str) -> Path:
-    """OUT with ``suffix`` behind it: names of models have dots, which are no suffixes."""
+    """``out`` with ``suffix`` appended to its name. Names of models have dots, so `Path.with_suffix` would cut them."""
     return out.with_name(out.name + suffix)

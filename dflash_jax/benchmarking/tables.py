@@ -1,39 +1,44 @@
-"""Results as people read them: Markdown and a plot, the published figures beside ours."""
+"""Results as Markdown and a plot, with the published figures beside ours."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
 PLAIN = "autoregressive"
-# Ticks of the plot.
+# Concurrencies at the ticks of the plot.
 AT_ONCE = (1, 2, 4, 8, 16, 32)
 
 
 def key(task: str, concurrency: int, method: str) -> str:
+    """The key of a cell in a record."""
     return f"{task} | {concurrency} | {method}"
 
 
 def published_rates(published: dict) -> dict[str, dict[tuple[str, int], float]]:
-    """The card's tokens/s: column → (task, concurrency) → value, for plain decoding, each block size and MTP at each
-    (its drafts as many)."""
-    found: dict[str, dict] = {}
+    """Published tokens/s.
+
+    Returns:
+        Column → (task, concurrency) → tokens/s. Columns are plain decoding, each block size, and MTP with as many
+        drafts.
+    """
+    rates: dict[str, dict] = {}
     for row in published.get("throughput", ()):
         block = row["block_size"]
         columns = {PLAIN: "autoregressive", str(block): "dflash", f"mtp {block}": "mtp"}
         for column, name in columns.items():
             if row.get(name) is not None:
-                found.setdefault(column, {})[row["task"], row["concurrency"]] = row[name]
-    return found
+                rates.setdefault(column, {})[row["task"], row["concurrency"]] = row[name]
+    return rates
 
 
 def published_acceptance(published: dict) -> dict[str, dict[str, float]]:
-    """The card's acceptance lengths: column → task → value."""
-    found: dict[str, dict] = {}
+    """Published acceptance lengths, column → task → value."""
+    lengths: dict[str, dict] = {}
     for task, by_block in published.get("acceptance_length", {}).items():
         for block, value in by_block.items():
             both = value if isinstance(value, dict) else {"dflash": value}
             for name, v in both.items():
-                found.setdefault(block if name == "dflash" else f"{name} {block}", {})[task] = v
-    return found
+                lengths.setdefault(block if name == "dflash" else f"{name} {block}", {})[task] = v
+    return lengths
 
 
 def _shown(value, form: str = "{}") -> str:
@@ -41,12 +46,12 @@ def _shown(value, form: str = "{}") -> str:
 
 
 def _line(cells: Sequence) -> str:
-    """A row of a table."""
+    """A line of a Markdown table."""
     return "| " + " | ".join(str(c).replace("|", "\\|") for c in cells) + " |"
 
 
 def markdown(record: dict, published: dict, methods: Sequence[str]) -> str:
-    """Tokens/s by task and concurrency, then acceptance lengths by task."""
+    """Tables of tokens/s by task and concurrency, and of acceptance lengths by task."""
     about, cells = record["about"], record["cells"]
     places = list(dict.fromkeys(tuple(k.split(" | ")[:2]) for k in cells))
     head = ["task", "at once"]
@@ -88,11 +93,11 @@ def markdown(record: dict, published: dict, methods: Sequence[str]) -> str:
     for task in dict.fromkeys(task for task, _ in places):
         row = [task]
         for m in drafting:
-            found = [cells.get(f"{task} | {n} | {m}", {}) for t, n in places if t == task]
-            means = [c["acceptance_length"] for c in found if "acceptance_length" in c]
+            measured = [cells.get(f"{task} | {n} | {m}", {}) for t, n in places if t == task]
+            means = [c["acceptance_length"] for c in measured if "acceptance_length" in c]
             text = f"{sum(means) / len(means):.2f}" if means else ""
-            if means and "acceptance_low" in found[0]:
-                text += f" ({found[0]['acceptance_low']:.2f} to {found[0]['acceptance_high']:.2f})"
+            if means and "acceptance_low" in measured[0]:
+                text += f" ({measured[0]['acceptance_low']:.2f} to {measured[0]['acceptance_high']:.2f})"
             row.append(text)
         lines.append(_line(row + [_shown(column.get(task)) for column in lengths.values()]))
     failed = [f"- {k}: {c['errors']} failed: {c['first_error']}" for k, c in cells.items() if c.get("errors")]
@@ -100,7 +105,11 @@ def markdown(record: dict, published: dict, methods: Sequence[str]) -> str:
 
 
 def plot(record: dict, methods: Sequence[str], path: Path) -> bool:
-    """Tokens/s over concurrency, a panel a task; False where matplotlib is not there."""
+    """Plots tokens/s over concurrency, one panel a task.
+
+    Returns:
+        False where matplotlib is missing or there is nothing to plot.
+    """
     try:
         import matplotlib
     except ImportError:
