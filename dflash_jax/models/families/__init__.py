@@ -1,5 +1,7 @@
-"""Families: one file each, with a reader of ``config.json`` and a table of weight names. Adding one is a file and a
-line here."""
+"""Model families, one file each: a reader of ``config.json`` and a table of weight names.
+
+A new family is a file and a line in `TARGETS`.
+"""
 
 from dflash_jax.errors import InputError
 from dflash_jax.models.families import dflash, llama, qwen3, qwen3_5, qwen3_next
@@ -18,7 +20,11 @@ TARGETS = {
 
 
 def target_family(raw: dict):
-    """The family module for a target's raw ``config.json``."""
+    """The family module for a target's raw ``config.json``.
+
+    Raises:
+        InputError: The config is a drafter's, or its model type is unknown.
+    """
     model_type = raw.get("model_type")
     if dflash.is_drafter(raw):
         raise InputError(
@@ -31,5 +37,9 @@ def target_family(raw: dict):
 
 
 def read_target(raw: dict):
-    """A target's raw ``config.json`` → ModelConfig."""
+    """Reads a target's raw ``config.json`` as a ModelConfig.
+
+    Raises:
+        InputError: The model type is unknown, or a value is invalid.
+    """
     return target_family(raw).read_config(raw)

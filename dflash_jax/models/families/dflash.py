@@ -8,15 +8,15 @@ from dflash_jax.models.families.names import Entry, Tensor, same
 from dflash_jax.models.families.reading import LIMITS, Raw, check_activation, read_rope, shown
 from dflash_jax.models.families.tables import attention_entries, mlp_entries
 
-# Classes that have DFlash's tensors and mathematics: z-lab's, NeMo Automodel's, vLLM's.
+# Classes with DFlash's tensors and mathematics: z-lab's, NeMo Automodel's and vLLM's.
 ARCHITECTURES = ("DFlashDraftModel", "Qwen3DFlashDraftModel", "DFlashQwen3ForCausalLM")
-# What ``dflash_config`` may have. JetSpec's drafters differ from DFlash's in ``causal_head`` alone.
+# Keys of ``dflash_config`` that are supported. JetSpec's drafters differ from DFlash's in ``causal_head`` only.
 KEYS = (
     *("block_size", "mask_token_id", "num_target_layers", "target_layer_ids", "target_hidden_size"),
     *("is_causal", "causal", "causal_head", "use_swa", "swa_window_size"),
 )
-# Other block drafters: their names, as their architectures begin with them, and the keys that only they have. Off
-# (null, false, 0), a key asks for nothing.
+# Other block drafters, which are refused by name: the prefix of their architectures, and the keys that only they
+# have. A key that is null, false or 0 has no effect.
 OTHERS = {
     "DFlash2": (
         *("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k", "selector_vocab_size"),
@@ -37,29 +37,38 @@ OTHERS = {
 
 
 def architectures(raw: dict) -> list[str]:
+    """The list ``architectures`` of a config; empty where it is missing."""
     return Raw(raw).words("architectures", [])
 
 
 def is_drafter(raw: dict) -> bool:
-    """Whether a config is a block drafter's, one of those that are refused by `read_config` included."""
+    """Whether a config is a block drafter's, including the kinds that `read_config` refuses."""
     return "dflash_config" in raw or any(a in ARCHITECTURES or a.endswith("DraftModel") for a in architectures(raw))
 
 
-def check_method(raw: dict, own: dict) -> None:
-    """Raises InputError, naming it, for a drafter that is not DFlash or has an option that is not known here."""
+def check_method(raw: dict, section: dict) -> None:
+    """Checks that a drafter is DFlash and has only known options.
+
+    Args:
+        raw: The config.
+        section: Its ``dflash_config``.
+
+    Raises:
+        InputError: It is another method (the message names it), or an option is unknown.
+    """
     named = [a for a in architectures(raw) if a not in ARCHITECTURES]
-    options = {key for key, value in (raw | own).items() if value}
+    options = {key for key, value in (raw | section).items() if value}
     for method, keys in OTHERS.items():
-        whose = [a for a in named if a.lower().startswith(method.lower())]
-        whose += sorted(k for k in options if k in keys or k.startswith(f"{method.lower()}_"))
-        if whose:
-            raise InputError(f"this is a {method} drafter ({', '.join(whose)}): only DFlash is known here")
+        evidence = [a for a in named if a.lower().startswith(method.lower())]
+        evidence += sorted(k for k in options if k in keys or k.startswith(f"{method.lower()}_"))
+        if evidence:
+            raise InputError(f"this is a {method} drafter ({', '.join(evidence)}): only DFlash is known here")
     if named:
         raise InputError(f"architectures is {shown(named)}: the drafters known here are {', '.join(ARCHITECTURES)}")
     if raw.get("head_type") not in (None, "auto"):
         raise InputError(f"head_type is {shown(raw['head_type'])}: it is not known here, dflash_config.causal_head is")
     known = {*KEYS, *(key for keys in OTHERS.values() for key in keys)}
-    unknown = sorted(own.keys() - known)
+    unknown = sorted(section.keys() - known)
     if unknown:
         raise InputError(f"dflash_config has {', '.join(map(shown, unknown[:5]))}: known are {', '.join(KEYS)}")
 
@@ -72,6 +81,11 @@ def default_taps(num_target: int, num_draft: int) -> tuple[int, ...]:
 
 
 def read_taps(both: Raw, depth: int) -> tuple[int, ...]:
+    """The target layers whose outputs the drafter reads.
+
+    Raises:
+        InputError: ``target_layer_ids`` is no list of layers, or too long.
+    """
     ids = both.get("target_layer_ids")
     if ids is None or ids == []:
         return default_taps(both.need("num_target_layers"), depth)
@@ -83,10 +97,21 @@ def read_taps(both: Raw, depth: int) -> tuple[int, ...]:
 
 
 def read_layers(both: Raw, depth: int) -> list[tuple[int | None, bool]]:
-    """(window, causal) of every layer.
+    """Window and causality of every layer.
 
-    Sliding: ``layer_types``, or all with ``use_swa`` where those say nothing. Causal within the block: ``is_causal``,
-    else ``causal``, else ``causal_head`` (JetSpec's, which means all layers), else exactly the sliding layers.
+    Sliding layers are those of ``layer_types``; where that names none, ``use_swa`` makes all layers slide. Causality
+    within the block is ``is_causal``, else ``causal``, else ``causal_head`` (JetSpec's, for all layers), else the
+    sliding layers are causal.
+
+    Args:
+        both: The config with the keys of ``dflash_config`` over those at top level.
+        depth: Layers.
+
+    Returns:
+        (window or None, causal) of each layer.
+
+    Raises:
+        InputError: A value is invalid, or a window is missing.
     """
     kinds = both.words("layer_types", []) or ["full_attention"] * depth
     if len(kinds) != depth:
@@ -112,10 +137,14 @@ def read_layers(both: Raw, depth: int) -> list[tuple[int | None, bool]]:
 
 
 def read_config(raw: dict) -> DraftConfig:
-    """``config.json`` → DraftConfig. Keys inside ``dflash_config`` win over those at top level."""
-    own = Raw(raw).section("dflash_config")
-    check_method(raw, own)
-    both = Raw({**raw, **{k: v for k, v in own.items() if v is not None}})
+    """Reads a drafter's ``config.json``. Keys inside ``dflash_config`` override those at top level.
+
+    Raises:
+        InputError: The drafter is not DFlash, or a value is invalid.
+    """
+    section = Raw(raw).section("dflash_config")
+    check_method(raw, section)
+    both = Raw({**raw, **{k: v for k, v in section.items() if v is not None}})
     check_activation(both)
     depth, hidden = both.need("num_hidden_layers"), both.need("hidden_size")
     heads, kv_heads, head_dim = both.heads
@@ -140,11 +169,12 @@ def read_config(raw: dict) -> DraftConfig:
 
 
 def is_skipped(name: str) -> bool:
-    """Embedding and head are borrowed from the target; some checkpoints carry copies."""
+    """Whether a tensor is ignored: drafters use the target's embedding and head, and some checkpoints carry copies."""
     return name in ("embed_tokens.weight", "lm_head.weight", "model.embed_tokens.weight")
 
 
 def weight_names(config: DraftConfig, names: Collection[str] = ()) -> list[Entry]:
+    """The table of a drafter's parameters and tensors; ``names`` is unused, since there is one layout."""
     hidden, taps = config.hidden_size, len(config.target_layer_ids)
     entries = [
         Entry("fc", (hidden, taps, hidden), (Tensor("fc.weight", (hidden, taps * hidden)),)),

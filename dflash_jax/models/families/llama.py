@@ -7,4 +7,5 @@ __all__ = ["is_skipped", "read_config", "weight_names"]
 
 
 def read_config(raw: dict) -> ModelConfig:
+    """Reads a target's ``config.json``."""
     return read_classic(raw, qk_norm=False)

@@ -1,4 +1,4 @@
-"""How parameters of a module and tensors on disk correspond: a table of reversible entries, shared by all families."""
+"""Parameters of a module and their tensors on disk: a table of reversible entries, shared by all families."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,12 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor on disk: its name and its shape there."""
+    """A tensor on disk.
+
+    Attributes:
+        name: Its name.
+        shape: Its shape on disk.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -21,10 +26,14 @@ def _only(arrays: Sequence[np.ndarray]) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Entry:
-    """One parameter of a module, and the tensors on disk that it is made of.
+    """One parameter of a module and its tensors on disk.
 
-    ``path``: the parameter, dotted. ``shape``: its shape in the module. ``join`` makes the parameter (up to a reshape)
-    from the tensors, ``split`` makes the tensors (up to a reshape) from the parameter.
+    Attributes:
+        path: The parameter's path, dotted.
+        shape: Its shape in the module.
+        tensors: Its tensors on disk.
+        join: Makes the parameter, up to a reshape, from the tensors.
+        split: Makes the tensors, up to a reshape, from the parameter.
     """
 
     path: str
@@ -34,21 +43,26 @@ class Entry:
     split: Callable[[np.ndarray], Sequence[np.ndarray]] = lambda array: [array]
 
     def read(self, arrays: Sequence[np.ndarray], last: int | None = None) -> np.ndarray:
-        """The parameter. ``last``: the length of its last axis where the arrays are not the tensors but their
-        scales."""
+        """Makes the parameter.
+
+        Args:
+            arrays: The arrays of its tensors, or their scales.
+            last: Length of the last axis where ``arrays`` are scales; None: as in ``shape``.
+        """
         shape = self.shape if last is None else (*self.shape[:-1], last)
         return np.ascontiguousarray(self.join(arrays)).reshape(shape)
 
     def write(self, array: np.ndarray) -> list[np.ndarray]:
+        """Makes the arrays of the tensors from the parameter: the inverse of `read`."""
         parts = self.split(array)
         return [np.ascontiguousarray(p).reshape(t.shape) for p, t in zip(parts, self.tensors, strict=True)]
 
 
 def same(path: str, shape: tuple[int, ...], name: str, disk: tuple[int, ...] | None = None) -> Entry:
-    """A parameter that is one tensor, reshaped."""
+    """The entry of a parameter that is one tensor, reshaped from ``disk``."""
     return Entry(path, shape, (Tensor(name, disk or shape),))
 
 
 def stacked(path: str, shape: tuple[int, ...], tensors: Sequence[Tensor]) -> Entry:
-    """A parameter that is tensors of one shape, stacked in order along leading axes."""
+    """The entry of a parameter that is tensors of one shape, stacked along leading axes."""
     return Entry(path, shape, tuple(tensors), np.stack, lambda array: list(array.reshape(len(tensors), -1)))

@@ -9,7 +9,12 @@ from dflash_jax.models.families.tables import decoder_entries
 
 
 def read_classic(raw: dict, qk_norm: bool) -> ModelConfig:
-    """The config of a stack of attention layers → ModelConfig."""
+    """Reads the config of a stack of attention layers.
+
+    Args:
+        raw: The ``config.json``.
+        qk_norm: Whether queries and keys are normed.
+    """
     text = Raw(raw)
     text.refuse("mlp_bias")
     attention = read_attention(text, qk_norm=qk_norm)
@@ -28,14 +33,15 @@ def read_classic(raw: dict, qk_norm: bool) -> ModelConfig:
 
 
 def read_config(raw: dict) -> ModelConfig:
+    """Reads a target's ``config.json``."""
     return read_classic(raw, qk_norm=True)
 
 
 def is_skipped(name: str) -> bool:
-    """Rotary frequencies, which old checkpoints carry."""
+    """Whether a tensor is ignored: rotary frequencies, which old checkpoints carry."""
     return name.endswith(".rotary_emb.inv_freq")
 
 
 def weight_names(config: ModelConfig, names: Collection[str] = ()) -> list[Entry]:
-    """The table for a checkpoint that holds ``names`` (default: fused experts)."""
+    """The table for a checkpoint with the tensors ``names`` (default: fused experts)."""
     return decoder_entries(config, names)

@@ -8,12 +8,17 @@ from dflash_jax.models.families.reading import Raw, read_attention, read_delta, 
 from dflash_jax.models.families.tables import by_key_head, decoder_entries, delta_rest
 
 PREFIXES = ("model.language_model.", "model.")
-# Parts of the checkpoint that a text model does not run.
+# Prefixes of tensors that a text model does not use.
 SKIPPED = ("model.visual.", "visual.", "mtp.", "model.mtp.")
 
 
 def read_hybrid(raw: dict, normalise: bool) -> ModelConfig:
-    """The config of a hybrid of Gated DeltaNet and gated attention (multimodal, or text only) → ModelConfig."""
+    """Reads the config of a hybrid of Gated DeltaNet and gated attention, multimodal or text only.
+
+    Args:
+        raw: The ``config.json``.
+        normalise: Whether the weights of the chosen experts sum to one.
+    """
     text = Raw(raw.get("text_config", raw), raw.get("model_type"))
     depth, interval = text.need("num_hidden_layers"), text.whole("full_attention_interval", 4)
     default = ["full_attention" if (i + 1) % interval == 0 else "linear_attention" for i in range(depth)]
@@ -34,15 +39,17 @@ def read_hybrid(raw: dict, normalise: bool) -> ModelConfig:
 
 
 def read_config(raw: dict) -> ModelConfig:
+    """Reads a target's ``config.json``."""
     return read_hybrid(raw, normalise=True)
 
 
 def is_skipped(name: str) -> bool:
-    """Tensors of the vision tower and of the multi-token-prediction head."""
+    """Whether a tensor is ignored: it is of the vision tower or of the multi-token-prediction head."""
     return name.startswith(SKIPPED)
 
 
 def delta_entries(path: str, name: str, spec: GatedDeltaSpec, hidden: int) -> list[Entry]:
+    """The entries of a Gated DeltaNet mixer; its projections q, k, v and z are flat on disk."""
     g, r = spec.num_key_heads, spec.values_per_key
     heads, channels, values = spec.num_value_heads, g * spec.channels_per_key, r * spec.value_dim
     flat = (
@@ -58,6 +65,6 @@ def delta_entries(path: str, name: str, spec: GatedDeltaSpec, hidden: int) -> li
 
 
 def weight_names(config: ModelConfig, names: Collection[str] = ()) -> list[Entry]:
-    """The table for a checkpoint that holds ``names`` (default: text only, fused experts)."""
+    """The table for a checkpoint with the tensors ``names`` (default: text only, fused experts)."""
     prefix = next((p for p in PREFIXES if any(n.startswith(f"{p}layers.") for n in names)), "model.")
     return decoder_entries(config, names, delta_entries, prefix)

@@ -1,4 +1,4 @@
-"""Qwen3-Next and Qwen3-Coder-Next (`qwen3_next`): the hybrid of Qwen3.5 with other packing of the projections."""
+"""Qwen3-Next and Qwen3-Coder-Next (`qwen3_next`): Qwen3.5's hybrid with projections packed differently on disk."""
 
 from collections.abc import Collection
 
@@ -14,11 +14,12 @@ __all__ = ["is_skipped", "read_config", "weight_names"]
 
 
 def read_config(raw: dict) -> ModelConfig:
+    """Reads a target's ``config.json``."""
     return read_hybrid(raw, normalise=Raw(raw).flag("norm_topk_prob", True))
 
 
 def delta_entries(path: str, name: str, spec: GatedDeltaSpec, hidden: int) -> list[Entry]:
-    """Grouped by key head on disk already: ``[q | k | v | z]`` and ``[b | a]`` of each."""
+    """The entries of a Gated DeltaNet mixer; on disk it is grouped by key head: ``[q | k | v | z]`` and ``[b | a]``."""
     g, r = spec.num_key_heads, spec.values_per_key
     rows = spec.channels_per_key + r * spec.value_dim
 
@@ -37,4 +38,5 @@ def delta_entries(path: str, name: str, spec: GatedDeltaSpec, hidden: int) -> li
 
 
 def weight_names(config: ModelConfig, names: Collection[str] = ()) -> list[Entry]:
+    """The table for a checkpoint with the tensors ``names`` (default: fused experts)."""
     return decoder_entries(config, names, delta_entries)

@@ -1,6 +1,6 @@
-"""Reading ``config.json``: numbers in their ranges, options that are not known, rotary embeddings, layer kinds.
+"""Reads ``config.json``: numbers in their ranges, unknown options, rotary embeddings, kinds of layers.
 
-The file is input from outside. Every value is checked here for its type and range, before anything is sized by it.
+The file is untrusted input. Type and range of every value are checked before anything is sized by it.
 """
 
 import reprlib
@@ -8,8 +8,8 @@ import reprlib
 from dflash_jax.errors import InputError
 from dflash_jax.models.config import AttentionSpec, GatedDeltaSpec, Llama3Spec, MlpSpec, MoeSpec, RopeSpec, YarnSpec
 
-# The largest value of each count or size: well above every published model, and small enough that names and shapes can
-# be listed before they are compared with the tensors of the checkpoint.
+# The largest value of each count or size. The limits are well above every published model, and small enough that names
+# and shapes can be listed before they are compared with the checkpoint's tensors.
 LIMITS = {
     "num_hidden_layers": 1024,
     "num_target_layers": 1024,
@@ -34,18 +34,22 @@ LIMITS = {
     "swa_window_size": 2**30,
 }
 LIMIT = 2**20
-# Names of the tensors of experts are listed one by one in checkpoints that do not stack them.
+# Most experts of all layers together. Checkpoints that do not stack experts list their tensors one by one.
 MOST_EXPERTS = 2**17
 MISSING = object()
 
 
 def shown(value) -> str:
-    """A value for a message: its repr, cut where it is long or deep."""
+    """The repr of a value for a message, cut where it is long or deep."""
     return reprlib.repr(value)
 
 
 def whole(key: str, value, least: int = 1, most: int | None = None) -> int:
-    """``value`` where it is a whole number in its range, else InputError."""
+    """Returns ``value``.
+
+    Raises:
+        InputError: It is no whole number from ``least`` to ``most`` (None: the key's limit).
+    """
     most = LIMITS.get(key, LIMIT) if most is None else most
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         raise InputError(f"{key} is {shown(value)}: it must be a whole number from {least} to {most}")
@@ -53,33 +57,56 @@ def whole(key: str, value, least: int = 1, most: int | None = None) -> int:
 
 
 def number(key: str, value, least: float, most: float) -> float:
-    """``value`` as a float where it is a number in [least, most], else InputError."""
-    # NaN is in no range.
+    """Returns ``value`` as a float.
+
+    Raises:
+        InputError: It is no number in [least, most].
+    """
+    # The comparison also refuses NaN.
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
         raise InputError(f"{key} is {shown(value)}: it must be a number from {least:g} to {most:g}")
     return float(value)
 
 
 def flag(key: str, value) -> bool:
+    """Returns ``value``.
+
+    Raises:
+        InputError: It is neither true nor false.
+    """
     if not isinstance(value, bool):
         raise InputError(f"{key} is {shown(value)}: it must be true or false")
     return value
 
 
 def words(key: str, value) -> list[str]:
+    """Returns ``value``.
+
+    Raises:
+        InputError: It is no list of strings.
+    """
     if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
         raise InputError(f"{key} is {shown(value)}: it must be a list of strings")
     return value
 
 
 def section(key: str, value) -> dict:
+    """Returns ``value``.
+
+    Raises:
+        InputError: It is no object.
+    """
     if not isinstance(value, dict):
         raise InputError(f"{key} is {shown(value)}: it must be an object")
     return value
 
 
 class Raw(dict):
-    """A raw config, or a part of one. Its methods check what they read; ``null`` is as if the key were absent."""
+    """A raw config or a part of one. Its methods check the values that they read; ``null`` counts as a missing key.
+
+    Attributes:
+        model_type: Of the config, for errors.
+    """
 
     def __init__(self, raw: dict, model_type=None):
         super().__init__(raw)
@@ -94,31 +121,41 @@ class Raw(dict):
         return check(key, value, *limits)
 
     def need(self, key: str, least: int = 1) -> int:
-        """A count or a size that must be there."""
+        """A required count or size."""
         return self._read(whole, key, MISSING, least)
 
     def whole(self, key: str, default, least: int = 1):
+        """A count or size; ``default`` where it is missing."""
         return self._read(whole, key, default, least)
 
     def number(self, key: str, default, least: float, most: float):
+        """A float; ``default`` where it is missing."""
         return self._read(number, key, default, least, most)
 
     def flag(self, key: str, default=False):
+        """A boolean; ``default`` where it is missing."""
         return self._read(flag, key, default)
 
     def words(self, key: str, default):
+        """A list of strings; ``default`` where it is missing."""
         return self._read(words, key, default)
 
     def section(self, key: str) -> dict:
+        """An object; empty where it is missing."""
         return self._read(section, key, {})
 
     @property
     def norm_eps(self) -> float:
-        # A value that is null is no value: no model is meant to divide by zero.
+        """The epsilon of RMSNorm."""
+        # A null is refused here, unlike elsewhere: without an epsilon, a norm may divide by zero.
         return number("rms_norm_eps", self.get("rms_norm_eps", 1e-6), 0.0, 0.1)
 
     def refuse(self, *options: str) -> None:
-        """Raises InputError where one of ``options`` is set: no model here has them."""
+        """Checks that options are off which no model here supports.
+
+        Raises:
+            InputError: One of ``options`` is set.
+        """
         for option in options:
             if self.get(option):
                 raise InputError(
@@ -127,23 +164,34 @@ class Raw(dict):
 
     @property
     def heads(self) -> tuple[int, int, int]:
-        """(query heads, key and value heads, dimensions of a head)."""
+        """(Query heads, key and value heads, dimensions of a head)."""
         heads = self.need("num_attention_heads")
-        shared = self.whole("num_key_value_heads", heads)
-        if heads % shared:
-            raise InputError(f"num_key_value_heads is {shared}: it must divide num_attention_heads, {heads}")
-        return heads, shared, self.whole("head_dim", None) or self.need("hidden_size") // heads
+        kv_heads = self.whole("num_key_value_heads", heads)
+        if heads % kv_heads:
+            raise InputError(f"num_key_value_heads is {kv_heads}: it must divide num_attention_heads, {heads}")
+        return heads, kv_heads, self.whole("head_dim", None) or self.need("hidden_size") // heads
 
 
 def check_activation(raw: dict) -> None:
+    """Checks that the MLP's activation is SiLU.
+
+    Raises:
+        InputError: It is another one.
+    """
     if raw.get("hidden_act", "silu") not in ("silu", "swish"):
         raise InputError(f"hidden_act is {shown(raw['hidden_act'])}: only silu is known")
 
 
 def read_rope(raw: Raw, head_dim: int, partial: float = 1.0) -> RopeSpec:
-    """The rotary embedding, from ``rope_parameters`` or from top-level keys and ``rope_scaling``.
+    """Reads the rotary embedding from ``rope_parameters``, or from top-level keys and ``rope_scaling``.
 
-    ``partial``: the rotated share of a head where the config does not say.
+    Args:
+        raw: The config.
+        head_dim: Dimensions of a head.
+        partial: The rotated share of a head where the config does not name it.
+
+    Raises:
+        InputError: The scaling is unknown or a value is invalid.
     """
     parameters = raw.section("rope_parameters")
     scaling = Raw(raw.section("rope_scaling") | parameters, raw.model_type)
@@ -202,6 +250,14 @@ def _llama3(scaling: Raw, raw: Raw) -> Llama3Spec:
 
 
 def read_attention(text: Raw, *, gated: bool = False, qk_norm: bool = True, partial: float = 1.0) -> AttentionSpec:
+    """Reads the attention layers.
+
+    Args:
+        text: The config.
+        gated: Whether the output is gated.
+        qk_norm: Whether queries and keys are normed.
+        partial: As in `read_rope`.
+    """
     text.refuse("attention_bias", "use_sliding_window")
     check_activation(text)
     heads, kv_heads, head_dim = text.heads
@@ -216,6 +272,7 @@ def read_attention(text: Raw, *, gated: bool = False, qk_norm: bool = True, part
 
 
 def read_delta(text: Raw) -> GatedDeltaSpec:
+    """Reads the Gated DeltaNet layers."""
     spec = GatedDeltaSpec(
         num_key_heads=text.need("linear_num_key_heads"),
         num_value_heads=text.need("linear_num_value_heads"),
@@ -232,8 +289,13 @@ def read_delta(text: Raw) -> GatedDeltaSpec:
 
 
 def read_ffns(text: Raw, *, shared: bool, normalise: bool) -> list[MlpSpec | MoeSpec]:
-    """The feed-forward of each layer. ``shared``: its experts have a shared one beside them; ``normalise``: the chosen
-    experts' weights are made to sum to one."""
+    """Reads the feed-forward of each layer.
+
+    Args:
+        text: The config.
+        shared: Whether mixtures of experts have a shared expert.
+        normalise: Whether the weights of the chosen experts sum to one.
+    """
     depth, step = text.need("num_hidden_layers"), text.whole("decoder_sparse_step", 1)
     dense = text.get("mlp_only_layers") or []
     if not isinstance(dense, list):
@@ -259,7 +321,11 @@ def read_ffns(text: Raw, *, shared: bool, normalise: bool) -> list[MlpSpec | Moe
 
 
 def read_kinds(text: Raw, known: tuple[str, ...], default: list[str]) -> list[str]:
-    """``layer_types``, or ``default``."""
+    """The kind of each layer: ``layer_types``, or ``default`` where that is missing.
+
+    Raises:
+        InputError: The length is wrong, or a kind is not in ``known``.
+    """
     kinds = text.words("layer_types", []) or default
     if len(kinds) != len(default):
         raise InputError(f"layer_types has {len(kinds)} entries, num_hidden_layers is {len(default)}: they must agree")

@@ -1,6 +1,6 @@
 """Tables of weight names that families share: mixers, feed-forwards, and the decoder around them.
 
-``path`` is where a part stands in the module, ``name`` where it stands on disk; both end with a dot.
+``path`` is the prefix of a part in the module, ``name`` its prefix on disk; both end with a dot.
 """
 
 from collections.abc import Callable, Collection
@@ -12,9 +12,13 @@ from dflash_jax.models.families.names import Entry, Tensor, same, stacked
 
 
 def by_key_head(spec: GatedDeltaSpec, rows: tuple[int, ...], path: str, tensors: tuple[Tensor, ...]) -> Entry:
-    """Flat tensors on disk ↔ one parameter grouped by key head: the layout that shards.
+    """The entry of one parameter grouped by key head, the layout that shards; its tensors on disk are flat.
 
-    ``rows``: how many rows each key head has in q, k, v (and z), which lie one after the other on disk.
+    Args:
+        spec: The mixer.
+        rows: Rows of each key head in q, k, v (and z), which follow one another on disk.
+        path: The parameter's path.
+        tensors: Its tensors.
     """
     g, columns = spec.num_key_heads, tensors[0].shape[1:]
     starts = np.cumsum([g * r for r in rows])[:-1]
@@ -33,13 +37,14 @@ def by_key_head(spec: GatedDeltaSpec, rows: tuple[int, ...], path: str, tensors:
 
 
 def conv_entry(path: str, name: str, spec: GatedDeltaSpec) -> Entry:
+    """The entry of the convolution of a Gated DeltaNet mixer."""
     channels, r = spec.num_key_heads * spec.channels_per_key, spec.values_per_key
     rows = (spec.key_dim, spec.key_dim, r * spec.value_dim)
     return by_key_head(spec, rows, f"{path}conv", (Tensor(f"{name}conv1d.weight", (channels, 1, spec.conv_kernel)),))
 
 
 def delta_rest(path: str, name: str, spec: GatedDeltaSpec, hidden: int) -> list[Entry]:
-    """What all layouts of Gated DeltaNet name alike: everything but the input projections."""
+    """The entries that all layouts of Gated DeltaNet share: everything but the input projections."""
     g, r, dv = spec.num_key_heads, spec.values_per_key, spec.value_dim
     heads = spec.num_value_heads
     return [
@@ -52,6 +57,7 @@ def delta_rest(path: str, name: str, spec: GatedDeltaSpec, hidden: int) -> list[
 
 
 def attention_entries(path: str, name: str, spec: AttentionSpec, hidden: int) -> list[Entry]:
+    """The entries of an attention mixer."""
     n, k, d, parts = spec.num_heads, spec.num_kv_heads, spec.head_dim, 2 if spec.gated else 1
     entries = [
         same(f"{path}q", (n, parts, d, hidden), f"{name}q_proj.weight", (n * parts * d, hidden)),
@@ -65,6 +71,7 @@ def attention_entries(path: str, name: str, spec: AttentionSpec, hidden: int) ->
 
 
 def mlp_entries(path: str, name: str, size: int, hidden: int) -> list[Entry]:
+    """The entries of a dense feed-forward; gate and up are one parameter."""
     pair = [Tensor(f"{name}{x}_proj.weight", (size, hidden)) for x in ("gate", "up")]
     return [
         stacked(f"{path}gate_up", (2, size, hidden), pair),
@@ -73,6 +80,7 @@ def mlp_entries(path: str, name: str, size: int, hidden: int) -> list[Entry]:
 
 
 def moe_entries(path: str, name: str, spec: MoeSpec, hidden: int, fused: bool) -> list[Entry]:
+    """The entries of a mixture of experts; ``fused``: experts are stacked on disk."""
     e, f = spec.num_experts, spec.intermediate_size
     gate_up, down = (e, 2, f, hidden), (e, hidden, f)
     entries = [same(f"{path}router", (e, hidden), f"{name}gate.weight")]
@@ -93,11 +101,15 @@ def moe_entries(path: str, name: str, spec: MoeSpec, hidden: int, fused: bool) -
 def decoder_entries(
     config: ModelConfig, names: Collection[str], delta: Callable[..., list[Entry]] | None = None, prefix: str = "model."
 ) -> list[Entry]:
-    """The table of a whole target for a checkpoint that holds ``names`` (none: fused experts).
+    """The table of a whole target.
 
-    ``delta(path, name, spec, hidden)`` gives the entries of a Gated DeltaNet mixer.
+    Args:
+        config: The target's configuration.
+        names: Tensors of the checkpoint, which tell whether experts are fused; none: fused.
+        delta: ``delta(path, name, spec, hidden)`` returns the entries of a Gated DeltaNet mixer.
+        prefix: Prefix of the decoder on disk.
     """
-    # Of these layers: those of an MTP head may be packed otherwise.
+    # Only the decoder's layers count: an MTP head may be packed differently.
     fused = not any(n.startswith(f"{prefix}layers.") and ".mlp.experts.0." in n for n in names)
     hidden = config.hidden_size
     entries = [

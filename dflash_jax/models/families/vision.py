@@ -1,10 +1,10 @@
-"""The vision tower of Qwen3.5 and Qwen3.6: its tensors on disk, which are counted and carried, not run."""
+"""The vision tower of Qwen3.5 and Qwen3.6: its tensors are counted and converted, but not run."""
 
 from dflash_jax.models.families.reading import Raw
 
 
 def vision_tensors(raw: dict) -> dict[str, tuple[int, ...]]:
-    """Name (behind ``model.visual.``) → shape, from ``vision_config``; none where that is empty."""
+    """Shapes of the tower's tensors by name (behind ``model.visual.``); none for an empty ``vision_config``."""
     if not raw:
         return {}
     raw = Raw(raw, "vision_config")
