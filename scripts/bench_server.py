@@ -23,7 +23,7 @@ FORM = "(?s:.){1,100000}"
 
 
 async def direct(serving, new: int, count: int, block, grammar: bool = False) -> float:
-    from dflash_jax.server.grammar import Constraint
+    from dflash_jax.server.constraint import Constraint
 
     params = SamplingParams(temperature=0.7, max_tokens=new, ignore_eos=True)
     compiled = await serving.grammar.grammar(Constraint("regex", FORM, "regex")) if grammar else None

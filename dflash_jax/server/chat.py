@@ -7,12 +7,12 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from dflash_jax.frontend.sequence import TextSequence
-from dflash_jax.server import prepare, request_id, schema
+from dflash_jax.server import chat_schema, prepare, request_id, schema
 from dflash_jax.server.answer_schema import ChatCompletion
 from dflash_jax.server.answers import chat_logprobs, prompt_logprobs, request_metrics, stop_reasons, timings, usage
+from dflash_jax.server.constraint import Constraint, tag_in_lark
 from dflash_jax.server.conversation import Conversation, Delta, Parser, converse, text_of
 from dflash_jax.server.errors import ApiError
-from dflash_jax.server.grammar import Constraint, tag_in_lark
 from dflash_jax.server.large_answers import json_response
 from dflash_jax.server.serving import Serving, while_connected
 from dflash_jax.server.stream import EventStream, Later, frame
@@ -21,7 +21,7 @@ from dflash_jax.server.tools import END, START, CallDelta, joined
 router = APIRouter()
 
 
-def tool_constraint(serving: Serving, body: schema.ChatRequest, xml: bool) -> Constraint | None:
+def tool_constraint(serving: Serving, body: chat_schema.ChatRequest, xml: bool) -> Constraint | None:
     """What ``tool_choice`` demands."""
     choice, tools = body.tool_choice, [t.function.model_dump(exclude_none=True) for t in body.tools or ()]
     if choice in (None, "none", "auto"):
@@ -29,9 +29,9 @@ def tool_constraint(serving: Serving, body: schema.ChatRequest, xml: bool) -> Co
     if not tools:
         raise ApiError(400, "tool_choice asks for a call, and there are no tools", "tool_choice")
     several, optional = body.parallel_tool_calls is not False, False
-    if isinstance(choice, schema.NamedTool):
+    if isinstance(choice, chat_schema.NamedTool):
         tools, several = _named(tools, [choice.function.name], "tool_choice.function.name"), False
-    elif isinstance(choice, schema.AllowedToolsChoice):
+    elif isinstance(choice, chat_schema.AllowedToolsChoice):
         names = [tool.function.name for tool in choice.allowed_tools.tools]
         tools, optional = _named(tools, names, "tool_choice.allowed_tools.tools"), choice.allowed_tools.mode == "auto"
     if serving.grammar is None:
@@ -49,11 +49,11 @@ def _named(tools: list[dict], names: Sequence[str], where: str) -> list[dict]:
     return [known[name] for name in dict.fromkeys(names)]
 
 
-def tools_in_use(body: schema.ChatRequest) -> list[schema.Tool] | None:
+def tools_in_use(body: chat_schema.ChatRequest) -> list[chat_schema.Tool] | None:
     return None if body.tool_choice == "none" else body.tools
 
 
-def check(serving: Serving, body: schema.ChatRequest) -> None:
+def check(serving: Serving, body: chat_schema.ChatRequest) -> None:
     """What fields demand of each other."""
     serving.check_model(body.model)
     if body.top_logprobs and not body.logprobs:
@@ -64,7 +64,7 @@ def check(serving: Serving, body: schema.ChatRequest) -> None:
         raise ApiError(400, "prompt_logprobs is not possible with stream: true", "prompt_logprobs")
 
 
-async def prepared(serving: Serving, body: schema.ChatRequest) -> tuple[Conversation, list[TextSequence]]:
+async def prepared(serving: Serving, body: chat_schema.ChatRequest) -> tuple[Conversation, list[TextSequence]]:
     """The rows that a request asks for."""
     check(serving, body)
     n = prepare.check_counts(serving, body)
@@ -98,7 +98,7 @@ async def prepared(serving: Serving, body: schema.ChatRequest) -> tuple[Conversa
 
 
 @router.post("/v1/chat/completions", responses={200: {"model": ChatCompletion}}, response_model=None)
-async def chat_completions(http: Request, body: schema.ChatRequest):
+async def chat_completions(http: Request, body: chat_schema.ChatRequest):
     serving: Serving = http.app.state.serving
     name = request_id.choose("chatcmpl-", body.request_id, body.rid)
     talk, rows = await while_connected(http, prepared(serving, body))
@@ -113,7 +113,7 @@ async def chat_completions(http: Request, body: schema.ChatRequest):
 
 
 async def whole(
-    serving: Serving, body: schema.ChatRequest, talk: Conversation, rows: list[TextSequence], head: dict
+    serving: Serving, body: chat_schema.ChatRequest, talk: Conversation, rows: list[TextSequence], head: dict
 ) -> Response:
     parsers, deltas = [talk.parser(body.shown_reasoning) for _ in rows], [[] for _ in rows]
     async for i, piece in serving.merged(rows):
@@ -123,7 +123,7 @@ async def whole(
 
 def built(
     serving: Serving,
-    body: schema.ChatRequest,
+    body: chat_schema.ChatRequest,
     talk: Conversation,
     rows: list[TextSequence],
     head: dict,
@@ -157,13 +157,13 @@ def built(
     return value | (request_metrics(rows) if serving.additions.metrics else {})
 
 
-def echoed(messages: Sequence[schema.Message]) -> str:
+def echoed(messages: Sequence[chat_schema.Message]) -> str:
     """What an answer begins with under ``echo``: the text of the last message, if it is the assistant's."""
     last = messages[-1]
     return text_of(last.content, f"messages[{len(messages) - 1}]") if last.role == "assistant" else ""
 
 
-def logprobs_of(serving: Serving, body: schema.ChatRequest, entries: Sequence[dict]) -> dict:
+def logprobs_of(serving: Serving, body: chat_schema.ChatRequest, entries: Sequence[dict]) -> dict:
     as_ids = serving.additions.as_ids(body.return_tokens_as_token_ids)
     content = chat_logprobs(serving.llm.tokenizer, entries, as_ids=as_ids)
     return {"content": content, "refusal": None}
@@ -187,7 +187,7 @@ def _as_call(call: CallDelta) -> dict:
 
 
 async def streamed(
-    serving: Serving, body: schema.ChatRequest, talk: Conversation, rows: list[TextSequence], head: dict
+    serving: Serving, body: chat_schema.ChatRequest, talk: Conversation, rows: list[TextSequence], head: dict
 ) -> AsyncGenerator[bytes, None]:
     wants = serving.additions.stream_options(body.stream_options or schema.StreamOptions())
     parsers, begun = [talk.parser(body.shown_reasoning) for _ in rows], []

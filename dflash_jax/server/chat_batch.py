@@ -7,7 +7,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from dflash_jax.frontend.sequence import TextSequence
-from dflash_jax.server import chat, request_id, schema
+from dflash_jax.server import chat, chat_schema, request_id
 from dflash_jax.server.answer_schema import ChatCompletion
 from dflash_jax.server.answers import usage
 from dflash_jax.server.conversation import Conversation
@@ -19,7 +19,7 @@ from dflash_jax.server.stream import Later
 router = APIRouter()
 
 
-def check(serving: Serving, body: schema.ChatBatchRequest) -> None:
+def check(serving: Serving, body: chat_schema.ChatBatchRequest) -> None:
     """What is possible for one conversation only."""
     for field, is_wrong in {"stream": body.stream, "n": body.n not in (None, 1), "tools": body.tools}.items():
         if is_wrong:
@@ -30,12 +30,12 @@ def check(serving: Serving, body: schema.ChatBatchRequest) -> None:
 
 
 async def prepared(
-    serving: Serving, body: schema.ChatBatchRequest
-) -> tuple[list[schema.ChatRequest], list[Conversation], list[TextSequence]]:
+    serving: Serving, body: chat_schema.ChatBatchRequest
+) -> tuple[list[chat_schema.ChatRequest], list[Conversation], list[TextSequence]]:
     """A request, a conversation and a sequence for each list of messages."""
     check(serving, body)
     # The fields are validated: once is enough.
-    bodies = [schema.ChatRequest.model_construct(**dict(body) | {"messages": given}) for given in body.messages]
+    bodies = [chat_schema.ChatRequest.model_construct(**dict(body) | {"messages": given}) for given in body.messages]
     talks, rows = [], []
     for i, each in enumerate(bodies):
         try:
@@ -48,7 +48,7 @@ async def prepared(
 
 
 @router.post("/v1/chat/completions/batch", responses={200: {"model": ChatCompletion}}, response_model=None)
-async def chat_completions_batch(http: Request, body: schema.ChatBatchRequest):
+async def chat_completions_batch(http: Request, body: chat_schema.ChatBatchRequest):
     serving: Serving = http.app.state.serving
     name = request_id.choose("chatcmpl-", body.request_id, body.rid)
     bodies, talks, rows = await while_connected(http, prepared(serving, body))
@@ -59,7 +59,11 @@ async def chat_completions_batch(http: Request, body: schema.ChatBatchRequest):
 
 
 async def whole(
-    serving: Serving, bodies: list[schema.ChatRequest], talks: list[Conversation], rows: list[TextSequence], head: dict
+    serving: Serving,
+    bodies: list[chat_schema.ChatRequest],
+    talks: list[Conversation],
+    rows: list[TextSequence],
+    head: dict,
 ) -> Response:
     parsers = [talk.parser(body.shown_reasoning) for talk, body in zip(talks, bodies, strict=True)]
     deltas = [[] for _ in rows]

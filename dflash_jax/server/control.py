@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request
 
 from dflash_jax.engine.engine import EngineError, QueueFullError
 from dflash_jax.sampling_params import SamplingParams
-from dflash_jax.server import schema
+from dflash_jax.server import native_schema
 from dflash_jax.server.answer_schema import Flushed, Status
 from dflash_jax.server.errors import ApiError, JsonResponse
 from dflash_jax.server.serving import Serving
@@ -115,7 +115,7 @@ async def reset_prefix_cache(http: Request):
 
 
 @router.post("/abort_request", response_model=None)
-async def abort_request(http: Request, body: schema.AbortRequest):
+async def abort_request(http: Request, body: native_schema.AbortRequest):
     """Ends a request by its id, or with ``abort_all`` all; only requests of the same API key. Their answers end with
     the finish_reason "abort". A request that is unknown, or has ended, is no error."""
     if not body.rid and not body.abort_all:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.sequence import Piece, TextSequence
 from dflash_jax.frontend.tokenizer import RESERVED
-from dflash_jax.server import schema
+from dflash_jax.server import chat_schema
 from dflash_jax.server.errors import ApiError, TooLongError
 from dflash_jax.server.reasoning import CLOSE, OPEN, ReasoningSplitter, is_open
 from dflash_jax.server.serving import Serving
@@ -34,7 +34,7 @@ class Parser:
         self,
         is_thinking: bool,
         tools: ToolParser | None,
-        shown: schema.ShownReasoning = "stream",
+        shown: chat_schema.ShownReasoning = "stream",
         has_one_call: bool = False,
     ):
         self._splitter, self._tools, self._shown = ReasoningSplitter(is_thinking), tools, shown
@@ -133,7 +133,7 @@ class Conversation:
     # Whether it has one call at most, behind which it ends.
     has_one_call: bool = False
 
-    def parser(self, shown: schema.ShownReasoning = "stream") -> Parser:
+    def parser(self, shown: chat_schema.ShownReasoning = "stream") -> Parser:
         return Parser(self.thought == "open", self._tool_parser(), shown, self.has_one_call)
 
     def ends(self) -> FirstCall | None:
@@ -145,7 +145,7 @@ class Conversation:
         return ToolParser(self.xml, self.tools, self.is_forced) if self.tools else None
 
 
-def text_of(content: str | list[schema.Part] | None, where: str) -> str:
+def text_of(content: str | list[chat_schema.Part] | None, where: str) -> str:
     """Text parts joined; a refusal is text too. Raises ApiError for others."""
     if isinstance(content, str) or content is None:
         return content or ""
@@ -159,7 +159,7 @@ def text_of(content: str | list[schema.Part] | None, where: str) -> str:
     return "".join(texts)
 
 
-def as_template(messages: Sequence[schema.Message]) -> list[dict]:
+def as_template(messages: Sequence[chat_schema.Message]) -> list[dict]:
     """Messages as chat templates read them."""
     found = []
     for i, m in enumerate(messages):
@@ -179,14 +179,14 @@ def as_template(messages: Sequence[schema.Message]) -> list[dict]:
     return found
 
 
-def _check_arguments(messages: Sequence[schema.Message], most: int) -> None:
+def _check_arguments(messages: Sequence[chat_schema.Message], most: int) -> None:
     """Raises ApiError where calls' arguments, JSON inside of the body's JSON, may have more than ``most`` values."""
     given = (call.function.arguments for m in messages for call in m.tool_calls or ())
     if sum(text.count(mark) for text in given if isinstance(text, str) for mark in ",[{") > most:
         raise TooLongError(f"messages: the arguments of calls have more than {most} values", "messages")
 
 
-def _call(call: schema.Call, where: str) -> dict:
+def _call(call: chat_schema.Call, where: str) -> dict:
     arguments = call.function.arguments
     if isinstance(arguments, str):
         try:
@@ -208,7 +208,7 @@ def check_parameters(schema: dict, where: str) -> None:
         raise ApiError(400, f"{where}.required must be a list of names", f"{where}.required")
 
 
-def template_options(serving: Serving, body: schema.Templated, messages: Sequence[schema.Message]) -> dict:
+def template_options(serving: Serving, body: chat_schema.Templated, messages: Sequence[chat_schema.Message]) -> dict:
     """What `Templates.render` takes beside messages and tools."""
     options = body.template_options
     if reserved := RESERVED & set(options):
@@ -233,9 +233,9 @@ def template_options(serving: Serving, body: schema.Templated, messages: Sequenc
 
 async def converse(
     serving: Serving,
-    messages: Sequence[schema.Message],
-    tools: Sequence[schema.Tool] | None,
-    body: schema.Templated,
+    messages: Sequence[chat_schema.Message],
+    tools: Sequence[chat_schema.Tool] | None,
+    body: chat_schema.Templated,
 ) -> Conversation:
     """Renders a conversation as ``body`` wants it, and tokenises it."""
     tokenizer = serving.llm.tokenizer
@@ -250,7 +250,7 @@ async def converse(
     options, conversation = template_options(serving, body, messages), as_template(messages)
     try:
         text = await serving.templates.render(conversation, given, **options)
-        is_truncated = isinstance(body, schema.ChatRequest) and body.truncate_prompt_tokens is not None
+        is_truncated = isinstance(body, chat_schema.ChatRequest) and body.truncate_prompt_tokens is not None
         ids = await serving.texts.encode(text, "messages", is_truncated=is_truncated)
         # Before it is truncated, it may be too long to be checked here.
         prompt = await serving.texts.prompt(ids, "messages", is_truncated=True)

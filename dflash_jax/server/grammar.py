@@ -5,7 +5,6 @@ server's side: it starts them, limits them, keeps compiled grammars, and asks fo
 """
 
 import asyncio
-import contextlib
 import hashlib
 import json
 import logging
@@ -13,84 +12,25 @@ import socket
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 
 import numpy as np
 
 from dflash_jax.errors import InputError
-from dflash_jax.frontend.tokenizer import Tokenizer
+from dflash_jax.server.compilation_queue import CompilationQueue, GrammarLimits
+from dflash_jax.server.constraint import MOST_CHARACTERS, Constraint
 from dflash_jax.server.errors import ApiError
 from dflash_jax.server.grammar_walk import GrammarTokens
 from dflash_jax.server.grammar_worker import REFUSAL
-from dflash_jax.server.reasoning import CLOSE, OPEN
 from dflash_jax.server.worker_loop import framed
 from dflash_jax.server.worker_memory import WorkerMemory
 from dflash_jax.server.worker_process import Nursery, WorkerProcess
 
 log = logging.getLogger("dflash_jax.server")
 
-# Most characters of a schema, regular expression or grammar.
-MOST_CHARACTERS = 65536
 # Seconds between two looks at the processes' memory.
 WATCH_S = 0.25
-
-
-@dataclass(frozen=True)
-class GrammarLimits:
-    """What grammars may cost.
-
-    Attributes:
-        compile_s: Seconds of a processor that a compilation may take.
-        wait_s: Seconds on the clock that it may take.
-        step_s: Seconds on the clock that the masks of one round may take.
-        memory_bytes: Memory that one process may take.
-        total_bytes: Memory that all of them may take together.
-        compilations: Compilations at a time.
-        sure_s: Seconds that a compilation has before it may be given up for another that waits.
-        waiting: Requests that may wait for a compilation to begin.
-        cached: Compiled grammars that are kept while no request uses them.
-        grace_s: Seconds that a request has from its grammar to its first mask: until then the grammar is kept.
-    """
-
-    compile_s: int = 10
-    wait_s: float = 30.0
-    step_s: float = 10.0
-    memory_bytes: int = 2**29
-    total_bytes: int = 2**31
-    compilations: int = 16
-    sure_s: float = 2.0
-    waiting: int = 256
-    cached: int = 64
-    grace_s: float = 30.0
-
-
-@dataclass(frozen=True)
-class Constraint:
-    """The form that a text must have.
-
-    Attributes:
-        kind: "json" (any object), "schema", "regex", "grammar" (EBNF: GBNF's or Lark's), "choice",
-            "structural_tag" or "calls".
-        value: As each kind needs it, out of JSON's types.
-        field: The request's field, for errors.
-    """
-
-    kind: str
-    value: object
-    field: str
-
-
-def grammar_tokens(tokenizer: Tokenizer, vocab: int, stop_ids: Sequence[int]) -> GrammarTokens:
-    """A checkpoint's tokens as grammars see them; the tokenizer has a file."""
-    blanks = [i for n in (1, 2) for i in tokenizer.encode_plain("\n" * n)]
-    tags = (tuple(tokenizer.encode_plain(tag)) for tag in (OPEN, CLOSE))
-    return GrammarTokens(str(tokenizer.file), vocab, tuple(stop_ids), *tags, tuple(blanks))
-
-
-def tag_in_lark(tokenizer: Tokenizer, tag: str) -> str:
-    """A tag as Lark writes it: by its token where it is one."""
-    return tag if len(tokenizer.encode_plain(tag)) == 1 else json.dumps(tag)
 
 
 class Grammar:
@@ -187,8 +127,8 @@ class GrammarMask:
 class GrammarProcesses:
     """All processes of one server. Compiled grammars are kept by their content."""
 
-    def __init__(self, tokens: GrammarTokens, limits: GrammarLimits = GrammarLimits()):
-        self.tokens, self.limits = tokens, limits
+    def __init__(self, tokens: GrammarTokens, limits: GrammarLimits | None = None):
+        self.tokens, self.limits = tokens, limits or GrammarLimits()
         # For what the event loop, the engine's thread and the watch share.
         self.lock = threading.RLock()
         failure = f"{tokens.file}: llguidance cannot read it, so there is no structured output"
@@ -199,10 +139,7 @@ class GrammarProcesses:
         self._cache: OrderedDict[str, Grammar] = OrderedDict()
         self._tasks: dict[str, asyncio.Task] = {}
         self._waiters: dict[str, int] = {}
-        self._compiling: list[WorkerProcess] = []
-        # Requests that wait for a place, and those that have one.
-        self._queued = self._running = 0
-        self._freed: asyncio.Event | None = None
+        self._queue = CompilationQueue(self.limits)
 
     def start(self) -> None:
         """Starts the nursery, where it does not run. Takes as long as a tokenizer takes to read."""
@@ -291,7 +228,7 @@ class GrammarProcesses:
                 grammar.end()
 
     async def _compiled(self, key: str, constraint: Constraint) -> Grammar:
-        async with self._place():
+        async with self._queue.place():
             grammar = await self._attempt(constraint) or await self._attempt(constraint, is_last=True)
         self._keep(key, grammar)
         return grammar
@@ -299,7 +236,7 @@ class GrammarProcesses:
     async def _attempt(self, constraint: Constraint, is_last: bool = False) -> Grammar | None:
         """None where the nursery has died, unless this ``is_last``."""
         process = await self._forked()
-        self._compiling.append(process)
+        self._queue.compiling.append(process)
         try:
             return Grammar(self, process, await self._compile(process, constraint))
         except BaseException as e:
@@ -313,7 +250,7 @@ class GrammarProcesses:
             self._nursery.lose(process.parent)
             return None
         finally:
-            self._compiling.remove(process)
+            self._queue.compiling.remove(process)
 
     def _too_much(self, constraint: Constraint) -> str:
         limits = self.limits
@@ -354,34 +291,6 @@ class GrammarProcesses:
         if "error" in answer:
             raise InputError(answer["error"])
         return answer["notes"]
-
-    @contextlib.asynccontextmanager
-    async def _place(self) -> AsyncIterator[None]:
-        """Room for one more compilation: the longest one is given up where all have had their time."""
-        if self._freed is None:
-            self._freed = asyncio.Event()
-        self._queued += 1
-        try:
-            if self._queued > self.limits.waiting + self.limits.compilations:
-                raise ApiError(503, f"{self._queued} texts' forms are being compiled: try again later")
-            while self._running >= self.limits.compilations:
-                self._freed.clear()
-                oldest = min(self._compiling, key=lambda p: p.began, default=None)
-                left = self.limits.sure_s if oldest is None else oldest.began + self.limits.sure_s - time.monotonic()
-                if left <= 0:
-                    oldest.kill("the server compiles the forms of other texts: try again later")
-                    await asyncio.sleep(0.01)
-                    continue
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._freed.wait(), left)
-            self._running += 1
-        finally:
-            self._queued -= 1
-        try:
-            yield
-        finally:
-            self._running -= 1
-            self._freed.set()
 
     def _watch_memory(self) -> None:
         """Ends what could not be ended before, and the largest process while all of them take too much."""

@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from dflash_jax.server import neutral_fields
-from dflash_jax.server.schema import Part
+from dflash_jax.server.chat_schema import Part
 from dflash_jax.server.schema_base import Body, Items, Json, Strict
 
 

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from dflash_jax.frontend.sequence import TextSequence
-from dflash_jax.server import prepare, request_id, schema
+from dflash_jax.server import native_schema, prepare, request_id
 from dflash_jax.server.answer_schema import Generated
 from dflash_jax.server.answers import finite, token_text
 from dflash_jax.server.errors import ApiError
@@ -35,7 +35,7 @@ class Asked:
     is_new: bool
 
 
-def prompts_of(body: schema.GenerateRequest) -> tuple[list, bool]:
+def prompts_of(body: native_schema.GenerateRequest) -> tuple[list, bool]:
     """(prompts, whether there may be several)."""
     if (body.text is None) == (body.input_ids is None):
         raise ApiError(400, "give text or input_ids, and one of them only", "text")
@@ -47,7 +47,9 @@ def prompts_of(body: schema.GenerateRequest) -> tuple[list, bool]:
     return ([given], False) if isinstance(given[0], int) else (given, True)
 
 
-async def prepared(serving: Serving, body: schema.GenerateRequest) -> tuple[list[tuple[TextSequence, bool]], bool]:
+async def prepared(
+    serving: Serving, body: native_schema.GenerateRequest
+) -> tuple[list[tuple[TextSequence, bool]], bool]:
     """(rows, each with whether new tokens of it are wanted; whether there may be several)."""
     prompts, several = prompts_of(body)
     prepare.check_logprobs(serving, body)
@@ -62,7 +64,7 @@ async def prepared(serving: Serving, body: schema.GenerateRequest) -> tuple[list
         named = [named] * len(prompts)
     named = _each(named, len(prompts), "token_ids_logprob")
     for i, (prompt, wanted) in enumerate(zip(prompts, each, strict=True)):
-        wanted = wanted or schema.NativeSampling()
+        wanted = wanted or native_schema.NativeSampling()
         n = prepare.check_counts(serving, wanted, len(prompts))
         ids = await serving.texts.prompt(prompt, "text" if isinstance(prompt, str) else "input_ids")
         is_new = wanted.max_new_tokens != 0
@@ -94,7 +96,7 @@ def _each(given, count: int, name: str) -> list:
     return given
 
 
-def names_of(body: schema.GenerateRequest, count: int) -> list[str]:
+def names_of(body: native_schema.GenerateRequest, count: int) -> list[str]:
     """The request's id of each of an answer's ``count`` texts."""
     if isinstance(body.rid, list):
         return [rid for rid in body.rid for _ in range(count // len(body.rid))]
@@ -111,7 +113,9 @@ def numbered(names: list[str]) -> list[str]:
     return ids
 
 
-def answer(serving: Serving, body: schema.GenerateRequest, asked: Asked, began: float, ended: str | None) -> dict:
+def answer(
+    serving: Serving, body: native_schema.GenerateRequest, asked: Asked, began: float, ended: str | None
+) -> dict:
     """What was told of a row so far, and why it ``ended``. ``meta_info`` as SGLang's benchmarks and z-lab's read it."""
     row, request, tokenizer = asked.row, asked.row.request, serving.llm.tokenizer
     token_ids, logprobs = (list(row.token_ids), row.logprobs or []) if asked.is_new else ([], [])
@@ -154,7 +158,7 @@ def thought_tokens(serving: Serving, token_ids: list[int]) -> int:
     return 0 if tokenizer is None else count_tokens(token_ids, tokenizer.encode_plain(CLOSE))
 
 
-def _logprobs(side: str, tokenizer, entries: list[dict], body: schema.GenerateRequest) -> dict:
+def _logprobs(side: str, tokenizer, entries: list[dict], body: native_schema.GenerateRequest) -> dict:
     def triple(token: int, value: float | None) -> list:
         text = token_text(tokenizer, token)[0] if body.return_text_in_logprobs else None
         return [None if value is None else finite(value), token, text]
@@ -170,7 +174,7 @@ def _logprobs(side: str, tokenizer, entries: list[dict], body: schema.GenerateRe
 
 
 @router.post("/generate", responses={200: {"model": Generated | list[Generated]}}, response_model=None)
-async def generate(http: Request, body: schema.GenerateRequest):
+async def generate(http: Request, body: native_schema.GenerateRequest):
     serving: Serving = http.app.state.serving
     began = time.perf_counter()
     wanted, several = await while_connected(http, prepared(serving, body))
@@ -185,7 +189,12 @@ async def generate(http: Request, body: schema.GenerateRequest):
 
 
 async def whole(
-    http: Request, serving: Serving, body: schema.GenerateRequest, texts: list[Asked], several: bool, began: float
+    http: Request,
+    serving: Serving,
+    body: native_schema.GenerateRequest,
+    texts: list[Asked],
+    several: bool,
+    began: float,
 ) -> Response:
     rows = [text.row for text in texts]
     await while_connected(http, serving.run(rows))
@@ -198,7 +207,7 @@ async def whole(
 
 
 async def streamed(
-    serving: Serving, body: schema.GenerateRequest, texts: list[Asked], several: bool, began: float
+    serving: Serving, body: native_schema.GenerateRequest, texts: list[Asked], several: bool, began: float
 ) -> AsyncGenerator[bytes, None]:
     """Each event has all of the text so far, as SGLang's."""
     async for i, piece in serving.merged([text.row for text in texts]):

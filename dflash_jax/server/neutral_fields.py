@@ -1,8 +1,8 @@
-"""Fields of OpenAI, vLLM and SGLang that a request may have although they do nothing here.
+"""Fields of OpenAI, vLLM and SGLang that requests may have although they have no effect here.
 
-A table maps a field's name to what it may be beside null: values at which the other servers do nothing either, or types
-where no value can change the text. `schema.Body` takes such fields out of a request before it is validated, and refuses
-other values by name. A field that does something is a field of `schema` instead, and in no table.
+A table maps a field's name to its allowed values beside null: values without effect in the other servers, or types
+where no value changes the text. `schema_base.Body` removes such fields from a request before it is validated, and
+refuses other values by name. A field that has an effect is a field of a schema, and in no table.
 """
 
 import json

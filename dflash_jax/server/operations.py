@@ -5,7 +5,7 @@ from importlib.metadata import version
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from dflash_jax.server import schema
+from dflash_jax.server import chat_schema, schema
 from dflash_jax.server.answer_schema import Error, Model, Models, Status, Text, Tokens, Version
 from dflash_jax.server.conversation import converse
 from dflash_jax.server.errors import ApiError, JsonResponse
@@ -70,7 +70,7 @@ async def metrics(http: Request):
 
 
 @router.post("/tokenize", responses={200: {"model": Tokens}}, response_model=None)
-async def tokenize(http: Request, body: schema.TokenizeRequest):
+async def tokenize(http: Request, body: chat_schema.TokenizeRequest):
     serving: Serving = http.app.state.serving
     serving.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):

@@ -12,8 +12,9 @@ from dflash_jax.errors import InputError
 from dflash_jax.frontend.sequence import TextSequence
 from dflash_jax.sampling_params import SamplingParams
 from dflash_jax.server import schema
+from dflash_jax.server.constraint import MOST_CHARACTERS, Constraint
 from dflash_jax.server.errors import ApiError
-from dflash_jax.server.grammar import MOST_CHARACTERS, Constraint, Grammar
+from dflash_jax.server.grammar import Grammar
 from dflash_jax.server.notes import note
 from dflash_jax.server.reasoning import CLOSE, OPEN, open_thought
 from dflash_jax.server.serving import prepared

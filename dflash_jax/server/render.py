@@ -8,7 +8,17 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
 from dflash_jax.frontend.sequence import TextSequence
-from dflash_jax.server import chat, completions, native, responses, schema
+from dflash_jax.server import (
+    chat,
+    chat_schema,
+    completions,
+    native,
+    native_schema,
+    responses,
+    responses_schema,
+    schema,
+    schema_base,
+)
 from dflash_jax.server.answer_schema import Rendered
 from dflash_jax.server.errors import ApiError, JsonResponse
 from dflash_jax.server.serving import Serving, while_connected
@@ -17,11 +27,11 @@ router = APIRouter()
 
 # The field that tells an interface: what reads such a body, and answers it.
 INVOCATIONS = {
-    "messages": (schema.ChatRequest, chat.chat_completions),
+    "messages": (chat_schema.ChatRequest, chat.chat_completions),
     "prompt": (schema.CompletionRequest, completions.completions),
-    "input": (schema.ResponsesRequest, responses.responses),
-    "text": (schema.GenerateRequest, native.generate),
-    "input_ids": (schema.GenerateRequest, native.generate),
+    "input": (responses_schema.ResponsesRequest, responses.responses),
+    "text": (native_schema.GenerateRequest, native.generate),
+    "input_ids": (native_schema.GenerateRequest, native.generate),
 }
 
 
@@ -39,7 +49,7 @@ def rendered(serving: Serving, body: schema.OpenAiSampling, row: TextSequence, n
 
 
 @router.post("/v1/chat/completions/render", responses={200: {"model": Rendered}}, response_model=None)
-async def render_chat(http: Request, body: schema.ChatRequest):
+async def render_chat(http: Request, body: chat_schema.ChatRequest):
     """The prompt's token ids and the sampling parameters of a chat; refuses what the chat itself would."""
     serving: Serving = http.app.state.serving
     _, rows = await while_connected(http, chat.prepared(serving, body))
@@ -55,7 +65,7 @@ async def render_completions(http: Request, body: schema.CompletionRequest):
 
 
 @router.post("/invocations", response_model=None)
-async def invocations(http: Request, body: schema.Json):
+async def invocations(http: Request, body: schema_base.Json):
     """A body of any of the interfaces for text, known by its field: messages, prompt, input, text or input_ids."""
     kind = next((name for name in INVOCATIONS if name in body), None)
     if kind is None:

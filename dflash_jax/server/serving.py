@@ -18,8 +18,9 @@ from dflash_jax.engine.service import AsyncEngine
 from dflash_jax.frontend.llm import LLM
 from dflash_jax.frontend.sequence import Piece, TextSequence
 from dflash_jax.server.additions import Additions
+from dflash_jax.server.constraint import grammar_tokens
 from dflash_jax.server.errors import ApiError, TooLongError
-from dflash_jax.server.grammar import GrammarProcesses, grammar_tokens
+from dflash_jax.server.grammar import GrammarProcesses
 from dflash_jax.server.metrics import Metrics
 from dflash_jax.server.observe import begun
 from dflash_jax.server.response_store import ResponseStore

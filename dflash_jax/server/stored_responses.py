@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response as HttpResponse
 
-from dflash_jax.server import schema
+from dflash_jax.server import responses_schema
 from dflash_jax.server.answer_schema import DeletedResponse, InputItems, Response
 from dflash_jax.server.body import STEP_BYTES
 from dflash_jax.server.conversation import text_of
@@ -37,7 +37,7 @@ async def stored(http: Request, response_id: str, param: str | None = None) -> S
     return entry
 
 
-async def earlier_items(http: Request, body: schema.ResponsesRequest) -> list[bytes]:
+async def earlier_items(http: Request, body: responses_schema.ResponsesRequest) -> list[bytes]:
     """The items of all turns before this one, each as JSON: only those that the turn reads are parsed."""
     if body.previous_response_id is None:
         return []
@@ -61,7 +61,7 @@ def _dumped(item: dict) -> bytes:
     return json.dumps(item, separators=(",", ":")).encode("ascii")
 
 
-async def stored_items(serving: Serving, earlier: list[bytes], given: Sequence[schema.InputItem]) -> bytes:
+async def stored_items(serving: Serving, earlier: list[bytes], given: Sequence[responses_schema.InputItem]) -> bytes:
     """The conversation as it is stored. ``given`` must be read before, by `as_messages`. Raises ApiError where the
     conversation has more bytes than a body may, which its text alone need not have: templates drop old thoughts."""
     lines, size, written = list(earlier), sum(map(len, earlier)), 0
@@ -76,7 +76,7 @@ async def stored_items(serving: Serving, earlier: list[bytes], given: Sequence[s
     return b"\n".join(lines)
 
 
-def _item(item: schema.InputItem) -> dict:
+def _item(item: responses_schema.InputItem) -> dict:
     """An input item as answers list it: with an id, and without what is not read."""
     kind, more = item.type or "message", item.model_extra or {}
     given, fresh = more.get("id"), f"{IDS[kind]}_{uuid.uuid4().hex}"

@@ -2,7 +2,7 @@
 
 from collections.abc import Awaitable, Callable, Sequence
 
-from dflash_jax.server import schema
+from dflash_jax.server import chat_schema, responses_schema
 from dflash_jax.server.chat import tools_in_use
 from dflash_jax.server.conversation import converse
 from dflash_jax.server.errors import TooLongError
@@ -13,7 +13,7 @@ OF_MODEL = ("assistant", "reasoning", CALL)
 OF_SYSTEM = ("system", "developer")
 
 
-def droppable(items: Sequence[schema.InputItem]) -> list[list[int]]:
+def droppable(items: Sequence[responses_schema.InputItem]) -> list[list[int]]:
     """The items that may be dropped, as groups of indices, the oldest group first.
 
     A group is dropped as a whole, so that chat templates accept the remaining items. It is a turn, which begins with a
@@ -52,16 +52,16 @@ def droppable(items: Sequence[schema.InputItem]) -> list[list[int]]:
     return [group for group in groups if newest.isdisjoint(group)]
 
 
-def _kind(item: schema.InputItem) -> str | None:
+def _kind(item: responses_schema.InputItem) -> str | None:
     """The type of an item, of a message its role."""
     return item.role if item.type in (None, "message") else item.type
 
 
-def _call_id(item: schema.InputItem) -> str | None:
+def _call_id(item: responses_schema.InputItem) -> str | None:
     return (item.model_extra or {}).get("call_id")
 
 
-def characters(item: schema.InputItem) -> int:
+def characters(item: responses_schema.InputItem) -> int:
     """Characters of an item's texts."""
     parts = item.content if isinstance(item.content, list) else ()
     texts = [item.content, *(part.text for part in parts), *(item.model_extra or {}).values()]
@@ -70,9 +70,9 @@ def characters(item: schema.InputItem) -> int:
 
 async def kept_items(
     serving: Serving,
-    items: Sequence[schema.InputItem],
+    items: Sequence[responses_schema.InputItem],
     sizes: Sequence[int],
-    as_chat: Callable[[Sequence[int]], Awaitable[schema.ChatRequest]],
+    as_chat: Callable[[Sequence[int]], Awaitable[chat_schema.ChatRequest]],
 ) -> list[int]:
     """The items with which a conversation goes on: of `droppable` groups, as few of the oldest as possible are dropped.
 

@@ -13,7 +13,7 @@ from conftest import MESSAGES, NAME, OFF, SCHEMA, TOOL, alone, programs_of
 
 from dflash_jax import SamplingParams
 from dflash_jax.server.conversation import Delta
-from dflash_jax.server.responses import Output
+from dflash_jax.server.responses_output import Output
 from dflash_jax.server.serving import Serving
 from dflash_jax.server.tools import CallDelta
 

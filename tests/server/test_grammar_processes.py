@@ -16,8 +16,9 @@ from dflash_jax.errors import InputError
 from dflash_jax.frontend.llm import TINY
 from dflash_jax.frontend.tokenizer import Tokenizer
 from dflash_jax.server import grammar_walk
+from dflash_jax.server.constraint import Constraint, grammar_tokens
 from dflash_jax.server.errors import ApiError
-from dflash_jax.server.grammar import Constraint, GrammarLimits, GrammarProcesses, grammar_tokens
+from dflash_jax.server.grammar import GrammarLimits, GrammarProcesses
 from dflash_jax.server.grammar_walk import GrammarWalk
 
 LIMITS = GrammarLimits(compile_s=60, wait_s=120.0, step_s=120.0)
@@ -138,9 +139,9 @@ def test_a_compilation_whose_process_crashes_is_refused(processes):
 
     async def main():
         task = asyncio.create_task(p.grammar(HOSTILE["terms"]))
-        while not p._compiling or p._compiling[0].pid is None:
+        while not p._queue.compiling or p._queue.compiling[0].pid is None:
             await asyncio.sleep(0.01)
-        os.kill(p._compiling[0].pid, signal.SIGSEGV)
+        os.kill(p._queue.compiling[0].pid, signal.SIGSEGV)
         with pytest.raises(InputError, match="f cannot be compiled"):
             await task
         answered((await p.grammar(EASY)).mask())
@@ -153,9 +154,9 @@ def test_a_compilation_ends_with_the_client_that_waits_for_it(processes):
 
     async def main():
         task = asyncio.create_task(p.grammar(HOSTILE["terms"]))
-        while not p._compiling or p._compiling[0].pid is None:
+        while not p._queue.compiling or p._queue.compiling[0].pid is None:
             await asyncio.sleep(0.01)
-        pid = p._compiling[0].pid
+        pid = p._queue.compiling[0].pid
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task

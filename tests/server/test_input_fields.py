@@ -5,7 +5,7 @@ import json
 import pytest
 from conftest import MESSAGES, OFF, TOOL, Running, posted
 
-from dflash_jax.server import schema
+from dflash_jax.server import chat_schema
 from dflash_jax.server.serving import Limits, Serving
 
 WIDTHS = (1, 16)
@@ -225,7 +225,7 @@ def test_templates_that_are_refused(trusting, template):
     ],
 )
 def test_how_much_to_think(body, options):
-    assert schema.ChatRequest.model_validate({"messages": MESSAGES} | body).template_options == options
+    assert chat_schema.ChatRequest.model_validate({"messages": MESSAGES} | body).template_options == options
 
 
 @pytest.mark.parametrize("body", [{"enable_thinking": False}, {"reasoning": {"effort": "none"}}])

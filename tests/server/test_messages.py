@@ -7,7 +7,8 @@ import pytest
 from conftest import MESSAGES, NAME, OFF, SCHEMA, TOOL, Running, alone
 
 from dflash_jax.server.conversation import Delta
-from dflash_jax.server.messages import Content, as_messages
+from dflash_jax.server.messages_input import as_messages
+from dflash_jax.server.messages_output import Content
 from dflash_jax.server.messages_schema import Block, MessagesRequest, TurnMessage
 from dflash_jax.server.serving import Serving
 from dflash_jax.server.tools import CallDelta

@@ -7,16 +7,16 @@ import pytest
 from conftest import MESSAGES, Running, posted
 from pydantic import ValidationError
 
-from dflash_jax.server import neutral_fields, schema
+from dflash_jax.server import chat_schema, native_schema, neutral_fields, responses_schema, schema
 from dflash_jax.server.serving import Limits, Serving
 
 BODIES = {
-    "/v1/chat/completions": (schema.ChatRequest, {"messages": MESSAGES, "max_tokens": 4}),
+    "/v1/chat/completions": (chat_schema.ChatRequest, {"messages": MESSAGES, "max_tokens": 4}),
     "/v1/completions": (schema.CompletionRequest, {"prompt": "def f(", "max_tokens": 4}),
-    "/v1/responses": (schema.ResponsesRequest, {"input": "hi", "max_output_tokens": 4}),
-    "/generate": (schema.GenerateRequest, {"text": "def f(", "sampling_params": {"max_new_tokens": 4}}),
-    "sampling_params": (schema.NativeSampling, {"max_new_tokens": 4}),
-    "/tokenize": (schema.TokenizeRequest, {"prompt": "def f("}),
+    "/v1/responses": (responses_schema.ResponsesRequest, {"input": "hi", "max_output_tokens": 4}),
+    "/generate": (native_schema.GenerateRequest, {"text": "def f(", "sampling_params": {"max_new_tokens": 4}}),
+    "sampling_params": (native_schema.NativeSampling, {"max_new_tokens": 4}),
+    "/tokenize": (chat_schema.TokenizeRequest, {"prompt": "def f("}),
     "/detokenize": (schema.DetokenizeRequest, {"tokens": [5]}),
 }
 CASES = [(path, name) for path, (model, _) in BODIES.items() for name in model.neutral]

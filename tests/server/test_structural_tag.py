@@ -8,7 +8,7 @@ from conftest import OFF
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.llm import TINY
 from dflash_jax.frontend.tokenizer import Tokenizer
-from dflash_jax.server.grammar import grammar_tokens
+from dflash_jax.server.constraint import grammar_tokens
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 JSON = {"type": "json_schema", "json_schema": SCHEMA}

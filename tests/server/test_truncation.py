@@ -7,7 +7,7 @@ from conftest import MESSAGES, TOOL
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_jax.server.schema import InputItem
+from dflash_jax.server.responses_schema import InputItem
 from dflash_jax.server.truncation import droppable
 
 WORDS = MESSAGES[0]["content"]

@@ -1,0 +1,180 @@
+"""Fields of chat requests: OpenAI's interface with the additions of vLLM and SGLang.
+
+`prepare` and `conversation` read them; requests to other interfaces are converted to them.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from dflash_jax.server import neutral_fields
+from dflash_jax.server.schema import OpenAiSampling, ResponseFormat, ThinkingBudget
+from dflash_jax.server.schema_base import Body, Effort, Items, Json, Lenient, Strict, wrong
+
+# Reasoning as it comes, in one piece at its end, as part of the content, or not at all.
+ShownReasoning = Literal["stream", "whole", "content", "none"]
+
+
+class Function(Lenient):
+    name: str = Field(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_.-]+$")
+    description: str | None = None
+    parameters: Json | None = None
+    strict: bool | None = None
+
+
+class Tool(Lenient):
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Strict):
+    name: str
+
+
+class NamedTool(Strict):
+    type: Literal["function"]
+    function: FunctionName
+
+
+class AllowedTools(Strict):
+    mode: Literal["auto", "required"]
+    tools: Items[NamedTool] = Field(min_length=1)
+
+
+class AllowedToolsChoice(Strict):
+    """Of the tools that the model sees, those that it may call."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+ToolChoice = (
+    Literal["none", "auto", "required"] | Annotated[NamedTool | AllowedToolsChoice, Field(discriminator="type")]
+)
+
+
+class CalledFunction(Lenient):
+    name: str
+    arguments: str | Json
+
+
+class Call(Lenient):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None
+
+
+class Part(Lenient):
+    """A part of a message. Others than text and refusals are known, to be refused by name."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class Message(Lenient):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Items[Part] | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: Items[Call] | None = None
+    tool_call_id: str | None = None
+    refusal: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _checked(cls, given: Any) -> Any:
+        if isinstance(given, dict):
+            for name, allowed in neutral_fields.MESSAGE.items():
+                if not neutral_fields.accepts(allowed, given.get(name)):
+                    raise wrong(name, neutral_fields.reason(name, allowed))
+            if given.get("content") is None and given.get("role") in ("system", "developer", "user", "tool"):
+                raise wrong("content", "must be a string or a list of parts")
+        return given
+
+
+class ReasoningOptions(Strict):
+    """How much to think, as OpenRouter and SGLang write it."""
+
+    effort: Effort | None = None
+    enabled: bool | None = None
+    exclude: bool | None = None
+    max_tokens: None = None
+
+
+class Templated(Body):
+    """What a conversation's rendering depends on, beside its messages and tools."""
+
+    chat_template: str | None = Field(None, max_length=65536)
+    chat_template_kwargs: Json | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    reasoning_effort: Effort | None = None
+    reasoning: ReasoningOptions | None = None
+    enable_thinking: bool | None = None
+
+    @property
+    def template_options(self) -> Json:
+        """The template's variables. What ``chat_template_kwargs`` says goes first, then ``enable_thinking``."""
+        reasoning = self.reasoning or ReasoningOptions()
+        effort = self.reasoning_effort or reasoning.effort
+        options: Json = {}
+        if effort is not None:
+            options |= {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+        for is_thinking in (reasoning.enabled, self.enable_thinking):
+            if is_thinking is not None:
+                options["enable_thinking"] = is_thinking
+        return options | (self.chat_template_kwargs or {})
+
+
+class ChatRequest(OpenAiSampling, Templated):
+    neutral = neutral_fields.CHAT
+
+    messages: Items[Message] = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    # The answer begins with the assistant's message that the conversation ends with.
+    echo: bool = False
+    response_format: ResponseFormat | None = None
+    tools: Items[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    return_prompt_token_ids: bool = False
+    # The second name is Qwen's.
+    thinking_token_budget: ThinkingBudget = None
+    thinking_budget: ThinkingBudget = None
+    # SGLang's and vLLM's fields of what is shown of the reasoning.
+    separate_reasoning: bool = True
+    stream_reasoning: bool = True
+    include_reasoning: bool = True
+
+    @property
+    def shown_reasoning(self) -> ShownReasoning:
+        if not self.include_reasoning or (self.reasoning is not None and self.reasoning.exclude):
+            return "none"
+        if not self.separate_reasoning:
+            return "content"
+        return "stream" if self.stream_reasoning else "whole"
+
+
+class ChatBatchRequest(ChatRequest):
+    """vLLM's ``/v1/chat/completions/batch``: several conversations."""
+
+    messages: Items[Annotated[Items[Message], Field(min_length=1)]] = Field(min_length=1)
+
+
+class TokenizeRequest(Templated):
+    """vLLM's ``/tokenize``: of a prompt, or of a conversation."""
+
+    neutral = neutral_fields.TOKENIZE
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Items[Message] | None = None
+    tools: Items[Tool] | None = None
+    add_special_tokens: bool = True
+    return_token_strs: bool = False

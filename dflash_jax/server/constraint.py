@@ -1,0 +1,40 @@
+"""The form that a request demands of its text."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dflash_jax.frontend.tokenizer import Tokenizer
+from dflash_jax.server.grammar_walk import GrammarTokens
+from dflash_jax.server.reasoning import CLOSE, OPEN
+
+# Most characters of a schema, regular expression or grammar.
+MOST_CHARACTERS = 65536
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """The form that a text must have.
+
+    Attributes:
+        kind: "json" (any object), "schema", "regex", "grammar" (EBNF: GBNF's or Lark's), "choice",
+            "structural_tag" or "calls".
+        value: As each kind needs it, out of JSON's types.
+        field: The request's field, for errors.
+    """
+
+    kind: str
+    value: object
+    field: str
+
+
+def grammar_tokens(tokenizer: Tokenizer, vocab: int, stop_ids: Sequence[int]) -> GrammarTokens:
+    """A checkpoint's tokens as grammars see them; the tokenizer has a file."""
+    blanks = [i for n in (1, 2) for i in tokenizer.encode_plain("\n" * n)]
+    tags = (tuple(tokenizer.encode_plain(tag)) for tag in (OPEN, CLOSE))
+    return GrammarTokens(str(tokenizer.file), vocab, tuple(stop_ids), *tags, tuple(blanks))
+
+
+def tag_in_lark(tokenizer: Tokenizer, tag: str) -> str:
+    """A tag as Lark writes it: by its token where it is one."""
+    return tag if len(tokenizer.encode_plain(tag)) == 1 else json.dumps(tag)

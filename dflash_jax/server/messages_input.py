@@ -1,0 +1,159 @@
+"""Requests to ``/v1/messages`` as chat requests."""
+
+from collections.abc import Sequence
+
+from pydantic import ValidationError
+
+from dflash_jax.server import chat_schema, schema
+from dflash_jax.server.conversation import text_of
+from dflash_jax.server.errors import ApiError, of_conversion
+from dflash_jax.server.messages_schema import Block, CountTokensRequest, MessagesRequest, MessagesTool, TurnMessage
+
+BLOCKS = {
+    "system": ("text",),
+    "user": ("text", "tool_result"),
+    "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
+}
+
+CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+def as_messages(body: CountTokensRequest) -> list[dict]:
+    """The system prompt and all turns as a chat's messages."""
+    system = body.system if isinstance(body.system, str) else _joined(body.system or (), "system", "system")
+    messages = [{"role": "system", "content": system}] if system else []
+    for i, turn in enumerate(body.messages):
+        where = f"messages[{i}].content"
+        if isinstance(turn.content, str):
+            messages.append({"role": turn.role, "content": turn.content})
+        elif not turn.content:
+            raise ApiError(400, f"{where} is empty", where)
+        elif turn.role == "assistant":
+            messages.append(_assistant(turn.content, where))
+        else:
+            messages += _user(turn, where)
+    if messages[-1].get("tool_calls"):
+        raise ApiError(400, "messages ends with tool_use: send its tool_result", "messages")
+    return messages
+
+
+def _check_type(block: Block, role: str, where: str) -> None:
+    if block.type not in BLOCKS[role]:
+        right = ", ".join(BLOCKS[role])
+        raise ApiError(400, f"{where}.type is {block.type!r}: {role} content may have {right}", f"{where}.type")
+
+
+def _given(block: Block, name: str, where: str):
+    if (value := getattr(block, name)) is None:
+        raise ApiError(400, f"{where}.{name} is missing", f"{where}.{name}")
+    return value
+
+
+def _joined(blocks: Sequence[Block], role: str, where: str) -> str:
+    texts = []
+    for i, block in enumerate(blocks):
+        _check_type(block, role, f"{where}[{i}]")
+        texts.append(_given(block, "text", f"{where}[{i}]"))
+    return "".join(texts)
+
+
+def _user(turn: TurnMessage, where: str) -> list[dict]:
+    """A tool's result is a message of its own; texts between results are joined."""
+    messages: list[dict] = []
+    texts: list[str] = []
+
+    def join() -> None:
+        if texts:
+            messages.append({"role": turn.role, "content": "".join(texts)})
+            texts.clear()
+
+    for i, block in enumerate(turn.content):
+        at = f"{where}[{i}]"
+        _check_type(block, turn.role, at)
+        if block.type == "tool_result":
+            name, content = _given(block, "tool_use_id", at), _result(block.content, at)
+            join()
+            messages.append({"role": "tool", "tool_call_id": name, "content": content})
+        else:
+            texts.append(_given(block, "text", at))
+    join()
+    return messages
+
+
+def _result(content: str | list[chat_schema.Part] | None, where: str) -> str:
+    """A tool's result as text; keys of parts beside the text, such as cache_control, do not change it."""
+    if isinstance(content, list):
+        content = [chat_schema.Part(type=part.type, text=part.text) for part in content]
+    return text_of(content, where)
+
+
+def _assistant(blocks: Sequence[Block], where: str) -> dict:
+    texts, thoughts, calls = [], [], []
+    for i, block in enumerate(blocks):
+        at = f"{where}[{i}]"
+        _check_type(block, "assistant", at)
+        if block.type == "text":
+            texts.append(_given(block, "text", at))
+        elif block.type == "thinking":
+            thoughts.append(_given(block, "thinking", at))
+        elif block.type == "tool_use":
+            function = {"name": _given(block, "name", at), "arguments": _given(block, "input", at)}
+            calls.append({"id": _given(block, "id", at), "type": "function", "function": function})
+        # A redacted thought is for its maker alone to read.
+    message = {"role": "assistant", "content": "".join(texts)}
+    if thoughts:
+        message["reasoning_content"] = "\n".join(thoughts)
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _tool(tool: MessagesTool, where: str) -> chat_schema.Tool:
+    if tool.type not in (None, "custom"):
+        raise ApiError(400, f"{where}.type is {tool.type!r}: it must be custom, a tool of the client", f"{where}.type")
+    if tool.input_schema is None:
+        raise ApiError(400, f"{where}.input_schema is missing", f"{where}.input_schema")
+    function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
+    return chat_schema.Tool(type="function", function=chat_schema.Function(**function, strict=tool.strict))
+
+
+def _tool_choice(body: CountTokensRequest):
+    choice = body.tool_choice
+    if choice is None or choice.type != "tool":
+        return choice and CHOICES[choice.type]
+    if choice.name is None:
+        raise ApiError(400, "tool_choice.name is missing", "tool_choice.name")
+    return chat_schema.NamedTool(type="function", function=chat_schema.FunctionName(name=choice.name))
+
+
+def as_chat(body: CountTokensRequest) -> chat_schema.ChatRequest:
+    """The same wish as a chat request."""
+    thinking, output, fields = body.thinking, body.output_config, {}
+    if thinking is not None:
+        fields |= {"enable_thinking": thinking.type != "disabled", "thinking_token_budget": thinking.budget_tokens}
+        if (thinking.type == "enabled") != (thinking.budget_tokens is not None):
+            name = "thinking.budget_tokens"
+            raise ApiError(400, f"{name} belongs to thinking.type enabled, and must be given with it", name)
+    if isinstance(body, MessagesRequest):
+        same = ("max_tokens", "stream", "temperature", "top_p", "top_k", "seed", "block_size")
+        fields |= {name: getattr(body, name) for name in same} | {"stop": body.stop_sequences or None}
+    if output is not None and output.format is not None:
+        form = schema.JsonSchema(name="answer", schema=output.format.schema_)
+        fields["response_format"] = schema.ResponseFormat(type="json_schema", json_schema=form)
+    if output is not None:
+        fields["reasoning_effort"] = output.effort
+    chat = as_messages(body)
+    try:
+        return chat_schema.ChatRequest(
+            model=body.model,
+            messages=[chat_schema.Message(**m) for m in chat],
+            # The answer goes on where an assistant's turn at the end stops.
+            continue_final_message=chat[-1]["role"] == "assistant",
+            tools=[_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or ())] or None,
+            tool_choice=_tool_choice(body),
+            parallel_tool_calls=not (body.tool_choice and body.tool_choice.disable_parallel_tool_use),
+            chat_template_kwargs=body.chat_template_kwargs,
+            **fields,
+        )
+    except ValidationError as e:
+        raise of_conversion(e) from None

@@ -1,0 +1,97 @@
+"""Answers of ``/v1/messages``: content blocks, and the events that report them."""
+
+import json
+
+from dflash_jax.frontend.sequence import TextSequence
+from dflash_jax.server.chat import as_delta
+from dflash_jax.server.conversation import Delta, Parser
+
+# Thoughts come back as they were sent, and are believed: there is nothing to sign.
+SIGNATURE = "unsigned"
+
+
+class Content:
+    """The blocks of an answer as they grow, and the events that tell of it. ``shows_thoughts``: else the text of
+    thinking blocks is left out."""
+
+    def __init__(self, shows_thoughts: bool = True):
+        self.blocks: list[dict] = []
+        self._shows_thoughts = shows_thoughts
+        self._is_open, self._arguments = False, ""
+
+    def take(self, delta: Delta) -> list[dict]:
+        """Events for a piece."""
+        events = []
+        for part in as_delta(delta):
+            if text := part.get("content"):
+                events += self._open("text", {"text": ""})
+                self.blocks[-1]["text"] += text
+                events.append(self._delta("text_delta", text=text))
+            elif thought := part.get("reasoning_content"):
+                events += self._open("thinking", {"thinking": "", "signature": ""})
+                if self._shows_thoughts:
+                    self.blocks[-1]["thinking"] += thought
+                    events.append(self._delta("thinking_delta", thinking=thought))
+            for call in part.get("tool_calls", ()):
+                if name := call["function"].get("name"):
+                    events += self.close() + self._open("tool_use", {"id": call["id"], "name": name, "input": {}})
+                if arguments := call["function"]["arguments"]:
+                    self._arguments += arguments
+                    events.append(self._delta("input_json_delta", partial_json=arguments))
+        return events
+
+    def _open(self, kind: str, fields: dict) -> list[dict]:
+        if self._is_open and self.blocks[-1]["type"] == kind:
+            return []
+        events = self.close()
+        self.blocks.append({"type": kind, **fields})
+        self._is_open, self._arguments = True, ""
+        start = {"type": "content_block_start", "index": len(self.blocks) - 1}
+        # The block grows on: its event gets a copy.
+        return [*events, start | {"content_block": dict(self.blocks[-1])}]
+
+    def _delta(self, kind: str, **fields) -> dict:
+        return {"type": "content_block_delta", "index": len(self.blocks) - 1, "delta": {"type": kind, **fields}}
+
+    def close(self) -> list[dict]:
+        """Ends the block under way."""
+        if not self._is_open:
+            return []
+        self._is_open, block, events = False, self.blocks[-1], []
+        if block["type"] == "thinking":
+            block["signature"] = SIGNATURE
+            events.append(self._delta("signature_delta", signature=SIGNATURE))
+        elif block["type"] == "tool_use":
+            block["input"] = _object(self._arguments)
+        return [*events, {"type": "content_block_stop", "index": len(self.blocks) - 1}]
+
+
+def _object(arguments: str) -> dict:
+    """A call's arguments. ``input`` must be an object: what a model wrote otherwise is wrapped as Anthropic advises
+    clients to wrap it."""
+    try:
+        value = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        value = None
+    return value if isinstance(value, dict) else {"INVALID_JSON": arguments}
+
+
+def stop_fields(row: TextSequence, parser: Parser) -> dict:
+    # An aborted answer has no reason of its own there: it is cut as by max_tokens.
+    reasons = {"length": "max_tokens", "abort": "max_tokens", "tool_calls": "tool_use"}
+    reason, matched = reasons.get(parser.reason(row), "end_turn"), None
+    if isinstance(row.matched, str):
+        reason, matched = "stop_sequence", row.matched
+    return {"stop_reason": reason, "stop_sequence": matched}
+
+
+def usage_fields(row: TextSequence, output_tokens: int, reasoning_tokens: int = 0) -> dict:
+    """``input_tokens`` are those that were not in the prefix cache."""
+    prompt, cached = len(row.request.prompt), row.request.cached
+    return {
+        "input_tokens": prompt - cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": output_tokens,
+        "output_tokens_details": {"thinking_tokens": reasoning_tokens},
+    }

@@ -1,0 +1,115 @@
+"""Requests to ``/v1/responses`` as chat requests."""
+
+from collections.abc import Sequence
+
+from dflash_jax.server import chat_schema, responses_schema, schema
+from dflash_jax.server.conversation import text_of
+from dflash_jax.server.errors import ApiError
+
+AS_IN_CHAT = (
+    *schema.Sampling.model_fields,
+    "model",
+    "seed",
+    "stop",
+    "logit_bias",
+    "structured_outputs",
+    "priority",
+    "parallel_tool_calls",
+    "chat_template_kwargs",
+    "cache_salt",
+    "min_tokens",
+    "include_stop_str_in_output",
+    "block_size",
+)
+
+
+def as_messages(instructions: str | None, items: Sequence[responses_schema.InputItem], earlier: int = 0) -> list[dict]:
+    """Instructions and items as a chat's messages. ``earlier``: of the items, those before the input."""
+    messages = [{"role": "system", "content": instructions}] if instructions else []
+    # Only the input's own items can be wrong: earlier ones were read before.
+    for i, item in enumerate(items, -earlier):
+        where, more = f"input[{i}]", item.model_extra or {}
+        kind = item.type or "message"
+        if kind == "message":
+            if item.role not in ("system", "developer", "user", "assistant"):
+                raise ApiError(400, f"{where}.role is {item.role!r}: it must be system, user or assistant", where)
+            messages.append({"role": item.role, "content": text_of(item.content, where)})
+        elif kind == "function_call":
+            function = {"name": _text(more, "name", where), "arguments": _text(more, "arguments", where)}
+            call = {"id": _text(more, "call_id", where), "type": "function", "function": function}
+            if messages and messages[-1]["role"] == "assistant":
+                messages[-1].setdefault("tool_calls", []).append(call)
+            else:
+                messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        elif kind == "function_call_output":
+            output = more.get("output")
+            if not isinstance(output, str):
+                raise ApiError(400, f"{where}.output must be text", f"{where}.output")
+            messages.append({"role": "tool", "tool_call_id": _text(more, "call_id", where), "content": output})
+        elif kind == "reasoning":
+            thought = text_of([_part(p) for p in item.content or []] if isinstance(item.content, list) else "", where)
+            messages.append({"role": "assistant", "content": "", "reasoning_content": thought})
+        else:
+            raise ApiError(400, f"{where}.type {kind!r} is not supported", f"{where}.type")
+    return _joined_thoughts(messages)
+
+
+def _part(part: chat_schema.Part) -> chat_schema.Part:
+    return chat_schema.Part(type="text", text=part.text or "")
+
+
+def _text(item: dict, name: str, where: str) -> str:
+    if not isinstance(item.get(name), str):
+        raise ApiError(400, f"{where}.{name} must be text", f"{where}.{name}")
+    return item[name]
+
+
+def _joined_thoughts(messages: list[dict]) -> list[dict]:
+    """A thought belongs to the message behind it."""
+    found: list[dict] = []
+    for message in messages:
+        before = found[-1] if found else {}
+        is_thought = before.get("reasoning_content") is not None and not before["content"]
+        if is_thought and not before.get("tool_calls") and message["role"] == "assistant":
+            found[-1] = {**message, "reasoning_content": before["reasoning_content"]}
+        else:
+            found.append(message)
+    return found
+
+
+def _named(tool: responses_schema.ResponsesToolName) -> chat_schema.NamedTool:
+    return chat_schema.NamedTool(type="function", function=chat_schema.FunctionName(name=tool.name))
+
+
+def as_chat(
+    body: responses_schema.ResponsesRequest, items: Sequence[responses_schema.InputItem], earlier: int = 0
+) -> chat_schema.ChatRequest:
+    """The same wish as a chat request of these items. ``earlier``: of the items, those before the input."""
+    form, choice = body.text.format if body.text else None, body.tool_choice
+    response_format = None
+    if form is not None and form.type == "json_schema":
+        named = schema.JsonSchema(name=form.name or "answer", schema=form.schema_, strict=form.strict)
+        response_format = schema.ResponseFormat(type="json_schema", json_schema=named)
+    elif form is not None:
+        response_format = schema.ResponseFormat(type=form.type)
+    if isinstance(choice, responses_schema.ResponsesToolName):
+        choice = _named(choice)
+    elif isinstance(choice, responses_schema.ResponsesAllowedTools):
+        allowed = chat_schema.AllowedTools(mode=choice.mode, tools=[_named(tool) for tool in choice.tools])
+        choice = chat_schema.AllowedToolsChoice(type="allowed_tools", allowed_tools=allowed)
+    wants_logprobs = bool(body.top_logprobs) or "message.output_text.logprobs" in (body.include or ())
+    tools = [
+        chat_schema.Tool(type="function", function=chat_schema.Function(**t.model_dump(exclude={"type"})))
+        for t in body.tools or ()
+    ]
+    return chat_schema.ChatRequest(
+        messages=[chat_schema.Message(**m) for m in as_messages(body.instructions, items, earlier)],
+        max_completion_tokens=body.max_output_tokens,
+        **{name: getattr(body, name) for name in AS_IN_CHAT},
+        logprobs=wants_logprobs or None,
+        top_logprobs=body.top_logprobs if wants_logprobs else None,
+        response_format=response_format,
+        tools=tools or None,
+        tool_choice=choice,
+        reasoning_effort=body.reasoning.effort if body.reasoning else None,
+    )
