@@ -1,1 +1,1 @@
-"""The engine behind HTTP: OpenAI's and SGLang's interfaces. It knows nothing of arrays or devices."""
+"""The engine behind HTTP: interfaces of OpenAI, Anthropic, vLLM and SGLang. It uses no arrays and no devices."""

@@ -1,4 +1,4 @@
-"""What answers hold that no request asks for: vLLM's and SGLang's flags of the command line."""
+"""Options of the command line that add to all answers: vLLM's and SGLang's flags."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -12,9 +12,9 @@ class Additions:
     """Additions to all answers.
 
     Attributes:
-        stream_usage: Where a stream has its usage, beside what the request says: in a chunk at its end, or in each.
+        stream_usage: Where a stream has its usage, beside what the request asks for: in a chunk at its end, or in each.
         metrics: Whether answers of one sequence have its times, as `answers.request_metrics`.
-        tokens_as_ids: Whether log-probabilities name tokens "token_id:N" where the request does not say how.
+        tokens_as_ids: Whether log-probabilities name tokens "token_id:N" where the request does not choose.
         request_ids: Whether every answer has the header X-Request-Id, with a fresh id where the request has none.
     """
 
@@ -24,10 +24,12 @@ class Additions:
     request_ids: bool = False
 
     def stream_options(self, given: "StreamOptions") -> "StreamOptions":
+        """A request's stream options with ``stream_usage`` applied."""
         if self.stream_usage == "as asked":
             return given
         is_continuous = self.stream_usage == "always" or given.continuous_usage_stats
         return given.model_copy(update={"include_usage": True, "continuous_usage_stats": is_continuous})
 
     def as_ids(self, given: bool | None) -> bool:
+        """Whether log-probabilities name tokens by id: the request's choice, else ``tokens_as_ids``."""
         return self.tokens_as_ids if given is None else given

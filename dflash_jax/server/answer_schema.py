@@ -1,4 +1,4 @@
-"""What answers look like: for the OpenAPI document."""
+"""Schemas of answers, for the OpenAPI document."""
 
 from typing import Any, Literal
 
@@ -6,10 +6,14 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Answer(BaseModel):
+    """Base of all answers; further fields are possible."""
+
     model_config = ConfigDict(extra="allow")
 
 
 class ErrorBody(Answer):
+    """An error in OpenAI's shape."""
+
     message: str
     type: str
     param: str | None
@@ -17,14 +21,20 @@ class ErrorBody(Answer):
 
 
 class Error(Answer):
+    """An answer that is an error."""
+
     error: ErrorBody
 
 
 class PromptDetails(Answer):
+    """Details of prompt tokens."""
+
     cached_tokens: int
 
 
 class CompletionDetails(Answer):
+    """Details of new tokens."""
+
     reasoning_tokens: int
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
@@ -32,6 +42,8 @@ class CompletionDetails(Answer):
 
 
 class Usage(Answer):
+    """Token counts of a request."""
+
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
@@ -41,17 +53,23 @@ class Usage(Answer):
 
 
 class Function(Answer):
+    """A called function; ``arguments`` is JSON."""
+
     name: str
     arguments: str
 
 
 class Call(Answer):
+    """A tool call."""
+
     id: str
     type: Literal["function"]
     function: Function
 
 
 class ChatMessage(Answer):
+    """The assistant's message."""
+
     role: Literal["assistant"]
     content: str | None
     reasoning_content: str | None = None
@@ -61,6 +79,8 @@ class ChatMessage(Answer):
 
 
 class ChatChoice(Answer):
+    """A choice of a chat."""
+
     index: int
     message: ChatMessage
     logprobs: dict[str, Any] | None
@@ -71,7 +91,7 @@ class ChatChoice(Answer):
 
 
 class ChatCompletion(Answer):
-    """Or, with ``stream``, server-sent events of chat.completion.chunk."""
+    """A chat's answer; with ``stream``, server-sent events of chat.completion.chunk."""
 
     id: str
     object: Literal["chat.completion"]
@@ -84,6 +104,8 @@ class ChatCompletion(Answer):
 
 
 class CompletionChoice(Answer):
+    """A choice of a completion."""
+
     index: int
     text: str
     logprobs: dict[str, Any] | None
@@ -96,7 +118,7 @@ class CompletionChoice(Answer):
 
 
 class Completion(Answer):
-    """Or, with ``stream``, server-sent events of the same shape."""
+    """A completion's answer; with ``stream``, server-sent events of the same shape."""
 
     id: str
     object: Literal["text_completion"]
@@ -107,7 +129,7 @@ class Completion(Answer):
 
 
 class Response(Answer):
-    """Or, with ``stream``, server-sent events named as OpenAI names them."""
+    """A response; with ``stream``, server-sent events under OpenAI's names."""
 
     id: str
     object: Literal["response"]
@@ -119,12 +141,16 @@ class Response(Answer):
 
 
 class DeletedResponse(Answer):
+    """The confirmation that a response was deleted."""
+
     id: str
     object: Literal["response"]
     deleted: Literal[True]
 
 
 class InputItems(Answer):
+    """A page of the items before a response."""
+
     object: Literal["list"]
     data: list[dict[str, Any]]
     first_id: str | None
@@ -133,6 +159,8 @@ class InputItems(Answer):
 
 
 class MessagesUsage(Answer):
+    """Token counts in Anthropic's shape."""
+
     input_tokens: int
     cache_creation_input_tokens: int
     cache_read_input_tokens: int
@@ -140,7 +168,7 @@ class MessagesUsage(Answer):
 
 
 class MessagesAnswer(Answer):
-    """Or, with ``stream``, server-sent events named as Anthropic names them."""
+    """A message; with ``stream``, server-sent events under Anthropic's names."""
 
     id: str
     type: Literal["message"]
@@ -153,15 +181,21 @@ class MessagesAnswer(Answer):
 
 
 class InputTokens(Answer):
+    """The count of a prompt's tokens."""
+
     input_tokens: int
 
 
 class MessagesErrorBody(Answer):
+    """An error in Anthropic's shape."""
+
     type: str
     message: str
 
 
 class MessagesError(Answer):
+    """An answer of /v1/messages that is an error."""
+
     type: Literal["error"]
     error: MessagesErrorBody
     request_id: str
@@ -176,6 +210,8 @@ class Generated(Answer):
 
 
 class Model(Answer):
+    """A model."""
+
     id: str
     object: Literal["model"]
     created: int
@@ -184,11 +220,15 @@ class Model(Answer):
 
 
 class Models(Answer):
+    """The list of models."""
+
     object: Literal["list"]
     data: list[Model]
 
 
 class Tokens(Answer):
+    """The tokens of a text."""
+
     count: int
     max_model_len: int
     tokens: list[int]
@@ -196,24 +236,32 @@ class Tokens(Answer):
 
 
 class Text(Answer):
+    """The text of tokens."""
+
     prompt: str
 
 
 class Version(Answer):
+    """The server's version."""
+
     version: str
 
 
 class Status(Answer):
+    """The state of the server."""
+
     status: str
 
 
 class Load(Answer):
-    """Requests for text that have no whole answer yet."""
+    """Requests for text that have no complete answer yet."""
 
     server_load: int
 
 
 class ModelInfo(Answer):
+    """SGLang's description of the model."""
+
     model_path: str | None
     served_model_name: str
     is_generation: bool
@@ -221,7 +269,7 @@ class ModelInfo(Answer):
 
 
 class Rendered(Answer):
-    """vLLM's request for tokens: what would be generated from."""
+    """vLLM's rendered request: the token ids and sampling parameters that generation would use."""
 
     request_id: str
     token_ids: list[int]
@@ -230,5 +278,7 @@ class Rendered(Answer):
 
 
 class Flushed(Answer):
+    """The result of a flush."""
+
     success: bool
     message: str

@@ -1,4 +1,4 @@
-"""What answers have in common: usage, log-probabilities."""
+"""Parts that answers of several endpoints share: usage, times, log-probabilities."""
 
 from collections.abc import Sequence
 from math import isfinite, isnan, nan
@@ -6,17 +6,23 @@ from math import isfinite, isnan, nan
 from dflash_jax.frontend.sequence import TextSequence
 from dflash_jax.frontend.tokenizer import Tokenizer
 
-# JSON has no infinity: what OpenAI says for a token that cannot come.
+# OpenAI's log-probability of an impossible token: JSON has no infinity.
 IMPOSSIBLE = -9999.0
 
 
 def usage(
     rows: Sequence[TextSequence], choices: int, reasoning_tokens: int = 0, new: Sequence[TextSequence] | None = None
 ) -> dict:
-    """Tokens of prompts with so many ``choices`` each, and of what was told of the rows ``new`` (None: of all).
+    """Token counts of a request.
 
-    Drafted tokens that were accepted are OpenAI's accepted_prediction_tokens; draft_rounds is how many blocks were
-    drafted.
+    Drafted tokens that were accepted are OpenAI's accepted_prediction_tokens; draft_rounds is the number of drafted
+    blocks.
+
+    Args:
+        rows: All sequences; choices of one prompt are neighbours.
+        choices: Sequences of each prompt.
+        reasoning_tokens: Tokens of reasoning among the new ones.
+        new: Sequences whose new tokens count; None: all.
     """
     prompt = sum(len(r.request.prompt) for r in rows[::choices])
     cached = sum(r.request.cached for r in rows[::choices])
@@ -28,7 +34,7 @@ def usage(
         "prompt_tokens": prompt,
         "completion_tokens": count,
         "total_tokens": prompt + count,
-        # SGLang's place for it.
+        # SGLang's clients read this field.
         "reasoning_tokens": reasoning_tokens,
         "prompt_tokens_details": {"cached_tokens": cached},
         "completion_tokens_details": {
@@ -41,10 +47,18 @@ def usage(
 
 
 def timings(rows: Sequence[TextSequence], now: float) -> dict:
-    """Seconds from the end of the first prefill to the last token, or to ``now`` on the engine's clock while tokens are
-    still to come, and new tokens per second of that time."""
-    begun = [r.request.times for r in rows if r.request.times is not None]
-    times = [t for t in begun if not isnan(t.first_token)]
+    """Decoding time and rate.
+
+    Args:
+        rows: All sequences of a request.
+        now: The engine's clock in seconds, for sequences that are not finished.
+
+    Returns:
+        ``decode_s``, seconds from the end of the first prefill to the last token; ``tokens_per_s``, new tokens per
+        second of that time.
+    """
+    started = [r.request.times for r in rows if r.request.times is not None]
+    times = [t for t in started if not isnan(t.first_token)]
     if not times:
         return {"decode_s": 0.0, "tokens_per_s": 0.0}
     seconds = max(now if isnan(t.finished) else t.finished for t in times) - min(t.ready for t in times)
@@ -52,9 +66,10 @@ def timings(rows: Sequence[TextSequence], now: float) -> dict:
 
 
 def request_metrics(rows: Sequence[TextSequence]) -> dict:
-    """vLLM's times of a request with one sequence, in milliseconds; {} for several. What is not known is left out.
+    """Times of a request with one sequence, in vLLM's shape, in milliseconds; {} for several sequences.
 
-    Its ``time_to_first_token_ms`` begins when the sequence gets a slot; ``tokens_per_second`` counts from there, too.
+    Unknown times are left out. ``time_to_first_token_ms`` and ``tokens_per_second`` count from the moment at which the
+    sequence gets a slot, as in vLLM.
     """
     times = rows[0].request.times if len(rows) == 1 else None
     if times is None:
@@ -72,26 +87,29 @@ def request_metrics(rows: Sequence[TextSequence]) -> dict:
 
 
 def finite(logprob: float) -> float:
+    """``logprob``, or `IMPOSSIBLE` for an infinite one."""
     return logprob if isfinite(logprob) else IMPOSSIBLE
 
 
 def stop_reasons(row: TextSequence, stop_ids: Sequence[int]) -> dict:
-    """Why a text stopped: vLLM's name for the stop string or token that ended it, unless it is one of the checkpoint's
-    own ``stop_ids``, and SGLang's."""
+    """Why a text stopped, under vLLM's name and SGLang's.
+
+    vLLM's is the stop string or token of the request; the checkpoint's ``stop_ids`` count as no reason.
+    """
     matched = row.matched
-    is_own = matched in stop_ids and matched not in row.request.params.stop_token_ids
-    return {"stop_reason": None if is_own else matched, "matched_stop": matched}
+    is_default = matched in stop_ids and matched not in row.request.params.stop_token_ids
+    return {"stop_reason": None if is_default else matched, "matched_stop": matched}
 
 
 def token_text(tokenizer: Tokenizer | None, token_id: int, as_id: bool = False) -> tuple[str, list[int]]:
-    """A token as text, and its bytes; ``as_id``: with the text "token_id:N"."""
+    """A token's text and bytes; with ``as_id`` the text is "token_id:N"."""
     raw = b"" if tokenizer is None else tokenizer.token_bytes(token_id)
     text = f"token_id:{token_id}" if as_id or tokenizer is None else raw.decode(errors="replace")
     return text, list(raw)
 
 
 def prompt_entry(tokenizer: Tokenizer | None, entry: dict) -> dict:
-    """vLLM's shape for a token of the prompt: of the token itself and the likeliest ones."""
+    """An entry for a token of the prompt in vLLM's shape: log-probabilities of the token and of the likeliest ones."""
     values = {entry["token_id"]: entry["logprob"]} | entry["top"]
     ranks = {t: i + 1 for i, t in enumerate(entry["top"])}
     return {
@@ -101,19 +119,21 @@ def prompt_entry(tokenizer: Tokenizer | None, entry: dict) -> dict:
 
 
 def prompt_logprobs(tokenizer: Tokenizer | None, row: TextSequence) -> list | None:
-    """vLLM's list for a prompt, whose first token has none; None where they are not computed."""
+    """The list for a prompt in vLLM's shape, None for its first token; None where nothing is computed."""
     if row.request.prompt_logprobs is None:
         return None
     return [None, *(prompt_entry(tokenizer, entry) for entry in row.request.prompt_entries)]
 
 
 def chat_logprobs(tokenizer: Tokenizer | None, entries: Sequence[dict], *, as_ids: bool = False) -> list[dict]:
-    """OpenAI's shape for chats.
+    """OpenAI's log-probabilities for chats.
 
-    The drawn token is among the likeliest N, as in vLLM: in place of the last of them where it is less likely. The
-    tokens that the request names are behind them.
+    As in vLLM, the drawn token is among the likeliest N: it replaces the last of them where it is less likely. Tokens
+    that the request names follow.
 
     Args:
+        tokenizer: None for a checkpoint without one.
+        entries: A dict for each token.
         as_ids: Whether tokens are written as "token_id:N".
     """
 
@@ -137,12 +157,14 @@ def completion_logprobs(
     *,
     as_ids: bool = False,
 ) -> dict:
-    """OpenAI's older shape, for completions: the drawn token first, as in vLLM, those that the request names, and the
-    likeliest N.
+    """OpenAI's log-probabilities for completions.
+
+    As in vLLM, the drawn token comes first, then tokens that the request names, then the likeliest N.
 
     Args:
-        entries: A token each; with a logprob of None for the first token of a prompt, before which nothing is.
-        starts: Where in the choice's text each token begins; empty without a tokenizer.
+        tokenizer: None for a checkpoint without one.
+        entries: A dict for each token; its logprob is None for the first token of a prompt.
+        starts: Where each token begins in the choice's text; empty without a tokenizer.
         as_ids: As in `chat_logprobs`.
     """
 
@@ -153,11 +175,11 @@ def completion_logprobs(
         if entry["logprob"] is None:
             return None
         values = {entry["token_id"]: entry["logprob"]} | entry.get("named", {}) | entry["top"]
-        found: dict[str, float] = {}
+        values_by_text: dict[str, float] = {}
         for token, value in values.items():
-            # Of two tokens of one text, the drawn one counts, or else one that the request names, or the likelier one.
-            found.setdefault(text(token), finite(value))
-        return found
+            # Of two tokens with one text, the drawn one wins, then a named one, then the likelier one.
+            values_by_text.setdefault(text(token), finite(value))
+        return values_by_text
 
     return {
         "tokens": [text(e["token_id"]) for e in entries],

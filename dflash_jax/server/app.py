@@ -1,4 +1,4 @@
-"""The application: routes, keys, limits, the access log."""
+"""The ASGI application: routes, keys, limits, the access log."""
 
 import logging
 import time
@@ -27,48 +27,50 @@ from dflash_jax.server.access import OPEN_PATHS, Access
 from dflash_jax.server.answer_schema import Error
 from dflash_jax.server.body import Body, check_type, has_body, replayed
 from dflash_jax.server.cors import Cors
-from dflash_jax.server.errors import ApiError, add_handlers, answer
+from dflash_jax.server.errors import ApiError, add_handlers, error_response
 from dflash_jax.server.schema_base import unknown_fields
-from dflash_jax.server.serving import ClientGoneError, Serving, begin_rows
+from dflash_jax.server.serving import ClientGoneError, Serving, begin_tracking
 
 log = logging.getLogger("dflash_jax.access")
 
 PAGE = Path(__file__).parent / "page"
-# Each file has a route: a directory mounted at / would answer for all unknown paths and wrong methods.
+# Each file has its own route: a directory mounted at / would handle all unknown paths and wrong methods.
 PAGE_PATHS = ("/", *(f"/{file.name}" for file in PAGE.iterdir()))
-# What works without an engine, or is no request for text.
+# Paths that work without an engine or are no requests for text.
 ALWAYS = (*OPEN_PATHS, "/abort_request", "/flush_cache", "/reset_prefix_cache")
 CLIENT_GONE = 499
 
 
 def needs_engine(scope) -> bool:
+    """Whether a request is for text, so that it needs the engine."""
     return scope["method"] == "POST" and scope["path"] not in ALWAYS
 
 
 class Gate:
-    """Before any route: the host, the key, whether the server takes requests, and the body."""
+    """Checks every request before its route: the host, the key, whether the server takes requests, and the body."""
 
     def __init__(self, app, serving: Serving, access: Access):
         self.app, self.serving, self.access = app, serving, access
 
     async def __call__(self, scope, receive, send) -> None:
+        """The ASGI application."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        began, status, told, rows = time.perf_counter(), CLIENT_GONE, notes.begin(), begin_rows()
+        start, status, collected, rows = time.perf_counter(), CLIENT_GONE, notes.begin(), begin_tracking()
         name = request_id.begin(scope, self.serving.additions.request_ids)
         unknown_fields.set(self.serving.limits.unknown_fields)
 
-        async def watched(message) -> None:
+        async def send_with_headers(message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                more = [*notes.headers(told), *request_id.headers(name)]
-                message = message | {"headers": [*message.get("headers", ()), *more]}
+                headers = [*notes.headers(collected), *request_id.headers(name)]
+                message = message | {"headers": [*message.get("headers", ()), *headers]}
             await send(message)
 
         try:
-            await self._pass(scope, receive, watched)
+            await self._pass(scope, receive, send_with_headers)
         except ClientGoneError:
             pass
         except Exception:
@@ -77,9 +79,9 @@ class Gate:
         finally:
             for row in rows:
                 row.request.close()
-            milliseconds = 1e3 * (time.perf_counter() - began)
+            milliseconds = 1e3 * (time.perf_counter() - start)
             client = (scope.get("client") or ("-",))[0]
-            # As it was sent: decoded, it could hold line breaks.
+            # The raw path: a decoded one could have line breaks.
             path = scope.get("raw_path", b"").decode("ascii", "backslashreplace")
             log.info("%s %s %s %d %.1f ms", client, scope["method"], path, status, milliseconds)
 
@@ -88,22 +90,22 @@ class Gate:
         try:
             headers = dict(scope["headers"])
             self._check(scope, headers)
-            # A server without keys takes any: they tell nothing about who sends them.
+            # Without configured keys, the key of a request does not identify its sender.
             owner, host = scope["state"]["owner"] if self.access.keys else None, (scope.get("client") or (None,))[0]
             client = scope["state"]["client"] = (owner, host)
             body = scope["state"]["body"] = Body(self.serving, client)
-            # Only now: a signal may begin to drain at any point of the check, which then refuses the request.
+            # Counted after the check, which refuses the request where a signal began to drain meanwhile.
             counts = needs_engine(scope)
             self.serving.in_flight += counts
             if scope["method"] == "HEAD":
-                # Of an answer to it, the HTTP server leaves the body out.
+                # The HTTP server omits the body of an answer to HEAD.
                 scope = scope | {"method": "GET"}
-            # What needs no key has no use for a body, and an unknown client's takes no memory.
+            # Open paths use no body, so that unknown clients cannot fill memory.
             if has_body(headers) and not self.access.is_open(scope):
                 receive = replayed(await body.read(receive), receive)
             await self.app(scope, receive, send)
         except ApiError as e:
-            await answer(e, scope)(scope, receive, send)
+            await error_response(e, scope)(scope, receive, send)
         finally:
             self.serving.in_flight -= counts
             if body is not None:
@@ -111,7 +113,7 @@ class Gate:
 
     def _check(self, scope, headers: dict[bytes, bytes]) -> None:
         serving = self.serving
-        # Whose requests a client may abort, and whose responses it may continue.
+        # A client may abort requests and continue responses of the same owner.
         scope.setdefault("state", {})["owner"] = self.access.check(scope)
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > serving.limits.body_bytes:
@@ -128,13 +130,13 @@ class Gate:
 def build(
     serving: Serving, api_keys: Sequence[str] = (), hosts: Collection[str] | None = None, cors: Cors | None = None
 ) -> FastAPI:
-    """The ASGI application of a `Serving`.
+    """Builds the ASGI application of a `Serving`.
 
     Args:
-        serving: What answers.
-        api_keys: Keys that clients may send; without any, none is needed.
+        serving: The model and its engine.
+        api_keys: Keys that clients may send; empty: none is needed.
         hosts: Names that the Host header may have; None for any.
-        cors: Which pages of other origins may read answers; None for none.
+        cors: Pages of other origins that may read answers; None for none.
     """
     app = FastAPI(
         title="dflash_jax",
@@ -154,12 +156,14 @@ def build(
         app.add_api_route(path, page_file(path), include_in_schema=False, response_model=None)
     app.add_middleware(Gate, serving=serving, access=Access(api_keys, hosts, (*OPEN_PATHS, *PAGE_PATHS)))
     if cors is not None:
-        # Outside of the gate: a preflight has no key, and a refusal is to be readable.
+        # Around the gate: a preflight has no key, and pages must be able to read refusals.
         cors.add_to(app)
     return app
 
 
 def page_file(path: str) -> Callable:
+    """A route's handler that returns a file of the page."""
+
     async def get() -> FileResponse:
         return FileResponse(PAGE / (path[1:] or "index.html"))
 

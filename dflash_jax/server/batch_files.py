@@ -1,4 +1,4 @@
-"""A batch's files in OpenAI's format: requests in, a line of each; answers out, a line of each."""
+"""Files of a batch in OpenAI's format: one request a line in, one answer a line out."""
 
 import fcntl
 import json
@@ -13,13 +13,20 @@ from dflash_jax.errors import InputError
 
 PIECE = 2**16
 LONGEST_ID = 512
-# How every line of an output begins.
+# The beginning of every line of an output.
 HEAD = b'{"id":"batch_req_'
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One request of a batch; ``body`` is JSON in ASCII, since a text may have halves of characters."""
+    """A request of a batch.
+
+    Attributes:
+        line: Its line in the input, from 1.
+        custom_id: The id by which its answer is found.
+        url: The endpoint.
+        body: The request's body as JSON in ASCII, since a text may have unpaired surrogates.
+    """
 
     line: int
     custom_id: str
@@ -29,7 +36,14 @@ class Entry:
 
 @dataclass(frozen=True)
 class Fault:
-    """A line that is no request, and why."""
+    """A line that is no valid request.
+
+    Attributes:
+        line: Its line in the input, from 1.
+        code: The kind of error.
+        message: The reason.
+        custom_id: Its id, if it has one.
+    """
 
     line: int
     code: str
@@ -39,7 +53,12 @@ class Fault:
 
 @dataclass
 class Done:
-    """What an output already has: custom_ids of answers, and lines of the input that were no requests."""
+    """Entries that an output already has.
+
+    Attributes:
+        ids: custom_ids of answers.
+        lines: Lines of the input that were no requests.
+    """
 
     ids: set[str] = field(default_factory=set)
     lines: set[int] = field(default_factory=set)
@@ -49,7 +68,11 @@ class Done:
 
 
 def open_input(name: str) -> FileIO:
-    """``-`` is stdin. Unbuffered: the end of the process waits for no reader."""
+    """Opens a file for reading without a buffer, or stdin for ``-``.
+
+    Raises:
+        InputError: It cannot be opened.
+    """
     try:
         return FileIO(0 if name == "-" else name, "rb", closefd=name != "-")
     except OSError as e:
@@ -57,7 +80,7 @@ def open_input(name: str) -> FileIO:
 
 
 def count_lines(stream: FileIO) -> int | None:
-    """Of a file; None for a pipe, which can be read once only."""
+    """Lines of a file; None for a pipe, which can be read only once."""
     if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
         return None
     count, last = 0, b"\n"
@@ -68,27 +91,36 @@ def count_lines(stream: FileIO) -> int | None:
 
 
 def lines(stream: FileIO, most: int) -> Iterator[tuple[int, bytes | None]]:
-    """(number, line) of each line that is not blank; None in place of one of more than ``most`` bytes, which is never
-    held as a whole."""
-    number, kept, is_long = 1, bytearray(), False
+    """Yields (number, line) of each line that is not blank.
+
+    The line is None where it has more than ``most`` bytes; such a line is never in memory as a whole.
+    """
+    number, buffer, is_long = 1, bytearray(), False
     while True:
         piece = stream.read(PIECE)
         for i, part in enumerate(piece.split(b"\n")):
             if i:
-                if is_long or kept.strip():
-                    yield number, None if is_long else bytes(kept)
-                number, kept, is_long = number + 1, bytearray(), False
+                if is_long or buffer.strip():
+                    yield number, None if is_long else bytes(buffer)
+                number, buffer, is_long = number + 1, bytearray(), False
             if not is_long:
-                kept += part
-                is_long = len(kept) > most
+                buffer += part
+                is_long = len(buffer) > most
         if not piece:
-            if is_long or kept.strip():
-                yield number, None if is_long else bytes(kept)
+            if is_long or buffer.strip():
+                yield number, None if is_long else bytes(buffer)
             return
 
 
 def parsed(number: int, raw: bytes | None, most: int, urls: frozenset[str]) -> Entry | Fault:
-    """A line of the input."""
+    """Parses a line of the input.
+
+    Args:
+        number: Its number.
+        raw: Its bytes; None where it is too long.
+        most: The limit of its bytes, for the message.
+        urls: Endpoints of a batch.
+    """
 
     def fault(code: str, message: str) -> Fault:
         return Fault(number, code, message, custom_id)
@@ -98,7 +130,7 @@ def parsed(number: int, raw: bytes | None, most: int, urls: frozenset[str]) -> E
         return fault("line_too_long", f"the line has more than {most} bytes")
     try:
         given = json.loads(raw.decode("utf-8-sig"))
-        # Here, because the limit of nesting depends on the caller's stack, which is deeper where it is sent.
+        # Serialised here: the limit of nesting depends on the stack, which is deeper where the body is sent.
         content = json.dumps(given.get("body")).encode("ascii") if isinstance(given, dict) else b""
     except (ValueError, RecursionError) as e:
         reason = "it is nested too deeply" if isinstance(e, RecursionError) else str(e).partition(": line")[0]
@@ -121,7 +153,7 @@ def parsed(number: int, raw: bytes | None, most: int, urls: frozenset[str]) -> E
 
 
 def entries(stream: FileIO, most: int, urls: frozenset[str], done: Done) -> Iterator[Entry | Fault]:
-    """The requests of a batch that are not yet done, and the lines that are none."""
+    """Yields the requests of a batch that are not done, and faults of lines that are no requests."""
     seen: set[str] = set()
     for number, raw in lines(stream, most):
         entry = parsed(number, raw, most, urls)
@@ -137,13 +169,19 @@ def entries(stream: FileIO, most: int, urls: frozenset[str], done: Done) -> Iter
 
 
 class Output:
-    """The answers: appended to what a file has, each whole before the next. One process at a time writes to a file.
+    """The file of answers. A line is written as a whole before the next; one process at a time writes.
 
-    ``-`` is stdout. Of a file, a last line that was cut off is removed. Raises InputError for a file that is no
-    batch's output.
+    Attributes:
+        name: The file; ``-`` is stdout.
+        done: Entries of earlier runs.
     """
 
     def __init__(self, name: str):
+        """Opens a file to append to. An incomplete last line is removed.
+
+        Raises:
+            InputError: The file is not a batch's output, or another process writes to it.
+        """
         self.name, self.done = name, Done()
         if name == "-":
             self._file = FileIO(1, "wb", closefd=False)
@@ -178,11 +216,11 @@ class Output:
                     raise InputError(f"{self.name}: line {number} is none of a batch's output: give another -o")
                 if not line.endswith(b"\n"):
                     break
-                self._take(line, number)
+                self._record(line, number)
                 at += len(line)
         self._file.truncate(at)
 
-    def _take(self, line: bytes, number: int) -> None:
+    def _record(self, line: bytes, number: int) -> None:
         try:
             value = json.loads(line)
             if value["error"] is None:
@@ -193,6 +231,11 @@ class Output:
             raise InputError(f"{self.name}: line {number} is none of a batch's output: give another -o") from None
 
     def write(self, custom_id: str | None, response: dict | None, error: dict | None) -> None:
+        """Appends an answer or an error.
+
+        Raises:
+            InputError: The file cannot be written.
+        """
         value = {
             "id": f"batch_req_{uuid.uuid4().hex}",
             "custom_id": custom_id,
@@ -209,6 +252,6 @@ class Output:
             raise InputError(f"{'stdout' if self.name == '-' else self.name}: {e.strerror}") from None
 
     def is_file(self, stream: FileIO) -> bool:
-        """Whether that is the same file."""
-        own, other = os.fstat(self._file.fileno()), os.fstat(stream.fileno())
-        return stat.S_ISREG(own.st_mode) and os.path.samestat(own, other)
+        """Whether ``stream`` is this file."""
+        output, other = os.fstat(self._file.fileno()), os.fstat(stream.fileno())
+        return stat.S_ISREG(output.st_mode) and os.path.samestat(output, other)

@@ -1,8 +1,8 @@
-"""Reading of request bodies: how large they are, counted before anything is made of them.
+"""Reads request bodies, and counts their values before anything parses them.
 
-The parsers of JSON and of its fields hold Python's interpreter lock from their beginning to their end, and no other
-request advances meanwhile. Their time follows from the numbers of values and of objects, which are counted here in
-steps of a few milliseconds.
+The parsers of JSON and of its fields hold Python's interpreter lock from beginning to end, and no other request
+advances meanwhile. Their time follows from the numbers of values and objects, which are counted here in steps of a few
+milliseconds.
 """
 
 import asyncio
@@ -20,26 +20,29 @@ if TYPE_CHECKING:
     from dflash_jax.server.serving import Serving
 
 STEP_BYTES = 2**19
-# A body up to this size, with what its values take, is read however much memory those of others take.
+# A body up to this size, with the memory of its values, is read even when other bodies have taken all memory.
 SMALL_BYTES = 2**16
-# Bodies of more are parsed one after another, with turns for others between them.
+# Larger bodies are parsed one after another, with turns for other requests between them.
 TURN_BYTES = 2**12
-# Seconds that a body has to arrive before it may be given up for another one.
+# Seconds that a body has to arrive before it may be dropped for another one.
 SURE_S = 5.0
-# Bytes that a value takes in memory beside its text: what the parser makes of a body may be larger than that.
+# Memory of a parsed value beside its text, in bytes: a parsed body may be larger than the raw one.
 VALUE_BYTES = 64
-# Of the memory for bodies, what those of one client may take.
+# Share of the memory for bodies that one client may take.
 CLIENT_SHARE = 0.5
 
 
 async def _counted(body: bytes) -> AsyncIterator[tuple[int, int]]:
-    """(values, objects) at most, of more and more of the body; of what is no JSON, any numbers."""
+    """Yields upper bounds of (values, objects) after each step through the body.
+
+    The counts of invalid JSON are arbitrary.
+    """
     values = objects = at = 0
     is_text = False
     while at < len(body):
         part = body[at : at + STEP_BYTES]
         if (len(part) - len(part.rstrip(b"\\"))) % 2:
-            # A backslash belongs to what follows it.
+            # A backslash belongs to the character behind it.
             part = body[at : at + STEP_BYTES + 1]
         at += len(part)
         part = part.replace(b"\\\\", b"").replace(b'\\"', b"")
@@ -54,32 +57,49 @@ async def _counted(body: bytes) -> AsyncIterator[tuple[int, int]]:
 
 
 async def check(body: bytes, values: int, objects: int) -> int:
-    """The values of a body. Raises ApiError where it has more than ``values``, or ``objects``."""
-    seen = 0, 0
-    async for seen in _counted(body):
-        if seen[0] > values:
+    """Counts the values of a body.
+
+    Args:
+        body: The raw body.
+        values: Most values in its lists and objects.
+        objects: Most objects.
+
+    Returns:
+        An upper bound of its values.
+
+    Raises:
+        ApiError: It has more.
+    """
+    counts = 0, 0
+    async for counts in _counted(body):
+        if counts[0] > values:
             raise ApiError(400, f"the body has more than {values} values in its lists and objects")
-        if seen[1] > objects:
+        if counts[1] > objects:
             raise ApiError(400, f"the body has more than {objects} objects")
-    return seen[0]
+    return counts[0]
 
 
 def has_body(headers: dict[bytes, bytes]) -> bool:
+    """Whether a request has a body."""
     return headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in headers
 
 
 def replayed(body: bytes, receive: Callable) -> Callable:
-    """Receives ``body``, and then what ``receive`` does."""
-    left = [{"type": "http.request", "body": body, "more_body": False}]
+    """A ``receive`` that returns ``body`` first, then calls the given ``receive``."""
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def next_message() -> dict:
-        return left.pop() if left else await receive()
+        return messages.pop() if messages else await receive()
 
     return next_message
 
 
 def check_type(headers: dict[bytes, bytes]) -> None:
-    """Raises ApiError where a body is not said to be JSON."""
+    """Checks the Content-Type of a body.
+
+    Raises:
+        ApiError: It is not JSON.
+    """
     given = headers.get(b"content-type", b"").decode("latin-1")
     if not re.fullmatch(r"application/(json|[\w.+-]+\+json)\s*(;.*)?", given, re.IGNORECASE | re.ASCII):
         says = f"Content-Type is {given!a}" if given else "there is no Content-Type"
@@ -87,10 +107,10 @@ def check_type(headers: dict[bytes, bytes]) -> None:
 
 
 class Body:
-    """The body of one request, counted in ``serving`` until it is closed: when its answer needs it no longer.
+    """The body of one request. Its memory counts in ``serving`` until it is closed.
 
-    Where bodies take all the memory that they may, the slowest of those that still arrive gives way to a large one.
-    Those of one ``client`` (its key and address) may take a part of it only, however quickly they arrive.
+    When bodies have taken all their memory, the slowest arriving one is dropped for a large one. The bodies of one
+    ``client`` (its key and address) may take only a share, however fast they arrive.
     """
 
     def __init__(self, serving: "Serving", client: Hashable = None):
@@ -98,7 +118,12 @@ class Body:
         self._began, self._until = 0.0, asyncio.timeout(None)
 
     async def read(self, receive: Callable) -> bytes:
-        """All of it. Raises ApiError where it is too large or gives way, and ClientGoneError."""
+        """Receives the whole body.
+
+        Raises:
+            ApiError: It is too large, or was dropped for another one.
+            ClientGoneError: The client has disconnected.
+        """
         self._began = asyncio.get_running_loop().time()
         self._serving.arriving.add(self)
         try:
@@ -108,13 +133,13 @@ class Body:
             raise ApiError(408, "the body arrives more slowly than others, which need its memory") from None
         finally:
             self._serving.arriving.discard(self)
-        # One large body at a time: the parsers' steps of several ones would add up between two turns of others.
+        # One large body at a time: the steps of several would add up between two turns of other requests.
         async with self._serving.large_bodies if len(body) > STEP_BYTES else contextlib.nullcontext():
             limits = self._serving.limits
             values = await check(body, max(limits.values, 2 * self._serving.capacity), limits.objects)
-        self._take(VALUE_BYTES * values)
+        self._reserve(VALUE_BYTES * values)
         if len(body) > TURN_BYTES:
-            # The framework parses and validates it in one step.
+            # The framework parses and validates the body in one step.
             await self._serving.turn()
         return body
 
@@ -127,11 +152,15 @@ class Body:
             part, more = message.get("body", b""), message.get("more_body")
             if self._size + len(part) > limits.body_bytes:
                 raise ApiError(413, f"the body has more than {limits.body_bytes} bytes")
-            self._take(len(part))
+            self._reserve(len(part))
             yield part
 
-    def _take(self, more: int) -> None:
-        """Counts further bytes. Raises ApiError where a large body takes too much of its client's memory, or of all."""
+    def _reserve(self, more: int) -> None:
+        """Counts further bytes.
+
+        Raises:
+            ApiError: A large body exceeds its client's share or the memory of all bodies.
+        """
         most = self._serving.limits.total_body_bytes
         self._count(more)
         if self._size > SMALL_BYTES and self._of_client() > CLIENT_SHARE * most:
@@ -140,7 +169,11 @@ class Body:
             self._make_room()
 
     def _make_room(self) -> None:
-        """Gives up the slowest large body that has had its time. Raises ApiError where there is none."""
+        """Drops the slowest large body that has had its time.
+
+        Raises:
+            ApiError: There is none.
+        """
         now = asyncio.get_running_loop().time()
         slow = [b for b in self._serving.arriving if b._size > SMALL_BYTES and now - b._began > SURE_S]
         slowest = min(slow, key=lambda b: b._size / (now - b._began), default=self)
@@ -151,7 +184,7 @@ class Body:
         slowest._until.reschedule(now)
 
     def _of_client(self) -> int:
-        """Bytes of all bodies of its client."""
+        """Bytes of all bodies of this client."""
         return self._serving.client_body_bytes[self._client]
 
     def _count(self, more: int) -> None:
@@ -162,12 +195,17 @@ class Body:
             del self._serving.client_body_bytes[self._client]
 
     def close(self) -> None:
+        """Frees the body's memory in the count."""
         self._count(-self._size)
 
 
 def release(http: Request, keeps_parsed: bool) -> None:
-    """Drops the raw body and what JSON makes of it, which Starlette keeps as long as the request. The body counts no
-    longer, unless the request ``keeps_parsed`` parts of it that may be large."""
+    """Drops the raw body and its parsed JSON, which Starlette keeps as long as the request.
+
+    Args:
+        http: The request.
+        keeps_parsed: Whether the request keeps large parsed values, so that its memory still counts.
+    """
     for name in ("_body", "_json"):
         vars(http).pop(name, None)
     if not keeps_parsed:

@@ -22,7 +22,11 @@ router = APIRouter()
 
 
 def tool_constraint(serving: Serving, body: chat_schema.ChatRequest, xml: bool) -> Constraint | None:
-    """What ``tool_choice`` demands."""
+    """The constraint of ``tool_choice``; None without one.
+
+    Raises:
+        ApiError: A tool is missing, or structured output is not available.
+    """
     choice, tools = body.tool_choice, [t.function.model_dump(exclude_none=True) for t in body.tools or ()]
     if choice in (None, "none", "auto"):
         return None
@@ -42,7 +46,11 @@ def tool_constraint(serving: Serving, body: chat_schema.ChatRequest, xml: bool) 
 
 
 def _named(tools: list[dict], names: Sequence[str], where: str) -> list[dict]:
-    """The tools of these names. Raises ApiError where one is missing."""
+    """The tools with these names.
+
+    Raises:
+        ApiError: One is missing.
+    """
     known = {tool["name"]: tool for tool in tools}
     if missing := next((name for name in names if name not in known), None):
         raise ApiError(400, f"{where} is {missing[:64]!r}: there is no such tool", where)
@@ -50,11 +58,16 @@ def _named(tools: list[dict], names: Sequence[str], where: str) -> list[dict]:
 
 
 def tools_in_use(body: chat_schema.ChatRequest) -> list[chat_schema.Tool] | None:
+    """The tools that the template shows."""
     return None if body.tool_choice == "none" else body.tools
 
 
 def check(serving: Serving, body: chat_schema.ChatRequest) -> None:
-    """What fields demand of each other."""
+    """Checks fields that depend on each other.
+
+    Raises:
+        ApiError: They contradict each other, or the model is not served here.
+    """
     serving.check_model(body.model)
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
@@ -64,22 +77,28 @@ def check(serving: Serving, body: chat_schema.ChatRequest) -> None:
         raise ApiError(400, "prompt_logprobs is not possible with stream: true", "prompt_logprobs")
 
 
-async def prepared(serving: Serving, body: chat_schema.ChatRequest) -> tuple[Conversation, list[TextSequence]]:
-    """The rows that a request asks for."""
+async def prepare_chat(serving: Serving, body: chat_schema.ChatRequest) -> tuple[Conversation, list[TextSequence]]:
+    """Prepares the conversation and the sequences of a request.
+
+    Raises:
+        ApiError: The request is invalid.
+    """
     check(serving, body)
     n = prepare.check_counts(serving, body)
     talk = await converse(serving, body.messages, tools_in_use(body), body)
     most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    kept = prepare.truncated(serving, body, talk.prompt, most)
-    if body.truncation_side == "right" and len(kept) < len(talk.prompt) and talk.thought == "open":
-        # What opens the thought is cut off.
+    prompt = prepare.truncate(serving, body, talk.prompt, most)
+    if body.truncation_side == "right" and len(prompt) < len(talk.prompt) and talk.thought == "open":
+        # The tag that opens the thought was truncated.
         talk.thought = "possible"
-    talk.prompt = kept
-    talk.echoed = echoed(body.messages) if body.echo else ""
+    talk.prompt = prompt
+    talk.echoed = echoed_text(body.messages) if body.echo else ""
     most = serving.check_room(talk.prompt, most, "messages")
-    wanted, calls = prepare.constraint(body), tool_constraint(serving, body, talk.xml)
-    if wanted and calls:
-        raise ApiError(400, f"{wanted.field} and tool_choice each ask for a form: give one of them", wanted.field)
+    constraint, calls = prepare.constraint(body), tool_constraint(serving, body, talk.xml)
+    if constraint and calls:
+        raise ApiError(
+            400, f"{constraint.field} and tool_choice each ask for a form: give one of them", constraint.field
+        )
     talk.is_forced = calls is not None and not calls.value["optional"]
     talk.has_one_call = body.parallel_tool_calls is False
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -87,41 +106,43 @@ async def prepared(serving: Serving, body: chat_schema.ChatRequest) -> tuple[Con
     options = {
         "block_size": body.block_size,
         "priority": body.priority,
-        "grammar": await prepare.grammar(serving, wanted or calls),
+        "grammar": await prepare.grammar(serving, constraint or calls),
         "thought": talk.thought,
         "budget": prepare.budget([body.thinking_token_budget, body.thinking_budget]),
         "prompt_logprobs": body.prompt_logprobs,
         "cache_salt": body.cache_salt,
         "ends": talk.ends,
     }
-    return talk, await prepare.rows(serving, talk.prompt, params, n, **options)
+    return talk, await prepare.sequences(serving, talk.prompt, params, n, **options)
 
 
 @router.post("/v1/chat/completions", responses={200: {"model": ChatCompletion}}, response_model=None)
 async def chat_completions(http: Request, body: chat_schema.ChatRequest):
+    """OpenAI's chat completions."""
     serving: Serving = http.app.state.serving
     name = request_id.choose("chatcmpl-", body.request_id, body.rid)
-    talk, rows = await while_connected(http, prepared(serving, body))
+    talk, rows = await while_connected(http, prepare_chat(serving, body))
     head = {"id": name, "created": int(time.time()), "model": body.model or serving.name}
     serving.register(rows, name, http.state.owner)
     body = body.without_large()
     if body.stream:
-        answer = EventStream.start(http, streamed(serving, body, talk, rows, head))
+        answer = EventStream.start(http, stream_chunks(serving, body, talk, rows, head))
     else:
-        answer = while_connected(http, whole(serving, body, talk, rows, head))
+        answer = while_connected(http, full_response(serving, body, talk, rows, head))
     return Later(http, answer, keeps_parsed=bool(talk.tools))
 
 
-async def whole(
+async def full_response(
     serving: Serving, body: chat_schema.ChatRequest, talk: Conversation, rows: list[TextSequence], head: dict
 ) -> Response:
+    """Waits for all sequences, then answers."""
     parsers, deltas = [talk.parser(body.shown_reasoning) for _ in rows], [[] for _ in rows]
     async for i, piece in serving.merged(rows):
         deltas[i].append(parsers[i].push(piece))
-    return await json_response(rows, lambda: built(serving, body, talk, rows, head, parsers, deltas))
+    return await json_response(rows, lambda: chat_completion(serving, body, talk, rows, head, parsers, deltas))
 
 
-def built(
+def chat_completion(
     serving: Serving,
     body: chat_schema.ChatRequest,
     talk: Conversation,
@@ -130,7 +151,17 @@ def built(
     parsers: list[Parser],
     deltas: list[list[Delta]],
 ) -> dict:
-    """A whole answer."""
+    """The complete answer.
+
+    Args:
+        serving: The model and its engine.
+        body: The request.
+        talk: Its conversation.
+        rows: Its finished sequences.
+        head: Fields id, created and model.
+        parsers: The parser of each sequence.
+        deltas: Parsed pieces of each sequence.
+    """
     choices = []
     for i, row in enumerate(rows):
         deltas[i].append(parsers[i].finish(row))
@@ -157,27 +188,31 @@ def built(
     return value | (request_metrics(rows) if serving.additions.metrics else {})
 
 
-def echoed(messages: Sequence[chat_schema.Message]) -> str:
-    """What an answer begins with under ``echo``: the text of the last message, if it is the assistant's."""
+def echoed_text(messages: Sequence[chat_schema.Message]) -> str:
+    """The beginning of an answer under ``echo``: the text of the last message if it is the assistant's."""
     last = messages[-1]
     return text_of(last.content, f"messages[{len(messages) - 1}]") if last.role == "assistant" else ""
 
 
 def logprobs_of(serving: Serving, body: chat_schema.ChatRequest, entries: Sequence[dict]) -> dict:
+    """The field ``logprobs`` of a choice."""
     as_ids = serving.additions.as_ids(body.return_tokens_as_token_ids)
     content = chat_logprobs(serving.llm.tokenizer, entries, as_ids=as_ids)
     return {"content": content, "refusal": None}
 
 
 def as_delta(delta: Delta) -> list[dict]:
-    """In the order in which they came: what belongs to a call that has begun is before any content."""
-    begun = next((i for i, call in enumerate(delta.calls) if call.name is not None), len(delta.calls))
-    found = [_as_call(call) for call in delta.calls[:begun]]
+    """The deltas of a piece, in order.
+
+    Arguments of a call that has begun precede reasoning and content; new calls follow.
+    """
+    first_new = next((i for i, call in enumerate(delta.calls) if call.name is not None), len(delta.calls))
+    deltas = [_as_call(call) for call in delta.calls[:first_new]]
     if delta.reasoning:
-        found.append({"reasoning_content": delta.reasoning, "reasoning": delta.reasoning})
+        deltas.append({"reasoning_content": delta.reasoning, "reasoning": delta.reasoning})
     if delta.content:
-        found.append({"content": delta.content})
-    return found + [_as_call(call) for call in delta.calls[begun:]]
+        deltas.append({"content": delta.content})
+    return deltas + [_as_call(call) for call in delta.calls[first_new:]]
 
 
 def _as_call(call: CallDelta) -> dict:
@@ -186,51 +221,52 @@ def _as_call(call: CallDelta) -> dict:
     return {"tool_calls": [{"index": call.index, **first, "function": function}]}
 
 
-async def streamed(
+async def stream_chunks(
     serving: Serving, body: chat_schema.ChatRequest, talk: Conversation, rows: list[TextSequence], head: dict
 ) -> AsyncGenerator[bytes, None]:
-    wants = serving.additions.stream_options(body.stream_options or schema.StreamOptions())
-    parsers, begun = [talk.parser(body.shown_reasoning) for _ in rows], []
+    """Yields the chunks of a streamed answer."""
+    stream_options = serving.additions.stream_options(body.stream_options or schema.StreamOptions())
+    parsers, started = [talk.parser(body.shown_reasoning) for _ in rows], []
 
     def chunk(i: int, delta: dict, reason: str | None = None, is_first: bool = False, **more) -> bytes:
-        # SGLang's clients read the field of every delta.
+        # SGLang's clients read this field of every delta.
         delta = {"reasoning_content": None, **delta}
         choice = {"index": i, "delta": delta, "logprobs": more.pop("logprobs", None), "finish_reason": reason, **more}
         value = {**head, "object": "chat.completion.chunk", "choices": [choice], "system_fingerprint": None}
-        if wants.include_usage:
+        if stream_options.include_usage:
             thoughts = sum(p.reasoning_tokens for p in parsers)
-            counted = usage(rows, len(rows), thoughts, new=[rows[i] for i in begun])
-            value["usage"] = counted if wants.continuous_usage_stats else None
-            if wants.include_timings and wants.continuous_usage_stats:
+            counted = usage(rows, len(rows), thoughts, new=[rows[i] for i in started])
+            value["usage"] = counted if stream_options.continuous_usage_stats else None
+            if stream_options.include_timings and stream_options.continuous_usage_stats:
                 value["timings"] = timings(rows, serving.clock)
         if is_first and body.return_token_ids:
             value["prompt_token_ids"] = talk.prompt
         return frame(value)
 
     async for i, piece in serving.merged(rows):
-        if i not in begun:
-            yield chunk(i, {"role": "assistant", "content": talk.echoed}, is_first=not begun)
-            begun.append(i)
-        found, more = as_delta(parsers[i].push(piece)), {}
+        if i not in started:
+            yield chunk(i, {"role": "assistant", "content": talk.echoed}, is_first=not started)
+            started.append(i)
+        deltas, more = as_delta(parsers[i].push(piece)), {}
         if piece.finish_reason:
-            found += as_delta(parsers[i].finish(rows[i]))
+            deltas += as_delta(parsers[i].finish(rows[i]))
         if piece.logprobs is not None:
             more["logprobs"] = logprobs_of(serving, body, piece.logprobs)
         if body.return_token_ids:
             more["token_ids"] = piece.token_ids
         if body.return_drafts:
             more["drafts"] = piece.segments
-        found = found or [{}] * bool(more or piece.finish_reason)
-        for place, delta in enumerate(found):
+        deltas = deltas or [{}] * bool(more or piece.finish_reason)
+        for place, delta in enumerate(deltas):
             reason = None
-            if piece.finish_reason and place == len(found) - 1:
-                # With the last text, as in vLLM, so that no chunk of a choice is without tokens.
+            if piece.finish_reason and place == len(deltas) - 1:
+                # The reason comes with the last text, as in vLLM: no chunk of a choice is without tokens.
                 reason = parsers[i].reason(rows[i])
                 more |= stop_reasons(rows[i], serving.llm.defaults.stop_ids)
             yield chunk(i, delta, reason, **more)
             more = {}
-    if wants.include_usage:
+    if stream_options.include_usage:
         counted = usage(rows, len(rows), sum(p.reasoning_tokens for p in parsers))
-        more = {"timings": timings(rows, serving.clock)} if wants.include_timings else {}
+        more = {"timings": timings(rows, serving.clock)} if stream_options.include_timings else {}
         more |= request_metrics(rows) if serving.additions.metrics else {}
         yield frame({**head, "object": "chat.completion.chunk", "choices": [], "usage": counted, **more})

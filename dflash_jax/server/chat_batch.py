@@ -1,4 +1,4 @@
-"""/v1/chat/completions/batch, vLLM's: several conversations in a request, a choice for each."""
+"""/v1/chat/completions/batch, vLLM's: several conversations in one request, one choice for each."""
 
 import time
 from contextlib import aclosing
@@ -20,7 +20,11 @@ router = APIRouter()
 
 
 def check(serving: Serving, body: chat_schema.ChatBatchRequest) -> None:
-    """What is possible for one conversation only."""
+    """Checks that no field is used that works for one conversation only.
+
+    Raises:
+        ApiError: One is, or there are too many conversations.
+    """
     for field, is_wrong in {"stream": body.stream, "n": body.n not in (None, 1), "tools": body.tools}.items():
         if is_wrong:
             raise ApiError(400, f"{field} is not possible for several conversations", field)
@@ -29,17 +33,21 @@ def check(serving: Serving, body: chat_schema.ChatBatchRequest) -> None:
         raise ApiError(400, message, "messages")
 
 
-async def prepared(
+async def prepare_batch(
     serving: Serving, body: chat_schema.ChatBatchRequest
 ) -> tuple[list[chat_schema.ChatRequest], list[Conversation], list[TextSequence]]:
-    """A request, a conversation and a sequence for each list of messages."""
+    """A request, a conversation and a sequence for each list of messages.
+
+    Raises:
+        ApiError: A conversation is invalid; the message has its number.
+    """
     check(serving, body)
-    # The fields are validated: once is enough.
+    # The fields are validated already.
     bodies = [chat_schema.ChatRequest.model_construct(**dict(body) | {"messages": given}) for given in body.messages]
     talks, rows = [], []
     for i, each in enumerate(bodies):
         try:
-            talk, (row,) = await chat.prepared(serving, each)
+            talk, (row,) = await chat.prepare_chat(serving, each)
         except ApiError as e:
             raise ApiError(e.status_code, f"conversation {i}: {e.message}", e.param) from None
         talks.append(talk)
@@ -49,22 +57,24 @@ async def prepared(
 
 @router.post("/v1/chat/completions/batch", responses={200: {"model": ChatCompletion}}, response_model=None)
 async def chat_completions_batch(http: Request, body: chat_schema.ChatBatchRequest):
+    """Chat completions of several conversations, vLLM's endpoint."""
     serving: Serving = http.app.state.serving
     name = request_id.choose("chatcmpl-", body.request_id, body.rid)
-    bodies, talks, rows = await while_connected(http, prepared(serving, body))
+    bodies, talks, rows = await while_connected(http, prepare_batch(serving, body))
     head = {"id": name, "created": int(time.time()), "model": body.model or serving.name}
     serving.register(rows, name, http.state.owner)
     bodies = [each.without_large() for each in bodies]
-    return Later(http, while_connected(http, whole(serving, bodies, talks, rows, head)))
+    return Later(http, while_connected(http, full_response(serving, bodies, talks, rows, head)))
 
 
-async def whole(
+async def full_response(
     serving: Serving,
     bodies: list[chat_schema.ChatRequest],
     talks: list[Conversation],
     rows: list[TextSequence],
     head: dict,
 ) -> Response:
+    """Waits for all sequences, then answers."""
     parsers = [talk.parser(body.shown_reasoning) for talk, body in zip(talks, bodies, strict=True)]
     deltas = [[] for _ in rows]
     async with aclosing(serving.merged(rows)) as pieces:
@@ -73,14 +83,16 @@ async def whole(
 
     def build() -> dict:
         answers = [
-            chat.built(serving, body, talk, [row], head, [parser], [told])
-            for body, talk, row, parser, told in zip(bodies, talks, rows, parsers, deltas, strict=True)
+            chat.chat_completion(serving, body, talk, [row], head, [parser], [pieces_of_one])
+            for body, talk, row, parser, pieces_of_one in zip(bodies, talks, rows, parsers, deltas, strict=True)
         ]
         choices = []
         for i, answer in enumerate(answers):
             (choice,) = answer["choices"]
-            own = {name: answer[name] for name in ("prompt_token_ids", "prompt_logprobs") if answer[name] is not None}
-            choices.append({**choice, "index": i, **own})
+            prompt_fields = {
+                name: answer[name] for name in ("prompt_token_ids", "prompt_logprobs") if answer[name] is not None
+            }
+            choices.append({**choice, "index": i, **prompt_fields})
         counted = usage(rows, 1, sum(parser.reasoning_tokens for parser in parsers))
         nothing = {"prompt_token_ids": None, "prompt_logprobs": None}
         return {**answers[0], "choices": choices, "usage": counted, **nothing}

@@ -1,6 +1,6 @@
 """Fields of chat requests: OpenAI's interface with the additions of vLLM and SGLang.
 
-`prepare` and `conversation` read them; requests to other interfaces are converted to them.
+Requests to other interfaces are converted to them.
 """
 
 from typing import Annotated, Any, Literal
@@ -11,11 +11,13 @@ from dflash_jax.server import neutral_fields
 from dflash_jax.server.schema import OpenAiSampling, ResponseFormat, ThinkingBudget
 from dflash_jax.server.schema_base import Body, Effort, Items, Json, Lenient, Strict, wrong
 
-# Reasoning as it comes, in one piece at its end, as part of the content, or not at all.
+# How reasoning is shown: as it arrives, in one piece at its end, as part of the content, or not at all.
 ShownReasoning = Literal["stream", "whole", "content", "none"]
 
 
 class Function(Lenient):
+    """A function that the model may call."""
+
     name: str = Field(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_.-]+$")
     description: str | None = None
     parameters: Json | None = None
@@ -23,26 +25,34 @@ class Function(Lenient):
 
 
 class Tool(Lenient):
+    """A tool."""
+
     type: Literal["function"]
     function: Function
 
 
 class FunctionName(Strict):
+    """The name of a function."""
+
     name: str
 
 
 class NamedTool(Strict):
+    """A tool by its name."""
+
     type: Literal["function"]
     function: FunctionName
 
 
 class AllowedTools(Strict):
+    """Tools that may be called, and whether one must be."""
+
     mode: Literal["auto", "required"]
     tools: Items[NamedTool] = Field(min_length=1)
 
 
 class AllowedToolsChoice(Strict):
-    """Of the tools that the model sees, those that it may call."""
+    """A choice of tools that the model may call among those that it sees."""
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools
@@ -54,11 +64,15 @@ ToolChoice = (
 
 
 class CalledFunction(Lenient):
+    """A called function."""
+
     name: str
     arguments: str | Json
 
 
 class Call(Lenient):
+    """A tool call."""
+
     id: str | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
@@ -66,7 +80,7 @@ class Call(Lenient):
 
 
 class Part(Lenient):
-    """A part of a message. Others than text and refusals are known, to be refused by name."""
+    """A part of a message. Parts other than text and refusals are parsed so that they can be refused by name."""
 
     type: str
     text: str | None = None
@@ -74,6 +88,8 @@ class Part(Lenient):
 
 
 class Message(Lenient):
+    """A message of a conversation."""
+
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Items[Part] | None = None
     name: str | None = None
@@ -96,7 +112,7 @@ class Message(Lenient):
 
 
 class ReasoningOptions(Strict):
-    """How much to think, as OpenRouter and SGLang write it."""
+    """How much to think, in OpenRouter's and SGLang's form."""
 
     effort: Effort | None = None
     enabled: bool | None = None
@@ -105,7 +121,7 @@ class ReasoningOptions(Strict):
 
 
 class Templated(Body):
-    """What a conversation's rendering depends on, beside its messages and tools."""
+    """Fields that affect the rendering of a conversation, beside its messages and tools."""
 
     chat_template: str | None = Field(None, max_length=65536)
     chat_template_kwargs: Json | None = None
@@ -117,7 +133,7 @@ class Templated(Body):
 
     @property
     def template_options(self) -> Json:
-        """The template's variables. What ``chat_template_kwargs`` says goes first, then ``enable_thinking``."""
+        """Variables of the template. ``chat_template_kwargs`` has precedence, then ``enable_thinking``."""
         reasoning = self.reasoning or ReasoningOptions()
         effort = self.reasoning_effort or reasoning.effort
         options: Json = {}
@@ -130,6 +146,8 @@ class Templated(Body):
 
 
 class ChatRequest(OpenAiSampling, Templated):
+    """``/v1/chat/completions``."""
+
     neutral = neutral_fields.CHAT
 
     messages: Items[Message] = Field(min_length=1)
@@ -137,7 +155,7 @@ class ChatRequest(OpenAiSampling, Templated):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    # The answer begins with the assistant's message that the conversation ends with.
+    # Whether the answer begins with the assistant's message at the end of the conversation.
     echo: bool = False
     response_format: ResponseFormat | None = None
     tools: Items[Tool] | None = None
@@ -147,13 +165,14 @@ class ChatRequest(OpenAiSampling, Templated):
     # The second name is Qwen's.
     thinking_token_budget: ThinkingBudget = None
     thinking_budget: ThinkingBudget = None
-    # SGLang's and vLLM's fields of what is shown of the reasoning.
+    # SGLang's and vLLM's fields for showing reasoning.
     separate_reasoning: bool = True
     stream_reasoning: bool = True
     include_reasoning: bool = True
 
     @property
     def shown_reasoning(self) -> ShownReasoning:
+        """How reasoning is shown."""
         if not self.include_reasoning or (self.reasoning is not None and self.reasoning.exclude):
             return "none"
         if not self.separate_reasoning:
@@ -162,13 +181,13 @@ class ChatRequest(OpenAiSampling, Templated):
 
 
 class ChatBatchRequest(ChatRequest):
-    """vLLM's ``/v1/chat/completions/batch``: several conversations."""
+    """``/v1/chat/completions/batch``, vLLM's endpoint: several conversations."""
 
     messages: Items[Annotated[Items[Message], Field(min_length=1)]] = Field(min_length=1)
 
 
 class TokenizeRequest(Templated):
-    """vLLM's ``/tokenize``: of a prompt, or of a conversation."""
+    """``/tokenize``, vLLM's endpoint: a prompt or a conversation."""
 
     neutral = neutral_fields.TOKENIZE
 

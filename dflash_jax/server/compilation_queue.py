@@ -12,19 +12,19 @@ from dflash_jax.server.worker_process import WorkerProcess
 
 @dataclass(frozen=True)
 class GrammarLimits:
-    """What grammars may cost.
+    """Limits of grammars.
 
     Attributes:
-        compile_s: Seconds of a processor that a compilation may take.
-        wait_s: Seconds on the clock that it may take.
-        step_s: Seconds on the clock that the masks of one round may take.
-        memory_bytes: Memory that one process may take.
-        total_bytes: Memory that all of them may take together.
+        compile_s: Seconds of CPU time that a compilation may take.
+        wait_s: Seconds of wall time that it may take.
+        step_s: Seconds of wall time that the masks of one round may take.
+        memory_bytes: Memory of one process.
+        total_bytes: Memory of all processes together.
         compilations: Compilations at a time.
-        sure_s: Seconds that a compilation has before it may be given up for another that waits.
+        sure_s: Seconds that a compilation has before it may be dropped for a waiting one.
         waiting: Requests that may wait for a compilation to begin.
         cached: Compiled grammars that are kept while no request uses them.
-        grace_s: Seconds that a request has from its grammar to its first mask: until then the grammar is kept.
+        grace_s: Seconds that a grammar is kept for its request's first mask.
     """
 
     compile_s: int = 10
@@ -55,7 +55,11 @@ class CompilationQueue:
 
     @contextlib.asynccontextmanager
     async def place(self) -> AsyncIterator[None]:
-        """Room for one more compilation: the longest one is given up where all have had their time."""
+        """Waits for a place. The oldest compilation is dropped when all have had their time.
+
+        Raises:
+            ApiError: 503, too many requests wait.
+        """
         if self._freed is None:
             self._freed = asyncio.Event()
         self._queued += 1

@@ -1,4 +1,4 @@
-"""/v1/completions, with echo and the prompt's log-probabilities."""
+"""/v1/completions, with echo and log-probabilities of the prompt."""
 
 import time
 from collections.abc import AsyncGenerator
@@ -20,18 +20,22 @@ from dflash_jax.server.answers import (
     usage,
 )
 from dflash_jax.server.errors import ApiError
-from dflash_jax.server.large_answers import beside, event, json_response
+from dflash_jax.server.large_answers import event, json_response, offload
 from dflash_jax.server.serving import Serving, while_connected
 from dflash_jax.server.stream import EventStream, Later, frame
 
 router = APIRouter()
 
-# Of a choice in which nothing new is wanted.
+# The stop reasons of a choice without new tokens.
 NO_STOP = {"stop_reason": None, "matched_stop": None}
 
 
 def prompts_of(body: schema.CompletionRequest) -> list:
-    """Each a text or token ids."""
+    """The prompts of a request, each a text or token ids.
+
+    Raises:
+        ApiError: There is none, or one is empty.
+    """
     given = body.prompt
     if isinstance(given, str) or (given and isinstance(given[0], int)):
         return [given]
@@ -40,37 +44,42 @@ def prompts_of(body: schema.CompletionRequest) -> list:
     return given
 
 
-async def prepared(serving: Serving, body: schema.CompletionRequest) -> list[TextSequence]:
-    """All rows: those of the first prompt first."""
+async def prepare_completions(serving: Serving, body: schema.CompletionRequest) -> list[TextSequence]:
+    """Prepares the sequences of a request, those of the first prompt first.
+
+    Raises:
+        ApiError: The request is invalid.
+    """
     serving.check_model(body.model)
     prompts = prompts_of(body)
     n = prepare.check_counts(serving, body, len(prompts))
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options needs stream: true", "stream_options")
-    wanted = body.prompt_logprobs
+    prompt_logprobs = body.prompt_logprobs
     if body.echo and wants_logprobs(body):
-        wanted = max(wanted or 0, body.logprobs or 0)
+        prompt_logprobs = max(prompt_logprobs or 0, body.logprobs or 0)
     is_truncated = body.truncate_prompt_tokens is not None
     encoded = [await serving.texts.prompt(prompt, "prompt", is_truncated=is_truncated) for prompt in prompts]
     grammar = await prepare.grammar(serving, prepare.constraint(body))
-    budget, found = prepare.budget([body.thinking_token_budget]), []
+    budget, sequences = prepare.budget([body.thinking_token_budget]), []
     for ids in encoded:
-        ids = prepare.truncated(serving, body, ids, body.max_tokens)
-        # Where nothing new is wanted, the engine gives one token all the same: it is left out again.
+        ids = prepare.truncate(serving, body, ids, body.max_tokens)
+        # The engine generates at least one token; with max_tokens 0 the answer omits it.
         most = serving.check_room(ids, body.max_tokens and max(body.max_tokens, 1), "prompt", default=16)
         most = most or serving.check_room(ids, 1, "prompt")
         params = prepare.sampling(body, most, body.seed, body.logprobs, body.logprob_token_ids)
-        options = {"block_size": body.block_size, "priority": body.priority, "prompt_logprobs": wanted}
+        options = {"block_size": body.block_size, "priority": body.priority, "prompt_logprobs": prompt_logprobs}
         options |= {"cache_salt": body.cache_salt, "budget": budget}
         options["thought"] = prepare.thought(serving, ids, budget, "thinking_token_budget")
-        found += await prepare.rows(serving, ids, params, n, grammar=grammar, **options)
-    return found
+        sequences += await prepare.sequences(serving, ids, params, n, grammar=grammar, **options)
+    return sequences
 
 
 @router.post("/v1/completions", responses={200: {"model": Completion}}, response_model=None)
 async def completions(http: Request, body: schema.CompletionRequest):
+    """OpenAI's completions."""
     serving: Serving = http.app.state.serving
-    rows = await while_connected(http, prepared(serving, body))
+    rows = await while_connected(http, prepare_completions(serving, body))
     head = {
         "id": request_id.choose("cmpl-", body.request_id, body.rid),
         "object": "text_completion",
@@ -80,13 +89,14 @@ async def completions(http: Request, body: schema.CompletionRequest):
     serving.register(rows, head["id"], http.state.owner)
     body = body.without_large()
     if body.stream:
-        return Later(http, EventStream.start(http, streamed(serving, body, rows, head)))
-    return Later(http, whole(http, serving, body, rows, head))
+        return Later(http, EventStream.start(http, stream_chunks(serving, body, rows, head)))
+    return Later(http, full_response(http, serving, body, rows, head))
 
 
-async def whole(
+async def full_response(
     http: Request, serving: Serving, body: schema.CompletionRequest, rows: list[TextSequence], head: dict
 ) -> Response:
+    """Waits for all sequences, then answers."""
     await while_connected(http, serving.run(rows))
 
     def build() -> dict:
@@ -100,12 +110,12 @@ async def whole(
 
 @dataclass(frozen=True)
 class Opening:
-    """What a choice begins with, before anything new.
+    """The beginning of a choice, before new tokens.
 
     Attributes:
         text: The echoed prompt, special tokens by their names.
-        starts: Where in it each token of the prompt begins.
-        entries: The log-probabilities of its tokens, where they are asked for.
+        starts: Where in the text each token of the prompt begins.
+        entries: Log-probabilities of its tokens, where they are asked for.
     """
 
     text: str
@@ -114,6 +124,7 @@ class Opening:
 
 
 def opening(serving: Serving, body: schema.CompletionRequest, row: TextSequence) -> Opening:
+    """The beginning of a choice; empty without ``echo``."""
     tokenizer, request = serving.llm.tokenizer, row.request
     if not body.echo:
         return Opening("", [], [])
@@ -129,12 +140,14 @@ def opening(serving: Serving, body: schema.CompletionRequest, row: TextSequence)
 
 
 def wants_logprobs(body: schema.CompletionRequest) -> bool:
+    """Whether a request asks for log-probabilities."""
     return body.logprobs is not None or bool(body.logprob_token_ids)
 
 
 def logprobs_of(
     serving: Serving, body: schema.CompletionRequest, entries: list[dict], starts: list[int]
 ) -> dict | None:
+    """The field ``logprobs`` of a choice; None where it is not asked for."""
     if not wants_logprobs(body):
         return None
     return completion_logprobs(
@@ -145,32 +158,34 @@ def logprobs_of(
     )
 
 
-def of_the_prompt(serving: Serving, body: schema.CompletionRequest, row: TextSequence) -> dict:
+def prompt_fields(serving: Serving, body: schema.CompletionRequest, row: TextSequence) -> dict:
     """Fields of a choice that describe its prompt, null where they are not asked for."""
     scores = prompt_logprobs(serving.llm.tokenizer, row) if body.prompt_logprobs is not None else None
     return {"prompt_logprobs": scores, "prompt_token_ids": row.request.prompt if body.return_token_ids else None}
 
 
 def choice(serving: Serving, body: schema.CompletionRequest, i: int, row: TextSequence) -> dict:
+    """A complete choice."""
     is_new, begin = body.max_tokens != 0, opening(serving, body, row)
     text = (row.text.text if row.text else "") if is_new else ""
     entries = list(row.logprobs or []) if is_new else []
     starts = [len(begin.text) + start for start in row.starts] if is_new else []
-    found = {
+    value = {
         "index": i,
         "text": begin.text + text,
         "logprobs": logprobs_of(serving, body, [*begin.entries, *entries], [*begin.starts, *starts]),
         "finish_reason": row.request.finish_reason if is_new else "length",
         **(stop_reasons(row, serving.llm.defaults.stop_ids) if is_new else NO_STOP),
     }
-    found["token_ids"] = (row.request.tokens if is_new else []) if body.return_token_ids else None
-    return found | of_the_prompt(serving, body, row)
+    value["token_ids"] = (row.request.tokens if is_new else []) if body.return_token_ids else None
+    return value | prompt_fields(serving, body, row)
 
 
-async def streamed(
+async def stream_chunks(
     serving: Serving, body: schema.CompletionRequest, rows: list[TextSequence], head: dict
 ) -> AsyncGenerator[bytes, None]:
-    wants, is_new = (
+    """Yields the chunks of a streamed answer."""
+    stream_options, is_new = (
         serving.additions.stream_options(body.stream_options or schema.StreamOptions()),
         body.max_tokens != 0,
     )
@@ -178,36 +193,36 @@ async def streamed(
     async for i, piece in serving.merged(rows):
         begin, is_first = Opening("", [], []), openings[i] is None
         if is_first:
-            begin = openings[i] = await beside(len(rows[i].request.prompt), opening, serving, body, rows[i])
+            begin = openings[i] = await offload(len(rows[i].request.prompt), opening, serving, body, rows[i])
         text = piece.text if is_new else ""
-        found = {"index": i, "text": begin.text + text, "logprobs": None}
-        found["finish_reason"] = piece.finish_reason if is_new else "length"
-        if found["finish_reason"]:
-            found |= stop_reasons(rows[i], serving.llm.defaults.stop_ids) if is_new else NO_STOP
+        choice = {"index": i, "text": begin.text + text, "logprobs": None}
+        choice["finish_reason"] = piece.finish_reason if is_new else "length"
+        if choice["finish_reason"]:
+            choice |= stop_reasons(rows[i], serving.llm.defaults.stop_ids) if is_new else NO_STOP
         if body.return_token_ids:
-            found["token_ids"] = piece.token_ids if is_new else []
+            choice["token_ids"] = piece.token_ids if is_new else []
         if body.return_drafts:
-            found["drafts"] = piece.segments
-        value = {**head, "choices": [found]}
-        if wants.include_usage:
+            choice["drafts"] = piece.segments
+        value = {**head, "choices": [choice]}
+        if stream_options.include_usage:
             counted = usage(rows, body.n or 1, new=rows if is_new else ())
-            value["usage"] = counted if wants.continuous_usage_stats else None
-            if wants.include_timings and wants.continuous_usage_stats:
+            value["usage"] = counted if stream_options.continuous_usage_stats else None
+            if stream_options.include_timings and stream_options.continuous_usage_stats:
                 value["timings"] = timings(rows, serving.clock)
 
-        def build(i=i, piece=piece, begin=begin, is_first=is_first, found=found, value=value) -> dict:
+        def build(i=i, piece=piece, begin=begin, is_first=is_first, choice=choice, value=value) -> dict:
             entries = piece.logprobs or [] if is_new else []
             starts = [len(openings[i].text) + start for start in piece.starts] if is_new else []
-            found["logprobs"] = logprobs_of(serving, body, [*begin.entries, *entries], [*begin.starts, *starts])
+            choice["logprobs"] = logprobs_of(serving, body, [*begin.entries, *entries], [*begin.starts, *starts])
             if is_first:
-                given = of_the_prompt(serving, body, rows[i])
-                found |= {name: value for name, value in given.items() if value is not None}
+                given = prompt_fields(serving, body, rows[i])
+                choice |= {name: value for name, value in given.items() if value is not None}
             return value
 
         prompt_entries = rows[i].request.prompt_entries if is_first else []
         yield await event(len(piece.logprobs or []) + len(prompt_entries), build)
-    if wants.include_usage:
-        more = {"timings": timings(rows, serving.clock)} if wants.include_timings else {}
+    if stream_options.include_usage:
+        more = {"timings": timings(rows, serving.clock)} if stream_options.include_timings else {}
         more |= request_metrics(rows) if serving.additions.metrics else {}
         counted = usage(rows, body.n or 1, new=rows if is_new else ())
         yield frame({**head, "choices": [], "usage": counted, **more})

@@ -1,6 +1,6 @@
-"""Limits of connections: how many there are, how long a request may take to arrive, how large its head may be.
+"""Limits of connections: their number, the time in which a request must arrive, the size of its head.
 
-uvicorn has none of them. They hold before any key is checked, so that an unknown client cannot use up the server.
+uvicorn has none of them. They apply before any key is checked, so that an unknown client cannot use up the server.
 """
 
 import asyncio
@@ -18,14 +18,16 @@ from dflash_jax.server.connection_table import ConnectionTable
 from dflash_jax.server.errors import RETRY_S, ApiError
 from dflash_jax.server.handshake import TlsHandshake
 
-# Bytes that the parser is given at once while a head arrives.
+# Bytes that the parser gets at a time while a head arrives.
 SLICE_BYTES = 2**14
 
 
 def system_bytes(transport: asyncio.BaseTransport) -> int:
-    """Bytes in the system's send buffer, with those that the client's system has not acknowledged; 0 on systems
-    without TIOCOUTQ for sockets (Linux has it)."""
-    # A transport may close its socket a turn of the event loop before its protocol hears of it (ValueError).
+    """Bytes in the system's send buffer, those that the client's system has not acknowledged included.
+
+    It is 0 on systems without TIOCOUTQ for sockets; Linux has it.
+    """
+    # A transport closes its socket one turn of the event loop before it tells its protocol (ValueError).
     with contextlib.suppress(OSError, ValueError):
         descriptor = transport.get_extra_info("socket").fileno()
         return struct.unpack("i", fcntl.ioctl(descriptor, termios.TIOCOUTQ, bytes(4)))[0]
@@ -34,20 +36,22 @@ def system_bytes(transport: asyncio.BaseTransport) -> int:
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """What connections may cost.
+    """Limits of connections.
 
     Attributes:
         connections: Connections at a time.
-        head_bytes: Bytes of a request's line and headers, and of what follows its last chunk.
+        head_bytes: Bytes of a request's line and headers, and of the trailer behind its last chunk.
         head_lines: Headers of a request.
-        framing_bytes: Bytes of a body's chunks beside what they hold.
-        pipelined: Requests that a connection may send before their predecessor is answered.
+        framing_bytes: Bytes of a body's chunked encoding beside its content.
+        pipelined: Requests that a connection may send before the previous one is answered.
         head_s: Seconds in which a request's head must arrive, and a TLS handshake be done.
         stall_s: Seconds that a body may pause.
-        body_s: Seconds that a body has to arrive, beside one for each ``body_rate`` bytes that did.
+        body_s: Seconds that a body has to arrive, and one more for each ``body_rate`` bytes received.
+        body_rate: Bytes per second.
         idle_s: Seconds that a connection may wait between two requests.
-        unread_s: Seconds that an answer may wait for its client to read it, beside one for each ``unread_rate`` bytes
-            that the client did read.
+        unread_s: Seconds that an answer may wait for its client to read it, and one more for each ``unread_rate`` bytes
+            read.
+        unread_rate: Bytes per second.
         discard_bytes: Bytes of a refused request that are read, so that its client can read the answer.
         discard_s: Seconds for reading them.
     """
@@ -71,30 +75,38 @@ class ConnectionLimits:
 class LimitedProtocol(HttpToolsProtocol):
     """A connection within limits.
 
-    A request is in one of three phases: its head arrives, its body arrives, or all of it is here.
+    A request is in one of three phases: its head arrives, its body arrives, or it is complete. A refused connection is
+    in a fourth.
+
+    Attributes:
+        limits: The limits.
+        table: All connections of the server.
+        raw_transport: The connection below TLS; None without TLS.
+        began: When the phase began, on the event loop's clock.
     """
 
     def __init__(self, limits: ConnectionLimits, table: ConnectionTable, **options):
         super().__init__(**options)
         self.limits, self.table = limits, table
-        # Behind a TLS handshake, the connection without TLS.
         self.raw_transport: asyncio.Transport | None = None
         self._phase = "head"
-        self.began = self._heard = self.loop.time()
-        # Bytes since the last that belonged to a body or completed a part of the request.
+        self.began = self._last_data = self.loop.time()
+        # Bytes since the last one of a body or of a completed part of the request.
         self._overhead = 0
-        # Bytes of the body's chunks beside what they hold.
+        # Bytes of the body's chunked encoding beside its content.
         self._framing = 0
         # Bytes of the body.
         self._received = 0
-        # Bytes that came behind an answer to a request that was not whole.
+        # Bytes received behind an answer to an incomplete request.
         self._discarded = 0
-        self._has_many_lines = False
-        # Bytes of answers that the client had not read at the last look, and until when it has read fast enough.
+        self._has_many_headers = False
+        # Unread bytes of answers when they were last counted, and the time up to which the client read fast enough.
         self._unread, self._read = 0, 0.0
         self._timer: asyncio.TimerHandle | None = None
 
+    # asyncio's callbacks.
     def connection_made(self, transport: asyncio.Transport) -> None:
+        """Enters the connection into the table, or refuses it."""
         super().connection_made(transport)
         self._watch()
         if self.table.enter(self):
@@ -103,39 +115,45 @@ class LimitedProtocol(HttpToolsProtocol):
             self.refuse(ApiError(503, f"the server has {self.limits.connections} connections: try again later"))
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Removes the connection from the table."""
         super().connection_lost(exc)
         self.table.leave(self)
         if self._timer is not None:
             self._timer.cancel()
 
     def shutdown(self) -> None:
-        # A TLS connection that is closed again forgets what it still has to send.
+        """Closes the connection when the server stops."""
+        # Closing a TLS connection twice would discard its unsent bytes.
         if not self.transport.is_closing():
             super().shutdown()
 
     def pause_writing(self) -> None:
+        """Starts the clock of an unread answer."""
         super().pause_writing()
         self._unread, self._read = self._unread_bytes(), self.loop.time()
 
     def _unread_bytes(self) -> int:
-        """Bytes of answers that wait in this process and in the system. The system takes more only when a large part
-        of its buffer is free, so a slow client's progress shows there first."""
+        """Bytes of answers in this process and in the system's buffer.
+
+        The system takes more only when a large part of its buffer is free, so a slow client's progress shows there
+        first.
+        """
         return self._process_bytes() + system_bytes(self.raw_transport or self.transport)
 
     def _process_bytes(self) -> int:
-        """Bytes of answers that wait in this process: those that closing the connection would lose."""
-        # TLS counts only what it has not handed to the connection below, which buffers as well.
+        """Bytes of answers in this process, which closing the connection would lose."""
+        # TLS counts only bytes that it has not passed to the connection below, which has a buffer too.
         below = 0 if self.raw_transport is None else self.raw_transport.get_write_buffer_size()
         return self.transport.get_write_buffer_size() + below
 
     @property
     def is_unread(self) -> bool:
-        """Whether a whole answer waits for its client to read it."""
+        """Whether a complete answer waits for its client to read it."""
         return self._process_bytes() > 0 and (self.is_waiting or self.transport.is_closing())
 
     @property
     def is_waiting(self) -> bool:
-        """Whether no request is being received or answered. What follows an answer that was given early is none."""
+        """Whether no request is being received or answered. The rest of a request answered early does not count."""
         is_answered = self.cycle is None or self.cycle.response_complete or self._phase == "refused"
         return is_answered and not self.pipeline
 
@@ -148,7 +166,8 @@ class LimitedProtocol(HttpToolsProtocol):
             self.table.set_busy(self)
 
     def data_received(self, data: bytes) -> None:
-        self._heard = self.loop.time()
+        """Parses data in slices and checks the limits of size."""
+        self._last_data = self.loop.time()
         if self._is_refused:
             self._discarded += len(data)
             if self._discarded > self.limits.discard_bytes:
@@ -167,7 +186,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     @property
     def _is_refused(self) -> bool:
-        """Whether there was an answer before the whole request came."""
+        """Whether the request was answered before it was complete."""
         is_answered = self._phase == "body" and self.cycle is not None and self.cycle.response_complete
         return is_answered or self._phase == "refused"
 
@@ -177,13 +196,13 @@ class LimitedProtocol(HttpToolsProtocol):
         self.refuse(ApiError(431, message))
 
     def refuse(self, error: ApiError) -> None:
-        """Answers what is not parsed any further; closes when the client has read it, or time is up."""
+        """Answers a request that is not parsed further; closes when the client has read the answer, or time is up."""
         if self.transport.is_closing() or self._phase == "refused":
             return
         self._unset_keepalive_if_required()
         if self.cycle is not None and not self.cycle.response_complete:
             if self.cycle.response_started or self._phase != "body":
-                # Another request's answer is under way: a second one would break it.
+                # The answer to another request is being sent; a second answer would corrupt it.
                 self.transport.abort()
                 return
             self.cycle.disconnected = True
@@ -203,13 +222,15 @@ class LimitedProtocol(HttpToolsProtocol):
         self._watch()
 
     def send_400_response(self, msg: str) -> None:
-        if self._has_many_lines:
+        """Answers a request that the parser refuses."""
+        if self._has_many_headers:
             self._refuse_head()
         else:
             self.refuse(ApiError(400, msg))
 
-    # What the parser calls.
+    # The parser's callbacks.
     def on_message_begin(self) -> None:
+        """A request begins."""
         if len(self.pipeline) >= self.limits.pipelined:
             self.transport.abort()
         super().on_message_begin()
@@ -218,27 +239,36 @@ class LimitedProtocol(HttpToolsProtocol):
         self._watch()
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        """A header arrived.
+
+        Raises:
+            ValueError: There are too many headers.
+        """
         if len(self.headers) >= self.limits.head_lines:
-            self._has_many_lines = True
+            self._has_many_headers = True
             raise ValueError("too many headers")
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        """The head is complete."""
         self._phase, self._overhead, self._framing, self._received = "body", 0, 0, 0
         self.began = self.loop.time()
         super().on_headers_complete()
         self._update_table()
 
     def on_body(self, body: bytes) -> None:
+        """A part of the body arrived."""
         self._overhead, self._framing, self._received = 0, self._framing - len(body), self._received + len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        """The request is complete."""
         self._phase, self._overhead = "whole", 0
         super().on_message_complete()
         self._update_table()
 
     def on_response_complete(self) -> None:
+        """The answer was written."""
         super().on_response_complete()
         if not self.flow.write_paused:
             self._unread, self._read = self._unread_bytes(), self.loop.time()
@@ -249,10 +279,10 @@ class LimitedProtocol(HttpToolsProtocol):
 
     # Time.
     def _watch(self) -> None:
-        """Looks at the clock when the present phase may be over."""
+        """Checks the deadline of the phase, and sets a timer for the next check."""
         if self._timer is not None:
             self._timer.cancel()
-        # Behind all that was to be read, TLS waits for its client to close as well.
+        # TLS still waits for its client to close when all bytes are read.
         if self.transport.is_closing() and not self.is_unread and self.raw_transport is None:
             return
         now, due = self.loop.time(), self._due()
@@ -271,16 +301,19 @@ class LimitedProtocol(HttpToolsProtocol):
             return self.began + limits.head_s
         if self._phase == "body" and not self.flow.read_paused:
             arrived = self.began + limits.body_s + self._received / limits.body_rate
-            return min(self._heard + limits.stall_s, arrived)
+            return min(self._last_data + limits.stall_s, arrived)
         if self.flow.write_paused or self.is_unread:
             return self._unread_until(now)
         if self.is_waiting:
-            return max(self._heard, self._read) + limits.idle_s
+            return max(self._last_data, self._read) + limits.idle_s
         return now + min(limits.head_s, limits.stall_s, limits.idle_s, limits.unread_s)
 
     def _unread_until(self, now: float) -> float:
-        """When a client has read too little for too long. What it reads faster than it must gives it no time beyond
-        that, so that a rest of a large answer cannot wait for hours."""
+        """The deadline of an unread answer.
+
+        Time that the client gains by reading faster than ``unread_rate`` is not saved up, so that the rest of a large
+        answer cannot wait for hours.
+        """
         unread, limits = self._unread_bytes(), self.limits
         self._read = min(now, self._read + max(0, self._unread - unread) / limits.unread_rate)
         self._unread = unread
@@ -296,7 +329,12 @@ class LimitedProtocol(HttpToolsProtocol):
 
 
 def protocol(limits: ConnectionLimits = ConnectionLimits(), tls: ssl.SSLContext | None = None):
-    """uvicorn's ``http``: makes the protocol of each connection."""
+    """The ``http`` argument of uvicorn, which makes the protocol of each connection.
+
+    Args:
+        limits: Limits of all connections.
+        tls: The TLS context; None without TLS.
+    """
     table = ConnectionTable(limits.connections)
 
     def make(**options) -> asyncio.Protocol:

@@ -1,4 +1,4 @@
-"""The form that a request demands of its text."""
+"""The form that a request demands of its text, and the tokenizer as grammars need it."""
 
 import json
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from dflash_jax.frontend.tokenizer import Tokenizer
 from dflash_jax.server.grammar_walk import GrammarTokens
 from dflash_jax.server.reasoning import CLOSE, OPEN
 
-# Most characters of a schema, regular expression or grammar.
+# Longest schema, regular expression or grammar, in characters.
 MOST_CHARACTERS = 65536
 
 
@@ -17,9 +17,9 @@ class Constraint:
     """The form that a text must have.
 
     Attributes:
-        kind: "json" (any object), "schema", "regex", "grammar" (EBNF: GBNF's or Lark's), "choice",
-            "structural_tag" or "calls".
-        value: As each kind needs it, out of JSON's types.
+        kind: "json" (any object), "schema", "regex", "grammar" (EBNF: GBNF's or Lark's), "choice", "structural_tag" or
+            "calls".
+        value: The form, of JSON's types; its type depends on the kind.
         field: The request's field, for errors.
     """
 
@@ -29,12 +29,12 @@ class Constraint:
 
 
 def grammar_tokens(tokenizer: Tokenizer, vocab: int, stop_ids: Sequence[int]) -> GrammarTokens:
-    """A checkpoint's tokens as grammars see them; the tokenizer has a file."""
+    """A checkpoint's tokens as grammars need them. The tokenizer must have a file."""
     blanks = [i for n in (1, 2) for i in tokenizer.encode_plain("\n" * n)]
     tags = (tuple(tokenizer.encode_plain(tag)) for tag in (OPEN, CLOSE))
     return GrammarTokens(str(tokenizer.file), vocab, tuple(stop_ids), *tags, tuple(blanks))
 
 
 def tag_in_lark(tokenizer: Tokenizer, tag: str) -> str:
-    """A tag as Lark writes it: by its token where it is one."""
+    """A tag in Lark's notation: its token where it is one, else a string."""
     return tag if len(tokenizer.encode_plain(tag)) == 1 else json.dumps(tag)

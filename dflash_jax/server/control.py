@@ -1,4 +1,4 @@
-"""What acts on the engine beside requests: abort, flush, and the probe that generates a token."""
+"""Endpoints that act on the engine: abort, flush, and the probe that generates a token."""
 
 import asyncio
 
@@ -13,16 +13,16 @@ from dflash_jax.server.serving import Serving
 
 router = APIRouter()
 
-# Before all requests: clients' priorities begin behind it.
+# The probe's priority, before all that clients can choose.
 FIRST = -(2**31) - 1
-# Seconds that a token may take to come, and between two looks at whether others' tokens do.
+# Seconds that the probe's token may take, and seconds between two checks of other requests' tokens.
 TOKEN_S, LOOK_S = 10.0, 0.05
-# Seconds in which the engine's thread takes a command.
+# Seconds in which the engine's thread must run a command.
 COMMAND_S = 30.0
 
 
 class Probe:
-    """Whether the engine generates. One token is under way at a time, for all who ask meanwhile."""
+    """Tests whether the engine generates. Concurrent callers share one token."""
 
     def __init__(self, serving: Serving):
         self._serving = serving
@@ -31,18 +31,18 @@ class Probe:
     async def failure(self) -> str | None:
         """Why the engine does not generate; None where it does."""
         if self._task is None or self._task.done():
-            self._task = asyncio.create_task(self._ask())
-        # The caller may leave: the others still wait.
+            self._task = asyncio.create_task(self._test())
+        # Shielded: when one caller leaves, the others still wait.
         return await asyncio.shield(self._task)
 
-    async def _ask(self) -> str | None:
+    async def _test(self) -> str | None:
         statistics = self._serving.engine.engine.statistics
         before, token = statistics.new_tokens, asyncio.create_task(self._generate())
         try:
             async with asyncio.timeout(TOKEN_S):
                 while not token.done():
                     await asyncio.wait({token}, timeout=LOOK_S)
-                    # With every slot taken, tokens of others are proof enough.
+                    # When every slot is busy, tokens of other requests are sufficient proof.
                     if self._serving.engine.engine.free_slots == 0 and statistics.new_tokens > before:
                         return None
                 return token.result()
@@ -58,7 +58,7 @@ class Probe:
         try:
             events = engine.submit(row.request)
         except QueueFullError:
-            # The tokens of those in the slots must show it.
+            # No place in the queue: only tokens of running requests can show that the engine generates.
             await asyncio.sleep(TOKEN_S)
             return f"no token came within {TOKEN_S:g} s"
         except EngineError as e:
@@ -76,7 +76,7 @@ class Probe:
 
 @router.get("/health_generate", responses={200: {"model": Status}, 503: {"model": Status}}, response_model=None)
 async def health_generate(http: Request):
-    """Whether the engine generates a token, tried now."""
+    """Whether the engine generates a token now."""
     serving: Serving = http.app.state.serving
     if serving.failure is not None:
         return JsonResponse({"status": f"the engine failed: {serving.failure}"}, 503)
@@ -87,7 +87,11 @@ async def health_generate(http: Request):
 
 
 async def on_engine(serving: Serving, function):
-    """``function()`` on the engine's thread, or an error with status 503."""
+    """Calls ``function()`` on the engine's thread.
+
+    Raises:
+        ApiError: 503, the engine is not ready or does not answer.
+    """
     if not serving.is_ready:
         raise ApiError(503, "the server is warming up")
     try:
@@ -99,7 +103,7 @@ async def on_engine(serving: Serving, function):
 @router.get("/flush_cache", include_in_schema=False, response_model=None)
 @router.post("/flush_cache", responses={200: {"model": Flushed}, 400: {"model": Flushed}}, response_model=None)
 async def flush_cache(http: Request):
-    """Forgets all known prefixes, as SGLang only while no request is under way: otherwise 400."""
+    """Empties the prefix cache, as in SGLang only while no request is running: otherwise 400."""
     serving: Serving = http.app.state.serving
     if await on_engine(serving, serving.engine.engine.flush):
         return JsonResponse({"success": True, "message": "Cache flushed."})
@@ -108,7 +112,7 @@ async def flush_cache(http: Request):
 
 @router.post("/reset_prefix_cache", responses={200: {"model": Flushed}}, response_model=None)
 async def reset_prefix_cache(http: Request):
-    """Forgets all known prefixes. Requests that are under way have copies of their own."""
+    """Empties the prefix cache. Running requests have their own copies."""
     serving: Serving = http.app.state.serving
     await on_engine(serving, serving.engine.engine.store.clear)
     return JsonResponse({"success": True, "message": "Cache reset."})
@@ -116,8 +120,10 @@ async def reset_prefix_cache(http: Request):
 
 @router.post("/abort_request", response_model=None)
 async def abort_request(http: Request, body: native_schema.AbortRequest):
-    """Ends a request by its id, or with ``abort_all`` all; only requests of the same API key. Their answers end with
-    the finish_reason "abort". A request that is unknown, or has ended, is no error."""
+    """Ends the request with an id, or all requests with ``abort_all``; only those of the same API key.
+
+    Their answers end with the finish_reason "abort". An unknown or finished request is no error.
+    """
     if not body.rid and not body.abort_all:
         raise ApiError(400, "give rid, or abort_all: true", "rid")
     http.app.state.serving.abort(None if body.abort_all else body.rid, http.state.owner)

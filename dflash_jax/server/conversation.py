@@ -1,4 +1,4 @@
-"""A conversation on its way to the model and back: messages → prompt, text → reasoning, content and calls."""
+"""Conversations as prompts, and generated text as reasoning, content and calls."""
 
 import json
 from collections.abc import Sequence
@@ -16,7 +16,13 @@ from dflash_jax.server.tools import CallDelta, ToolParser, is_xml
 
 @dataclass
 class Delta:
-    """What a piece of text turns out to be."""
+    """The parts of a piece of text.
+
+    Attributes:
+        reasoning: Text of the reasoning.
+        content: Text of the answer.
+        calls: Pieces of tool calls.
+    """
 
     reasoning: str
     content: str
@@ -24,10 +30,10 @@ class Delta:
 
 
 class Parser:
-    """Text of a choice → reasoning, content and calls, as it arrives. ``has_one_call``: further ones are left out.
+    """Splits the text of a choice into reasoning, content and calls while it arrives.
 
     Attributes:
-        reasoning_tokens: Tokens of the reasoning so far, whatever is shown of it.
+        reasoning_tokens: Tokens of the reasoning so far, shown or not.
     """
 
     def __init__(
@@ -37,18 +43,27 @@ class Parser:
         shown: chat_schema.ShownReasoning = "stream",
         has_one_call: bool = False,
     ):
+        """Prepares a parser.
+
+        Args:
+            is_thinking: Whether the prompt opened a thought.
+            tools: Parser of calls; None without tools.
+            shown: How reasoning is shown.
+            has_one_call: Whether calls behind the first one are left out.
+        """
         self._splitter, self._tools, self._shown = ReasoningSplitter(is_thinking), tools, shown
         self._has_one_call = has_one_call
-        # Reasoning that is not shown yet, and text of which it is not known yet whether it is reasoning.
+        # Reasoning that is not shown yet, and text that may still turn out to be reasoning.
         self._reasoning = self._undecided = ""
         self.reasoning_tokens = 0
 
     def push(self, piece: Piece) -> Delta:
+        """Parses the next piece."""
         reasoning, content = self._split(piece)
         if self._shown == "content":
             text = self._undecided + piece.text
             self._undecided = "" if self._splitter.is_reasoning or self._splitter.is_content else text
-            # The content is the end of the text. What is before it is shown as it is, its tags included.
+            # The content is the end of the text. The text before it is shown verbatim, with its tags.
             verbatim = "" if self._undecided else text[: len(text) - len(content)]
             delta = self._parsed("", content)
             delta.content = verbatim + delta.content
@@ -56,7 +71,7 @@ class Parser:
         return self._parsed(self._due(reasoning, is_ended=self._splitter.is_content), content)
 
     def _due(self, reasoning: str, is_ended: bool) -> str:
-        """What is shown now of the reasoning, of which ``reasoning`` is new."""
+        """The reasoning to show now; ``reasoning`` is its new part."""
         if self._shown == "stream":
             return reasoning
         if self._shown != "whole":
@@ -68,9 +83,9 @@ class Parser:
         return due
 
     def _split(self, piece: Piece) -> tuple[str, str]:
-        """(reasoning, content) of a piece, and counts tokens of reasoning."""
+        """(reasoning, content) of a piece; counts tokens of reasoning."""
         reasoning, at = "", 0
-        # A thought ends at a token, and may do so inside of a piece.
+        # A thought ends at a token, which may be inside a piece.
         for end in piece.ends:
             if self._splitter.is_content:
                 break
@@ -84,60 +99,73 @@ class Parser:
         return reasoning + thought, content
 
     def finish(self, row: TextSequence) -> Delta:
+        """Parses the end of the text."""
         reasoning, content = self._splitter.finish()
         delta = self._parsed(self._due(reasoning, is_ended=True), content)
         if self._tools is not None:
             last = self._tools.finish(is_cut=row.request.finish_reason == "length" or isinstance(row.matched, str))
             delta.content += last.content
-            delta.calls += self._wanted(last.calls)
+            delta.calls += self._allowed_calls(last.calls)
         return delta
 
     def _parsed(self, reasoning: str, content: str) -> Delta:
         if self._tools is None:
             return Delta(reasoning, content, [])
-        found = self._tools.push(content)
-        return Delta(reasoning, found.content, self._wanted(found.calls))
+        parsed = self._tools.push(content)
+        return Delta(reasoning, parsed.content, self._allowed_calls(parsed.calls))
 
-    def _wanted(self, calls: list[CallDelta]) -> list[CallDelta]:
+    def _allowed_calls(self, calls: list[CallDelta]) -> list[CallDelta]:
         return [call for call in calls if call.index == 0] if self._has_one_call else calls
 
     def reason(self, row: TextSequence) -> str:
+        """OpenAI's finish_reason of a sequence."""
         called = self._tools is not None and self._tools.count
         return "tool_calls" if called and row.request.finish_reason == "stop" else row.request.finish_reason
 
 
 class FirstCall:
-    """Ends a text behind its first call, or behind a later one where min_tokens lets it go on; ``ends`` of a
-    `TextSequence`."""
+    """Ends a text behind its first call, as ``ends`` of a `TextSequence`.
+
+    The text ends behind a later call where min_tokens prevents it.
+    """
 
     def __init__(self, is_thinking: bool, tools: ToolParser):
         self._splitter, self._tools = ReasoningSplitter(is_thinking), tools
 
     def __call__(self, text: str) -> bool:
+        """Whether the sequence ends behind ``text``, the next part of it."""
         self._tools.push(self._splitter.push(text)[1])
         return self._tools.is_behind_call
 
 
 @dataclass
 class Conversation:
-    """A conversation as token ids, and how to read what follows."""
+    """A conversation as token ids, and how to parse its answer.
+
+    Attributes:
+        prompt: Token ids.
+        thought: Where reasoning stands when the answer begins: "open", "possible" or "none".
+        tools: Schemas of the tools' parameters by name.
+        xml: Whether calls are in Qwen's XML format.
+        echoed: Text that the answer begins with.
+        is_forced: Whether the answer must consist of calls.
+        has_one_call: Whether the answer ends behind its first call.
+    """
 
     prompt: list[int]
     thought: str
     tools: dict[str, dict]
     xml: bool
-    # What the answer begins with.
     echoed: str = ""
-    # Whether the answer must be calls.
     is_forced: bool = False
-    # Whether it has one call at most, behind which it ends.
     has_one_call: bool = False
 
     def parser(self, shown: chat_schema.ShownReasoning = "stream") -> Parser:
+        """A parser for one choice."""
         return Parser(self.thought == "open", self._tool_parser(), shown, self.has_one_call)
 
     def ends(self) -> FirstCall | None:
-        """Where a choice ends, beside its stops; one for each choice."""
+        """The end condition of a choice beside its stop strings; None without one. Each choice needs its own."""
         tools = self._tool_parser() if self.has_one_call else None
         return None if tools is None else FirstCall(self.thought == "open", tools)
 
@@ -146,7 +174,11 @@ class Conversation:
 
 
 def text_of(content: str | list[chat_schema.Part] | None, where: str) -> str:
-    """Text parts joined; a refusal is text too. Raises ApiError for others."""
+    """Joins text parts; a refusal is text too.
+
+    Raises:
+        ApiError: A part is no text.
+    """
     if isinstance(content, str) or content is None:
         return content or ""
     texts = []
@@ -160,8 +192,8 @@ def text_of(content: str | list[chat_schema.Part] | None, where: str) -> str:
 
 
 def as_template(messages: Sequence[chat_schema.Message]) -> list[dict]:
-    """Messages as chat templates read them."""
-    found = []
+    """Messages in the form that chat templates read."""
+    converted = []
     for i, m in enumerate(messages):
         message = {
             "role": "system" if m.role == "developer" else m.role,
@@ -175,12 +207,16 @@ def as_template(messages: Sequence[chat_schema.Message]) -> list[dict]:
             message["name"] = m.name
         if m.tool_calls:
             message["tool_calls"] = [_call(c, f"messages[{i}].tool_calls[{j}]") for j, c in enumerate(m.tool_calls)]
-        found.append(message)
-    return found
+        converted.append(message)
+    return converted
 
 
 def _check_arguments(messages: Sequence[chat_schema.Message], most: int) -> None:
-    """Raises ApiError where calls' arguments, JSON inside of the body's JSON, may have more than ``most`` values."""
+    """Checks the size of calls' arguments, which are JSON inside the body's JSON.
+
+    Raises:
+        ApiError: They may have more than ``most`` values.
+    """
     given = (call.function.arguments for m in messages for call in m.tool_calls or ())
     if sum(text.count(mark) for text in given if isinstance(text, str) for mark in ",[{") > most:
         raise TooLongError(f"messages: the arguments of calls have more than {most} values", "messages")
@@ -192,13 +228,17 @@ def _call(call: chat_schema.Call, where: str) -> dict:
         try:
             arguments = json.loads(arguments or "{}")
         except (ValueError, RecursionError):
-            # It came broken from a model: the template shows it as it was.
+            # A model wrote invalid JSON: the template shows it unchanged.
             arguments = call.function.arguments
     return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
 
 def check_parameters(schema: dict, where: str) -> None:
-    """A tool's parameters are an object's, under names that both formats of calls can write."""
+    """Checks that a tool's parameters are an object whose names both formats of calls can write.
+
+    Raises:
+        ApiError: They are not.
+    """
     properties, required = schema.get("properties", {}), schema.get("required", [])
     if schema.get("type", "object") != "object":
         raise ApiError(400, f"{where}.type is {schema['type']!r}: it must be object", f"{where}.type")
@@ -209,7 +249,11 @@ def check_parameters(schema: dict, where: str) -> None:
 
 
 def template_options(serving: Serving, body: chat_schema.Templated, messages: Sequence[chat_schema.Message]) -> dict:
-    """What `Templates.render` takes beside messages and tools."""
+    """Arguments of `Templates.render` beside messages and tools.
+
+    Raises:
+        ApiError: An option is invalid or not allowed here.
+    """
     options = body.template_options
     if reserved := RESERVED & set(options):
         name = f"chat_template_kwargs.{min(reserved)}"
@@ -237,7 +281,17 @@ async def converse(
     tools: Sequence[chat_schema.Tool] | None,
     body: chat_schema.Templated,
 ) -> Conversation:
-    """Renders a conversation as ``body`` wants it, and tokenises it."""
+    """Renders and tokenises a conversation.
+
+    Args:
+        serving: The model and its engine.
+        messages: The messages.
+        tools: The tools that the template shows.
+        body: The request, for the template's options.
+
+    Raises:
+        ApiError: The template refuses the conversation, or it is too long.
+    """
     tokenizer = serving.llm.tokenizer
     if tokenizer is None:
         raise ApiError(400, "this checkpoint has no tokenizer, so it has no chat template: use token ids", "messages")
@@ -252,7 +306,7 @@ async def converse(
         text = await serving.templates.render(conversation, given, **options)
         is_truncated = isinstance(body, chat_schema.ChatRequest) and body.truncate_prompt_tokens is not None
         ids = await serving.texts.encode(text, "messages", is_truncated=is_truncated)
-        # Before it is truncated, it may be too long to be checked here.
+        # Not checked for length: the prompt may be truncated later.
         prompt = await serving.texts.prompt(ids, "messages", is_truncated=True)
     except InputError as e:
         raise ApiError(400, str(e), "messages") from None

@@ -1,4 +1,4 @@
-"""Which pages of other origins may use the server: vLLM's four options, over Starlette's middleware."""
+"""Pages of other origins that may use the server: vLLM's four options, over Starlette's middleware."""
 
 import json
 from dataclasses import dataclass
@@ -6,13 +6,20 @@ from urllib.parse import urlsplit
 
 from dflash_jax.errors import InputError
 
-# Headers of answers that such pages may read.
+# Headers of answers that pages of other origins may read.
 EXPOSED = ("X-Dflash-Note", "X-Request-Id", "Retry-After")
 
 
 @dataclass(frozen=True)
 class Cors:
-    """Origins ("*" for all), and what their pages may send."""
+    """Rules for pages of other origins.
+
+    Attributes:
+        origins: Allowed origins; "*" for all.
+        methods: Allowed methods; "*" for all.
+        headers: Allowed headers; "*" for all.
+        credentials: Whether cookies are allowed.
+    """
 
     origins: tuple[str, ...]
     methods: tuple[str, ...] = ("*",)
@@ -20,6 +27,7 @@ class Cors:
     credentials: bool = False
 
     def add_to(self, app) -> None:
+        """Adds the middleware to an application."""
         from starlette.middleware.cors import CORSMiddleware
 
         app.add_middleware(
@@ -33,6 +41,7 @@ class Cors:
 
 
 def add_arguments(group) -> None:
+    """Adds the flags to an argument parser."""
     text = "of which pages may use the server, such as https://app.example, or * (default: of none but its own)"
     group.add_argument("--allowed-origins", nargs="+", metavar="ORIGIN", help=text)
     group.add_argument("--allowed-methods", nargs="+", metavar="METHOD", help="of such pages (default: all)")
@@ -41,7 +50,11 @@ def add_arguments(group) -> None:
 
 
 def of_arguments(args) -> Cors | None:
-    """Raises InputError for what no browser would match."""
+    """The rules that the flags describe; None without ``--allowed-origins``.
+
+    Raises:
+        InputError: An origin is none that a browser sends, or flags contradict each other.
+    """
     if args.allowed_origins is None:
         for name in ("allowed_methods", "allowed_headers", "allow_credentials"):
             if getattr(args, name):
@@ -63,7 +76,7 @@ def of_arguments(args) -> Cors | None:
 
 
 def _words(name: str, given: list[str]) -> tuple[str, ...]:
-    """Words, or vLLM's form: one JSON list."""
+    """The words of a flag, or of vLLM's form: one JSON list."""
     if len(given) > 1 or not given[0].startswith("["):
         return tuple(given)
     try:

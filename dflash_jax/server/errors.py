@@ -1,5 +1,7 @@
-"""Errors as answers, in OpenAI's shape: ``{"error": {"message", "type", "param", "code"}}``; in Anthropic's below
-/v1/messages."""
+"""Errors as answers.
+
+OpenAI's shape is ``{"error": {"message", "type", "param", "code"}}``; paths below /v1/messages have Anthropic's.
+"""
 
 import json
 import logging
@@ -23,7 +25,13 @@ ANTHROPIC_KINDS = KINDS | {403: "permission_error", 413: "request_too_large", 50
 
 
 class ApiError(HTTPException):
-    """What went wrong, for the client: an HTTP status, a message, and the field that it is about."""
+    """An error for the client.
+
+    Attributes:
+        message: What is wrong, and what would be right.
+        param: The field that the error is about.
+        headers: Further headers of the answer.
+    """
 
     def __init__(self, status: int, message: str, param: str | None = None):
         super().__init__(status, message)
@@ -35,6 +43,7 @@ class ApiError(HTTPException):
 
     @property
     def body(self) -> dict:
+        """The body in OpenAI's shape."""
         status = self.status_code
         kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": status}}
@@ -50,23 +59,24 @@ class ApiError(HTTPException):
 
 
 class TooLongError(ApiError):
-    """A prompt or a conversation does not fit."""
+    """A prompt or a conversation does not fit into a slot."""
 
     def __init__(self, message: str, param: str | None = None):
         super().__init__(400, message, param)
 
 
 class JsonResponse(Response):
-    """ASCII only: what clients send may hold halves of characters, and comes back in messages."""
+    """JSON in ASCII: text from clients may have unpaired surrogates, and messages repeat it."""
 
     media_type = "application/json"
 
     def render(self, content) -> bytes:
+        """``content`` as bytes."""
         return json.dumps(content, separators=(",", ":")).encode("ascii")
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """What a client is told of any error."""
+    """The error that a client gets for any exception. An unexpected one is logged."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, InputError):
@@ -81,9 +91,9 @@ def as_api_error(error: Exception) -> ApiError:
     return ApiError(500, f"internal error: {type(error).__name__}")
 
 
-# Of a field's name, as messages repeat it.
+# Characters of a field's name that messages repeat.
 MOST_CHARACTERS = 64
-# What a value must be, by pydantic's type of error.
+# The required kind of a value, by pydantic's type of error.
 VALUE_KINDS = {
     "string_type": "a string",
     "list_type": "a list",
@@ -98,8 +108,8 @@ VALUE_KINDS = {
 }
 
 
-def field(path: tuple) -> str | None:
-    """("messages", 0, "content") → messages[0].content"""
+def field_name(path: tuple) -> str | None:
+    """A field's name in messages: ("messages", 0, "content") → messages[0].content."""
     name = ""
     for part in path:
         part = part if isinstance(part, int) else part[:MOST_CHARACTERS]
@@ -108,7 +118,7 @@ def field(path: tuple) -> str | None:
 
 
 def _path(error: dict, body) -> tuple:
-    """Where in the body an error is: its place without pydantic's names of a union's branches, which are in no body."""
+    """The path of an error in the body, without pydantic's names of a union's branches."""
     path, parts = [], error["loc"][1:]
     for i, part in enumerate(parts):
         is_key = isinstance(body, dict) and isinstance(part, str) and part in body
@@ -126,7 +136,7 @@ def _path(error: dict, body) -> tuple:
 
 
 def _kind(error: dict) -> str | None:
-    """What the value must be, where the error is about its kind."""
+    """The required kind of a value, for errors about its kind."""
     if error["type"] == "literal_error":
         return error["ctx"]["expected"]
     if error["type"] == "union_tag_invalid":
@@ -134,17 +144,17 @@ def _kind(error: dict) -> str | None:
     return VALUE_KINDS.get(error["type"])
 
 
-def of_validation(error: RequestValidationError) -> ApiError:
-    """The first thing that is wrong with a body."""
+def from_validation_error(error: RequestValidationError) -> ApiError:
+    """The most telling error of an invalid body."""
     errors = error.errors()
     if isinstance(error.body, bytes) and error.body:
         return ApiError(400, "the body must be sent with Content-Type: application/json")
     if errors[0]["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {errors[0].get('ctx', {}).get('error', 'malformed')}")
-    found = [(_path(e, error.body), e) for e in errors]
-    # Of a union, the branch that came furthest says most.
-    path, first = max(found, key=lambda each: (each[1]["type"] == "extra_forbidden", len(each[0])))
-    param, kinds = field(path), [_kind(e) for where, e in found if where == path]
+    located = [(_path(e, error.body), e) for e in errors]
+    # Of a union's branches, the one with the longest path matched best.
+    path, first = max(located, key=lambda each: (each[1]["type"] == "extra_forbidden", len(each[0])))
+    param, kinds = field_name(path), [_kind(e) for where, e in located if where == path]
     if first["type"] == "extra_forbidden":
         reason = "is not supported"
     elif first["type"] == "wrong_field":
@@ -159,29 +169,31 @@ def of_validation(error: RequestValidationError) -> ApiError:
     return ApiError(400, f"{param or 'the body'} {reason}", param)
 
 
-def of_conversion(error: ValidationError) -> ApiError:
-    """The first thing that is wrong with a chat request which was made from another interface's."""
+def from_conversion_error(error: ValidationError) -> ApiError:
+    """The error of a chat request that was converted from another interface's request."""
     first = error.errors()[0]
-    return ApiError(400, f"{field(first['loc'])}: {first['msg']}")
+    return ApiError(400, f"{field_name(first['loc'])}: {first['msg']}")
 
 
-def answer(error: ApiError, scope: Mapping) -> JsonResponse:
-    """The error as the answer to a request of that ASGI scope."""
+def error_response(error: ApiError, scope: Mapping) -> JsonResponse:
+    """The answer to a request of an ASGI scope."""
     return JsonResponse(error.body_for(scope["path"]), error.status_code, error.headers)
 
 
 def add_handlers(app) -> None:
+    """Adds handlers for all exceptions to an application."""
+
     async def on_validation(http: Request, error: RequestValidationError):
-        return answer(of_validation(error), http.scope)
+        return error_response(from_validation_error(error), http.scope)
 
     async def on_http(http: Request, error: HTTPException):
-        found = ApiError(error.status_code, str(error.detail))
-        # Such as Allow, of a wrong method.
-        found.headers = error.headers
-        return answer(found, http.scope)
+        converted = ApiError(error.status_code, str(error.detail))
+        # For example Allow, for a wrong method.
+        converted.headers = error.headers
+        return error_response(converted, http.scope)
 
     async def on_any(http: Request, error: Exception):
-        return answer(as_api_error(error), http.scope)
+        return error_response(as_api_error(error), http.scope)
 
     app.add_exception_handler(RequestValidationError, on_validation)
     app.add_exception_handler(HTTPException, on_http)

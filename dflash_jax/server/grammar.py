@@ -1,7 +1,7 @@
-"""Structured output: what a request demands of its text, as masks for the engine.
+"""Structured output: compiled grammars, and masks for the engine.
 
-Grammars are compiled and walked in processes of their own, which `grammar_worker` describes. This module is the
-server's side: it starts them, limits them, keeps compiled grammars, and asks for masks.
+Grammars are compiled and walked in separate processes, which `grammar_worker` describes. This module is the server's
+side: it starts and limits the processes, caches compiled grammars, and asks for masks.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from dflash_jax.server.worker_process import Nursery, WorkerProcess
 
 log = logging.getLogger("dflash_jax.server")
 
-# Seconds between two looks at the processes' memory.
+# Seconds between two checks of the processes' memory.
 WATCH_S = 0.25
 
 
@@ -37,27 +37,30 @@ class Grammar:
     """A compiled grammar: a process that forks one for each sequence.
 
     Attributes:
-        notes: What of its schema the grammar does not enforce.
-        users: Masks that need it.
-        wanted_at: When a request last asked for it, on the monotonic clock.
+        notes: Parts of its schema that the grammar does not enforce.
+        users: Masks that use it.
+        requested_at: When a request last asked for it, on the monotonic clock.
     """
 
     def __init__(self, processes: "GrammarProcesses", process: WorkerProcess, notes: list[str]):
         self._processes, self._process, self.notes, self.users = processes, process, notes, 0
-        self.wanted_at = time.monotonic()
+        self.requested_at = time.monotonic()
 
     @property
     def is_alive(self) -> bool:
+        """Whether its process runs."""
         return not self._process.has_ended()
 
     def mask(self, thought: str = "none") -> "GrammarMask":
-        """For one sequence; ``thought`` as in `GrammarWalk`."""
+        """The masks of one sequence; ``thought`` as in `GrammarWalk`."""
         return GrammarMask(self._processes, self, thought)
 
     def fork(self) -> WorkerProcess:
+        """Starts the process of one sequence."""
         return self._processes.fork(self._process.socket)
 
     def end(self) -> None:
+        """Ends the process."""
         self._processes.end(self._process)
 
 
@@ -69,8 +72,8 @@ class GrammarMask:
     def __init__(self, processes: "GrammarProcesses", grammar: Grammar, thought: str):
         self._processes, self._grammar, self._thought = processes, grammar, thought
         self._process: WorkerProcess | None = None
-        self._taken: list[int] = []
-        self._asked_at, self._drafts, self._is_closed = 0.0, 0, False
+        self._tokens: list[int] = []
+        self._mask_requested_at, self._drafts, self._is_closed = 0.0, 0, False
         with processes.lock:
             grammar.users += 1
 
@@ -78,28 +81,42 @@ class GrammarMask:
         self.close()
 
     def take(self, tokens: Sequence[int]) -> None:
-        self._taken += tokens
+        """See `MaskProvider`."""
+        self._tokens += tokens
 
     def ask(self, drafts: Sequence[int]) -> None:
+        """See `MaskProvider`.
+
+        Raises:
+            InputError: The process has ended.
+        """
         try:
             if self._process is None:
                 self._process = self._grammar.fork()
                 limits = self._processes.limits
-                wanted = {"thought": self._thought, "memory_bytes": limits.memory_bytes, "step_s": limits.step_s}
-                self._process.send(wanted)
-            self._process.send({"taken": self._taken, "drafts": list(drafts)})
+                start = {"thought": self._thought, "memory_bytes": limits.memory_bytes, "step_s": limits.step_s}
+                self._process.send(start)
+            self._process.send({"tokens": self._tokens, "drafts": list(drafts)})
         except OSError:
-            raise InputError(self._lost()) from None
-        self._taken, self._drafts, self._asked_at = [], len(drafts), time.monotonic()
+            raise InputError(self._end_reason()) from None
+        self._tokens, self._drafts, self._mask_requested_at = [], len(drafts), time.monotonic()
 
     def answer(self, timeout_s: float) -> np.ndarray | None:
+        """See `MaskProvider`.
+
+        Returns:
+            uint32 [drafts + 1, words], bit i of word w for token 32 w + i; None where there is no answer yet.
+
+        Raises:
+            InputError: The process has ended, is too slow or refuses a token.
+        """
         tokens, limits = self._processes.tokens, self._processes.limits
         try:
             payload = self._process.wait(timeout_s)
         except EOFError:
-            raise InputError(self._lost()) from None
+            raise InputError(self._end_reason()) from None
         if payload is None:
-            if time.monotonic() - self._asked_at > limits.step_s:
+            if time.monotonic() - self._mask_requested_at > limits.step_s:
                 raise InputError(f"the text's form cannot be kept: a step took more than {limits.step_s:g} s")
             return None
         if payload[:1] == REFUSAL:
@@ -108,7 +125,7 @@ class GrammarMask:
         rest = np.frombuffer(tokens.anything, np.uint32)
         return np.concatenate([masks, np.broadcast_to(rest, (self._drafts + 1 - len(masks), len(rest)))])
 
-    def _lost(self) -> str:
+    def _end_reason(self) -> str:
         process, limits = self._process, self._processes.limits
         reason = "its grammar's process has ended"
         if process is not None:
@@ -116,6 +133,7 @@ class GrammarMask:
         return f"the text's form cannot be kept: {reason}"
 
     def close(self) -> None:
+        """Ends the process, and the use of the grammar."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -125,11 +143,16 @@ class GrammarMask:
 
 
 class GrammarProcesses:
-    """All processes of one server. Compiled grammars are kept by their content."""
+    """All processes of one server. Compiled grammars are cached by their content.
+
+    Attributes:
+        tokens: The checkpoint's tokens.
+        limits: The limits.
+        lock: Guards what the event loop, the engine's thread and the memory watch share.
+    """
 
     def __init__(self, tokens: GrammarTokens, limits: GrammarLimits | None = None):
         self.tokens, self.limits = tokens, limits or GrammarLimits()
-        # For what the event loop, the engine's thread and the watch share.
         self.lock = threading.RLock()
         failure = f"{tokens.file}: llguidance cannot read it, so there is no structured output"
         self._nursery = Nursery("dflash_jax.server.grammar_worker", asdict(tokens), failure)
@@ -142,21 +165,22 @@ class GrammarProcesses:
         self._queue = CompilationQueue(self.limits)
 
     def start(self) -> None:
-        """Starts the nursery, where it does not run. Takes as long as a tokenizer takes to read."""
+        """Starts the nursery unless it runs. It reads the tokenizer, which takes seconds."""
         self._nursery.start()
 
     def stop(self) -> None:
-        """Ends all processes, for good."""
+        """Ends all processes; they cannot be started again."""
         with self.lock:
             self._has_stopped.set()
             processes, self._cache = list(self._live), OrderedDict()
         for process in processes:
             self.end(process)
-            # One that has not said its process id ends when it does.
+            # A process without a known id ends when it reads from its closed socket.
             process.socket.close()
         self._nursery.stop()
 
     def fork(self, parent: socket.socket) -> WorkerProcess:
+        """Has a process fork a new one."""
         return self._alive(WorkerProcess(parent))
 
     def _alive(self, process: WorkerProcess) -> WorkerProcess:
@@ -168,7 +192,7 @@ class GrammarProcesses:
         return process
 
     def end(self, process: WorkerProcess) -> None:
-        """Ends a process that is not needed any more; where that is not possible yet, the watch does."""
+        """Ends a process that is not needed any more. Where its id is not known yet, the memory watch ends it later."""
         process.is_abandoned = not process.kill()
         if not process.is_abandoned:
             process.socket.close()
@@ -176,14 +200,14 @@ class GrammarProcesses:
                 self._live.discard(process)
 
     async def grammar(self, constraint: Constraint) -> Grammar:
-        """Compiles ``constraint``, or waits for a compilation of the same one that is under way.
+        """Compiles ``constraint``, or waits for a running compilation of the same one.
 
         Raises:
-            InputError: It cannot be understood, or exceeds a limit.
-            ApiError: 503, there is no room for it now.
+            InputError: It is invalid, or exceeds a limit.
+            ApiError: 503, the server is busy.
         """
         try:
-            # Not sorted: the order of a schema's properties is the order in which they are written.
+            # Keys are not sorted: the grammar follows the order of a schema's properties.
             text = json.dumps([constraint.kind, constraint.value])
         except RecursionError:
             raise InputError(f"{constraint.field} is nested too deeply") from None
@@ -204,7 +228,7 @@ class GrammarProcesses:
             if self._tasks.get(key) is task:
                 self._waiters[key] -= 1
                 if task.done() or not self._waiters[key]:
-                    # Without anyone who waits for it, it is given up.
+                    # The last waiting request is gone: the compilation is cancelled.
                     del self._tasks[key], self._waiters[key]
                     task.cancel()
 
@@ -217,11 +241,11 @@ class GrammarProcesses:
                 self._cache.pop(key).end()
                 return None
             self._cache.move_to_end(key)
-            grammar.wanted_at = time.monotonic()
+            grammar.requested_at = time.monotonic()
             return grammar
 
     def release(self, grammar: Grammar) -> None:
-        """A mask needs ``grammar`` no longer."""
+        """Ends a mask's use of ``grammar``."""
         with self.lock:
             grammar.users -= 1
             if not grammar.users and grammar not in self._cache.values():
@@ -234,7 +258,7 @@ class GrammarProcesses:
         return grammar
 
     async def _attempt(self, constraint: Constraint, is_last: bool = False) -> Grammar | None:
-        """None where the nursery has died, unless this ``is_last``."""
+        """Compiles once; None where the nursery has died, unless this ``is_last``."""
         process = await self._forked()
         self._queue.compiling.append(process)
         try:
@@ -263,25 +287,32 @@ class GrammarProcesses:
         with self.lock:
             self._cache[key] = grammar
             recent = time.monotonic() - self.limits.grace_s
-            idle = [k for k, each in self._cache.items() if not each.users and each.wanted_at < recent]
+            idle = [k for k, each in self._cache.items() if not each.users and each.requested_at < recent]
             for k in idle[: max(0, len(self._cache) - self.limits.cached)]:
                 self._cache.pop(k).end()
 
     async def _forked(self) -> WorkerProcess:
-        """A process of the nursery's, which is started where it does not run."""
+        """A fork of the nursery, which is started unless it runs."""
         try:
             return self._alive(await self._nursery.forked())
         except OSError:
             raise ApiError(503, "structured output is being restarted") from None
 
     async def _compile(self, process: WorkerProcess, constraint: Constraint) -> list[str]:
-        """What the grammar does not enforce. Raises EOFError where the process dies."""
+        """Has ``process`` compile.
+
+        Returns:
+            What the grammar does not enforce.
+
+        Raises:
+            EOFError: The process died.
+        """
         limits, loop = self.limits, asyncio.get_running_loop()
-        # Not asdict, which copies the value, and recurses further than JSON's parser and writer.
-        wanted = vars(constraint) | {"memory_bytes": limits.memory_bytes, "compile_s": limits.compile_s}
+        # Not asdict: it copies the value, and recurses deeper than JSON's parser and writer.
+        request = vars(constraint) | {"memory_bytes": limits.memory_bytes, "compile_s": limits.compile_s}
         try:
             async with asyncio.timeout(limits.wait_s):
-                await loop.sock_sendall(process.socket, framed(json.dumps(wanted).encode()))
+                await loop.sock_sendall(process.socket, framed(json.dumps(request).encode()))
                 payload = await process.next()
         except TimeoutError:
             raise InputError(f"{constraint.field} takes more than {limits.wait_s:g} s to compile") from None
@@ -293,7 +324,7 @@ class GrammarProcesses:
         return answer["notes"]
 
     def _watch_memory(self) -> None:
-        """Ends what could not be ended before, and the largest process while all of them take too much."""
+        """Ends abandoned processes, and the largest process while all together take too much memory."""
         memory = WorkerMemory(self.limits.total_bytes)
         while not self._has_stopped.wait(WATCH_S):
             with self.lock:

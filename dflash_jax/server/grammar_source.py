@@ -1,7 +1,7 @@
-"""What a request demands of its text, in llguidance's notation.
+"""Constraints in llguidance's notation.
 
-Runs in the grammar's own process (`grammar_worker`): what comes from outside may be as deep, long and ambiguous as its
-author likes.
+It runs in the grammar's own process (`grammar_worker`), since a constraint from outside may be arbitrarily deep, long
+and ambiguous.
 """
 
 import json
@@ -16,14 +16,19 @@ from dflash_jax.server.json_schema import closed
 from dflash_jax.server.structural_tag import structural_tag_grammar
 from dflash_jax.server.tools import START, as_xml, is_text
 
-# Between two tokens of JSON: room for indentation, and no endless line breaks, which small models tend to write.
+# Whitespace between two tokens of JSON. It is bounded because small models tend to write endless line breaks.
 WHITESPACE = r"[ \t\n\r]{0,64}"
 OPEN_OBJECTS = "further properties of objects are let in"
 
 
 def sources(kind: str, value: Any, literal: Callable[[str], list[str]]) -> Iterator[tuple[str, list[str]]]:
-    """(grammar, what it does not enforce), in the order in which they should be tried. ``kind`` and ``value`` are a
-    `Constraint`'s; ``literal`` writes a text in Lark, as `structural_tag` needs it."""
+    """Yields (grammar, what it does not enforce), in the order in which to try them.
+
+    Args:
+        kind: Of a `Constraint`.
+        value: Of a `Constraint`.
+        literal: Writes a text in Lark, as `structural_tag` needs it.
+    """
     if kind in ("schema", "calls", "structural_tag"):
         build = {"schema": _schema, "calls": _calls}.get(kind) or partial(_tags, literal)
         for close, notes in ((closed, []), (_unchanged, [OPEN_OBJECTS])):
@@ -47,7 +52,7 @@ def _unchanged(schema: Any) -> Any:
 
 
 def _lenient(schema: Any) -> Any:
-    """What llguidance cannot enforce is left out, with a warning, instead of refused; and whitespace is bounded."""
+    """The schema with bounded whitespace, and with a warning instead of an error for what llguidance cannot enforce."""
     if schema is True:
         schema = {}
     if not isinstance(schema, dict):
@@ -62,8 +67,8 @@ def _schema(value: Any, close) -> str:
 
 
 def _tags(literal, value: dict, close) -> str:
-    def schema(wanted: Any) -> str:
-        return f"%json {json.dumps(_lenient(close(wanted)))}"
+    def schema(value: Any) -> str:
+        return f"%json {json.dumps(_lenient(close(value)))}"
 
     return structural_tag_grammar(value, schema, _lark, literal)
 
@@ -73,13 +78,13 @@ def _calls(value: dict, close) -> str:
 
 
 def call_grammar(value: dict, close=closed) -> str:
-    """Lark for tool calls, with whitespace as Qwen writes it.
+    """A Lark grammar of tool calls, with whitespace as Qwen writes it.
 
     Args:
-        value: ``tools`` (OpenAI's function objects), ``most`` (calls at most), ``xml`` (which of Qwen's two formats),
-            ``start`` and ``end`` (the tags around a call, as Lark writes them), ``optional`` (whether there may be
-            text before, between and behind calls, and no call at all).
-        close: What is done to each tool's schema.
+        value: ``tools`` (OpenAI's function objects), ``most`` (most calls), ``xml`` (Qwen's XML format), ``start`` and
+            ``end`` (the tags around a call, in Lark), ``optional`` (whether text around calls, and no call, are
+            allowed).
+        close: Transforms each tool's schema.
     """
     rules, names = [], []
     for i, tool in enumerate(value["tools"]):
@@ -100,20 +105,20 @@ def call_grammar(value: dict, close=closed) -> str:
 
 
 def _xml_call(rule: str, name: str, schema: dict) -> list[str]:
-    """Parameters in the schema's order, those that are not required optional."""
+    """The rules of one call. Parameters are in the schema's order; those that are not required are optional."""
     required, parts, rules, end = schema.get("required", []), [], [], "\n</parameter>\n"
-    for j, (key, wanted) in enumerate((schema.get("properties") or {}).items()):
-        wanted, value = wanted if isinstance(wanted, dict) else {}, f"{rule}_{j}"
+    for j, (key, parameter) in enumerate((schema.get("properties") or {}).items()):
+        parameter, value = parameter if isinstance(parameter, dict) else {}, f"{rule}_{j}"
         begin, closing = json.dumps(f"<parameter={key}>\n"), json.dumps(end)
-        if isinstance(wanted.get("enum"), list):
-            rules.append(f"{value}: " + " | ".join(json.dumps(as_xml(c)) for c in wanted["enum"]))
-        elif is_text(wanted):
-            # Free text goes on to the end of the parameter.
+        if isinstance(parameter.get("enum"), list):
+            rules.append(f"{value}: " + " | ".join(json.dumps(as_xml(c)) for c in parameter["enum"]))
+        elif is_text(parameter):
+            # Free text reaches to the end of the parameter.
             rules.append(f"{value}[suffix={closing}]: /(?s:.*)/")
             closing = ""
         else:
             shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-            rules.append(f"{value}: %json {json.dumps(_lenient(shared | wanted))}")
+            rules.append(f"{value}: %json {json.dumps(_lenient(shared | parameter))}")
         part = f"{begin} {value} {closing}"
         parts.append(part if key in required else f"({part})?")
     opening, ending = json.dumps(f"<function={name}>\n"), json.dumps("</function>")

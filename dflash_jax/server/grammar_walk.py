@@ -1,7 +1,7 @@
-"""Masks of one sequence: a grammar, and the thought that may stand before it.
+"""Masks of one sequence from its grammar, and from the thought that may precede it.
 
-Masks are packed bits of the vocabulary, bit i of byte b for token 8 b + i. Runs in the grammar's own process
-(`grammar_worker`), so it stays free of JAX and numpy.
+Masks are packed bits of the vocabulary, bit i of byte b for token 8 b + i. The module runs in the sequence's own
+process (`grammar_worker`), and imports neither JAX nor numpy.
 """
 
 import json
@@ -14,17 +14,17 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from dflash_jax.errors import InputError
 from dflash_jax.server.grammar_source import sources
 
-# A row of the parser has an entry for each alternative: thousands of choices are fine, and take microseconds each.
-# What costs more than a step may is left to the limits of the process.
+# A row of the parser has an entry for each alternative: thousands of choices are allowed, and take microseconds each.
+# The limits of the process stop steps that take too long.
 _LIMITS = {"max_items_in_row": 50_000, "step_max_items": 1_000_000, "verbose_errors": False}
 
-# Blank tokens between a thought and the answer; models write one or two.
+# Most blank tokens between a thought and the answer; models write one or two.
 MOST_BLANKS = 4
 
 
 @dataclass(frozen=True)
 class GrammarTokens:
-    """A checkpoint's tokens as grammars see them.
+    """A checkpoint's tokens as grammars need them.
 
     Attributes:
         file: The tokenizer.json.
@@ -56,15 +56,17 @@ class GrammarTokens:
         _ = self._tokenizer
 
     def bits(self, ids: Sequence[int]) -> int:
-        """A mask of these tokens, as a number of little-endian bytes."""
+        """A mask of some tokens, as an integer whose little-endian bytes are the mask."""
         return sum(1 << i for i in set(ids))
 
     @cached_property
     def anything(self) -> bytes:
+        """The mask of all tokens."""
         return ((1 << self.vocab) - 1).to_bytes(self.mask_bytes, "little")
 
     @cached_property
     def stops(self) -> bytes:
+        """The mask of the tokens that end a text."""
         return self.bits(self.stop_ids).to_bytes(self.mask_bytes, "little")
 
     def literal(self, text: str) -> list[str]:
@@ -81,8 +83,14 @@ class GrammarTokens:
         return parts
 
     def matcher(self, kind: str, value, field: str) -> tuple[LLMatcher, list[str]]:
-        """(the matcher of a `Constraint`, what it does not enforce). Raises InputError for what cannot be understood,
-        naming ``field``."""
+        """Compiles a `Constraint`.
+
+        Returns:
+            The matcher, and what it does not enforce.
+
+        Raises:
+            InputError: The constraint is invalid; the message names ``field``.
+        """
         error = ""
         try:
             for source, notes in sources(kind, value, self.literal):
@@ -90,16 +98,20 @@ class GrammarTokens:
                 if not matcher.is_error():
                     return matcher, notes + [_line(note) for note in matcher.get_grammar_warnings()]
                 error = error or _line(matcher.get_error())
-        except Exception as e:  # whatever a text from outside makes the library raise
+        except Exception as e:  # the library may raise any error for text from outside
             error = error or _line(e)
         raise InputError(f"{field}: {error}")
 
     def mask(self, matcher: LLMatcher) -> bytes:
-        """What ``matcher`` allows next. Raises InputError where it has reached a limit of its own."""
+        """The mask of the tokens that ``matcher`` allows next.
+
+        Raises:
+            InputError: The matcher has reached its limits.
+        """
         mask = matcher.compute_bitmask()[: self.mask_bytes]
         if matcher.is_error():
             raise InputError(f"the text's form cannot be kept any longer: {_line(matcher.get_error())}")
-        # A grammar that has nothing more to say: the text ends here.
+        # A finished grammar allows no token: the text ends here.
         return mask if mask.count(0) < len(mask) else self.stops
 
 
@@ -108,10 +120,14 @@ def _line(error: object) -> str:
 
 
 class GrammarWalk:
-    """Where a sequence stands in its grammar.
+    """The state of a sequence in its grammar.
 
-    ``thought``: "open" where the text begins inside one; the grammar then begins when that ends, also in the middle of
-    a drafted block. "possible": where it may begin with one. "none": the grammar begins at once.
+    ``thought`` is "open" where the text begins inside a thought: the grammar begins when the thought ends, even in the
+    middle of a drafted block. "possible": the text may begin with a thought. "none": the grammar begins at once.
+
+    Attributes:
+        tokens: The checkpoint's tokens.
+        matcher: The grammar's state.
     """
 
     def __init__(self, tokens: GrammarTokens, matcher: LLMatcher, thought: str = "none"):
@@ -119,19 +135,23 @@ class GrammarWalk:
         if thought == "possible" and len(tokens.open_ids) != 1:
             thought = "none"
         self._phase = {"open": "thought", "possible": "undecided", "none": "grammar"}[thought]
-        # The end of the thought so far, as long as the closing tag's own tokens, and the blank tokens behind it.
+        # The last tokens of the thought, as many as the closing tag has, and the blank tokens behind it.
         self._tail: tuple[int, ...] = ()
-        # A matcher that has reached a limit is lost: the next one begins here, and consumes the same tokens.
+        # A matcher that has reached a limit is unusable: a copy of this one consumes the same tokens again.
         self._beginning, self._consumed = matcher.deep_copy(), []
 
     def take(self, tokens: Sequence[int]) -> None:
-        """Goes past tokens that were drawn. Raises InputError for one that the grammar refuses."""
+        """Advances past drawn tokens.
+
+        Raises:
+            InputError: The grammar refuses a token.
+        """
         for token in tokens:
             self._phase, self._tail, consumed = self._step(self._phase, self._tail, token)
             self._consumed += [token] * consumed
 
     def _step(self, phase: str, tail: tuple[int, ...], token: int) -> tuple[str, tuple[int, ...], int]:
-        """The phase behind a token, and how many tokens (0 or 1) the grammar consumed."""
+        """The phase behind a token, the new tail, and how many tokens (0 or 1) the grammar consumed."""
         if phase == "undecided" and (token,) == self.tokens.open_ids:
             return "thought", tail, 0
         if phase == "thought":
@@ -163,8 +183,11 @@ class GrammarWalk:
         return (int.from_bytes(allowed, "little") | self.tokens.bits(besides)).to_bytes(len(allowed), "little")
 
     def masks(self, drafts: Sequence[int]) -> list[bytes]:
-        """Masks behind what was taken, and behind each of the ``drafts`` up to the first that is forbidden, or behind
-        which a limit is reached: there no token is allowed. A draft may never be drawn, so it is no error yet."""
+        """Masks behind the taken tokens, and behind each of the ``drafts``.
+
+        The list ends at the first draft that is forbidden, or with an empty mask where a limit is reached. Neither is
+        an error yet, since a draft may never be drawn.
+        """
         masks, phase, tail, consumed = [self._mask(self._phase, self._tail)], self._phase, self._tail, 0
         for draft in drafts:
             if not masks[-1][draft // 8] >> draft % 8 & 1:

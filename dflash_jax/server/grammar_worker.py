@@ -1,17 +1,16 @@
-"""The processes in which grammars are compiled and walked: ``python -m dflash_jax.server.grammar_worker FD``.
+"""The processes that compile and walk grammars: ``python -m dflash_jax.server.grammar_worker FD``.
 
-A grammar comes from outside, and llguidance works on it in native code that may overflow its stack, take gigabytes or
-never return. So that no request can do this to another:
+A grammar comes from outside, and llguidance's native code may overflow its stack, take gigabytes or never return.
+Separate processes keep one request's grammar from affecting others:
 
-- The *nursery* reads the tokenizer once and does nothing but fork.
-- Each grammar has a process, which compiles it within limits of time and memory and then does nothing but fork.
-- Each sequence that follows the grammar has a process, which computes its masks.
+- The *nursery* reads the tokenizer once, then only forks.
+- Each grammar has a process, which compiles it within limits of time and memory, then only forks.
+- Each sequence with the grammar has a process, which computes its masks.
 
-A process that exceeds a limit dies, which closes its socket; the server (`grammar.py`) has the other end and sees no
-more of it than that. A fork shares its memory with what it was forked from, so a sequence costs milliseconds and a few
-pages.
+A process that exceeds a limit dies, which closes its socket; the server (`grammar.py`) has the other end. A fork shares
+its parent's memory, so a sequence costs milliseconds and a few pages.
 
-Frames of JSON go in, and frames of JSON or masks come out.
+Frames of JSON go in; frames of JSON or masks come out.
 """
 
 import json
@@ -28,30 +27,31 @@ from dflash_jax.server.worker_loop import (
     prepared_nursery,
 )
 
-# Grammars may refer to each other thousands of levels deep, and are walked recursively.
+# Rules may nest thousands of levels deep, and llguidance walks them recursively.
 STACK_BYTES = 2**29
 # The first byte of an answer about masks.
 MASKS, REFUSAL = b"\0", b"\1"
 
 
 def main() -> None:
+    """The nursery."""
     control = prepared_nursery(STACK_BYTES)
     os.nice(NICENESS)
     frames = Frames(control)
-    given = frames.read()
-    tokens = GrammarTokens(**{key: tuple(v) if isinstance(v, list) else v for key, v in given.items()})
+    fields = frames.read()
+    tokens = GrammarTokens(**{key: tuple(v) if isinstance(v, list) else v for key, v in fields.items()})
     tokens.load()
     frames.send(str(os.getpid()).encode())
     fork_for_each(control, lambda frames: _compile(tokens, frames))
 
 
 def _compile(tokens: GrammarTokens, frames: Frames) -> None:
-    """A grammar's process: one answer, and then a fork for each sequence."""
-    wanted = frames.read()
-    limit_memory(wanted["memory_bytes"])
-    limit_seconds(wanted["compile_s"])
+    """A grammar's process: one answer, then a fork for each sequence."""
+    request = frames.read()
+    limit_memory(request["memory_bytes"])
+    limit_seconds(request["compile_s"])
     try:
-        matcher, notes = tokens.matcher(wanted["kind"], wanted["value"], wanted["field"])
+        matcher, notes = tokens.matcher(request["kind"], request["value"], request["field"])
         # The first mask costs more than all others, and is the same for all sequences.
         tokens.mask(matcher)
     except (InputError, MemoryError) as e:
@@ -63,17 +63,17 @@ def _compile(tokens: GrammarTokens, frames: Frames) -> None:
 
 
 def _walk(tokens: GrammarTokens, matcher, frames: Frames) -> None:
-    """A sequence's process: masks behind what was taken, and behind each draft."""
-    wanted = frames.read()
-    limit_memory(wanted["memory_bytes"])
-    walk = GrammarWalk(tokens, matcher, wanted["thought"])
+    """A sequence's process: masks behind the taken tokens and behind each draft."""
+    start = frames.read()
+    limit_memory(start["memory_bytes"])
+    walk = GrammarWalk(tokens, matcher, start["thought"])
     while True:
-        asked = frames.read()
+        request = frames.read()
         # The server ends a step that takes longer, unless it is gone itself.
-        limit_seconds(int(wanted["step_s"]) + 1)
+        limit_seconds(int(start["step_s"]) + 1)
         try:
-            walk.take(asked["taken"])
-            answer = MASKS + b"".join(walk.masks(asked["drafts"]))
+            walk.take(request["tokens"])
+            answer = MASKS + b"".join(walk.masks(request["drafts"]))
         except (InputError, MemoryError) as e:
             answer = REFUSAL + (str(e) or "the text's form needs too much memory").encode()
         frames.send(answer)

@@ -1,6 +1,6 @@
-"""TLS handshakes as connections: counted among them, and with as much time as a request's head.
+"""TLS handshakes as connections: they count among the connections, and have the time of a request's head.
 
-asyncio would make a handshake before the HTTP protocol sees the connection, which no limit would then hold for.
+asyncio would finish a handshake before the HTTP protocol sees the connection, so that no limit would apply to it.
 """
 
 import asyncio
@@ -11,30 +11,31 @@ if TYPE_CHECKING:
     from dflash_jax.server.connections import LimitedProtocol
 
 
-# asyncio's limit of a TLS connection's end, which counts from its beginning, however fast the client reads: `http` has
-# its own.
+# asyncio's limit for closing a TLS connection. It counts from the start of closing however fast the client reads, so
+# the limits of the HTTP protocol apply instead.
 SHUTDOWN_S = 86400.0
 
 
 class TlsHandshake(asyncio.Protocol):
-    """A connection until its handshake is done; then ``http`` has it.
+    """The protocol of a connection until its handshake is done; then ``http`` takes over.
 
     Attributes:
-        is_unread: That no answer waits, as of a `LimitedProtocol`.
-        transport: The connection without TLS.
+        is_unread: False: no answer waits, see `LimitedProtocol`.
+        transport: The connection below TLS.
     """
 
     is_unread = False
 
     def __init__(self, context: ssl.SSLContext, http: "LimitedProtocol"):
         self._context, self._http = context, http
-        # What arrives with the handshake's end, before the HTTP protocol has the connection.
+        # Data that arrives with the end of the handshake, before the HTTP protocol takes over.
         self._early, self._has_ended = bytearray(), False
 
     def connection_made(self, transport: asyncio.Transport) -> None:
+        """Enters the connection into the table and starts the handshake."""
         self.transport = transport
         self._http.connections.add(self)
-        # A client can read a refusal only behind the handshake: the HTTP protocol sends it.
+        # A refusal is readable only behind the handshake, so the HTTP protocol sends it.
         self._http.table.enter(self)
         self._http.table.set_waiting(self)
         self._task = self._http.loop.create_task(self._shake_hands())
@@ -53,7 +54,7 @@ class TlsHandshake(asyncio.Protocol):
                 ssl_shutdown_timeout=SHUTDOWN_S,
             )
         except OSError:
-            # A client that fails to shake hands has nothing to be told.
+            # Without a handshake, the client cannot read an answer.
             self.transport.abort()
             return
         finally:
@@ -69,14 +70,17 @@ class TlsHandshake(asyncio.Protocol):
             http.data_received(bytes(self._early))
 
     def data_received(self, data: bytes) -> None:
+        """Keeps early data."""
         self._early += data
 
     def eof_received(self) -> None:
+        """Notes that the client has closed."""
         self._has_ended = True
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Notes that the connection is gone."""
         self._has_ended = True
 
     def shutdown(self) -> None:
-        """What the HTTP server calls of every connection when it stops."""
+        """Closes the connection when the server stops."""
         self.transport.abort()

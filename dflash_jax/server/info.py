@@ -1,4 +1,4 @@
-"""What the server says of itself: SGLang's /server_info, /model_info and loads, vLLM's /load and /tokenizer_info."""
+"""The server's state: SGLang's /server_info, /model_info and loads, vLLM's /load and /tokenizer_info."""
 
 import time
 from datetime import UTC, datetime
@@ -17,7 +17,7 @@ from dflash_jax.server.serving import Serving
 router = APIRouter()
 
 DOCS = Path(__file__).parent / "page" / "docs.html"
-# Fields of tokenizer_config.json that are shown. Others may hold paths, or the token of a model hub.
+# Fields of tokenizer_config.json that are shown. Others may have paths, or an access token of a model hub.
 TOKENIZER_FIELDS = (
     "tokenizer_class",
     "model_max_length",
@@ -39,14 +39,14 @@ TOKENIZER_FIELDS = (
 
 @router.get("/docs", include_in_schema=False)
 async def docs():
-    """A page that shows /openapi.json; it loads nothing from elsewhere."""
+    """A page that shows /openapi.json and loads nothing from other servers."""
     return FileResponse(DOCS)
 
 
 @router.get("/server_info", response_model=None)
 @router.get("/get_server_info", response_model=None, include_in_schema=False)
 async def server_info(http: Request):
-    """How the server was set up, and what its engine counted."""
+    """The server's configuration and the engine's counters."""
     serving: Serving = http.app.state.serving
     engine = serving.engine.engine
     s = engine.statistics
@@ -78,7 +78,7 @@ async def server_info(http: Request):
 @router.get("/model_info", responses={200: {"model": ModelInfo}}, response_model=None)
 @router.get("/get_model_info", response_model=None, include_in_schema=False)
 async def model_info(http: Request):
-    """What routers ask of a model; there are no weights but those of the start."""
+    """The model's properties, for routers. The weights never change."""
     serving: Serving = http.app.state.serving
     path = serving.info.get("model_path")
     return JsonResponse(
@@ -99,7 +99,7 @@ async def model_info(http: Request):
 
 
 def architecture(serving: Serving) -> dict:
-    """model_type and architectures of config.json; None for a checkpoint of another format."""
+    """``model_type`` and ``architectures`` of config.json; None for a checkpoint of another format."""
     try:
         raw = read_raw(serving.llm.directory)
     except InputError:
@@ -121,11 +121,11 @@ async def tokenizer_info(http: Request):
 
 @router.get("/load", responses={200: {"model": Load}}, response_model=None)
 async def load(http: Request):
-    """vLLM's measure of load."""
+    """Requests in flight, vLLM's measure of load."""
     return JsonResponse({"server_load": http.app.state.serving.in_flight})
 
 
-def counted(serving: Serving) -> dict:
+def load_metrics(serving: Serving) -> dict:
     """SGLang's measures of load, of all data shards together."""
     engine = serving.engine.engine
     total, s = engine.device.slots * serving.capacity, engine.statistics
@@ -149,20 +149,20 @@ def counted(serving: Serving) -> dict:
 
 @router.get("/v1/loads", response_model=None)
 async def loads(http: Request):
-    """As SGLang's routers read it."""
-    found = counted(http.app.state.serving)
+    """Loads in the shape that SGLang's routers read."""
+    metrics = load_metrics(http.app.state.serving)
     now = datetime.now(UTC).isoformat()
-    return JsonResponse({"timestamp": now, "version": version("dflash-jax"), "dp_rank_count": 1, "loads": [found]})
+    return JsonResponse({"timestamp": now, "version": version("dflash-jax"), "dp_rank_count": 1, "loads": [metrics]})
 
 
 @router.get("/get_load", response_model=None)
 async def get_load(http: Request):
-    """As SGLang's earlier routers read it."""
-    found = counted(http.app.state.serving)
+    """Loads in the shape that SGLang's earlier routers read."""
+    metrics = load_metrics(http.app.state.serving)
     names = {
-        "num_reqs": found["num_running_reqs"] + found["num_waiting_reqs"],
-        "num_waiting_reqs": found["num_waiting_reqs"],
-        "num_tokens": found["num_total_tokens"],
-        "num_pending_tokens": found["num_waiting_uncached_tokens"],
+        "num_reqs": metrics["num_running_reqs"] + metrics["num_waiting_reqs"],
+        "num_waiting_reqs": metrics["num_waiting_reqs"],
+        "num_tokens": metrics["num_total_tokens"],
+        "num_pending_tokens": metrics["num_waiting_uncached_tokens"],
     }
     return JsonResponse([{"dp_rank": 0, **names}])

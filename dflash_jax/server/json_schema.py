@@ -1,15 +1,15 @@
 """JSON schemas as other servers read them: an object is closed unless its schema opens it.
 
-JSON Schema itself lets any further property in. For structured output vLLM, SGLang and OpenAI do not, because a model
-that may invent properties does.
+JSON Schema itself allows further properties. For structured output vLLM, SGLang and OpenAI do not, because a model
+would invent properties.
 """
 
 from collections.abc import Iterator
 from typing import Any
 
-# What describes the same value once more.
+# Keywords whose schemas describe the same value.
 _COMBINING = ("allOf", "anyOf", "oneOf")
-# Where schemas of other values are nested: one, a list of them, an object of them.
+# Keywords with schemas of other values: one schema, a list, an object of schemas.
 _ONE = ("items", "additionalItems", "additionalProperties", "unevaluatedProperties", "contains", "propertyNames")
 _LISTS = ("items", "prefixItems")
 _OBJECTS = ("properties", "patternProperties", "$defs", "definitions")
@@ -18,14 +18,14 @@ _OBJECTS = ("properties", "patternProperties", "$defs", "definitions")
 def closed(schema: Any) -> Any:
     """``schema`` with ``additionalProperties: false`` wherever properties are listed and nothing opens the object.
 
-    An object that several schemas describe (``allOf``, ``anyOf``, ``oneOf``, a ``$ref`` beside properties) may have
-    the properties that any of them names: each is closed over all of these names.
+    An object with several schemas (``allOf``, ``anyOf``, ``oneOf``, a ``$ref`` beside properties) may have the
+    properties that any of them names: each schema is closed over all of these names.
     """
     return _Closer(schema).close(schema)
 
 
 def _is_open(schema: dict) -> bool:
-    """Whether a schema lets properties in that it does not list."""
+    """Whether a schema allows properties that it does not list."""
     opened = (schema.get("additionalProperties"), schema.get("unevaluatedProperties"))
     return any(each not in (None, False) for each in opened) or bool(schema.get("patternProperties"))
 
@@ -35,8 +35,13 @@ class _Closer:
         self._root = root
 
     def close(self, schema: Any, names: frozenset[str] = frozenset(), refs: frozenset[str] = frozenset()) -> Any:
-        """``names``: properties that other schemas of the same object name; ``refs``: references that were replaced by
-        their targets on the way here."""
+        """Closes a schema.
+
+        Args:
+            schema: The schema.
+            names: Properties that other schemas of the same object name.
+            refs: References that were replaced by their targets on the way here.
+        """
         if not isinstance(schema, dict):
             return schema
         result = self._nested(schema, refs)
@@ -47,7 +52,7 @@ class _Closer:
         named = frozenset().union(*properties)
         target, inside = self._target(schema, refs)
         if target is not None and (names - named or "properties" in schema):
-            # The reference is closed over its own names only: here it must be over all of them.
+            # The reference's target is closed over its own names only: the copy is closed over all names.
             del result["$ref"]
             result["allOf"] = [target, *schema.get("allOf", [])]
             refs = inside
@@ -75,7 +80,7 @@ class _Closer:
         return result
 
     def _descriptions(self, schema: Any, refs: frozenset[str]) -> Iterator[dict]:
-        """All schemas of the value that ``schema`` describes."""
+        """Yields all schemas of the value that ``schema`` describes."""
         if not isinstance(schema, dict):
             return
         yield schema
@@ -86,8 +91,11 @@ class _Closer:
                 yield from self._descriptions(each, refs)
 
     def _target(self, schema: dict, refs: frozenset[str]) -> tuple[Any, frozenset[str]]:
-        """What a local reference refers to, and the references followed with it; None where there is no such reference
-        or it was followed before."""
+        """Resolves a local reference.
+
+        Returns:
+            The target, None where there is no such reference or it was followed before; and the references followed.
+        """
         ref = schema.get("$ref")
         if not isinstance(ref, str) or not ref.startswith("#/") or ref in refs:
             return None, refs

@@ -1,6 +1,6 @@
-"""Answers that may be large, made on a thread: log-probabilities of 8,191 tokens are 10 MB of JSON, made in a second.
+"""Large answers, made on a thread: log-probabilities of 8,191 tokens are 10 MB of JSON, made in a second.
 
-A thread lets the event loop run between two of its steps only, so each step must be short.
+The event loop runs only between two steps of a thread, so each step must be short.
 """
 
 import asyncio
@@ -14,48 +14,60 @@ from dflash_jax.frontend.sequence import TextSequence
 from dflash_jax.server.errors import JsonResponse
 from dflash_jax.server.stream import frame
 
-# Log-probabilities that are written on the event loop.
+# Most log-probabilities that are written on the event loop.
 FEW = 256
-# A longer list is written element by element.
+# Elements from which on a list is written element by element.
 LONG_LIST = 32
 _executor = ThreadPoolExecutor(2, "answers")
 
 
-def entries(rows: Iterable[TextSequence]) -> int:
-    """Positions of rows that have log-probabilities."""
+def logprob_count(rows: Iterable[TextSequence]) -> int:
+    """Positions of sequences that have log-probabilities."""
     return sum(len(row.logprobs or ()) + len(row.request.prompt_entries or ()) for row in rows)
 
 
-async def beside(count: int, work: Callable, *args):
-    """``work(*args)``, on a thread unless ``count`` log-probabilities or tokens are few."""
+async def offload(count: int, work: Callable, *args):
+    """Calls ``work(*args)``, on a thread unless ``count`` log-probabilities or tokens are few."""
     if count <= FEW:
         return work(*args)
     return await asyncio.get_running_loop().run_in_executor(_executor, work, *args)
 
 
 async def event(count: int, build: Callable[[], dict], name: str | None = None) -> bytes:
-    """What ``build`` returns, as one server-sent event of that ``name`` that has ``count`` log-probabilities."""
+    """A server-sent event, made on a thread where it is large.
+
+    Args:
+        count: Log-probabilities in it.
+        build: Returns its data.
+        name: Its name; None: without one.
+    """
     if count <= FEW:
         return frame(build(), name)
     head = f"event: {name}\n".encode("ascii") if name else b""
-    return await beside(count, lambda: b"".join([head, b"data: ", *pieces(build()), b"\n\n"]))
+    return await offload(count, lambda: b"".join([head, b"data: ", *json_pieces(build()), b"\n\n"]))
 
 
 async def json_response(rows: Iterable[TextSequence], build: Callable[[], object], tokens: int = 0) -> Response:
-    """What ``build`` returns, as JSON. ``tokens``: those that it decodes beside log-probabilities."""
-    count = entries(rows) + tokens
+    """A JSON response, made on a thread where it is large.
+
+    Args:
+        rows: The sequences, whose log-probabilities are counted.
+        build: Returns the content.
+        tokens: Tokens that ``build`` decodes beside them.
+    """
+    count = logprob_count(rows) + tokens
     if count <= FEW:
         return JsonResponse(build())
-    body = await beside(count, lambda: b"".join(pieces(build())))
+    body = await offload(count, lambda: b"".join(json_pieces(build())))
     return Response(body, media_type=JsonResponse.media_type)
 
 
-def pieces(value: object) -> Iterator[bytes]:
-    """JSON as `JsonResponse` writes it."""
+def json_pieces(value: object) -> Iterator[bytes]:
+    """Yields pieces of ``value`` as JSON, equal to `JsonResponse` in total."""
     if isinstance(value, dict) and value:
         for i, (key, each) in enumerate(value.items()):
             yield (b"," if i else b"{") + _dumped(key) + b":"
-            yield from pieces(each)
+            yield from json_pieces(each)
         yield b"}"
     elif isinstance(value, list) and value:
         for i, each in enumerate(value):
@@ -63,7 +75,7 @@ def pieces(value: object) -> Iterator[bytes]:
             if len(value) > LONG_LIST:
                 yield _dumped(each)
             else:
-                yield from pieces(each)
+                yield from json_pieces(each)
         yield b"]"
     else:
         yield _dumped(value)

@@ -8,7 +8,7 @@ from dflash_jax.frontend.sequence import TextSequence
 from dflash_jax.server import request_id
 from dflash_jax.server.answer_schema import InputTokens, MessagesAnswer, MessagesError
 from dflash_jax.server.answers import usage
-from dflash_jax.server.chat import prepared, tools_in_use
+from dflash_jax.server.chat import prepare_chat, tools_in_use
 from dflash_jax.server.conversation import Conversation, converse
 from dflash_jax.server.errors import JsonResponse, as_api_error
 from dflash_jax.server.messages_input import as_chat
@@ -21,10 +21,10 @@ PATH = "/v1/messages"
 router = APIRouter(responses={"4XX": {"model": MessagesError}, "5XX": {"model": MessagesError}})
 
 
-async def told(
+async def message_events(
     serving: Serving, talk: Conversation, row: TextSequence, message: dict, content: Content
 ) -> AsyncGenerator[dict, None]:
-    """The events of an answer; in the end ``message`` is the whole of it."""
+    """Yields the events of an answer, and fills ``message`` with the complete answer."""
     parser = talk.parser()
     async for piece in serving.pieces(row):
         if message["usage"] is None:
@@ -42,24 +42,25 @@ async def told(
     yield {"type": "message_stop"}
 
 
-async def framed(events: AsyncGenerator[dict, None]) -> AsyncGenerator[bytes, None]:
-    """An error before the first event has a status of its own; later ones are events."""
-    is_begun = False
+async def event_frames(events: AsyncGenerator[dict, None]) -> AsyncGenerator[bytes, None]:
+    """Yields events as frames. An error before the first event sets the status; a later one is an event."""
+    has_begun = False
     try:
         async for event in events:
-            is_begun = True
+            has_begun = True
             yield frame(event, event["type"])
     except Exception as e:
-        if not is_begun:
+        if not has_begun:
             raise
         yield frame(as_api_error(e).body_for(PATH), "error")
 
 
 @router.post(PATH, responses={200: {"model": MessagesAnswer}}, response_model=None)
 async def messages(http: Request, body: MessagesRequest):
+    """Anthropic's messages."""
     serving: Serving = http.app.state.serving
     name = request_id.choose("msg_")
-    talk, rows = await while_connected(http, prepared(serving, as_chat(body)))
+    talk, rows = await while_connected(http, prepare_chat(serving, as_chat(body)))
     serving.register(rows, name, http.state.owner)
     message = {
         "id": name,
@@ -72,15 +73,16 @@ async def messages(http: Request, body: MessagesRequest):
         "usage": None,
     }
     content = Content(body.thinking is None or body.thinking.display != "omitted")
-    events = told(serving, talk, rows[0], message, content)
+    events = message_events(serving, talk, rows[0], message, content)
     if body.stream:
-        answer = EventStream.start(http, framed(events), last=b"")
+        answer = EventStream.start(http, event_frames(events), last=b"")
     else:
-        answer = while_connected(http, whole(events, message))
+        answer = while_connected(http, full_response(events, message))
     return Later(http, answer, keeps_parsed=bool(talk.tools))
 
 
-async def whole(events: AsyncGenerator[dict, None], message: dict) -> JsonResponse:
+async def full_response(events: AsyncGenerator[dict, None], message: dict) -> JsonResponse:
+    """Waits for all events, then answers."""
     async for _ in events:
         pass
     return JsonResponse(message)
@@ -88,6 +90,7 @@ async def whole(events: AsyncGenerator[dict, None], message: dict) -> JsonRespon
 
 @router.post(f"{PATH}/count_tokens", responses={200: {"model": InputTokens}}, response_model=None)
 async def count_tokens(http: Request, body: CountTokensRequest):
+    """Counts the tokens of a prompt."""
     serving: Serving = http.app.state.serving
     serving.check_model(body.model)
     chat = as_chat(body)

@@ -6,7 +6,7 @@ from pydantic import ValidationError
 
 from dflash_jax.server import chat_schema, schema
 from dflash_jax.server.conversation import text_of
-from dflash_jax.server.errors import ApiError, of_conversion
+from dflash_jax.server.errors import ApiError, from_conversion_error
 from dflash_jax.server.messages_schema import Block, CountTokensRequest, MessagesRequest, MessagesTool, TurnMessage
 
 BLOCKS = {
@@ -19,7 +19,11 @@ CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 def as_messages(body: CountTokensRequest) -> list[dict]:
-    """The system prompt and all turns as a chat's messages."""
+    """The system prompt and all turns as a chat's messages.
+
+    Raises:
+        ApiError: A block is invalid.
+    """
     system = body.system if isinstance(body.system, str) else _joined(body.system or (), "system", "system")
     messages = [{"role": "system", "content": system}] if system else []
     for i, turn in enumerate(body.messages):
@@ -43,7 +47,7 @@ def _check_type(block: Block, role: str, where: str) -> None:
         raise ApiError(400, f"{where}.type is {block.type!r}: {role} content may have {right}", f"{where}.type")
 
 
-def _given(block: Block, name: str, where: str):
+def _required(block: Block, name: str, where: str):
     if (value := getattr(block, name)) is None:
         raise ApiError(400, f"{where}.{name} is missing", f"{where}.{name}")
     return value
@@ -53,16 +57,16 @@ def _joined(blocks: Sequence[Block], role: str, where: str) -> str:
     texts = []
     for i, block in enumerate(blocks):
         _check_type(block, role, f"{where}[{i}]")
-        texts.append(_given(block, "text", f"{where}[{i}]"))
+        texts.append(_required(block, "text", f"{where}[{i}]"))
     return "".join(texts)
 
 
 def _user(turn: TurnMessage, where: str) -> list[dict]:
-    """A tool's result is a message of its own; texts between results are joined."""
+    """A user's turn as messages. Each tool result is one message; texts between results are joined."""
     messages: list[dict] = []
     texts: list[str] = []
 
-    def join() -> None:
+    def flush_texts() -> None:
         if texts:
             messages.append({"role": turn.role, "content": "".join(texts)})
             texts.clear()
@@ -71,17 +75,17 @@ def _user(turn: TurnMessage, where: str) -> list[dict]:
         at = f"{where}[{i}]"
         _check_type(block, turn.role, at)
         if block.type == "tool_result":
-            name, content = _given(block, "tool_use_id", at), _result(block.content, at)
-            join()
+            name, content = _required(block, "tool_use_id", at), _result(block.content, at)
+            flush_texts()
             messages.append({"role": "tool", "tool_call_id": name, "content": content})
         else:
-            texts.append(_given(block, "text", at))
-    join()
+            texts.append(_required(block, "text", at))
+    flush_texts()
     return messages
 
 
 def _result(content: str | list[chat_schema.Part] | None, where: str) -> str:
-    """A tool's result as text; keys of parts beside the text, such as cache_control, do not change it."""
+    """A tool's result as text. Other keys of its parts, such as cache_control, have no effect."""
     if isinstance(content, list):
         content = [chat_schema.Part(type=part.type, text=part.text) for part in content]
     return text_of(content, where)
@@ -93,13 +97,13 @@ def _assistant(blocks: Sequence[Block], where: str) -> dict:
         at = f"{where}[{i}]"
         _check_type(block, "assistant", at)
         if block.type == "text":
-            texts.append(_given(block, "text", at))
+            texts.append(_required(block, "text", at))
         elif block.type == "thinking":
-            thoughts.append(_given(block, "thinking", at))
+            thoughts.append(_required(block, "thinking", at))
         elif block.type == "tool_use":
-            function = {"name": _given(block, "name", at), "arguments": _given(block, "input", at)}
-            calls.append({"id": _given(block, "id", at), "type": "function", "function": function})
-        # A redacted thought is for its maker alone to read.
+            function = {"name": _required(block, "name", at), "arguments": _required(block, "input", at)}
+            calls.append({"id": _required(block, "id", at), "type": "function", "function": function})
+        # A redacted thought is encrypted, and is left out.
     message = {"role": "assistant", "content": "".join(texts)}
     if thoughts:
         message["reasoning_content"] = "\n".join(thoughts)
@@ -127,7 +131,11 @@ def _tool_choice(body: CountTokensRequest):
 
 
 def as_chat(body: CountTokensRequest) -> chat_schema.ChatRequest:
-    """The same wish as a chat request."""
+    """The equivalent chat request.
+
+    Raises:
+        ApiError: The request is invalid.
+    """
     thinking, output, fields = body.thinking, body.output_config, {}
     if thinking is not None:
         fields |= {"enable_thinking": thinking.type != "disabled", "thinking_token_budget": thinking.budget_tokens}
@@ -147,7 +155,7 @@ def as_chat(body: CountTokensRequest) -> chat_schema.ChatRequest:
         return chat_schema.ChatRequest(
             model=body.model,
             messages=[chat_schema.Message(**m) for m in chat],
-            # The answer goes on where an assistant's turn at the end stops.
+            # An assistant's turn at the end is continued.
             continue_final_message=chat[-1]["role"] == "assistant",
             tools=[_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or ())] or None,
             tool_choice=_tool_choice(body),
@@ -156,4 +164,4 @@ def as_chat(body: CountTokensRequest) -> chat_schema.ChatRequest:
             **fields,
         )
     except ValidationError as e:
-        raise of_conversion(e) from None
+        raise from_conversion_error(e) from None

@@ -6,21 +6,29 @@ from dflash_jax.frontend.sequence import TextSequence
 from dflash_jax.server.chat import as_delta
 from dflash_jax.server.conversation import Delta, Parser
 
-# Thoughts come back as they were sent, and are believed: there is nothing to sign.
+# Thoughts that clients send back are not verified, so they are not signed.
 SIGNATURE = "unsigned"
 
 
 class Content:
-    """The blocks of an answer as they grow, and the events that tell of it. ``shows_thoughts``: else the text of
-    thinking blocks is left out."""
+    """The content blocks of an answer as they grow, and the events that report them.
+
+    Attributes:
+        blocks: The blocks so far.
+    """
 
     def __init__(self, shows_thoughts: bool = True):
+        """An empty content; without ``shows_thoughts`` the text of thinking blocks is left out."""
         self.blocks: list[dict] = []
         self._shows_thoughts = shows_thoughts
         self._is_open, self._arguments = False, ""
 
     def take(self, delta: Delta) -> list[dict]:
-        """Events for a piece."""
+        """Adds a piece.
+
+        Returns:
+            Its events.
+        """
         events = []
         for part in as_delta(delta):
             if text := part.get("content"):
@@ -47,14 +55,18 @@ class Content:
         self.blocks.append({"type": kind, **fields})
         self._is_open, self._arguments = True, ""
         start = {"type": "content_block_start", "index": len(self.blocks) - 1}
-        # The block grows on: its event gets a copy.
+        # The event gets a copy, since the block still grows.
         return [*events, start | {"content_block": dict(self.blocks[-1])}]
 
     def _delta(self, kind: str, **fields) -> dict:
         return {"type": "content_block_delta", "index": len(self.blocks) - 1, "delta": {"type": kind, **fields}}
 
     def close(self) -> list[dict]:
-        """Ends the block under way."""
+        """Ends the current block.
+
+        Returns:
+            Its events.
+        """
         if not self._is_open:
             return []
         self._is_open, block, events = False, self.blocks[-1], []
@@ -67,8 +79,10 @@ class Content:
 
 
 def _object(arguments: str) -> dict:
-    """A call's arguments. ``input`` must be an object: what a model wrote otherwise is wrapped as Anthropic advises
-    clients to wrap it."""
+    """The arguments of a call as an object.
+
+    Text that is no object is wrapped as Anthropic advises clients to wrap it.
+    """
     try:
         value = json.loads(arguments or "{}")
     except (ValueError, RecursionError):
@@ -77,7 +91,8 @@ def _object(arguments: str) -> dict:
 
 
 def stop_fields(row: TextSequence, parser: Parser) -> dict:
-    # An aborted answer has no reason of its own there: it is cut as by max_tokens.
+    """Why an answer ended."""
+    # The interface has no reason for an aborted answer; max_tokens is the nearest.
     reasons = {"length": "max_tokens", "abort": "max_tokens", "tool_calls": "tool_use"}
     reason, matched = reasons.get(parser.reason(row), "end_turn"), None
     if isinstance(row.matched, str):
@@ -86,7 +101,7 @@ def stop_fields(row: TextSequence, parser: Parser) -> dict:
 
 
 def usage_fields(row: TextSequence, output_tokens: int, reasoning_tokens: int = 0) -> dict:
-    """``input_tokens`` are those that were not in the prefix cache."""
+    """Token counts; ``input_tokens`` are those that were not in the prefix cache."""
     prompt, cached = len(row.request.prompt), row.request.cached
     return {
         "input_tokens": prompt - cached,

@@ -1,6 +1,6 @@
-"""What requests to ``/v1/messages`` may say: the fields of Anthropic's Messages API.
+"""Fields of requests to ``/v1/messages``: Anthropic's Messages API.
 
-Unknown keys inside blocks and tools are not read.
+Unknown keys inside blocks and tools are ignored.
 """
 
 from typing import Literal
@@ -13,7 +13,7 @@ from dflash_jax.server.schema_base import Body, Items, Json, Strict
 
 
 class Block(BaseModel):
-    """A content block. messages.py refuses other types than it reads by name."""
+    """A content block. `messages_input` refuses unknown types by name."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -31,12 +31,14 @@ class Block(BaseModel):
 
 
 class TurnMessage(Strict):
+    """A turn."""
+
     role: Literal["user", "assistant", "system"]
     content: str | Items[Block]
 
 
 class MessagesTool(BaseModel):
-    """A tool that the client runs. Those that Anthropic defines or runs have another ``type``."""
+    """A tool that the client runs. Tools that Anthropic defines or runs have another ``type``."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -48,13 +50,15 @@ class MessagesTool(BaseModel):
 
 
 class MessagesToolChoice(Strict):
+    """Which tool the model must call."""
+
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool = False
 
 
 class Thinking(Strict):
-    """``display``: "omitted" leaves the text of thoughts out of the answer."""
+    """Whether and how much to think; ``display`` "omitted" leaves the text of thoughts out of the answer."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = Field(None, ge=1)
@@ -62,17 +66,21 @@ class Thinking(Strict):
 
 
 class OutputFormat(Strict):
+    """The form of the answer."""
+
     type: Literal["json_schema"]
     schema_: Json = Field(alias="schema")
 
 
 class OutputConfig(Strict):
+    """Form and effort of the answer."""
+
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
 
 
 class ContextEdit(BaseModel):
-    """Which old thoughts remain is for the chat template to say; other edits are not supported."""
+    """Removal of old thoughts, which the chat template decides; other edits are not supported."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -80,11 +88,13 @@ class ContextEdit(BaseModel):
 
 
 class ContextManagement(Strict):
+    """Edits of the context."""
+
     edits: Items[ContextEdit] | None = None
 
 
 class CountTokensRequest(Body):
-    """``/v1/messages/count_tokens``: what makes the prompt."""
+    """``/v1/messages/count_tokens``: the fields that make the prompt."""
 
     neutral = neutral_fields.MESSAGES
 
@@ -96,17 +106,19 @@ class CountTokensRequest(Body):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     context_management: ContextManagement | None = None
-    # As in chat.
+    # The same as in chat requests.
     chat_template_kwargs: Json | None = None
 
 
 class MessagesRequest(CountTokensRequest):
+    """``/v1/messages``."""
+
     max_tokens: int = Field(ge=1)
     stop_sequences: Items[str] | None = None
     stream: bool | None = None
     temperature: float | None = Field(None, ge=0, le=100)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, le=2**31 - 1)
-    # As in chat.
+    # The same as in chat requests.
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
     block_size: int | Literal["auto"] | None = None

@@ -1,4 +1,4 @@
-"""Prometheus metrics under vLLM's names, so that its dashboards and `vllm bench serve` read them."""
+"""Prometheus metrics under vLLM's names, so that its dashboards and `vllm bench serve` can read them."""
 
 from collections.abc import Iterator
 from math import isnan
@@ -21,15 +21,19 @@ TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50
 
 
 class Metrics:
-    """Histograms of requests, and the engine's totals at the time of asking."""
+    """Histograms of requests, and the engine's totals when they are read.
+
+    Attributes:
+        registry: The registry of Prometheus.
+    """
 
     def __init__(self, serving: "Serving"):
         self._serving, self.registry = serving, CollectorRegistry()
         self.registry.register(self)
 
         def histogram(name: str, text: str, buckets) -> Histogram:
-            made = Histogram(f"vllm:{name}", text, LABELS, registry=self.registry, buckets=buckets)
-            return made.labels(serving.name, "0")
+            metric = Histogram(f"vllm:{name}", text, LABELS, registry=self.registry, buckets=buckets)
+            return metric.labels(serving.name, "0")
 
         self._first_token = histogram("time_to_first_token_seconds", "Arrival to first token.", FIRST_TOKEN_S)
         self._gap = histogram(
@@ -45,7 +49,7 @@ class Metrics:
         self._last: dict = {}
 
     def observe(self, event: Event) -> None:
-        """An event that was just told."""
+        """Counts an event that was just received."""
         request, now = event.request, self._serving.engine.engine.device.clock
         before, count = self._last.get(request), len(event.tokens)
         if count and before is not None:
@@ -57,7 +61,7 @@ class Metrics:
             self._last.pop(request, None)
 
     def finish(self, row: TextSequence) -> None:
-        """A request that came to its end."""
+        """Counts a finished request."""
         t, new = row.request.times, len(row.request.tokens)
         self._prompt.observe(len(row.request.prompt))
         self._new.observe(new)
@@ -72,22 +76,23 @@ class Metrics:
             self._per_token.observe((t.finished - t.first_token) / (new - 1))
 
     def forget(self, row: TextSequence) -> None:
-        """A request that was given up."""
+        """Drops a request that was aborted."""
         self._last.pop(row.request, None)
 
     def collect(self) -> Iterator[Metric]:
+        """Yields the engine's totals; the registry calls it."""
         engine, labels = self._serving.engine.engine, [self._serving.name, "0"]
         s = engine.statistics
 
         def counter(name: str, text: str, value: float) -> Metric:
-            made = CounterMetricFamily(f"vllm:{name}", text, labels=LABELS)
-            made.add_metric(labels, value)
-            return made
+            family = CounterMetricFamily(f"vllm:{name}", text, labels=LABELS)
+            family.add_metric(labels, value)
+            return family
 
         def gauge(name: str, text: str, value: float) -> Metric:
-            made = GaugeMetricFamily(f"vllm:{name}", text, labels=LABELS)
-            made.add_metric(labels, value)
-            return made
+            family = GaugeMetricFamily(f"vllm:{name}", text, labels=LABELS)
+            family.add_metric(labels, value)
+            return family
 
         yield gauge("num_requests_running", "Requests in a slot.", engine.running)
         yield gauge("num_requests_waiting", "Requests in the queue.", engine.waiting)
@@ -125,4 +130,5 @@ class Metrics:
         yield counter("engine_host_seconds", "Of the engine's steps, without waiting for the device.", s.host_s)
 
     def text(self) -> bytes:
+        """All metrics in Prometheus' text format."""
         return generate_latest(self.registry)

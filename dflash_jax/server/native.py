@@ -13,7 +13,7 @@ from dflash_jax.server import native_schema, prepare, request_id
 from dflash_jax.server.answer_schema import Generated
 from dflash_jax.server.answers import finite, token_text
 from dflash_jax.server.errors import ApiError
-from dflash_jax.server.large_answers import entries, event, json_response
+from dflash_jax.server.large_answers import event, json_response, logprob_count
 from dflash_jax.server.reasoning import CLOSE, count_tokens
 from dflash_jax.server.serving import Serving, while_connected
 from dflash_jax.server.stream import EventStream, Later
@@ -22,12 +22,13 @@ router = APIRouter()
 
 
 @dataclass(frozen=True)
-class Asked:
+class RequestedText:
     """One text of a request.
 
     Attributes:
+        row: Its sequence.
         name: Its id.
-        is_new: False where max_new_tokens is 0: the engine's one token is left out.
+        is_new: Whether new tokens are asked for. With max_new_tokens 0, the engine's one token is left out.
     """
 
     row: TextSequence
@@ -36,7 +37,11 @@ class Asked:
 
 
 def prompts_of(body: native_schema.GenerateRequest) -> tuple[list, bool]:
-    """(prompts, whether there may be several)."""
+    """The prompts of a request, and whether it asks for a list of answers.
+
+    Raises:
+        ApiError: There is none, or text and input_ids are both given.
+    """
     if (body.text is None) == (body.input_ids is None):
         raise ApiError(400, "give text or input_ids, and one of them only", "text")
     given = body.text if body.text is not None else body.input_ids
@@ -47,10 +52,17 @@ def prompts_of(body: native_schema.GenerateRequest) -> tuple[list, bool]:
     return ([given], False) if isinstance(given[0], int) else (given, True)
 
 
-async def prepared(
+async def prepare_generation(
     serving: Serving, body: native_schema.GenerateRequest
 ) -> tuple[list[tuple[TextSequence, bool]], bool]:
-    """(rows, each with whether new tokens of it are wanted; whether there may be several)."""
+    """Prepares the sequences of a request.
+
+    Returns:
+        Sequences, each with whether new tokens are asked for; and whether the answer is a list.
+
+    Raises:
+        ApiError: The request is invalid.
+    """
     prompts, several = prompts_of(body)
     prepare.check_logprobs(serving, body)
     each = body.sampling_params if isinstance(body.sampling_params, list) else [body.sampling_params] * len(prompts)
@@ -58,22 +70,22 @@ async def prepared(
         message = f"{len(each)} sampling_params for {len(prompts)} prompts: give one, or one each"
         raise ApiError(400, message, "sampling_params")
     _each(body.rid, len(prompts), "rid")
-    salts, found = _each(body.cache_salt, len(prompts), "cache_salt"), []
+    salts, sequences = _each(body.cache_salt, len(prompts), "cache_salt"), []
     named = body.token_ids_logprob or []
     if not (named and isinstance(named[0], list)):
         named = [named] * len(prompts)
     named = _each(named, len(prompts), "token_ids_logprob")
-    for i, (prompt, wanted) in enumerate(zip(prompts, each, strict=True)):
-        wanted = wanted or native_schema.NativeSampling()
-        n = prepare.check_counts(serving, wanted, len(prompts))
+    for i, (prompt, sampling) in enumerate(zip(prompts, each, strict=True)):
+        sampling = sampling or native_schema.NativeSampling()
+        n = prepare.check_counts(serving, sampling, len(prompts))
         ids = await serving.texts.prompt(prompt, "text" if isinstance(prompt, str) else "input_ids")
-        is_new = wanted.max_new_tokens != 0
-        least = wanted.max_new_tokens if is_new else 1
+        is_new = sampling.max_new_tokens != 0
+        least = sampling.max_new_tokens if is_new else 1
         most = serving.check_room(ids, least, "sampling_params.max_new_tokens", default=128)
         logprobs = (body.top_logprobs_num or 0) if body.return_logprob else None
-        ids_wanted = named[i] if body.return_logprob else None
-        params = prepare.sampling(wanted, most, wanted.sampling_seed, logprobs, ids_wanted)
-        grammar = await prepare.grammar(serving, prepare.constraint(wanted))
+        logprob_ids = named[i] if body.return_logprob else None
+        params = prepare.sampling(sampling, most, sampling.sampling_seed, logprobs, logprob_ids)
+        grammar = await prepare.grammar(serving, prepare.constraint(sampling))
         start = -1 if body.logprob_start_len is None else body.logprob_start_len
         of_prompt = logprobs if start >= 0 else None
         options = {"block_size": body.block_size, "grammar": grammar, "prompt_logprobs": of_prompt}
@@ -82,13 +94,13 @@ async def prepared(
         options["thought"] = prepare.thought(serving, ids, budget, "max_thinking_tokens")
         if body.require_reasoning:
             options["thought"] = "open"
-        found += [(row, is_new) for row in await prepare.rows(serving, ids, params, n, **options)]
+        sequences += [(row, is_new) for row in await prepare.sequences(serving, ids, params, n, **options)]
         several = several or n > 1
-    return found, several
+    return sequences, several
 
 
 def _each(given, count: int, name: str) -> list:
-    """A field that may be given once, or once for each prompt."""
+    """A field that may be given once, or once for each prompt, as a list."""
     if not isinstance(given, list):
         return [given] * count
     if len(given) != count:
@@ -97,14 +109,14 @@ def _each(given, count: int, name: str) -> list:
 
 
 def names_of(body: native_schema.GenerateRequest, count: int) -> list[str]:
-    """The request's id of each of an answer's ``count`` texts."""
+    """The request's id for each of ``count`` texts."""
     if isinstance(body.rid, list):
         return [rid for rid in body.rid for _ in range(count // len(body.rid))]
     return [request_id.choose("", rid=body.rid)] * count
 
 
 def numbered(names: list[str]) -> list[str]:
-    """The id of each text, as SGLang numbers the texts of one request."""
+    """The id of each text; SGLang numbers the texts of one request."""
     counts, seen = Counter(names), Counter()
     ids = []
     for name in names:
@@ -114,23 +126,31 @@ def numbered(names: list[str]) -> list[str]:
 
 
 def answer(
-    serving: Serving, body: native_schema.GenerateRequest, asked: Asked, began: float, ended: str | None
+    serving: Serving, body: native_schema.GenerateRequest, requested: RequestedText, began: float, ended: str | None
 ) -> dict:
-    """What was told of a row so far, and why it ``ended``. ``meta_info`` as SGLang's benchmarks and z-lab's read it."""
-    row, request, tokenizer = asked.row, asked.row.request, serving.llm.tokenizer
-    token_ids, logprobs = (list(row.token_ids), row.logprobs or []) if asked.is_new else ([], [])
-    if not asked.is_new and ended == "stop":
+    """The answer for a text so far, with ``meta_info`` as SGLang's and z-lab's benchmarks read it.
+
+    Args:
+        serving: The model and its engine.
+        body: The request.
+        requested: The text.
+        began: When the request arrived, on `time.perf_counter`.
+        ended: Why the text ended; None while it has not.
+    """
+    row, request, tokenizer = requested.row, requested.row.request, serving.llm.tokenizer
+    token_ids, logprobs = (list(row.token_ids), row.logprobs or []) if requested.is_new else ([], [])
+    if not requested.is_new and ended == "stop":
         ended = "length"
     reason = ended and {"type": ended}
     if ended == "length":
-        reason["length"] = request.params.max_tokens if asked.is_new else 0
+        reason["length"] = request.params.max_tokens if requested.is_new else 0
     elif ended == "stop":
         reason["matched"] = row.matched
     elif ended == "abort":
         reason["message"] = "ended by /abort_request"
     rounds = len(row.accepted)
     meta = {
-        "id": asked.name,
+        "id": requested.name,
         "finish_reason": reason or None,
         "prompt_tokens": len(request.prompt),
         "completion_tokens": len(token_ids),
@@ -145,15 +165,16 @@ def answer(
     }
     if body.return_logprob:
         meta |= _logprobs("output", tokenizer, logprobs, body)
-        given = []
+        entries = []
         if request.prompt_logprobs is not None:
             first = {"token_id": request.prompt[0], "logprob": None, "top": {}}
-            given = [first, *request.prompt_entries][body.logprob_start_len :]
-        meta |= _logprobs("input", tokenizer, given, body)
-    return {"text": row.told if asked.is_new else "", "output_ids": token_ids, "meta_info": meta}
+            entries = [first, *request.prompt_entries][body.logprob_start_len :]
+        meta |= _logprobs("input", tokenizer, entries, body)
+    return {"text": row.told if requested.is_new else "", "output_ids": token_ids, "meta_info": meta}
 
 
 def thought_tokens(serving: Serving, token_ids: list[int]) -> int:
+    """Tokens of the reasoning in ``token_ids``."""
     tokenizer = serving.llm.tokenizer
     return 0 if tokenizer is None else count_tokens(token_ids, tokenizer.encode_plain(CLOSE))
 
@@ -163,56 +184,58 @@ def _logprobs(side: str, tokenizer, entries: list[dict], body: native_schema.Gen
         text = token_text(tokenizer, token)[0] if body.return_text_in_logprobs else None
         return [None if value is None else finite(value), token, text]
 
-    found = {f"{side}_token_logprobs": [triple(e["token_id"], e["logprob"]) for e in entries]}
+    fields = {f"{side}_token_logprobs": [triple(e["token_id"], e["logprob"]) for e in entries]}
     for kind, is_wanted, name in (
         ("top", body.top_logprobs_num, f"{side}_top_logprobs"),
         ("named", body.token_ids_logprob, f"{side}_token_ids_logprobs"),
     ):
         if is_wanted:
-            found[name] = [[triple(t, v) for t, v in e.get(kind, {}).items()] or None for e in entries]
-    return found
+            fields[name] = [[triple(t, v) for t, v in e.get(kind, {}).items()] or None for e in entries]
+    return fields
 
 
 @router.post("/generate", responses={200: {"model": Generated | list[Generated]}}, response_model=None)
 async def generate(http: Request, body: native_schema.GenerateRequest):
+    """SGLang's generation from text or token ids."""
     serving: Serving = http.app.state.serving
     began = time.perf_counter()
-    wanted, several = await while_connected(http, prepared(serving, body))
-    rows, names = [row for row, _ in wanted], names_of(body, len(wanted))
+    prepared, several = await while_connected(http, prepare_generation(serving, body))
+    rows, names = [row for row, _ in prepared], names_of(body, len(prepared))
     for row, name in zip(rows, names, strict=True):
         serving.register([row], name, http.state.owner)
-    texts = [Asked(row, name, is_new) for (row, is_new), name in zip(wanted, numbered(names), strict=True)]
+    texts = [RequestedText(row, name, is_new) for (row, is_new), name in zip(prepared, numbered(names), strict=True)]
     body = body.without_large()
     if body.stream:
-        return Later(http, EventStream.start(http, streamed(serving, body, texts, several, began)))
-    return Later(http, whole(http, serving, body, texts, several, began))
+        return Later(http, EventStream.start(http, stream_events(serving, body, texts, several, began)))
+    return Later(http, full_response(http, serving, body, texts, several, began))
 
 
-async def whole(
+async def full_response(
     http: Request,
     serving: Serving,
     body: native_schema.GenerateRequest,
-    texts: list[Asked],
+    texts: list[RequestedText],
     several: bool,
     began: float,
 ) -> Response:
+    """Waits for all sequences, then answers."""
     rows = [text.row for text in texts]
     await while_connected(http, serving.run(rows))
 
     def build() -> list[dict] | dict:
-        found = [answer(serving, body, text, began, text.row.request.finish_reason) for text in texts]
-        return found if several else found[0]
+        answers = [answer(serving, body, text, began, text.row.request.finish_reason) for text in texts]
+        return answers if several else answers[0]
 
     return await json_response(rows, build)
 
 
-async def streamed(
-    serving: Serving, body: native_schema.GenerateRequest, texts: list[Asked], several: bool, began: float
+async def stream_events(
+    serving: Serving, body: native_schema.GenerateRequest, texts: list[RequestedText], several: bool, began: float
 ) -> AsyncGenerator[bytes, None]:
-    """Each event has all of the text so far, as SGLang's."""
+    """Yields events; each has all of the text so far, as SGLang's."""
     async for i, piece in serving.merged([text.row for text in texts]):
 
         def build(i=i, ended=piece.finish_reason) -> dict:
             return answer(serving, body, texts[i], began, ended) | ({"index": i} if several else {})
 
-        yield await event(entries([texts[i].row]), build)
+        yield await event(logprob_count([texts[i].row]), build)

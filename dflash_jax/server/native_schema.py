@@ -14,7 +14,7 @@ class NativeSampling(Sampling):
 
     neutral = neutral_fields.SAMPLING
 
-    # 0: only the prompt is read.
+    # With 0, only the prompt is processed.
     max_new_tokens: int | None = Field(None, ge=0)
     stop: str | Items[str] | None = None
     n: int | None = Field(None, ge=1)
@@ -39,7 +39,7 @@ class GenerateRequest(Body):
     top_logprobs_num: int | None = Field(None, ge=0, le=20)
     token_ids_logprob: NamedTokens | Items[NamedTokens] | None = None
     return_text_in_logprobs: bool | None = None
-    # The text begins with reasoning, after which a grammar begins.
+    # Whether the text begins with reasoning, behind which a grammar begins.
     require_reasoning: bool = False
     max_thinking_tokens: ThinkingBudget = None
     rid: RequestId | Items[RequestId] | None = None

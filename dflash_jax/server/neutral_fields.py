@@ -14,7 +14,7 @@ Table = Mapping[str, tuple]
 NULL, FALSE, TRUE, BOOL, TEXT, NUMBER, OBJECT = (), (False,), (True,), (bool,), (str,), (int, float), (dict,)
 ZERO, ONE, NO_ITEMS, NO_KEYS, NO_TEXT = (0,), (1,), ([],), ({},), ("",)
 
-# How a request is routed between servers, logged and cached: there is one server here, and prompts are not logged.
+# Routing between servers, logging and caching: this is one server, and it does not log prompts.
 _ROUTING: Table = {
     "bootstrap_host": NULL,
     "bootstrap_port": NULL,
@@ -30,7 +30,7 @@ _ROUTING: Table = {
     "session_id": TEXT,
     "session_params": NO_KEYS,
 }
-# Whose values would need weights, code or data of the client's.
+# Extensions whose values would need weights, code or data of the client.
 _EXTENSIONS: Table = {
     "custom_logit_processor": NULL,
     "custom_params": NO_KEYS,
@@ -90,7 +90,7 @@ CHAT: Table = {
     "input_ids": NULL,
     "media_io_kwargs": NO_KEYS,
     "modalities": (["text"],),
-    # A guess at the text makes the other servers faster, and no more.
+    # A prediction of the text only makes other servers faster.
     "prediction": OBJECT,
     "return_meta_info": FALSE,
     "return_prompt_text": FALSE,
@@ -116,14 +116,14 @@ RESPONSES: Table = {
     "context_management": NO_ITEMS,
     "conversation": NULL,
     "enable_response_messages": FALSE,
-    # It counts calls of OpenAI's own tools.
+    # A limit for OpenAI's built-in tools.
     "max_tool_calls": (int,),
     "previous_input_messages": NULL,
     "previous_response": NULL,
     "prompt": NULL,
     "stream_options": OBJECT,
 }
-# Anthropic's. Prefixes are always cached, and there is one speed.
+# Anthropic's fields. Prefixes are always cached, and there is one speed.
 MESSAGES: Table = {
     "cache_control": OBJECT,
     "container": NULL,
@@ -161,7 +161,7 @@ GENERATE: Table = {
     "mm_content_hashes": NO_ITEMS,
     "mm_hashes": NO_ITEMS,
     "modalities": ([], ["text"]),
-    # Routers fill in a name of their own.
+    # Routers set a model name.
     "model": TEXT,
     "multi_item_delimiter_indices": NULL,
     "need_wait_for_mm_inputs": FALSE,
@@ -185,10 +185,10 @@ GENERATE: Table = {
 }
 TOKENIZE: Table = {"mm_processor_kwargs": NO_KEYS, "media_io_kwargs": NO_KEYS, "tool_choice": TEXT}
 DETOKENIZE: Table = {"skip_special_tokens": TRUE}
-# Of a message: what would be part of the conversation.
+# Fields of a message.
 MESSAGE: Table = {"audio": NULL, "function_call": NULL, "tools": NO_ITEMS}
 
-# Why a field is refused, where what is possible instead does not say it.
+# Reasons for refusing a field where the allowed values do not explain it.
 _REASONS = {"custom_logit_processor": "is refused: it is a pickled program, and the server runs no code of its clients"}
 _NAMES = {bool: "true or false", str: "a string", int: "a whole number", float: "a number", dict: "an object"}
 
@@ -196,17 +196,18 @@ _NAMES = {bool: "true or false", str: "a string", int: "a whole number", float: 
 def _is(value: Any, allowed: Any) -> bool:
     if isinstance(allowed, type):
         return type(value) is allowed
-    # 1.0 is 1, and true is not.
+    # 1.0 equals 1, but True does not.
     is_alike = isinstance(value, bool) == isinstance(allowed, bool)
     return is_alike and value == allowed
 
 
 def accepts(allowed: tuple, value: Any) -> bool:
+    """Whether a field may have this value."""
     return value is None or any(_is(value, each) for each in allowed)
 
 
 def reason(name: str, allowed: tuple) -> str:
-    """Why a value that is not ``allowed`` is refused; follows the field's ``name``."""
+    """Why a value that is not ``allowed`` is refused; follows the field's ``name`` in a message."""
     if name in _REASONS:
         return _REASONS[name]
     if allowed and all(isinstance(each, type) for each in allowed):

@@ -1,6 +1,6 @@
-"""What a client should know about an answer beside its body: headers ``X-Dflash-Note``, one for each.
+"""Notes to the client about an answer, in headers ``X-Dflash-Note``, one for each note.
 
-A request's handlers call `note`; the application adds the headers when the answer begins.
+The handlers of a request call `note`; the application adds the headers when the answer begins.
 """
 
 import logging
@@ -9,23 +9,27 @@ from contextvars import ContextVar
 log = logging.getLogger("dflash_jax.server")
 
 HEADER = b"x-dflash-note"
-# Most notes of an answer, and most characters of one.
+# Most notes of an answer, and most characters of a note.
 MOST, LONGEST = 8, 300
-# Most different notes that are logged: they hold what clients sent.
+# Most different notes that are logged, since clients influence their text.
 MOST_LOGGED = 256
 _notes: ContextVar[list[str] | None] = ContextVar("notes", default=None)
 _logged: set[str] = set()
 
 
 def begin() -> list[str]:
-    """Collects the notes of the request at hand from here on, in the list that comes back."""
+    """Starts to collect the notes of the current request.
+
+    Returns:
+        The list in which they are collected.
+    """
     notes: list[str] = []
     _notes.set(notes)
     return notes
 
 
 def note(text: str) -> None:
-    """Tells the client ``text``, and the log once."""
+    """Adds a note to the current answer, and logs it once."""
     text = text.encode("ascii", "backslashreplace").decode()
     text = "".join(c if c.isprintable() else " " for c in text)[:LONGEST]
     notes = _notes.get()
@@ -37,4 +41,5 @@ def note(text: str) -> None:
 
 
 def headers(notes: list[str]) -> list[tuple[bytes, bytes]]:
+    """Headers of an answer."""
     return [(HEADER, text.encode("ascii")) for text in notes]

@@ -1,7 +1,7 @@
-"""What of each request goes to the log and to OpenTelemetry: ids, sampling parameters, counts and times.
+"""What is recorded of each request, in the log and in OpenTelemetry: ids, sampling parameters, counts and times.
 
-`Observer` wraps the application; `begun` is called for every sequence that the engine takes. Observers of a request run
-after its answer and cannot change it.
+`Observer` wraps the application; `observe_sequence` is called for every sequence that the engine gets. Observers run
+after a request's answer and cannot change it.
 """
 
 import json
@@ -17,16 +17,23 @@ from dflash_jax.server import request_id
 
 log = logging.getLogger("dflash_jax.requests")
 
-# Sequences of a request that are logged one by one, and ids of a prompt that are decoded for it.
+# Most sequences of a request that are logged, and most ids of a prompt that are decoded for the log.
 MOST_LOGGED, MOST_DECODED = 16, 4096
 
 
 @dataclass
 class Observed:
-    """One HTTP request: its id, its headers of the trace that it belongs to, the name of the model, and its sequences
-    so far.
+    """One HTTP request.
 
-    began: seconds since the epoch. status: of the answer; 499 where the client left before it.
+    Attributes:
+        request_id: Its id.
+        path: Its path.
+        trace: Its headers of the trace that it belongs to.
+        began: When it began, in seconds since the epoch.
+        status: Status of the answer; 499 where the client left before it.
+        model: Name of the model.
+        rows: Its sequences so far.
+        on_begin: Called with (request, sequence) for each sequence.
     """
 
     request_id: str
@@ -42,8 +49,8 @@ class Observed:
 _current: ContextVar[Observed | None] = ContextVar("observed", default=None)
 
 
-def begun(row: TextSequence, model: str) -> None:
-    """The engine takes a sequence of the request at hand, for the model of that name."""
+def observe_sequence(row: TextSequence, model: str) -> None:
+    """Records that the engine gets a sequence of the current request, for the model of this name."""
     observed = _current.get()
     if observed is not None:
         observed.request_id = request_id.current() or observed.request_id
@@ -54,13 +61,20 @@ def begun(row: TextSequence, model: str) -> None:
 
 
 class Observer:
-    """An ASGI application around another one. ``on_begin`` are called with (request, sequence), ``on_end`` with the
-    request after its answer."""
+    """An ASGI application around another one."""
 
     def __init__(self, app, on_begin: Sequence[Callable] = (), on_end: Sequence[Callable] = ()):
+        """Wraps ``app``.
+
+        Args:
+            app: The application.
+            on_begin: Called with (request, sequence) when a sequence begins.
+            on_end: Called with the request after its answer.
+        """
         self.app, self._on_begin, self._on_end = app, on_begin, on_end
 
     async def __call__(self, scope, receive, send) -> None:
+        """The ASGI application."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -68,26 +82,32 @@ class Observer:
         observed = Observed(uuid.uuid4().hex, scope["path"], trace, time.time(), on_begin=self._on_begin)
         _current.set(observed)
 
-        async def watched(message) -> None:
+        async def send_and_note(message) -> None:
             if message["type"] == "http.response.start":
                 observed.status = message["status"]
             await send(message)
 
         try:
-            await self.app(scope, receive, watched)
+            await self.app(scope, receive, send_and_note)
         finally:
             for observer in self._on_end if observed.rows else ():
                 observer(observed)
 
 
 class RequestLog:
-    """Lines of the log: for each sequence when it begins, for each request when it ends. ``decode`` shows prompts, cut
-    at ``max_length`` characters; None keeps them out."""
+    """Lines of the log: one when a sequence begins, one when a request ends."""
 
     def __init__(self, decode: Callable | None = None, max_length: int = 2048):
+        """Prepares the log.
+
+        Args:
+            decode: Decodes prompts for the log; None: prompts are not logged.
+            max_length: Most characters of a prompt.
+        """
         self._decode, self._max_length = decode, max_length
 
     def begin(self, observed: Observed, row: TextSequence) -> None:
+        """Logs a sequence."""
         number = len(observed.rows) - 1
         if number >= MOST_LOGGED:
             return
@@ -100,12 +120,13 @@ class RequestLog:
         log.info("%s", line)
 
     def _shown(self, value):
-        """A parameter as it is logged: lists, which hold what the client wrote, by their length."""
+        """A parameter for the log: a list, which has text of the client, by its length."""
         if isinstance(value, (list, tuple, dict)) and self._decode is None:
             return f"{len(value)} given"
         return value if isinstance(value, (bool, int, float)) else str(value)[: self._max_length]
 
     def end(self, observed: Observed) -> None:
+        """Logs a finished request."""
         tokens = sum(len(row.request.tokens) for row in observed.rows)
         reasons = ", ".join(sorted({row.request.finish_reason or "aborted" for row in observed.rows}))
         seconds = time.time() - observed.began

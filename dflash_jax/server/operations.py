@@ -1,4 +1,4 @@
-"""What is asked beside text: models, health, metrics, tokens."""
+"""Endpoints beside generation: models, health, metrics, tokens."""
 
 from importlib.metadata import version
 
@@ -16,6 +16,7 @@ NOT_READY = {503: {"model": Status}}
 
 
 def model_card(serving: Serving, name: str) -> dict:
+    """A model in OpenAI's list."""
     return {
         "id": name,
         "object": "model",
@@ -28,12 +29,14 @@ def model_card(serving: Serving, name: str) -> dict:
 
 @router.get("/v1/models", responses={200: {"model": Models}}, response_model=None)
 async def models(http: Request):
+    """OpenAI's list of models."""
     serving: Serving = http.app.state.serving
     return JsonResponse({"object": "list", "data": [model_card(serving, name) for name in serving.names]})
 
 
 @router.get("/v1/models/{name:path}", responses={200: {"model": Model}, 404: {"model": Error}}, response_model=None)
 async def model(http: Request, name: str):
+    """One model."""
     serving: Serving = http.app.state.serving
     serving.check_model(name)
     return JsonResponse(model_card(serving, name or serving.name))
@@ -43,7 +46,7 @@ async def model(http: Request, name: str):
 @router.get("/ping", response_model=None, include_in_schema=False)
 @router.post("/ping", response_model=None, include_in_schema=False)
 async def health(http: Request):
-    """Whether the process and its engine are well. SageMaker asks as /ping."""
+    """Whether the process and its engine work. SageMaker calls it as /ping."""
     serving: Serving = http.app.state.serving
     if serving.failure is not None:
         return JsonResponse({"status": f"the engine failed: {serving.failure}"}, 503)
@@ -52,7 +55,7 @@ async def health(http: Request):
 
 @router.get("/ready", responses={200: {"model": Status}, **NOT_READY}, response_model=None)
 async def ready(http: Request):
-    """Whether requests should be sent here: not before the end of warm-up, not while draining."""
+    """Whether requests may be sent: not before the end of warm-up, and not while the server drains."""
     serving: Serving = http.app.state.serving
     status = serving.failure or ("draining" if serving.is_draining else None if serving.is_ready else "warming up")
     return JsonResponse({"status": status or "ok"}, 503 if status else 200)
@@ -60,17 +63,19 @@ async def ready(http: Request):
 
 @router.get("/version", responses={200: {"model": Version}}, response_model=None)
 async def get_version():
+    """The server's version."""
     return JsonResponse({"version": version("dflash-jax")})
 
 
 @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
 async def metrics(http: Request):
-    """Prometheus, under vLLM's names."""
+    """Prometheus metrics under vLLM's names."""
     return Response(http.app.state.serving.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 @router.post("/tokenize", responses={200: {"model": Tokens}}, response_model=None)
 async def tokenize(http: Request, body: chat_schema.TokenizeRequest):
+    """The tokens of a prompt or a conversation, vLLM's endpoint."""
     serving: Serving = http.app.state.serving
     serving.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
@@ -89,6 +94,7 @@ async def tokenize(http: Request, body: chat_schema.TokenizeRequest):
 
 @router.post("/detokenize", responses={200: {"model": Text}}, response_model=None)
 async def detokenize(http: Request, body: schema.DetokenizeRequest):
+    """The text of tokens, vLLM's endpoint."""
     serving: Serving = http.app.state.serving
     serving.check_model(body.model)
     if serving.llm.tokenizer is None:

@@ -1,4 +1,4 @@
-"""From the fields of a request to what the engine takes: prompts, sampling parameters, constraints, rows."""
+"""From the fields of a request to the engine's input: sampling parameters, constraints, sequences."""
 
 import asyncio
 import json
@@ -17,7 +17,7 @@ from dflash_jax.server.errors import ApiError
 from dflash_jax.server.grammar import Grammar
 from dflash_jax.server.notes import note
 from dflash_jax.server.reasoning import CLOSE, OPEN, open_thought
-from dflash_jax.server.serving import prepared
+from dflash_jax.server.serving import track
 
 if TYPE_CHECKING:
     from dflash_jax.server.serving import Serving
@@ -33,8 +33,18 @@ def sampling(
     logprobs: int | None = None,
     logprob_ids: Sequence[int] | None = None,
 ) -> SamplingParams:
-    """A body's sampling fields. A seed of any size is taken modulo 2³²; none is a fresh one. ``logprob_ids``: whose
-    log-probabilities are wanted beside the likeliest tokens'."""
+    """The sampling parameters of a request.
+
+    Args:
+        body: The request.
+        max_tokens: Most new tokens.
+        seed: Any integer, taken modulo 2³²; None: a random one.
+        logprobs: Likeliest tokens whose log-probabilities are returned; None: none.
+        logprob_ids: Tokens whose log-probabilities are returned beside them.
+
+    Raises:
+        ApiError: A value is invalid.
+    """
     min_tokens = getattr(body, "min_tokens", None) or getattr(body, "min_new_tokens", None) or 0
     include_stop = body.no_stop_trim or getattr(body, "include_stop_str_in_output", None)
     skip_special = body.skip_special_tokens is not False
@@ -56,7 +66,7 @@ def sampling(
             include_stop_str_in_output=bool(include_stop),
             skip_special_tokens=skip_special,
             bad_words=tuple(body.bad_words or ()),
-            # Each once: every choice reads them again.
+            # Without duplicates, since every choice reads them.
             allowed_token_ids=None if body.allowed_token_ids is None else tuple(dict.fromkeys(body.allowed_token_ids)),
             stop_token_ids=tuple(body.stop_token_ids or ()),
             ignore_eos=body.ignore_eos,
@@ -64,16 +74,21 @@ def sampling(
             logprob_token_ids=tuple(logprob_ids or ()),
         )
     except InputError as e:
-        raise ApiError(400, str(e), named(str(e))) from None
+        raise ApiError(400, str(e), field_of(str(e))) from None
 
 
-def named(message: str) -> str | None:
+def field_of(message: str) -> str | None:
     """The field that a message about sampling parameters begins with."""
     first = message.partition(" ")[0]
     return first if first in FIELDS else None
 
 
 def biases(given: dict[str, float] | None) -> dict[int, float]:
+    """``logit_bias`` with token ids as integers.
+
+    Raises:
+        ApiError: A key is no token id.
+    """
     wrong = [token for token in given or {} if not (token.isascii() and token.isdecimal() and len(token) < 20)]
     if wrong:
         names = ", ".join(repr(token[:40]) for token in wrong[:8])
@@ -82,9 +97,14 @@ def biases(given: dict[str, float] | None) -> dict[int, float]:
     return {int(token): value for token, value in (given or {}).items()}
 
 
-def truncated(serving: "Serving", body: schema.OpenAiSampling, prompt: list[int], new_tokens: int | None) -> list[int]:
-    """What ``truncate_prompt_tokens`` leaves of a prompt: its last tokens, or its first with truncation_side right.
-    -1: as many as leave room for ``new_tokens``, of which None is one."""
+def truncate(serving: "Serving", body: schema.OpenAiSampling, prompt: list[int], new_tokens: int | None) -> list[int]:
+    """Applies ``truncate_prompt_tokens`` to a prompt: its last tokens remain, or its first with truncation_side right.
+
+    -1 leaves room for ``new_tokens`` (None: one).
+
+    Raises:
+        ApiError: The value is 0.
+    """
     most = body.truncate_prompt_tokens
     if most is None:
         return prompt
@@ -97,7 +117,11 @@ def truncated(serving: "Serving", body: schema.OpenAiSampling, prompt: list[int]
 
 
 def check_logprobs(serving: "Serving", body) -> None:
-    """Raises ApiError where a field asks for more log-probabilities of a token than --max-logprobs."""
+    """Checks the number of log-probabilities of a token.
+
+    Raises:
+        ApiError: A field asks for more than --max-logprobs.
+    """
     most = serving.limits.logprobs
     for name in ("logprobs", "top_logprobs", "prompt_logprobs", "top_logprobs_num"):
         value = getattr(body, name, None)
@@ -111,7 +135,14 @@ def check_logprobs(serving: "Serving", body) -> None:
 
 
 def check_counts(serving: "Serving", body, prompts: int = 1) -> int:
-    """How many choices each prompt gets."""
+    """Checks the numbers of choices, prompts and stop strings.
+
+    Returns:
+        Choices of each prompt.
+
+    Raises:
+        ApiError: There are too many, or a stop string is too long.
+    """
     limits, n = serving.limits, getattr(body, "n", None) or 1
     check_logprobs(serving, body)
     stops = getattr(body, "stop", None) or []
@@ -129,18 +160,22 @@ def check_counts(serving: "Serving", body, prompts: int = 1) -> int:
 
 
 def constraint(body) -> Constraint | None:
-    """The one constraint that the fields of a body ask for."""
-    found = []
+    """The constraint of a request; None without one.
+
+    Raises:
+        ApiError: Several fields ask for one, or one is invalid.
+    """
+    constraints = []
     form = getattr(body, "response_format", None)
     if form is not None and form.type == "json_object":
-        found.append(Constraint("json", {}, "response_format"))
+        constraints.append(Constraint("json", {}, "response_format"))
     elif form is not None and form.type == "json_schema":
         if form.json_schema is None or form.json_schema.schema_ is None:
             raise ApiError(400, "response_format.json_schema.schema is missing", "response_format.json_schema.schema")
-        found.append(Constraint("schema", form.json_schema.schema_, "response_format.json_schema.schema"))
+        constraints.append(Constraint("schema", form.json_schema.schema_, "response_format.json_schema.schema"))
     elif form is not None and form.type == "structural_tag":
         value = form.model_dump(by_alias=True, exclude_none=True)
-        found.append(Constraint("structural_tag", value, "response_format"))
+        constraints.append(Constraint("structural_tag", value, "response_format"))
     elif form is not None and form.type in ("regex", "grammar"):
         raise ApiError(400, f"response_format.type {form.type}: use the field {form.type}", "response_format.type")
     kinds = {
@@ -161,40 +196,45 @@ def constraint(body) -> Constraint | None:
         if name not in nested:
             raise ApiError(400, f"structured_outputs.{name} is not supported", f"structured_outputs.{name}")
         if value not in (None, False):
-            found.append(Constraint(nested[name], value, f"structured_outputs.{name}"))
-    found += [Constraint(kinds[name], value, name) for name, value in given.items() if value is not None]
-    if len(found) > 1:
-        names = " and ".join(c.field for c in found)
-        raise ApiError(400, f"{names} each ask for a form of the text: give one of them", found[1].field)
-    return _checked(found[0]) if found else None
+            constraints.append(Constraint(nested[name], value, f"structured_outputs.{name}"))
+    constraints += [Constraint(kinds[name], value, name) for name, value in given.items() if value is not None]
+    if len(constraints) > 1:
+        names = " and ".join(c.field for c in constraints)
+        raise ApiError(400, f"{names} each ask for a form of the text: give one of them", constraints[1].field)
+    return _checked(constraints[0]) if constraints else None
 
 
-def _checked(wanted: Constraint) -> Constraint:
-    right = {"schema": (dict, bool), "choice": list, "regex": str, "grammar": str, "structural_tag": dict}
-    value = wanted.value
-    if wanted.kind in ("schema", "structural_tag") and isinstance(value, str):
+def _checked(constraint: Constraint) -> Constraint:
+    types = {"schema": (dict, bool), "choice": list, "regex": str, "grammar": str, "structural_tag": dict}
+    value = constraint.value
+    if constraint.kind in ("schema", "structural_tag") and isinstance(value, str):
         if len(value) > MOST_CHARACTERS:
-            message = f"{wanted.field} has {len(value)} characters: at most {MOST_CHARACTERS} are possible"
-            raise ApiError(400, message, wanted.field)
+            message = f"{constraint.field} has {len(value)} characters: at most {MOST_CHARACTERS} are possible"
+            raise ApiError(400, message, constraint.field)
         try:
             value = json.loads(value)
         except (ValueError, RecursionError):
-            raise ApiError(400, f"{wanted.field} is not JSON", wanted.field) from None
-    if not isinstance(value, right.get(wanted.kind, object)):
-        raise ApiError(400, f"{wanted.field} has a wrong type", wanted.field)
-    if wanted.kind == "choice" and not (value and all(isinstance(c, str) and c for c in value)):
-        raise ApiError(400, f"{wanted.field} must be a list of strings, none of them empty", wanted.field)
-    return replace(wanted, value=value)
+            raise ApiError(400, f"{constraint.field} is not JSON", constraint.field) from None
+    if not isinstance(value, types.get(constraint.kind, object)):
+        raise ApiError(400, f"{constraint.field} has a wrong type", constraint.field)
+    if constraint.kind == "choice" and not (value and all(isinstance(c, str) and c for c in value)):
+        raise ApiError(400, f"{constraint.field} must be a list of strings, none of them empty", constraint.field)
+    return replace(constraint, value=value)
 
 
 def budget(given: Sequence[int | None]) -> int | None:
-    """Tokens that a thought may have, by several fields of which -1 and None say nothing."""
+    """The smallest token budget of a thought among several fields; -1 and None set none."""
     return min((each for each in given if each is not None and each >= 0), default=None)
 
 
 def thought(serving: "Serving", prompt: Sequence[int], budget: int | None, field: str) -> str:
-    """Where reasoning stands behind a prompt without messages, as `rows` takes it: "none" without a ``budget``, which
-    says that the text has a thought. Raises ApiError, which names ``field``."""
+    """Where reasoning stands behind a prompt without messages, as `sequences` takes it.
+
+    It is "none" without a ``budget``, since only a budget tells that the text has a thought.
+
+    Raises:
+        ApiError: There is no tokenizer; the error names ``field``.
+    """
     if budget is None:
         return "none"
     if serving.llm.tokenizer is None:
@@ -203,22 +243,28 @@ def thought(serving: "Serving", prompt: Sequence[int], budget: int | None, field
     return "possible" if open_thought(prompt, encode(OPEN), encode(CLOSE)) is None else "open"
 
 
-async def grammar(serving: "Serving", wanted: Constraint | None) -> Grammar | None:
-    """The compiled grammar. The answer's headers name what of it cannot be enforced."""
-    if wanted is None:
+async def grammar(serving: "Serving", constraint: Constraint | None) -> Grammar | None:
+    """Compiles a constraint. Notes of the answer name what the grammar does not enforce.
+
+    Raises:
+        ApiError: It is invalid, or there is no tokenizer.
+    """
+    if constraint is None:
         return None
     if serving.grammar is None:
-        raise ApiError(400, f"{wanted.field} needs a tokenizer.json, and this checkpoint has none", wanted.field)
+        raise ApiError(
+            400, f"{constraint.field} needs a tokenizer.json, and this checkpoint has none", constraint.field
+        )
     try:
-        compiled = await serving.grammar.grammar(wanted)
+        compiled = await serving.grammar.grammar(constraint)
     except InputError as e:
-        raise ApiError(400, str(e), wanted.field) from None
+        raise ApiError(400, str(e), constraint.field) from None
     for text in compiled.notes:
-        note(f"{wanted.field}: {text}")
+        note(f"{constraint.field}: {text}")
     return compiled
 
 
-async def rows(
+async def sequences(
     serving: "Serving",
     prompt: Sequence[int],
     params: SamplingParams,
@@ -233,37 +279,50 @@ async def rows(
     cache_salt: str | None = None,
     ends: Callable[[], Callable[[str], bool] | None] = lambda: None,
 ) -> list[TextSequence]:
-    """One row for each choice; of a seed s the choices have s, s + 1, …
+    """Makes the sequences of a prompt, one for each choice. Their seeds are s, s + 1 and so on.
 
-    Others have their turn behind each row: there may be thousands, of thousands of tokens each.
+    Other requests have a turn behind each, since there may be thousands, of thousands of tokens each.
 
     Args:
+        serving: The model and its engine.
+        prompt: Token ids.
+        params: Sampling parameters of the first choice.
+        n: Choices.
+        block_size: Most tokens of a round, or "auto"; None: the server's.
+        priority: Lower values are served first.
+        grammar: Form of the text; None: any.
         thought: Where reasoning stands when the text begins: "open", "possible" or "none".
-        budget: Tokens that the thought may have, those of the prompt behind the tag that opens it among them.
-        cache_salt: Only prompts with the same one share known prefixes.
+        budget: Most tokens of the thought, those in the prompt behind the opening tag included.
+        prompt_logprobs: Likeliest tokens of each prompt position; None: none.
+        cache_salt: Only prompts with the same salt share cached prefixes.
         ends: Makes the ``ends`` of each `TextSequence`.
+
+    Raises:
+        ApiError: A value is invalid.
     """
     options = {"priority": priority, "prompt_logprobs": prompt_logprobs, "cache_salt": cache_salt or ""}
     vocabulary = serving.llm.config.vocab_size
     if outside := [i for i in params.stop_token_ids if i >= vocabulary]:
-        # Clients send those of another model along. vLLM and SGLang take them, too.
+        # Clients send token ids of another model. vLLM and SGLang accept them, too.
         note(f"stop_token_ids: {outside[0]} is out of vocabulary, and never ends a text")
         params = replace(params, stop_token_ids=tuple(i for i in params.stop_token_ids if i < vocabulary))
     if budget is not None and thought != "none":
         encode = serving.llm.tokenizer.encode_plain
         blank, tags = tuple(i for n in (1, 2) for i in encode("\n" * n)), (tuple(encode(OPEN)), tuple(encode(CLOSE)))
-        # As in vLLM and SGLang, what the prompt has of the thought counts.
+        # As in vLLM and SGLang, the part of the thought in the prompt counts.
         used = (open_thought(prompt, *tags) or 0) if thought == "open" else 0
         options["budget"] = ThinkingBudget(max(0, budget - used), *tags, thought == "open", blank)
-    found = []
+    prepared = []
     for i in range(n):
         mask = None if grammar is None else grammar.mask(thought)
-        own = replace(params, seed=(params.seed + i) % SEEDS)
+        choice_params = replace(params, seed=(params.seed + i) % SEEDS)
         try:
-            found.append(prepared(serving.llm.new_row(prompt, own, block_size, mask=mask, ends=ends(), **options)))
+            prepared.append(
+                track(serving.llm.new_row(prompt, choice_params, block_size, mask=mask, ends=ends(), **options))
+            )
         except InputError as e:
             if mask is not None:
                 mask.close()
-            raise ApiError(400, str(e), named(str(e))) from None
+            raise ApiError(400, str(e), field_of(str(e))) from None
         await asyncio.sleep(0)
-    return found
+    return prepared

@@ -1,4 +1,4 @@
-"""Where reasoning ends and the answer begins, in text that is still arriving."""
+"""Splits reasoning from the answer, in text that is still arriving."""
 
 from collections.abc import Sequence
 
@@ -6,13 +6,16 @@ OPEN, CLOSE = "<think>", "</think>"
 
 
 def count_tokens(ids: Sequence[int], close: Sequence[int]) -> int:
-    """Tokens of the reasoning that a text begins with, its end ``close`` included; all of them where it has no end."""
+    """Tokens of the reasoning at the beginning of a text, with its closing tag ``close``.
+
+    Without a closing tag, all tokens count.
+    """
     ends = (i + len(close) for i in range(len(ids)) if tuple(ids[i : i + len(close)]) == tuple(close))
     return next(ends, len(ids))
 
 
 def open_thought(ids: Sequence[int], open_ids: Sequence[int], close_ids: Sequence[int]) -> int | None:
-    """Tokens behind the last tag of a text where that opens a thought; None where it does not."""
+    """Tokens behind the last tag of a text if that opens a thought; None otherwise."""
     tags, lasts = (tuple(open_ids), tuple(close_ids)), {open_ids[-1], close_ids[-1]}
     for end in range(len(ids), 0, -1):
         if ids[end - 1] in lasts:
@@ -22,69 +25,73 @@ def open_thought(ids: Sequence[int], open_ids: Sequence[int], close_ids: Sequenc
     return None
 
 
-def held_back(text: str, *markers: str) -> int:
-    """How many characters at the end of ``text`` may be the beginning of a marker."""
+def partial_marker(text: str, *markers: str) -> int:
+    """The number of characters at the end of ``text`` that may be the beginning of a marker."""
     return max((n for m in markers for n in range(1, min(len(m), len(text) + 1)) if text.endswith(m[:n])), default=0)
 
 
 def is_open(prompt: str) -> bool:
-    """Whether a prompt opens a thought at its end, so that the answer begins there. What users say does not count."""
+    """Whether a prompt ends with an open thought, which the answer continues. Earlier tags do not count."""
     return prompt.rstrip().endswith(OPEN)
 
 
 class ReasoningSplitter:
-    """Text → (reasoning, content), without the tags and the blank lines around them.
-
-    ``started``: the prompt has opened the thought already. Else it begins with <think>, if there is one at all.
-    """
+    """Splits text into (reasoning, content), without the tags and the blank lines around them."""
 
     def __init__(self, started: bool):
+        """A splitter.
+
+        Args:
+            started: Whether the prompt has opened the thought. Otherwise a thought begins with <think>, if at all.
+        """
         self._state = "reasoning" if started else "undecided"
-        self._held, self._fresh = "", True
+        self._buffer, self._is_at_start = "", True
 
     @property
     def is_reasoning(self) -> bool:
+        """Whether the text is inside a thought."""
         return self._state == "reasoning"
 
     @property
     def is_content(self) -> bool:
-        """Whether no thought can come any more."""
+        """Whether the thought has ended or none can begin."""
         return self._state == "content"
 
     def push(self, text: str) -> tuple[str, str]:
-        self._held += text
+        """Splits the next text; the end of it may be held back."""
+        self._buffer += text
         if self._state == "undecided":
-            found = self._held.lstrip()
-            if not found or (OPEN.startswith(found) and found != OPEN):
+            text_so_far = self._buffer.lstrip()
+            if not text_so_far or (OPEN.startswith(text_so_far) and text_so_far != OPEN):
                 return "", ""
-            if found.startswith(OPEN):
-                self._state, self._held = "reasoning", found.removeprefix(OPEN)
+            if text_so_far.startswith(OPEN):
+                self._state, self._buffer = "reasoning", text_so_far.removeprefix(OPEN)
             else:
-                self._state, self._fresh = "content", False
+                self._state, self._is_at_start = "content", False
         if self._state == "reasoning":
-            thought, closed, rest = self._held.partition(CLOSE)
+            thought, closed, rest = self._buffer.partition(CLOSE)
             if closed:
-                self._state, self._held = "content", ""
-                thought = self._opened(thought).rstrip()
-                self._fresh = True
-                return thought, self._opened(rest)
-            # Blank lines before the end are not part of it.
-            keep = len(thought) - held_back(thought, CLOSE)
+                self._state, self._buffer = "content", ""
+                thought = self._without_leading_space(thought).rstrip()
+                self._is_at_start = True
+                return thought, self._without_leading_space(rest)
+            # Blank lines before the closing tag are not part of the thought.
+            keep = len(thought) - partial_marker(thought, CLOSE)
             keep = len(thought[:keep].rstrip())
-            self._held = thought[keep:]
-            return self._opened(thought[:keep]), ""
-        rest, self._held = self._held, ""
-        return "", self._opened(rest)
+            self._buffer = thought[keep:]
+            return self._without_leading_space(thought[:keep]), ""
+        rest, self._buffer = self._buffer, ""
+        return "", self._without_leading_space(rest)
 
     def finish(self) -> tuple[str, str]:
-        """No more text comes."""
-        rest, self._held = self._held, ""
+        """Splits the text that was held back, at the end of the text."""
+        rest, self._buffer = self._buffer, ""
         if self._state == "reasoning":
-            return self._opened(rest).rstrip(), ""
+            return self._without_leading_space(rest).rstrip(), ""
         return "", rest
 
-    def _opened(self, text: str) -> str:
-        if self._fresh:
+    def _without_leading_space(self, text: str) -> str:
+        if self._is_at_start:
             text = text.lstrip()
-            self._fresh = not text
+            self._is_at_start = not text
         return text

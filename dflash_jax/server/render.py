@@ -1,4 +1,4 @@
-"""vLLM's render endpoints, what would be generated from; and SageMaker's one endpoint for all requests."""
+"""vLLM's render endpoints, which show what generation would use; and SageMaker's one endpoint for all requests."""
 
 import uuid
 from dataclasses import asdict
@@ -25,7 +25,7 @@ from dflash_jax.server.serving import Serving, while_connected
 
 router = APIRouter()
 
-# The field that tells an interface: what reads such a body, and answers it.
+# The field that identifies an interface, its schema and its handler.
 INVOCATIONS = {
     "messages": (chat_schema.ChatRequest, chat.chat_completions),
     "prompt": (schema.CompletionRequest, completions.completions),
@@ -36,6 +36,7 @@ INVOCATIONS = {
 
 
 def rendered(serving: Serving, body: schema.OpenAiSampling, row: TextSequence, name: str) -> dict:
+    """A request in vLLM's form."""
     request = row.request
     return {
         "request_id": f"{name}-{uuid.uuid4().hex}",
@@ -50,23 +51,23 @@ def rendered(serving: Serving, body: schema.OpenAiSampling, row: TextSequence, n
 
 @router.post("/v1/chat/completions/render", responses={200: {"model": Rendered}}, response_model=None)
 async def render_chat(http: Request, body: chat_schema.ChatRequest):
-    """The prompt's token ids and the sampling parameters of a chat; refuses what the chat itself would."""
+    """The prompt's token ids and the sampling parameters of a chat; invalid chats are refused."""
     serving: Serving = http.app.state.serving
-    _, rows = await while_connected(http, chat.prepared(serving, body))
+    _, rows = await while_connected(http, chat.prepare_chat(serving, body))
     return JsonResponse(rendered(serving, body, rows[0], "chatcmpl"))
 
 
 @router.post("/v1/completions/render", responses={200: {"model": list[Rendered]}}, response_model=None)
 async def render_completions(http: Request, body: schema.CompletionRequest):
-    """The same of each prompt of a completion."""
+    """The prompt's token ids and the sampling parameters of each prompt of a completion."""
     serving: Serving = http.app.state.serving
-    rows = await while_connected(http, completions.prepared(serving, body))
+    rows = await while_connected(http, completions.prepare_completions(serving, body))
     return JsonResponse([rendered(serving, body, row, "cmpl") for row in rows[:: body.n or 1]])
 
 
 @router.post("/invocations", response_model=None)
 async def invocations(http: Request, body: schema_base.Json):
-    """A body of any of the interfaces for text, known by its field: messages, prompt, input, text or input_ids."""
+    """Any request for text, identified by its field: messages, prompt, input, text or input_ids."""
     kind = next((name for name in INVOCATIONS if name in body), None)
     if kind is None:
         raise ApiError(400, f"the body has none of the fields {', '.join(INVOCATIONS)}")

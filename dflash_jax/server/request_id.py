@@ -1,4 +1,4 @@
-"""A request's id as its client gives it, in the header X-Request-Id or in a field. It comes back in that header."""
+"""The id of a request, from the header X-Request-Id or from a field. The answer returns it in that header."""
 
 import re
 import uuid
@@ -12,54 +12,61 @@ GOOD = re.compile(rb"[!-~]{1,128}")
 
 
 @dataclass
-class Given:
-    """Of the request at hand: what its header says, the id that its answer tells, and the answer's own id."""
+class RequestIds:
+    """The ids of the current request.
+
+    Attributes:
+        header: The request's header.
+        returned: The id in the answer's header.
+        answer_id: The id of the answer itself.
+    """
 
     header: bytes | None
-    told: bytes | None = None
-    chosen: str | None = None
+    returned: bytes | None = None
+    answer_id: str | None = None
 
 
-_given: ContextVar[Given] = ContextVar("request_id")
+_current: ContextVar[RequestIds] = ContextVar("request_id")
 
 
-def begin(scope, is_always: bool = False) -> Given:
-    """Reads the header of the request at hand. ``is_always``: its answer tells an id in any case."""
+def begin(scope, is_always: bool = False) -> RequestIds:
+    """Reads the header of the current request; with ``is_always``, its answer has an id in any case."""
     header = next((value for name, value in scope["headers"] if name == HEADER), None)
-    given = Given(header, header if header is not None and GOOD.fullmatch(header) else None)
+    ids = RequestIds(header, header if header is not None and GOOD.fullmatch(header) else None)
     if header is None and is_always:
-        given.told = uuid.uuid4().hex.encode()
-    _given.set(given)
-    return given
+        ids.returned = uuid.uuid4().hex.encode()
+    _current.set(ids)
+    return ids
 
 
 def choose(prefix: str, request_id: str | None = None, rid: str | None = None) -> str:
-    """The id of an answer.
+    """Chooses the id of an answer.
 
     Args:
-        prefix: What it begins with, as OpenAI's do.
-        request_id: vLLM's field; the header goes first.
-        rid: SGLang's field: the whole id, without a prefix.
+        prefix: The beginning of the id, as OpenAI's ids have it.
+        request_id: vLLM's field; the header has precedence.
+        rid: SGLang's field: the complete id, without a prefix.
 
     Raises:
-        ApiError: The header is nothing that can be repeated.
+        ApiError: The header cannot be returned.
     """
-    given = _given.get()
-    if given.header is not None and not GOOD.fullmatch(given.header):
+    ids = _current.get()
+    if ids.header is not None and not GOOD.fullmatch(ids.header):
         raise ApiError(400, "X-Request-Id must be 1 to 128 printable ASCII characters, without spaces")
     if rid is not None:
-        given.told, given.chosen = rid.encode(), rid
+        ids.returned, ids.answer_id = rid.encode(), rid
         return rid
-    if given.header is None and request_id is not None:
-        given.told = request_id.encode()
-    given.chosen = prefix + (given.told.decode() if given.told else uuid.uuid4().hex)
-    return given.chosen
+    if ids.header is None and request_id is not None:
+        ids.returned = request_id.encode()
+    ids.answer_id = prefix + (ids.returned.decode() if ids.returned else uuid.uuid4().hex)
+    return ids.answer_id
 
 
 def current() -> str | None:
-    """The id of the answer to the request at hand, once it has one."""
-    return _given.get().chosen
+    """The id of the answer to the current request, once it has one."""
+    return _current.get().answer_id
 
 
-def headers(given: Given) -> list[tuple[bytes, bytes]]:
-    return [] if given.told is None else [(HEADER, given.told)]
+def headers(ids: RequestIds) -> list[tuple[bytes, bytes]]:
+    """Headers of the answer."""
+    return [] if ids.returned is None else [(HEADER, ids.returned)]

@@ -1,19 +1,26 @@
-"""Responses that a later request may continue, in memory: bounded in number and bytes, apart for each API key."""
+"""Responses that a later request may continue, in memory, bounded in number and bytes.
+
+Each API key sees its own responses only.
+"""
 
 from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-# Of all entries together.
+# Most bytes of all entries together.
 MOST_BYTES = 256 * 2**20
-# Owner and id.
+# The key of an entry: owner and id.
 Name = tuple[bytes, str]
 
 
 @dataclass(frozen=True)
 class StoredResponse:
-    """As JSON: the ``response`` without its log-probabilities, and ``input``, all items of the conversation before it,
-    each on a line. The next turn needs no other entry."""
+    """A response and the conversation before it. The next turn needs no other entry.
+
+    Attributes:
+        response: The response as JSON, without log-probabilities.
+        input: All items of the conversation before it, as JSON, one a line.
+    """
 
     response: bytes
     input: bytes
@@ -25,26 +32,32 @@ class StoredResponse:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the entry."""
         return len(self.response) + len(self.input)
 
 
 class ResponseStore:
-    """At most ``size`` entries, of ``most_bytes`` together; of the client that holds the most, the least recently used
-    entry gives way, so that no client can push out another's by storing many.
+    """Stored responses of all clients.
 
-    `get`, `put` and `delete` are all that callers use, and are coroutines: a store that several servers share can
-    stand in for this one.
+    When the store is full, the client with the most entries loses its least recently used one, so that no client can
+    displace others' responses by storing many. Callers use only `get`, `put` and `delete`, which are coroutines, so
+    that a store shared by several servers can replace this one.
+
+    Attributes:
+        size: Most entries.
+        most_bytes: Most bytes of all entries.
     """
 
     def __init__(self, size: int = 1024, most_bytes: int = MOST_BYTES):
         self.size, self.most_bytes = size, most_bytes
-        # By owner and id: who stored it, and the entry.
+        # The client that stored an entry, and the entry.
         self._entries: dict[Name, tuple[Hashable, StoredResponse]] = {}
-        # Of each client, the names of its entries; clients and names, the least recently used ones first.
+        # The entries of each client; clients and entries are ordered from the least recently used.
         self._names: OrderedDict[Hashable, OrderedDict[Name, None]] = OrderedDict()
         self._nbytes: dict[Hashable, int] = {}
 
     async def get(self, owner: bytes, response_id: str) -> StoredResponse | None:
+        """The entry of an owner; None where there is none."""
         name = (owner, response_id)
         if name not in self._entries:
             return None
@@ -54,9 +67,16 @@ class ResponseStore:
         return entry
 
     async def put(self, owner: bytes, response_id: str, entry: StoredResponse, client: Hashable = None) -> bool:
-        """Whether it is kept: there is room for it, and no other response of that id, which clients may choose.
+        """Stores an entry.
 
-        ``client``: who stores it, where that says more than the owner. A server without keys takes any for an owner.
+        Args:
+            owner: Who may read it.
+            response_id: Its id, which clients may choose.
+            entry: The entry.
+            client: Who stores it, for servers without keys, where the owner does not identify the client.
+
+        Returns:
+            Whether it is stored: not where the id is taken or the entry is too large.
         """
         name, client = (owner, response_id), owner if client is None else client
         if name in self._entries:
@@ -72,7 +92,7 @@ class ResponseStore:
         return name in self._entries
 
     async def delete(self, owner: bytes, response_id: str) -> bool:
-        """Whether there was such an entry."""
+        """Deletes an entry; whether there was one."""
         return self._drop((owner, response_id))
 
     def _evict(self, client: Hashable) -> None:

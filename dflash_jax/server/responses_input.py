@@ -6,6 +6,7 @@ from dflash_jax.server import chat_schema, responses_schema, schema
 from dflash_jax.server.conversation import text_of
 from dflash_jax.server.errors import ApiError
 
+# Fields with the same name and meaning in a chat request.
 AS_IN_CHAT = (
     *schema.Sampling.model_fields,
     "model",
@@ -24,9 +25,18 @@ AS_IN_CHAT = (
 
 
 def as_messages(instructions: str | None, items: Sequence[responses_schema.InputItem], earlier: int = 0) -> list[dict]:
-    """Instructions and items as a chat's messages. ``earlier``: of the items, those before the input."""
+    """Instructions and items as a chat's messages.
+
+    Args:
+        instructions: The system prompt.
+        items: Items of the conversation.
+        earlier: How many of the items precede the input.
+
+    Raises:
+        ApiError: An item is invalid.
+    """
     messages = [{"role": "system", "content": instructions}] if instructions else []
-    # Only the input's own items can be wrong: earlier ones were read before.
+    # Errors name items of the input: earlier items were valid in their own request.
     for i, item in enumerate(items, -earlier):
         where, more = f"input[{i}]", item.model_extra or {}
         kind = item.type or "message"
@@ -65,16 +75,16 @@ def _text(item: dict, name: str, where: str) -> str:
 
 
 def _joined_thoughts(messages: list[dict]) -> list[dict]:
-    """A thought belongs to the message behind it."""
-    found: list[dict] = []
+    """Joins each thought with the assistant's message behind it."""
+    joined: list[dict] = []
     for message in messages:
-        before = found[-1] if found else {}
-        is_thought = before.get("reasoning_content") is not None and not before["content"]
-        if is_thought and not before.get("tool_calls") and message["role"] == "assistant":
-            found[-1] = {**message, "reasoning_content": before["reasoning_content"]}
+        previous = joined[-1] if joined else {}
+        is_thought = previous.get("reasoning_content") is not None and not previous["content"]
+        if is_thought and not previous.get("tool_calls") and message["role"] == "assistant":
+            joined[-1] = {**message, "reasoning_content": previous["reasoning_content"]}
         else:
-            found.append(message)
-    return found
+            joined.append(message)
+    return joined
 
 
 def _named(tool: responses_schema.ResponsesToolName) -> chat_schema.NamedTool:
@@ -84,7 +94,7 @@ def _named(tool: responses_schema.ResponsesToolName) -> chat_schema.NamedTool:
 def as_chat(
     body: responses_schema.ResponsesRequest, items: Sequence[responses_schema.InputItem], earlier: int = 0
 ) -> chat_schema.ChatRequest:
-    """The same wish as a chat request of these items. ``earlier``: of the items, those before the input."""
+    """The equivalent chat request for these items; ``earlier`` as in `as_messages`."""
     form, choice = body.text.format if body.text else None, body.tool_choice
     response_format = None
     if form is not None and form.type == "json_schema":

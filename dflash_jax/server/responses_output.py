@@ -14,7 +14,11 @@ def _id(kind: str) -> str:
 
 
 class Output:
-    """The items of an answer as they grow, and the events that tell of it."""
+    """The items of an answer as they grow, and the events that report them.
+
+    Attributes:
+        items: The items so far.
+    """
 
     def __init__(self, tokenizer):
         self._tokenizer, self.items = tokenizer, []
@@ -22,12 +26,20 @@ class Output:
         self._logprobs: list[dict] = []
 
     def take(self, delta: Delta, logprobs: list[dict] | None) -> list[dict]:
-        """Events for a piece."""
-        # Of tokens whose text is held back, until it comes.
+        """Adds a piece.
+
+        Args:
+            delta: The parsed piece.
+            logprobs: Log-probabilities of its tokens; None where they are not asked for.
+
+        Returns:
+            Its events.
+        """
+        # Log-probabilities of tokens whose text is held back wait for the text.
         self._logprobs = [*self._logprobs, *(logprobs or ())]
-        # What belongs to a call that has begun is before any content.
-        begun = next((i for i, call in enumerate(delta.calls) if call.name is not None), len(delta.calls))
-        events = self._take_calls(delta.calls[:begun])
+        # Arguments of a call that has begun precede content.
+        first_new = next((i for i, call in enumerate(delta.calls) if call.name is not None), len(delta.calls))
+        events = self._take_calls(delta.calls[:first_new])
         if delta.reasoning:
             events += self._open("reasoning") + self._grow("reasoning_text", delta.reasoning)
         if delta.content:
@@ -35,7 +47,7 @@ class Output:
             events += self._grow("output_text", delta.content, chat_logprobs(self._tokenizer, self._logprobs))
         if delta.content or delta.reasoning or delta.calls:
             self._logprobs = []
-        return events + self._take_calls(delta.calls[begun:])
+        return events + self._take_calls(delta.calls[first_new:])
 
     def _take_calls(self, calls: list[CallDelta]) -> list[dict]:
         events = []
@@ -66,7 +78,7 @@ class Output:
             item["status"] = "in_progress"
         self.items.append(item)
         added = {"type": "response.output_item.added", "output_index": len(self.items) - 1}
-        # Events are written before the item grows on: they get a copy.
+        # The event gets a copy, since the item still grows.
         events.append(added | {"item": dict(item) | ({"content": []} if part else {})})
         if part:
             item["content"].append(part)
@@ -83,7 +95,11 @@ class Output:
         return [self._event(f"response.{kind}.delta", content_index=0, delta=text, **more)]
 
     def close(self, status: str = "completed") -> list[dict]:
-        """Ends the item under way."""
+        """Ends the current item.
+
+        Returns:
+            Its events.
+        """
         if self._kind is None:
             return []
         item, self._kind = self.items[-1], None
@@ -104,7 +120,7 @@ class Output:
 def envelope(
     body: responses_schema.ResponsesRequest, name: str, response_id: str, created: int, is_stored: bool
 ) -> dict:
-    """A response before anything is known of it."""
+    """A response before its output is known."""
     choice = body.tool_choice or "auto"
     return {
         "id": response_id,
@@ -134,19 +150,22 @@ def envelope(
     }
 
 
-def ended(value: dict, output: Output, row: TextSequence, reasoning_tokens: int) -> dict:
-    is_whole, reason = row.request.finish_reason == "stop", row.request.finish_reason
-    counted = usage([row], 1)
+def final_value(value: dict, output: Output, row: TextSequence, reasoning_tokens: int) -> dict:
+    """The response of a finished sequence."""
+    is_complete, reason = row.request.finish_reason == "stop", row.request.finish_reason
+    tokens = usage([row], 1)
     return {
         **value,
-        "status": "completed" if is_whole else "incomplete",
-        "incomplete_details": None if is_whole else {"reason": "max_output_tokens" if reason == "length" else reason},
+        "status": "completed" if is_complete else "incomplete",
+        "incomplete_details": None
+        if is_complete
+        else {"reason": "max_output_tokens" if reason == "length" else reason},
         "output": output.items,
         "usage": {
-            "input_tokens": counted["prompt_tokens"],
-            "input_tokens_details": counted["prompt_tokens_details"],
-            "output_tokens": counted["completion_tokens"],
-            "output_tokens_details": counted["completion_tokens_details"] | {"reasoning_tokens": reasoning_tokens},
-            "total_tokens": counted["total_tokens"],
+            "input_tokens": tokens["prompt_tokens"],
+            "input_tokens_details": tokens["prompt_tokens_details"],
+            "output_tokens": tokens["completion_tokens"],
+            "output_tokens_details": tokens["completion_tokens_details"] | {"reasoning_tokens": reasoning_tokens},
+            "total_tokens": tokens["total_tokens"],
         },
     }

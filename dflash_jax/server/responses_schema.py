@@ -11,7 +11,7 @@ from dflash_jax.server.schema_base import Effort, Items, Json, Lenient, RequestI
 
 
 class ResponsesTool(Lenient):
-    """A function in the responses interface, where it is flat."""
+    """A function, flat in this interface."""
 
     type: Literal["function"]
     name: str = Field(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_.-]+$")
@@ -21,11 +21,15 @@ class ResponsesTool(Lenient):
 
 
 class ResponsesToolName(Strict):
+    """A tool by its name."""
+
     type: Literal["function"]
     name: str
 
 
 class ResponsesAllowedTools(Strict):
+    """Tools that may be called, and whether one must be."""
+
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
     tools: Items[ResponsesToolName] = Field(min_length=1)
@@ -38,6 +42,8 @@ ResponsesToolChoice = (
 
 
 class TextFormat(Strict):
+    """The form of the text."""
+
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     description: str | None = None
@@ -46,17 +52,21 @@ class TextFormat(Strict):
 
 
 class TextOptions(Strict):
+    """Options of the text."""
+
     format: TextFormat | None = None
     verbosity: str | None = None
 
 
 class Reasoning(Strict):
+    """How much to think."""
+
     effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
 
 
 class InputItem(BaseModel):
-    """A message, a call, its output, or a thought: read in responses.py, which names what it does not know."""
+    """A message, a call, its output, or a thought; `responses_input` refuses unknown types by name."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -66,6 +76,8 @@ class InputItem(BaseModel):
 
 
 class ResponsesRequest(Sampling):
+    """``/v1/responses``."""
+
     neutral = neutral_fields.RESPONSES
 
     input: str | Items[InputItem]
@@ -85,7 +97,7 @@ class ResponsesRequest(Sampling):
     user: str | None = None
     previous_response_id: str | None = Field(None, max_length=128)
     include: Items[str] | None = None
-    # As in chat.
+    # The same as in chat requests.
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
     stop: str | Items[str] | None = None
     logit_bias: dict[str, float] | None = None

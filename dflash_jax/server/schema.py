@@ -11,25 +11,25 @@ from pydantic import Field
 from dflash_jax.server import neutral_fields
 from dflash_jax.server.schema_base import Body, Items, Json, RequestId, Salt, Strict, TokenId
 
-# Tokens whose log-probabilities are wanted.
+# Tokens whose log-probabilities are returned.
 NamedTokens = Annotated[Items[TokenId], Field(max_length=20)]
 
-# Tokens of the thought, -1 for any number.
+# Most tokens of the thought, -1 for any number.
 ThinkingBudget = Annotated[int | None, Field(ge=-1)]
 
 
 class StreamOptions(Strict):
-    """``include_timings``: beside each usage, `answers.timings`."""
+    """Options of streams; ``include_timings`` adds `answers.timings` to each usage."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
     include_timings: bool = False
-    # Padding of OpenAI's streams: there is none here.
+    # OpenAI pads its streams; this server does not.
     include_obfuscation: bool = False
 
 
 class Sampling(Body):
-    """What all of them share. None: as the checkpoint says."""
+    """Fields of sampling that all endpoints share. None means the checkpoint's default."""
 
     temperature: float | None = Field(None, ge=0, le=100)
     top_p: float | None = Field(None, gt=0, le=1)
@@ -45,15 +45,18 @@ class Sampling(Body):
     stop_regex: str | Items[str] | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
-    # SGLang's name of include_stop_str_in_output.
+    # SGLang's name for include_stop_str_in_output.
     no_stop_trim: bool | None = None
     bad_words: Items[str] | None = None
     allowed_token_ids: Items[TokenId] | None = Field(None, min_length=1)
 
 
 class OpenAiSampling(Sampling):
-    """``block_size``: tokens a round may yield, "auto" or a number; it does not change the text. return_drafts: with
-    each piece of text, which part of it a draft brought."""
+    """Fields of chats and completions.
+
+    ``block_size`` limits the tokens of a round ("auto" or a number) and does not change the text. ``return_drafts``
+    marks which parts of each piece of text were drafted.
+    """
 
     model: str | None = None
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
@@ -85,6 +88,8 @@ class OpenAiSampling(Sampling):
 
 
 class JsonSchema(Strict):
+    """A named JSON schema."""
+
     name: str
     description: str | None = None
     schema_: Json | bool | None = Field(None, alias="schema")
@@ -92,7 +97,7 @@ class JsonSchema(Strict):
 
 
 class StructureTag(Strict):
-    """A stretch of text in a form of its own, in structural_tag's older notation."""
+    """A stretch of text with its own form, in structural_tag's older notation."""
 
     begin: str
     schema_: Json | bool = Field(alias="schema")
@@ -100,7 +105,10 @@ class StructureTag(Strict):
 
 
 class ResponseFormat(Strict):
-    """structural_tag: the older notation has structures and triggers, the newer one format."""
+    """The form of an answer.
+
+    For structural_tag, the older notation has structures and triggers, the newer one format.
+    """
 
     type: Literal["text", "json_object", "json_schema", "structural_tag", "regex", "grammar"]
     json_schema: JsonSchema | None = None
@@ -110,6 +118,8 @@ class ResponseFormat(Strict):
 
 
 class CompletionRequest(OpenAiSampling):
+    """``/v1/completions``."""
+
     neutral = neutral_fields.COMPLETION
 
     prompt: str | Items[str] | Items[TokenId] | Items[Items[TokenId]]
@@ -121,6 +131,8 @@ class CompletionRequest(OpenAiSampling):
 
 
 class DetokenizeRequest(Body):
+    """``/detokenize``, vLLM's endpoint."""
+
     neutral = neutral_fields.DETOKENIZE
 
     model: str | None = None

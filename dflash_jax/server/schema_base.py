@@ -1,4 +1,4 @@
-"""What all bodies of requests have in common: how strictly fields are read, and those that do nothing."""
+"""The base of request schemas: how strictly fields are read, and which ones are ignored."""
 
 from contextvars import ContextVar
 from itertools import islice
@@ -11,37 +11,39 @@ from dflash_jax.server import neutral_fields
 from dflash_jax.server.notes import note
 
 T = TypeVar("T")
-# The first wrong item is enough: others need not be looked for.
+# Validation stops at the first wrong item.
 Items = Annotated[list[T], Field(fail_fast=True)]
 TokenId = Annotated[int, Field(ge=0)]
 Json = dict[str, Any]
 Salt = Annotated[str, Field(min_length=1, max_length=1024)]
-# It goes into headers and logs.
+# Printable ASCII, since the id goes into headers and logs.
 RequestId = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[!-~]+$")]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-# More than any object here has.
+# Most fields of an object that are looked at: more than any schema has.
 MOST_FIELDS = 128
-# Characters of a text that a request keeps until its answer has ended.
+# Longest text that a request keeps until its answer has ended, in characters.
 MOST_KEPT = 1024
-# Of an unknown field's name, as messages repeat it.
+# Characters of an unknown field's name that messages repeat.
 MOST_CHARACTERS = 64
-# Unknown fields of the request at hand: "refuse" or "warn". The application sets it from its limits.
+# How unknown fields of the current request are treated: "refuse" or "warn". The application sets it from its limits.
 unknown_fields: ContextVar[str] = ContextVar("unknown_fields", default="refuse")
 
 
 def wrong(field: str, reason: str) -> PydanticCustomError:
-    """An error about a field of a model, to be raised where the whole model is validated."""
+    """An error about a field, to be raised by a validator of the whole model."""
     name = field[:MOST_CHARACTERS].encode("ascii", "backslashreplace").decode()
     return PydanticCustomError("wrong_field", "{reason}", {"field": name, "reason": reason})
 
 
 class Strict(BaseModel):
+    """A model that refuses unknown fields."""
+
     model_config = ConfigDict(extra="forbid", strict=True, populate_by_name=True)
 
     @model_validator(mode="before")
     @classmethod
     def _checked(cls, given: Any) -> Any:
-        """Every unknown field is an error of its own: of a million, a few are enough. Null is as good as nothing."""
+        """Limits the number of unknown fields, each of which is an error; drops nulls where a field has a default."""
         if not isinstance(given, dict):
             return given
         return {name: value for name, value in islice(given.items(), MOST_FIELDS) if not cls._is_default(name, value)}
@@ -52,7 +54,7 @@ class Strict(BaseModel):
 
 
 class Lenient(BaseModel):
-    """Further fields are left out: they do not reach the chat template."""
+    """A model that ignores unknown fields, so that they do not reach the chat template."""
 
     model_config = ConfigDict(extra="ignore", strict=True, populate_by_name=True)
 
@@ -66,13 +68,15 @@ def _is_small(value: Any) -> bool:
 
 
 class Body(Strict):
-    """A request's own fields, beside those of the table ``neutral``, which do nothing."""
+    """A request. Fields in the table ``neutral`` are accepted and ignored."""
 
     neutral: ClassVar[neutral_fields.Table] = {}
 
     def without_large(self) -> Self:
-        """A copy for the answer. What may be large (prompts, messages, tools, forms) is None: the sequences have what
-        they need of it, and an answer may take long."""
+        """A copy without large values (prompts, messages, tools, forms), which are None in it.
+
+        The answer uses it, since an answer may take long and the sequences have copies of what they need.
+        """
         return self.model_copy(update={name: None for name, value in self if not _is_small(value)})
 
     @model_validator(mode="before")
@@ -83,7 +87,7 @@ class Body(Strict):
         known, unknown = {}, []
         for name, value in given.items():
             if name in cls.model_fields:
-                # JSON has one kind of number: 5.0 is 5.
+                # JSON has one kind of number: 5.0 equals 5.
                 is_whole = isinstance(value, float) and value.is_integer()
                 if not cls._is_default(name, value):
                     known[name] = int(value) if is_whole else value

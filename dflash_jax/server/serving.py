@@ -1,4 +1,4 @@
-"""The model behind the server: rows in, pieces of text out, counted."""
+"""The model behind the server: sequences in, pieces of text out, with metrics."""
 
 import asyncio
 import contextlib
@@ -22,7 +22,7 @@ from dflash_jax.server.constraint import grammar_tokens
 from dflash_jax.server.errors import ApiError, TooLongError
 from dflash_jax.server.grammar import GrammarProcesses
 from dflash_jax.server.metrics import Metrics
-from dflash_jax.server.observe import begun
+from dflash_jax.server.observe import observe_sequence
 from dflash_jax.server.response_store import ResponseStore
 from dflash_jax.server.templates import Templates
 from dflash_jax.server.texts import Texts
@@ -30,7 +30,7 @@ from dflash_jax.server.texts import Texts
 if TYPE_CHECKING:
     from dflash_jax.server.body import Body
 
-# SGLang's name for the one model of a server, whatever it is.
+# SGLang's name for the one model of a server.
 ANY_MODEL = "default"
 # Items of a conversation that are parsed or written in one step.
 STEP_ITEMS = 512
@@ -38,13 +38,21 @@ STEP_ITEMS = 512
 
 @dataclass(frozen=True)
 class Limits:
-    """What one HTTP request may ask for.
+    """Limits of one HTTP request.
 
     Attributes:
         body_bytes: Bytes of its body.
         total_body_bytes: Bytes of the bodies of all requests in flight.
-        values: Values in lists and objects of its body; for a longer capacity, twice that.
+        values: Values in lists and objects of its body, or twice the capacity where that is more.
         objects: Objects in its body.
+        choices: Choices of a prompt.
+        prompts: Prompts of a request.
+        stops: Stop strings.
+        stop_characters: Characters of a stop string.
+        tools: Tools of a conversation.
+        logprobs: Log-probabilities of a token.
+        unknown_fields: How unknown fields are treated: "refuse" or "warn".
+        trust_request_chat_template: Whether requests may bring a chat template.
     """
 
     body_bytes: int = 10 * 2**20
@@ -57,39 +65,46 @@ class Limits:
     stop_characters: int = 256
     tools: int = 128
     logprobs: int = 20
-    # Unknown fields of a request: "refuse" or "warn".
     unknown_fields: str = "refuse"
     trust_request_chat_template: bool = False
 
 
-# Sequences of the request at hand that the engine does not know yet.
+# Sequences of the current request that are not submitted to the engine yet.
 _prepared: ContextVar[list[TextSequence] | None] = ContextVar("prepared", default=None)
 
 
-def begin_rows() -> list[TextSequence]:
-    """The list of the sequences that a request prepares, each until it is submitted."""
+def begin_tracking() -> list[TextSequence]:
+    """Starts to track the sequences that the current request prepares; each is in the list until it is submitted."""
     _prepared.set(rows := [])
     return rows
 
 
-def prepared(row: TextSequence) -> TextSequence:
-    """Has ``row`` closed at the end of its request if it is not submitted by then."""
+def track(row: TextSequence) -> TextSequence:
+    """Has a sequence closed at the end of its request unless it is submitted by then."""
     if (rows := _prepared.get()) is not None:
         rows.append(row)
     return row
 
 
 class ClientGoneError(Exception):
-    """Nobody waits for the answer any more."""
+    """The client has disconnected."""
 
 
 async def until_gone(receive: Callable) -> None:
+    """Waits until the client disconnects."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 async def while_connected(http: HttpRequest, work: Awaitable):
-    """The work's result. Cancels it, and raises ClientGoneError, when the client goes away first."""
+    """Awaits ``work``.
+
+    Returns:
+        Its result.
+
+    Raises:
+        ClientGoneError: The client disconnected first, and the work was cancelled.
+    """
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(until_gone(http.receive))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -103,20 +118,23 @@ async def while_connected(http: HttpRequest, work: Awaitable):
 
 
 class _Spacing:
-    """Holds a row's events until they bring ``interval`` tokens. The first, the last and an error never wait."""
+    """Collects the events of a sequence until they bring ``interval`` tokens.
+
+    The first and the last event and an error are passed on at once.
+    """
 
     def __init__(self, row: TextSequence, interval: int):
-        self._row, self._interval, self._held, self._is_first = row, interval, [], True
+        self._row, self._interval, self._events, self._is_first = row, interval, [], True
 
     def push(self, event: Event) -> Iterator[Piece]:
         """Yields the piece that this event completes, if any. Raises the error that ended the request, if one did."""
         if event.error is None:
-            self._held.append(event)
+            self._events.append(event)
         is_last = event.finish_reason is not None or event.error is not None
-        if self._held and (self._is_first or is_last or sum(len(e.tokens) for e in self._held) >= self._interval):
+        if self._events and (self._is_first or is_last or sum(len(e.tokens) for e in self._events) >= self._interval):
             self._is_first = False
-            pieces = [self._take(e) for e in self._held]
-            self._held = []
+            pieces = [self._take(e) for e in self._events]
+            self._events = []
             yield functools.reduce(Piece.joined, pieces)
         if event.error is not None:
             self._take(event)
@@ -128,8 +146,30 @@ class _Spacing:
 
 
 class Serving:
-    """One LLM and its engine, under the names that clients may use. stream_interval: tokens between two pieces of a
-    text, the first and the last of which never wait. additions: what answers hold without being asked."""
+    """One LLM and its engine, under the names that clients may use.
+
+    Attributes:
+        llm: The model.
+        engine: The engine on its own thread.
+        names: Names of the model.
+        limits: Limits of a request.
+        response_store: Stored responses.
+        info: What /server_info shows beside counters.
+        stream_interval: Tokens between two pieces of a text. The first and the last piece never wait.
+        additions: Additions to all answers.
+        created: When the server started, in seconds since the epoch.
+        is_ready: Whether warm-up is done.
+        is_draining: Whether the server shuts down.
+        in_flight: HTTP requests for text without a complete answer.
+        body_bytes: Bytes of all request bodies in memory.
+        client_body_bytes: Bytes of the bodies of each client.
+        arriving: Bodies that are being received.
+        large_bodies: Held while a large body is counted.
+        metrics: Prometheus metrics.
+        grammar: Structured output; None without a tokenizer's file.
+        templates: Chat templates; None without a tokenizer.
+        texts: Tokenisation.
+    """
 
     def __init__(
         self,
@@ -148,13 +188,10 @@ class Serving:
         self.stream_interval, self.additions = stream_interval, additions or Additions()
         self.created = int(time.time())
         self.is_ready, self.is_draining = False, False
-        # HTTP requests for text that were let in and have no whole answer yet.
         self.in_flight = 0
-        # Id and owner of every sequence under way, for `abort`.
+        # Id and owner of every running sequence, for `abort`.
         self._ids: weakref.WeakKeyDictionary[TextSequence, tuple[str, bytes]] = weakref.WeakKeyDictionary()
-        # Bytes of request bodies that are in memory, and of each client's.
         self.body_bytes, self.client_body_bytes = 0, Counter()
-        # Bodies that are being received.
         self.arriving: set[Body] = set()
         self.large_bodies, self._turns = asyncio.Lock(), asyncio.Lock()
         self.metrics = Metrics(self)
@@ -166,21 +203,21 @@ class Serving:
         self.texts = Texts(llm, self.capacity)
 
     async def turn(self) -> None:
-        """To be awaited before a step that takes the event loop milliseconds: between two such steps, of any requests,
-        everything else that waits has its turn."""
+        """Lets everything else that waits run once. Await it before a step that takes the event loop milliseconds."""
         async with self._turns:
-            # A piece of a stream takes several turns of the event loop on its way to the socket.
+            # A piece of a stream needs several turns of the event loop to reach the socket.
             for _ in range(8):
                 await asyncio.sleep(0)
 
     async def in_steps(self, items: Sequence) -> AsyncIterator[Sequence]:
-        """Parts of many items, each for one such step."""
+        """Yields parts of many items, with a `turn` before each part."""
         for first in range(0, len(items), STEP_ITEMS):
             await self.turn()
             yield items[first : first + STEP_ITEMS]
 
     @property
     def name(self) -> str:
+        """The model's first name."""
         return self.names[0]
 
     @property
@@ -190,11 +227,12 @@ class Serving:
 
     @property
     def clock(self) -> float:
-        """Seconds on the engine's clock."""
+        """The engine's clock, in seconds."""
         return self.engine.engine.device.clock
 
     @property
     def failure(self) -> str | None:
+        """Why the engine has failed; None while it works."""
         if self.is_ready and not self.engine.is_alive:
             return "its thread has ended"
         return self.engine.engine.failure
@@ -206,33 +244,47 @@ class Serving:
                 processes.stop()
 
     def check_model(self, model: str | None) -> None:
+        """Checks the model's name.
+
+        Raises:
+            ApiError: 404, it is not served here.
+        """
         if model and model not in (*self.names, ANY_MODEL):
             raise ApiError(404, f"model {model!r} is not served here: {', '.join(self.names)}", "model")
 
     def check_room(self, prompt: Sequence[int], most: int | None, param: str, default: int | None = None) -> int:
-        """New tokens that a prompt may have: ``most``, where that is None ``default`` or what there is room for. Raises
-        ApiError where it leaves no room."""
+        """The number of new tokens that a prompt may have.
+
+        Args:
+            prompt: Token ids.
+            most: The request's limit; None: ``default``.
+            param: The field, for errors.
+            default: The default; None: as many as there is room for.
+
+        Raises:
+            ApiError: There is no room for them.
+        """
         room = self.capacity - len(prompt)
         if most is None and default is not None:
             most = min(default, max(room, 1))
         if room < 1 or (most is not None and most > room):
-            wanted = "at least one new one" if most is None else f"{most} new ones"
-            message = f"{len(prompt)} prompt tokens and {wanted} do not fit: at most {self.capacity} tokens do"
+            new_tokens = "at least one new one" if most is None else f"{most} new ones"
+            message = f"{len(prompt)} prompt tokens and {new_tokens} do not fit: at most {self.capacity} tokens do"
             raise TooLongError(message, param)
         return room if most is None else most
 
     def register(self, rows: Sequence[TextSequence], request_id: str, owner: bytes) -> None:
-        """Makes the sequences of a request known to `abort`. They are forgotten with the request."""
+        """Makes the sequences of a request known to `abort`, until they are garbage."""
         self._ids.update(dict.fromkeys(rows, (request_id, owner)))
 
     def abort(self, request_id: str | None, owner: bytes) -> None:
-        """Ends the owner's request of that id, all choices of it; None: all of the owner's requests."""
-        for row, known in list(self._ids.items()):
-            if known[1] == owner and request_id in (None, known[0]) and row.request.finish_reason is None:
+        """Ends all sequences of the owner's request with that id; None: of all of the owner's requests."""
+        for row, registered in list(self._ids.items()):
+            if registered[1] == owner and request_id in (None, registered[0]) and row.request.finish_reason is None:
                 self.engine.abort(row.request)
 
     async def pieces(self, row: TextSequence) -> AsyncIterator[Piece]:
-        """What the engine brings to a row, until it has all. Whoever stops listening aborts it."""
+        """Yields the pieces of a sequence. Closing the iterator aborts the sequence."""
         spacing = _Spacing(row, self.stream_interval)
         async with contextlib.aclosing(self._events(row)) as events:
             async for event in events:
@@ -243,7 +295,7 @@ class Serving:
         if row in (rows := _prepared.get() or ()):
             rows.remove(row)
         events = self.engine.submit(row.request)
-        begun(row, self.name)
+        observe_sequence(row, self.name)
         try:
             async for event in events:
                 self.metrics.observe(event)
@@ -256,12 +308,12 @@ class Serving:
             await events.aclose()
 
     async def run(self, rows: Sequence[TextSequence]) -> None:
-        """All of the rows to their ends."""
+        """Runs all sequences to their ends."""
         async for _ in self.merged(rows):
             pass
 
     async def merged(self, rows: Sequence[TextSequence]) -> AsyncIterator[tuple[int, Piece]]:
-        """(index, piece) of several rows, as they come. A row counts what was yielded of it, and no more."""
+        """Yields (index, piece) of several sequences as they arrive. A sequence counts only yielded pieces."""
         if len(rows) == 1:
             async for piece in self.pieces(rows[0]):
                 yield 0, piece
@@ -278,16 +330,16 @@ class Serving:
                 queue.put_nowait((i, e))
 
         spacings = [_Spacing(row, self.stream_interval) for row in rows]
-        tasks, left = [asyncio.create_task(feed(i)) for i in range(len(rows))], len(rows)
+        tasks, unfinished = [asyncio.create_task(feed(i)) for i in range(len(rows))], len(rows)
         try:
-            while left:
-                i, found = await queue.get()
-                if isinstance(found, Exception):
-                    raise found
-                if found is None:
-                    left -= 1
+            while unfinished:
+                i, item = await queue.get()
+                if isinstance(item, Exception):
+                    raise item
+                if item is None:
+                    unfinished -= 1
                 else:
-                    for piece in spacings[i].push(found):
+                    for piece in spacings[i].push(item):
                         yield i, piece
         finally:
             for task in tasks:

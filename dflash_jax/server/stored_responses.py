@@ -1,4 +1,4 @@
-"""/v1/responses/{id}: what was stored of earlier responses."""
+"""/v1/responses/{id}: stored responses."""
 
 import json
 import re
@@ -18,9 +18,9 @@ from dflash_jax.server.response_store import StoredResponse
 from dflash_jax.server.serving import Serving
 
 router = APIRouter()
-# Keys of what may be long. They stand behind all others that `truncation` reads.
+# Keys of long values. All keys that `truncation` reads precede them.
 _TEXTS = re.compile(rb',"(?:content|arguments|output|summary)":')
-# Of a stored item, beside its texts: a bound for what `least_characters` is for.
+# Most bytes of a stored item beside its texts, as `least_characters` assumes.
 KEY_BYTES = 256
 IDS = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 
@@ -29,8 +29,12 @@ def _missing(response_id: str, param: str | None = None) -> ApiError:
     return ApiError(404, f"response {response_id!r} is not stored here; the least recently used are dropped", param)
 
 
-async def stored(http: Request, response_id: str, param: str | None = None) -> StoredResponse:
-    """A response of this client's. Raises ApiError where there is none."""
+async def stored_entry(http: Request, response_id: str, param: str | None = None) -> StoredResponse:
+    """A response of this client.
+
+    Raises:
+        ApiError: There is none.
+    """
     entry = await http.app.state.serving.response_store.get(http.state.owner, response_id)
     if entry is None:
         raise _missing(response_id, param)
@@ -38,22 +42,24 @@ async def stored(http: Request, response_id: str, param: str | None = None) -> S
 
 
 async def earlier_items(http: Request, body: responses_schema.ResponsesRequest) -> list[bytes]:
-    """The items of all turns before this one, each as JSON: only those that the turn reads are parsed."""
+    """The items of all earlier turns, each as JSON, so that only items that the turn needs are parsed."""
     if body.previous_response_id is None:
         return []
-    entry = await stored(http, body.previous_response_id, "previous_response_id")
+    entry = await stored_entry(http, body.previous_response_id, "previous_response_id")
     return entry.items + [_dumped(item) for item in json.loads(entry.response)["output"]]
 
 
 def head(item: bytes) -> dict:
-    """What stands before the texts of a stored item: of a key, the quotes have no backslash, so no text has one."""
-    found = _TEXTS.search(item)
-    return json.loads(item[: found.start()] + b"}" if found else item)
+    """The keys of a stored item that precede its texts. A quote within a text has a backslash, so no text matches."""
+    match = _TEXTS.search(item)
+    return json.loads(item[: match.start()] + b"}" if match else item)
 
 
 def least_characters(item: bytes) -> int:
-    """A lower bound for the characters of a stored item's texts, of which JSON may write one as two or as twelve bytes
-    (two of \\u and four digits)."""
+    r"""A lower bound for the characters of a stored item's texts.
+
+    JSON writes a character as up to twelve bytes: two escapes ``\\u`` with four digits each.
+    """
     return max(0, len(item) - 5 * item.count(b"\\u") - KEY_BYTES) // 2
 
 
@@ -62,8 +68,17 @@ def _dumped(item: dict) -> bytes:
 
 
 async def stored_items(serving: Serving, earlier: list[bytes], given: Sequence[responses_schema.InputItem]) -> bytes:
-    """The conversation as it is stored. ``given`` must be read before, by `as_messages`. Raises ApiError where the
-    conversation has more bytes than a body may, which its text alone need not have: templates drop old thoughts."""
+    """The conversation in its stored form.
+
+    Args:
+        serving: The model and its engine.
+        earlier: Items of earlier turns, as JSON.
+        given: The input, which `as_messages` has validated.
+
+    Raises:
+        ApiError: The conversation has more bytes than a body may have. Its text can still be short, since templates
+            drop old thoughts.
+    """
     lines, size, written = list(earlier), sum(map(len, earlier)), 0
     async for items in serving.in_steps(given):
         for item in items:
@@ -77,7 +92,7 @@ async def stored_items(serving: Serving, earlier: list[bytes], given: Sequence[r
 
 
 def _item(item: responses_schema.InputItem) -> dict:
-    """An input item as answers list it: with an id, and without what is not read."""
+    """An input item as answers list it: with an id, and without unknown keys."""
     kind, more = item.type or "message", item.model_extra or {}
     given, fresh = more.get("id"), f"{IDS[kind]}_{uuid.uuid4().hex}"
     value = {"id": given if isinstance(given, str) else fresh, "type": kind, "status": "completed"}
@@ -92,7 +107,10 @@ def _item(item: responses_schema.InputItem) -> dict:
 
 
 def stored_response(response: dict) -> bytes:
-    """A response as it is stored. Log-probabilities are most of its bytes, and no later turn needs them."""
+    """A response in its stored form.
+
+    Log-probabilities are left out: they are most of its bytes, and no later turn needs them.
+    """
     output = []
     for item in response["output"]:
         if item["type"] == "message":
@@ -103,13 +121,15 @@ def stored_response(response: dict) -> bytes:
 
 @router.get("/v1/responses/{response_id}", responses={200: {"model": Response}}, response_model=None)
 async def retrieve(http: Request, response_id: str, stream: bool = False):
+    """A stored response."""
     if stream:
         raise ApiError(400, "stream: only background responses can be streamed again, and there are none", "stream")
-    return HttpResponse((await stored(http, response_id)).response, media_type="application/json")
+    return HttpResponse((await stored_entry(http, response_id)).response, media_type="application/json")
 
 
 @router.delete("/v1/responses/{response_id}", responses={200: {"model": DeletedResponse}}, response_model=None)
 async def delete(http: Request, response_id: str):
+    """Deletes a stored response."""
     if not await http.app.state.serving.response_store.delete(http.state.owner, response_id):
         raise _missing(response_id)
     return JsonResponse({"id": response_id, "object": "response", "deleted": True})
@@ -117,8 +137,8 @@ async def delete(http: Request, response_id: str):
 
 @router.post("/v1/responses/{response_id}/cancel", response_model=None)
 async def cancel(http: Request, response_id: str):
-    """A response is stored when it has ended, so that there is nothing to cancel."""
-    await stored(http, response_id)
+    """Always an error: a response is stored when it has ended, so there is nothing to cancel."""
+    await stored_entry(http, response_id)
     raise ApiError(400, "only background responses can be cancelled: to end another, close its connection")
 
 
@@ -130,8 +150,8 @@ async def input_items(
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     order: Literal["asc", "desc"] = "desc",
 ):
-    """The items before a response, those of earlier turns among them."""
-    items = (await stored(http, response_id)).items
+    """The items before a response, those of earlier turns included."""
+    items = (await stored_entry(http, response_id)).items
     if order == "desc":
         items.reverse()
     if after is not None:

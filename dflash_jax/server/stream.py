@@ -15,41 +15,43 @@ DONE = b"data: [DONE]\n\n"
 
 
 def frame(value: dict, event: str | None = None) -> bytes:
-    """One event; ASCII, so that no line separator of Unicode's can break it."""
+    """One event, in ASCII, so that no Unicode line separator can break it."""
     name = f"event: {event}\n" if event else ""
     return f"{name}data: {json.dumps(value, separators=(',', ':'))}\n\n".encode("ascii")
 
 
 class Later(Response):
-    """What ``work`` returns, which begins when the route has returned: until then FastAPI keeps the request's body.
+    """The response that ``work`` returns.
 
-    ``keeps_parsed``: as for `release`.
+    The work begins when the route has returned, since FastAPI keeps the request's body until then.
     """
 
     def __init__(self, http: Request, work: Awaitable[Response], keeps_parsed: bool = False):
+        """Prepares the response; ``keeps_parsed`` as in `release`."""
         self._http, self._work, self._keeps_parsed = http, work, keeps_parsed
         self.status_code, self.background = 200, None
 
     async def __call__(self, scope, receive, send) -> None:
+        """Releases the request's body, does the work, and sends its response."""
         release(self._http, self._keeps_parsed)
         response = await self._work
         await response(scope, receive, send)
 
 
 class EventStream(Response):
-    """An answer whose frames are sent as they are made; whoever makes them is stopped when the client goes away."""
+    """A stream of frames. Its generator is closed when the client disconnects."""
 
     media_type = "text/event-stream"
 
     def __init__(self, frames: AsyncGenerator[bytes, None], first: bytes | None, last: bytes):
         self._frames, self._first, self._last = frames, first, last
         self.status_code, self.background = 200, None
-        # Without a body that is known there is no length to tell.
+        # The length is unknown, so no Content-Length is sent.
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
 
     @classmethod
     async def start(cls, http: Request, frames: AsyncGenerator[bytes, None], last: bytes = DONE) -> "EventStream":
-        """Waits for the first frame: what goes wrong before it is an answer with a status of its own."""
+        """Waits for the first frame. An error before it becomes an answer with its own status."""
         try:
             first = await while_connected(http, anext(frames, None))
         except BaseException:
@@ -58,6 +60,7 @@ class EventStream(Response):
         return cls(frames, first, last)
 
     async def __call__(self, scope, receive, send) -> None:
+        """Sends the frames until they end or the client disconnects."""
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         sending, gone = asyncio.create_task(self._send(send)), asyncio.create_task(until_gone(receive))
         try:
@@ -65,7 +68,7 @@ class EventStream(Response):
             if sending.done():
                 sending.result()
         except OSError:
-            # The client went away while it was written to.
+            # The client disconnected during a write.
             return
         finally:
             for task in (sending, gone):

@@ -1,7 +1,7 @@
-"""Structural tags in llguidance's notation: free text with stretches in forms of their own.
+"""Structural tags in llguidance's notation: free text with stretches that have their own forms.
 
-The notation is XGrammar's, as vLLM and SGLang take it: a tree of formats in ``format``, or in the older form
-``structures`` and ``triggers``. Runs in the grammar's own process (`grammar_worker`).
+The notation is XGrammar's, as vLLM and SGLang accept it: a tree of formats in ``format``, or in the older form
+``structures`` and ``triggers``. The module runs in the grammar's own process (`grammar_worker`).
 """
 
 import json
@@ -13,7 +13,7 @@ from llguidance import LLMatcher
 from dflash_jax.errors import InputError
 
 _TEXT = "/(?s:.*)/"
-# What each format must have, and what it may have.
+# Required and optional fields of each format.
 _FIELDS: dict[str, tuple[set[str], set[str]]] = {
     "const_string": ({"value"}, set()),
     "literal": ({"text"}, set()),
@@ -46,7 +46,7 @@ _KINDS: dict[str, type | tuple[type, ...]] = {
     "at_least_one": bool,
     "stop_after_first": bool,
 }
-# Lists that must have an item.
+# Lists that must not be empty.
 _FILLED = ("elements", "triggers", "tags")
 
 
@@ -57,12 +57,12 @@ def structural_tag_grammar(
 
     Args:
         value: The structural tag.
-        schema: What of Lark stands for a JSON schema.
-        lark: Makes Lark of a grammar in any notation that requests may use.
-        literal: A text in Lark: strings, and special tokens as "<[id]>".
+        schema: Writes a JSON schema in Lark.
+        lark: Converts a grammar in any supported notation to Lark.
+        literal: Writes a text in Lark: strings, and special tokens as "<[id]>".
 
     Raises:
-        InputError: What is unknown or cannot be expressed, by its name.
+        InputError: Something is unknown or cannot be expressed; the message names it.
     """
     if "format" in value:
         node, where = value["format"], "format"
@@ -75,7 +75,7 @@ def structural_tag_grammar(
 
 
 def _modern(value: dict) -> dict:
-    """The newer notation of ``structures`` and ``triggers``."""
+    """``structures`` and ``triggers`` in the newer notation."""
     structures, triggers = value.get("structures"), value.get("triggers")
     if not isinstance(structures, list) or not isinstance(triggers, list):
         raise InputError("it must have format, or structures and triggers")
@@ -89,7 +89,10 @@ def _modern(value: dict) -> dict:
 
 
 def _checked(node: Any, where: str, kind: str | None = None) -> dict:
-    """A format whose fields are known and of the right types. ``kind``: its type where it may be left out."""
+    """A format whose fields are known and of the right types.
+
+    ``kind`` is its type where it may be left out.
+    """
     if not isinstance(node, dict):
         raise InputError(f"{where} must be an object")
     kind = node.get("type", kind)
@@ -118,7 +121,7 @@ def _texts(given: Any, where: str) -> tuple[str, ...]:
 
 
 class _Builder:
-    """Formats as expressions; what needs a name becomes a rule or a grammar of its own."""
+    """Converts formats to expressions. A part that needs a name becomes a rule or a grammar."""
 
     def __init__(self, schema, lark, literal):
         self._schema, self._lark, self._parts = schema, lark, literal
@@ -126,7 +129,7 @@ class _Builder:
         self.grammars: list[dict] = []
 
     def expression(self, node: Any, where: str, ends: tuple[str, ...], is_last: bool, kind: str | None = None) -> str:
-        """An expression for a format and one of the ``ends`` behind it. ``is_last``: nothing else follows."""
+        """An expression for a format followed by one of the ``ends``; ``is_last``: nothing else follows."""
         node = _checked(node, where, kind)
         return getattr(self, "_" + node["type"])(node, where, ends, is_last)
 
@@ -151,7 +154,7 @@ class _Builder:
         return f"@{name}"
 
     def _free(self, where: str, ends: tuple[str, ...], is_last: bool) -> str:
-        """Any text up to one of the ``ends``, or to the end of all."""
+        """Any text up to one of the ``ends``, or to the end of the text."""
         if not ends or "" in ends:
             if not is_last or any(ends):
                 raise InputError(f"{where}: free text needs a tag's end behind it, or must be the last")
@@ -159,7 +162,7 @@ class _Builder:
         return f"({' | '.join(self._up_to(end) for end in ends)})"
 
     def _up_to(self, text: str) -> str:
-        """Free text and the first ``text`` in it."""
+        """Free text up to and including the first ``text``."""
         parts = self._parts(text)
         if parts[0].startswith("<["):
             # Free text has no special tokens.
@@ -204,12 +207,12 @@ class _Builder:
 
     def _behind_begin(self, node, where, ends, is_last) -> str:
         """A tag without its beginning."""
-        own = _texts(node["end"], f"{where}.end")
-        content = self.expression(node["content"], f"{where}.content", own, is_last and not ends)
+        tag_ends = _texts(node["end"], f"{where}.end")
+        content = self.expression(node["content"], f"{where}.content", tag_ends, is_last and not ends)
         return self._ended(content, ends)
 
     def _tags(self, node, where) -> list[tuple[dict, str]]:
-        """The tags of a format, and where each is."""
+        """The tags of a format, with their paths for errors."""
         places = [f"{where}.tags[{i}]" if where else f"structures[{i}]" for i in range(len(node["tags"]))]
         return [(_checked(tag, place, "tag"), place) for tag, place in zip(node["tags"], places, strict=True)]
 
@@ -221,11 +224,11 @@ class _Builder:
         rests: dict[str, list[str]] = {}
         at_once = []
         for tag, place in self._tags(node, where):
-            begun = [t for t in triggers if tag["begin"].startswith(t)]
-            if not begun:
+            matching = [t for t in triggers if tag["begin"].startswith(t)]
+            if not matching:
                 raise InputError(f"{place}.begin is {tag['begin']!r}: it must begin with one of the triggers")
-            shortest = min(begun, key=len)
-            # Of all that may follow a tag without an end, nothing may be free text.
+            shortest = min(matching, key=len)
+            # Only the last format may be free text without an end.
             last = is_last and stops and not ends
             content = self._behind_begin(tag, place, (), last)
             rests.setdefault(shortest, []).append(f"{self._quoted(tag['begin'].removeprefix(shortest))} {content}")

@@ -1,4 +1,4 @@
-"""Chat templates, rendered in processes of their own within limits; `template_worker` describes them."""
+"""Chat templates, rendered in separate processes within limits; see `template_worker`."""
 
 import asyncio
 import json
@@ -16,15 +16,15 @@ CANNOT_START = "chat templates need transformers and jinja2, which do not start 
 
 @dataclass(frozen=True)
 class TemplateLimits:
-    """What chat templates may cost.
+    """Limits of chat templates.
 
     Attributes:
-        seconds: Seconds of a processor that a conversation may take.
-        wait_s: Seconds on the clock that it may take.
-        memory_bytes: Memory that a process may take.
-        characters: Characters that a template may write.
+        seconds: Seconds of CPU time of a conversation.
+        wait_s: Seconds of wall time of a conversation.
+        memory_bytes: Memory of a process.
+        characters: Characters of a rendered conversation.
         renders: Conversations that are rendered at a time.
-        waiting: Requests that may wait for their turn.
+        waiting: Requests that may wait.
     """
 
     seconds: int = 4
@@ -36,13 +36,17 @@ class TemplateLimits:
 
 
 class Templates:
-    """Renders conversations. Processes that have rendered by the checkpoint's own template are kept for the next."""
+    """Renders conversations. Processes that rendered with the checkpoint's template are reused.
+
+    Attributes:
+        limits: The limits.
+    """
 
     def __init__(self, tokenizer: Tokenizer, limits: TemplateLimits = TemplateLimits()):
         self._tokenizer, self.limits = tokenizer, limits
         self._nursery = Nursery("dflash_jax.server.template_worker", {}, CANNOT_START)
         self._idle: list[WorkerProcess] = []
-        # Of the checkpoint's own, and of those in requests: these do not delay the former.
+        # Places for the checkpoint's template (True) and for templates of requests (False): neither delays the other.
         self._places: dict[bool, asyncio.Semaphore] = {}
         self._waiting = 0
 
@@ -51,7 +55,7 @@ class Templates:
         self._nursery.start()
 
     def stop(self) -> None:
-        """Ends all processes that are idle, and the nursery, for good."""
+        """Ends the nursery and all idle processes, for good."""
         while self._idle:
             self._end(self._idle.pop())
         self._nursery.stop()
@@ -64,58 +68,58 @@ class Templates:
         ask: bool = True,
         **options,
     ) -> str:
-        """A conversation as the template writes it.
+        """Renders a conversation.
 
         Args:
-            messages: As chat templates read them.
+            messages: Messages in the form that chat templates read.
             tools: Schemas of functions.
-            template: Another template than the checkpoint's.
+            template: A template in place of the checkpoint's.
             ask: Whether the text ends where the answer begins.
-            **options: The template's own, and ``continue_final_message``.
+            **options: Variables of the template, and ``continue_final_message``.
 
         Raises:
             InputError: The template refuses the conversation, or exceeds a limit.
-            ApiError: 503, too many wait.
+            ApiError: 503, too many requests wait.
         """
-        own = template is None
-        template = self._tokenizer.template_for(tools) if own else template
+        is_default = template is None
+        template = self._tokenizer.template_for(tools) if is_default else template
         # Templates write "None" for a key whose value is None.
-        kept = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        cleaned = [{key: value for key, value in message.items() if value is not None} for message in messages]
         defaults = self._tokenizer.template_options
         arguments = {"tools": tools, "chat_template": template, "add_generation_prompt": ask}
         try:
-            wanted = {
-                "messages": kept,
+            fields = {
+                "messages": cleaned,
                 "arguments": self._tokenizer.special_tokens | defaults | options | arguments,
-                "is_own": own,
+                "is_own": is_default,
                 "memory_bytes": self.limits.memory_bytes,
                 "seconds": self.limits.seconds,
                 "characters": self.limits.characters,
             }
-            request = framed(json.dumps(wanted).encode())
+            request = framed(json.dumps(fields).encode())
         except RecursionError:
             raise InputError("the conversation is nested too deeply") from None
         if self._waiting >= self.limits.waiting:
             raise ApiError(503, f"{self._waiting} conversations wait to be rendered: try again later")
         self._waiting += 1
         try:
-            async with self._places.setdefault(own, asyncio.Semaphore(self.limits.renders)):
-                answer = await self._asked(request, own)
+            async with self._places.setdefault(is_default, asyncio.Semaphore(self.limits.renders)):
+                answer = await self._answer(request, is_default)
         finally:
             self._waiting -= 1
         if answer[:1] == REFUSAL:
             raise InputError(f"the chat template does not take this conversation: {answer[1:].decode()}")
         return answer[1:].decode("utf-8", "surrogatepass")
 
-    async def _asked(self, request: bytes, own: bool) -> bytes:
-        """A process' answer. Where the caller stops waiting, the process is ended."""
-        loop, process, done = asyncio.get_running_loop(), None, False
+    async def _answer(self, request: bytes, is_default: bool) -> bytes:
+        """A process' answer. The process is ended where the caller is cancelled."""
+        loop, process, is_reusable = asyncio.get_running_loop(), None, False
         try:
             async with asyncio.timeout(self.limits.wait_s):
-                process = await self._process(own)
+                process = await self._process(is_default)
                 await loop.sock_sendall(process.socket, request)
                 answer = await process.next()
-            done = own
+            is_reusable = is_default
             return answer
         except TimeoutError:
             raise InputError(f"the chat template takes more than {self.limits.wait_s:g} s") from None
@@ -126,13 +130,13 @@ class Templates:
             ) from None
         finally:
             if process is not None:
-                if done:
+                if is_reusable:
                     self._idle.append(process)
                 else:
                     self._end(process)
 
-    async def _process(self, own: bool) -> WorkerProcess:
-        while own and self._idle:
+    async def _process(self, is_default: bool) -> WorkerProcess:
+        while is_default and self._idle:
             process = self._idle.pop()
             if not process.has_ended():
                 return process
@@ -140,6 +144,6 @@ class Templates:
         return await self._nursery.forked()
 
     def _end(self, process: WorkerProcess) -> None:
-        # One that is too young to be killed ends when it reads from its socket; a limit of time ends all others.
+        # A process without a known id ends when it reads from its closed socket, or at its limit of time.
         process.kill()
         process.socket.close()

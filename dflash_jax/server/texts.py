@@ -1,6 +1,6 @@
-"""Text into token ids and back, beside the event loop.
+"""Tokenisation on threads beside the event loop.
 
-What is too long is refused before it is tokenised. Long texts have a thread of their own, so that short ones do not
+Text that is too long is refused before it is tokenised. Long texts have their own thread, so that short ones do not
 wait behind them.
 """
 
@@ -13,39 +13,58 @@ from dflash_jax.errors import InputError
 from dflash_jax.frontend.llm import LLM
 from dflash_jax.server.errors import ApiError, TooLongError
 
-# Characters, or token ids, from which on a prompt is long.
+# Characters or token ids from which on a prompt is long.
 LONG = 2**16
-# Characters that are tokenised at a time where it is likely that a text is too long.
+# Characters that are tokenised at a time where a text is probably too long.
 PIECE = 2**16
-# More characters for each token than texts have on average.
+# Characters of a token, well above the average of texts.
 FULL = 8
-# Characters of a text that is cut to fewer tokens: all of it is tokenised, in one step, which others wait for.
+# Most characters of a text that is truncated: all of it is tokenised in one step, for which other texts wait.
 CUT = 2**20
-# Long texts that may wait.
+# Most long texts that may wait.
 WAITING = 32
 
 
 class Texts:
-    """Tokenises for one server. ``capacity``: positions of a slot."""
+    """Tokenises for one server."""
 
     def __init__(self, llm: LLM, capacity: int):
+        """Prepares the threads; ``capacity``: positions of a slot."""
         self._llm, self._tokenizer, self._capacity = llm, llm.tokenizer, capacity
         self._short = ThreadPoolExecutor(2, "short-texts")
         self._long = ThreadPoolExecutor(1, "long-texts")
         self._waiting = 0
 
     async def prompt(self, prompt: str | Sequence[int], field: str, *, is_truncated: bool = False) -> list[int]:
-        """Checked token ids of a prompt, which is a text or token ids. ``is_truncated``: it is cut later, and may be
-        too long. Raises ApiError, which names ``field``."""
+        """Token ids of a prompt, validated.
+
+        Args:
+            prompt: A text or token ids.
+            field: The request's field, for errors.
+            is_truncated: Whether the prompt is truncated later, and so may be too long now.
+
+        Raises:
+            ApiError: It is invalid or too long.
+        """
         return await self._run(lambda: self._llm.encode(prompt), prompt, field, is_truncated)
 
     async def encode(self, text: str, field: str, *, special: bool = False, is_truncated: bool = False) -> list[int]:
-        """Token ids of a text; if ``special``, with the tokens that the checkpoint puts around prompts."""
+        """Token ids of a text.
+
+        Args:
+            text: The text.
+            field: The request's field, for errors.
+            special: Whether to add the tokens that the checkpoint puts around prompts.
+            is_truncated: As in `prompt`.
+
+        Raises:
+            ApiError: It is invalid or too long.
+        """
         encode = self._tokenizer.encode if special else self._tokenizer.encode_plain
         return await self._run(lambda: encode(text), text, field, is_truncated)
 
     async def decode(self, ids: Sequence[int], field: str) -> str:
-        """Text without special tokens."""
+        """Text of token ids, without special tokens."""
         return await self._run(lambda: self._tokenizer.decode_long(self._llm.encode(ids)) if ids else "", ids, field)
 
     async def _run(self, work: Callable, given: str | Sequence[int], field: str, is_truncated: bool = False):
@@ -87,7 +106,7 @@ class Texts:
 
     @property
     def most_cut(self) -> int:
-        """Characters that a text may have which is cut later."""
+        """Most characters of a text that is truncated later."""
         return max(CUT, FULL * self._capacity)
 
     def _check_cut(self, given: str | Sequence[int], field: str) -> None:
@@ -96,8 +115,10 @@ class Texts:
             raise ApiError(400, f"{len(given)} characters, to be truncated: at most {most} are possible", field)
 
     def _check_pieces(self, given: str | Sequence[int], field: str, gone: threading.Event) -> None:
-        """Counts the tokens of a text that is probably too long piece by piece, so that it need not be read to its
-        end. Cutting a text changes tokens only where it is cut, which is far from doubling them."""
+        """Refuses a text that is probably too long without tokenising all of it.
+
+        Tokens are counted piece by piece. The cuts change few tokens, so the count is far from double the real one.
+        """
         if not isinstance(given, str) or len(given) <= max(LONG, FULL * self._capacity):
             return
         count = 0

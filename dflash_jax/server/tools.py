@@ -1,4 +1,4 @@
-"""Tool calls in text that is still arriving: Qwen's two formats.
+"""Parses tool calls in text that is still arriving, in Qwen's two formats.
 
 JSON (Qwen3)::
 
@@ -16,7 +16,7 @@ XML (Qwen3-Coder, Qwen3.5, Qwen3.6)::
     </function>
     </tool_call>
 
-What is no call after all is passed on as text. Arguments are passed on as they come, whole or broken.
+Text that turns out to be no call is passed on as text. Arguments are passed on as they arrive, complete or broken.
 """
 
 import json
@@ -25,26 +25,33 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from dflash_jax.server.reasoning import held_back
+from dflash_jax.server.reasoning import partial_marker
 
 START, END = "<tool_call>", "</tool_call>"
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*', re.S)
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>", re.S)
 _PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?(?:</parameter>|(?=</function>))", re.S)
 _FUNCTION_END = re.compile(r"\s*</function>", re.S)
-# A call whose name is not known after so many characters is read at its end only.
+# A call whose name is not known after this many characters is parsed only at its end.
 LONGEST_HEAD = 4096
 _XML_END = re.compile(r"</(?:parameter|function|tool_call)>")
 
 
 def is_xml(chat_template: str | None) -> bool:
-    """Which of the two formats a chat template teaches."""
+    """Whether a chat template teaches the XML format."""
     return "<function=" in (chat_template or "")
 
 
 @dataclass
 class CallDelta:
-    """A piece of a call: at its beginning with an id and a name."""
+    """A piece of a call; the first piece has an id and a name.
+
+    Attributes:
+        index: The call's number in the text.
+        arguments: New text of the arguments.
+        id: The call's id.
+        name: The function's name.
+    """
 
     index: int
     arguments: str = ""
@@ -54,33 +61,44 @@ class CallDelta:
 
 @dataclass
 class Parsed:
+    """The parts of a piece of text.
+
+    Attributes:
+        content: Text that is no call.
+        calls: Pieces of calls.
+    """
+
     content: str = ""
     calls: list[CallDelta] = field(default_factory=list)
 
 
 class _JsonValue:
-    """Finds the end of a JSON value that is followed by the end of its object."""
+    """Finds the end of a JSON value inside an object, in text that arrives in pieces."""
 
     def __init__(self):
         self._depth, self._in_string, self._escaped = 0, False, False
 
     def read(self, text: str) -> tuple[str, int | None]:
-        """Of ``text``, which follows what was read before, what belongs to the value, without whitespace around it; and
-        where the value is over, None where it goes on. Where text is cut does not matter."""
-        kept: list[str] = []
-        end = self._end(text, kept)
-        return "".join(kept), end
+        """Reads the next text.
 
-    def _end(self, text: str, kept: list[str]) -> int | None:
+        Returns:
+            The part of ``text`` that belongs to the value, without whitespace around it; and the index behind the
+            value, None where it continues.
+        """
+        characters: list[str] = []
+        end = self._end(text, characters)
+        return "".join(characters), end
+
+    def _end(self, text: str, characters: list[str]) -> int | None:
         for i, c in enumerate(text):
             if not self._in_string and self._depth == 0 and (c.isspace() or c in ",}"):
                 if c.isspace():
                     continue
                 return i
             if c == "<" and not self._in_string and text.startswith(END, i):
-                # Broken: the call ends before its value does.
+                # Invalid: the call ends before its value does.
                 return i
-            kept.append(c)
+            characters.append(c)
             if self._in_string:
                 if self._escaped:
                     self._escaped = False
@@ -102,96 +120,104 @@ class _JsonValue:
 
 
 class ToolParser:
-    """Text → content and calls.
+    """Splits text into content and calls.
 
-    Args:
-        xml: Which of the two formats.
-        schemas: JSON schema of each tool's parameters, for XML's values.
-        is_forced: The text consists of calls only, so the rest of an incomplete call is not content.
+    Attributes:
+        xml: Whether calls are in the XML format.
+        schemas: JSON schema of each tool's parameters.
+        count: Calls so far.
     """
 
     def __init__(self, xml: bool, schemas: dict[str, dict], is_forced: bool = False):
+        """Prepares a parser.
+
+        Args:
+            xml: Whether calls are in the XML format.
+            schemas: JSON schema of each tool's parameters, for XML's values.
+            is_forced: Whether the text consists of calls only, so that the rest of an incomplete call is not content.
+        """
         self.xml, self.schemas, self._is_forced = xml, schemas, is_forced
         self.count = 0
-        self._state, self._held, self._raw = "content", "", ""
+        self._state, self._buffer, self._raw = "content", "", ""
         self._value: _JsonValue | None = None
         self._name, self._parameters, self._is_behind_call = "", 0, False
-        # How much of the held text has no end of a call or of an XML parameter in it.
+        # Length of the buffer's beginning that has no end of a call or of an XML parameter.
         self._searched = 0
-        # Whether there was content but for whitespace.
+        # Whether there was content other than whitespace.
         self._has_content = False
 
     @property
     def is_behind_call(self) -> bool:
-        """Whether a call has ended, and no other has begun."""
+        """Whether a call has ended and no other has begun."""
         return self.count > 0 and self._state == "content"
 
     def push(self, text: str) -> Parsed:
-        self._held += text
+        """Parses the next text."""
+        self._buffer += text
         out = Parsed()
         while self._step(out):
             pass
         return out
 
     def finish(self, is_cut: bool = False) -> Parsed:
-        """No more text comes. ``is_cut``: its author had more to say."""
+        """Parses the end of the text; ``is_cut``: the text ended early."""
         out = self.push("")
         if self._state in ("content", "head"):
             if not (self._is_forced or (is_cut and self._state == "head")):
-                out.content += self._raw + self._held
+                out.content += self._raw + self._buffer
         elif self._state == "arguments" and not self.xml:
-            self._say(out, self._held)
-        self._held = self._raw = ""
+            self._add_arguments(out, self._buffer)
+        self._buffer = self._raw = ""
         return out
 
     def _step(self, out: Parsed) -> bool:
-        """Takes what can be understood of the text held; whether there may be more."""
+        """Parses the beginning of the buffer; returns whether there may be more."""
         return getattr(self, f"_in_{self._state}")(out)
 
     def _in_content(self, out: Parsed) -> bool:
         if self._is_behind_call:
-            # Neither is the one behind it.
-            self._held = self._held.lstrip("\n")
-            self._is_behind_call = not self._held
-        before, found, rest = self._held.partition(START)
+            # Blank lines behind a call are not content.
+            self._buffer = self._buffer.lstrip("\n")
+            self._is_behind_call = not self._buffer
+        before, found, rest = self._buffer.partition(START)
         if found:
-            # The blank line before a call is not content.
+            # Blank lines before a call are not content.
             out.content += before.rstrip("\n") if self.count or self._has_content or before.strip() else ""
             self._has_content |= bool(before.strip())
-            self._held, self._raw, self._state = rest, START, "head"
+            self._buffer, self._raw, self._state = rest, START, "head"
             return True
-        keep = len(before) - held_back(before, START)
+        keep = len(before) - partial_marker(before, START)
         stripped = len(before[:keep].rstrip("\n"))
         self._has_content |= bool(before[:stripped].strip())
         if not (self.count or self._has_content):
             # Whitespace before a first call is not content.
             return False
         out.content += before[:stripped]
-        self._held = before[stripped:]
+        self._buffer = before[stripped:]
         return False
 
     def _in_head(self, out: Parsed) -> bool:
         found = None
         if self._searched < LONGEST_HEAD:
-            found = (_FUNCTION if self.xml else _HEAD).match(self._held[:LONGEST_HEAD])
+            found = (_FUNCTION if self.xml else _HEAD).match(self._buffer[:LONGEST_HEAD])
         name = found and (found[1].strip() if self.xml else _string(found[1]))
         if name:
             self._begin(out, name)
-            self._held, self._state, self._raw = self._held[found.end() :], "arguments", ""
+            self._buffer, self._state, self._raw = self._buffer[found.end() :], "arguments", ""
             self._value, self._parameters, self._searched = _JsonValue(), 0, 0
             return True
-        end = self._held.find(END, self._searched)
+        end = self._buffer.find(END, self._searched)
         if end < 0:
-            self._searched = max(0, len(self._held) - len(END))
+            self._searched = max(0, len(self._buffer) - len(END))
             return False
-        body, self._held, self._searched = self._held[:end], self._held[end + len(END) :], 0
-        if not self._whole(out, body):
+        body, self._buffer, self._searched = self._buffer[:end], self._buffer[end + len(END) :], 0
+        if not self._reordered_call(out, body):
             out.content += self._raw + body + END
         self._raw, self._state = "", "content"
         return True
 
-    def _whole(self, out: Parsed, body: str) -> bool:
-        """A call whose parts come in another order."""
+    def _reordered_call(self, out: Parsed, body: str) -> bool:
+        """Parses a complete call whose keys are in another order."""
         try:
             call = json.loads(body)
             name, arguments = call["name"], call.get("arguments", call.get("parameters", {}))
@@ -200,51 +226,53 @@ class ToolParser:
         if not isinstance(name, str):
             return False
         self._begin(out, name)
-        self._say(out, arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False))
+        self._add_arguments(out, arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False))
         return True
 
     def _in_arguments(self, out: Parsed) -> bool:
         return self._xml_arguments(out) if self.xml else self._json_arguments(out)
 
     def _json_arguments(self, out: Parsed) -> bool:
-        keep = held_back(self._held, END)
-        text = self._held[: len(self._held) - keep]
+        keep = partial_marker(self._buffer, END)
+        text = self._buffer[: len(self._buffer) - keep]
         value, end = self._value.read(text)
-        self._say(out, value)
+        self._add_arguments(out, value)
         if end is None:
-            self._held = self._held[len(text) :]
+            self._buffer = self._buffer[len(text) :]
             return False
-        self._held, self._state = self._held[end:], "tail"
+        self._buffer, self._state = self._buffer[end:], "tail"
         return True
 
     def _xml_arguments(self, out: Parsed) -> bool:
-        if not _XML_END.search(self._held, self._searched):
-            self._searched = max(0, len(self._held) - len("</parameter>"))
+        if not _XML_END.search(self._buffer, self._searched):
+            self._searched = max(0, len(self._buffer) - len("</parameter>"))
             return False
         self._searched = 0
-        if found := _FUNCTION_END.match(self._held):
-            self._say(out, "}" if self._parameters else "{}")
-            self._held, self._state = self._held[found.end() :], "tail"
+        if found := _FUNCTION_END.match(self._buffer):
+            self._add_arguments(out, "}" if self._parameters else "{}")
+            self._buffer, self._state = self._buffer[found.end() :], "tail"
             return True
-        if found := _PARAMETER.match(self._held):
+        if found := _PARAMETER.match(self._buffer):
             key, value = found[1].strip(), self._typed(found[1].strip(), found[2])
             lead = ", " if self._parameters else "{"
-            self._say(out, f"{lead}{json.dumps(key, ensure_ascii=False)}: {json.dumps(value, ensure_ascii=False)}")
+            self._add_arguments(
+                out, f"{lead}{json.dumps(key, ensure_ascii=False)}: {json.dumps(value, ensure_ascii=False)}"
+            )
             self._parameters += 1
-            self._held = self._held[found.end() :]
+            self._buffer = self._buffer[found.end() :]
             return True
-        if END in self._held:
-            # Broken: the call ends before its function does.
-            self._say(out, self._held.partition(END)[0].strip())
+        if END in self._buffer:
+            # Invalid: the call ends before its function does.
+            self._add_arguments(out, self._buffer.partition(END)[0].strip())
             self._state = "tail"
             return True
         return False
 
     def _in_tail(self, out: Parsed) -> bool:
-        _, found, rest = self._held.partition(END)
+        _, found, rest = self._buffer.partition(END)
         if not found:
             return False
-        self._held, self._state, self._is_behind_call = rest, "content", True
+        self._buffer, self._state, self._is_behind_call = rest, "content", True
         return True
 
     def _begin(self, out: Parsed, name: str) -> None:
@@ -252,12 +280,12 @@ class ToolParser:
         self._name = name
         self.count += 1
 
-    def _say(self, out: Parsed, arguments: str) -> None:
+    def _add_arguments(self, out: Parsed, arguments: str) -> None:
         if arguments:
             out.calls.append(CallDelta(self.count - 1, arguments))
 
     def _typed(self, key: str, text: str):
-        """XML has strings only: the schema says what else a parameter is."""
+        """An XML parameter as a value of its schema's type; XML itself has strings only."""
         schema = self.schemas.get(self._name, {}).get("properties", {}).get(key, {})
         if isinstance(schema, dict) and isinstance(schema.get("enum"), list):
             return next((c for c in schema["enum"] if as_xml(c) == text), text)
@@ -277,17 +305,18 @@ def _string(literal: str) -> str | None:
 
 
 def is_text(schema) -> bool:
-    """Whether XML writes a parameter of this schema as it is; others are JSON."""
+    """Whether XML writes a parameter of this schema verbatim; others are JSON."""
     kinds = schema.get("type") if isinstance(schema, dict) else None
     return kinds == "string" or (isinstance(kinds, list) and "string" in kinds)
 
 
 def as_xml(value) -> str:
+    """A value as XML writes it."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def joined(deltas: Sequence[CallDelta]) -> list[dict]:
-    """Whole calls, as a message has them."""
+    """Complete calls, as a message has them."""
     calls: dict[int, dict] = {}
     for d in deltas:
         call = calls.setdefault(

@@ -1,4 +1,4 @@
-"""OpenTelemetry: one span for each request, under vLLM's names, sent by a thread of the exporter's."""
+"""OpenTelemetry: one span for each request, under vLLM's names, sent by the exporter's thread."""
 
 import logging
 import os
@@ -9,19 +9,24 @@ from dflash_jax.server.observe import Observed
 
 log = logging.getLogger("dflash_jax.server")
 
-# Seconds that one export may take, and that the last one may take at the end.
+# Seconds of one export, and milliseconds of the last one at the end.
 EXPORT_S, FLUSH_MS = 5, 2_000
 
 
 class Tracer:
-    """Spans of requests for an OTLP collector.
+    """Sends spans of requests to an OTLP collector.
 
-    They wait in a queue of bounded length, which a thread empties; what does not fit, and what the collector does not
-    take, is lost. OTEL_EXPORTER_OTLP_TRACES_PROTOCOL is grpc (the default) or http/protobuf; OpenTelemetry's other
-    variables hold, too. Raises InputError where the packages are missing.
+    Spans wait in a bounded queue, which a thread empties. Spans that do not fit or that the collector refuses are lost.
+    OTEL_EXPORTER_OTLP_TRACES_PROTOCOL is grpc (the default) or http/protobuf; OpenTelemetry's other variables apply,
+    too.
     """
 
     def __init__(self, endpoint: str):
+        """Starts the exporter.
+
+        Raises:
+            InputError: The packages are missing, or the protocol is unknown.
+        """
         protocol = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "grpc")
         if protocol not in ("grpc", "http/protobuf"):
             raise InputError(f"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL is {protocol!r}: it must be grpc or http/protobuf")
@@ -45,7 +50,7 @@ class Tracer:
         self._propagator = TraceContextTextMapPropagator()
 
     def end(self, observed: Observed) -> None:
-        """Ends the span of a request. What goes wrong with it is logged, and harms no request."""
+        """Ends the span of a request. An error is logged and does not affect the request."""
         try:
             self._end(observed)
         except Exception:
@@ -62,17 +67,20 @@ class Tracer:
         span.end()
 
     def flush(self) -> None:
-        """Sends what waits, for two seconds at most."""
+        """Sends waiting spans, for at most two seconds."""
         self._provider.force_flush(FLUSH_MS)
 
 
 def attributes(observed: Observed) -> dict[str, str | int | float]:
-    """Attributes under vLLM's names: counts summed over the request's sequences, times (s) of its slowest one."""
+    """Attributes of a span under vLLM's names.
+
+    Counts are sums over the request's sequences; times are those of its slowest sequence, in seconds.
+    """
     requests = [row.request for row in observed.rows]
     params, before = requests[0].params, [None, *(r.prompt for r in requests)]
-    # Choices of one prompt are neighbours.
+    # Choices of one prompt are neighbours, so a prompt counts once where it differs from the one before.
     prompts = sum(len(r.prompt) for r, previous in zip(requests, before, strict=False) if r.prompt != previous)
-    found = {
+    values = {
         "gen_ai.response.model": observed.model,
         "gen_ai.request.id": observed.request_id,
         "gen_ai.request.temperature": params.temperature,
@@ -87,7 +95,7 @@ def attributes(observed: Observed) -> dict[str, str | int | float]:
     def slowest(name: str, later: str, earlier: str) -> None:
         spans = [getattr(r.times, later) - getattr(r.times, earlier) for r in requests if r.times is not None]
         if known := [s for s in spans if not isnan(s)]:
-            found[f"gen_ai.latency.{name}"] = max(known)
+            values[f"gen_ai.latency.{name}"] = max(known)
 
     slowest("time_in_queue", "admitted", "submitted")
     slowest("time_to_first_token", "first_token", "submitted")
@@ -95,4 +103,4 @@ def attributes(observed: Observed) -> dict[str, str | int | float]:
     slowest("time_in_model_prefill", "first_token", "admitted")
     slowest("time_in_model_decode", "finished", "first_token")
     slowest("time_in_model_inference", "finished", "admitted")
-    return found
+    return values

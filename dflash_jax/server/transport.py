@@ -1,4 +1,4 @@
-"""Where the server listens: TCP or a Unix socket, with or without TLS, under the path of a proxy."""
+"""The server's address: TCP or a Unix socket, with or without TLS, below a proxy's path."""
 
 import errno
 import os
@@ -14,7 +14,16 @@ BACKLOG = 2048
 
 
 def listen(host: str, port: int, uds: str | None = None) -> socket.socket:
-    """A socket that listens, before anything is loaded: an address that is taken is an error at once."""
+    """A listening socket, opened before anything is loaded, so that an address in use is an error at once.
+
+    Args:
+        host: A name or an address.
+        port: 0 for any free port.
+        uds: Path of a Unix socket in place of TCP.
+
+    Raises:
+        InputError: The address cannot be used.
+    """
     try:
         if uds is not None:
             return _listen_at(uds)
@@ -27,8 +36,8 @@ def listen(host: str, port: int, uds: str | None = None) -> socket.socket:
 
 
 def _listen_at(path: str) -> socket.socket:
-    """A Unix socket. One that a dead server left behind is replaced; any other file is left alone."""
-    # Linux would take these for sockets without a file.
+    """A Unix socket. A socket file without a listening server is replaced; any other file is an error."""
+    # Linux treats these paths as sockets without a file.
     if not path or "\0" in path:
         raise ValueError("the path is empty or has a NUL")
     listening = socket.socket(socket.AF_UNIX)
@@ -55,7 +64,7 @@ def _is_dead(path: str) -> bool:
 
 
 def close(listening: socket.socket, uds: str | None) -> None:
-    """Removes the file of a Unix socket."""
+    """Closes a listening socket, and removes the file of a Unix socket."""
     if uds is not None:
         with suppress(OSError):
             os.unlink(uds)
@@ -63,7 +72,7 @@ def close(listening: socket.socket, uds: str | None) -> None:
 
 
 def url(listening: socket.socket, is_tls: bool) -> str:
-    """What clients connect to."""
+    """The URL that clients connect to."""
     scheme = "https" if is_tls else "http"
     if listening.family == socket.AF_UNIX:
         return f"{scheme}+unix://{listening.getsockname()}"
@@ -72,7 +81,11 @@ def url(listening: socket.socket, is_tls: bool) -> str:
 
 
 def tls_context(args) -> ssl.SSLContext | None:
-    """What the ``--ssl-…`` flags describe; None without a certificate. Raises InputError."""
+    """The TLS context of the ``--ssl-…`` flags; None without a certificate.
+
+    Raises:
+        InputError: Flags contradict each other, or a file cannot be used.
+    """
     if args.ssl_certfile is None:
         for name in ("ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs"):
             if getattr(args, name) is not None:
@@ -86,7 +99,7 @@ def tls_context(args) -> ssl.SSLContext | None:
         _check_readable(f"--{name.replace('_', '-')}", getattr(args, name))
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
-        # A password is never asked for on the terminal.
+        # The password function keeps OpenSSL from asking on the terminal.
         context.load_cert_chain(args.ssl_certfile, args.ssl_keyfile, lambda: args.ssl_keyfile_password or "")
     except (OSError, ValueError) as e:
         raise InputError(
@@ -119,15 +132,16 @@ def _why(error: Exception) -> str:
 
 
 class UnderPath:
-    """An application that a proxy serves under ``prefix``, which the proxy removes from paths or leaves there.
+    """An application that a proxy serves below ``prefix``; the proxy may remove the prefix from paths or keep it.
 
-    The application sees paths without it, so that what is decided by path does not depend on the proxy.
+    The application sees paths without it, so that decisions by path do not depend on the proxy.
     """
 
     def __init__(self, app, prefix: str):
         self.app, self._prefix = app, prefix
 
     async def __call__(self, scope, receive, send) -> None:
+        """The ASGI application."""
         path = scope.get("path", "")
         if path == self._prefix or path.startswith(f"{self._prefix}/"):
             scope = scope | {"path": path[len(self._prefix) :] or "/"}

@@ -1,4 +1,4 @@
-"""``truncation: "auto"`` of /v1/responses: a conversation that is too long goes on without its oldest items."""
+"""``truncation: "auto"`` of /v1/responses: a conversation that is too long continues without its oldest items."""
 
 from collections.abc import Awaitable, Callable, Sequence
 
@@ -16,20 +16,20 @@ OF_SYSTEM = ("system", "developer")
 def droppable(items: Sequence[responses_schema.InputItem]) -> list[list[int]]:
     """The items that may be dropped, as groups of indices, the oldest group first.
 
-    A group is dropped as a whole, so that chat templates accept the remaining items. It is a turn, which begins with a
-    message of the user; in the latest turn it is a step: items of the model up to the outputs of its calls. The output
-    of a call is in the group of the call. No group has system messages, the newest input (all items behind the model's
-    last one), the calls that the newest input answers, or the user's last message before it.
+    A group is dropped as a whole, so that chat templates accept the remaining items. A group is a turn, which begins
+    with a message of the user; in the latest turn it is a step: items of the model up to the outputs of its calls. The
+    output of a call is in the group of the call. No group has system messages, the newest input (all items behind the
+    model's last one), the calls that the newest input answers, or the user's last message before it.
     """
     kinds = {i: _kind(item) for i, item in enumerate(items) if _kind(item) not in OF_SYSTEM}
     last = max((i for i, kind in kinds.items() if kind in OF_MODEL), default=-1)
     newest = {i for i in kinds if i > last} or set([*kinds][-1:])
-    # Ids may come again: an output is of the last call before it.
+    # Ids may repeat: an output belongs to the last call before it.
     calls = {_call_id(items[i]): i for i, kind in kinds.items() if kind == CALL}
     answered = {_call_id(items[i]) for i in newest if kinds[i] == OUTPUT} & set(calls)
     begin = min([*newest, *(calls[name] for name in answered)], default=0)
-    asked = [i for i, kind in kinds.items() if kind == "user"]
-    question = max((i for i in asked if i <= begin), default=max(asked, default=-1))
+    user_turns = [i for i, kind in kinds.items() if kind == "user"]
+    question = max((i for i in user_turns if i <= begin), default=max(user_turns, default=-1))
 
     groups: list[list[int]] = []
     group_of_call: dict[str | None, list[int]] = {}
@@ -53,7 +53,7 @@ def droppable(items: Sequence[responses_schema.InputItem]) -> list[list[int]]:
 
 
 def _kind(item: responses_schema.InputItem) -> str | None:
-    """The type of an item, of a message its role."""
+    """The type of an item; of a message, its role."""
     return item.role if item.type in (None, "message") else item.type
 
 
@@ -74,12 +74,13 @@ async def kept_items(
     sizes: Sequence[int],
     as_chat: Callable[[Sequence[int]], Awaitable[chat_schema.ChatRequest]],
 ) -> list[int]:
-    """The items with which a conversation goes on: of `droppable` groups, as few of the oldest as possible are dropped.
+    """The items with which a conversation continues: as few of the oldest `droppable` groups as possible are dropped.
 
     Args:
-        items: The whole conversation, each item of it valid; texts may be left out.
+        serving: The model and its engine.
+        items: The whole conversation, valid; texts may be left out.
         sizes: Characters of each item's texts, or fewer.
-        as_chat: The request for a conversation of the items at some places.
+        as_chat: Makes the request for the items at some places.
 
     Returns:
         Places of items. Where all groups are dropped, the rest may still be too long.
@@ -99,7 +100,7 @@ async def kept_items(
             return False
         return True
 
-    # What is more than any request may have is not rendered.
+    # Groups are dropped without rendering while the conversation exceeds the limits of any request.
     low, size, count = 0, sum(sizes), len(items)
     while low < len(groups) and (size > serving.texts.most_cut or count > serving.limits.objects):
         size, count = size - sum(sizes[i] for i in groups[low]), count - len(groups[low])

@@ -1,7 +1,7 @@
-"""What the worker processes have in common: frames over a socket, forks on request, limits of time and memory.
+"""Parts that worker processes share: frames over a socket, forks on request, limits of time and memory.
 
-A new process is asked for by a byte that carries the descriptor of its socket. It begins with a frame of its process
-id; then frames go in and out.
+A new process is requested by a byte with the descriptor of its socket. It first sends a frame with its process id, then
+frames go in and out.
 """
 
 import json
@@ -13,7 +13,7 @@ import struct
 import sys
 from contextlib import suppress
 
-# Below everything else that the server does.
+# Niceness of workers, so that the server itself has precedence.
 NICENESS = 10
 _LENGTH = struct.Struct("!I")
 
@@ -24,22 +24,32 @@ def framed(payload: bytes) -> bytes:
 
 
 def unframed(data: bytes | bytearray) -> bytes | None:
-    """The payload of the frame that ``data`` begins with; None where that is not whole."""
+    """The payload of the frame at the beginning of ``data``; None where it is incomplete."""
     if len(data) < _LENGTH.size or len(data) - _LENGTH.size < (length := _LENGTH.unpack_from(data)[0]):
         return None
     return bytes(data[_LENGTH.size : _LENGTH.size + length])
 
 
 class Frames:
-    """Frames over a socket; EOFError when the other end is gone."""
+    """Frames over a socket.
+
+    Attributes:
+        socket: The socket.
+    """
 
     def __init__(self, connection: socket.socket):
         self.socket = connection
 
     def send(self, payload: bytes) -> None:
+        """Sends a frame."""
         self.socket.sendall(framed(payload))
 
     def read(self) -> dict:
+        """Waits for a frame of JSON.
+
+        Raises:
+            EOFError: The other end is closed.
+        """
         return json.loads(self._exactly(_LENGTH.unpack(self._exactly(_LENGTH.size))[0]))
 
     def _exactly(self, size: int) -> bytes:
@@ -54,29 +64,38 @@ class Frames:
 
 
 def prepared_nursery(stack_bytes: int | None = None) -> socket.socket:
-    """Makes this process, ``python -m MODULE FD``, one that may be lost, and returns its socket.
+    """Prepares this process, ``python -m MODULE FD``, as a nursery that may crash without harm.
 
-    ``stack_bytes``: the stack that it and its forks need, where that is more than the system's default.
+    Args:
+        stack_bytes: Stack of the process and its forks; None: the system's default.
+
+    Returns:
+        The socket to the server.
     """
     if stack_bytes is not None:
         hard = resource.getrlimit(resource.RLIMIT_STACK)[1]
         stack = stack_bytes if hard == resource.RLIM_INFINITY else min(stack_bytes, hard)
         if resource.getrlimit(resource.RLIMIT_STACK)[0] != stack:
-            # The limit of the stack counts from a program's start.
+            # A new stack limit applies only to a newly started program.
             resource.setrlimit(resource.RLIMIT_STACK, (stack, hard))
             os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        # Where the machine's memory runs out, the system ends this before the server.
+        # Without free memory, the system ends workers before the server.
         file.write("1000")
-    # Ctrl-C on a terminal is the server's, which drains. Ended children need no parent that waits for them.
+    # Ctrl-C on a terminal is for the server, which drains. The system reaps ended children.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     return socket.socket(fileno=int(sys.argv[1]))
 
 
 def fork_for_each(control: socket.socket, work) -> None:
-    """Forks a process for each descriptor that arrives, until the other end is gone."""
+    """Forks a process for each descriptor that arrives, until the other end is closed.
+
+    Args:
+        control: The socket to the parent.
+        work: Called with the `Frames` of each new process, in that process.
+    """
     while True:
         data, descriptors, _, _ = socket.recv_fds(control, 1, 1)
         if not data:
@@ -93,7 +112,7 @@ def fork_for_each(control: socket.socket, work) -> None:
 
 
 def limit_memory(more: int) -> None:
-    """``more`` bytes of address space at most, beyond what is in use."""
+    """Limits the address space to ``more`` bytes beyond what is in use."""
     with suppress(OSError):
         with open("/proc/self/statm") as file:
             used = int(file.read().split()[0]) * resource.getpagesize()
@@ -103,7 +122,7 @@ def limit_memory(more: int) -> None:
 
 
 def limit_seconds(seconds: int | None) -> None:
-    """So much of the processor's time from now on; None for no limit."""
+    """Limits CPU time to ``seconds`` from now on; None: no limit."""
     hard, times = resource.getrlimit(resource.RLIMIT_CPU)[1], os.times()
     limit = hard if seconds is None else int(times.user + times.system) + seconds
     resource.setrlimit(resource.RLIMIT_CPU, (limit, hard))

@@ -18,59 +18,69 @@ from concurrent.futures import ThreadPoolExecutor
 from dflash_jax.errors import InputError
 from dflash_jax.server.worker_loop import framed, unframed
 
-# Seconds that a nursery has to get ready.
+# Seconds in which a nursery must be ready.
 START_S = 120.0
 
 
 class Nursery:
-    """A process that forks others: the module ``module``, which says something once it has read ``first``.
-
-    ``failure``: the message for clients where it does not.
-    """
+    """A process that forks others."""
 
     def __init__(self, module: str, first: dict, failure: str):
+        """Describes the process; `start` starts it.
+
+        Args:
+            module: Its module.
+            first: The message that it reads first. It answers when it is ready.
+            failure: The error for clients where it does not start.
+        """
         self._module, self._first, self._failure = module, first, failure
         self._socket: socket.socket | None = None
-        # One start at a time, which may take long; the other lock is never held for long.
+        # The first lock serialises starts, which take long; the second is held only briefly.
         self._starting, self._lock, self._has_stopped = threading.Lock(), threading.Lock(), False
         self._starter = ThreadPoolExecutor(1, f"{module.rpartition('.')[2]}-start")
 
     def start(self) -> None:
-        """Starts the process, where it does not run. Raises InputError where it does not get ready."""
+        """Starts the process unless it runs.
+
+        Raises:
+            InputError: It does not get ready.
+        """
         with self._starting:
             if self._socket is not None:
                 return
-            ours, other = socket.socketpair()
-            command = [sys.executable, "-m", self._module, str(other.fileno())]
+            connection, remote = socket.socketpair()
+            command = [sys.executable, "-m", self._module, str(remote.fileno())]
             environment = os.environ | {
                 "TOKENIZERS_PARALLELISM": "false",
                 "RAYON_NUM_THREADS": "1",
                 "OPENBLAS_NUM_THREADS": "1",
             }
             quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-            with other:
-                process = subprocess.Popen(command, pass_fds=[other.fileno()], env=environment, **quiet)
+            with remote:
+                process = subprocess.Popen(command, pass_fds=[remote.fileno()], env=environment, **quiet)
             threading.Thread(target=process.wait, name="nursery", daemon=True).start()
-            ours.settimeout(START_S)
+            connection.settimeout(START_S)
             try:
-                ours.sendall(framed(json.dumps(self._first).encode()))
-                if not ours.recv(2**10):
+                connection.sendall(framed(json.dumps(self._first).encode()))
+                if not connection.recv(2**10):
                     raise OSError
             except OSError:
-                ours.close()
+                connection.close()
                 process.kill()
                 raise InputError(self._failure) from None
-            ours.settimeout(None)
+            connection.settimeout(None)
             with self._lock:
                 if not self._has_stopped:
-                    self._socket = ours
+                    self._socket = connection
                     return
-            ours.close()
+            connection.close()
             raise InputError("the server has been stopped")
 
     def lose(self, connection: socket.socket | None) -> None:
-        """Ends the process that ``connection`` belongs to, unless another one has been started since: its socket is
-        all that it waits for."""
+        """Ends the process with this ``connection``, unless another one was started since.
+
+        The process ends when its socket closes.
+        """
         with self._lock:
             if connection is None or connection is not self._socket:
                 return
@@ -85,7 +95,12 @@ class Nursery:
         self._starter.shutdown(wait=False)
 
     async def forked(self) -> "WorkerProcess":
-        """A new worker; starts the nursery where it does not run. Raises InputError or OSError where that fails."""
+        """A new worker; starts the nursery unless it runs.
+
+        Raises:
+            InputError: The nursery does not start.
+            OSError: It ended twice.
+        """
         for _ in range(2):
             if self._has_stopped:
                 raise InputError("the server has been stopped")
@@ -101,21 +116,26 @@ class Nursery:
 
 
 class WorkerProcess:
-    """A process that ``parent``, a socket to another one, was asked for.
+    """A process that another one forked.
 
     Attributes:
+        socket: The socket to it.
         parent: The socket to the process that forks it.
-        pid: Its process id, once it has said it.
+        pid: Its process id, once it has sent it.
         reason: Why the server ended it.
-        is_abandoned: Whether it is to be ended as soon as that is possible.
-        began: When it was asked for, on the monotonic clock.
+        is_abandoned: Whether it is to be ended as soon as its id is known.
+        began: When it was requested, on the monotonic clock.
     """
 
     def __init__(self, parent: socket.socket):
-        """Has ``parent`` fork. Raises OSError where that is gone."""
-        self.socket, other = socket.socketpair()
-        descriptors = struct.pack("i", other.fileno())
-        with other:
+        """Has ``parent`` fork.
+
+        Raises:
+            OSError: The parent is gone.
+        """
+        self.socket, remote = socket.socketpair()
+        descriptors = struct.pack("i", remote.fileno())
+        with remote:
             flags = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
             try:
                 parent.sendmsg([b"\0"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)], flags)
@@ -130,10 +150,15 @@ class WorkerProcess:
         self._data, self._lock = bytearray(), threading.Lock()
 
     def send(self, value: dict) -> None:
+        """Sends a frame of JSON."""
         self.socket.sendall(framed(json.dumps(value).encode()))
 
     def poll(self) -> bytes | None:
-        """The next frame, if it is here. Raises EOFError when the process has ended."""
+        """The next frame; None where there is none yet.
+
+        Raises:
+            EOFError: The process has ended.
+        """
         with self._lock:
             while (payload := unframed(self._data)) is None:
                 try:
@@ -148,12 +173,12 @@ class WorkerProcess:
             del self._data[: len(framed(b"")) + len(payload)]
             if self.pid is not None:
                 return payload
-            # It begins by saying who it is.
+            # The first frame is its process id.
             self.pid = int(payload)
         return self.poll()
 
     def has_ended(self) -> bool:
-        """Whether it has; frames that are here now are lost."""
+        """Whether the process has ended; frames that have arrived are discarded."""
         try:
             while self.poll() is not None:
                 pass
@@ -162,22 +187,28 @@ class WorkerProcess:
         return False
 
     def kill(self, reason: str | None = None) -> bool:
-        """Ends it, and says whether that was possible: not before the process has said who it is."""
+        """Ends the process.
+
+        Returns:
+            Whether it has ended; False where its id is not known yet.
+        """
         self.reason = self.reason or reason
         if not self.has_ended():
             if self.pid is None:
                 return False
-            # Its socket is open, so no other process has its id.
+            # The open socket shows that no other process has this id.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
         return True
 
     def faulted_and_resident(self) -> tuple[int, int]:
-        """Bytes of the pages that it has taken or first written to since its fork, and bytes that it has in memory,
-        shared ones too."""
+        """Bytes of the pages that it used or wrote first since its fork, and of all its pages in memory.
+
+        Pages in memory include shared ones.
+        """
         try:
             with open(f"/proc/{self.pid}/stat") as file:
-                # Behind the name, which may have blanks.
+                # The fields follow the name, which may have blanks.
                 fields = file.read().rpartition(")")[2].split()
         except OSError:
             return 0, 0
@@ -193,14 +224,22 @@ class WorkerProcess:
         return sum(int(line[1]) for line in lines) * 1024
 
     async def next(self) -> bytes:
-        """The next frame. Raises EOFError when the process has ended."""
+        """Waits for the next frame.
+
+        Raises:
+            EOFError: The process has ended.
+        """
         loop = asyncio.get_running_loop()
         while (payload := self.poll()) is None:
             await _readable(loop, self.socket)
         return payload
 
     def wait(self, timeout_s: float) -> bytes | None:
-        """The next frame, if it is here within ``timeout_s``. Raises EOFError when the process has ended."""
+        """Waits up to ``timeout_s`` for the next frame; None where there is none.
+
+        Raises:
+            EOFError: The process has ended.
+        """
         payload = self.poll()
         if payload is None and timeout_s > 0:
             waiting = select.poll()

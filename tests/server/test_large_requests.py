@@ -25,7 +25,7 @@ from dflash_jax.frontend.tokenizer import Tokenizer
 from dflash_jax.sampling_params import SamplingParams
 from dflash_jax.server import body, completions, large_answers, prepare, texts
 from dflash_jax.server.errors import ApiError, JsonResponse
-from dflash_jax.server.large_answers import pieces
+from dflash_jax.server.large_answers import json_pieces
 from dflash_jax.server.serving import Limits
 from dflash_jax.server.texts import Texts
 
@@ -66,7 +66,7 @@ def counts(text: bytes) -> list[tuple[int, int]]:
 
 @given(VALUES)
 def test_an_answer_in_pieces_is_the_same(value):
-    assert b"".join(pieces(value)) == JsonResponse(value).body
+    assert b"".join(json_pieces(value)) == JsonResponse(value).body
 
 
 @pytest.mark.parametrize("text", [b"\\" * 10**5, b'"' * 10**5, b'\\"' * 10**5, b"[" * 10**5, b'"' + b"\\" * 10**5])
@@ -222,7 +222,7 @@ def test_others_have_their_turn_between_rows(llm):
 
     async def main() -> list:
         task = asyncio.create_task(other())
-        rows = await prepare.rows(serving, [5, 6], params, 8)
+        rows = await prepare.sequences(serving, [5, 6], params, 8)
         task.cancel()
         return rows
 
