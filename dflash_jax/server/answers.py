@@ -11,7 +11,10 @@ IMPOSSIBLE = -9999.0
 
 
 def usage(
-    rows: Sequence[TextSequence], choices: int, reasoning_tokens: int = 0, new: Sequence[TextSequence] | None = None
+    sequences: Sequence[TextSequence],
+    choices: int,
+    reasoning_tokens: int = 0,
+    new: Sequence[TextSequence] | None = None,
 ) -> dict:
     """Token counts of a request.
 
@@ -19,14 +22,14 @@ def usage(
     blocks.
 
     Args:
-        rows: All sequences; choices of one prompt are neighbours.
+        sequences: All sequences; choices of one prompt are neighbours.
         choices: Sequences of each prompt.
         reasoning_tokens: Tokens of reasoning among the new ones.
         new: Sequences whose new tokens count; None: all.
     """
-    prompt = sum(len(r.request.prompt) for r in rows[::choices])
-    cached = sum(r.request.cached for r in rows[::choices])
-    new = rows if new is None else new
+    prompt = sum(len(r.request.prompt) for r in sequences[::choices])
+    cached = sum(r.request.cached for r in sequences[::choices])
+    new = sequences if new is None else new
     count = sum(len(r.token_ids) for r in new)
     drafts, drafted = sum(r.drafts for r in new), sum(r.draft_tokens for r in new)
     accepted = sum(n - 1 for r in new for n in r.accepted)
@@ -46,35 +49,35 @@ def usage(
     }
 
 
-def timings(rows: Sequence[TextSequence], now: float) -> dict:
+def timings(sequences: Sequence[TextSequence], now: float) -> dict:
     """Decoding time and rate.
 
     Args:
-        rows: All sequences of a request.
+        sequences: All sequences of a request.
         now: The engine's clock in seconds, for sequences that are not finished.
 
     Returns:
         ``decode_s``, seconds from the end of the first prefill to the last token; ``tokens_per_s``, new tokens per
         second of that time.
     """
-    started = [r.request.times for r in rows if r.request.times is not None]
+    started = [r.request.times for r in sequences if r.request.times is not None]
     times = [t for t in started if not isnan(t.first_token)]
     if not times:
         return {"decode_s": 0.0, "tokens_per_s": 0.0}
     seconds = max(now if isnan(t.finished) else t.finished for t in times) - min(t.ready for t in times)
-    return {"decode_s": seconds, "tokens_per_s": sum(len(r.token_ids) for r in rows) / max(seconds, 1e-9)}
+    return {"decode_s": seconds, "tokens_per_s": sum(len(r.token_ids) for r in sequences) / max(seconds, 1e-9)}
 
 
-def request_metrics(rows: Sequence[TextSequence]) -> dict:
+def request_metrics(sequences: Sequence[TextSequence]) -> dict:
     """Times of a request with one sequence, in vLLM's shape, in milliseconds; {} for several sequences.
 
     Unknown times are left out. ``time_to_first_token_ms`` and ``tokens_per_second`` count from the moment at which the
     sequence gets a slot, as in vLLM.
     """
-    times = rows[0].request.times if len(rows) == 1 else None
+    times = sequences[0].request.times if len(sequences) == 1 else None
     if times is None:
         return {}
-    new = len(rows[0].request.tokens)
+    new = len(sequences[0].request.tokens)
     from_slot, decoding = times.finished - times.admitted, times.finished - times.first_token
     values = {
         "time_to_first_token_ms": 1e3 * (times.first_token - times.admitted),
@@ -91,13 +94,13 @@ def finite(logprob: float) -> float:
     return logprob if isfinite(logprob) else IMPOSSIBLE
 
 
-def stop_reasons(row: TextSequence, stop_ids: Sequence[int]) -> dict:
+def stop_reasons(sequence: TextSequence, stop_ids: Sequence[int]) -> dict:
     """Why a text stopped, under vLLM's name and SGLang's.
 
     vLLM's is the stop string or token of the request; the checkpoint's ``stop_ids`` count as no reason.
     """
-    matched = row.matched
-    is_default = matched in stop_ids and matched not in row.request.params.stop_token_ids
+    matched = sequence.matched
+    is_default = matched in stop_ids and matched not in sequence.request.params.stop_token_ids
     return {"stop_reason": None if is_default else matched, "matched_stop": matched}
 
 
@@ -118,11 +121,11 @@ def prompt_entry(tokenizer: Tokenizer | None, entry: dict) -> dict:
     }
 
 
-def prompt_logprobs(tokenizer: Tokenizer | None, row: TextSequence) -> list | None:
+def prompt_logprobs(tokenizer: Tokenizer | None, sequence: TextSequence) -> list | None:
     """The list for a prompt in vLLM's shape, None for its first token; None where nothing is computed."""
-    if row.request.prompt_logprobs is None:
+    if sequence.request.prompt_logprobs is None:
         return None
-    return [None, *(prompt_entry(tokenizer, entry) for entry in row.request.prompt_entries)]
+    return [None, *(prompt_entry(tokenizer, entry) for entry in sequence.request.prompt_entries)]
 
 
 def chat_logprobs(tokenizer: Tokenizer | None, entries: Sequence[dict], *, as_ids: bool = False) -> list[dict]:

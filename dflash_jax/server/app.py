@@ -57,7 +57,7 @@ class Gate:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        start, status, collected, rows = time.perf_counter(), CLIENT_GONE, notes.begin(), begin_tracking()
+        start, status, collected, sequences = time.perf_counter(), CLIENT_GONE, notes.begin(), begin_tracking()
         name = request_id.begin(scope, self.serving.additions.request_ids)
         unknown_fields.set(self.serving.limits.unknown_fields)
 
@@ -77,8 +77,8 @@ class Gate:
             status = 500
             raise
         finally:
-            for row in rows:
-                row.request.close()
+            for sequence in sequences:
+                sequence.request.close()
             milliseconds = 1e3 * (time.perf_counter() - start)
             client = (scope.get("client") or ("-",))[0]
             # The raw path: a decoded one could have line breaks.

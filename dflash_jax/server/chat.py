@@ -121,32 +121,34 @@ async def chat_completions(http: Request, body: chat_schema.ChatRequest):
     """OpenAI's chat completions."""
     serving: Serving = http.app.state.serving
     name = request_id.choose("chatcmpl-", body.request_id, body.rid)
-    talk, rows = await while_connected(http, prepare_chat(serving, body))
+    talk, sequences = await while_connected(http, prepare_chat(serving, body))
     head = {"id": name, "created": int(time.time()), "model": body.model or serving.name}
-    serving.register(rows, name, http.state.owner)
+    serving.register(sequences, name, http.state.owner)
     body = body.without_large()
     if body.stream:
-        answer = EventStream.start(http, stream_chunks(serving, body, talk, rows, head))
+        answer = EventStream.start(http, stream_chunks(serving, body, talk, sequences, head))
     else:
-        answer = while_connected(http, full_response(serving, body, talk, rows, head))
+        answer = while_connected(http, full_response(serving, body, talk, sequences, head))
     return Later(http, answer, keeps_parsed=bool(talk.tools))
 
 
 async def full_response(
-    serving: Serving, body: chat_schema.ChatRequest, talk: Conversation, rows: list[TextSequence], head: dict
+    serving: Serving, body: chat_schema.ChatRequest, talk: Conversation, sequences: list[TextSequence], head: dict
 ) -> Response:
     """Waits for all sequences, then answers."""
-    parsers, deltas = [talk.parser(body.shown_reasoning) for _ in rows], [[] for _ in rows]
-    async for i, piece in serving.merged(rows):
+    parsers, deltas = [talk.parser(body.shown_reasoning) for _ in sequences], [[] for _ in sequences]
+    async for i, piece in serving.merged(sequences):
         deltas[i].append(parsers[i].push(piece))
-    return await json_response(rows, lambda: chat_completion(serving, body, talk, rows, head, parsers, deltas))
+    return await json_response(
+        sequences, lambda: chat_completion(serving, body, talk, sequences, head, parsers, deltas)
+    )
 
 
 def chat_completion(
     serving: Serving,
     body: chat_schema.ChatRequest,
     talk: Conversation,
-    rows: list[TextSequence],
+    sequences: list[TextSequence],
     head: dict,
     parsers: list[Parser],
     deltas: list[list[Delta]],
@@ -157,14 +159,14 @@ def chat_completion(
         serving: The model and its engine.
         body: The request.
         talk: Its conversation.
-        rows: Its finished sequences.
+        sequences: Its finished sequences.
         head: Fields id, created and model.
         parsers: The parser of each sequence.
         deltas: Parsed pieces of each sequence.
     """
     choices = []
-    for i, row in enumerate(rows):
-        deltas[i].append(parsers[i].finish(row))
+    for i, sequence in enumerate(sequences):
+        deltas[i].append(parsers[i].finish(sequence))
         content = talk.echoed + "".join(d.content for d in deltas[i])
         reasoning = "".join(d.reasoning for d in deltas[i])
         calls = joined([c for d in deltas[i] for c in d.calls])
@@ -173,19 +175,19 @@ def chat_completion(
         if calls:
             message["tool_calls"] = calls
         logprobs = None
-        if row.logprobs is not None:
-            logprobs = logprobs_of(serving, body, row.logprobs)
-        choice = {"index": i, "message": message, "logprobs": logprobs, "finish_reason": parsers[i].reason(row)}
-        choice |= stop_reasons(row, serving.llm.defaults.stop_ids)
-        choice["token_ids"] = row.request.tokens if body.return_token_ids else None
+        if sequence.logprobs is not None:
+            logprobs = logprobs_of(serving, body, sequence.logprobs)
+        choice = {"index": i, "message": message, "logprobs": logprobs, "finish_reason": parsers[i].reason(sequence)}
+        choice |= stop_reasons(sequence, serving.llm.defaults.stop_ids)
+        choice["token_ids"] = sequence.request.tokens if body.return_token_ids else None
         if body.return_prompt_token_ids:
             choice["prompt_token_ids"] = talk.prompt
         choices.append(choice)
-    counted = usage(rows, len(rows), sum(p.reasoning_tokens for p in parsers))
+    counted = usage(sequences, len(sequences), sum(p.reasoning_tokens for p in parsers))
     value = {**head, "object": "chat.completion", "choices": choices, "usage": counted, "system_fingerprint": None}
     value["prompt_token_ids"] = talk.prompt if body.return_token_ids else None
-    value["prompt_logprobs"] = prompt_logprobs(serving.llm.tokenizer, rows[0])
-    return value | (request_metrics(rows) if serving.additions.metrics else {})
+    value["prompt_logprobs"] = prompt_logprobs(serving.llm.tokenizer, sequences[0])
+    return value | (request_metrics(sequences) if serving.additions.metrics else {})
 
 
 def echoed_text(messages: Sequence[chat_schema.Message]) -> str:
@@ -222,11 +224,11 @@ def _as_call(call: CallDelta) -> dict:
 
 
 async def stream_chunks(
-    serving: Serving, body: chat_schema.ChatRequest, talk: Conversation, rows: list[TextSequence], head: dict
+    serving: Serving, body: chat_schema.ChatRequest, talk: Conversation, sequences: list[TextSequence], head: dict
 ) -> AsyncGenerator[bytes, None]:
     """Yields the chunks of a streamed answer."""
     stream_options = serving.additions.stream_options(body.stream_options or schema.StreamOptions())
-    parsers, started = [talk.parser(body.shown_reasoning) for _ in rows], []
+    parsers, started = [talk.parser(body.shown_reasoning) for _ in sequences], []
 
     def chunk(i: int, delta: dict, reason: str | None = None, is_first: bool = False, **more) -> bytes:
         # SGLang's clients read this field of every delta.
@@ -235,21 +237,21 @@ async def stream_chunks(
         value = {**head, "object": "chat.completion.chunk", "choices": [choice], "system_fingerprint": None}
         if stream_options.include_usage:
             thoughts = sum(p.reasoning_tokens for p in parsers)
-            counted = usage(rows, len(rows), thoughts, new=[rows[i] for i in started])
+            counted = usage(sequences, len(sequences), thoughts, new=[sequences[i] for i in started])
             value["usage"] = counted if stream_options.continuous_usage_stats else None
             if stream_options.include_timings and stream_options.continuous_usage_stats:
-                value["timings"] = timings(rows, serving.clock)
+                value["timings"] = timings(sequences, serving.clock)
         if is_first and body.return_token_ids:
             value["prompt_token_ids"] = talk.prompt
         return frame(value)
 
-    async for i, piece in serving.merged(rows):
+    async for i, piece in serving.merged(sequences):
         if i not in started:
             yield chunk(i, {"role": "assistant", "content": talk.echoed}, is_first=not started)
             started.append(i)
         deltas, more = as_delta(parsers[i].push(piece)), {}
         if piece.finish_reason:
-            deltas += as_delta(parsers[i].finish(rows[i]))
+            deltas += as_delta(parsers[i].finish(sequences[i]))
         if piece.logprobs is not None:
             more["logprobs"] = logprobs_of(serving, body, piece.logprobs)
         if body.return_token_ids:
@@ -261,12 +263,12 @@ async def stream_chunks(
             reason = None
             if piece.finish_reason and place == len(deltas) - 1:
                 # The reason comes with the last text, as in vLLM: no chunk of a choice is without tokens.
-                reason = parsers[i].reason(rows[i])
-                more |= stop_reasons(rows[i], serving.llm.defaults.stop_ids)
+                reason = parsers[i].reason(sequences[i])
+                more |= stop_reasons(sequences[i], serving.llm.defaults.stop_ids)
             yield chunk(i, delta, reason, **more)
             more = {}
     if stream_options.include_usage:
-        counted = usage(rows, len(rows), sum(p.reasoning_tokens for p in parsers))
-        more = {"timings": timings(rows, serving.clock)} if stream_options.include_timings else {}
-        more |= request_metrics(rows) if serving.additions.metrics else {}
+        counted = usage(sequences, len(sequences), sum(p.reasoning_tokens for p in parsers))
+        more = {"timings": timings(sequences, serving.clock)} if stream_options.include_timings else {}
+        more |= request_metrics(sequences) if serving.additions.metrics else {}
         yield frame({**head, "object": "chat.completion.chunk", "choices": [], "usage": counted, **more})

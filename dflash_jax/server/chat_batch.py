@@ -44,15 +44,15 @@ async def prepare_batch(
     check(serving, body)
     # The fields are validated already.
     bodies = [chat_schema.ChatRequest.model_construct(**dict(body) | {"messages": given}) for given in body.messages]
-    talks, rows = [], []
+    talks, sequences = [], []
     for i, each in enumerate(bodies):
         try:
-            talk, (row,) = await chat.prepare_chat(serving, each)
+            talk, (sequence,) = await chat.prepare_chat(serving, each)
         except ApiError as e:
             raise ApiError(e.status_code, f"conversation {i}: {e.message}", e.param) from None
         talks.append(talk)
-        rows.append(row)
-    return bodies, talks, rows
+        sequences.append(sequence)
+    return bodies, talks, sequences
 
 
 @router.post("/v1/chat/completions/batch", responses={200: {"model": ChatCompletion}}, response_model=None)
@@ -60,31 +60,33 @@ async def chat_completions_batch(http: Request, body: chat_schema.ChatBatchReque
     """Chat completions of several conversations, vLLM's endpoint."""
     serving: Serving = http.app.state.serving
     name = request_id.choose("chatcmpl-", body.request_id, body.rid)
-    bodies, talks, rows = await while_connected(http, prepare_batch(serving, body))
+    bodies, talks, sequences = await while_connected(http, prepare_batch(serving, body))
     head = {"id": name, "created": int(time.time()), "model": body.model or serving.name}
-    serving.register(rows, name, http.state.owner)
+    serving.register(sequences, name, http.state.owner)
     bodies = [each.without_large() for each in bodies]
-    return Later(http, while_connected(http, full_response(serving, bodies, talks, rows, head)))
+    return Later(http, while_connected(http, full_response(serving, bodies, talks, sequences, head)))
 
 
 async def full_response(
     serving: Serving,
     bodies: list[chat_schema.ChatRequest],
     talks: list[Conversation],
-    rows: list[TextSequence],
+    sequences: list[TextSequence],
     head: dict,
 ) -> Response:
     """Waits for all sequences, then answers."""
     parsers = [talk.parser(body.shown_reasoning) for talk, body in zip(talks, bodies, strict=True)]
-    deltas = [[] for _ in rows]
-    async with aclosing(serving.merged(rows)) as pieces:
+    deltas = [[] for _ in sequences]
+    async with aclosing(serving.merged(sequences)) as pieces:
         async for i, piece in pieces:
             deltas[i].append(parsers[i].push(piece))
 
     def build() -> dict:
         answers = [
-            chat.chat_completion(serving, body, talk, [row], head, [parser], [pieces_of_one])
-            for body, talk, row, parser, pieces_of_one in zip(bodies, talks, rows, parsers, deltas, strict=True)
+            chat.chat_completion(serving, body, talk, [sequence], head, [parser], [pieces_of_one])
+            for body, talk, sequence, parser, pieces_of_one in zip(
+                bodies, talks, sequences, parsers, deltas, strict=True
+            )
         ]
         choices = []
         for i, answer in enumerate(answers):
@@ -93,8 +95,8 @@ async def full_response(
                 name: answer[name] for name in ("prompt_token_ids", "prompt_logprobs") if answer[name] is not None
             }
             choices.append({**choice, "index": i, **prompt_fields})
-        counted = usage(rows, 1, sum(parser.reasoning_tokens for parser in parsers))
+        counted = usage(sequences, 1, sum(parser.reasoning_tokens for parser in parsers))
         nothing = {"prompt_token_ids": None, "prompt_logprobs": None}
         return {**answers[0], "choices": choices, "usage": counted, **nothing}
 
-    return await json_response(rows, build)
+    return await json_response(sequences, build)

@@ -79,33 +79,35 @@ async def prepare_completions(serving: Serving, body: schema.CompletionRequest) 
 async def completions(http: Request, body: schema.CompletionRequest):
     """OpenAI's completions."""
     serving: Serving = http.app.state.serving
-    rows = await while_connected(http, prepare_completions(serving, body))
+    sequences = await while_connected(http, prepare_completions(serving, body))
     head = {
         "id": request_id.choose("cmpl-", body.request_id, body.rid),
         "object": "text_completion",
         "created": int(time.time()),
         "model": body.model or serving.name,
     }
-    serving.register(rows, head["id"], http.state.owner)
+    serving.register(sequences, head["id"], http.state.owner)
     body = body.without_large()
     if body.stream:
-        return Later(http, EventStream.start(http, stream_chunks(serving, body, rows, head)))
-    return Later(http, full_response(http, serving, body, rows, head))
+        return Later(http, EventStream.start(http, stream_chunks(serving, body, sequences, head)))
+    return Later(http, full_response(http, serving, body, sequences, head))
 
 
 async def full_response(
-    http: Request, serving: Serving, body: schema.CompletionRequest, rows: list[TextSequence], head: dict
+    http: Request, serving: Serving, body: schema.CompletionRequest, sequences: list[TextSequence], head: dict
 ) -> Response:
     """Waits for all sequences, then answers."""
-    await while_connected(http, serving.run(rows))
+    await while_connected(http, serving.run(sequences))
 
     def build() -> dict:
-        choices = [choice(serving, body, i, row) for i, row in enumerate(rows)]
-        counted = usage(rows, body.n or 1, new=rows if body.max_tokens != 0 else ())
-        more = request_metrics(rows) if serving.additions.metrics else {}
+        choices = [choice(serving, body, i, sequence) for i, sequence in enumerate(sequences)]
+        counted = usage(sequences, body.n or 1, new=sequences if body.max_tokens != 0 else ())
+        more = request_metrics(sequences) if serving.additions.metrics else {}
         return {**head, "choices": choices, "usage": counted, "system_fingerprint": None, **more}
 
-    return await json_response(rows, build, sum(len(row.request.prompt) for row in rows) if body.echo else 0)
+    return await json_response(
+        sequences, build, sum(len(sequence.request.prompt) for sequence in sequences) if body.echo else 0
+    )
 
 
 @dataclass(frozen=True)
@@ -123,9 +125,9 @@ class Opening:
     entries: list[dict]
 
 
-def opening(serving: Serving, body: schema.CompletionRequest, row: TextSequence) -> Opening:
+def opening(serving: Serving, body: schema.CompletionRequest, sequence: TextSequence) -> Opening:
     """The beginning of a choice; empty without ``echo``."""
-    tokenizer, request = serving.llm.tokenizer, row.request
+    tokenizer, request = serving.llm.tokenizer, sequence.request
     if not body.echo:
         return Opening("", [], [])
     entries = []
@@ -158,71 +160,71 @@ def logprobs_of(
     )
 
 
-def prompt_fields(serving: Serving, body: schema.CompletionRequest, row: TextSequence) -> dict:
+def prompt_fields(serving: Serving, body: schema.CompletionRequest, sequence: TextSequence) -> dict:
     """Fields of a choice that describe its prompt, null where they are not asked for."""
-    scores = prompt_logprobs(serving.llm.tokenizer, row) if body.prompt_logprobs is not None else None
-    return {"prompt_logprobs": scores, "prompt_token_ids": row.request.prompt if body.return_token_ids else None}
+    scores = prompt_logprobs(serving.llm.tokenizer, sequence) if body.prompt_logprobs is not None else None
+    return {"prompt_logprobs": scores, "prompt_token_ids": sequence.request.prompt if body.return_token_ids else None}
 
 
-def choice(serving: Serving, body: schema.CompletionRequest, i: int, row: TextSequence) -> dict:
+def choice(serving: Serving, body: schema.CompletionRequest, i: int, sequence: TextSequence) -> dict:
     """A complete choice."""
-    is_new, begin = body.max_tokens != 0, opening(serving, body, row)
-    text = (row.text.text if row.text else "") if is_new else ""
-    entries = list(row.logprobs or []) if is_new else []
-    starts = [len(begin.text) + start for start in row.starts] if is_new else []
+    is_new, begin = body.max_tokens != 0, opening(serving, body, sequence)
+    text = (sequence.text.text if sequence.text else "") if is_new else ""
+    entries = list(sequence.logprobs or []) if is_new else []
+    starts = [len(begin.text) + start for start in sequence.starts] if is_new else []
     value = {
         "index": i,
         "text": begin.text + text,
         "logprobs": logprobs_of(serving, body, [*begin.entries, *entries], [*begin.starts, *starts]),
-        "finish_reason": row.request.finish_reason if is_new else "length",
-        **(stop_reasons(row, serving.llm.defaults.stop_ids) if is_new else NO_STOP),
+        "finish_reason": sequence.request.finish_reason if is_new else "length",
+        **(stop_reasons(sequence, serving.llm.defaults.stop_ids) if is_new else NO_STOP),
     }
-    value["token_ids"] = (row.request.tokens if is_new else []) if body.return_token_ids else None
-    return value | prompt_fields(serving, body, row)
+    value["token_ids"] = (sequence.request.tokens if is_new else []) if body.return_token_ids else None
+    return value | prompt_fields(serving, body, sequence)
 
 
 async def stream_chunks(
-    serving: Serving, body: schema.CompletionRequest, rows: list[TextSequence], head: dict
+    serving: Serving, body: schema.CompletionRequest, sequences: list[TextSequence], head: dict
 ) -> AsyncGenerator[bytes, None]:
     """Yields the chunks of a streamed answer."""
     stream_options, is_new = (
         serving.additions.stream_options(body.stream_options or schema.StreamOptions()),
         body.max_tokens != 0,
     )
-    openings: list[Opening | None] = [None] * len(rows)
-    async for i, piece in serving.merged(rows):
+    openings: list[Opening | None] = [None] * len(sequences)
+    async for i, piece in serving.merged(sequences):
         begin, is_first = Opening("", [], []), openings[i] is None
         if is_first:
-            begin = openings[i] = await offload(len(rows[i].request.prompt), opening, serving, body, rows[i])
+            begin = openings[i] = await offload(len(sequences[i].request.prompt), opening, serving, body, sequences[i])
         text = piece.text if is_new else ""
         choice = {"index": i, "text": begin.text + text, "logprobs": None}
         choice["finish_reason"] = piece.finish_reason if is_new else "length"
         if choice["finish_reason"]:
-            choice |= stop_reasons(rows[i], serving.llm.defaults.stop_ids) if is_new else NO_STOP
+            choice |= stop_reasons(sequences[i], serving.llm.defaults.stop_ids) if is_new else NO_STOP
         if body.return_token_ids:
             choice["token_ids"] = piece.token_ids if is_new else []
         if body.return_drafts:
             choice["drafts"] = piece.segments
         value = {**head, "choices": [choice]}
         if stream_options.include_usage:
-            counted = usage(rows, body.n or 1, new=rows if is_new else ())
+            counted = usage(sequences, body.n or 1, new=sequences if is_new else ())
             value["usage"] = counted if stream_options.continuous_usage_stats else None
             if stream_options.include_timings and stream_options.continuous_usage_stats:
-                value["timings"] = timings(rows, serving.clock)
+                value["timings"] = timings(sequences, serving.clock)
 
         def build(i=i, piece=piece, begin=begin, is_first=is_first, choice=choice, value=value) -> dict:
             entries = piece.logprobs or [] if is_new else []
             starts = [len(openings[i].text) + start for start in piece.starts] if is_new else []
             choice["logprobs"] = logprobs_of(serving, body, [*begin.entries, *entries], [*begin.starts, *starts])
             if is_first:
-                given = prompt_fields(serving, body, rows[i])
+                given = prompt_fields(serving, body, sequences[i])
                 choice |= {name: value for name, value in given.items() if value is not None}
             return value
 
-        prompt_entries = rows[i].request.prompt_entries if is_first else []
+        prompt_entries = sequences[i].request.prompt_entries if is_first else []
         yield await event(len(piece.logprobs or []) + len(prompt_entries), build)
     if stream_options.include_usage:
-        more = {"timings": timings(rows, serving.clock)} if stream_options.include_timings else {}
-        more |= request_metrics(rows) if serving.additions.metrics else {}
-        counted = usage(rows, body.n or 1, new=rows if is_new else ())
+        more = {"timings": timings(sequences, serving.clock)} if stream_options.include_timings else {}
+        more |= request_metrics(sequences) if serving.additions.metrics else {}
+        counted = usage(sequences, body.n or 1, new=sequences if is_new else ())
         yield frame({**head, "choices": [], "usage": counted, **more})

@@ -54,9 +54,9 @@ class Probe:
 
     async def _generate(self) -> str | None:
         llm, engine = self._serving.llm, self._serving.engine
-        row = llm.new_row([0], SamplingParams(max_tokens=1, temperature=0.0, seed=0), 1, priority=FIRST)
+        sequence = llm.new_row([0], SamplingParams(max_tokens=1, temperature=0.0, seed=0), 1, priority=FIRST)
         try:
-            events = engine.submit(row.request)
+            events = engine.submit(sequence.request)
         except QueueFullError:
             # No place in the queue: only tokens of running requests can show that the engine generates.
             await asyncio.sleep(TOKEN_S)

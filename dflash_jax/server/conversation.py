@@ -98,12 +98,14 @@ class Parser:
         thought, content = self._splitter.push(piece.text[at:])
         return reasoning + thought, content
 
-    def finish(self, row: TextSequence) -> Delta:
+    def finish(self, sequence: TextSequence) -> Delta:
         """Parses the end of the text."""
         reasoning, content = self._splitter.finish()
         delta = self._parsed(self._due(reasoning, is_ended=True), content)
         if self._tools is not None:
-            last = self._tools.finish(is_cut=row.request.finish_reason == "length" or isinstance(row.matched, str))
+            last = self._tools.finish(
+                is_cut=sequence.request.finish_reason == "length" or isinstance(sequence.matched, str)
+            )
             delta.content += last.content
             delta.calls += self._allowed_calls(last.calls)
         return delta
@@ -117,10 +119,10 @@ class Parser:
     def _allowed_calls(self, calls: list[CallDelta]) -> list[CallDelta]:
         return [call for call in calls if call.index == 0] if self._has_one_call else calls
 
-    def reason(self, row: TextSequence) -> str:
+    def reason(self, sequence: TextSequence) -> str:
         """OpenAI's finish_reason of a sequence."""
         called = self._tools is not None and self._tools.count
-        return "tool_calls" if called and row.request.finish_reason == "stop" else row.request.finish_reason
+        return "tool_calls" if called and sequence.request.finish_reason == "stop" else sequence.request.finish_reason
 
 
 class FirstCall:

@@ -21,9 +21,9 @@ LONG_LIST = 32
 _executor = ThreadPoolExecutor(2, "answers")
 
 
-def logprob_count(rows: Iterable[TextSequence]) -> int:
+def logprob_count(sequences: Iterable[TextSequence]) -> int:
     """Positions of sequences that have log-probabilities."""
-    return sum(len(row.logprobs or ()) + len(row.request.prompt_entries or ()) for row in rows)
+    return sum(len(sequence.logprobs or ()) + len(sequence.request.prompt_entries or ()) for sequence in sequences)
 
 
 async def offload(count: int, work: Callable, *args):
@@ -47,15 +47,15 @@ async def event(count: int, build: Callable[[], dict], name: str | None = None) 
     return await offload(count, lambda: b"".join([head, b"data: ", *json_pieces(build()), b"\n\n"]))
 
 
-async def json_response(rows: Iterable[TextSequence], build: Callable[[], object], tokens: int = 0) -> Response:
+async def json_response(sequences: Iterable[TextSequence], build: Callable[[], object], tokens: int = 0) -> Response:
     """A JSON response, made on a thread where it is large.
 
     Args:
-        rows: The sequences, whose log-probabilities are counted.
+        sequences: The sequences, whose log-probabilities are counted.
         build: Returns the content.
         tokens: Tokens that ``build`` decodes beside them.
     """
-    count = logprob_count(rows) + tokens
+    count = logprob_count(sequences) + tokens
     if count <= FEW:
         return JsonResponse(build())
     body = await offload(count, lambda: b"".join(json_pieces(build())))

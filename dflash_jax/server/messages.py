@@ -22,21 +22,21 @@ router = APIRouter(responses={"4XX": {"model": MessagesError}, "5XX": {"model": 
 
 
 async def message_events(
-    serving: Serving, talk: Conversation, row: TextSequence, message: dict, content: Content
+    serving: Serving, talk: Conversation, sequence: TextSequence, message: dict, content: Content
 ) -> AsyncGenerator[dict, None]:
     """Yields the events of an answer, and fills ``message`` with the complete answer."""
     parser = talk.parser()
-    async for piece in serving.pieces(row):
+    async for piece in serving.pieces(sequence):
         if message["usage"] is None:
-            message["usage"] = usage_fields(row, 0)
+            message["usage"] = usage_fields(sequence, 0)
             yield {"type": "message_start", "message": dict(message)}
         for event in content.take(parser.push(piece)):
             yield event
         if piece.finish_reason:
-            for event in content.take(parser.finish(row)) + content.close():
+            for event in content.take(parser.finish(sequence)) + content.close():
                 yield event
-    counted = usage([row], 1)["completion_tokens"]
-    stop, totals = stop_fields(row, parser), usage_fields(row, counted, parser.reasoning_tokens)
+    counted = usage([sequence], 1)["completion_tokens"]
+    stop, totals = stop_fields(sequence, parser), usage_fields(sequence, counted, parser.reasoning_tokens)
     message |= {"content": content.blocks, **stop, "usage": totals}
     yield {"type": "message_delta", "delta": stop, "usage": totals}
     yield {"type": "message_stop"}
@@ -60,8 +60,8 @@ async def messages(http: Request, body: MessagesRequest):
     """Anthropic's messages."""
     serving: Serving = http.app.state.serving
     name = request_id.choose("msg_")
-    talk, rows = await while_connected(http, prepare_chat(serving, as_chat(body)))
-    serving.register(rows, name, http.state.owner)
+    talk, sequences = await while_connected(http, prepare_chat(serving, as_chat(body)))
+    serving.register(sequences, name, http.state.owner)
     message = {
         "id": name,
         "type": "message",
@@ -73,7 +73,7 @@ async def messages(http: Request, body: MessagesRequest):
         "usage": None,
     }
     content = Content(body.thinking is None or body.thinking.display != "omitted")
-    events = message_events(serving, talk, rows[0], message, content)
+    events = message_events(serving, talk, sequences[0], message, content)
     if body.stream:
         answer = EventStream.start(http, event_frames(events), last=b"")
     else:

@@ -90,19 +90,19 @@ def _object(arguments: str) -> dict:
     return value if isinstance(value, dict) else {"INVALID_JSON": arguments}
 
 
-def stop_fields(row: TextSequence, parser: Parser) -> dict:
+def stop_fields(sequence: TextSequence, parser: Parser) -> dict:
     """Why an answer ended."""
     # The interface has no reason for an aborted answer; max_tokens is the nearest.
     reasons = {"length": "max_tokens", "abort": "max_tokens", "tool_calls": "tool_use"}
-    reason, matched = reasons.get(parser.reason(row), "end_turn"), None
-    if isinstance(row.matched, str):
-        reason, matched = "stop_sequence", row.matched
+    reason, matched = reasons.get(parser.reason(sequence), "end_turn"), None
+    if isinstance(sequence.matched, str):
+        reason, matched = "stop_sequence", sequence.matched
     return {"stop_reason": reason, "stop_sequence": matched}
 
 
-def usage_fields(row: TextSequence, output_tokens: int, reasoning_tokens: int = 0) -> dict:
+def usage_fields(sequence: TextSequence, output_tokens: int, reasoning_tokens: int = 0) -> dict:
     """Token counts; ``input_tokens`` are those that were not in the prefix cache."""
-    prompt, cached = len(row.request.prompt), row.request.cached
+    prompt, cached = len(sequence.request.prompt), sequence.request.cached
     return {
         "input_tokens": prompt - cached,
         "cache_creation_input_tokens": 0,

@@ -60,10 +60,10 @@ class Metrics:
         if event.finish_reason is not None:
             self._last.pop(request, None)
 
-    def finish(self, row: TextSequence) -> None:
+    def finish(self, sequence: TextSequence) -> None:
         """Counts a finished request."""
-        t, new = row.request.times, len(row.request.tokens)
-        self._prompt.observe(len(row.request.prompt))
+        t, new = sequence.request.times, len(sequence.request.tokens)
+        self._prompt.observe(len(sequence.request.prompt))
         self._new.observe(new)
         self._latency.observe(t.finished - t.submitted)
         if isnan(t.first_token):
@@ -75,9 +75,9 @@ class Metrics:
         if new > 1:
             self._per_token.observe((t.finished - t.first_token) / (new - 1))
 
-    def forget(self, row: TextSequence) -> None:
+    def forget(self, sequence: TextSequence) -> None:
         """Drops a request that was aborted."""
-        self._last.pop(row.request, None)
+        self._last.pop(sequence.request, None)
 
     def collect(self) -> Iterator[Metric]:
         """Yields the engine's totals; the registry calls it."""

@@ -26,12 +26,12 @@ class RequestedText:
     """One text of a request.
 
     Attributes:
-        row: Its sequence.
+        sequence: Its sequence.
         name: Its id.
         is_new: Whether new tokens are asked for. With max_new_tokens 0, the engine's one token is left out.
     """
 
-    row: TextSequence
+    sequence: TextSequence
     name: str
     is_new: bool
 
@@ -70,7 +70,7 @@ async def prepare_generation(
         message = f"{len(each)} sampling_params for {len(prompts)} prompts: give one, or one each"
         raise ApiError(400, message, "sampling_params")
     _each(body.rid, len(prompts), "rid")
-    salts, sequences = _each(body.cache_salt, len(prompts), "cache_salt"), []
+    salts, prepared = _each(body.cache_salt, len(prompts), "cache_salt"), []
     named = body.token_ids_logprob or []
     if not (named and isinstance(named[0], list)):
         named = [named] * len(prompts)
@@ -94,9 +94,9 @@ async def prepare_generation(
         options["thought"] = prepare.thought(serving, ids, budget, "max_thinking_tokens")
         if body.require_reasoning:
             options["thought"] = "open"
-        sequences += [(row, is_new) for row in await prepare.sequences(serving, ids, params, n, **options)]
+        prepared += [(sequence, is_new) for sequence in await prepare.sequences(serving, ids, params, n, **options)]
         several = several or n > 1
-    return sequences, several
+    return prepared, several
 
 
 def _each(given, count: int, name: str) -> list:
@@ -137,18 +137,18 @@ def answer(
         began: When the request arrived, on `time.perf_counter`.
         ended: Why the text ended; None while it has not.
     """
-    row, request, tokenizer = requested.row, requested.row.request, serving.llm.tokenizer
-    token_ids, logprobs = (list(row.token_ids), row.logprobs or []) if requested.is_new else ([], [])
+    sequence, request, tokenizer = requested.sequence, requested.sequence.request, serving.llm.tokenizer
+    token_ids, logprobs = (list(sequence.token_ids), sequence.logprobs or []) if requested.is_new else ([], [])
     if not requested.is_new and ended == "stop":
         ended = "length"
     reason = ended and {"type": ended}
     if ended == "length":
         reason["length"] = request.params.max_tokens if requested.is_new else 0
     elif ended == "stop":
-        reason["matched"] = row.matched
+        reason["matched"] = sequence.matched
     elif ended == "abort":
         reason["message"] = "ended by /abort_request"
-    rounds = len(row.accepted)
+    rounds = len(sequence.accepted)
     meta = {
         "id": requested.name,
         "finish_reason": reason or None,
@@ -158,9 +158,9 @@ def answer(
         "cached_tokens": request.cached,
         "e2e_latency": time.perf_counter() - began,
         "spec_verify_ct": rounds,
-        "spec_accept_length": sum(row.accepted) / rounds if rounds else 0.0,
-        "spec_accept_token_num": sum(n - 1 for n in row.accepted),
-        "spec_draft_token_num": row.draft_tokens,
+        "spec_accept_length": sum(sequence.accepted) / rounds if rounds else 0.0,
+        "spec_accept_token_num": sum(n - 1 for n in sequence.accepted),
+        "spec_draft_token_num": sequence.draft_tokens,
         "weight_version": "default",
     }
     if body.return_logprob:
@@ -170,7 +170,7 @@ def answer(
             first = {"token_id": request.prompt[0], "logprob": None, "top": {}}
             entries = [first, *request.prompt_entries][body.logprob_start_len :]
         meta |= _logprobs("input", tokenizer, entries, body)
-    return {"text": row.told if requested.is_new else "", "output_ids": token_ids, "meta_info": meta}
+    return {"text": sequence.told if requested.is_new else "", "output_ids": token_ids, "meta_info": meta}
 
 
 def thought_tokens(serving: Serving, token_ids: list[int]) -> int:
@@ -200,10 +200,13 @@ async def generate(http: Request, body: native_schema.GenerateRequest):
     serving: Serving = http.app.state.serving
     began = time.perf_counter()
     prepared, several = await while_connected(http, prepare_generation(serving, body))
-    rows, names = [row for row, _ in prepared], names_of(body, len(prepared))
-    for row, name in zip(rows, names, strict=True):
-        serving.register([row], name, http.state.owner)
-    texts = [RequestedText(row, name, is_new) for (row, is_new), name in zip(prepared, numbered(names), strict=True)]
+    sequences, names = [sequence for sequence, _ in prepared], names_of(body, len(prepared))
+    for sequence, name in zip(sequences, names, strict=True):
+        serving.register([sequence], name, http.state.owner)
+    texts = [
+        RequestedText(sequence, name, is_new)
+        for (sequence, is_new), name in zip(prepared, numbered(names), strict=True)
+    ]
     body = body.without_large()
     if body.stream:
         return Later(http, EventStream.start(http, stream_events(serving, body, texts, several, began)))
@@ -219,23 +222,23 @@ async def full_response(
     began: float,
 ) -> Response:
     """Waits for all sequences, then answers."""
-    rows = [text.row for text in texts]
-    await while_connected(http, serving.run(rows))
+    sequences = [text.sequence for text in texts]
+    await while_connected(http, serving.run(sequences))
 
     def build() -> list[dict] | dict:
-        answers = [answer(serving, body, text, began, text.row.request.finish_reason) for text in texts]
+        answers = [answer(serving, body, text, began, text.sequence.request.finish_reason) for text in texts]
         return answers if several else answers[0]
 
-    return await json_response(rows, build)
+    return await json_response(sequences, build)
 
 
 async def stream_events(
     serving: Serving, body: native_schema.GenerateRequest, texts: list[RequestedText], several: bool, began: float
 ) -> AsyncGenerator[bytes, None]:
     """Yields events; each has all of the text so far, as SGLang's."""
-    async for i, piece in serving.merged([text.row for text in texts]):
+    async for i, piece in serving.merged([text.sequence for text in texts]):
 
         def build(i=i, ended=piece.finish_reason) -> dict:
             return answer(serving, body, texts[i], began, ended) | ({"index": i} if several else {})
 
-        yield await event(logprob_count([texts[i].row]), build)
+        yield await event(logprob_count([texts[i].sequence]), build)

@@ -32,7 +32,7 @@ class Observed:
         began: When it began, in seconds since the epoch.
         status: Status of the answer; 499 where the client left before it.
         model: Name of the model.
-        rows: Its sequences so far.
+        sequences: Its sequences so far.
         on_begin: Called with (request, sequence) for each sequence.
     """
 
@@ -42,22 +42,22 @@ class Observed:
     began: float
     status: int = 499
     model: str = ""
-    rows: list[TextSequence] = field(default_factory=list)
+    sequences: list[TextSequence] = field(default_factory=list)
     on_begin: Sequence[Callable] = ()
 
 
 _current: ContextVar[Observed | None] = ContextVar("observed", default=None)
 
 
-def observe_sequence(row: TextSequence, model: str) -> None:
+def observe_sequence(sequence: TextSequence, model: str) -> None:
     """Records that the engine gets a sequence of the current request, for the model of this name."""
     observed = _current.get()
     if observed is not None:
         observed.request_id = request_id.current() or observed.request_id
         observed.model = model
-        observed.rows.append(row)
+        observed.sequences.append(sequence)
         for observer in observed.on_begin:
-            observer(observed, row)
+            observer(observed, sequence)
 
 
 class Observer:
@@ -90,7 +90,7 @@ class Observer:
         try:
             await self.app(scope, receive, send_and_note)
         finally:
-            for observer in self._on_end if observed.rows else ():
+            for observer in self._on_end if observed.sequences else ():
                 observer(observed)
 
 
@@ -106,12 +106,12 @@ class RequestLog:
         """
         self._decode, self._max_length = decode, max_length
 
-    def begin(self, observed: Observed, row: TextSequence) -> None:
+    def begin(self, observed: Observed, sequence: TextSequence) -> None:
         """Logs a sequence."""
-        number = len(observed.rows) - 1
+        number = len(observed.sequences) - 1
         if number >= MOST_LOGGED:
             return
-        request = row.request
+        request = sequence.request
         params = json.dumps({k: self._shown(v) for k, v in asdict(request.params).items() if _is_given(v)})
         line = f"request {_plain(observed.request_id)}-{number}: {len(request.prompt)} prompt tokens, params {params}"
         if self._decode is not None:
@@ -127,11 +127,11 @@ class RequestLog:
 
     def end(self, observed: Observed) -> None:
         """Logs a finished request."""
-        tokens = sum(len(row.request.tokens) for row in observed.rows)
-        reasons = ", ".join(sorted({row.request.finish_reason or "aborted" for row in observed.rows}))
+        tokens = sum(len(sequence.request.tokens) for sequence in observed.sequences)
+        reasons = ", ".join(sorted({sequence.request.finish_reason or "aborted" for sequence in observed.sequences}))
         seconds = time.time() - observed.began
         line = "request %s: status %d, %d sequences, %d new tokens, %s, %.3f s"
-        values = (_plain(observed.request_id), observed.status, len(observed.rows), tokens, reasons, seconds)
+        values = (_plain(observed.request_id), observed.status, len(observed.sequences), tokens, reasons, seconds)
         log.info(line, *values)
 
 

@@ -35,9 +35,9 @@ INVOCATIONS = {
 }
 
 
-def rendered(serving: Serving, body: schema.OpenAiSampling, row: TextSequence, name: str) -> dict:
+def rendered(serving: Serving, body: schema.OpenAiSampling, sequence: TextSequence, name: str) -> dict:
     """A request in vLLM's form."""
-    request = row.request
+    request = sequence.request
     return {
         "request_id": f"{name}-{uuid.uuid4().hex}",
         "token_ids": request.prompt,
@@ -53,16 +53,16 @@ def rendered(serving: Serving, body: schema.OpenAiSampling, row: TextSequence, n
 async def render_chat(http: Request, body: chat_schema.ChatRequest):
     """The prompt's token ids and the sampling parameters of a chat; invalid chats are refused."""
     serving: Serving = http.app.state.serving
-    _, rows = await while_connected(http, chat.prepare_chat(serving, body))
-    return JsonResponse(rendered(serving, body, rows[0], "chatcmpl"))
+    _, sequences = await while_connected(http, chat.prepare_chat(serving, body))
+    return JsonResponse(rendered(serving, body, sequences[0], "chatcmpl"))
 
 
 @router.post("/v1/completions/render", responses={200: {"model": list[Rendered]}}, response_model=None)
 async def render_completions(http: Request, body: schema.CompletionRequest):
     """The prompt's token ids and the sampling parameters of each prompt of a completion."""
     serving: Serving = http.app.state.serving
-    rows = await while_connected(http, completions.prepare_completions(serving, body))
-    return JsonResponse([rendered(serving, body, row, "cmpl") for row in rows[:: body.n or 1]])
+    sequences = await while_connected(http, completions.prepare_completions(serving, body))
+    return JsonResponse([rendered(serving, body, sequence, "cmpl") for sequence in sequences[:: body.n or 1]])
 
 
 @router.post("/invocations", response_model=None)

@@ -77,31 +77,31 @@ async def responses(http: Request, body: responses_schema.ResponsesRequest):
     name = request_id.choose("resp_")
     is_stored = body.store is not False and store.size > 0
     stored = await stored_items(serving, earlier, input_items)
-    talk, rows = await while_connected(http, prepare_chat(serving, chat))
+    talk, sequences = await while_connected(http, prepare_chat(serving, chat))
     value = envelope(body, serving.name, body.request_id or name, int(time.time()), is_stored)
-    serving.register(rows, value["id"], http.state.owner)
+    serving.register(sequences, value["id"], http.state.owner)
 
     async def store_response(whole: dict) -> None:
         if is_stored:
             entry = StoredResponse(stored_response(whole), stored)
             whole["store"] = await store.put(http.state.owner, whole["id"], entry, http.state.client)
 
-    events = numbered_events(serving, talk, rows[0], value, store_response)
+    events = numbered_events(serving, talk, sequences[0], value, store_response)
     answer = (
-        EventStream.start(http, event_frames(events, rows), last=b"")
+        EventStream.start(http, event_frames(events, sequences), last=b"")
         if body.stream
-        else full_response(http, events, rows)
+        else full_response(http, events, sequences)
     )
     # The answer repeats tools and metadata of the parsed body, and the store's entry has the conversation.
     return Later(http, answer, keeps_parsed=True)
 
 
 async def full_response(
-    http: Request, events: AsyncGenerator[dict, None], rows: Sequence[TextSequence]
+    http: Request, events: AsyncGenerator[dict, None], sequences: Sequence[TextSequence]
 ) -> HttpResponse:
     """Waits for all events, then answers."""
     value = await while_connected(http, final_response(events))
-    return await large_answers.json_response(rows, lambda: value)
+    return await large_answers.json_response(sequences, lambda: value)
 
 
 async def final_response(events: AsyncGenerator[dict, None]) -> dict:
@@ -117,27 +117,29 @@ async def final_response(events: AsyncGenerator[dict, None]) -> dict:
     return event["response"]
 
 
-async def event_frames(events: AsyncGenerator[dict, None], rows: Sequence[TextSequence]) -> AsyncGenerator[bytes, None]:
+async def event_frames(
+    events: AsyncGenerator[dict, None], sequences: Sequence[TextSequence]
+) -> AsyncGenerator[bytes, None]:
     """Yields events as frames."""
     async for event in events:
         event.pop("cause", None)
         # All events but deltas may have the log-probabilities of the whole text.
-        count = 0 if event["type"].endswith(".delta") else large_answers.logprob_count(rows)
+        count = 0 if event["type"].endswith(".delta") else large_answers.logprob_count(sequences)
         yield await large_answers.event(count, lambda event=event: event, event["type"])
 
 
 async def numbered_events(
-    serving: Serving, talk: Conversation, row: TextSequence, value: dict, store_response: StoreResponse
+    serving: Serving, talk: Conversation, sequence: TextSequence, value: dict, store_response: StoreResponse
 ) -> AsyncGenerator[dict, None]:
     """Yields the events of a response with their sequence numbers."""
     number = 0
-    async for event in response_events(serving, talk, row, value, store_response):
+    async for event in response_events(serving, talk, sequence, value, store_response):
         yield {**event, "sequence_number": number}
         number += 1
 
 
 async def response_events(
-    serving: Serving, talk: Conversation, row: TextSequence, value: dict, store_response: StoreResponse
+    serving: Serving, talk: Conversation, sequence: TextSequence, value: dict, store_response: StoreResponse
 ) -> AsyncGenerator[dict, None]:
     """Yields the events of a response.
 
@@ -145,7 +147,7 @@ async def response_events(
     """
     output, parser, has_begun = Output(serving.llm.tokenizer), talk.parser(), False
     try:
-        async for piece in serving.pieces(row):
+        async for piece in serving.pieces(sequence):
             if not has_begun:
                 has_begun = True
                 yield {"type": "response.created", "response": value}
@@ -153,7 +155,7 @@ async def response_events(
             for event in output.take(parser.push(piece), piece.logprobs):
                 yield event
             if piece.finish_reason:
-                for event in output.take(parser.finish(row), None):
+                for event in output.take(parser.finish(sequence), None):
                     yield event
     except Exception as e:
         if not has_begun:
@@ -162,9 +164,9 @@ async def response_events(
         failed = {**value, "status": "failed", "error": {"code": "server_error", "message": error.message}}
         yield {"type": "response.failed", "response": failed, "cause": error}
         return
-    response = final_value(value, output, row, parser.reasoning_tokens)
+    response = final_value(value, output, sequence, parser.reasoning_tokens)
     if serving.additions.metrics:
-        response |= request_metrics([row])
+        response |= request_metrics([sequence])
     for event in output.close("completed" if response["status"] == "completed" else "incomplete"):
         yield event
     await store_response(response)

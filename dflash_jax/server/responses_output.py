@@ -150,10 +150,10 @@ def envelope(
     }
 
 
-def final_value(value: dict, output: Output, row: TextSequence, reasoning_tokens: int) -> dict:
+def final_value(value: dict, output: Output, sequence: TextSequence, reasoning_tokens: int) -> dict:
     """The response of a finished sequence."""
-    is_complete, reason = row.request.finish_reason == "stop", row.request.finish_reason
-    tokens = usage([row], 1)
+    is_complete, reason = sequence.request.finish_reason == "stop", sequence.request.finish_reason
+    tokens = usage([sequence], 1)
     return {
         **value,
         "status": "completed" if is_complete else "incomplete",

@@ -75,15 +75,15 @@ _prepared: ContextVar[list[TextSequence] | None] = ContextVar("prepared", defaul
 
 def begin_tracking() -> list[TextSequence]:
     """Starts to track the sequences that the current request prepares; each is in the list until it is submitted."""
-    _prepared.set(rows := [])
-    return rows
+    _prepared.set(sequences := [])
+    return sequences
 
 
-def track(row: TextSequence) -> TextSequence:
+def track(sequence: TextSequence) -> TextSequence:
     """Has a sequence closed at the end of its request unless it is submitted by then."""
-    if (rows := _prepared.get()) is not None:
-        rows.append(row)
-    return row
+    if (sequences := _prepared.get()) is not None:
+        sequences.append(sequence)
+    return sequence
 
 
 class ClientGoneError(Exception):
@@ -123,8 +123,8 @@ class _Spacing:
     The first and the last event and an error are passed on at once.
     """
 
-    def __init__(self, row: TextSequence, interval: int):
-        self._row, self._interval, self._events, self._is_first = row, interval, [], True
+    def __init__(self, sequence: TextSequence, interval: int):
+        self._sequence, self._interval, self._events, self._is_first = sequence, interval, [], True
 
     def push(self, event: Event) -> Iterator[Piece]:
         """Yields the piece that this event completes, if any. Raises the error that ended the request, if one did."""
@@ -140,9 +140,9 @@ class _Spacing:
             self._take(event)
 
     def _take(self, event: Event) -> Piece:
-        self._row.take(event)
-        self._row.raise_failure()
-        return self._row.pieces.popleft()
+        self._sequence.take(event)
+        self._sequence.raise_failure()
+        return self._sequence.pieces.popleft()
 
 
 class Serving:
@@ -273,64 +273,68 @@ class Serving:
             raise TooLongError(message, param)
         return room if most is None else most
 
-    def register(self, rows: Sequence[TextSequence], request_id: str, owner: bytes) -> None:
+    def register(self, sequences: Sequence[TextSequence], request_id: str, owner: bytes) -> None:
         """Makes the sequences of a request known to `abort`, until they are garbage."""
-        self._ids.update(dict.fromkeys(rows, (request_id, owner)))
+        self._ids.update(dict.fromkeys(sequences, (request_id, owner)))
 
     def abort(self, request_id: str | None, owner: bytes) -> None:
         """Ends all sequences of the owner's request with that id; None: of all of the owner's requests."""
-        for row, registered in list(self._ids.items()):
-            if registered[1] == owner and request_id in (None, registered[0]) and row.request.finish_reason is None:
-                self.engine.abort(row.request)
+        for sequence, registered in list(self._ids.items()):
+            if (
+                registered[1] == owner
+                and request_id in (None, registered[0])
+                and sequence.request.finish_reason is None
+            ):
+                self.engine.abort(sequence.request)
 
-    async def pieces(self, row: TextSequence) -> AsyncIterator[Piece]:
+    async def pieces(self, sequence: TextSequence) -> AsyncIterator[Piece]:
         """Yields the pieces of a sequence. Closing the iterator aborts the sequence."""
-        spacing = _Spacing(row, self.stream_interval)
-        async with contextlib.aclosing(self._events(row)) as events:
+        spacing = _Spacing(sequence, self.stream_interval)
+        async with contextlib.aclosing(self._events(sequence)) as events:
             async for event in events:
                 for piece in spacing.push(event):
                     yield piece
 
-    async def _events(self, row: TextSequence) -> AsyncGenerator[Event, None]:
-        if row in (rows := _prepared.get() or ()):
-            rows.remove(row)
-        events = self.engine.submit(row.request)
-        observe_sequence(row, self.name)
+    async def _events(self, sequence: TextSequence) -> AsyncGenerator[Event, None]:
+        if sequence in (sequences := _prepared.get() or ()):
+            sequences.remove(sequence)
+        events = self.engine.submit(sequence.request)
+        observe_sequence(sequence, self.name)
         try:
             async for event in events:
                 self.metrics.observe(event)
                 yield event
                 if event.error is not None:
                     return
-            self.metrics.finish(row)
+            self.metrics.finish(sequence)
         finally:
-            self.metrics.forget(row)
+            self.metrics.forget(sequence)
             await events.aclose()
 
-    async def run(self, rows: Sequence[TextSequence]) -> None:
+    async def run(self, sequences: Sequence[TextSequence]) -> None:
         """Runs all sequences to their ends."""
-        async for _ in self.merged(rows):
+        async for _ in self.merged(sequences):
             pass
 
-    async def merged(self, rows: Sequence[TextSequence]) -> AsyncIterator[tuple[int, Piece]]:
+    async def merged(self, sequences: Sequence[TextSequence]) -> AsyncIterator[tuple[int, Piece]]:
         """Yields (index, piece) of several sequences as they arrive. A sequence counts only yielded pieces."""
-        if len(rows) == 1:
-            async for piece in self.pieces(rows[0]):
+        if len(sequences) == 1:
+            async for piece in self.pieces(sequences[0]):
                 yield 0, piece
             return
         queue: asyncio.Queue = asyncio.Queue()
 
         async def feed(i: int) -> None:
             try:
-                async with contextlib.aclosing(self._events(rows[i])) as events:
+                async with contextlib.aclosing(self._events(sequences[i])) as events:
                     async for event in events:
                         queue.put_nowait((i, event))
                 queue.put_nowait((i, None))
             except Exception as e:
                 queue.put_nowait((i, e))
 
-        spacings = [_Spacing(row, self.stream_interval) for row in rows]
-        tasks, unfinished = [asyncio.create_task(feed(i)) for i in range(len(rows))], len(rows)
+        spacings = [_Spacing(sequence, self.stream_interval) for sequence in sequences]
+        tasks, unfinished = [asyncio.create_task(feed(i)) for i in range(len(sequences))], len(sequences)
         try:
             while unfinished:
                 i, item = await queue.get()

@@ -76,7 +76,7 @@ def attributes(observed: Observed) -> dict[str, str | int | float]:
 
     Counts are sums over the request's sequences; times are those of its slowest sequence, in seconds.
     """
-    requests = [row.request for row in observed.rows]
+    requests = [sequence.request for sequence in observed.sequences]
     params, before = requests[0].params, [None, *(r.prompt for r in requests)]
     # Choices of one prompt are neighbours, so a prompt counts once where it differs from the one before.
     prompts = sum(len(r.prompt) for r, previous in zip(requests, before, strict=False) if r.prompt != previous)
