@@ -222,7 +222,7 @@ def llama3_scaling(divisors: np.ndarray, theta: float, head_dim: int) -> dict | 
         raise unknown
     factor = float(divisors.max())
     plain = np.asarray(rope_frequencies(RopeSpec(theta, head_dim))[0], np.float64)
-    # 1 where a frequency is kept, 0 where it is divided by the whole factor, and linear in it between.
+    # 1 where a frequency is unscaled, 0 where it is divided by the whole factor, linear in the frequency in between.
     unscaled_share = (1 / divisors.astype(np.float64) - 1 / factor) / (1 - 1 / factor)
     between = (unscaled_share > 1e-3) & (unscaled_share < 1 - 1e-3)
     if divisors.shape == plain.shape and between.sum() >= 2:

@@ -67,7 +67,7 @@ class Record:
 
 @dataclass
 class Conversion:
-    """A conversion under way, new or resumed.
+    """A conversion, new or resumed.
 
     Attributes:
         directory: Where it is written.

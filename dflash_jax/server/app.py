@@ -27,9 +27,10 @@ from dflash_jax.server.access import OPEN_PATHS, Access
 from dflash_jax.server.answer_schema import Error
 from dflash_jax.server.body import Body, check_type, has_body, replayed
 from dflash_jax.server.cors import Cors
-from dflash_jax.server.errors import ApiError, add_handlers, error_response
+from dflash_jax.server.errors import ApiError, ClientGoneError, add_handlers, error_response
+from dflash_jax.server.request_scope import begin_tracking
 from dflash_jax.server.schema_base import unknown_fields
-from dflash_jax.server.serving import ClientGoneError, Serving, begin_tracking
+from dflash_jax.server.serving import Serving
 
 log = logging.getLogger("dflash_jax.access")
 

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 
-from dflash_jax.server.errors import ApiError
-from dflash_jax.server.serving import ClientGoneError
+from dflash_jax.server.errors import ApiError, ClientGoneError
 
 if TYPE_CHECKING:
     from dflash_jax.server.serving import Serving

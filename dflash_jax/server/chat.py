@@ -14,7 +14,8 @@ from dflash_jax.server.constraint import Constraint, tag_in_lark
 from dflash_jax.server.conversation import Conversation, Delta, Parser, converse, text_of
 from dflash_jax.server.errors import ApiError
 from dflash_jax.server.large_answers import json_response
-from dflash_jax.server.serving import Serving, while_connected
+from dflash_jax.server.request_scope import while_connected
+from dflash_jax.server.serving import Serving
 from dflash_jax.server.stream import EventStream, Later, frame
 from dflash_jax.server.tools import END, START, CallDelta, joined
 

@@ -13,7 +13,8 @@ from dflash_jax.server.answers import usage
 from dflash_jax.server.conversation import Conversation
 from dflash_jax.server.errors import ApiError
 from dflash_jax.server.large_answers import json_response
-from dflash_jax.server.serving import Serving, while_connected
+from dflash_jax.server.request_scope import while_connected
+from dflash_jax.server.serving import Serving
 from dflash_jax.server.stream import Later
 
 router = APIRouter()
@@ -83,8 +84,8 @@ async def full_response(
 
     def build() -> dict:
         answers = [
-            chat.chat_completion(serving, body, talk, [sequence], head, [parser], [pieces_of_one])
-            for body, talk, sequence, parser, pieces_of_one in zip(
+            chat.chat_completion(serving, body, talk, [sequence], head, [parser], [choice_deltas])
+            for body, talk, sequence, parser, choice_deltas in zip(
                 bodies, talks, sequences, parsers, deltas, strict=True
             )
         ]

@@ -1,4 +1,4 @@
-"""Admission of grammars to compilation: how many compile at a time, and which one gives way."""
+"""Admission of grammars to compilation: how many compile at a time, and which one is dropped for another."""
 
 import asyncio
 import contextlib

@@ -21,7 +21,8 @@ from dflash_jax.server.answers import (
 )
 from dflash_jax.server.errors import ApiError
 from dflash_jax.server.large_answers import event, json_response, offload
-from dflash_jax.server.serving import Serving, while_connected
+from dflash_jax.server.request_scope import while_connected
+from dflash_jax.server.serving import Serving
 from dflash_jax.server.stream import EventStream, Later, frame
 
 router = APIRouter()

@@ -1,4 +1,4 @@
-"""Large answers, made on a thread: log-probabilities of 8,191 tokens are 10 MB of JSON, made in a second.
+"""Large answers, built on a thread: log-probabilities of 8,191 tokens are 10 MB of JSON, which takes a second.
 
 The event loop runs only between two steps of a thread, so each step must be short.
 """

@@ -14,7 +14,8 @@ from dflash_jax.server.errors import JsonResponse, as_api_error
 from dflash_jax.server.messages_input import as_chat
 from dflash_jax.server.messages_output import Content, stop_fields, usage_fields
 from dflash_jax.server.messages_schema import CountTokensRequest, MessagesRequest
-from dflash_jax.server.serving import Serving, while_connected
+from dflash_jax.server.request_scope import while_connected
+from dflash_jax.server.serving import Serving
 from dflash_jax.server.stream import EventStream, Later, frame
 
 PATH = "/v1/messages"

@@ -15,7 +15,8 @@ from dflash_jax.server.answers import finite, token_text
 from dflash_jax.server.errors import ApiError
 from dflash_jax.server.large_answers import event, json_response, logprob_count
 from dflash_jax.server.reasoning import CLOSE, count_tokens
-from dflash_jax.server.serving import Serving, while_connected
+from dflash_jax.server.request_scope import while_connected
+from dflash_jax.server.serving import Serving
 from dflash_jax.server.stream import EventStream, Later
 
 router = APIRouter()

@@ -5,7 +5,6 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING
 
 from dflash_jax.engine.token_rules import ThinkingBudget
 from dflash_jax.errors import InputError
@@ -17,10 +16,8 @@ from dflash_jax.server.errors import ApiError
 from dflash_jax.server.grammar import Grammar
 from dflash_jax.server.notes import note
 from dflash_jax.server.reasoning import CLOSE, OPEN, open_thought
-from dflash_jax.server.serving import track
-
-if TYPE_CHECKING:
-    from dflash_jax.server.serving import Serving
+from dflash_jax.server.request_scope import track
+from dflash_jax.server.serving import Serving
 
 SEEDS = 2**32
 FIELDS = frozenset(each.name for each in fields(SamplingParams))
@@ -97,7 +94,7 @@ def biases(given: dict[str, float] | None) -> dict[int, float]:
     return {int(token): value for token, value in (given or {}).items()}
 
 
-def truncate(serving: "Serving", body: schema.OpenAiSampling, prompt: list[int], new_tokens: int | None) -> list[int]:
+def truncate(serving: Serving, body: schema.OpenAiSampling, prompt: list[int], new_tokens: int | None) -> list[int]:
     """Applies ``truncate_prompt_tokens`` to a prompt: its last tokens remain, or its first with truncation_side right.
 
     -1 leaves room for ``new_tokens`` (None: one).
@@ -116,7 +113,7 @@ def truncate(serving: "Serving", body: schema.OpenAiSampling, prompt: list[int],
     return prompt[:most] if body.truncation_side == "right" else prompt[-most:]
 
 
-def check_logprobs(serving: "Serving", body) -> None:
+def check_logprobs(serving: Serving, body) -> None:
     """Checks the number of log-probabilities of a token.
 
     Raises:
@@ -134,7 +131,7 @@ def check_logprobs(serving: "Serving", body) -> None:
             raise ApiError(400, f"{name} has {count} ids: at most {most} are possible", name)
 
 
-def check_counts(serving: "Serving", body, prompts: int = 1) -> int:
+def check_counts(serving: Serving, body, prompts: int = 1) -> int:
     """Checks the numbers of choices, prompts and stop strings.
 
     Returns:
@@ -227,7 +224,7 @@ def budget(given: Sequence[int | None]) -> int | None:
     return min((each for each in given if each is not None and each >= 0), default=None)
 
 
-def thought(serving: "Serving", prompt: Sequence[int], budget: int | None, field: str) -> str:
+def thought(serving: Serving, prompt: Sequence[int], budget: int | None, field: str) -> str:
     """Where reasoning stands behind a prompt without messages, as `sequences` takes it.
 
     It is "none" without a ``budget``, since only a budget tells that the text has a thought.
@@ -243,7 +240,7 @@ def thought(serving: "Serving", prompt: Sequence[int], budget: int | None, field
     return "possible" if open_thought(prompt, encode(OPEN), encode(CLOSE)) is None else "open"
 
 
-async def grammar(serving: "Serving", constraint: Constraint | None) -> Grammar | None:
+async def grammar(serving: Serving, constraint: Constraint | None) -> Grammar | None:
     """Compiles a constraint. Notes of the answer name what the grammar does not enforce.
 
     Raises:
@@ -265,7 +262,7 @@ async def grammar(serving: "Serving", constraint: Constraint | None) -> Grammar 
 
 
 async def sequences(
-    serving: "Serving",
+    serving: Serving,
     prompt: Sequence[int],
     params: SamplingParams,
     n: int,

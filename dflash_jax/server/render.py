@@ -21,7 +21,8 @@ from dflash_jax.server import (
 )
 from dflash_jax.server.answer_schema import Rendered
 from dflash_jax.server.errors import ApiError, JsonResponse
-from dflash_jax.server.serving import Serving, while_connected
+from dflash_jax.server.request_scope import while_connected
+from dflash_jax.server.serving import Serving
 
 router = APIRouter()
 

@@ -15,10 +15,11 @@ from dflash_jax.server.answers import request_metrics
 from dflash_jax.server.chat import prepare_chat
 from dflash_jax.server.conversation import Conversation
 from dflash_jax.server.errors import ApiError, as_api_error, from_conversion_error
+from dflash_jax.server.request_scope import while_connected
 from dflash_jax.server.response_store import StoredResponse
 from dflash_jax.server.responses_input import as_chat
 from dflash_jax.server.responses_output import Output, envelope, final_value
-from dflash_jax.server.serving import Serving, while_connected
+from dflash_jax.server.serving import Serving
 from dflash_jax.server.stored_responses import earlier_items, head, least_characters, stored_items, stored_response
 from dflash_jax.server.stream import EventStream, Later
 from dflash_jax.server.truncation import characters, kept_items

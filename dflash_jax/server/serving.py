@@ -6,12 +6,9 @@ import functools
 import time
 import weakref
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextvars import ContextVar
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
-
-from starlette.requests import Request as HttpRequest
 
 from dflash_jax.engine.request import Event
 from dflash_jax.engine.service import AsyncEngine
@@ -23,6 +20,7 @@ from dflash_jax.server.errors import ApiError, TooLongError
 from dflash_jax.server.grammar import GrammarProcesses
 from dflash_jax.server.metrics import Metrics
 from dflash_jax.server.observe import observe_sequence
+from dflash_jax.server.request_scope import untrack
 from dflash_jax.server.response_store import ResponseStore
 from dflash_jax.server.templates import Templates
 from dflash_jax.server.texts import Texts
@@ -67,54 +65,6 @@ class Limits:
     logprobs: int = 20
     unknown_fields: str = "refuse"
     trust_request_chat_template: bool = False
-
-
-# Sequences of the current request that are not submitted to the engine yet.
-_prepared: ContextVar[list[TextSequence] | None] = ContextVar("prepared", default=None)
-
-
-def begin_tracking() -> list[TextSequence]:
-    """Starts to track the sequences that the current request prepares; each is in the list until it is submitted."""
-    _prepared.set(sequences := [])
-    return sequences
-
-
-def track(sequence: TextSequence) -> TextSequence:
-    """Has a sequence closed at the end of its request unless it is submitted by then."""
-    if (sequences := _prepared.get()) is not None:
-        sequences.append(sequence)
-    return sequence
-
-
-class ClientGoneError(Exception):
-    """The client has disconnected."""
-
-
-async def until_gone(receive: Callable) -> None:
-    """Waits until the client disconnects."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def while_connected(http: HttpRequest, work: Awaitable):
-    """Awaits ``work``.
-
-    Returns:
-        Its result.
-
-    Raises:
-        ClientGoneError: The client disconnected first, and the work was cancelled.
-    """
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(until_gone(http.receive))
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientGoneError
-        return task.result()
-    finally:
-        for each in (task, gone):
-            each.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
 
 
 class _Spacing:
@@ -296,8 +246,7 @@ class Serving:
                     yield piece
 
     async def _events(self, sequence: TextSequence) -> AsyncGenerator[Event, None]:
-        if sequence in (sequences := _prepared.get() or ()):
-            sequences.remove(sequence)
+        untrack(sequence)
         events = self.engine.submit(sequence.request)
         observe_sequence(sequence, self.name)
         try:

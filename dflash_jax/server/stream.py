@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from dflash_jax.server.body import release
 from dflash_jax.server.errors import as_api_error
-from dflash_jax.server.serving import until_gone, while_connected
+from dflash_jax.server.request_scope import until_gone, while_connected
 
 DONE = b"data: [DONE]\n\n"
 

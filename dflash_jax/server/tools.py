@@ -179,8 +179,8 @@ class ToolParser:
             # Blank lines behind a call are not content.
             self._buffer = self._buffer.lstrip("\n")
             self._is_behind_call = not self._buffer
-        before, found, rest = self._buffer.partition(START)
-        if found:
+        before, start, rest = self._buffer.partition(START)
+        if start:
             # Blank lines before a call are not content.
             out.content += before.rstrip("\n") if self.count or self._has_content or before.strip() else ""
             self._has_content |= bool(before.strip())
@@ -197,13 +197,13 @@ class ToolParser:
         return False
 
     def _in_head(self, out: Parsed) -> bool:
-        found = None
+        match = None
         if self._searched < LONGEST_HEAD:
-            found = (_FUNCTION if self.xml else _HEAD).match(self._buffer[:LONGEST_HEAD])
-        name = found and (found[1].strip() if self.xml else _string(found[1]))
+            match = (_FUNCTION if self.xml else _HEAD).match(self._buffer[:LONGEST_HEAD])
+        name = match and (match[1].strip() if self.xml else _string(match[1]))
         if name:
             self._begin(out, name)
-            self._buffer, self._state, self._raw = self._buffer[found.end() :], "arguments", ""
+            self._buffer, self._state, self._raw = self._buffer[match.end() :], "arguments", ""
             self._value, self._parameters, self._searched = _JsonValue(), 0, 0
             return True
         end = self._buffer.find(END, self._searched)
@@ -248,18 +248,18 @@ class ToolParser:
             self._searched = max(0, len(self._buffer) - len("</parameter>"))
             return False
         self._searched = 0
-        if found := _FUNCTION_END.match(self._buffer):
+        if match := _FUNCTION_END.match(self._buffer):
             self._add_arguments(out, "}" if self._parameters else "{}")
-            self._buffer, self._state = self._buffer[found.end() :], "tail"
+            self._buffer, self._state = self._buffer[match.end() :], "tail"
             return True
-        if found := _PARAMETER.match(self._buffer):
-            key, value = found[1].strip(), self._typed(found[1].strip(), found[2])
+        if match := _PARAMETER.match(self._buffer):
+            key, value = match[1].strip(), self._typed(match[1].strip(), match[2])
             lead = ", " if self._parameters else "{"
             self._add_arguments(
                 out, f"{lead}{json.dumps(key, ensure_ascii=False)}: {json.dumps(value, ensure_ascii=False)}"
             )
             self._parameters += 1
-            self._buffer = self._buffer[found.end() :]
+            self._buffer = self._buffer[match.end() :]
             return True
         if END in self._buffer:
             # Invalid: the call ends before its function does.
@@ -269,8 +269,8 @@ class ToolParser:
         return False
 
     def _in_tail(self, out: Parsed) -> bool:
-        _, found, rest = self._buffer.partition(END)
-        if not found:
+        _, end, rest = self._buffer.partition(END)
+        if not end:
             return False
         self._buffer, self._state, self._is_behind_call = rest, "content", True
         return True

@@ -61,7 +61,7 @@ class TrainConfig:
     gamma: float | None = option(None, "decay of the slots' weights (default: by block size)", float)
     loss_vocabulary: int | None = option(None, "tokens the loss is over, the data's most frequent (default: all)", int)
     draft_vocabulary: int = option(8192, "how many `tokens` writes")
-    loss_chunk: int = option(32, "blocks of a row whose logits are held at a time")
+    loss_chunk: int = option(32, "blocks of a row whose logits are in memory at a time")
     optimizer: str = option("adamw", "adamw or muon")
     learning_rate: float = option(6e-4, "peak of the cosine schedule")
     warm_up: float = option(0.04, "share of the steps in which the learning rate rises")

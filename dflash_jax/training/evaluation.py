@@ -57,10 +57,10 @@ def acceptance(completions: Sequence[Completion], keep_all: bool = False) -> Acc
         keep_all: Whether text that repeats itself counts, as it does in the published tables.
     """
     good = [c for c in completions if not is_degenerate(c.token_ids)]
-    kept = completions if keep_all else good
-    lengths = [n for c in kept for n in c.acceptance_lengths]
+    counted = completions if keep_all else good
+    lengths = [n for c in counted for n in c.acceptance_lengths]
     return Acceptance(
-        float(np.mean(lengths)) if lengths else 0.0, len(lengths), len(kept), len(completions) - len(good)
+        float(np.mean(lengths)) if lengths else 0.0, len(lengths), len(counted), len(completions) - len(good)
     )
 
 

@@ -1,0 +1,59 @@
+"""The life of an HTTP request: work that ends when its client disconnects, and sequences that it must close."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
+
+from starlette.requests import Request as HttpRequest
+
+from dflash_jax.frontend.sequence import TextSequence
+from dflash_jax.server.errors import ClientGoneError
+
+# Sequences of the current request that are not submitted to the engine yet.
+_prepared: ContextVar[list[TextSequence] | None] = ContextVar("prepared", default=None)
+
+
+def begin_tracking() -> list[TextSequence]:
+    """Starts to track the sequences that the current request prepares; each is in the list until it is submitted."""
+    _prepared.set(sequences := [])
+    return sequences
+
+
+def track(sequence: TextSequence) -> TextSequence:
+    """Has a sequence closed at the end of its request unless it is submitted by then."""
+    if (sequences := _prepared.get()) is not None:
+        sequences.append(sequence)
+    return sequence
+
+
+async def until_gone(receive: Callable) -> None:
+    """Waits until the client disconnects."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def while_connected(http: HttpRequest, work: Awaitable):
+    """Awaits ``work``.
+
+    Returns:
+        Its result.
+
+    Raises:
+        ClientGoneError: The client disconnected first, and the work was cancelled.
+    """
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(until_gone(http.receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGoneError
+        return task.result()
+    finally:
+        for each in (task, gone):
+            each.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+def untrack(sequence: TextSequence) -> None:
+    """Ends the tracking of a sequence, which the engine now has."""
+    if sequence in (sequences := _prepared.get() or ()):
+        sequences.remove(sequence)
