@@ -49,8 +49,8 @@ async def responses(http: Request, body: responses_schema.ResponsesRequest):
     async def as_chat_of(places: Sequence[int]) -> chat_schema.ChatRequest:
         """The chat request of the items at these places. Each item is parsed once, and only if it is needed."""
         missing = [i for i in places if i < count and i not in parsed]
-        async for places in serving.in_steps(missing):
-            parsed.update((i, responses_schema.InputItem(**json.loads(earlier[i]))) for i in places)
+        async for step in serving.in_steps(missing):
+            parsed.update((i, responses_schema.InputItem(**json.loads(earlier[i]))) for i in step)
         await serving.turn()
         return as_chat(
             body, [parsed[i] if i < count else input_items[i - count] for i in places], sum(i < count for i in places)
@@ -82,10 +82,10 @@ async def responses(http: Request, body: responses_schema.ResponsesRequest):
     value = envelope(body, serving.name, body.request_id or name, int(time.time()), is_stored)
     serving.register(sequences, value["id"], http.state.owner)
 
-    async def store_response(whole: dict) -> None:
+    async def store_response(response: dict) -> None:
         if is_stored:
-            entry = StoredResponse(stored_response(whole), stored)
-            whole["store"] = await store.put(http.state.owner, whole["id"], entry, http.state.client)
+            entry = StoredResponse(stored_response(response), stored)
+            response["store"] = await store.put(http.state.owner, response["id"], entry, http.state.client)
 
     events = numbered_events(serving, talk, sequences[0], value, store_response)
     answer = (
@@ -112,10 +112,10 @@ async def final_response(events: AsyncGenerator[dict, None]) -> dict:
         ApiError: The generation failed.
     """
     async for event in events:
-        event = event
-    if event["type"] == "response.failed":
-        raise event["cause"]
-    return event["response"]
+        last = event
+    if last["type"] == "response.failed":
+        raise last["cause"]
+    return last["response"]
 
 
 async def event_frames(
