@@ -36,7 +36,7 @@ def disk_tensors(directory: Path) -> Iterator[tuple[str, np.ndarray]]:
 def to_hf(source: Path, target: Path, shard_bytes: int, progress: Callable[[Iterable, int], Iterable]) -> int:
     """Writes shards of about ``shard_bytes`` and an index. Returns the number of tensors."""
     if not orbax.is_orbax(source):
-        raise InputError(f"{source} is not a checkpoint of convert/hf_to_orbax.py: it has no {orbax.MANIFEST}")
+        raise InputError(f"{source} is not a checkpoint of dflash convert hf-to-orbax: it has no {orbax.MANIFEST}")
     manifest = read_json(source / orbax.MANIFEST)
     if manifest["quantize"] in ("int8", "fp8"):
         raise InputError(

@@ -27,9 +27,9 @@ from dflash_jax.server.access import OPEN_PATHS, Access
 from dflash_jax.server.answer_schema import Error
 from dflash_jax.server.body import Body, check_type, has_body, replayed
 from dflash_jax.server.cors import Cors
-from dflash_jax.server.errors import ApiError, add_handlers, answer
+from dflash_jax.server.errors import ApiError, ClientGoneError, add_handlers, answer
 from dflash_jax.server.schema_base import unknown_fields
-from dflash_jax.server.serving import ClientGoneError, Serving, begin_rows
+from dflash_jax.server.serving import Serving, begin_rows
 
 log = logging.getLogger("dflash_jax.access")
 

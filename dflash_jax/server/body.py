@@ -8,16 +8,13 @@ steps of a few milliseconds.
 import asyncio
 import contextlib
 import re
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Hashable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from starlette.requests import Request
 
-from dflash_jax.server.errors import ApiError
-from dflash_jax.server.serving import ClientGoneError
-
-if TYPE_CHECKING:
-    from dflash_jax.server.serving import Serving
+from dflash_jax.server.errors import ApiError, ClientGoneError
 
 STEP_BYTES = 2**19
 # A body up to this size, with what its values take, is read however much memory those of others take.
@@ -86,6 +83,37 @@ def check_type(headers: dict[bytes, bytes]) -> None:
         raise ApiError(415, f"{says}: send JSON, with Content-Type: application/json")
 
 
+class BodyLimits(Protocol):
+    """Limits of bodies, as `Limits` has them."""
+
+    body_bytes: int
+    total_body_bytes: int
+    values: int
+    objects: int
+
+
+class BodyTable(Protocol):
+    """What a server counts of all bodies together, as `Serving` does.
+
+    Attributes:
+        arriving: Bodies that are being read.
+        large_bodies: Held while one large body is checked.
+        limits: Limits of one body, and of all.
+        capacity: Tokens of the longest request.
+        body_bytes: Bytes of all bodies.
+        client_body_bytes: The same by client.
+    """
+
+    arriving: set["Body"]
+    large_bodies: asyncio.Semaphore | asyncio.Lock
+    limits: BodyLimits
+    capacity: int
+    body_bytes: int
+    client_body_bytes: Counter
+
+    async def turn(self) -> None: ...
+
+
 class Body:
     """The body of one request, counted in ``serving`` until it is closed: when its answer needs it no longer.
 
@@ -93,7 +121,7 @@ class Body:
     Those of one ``client`` (its key and address) may take a part of it only, however quickly they arrive.
     """
 
-    def __init__(self, serving: "Serving", client: Hashable = None):
+    def __init__(self, serving: BodyTable, client: Hashable = None):
         self._serving, self._client, self._size = serving, client, 0
         self._began, self._until = 0.0, asyncio.timeout(None)
 

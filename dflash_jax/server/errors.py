@@ -22,6 +22,10 @@ KINDS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_fo
 ANTHROPIC_KINDS = KINDS | {403: "permission_error", 413: "request_too_large", 503: "overloaded_error"}
 
 
+class ClientGoneError(Exception):
+    """The client has closed its connection, so that its answer has no reader."""
+
+
 class ApiError(HTTPException):
     """What went wrong, for the client: an HTTP status, a message, and the field that it is about."""
 

@@ -5,15 +5,25 @@ asyncio would make a handshake before the HTTP protocol sees the connection, whi
 
 import asyncio
 import ssl
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from dflash_jax.server.connections import LimitedProtocol
-
+from typing import Any, Protocol
 
 # asyncio's limit of a TLS connection's end, which counts from its beginning, however fast the client reads: `http` has
 # its own.
 SHUTDOWN_S = 86400.0
+
+
+class HttpProtocol(Protocol):
+    """What a handshake needs of the HTTP protocol that gets the connection, a `LimitedProtocol`."""
+
+    connections: set
+    table: Any
+    limits: Any
+    loop: asyncio.AbstractEventLoop
+    raw_transport: asyncio.Transport
+
+    def connection_made(self, transport: asyncio.Transport) -> None: ...
+
+    def data_received(self, data: bytes) -> None: ...
 
 
 class TlsHandshake(asyncio.Protocol):
@@ -26,7 +36,7 @@ class TlsHandshake(asyncio.Protocol):
 
     is_unread = False
 
-    def __init__(self, context: ssl.SSLContext, http: "LimitedProtocol"):
+    def __init__(self, context: ssl.SSLContext, http: HttpProtocol):
         self._context, self._http = context, http
         # What arrives with the handshake's end, before the HTTP protocol has the connection.
         self._early, self._has_ended = bytearray(), False

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from starlette.requests import Request as HttpRequest
 
@@ -18,16 +17,14 @@ from dflash_jax.engine.service import AsyncEngine
 from dflash_jax.frontend.llm import LLM
 from dflash_jax.frontend.sequence import Piece, TextSequence
 from dflash_jax.server.additions import Additions
-from dflash_jax.server.errors import ApiError, TooLongError
+from dflash_jax.server.body import Body
+from dflash_jax.server.errors import ApiError, ClientGoneError, TooLongError
 from dflash_jax.server.grammar import GrammarProcesses, grammar_tokens
 from dflash_jax.server.metrics import Metrics
 from dflash_jax.server.observe import begun
 from dflash_jax.server.response_store import ResponseStore
 from dflash_jax.server.templates import Templates
 from dflash_jax.server.texts import Texts
-
-if TYPE_CHECKING:
-    from dflash_jax.server.body import Body
 
 # SGLang's name for the one model of a server, whatever it is.
 ANY_MODEL = "default"
@@ -76,10 +73,6 @@ def prepared(row: TextSequence) -> TextSequence:
     if (rows := _prepared.get()) is not None:
         rows.append(row)
     return row
-
-
-class ClientGoneError(Exception):
-    """Nobody waits for the answer any more."""
 
 
 async def until_gone(receive: Callable) -> None:
@@ -156,7 +149,7 @@ class Serving:
         # Bodies that are being received.
         self.arriving: set[Body] = set()
         self.large_bodies, self._turns = asyncio.Lock(), asyncio.Lock()
-        self.metrics = Metrics(self)
+        self.metrics = Metrics(self.name, engine)
         self.grammar = None
         if llm.tokenizer is not None and llm.tokenizer.file is not None:
             tokens = grammar_tokens(llm.tokenizer, llm.config.vocab_size, llm.defaults.stop_ids)

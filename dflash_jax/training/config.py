@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
-from dflash_jax.checkpoint.config_files import read_toml_file
+from dflash_jax.checkpoint.config_files import find_config, read_toml_file
 from dflash_jax.errors import InputError
 from dflash_jax.parallel.devices import check_meshes
 
@@ -117,8 +117,13 @@ def differences(held: dict, config: TrainConfig) -> list[str]:
     return [f"{k} was {held.get(k)!r}, is {v!r}" for k, v in now.items() if k not in FREE and held.get(k) != v]
 
 
-def read_toml(path: Path) -> tuple[dict, dict[str, str]]:
-    """(values of fields, mesh by machine). Paths in ``draft_config`` are relative to the file."""
+def read_toml(name: str | Path) -> tuple[dict, dict[str, str]]:
+    """Reads a TOML, named by its path or by the name of one of configs/train/ (`find_config`).
+
+    Returns:
+        Values of fields, and mesh by machine. ``draft_config`` is a path relative to the file.
+    """
+    path = find_config(name, "train")
     raw = read_toml_file(path)
     meshes = raw.pop("meshes", {})
     if not isinstance(meshes, dict):

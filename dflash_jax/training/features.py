@@ -5,7 +5,6 @@ import shutil
 from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -19,15 +18,13 @@ from dflash_jax.training.config import TrainConfig
 from dflash_jax.training.data import PackedRows
 from dflash_jax.training.losses import Loss
 from dflash_jax.training.optimiser import optimiser
+from dflash_jax.training.pair import Pair
 from dflash_jax.training.step import Recipe, Trainer
-
-if TYPE_CHECKING:
-    from dflash_jax.training.run import Pair
 
 FEATURES, HIDDEN, RECORD = "features.bin", "hidden.bin", "features.json"
 
 
-def record_of(rows: PackedRows, pair: "Pair", with_hidden: bool) -> dict:
+def record_of(rows: PackedRows, pair: Pair, with_hidden: bool) -> dict:
     """What a cache is of."""
     digest = blake2b(digest_size=16)
     for i in range(len(rows)):
@@ -66,7 +63,7 @@ def row_bytes(record: dict) -> tuple[int, int]:
     return each * len(record["taps"]), each if record["hidden"] else 0
 
 
-def write(config: TrainConfig, rows: PackedRows, pair: "Pair", tell: Callable[[str], None]) -> None:
+def write(config: TrainConfig, rows: PackedRows, pair: Pair, tell: Callable[[str], None]) -> None:
     """Features of every row into ``config.features``, going on where an earlier call stopped. Tells the size first."""
     record = record_of(rows, pair, Loss(config.loss).needs_teacher)
     directory = Path(config.features)
@@ -121,7 +118,7 @@ def write(config: TrainConfig, rows: PackedRows, pair: "Pair", tell: Callable[[s
 class FeatureRows:
     """`PackedRows` with features [T, taps, H], and hidden states [T, H] where they are ``needed``, from a cache."""
 
-    def __init__(self, config: TrainConfig, rows: PackedRows, pair: "Pair", needed: bool):
+    def __init__(self, config: TrainConfig, rows: PackedRows, pair: Pair, needed: bool):
         directory = Path(config.features)
         try:
             held = json.loads((directory / RECORD).read_text())
