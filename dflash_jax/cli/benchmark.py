@@ -2,7 +2,7 @@
 
 Against our engine in this process, or with --url against any server that speaks OpenAI's chat completions (its own
 method then goes by --label). Data: JSON lines {"turns": ["…"]}, a file a task, called as the published tables call it
-(humaneval.jsonl, gsm8k.jsonl, …; scripts/benchmark_data.py writes them). What OUT.json already has is not measured
+(humaneval.jsonl, gsm8k.jsonl, …; scripts/data/benchmark_data.py writes them). What OUT.json already has is not measured
 again. Results: OUT.json, OUT.md and, where matplotlib is there, OUT.png.
 """
 

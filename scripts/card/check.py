@@ -1,0 +1,8 @@
+"""Checks and measures everything on a machine with an NVIDIA card. See `dflash_jax.tools.card.check`."""
+
+import sys
+
+from dflash_jax.tools.card.check import main
+
+if __name__ == "__main__":
+    sys.exit(main())
