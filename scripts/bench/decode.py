@@ -1,4 +1,7 @@
-"""Decoding at real shapes, part by part, beside the bandwidth floor. See `dflash_jax.tools.decode.bench`."""
+"""Decoding at real shapes, part by part, beside the bandwidth floor. See `dflash_jax.tools.decode.bench`.
+
+From a checkout that is not installed: PYTHONPATH=. python scripts/bench/decode.py
+"""
 
 import sys
 

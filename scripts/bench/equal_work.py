@@ -31,7 +31,7 @@ or 16, one round of DFlash.
 **SGLang, B200** is computed from the model card: acceptance length × concurrency / (tokens/s), the mean of the card's
 tasks, and the least and greatest of them in brackets. The card's tokens/s count the whole request, prefill too.
 
-**Ours, measured** is [bench_decode.py's run]({measured}) on one H200 ({bandwidth:.0f} GB/s measured) with random
+**Ours, measured** is [the run of bench/decode.py]({measured}) on one H200 ({bandwidth:.0f} GB/s measured) with random
 weights, a context of {context:,} tokens, no prefill. A point that was not run is left empty.
 
 **Ours, scaled** is a prediction for a B200 ({card:.0f} GB/s by its data sheet, of which the H200's measured part,

@@ -25,14 +25,14 @@ SHOWN = ("round_ms", "draft_ms", "verify_ms", "commit_ms", "floor_ms", "of_floor
 
 
 def point(quantize: str | None, batch: int, width: int, context: int) -> list[str]:
-    """Options of `bench_decode.py`."""
+    """Options of `decode.bench`."""
     experts = str(EXPERTS) if batch * width == TOKENS else "even"
     options = ["--config", CONFIG, "--points", f"{batch},{width},{context}", "--experts", experts]
     return options + (["--quantize", quantize] if quantize else [])
 
 
 def measured(options: list[str], point: str, out: Path) -> dict:
-    """The figures of ``point`` in ``out``'s record, once `bench_decode.py` has run; and what its trace named."""
+    """The figures of ``point`` in ``out``'s record, once `decode.bench` has run; and what its trace named."""
     command = [sys.executable, "-m", "dflash_jax.tools.decode.bench", *options, "--out", str(out)]
     # Of JAX's usual three quarters of a card, the weights in bfloat16 are too many for one of 80 GB.
     environment = os.environ | {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95", "XLA_CLIENT_MEM_FRACTION": ""}

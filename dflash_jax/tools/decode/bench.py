@@ -1,6 +1,8 @@
 """Decoding at real shapes, part by part, beside the bandwidth floor of the card it runs on.
 
-    python scripts/bench/decode.py [--config configs/qwen3.6-35b-a3b.toml] [--grid full] [--profile]
+    python scripts/bench/decode.py [--config qwen3.6-35b-a3b] [--grid full] [--profile]
+
+On a machine that has JAX only, from a checkout: PYTHONPATH=. python scripts/bench/decode.py. It needs no other package.
 
 Weights are random and made on the device; the experts that they touch are counted, the card's bandwidth is measured.
 Without a config: the bundled pair, which a CPU manages. A model that does not fit in bfloat16 is held in FP8, or cut to

@@ -1,4 +1,4 @@
-"""What bench_decode.py measures: points of its grid, and a pair of real shapes that fits the card."""
+"""What `bench` measures: points of its grid, and a pair of real shapes that fits the card."""
 
 import math
 from dataclasses import dataclass, replace

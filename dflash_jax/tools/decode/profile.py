@@ -1,4 +1,4 @@
-"""The kernels that bench_decode.py's round spends its time in, from a trace."""
+"""The kernels that a round of `bench` spends its time in, from a trace."""
 
 import gzip
 import json
@@ -15,7 +15,7 @@ from dflash_jax.tools.decode.pair import Point
 
 def profile(bench, point: Point, kept: Path) -> list[tuple[str, float, int]]:
     """(name, ms a round, times a round) of the ten kernels that take longest in the loop, those that differ by a
-    number alone taken together. ``bench``: a `bench_decode.Bench`; ``kept``: where the whole trace goes (Perfetto)."""
+    number alone taken together. ``bench``: a `bench.Bench`; ``kept``: where the whole trace goes (Perfetto)."""
     # One round at a time: of a loop in one graph a trace shows the first turn only.
     call, state = bench.calls(point, state := bench.state(point), 1)["round"], bench.rewound(state, point, "round")
     _, state = call(state)

@@ -1,4 +1,4 @@
-"""The Markdown of bench_decode.py: a line a point, and tokens/s at published acceptance lengths."""
+"""The Markdown of `bench`: a line a point, and tokens/s at published acceptance lengths."""
 
 import json
 from pathlib import Path
