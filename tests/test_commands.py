@@ -134,3 +134,12 @@ def test_an_unknown_name_gets_the_near_ones(name, folder, said):
     with pytest.raises(InputError, match="is neither a file nor a known name") as failure:
         find_config(name, folder)
     assert said in str(failure.value)
+
+
+def test_the_wheel_has_every_config():
+    tables = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    package = ROOT / "dflash_jax"
+    shipped = {path for pattern in tables["package-data"]["dflash_jax"] for path in package.glob(pattern)}
+    wanted = {CONFIGS / p.relative_to(ROOT / "configs") for p in (ROOT / "configs").rglob("*.*") if p.is_file()}
+    assert wanted
+    assert {package / "py.typed", *wanted} <= shipped
