@@ -23,11 +23,11 @@ test: $(VENV)/.test
 check-long: $(VENV)/.test
 	$(BIN)/python -m pytest -m long
 	rm -rf .cache/card-check
-	$(BIN)/python scripts/card_check.py --platform cpu --minutes 10 --out .cache/card-check
+	$(BIN)/python scripts/card/check.py --platform cpu --minutes 10 --out .cache/card-check
 	CXX=/bin/false $(BIN)/python -m pytest -n logical --dist loadfile --no-loadscope-reorder
 	OMP_NUM_THREADS=1 taskset -c 0 $(BIN)/python -m pytest -p no:xdist
-	$(BIN)/python scripts/attack_server.py --markdown benchmarks/attack.md
-	$(if $(LM_EVAL),$(BIN)/python scripts/check_lm_eval.py --lm-eval-python $(LM_EVAL))
+	$(BIN)/python scripts/server/attack.py --markdown benchmarks/attack.md
+	$(if $(LM_EVAL),$(BIN)/python scripts/others/check_lm_eval.py --lm-eval-python $(LM_EVAL))
 
 python:
 	$(if $(shell command -v $(PYTHON)),,$(error $(PYTHON) is not there: Python 3.11 or later is needed (make PYTHON=...)))

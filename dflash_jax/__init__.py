@@ -2,6 +2,8 @@
 
 from importlib import import_module
 
+__version__ = "0.1.0"
+
 _WHERE = {
     "LLM": "frontend.llm",
     "SamplingParams": "sampling_params",

@@ -1,8 +1,11 @@
-"""Tiny random models of odd sizes, and the forward passes that several test files share compiled."""
+"""Tiny random models of odd sizes, the forward passes that several test files share compiled, and scripts."""
 
+import importlib.util
 import re
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -122,3 +125,12 @@ extend = partial(jax.jit, static_argnames=("taps",))(Decoder.extend)
 verify = partial(jax.jit, static_argnames=("taps",))(Decoder.verify)
 commit = jax.jit(Decoder.commit)
 logits = jax.jit(Decoder.logits)
+
+
+def load_script(name: str) -> ModuleType:
+    """A file of scripts/ as a module. Scripts import the package only, so that no folder has to be on the path."""
+    path = Path(__file__).parents[1] / "scripts" / name
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

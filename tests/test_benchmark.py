@@ -4,11 +4,11 @@ import asyncio
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from helpers import load_script
 
 from dflash_jax import InputError
 from dflash_jax.benchmarking import cells
@@ -343,11 +343,10 @@ def test_an_empty_record_has_a_table():
 
 
 def test_one_format_for_all_that_write_and_read(tmp_path, monkeypatch):
-    """What benchmark_data.py and smollm2_prompts.py write is what the benchmark and bench_cpu.py read."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "scripts"))
-    import bench_cpu
-    import benchmark_data
-    import smollm2_prompts
+    """What benchmark_data.py and smollm2_prompts.py write is what the benchmark and bench/cpu.py read."""
+    bench_cpu = load_script("bench/cpu.py")
+    benchmark_data = load_script("data/benchmark_data.py")
+    smollm2_prompts = load_script("data/smollm2_prompts.py")
 
     questions = ["Sort a list.", "Say \u2028 it."]
     monkeypatch.setitem(benchmark_data.TASKS, "humaneval", lambda: ([q, "And now?"] for q in questions))

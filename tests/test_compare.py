@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from equality import processed_reference
 
 from dflash_jax import LLM, SamplingParams
 from dflash_jax.frontend.compare import cut_distances, divergence, first_difference, penalised
 from dflash_jax.frontend.sampling_defaults import SamplingDefaults
+from dflash_jax.tools.equality import processed_reference
 
 V = 40
 CUTS = {

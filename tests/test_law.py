@@ -9,10 +9,10 @@ import pytest
 import scipy.special
 import scipy.stats
 import tiny
-from equality import forward, options_of, processed_reference
 
 from dflash_jax.decoding.state import Settings
 from dflash_jax.models.drafter import Proposal
+from dflash_jax.tools.equality import forward, options_of, processed_reference
 
 # 20,000 draws behind each of two prompts.
 VOCAB, ROWS, DISPATCHES, NEW = 13, 1000, 40, 4

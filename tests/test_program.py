@@ -1,25 +1,16 @@
 """What XLA makes of the loop: one while, no callbacks, few programs, caches in place."""
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
+from helpers import load_script
 
 from dflash_jax import LLM
 from dflash_jax.decoding.state import PLAIN_SETTINGS
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "inspect_program.py"
-
 
 @pytest.fixture(scope="module")
 def figures():
-    sys.path.insert(0, str(SCRIPT.parent))
-    spec = importlib.util.spec_from_file_location("inspect_program", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.inspect(LLM())
+    return load_script("compile/inspect_program.py").inspect(LLM())
 
 
 def test_the_whole_loop_is_one_program_on_the_device(figures):

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import scipy.special
 import scipy.stats
-from equality import options_of, processed_reference, with_counts
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tiny import sampling
@@ -26,6 +25,7 @@ from dflash_jax.decoding.sampling import (
     special_rows,
 )
 from dflash_jax.decoding.sampling import draw as draw_at_once
+from dflash_jax.tools.equality import options_of, processed_reference, with_counts
 
 B, T, V = 3, 2, 41
 OFF = {

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from equality import Reference, check_same, equal_or_tie, new_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import VOCAB, coach, fast, sampling, yields
@@ -18,6 +17,7 @@ from dflash_jax.decoding.speculative import decide, propose
 from dflash_jax.decoding.state import Settings
 from dflash_jax.models import cache
 from dflash_jax.models.drafter import DraftWindow
+from dflash_jax.tools.equality import Reference, check_same, equal_or_tie, new_tokens
 
 # One token; idle; longer than a prefill chunk and the draft window, and up to the buffer's last position; three more.
 LENGTHS, NEW, CAPACITY = [1, 0, 38, 7, 9, 20], [24, 24, 26, 26, 23, 1], 64

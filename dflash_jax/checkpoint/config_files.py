@@ -1,14 +1,17 @@
-"""Reads config.json of a Hugging Face directory, and TOML files, with the standard library alone."""
+"""Reads config.json of a Hugging Face directory and TOML configs, with the standard library alone."""
 
 import json
 import reprlib
 import tomllib
+from difflib import get_close_matches
 from pathlib import Path
 
 from dflash_jax.errors import InputError
 
 # Largest JSON file that is read. The table of tensors of a large checkpoint has some MB.
 MOST_BYTES = 2**27
+# The package's own configs: configs/ of a checkout, by a link.
+CONFIGS = Path(__file__).parents[1] / "configs"
 
 
 def read_json(path: Path) -> dict:
@@ -64,6 +67,27 @@ def read_config_file(path: Path, read):
     """Returns the raw config of ``path`` (see `read_raw`), and ``read`` of it."""
     raw = read_raw(path)
     return raw, parsed(read, raw, path)
+
+
+def find_config(name: str | Path, folder: str = "") -> Path:
+    """The TOML file that ``--config`` names.
+
+    Args:
+        name: A path, or the name of one of the package's own configs, such as ``qwen3.6-35b-a3b``.
+        folder: Where the package's configs of this kind are, below configs/: "" for systems, "train" for training runs.
+
+    Raises:
+        InputError: A name without a path that is neither a file nor a config of the package.
+    """
+    path = Path(name)
+    if path.suffix == ".toml" or len(path.parts) > 1 or path.is_file():
+        return path
+    known = sorted(p.stem for p in (CONFIGS / folder).glob("*.toml"))
+    if path.name in known:
+        return CONFIGS / folder / f"{path.name}.toml"
+    near = get_close_matches(path.name, known, n=4)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(known)}"
+    raise InputError(f"config {str(name)!r} is neither a file nor a known name: {hint}")
 
 
 def read_toml_file(path: Path) -> dict:

@@ -49,7 +49,7 @@ def to_hf(source: Path, target: Path, shard_bytes: int, progress: Callable[[Iter
         InputError: ``source`` is no conversion or was quantized on the way, or ``target`` cannot be written.
     """
     if not orbax.is_orbax(source):
-        raise InputError(f"{source} is not a checkpoint of convert/hf_to_orbax.py: it has no {orbax.MANIFEST}")
+        raise InputError(f"{source} is not a checkpoint of dflash convert hf-to-orbax: it has no {orbax.MANIFEST}")
     manifest = read_json(source / orbax.MANIFEST)
     if manifest["quantize"] in ("int8", "fp8"):
         raise InputError(

@@ -33,7 +33,7 @@ def resolve(name: str | Path, revision: str | None = None, download_dir: str | P
         raise InputError(f"{name} cannot be read: {getattr(e, 'strerror', None) or e}") from None
     if exists:
         if path.suffix == ".gguf":
-            raise InputError(f"{name} is a GGUF file: make a directory of it with convert/gguf_to_hf.py")
+            raise InputError(f"{name} is a GGUF file: make a directory of it with dflash convert gguf-to-hf")
         raise InputError(f"{name} is a file: give the directory that holds config.json and the .safetensors files")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)) or str(name).startswith("."):
         raise InputError(

@@ -36,7 +36,9 @@ def is_orbax(directory: Path) -> bool:
     if (directory / MANIFEST).exists():
         return True
     if (directory / STARTED).exists():
-        raise InputError(f"{directory} is half a conversion: run convert/hf_to_orbax.py again with the same arguments")
+        raise InputError(
+            f"{directory} is half a conversion: run dflash convert hf-to-orbax again with the same arguments"
+        )
     return False
 
 

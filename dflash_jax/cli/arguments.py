@@ -1,9 +1,9 @@
-"""The arguments of python -m dflash_jax.generate, and the prompts that they name."""
+"""The arguments of `dflash generate`, and the prompts that they name."""
 
 import argparse
 import sys
 
-from dflash_jax.cli.options import Parser, add_platform
+from dflash_jax.cli.options import Parser, add_platform, program
 from dflash_jax.errors import InputError
 
 DESCRIPTION = "Text from a target and a DFlash drafter. Text goes to stdout, everything else to stderr."
@@ -34,10 +34,12 @@ def bias(text: str) -> tuple[int, float]:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    p = Parser(prog="python -m dflash_jax.generate", description=DESCRIPTION, allow_abbrev=False)
+    p = Parser(prog=program("generate"), description=DESCRIPTION, allow_abbrev=False)
     models = p.add_argument_group("models")
     models.add_argument(
-        "--config", metavar="FILE", help="a TOML of configs/: target, drafter, mesh; options override it"
+        "--config",
+        metavar="NAME|FILE",
+        help="a name of configs/, or a TOML; options override it",
     )
     models.add_argument("--target", metavar="PATH|REPO", help="target checkpoint (default: the bundled tiny model)")
     models.add_argument(

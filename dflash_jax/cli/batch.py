@@ -1,8 +1,8 @@
-"""python -m dflash_jax.batch: a file of requests in OpenAI's batch format, answered as the server answers them.
+"""A file of requests in OpenAI's batch format, answered as the server answers them.
 
 A line is {"custom_id": "…", "method": "POST", "url": "/v1/chat/completions", "body": {…}}; its answer is a line
 {"id", "custom_id", "response": {"status_code", "request_id", "body"}, "error"}. Answers come as they are made. The same
-command again goes on where the last one ended. Models, load and drafting: the options of python -m dflash_jax.serve.
+command again goes on where the last one ended. Models, load and drafting: the options of dflash serve.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from dflash_jax.cli.options import Parser, exit_code
+from dflash_jax.cli.options import Parser, exit_code, program
 from dflash_jax.cli.serve import assemble
 from dflash_jax.errors import InputError
 
@@ -27,8 +27,8 @@ ATTEMPTS = 5
 
 def make_parser() -> argparse.ArgumentParser:
     p = Parser(
-        prog="python -m dflash_jax.batch",
-        description=__doc__,
+        prog=program("batch"),
+        description=__doc__.replace("dflash serve", program("serve")),
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

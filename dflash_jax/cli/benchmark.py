@@ -1,8 +1,8 @@
-"""python -m dflash_jax.benchmark: the published tables, measured on your machine.
+"""The published tables, measured on your machine.
 
 Against our engine in this process, or with --url against any server that speaks OpenAI's chat completions (its own
 method then goes by --label). Data: JSON lines {"turns": ["…"]}, a file a task, called as the published tables call it
-(humaneval.jsonl, gsm8k.jsonl, …; scripts/benchmark_data.py writes them). What OUT.json already has is not measured
+(humaneval.jsonl, gsm8k.jsonl, …; scripts/data/benchmark_data.py writes them). What OUT.json already has is not measured
 again. Results: OUT.json, OUT.md and, where matplotlib is there, OUT.png.
 """
 
@@ -19,8 +19,9 @@ from dflash_jax.benchmarking.clients import Asking, EngineClient, HttpClient
 from dflash_jax.benchmarking.data import read_tasks
 from dflash_jax.benchmarking.store import beside, read_record, write_record
 from dflash_jax.benchmarking.tables import PLAIN, key, markdown, plot
+from dflash_jax.checkpoint.config_files import find_config
 from dflash_jax.cli.arguments import block_size
-from dflash_jax.cli.options import Parser, add_platform, exit_code, set_platform, versions
+from dflash_jax.cli.options import Parser, add_platform, exit_code, program, set_platform, versions
 from dflash_jax.cli.system_config import read_system
 from dflash_jax.errors import InputError
 
@@ -31,7 +32,7 @@ def method(text: str) -> str:
 
 def make_parser() -> argparse.ArgumentParser:
     p = Parser(
-        prog="python -m dflash_jax.benchmark",
+        prog=program("benchmark"),
         description=__doc__,
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -58,7 +59,11 @@ def make_parser() -> argparse.ArgumentParser:
         help="whose published figures to show (default: the config's)",
     )
     here = p.add_argument_group("in this process")
-    here.add_argument("--config", metavar="FILE", help="a TOML of configs/: target, drafter, mesh; options override it")
+    here.add_argument(
+        "--config",
+        metavar="NAME|FILE",
+        help="a name of configs/, or a TOML; options override it",
+    )
     here.add_argument("--target", metavar="PATH|REPO", help="default: the bundled tiny model")
     here.add_argument("--draft", metavar="PATH|REPO")
     here.add_argument("--dtype", choices=["float32", "bfloat16"])
@@ -170,7 +175,7 @@ def capacity(llm, tasks: dict, asking: Asking) -> int:
     return min(llm.max_len, -(-longest // 256) * 256)
 
 
-def run(args) -> int:
+def run(args, argv: list[str]) -> int:
     if args.url and (args.target or args.draft or args.config):
         raise InputError("--url measures a server: leave out --config, --target and --draft")
     if args.label and not args.url:
@@ -185,7 +190,7 @@ def run(args) -> int:
     methods = args.methods or [PLAIN, "8", "16", "auto"]
     if args.label:
         methods = [args.label]
-    about = {"command": f"python -m dflash_jax.benchmark {shlex.join(_without_key(sys.argv[1:]))}"}
+    about = {"command": f"{program('benchmark')} {shlex.join(_without_key(argv))}"}
     about |= {k: v for k, v in asdict(asking).items() if k != "timeout_s"} | {
         "prompts": args.prompts,
         "seed": args.seed,
@@ -200,7 +205,7 @@ def run(args) -> int:
             return HttpClient(args.url, args.model, args.api_key, block)
     else:
         llm, device = open_llm(args, options)
-        model = Path(args.config).stem if args.config else str(args.target or "bundled pair")
+        model = find_config(args.config).stem if args.config else str(args.target or "bundled pair")
         about |= {"model": model, "device": device, "dtype": llm.dtype, "mesh": str(llm.target.layout)}
         about |= {"max_len": llm.max_len, "quantize": args.quantize or options.get("quantize"), "kernels": args.kernels}
         listed = llm.drafter.vocabulary
@@ -226,7 +231,7 @@ def _without_key(argv: list[str]) -> list[str]:
 def _published(args) -> dict:
     """Figures of the model's card, where there are any."""
     path = Path(__file__).parents[1] / "assets/published.json"
-    name = args.published or (Path(args.config).stem.removesuffix("-fp8") if args.config else None)
+    name = args.published or (find_config(args.config).stem.removesuffix("-fp8") if args.config else None)
     if name is None:
         return {}
     known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
@@ -236,4 +241,5 @@ def _published(args) -> dict:
 
 
 def main(argv: list[str] | None = None) -> int:
-    return exit_code(lambda: run(make_parser().parse_args(argv)))
+    argv = sys.argv[1:] if argv is None else argv
+    return exit_code(lambda: run(make_parser().parse_args(argv), argv))

@@ -1,5 +1,4 @@
-"""python -m dflash_jax.generate: text from a target and a DFlash drafter. Text goes to stdout, everything else to
-stderr."""
+"""Text from a target and a DFlash drafter. Text goes to stdout, everything else to stderr."""
 
 import json
 import os

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 from dflash_jax.errors import EngineError, InputError
 from dflash_jax.ops import backend
@@ -18,6 +19,16 @@ from dflash_jax.ops.kernels.triton import launch
 class Parser(argparse.ArgumentParser):
     def error(self, message: str):
         raise InputError(message)
+
+
+def program(command: str) -> str:
+    """How this process ran ``command``: as ``dflash``, ``python -m dflash_jax`` or ``python -m dflash_jax.COMMAND``."""
+    run = Path(sys.argv[0])
+    if run.stem == "dflash":
+        return f"dflash {command}"
+    if run.name == "__main__.py" and run.parent.name == "dflash_jax":
+        return f"python -m dflash_jax {command}"
+    return f"python -m dflash_jax.{command}"
 
 
 def silence_stdout() -> None:

@@ -1,4 +1,4 @@
-"""python -m dflash_jax.plan: will it fit? Bytes per device, the largest context and batch, and the bandwidth floor.
+"""Will it fit? Bytes per device, the largest context and batch, and the bandwidth floor.
 
 Needs no weights and no accelerator: a directory with config.json, or a TOML of configs/, is enough.
 """
@@ -42,10 +42,10 @@ def describe(plan: dict, args, name: str) -> str:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    from dflash_jax.cli.options import Parser
+    from dflash_jax.cli.options import Parser, program
 
-    p = Parser(prog="python -m dflash_jax.plan", description=__doc__, allow_abbrev=False)
-    p.add_argument("--config", metavar="FILE", help="a TOML of configs/; options override it")
+    p = Parser(prog=program("plan"), description=__doc__, allow_abbrev=False)
+    p.add_argument("--config", metavar="NAME|FILE", help="a name of configs/, or a TOML; options override it")
     p.add_argument(
         "--target", metavar="DIR|TOML", help="directory with config.json, config.json itself, or such a TOML"
     )
@@ -97,9 +97,9 @@ def run(args) -> int:
         mesh = system.mesh(device.kind, args.devices) if mesh is None else mesh
     if not target:
         raise InputError("no target: give --target or --config")
-    for name in ("max_len", "slots", "devices", "context"):
-        if getattr(args, name) < 1:
-            raise InputError(f"{name} is {getattr(args, name)}: it must be 1 or more")
+    for option in ("max_len", "slots", "devices", "context"):
+        if getattr(args, option) < 1:
+            raise InputError(f"{option} is {getattr(args, option)}: it must be 1 or more")
     import jax
 
     jax.config.update("jax_platforms", "cpu")

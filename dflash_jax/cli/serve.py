@@ -1,4 +1,4 @@
-"""python -m dflash_jax.serve: OpenAI's and SGLang's HTTP interfaces over one model and its engine."""
+"""OpenAI's and SGLang's HTTP interfaces over one model and its engine."""
 
 import asyncio
 import gc

@@ -1,4 +1,4 @@
-"""The options of python -m dflash_jax.serve, and those of other servers that mean the same."""
+"""The options of `dflash serve`, and those of other servers that mean the same."""
 
 import argparse
 import logging
@@ -7,7 +7,7 @@ import re
 import sys
 
 from dflash_jax.cli.arguments import block_size
-from dflash_jax.cli.options import Parser, add_platform, with_config
+from dflash_jax.cli.options import Parser, add_platform, program, with_config
 from dflash_jax.cli.serve_aliases import add_others, json_object
 from dflash_jax.errors import InputError
 from dflash_jax.sampling_params import MAX_LOGPROBS
@@ -45,7 +45,7 @@ class ServerParser(Parser):
 
 
 def make_parser() -> argparse.ArgumentParser:
-    p = ServerParser(prog="python -m dflash_jax.serve", description=DESCRIPTION, allow_abbrev=False)
+    p = ServerParser(prog=program("serve"), description=DESCRIPTION, allow_abbrev=False)
     http = p.add_argument_group("http")
     http.add_argument("--host", default="127.0.0.1", help="default: %(default)s; 0.0.0.0 for all networks")
     http.add_argument("--port", type=int, default=30000, help="default: %(default)s; 0 takes a free one")
@@ -95,7 +95,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     models = p.add_argument_group("models (as for dflash_jax.generate)")
     models.add_argument("model", nargs="?", metavar="MODEL", help="the target")
-    models.add_argument("--config", metavar="FILE", help="a TOML of configs/; options override it")
+    models.add_argument("--config", metavar="NAME|FILE", help="a name of configs/, or a TOML; options override it")
     models.add_argument("--target", metavar="PATH|REPO", help="target checkpoint (default: the bundled tiny model)")
     models.add_argument("--draft", metavar="PATH|REPO|none", default="auto", help="drafter; none decodes plainly")
     models.add_argument("--revision", metavar="REV", help="branch, tag or commit of the target's repo")

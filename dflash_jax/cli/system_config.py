@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from dflash_jax.checkpoint.config_files import read_toml_file
+from dflash_jax.checkpoint.config_files import find_config, read_toml_file
 from dflash_jax.errors import InputError
 from dflash_jax.parallel.devices import check_meshes, mesh_for
 
@@ -52,9 +52,13 @@ def _check(table: dict, known: dict, where: str) -> dict:
     return table
 
 
-def read_system(path: str | Path) -> System:
-    """Raises InputError for a file that is not there, not TOML, or has keys that are not known."""
-    path = Path(path)
+def read_system(name: str | Path) -> System:
+    """A system by the path of its TOML or by the name of one of configs/ (`find_config`).
+
+    Raises:
+        InputError: The file does not exist, is not TOML, or has unknown keys.
+    """
+    path = find_config(name)
     raw = read_toml_file(path)
     tables = {name: raw.pop(name, {}) for name in ("sampling", "mesh", "shapes")}
     if not all(isinstance(table, dict) for table in tables.values()):

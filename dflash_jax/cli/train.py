@@ -1,12 +1,11 @@
-"""python -m dflash_jax.train: a DFlash drafter for a target of yours."""
+"""A DFlash drafter for a target of yours."""
 
 import argparse
 import json
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 
-from dflash_jax.cli.options import Parser, exit_code, set_platform
+from dflash_jax.cli.options import Parser, exit_code, program, set_platform
 from dflash_jax.errors import InputError
 from dflash_jax.parallel.devices import mesh_for
 from dflash_jax.training.config import FIELDS, TrainConfig, checked, read_toml
@@ -32,13 +31,17 @@ def tell(line: str) -> None:
 
 def make_parser() -> argparse.ArgumentParser:
     p = Parser(
-        prog="python -m dflash_jax.train",
+        prog=program("train"),
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="\n".join(f"{name:12}{text}" for name, text in COMMANDS.items()),
     )
     p.add_argument("command", choices=COMMANDS)
-    p.add_argument("--config", type=Path, help="TOML with these options as keys (configs/train/); options override it")
+    p.add_argument(
+        "--config",
+        metavar="NAME|FILE",
+        help="a name of configs/train/, or a TOML with these options as keys",
+    )
     p.add_argument("--platform", help="cpu, cuda or tpu (default: the best there is)")
     p.add_argument("--distributed", action="store_true", help="several processes as one")
     for name, f in FIELDS.items():

@@ -8,15 +8,13 @@ milliseconds.
 import asyncio
 import contextlib
 import re
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Hashable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from starlette.requests import Request
 
 from dflash_jax.server.errors import ApiError, ClientGoneError
-
-if TYPE_CHECKING:
-    from dflash_jax.server.serving import Serving
 
 STEP_BYTES = 2**19
 # A body up to this size, with the memory of its values, is read even when other bodies have taken all memory.
@@ -105,6 +103,38 @@ def check_type(headers: dict[bytes, bytes]) -> None:
         raise ApiError(415, f"{says}: send JSON, with Content-Type: application/json")
 
 
+class BodyLimits(Protocol):
+    """Limits of bodies, as `Limits` has them."""
+
+    body_bytes: int
+    total_body_bytes: int
+    values: int
+    objects: int
+
+
+class BodyTable(Protocol):
+    """Counts of all bodies of a server; `Serving` implements it.
+
+    Attributes:
+        arriving: Bodies that are being received.
+        large_bodies: Held while a large body is counted.
+        limits: Limits of one body and of all bodies.
+        capacity: Positions of a slot.
+        body_bytes: Bytes of all bodies in memory.
+        client_body_bytes: Bytes of the bodies of each client.
+    """
+
+    arriving: set["Body"]
+    large_bodies: asyncio.Semaphore | asyncio.Lock
+    limits: BodyLimits
+    capacity: int
+    body_bytes: int
+    client_body_bytes: Counter
+
+    async def turn(self) -> None:
+        """See `Serving.turn`."""
+
+
 class Body:
     """The body of one request. Its memory counts in ``serving`` until it is closed.
 
@@ -112,7 +142,7 @@ class Body:
     ``client`` (its key and address) may take only a share, however fast they arrive.
     """
 
-    def __init__(self, serving: "Serving", client: Hashable = None):
+    def __init__(self, serving: BodyTable, client: Hashable = None):
         self._serving, self._client, self._size = serving, client, 0
         self._began, self._until = 0.0, asyncio.timeout(None)
 

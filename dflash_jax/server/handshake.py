@@ -5,15 +5,35 @@ asyncio would finish a handshake before the HTTP protocol sees the connection, s
 
 import asyncio
 import ssl
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from dflash_jax.server.connections import LimitedProtocol
-
+from typing import Any, Protocol
 
 # asyncio's limit for closing a TLS connection. It counts from the start of closing however fast the client reads, so
 # the limits of the HTTP protocol apply instead.
 SHUTDOWN_S = 86400.0
+
+
+class HttpProtocol(Protocol):
+    """The HTTP protocol that gets the connection; `LimitedProtocol` implements it.
+
+    Attributes:
+        connections: Open connections of the server.
+        table: The connection table.
+        limits: Limits of connections.
+        loop: The event loop.
+        raw_transport: The connection below TLS.
+    """
+
+    connections: set
+    table: Any
+    limits: Any
+    loop: asyncio.AbstractEventLoop
+    raw_transport: asyncio.Transport
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        """Takes over the connection behind the handshake."""
+
+    def data_received(self, data: bytes) -> None:
+        """Parses data that arrived with the handshake."""
 
 
 class TlsHandshake(asyncio.Protocol):
@@ -26,7 +46,7 @@ class TlsHandshake(asyncio.Protocol):
 
     is_unread = False
 
-    def __init__(self, context: ssl.SSLContext, http: "LimitedProtocol"):
+    def __init__(self, context: ssl.SSLContext, http: HttpProtocol):
         self._context, self._http = context, http
         # Data that arrives with the end of the handshake, before the HTTP protocol takes over.
         self._early, self._has_ended = bytearray(), False

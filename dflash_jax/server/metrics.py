@@ -2,16 +2,13 @@
 
 from collections.abc import Iterator
 from math import isnan
-from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from dflash_jax.engine.request import Event
+from dflash_jax.engine.service import AsyncEngine
 from dflash_jax.frontend.sequence import TextSequence
-
-if TYPE_CHECKING:
-    from dflash_jax.server.serving import Serving
 
 LABELS = ("model_name", "engine")
 FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
@@ -27,13 +24,13 @@ class Metrics:
         registry: The registry of Prometheus.
     """
 
-    def __init__(self, serving: "Serving"):
-        self._serving, self.registry = serving, CollectorRegistry()
+    def __init__(self, name: str, engine: AsyncEngine):
+        self._name, self._engine, self.registry = name, engine, CollectorRegistry()
         self.registry.register(self)
 
         def histogram(name: str, text: str, buckets) -> Histogram:
             metric = Histogram(f"vllm:{name}", text, LABELS, registry=self.registry, buckets=buckets)
-            return metric.labels(serving.name, "0")
+            return metric.labels(self._name, "0")
 
         self._first_token = histogram("time_to_first_token_seconds", "Arrival to first token.", FIRST_TOKEN_S)
         self._gap = histogram(
@@ -50,7 +47,7 @@ class Metrics:
 
     def observe(self, event: Event) -> None:
         """Counts an event that was just received."""
-        request, now = event.request, self._serving.engine.engine.device.clock
+        request, now = event.request, self._engine.engine.device.clock
         before, count = self._last.get(request), len(event.tokens)
         if count and before is not None:
             for _ in range(count):
@@ -81,7 +78,7 @@ class Metrics:
 
     def collect(self) -> Iterator[Metric]:
         """Yields the engine's totals; the registry calls it."""
-        engine, labels = self._serving.engine.engine, [self._serving.name, "0"]
+        engine, labels = self._engine.engine, [self._name, "0"]
         s = engine.statistics
 
         def counter(name: str, text: str, value: float) -> Metric:

@@ -8,13 +8,13 @@ import weakref
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from dflash_jax.engine.request import Event
 from dflash_jax.engine.service import AsyncEngine
 from dflash_jax.frontend.llm import LLM
 from dflash_jax.frontend.sequence import Piece, TextSequence
 from dflash_jax.server.additions import Additions
+from dflash_jax.server.body import Body
 from dflash_jax.server.constraint import grammar_tokens
 from dflash_jax.server.errors import ApiError, TooLongError
 from dflash_jax.server.grammar import GrammarProcesses
@@ -24,9 +24,6 @@ from dflash_jax.server.request_scope import untrack
 from dflash_jax.server.response_store import ResponseStore
 from dflash_jax.server.templates import Templates
 from dflash_jax.server.texts import Texts
-
-if TYPE_CHECKING:
-    from dflash_jax.server.body import Body
 
 # SGLang's name for the one model of a server.
 ANY_MODEL = "default"
@@ -144,7 +141,7 @@ class Serving:
         self.body_bytes, self.client_body_bytes = 0, Counter()
         self.arriving: set[Body] = set()
         self.large_bodies, self._turns = asyncio.Lock(), asyncio.Lock()
-        self.metrics = Metrics(self)
+        self.metrics = Metrics(self.name, engine)
         self.grammar = None
         if llm.tokenizer is not None and llm.tokenizer.file is not None:
             tokens = grammar_tokens(llm.tokenizer, llm.config.vocab_size, llm.defaults.stop_ids)

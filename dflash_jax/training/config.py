@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
-from dflash_jax.checkpoint.config_files import read_toml_file
+from dflash_jax.checkpoint.config_files import find_config, read_toml_file
 from dflash_jax.errors import InputError
 from dflash_jax.parallel.devices import check_meshes
 
@@ -123,8 +123,8 @@ def differences(previous: dict, config: TrainConfig) -> list[str]:
     return [f"{k} was {previous.get(k)!r}, is {v!r}" for k, v in now.items() if k not in FREE and previous.get(k) != v]
 
 
-def read_toml(path: Path) -> tuple[dict, dict[str, str]]:
-    """Reads a training configuration.
+def read_toml(name: str | Path) -> tuple[dict, dict[str, str]]:
+    """Reads a training configuration, by its path or by the name of one of configs/train/ (see `find_config`).
 
     Returns:
         Values of `TrainConfig` fields, and the mesh by machine. A relative ``draft_config`` is resolved against the
@@ -133,6 +133,7 @@ def read_toml(path: Path) -> tuple[dict, dict[str, str]]:
     Raises:
         InputError: The file is unreadable, or a key or value is not valid.
     """
+    path = find_config(name, "train")
     raw = read_toml_file(path)
     meshes = raw.pop("meshes", {})
     if not isinstance(meshes, dict):

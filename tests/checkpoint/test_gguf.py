@@ -9,7 +9,6 @@ import jax
 import numpy as np
 import pytest
 import torch
-from equality import forward
 from float64 import assert_near, in_both
 from gguf_files import (
     EXPERTS,
@@ -31,13 +30,13 @@ from dflash_jax import LLM, SamplingParams
 from dflash_jax.checkpoint.gguf import GgufFile, convert, llama3_scaling, read_config
 from dflash_jax.checkpoint.gguf_tokenizer import build_tokenizer
 from dflash_jax.checkpoint.load import load_target
+from dflash_jax.cli.convert import main
 from dflash_jax.errors import InputError
 from dflash_jax.models.config import Llama3Spec, RopeSpec
 from dflash_jax.models.rope import rope_frequencies
+from dflash_jax.tools.equality import forward
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "convert"))
-import gguf_to_hf
-
+CONVERT = Path(__file__).parents[2] / "convert"
 TEXT = "def main(argv):\n    return 42  # naïve 你好 <|im_end|>\n\n\n  x = 1234.5\n"
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
 
@@ -310,7 +309,7 @@ def test_the_package_is_missing(llama, monkeypatch):
 
 
 def run(capsys, *argv):
-    code = gguf_to_hf.main([str(a) for a in argv])
+    code = main(["gguf-to-hf", *map(str, argv)])
     out, err = capsys.readouterr()
     return code, out, err
 
@@ -349,7 +348,16 @@ def test_command_line_errors(argv, named, llama, tmp_path, capsys):
 def test_no_space(llama, tmp_path):
     """No file may grow beyond 100 blocks: what a full disk does, but to one process only."""
     done = subprocess.run(
-        ["sh", "-c", 'ulimit -f 100; exec "$@"', "sh", sys.executable, gguf_to_hf.__file__, llama, tmp_path / "hf"],
+        [
+            "sh",
+            "-c",
+            'ulimit -f 100; exec "$@"',
+            "sh",
+            sys.executable,
+            CONVERT / "gguf_to_hf.py",
+            llama,
+            tmp_path / "hf",
+        ],
         capture_output=True,
         text=True,
     )

@@ -225,7 +225,7 @@ def test_quantized_on_conversion(source, tmp_path):
         ("hf_to_orbax", ["/no/such", "/tmp/x"], "/no/such"),
         ("hf_to_orbax", ["src"], "DST"),
         ("hf_to_orbax", [str(TINY / "target"), "/proc/x"], "/proc/x"),
-        ("orbax_to_hf", [str(TINY / "target"), "/tmp/x"], "is not a checkpoint of convert/hf_to_orbax.py"),
+        ("orbax_to_hf", [str(TINY / "target"), "/tmp/x"], "is not a checkpoint of dflash convert hf-to-orbax"),
     ],
 )
 def test_command_line_errors(name, argv, named):

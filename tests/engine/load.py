@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import tiny
-from equality import Reference, equal_or_tie
 
 from dflash_jax.decoding.state import Settings
 from dflash_jax.engine.engine import Engine
@@ -14,6 +13,7 @@ from dflash_jax.engine.model_runner import Device
 from dflash_jax.engine.options import Options
 from dflash_jax.engine.request import Request
 from dflash_jax.sampling_params import SamplingParams
+from dflash_jax.tools.equality import Reference, equal_or_tie
 
 MARKER, CAPACITY, SIZES = 1, 96, (8, 32)
 

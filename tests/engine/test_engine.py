@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import tiny
 from load import CAPACITY, MARKER, alone, check, engine_for, some_requests, under_load
-from token_runs import Remembering
 
 from dflash_jax.decoding import prefix_snapshot
 from dflash_jax.engine import model_runner
@@ -23,6 +22,7 @@ from dflash_jax.engine.request import ReadyMasks, Request
 from dflash_jax.engine.token_rules import Rules, ThinkingBudget, TokenRules
 from dflash_jax.models.decoder import Decoder, is_delta
 from dflash_jax.sampling_params import MAX_STOPS, SamplingParams
+from dflash_jax.tools.token_runs import Remembering
 
 # DFLASH_LOAD=1500 for a long soak.
 COUNT = int(os.environ.get("DFLASH_LOAD", "400"))

@@ -11,8 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import token_runs
-from token_runs import Remembering
 
 from dflash_jax.checkpoint.parameters import QUANTIZED
 from dflash_jax.decoding import speculative
@@ -21,11 +19,13 @@ from dflash_jax.decoding.sampling import SamplingRows
 from dflash_jax.decoding.state import Settings
 from dflash_jax.ops.weights import quantize
 from dflash_jax.parallel.sharding import parameter_paths
+from dflash_jax.tools import token_runs
+from dflash_jax.tools.token_runs import Remembering
 
 pytest.importorskip("torch")
 pytest.importorskip("triton.runtime.interpreter")
 
-from triton_interpreter import as_on_cuda, interpreting, small_grids
+from dflash_jax.tools.triton_interpreter import as_on_cuda, interpreting, small_grids
 
 NEW, WIDE, CAPACITY = 4, 8, 384
 PROMPTS = (17, 40, 75, 300)

@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("triton.runtime.interpreter")
 
-from triton_interpreter import interpreting, small_grids
+from dflash_jax.tools.triton_interpreter import interpreting, small_grids
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -4,12 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_arguments import Source, mixer
-from triton_interpreter import interpreting
 
 from dflash_jax.models.cache import DeltaState, replay
 from dflash_jax.models.gated_delta import advance_in_chunks, mix, mix_in_chunks
 from dflash_jax.ops.kernels.triton import delta_chunks as triton_chunks
+from dflash_jax.tools.kernels.arguments import Source, mixer
+from dflash_jax.tools.triton_interpreter import interpreting
 
 
 def normal(rng, *shape, dtype=jnp.float32):

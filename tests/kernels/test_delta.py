@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_arguments import Source, mixer, spoilt
 
 from dflash_jax.models.cache import DeltaRecord, DeltaState, replay_plain
 from dflash_jax.models.gated_delta import mix
 from dflash_jax.ops.kernels.triton.delta import fits, mix_triton, replay_triton
+from dflash_jax.tools.kernels.arguments import Source, mixer, spoilt
 
 
 def assert_near(found, expected):

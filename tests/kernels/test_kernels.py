@@ -5,13 +5,10 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import kernel_arguments as arguments
 import numpy as np
 import pytest
 from flax import nnx
-from float64_reference import assert_as_near
 from helpers import random_decoder, tiny_config
-from kernel_arguments import Source
 
 from dflash_jax.models.cache import attend_in_pieces, through_gate
 from dflash_jax.models.config import AttentionSpec, GatedDeltaSpec, MoeSpec, RopeSpec
@@ -23,6 +20,9 @@ from dflash_jax.ops.kernels.cpu import calls as cpu
 from dflash_jax.ops.kernels.triton.launch import launching
 from dflash_jax.ops.weights import quantize
 from dflash_jax.parallel.sharding import ONE_DEVICE
+from dflash_jax.tools.float64_reference import assert_as_near
+from dflash_jax.tools.kernels import arguments
+from dflash_jax.tools.kernels.arguments import Source
 
 
 def normal(rng, *shape):

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from equality import Reference, check_same
 from families import VOCAB, family_config
 from helpers import random_decoder, random_drafter, tiny_draft_config
 from jax.sharding import NamedSharding
@@ -29,6 +28,7 @@ from dflash_jax.models.cache import KVCache
 from dflash_jax.models.decoder import abstract_decoder
 from dflash_jax.models.drafter import abstract_drafter
 from dflash_jax.parallel.sharding import Layout, parameter_paths, spec
+from dflash_jax.tools.equality import Reference, check_same
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 from load import alone, engine_for, some_requests, under_load

@@ -4,23 +4,22 @@ The file is fetched once, into .cache/smollm2.
 """
 
 import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from equality import equal_or_tie, forward
 from float64 import assert_near, in_both
 from gguf_files import read_by_transformers
+from helpers import load_script
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from dflash_jax import LLM, SamplingParams
 from dflash_jax.checkpoint.gguf import convert
 from dflash_jax.errors import InputError
+from dflash_jax.tools.equality import equal_or_tie, forward
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-import fetch_smollm2
+fetch_smollm2 = load_script("data/fetch_smollm2.py")
 
 CACHE = Path(__file__).parents[2] / ".cache" / "smollm2"
 # As published; nothing of it is read from the file.

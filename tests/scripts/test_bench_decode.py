@@ -18,15 +18,14 @@ from dflash_jax.models.decoder import abstract_decoder
 from dflash_jax.ops.kernels.cpu import calls as cpu
 from dflash_jax.parallel.sharding import ONE_DEVICE, Layout
 from dflash_jax.planner import read_shapes, weigh
+from dflash_jax.tools import compile_report
+from dflash_jax.tools.decode import bench as bench_decode
+from dflash_jax.tools.decode import pair as decode_pair
+from dflash_jax.tools.decode import profile as decode_profile
+from dflash_jax.tools.decode import table as decode_table
+from dflash_jax.tools.decode.pair import Point
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
-import bench_decode  # noqa: E402
-import compile_report  # noqa: E402
-import decode_pair  # noqa: E402
-import decode_profile  # noqa: E402
-import decode_table  # noqa: E402
-from decode_pair import Point  # noqa: E402
 
 TINY = ROOT / "dflash_jax/assets/tiny"
 
@@ -191,17 +190,16 @@ def test_fewer_layers_make_no_tokens(measured):
 
 
 def test_it_runs_with_what_a_jax_image_holds():
-    """Uninstalled, from anywhere, without the packages that only the library and the server need."""
+    """Uninstalled, with the checkout in PYTHONPATH, without the packages that only the library and the server need."""
     missing = ["tqdm", "safetensors", "jinja2", "tokenizers", "transformers", "huggingface_hub", "platformdirs"]
     code = f"""
-import sys
+import runpy, sys
 sys.modules |= dict.fromkeys({missing})
-sys.path = [{str(ROOT / "scripts")!r}, *(p for p in sys.path if p != {str(ROOT)!r})]
 sys.meta_path = [f for f in sys.meta_path if "editable" not in repr(f)]
-import bench_decode
-sys.exit(bench_decode.main(["--config", {str(ROOT / "configs/qwen3.6-35b-a3b.toml")!r}]))
+sys.argv = ["decode.py", "--config", "qwen3.6-35b-a3b"]
+runpy.run_path({str(ROOT / "scripts/bench/decode.py")!r}, run_name="__main__")
 """
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd="/", env=environment)
     assert "billion parameters on a CPU" in done.stderr, done.stderr
 

@@ -10,16 +10,16 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import card_check
-import card_report
-import card_ruler
-import card_stages
-import card_wheels
 import jax
 import pytest
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
-# A stage without a device: a line a case, as `card_stages` writes them. What cases do is in stages.json.
+from dflash_jax.tools.card import check as card_check
+from dflash_jax.tools.card import report as card_report
+from dflash_jax.tools.card import ruler as card_ruler
+from dflash_jax.tools.card import stages as card_stages
+from dflash_jax.tools.card import wheels as card_wheels
+
+# A stage without a device: a line a case, as `stages` writes them. What cases do is in stages.json.
 FAKE = """
 import json, os, signal, sys, time
 from pathlib import Path
@@ -51,8 +51,9 @@ for name, what in cases.items():
 @pytest.fixture
 def fake(monkeypatch, tmp_path):
     """Runs the check with such stages: (cases by stage, options) → (exit code, record, page)."""
-    (tmp_path / "card_stages.py").write_text(FAKE)
-    monkeypatch.setattr(card_check, "HERE", tmp_path)
+    (tmp_path / "fake_stages.py").write_text(FAKE)
+    monkeypatch.setattr(card_check, "STAGE", "fake_stages")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setattr(card_stages, "smi", lambda fields: {"name": "A card", "driver_version": "1.2"})
     out = tmp_path / "out"
 
@@ -177,9 +178,10 @@ def test_no_time_is_left_for_later_stages(fake, monkeypatch):
 
 def test_a_stage_ends_with_its_parent():
     """Where the check itself is killed, as at the end of a loan."""
-    code = "import card_stages, time; card_stages.end_with_parent(); print(flush=True); time.sleep(600)"
+    code = "import time; from dflash_jax.tools.card import stages; stages.end_with_parent(); "
+    code += "print(flush=True); time.sleep(600)"
     pipe = subprocess.PIPE
-    with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, cwd=SCRIPTS, process_group=0) as one:
+    with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, process_group=0) as one:
         one.stdout.readline()
         assert one.poll() is None
         one.stdin.close()
@@ -356,7 +358,7 @@ def test_what_a_case_raises():
 def interpreted():
     pytest.importorskip("torch")
     pytest.importorskip("triton.runtime.interpreter")
-    from triton_interpreter import interpreting, small_grids
+    from dflash_jax.tools.triton_interpreter import interpreting, small_grids
 
     with interpreting(), small_grids():
         yield
@@ -364,8 +366,8 @@ def interpreted():
 
 def test_a_wrong_kernel_is_found(interpreted):
     """Wrong in one place, missing, another at each run, or by what its row stands beside."""
-    import kernel_cases
-    from kernel_comparisons import F32, SMALL, products
+    from dflash_jax.tools.kernels import cases as kernel_cases
+    from dflash_jax.tools.kernels.comparisons import F32, SMALL, products
 
     comparison, calls = products(kernel_cases.Source(0), SMALL, 7, 1, F32, "residual"), []
     assert kernel_cases.check(comparison, False)["status"] == "exact"
@@ -386,9 +388,8 @@ def test_a_wrong_kernel_is_found(interpreted):
 
 def test_a_recorded_launch_is_run_over_zeros(interpreted, monkeypatch):
     """As `card_build` records it: kinds of arguments and results, their shapes, and what is written in place."""
-    import card_build
-
     from dflash_jax.ops.kernels.triton import launch
+    from dflash_jax.tools.card import build as card_build
 
     calls, shapes = [], [[3, 2, 40, 16], [3, 2, 40, 16], [1, 5, 2, 16], [1, 5, 2, 16], [1], [1, 5]]
     described = {
@@ -406,7 +407,7 @@ def test_a_recorded_launch_is_run_over_zeros(interpreted, monkeypatch):
 
 def test_tokens_may_part_at_a_few_ties():
     """Not at a decided token, not where no tie is allowed, and not in many requests."""
-    import token_runs
+    from dflash_jax.tools import token_runs
 
     def requests(*texts):
         return [SimpleNamespace(tokens=list(text), finish_reason="length", prompt=[1]) for text in texts]
@@ -423,8 +424,8 @@ def test_tokens_may_part_at_a_few_ties():
 
 
 def test_names_of_cases_are_unique():
-    import kernel_cases
-    from kernel_comparisons import REAL, SMALL
+    from dflash_jax.tools.kernels import cases as kernel_cases
+    from dflash_jax.tools.kernels.comparisons import REAL, SMALL
 
     for sizes in (REAL, SMALL):
         names = [name for name, _ in kernel_cases.comparisons(sizes)]

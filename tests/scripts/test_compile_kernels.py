@@ -15,24 +15,25 @@ RECORD = json.loads((ROOT / "benchmarks/kernels.json").read_text())
 # In a process without Triton's interpreter.
 AGAIN = """
 import json, sys
-sys.path.insert(0, "scripts")
-import compile_kernels
+from dflash_jax.tools import compile_kernels
+compile_kernels.prepare()
 for capability, launch in json.load(sys.stdin):
     print(json.dumps(compile_kernels.compiled(launch, capability)))
 """
 TRACED = """
 import json, sys
-sys.path.insert(0, "scripts")
-import compile_kernels as script
+from dflash_jax.tools import compile_kernels as script
+script.prepare()
 from dflash_jax.ops.card import Card
 name, capability = sys.argv[1], int(sys.argv[2])
-traced = script.launches(f"configs/{name}.toml", script.SYSTEMS[name], Card.of_capability(capability))
+traced = script.launches(name, script.SYSTEMS[name], Card.of_capability(capability))
 print(json.dumps({"digest": script.digest(traced)}))
 """
 ASSEMBLED = """
 import sys
-sys.path.insert(0, "scripts")
-import compile_kernels, json
+import json
+from dflash_jax.tools import compile_kernels
+compile_kernels.prepare()
 from pathlib import Path
 from triton.backends.nvidia import compiler
 from dflash_jax.ops.kernels.triton import launch
@@ -73,7 +74,7 @@ def test_every_kernel_fits_every_card():
 @pytest.mark.parametrize("capability", [89, 100])
 def test_what_takes_most_is_as_recorded(capability):
     """Of each kernel the recorded launch that takes most, compiled again. If this fails, the kernel has changed:
-    scripts/compile_kernels.py --out benchmarks/kernels.json writes the file anew."""
+    scripts/compile/kernels.py --out benchmarks/kernels.json writes the file anew."""
     if RECORD["about"]["versions"].partition("triton")[2][:6] != triton_version():
         pytest.skip("another version of Triton")
     figures = ("stack", "shared", "registers", "tensor_memory")

@@ -8,11 +8,12 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from helpers import load_script
+
+from dflash_jax.tools.xla_text import KERNELS, copied_bytes, kernels, thunk_kinds, weights_read, written_bytes
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
-import compile_train  # noqa: E402
-from xla_text import KERNELS, copied_bytes, kernels, thunk_kinds, weights_read, written_bytes  # noqa: E402
+compile_train = load_script("compile/train.py")
 
 RECORDED = json.loads((ROOT / "benchmarks/compile.json").read_text())
 TRAINING = json.loads((ROOT / "benchmarks/training.json").read_text())
@@ -44,13 +45,13 @@ def reason_to_skip(device: str, kernels: bool) -> str:
 def reported(script: str, command: str) -> dict:
     """What a script says of a command, or a skip where its compiler is not here."""
     _, *options = command.split()
-    if reason := reason_to_skip(options[1], script == "compile_report.py" and "xla" not in options):
+    if reason := reason_to_skip(options[1], script == "report.py" and "xla" not in options):
         pytest.skip(reason)
     # Without the suite's own flags for XLA.
     environment = os.environ | {"PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "0", "XLA_FLAGS": ""}
-    argv = [PYTHON, f"scripts/{script}", *command.split()]
-    if script == "compile_report.py":
-        argv[2:3] = ["--config", f"configs/{argv[2]}.toml", "--json"]
+    argv = [PYTHON, f"scripts/compile/{script}", *command.split()]
+    if script == "report.py":
+        argv[2:3] = ["--config", argv[2], "--json"]
     done = subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout)
@@ -67,14 +68,14 @@ def assert_no_worse(found: dict, recorded: dict, name: str) -> None:
 
 @pytest.mark.parametrize("command", FIGURES)
 def test_no_worse_than_recorded(command):
-    found = reported("compile_report.py", command)["programs"]
+    found = reported("report.py", command)["programs"]
     for name, recorded in FIGURES[command]["programs"].items():
         assert_no_worse(found[name], recorded, name)
 
 
 @pytest.mark.parametrize("command", compile_train.FOUR_LAYERS)
 def test_training_no_worse_than_recorded(command):
-    assert_no_worse(reported("compile_train.py", command)["step"], TRAINING[command]["step"], command)
+    assert_no_worse(reported("train.py", command)["step"], TRAINING[command]["step"], command)
 
 
 def test_kernels_in_branches_are_counted_apart():

@@ -1,12 +1,11 @@
 """The table of equal work: its arithmetic, and that the committed page is what the script writes."""
 
-import sys
 from pathlib import Path
 
 import pytest
+from helpers import load_script
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-import equal_work
+equal_work = load_script("bench/equal_work.py")
 
 ROOT = Path(__file__).parents[2]
 

@@ -1,8 +1,6 @@
-import sys
-from pathlib import Path
+from helpers import load_script
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-import fetch_smollm2
+fetch_smollm2 = load_script("data/fetch_smollm2.py")
 
 
 def test_what_cannot_be_had_is_said_in_one_line(monkeypatch, capsys, tmp_path):

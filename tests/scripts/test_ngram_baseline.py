@@ -1,11 +1,8 @@
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
+from helpers import load_script
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-import ngram_baseline as ngram
+ngram = load_script("bundled/ngram_baseline.py")
 
 VOCABULARY = 7
 

@@ -1,12 +1,9 @@
 """Curves of runs, one behind the other."""
 
-import sys
-from pathlib import Path
-
 import pytest
+from helpers import load_script
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-import plot_training
+plot_training = load_script("bench/plot_training.py")
 
 
 @pytest.fixture

@@ -1,0 +1,64 @@
+"""The console command `dflash`: chooses a command and passes the remaining words to it.
+
+A command's module is imported when the command runs, so that ``dflash --help`` and ``dflash --version`` do not wait for
+JAX.
+"""
+
+import argparse
+import sys
+from difflib import get_close_matches
+from importlib import import_module
+from pathlib import Path
+
+from dflash_jax import __version__
+
+COMMANDS = {
+    "generate": "text from a target and a DFlash drafter",
+    "serve": "an HTTP server with OpenAI's, Anthropic's and SGLang's interfaces",
+    "batch": "answers to a file of requests in OpenAI's batch format",
+    "train": "a DFlash drafter for a target",
+    "plan": "what fits on a device, and the bandwidth floor",
+    "benchmark": "the published tables, measured on this machine",
+    "convert": "checkpoints between Hugging Face, Orbax and GGUF",
+}
+
+
+def make_parser() -> argparse.ArgumentParser:
+    prog = "dflash" if Path(sys.argv[0]).name != "__main__.py" else "python -m dflash_jax"
+    p = argparse.ArgumentParser(
+        prog=prog,
+        usage="%(prog)s COMMAND [OPTION ...]",
+        description="DFlash speculative decoding in JAX.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="\n".join(
+            [
+                "commands:",
+                *(f"  {name:12}{text}" for name, text in COMMANDS.items()),
+                "",
+                f"{prog} COMMAND --help lists a command's options.",
+            ]
+        ),
+    )
+    p.add_argument("--version", action="version", version=f"dflash-jax {__version__}")
+    return p
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs a command and returns its exit code; 2 for a command that does not exist."""
+    argv = sys.argv[1:] if argv is None else argv
+    parser = make_parser()
+    if not argv:
+        parser.print_help(sys.stderr)
+        return 2
+    name, *rest = argv
+    if name in COMMANDS:
+        return import_module(f"dflash_jax.cli.{name}").main(rest)
+    if name.startswith("-"):
+        # --help and --version exit; what remains is no option.
+        _, unknown = parser.parse_known_args([name])
+        print(f"error: option {' '.join(unknown)} is not known: --help or --version, or a command", file=sys.stderr)
+        return 2
+    near = get_close_matches(name, COMMANDS, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"commands are {', '.join(COMMANDS)}"
+    print(f"error: command {name!r} is not known: {hint}", file=sys.stderr)
+    return 2

@@ -1,0 +1,1 @@
+"""The check of a machine with an NVIDIA card: processes, stages and report."""

@@ -1,0 +1,91 @@
+"""Every kernel as three systems launch it: recorded without a card, built and launched on one.
+
+    python -m dflash_jax.tools.card.build CAPABILITY SHARED_MEMORY
+
+prints the launches, a JSON object a line: what `scripts/card/check.py` runs in a process of its own, for a system over
+eight devices is traced on eight CPU devices.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from importlib import import_module
+
+
+def record(capability: int, shared_memory: int) -> None:
+    """Prints each launch of the systems of `compile_kernels` for a card once."""
+    from dflash_jax.ops.card import Card
+    from dflash_jax.tools import compile_kernels
+
+    compile_kernels.prepare()
+
+    seen = set()
+    for config, mesh in compile_kernels.SYSTEMS.items():
+        for launch in compile_kernels.launches(config, mesh, Card(capability, shared_memory), shapes=True):
+            if (text := json.dumps(launch)) not in seen:
+                seen.add(text)
+                print(json.dumps(launch | {"system": config}), flush=True)
+
+
+def recorded(capability: int, shared_memory: int) -> list[dict]:
+    """What `record` prints in another process: this one's JAX has a card."""
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "dflash_jax.tools.card.build", str(capability), str(shared_memory)]
+    output = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
+    return [json.loads(line) for line in output.splitlines()]
+
+
+def launched(launch: dict) -> dict:
+    """Builds a launch and runs it, over zeros: every index is then one that there is."""
+    import jax
+    import jax.numpy as jnp
+
+    from dflash_jax.ops.kernels.triton.launch import triton_call
+
+    module, _, name = launch["kernel"].partition(".")
+    kernel = getattr(import_module(f"dflash_jax.ops.kernels.triton.{module}"), name)
+    kinds = launch["kinds"]
+    arrays = [jnp.zeros(shape, kind) for shape, kind in zip(launch["args"], kinds, strict=False)]
+    out = [jax.ShapeDtypeStruct(s, k) for s, k in zip(launch["out"], kinds[len(arrays) :], strict=True)]
+
+    def call(*arrays):
+        return triton_call(
+            kernel, arrays, out, tuple(launch["grid"]), in_place=tuple(launch["in_place"]),
+            num_warps=launch["num_warps"], num_stages=launch["num_stages"], **launch["meta"],
+        )  # fmt: skip
+
+    jax.block_until_ready(jax.jit(call)(*arrays))
+    return {"status": "exact"}
+
+
+def compiled(launch: dict, capability: int) -> dict:
+    """Builds a launch for a card that is not there, and holds what it takes to the card's limits."""
+    from dflash_jax.tools import compile_kernels
+
+    figures = compile_kernels.compiled(launch, capability)
+    why = compile_kernels.over_limit(figures, capability)
+    return {"status": "failed", "why": why} if why else {"status": "exact", "stack": figures["stack"]}
+
+
+def cases(on_card: bool) -> Iterator[tuple[str, Callable[[], dict]]]:
+    """On a card, built and launched; without one, built for Hopper."""
+    import jax
+
+    from dflash_jax.ops.card import HOPPER, Card
+
+    card = Card.of_device(jax.devices()[0]) if on_card else HOPPER
+    count: dict[str, int] = {}
+    for launch in recorded(card.capability, card.shared_memory):
+        what = f"{launch['kernel'].partition('.')[2]} of {launch['system']}"
+        count[what] = number = count.get(what, 0) + 1
+        name = f"{what}, form {number}"
+        if on_card:
+            yield name, lambda launch=launch: launched(launch)
+        else:
+            yield name, lambda launch=launch: compiled(launch, card.capability)
+
+
+if __name__ == "__main__":
+    record(*map(int, sys.argv[1:]))

@@ -1,0 +1,296 @@
+"""Checks and measures everything on a machine with an NVIDIA card, in one command.
+
+    python scripts/card/check.py --minutes 30 --out card-check
+    python scripts/card/check.py --minutes 10 --resume card-check/report.json     # goes on where that one stopped
+    python scripts/card/check.py --platform cpu --minutes 10                      # as far as a CPU goes, interpreted
+
+Stages, each in processes of its own: the machine, every kernel built and launched at the shapes of three systems, every
+kernel against its definition, tokens with kernels and without, and for the rest of the time the ruler. A case that
+crashes ends its process and counts as failed; one that takes too long is timed out, and failed if the next command's
+second try is too. The others go on. The report is written after each case: report.json and report.md, beside log.txt
+and the ruler's files, at most 8 files in all.
+
+Exit code: 0 where all that can run here is exact, 1 where something is not or nothing of a stage is, 3 where time ran
+out before or a case timed out (--resume goes on), 2 for a wrong option. A command ends within its minutes; a CPU has
+2.4 times as many.
+"""
+
+import argparse
+import json
+import os
+import queue
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from dflash_jax.tools.card import report as card_report
+from dflash_jax.tools.card import stages as card_stages
+from dflash_jax.tools.card.wheels import install
+
+# Of the package that runs, for the processes that this one starts.
+ROOT = Path(__file__).resolve().parents[3]
+STAGE = "dflash_jax.tools.card.stages"
+# By stage: its share of the time, and the limit in seconds of a case and of the start. A case may also take no more
+# than half of the share, so that other cases run after one that hangs. The ruler has the remaining time.
+STAGES = {
+    "machine": (0.15, 120), "build": (0.25, 240), "kernels": (0.5, 240), "tokens": (0.4, 300), "ruler": (1.0, 420),
+}  # fmt: skip
+# Those that decide the exit code: others measure.
+EXACT = ("build", "kernels", "tokens")
+# Where the interpreter stands in for a card.
+SLOWER_ON_CPU = 2.4
+# Before the time is over: to end a process and write.
+RESERVE_S = 15
+LOG_BYTES = 2**20
+
+
+def fresh(platform: str, card: str) -> dict:
+    """A record of nothing yet."""
+    return {"about": {"platform": platform, "card": card, "commands": []}, "stages": {}}
+
+
+@dataclass
+class Report:
+    """The record of all commands so far, in ``out``."""
+
+    out: Path
+    record: dict
+
+    def save(self) -> None:
+        """Both files, each whole or as before."""
+        self.out.mkdir(parents=True, exist_ok=True)
+        texts = {"report.json": json.dumps(self.record, indent=1) + "\n", "report.md": card_report.page(self.record)}
+        for name, text in texts.items():
+            new = self.out / f"{name}.new"
+            new.write_text(text, encoding="utf-8")
+            new.replace(self.out / name)
+
+    def stage(self, name: str) -> dict:
+        return self.record["stages"].setdefault(name, {"state": "not begun", "total": None, "cases": {}})
+
+
+class Worker:
+    """A stage's process, and the lines that it writes."""
+
+    def __init__(self, command: list[str], environment: dict, log, done: list[str]):
+        self.process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
+            start_new_session=True,
+        )  # fmt: skip
+        self.lines: queue.Queue = queue.Queue()
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
+        # A process that died at its start reads nothing. The others end when this end of the pipe is closed.
+        with suppress(BrokenPipeError):
+            self.process.stdin.write(json.dumps({"done": done}) + "\n")
+            self.process.stdin.flush()
+
+    def _read(self) -> None:
+        for line in self.process.stdout:
+            self.lines.put(line)
+        self.lines.put(None)
+
+    def line(self, seconds: float) -> dict | None:
+        """The next one; None behind the last. Raises queue.Empty where none came in time."""
+        text = self.lines.get(timeout=max(seconds, 0))
+        return None if text is None else json.loads(text)
+
+    def end(self) -> int:
+        """Its exit code, after it and its children were ended."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        code = self.process.wait()
+        self.reader.join()
+        self.process.stdout.close()
+        with suppress(BrokenPipeError):
+            self.process.stdin.close()
+        return code
+
+
+def run_stage(
+    report: Report, name: str, command: list[str], environment: dict, until: float, limits: tuple[float, float]
+) -> None:
+    """Runs the cases of a stage that have no result, or timed out in an earlier command, in one process, and in another
+    whenever one died.
+
+    Args:
+        until: When the stage must end, by `time.monotonic`.
+        limits: Seconds that the start of a process, and that a case may take.
+    """
+    stage = report.stage(name)
+    stage["state"] = "not finished"
+    # Of a command that was killed.
+    stage.pop("running", None)
+    again = {name for name, case in stage["cases"].items() if case["status"] == "timed out"}
+
+    def done() -> list[str]:
+        return [name for name, case in stage["cases"].items() if name not in again or case["status"] != "timed out"]
+
+    while stage["total"] is None or len(done()) < stage["total"]:
+        before = done()
+        with (report.out / "log.txt").open("a") as log:
+            worker = Worker(command, environment, log, before)
+            why = follow(report, stage, worker, until, limits)
+            code = worker.end()
+        shorten_log(report.out / "log.txt")
+        open_case = stage.pop("running", None)
+        if why == "out of time":
+            break
+        if open_case is not None:
+            if why is None:
+                ended = {"status": "failed", "why": ended_by(code)}
+            elif open_case in again:
+                ended = {"status": "failed", "why": f"hangs: {why}, as in an earlier command"}
+            else:
+                ended = {"status": "timed out", "why": why}
+            stage["cases"][open_case] = ended
+        if len(done()) == len(before) and (stage["total"] is None or len(before) < stage["total"]):
+            kind = "failed" if why is None else "timed out"
+            stage["state"] = f"{kind}: {why or ended_by(code)} before its first case; log.txt says more"
+            break
+        report.save()
+    else:
+        if all(case["status"] != "timed out" for case in stage["cases"].values()):
+            stage["state"] = "finished"
+    report.save()
+
+
+def follow(report: Report, stage: dict, worker: Worker, until: float, limits: tuple[float, float]) -> str | None:
+    """Takes a process's lines into the report until there are no more: None, or why it must end."""
+    while True:
+        limit = limits["running" in stage]
+        rest = until - time.monotonic()
+        try:
+            line = worker.line(min(rest, limit))
+        except queue.Empty:
+            return "out of time" if rest <= limit else f"no answer in {limit:.0f} s"
+        if line is None:
+            return None
+        if "cases" in line:
+            stage["total"] = len(line["cases"])
+        elif "begin" in line:
+            stage["running"] = line["begin"]
+        else:
+            stage["cases"][line.pop("end")] = line
+            stage.pop("running", None)
+        report.save()
+
+
+def ended_by(code: int) -> str:
+    return f"its process ended by {signal.Signals(-code).name}" if code < 0 else f"its process ended with code {code}"
+
+
+def shorten_log(path: Path) -> None:
+    text = path.read_bytes()
+    if len(text) > LOG_BYTES:
+        path.write_bytes(text[-LOG_BYTES // 2 :])
+
+
+def environment_of(stage: str, platform: str, installed: str | None) -> dict:
+    found = dict(os.environ)
+    found["PYTHONPATH"] = os.pathsep.join(filter(None, (installed, str(ROOT), found.get("PYTHONPATH"))))
+    found |= {"PYTHONUNBUFFERED": "1", "JAX_PLATFORMS": "cpu" if platform == "cpu" else "cuda,cpu"}
+    if platform == "cpu" and stage in ("kernels", "tokens"):
+        found["TRITON_INTERPRET"] = "1"
+        # Compilation takes longer than what it compiles.
+        found.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1")
+    return found
+
+
+def exit_code(record: dict) -> int:
+    """From exactness (module docstring)."""
+    stages = [record["stages"].get(name, {"state": "not begun", "cases": {}}) for name in EXACT]
+    if any("failed" in stage["state"] for stage in stages):
+        return 1
+    if any(case["status"] == "failed" for stage in stages for case in stage["cases"].values()):
+        return 1
+    finished = [stage for stage in stages if stage["state"] == "finished"]
+    if any(all(case["status"] != "exact" for case in stage["cases"].values()) for stage in finished):
+        return 1
+    return 0 if len(finished) == len(stages) else 3
+
+
+def opened(args) -> Report:
+    """The report that is gone on with, or a new one. Raises ValueError for one of another kind or card, and where a new
+    one would take another's place."""
+    card = ""
+    if args.platform == "cuda":
+        try:
+            card = "{name}, driver {driver_version}".format_map(card_stages.smi("name,driver_version"))
+        except (card_stages.NotRunError, subprocess.SubprocessError) as e:
+            card = f"unknown ({e})"
+    if args.resume is None:
+        report = Report(args.out or Path("card-check"), fresh(args.platform, card))
+        if (report.out / "report.json").exists():
+            raise ValueError(f"{report.out} has a report: --resume goes on with it, --out takes another directory")
+        return report
+    record = json.loads(args.resume.read_text(encoding="utf-8"))
+    about = record.get("about", {}) if isinstance(record, dict) else {}
+    if (about.get("platform"), about.get("card")) != (args.platform, card):
+        raise ValueError(f"{args.resume} is no report of --platform {args.platform}{f', {card}' if card else ''}")
+    report = Report(args.out or args.resume.parent, record)
+    report.out.mkdir(parents=True, exist_ok=True)
+    # What the ruler has measured goes along.
+    for path in args.resume.parent.iterdir():
+        if path.name.startswith(("decode", "log.txt")) and not (report.out / path.name).exists():
+            shutil.copy(path, report.out)
+    return report
+
+
+def run(args) -> int:
+    began = time.monotonic()
+    report = opened(args)
+    slower = SLOWER_ON_CPU if args.platform == "cpu" else 1
+    seconds = 60 * args.minutes * slower
+    installed, refused = install(args.wheels) if args.wheels else (None, {})
+    started = {"at": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()), "minutes": args.minutes}
+    report.record["about"]["commands"].append(started | ({"wheels not installed": refused} if refused else {}))
+    report.save()
+    end = began + seconds - RESERVE_S
+    for name, (share, limit) in STAGES.items():
+        if report.stage(name)["state"] == "finished":
+            continue
+        until = min(end, time.monotonic() + share * seconds)
+        if until <= time.monotonic():
+            break
+        command = [sys.executable, "-m", STAGE, name, "--platform", args.platform]
+        command += ["--out", str(report.out.resolve())]
+        limits = limit * slower, min(limit * slower, share * seconds / 2)
+        run_stage(report, name, command, environment_of(name, args.platform, installed), until, limits)
+        print(f"{name}: {card_report.summary(report.stage(name))}", file=sys.stderr, flush=True)
+    report.save()
+    print(report.out / "report.md")
+    return exit_code(report.record)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument(
+        "--minutes", type=int, choices=[10, 30, 45], default=30, help="of this command; default: %(default)s"
+    )
+    p.add_argument("--platform", choices=["cuda", "cpu"], default="cuda", help="default: %(default)s")
+    p.add_argument("--resume", type=Path, metavar="REPORT", help="goes on with a report.json")
+    p.add_argument("--wheels", type=Path, metavar="DIR", help="installs the wheels of a folder for this check alone")
+    p.add_argument("--out", type=Path, metavar="DIR", help="default: that of --resume, or card-check")
+    return p
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = make_parser().parse_args(argv)
+    try:
+        return run(args)
+    except (OSError, ValueError) as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,113 @@
+"""The page of `scripts/card/check.py`: what was measured and compared, on which card, with which versions."""
+
+from collections import Counter
+
+TITLES = {
+    "machine": "The machine",
+    "build": "Kernels built and launched at the shapes of three systems",
+    "kernels": "Kernels against their definitions",
+    "tokens": "Tokens",
+    "ruler": "The ruler",
+}
+NOTES = {
+    "build": "Qwen3.6-35B-A3B in bfloat16 and FP8, Qwen3.6-27B, and Qwen3.5-397B-A17B over eight devices: what each "
+    "launches, every form once. Without a card each is built for compute capability 9.0 and not launched.",
+    "kernels": "Each kernel runs twice and with its rows in another order, which must give equal bits, and beside its "
+    "definition in JAX in float64. Its distance from that is allowed to be three times that of the definition in the "
+    "kernel's own dtype, and a few roundings. Rows past the end take part; what must not be read is NaN.",
+    "tokens": "Random models with heads of the sizes of Qwen3.6-35B-A3B's, and a drafter that knows half of the text. "
+    "Tokens are compared with those of plain decoding: in float32 without kernels, where a tie (a margin below 1e-4) "
+    "counts as equal in one of eight requests; in bfloat16 with `--reproducible`, where no tie is allowed.",
+    "ruler on cpu": "`scripts/bench/decode.py` on the bundled pair: it shows that the ruler runs.",
+    "ruler": "`scripts/bench/decode.py`, with random weights. 16 tokens a round are sent to 102 experts of a layer, "
+    "other numbers to as many as evenly used routers choose.",
+}
+STATUSES = ("exact", "measured", "failed", "timed out", "skipped", "not run")
+# More of them say nothing new on a page; report.json has them all.
+SHOWN = 30
+
+
+def summary(stage: dict) -> str:
+    """Such as "finished: 12 exact, 1 failed"."""
+    counts = Counter(case["status"] for case in stage["cases"].values())
+    text = ", ".join(f"{counts[status]} {status}" for status in STATUSES if counts[status])
+    if stage["state"] == "not finished":
+        return f"not finished, {len(stage['cases'])} of {stage['total'] or 'unknown'} cases: {text or 'none'}"
+    return f"{stage['state']}{': ' * bool(text)}{text}"
+
+
+def cell(value) -> str:
+    if isinstance(value, list):
+        return "; ".join(map(cell, value))
+    return str(value).replace("|", "\\|").replace("\n", " ")
+
+
+def figures(case: dict) -> str:
+    return ", ".join(f"{k} {cell(v)}" for k, v in case.items() if k not in ("status", "seconds", "why"))
+
+
+def table(cases: dict[str, dict]) -> list[str]:
+    """A line a case."""
+    lines = ["| case | result | |", "|---|---|---|"]
+    return lines + [
+        f"| {cell(name)} | {case['status']} | {cell(case.get('why') or figures(case))} |"
+        for name, case in cases.items()
+    ]
+
+
+def farthest(cases: dict[str, dict]) -> list[str]:
+    """By operation and dtype: how many cases, and the farthest from the definition, as a share of what is allowed."""
+    groups: dict[str, list[dict]] = {}
+    for name, case in cases.items():
+        if case["status"] == "exact":
+            groups.setdefault(name.split(",")[0].split(":")[0].split(" of ")[0], []).append(case)
+    lines = ["| exact | cases | farthest, as a share of what is allowed |", "|---|---|---|"]
+    for group, some in groups.items():
+        shares = [case["of_allowed"] for case in some if "of_allowed" in case]
+        lines.append(f"| {group} | {len(some)} | {max(shares) if shares else ''} |")
+    return lines if groups else []
+
+
+def ruler(cases: dict[str, dict]) -> list[str]:
+    rows = {name: case for name, case in cases.items() if case["status"] == "measured"}
+    columns = list(
+        dict.fromkeys(k for case in rows.values() for k in case if k not in ("status", "seconds", "dearest"))
+    )
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    lines += ["| " + " | ".join(cell(case.get(k, "")) for k in columns) + " |" for case in rows.values()]
+    for name, case in rows.items():
+        if "dearest" in case:
+            lines += ["", f"{name}: the dearest kernels.", "", *(f"- {cell(line)}" for line in case["dearest"])]
+    return lines if rows else []
+
+
+def page(record: dict) -> str:
+    """Markdown, with measured things only."""
+    stages, about = record["stages"], record["about"]
+    described = stages.get("machine", {}).get("cases", {}).get("device and versions", {})
+    lines = ["# A check on a card" if about["platform"] == "cuda" else "# A check without a card, interpreted", ""]
+    commands = ", ".join(f"{c['at']} ({c['minutes']} minutes)" for c in about["commands"])
+    lines += [f"`python scripts/card/check.py --platform {about['platform']}`: {commands}."]
+    if about["card"]:
+        lines += ["", f"Card: {about['card']}."]
+    if described.get("status") == "measured":
+        lines += ["", f"Device: {described['device']}. Versions: {described['versions']}."]
+    for command in about["commands"]:
+        if refused := command.get("wheels not installed"):
+            lines += ["", "Wheels that were not installed:", ""]
+            lines += [f"- {name}: {cell(why)}" for name, why in refused.items()]
+    lines += ["", "| stage | |", "|---|---|", *(f"| {TITLES[n]} | {cell(summary(s))} |" for n, s in stages.items())]
+    for name, stage in stages.items():
+        note = NOTES.get(f"{name} on {about['platform']}", NOTES.get(name))
+        lines += ["", f"## {TITLES[name]}", "", *([note, ""] if note else [])]
+        cases = stage["cases"]
+        if name in ("machine", "tokens"):
+            lines += table(cases)
+            continue
+        lines += ruler(cases) if name == "ruler" else farthest(cases)
+        others = {n: c for n, c in cases.items() if c["status"] not in ("exact", "measured")}
+        if others:
+            lines += ["", *table(dict(list(others.items())[:SHOWN]))]
+        if len(others) > SHOWN:
+            lines += ["", f"{len(others) - SHOWN} more are in report.json."]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,264 @@
+"""The stages of `scripts/card/check.py`, each in a process of its own.
+
+    python -m dflash_jax.tools.card.stages STAGE --platform cuda --out DIRECTORY
+
+Reads {"done": [names]}, a line, from stdin, and ends when that is closed. Writes to stdout, a JSON object a line, the
+names of all cases, and of each that is not done its beginning and its result. A case's status: exact, failed, measured,
+skipped (no room), or not run.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, version
+
+Cases = Iterator[tuple[str, Callable[[], dict]]]
+# What the stages import; on a CPU Triton's interpreter takes torch's tensors.
+NEEDED = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes", "triton")
+NEEDED_BY = {"cuda": ("jax-triton",), "cpu": ("torch",)}
+CARD = "name,driver_version,memory.total,compute_cap,power.limit"
+CLOCKS = "clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem,temperature.gpu,power.draw"
+
+
+class NotRunError(Exception):
+    """A case that this machine cannot run; the message says why."""
+
+
+def smi(fields: str) -> dict:
+    """{field: value} of the first card, as nvidia-smi says."""
+    if shutil.which("nvidia-smi") is None:
+        raise NotRunError("nvidia-smi is not there")
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.partition("\n")[0]
+    names, values = fields.split(","), [value.strip() for value in said.split(",")]
+    if len(names) != len(values) or not said.strip():
+        raise NotRunError(f"nvidia-smi says {said!r}")
+    return {"status": "measured"} | dict(zip(names, values, strict=True))
+
+
+def machine(args) -> Cases:
+    on_card = args.platform == "cuda"
+
+    def packages() -> dict:
+        found = {}
+        for name in (*NEEDED, *NEEDED_BY[args.platform]):
+            try:
+                found[name] = version(name)
+            except PackageNotFoundError:
+                found[name] = "missing"
+        if on_card and not any(map(importlib.util.find_spec, ("jax_cuda13_plugin", "jax_cuda12_plugin"))):
+            found["jax-cuda13-plugin"] = "missing"
+        missing = [name for name, one in found.items() if one == "missing"]
+        return ({"status": "failed", "why": f"missing: {', '.join(missing)}"} if missing else measured()) | found
+
+    def kernels_wanted() -> dict:
+        from dflash_jax.ops import backend
+
+        if not on_card:
+            raise NotRunError("there is no card: kernels run in Triton's interpreter")
+        why = backend.why_not()
+        return {"status": "failed", "why": why} if why else measured()
+
+    def described() -> dict:
+        import jax
+
+        from dflash_jax.cli.options import versions
+
+        device = jax.devices()[0]
+        memory = (device.memory_stats() or {}).get("bytes_limit")
+        return measured(device=device.device_kind, versions=versions(), bytes_for_jax=memory)
+
+    def assemblers() -> dict:
+        from dflash_jax.ops.backend import target_card
+        from dflash_jax.ops.kernels.triton import launch
+
+        found = {str(path): launch.release_of(path) for path in launch.assemblers()}
+        return measured(ptx_version=launch.ptx_version(target_card().least_ptx), **found)
+
+    def bandwidth() -> dict:
+        from dflash_jax.tools.decode import bench as bench_decode
+
+        return measured(gb_per_s=round(bench_decode.measured_bandwidth() / 1e9, 1))
+
+    yield "packages", packages
+    yield "device and versions", described
+    yield "card and driver", lambda: smi(CARD)
+    yield "clocks at rest", lambda: smi(CLOCKS)
+    yield "assemblers, and the PTX version that Triton is asked for", assemblers
+    yield "kernels", kernels_wanted
+    yield "bandwidth", bandwidth
+    yield "clocks after it", lambda: smi(CLOCKS)
+
+
+def measured(**figures) -> dict:
+    return {"status": "measured"} | figures
+
+
+def build(args) -> Cases:
+    from dflash_jax.tools.card import build as card_build
+
+    return card_build.cases(args.platform == "cuda")
+
+
+def kernels(args) -> Cases:
+    from dflash_jax.tools.kernels import cases as kernel_cases
+    from dflash_jax.tools.kernels.comparisons import REAL, SMALL
+
+    on_card = args.platform == "cuda"
+    for i, (name, make) in enumerate(kernel_cases.comparisons(REAL if on_card else SMALL)):
+        yield name, lambda i=i, make=make: kernel_cases.check(make(kernel_cases.Source(i, on_card)), on_card)
+    from dflash_jax.tools.kernels import large as kernel_large
+
+    for name, check in kernel_large.cases():
+        yield name, check if on_card else _needs_a_card
+    for tool in ("memcheck", "racecheck"):
+        yield f"compute-sanitizer, {tool}", (lambda tool=tool: _sanitized(tool)) if on_card else _needs_a_card
+
+
+def _needs_a_card() -> dict:
+    raise NotRunError("it needs a card")
+
+
+def _sanitized(tool: str) -> dict:
+    """The stage `sanitizer` under NVIDIA's compute-sanitizer, each array an allocation of its own."""
+    program = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    if not os.access(program, os.X_OK):
+        raise NotRunError("compute-sanitizer is not installed")
+    # JAX asks the driver for what some have not, such as attributes, and goes on: no error of a kernel.
+    command = [program, "--tool", tool, "--error-exitcode", "9", "--report-api-errors", "no"]
+    command += [sys.executable, "-m", __spec__.name, "sanitizer", "--platform", "cuda"]
+    environment = os.environ | {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    done = subprocess.run(command, env=environment, input='{"done": []}\n', stdout=subprocess.PIPE, text=True)
+    ends = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"end"')]
+    wrong = [one["end"] for one in ends if one["status"] != "exact"]
+    if done.returncode or wrong or not ends:
+        return {"status": "failed", "why": f"exit code {done.returncode}; {', '.join(wrong) or f'{len(ends)} cases'}"}
+    return {"status": "exact", "cases": len(ends)}
+
+
+def sanitizer(args) -> Cases:
+    """Kernels alone, at small sizes: one token and several, one row and several, few tokens and many."""
+    from dflash_jax.tools.kernels import cases as kernel_cases
+    from dflash_jax.tools.kernels.comparisons import SMALL
+
+    seen = set()
+    for i, (name, make) in enumerate(kernel_cases.comparisons(SMALL)):
+        function, rows, count = re.match(r"(\w+) \w+, B (\d+), T (\d+)", name).groups()
+        form = function, rows == "1", count == "1", int(count) > 16
+        if form not in seen:
+            seen.add(form)
+            yield name, lambda i=i, make=make: kernel_cases.launched(make(kernel_cases.Source(i)))
+
+
+def tokens(args) -> Cases:
+    from dflash_jax.tools.card import tokens as card_tokens
+
+    return card_tokens.cases(args.platform == "cuda")
+
+
+def ruler(args) -> Cases:
+    from dflash_jax.tools.card import ruler as card_ruler
+
+    return card_ruler.cases(args.platform == "cuda", args.out)
+
+
+STAGES = {f.__name__: f for f in (machine, build, kernels, tokens, ruler, sanitizer)}
+
+
+def has_no_room(said: str) -> bool:
+    """Of an error's text: XLA gives RESOURCE_EXHAUSTED also for a kernel with too many registers."""
+    return (
+        "ptxas" not in said
+        and re.search(r"out of memory|\ballocat(e|ing)\b.*(\bbytes|\dB|iB)\b", said, re.I) is not None
+    )
+
+
+def result(check: Callable[[], dict], stage: str) -> tuple[dict, bool]:
+    """(what a case gave, whether the process can go on): a device that failed answers no more. In the stage `build`,
+    whose arrays are small beside a card, no room is a failure."""
+    from dflash_jax.errors import InputError
+
+    try:
+        return check(), True
+    except (NotRunError, InputError) as e:
+        return {"status": "not run" if isinstance(e, NotRunError) else "skipped", "why": str(e)}, True
+    except Exception as e:
+        said = " ".join(str(e).split())
+        if stage != "build" and has_no_room(said):
+            return {"status": "skipped", "why": "the card has no room for it"}, True
+        traceback.print_exc()
+        is_device = type(e).__name__ in ("JaxRuntimeError", "XlaRuntimeError")
+        return {"status": "failed", "why": f"{type(e).__name__}: {said[:300]}"}, not is_device
+
+
+def run(args, say: Callable[[dict], None], done: set[str]) -> int:
+    cases = list(STAGES[args.stage](args))
+    say({"cases": [name for name, _ in cases]})
+    for name, check in cases:
+        if name in done:
+            continue
+        say({"begin": name})
+        began = time.monotonic()
+        found, goes_on = result(check, args.stage)
+        say({"end": name, "seconds": round(time.monotonic() - began, 1)} | found)
+        if not goes_on:
+            return 1
+    return 0
+
+
+def end_with_parent() -> None:
+    """Ends this process group when stdin is closed: one whose parent was killed would keep the card."""
+
+    def wait() -> None:
+        while os.read(0, 1):
+            pass
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def main() -> int:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("stage", choices=STAGES)
+    p.add_argument("--platform", choices=["cpu", "cuda"], required=True)
+    p.add_argument("--out", help="where the ruler's files go")
+    args = p.parse_args()
+    # What libraries print is not part of the answers.
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    done = set(json.loads(sys.stdin.readline())["done"])
+    if args.stage != "sanitizer":
+        end_with_parent()
+    with _prepared(args):
+        return run(args, lambda line: print(json.dumps(line), file=answers, flush=True), done)
+
+
+def _prepared(args):
+    """A context in which kernels are interpreted, where there is no card and a stage runs some."""
+    from contextlib import ExitStack
+
+    stack = ExitStack()
+    if args.stage in ("kernels", "tokens", "sanitizer"):
+        from dflash_jax.engine.executables import enable_disk_cache
+
+        enable_disk_cache()
+        if args.platform == "cpu":
+            from dflash_jax.tools.triton_interpreter import interpreting, small_grids
+
+            stack.enter_context(interpreting())
+            stack.enter_context(small_grids())
+    return stack
+
+
+if __name__ == "__main__":
+    sys.exit(main())

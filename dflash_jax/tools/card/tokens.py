@@ -1,0 +1,127 @@
+"""Tokens of an engine on a card, or in Triton's interpreter: kernels on and off, drafter on and off, prompts of many
+lengths, alone and together.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dflash_jax.ops import backend
+from dflash_jax.tools import token_runs
+from dflash_jax.tools.token_runs import Remembering
+from dflash_jax.tools.triton_interpreter import as_on_cuda
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Attributes:
+    lengths: Of prompts that are continued alone.
+    together: How many prompts, of these lengths in turn, are continued together.
+    new: Tokens that each is continued by.
+    wide: Tokens of a round.
+    capacity: Positions of a slot.
+    prefill_sizes: Tokens of a prompt that a program takes.
+    """
+
+    lengths: tuple[int, ...]
+    together: int
+    new: int
+    wide: int
+    capacity: int
+    prefill_sizes: tuple[int, ...]
+
+
+ON_CARD = Plan((17, 64, 300, 1024, 4096), 32, 32, 16, 4352, (64, 512, 4096))
+INTERPRETED = Plan((17, 75), 3, 4, 8, 384, (32, 128))
+
+
+class Runs:
+    """Runs of one pair of models, and what they are compared with."""
+
+    def __init__(self, on_card: bool):
+        self.on_card, self.plan = on_card, ON_CARD if on_card else INTERPRETED
+        self.shapes = token_runs.real_heads(512) if on_card else token_runs.small()
+
+    @contextmanager
+    def kernels(self, on: bool) -> Iterator[None]:
+        """Inside, programs have kernels or have none."""
+        # What was traced of a layer is kept.
+        jax.clear_caches()
+        if on and not self.on_card:
+            with as_on_cuda():
+                yield
+            return
+        backend.choose("auto" if on else "xla")
+        if on and (why := backend.why_not()):
+            raise RuntimeError(f"no kernels: {why}")
+        yield
+
+    @cache  # noqa: B019
+    def models(self, dtype):
+        return jax.tree.map(lambda x: x.astype(dtype), token_runs.random_pair(self.shapes))
+
+    def continued(self, count: int, dtype, temperature: float, width: int, together: bool, coach=None):
+        plan, (target, _) = self.plan, self.models(dtype)
+        lengths = np.resize(plan.lengths, count).tolist()
+        return token_runs.run(
+            target, coach,
+            token_runs.requests(lengths, temperature, plan.new, self.shapes.target.vocab_size), width,
+            together=together, reproducible=0 if dtype == jnp.float32 else plan.wide, capacity=plan.capacity,
+            prefill_sizes=plan.prefill_sizes, prefill_together=plan.prefill_sizes[1],
+        )  # fmt: skip
+
+    @cache  # noqa: B019
+    def expected(self, dtype, temperature: float):
+        """Without a drafter, all prompts together: in float32 without kernels; in bfloat16, whose tokens are those of
+        the program that computes them, with kernels."""
+        with self.kernels(dtype != jnp.float32):
+            return self.continued(self.plan.together, dtype, temperature, 1, True)
+
+    def check(self, dtype, temperature: float, on: bool, drafting: bool, together: bool) -> dict:
+        plan, right = self.plan, self.expected(dtype, temperature)
+        target, drafter = self.models(dtype)
+        coach = Remembering.of(drafter, right, plan.wide, plan.capacity) if drafting else None
+        count = plan.together if together else len(plan.lengths)
+        with self.kernels(on):
+            found = self.continued(count, dtype, temperature, plan.wide if drafting else 1, together, coach)
+        margin = None
+        if dtype == jnp.float32:
+
+            def margin(*args):
+                with self.kernels(False):
+                    return token_runs.margin(target, *args)
+
+        return token_runs.compared(found, right, margin)
+
+
+def cases(on_card: bool) -> Iterator[tuple[str, Callable[[], dict]]]:
+    """(name, check), the most used first."""
+    runs, f32, bf16 = Runs(on_card), jnp.float32, jnp.bfloat16
+    plan = runs.plan
+
+    def named(dtype, temperature, on, drafting, together):
+        name = f"{jnp.dtype(dtype).name}, temperature {temperature}, kernels {'on' if on else 'off'}, "
+        name += (
+            f"{f'rounds of {plan.wide}' if drafting else 'plain'}, {f'{plan.together} together' * together or 'alone'}"
+        )
+        return name, lambda: runs.check(dtype, temperature, on, drafting, together)
+
+    temperatures = (0.8, 0.0) if on_card else (0.8,)
+    for temperature in temperatures:
+        yield named(f32, temperature, True, True, True)
+        yield named(f32, temperature, True, True, False)
+        yield named(f32, temperature, True, False, False)
+    yield named(bf16, 0.8, True, True, True)
+    if not on_card:
+        return
+    yield named(bf16, 0.8, True, True, False)
+    yield named(bf16, 0.0, True, True, True)
+    yield named(bf16, 0.0, True, False, False)
+    yield named(f32, 0.8, True, False, True)
+    yield named(f32, 0.8, False, True, True)
+    yield named(f32, 0.8, False, True, False)

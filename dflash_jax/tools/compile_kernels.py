@@ -1,0 +1,264 @@
+"""What Triton makes of every kernel at the published models' shapes, for cards that this machine need not have.
+
+    python scripts/compile/kernels.py --out benchmarks/kernels.json
+    python scripts/compile/kernels.py --config configs/qwen3.6-27b.toml --card 90
+
+Traces a system's programs with abstract weights, records every launch of a kernel, and compiles each for each card with
+Triton and its assembler: registers of a thread, bytes of its stack (spilled registers, as a rule), shared memory and
+columns of tensor memory of a program. It needs triton (x86_64 Linux), and no card. Launches of equal figures are in the
+file once, and of each system's launches their number and digest.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from importlib import import_module
+from pathlib import Path
+
+from dflash_jax.checkpoint.config_files import find_config
+from dflash_jax.cli.options import Parser, exit_code, versions
+from dflash_jax.cli.system_config import read_system
+from dflash_jax.errors import InputError
+from dflash_jax.ops.card import SHARED_MEMORY, Card
+from dflash_jax.ops.kernels.triton.launch import PTX_VERSION, Launch, launching
+from dflash_jax.planner import read_shapes
+from dflash_jax.tools.compile_report import abstract_pair, shorten
+
+# Of the CPU: a mesh of eight is traced, nothing is computed.
+DEVICES = 8
+CARDS = (80, 89, 90, 100, 120)
+SYSTEMS = {
+    "qwen3.6-35b-a3b": "",
+    "qwen3.6-35b-a3b-fp8": "",
+    "qwen3.6-27b": "",
+    "qwen3.5-397b-a17b": "tensor=8",
+}
+# One period of the hybrid models' layers: the others launch the same kernels.
+LAYERS, SLOTS, MAX_LEN = 4, (1, 32), 8192
+# Tokens of a prompt that a program takes: few, and as many as any does.
+PREFILLS = (64, 4096)
+TENSOR_MEMORY = 512
+# Of arrays, by JAX's names; Triton's.
+KINDS = {
+    "float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "fp8e4nv",
+    "int8": "i8", "int32": "i32", "bool": "i1",
+}  # fmt: skip
+
+
+def prepare() -> None:
+    """Before jax and triton are imported: eight CPU devices, and kernels that are compiled, not interpreted."""
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
+    os.environ.pop("TRITON_INTERPRET", None)
+
+
+def described(launch: Launch) -> dict:
+    """A launch as JSON has it: all that its machine code depends on."""
+    return {
+        "kernel": f"{launch.kernel.__module__.rpartition('.')[2]}.{launch.kernel.__name__}",
+        "kinds": [str(x.dtype) for x in (*launch.args, *launch.out)],
+        "num_warps": launch.num_warps,
+        "num_stages": launch.num_stages,
+        "meta": dict(launch.meta),
+    }
+
+
+def digest(launched: list[dict]) -> str:
+    """Of `described` launches, in any order: their number and a hash."""
+    text = "\n".join(sorted(json.dumps(launch, sort_keys=True) for launch in launched))
+    return f"{len(launched)} {hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+
+def shapes_of(launch: Launch) -> dict:
+    """What a launch runs over besides, as JSON has it."""
+    return {
+        "args": [list(x.shape) for x in launch.args],
+        "out": [list(x.shape) for x in launch.out],
+        "grid": list(launch.grid),
+        "in_place": list(launch.in_place),
+    }
+
+
+def launches(
+    config: str, mesh: str, card: Card, dtype: str = "bfloat16", quantize: str | None = None, shapes: bool = False
+) -> list[dict]:
+    """`described` launches of a system's prefill, plain steps and rounds on a card, each once.
+
+    Args:
+        shapes: With `shapes_of` the first of each.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    from dflash_jax.decoding.state import Settings
+    from dflash_jax.engine.executables import Executables
+    from dflash_jax.ops import backend
+    from dflash_jax.parallel.sharding import Layout
+    from dflash_jax.sampling_params import MAX_LOGPROBS
+
+    found: dict[str, dict] = {}
+
+    def record(launch: Launch) -> tuple:
+        one = described(launch)
+        found.setdefault(json.dumps(one), one | (shapes_of(launch) if shapes else {}))
+        written = [launch.args[i] for i in launch.in_place] + list(launch.out)
+        return tuple(jnp.zeros(x.shape, x.dtype) for x in written)
+
+    # What was traced for another card is kept.
+    jax.clear_caches()
+    backend.choose("triton", card)
+    system = read_system(config)
+    pair = shorten(read_shapes(*(str(system.shapes[k]) for k in ("target", "draft"))), LAYERS)
+    layout = Layout.parse(mesh)
+    target, drafter = abstract_pair(pair, layout, jnp.dtype(dtype), quantize)
+    devices = layout.mesh(jax.devices()[: layout.devices])
+    plain, drafting = Executables(target, None, devices), Executables(target, drafter, devices)
+    with launching(record):
+        for slots in SLOTS:
+            settings = Settings(1, top_logprobs=MAX_LOGPROBS)
+            state = drafting.abstract_state(slots, MAX_LEN, settings)
+            plain.lower_decode(plain.abstract_state(slots, MAX_LEN, settings), slots, settings)
+            for tokens in PREFILLS if slots == 1 else ():
+                drafting.lower_prefill(state, layout.data, tokens)
+            settings = Settings(pair.draft.block_size, top_logprobs=MAX_LOGPROBS)
+            drafting.lower_decode(drafting.abstract_state(slots, MAX_LEN, settings), slots, settings)
+    return list(found.values())
+
+
+def compiled(launch: dict, capability: int) -> dict:
+    """What a launch takes: registers and bytes of the stack of a thread, bytes of shared memory and columns of tensor
+    memory of a program; or {"failed": why}."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia import compiler as nvidia
+    from triton.compiler import ASTSource
+
+    module, _, name = launch["kernel"].partition(".")
+    kernel = getattr(import_module(f"dflash_jax.ops.kernels.triton.{module}"), name)
+    names, kinds = list(kernel.arg_names), launch["kinds"]
+    signature = {n: f"*{KINDS[kind]}" for n, kind in zip(names, kinds, strict=False)}
+    signature |= dict.fromkeys(names[len(kinds) :], "constexpr")
+    # As jax-triton has it: JAX's arrays begin at multiples of 16 bytes.
+    attrs = {(i,): [["tt.divisibility", 16]] for i in range(len(kinds))}
+    source = ASTSource(kernel, signature, dict(launch["meta"]), attrs)
+    options = {
+        "num_warps": launch["num_warps"],
+        "num_stages": launch["num_stages"],
+        # Triton's own assembler for older cards is older than XLA's.
+        "ptx_version": min(PTX_VERSION, nvidia.ptx_get_version(nvidia.get_ptxas(capability).version)),
+        "enable_fp_fusion": True,
+    }
+    try:
+        made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    except Exception as e:  # of many kinds: a pass of MLIR, the assembler, a limit of the card
+        return {"failed": " ".join(str(e).split())[-300:] or type(e).__name__}
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        tool = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
+        said = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    used = {name: int(n) for name, n in re.findall(r"(REG|STACK):(\d+)", said)}
+    return {
+        "registers": used["REG"],
+        "stack": used["STACK"],
+        "shared": made.metadata.shared,
+        "tensor_memory": made.metadata.tmem_size or 0,
+    }
+
+
+def over_limit(figures: dict, capability: int) -> str | None:
+    """Why a card cannot run what was compiled, or None."""
+    if "failed" in figures:
+        return figures["failed"]
+    if figures["shared"] > SHARED_MEMORY[capability]:
+        return f"{figures['shared']} bytes of shared memory, of {SHARED_MEMORY[capability]}"
+    if figures["tensor_memory"] > TENSOR_MEMORY:
+        return f"{figures['tensor_memory']} columns of tensor memory, of {TENSOR_MEMORY}"
+    return None
+
+
+def report(systems: dict[str, str], args) -> tuple[dict, dict]:
+    """By capability: launches of different figures, with these; and each system's `digest`. Failures are printed to
+    stderr as they occur."""
+    figures: dict[str, list[dict]] = {}
+    digests: dict[str, dict[str, str]] = {}
+    for capability in args.card:
+        rows: dict[str, dict] = {}
+        digests[str(capability)] = {}
+        for config, mesh in systems.items():
+            name = find_config(config).stem
+            traced = launches(config, mesh, Card.of_capability(capability), args.dtype, args.quantize)
+            digests[str(capability)][name] = digest(traced)
+            for launch in traced:
+                used = compiled(launch, capability)
+                if why := over_limit(used, capability):
+                    print(f"sm_{capability}: {launch['kernel']} of {name}: {why}", file=sys.stderr)
+                same = json.dumps([launch["kernel"], launch["num_warps"], used])
+                rows.setdefault(same, launch | used | {"system": name})
+        figures[str(capability)] = sorted(rows.values(), key=lambda row: row["kernel"])
+    return figures, digests
+
+
+def table(figures: dict) -> str:
+    """The most that any launch of a kernel takes, by card."""
+    lines = [
+        "| kernel | card | registers | stack bytes | shared bytes | tensor memory |",
+        "|---|---|---|---|---|---|",
+    ]
+    for capability, rows in figures.items():
+        for kernel in sorted({row["kernel"] for row in rows}):
+            mine = [row for row in rows if row["kernel"] == kernel and "failed" not in row]
+            most = (max((row[n] for row in mine), default=0) for n in ("registers", "stack", "shared", "tensor_memory"))
+            lines.append(f"| {kernel} | sm_{capability} | " + " | ".join(map(str, most)) + " |")
+    return "\n".join(lines)
+
+
+def assemblers(cards: list[int]) -> str:
+    """Triton's own, by their CUDA releases: it has one for older cards and one for Blackwell."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    return ", ".join(sorted({f"ptxas {get_ptxas(card).version} of Triton" for card in cards}))
+
+
+def run(args) -> int:
+    if args.mesh and not args.config:
+        raise InputError("--mesh is the mesh of --config: name a config too")
+    systems = {args.config: args.mesh} if args.config else SYSTEMS
+    if unknown := set(args.card) - set(SHARED_MEMORY):
+        raise InputError(f"card {min(unknown)}: it must be one of {', '.join(map(str, SHARED_MEMORY))}")
+    figures, digests = report(systems, args)
+    if args.out:
+        rows = {c: [json.dumps(row) for row in rows] for c, rows in figures.items()}
+        blocks = (f'"{c}": [\n' + ",\n".join(lines) + "\n]" for c, lines in rows.items())
+        about = json.dumps({"versions": f"{versions()}; {assemblers(args.card)}", "launches": digests})
+        args.out.write_text(f'{{"about": {about}, "cards": {{\n' + ",\n".join(blocks) + "\n}}\n")
+    print(table(figures))
+    return int(any(over_limit(row, int(c)) for c, rows in figures.items() for row in rows))
+
+
+def make_parser() -> argparse.ArgumentParser:
+    p = Parser(description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--config", metavar="NAME|FILE", help="a name of configs/, or a TOML (default: four systems)")
+    p.add_argument("--mesh", default="", metavar="tensor=8", help="of --config (default: one device)")
+    text = "compute capability, 10 times major plus minor (default: %(default)s)"
+    p.add_argument("--card", nargs="+", type=int, default=list(CARDS), metavar="N", help=text)
+    p.add_argument(
+        "--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"], help="default: %(default)s"
+    )
+    p.add_argument("--quantize", choices=["int8", "fp8"], help="weights in few bits (default: as the config has them)")
+    p.add_argument("--out", type=Path, metavar="FILE", help="JSON")
+    return p
+
+
+def main(argv: list[str] | None = None) -> int:
+    prepare()
+    return exit_code(lambda: run(make_parser().parse_args(argv)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Decoding at real shapes, part by part, beside the bandwidth floor."""

@@ -1,0 +1,467 @@
+"""Decoding at real shapes, part by part, beside the bandwidth floor of the card it runs on.
+
+    python scripts/bench/decode.py [--config qwen3.6-35b-a3b] [--grid full] [--profile]
+
+On a machine that has JAX only, from a checkout: PYTHONPATH=. python scripts/bench/decode.py. It needs no other package.
+
+Weights are random and made on the device; the experts that they touch are counted, the card's bandwidth is measured.
+Without a config: the bundled pair, which a CPU manages. A model that does not fit in bfloat16 is held in FP8, or cut to
+as many layers as fit, and the table says so. Points that --out already has are not measured again. Results: a table on
+stdout (--json: the record), OUT.json and OUT.md.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dflash_jax.benchmarking.store import beside, read_record, write_record
+from dflash_jax.checkpoint.config_files import find_config
+from dflash_jax.cli.options import Parser, add_platform, exit_code, set_platform, versions
+from dflash_jax.decoding import speculative, step_functions
+from dflash_jax.decoding.state import PLAIN_SETTINGS, Settings, put_rows, take_rows
+from dflash_jax.engine.executables import ROWS, WHOLE, Executables, enable_disk_cache
+from dflash_jax.engine.options import PREFILL_SIZES, largest_prefill
+from dflash_jax.errors import EngineError, InputError
+from dflash_jax.models import moe
+from dflash_jax.models.config import MoeSpec
+from dflash_jax.ops import backend
+from dflash_jax.ops.kernels.cpu import calls as cpu
+from dflash_jax.parallel.devices import device_name
+from dflash_jax.parallel.sharding import DATA, spec
+from dflash_jax.planner import measure_slot, weigh
+from dflash_jax.tools import xla_text
+from dflash_jax.tools.decode.pair import (
+    ROOM,
+    Pair,
+    Point,
+    experts_used,
+    grid,
+    groups,
+    in_fp8,
+    layout_of,
+    open_pair,
+    parameters,
+    shapes_of,
+)
+from dflash_jax.tools.decode.profile import profile
+from dflash_jax.tools.decode.table import table
+
+ROUNDS = 16
+MOST_ON_CPU = 2e9
+
+
+def measured_bandwidth(size: int = 2**31, passes: int = 16) -> float:
+    """Bytes a second of a large array on one device, over and over in one program: read and written, or read only,
+    whichever is more."""
+    size, passes = (size, passes) if jax.default_backend() != "cpu" else (2**28, 4)
+
+    def write(x):
+        return jax.lax.fori_loop(0, passes, lambda _, x: x + 1, x)
+
+    def read(x):
+        # Each pass needs the sum of the one before.
+        total = jax.lax.fori_loop(0, passes, lambda _, total: jnp.sum(x * (1 + total)), jnp.float32(0))
+        return x.at[0].set(total)
+
+    found = []
+    for function, moved in ((write, 2 * size), (read, size)):
+        run = jax.jit(function, donate_argnums=0)
+        x, times = jax.block_until_ready(run(jnp.zeros((size // 4,), jnp.float32))), []
+        for _ in range(5):
+            began = time.perf_counter()
+            x = jax.block_until_ready(run(x))
+            times.append(time.perf_counter() - began)
+        found.append(passes * moved / min(times))
+        del x
+    return max(found)
+
+
+def choices(target, drafter, state, rows, block):
+    """Experts that each layer's tokens are sent to, int [layers, tokens, k]."""
+    seen, route, in_cpp = [], moe.route, cpu.mixture
+
+    def spy(logits, spec):
+        weights, chosen = route(logits, spec)
+        seen.append(chosen)
+        return weights, chosen
+
+    def spy_on_cpp(x, logits, live, gate_up, down, top, *args):
+        # It chooses inside.
+        seen.append(jax.lax.top_k(logits, top)[1])
+        return in_cpp(x, logits, live, gate_up, down, top, *args)
+
+    moe.route, cpu.mixture = spy, spy_on_cpp
+    try:
+        # Within a kernel there is nothing to see.
+        with backend.without():
+            speculative.verify(target, take_rows(state, rows), block)
+    finally:
+        moe.route, cpu.mixture = route, in_cpp
+    return jnp.stack(seen)
+
+
+@contextmanager
+def forced(tokens: int, experts: int | None) -> Iterator[None]:
+    """Inside, batches of ``tokens`` are sent to ``experts`` experts of each layer, one after another, evenly; others
+    are routed as they would be. The router's own products are computed as before."""
+    mixture = moe.mixture_by_platform
+
+    def mixture_of_forced(x, logits, *args):
+        if logits.shape[0] == tokens:
+            (*_, spec), count = args, logits.shape[1]
+            choice = np.arange(tokens * spec.experts_per_token).reshape(tokens, -1) % experts
+            wanted = np.zeros(logits.shape, np.float32)
+            np.put_along_axis(wanted, choice * count // experts, 1e4, axis=1)
+            logits = jnp.clip(logits, -1, 1) + wanted
+        return mixture(x, logits, *args)
+
+    if experts is not None:
+        moe.mixture_by_platform = mixture_of_forced
+    try:
+        yield
+    finally:
+        moe.mixture_by_platform = mixture
+
+
+def repeated(part):
+    """``part(target, drafter, state, moved, ...)``, ROUNDS times in one program, as a round's loop runs it: a program
+    of its own pays for its start. ``moved`` counts, so that no call is the same as the one before."""
+
+    def run(target, drafter, state, *args):
+        def again(_, moved):
+            found = jax.lax.optimization_barrier(part(target, drafter, state, moved, *args))
+            first = jax.tree.leaves(found)[0].reshape(-1)[0]
+            return moved + 1 + jnp.isnan(first.astype(jnp.float32)).astype(jnp.int32)
+
+        return jax.lax.fori_loop(0, ROUNDS, again, jnp.int32(0))
+
+    return run
+
+
+def verify(target, drafter, state, moved, rows, width, block, *, settings: Settings):
+    block = (block + moved) % target.config.vocab_size
+    return step_functions.verify(target, drafter, state, rows, width, block, settings=settings)
+
+
+def draft(target, drafter, state, moved, rows, width, *, settings: Settings):
+    state = replace(state, tokens=(state.tokens + moved) % target.config.vocab_size)
+    return step_functions.propose(target, drafter, state, rows, width, settings=settings)
+
+
+def head(target, drafter, state, moved, hidden):
+    return target.logits(hidden + moved.astype(hidden.dtype))
+
+
+def draw(target, drafter, state, moved, rows, block, logits):
+    """The part of a round between logits and caches: what is drawn, accepted and written into the rows."""
+    after = speculative.decide(take_rows(state, rows), block, logits + moved)
+    return after.tokens, after.length, after.done
+
+
+def commits(target, drafter, state, rows, width, block, verified, *, settings: Settings):
+    """What was verified, written into the caches ROUNDS times: (state, lengths)."""
+    before = replace(take_rows(state, rows), width=width)
+    logits, features, record = verified
+    after, drafter = speculative.decide(before, block, logits), drafter if settings.drafting else None
+
+    def again(_, caches):
+        held = replace(before, target=caches[0], draft=caches[1])
+        made = speculative.commit(target, drafter, held, after, block, features, record, settings)
+        return made.target, made.draft
+
+    caches, draft = jax.lax.fori_loop(0, ROUNDS, again, (before.target, before.draft))
+    done = replace(before, target=caches, draft=draft, width=state.width[rows])
+    return put_rows(state, done), step_functions.gathered(after.length)
+
+
+class Bench:
+    def __init__(self, pair: Pair, bandwidth: float):
+        self.programs, self.pair, self.bandwidth = Executables(pair.target, pair.drafter), pair, bandwidth
+        self.layout = pair.target.layout
+        self.weights = weigh(pair.target, self.layout, frozenset())
+        self.drafts = weigh(pair.drafter, self.layout, frozenset())
+        self.slot = measure_slot(pair.target, pair.drafter, self.layout)
+
+    def state(self, point: Point):
+        """Rows with ``context`` tokens behind them, as far as time and memory can tell."""
+        capacity = -(-(point.context + ROOM) // 256) * 256
+        state = self.programs.empty(point.batch, capacity, PLAIN_SETTINGS)
+        # Rows with the same tokens would all go to the same experts.
+        tokens = np.random.default_rng(0).integers(self.programs.config.vocab_size, size=state.tokens.shape)
+        state = replace(state, tokens=jax.device_put(tokens.astype(state.tokens.dtype), state.tokens.sharding))
+        return self.filled(state, prompt_length=point.context, limit=capacity, width=point.width)
+
+    def calls(self, point: Point, state, rounds: int = ROUNDS) -> dict:
+        """name → function of a state that runs the part: (what to wait for, the state behind it, rounds)."""
+        p, rows = self.programs, np.arange(point.batch, dtype=np.int32)
+        width, settings = np.full(point.batch, point.width, np.int32), Settings(point.width)
+        plain = replace(settings, drafting=False)
+        # What a round verifies: each row's last token, and the drafts.
+        block = np.asarray(state.tokens)[:, point.context - 1 :][:, : point.width].copy()
+        if point.width > 1:
+            block = p.read(p.propose(state, rows, width, settings))
+        vocab, hidden = p.config.vocab_size, p.config.hidden_size
+        wide = spec(DATA, None, self.pair.target.vocab)
+        logits = jnp.zeros((point.batch, point.width, vocab), jnp.float32)
+        states = jnp.zeros((point.batch, point.width, hidden), self.pair.target.dtype)
+
+        def decode(s):
+            after, report = p.decode(s, rows, width, rounds, plain if point.width == 1 else settings)
+            return report.count, after
+
+        def prefill(s):
+            # As if nothing of the prompt had been read.
+            size = prefilled(point)
+            after, base = p.prefill(s, rows[:1], np.full(1, size, np.int32), size, drafting=point.width > 1)
+            return base, after
+
+        def apart(name, function, args, specs):
+            return lambda s: (p.call((name, settings), function, s, args, lambda: specs, donate=False), s)
+
+        def part(function, args, specs):
+            return apart(getattr(function, "func", function).__name__, repeated(function), args, (specs, WHOLE))
+
+        chosen = plain if point.width == 1 else settings
+        verified = self.verified(state, (rows, width, block), chosen)
+
+        def commit(s):
+            def specs():
+                return (ROWS, ROWS, ROWS, p._verified_specs(chosen)), WHOLE
+
+            function = partial(commits, settings=chosen)
+            after, lengths = p.call(("commits", settings), function, s, (rows, width, block, verified), specs)
+            return lengths, after
+
+        parts = {
+            "round": decode,
+            "verify": part(partial(verify, settings=chosen), (rows, width, block), (ROWS, ROWS, ROWS)),
+            "head": part(head, (states,), (ROWS,)),
+            "draw": part(draw, (rows, block, logits), (ROWS, ROWS, wide)),
+            "commit": commit,
+            "prefill": prefill,
+        }
+        if point.width > 1:
+            parts["draft"] = part(partial(draft, settings=settings), (rows, width), (ROWS, ROWS))
+        if any(isinstance(layer.ffn, MoeSpec) for layer in p.config.layers):
+            # Replicated over everything but the rows: what each token chose.
+            parts["choices"] = apart("choices", choices, (rows, block), ((ROWS, ROWS), spec(None, DATA)))
+        return parts
+
+    def verified(self, state, args: tuple, settings: Settings):
+        """In the shapes of what `verify` returns: drafts that are all wrong."""
+        p = self.programs
+        specs = p._verified_specs(settings)
+        lowered = p._lower(
+            partial(step_functions.verify, settings=settings), state, args, (ROWS, ROWS, ROWS), specs, donate=False
+        )
+
+        def zeros(shape, spec):
+            return jnp.zeros(shape.shape, shape.dtype, device=jax.sharding.NamedSharding(p.mesh, spec))
+
+        return jax.tree.map(zeros, lowered.out_info, jax.tree.broadcast(specs, lowered.out_info))
+
+    def measure(self, point: Point) -> dict:
+        # Rows are divided among the data shards, each of which routes its own.
+        with forced(-(-point.batch // self.layout.data) * point.width, point.experts):
+            row = self._measure(point)
+        if point.experts is not None and self.layout.data == 1 and row["experts_touched"] != point.experts:
+            raise EngineError(f"{row['experts_touched']} experts were touched, not {point.experts}")
+        return row
+
+    def _measure(self, point: Point) -> dict:
+        state = self.state(point)
+        began = time.perf_counter()
+        with self.programs.ahead(threads=8):
+            for call in self.calls(point, state).values():
+                call(state)
+        calls = self.calls(point, state)
+        found = {"compile_s": round(time.perf_counter() - began, 1)}
+        touched = None
+        if "choices" in calls:
+            chosen = np.asarray(calls.pop("choices")(state)[0])
+            touched = float(np.mean([len(np.unique(layer)) for layer in chosen]))
+            found["experts_touched"] = round(touched, 1)
+        for name, call in calls.items():
+            seconds, state = timed(call, state, partial(self.rewound, point=point, name=name))
+            found[f"{name}_ms"] = round(1e3 * seconds / (1 if name == "prefill" else ROUNDS), 4)
+        moved = self.bytes(point, touched)
+        found |= {"gb_a_round": round(moved / 1e9, 4), "floor_ms": round(1e3 * moved / self.bandwidth, 4)}
+        found["of_floor"] = round(found["floor_ms"] / found["round_ms"], 3)
+        found["prefill_tokens_per_s"] = round(1e3 * prefilled(point) / found["prefill_ms"])
+        return found | self.compiled(point)
+
+    def rewound(self, state, point: Point, name: str):
+        """The state before a part; prefill has a prompt ahead of it."""
+        base = point.context - 1 - (prefilled(point) if name == "prefill" else 0)
+        return self.filled(state, length=point.context, base=base, rounds=0, done=False)
+
+    @staticmethod
+    def filled(state, **values):
+        def like(x, value):
+            return jax.device_put(np.full(x.shape, value, x.dtype), x.sharding)
+
+        return replace(state, **{name: like(getattr(state, name), value) for name, value in values.items()})
+
+    def bytes(self, point: Point, touched: float | None) -> float:
+        """That a round cannot but move on each device: weights, of experts those that are touched, keys and values of
+        the context, the recurrent state read and written."""
+        rows = math.ceil(point.batch / self.layout.data)
+        context = rows * (2 * self.slot.state + self.slot.kv * point.context)
+        drafting = self.drafts.total + self.weights.head if point.width > 1 else 0.0
+        return self.weights.read(rows * point.width, touched) + drafting + context
+
+    def compiled(self, point: Point) -> dict:
+        """Of the loop's program: kernels of a round by layer, and temporaries; and what the largest of the point's
+        programs holds at once."""
+        keys = [k for k in self.programs.compiled if k[0] == "decode" and k[1].window == point.width]
+        program = self.programs.compiled[keys[-1]]
+        layers = len(self.programs.config.layers) + (len(self.pair.drafter.layers) if point.width > 1 else 0)
+        count = xla_text.kernels(program.as_text()) / layers
+        temporaries = program.memory_analysis().temp_size_in_bytes
+        memory = [program.memory_analysis() for program in self.programs.compiled.values()]
+        held = [
+            m.argument_size_in_bytes + m.temp_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes
+            for m in memory
+        ]
+        found = {"kernels_a_layer": round(count, 1), "temporaries_gb": round(temporaries / 1e9, 3)}
+        return found | {"peak_gb": round(max(held) / 1e9, 2)}
+
+
+def count_of_experts(args, point: Point) -> int:
+    """What --experts says for a point. Raises InputError where the target has none, or not so many."""
+    specs = [layer.ffn for layer in shapes_of(args).target.layers if isinstance(layer.ffn, MoeSpec)]
+    if not specs:
+        raise InputError("--experts: the target has none")
+    tokens, spec = point.batch * point.width, specs[0]
+    if args.experts == "even":
+        return experts_used(tokens, spec)
+    least, most = spec.experts_per_token, min(spec.num_experts, tokens * spec.experts_per_token)
+    if not args.experts.isdecimal() or not least <= int(args.experts) <= most:
+        raise InputError(f"--experts {args.experts!r}: for {tokens} tokens it must be 'even' or {least} to {most}")
+    return int(args.experts)
+
+
+def timed(call, state, rewound) -> tuple:
+    """(median seconds of a call, the state behind): each waited for, after one that warms up."""
+    times = []
+    while len(times) < 6 and sum(times) < 20:
+        state = jax.block_until_ready(rewound(state))
+        began = time.perf_counter()
+        found, state = call(state)
+        jax.block_until_ready(found)
+        times.append(time.perf_counter() - began)
+    return statistics.median(times[1:] or times), state
+
+
+def prefilled(point: Point) -> int:
+    """Prompt tokens that the prefill of a point reads: the largest chunk that its context has room for."""
+    return max(size for size in (*PREFILL_SIZES, largest_prefill(backend.are_wanted())) if size < point.context)
+
+
+def run(args) -> int:
+    set_platform(args.platform, args.kernels)
+    is_cpu = jax.default_backend() == "cpu"
+    if args.config is not None and is_cpu and (count := parameters(args)) > MOST_ON_CPU:
+        raise InputError(f"{count / 1e9:.0f} billion parameters on a CPU: give --layers, or leave --config out")
+    enable_disk_cache()
+    points = [Point.parse(text) for text in args.points or ()] or grid(args.grid, args.config is None or is_cpu)
+    if args.experts is not None:
+        points = [replace(p, experts=count_of_experts(args, p)) for p in points]
+    kind, name = jax.devices()[0].device_kind, find_config(args.config).stem if args.config else "bundled"
+    if args.grid == "full" and args.config is not None and not args.points and args.quantize is None:
+        points += in_fp8(args, points)
+    about = {
+        "config": name,
+        "device": f"{len(jax.devices())} x {kind}",
+        "mesh": str(layout_of(args)),
+        "dtype": (args.dtype or ("float32" if is_cpu and args.config is None else "bfloat16"))
+        + (f", weights in {args.quantize}" if args.quantize else ""),
+        "kernels": "triton" if backend.are_wanted() else "xla",
+        "model": ("random" if args.config else "trained")
+        + " weights"
+        + (f", first {args.layers} layers" if args.layers else ""),
+    }
+    out = args.out or Path(f"benchmarks/decode-{device_name(kind) or jax.default_backend()}-{name}")
+    figures, page = beside(out, ".json"), beside(out, ".md")
+    held = read_record(figures)
+    was = held.get("about", about)
+    if any(was.get(k) != v for k, v in about.items()):
+        raise InputError(f"{figures} is of {was}, this is {about}: give another --out")
+    record, bench, bandwidth = {"about": about, "points": held.get("points", {})}, None, 0.0
+
+    def measured(point: Point) -> bool:
+        return "round_ms" in record["points"].get(str(point), {})
+
+    left = [p for p in points if not measured(p)] or points[-1:] * args.profile
+    if left:
+        bandwidth = measured_bandwidth()
+        about |= {"bandwidth_gb_per_s": round(bandwidth / 1e9, 1), "versions": versions()}
+    else:
+        about |= was
+    for group in groups(args, left):
+        # What the one before held goes first.
+        bench = pair = None
+        for point in group:
+            if measured(point):
+                continue
+            print(f"{point} …", file=sys.stderr, flush=True)
+            try:
+                if bench is None:
+                    pair = open_pair(args, group)
+                    bench = Bench(pair, bandwidth)
+                row = bench.measure(point) | ({"model": pair.note} if pair.note else {})
+            except jax.errors.JaxRuntimeError as e:
+                row = {"failed": " ".join(str(e).split())[:120]}
+            if bench is not None:
+                bench.programs.compiled.clear()
+            record["points"][str(point)] = row
+            write_record(figures, record)
+            page.write_text(table(record))
+    print(json.dumps(record) if args.json else table(record))
+    if args.profile:
+        # Of what fits this very point.
+        bench = pair = None
+        bench = Bench(open_pair(args, points[-1:]), bandwidth)
+        trace = out.with_name(out.name + "-trace.json.gz")
+        print(f"ten kernels of {points[-1]}; the whole trace is in {trace}", file=sys.stderr)
+        for name, ms, times in profile(bench, points[-1], trace):
+            print(f"{ms:10.4f} ms a round, {times:4d} times: {name}", file=sys.stderr)
+    return 0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    p = Parser(description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--config", metavar="NAME|FILE", help="a name of configs/, or a TOML (default: the bundled pair)")
+    p.add_argument("--grid", choices=["default", "full"], default="default", help="default: %(default)s")
+    p.add_argument("--points", nargs="+", metavar="BATCH,WIDTH,CONTEXT", help="these instead of a grid")
+    text = "send the tokens of a round to N experts of each layer, or to as many as evenly used routers do (even)"
+    p.add_argument("--experts", metavar="N|even", help=f"{text}; default: as random weights route")
+    p.add_argument("--layers", type=int, metavar="N", help="only the first N layers of the target")
+    p.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: by platform")
+    p.add_argument("--quantize", choices=["int8", "fp8"])
+    p.add_argument("--mesh", metavar="tensor=8", help="default: the config's for these devices")
+    add_platform(p)
+    p.add_argument("--profile", action="store_true", help="name the last point's ten dearest kernels; keep its trace")
+    p.add_argument("--out", type=Path, metavar="PATH", help="without suffix (default: benchmarks/decode-DEVICE-CONFIG)")
+    p.add_argument("--json", action="store_true", help="one JSON object on stdout and nothing else")
+    return p
+
+
+def main(argv: list[str] | None = None) -> int:
+    return exit_code(lambda: run(make_parser().parse_args(argv)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,186 @@
+"""What `bench` measures: points of its grid, and a pair of real shapes that fits the card."""
+
+import math
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from dflash_jax.checkpoint.config_files import find_config
+from dflash_jax.cli.system_config import read_system
+from dflash_jax.engine.options import PREFILL_SIZES
+from dflash_jax.errors import InputError
+from dflash_jax.models.config import MoeSpec
+from dflash_jax.parallel.sharding import Layout, parameter_paths, parameter_specs
+from dflash_jax.planner import Shapes, measure_slot, read_shapes
+from dflash_jax.tools import compile_report
+
+ASSETS = Path(__file__).parents[2] / "assets/tiny"
+# Room behind the context for the rounds of all measurements.
+ROOM = 1024
+# Of the memory that a backend gives.
+USABLE = 0.92
+
+
+@dataclass(frozen=True)
+class Point:
+    """A batch of rows that verify ``width`` tokens each behind ``context`` others; width 1 is plain decoding.
+    ``quantize``: what the weights are held in, where that is not the pair's own. ``experts``: how many experts of each
+    layer the batch's tokens are sent to; None: as many as the router of random weights chooses."""
+
+    batch: int
+    width: int
+    context: int
+    quantize: str | None = None
+    experts: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> "Point":
+        numbers = text.split(",")
+        if len(numbers) != 3 or not all(n.strip().isdecimal() and int(n) for n in numbers):
+            raise InputError(f"point {text!r}: it must be BATCH,WIDTH,CONTEXT, three numbers from 1 on")
+        if int(numbers[2]) <= PREFILL_SIZES[0]:
+            raise InputError(f"point {text!r}: the context must be more than {PREFILL_SIZES[0]} tokens")
+        return cls(*map(int, numbers))
+
+    def __str__(self) -> str:
+        where = f"batch {self.batch}, width {self.width}, context {self.context}"
+        where += f", {self.quantize}" if self.quantize else ""
+        return where + (f", {self.experts} experts" if self.experts else "")
+
+
+def experts_used(tokens: int, spec: MoeSpec) -> int:
+    """Experts of a layer that ``tokens`` are sent to by a router that uses all of them evenly, as training makes it."""
+    return round(spec.num_experts * (1 - (1 - spec.experts_per_token / spec.num_experts) ** tokens))
+
+
+def grid(name: str, is_small: bool) -> list[Point]:
+    if is_small:
+        batches, contexts = ((1, 8), (256,)) if name == "default" else ((1, 8, 16, 32), (256, 2048))
+        return [Point(*p) for p in product(batches, (1, 8, 16), contexts)]
+    if name == "full":
+        return [Point(*p) for p in product((1, 8, 16, 32), (1, 8, 16), (2048, 16384, 131072))]
+    few = [Point(*p) for p in product((1, 32), (1, 8, 16), (2048,))]
+    return [*few, Point(1, 16, 16384), Point(32, 8, 16384)]
+
+
+def random_leaf(path: str, shape: jax.ShapeDtypeStruct, sharding, seed: int) -> jax.Array:
+    """Small numbers, so that nothing overflows; scales and norms near what checkpoints have."""
+    name = path.rsplit(".", 1)[-1]
+
+    def make():
+        if jnp.issubdtype(shape.dtype, jnp.integer):
+            return jax.random.randint(jax.random.key(seed), shape.shape, -127, 128).astype(shape.dtype)
+        if name in ("weight", "scale", "a_log", "dt_bias"):
+            return jnp.full(shape.shape, 2e-4 if name == "scale" else 1.0, shape.dtype)
+        size = 1.0 if shape.dtype.itemsize == 1 else 0.02
+        return (size * jax.random.normal(jax.random.key(seed), shape.shape, jnp.bfloat16)).astype(shape.dtype)
+
+    return jax.jit(make, out_shardings=sharding)()
+
+
+def random_weights(module, mesh, seed: int):
+    """``module``, abstract, with weights."""
+    leaves, structure = jax.tree.flatten(module)
+    each = zip(parameter_paths(module), leaves, parameter_specs(module), strict=True)
+    made = [
+        random_leaf(path, leaf, jax.sharding.NamedSharding(mesh, cut), seed + i)
+        for i, (path, leaf, cut) in enumerate(each)
+    ]
+    return jax.tree.unflatten(structure, made)
+
+
+@dataclass
+class Pair:
+    """What is measured, and what was cut or changed so that it fits."""
+
+    name: str
+    target: object
+    drafter: object
+    note: str
+
+
+def fitting(shapes, layout: Layout, points: list[Point], memory: float, quantize: str | None) -> tuple:
+    """(shapes, quantize, note): bfloat16 if every layer and the largest point's state fit, then FP8, then fewer
+    layers."""
+    whole = len(shapes.target.layers)
+    step = math.lcm(*{shapes.target.layers.index(s) + 1 for s in set(shapes.target.layers)})
+
+    def needs(shapes, quantize) -> float:
+        target, drafter = compile_report.abstract_pair(shapes, layout, jnp.bfloat16, quantize)
+        held = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves((target, drafter)))
+        slot = measure_slot(target, drafter, layout)
+
+        def rows(p: Point) -> float:
+            logits = 12 * p.batch * p.width * shapes.target.vocab_size
+            return slot.fixed * p.batch + slot.per_position * p.batch * (p.context + ROOM) + logits
+
+        return held / layout.tensor / layout.expert + max(map(rows, points))
+
+    for kind in (quantize,) if quantize or shapes.fp8 else (None, "fp8"):
+        if needs(shapes, kind) <= USABLE * memory:
+            return shapes, kind, "" if kind == quantize else "held in FP8: bfloat16 does not fit"
+    for count in range(whole - whole % step, 0, -step):
+        cut = compile_report.shorten(shapes, count)
+        if needs(cut, kind) <= USABLE * memory:
+            return cut, kind, f"{count} of {whole} layers{', in FP8' if kind == 'fp8' else ''}: more do not fit"
+    raise InputError(f"not even {step} layers fit into {memory / 1e9:.0f} GB")
+
+
+def layout_of(args) -> Layout:
+    if args.config is None:
+        return Layout()
+    devices = jax.devices()
+    mesh = read_system(args.config).mesh(devices[0].device_kind, len(devices)) if args.mesh is None else args.mesh
+    return Layout.parse(mesh)
+
+
+def shapes_of(args) -> Shapes:
+    of = {k: ASSETS / k for k in ("target", "draft")} if args.config is None else read_system(args.config).shapes
+    shapes = read_shapes(*(str(of[k]) for k in ("target", "draft")))
+    return compile_report.shorten(shapes, args.layers) if args.layers else shapes
+
+
+def parameters(args) -> int:
+    """Of target and drafter."""
+    pair = compile_report.abstract_pair(shapes_of(args), Layout(), jnp.bfloat16, None)
+    return sum(math.prod(x.shape) for x in jax.tree.leaves(pair))
+
+
+def in_fp8(args, points: list[Point]) -> list[Point]:
+    """The same points with weights in FP8, unless the checkpoint's are."""
+    return [] if shapes_of(args).fp8 else [replace(p, quantize="fp8") for p in points]
+
+
+def _fitting(args, points: list[Point]) -> tuple:
+    limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", 16e9)
+    return fitting(shapes_of(args), layout_of(args), points, limit, points[0].quantize or args.quantize)
+
+
+def groups(args, points: list[Point]) -> list[list[Point]]:
+    """Points in their order, those together that one pair of models serves."""
+    if args.config is None:
+        return [points] if points else []
+    found: dict = {}
+    for point in points:
+        shapes, kind, _ = _fitting(args, [point])
+        found.setdefault((len(shapes.target.layers), kind, point.quantize), []).append(point)
+    return list(found.values())
+
+
+def open_pair(args, points: list[Point]) -> Pair:
+    """What fits all of ``points``, which have one ``quantize``."""
+    if args.config is None:
+        from dflash_jax.frontend.llm import LLM
+
+        llm = LLM(dtype=args.dtype)
+        return Pair("bundled", llm.target, llm.drafter, "")
+    layout = layout_of(args)
+    shapes, quantize, note = _fitting(args, points)
+    target, drafter = compile_report.abstract_pair(shapes, layout, jnp.dtype(args.dtype or "bfloat16"), quantize)
+    mesh = layout.mesh()
+    return Pair(
+        find_config(args.config).stem, random_weights(target, mesh, 0), random_weights(drafter, mesh, 10**6), note
+    )

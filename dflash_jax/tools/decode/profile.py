@@ -1,0 +1,52 @@
+"""The kernels that a round of `bench` spends its time in, from a trace."""
+
+import gzip
+import json
+import re
+import shutil
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import jax
+
+from dflash_jax.tools.decode.pair import Point
+
+
+def profile(bench, point: Point, kept: Path) -> list[tuple[str, float, int]]:
+    """(name, ms a round, times a round) of the ten kernels that take longest in the loop, those that differ by a
+    number alone taken together. ``bench``: a `bench.Bench`; ``kept``: where the whole trace goes (Perfetto)."""
+    # One round at a time: of a loop in one graph a trace shows the first turn only.
+    call, state = bench.calls(point, state := bench.state(point), 1)["round"], bench.rewound(state, point, "round")
+    _, state = call(state)
+    state = jax.block_until_ready(bench.rewound(state, point, "round"))
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            jax.block_until_ready(call(state)[0])
+        (path,) = Path(folder).rglob("*.trace.json.gz")
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, kept)
+        events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    spent, times = Counter(), Counter()
+    for name, microseconds in kernel_events(events):
+        name = re.sub(r"[._]\d+", "", name)
+        spent[name] += microseconds / 1e3
+        times[name] += 1
+    return [(name, round(ms, 4), times[name]) for name, ms in spent.most_common(10)]
+
+
+def kernel_events(events: list[dict]) -> list[tuple[str, float]]:
+    """(name, microseconds) of what a trace's devices ran: on a GPU all that its streams show; on a CPU, XLA's own work
+    has the operation's name beside it, and what only holds other operations is left out."""
+    named = [e for e in events if e.get("ph") == "M" and "name" in e.get("args", {})]
+    devices = {e["pid"] for e in named if e["name"] == "process_name" and e["args"]["name"].startswith("/device:")}
+    streams = {
+        (e["pid"], e["tid"])
+        for e in named
+        if e["name"] == "thread_name" and e["pid"] in devices and e["args"]["name"].startswith("Stream")
+    }
+    ran = [e for e in events if e.get("ph") == "X"]
+    if streams:
+        return [(e["name"], e["dur"]) for e in ran if (e["pid"], e["tid"]) in streams]
+    found = [e for e in ran if "hlo_op" in e.get("args", {})]
+    return [(e["name"], e["dur"]) for e in found if not e["name"].startswith(("while", "cond", "call"))]

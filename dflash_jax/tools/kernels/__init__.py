@@ -1,0 +1,1 @@
+"""Arguments of kernels, and comparisons of kernels with their definitions."""

@@ -1,0 +1,156 @@
+"""Every Triton kernel against its definition: over dtypes, lengths and batches, with permuted rows, rows past the end
+and NaN where nothing may be read. On a card at a published model's sizes, in Triton's interpreter at small ones.
+"""
+
+from collections.abc import Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dflash_jax.ops import backend
+from dflash_jax.tools import float64_reference
+from dflash_jax.tools.kernels.arguments import Source
+from dflash_jax.tools.kernels.comparisons import (
+    BF16,
+    F16,
+    F32,
+    Comparison,
+    Sizes,
+    attention,
+    delta,
+    mixtures,
+    prefilling,
+    products,
+    replaying,
+    rotation,
+    writing,
+)
+from dflash_jax.tools.triton_interpreter import as_on_cuda
+
+
+def check(comparison: Comparison, on_card: bool) -> dict:
+    """{"status": "exact"} with the distance as a share of what is allowed, or {"status": "failed", "why"}: the kernel
+    twice, in another order of rows, and beside its definition in float64."""
+    c = comparison
+    # Interpreted, a kernel runs as it is called.
+    kernel = jax.jit(c.kernel) if on_card else c.kernel
+    rows = next(x for x in jax.tree.leaves(c.args) if x.ndim).shape[0] if not c.in_place else len(c.args[0].rows)
+    order = np.random.default_rng(0).permutation(rows)
+
+    def run(args):
+        with as_on_cuda(), jax.default_matmul_precision("highest" if c.dtype == F32 else "default"):
+            return [np.asarray(x) for x in jax.tree.leaves(kernel(*args))]
+
+    found = run(c.args)
+    if not same_bits(found, run(c.args)):
+        return failed("two runs gave other bits")
+    # A state's last leaf is its rows.
+    other = run(c.permuted(c.args, order))
+    if not (same_bits(found[:-1], other[:-1]) if c.in_place else same_bits([x[order] for x in found], other)):
+        return failed("rows in another order gave other bits")
+
+    def definition(*args):
+        with backend.without():
+            made = jax.jit(c.definition)(*args)
+        # Of a state, what it holds.
+        return jax.tree.leaves(made)[: -1 if c.in_place else None]
+
+    plain, found = c.args if c.plain is None else c.plain, found[: -1 if c.in_place else None]
+    if c.to_the_bit:
+        expected = [np.asarray(x) for x in definition(*plain)]
+        return {"status": "exact", "of_allowed": 0.0} if same_bits(found, expected) else failed("other bits")
+    with jax.default_matmul_precision("highest" if c.dtype == F32 else "default"):
+        exact = float64_reference.in_both_of(definition, *plain)
+    return verdict(found, exact, c.dtype)
+
+
+def launched(comparison: Comparison) -> dict:
+    """{"status": "exact"} once the kernel has run."""
+    with as_on_cuda():
+        jax.block_until_ready(jax.jit(comparison.kernel)(*comparison.args))
+    return {"status": "exact"}
+
+
+def verdict(found: list[np.ndarray], exact: list[float64_reference.Exact], dtype) -> dict:
+    """Of results: how far the farthest of them is, as a share of what is allowed."""
+    farthest = 0.0
+    for i, (one, right) in enumerate(zip(found, exact, strict=True)):
+        one, missing = np.asarray(one, np.float64), np.isnan(right.value)
+        if one.shape != right.value.shape or (np.isnan(one) != missing).any():
+            return failed(f"result {i} has another shape than its definition's, or NaN elsewhere")
+        single = np.where(missing, 0, right.single)
+        right = float64_reference.Exact(np.where(missing, 0, right.value), single)
+        for name, (apart, allowed) in float64_reference.distances(np.where(missing, 0, one), right, dtype).items():
+            if not apart <= allowed:
+                return failed(f"result {i} is {apart:.2e} from float64 ({name}): {allowed:.2e} is allowed")
+            farthest = max(farthest, apart / allowed if allowed else 0.0)
+    return {"status": "exact", "of_allowed": round(farthest, 3)}
+
+
+def failed(why: str) -> dict:
+    return {"status": "failed", "why": why}
+
+
+def same_bits(one: list[np.ndarray], other: list[np.ndarray]) -> bool:
+    return all(a.dtype == b.dtype and a.tobytes() == b.tobytes() for a, b in zip(one, other, strict=True))
+
+
+def comparisons(sizes: Sizes) -> Iterator[tuple[str, Callable[[Source], Comparison]]]:
+    """(name, what makes it), the likeliest to fail and the most used first."""
+
+    def named(function, rows, tokens, dtype, **options):
+        text = ", ".join(k if v is True else f"{v} {k}" if isinstance(v, int) else v for k, v in options.items() if v)
+        name = f"{function.__name__} {jnp.dtype(dtype).name}, B {rows}, T {tokens}{', ' * bool(text)}{text}"
+        return name, lambda source: function(source, sizes, rows, tokens, dtype, **options)
+
+    for rows, tokens in sizes.all(BF16):
+        yield named(attention, rows, tokens, BF16, heads="target", mask="causal")
+    for rows, tokens in sizes.all(BF16):
+        yield named(delta, rows, tokens, BF16)
+    for rows, tokens in sizes.all(BF16):
+        yield named(prefilling if tokens > 16 else replaying, rows, tokens, BF16)
+    for rows, tokens in sizes.all(BF16):
+        yield named(mixtures, rows, tokens, BF16)
+    for rows in (1, 7, 16):
+        for weights in ("inputs of attention", "router", "gated", "residual", "head"):
+            yield named(products, rows, 1, BF16, weights=weights)
+    for rows, tokens in sizes.all(F32):
+        yield named(attention, rows, tokens, F32, heads="target", mask="causal")
+    for rows, tokens in sizes.few(F32):
+        yield named(delta, rows, tokens, F32)
+        yield named(replaying, rows, tokens, F32)
+        yield named(attention, rows, tokens, BF16, heads="draft", mask="open")
+        yield named(attention, rows, tokens, F32, heads="draft", mask="by row")
+    window, sinks = sizes.context // 8, sizes.context // 40
+    for dtype in (BF16, F32):
+        yield named(attention, 7, 5, dtype, heads="target", mask="causal", window=window, sinks=sinks)
+        yield named(attention, 7, 5, dtype, heads="draft", mask="open", window=window)
+        yield named(delta, 7, 16, dtype, alike=True)
+    yield named(delta, 1, 65, BF16, alike=True)
+    for dtype in (BF16, F32):
+        for rows, tokens in sizes.few(dtype):
+            yield named(rotation, rows, tokens, dtype, heads="target")
+            yield named(rotation, rows, tokens, dtype, heads="draft")
+            yield named(writing, rows, tokens, dtype)
+            yield named(writing, rows, tokens, dtype, window=20)
+    for rows, tokens in sizes.all(BF16):
+        yield named(mixtures, rows, tokens, BF16, quantized="fp8")
+    for rows, tokens in sizes.all(F32):
+        yield named(mixtures, rows, tokens, F32)
+    for rows in (1, 7, 16):
+        for dtype in (BF16, F32):
+            yield named(products, rows, 1, dtype, weights="inputs of attention", quantized="fp8")
+            yield named(products, rows, 1, dtype, weights="gated", quantized="fp8")
+        for weights in ("inputs of attention", "router", "gated", "residual", "head"):
+            yield named(products, rows, 1, F32, weights=weights)
+    for rows, tokens in sizes.batches[:2]:
+        yield named(attention, rows, tokens, F16, heads="target", mask="causal")
+        yield named(mixtures, rows, tokens, F16)
+        yield named(mixtures, rows, tokens, BF16, quantized="int8")
+    for rows in (1, 7):
+        for weights in ("inputs of attention", "gated"):
+            yield named(products, rows, 1, F16, weights=weights)
+            yield named(products, rows, 1, BF16, weights=weights, quantized="int8")
+    yield named(mixtures, 1, 1, BF16, routed_only=True)
+    yield named(mixtures, 1, 16, F32, quantized="fp8", routed_only=True)

@@ -1,0 +1,288 @@
+"""Each operation that Triton kernels do, as a comparison: its arguments, the kernels and the definition."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dflash_jax.models.cache import DeltaRecord, DeltaState, attend_in_pieces, replay_plain, through_gate
+from dflash_jax.models.config import RopeSpec
+from dflash_jax.models.gated_delta import advance_in_chunks, mix, mix_in_chunks
+from dflash_jax.models.layers import DeferredNorm, linear, rms_norm
+from dflash_jax.models.moe import mixture, mixture_triton, route
+from dflash_jax.models.rope import apply_rope, rope_angles
+from dflash_jax.tools.kernels import arguments
+
+BF16, F32, F16 = jnp.bfloat16, jnp.float32, jnp.float16
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of models whose parts are checked, and of what they are given.
+
+    Attributes:
+        target: Query heads, key heads and size of a head of the target's attention.
+        draft: The drafter's.
+        delta: Key heads, value heads on each, sizes of keys and values.
+        experts: Their number, those of a token, features, hidden size.
+        vocab: Outputs of the head.
+        run: Inputs of a scale of an FP8 weight.
+        context: Positions of a cache.
+        batches: (rows, new tokens). The first are what decoding runs: a verified block, one token.
+        wide: How many of the batches float32 has.
+    """
+
+    target: tuple[int, int, int]
+    draft: tuple[int, int, int]
+    delta: tuple[int, int, int, int]
+    experts: tuple[int, int, int, int]
+    vocab: int
+    run: int
+    context: int
+    batches: tuple[tuple[int, int], ...]
+    wide: int
+
+    def few(self, dtype) -> list[tuple[int, int]]:
+        """Batches of up to 16 tokens a row, those of decoding."""
+        return [batch for batch in self.all(dtype) if batch[1] <= 16]
+
+    def all(self, dtype) -> tuple[tuple[int, int], ...]:
+        return self.batches[: self.wide] if dtype == F32 else self.batches
+
+
+# Qwen3.6-35B-A3B's.
+REAL = Sizes(
+    (16, 2, 256), (32, 8, 128), (16, 2, 128, 128), (256, 8, 512, 2048), 248320, 128, 8192,
+    ((1, 16), (32, 1), (7, 5), (1, 1), (32, 16), (7, 17), (1, 65), (1, 300), (7, 130), (1, 1024), (1, 4096)), 11,
+)  # fmt: skip
+SMALL = Sizes(
+    (4, 2, 32), (6, 2, 16), (1, 2, 16, 32), (20, 3, 32, 64), 150, 32, 100,
+    ((1, 16), (7, 5), (1, 1), (32, 1), (7, 17), (1, 65)), 3,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A kernel with its arguments and its definition.
+
+    Attributes:
+        dtype: What is computed in.
+        kernel: Of ``args``.
+        definition: Of ``plain``.
+        args: Arrays.
+        plain: The same, where the definition may read what the kernel must not; None: ``args``.
+        permuted: (``args``, an order of the rows) → arguments in this order; None: rows have no order.
+        in_place: The result is a state, which does not depend on the order of rows.
+        to_the_bit: The result is copied, not computed.
+    """
+
+    dtype: jnp.dtype
+    kernel: Callable
+    definition: Callable
+    args: tuple
+    permuted: Callable
+    plain: tuple | None = None
+    in_place: bool = False
+    to_the_bit: bool = False
+
+
+def attention(source, sizes: Sizes, rows, tokens, dtype, heads, mask, window=None, sinks=0) -> Comparison:
+    from dflash_jax.ops.kernels.triton.attention import attend_triton
+
+    n, kv_heads, dim = getattr(sizes, heads)
+    capacity = sizes.context if tokens > 16 or rows == 1 else sizes.context // 4
+    args = arguments.attention(source, rows, tokens, n, kv_heads, dim, capacity, window, sinks, dtype)
+    own = {
+        "causal": None,
+        "open": jnp.ones((tokens, tokens), bool),
+        "by row": jnp.broadcast_to(jnp.tril(jnp.ones((tokens, tokens), bool)), (rows, tokens, tokens)).at[0].set(True),
+    }[mask]
+    both = source.normal(rows, tokens, n, 2, dim, dtype=dtype) if mask == "causal" else None
+
+    def definition(q, k, v, own, cache, length, bounds, both):
+        return through_gate(attend_in_pieces(q, k, v, own, cache, length, bounds, 256), both)
+
+    def permuted(args, order):
+        q, k, v, own, cache, length, bounds, both = args
+        q, k, v, length, bounds, both = jax.tree.map(lambda x: x[order], (q, k, v, length, bounds, both))
+        own = own[order] if own is not None and own.ndim == 3 else own
+        return q, k, v, own, replace(cache, rows=cache.rows[order]), length, bounds, both
+
+    q, k, v, cache, length, bounds = args
+    return Comparison(dtype, attend_triton, definition, (q, k, v, own, cache, length, bounds, both), permuted)
+
+
+def writing(source, sizes: Sizes, rows, tokens, dtype, window=None) -> Comparison:
+    _, heads, dim = sizes.target
+    cache, k, v, positions = arguments.written(source, rows, tokens, heads, dim, 64, window, dtype)
+    # Of each row another count is kept.
+    keep = jnp.arange(tokens) < jnp.asarray(np.arange(rows) % (tokens + 1))[:, None] + (rows == 1)
+
+    def write(cache, k, v, positions, keep):
+        return cache.write(k, v, positions, keep)
+
+    def permuted(args, order):
+        cache, *rest = args
+        return replace(cache, rows=cache.rows[order]), *(x[order] for x in rest)
+
+    args = cache, *(jnp.where(keep[:, :, None, None], x, jnp.nan) for x in (k, v)), positions, keep
+    return Comparison(dtype, write, write, args, permuted, in_place=True, to_the_bit=True)
+
+
+def rotation(source, sizes: Sizes, rows, tokens, dtype, heads) -> Comparison:
+    from dflash_jax.ops.kernels.triton.attention import rotate_triton
+
+    n, kv_heads, dim = getattr(sizes, heads)
+    rope = RopeSpec(theta=1e7, dim=dim // 4 if heads == "target" else dim)
+    q = source.normal(rows, tokens, n, 2 if heads == "target" else 1, dim, dtype=dtype)
+    k = source.normal(rows, tokens, kv_heads, dim, dtype=dtype)
+    positions = jnp.asarray(np.resize([3, 700, 8000], rows))[:, None] + jnp.arange(tokens)
+    norms = [source.normal(dim, dtype=dtype) for _ in "qk"]
+
+    def definition(q, k, angles, norms):
+        normed = (rms_norm(x, norm, 1e-6, 1.0) for x, norm in zip((q[..., 0, :], k), norms, strict=True))
+        return tuple(apply_rope(x, angles) for x in normed)
+
+    def kernel(q, k, angles, norms):
+        return rotate_triton(q, k, angles, norms, 1e-6, 1.0)
+
+    def permuted(args, order):
+        return *jax.tree.map(lambda x: x[order], args[:3]), args[3]
+
+    return Comparison(dtype, kernel, definition, (q, k, rope_angles(positions, rope), norms), permuted)
+
+
+def delta(source, sizes: Sizes, rows, tokens, dtype, alike=False) -> Comparison:
+    """Few tokens by one kernel, many by those of chunks."""
+    from dflash_jax.ops.kernels.triton.delta import mix_triton
+
+    args = arguments.mixer(source, rows, tokens, *sizes.delta, dtype, alike=alike)
+
+    def definition(*args):
+        return mix(*args, 1e-6)
+
+    def kernel(*args):
+        if tokens > 16:
+            return mix_in_chunks(*args, 1e-6)
+        y, record = mix_triton(*args, 1e-6)
+        return y, DeltaRecord(*record)
+
+    def permuted(args, order):
+        qkvz, gates, state, *weights = args
+        return qkvz[order], gates[order], replace(state, rows=state.rows[order]), *weights
+
+    args[2] = arguments.poisoned(args[2])
+    return Comparison(dtype, kernel, definition, tuple(args), permuted)
+
+
+def prefilling(source, sizes: Sizes, rows, tokens, dtype) -> Comparison:
+    """Many tokens of which some count, and the state after these."""
+    args = arguments.mixer(source, rows, tokens, *sizes.delta, dtype)
+    n = jnp.asarray(np.resize([tokens, 2 * tokens // 3, 1, 0], rows), jnp.int32)
+
+    def counted(y, after, n):
+        # A row past the end reads a state that another may have written.
+        is_counted = (jnp.arange(tokens) < n[:, None]) & (after.rows < len(after.recurrent))[:, None]
+        return jnp.where(is_counted[..., None, None, None], y, 0), after.taken()
+
+    def kernel(*args):
+        *mixed, n = args
+        return counted(*advance_in_chunks(*mixed, n, 1e-6), n)
+
+    def definition(*args):
+        (_, _, state, *_), n = args, args[-1]
+        y, record = mix(*args[:-1], 1e-6)
+        return counted(y, state.put(replay_plain(state.taken(), record, n)), n)
+
+    def permuted(args, order):
+        qkvz, gates, state, *weights, n = args
+        return qkvz[order], gates[order], replace(state, rows=state.rows[order]), *weights, n[order]
+
+    args[2] = arguments.poisoned(args[2])
+    left = (jnp.arange(tokens) >= n[:, None])[..., None, None]
+    spoilt = jnp.where(left, jnp.nan, args[0]).astype(dtype)
+    return Comparison(dtype, kernel, definition, (spoilt, *args[1:], n), permuted, plain=(*args, n))
+
+
+def replaying(source, sizes: Sizes, rows, tokens, dtype) -> Comparison:
+    from dflash_jax.ops.kernels.triton.delta import replay_triton
+
+    args = arguments.mixer(source, rows, tokens, *sizes.delta, dtype)
+    _, record = jax.jit(partial(mix, eps=1e-6))(*args)
+    count = np.arange(tokens, tokens + rows) % (tokens + 1)
+    state, record = arguments.poisoned(args[2]), arguments.spoilt(record, count)
+
+    def kernel(state, record, n):
+        return DeltaState(*replay_triton(state, record, n), state.rows)
+
+    def definition(state, record, n):
+        return state.put(replay_plain(state.taken(), record, n))
+
+    def permuted(args, order):
+        state, record, n = args
+        return replace(state, rows=state.rows[order]), jax.tree.map(lambda x: x[order], record), n[order]
+
+    args = state, record, jnp.asarray(count, jnp.int32)
+    return Comparison(dtype, kernel, definition, args, permuted, in_place=True)
+
+
+def products(source, sizes: Sizes, rows, tokens, dtype, weights, quantized=None) -> Comparison:
+    """Several weights of one input: with a norm before them, through a gate, or with a residual behind."""
+    hidden = sizes.experts[3]
+    heads, kv_heads, dim = sizes.target
+    outputs = {
+        "inputs of attention": [(heads, 2, dim), (kv_heads, dim), (kv_heads, dim)],
+        "router": [(sizes.experts[0],), ()],
+        "gated": [(2, 3 * hidden)],
+        "residual": [(hidden,)],
+        "head": [(sizes.vocab,)],
+    }[weights]
+    scales = (quantized, hidden // sizes.run) if quantized else None
+    x, norm, matrices = arguments.projections(source, rows, hidden, outputs, scales, dtype)
+    rest = source.normal(rows, 1, hidden, dtype=dtype) if weights == "residual" else None
+    options = {"gated": weights == "gated", "kept": weights == "router"}
+    options |= {"kind": jnp.float32} if weights in ("router", "head") else {}
+
+    def maps(x, norm, matrices, rest):
+        # jnp.float32 is looked up here: the reference is float64.
+        kind = {"kind": jnp.float32} if "kind" in options else {}
+        x = DeferredNorm(x, norm, 1e-6, 1.0) if weights in ("router", "gated") else x
+        return linear(x, tuple(matrices), residual=rest, **options | kind)
+
+    def permuted(args, order):
+        x, norm, matrices, rest = args
+        return x[order], norm, matrices, None if rest is None else rest[order]
+
+    # The head's logits are sums in float32 of exact products.
+    return Comparison(F32 if weights == "head" else dtype, maps, maps, (x, norm, matrices, rest), permuted)
+
+
+def mixtures(source, sizes: Sizes, rows, tokens, dtype, quantized=None, routed_only=False) -> Comparison:
+    count, top, features, hidden = sizes.experts
+    n = rows * tokens
+    scales = (quantized, features // sizes.run) if quantized else None
+    idle = n // 5
+    *args, spec = arguments.experts(
+        source, n, top, count, features, hidden, idle, scales, None if routed_only else features, rows != 7, dtype
+    )
+    plain, (_, logits, live, first, gate_up, down, *_) = tuple(args), args
+    chosen = np.asarray(route(logits, spec)[1])[np.asarray(live)] - int(first)
+    unused = np.setdiff1d(np.arange(gate_up.shape[0]), chosen)
+
+    def spoil(weight):
+        if quantized:
+            return replace(weight, scale=weight.scale.at[unused].set(jnp.nan))
+        return weight.at[unused].set(jnp.nan)
+
+    args[4:6] = spoil(gate_up), spoil(down)
+
+    def permuted(args, order):
+        x, logits, live, first, gate_up, down, shared, rest = args
+        shared = shared and (*shared[:2], shared[2][order])
+        return x[order], logits[order], live[order], first, gate_up, down, shared, None if rest is None else rest[order]
+
+    kernel, definition = partial(mixture_triton, spec=spec), partial(mixture, spec=spec)
+    return Comparison(dtype, kernel, definition, tuple(args), permuted, plain)

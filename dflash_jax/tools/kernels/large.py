@@ -1,0 +1,124 @@
+"""Kernels on arrays of more than 2³¹ elements: what they compute of the last part is what they compute of that part in
+an array of its own, to the bit. For a card.
+"""
+
+from collections.abc import Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dflash_jax.errors import InputError
+from dflash_jax.models.cache import Bounds, DeltaRecord, DeltaState, KVCache
+from dflash_jax.models.config import MoeSpec
+from dflash_jax.tools.kernels import arguments
+from dflash_jax.tools.kernels.arguments import Source
+from dflash_jax.tools.kernels.cases import failed, same_bits
+
+BF16 = jnp.bfloat16
+LAST = 2**31
+
+
+def room_for(size: float) -> None:
+    """Raises InputError where the device has no room for ``size`` bytes."""
+    limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", 0)
+    if size > 0.9 * limit:
+        raise InputError(f"{size / 1e9:.0f} GB do not fit into {limit / 1e9:.0f} GB")
+
+
+def behind_zeros(part, rows: int) -> jax.Array:
+    """An array of ``rows`` along the first axis, the last of which are ``part``."""
+    room_for(3 * rows * part[0].nbytes)
+
+    def make(part):
+        return jnp.zeros((rows, *part.shape[1:]), part.dtype).at[rows - len(part) :].set(part)
+
+    return jax.jit(make)(part)
+
+
+def equal(found, expected) -> dict:
+    leaves = ([np.asarray(x) for x in jax.tree.leaves(tree)] for tree in (found, expected))
+    return {"status": "exact"} if same_bits(*leaves) else failed("other bits than of an array of its own")
+
+
+def attention(capacity: int = 131072) -> dict:
+    """Of the last rows of a cache: read, and written."""
+    from dflash_jax.ops.kernels.triton.attention import attend_triton, write_triton
+
+    source, (heads, dim) = Source(0, on_device=True), (2, 256)
+    rows = LAST // (heads * capacity * dim) + 2
+    q, k, v = (source.normal(2, 5, n, dim, dtype=BF16) for n in (16, heads, heads))
+    small = [source.normal(2, heads, capacity, dim, dtype=BF16) for _ in "kv"]
+    length, bounds = jnp.asarray([3000, 500], jnp.int32), Bounds.none(2, 5)
+    slots = length[:, None] + jnp.arange(5, dtype=jnp.int32)
+
+    def read_and_write(k_held, v_held, rows):
+        y = attend_triton(q, k, v, None, KVCache(k_held, v_held, rows), length, bounds)
+        held = write_triton(k_held, v_held, k, v, rows, slots)
+        return y, [x[-2:, :, :4096] for x in held]
+
+    run = jax.jit(read_and_write)
+    expected = jax.tree.map(np.asarray, run(*small, jnp.asarray([1, 0], jnp.int32)))
+    large = [behind_zeros(x, rows) for x in small]
+    return equal(run(*large, jnp.asarray([rows - 1, rows - 2], jnp.int32)), expected)
+
+
+def delta(tokens: int) -> dict:
+    """Of the last rows of a state: the mixer and, of few tokens, the replay."""
+    from dflash_jax.models.gated_delta import mix_in_chunks
+    from dflash_jax.ops.kernels.triton.delta import mix_triton, replay_triton
+
+    inputs, gates, state, *weights = arguments.mixer(Source(0), 2, tokens, 16, 2, 128, 128, BF16)
+    held = [x[:2] for x in (state.recurrent, state.conv)]
+    rows = LAST // held[0][0].size + 2
+
+    def run(recurrent, conv, taken):
+        state = DeltaState(recurrent, conv, taken)
+        if tokens > 16:
+            return mix_in_chunks(inputs, gates, state, *weights, 1e-6)
+        y, record = mix_triton(inputs, gates, state, *weights, 1e-6)
+        after = replay_triton(state, DeltaRecord(*record), jnp.asarray([tokens, 1], jnp.int32))
+        return y, record, [x[-2:] for x in after]
+
+    run = jax.jit(run)
+    expected = jax.tree.map(np.asarray, run(*held, jnp.asarray([1, 0], jnp.int32)))
+    large = [behind_zeros(x, rows) for x in held]
+    return equal(run(*large, jnp.asarray([rows - 1, rows - 2], jnp.int32)), expected)
+
+
+def mixture(tokens: int, experts: int = 640, own: int = 128) -> dict:
+    """Of Qwen3.5-397B-A17B's sizes: tokens that choose among the last experts."""
+    from dflash_jax.models.moe import mixture_triton
+
+    source = Source(0, on_device=True)
+    spec = MoeSpec(num_experts=experts, experts_per_token=10, intermediate_size=1024)
+    x, logits = source.normal(tokens, 4096, dtype=BF16), source.normal(tokens, experts)
+    logits = logits.at[:, : experts - own].add(-100)
+    small = [source.normal(own, *shape, dtype=BF16) / 64 for shape in ((2, 1024, 4096), (4096, 1024))]
+
+    def run(first, gate_up, down):
+        return mixture_triton(x, logits, jnp.ones(tokens, bool), first, gate_up, down, None, None, spec)
+
+    run = jax.jit(run)
+    expected = np.asarray(run(experts - own, *small))
+    return equal(run(0, *(behind_zeros(x, experts) for x in small)), expected)
+
+
+def products(rows: int, inner: int = 4096, own: int = 8192) -> dict:
+    """The last outputs of one weight."""
+    from dflash_jax.ops.kernels.triton.linear import project_triton
+
+    source = Source(0, on_device=True)
+    x, small = source.normal(rows, inner, dtype=BF16), source.normal(own, inner, dtype=BF16) / 64
+    run = jax.jit(lambda weight: project_triton(x, [weight])[0][:, -own:])
+    return equal(run(behind_zeros(small, LAST // inner + 2 * own)), run(small))
+
+
+def cases() -> Iterator[tuple[str, Callable[[], dict]]]:
+    yield "more than 2^31 elements: a cache of keys and values", attention
+    for tokens in (1, 16, 70):
+        yield f"more than 2^31 elements: a recurrent state, T {tokens}", lambda tokens=tokens: delta(tokens)
+    for tokens in (1, 5, 20):
+        yield f"more than 2^31 elements: experts, {tokens} tokens", lambda tokens=tokens: mixture(tokens)
+    for rows in (1, 8):
+        yield f"more than 2^31 elements: one weight, {rows} rows", lambda rows=rows: products(rows)

@@ -1,0 +1,200 @@
+"""Tokens of an engine with a drafter that knows what comes: random models of real heads, requests, runs and how they
+are compared. For tests and for a check on a card.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dflash_jax.cli.system_config import read_system
+from dflash_jax.decoding.sampling import SamplingRows
+from dflash_jax.decoding.state import Settings
+from dflash_jax.engine.engine import Engine
+from dflash_jax.engine.executables import Executables
+from dflash_jax.engine.model_runner import Device
+from dflash_jax.engine.options import Options
+from dflash_jax.engine.request import Request
+from dflash_jax.models.config import AttentionSpec, GatedDeltaSpec, LayerSpec, MoeSpec, RopeSpec
+from dflash_jax.models.decoder import abstract_decoder
+from dflash_jax.models.drafter import Drafter, DrafterWrapper, Proposal, abstract_drafter
+from dflash_jax.parallel.sharding import parameter_paths
+from dflash_jax.planner import Shapes, read_shapes
+from dflash_jax.sampling_params import SamplingParams
+from dflash_jax.tools.compile_report import shorten
+from dflash_jax.tools.equality import Reference, equal_or_tie
+
+# Of random models: small, so that a `Remembering` has room.
+VOCAB = 64
+CONFIG = "qwen3.6-35b-a3b"
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Remembering(DrafterWrapper):
+    """Drafts the continuations that it was given, half of them with one wrong token.
+
+    Attributes:
+        table: Tokens int32 [V, L, W - 1] that follow a token at a position.
+    """
+
+    table: jax.Array
+
+    @classmethod
+    def of(cls, drafter: Drafter, requests: list[Request], wide: int, capacity: int, seed: int = 0) -> "Remembering":
+        rng, vocab = np.random.default_rng(seed), drafter.config.vocab_size
+        table = rng.integers(0, vocab, (vocab, capacity + wide, wide - 1))
+        for r in requests:
+            text = [*r.prompt, *r.tokens]
+            for at in range(len(r.prompt) - 1, len(text) - 1):
+                following = text[at + 1 : at + wide]
+                table[text[at], at, : len(following)] = following
+        wrong = rng.random(table.shape[:2]) < 0.5
+        place = rng.integers(0, wide - 1, table.shape[:2])
+        hit = wrong[..., None] & (np.arange(wide - 1) == place[..., None])
+        return cls(drafter, jnp.asarray(np.where(hit, (table + 1) % vocab, table), jnp.int32))
+
+    def propose(self, cache, last, start, width, slots, borrowed, window):
+        drafted = super().propose(cache, last, start, width, slots, borrowed, window).tokens
+        remembered = self.table[last, jnp.minimum(start, self.table.shape[1] - 1)][:, : slots - 1]
+        # Every eighth position is left to the drafter itself.
+        return Proposal(jnp.where((start % 8 == 0)[:, None], drafted, remembered))
+
+
+def real_heads(vocab: int = VOCAB) -> Shapes:
+    """Four layers of Qwen3.6-35B-A3B, three recurrent ones and one of attention, and two layers of its drafter."""
+    system = read_system(CONFIG)
+    shapes = shorten(read_shapes(*(str(system.shapes[k]) for k in ("target", "draft"))), 4)
+    draft = replace(
+        shapes.draft, layers=shapes.draft.layers[-2:], vocab_size=vocab, mask_token_id=vocab - 2,
+        target_layer_ids=(0, 1, 3),
+    )  # fmt: skip
+    return replace(shapes, target=replace(shapes.target, vocab_size=vocab), draft=draft)
+
+
+def small(vocab: int = VOCAB, hidden: int = 64) -> Shapes:
+    """A hybrid of experts whose heads are of the sizes that the kernels take (256 in attention, 128 in the drafter and
+    the delta rule): two recurrent layers and one of attention, and a drafter of one layer."""
+    shapes = real_heads(vocab)
+    attention = AttentionSpec(num_heads=2, num_kv_heads=1, head_dim=256, rope=RopeSpec(10000.0, 64), gated=True)
+    delta = GatedDeltaSpec(num_key_heads=1, num_value_heads=2, key_dim=128, value_dim=128)
+    experts = MoeSpec(num_experts=6, experts_per_token=2, intermediate_size=32, shared_intermediate_size=32)
+    layers = tuple(LayerSpec(mixer, experts) for mixer in (delta, delta, attention))
+    target = replace(shapes.target, hidden_size=hidden, layers=layers)
+    attention = AttentionSpec(num_heads=6, num_kv_heads=2, head_dim=128, rope=RopeSpec(10000.0, 128))
+    draft = replace(
+        shapes.draft, hidden_size=hidden, num_target_layers=3, target_layer_ids=(0, 1, 2),
+        layers=(replace(shapes.draft.layers[-1], attention=attention, intermediate_size=31),),
+    )  # fmt: skip
+    return replace(shapes, target=target, draft=draft)
+
+
+def drawn(module, seed: int, offset: float):
+    """``module``, abstract, with random float32 weights made on the device, of enough spread that leaving out a part
+    shows. ``offset``: what the norms add to their weights."""
+
+    def draw(key, path: str, shape: tuple[int, ...]):
+        noise, name = jax.random.normal(key, shape), path.rsplit(".", 1)[-1]
+        if name == "a_log":
+            return jnp.log(jax.random.uniform(key, shape, minval=0.05, maxval=4.0))
+        if name == "dt_bias":
+            return noise - 1
+        if name == "conv":
+            return 0.6 * noise
+        if "norm" in path:
+            # The norm inside Gated DeltaNet has no offset.
+            return (1.0 if path.endswith("mixer.norm") else 1.0 - offset) + 0.3 * noise
+        if "embed" in path:
+            return noise
+        # o and out are [H, heads, …], fc [H, taps, H]: their inputs are all but the first axis.
+        inputs = np.prod(shape[1:]) if name in ("o", "out", "fc") else shape[-1]
+        spread = 0.4 if re.search(r"\.(o|out|down)$", path) else 1.6 if name == "router" else 1.0
+        return spread * noise * float(inputs) ** -0.5
+
+    leaves, structure = jax.tree.flatten(module)
+    make = jax.jit(draw, static_argnums=(1, 2))
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    drawn = [make(*each) for each in zip(keys, parameter_paths(module), (x.shape for x in leaves), strict=True)]
+    return jax.tree.unflatten(structure, drawn)
+
+
+def random_pair(shapes: Shapes, seed: int = 0) -> tuple:
+    """(target, drafter) in float32."""
+    target, drafter = abstract_decoder(shapes.target), abstract_drafter(shapes.draft)
+    return drawn(target, seed, shapes.target.norm_offset), drawn(drafter, seed + 1, 0.0)
+
+
+def requests(lengths: Sequence[int], temperature: float, new: int, vocab: int) -> list[Request]:
+    """With random prompts of ``lengths``, for ``new`` tokens each."""
+    rng = np.random.default_rng(0)
+    neutral = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "logit_bias": {}}
+    neutral |= {"frequency_penalty": 0.0, "presence_penalty": 0.0, "temperature": temperature, "max_tokens": new}
+    params = [SamplingParams(seed=i, **neutral) for i in range(len(lengths))]
+    return [Request(rng.integers(2, vocab - 2, n).tolist(), p, []) for n, p in zip(lengths, params, strict=True)]
+
+
+def run(
+    target, drafter, wanted: list[Request], width: int, *, together: bool, reproducible: int = 0, capacity: int,
+    prefill_sizes: tuple[int, ...], prefill_together: int = 0,
+) -> list[Request]:  # fmt: skip
+    """``wanted`` with their tokens, all at once or one after another. ``reproducible``: the width of all windows, or
+    0."""
+    settings = Settings(reproducible or 1, bool(reproducible))
+    options = Options(
+        widths=(1, width) if width > 1 else (1,),
+        prefill_sizes=prefill_sizes,
+        prefill_together=prefill_together,
+        rows_per_dispatch=1 if reproducible else None,
+        adaptive=False,
+    )
+    engine = Engine(Device(Executables(target, drafter), len(wanted), capacity, settings), options)
+    for request in wanted:
+        engine.submit(request)
+        while not together and engine.has_work:
+            engine.step()
+    while engine.has_work:
+        engine.step()
+    return wanted
+
+
+def margin(target, request: Request, at: int) -> float:
+    """How decided the target was about the new token ``at`` of a request without other options than its
+    temperature."""
+    sampling = SamplingRows.greedy(1, target.config.vocab_size)
+    params, start = request.params, len(request.prompt)
+    sampling = replace(
+        sampling,
+        temperature=jnp.full_like(sampling.temperature, params.temperature),
+        seed=jnp.full_like(sampling.seed, params.seed),
+    )
+    tokens = np.array([request.prompt + request.tokens])
+    state = SimpleNamespace(sampling=sampling, prompt_length=[start], tokens=tokens, length=[tokens.shape[1]])
+    with jax.default_matmul_precision("highest"):
+        return Reference(target, state).margin(0, start + at)
+
+
+def compared(found: list[Request], expected: list[Request], margin: Callable | None) -> dict:
+    """{"status": "exact", "tokens", "ties"}, or {"status": "failed", "why"}.
+
+    Args:
+        margin: (request, place) → how decided the target was, as `equality.equal_or_tie` takes it; None: no tie is
+            allowed. Not more than one of eight requests may part at a tie: in a long prompt some expert is always
+            chosen by a small margin, which would excuse anything.
+    """
+    ties = 0
+    for number, (one, right) in enumerate(zip(found, expected, strict=False)):
+        if one.finish_reason != "length" or right.finish_reason != "length":
+            return {"status": "failed", "why": f"request {number} ended by {one.finish_reason}"}
+        margin_at = (lambda at: float("inf")) if margin is None else partial(margin, right)
+        try:
+            ties += equal_or_tie(right.tokens, one.tokens, margin_at) is not None
+        except AssertionError as e:
+            return {"status": "failed", "why": f"prompt of {len(one.prompt)}: {e}"}
+    if ties > max(1, len(found) // 8):
+        return {"status": "failed", "why": f"{ties} of {len(found)} requests part, at ties: chance makes fewer"}
+    return {"status": "exact", "tokens": sum(len(r.tokens) for r in found), "ties": ties}

@@ -1,0 +1,187 @@
+"""Plain decoding and DFlash against transformers on the same weights: one process each, float32, as JSON lines.
+
+    python scripts/bench/cpu.py [--target DIR --draft DIR] [--data FILE ... --temperatures 0 0.7] [--blocks 1 4]
+                                [--gguf FILE ...]
+
+Without --data: a few beginnings of Python, --new-tokens tokens each; with it, answers to the first turns of the first
+--prompts conversations of each file (as scripts/data/benchmark_data.py writes them), at most --new-tokens long. --gguf:
+files of the same weights for llama.cpp (the package llama-cpp-python), in the bits that they have.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from itertools import islice, pairwise
+from pathlib import Path
+
+PROMPTS = [
+    "def main(",
+    "import os\nimport sys\n\n",
+    "class Parser:\n    def __init__(self",
+    '    """Return the ',
+    "for name in ",
+]
+
+
+def read_prompts(path: str | None, count: int, target: str) -> list[list[int]]:
+    """Token ids, the same for all contenders."""
+    from dflash_jax.benchmarking.data import read_task
+    from dflash_jax.frontend.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer(Path(target))
+    if path is None:
+        return [tokenizer.encode(text) for text in PROMPTS[:count]]
+    return [tokenizer.chat([{"role": "user", "content": turns[0]}]) for turns in read_task(Path(path), None, 0)[:count]]
+
+
+def transformers_answers(target: str) -> Callable:
+    """(prompts, new_tokens, temperature, ignore_eos) → (tokens, further figures)."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+
+    def answer(prompts, new_tokens, temperature, ignore_eos):
+        torch.manual_seed(0)
+        options = {"do_sample": temperature > 0, "max_new_tokens": new_tokens}
+        options |= {"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
+        options |= {"min_new_tokens": new_tokens} if ignore_eos else {}
+        found = []
+        for prompt in prompts:
+            ids = torch.tensor([prompt])
+            out = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+            found.append(out[0, len(prompt) :].tolist())
+        return found, {}
+
+    return answer
+
+
+def llama_cpp_answers(path: str) -> Callable:
+    """As `transformers_answers`, by llama.cpp."""
+    from llama_cpp import Llama
+
+    model = Llama(path, n_ctx=2048, seed=0, verbose=False)
+
+    def answer(prompts, new_tokens, temperature, ignore_eos):
+        found = []
+        for prompt in prompts:
+            model.reset()
+            made = []
+            for token in model.generate(prompt, temp=temperature, top_k=0, top_p=1.0, min_p=0.0, repeat_penalty=1.0):
+                made.append(token)
+                if len(made) == new_tokens or (token == model.token_eos() and not ignore_eos):
+                    break
+            found.append(made)
+        return found, {}
+
+    return answer
+
+
+def dflash_answers(target: str | None, draft: str | None, block: int, draft_tokens: str) -> Callable:
+    """As `transformers_answers`; prompts one after the other."""
+    from dflash_jax import LLM, SamplingParams
+
+    options = {"prefix_bytes": 0, "draft_tokens": draft_tokens}
+    llm = LLM(target, draft, **options) if target else LLM(**options)
+
+    def answer(prompts, new_tokens, temperature, ignore_eos):
+        params = SamplingParams(temperature=temperature, max_tokens=new_tokens, ignore_eos=ignore_eos, seed=0)
+        outs = [llm.generate([p], params, block_size=block)[0] for p in prompts]
+        rounds = sum(len(o.acceptance_lengths) for o in outs)
+        figures = {
+            "ms_per_round": 1e3 * sum(o.timings.decode_s for o in outs) / rounds,
+            "acceptance_length": sum(sum(o.acceptance_lengths) for o in outs) / rounds,
+        }
+        return [o.token_ids for o in outs], figures
+
+    return answer
+
+
+def measure(answer: Callable, sets: dict[str, list[list[int]]], args, is_compiled: bool) -> dict[str, dict]:
+    """Figures by set of prompts and temperature. Before the clock starts the first prompt is answered once, or all of
+    them where sizes ``is_compiled``."""
+    found = {}
+    for name, prompts in sets.items():
+        for temperature in args.temperatures:
+            options = args.new_tokens, temperature, not args.data
+            answer(prompts if is_compiled else prompts[:1], *options)
+            began = time.perf_counter()
+            tokens, figures = answer(prompts, *options)
+            seconds = time.perf_counter() - began
+            rate = sum(map(len, tokens)) / seconds
+            found[f"{name}, T={temperature:g}"] = {"tokens_per_s": rate, **figures, "tokens": tokens}
+    return found
+
+
+def context_milliseconds(target: str | None, draft: str | None) -> dict:
+    """Median ms of a round by live context and buffer: it should follow the first and not the second."""
+    from dflash_jax import LLM, SamplingParams
+
+    llm = LLM(target, draft) if target else LLM()
+    ids = llm.encode(PROMPTS[2]) * 1000
+    found = {}
+    for context, buffer in ((64, 512), (64, llm.max_len), (llm.max_len // 2, llm.max_len)):
+        params = SamplingParams(temperature=0.0, max_tokens=buffer - context, ignore_eos=True)
+        ends, rounds = [], []
+        for piece in islice(llm.pieces(ids[:context], params, llm.largest_block), 25):
+            ends.append(time.perf_counter())
+            rounds.append(len(piece.acceptance_lengths))
+        # The first dispatches compile.
+        each = sorted((b - a) / n for (a, b), n in zip(pairwise(ends[2:]), rounds[3:], strict=True))
+        found[f"context {context}, buffer {buffer}"] = 1e3 * each[len(each) // 2]
+    return found
+
+
+def child(name: str, args) -> dict:
+    """Runs one contender in a process of its own."""
+    command = [sys.executable, __file__, "--only", name, *sys.argv[1:]]
+    return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", help="default: the bundled pair")
+    parser.add_argument("--draft")
+    parser.add_argument("--new-tokens", type=int, default=200)
+    parser.add_argument("--prompts", type=int, default=len(PROMPTS), help="of each file (default: %(default)s)")
+    parser.add_argument("--data", nargs="+", metavar="FILE", help='JSON lines {"turns": ["…"]}')
+    parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0], metavar="T", help="default: 0")
+    parser.add_argument("--blocks", nargs="+", type=int, default=[4, 8, 16], metavar="N", help="default: 4 8 16")
+    parser.add_argument("--draft-tokens", default="auto", metavar="FILE|none", help="as generate's")
+    parser.add_argument("--gguf", nargs="+", default=[], metavar="FILE", help="the same weights for llama.cpp")
+    parser.add_argument("--only", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    target = args.target or str(Path(__file__).parents[2] / "dflash_jax" / "assets" / "tiny" / "target")
+    if args.only == "context":
+        print(json.dumps(context_milliseconds(args.target, args.draft)))
+        return
+    if args.only:
+        sets = {
+            Path(path).stem if path else "code": read_prompts(path, args.prompts, target)
+            for path in args.data or [None]
+        }
+        is_ours = args.only.isdigit()
+        if is_ours:
+            answer = dflash_answers(args.target, args.draft, int(args.only), args.draft_tokens)
+        else:
+            answer = transformers_answers(target) if args.only == "transformers" else llama_cpp_answers(args.only)
+        print(json.dumps(measure(answer, sets, args, is_ours)))
+        return
+    found = {name: child(name, args) for name in ("transformers", *args.gguf, "1", *map(str, args.blocks))}
+    plain = {label: dict(result) for label, result in found["1"].items()}
+    for name, results in found.items():
+        for label, result in results.items():
+            # Whoever samples otherwise has other tokens.
+            result["equal_to_plain"] = result.pop("tokens") == plain[label]["tokens"]
+            result["speed_of_plain"] = result["tokens_per_s"] / plain[label]["tokens_per_s"]
+            contender = f"dflash_jax block {name}" if name.isdigit() else Path(name).name
+            print(json.dumps({"contender": contender, "prompts": label, **result}))
+    if not args.data:
+        print(json.dumps({"ms_per_round": child("context", args)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,315 @@
+"""Makes the bundled pair from nothing: tokenizer, target, regenerated answers, drafter.
+
+    python scripts/bundled/make_tiny_pair.py tokenizer target regenerate drafter polish evaluate
+
+Each stage reads what the one before left in --out (default: the package's assets) or --work, so they may also be run
+one by one. Corpus: the running Python's standard library; every twentieth file, by a hash of its name, is held out of
+everything.
+"""
+
+import argparse
+import time
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from tokenizers import Tokenizer
+
+from dflash_jax.checkpoint.load import load_drafter, load_target, save_module
+from dflash_jax.frontend.llm import LLM
+from dflash_jax.models.decoder import Decoder
+from dflash_jax.models.drafter import Drafter
+from dflash_jax.models.families import dflash, qwen3_5
+from dflash_jax.sampling_params import SamplingParams
+from dflash_jax.training.corpus import conversations, standard_library, windows
+from dflash_jax.training.evaluation import held_out_prompts, is_degenerate, measure, with_greedy_drafts
+from dflash_jax.training.language import make_step, next_token_loss
+from dflash_jax.training.losses import Loss, default_gamma
+from dflash_jax.training.optimiser import optimiser
+from dflash_jax.training.step import Batch, Recipe, Trainer
+from dflash_jax.training.tokenizer import SPECIAL, save_tokenizer, train_tokenizer
+
+VOCABULARY = 512
+MAX_POSITIONS = 8192
+TARGET = {
+    "architectures": ["Qwen3_5MoeForCausalLM"],
+    "model_type": "qwen3_5_moe_text",
+    "vocab_size": VOCABULARY,
+    "hidden_size": 192,
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    "full_attention_interval": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 48,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 48,
+    "linear_conv_kernel_dim": 4,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 192,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": MAX_POSITIONS,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [2, 2, 2],
+        "mrope_interleaved": True,
+    },
+    "dtype": "bfloat16",
+}
+DRAFT = {
+    "architectures": ["DFlashDraftModel"],
+    "model_type": "qwen3",
+    "vocab_size": VOCABULARY,
+    "hidden_size": 192,
+    "intermediate_size": 512,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 48,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "rope_scaling": None,
+    "max_position_embeddings": MAX_POSITIONS,
+    "tie_word_embeddings": False,
+    "num_target_layers": 4,
+    "block_size": 16,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    "sliding_window": 128,
+    "use_sliding_window": True,
+    "dtype": "bfloat16",
+    "dflash_config": {"mask_token_id": SPECIAL.index("<|mask|>"), "target_layer_ids": [0, 1, 2, 3]},
+}
+# Tokens of a regenerated sequence, prompt included, and the temperatures they are drawn at.
+SEQUENCE = 256
+TEMPERATURES = [0.0, 0.3, 0.6, 0.9]
+# Of the text for the second pass of the drafter: warmer than greedy, which repeats itself.
+POLISH_TEMPERATURES = [0.2, 0.4, 0.6, 0.8]
+ANCHORS = 32
+
+
+def render(tokenizer, chat: list[dict], thinking: bool) -> str:
+    ask, answer = chat
+    name = ask["content"].split("`")[1]
+    thought = f"A short function, `{name}`, is enough." if thinking else ""
+    reasoning = {**answer, "reasoning_content": thought}
+    return tokenizer.apply_chat_template([ask, reasoning], tokenize=False)
+
+
+def chat_texts(documents, directory: Path) -> list[str]:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    return [render(tokenizer, chat, i % 2 == 0) for i, chat in enumerate(conversations(documents))]
+
+
+def token_stream(documents, args) -> np.ndarray:
+    """Documents and chats in random order, each ended by <|endoftext|>; made once, then kept in --work."""
+    kept = args.work / f"stream-{args.seed}.npy"
+    if kept.exists():
+        return np.load(kept)
+    directory = args.out / "target"
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    texts = [d.text for d in documents] + chat_texts(documents, directory)
+    order = np.random.default_rng(args.seed).permutation(len(texts))
+    end = tokenizer.token_to_id("<|endoftext|>")
+    pieces = tokenizer.encode_batch([texts[i] for i in order], add_special_tokens=False)
+    stream = np.concatenate([np.array([*p.ids, end], np.int32) for p in pieces])
+    np.save(kept, stream)
+    return stream
+
+
+def bits_per_byte(model, documents, directory: Path, length: int = 512) -> float:
+    """Held-out cross-entropy in windows of ``length`` tokens, the first token of each given; per byte of the text
+    predicted."""
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    ids = np.concatenate([np.array(e.ids) for e in tokenizer.encode_batch([d.text for d in documents])])
+    rows = ids[: len(ids) // (length + 1) * (length + 1)].reshape(-1, length + 1).astype(np.int32)
+    loss = jax.jit(next_token_loss)
+    nats = np.mean([float(loss(model, row[None])) for row in rows]) * rows.shape[0] * length
+    predicted = sum(len(tokenizer.decode(row[1:].tolist(), skip_special_tokens=False).encode()) for row in rows)
+    return nats / np.log(2) / predicted
+
+
+def stage_tokenizer(args) -> None:
+    train, _ = standard_library()
+    save_tokenizer(train_tokenizer((d.text for d in train), VOCABULARY), args.out / "target", MAX_POSITIONS)
+
+
+def train(name: str, batches, step, model, state, save, every: int = 500):
+    """Runs batches through ``step(model, state, batch) → (model, state, loss)``, reporting and saving on the way."""
+    began, losses = time.time(), []
+    for i, batch in enumerate(batches, 1):
+        model, state, loss = step(model, state, batch)
+        losses.append(float(loss))
+        if i % 50 == 0:
+            seconds = (time.time() - began) / i
+            print(f"{name} step {i} loss {np.mean(losses[-50:]):.4f} {seconds:.2f} s/step", flush=True)
+        if i % every == 0:
+            save(model)
+    save(model)
+
+
+def stage_target(args) -> None:
+    directory = args.out / "target"
+    train_documents, held_out = standard_library()
+    stream = token_stream(train_documents, args)
+    print(f"{len(stream)} training tokens on {jax.devices()}", flush=True)
+    config = qwen3_5.read_config(TARGET)
+    model = Decoder(config, rngs=nnx.Rngs(args.seed))
+    transformation = optimiser(5e-3, args.target_steps, "muon")
+
+    def save(model):
+        save_module(model, qwen3_5.weight_names(config), TARGET, directory)
+        print(f"held-out bits per byte {bits_per_byte(load_target(directory), held_out, directory):.4f}", flush=True)
+
+    batches = map(jnp.asarray, windows(stream, 512, 8, args.target_steps, args.seed))
+    train("target", batches, make_step(next_token_loss, transformation), model, transformation.init(model), save)
+
+
+def stage_regenerate(args) -> None:
+    """The target's own continuations of training text: what the drafter must learn to foresee."""
+    regenerate(args, "regenerated.npz", TEMPERATURES, args.seed)
+
+
+def regenerate(args, name: str, temperatures: list[float], seed: int) -> None:
+    llm, rng = LLM(args.out / "target"), np.random.default_rng(seed)
+    stream = token_stream(standard_library()[0], args)
+    tokens, mask, began = [], [], time.time()
+    for done in range(0, args.sequences, 32):
+        cuts = rng.integers(0, len(stream) - SEQUENCE, 32)
+        prompts = [stream[c : c + rng.integers(16, 96)].tolist() for c in cuts]
+        params = [
+            SamplingParams(
+                temperature=temperatures[i % 4],
+                max_tokens=SEQUENCE - len(p),
+                seed=seed * args.sequences + done + i,
+                ignore_eos=True,
+            )
+            for i, p in enumerate(prompts)
+        ]
+        for completion in llm.generate(prompts, params):
+            tokens.append(completion.prompt_ids + completion.token_ids)
+            mask.append([False] * len(completion.prompt_ids) + [True] * len(completion.token_ids))
+        print(f"{len(tokens)} sequences, {len(tokens) * SEQUENCE / (time.time() - began):.0f} tok/s", flush=True)
+        np.savez_compressed(args.work / name, tokens=np.array(tokens, np.int32), mask=np.array(mask))
+
+
+def draft_batches(args, data, steps: int, own: int, rows: int = 8):
+    """Yields (block width, batch, key): ``own`` rows of the target's text ``data``, the rest what people
+    wrote.
+
+    Every fourth batch has blocks of 16 slots, the others of 8: most drafts end before the eighth token, and the narrow
+    blocks are half the work.
+    """
+    written = windows(token_stream(standard_library()[0], args), SEQUENCE - 1, rows - own, steps, args.seed)
+    rng, order = np.random.default_rng(args.seed), np.zeros((0,), int)
+    for i, people in enumerate(written):
+        if len(order) < rows:
+            order = rng.permutation(len(data["tokens"]))
+        mine, order = order[:own], order[own:]
+        tokens = np.concatenate([data["tokens"][mine], people])
+        mask = np.concatenate([data["mask"][mine], np.ones(people.shape, bool)])
+        key = jax.random.fold_in(jax.random.key(args.seed), i)
+        parts = (x[None] for x in (tokens, mask, np.zeros(tokens.shape, np.int32)))
+        yield 16 if i % 4 == 0 else 8, Batch(*map(jnp.asarray, parts)), key
+
+
+def stage_drafter(args) -> None:
+    data = dict(np.load(args.work / "regenerated.npz"))
+    model = Drafter(dflash.read_config(DRAFT), rngs=nnx.Rngs(args.seed))
+    train_drafter(args, model, data, args.draft_steps, 4e-3, own=4)
+
+
+def stage_polish(args) -> None:
+    """A second pass at a lower rate, mostly over fresh text of the target's own that does not repeat itself."""
+    regenerate(args, "polish.npz", POLISH_TEMPERATURES, args.seed + 1)
+    data = [np.load(args.work / name) for name in ("regenerated.npz", "polish.npz")]
+    tokens, mask = (np.concatenate([d[k] for d in data]) for k in ("tokens", "mask"))
+    lively = [not is_degenerate(t[m]) for t, m in zip(tokens, mask, strict=True)]
+    print(f"{sum(lively)} of {len(lively)} sequences do not repeat themselves", flush=True)
+    model = load_drafter(args.out / "draft")
+    train_drafter(args, model, {"tokens": tokens[lively], "mask": mask[lively]}, args.polish_steps, 1.5e-3, own=6)
+
+
+def train_drafter(args, model, data: dict, count: int, rate: float, own: int) -> None:
+    target, config = load_target(args.out / "target"), model.config
+    transformation = optimiser(rate, count, "muon")
+
+    def trainer(slots: int) -> Trainer:
+        return Trainer(target, config, Recipe(Loss("kl", gamma=default_gamma(slots)), ANCHORS, slots), transformation)
+
+    trainers = {slots: trainer(slots) for slots in (8, 16)}
+
+    def step(model, state, batch):
+        slots, rows, key = batch
+        (model, state), sums, _ = trainers[slots].step((model, state), trainers[slots].leaves, rows, key)
+        return model, state, sums.loss / sums.weight
+
+    save = partial(save_module, entries=dflash.weight_names(config), raw=DRAFT, directory=args.out / "draft")
+    train("drafter", draft_batches(args, data, count, own), step, *trainers[8].start(model), save)
+
+
+def stage_evaluate(args) -> None:
+    directory = args.out / "target"
+    _, held_out = standard_library()
+    llm = LLM(directory, args.out / "draft")
+    streams = [llm.encode(d.text) for d in held_out]
+    print(f"held-out bits per byte {bits_per_byte(llm.target, held_out, directory):.4f}", flush=True)
+    prompts = held_out_prompts(streams, 96, 64, args.seed)
+    # Greedy text repeats itself nine times out of ten, and what does is left out.
+    many = held_out_prompts(streams, 96, 512, args.seed + 1)
+    print(f"greedy {measure(llm, many, SamplingParams(temperature=0.0, max_tokens=128), 16)}", flush=True)
+    for temperature in (0.0, 0.7, 1.0):
+        params = SamplingParams(temperature=temperature, max_tokens=128, seed=args.seed)
+        for block in (16, 8, 4):
+            print(f"temperature {temperature} block {block} {measure(llm, prompts, params, block)}", flush=True)
+    llm = with_greedy_drafts(llm)
+    for temperature in (0.7, 1.0):
+        params = SamplingParams(temperature=temperature, max_tokens=128, seed=args.seed)
+        print(f"temperature {temperature} block 16, greedy drafts {measure(llm, prompts, params, 16)}", flush=True)
+
+
+STAGES = {
+    "tokenizer": stage_tokenizer,
+    "target": stage_target,
+    "regenerate": stage_regenerate,
+    "drafter": stage_drafter,
+    "polish": stage_polish,
+    "evaluate": stage_evaluate,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("stages", nargs="+", choices=STAGES)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parents[2] / "dflash_jax" / "assets" / "tiny")
+    parser.add_argument(
+        "--work", type=Path, default=Path("tiny_pair_work"), help="for the token stream and regenerated text"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--target-steps", type=int, default=1100)
+    parser.add_argument("--sequences", type=int, default=2048, help="to regenerate")
+    parser.add_argument("--draft-steps", type=int, default=3000)
+    parser.add_argument("--polish-steps", type=int, default=1500)
+    args = parser.parse_args()
+    args.work.mkdir(parents=True, exist_ok=True)
+    for stage in args.stages:
+        STAGES[stage](args)
+
+
+if __name__ == "__main__":
+    main()
