@@ -54,7 +54,7 @@ class Probe:
 
     async def _generate(self) -> str | None:
         llm, engine = self._serving.llm, self._serving.engine
-        row = llm.new_row([0], SamplingParams(max_tokens=1, temperature=0.0, seed=0), 1, priority=FIRST)
+        row = llm.new_sequence([0], SamplingParams(max_tokens=1, temperature=0.0, seed=0), 1, priority=FIRST)
         try:
             events = engine.submit(row.request)
         except QueueFullError:
@@ -110,7 +110,7 @@ async def flush_cache(http: Request):
 async def reset_prefix_cache(http: Request):
     """Forgets all known prefixes. Requests that are under way have copies of their own."""
     serving: Serving = http.app.state.serving
-    await on_engine(serving, serving.engine.engine.store.clear)
+    await on_engine(serving, serving.engine.engine.prefix_cache.clear)
     return JsonResponse({"success": True, "message": "Cache reset."})
 
 

@@ -146,7 +146,7 @@ def answer(serving: Serving, body: schema.GenerateRequest, asked: Asked, began: 
             first = {"token_id": request.prompt[0], "logprob": None, "top": {}}
             given = [first, *request.prompt_entries][body.logprob_start_len :]
         meta |= _logprobs("input", tokenizer, given, body)
-    return {"text": row.told if asked.is_new else "", "output_ids": token_ids, "meta_info": meta}
+    return {"text": row.shown_text if asked.is_new else "", "output_ids": token_ids, "meta_info": meta}
 
 
 def thought_tokens(serving: Serving, token_ids: list[int]) -> int:

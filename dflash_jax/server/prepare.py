@@ -259,7 +259,7 @@ async def rows(
         mask = None if grammar is None else grammar.mask(thought)
         own = replace(params, seed=(params.seed + i) % SEEDS)
         try:
-            found.append(prepared(serving.llm.new_row(prompt, own, block_size, mask=mask, ends=ends(), **options)))
+            found.append(prepared(serving.llm.new_sequence(prompt, own, block_size, mask=mask, ends=ends(), **options)))
         except InputError as e:
             if mask is not None:
                 mask.close()

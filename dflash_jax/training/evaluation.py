@@ -1,6 +1,5 @@
 """How good a drafter is: the acceptance length of real decoding on prompts it has not seen."""
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,7 +12,6 @@ from dflash_jax.engine.executables import Executables
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.llm import LLM
 from dflash_jax.frontend.outputs import Completion
-from dflash_jax.frontend.sync_engine import SyncEngine
 from dflash_jax.models.drafter import Drafter
 from dflash_jax.sampling_params import SamplingParams
 from dflash_jax.training.data import messages_of
@@ -105,6 +103,4 @@ class GreedyDrafts:
 
 def with_greedy_drafts(llm: LLM) -> LLM:
     """The same pair, drafting greedily."""
-    other = copy.copy(llm)
-    other.programs, other._pool = Executables(llm.target, GreedyDrafts(llm.drafter)), SyncEngine(other)
-    return other
+    return llm.with_programs(Executables(llm.target, GreedyDrafts(llm.drafter)))

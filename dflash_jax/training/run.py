@@ -20,7 +20,9 @@ from tqdm import tqdm
 from dflash_jax.checkpoint.hub import resolve
 from dflash_jax.checkpoint.load import check_target
 from dflash_jax.errors import InputError
-from dflash_jax.frontend.llm import DRAFT_TOKENS, LLM, TINY
+from dflash_jax.frontend.llm import LLM
+from dflash_jax.frontend.llm_config import TINY
+from dflash_jax.frontend.loading import DRAFT_TOKENS
 from dflash_jax.frontend.tokenizer import Tokenizer
 from dflash_jax.models.decoder import Decoder
 from dflash_jax.models.families import dflash
