@@ -9,7 +9,7 @@ LARGEST_PREFILL = 4096
 # Share of a chunk that may be padding. A CPU takes as long for padding as for a token; an accelerator is bound by
 # reading weights, and runs one half-empty chunk faster than two full ones.
 PADDING = {"cpu": 0.25}
-# Short prompts run in one program: at most so many prompts, and tokens in all (padding included) by platform.
+# Limits of a program for several short prompts: prompts, and tokens in all, padding included, by platform.
 PREFILL_BATCH, PREFILL_BATCH_TOKENS = 8, {"gpu": 2048, "tpu": 256}
 # Temporaries of a prefill program, bytes for each feature of a token (compiled for B200 and H100: 87 of
 # Qwen3.6-35B-A3B, 58 of Qwen3.5-27B; 236 of Qwen3.5-397B-A17B over eight devices, which fits into the unused share).

@@ -70,8 +70,8 @@ class ModelRunner:
 
     def first_slots(self, count: int) -> tuple[int, ...]:
         """The first ``count`` slots of each data shard, or all where it has fewer."""
-        own = self._slots_per_shard
-        return tuple(shard * own + i for shard in range(self.shards) for i in range(min(count, own)))
+        size = self._slots_per_shard
+        return tuple(shard * size + i for shard in range(self.shards) for i in range(min(count, size)))
 
     @property
     def compile_s(self) -> float:
@@ -123,14 +123,14 @@ class ModelRunner:
             int32 [shards * batch_size] slots numbered within their shard, padded with an index past its last;
             ``values`` in the same places, padded with ``fill``; and the place of each slot.
         """
-        own = self._slots_per_shard
-        indices = np.full(batch_size * self.shards, own, np.int32)
+        padding = self._slots_per_shard
+        indices = np.full(batch_size * self.shards, padding, np.int32)
         packed, used, places = np.full(len(indices), fill, np.int32), [0] * self.shards, []
         for i, slot in enumerate(slots):
             shard = self.shard(slot)
             place = shard * batch_size + used[shard]
             used[shard] += 1
-            indices[place] = slot - shard * own
+            indices[place] = slot - shard * self._slots_per_shard
             if len(values):
                 packed[place] = values[i]
             places.append(place)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-# Without message boundaries, a prefix is cached every so many tokens.
+# Tokens between two cached prefixes where there are no message boundaries.
 GRID = 4096
 # Messages of fewer tokens do not get a snapshot of their own.
 MIN_MESSAGE = 16

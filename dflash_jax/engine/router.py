@@ -1,4 +1,4 @@
-"""From the engine's events to whoever waits for them."""
+"""Delivery of the engine's events to the receivers of their requests."""
 
 import asyncio
 from collections.abc import Callable, Iterable

@@ -25,14 +25,14 @@ class Divergence:
     Attributes:
         at: Index of the token.
         expected: The token of one run; -1 where that has ended.
-        found: The token of the other run; -1 where that has ended.
+        actual: The token of the other run; -1 where that has ended.
         margin: By how much one token was preferred: in the units of the logits that are compared, or of the cut of
             top-k, top-p or min-p where that was nearer.
     """
 
     at: int
     expected: int
-    found: int
+    actual: int
     margin: float
 
     @property
@@ -41,35 +41,35 @@ class Divergence:
         return self.margin < TIE
 
 
-def first_difference(expected: Sequence[int], found: Sequence[int]) -> int | None:
+def first_difference(expected: Sequence[int], actual: Sequence[int]) -> int | None:
     """The first index at which two lists of tokens differ; None where they are equal."""
-    for i, (a, b) in enumerate(zip(expected, found, strict=False)):
+    for i, (a, b) in enumerate(zip(expected, actual, strict=False)):
         if a != b:
             return i
-    return None if len(expected) == len(found) else min(len(expected), len(found))
+    return None if len(expected) == len(actual) else min(len(expected), len(actual))
 
 
-def divergence(llm: LLM, prompt: list[int], expected: list[int], found: list[int], params: SamplingParams):
+def divergence(llm: LLM, prompt: list[int], expected: list[int], actual: list[int], params: SamplingParams):
     """Compares two continuations of a prompt.
 
     Args:
         llm: Computes the margin, by prefill of the shared part. A tie of two experts of a router does not count.
         prompt: Token ids.
         expected: New tokens of one run.
-        found: New tokens of the other run.
+        actual: New tokens of the other run.
         params: Those of both runs.
 
     Returns:
         A `Divergence`, or None where the tokens are equal.
     """
-    at = first_difference(expected, found)
+    at = first_difference(expected, actual)
     if at is None:
         return None
-    if at >= min(len(expected), len(found)):
+    if at >= min(len(expected), len(actual)):
         return Divergence(at, -1, -1, float("inf"))
     request = llm.new_sequence(prompt + expected[:at], replace(params, max_tokens=1)).request
     raw, scores = _draw(llm, request, prompt, expected[:at])
-    a, b = expected[at], found[at]
+    a, b = expected[at], actual[at]
     gap = abs(float(scores[a] - scores[b]))
     cuts = cut_distances(penalised(raw, request.params, prompt, expected[:at]), request.params)
     return Divergence(at, a, b, min(gap if np.isfinite(gap) else np.inf, float(cuts[a]), float(cuts[b])))

@@ -120,9 +120,9 @@ class LLMConfig:
             return self.prefix_bytes
         return 2**28 if jax.default_backend() == "cpu" else device_memory() // 20
 
-    def largest_block(self, own: int) -> int:
-        """The largest block size with a drafter whose own is ``own``."""
-        return min(own, self.max_block_size or own)
+    def largest_block(self, drafter_block: int) -> int:
+        """The largest block size with a drafter of block size ``drafter_block``."""
+        return min(drafter_block, self.max_block_size or drafter_block)
 
     def positions(self, limit: int) -> int:
         """Positions of a request on a model of ``limit`` positions. Raises InputError where max_len does not fit."""

@@ -114,7 +114,7 @@ def numbered(names: list[str]) -> list[str]:
 def answer(serving: Serving, body: schema.GenerateRequest, asked: Asked, began: float, ended: str | None) -> dict:
     """What was told of a row so far, and why it ``ended``. ``meta_info`` as SGLang's benchmarks and z-lab's read it."""
     row, request, tokenizer = asked.row, asked.row.request, serving.llm.tokenizer
-    token_ids, logprobs = (list(row.token_ids), row.logprobs or []) if asked.is_new else ([], [])
+    token_ids, logprobs = (row.token_ids, row.logprobs or []) if asked.is_new else ([], [])
     if not asked.is_new and ended == "stop":
         ended = "length"
     reason = ended and {"type": ended}

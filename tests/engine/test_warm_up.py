@@ -54,9 +54,11 @@ def test_everything_is_compiled_at_warm_up(engine, caplog):
 def test_a_decoding_step_reads_once(engine, monkeypatch):
     """Nothing but one read of the report makes the host wait for the device."""
     params = replace(some_requests(5, 1, tiny.VOCAB)[0]["params"], max_tokens=80, logprobs=2)
-    for i in range(3):
-        engine.submit(Request([i + 2, 3], params))
-    while engine._prefiller or engine._waiting or any(t.prefills for t in engine._tickets):
+    requests = [Request([i + 2, 3], params) for i in range(3)]
+    for request in requests:
+        engine.submit(request)
+    # From here on, steps have no prefill.
+    while not all(request.tokens for request in requests):
         engine.step()
     reads, real = [], jax.device_get
     monkeypatch.setattr(jax, "device_get", lambda tree: reads.append(tree) or real(tree))
