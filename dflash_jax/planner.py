@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from dflash_jax.engine.options import PREFILL_BYTES, largest_prefill
+from dflash_jax.engine.config import PREFILL_BYTES, largest_prefill
 
 # Of a device's memory: the rest is the runtime's, and fragmentation's.
 USABLE = 0.95

@@ -19,7 +19,7 @@ from transformers import (
 )
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from dflash_jax.frontend.llm import TINY
+from dflash_jax.frontend.llm_config import TINY
 
 TOKENIZER = json.loads((TINY / "target" / "tokenizer.json").read_text(encoding="utf-8"))
 SHAPE = {

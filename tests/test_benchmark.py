@@ -19,7 +19,7 @@ from dflash_jax.benchmarking.tables import markdown
 from dflash_jax.cli import benchmark
 from dflash_jax.cli.benchmark import main
 from dflash_jax.engine import warm_up
-from dflash_jax.frontend.llm import TINY
+from dflash_jax.frontend.llm_config import TINY
 from dflash_jax.frontend.tokenizer import Tokenizer
 
 TALKS = [["def f(a):", "and now shorter"], ["import os"], ["class Reader:"]]

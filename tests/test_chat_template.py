@@ -9,7 +9,7 @@ from dflash_jax import LLM, SamplingParams
 from dflash_jax.checkpoint.hub import resolve
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.chat_template import MAX_CHARACTERS, read_chat_template
-from dflash_jax.frontend.llm import TINY
+from dflash_jax.frontend.llm_config import TINY
 from dflash_jax.frontend.sampling_defaults import SamplingDefaults
 from dflash_jax.frontend.tokenizer import Tokenizer
 

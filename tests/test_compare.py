@@ -89,7 +89,7 @@ def test_a_wrong_token_is_no_tie(llm, params):
     wrong = list(right.token_ids)
     wrong[4] = (wrong[4] + 7) % llm.config.vocab_size
     parting = divergence(llm, right.prompt_ids, right.token_ids, wrong, params)
-    assert (parting.at, parting.expected, parting.found) == (4, right.token_ids[4], wrong[4])
+    assert (parting.at, parting.expected, parting.actual) == (4, right.token_ids[4], wrong[4])
     assert not parting.is_tie
     shorter = divergence(llm, right.prompt_ids, right.token_ids, right.token_ids[:-1], params)
     assert shorter.at == 7

@@ -15,14 +15,14 @@ PARAMS = SamplingParams(temperature=0.8, top_k=50, seed=3, max_tokens=24)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def few_row_sizes():
+def few_batch_sizes():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model_runner, "ROW_SIZES", (1, 4, 32))
+        patch.setattr(model_runner, "BATCH_SIZES", (1, 4, 32))
         yield
 
 
 @pytest.fixture(scope="module")
-def llm(few_row_sizes):
+def llm(few_batch_sizes):
     return LLM(slots=4, block_size=8)
 
 
@@ -36,8 +36,8 @@ def test_many_prompts_use_the_slots(llm, capsys):
     prompts = [f"def function_{i % 10}(" for i in range(40)]
     found = llm.generate(prompts, PARAMS, progress=True)
     assert "40/40" in capsys.readouterr().err
-    assert llm._pool.engine.device.slots == 4
-    assert max(rows for rows, _ in llm._pool.engine.statistics.dispatches) == 4
+    assert llm.engine.runner.slots == 4
+    assert max(batch for batch, _ in llm.engine.statistics.dispatches) == 4
     same(llm, found, found[:10] * 4)
     assert [c.prompt_ids for c in found] == [llm.encode(p) for p in prompts]
     (alone,) = llm.generate([prompts[7]], PARAMS)
@@ -75,8 +75,7 @@ def test_an_abandoned_stream_frees_its_slot(llm):
     pieces = llm.pieces("def f(", replace(PARAMS, max_tokens=200))
     assert len(list(islice(pieces, 2))) == 2
     pieces.close()
-    assert not llm._pool.live
-    assert llm._pool.engine.running == 0
+    assert llm.engine.running == 0
 
 
 def test_after_an_interruption_it_goes_on(llm, monkeypatch):
@@ -88,7 +87,7 @@ def test_after_an_interruption_it_goes_on(llm, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(llm._pool.engine.device, "read", interrupted)
+        patch.setattr(llm.engine.runner, "read", interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.generate(["def g("], PARAMS)
     with pytest.raises(EngineError, match="interrupted"):

@@ -12,7 +12,7 @@ from dflash_jax.cli.generate import main
 from dflash_jax.decoding.sampling import NOT_FINITE, NOTHING_ALLOWED, SamplingRows, draw, special_rows
 from dflash_jax.engine.request import ReadyMasks
 from dflash_jax.errors import EngineError, InputError
-from dflash_jax.frontend.llm import TINY
+from dflash_jax.frontend.llm_config import TINY
 
 # One that the model does not write by itself.
 POISON = 7
@@ -81,7 +81,7 @@ def llm(poisoned):
 def ended(llm, rows) -> None:
     llm._submit(rows)
     while any(row.request.finish_reason is None for row in rows):
-        llm._pool.step()
+        llm.engine.step()
 
 
 @pytest.mark.parametrize("block_size", [1, "auto", 16])
@@ -93,7 +93,7 @@ def test_only_its_own_request_ends(llm, name, block_size):
     params = SamplingParams(max_tokens=24, ignore_eos=True, **PARAMS[name])
     expected = [c.token_ids for c in llm.generate(good, params, block_size)]
     for bad in ([POISON], [20, POISON, 40]):
-        rows = llm._rows([*good, bad], params, block_size)
+        rows = llm._sequences([*good, bad], params, block_size)
         ended(llm, rows)
         assert [row.request.tokens for row in rows[:3]] == expected
         assert rows[3].request.finish_reason == "error"
@@ -122,7 +122,9 @@ def test_a_nan_in_the_middle_of_an_answer(llm):
             self.taken += len(tokens)
 
     for block_size in (1, 16):
-        (row,) = rows = [llm.new_row([20, 30], SamplingParams(max_tokens=20, ignore_eos=True), block_size, mask=Form())]
+        (row,) = rows = [
+            llm.new_sequence([20, 30], SamplingParams(max_tokens=20, ignore_eos=True), block_size, mask=Form())
+        ]
         ended(llm, rows)
         assert row.request.tokens == [9, 9, 9, POISON]
         with pytest.raises(EngineError, match="behind 4 new tokens"):
@@ -136,7 +138,10 @@ def test_a_form_that_allows_nothing(llm):
 
     for temperature in (0.0, 0.8):
         params = SamplingParams(max_tokens=20, temperature=temperature)
-        rows = [llm.new_row([20, 30], params, 16, mask=Nothing()), llm.new_row([20, 30], replace(params, seed=1), 16)]
+        rows = [
+            llm.new_sequence([20, 30], params, 16, mask=Nothing()),
+            llm.new_sequence([20, 30], replace(params, seed=1), 16),
+        ]
         ended(llm, rows)
         with pytest.raises(InputError, match="leave no token behind 0 new ones"):
             rows[0].raise_failure()

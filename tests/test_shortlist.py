@@ -15,7 +15,7 @@ from dflash_jax.checkpoint.load import load_drafter
 from dflash_jax.cli import train
 from dflash_jax.decoding.sampling import PLAIN, draw, special_rows
 from dflash_jax.errors import InputError
-from dflash_jax.frontend.llm import TINY
+from dflash_jax.frontend.llm_config import TINY
 from dflash_jax.parallel.sharding import Layout
 
 PROMPTS = ["def read_config(path):\n", "import json\nfor line in file:\n    "]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.detokenizer import Detokenizer
-from dflash_jax.frontend.llm import TINY
+from dflash_jax.frontend.llm_config import TINY
 from dflash_jax.frontend.tokenizer import Tokenizer
 
 TEXT = "def naïve(x):\n    return '日本語 🎉' + x  # ünïcödé\n"

@@ -112,12 +112,12 @@ class EngineClient:
         from dflash_jax.sampling_params import SamplingParams
 
         prompt = self.llm.encode_chat(list(messages), asking.thinking)
-        room = self.running.engine.device.capacity - len(prompt)
+        room = self.running.engine.runner.capacity - len(prompt)
         if room < 1:
             raise InputError(f"a prompt has {len(prompt)} tokens: there is room for {room + len(prompt) - 1}")
         most = min(asking.max_new_tokens, room)
         params = SamplingParams(temperature=asking.temperature, max_tokens=most, seed=0, ignore_eos=asking.ignore_eos)
-        row, answer, start = self.llm.new_row(prompt, params, self.block_size), Answer(), time.perf_counter()
+        row, answer, start = self.llm.new_sequence(prompt, params, self.block_size), Answer(), time.perf_counter()
         async for event in self.running.submit(row.request):
             row.take(event)
             if event.tokens:

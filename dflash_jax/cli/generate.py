@@ -92,7 +92,7 @@ def compare(llm, completions: list, params, streamed: bool) -> tuple[list[dict],
     for mine, plain in zip(completions, baselines, strict=True):
         parting = divergence(llm, mine.prompt_ids, plain.token_ids, mine.token_ids, params)
         verdict = "equal tokens" if parting is None else (
-            f"tokens part at new token {parting.at}: {parting.expected} without the drafter, {parting.found} with it, "
+            f"tokens part at new token {parting.at}: {parting.expected} without the drafter, {parting.actual} with it, "
             f"margin {parting.margin:.2g}{' (a tie)' if parting.is_tie else ''}"
         )  # fmt: skip
         good = good and (parting is None or llm.dtype != "float32" or parting.is_tie)

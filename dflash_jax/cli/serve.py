@@ -90,9 +90,9 @@ def assemble(args, system):
         "block_size": llm.block_size,
         "device": device,
         "dtype": llm.dtype,
-        "slots": engine.device.slots,
+        "slots": engine.runner.slots,
         "max_queue": args.max_queue,
-        "max_num_batched_tokens": engine.options.max_num_batched_tokens,
+        "max_num_batched_tokens": engine.config.max_num_batched_tokens,
         "mem_fraction": args.mem_fraction,
     }
     limits = Limits(

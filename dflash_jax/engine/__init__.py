@@ -1,2 +1,5 @@
-"""Many requests at once over one decode state: schedule → run → process. It knows token ids, and nothing of text or
-HTTP."""
+"""Many requests at once over one decoding state: schedule, run, process results.
+
+The engine handles token ids. Text belongs to `frontend`, HTTP to `server`. A block is what a round verifies: the drafts
+and the target's own token, so that its size is the draft length + 1.
+"""

@@ -4,179 +4,185 @@ import heapq
 import itertools
 import logging
 from collections import Counter, deque
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from dflash_jax.decoding.sampling import NOTHING_ALLOWED, Logprobs
-from dflash_jax.engine.draft_length import ALONE, Acceptance, DraftLengthPolicy
+from dflash_jax.engine.config import EngineConfig
+from dflash_jax.engine.dispatch import Dispatch, Outcome, StepTicket
+from dflash_jax.engine.draft_length import DraftLengthPolicy
+from dflash_jax.engine.limits import RequestLimits
 from dflash_jax.engine.masking import WAIT_S, Masking, RoundOfMasks
-from dflash_jax.engine.model_runner import Device, Dispatch, Outcome
-from dflash_jax.engine.options import Options, Statistics
+from dflash_jax.engine.model_runner import ModelRunner
 from dflash_jax.engine.prefill import Prefiller
 from dflash_jax.engine.prefix_cache import PrefixCache
 from dflash_jax.engine.request import Event, Request, Times
+from dflash_jax.engine.results import Results, as_failure, reason, take_scores
+from dflash_jax.engine.scheduler import DecodeScheduler
+from dflash_jax.engine.statistics import Statistics
 from dflash_jax.errors import EngineError, InputError, UnavailableError
-from dflash_jax.sampling_params import MAX_LOGPROBS, MAX_STOPS
 
 log = logging.getLogger("dflash_jax")
 
-# Plain rounds a dispatch may have (wider ones: as many as its report holds), and the seconds it should take.
-MOST_ROUNDS, LEAST_ROUNDS, DISPATCH_S = 32, 2, 0.02
-# Rounds while nobody knows what one takes, plain and drafting; seconds of decoding before another width is compiled.
-UNKNOWN_ROUNDS, PATIENCE_S = (16, 4), 2.0
 # Seconds that a step without other work waits for a late mask.
-LATE_S = 0.005
+LATE_MASK_WAIT_S = 0.005
 
 
 class QueueFullError(RuntimeError):
-    """More requests wait than are allowed to."""
-
-
-@dataclass(frozen=True)
-class _Ticket:
-    """A step under way."""
-
-    prefills: list
-    requests: list[Request]
-    dispatch: Dispatch | None
-    handle: object
-    started: float
+    """The queue of waiting requests is full."""
 
 
 class Engine:
-    """Many requests over the slots of one `Device`: `submit`, then `step` while `has_work`.
+    """Runs many requests over the slots of one `ModelRunner`: `submit`, then `step` while `has_work`.
 
-    A step starts what the device does next, and then reads what the step before brought: the host's work is done while
-    the device is busy. A request joins and leaves between steps.
+    A step starts the device's next work and then reads the results of the step before, so that the host works while
+    the device is busy. Requests join and leave between steps. One thread at a time may use an engine.
+
+    Args:
+        runner: The device's work.
+        config: How the engine is set up.
+
+    Attributes:
+        runner: The device's work.
+        config: How the engine is set up.
+        limits: What a request may ask for.
+        prefix_cache: Prefixes of earlier prompts.
+        policy: Chooses block sizes.
+        statistics: Totals since the engine was made.
+        failure: Why the device failed; None while it works.
     """
 
-    def __init__(self, device: Device, options: Options):
-        self.device, self.options = device, options
-        self.store = PrefixCache(options.prefix_bytes)
-        self.policy = DraftLengthPolicy(options.widths, device.first_width)
+    def __init__(self, runner: ModelRunner, config: EngineConfig):
+        self.runner, self.config = runner, config
+        self.limits = RequestLimits(runner.capacity, config.block_sizes[-1])
+        self.prefix_cache = PrefixCache(config.prefix_bytes)
+        self.policy = DraftLengthPolicy(config.block_sizes, runner.first_block_size)
         self.statistics = Statistics()
         self.failure: str | None = None
         self._order = itertools.count()
         self._clear()
 
     def _clear(self) -> None:
-        # All that have not ended, in the order they came.
+        # Requests that have not ended, in the order of arrival.
         self._live: dict[Request, None] = {}
-        self._waiting: list[tuple[int, int, Request]] = []
-        self._prefiller = Prefiller(self.device, self.store, self.options, self.statistics)
-        self._decoding: list[Request] = []
-        self._free = list(range(self.device.slots))
-        self._tickets: deque[_Ticket] = deque()
-        self._acceptance: dict[Request, Acceptance] = {}
-        self._masking = Masking(self.device.mask_words, self.device.aligned, self._fail_one)
-        self._is_drafting = True
-        self._told: list[Event] = []
+        self._queue: list[tuple[int, int, Request]] = []
+        self._prefiller = Prefiller(self.runner, self.prefix_cache, self.config, self.statistics)
+        self._scheduler = DecodeScheduler(self.runner, self.config, self.policy)
+        self._masking = Masking(self.runner.mask_words, self.runner.aligned, self._fail_one)
+        self._results = Results(
+            self.runner, self._scheduler, self._masking, self.prefix_cache, self.statistics, self._end
+        )
+        self._free = list(range(self.runner.slots))
+        self._tickets: deque[StepTicket] = deque()
+        # Events of ends outside of the results, returned by the next step.
+        self._events: list[Event] = []
         self._last_done = 0.0
 
     @property
     def has_work(self) -> bool:
-        return bool(self._waiting or self._prefiller or self._decoding or self._tickets or self._told)
+        """Whether `step` has something to do."""
+        return bool(self._queue or self._prefiller or self._scheduler.requests or self._tickets or self._events)
 
     @property
     def running(self) -> int:
-        return len(self._prefiller) + len(self._decoding)
+        """Requests that have a slot."""
+        return len(self._prefiller) + len(self._scheduler.requests)
 
     @property
     def waiting(self) -> int:
-        return len(self._waiting)
+        """Requests in the queue."""
+        return len(self._queue)
 
     @property
     def waiting_tokens(self) -> int:
-        """Prompt tokens of the requests that wait."""
-        return sum(len(request.prompt) for _, _, request in list(self._waiting))
+        """Prompt tokens of the requests in the queue."""
+        return sum(len(request.prompt) for _, _, request in list(self._queue))
 
     @property
     def free_slots(self) -> int:
+        """Slots without a request."""
         return len(self._free)
 
     @property
     def usage(self) -> float:
-        """The share of all slots' positions that requests take now."""
-        held = sum(r.prefilled + len(r.tokens) for r in list(self._live) if r.slot is not None)
-        return held / (self.device.slots * self.device.capacity)
+        """The share of all slots' positions that are in use."""
+        used = sum(r.prefilled + len(r.tokens) for r in list(self._live) if r.slot is not None)
+        return used / (self.runner.slots * self.runner.capacity)
 
-    def prefill_rows(self, size: int) -> tuple[int, ...]:
-        """Compiled numbers of prompts, of each data shard, for chunks of ``size`` tokens."""
-        return self._prefiller.rows(size)
+    def prefill_batches(self, size: int) -> tuple[int, ...]:
+        """Compiled batch sizes of a data shard for chunks of ``size`` tokens."""
+        return self._prefiller.batch_sizes(size)
 
     def check(self, request: Request) -> None:
-        """Raises InputError for a request that can never run here."""
-        if request.need > self.device.capacity:
-            raise InputError(
-                f"{len(request.prompt)} prompt tokens and {request.params.max_tokens} new ones are {request.need}: "
-                f"at most {self.device.capacity} fit"
-            )
-        if not request.prompt:
-            raise InputError("a prompt is empty: it must have at least one token")
-        if len(request.stops) > MAX_STOPS:
-            raise InputError(f"{len(request.stops)} stop token ids: at most {MAX_STOPS} are possible")
-        widest = self.options.widths[-1]
-        if request.block_size != "auto" and not 1 <= request.block_size <= widest:
-            raise InputError(f"block size {request.block_size}: it must be 1 to {widest}")
-        for name, wanted in (
-            ("logprobs", request.params.logprobs),
-            ("prompt_logprobs", request.prompt_logprobs),
-        ):
-            if (wanted or 0) > MAX_LOGPROBS:
-                raise InputError(f"{name} is {wanted}: it must be at most {MAX_LOGPROBS}")
+        """Raises InputError for a request that can never run on this engine."""
+        r = request
+        self.limits.check(r.prompt, r.params, r.block_size, r.stops, r.prompt_logprobs)
+
+    def check_queue(self, pending: int = 0) -> None:
+        """Raises QueueFullError where no further request may wait; ``pending``: requests about to be submitted."""
+        limit, waiting = self.config.max_queue, self.waiting + pending
+        if limit is not None and waiting >= limit + self.free_slots:
+            raise QueueFullError(f"{waiting} requests are waiting: {limit} may")
 
     def submit(self, request: Request) -> None:
-        """Queues a request. Raises InputError for what cannot fit, QueueFullError, and UnavailableError after a
-        failure, until `restart`."""
+        """Queues a request.
+
+        Raises:
+            InputError: The request can never run.
+            QueueFullError: The queue is full.
+            UnavailableError: The device has failed; `restart` helps.
+        """
         if self.failure is not None:
             raise UnavailableError(self.failure)
         self.check(request)
-        most = self.options.max_queue
-        if most is not None and len(self._waiting) >= most + len(self._free):
-            raise QueueFullError(f"{len(self._waiting)} requests are waiting: {most} may")
-        request.times = Times(self.device.clock)
+        self.check_queue()
+        request.times = Times(self.runner.clock)
         self._live[request] = None
-        heapq.heappush(self._waiting, (request.priority, next(self._order), request))
+        heapq.heappush(self._queue, (request.priority, next(self._order), request))
 
     def abort(self, request: Request) -> None:
-        """Ends a request wherever it is; no event comes but that of its end."""
+        """Ends a request at any stage. Its only further event has the finish reason "abort"."""
         if request not in self._live:
             return
-        self._waiting = [entry for entry in self._waiting if entry[2] is not request]
-        heapq.heapify(self._waiting)
-        self._told.append(self._end(request, "abort", [], []))
+        self._queue = [entry for entry in self._queue if entry[2] is not request]
+        heapq.heapify(self._queue)
+        self._events.append(self._end(request, "abort"))
 
     def flush(self) -> bool:
-        """Forgets all known prefixes. Does nothing, and returns False, while requests are under way."""
+        """Clears the prefix cache. Does nothing, and returns False, while there are requests."""
         if self._live:
             return False
-        self.store.clear()
+        self.prefix_cache.clear()
         return True
 
     def step(self) -> list[Event]:
-        """Starts the next work, and tells what the step before brought."""
+        """Starts the next work, and returns the events of the step before.
+
+        A failure of the device ends all requests: their events have the error.
+
+        Raises:
+            EngineError: The device has failed before.
+        """
         if self.failure is not None:
             raise EngineError(self.failure)
-        began, waited = self.device.clock, self.statistics.wait_s
+        began, waited = self.runner.clock, self.statistics.wait_s
         try:
             launched = self._launch()
-            events = self._collect(keep=1 if launched else 0)
+            results = self._collect(keep=1 if launched else 0)
         except InputError:
             raise
         except Exception as e:
             log.exception("the device failed")
             return self._fail(e)
-        self.statistics.host_s += self.device.clock - began - (self.statistics.wait_s - waited)
-        told, self._told = self._told, []
-        return told + events
+        self.statistics.host_s += self.runner.clock - began - (self.statistics.wait_s - waited)
+        events, self._events = self._events, []
+        return events + results
 
     def _fail(self, error: Exception) -> list[Event]:
-        """Ends everything. Nothing is started until `restart`."""
-        self.failure = _reason(error)
+        """Ends all requests. Nothing is started until `restart`."""
+        self.failure = reason(error)
         failure = EngineError(self.failure)
-        events = self._told + [self._end(r, "error", [], [], error=failure) for r in list(self._live)]
+        events = self._events + [self._end(r, "error", error=failure) for r in list(self._live)]
         self._clear()
-        self.store.clear()
+        self.prefix_cache.clear()
         return events
 
     def close(self) -> None:
@@ -185,276 +191,120 @@ class Engine:
             request.close()
 
     def restart(self) -> None:
-        """An empty state after a failure."""
+        """Empties the engine after a failure."""
         self._clear()
-        self.store.clear()
-        self.device.reset()
+        self.prefix_cache.clear()
+        self.runner.reset()
         self.failure = None
 
-    # What the device does next.
-
     def _launch(self) -> bool:
+        """Starts the device's next work; False where there is none."""
         self._admit()
-        started, prefills = self.device.clock, self._prefill()
-        requests, dispatch, handle = self._decode()
+        started, prefills = self.runner.clock, self._prefill()
+        batch, dispatch, handle = self._decode()
         if not prefills and dispatch is None:
             return False
-        self._tickets.append(_Ticket(prefills, requests, dispatch, handle, started))
+        self._tickets.append(StepTicket(prefills, batch, dispatch, handle, started))
         return True
 
     def _admit(self) -> None:
-        while self._waiting and self._free:
-            _, _, request = heapq.heappop(self._waiting)
-            # The data shard with the most room.
-            room = Counter(self.device.shard(s) for s in self._free)
-            slot = max(self._free, key=lambda s: (room[self.device.shard(s)], -s))
+        while self._queue and self._free:
+            _, _, request = heapq.heappop(self._queue)
+            # A slot of the data shard that has the most free ones.
+            room = Counter(self.runner.shard(s) for s in self._free)
+            slot = max(self._free, key=lambda s: (room[self.runner.shard(s)], -s))
             self._free.remove(slot)
             request.slot = slot
-            request.times = replace(request.times, admitted=self.device.clock)
-            self.device.admit(slot, request)
+            request.times = replace(request.times, admitted=self.runner.clock)
+            self.runner.admit(slot, request)
             self.statistics.prompt_tokens += len(request.prompt)
             if len(request.prompt) > 1:
                 is_auto = request.block_size == "auto"
-                self._prefiller.add(request, self._is_drafting if is_auto else request.block_size > 1)
+                self._prefiller.add(request, self._scheduler.is_drafting if is_auto else request.block_size > 1)
             else:
-                self._start_decoding(request)
-
-    def _start_decoding(self, request: Request) -> None:
-        self._decoding.append(request)
-        self._acceptance[request] = Acceptance()
+                self._scheduler.add(request)
 
     def _prefill(self) -> list[tuple[Request, object]]:
-        """Chunks of prompts beside one round of the rows that decode: (request, what to wait for)."""
+        """Starts prefill chunks, of the tokens that a step has left beside one decoding round."""
         if not self._prefiller:
             return []
-        budget = self.options.max_num_batched_tokens - len(self._decoding) * self.options.widths[-1]
-        started, done = self._prefiller.run(max(budget, self.options.prefill_sizes[0]))
-        for request in done:
-            self._start_decoding(request)
+        decoding = len(self._scheduler.requests) * self.config.block_sizes[-1]
+        budget = self.config.max_num_batched_tokens - decoding
+        started, complete = self._prefiller.run(max(budget, self.config.prefill_sizes[0]))
+        for request in complete:
+            self._scheduler.add(request)
         return started
 
     def _decode(self) -> tuple[list[Request], Dispatch | None, object]:
-        if any(r.mask for r in self._decoding):
-            # A mask needs all tokens before it.
-            self._told += self._collect(keep=0)
-        late = [r for r in self._decoding if r.mask and self._masking.is_late(r)]
-        rows = [r for r in self._decoding if r not in late]
-        most = self.options.rows_per_dispatch
-        if most is not None and len(rows) > most:
-            rows, rest = rows[:most], rows[most:]
-            self._decoding = rest + rows + [r for r in late if r.finish_reason is None]
-        if not rows:
+        """Starts a dispatch: (its batch, the dispatch, the runner's ticket)."""
+        if any(r.mask for r in self._scheduler.requests):
+            # A mask depends on all tokens before it.
+            self._events += self._collect(keep=0)
+        late = [r for r in self._scheduler.requests if r.mask and self._masking.is_late(r)]
+        batch = self._scheduler.batch(late)
+        if not batch:
             if late and not self._prefiller:
-                # Nothing else is to be done.
-                self._masking.wait(late, LATE_S)
+                self._masking.wait(late, LATE_MASK_WAIT_S)
             return [], None, None
-        dispatch = self._dispatch(rows)
-        if any(r.mask for r in rows):
-            # Prompts do not wait for masks either.
-            masks = RoundOfMasks(self._masking, rows, 0.0 if self._prefiller else WAIT_S)
-            return rows, dispatch, self.device.decode_masked(replace(dispatch, rounds=1), masks)
-        return rows, dispatch, self.device.decode(dispatch)
-
-    def _dispatch(self, rows: list[Request]) -> Dispatch:
-        slots = tuple(r.slot for r in rows)
-        compiled = self.device.rows_for(slots)
-        fixed = [r.block_size for r in rows if r.block_size != "auto"]
-        least = max(fixed, default=1)
-        widths = self.options.widths
-        if not self.options.adaptive and len(fixed) < len(rows):
-            window = widths[-1]
-        elif len(fixed) == len(rows):
-            # Nobody asks the drafter.
-            window = ALONE if least == 1 and widths[-1] > 1 else next(w for w in widths if w >= least)
-        else:
-            own = [self._acceptance[r] for r in rows]
-            patience = max(PATIENCE_S, self.device.last_compile_s)
-            window = self.policy.choose(compiled, own, least, self.device.is_compiled, patience)
-        if any(r.mask for r in rows):
-            # Two widths are compiled for these.
-            window = 1 if window <= 1 else widths[-1]
-        cost = self.policy.cost(compiled, window)
-        # Who waits for a first token is told soon.
-        seconds = DISPATCH_S if all(r.tokens for r in rows) else DISPATCH_S / 4
-        rounds = UNKNOWN_ROUNDS[window > 1] if cost is None else int(seconds / cost)
-        rounds = max(LEAST_ROUNDS, min(rounds, MOST_ROUNDS))
-        # Hosts measure other times: all do what the first one decides.
-        window, rounds = divmod(self.device.agree(window * 1024 + rounds), 1024)
-        self._is_drafting = window != ALONE
-        most = max(window, 1)
-        each = tuple(most if r.block_size == "auto" else min(r.block_size, most) for r in rows)
-        return Dispatch(slots, each, rounds, window)
-
-    def _fail_one(self, request: Request, error: Exception) -> None:
-        """Ends a request that failed by itself: the others go on."""
-        if request.finish_reason is None:
-            self._told.append(self._end(request, "error", [], [], error=_as_failure(error)))
-
-    # What the device brought.
+        dispatch = self._scheduler.plan(batch)
+        if any(r.mask for r in batch):
+            # Prefill does not wait for masks either.
+            masks = RoundOfMasks(self._masking, batch, 0.0 if self._prefiller else WAIT_S)
+            return batch, dispatch, self.runner.decode_masked(replace(dispatch, rounds=1), masks)
+        return batch, dispatch, self.runner.decode(dispatch)
 
     def _collect(self, keep: int) -> list[Event]:
-        """Reads all steps but the last ``keep``."""
+        """Reads the results of all steps but the last ``keep``."""
         events = []
         while len(self._tickets) > keep:
             ticket = self._tickets.popleft()
-            began = self.device.clock
+            began = self.runner.clock
             for request, handle in ticket.prefills:
                 if request.prompt_logprobs is None:
-                    self.device.wait(handle)
+                    self.runner.wait(handle)
                 else:
-                    self._take_scores(request, self.device.read_scores(handle))
-                request.times = replace(request.times, prefilled=self.device.clock)
+                    take_scores(request, self.runner.read_scores(handle))
+                request.times = replace(request.times, prefilled=self.runner.clock)
             if ticket.dispatch is None:
-                self.statistics.wait_s += self.device.clock - began
-                self._last_done = self.device.clock
+                self.statistics.wait_s += self.runner.clock - began
+                self._last_done = self.runner.clock
                 continue
-            wanted = any(r.params.wants_logprobs and r.finish_reason is None for r in ticket.requests)
-            outcome = self.device.read(ticket.handle, wanted)
-            done = self.device.clock
+            with_logprobs = any(r.params.wants_logprobs and r.finish_reason is None for r in ticket.batch)
+            outcome = self.runner.read(ticket.handle, with_logprobs)
+            done = self.runner.clock
             self.statistics.wait_s += done - began
             self._measure(ticket, outcome, done)
             self._last_done = done
-            for i, request in enumerate(ticket.requests):
+            for i, request in enumerate(ticket.batch):
                 if request.finish_reason is None:
-                    events += self._take(request, ticket, outcome, i)
+                    events += self._results.events(request, outcome, i, ticket.dispatch.block_sizes[i])
         return events
 
-    @staticmethod
-    def _take_scores(request: Request, record: Logprobs) -> None:
-        start = 1 + len(request.prompt_entries)
-        tokens = request.prompt[start : start + len(record.chosen)]
-        ids = request.params.logprob_token_ids
-        request.prompt_entries += _entries(tokens, record, request.prompt_logprobs, ids)
-
-    def _measure(self, ticket: _Ticket, outcome: Outcome, done: float) -> None:
+    def _measure(self, ticket: StepTicket, outcome: Outcome, done: float) -> None:
+        """Counts a dispatch, and measures its rounds where the device did nothing else."""
         rounds, dispatch = max(len(a) for a in outcome.accepted), ticket.dispatch
-        key = self.device.rows_for(dispatch.slots), dispatch.window
+        key = self.runner.batch_size_of(dispatch.slots), dispatch.block_size
         self.statistics.dispatches[key] += 1
-        masked = any(r.mask for r in ticket.requests)
-        if rounds and not ticket.prefills and not masked:
+        has_masks = any(r.mask for r in ticket.batch)
+        if rounds and not ticket.prefills and not has_masks:
             seconds = done - max(ticket.started, self._last_done)
             self.policy.observe_seconds(*key, seconds / rounds, rounds)
 
-    def _take(self, request: Request, ticket: _Ticket, outcome: Outcome, i: int) -> list[Event]:
-        tokens, accepted, done = outcome.tokens[i], outcome.accepted[i], outcome.done[i]
-        if not tokens:
-            return []
-        if tokens[-1] >= 0:
-            return [self._take_tokens(request, ticket, outcome, i, tokens, accepted, done)]
-        # The tokens before count as if they had come alone: a stop string among them ends the text first.
-        *tokens, wrong = tokens
-        accepted = _trimmed(accepted, len(tokens))
-        events = [self._take_tokens(request, ticket, outcome, i, tokens, accepted, False)] if tokens else []
+    def _fail_one(self, request: Request, error: Exception) -> None:
+        """Ends a request whose mask raised; the others go on."""
         if request.finish_reason is None:
-            events.append(self._end(request, "error", [], [], error=self._no_token(request, wrong)))
-        return events
+            self._events.append(self._end(request, "error", error=as_failure(error)))
 
-    def _take_tokens(
-        self,
-        request: Request,
-        ticket: _Ticket,
-        outcome: Outcome,
-        i: int,
-        tokens: list[int],
-        accepted: list[int],
-        done: bool,
-    ) -> Event:
-        width = ticket.dispatch.widths[i]
-        own = self._acceptance[request]
-        for n in accepted:
-            self.policy.observe_round(own, n, width)
-        if not request.tokens:
-            request.times = replace(request.times, first_token=self.device.clock)
-        try:
-            if request.mask:
-                self._take_masked(request, tokens)
-            keep = request.monitor(tokens) if request.monitor else None
-        except Exception as e:
-            # The request's fault, not the device's: the others go on.
-            return self._end(request, "error", [], [], error=_as_failure(e))
-        reason = None
-        if keep is not None:
-            tokens, accepted, reason = tokens[:keep], _trimmed(accepted, keep), "stop"
-        elif done:
-            reason = "stop" if tokens[-1] in request.stops else "length"
-        params, entries = request.params, None
-        if params.wants_logprobs:
-            entries = _entries(tokens, outcome.logprobs[i], params.logprobs or 0, params.logprob_token_ids)
-        request.tokens += tokens
-        self.statistics.new_tokens += len(tokens)
-        self.statistics.rounds += len(accepted)
-        self.statistics.accepted.update(accepted)
-        if width > 1:
-            self.statistics.drafts += len(accepted)
-            self.statistics.draft_tokens += len(accepted) * (width - 1)
-        if reason is None:
-            return Event(request, tokens, accepted, entries, width=width)
-        return self._end(request, reason, tokens, accepted, entries, width=width)
-
-    def _take_masked(self, request: Request, tokens: Sequence[int]) -> None:
-        request.mask.take(tokens)
-        if request.mask.is_over:
-            # Without a mask, a dispatch has many rounds.
-            self._drop_mask(request)
-
-    def _drop_mask(self, request: Request) -> None:
-        self._masking.forget(request)
-        mask, request.mask = request.mask, None
-        mask.close()
-
-    def _no_token(self, request: Request, wrong: int) -> Exception:
-        """Why no token follows a request's own: ``wrong`` as in `sampling.checked`."""
-        behind = len(request.tokens)
-        if wrong == NOTHING_ALLOWED:
-            return InputError(f"the text's form, penalties or biases leave no token behind {behind} new ones")
-        log.error("a request ended: the model's logits are not finite")
-        # What was computed from the same numbers may be among the known prefixes.
-        self.store.clear()
-        return EngineError(f"the model's logits behind {behind} new tokens are NaN or infinite")
-
-    def _end(self, request: Request, reason: str, tokens, accepted, logprobs=None, error=None, width=1) -> Event:
-        request.finish_reason = reason
-        request.times = replace(request.times, finished=self.device.clock)
-        self.statistics.requests[reason] += 1
+    def _end(self, request: Request, finish_reason: str, *, tokens=(), accepted=(), **fields) -> Event:
+        """Ends a request and frees its slot; ``fields``: further fields of its last event."""
+        request.finish_reason = finish_reason
+        request.times = replace(request.times, finished=self.runner.clock)
+        self.statistics.requests[finish_reason] += 1
         del self._live[request]
         if request.mask is not None:
-            self._drop_mask(request)
+            self._results.close_mask(request)
         if request.slot is not None:
             self._free.append(request.slot)
-            self._decoding = [r for r in self._decoding if r is not request]
+            self._scheduler.remove(request)
             self._prefiller.remove(request)
-            self._acceptance.pop(request, None)
-        return Event(request, tokens, accepted, logprobs, reason, error, width)
-
-
-def _as_failure(error: Exception) -> Exception:
-    """The error of a request that failed by itself."""
-    if isinstance(error, InputError):
-        return error
-    log.error("a request's monitor or mask failed", exc_info=error)
-    return EngineError(_reason(error))
-
-
-def _reason(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason given'}"
-
-
-def _trimmed(accepted: list[int], tokens: int) -> list[int]:
-    """What rounds yielded of the first ``tokens``."""
-    kept = []
-    for n in accepted:
-        if tokens > 0:
-            kept.append(min(n, tokens))
-        tokens -= n
-    return kept
-
-
-def _entries(tokens: Sequence[int], record: Logprobs, top: int, named: Sequence[int]) -> list[dict]:
-    entries = []
-    for j, token in enumerate(tokens):
-        best = zip(record.ids[j, :top].tolist(), record.values[j, :top].tolist(), strict=True)
-        entry = {"token_id": token, "logprob": float(record.chosen[j]), "top": dict(best)}
-        if named:
-            entry["named"] = dict(zip(named, record.named[j].tolist(), strict=False))
-        entries.append(entry)
-    return entries
+        return Event(request, list(tokens), list(accepted), finish_reason=finish_reason, **fields)

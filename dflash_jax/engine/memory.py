@@ -1,4 +1,4 @@
-"""What an engine will hold on a device, before it holds it."""
+"""The device memory that an engine needs, before it is allocated."""
 
 import os
 from dataclasses import dataclass
@@ -7,14 +7,22 @@ import jax
 import numpy as np
 
 from dflash_jax.decoding.state import Settings
+from dflash_jax.engine.config import PREFILL_BYTES, EngineConfig
 from dflash_jax.engine.executables import Executables
-from dflash_jax.engine.options import PREFILL_BYTES, Options
 from dflash_jax.errors import InputError
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one device: parameters, slots, prefixes, the arrays of a step (roughly), and what may be used."""
+    """Bytes on one device.
+
+    Attributes:
+        weights: Parameters.
+        slots: The decoding state.
+        prefixes: The prefix cache.
+        workspace: Temporary arrays of a step, estimated.
+        limit: What may be used.
+    """
 
     weights: int
     slots: int
@@ -24,6 +32,7 @@ class Memory:
 
     @property
     def all(self) -> int:
+        """The sum without the limit."""
         return self.weights + self.slots + self.prefixes + self.workspace
 
     def __str__(self) -> str:
@@ -32,7 +41,7 @@ class Memory:
 
 
 def device_memory() -> int:
-    """Bytes of one device; of a CPU, the machine's."""
+    """Bytes of one device's memory; for CPU devices, the machine's memory divided among them."""
     stats = jax.local_devices()[0].memory_stats() or {}
     if "bytes_limit" in stats:
         return stats["bytes_limit"]
@@ -40,7 +49,7 @@ def device_memory() -> int:
 
 
 def on_device(tree) -> int:
-    """Bytes that arrays, or their shapes, take on one device."""
+    """Bytes that arrays, or shapes with shardings, take on one device."""
     return sum(int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
@@ -49,24 +58,36 @@ def plan_memory(
     slots: int,
     capacity: int,
     settings: Settings,
-    options: Options,
+    config: EngineConfig,
     fraction: float,
 ) -> Memory:
-    """Raises InputError, with what would fit, where ``fraction`` of a device is not enough."""
-    held = on_device(programs.abstract_state(slots, capacity, settings))
-    config = programs.config
+    """Computes the memory of an engine.
+
+    Args:
+        programs: The executables, with the weights.
+        slots: Slots of the engine.
+        capacity: Positions of each slot.
+        settings: What the programs share.
+        config: The engine's configuration.
+        fraction: The share of a device's memory that may be used.
+
+    Raises:
+        InputError: The memory is not enough; the message says what would fit.
+    """
+    state = on_device(programs.abstract_state(slots, capacity, settings))
+    model = programs.config
     # float32 logits of a round three times over, and activations of a prefill chunk.
-    rows, prefill = slots // programs.data, PREFILL_BYTES * options.prefill_sizes[-1] * config.hidden_size
-    logits = 12 * rows * options.widths[-1] * config.vocab_size
+    batch, prefill = slots // programs.data, PREFILL_BYTES * config.prefill_sizes[-1] * model.hidden_size
+    logits = 12 * batch * config.block_sizes[-1] * model.vocab_size
     limit = int(fraction * device_memory())
-    memory = Memory(on_device(programs.weights), held, options.prefix_bytes, prefill + logits, limit)
+    memory = Memory(on_device(programs.weights), state, config.prefix_bytes, prefill + logits, limit)
     if memory.all <= memory.limit:
         return memory
     room = memory.limit - memory.weights - memory.prefixes - prefill
-    each = held + logits
-    fewer = max(0, room * slots // each)
+    need = state + logits
+    fewer = max(0, room * slots // need)
     advice = f"{fewer} slots fit" if fewer else "not one slot fits"
-    shorter = max(0, room * capacity // each) if room > 0 else 0
+    shorter = max(0, room * capacity // need) if room > 0 else 0
     raise InputError(
         f"{slots} slots of {capacity} positions do not fit: {memory}; {advice} at this length, or about {shorter} "
         f"positions in each: give less of either, a larger share of the memory, or more devices"

@@ -1,9 +1,8 @@
-"""The engine's hands: its decisions as calls of compiled programs on one decode state."""
+"""The engine's decisions as calls of compiled programs on one decoding state."""
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from collections.abc import Sequence
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -12,63 +11,46 @@ from dflash_jax.decoding.batch_init import Admission
 from dflash_jax.decoding.sampling import Logprobs
 from dflash_jax.decoding.state import NO_BOUND, Settings
 from dflash_jax.decoding.step_functions import Report
-from dflash_jax.engine.draft_length import ALONE
-from dflash_jax.engine.executables import Executables
+from dflash_jax.engine.dispatch import Dispatch, Outcome, RoundMasks
+from dflash_jax.engine.draft_length import NO_DRAFTER
 from dflash_jax.engine.memory import on_device
 from dflash_jax.engine.request import Request
+from dflash_jax.engine.step_calls import StepCalls
 from dflash_jax.parallel import distributed
 
-ROW_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+# Batch sizes of a data shard that programs are compiled for.
+BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
-@dataclass(frozen=True)
-class Dispatch:
-    """What the host decides for a decoding dispatch: the slots that take part, the tokens a round of each may yield,
-    the rounds, and the compiled width (0: plain decoding that leaves the drafter alone)."""
+class ModelRunner:
+    """Runs an engine's decisions on a decoding state of ``slots`` slots with ``capacity`` positions each.
 
-    slots: tuple[int, ...]
-    widths: tuple[int, ...]
-    rounds: int
-    window: int
+    Slots are numbered through the mesh's data shards.
 
+    Args:
+        programs: The step functions.
+        slots: Slots, a multiple of the data shards.
+        capacity: Positions of each slot.
+        settings: What all programs share; their ``window`` is each dispatch's own.
 
-@dataclass(frozen=True)
-class Outcome:
-    """What a dispatch brought, one entry a slot: new tokens, what each round yielded, whether the row is done,
-    log-probabilities of the tokens where asked for."""
-
-    tokens: list[list[int]]
-    accepted: list[list[int]]
-    done: list[bool]
-    logprobs: list[Logprobs] | None
-
-
-class RoundMasks(Protocol):
-    """The masks of a round, for the slots of a dispatch in their order."""
-
-    def ask(self, block: np.ndarray) -> np.ndarray:
-        """Learns the windows int [slots, W] that are about to be verified, and returns those that shall be."""
-
-    def answer(self, is_verified: Callable[[], bool]) -> tuple[np.ndarray, np.ndarray]:
-        """(packed masks uint32 [slots, W, words], bool [slots]: whose masks are late, so that they sit the round
-        out). ``is_verified``: whether the device has verified the windows, and waits for the masks."""
-
-
-class Device:
-    """``slots`` rows of ``capacity`` positions. Slots are numbered through the mesh's data shards.
-
-    ``settings``: what all programs share; their window is each dispatch's own.
+    Attributes:
+        state: The decoding state.
     """
 
-    def __init__(self, programs: Executables, slots: int, capacity: int, settings: Settings):
+    def __init__(self, programs: StepCalls, slots: int, capacity: int, settings: Settings):
         self.programs, self.slots, self.capacity, self.settings = programs, slots, capacity, settings
-        self._own = slots // programs.data
-        # (rows, window) that were decoded with.
+        self._slots_per_shard = slots // programs.data
+        # (batch size, block size) of decode programs that have run.
         self._used: set[tuple[int, int]] = set()
         self.reset()
 
+    def on(self, programs: StepCalls) -> "ModelRunner":
+        """A runner of the same slots, capacity and settings with a state of its own."""
+        return ModelRunner(programs, self.slots, self.capacity, self.settings)
+
     def reset(self) -> None:
-        """An empty state; the old one is let go of first."""
+        """Empties the state."""
+        # The old state is freed first.
         self.state = None
         self.state = self.programs.empty(self.slots, self.capacity, self.settings)
 
@@ -77,34 +59,38 @@ class Device:
         """Seconds, without those of compilation."""
         return time.perf_counter() - self.programs.compile_s
 
-    def row_sizes(self) -> list[int]:
-        """Compiled rows of a data shard, up to all of its slots."""
-        return [n for i, n in enumerate(ROW_SIZES) if i == 0 or ROW_SIZES[i - 1] < self._own]
+    def batch_sizes(self) -> list[int]:
+        """Compiled batch sizes of a data shard, up to all of its slots."""
+        return [n for i, n in enumerate(BATCH_SIZES) if i == 0 or BATCH_SIZES[i - 1] < self._slots_per_shard]
 
-    def masked_sizes(self) -> list[int]:
-        """Compiled rows of a data shard where there are masks: fewer, for each takes three programs."""
-        sizes = self.row_sizes()
+    def masked_batch_sizes(self) -> list[int]:
+        """Compiled batch sizes of rounds with masks: few, since each takes three programs."""
+        sizes = self.batch_sizes()
         return [n for n in sizes if n in (1, 8) or n == sizes[-1]]
 
-    def first_slots(self, rows: int) -> tuple[int, ...]:
-        """So many slots of each data shard, if it has them."""
-        return tuple(s * self._own + i for s in range(self.shards) for i in range(min(rows, self._own)))
+    def first_slots(self, count: int) -> tuple[int, ...]:
+        """The first ``count`` slots of each data shard, or all where it has fewer."""
+        size = self._slots_per_shard
+        return tuple(shard * size + i for shard in range(self.shards) for i in range(min(count, size)))
 
     @property
     def compile_s(self) -> float:
+        """Seconds of all compilations."""
         return self.programs.compile_s
 
     @property
     def last_compile_s(self) -> float:
+        """Seconds of the last compilation."""
         return self.programs.last_compile_s
 
     @property
-    def first_width(self) -> str:
-        """CPUs have no idle arithmetic for a drafter to use: plain decoding is the better guess there."""
-        return "narrow" if jax.default_backend() == "cpu" else "wide"
+    def first_block_size(self) -> str:
+        """The block size to try first, as `DraftLengthPolicy` takes it: a CPU has no idle arithmetic for drafts."""
+        return "smallest" if jax.default_backend() == "cpu" else "largest"
 
-    def is_compiled(self, rows: int, window: int) -> bool:
-        return (rows, window) in self._used
+    def is_compiled(self, batch_size: int, block_size: int) -> bool:
+        """Whether a decode program has run."""
+        return (batch_size, block_size) in self._used
 
     @property
     def mask_words(self) -> int:
@@ -113,36 +99,49 @@ class Device:
 
     @property
     def aligned(self) -> bool:
-        """Whether windows begin at whole multiples of their size, as `speculative` explains."""
+        """Whether blocks begin at multiples of the block size (see `decoding.speculative`)."""
         return self.settings.aligned
 
     @property
     def shards(self) -> int:
+        """Data shards."""
         return self.programs.data
 
     def shard(self, slot: int) -> int:
-        return slot // self._own
+        """The data shard of a slot."""
+        return slot // self._slots_per_shard
 
-    def rows_for(self, slots: Sequence[int]) -> int:
-        """Compiled rows, of each data shard, for these slots."""
-        most = max(np.bincount([self.shard(s) for s in slots], minlength=1))
-        return next(size for size in ROW_SIZES if size >= most)
+    def batch_size_of(self, slots: Sequence[int]) -> int:
+        """The compiled batch size of a data shard that takes these slots."""
+        largest = max(np.bincount([self.shard(s) for s in slots], minlength=1))
+        return next(size for size in BATCH_SIZES if size >= largest)
 
-    def _rows(self, slots: Sequence[int], size: int, values: Sequence[int] = (), fill: int = 0):
-        """(rows, values in their order, the place of each slot in them)."""
-        rows = np.full(size * self.shards, self._own, np.int32)
-        packed, used, places = np.full(len(rows), fill, np.int32), [0] * self.shards, []
+    def _placed(self, slots: Sequence[int], batch_size: int, values: Sequence[int] = (), fill: int = 0):
+        """Distributes ``slots`` over the data shards' parts of a batch.
+
+        Returns:
+            int32 [shards * batch_size] slots numbered within their shard, padded with an index past its last;
+            ``values`` in the same places, padded with ``fill``; and the place of each slot.
+        """
+        padding = self._slots_per_shard
+        indices = np.full(batch_size * self.shards, padding, np.int32)
+        packed, used, places = np.full(len(indices), fill, np.int32), [0] * self.shards, []
         for i, slot in enumerate(slots):
             shard = self.shard(slot)
-            at = shard * size + used[shard]
+            place = shard * batch_size + used[shard]
             used[shard] += 1
-            rows[at] = slot - shard * self._own
+            indices[place] = slot - shard * self._slots_per_shard
             if len(values):
-                packed[at] = values[i]
-            places.append(at)
-        return rows, packed, places
+                packed[place] = values[i]
+            places.append(place)
+        return indices, packed, places
+
+    def _only(self, slot: int) -> np.ndarray:
+        """A batch of one slot."""
+        return self._placed([slot], 1)[0]
 
     def admit(self, slot: int, request: Request) -> None:
+        """Puts a request's prompt and sampling parameters into a slot."""
         p = request.params
         admission = Admission.pack(
             request.prompt,
@@ -164,92 +163,110 @@ class Device:
             frequency=p.frequency_penalty,
             presence=p.presence_penalty,
         )
-        self.state = self.programs.admit(self.state, self._rows([slot], 1)[0], admission)
+        self.state = self.programs.admit(self.state, self._only(slot), admission)
 
-    def prefill(self, slots: Sequence[int], tokens: Sequence[int], size: int, rows: int = 1, drafting: bool = True):
-        """Runs a chunk of each slot's prompt, at most ``rows`` of a data shard, of the drafter too if ``drafting``;
-        returns what `wait` waits for."""
-        rows, n, _ = self._rows(slots, rows, tokens)
-        self.state, ticket = self.programs.prefill(self.state, rows, n, size, drafting)
+    def prefill(self, slots: Sequence[int], tokens: Sequence[int], size: int, batch: int = 1, drafting: bool = True):
+        """Runs a chunk of each slot's prompt.
+
+        Args:
+            slots: The slots, at most ``batch`` of a data shard.
+            tokens: Prompt tokens of each slot's chunk.
+            size: Tokens of each slot that the program takes.
+            batch: Slots of a data shard that the program takes.
+            drafting: Whether the drafter's context gets the chunk too.
+
+        Returns:
+            A ticket for `wait`.
+        """
+        indices, n, _ = self._placed(slots, batch, tokens)
+        self.state, ticket = self.programs.prefill(self.state, indices, n, size, drafting)
         return ticket
 
     def score(self, slot: int, tokens: int, size: int):
-        """Runs a chunk and takes the log-probabilities of the tokens behind; what `read_scores` reads."""
-        rows, n, places = self._rows([slot], 1, [tokens])
-        self.state, found = self.programs.score(self.state, rows, n, size, self.settings.top_logprobs)
-        return found, places[0], tokens
+        """Runs a chunk of a prompt, with the log-probabilities of its tokens: a ticket for `read_scores`."""
+        indices, n, places = self._placed([slot], 1, [tokens])
+        self.state, record = self.programs.score(self.state, indices, n, size, self.settings.top_logprobs)
+        return record, places[0], tokens
 
     def read_scores(self, ticket) -> Logprobs:
-        """`Logprobs` of a chunk's tokens."""
-        found, at, n = ticket
-        return jax.device_get(found).of_row(at, n)
+        """`Logprobs` of a chunk's tokens. Waits for the device."""
+        record, place, n = ticket
+        return jax.device_get(record).of_row(place, n)
 
     def wait(self, ticket) -> None:
+        """Waits for the device."""
         jax.block_until_ready(ticket)
 
     def decode(self, dispatch: Dispatch):
-        """Starts a dispatch: what `read` reads."""
-        size = self.rows_for(dispatch.slots)
-        rows, widths, places = self._rows(dispatch.slots, size, dispatch.widths, 1)
-        settings = self._settings(dispatch.window)
-        self._used.add((size, dispatch.window))
-        self.state, report = self.programs.decode(self.state, rows, widths, dispatch.rounds, settings)
+        """Starts a dispatch: a ticket for `read`."""
+        batch_size = self.batch_size_of(dispatch.slots)
+        indices, block_sizes, places = self._placed(dispatch.slots, batch_size, dispatch.block_sizes, 1)
+        settings = self._settings(dispatch.block_size)
+        self._used.add((batch_size, dispatch.block_size))
+        self.state, report = self.programs.decode(self.state, indices, block_sizes, dispatch.rounds, settings)
         return report, places
 
-    def _settings(self, window: int) -> Settings:
-        s, drafting = self.settings, window != ALONE
-        return replace(s, window=max(window, s.window) if s.aligned else max(window, 1), drafting=drafting)
+    def _settings(self, block_size: int) -> Settings:
+        s, drafting = self.settings, block_size != NO_DRAFTER
+        return replace(s, window=max(block_size, s.window) if s.aligned else max(block_size, 1), drafting=drafting)
 
-    def decode_masked(self, dispatch: Dispatch, masks: "RoundMasks"):
-        """Starts one round: what `read` reads. ``masks`` are computed while the device verifies the drafts."""
-        least = self.rows_for(dispatch.slots)
-        size = next(n for n in self.masked_sizes() if n >= least)
-        rows, widths, places = self._rows(dispatch.slots, size, dispatch.widths, 1)
-        settings = self._settings(dispatch.window)
-        block = self.programs.read(self.programs.propose(self.state, rows, widths, settings)).copy()
-        block[places] = masks.ask(block[places])
-        verified = self.programs.verify(self.state, rows, widths, block, settings)
+    def decode_masked(self, dispatch: Dispatch, masks: RoundMasks):
+        """Starts one round with masks, which are computed while the device verifies: a ticket for `read`."""
+        smallest = self.batch_size_of(dispatch.slots)
+        batch_size = next(n for n in self.masked_batch_sizes() if n >= smallest)
+        indices, block_sizes, places = self._placed(dispatch.slots, batch_size, dispatch.block_sizes, 1)
+        settings = self._settings(dispatch.block_size)
+        blocks = self.programs.read(self.programs.propose(self.state, indices, block_sizes, settings)).copy()
+        blocks[places] = masks.ask(blocks[places])
+        verified = self.programs.verify(self.state, indices, block_sizes, blocks, settings)
         allowed, is_late = masks.answer(lambda: jax.tree.leaves(verified)[0].is_ready())
-        packed = np.full((len(rows), *allowed.shape[1:]), 0xFFFFFFFF, np.uint32)
+        packed = np.full((len(indices), *allowed.shape[1:]), 0xFFFFFFFF, np.uint32)
         packed[places] = allowed
-        # A slot whose mask is late stays as it is.
-        rows[np.array(places)[is_late]] = self._own
-        self.state, report = self.programs.finish(self.state, rows, widths, block, packed, verified, settings)
+        # As padding, a slot whose mask is late stays as it is.
+        indices[np.array(places)[is_late]] = self._slots_per_shard
+        self.state, report = self.programs.finish(self.state, indices, block_sizes, blocks, packed, verified, settings)
         return report, places
 
     def read(self, ticket, logprobs: bool) -> Outcome:
-        """Waits for a dispatch, and reads what it brought. The one place where the host waits for the device."""
+        """Waits for a dispatch and reads its results; ``logprobs``: log-probabilities too.
+
+        The one place where decoding waits for the device.
+        """
         report, places = ticket
         names = ("tokens", "count", "accepted", "rounds", "done") + (("logprobs",) if logprobs else ())
-        found: Report = {name: getattr(report, name) for name in names}
-        found = jax.device_get(found)
-        counts = [int(found["count"][at]) for at in places]
-        values = None
+        arrays: Report = {name: getattr(report, name) for name in names}
+        arrays = jax.device_get(arrays)
+        counts = [int(arrays["count"][place]) for place in places]
+        records = None
         if logprobs:
-            record = found["logprobs"]
-            values = [record.of_row(at, n) for at, n in zip(places, counts, strict=True)]
+            records = [arrays["logprobs"].of_row(place, n) for place, n in zip(places, counts, strict=True)]
         return Outcome(
-            [found["tokens"][at, :n].tolist() for at, n in zip(places, counts, strict=True)],
-            [found["accepted"][at, : found["rounds"][at]].tolist() for at in places],
-            [bool(found["done"][at]) for at in places],
-            values,
+            [arrays["tokens"][place, :n].tolist() for place, n in zip(places, counts, strict=True)],
+            [arrays["accepted"][place, : arrays["rounds"][place]].tolist() for place in places],
+            [bool(arrays["done"][place]) for place in places],
+            records,
         )
 
     def agree(self, value: int) -> int:
-        """The first host's ``value``: what was decided by its clock."""
+        """The first host's ``value``, on all hosts: decisions by a clock must be the same everywhere."""
         return distributed.agreed(value)
 
     def save(self, slot: int, start: int, size: int):
-        return self.programs.save(self.state, self._rows([slot], 1)[0], start, size)
+        """Keys and values of ``size`` positions from ``start``: a segment for `load`."""
+        return self.programs.save(self.state, self._only(slot), start, size)
 
     def load(self, slot: int, start: int, segment) -> None:
-        self.state = self.programs.load(self.state, self._rows([slot], 1)[0], start, segment)
+        """Writes a segment of `save` into a slot, from position ``start`` on."""
+        self.state = self.programs.load(self.state, self._only(slot), start, segment)
 
     def snapshot(self, slot: int):
-        return self.programs.snapshot(self.state, self._rows([slot], 1)[0])
+        """A slot's memory that is not by position, for `restore`."""
+        return self.programs.snapshot(self.state, self._only(slot))
 
     def restore(self, slot: int, length: int, snapshot) -> None:
-        self.state = self.programs.restore(self.state, self._rows([slot], 1)[0], length, snapshot)
+        """Sets a slot to a `snapshot` that was taken behind ``length`` tokens."""
+        self.state = self.programs.restore(self.state, self._only(slot), length, snapshot)
 
     def bytes(self, tree) -> int:
+        """Bytes of arrays on one device."""
         return on_device(tree)

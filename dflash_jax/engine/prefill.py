@@ -1,31 +1,41 @@
-"""Prompts on their way into the caches: in chunks, in turn, and past what the store knows."""
+"""Prefill of prompts: in chunks, in turns, and from the prefix cache."""
 
 import itertools
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from dflash_jax.engine.model_runner import Device
-from dflash_jax.engine.options import Options, Statistics
+from dflash_jax.engine.config import EngineConfig
+from dflash_jax.engine.model_runner import ModelRunner
 from dflash_jax.engine.prefix_cache import Prefix, PrefixCache, chunks, cut_points, keys
 from dflash_jax.engine.request import Request
+from dflash_jax.engine.statistics import Statistics
 
-# Most tokens of a chunk whose log-probabilities are asked for: its logits are [tokens, V] in float32.
-MOST_SCORED = 64
+# Tokens of a chunk with log-probabilities, at most: its logits are [tokens, V] in float32.
+MAX_SCORED = 64
+# Precedes the keys of prefixes without the drafter's part.
+TARGET_ONLY_KEY = b"alone "
 
 
 def scored_size(sizes: Sequence[int]) -> int:
-    return max((s for s in sizes if s <= MOST_SCORED), default=sizes[0])
-
-
-# Before the key of a prefix that has no part of the drafter's.
-ALONE_KEY = b"alone "
+    """The chunk size for log-probabilities of prompts, out of the prefill ``sizes``."""
+    return max((s for s in sizes if s <= MAX_SCORED), default=sizes[0])
 
 
 @dataclass(eq=False)
 class _Prefill:
-    """A request on its way into the caches: what is left to run, and the prefixes it is to leave in the store.
-    ``drafting``: into the drafter's, too; then only prefixes that have its part are of use."""
+    """The prefill of one request.
+
+    Attributes:
+        request: The request.
+        order: Number of its arrival.
+        drafting: Whether the drafter's context is filled too. Then only prefixes with the drafter's part can be used.
+        cuts: Positions at which prefixes are cached.
+        keys: Their cache keys.
+        parent: The last cached prefix that was reached.
+        segments: (start, arrays) of the chunks since the last cut.
+        can_cache: Whether those can still become a prefix.
+    """
 
     request: Request
     order: int
@@ -33,9 +43,8 @@ class _Prefill:
     cuts: list[int]
     keys: list[bytes]
     parent: Prefix | None = None
-    # Segments since the last cut: (start, arrays), and whether they can still become a prefix.
     segments: list = field(default_factory=list)
-    can_keep: bool = True
+    can_cache: bool = True
 
     @property
     def next_cut(self) -> int:
@@ -44,12 +53,18 @@ class _Prefill:
 
 
 class Prefiller:
-    """Runs chunks of prompts, of several together where they are short. Whoever had a turn goes behind the others of
-    its priority."""
+    """Runs chunks of prompts, short ones together. After its turn a prompt goes behind the others of its priority.
 
-    def __init__(self, device: Device, store: PrefixCache, options: Options, statistics: Statistics):
-        self.device, self.store, self.options, self.statistics = device, store, options, statistics
-        self.sizes, self.padding, self.markers = options.prefill_sizes, options.prefill_padding, options.markers
+    Args:
+        runner: The device's work.
+        prefix_cache: Prefixes of earlier prompts.
+        config: The engine's configuration.
+        statistics: Gets the cached tokens.
+    """
+
+    def __init__(self, runner: ModelRunner, prefix_cache: PrefixCache, config: EngineConfig, statistics: Statistics):
+        self.runner, self.prefix_cache, self.config, self.statistics = runner, prefix_cache, config, statistics
+        self.sizes, self.padding, self.markers = config.prefill_sizes, config.prefill_padding, config.markers
         self._order = itertools.count()
         self._queue: deque[_Prefill] = deque()
 
@@ -57,56 +72,60 @@ class Prefiller:
         return len(self._queue)
 
     def add(self, request: Request, drafting: bool = True) -> None:
-        """A request of two tokens or more that has a slot."""
+        """Queues a request that has a slot and a prompt of two tokens or more; ``drafting``: for the drafter too."""
         cuts = cut_points(request.prompt, len(request.prompt) - 1, self.markers)
         is_scored = request.prompt_logprobs is not None
-        found, can_keep = keys(request.prompt, cuts, request.cache_salt), self.store.budget > 0 and not is_scored
-        drafting = drafting and not is_scored
-        if self.store.budget and not is_scored:
-            self.store.queries += 1
+        uses_cache, drafting = self.prefix_cache.budget > 0 and not is_scored, drafting and not is_scored
+        cut_keys = keys(request.prompt, cuts, request.cache_salt)
+        if uses_cache:
+            self.prefix_cache.queries += 1
         if not drafting:
-            found = [ALONE_KEY + key for key in found]
-        self._queue.append(_Prefill(request, next(self._order), drafting, cuts, found, can_keep=can_keep))
+            cut_keys = [TARGET_ONLY_KEY + key for key in cut_keys]
+        self._queue.append(_Prefill(request, next(self._order), drafting, cuts, cut_keys, can_cache=uses_cache))
 
     def _find(self, prefill: _Prefill, key: bytes) -> Prefix | None:
-        found = self.store.find(key)
-        if found is None and not prefill.drafting:
-            found = self.store.find(key.removeprefix(ALONE_KEY))
-        return found
+        prefix = self.prefix_cache.find(key)
+        if prefix is None and not prefill.drafting:
+            prefix = self.prefix_cache.find(key.removeprefix(TARGET_ONLY_KEY))
+        return prefix
 
     def remove(self, request: Request) -> None:
+        """Drops a request."""
         self._queue = deque(p for p in self._queue if p.request is not request)
 
-    def rows(self, size: int) -> tuple[int, ...]:
-        """Compiled numbers of prompts of a data shard, for chunks of ``size`` tokens: one, and as many as there may
-        be."""
-        return tuple(sorted({1, min(self.options.rows_of(size), self.device.slots // self.device.shards)}))
+    def batch_sizes(self, size: int) -> tuple[int, ...]:
+        """Compiled batch sizes of a data shard for chunks of ``size`` tokens: one prompt, and the largest number."""
+        return tuple(sorted({1, min(self.config.prefill_batch(size), self.runner.slots // self.runner.shards)}))
 
     def run(self, budget: int) -> tuple[list[tuple[Request, object]], list[Request]]:
-        """Chunks of about ``budget`` tokens: (request, what to wait for) of each, and the requests that are done."""
-        started, done, turn = [], [], deque(sorted(self._queue, key=lambda p: p.request.priority))
-        while turn and budget > 0:
-            prefill = turn.popleft()
+        """Starts chunks of about ``budget`` tokens.
+
+        Returns:
+            (request, ticket of the runner) of each chunk, and the requests whose prefill is complete.
+        """
+        started, complete, turns = [], [], deque(sorted(self._queue, key=lambda p: p.request.priority))
+        while turns and budget > 0:
+            prefill = turns.popleft()
             if self._awaits_another(prefill):
                 continue
-            group, tokens, ticket = self._advance(prefill, turn, budget)
+            batch, tokens, ticket = self._advance(prefill, turns, budget)
             budget -= tokens
-            for member in group:
+            for member in batch:
                 if ticket is not None:
                     started.append((member.request, ticket))
                 self._queue.remove(member)
                 if member is not prefill:
-                    turn.remove(member)
+                    turns.remove(member)
                 if member.request.prefilled < len(member.request.prompt) - 1:
                     self._queue.append(member)
-                    turn.append(member)
+                    turns.append(member)
                 else:
-                    done.append(member.request)
-        return started, done
+                    complete.append(member.request)
+        return started, complete
 
     def _awaits_another(self, prefill: _Prefill) -> bool:
-        """Whether an earlier request is computing the very prefix that this one needs next."""
-        if not self.store.budget or prefill.request.prompt_logprobs is not None:
+        """Whether an earlier request is computing the prefix that this one needs next."""
+        if not self.prefix_cache.budget or prefill.request.prompt_logprobs is not None:
             return False
         key = prefill.keys[prefill.next_cut]
         if self._find(prefill, key) is not None:
@@ -114,96 +133,105 @@ class Prefiller:
         return any(
             key == other.keys[other.next_cut]
             for other in self._queue
-            if other.can_keep and other.order < prefill.order and other.request.priority <= prefill.request.priority
+            if other.can_cache and other.order < prefill.order and other.request.priority <= prefill.request.priority
         )
 
     def _advance(self, prefill: _Prefill, others: Sequence[_Prefill], budget: int) -> tuple[list, int, object]:
-        """A jump to the furthest prefix that the store has, or one chunk, with those of ``others`` that can go along:
-        (who moved, tokens computed, what to wait for)."""
-        if (known := self._known(prefill)) is not None:
-            self._jump(prefill, known)
+        """Copies the longest cached prefix, or runs one chunk together with those of ``others`` that fit.
+
+        Returns:
+            The prefills that advanced, the tokens computed, and the runner's ticket or None.
+        """
+        if (prefix := self._cached(prefill)) is not None:
+            self._copy(prefill, prefix)
             return [prefill], 0, None
         if prefill.request.prompt_logprobs is not None:
             return [prefill], *self._score(prefill)
         size = self._chunk(prefill)[2]
-        group = self._group(prefill, others, size, budget // size)
-        found = [self._chunk(member) for member in group]
-        slots = [member.request.slot for member in group]
-        together = max(Counter(map(self.device.shard, slots)).values())
-        rows = self.rows(size)[together > 1]
-        ticket = self.device.prefill(slots, [tokens for _, tokens, _ in found], size, rows, prefill.drafting)
-        for member, (start, tokens, _) in zip(group, found, strict=True):
-            nearest = member.next_cut
+        batch = self._batch(prefill, others, size, budget // size)
+        next_chunks = [self._chunk(member) for member in batch]
+        slots = [member.request.slot for member in batch]
+        largest = max(Counter(map(self.runner.shard, slots)).values())
+        compiled = self.batch_sizes(size)[largest > 1]
+        counts = [tokens for _, tokens, _ in next_chunks]
+        ticket = self.runner.prefill(slots, counts, size, compiled, prefill.drafting)
+        for member, (start, tokens, _) in zip(batch, next_chunks, strict=True):
+            cut = member.next_cut
             member.request.prefilled = start + tokens
-            if member.can_keep:
-                member.segments.append((start, self.device.save(member.request.slot, start, size)))
-                if member.request.prefilled == member.cuts[nearest]:
-                    self._keep(member, nearest)
-        # Those of nobody are computed, too.
-        return group, size * max(rows, len(group)), ticket
+            if member.can_cache:
+                member.segments.append((start, self.runner.save(member.request.slot, start, size)))
+                if member.request.prefilled == member.cuts[cut]:
+                    self._cache(member, cut)
+        # Padding is computed too.
+        return batch, size * max(compiled, len(batch)), ticket
 
     def _chunk(self, prefill: _Prefill) -> tuple[int, int, int]:
-        """The next one: (start, tokens, size of the program)."""
+        """The next chunk: (start, tokens, size of the program)."""
         return chunks(prefill.request.prefilled, prefill.cuts[prefill.next_cut], self.sizes, self.padding)[0]
 
-    def _group(self, first: _Prefill, others: Sequence[_Prefill], size: int, most: int) -> list[_Prefill]:
-        """``first`` and those of ``others``, of its priority, whose next chunk the same program takes, at most ``most``
-        of them."""
-        group, held, room = [first], Counter([self.device.shard(first.request.slot)]), self.rows(size)[-1]
+    def _batch(self, first: _Prefill, others: Sequence[_Prefill], size: int, limit: int) -> list[_Prefill]:
+        """``first`` and those of ``others`` that run with it, ``limit`` in all at most.
+
+        Those are of the same priority, and the program of ``size`` tokens takes their next chunk.
+        """
+        batch, room = [first], self.batch_sizes(size)[-1]
+        used = Counter([self.runner.shard(first.request.slot)])
         for other in others:
-            shard = self.device.shard(other.request.slot)
+            shard = self.runner.shard(other.request.slot)
             if (
-                len(group) < most
-                and held[shard] < room
+                len(batch) < limit
+                and used[shard] < room
                 and other.drafting == first.drafting
                 and other.request.priority == first.request.priority
                 and other.request.prompt_logprobs is None
                 and self._chunk(other)[2] == size
-                and self._known(other) is None
+                and self._cached(other) is None
                 and not self._awaits_another(other)
             ):
-                group.append(other)
-                held[shard] += 1
-        return group
+                batch.append(other)
+                used[shard] += 1
+        return batch
 
     def _score(self, prefill: _Prefill) -> tuple[int, object]:
         request, size = prefill.request, scored_size(self.sizes)
         tokens = min(size, len(request.prompt) - 1 - request.prefilled)
-        ticket = self.device.score(request.slot, tokens, size)
+        ticket = self.runner.score(request.slot, tokens, size)
         request.prefilled += tokens
         return size, ticket
 
-    def _known(self, prefill: _Prefill) -> Prefix | None:
-        """The longest prefix in the store that leads further."""
+    def _cached(self, prefill: _Prefill) -> Prefix | None:
+        """The longest cached prefix that is longer than what is prefilled."""
         request = prefill.request
-        if not self.store.budget or request.prompt_logprobs is not None:
+        if not self.prefix_cache.budget or request.prompt_logprobs is not None:
             return None
         if request.prefilled not in (0, *prefill.cuts):
             return None
         for cut, key in reversed(list(zip(prefill.cuts, prefill.keys, strict=True))):
             if cut <= request.prefilled:
                 break
-            if (found := self._find(prefill, key)) is not None:
-                return found
+            if (prefix := self._find(prefill, key)) is not None:
+                return prefix
         return None
 
-    def _jump(self, prefill: _Prefill, found: Prefix) -> None:
-        """Copies a known prefix into the slot."""
+    def _copy(self, prefill: _Prefill, prefix: Prefix) -> None:
+        """Copies a cached prefix into the slot."""
         request = prefill.request
-        for prefix in found.chain():
-            if prefix.length > request.prefilled:
-                for start, segment in prefix.segments:
-                    self.device.load(request.slot, start, segment)
-        self.device.restore(request.slot, found.length, found.snapshot)
+        for part in prefix.chain():
+            if part.length > request.prefilled:
+                for start, segment in part.segments:
+                    self.runner.load(request.slot, start, segment)
+        self.runner.restore(request.slot, prefix.length, prefix.snapshot)
         if not request.cached:
-            self.store.hits += 1
-        request.cached += found.length - request.prefilled
-        self.statistics.cached_tokens += found.length - request.prefilled
-        request.prefilled, prefill.parent, prefill.segments = found.length, found, []
+            self.prefix_cache.hits += 1
+        request.cached += prefix.length - request.prefilled
+        self.statistics.cached_tokens += prefix.length - request.prefilled
+        request.prefilled, prefill.parent, prefill.segments = prefix.length, prefix, []
 
-    def _keep(self, prefill: _Prefill, at: int) -> None:
-        snapshot = self.device.snapshot(prefill.request.slot)
-        size = self.device.bytes(([arrays for _, arrays in prefill.segments], snapshot))
-        cut, key = prefill.cuts[at], prefill.keys[at]
-        prefill.parent = self.store.add(key, cut, prefill.parent, prefill.segments, snapshot, size)
-        prefill.segments, prefill.can_keep = [], prefill.parent is not None
+    def _cache(self, prefill: _Prefill, cut: int) -> None:
+        """Adds the prefix up to the cut of this index to the cache."""
+        snapshot = self.runner.snapshot(prefill.request.slot)
+        size = self.runner.bytes(([arrays for _, arrays in prefill.segments], snapshot))
+        prefill.parent = self.prefix_cache.add(
+            prefill.keys[cut], prefill.cuts[cut], prefill.parent, prefill.segments, snapshot, size
+        )
+        prefill.segments, prefill.can_cache = [], prefill.parent is not None

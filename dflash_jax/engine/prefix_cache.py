@@ -1,7 +1,7 @@
-"""Where a prompt is cut into chunks, and what is remembered of prefixes.
+"""Where a prompt is cut into chunks, and the cache of prefixes.
 
-Both follow from the tokens before a place alone, so that a prompt that finds its beginning in the store goes on with
-the very chunks that a full prefill would have run, and, where prompts are read one by one, computes the same bits.
+Cuts and chunks depend only on the tokens before them: a prompt that continues from a cached prefix runs the same chunks
+that a full prefill would run, and computes the same bits where prompts are prefilled one by one.
 """
 
 from collections.abc import Sequence
@@ -11,54 +11,76 @@ from typing import Any
 
 import numpy as np
 
-# Without message boundaries, a prefix is kept every so many tokens.
+# Tokens between two cached prefixes where there are no message boundaries.
 GRID = 4096
-# A message shorter than this is not worth a snapshot of its own.
-LEAST = 16
+# Messages of fewer tokens do not get a snapshot of their own.
+MIN_MESSAGE = 16
 
 
 def cut_points(tokens: Sequence[int], last: int, markers: frozenset[int]) -> list[int]:
-    """Places in 1 … last at which a prefix is kept: before a token of ``markers`` (which open a message), on the grid,
-    and at the end."""
+    """Positions in 1 … last at which a prefix is cached, ascending.
+
+    Those are the positions of ``markers`` (token ids that open a message), of the grid, and the last one.
+    """
     cuts, before = [], 0
     for place in range(1, last):
-        if place % GRID == 0 or (tokens[place] in markers and place - before >= LEAST):
+        if place % GRID == 0 or (tokens[place] in markers and place - before >= MIN_MESSAGE):
             cuts.append(place)
             before = place
     return [*cuts, last] if last else []
 
 
 def chunks(start: int, end: int, sizes: Sequence[int], padding: float = 0.5) -> list[tuple[int, int, int]]:
-    """(start, tokens, size of the program) of each chunk between two cuts; ``sizes`` ascend. Less than ``padding`` of a
-    program is tokens of nobody, but for the smallest."""
-    found = []
+    """Divides the tokens between two cuts into chunks.
+
+    Args:
+        start: The first position.
+        end: The position behind the last.
+        sizes: Sizes of the prefill programs, ascending.
+        padding: Less than this share of a program is padding, except in the smallest.
+
+    Returns:
+        (start, tokens, size of the program) of each chunk.
+    """
+    result = []
     while start < end:
         left = end - start
         size = next((s for s in reversed(sizes) if left > s * (1 - padding)), sizes[0])
-        found.append((start, min(left, size), size))
+        result.append((start, min(left, size), size))
         start += min(left, size)
-    return found
+    return result
 
 
 def keys(tokens: Sequence[int], cuts: Sequence[int], salt: str = "") -> list[bytes]:
-    """What each prefix is known by. Prefixes of different ``salt`` share nothing."""
-    digest, at, found = blake2b(digest_size=16, key=_salted(salt)), 0, []
+    """The cache key of the prefix up to each cut. Prefixes of different ``salt`` have different keys."""
+    digest, start, result = blake2b(digest_size=16, key=_digest_key(salt)), 0, []
     for cut in cuts:
-        digest.update(np.asarray(tokens[at:cut], np.int32).tobytes())
-        found.append(digest.digest())
-        at = cut
-    return found
+        digest.update(np.asarray(tokens[start:cut], np.int32).tobytes())
+        result.append(digest.digest())
+        start = cut
+    return result
 
 
-def _salted(salt: str) -> bytes:
-    """A key for the digest; none without a salt. JSON may have written halves of characters."""
+def _digest_key(salt: str) -> bytes:
+    """A key for the digest; empty without a salt."""
+    # JSON strings may have unpaired surrogates.
     return blake2b(salt.encode("utf-8", "surrogatepass")).digest() if salt else b""
 
 
 @dataclass(eq=False)
 class Prefix:
-    """A prefix up to a cut: its own segments (start and device arrays) behind those of ``parent``, and the snapshot at
-    its end."""
+    """A cached prefix up to a cut.
+
+    Attributes:
+        key: Its cache key.
+        length: Tokens.
+        parent: The prefix up to an earlier cut that this one continues, or None.
+        segments: (start, device arrays) of keys and values behind the parent.
+        snapshot: The memory that is not by position, behind the last token.
+        size: Bytes of segments and snapshot on one device.
+        children: Number of prefixes whose parent this is.
+        used: Value of the cache's clock at the last use.
+    """
 
     key: bytes
     length: int
@@ -70,59 +92,73 @@ class Prefix:
     used: int = field(default=0)
 
     def chain(self) -> list["Prefix"]:
-        """From the first one to this."""
+        """All prefixes from the first to this one."""
         return [*(self.parent.chain() if self.parent else []), self]
 
 
 class PrefixCache:
-    """Prefixes by key, at most ``budget`` bytes of them; the least recently used goes first, children before
-    parents."""
+    """Prefixes by key. The least recently used is evicted first, children before parents.
+
+    Args:
+        budget: Bytes at most; 0 caches nothing.
+
+    Attributes:
+        size: Bytes in use.
+        queries: Requests that looked for a prefix.
+        hits: Requests that found one.
+    """
 
     def __init__(self, budget: int):
         self.budget, self.size = budget, 0
         self.queries = self.hits = 0
-        self._held: dict[bytes, Prefix] = {}
+        self._prefixes: dict[bytes, Prefix] = {}
         self._clock = 0
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._prefixes)
 
     def find(self, key: bytes) -> Prefix | None:
-        """The prefix, which with all before it counts as used now."""
-        found = self._held.get(key)
+        """The prefix of a key. It and all prefixes before it count as used now."""
+        prefix = self._prefixes.get(key)
         self._clock += 1
-        at = found
-        while at is not None:
-            at.used, at = self._clock, at.parent
-        return found
+        ancestor = prefix
+        while ancestor is not None:
+            ancestor.used, ancestor = self._clock, ancestor.parent
+        return prefix
 
     def add(self, key: bytes, length: int, parent: Prefix | None, segments: list, snapshot, size: int) -> Prefix | None:
-        """Keeps a prefix; None where it cannot: it is larger than the budget, or what it builds on is gone."""
-        if size > self.budget or (parent is not None and self._held.get(parent.key) is not parent):
+        """Adds a prefix, with the fields of `Prefix`.
+
+        Returns:
+            The prefix; the one that has this key already where there is one. None where it cannot be cached: it is
+            larger than the budget, or its parent is evicted.
+        """
+        if size > self.budget or (parent is not None and self._prefixes.get(parent.key) is not parent):
             return None
-        if (known := self.find(key)) is not None:
-            return known
-        kept = Prefix(key, length, parent, segments, snapshot, size)
+        if (existing := self.find(key)) is not None:
+            return existing
+        prefix = Prefix(key, length, parent, segments, snapshot, size)
         if parent is not None:
             parent.children += 1
             self.find(parent.key)
-        self._held[key] = kept
+        self._prefixes[key] = prefix
         self.find(key)
         self.size += size
         while self.size > self.budget:
-            leaves = [p for p in self._held.values() if not p.children and p is not kept]
+            leaves = [p for p in self._prefixes.values() if not p.children and p is not prefix]
             if not leaves:
-                self._drop(kept)
+                self._evict(prefix)
                 return None
-            self._drop(min(leaves, key=lambda p: p.used))
-        return kept
+            self._evict(min(leaves, key=lambda p: p.used))
+        return prefix
 
-    def _drop(self, prefix: Prefix) -> None:
-        del self._held[prefix.key]
+    def _evict(self, prefix: Prefix) -> None:
+        del self._prefixes[prefix.key]
         self.size -= prefix.size
         if prefix.parent is not None:
             prefix.parent.children -= 1
 
     def clear(self) -> None:
-        self._held.clear()
+        """Evicts all prefixes."""
+        self._prefixes.clear()
         self.size = 0

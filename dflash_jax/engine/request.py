@@ -1,4 +1,4 @@
-"""What an engine is asked, and what it tells."""
+"""Requests to the engine, and the events that it returns."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,48 +11,57 @@ from dflash_jax.sampling_params import SamplingParams
 
 
 class Monitor(Protocol):
-    """Watches a request's tokens from above: stop strings, say."""
+    """Callback on new tokens (stop strings, streaming)."""
 
     def __call__(self, tokens: Sequence[int]) -> int | None:
-        """Sees new tokens, each once. A number ends the request there: so many of these tokens are kept."""
+        """Gets new tokens, each once. A number ends the request behind that many of them; None lets it go on."""
 
 
 class MaskProvider(Protocol):
-    """Says which tokens may come next: a grammar, say.
+    """Masks of the tokens that may come next, for example those of a grammar.
 
-    `ask` and `answer` are apart so that masks are computed while the device works, and so that one that is late delays
-    its own request only. Any call may raise InputError, which ends the request with that error.
+    `ask` and `answer` are separate so that masks are computed while the device works, and so that a late mask delays
+    its own request only. Every method may raise InputError, which ends the request with that error.
     """
 
     def take(self, tokens: Sequence[int]) -> None:
-        """Tokens that were drawn."""
+        """Advances by tokens that were drawn."""
 
     def ask(self, drafts: Sequence[int]) -> None:
-        """Begins to compute the masks behind what was taken, and behind each further draft."""
+        """Begins to compute the masks behind the tokens taken so far, and behind each further draft."""
 
     def answer(self, timeout_s: float) -> np.ndarray | None:
-        """What was asked for, packed bits uint32 [drafts + 1, ceil(V / 32)]; None where that is not there within
-        ``timeout_s``. Behind a draft that is itself forbidden, anything."""
+        """The masks that were asked for.
+
+        Args:
+            timeout_s: Seconds to wait for them.
+
+        Returns:
+            Packed bits uint32 [drafts + 1, ceil(V / 32)]; None where they are not ready in time. The mask behind a
+            draft that is itself forbidden is arbitrary.
+        """
 
     @property
     def is_over(self) -> bool:
         """Whether everything is allowed from here on."""
 
     def close(self) -> None:
-        """The request has ended."""
+        """Frees what the masks hold. The request has ended."""
 
 
 class ReadyMasks:
-    """The part of a `MaskProvider` that computes masks at once: by ``masks(drafts)``, which a subclass has beside
-    ``take``."""
+    """The part of a `MaskProvider` that computes masks at once.
+
+    A subclass implements ``take`` and ``masks(drafts)``, which returns the packed bits.
+    """
 
     is_over = False
 
     def ask(self, drafts: Sequence[int]) -> None:
-        self._asked = drafts
+        self._drafts = drafts
 
     def answer(self, timeout_s: float) -> np.ndarray:
-        return self.masks(self._asked)
+        return self.masks(self._drafts)
 
     def close(self) -> None:
         pass
@@ -60,7 +69,15 @@ class ReadyMasks:
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds on the engine's clock, which stands still while programs are compiled; nan: not yet."""
+    """Seconds on the engine's clock, which stands still during compilation; nan where not yet reached.
+
+    Attributes:
+        submitted: Submission.
+        admitted: Assignment of a slot.
+        prefilled: End of the prompt's prefill.
+        first_token: First new token.
+        finished: End of the request.
+    """
 
     submitted: float
     admitted: float = float("nan")
@@ -78,13 +95,26 @@ class Times:
 class Request:
     """A prompt to be continued.
 
-    params and stops (token ids) filled in: nothing is None. priority: lower goes first. block_size: tokens a round may
-    yield; "auto" leaves it to the engine. draft_window_size and draft_sink_size bound what the drafter sees. monitor
-    and mask are optional. prompt_logprobs: log-probabilities of the prompt's own tokens, of so many likeliest ones and
-    of the params' logprob_token_ids; then nothing of it is taken from known prefixes. cache_salt: prefixes are shared
-    only between requests of one salt. The rest is the engine's: tokens so far; of the prompt, those in the caches,
-    those that were there already, and log-probabilities of all but the first; "stop", "length", "abort" or "error" at
-    the end.
+    Attributes:
+        prompt: Token ids, at least one.
+        params: Sampling parameters with no None among the sampling options.
+        stops: Token ids that end the text.
+        priority: Lower values go first.
+        block_size: Tokens that a round may yield; "auto" leaves the choice to the engine.
+        draft_window_size: The last positions that the drafter sees; None for all.
+        draft_sink_size: The first positions that it sees beside them.
+        monitor: Callback on new tokens.
+        mask: Masks of the tokens that may come next.
+        prompt_logprobs: Number of likeliest tokens to report for each prompt token, beside its own log-probability and
+            those of ``params.logprob_token_ids``; None for no report. With it, the prefix cache is not used.
+        cache_salt: Only requests with the same salt share prefixes.
+        slot: The slot, once admitted. This field and those below are written by the engine.
+        tokens: New tokens so far.
+        prefilled: Prompt tokens in the caches.
+        cached: Prompt tokens that came from the prefix cache.
+        prompt_entries: Log-probabilities of the prompt's tokens but the first, as in `Event.logprobs`.
+        finish_reason: "stop", "length", "abort" or "error" at the end.
+        times: When the request reached each stage.
     """
 
     prompt: list[int]
@@ -108,22 +138,30 @@ class Request:
     times: Times | None = field(default=None, init=False)
 
     def close(self) -> None:
-        """Ends what its mask holds. The engine closes the requests that are submitted."""
+        """Closes the mask. The engine closes the requests that are submitted."""
         if self.mask is not None:
             self.mask.close()
 
     @property
     def need(self) -> int:
-        """Positions it may come to."""
+        """Positions that the request takes at most."""
         return len(self.prompt) + self.params.max_tokens
 
 
 @dataclass(frozen=True)
 class Event:
-    """What a dispatch brought to a request: new tokens, what each round of ``width`` yielded of them,
-    log-probabilities where asked for (``{"token_id", "logprob", "top"}`` a token, and ``"named"`` for the params'
-    logprob_token_ids), and at the end ``finish_reason`` (with ``error``: why, an InputError where the request itself is
-    the reason)."""
+    """What a dispatch brought to a request.
+
+    Attributes:
+        request: The request.
+        tokens: New tokens.
+        accepted: Tokens that each round yielded; they sum to the number of ``tokens``.
+        logprobs: Where asked for, ``{"token_id", "logprob", "top"}`` for each token, and ``"named"`` for the params'
+            logprob_token_ids. Natural logarithms.
+        finish_reason: With the last event, why the request ended.
+        error: With the finish reason "error", its cause: an InputError where the request itself is at fault.
+        block_size: Tokens that a round could yield.
+    """
 
     request: Request
     tokens: list[int]
@@ -131,4 +169,4 @@ class Event:
     logprobs: list[dict] | None = None
     finish_reason: str | None = None
     error: Exception | None = None
-    width: int = 1
+    block_size: int = 1

@@ -1,4 +1,4 @@
-"""An engine on a thread of its own, for asyncio."""
+"""An engine on its own thread, for asyncio."""
 
 import asyncio
 import logging
@@ -8,8 +8,9 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from typing import TypeVar
 
-from dflash_jax.engine.engine import Engine, QueueFullError
+from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.request import Event, Request
+from dflash_jax.engine.router import EventRouter
 from dflash_jax.errors import EngineError, UnavailableError
 
 log = logging.getLogger("dflash_jax")
@@ -18,32 +19,35 @@ T = TypeVar("T")
 
 
 class AsyncEngine:
-    """``async with AsyncEngine(engine) as running: async for event in running.submit(request)``.
+    """An engine for asyncio: ``async with AsyncEngine(engine) as running: async for event in running.submit(request)``.
 
-    The thread alone touches the engine. Whoever stops listening aborts the request. After a failure of the device,
-    `submit` raises UnavailableError until `restart`.
+    Only the engine's thread touches the engine. A consumer that stops listening aborts its request. After a failure of
+    the device, `submit` raises UnavailableError until `restart`.
 
-    restarts: failures after which the engine restarts by itself. on_failure: called on the thread after any other one,
-    when all requests have their error.
+    Args:
+        engine: The engine.
+        restarts: Failures after which the engine restarts by itself.
+        on_failure: Called on the thread after any further failure, when all requests have their error.
     """
 
     def __init__(self, engine: Engine, restarts: int = 0, on_failure: Callable[[], None] = lambda: None):
         self.engine, self.restarts, self.on_failure = engine, restarts, on_failure
         self._wake = threading.Condition()
         self._commands: deque = deque()
-        self._inboxes: dict[Request, tuple[asyncio.AbstractEventLoop, asyncio.Queue]] = {}
+        self._router = EventRouter()
         self._stopping, self._has_ended = False, False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> "AsyncEngine":
+        """Starts the thread."""
         self._thread.start()
         return self
 
     def stop(self, drain_s: float = 0.0) -> None:
-        """Ends the thread: after what is under way, or ``drain_s`` seconds."""
+        """Ends the thread when all requests have ended, or after ``drain_s`` seconds."""
         if drain_s:
             with self._wake:
-                self._wake.wait_for(lambda: not self._inboxes and not self._commands, drain_s)
+                self._wake.wait_for(lambda: not self._router and not self._commands, drain_s)
         with self._wake:
             self._stopping = True
             self._wake.notify_all()
@@ -62,16 +66,19 @@ class AsyncEngine:
             self._wake.notify_all()
 
     def restart(self) -> None:
-        """An empty engine after a failure."""
+        """Empties the engine after a failure."""
         self._command(self.engine.restart)
 
     def abort(self, request: Request) -> None:
-        """Ends a request wherever it is; its last event has the finish_reason "abort"."""
+        """Ends a request at any stage; its last event has the finish reason "abort"."""
         self._command(self.engine.abort, request)
 
     async def call(self, function: Callable[[], T]) -> T:
-        """The result of ``function()``, which runs on the engine's thread between two steps. Raises UnavailableError
-        where the thread has ended."""
+        """Runs ``function()`` on the engine's thread between two steps, and returns its result.
+
+        Raises:
+            UnavailableError: The thread has ended.
+        """
         if self._stopping or not self._thread.is_alive():
             raise UnavailableError("the engine is not running")
         loop = asyncio.get_running_loop()
@@ -99,9 +106,19 @@ class AsyncEngine:
         return await result
 
     def submit(self, request: Request) -> AsyncGenerator[Event, None]:
-        """The request's events; the last one has a finish_reason. Raises InputError, QueueFullError and
-        UnavailableError at once; the two latter may also come in place of the first event. Either way the request is
-        closed."""
+        """Submits a request.
+
+        The request is closed on every path.
+
+        Returns:
+            Its events; the last one has a finish_reason. In place of the first event, the generator may raise
+            QueueFullError or UnavailableError.
+
+        Raises:
+            InputError: The request can never run.
+            QueueFullError: The queue is full.
+            UnavailableError: The engine has failed or was stopped.
+        """
         try:
             self._check(request)
         except Exception:
@@ -115,28 +132,25 @@ class AsyncEngine:
             raise UnavailableError(self.engine.failure)
         if self._stopping or not self._thread.is_alive():
             raise UnavailableError("the engine is not running")
-        most = self.engine.options.max_queue
-        pending = sum(function == self._submit for function, _ in list(self._commands))
-        if most is not None and self.engine.waiting + pending >= most + self.engine.free_slots:
-            raise QueueFullError(f"{self.engine.waiting + pending} requests are waiting: {most} may")
+        self.engine.check_queue(sum(function == self._submit for function, _ in list(self._commands)))
 
     async def _events(self, request: Request) -> AsyncGenerator[Event, None]:
         inbox: asyncio.Queue = asyncio.Queue()
-        self._inboxes[request] = asyncio.get_running_loop(), inbox
+        self._router.add(request, inbox.put_nowait, asyncio.get_running_loop())
         self._command(self._submit, request)
         try:
             if self._stopping or self._has_ended or not self._thread.is_alive():
-                # The thread ended meanwhile, perhaps before it knew of the inbox.
+                # The thread may have ended before the router had this request.
                 raise UnavailableError(self.engine.failure or "the engine is not running")
             while True:
-                found = await inbox.get()
-                if isinstance(found, Exception):
-                    raise found
-                yield found
-                if found.finish_reason is not None:
+                message = await inbox.get()
+                if isinstance(message, Exception):
+                    raise message
+                yield message
+                if message.finish_reason is not None:
                     return
         finally:
-            self._inboxes.pop(request, None)
+            self._router.remove(request)
             if request.finish_reason is None:
                 self.abort(request)
                 if self._has_ended or not self._thread.is_alive():
@@ -147,22 +161,11 @@ class AsyncEngine:
             self.engine.submit(request)
         except (ValueError, RuntimeError) as e:
             request.close()
-            self._tell([(request, e)])
-
-    def _tell(self, told: list[tuple[Request, Event | Exception]]) -> None:
-        """To each loop at once what is for it."""
-        by_loop: dict = {}
-        for request, what in told:
-            if (place := self._inboxes.get(request)) is not None:
-                by_loop.setdefault(place[0], []).append((place[1], what))
-        for loop, messages in by_loop.items():
-            try:
-                loop.call_soon_threadsafe(_deliver, messages)
-            except RuntimeError:  # the loop is closed: nobody listens
-                continue
+            self._router.send([(request, e)])
 
     @property
     def is_alive(self) -> bool:
+        """Whether the engine's thread runs."""
         return self._thread.is_alive()
 
     def _run(self) -> None:
@@ -170,17 +173,16 @@ class AsyncEngine:
             self._serve()
         except BaseException as e:
             self.engine.failure = f"{type(e).__name__}: {e}"
-            self._tell_the_end()
+            self._end_all()
             self.on_failure()
             raise
-        self._tell_the_end()
+        self._end_all()
 
-    def _tell_the_end(self) -> None:
-        """Also closes all requests: what their masks hold would else wait for the garbage collector."""
-        # From here on, `_events` closes those that it adds.
+    def _end_all(self) -> None:
+        """Sends the end of the thread to all receivers, and closes all requests: their masks may hold processes."""
+        # From here on, `_events` closes the requests that it adds.
         self._has_ended = True
-        gone = EngineError(self.engine.failure or "the engine was stopped")
-        self._tell([(request, gone) for request in list(self._inboxes)])
+        self._router.send_all(EngineError(self.engine.failure or "the engine was stopped"))
         self.engine.close()
         for function, args in list(self._commands):
             if function == self._submit:
@@ -197,7 +199,7 @@ class AsyncEngine:
             for function, args in commands:
                 function(*args)
             if self._has_work():
-                self._tell([(event.request, event) for event in self.engine.step()])
+                self._router.send([(event.request, event) for event in self.engine.step()])
                 if self.engine.failure is not None:
                     self._after_failure()
 
@@ -211,8 +213,3 @@ class AsyncEngine:
 
     def _has_work(self) -> bool:
         return self.engine.failure is None and self.engine.has_work
-
-
-def _deliver(messages) -> None:
-    for inbox, what in messages:
-        inbox.put_nowait(what)

@@ -1,4 +1,4 @@
-"""Masks that follow from the generated tokens alone, without a grammar, and the masks of several providers at once."""
+"""Masks that depend on the generated tokens alone, without a grammar, and the combination of several masks."""
 
 import time
 from collections.abc import Sequence
@@ -12,13 +12,13 @@ from dflash_jax.engine.request import MaskProvider, ReadyMasks
 
 @dataclass(frozen=True)
 class ThinkingBudget:
-    """At most ``tokens`` tokens of thought.
+    """A bound on the tokens of a thought.
 
     Attributes:
-        tokens: Tokens between the opening and the closing tag.
+        tokens: Tokens between the opening and the closing tag, at most.
         open_ids: Tokens of the tag that opens a thought.
-        close_ids: Tokens of the tag that closes it. They are forced where the budget is used up.
-        is_open: Whether the text begins inside a thought. Where it does not, it may begin with ``open_ids``.
+        close_ids: Tokens of the tag that closes it. They are forced when the budget is used up.
+        is_open: Whether the text begins inside a thought. Otherwise it may begin with ``open_ids``.
         blank_ids: Tokens that may stand before ``open_ids``.
     """
 
@@ -31,14 +31,14 @@ class ThinkingBudget:
 
 @dataclass(frozen=True)
 class Rules:
-    """Which tokens a request allows, by what it has generated.
+    """The tokens that a request allows, by what it has generated.
 
     Attributes:
-        min_tokens: Tokens that come before the text may end with one of ``stop_ids``.
+        min_tokens: Tokens before which none of ``stop_ids`` may come.
         stop_ids: Tokens that end the text.
-        bad_words: Sequences of token ids, none of them empty, that never appear in the text.
-        allowed: The only token ids that appear in the text; None for all.
-        budget: The bound of the thought. Where it closes the thought, no other rule holds.
+        bad_words: Sequences of token ids, none of them empty, that the text must not contain.
+        allowed: The only token ids that the text may contain; None for all.
+        budget: The bound of the thought. While it closes the thought, no other rule applies.
     """
 
     min_tokens: int = 0
@@ -49,18 +49,19 @@ class Rules:
 
     @property
     def are_needed(self) -> bool:
+        """Whether any token is ever forbidden."""
         return bool(self.min_tokens or self.bad_words or self.allowed is not None or self.budget)
 
 
 @dataclass(frozen=True)
 class _Progress:
-    """What the rules need to know of the text so far.
+    """The state of the rules.
 
     Attributes:
-        count: Tokens.
-        tail: The last of them, as many as a rule looks at.
-        thought: Tokens of thought so far, None outside of a thought.
-        opening: Tokens of the opening tag so far, None where no thought may begin any more.
+        count: Generated tokens.
+        tail: The last of them, as many as a rule reads.
+        thought: Tokens of the thought so far, None outside of a thought.
+        opening: Tokens of the opening tag so far, None where a thought can no longer begin.
     """
 
     count: int
@@ -70,19 +71,24 @@ class _Progress:
 
 
 class TokenRules(ReadyMasks):
-    """`MaskProvider` of `Rules`, over a vocabulary of ``vocab`` tokens."""
+    """The `MaskProvider` of `Rules`.
+
+    Args:
+        rules: The rules.
+        vocab: Tokens of the vocabulary.
+    """
 
     def __init__(self, rules: Rules, vocab: int):
         budget = rules.budget
         self._rules, self._vocab = rules, vocab
-        looked_at = [len(word) - 1 for word in rules.bad_words]
-        looked_at += [len(budget.close_ids)] if budget else []
-        # Those of several tokens, by the last but one.
+        lengths = [len(word) - 1 for word in rules.bad_words]
+        lengths += [len(budget.close_ids)] if budget else []
+        # Bad words of several tokens, by the last token but one.
         self._bad_words: dict[int, list[tuple[int, ...]]] = {}
         for word in rules.bad_words:
             if len(word) > 1:
                 self._bad_words.setdefault(word[-2], []).append(word)
-        self._tail_size = max(looked_at, default=0)
+        self._tail_size = max(lengths, default=0)
         is_open = budget is not None and budget.is_open
         self._progress = _Progress(0, (), 0 if is_open else None, None if budget is None or is_open else 0)
         self._base = _everything(vocab) if rules.allowed is None else packed([rules.allowed], vocab)[0]
@@ -93,17 +99,17 @@ class TokenRules(ReadyMasks):
 
     def masks(self, drafts: Sequence[int]) -> np.ndarray:
         """Packed bits uint32 [drafts + 1, ceil(V / 32)]."""
-        progress, rows = self._progress, []
+        progress, masks = self._progress, []
         for draft in drafts:
-            rows.append(self._mask(progress))
+            masks.append(self._mask(progress))
             progress = self._after(progress, draft)
-        return np.stack([*rows, self._mask(progress)])
+        return np.stack([*masks, self._mask(progress)])
 
     @property
     def is_over(self) -> bool:
         rules, now = self._rules, self._progress
-        thinks = now.thought is not None or now.opening is not None
-        return rules.allowed is None and not rules.bad_words and not thinks and now.count >= rules.min_tokens
+        is_thinking = now.thought is not None or now.opening is not None
+        return rules.allowed is None and not rules.bad_words and not is_thinking and now.count >= rules.min_tokens
 
     def _after(self, now: _Progress, token: int) -> _Progress:
         count, thought, opening = now.count + 1, now.thought, now.opening
@@ -122,31 +128,33 @@ class TokenRules(ReadyMasks):
         return _Progress(count, tail, thought, opening)
 
     def _mask(self, now: _Progress) -> np.ndarray:
-        """Packed bits of what may come next."""
+        """Packed bits of the tokens that may come next."""
         forced = self._forced(now)
         if forced is not None:
             return packed([[forced]], self._vocab)[0]
-        row = self._base.copy()
+        mask = self._base.copy()
         if now.count < self._rules.min_tokens:
-            _forbid(row, self._rules.stop_ids)
+            _forbid(mask, self._rules.stop_ids)
         words = self._bad_words.get(now.tail[-1], ()) if now.tail else ()
-        _forbid(row, [word[-1] for word in words if now.tail[-len(word) + 1 :] == word[:-1]])
-        return row
+        _forbid(mask, [word[-1] for word in words if now.tail[-len(word) + 1 :] == word[:-1]])
+        return mask
 
     def _forced(self, now: _Progress) -> int | None:
-        """The next token of the closing tag where the budget is used up: its first, or the one behind those that the
-        thought ends with already."""
+        """The next token of the closing tag when the budget is used up, else None.
+
+        The thought may end with the first tokens of the tag already.
+        """
         if now.thought is None:
             return None
         close = self._rules.budget.close_ids
         thought = now.tail[len(now.tail) - min(now.thought, len(now.tail)) :]
-        most = min(len(close) - 1, len(thought))
-        begun = next(n for n in range(most, -1, -1) if thought[len(thought) - n :] == close[:n])
+        longest = min(len(close) - 1, len(thought))
+        begun = next(n for n in range(longest, -1, -1) if thought[len(thought) - n :] == close[:n])
         return close[begun] if now.thought - begun >= self._rules.budget.tokens else None
 
 
 class CombinedMasks:
-    """`MaskProvider` that allows what all of several providers allow."""
+    """A `MaskProvider` that allows the tokens that all of several providers allow."""
 
     def __init__(self, providers: Sequence[MaskProvider]):
         self._providers = list(providers)
@@ -179,11 +187,19 @@ class CombinedMasks:
             provider.close()
 
 
-def packed(rows: Sequence[Sequence[int]], vocab: int) -> np.ndarray:
-    """Masks that allow the token ids of each row: uint32 [rows, ceil(V / 32)], bit i of word w for token 32 w + i."""
-    bits = np.zeros((len(rows), -(-vocab // 32) * 32), np.uint8)
-    for row, ids in zip(bits, rows, strict=True):
-        row[np.fromiter(ids, np.int64)] = 1
+def packed(allowed: Sequence[Sequence[int]], vocab: int) -> np.ndarray:
+    """Packs masks.
+
+    Args:
+        allowed: The allowed token ids of each mask.
+        vocab: Tokens of the vocabulary.
+
+    Returns:
+        uint32 [masks, ceil(V / 32)]; bit i of word w is token 32 w + i.
+    """
+    bits = np.zeros((len(allowed), -(-vocab // 32) * 32), np.uint8)
+    for mask, ids in zip(bits, allowed, strict=True):
+        mask[np.fromiter(ids, np.int64)] = 1
     return np.packbits(bits, axis=1, bitorder="little").view("<u4")
 
 
@@ -193,6 +209,7 @@ def _everything(vocab: int) -> np.ndarray:
     return np.packbits(bits, bitorder="little").view("<u4")
 
 
-def _forbid(row: np.ndarray, ids: Sequence[int]) -> None:
+def _forbid(mask: np.ndarray, ids: Sequence[int]) -> None:
+    """Removes token ids from a packed mask."""
     for i in ids:
-        row[i // 32] &= np.uint32(~(1 << i % 32) & 0xFFFFFFFF)
+        mask[i // 32] &= np.uint32(~(1 << i % 32) & 0xFFFFFFFF)

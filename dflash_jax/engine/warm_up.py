@@ -1,5 +1,6 @@
-"""Before the first request: every program compiled, and the cost of a round known."""
+"""Before the first request: compiles every program, and measures the cost of a round."""
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import as_completed
@@ -8,117 +9,126 @@ from dataclasses import replace
 import jax
 import numpy as np
 
-from dflash_jax.engine.draft_length import ALONE
-from dflash_jax.engine.engine import UNKNOWN_ROUNDS, Engine, log
-from dflash_jax.engine.model_runner import Dispatch
+from dflash_jax.engine.ahead_of_time import AheadOfTime
+from dflash_jax.engine.draft_length import NO_DRAFTER
+from dflash_jax.engine.engine import Engine
+from dflash_jax.engine.model_runner import Dispatch, ModelRunner
 from dflash_jax.engine.prefill import scored_size
 from dflash_jax.engine.request import Request
+from dflash_jax.engine.scheduler import UNKNOWN_ROUNDS
 from dflash_jax.sampling_params import SamplingParams
 
-# What rows are warmed up with.
+log = logging.getLogger("dflash_jax")
+
+# Parameters of the requests that fill the slots.
 _FILLER = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, seed=0)
-# A compilation of a large model takes gigabytes of the host's memory.
-_MOST_THREADS = 8
+# Compiling a large model takes gigabytes of the host's memory.
+_MAX_THREADS = 8
 
 
 def warm_up(engine: Engine) -> dict[str, float]:
-    """Compiles all that requests may need, side by side, runs it once, and lets "auto" know what rounds cost: seconds
-    of each program's compilation.
+    """Compiles all programs that requests may need, side by side, runs each once, and measures the cost of rounds.
 
-    Only while nothing else runs. Executables for masks only where `Options.masks` says so.
+    The engine must be idle. Programs for masks are compiled only where `EngineConfig.masks` says so.
+
+    Returns:
+        Seconds of compilation by the program's name.
     """
-    device, found = engine.device, {}
-    filler = Request([1] * min(4, device.capacity - 1), _FILLER)
-    filler.params = replace(_FILLER, max_tokens=device.capacity - len(filler.prompt))
-    # Several hosts compile in one order.
-    threads = 1 if jax.process_count() > 1 else min(_MOST_THREADS, os.cpu_count() or 1)
-    with device.programs.ahead(threads) as pending:
+    runner, seconds_by_name = engine.runner, {}
+    filler = Request([1] * min(4, runner.capacity - 1), _FILLER)
+    filler.params = replace(_FILLER, max_tokens=runner.capacity - len(filler.prompt))
+    # Several hosts must compile in the same order.
+    threads = 1 if jax.process_count() > 1 else min(_MAX_THREADS, os.cpu_count() or 1)
+    with AheadOfTime(runner.programs, threads) as ahead:
         names: dict = {}
-        for name, _ in _calls(engine, filler):
-            names |= {future: name for future in pending.values() if future not in names}
+        for name, _ in _calls(engine, runner.on(ahead), filler):
+            names |= {future: name for future in ahead.pending.values() if future not in names}
         for future in as_completed(names):
             name, seconds = names[future], future.result()[1]
-            found[name] = found.get(name, 0.0) + seconds
+            seconds_by_name[name] = seconds_by_name.get(name, 0.0) + seconds
             log.info("%s: compiled in %.1f s", name, seconds)
-    for _, result in _calls(engine, filler):
-        device.wait(result)
-    for rows, width in _decodings(engine):
-        _time_rounds(engine, filler, rows, width)
-    return found
+    for _, result in _calls(engine, runner, filler):
+        runner.wait(result)
+    for batch_size, block_size in _decode_programs(engine):
+        _time_rounds(engine, filler, batch_size, block_size)
+    return seconds_by_name
 
 
-def _decodings(engine: Engine) -> list[tuple[int, int]]:
-    """(rows, width) of every decode program."""
-    widths = engine.options.widths
-    widths = (ALONE, *widths) if widths[-1] > 1 else widths
-    return [(rows, width) for rows in engine.device.row_sizes() for width in widths]
+def _decode_programs(engine: Engine) -> list[tuple[int, int]]:
+    """(batch size, block size) of every decode program."""
+    block_sizes = engine.config.block_sizes
+    block_sizes = (NO_DRAFTER, *block_sizes) if block_sizes[-1] > 1 else block_sizes
+    return [(batch, block) for batch in engine.runner.batch_sizes() for block in block_sizes]
 
 
-def _start(engine: Engine, filler: Request, slots: Sequence[int]):
-    """A prompt in each of the slots; what to wait for."""
-    device, size = engine.device, engine.options.prefill_sizes[0]
+def _start(engine: Engine, runner: ModelRunner, filler: Request, slots: Sequence[int]):
+    """Puts a prompt into each of the slots: a result for `ModelRunner.wait`."""
     for slot in slots:
-        device.admit(slot, filler)
-        ticket = device.prefill([slot], [len(filler.prompt) - 1], size)
+        runner.admit(slot, filler)
+        ticket = runner.prefill([slot], [len(filler.prompt) - 1], engine.config.prefill_sizes[0])
     return ticket
 
 
-def _calls(engine: Engine, filler: Request) -> Iterator[tuple[str, object]]:
-    """Makes calls that need every program once: what each of them is called, and what to wait for."""
-    device, options = engine.device, engine.options
-    yield "admit", device.admit(0, filler)
-    for size in options.prefill_sizes:
-        for rows in engine.prefill_rows(size):
-            name = f"prefill {rows} x {size}"
-            device.admit(0, filler)
-            yield name, device.prefill([0], [1], size, rows)
-            if options.widths[-1] > 1:
-                device.admit(0, filler)
-                yield f"{name} alone", device.prefill([0], [1], size, rows, drafting=False)
-        if engine.store.budget:
-            segment = device.save(0, 0, size)
+def _dispatch(slots: tuple[int, ...], block_size: int, rounds: int) -> Dispatch:
+    return Dispatch(slots, (block_size,) * len(slots), rounds, block_size)
+
+
+def _calls(engine: Engine, runner: ModelRunner, filler: Request) -> Iterator[tuple[str, object]]:
+    """Makes the calls that together need every program: (name, a result for `ModelRunner.wait`) of each."""
+    config = engine.config
+    yield "admit", runner.admit(0, filler)
+    for size in config.prefill_sizes:
+        for batch in engine.prefill_batches(size):
+            name = f"prefill {batch} x {size}"
+            runner.admit(0, filler)
+            yield name, runner.prefill([0], [1], size, batch)
+            if config.block_sizes[-1] > 1:
+                runner.admit(0, filler)
+                yield f"{name} without drafter", runner.prefill([0], [1], size, batch, drafting=False)
+        if engine.prefix_cache.budget:
+            segment = runner.save(0, 0, size)
             yield f"save {size}", segment
-            yield f"load {size}", device.load(0, 0, segment)
-    if engine.store.budget:
-        snapshot = device.snapshot(0)
+            yield f"load {size}", runner.load(0, 0, segment)
+    if engine.prefix_cache.budget:
+        snapshot = runner.snapshot(0)
         yield "snapshot", snapshot
-        yield "restore", device.restore(0, 1, snapshot)
-    device.admit(0, filler)
-    scored = scored_size(options.prefill_sizes)
-    yield f"score {scored}", device.score(0, 1, scored)
-    for rows, width in _decodings(engine):
-        slots = device.first_slots(rows)
-        _start(engine, filler, slots)
-        dispatch = Dispatch(slots, (width,) * len(slots), UNKNOWN_ROUNDS[width > 1], width)
-        yield f"decode {rows} x {width}", device.decode(dispatch)
-    for rows in device.masked_sizes() if options.masks else ():
-        slots = device.first_slots(rows)
-        for width in sorted({1, options.widths[-1]}):
-            _start(engine, filler, slots)
-            dispatch = Dispatch(slots, (width,) * len(slots), 1, width)
-            yield f"masked {rows} x {width}", device.decode_masked(dispatch, _AllAllowed(device.mask_words))
+        yield "restore", runner.restore(0, 1, snapshot)
+    runner.admit(0, filler)
+    scored = scored_size(config.prefill_sizes)
+    yield f"score {scored}", runner.score(0, 1, scored)
+    for batch, block in _decode_programs(engine):
+        slots = runner.first_slots(batch)
+        _start(engine, runner, filler, slots)
+        yield f"decode {batch} x {block}", runner.decode(_dispatch(slots, block, UNKNOWN_ROUNDS[block > 1]))
+    for batch in runner.masked_batch_sizes() if config.masks else ():
+        slots = runner.first_slots(batch)
+        for block in sorted({1, config.block_sizes[-1]}):
+            _start(engine, runner, filler, slots)
+            masks = _AllAllowed(runner.mask_words)
+            yield f"masked {batch} x {block}", runner.decode_masked(_dispatch(slots, block, 1), masks)
 
 
 class _AllAllowed:
-    """Masks that allow everything."""
+    """`RoundMasks` that allow every token."""
 
     def __init__(self, words: int):
         self._words = words
 
-    def ask(self, block: np.ndarray) -> np.ndarray:
-        self._shape = block.shape
-        return block
+    def ask(self, blocks: np.ndarray) -> np.ndarray:
+        self._shape = blocks.shape
+        return blocks
 
     def answer(self, is_verified: Callable[[], bool]) -> tuple[np.ndarray, np.ndarray]:
         return np.full((*self._shape, self._words), 0xFFFFFFFF, np.uint32), np.zeros(self._shape[0], bool)
 
 
-def _time_rounds(engine: Engine, filler: Request, rows: int, width: int, times: int = 3) -> None:
-    device, slots = engine.device, engine.device.first_slots(rows)
-    dispatch = Dispatch(slots, (width,) * len(slots), UNKNOWN_ROUNDS[width > 1], width)
+def _time_rounds(engine: Engine, filler: Request, batch_size: int, block_size: int, times: int = 3) -> None:
+    """Measures rounds of one program for the engine's `DraftLengthPolicy`."""
+    runner, slots = engine.runner, engine.runner.first_slots(batch_size)
+    dispatch = _dispatch(slots, block_size, UNKNOWN_ROUNDS[block_size > 1])
     for _ in range(times):
-        device.wait(_start(engine, filler, slots))
-        began = device.clock
-        accepted = device.read(device.decode(dispatch), False).accepted
+        runner.wait(_start(engine, runner, filler, slots))
+        began = runner.clock
+        accepted = runner.read(runner.decode(dispatch), False).accepted
         rounds = max(len(a) for a in accepted)
-        engine.policy.observe_seconds(rows, width, (device.clock - began) / max(rounds, 1), rounds)
+        engine.policy.observe_seconds(batch_size, block_size, (runner.clock - began) / max(rounds, 1), rounds)

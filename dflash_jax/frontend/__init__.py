@@ -1,1 +1,1 @@
-"""The library: `LLM`, sequences with their text, tokenizers."""
+"""The library: `LLM`, its configuration, sequences with their text, tokenizers."""

@@ -1,4 +1,4 @@
-"""A chat template that the user brings: a file, or the template itself."""
+"""A chat template in place of the tokenizer's: a file, or the template itself."""
 
 import re
 from pathlib import Path
@@ -7,15 +7,24 @@ import jinja2.sandbox
 
 from dflash_jax.errors import InputError
 
-# The longest published one has 20 thousand.
+# The longest published template has 20 thousand.
 MAX_CHARACTERS = 2**20
-# A tag of transformers', which marks answers for training.
+# transformers' tag for answers, used in training.
 GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 
 
 def read_chat_template(given: str) -> str:
-    """The text of a template from ``given``, a path or the template itself. Raises InputError for what is neither, for
-    more than 2**20 characters, and for what Jinja cannot parse."""
+    """Reads a chat template.
+
+    Args:
+        given: A path, or the template itself.
+
+    Returns:
+        The text of the template.
+
+    Raises:
+        InputError: ``given`` is neither a file nor a template, has more than 2**20 characters, or does not parse.
+    """
     is_text = any(c in given for c in "{}\n")
     path = Path(given).expanduser() if not is_text else None
     where = "the chat template" if path is None else f"chat template {given[:200]}"

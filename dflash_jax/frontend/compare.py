@@ -1,4 +1,4 @@
-"""Are two runs' tokens equal, and where they part, was it a tie?"""
+"""Compares the tokens of two runs: where they differ first, and whether the two tokens were tied there."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -6,67 +6,85 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from dflash_jax.decoding.state import PLAIN_SETTINGS
-from dflash_jax.engine.model_runner import Device
-from dflash_jax.engine.options import PREFILL_SIZES
+from dflash_jax.engine.config import PREFILL_SIZES
+from dflash_jax.engine.model_runner import ModelRunner
+from dflash_jax.engine.request import Request
 from dflash_jax.frontend.llm import LLM
-from dflash_jax.frontend.sequence import TextSequence
 from dflash_jax.models.cache import round_capacity
 from dflash_jax.parallel.sharding import place
 from dflash_jax.sampling_params import SamplingParams
 
-# In float32 a draw whose two best candidates are closer than this may go either way with the order of a sum.
+# In float32 the order of a sum decides a draw whose two best candidates are closer than this.
 TIE = 1e-4
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """The first place where two continuations differ: the two tokens, and by how much the first one was preferred (in
-    the units of the logits that are compared, or of a cut of top-k, top-p or min-p that was nearer)."""
+    """The first place where two continuations differ.
+
+    Attributes:
+        at: Index of the token.
+        expected: The token of one run; -1 where that has ended.
+        actual: The token of the other run; -1 where that has ended.
+        margin: By how much one token was preferred: in the units of the logits that are compared, or of the cut of
+            top-k, top-p or min-p where that was nearer.
+    """
 
     at: int
     expected: int
-    found: int
+    actual: int
     margin: float
 
     @property
     def is_tie(self) -> bool:
+        """Whether rounding may have decided."""
         return self.margin < TIE
 
 
-def first_difference(expected: Sequence[int], found: Sequence[int]) -> int | None:
-    """The first index at which two token lists differ; None where they are equal."""
-    for i, (a, b) in enumerate(zip(expected, found, strict=False)):
+def first_difference(expected: Sequence[int], actual: Sequence[int]) -> int | None:
+    """The first index at which two lists of tokens differ; None where they are equal."""
+    for i, (a, b) in enumerate(zip(expected, actual, strict=False)):
         if a != b:
             return i
-    return None if len(expected) == len(found) else min(len(expected), len(found))
+    return None if len(expected) == len(actual) else min(len(expected), len(actual))
 
 
-def divergence(llm: LLM, prompt: list[int], expected: list[int], found: list[int], params: SamplingParams):
-    """The `Divergence` of two continuations of a prompt, or None. The margin is the target's own, by prefill of the
-    shared part; two experts at a router's cut are not looked at."""
-    at = first_difference(expected, found)
+def divergence(llm: LLM, prompt: list[int], expected: list[int], actual: list[int], params: SamplingParams):
+    """Compares two continuations of a prompt.
+
+    Args:
+        llm: Computes the margin, by prefill of the shared part. A tie of two experts of a router does not count.
+        prompt: Token ids.
+        expected: New tokens of one run.
+        actual: New tokens of the other run.
+        params: Those of both runs.
+
+    Returns:
+        A `Divergence`, or None where the tokens are equal.
+    """
+    at = first_difference(expected, actual)
     if at is None:
         return None
-    if at >= min(len(expected), len(found)):
+    if at >= min(len(expected), len(actual)):
         return Divergence(at, -1, -1, float("inf"))
-    (row,) = llm._rows([prompt + expected[:at]], replace(params, max_tokens=1))
-    raw, scores = _draw(llm, row, prompt, expected[:at])
-    a, b = expected[at], found[at]
+    request = llm.new_sequence(prompt + expected[:at], replace(params, max_tokens=1)).request
+    raw, scores = _draw(llm, request, prompt, expected[:at])
+    a, b = expected[at], actual[at]
     gap = abs(float(scores[a] - scores[b]))
-    cuts = cut_distances(penalised(raw, row.request.params, prompt, expected[:at]), row.request.params)
+    cuts = cut_distances(penalised(raw, request.params, prompt, expected[:at]), request.params)
     return Divergence(at, a, b, min(gap if np.isfinite(gap) else np.inf, float(cuts[a]), float(cuts[b])))
 
 
-def _draw(llm: LLM, row: TextSequence, prompt: list[int], shared: list[int]):
-    """Raw logits and what is maximised, float [V], for the token behind prompt + shared."""
-    request, size = row.request, PREFILL_SIZES[0]
+def _draw(llm: LLM, request: Request, prompt: list[int], shared: list[int]):
+    """For the token behind prompt + shared: raw logits, and the values whose maximum is drawn, float [V]."""
+    size = PREFILL_SIZES[0]
     settings = replace(PLAIN_SETTINGS, top_logprobs=0)
     data = llm.target.layout.data
-    device = Device(llm.plain_programs, data, round_capacity(request.need), settings)
-    device.admit(0, request)
+    runner = ModelRunner(llm.plain_programs, data, round_capacity(request.need), settings)
+    runner.admit(0, request)
     for start in range(0, len(request.prompt) - 1, size):
-        device.prefill([0], [min(size, len(request.prompt) - 1 - start)], size)
-    vocab, state = llm.config.vocab_size, device.state
+        runner.prefill([0], [min(size, len(request.prompt) - 1 - start)], size)
+    vocab, state = llm.config.vocab_size, runner.state
     sampling = state.sampling
     for name, ids in (("prompt_counts", prompt), ("output_counts", shared)):
         old, new = getattr(sampling, name), np.zeros((data, vocab), np.int32)
@@ -88,8 +106,16 @@ def penalised(raw, params: SamplingParams, prompt: list[int], output: list[int])
 
 
 def cut_distances(logits, params: SamplingParams):
-    """How far each token [V] was from the other side of the nearest cut: in logits for top-k, in probability mass for
-    top-p, in probability relative to the best for min-p. Infinite where no cut is near."""
+    """Distance of each token from the nearest cut of top-k, top-p or min-p.
+
+    Args:
+        logits: float [V].
+        params: With no None among the sampling options.
+
+    Returns:
+        float [V]: in logits for top-k, in probability mass for top-p, in probability relative to the best for min-p;
+        infinite without a cut.
+    """
     distances = np.full(len(logits), np.inf)
     if params.temperature == 0:
         return distances
@@ -97,7 +123,7 @@ def cut_distances(logits, params: SamplingParams):
 
     if 0 < params.top_k < len(x):
         last = np.sort(x)[-params.top_k]
-        # The token that defines the cut is at distance 0 of it, and stays.
+        # The token that defines the cut is at distance 0, but is never cut off.
         distances = np.where(x == last, np.inf, np.abs(x - last))
         x = np.where(x >= last, x, -np.inf)
     weights = np.exp(x - x.max())

@@ -1,25 +1,33 @@
-"""Text of tokens as they arrive: whole characters only, and nothing of what ends it."""
+"""Incremental decoding of tokens: whole characters only, up to a stop string."""
 
 from collections.abc import Sequence
 
 from dflash_jax.frontend.tokenizer import Tokenizer
 from dflash_jax.stop_strings import StopFinder
 
-# Tokens that may wait for the rest of a character, or show nothing at all.
+# Tokens that may wait for the rest of a character, or that have no text.
 LONGEST_WAIT = 16
 # What an incomplete character decodes to.
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
 class Detokenizer:
-    """Text of tokens as they arrive.
+    """Decodes tokens incrementally and looks for stop strings.
+
+    Args:
+        tokenizer: Decodes tokens.
+        stops: Stop strings.
+        stop_regex: Regular expressions that end the text.
+        skip_special_tokens: Whether special tokens are left out of the text.
+        include_stop: Whether the text includes the stop string or match.
+        min_tokens: Stops that end in the text of the first ``min_tokens`` tokens do not count.
 
     Attributes:
-        text: What may be shown so far. Once ``stopped``, it ends before the stop string or match, or behind it where
-            ``include_stop`` says so, and no longer grows. The beginning of a match that is longer than the
-            characters held back has been shown, and stays.
-        stopped: Whether a stop was found.
-        stop: The stop string or the expression that ended it.
+        text: The text so far, without characters that may belong to a stop string. Once ``stopped``, it ends before the
+            stop string or match, or behind it with ``include_stop``, and no longer grows. The beginning of a match that
+            is longer than the characters held back is part of the text.
+        stopped: Whether a stop string or match was seen.
+        stop: The stop string or the expression that ended the text.
     """
 
     def __init__(
@@ -32,15 +40,14 @@ class Detokenizer:
         include_stop: bool = False,
         min_tokens: int = 0,
     ):
-        """``min_tokens``: stops that end in the text of the first ``min_tokens`` tokens do not count."""
         self._tokenizer, self._stops = tokenizer, StopFinder(stops, stop_regex)
         self._skip_special_tokens, self._include_stop, self._min_tokens = skip_special_tokens, include_stop, min_tokens
         self._ids: list[int] = []
-        # Tokens before _from are settled; they are decoded again only as the context of those behind.
+        # The text of tokens before _read is final; those from _from on are decoded again as context of later tokens.
         self._from, self._read = 0, 0
-        # Settled text, the text of tokens that wait for the rest of a character, and where the last token began.
+        # Final text, text of tokens that wait for the rest of a character, and where the last token begins.
         self._raw, self._pending, self._start = "", "", 0
-        # Text of the first min_tokens.
+        # Characters of the first min_tokens.
         self._floor = 0
         self.text = ""
         self.stopped = False
@@ -52,10 +59,11 @@ class Detokenizer:
         return len(self._raw) + len(self._pending)
 
     def push(self, *tokens: int) -> int:
-        """Takes what comes next, and returns where it begins, in characters of the text without regard to stops. A
-        token that goes on with a character begins where that character does.
+        """Adds tokens. Several in one call give the same text as one by one, at less cost.
 
-        Several at once are one step: cheaper, and ``text`` is the same behind them.
+        Returns:
+            Where the tokens begin, in characters of the text without regard to stops. A token that continues a
+            character begins where the character does.
         """
         if self.stopped:
             return self._start
@@ -65,14 +73,14 @@ class Detokenizer:
         now = self._decode(self._ids[self._from :])
         pending, self._pending = self._pending, now[len(before) :]
         self._start = max(self._start, len(self._raw) + _begin(pending, self._pending))
-        # An incomplete character waits for the rest, as far as characters go.
+        # An incomplete character waits for its rest, for as many tokens as a character may have.
         if is_long or (len(now) > len(before) and not now.endswith(_INCOMPLETE)):
             self._from, self._read = self._read, len(self._ids)
             self._settle()
         return self._start
 
     def finish(self) -> None:
-        """No more tokens come: what was held back is text after all."""
+        """Ends the text: no tokens follow, so characters held back are part of it."""
         if not self.stopped:
             self._settle()
             if not self.stopped:
@@ -82,13 +90,13 @@ class Detokenizer:
         return self._tokenizer.decode(ids, self._skip_special_tokens)
 
     def _settle(self) -> None:
-        looked_at = len(self._raw)
+        searched = len(self._raw)
         self._raw, self._pending = self._raw + self._pending, ""
         stop = None
         if len(self._ids) <= self._min_tokens:
             self._floor = len(self._raw)
         elif self._stops:
-            stop = self._stops.first(self._raw, looked_at, self._floor)
+            stop = self._stops.first(self._raw, searched, self._floor)
         if stop is not None:
             self.stopped, self.stop = True, stop.matched
             self.text = self._raw[: stop.end if self._include_stop else max(stop.start, len(self.text))]
@@ -99,7 +107,7 @@ class Detokenizer:
 
 
 def _begin(pending: str, now: str) -> int:
-    """Where in ``now`` a token begins that was added to those of ``pending``."""
+    """Where in ``now`` the tokens begin that were added to those of ``pending``."""
     added = now[len(pending) :]
     if now.startswith(pending):
         return len(pending) if added and added[0] != _INCOMPLETE else len(pending.rstrip(_INCOMPLETE))

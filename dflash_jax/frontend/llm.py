@@ -1,74 +1,61 @@
-"""The library's front: `LLM` takes text or token ids and gives completions, all at once or as they are made."""
+"""The library's entry: `LLM` continues text or token ids, all at once or as a stream."""
 
 import copy
 import logging
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from itertools import compress
+from dataclasses import fields
 from math import isnan
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.sharding import NamedSharding
 from tqdm import tqdm
 
-from dflash_jax.checkpoint.hub import resolve
-from dflash_jax.checkpoint.load import check_drafter, check_target, load_drafter, load_target, read_draft_tokens
-from dflash_jax.decoding.state import Settings
+from dflash_jax.engine.compile_cache import enable_disk_cache
 from dflash_jax.engine.engine import Engine
-from dflash_jax.engine.executables import Executables, enable_disk_cache
-from dflash_jax.engine.memory import device_memory, plan_memory
-from dflash_jax.engine.model_runner import ROW_SIZES, Device
-from dflash_jax.engine.options import Options, prefill_options
-from dflash_jax.engine.request import MaskProvider
-from dflash_jax.engine.token_rules import CombinedMasks, Rules, ThinkingBudget, TokenRules
+from dflash_jax.engine.executables import Executables
+from dflash_jax.engine.memory import plan_memory
+from dflash_jax.engine.model_runner import ModelRunner
 from dflash_jax.errors import InputError
-from dflash_jax.frontend.chat_template import read_chat_template
+from dflash_jax.frontend.engine_setup import compiled_block_sizes, engine_setup
+from dflash_jax.frontend.llm_config import LLMConfig
+from dflash_jax.frontend.loading import Checkpoint, load_pair, placed_drafter, prepare_backend
 from dflash_jax.frontend.outputs import Completion
-from dflash_jax.frontend.sampling_defaults import SamplingDefaults
+from dflash_jax.frontend.prompts import Prompts
 from dflash_jax.frontend.sequence import Piece, TextSequence
 from dflash_jax.frontend.sync_engine import SyncEngine
-from dflash_jax.frontend.tokenizer import Tokenizer
-from dflash_jax.models.drafter import Drafter, DraftVocabulary, DraftWindow, abstract_drafter
-from dflash_jax.ops import backend
-from dflash_jax.ops.weights import pack_weights, plain
-from dflash_jax.parallel.sharding import Layout, parameter_paths, parameter_specs, place
-from dflash_jax.sampling_params import MAX_LOGPROBS, SamplingParams
+from dflash_jax.models.drafter import Drafter, DraftWindow
+from dflash_jax.parallel.sharding import Layout
+from dflash_jax.sampling_params import SamplingParams
 
 log = logging.getLogger("dflash_jax")
 
-DRAFT_TOKENS = "draft_tokens.json"  # beside a drafter
-TINY = Path(__file__).parents[1] / "assets" / "tiny"
-# Widths that rounds are compiled for, below the drafter's own block. On a CPU rows cost sooner than elsewhere.
-WINDOWS, CPU_WINDOWS = (1, 8, 16), (1, 4, 8, 16)
-DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
+class LLM(Prompts):
+    """A target model and its drafter, ready to generate.
 
-class LLM:
-    """A target and its drafter, ready to generate.
+    The arguments are those of `LLMConfig`, which documents each.
 
-    target: a Hugging Face directory or repo id; None for the tiny pair that ships with the package. draft: likewise,
-    or None to decode without one; "auto" is the tiny drafter for the tiny target and None for any other. dtype:
-    "float32" or "bfloat16"; None takes float32 on CPU and bfloat16 elsewhere. block_size: tokens a round may yield, at
-    most the drafter's own; 1 is plain decoding; "auto" chooses what is fastest from load and acceptance.
-    max_block_size bounds all choices. slots:
-    prompts that are continued at a time. prefix_bytes: memory for beginnings that prompts share (None: a twentieth of
-    the device's; 256 MiB on CPU). mem_fraction: of a device's memory, for all of it. draft_window_size and
-    draft_sink_size bound the context that the drafter sees. reproducible: the same bits with any drafter, block size
-    or batch, at some cost in speed; needed for that in bfloat16 only. max_len: prompt and new tokens, at most the
-    model's positions. mesh: devices to share the work among, such as "data=2,tensor=4" (default: one). quantize:
-    "int8" or "fp8" for a target whose checkpoint is not quantised; "none" makes an FP8 checkpoint ``dtype``, which
-    else stays FP8. draft_tokens: a JSON list of the only token ids that are drafted, which spares the drafter most of
-    the head; "auto" is the drafter's own draft_tokens.json where it has one and the head is not cut over devices, None
-    is all tokens. tokenizer: a directory or repo id in place of the target's. chat_template: a Jinja file, or the
-    template itself, in place of the tokenizer's; chat_template_kwargs: defaults of its options, such as
-    {"enable_thinking": False}. revision and draft_revision: a branch, tag or commit of the target's and the drafter's
-    repos; download_dir: where repos are kept. generation_config: "auto" takes sampling defaults from the target's
-    generation_config.json, "vllm" takes none, a path takes another file's; sampling_defaults: values that override
-    them. Raises InputError for whatever does not fit together.
+    Attributes:
+        config: The target's `ModelConfig`.
+        directory: The target's directory.
+        tokenizer: The `Tokenizer`; None where the checkpoint has none.
+        defaults: The checkpoint's `SamplingDefaults`.
+        target: The target model.
+        drafter: The drafter, or None.
+        dtype: "float32" or "bfloat16".
+        block_size: Tokens that a round may yield, or "auto".
+        largest_block: The largest block size; 1 without a drafter.
+        max_len: Positions of a request.
+        slots: Prompts that are continued at a time.
+        programs: `Executables` with the drafter.
+        plain_programs: `Executables` without it.
+        loaded_bytes: Bytes of all weights.
+        load_s: Seconds of loading them.
+
+    Raises:
+        InputError: A value is wrong, or files do not fit together.
     """
 
     def __init__(
@@ -98,168 +85,70 @@ class LLM:
         generation_config: str | Path = "auto",
         sampling_defaults: dict | None = None,
     ):
-        for name, value, repo in (("revision", revision, target), ("draft_revision", draft_revision, draft)):
-            if value is not None and repo in (None, "auto"):
-                raise InputError(f"{name} {value}: there is no repo that it could be of")
-        if draft == "auto":
-            draft = TINY / "draft" if target is None else None
-        self.directory = directory = TINY / "target" if target is None else resolve(target, revision, download_dir)
-        self.dtype = dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
-        if self.dtype not in DTYPES:
-            raise InputError(f"dtype {self.dtype!r}: it must be one of {', '.join(DTYPES)}")
-        if draft_window_size is not None and draft_window_size < 1:
-            raise InputError(f"draft window size {draft_window_size}: it must be 1 or more")
-        if draft_sink_size < 0:
-            raise InputError(f"draft sink size {draft_sink_size}: it must be 0 or more")
-        if draft_sink_size and draft_window_size is None:
-            raise InputError(
-                f"draft sink size {draft_sink_size} without a draft window size: sinks are kept beside one"
-            )
+        arguments = locals()
+        given = LLMConfig(**{field.name: arguments[field.name] for field in fields(LLMConfig)})
         enable_disk_cache()
-        layout, kind = Layout.parse(mesh) if isinstance(mesh, str) else mesh, DTYPES[self.dtype]
-        # What can be wrong without a weight read comes first.
-        self.config = check_target(directory)
-        draft = resolve(draft, draft_revision, download_dir) if draft is not None else None
-        self.largest_block = check_drafter(draft, self.config).block_size if draft is not None else 1
-        if max_block_size is not None and max_block_size < 1:
-            raise InputError(f"max block size {max_block_size}: it must be 1 or more")
-        self.largest_block = min(self.largest_block, max_block_size or self.largest_block)
-        self.block_size = self._check_block(block_size)
-        vocabulary = self._draft_tokens(draft_tokens, draft, layout)
-        positions = self.config.max_positions
-        self.max_len = positions if max_len is None else max_len
-        if not 1 < self.max_len <= positions:
-            raise InputError(f"max_len {max_len}: it must be 2 to {positions}, the model's positions")
-        if not 1 <= slots <= ROW_SIZES[-1]:
-            raise InputError(f"slots {slots}: it must be 1 to {ROW_SIZES[-1]}")
-        if prefix_bytes is None:
-            prefix_bytes = 2**28 if jax.default_backend() == "cpu" else device_memory() // 20
-        if prefix_bytes < 0:
-            raise InputError(f"prefix_bytes {prefix_bytes}: it must be 0 (none) or more")
-        if not 0 < mem_fraction <= 1:
-            raise InputError(f"mem_fraction {mem_fraction}: it must be above 0 and at most 1")
-        self.slots, self.prefix_bytes, self.mem_fraction = slots, prefix_bytes, mem_fraction
-        self.defaults = SamplingDefaults.read(directory, generation_config).overridden(sampling_defaults or {})
-        self.tokenizer = None
-        text_directory = directory if tokenizer is None else resolve(tokenizer, download_dir=download_dir)
-        template = None if chat_template is None else read_chat_template(chat_template)
-        if self._has_tokenizer(text_directory):
-            self.tokenizer = Tokenizer(text_directory, template, chat_template_kwargs)
-        elif tokenizer is not None or template is not None or chat_template_kwargs:
-            raise InputError(f"{text_directory} has no tokenizer")
-        self.reproducible = reproducible
-        bounded = None if draft_window_size is None else min(draft_window_size, positions)
-        self._draft_window = DraftWindow(bounded, min(draft_sink_size, positions))
-        backend.for_cpu()  # What it compiles is no part of loading.
-        if jax.default_backend() == "gpu" and backend.is_automatic() and (reason := backend.why_not()):
-            log.warning("without Triton backend, which make decoding faster: %s", reason)
+        checkpoint = Checkpoint.read(given)
+        self.config, self.directory = checkpoint.config, checkpoint.directory
+        self.defaults, self.tokenizer = checkpoint.defaults, checkpoint.tokenizer
+        self.dtype, self.reproducible = given.dtype_name, given.reproducible
+        self.max_len = given.positions(self.config.max_positions)
+        self.largest_block = given.largest_block(checkpoint.draft_block_size)
+        self.limits.check_block_size(given.block_size)
+        self.block_size, self.slots = given.block_size, given.slots
+        self.prefix_bytes, self.mem_fraction = given.prefix_budget, given.mem_fraction
+        size, limit = given.draft_window_size, self.config.max_positions
+        self.draft_window = DraftWindow(None if size is None else min(size, limit), min(given.draft_sink_size, limit))
+        prepare_backend()
         began = time.perf_counter()
-        self.target = self._arranged(load_target(directory, kind, layout, quantize))
-        if reason := backend.why_not_of({x.dtype for x in jax.tree.leaves(self.target)}):
-            log.warning("products of weights without Triton kernels: %s", reason)
-        self.drafter = self._arranged(load_drafter(draft, kind, self.config, layout)) if draft is not None else None
-        if vocabulary is not None:
-            self.drafter.vocabulary = self._arranged(DraftVocabulary(vocabulary, self.target.head_rows(vocabulary)))
+        self.target, self.drafter = load_pair(given, checkpoint)
         leaves = jax.block_until_ready(jax.tree.leaves((self.target, self.drafter)))
         self.loaded_bytes, self.load_s = sum(x.nbytes for x in leaves), time.perf_counter() - began
         self.programs = Executables(self.target, self.drafter)
-        # Without the drafter, nothing of it is computed or held.
+        # These neither compute nor store anything of the drafter.
         self.plain_programs = Executables(self.target, None) if self.drafter is not None else self.programs
-        self._pool = SyncEngine(self)
-        # Executables by what a drafter from memory is.
+        self._sync_engine = SyncEngine(self)
+        # Compiled programs of drafters from memory, by their configuration and dtypes.
         self._compiled: dict = {}
 
+    @classmethod
+    def from_config(cls, config: LLMConfig) -> "LLM":
+        """An `LLM` of a configuration."""
+        return cls(**{field.name: getattr(config, field.name) for field in fields(config)})
+
+    @property
+    def engine(self) -> Engine | None:
+        """The engine in use; None before the first request. Calls with other prompts may replace it."""
+        return self._sync_engine.engine
+
     def with_drafter(self, drafter: Drafter) -> "LLM":
-        """The same target with a drafter from memory. What was compiled for an earlier one of its kind is used
-        again."""
+        """The same target with a drafter from memory. Reuses what was compiled for an earlier one of its kind."""
         drafter.config.check_fits(self.config)
-        other, kind = copy.copy(self), DTYPES[self.dtype]
-        shape, mesh = abstract_drafter(drafter.config, kind, self.target.layout), self.programs.mesh
-        cuts = [NamedSharding(mesh, spec) for spec in parameter_specs(shape)]
-        dense = plain(drafter)
-        # The list of this LLM is kept, whatever the other one had.
-        own = [not path.startswith("vocabulary.") for path in parameter_paths(dense)]
-        leaves = [np.asarray(x).astype(kind) for x in compress(jax.tree.leaves(dense), own)]
-        placed = [place(x, cut) for x, cut in zip(leaves, cuts, strict=True)]
-        other.drafter = self._arranged(jax.tree.unflatten(jax.tree.structure(shape), placed))
-        other.drafter.vocabulary = None if self.drafter is None else self.drafter.vocabulary
-        other.largest_block = drafter.config.block_size
-        other.programs, other.plain_programs = Executables(self.target, other.drafter), Executables(self.target, None)
-        # Weights that bfloat16 holds are kept otherwise than others.
-        kinds = tuple(x.dtype.name for x in jax.tree.leaves(other.drafter))
-        programs = self._compiled.setdefault((drafter.config, kinds), ({}, {}))
-        other.programs.compiled, other.plain_programs.compiled = programs
-        other._pool = SyncEngine(other)
+        placed = placed_drafter(drafter, self.target, self.programs.mesh, self.dtype)
+        placed.vocabulary = None if self.drafter is None else self.drafter.vocabulary
+        other = self.with_programs(Executables(self.target, placed))
+        other.drafter, other.largest_block = placed, drafter.config.block_size
+        other.plain_programs = Executables(self.target, None)
+        # Packing depends on the weights' values, and programs depend on it.
+        dtypes = tuple(x.dtype.name for x in jax.tree.leaves(placed))
+        compiled = self._compiled.setdefault((drafter.config, dtypes), ({}, {}))
+        other.programs.compiled, other.plain_programs.compiled = compiled
         return other
 
-    def _draft_tokens(self, name: str | Path | None, draft: Path | None, layout: Layout):
-        """int32 [N], the only tokens that are drafted, or None for all."""
-        if name in (None, "none"):
-            return None
-        if draft is None:
-            if name != "auto":
-                raise InputError(f"draft tokens {name}: there is no drafter")
-            return None
-        path = draft / DRAFT_TOKENS if name == "auto" else Path(name).expanduser()
-        is_cut = layout.wide(self.config.vocab_size).axes
-        if name == "auto" and (is_cut or not path.exists()):
-            return None
-        if is_cut:
-            raise InputError(f"draft tokens {path}: the target's head is cut over devices, and is drafted with whole")
-        return jnp.asarray(read_draft_tokens(path, self.config.vocab_size))
-
-    def _arranged(self, module):
-        """``module`` as this platform reads it fastest."""
-        devices = set().union(*(x.sharding.device_set for x in jax.tree.leaves(module)))
-        wanted = [device.platform for device in devices] == ["cpu"] and self.dtype == "float32" and backend.for_cpu()
-        return pack_weights(module) if wanted else module
+    def with_programs(self, programs: Executables) -> "LLM":
+        """The same models with other executables, and an engine of their own."""
+        other = copy.copy(self)
+        other.programs, other._sync_engine = programs, SyncEngine(other)
+        return other
 
     @property
     def compile_s(self) -> float:
-        """Seconds of all compilation so far."""
+        """Seconds of all compilations."""
         return sum({id(p): p.compile_s for p in (self.programs, self.plain_programs)}.values())
-
-    @staticmethod
-    def _has_tokenizer(directory: Path) -> bool:
-        return any((directory / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json"))
-
-    def _check_block(self, block_size: int | str) -> int | str:
-        largest = self.largest_block
-        if block_size == "auto":
-            return block_size
-        if not isinstance(block_size, int) or not 1 <= block_size <= largest:
-            whose = "the drafter's own" if largest > 1 else "there is no drafter"
-            raise InputError(f"block size {block_size}: it must be 1 to {largest} ({whose}), or auto")
-        return block_size
-
-    def encode(self, prompt: str | Sequence[int]) -> list[int]:
-        """Token ids of a prompt; ids are checked and given back."""
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise InputError("this checkpoint has no tokenizer: give token ids")
-            try:
-                ids = self.tokenizer.encode(prompt)
-            except (TypeError, UnicodeEncodeError):
-                raise InputError("a prompt is not text that UTF-8 can hold") from None
-        else:
-            ids = [int(i) for i in prompt]
-        vocab = self.config.vocab_size
-        outside = [i for i in ids if not 0 <= i < vocab]
-        if outside:
-            raise InputError(f"prompt id {outside[0]} is out of vocabulary: ids are 0 to {vocab - 1}")
-        if not ids:
-            raise InputError("a prompt is empty: it must have at least one token")
-        return ids
-
-    def encode_chat(self, messages: list[dict], thinking: bool | None = None) -> list[int]:
-        """Token ids of a conversation through the checkpoint's chat template."""
-        if self.tokenizer is None:
-            raise InputError("this checkpoint has no tokenizer, so it has no chat template: give token ids")
-        return self.tokenizer.chat(messages, thinking)
 
     def check(self, prompts: Sequence[str | Sequence[int]], params=None) -> None:
         """Raises InputError where `generate` would."""
-        self._rows(prompts, params)
+        self._sequences(prompts, params)
 
     def generate(
         self,
@@ -268,20 +157,29 @@ class LLM:
         block_size: int | str | None = None,
         progress: bool | None = None,
     ) -> list[Completion]:
-        """Continues every prompt (text or token ids), as many at a time as there are slots.
+        """Continues every prompt, as many at a time as there are slots.
 
-        ``block_size`` overrides the LLM's for this call; 1 decodes plainly. ``progress``: a bar on stderr; None shows
-        one for more than eight prompts, on a terminal.
+        Args:
+            prompts: Text or token ids each.
+            params: How they are continued; one for all, or one for each.
+            block_size: Overrides the LLM's for this call; 1 decodes plainly.
+            progress: Whether to show a bar on stderr; None shows one for more than eight prompts, on a terminal.
+
+        Returns:
+            One `Completion` for each prompt, in their order.
+
+        Raises:
+            InputError: A prompt or parameter is wrong, or the memory is not enough.
         """
-        rows = self._rows(prompts, params, block_size, streamed=False)
+        sequences = self._sequences(prompts, params, block_size, streamed=False)
         if progress is None:
-            progress = len(rows) > 8 and sys.stderr.isatty()
-        with tqdm(total=len(rows), unit="prompt", disable=not progress) as bar:
-            for _ in self._finished(rows):
+            progress = len(sequences) > 8 and sys.stderr.isatty()
+        with tqdm(total=len(sequences), unit="prompt", disable=not progress) as bar:
+            for _ in self._finished(sequences):
                 bar.update()
                 if progress:
-                    bar.set_postfix_str(f"{self.tokens_per_s(rows):.0f} tok/s", refresh=False)
-        return [row.completion() for row in rows]
+                    bar.set_postfix_str(f"{self.tokens_per_s(sequences):.0f} tok/s", refresh=False)
+        return [sequence.completion() for sequence in sequences]
 
     def chat(
         self,
@@ -290,12 +188,19 @@ class LLM:
         thinking: bool | None = None,
         block_size: int | str | None = None,
     ) -> list[Completion]:
-        """Answers one conversation, or each of several."""
+        """Answers one conversation, or each of several.
+
+        Args:
+            messages: ``{"role", "content"}`` of each message of a conversation, or a list of conversations.
+            params: How they are answered.
+            thinking: Whether the model thinks first; None leaves that to the template.
+            block_size: As for `generate`.
+        """
         several = messages if messages and isinstance(messages[0], list) else [messages]
         return self.generate([self.encode_chat(m, thinking) for m in several], params, block_size)
 
     def stream(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> Iterator[str]:
-        """Yields the text of one prompt's continuation as it is made."""
+        """Yields the text of one prompt's continuation as it is generated."""
         if self.tokenizer is None:
             raise InputError("this checkpoint has no tokenizer, so there is no text to stream: see pieces()")
         for piece in self.pieces(prompt, params):
@@ -305,143 +210,83 @@ class LLM:
     def pieces(
         self, prompt: str | Sequence[int], params: SamplingParams | None = None, block_size: int | str | None = None
     ) -> Iterator[Piece | Completion]:
-        """Yields what every dispatch brought to one prompt, and the `Completion` at the end. Several may be under way
-        at once."""
-        (row,) = self._rows([prompt], params, block_size)
-        self._submit([row])
+        """Yields a `Piece` for every dispatch of one prompt, and its `Completion` at the end.
+
+        Several such iterators may be in use at once.
+        """
+        (sequence,) = self._sequences([prompt], params, block_size)
+        self._submit([sequence])
         try:
             while True:
-                while row.pieces:
-                    yield row.pieces.popleft()
-                if row.request.finish_reason:
+                while sequence.pieces:
+                    yield sequence.pieces.popleft()
+                if sequence.request.finish_reason:
                     break
-                self._pool.step()
-            row.raise_failure()
-            yield row.completion()
+                self._sync_engine.step()
+            sequence.raise_failure()
+            yield sequence.completion()
         finally:
-            self._pool.leave([row])
+            self._sync_engine.leave([sequence])
 
-    def _finished(self, rows: list[TextSequence]) -> Iterator[TextSequence]:
-        """The rows as they end."""
-        self._submit(rows)
-        left = rows
+    def _finished(self, sequences: list[TextSequence]) -> Iterator[TextSequence]:
+        """Runs sequences, and yields each when it ends."""
+        self._submit(sequences)
+        left = sequences
         try:
             while left:
-                self._pool.step()
-                for row in left:
-                    if row.request.finish_reason:
-                        row.raise_failure()
-                        yield row
-                left = [row for row in left if row.request.finish_reason is None]
+                self._sync_engine.step()
+                for sequence in left:
+                    if sequence.request.finish_reason:
+                        sequence.raise_failure()
+                        yield sequence
+                left = [sequence for sequence in left if sequence.request.finish_reason is None]
         finally:
-            self._pool.leave(rows)
+            self._sync_engine.leave(sequences)
 
     @staticmethod
-    def tokens_per_s(rows: list[TextSequence]) -> float:
-        """New tokens of these rows by the time since the first of them was ready."""
-        begun = [r.request.times for r in rows if not isnan(r.request.times.first_token)]
+    def tokens_per_s(sequences: list[TextSequence]) -> float:
+        """New tokens of the sequences per second since the first prompt was in the caches."""
+        begun = [s.request.times for s in sequences if not isnan(s.request.times.first_token)]
         ends = [t.finished for t in begun if not isnan(t.finished)]
         if not ends:
             return 0.0
-        return sum(len(r.request.tokens) for r in rows) / max(max(ends) - min(t.ready for t in begun), 1e-9)
+        tokens = sum(len(s.request.tokens) for s in sequences)
+        return tokens / max(max(ends) - min(t.ready for t in begun), 1e-9)
 
-    def _rows(self, prompts, params, block_size: int | str | None = None, **options) -> list[TextSequence]:
+    def _sequences(self, prompts, params, block_size: int | str | None = None, **options) -> list[TextSequence]:
         if isinstance(prompts, str):
             raise InputError("prompts must be a list: for one prompt give [prompt]")
         each = list(params) if isinstance(params, (list, tuple)) else [params or SamplingParams()] * len(prompts)
         if len(each) != len(prompts):
             raise InputError(f"{len(each)} SamplingParams for {len(prompts)} prompts: give one, or one each")
-        return [
-            self.new_row(prompt, wanted, block_size, **options) for prompt, wanted in zip(prompts, each, strict=True)
-        ]
+        return [self.new_sequence(*pair, block_size, **options) for pair in zip(prompts, each, strict=True)]
 
-    def new_row(
-        self,
-        prompt: str | Sequence[int],
-        params: SamplingParams,
-        block_size: int | str | None = None,
-        *,
-        mask: MaskProvider | None = None,
-        budget: ThinkingBudget | None = None,
-        **options,
-    ) -> TextSequence:
-        """A prompt as an engine takes it.
-
-        Args:
-            prompt: Text or token ids.
-            params: How it is continued.
-            block_size: Overrides the LLM's.
-            mask: Which tokens may come, beside what ``params`` say. The checkpoint's stop ids then end the text in any
-                case: a finished one must be able to end.
-            budget: The bound of the thought.
-            **options: Further fields of the `TextSequence` and its `Request`.
-
-        Raises:
-            InputError: Something does not fit.
-        """
-        ids, filled = self.encode(prompt), self.defaults.fill(params)
-        filled.check_vocabulary(self.config.vocab_size)
-        if (filled.stop or filled.stop_regex) and self.tokenizer is None:
-            raise InputError("stop strings need a tokenizer, and this checkpoint has none: use stop_token_ids")
-        if len(ids) + filled.max_tokens > self.max_len:
-            raise InputError(
-                f"{len(ids)} prompt tokens and {filled.max_tokens} new ones are {len(ids) + filled.max_tokens}: "
-                f"at most {self.max_len} fit"
-            )
-        block = self.block_size if block_size is None else self._check_block(block_size)
-        window = {"draft_window_size": self._draft_window.size, "draft_sink_size": self._draft_window.sinks}
-        stops = self.defaults.stops(filled, must_end=mask is not None)
-        rules = Rules(
-            filled.min_tokens, tuple(stops), self._bad_words(filled.bad_words), filled.allowed_token_ids, budget
-        )
-        if rules.are_needed:
-            own = TokenRules(rules, self.config.vocab_size)
-            mask = own if mask is None else CombinedMasks([own, mask])
-        return TextSequence(ids, filled, stops, self.tokenizer, block_size=block, mask=mask, **window, **options)
-
-    def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Token ids of each word at a text's beginning and, as in vLLM, behind a space: where that is as many tokens,
-        of which the first is another one."""
-        if words and self.tokenizer is None:
-            raise InputError("bad_words need a tokenizer, and this checkpoint has none: use logit_bias")
-        found = []
-        for word in words:
-            plain, spaced = (self.tokenizer.encode_word(space + word.lstrip()) for space in ("", " "))
-            if not plain:
-                raise InputError(f"bad_words has {word!r}: it must have a character beside spaces")
-            found.append(plain)
-            if len(spaced) == len(plain) and spaced[0] != plain[0]:
-                found.append(spaced)
-        return tuple(found)
-
-    def _submit(self, rows: list[TextSequence]) -> None:
-        plain = not self.reproducible and all(row.request.block_size == 1 for row in rows)
-        self._pool.submit(rows, self.plain_programs if plain else self.programs)
+    def _submit(self, sequences: list[TextSequence]) -> None:
+        is_plain = not self.reproducible and all(s.request.block_size == 1 for s in sequences)
+        self._sync_engine.submit(sequences, self.plain_programs if is_plain else self.programs)
 
     def new_engine(self, programs: Executables, slots: int, capacity: int, **options) -> Engine:
-        """An engine of its own; ``options``: further fields of its `Options`. Raises InputError where it does not fit
-        into the memory."""
-        widths = (1,)
-        if self.drafter is not None and programs is self.programs:
-            known = CPU_WINDOWS if jax.default_backend() == "cpu" else WINDOWS
-            own = () if self.block_size == "auto" else (self.block_size,)
-            widths = tuple(sorted({*(w for w in known if w < self.largest_block), self.largest_block, *own}))
-        settings = Settings(
-            max(WINDOWS[-1], widths[-1]) if self.reproducible else 1,
-            self.reproducible,
-            min(MAX_LOGPROBS, self.config.vocab_size),
-            self._draft_window,
-        )
-        most = options.pop("max_num_batched_tokens", None)
-        sizes = prefill_options(jax.default_backend(), backend.are_wanted(), self.reproducible, most)
-        chosen = Options(
-            widths=widths,
-            rows_per_dispatch=1 if self.reproducible else None,
+        """An engine for this pair of models, apart from the one behind `generate`.
+
+        Args:
+            programs: `programs` or `plain_programs`.
+            slots: Sequences that run at a time.
+            capacity: Positions of each.
+            **options: Further fields of its `EngineConfig`.
+
+        Raises:
+            InputError: The memory is not enough.
+        """
+        has_drafter = self.drafter is not None and programs is self.programs
+        config, settings = engine_setup(
+            compiled_block_sizes(self.largest_block, self.block_size) if has_drafter else (1,),
+            reproducible=self.reproducible,
+            vocab=self.config.vocab_size,
+            draft_window=self.draft_window,
             prefix_bytes=self.prefix_bytes,
             markers=self.tokenizer.markers if self.tokenizer and self.prefix_bytes else frozenset(),
-            adaptive=not self.reproducible,
-            **(sizes | options),
+            **options,
         )
-        memory = plan_memory(programs, slots, capacity, settings, chosen, self.mem_fraction)
+        memory = plan_memory(programs, slots, capacity, settings, config, self.mem_fraction)
         log.info("%d slots of %d positions: %s", slots, capacity, memory)
-        return Engine(Device(programs, slots, capacity, settings), chosen)
+        return Engine(ModelRunner(programs, slots, capacity, settings), config)

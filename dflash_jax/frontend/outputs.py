@@ -1,12 +1,20 @@
-"""What comes back for a prompt."""
+"""Results of a prompt."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Timings:
-    """When a prompt was submitted, got a slot, was in the caches, had its first token and its last: seconds on a clock
-    that stands still while programs are compiled. compile_s: what it waited for compilation."""
+    """Seconds on a clock that stands still during compilation.
+
+    Attributes:
+        submitted: Submission.
+        admitted: Assignment of a slot.
+        prefilled: End of the prompt's prefill.
+        first_token: First new token.
+        finished: Last token.
+        compile_s: Seconds of compilation that the prompt waited for, which are not part of the others.
+    """
 
     submitted: float
     admitted: float
@@ -17,21 +25,29 @@ class Timings:
 
     @property
     def prefill_s(self) -> float:
+        """Seconds from the slot to the end of prefill."""
         return self.prefilled - self.admitted
 
     @property
     def decode_s(self) -> float:
+        """Seconds from the end of prefill to the last token."""
         return self.finished - self.prefilled
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One prompt's result.
+    """The continuation of one prompt.
 
-    token_ids: the new tokens, with the stop token where one ended the row. text: None without a tokenizer.
-    finish_reason: "stop" or "length". acceptance_lengths: tokens that each round yielded. logprobs, where asked for:
-    per token ``{"token_id", "logprob", "top": {token id: logprob}}``, and ``"named"``, as ``"top"``, for
-    logprob_token_ids. cached_tokens: of the prompt, those that were known from earlier prompts.
+    Attributes:
+        prompt_ids: The prompt's token ids.
+        token_ids: The new tokens, with the stop token where one ended the text.
+        text: Their text; None without a tokenizer.
+        finish_reason: "stop" or "length".
+        acceptance_lengths: Tokens that each round yielded.
+        logprobs: Where asked for, ``{"token_id", "logprob", "top": {token id: logprob}}`` for each token, and
+            ``"named"``, of the same form as ``"top"``, for logprob_token_ids. Natural logarithms.
+        timings: When the prompt reached each stage.
+        cached_tokens: Prompt tokens that came from the prefix cache.
     """
 
     prompt_ids: list[int]
@@ -45,4 +61,5 @@ class Completion:
 
     @property
     def mean_acceptance_length(self) -> float:
+        """Mean tokens of a round."""
         return sum(self.acceptance_lengths) / max(1, len(self.acceptance_lengths))

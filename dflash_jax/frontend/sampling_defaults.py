@@ -1,4 +1,4 @@
-"""A checkpoint's own sampling defaults and stop ids."""
+"""Sampling defaults and stop ids of a checkpoint."""
 
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -8,7 +8,7 @@ from dflash_jax.sampling_params import MAX_STOPS, SamplingParams
 
 
 def _stop_ids(raw: dict) -> tuple[int, ...] | None:
-    """``eos_token_id`` of a config, which is an id or several; None where it has none."""
+    """``eos_token_id`` of a config, one id or several; None where it is missing."""
     from dflash_jax.models.families.reading import LIMITS, shown, whole
 
     value = raw.get("eos_token_id")
@@ -37,7 +37,12 @@ def _sampling(raw) -> dict:
 
 @dataclass(frozen=True)
 class SamplingDefaults:
-    """Sampling defaults and stop ids of a checkpoint."""
+    """Sampling defaults and stop ids of a checkpoint.
+
+    Attributes:
+        values: Sampling options by the names of `SamplingParams`.
+        stop_ids: Token ids that end a text.
+    """
 
     values: dict = field(default_factory=dict)
     stop_ids: tuple[int, ...] = ()
@@ -68,8 +73,14 @@ class SamplingDefaults:
         return cls(values, stop_ids)
 
     def overridden(self, values: dict) -> "SamplingDefaults":
-        """With other sampling defaults: temperature, top_k, top_p, min_p, repetition_penalty. Raises InputError for
-        other names and wrong values."""
+        """Overrides sampling defaults.
+
+        Args:
+            values: By name: temperature, top_k, top_p, min_p, repetition_penalty.
+
+        Raises:
+            InputError: Another name, or a wrong value.
+        """
         known = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
         for name, value in values.items():
             if name not in known:
@@ -81,18 +92,14 @@ class SamplingDefaults:
         return replace(self, values=self.values | values)
 
     def fill(self, params: SamplingParams) -> SamplingParams:
-        """``params`` without a None among the sampling options."""
+        """``params`` with every None among the sampling options replaced by its default."""
         neutral = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
         missing = {f.name for f in fields(params) if getattr(params, f.name) is None}
         filled = replace(params, **{k: v for k, v in (neutral | self.values).items() if k in missing})
-        # Logits divided by less would overflow: the limit of sampling is greedy.
+        # Logits divided by a smaller temperature would overflow; the limit of sampling is greedy.
         return replace(filled, temperature=0.0) if filled.temperature < 1e-5 else filled
 
     def stops(self, params: SamplingParams, must_end: bool = False) -> list[int]:
-        """The token ids that end a row; ``must_end``: the checkpoint's own whatever ``params`` say."""
-        own = () if params.ignore_eos and not must_end else self.stop_ids
-        ids = list(dict.fromkeys((*params.stop_token_ids, *own)))
-        if len(ids) > MAX_STOPS:
-            message = f"stop_token_ids and the checkpoint's own are {len(ids)}: at most {MAX_STOPS} are possible"
-            raise InputError(message)
-        return ids
+        """The token ids that end a text; ``must_end``: with the checkpoint's own even where ignore_eos is set."""
+        checkpoint = () if params.ignore_eos and not must_end else self.stop_ids
+        return list(dict.fromkeys((*params.stop_token_ids, *checkpoint)))

@@ -14,10 +14,18 @@ from dflash_jax.sampling_params import SamplingParams
 
 @dataclass(frozen=True)
 class Piece:
-    """What a dispatch brought to one prompt: the text and tokens since the last piece, what each round yielded, where
-    in ``text`` what each token showed ends and where in the whole text it begins (none without a tokenizer; a token
-    that goes on with a character begins where that does), log-probabilities where asked for, and, with the last one,
-    why it ended."""
+    """What a dispatch brought to one prompt.
+
+    Attributes:
+        text: Text since the last piece.
+        token_ids: Tokens since the last piece.
+        acceptance_lengths: Tokens that each round yielded.
+        ends: Where each shown token ends, in characters of ``text``; empty without a tokenizer.
+        starts: Where each shown token begins, in characters of the whole text; a token that continues a character
+            begins where the character does. Empty without a tokenizer.
+        logprobs: Where asked for, one entry for each token, as in `Completion`.
+        finish_reason: With the last piece, "stop" or "length".
+    """
 
     text: str
     token_ids: list[int]
@@ -41,25 +49,48 @@ class Piece:
 
     @property
     def segments(self) -> list[tuple[str, bool]]:
-        """The text by whether a draft brought it: of the n tokens of a round the last is the target's own."""
+        """The text in parts: (text, whether it was drafted). The last token of each round is the target's own."""
         is_draft = [i < n - 1 for n in self.acceptance_lengths for i in range(n)]
-        found: list[tuple[str, bool]] = []
+        segments: list[tuple[str, bool]] = []
         for start, end, draft in zip([0, *self.ends], self.ends, is_draft, strict=False):
-            if found and found[-1][1] == draft:
-                found[-1] = found[-1][0] + self.text[start:end], draft
+            if segments and segments[-1][1] == draft:
+                segments[-1] = segments[-1][0] + self.text[start:end], draft
             else:
-                found.append((self.text[start:end], draft))
+                segments.append((self.text[start:end], draft))
         if rest := self.text[self.ends[-1] if self.ends else 0 :]:
-            found.append((rest, False))
-        return [segment for segment in found if segment[0]]
+            segments.append((rest, False))
+        return [segment for segment in segments if segment[0]]
 
 
 class TextSequence:
-    """One prompt on its way through the engine: its request, its text so far, and the pieces that nobody took yet.
+    """One prompt with its request, its text so far, and its pieces.
 
-    It watches its own tokens for stop strings. One that is not ``streamed`` has no pieces, and without stop strings its
-    text is made at its end. ``ends``: sees the text behind each token, what is new of it, and says whether it ends
-    there. Like stop strings, that does not count behind the first min_tokens.
+    The engine may be ahead of a sequence: tokens of events that are not yet taken do not count here.
+
+    Args:
+        prompt: Token ids.
+        params: Sampling parameters; a seed of None is replaced by a random one.
+        stops: Token ids that end the text.
+        tokenizer: None for a sequence without text.
+        streamed: Whether there are pieces. Without them, and without stop strings, the text is decoded once, at the
+            end.
+        ends: Gets the new text of each token, and returns whether the text ends there. As with stop strings, the result
+            does not count for the first min_tokens tokens.
+        **options: Further fields of `Request`.
+
+    Attributes:
+        request: The engine's request.
+        text: The `Detokenizer`; None without a tokenizer.
+        is_streamed: Whether there are pieces.
+        num_tokens: New tokens so far.
+        accepted: Tokens that each round yielded.
+        logprobs: An entry for each new token, as in `Completion`; None where not asked for.
+        pieces: Pieces that the consumer has not removed.
+        error: What ended the sequence, where that is an error.
+        compile_s: Seconds of compilation that the sequence waited for.
+        drafts: Rounds with drafts.
+        draft_tokens: Tokens drafted in them.
+        starts: Where each token begins in the text; only where streamed.
     """
 
     def __init__(
@@ -88,22 +119,20 @@ class TextSequence:
         self._ends, self._has_ended = ends, False
         self.request = Request(prompt, params, stops, monitor=monitor, **options)
         self.is_streamed = streamed
-        # What was told so far; the engine may be ahead of it.
-        self.token_ids: list[int] = []
+        self.num_tokens = 0
         self.accepted: list[int] = []
         self.logprobs: list[dict] | None = [] if params.wants_logprobs else None
         self.pieces: deque[Piece] = deque()
         self.error: Exception | None = None
         self.compile_s = 0.0
-        # Rounds with drafts, and how many there were.
         self.drafts = self.draft_tokens = 0
-        # Where in the text each token begins; filled where it is streamed.
         self.starts: list[int] = []
-        # How much of the text has been told; where it ended behind each token of what was watched and not yet taken,
-        # and where each of them begins.
+        # Characters of the text that pieces have. For each event that is monitored but not yet taken: where the text
+        # ended behind each token, and where the token begins.
         self._shown, self._watched = 0, deque()
 
     def _watch(self, tokens: Sequence[int]) -> int | None:
+        """The request's monitor: decodes new tokens and looks for the end of the text."""
         ends, starts = [], []
         for token in tokens:
             known = len(self.text.text)
@@ -117,18 +146,19 @@ class TextSequence:
         return len(ends) if self.text.stopped or self._has_ended else None
 
     def _is_shown(self, token: int) -> bool:
-        """Whether a token is part of the text: the one that ends it is not, unless that is asked for."""
+        """Whether a token is part of the text. One that ends it is only where the params ask for that."""
         return self.request.params.include_stop_str_in_output or token not in self.request.stops
 
     def take(self, event: Event) -> None:
-        self.token_ids += event.tokens
+        """Adds an event of the engine."""
+        self.num_tokens += len(event.tokens)
         self.accepted += event.accepted
         self.error = event.error
         if event.logprobs is not None:
             self.logprobs += event.logprobs
-        if event.width > 1:
+        if event.block_size > 1:
             self.drafts += len(event.accepted)
-            self.draft_tokens += len(event.accepted) * (event.width - 1)
+            self.draft_tokens += len(event.accepted) * (event.block_size - 1)
         if not self.is_streamed:
             self._take_end(event)
             return
@@ -151,14 +181,23 @@ class TextSequence:
                 self.text.push(*(t for t in self.token_ids if self._is_shown(t)))
             self.text.finish()
 
+    def fail(self, error: Exception) -> None:
+        """Ends the sequence with an error where no event follows."""
+        self.request.finish_reason, self.error = "error", error
+
     @property
-    def told(self) -> str | None:
-        """The text so far."""
+    def token_ids(self) -> list[int]:
+        """New tokens so far."""
+        return self.request.tokens[: self.num_tokens]
+
+    @property
+    def shown_text(self) -> str | None:
+        """The text of all pieces so far; None without a tokenizer."""
         return self.text.text[: self._shown] if self.text else None
 
     @property
     def matched(self) -> str | int | None:
-        """The stop string, expression or token that ended it; None where ``ends`` did."""
+        """The stop string, expression or token that ended the text; None where ``ends`` did."""
         if self.request.finish_reason != "stop":
             return None
         if self.text and self.text.stopped:
@@ -166,11 +205,12 @@ class TextSequence:
         return None if self._has_ended else self.request.tokens[-1]
 
     def raise_failure(self) -> None:
-        """Raises what ended it where that is an error: InputError where its own fault, else EngineError."""
+        """Raises the error that ended the sequence: InputError where the request is at fault, else EngineError."""
         if self.error is not None:
             raise self.error
 
     def completion(self) -> Completion:
+        """The result of a sequence that has ended."""
         r, times = self.request, self.request.times
         text = self.text.text if self.text else None
         timings = Timings(

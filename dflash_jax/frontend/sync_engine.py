@@ -1,19 +1,25 @@
-"""The engine behind `LLM`: made for what is asked, kept for what comes next."""
+"""The engine behind `LLM`: made for the requests at hand, reused for the next ones."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.executables import Executables
-from dflash_jax.engine.model_runner import ROW_SIZES
-from dflash_jax.engine.request import Request
+from dflash_jax.engine.model_runner import BATCH_SIZES
+from dflash_jax.engine.router import EventRouter, Message
 from dflash_jax.errors import EngineError
 from dflash_jax.frontend.sequence import TextSequence
 from dflash_jax.models.cache import CONTEXT_CHUNK
 
 
 class Maker(Protocol):
-    """Who makes engines: `LLM`. ``slots``: the most that one may have; compile_s: seconds of compilation so far."""
+    """Makes engines; an `LLM`.
+
+    Attributes:
+        slots: Slots of an engine, at most.
+        compile_s: Seconds of all compilations so far.
+    """
 
     slots: int
     compile_s: float
@@ -22,58 +28,71 @@ class Maker(Protocol):
 
 
 class SyncEngine:
-    """One engine at a time, and the rows that are in it."""
+    """Runs sequences on one engine at a time, in the caller's thread.
+
+    Args:
+        maker: Makes engines.
+
+    Attributes:
+        engine: The engine in use; None before the first request.
+    """
 
     def __init__(self, maker: Maker):
-        self.maker = maker
+        self._maker = maker
         self.engine: Engine | None = None
-        self.live: dict[Request, TextSequence] = {}
+        self._router = EventRouter()
 
-    def submit(self, rows: Sequence[TextSequence], programs: Executables) -> None:
-        engine = self._ready(rows, programs)
-        for row in rows:
-            row.compile_s = self.maker.compile_s
-            self.live[row.request] = row
-            engine.submit(row.request)
+    def submit(self, sequences: Sequence[TextSequence], programs: Executables) -> None:
+        """Submits sequences to an engine that runs ``programs``."""
+        engine = self._engine_for(sequences, programs)
+        for sequence in sequences:
+            sequence.compile_s = self._maker.compile_s
+            self._router.add(sequence.request, partial(self._receive, sequence))
+            engine.submit(sequence.request)
 
-    def _ready(self, rows: Sequence[TextSequence], programs: Executables) -> Engine:
-        """One with enough positions and, up to the limit, slots; what runs in a smaller one is finished first."""
-        need, capacity = max((row.request.need for row in rows), default=1), CONTEXT_CHUNK
+    def _receive(self, sequence: TextSequence, message: Message) -> None:
+        if isinstance(message, Exception):
+            sequence.fail(message)
+        else:
+            sequence.take(message)
+            if not message.finish_reason:
+                return
+            sequence.compile_s = self._maker.compile_s - sequence.compile_s
+        self._router.remove(sequence.request)
+
+    def _engine_for(self, sequences: Sequence[TextSequence], programs: Executables) -> Engine:
+        """An engine with enough positions and, up to the limit, slots. Requests of a smaller one are finished first."""
+        need, capacity = max((sequence.request.need for sequence in sequences), default=1), CONTEXT_CHUNK
         while capacity < need:
             capacity *= 2
-        slots = programs.data * next(n for n in ROW_SIZES if n * programs.data >= min(len(rows), self.maker.slots))
+        wanted = min(len(sequences), self._maker.slots)
+        slots = programs.data * next(n for n in BATCH_SIZES if n * programs.data >= wanted)
         if (engine := self.engine) is not None and engine.failure is None:
-            held = engine.device
-            if held.programs is programs and held.capacity >= capacity and held.slots >= slots:
+            runner = engine.runner
+            if runner.programs is programs and runner.capacity >= capacity and runner.slots >= slots:
                 return engine
             while engine.has_work:
                 self.step()
-            if held.programs is programs:
-                capacity, slots = max(capacity, held.capacity), max(slots, held.slots)
-        # Its memory is needed for the next one.
-        self.engine = engine = None
-        self.engine = self.maker.new_engine(programs, slots, capacity)
+            if runner.programs is programs:
+                capacity, slots = max(capacity, runner.capacity), max(slots, runner.slots)
+        # The next engine needs the memory of this one.
+        self.engine = engine = runner = None
+        self.engine = self._maker.new_engine(programs, slots, capacity)
         return self.engine
 
     def step(self) -> None:
+        """Runs one step of the engine and delivers its events."""
         try:
             events = self.engine.step()
         except BaseException:
-            # Interrupted somewhere: what the state is then, nobody knows.
+            # The state of an interrupted engine is unknown.
             self.engine = None
-            for row in self.live.values():
-                row.request.finish_reason, row.error = "error", EngineError("the engine was interrupted")
-            self.live.clear()
+            self._router.send_all(EngineError("the engine was interrupted"))
             raise
-        for event in events:
-            if (row := self.live.get(event.request)) is not None:
-                row.take(event)
-                if event.finish_reason:
-                    row.compile_s = self.maker.compile_s - row.compile_s
-                    del self.live[event.request]
+        self._router.send((event.request, event) for event in events)
 
-    def leave(self, rows: Sequence[TextSequence]) -> None:
-        """Nobody waits for these rows any more."""
-        for row in rows:
-            if self.live.pop(row.request, None) is not None and self.engine is not None:
-                self.engine.abort(row.request)
+    def leave(self, sequences: Sequence[TextSequence]) -> None:
+        """Ends delivery to sequences, and aborts those that have not ended."""
+        for sequence in sequences:
+            if self._router.remove(sequence.request) and self.engine is not None:
+                self.engine.abort(sequence.request)

@@ -1,4 +1,4 @@
-"""Between text and token ids: tokenizer and chat template."""
+"""Conversion between text and token ids: tokenizer and chat template."""
 
 import json
 import os
@@ -12,9 +12,9 @@ import tokenizers
 from dflash_jax.checkpoint.config_files import read_json
 from dflash_jax.errors import InputError
 
-# What a chat template, or a library that fills one in, raises.
+# Errors of a chat template and of the library that renders it.
 REFUSALS = (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError, SyntaxError)
-# What a template's options cannot say: it has fields of its own, or is decided here.
+# Names that are not options of a template: they have parameters of their own, or are set here.
 RESERVED = {
     "add_generation_prompt",
     "ask",
@@ -30,27 +30,34 @@ RESERVED = {
     "tokenize",
     "tools",
 }
-# Words whose tokens are kept.
+# Words whose tokens are cached.
 WORDS = 2048
-# What opens a message: Qwen's and Llama's.
+# Tokens that open a message, of Qwen and of Llama.
 MARKERS = ("<|im_start|>", "<|start_header_id|>")
 
 
 class Tokenizer:
-    """The checkpoint's own tokenizer and chat template.
+    """The tokenizer and chat template of a checkpoint.
 
-    ``tokenizer.json`` is read by the tokenizers library; transformers, which takes seconds to import, is asked only
-    for chat templates and for checkpoints in older formats.
+    The tokenizers library reads ``tokenizer.json``. transformers, which takes seconds to import, is used only for chat
+    templates and for checkpoints in older formats.
 
     Args:
-        directory: Of the checkpoint, or of a tokenizer alone.
+        directory: Directory of the checkpoint, or of a tokenizer alone.
         chat_template: Text of a template in place of the checkpoint's.
-        template_options: Defaults of the template's own options, such as ``{"enable_thinking": False}``.
+        template_options: Defaults of the template's options, such as ``{"enable_thinking": False}``.
+
+    Attributes:
+        file: The tokenizer.json; None in older formats.
+        template_options: As given.
+
+    Raises:
+        InputError: The files are not a tokenizer, or an option has a reserved name.
     """
 
     def __init__(self, directory: Path, chat_template: str | None = None, template_options: dict | None = None):
         self._directory, self._given_template = directory, chat_template
-        # Log-probabilities ask for the same tokens again and again.
+        # Log-probabilities decode the same tokens many times.
         self._token_bytes: dict[int, bytes] = {}
         self._encode_word = lru_cache(WORDS)(lambda word: tuple(self._encode(word, False)))
         self.template_options = dict(template_options or {})
@@ -79,39 +86,40 @@ class Tokenizer:
 
     @cached_property
     def _full(self):
-        # Tokenizers and templates need no PyTorch, which transformers advises to install.
+        # transformers advises to install PyTorch, which tokenizers and templates do not need.
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
         from transformers import AutoTokenizer
 
         try:
             full = AutoTokenizer.from_pretrained(self._directory)
-        except Exception as e:  # transformers raises many types for what is one fault: no usable tokenizer there
+        except Exception as e:  # transformers raises many types where a directory has no usable tokenizer
             raise InputError(f"{self._directory} has no tokenizer that transformers can read: {reason(e)}") from None
         if self._given_template is not None:
             full.chat_template = self._given_template
         return full
 
     def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt, with the special tokens that the checkpoint adds."""
         return self._encode(text, True)
 
     def encode_plain(self, text: str) -> list[int]:
-        """Without the special tokens that a checkpoint may put around a prompt."""
+        """Token ids without special tokens added."""
         return self._encode(text, False)
 
     def encode_word(self, word: str) -> tuple[int, ...]:
-        """As `encode_plain`; kept, since all choices of a request ask for the same words."""
+        """As `encode_plain`, cached: all choices of a request encode the same words."""
         return self._encode_word(word)
 
     def token(self, token_id: int) -> str:
-        """The token as the vocabulary spells it; empty past its end."""
+        """The token as spelled in the vocabulary; empty for ids past its end."""
         return self._token(token_id) or ""
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What a token stands for, special ones by their names; half a character, too, in byte-level vocabularies."""
-        found = self._token_bytes.get(token_id)
-        if found is None:
-            found = self._token_bytes[token_id] = self._read_token_bytes(token_id)
-        return found
+        """The bytes of a token, which may be part of a character; of a special token, its name."""
+        value = self._token_bytes.get(token_id)
+        if value is None:
+            value = self._token_bytes[token_id] = self._read_token_bytes(token_id)
+        return value
 
     def _read_token_bytes(self, token_id: int) -> bytes:
         name = self.token(token_id)
@@ -125,14 +133,15 @@ class Tokenizer:
 
     @cached_property
     def config(self) -> dict:
-        """What tokenizer_config.json says; empty where there is none."""
+        """The tokenizer_config.json; empty where there is none."""
         path = self._directory / "tokenizer_config.json"
         return read_json(path) if path.exists() else {}
 
     @cached_property
     def chat_template(self) -> str | None:
-        found = self._full.chat_template
-        return found.get("default") if isinstance(found, dict) else found
+        """The default chat template; None where there is none."""
+        templates = self._full.chat_template
+        return templates.get("default") if isinstance(templates, dict) else templates
 
     def template_for(self, tools: list[dict] | None) -> str:
         """The chat template for a conversation with ``tools``. Raises InputError where there is none."""
@@ -142,15 +151,15 @@ class Tokenizer:
 
     @cached_property
     def special_tokens(self) -> dict[str, str]:
-        """As chat templates read them: ``bos_token`` and others."""
+        """Special tokens by the names that chat templates use, such as ``bos_token``."""
         return {name: str(token) for name, token in self._full.special_tokens_map.items()}
 
     @cached_property
     def longest_token(self) -> int | None:
-        """Characters that one token stands for at most; None where that is not known.
+        """Characters of the longest token; None where it is unknown.
 
-        It is known of byte-level vocabularies whose text is not shortened before. NFC composes four characters to one
-        at most.
+        It is known for byte-level vocabularies whose normaliser does not shorten the text. NFC composes at most four
+        characters into one.
         """
         if not self._is_byte_level:
             return None
@@ -162,16 +171,16 @@ class Tokenizer:
 
     @cached_property
     def markers(self) -> frozenset[int]:
-        """Ids of the tokens that open a message in a chat template, where there are some."""
+        """Ids of the tokens that open a message in a chat template; may be empty."""
         each = (self._encode(marker, False) for marker in MARKERS)
         return frozenset(ids[0] for ids in each if len(ids) == 1)
 
     def decode_long(self, ids: Sequence[int]) -> str:
-        """As `decode`; other threads run meanwhile."""
+        """As `decode`, for long texts: other threads can run meanwhile."""
         return self._decode_long(list(ids))
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of token ids, by default without special tokens."""
+        """Text of token ids; special tokens are left out by default."""
         return self._decode(list(ids), skip_special_tokens)
 
     def render_chat(
@@ -182,8 +191,17 @@ class Tokenizer:
         ask: bool = True,
         **options,
     ) -> str:
-        """A conversation as the template writes it; if ``ask``, up to where the answer begins. ``thinking`` None: its
-        default; ``options``: the template's own. The template runs in a sandbox. Raises InputError for what it refuses.
+        """Renders a conversation with the chat template, which runs in a sandbox.
+
+        Args:
+            messages: ``{"role", "content"}`` of each message.
+            thinking: The template's enable_thinking; None takes its default.
+            tools: Tools that the model may call, as JSON schemas.
+            ask: Whether the text goes on to where the answer begins.
+            **options: The template's own options.
+
+        Raises:
+            InputError: There is no template, or it refuses the conversation.
         """
         if not self.chat_template and not options.get("chat_template"):
             raise InputError("this checkpoint has no chat template: give plain prompts")
@@ -198,20 +216,30 @@ class Tokenizer:
             raise InputError(f"the chat template does not take this conversation: {reason(e)}") from None
 
     def mark_answers(self, messages: list[dict], where: str) -> tuple[list[int], list[bool]]:
-        """Token ids of a whole conversation, and which are the assistant's.
+        """Encodes a conversation for training.
 
-        From the template's generation markers; of a template that has none, an answer is what it adds to the
-        conversation before it. Raises InputError, naming ``where``, for a template that rewrites earlier turns: then
-        each answer must be a conversation of its own.
+        Answers are known from the template's generation markers. For a template without them, an answer is the text
+        that it adds to the conversation before it.
+
+        Args:
+            messages: ``{"role", "content"}`` of each message.
+            where: Names the conversation in errors.
+
+        Returns:
+            Token ids, and whether each is the assistant's.
+
+        Raises:
+            InputError: The template refuses the conversation, or rewrites earlier turns; then each answer must be a
+                conversation of its own.
         """
         if "generation %}" in (self.chat_template or "") or "generation -%}" in (self.chat_template or ""):
             try:
-                found = self._full.apply_chat_template(
+                encoded = self._full.apply_chat_template(
                     messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
                 )
             except REFUSALS as e:
                 raise InputError(f"{where}: the chat template does not take this conversation: {reason(e)}") from None
-            return list(found["input_ids"]), [bool(m) for m in found["assistant_masks"]]
+            return list(encoded["input_ids"]), [bool(m) for m in encoded["assistant_masks"]]
         tokens: list[int] = []
         mask: list[bool] = []
         shown = ""
@@ -229,7 +257,7 @@ class Tokenizer:
                     f"told what messages[{i}] adds: give each answer as a conversation that ends with it, or use "
                     f"regenerate, which writes token ids"
                 )
-            # The lines that the template itself writes before an answer.
+            # The template writes the lines before an answer itself.
             same = next((k for k, (a, b) in enumerate(zip(asked, after, strict=False)) if a != b), len(asked))
             head = after[: max(after.rfind("\n", 0, same) + 1, len(base))]
             for text, is_answer in ((head[len(shown) :], False), (after[len(head) :], True)):
@@ -244,8 +272,8 @@ class Tokenizer:
 
 
 def _byte_level() -> dict[str, int]:
-    """The characters that byte-level vocabularies write for the 256 bytes: printable ones for themselves, the others
-    from U+0100 on, in order."""
+    """The 256 bytes by the characters of byte-level vocabularies: printable ones are themselves, the others are
+    characters from U+0100 on, in order."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [b for b in range(256) if b not in printable]
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
@@ -255,4 +283,5 @@ _BYTES = _byte_level()
 
 
 def reason(error: Exception) -> str:
+    """The first line of an error's message, or its type."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

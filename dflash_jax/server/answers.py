@@ -30,7 +30,7 @@ def usage(
     prompt = sum(len(r.request.prompt) for r in sequences[::choices])
     cached = sum(r.request.cached for r in sequences[::choices])
     new = sequences if new is None else new
-    count = sum(len(r.token_ids) for r in new)
+    count = sum(r.num_tokens for r in new)
     drafts, drafted = sum(r.drafts for r in new), sum(r.draft_tokens for r in new)
     accepted = sum(n - 1 for r in new for n in r.accepted)
     return {
@@ -65,7 +65,7 @@ def timings(sequences: Sequence[TextSequence], now: float) -> dict:
     if not times:
         return {"decode_s": 0.0, "tokens_per_s": 0.0}
     seconds = max(now if isnan(t.finished) else t.finished for t in times) - min(t.ready for t in times)
-    return {"decode_s": seconds, "tokens_per_s": sum(len(r.token_ids) for r in sequences) / max(seconds, 1e-9)}
+    return {"decode_s": seconds, "tokens_per_s": sum(r.num_tokens for r in sequences) / max(seconds, 1e-9)}
 
 
 def request_metrics(sequences: Sequence[TextSequence]) -> dict:

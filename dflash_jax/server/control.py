@@ -54,7 +54,7 @@ class Probe:
 
     async def _generate(self) -> str | None:
         llm, engine = self._serving.llm, self._serving.engine
-        sequence = llm.new_row([0], SamplingParams(max_tokens=1, temperature=0.0, seed=0), 1, priority=FIRST)
+        sequence = llm.new_sequence([0], SamplingParams(max_tokens=1, temperature=0.0, seed=0), 1, priority=FIRST)
         try:
             events = engine.submit(sequence.request)
         except QueueFullError:
@@ -114,7 +114,7 @@ async def flush_cache(http: Request):
 async def reset_prefix_cache(http: Request):
     """Empties the prefix cache. Running requests have their own copies."""
     serving: Serving = http.app.state.serving
-    await on_engine(serving, serving.engine.engine.store.clear)
+    await on_engine(serving, serving.engine.engine.prefix_cache.clear)
     return JsonResponse({"success": True, "message": "Cache reset."})
 
 

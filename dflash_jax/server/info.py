@@ -68,8 +68,8 @@ async def server_info(http: Request):
             **serving.info,
             "served_model_name": serving.name,
             "max_model_len": serving.capacity,
-            "max_running_requests": engine.device.slots,
-            "max_total_num_tokens": engine.device.slots * serving.capacity,
+            "max_running_requests": engine.runner.slots,
+            "max_total_num_tokens": engine.runner.slots * serving.capacity,
             "internal_states": [state],
         }
     )
@@ -128,7 +128,7 @@ async def load(http: Request):
 def load_metrics(serving: Serving) -> dict:
     """SGLang's measures of load, of all data shards together."""
     engine = serving.engine.engine
-    total, s = engine.device.slots * serving.capacity, engine.statistics
+    total, s = engine.runner.slots * serving.capacity, engine.statistics
     used = round(engine.usage * total)
     waiting = engine.waiting_tokens
     return {
@@ -140,9 +140,9 @@ def load_metrics(serving: Serving) -> dict:
         "num_used_tokens": used,
         "num_total_tokens": used + waiting,
         "max_total_num_tokens": total,
-        "max_running_requests": engine.device.slots,
+        "max_running_requests": engine.runner.slots,
         "token_usage": engine.usage,
-        "utilization": engine.running / engine.device.slots,
+        "utilization": engine.running / engine.runner.slots,
         "cache_hit_rate": s.cached_tokens / max(s.prompt_tokens, 1),
     }
 

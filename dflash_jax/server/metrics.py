@@ -47,7 +47,7 @@ class Metrics:
 
     def observe(self, event: Event) -> None:
         """Counts an event that was just received."""
-        request, now = event.request, self._engine.engine.device.clock
+        request, now = event.request, self._engine.engine.runner.clock
         before, count = self._last.get(request), len(event.tokens)
         if count and before is not None:
             for _ in range(count):
@@ -108,7 +108,7 @@ class Metrics:
             "Accepted, by place in the draft.",
             labels=(*LABELS, "position"),
         )
-        for place in range(engine.options.widths[-1] - 1):
+        for place in range(engine.config.block_sizes[-1] - 1):
             count = sum(c for n, c in accepted.items() if n - 1 > place)
             places.add_metric([*labels, str(place)], count)
         yield places

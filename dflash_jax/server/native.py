@@ -139,7 +139,7 @@ def answer(
         ended: Why the text ended; None while it has not.
     """
     sequence, request, tokenizer = requested.sequence, requested.sequence.request, serving.llm.tokenizer
-    token_ids, logprobs = (list(sequence.token_ids), sequence.logprobs or []) if requested.is_new else ([], [])
+    token_ids, logprobs = (sequence.token_ids, sequence.logprobs or []) if requested.is_new else ([], [])
     if not requested.is_new and ended == "stop":
         ended = "length"
     reason = ended and {"type": ended}
@@ -171,7 +171,7 @@ def answer(
             first = {"token_id": request.prompt[0], "logprob": None, "top": {}}
             entries = [first, *request.prompt_entries][body.logprob_start_len :]
         meta |= _logprobs("input", tokenizer, entries, body)
-    return {"text": sequence.told if requested.is_new else "", "output_ids": token_ids, "meta_info": meta}
+    return {"text": sequence.shown_text if requested.is_new else "", "output_ids": token_ids, "meta_info": meta}
 
 
 def thought_tokens(serving: Serving, token_ids: list[int]) -> int:

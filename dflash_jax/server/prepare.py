@@ -315,7 +315,7 @@ async def sequences(
         choice_params = replace(params, seed=(params.seed + i) % SEEDS)
         try:
             prepared.append(
-                track(serving.llm.new_row(prompt, choice_params, block_size, mask=mask, ends=ends(), **options))
+                track(serving.llm.new_sequence(prompt, choice_params, block_size, mask=mask, ends=ends(), **options))
             )
         except InputError as e:
             if mask is not None:

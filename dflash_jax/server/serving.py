@@ -170,12 +170,12 @@ class Serving:
     @property
     def capacity(self) -> int:
         """Positions of a slot."""
-        return self.engine.engine.device.capacity
+        return self.engine.engine.runner.capacity
 
     @property
     def clock(self) -> float:
         """The engine's clock, in seconds."""
-        return self.engine.engine.device.clock
+        return self.engine.engine.runner.clock
 
     @property
     def failure(self) -> str | None:

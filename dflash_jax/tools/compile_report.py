@@ -173,8 +173,8 @@ def report(shapes, layout, devices, args) -> dict:
     import jax.numpy as jnp
 
     from dflash_jax.decoding.state import Settings
+    from dflash_jax.engine.config import largest_prefill
     from dflash_jax.engine.executables import GPU_OPTIONS, Executables
-    from dflash_jax.engine.options import largest_prefill
     from dflash_jax.models.cache import KVCache
     from dflash_jax.ops import backend
     from dflash_jax.ops.card import Card

@@ -15,10 +15,10 @@ import numpy as np
 from dflash_jax.cli.system_config import read_system
 from dflash_jax.decoding.sampling import SamplingRows
 from dflash_jax.decoding.state import Settings
+from dflash_jax.engine.config import EngineConfig
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.executables import Executables
-from dflash_jax.engine.model_runner import Device
-from dflash_jax.engine.options import Options
+from dflash_jax.engine.model_runner import ModelRunner
 from dflash_jax.engine.request import Request
 from dflash_jax.models.config import AttentionSpec, GatedDeltaSpec, LayerSpec, MoeSpec, RopeSpec
 from dflash_jax.models.decoder import abstract_decoder
@@ -140,19 +140,19 @@ def requests(lengths: Sequence[int], temperature: float, new: int, vocab: int) -
 
 def run(
     target, drafter, wanted: list[Request], width: int, *, together: bool, reproducible: int = 0, capacity: int,
-    prefill_sizes: tuple[int, ...], prefill_together: int = 0,
+    prefill_sizes: tuple[int, ...], prefill_batch_tokens: int = 0,
 ) -> list[Request]:  # fmt: skip
     """``wanted`` with their tokens, all at once or one after another. ``reproducible``: the width of all windows, or
     0."""
     settings = Settings(reproducible or 1, bool(reproducible))
-    options = Options(
-        widths=(1, width) if width > 1 else (1,),
+    config = EngineConfig(
+        block_sizes=(1, width) if width > 1 else (1,),
         prefill_sizes=prefill_sizes,
-        prefill_together=prefill_together,
-        rows_per_dispatch=1 if reproducible else None,
+        prefill_batch_tokens=prefill_batch_tokens,
+        max_decode_batch=1 if reproducible else None,
         adaptive=False,
     )
-    engine = Engine(Device(Executables(target, drafter), len(wanted), capacity, settings), options)
+    engine = Engine(ModelRunner(Executables(target, drafter), len(wanted), capacity, settings), config)
     for request in wanted:
         engine.submit(request)
         while not together and engine.has_work:

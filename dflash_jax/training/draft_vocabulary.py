@@ -7,7 +7,8 @@ import numpy as np
 
 from dflash_jax.checkpoint.hub import resolve
 from dflash_jax.checkpoint.load import check_target
-from dflash_jax.frontend.llm import DRAFT_TOKENS, TINY
+from dflash_jax.frontend.llm_config import TINY
+from dflash_jax.frontend.loading import DRAFT_TOKENS
 from dflash_jax.frontend.tokenizer import Tokenizer
 from dflash_jax.parallel import distributed
 from dflash_jax.training.config import TrainConfig

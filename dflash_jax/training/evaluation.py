@@ -1,6 +1,5 @@
 """Acceptance length and speed of a drafter in real decoding, on prompts that it was not trained on."""
 
-import copy
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +12,6 @@ from dflash_jax.engine.executables import Executables
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.llm import LLM
 from dflash_jax.frontend.outputs import Completion
-from dflash_jax.frontend.sync_engine import SyncEngine
 from dflash_jax.models.drafter import DrafterWrapper
 from dflash_jax.sampling_params import SamplingParams
 from dflash_jax.training.config import TrainConfig
@@ -115,9 +113,7 @@ class GreedyDrafts(DrafterWrapper):
 
 def with_greedy_drafts(llm: LLM) -> LLM:
     """The same pair with `GreedyDrafts` around its drafter."""
-    other = copy.copy(llm)
-    other.programs, other._pool = Executables(llm.target, GreedyDrafts(llm.drafter)), SyncEngine(other)
-    return other
+    return llm.with_programs(Executables(llm.target, GreedyDrafts(llm.drafter)))
 
 
 def read_held_out(config: TrainConfig, llm: LLM) -> list[list[int]]:

@@ -41,7 +41,7 @@ TEXTS = [
 
 def measure(engine: Engine, requests: list[Request], concurrency: int) -> dict:
     """Runs the requests, ``concurrency`` of them at a time."""
-    clock, before = engine.device, engine.statistics
+    clock, before = engine.runner, engine.statistics
     host, wait, dispatches = before.host_s, before.wait_s, sum(before.dispatches.values())
     began, left, live, pieces = clock.clock, list(requests), 0, {r: [] for r in requests}
     while left or engine.has_work:

@@ -30,7 +30,7 @@ async def direct(serving, new: int, count: int, block, grammar: bool = False) ->
 
     async def one(i: int) -> int:
         mask = compiled.mask() if compiled else None
-        row = serving.llm.new_row(PROMPTS[i % len(PROMPTS)], replace(params, seed=i), block, mask=mask)
+        row = serving.llm.new_sequence(PROMPTS[i % len(PROMPTS)], replace(params, seed=i), block, mask=mask)
         async for event in serving.engine.submit(row.request):
             row.take(event)
         return len(row.request.tokens)
@@ -92,7 +92,7 @@ async def over_http(url: str, args, *options: str):
 async def run(args) -> None:
     import uvicorn
 
-    from dflash_jax.engine import engine as engine_module
+    from dflash_jax.engine import scheduler
     from dflash_jax.engine.service import AsyncEngine
     from dflash_jax.engine.warm_up import warm_up
     from dflash_jax.server.app import build
@@ -114,12 +114,12 @@ async def run(args) -> None:
 
     async def one_round(masked: bool) -> float:
         """At one round a dispatch, as masks need it."""
-        before = engine_module.MOST_ROUNDS, engine_module.LEAST_ROUNDS
-        engine_module.MOST_ROUNDS = engine_module.LEAST_ROUNDS = 1
+        before = scheduler.MAX_ROUNDS, scheduler.MIN_ROUNDS
+        scheduler.MAX_ROUNDS = scheduler.MIN_ROUNDS = 1
         try:
             return await direct(serving, args.new_tokens, args.concurrency, 1, masked)
         finally:
-            engine_module.MOST_ROUNDS, engine_module.LEAST_ROUNDS = before
+            scheduler.MAX_ROUNDS, scheduler.MIN_ROUNDS = before
 
     for i in range(args.runs + 1):
         measured = {

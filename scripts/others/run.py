@@ -26,7 +26,7 @@ from pathlib import Path
 
 from dflash_jax.cli.options import Parser, exit_code, versions
 from dflash_jax.errors import InputError
-from dflash_jax.frontend.llm import TINY
+from dflash_jax.frontend.llm_config import TINY
 
 HERE = Path(__file__).parent
 DEFAULTS = (None, TINY / "target", TINY / "draft")

@@ -387,7 +387,7 @@ def attacks(target: Target) -> dict[str, Callable]:
 @contextlib.contextmanager
 def started():
     """(URL, process id) of a server of the bundled pair, whose template can be told to misbehave."""
-    from dflash_jax.frontend.llm import TINY
+    from dflash_jax.frontend.llm_config import TINY
 
     with tempfile.TemporaryDirectory() as directory:
         target = Path(directory) / "target"

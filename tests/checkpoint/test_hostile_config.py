@@ -9,7 +9,7 @@ import pytest
 
 from dflash_jax.checkpoint.load import read_draft_config
 from dflash_jax.errors import InputError
-from dflash_jax.frontend.llm import TINY
+from dflash_jax.frontend.llm_config import TINY
 from dflash_jax.frontend.sampling_defaults import SamplingDefaults
 from dflash_jax.models import families
 from dflash_jax.models.config import DraftConfig

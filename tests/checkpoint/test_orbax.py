@@ -20,7 +20,8 @@ from dflash_jax.checkpoint.export import to_hf
 from dflash_jax.checkpoint.files import TensorFiles
 from dflash_jax.checkpoint.load import load_drafter, load_target, open_any
 from dflash_jax.errors import InputError
-from dflash_jax.frontend.llm import LLM, TINY
+from dflash_jax.frontend.llm import LLM
+from dflash_jax.frontend.llm_config import TINY
 from dflash_jax.parallel.sharding import ONE_DEVICE
 from dflash_jax.sampling_params import SamplingParams
 

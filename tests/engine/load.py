@@ -7,10 +7,10 @@ import numpy as np
 import tiny
 
 from dflash_jax.decoding.state import Settings
+from dflash_jax.engine.config import EngineConfig
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.executables import Executables
-from dflash_jax.engine.model_runner import Device
-from dflash_jax.engine.options import Options
+from dflash_jax.engine.model_runner import ModelRunner
 from dflash_jax.engine.request import Request
 from dflash_jax.sampling_params import SamplingParams
 from dflash_jax.tools.equality import Reference, equal_or_tie
@@ -18,12 +18,12 @@ from dflash_jax.tools.equality import Reference, equal_or_tie
 MARKER, CAPACITY, SIZES = 1, 96, (8, 32)
 
 
-def engine_for(programs: Executables, widths=(1, 8), slots: int = 32, **options) -> Engine:
+def engine_for(programs: Executables, block_sizes=(1, 8), slots: int = 32, **options) -> Engine:
     settings = Settings(1, top_logprobs=5)
-    options = {"prefill_sizes": SIZES, "prefill_together": 32, "max_num_batched_tokens": 64} | options
+    options = {"prefill_sizes": SIZES, "prefill_batch_tokens": 32, "max_num_batched_tokens": 64} | options
     options.setdefault("prefix_bytes", 2 * 10**6)
-    options |= {"widths": widths, "markers": frozenset([MARKER])}
-    return Engine(Device(programs, slots, CAPACITY, settings), Options(**options))
+    options |= {"block_sizes": block_sizes, "markers": frozenset([MARKER])}
+    return Engine(ModelRunner(programs, slots, CAPACITY, settings), EngineConfig(**options))
 
 
 def some_requests(seed: int, count: int, vocab: int) -> list[dict]:
@@ -117,7 +117,7 @@ def check(target, expected: tuple, found: Request, entries: list[dict]) -> None:
 def under_load(engine: Engine, target, wanted: list[dict], expected: list[tuple], count: int, seed: int) -> None:
     """``count`` requests drawn from ``wanted`` arrive at random, a tenth are aborted; all others are checked."""
     rng, left, live, entries = random.Random(seed), count, [], {}
-    checked, widest = 0, engine.options.widths[-1]
+    checked, widest = 0, engine.config.block_sizes[-1]
     blocks = ["auto", "auto", 1, min(3, widest), widest]
     while left or engine.has_work:
         while left and rng.random() < 0.6:

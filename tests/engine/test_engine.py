@@ -16,7 +16,7 @@ from load import CAPACITY, MARKER, alone, check, engine_for, some_requests, unde
 
 from dflash_jax.decoding import prefix_snapshot
 from dflash_jax.engine import model_runner
-from dflash_jax.engine.draft_length import ALONE
+from dflash_jax.engine.draft_length import NO_DRAFTER
 from dflash_jax.engine.executables import Executables
 from dflash_jax.engine.request import ReadyMasks, Request
 from dflash_jax.engine.token_rules import Rules, ThinkingBudget, TokenRules
@@ -29,10 +29,10 @@ COUNT = int(os.environ.get("DFLASH_LOAD", "400"))
 
 
 @pytest.fixture(scope="module", autouse=True)
-def few_row_sizes():
+def few_batch_sizes():
     """Each costs seconds to compile."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model_runner, "ROW_SIZES", (1, 4, 32))
+        patch.setattr(model_runner, "BATCH_SIZES", (1, 4, 32))
         patch.setattr(Executables, "compiler_options", {"xla_backend_optimization_level": 0})
         yield
 
@@ -62,8 +62,8 @@ def loaded(family):
     """An engine that has seen some load, with any width at any time where a request leaves that open."""
     engine, rng = engine_for(family.drafting), random.Random(0)
 
-    def choose(rows, own, least, *_):
-        return rng.choice([w for w in (ALONE, 1, 8) if w >= least or least == 1])
+    def choose(batch_size, acceptances, minimum, *_):
+        return rng.choice([b for b in (NO_DRAFTER, 1, 8) if b >= minimum or minimum == 1])
 
     engine.policy.choose = choose
     under_load(engine, family.target, family.wanted, family.expected, COUNT, seed=1)
@@ -74,18 +74,18 @@ def test_requests_under_load_give_what_they_give_alone(loaded):
     """Hundreds, up to 32 at once: lengths, parameters, widths, windows, priorities, aborts."""
     s = loaded.statistics
     assert sum(s.requests.values()) == COUNT
-    assert {window for _, window in s.dispatches} == {ALONE, 1, 8}
+    assert {block_size for _, block_size in s.dispatches} == {NO_DRAFTER, 1, 8}
     assert max(s.accepted) == 8
     assert s.cached_tokens > 0.2 * s.prompt_tokens
-    assert loaded.store.size <= loaded.store.budget
-    assert sorted(loaded._free) == list(range(32))
+    assert loaded.prefix_cache.size <= loaded.prefix_cache.budget
+    assert loaded.free_slots == 32
 
 
 def test_no_program_for_another_request(family, loaded):
     """Whatever comes: one program for each number of rows and width, and for each chunk with and without drafter, the
     short ones of one prompt and of several."""
     under_load(loaded, family.target, family.wanted, family.expected, 100, seed=2)
-    kinds = Counter(key[0] for key in loaded.device.programs.compiled)
+    kinds = Counter(key[0] for key in loaded.runner.programs.compiled)
     most = {"decode": 3 * 3, "prefill": 3 * 2, "save": 2, "load": 2} | dict.fromkeys(
         ("admit", "snapshot", "restore", "empty"), 1
     )
@@ -113,8 +113,8 @@ def test_a_known_prefix_changes_nothing(family, drafts):
                     check(family.target, family.expected[i], request, entries)
                 if budget == 10**8 and again == 2:
                     assert request.cached == len(request.prompt) - 1
-        assert engine.store.size <= budget
-        sizes[budget] = len(engine.store)
+        assert engine.prefix_cache.size <= budget
+        sizes[budget] = len(engine.prefix_cache)
     assert 0 < sizes[150_000] < sizes[10**8]
 
 
@@ -146,7 +146,7 @@ def test_a_full_prefill_and_a_hit_are_the_same_bits(family):
             engine.submit(r := Request(text, params))
             while engine.has_work:
                 engine.step()
-        runs.append((r.cached, jax.device_get(engine.device.state.target)))
+        runs.append((r.cached, jax.device_get(engine.runner.state.target)))
     assert runs[0][0] == 0
     assert runs[1][0] == 39
     jax.tree.map(np.testing.assert_array_equal, runs[0][1], runs[1][1])

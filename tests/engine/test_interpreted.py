@@ -56,7 +56,7 @@ def requests(lengths, temperature: float):
 def run(target, drafter, wanted, width: int, together: bool, reproducible: bool = False):
     wanted = token_runs.run(
         target, drafter, wanted, width, together=together, reproducible=WIDE if reproducible else 0, capacity=CAPACITY,
-        prefill_sizes=(32, 128), prefill_together=128,
+        prefill_sizes=(32, 128), prefill_batch_tokens=128,
     )  # fmt: skip
     assert [len(request.tokens) for request in wanted] == [NEW] * len(wanted)
     return wanted

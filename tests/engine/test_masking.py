@@ -1,8 +1,8 @@
-"""Masks that are late, refused or impossible, on a device without a model."""
+"""Masks that are late, refused or impossible, on a runner without a model."""
 
 import numpy as np
 import pytest
-from mock_device import engine, expected, request, run
+from mock_runner import engine, expected, request, run
 
 from dflash_jax.engine.masking import NO_DRAFT, Masking, RoundOfMasks
 from dflash_jax.engine.request import ReadyMasks
@@ -146,17 +146,17 @@ def test_a_mask_that_fails_ends_its_own_request_with_its_error(where, error):
 
 @pytest.mark.parametrize("ending", ["abort", "failure"])
 def test_a_mask_is_closed_however_its_request_ends(ending):
-    e, masks = engine(slots=1), Counting(patience=10**6)
+    e, masks = engine(slots=2), Counting(patience=10**6)
     e.submit(r := request([9, 9], 5, mask=masks))
     e.step()
     e.step()
     if ending == "abort":
         e.abort(r)
     else:
-        e.device.fail = True
-        e.submit(request([9, 8, 7], 5, priority=-1))
-        e.device.prefill = None
-        e._fail(RuntimeError("out of memory"))
+        e.runner.fail = True
+        e.submit(request([9, 8, 7], 5))
+        while not e.failure:
+            e.step()
     assert masks.is_closed
 
 
@@ -169,14 +169,14 @@ def test_a_round_is_verified_with_the_drafts_that_its_masks_are_for():
     block = np.array([[9, 11, 12, 13]])
     np.testing.assert_array_equal(first.ask(block), block)
     assert first.answer(lambda: True)[1].tolist() == [True]
-    for window, wanted in (([9, 21, 22, 23], [9, 11, 12, 13]), ([9, 21], [9, 11]), ([9, *range(5)], [9, 11, 12, 13])):
+    for drafted, wanted in (([9, 21, 22, 23], [9, 11, 12, 13]), ([9, 21], [9, 11]), ([9, *range(5)], [9, 11, 12, 13])):
         again = RoundOfMasks(masking, [r])
-        wanted = wanted + [NO_DRAFT] * (len(window) - len(wanted))
-        np.testing.assert_array_equal(again.ask(np.array([window])), [wanted])
+        wanted = wanted + [NO_DRAFT] * (len(drafted) - len(wanted))
+        np.testing.assert_array_equal(again.ask(np.array([drafted])), [wanted])
         pending = dict(masking._pending)
         answer, late = again.answer(lambda: True)
         assert late.tolist() == [False]
-        assert (answer[0, : min(4, len(window)), 0] == 8).all()
+        assert (answer[0, : min(4, len(drafted)), 0] == 8).all()
         masking._pending = pending
     assert len(masks.asked) == 1
     assert not ended
@@ -203,7 +203,7 @@ def test_in_aligned_windows_masks_begin_behind_the_known_tokens():
 def test_tokens_before_an_impossible_one_count(block_size, stop_at):
     """However many tokens a dispatch brings: a stop string among them ends the text, and a stream has them all."""
     e, seen = engine(slots=1), []
-    e.device.no_token_behind = 5
+    e.runner.no_token_behind = 5
 
     def monitor(tokens):
         for i, token in enumerate(tokens):

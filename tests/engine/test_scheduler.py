@@ -1,13 +1,13 @@
-"""The engine's decisions, on a device without a model."""
+"""The engine's decisions, on a runner without a model."""
 
 import random
 
 import numpy as np
 import pytest
-from mock_device import END, VOCAB, engine, expected, request, run
+from mock_runner import END, VOCAB, engine, expected, request, run
 
+from dflash_jax.engine.config import EngineConfig, prefill_config
 from dflash_jax.engine.engine import QueueFullError
-from dflash_jax.engine.options import Options, prefill_options
 from dflash_jax.engine.request import ReadyMasks
 from dflash_jax.errors import EngineError, InputError
 
@@ -31,8 +31,8 @@ def test_every_request_gets_its_own_tokens(seed):
         shards=shards,
         prefix_bytes=rng.choice([0, 60, 500, 10**6]),
         markers=frozenset([1, 2]),
-        rows_per_dispatch=rng.choice([None, None, 1, 2]),
-        prefill_together=rng.choice([0, 16]),
+        max_decode_batch=rng.choice([None, None, 1, 2]),
+        prefill_batch_tokens=rng.choice([0, 16]),
         adaptive=rng.random() < 0.8,
     )
     shared, events, live, aborted = prompt_of(rng, 50), [], [], set()
@@ -57,9 +57,9 @@ def test_every_request_gets_its_own_tokens(seed):
         if r not in aborted:
             assert r.tokens == text
             assert ends == ["stop" if text[-1] == END else "length"]
-    assert sorted(e._free) == list(range(e.device.slots))
-    assert not e._live
-    assert e.store.size <= e.store.budget
+    assert e.free_slots == e.runner.slots
+    assert e.running == e.waiting == 0
+    assert e.prefix_cache.size <= e.prefix_cache.budget
     assert e.statistics.new_tokens == sum(len(r.tokens) for r in live)
 
 
@@ -72,14 +72,14 @@ def test_a_long_prompt_stalls_nobody():
     e.submit(late := request([5, 6, 7], 3))
     gaps, steps = [], 0
     while late.finish_reason is None:
-        before = e.device.clock
+        before = e.runner.clock
         e.step()
         steps += 1
-        chunks = [entry for entry in e.device.log if entry[0] == "prefill"]
-        e.device.log.clear()
+        chunks = [entry for entry in e.runner.log if entry[0] == "prefill"]
+        e.runner.log.clear()
         # Never more than the budget beside the rows that decode.
         assert sum(size for _, _, size in chunks) <= 64
-        gaps.append(e.device.clock - before)
+        gaps.append(e.runner.clock - before)
     # The late one had its turn beside the long one, not behind it.
     assert steps < 5
     assert len(quick.tokens) > 10
@@ -91,7 +91,7 @@ def test_prompts_take_turns_and_priority_goes_first():
     for r in (first, second, urgent):
         e.submit(r)
     run(e)
-    order = [slot for kind, slot, *_ in e.device.log if kind == "prefill"]
+    order = [slot for kind, slot, *_ in e.runner.log if kind == "prefill"]
     assert order[:4] == [urgent.slot] * 4
     rest = order[4:20]
     assert rest.count(first.slot) == rest.count(second.slot) == 8
@@ -103,7 +103,7 @@ def test_priority_goes_first_in_the_queue():
     for r in requests:
         e.submit(r)
     run(e)
-    admitted = [entry[2] for entry in e.device.log if entry[0] == "admit"]
+    admitted = [entry[2] for entry in e.runner.log if entry[0] == "admit"]
     assert admitted == [requests[3], requests[1], requests[0], requests[2]]
 
 
@@ -169,7 +169,7 @@ def test_a_failure_ends_all_and_the_engine_can_start_again():
             e.submit(r)
         for _ in range(moment):
             e.step()
-        e.device.fail = True
+        e.runner.fail = True
         events = []
         while not e.failure:
             events += e.step()
@@ -181,7 +181,7 @@ def test_a_failure_ends_all_and_the_engine_can_start_again():
             e.submit(request([1]))
         with pytest.raises(EngineError):
             e.step()
-        e.device.fail = False
+        e.runner.fail = False
         e.restart()
         e.submit(again := request([4, 5], 9))
         run(e)
@@ -228,11 +228,11 @@ def test_a_mask_sees_every_token_before_it():
     run(e)
     assert r.tokens == masks.taken == [3, 4, 5, 6, 7]
     # One round at a time while it was there.
-    assert all(d.rounds == 1 for kind, d, *_ in e.device.log if kind == "decode")
+    assert all(d.rounds == 1 for kind, d, *_ in e.runner.log if kind == "decode")
 
 
 def prefilled(e) -> int:
-    return sum(size for kind, _, size in (x for x in e.device.log if x[0] == "prefill"))
+    return sum(size for kind, _, size in (x for x in e.runner.log if x[0] == "prefill"))
 
 
 def test_prompts_with_one_beginning_share_its_prefill():
@@ -247,7 +247,7 @@ def test_prompts_with_one_beginning_share_its_prefill():
     assert prefilled(e) == 48 + 4 * 4
     assert [r.cached for r in requests] == [0, 41, 41, 41]
     assert all(r.tokens == expected(r.prompt, 5) for r in requests)
-    e.device.log.clear()
+    e.runner.log.clear()
     e.submit(again := request(prompts[2], 7))
     run(e)
     assert prefilled(e) == 0
@@ -268,47 +268,47 @@ def test_who_waits_for_anothers_prefix_goes_on_when_that_one_is_gone():
 
 def test_short_prompts_are_read_together():
     """As many as a program takes, of the same size, on every shard; no more tokens than the budget."""
-    e = engine(slots=8, shards=2, prefill_together=16, max_num_batched_tokens=400)
+    e = engine(slots=8, shards=2, prefill_batch_tokens=16, max_num_batched_tokens=400)
     requests = [request(range(i + 1, i + n), 5) for i, n in enumerate((4, 4, 4, 4, 4, 4, 14, 14))]
     for r in requests:
         e.submit(r)
     run(e)
     # Chunks of 4 tokens, of both shards' three; then those of 16, one of each shard.
-    assert e.device.calls == [(6, 4, 4), (2, 16, 1)]
+    assert e.runner.calls == [(6, 4, 4), (2, 16, 1)]
     assert all(r.tokens == expected(r.prompt, 5) for r in requests)
-    e = engine(slots=8, prefill_together=16, max_num_batched_tokens=16)
+    e = engine(slots=8, prefill_batch_tokens=16, max_num_batched_tokens=16)
     urgent, later = [request(range(1, n)) for n in (5, 14)], [request(range(i, i + 4), priority=5) for i in range(1, 4)]
     for r in (*later, *urgent):
         e.submit(r)
     e.step()
     # Nobody of a lower priority goes along while one of a higher waits.
-    assert e.device.calls == [(1, 4, 1), (1, 16, 1)]
-    e = engine(slots=8, prefill_together=16, max_num_batched_tokens=24)
+    assert e.runner.calls == [(1, 4, 1), (1, 16, 1)]
+    e = engine(slots=8, prefill_batch_tokens=16, max_num_batched_tokens=24)
     for i in range(8):
         e.submit(request(range(i + 1, i + 5)))
     e.step()
-    assert e.device.calls == [(4, 4, 4), (2, 4, 4)]
+    assert e.runner.calls == [(4, 4, 4), (2, 4, 4)]
 
 
 def test_who_needs_anothers_prefix_is_not_read_beside_it():
-    e = engine(prefix_bytes=10**6, prefill_together=16, markers=frozenset([2]))
+    e = engine(prefix_bytes=10**6, prefill_batch_tokens=16, markers=frozenset([2]))
     requests = [request([2, 5, 6, 10 + i, 3], 5) for i in range(3)]
     same = [request(requests[0].prompt, 5) for _ in range(2)]
     for r in (*requests, *same):
         e.submit(r)
     run(e)
-    assert e.device.calls == [(3, 4, 4)]
+    assert e.runner.calls == [(3, 4, 4)]
     assert [r.cached for r in same] == [4, 4]
     assert all(r.tokens == expected(r.prompt, 5) for r in (*requests, *same))
 
 
 def test_reproducible_rows_decode_alone():
-    e = engine(rows_per_dispatch=1)
+    e = engine(max_decode_batch=1)
     requests = [request([i + 1, 2], 30) for i in range(3)]
     for r in requests:
         e.submit(r)
     run(e)
-    assert all(len(d.slots) == 1 for kind, d, *_ in e.device.log if kind == "decode")
+    assert all(len(d.slots) == 1 for kind, d, *_ in e.runner.log if kind == "decode")
     assert all(r.tokens == expected(r.prompt, 30) for r in requests)
 
 
@@ -325,8 +325,8 @@ def test_reproducible_rows_decode_alone():
     ],
 )
 def test_chunks_suit_the_platform(platform, kernels, alone, most, sizes, together):
-    options = Options(**prefill_options(platform, kernels, alone, most))
-    assert (options.prefill_sizes, options.prefill_together) == (sizes, together)
+    options = EngineConfig(**prefill_config(platform, kernels, alone, most))
+    assert (options.prefill_sizes, options.prefill_batch_tokens) == (sizes, together)
     assert options.max_num_batched_tokens == (most or max(2048, sizes[-1]))
-    assert all(size * options.rows_of(size) <= max(together, size) for size in sizes)
-    assert max(map(options.rows_of, sizes)) <= 8
+    assert all(size * options.prefill_batch(size) <= max(together, size) for size in sizes)
+    assert max(map(options.prefill_batch, sizes)) <= 8

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from mock_device import engine, expected, next_token, request
+from mock_runner import engine, expected, next_token, request
 
 from dflash_jax.engine.engine import QueueFullError
 from dflash_jax.engine.request import ReadyMasks
@@ -25,7 +25,7 @@ ENDLESS = 10**6
 def slow(**options):
     """An engine whose texts do not end, at a pace that can be watched."""
     e = engine(capacity=2 * ENDLESS, **options)
-    e.device.pause, e.device.ends = 0.002, False
+    e.runner.pause, e.runner.ends = 0.002, False
     return e
 
 
@@ -70,7 +70,7 @@ def test_who_stops_listening_frees_the_slot():
                 await events.aclose()
                 assert await collect(running, request([5], 9)) == text([5], 9)
                 assert first.finish_reason == "abort"
-        assert not e._live
+        assert e.running == e.waiting == 0
 
     run(main())
 
@@ -81,14 +81,14 @@ def test_a_failure_reaches_everyone_and_restart_helps():
         async with AsyncEngine(e) as running:
             wanted = [request([i + 1], ENDLESS) for i in range(5)]
             tasks = [asyncio.create_task(anext_error(running, r)) for r in wanted]
-            while len(e._live) < 5:
+            while e.running + e.waiting < 5:
                 await asyncio.sleep(0.001)
-            e.device.fail = True
+            e.runner.fail = True
             errors = await asyncio.gather(*tasks)
             assert all("out of memory" in str(error) for error in errors)
             with pytest.raises(EngineError, match="out of memory"):
                 await collect(running, request([1], 2))
-            e.device.fail = False
+            e.runner.fail = False
             running.restart()
             while e.failure:
                 await asyncio.sleep(0.01)
@@ -109,14 +109,14 @@ def test_it_restarts_by_itself_as_often_as_it_may():
         async with AsyncEngine(e, restarts=1, on_failure=lambda: failures.append(e.failure)) as running:
             for attempt in range(2):
                 # The device fails while three requests are with the engine, one of them waiting.
-                e.device.fail = False
+                e.runner.fail = False
                 wanted = [request([i + 1], ENDLESS) for i in range(3)]
                 streams = [running.submit(r) for r in wanted]
                 assert (await anext(streams[0])).tokens
                 tasks = [asyncio.create_task(anext_error(events)) for events in streams]
-                while len(e._live) < 3:
+                while e.running + e.waiting < 3:
                     await asyncio.sleep(0.001)
-                e.device.fail = True
+                e.runner.fail = True
                 assert all("out of memory" in str(error) for error in await asyncio.gather(*tasks))
                 if attempt == 0:
                     while e.failure:
@@ -140,7 +140,7 @@ def test_it_restarts_by_itself_as_often_as_it_may():
 def test_refusals_come_before_any_event():
     async def main():
         running, gate = AsyncEngine(engine(slots=1, capacity=50, max_queue=2)), threading.Event()
-        device = running.engine.device
+        device = running.engine.runner
 
         def read(*args, original=device.read):
             gate.wait()
@@ -211,7 +211,7 @@ def test_masks_are_closed_when_the_thread_ends(is_stopped):
         running, gate, masks = AsyncEngine(e).start(), threading.Event(), []
 
         def wanted():
-            masks.append(CountedMask(e.device.mask_words))
+            masks.append(CountedMask(e.runner.mask_words))
             return replace(request([7], ENDLESS), mask=masks[-1])
 
         async def error_of(events) -> EngineError | None:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mock_device import engine, request, run
+from mock_runner import engine, request, run
 
 from dflash_jax.engine.request import ReadyMasks
 from dflash_jax.engine.token_rules import CombinedMasks, Rules, ThinkingBudget, TokenRules, packed
@@ -143,11 +143,11 @@ def test_combined_masks_allow_what_all_allow_and_wait_for_the_late_one():
 
 def test_a_mask_that_is_over_leaves_its_request_and_the_next_dispatch_has_many_rounds():
     e = engine(slots=1)
-    e.device.ends = False
+    e.runner.ends = False
     e.submit(r := request([9, 9], 60, mask=TokenRules(Rules(min_tokens=4, stop_ids=(0,)), 64), block_size=1))
     dispatches = []
-    decode = e.device.decode
-    e.device.decode = lambda dispatch, *rest: dispatches.append(dispatch.rounds) or decode(dispatch, *rest)
+    decode = e.runner.decode
+    e.runner.decode = lambda dispatch, *rest: dispatches.append(dispatch.rounds) or decode(dispatch, *rest)
     run(e)
     assert len(r.tokens) == 60
     assert r.mask is None

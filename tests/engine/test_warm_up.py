@@ -11,9 +11,9 @@ from load import CAPACITY, engine_for, some_requests
 
 from dflash_jax.decoding.state import Settings
 from dflash_jax.engine import model_runner
+from dflash_jax.engine.config import EngineConfig
 from dflash_jax.engine.executables import Executables
 from dflash_jax.engine.memory import Memory, device_memory, plan_memory
-from dflash_jax.engine.options import Options
 from dflash_jax.engine.request import Request
 from dflash_jax.engine.warm_up import warm_up
 from dflash_jax.errors import InputError
@@ -22,7 +22,7 @@ from dflash_jax.errors import InputError
 @pytest.fixture(scope="module")
 def engine():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model_runner, "ROW_SIZES", (1, 4))
+        patch.setattr(model_runner, "BATCH_SIZES", (1, 4))
         patch.setattr(Executables, "compiler_options", {"xla_backend_optimization_level": 0})
         target = tiny.target("da", moe="")
         yield engine_for(Executables(target, tiny.drafter(target)), slots=4)
@@ -34,7 +34,7 @@ def test_everything_is_compiled_at_warm_up(engine, caplog):
     assert set(found) == {
         "admit",
         *(f"{kind} {size}" for kind in ("save", "load") for size in (8, 32)),
-        *(f"prefill {shape}{alone}" for shape in ("1 x 8", "4 x 8", "1 x 32") for alone in ("", " alone")),
+        *(f"prefill {shape}{kind}" for shape in ("1 x 8", "4 x 8", "1 x 32") for kind in ("", " without drafter")),
         "score 32",
         "snapshot",
         "restore",
@@ -42,21 +42,23 @@ def test_everything_is_compiled_at_warm_up(engine, caplog):
     }
     assert all(f"{name}: compiled in" in caplog.text for name in found)
     assert set(engine.policy.seconds) == {(rows, width) for rows in (1, 4) for width in (0, 1, 8)}
-    before = engine.device.programs.count
+    before = engine.runner.programs.count
     for wanted in some_requests(3, 40, tiny.VOCAB):
         engine.submit(Request(**wanted))
     while engine.has_work:
         engine.step()
-    assert engine.device.programs.count == before
+    assert engine.runner.programs.count == before
     assert engine.statistics.requests["stop"] + engine.statistics.requests["length"] == 40
 
 
 def test_a_decoding_step_reads_once(engine, monkeypatch):
     """Nothing but one read of the report makes the host wait for the device."""
     params = replace(some_requests(5, 1, tiny.VOCAB)[0]["params"], max_tokens=80, logprobs=2)
-    for i in range(3):
-        engine.submit(Request([i + 2, 3], params))
-    while engine._prefiller or engine._waiting or any(t.prefills for t in engine._tickets):
+    requests = [Request([i + 2, 3], params) for i in range(3)]
+    for request in requests:
+        engine.submit(request)
+    # From here on, steps have no prefill.
+    while not all(request.tokens for request in requests):
         engine.step()
     reads, real = [], jax.device_get
     monkeypatch.setattr(jax, "device_get", lambda tree: reads.append(tree) or real(tree))
@@ -70,29 +72,29 @@ def test_a_decoding_step_reads_once(engine, monkeypatch):
 
 
 def test_memory_is_planned_before_it_is_taken(engine):
-    programs, settings = engine.device.programs, Settings(1, top_logprobs=5)
-    found = plan_memory(programs, 4, CAPACITY, settings, Options((1, 8), prefix_bytes=1000), 1.0)
-    state = sum(x.nbytes for x in jax.tree.leaves(engine.device.state))
+    programs, settings = engine.runner.programs, Settings(1, top_logprobs=5)
+    found = plan_memory(programs, 4, CAPACITY, settings, EngineConfig((1, 8), prefix_bytes=1000), 1.0)
+    state = sum(x.nbytes for x in jax.tree.leaves(engine.runner.state))
     assert (found.slots, found.weights) == (state, sum(x.nbytes for x in programs.weights))
     assert found.all == found.slots + found.weights + found.workspace + 1000
 
 
 def test_what_does_not_fit_is_refused_with_advice(engine):
     with pytest.raises(InputError, match=r"4 slots of 96 positions do not fit: weights 0.00 GB.*; not one slot fits"):
-        plan_memory(engine.device.programs, 4, CAPACITY, Settings(), Options(), 1e-12)
+        plan_memory(engine.runner.programs, 4, CAPACITY, Settings(), EngineConfig(), 1e-12)
     # What is said to fit does, and one more does not.
-    programs = engine.device.programs
-    need = [plan_memory(programs, n, CAPACITY, Settings(), Options(), 1.0).all for n in (1, 2, 9)]
+    programs = engine.runner.programs
+    need = [plan_memory(programs, n, CAPACITY, Settings(), EngineConfig(), 1.0).all for n in (1, 2, 9)]
     fraction = (need[1] + (need[2] - need[1]) / 2) / device_memory()
     with pytest.raises(InputError) as told:
-        plan_memory(programs, 9, CAPACITY, Settings(), Options(), fraction)
+        plan_memory(programs, 9, CAPACITY, Settings(), EngineConfig(), fraction)
     most = int(re.search(r"(\d+) slots fit", str(told.value))[1])
     assert 2 <= most < 9
-    plan_memory(programs, most, CAPACITY, Settings(), Options(), fraction)
+    plan_memory(programs, most, CAPACITY, Settings(), EngineConfig(), fraction)
     with pytest.raises(InputError):
-        plan_memory(programs, most + 1, CAPACITY, Settings(), Options(), fraction)
+        plan_memory(programs, most + 1, CAPACITY, Settings(), EngineConfig(), fraction)
     with pytest.raises(InputError, match=r"slots of 100000000 positions do not fit.* [1-9]\d* slots? fits?|not one"):
-        plan_memory(engine.device.programs, 2**10, 10**8, Settings(), Options(), 0.5)
+        plan_memory(engine.runner.programs, 2**10, 10**8, Settings(), EngineConfig(), 0.5)
 
 
 def test_memory_adds_up():

@@ -19,11 +19,12 @@ from dflash_jax.checkpoint.load import load_target, open_any
 from dflash_jax.decoding.sampling import PENALISED, PLAIN, SamplingRows, draw, special_rows
 from dflash_jax.decoding.state import Settings
 from dflash_jax.engine import model_runner
+from dflash_jax.engine.dispatch import Dispatch
 from dflash_jax.engine.executables import Executables
-from dflash_jax.engine.model_runner import Device, Dispatch
+from dflash_jax.engine.model_runner import ModelRunner
 from dflash_jax.engine.request import Request
 from dflash_jax.frontend.compare import divergence
-from dflash_jax.frontend.llm import TINY
+from dflash_jax.frontend.llm_config import TINY
 from dflash_jax.models.cache import KVCache
 from dflash_jax.models.decoder import abstract_decoder
 from dflash_jax.models.drafter import abstract_drafter
@@ -50,7 +51,7 @@ def on(layout: Layout, module, abstract):
 
 def decode(programs: Executables, sampled: bool):
     """The state at the end of a batch of unequal rows through all programs."""
-    slots, live = Device(programs, len(PROMPTS), 64, SETTINGS), [i for i, p in enumerate(PROMPTS) if p]
+    slots, live = ModelRunner(programs, len(PROMPTS), 64, SETTINGS), [i for i, p in enumerate(PROMPTS) if p]
     cuts = {"top_k": 20, "top_p": 0.9, "min_p": 0.0}
     for i in live:
         options = cuts | {"temperature": 0.9 if sampled and i % 2 == 0 else 0.0, "seed": i, "max_tokens": NEW[i]}
@@ -204,7 +205,7 @@ def test_the_engine_on_a_mesh_under_load():
     expected = alone(engine_for(Executables(target, None), (1,), slots=4, prefix_bytes=0), wanted)
     layout = LAYOUTS[1]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model_runner, "ROW_SIZES", (1, 4))
+        patch.setattr(model_runner, "BATCH_SIZES", (1, 4))
         cut = on(layout, target, abstract_decoder)
         engine = engine_for(Executables(cut, on(layout, drafter, abstract_drafter)), slots=8)
         under_load(engine, target, wanted, expected, 150, seed=1)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dflash_jax import LLM, SamplingParams
 from dflash_jax.checkpoint.load import load_drafter, save_module
-from dflash_jax.frontend.llm import TINY
+from dflash_jax.frontend.llm_config import TINY
 from dflash_jax.models.families import dflash
 from dflash_jax.models.layers import project
 from dflash_jax.ops import backend

@@ -9,7 +9,7 @@ from float64 import assert_near, in_both
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dflash_jax import LLM, SamplingParams
-from dflash_jax.frontend.llm import TINY
+from dflash_jax.frontend.llm_config import TINY
 
 TEXT = os.__doc__ + "\nimport os\n\ndef walk(top):\n    for name in os.listdir(top):\n        yield name\n"
 

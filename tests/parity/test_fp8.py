@@ -16,7 +16,7 @@ from dflash_jax.checkpoint.files import TensorFiles
 from dflash_jax.checkpoint.load import load_target
 from dflash_jax.checkpoint.parameters import QUANTIZED as QUANTIZED_ON_LOADING
 from dflash_jax.errors import InputError
-from dflash_jax.frontend.llm import TINY
+from dflash_jax.frontend.llm_config import TINY
 from dflash_jax.ops.weights import QuantizedWeight, dense, quantize
 from dflash_jax.parallel.sharding import parameter_paths
 

@@ -100,7 +100,7 @@ class Running:
         engine = self.serving.engine.engine
 
         def is_idle() -> bool:
-            return self.serving.in_flight == 0 and engine.free_slots == engine.device.slots and not engine.waiting
+            return self.serving.in_flight == 0 and engine.free_slots == engine.runner.slots and not engine.waiting
 
         return wait_until(is_idle)
 
@@ -108,7 +108,7 @@ class Running:
 @pytest.fixture(scope="session")
 def llm():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model_runner, "ROW_SIZES", (1, 4))
+        patch.setattr(model_runner, "BATCH_SIZES", (1, 4))
         patch.setattr(Executables, "compiler_options", {"xla_backend_optimization_level": 0})
         yield LLM(slots=4)
 
@@ -123,8 +123,8 @@ def started(llm, *, prepared: bool = True, **options) -> AsyncEngine:
 
 def programs_of(engine) -> int:
     """Compiled for an engine's state; the library has others."""
-    state = engine.device.state.tokens.shape
-    return sum(state in key for key in engine.device.programs.compiled)
+    state = engine.runner.state.tokens.shape
+    return sum(state in key for key in engine.runner.programs.compiled)
 
 
 @pytest.fixture(scope="session")

@@ -289,7 +289,7 @@ def test_a_draining_server_refuses_newcomers(quiet):
 
 def test_a_stream_begins_before_it_ends(quiet, monkeypatch):
     """The device brings its second part when the client has the first one."""
-    device, reads, seen = quiet.serving.engine.engine.device, itertools.count(), threading.Event()
+    device, reads, seen = quiet.serving.engine.engine.runner, itertools.count(), threading.Event()
 
     def read(*args, original=device.read):
         if next(reads):

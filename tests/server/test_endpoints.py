@@ -132,7 +132,7 @@ def test_a_flush_forgets_prefixes(quiet, method, path):
     assert quiet.idle()
     found = quiet.http.request(method, path)
     assert (found.status_code, found.json()["success"]) == (200, True)
-    assert len(quiet.serving.engine.engine.store) == 0
+    assert len(quiet.serving.engine.engine.prefix_cache) == 0
     assert shared(quiet) == 0
 
 

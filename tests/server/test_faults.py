@@ -28,7 +28,7 @@ BODY = {"prompt": "def f(", "max_tokens": 700, "ignore_eos": True, "stream": Tru
 
 def break_device(engine: AsyncEngine, requests: int) -> None:
     """The device fails at its second dispatch, when so many requests are with the engine."""
-    device, reads = engine.engine.device, []
+    device, reads = engine.engine.runner, []
 
     def read(*args, original=device.read):
         reads.append(args)

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from dflash_jax.errors import InputError
-from dflash_jax.frontend.llm import TINY
+from dflash_jax.frontend.llm_config import TINY
 from dflash_jax.frontend.tokenizer import Tokenizer
 from dflash_jax.server.constraint import Constraint, grammar_tokens, tag_in_lark
 from dflash_jax.server.grammar_walk import MOST_BLANKS, GrammarWalk

@@ -13,7 +13,7 @@ from conftest import wait_until
 from hostile import chained_rules, linked_definitions, many_terms, slow_expression
 
 from dflash_jax.errors import InputError
-from dflash_jax.frontend.llm import TINY
+from dflash_jax.frontend.llm_config import TINY
 from dflash_jax.frontend.tokenizer import Tokenizer
 from dflash_jax.server import grammar_walk
 from dflash_jax.server.constraint import Constraint, grammar_tokens

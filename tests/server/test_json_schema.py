@@ -6,7 +6,7 @@ import jsonschema_rs
 import pytest
 from llguidance import LLMatcher
 
-from dflash_jax.frontend.llm import TINY
+from dflash_jax.frontend.llm_config import TINY
 from dflash_jax.frontend.tokenizer import Tokenizer
 from dflash_jax.server.constraint import grammar_tokens
 from dflash_jax.server.json_schema import closed

@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_robust import HI, JSON
 
-from dflash_jax.frontend.llm import TINY
+from dflash_jax.frontend.llm_config import TINY
 from dflash_jax.frontend.tokenizer import Tokenizer
 from dflash_jax.sampling_params import SamplingParams
 from dflash_jax.server import body, completions, large_answers, prepare, texts

@@ -546,13 +546,13 @@ def test_log_probabilities_of_new_tokens_alone(quiet):
 
 def test_allowed_tokens_are_read_once_each(quiet, monkeypatch):
     """However often a request says them: each choice reads them again."""
-    seen, real = [], quiet.serving.llm.new_row
+    seen, real = [], quiet.serving.llm.new_sequence
 
-    def new_row(prompt, params, *args, **options):
+    def new_sequence(prompt, params, *args, **options):
         seen.append(params.allowed_token_ids)
         return real(prompt, params, *args, **options)
 
-    monkeypatch.setattr(quiet.serving.llm, "new_row", new_row)
+    monkeypatch.setattr(quiet.serving.llm, "new_sequence", new_sequence)
     found = quiet.post("/v1/completions", prompt="x", max_tokens=4, n=2, allowed_token_ids=[9, 7, 9] * 20_000)
     assert found.status_code == 200, found.text
     assert seen == [(9, 7)] * 2

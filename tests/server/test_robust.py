@@ -167,12 +167,12 @@ def test_a_client_that_goes_away_aborts(quiet, monkeypatch):
     )
     before, moment = statistics.requests["abort"], moments[0]
 
-    def read(*args, original=engine.device.read):
+    def read(*args, original=engine.runner.read):
         if moment is not moments[3] or moment():
             wait_until(lambda: serving.in_flight == 0)
         return original(*args)
 
-    monkeypatch.setattr(engine.device, "read", read)
+    monkeypatch.setattr(engine.runner, "read", read)
     for i in range(24):
         moment, told = moments[i // 2 % 4], statistics.new_tokens
         with contextlib.ExitStack() as stack:
@@ -200,7 +200,7 @@ def test_a_thousand_connections(quiet):
 
 def test_a_full_queue_says_try_again(quiet, monkeypatch):
     """The device is held until the queue is full."""
-    statuses, lock, device = [], threading.Lock(), quiet.serving.engine.engine.device
+    statuses, lock, device = [], threading.Lock(), quiet.serving.engine.engine.runner
 
     def read(*args, original=device.read):
         wait_until(lambda: any(status == 429 for status, _ in statuses))
@@ -239,7 +239,7 @@ def test_a_failed_engine_is_told_and_health_turns_red(llm):
         def ask(**more) -> None:
             codes.append(running.post("/v1/completions", prompt="def f(", max_tokens=500, ignore_eos=True, **more))
 
-        engine.engine.device.read = fail
+        engine.engine.runner.read = fail
         threads = [threading.Thread(target=ask) for _ in range(3)]
         for t in threads:
             t.start()
@@ -253,7 +253,7 @@ def test_a_failed_engine_is_told_and_health_turns_red(llm):
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
         assert "on fire" in refused.json()["error"]["message"]
         with pytest.raises(EngineError):
-            engine.submit(llm.new_row("x", SamplingParams()).request)
+            engine.submit(llm.new_sequence("x", SamplingParams()).request)
     finally:
         running.stop()
         engine.stop()

@@ -6,7 +6,7 @@ import pytest
 from conftest import OFF
 
 from dflash_jax.errors import InputError
-from dflash_jax.frontend.llm import TINY
+from dflash_jax.frontend.llm_config import TINY
 from dflash_jax.frontend.tokenizer import Tokenizer
 from dflash_jax.server.constraint import grammar_tokens
 

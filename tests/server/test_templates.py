@@ -7,7 +7,7 @@ import time
 import pytest
 
 from dflash_jax.errors import InputError
-from dflash_jax.frontend.llm import TINY
+from dflash_jax.frontend.llm_config import TINY
 from dflash_jax.frontend.tokenizer import Tokenizer
 from dflash_jax.server.errors import ApiError
 from dflash_jax.server.templates import TemplateLimits, Templates

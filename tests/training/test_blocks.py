@@ -10,7 +10,7 @@ from float64 import Exact, assert_as_near, assert_sum_near, in_both_of
 from helpers import random_decoder, random_drafter, tiny_config, tiny_draft_config
 
 from dflash_jax.checkpoint.load import load_drafter, load_target
-from dflash_jax.frontend.llm import TINY
+from dflash_jax.frontend.llm_config import TINY
 from dflash_jax.frontend.tokenizer import Tokenizer
 from dflash_jax.models.drafter import Drafter
 from dflash_jax.ops import backend

@@ -7,7 +7,7 @@ import pytest
 from talks import TALKS
 
 from dflash_jax import LLM, InputError
-from dflash_jax.frontend.llm import TINY
+from dflash_jax.frontend.llm_config import TINY
 from dflash_jax.frontend.tokenizer import Tokenizer
 from dflash_jax.training.data import (
     Document,

@@ -12,7 +12,7 @@ from helpers import random_decoder, random_drafter, tiny_draft_config
 
 from dflash_jax import InputError
 from dflash_jax.checkpoint.load import load_drafter, load_target
-from dflash_jax.frontend.llm import TINY
+from dflash_jax.frontend.llm_config import TINY
 from dflash_jax.models.config import DraftLayerSpec
 from dflash_jax.models.families import dflash
 from dflash_jax.training.config import TrainConfig

@@ -249,7 +249,7 @@ def _prepared(args):
 
     stack = ExitStack()
     if args.stage in ("kernels", "tokens", "sanitizer"):
-        from dflash_jax.engine.executables import enable_disk_cache
+        from dflash_jax.engine.compile_cache import enable_disk_cache
 
         enable_disk_cache()
         if args.platform == "cpu":

@@ -72,7 +72,7 @@ class Runs:
             target, coach,
             token_runs.requests(lengths, temperature, plan.new, self.shapes.target.vocab_size), width,
             together=together, reproducible=0 if dtype == jnp.float32 else plan.wide, capacity=plan.capacity,
-            prefill_sizes=plan.prefill_sizes, prefill_together=plan.prefill_sizes[1],
+            prefill_sizes=plan.prefill_sizes, prefill_batch_tokens=plan.prefill_sizes[1],
         )  # fmt: skip
 
     @cache  # noqa: B019

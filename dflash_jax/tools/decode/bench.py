@@ -31,8 +31,11 @@ from dflash_jax.checkpoint.config_files import find_config
 from dflash_jax.cli.options import Parser, add_platform, exit_code, set_platform, versions
 from dflash_jax.decoding import speculative, step_functions
 from dflash_jax.decoding.state import PLAIN_SETTINGS, Settings, put_rows, take_rows
-from dflash_jax.engine.executables import ROWS, WHOLE, Executables, enable_disk_cache
-from dflash_jax.engine.options import PREFILL_SIZES, largest_prefill
+from dflash_jax.engine.ahead_of_time import AheadOfTime
+from dflash_jax.engine.compile_cache import enable_disk_cache
+from dflash_jax.engine.config import PREFILL_SIZES, largest_prefill
+from dflash_jax.engine.executables import Executables
+from dflash_jax.engine.step_calls import BATCH, REPLICATED, StepCalls
 from dflash_jax.errors import EngineError, InputError
 from dflash_jax.models import moe
 from dflash_jax.models.config import MoeSpec
@@ -203,9 +206,9 @@ class Bench:
         state = replace(state, tokens=jax.device_put(tokens.astype(state.tokens.dtype), state.tokens.sharding))
         return self.filled(state, prompt_length=point.context, limit=capacity, width=point.width)
 
-    def calls(self, point: Point, state, rounds: int = ROUNDS) -> dict:
+    def calls(self, point: Point, state, rounds: int = ROUNDS, programs: StepCalls | None = None) -> dict:
         """name → function of a state that runs the part: (what to wait for, the state behind it, rounds)."""
-        p, rows = self.programs, np.arange(point.batch, dtype=np.int32)
+        p, rows = programs or self.programs, np.arange(point.batch, dtype=np.int32)
         width, settings = np.full(point.batch, point.width, np.int32), Settings(point.width)
         plain = replace(settings, drafting=False)
         # What a round verifies: each row's last token, and the drafts.
@@ -231,14 +234,14 @@ class Bench:
             return lambda s: (p.call((name, settings), function, s, args, lambda: specs, donate=False), s)
 
         def part(function, args, specs):
-            return apart(getattr(function, "func", function).__name__, repeated(function), args, (specs, WHOLE))
+            return apart(getattr(function, "func", function).__name__, repeated(function), args, (specs, REPLICATED))
 
         chosen = plain if point.width == 1 else settings
         verified = self.verified(state, (rows, width, block), chosen)
 
         def commit(s):
             def specs():
-                return (ROWS, ROWS, ROWS, p._verified_specs(chosen)), WHOLE
+                return (BATCH, BATCH, BATCH, p.verified_specs(chosen)), REPLICATED
 
             function = partial(commits, settings=chosen)
             after, lengths = p.call(("commits", settings), function, s, (rows, width, block, verified), specs)
@@ -246,25 +249,25 @@ class Bench:
 
         parts = {
             "round": decode,
-            "verify": part(partial(verify, settings=chosen), (rows, width, block), (ROWS, ROWS, ROWS)),
-            "head": part(head, (states,), (ROWS,)),
-            "draw": part(draw, (rows, block, logits), (ROWS, ROWS, wide)),
+            "verify": part(partial(verify, settings=chosen), (rows, width, block), (BATCH, BATCH, BATCH)),
+            "head": part(head, (states,), (BATCH,)),
+            "draw": part(draw, (rows, block, logits), (BATCH, BATCH, wide)),
             "commit": commit,
             "prefill": prefill,
         }
         if point.width > 1:
-            parts["draft"] = part(partial(draft, settings=settings), (rows, width), (ROWS, ROWS))
+            parts["draft"] = part(partial(draft, settings=settings), (rows, width), (BATCH, BATCH))
         if any(isinstance(layer.ffn, MoeSpec) for layer in p.config.layers):
             # Replicated over everything but the rows: what each token chose.
-            parts["choices"] = apart("choices", choices, (rows, block), ((ROWS, ROWS), spec(None, DATA)))
+            parts["choices"] = apart("choices", choices, (rows, block), ((BATCH, BATCH), spec(None, DATA)))
         return parts
 
     def verified(self, state, args: tuple, settings: Settings):
         """In the shapes of what `verify` returns: drafts that are all wrong."""
         p = self.programs
-        specs = p._verified_specs(settings)
-        lowered = p._lower(
-            partial(step_functions.verify, settings=settings), state, args, (ROWS, ROWS, ROWS), specs, donate=False
+        specs = p.verified_specs(settings)
+        lowered = p.lower(
+            partial(step_functions.verify, settings=settings), state, args, (BATCH, BATCH, BATCH), specs, donate=False
         )
 
         def zeros(shape, spec):
@@ -283,8 +286,8 @@ class Bench:
     def _measure(self, point: Point) -> dict:
         state = self.state(point)
         began = time.perf_counter()
-        with self.programs.ahead(threads=8):
-            for call in self.calls(point, state).values():
+        with AheadOfTime(self.programs, threads=8) as ahead:
+            for call in self.calls(point, state, programs=ahead).values():
                 call(state)
         calls = self.calls(point, state)
         found = {"compile_s": round(time.perf_counter() - began, 1)}

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from dflash_jax.checkpoint.config_files import find_config
 from dflash_jax.cli.system_config import read_system
-from dflash_jax.engine.options import PREFILL_SIZES
+from dflash_jax.engine.config import PREFILL_SIZES
 from dflash_jax.errors import InputError
 from dflash_jax.models.config import MoeSpec
 from dflash_jax.parallel.sharding import Layout, parameter_paths, parameter_specs

@@ -1,4 +1,4 @@
-"""A device without a model: tokens follow from the tokens before, and whoever mixes two rows up gets others."""
+"""A model runner without a model: each token follows from the tokens before, so that mixed-up slots show."""
 
 import random
 import time
@@ -7,9 +7,10 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
 from dflash_jax.decoding.sampling import NOTHING_ALLOWED
+from dflash_jax.engine.config import EngineConfig
+from dflash_jax.engine.dispatch import Outcome
 from dflash_jax.engine.engine import Engine
-from dflash_jax.engine.model_runner import ROW_SIZES, Outcome
-from dflash_jax.engine.options import Options
+from dflash_jax.engine.model_runner import BATCH_SIZES
 from dflash_jax.engine.request import Request
 from dflash_jax.sampling_params import SamplingParams
 
@@ -41,14 +42,14 @@ class Slot:
     done: bool = True
 
 
-class MockDevice:
+class MockRunner:
     """Works behind a clock that moves when the host waits: a prefill chunk costs its size in microseconds, a round a
     millisecond."""
 
     def __init__(self, slots: int, capacity: int = 4096, seed: int = 0, shards: int = 1):
         self.slots, self.capacity, self.shards = slots, capacity, shards
         self.random, self.clock, self.busy_until, self.log = random.Random(seed), 0.0, 0.0, []
-        # (prompts, tokens of each, rows of a shard) of each prefill.
+        # (prompts, tokens of each, batch size of a shard) of each prefill.
         self.calls = []
         self.fail, self.pause, self.ends = False, 0.0, True
         # New tokens behind which none is possible.
@@ -61,13 +62,13 @@ class MockDevice:
     def shard(self, slot):
         return slot * self.shards // self.slots
 
-    def rows_for(self, slots):
+    def batch_size_of(self, slots):
         most = max(sum(self.shard(s) == shard for s in slots) for shard in range(self.shards))
-        return next(size for size in ROW_SIZES if size >= most)
+        return next(size for size in BATCH_SIZES if size >= most)
 
-    first_width, last_compile_s, mask_words, aligned = "wide", 0.0, 2, False
+    first_block_size, last_compile_s, mask_words, aligned = "largest", 0.0, 2, False
 
-    def is_compiled(self, rows, window):
+    def is_compiled(self, batch_size, block_size):
         return True
 
     def agree(self, value):
@@ -77,19 +78,19 @@ class MockDevice:
         self.log.append(("admit", slot, request))
         self.rows[slot] = Slot(request.prompt, request.need, [], list(request.prompt), False)
 
-    def prefill(self, slots, tokens, size, rows=1, drafting=True):
+    def prefill(self, slots, tokens, size, batch=1, drafting=True):
         if self.fail:
             raise RuntimeError("out of memory")
         assert len(set(slots)) == len(slots)
-        assert max(Counter(map(self.shard, slots)).values()) <= rows
+        assert max(Counter(map(self.shard, slots)).values()) <= batch
         for slot, n in zip(slots, tokens, strict=True):
             row = self.rows[slot]
             assert 0 < n <= size
             assert len(row.known) + n < len(row.prompt)
             self.log.append(("prefill", slot, size))
             row.known = row.known + row.prompt[len(row.known) : len(row.known) + n]
-        self.calls.append((len(slots), size, rows))
-        return self.work(1e-6 * size * rows)
+        self.calls.append((len(slots), size, batch))
+        return self.work(1e-6 * size * batch)
 
     def work(self, seconds):
         self.busy_until = max(self.busy_until, self.clock) + seconds
@@ -102,7 +103,7 @@ class MockDevice:
         assert len(set(dispatch.slots)) == len(dispatch.slots)
         self.log.append(("decode", dispatch))
         tokens, accepted, done = [], [], []
-        for i, (slot, width) in enumerate(zip(dispatch.slots, dispatch.widths, strict=True)):
+        for i, (slot, block_size) in enumerate(zip(dispatch.slots, dispatch.block_sizes, strict=True)):
             row, rounds = self.rows[slot], []
             before = len(row.tokens)
             for _ in range(dispatch.rounds):
@@ -111,7 +112,7 @@ class MockDevice:
                 # All but the last token must be in the caches.
                 assert row.known == row.tokens[:-1]
                 n = 0
-                for _ in range(self.random.randint(1, width)):
+                for _ in range(self.random.randint(1, block_size)):
                     row.tokens.append(next_token(row.tokens) if masks is None or masks[i] is None else masks[i])
                     n += 1
                     if len(row.tokens) - len(row.prompt) - 1 == self.no_token_behind:
@@ -130,16 +131,16 @@ class MockDevice:
     def decode_masked(self, dispatch, masks):
         import numpy as np
 
-        masks.ask(np.zeros((len(dispatch.slots), max(dispatch.window, 1)), int))
+        masks.ask(np.zeros((len(dispatch.slots), max(dispatch.block_size, 1)), int))
         allowed, is_late = masks.answer(lambda: True)
         # The lowest allowed token, where not all are.
         lowest = [
             None if (m == 2**32 - 1).all() else next(b for b in range(32) if int(m[0, 0]) >> b & 1) for m in allowed
         ]
         slots = [slot for slot, late in zip(dispatch.slots, is_late, strict=True) if not late]
-        kept = [n for n, late in zip(dispatch.widths, is_late, strict=True) if not late]
-        taken = replace(dispatch, slots=tuple(slots), widths=tuple(kept))
-        until, outcome = self.decode(taken, [n for n, late in zip(lowest, is_late, strict=True) if not late])
+        sizes = [n for n, late in zip(dispatch.block_sizes, is_late, strict=True) if not late]
+        batch = replace(dispatch, slots=tuple(slots), block_sizes=tuple(sizes))
+        until, outcome = self.decode(batch, [n for n, late in zip(lowest, is_late, strict=True) if not late])
         parts = iter(zip(outcome.tokens, outcome.accepted, outcome.done, strict=True))
         tokens, accepted, done = zip(*(([], [], True) if late else next(parts) for late in is_late), strict=True)
         return until, Outcome(list(tokens), list(accepted), list(done), None)
@@ -177,15 +178,15 @@ def request(prompt, new: int = 10, **options) -> Request:
 
 
 def engine(slots: int = 4, capacity: int = 4096, seed: int = 0, shards: int = 1, **options) -> Engine:
-    options = {"widths": (1, 8, 16), "prefill_sizes": (4, 16), "max_num_batched_tokens": 64} | options
-    return Engine(MockDevice(slots, capacity, seed, shards), Options(**options))
+    options = {"block_sizes": (1, 8, 16), "prefill_sizes": (4, 16), "max_num_batched_tokens": 64} | options
+    return Engine(MockRunner(slots, capacity, seed, shards), EngineConfig(**options))
 
 
 def run(engine: Engine, most: int = 10_000) -> list:
-    """All events until nothing is left."""
+    """All events until the engine has no work."""
     events = []
     for _ in range(most):
         if not engine.has_work:
             return events
         events += engine.step()
-    raise AssertionError("it does not come to an end")
+    raise AssertionError("the engine does not run out of work")

@@ -1,0 +1,66 @@
+"""Compilation of many programs side by side, before any of them runs."""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import jax
+import numpy as np
+
+from dflash_jax.decoding.state import DecodeState, Settings
+from dflash_jax.engine.executables import Executables, put
+from dflash_jax.engine.step_calls import REPLICATED, StepCalls
+
+
+class AheadOfTime(StepCalls):
+    """Compiles what calls need, and computes nothing.
+
+    A context manager. A call traces its function, submits the compilation to a thread, and returns shapes
+    (`jax.ShapeDtypeStruct`) in place of arrays; the state comes back as it was given, of arrays or of shapes. When the
+    block ends, the executables have all programs.
+
+    Args:
+        executables: What gets the programs.
+        threads: Compilations at a time.
+
+    Attributes:
+        pending: Compilations by the program's key; each future's result is (program, seconds).
+    """
+
+    def __init__(self, executables: Executables, threads: int):
+        super().__init__(*executables.pair)
+        self.pending: dict[tuple, Future] = {}
+        self._executables = executables
+        self._threads = ThreadPoolExecutor(threads, "compile")
+        self._results: dict[tuple, object] = {}
+
+    def __enter__(self) -> "AheadOfTime":
+        self._began = time.perf_counter()
+        return self
+
+    def __exit__(self, error_type, *_) -> None:
+        self._threads.shutdown()
+        if error_type is None:
+            self._executables.compiled |= {key: future.result()[0] for key, future in self.pending.items()}
+            self._executables.compile_s += time.perf_counter() - self._began
+
+    def call(self, key: tuple, function: Callable, state: DecodeState, args: tuple, specs: Callable, donate=True):
+        key, args = self._executables.prepared(key, state, args, specs)
+        if key not in self._results:
+            in_specs, out_specs = specs()
+            lowered = self._executables.lower(function, state, args, in_specs, out_specs, donate)
+            if key not in self._executables.compiled:
+                self.pending[key] = self._threads.submit(self._executables.compile, lowered)
+            shapes = lowered.out_info
+            specs_of_all = jax.tree.broadcast((REPLICATED, out_specs) if donate else out_specs, shapes)
+            self._results[key] = jax.tree.map(put, shapes, self._executables.shardings(specs_of_all))
+        result = self._results[key]
+        return (state, result[1]) if donate else result
+
+    def empty(self, slots: int, capacity: int, settings: Settings) -> DecodeState:
+        """The shapes of an empty state."""
+        return self._executables.abstract_state(slots, capacity, settings)
+
+    def read(self, x) -> np.ndarray:
+        """Zeros of the shape of ``x``."""
+        return np.zeros(x.shape, x.dtype)

@@ -1,0 +1,82 @@
+"""Configuration of an engine."""
+
+from dataclasses import dataclass
+
+PREFILL_SIZES = (16, 64, 256, 1024)
+# On a GPU a chunk of 1,024 tokens takes hardly longer than one of 16, since both read every expert; where a kernel
+# keeps attention's scores out of memory, chunks are larger. A TPU computes every expert for every token.
+LARGEST_PREFILL = 4096
+# Share of a chunk that may be padding. A CPU takes as long for padding as for a token; an accelerator is bound by
+# reading weights, and runs one half-empty chunk faster than two full ones.
+PADDING = {"cpu": 0.25}
+# Limits of a program for several short prompts: prompts, and tokens in all, padding included, by platform.
+PREFILL_BATCH, PREFILL_BATCH_TOKENS = 8, {"gpu": 2048, "tpu": 256}
+# Temporaries of a prefill program, bytes for each feature of a token (compiled for B200 and H100: 87 of
+# Qwen3.6-35B-A3B, 58 of Qwen3.5-27B; 236 of Qwen3.5-397B-A17B over eight devices, which fits into the unused share).
+PREFILL_BYTES = 120
+
+
+def largest_prefill(kernels: bool) -> int:
+    """Tokens of the largest chunk; ``kernels``: whether programs have Triton kernels."""
+    return LARGEST_PREFILL if kernels else PREFILL_SIZES[-1]
+
+
+def prefill_config(
+    platform: str, kernels: bool, isolated: bool = False, max_num_batched_tokens: int | None = None
+) -> dict:
+    """Fields of `EngineConfig` that suit a platform.
+
+    Args:
+        platform: "cpu", "gpu" or "tpu".
+        kernels: Whether programs have Triton kernels.
+        isolated: Whether the arithmetic of a prompt must not depend on other prompts.
+        max_num_batched_tokens: As in `EngineConfig`; None takes the default.
+
+    Returns:
+        Keyword arguments of `EngineConfig`.
+    """
+    limit = max_num_batched_tokens or max(2048, largest_prefill(kernels))
+    sizes = sorted({*PREFILL_SIZES, largest_prefill(kernels)})
+    return {
+        "prefill_sizes": tuple(s for s in sizes if s <= max(limit, sizes[0])),
+        "prefill_padding": PADDING.get(platform, 0.5),
+        "prefill_batch_tokens": 0 if isolated else min(PREFILL_BATCH_TOKENS.get(platform, 0), limit),
+        "max_num_batched_tokens": limit,
+    }
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How an engine is set up.
+
+    Attributes:
+        block_sizes: Block sizes (draft length + 1) that rounds are compiled for, ascending, from 1; the drafter's own
+            block at most.
+        prefill_sizes: Tokens of a prompt that a prefill program takes, ascending.
+        prefill_padding: The largest share of a prefill program that may be padding.
+        prefill_batch_tokens: Tokens of a program that takes several prompts of a data shard, at most.
+        max_num_batched_tokens: Tokens of a step: those of prefill and of one decoding round.
+        max_queue: Requests that may wait; None for any number.
+        max_decode_batch: Sequences decoded in one dispatch; 1 makes each sequence's arithmetic independent of the
+            others, None is all.
+        prefix_bytes: Bytes of the prefix cache; 0 for none.
+        markers: Token ids that open a message.
+        adaptive: Whether the block size "auto" is chosen by measured cost and acceptance; otherwise it is the largest.
+        masks: Whether requests may have masks, so that warm-up compiles their programs.
+    """
+
+    block_sizes: tuple[int, ...] = (1,)
+    prefill_sizes: tuple[int, ...] = PREFILL_SIZES
+    prefill_padding: float = 0.5
+    prefill_batch_tokens: int = 0
+    max_num_batched_tokens: int = 2048
+    max_queue: int | None = None
+    max_decode_batch: int | None = None
+    prefix_bytes: int = 0
+    markers: frozenset[int] = frozenset()
+    adaptive: bool = True
+    masks: bool = False
+
+    def prefill_batch(self, size: int) -> int:
+        """Prompts of a data shard that a program of ``size`` tokens takes at most."""
+        return max(1, min(PREFILL_BATCH, self.prefill_batch_tokens // size))

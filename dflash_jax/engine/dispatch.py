@@ -1,0 +1,82 @@
+"""What the engine asks of a `ModelRunner` for decoding, and what it gets back."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from dflash_jax.decoding.sampling import Logprobs
+from dflash_jax.engine.request import Request
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """Several decoding rounds that the host starts at once.
+
+    Attributes:
+        slots: The batch: slots that take part.
+        block_sizes: Tokens that a round of each slot may yield.
+        rounds: Rounds at most.
+        block_size: The compiled block size; NO_DRAFTER (0) is plain decoding that does not update the drafter's
+            context.
+    """
+
+    slots: tuple[int, ...]
+    block_sizes: tuple[int, ...]
+    rounds: int
+    block_size: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Results of a dispatch, one entry for each slot.
+
+    Attributes:
+        tokens: New tokens.
+        accepted: Tokens that each round yielded.
+        done: Whether the sequence has ended.
+        logprobs: Log-probabilities of the new tokens, where they were asked for.
+    """
+
+    tokens: list[list[int]]
+    accepted: list[list[int]]
+    done: list[bool]
+    logprobs: list[Logprobs] | None
+
+
+@dataclass(frozen=True)
+class StepTicket:
+    """A step that the device works on.
+
+    Attributes:
+        prefills: (request, ticket of the runner) of each prefill chunk.
+        batch: Requests of the dispatch.
+        dispatch: Decoding, or None.
+        handle: The runner's ticket of the dispatch.
+        started: When the step was started, on the engine's clock.
+    """
+
+    prefills: list
+    batch: list[Request]
+    dispatch: Dispatch | None
+    handle: object
+    started: float
+
+
+class RoundMasks(Protocol):
+    """The masks of a round, for the slots of a dispatch in their order."""
+
+    def ask(self, blocks: np.ndarray) -> np.ndarray:
+        """Gets the blocks that are about to be verified, int [slots, block], and returns the ones to verify."""
+
+    def answer(self, is_verified: Callable[[], bool]) -> tuple[np.ndarray, np.ndarray]:
+        """The masks of the blocks.
+
+        Args:
+            is_verified: Whether the device has verified the blocks and waits for the masks.
+
+        Returns:
+            Packed masks uint32 [slots, block, words], and bool [slots]: slots whose masks are late, which skip the
+            round.
+        """

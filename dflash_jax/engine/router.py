@@ -1,0 +1,57 @@
+"""Delivery of the engine's events to the receivers of their requests."""
+
+import asyncio
+from collections.abc import Callable, Iterable
+
+from dflash_jax.engine.request import Event, Request
+
+Message = Event | Exception
+Receive = Callable[[Message], None]
+
+
+class EventRouter:
+    """Delivers events and errors to the receivers of their requests; those without a receiver are dropped."""
+
+    def __init__(self):
+        self._receivers: dict[Request, tuple[Receive, asyncio.AbstractEventLoop | None]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._receivers)
+
+    @property
+    def requests(self) -> list[Request]:
+        """Requests that have a receiver."""
+        return list(self._receivers)
+
+    def add(self, request: Request, receive: Receive, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        """Delivers the messages of a request to ``receive``, in the thread of ``loop`` or else in `send`."""
+        self._receivers[request] = receive, loop
+
+    def remove(self, request: Request) -> bool:
+        """Ends delivery to a request; False where it had no receiver."""
+        return self._receivers.pop(request, None) is not None
+
+    def send(self, messages: Iterable[tuple[Request, Message]]) -> None:
+        """Delivers messages, to each event loop in one call."""
+        by_loop: dict = {}
+        for request, message in messages:
+            if (entry := self._receivers.get(request)) is not None:
+                receive, loop = entry
+                by_loop.setdefault(loop, []).append((receive, message))
+        for loop, deliveries in by_loop.items():
+            if loop is None:
+                _deliver(deliveries)
+                continue
+            try:
+                loop.call_soon_threadsafe(_deliver, deliveries)
+            except RuntimeError:  # The loop is closed, and its receivers with it.
+                continue
+
+    def send_all(self, message: Message) -> None:
+        """Delivers one message to all receivers."""
+        self.send([(request, message) for request in self.requests])
+
+
+def _deliver(deliveries: list[tuple[Receive, Message]]) -> None:
+    for receive, message in deliveries:
+        receive(message)

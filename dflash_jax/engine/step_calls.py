@@ -1,0 +1,196 @@
+"""The step functions as methods: `Executables` runs them, `AheadOfTime` only compiles them."""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from dflash_jax.decoding import prefix_snapshot, speculative, step_functions
+from dflash_jax.decoding.batch_init import Admission
+from dflash_jax.decoding.sampling import Logprobs
+from dflash_jax.decoding.state import DecodeState, Settings, state_specs
+from dflash_jax.decoding.step_functions import Report
+from dflash_jax.models.decoder import Decoder
+from dflash_jax.models.drafter import Drafting
+from dflash_jax.parallel.sharding import DATA
+
+BATCH, REPLICATED = PartitionSpec(DATA), PartitionSpec()
+
+
+class StepCalls:
+    """Methods that call the functions of `decoding.step_functions` on one pair of models.
+
+    ``slots`` is int32 [data shards * b]: for each shard of the mesh's data axis, b of the shard's own slots, numbered
+    from 0. Indices past a shard's last slot are padding. Methods that return a state donate the one that they are
+    given: its buffers must not be used afterwards.
+
+    Args:
+        target: The model that verifies.
+        drafter: The model that drafts, or None.
+
+    Attributes:
+        pair: (target, drafter).
+    """
+
+    def __init__(self, target: Decoder, drafter: Drafting | None):
+        self.pair = target, drafter
+
+    def call(self, key: tuple, function: Callable, state: DecodeState, args: tuple, specs: Callable, donate=True):
+        """Calls ``function(target, drafter, state, *args)``.
+
+        Args:
+            key: Identifies the function and what is compiled into it. Shapes of the arguments are added to it.
+            function: Returns (state, result) where the state is donated, else a result.
+            state: The decoding state.
+            args: Arrays, or trees of arrays.
+            specs: ``specs()`` returns PartitionSpecs: (those of ``args``, those of the result).
+            donate: Whether the state is donated.
+
+        Returns:
+            What ``function`` returns.
+        """
+        raise NotImplementedError
+
+    def empty(self, slots: int, capacity: int, settings: Settings) -> DecodeState:
+        """An `empty_state` of ``slots`` slots with ``capacity`` positions each, on the mesh."""
+        raise NotImplementedError
+
+    def read(self, x: jax.Array) -> np.ndarray:
+        """``x`` on the host."""
+        raise NotImplementedError
+
+    @property
+    def config(self):
+        """The target's `ModelConfig`."""
+        return self.pair[0].config
+
+    @property
+    def data(self) -> int:
+        """Shards of the mesh's data axis."""
+        return self.pair[0].layout.data
+
+    def state_specs(self, state: DecodeState):
+        """PartitionSpecs of a state's arrays."""
+        return state_specs(*self.pair, state)
+
+    def verified_specs(self, settings: Settings):
+        """PartitionSpecs of what `verify` returns."""
+        target, drafter = self.pair
+        return speculative.verified_specs(target, drafter if settings.drafting else None)
+
+    def admit(self, state: DecodeState, slots, admission: Admission) -> DecodeState:
+        """Puts a new prompt into one slot."""
+
+        def specs():
+            return (BATCH, jax.tree.map(lambda _: REPLICATED, admission)), REPLICATED
+
+        return self.call(("admit",), step_functions.admit, state, (slots, admission), specs)[0]
+
+    def prefill(self, state: DecodeState, slots, n, size: int, drafting: bool = True) -> tuple[DecodeState, jax.Array]:
+        """Runs a chunk of each slot's prompt.
+
+        Args:
+            state: The decoding state.
+            slots: The slots that take part.
+            n: int32 [slots], prompt tokens of each slot's chunk, at most ``size``.
+            size: Tokens that the program takes of each slot.
+            drafting: Whether the drafter's context gets the chunk too.
+
+        Returns:
+            The state, and int32 [slots]: the tokens that are in the target's caches of each slot.
+        """
+        # Without a drafter both values of ``drafting`` are one program.
+        drafting = drafting and self.pair[1] is not None
+        function, specs = partial(step_functions.prefill, size=size, drafting=drafting), ((BATCH, BATCH), REPLICATED)
+        return self.call(("prefill", size, drafting), function, state, (slots, n), lambda: specs)
+
+    def score(self, state: DecodeState, slots, n, size: int, top: int) -> tuple[DecodeState, Logprobs]:
+        """`prefill` of the target alone, with the log-probabilities of the prompt's tokens.
+
+        Returns:
+            The state, and `Logprobs` [slots, size] of the token behind each one, with those of the ``top`` likeliest.
+        """
+        function, specs = partial(step_functions.score, size=size, top=top), ((BATCH, BATCH), REPLICATED)
+        return self.call(("score", size, top), function, state, (slots, n), lambda: specs)
+
+    def decode(
+        self, state: DecodeState, slots, block_sizes, rounds: int, settings: Settings
+    ) -> tuple[DecodeState, Report]:
+        """Runs up to ``rounds`` rounds of each slot; ``block_sizes`` int32 [slots] bounds the tokens of a round."""
+        function, specs = partial(step_functions.decode, settings=settings), ((BATCH, BATCH, REPLICATED), REPLICATED)
+        return self.call(("decode", settings), function, state, (slots, block_sizes, np.int32(rounds)), lambda: specs)
+
+    def propose(self, state: DecodeState, slots, block_sizes, settings: Settings) -> jax.Array:
+        """First part of a round with masks: int32 [slots, block], the last known token and the drafts behind it."""
+        function, specs = partial(step_functions.propose, settings=settings), ((BATCH, BATCH), REPLICATED)
+        return self.call(("propose", settings), function, state, (slots, block_sizes), lambda: specs, donate=False)
+
+    def verify(self, state: DecodeState, slots, block_sizes, block, settings: Settings):
+        """Second part of a round with masks: the target's pass over ``block``, as `finish` takes it."""
+        function = partial(step_functions.verify, settings=settings)
+
+        def specs():
+            return (BATCH, BATCH, BATCH), self.verified_specs(settings)
+
+        return self.call(("verify", settings), function, state, (slots, block_sizes, block), specs, donate=False)
+
+    def finish(self, state: DecodeState, slots, block_sizes, block, mask, verified, settings: Settings):
+        """Third part of a round with masks: draws tokens and commits them.
+
+        Args:
+            state: The decoding state.
+            slots: The slots that take part.
+            block_sizes: int32 [slots].
+            block: int32 [slots, block], as verified.
+            mask: Packed bits of allowed tokens, uint32 [slots, block, ceil(V / 32)].
+            verified: What `verify` returned.
+            settings: What is compiled in.
+
+        Returns:
+            The state and a `Report`.
+        """
+        function = partial(step_functions.finish, settings=settings)
+
+        def specs():
+            return (BATCH, BATCH, BATCH, BATCH, self.verified_specs(settings)), REPLICATED
+
+        return self.call(("finish", settings), function, state, (slots, block_sizes, block, mask, verified), specs)
+
+    def save(self, state: DecodeState, slots, start: int, size: int):
+        """Keys and values of ``size`` positions from ``start`` of one slot: a segment for `load`."""
+        function = partial(step_functions.save, size=size)
+
+        def specs():
+            return (BATCH, REPLICATED), prefix_snapshot.segment_specs(self.state_specs(state))
+
+        return self.call(("save", size), function, state, (slots, np.int32(start)), specs, donate=False)
+
+    def load(self, state: DecodeState, slots, start: int, segment) -> DecodeState:
+        """Writes a segment of `save` into one slot, from position ``start`` on."""
+
+        def specs():
+            return (BATCH, REPLICATED, prefix_snapshot.segment_specs(self.state_specs(state))), REPLICATED
+
+        return self.call(("load",), step_functions.load, state, (slots, np.int32(start), segment), specs)[0]
+
+    def snapshot(self, state: DecodeState, slots):
+        """The memory of one slot that is not by position (recurrent states, rings), for `restore`."""
+
+        def specs():
+            return (BATCH,), prefix_snapshot.snapshot_specs(self.state_specs(state))
+
+        return self.call(("snapshot",), step_functions.snapshot, state, (slots,), specs, donate=False)
+
+    def restore(self, state: DecodeState, slots, length: int, snapshot) -> DecodeState:
+        """Sets one slot to a `snapshot` that was taken behind ``length`` tokens."""
+
+        def specs():
+            return (BATCH, REPLICATED, prefix_snapshot.snapshot_specs(self.state_specs(state))), REPLICATED
+
+        return self.call(("restore",), step_functions.restore, state, (slots, np.int32(length), snapshot), specs)[0]
+
+    def draw(self, state: DecodeState) -> tuple:
+        """For the token behind each slot's last: raw logits, and the values whose maximum is drawn, both [B, V]."""
+        return self.call(("draw",), step_functions.draw, state, (), lambda: ((), REPLICATED), donate=False)

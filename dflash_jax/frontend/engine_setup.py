@@ -1,0 +1,63 @@
+"""The configuration of an engine for an `LLM`."""
+
+import jax
+
+from dflash_jax.decoding.state import Settings
+from dflash_jax.engine.config import EngineConfig, prefill_config
+from dflash_jax.models.drafter import DraftWindow
+from dflash_jax.ops import backend
+from dflash_jax.sampling_params import MAX_LOGPROBS
+
+# Block sizes that rounds are compiled for, below the drafter's own. On a CPU each further token of a block costs time.
+BLOCK_SIZES, CPU_BLOCK_SIZES = (1, 8, 16), (1, 4, 8, 16)
+
+
+def compiled_block_sizes(largest: int, block_size: int | str) -> tuple[int, ...]:
+    """Block sizes that are compiled, ascending: the usual ones, the ``largest``, and the LLM's own ``block_size``."""
+    usual = CPU_BLOCK_SIZES if jax.default_backend() == "cpu" else BLOCK_SIZES
+    fixed = () if block_size == "auto" else (block_size,)
+    return tuple(sorted({*(b for b in usual if b < largest), largest, *fixed}))
+
+
+def engine_setup(
+    block_sizes: tuple[int, ...],
+    *,
+    reproducible: bool,
+    vocab: int,
+    draft_window: DraftWindow,
+    prefix_bytes: int,
+    markers: frozenset[int],
+    max_num_batched_tokens: int | None = None,
+    **options,
+) -> tuple[EngineConfig, Settings]:
+    """What suits the platform.
+
+    Args:
+        block_sizes: Compiled block sizes.
+        reproducible: Whether bits must not depend on drafter, block size and batch.
+        vocab: Tokens of the vocabulary.
+        draft_window: What the drafter sees of the context.
+        prefix_bytes: As in `EngineConfig`.
+        markers: As in `EngineConfig`.
+        max_num_batched_tokens: As in `EngineConfig`; None takes the platform's default.
+        **options: Further fields of `EngineConfig`, which override the platform's.
+
+    Returns:
+        The engine's configuration, and what its programs share.
+    """
+    settings = Settings(
+        max(BLOCK_SIZES[-1], block_sizes[-1]) if reproducible else 1,
+        reproducible,
+        min(MAX_LOGPROBS, vocab),
+        draft_window,
+    )
+    prefill = prefill_config(jax.default_backend(), backend.are_wanted(), reproducible, max_num_batched_tokens)
+    config = EngineConfig(
+        block_sizes=block_sizes,
+        max_decode_batch=1 if reproducible else None,
+        prefix_bytes=prefix_bytes,
+        markers=markers,
+        adaptive=not reproducible,
+        **(prefill | options),
+    )
+    return config, settings

@@ -1,0 +1,136 @@
+"""What an `LLM` reads from disk: first everything that can be wrong without the weights, then the weights."""
+
+import logging
+from dataclasses import dataclass
+from itertools import compress
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from dflash_jax.checkpoint.hub import resolve
+from dflash_jax.checkpoint.load import check_drafter, check_target, load_drafter, load_target, read_draft_tokens
+from dflash_jax.errors import InputError
+from dflash_jax.frontend.chat_template import read_chat_template
+from dflash_jax.frontend.llm_config import DTYPES, TINY, LLMConfig
+from dflash_jax.frontend.sampling_defaults import SamplingDefaults
+from dflash_jax.frontend.tokenizer import Tokenizer
+from dflash_jax.models.config import ModelConfig
+from dflash_jax.models.decoder import Decoder
+from dflash_jax.models.drafter import Drafter, DraftVocabulary, abstract_drafter
+from dflash_jax.ops import backend
+from dflash_jax.ops.weights import pack_weights, plain
+from dflash_jax.parallel.sharding import parameter_paths, parameter_specs, place
+
+log = logging.getLogger("dflash_jax")
+
+DRAFT_TOKENS = "draft_tokens.json"  # In a drafter's directory.
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The files of a target and its drafter, without the weights.
+
+    Attributes:
+        directory: Of the target.
+        draft: Directory of the drafter, or None.
+        config: The target's configuration.
+        draft_block_size: The drafter's own block size; 1 without a drafter.
+        draft_vocabulary: int32 [N], the only token ids that are drafted; None for all.
+        defaults: The target's sampling defaults and stop ids.
+        tokenizer: None where there is none.
+    """
+
+    directory: Path
+    draft: Path | None
+    config: ModelConfig
+    draft_block_size: int
+    draft_vocabulary: jax.Array | None
+    defaults: SamplingDefaults
+    tokenizer: Tokenizer | None
+
+    @classmethod
+    def read(cls, given: LLMConfig) -> "Checkpoint":
+        """Reads what a configuration names. Raises InputError for what does not fit together."""
+        directory = TINY / "target"
+        if given.target is not None:
+            directory = resolve(given.target, given.revision, given.download_dir)
+        draft = given.draft
+        if draft == "auto":
+            draft = TINY / "draft" if given.target is None else None
+        config = check_target(directory)
+        draft = resolve(draft, given.draft_revision, given.download_dir) if draft is not None else None
+        block_size = check_drafter(draft, config).block_size if draft is not None else 1
+        vocabulary = _draft_vocabulary(given, draft, config)
+        defaults = SamplingDefaults.read(directory, given.generation_config).overridden(given.sampling_defaults or {})
+        return cls(directory, draft, config, block_size, vocabulary, defaults, _tokenizer(given, directory))
+
+
+def _draft_vocabulary(given: LLMConfig, draft: Path | None, config: ModelConfig) -> jax.Array | None:
+    name = given.draft_tokens
+    if name in (None, "none"):
+        return None
+    if draft is None:
+        if name != "auto":
+            raise InputError(f"draft tokens {name}: there is no drafter")
+        return None
+    path = draft / DRAFT_TOKENS if name == "auto" else Path(name).expanduser()
+    is_divided = given.layout.wide(config.vocab_size).axes
+    if name == "auto" and (is_divided or not path.exists()):
+        return None
+    if is_divided:
+        raise InputError(f"draft tokens {path}: the target's head is cut over devices, and is drafted with whole")
+    return jnp.asarray(read_draft_tokens(path, config.vocab_size))
+
+
+def _tokenizer(given: LLMConfig, directory: Path) -> Tokenizer | None:
+    if given.tokenizer is not None:
+        directory = resolve(given.tokenizer, download_dir=given.download_dir)
+    template = None if given.chat_template is None else read_chat_template(given.chat_template)
+    if any((directory / name).exists() for name in TOKENIZER_FILES):
+        return Tokenizer(directory, template, given.chat_template_kwargs)
+    if given.tokenizer is not None or template is not None or given.chat_template_kwargs:
+        raise InputError(f"{directory} has no tokenizer")
+    return None
+
+
+def prepare_backend() -> None:
+    """Compiles the kernels of a CPU, and warns where a GPU's are missing."""
+    backend.for_cpu()
+    if jax.default_backend() == "gpu" and backend.is_automatic() and (reason := backend.why_not()):
+        log.warning("without Triton backend, which make decoding faster: %s", reason)
+
+
+def load_pair(given: LLMConfig, checkpoint: Checkpoint) -> tuple[Decoder, Drafter | None]:
+    """Loads the weights: (target, drafter)."""
+    dtype = DTYPES[given.dtype_name]
+    target = packed(load_target(checkpoint.directory, dtype, given.layout, given.quantize), given.dtype_name)
+    if reason := backend.why_not_of({x.dtype for x in jax.tree.leaves(target)}):
+        log.warning("products of weights without Triton kernels: %s", reason)
+    if checkpoint.draft is None:
+        return target, None
+    drafter = packed(load_drafter(checkpoint.draft, dtype, checkpoint.config, given.layout), given.dtype_name)
+    if (ids := checkpoint.draft_vocabulary) is not None:
+        drafter.vocabulary = packed(DraftVocabulary(ids, target.head_rows(ids)), given.dtype_name)
+    return target, drafter
+
+
+def packed(module, dtype: str):
+    """``module`` with its weights in the layout that this platform's kernels read fastest."""
+    devices = set().union(*(x.sharding.device_set for x in jax.tree.leaves(module)))
+    is_wanted = [device.platform for device in devices] == ["cpu"] and dtype == "float32" and backend.for_cpu()
+    return pack_weights(module) if is_wanted else module
+
+
+def placed_drafter(drafter: Drafter, target: Decoder, mesh: Mesh, dtype: str) -> Drafter:
+    """A drafter from memory as `load_pair` loads one, without its draft vocabulary."""
+    shape = abstract_drafter(drafter.config, DTYPES[dtype], target.layout)
+    shardings = [NamedSharding(mesh, spec) for spec in parameter_specs(shape)]
+    dense = plain(drafter)
+    is_kept = [not path.startswith("vocabulary.") for path in parameter_paths(dense)]
+    leaves = [np.asarray(x).astype(DTYPES[dtype]) for x in compress(jax.tree.leaves(dense), is_kept)]
+    placed = [place(x, sharding) for x, sharding in zip(leaves, shardings, strict=True)]
+    return packed(jax.tree.unflatten(jax.tree.structure(shape), placed), dtype)
