@@ -1,4 +1,4 @@
-"""The exception types that users are meant to read."""
+"""Exceptions whose messages are written for users."""
 
 
 class InputError(ValueError):
@@ -9,9 +9,11 @@ class InputError(ValueError):
 
 
 class EngineError(RuntimeError):
-    """A request came to no end: the device failed, or what the model computed is no number. Command lines print it as
-    one line and exit with code 1."""
+    """A request could not be completed: the device failed, or logits are not finite.
+
+    Command lines print the message as one line and exit with code 1.
+    """
 
 
 class UnavailableError(EngineError):
-    """The engine takes no requests: it has failed before, or was stopped."""
+    """The engine accepts no requests: it has failed before, or was stopped."""

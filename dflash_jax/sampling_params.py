@@ -1,36 +1,56 @@
-"""What a request may ask for."""
+"""Sampling parameters of a request."""
 
 from dataclasses import dataclass, field
 
 from dflash_jax.errors import InputError
 from dflash_jax.stop_strings import StopFinder
 
-# Stop token ids that a row may have.
+# Stop token ids of a request.
 MAX_STOPS = 16
-# Tokens whose logits a row may bias, as in OpenAI's API.
+# Tokens whose logits a request may bias, as in OpenAI's API.
 MAX_BIAS = 300
-# Tokens whose log-probabilities are recorded beside the drawn one's.
+# Tokens whose log-probabilities are reported beside that of the drawn token.
 MAX_LOGPROBS = 20
-# Of one request.
+# Stop expressions and bad words of a request, and their characters.
 MAX_STOP_REGEX, MAX_REGEX_CHARACTERS = 4, 1024
 MAX_BAD_WORDS, MAX_BAD_WORD_CHARACTERS = 256, 256
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one prompt is continued. None means: as the checkpoint's generation_config.json says, else off.
+    """How one prompt is continued.
 
-    temperature: 0 is greedy. top_k: 0 is off. top_p in (0, 1], min_p in [0, 1]. repetition_penalty > 0 looks at prompt
-    and output; frequency_penalty and presence_penalty at the output. logit_bias: token id → added to its logit. seed:
-    the same seed gives the same text, with or without a drafter, alone or in a batch; None takes a fresh one.
-    max_tokens: new tokens at most; min_tokens: so many come before the text may end. stop: strings that end the text
-    (and are not part of it). stop_regex: regular expressions (RE2's) that end it: matches of at most 256 characters are
-    seen, and of these the last 64 are no part of the text. stop_token_ids: beside the checkpoint's own. ignore_eos: go
-    on past those. include_stop_str_in_output: what ends the text is part of it. skip_special_tokens: special tokens are
-    not part of it. bad_words: texts that never come, with or without a space before. allowed_token_ids: only these
-    tokens come. logprobs: for each token, its log-probability and the n likeliest tokens'; logprob_token_ids: those of
-    these tokens too; logprobs_mode: of the "raw" distribution or of the "processed" one, after
-    bias, penalties, temperature and cuts.
+    None means the value of the checkpoint's generation_config.json, or else off.
+
+    Attributes:
+        temperature: 0 is greedy.
+        top_k: Draws from the k likeliest tokens; 0 is off.
+        top_p: In (0, 1]: draws from the likeliest tokens that together have this probability.
+        min_p: In [0, 1]: draws from tokens of at least this probability relative to the likeliest.
+        repetition_penalty: Above 0; divides positive logits, and multiplies negative ones, of the tokens of prompt and
+            output.
+        frequency_penalty: Subtracted from a token's logit for each time that it is in the output.
+        presence_penalty: Subtracted from the logits of the tokens of the output.
+        logit_bias: Token id → value added to its logit.
+        seed: The same seed gives the same text, with or without a drafter, alone or in a batch; None takes a random
+            one.
+        max_tokens: New tokens, at most.
+        stop: Strings that end the text, and are not part of it.
+        stop_regex: Regular expressions (RE2's) whose matches end the text. Matches of at most 256 characters are
+            found; their last 64 characters are not part of the text.
+        stop_token_ids: Token ids that end the text, beside the checkpoint's own.
+        ignore_eos: Whether the checkpoint's own stop ids do not end the text.
+        include_stop_str_in_output: Whether what ends the text is part of it.
+        skip_special_tokens: Whether special tokens are left out of the text.
+        min_tokens: New tokens before which the text does not end.
+        bad_words: Texts that the output must not contain, with or without a space before them.
+        allowed_token_ids: The only tokens that the output may contain.
+        logprobs: Reports the log-probability of each token, and those of this many likeliest tokens.
+        logprob_token_ids: Reports the log-probabilities of these tokens too.
+        logprobs_mode: Of the "raw" distribution, or of the "processed" one after bias, penalties, temperature and cuts.
+
+    Raises:
+        InputError: A value is out of range; the message names it.
     """
 
     temperature: float | None = None
@@ -66,7 +86,7 @@ class SamplingParams:
             check(name, lambda v: isinstance(v, int) and not isinstance(v, bool), "a whole number")
         for name in ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"):
             check(name, lambda v: isinstance(v, (int, float)), "a number")
-        # Written so that NaN fails.
+        # These conditions are false for NaN.
         check("temperature", lambda v: 0 <= v < float("inf"), "0 (greedy) or more")
         check("top_k", lambda v: v >= 0, "0 (off) or more")
         check("top_p", lambda v: 0 < v <= 1, "above 0 and at most 1")
@@ -117,12 +137,13 @@ class SamplingParams:
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether log-probabilities are recorded."""
+        """Whether log-probabilities are reported."""
         return self.logprobs is not None or bool(self.logprob_token_ids)
 
     def check_vocabulary(self, vocab: int) -> None:
+        """Raises InputError for token ids outside of a vocabulary of ``vocab`` tokens, and for too many biases."""
         allowed = self.allowed_token_ids or ()
-        # Of what may be as many as the vocabulary has, the ends say enough.
+        # The allowed ids may be as many as the vocabulary: the smallest and the largest suffice.
         given = (
             *self.logit_bias,
             *self.stop_token_ids,

@@ -15,8 +15,8 @@ class EventRouter:
     def __init__(self):
         self._receivers: dict[Request, tuple[Receive, asyncio.AbstractEventLoop | None]] = {}
 
-    def __bool__(self) -> bool:
-        return bool(self._receivers)
+    def __len__(self) -> int:
+        return len(self._receivers)
 
     @property
     def requests(self) -> list[Request]:

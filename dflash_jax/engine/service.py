@@ -164,6 +164,11 @@ class AsyncEngine:
             self._router.send([(request, e)])
 
     @property
+    def open_requests(self) -> int:
+        """Requests whose events a consumer waits for."""
+        return len(self._router)
+
+    @property
     def is_alive(self) -> bool:
         """Whether the engine's thread runs."""
         return self._thread.is_alive()

@@ -1,6 +1,7 @@
 """The engine on its thread, under asyncio."""
 
 import asyncio
+import contextlib
 import threading
 from dataclasses import replace
 
@@ -185,6 +186,14 @@ def test_stopping_lets_what_runs_end_within_its_limit():
     run(main())
 
 
+async def refused(running: AsyncEngine) -> None:
+    """Returns when the engine takes no more requests."""
+    with contextlib.suppress(UnavailableError):
+        while True:
+            running.submit(request([7]))
+            await asyncio.sleep(0.001)
+
+
 class CountedMask(ReadyMasks):
     """Allows everything, and counts how often it is closed."""
 
@@ -230,20 +239,22 @@ def test_masks_are_closed_when_the_thread_ends(is_stopped):
         tasks = [asyncio.create_task(error_of(running.submit(wanted()))) for _ in range(2)]
         await has_begun.wait()
         assert not any(mask.closed for mask in masks)
-        running._command(end)
+        ending = asyncio.create_task(running.call(end))
+        await asyncio.sleep(0)
         tasks.append(asyncio.create_task(error_of(running.submit(wanted()))))
         late = running.submit(wanted())
         await asyncio.sleep(0)
         if is_stopped:
             stopping = asyncio.create_task(asyncio.to_thread(running.stop))
-            while not running._stopping:
-                await asyncio.sleep(0.001)
+            await refused(running)
         gate.set()
         assert all(await asyncio.gather(*tasks))
         if is_stopped:
             await stopping
         assert await error_of(late)
-        running._thread.join()
+        while running.is_alive:
+            await asyncio.sleep(0.001)
         assert all(mask.closed for mask in masks)
+        ending.cancel()
 
     run(main())

@@ -5,12 +5,14 @@ import re
 from dataclasses import replace
 
 import jax
+import numpy as np
 import pytest
 import tiny
 from load import CAPACITY, engine_for, some_requests
 
 from dflash_jax.decoding.state import Settings
 from dflash_jax.engine import model_runner
+from dflash_jax.engine.ahead_of_time import AheadOfTime
 from dflash_jax.engine.config import EngineConfig
 from dflash_jax.engine.executables import Executables
 from dflash_jax.engine.memory import Memory, device_memory, plan_memory
@@ -99,3 +101,41 @@ def test_what_does_not_fit_is_refused_with_advice(engine):
 
 def test_memory_adds_up():
     assert str(Memory(10**9, 2 * 10**9, 0, 10**8, 4 * 10**9)).startswith("weights 1.00 GB, slots 2.00 GB")
+
+
+def test_ahead_of_time_gives_shapes_and_leaves_the_programs_behind():
+    target = tiny.target("da", moe="")
+    programs, settings = Executables(target, None), Settings(1, top_logprobs=2)
+    slots = np.arange(2, dtype=np.int32)
+    arguments = slots, np.ones(2, np.int32), 3, settings
+    with AheadOfTime(programs, threads=1) as ahead:
+        state = ahead.empty(2, CAPACITY, settings)
+        assert all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(state))
+        after, report = ahead.decode(state, *arguments)
+        assert after is state
+        assert all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(report))
+        ahead.decode(state, *arguments)
+        assert [key[0] for key in ahead.pending] == ["decode"]
+        assert programs.count == 0
+    assert [key[0] for key in programs.compiled] == ["decode"]
+    real = programs.empty(2, CAPACITY, settings)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), real) == jax.tree.map(
+        lambda x: (x.shape, x.dtype, x.sharding), state
+    )
+    _, found = programs.decode(real, *arguments)
+    assert programs.count == 2  # The state's and this one.
+    assert [x.shape for x in jax.tree.leaves(found)] == [x.shape for x in jax.tree.leaves(report)]
+
+
+def test_programs_are_not_kept_where_ahead_of_time_fails():
+    programs = Executables(tiny.target("a", moe=""), None)
+    state = programs.abstract_state(1, CAPACITY, Settings())
+
+    def compile_and_fail():
+        with AheadOfTime(programs, threads=1) as ahead:
+            ahead.snapshot(state, np.zeros(1, np.int32))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        compile_and_fail()
+    assert programs.count == 0

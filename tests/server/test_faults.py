@@ -34,7 +34,7 @@ def break_device(engine: AsyncEngine, requests: int) -> None:
         reads.append(args)
         if len(reads) == 1:
             return original(*args)
-        wait_until(lambda: len(engine._inboxes) == requests)
+        wait_until(lambda: engine.open_requests == requests)
         raise RuntimeError("the device is on fire")
 
     device.read = read

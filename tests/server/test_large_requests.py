@@ -326,7 +326,7 @@ def test_a_body_is_dropped_before_its_answer_begins(quiet, name):
                 all_sent = [sent(quiet, path, given, connections) for _ in range(few)]
                 rows = few * (2 if "batch" in path else 1)
                 # The engine is asked for all of them.
-                assert wait_until(lambda: len(serving.engine._inboxes) == rows)
+                assert wait_until(lambda: serving.engine.open_requests == rows)
                 assert wait_until(lambda: serving.body_bytes == 0)
                 assert serving.in_flight == few
                 assert not serving.client_body_bytes
@@ -350,7 +350,7 @@ def test_what_an_answer_needs_of_a_body_counts(quiet, path, given):
     with ExitStack() as connections:
         with paused(quiet):
             connection = sent(quiet, path, given, connections)
-            assert wait_until(lambda: len(quiet.serving.engine._inboxes) == 1)
+            assert wait_until(lambda: quiet.serving.engine.open_requests == 1)
             # Values take more than their text.
             assert quiet.serving.body_bytes > len(json.dumps(given)) + body.VALUE_BYTES * len(given)
         assert answered(connection).startswith(b"HTTP/1.1 200")
@@ -381,7 +381,7 @@ def test_one_client_takes_a_part_of_the_memory_for_values(quiet, monkeypatch):
     with ExitStack() as connections:
         with paused(quiet):
             connection = sent(quiet, "/v1/responses", given, connections)
-            assert wait_until(lambda: len(quiet.serving.engine._inboxes) == 1)
+            assert wait_until(lambda: quiet.serving.engine.open_requests == 1)
             assert quiet.post("/v1/responses", **given).status_code == 429
             with httpx.Client(base_url=quiet.url, timeout=120, transport=other) as client:
                 prompt = {"prompt": "x" * 2**17, "max_tokens": 1}

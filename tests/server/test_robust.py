@@ -233,7 +233,7 @@ def test_a_failed_engine_is_told_and_health_turns_red(llm):
         assert running.http.get("/health").status_code == 200
 
         def fail(*_):
-            wait_until(lambda: len(engine._inboxes) == 3)
+            wait_until(lambda: engine.open_requests == 3)
             raise RuntimeError("the device is on fire")
 
         def ask(**more) -> None:

@@ -42,9 +42,9 @@ def test_masks_are_closed_with_the_request(quiet, name, monkeypatch, no_collecto
 
         monkeypatch.setattr(quiet.serving.engine.engine, "check", full)
     # Whatever keeps a mask, an error's traceback say, is no reason for it to stay open.
-    kept, real = [], quiet.serving.llm.new_row
+    kept, real = [], quiet.serving.llm.new_sequence
     monkeypatch.setattr(
-        quiet.serving.llm, "new_row", lambda *a, mask, **o: (kept.append(mask), real(*a, mask=mask, **o))[1]
+        quiet.serving.llm, "new_sequence", lambda *a, mask, **o: (kept.append(mask), real(*a, mask=mask, **o))[1]
     )
     found = quiet.post(path, **body)
     assert found.status_code == status, found.text
