@@ -9,7 +9,7 @@ PROMPTS = [f"def {name}(" for name in ("parse", "read_config", "clamp", "merge",
 
 
 def main() -> None:
-    # The bundled pair; LLM("Qwen/Qwen3.5-27B", draft="z-lab/Qwen3.5-27B-DFlash") loads a real one. Without block_size the
+    # The bundled pair. A real one: LLM("Qwen/Qwen3.5-27B", draft="z-lab/Qwen3.5-27B-DFlash"). Without block_size the
     # engine takes what is fastest, which is plain decoding for a model as small as this one.
     llm = LLM(block_size=8)
     completions = llm.generate(PROMPTS, SamplingParams(temperature=0.7, seed=1, max_tokens=48))
