@@ -1,6 +1,7 @@
 """A hook of mkdocs: pages may link to files of the repository outside docs/, as ``../benchmarks/cpu.md``.
 
-GitHub follows such links as they are. On the site the file is added under its own path, and the link points there.
+GitHub follows such links as they are. On the site the file is added under its own path, and the link points there. Such
+a file's links into docs/ lose that folder, which the site does not have.
 """
 
 import re
@@ -31,4 +32,4 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown, **_):
-    return LINK.sub(r"\1\2", markdown)
+    return LINK.sub(r"\1\2", markdown).replace("](docs/", "](")

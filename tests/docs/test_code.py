@@ -1,6 +1,7 @@
 """Code in README.md and docs/: Python blocks run, commands parse, and what is marked to run does."""
 
 import importlib
+import os
 import subprocess
 import sys
 
@@ -71,8 +72,6 @@ def test_commands_of_a_page_are_known_and_their_options_too(block, monkeypatch, 
 def test_commands_that_are_marked_to_run_do(block, tmp_path):
     script = 'dflash() { command=$1; shift; "$PYTHON" -m "dflash_jax.$command" "$@"; }\n' + block.code
     environment = {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
-    import os
-
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", script],
         cwd=tmp_path,

@@ -52,7 +52,10 @@ def test_the_table_of_apis_names_options_that_exist():
     page = (ROOT / "docs" / "vllm_and_sglang.md").read_text(encoding="utf-8")
     tables = page.split("## The Python API")[1].split("\n\n")
     options = set(inspect.signature(LLM).parameters) | set(dir(LLM)) | {"tokenizer", "AsyncEngine"}
-    for table, known in ((tables[1], options), (tables[2], set(inspect.signature(SamplingParams).parameters) | options)):
+    for table, known in (
+        (tables[1], options),
+        (tables[2], set(inspect.signature(SamplingParams).parameters) | options),
+    ):
         rows = [line.split("|")[3] for line in table.splitlines()[2:]]
         names = {re.match(r"\w+", name)[0] for row in rows for name in re.findall(r"`([^`]+)`", row)}
         assert names - known <= {"n"}
