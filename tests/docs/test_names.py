@@ -51,11 +51,9 @@ def test_every_module_that_a_page_names_exists(page):
 def test_the_table_of_apis_names_options_that_exist():
     page = (ROOT / "docs" / "vllm_and_sglang.md").read_text(encoding="utf-8")
     tables = page.split("## The Python API")[1].split("\n\n")
-    options = set(inspect.signature(LLM).parameters) | set(dir(LLM)) | {"tokenizer", "AsyncEngine"}
-    for table, known in (
-        (tables[1], options),
-        (tables[2], set(inspect.signature(SamplingParams).parameters) | options),
-    ):
+    options = {*inspect.signature(LLM).parameters, *dir(LLM), "tokenizer", "AsyncEngine"}
+    sampling = {*inspect.signature(SamplingParams).parameters, *options}
+    for table, known in ((tables[1], options), (tables[2], sampling)):
         rows = [line.split("|")[3] for line in table.splitlines()[2:]]
         names = {re.match(r"\w+", name)[0] for row in rows for name in re.findall(r"`([^`]+)`", row)}
         assert names - known <= {"n"}
