@@ -1,4 +1,4 @@
-"""Three streams at once on one engine, for a service with asyncio of its own.
+"""Two streams at once on one engine, for a service with asyncio of its own.
 
 The engine knows token ids only; the tokenizer turns them into text here.
 Run: python examples/async_streaming.py
@@ -11,7 +11,7 @@ from dflash_jax.engine.request import Request
 from dflash_jax.engine.service import AsyncEngine
 from dflash_jax.engine.warm_up import warm_up
 
-PROMPTS = ["def f(", "class Parser:", "import os"]
+PROMPTS = ["def f(", "class Parser:"]
 
 
 async def stream(running: AsyncEngine, llm: LLM, prompt: str) -> str:
@@ -25,8 +25,8 @@ async def stream(running: AsyncEngine, llm: LLM, prompt: str) -> str:
 
 
 async def main() -> None:
-    llm = LLM(slots=4)
-    engine = llm.new_engine(llm.programs, slots=4, capacity=256)
+    llm = LLM(slots=2, max_block_size=8)
+    engine = llm.new_engine(llm.programs, slots=2, capacity=256)
     warm_up(engine)  # compiles everything, so that no request waits for a compilation
     async with AsyncEngine(engine) as running:
         texts = await asyncio.gather(*(stream(running, llm, prompt) for prompt in PROMPTS))
