@@ -9,9 +9,9 @@ import httpx
 import pytest
 from pages import PAGES, ROOT, blocks, commands
 
+from dflash_jax.cli.main import COMMANDS
 from dflash_jax.errors import InputError
 
-COMMANDS = ("generate", "serve", "train", "plan", "benchmark", "batch")
 WITH_PYTHON = [page for page in PAGES if blocks(page, "python")]
 SHELL = [block for page in PAGES for block in blocks(page, "bash")]
 ADDRESS = "http://127.0.0.1:30000"
@@ -45,6 +45,15 @@ def parse(command: str, words: list[str]) -> None:
     importlib.import_module(f"dflash_jax.cli.{where}").make_parser().parse_args(words)
 
 
+def check_script(path: str, words: list[str]) -> None:
+    """A script's options are in its own file, or in a module of `dflash_jax.tools` that it imports."""
+    assert (ROOT / path).exists(), path
+    files = [ROOT / path, *(ROOT / "dflash_jax" / "tools").rglob("*.py")]
+    text = "".join(file.read_text(encoding="utf-8") for file in files)
+    for option in (word for word in words if word.startswith("--")):
+        assert f'"{option}"' in text, f"{path} has no {option}"
+
+
 @pytest.mark.parametrize("block", SHELL, ids=place)
 def test_commands_of_a_page_are_known_and_their_options_too(block, monkeypatch, tmp_path):
     (tmp_path / "keys.txt").write_text("key\n")
@@ -59,13 +68,7 @@ def test_commands_of_a_page_are_known_and_their_options_too(block, monkeypatch, 
         elif words[:2] == ["python", "-m"]:
             importlib.import_module(words[2])
         elif program == "python":
-            text = (ROOT / rest[0]).read_text(encoding="utf-8")
-            if rest[0].startswith("convert/"):
-                continue
-            for option in (word for word in rest[1:] if word.startswith("--")):
-                # A script's options may be written in another one that it imports.
-                others = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "scripts").rglob("*.py"))
-                assert f'"{option}"' in text + others, f"{rest[0]} has no {option}"
+            check_script(rest[0], rest[1:])
 
 
 @pytest.mark.parametrize("block", [block for block in SHELL if block.runs], ids=place)
