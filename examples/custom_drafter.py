@@ -1,0 +1,71 @@
+"""A drafter of one's own: it repeats what followed the last token earlier in the text (prompt lookup).
+
+A drafter is anything with the methods of `dflash_jax.models.drafter.Drafting`. Whatever it drafts, the text is the
+target's own: a bad drafter costs time only. Run: python examples/custom_drafter.py
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+import dflash_jax as d
+from dflash_jax.frontend.llm import TINY
+from dflash_jax.models.drafter import Proposal
+
+PROMPT = "def area(width, height):\n    return width * height\n\ndef area("
+NEW_TOKENS, BLOCK = 48, 8
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class PromptLookup:
+    """Drafts the tokens behind the latest earlier occurrence of the last token. Its cache is the text so far."""
+
+    taps: tuple[int, ...] = ()  # It reads no layer of the target.
+
+    def init_cache(self, rows, capacity, dtype, window):
+        return (jnp.zeros((rows, capacity), jnp.int32),)
+
+    def extend(self, cache, features, tokens, positions, keep):
+        """Adds verified tokens [B, T] at positions [B, T] where keep [B, T]."""
+        (known,) = cache
+        places = jnp.where(keep, positions, known.shape[1])  # Out of range: dropped.
+        return (known.at[jnp.arange(len(known))[:, None], places].set(tokens, mode="drop"),)
+
+    def propose(self, cache, last, start, width, slots, heads, window):
+        """Drafts [B, slots - 1] behind ``last`` [B], the token at position start [B]."""
+        (known,) = cache
+        places = jnp.arange(known.shape[1])[None]
+        matches = (known == last[:, None]) & (places < start[:, None])
+        found = jnp.where(matches, places, -1).max(1)
+        # Where the token is new, found is -1 and the drafts are the text's beginning: wrong, and so not accepted.
+        wanted = found[:, None] + 1 + jnp.arange(slots - 1)[None]
+        return Proposal(jnp.take_along_axis(known, jnp.minimum(wanted, known.shape[1] - 1), axis=1))
+
+
+def decode(target, drafter, ids: list[int], block: int):
+    """The new tokens, and how many each round yielded."""
+    settings = d.Settings(window=block)
+    state = d.init_state(target, drafter, [ids], NEW_TOKENS, settings=settings)
+    for _ in range(0, len(ids), 64):
+        state = jax.jit(partial(d.prefill_chunk, size=64))(target, drafter, state)
+    state = jax.jit(partial(d.decode, settings=settings))(target, drafter, state, NEW_TOKENS)
+    tokens = state.tokens[0, len(ids) : state.length[0]]
+    return tokens.tolist(), state.accepted[0, : state.rounds[0]].tolist()
+
+
+def main() -> None:
+    llm = d.LLM(draft=None)
+    target = d.load_target(TINY / "target", jnp.float32)
+    ids = llm.encode(PROMPT)
+    plain, _ = decode(target, None, ids, 1)
+    drafted, rounds = decode(target, PromptLookup(), ids, BLOCK)
+    assert drafted == plain
+    print(PROMPT + llm.tokenizer.decode(drafted))
+    print(f"--- {len(drafted)} tokens in {len(rounds)} rounds: {rounds}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""The scripts of examples/ run on the bundled pair, and the notebook's cells in order."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from pages import ROOT
+
+EXAMPLES = ROOT / "examples"
+# What each prints, of what it claims.
+SAID = {
+    "offline_batch.py": "tokens a round",
+    "chat.py": "> Write the function `mean`",
+    "async_streaming.py": "length",
+    "server_and_client.py": "64 tokens",
+    "custom_drafter.py": "48 tokens in",
+    "train_drafter.py": "tokens a round",
+}
+
+
+def test_every_example_is_run():
+    assert {path.name for path in EXAMPLES.glob("*.py")} == set(SAID)
+    assert [path.name for path in EXAMPLES.glob("*.ipynb")] == ["drafting_round_by_round.ipynb"]
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_an_example_runs(name, tmp_path):
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "jax")}
+    command = [sys.executable, str(EXAMPLES / name)]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert SAID[name] in done.stdout
+
+
+def test_the_notebook_runs_and_is_kept_without_output(capsys):
+    cells = json.loads((EXAMPLES / "drafting_round_by_round.ipynb").read_text(encoding="utf-8"))["cells"]
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert not any(cell["outputs"] or cell["execution_count"] for cell in code)
+    namespace: dict = {}
+    for i, cell in enumerate(code):
+        exec(compile("".join(cell["source"]), f"cell {i}", "exec"), namespace)
+    assert "drafts accepted" in capsys.readouterr().out

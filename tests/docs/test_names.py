@@ -1,0 +1,64 @@
+"""What pages name exists: files, modules, options of `LLM` and `SamplingParams`."""
+
+import importlib
+import inspect
+import re
+
+import pytest
+from pages import PAGES, ROOT
+
+from dflash_jax import LLM, SamplingParams
+
+PATH = re.compile(r"\b(?:scripts|tests|configs|benchmarks|convert|examples|docs|dflash_jax)/[\w./-]*\w")
+MODULE = re.compile(r"\bdflash_jax(?:\.\w+)+")
+
+
+def text_of(page) -> str:
+    """A page's text. The changelog's tables of old names are left out but for their column of new ones."""
+    text = page.read_text(encoding="utf-8")
+    if page.name == "changelog.md":
+        text = re.sub(r"^\| `[^|]*\|", "|", text, flags=re.MULTILINE)
+    return text
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_path_that_a_page_names_exists(page):
+    paths = set(PATH.findall(text_of(page)))
+    assert not [path for path in sorted(paths) if not (ROOT / path).exists()]
+
+
+def resolve(name: str):
+    parts = name.split(".")
+    for split in range(len(parts), 0, -1):
+        try:
+            value = importlib.import_module(".".join(parts[:split]))
+        except ModuleNotFoundError as error:
+            if not name.startswith(str(error.name)):
+                raise
+            continue
+        for attribute in parts[split:]:
+            value = getattr(value, attribute)
+        return value
+    raise ModuleNotFoundError(name)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_module_that_a_page_names_exists(page):
+    for name in sorted(set(MODULE.findall(text_of(page)))):
+        resolve(name)
+
+
+def test_the_table_of_apis_names_options_that_exist():
+    page = (ROOT / "docs" / "vllm_and_sglang.md").read_text(encoding="utf-8")
+    tables = page.split("## The Python API")[1].split("\n\n")
+    options = {*inspect.signature(LLM).parameters, *dir(LLM), "tokenizer", "AsyncEngine"}
+    sampling = {*inspect.signature(SamplingParams).parameters, *options}
+    for table, known in ((tables[1], options), (tables[2], sampling)):
+        rows = [line.split("|")[3] for line in table.splitlines()[2:]]
+        names = {re.match(r"\w+", name)[0] for row in rows for name in re.findall(r"`([^`]+)`", row)}
+        assert names - known <= {"n"}
+        assert len(rows) > 10
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150

@@ -1,0 +1,114 @@
+"""docs/unsupported.md: each case gives the message that the page shows."""
+
+import json
+import re
+import shutil
+
+import pytest
+from pages import ROOT
+
+from dflash_jax import LLM, InputError
+from dflash_jax.cli.serve_arguments import parse
+from dflash_jax.frontend.llm import TINY
+
+PAGE = (ROOT / "docs" / "unsupported.md").read_text(encoding="utf-8")
+CHAT = [{"role": "user", "content": "x"}]
+IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
+REQUESTS = (
+    ("/v1/embeddings", {"input": "x"}),
+    ("/v1/rerank", {}),
+    ("/v1/score", {}),
+    ("/v1/audio/transcriptions", {}),
+    ("/v1/load_lora_adapter", {}),
+    ("/v1/completions", {"prompt": "x", "lora_path": "a"}),
+    ("/v1/chat/completions", {"messages": CHAT, "model": "my-adapter"}),
+    ("/v1/chat/completions", {"messages": IMAGE}),
+    ("/v1/chat/completions", {"messages": CHAT, "modalities": ["audio"]}),
+    ("/v1/completions", {"prompt": "x", "use_beam_search": True}),
+    ("/v1/completions", {"prompt": "x", "best_of": 4}),
+    ("/v1/completions", {"prompt": "x", "suffix": "y"}),
+    ("/v1/responses", {"input": "x", "background": True}),
+    ("/generate", {"text": "x", "return_hidden_states": True}),
+    ("/v1/completions", {"prompt": "x", "n": 32}),
+    ("/v1/completions", {"prompt": "x", "frobnicate": 1}),
+)
+QUANTIZED = ("awq", "gptq", "modelopt", "compressed-tensors", "bitsandbytes", "mxfp4")
+OTHER_DRAFTERS = ("dflash2", "lilicorr", "dspark", "xpress", "domino")
+
+
+def rows(heading: str) -> list[list[str]]:
+    """The cells of the table under a heading, without its first two lines."""
+    section = PAGE.split(f"## {heading}\n")[1].split("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[2:]]
+
+
+def changed(tmp_path, part: str, **values):
+    """A copy of the bundled checkpoint with other values in its config.json."""
+    directory = tmp_path / "checkpoint"
+    shutil.copytree(TINY / part, directory)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | values))
+    return directory
+
+
+def check_message(tmp_path, load) -> None:
+    with pytest.raises(InputError) as error:
+        load()
+    shown = str(error.value).replace(str(tmp_path / "checkpoint"), "DIR").replace(str(tmp_path), "DIR")
+    assert f"`{shown}`" in [cells[1] for cells in rows("Checkpoints")]
+
+
+@pytest.mark.parametrize("method", QUANTIZED)
+def test_a_checkpoint_in_another_quantisation(tmp_path, method):
+    directory = changed(tmp_path, "target", quantization_config={"quant_method": method, "bits": 4})
+    check_message(tmp_path, lambda: LLM(directory))
+
+
+def test_fp8_without_blocks(tmp_path):
+    directory = changed(tmp_path, "target", quantization_config={"quant_method": "fp8"})
+    check_message(tmp_path, lambda: LLM(directory))
+
+
+def test_another_architecture(tmp_path):
+    directory = changed(tmp_path, "target", model_type="gemma3", text_config={"model_type": "gemma3"})
+    check_message(tmp_path, lambda: LLM(directory))
+
+
+@pytest.mark.parametrize("architecture", OTHER_DRAFTERS)
+def test_a_drafter_of_another_method(tmp_path, architecture):
+    directory = changed(tmp_path, "draft", architectures=[architecture])
+    check_message(tmp_path, lambda: LLM(None, directory))
+
+
+def test_a_drafter_that_is_none(tmp_path):
+    directory = changed(tmp_path, "target")
+    check_message(tmp_path, lambda: LLM(None, directory))
+
+
+def test_a_gguf_file_and_options_of_the_library(tmp_path):
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    check_message(tmp_path, lambda: LLM(tmp_path / "model.gguf"))
+    check_message(tmp_path, lambda: LLM(dtype="float16"))
+    check_message(tmp_path, lambda: LLM(quantize="int4"))
+
+
+@pytest.mark.parametrize("cells", rows("Options of the server"), ids=lambda cells: cells[1].strip("`"))
+def test_an_option_of_the_server(cells):
+    with pytest.raises(InputError) as error:
+        parse(cells[1].strip("`").split())
+    assert f"`{error.value}`" == cells[2]
+
+
+def test_every_request_of_the_page_gets_its_status_and_message(server):
+    shown = {cells[2] for cells in rows("Requests")}
+    seen = set()
+    for path, body in REQUESTS:
+        answer = server.post(path, **body)
+        seen.add(f"{answer.status_code} `{answer.json()['error']['message']}`")
+    assert seen == shown
+
+
+def test_every_case_of_the_page_is_run():
+    assert len(rows("Checkpoints")) == len(QUANTIZED) + len(OTHER_DRAFTERS) + 6
+    assert all(re.fullmatch(r"`.+`", cells[1]) for cells in rows("Checkpoints"))
