@@ -13,7 +13,7 @@ from helpers import commit, extend, random_decoder, random_drafter, tiny_draft_c
 from tiny import coach
 
 from dflash_jax.decoding.state import Settings
-from dflash_jax.models.decoder import init_cache
+from dflash_jax.models.cache import init_cache
 
 PROMPTS = [list(range(3, 20)), [5], list(range(40, 50)), [7, 8, 9], [], [60, 3, 9, 9]]
 NEW = [20, 30, 11, 31, 0, 17]

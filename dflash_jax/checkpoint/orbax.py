@@ -1,8 +1,9 @@
 """Checkpoints as sharded Orbax: written a parameter at a time, resumable, with a manifest at the end.
 
 A directory holds ``parameters/PATH`` for each parameter of the module (of a `QuantizedWeight` values and
-scale), ``extra/N`` for each tensor that a text model does not run, ``records/`` of what is done and verified, and config, tokenizer and
-template as they were. ``manifest.json`` comes last: without it the directory is half a conversion, and is refused.
+scale), ``extra/N`` for each tensor that a text model does not run, ``records/`` of what is done and verified, and
+config, tokenizer and template as they were. ``manifest.json`` comes last: without it the directory is half a
+conversion, and is refused.
 """
 
 import hashlib

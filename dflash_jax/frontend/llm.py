@@ -33,8 +33,8 @@ from dflash_jax.frontend.sequence import Piece, TextSequence
 from dflash_jax.frontend.sync_engine import SyncEngine
 from dflash_jax.frontend.tokenizer import Tokenizer
 from dflash_jax.models.drafter import Drafter, DraftVocabulary, DraftWindow, abstract_drafter
-from dflash_jax.ops import backend
-from dflash_jax.ops.weights import pack_weights, plain
+from dflash_jax.models.packing import pack_weights, unpack_weights
+from dflash_jax.ops.backend import Backend
 from dflash_jax.parallel.sharding import Layout, parameter_paths, parameter_specs, place
 from dflash_jax.sampling_params import MAX_LOGPROBS, SamplingParams
 
@@ -68,7 +68,8 @@ class LLM:
     {"enable_thinking": False}. revision and draft_revision: a branch, tag or commit of the target's and the drafter's
     repos; download_dir: where repos are kept. generation_config: "auto" takes sampling defaults from the target's
     generation_config.json, "vllm" takes none, a path takes another file's; sampling_defaults: values that override
-    them. Raises InputError for whatever does not fit together.
+    them. kernels: "auto", or "xla" for none of this package's own. Raises InputError for whatever does not fit
+    together.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class LLM:
         download_dir: str | Path | None = None,
         generation_config: str | Path = "auto",
         sampling_defaults: dict | None = None,
+        kernels: str = "auto",
     ):
         for name, value, repo in (("revision", revision, target), ("draft_revision", draft_revision, draft)):
             if value is not None and repo in (None, "auto"):
@@ -150,16 +152,21 @@ class LLM:
         self.reproducible = reproducible
         bounded = None if draft_window_size is None else min(draft_window_size, positions)
         self._draft_window = DraftWindow(bounded, min(draft_sink_size, positions))
-        backend.for_cpu()  # What it compiles is no part of loading.
-        if jax.default_backend() == "gpu" and backend.is_automatic() and (reason := backend.why_not()):
-            log.warning("without Triton backend, which make decoding faster: %s", reason)
+        # Compilation of its kernels is no part of loading.
+        self.backend = Backend.detect(kernels)
+        if self.backend.is_gpu and kernels == "auto" and (reason := self.backend.no_triton):
+            log.warning("without Triton kernels, which make decoding faster: %s", reason)
         began = time.perf_counter()
-        self.target = self._arranged(load_target(directory, kind, layout, quantize))
-        if reason := backend.why_not_of({x.dtype for x in jax.tree.leaves(self.target)}):
+        self.target = self._arranged(load_target(directory, kind, layout, quantize, self.backend))
+        if reason := self.backend.no_triton_for({x.dtype for x in jax.tree.leaves(self.target)}):
             log.warning("products of weights without Triton kernels: %s", reason)
-        self.drafter = self._arranged(load_drafter(draft, kind, self.config, layout)) if draft is not None else None
+        self.drafter = (
+            self._arranged(load_drafter(draft, kind, self.config, layout, self.backend)) if draft is not None else None
+        )
         if vocabulary is not None:
-            self.drafter.vocabulary = self._arranged(DraftVocabulary(vocabulary, self.target.head_rows(vocabulary)))
+            self.drafter.vocabulary = self._arranged(
+                DraftVocabulary(vocabulary, self.target.head_rows(vocabulary), self.backend)
+            )
         leaves = jax.block_until_ready(jax.tree.leaves((self.target, self.drafter)))
         self.loaded_bytes, self.load_s = sum(x.nbytes for x in leaves), time.perf_counter() - began
         self.programs = Executables(self.target, self.drafter)
@@ -174,9 +181,9 @@ class LLM:
         again."""
         drafter.config.check_fits(self.config)
         other, kind = copy.copy(self), DTYPES[self.dtype]
-        shape, mesh = abstract_drafter(drafter.config, kind, self.target.layout), self.programs.mesh
+        shape, mesh = abstract_drafter(drafter.config, kind, self.target.layout, self.backend), self.programs.mesh
         cuts = [NamedSharding(mesh, spec) for spec in parameter_specs(shape)]
-        dense = plain(drafter)
+        dense = unpack_weights(drafter)
         # The list of this LLM is kept, whatever the other one had.
         own = [not path.startswith("vocabulary.") for path in parameter_paths(dense)]
         leaves = [np.asarray(x).astype(kind) for x in compress(jax.tree.leaves(dense), own)]
@@ -211,7 +218,7 @@ class LLM:
     def _arranged(self, module):
         """``module`` as this platform reads it fastest."""
         devices = set().union(*(x.sharding.device_set for x in jax.tree.leaves(module)))
-        wanted = [device.platform for device in devices] == ["cpu"] and self.dtype == "float32" and backend.for_cpu()
+        wanted = [device.platform for device in devices] == ["cpu"] and self.dtype == "float32" and self.backend.has_cpp
         return pack_weights(module) if wanted else module
 
     @property
@@ -433,7 +440,7 @@ class LLM:
             self._draft_window,
         )
         most = options.pop("max_num_batched_tokens", None)
-        sizes = prefill_options(jax.default_backend(), backend.are_wanted(), self.reproducible, most)
+        sizes = prefill_options(jax.default_backend(), self.backend.has_triton, self.reproducible, most)
         chosen = Options(
             widths=widths,
             rows_per_dispatch=1 if self.reproducible else None,

@@ -9,7 +9,7 @@ from dflash_jax.engine.model_runner import ROW_SIZES
 from dflash_jax.engine.request import Request
 from dflash_jax.errors import EngineError
 from dflash_jax.frontend.sequence import TextSequence
-from dflash_jax.models.cache import CONTEXT_CHUNK
+from dflash_jax.ops.cache import CONTEXT_CHUNK
 
 
 class Maker(Protocol):

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from dflash_jax.models.layers import project
+from dflash_jax.ops.backend import Backend
+from dflash_jax.ops.linear import project
 
 # A logit that no softmax sees, and whose products are still numbers.
 NEVER = -1e30
@@ -89,18 +90,19 @@ class Head:
     [N, H], logits are of these and, in a last column, of the label where it is none of them: a softmax over the
     frequent tokens costs a fraction of one over all."""
 
+    backend: Backend
     matrix: jax.Array
     kept: jax.Array | None = None
     rows: jax.Array | None = None
 
     @classmethod
-    def over(cls, matrix, kept=None) -> "Head":
-        return cls(matrix) if kept is None else cls(matrix, jnp.asarray(kept), matrix[kept])
+    def over(cls, backend: Backend, matrix, kept=None) -> "Head":
+        return cls(backend, matrix) if kept is None else cls(backend, matrix, jnp.asarray(kept), matrix[kept])
 
     def __call__(self, hidden, labels):
         """hidden [..., H], labels int [...] → float32 logits [..., V or N + 1], and the labels' columns [...]."""
         rows = self.matrix if self.kept is None else self.rows
-        logits = project(hidden, rows, kind=jnp.float32)
+        logits = project(self.backend, hidden, rows, dtype=jnp.float32)
         if self.kept is None:
             return logits, labels
         column = jnp.minimum(jnp.searchsorted(self.kept, labels), len(self.kept) - 1)

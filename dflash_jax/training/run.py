@@ -24,7 +24,7 @@ from dflash_jax.frontend.llm import DRAFT_TOKENS, LLM, TINY
 from dflash_jax.frontend.tokenizer import Tokenizer
 from dflash_jax.models.decoder import Decoder
 from dflash_jax.models.families import dflash
-from dflash_jax.ops.weights import plain
+from dflash_jax.models.packing import unpack_weights
 from dflash_jax.parallel import distributed
 from dflash_jax.parallel.sharding import DATA, Layout, place
 from dflash_jax.sampling_params import SamplingParams
@@ -60,7 +60,7 @@ class Pair:
     @cached_property
     def target(self) -> Decoder:
         """As it was loaded, however the LLM has arranged it."""
-        return plain(self.llm.target)
+        return unpack_weights(self.llm.target)
 
     @property
     def draft(self):

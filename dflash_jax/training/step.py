@@ -94,6 +94,7 @@ class Trainer:
         self.target, self.config, self.recipe, self.update = target, config, recipe, update
         self.vocabulary = vocabulary
         self.layout, self.mesh = target.layout, mesh or target.layout.mesh()
+        self.backend = target.backend
         self._structure, self._specs = jax.tree.structure(target), parameter_specs(target)
         self.leaves = [
             jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.sharding(s))
@@ -108,8 +109,8 @@ class Trainer:
 
     def shardings(self) -> tuple:
         """Of (drafter, optimiser state), in their shapes."""
-        cut = Drafter(self.config, rngs=None, layout=self.layout)
-        leaves, structure = jax.tree.flatten(Drafter(self.config, rngs=None))
+        cut = Drafter(self.config, rngs=None, layout=self.layout, backend=self.backend)
+        leaves, structure = jax.tree.flatten(Drafter(self.config, rngs=None, backend=self.backend))
         specs = [spread(x.shape, s, self.layout) for x, s in zip(leaves, parameter_specs(cut), strict=True)]
         drafter, cuts = jax.tree.unflatten(structure, leaves), [self.sharding(s) for s in specs]
         # What an optimiser keeps of a parameter has its name at the end of a longer one.
@@ -146,7 +147,7 @@ class Trainer:
         target = jax.tree.unflatten(self._structure, leaves)
         table = target.embed[...]
         head = table if target.config.tied_embeddings else target.head[...]
-        return lambda tokens: table[tokens], Head.over(head, self.vocabulary)
+        return lambda tokens: table[tokens], Head.over(target.backend, head, self.vocabulary)
 
     def sums(self, drafter: Drafter, leaves, batch: Batch, key) -> Sums:
         """Of one batch, differentiable in the drafter."""
