@@ -103,7 +103,7 @@ def measure_slot(target, drafter, layout) -> Slot:
     import jax
 
     from dflash_jax.decoding.state import Settings, empty_state, state_specs
-    from dflash_jax.models.cache import DeltaState
+    from dflash_jax.ops.cache import DeltaState
 
     def size(tree, specs) -> float:
         leaves = zip(jax.tree.leaves(tree), jax.tree.leaves(specs), strict=True)

@@ -12,7 +12,7 @@ from helpers import commit, extend, random_decoder, random_drafter, tiny_draft_c
 from tiny import coach
 
 from dflash_jax.decoding.state import Settings
-from dflash_jax.models.decoder import init_cache
+from dflash_jax.models.cache import init_cache
 from dflash_jax.tools.equality import Reference, check_same
 
 PROMPTS = [list(range(3, 20)), [5], list(range(40, 50)), [7, 8, 9], [], [60, 3, 9, 9]]

@@ -1,5 +1,7 @@
 """The noise of draws against Threefry in NumPy and against statistics; and its arg-max on a CPU."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,11 +10,13 @@ import scipy.special
 import scipy.stats
 from jax.extend.random import threefry2x32_p
 
-from dflash_jax.decoding.sampling import _threefry as threefry_of_cpus
-from dflash_jax.decoding.sampling import gumbel_noise
-from dflash_jax.parallel.sharding import argmax_by_blocks
+from dflash_jax.ops import argmax
+from dflash_jax.ops.backend import XLA, Backend
+from dflash_jax.ops.sampling_noise import gumbel_noise, threefry_elementwise
 
-noise_of = jax.jit(lambda seed, positions, n: gumbel_noise(seed, positions, jnp.arange(n)), static_argnums=2)
+noise_of = jax.jit(
+    lambda seed, positions, n: gumbel_noise(Backend.detect(), seed, positions, jnp.arange(n)), static_argnums=2
+)
 
 
 def threefry(key, counter, rounds=20):
@@ -44,12 +48,12 @@ def test_noise_is_threefry_of_seed_position_and_id():
 def test_both_forms_of_threefry_are_one():
     """The CPU's and the accelerators'."""
     words = jnp.asarray(np.random.default_rng(0).integers(0, 2**32, (4, 1000), np.uint32))
-    np.testing.assert_array_equal(threefry_of_cpus(*words), threefry2x32_p.bind(*words)[0])
+    np.testing.assert_array_equal(threefry_elementwise(*words), threefry2x32_p.bind(*words)[0])
 
 
 @pytest.mark.parametrize("size", [1, 63, 64, 640, 641])
 @pytest.mark.parametrize("fill", ["random", "ties", "nothing", "nan"])
-def test_argmax_by_blocks_is_argmax(size, fill):
+def test_argmax_is_numpys(size, fill):
     rng = np.random.default_rng(size)
     x = rng.normal(0, 1, (3, 5, size)).astype(np.float32)
     if fill == "ties":
@@ -58,7 +62,7 @@ def test_argmax_by_blocks_is_argmax(size, fill):
         x[:] = -np.inf
     if fill == "nan":
         x[:, :, rng.integers(0, size, 3)] = np.nan
-    np.testing.assert_array_equal(jax.jit(argmax_by_blocks)(x), x.argmax(-1))
+    np.testing.assert_array_equal(jax.jit(partial(argmax.argmax, XLA))(x), x.argmax(-1))
 
 
 def test_noise_depends_on_nothing_else():

@@ -19,7 +19,8 @@ from dflash_jax.models.decoder import Decoder, abstract_decoder
 from dflash_jax.models.drafter import Drafter, abstract_drafter
 from dflash_jax.models.families import dflash
 from dflash_jax.models.families.names import Entry
-from dflash_jax.ops.weights import plain
+from dflash_jax.models.packing import unpack_weights
+from dflash_jax.ops.backend import Backend
 from dflash_jax.parallel.sharding import ONE_DEVICE, Layout, parameter_paths, parameter_specs
 
 
@@ -125,7 +126,11 @@ def check_drafter(directory: str | Path, target: ModelConfig) -> DraftConfig:
 
 
 def load_target(
-    directory: str | Path, dtype=jnp.float32, layout: Layout = ONE_DEVICE, quantize: str | None = None
+    directory: str | Path,
+    dtype=jnp.float32,
+    layout: Layout = ONE_DEVICE,
+    quantize: str | None = None,
+    backend: Backend | None = None,
 ) -> Decoder:
     """Loads a target, its parameters on the mesh of ``layout``.
 
@@ -135,18 +140,20 @@ def load_target(
         layout: The mesh.
         quantize: None keeps FP8 weights in FP8; "none" makes them ``dtype``; "int8" and "fp8" quantize the other large
             matrices with one scale an output. Embedding, head, router, norms and small projections are never quantized.
+        backend: Where it will run; this machine by default.
 
     Raises:
         InputError: The checkpoint is invalid, or ``quantize`` is unknown.
     """
+    backend = backend or Backend.detect()
     if quantize not in (None, *QUANTIZE):
         raise InputError(f"quantize {quantize!r}: it must be one of {', '.join(QUANTIZE)}")
     directory = Path(directory)
     if orbax.is_orbax(directory):
-        module = abstract_decoder(read_target_config(directory), dtype, layout)
+        module = abstract_decoder(read_target_config(directory), dtype, layout, backend)
         return orbax.load(module, directory, dtype, layout, quantize)
     source = open_target(directory)
-    return fill(abstract_decoder(source.config, dtype, layout), source, dtype, layout, quantize)
+    return fill(abstract_decoder(source.config, dtype, layout, backend), source, dtype, layout, quantize)
 
 
 def read_fitting_drafter(directory: Path, target: ModelConfig | None) -> DraftConfig:
@@ -210,7 +217,11 @@ def read_draft_tokens(path: Path, vocab: int) -> np.ndarray:
 
 
 def load_drafter(
-    directory: str | Path, dtype=jnp.float32, target: ModelConfig | None = None, layout: Layout = ONE_DEVICE
+    directory: str | Path,
+    dtype=jnp.float32,
+    target: ModelConfig | None = None,
+    layout: Layout = ONE_DEVICE,
+    backend: Backend | None = None,
 ) -> Drafter:
     """Loads a drafter.
 
@@ -219,16 +230,18 @@ def load_drafter(
         dtype: The parameters' dtype.
         target: Configuration that the drafter must fit; None: unchecked.
         layout: The mesh.
+        backend: Where it will run; this machine by default.
 
     Raises:
         InputError: The checkpoint is invalid or does not fit ``target``.
     """
+    backend = backend or Backend.detect()
     directory = Path(directory)
     if orbax.is_orbax(directory):
-        module = abstract_drafter(read_fitting_drafter(directory, target), dtype, layout)
+        module = abstract_drafter(read_fitting_drafter(directory, target), dtype, layout, backend)
         return orbax.load(module, directory, dtype, layout, None)
     source = open_drafter(directory, target)
-    return fill(abstract_drafter(source.config, dtype, layout), source, dtype, layout)
+    return fill(abstract_drafter(source.config, dtype, layout, backend), source, dtype, layout)
 
 
 def save_module(module, entries: list[Entry], raw: dict, directory: str | Path, dtype=jnp.bfloat16) -> None:
@@ -244,7 +257,7 @@ def save_module(module, entries: list[Entry], raw: dict, directory: str | Path, 
     directory = Path(directory)
     by_path = {e.path: e for e in entries}
     tensors = {}
-    module = plain(module)
+    module = unpack_weights(module)
     for path, leaf in zip(parameter_paths(module), jax.tree.leaves(module), strict=True):
         if path.startswith("vocabulary."):
             # Copies of rows of the target's head: the file of draft tokens describes them.

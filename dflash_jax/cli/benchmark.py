@@ -123,7 +123,7 @@ class Results:
 
 def open_llm(args, options: dict):
     """(LLM, device)"""
-    device = set_platform(args.platform, args.kernels)
+    device = set_platform(args.platform)
     from dflash_jax.frontend.llm import LLM
 
     names = ("dtype", "quantize", "mesh", "max_len", "draft_tokens")
@@ -133,7 +133,9 @@ def open_llm(args, options: dict):
     if target is not None and draft is None:
         raise InputError("no drafter: give --draft")
     # Each concurrency asks the same questions: nothing may be left of their prompts.
-    return LLM(target, draft if draft is not None else "auto", prefix_bytes=0, **kept | given), device
+    return LLM(
+        target, draft if draft is not None else "auto", prefix_bytes=0, kernels=args.kernels, **kept | given
+    ), device
 
 
 async def cells(results: Results, tasks: dict, methods: list[str], args, asking: Asking, open_client) -> None:

@@ -130,7 +130,7 @@ def run(args, system) -> int:
         from dflash_jax.parallel import distributed
 
         distributed.start()
-    device = set_platform(args.platform, args.kernels)
+    device = set_platform(args.platform)
     if args.distributed:
         distributed.one_voice()
     from dflash_jax.frontend.llm import LLM
@@ -167,6 +167,7 @@ def run(args, system) -> int:
         mesh=choose_mesh(args.mesh, system),
         max_len=args.max_len,
         quantize=args.quantize,
+        kernels=args.kernels,
     )
     if args.compare and llm.drafter is None:
         raise InputError("--compare compares with and without a drafter: give --draft")

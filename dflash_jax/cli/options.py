@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from dflash_jax.errors import EngineError, InputError
-from dflash_jax.ops import backend
+from dflash_jax.ops.backend import CHOICES
 from dflash_jax.ops.kernels.triton import launch
 
 
@@ -80,14 +80,13 @@ def add_platform(group) -> None:
     """--platform and --kernels, for `set_platform`."""
     group.add_argument("--platform", choices=["cpu", "cuda", "tpu"], help="default: the best that JAX finds")
     text = "xla: none of our own, in Triton on a GPU, in C++ on a CPU (default: %(default)s)"
-    group.add_argument("--kernels", choices=backend.CHOICES, default="auto", help=text)
+    group.add_argument("--kernels", choices=CHOICES, default="auto", help=text)
 
 
-def set_platform(platform: str | None, choice: str = "auto") -> str:
-    """Chooses the platform and its backend, and returns a description of its first device."""
+def set_platform(platform: str | None) -> str:
+    """Chooses the platform, and returns a description of its first device."""
     import jax
 
-    backend.choose(choice)
     if platform:
         jax.config.update("jax_platforms", platform)
     try:

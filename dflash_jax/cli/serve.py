@@ -52,6 +52,7 @@ def load(args, system):
         max_len=args.max_len,
         mesh=choose_mesh(args.mesh, system),
         quantize=args.quantize,
+        kernels=args.kernels,
         tokenizer=args.tokenizer,
         chat_template=args.chat_template,
         chat_template_kwargs=args.default_chat_template_kwargs,
@@ -79,7 +80,7 @@ def assemble(args, system):
     from dflash_jax.server.response_store import ResponseStore
     from dflash_jax.server.serving import Limits, Serving
 
-    device = set_platform(args.platform, args.kernels)
+    device = set_platform(args.platform)
     llm, engine = load(args, system)
     names = args.served_model_name or [args.target or "dflash-tiny"]
     info = {

@@ -9,9 +9,9 @@ import numpy as np
 
 from dflash_jax.decoding.sampling import SamplingRows
 from dflash_jax.decoding.state import PLAIN_SETTINGS, DecodeState, Settings, empty_state, put_rows, take_rows
-from dflash_jax.models.cache import KVCache
 from dflash_jax.models.decoder import Decoder
 from dflash_jax.models.drafter import Drafting
+from dflash_jax.ops.cache import KVCache
 from dflash_jax.sampling_params import MAX_BIAS, MAX_LOGPROBS, MAX_STOPS
 
 
@@ -69,7 +69,9 @@ def init_state(
         done=jnp.asarray(lengths == 0),
         width=jnp.asarray(np.broadcast_to(widths, (rows,))),
         stops=jnp.asarray(stop_ids),
-        sampling=replace(sampling or empty.sampling, prompt_counts=jnp.asarray(counts), vocab=target.vocab),
+        sampling=replace(
+            sampling or empty.sampling, prompt_counts=jnp.asarray(counts), vocab=target.vocab, backend=target.backend
+        ),
     )
 
 
@@ -133,7 +135,7 @@ def admit(target: Decoder, state: DecodeState, rows, admission: Admission) -> De
             (_FLOATS, admission.floats),
         )
     )
-    one = take_rows(state, rows)
+    one = take_rows(target.backend, state, rows)
     vocab, size = target.vocab, state.sampling.logit_bias.shape[1]
 
     def at(ids, keep):

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from dflash_jax.decoding.state import DecodeState
-from dflash_jax.models.cache import KVCache
+from dflash_jax.ops.cache import KVCache
 from dflash_jax.parallel.sharding import DATA
 
 

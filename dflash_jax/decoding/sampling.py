@@ -6,15 +6,14 @@ that draws with the same noise agrees with the target more often than one that d
 """
 
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.random import threefry2x32_p
 
-from dflash_jax.ops import backend
-from dflash_jax.ops.kernels.cpu import calls as cpu
+from dflash_jax.ops.argmax import argmax
+from dflash_jax.ops.backend import XLA, Backend
+from dflash_jax.ops.sampling_noise import gumbel_noise
 from dflash_jax.parallel.sharding import WHOLE, AxisSharding
 from dflash_jax.sampling_params import MAX_LOGPROBS
 
@@ -27,9 +26,9 @@ class SamplingRows:
     temperature 0 is greedy; top_k 0, top_p 1, min_p 0, repetition 1, frequency 0 and presence 0 are off. The counts
     are of the tokens known so far: repetition looks at prompt and output, frequency and presence at the output only.
     logprob_ids int [B, MAX_LOGPROBS]: tokens whose log-probabilities are recorded beside the likeliest ones, padded
-    with -1. ``vocab`` (static): how V is cut over devices, here and in all logits. ``rows`` int [B]: the
-    options are of these rows of larger tables [all rows, V], which are read and written in place; indices past the end
-    are padding.
+    with -1. ``vocab`` (static): how V is cut over devices, here and in all logits. ``backend`` (static): where draws
+    run. ``rows`` int [B]: the options are of these rows of larger tables [all rows, V], which are read and written in
+    place; indices past the end are padding.
     """
 
     temperature: jax.Array
@@ -48,9 +47,10 @@ class SamplingRows:
     output_counts: jax.Array
     rows: jax.Array | None = None
     vocab: AxisSharding = field(default=WHOLE, metadata={"static": True})
+    backend: Backend = field(default=XLA, metadata={"static": True})
 
     @classmethod
-    def greedy(cls, rows: int, vocab: int, cut: AxisSharding = WHOLE) -> "SamplingRows":
+    def greedy(cls, rows: int, vocab: int, cut: AxisSharding = WHOLE, backend: Backend | None = None) -> "SamplingRows":
         def full(value, dtype=np.float32):
             return jnp.asarray(np.full((rows,), value, dtype))
 
@@ -70,7 +70,12 @@ class SamplingRows:
             prompt_counts=jnp.zeros((rows, vocab), jnp.int32),
             output_counts=jnp.zeros((rows, vocab), jnp.int32),
             vocab=cut,
+            backend=backend or Backend.detect(),
         )
+
+    def argmax(self, logits):
+        """(token, its logit) of the largest logits [..., V], V cut over ``vocab``: int [...] and float32 [...]."""
+        return self.vocab.argmax(logits, lambda x: argmax(self.backend, x))
 
     def of_tokens(self, ids) -> "SamplingRows":
         """For logits of the tokens ``ids`` int [N] only; the vocabulary must not be cut."""
@@ -113,40 +118,7 @@ class SamplingRows:
 
 
 TABLES = ("logit_bias", "prompt_counts", "output_counts")
-OPTIONS = tuple(f.name for f in fields(SamplingRows) if f.name not in (*TABLES, "rows", "vocab"))
-
-
-def _threefry(key_hi, key_lo, hi, lo):
-    """The first word of Threefry-2x32 with 20 rounds (Salmon et al., SC 2011), as elementwise code: on a CPU JAX's own
-    is a loop over whole arrays, six times as slow."""
-    keys = (key_hi, key_lo, key_hi ^ key_lo ^ jnp.uint32(0x1BD11BDA))
-    hi, lo = hi + keys[0], lo + keys[1]
-    for group in range(5):
-        for turn in ((13, 15, 26, 6), (17, 29, 16, 24))[group % 2]:
-            hi = hi + lo
-            lo = hi ^ ((lo << jnp.uint32(turn)) | (lo >> jnp.uint32(32 - turn)))
-        hi, lo = hi + keys[(group + 1) % 3], lo + keys[(group + 2) % 3] + jnp.uint32(group + 1)
-    return hi
-
-
-def gumbel_noise(seed, positions, ids):
-    """Standard Gumbel noise [B, T, V] from seed uint32 [B], positions int [B, T] and token ids [V]: threefry, counter
-    mode."""
-
-    def by(threefry, seed, positions, ids):
-        shape = (*positions.shape, len(ids))
-        key_hi = jnp.broadcast_to(seed[:, None, None], shape)
-        key_lo = jnp.broadcast_to(positions[..., None].astype(jnp.uint32), shape)
-        words = (key_hi, key_lo, jnp.broadcast_to(ids.astype(jnp.uint32), shape), jnp.zeros(shape, jnp.uint32))
-        # u in (0, 1); the exponential -log1p(-u) keeps its precision where it matters, near 0.
-        u = jnp.minimum((threefry(*words).astype(jnp.float32) + 0.5) * 2.0**-32, 1.0 - 2.0**-24)
-        return -jnp.log(-jnp.log1p(-u))
-
-    forms = {
-        "cpu": cpu.noise if backend.for_cpu() else partial(by, _threefry),
-        "default": partial(by, lambda *words: threefry2x32_p.bind(*words)[0]),
-    }
-    return jax.lax.platform_dependent(seed, positions, ids, **forms)
+OPTIONS = tuple(f.name for f in fields(SamplingRows) if f.name not in (*TABLES, "rows", "vocab", "backend"))
 
 
 def _ordered(x):
@@ -262,7 +234,7 @@ def perturbed(processed, rows: SamplingRows, positions, ids=None):
     (greedy rows: none): the largest is the token."""
     if ids is None:
         ids = rows.vocab.index() * processed.shape[-1] + jnp.arange(processed.shape[-1])
-    noise = gumbel_noise(rows.seed, positions, ids)
+    noise = gumbel_noise(rows.backend, rows.seed, positions, ids)
     return processed + jnp.where((rows.temperature > 0)[:, None, None], noise, 0.0)
 
 
@@ -282,9 +254,9 @@ def choose(processed, rows: SamplingRows, positions, ids=None):
     ids, but where there are ``ids``, as in `perturbed`; `checked`."""
 
     def draw(logits):
-        return rows.vocab.argmax(perturbed(logits, rows, positions, ids))
+        return rows.argmax(perturbed(logits, rows, positions, ids))
 
-    return checked(*jax.lax.cond((rows.temperature > 0).any(), draw, rows.vocab.argmax, processed), NOTHING_ALLOWED)
+    return checked(*jax.lax.cond((rows.temperature > 0).any(), draw, rows.argmax, processed), NOTHING_ALLOWED)
 
 
 @jax.tree_util.register_dataclass
@@ -367,7 +339,7 @@ def draw(
         return Logprobs.zeros(positions.shape, top)
 
     def largest():
-        tokens, value = rows.vocab.argmax(_allowed(logits, rows, mask))
+        tokens, value = rows.argmax(_allowed(logits, rows, mask))
         nothing_left = mask is not None and value == -jnp.inf
         tokens = checked(tokens, value, jnp.where(nothing_left, NOTHING_ALLOWED, NOT_FINITE))
         return tokens, None if wanted is None else nothing()
@@ -378,7 +350,7 @@ def draw(
         tokens = choose(processed, own, positions, ids)
         if ids is None:
             # The raw logits too: a filter may cut a NaN out.
-            tokens = jnp.where(jnp.isfinite(rows.vocab.argmax(logits)[1]), tokens, NOT_FINITE)
+            tokens = jnp.where(jnp.isfinite(rows.argmax(logits)[1]), tokens, NOT_FINITE)
         if wanted is None:
             return tokens, None
         return tokens, jax.lax.cond(wanted.any(), lambda: logprobs(logits, processed, tokens, rows, top), nothing)

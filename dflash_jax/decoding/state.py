@@ -6,9 +6,12 @@ import jax
 import jax.numpy as jnp
 
 from dflash_jax.decoding.sampling import TABLES, Logprobs, SamplingRows
-from dflash_jax.models.cache import DeltaState, KVCache
-from dflash_jax.models.decoder import Cache, Decoder, init_cache
+from dflash_jax.models.cache import Cache, init_cache
+from dflash_jax.models.decoder import Decoder
 from dflash_jax.models.drafter import NO_WINDOW, Drafting, DraftWindow
+from dflash_jax.ops.backend import Backend
+from dflash_jax.ops.cache import DeltaState, KVCache
+from dflash_jax.ops.gated_delta import works_in_place
 from dflash_jax.parallel.sharding import DATA, spec
 from dflash_jax.sampling_params import MAX_STOPS
 
@@ -89,7 +92,7 @@ def empty_state(
         draft_start=jnp.zeros((rows,), jnp.int32),
         target=init_cache(target.config, rows, capacity, dtype),
         draft=drafter.init_cache(rows, capacity, dtype, settings.draft_window) if drafter is not None else (),
-        sampling=SamplingRows.greedy(rows, vocab, target.vocab),
+        sampling=SamplingRows.greedy(rows, vocab, target.vocab, target.backend),
         accepted=jnp.zeros((rows, capacity), jnp.int32),
         logprobs=Logprobs.zeros((rows, capacity), top) if top >= 0 else None,
     )
@@ -113,7 +116,7 @@ def _is_held(x) -> bool:
     return isinstance(x, KVCache | DeltaState | SamplingRows)
 
 
-def take_rows(state: DecodeState, rows, window: int = 1) -> DecodeState:
+def take_rows(backend: Backend, state: DecodeState, rows, window: int = 1) -> DecodeState:
     """The rows int [b] of a state, as one of b rows over its caches, or over a copy of their recurrent memory where no
     kernel takes a ``window`` of so many tokens. Those past its end are idle."""
     own = jnp.minimum(rows, state.length.shape[0] - 1)
@@ -124,7 +127,7 @@ def take_rows(state: DecodeState, rows, window: int = 1) -> DecodeState:
         if isinstance(x, SamplingRows):
             return x.take(rows)
         mine = replace(x, rows=rows)
-        return mine if isinstance(x, KVCache) or x.is_kept_in_place(window) else mine.taken()
+        return mine if isinstance(x, KVCache) or works_in_place(backend, mine, window) else mine.copied()
 
     taken = jax.tree.map(take, replace(state, logprobs=None), is_leaf=_is_held)
     return replace(taken, logprobs=state.logprobs, rows=rows, done=taken.done | (rows >= state.length.shape[0]))

@@ -63,18 +63,18 @@ def gathered(tree):
 
 def prefill(target, drafter, state: DecodeState, rows, n, *, size: int, drafting: bool = True):
     drafter = drafter if drafting else None
-    taken = speculative.prefill_chunk(target, drafter, take_rows(state, rows), size, n)
+    taken = speculative.prefill_chunk(target, drafter, take_rows(target.backend, state, rows), size, n)
     return put_rows(state, taken), gathered(taken.base)
 
 
 def score(target, drafter, state: DecodeState, rows, n, *, size: int, top: int):
-    taken, found = speculative.score_chunk(target, take_rows(state, rows), size, n, top)
+    taken, found = speculative.score_chunk(target, take_rows(target.backend, state, rows), size, n, top)
     return put_rows(state, taken), gathered(found)
 
 
 def decode(target, drafter, state: DecodeState, rows, width, rounds, *, settings: Settings):
     drafter = drafter if settings.drafting else None
-    before = replace(take_rows(state, rows, settings.window), width=width)
+    before = replace(take_rows(target.backend, state, rows, settings.window), width=width)
     after = speculative.decode(target, drafter, before, rounds, REPORT_SIZE, settings)
     found = report(before, after, max(REPORT_SIZE, settings.window))
     return put_rows(state, replace(after, width=state.width[rows])), gathered(found)
@@ -82,19 +82,19 @@ def decode(target, drafter, state: DecodeState, rows, width, rounds, *, settings
 
 def propose(target, drafter, state: DecodeState, rows, width, *, settings: Settings):
     drafter = drafter if settings.drafting else None
-    taken = replace(take_rows(state, rows), width=width)
+    taken = replace(take_rows(target.backend, state, rows), width=width)
     return gathered(speculative.window_of(target, drafter, taken, settings))
 
 
 def verify(target, drafter, state: DecodeState, rows, width, block, *, settings: Settings):
     drafter = drafter if settings.drafting else None
-    taken = replace(take_rows(state, rows), width=width)
+    taken = replace(take_rows(target.backend, state, rows), width=width)
     return speculative.verify(target, taken, block, drafter.taps if drafter is not None else ())
 
 
 def finish(target, drafter, state: DecodeState, rows, width, block, mask, verified, *, settings: Settings):
     drafter = drafter if settings.drafting else None
-    before, (logits, features, record) = replace(take_rows(state, rows), width=width), verified
+    before, (logits, features, record) = replace(take_rows(target.backend, state, rows), width=width), verified
     decided = speculative.decide(before, block, logits, mask)
     after = speculative.commit(target, drafter, before, decided, block, features, record, settings)
     found = report(before, after, settings.window)

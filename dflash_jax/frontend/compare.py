@@ -10,7 +10,7 @@ from dflash_jax.engine.config import PREFILL_SIZES
 from dflash_jax.engine.model_runner import ModelRunner
 from dflash_jax.engine.request import Request
 from dflash_jax.frontend.llm import LLM
-from dflash_jax.models.cache import round_capacity
+from dflash_jax.ops.cache import round_capacity
 from dflash_jax.parallel.sharding import place
 from dflash_jax.sampling_params import SamplingParams
 

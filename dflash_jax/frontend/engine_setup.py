@@ -5,7 +5,7 @@ import jax
 from dflash_jax.decoding.state import Settings
 from dflash_jax.engine.config import EngineConfig, prefill_config
 from dflash_jax.models.drafter import DraftWindow
-from dflash_jax.ops import backend
+from dflash_jax.ops.backend import Backend
 from dflash_jax.sampling_params import MAX_LOGPROBS
 
 # Block sizes that rounds are compiled for, below the drafter's own. On a CPU each further token of a block costs time.
@@ -21,6 +21,7 @@ def compiled_block_sizes(largest: int, block_size: int | str) -> tuple[int, ...]
 
 def engine_setup(
     block_sizes: tuple[int, ...],
+    backend: Backend,
     *,
     reproducible: bool,
     vocab: int,
@@ -34,6 +35,7 @@ def engine_setup(
 
     Args:
         block_sizes: Compiled block sizes.
+        backend: Where the engine runs.
         reproducible: Whether bits must not depend on drafter, block size and batch.
         vocab: Tokens of the vocabulary.
         draft_window: What the drafter sees of the context.
@@ -51,7 +53,7 @@ def engine_setup(
         min(MAX_LOGPROBS, vocab),
         draft_window,
     )
-    prefill = prefill_config(jax.default_backend(), backend.are_wanted(), reproducible, max_num_batched_tokens)
+    prefill = prefill_config(jax.default_backend(), backend.has_triton, reproducible, max_num_batched_tokens)
     config = EngineConfig(
         block_sizes=block_sizes,
         max_decode_batch=1 if reproducible else None,

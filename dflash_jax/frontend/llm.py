@@ -84,6 +84,7 @@ class LLM(Prompts):
         download_dir: str | Path | None = None,
         generation_config: str | Path = "auto",
         sampling_defaults: dict | None = None,
+        kernels: str = "auto",
     ):
         arguments = locals()
         given = LLMConfig(**{field.name: arguments[field.name] for field in fields(LLMConfig)})
@@ -99,9 +100,9 @@ class LLM(Prompts):
         self.prefix_bytes, self.mem_fraction = given.prefix_budget, given.mem_fraction
         size, limit = given.draft_window_size, self.config.max_positions
         self.draft_window = DraftWindow(None if size is None else min(size, limit), min(given.draft_sink_size, limit))
-        prepare_backend()
+        self.backend = prepare_backend(given.kernels)
         began = time.perf_counter()
-        self.target, self.drafter = load_pair(given, checkpoint)
+        self.target, self.drafter = load_pair(given, checkpoint, self.backend)
         leaves = jax.block_until_ready(jax.tree.leaves((self.target, self.drafter)))
         self.loaded_bytes, self.load_s = sum(x.nbytes for x in leaves), time.perf_counter() - began
         self.programs = Executables(self.target, self.drafter)
@@ -280,6 +281,7 @@ class LLM(Prompts):
         has_drafter = self.drafter is not None and programs is self.programs
         config, settings = engine_setup(
             compiled_block_sizes(self.largest_block, self.block_size) if has_drafter else (1,),
+            self.backend,
             reproducible=self.reproducible,
             vocab=self.config.vocab_size,
             draft_window=self.draft_window,

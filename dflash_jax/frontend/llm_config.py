@@ -51,6 +51,7 @@ class LLMConfig:
         generation_config: "auto" takes sampling defaults from the target's generation_config.json, "vllm" takes none, a
             path takes another file's.
         sampling_defaults: Values that override those defaults.
+        kernels: "auto", or "xla" for none of this package's own.
     """
 
     target: str | Path | None = None
@@ -76,6 +77,7 @@ class LLMConfig:
     download_dir: str | Path | None = None
     generation_config: str | Path = "auto"
     sampling_defaults: dict | None = None
+    kernels: str = "auto"
 
     def __post_init__(self):
         repos = (("revision", self.revision, self.target), ("draft_revision", self.draft_revision, self.draft))

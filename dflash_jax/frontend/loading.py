@@ -20,8 +20,8 @@ from dflash_jax.frontend.tokenizer import Tokenizer
 from dflash_jax.models.config import ModelConfig
 from dflash_jax.models.decoder import Decoder
 from dflash_jax.models.drafter import Drafter, DraftVocabulary, abstract_drafter
-from dflash_jax.ops import backend
-from dflash_jax.ops.weights import pack_weights, plain
+from dflash_jax.models.packing import pack_weights, unpack_weights
+from dflash_jax.ops.backend import Backend
 from dflash_jax.parallel.sharding import parameter_paths, parameter_specs, place
 
 log = logging.getLogger("dflash_jax")
@@ -97,39 +97,41 @@ def _tokenizer(given: LLMConfig, directory: Path) -> Tokenizer | None:
     return None
 
 
-def prepare_backend() -> None:
-    """Compiles the kernels of a CPU, and warns where a GPU's are missing."""
-    backend.for_cpu()
-    if jax.default_backend() == "gpu" and backend.is_automatic() and (reason := backend.why_not()):
-        log.warning("without Triton backend, which make decoding faster: %s", reason)
+def prepare_backend(kernels: str) -> Backend:
+    """This machine's backend, a CPU's kernels compiled; warns where a GPU's are missing."""
+    backend = Backend.detect(kernels)
+    if backend.is_gpu and kernels == "auto" and backend.no_triton:
+        log.warning("without Triton kernels, which make decoding faster: %s", backend.no_triton)
+    return backend
 
 
-def load_pair(given: LLMConfig, checkpoint: Checkpoint) -> tuple[Decoder, Drafter | None]:
+def load_pair(given: LLMConfig, checkpoint: Checkpoint, backend: Backend) -> tuple[Decoder, Drafter | None]:
     """Loads the weights: (target, drafter)."""
     dtype = DTYPES[given.dtype_name]
-    target = packed(load_target(checkpoint.directory, dtype, given.layout, given.quantize), given.dtype_name)
-    if reason := backend.why_not_of({x.dtype for x in jax.tree.leaves(target)}):
+    target = packed(load_target(checkpoint.directory, dtype, given.layout, given.quantize, backend), given.dtype_name)
+    if reason := backend.no_triton_for({x.dtype for x in jax.tree.leaves(target)}):
         log.warning("products of weights without Triton kernels: %s", reason)
     if checkpoint.draft is None:
         return target, None
-    drafter = packed(load_drafter(checkpoint.draft, dtype, checkpoint.config, given.layout), given.dtype_name)
+    drafter = load_drafter(checkpoint.draft, dtype, checkpoint.config, given.layout, backend)
+    drafter = packed(drafter, given.dtype_name)
     if (ids := checkpoint.draft_vocabulary) is not None:
-        drafter.vocabulary = packed(DraftVocabulary(ids, target.head_rows(ids)), given.dtype_name)
+        drafter.vocabulary = packed(DraftVocabulary(ids, target.head_rows(ids), backend), given.dtype_name)
     return target, drafter
 
 
 def packed(module, dtype: str):
     """``module`` with its weights in the layout that this platform's kernels read fastest."""
     devices = set().union(*(x.sharding.device_set for x in jax.tree.leaves(module)))
-    is_wanted = [device.platform for device in devices] == ["cpu"] and dtype == "float32" and backend.for_cpu()
+    is_wanted = [device.platform for device in devices] == ["cpu"] and dtype == "float32" and module.backend.has_cpp
     return pack_weights(module) if is_wanted else module
 
 
 def placed_drafter(drafter: Drafter, target: Decoder, mesh: Mesh, dtype: str) -> Drafter:
     """A drafter from memory as `load_pair` loads one, without its draft vocabulary."""
-    shape = abstract_drafter(drafter.config, DTYPES[dtype], target.layout)
+    shape = abstract_drafter(drafter.config, DTYPES[dtype], target.layout, target.backend)
     shardings = [NamedSharding(mesh, spec) for spec in parameter_specs(shape)]
-    dense = plain(drafter)
+    dense = unpack_weights(drafter)
     is_kept = [not path.startswith("vocabulary.") for path in parameter_paths(dense)]
     leaves = [np.asarray(x).astype(DTYPES[dtype]) for x in compress(jax.tree.leaves(dense), is_kept)]
     placed = [place(x, sharding) for x, sharding in zip(leaves, shardings, strict=True)]

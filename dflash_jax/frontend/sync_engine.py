@@ -10,7 +10,7 @@ from dflash_jax.engine.model_runner import BATCH_SIZES
 from dflash_jax.engine.router import EventRouter, Message
 from dflash_jax.errors import EngineError
 from dflash_jax.frontend.sequence import TextSequence
-from dflash_jax.models.cache import CONTEXT_CHUNK
+from dflash_jax.ops.cache import CONTEXT_CHUNK
 
 
 class Maker(Protocol):

@@ -3,47 +3,42 @@
 import jax.numpy as jnp
 from flax import nnx
 
-from dflash_jax.models.cache import DeltaRecord, DeltaState, KVCache, KVRecord, commit_layer
+from dflash_jax.models.cache import Cache, commit_layer
 from dflash_jax.models.config import AttentionSpec, GatedDeltaSpec, LayerSpec, MlpSpec, ModelConfig
 from dflash_jax.models.gated_delta import GatedDelta
-from dflash_jax.models.layers import Attention, Mlp, RMSNorm, normal, project
+from dflash_jax.models.layers import Attention, Mlp, RMSNorm, normal
 from dflash_jax.models.moe import Moe
 from dflash_jax.models.rope import rope_angles
+from dflash_jax.ops.backend import XLA, Backend
+from dflash_jax.ops.cache import DeltaRecord, KVRecord
+from dflash_jax.ops.linear import project
 from dflash_jax.parallel.sharding import DATA, ONE_DEVICE, AxisSharding, Layout, spec
-
-Cache = tuple  # one KVCache or DeltaState per layer
-
-
-def init_layer_cache(spec: LayerSpec, rows: int, capacity: int, dtype):
-    mixer = spec.mixer
-    if isinstance(mixer, AttentionSpec):
-        return KVCache.create(rows, mixer.num_kv_heads, mixer.head_dim, capacity, dtype)
-    g, r = mixer.num_key_heads, mixer.values_per_key
-    return DeltaState(
-        jnp.zeros((rows, g, r, mixer.key_dim, mixer.value_dim), jnp.float32),
-        jnp.zeros((rows, mixer.conv_kernel - 1, g, mixer.channels_per_key), dtype),
-    )
-
-
-def init_cache(config: ModelConfig, rows: int, capacity: int, dtype) -> Cache:
-    """Empty caches for ``rows`` rows of ``capacity`` positions each."""
-    return tuple(init_layer_cache(spec, rows, capacity, dtype) for spec in config.layers)
 
 
 class DecoderLayer(nnx.Module):
-    def __init__(self, spec: LayerSpec, config: ModelConfig, rngs: nnx.Rngs | None, dtype, layout: Layout):
+    """Norm, mixer, norm, feed-forward, with residuals around both."""
+
+    def __init__(
+        self,
+        spec: LayerSpec,
+        config: ModelConfig,
+        rngs: nnx.Rngs | None,
+        dtype,
+        layout: Layout,
+        backend: Backend,
+    ):
         self.spec = spec
         hidden, eps, offset = config.hidden_size, config.norm_eps, config.norm_offset
         self.input_norm = RMSNorm(hidden, eps, offset, rngs, dtype)
         self.post_norm = RMSNorm(hidden, eps, offset, rngs, dtype)
         if isinstance(spec.mixer, GatedDeltaSpec):
-            self.mixer = GatedDelta(spec.mixer, hidden, eps, rngs, dtype, layout)
+            self.mixer = GatedDelta(spec.mixer, hidden, eps, rngs, dtype, layout, backend)
         else:
-            self.mixer = Attention(spec.mixer, hidden, eps, offset, rngs, dtype, layout)
+            self.mixer = Attention(spec.mixer, hidden, eps, offset, rngs, dtype, layout, backend)
         if isinstance(spec.ffn, MlpSpec):
-            self.ffn = Mlp(spec.ffn.intermediate_size, hidden, rngs, dtype, layout)
+            self.ffn = Mlp(spec.ffn.intermediate_size, hidden, rngs, dtype, layout, backend)
         else:
-            self.ffn = Moe(spec.ffn, hidden, rngs, dtype, layout)
+            self.ffn = Moe(spec.ffn, hidden, rngs, dtype, layout, backend)
 
     def __call__(self, x, cache, length, valid, angles, n=None):
         """x [B, T, H] → (x, record): tokens at positions length … length + T - 1 over a cache that stays as it is; of a
@@ -54,15 +49,15 @@ class DecoderLayer(nnx.Module):
         else:
             x, k, v = self.mixer(h, angles[self.spec.mixer.rope], None, cache, length, residual=x)
             record = KVRecord(k, v)
-        return self._mixed(x, valid), record
+        return self._ffn_block(x, valid), record
 
     def forward_full(self, x, valid, angles, starts):
         """x [B, T, H] → x, over whole documents that begin at ``starts`` [B, T]."""
         h = self.input_norm(x)
         more = () if is_delta(self) else (angles[self.spec.mixer.rope],)
-        return self._mixed(x + self.mixer.forward_full(h, starts, *more), valid)
+        return self._ffn_block(x + self.mixer.forward_full(h, starts, *more), valid)
 
-    def _mixed(self, x, valid):
+    def _ffn_block(self, x, valid):
         h = self.post_norm.deferred(x)
         return self.ffn(h, x) if isinstance(self.spec.ffn, MlpSpec) else self.ffn(h, valid, x)
 
@@ -78,10 +73,21 @@ class Decoder(nnx.Module):
     its tokens would write, `commit` writes any prefix of it, and `extend` is both where the count is known beforehand.
     """
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs | None, dtype=jnp.float32, layout: Layout = ONE_DEVICE):
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        rngs: nnx.Rngs | None,
+        dtype=jnp.float32,
+        layout: Layout = ONE_DEVICE,
+        backend: Backend | None = None,
+    ):
         self.config, self.layout, self.vocab = config, layout, layout.wide(config.vocab_size)
+        self.backend = backend or Backend.detect()
         self.embed = normal(rngs, (config.vocab_size, config.hidden_size), dtype)
-        self.layers = nnx.List([DecoderLayer(spec, config, rngs, dtype, layout) for spec in config.layers])
+        self.layers = nnx.List(
+            [DecoderLayer(spec, config, rngs, dtype, layout, self.backend) for spec in config.layers]
+        )
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, config.norm_offset, rngs, dtype)
         if not config.tied_embeddings:
             self.head = normal(rngs, (config.vocab_size, config.hidden_size), dtype)
@@ -120,7 +126,7 @@ class Decoder(nnx.Module):
     def logits(self, hidden):
         """[..., H] after the final norm → float32 [..., V], cut over ``vocab``."""
         head = self.embed[...] if self.config.tied_embeddings else self.head[...]
-        return project(hidden, head, kind=jnp.float32)
+        return project(self.backend, hidden, head, dtype=jnp.float32)
 
     def head_rows(self, ids):
         """The head's rows of the tokens ``ids`` int [N], of panels as float32; it must not be cut."""
@@ -162,7 +168,7 @@ class Decoder(nnx.Module):
 
     def commit(self, cache: Cache, record: tuple, length, n) -> Cache:
         """The caches after the first n [B] tokens of a record that `verify` made at ``length``, 0 ≤ n ≤ T."""
-        return tuple(commit_layer(c, r, length, n) for c, r in zip(cache, record, strict=True))
+        return tuple(commit_layer(self.backend, c, r, length, n) for c, r in zip(cache, record, strict=True))
 
     def extend(self, tokens, cache: Cache, length, n_valid, taps: tuple[int, ...] = (), positions=None):
         """`verify` and `commit` of n_valid tokens in one, layer by layer: (hidden, features, caches)."""
@@ -171,7 +177,7 @@ class Decoder(nnx.Module):
             # Written once it has been read: free to choose, XLA writes first, into a copy of the whole cache, and it
             # drops optimization_barrier before it decides. The minimum is n_valid, but only the output can tell.
             n = jnp.minimum(n_valid, n_valid + jnp.isnan(x.ravel()[0]))
-            return commit_layer(layer_cache, record, length, n)
+            return commit_layer(self.backend, layer_cache, record, length, n)
 
         return self._run(tokens, cache, length, n_valid, taps, positions, keep, n_valid)
 
@@ -191,6 +197,8 @@ class Decoder(nnx.Module):
         return self.norm(x), jnp.stack([tapped[i] for i in taps], axis=2) if taps else None
 
 
-def abstract_decoder(config: ModelConfig, dtype=jnp.float32, layout: Layout = ONE_DEVICE) -> Decoder:
+def abstract_decoder(
+    config: ModelConfig, dtype=jnp.float32, layout: Layout = ONE_DEVICE, backend: Backend = XLA
+) -> Decoder:
     """The module with shapes for arrays: what a loader fills, and what counts parameters without memory."""
-    return Decoder(config, rngs=None, dtype=dtype, layout=layout)
+    return Decoder(config, rngs=None, dtype=dtype, layout=layout, backend=backend)

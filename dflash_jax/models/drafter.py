@@ -13,10 +13,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from dflash_jax.models.cache import Bounds, KVCache
 from dflash_jax.models.config import DraftConfig, DraftLayerSpec
-from dflash_jax.models.layers import Attention, Mlp, RMSNorm, normal, project
+from dflash_jax.models.layers import Attention, Mlp, RMSNorm, normal
 from dflash_jax.models.rope import rope_angles
+from dflash_jax.ops import attention
+from dflash_jax.ops.backend import XLA, Backend
+from dflash_jax.ops.cache import Bounds, KVCache
+from dflash_jax.ops.linear import project
 from dflash_jax.parallel.sharding import ONE_DEVICE, AxisSharding, Layout
 
 DraftCache = tuple  # one KVCache per drafter layer
@@ -117,24 +120,34 @@ class DraftVocabulary(nnx.Module):
     does, arXiv 2502.14856).
     """
 
-    def __init__(self, ids, head):
-        self.ids, self.head = nnx.Param(ids), nnx.Param(head)
+    def __init__(self, ids, head, backend: Backend):
+        self.ids, self.head, self.backend = nnx.Param(ids), nnx.Param(head), backend
 
     def matrices(self) -> dict[str, int]:
         return {"head": 1}
 
     def logits(self, hidden):
         """[..., H] after the final norm → float32 [..., N]."""
-        return project(hidden, self.head[...], kind=jnp.float32)
+        return project(self.backend, hidden, self.head[...], dtype=jnp.float32)
 
 
 class DraftLayer(nnx.Module):
-    def __init__(self, spec: DraftLayerSpec, config: DraftConfig, rngs: nnx.Rngs | None, dtype, layout: Layout):
+    """A layer of the drafter: attention over context and block, and an MLP."""
+
+    def __init__(
+        self,
+        spec: DraftLayerSpec,
+        config: DraftConfig,
+        rngs: nnx.Rngs | None,
+        dtype,
+        layout: Layout,
+        backend: Backend,
+    ):
         self.spec = spec
         self.input_norm = RMSNorm(config.hidden_size, config.norm_eps, 0.0, rngs, dtype)
         self.post_norm = RMSNorm(config.hidden_size, config.norm_eps, 0.0, rngs, dtype)
-        self.mixer = Attention(spec.attention, config.hidden_size, config.norm_eps, 0.0, rngs, dtype, layout)
-        self.ffn = Mlp(spec.intermediate_size, config.hidden_size, rngs, dtype, layout)
+        self.mixer = Attention(spec.attention, config.hidden_size, config.norm_eps, 0.0, rngs, dtype, layout, backend)
+        self.ffn = Mlp(spec.intermediate_size, config.hidden_size, rngs, dtype, layout, backend)
 
     def block_mask(self, width, slots: int):
         """bool [B, slots, slots] or [slots, slots]: which block slots see one another; ``width`` [B] live slots a
@@ -165,11 +178,20 @@ class DraftLayer(nnx.Module):
 class Drafter(nnx.Module):
     """DFlash drafter; implements `Drafting`. Parameters only: the context's keys and values are the caller's."""
 
-    def __init__(self, config: DraftConfig, *, rngs: nnx.Rngs | None, dtype=jnp.float32, layout: Layout = ONE_DEVICE):
+    def __init__(
+        self,
+        config: DraftConfig,
+        *,
+        rngs: nnx.Rngs | None,
+        dtype=jnp.float32,
+        layout: Layout = ONE_DEVICE,
+        backend: Backend | None = None,
+    ):
         self.config, self.features = config, layout.wide(config.hidden_size)
+        self.backend = backend or Backend.detect()
         self.fc = normal(rngs, (config.hidden_size, len(config.target_layer_ids), config.hidden_size), dtype)
         self.hidden_norm = RMSNorm(config.hidden_size, config.norm_eps, 0.0, rngs, dtype)
-        self.layers = nnx.List([DraftLayer(spec, config, rngs, dtype, layout) for spec in config.layers])
+        self.layers = nnx.List([DraftLayer(spec, config, rngs, dtype, layout, self.backend) for spec in config.layers])
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, 0.0, rngs, dtype)
         self.vocabulary: DraftVocabulary | None = nnx.data(None)
 
@@ -208,7 +230,7 @@ class Drafter(nnx.Module):
     def context(self, features):
         """Tapped features [B, T, taps, H] → the context stream H_t [B, T, H] that every layer's keys and values
         read."""
-        joined = project(features.astype(self.fc[...].dtype), self.fc[...], 2)
+        joined = project(self.backend, features.astype(self.fc[...].dtype), self.fc[...], 2)
         return self.hidden_norm(self.features.gather(joined, -1))
 
     def _angles(self, positions):
@@ -225,7 +247,9 @@ class Drafter(nnx.Module):
         ``tokens`` [B, T] are for drafters that embed the context, which this one does not.
         """
         pairs = self.context_keys_values(features, positions)
-        return tuple(c.write(k, v, positions, keep) for c, (k, v) in zip(cache, pairs, strict=True))
+        return tuple(
+            attention.write(self.backend, c, k, v, positions, keep) for c, (k, v) in zip(cache, pairs, strict=True)
+        )
 
     def block(self, embedded, cache: DraftCache, start, width, window: DraftWindow = NO_WINDOW):
         """Hidden states [B, W, H], after the final norm, of an embedded block [B, W, H] whose first slot is position
@@ -258,6 +282,8 @@ class Drafter(nnx.Module):
         return Proposal(borrowed.choose(self.vocabulary.logits(hidden[:, 1:]), positions, self.vocabulary.ids[...]))
 
 
-def abstract_drafter(config: DraftConfig, dtype=jnp.float32, layout: Layout = ONE_DEVICE) -> Drafter:
+def abstract_drafter(
+    config: DraftConfig, dtype=jnp.float32, layout: Layout = ONE_DEVICE, backend: Backend = XLA
+) -> Drafter:
     """The module with shapes for arrays; see `decoder.abstract_decoder`."""
-    return Drafter(config, rngs=None, dtype=dtype, layout=layout)
+    return Drafter(config, rngs=None, dtype=dtype, layout=layout, backend=backend)

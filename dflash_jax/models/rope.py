@@ -58,11 +58,3 @@ def rope_angles(positions, rope: RopeSpec) -> tuple[jax.Array, jax.Array]:
         is_width = (index % 3 == 2) & (index < 3 * width)
         angles = jnp.where(is_height, angles[1], jnp.where(is_width, angles[2], angles[0]))
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
-
-
-def apply_rope(x, angles):
-    """Rotates the first dimensions of x [B, T, N, D]; ``angles`` from `rope_angles`."""
-    cos, sin = (a[:, :, None, :].astype(x.dtype) for a in angles)
-    half = cos.shape[-1]
-    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)

@@ -7,11 +7,8 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
-from dflash_jax.ops.kernels.cpu import calls as cpu
 from dflash_jax.ops.kernels.cpu.calls import LANES
-from dflash_jax.parallel.sharding import parameter_attribute
 
 # Of more, the products of all runs, float32 [T, runs, O], are larger than the weight in bfloat16.
 FEW_TOKENS = 64
@@ -23,7 +20,7 @@ class QuantizedWeight:
     """Few bits: ``values`` [..., I] (float8_e4m3fn or int8) times ``scale`` [..., N], one for each of N equal runs of
     the last axis.
 
-    Stands where a weight array stands: `parts.project` and the experts compute with it without a dequantised copy.
+    Stands where a weight array stands: `ops.linear.project` and the experts compute with it without a dequantised copy.
     """
 
     values: jax.Array
@@ -69,7 +66,7 @@ class QuantizedWeight:
 @partial(jax.tree_util.register_dataclass, data_fields=["panels"], meta_fields=["shape", "contracted"])
 @dataclass(frozen=True)
 class PackedWeight:
-    """A float32 weight of ``shape``, as a matrix [O, I], in panels of 16 outputs, for `kernels.cpu`: float32
+    """A float32 weight of ``shape``, as a matrix [O, I], in panels of 16 outputs, for the C++ kernels: float32
     [O / 16, I, 16] or, where bfloat16 loses nothing, as in what comes from such a checkpoint, uint32 [O / 16, I / 2,
     16], whose low halves are those of even inputs.
 
@@ -125,33 +122,10 @@ class PackedWeight:
             rows = jax.lax.bitcast_convert_type(pairs, jnp.float32).reshape(*rows.shape[:-1], -1)
         return rows[..., :inputs]
 
-    def matmul(self, x) -> jax.Array:
-        """x [T, I] times the transpose of this matrix [O, I] → [T, O]."""
-        return cpu.linear(x, [self])[0]
-
 
 def is_packed(x) -> bool:
-    """Whether something stands for a weight."""
+    """Whether x takes the place of a weight's array."""
     return isinstance(x, QuantizedWeight | PackedWeight)
-
-
-def pack_weights(module: nnx.Module) -> nnx.Module:
-    """``module``, in float32 on one CPU, with `PackedWeight` for weights, where a part has ``matrices()``:
-    parameter → how many last axes of it are contracted, and is not `QuantizedWeight`. The arrays they come from are
-    given up, one by one."""
-    leaves, structure = jax.tree.flatten(module, is_packed)
-    for i, contracted in enumerate(parameter_attribute(module, "matrices", 0, is_packed)):
-        leaf = leaves[i]
-        if contracted and not is_packed(leaf):
-            # By numpy: nothing to compile for each shape.
-            leaves[i] = jax.device_put(PackedWeight.of(np.asarray(leaf), contracted), leaf.device)
-            leaf.delete()
-    return jax.tree.unflatten(structure, leaves)
-
-
-def plain(module: nnx.Module) -> nnx.Module:
-    """Undoes `pack_weights`."""
-    return jax.tree.map(lambda x: x.dense() if isinstance(x, PackedWeight) else x, module, is_leaf=is_packed)
 
 
 def dense(weight, dtype=None) -> jax.Array:

@@ -13,7 +13,6 @@ halves of four copies each.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -24,23 +23,6 @@ from dflash_jax.errors import InputError
 
 Axes = tuple[str, ...]
 DATA = "data"
-
-
-# Places of a block whose largest is looked for first.
-BLOCK = 64
-
-
-def argmax_by_blocks(x):
-    """As jnp.argmax over the last axis, of the first NaN where there is one: which block has the largest, then where in
-    it. XLA's reduction of pairs on a CPU computes what is fused into it one by one; a maximum is taken in vectors."""
-    if x.shape[-1] % BLOCK:
-        return jnp.argmax(x, axis=-1)
-    blocks = x.reshape(*x.shape[:-1], -1, BLOCK)
-    # XLA's maximum on a CPU may pass a NaN over.
-    largest = jnp.where(jnp.isnan(blocks).any(-1), jnp.nan, blocks.max(-1))
-    best = jnp.argmax(largest, axis=-1)
-    block = jnp.take_along_axis(blocks, best[..., None, None], axis=-2)[..., 0, :]
-    return best * BLOCK + jnp.argmax(block, axis=-1)
 
 
 @dataclass(frozen=True)
@@ -63,10 +45,10 @@ class AxisSharding:
         """All parts of x, one after the other along ``axis``."""
         return jax.lax.all_gather(x, self.axes, axis=axis % x.ndim, tiled=True) if self.axes else x
 
-    def argmax(self, x):
+    def argmax(self, x, argmax: Callable):
         """(index in the whole of the largest of x [..., part], its value): the lowest of equal ones, the first NaN
-        where there is one."""
-        best = jax.lax.platform_dependent(x, cpu=argmax_by_blocks, default=partial(jnp.argmax, axis=-1))
+        where there is one. ``argmax``: of the last axis of an array, on one device."""
+        best = argmax(x)
         value = jnp.take_along_axis(x, best[..., None], axis=-1)
         if not self.axes:
             return best, value[..., 0]

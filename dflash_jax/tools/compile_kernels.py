@@ -97,7 +97,7 @@ def launches(
 
     from dflash_jax.decoding.state import Settings
     from dflash_jax.engine.executables import Executables
-    from dflash_jax.ops import backend
+    from dflash_jax.ops.backend import Backend
     from dflash_jax.parallel.sharding import Layout
     from dflash_jax.sampling_params import MAX_LOGPROBS
 
@@ -109,13 +109,10 @@ def launches(
         written = [launch.args[i] for i in launch.in_place] + list(launch.out)
         return tuple(jnp.zeros(x.shape, x.dtype) for x in written)
 
-    # What was traced for another card is kept.
-    jax.clear_caches()
-    backend.choose("triton", card)
     system = read_system(config)
     pair = shorten(read_shapes(*(str(system.shapes[k]) for k in ("target", "draft"))), LAYERS)
     layout = Layout.parse(mesh)
-    target, drafter = abstract_pair(pair, layout, jnp.dtype(dtype), quantize)
+    target, drafter = abstract_pair(pair, layout, jnp.dtype(dtype), quantize, Backend.for_card(card))
     devices = layout.mesh(jax.devices()[: layout.devices])
     plain, drafting = Executables(target, None, devices), Executables(target, drafter, devices)
     with launching(record):

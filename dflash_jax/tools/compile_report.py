@@ -24,7 +24,8 @@ from dflash_jax.checkpoint.config_files import find_config
 from dflash_jax.cli.options import Parser, exit_code
 from dflash_jax.cli.system_config import read_system
 from dflash_jax.errors import InputError
-from dflash_jax.ops.backend import CHOICES
+from dflash_jax.ops.backend import CHOICES, Backend
+from dflash_jax.ops.card import Card
 from dflash_jax.parallel.devices import DEVICES
 from dflash_jax.planner import read_shapes
 from dflash_jax.tools.xla_text import KERNELS, copied_bytes, shape_key, thunk_kinds, weights_read, written_bytes
@@ -69,7 +70,16 @@ def topology(device: str, count: int) -> list:
     return topologies.get_topology_desc(platform="cuda", target_config=text, topology=f"1x1x{count}").devices
 
 
-def abstract_pair(shapes, layout, dtype, quantize: str | None):
+def backend_of(device, kernels: str) -> Backend:
+    """The backend of a device that is compiled for and need not be here."""
+    if hasattr(device, "compute_capability"):
+        card = Card.of_device(device)
+        has_triton = kernels == "auto" and find_spec("jax_triton")
+        return Backend.for_card(card) if has_triton else Backend.xla("cuda", card)
+    return Backend.xla(device.platform)
+
+
+def abstract_pair(shapes, layout, dtype, quantize: str | None, backend: Backend):
     """Target and drafter with shapes for weights; FP8 ones as they would be held."""
     import jax
     import jax.numpy as jnp
@@ -80,8 +90,8 @@ def abstract_pair(shapes, layout, dtype, quantize: str | None):
     from dflash_jax.ops.weights import QuantizedWeight
     from dflash_jax.parallel.sharding import parameter_paths, parameter_specs
 
-    target = abstract_decoder(shapes.target, dtype, layout)
-    drafter = abstract_drafter(shapes.draft, dtype, layout) if shapes.draft else None
+    target = abstract_decoder(shapes.target, dtype, layout, backend)
+    drafter = abstract_drafter(shapes.draft, dtype, layout, backend) if shapes.draft else None
     if quantize is None and not shapes.fp8:
         return target, drafter
     leaves, structure = jax.tree.flatten(target)
@@ -103,7 +113,7 @@ def abstract_pair(shapes, layout, dtype, quantize: str | None):
 
 
 def thunks(folder: Path) -> str:
-    """The GPU's list of backend, copies, collectives and graphs."""
+    """The GPU's list of kernels, copies, collectives and graphs."""
     # The second is missing where no pass changed the first.
     for pattern in ("*thunk_sequence_after_thunk_passes.txt", "*thunk_sequence.txt"):
         if found := sorted(folder.glob(pattern), key=lambda p: p.stat().st_size):
@@ -175,18 +185,13 @@ def report(shapes, layout, devices, args) -> dict:
     from dflash_jax.decoding.state import Settings
     from dflash_jax.engine.config import largest_prefill
     from dflash_jax.engine.executables import GPU_OPTIONS, Executables
-    from dflash_jax.models.cache import KVCache
-    from dflash_jax.ops import backend
-    from dflash_jax.ops.card import Card
+    from dflash_jax.ops.cache import KVCache
     from dflash_jax.sampling_params import MAX_LOGPROBS
 
     # Executables for absent devices are written to the cache and cannot be read back.
     jax.config.update("jax_enable_compilation_cache", False)
-    # "auto" asks for the card that is here.
-    is_gpu = ":" not in args.device
-    wanted = args.kernels == "auto" and is_gpu and find_spec("jax_triton")
-    backend.choose(*(("triton", Card.of_device(devices[0])) if wanted else ("xla",)))
-    target, drafter = abstract_pair(shapes, layout, jnp.bfloat16, args.quantize)
+    backend = backend_of(devices[0], args.kernels)
+    target, drafter = abstract_pair(shapes, layout, jnp.bfloat16, args.quantize, backend)
     mesh = layout.mesh(devices)
     with_drafter, without = Executables(target, drafter, mesh), Executables(target, None, mesh)
     options = {} if ":" in args.device else GPU_OPTIONS
@@ -208,7 +213,7 @@ def report(shapes, layout, devices, args) -> dict:
             "weights": programs.weights,
         }
         if name == "prefill":
-            lowered = programs.lower_prefill(state, layout.data, largest_prefill(backend.are_wanted()))
+            lowered = programs.lower_prefill(state, layout.data, largest_prefill(backend.has_triton))
         else:
             lowered = programs.lower_decode(state, args.slots, settings)
         depth = layers + (len(shapes.draft.layers) if drafter is not None and name == "round" else 0)
@@ -226,7 +231,7 @@ def report(shapes, layout, devices, args) -> dict:
         "slots": args.slots,
         "max_len": args.max_len,
         "jax": jax.__version__,
-        "kernels": "triton" if backend.are_wanted() else "xla",
+        "kernels": "triton" if backend.has_triton else "xla",
         "memory": memory,
         "programs": found,
     }

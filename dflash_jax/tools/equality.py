@@ -13,9 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash_jax.decoding.sampling import OPTIONS, TABLES, SamplingRows, gumbel_noise
+from dflash_jax.decoding.sampling import OPTIONS, TABLES, SamplingRows
 from dflash_jax.decoding.state import DecodeState
-from dflash_jax.models import moe
+from dflash_jax.models.layers import with_backend
+from dflash_jax.ops import moe
+from dflash_jax.ops.backend import Backend
+from dflash_jax.ops.sampling_noise import gumbel_noise
 
 TIE = 1e-4
 
@@ -81,10 +84,10 @@ def forward(target, tokens):
     """Logits [B, T, V] of whole sequences without caches, and the least router margin up to each token, [B, T]."""
     gaps, route = [jnp.full(tokens.size, jnp.inf)], moe.route
 
-    def spy(logits, spec):
-        best, _ = jax.lax.top_k(logits, spec.experts_per_token + 1)
+    def spy(logits, experts_per_token, normalise):
+        best, _ = jax.lax.top_k(logits, experts_per_token + 1)
         gaps.append(best[:, -2] - best[:, -1])
-        return route(logits, spec)
+        return route(logits, experts_per_token, normalise)
 
     with mock.patch.object(moe, "route", spy):
         hidden, _ = target(tokens)
@@ -98,7 +101,7 @@ class Reference:
     def __init__(self, target, state: DecodeState):
         self.sampling, self.prompt_length = state.sampling, np.asarray(state.prompt_length)
         self.tokens, self.length = np.asarray(state.tokens), np.asarray(state.length)
-        self.logits, self.router = (np.asarray(x) for x in forward(target, state.tokens))
+        self.logits, self.router = (np.asarray(x) for x in forward(with_backend(target, Backend.xla()), state.tokens))
 
     def scores(self, row: int, position: int) -> tuple[np.ndarray, float]:
         """What is maximised over the tokens that may stand at ``position``, and the margin of cuts and routers."""
@@ -109,7 +112,8 @@ class Reference:
         scores, margin = processed_reference(self.logits[row, position - 1], options)
         if options["temperature"] > 0:
             seed = jnp.asarray(options["seed"])[None]
-            scores = scores + np.asarray(gumbel_noise(seed, jnp.full((1, 1), position), jnp.arange(vocab)))[0, 0]
+            positions, backend = jnp.full((1, 1), position), self.sampling.backend
+            scores = scores + np.asarray(gumbel_noise(backend, seed, positions, jnp.arange(vocab)))[0, 0]
         return scores, min(margin, float(self.router[row, position - 1]))
 
     def margin(self, row: int, position: int) -> float:

@@ -13,10 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash_jax.ops import backend
-
 # Times the reference's own distance, both as a root mean square and at the single worst value, which shows a fault in
-# one place that a mean dilutes. Ours adds in other orders (pieces, chunks, backend): as a root mean square it comes to
+# one place that a mean dilutes. Ours adds in other orders (pieces, chunks, kernels): as a root mean square it comes to
 # 0.3 to 1.2 times. Which value is worst is luck for both sides: over six seeds of a model it comes to 0.2 to 1.5 times,
 # once to 3.3, of which all but 2.2 are the roundings below.
 FACTOR = 3
@@ -74,7 +72,7 @@ def in_both_of(definition: Callable, *args):
     # JAX makes indices of 64 bits, and joins them to none of fewer.
     wider[np.dtype(np.int32)] = np.int64
     # float64 where the definition asks for float32 by name; kernels know no other.
-    with jax.enable_x64(True), backend.without(), mock.patch.object(jnp, "float32", jnp.float64):
+    with jax.enable_x64(True), mock.patch.object(jnp, "float32", jnp.float64):
         double = definition(*jax.tree.map(lambda x: x.astype(wider.get(x.dtype, x.dtype)), args))
     assert all(x.dtype == np.float64 for x in jax.tree.leaves(double))
     return jax.tree.map(lambda a, b: Exact(np.asarray(a), np.asarray(b, np.float64)), double, single)

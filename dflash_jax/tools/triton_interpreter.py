@@ -16,9 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflash_jax.errors import InputError
-from dflash_jax.ops import backend
+from dflash_jax.ops.backend import Backend
+from dflash_jax.ops.card import HOPPER
 from dflash_jax.ops.kernels.triton.launch import Launch, launching
 
+# What models and operations are given whose kernels are interpreted.
+INTERPRETED = Backend.for_card(HOPPER)
 # The interpreter keeps a program's number and its patches of Triton's language in module globals.
 _LOCK = threading.Lock()
 
@@ -120,23 +123,6 @@ def small_grids() -> Iterator[None]:
         ):
             stack.enter_context(mock.patch.object(module, name, value))
         yield
-
-
-@contextmanager
-def as_on_cuda() -> Iterator[None]:
-    """Inside, programs that are traced take the forms made for CUDA, whatever they run on."""
-
-    def choose(*args, default=None, cuda=None, **others):
-        return (cuda or default)(*args)
-
-    original, choice = jax.lax.platform_dependent, backend._choice
-    jax.lax.platform_dependent = choose
-    backend.choose("triton")
-    try:
-        yield
-    finally:
-        backend.choose(choice)
-        jax.lax.platform_dependent = original
 
 
 def _operand(x, truncated: bool):

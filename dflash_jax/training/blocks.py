@@ -7,9 +7,9 @@ one document or several; ``starts`` int [B, T] is the index of the first token o
 import jax
 import jax.numpy as jnp
 
-from dflash_jax.models.cache import through_gate
 from dflash_jax.models.drafter import Drafter, DraftLayer
 from dflash_jax.models.rope import rope_angles
+from dflash_jax.ops.attention import through_gate
 from dflash_jax.ops.interval_attention import interval_attention
 
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from dflash_jax.models.layers import project
+from dflash_jax.ops.backend import Backend
+from dflash_jax.ops.linear import project
 
 # The logit of a masked column. It is finite, so that its products with zeros are no NaN.
 NEVER = -1e30
@@ -117,19 +118,21 @@ class Head:
     softmax costs a fraction of one over all tokens.
 
     Attributes:
+        backend: Where its products run.
         matrix: Output matrix [V, H].
         ids: Ids of the frequent tokens, int [N], ascending; None: all.
         rows: ``matrix[ids]`` [N, H].
     """
 
+    backend: Backend
     matrix: jax.Array
     ids: jax.Array | None = None
     rows: jax.Array | None = None
 
     @classmethod
-    def over(cls, matrix, ids=None) -> "Head":
+    def over(cls, backend: Backend, matrix, ids=None) -> "Head":
         """A head over ``ids`` int [N], ascending; None: over all tokens."""
-        return cls(matrix) if ids is None else cls(matrix, jnp.asarray(ids), matrix[ids])
+        return cls(backend, matrix) if ids is None else cls(backend, matrix, jnp.asarray(ids), matrix[ids])
 
     def __call__(self, hidden, labels):
         """Logits of hidden states.
@@ -142,7 +145,7 @@ class Head:
             float32 logits [..., V or N + 1], and the labels' columns [...].
         """
         rows = self.matrix if self.ids is None else self.rows
-        logits = project(hidden, rows, kind=jnp.float32)
+        logits = project(self.backend, hidden, rows, dtype=jnp.float32)
         if self.ids is None:
             return logits, labels
         column = jnp.minimum(jnp.searchsorted(self.ids, labels), len(self.ids) - 1)

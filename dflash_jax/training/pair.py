@@ -10,7 +10,7 @@ from dflash_jax.frontend.tokenizer import Tokenizer
 from dflash_jax.models.config import DraftConfig
 from dflash_jax.models.decoder import Decoder
 from dflash_jax.models.families import dflash
-from dflash_jax.ops.weights import plain
+from dflash_jax.models.packing import unpack_weights
 from dflash_jax.parallel.sharding import Layout
 from dflash_jax.training import drafters
 from dflash_jax.training.config import TrainConfig
@@ -36,7 +36,7 @@ class Pair:
     @cached_property
     def target(self) -> Decoder:
         """The target in the layout of its checkpoint, without the packing that decoding uses."""
-        return plain(self.llm.target)
+        return unpack_weights(self.llm.target)
 
     @property
     def draft(self) -> DraftConfig:

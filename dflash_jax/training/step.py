@@ -132,6 +132,7 @@ class Trainer:
         self.target, self.config, self.recipe, self.update = target, config, recipe, update
         self.vocabulary = vocabulary
         self.layout, self.mesh = target.layout, mesh or target.layout.mesh()
+        self.backend = target.backend
         self._structure, self._specs = jax.tree.structure(target), parameter_specs(target)
         self.leaves = [
             jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.sharding(s))
@@ -147,8 +148,8 @@ class Trainer:
 
     def shardings(self) -> tuple:
         """Shardings of (drafter, optimiser state), in their structure."""
-        sharded = Drafter(self.config, rngs=None, layout=self.layout)
-        leaves, structure = jax.tree.flatten(Drafter(self.config, rngs=None))
+        sharded = Drafter(self.config, rngs=None, layout=self.layout, backend=self.backend)
+        leaves, structure = jax.tree.flatten(Drafter(self.config, rngs=None, backend=self.backend))
         specs = [spread(x.shape, s, self.layout) for x, s in zip(leaves, parameter_specs(sharded), strict=True)]
         drafter, shardings = jax.tree.unflatten(structure, leaves), [self.sharding(s) for s in specs]
         # The path of an optimiser's array ends with the path of its parameter.
@@ -198,7 +199,7 @@ class Trainer:
         target = jax.tree.unflatten(self._structure, leaves)
         table = target.embed[...]
         head = table if target.config.tied_embeddings else target.head[...]
-        return lambda tokens: table[tokens], Head.over(head, self.vocabulary)
+        return lambda tokens: table[tokens], Head.over(target.backend, head, self.vocabulary)
 
     def sums(self, drafter: Drafter, leaves, batch: Batch, key) -> Sums:
         """Sums of one batch, differentiable in the drafter."""

@@ -12,7 +12,7 @@ import jax
 
 from dflash_jax import LLM, SamplingParams
 from dflash_jax.decoding.state import Settings
-from dflash_jax.models.cache import DeltaState, KVCache
+from dflash_jax.ops.cache import DeltaState, KVCache
 from dflash_jax.sampling_params import MAX_LOGPROBS
 from dflash_jax.tools.xla_text import computations, copied_bytes, shape_key
 

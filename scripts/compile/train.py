@@ -11,14 +11,12 @@ import argparse
 import json
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 from dflash_jax import planner
 from dflash_jax.cli.options import Parser, exit_code
 from dflash_jax.cli.system_config import read_system
 from dflash_jax.errors import InputError
-from dflash_jax.ops import backend
 from dflash_jax.parallel.devices import DEVICES, mesh_for
 from dflash_jax.planner import read_shapes
 from dflash_jax.tools import compile_report as report
@@ -84,7 +82,6 @@ def lowered(name: str, args):
     from jax.sharding import PartitionSpec
 
     from dflash_jax.models.drafter import Drafter
-    from dflash_jax.ops.card import Card
     from dflash_jax.parallel.sharding import DATA, Layout
     from dflash_jax.training.losses import Loss, default_gamma
     from dflash_jax.training.optimiser import optimiser
@@ -99,19 +96,17 @@ def lowered(name: str, args):
     if args.layers:
         shapes = report.shorten(shapes, args.layers)
     devices = report.topology(args.device, args.devices)
-    # "auto" asks for the card that is here.
-    wanted = ":" not in args.device and find_spec("jax_triton")
-    backend.choose(*(("triton", Card.of_device(devices[0])) if wanted else ("xla",)))
+    backend = report.backend_of(devices[0], "auto")
     mesh = mesh_for(meshes, DEVICES[args.device.partition(":")[0]].kind, len(devices))
     layout = Layout.parse(args.mesh if args.mesh is not None else mesh)
-    target, _ = report.abstract_pair(shapes, layout, jnp.bfloat16, None)
+    target, _ = report.abstract_pair(shapes, layout, jnp.bfloat16, None, backend)
     block = shapes.draft.block_size
     loss = Loss(config.loss, config.loss_weights, default_gamma(block), chunk=config.loss_chunk)
     update = optimiser(config.learning_rate, 1000, config.optimizer)
     trainer = Trainer(
         target, shapes.draft, Recipe(loss, config.anchors, block, "bfloat16"), update, layout.mesh(devices)
     )
-    drafter = Drafter(shapes.draft, rngs=None)
+    drafter = Drafter(shapes.draft, rngs=None, backend=backend)
     state = jax.eval_shape(lambda d: (d, update.init(d)), drafter)
 
     def at(x, sharding):

@@ -17,6 +17,7 @@ from dflash_jax.decoding import speculative
 from dflash_jax.decoding.batch_init import init_state
 from dflash_jax.decoding.sampling import SamplingRows
 from dflash_jax.decoding.state import Settings
+from dflash_jax.models.layers import with_backend
 from dflash_jax.ops.weights import quantize
 from dflash_jax.parallel.sharding import parameter_paths
 from dflash_jax.tools import token_runs
@@ -25,7 +26,7 @@ from dflash_jax.tools.token_runs import Remembering
 pytest.importorskip("torch")
 pytest.importorskip("triton.runtime.interpreter")
 
-from dflash_jax.tools.triton_interpreter import as_on_cuda, interpreting, small_grids
+from dflash_jax.tools.triton_interpreter import INTERPRETED, interpreting, small_grids
 
 NEW, WIDE, CAPACITY = 4, 8, 384
 PROMPTS = (17, 40, 75, 300)
@@ -49,6 +50,10 @@ def few_programs():
         yield
 
 
+def on_cuda(module):
+    return with_backend(module, INTERPRETED)
+
+
 def requests(lengths, temperature: float):
     return token_runs.requests(lengths, temperature, NEW, token_runs.VOCAB)
 
@@ -67,7 +72,8 @@ def compared(models, temperature: float, lengths: tuple[int, ...]) -> set[str]:
     target, drafter = models
     expected = run(target, None, requests(lengths, temperature), 1, True)
     coached = Remembering.of(drafter, expected, WIDE, CAPACITY)
-    with as_on_cuda(), interpreting() as ran:
+    target, coached = on_cuda(target), replace(coached, drafter=on_cuda(drafter))
+    with interpreting() as ran:
         for width, some, together in ((1, lengths[:1], False), (WIDE, lengths[:1], False), (WIDE, lengths, True)):
             found = run(target, coached if width > 1 else None, requests(some, temperature), width, together)
             for one, other in zip(found, expected, strict=False):
@@ -93,9 +99,8 @@ def drafts(target, drafter, temperature: float) -> np.ndarray:
 def test_drafts_are_those_of_xla(models):
     """Which tokens are accepted cannot show a wrong drafter: so its proposals are compared too."""
     expected = drafts(*models, temperature=0.8)
-    jax.clear_caches()
-    with as_on_cuda(), interpreting() as ran:
-        found = drafts(*models, temperature=0.8)
+    with interpreting() as ran:
+        found = drafts(*map(on_cuda, models), temperature=0.8)
     np.testing.assert_array_equal(found, expected)
     assert {"_attend", "_project", "_rotate"} <= set(ran)
 
@@ -117,8 +122,8 @@ def test_tokens_in_float8_are_those_of_xla(models):
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_reproducible_tokens_in_bfloat16(models, temperature):
     """With the drafter and without, alone and together: the kernels' own tokens, which may be others than XLA's."""
-    target, drafter = (jax.tree.map(lambda x: x.astype(jnp.bfloat16), m) for m in models)
-    with as_on_cuda(), interpreting() as ran:
+    target, drafter = (on_cuda(jax.tree.map(lambda x: x.astype(jnp.bfloat16), m)) for m in models)
+    with interpreting() as ran:
         expected = run(target, None, requests(PROMPTS, temperature), 1, True, reproducible=True)
         coached = Remembering.of(drafter, expected, WIDE, CAPACITY)
         for lengths in (PROMPTS[:1], PROMPTS):

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from dflash_jax.ops import backend
+from dflash_jax.ops.backend import Backend
 from dflash_jax.ops.card import KIB, SHARED_MEMORY, Card
 from dflash_jax.ops.kernels.triton import attention as triton_attention
 from dflash_jax.ops.kernels.triton import launch
@@ -66,21 +67,18 @@ def test_an_assembler_that_says_nothing_is_passed_over(tmp_path):
 def test_float8_on_a_card_without_it_is_said():
     weights = {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float8_e4m3fn)}
     for capability, reason in ((80, "compute capability 8.0"), (89, None)):
-        backend.choose("triton", Card.of_capability(capability))
-        said = backend.why_not_of(weights)
+        cuda = Backend.for_card(Card.of_capability(capability))
+        said = cuda.no_triton_for(weights)
         assert said == reason if reason is None else reason in said
-        assert backend.why_not_of({jnp.dtype(jnp.bfloat16)}) is None
-    backend.choose("xla")
-    assert backend.why_not_of(weights) is None
-    backend.choose("auto")
+        assert cuda.no_triton_for({jnp.dtype(jnp.bfloat16)}) is None
+    assert Backend.xla("cuda", Card.of_capability(80)).no_triton_for(weights) is None
 
 
 @pytest.mark.parametrize("capability", ["8.0", "8.6", "8.9", "9.0", "10.0", "12.0", "12.1"])
 def test_supported_cards(monkeypatch, capability):
     monkeypatch.setattr(jax, "devices", lambda: [device(capability)])
     monkeypatch.setattr(backend, "find_spec", lambda name: object())
-    backend.choose("auto")
-    assert backend.why_not() is None
+    assert Backend.detect().has_triton
 
 
 @pytest.mark.parametrize(
@@ -94,9 +92,7 @@ def test_supported_cards(monkeypatch, capability):
 def test_why_a_card_has_none(monkeypatch, found, spec, reason):
     monkeypatch.setattr(jax, "devices", lambda: [found])
     monkeypatch.setattr(backend, "find_spec", lambda name: spec)
-    backend.choose("auto")
-    assert reason in backend.why_not()
-    assert not backend.are_wanted()
+    assert reason in Backend.detect().no_triton
 
 
 @pytest.mark.parametrize(
@@ -108,9 +104,8 @@ def test_a_jax_that_cannot_trace_jax_triton(monkeypatch, of_jax, of_jax_triton, 
     monkeypatch.setattr(jax, "__version_info__", of_jax)
     monkeypatch.setattr(backend, "find_spec", lambda name: object())
     monkeypatch.setattr(backend, "version", lambda name: of_jax_triton)
-    backend.choose("auto")
-    reason = backend.why_not()
-    assert reason is None if works else "needs jax below 0.12" in reason
+    reason = Backend.detect().no_triton
+    assert reason == "" if works else "needs jax below 0.12" in reason
 
 
 def test_numbers_of_a_card():
@@ -135,24 +130,15 @@ def test_tiles_of_attention_fit(capability, bytes_of_row):
 
 def test_fewer_steps_in_flight_on_small_cards():
     def stages(capability):
-        backend.choose("triton", Card.of_capability(capability))
-        return triton_tiles.stages_within(4, 36 * KIB)
+        return triton_tiles.stages_within(4, 36 * KIB, Card.of_capability(capability))
 
-    choice = backend._choice
-    try:
-        assert [stages(c) for c in (80, 89, 90, 120)] == [4, 3, 4, 3]
-    finally:
-        backend.choose(choice)
+    assert [stages(c) for c in (80, 89, 90, 120)] == [4, 3, 4, 3]
 
 
 def test_float8_is_for_cards_that_have_it():
-    weight, choice = quantize(jnp.ones((32, 64)), "fp8"), backend._choice
-    try:
-        for capability, expected in ((80, False), (89, True), (90, True)):
-            backend.choose("triton", Card.of_capability(capability))
-            assert triton_project.fits(1, 64, [weight]) is expected
-    finally:
-        backend.choose(choice)
+    weight = quantize(jnp.ones((32, 64)), "fp8")
+    for capability, expected in ((80, "sm_80 does not read float8"), (89, None), (90, None)):
+        assert triton_project.why_not(1, 64, [weight], Card.of_capability(capability)) == expected
 
 
 def test_float16_is_normed_before_products_of_several_rows():

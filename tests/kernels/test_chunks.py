@@ -1,15 +1,24 @@
 """The delta rule of many tokens in Triton against XLA's form, from chunk to chunk and through the whole mixer."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.models.cache import DeltaState, replay
-from dflash_jax.models.gated_delta import advance_in_chunks, mix, mix_in_chunks
+from dflash_jax.ops.backend import XLA
+from dflash_jax.ops.cache import DeltaState
+from dflash_jax.ops.card import HOPPER
+from dflash_jax.ops.gated_delta import ADVANCES, IMPLEMENTATIONS, reference, replay
 from dflash_jax.ops.kernels.triton import delta_chunks as triton_chunks
 from dflash_jax.tools.kernels.arguments import Source, mixer
+from dflash_jax.tools.kernels.comparisons import kernel_of
 from dflash_jax.tools.triton_interpreter import interpreting
+
+mix = partial(reference, XLA)
+mix_in_chunks = kernel_of(IMPLEMENTATIONS, "triton, chunks")
+advance_in_chunks = kernel_of(ADVANCES, "triton, chunks")
 
 
 def normal(rng, *shape, dtype=jnp.float32):
@@ -26,7 +35,7 @@ def arguments(rng, tokens, m, rows, g, r, dk, dv, dtype=jnp.float32):
 
 
 def by_kernel(state, chunks, tokens):
-    return triton_chunks.from_chunk_to_chunk(DeltaState(state, jnp.zeros((1, 3, 1, 1))), *chunks, tokens)
+    return triton_chunks.from_chunk_to_chunk(HOPPER, DeltaState(state, jnp.zeros((1, 3, 1, 1))), *chunks, tokens)
 
 
 def plain(state, chunks, tokens):
@@ -84,13 +93,13 @@ def test_the_whole_mixer(sizes, alike):
 def test_the_state_after_the_tokens_that_count(counts):
     """Rows of a state in another order, the last one padding: what is behind a row's last token may hold anything and
     changes nothing; other rows, and those without a token, stay as they are."""
-    inputs, gates, state, *weights = mixer(Source(5), 3, 150, 2, 2, 16, 32)
+    inputs, gates, state, weights = mixer(Source(5), 3, 150, 2, 2, 16, 32)
     n = jnp.asarray(counts, jnp.int32)
     counted = jnp.arange(150) < n[:, None]
-    y, record = mix(inputs, gates, state, *weights, 1e-6)
-    expected = replay(state, record, n)
+    y, record = mix(inputs, gates, state, weights, 1e-6)
+    expected = replay(XLA, state, record, n)
     spoilt = jnp.where(counted[..., None, None], inputs, jnp.nan)
-    found, after = advance_in_chunks(spoilt, gates, state, *weights, n, 1e-6)
+    found, after = advance_in_chunks(spoilt, gates, state, weights, 1e-6, n)
     counted = counted.at[2].set(False)[..., None, None, None]
     np.testing.assert_allclose(jnp.where(counted, found, 0), jnp.where(counted, y, 0), atol=3e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=3e-5), after, expected)
@@ -124,10 +133,12 @@ def test_in_sixteen_bits():
 
 def test_which_models_they_are_for():
     state = DeltaState(jnp.zeros((1, 2, 2, 128, 128)), jnp.zeros((1, 3, 2, 512), jnp.bfloat16))
-    assert triton_chunks.fits(state, jnp.bfloat16)
-    assert not triton_chunks.fits(state, jnp.float32)
-    assert not triton_chunks.fits(DeltaState(state.recurrent, state.conv.astype(jnp.float32)), jnp.bfloat16)
-    assert not triton_chunks.fits(DeltaState(state.recurrent[..., :96], state.conv), jnp.bfloat16)
+    assert triton_chunks.why_not(state, jnp.bfloat16) is None
+    assert "bfloat16" in triton_chunks.why_not(state, jnp.float32)
+    assert "bfloat16" in triton_chunks.why_not(
+        DeltaState(state.recurrent, state.conv.astype(jnp.float32)), jnp.bfloat16
+    )
+    assert "powers of two" in triton_chunks.why_not(DeltaState(state.recurrent[..., :96], state.conv), jnp.bfloat16)
 
 
 @pytest.mark.parametrize("alike", [False, True])
@@ -135,9 +146,10 @@ def test_what_tf32_costs(alike):
     """The inverse of a chunk and what is made of it are products in TF32, of bfloat16 models. Their error is less than
     one rounding to bfloat16 of the largest value, for random keys and where the inverse is worst conditioned."""
     args = mixer(Source(3), 1, 64, 1, 1, 128, 128, jnp.bfloat16, alike=alike)
-    exact = triton_chunks.prepare(*args[:-1])
+    args = [*args[:3], *args[3][:3]]
+    exact = triton_chunks.prepare(HOPPER, *args)
     with interpreting(emulate_tf32=True):
-        truncated = triton_chunks.prepare(*args[:-1])
+        truncated = triton_chunks.prepare(HOPPER, *args)
     for i, name in enumerate("uw"):
         one, other = (np.asarray(x[i], np.float64) for x in (truncated, exact))
         error = np.abs(one - other).max() / np.abs(other).max()

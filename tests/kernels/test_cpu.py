@@ -5,6 +5,7 @@ Attention: most cases in test_kernels.py.
 
 import logging
 import threading
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +13,19 @@ import numpy as np
 import pytest
 from float64 import assert_as_near
 
-from dflash_jax.models.cache import Bounds, KVCache, attend_in_pieces
-from dflash_jax.models.layers import DeferredNorm, linear
+from dflash_jax.ops import attention
+from dflash_jax.ops.backend import XLA
+from dflash_jax.ops.cache import Bounds, KVCache
 from dflash_jax.ops.kernels.cpu import calls as cpu
+from dflash_jax.ops.linear import DeferredNorm, linear
 from dflash_jax.ops.weights import PackedWeight
 
-needs_kernel = pytest.mark.skipif(not cpu.is_here(), reason="no C++ compiler")
+
+def product_of(panels, x):
+    return cpu.linear(x, [panels])[0]
+
+
+needs_kernel = pytest.mark.skipif(bool(cpu.why_not()), reason="no C++ compiler")
 
 
 def a_product(outputs: int, inputs: int, rows: int, short: bool):
@@ -31,12 +39,12 @@ def a_product(outputs: int, inputs: int, rows: int, short: bool):
 @pytest.mark.parametrize("short", [True, False])
 def test_a_row_is_the_same_alone_and_among_others(short):
     x, panels, weight = a_product(300, 131, 41, short)
-    alone = np.concatenate([panels.matmul(x[i : i + 1]) for i in range(41)])
+    alone = np.concatenate([product_of(panels, x[i : i + 1]) for i in range(41)])
     assert_as_near(alone, lambda x, weight: x @ weight.T, x, weight)
     for rows in (2, 3, 4, 5, 7, 8, 12, 13, 25, 41):
-        np.testing.assert_array_equal(panels.matmul(x[:rows]), alone[:rows])
+        np.testing.assert_array_equal(product_of(panels, x[:rows]), alone[:rows])
     # Nothing of a row is read for the one before it.
-    np.testing.assert_array_equal(panels.matmul(x.at[7].set(jnp.nan))[:7], alone[:7])
+    np.testing.assert_array_equal(product_of(panels, x.at[7].set(jnp.nan))[:7], alone[:7])
 
 
 @needs_kernel
@@ -46,14 +54,14 @@ def test_a_row_is_the_same_alone_and_among_others(short):
     ("shapes", "contracted", "options"),
     [
         ([(4, 2, 9), (50,), (2, 20)], 1, {"normed": True}),
-        ([(300, 2), (70,)], 1, {"normed": True, "kept": True}),
-        ([(40,), (3,)], 1, {"kept": True}),
+        ([(300, 2), (70,)], 1, {"normed": True, "return_normed": True}),
+        ([(40,), (3,)], 1, {"return_normed": True}),
         ([(130,)], 2, {"residual": True}),
-        ([(2, 96)], 1, {"normed": True, "gated": True}),
-        ([(2, 208)], 1, {"gated": True, "residual": True}),
-        ([(2, 1024)], 1, {"normed": True, "gated": True, "residual": True}),
-        ([(900,), (2, 331)], 1, {"normed": True, "kept": True}),
-        ([(2, 20)], 1, {"gated": True}),
+        ([(2, 96)], 1, {"normed": True, "swiglu": True}),
+        ([(2, 208)], 1, {"swiglu": True, "residual": True}),
+        ([(2, 1024)], 1, {"normed": True, "swiglu": True, "residual": True}),
+        ([(900,), (2, 331)], 1, {"normed": True, "return_normed": True}),
+        ([(2, 20)], 1, {"swiglu": True}),
     ],
 )
 def test_linear(shapes, contracted, options, short, rows):
@@ -64,12 +72,12 @@ def test_linear(shapes, contracted, options, short, rows):
         return rng.standard_normal(shape).astype(jnp.bfloat16 if short else np.float32).astype(np.float32) / 4
 
     x, weights = jnp.asarray(draw(rows, *inner)), [draw(*shape, *inner) for shape in shapes]
-    residual = draw(rows, *shapes[0][options.get("gated", False) :]) if options.pop("residual", False) else None
+    residual = draw(rows, *shapes[0][options.get("swiglu", False) :]) if options.pop("residual", False) else None
     norm = draw(*inner) if options.pop("normed", False) else None
 
     def run(x, weights, norm, residual):
         x = x if norm is None else DeferredNorm(x, norm, 1e-5, 1.0)
-        return linear(x, tuple(weights), contracted, residual=residual, **options)
+        return linear(XLA, x, tuple(weights), contracted, residual=residual, **options)
 
     args = (weights, norm, residual) = jax.tree.map(jnp.asarray, (weights, norm, residual))
     got = run(x, [jax.device_put(PackedWeight.of(w, contracted)) for w in weights], norm, residual)
@@ -80,8 +88,10 @@ def test_linear(shapes, contracted, options, short, rows):
 def test_silu_of_large_numbers_and_of_none():
     x = jnp.asarray([[-1e4], [-90.0], [-30.0], [-1.0], [0.0], [1.0], [30.0], [1e4], [np.nan]], jnp.float32)
     weight = np.ones((2, 16, 1), np.float32)
-    expected = linear(x, (jnp.asarray(weight),), gated=True)[0]
-    np.testing.assert_allclose(linear(x, (PackedWeight.of(weight, 1),), gated=True)[0], expected, rtol=1e-6, atol=1e-30)
+    expected = linear(XLA, x, (jnp.asarray(weight),), swiglu=True)[0]
+    np.testing.assert_allclose(
+        linear(XLA, x, (PackedWeight.of(weight, 1),), swiglu=True)[0], expected, rtol=1e-6, atol=1e-30
+    )
 
 
 @needs_kernel
@@ -101,7 +111,7 @@ def test_attention_of_other_sizes_and_what_is_no_number(dim):
 
         def definition(q, k, v, keys, values, wrong=wrong):
             cache = KVCache(keys, values, None, 0, False)
-            y = attend_in_pieces(q, k, v, None, cache, length, bounds, 256)
+            y = attention.reference(XLA, q, k, v, None, cache, length, bounds)
             np.testing.assert_array_equal(jnp.isnan(y), wrong)
             return y[~wrong]
 
@@ -111,7 +121,7 @@ def test_attention_of_other_sizes_and_what_is_no_number(dim):
 @needs_kernel
 def test_callers_at_one_time_do_not_mix():
     x, panels, _ = a_product(2000, 512, 3, True)
-    product, expected, wrong = jax.jit(panels.matmul), panels.matmul(x), []
+    product, expected, wrong = jax.jit(partial(product_of, panels)), product_of(panels, x), []
 
     def call(i):
         for _ in range(50):
@@ -133,6 +143,6 @@ def test_without_a_compiler_it_says_so_and_goes_on(compiler, said, tmp_path, mon
     monkeypatch.setenv("CXX", compiler)
     monkeypatch.setattr("platformdirs.user_cache_path", lambda _: tmp_path)
     with caplog.at_level(logging.WARNING, logger="dflash_jax"):
-        assert not cpu.is_here.__wrapped__()
+        assert cpu.why_not.__wrapped__()
     assert said in caplog.text
     assert len(caplog.records) == 1

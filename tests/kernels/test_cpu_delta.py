@@ -8,14 +8,20 @@ import numpy as np
 import pytest
 from float64 import assert_as_near
 
-from dflash_jax.models.cache import DeltaRecord, DeltaState, replay_plain
-from dflash_jax.models.gated_delta import mix
+from dflash_jax.ops.backend import XLA
+from dflash_jax.ops.cache import DeltaRecord, DeltaState
+from dflash_jax.ops.gated_delta import Weights, reference, replay_reference
 from dflash_jax.ops.kernels.cpu import calls as cpu
 
-pytestmark = pytest.mark.skipif(not cpu.is_here(), reason="no C++ compiler")
+replay_plain = partial(replay_reference, XLA)
+pytestmark = pytest.mark.skipif(bool(cpu.why_not()), reason="no C++ compiler")
 
 # B, T, G, R, Dk, Dv, taps.
 SHAPES = [(2, 7, 2, 2, 32, 48, 4), (1, 1, 3, 1, 128, 128, 4), (2, 70, 2, 4, 16, 16, 3), (1, 16, 4, 2, 256, 80, 2)]
+
+
+def mix(qkvz, gates, state, *weights, eps):
+    return reference(XLA, qkvz, gates, state, Weights(*weights), eps)
 
 
 def arguments(b, t, g, r, dk, dv, taps):
@@ -85,11 +91,11 @@ def test_some_rows_of_a_state():
     qkvz, gates, held, *weights = arguments(4, 3, 2, 2, 32, 48, 4)
     state = DeltaState(held.recurrent, held.conv, jnp.array([3, 0, 1, 4], jnp.int32))
     y, *_ = cpu.mix(qkvz, gates, state, *weights, 1e-6)
-    expected, plain = mix(qkvz, gates, state, *weights, 1e-6)
+    expected, plain = mix(qkvz, gates, state, *weights, eps=1e-6)
     np.testing.assert_allclose(y[:3], expected[:3], rtol=1e-4, atol=1e-5)
     count = jnp.array([3, 0, 1, 3], jnp.int32)
     after = DeltaState(*cpu.replay(state, plain, count), state.rows)
-    right = state.put(replay_plain(state.taken(), plain, count))
+    right = replay_plain(state, plain, count)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), after, right)
     np.testing.assert_array_equal(after.recurrent[jnp.array([0, 2])], held.recurrent[jnp.array([0, 2])])
 
@@ -100,4 +106,4 @@ def test_large_gates(scale):
     qkvz, gates, *rest = arguments(1, 6, 2, 2, 32, 48, 4)
     args = (qkvz.at[..., -96:].multiply(scale), scale * gates, *rest)
     y, *_ = cpu.mix(*args, 1e-6)
-    np.testing.assert_allclose(y, mix(*args, 1e-6)[0], rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(y, mix(*args, eps=1e-6)[0], rtol=1e-4, atol=1e-4)

@@ -5,12 +5,12 @@ import numpy as np
 import pytest
 from float64 import assert_as_near
 
-from dflash_jax.models.config import MoeSpec
-from dflash_jax.models.moe import mixture
+from dflash_jax.ops.backend import XLA
 from dflash_jax.ops.kernels.cpu import calls as cpu
+from dflash_jax.ops.moe import mixture
 from dflash_jax.ops.weights import PackedWeight
 
-pytestmark = pytest.mark.skipif(not cpu.is_here(), reason="no C++ compiler")
+pytestmark = pytest.mark.skipif(bool(cpu.why_not()), reason="no C++ compiler")
 
 
 def arguments(tokens, experts, features, hidden, short=True, seed=0):
@@ -31,10 +31,9 @@ def arguments(tokens, experts, features, hidden, short=True, seed=0):
 def test_mixture(tokens, experts, top, features, hidden, short, normalise):
     x, logits, gate_up, down = arguments(tokens, experts, features, hidden, short)
     live = jnp.arange(tokens) % 5 != 1
-    spec = MoeSpec(experts, top, features, None, normalise)
 
     def definition(x, logits, gate_up, down):
-        return mixture(x, logits, live, 0, gate_up, down, None, None, spec)
+        return mixture(XLA, x, logits, live, 0, gate_up, down, experts_per_token=top, normalise=normalise)
 
     got = cpu.mixture(x, logits, live, PackedWeight.of(gate_up, 1), PackedWeight.of(down, 1), top, normalise)
     assert_as_near(got, definition, x, logits, jnp.asarray(gate_up), jnp.asarray(down))
@@ -44,8 +43,8 @@ def test_mixture(tokens, experts, top, features, hidden, short, normalise):
 def test_of_equal_experts_the_first():
     x, _, gate_up, down = arguments(1, 8, 16, 32)
     logits = jnp.asarray([[1.0, 2.0, 0.0, 2.0, 2.0, 2.0, -1.0, 0.0]])
-    spec = MoeSpec(8, 2, 16, None, True)
-    expected = mixture(x, logits, jnp.array([True]), 0, jnp.asarray(gate_up), jnp.asarray(down), None, None, spec)
+    args = x, logits, jnp.array([True]), 0, jnp.asarray(gate_up), jnp.asarray(down)
+    expected = mixture(XLA, *args, experts_per_token=2, normalise=True)
     got = cpu.mixture(x, logits, jnp.array([True]), PackedWeight.of(gate_up, 1), PackedWeight.of(down, 1), 2, True)
     np.testing.assert_allclose(got, expected, atol=1e-5)
 

@@ -14,7 +14,7 @@ import pytest
 from dflash_jax.ops.kernels.cpu import calls as cpu
 from dflash_jax.ops.kernels.cpu import library as cpu_library
 
-pytestmark = pytest.mark.skipif(not cpu.is_here(), reason="no C++ compiler")
+pytestmark = pytest.mark.skipif(bool(cpu.why_not()), reason="no C++ compiler")
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ def test_a_library_of_another_user_is_compiled_again(library, cache, monkeypatch
 @pytest.mark.parametrize("mode", [0o777, 0o770])
 def test_a_directory_that_others_can_write_is_not_used(mode, library, cache, caplog):
     cache.chmod(mode)
-    assert not cpu.is_here.__wrapped__()
+    assert cpu.why_not.__wrapped__()
     (line,) = lines_of(caplog)
     assert str(cache) in line
     assert "chmod 700" in line
@@ -124,13 +124,13 @@ def test_a_directory_that_others_can_write_is_not_used(mode, library, cache, cap
 
 def test_a_directory_of_another_user_is_not_used(library, cache, monkeypatch, caplog):
     monkeypatch.setattr(cpu_library, "is_private", lambda status: not stat.S_ISDIR(status.st_mode))
-    assert not cpu.is_here.__wrapped__()
+    assert cpu.why_not.__wrapped__()
     assert len(lines_of(caplog)) == 1
 
 
 def test_a_cache_that_cannot_be_made(cache, caplog):
     cache.parent.write_text("a file where the directory should be")
-    assert not cpu.is_here.__wrapped__()
+    assert cpu.why_not.__wrapped__()
     assert len(lines_of(caplog)) == 1
 
 
@@ -140,7 +140,7 @@ def test_a_full_or_read_only_cache(code, cache, monkeypatch, caplog):
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(tempfile, "TemporaryDirectory", refuse)
-    assert not cpu.is_here.__wrapped__()
+    assert cpu.why_not.__wrapped__()
     (line,) = lines_of(caplog)
     assert os.strerror(code) in line
 
@@ -187,7 +187,7 @@ def test_an_old_umask_does_not_open_it(cache):
 def test_the_compilers_complaint_is_one_line(cache, monkeypatch, caplog):
     monkeypatch.setattr(cpu_library, "FLAGS", (*cpu_library.FLAGS, "--no-such-flag"))
     with caplog.at_level(logging.WARNING, logger="dflash_jax"):
-        assert not cpu.is_here.__wrapped__()
+        assert cpu.why_not.__wrapped__()
     (line,) = lines_of(caplog)
     assert "no-such-flag" in line
     assert list(cache.iterdir()) == []

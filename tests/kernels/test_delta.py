@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.models.cache import DeltaRecord, DeltaState, replay_plain
-from dflash_jax.models.gated_delta import mix
-from dflash_jax.ops.kernels.triton.delta import fits, mix_triton, replay_triton
+from dflash_jax.ops import gated_delta
+from dflash_jax.ops.backend import XLA
 from dflash_jax.tools.kernels.arguments import Source, mixer, spoilt
+from dflash_jax.tools.kernels.comparisons import kernel_of
 
 
 def assert_near(found, expected):
@@ -31,15 +31,15 @@ def test_delta_rule(rows, tokens, key_heads, values, key_dim, value_dim, alike):
     state after every count of tokens. Rows of which nothing is kept stay as they are, to the bit."""
     args = mixer(Source(tokens), rows, tokens, key_heads, values, key_dim, value_dim, alike=alike)
     state = args[2]
-    assert fits(tokens, state)
-    (y, record), (expected, plain) = mix_triton(*args, 1e-6), mix(*args, 1e-6)
+    mix = kernel_of(gated_delta.IMPLEMENTATIONS, "triton, one chunk")
+    (y, record), (expected, plain) = mix(*args, 1e-6), gated_delta.reference(XLA, *args, 1e-6)
     np.testing.assert_allclose(y, expected, atol=2e-5)
-    assert_near(DeltaRecord(*record), plain)
+    assert_near(record, plain)
     for n in range(tokens + 1):
         count = jnp.asarray(np.resize([n, max(n - 1, 0)], rows), jnp.int32)
         # What is not kept may hold anything.
-        after = DeltaState(*replay_triton(state, spoilt(plain, count), count), state.rows)
-        assert_near(after, state.put(replay_plain(state.taken(), plain, count)))
+        after = kernel_of(gated_delta.REPLAYS)(state, spoilt(plain, count), count)
+        assert_near(after, gated_delta.replay_reference(XLA, state, plain, count))
         written = [row for row, kept in zip(state.rows.tolist(), count.tolist(), strict=True) if kept]
         others = np.setdiff1d(np.arange(rows + 2), written)
         for new, old in ((after.recurrent, state.recurrent), (after.conv, state.conv)):

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.models import cache as module
-from dflash_jax.models.cache import KVCache, attend
+from dflash_jax.ops import attention
+from dflash_jax.ops.backend import Backend
+from dflash_jax.ops.cache import KVCache
 
 ROWS, T, HEADS, GROUP, DIM = 5, 3, 2, 2, 8
 
@@ -21,7 +22,9 @@ def filled(length, capacity, window):
     for start in range(0, max(length), 100):
         positions = np.tile(np.arange(start, min(start + 100, max(length))), (ROWS, 1))
         kept = positions < np.asarray(length)[:, None]
-        cache = cache.write(k[:, positions[0]], v[:, positions[0]], jnp.asarray(positions), jnp.asarray(kept))
+        cache = attention.write(
+            Backend.xla(), cache, k[:, positions[0]], v[:, positions[0]], jnp.asarray(positions), jnp.asarray(kept)
+        )
     return cache, k, v
 
 
@@ -39,21 +42,20 @@ def reference(q, k, v, context, length, seen):
     return y
 
 
-@pytest.mark.parametrize("form", ["cpu", "default"])
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
 @pytest.mark.parametrize(("capacity", "window"), [(256, None), (768, None), (1024, None), (1024, 500)])
-def test_every_length(form, capacity, window, monkeypatch):
+def test_every_length(platform, capacity, window, monkeypatch):
     """768 is no multiple of an accelerator's piece here: its last one overlaps the one before."""
-    monkeypatch.setattr(module, "WIDE_CHUNK", 512)
-    # Writing has one form only.
-    chosen = lambda *args, **forms: forms.get(form, forms["default"])(*args)  # noqa: E731
-    monkeypatch.setattr(module.jax.lax, "platform_dependent", chosen)
+    monkeypatch.setattr(attention, "WIDE_CHUNK", 512)
     length = [0, 1, capacity - 1, capacity // 2 + 3, capacity]
     cache, held_k, held_v = filled(length, capacity, window)
     assert cache.ring == (window is not None)
     rng = np.random.default_rng(1)
     q = rng.standard_normal((ROWS, T, HEADS * GROUP, DIM)).astype(np.float32)
     k, v = rng.standard_normal((2, ROWS, T, HEADS, DIM)).astype(np.float32)
-    got = jax.jit(lambda *args: attend(*args))(q, k, v, None, cache, jnp.asarray(length))
+    got = jax.jit(lambda *args: attention.attention(Backend.xla(platform), *args))(
+        q, k, v, None, cache, jnp.asarray(length)
+    )
     remembered = cache.capacity - cache.sinks
 
     def seen(position, length):

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from helpers import commit, extend, random_decoder, tiny_config, tokens_of, verify
 
-from dflash_jax.models.cache import DeltaState, KVCache
-from dflash_jax.models.decoder import init_cache
+from dflash_jax.models.cache import init_cache
+from dflash_jax.ops.cache import DeltaState, KVCache
 
 ROWS, T, CAPACITY = 4, 16, 96
 PREFILLED = np.asarray([40, 3, 0, 21], np.int32)

@@ -5,15 +5,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.models import gated_delta as module
-from dflash_jax.models.cache import DeltaRecord, DeltaState, replay
-from dflash_jax.models.gated_delta import delta_rule, unit_lower_inverse
+from dflash_jax.ops import gated_delta as module
+from dflash_jax.ops.backend import XLA
+from dflash_jax.ops.cache import DeltaRecord, DeltaState
+from dflash_jax.ops.gated_delta import delta_rule, replay, unit_lower_inverse
 
 B, G, R, DK, DV = 2, 2, 3, 10, 7
 
 rule = jax.jit(delta_rule)
 rule_in_chunks_of_8 = jax.jit(lambda *x: delta_rule(*x, chunk=8))
-replayed = jax.jit(replay)
+replayed = jax.jit(lambda *args: replay(XLA, *args))
 
 
 def recurrence(q, k, v, beta, log_decay, state):
@@ -74,10 +75,8 @@ def test_as_a_gpu_runs_it(t, monkeypatch):
     """2, 8, 19 and 11 chunks: in one turn of the loop, in several, one at a time; where all of it is written over."""
     arrays = inputs(t, seed=t)
     expected = rule_in_chunks_of_8(*arrays)
-    chosen = lambda *args, **forms: forms.get("cuda", forms["default"])(*args)  # noqa: E731
-    monkeypatch.setattr(module.jax.lax, "platform_dependent", chosen)
     monkeypatch.setattr(module, "UNROLLED", 4)
-    found = jax.jit(lambda *x: delta_rule(*x, chunk=8))(*arrays)
+    found = jax.jit(lambda *x: delta_rule(*x, chunk=8, unrolled=True))(*arrays)
     for got, want in zip(found, expected, strict=True):
         np.testing.assert_allclose(got, want, atol=1e-6)
 

@@ -1,4 +1,6 @@
-"""Mixture of experts: both forms against a plain loop in NumPy, and tokens that take no part."""
+"""Mixture of experts: all forms against a plain loop in NumPy, and tokens that take no part."""
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -6,9 +8,11 @@ import numpy as np
 import pytest
 from helpers import HIDDEN, MOE, randomise
 
-from dflash_jax.models import moe as module
-from dflash_jax.models.config import MoeSpec
-from dflash_jax.models.moe import Moe, experts_gathered, experts_grouped, experts_looped, route
+from dflash_jax.models.layers import with_backend
+from dflash_jax.models.moe import Moe
+from dflash_jax.ops import moe as module
+from dflash_jax.ops.backend import XLA, Backend
+from dflash_jax.ops.moe import experts_gathered, experts_grouped, experts_looped
 from dflash_jax.ops.weights import quantize
 
 
@@ -16,14 +20,17 @@ def forward(moe, x, valid):
     return jax.jit(lambda *args: Moe.__call__(*args))(moe, x, valid)
 
 
-gathered, looped = jax.jit(experts_gathered), jax.jit(experts_looped)
+gathered, looped = (jax.jit(partial(form, XLA)) for form in (experts_gathered, experts_looped))
 
 
-@pytest.fixture(params=["cpu", "tpu", "default"])
-def platform(request, monkeypatch):
+def route(logits, spec=MOE):
+    return module.route(logits, spec.experts_per_token, spec.normalise_top_k)
+
+
+@pytest.fixture(params=["cpu", "tpu", "cuda"])
+def platform(request):
     """The forms that a CPU, a TPU and a GPU take, all run here."""
-    monkeypatch.setattr(module.jax.lax, "platform_dependent", lambda *args, **forms: forms[request.param](*args))
-    return request.param
+    return Backend.xla(request.param)
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +76,7 @@ def sample(*shape, seed=0):
 @pytest.mark.parametrize("shape", [(1, 1), (2, 8), (3, 17)], ids=["one", "gathered", "looped"])
 def test_forward(moe, platform, shape):
     x = sample(*shape)
-    got = forward(moe, x, jnp.ones(shape, bool))
+    got = forward(with_backend(moe, platform), x, jnp.ones(shape, bool))
     np.testing.assert_allclose(got.reshape(-1, HIDDEN), reference(moe, x.reshape(-1, HIDDEN)), atol=1e-5)
 
 
@@ -87,17 +94,17 @@ def test_forms_are_equal(moe, rows, skewed, monkeypatch):
     arrays = (x, weights, chosen, moe.gate_up[...], moe.down[...])
     want = gathered(*arrays)
     np.testing.assert_allclose(want, looped(*arrays), atol=1e-5)
-    np.testing.assert_allclose(jax.jit(lambda *args: experts_grouped(*args))(*arrays), want, atol=1e-5)
+    np.testing.assert_allclose(jax.jit(partial(experts_grouped, XLA))(*arrays), want, atol=1e-5)
     quantized = [quantize(w, "int8") for w in arrays[3:]]
     want = gathered(*arrays[:3], *quantized)
-    np.testing.assert_allclose(jax.jit(lambda *args: experts_grouped(*args))(*arrays[:3], *quantized), want, atol=1e-5)
+    np.testing.assert_allclose(jax.jit(partial(experts_grouped, XLA))(*arrays[:3], *quantized), want, atol=1e-5)
 
 
 def test_grouped_rows_do_not_depend_on_others(moe):
     """A token's own sum, bit for bit, whatever the others choose."""
     x = sample(48, seed=5)
     weights, chosen = route(x @ moe.router[...].T, MOE)
-    grouped = jax.jit(experts_grouped)
+    grouped = jax.jit(partial(experts_grouped, XLA))
     alone = grouped(x, weights.at[1:].set(0.0), chosen, moe.gate_up[...], moe.down[...])
     together = grouped(x, weights, chosen, moe.gate_up[...], moe.down[...])
     np.testing.assert_array_equal(alone[0], together[0])
@@ -108,8 +115,7 @@ def test_route_normalises_only_where_told():
     scores = jnp.asarray(np.random.default_rng(2).standard_normal((5, 9)), jnp.bfloat16)
     chance = jax.nn.softmax(scores.astype(jnp.float32))
     for normalise in (True, False):
-        spec = MoeSpec(9, 4, 8, None, normalise)
-        weights, chosen = route(scores, spec)
+        weights, chosen = module.route(scores, 4, normalise)
         assert weights.dtype == jnp.float32
         want = np.sort(chance, axis=-1)[:, ::-1][:, :4]
         want = want / want.sum(-1, keepdims=True) if normalise else want

@@ -1,11 +1,14 @@
 """The product behind every linear map of arrays, and its gradients."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.models.layers import product
+from dflash_jax.ops.backend import XLA
+from dflash_jax.ops.linear import product
 
 
 def arguments(dtype):
@@ -25,7 +28,7 @@ def with_gradients(f, x, w, given):
 def test_it_and_its_gradients(dtype, kind):
     """In bfloat16 what is wanted is float32's, rounded; a wrong product would be off by its own size."""
     x, w, given = arguments(dtype)
-    got = with_gradients(lambda x, w: product(x, w, kind), x, w, given.astype(jnp.float32))
+    got = with_gradients(lambda x, w: product(XLA, x, w, kind), x, w, given.astype(jnp.float32))
     wide = [v.astype(jnp.float32) for v in (x, w, given)]
     expected = with_gradients(lambda x, w: x @ w.T, *wide)
     assert [y.dtype for y in got] == [kind or dtype, dtype, dtype]
@@ -51,7 +54,7 @@ def test_gradients_of_bfloat16_operands_are_products_in_it():
     x, w, given = arguments(jnp.bfloat16)
 
     def total(x, w):
-        return jnp.sum(product(x, w, jnp.float32) * given.astype(jnp.float32))
+        return jnp.sum(product(XLA, x, w, jnp.float32) * given.astype(jnp.float32))
 
     found = set(products(jax.make_jaxpr(jax.grad(total, (0, 1)))(x, w).jaxpr))
     assert found == {("bfloat16", "bfloat16")}
@@ -59,6 +62,6 @@ def test_gradients_of_bfloat16_operands_are_products_in_it():
 
 def test_of_two_dtypes_it_is_the_wider_one():
     x, w, given = arguments(jnp.bfloat16)
-    y, dx, dw = with_gradients(product, x, w.astype(jnp.float32), given.astype(jnp.float32))
+    y, dx, dw = with_gradients(partial(product, XLA), x, w.astype(jnp.float32), given.astype(jnp.float32))
     assert (y.dtype, dx.dtype, dw.dtype) == (jnp.float32, jnp.bfloat16, jnp.float32)
     np.testing.assert_allclose(y, x.astype(jnp.float32) @ w.astype(jnp.float32).T, rtol=1e-5, atol=1e-4)

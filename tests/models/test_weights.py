@@ -15,13 +15,14 @@ from dflash_jax import LLM, SamplingParams
 from dflash_jax.checkpoint.load import load_drafter, save_module
 from dflash_jax.frontend.llm_config import TINY
 from dflash_jax.models.families import dflash
-from dflash_jax.models.layers import project
-from dflash_jax.ops import backend
+from dflash_jax.models.packing import pack_weights, unpack_weights
+from dflash_jax.ops.backend import XLA
 from dflash_jax.ops.kernels.cpu import calls as cpu
-from dflash_jax.ops.weights import FEW_TOKENS, LANES, PackedWeight, pack_weights, plain, quantize
+from dflash_jax.ops.linear import project
+from dflash_jax.ops.weights import FEW_TOKENS, LANES, PackedWeight, quantize
 from dflash_jax.parallel.sharding import parameter_paths, parameter_specs
 
-needs_kernels = pytest.mark.skipif(not cpu.is_here(), reason="no C++ compiler")
+needs_kernels = pytest.mark.skipif(bool(cpu.why_not()), reason="no C++ compiler")
 sizes = st.lists(st.integers(1, 4), min_size=1, max_size=3)
 
 
@@ -67,7 +68,7 @@ def test_panels_stand_for_their_weight(out, inner, rows, wide, short, seed):
     some = rng.integers(0, len(matrix), (2, 3))
     np.testing.assert_array_equal(panels.reshape(*matrix.shape)[some], matrix[some])
     expected = np.tensordot(x, weight, (range(1, n + 1), range(len(out), weight.ndim)))
-    np.testing.assert_allclose(project(jnp.asarray(x), panels, n), expected, atol=1e-5)
+    np.testing.assert_allclose(project(XLA, jnp.asarray(x), panels, n), expected, atol=1e-5)
 
 
 @needs_kernels
@@ -95,16 +96,15 @@ def test_a_pair_in_panels_computes_what_it_did(is_tied):
     assert not any("ffn.gate_up" in path or "ffn.down" in path for path in panel_paths(pair[0]))
     for got, want in zip(jax.tree.leaves(jax.jit(run)(*pair)), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(got, want, atol=1e-5)
-    jax.tree.map(np.testing.assert_array_equal, tuple(map(plain, pair)), weights)
+    jax.tree.map(np.testing.assert_array_equal, tuple(map(unpack_weights, pair)), weights)
 
 
 @needs_kernels
 @pytest.mark.parametrize(
     ("dtype", "choice", "expected"), [("float32", "auto", True), ("float32", "xla", False), ("bfloat16", "auto", False)]
 )
-def test_an_llm_on_one_cpu_keeps_its_weights_in_panels(dtype, choice, expected, monkeypatch):
-    monkeypatch.setattr(backend, "_choice", choice)
-    llm = LLM(dtype=dtype)
+def test_an_llm_on_one_cpu_keeps_its_weights_in_panels(dtype, choice, expected):
+    llm = LLM(dtype=dtype, kernels=choice)
     for module in (llm.target, llm.drafter):
         assert bool(panel_paths(module)) == expected
     assert any("ffn.gate_up" in path for path in panel_paths(llm.target)) == expected

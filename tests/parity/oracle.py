@@ -9,7 +9,7 @@ import torch
 from float64 import Exact, in_both
 from helpers import draw, extend, logits
 
-from dflash_jax.models.decoder import init_cache
+from dflash_jax.models.cache import init_cache
 
 logging.getLogger("transformers").setLevel(logging.ERROR)
 torch.set_num_threads(1)

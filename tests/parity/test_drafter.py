@@ -15,9 +15,9 @@ from safetensors.numpy import save_file
 
 from dflash_jax.checkpoint.load import load_drafter
 from dflash_jax.errors import InputError
-from dflash_jax.models.cache import KVCache
 from dflash_jax.models.drafter import Drafter, DraftWindow, TargetHeads, abstract_drafter
 from dflash_jax.models.families import dflash
+from dflash_jax.ops.cache import KVCache
 
 HIDDEN, TAPS, VOCAB, SLOTS = 24, 2, 53, 16
 CONFIGS = Path(__file__).parents[2] / "configs" / "hf"

@@ -23,8 +23,8 @@ from transformers import (
 )
 
 from dflash_jax.checkpoint.load import load_target, read_target_config
+from dflash_jax.models.cache import init_cache
 from dflash_jax.models.config import GatedDeltaSpec
-from dflash_jax.models.decoder import init_cache
 
 COMMON = {
     "vocab_size": 101,

@@ -13,8 +13,9 @@ import pytest
 
 from dflash_jax.checkpoint.parameters import QUANTIZED
 from dflash_jax.errors import InputError
-from dflash_jax.models import moe
+from dflash_jax.models import moe as moe_layer
 from dflash_jax.models.decoder import abstract_decoder
+from dflash_jax.ops.backend import XLA
 from dflash_jax.ops.kernels.cpu import calls as cpu
 from dflash_jax.parallel.sharding import ONE_DEVICE, Layout
 from dflash_jax.planner import read_shapes, weigh
@@ -49,7 +50,7 @@ def measured(system, tmp_path_factory):
 
 def test_experts_that_a_kernel_in_cpp_chooses_are_counted(tmp_path):
     """Of the bundled pair, whose tokens go to two experts each."""
-    if not cpu.is_here():
+    if cpu.why_not():
         pytest.skip("no C++ compiler")
     assert bench_decode.main(["--points", "1,2,64", "--out", str(tmp_path / "decode")]) == 0
     (row,) = json.loads((tmp_path / "decode.json").read_text())["points"].values()
@@ -241,7 +242,7 @@ def test_rows_differ(system):
 def test_weights_in_few_bits_weigh_what_the_plan_says():
     """Of experts in few bits only those that are touched are read, too."""
     shapes = read_shapes(str(ROOT / "configs/hf/Qwen3.6-35B-A3B-FP8.json"), None)
-    held = weigh(compile_report.abstract_pair(shapes, ONE_DEVICE, jnp.bfloat16, None)[0], ONE_DEVICE, frozenset())
+    held = weigh(compile_report.abstract_pair(shapes, ONE_DEVICE, jnp.bfloat16, None, XLA)[0], ONE_DEVICE, frozenset())
     planned = weigh(abstract_decoder(shapes.target, jnp.bfloat16), ONE_DEVICE, frozenset(QUANTIZED))
     assert held.read(16, 70.0) == pytest.approx(planned.read(16, 70.0), rel=1e-6)
     assert held.read(16, 70.0) < 0.4 * held.total
@@ -250,13 +251,13 @@ def test_weights_in_few_bits_weigh_what_the_plan_says():
 @pytest.mark.parametrize("experts", ["even", "7"])
 def test_forced_experts(measured, tmp_path, experts):
     """The record counts as many as were asked for, and routing is as before afterwards."""
-    before, out = moe.mixture_by_platform, tmp_path / "forced"
+    before, out = moe_layer.mixture, tmp_path / "forced"
     options = [*measured[1][:-1], str(out), "--points", "2,4,64"]
     assert bench_decode.main([*options, "--experts", experts]) == 0
     ((name, row),) = json.loads(out.with_suffix(".json").read_text())["points"].items()
     assert name.endswith(f"{row['experts_touched']:.0f} experts")
     assert experts == "even" or row["experts_touched"] == 7
-    assert moe.mixture_by_platform is before
+    assert moe_layer.mixture is before
 
 
 def test_more_experts_than_choices_are_refused():

@@ -13,7 +13,7 @@ from dflash_jax.checkpoint.load import load_drafter, load_target
 from dflash_jax.frontend.llm_config import TINY
 from dflash_jax.frontend.tokenizer import Tokenizer
 from dflash_jax.models.drafter import Drafter
-from dflash_jax.ops import backend
+from dflash_jax.ops.backend import XLA
 from dflash_jax.training import step
 from dflash_jax.training.blocks import block_states, sample_anchors
 from dflash_jax.training.evaluation import is_degenerate
@@ -54,8 +54,10 @@ def test_training_equals_decoding(pair, text):
 def test_training_equals_decoding_of_a_trained_drafter():
     target = load_target(TINY / "target")
     drafter = load_drafter(TINY / "draft", target=target.config)
-    with backend.without():
-        plain = load_target(TINY / "target"), load_drafter(TINY / "draft", target=target.config)
+    plain = [
+        load_target(TINY / "target", backend=XLA),
+        load_drafter(TINY / "draft", target=target.config, backend=XLA),
+    ]
     text = Tokenizer(TINY / "target").encode(
         "def clamp(value, low, high):\n    return max(low, min(value, high))\n" * 4
     )
@@ -130,7 +132,7 @@ def test_anchors_are_distinct_and_lie_where_they_may():
 
 
 def head_of(target, kept=None) -> Head:
-    return Head.over(target.embed[...] if target.config.tied_embeddings else target.head[...], kept)
+    return Head.over(target.backend, target.embed[...] if target.config.tied_embeddings else target.head[...], kept)
 
 
 def restated(loss: Loss, logs, teacher, labels, learned):

@@ -62,11 +62,11 @@ def machine(args) -> Cases:
         return ({"status": "failed", "why": f"missing: {', '.join(missing)}"} if missing else measured()) | found
 
     def kernels_wanted() -> dict:
-        from dflash_jax.ops import backend
+        from dflash_jax.ops.backend import Backend
 
         if not on_card:
             raise NotRunError("there is no card: kernels run in Triton's interpreter")
-        why = backend.why_not()
+        why = Backend.detect().no_triton
         return {"status": "failed", "why": why} if why else measured()
 
     def described() -> dict:
@@ -79,11 +79,15 @@ def machine(args) -> Cases:
         return measured(device=device.device_kind, versions=versions(), bytes_for_jax=memory)
 
     def assemblers() -> dict:
-        from dflash_jax.ops.backend import target_card
+        import jax
+
+        from dflash_jax.ops.card import HOPPER, Card
         from dflash_jax.ops.kernels.triton import launch
 
         found = {str(path): launch.release_of(path) for path in launch.assemblers()}
-        return measured(ptx_version=launch.ptx_version(target_card().least_ptx), **found)
+        device = jax.devices()[0]
+        card = Card.of_device(device) if hasattr(device, "compute_capability") else HOPPER
+        return measured(ptx_version=launch.ptx_version(card.least_ptx), **found)
 
     def bandwidth() -> dict:
         from dflash_jax.tools.decode import bench as bench_decode

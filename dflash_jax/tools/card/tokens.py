@@ -3,7 +3,6 @@ lengths, alone and together.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 
@@ -11,10 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash_jax.ops import backend
+from dflash_jax.models.layers import with_backend
+from dflash_jax.ops.backend import Backend
 from dflash_jax.tools import token_runs
 from dflash_jax.tools.token_runs import Remembering
-from dflash_jax.tools.triton_interpreter import as_on_cuda
+from dflash_jax.tools.triton_interpreter import INTERPRETED as INTERPRETED_BACKEND
 
 
 @dataclass(frozen=True)
@@ -47,26 +47,22 @@ class Runs:
         self.on_card, self.plan = on_card, ON_CARD if on_card else INTERPRETED
         self.shapes = token_runs.real_heads(512) if on_card else token_runs.small()
 
-    @contextmanager
-    def kernels(self, on: bool) -> Iterator[None]:
-        """Inside, programs have kernels or have none."""
-        # What was traced of a layer is kept.
-        jax.clear_caches()
-        if on and not self.on_card:
-            with as_on_cuda():
-                yield
-            return
-        backend.choose("auto" if on else "xla")
-        if on and (why := backend.why_not()):
-            raise RuntimeError(f"no kernels: {why}")
-        yield
+    def backend(self, on: bool) -> Backend:
+        """With kernels or with none."""
+        if not self.on_card:
+            return INTERPRETED_BACKEND if on else Backend.xla()
+        backend = Backend.detect("auto" if on else "xla")
+        if on and backend.no_triton:
+            raise RuntimeError(f"no kernels: {backend.no_triton}")
+        return backend
 
     @cache  # noqa: B019
-    def models(self, dtype):
-        return jax.tree.map(lambda x: x.astype(dtype), token_runs.random_pair(self.shapes))
+    def models(self, dtype, on: bool):
+        pair = jax.tree.map(lambda x: x.astype(dtype), token_runs.random_pair(self.shapes))
+        return [with_backend(module, self.backend(on)) for module in pair]
 
-    def continued(self, count: int, dtype, temperature: float, width: int, together: bool, coach=None):
-        plan, (target, _) = self.plan, self.models(dtype)
+    def continued(self, count: int, dtype, temperature: float, width: int, together: bool, on: bool, coach=None):
+        plan, (target, _) = self.plan, self.models(dtype, on)
         lengths = np.resize(plan.lengths, count).tolist()
         return token_runs.run(
             target, coach,
@@ -79,22 +75,19 @@ class Runs:
     def expected(self, dtype, temperature: float):
         """Without a drafter, all prompts together: in float32 without kernels; in bfloat16, whose tokens are those of
         the program that computes them, with kernels."""
-        with self.kernels(dtype != jnp.float32):
-            return self.continued(self.plan.together, dtype, temperature, 1, True)
+        return self.continued(self.plan.together, dtype, temperature, 1, True, dtype != jnp.float32)
 
     def check(self, dtype, temperature: float, on: bool, drafting: bool, together: bool) -> dict:
         plan, right = self.plan, self.expected(dtype, temperature)
-        target, drafter = self.models(dtype)
+        _, drafter = self.models(dtype, on)
         coach = Remembering.of(drafter, right, plan.wide, plan.capacity) if drafting else None
         count = plan.together if together else len(plan.lengths)
-        with self.kernels(on):
-            found = self.continued(count, dtype, temperature, plan.wide if drafting else 1, together, coach)
+        found = self.continued(count, dtype, temperature, plan.wide if drafting else 1, together, on, coach)
         margin = None
         if dtype == jnp.float32:
 
             def margin(*args):
-                with self.kernels(False):
-                    return token_runs.margin(target, *args)
+                return token_runs.margin(self.models(dtype, False)[0], *args)
 
         return token_runs.compared(found, right, margin)
 

@@ -37,9 +37,11 @@ from dflash_jax.engine.config import PREFILL_SIZES, largest_prefill
 from dflash_jax.engine.executables import Executables
 from dflash_jax.engine.step_calls import BATCH, REPLICATED, StepCalls
 from dflash_jax.errors import EngineError, InputError
-from dflash_jax.models import moe
+from dflash_jax.models import moe as moe_layer
 from dflash_jax.models.config import MoeSpec
-from dflash_jax.ops import backend
+from dflash_jax.models.layers import with_backend
+from dflash_jax.ops import moe
+from dflash_jax.ops.backend import Backend
 from dflash_jax.ops.kernels.cpu import calls as cpu
 from dflash_jax.parallel.devices import device_name
 from dflash_jax.parallel.sharding import DATA, spec
@@ -95,8 +97,8 @@ def choices(target, drafter, state, rows, block):
     """Experts that each layer's tokens are sent to, int [layers, tokens, k]."""
     seen, route, in_cpp = [], moe.route, cpu.mixture
 
-    def spy(logits, spec):
-        weights, chosen = route(logits, spec)
+    def spy(logits, *args):
+        weights, chosen = route(logits, *args)
         seen.append(chosen)
         return weights, chosen
 
@@ -108,8 +110,8 @@ def choices(target, drafter, state, rows, block):
     moe.route, cpu.mixture = spy, spy_on_cpp
     try:
         # Within a kernel there is nothing to see.
-        with backend.without():
-            speculative.verify(target, take_rows(state, rows), block)
+        plain = with_backend(target, Backend.xla(target.backend.platform, target.backend.card))
+        speculative.verify(plain, take_rows(plain.backend, state, rows), block)
     finally:
         moe.route, cpu.mixture = route, in_cpp
     return jnp.stack(seen)
@@ -119,23 +121,23 @@ def choices(target, drafter, state, rows, block):
 def forced(tokens: int, experts: int | None) -> Iterator[None]:
     """Inside, batches of ``tokens`` are sent to ``experts`` experts of each layer, one after another, evenly; others
     are routed as they would be. The router's own products are computed as before."""
-    mixture = moe.mixture_by_platform
+    mixture = moe_layer.mixture
 
-    def mixture_of_forced(x, logits, *args):
+    def mixture_of_forced(backend, x, logits, *args, experts_per_token, **options):
         if logits.shape[0] == tokens:
-            (*_, spec), count = args, logits.shape[1]
-            choice = np.arange(tokens * spec.experts_per_token).reshape(tokens, -1) % experts
+            count = logits.shape[1]
+            choice = np.arange(tokens * experts_per_token).reshape(tokens, -1) % experts
             wanted = np.zeros(logits.shape, np.float32)
             np.put_along_axis(wanted, choice * count // experts, 1e4, axis=1)
             logits = jnp.clip(logits, -1, 1) + wanted
-        return mixture(x, logits, *args)
+        return mixture(backend, x, logits, *args, experts_per_token=experts_per_token, **options)
 
     if experts is not None:
-        moe.mixture_by_platform = mixture_of_forced
+        moe_layer.mixture = mixture_of_forced
     try:
         yield
     finally:
-        moe.mixture_by_platform = mixture
+        moe_layer.mixture = mixture
 
 
 def repeated(part):
@@ -169,13 +171,13 @@ def head(target, drafter, state, moved, hidden):
 
 def draw(target, drafter, state, moved, rows, block, logits):
     """The part of a round between logits and caches: what is drawn, accepted and written into the rows."""
-    after = speculative.decide(take_rows(state, rows), block, logits + moved)
+    after = speculative.decide(take_rows(target.backend, state, rows), block, logits + moved)
     return after.tokens, after.length, after.done
 
 
 def commits(target, drafter, state, rows, width, block, verified, *, settings: Settings):
     """What was verified, written into the caches ROUNDS times: (state, lengths)."""
-    before = replace(take_rows(state, rows), width=width)
+    before = replace(take_rows(target.backend, state, rows), width=width)
     logits, features, record = verified
     after, drafter = speculative.decide(before, block, logits), drafter if settings.drafting else None
 
@@ -226,7 +228,7 @@ class Bench:
 
         def prefill(s):
             # As if nothing of the prompt had been read.
-            size = prefilled(point)
+            size = prefilled(point, self.pair.target.backend)
             after, base = p.prefill(s, rows[:1], np.full(1, size, np.int32), size, drafting=point.width > 1)
             return base, after
 
@@ -302,12 +304,12 @@ class Bench:
         moved = self.bytes(point, touched)
         found |= {"gb_a_round": round(moved / 1e9, 4), "floor_ms": round(1e3 * moved / self.bandwidth, 4)}
         found["of_floor"] = round(found["floor_ms"] / found["round_ms"], 3)
-        found["prefill_tokens_per_s"] = round(1e3 * prefilled(point) / found["prefill_ms"])
+        found["prefill_tokens_per_s"] = round(1e3 * prefilled(point, self.pair.target.backend) / found["prefill_ms"])
         return found | self.compiled(point)
 
     def rewound(self, state, point: Point, name: str):
         """The state before a part; prefill has a prompt ahead of it."""
-        base = point.context - 1 - (prefilled(point) if name == "prefill" else 0)
+        base = point.context - 1 - (prefilled(point, self.pair.target.backend) if name == "prefill" else 0)
         return self.filled(state, length=point.context, base=base, rounds=0, done=False)
 
     @staticmethod
@@ -368,13 +370,13 @@ def timed(call, state, rewound) -> tuple:
     return statistics.median(times[1:] or times), state
 
 
-def prefilled(point: Point) -> int:
+def prefilled(point: Point, backend: Backend) -> int:
     """Prompt tokens that the prefill of a point reads: the largest chunk that its context has room for."""
-    return max(size for size in (*PREFILL_SIZES, largest_prefill(backend.are_wanted())) if size < point.context)
+    return max(size for size in (*PREFILL_SIZES, largest_prefill(backend.has_triton)) if size < point.context)
 
 
 def run(args) -> int:
-    set_platform(args.platform, args.kernels)
+    set_platform(args.platform)
     is_cpu = jax.default_backend() == "cpu"
     if args.config is not None and is_cpu and (count := parameters(args)) > MOST_ON_CPU:
         raise InputError(f"{count / 1e9:.0f} billion parameters on a CPU: give --layers, or leave --config out")
@@ -391,7 +393,7 @@ def run(args) -> int:
         "mesh": str(layout_of(args)),
         "dtype": (args.dtype or ("float32" if is_cpu and args.config is None else "bfloat16"))
         + (f", weights in {args.quantize}" if args.quantize else ""),
-        "kernels": "triton" if backend.are_wanted() else "xla",
+        "kernels": "triton" if Backend.detect(args.kernels).has_triton else "xla",
         "model": ("random" if args.config else "trained")
         + " weights"
         + (f", first {args.layers} layers" if args.layers else ""),

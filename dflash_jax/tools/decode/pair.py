@@ -13,6 +13,7 @@ from dflash_jax.cli.system_config import read_system
 from dflash_jax.engine.config import PREFILL_SIZES
 from dflash_jax.errors import InputError
 from dflash_jax.models.config import MoeSpec
+from dflash_jax.ops.backend import XLA, Backend
 from dflash_jax.parallel.sharding import Layout, parameter_paths, parameter_specs
 from dflash_jax.planner import Shapes, measure_slot, read_shapes
 from dflash_jax.tools import compile_report
@@ -109,7 +110,7 @@ def fitting(shapes, layout: Layout, points: list[Point], memory: float, quantize
     step = math.lcm(*{shapes.target.layers.index(s) + 1 for s in set(shapes.target.layers)})
 
     def needs(shapes, quantize) -> float:
-        target, drafter = compile_report.abstract_pair(shapes, layout, jnp.bfloat16, quantize)
+        target, drafter = compile_report.abstract_pair(shapes, layout, jnp.bfloat16, quantize, XLA)
         held = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves((target, drafter)))
         slot = measure_slot(target, drafter, layout)
 
@@ -145,7 +146,7 @@ def shapes_of(args) -> Shapes:
 
 def parameters(args) -> int:
     """Of target and drafter."""
-    pair = compile_report.abstract_pair(shapes_of(args), Layout(), jnp.bfloat16, None)
+    pair = compile_report.abstract_pair(shapes_of(args), Layout(), jnp.bfloat16, None, XLA)
     return sum(math.prod(x.shape) for x in jax.tree.leaves(pair))
 
 
@@ -175,11 +176,12 @@ def open_pair(args, points: list[Point]) -> Pair:
     if args.config is None:
         from dflash_jax.frontend.llm import LLM
 
-        llm = LLM(dtype=args.dtype)
+        llm = LLM(dtype=args.dtype, kernels=args.kernels)
         return Pair("bundled", llm.target, llm.drafter, "")
     layout = layout_of(args)
     shapes, quantize, note = _fitting(args, points)
-    target, drafter = compile_report.abstract_pair(shapes, layout, jnp.dtype(args.dtype or "bfloat16"), quantize)
+    dtype, backend = jnp.dtype(args.dtype or "bfloat16"), Backend.detect(args.kernels)
+    target, drafter = compile_report.abstract_pair(shapes, layout, dtype, quantize, backend)
     mesh = layout.mesh()
     return Pair(
         find_config(args.config).stem, random_weights(target, mesh, 0), random_weights(drafter, mesh, 10**6), note

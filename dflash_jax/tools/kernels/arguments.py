@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash_jax.models.cache import Bounds, DeltaRecord, DeltaState, KVCache
-from dflash_jax.models.config import MoeSpec
+from dflash_jax.ops.cache import Bounds, DeltaRecord, DeltaState, KVCache
+from dflash_jax.ops.gated_delta import Weights
 from dflash_jax.ops.weights import quantize
 
 
@@ -35,8 +35,8 @@ class Source:
 
 
 def attention(source, rows, tokens, heads, kv_heads, dim, capacity, window=None, sinks=0, dtype=jnp.float32):
-    """(q, k, v, cache, length, bounds) of `cache.attend`: empty, partly filled and full contexts; rows of a larger
-    cache, of which the first is past the end; what was never written is NaN."""
+    """(q, k, v, cache, length, bounds) of `ops.attention.attention`: empty, partly filled and full contexts; rows of a
+    larger cache, of which the first is past the end; what was never written is NaN."""
     q, k, v = (source.normal(rows, tokens, n, dim, dtype=dtype) for n in (heads, kv_heads, kv_heads))
     cache = KVCache.create(rows + 1, kv_heads, dim, capacity, dtype, window, sinks)
     length = np.resize([capacity * 2 // 3, capacity, 0, min(30, capacity)], rows)
@@ -56,7 +56,7 @@ def attention(source, rows, tokens, heads, kv_heads, dim, capacity, window=None,
 
 
 def written(source, rows, tokens, kv_heads, dim, capacity, window=None, dtype=jnp.float32):
-    """(cache, k, v, positions) of `KVCache.write`: rows of a larger cache, and one that is past its end."""
+    """(cache, k, v, positions) of `ops.attention.write`: rows of a larger cache, and one that is past its end."""
     cache = KVCache.create(rows + 1, kv_heads, dim, capacity, dtype, window)
     held = [source.normal(*cache.k.shape, dtype=dtype) for _ in "kv"]
     taken = np.arange(rows, 0, -1)
@@ -68,8 +68,8 @@ def written(source, rows, tokens, kv_heads, dim, capacity, window=None, dtype=jn
 
 
 def mixer(source, rows, tokens, g, r, dk, dv, dtype=jnp.float32, taps=4, alike=False):
-    """Arguments of `models.gated_delta.mix`, but for eps: a state of two rows more than take part, in another order;
-    the last of several is past its end.
+    """Arguments of `ops.gated_delta.gated_delta`, but for eps: a state of two rows more than take part, in another
+    order; the last of several is past its end.
 
     ``alike``: the same token again and again with hardly any decay, where the inverse of a chunk is worst conditioned.
     """
@@ -83,7 +83,7 @@ def mixer(source, rows, tokens, g, r, dk, dv, dtype=jnp.float32, taps=4, alike=F
         inputs, gates = jnp.broadcast_to(inputs[:, :1], inputs.shape), jnp.full_like(gates, 8).at[:, :, 1].set(-12)
     a_log = jnp.log(source.uniform(1, 16, (g, r)))
     weights = source.normal(g, channels, taps), a_log, source.normal(g, r) - 3, source.normal(dv)
-    return [inputs, gates, state, *(x.astype(dtype) for x in weights)]
+    return [inputs, gates, state, Weights(*(x.astype(dtype) for x in weights))]
 
 
 def poisoned(state: DeltaState) -> DeltaState:
@@ -106,8 +106,8 @@ def experts(
     source, tokens, top, experts, features, hidden, idle=0, quantized=None, shared=None, residual=True,
     dtype=jnp.float32,
 ):  # fmt: skip
-    """Arguments of `models.moe.mixture`: routing with equal logits, the first quarter of experts on another device,
-    idle tokens.
+    """Arguments of `ops.moe.mixture`: routing with equal logits, the first quarter of experts on another device,
+    idle tokens; and of its options.
 
     Args:
         idle: How many tokens, the last ones, are not live.
@@ -124,15 +124,24 @@ def experts(
     if quantized:
         gate_up, down = quantize(gate_up, *quantized), quantize(down, *quantized)
         shared = shared and (*(quantize(w, *quantized) for w in shared[:2]), shared[2])
-    spec = MoeSpec(num_experts=experts, experts_per_token=top, intermediate_size=features, normalise_top_k=top != 3)
     logits = jnp.round(source.normal(tokens, experts) * 2) / 2
     live = jnp.arange(tokens) < tokens - idle
     rest = source.normal(tokens, hidden, dtype=dtype) if residual else None
-    return x, logits, live, jnp.int32(experts // 4), gate_up, down, shared, rest, spec
+    return (
+        x,
+        logits,
+        live,
+        jnp.int32(experts // 4),
+        gate_up,
+        down,
+        shared,
+        rest,
+        {"experts_per_token": top, "normalise": top != 3},
+    )
 
 
 def projections(source, rows, hidden, outputs, quantized=None, dtype=jnp.float32):
-    """(x [rows, 1, hidden], norm, weights) of `models.parts.linear`; of several weights the last one is an array."""
+    """(x [rows, 1, hidden], norm, weights) of `ops.linear.linear`; of several weights the last one is an array."""
     x, norm = 3 * source.normal(rows, 1, hidden, dtype=dtype), source.normal(hidden, dtype=dtype)
     weights = [source.normal(*size, hidden, dtype=dtype) * hidden**-0.5 for size in outputs]
     if quantized:

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash_jax.ops import backend
 from dflash_jax.tools import float64_reference
 from dflash_jax.tools.kernels.arguments import Source
 from dflash_jax.tools.kernels.comparisons import (
@@ -26,7 +25,6 @@ from dflash_jax.tools.kernels.comparisons import (
     rotation,
     writing,
 )
-from dflash_jax.tools.triton_interpreter import as_on_cuda
 
 
 def check(comparison: Comparison, on_card: bool) -> dict:
@@ -39,7 +37,7 @@ def check(comparison: Comparison, on_card: bool) -> dict:
     order = np.random.default_rng(0).permutation(rows)
 
     def run(args):
-        with as_on_cuda(), jax.default_matmul_precision("highest" if c.dtype == F32 else "default"):
+        with jax.default_matmul_precision("highest" if c.dtype == F32 else "default"):
             return [np.asarray(x) for x in jax.tree.leaves(kernel(*args))]
 
     found = run(c.args)
@@ -51,8 +49,7 @@ def check(comparison: Comparison, on_card: bool) -> dict:
         return failed("rows in another order gave other bits")
 
     def definition(*args):
-        with backend.without():
-            made = jax.jit(c.definition)(*args)
+        made = jax.jit(c.definition)(*args)
         # Of a state, what it holds.
         return jax.tree.leaves(made)[: -1 if c.in_place else None]
 
@@ -67,8 +64,7 @@ def check(comparison: Comparison, on_card: bool) -> dict:
 
 def launched(comparison: Comparison) -> dict:
     """{"status": "exact"} once the kernel has run."""
-    with as_on_cuda():
-        jax.block_until_ready(jax.jit(comparison.kernel)(*comparison.args))
+    jax.block_until_ready(jax.jit(comparison.kernel)(*comparison.args))
     return {"status": "exact"}
 
 

@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash_jax.models.cache import DeltaRecord, DeltaState, attend_in_pieces, replay_plain, through_gate
 from dflash_jax.models.config import RopeSpec
-from dflash_jax.models.gated_delta import advance_in_chunks, mix, mix_in_chunks
-from dflash_jax.models.layers import DeferredNorm, linear, rms_norm
-from dflash_jax.models.moe import mixture, mixture_triton, route
-from dflash_jax.models.rope import apply_rope, rope_angles
+from dflash_jax.models.rope import rope_angles
+from dflash_jax.ops import attention as attention_op
+from dflash_jax.ops import gated_delta, linear, moe
+from dflash_jax.ops.backend import Backend, Implementation
+from dflash_jax.ops.card import HOPPER, Card
 from dflash_jax.tools.kernels import arguments
 
 BF16, F32, F16 = jnp.bfloat16, jnp.float32, jnp.float16
@@ -89,9 +89,21 @@ class Comparison:
     to_the_bit: bool = False
 
 
-def attention(source, sizes: Sizes, rows, tokens, dtype, heads, mask, window=None, sinks=0) -> Comparison:
-    from dflash_jax.ops.kernels.triton.attention import attend_triton
+XLA = Backend.xla("cuda")
 
+
+def on_card() -> Backend:
+    """This machine's card with kernels; Hopper's where it has none, for the interpreter."""
+    device = jax.devices()[0]
+    return Backend.for_card(Card.of_device(device) if hasattr(device, "compute_capability") else HOPPER)
+
+
+def kernel_of(implementations: tuple[Implementation, ...], name: str = "triton") -> Callable:
+    """The implementation of this name, on the card."""
+    return partial(next(each.call for each in implementations if each.name == name), on_card())
+
+
+def attention(source, sizes: Sizes, rows, tokens, dtype, heads, mask, window=None, sinks=0) -> Comparison:
     n, kv_heads, dim = getattr(sizes, heads)
     capacity = sizes.context if tokens > 16 or rows == 1 else sizes.context // 4
     args = arguments.attention(source, rows, tokens, n, kv_heads, dim, capacity, window, sinks, dtype)
@@ -102,8 +114,7 @@ def attention(source, sizes: Sizes, rows, tokens, dtype, heads, mask, window=Non
     }[mask]
     both = source.normal(rows, tokens, n, 2, dim, dtype=dtype) if mask == "causal" else None
 
-    def definition(q, k, v, own, cache, length, bounds, both):
-        return through_gate(attend_in_pieces(q, k, v, own, cache, length, bounds, 256), both)
+    definition, kernel = partial(attention_op.reference, XLA), kernel_of(attention_op.IMPLEMENTATIONS)
 
     def permuted(args, order):
         q, k, v, own, cache, length, bounds, both = args
@@ -112,7 +123,7 @@ def attention(source, sizes: Sizes, rows, tokens, dtype, heads, mask, window=Non
         return q, k, v, own, replace(cache, rows=cache.rows[order]), length, bounds, both
 
     q, k, v, cache, length, bounds = args
-    return Comparison(dtype, attend_triton, definition, (q, k, v, own, cache, length, bounds, both), permuted)
+    return Comparison(dtype, kernel, definition, (q, k, v, own, cache, length, bounds, both), permuted)
 
 
 def writing(source, sizes: Sizes, rows, tokens, dtype, window=None) -> Comparison:
@@ -121,20 +132,18 @@ def writing(source, sizes: Sizes, rows, tokens, dtype, window=None) -> Compariso
     # Of each row another count is kept.
     keep = jnp.arange(tokens) < jnp.asarray(np.arange(rows) % (tokens + 1))[:, None] + (rows == 1)
 
-    def write(cache, k, v, positions, keep):
-        return cache.write(k, v, positions, keep)
-
     def permuted(args, order):
         cache, *rest = args
         return replace(cache, rows=cache.rows[order]), *(x[order] for x in rest)
 
     args = cache, *(jnp.where(keep[:, :, None, None], x, jnp.nan) for x in (k, v)), positions, keep
-    return Comparison(dtype, write, write, args, permuted, in_place=True, to_the_bit=True)
+    return Comparison(
+        dtype, partial(attention_op.write, on_card()), partial(attention_op.write, XLA), args, permuted,
+        in_place=True, to_the_bit=True,
+    )  # fmt: skip
 
 
 def rotation(source, sizes: Sizes, rows, tokens, dtype, heads) -> Comparison:
-    from dflash_jax.ops.kernels.triton.attention import rotate_triton
-
     n, kv_heads, dim = getattr(sizes, heads)
     rope = RopeSpec(theta=1e7, dim=dim // 4 if heads == "target" else dim)
     q = source.normal(rows, tokens, n, 2 if heads == "target" else 1, dim, dtype=dtype)
@@ -142,12 +151,9 @@ def rotation(source, sizes: Sizes, rows, tokens, dtype, heads) -> Comparison:
     positions = jnp.asarray(np.resize([3, 700, 8000], rows))[:, None] + jnp.arange(tokens)
     norms = [source.normal(dim, dtype=dtype) for _ in "qk"]
 
-    def definition(q, k, angles, norms):
-        normed = (rms_norm(x, norm, 1e-6, 1.0) for x, norm in zip((q[..., 0, :], k), norms, strict=True))
-        return tuple(apply_rope(x, angles) for x in normed)
-
-    def kernel(q, k, angles, norms):
-        return rotate_triton(q, k, angles, norms, 1e-6, 1.0)
+    options = {"eps": 1e-6, "offset": 1.0}
+    definition = partial(attention_op.rotate_reference, XLA, **options)
+    kernel = partial(kernel_of(attention_op.ROTATIONS), **options)
 
     def permuted(args, order):
         return *jax.tree.map(lambda x: x[order], args[:3]), args[3]
@@ -157,18 +163,10 @@ def rotation(source, sizes: Sizes, rows, tokens, dtype, heads) -> Comparison:
 
 def delta(source, sizes: Sizes, rows, tokens, dtype, alike=False) -> Comparison:
     """Few tokens by one kernel, many by those of chunks."""
-    from dflash_jax.ops.kernels.triton.delta import mix_triton
-
     args = arguments.mixer(source, rows, tokens, *sizes.delta, dtype, alike=alike)
-
-    def definition(*args):
-        return mix(*args, 1e-6)
-
-    def kernel(*args):
-        if tokens > 16:
-            return mix_in_chunks(*args, 1e-6)
-        y, record = mix_triton(*args, 1e-6)
-        return y, DeltaRecord(*record)
+    definition = partial(gated_delta.reference, XLA, eps=1e-6)
+    name = "triton, chunks" if tokens > 16 else "triton, one chunk"
+    kernel = partial(kernel_of(gated_delta.IMPLEMENTATIONS, name), eps=1e-6)
 
     def permuted(args, order):
         qkvz, gates, state, *weights = args
@@ -186,16 +184,18 @@ def prefilling(source, sizes: Sizes, rows, tokens, dtype) -> Comparison:
     def counted(y, after, n):
         # A row past the end reads a state that another may have written.
         is_counted = (jnp.arange(tokens) < n[:, None]) & (after.rows < len(after.recurrent))[:, None]
-        return jnp.where(is_counted[..., None, None, None], y, 0), after.taken()
+        return jnp.where(is_counted[..., None, None, None], y, 0), after.copied()
+
+    advance = kernel_of(gated_delta.ADVANCES, "triton, chunks")
 
     def kernel(*args):
         *mixed, n = args
-        return counted(*advance_in_chunks(*mixed, n, 1e-6), n)
+        return counted(*advance(*mixed, 1e-6, n), n)
 
     def definition(*args):
-        (_, _, state, *_), n = args, args[-1]
-        y, record = mix(*args[:-1], 1e-6)
-        return counted(y, state.put(replay_plain(state.taken(), record, n)), n)
+        *mixed, n = args
+        y, record = gated_delta.reference(XLA, *mixed, 1e-6)
+        return counted(y, gated_delta.replay_reference(XLA, mixed[2], record, n), n)
 
     def permuted(args, order):
         qkvz, gates, state, *weights, n = args
@@ -208,18 +208,12 @@ def prefilling(source, sizes: Sizes, rows, tokens, dtype) -> Comparison:
 
 
 def replaying(source, sizes: Sizes, rows, tokens, dtype) -> Comparison:
-    from dflash_jax.ops.kernels.triton.delta import replay_triton
-
     args = arguments.mixer(source, rows, tokens, *sizes.delta, dtype)
-    _, record = jax.jit(partial(mix, eps=1e-6))(*args)
+    _, record = jax.jit(partial(gated_delta.reference, XLA, eps=1e-6))(*args)
     count = np.arange(tokens, tokens + rows) % (tokens + 1)
     state, record = arguments.poisoned(args[2]), arguments.spoilt(record, count)
 
-    def kernel(state, record, n):
-        return DeltaState(*replay_triton(state, record, n), state.rows)
-
-    def definition(state, record, n):
-        return state.put(replay_plain(state.taken(), record, n))
+    definition, kernel = partial(gated_delta.replay_reference, XLA), kernel_of(gated_delta.REPLAYS)
 
     def permuted(args, order):
         state, record, n = args
@@ -243,21 +237,22 @@ def products(source, sizes: Sizes, rows, tokens, dtype, weights, quantized=None)
     scales = (quantized, hidden // sizes.run) if quantized else None
     x, norm, matrices = arguments.projections(source, rows, hidden, outputs, scales, dtype)
     rest = source.normal(rows, 1, hidden, dtype=dtype) if weights == "residual" else None
-    options = {"gated": weights == "gated", "kept": weights == "router"}
-    options |= {"kind": jnp.float32} if weights in ("router", "head") else {}
+    options = {"swiglu": weights == "gated", "return_normed": weights == "router"}
+    is_wide = weights in ("router", "head")
 
-    def maps(x, norm, matrices, rest):
+    def maps(backend, x, norm, matrices, rest):
         # jnp.float32 is looked up here: the reference is float64.
-        kind = {"kind": jnp.float32} if "kind" in options else {}
-        x = DeferredNorm(x, norm, 1e-6, 1.0) if weights in ("router", "gated") else x
-        return linear(x, tuple(matrices), residual=rest, **options | kind)
+        dtype = jnp.float32 if is_wide else None
+        x = linear.DeferredNorm(x, norm, 1e-6, 1.0) if weights in ("router", "gated") else x
+        return linear.linear(backend, x, tuple(matrices), residual=rest, dtype=dtype, **options)
 
     def permuted(args, order):
         x, norm, matrices, rest = args
         return x[order], norm, matrices, None if rest is None else rest[order]
 
     # The head's logits are sums in float32 of exact products.
-    return Comparison(F32 if weights == "head" else dtype, maps, maps, (x, norm, matrices, rest), permuted)
+    kernel, definition = partial(maps, on_card()), partial(maps, XLA)
+    return Comparison(F32 if weights == "head" else dtype, kernel, definition, (x, norm, matrices, rest), permuted)
 
 
 def mixtures(source, sizes: Sizes, rows, tokens, dtype, quantized=None, routed_only=False) -> Comparison:
@@ -265,11 +260,11 @@ def mixtures(source, sizes: Sizes, rows, tokens, dtype, quantized=None, routed_o
     n = rows * tokens
     scales = (quantized, features // sizes.run) if quantized else None
     idle = n // 5
-    *args, spec = arguments.experts(
+    *args, options = arguments.experts(
         source, n, top, count, features, hidden, idle, scales, None if routed_only else features, rows != 7, dtype
     )
     plain, (_, logits, live, first, gate_up, down, *_) = tuple(args), args
-    chosen = np.asarray(route(logits, spec)[1])[np.asarray(live)] - int(first)
+    chosen = np.asarray(moe.route(logits, **options)[1])[np.asarray(live)] - int(first)
     unused = np.setdiff1d(np.arange(gate_up.shape[0]), chosen)
 
     def spoil(weight):
@@ -284,5 +279,7 @@ def mixtures(source, sizes: Sizes, rows, tokens, dtype, quantized=None, routed_o
         shared = shared and (*shared[:2], shared[2][order])
         return x[order], logits[order], live[order], first, gate_up, down, shared, None if rest is None else rest[order]
 
-    kernel, definition = partial(mixture_triton, spec=spec), partial(mixture, spec=spec)
+    kernel = partial(kernel_of(moe.IMPLEMENTATIONS), **options)
+    grouped = next(each.call for each in moe.IMPLEMENTATIONS if each.name == "grouped")
+    definition = partial(grouped, XLA, **options)
     return Comparison(dtype, kernel, definition, tuple(args), permuted, plain)

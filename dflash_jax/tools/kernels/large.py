@@ -3,17 +3,19 @@ an array of its own, to the bit. For a card.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from dflash_jax.errors import InputError
-from dflash_jax.models.cache import Bounds, DeltaRecord, DeltaState, KVCache
-from dflash_jax.models.config import MoeSpec
+from dflash_jax.ops import gated_delta, moe
+from dflash_jax.ops.cache import Bounds, DeltaState, KVCache
 from dflash_jax.tools.kernels import arguments
 from dflash_jax.tools.kernels.arguments import Source
 from dflash_jax.tools.kernels.cases import failed, same_bits
+from dflash_jax.tools.kernels.comparisons import kernel_of, on_card
 
 BF16 = jnp.bfloat16
 LAST = 2**31
@@ -45,7 +47,7 @@ def attention(capacity: int = 131072) -> dict:
     """Of the last rows of a cache: read, and written."""
     from dflash_jax.ops.kernels.triton.attention import attend_triton, write_triton
 
-    source, (heads, dim) = Source(0, on_device=True), (2, 256)
+    source, card, (heads, dim) = Source(0, on_device=True), on_card().card, (2, 256)
     rows = LAST // (heads * capacity * dim) + 2
     q, k, v = (source.normal(2, 5, n, dim, dtype=BF16) for n in (16, heads, heads))
     small = [source.normal(2, heads, capacity, dim, dtype=BF16) for _ in "kv"]
@@ -53,8 +55,8 @@ def attention(capacity: int = 131072) -> dict:
     slots = length[:, None] + jnp.arange(5, dtype=jnp.int32)
 
     def read_and_write(k_held, v_held, rows):
-        y = attend_triton(q, k, v, None, KVCache(k_held, v_held, rows), length, bounds)
-        held = write_triton(k_held, v_held, k, v, rows, slots)
+        y = attend_triton(card, q, k, v, None, KVCache(k_held, v_held, rows), length, bounds)
+        held = write_triton(card, k_held, v_held, k, v, rows, slots)
         return y, [x[-2:, :, :4096] for x in held]
 
     run = jax.jit(read_and_write)
@@ -65,20 +67,17 @@ def attention(capacity: int = 131072) -> dict:
 
 def delta(tokens: int) -> dict:
     """Of the last rows of a state: the mixer and, of few tokens, the replay."""
-    from dflash_jax.models.gated_delta import mix_in_chunks
-    from dflash_jax.ops.kernels.triton.delta import mix_triton, replay_triton
-
-    inputs, gates, state, *weights = arguments.mixer(Source(0), 2, tokens, 16, 2, 128, 128, BF16)
+    inputs, gates, state, weights = arguments.mixer(Source(0), 2, tokens, 16, 2, 128, 128, BF16)
     held = [x[:2] for x in (state.recurrent, state.conv)]
     rows = LAST // held[0][0].size + 2
 
     def run(recurrent, conv, taken):
         state = DeltaState(recurrent, conv, taken)
         if tokens > 16:
-            return mix_in_chunks(inputs, gates, state, *weights, 1e-6)
-        y, record = mix_triton(inputs, gates, state, *weights, 1e-6)
-        after = replay_triton(state, DeltaRecord(*record), jnp.asarray([tokens, 1], jnp.int32))
-        return y, record, [x[-2:] for x in after]
+            return kernel_of(gated_delta.IMPLEMENTATIONS, "triton, chunks")(inputs, gates, state, weights, 1e-6)
+        y, record = kernel_of(gated_delta.IMPLEMENTATIONS, "triton, one chunk")(inputs, gates, state, weights, 1e-6)
+        after = kernel_of(gated_delta.REPLAYS)(state, record, jnp.asarray([tokens, 1], jnp.int32))
+        return y, record, [x[-2:] for x in (after.recurrent, after.conv)]
 
     run = jax.jit(run)
     expected = jax.tree.map(np.asarray, run(*held, jnp.asarray([1, 0], jnp.int32)))
@@ -88,16 +87,14 @@ def delta(tokens: int) -> dict:
 
 def mixture(tokens: int, experts: int = 640, own: int = 128) -> dict:
     """Of Qwen3.5-397B-A17B's sizes: tokens that choose among the last experts."""
-    from dflash_jax.models.moe import mixture_triton
-
     source = Source(0, on_device=True)
-    spec = MoeSpec(num_experts=experts, experts_per_token=10, intermediate_size=1024)
+    kernel = partial(kernel_of(moe.IMPLEMENTATIONS), experts_per_token=10, normalise=True)
     x, logits = source.normal(tokens, 4096, dtype=BF16), source.normal(tokens, experts)
     logits = logits.at[:, : experts - own].add(-100)
     small = [source.normal(own, *shape, dtype=BF16) / 64 for shape in ((2, 1024, 4096), (4096, 1024))]
 
     def run(first, gate_up, down):
-        return mixture_triton(x, logits, jnp.ones(tokens, bool), first, gate_up, down, None, None, spec)
+        return kernel(x, logits, jnp.ones(tokens, bool), first, gate_up, down, None, None)
 
     run = jax.jit(run)
     expected = np.asarray(run(experts - own, *small))
@@ -108,9 +105,9 @@ def products(rows: int, inner: int = 4096, own: int = 8192) -> dict:
     """The last outputs of one weight."""
     from dflash_jax.ops.kernels.triton.linear import project_triton
 
-    source = Source(0, on_device=True)
+    source, card = Source(0, on_device=True), on_card().card
     x, small = source.normal(rows, inner, dtype=BF16), source.normal(own, inner, dtype=BF16) / 64
-    run = jax.jit(lambda weight: project_triton(x, [weight])[0][:, -own:])
+    run = jax.jit(lambda weight: project_triton(x, [weight], card=card)[0][:, -own:])
     return equal(run(behind_zeros(small, LAST // inner + 2 * own)), run(small))
 
 

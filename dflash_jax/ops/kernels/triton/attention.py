@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from dflash_jax.ops.backend import target_card
 from dflash_jax.ops.card import KIB, Card
 from dflash_jax.ops.kernels.triton.launch import triton_call
 from dflash_jax.ops.kernels.triton.tiles import power
@@ -169,44 +168,49 @@ def _write(
     tl.store(v_held + into, tl.load(v + source).to(v_held.dtype.element_ty), mask=is_kept)
 
 
-def writes(k) -> bool:
-    """Whether the kernel takes keys [B, T, K, D]."""
-    return k.shape[3] in SIZES and k.shape[0] * k.shape[1] <= MOST_ROTATED
+def why_not_written(k) -> str | None:
+    """Why the kernel does not write keys [B, T, K, D]; None where it does."""
+    return why_not(k) or _too_many(k)
 
 
-def write_triton(k_held, v_held, k, v, rows, slots) -> tuple:
-    """As `cache.put`, of both, where they lie."""
+def _too_many(k) -> str | None:
+    """XLA's code is as good for many tokens."""
+    tokens = k.shape[0] * k.shape[1]
+    return f"{tokens} tokens: it is for {MOST_ROTATED} at most" if tokens > MOST_ROTATED else None
+
+
+def write_triton(card: Card, k_held, v_held, k, v, rows, slots) -> tuple:
+    """As `ops.attention.put`, of both, where they lie."""
     b, t, heads, d = k.shape
     return triton_call(
-        _write, [k_held, v_held, k, v, rows, slots], [], (b * t * heads,), in_place=(0, 1), num_warps=1, T=t, KH=heads,
-        D=d, ROWS=k_held.shape[0], CAP=k_held.shape[2],
+        card, _write, [k_held, v_held, k, v, rows, slots], [], (b * t * heads,), in_place=(0, 1), num_warps=1, T=t,
+        KH=heads, D=d, ROWS=k_held.shape[0], CAP=k_held.shape[2],
     )  # fmt: skip
 
 
-def rotates(k) -> bool:
-    """Whether the kernel takes keys [B, T, K, D] and their queries: few, for of many XLA's are as good."""
-    b, t, _, d = k.shape
-    return b * t <= MOST_ROTATED and d in SIZES
+def why_not_rotated(k) -> str | None:
+    """Why the kernel does not rotate keys [B, T, K, D] and their queries; None where it does."""
+    return why_not(k) or _too_many(k)
 
 
-def rotate_triton(q, k, angles, norms, eps: float = 0.0, offset: float = 0.0) -> tuple:
-    """As `models.parts.Attention.rotated`."""
+def rotate_triton(card: Card, q, k, angles, norms, eps: float = 0.0, offset: float = 0.0) -> tuple:
+    """As `ops.attention.rotate`."""
     b, t, heads, d = k.shape
     n, half = 0 if q is None else q.shape[2], angles[0].shape[-1]
     out = [jax.ShapeDtypeStruct((b, t, n, d), k.dtype), jax.ShapeDtypeStruct(k.shape, k.dtype)]
     angles = [jnp.broadcast_to(a, (b, t, half)) for a in angles]
     q_norm, k_norm = (k if norm is None else norm for norm in norms)
     made = triton_call(
-        _rotate, [k if q is None else q, k, q_norm, k_norm, *angles], out, (b * t * (n + heads),), num_warps=1,
+        card, _rotate, [k if q is None else q, k, q_norm, k_norm, *angles], out, (b * t * (n + heads),), num_warps=1,
         N=n, KH=heads, D=d, HALVES=1 if q is None else q.shape[3], HALF=half, NORMED=norms[1] is not None, EPS=eps,
         OFFSET=offset,
     )  # fmt: skip
     return (None if q is None else made[0]), made[1]
 
 
-def fits(q) -> bool:
-    """Whether the kernel takes these queries."""
-    return q.shape[3] in SIZES
+def why_not(q) -> str | None:
+    """Why the kernel does not take queries [B, T, N, D]; None where it does."""
+    return None if q.shape[3] in SIZES else f"heads of {q.shape[3]}: sizes are {', '.join(map(str, SIZES))}"
 
 
 def tile_sizes(rows: int, positions: int, bytes_of_row: int, card: Card) -> tuple[int, int]:
@@ -228,15 +232,15 @@ def tile_sizes(rows: int, positions: int, bytes_of_row: int, card: Card) -> tupl
     return rows, positions
 
 
-def attend_triton(q, k, v, own_mask, cache, length, bounds, both=None):
-    """As `cache.attend`, with a cache and bounds."""
+def attend_triton(card: Card, q, k, v, own_mask, cache, length, bounds, both=None):
+    """As `ops.attention.attention`, with a cache and bounds."""
     b, t, n, d = q.shape
     heads = k.shape[2]
     group = n // heads
     m = t * group
     bytes_of_row = d * q.dtype.itemsize
     block = max(16, min(ROWS[t > FEW] * 512 // max(bytes_of_row, 512), 1 << (m - 1).bit_length()))
-    block, positions = tile_sizes(block, min(POSITIONS, POSITIONS * 256 // bytes_of_row), bytes_of_row, target_card())
+    block, positions = tile_sizes(block, min(POSITIONS, POSITIONS * 256 // bytes_of_row), bytes_of_row, card)
     tiles = -(-m // block)
     # Not by the capacity, which another request may have made larger: the same context has the same parts.
     splits = max(1, min(PROGRAMS // (b * heads * tiles), MOST_PARTS))
@@ -249,7 +253,7 @@ def attend_triton(q, k, v, own_mask, cache, length, bounds, both=None):
     out = [jax.ShapeDtypeStruct(s, jnp.float32) for s in (shape, shape, (*shape, d))]
     args = [q, k, v, own, cache.k, cache.v, rows, length, bounds.first, bounds.recent, bounds.sinks]
     best, total, acc = triton_call(
-        _attend, args, out, (b * heads, splits, tiles),
+        card, _attend, args, out, (b * heads, splits, tiles),
         num_warps=WARPS[block >= 64], num_stages=STAGES,
         T=t, KH=heads, R=group, D=d, ROWS=cache.k.shape[0], CAP=cache.capacity, RING=cache.ring,
         RING_SINKS=cache.sinks, OWN_ROWS=own.shape[0], SPLITS=splits, SCALE=d**-0.5,
@@ -258,7 +262,8 @@ def attend_triton(q, k, v, own_mask, cache, length, bounds, both=None):
     )  # fmt: skip
     parts = power(splits)
     (y,) = triton_call(
-        _join, [best, total, acc, q if both is None else both], [jax.ShapeDtypeStruct(q.shape, q.dtype)], (b * t * n,),
+        card, _join, [best, total, acc, q if both is None else both], [jax.ShapeDtypeStruct(q.shape, q.dtype)],
+        (b * t * n,),
         num_warps=4 if parts * d >= 2048 else 1, T=t, KH=heads, R=group, D=d, SPLITS=splits, SP=parts,
         GATED=both is not None,
     )  # fmt: skip

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
+from dflash_jax.ops.card import Card
 from dflash_jax.ops.kernels.triton.launch import triton_call
 
 # Tokens of a chunk, all that a program takes.
@@ -224,10 +225,16 @@ def _replay(
     tl.store(state + place, s, mask=kept_state)
 
 
-def fits(tokens: int, state) -> bool:
-    """Whether the kernels take so many tokens of such heads."""
+def why_not(tokens: int, state) -> str | None:
+    """Why the kernels do not take ``tokens`` tokens over an `ops.cache.DeltaState`; None where they do."""
+    if tokens > TOKENS:
+        return f"{tokens} tokens: it takes {TOKENS} at most"
+    if state.conv.shape[1] > 4:
+        return f"a convolution of {state.conv.shape[1] + 1} taps: it takes 5 at most"
     sizes = state.recurrent.shape[-2:]
-    return tokens <= TOKENS and state.conv.shape[1] <= 4 and all(16 <= n <= 128 and n & (n - 1) == 0 for n in sizes)
+    if any(not 16 <= n <= 128 or n & (n - 1) for n in sizes):
+        return f"heads of {list(sizes)}: sizes must be powers of two from 16 to 128"
+    return None
 
 
 def _sizes(state, tokens: int) -> dict:
@@ -236,8 +243,9 @@ def _sizes(state, tokens: int) -> dict:
     return {"T": tokens, "W": kernel, "BT": TOKENS, "G": g, "R": r, "DK": dk, "DV": dv, "C": channels, "ALL": rows}
 
 
-def mix_triton(qkvz, gates, state, taps, a_log, dt_bias, norm, eps: float):
-    """As `models.gated_delta.mix`, the record as a tuple; of bfloat16 inputs the convolution is summed in float32."""
+def mix_triton(card: Card, qkvz, gates, state, taps, a_log, dt_bias, norm, eps: float):
+    """As `ops.gated_delta.reference`, the record as a tuple; the convolution of bfloat16 inputs is summed in
+    float32."""
     b, t = qkvz.shape[:2]
     sizes = _sizes(state, t)
     g, r, dk, dv = (sizes[n] for n in ("G", "R", "DK", "DV"))
@@ -251,25 +259,25 @@ def mix_triton(qkvz, gates, state, taps, a_log, dt_bias, norm, eps: float):
         jax.ShapeDtypeStruct((b, t, g, r), jnp.float32),
         jax.ShapeDtypeStruct((b, t, *state.conv.shape[2:]), qkvz.dtype),
     ]
-    args = [qkvz, gates, state.conv, taps, a_log, dt_bias, norm, state.recurrent, state.all_rows()]
+    args = [qkvz, gates, state.conv, taps, a_log, dt_bias, norm, state.recurrent, state.row_indices()]
     if t == 1:
         kernel, sizes = _mix_one, {n: sizes[n] for n in ("G", "R", "DK", "DV", "C", "W", "ALL")}
     else:
         kernel, exact = _mix, qkvz.dtype == jnp.float32
         sizes |= {"PRECISION": "ieee" if exact else "tf32", "SMALL": "ieee" if exact else "tf32x3"}
-    y, *record = triton_call(kernel, args, out, (programs,), num_warps=warps, EPS=eps, CZ=qkvz.shape[-1], **sizes)
+    y, *record = triton_call(card, kernel, args, out, (programs,), num_warps=warps, EPS=eps, CZ=qkvz.shape[-1], **sizes)
     return y, tuple(record)
 
 
-def replay_triton(state, record, n):
-    """As `cache.replay`, (recurrent, conv)."""
+def replay_triton(card: Card, state, record, n):
+    """As `ops.gated_delta.replay`, (recurrent, conv)."""
     b, t, g = record.k.shape[:3]
     sizes, programs = _sizes(state, t), b * g * state.recurrent.shape[2]
-    held = [state.recurrent, state.conv, state.all_rows()]
+    held = [state.recurrent, state.conv, state.row_indices()]
     args = [*held, record.k, record.delta, record.log_decay, record.conv, n]
     # Of bfloat16 models the products are tf32, as XLA's are; the sum is float32.
     precision = "ieee" if record.conv.dtype == jnp.float32 else "tf32"
     return triton_call(
-        _replay, args, [], (programs,), in_place=(0, 1), num_warps=FEW_WARPS if programs <= FEW else WARPS,
+        card, _replay, args, [], (programs,), in_place=(0, 1), num_warps=FEW_WARPS if programs <= FEW else WARPS,
         PRECISION=precision, **sizes,
     )  # fmt: skip

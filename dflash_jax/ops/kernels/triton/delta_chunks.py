@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
+from dflash_jax.ops.card import Card
 from dflash_jax.ops.kernels.triton.delta import _log_decay
 from dflash_jax.ops.kernels.triton.launch import triton_call
 
@@ -129,14 +130,20 @@ def _chunks(
         tl.store(state + held_at, s, mask=dk[:, None] < tl.where(is_written, DK, 0))
 
 
-def fits(state, dtype) -> bool:
-    """Whether the kernels take the heads of this `cache.DeltaState` for a model in ``dtype``: bfloat16, for exact
-    products of float32 would not find room in their registers, and states could outgrow float16."""
-    right = all(16 <= n <= 128 and n & (n - 1) == 0 for n in state.recurrent.shape[-2:])
-    return right and dtype == state.conv.dtype == jnp.bfloat16 and state.conv.shape[1] <= 4
+def why_not(state, dtype) -> str | None:
+    """Why the kernels do not take an `ops.cache.DeltaState` of a model in ``dtype``; None where they do. Exact products
+    of float32 would not find room in their registers, and states could outgrow float16."""
+    if dtype != jnp.bfloat16 or state.conv.dtype != jnp.bfloat16:
+        return f"{jnp.dtype(dtype).name}: it is for bfloat16"
+    if state.conv.shape[1] > 4:
+        return f"a convolution of {state.conv.shape[1] + 1} taps: it takes 5 at most"
+    sizes = state.recurrent.shape[-2:]
+    if any(not 16 <= n <= 128 or n & (n - 1) for n in sizes):
+        return f"heads of {list(sizes)}: sizes must be powers of two from 16 to 128"
+    return None
 
 
-def prepare(qkvz, gates, state, taps, a_log, dt_bias, valid=None):
+def prepare(card: Card, qkvz, gates, state, taps, a_log, dt_bias, valid=None):
     """What `from_chunk_to_chunk` takes, [count, B, G, R, M, ·]: u (Dv), and in qkvz's dtype w, q (Dk), scores (M) and k
     (Dk); left [count, B, G, R]; and for the record k [B, T, G, Dk] and log_decay [B, T, G, R]. ``valid`` int32 [B]: how
     many of the tokens count, where no record is wanted; what comes for one is then no more than a place."""
@@ -147,9 +154,10 @@ def prepare(qkvz, gates, state, taps, a_log, dt_bias, valid=None):
     out += [jax.ShapeDtypeStruct((count, b, g, r, m, n), qkvz.dtype) for n in (dk, dk, m, dk)]
     record = [(b, t, g, dk), (b, t, g, r)] if is_recorded else [(1,), (1,)]
     out += [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((count, b, g, r), *record)]
-    args = [qkvz, gates, state.conv, taps, a_log, dt_bias, state.all_rows(), _valid(valid, b, t)]
+    args = [qkvz, gates, state.conv, taps, a_log, dt_bias, state.row_indices(), _valid(valid, b, t)]
     return triton_call(
-        _prepare, args, out, (count, b * g), num_warps=8, num_stages=1, T=t, G=g, R=r, DK=dk, DV=dv, C=2 * dk + r * dv,
+        card, _prepare, args, out, (count, b * g), num_warps=8, num_stages=1, T=t, G=g, R=r, DK=dk, DV=dv,
+        C=2 * dk + r * dv,
         CZ=qkvz.shape[-1], W=state.conv.shape[1] + 1, M=m, LEVELS=m.bit_length() - 1, ALL=state.recurrent.shape[0],
         RECORD=is_recorded,
     )  # fmt: skip
@@ -159,8 +167,8 @@ def _valid(valid, rows: int, tokens: int):
     return jnp.full(rows, tokens, jnp.int32) if valid is None else valid.astype(jnp.int32)
 
 
-def from_chunk_to_chunk(state, u, w, q, scores, k, left, tokens: int, valid=None):
-    """Outputs of the first ``tokens``, [B, tokens, G, R, Dv], of a `cache.DeltaState` and what `prepare` gives;
+def from_chunk_to_chunk(card: Card, state, u, w, q, scores, k, left, tokens: int, valid=None):
+    """Outputs of the first ``tokens``, [B, tokens, G, R, Dv], of a `ops.cache.DeltaState` and what `prepare` gives;
     products in q's dtype, sums in float32. And δ, in the same shape; or, with ``valid`` as in `prepare`, the recurrent
     state of all rows after those tokens, written in place."""
     count, b, g, r, m, dk = q.shape
@@ -170,23 +178,24 @@ def from_chunk_to_chunk(state, u, w, q, scores, k, left, tokens: int, valid=None
         values //= 2
     shape = (b, tokens, g, r, dv)
     out = [jax.ShapeDtypeStruct(s, jnp.float32) for s in (shape, shape if is_recorded else (1,))]
-    args = [u, w, q, scores, k, left, state.recurrent, state.all_rows(), _valid(valid, b, tokens)]
+    args = [u, w, q, scores, k, left, state.recurrent, state.row_indices(), _valid(valid, b, tokens)]
     *recurrent, out, delta = triton_call(
-        _chunks, args, out, (heads, dv // values), in_place=() if is_recorded else (6,), num_warps=4, num_stages=2,
+        card, _chunks, args, out, (heads, dv // values), in_place=() if is_recorded else (6,), num_warps=4,
+        num_stages=2,
         T=tokens, COUNT=count, HEADS=heads, GR=g * r, M=m, DK=dk, DV=dv, BV=values, ALL=state.recurrent.shape[0],
         RECORD=is_recorded,
     )  # fmt: skip
     return (out, delta) if is_recorded else (out, *recurrent)
 
 
-def rule(qkvz, gates, state, taps, a_log, dt_bias):
+def rule(card: Card, qkvz, gates, state, taps, a_log, dt_bias):
     """Convolution, gates and delta rule: outputs [B, T, G, R, Dv], and k, δ and log_decay of the record."""
-    *chunks, k, log_decay = prepare(qkvz, gates, state, taps, a_log, dt_bias)
-    out, delta = from_chunk_to_chunk(state, *chunks, qkvz.shape[1])
+    *chunks, k, log_decay = prepare(card, qkvz, gates, state, taps, a_log, dt_bias)
+    out, delta = from_chunk_to_chunk(card, state, *chunks, qkvz.shape[1])
     return out, k, delta, log_decay
 
 
-def advance(qkvz, gates, state, taps, a_log, dt_bias, valid):
+def advance(card: Card, qkvz, gates, state, taps, a_log, dt_bias, valid):
     """`rule` of tokens of which the first ``valid`` int [B] count: outputs, and the recurrent state of all rows."""
-    *chunks, _, _ = prepare(qkvz, gates, state, taps, a_log, dt_bias, valid)
-    return from_chunk_to_chunk(state, *chunks, qkvz.shape[1], valid)
+    *chunks, _, _ = prepare(card, qkvz, gates, state, taps, a_log, dt_bias, valid)
+    return from_chunk_to_chunk(card, state, *chunks, qkvz.shape[1], valid)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from dflash_jax.ops.backend import target_card
+from dflash_jax.ops.card import Card
 from dflash_jax.ops.kernels.triton.launch import triton_call
 from dflash_jax.ops.kernels.triton.routing import aligned
 from dflash_jax.ops.kernels.triton.tiles import divisor, parts, power, products, reads, stages_within, tile
@@ -167,22 +167,25 @@ def _down_one(
     tl.store(y + n, made.to(y.dtype.element_ty))
 
 
-def _rows_of_a_block(choices: int, experts: int, weight) -> int:
+def _rows_of_a_block(choices: int, experts: int, weight, card: Card) -> int:
     """About as many as an expert has on average. 128, whose tiles read weights and inputs from the L2 cache half as
     often, where products read 16-bit operands in shared memory."""
     if choices <= 16 * experts:
         return 16 if choices <= 2 * experts else 32
-    is_wide = target_card().reads_shared and weight.dtype.itemsize == 2
+    is_wide = card.reads_shared and weight.dtype.itemsize == 2
     return 128 if choices > 64 * experts and is_wide else 64
 
 
-def fits(choices: int, gate_up, down) -> bool:
-    """Whether the kernels are for so many choices, and products of 16 and more can be taken of these shapes, a scale's
-    run at a time."""
-    if choices > MOST_CHOICES or not (reads(gate_up) and reads(down)):
-        return False
+def why_not(choices: int, gate_up, down, card: Card) -> str | None:
+    """Why the kernels do not take ``choices`` choices of experts with these weights; None where they do."""
+    if choices > MOST_CHOICES:
+        return f"{choices} choices of experts: it takes {MOST_CHOICES} at most"
+    if not (reads(gate_up, card) and reads(down, card)):
+        return f"sm_{card.capability} does not read float8"
     inner = [w.shape[-1] // (w.scale.shape[-1] if hasattr(w, "scale") else 1) for w in (gate_up, down)]
-    return all(n % 16 == 0 for n in (*inner, gate_up.shape[-2], down.shape[-2]))
+    sizes = (*inner, gate_up.shape[-2], down.shape[-2])
+    # Products are of 16 and more, a scale's run at a time.
+    return f"sizes {sizes}: all must be multiples of 16" if any(n % 16 for n in sizes) else None
 
 
 def are_alike(experts, other) -> bool:
@@ -191,8 +194,8 @@ def are_alike(experts, other) -> bool:
     return values.shape[1:] == one.shape and (values.dtype, scale.dtype, run) == (one.dtype, one_scale.dtype, one_run)
 
 
-def experts_triton(x, weights, chosen, gate_up, down, shared=None, residual=None):
-    """As `models.moe.experts`, and with ``shared`` and ``residual`` as `models.moe.mixture`. A choice of
+def experts_triton(card: Card, x, weights, chosen, gate_up, down, shared=None, residual=None):
+    """As `ops.moe.experts`, and with ``shared`` and ``residual`` as `ops.moe.mixture`. A choice of
     weight 0 is not computed; products are summed in float32, and what lies between them and, of several tokens, each
     choice's share are rounded to x's dtype."""
     (n, hidden), top = x.shape, chosen.shape[1]
@@ -201,11 +204,11 @@ def experts_triton(x, weights, chosen, gate_up, down, shared=None, residual=None
     mine, *others = (None, first, second) if shared is None else (shared[2], *map(parts, shared[:2]))
     # Sums over a run's inputs need a power of two of them.
     if n == 1 and not any(run & (run - 1) for *_, run in (first, second)):
-        return _one_token(x, weights, chosen, (first, others[0]), (second, others[1]), mine, residual)
-    c, rows = chosen.size, _rows_of_a_block(chosen.size, e, first[0])
+        return _one_token(card, x, weights, chosen, (first, others[0]), (second, others[1]), mine, residual)
+    c, rows = chosen.size, _rows_of_a_block(chosen.size, e, first[0], card)
     is_sorted = n > rows
     nothing = [jnp.zeros(1, jnp.int32)] * 3
-    plan = [chosen, weights, *(aligned(weights, chosen, e, rows) if is_sorted else nothing)]
+    plan = [chosen, weights, *(aligned(card, weights, chosen, e, rows) if is_sorted else nothing)]
     own_blocks = 0 if shared is None else -(-n // rows)
     most = own_blocks + (plan[3].shape[0] if is_sorted else c)
     sizes = {"C": c, "N": n, "TOP": top, "TP": power(top), "F": f, "H": hidden, "M": rows, "SB": own_blocks}
@@ -215,16 +218,16 @@ def experts_triton(x, weights, chosen, gate_up, down, shared=None, residual=None
     block_f, block_h, run = divisor(f, gate_outputs), divisor(first[2] or hidden, inner), first[2]
     step = block_h * (rows * x.dtype.itemsize + 2 * block_f * first[0].dtype.itemsize)
     (h,) = triton_call(
-        _gate_up, [x, *first[:2], *others[0][:2], *plan],
+        card, _gate_up, [x, *first[:2], *others[0][:2], *plan],
         [jax.ShapeDtypeStruct((most * rows, f), x.dtype)], (most, f // block_f), num_warps=warps,
-        num_stages=stages_within(stages, step), RUN=run, BF=block_f, BH=block_h, **sizes,
+        num_stages=stages_within(stages, step, card), RUN=run, BF=block_f, BH=block_h, **sizes,
     )  # fmt: skip
     block_n, block_f, run = divisor(hidden, down_outputs), divisor(second[2] or f, inner), second[2]
     step = block_f * (rows * x.dtype.itemsize + block_n * second[0].dtype.itemsize)
     (y,) = triton_call(
-        _down, [h, *second[:2], *others[1][:2], *plan],
+        card, _down, [h, *second[:2], *others[1][:2], *plan],
         [jax.ShapeDtypeStruct((c + (n if own_blocks else 0), hidden), x.dtype)], (most, hidden // block_n),
-        num_warps=warps, num_stages=stages_within(stages, step), RUN=run, BN=block_n, BF=block_f, **sizes,
+        num_warps=warps, num_stages=stages_within(stages, step, card), RUN=run, BN=block_n, BF=block_f, **sizes,
     )  # fmt: skip
     routed = y[:c].reshape(n, top, hidden).astype(jnp.float32)
     total = jnp.sum(jnp.where(weights[..., None] != 0, routed * weights[..., None], 0.0), axis=1)
@@ -235,7 +238,7 @@ def experts_triton(x, weights, chosen, gate_up, down, shared=None, residual=None
     return total.astype(x.dtype)
 
 
-def _one_token(x, weights, chosen, gate_up, down, gate, residual):
+def _one_token(card: Card, x, weights, chosen, gate_up, down, gate, residual):
     """``gate_up`` and ``down``: `parts` of the experts' and of the shared expert's; ``gate`` [1] and ``residual``
     [1, H], or None."""
     (hidden, top), (values, scale, run) = (x.shape[1], chosen.shape[1]), gate_up[0]
@@ -244,14 +247,15 @@ def _one_token(x, weights, chosen, gate_up, down, gate, residual):
     outputs, *warps = GATE_UP_ONE
     block = divisor(f, outputs)
     (h,) = triton_call(
-        _gate_up_one, [x, values, scale, *gate_up[1][:2], chosen, weights], [jax.ShapeDtypeStruct((held, f), x.dtype)],
+        card, _gate_up_one, [x, values, scale, *gate_up[1][:2], chosen, weights], [jax.ShapeDtypeStruct((held, f),
+        x.dtype)],
         (held, f // block), num_warps=warps[run > 0], RUN=run, BF=block, BH=max(run, divisor(hidden, 2048)), **sizes,
     )  # fmt: skip
     values, scale, run = down[0]
     outputs, *warps = DOWN_ONE
     block = divisor(hidden, outputs)
     (y,) = triton_call(
-        _down_one,
+        card, _down_one,
         [h, values, scale, *down[1][:2], chosen, weights, *(x if a is None else a for a in (gate, residual))],
         [jax.ShapeDtypeStruct(x.shape, x.dtype)], (hidden // block,), num_warps=warps[run > 0],
         SHARED=held > top, REST=residual is not None, RUN=run, BN=block, BF=max(run, divisor(f, 1024)), **sizes,

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dflash_jax.ops.card import Card
+
 # The last PTX version whose features Triton's LLVM emits; the assemblers of CUDA 13 read it.
 PTX_VERSION = 90
 TOOLKIT = "/usr/local/cuda"
@@ -30,6 +32,7 @@ class Launch:
         meta: Values of the kernel's ``tl.constexpr`` parameters.
         num_warps: Warps of a program.
         num_stages: Steps of a loop whose loads are in flight together.
+        card: The card that the kernel is compiled for.
     """
 
     kernel: Any
@@ -40,10 +43,11 @@ class Launch:
     meta: dict[str, Any]
     num_warps: int
     num_stages: int
+    card: Card
 
 
 def triton_call(
-    kernel, args: Sequence, out: Sequence, grid: tuple[int, ...], *, in_place: tuple[int, ...] = (),
+    card: Card, kernel, args: Sequence, out: Sequence, grid: tuple[int, ...], *, in_place: tuple[int, ...] = (),
     num_warps: int = 4, num_stages: int = 3, **meta,
 ) -> tuple:  # fmt: skip
     """Launches ``kernel`` as `Launch` describes.
@@ -51,18 +55,16 @@ def triton_call(
     Returns:
         What was written: the arrays numbered by ``in_place``, then those of ``out``.
     """
-    return _launcher(Launch(kernel, args, out, grid, in_place, meta, num_warps, num_stages))
+    return _launcher(Launch(kernel, args, out, grid, in_place, meta, num_warps, num_stages, card))
 
 
 def _through_jax_triton(launch: Launch) -> tuple:
     import jax
     import jax_triton
 
-    from dflash_jax.ops.backend import target_card
-
     refs = {i: jax.new_ref(launch.args[i]) for i in launch.in_place}
     # Fused multiplications and additions are asked for by name: Triton's default for them changes with its version.
-    options = {"ptx_version": ptx_version(target_card().least_ptx), "enable_fp_fusion": True}
+    options = {"ptx_version": ptx_version(launch.card.least_ptx), "enable_fp_fusion": True}
     written = jax_triton.triton_call(
         *(refs.get(i, x) for i, x in enumerate(launch.args)), kernel=launch.kernel, out_type=list(launch.out),
         grid=launch.grid, num_warps=launch.num_warps, num_stages=launch.num_stages, backend_options=options,

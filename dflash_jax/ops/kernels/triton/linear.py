@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
+from dflash_jax.ops.card import Card
 from dflash_jax.ops.kernels.triton.launch import triton_call
 from dflash_jax.ops.kernels.triton.tiles import divisor, parts, power, products, reads, stages_within, tile
 
@@ -186,15 +187,21 @@ def _project(
         )  # fmt: skip
 
 
-def fits(rows: int, inner: int, weights) -> bool:
-    """Whether the kernels take so many rows of so many inputs, and such weights."""
+def why_not(rows: int, inner: int, weights, card: Card) -> str | None:
+    """Why the kernels do not take ``rows`` rows of ``inner`` inputs and these weights; None where they do."""
     runs = [parts(w)[2] for w in weights]
-    if not all(map(reads, weights)):
-        return False
-    if rows == 1:
-        # Sums over a run's inputs need a power of two of them.
-        return inner % 64 == 0 and not any(run & (run - 1) for run in runs)
-    return rows <= ROWS and inner % 16 == 0 and all(run % 16 == 0 for run in runs)
+    if any(hasattr(w, "panels") for w in weights):
+        return "the weights are packed for a CPU"
+    if not all(reads(w, card) for w in weights):
+        return f"sm_{card.capability} does not read float8"
+    if rows > ROWS:
+        return f"{rows} rows: it takes {ROWS} at most"
+    # Sums over a run's inputs need a power of two of them.
+    if rows == 1 and (inner % 64 or any(run & (run - 1) for run in runs)):
+        return f"{inner} inputs in runs of {runs}: a row needs a multiple of 64, in runs of a power of two"
+    if rows > 1 and (inner % 16 or any(run % 16 for run in runs)):
+        return f"{inner} inputs in runs of {runs}: both must be multiples of 16"
+    return None
 
 
 def norms(dtype, rows: int, inner: int, weights) -> bool:
@@ -206,9 +213,9 @@ def norms(dtype, rows: int, inner: int, weights) -> bool:
 
 def project_triton(
     x, weights, norm=None, eps: float = 0.0, offset: float = 0.0, kept: bool = False, gated: bool = False, rest=None,
-    kind=None,
+    kind=None, *, card: Card,
 ) -> tuple:  # fmt: skip
-    """As `models.parts.linear`: x [R, H] by ``weights`` [O, H] (``gated``: [2 O, H]) → [R, O] each; the norm by
+    """As `ops.linear.linear`: x [R, H] by ``weights`` [O, H] (``gated``: [2 O, H]) → [R, O] each; the norm by
     ``norm`` [H] or None, the residual ``rest`` [R, O] or None."""
     kinds = {}
     for i, w in enumerate(weights):
@@ -220,7 +227,7 @@ def project_triton(
     found, normed = {}, []
     for group in groups:
         keeps, taken = kept and not normed, [weights[i] for i in group]
-        *made, last = _together(x, taken, norm, rest, kind or x.dtype, eps, offset, keeps, gated)
+        *made, last = _together(x, taken, norm, rest, kind or x.dtype, eps, offset, keeps, gated, card)
         found |= dict(zip(group, made, strict=True))
         normed += [last] * keeps
     return (*(found[i] for i in range(len(weights))), *normed)
@@ -231,7 +238,7 @@ def _kind(weight) -> tuple:
     return values.dtype, scale.dtype, run
 
 
-def _together(x, weights, norm, rest, kind, eps: float, offset: float, kept: bool, gated: bool) -> list:
+def _together(x, weights, norm, rest, kind, eps: float, offset: float, kept: bool, gated: bool, card: Card) -> list:
     """The results of at most `MOST` weights of one kind and, behind them, one of another; and the normed x or a
     stand-in."""
     rows, hidden = x.shape
@@ -253,7 +260,7 @@ def _together(x, weights, norm, rest, kind, eps: float, offset: float, kept: boo
             n * (ROWS * x.dtype.itemsize + (1 + gated) * block * w.dtype.itemsize)
             for n, (w, *_) in zip(steps, (held[0], held[-1]), strict=True)
         )
-        stages = [stages_within(n, bytes_of_step) for n in stages]
+        stages = [stages_within(n, bytes_of_step, card) for n in stages]
         more = {"R": rows, "BM": ROWS, "PRECISION": "ieee" if x.dtype == jnp.float32 else "tf32"}
     programs = [-(-n // block) for n in sizes]
     more |= {f"N{i}": n for i, n in enumerate(sizes)}
@@ -261,7 +268,7 @@ def _together(x, weights, norm, rest, kind, eps: float, offset: float, kept: boo
     out = [jax.ShapeDtypeStruct((rows, n), kind) for n in sizes]
     out.append(jax.ShapeDtypeStruct(x.shape if kept else (0,), x.dtype))
     made = triton_call(
-        kernel, args, out, (sum(programs),), num_warps=warps, num_stages=stages[run > 0], RUN=run, BH=steps[0],
+        card, kernel, args, out, (sum(programs),), num_warps=warps, num_stages=stages[run > 0], RUN=run, BH=steps[0],
         RUN3=other_run, BH3=steps[1], ALIKE=sum(programs[:MOST]), H=hidden, NORMED=norm is not None, KEPT=kept,
         GATED=gated, REST=rest is not None, EPS=eps, OFFSET=offset, BN=block, BC=power(-(-hidden // sum(programs))),
         **more,

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from dflash_jax.ops.backend import target_card
+from dflash_jax.ops.card import Card
 from dflash_jax.ops.kernels.triton.launch import triton_call
 from dflash_jax.ops.kernels.triton.tiles import power
 
@@ -112,36 +112,37 @@ def _align(
             tl.store(order + first * M + empty, tl.full([EP], C, tl.int32), mask=empty < needed * M)
 
 
-def route_triton(logits, live, first, local: int, experts_per_token: int, normalise: bool) -> tuple:
-    """Of router logits [N, E]: the chosen experts' weights and ids, [N, TOP], as `models.moe.mixture` has them."""
+def route_triton(card: Card, logits, live, first, local: int, experts_per_token: int, normalise: bool) -> tuple:
+    """Of router logits [N, E]: the chosen experts' weights and ids, [N, TOP], as `ops.moe.mixture` has them."""
     (n, e), top = logits.shape, experts_per_token
     chosen, weights = triton_call(
-        _route, [logits, live.astype(jnp.int8), jnp.asarray(first, jnp.int32).reshape(1)],
+        card, _route, [logits, live.astype(jnp.int8), jnp.asarray(first, jnp.int32).reshape(1)],
         [jax.ShapeDtypeStruct((n, top), jnp.int32), jax.ShapeDtypeStruct((n, top), jnp.float32)], (n,), num_warps=1,
         E=e, EP=power(e), LOCAL=local, TOP=top, TP=power(top), NORMALISE=normalise,
     )  # fmt: skip
     return weights, chosen
 
 
-def aligned(weights, chosen, experts: int, rows: int) -> list:
+def aligned(card: Card, weights, chosen, experts: int, rows: int) -> list:
     """[order, owner, blocks] of `_align`."""
     c = chosen.size
     ep, chunk = power(experts), _CHUNK
-    while 4 * chunk * ep > target_card().shared_memory and chunk > 16:
+    while 4 * chunk * ep > card.shared_memory and chunk > 16:
         chunk //= 2
     most, chunks = min(c, experts) + c // rows, -(-c // chunk)
     chosen, weights = chosen.reshape(-1), weights.reshape(-1)
     (counts,) = triton_call(
-        _count, [chosen, weights], [jax.ShapeDtypeStruct((chunks, ep), jnp.int32)], (chunks,),
+        card, _count, [chosen, weights], [jax.ShapeDtypeStruct((chunks, ep), jnp.int32)], (chunks,),
         num_warps=8, C=c, EP=ep, CHUNK=chunk,
     )  # fmt: skip
     if chunks > _COUNTED:
         block = min(ep, 16)
         (counts,) = triton_call(
-            _before, [counts], [jax.ShapeDtypeStruct((chunks + 1, ep), jnp.int32)], (ep // block,), num_warps=4,
+            card, _before, [counts], [jax.ShapeDtypeStruct((chunks + 1, ep), jnp.int32)], (ep // block,), num_warps=4,
             EP=ep, CHUNKS=chunks, STEP=_COUNTED, BE=block,
         )  # fmt: skip
     return list(triton_call(
-        _align, [chosen, weights, counts], [jax.ShapeDtypeStruct((n,), jnp.int32) for n in (most * rows, most, 1)],
+        card, _align, [chosen, weights, counts], [jax.ShapeDtypeStruct((n,), jnp.int32) for n in (most * rows,
+        most, 1)],
         (chunks,), num_warps=8, C=c, EP=ep, M=rows, CHUNK=chunk, CHUNKS=chunks, PP=power(min(chunks, _COUNTED)),
     ))  # fmt: skip

@@ -4,8 +4,7 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from dflash_jax.ops.backend import target_card
-from dflash_jax.ops.card import KIB, OLDEST_FP8
+from dflash_jax.ops.card import KIB, OLDEST_FP8, Card
 
 
 @triton.jit
@@ -32,21 +31,20 @@ def products(values, scale, row, a, inner, K: tl.constexpr, RUN: tl.constexpr, B
 
 
 def parts(weight) -> tuple:
-    """Of an array or a `models.weights.QuantizedWeight`: (values, scale or a stand-in, inputs of a scale or 0)."""
+    """Of an array or a `ops.weights.QuantizedWeight`: (values, scale or a stand-in, inputs of a scale or 0)."""
     if not hasattr(weight, "scale"):
         return weight, jnp.zeros(1, weight.dtype), 0
     return weight.values, weight.scale, weight.values.shape[-1] // weight.scale.shape[-1]
 
 
-def reads(weight) -> bool:
-    """Whether kernels on this card take a weight of this kind."""
-    return parts(weight)[0].dtype != jnp.float8_e4m3fn or target_card().capability >= OLDEST_FP8
+def reads(weight, card: Card) -> bool:
+    """Whether kernels on a card take a weight of this kind."""
+    return parts(weight)[0].dtype != jnp.float8_e4m3fn or card.capability >= OLDEST_FP8
 
 
-def stages_within(stages: int, bytes_of_step: int) -> int:
+def stages_within(stages: int, bytes_of_step: int, card: Card) -> int:
     """How many steps of a loop have their loads in flight: ``stages``, or as many as the card's shared memory has room
     for, a step's operands of ``bytes_of_step`` each. Where products read registers, one step's are there."""
-    card = target_card()
     room = (card.shared_memory - KIB) // bytes_of_step
     return max(1, min(stages, room if card.reads_shared else room + 1))
 

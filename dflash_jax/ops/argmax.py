@@ -1,0 +1,41 @@
+"""Operation: arg-max over the last axis: the lowest index of equal values, the first NaN where there is one."""
+
+import jax.numpy as jnp
+
+from dflash_jax.ops.backend import Backend, Implementation, everything, take
+
+# Values of a block whose maximum is taken first.
+BLOCK = 64
+
+
+def reference(backend: Backend, x):
+    """As jnp.argmax."""
+    return jnp.argmax(x, axis=-1)
+
+
+def in_blocks(backend: Backend, x):
+    """The block of the largest value, then its place in the block. XLA's reduction of pairs on a CPU computes the
+    operations that are fused into it one by one; a maximum is taken in vectors."""
+    blocks = x.reshape(*x.shape[:-1], -1, BLOCK)
+    # XLA's maximum on a CPU may pass over a NaN.
+    largest = jnp.where(jnp.isnan(blocks).any(-1), jnp.nan, blocks.max(-1))
+    best = jnp.argmax(largest, axis=-1)
+    block = jnp.take_along_axis(blocks, best[..., None, None], axis=-2)[..., 0, :]
+    return best * BLOCK + jnp.argmax(block, axis=-1)
+
+
+def _supports_blocks(backend: Backend, x) -> str | None:
+    if backend.platform != "cpu":
+        return f"the platform is {backend.platform}"
+    return f"{x.shape[-1]} values are not blocks of {BLOCK}" if x.shape[-1] % BLOCK else None
+
+
+IMPLEMENTATIONS = (
+    Implementation("blocks", _supports_blocks, in_blocks),
+    Implementation("reference", everything, reference),
+)
+
+
+def argmax(backend: Backend, x):
+    """Index of the largest of x [..., V] → int32 [...]."""
+    return take("argmax", IMPLEMENTATIONS, backend, x).call(backend, x)

@@ -1,0 +1,256 @@
+"""Operations of attention: `attention` over a cached context and a block of new tokens, `rotate`, and `write`.
+
+    y_t = softmax(q_t · [k_context, k_block]ᵀ / √D) · [v_context, v_block],    optionally times sigmoid(gate_t)
+
+Grouped queries (arXiv 2305.13245), rotary positions (arXiv 2104.09864) and the output gate of Qwen3-Next, as in
+transformers' Qwen3NextAttention. Letters as in `ops.cache`, and N query heads.
+"""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from dflash_jax.ops.backend import Backend, Implementation, everything, take, with_gradient_of
+from dflash_jax.ops.cache import CONTEXT_CHUNK, Bounds, KVCache, round_capacity
+from dflash_jax.ops.kernels.cpu import calls as cpp
+from dflash_jax.ops.linear import rms_norm
+
+# On an accelerator a turn of the loop over the context costs about 25 microseconds whatever it reads (H200), as much as
+# reading 50 MB: pieces are larger there, and at most this many.
+WIDE_CHUNK, MOST_CHUNKS = 2048, 16
+_MASKED = -1e30
+
+
+def through_gate(y, gate):
+    """Attended values y [B, T, N, D] times the sigmoid of the second half of ``gate`` [B, T, N, 2, D]; None: y."""
+    return y if gate is None else y * jax.nn.sigmoid(gate[..., 1, :])
+
+
+def reference(backend: Backend, q, k, v, mask, cache, length, bounds=None, gate=None, *, size: int | None = None):
+    """By XLA, with ``size`` positions of the context at a time (default: `CONTEXT_CHUNK`) and a running softmax
+    (arXiv 2205.14135)."""
+    b, t, n, d = q.shape
+    heads = k.shape[2]
+    q = q.reshape(b, t, heads, n // heads, d)
+
+    def fold(carry, q, k, v, mask):
+        """Adds keys k, v [B, K, s, D] under mask [B, T, s] to the running softmax."""
+        largest, total, acc = carry
+        scores = jnp.einsum("btkrd,bksd->bkrts", q, k, preferred_element_type=jnp.float32) * d**-0.5
+        scores = jnp.where(mask[:, None, None], scores, _MASKED)
+        new_largest = jnp.maximum(largest, scores.max(-1))
+        weights = jnp.exp(scores - new_largest[..., None])
+        scale = jnp.exp(largest - new_largest)
+        mixed = jnp.einsum("bkrts,bksd->bkrtd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+        return new_largest, total * scale + weights.sum(-1), acc * scale[..., None] + mixed
+
+    shape = (b, heads, n // heads, t)
+    carry = (jnp.full(shape, _MASKED, jnp.float32), jnp.zeros(shape, jnp.float32), jnp.zeros((*shape, d), jnp.float32))
+    block_mask = jnp.broadcast_to(jnp.tril(jnp.ones((t, t), bool)) if mask is None else mask, (b, t, t))
+    carry = fold(carry, q, k.swapaxes(1, 2), v.swapaxes(1, 2), block_mask)
+    if cache is not None:
+        capacity = cache.capacity
+        size = min(size or CONTEXT_CHUNK, capacity)
+
+        def chunk(i, carry):
+            # The last piece begins early where the capacity is no multiple, and what was read counts once.
+            start = jnp.minimum(i * size, capacity - size)
+            places = start + jnp.arange(size)
+            keys, values = cache.read(start, size)
+            positions = jnp.where(places >= i * size, cache.positions(places, length), -1)[:, None, :]
+            seen = jnp.broadcast_to(positions >= 0, (b, t, size))
+            # A weight of zero is not enough: 0 · NaN would bring the values of a row's last request back.
+            values = jnp.where((positions >= 0)[:, 0, None, :, None], values, 0)
+            if bounds is not None:
+                seen = seen & bounds.admit(positions)
+            return fold(carry, q, keys, values, seen)
+
+        if size == capacity:
+            carry = chunk(0, carry)
+        else:
+            used = jnp.minimum(jnp.max(length), capacity)
+            carry = jax.lax.fori_loop(0, (used + size - 1) // size, chunk, carry)
+    _, total, acc = carry
+    y = acc / total[..., None]
+    return through_gate(jnp.moveaxis(y, 3, 1).reshape(b, t, n, d).astype(q.dtype), gate)
+
+
+def in_wide_pieces(backend: Backend, q, k, v, mask, cache, length, bounds=None, gate=None):
+    """`reference` with few large pieces."""
+    size = max(WIDE_CHUNK, round_capacity(-(-cache.capacity // MOST_CHUNKS)))
+    return reference(backend, q, k, v, mask, cache, length, bounds, gate, size=size)
+
+
+def _supports_wide(backend: Backend, q, k, v, mask, cache, *args) -> str | None:
+    if cache is None:
+        return "there is no cached context"
+    return "the platform is cpu, where a turn of a loop is cheap" if backend.platform == "cpu" else None
+
+
+def _supports_cpp(backend: Backend, q, k, v, mask, cache, *args) -> str | None:
+    if not backend.has_cpp:
+        return backend.no_cpp
+    return "there is no cached context" if cache is None else cpp.why_not_attended(q, cache)
+
+
+def _cpp(backend: Backend, q, k, v, mask, cache, length, bounds=None, gate=None):
+    bounds = Bounds.none(*q.shape[:2]) if bounds is None else bounds
+    return through_gate(cpp.attend(q, k, v, mask, cache, length, bounds), gate)
+
+
+def _supports_triton(backend: Backend, q, k, v, mask, cache, *args) -> str | None:
+    if not backend.has_triton:
+        return backend.no_triton
+    if cache is None:
+        return "there is no cached context"
+    from dflash_jax.ops.kernels.triton import attention as triton_attention
+
+    return triton_attention.why_not(q)
+
+
+def _triton(backend: Backend, q, k, v, mask, cache, length, bounds=None, gate=None):
+    from dflash_jax.ops.kernels.triton import attention as triton_attention
+
+    bounds = Bounds.none(*q.shape[:2]) if bounds is None else bounds
+    return triton_attention.attend_triton(backend.card, q, k, v, mask, cache, length, bounds, gate)
+
+
+IMPLEMENTATIONS = (
+    Implementation("cpp", _supports_cpp, _cpp),
+    Implementation("triton", _supports_triton, _triton),
+    Implementation("wide pieces", _supports_wide, in_wide_pieces),
+    Implementation("reference", everything, reference),
+)
+
+
+def attention(
+    backend: Backend, q, k, v, mask, cache: KVCache | None, length, bounds: Bounds | None = None, gate=None
+) -> jax.Array:
+    """Softmax attention of T new tokens over the cached context and over one another; float32 inside.
+
+    Args:
+        backend: Where it runs. The kernels have no gradient.
+        q: Queries, [B, T, N, D].
+        k: Keys of the new tokens, [B, T, K, D].
+        v: Values of the new tokens, [B, T, K, D].
+        mask: bool, broadcastable to [B, T, T]: which new tokens each new token sees, with at least itself. None: itself
+            and those before it.
+        cache: The context; None for none. Only what the longest row has is read.
+        length: int [B]: positions of the context that are valid.
+        bounds: Restricts the context further.
+        gate: [B, T, N, 2, D], the queries' projection; its second half gates the result. None: no gate.
+
+    Returns:
+        [B, T, N, D].
+    """
+    args = (q, k, v, mask, cache, length, bounds, gate)
+    return take("attention", IMPLEMENTATIONS, backend, *args).call(backend, *args)
+
+
+# Rotation.
+
+
+def apply_rope(x, angles):
+    """Rotates the first dimensions of x [B, T, N, D]; ``angles``: cos and sin, float32 [B, T, half]."""
+    cos, sin = (a[:, :, None, :].astype(x.dtype) for a in angles)
+    half = cos.shape[-1]
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
+
+
+def rotate_reference(backend: Backend, q, k, angles, norms, eps: float = 0.0, offset: float = 0.0):
+    """By XLA."""
+
+    def rotated(x, norm):
+        return apply_rope(x if norm is None else rms_norm(x, norm, eps, offset), angles)
+
+    return None if q is None else rotated(q[..., 0, :], norms[0]), rotated(k, norms[1])
+
+
+def _supports_triton_rotation(backend: Backend, q, k, *args, **options) -> str | None:
+    if not backend.has_triton:
+        return backend.no_triton
+    from dflash_jax.ops.kernels.triton import attention as triton_attention
+
+    return triton_attention.why_not_rotated(k)
+
+
+def _triton_rotation(backend: Backend, q, k, angles, norms, eps: float = 0.0, offset: float = 0.0):
+    from dflash_jax.ops.kernels.triton import attention as triton_attention
+
+    kernel = with_gradient_of(
+        partial(rotate_reference, backend, eps=eps, offset=offset),
+        partial(triton_attention.rotate_triton, backend.card, eps=eps, offset=offset),
+    )
+    return kernel(q, k, angles, norms)
+
+
+ROTATIONS = (
+    Implementation("triton", _supports_triton_rotation, _triton_rotation),
+    Implementation("reference", everything, rotate_reference),
+)
+
+
+def rotate(backend: Backend, q, k, angles, norms, eps: float = 0.0, offset: float = 0.0):
+    """RMSNorm and rotation of queries and keys.
+
+    Args:
+        backend: Where it runs.
+        q: [B, T, N, 1 or 2, D], of which the first of the two is the queries; None for keys alone.
+        k: [B, T, K, D].
+        angles: cos and sin, float32 [B, T, half].
+        norms: Weights [D] of the norms of queries and keys, or None each.
+        eps: Of the norms.
+        offset: Of the norms.
+
+    Returns:
+        Queries [B, T, N, D] (or None) and keys [B, T, K, D].
+    """
+    args, options = (q, k, angles, norms), {"eps": eps, "offset": offset}
+    return take("rotate", ROTATIONS, backend, *args, **options).call(backend, *args, **options)
+
+
+# Writing.
+
+
+def put(backend: Backend, k_buffer, v_buffer, k, v, rows, places) -> tuple:
+    """By XLA: k, v [B, T, K, D] into k_buffer, v_buffer [all rows, K, S, D] at ``places`` [B, T] of ``rows`` [B]. What
+    is past an end is dropped."""
+
+    def one(buffer, new):
+        return buffer.at[rows[:, None], :, places].set(new.astype(buffer.dtype), mode="drop")
+
+    return one(k_buffer, k), one(v_buffer, v)
+
+
+def _supports_triton_write(backend: Backend, k_buffer, v_buffer, k, *args) -> str | None:
+    if not backend.has_triton:
+        return backend.no_triton
+    from dflash_jax.ops.kernels.triton import attention as triton_attention
+
+    return triton_attention.why_not_written(k)
+
+
+def _triton_write(backend: Backend, *args) -> tuple:
+    from dflash_jax.ops.kernels.triton import attention as triton_attention
+
+    return triton_attention.write_triton(backend.card, *args)
+
+
+WRITES = (Implementation("triton", _supports_triton_write, _triton_write), Implementation("reference", everything, put))
+
+
+def write(backend: Backend, cache: KVCache, k, v, positions, keep) -> KVCache:
+    """``cache`` with the keys and values k, v [B, T, K, D] of ``positions`` int [B, T] (ascending) where ``keep`` bool
+    [B, T]; the rest leaves no trace. The buffers are written in place where they are donated."""
+    if cache.ring:
+        # Of several tokens for one place only the newest may be written: the order of a scatter is undefined.
+        last = jnp.max(jnp.where(keep, positions, -1), axis=1, keepdims=True)
+        keep = keep & ((positions < cache.sinks) | (positions > last - (cache.capacity - cache.sinks)))
+    places = jnp.where(keep, cache.places(positions), cache.capacity)
+    rows = jnp.arange(k.shape[0], dtype=jnp.int32) if cache.rows is None else cache.rows
+    args = (cache.k, cache.v, k, v, rows, places)
+    k_buffer, v_buffer = take("write", WRITES, backend, *args).call(backend, *args)
+    return replace(cache, k=k_buffer, v=v_buffer)

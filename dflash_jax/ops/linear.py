@@ -1,0 +1,242 @@
+"""Operation: linear maps of one input by several weights, with the norm before them and SwiGLU or a residual behind.
+
+    y_i = act(norm(x) · W_iᵀ) + residual,    act: identity, or silu(a) · b of the two halves of W_i
+
+The norm is RMSNorm (arXiv 1910.07467), SwiGLU that of arXiv 2002.05202, as in transformers' Qwen3 models. Weights are
+stored ``[*out, *in]``: arrays, or `ops.weights.QuantizedWeight` and `ops.weights.PackedWeight` in their place.
+
+Dimension letters: B batch, T tokens of this call, H hidden, F features of an MLP, I inputs, O outputs.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from dflash_jax.ops.backend import Backend, Implementation, everything, take, with_gradient_of
+from dflash_jax.ops.kernels.cpu import calls as cpp
+from dflash_jax.ops.weights import PackedWeight, QuantizedWeight
+
+
+def rms_norm(x, weight, eps: float, offset: float = 0.0):
+    """``(offset + weight) · x / sqrt(mean(x²) + eps)`` over the last axis, in float32, returned in x's dtype."""
+    x32 = x.astype(jnp.float32)
+    x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    return (x32 * (offset + weight.astype(jnp.float32))).astype(x.dtype)
+
+
+@dataclass(frozen=True)
+class DeferredNorm:
+    """An input whose RMSNorm is left to `linear`, so that one kernel can compute both.
+
+    Attributes:
+        x: The input, [..., H].
+        weight: The norm's weight, [H].
+        eps: Added to the mean of squares.
+        offset: Added to the weight.
+    """
+
+    x: jax.Array
+    weight: jax.Array
+    eps: float
+    offset: float
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The input's shape."""
+        return self.x.shape
+
+
+# Products of arrays.
+
+
+def _dot(backend: Backend, x, y, axes: tuple[int, int], dtype):
+    """The product of two bfloat16 matrices over these axes, summed in float32, in ``dtype``."""
+    # XLA's CPU multiplies in bfloat16, several times as fast, where the result is float32, and in float32 otherwise.
+    summed = jnp.float32 if backend.platform == "cpu" else dtype
+    y = jax.lax.dot_general(x, y, (((axes[0],), (axes[1],)), ((), ())), preferred_element_type=summed)
+    return y.astype(dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 3))
+def _bfloat16_product(backend: Backend, x, matrix, dtype):
+    return _dot(backend, x, matrix, (1, 1), dtype)
+
+
+def _bfloat16_product_backward(backend: Backend, dtype, saved, gradient):
+    x, matrix = saved
+    gradient = gradient.astype(x.dtype)
+    return _dot(backend, gradient, matrix, (1, 0), x.dtype), _dot(backend, gradient, x, (0, 0), matrix.dtype)
+
+
+_bfloat16_product.defvjp(
+    lambda backend, x, matrix, dtype: (_bfloat16_product(backend, x, matrix, dtype), (x, matrix)),
+    _bfloat16_product_backward,
+)
+
+
+def product(backend: Backend, x, matrix, dtype=None):
+    """x [T, I] times the transpose of an array [O, I] → [T, O] in ``dtype`` (default: the wider of the two dtypes).
+
+    Where both are bfloat16, their gradients are products in bfloat16 too, whatever ``dtype`` is: a float32 gradient is
+    rounded first, as PyTorch's autocast does. Forward-mode derivatives exist for other dtypes only.
+    """
+    if x.dtype == matrix.dtype == jnp.bfloat16:
+        return _bfloat16_product(backend, x, matrix, jnp.dtype(dtype or x.dtype))
+    return jnp.einsum("ti,oi->to", x, matrix, preferred_element_type=dtype)
+
+
+def project(backend: Backend, x, weight, contracted: int = 1, dtype=None):
+    """Linear map by one weight, without a norm.
+
+    Args:
+        backend: Where it runs.
+        x: [..., *in].
+        weight: [*out, *in], an array or one of `ops.weights`.
+        contracted: How many axes *in has.
+        dtype: Of the result; x's dtype by default.
+
+    Returns:
+        [..., *out].
+    """
+    out, inner = weight.shape[: weight.ndim - contracted], weight.shape[weight.ndim - contracted :]
+    # Flattened to a matrix, which is free. A product over several axes of a weight makes XLA transpose, and so copy,
+    # the whole weight at every call.
+    matrix, x2 = weight.reshape(math.prod(out), math.prod(inner)), x.reshape(-1, math.prod(inner))
+    if isinstance(matrix, PackedWeight):
+        y = cpp.linear(x2, [matrix])[0].astype(dtype or x.dtype)
+    elif isinstance(matrix, QuantizedWeight):
+        y = matrix.matmul(x2).astype(dtype or x.dtype)
+    else:
+        y = product(backend, x2, matrix, dtype)
+    return y.reshape(*x.shape[: x.ndim - contracted], *out)
+
+
+# The operation.
+
+
+def reference(
+    backend: Backend, x, weights, contracted=1, *, dtype=None, return_normed=False, swiglu=False, residual=None
+):
+    """By XLA: the norm, then one product for each weight."""
+    x, norm, eps, offset = _parts(x)
+    x = x if norm is None else rms_norm(x, norm, eps, offset)
+    outputs = [project(backend, x, w, contracted, dtype) for w in weights]
+    if swiglu:
+        outputs = [jax.nn.silu(y[..., 0, :]) * y[..., 1, :] for y in outputs]
+    if residual is not None:
+        outputs = [residual + y for y in outputs]
+    return (*outputs, x) if return_normed else tuple(outputs)
+
+
+def _parts(x) -> tuple:
+    """(x, norm weight or None, eps, offset)."""
+    return (x.x, x.weight, x.eps, x.offset) if isinstance(x, DeferredNorm) else (x, None, 0.0, 0.0)
+
+
+def _sizes(x, contracted: int) -> tuple[int, int]:
+    """Rows and inputs of x as a matrix."""
+    split = len(x.shape) - contracted
+    return math.prod(x.shape[:split]), math.prod(x.shape[split:])
+
+
+def _shaped(x, weights, contracted: int, swiglu: bool, outputs, normed):
+    """``outputs`` [rows, O] each in the shape of x and the weights; with ``normed``, in x's shape, if it is given."""
+    batch = x.shape[: len(x.shape) - contracted]
+    shaped = [y.reshape(*batch, *w.shape[swiglu : w.ndim - contracted]) for y, w in zip(outputs, weights, strict=False)]
+    return tuple(shaped) if normed is None else (*shaped, normed.reshape(x.shape))
+
+
+def _supports_cpp(backend: Backend, x, weights, contracted=1, *, swiglu=False, **options) -> str | None:
+    if not all(isinstance(w, PackedWeight) for w in weights):
+        return backend.no_cpp or "the weights are not packed"
+    if swiglu and not cpp.gates(weights[0]):
+        return f"the halves of {list(weights[0].shape)} share a panel of {cpp.LANES} outputs"
+    return None
+
+
+def _cpp(backend: Backend, x, weights, contracted=1, *, dtype=None, return_normed=False, swiglu=False, residual=None):
+    rows, inner = _sizes(x, contracted)
+    x, norm, eps, offset = _parts(x)
+    matrices = [w.reshape(-1, inner) for w in weights]
+    residual = None if residual is None else residual.reshape(rows, -1)
+    outputs = cpp.linear(
+        x.reshape(rows, inner), matrices, norm, eps, offset, kept=return_normed, gated=swiglu, residual=residual
+    )
+    return _shaped(x, weights, contracted, swiglu, outputs, outputs[-1] if return_normed else None)
+
+
+def _supports_triton(backend: Backend, x, weights, contracted=1, **options) -> str | None:
+    if not backend.has_triton:
+        return backend.no_triton
+    from dflash_jax.ops.kernels.triton import linear as triton_linear
+
+    return triton_linear.why_not(*_sizes(x, contracted), weights, backend.card)
+
+
+def _triton(
+    backend: Backend, x, weights, contracted=1, *, dtype=None, return_normed=False, swiglu=False, residual=None
+):
+    from dflash_jax.ops.kernels.triton import linear as triton_linear
+
+    rows, inner = _sizes(x, contracted)
+    x, norm, eps, offset = _parts(x)
+
+    def plain(x, norm, weights, residual):
+        x = x if norm is None else DeferredNorm(x, norm, eps, offset)
+        options = {"dtype": dtype, "return_normed": return_normed, "swiglu": swiglu, "residual": residual}
+        return reference(backend, x, weights, contracted, **options)
+
+    def kernel(x, norm, weights, residual):
+        if norm is not None and not triton_linear.norms(x.dtype, rows, inner, weights):
+            x, norm = rms_norm(x, norm, eps, offset), None
+        outputs = triton_linear.project_triton(
+            x.reshape(rows, inner), [w.reshape(-1, inner) for w in weights], norm, eps, offset,
+            kept=return_normed and norm is not None, gated=swiglu,
+            rest=None if residual is None else residual.reshape(rows, -1), kind=dtype, card=backend.card,
+        )  # fmt: skip
+        normed = (outputs[-1] if norm is not None else x) if return_normed else None
+        return _shaped(x, weights, contracted, swiglu, outputs, normed)
+
+    return with_gradient_of(plain, kernel)(x, norm, weights, residual)
+
+
+IMPLEMENTATIONS = (
+    Implementation("cpp", _supports_cpp, _cpp),
+    Implementation("triton", _supports_triton, _triton),
+    Implementation("reference", everything, reference),
+)
+
+
+def linear(
+    backend: Backend,
+    x: jax.Array | DeferredNorm,
+    weights: Sequence,
+    contracted: int = 1,
+    *,
+    dtype=None,
+    return_normed: bool = False,
+    swiglu: bool = False,
+    residual: jax.Array | None = None,
+) -> tuple[jax.Array, ...]:
+    """One input by each of several weights.
+
+    Args:
+        backend: Where it runs.
+        x: [..., *in], an array or `DeferredNorm`.
+        weights: [*out, *in] each, or [2, F, H] each with ``swiglu``.
+        contracted: How many axes *in has.
+        dtype: Of the results; x's dtype by default.
+        return_normed: Whether the normed x follows the results.
+        swiglu: The first half of each weight's outputs, through silu, multiplies the second half.
+        residual: [..., *out], added to each result.
+
+    Returns:
+        [..., *out] for each weight, then x after its norm if ``return_normed``.
+    """
+    options = {"dtype": dtype, "return_normed": return_normed, "swiglu": swiglu, "residual": residual}
+    implementation = take("linear", IMPLEMENTATIONS, backend, x, weights, contracted, **options)
+    return implementation.call(backend, x, weights, contracted, **options)
