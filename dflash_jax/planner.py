@@ -151,6 +151,47 @@ def read_shapes(target: str, draft: str | None) -> Shapes:
     return Shapes(config, drafter, bool(quantized), sum(map(math.prod, vision.values())))
 
 
+def abstract_pair(shapes: Shapes, layout, dtype, quantize: str | None, backend) -> tuple:
+    """Target and drafter, or None, with shapes for weights.
+
+    Args:
+        shapes: Of the pair.
+        layout: The mesh.
+        dtype: Of the weights that are not quantized.
+        quantize: None: FP8 as the checkpoint is; "int8" or "fp8": quantized as a loader would.
+        backend: Where it will run.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    from dflash_jax.checkpoint.parameters import QUANTIZED
+    from dflash_jax.models.decoder import abstract_decoder
+    from dflash_jax.models.drafter import abstract_drafter
+    from dflash_jax.ops.weights import QuantizedWeight
+    from dflash_jax.parallel.sharding import parameter_paths, parameter_specs
+
+    target = abstract_decoder(shapes.target, dtype, layout, backend)
+    drafter = abstract_drafter(shapes.draft, dtype, layout, backend) if shapes.draft else None
+    if quantize is None and not shapes.fp8:
+        return target, drafter
+    leaves, structure = jax.tree.flatten(target)
+    weights = []
+    for path, leaf, spec in zip(parameter_paths(target), leaves, parameter_specs(target), strict=True):
+        if path.rsplit(".", 1)[-1] not in QUANTIZED:
+            weights.append(leaf)
+            continue
+        last = spec[leaf.ndim - 1] if len(spec) == leaf.ndim else None
+        parts = 1
+        for axis in last or ():
+            parts *= layout.sizes[axis]
+        per_part = leaf.shape[-1] // parts
+        runs = parts if quantize in ("int8", "fp8") else parts * -(-per_part // 128)
+        kind = jnp.int8 if quantize == "int8" else jnp.float8_e4m3fn
+        scale = jax.ShapeDtypeStruct((*leaf.shape[:-1], runs), jnp.float32 if quantize else jnp.bfloat16)
+        weights.append(QuantizedWeight(jax.ShapeDtypeStruct(leaf.shape, kind), scale))
+    return jax.tree.unflatten(structure, weights), drafter
+
+
 def make_plan(
     shapes: Shapes, layout, device, *, dtype, slots, max_len, context, acceptance_length, block, quantize=None
 ):

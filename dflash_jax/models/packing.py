@@ -19,6 +19,9 @@ def pack_weights(module: nnx.Module) -> nnx.Module:
     for i, contracted in enumerate(parameter_attribute(module, "matrices", 0, is_packed)):
         leaf = leaves[i]
         if contracted and not is_packed(leaf):
+            if isinstance(leaf, jax.ShapeDtypeStruct):
+                leaves[i] = PackedWeight.abstract(leaf.shape, contracted)
+                continue
             # By numpy: nothing to compile for each shape.
             leaves[i] = jax.device_put(PackedWeight.of(np.asarray(leaf), contracted), leaf.device)
             leaf.delete()

@@ -93,6 +93,13 @@ class PackedWeight:
             matrix = bits[..., ::2] >> 16 | bits[..., 1::2]
         return cls(np.ascontiguousarray(matrix.transpose(0, 2, 1)), weight.shape, contracted)
 
+    @classmethod
+    def abstract(cls, shape: tuple[int, ...], contracted: int) -> "PackedWeight":
+        """A float32 weight's shape without its values."""
+        outputs, inputs = (math.prod(part) for part in (shape[:-contracted], shape[-contracted:]))
+        panels = jax.ShapeDtypeStruct((-(-outputs // LANES), inputs + inputs % 2, LANES), jnp.float32)
+        return cls(panels, shape, contracted)
+
     @property
     def ndim(self) -> int:
         return len(self.shape)

@@ -9,11 +9,12 @@ from dflash_jax.errors import InputError
 class Device:
     """``memory`` in bytes, as CUDA or the TPU's driver reports it (of GPUs in GiB the least that users of PyTorch have
     seen, for it changes with the driver); ``bandwidth`` in bytes per second, as the maker states it; ``kind``: how
-    JAX's device_kind begins."""
+    JAX's device_kind begins; ``capability``: 10 times the CUDA compute capability, None for TPUs."""
 
     kind: str
     memory: int
     bandwidth: float
+    capability: int | None = None
 
     @property
     def platform(self) -> str:
@@ -22,14 +23,14 @@ class Device:
 
 
 DEVICES = {
-    "b200": Device("NVIDIA B200", 191_514_411_008, 8.0e12),
-    "h200": Device("NVIDIA H200", 151_397_597_184, 4.8e12),
-    "h100": Device("NVIDIA H100", 84_942_979_072, 3.35e12),
-    "a100": Device("NVIDIA A100-SXM4-80GB", int(79.1 * 2**30), 2.039e12),
-    "l40s": Device("NVIDIA L40S", int(44.3 * 2**30), 0.864e12),
-    "rtx4090": Device("NVIDIA GeForce RTX 4090", int(23.6 * 2**30), 1.008e12),
-    "rtx5090": Device("NVIDIA GeForce RTX 5090", int(31.3 * 2**30), 1.792e12),
-    "rtxpro6000": Device("NVIDIA RTX PRO 6000 Blackwell", int(94.9 * 2**30), 1.792e12),
+    "b200": Device("NVIDIA B200", 191_514_411_008, 8.0e12, 100),
+    "h200": Device("NVIDIA H200", 151_397_597_184, 4.8e12, 90),
+    "h100": Device("NVIDIA H100", 84_942_979_072, 3.35e12, 90),
+    "a100": Device("NVIDIA A100-SXM4-80GB", int(79.1 * 2**30), 2.039e12, 80),
+    "l40s": Device("NVIDIA L40S", int(44.3 * 2**30), 0.864e12, 89),
+    "rtx4090": Device("NVIDIA GeForce RTX 4090", int(23.6 * 2**30), 1.008e12, 89),
+    "rtx5090": Device("NVIDIA GeForce RTX 5090", int(31.3 * 2**30), 1.792e12, 120),
+    "rtxpro6000": Device("NVIDIA RTX PRO 6000 Blackwell", int(94.9 * 2**30), 1.792e12, 120),
     "v6e": Device("TPU v6 lite", 32 * 2**30, 1.638e12),
     "v5e": Device("TPU v5 lite", 16 * 2**30, 0.819e12),
     "v5p": Device("TPU v5p", 95 * 2**30, 2.765e12),

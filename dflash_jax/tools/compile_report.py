@@ -27,7 +27,7 @@ from dflash_jax.errors import InputError
 from dflash_jax.ops.backend import CHOICES, Backend
 from dflash_jax.ops.card import Card
 from dflash_jax.parallel.devices import DEVICES
-from dflash_jax.planner import read_shapes
+from dflash_jax.planner import abstract_pair, read_shapes
 from dflash_jax.tools.xla_text import KERNELS, copied_bytes, shape_key, thunk_kinds, weights_read, written_bytes
 
 # Read when jax, the CUDA plugin or libtpu loads.
@@ -77,39 +77,6 @@ def backend_of(device, kernels: str) -> Backend:
         has_triton = kernels == "auto" and find_spec("jax_triton")
         return Backend.for_card(card) if has_triton else Backend.xla("cuda", card)
     return Backend.xla(device.platform)
-
-
-def abstract_pair(shapes, layout, dtype, quantize: str | None, backend: Backend):
-    """Target and drafter with shapes for weights; FP8 ones as they would be held."""
-    import jax
-    import jax.numpy as jnp
-
-    from dflash_jax.checkpoint.parameters import QUANTIZED
-    from dflash_jax.models.decoder import abstract_decoder
-    from dflash_jax.models.drafter import abstract_drafter
-    from dflash_jax.ops.weights import QuantizedWeight
-    from dflash_jax.parallel.sharding import parameter_paths, parameter_specs
-
-    target = abstract_decoder(shapes.target, dtype, layout, backend)
-    drafter = abstract_drafter(shapes.draft, dtype, layout, backend) if shapes.draft else None
-    if quantize is None and not shapes.fp8:
-        return target, drafter
-    leaves, structure = jax.tree.flatten(target)
-    held = []
-    for path, leaf, spec in zip(parameter_paths(target), leaves, parameter_specs(target), strict=True):
-        if path.rsplit(".", 1)[-1] not in QUANTIZED:
-            held.append(leaf)
-            continue
-        last = spec[leaf.ndim - 1] if len(spec) == leaf.ndim else None
-        parts = 1
-        for axis in last or ():
-            parts *= layout.sizes[axis]
-        per_part = leaf.shape[-1] // parts
-        runs = parts if quantize in ("int8", "fp8") else parts * -(-per_part // 128)
-        kind = jnp.int8 if quantize == "int8" else jnp.float8_e4m3fn
-        scale = jax.ShapeDtypeStruct((*leaf.shape[:-1], runs), jnp.float32 if quantize else jnp.bfloat16)
-        held.append(QuantizedWeight(jax.ShapeDtypeStruct(leaf.shape, kind), scale))
-    return jax.tree.unflatten(structure, held), drafter
 
 
 def thunks(folder: Path) -> str:

@@ -1,0 +1,137 @@
+"""Which implementation each operation takes for a system on a device, and why those before it in the list do not.
+
+Needs no weights, and the device need not be here: programs are traced with shapes in place of arrays.
+"""
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from functools import partial
+
+from dflash_jax.cli.options import Parser, exit_code, program
+from dflash_jax.cli.system_config import read_system
+from dflash_jax.errors import InputError
+from dflash_jax.ops.backend import CHOICES, Backend, Choice
+from dflash_jax.ops.card import Card
+from dflash_jax.parallel.devices import DEVICES
+from dflash_jax.planner import Shapes, abstract_pair, read_shapes
+
+PROGRAMS = ("prefill", "plain step", "round")
+
+
+def backend_for(device: str | None, kernels: str) -> Backend:
+    """The backend of a device by its name in `DEVICES`, of "cpu", or, for None, of this machine.
+
+    Raises:
+        InputError: Triton's kernels cannot be traced, since Triton is not installed.
+    """
+    from importlib.util import find_spec
+
+    if device is None:
+        return Backend.detect(kernels)
+    if device == "cpu":
+        import jax
+
+        return Backend.of_device(jax.devices("cpu")[0], kernels)
+    capability = DEVICES[device].capability
+    if capability is None:
+        return Backend.xla("tpu")
+    card = Card.of_capability(capability)
+    if kernels == "xla":
+        return Backend.xla("cuda", card)
+    if find_spec("triton") is None:
+        raise InputError("Triton is not installed, so that its kernels cannot be traced: pip install triton")
+    return Backend.for_card(card)
+
+
+def choices(shapes: Shapes, backend: Backend, dtype, batch: int, prompt: int, quantize: str | None) -> Iterator:
+    """(program, its `Choice`s, each once in the order of the first)."""
+    import jax
+    import jax.numpy as jnp
+
+    from dflash_jax.decoding import speculative
+    from dflash_jax.decoding.state import Settings, empty_state
+    from dflash_jax.models.packing import pack_weights
+    from dflash_jax.parallel.sharding import ONE_DEVICE
+
+    seen: list[Choice] = []
+    backend = replace(backend, on_choice=seen.append)
+    target, drafter = abstract_pair(shapes, ONE_DEVICE, dtype, quantize, backend)
+    if backend.has_cpp and dtype == jnp.float32:
+        target, drafter = pack_weights(target), drafter and pack_weights(drafter)
+    block = shapes.draft.block_size if drafter is not None else 1
+    for name in PROGRAMS if drafter is not None else PROGRAMS[:2]:
+        settings = Settings(block if name == "round" else 1)
+        state = jax.eval_shape(partial(empty_state, target, drafter, batch, 2 * prompt, settings))
+        pair = (target, drafter if name == "round" else None)
+        step = partial(speculative.prefill_chunk, size=prompt) if name == "prefill" else speculative.decode_round
+        options = {} if name == "prefill" else {"settings": settings}
+        seen.clear()
+        # Another function each time: JAX keeps what it traced of one.
+        with _recorded_launches():
+            jax.eval_shape(lambda pair, state, step=step, options=options: step(*pair, state, **options), pair, state)
+        yield name, list(dict.fromkeys(seen))
+
+
+def _recorded_launches():
+    """Inside, Triton's kernels return shapes and are not compiled."""
+    import jax.numpy as jnp
+
+    from dflash_jax.ops.kernels.triton.launch import launching
+
+    def stub(launch) -> tuple:
+        written = [launch.args[i] for i in launch.in_place] + list(launch.out)
+        return tuple(jnp.zeros(x.shape, x.dtype) for x in written)
+
+    return launching(stub)
+
+
+def describe(name: str, found: list[Choice]) -> str:
+    """The choices of one program for people: an operation, its implementation, and the reasons before it."""
+    lines = [f"{name}:"]
+    for op in dict.fromkeys(choice.op for choice in found):
+        each = [choice for choice in found if choice.op == op]
+        for choice in {(c.taken, c.passed_over): c for c in each}.values():
+            shape = f" ({choice.shapes[0]})" if len({c.taken for c in each}) > 1 and choice.shapes else ""
+            lines.append(f"  {op}: {choice.taken}{shape}")
+            lines += [f"      not {passed}: {reason}" for passed, reason in choice.passed_over]
+    return "\n".join(lines)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    p = Parser(prog=program("ops"), description=__doc__, allow_abbrev=False)
+    p.add_argument("--config", required=True, metavar="NAME|FILE", help="a name of configs/, or a TOML")
+    p.add_argument("--device", choices=["cpu", *DEVICES], help="default: this machine's")
+    p.add_argument("--kernels", choices=CHOICES, default="auto", help="default: %(default)s")
+    p.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: float32 on a CPU, bfloat16 elsewhere")
+    p.add_argument("--quantize", choices=["int8", "fp8"], help="default: as the checkpoint is")
+    p.add_argument("--batch", type=int, default=1, metavar="N", help="sequences that decode (default: %(default)s)")
+    p.add_argument("--prompt", type=int, default=1024, metavar="N", help="tokens of a chunk (default: %(default)s)")
+    p.add_argument("--json", action="store_true", help="one JSON object a program, one a line")
+    return p
+
+
+def run(args) -> int:
+    import jax.numpy as jnp
+
+    for option in ("batch", "prompt"):
+        if not 1 <= (value := getattr(args, option)) <= 65536:
+            raise InputError(f"--{option} {value}: it must be 1 to 65536")
+    system = read_system(args.config)
+    if "target" not in system.shapes:
+        raise InputError(f"config {args.config} has no shapes: it must name a target's config.json under [shapes]")
+    shapes = read_shapes(*(str(system.shapes[k]) if k in system.shapes else None for k in ("target", "draft")))
+    backend = backend_for(args.device, args.kernels)
+    dtype = jnp.dtype(args.dtype or ("float32" if backend.platform == "cpu" else "bfloat16"))
+    for name, found in choices(shapes, backend, dtype, args.batch, args.prompt, args.quantize):
+        if args.json:
+            print(json.dumps({"program": name, "choices": [asdict(choice) for choice in found]}))
+        else:
+            print(describe(name, found))
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command and returns its exit code."""
+    return exit_code(lambda: run(make_parser().parse_args(argv)))
