@@ -28,6 +28,7 @@ def rms_norm(x, weight, eps: float, offset: float = 0.0):
     return (x32 * (offset + weight.astype(jnp.float32))).astype(x.dtype)
 
 
+@partial(jax.tree_util.register_dataclass, data_fields=["x", "weight"], meta_fields=["eps", "offset"])
 @dataclass(frozen=True)
 class DeferredNorm:
     """An input whose RMSNorm is left to `linear`, so that one kernel can compute both.

@@ -1,0 +1,170 @@
+"""Every implementation of every operation against its reference in float64: odd sizes, rows past the end, counts."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dflash_jax.ops import argmax, attention, gated_delta, linear, moe, sampling_noise
+from dflash_jax.ops.backend import XLA, Backend, take
+from dflash_jax.ops.card import HOPPER
+from dflash_jax.ops.weights import PackedWeight
+from dflash_jax.tools.float64_reference import assert_as_near
+from dflash_jax.tools.kernels import arguments
+from dflash_jax.tools.kernels.arguments import Source
+
+pytest.importorskip("torch")
+pytest.importorskip("triton.runtime.interpreter")
+
+from dflash_jax.tools.triton_interpreter import interpreting, small_grids
+
+BACKENDS = (Backend.detect(), Backend.for_card(HOPPER), Backend.xla("cuda"), Backend.xla("tpu"), XLA)
+# Compared in tests/kernels, with their own tolerances: one is for bfloat16 only, and Triton's replay takes decays from
+# differences of sums, whose roundings come to up to 1.2 times what is allowed here.
+ELSEWHERE = {("gated_delta", "triton, chunks"), ("replay", "triton")}
+
+
+def attention_cases():
+    for rows, tokens, window, sinks in ((3, 5, None, 0), (1, 1, None, 0), (3, 4, 300, 0), (4, 3, 200, 50)):
+        q, k, v, cache, length, bounds = arguments.attention(
+            Source(tokens), rows, tokens, 6, 2, 16, 2000, window, sinks
+        )
+        gate = Source(1).normal(rows, tokens, 6, 2, 16)
+        yield (q, k, v, None, cache, length, bounds, gate), {}
+
+
+def rotation_cases():
+    source, angles = Source(0), jnp.asarray(np.random.default_rng(0).standard_normal((2, 2, 3, 4)), jnp.float32)
+    q, k = source.normal(2, 3, 5, 2, 32), source.normal(2, 3, 2, 32)
+    yield (q, k, tuple(angles), (source.normal(32), source.normal(32))), {"eps": 1e-6, "offset": 1.0}
+    yield (None, k, tuple(angles), (None, None)), {}
+
+
+def delta_cases():
+    for rows, tokens in ((1, 1), (3, 5), (2, 16), (2, 70)):
+        yield tuple(arguments.mixer(Source(tokens), rows, tokens, 1, 3, 16, 32)), {"eps": 1e-6}
+
+
+def replay_cases():
+    for rows, tokens in ((1, 1), (3, 5), (2, 16)):
+        args = arguments.mixer(Source(tokens), rows, tokens, 1, 3, 16, 32)
+        record = gated_delta.reference(XLA, *args, 1e-6)[1]
+        count = np.resize([tokens, max(tokens - 2, 1), 1], rows)
+        yield (args[2], arguments.spoilt(record, count), jnp.asarray(count, jnp.int32)), {}
+
+
+def mixture_cases():
+    for tokens, top, experts, idle in ((1, 2, 7, 0), (5, 3, 7, 2), (16, 4, 20, 3)):
+        *args, options = arguments.experts(Source(tokens), tokens, top, experts, 32, 64, idle, shared=32)
+        yield tuple(args), options
+        # All experts on one device.
+        yield (*args[:3], jnp.int32(0), *args[4:]), options
+
+
+def packed_mixture_cases():
+    rng = np.random.default_rng(0)
+    x, logits = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((9, 64), (9, 8)))
+    gate_up, down = (rng.standard_normal(s).astype(np.float32) / 8 for s in ((8, 2, 32, 64), (8, 64, 32)))
+    packed = PackedWeight.of(gate_up, 1), PackedWeight.of(down, 1)
+    options = {"experts_per_token": 2, "normalise": True}
+    yield (x, logits, jnp.arange(9) != 4, 0, *packed, None, x), options
+
+
+def linear_cases():
+    for rows in (1, 3, 16):
+        x, norm, weights = arguments.projections(Source(rows), rows, 192, ((6, 16), (48,)))
+        yield (linear.DeferredNorm(x, norm, 1e-6, 1.0), weights), {"return_normed": True}
+        yield (x, weights[1:]), {"residual": Source(9).normal(rows, 1, 48)}
+    x, _, weights = arguments.projections(Source(2), 2, 192, ((2, 48),))
+    yield (x, weights), {"swiglu": True}
+
+
+def packed_linear_cases():
+    for (x, weights), options in linear_cases():
+        yield (x, [PackedWeight.of(np.asarray(w), 1) for w in weights]), options
+
+
+def noise_cases():
+    positions = jnp.asarray([[0, 5, 70_000], [1, 2, 2**31 - 1]])
+    yield (jnp.asarray([3, 2**32 - 1], jnp.uint32), positions, jnp.arange(501)), {}
+
+
+def argmax_cases():
+    x = np.round(np.random.default_rng(0).standard_normal((3, 5, 640)), 1).astype(np.float32)
+    yield (jnp.asarray(x),), {}
+    x[1, 2, [77, 300]] = np.nan
+    yield (jnp.asarray(x),), {}
+
+
+OPERATIONS = {
+    "linear": (linear.IMPLEMENTATIONS, linear_cases),
+    "packed linear": (linear.IMPLEMENTATIONS[:1], packed_linear_cases),
+    "attention": (attention.IMPLEMENTATIONS, attention_cases),
+    "rotate": (attention.ROTATIONS, rotation_cases),
+    "gated_delta": (gated_delta.IMPLEMENTATIONS, delta_cases),
+    "replay": (gated_delta.REPLAYS, replay_cases),
+    "mixture": (moe.IMPLEMENTATIONS, mixture_cases),
+    "packed mixture": (moe.IMPLEMENTATIONS[:1], packed_mixture_cases),
+    "sampling_noise": (sampling_noise.IMPLEMENTATIONS, noise_cases),
+    "argmax": (argmax.IMPLEMENTATIONS, argmax_cases),
+}
+
+
+def unpacked(tree):
+    def is_packed(x):
+        return isinstance(x, PackedWeight)
+
+    return jax.tree.map(lambda x: jnp.asarray(x.dense()) if is_packed(x) else x, tree, is_leaf=is_packed)
+
+
+@pytest.mark.parametrize(
+    ("operation", "name"),
+    [(op, each.name) for op, (implementations, _) in OPERATIONS.items() for each in implementations[: -1 or None]],
+)
+def test_an_implementation_is_its_reference(operation, name):
+    implementations, cases = OPERATIONS[operation]
+    full = {"packed linear": linear.IMPLEMENTATIONS, "packed mixture": moe.IMPLEMENTATIONS}
+    reference = full.get(operation, implementations)[-1]
+    implementation = next(each for each in implementations if each.name == name)
+    if (operation, name) in ELSEWHERE or (name == "cpp" and operation in ("linear", "mixture")):
+        # Packed weights have cases of their own.
+        return
+    compared = 0
+    for args, options in cases():
+        supported = (b for b in BACKENDS if implementation.supports(b, *args, **options) is None)
+        if (backend := next(supported, None)) is None:
+            continue
+        compared += 1
+        with interpreting(), small_grids():
+            found = implementation.call(backend, *args, **options)
+        if operation == "argmax":
+            np.testing.assert_array_equal(found, reference.call(XLA, *args))
+            continue
+        definition = partial(reference.call, XLA, **options)
+        assert_as_near(leaves(found), lambda *args, d=definition: leaves(d(*args)), *unpacked(args))
+    if not compared and name == "cpp" and Backend.detect().no_cpp:
+        pytest.skip("no C++ compiler")
+    assert compared, "no case is supported"
+
+
+def leaves(tree):
+    """Arrays of numbers: a state's rows are indices."""
+    return [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]
+
+
+def test_the_first_that_supports_is_taken_and_reasons_are_told():
+    told = []
+    backend = Backend("cpu", no_cpp="no compiler", no_triton="no card", on_choice=told.append)
+    x = jnp.zeros((2, 65))
+    assert take("argmax", argmax.IMPLEMENTATIONS, backend, x).name == "reference"
+    assert told[0].op == "argmax"
+    assert told[0].passed_over == (("blocks", "65 values are not blocks of 64"),)
+    assert told[0].shapes == ("float32[2, 65]",)
+
+
+def test_a_backend_is_a_value():
+    assert Backend.xla("cuda", HOPPER) == Backend.xla("cuda", HOPPER)
+    assert hash(Backend.for_card(HOPPER)) == hash(Backend.for_card(HOPPER))
+    assert Backend.for_card(HOPPER) != Backend.xla("cuda", HOPPER)
