@@ -1,0 +1,60 @@
+"""`dflash ops`: the choices of operations for a system and a device."""
+
+import json
+
+import pytest
+
+from dflash_jax.cli.ops import main
+
+
+def choices(capsys, *options: str) -> dict[str, list[dict]]:
+    assert main(["--config", "qwen3.6-35b-a3b", "--prompt", "256", "--json", *options]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    return {line["program"]: line["choices"] for line in lines}
+
+
+def taken(found: list[dict]) -> dict[str, set[str]]:
+    return {op: {c["taken"] for c in found if c["op"] == op} for op in {c["op"] for c in found}}
+
+
+def test_a_card_takes_its_kernels(capsys):
+    pytest.importorskip("triton")
+    found = choices(capsys, "--device", "b200")
+    assert list(found) == ["prefill", "plain step", "round"]
+    assert taken(found["plain step"])["gated_delta"] == {"triton, one chunk"}
+    assert taken(found["round"])["attention"] == {"triton"}
+    assert taken(found["prefill"])["linear"] == {"reference"}
+    reasons = dict(next(c for c in found["prefill"] if c["op"] == "linear")["passed_over"])
+    assert reasons["triton"] == "256 rows: it takes 16 at most"
+
+
+def test_without_kernels_each_operation_says_why(capsys):
+    found = choices(capsys, "--device", "b200", "--kernels", "xla")
+    assert taken(found["plain step"])["mixture"] == {"gathered"}
+    assert dict(found["round"][0]["passed_over"])["triton"] == "kernels are 'xla'"
+
+
+def test_float8_on_a_card_without_it(capsys):
+    pytest.importorskip("triton")
+    found = choices(capsys, "--device", "a100", "--quantize", "fp8")
+    reasons = [r for c in found["plain step"] if c["op"] == "mixture" for r in c["passed_over"]]
+    assert ["triton", "sm_80 does not read float8"] in reasons
+
+
+def test_a_tpu_has_no_kernels(capsys):
+    found = choices(capsys, "--device", "v6e")
+    assert taken(found["plain step"])["mixture"] == {"gathered"}
+    assert taken(found["prefill"])["mixture"] == {"reference"}
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--config", "qwen3.6-35b-a3b", "--batch", "0"], "--batch 0: it must be 1 to 65536"),
+        (["--config", "no-such"], "no-such"),
+        ([], "--config"),
+    ],
+)
+def test_wrong_options(capsys, options, said):
+    assert main(options) == 2
+    assert said in capsys.readouterr().err
