@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 import dflash_jax as d
-from dflash_jax.frontend.llm import TINY
+from dflash_jax.frontend.llm_config import TINY
 from dflash_jax.models.drafter import Proposal
 
 PROMPT = "def area(width, height):\n    return width * height\n\ndef area("

@@ -81,7 +81,7 @@ def llm(poisoned):
 def ended(llm, rows) -> None:
     llm._submit(rows)
     while any(row.request.finish_reason is None for row in rows):
-        llm.engine.step()
+        llm._sync_engine.step()
 
 
 @pytest.mark.parametrize("block_size", [1, "auto", 16])

@@ -15,7 +15,8 @@ from dflash_jax.checkpoint.load import load_drafter
 from dflash_jax.cli import train
 from dflash_jax.decoding.sampling import PLAIN, draw, special_rows
 from dflash_jax.errors import InputError
-from dflash_jax.frontend.llm_config import TINY
+from dflash_jax.frontend.llm_config import TINY, LLMConfig
+from dflash_jax.frontend.loading import Checkpoint
 from dflash_jax.parallel.sharding import Layout
 
 PROMPTS = ["def read_config(path):\n", "import json\nfor line in file:\n    "]
@@ -98,10 +99,10 @@ def test_the_drafters_own_list_is_taken_unless_told_otherwise(tmp_path):
         assert llm.with_drafter(other).drafter.vocabulary is llm.drafter.vocabulary
     assert LLM().with_drafter(llm.drafter).drafter.vocabulary is None
     # A head that is cut is drafted with whole.
-    llm, cut = LLM(TINY / "target", draft, draft_tokens=None), Layout.parse("tensor=2")
-    assert llm._draft_tokens("auto", draft, cut) is None
+    cut = Layout.parse("tensor=2")
+    assert Checkpoint.read(LLMConfig(TINY / "target", draft, mesh=cut)).draft_vocabulary is None
     with pytest.raises(InputError, match="cut over devices"):
-        llm._draft_tokens(draft / "draft_tokens.json", draft, cut)
+        Checkpoint.read(LLMConfig(TINY / "target", draft, mesh=cut, draft_tokens=draft / "draft_tokens.json"))
 
 
 @pytest.mark.parametrize(

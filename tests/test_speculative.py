@@ -15,8 +15,8 @@ from tiny import VOCAB, coach, fast, sampling, yields
 from dflash_jax.decoding.batch_init import init_state
 from dflash_jax.decoding.speculative import decide, propose
 from dflash_jax.decoding.state import Settings
-from dflash_jax.models import cache
 from dflash_jax.models.drafter import DraftWindow
+from dflash_jax.ops import attention, cache
 from dflash_jax.tools.equality import Reference, check_same, equal_or_tie, new_tokens
 
 # One token; idle; longer than a prefill chunk and the draft window, and up to the buffer's last position; three more.
@@ -54,6 +54,7 @@ def short_chunks():
     """Context is read in several pieces."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cache, "CONTEXT_CHUNK", 32)
+        patch.setattr(attention, "CONTEXT_CHUNK", 32)
         yield
 
 

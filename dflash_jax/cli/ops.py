@@ -12,8 +12,8 @@ from functools import partial
 from dflash_jax.cli.options import Parser, exit_code, program
 from dflash_jax.cli.system_config import read_system
 from dflash_jax.errors import InputError
-from dflash_jax.ops.backend import CHOICES, Backend, Choice
-from dflash_jax.ops.card import Card
+from dflash_jax.ops.backend import Backend, Choice
+from dflash_jax.ops.card import CHOICES, Card
 from dflash_jax.parallel.devices import DEVICES
 from dflash_jax.planner import Shapes, abstract_pair, read_shapes
 

@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from dflash_jax.errors import EngineError, InputError
-from dflash_jax.ops.backend import CHOICES
+from dflash_jax.ops.card import CHOICES
 from dflash_jax.ops.kernels.triton import launch
 
 

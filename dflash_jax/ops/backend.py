@@ -15,10 +15,9 @@ import jax
 import jax.numpy as jnp
 
 from dflash_jax.errors import InputError
-from dflash_jax.ops.card import OLDEST, OLDEST_FP8, Card
+from dflash_jax.ops.card import CHOICES, OLDEST, OLDEST_FP8, Card
 from dflash_jax.ops.kernels.cpu import calls as cpp
 
-CHOICES = ("auto", "xla")
 # From this jax on, these versions of jax-triton cannot be traced.
 JAX_OF_JAX_TRITON = ((0, 12), "0.4.")
 

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 
 KIB = 1024
+# Of --kernels.
+CHOICES = ("auto", "xla")
 # Bytes of shared memory that a program may have, by compute capability (CUDA C++ Programming Guide, technical
 # specifications). Used where JAX does not report it, and for cards that are not in this machine.
 SHARED_MEMORY = {

@@ -24,8 +24,8 @@ from dflash_jax.checkpoint.config_files import find_config
 from dflash_jax.cli.options import Parser, exit_code
 from dflash_jax.cli.system_config import read_system
 from dflash_jax.errors import InputError
-from dflash_jax.ops.backend import CHOICES, Backend
-from dflash_jax.ops.card import Card
+from dflash_jax.ops.backend import Backend
+from dflash_jax.ops.card import CHOICES, Card
 from dflash_jax.parallel.devices import DEVICES
 from dflash_jax.planner import abstract_pair, read_shapes
 from dflash_jax.tools.xla_text import KERNELS, copied_bytes, shape_key, thunk_kinds, weights_read, written_bytes

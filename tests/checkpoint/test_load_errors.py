@@ -15,6 +15,7 @@ from dflash_jax.checkpoint.hub import resolve
 from dflash_jax.checkpoint.load import load_drafter, load_target, save_module
 from dflash_jax.errors import InputError
 from dflash_jax.models.families import dflash, qwen3_5
+from dflash_jax.ops.backend import XLA
 
 ROPE = {"rope_theta": 10000.0, "partial_rotary_factor": 0.6, "mrope_section": [3, 2, 1]}
 TARGET_JSON = {
@@ -474,7 +475,7 @@ def test_bfloat16_round_trip_is_exact(target, drafter, tmp_path):
         rounded = [np.asarray(x).astype(jnp.bfloat16) for x in jax.tree.leaves(module)]
         save_module(module, table.weight_names(module.config), raw, path)
         assert json.loads((path / "config.json").read_text()) == raw
-        back = load(path, jnp.bfloat16)
+        back = load(path, jnp.bfloat16, backend=XLA)
         assert jax.tree.structure(back) == jax.tree.structure(module)
         for a, b in zip(jax.tree.leaves(back), rounded, strict=True):
             assert a.dtype == b.dtype == jnp.bfloat16

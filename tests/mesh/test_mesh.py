@@ -14,6 +14,7 @@ import pytest
 from dflash_jax import LLM, InputError, SamplingParams
 from dflash_jax.frontend.compare import divergence
 from dflash_jax.models.layers import output
+from dflash_jax.ops.backend import XLA
 from dflash_jax.parallel.sharding import AxisSharding, Layout
 
 HERE = Path(__file__).parent
@@ -109,6 +110,8 @@ def test_a_cut_map_is_summed_and_its_residual_added_once(with_residual):
     y, weight, rest = (rng.standard_normal(shape).astype(np.float32) for shape in ((3, 8), (5, 8), (3, 5)))
     residual = rest if with_residual else None
     halves = [np.stack(np.split(a, 2, axis=1)) for a in (y, weight)]
-    found = jax.vmap(lambda y, w: output(y, w, 1, AxisSharding(("tensor0",)), residual), axis_name="tensor0")(*halves)
+    found = jax.vmap(lambda y, w: output(XLA, y, w, 1, AxisSharding(("tensor0",)), residual), axis_name="tensor0")(
+        *halves
+    )
     expected = y @ weight.T + (rest if with_residual else 0)
     np.testing.assert_allclose(found, np.stack([expected, expected]), rtol=1e-5, atol=1e-5)

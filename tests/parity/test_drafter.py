@@ -17,6 +17,8 @@ from dflash_jax.checkpoint.load import load_drafter
 from dflash_jax.errors import InputError
 from dflash_jax.models.drafter import Drafter, DraftWindow, TargetHeads, abstract_drafter
 from dflash_jax.models.families import dflash
+from dflash_jax.ops.attention import write
+from dflash_jax.ops.backend import XLA
 from dflash_jax.ops.cache import KVCache
 
 HIDDEN, TAPS, VOCAB, SLOTS = 24, 2, 53, 16
@@ -314,7 +316,7 @@ def test_a_ring_keeps_the_newest_in_any_scatter_order():
     keep = positions < 29
     values = positions.astype(jnp.float32)[..., None, None]
     backwards = [x[:, ::-1] for x in (values, values, positions, keep)]
-    for cache in (empty.write(values, values, positions, keep), empty.write(*backwards)):
+    for cache in (write(XLA, empty, values, values, positions, keep), write(XLA, empty, *backwards)):
         held = np.asarray(cache.positions(jnp.arange(9), jnp.asarray([29])))[0]
         assert sorted(held) == [0, 1, *range(22, 29)]
         np.testing.assert_array_equal(cache.k[0, 0, :, 0], held)
