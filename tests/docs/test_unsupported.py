@@ -9,7 +9,7 @@ from pages import ROOT
 
 from dflash_jax import LLM, InputError
 from dflash_jax.cli.serve_arguments import parse
-from dflash_jax.frontend.llm import TINY
+from dflash_jax.frontend.llm_config import TINY
 
 PAGE = (ROOT / "docs" / "unsupported.md").read_text(encoding="utf-8")
 CHAT = [{"role": "user", "content": "x"}]
