@@ -158,7 +158,7 @@ def run(args, system) -> int:
         block_size=args.block_size,
         slots=args.slots,
         mem_fraction=args.mem_fraction,
-        # One prompt shares its beginning with nobody.
+        # A single prompt has no other prompt to share a prefix with.
         prefix_bytes=None if len(prompts) > 1 else 0,
         draft_window_size=args.draft_window_size,
         draft_sink_size=args.draft_sink_size,

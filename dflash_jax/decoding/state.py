@@ -112,7 +112,7 @@ def state_specs(target: Decoder, drafter: Drafting | None, state: DecodeState) -
 
 
 def _is_held(x) -> bool:
-    """Whether rows of it are worked on where they lie."""
+    """Whether its rows are read and written in place."""
     return isinstance(x, KVCache | DeltaState | SamplingRows)
 
 

@@ -142,7 +142,7 @@ class Executables(StepCalls):
         return np.asarray(x)
 
     def _place(self, x, spec):
-        """With several hosts, each has all values and places those of its own devices."""
+        """Places an argument. Each of several hosts has the whole value and places the part of its own devices."""
         return x if isinstance(x, jax.Array) else place(np.asarray(x), NamedSharding(self.mesh, spec))
 
     def abstract_state(self, slots: int, capacity: int, settings: Settings) -> DecodeState:

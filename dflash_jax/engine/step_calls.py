@@ -1,5 +1,6 @@
 """The step functions as methods: `Executables` runs them, `AheadOfTime` only compiles them."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
 
@@ -19,7 +20,7 @@ from dflash_jax.parallel.sharding import DATA
 BATCH, REPLICATED = PartitionSpec(DATA), PartitionSpec()
 
 
-class StepCalls:
+class StepCalls(ABC):
     """Methods that call the functions of `decoding.step_functions` on one pair of models.
 
     ``slots`` is int32 [data shards * b]: for each shard of the mesh's data axis, b of the shard's own slots, numbered
@@ -37,6 +38,7 @@ class StepCalls:
     def __init__(self, target: Decoder, drafter: Drafting | None):
         self.pair = target, drafter
 
+    @abstractmethod
     def call(self, key: tuple, function: Callable, state: DecodeState, args: tuple, specs: Callable, donate=True):
         """Calls ``function(target, drafter, state, *args)``.
 
@@ -51,15 +53,14 @@ class StepCalls:
         Returns:
             What ``function`` returns.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def empty(self, slots: int, capacity: int, settings: Settings) -> DecodeState:
         """An `empty_state` of ``slots`` slots with ``capacity`` positions each, on the mesh."""
-        raise NotImplementedError
 
+    @abstractmethod
     def read(self, x: jax.Array) -> np.ndarray:
         """``x`` on the host."""
-        raise NotImplementedError
 
     @property
     def config(self):

@@ -61,7 +61,7 @@ class Backend:
 
     @classmethod
     def detect(cls, kernels: str = "auto") -> "Backend":
-        """The backend of this process's first device. On a CPU it compiles the C++ kernels where that is due.
+        """The backend of this process's first device. On a CPU it compiles the C++ kernels unless they are cached.
 
         Raises:
             InputError: ``kernels`` is not one of `CHOICES`.

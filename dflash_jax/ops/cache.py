@@ -35,8 +35,8 @@ class KVCache:
     Attributes:
         k: Keys, [B, K, S, D].
         v: Values, [B, K, S, D].
-        rows: int [b]: the cache stands for these of its B rows, which are read and written in place; indices from B
-            on are padding. None: all rows.
+        rows: int [b]: the rows of the B that operations read and write, in place; indices from B on are padding.
+            None: all rows.
         sinks: Positions of a ring that stay.
         ring: Whether it is a ring.
     """

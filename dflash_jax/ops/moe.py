@@ -63,7 +63,7 @@ def experts_grouped(backend: Backend, x, weights, chosen, gate_up, down):
     rows = max(LEAST_GROUP_ROWS, GROUP_ROWS << max(tokens * k // e - 1, 0).bit_length())
     rows = min(rows, tokens)
     expert = jnp.where(weights != 0, chosen, e).reshape(-1)
-    # Each choice's place among those of its expert, by comparing all: one kernel, where sorting takes many.
+    # The rank of each choice among its expert's choices. Comparing all pairs is one kernel, a sort several.
     choice = jnp.arange(tokens * k)
     earlier = (expert[:, None] == expert) & (choice < choice[:, None])
     place = jnp.where(expert < e, earlier.sum(1), -1)

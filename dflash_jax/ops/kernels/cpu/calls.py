@@ -24,8 +24,8 @@ MOST_SIZE = 256  # of heads, of attention and of the delta rule
 
 @cache
 def why_not() -> str:
-    """Why the kernels cannot be called; empty where they can. It compiles and registers them where that is due, and
-    logs a reason once."""
+    """Why the kernels cannot be called; empty where they can. The first call compiles them if they are
+    not in the cache, registers them, and logs a reason."""
     compiler = find_compiler()
     if compiler is None:
         log.warning("no C++ compiler is here (c++, or CXX): on this CPU all kernels are XLA's, which are slower")
@@ -113,7 +113,7 @@ def mix(qkvz, gates, state, taps, a_log, dt_bias, norm, eps: float):
 
 
 def replay(state, record, n):
-    """As `ops.gated_delta.replay`: the state's arrays, written where they lie."""
+    """As `ops.gated_delta.replay`: the state's arrays, written in place."""
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (state.recurrent, state.conv)]
     call = jax.ffi.ffi_call("DflashReplay", shapes, input_output_aliases={0: 0, 1: 1})
     held = state.recurrent, state.conv, state.row_indices()

@@ -180,7 +180,7 @@ def _too_many(k) -> str | None:
 
 
 def write_triton(card: Card, k_held, v_held, k, v, rows, slots) -> tuple:
-    """As `ops.attention.put`, of both, where they lie."""
+    """As `ops.attention.put`, in place."""
     b, t, heads, d = k.shape
     return triton_call(
         card, _write, [k_held, v_held, k, v, rows, slots], [], (b * t * heads,), in_place=(0, 1), num_warps=1, T=t,
