@@ -31,7 +31,7 @@ hypothesis.settings.load_profile("untimed")
 
 
 LONGEST = (
-    *("tests/mesh", "tests/engine/test_engine", "tests/training", "tests/server", "tests/test_llm_engine"),
+    *("tests/mesh", "tests/engine/test_engine", "tests/training", "tests/server", "tests/frontend/test_llm_engine"),
     "tests/parity",
 )
 

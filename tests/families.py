@@ -2,9 +2,8 @@
 
 from dataclasses import replace
 
-from helpers import ATTENTION, DELTA, MOE, tiny_config
-
 from dflash_jax.models.config import LayerSpec, MlpSpec, ModelConfig
+from tests.helpers import ATTENTION, DELTA, MOE, tiny_config
 
 VOCAB = 64
 

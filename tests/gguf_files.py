@@ -8,7 +8,6 @@ from unittest import mock
 import gguf
 import numpy as np
 import torch
-from helpers import draw
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -20,6 +19,7 @@ from transformers import (
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from dflash_jax.frontend.llm_config import TINY
+from tests.helpers import draw
 
 TOKENIZER = json.loads((TINY / "target" / "tokenizer.json").read_text(encoding="utf-8"))
 SHAPE = {

@@ -7,7 +7,6 @@ from importlib.metadata import version
 import jax
 import jax.numpy as jnp
 import numpy as np
-from helpers import random_decoder, random_drafter, tiny_config, tiny_draft_config
 
 from dflash_jax.decoding import speculative
 from dflash_jax.decoding.batch_init import init_state
@@ -16,6 +15,7 @@ from dflash_jax.decoding.state import DecodeState, Settings
 from dflash_jax.models.config import LayerSpec, MlpSpec
 from dflash_jax.models.decoder import Decoder
 from dflash_jax.models.drafter import Drafter, DrafterWrapper, Proposal
+from tests.helpers import random_decoder, random_drafter, tiny_config, tiny_draft_config
 
 VOCAB = 61
 

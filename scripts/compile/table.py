@@ -3,7 +3,7 @@
     python scripts/compile/table.py [--only four-layers|full]
 
 Rows already in the file are kept unless --again is given, so an interrupted run goes on. The rows of four layers are
-what tests/scripts/test_compile_report.py compares with.
+what tests/tools/test_compile_report.py compares with.
 """
 
 import argparse

@@ -33,7 +33,7 @@ ROWS = [
     "qwen3.6-35b-a3b --device v5p:2x2x2",
     "qwen3.5-27b --device v5p:2x2x2",
 ]
-# What tests/scripts/test_compile_report.py compares with.
+# What tests/tools/test_compile_report.py compares with.
 FOUR_LAYERS = ["qwen3.6-35b-a3b --device b200 --devices 8 --layers 4"]
 INTRODUCTION = """# A training step, compiled
 

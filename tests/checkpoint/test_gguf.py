@@ -9,19 +9,6 @@ import jax
 import numpy as np
 import pytest
 import torch
-from float64 import assert_near, in_both
-from gguf_files import (
-    EXPERTS,
-    MODELS,
-    SHAPE,
-    TOKENIZER,
-    metadata,
-    random_model,
-    read_by_transformers,
-    stored,
-    tokenizer_metadata,
-    write_gguf,
-)
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer as Fast
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -35,6 +22,19 @@ from dflash_jax.errors import InputError
 from dflash_jax.models.config import Llama3Spec, RopeSpec
 from dflash_jax.models.rope import rope_frequencies
 from dflash_jax.tools.equality import forward
+from tests.float64 import assert_near, in_both
+from tests.gguf_files import (
+    EXPERTS,
+    MODELS,
+    SHAPE,
+    TOKENIZER,
+    metadata,
+    random_model,
+    read_by_transformers,
+    stored,
+    tokenizer_metadata,
+    write_gguf,
+)
 
 CONVERT = Path(__file__).parents[2] / "convert"
 TEXT = "def main(argv):\n    return 42  # naïve 你好 <|im_end|>\n\n\n  x = 1234.5\n"

@@ -4,8 +4,6 @@ import resource
 import struct
 
 import pytest
-from gguf_files import MODELS
-from test_gguf import make
 
 from dflash_jax.checkpoint.files import write_json
 from dflash_jax.checkpoint.gguf import GgufFile, hf_tensors, llama3_scaling, read_config
@@ -13,6 +11,8 @@ from dflash_jax.checkpoint.gguf_file import MOST_ITEMS
 from dflash_jax.checkpoint.gguf_tokenizer import save_tokenizer
 from dflash_jax.checkpoint.load import read_target_config
 from dflash_jax.errors import InputError
+from tests.checkpoint.test_gguf import make
+from tests.gguf_files import MODELS
 
 # What a file can hold: numbers of 64 bits, floats, switches, texts and flat lists.
 VALUES = (

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import HIDDEN, VOCAB, random_decoder, random_drafter, tiny_config, tiny_draft_config
 from safetensors.numpy import load_file, save_file
 
 from dflash_jax.checkpoint.files import INDEX, TensorFiles
@@ -16,6 +15,7 @@ from dflash_jax.checkpoint.load import load_drafter, load_target, save_module
 from dflash_jax.errors import InputError
 from dflash_jax.models.families import dflash, qwen3_5
 from dflash_jax.ops.backend import XLA
+from tests.helpers import HIDDEN, VOCAB, random_decoder, random_drafter, tiny_config, tiny_draft_config
 
 ROPE = {"rope_theta": 10000.0, "partial_rotary_factor": 0.6, "mrope_section": [3, 2, 1]}
 TARGET_JSON = {

@@ -1,23 +1,20 @@
 """The server of tests/server, for the pages' requests."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 
-_spec = importlib.util.spec_from_file_location("server_fixtures", Path(__file__).parents[1] / "server" / "conftest.py")
-_fixtures = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(_fixtures)
-llm = _fixtures.llm
+from dflash_jax.server.serving import Serving
+from tests.server.conftest import Running, llm, started
+
+__all__ = ["llm", "server"]
 
 
 @pytest.fixture(scope="session")
 def server(llm):
     """A server without a warm-up: programs are compiled when a request needs them."""
-    engine = _fixtures.started(llm, prepared=False)
-    serving = _fixtures.Serving(llm, engine, ["dflash-tiny"], info={"model_path": "bundled"})
+    engine = started(llm, prepared=False)
+    serving = Serving(llm, engine, ["dflash-tiny"], info={"model_path": "bundled"})
     serving.is_ready = True
-    running = _fixtures.Running(serving)
+    running = Running(serving)
     yield running
     running.stop()
     engine.stop()

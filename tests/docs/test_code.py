@@ -7,10 +7,10 @@ import sys
 
 import httpx
 import pytest
-from pages import PAGES, ROOT, blocks, commands
 
 from dflash_jax.cli.main import COMMANDS
 from dflash_jax.errors import InputError
+from tests.docs.pages import PAGES, ROOT, blocks, commands
 
 WITH_PYTHON = [page for page in PAGES if blocks(page, "python")]
 SHELL = [block for page in PAGES for block in blocks(page, "bash")]

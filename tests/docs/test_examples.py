@@ -6,7 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from pages import ROOT
+
+from tests.docs.pages import ROOT
 
 EXAMPLES = ROOT / "examples"
 # What each prints, of what it claims.

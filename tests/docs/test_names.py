@@ -5,9 +5,9 @@ import inspect
 import re
 
 import pytest
-from pages import PAGES, ROOT
 
 from dflash_jax import LLM, SamplingParams
+from tests.docs.pages import PAGES, ROOT
 
 PATH = re.compile(r"\b(?:scripts|tests|configs|benchmarks|convert|examples|docs|dflash_jax)/[\w./-]*\w")
 MODULE = re.compile(r"\bdflash_jax(?:\.\w+)+")

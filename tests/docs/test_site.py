@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 
-from pages import ROOT
+from tests.docs.pages import ROOT
 
 
 def test_the_site_is_built_strictly(tmp_path):

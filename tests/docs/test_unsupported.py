@@ -5,11 +5,11 @@ import re
 import shutil
 
 import pytest
-from pages import ROOT
 
 from dflash_jax import LLM, InputError
 from dflash_jax.cli.serve_arguments import parse
 from dflash_jax.frontend.llm_config import TINY
+from tests.docs.pages import ROOT
 
 PAGE = (ROOT / "docs" / "unsupported.md").read_text(encoding="utf-8")
 CHAT = [{"role": "user", "content": "x"}]

@@ -4,7 +4,6 @@ import random
 from types import SimpleNamespace
 
 import numpy as np
-import tiny
 
 from dflash_jax.decoding.state import Settings
 from dflash_jax.engine.config import EngineConfig
@@ -14,6 +13,7 @@ from dflash_jax.engine.model_runner import ModelRunner
 from dflash_jax.engine.request import Request
 from dflash_jax.sampling_params import SamplingParams
 from dflash_jax.tools.equality import Reference, equal_or_tie
+from tests import tiny
 
 MARKER, CAPACITY, SIZES = 1, 96, (8, 32)
 

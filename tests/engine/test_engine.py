@@ -11,8 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
-from load import CAPACITY, MARKER, alone, check, engine_for, some_requests, under_load
 
 from dflash_jax.decoding import prefix_snapshot
 from dflash_jax.engine import model_runner
@@ -23,6 +21,8 @@ from dflash_jax.engine.token_rules import Rules, ThinkingBudget, TokenRules
 from dflash_jax.models.decoder import Decoder, is_delta
 from dflash_jax.sampling_params import MAX_STOPS, SamplingParams
 from dflash_jax.tools.token_runs import Remembering
+from tests import tiny
+from tests.engine.load import CAPACITY, MARKER, alone, check, engine_for, some_requests, under_load
 
 # DFLASH_LOAD=1500 for a long soak.
 COUNT = int(os.environ.get("DFLASH_LOAD", "400"))

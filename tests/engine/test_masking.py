@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-from mock_runner import engine, expected, request, run
 
 from dflash_jax.engine.masking import NO_DRAFT, Masking, RoundOfMasks
 from dflash_jax.engine.request import ReadyMasks
 from dflash_jax.errors import EngineError, InputError
+from tests.engine.mock_runner import engine, expected, request, run
 
 
 class Counting(ReadyMasks):

@@ -4,12 +4,12 @@ import random
 
 import numpy as np
 import pytest
-from mock_runner import END, VOCAB, engine, expected, request, run
 
 from dflash_jax.engine.config import EngineConfig, prefill_config
 from dflash_jax.engine.engine import QueueFullError
 from dflash_jax.engine.request import ReadyMasks
 from dflash_jax.errors import EngineError, InputError
+from tests.engine.mock_runner import END, VOCAB, engine, expected, request, run
 
 
 def told(events, request) -> list[int]:

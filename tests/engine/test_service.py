@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from mock_runner import engine, expected, next_token, request
 
 from dflash_jax.engine.engine import QueueFullError
 from dflash_jax.engine.request import ReadyMasks
 from dflash_jax.engine.service import AsyncEngine
 from dflash_jax.errors import EngineError, InputError, UnavailableError
+from tests.engine.mock_runner import engine, expected, next_token, request
 
 
 async def collect(running: AsyncEngine, wanted) -> list[int]:

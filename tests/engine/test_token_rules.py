@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mock_runner import engine, request, run
 
 from dflash_jax.engine.request import ReadyMasks
 from dflash_jax.engine.token_rules import CombinedMasks, Rules, ThinkingBudget, TokenRules, packed
+from tests.engine.mock_runner import engine, request, run
 
 VOCAB, STOPS, OPEN, CLOSE = 40, (0, 33), (5,), (6,)
 tokens = st.integers(0, VOCAB - 1)

@@ -7,8 +7,6 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
-import tiny
-from load import CAPACITY, engine_for, some_requests
 
 from dflash_jax.decoding.state import Settings
 from dflash_jax.engine import model_runner
@@ -19,6 +17,8 @@ from dflash_jax.engine.memory import Memory, device_memory, plan_memory
 from dflash_jax.engine.request import Request
 from dflash_jax.engine.warm_up import warm_up
 from dflash_jax.errors import InputError
+from tests import tiny
+from tests.engine.load import CAPACITY, engine_for, some_requests
 
 
 @pytest.fixture(scope="module")

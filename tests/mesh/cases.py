@@ -1,15 +1,11 @@
 """Eight devices give one device's tokens. Collected by `test_mesh.py` only, in a process that has eight CPU devices."""
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from families import VOCAB, family_config
-from helpers import random_decoder, random_drafter, tiny_draft_config
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -30,9 +26,9 @@ from dflash_jax.models.drafter import abstract_drafter
 from dflash_jax.ops.cache import KVCache
 from dflash_jax.parallel.sharding import Layout, parameter_paths, spec
 from dflash_jax.tools.equality import Reference, check_same
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
-from load import alone, engine_for, some_requests, under_load
+from tests.engine.load import alone, engine_for, some_requests, under_load
+from tests.families import VOCAB, family_config
+from tests.helpers import random_decoder, random_drafter, tiny_draft_config
 
 SETTINGS = Settings(window=8, top_logprobs=2)
 PROMPTS = [list(range(3, 20)), [5], list(range(40, 50)), [7, 8, 9], [], [1, 2], [60, 3], [9] * 12]

@@ -4,7 +4,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from float64 import Exact, assert_near, doubled
 from transformers import Qwen3_5TextConfig, Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
@@ -14,6 +13,7 @@ from dflash_jax.models.config import RopeSpec
 from dflash_jax.models.families.reading import Raw, read_rope
 from dflash_jax.models.rope import rope_angles, rope_frequencies
 from dflash_jax.ops.attention import apply_rope
+from tests.float64 import Exact, assert_near, doubled
 
 
 def exact(compute) -> list[Exact]:

@@ -21,8 +21,8 @@ pytest.importorskip("triton.runtime.interpreter")
 from dflash_jax.tools.triton_interpreter import interpreting, small_grids
 
 BACKENDS = (Backend.detect(), Backend.for_card(HOPPER), Backend.xla("cuda"), Backend.xla("tpu"), XLA)
-# Compared in tests/kernels, with their own tolerances: one is for bfloat16 only, and Triton's replay takes decays from
-# differences of sums, whose roundings come to up to 1.2 times what is allowed here.
+# Compared in tests/ops/kernels, with their own tolerances: one is for bfloat16 only, and Triton's replay takes decays
+# from differences of sums, whose roundings come to up to 1.2 times what is allowed here.
 ELSEWHERE = {("gated_delta", "triton, chunks"), ("replay", "triton")}
 
 

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from float64 import Exact, in_both
-from helpers import draw, extend, logits
 
 from dflash_jax.models.cache import init_cache
+from tests.float64 import Exact, in_both
+from tests.helpers import draw, extend, logits
 
 logging.getLogger("transformers").setLevel(logging.ERROR)
 torch.set_num_threads(1)

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from float64 import assert_near, in_both
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dflash_jax import LLM, SamplingParams
 from dflash_jax.frontend.llm_config import TINY
+from tests.float64 import assert_near, in_both
 
 TEXT = os.__doc__ + "\nimport os\n\ndef walk(top):\n    for name in os.listdir(top):\n        yield name\n"
 

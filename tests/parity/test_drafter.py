@@ -4,13 +4,10 @@ import json
 from functools import partial
 from pathlib import Path
 
-import dflash_reference
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from float64 import Exact, assert_near
-from helpers import draw
 from safetensors.numpy import save_file
 
 from dflash_jax.checkpoint.load import load_drafter
@@ -20,6 +17,9 @@ from dflash_jax.models.families import dflash
 from dflash_jax.ops.attention import write
 from dflash_jax.ops.backend import XLA
 from dflash_jax.ops.cache import KVCache
+from tests.float64 import Exact, assert_near
+from tests.helpers import draw
+from tests.parity import dflash_reference
 
 HIDDEN, TAPS, VOCAB, SLOTS = 24, 2, 53, 16
 CONFIGS = Path(__file__).parents[2] / "configs" / "hf"

@@ -4,8 +4,6 @@ import json
 
 import numpy as np
 import pytest
-from float64 import assert_near
-from oracle import PIECES, SLOTS, assert_same_parameters, oracle, randomise, run
 from safetensors.numpy import load_file, save_file
 from transformers import (
     LlamaConfig,
@@ -20,6 +18,8 @@ from transformers import (
 
 from dflash_jax.checkpoint.load import load_target
 from dflash_jax.errors import InputError
+from tests.float64 import assert_near
+from tests.parity.oracle import PIECES, SLOTS, assert_same_parameters, oracle, randomise, run
 
 CLASSIC = {
     "vocab_size": 101,

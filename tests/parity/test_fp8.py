@@ -7,8 +7,6 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from float64 import assert_near
-from oracle import oracle, randomise
 from safetensors.numpy import load_file, save_file
 from transformers import FineGrainedFP8Config, Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig
 
@@ -19,6 +17,8 @@ from dflash_jax.errors import InputError
 from dflash_jax.frontend.llm_config import TINY
 from dflash_jax.ops.weights import QuantizedWeight, dense, quantize
 from dflash_jax.parallel.sharding import parameter_paths
+from tests.float64 import assert_near
+from tests.parity.oracle import oracle, randomise
 
 COMMON = {
     "vocab_size": 101,

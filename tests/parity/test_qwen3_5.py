@@ -7,9 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from float64 import assert_near
-from helpers import extend, logits
-from oracle import LENGTHS, PIECES, SLOTS, assert_same_parameters, oracle, pad, randomise, run
 from safetensors.numpy import load_file, save_file
 from transformers import (
     Qwen3_5Config,
@@ -25,6 +22,9 @@ from transformers import (
 from dflash_jax.checkpoint.load import load_target, read_target_config
 from dflash_jax.models.cache import init_cache
 from dflash_jax.models.config import GatedDeltaSpec
+from tests.float64 import assert_near
+from tests.helpers import extend, logits
+from tests.parity.oracle import LENGTHS, PIECES, SLOTS, assert_same_parameters, oracle, pad, randomise, run
 
 COMMON = {
     "vocab_size": 101,

@@ -9,15 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from float64 import assert_near, in_both
-from gguf_files import read_by_transformers
-from helpers import load_script
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from dflash_jax import LLM, SamplingParams
 from dflash_jax.checkpoint.gguf import convert
 from dflash_jax.errors import InputError
 from dflash_jax.tools.equality import equal_or_tie, forward
+from tests.float64 import assert_near, in_both
+from tests.gguf_files import read_by_transformers
+from tests.helpers import load_script
 
 fetch_smollm2 = load_script("data/fetch_smollm2.py")
 

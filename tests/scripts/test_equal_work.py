@@ -3,7 +3,8 @@
 from pathlib import Path
 
 import pytest
-from helpers import load_script
+
+from tests.helpers import load_script
 
 equal_work = load_script("bench/equal_work.py")
 

@@ -1,4 +1,4 @@
-from helpers import load_script
+from tests.helpers import load_script
 
 fetch_smollm2 = load_script("data/fetch_smollm2.py")
 

@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
-from helpers import load_script
+
+from tests.helpers import load_script
 
 ngram = load_script("bundled/ngram_baseline.py")
 

@@ -1,7 +1,8 @@
 """Curves of runs, one behind the other."""
 
 import pytest
-from helpers import load_script
+
+from tests.helpers import load_script
 
 plot_training = load_script("bench/plot_training.py")
 

@@ -3,13 +3,13 @@
 import socket
 
 import pytest
-from conftest import Running
 
 from dflash_jax.cli.serve_arguments import parse
 from dflash_jax.errors import InputError
 from dflash_jax.server.access import OPEN_PATHS, Access, default_hosts
 from dflash_jax.server.errors import ApiError
 from dflash_jax.server.serving import Serving
+from tests.server.conftest import Running
 
 
 def status(access: Access, path: str = "/v1/models", method: str = "GET", **headers: str) -> int:

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import httpx
 import pytest
-from conftest import MESSAGES, NAME, OFF, SCHEMA, TOOL, alone, programs_of
 
 from dflash_jax import SamplingParams
 from dflash_jax.server.conversation import Delta
 from dflash_jax.server.responses_output import Output
 from dflash_jax.server.serving import Serving
 from dflash_jax.server.tools import CallDelta
+from tests.server.conftest import MESSAGES, NAME, OFF, SCHEMA, TOOL, alone, programs_of
 
 # Completions.
 

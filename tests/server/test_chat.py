@@ -4,7 +4,8 @@ import json
 
 import openai
 import pytest
-from conftest import MESSAGES, NAME, OFF, alone
+
+from tests.server.conftest import MESSAGES, NAME, OFF, alone
 
 
 @pytest.mark.parametrize("more", [{}, {"temperature": 1.0, "top_p": 0.95}], ids=["greedy", "sampled"])

@@ -5,8 +5,9 @@ import itertools
 from collections import defaultdict
 
 import pytest
-from conftest import MESSAGES
-from test_output_fields import joined, stream
+
+from tests.server.conftest import MESSAGES
+from tests.server.test_output_fields import joined, stream
 
 PROMPT = "The capital of France is"
 

@@ -7,7 +7,6 @@ import time
 
 import httpx
 import pytest
-from conftest import MESSAGES, NAME, OFF, Running, alone, started
 
 from dflash_jax import SamplingParams
 from dflash_jax.cli.serve_arguments import parse
@@ -15,6 +14,7 @@ from dflash_jax.errors import InputError
 from dflash_jax.server.control import Probe
 from dflash_jax.server.cors import Cors
 from dflash_jax.server.serving import Serving
+from tests.server.conftest import MESSAGES, NAME, OFF, Running, alone, started
 
 LONG = {"prompt": "def f(", "max_tokens": 900, "ignore_eos": True, "stream": True}
 

@@ -13,14 +13,14 @@ from contextlib import ExitStack
 import httpx
 import pytest
 import uvicorn
-from conftest import Running, started, wait_until
-from helpers import without_kernels_line
-from test_serve import serving
 
 from dflash_jax.cli.serve import Runner
 from dflash_jax.engine.service import AsyncEngine
 from dflash_jax.server.app import build
 from dflash_jax.server.serving import Serving
+from tests.cli.test_serve import serving
+from tests.helpers import without_kernels_line
+from tests.server.conftest import Running, started, wait_until
 
 STREAMS = 120
 BODY = {"prompt": "def f(", "max_tokens": 700, "ignore_eos": True, "stream": True}

@@ -9,8 +9,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from conftest import wait_until
-from hostile import chained_rules, linked_definitions, many_terms, slow_expression
 
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.llm_config import TINY
@@ -20,6 +18,8 @@ from dflash_jax.server.constraint import Constraint, grammar_tokens
 from dflash_jax.server.errors import ApiError
 from dflash_jax.server.grammar import GrammarLimits, GrammarProcesses
 from dflash_jax.server.grammar_walk import GrammarWalk
+from tests.server.conftest import wait_until
+from tests.server.hostile import chained_rules, linked_definitions, many_terms, slow_expression
 
 LIMITS = GrammarLimits(compile_s=60, wait_s=120.0, step_s=120.0)
 EASY = Constraint("regex", "[ab]{2,40}c", "f")

@@ -6,8 +6,9 @@ from contextlib import ExitStack, suppress
 
 import pytest
 import trustme
-from conftest import wait_until
-from test_connections import (
+
+from tests.server.conftest import wait_until
+from tests.server.test_connections import (
     CLOSE,
     ENDLESS,
     POST,

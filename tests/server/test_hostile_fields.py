@@ -5,7 +5,8 @@ import random
 
 import httpx
 import pytest
-from test_robust import HI, JSON
+
+from tests.server.test_robust import HI, JSON
 
 NESTED, MAPPING = [], {}
 for _ in range(60):

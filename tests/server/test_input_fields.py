@@ -3,10 +3,10 @@
 import json
 
 import pytest
-from conftest import MESSAGES, OFF, TOOL, Running, posted
 
 from dflash_jax.server import chat_schema
 from dflash_jax.server.serving import Limits, Serving
+from tests.server.conftest import MESSAGES, OFF, TOOL, Running, posted
 
 WIDTHS = (1, 16)
 PROMPT = "def clamp(value, low, high):\n    return"

@@ -15,10 +15,8 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from conftest import TOOL, wait_until
 from hypothesis import given
 from hypothesis import strategies as st
-from test_robust import HI, JSON
 
 from dflash_jax.frontend.llm_config import TINY
 from dflash_jax.frontend.tokenizer import Tokenizer
@@ -28,6 +26,8 @@ from dflash_jax.server.errors import ApiError, JsonResponse
 from dflash_jax.server.large_answers import json_pieces
 from dflash_jax.server.serving import Limits
 from dflash_jax.server.texts import Texts
+from tests.server.conftest import TOOL, wait_until
+from tests.server.test_robust import HI, JSON
 
 LEAVES = st.none() | st.booleans() | st.integers() | st.text() | st.text(alphabet='\\",[]{}:', max_size=20)
 VALUES = st.recursive(LEAVES, lambda v: st.lists(v, max_size=40) | st.dictionaries(st.text(), v), max_leaves=60)

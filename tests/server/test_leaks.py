@@ -6,8 +6,9 @@ import os
 from collections import Counter
 
 import httpx
-from conftest import wait_until
-from test_robust import HI
+
+from tests.server.conftest import wait_until
+from tests.server.test_robust import HI
 
 ENDLESS = {"max_tokens": 400, "ignore_eos": True, "stream": True}
 REQUESTS = [

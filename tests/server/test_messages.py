@@ -4,7 +4,6 @@ import json
 
 import anthropic
 import pytest
-from conftest import MESSAGES, NAME, OFF, SCHEMA, TOOL, Running, alone
 
 from dflash_jax.server.conversation import Delta
 from dflash_jax.server.messages_input import as_messages
@@ -12,6 +11,7 @@ from dflash_jax.server.messages_output import Content
 from dflash_jax.server.messages_schema import Block, MessagesRequest, TurnMessage
 from dflash_jax.server.serving import Serving
 from dflash_jax.server.tools import CallDelta
+from tests.server.conftest import MESSAGES, NAME, OFF, SCHEMA, TOOL, Running, alone
 
 HI = [{"role": "user", "content": "hi"}]
 GREEDY = {"extra_body": {"temperature": 0}}

@@ -4,11 +4,11 @@ import json
 import pickle
 
 import pytest
-from conftest import MESSAGES, Running, posted
 from pydantic import ValidationError
 
 from dflash_jax.server import chat_schema, native_schema, neutral_fields, responses_schema, schema
 from dflash_jax.server.serving import Limits, Serving
+from tests.server.conftest import MESSAGES, Running, posted
 
 BODIES = {
     "/v1/chat/completions": (chat_schema.ChatRequest, {"messages": MESSAGES, "max_tokens": 4}),

@@ -10,11 +10,11 @@ from functools import partial
 from itertools import pairwise
 
 import pytest
-from conftest import MESSAGES
 
 from dflash_jax import SamplingParams
 from dflash_jax.server import chat
 from dflash_jax.server.reasoning import open_thought
+from tests.server.conftest import MESSAGES
 
 PARAMS = [{"temperature": 0.0}, {"temperature": 0.8, "seed": 5}]
 BOTH = pytest.mark.parametrize("params", PARAMS, ids=["greedy", "sampled"])

@@ -5,9 +5,9 @@ import json
 import shutil
 
 import pytest
-from conftest import wait_until
 
 from dflash_jax import SamplingParams
+from tests.server.conftest import wait_until
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")

@@ -3,7 +3,8 @@
 import re
 
 import pytest
-from conftest import MESSAGES, posted
+
+from tests.server.conftest import MESSAGES, posted
 
 CHAT = {"messages": MESSAGES, "max_tokens": 2}
 TEXT = {"prompt": "def f(", "max_tokens": 2}

@@ -8,12 +8,12 @@ import threading
 import httpx
 import pytest
 import schemathesis
-from conftest import Running, started, wait_until
 from hypothesis import HealthCheck, given, settings
 
 from dflash_jax import SamplingParams
 from dflash_jax.errors import EngineError
 from dflash_jax.server.serving import Serving
+from tests.server.conftest import Running, started, wait_until
 
 JSON = {"Content-Type": "application/json"}
 HI = [{"role": "user", "content": "hi"}]

@@ -6,10 +6,10 @@ The tokens are the same whatever is shown, with drafts (block size 8) and withou
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_output_fields import BOTH, stream
 
 from dflash_jax.frontend.sequence import Piece
 from dflash_jax.server.conversation import Parser
+from tests.server.test_output_fields import BOTH, stream
 
 HI = [{"role": "user", "content": "hi"}]
 FIELDS = {

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import openai
 import pytest
-from conftest import MESSAGES, NAME, TOOL
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +16,7 @@ from dflash_jax.server.response_store import ResponseStore, StoredResponse
 from dflash_jax.server.serving import STEP_ITEMS, Serving
 from dflash_jax.server.stored_responses import head, least_characters
 from dflash_jax.server.texts import Texts
+from tests.server.conftest import MESSAGES, NAME, TOOL
 
 SHORT = {"model": NAME, "max_output_tokens": 12, "temperature": 0}
 WORDS = MESSAGES[0]["content"]

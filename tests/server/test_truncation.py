@@ -3,12 +3,12 @@
 import json
 
 import pytest
-from conftest import MESSAGES, TOOL
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_jax.server.responses_schema import InputItem
 from dflash_jax.server.truncation import droppable
+from tests.server.conftest import MESSAGES, TOOL
 
 WORDS = MESSAGES[0]["content"]
 SYSTEM, USER, ANSWER = ({"role": role, "content": role} for role in ("system", "user", "assistant"))

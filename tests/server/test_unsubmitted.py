@@ -3,9 +3,9 @@
 import gc
 
 import pytest
-from conftest import MESSAGES, wait_until
 
 from dflash_jax.engine.engine import QueueFullError
+from tests.server.conftest import MESSAGES, wait_until
 
 FORM = {"regex": "[ab]{4}x", "max_tokens": 8}
 # What is wrong with each, after masks were made.

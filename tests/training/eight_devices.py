@@ -9,9 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from families import VOCAB, family_config
-from float64 import assert_as_near
-from helpers import random_decoder, random_drafter, tiny_draft_config
 
 from dflash_jax.checkpoint.files import TensorFiles
 from dflash_jax.models.decoder import abstract_decoder
@@ -21,6 +18,9 @@ from dflash_jax.training.config import TrainConfig
 from dflash_jax.training.losses import Loss
 from dflash_jax.training.optimiser import optimiser
 from dflash_jax.training.step import Batch, Recipe, Trainer
+from tests.families import VOCAB, family_config
+from tests.float64 import assert_as_near
+from tests.helpers import random_decoder, random_drafter, tiny_draft_config
 
 ROWS, LENGTH = 8, 32
 LAYOUTS = [Layout(data=8), Layout(tensor=8), Layout(data=2, tensor=2, expert=2)]

@@ -6,8 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from float64 import Exact, assert_as_near, assert_sum_near, in_both_of
-from helpers import random_decoder, random_drafter, tiny_config, tiny_draft_config
 
 from dflash_jax.checkpoint.load import load_drafter, load_target
 from dflash_jax.frontend.llm_config import TINY
@@ -19,6 +17,8 @@ from dflash_jax.training.blocks import block_states, sample_anchors
 from dflash_jax.training.evaluation import is_degenerate
 from dflash_jax.training.losses import Head, Loss
 from dflash_jax.training.step import Batch, Recipe, batch_sums
+from tests.float64 import Exact, assert_as_near, assert_sum_near, in_both_of
+from tests.helpers import random_decoder, random_drafter, tiny_config, tiny_draft_config
 
 T, W = 40, 16
 # Documents of the second row; the first is one.

@@ -4,7 +4,6 @@ import json
 
 import numpy as np
 import pytest
-from talks import TALKS
 
 from dflash_jax import LLM, InputError
 from dflash_jax.frontend.llm_config import TINY
@@ -19,6 +18,7 @@ from dflash_jax.training.data import (
     pack,
     read_documents,
 )
+from tests.training.talks import TALKS
 
 MARKED = """{% for m in messages %}<|im_start|>{{ m.role }}
 {% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>

@@ -7,8 +7,6 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from families import family_config
-from helpers import random_decoder, random_drafter, tiny_draft_config
 
 from dflash_jax import InputError
 from dflash_jax.checkpoint.load import load_drafter, load_target
@@ -17,6 +15,8 @@ from dflash_jax.models.config import DraftLayerSpec
 from dflash_jax.models.families import dflash
 from dflash_jax.training.config import TrainConfig
 from dflash_jax.training.drafters import copy_layers, export, raw_config
+from tests.families import family_config
+from tests.helpers import random_decoder, random_drafter, tiny_draft_config
 
 
 @pytest.fixture(params=["llama", "qwen3"])

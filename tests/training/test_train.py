@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from talks import TALKS
 
 from dflash_jax import LLM, InputError, SamplingParams
 from dflash_jax.checkpoint.files import TensorFiles
@@ -24,6 +23,7 @@ from dflash_jax.training import regenerate as regeneration
 from dflash_jax.training.config import TrainConfig, read_toml
 from dflash_jax.training.data import read_documents
 from dflash_jax.training.regenerate import regenerate
+from tests.training.talks import TALKS
 
 ROOT = Path(__file__).parents[2]
 

@@ -1,0 +1,148 @@
+"""The CPU's kernels: options of a linear map, one result for any number of rows and of callers; being without them.
+
+Attention: most cases in tests/ops/kernels/triton/test_kernels.py.
+"""
+
+import logging
+import threading
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dflash_jax.ops import attention
+from dflash_jax.ops.backend import XLA
+from dflash_jax.ops.cache import Bounds, KVCache
+from dflash_jax.ops.kernels.cpu import calls as cpu
+from dflash_jax.ops.linear import DeferredNorm, linear
+from dflash_jax.ops.weights import PackedWeight
+from tests.float64 import assert_as_near
+
+
+def product_of(panels, x):
+    return cpu.linear(x, [panels])[0]
+
+
+needs_kernel = pytest.mark.skipif(bool(cpu.why_not()), reason="no C++ compiler")
+
+
+def a_product(outputs: int, inputs: int, rows: int, short: bool):
+    rng = np.random.default_rng(0)
+    weight = rng.standard_normal((outputs, inputs)).astype(jnp.bfloat16 if short else np.float32).astype(np.float32)
+    x = jnp.asarray(rng.standard_normal((rows, inputs)), jnp.float32)
+    return x, jax.device_put(PackedWeight.of(weight, 1)), weight
+
+
+@needs_kernel
+@pytest.mark.parametrize("short", [True, False])
+def test_a_row_is_the_same_alone_and_among_others(short):
+    x, panels, weight = a_product(300, 131, 41, short)
+    alone = np.concatenate([product_of(panels, x[i : i + 1]) for i in range(41)])
+    assert_as_near(alone, lambda x, weight: x @ weight.T, x, weight)
+    for rows in (2, 3, 4, 5, 7, 8, 12, 13, 25, 41):
+        np.testing.assert_array_equal(product_of(panels, x[:rows]), alone[:rows])
+    # Nothing of a row is read for the one before it.
+    np.testing.assert_array_equal(product_of(panels, x.at[7].set(jnp.nan))[:7], alone[:7])
+
+
+@needs_kernel
+@pytest.mark.parametrize("rows", [1, 5, 40])
+@pytest.mark.parametrize("short", [True, False])
+@pytest.mark.parametrize(
+    ("shapes", "contracted", "options"),
+    [
+        ([(4, 2, 9), (50,), (2, 20)], 1, {"normed": True}),
+        ([(300, 2), (70,)], 1, {"normed": True, "return_normed": True}),
+        ([(40,), (3,)], 1, {"return_normed": True}),
+        ([(130,)], 2, {"residual": True}),
+        ([(2, 96)], 1, {"normed": True, "swiglu": True}),
+        ([(2, 208)], 1, {"swiglu": True, "residual": True}),
+        ([(2, 1024)], 1, {"normed": True, "swiglu": True, "residual": True}),
+        ([(900,), (2, 331)], 1, {"normed": True, "return_normed": True}),
+        ([(2, 20)], 1, {"swiglu": True}),
+    ],
+)
+def test_linear(shapes, contracted, options, short, rows):
+    rng, options = np.random.default_rng(rows), dict(options)
+    inner = (37,) if contracted == 1 else (6, 11)
+
+    def draw(*shape):
+        return rng.standard_normal(shape).astype(jnp.bfloat16 if short else np.float32).astype(np.float32) / 4
+
+    x, weights = jnp.asarray(draw(rows, *inner)), [draw(*shape, *inner) for shape in shapes]
+    residual = draw(rows, *shapes[0][options.get("swiglu", False) :]) if options.pop("residual", False) else None
+    norm = draw(*inner) if options.pop("normed", False) else None
+
+    def run(x, weights, norm, residual):
+        x = x if norm is None else DeferredNorm(x, norm, 1e-5, 1.0)
+        return linear(XLA, x, tuple(weights), contracted, residual=residual, **options)
+
+    args = (weights, norm, residual) = jax.tree.map(jnp.asarray, (weights, norm, residual))
+    got = run(x, [jax.device_put(PackedWeight.of(w, contracted)) for w in weights], norm, residual)
+    assert_as_near(got, run, x, *args)
+
+
+@needs_kernel
+def test_silu_of_large_numbers_and_of_none():
+    x = jnp.asarray([[-1e4], [-90.0], [-30.0], [-1.0], [0.0], [1.0], [30.0], [1e4], [np.nan]], jnp.float32)
+    weight = np.ones((2, 16, 1), np.float32)
+    expected = linear(XLA, x, (jnp.asarray(weight),), swiglu=True)[0]
+    np.testing.assert_allclose(
+        linear(XLA, x, (PackedWeight.of(weight, 1),), swiglu=True)[0], expected, rtol=1e-6, atol=1e-30
+    )
+
+
+@needs_kernel
+@pytest.mark.parametrize("dim", [80, 96])
+def test_attention_of_other_sizes_and_what_is_no_number(dim):
+    rng = np.random.default_rng(dim)
+    shapes = ((1, 5, 6, dim), (1, 5, 2, dim), (1, 5, 2, dim), (1, 2, 300, dim), (1, 2, 300, dim))
+    q, k, v, *held = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes)
+    length, bounds = jnp.array([200], jnp.int32), Bounds.none(1, 5)
+    for where in (None, 10, 150, 250):
+        # A key that is no number, seen by all; past the length it is not seen.
+        keys = held[0] if where is None else held[0].at[0, 1, where, 3].set(jnp.nan)
+        cache = KVCache(keys, held[1], None, 0, False)
+        got = np.asarray(cpu.attend(q, k, v, None, cache, length, bounds))
+        wrong = np.isnan(got)
+        assert wrong.any() == (where in (10, 150))
+
+        def definition(q, k, v, keys, values, wrong=wrong):
+            cache = KVCache(keys, values, None, 0, False)
+            y = attention.reference(XLA, q, k, v, None, cache, length, bounds)
+            np.testing.assert_array_equal(jnp.isnan(y), wrong)
+            return y[~wrong]
+
+        assert_as_near(got[~wrong], definition, q, k, v, keys, held[1])
+
+
+@needs_kernel
+def test_callers_at_one_time_do_not_mix():
+    x, panels, _ = a_product(2000, 512, 3, True)
+    product, expected, wrong = jax.jit(partial(product_of, panels)), product_of(panels, x), []
+
+    def call(i):
+        for _ in range(50):
+            if not np.array_equal(product(x * 2.0**i), expected * 2.0**i):
+                wrong.append(i)
+
+    threads = [threading.Thread(target=call, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    ("compiler", "said"), [("no-such-compiler", "no C++ compiler is here"), ("false", "could not make")]
+)
+def test_without_a_compiler_it_says_so_and_goes_on(compiler, said, tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("CXX", compiler)
+    monkeypatch.setattr("platformdirs.user_cache_path", lambda _: tmp_path)
+    with caplog.at_level(logging.WARNING, logger="dflash_jax"):
+        assert cpu.why_not.__wrapped__()
+    assert said in caplog.text
+    assert len(caplog.records) == 1

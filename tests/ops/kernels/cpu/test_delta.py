@@ -1,0 +1,109 @@
+"""The CPU's delta rule: what XLA's gives, and the same bits token by token."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dflash_jax.ops.backend import XLA
+from dflash_jax.ops.cache import DeltaRecord, DeltaState
+from dflash_jax.ops.gated_delta import Weights, reference, replay_reference
+from dflash_jax.ops.kernels.cpu import calls as cpu
+from tests.float64 import assert_as_near
+
+replay_plain = partial(replay_reference, XLA)
+pytestmark = pytest.mark.skipif(bool(cpu.why_not()), reason="no C++ compiler")
+
+# B, T, G, R, Dk, Dv, taps.
+SHAPES = [(2, 7, 2, 2, 32, 48, 4), (1, 1, 3, 1, 128, 128, 4), (2, 70, 2, 4, 16, 16, 3), (1, 16, 4, 2, 256, 80, 2)]
+
+
+def mix(qkvz, gates, state, *weights, eps):
+    return reference(XLA, qkvz, gates, state, Weights(*weights), eps)
+
+
+def arguments(b, t, g, r, dk, dv, taps):
+    rng = np.random.default_rng(t)
+
+    def draw(*shape):
+        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
+    channels = 2 * dk + r * dv
+    state = DeltaState(draw(b, g, r, dk, dv), draw(b, taps - 1, g, channels))
+    inputs = draw(b, t, g, channels + r * dv), draw(b, t, 2, g, r)
+    return *inputs, state, draw(g, channels, taps), draw(g, r), draw(g, r), draw(dv)
+
+
+def one_by_one(args, tokens: int):
+    """(y, state) by calls of one token each."""
+    qkvz, gates, state, *weights = args
+    made, one = [], jnp.ones(len(qkvz), jnp.int32)
+    for t in range(tokens):
+        y, *record = cpu.mix(qkvz[:, t : t + 1], gates[:, t : t + 1], state, *weights, 1e-6)
+        state = DeltaState(*cpu.replay(state, DeltaRecord(*record), one))
+        made.append(y)
+    return jnp.concatenate(made, axis=1), state
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_mix_and_replay(shape):
+    args, (b, t) = arguments(*shape), shape[:2]
+    y, *record = cpu.mix(*args, 1e-6)
+    record = DeltaRecord(*record)
+    assert_as_near((y, record), partial(mix, eps=1e-6), *args)
+
+    n = jnp.asarray(np.random.default_rng(0).integers(0, t + 1, b), jnp.int32)
+    # What is not kept may hold anything.
+    late = jnp.arange(t) >= n[:, None]
+    dirty = jax.tree.map(lambda x: jnp.where(late.reshape(b, t, *[1] * (x.ndim - 2)), jnp.nan, x), record)
+    for wanted in (n, jnp.zeros_like(n), jnp.full_like(n, t)):
+        kept = record if wanted is not n else dirty
+        got, right = DeltaState(*cpu.replay(args[2], kept, wanted)), replay_plain(args[2], record, wanted)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, right)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_same_bits_token_by_token(shape):
+    args, (b, t) = arguments(*shape), shape[:2]
+    y, *record = cpu.mix(*args, 1e-6)
+    state = DeltaState(*cpu.replay(args[2], DeltaRecord(*record), jnp.full(b, t, jnp.int32)))
+    alone, stepped = one_by_one(args, t)
+    np.testing.assert_array_equal(y, alone)
+    jax.tree.map(np.testing.assert_array_equal, state, stepped)
+
+
+def test_the_state_is_written_where_it_lies():
+    """With the state given up: some rows go on and others stay, as in a loop."""
+    args = arguments(3, 5, 2, 2, 32, 48, 4)
+    _, *record = cpu.mix(*args, 1e-6)
+    record, n = DeltaRecord(*record), jnp.array([2, 0, 5], jnp.int32)
+    expected = replay_plain(args[2], record, n)
+    held = args[2].recurrent.unsafe_buffer_pointer()
+    got = jax.jit(lambda *x: DeltaState(*cpu.replay(*x)), donate_argnums=0)(args[2], record, n)
+    assert got.recurrent.unsafe_buffer_pointer() == held
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, expected)
+
+
+def test_some_rows_of_a_state():
+    """In another order, the last one nobody's; other rows stay as they are."""
+    qkvz, gates, held, *weights = arguments(4, 3, 2, 2, 32, 48, 4)
+    state = DeltaState(held.recurrent, held.conv, jnp.array([3, 0, 1, 4], jnp.int32))
+    y, *_ = cpu.mix(qkvz, gates, state, *weights, 1e-6)
+    expected, plain = mix(qkvz, gates, state, *weights, eps=1e-6)
+    np.testing.assert_allclose(y[:3], expected[:3], rtol=1e-4, atol=1e-5)
+    count = jnp.array([3, 0, 1, 3], jnp.int32)
+    after = DeltaState(*cpu.replay(state, plain, count), state.rows)
+    right = replay_plain(state, plain, count)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), after, right)
+    np.testing.assert_array_equal(after.recurrent[jnp.array([0, 2])], held.recurrent[jnp.array([0, 2])])
+
+
+@pytest.mark.parametrize("scale", [10.0, 100.0])
+def test_large_gates(scale):
+    """What decays to nothing and what does not decay, and gates that are shut."""
+    qkvz, gates, *rest = arguments(1, 6, 2, 2, 32, 48, 4)
+    args = (qkvz.at[..., -96:].multiply(scale), scale * gates, *rest)
+    y, *_ = cpu.mix(*args, 1e-6)
+    np.testing.assert_allclose(y, mix(*args, eps=1e-6)[0], rtol=1e-4, atol=1e-4)

@@ -1,0 +1,322 @@
+"""Triton kernels against their plain definitions, over odd sizes, lengths, dtypes and windows."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from dflash_jax.models.cache import init_cache
+from dflash_jax.models.config import AttentionSpec, GatedDeltaSpec, MoeSpec, RopeSpec
+from dflash_jax.models.layers import Attention, with_backend
+from dflash_jax.models.rope import rope_angles
+from dflash_jax.ops import attention, moe
+from dflash_jax.ops.backend import XLA, Backend
+from dflash_jax.ops.card import HOPPER
+from dflash_jax.ops.kernels.cpu import calls as cpu
+from dflash_jax.ops.kernels.triton.launch import launching
+from dflash_jax.ops.linear import DeferredNorm, linear
+from dflash_jax.ops.weights import quantize
+from dflash_jax.parallel.sharding import ONE_DEVICE
+from dflash_jax.tools.float64_reference import assert_as_near
+from dflash_jax.tools.kernels import arguments
+from dflash_jax.tools.kernels.arguments import Source
+from tests.helpers import random_decoder, tiny_config
+
+CUDA, PLAIN = Backend.for_card(HOPPER), Backend.xla("cuda")
+
+
+def normal(rng, *shape):
+    return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "top", "experts", "idle", "quantized", "shared"),
+    [
+        (1, 2, 7, 0, None, None),
+        (1, 8, 20, 0, None, 96),
+        (1, 2, 7, 0, ("fp8", 2), 96),
+        (1, 2, 7, 0, ("fp8", 3), 96),
+        (1, 2, 7, 0, ("fp8", 3), None),
+        (1, 2, 7, 1, None, 96),
+        (5, 3, 7, 2, None, 96),
+        (5, 3, 7, 1, ("int8", 1), None),
+        (5, 3, 7, 1, ("fp8", 2), 96),
+        (5, 3, 7, 1, None, 64),
+        (16, 4, 20, 3, None, 96),
+        (16, 5, 24, 3, None, None),
+        (70, 4, 5, 9, ("fp8", 2), 96),
+        (3, 2, 8, 3, None, 96),
+        (170, 2, 3, 5, None, 96),
+    ],
+)
+def test_mixture(tokens, top, experts, idle, quantized, shared):
+    """Routing with equal logits, experts of other devices, more choices than a program sorts, several blocks of an
+    expert, experts that nobody chose, idle tokens; a shared expert of the experts' size and of another."""
+    *args, options = arguments.experts(
+        Source(tokens), tokens, top, experts, 96, 192, idle, quantized, shared, residual=tokens != 16
+    )
+    found = moe.mixture(replace(CUDA, on_choice=assert_triton), *args, **options)
+    assert_as_near(found, partial(moe.mixture, PLAIN, **options), *args)
+
+
+def assert_triton(choice):
+    """For `Backend.on_choice`: a kernel was taken."""
+    assert choice.taken.startswith("triton"), choice
+
+
+def test_blocks_of_128_rows():
+    """16-bit weights of which each expert has more than 64 choices on average, against float32 of the same values."""
+    from dflash_jax.ops.kernels.triton.experts import _rows_of_a_block, experts_triton
+
+    rng = np.random.default_rng(0)
+    x, gate_up, down = normal(rng, 110, 64), normal(rng, 3, 2, 32, 64) / 8, normal(rng, 3, 64, 32) / 6
+    chosen = jnp.asarray(rng.permuted(np.tile(np.arange(3), (110, 1)), axis=1)[:, :2], jnp.int32)
+    weights = jnp.asarray(rng.uniform(size=(110, 2)), jnp.float32)
+    half = [a.astype(jnp.float16) for a in (x, gate_up, down)]
+    assert _rows_of_a_block(chosen.size, 3, half[1], HOPPER) == 128
+    assert _rows_of_a_block(chosen.size, 3, gate_up, HOPPER) == 64
+    found = experts_triton(HOPPER, half[0], weights, chosen, *half[1:])
+    x, gate_up, down = (a.astype(jnp.float32) for a in half)
+    exact = moe.experts_gathered(XLA, x, weights, chosen, gate_up, down)
+    np.testing.assert_allclose(found.astype(jnp.float32), exact, atol=4e-3)
+
+
+def test_what_a_choice_of_no_weight_would_have_read_is_not_read():
+    """Of one token: an expert of weight 0 may hold anything."""
+    from dflash_jax.ops.kernels.triton.experts import experts_triton
+
+    rng = np.random.default_rng(0)
+    x, gate_up, down = normal(rng, 1, 64), normal(rng, 4, 2, 32, 64), normal(rng, 4, 64, 32)
+    weights, chosen = jnp.asarray([[0.5, 0.0]]), jnp.asarray([[1, 0]])
+    spoilt = experts_triton(HOPPER, x, weights, chosen, gate_up.at[0].set(jnp.nan), down.at[0].set(jnp.nan))
+    np.testing.assert_allclose(
+        spoilt, moe.experts_gathered(XLA, x, weights, chosen, gate_up, down), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_rows_do_not_depend_on_one_another():
+    """The same bits for a token among others as among copies of itself."""
+    from dflash_jax.ops.kernels.triton.experts import experts_triton
+
+    rng = np.random.default_rng(0)
+    x, gate_up, down = normal(rng, 6, 64), normal(rng, 8, 2, 32, 64), normal(rng, 8, 64, 32)
+    chosen = jnp.asarray([rng.permutation(8)[:2] for _ in range(6)], jnp.int32)
+    weights = jnp.asarray(rng.uniform(0.1, 1, (6, 2)), jnp.float32)
+    among = experts_triton(HOPPER, x, weights, chosen, gate_up, down)
+    for i in range(6):
+        copies = (jnp.repeat(y[i : i + 1], 6, axis=0) for y in (x, weights, chosen))
+        np.testing.assert_array_equal(experts_triton(HOPPER, *copies, gate_up, down)[0], among[i])
+
+
+@pytest.mark.parametrize("rows", [1, 3, 16])
+@pytest.mark.parametrize(
+    ("hidden", "outputs", "quantized", "options"),
+    [
+        (192, ((6, 16), (48,)), None, {"norm"}),
+        (128, ((2, 32), (16,), (32,), (16,)), None, {"norm", "kept"}),
+        (64, ((20,),), None, {"residual"}),
+        (192, ((70,), ()), None, {"norm", "kept", "float32"}),
+        (128, ((2, 40),), None, {"norm", "gated"}),
+        (128, ((2, 40),), ("fp8", 2), {"gated"}),
+        (128, ((32,), (16,), (32,)), ("fp8", 2), {"norm", "kept"}),
+        (128, ((48,), (16, 2)), ("int8", 1), set()),
+        (128, ((48,),), ("int8", 1), {"residual"}),
+    ],
+)
+@pytest.mark.parametrize("programs", [1, 1000])
+def test_linear(monkeypatch, rows, hidden, outputs, quantized, options, programs):
+    """One weight to four, of one kind or of several, by tokens or by their norm; more outputs than a program takes."""
+    from dflash_jax.ops.kernels.triton import linear as triton_project
+
+    monkeypatch.setattr(triton_project, "PROGRAMS", (programs, programs))
+    monkeypatch.setattr(triton_project, "MOST_NORMED", programs)
+    source = Source(len(outputs))
+    x, norm, weights = arguments.projections(source, rows, hidden, outputs, quantized)
+    given = DeferredNorm(x, norm, 1e-6, 1.0) if "norm" in options else x
+    chosen = {"return_normed": "kept" in options, "swiglu": "gated" in options}
+    if "residual" in options:
+        chosen["residual"] = source.normal(rows, 1, *outputs[0])
+    if "float32" in options:
+        chosen["dtype"] = jnp.float32
+    expected = linear(PLAIN, given, weights, **chosen)
+    got = linear(replace(CUDA, on_choice=assert_triton), given, weights, **chosen)
+    for one, other in zip(got, expected, strict=True):
+        np.testing.assert_allclose(one, other, atol=3e-5)
+
+
+@pytest.mark.parametrize("contracted", [2, 3])
+def test_linear_over_several_axes(contracted):
+    rng = np.random.default_rng(contracted)
+    inner = (4, 2, 16)[-contracted:]
+    x, weight = normal(rng, 2, 3, *inner), normal(rng, 24, *inner)
+    rest = normal(rng, 2, 3, 24)
+    expected = linear(PLAIN, x, (weight,), contracted, residual=rest)
+    found = linear(replace(CUDA, on_choice=assert_triton), x, (weight,), contracted, residual=rest)
+    np.testing.assert_allclose(found[0], expected[0], atol=2e-5)
+
+
+@pytest.mark.parametrize(("heads", "gated", "rotated"), [(4, True, 8), (3, False, 32), (0, False, 12)])
+def test_rotation(heads, gated, rotated):
+    """Queries with their gates beside them, or none; all of a head or its first places; with norms and without."""
+    rng = np.random.default_rng(heads)
+    q = normal(rng, 2, 3, heads, 2 if gated else 1, 32) if heads else None
+    k, rope = normal(rng, 2, 3, 2, 32), RopeSpec(theta=100.0, dim=rotated)
+    angles = rope_angles(jnp.asarray([[3, 4, 5], [70, 71, 72]]), rope)
+    for norm in (False, True):
+        norms = [normal(rng, 32), normal(rng, 32)] if norm else [None, None]
+        expected = attention.rotate(PLAIN, q, k, angles, norms, 1e-6, 1.0)
+        found = attention.rotate(replace(CUDA, on_choice=assert_triton), q, k, angles, norms, 1e-6, 1.0)
+        for one, other in zip(found, expected, strict=True):
+            assert (one is None) == (other is None)
+            if one is not None:
+                np.testing.assert_allclose(one, other, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokens", "heads", "kv_heads", "dim", "capacity", "window", "sinks"),
+    [
+        (3, 1, 4, 2, 16, 300, None, 0),
+        (3, 5, 6, 2, 32, 700, None, 0),
+        (2, 16, 4, 1, 16, 300, None, 0),
+        (3, 4, 4, 2, 16, 2000, 300, 0),
+        (4, 3, 4, 2, 16, 2000, 200, 50),
+        (2, 33, 2, 1, 16, 300, None, 0),
+        (1, 70, 2, 2, 128, 40, None, 0),
+        (3, 2, 4, 2, 16, 120, 100, 50),
+        (3, 2, 4, 2, 16, 60, 100, 50),
+        (2, 3, 4, 2, 256, 100, None, 0),
+        (2, 9, 6, 2, 128, 300, None, 0),
+    ],
+)
+@pytest.mark.parametrize("form", ["triton", "cpp"])
+def test_attention(form, rows, tokens, heads, kv_heads, dim, capacity, window, sinks):
+    """Empty, partly filled and full contexts; rings with and without sinks; rows of a larger cache; what was never
+    written is NaN."""
+    source = Source(tokens)
+    args = arguments.attention(source, rows, tokens, heads, kv_heads, dim, capacity, window, sinks)
+    q, k, v, cache, length, bounds = args
+    own = jnp.tril(jnp.ones((tokens, tokens), bool))
+    if form == "cpp" and cpu.why_not():
+        pytest.skip("no C++ compiler")
+
+    def is_form(choice):
+        assert choice.taken == form, choice
+
+    backend = replace(CUDA if form == "triton" else Backend.detect(), on_choice=is_form)
+    for mask in (None, own, jnp.broadcast_to(own, (rows, tokens, tokens)).at[0].set(True)):
+        both = source.normal(rows, tokens, heads, 2, dim) if mask is None else None
+        args = (q, k, v, mask, cache, length, bounds, both)
+        np.testing.assert_allclose(attention.attention(backend, *args), attention.reference(XLA, *args), atol=1e-6)
+
+
+@pytest.mark.parametrize(("rows", "tokens", "window"), [(1, 1, None), (3, 5, None), (2, 16, 20)])
+def test_writing(rows, tokens, window):
+    """Into rows of a larger cache, or one that is past its end; kept tokens only, in a ring only the newest of a
+    slot."""
+    cache, k, v, positions = arguments.written(Source(tokens), rows, tokens, 2, 16, 40, window)
+    for kept in range(tokens + 1):
+        args = cache, k, v, positions, jnp.arange(tokens) < jnp.full((rows, 1), kept)
+        expected = attention.write(PLAIN, *args)
+        found = attention.write(replace(CUDA, on_choice=assert_triton), *args)
+        jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def mixture_and_arguments(rng):
+    x, gate_up, down = normal(rng, 6, 64), normal(rng, 8, 2, 32, 64), normal(rng, 8, 64, 32)
+    shared = (normal(rng, 2, 32, 64), normal(rng, 64, 32), normal(rng, 6))
+    live, options = jnp.ones(6, bool), {"experts_per_token": 2, "normalise": True}
+
+    def function(backend, x, logits, gate_up, down, shared):
+        return moe.mixture(backend, x, logits, live, 0, gate_up, down, shared, x, **options)
+
+    return function, (x, normal(rng, 6, 8), gate_up, down, shared)
+
+
+def attention_and_arguments(rng):
+    rope = RopeSpec(theta=100.0, dim=8)
+    spec = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=16, rope=rope, gated=True)
+    layer = Attention(spec, 64, 1e-6, 1.0, nnx.Rngs(0), jnp.float32, ONE_DEVICE, XLA)
+    starts, angles = jnp.zeros((1, 6), jnp.int32), rope_angles(jnp.arange(6)[None], rope)
+
+    def function(backend, x, norm, layer):
+        return x + with_backend(layer, backend).forward_full(DeferredNorm(x, norm, 1e-6, 1.0), starts, angles)
+
+    return function, (normal(rng, 1, 6, 64), normal(rng, 64), layer)
+
+
+@pytest.mark.parametrize("part", [mixture_and_arguments, attention_and_arguments])
+def test_what_a_kernel_computes_has_a_gradient(monkeypatch, part):
+    """That of a plain form: a target can be trained where kernels are."""
+    from dflash_jax.ops.kernels.triton import attention as triton_attention
+    from dflash_jax.ops.kernels.triton import experts as triton_experts
+    from dflash_jax.ops.kernels.triton import linear as triton_project
+    from dflash_jax.ops.kernels.triton import routing as triton_routing
+
+    function, args = part(np.random.default_rng(0))
+
+    def gradient(backend):
+        every = tuple(range(len(args)))
+        return jax.jit(jax.grad(lambda *args: jnp.sum(function(backend, *args) ** 2), argnums=every))(*args)
+
+    plain, calls = gradient(PLAIN), []
+
+    def absent(card, kernel, args, out, grid, **meta):
+        # Like a kernel, it cannot be differentiated.
+        calls.append(kernel)
+        return jax.pure_callback(lambda *args: None, tuple(out), *args)
+
+    for module in (triton_attention, triton_experts, triton_project, triton_routing):
+        monkeypatch.setattr(module, "triton_call", absent)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), gradient(CUDA), plain)
+    # What is differentiated is computed by the reference; the kernels compute the rest.
+    jax.eval_shape(partial(function, CUDA), *args)
+    assert calls
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("tokens", [1, 5, 17])
+@pytest.mark.parametrize("quantized", [None, ("int8", 1), ("fp8", 2)])
+def test_a_kernel_gives_what_its_definition_gives(dtype, tokens, quantized):
+    """Shapes and dtypes, which a GPU's compiler would check: whole layers with their caches, and what is accepted."""
+    called = set()
+
+    def stub(launch):
+        called.add(launch.kernel.fn.__name__)
+        written = [launch.args[i] for i in launch.in_place] + list(launch.out)
+        return tuple(jnp.zeros(x.shape, x.dtype) for x in written)
+
+    delta = GatedDeltaSpec(num_key_heads=2, num_value_heads=4, key_dim=16, value_dim=16, conv_kernel=4)
+    config = tiny_config("da", vocab_size=61, hidden_size=64)
+    layers = [replace(spec, ffn=MoeSpec(8, 2, 32, 32)) for spec in config.layers]
+    attention = replace(layers[1].mixer, head_dim=16)
+    layers = (replace(layers[0], mixer=delta), replace(layers[1], mixer=attention))
+    config = replace(config, hidden_size=64, layers=layers)
+    model = jax.tree.map(lambda x: x.astype(dtype), random_decoder(config, 0))
+    if quantized:
+        ffn = model.layers[0].ffn
+        for name in ("gate_up", "down"):
+            for part in (ffn, ffn.shared):
+                getattr(part, name).set_value(quantize(getattr(part, name)[...], *quantized))
+    cache, length = init_cache(config, 2 if tokens > 1 else 1, 64, dtype), jnp.zeros(2 if tokens > 1 else 1, jnp.int32)
+
+    def step(model, cache, length):
+        block = jnp.zeros((len(length), tokens), jnp.int32)
+        hidden, features, record = model.verify(block, cache, length, length + tokens, (0,))
+        return hidden, features, model.commit(cache, record, length, length + tokens)
+
+    # What was traced of a kernel by an earlier test is kept.
+    jax.clear_caches()
+    plain = jax.eval_shape(step, with_backend(model, PLAIN), cache, length)
+    with launching(stub):
+        found = jax.eval_shape(step, with_backend(model, CUDA), cache, length)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), found) == jax.tree.map(lambda x: (x.shape, x.dtype), plain)
+    wanted = {"_route", "_rotate", "_attend", "_join", "_write"}
+    wanted |= {"_gate_up_one", "_down_one", "_project_one"} if tokens == 1 else {"_gate_up", "_down"}
+    wanted |= {"_project"} if tokens == 5 else set()
+    wanted |= {"_mix_one" if tokens == 1 else "_mix", "_replay"} if tokens <= 16 else set()
+    wanted |= {"_prepare", "_chunks"} if tokens > 16 and dtype == jnp.bfloat16 else set()
+    assert wanted <= called

@@ -1,0 +1,169 @@
+"""Mixture of experts: all forms against a plain loop in NumPy, and tokens that take no part."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dflash_jax.models.layers import with_backend
+from dflash_jax.models.moe import Moe
+from dflash_jax.ops import moe as module
+from dflash_jax.ops.backend import XLA, Backend
+from dflash_jax.ops.moe import experts_gathered, experts_grouped, experts_looped
+from dflash_jax.ops.weights import quantize
+from tests.helpers import HIDDEN, MOE, randomise
+
+
+def forward(moe, x, valid):
+    return jax.jit(lambda *args: Moe.__call__(*args))(moe, x, valid)
+
+
+gathered, looped = (jax.jit(partial(form, XLA)) for form in (experts_gathered, experts_looped))
+
+
+def route(logits, spec=MOE):
+    return module.route(logits, spec.experts_per_token, spec.normalise_top_k)
+
+
+@pytest.fixture(params=["cpu", "tpu", "cuda"])
+def platform(request):
+    """The forms that a CPU, a TPU and a GPU take, all run here."""
+    return Backend.xla(request.param)
+
+
+@pytest.fixture(scope="module")
+def moe():
+    return randomise(Moe(MOE, HIDDEN, None, jnp.float32), 1)
+
+
+def silu(x):
+    return x / (1 + np.exp(-x))
+
+
+def reference(moe, x):
+    """x [T, H] → [T, H] in float64, token by token."""
+    w = {
+        name: np.asarray(value, np.float64)
+        for name, value in {
+            "router": moe.router[...],
+            "gate_up": moe.gate_up[...],
+            "down": moe.down[...],
+            "shared_gate_up": moe.shared.gate_up[...],
+            "shared_down": moe.shared.down[...],
+            "shared_gate": moe.shared_gate[...],
+        }.items()
+    }
+    y = np.zeros(x.shape)
+    for i, token in enumerate(np.asarray(x, np.float64)):
+        score = w["router"] @ token
+        chance = np.exp(score - score.max())
+        chance /= chance.sum()
+        best = np.argsort(-chance)[: MOE.experts_per_token]
+        for e in best:
+            gate, up = w["gate_up"][e] @ token
+            y[i] += chance[e] / chance[best].sum() * (w["down"][e] @ (silu(gate) * up))
+        gate, up = w["shared_gate_up"] @ token
+        y[i] += (w["shared_down"] @ (silu(gate) * up)) / (1 + np.exp(-w["shared_gate"] @ token))
+    return y
+
+
+def sample(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal((*shape, HIDDEN)), jnp.float32)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (2, 8), (3, 17)], ids=["one", "gathered", "looped"])
+def test_forward(moe, platform, shape):
+    x = sample(*shape)
+    got = forward(with_backend(moe, platform), x, jnp.ones(shape, bool))
+    np.testing.assert_allclose(got.reshape(-1, HIDDEN), reference(moe, x.reshape(-1, HIDDEN)), atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8, 32])
+@pytest.mark.parametrize("skewed", [False, True])
+def test_forms_are_equal(moe, rows, skewed, monkeypatch):
+    """``rows`` of a pass: where one expert is all tokens' first choice, many passes are needed."""
+    monkeypatch.setattr(module, "GROUP_ROWS", 0)
+    monkeypatch.setattr(module, "LEAST_GROUP_ROWS", rows)
+    x = sample(40, seed=1)
+    scores = x @ moe.router[...].T
+    weights, chosen = route(scores.at[:, 2].add(100.0 * skewed), MOE)
+    # Some choices belong to nobody here.
+    weights = weights.at[5].set(0.0).at[7:20, 1].set(0.0)
+    arrays = (x, weights, chosen, moe.gate_up[...], moe.down[...])
+    want = gathered(*arrays)
+    np.testing.assert_allclose(want, looped(*arrays), atol=1e-5)
+    np.testing.assert_allclose(jax.jit(partial(experts_grouped, XLA))(*arrays), want, atol=1e-5)
+    quantized = [quantize(w, "int8") for w in arrays[3:]]
+    want = gathered(*arrays[:3], *quantized)
+    np.testing.assert_allclose(jax.jit(partial(experts_grouped, XLA))(*arrays[:3], *quantized), want, atol=1e-5)
+
+
+def test_grouped_rows_do_not_depend_on_others(moe):
+    """A token's own sum, bit for bit, whatever the others choose."""
+    x = sample(48, seed=5)
+    weights, chosen = route(x @ moe.router[...].T, MOE)
+    grouped = jax.jit(partial(experts_grouped, XLA))
+    alone = grouped(x, weights.at[1:].set(0.0), chosen, moe.gate_up[...], moe.down[...])
+    together = grouped(x, weights, chosen, moe.gate_up[...], moe.down[...])
+    np.testing.assert_array_equal(alone[0], together[0])
+    assert not np.any(alone[1:])
+
+
+def test_route_normalises_only_where_told():
+    scores = jnp.asarray(np.random.default_rng(2).standard_normal((5, 9)), jnp.bfloat16)
+    chance = jax.nn.softmax(scores.astype(jnp.float32))
+    for normalise in (True, False):
+        weights, chosen = module.route(scores, 4, normalise)
+        assert weights.dtype == jnp.float32
+        want = np.sort(chance, axis=-1)[:, ::-1][:, :4]
+        want = want / want.sum(-1, keepdims=True) if normalise else want
+        np.testing.assert_allclose(weights, want, rtol=1e-5)
+        assert all(len(set(row)) == 4 for row in np.asarray(chosen).tolist())
+
+
+@pytest.mark.parametrize("shape", [(2, 8), (3, 17)], ids=["gathered", "looped"])
+@pytest.mark.parametrize("junk", [3.0, np.inf, np.nan])
+def test_invalid_tokens_change_no_other(moe, platform, shape, junk):
+    valid = np.ones(shape, bool)
+    valid[0] = False
+    valid[1, 3:] = False
+    x = sample(*shape, seed=3)
+    dirty = jnp.where(jnp.asarray(valid)[..., None], x, junk)
+    clean = np.asarray(forward(moe, x, jnp.asarray(valid)))
+    got = np.asarray(forward(moe, dirty, jnp.asarray(valid)))
+    np.testing.assert_array_equal(got[valid], clean[valid])
+    np.testing.assert_allclose(
+        got[valid], np.asarray(forward(moe, x, jnp.ones(shape, bool)))[valid], atol=1e-6, err_msg="valid tokens"
+    )
+
+
+@pytest.mark.parametrize("shape", [(2, 8), (3, 17)], ids=["gathered", "looped"])
+def test_invalid_tokens_go_to_no_expert_of_their_own(moe, platform, shape):
+    """Experts that no valid token chooses are filled with NaN: an invalid one that read them would show it."""
+    valid = np.zeros(shape, bool)
+    valid[1, 2] = True
+    x = sample(*shape, seed=4)
+    _, chosen = route(x.reshape(-1, HIDDEN) @ moe.router[...].T, MOE)
+    chosen = np.asarray(chosen).reshape(*shape, -1)
+    unused = np.setdiff1d(np.arange(MOE.num_experts), chosen[valid])
+    assert np.isin(chosen[~valid], unused).any()
+    structure = jax.tree.structure(moe)
+    broken = jax.tree.unflatten(structure, jax.tree.leaves(moe))
+    broken.gate_up[...] = moe.gate_up[...].at[unused].set(jnp.nan)
+    got = forward(broken, x, jnp.asarray(valid))
+    assert np.isfinite(got).all()
+    np.testing.assert_array_equal(got[1, 2], forward(moe, x, jnp.asarray(valid))[1, 2])
+    assert np.isnan(forward(broken, x, jnp.ones(shape, bool))).any(), "the test's own experts are not read"
+
+
+@pytest.mark.parametrize("shape", [(2, 8), (3, 17)], ids=["few", "many"])
+def test_invalid_tokens_take_nothing_from_the_experts(moe, platform, shape):
+    """Where experts are read in groups, they would fill the first valid one's."""
+    x, valid = sample(*shape, seed=6), np.zeros(shape, bool)
+    valid[1, 2] = True
+    got = forward(moe, x, jnp.asarray(valid))
+    shared = jax.nn.sigmoid(x @ moe.shared_gate[...])[..., None] * moe.shared(x)
+    np.testing.assert_allclose(np.asarray(got)[~valid], np.asarray(shared)[~valid], atol=1e-6)
+    assert not np.allclose(got[1, 2], shared[1, 2], atol=1e-3)

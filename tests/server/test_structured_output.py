@@ -1,0 +1,121 @@
+"""Structured output and tools, over HTTP."""
+
+import json
+import re
+
+import pytest
+
+from tests.server.conftest import MESSAGES, NAME, OFF, SCHEMA, TOOL
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+@pytest.mark.parametrize("width", [1, 16])
+def test_json_schema(client, thinking, width):
+    found = client.chat.completions.create(
+        model=NAME,
+        messages=MESSAGES,
+        max_tokens=300,
+        temperature=0.8,
+        seed=5,
+        response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}},
+        extra_body={"chat_template_kwargs": {"enable_thinking": thinking}, "block_size": width},
+    )
+    value = json.loads(found.choices[0].message.content)
+    assert set(value) == {"kind", "n"}
+    assert value["kind"] in "ab"
+    assert 0 <= value["n"] <= 99
+    assert found.choices[0].finish_reason == "stop"
+    assert bool(found.choices[0].message.reasoning_content) is thinking
+
+
+def test_a_grammar_does_not_care_about_drafts(client):
+    options = {"model": NAME, "messages": MESSAGES, "max_tokens": 120, "temperature": 0.9}
+    wanted = {"regex": "(def|class) [a-z_]{3,12}\\(\\):\n( {4}[a-z ]{1,20}\n){1,4}"}
+    for seed in range(6):
+        texts = {
+            client.chat.completions.create(**options, seed=seed, extra_body={**wanted, "block_size": width})
+            .choices[0]
+            .message.content
+            for width in (1, 8, 16)
+        }
+        assert len(texts) == 1
+
+
+@pytest.mark.parametrize(
+    ("wanted", "good"),
+    [
+        ({"regex": "[0-9]{4}"}, lambda t: len(t) == 4 and t.isdecimal()),
+        ({"grammar": 'root ::= "yes" | "no"'}, lambda t: t in ("yes", "no")),
+        ({"grammar": 'start: "a" NUMBER\nNUMBER: /[0-9]{2}/'}, lambda t: t[0] == "a" and len(t) == 3),
+        ({"guided_choice": ["red", "green"]}, lambda t: t in ("red", "green")),
+        ({"structured_outputs": {"choice": ["up", "down"]}}, lambda t: t in ("up", "down")),
+        ({"guided_json": {"enum": [1, 2]}}, lambda t: t in "12"),
+        ({"response_format": {"type": "json_object"}, "max_tokens": 200}, lambda t: t.startswith("{")),
+    ],
+)
+def test_forms(quiet, wanted, good):
+    body = {"temperature": 1.0, "seed": 1, "max_tokens": 30, "chat_template_kwargs": OFF} | wanted
+    message = quiet.chat(**body)["choices"][0]["message"]
+    assert good(message["content"]), message
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "read_file"}}])
+def test_a_tool_call_may_be_demanded(client, choice):
+    options = {"model": NAME, "messages": MESSAGES, "tools": [TOOL], "tool_choice": choice, "max_tokens": 500}
+    options |= {"temperature": 0.7, "seed": 2, "parallel_tool_calls": False, "reasoning_effort": "none"}
+    found = client.chat.completions.create(**options).choices[0]
+    assert found.finish_reason == "tool_calls"
+    (call,) = found.message.tool_calls
+    assert call.function.name == "read_file"
+    assert len(json.loads(call.function.arguments)["path"]) <= 12
+    arguments, name = "", None
+    for chunk in client.chat.completions.create(**options, stream=True):
+        for delta in chunk.choices[0].delta.tool_calls or []:
+            name = delta.function.name or name
+            arguments += delta.function.arguments
+    assert (name, arguments) == (call.function.name, call.function.arguments)
+    # And the conversation goes on.
+    answered = [
+        *MESSAGES,
+        {"role": "assistant", "content": None, "tool_calls": [call.model_dump()]},
+        {"role": "tool", "tool_call_id": call.id, "content": "x = 1"},
+    ]
+    assert client.chat.completions.create(model=NAME, messages=answered, tools=[TOOL], max_tokens=8).choices
+
+
+def test_no_tool_is_called_where_none_may_be(client):
+    found = client.chat.completions.create(
+        model=NAME,
+        messages=MESSAGES,
+        tools=[TOOL],
+        tool_choice="none",
+        max_tokens=8,
+        extra_body={"chat_template_kwargs": OFF},
+    )
+    assert found.choices[0].message.tool_calls is None
+
+
+CITY = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "pattern": "^[a-z]{1,8}$"}, "population": {"type": "integer"}},
+    "required": ["name", "population"],
+}
+WHITESPACE = (" ", "\n", "    ")
+
+
+@pytest.mark.parametrize("form", [{"json_schema": CITY}, {"json_schema": {"type": "array"}}])
+def test_whitespace_of_json_is_bounded(quiet, llm, form):
+    """A text that would be whitespace for ever, with drafts and without."""
+    ids = [ids for text in WHITESPACE for ids in [llm.encode(text)] if len(ids) == 1]
+    biases = {str(token): 40 for (token,) in ids}
+    texts = []
+    for width in (1, 8):
+        sampling = {"temperature": 0, "max_new_tokens": 900, "logit_bias": biases, **form}
+        texts.append(
+            quiet.post("/generate", text="A city:\n", sampling_params=sampling, block_size=width).json()["text"]
+        )
+    assert texts[0] == texts[1]
+    assert max(len(gap) for gap in re.findall(r"\s*", texts[0])) <= 64
+    assert re.search(r"\s{32}", texts[0])
+    if form["json_schema"] is CITY:
+        assert set(json.loads(texts[0])) == {"name", "population"}

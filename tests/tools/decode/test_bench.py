@@ -1,0 +1,266 @@
+"""The ruler on what a CPU can hold; seconds are not judged."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dflash_jax.checkpoint.parameters import QUANTIZED
+from dflash_jax.errors import InputError
+from dflash_jax.models import moe as moe_layer
+from dflash_jax.models.decoder import abstract_decoder
+from dflash_jax.ops.backend import XLA
+from dflash_jax.ops.kernels.cpu import calls as cpu
+from dflash_jax.parallel.sharding import ONE_DEVICE, Layout
+from dflash_jax.planner import read_shapes, weigh
+from dflash_jax.tools import compile_report
+from dflash_jax.tools.decode import bench as bench_decode
+from dflash_jax.tools.decode import pair as decode_pair
+from dflash_jax.tools.decode import profile as decode_profile
+from dflash_jax.tools.decode import table as decode_table
+from dflash_jax.tools.decode.pair import Point
+
+ROOT = Path(__file__).parents[3]
+
+TINY = ROOT / "dflash_jax/assets/tiny"
+
+
+@pytest.fixture(scope="module")
+def system(tmp_path_factory):
+    """The bundled pair as a system of shapes only: its weights are then random."""
+    path = tmp_path_factory.mktemp("system") / "tiny.toml"
+    shapes = {k: TINY / v / "config.json" for k, v in {"target": "target", "draft": "draft"}.items()}
+    path.write_text("[shapes]\n" + "".join(f'{k} = "{v}"\n' for k, v in shapes.items()))
+    return path
+
+
+@pytest.fixture(scope="module")
+def measured(system, tmp_path_factory):
+    out = tmp_path_factory.mktemp("out") / "decode"
+    options = ["--config", str(system), "--dtype", "float32", "--out", str(out)]
+    assert bench_decode.main([*options, "--points", "1,1,64", "2,4,64"]) == 0
+    return out, options
+
+
+def test_experts_that_a_kernel_in_cpp_chooses_are_counted(tmp_path):
+    """Of the bundled pair, whose tokens go to two experts each."""
+    if cpu.why_not():
+        pytest.skip("no C++ compiler")
+    assert bench_decode.main(["--points", "1,2,64", "--out", str(tmp_path / "decode")]) == 0
+    (row,) = json.loads((tmp_path / "decode.json").read_text())["points"].values()
+    assert 2 <= row["experts_touched"] <= 4
+
+
+def test_every_part_is_timed(measured):
+    out, _ = measured
+    record = json.loads(out.with_suffix(".json").read_text())
+    assert record["about"]["model"] == "random weights"
+    plain, wide = record["points"].values()
+    assert list(record["points"]) == ["batch 1, width 1, context 64", "batch 2, width 4, context 64"]
+    for row in (plain, wide):
+        assert min(row[f"{part}_ms"] for part in ("round", "verify", "head", "draw", "commit", "prefill")) > 0
+        assert row["peak_gb"] > 0
+        assert row["of_floor"] > 0
+    assert "draft_ms" in wide
+    assert "draft_ms" not in plain
+    assert plain["experts_touched"] <= wide["experts_touched"]
+    assert wide["gb_a_round"] > plain["gb_a_round"]
+    assert "| batch 2, width 4, context 64 |" in out.with_suffix(".md").read_text()
+
+
+def test_what_is_there_is_not_measured_again(measured, capsys):
+    out, options = measured
+    before = out.with_suffix(".json").read_text()
+    assert bench_decode.main([*options, "--points", "1,1,64", "--json"]) == 0
+    said = capsys.readouterr()
+    assert "…" not in said.err
+    assert json.loads(said.out)["points"] == json.loads(before)["points"]
+
+
+def test_results_of_another_model_are_not_mixed(measured, capsys):
+    _, options = measured
+    assert bench_decode.main([*options, "--points", "1,1,64", "--layers", "2"]) == 2
+    assert "give another --out" in capsys.readouterr().err
+
+
+def test_a_point_that_memory_cannot_hold_leaves_the_others(measured, tmp_path, monkeypatch, capsys):
+    _, options = measured
+
+    def measure(self, point):
+        if point.batch == 2:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+        return {"round_ms": 1.0}
+
+    monkeypatch.setattr(bench_decode.Bench, "measure", measure)
+    monkeypatch.setattr(bench_decode, "measured_bandwidth", lambda: 1e9)
+    assert bench_decode.main([*options[:-1], str(tmp_path / "x"), "--points", "2,4,64", "1,1,64"]) == 0
+    rows = json.loads((tmp_path / "x.json").read_text())["points"]
+    assert [sorted(row) for row in rows.values()] == [["failed"], ["round_ms"]]
+    assert "RESOURCE_EXHAUSTED" in capsys.readouterr().out
+
+
+def test_weights_that_memory_cannot_hold_are_rows_too(measured, tmp_path, monkeypatch, capsys):
+    def full(*args):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    monkeypatch.setattr(bench_decode, "open_pair", full)
+    monkeypatch.setattr(bench_decode, "measured_bandwidth", lambda: 1e9)
+    assert bench_decode.main([*measured[1][:-1], str(tmp_path / "x"), "--points", "2,4,64", "1,1,64"]) == 0
+    rows = json.loads((tmp_path / "x.json").read_text())["points"]
+    assert [list(row) for row in rows.values()] == [["failed"], ["failed"]]
+
+
+def test_choices_are_counted_as_routed(system):
+    """The experts that the ruler counts are those that the layers use."""
+    args = bench_decode.make_parser().parse_args(["--config", str(system), "--dtype", "float32"])
+    point = Point(2, 4, 64)
+    bench = bench_decode.Bench(decode_pair.open_pair(args, [point]), 1e9)
+    chosen = np.asarray(bench.calls(point, state := bench.state(point))["choices"](state)[0])
+    layers = bench.pair.target.config.layers
+    assert chosen.shape == (len(layers), 8, layers[0].ffn.experts_per_token)
+    assert all(len(set(token)) == chosen.shape[-1] for layer in chosen for token in layer)
+
+
+@pytest.mark.parametrize(
+    ("memory", "kind", "layers", "note"),
+    [(180e9, None, 40, ""), (84e9, "fp8", 40, "held in FP8"), (30e9, "fp8", 16, "16 of 40 layers, in FP8")],
+)
+def test_what_does_not_fit_is_cut(memory, kind, layers, note):
+    names = ("Qwen3.6-35B-A3B.json", "Qwen3.6-35B-A3B-DFlash.json")
+    shapes = read_shapes(*(str(ROOT / "configs/hf" / name) for name in names))
+    points = decode_pair.grid("default", is_small=False)
+    found = decode_pair.fitting(shapes, Layout.parse(""), points, memory, None)
+    assert (found[1], len(found[0].target.layers)) == (kind, layers)
+    assert found[2].startswith(note)
+
+
+def test_each_point_has_what_fits_it(system, monkeypatch):
+    """A large point does not cut a small one, and FP8 is a point of its own."""
+    args = bench_decode.make_parser().parse_args(["--config", str(ROOT / "configs/qwen3.6-35b-a3b.toml")])
+    monkeypatch.setattr(decode_pair.jax, "devices", lambda: [FakeCard()])
+    small, large = Point(1, 16, 2048), Point(32, 16, 131072)
+    points = [small, large, Point(1, 1, 2048)]
+    points += decode_pair.in_fp8(args, points)
+    found = decode_pair.groups(args, points)
+    assert found[0] == [points[0], points[2]]
+    fits = {str(g[0]): decode_pair._fitting(args, g) for g in found}
+    assert [(kind, len(shapes.target.layers) == 40) for shapes, kind, _ in fits.values()] == [
+        (None, True),
+        ("fp8", False),
+        ("fp8", True),
+        ("fp8", False),
+    ]
+    # What was asked for needs no excuse.
+    assert fits[f"{small}, fp8"][2] == ""
+    assert str(points[3]) == "batch 1, width 16, context 2048, fp8"
+
+
+class FakeCard:
+    device_kind, platform = "NVIDIA H200", "gpu"
+
+    def memory_stats(self):
+        return {"bytes_limit": 130e9}
+
+
+@pytest.mark.parametrize("text", ["1,4", "0,4,64", "a,b,c", "1,4,16", "1,4,64,2"])
+def test_a_point_that_is_none_is_told(text, capsys):
+    assert bench_decode.main(["--points", text]) == 2
+    assert f"point '{text}'" in capsys.readouterr().err
+
+
+def test_a_model_of_full_size_is_refused_on_a_cpu(capsys):
+    assert bench_decode.main(["--config", str(ROOT / "configs/qwen3.6-35b-a3b.toml")]) == 2
+    assert "billion parameters on a CPU" in capsys.readouterr().err
+
+
+def test_fewer_layers_make_no_tokens(measured):
+    record = json.loads(measured[0].with_suffix(".json").read_text())
+    record["about"]["config"] = "qwen3.6-35b-a3b"
+    row = record["points"]["batch 2, width 4, context 64"]
+    cut = row | {"model": "2 of 4 layers"}
+    record["points"] = {"batch 1, width 16, context 64": row, "batch 1, width 8, context 64": cut}
+    text = decode_table.table(record)
+    assert "| batch 1, width 16, context 64 | Math500 |" in text
+    assert "| batch 1, width 8, context 64 | Math500 |" not in text
+
+
+def test_it_runs_with_what_a_jax_image_holds():
+    """Uninstalled, with the checkout in PYTHONPATH, without the packages that only the library and the server need."""
+    missing = ["tqdm", "safetensors", "jinja2", "tokenizers", "transformers", "huggingface_hub", "platformdirs"]
+    code = f"""
+import runpy, sys
+sys.modules |= dict.fromkeys({missing})
+sys.meta_path = [f for f in sys.meta_path if "editable" not in repr(f)]
+sys.argv = ["decode.py", "--config", "qwen3.6-35b-a3b"]
+runpy.run_path({str(ROOT / "scripts/bench/decode.py")!r}, run_name="__main__")
+"""
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd="/", env=environment)
+    assert "billion parameters on a CPU" in done.stderr, done.stderr
+
+
+def test_not_even_one_period():
+    shapes = read_shapes(str(TINY / "target/config.json"), str(TINY / "draft/config.json"))
+    with pytest.raises(InputError, match="not even 4 layers fit"):
+        decode_pair.fitting(shapes, Layout.parse(""), [Point(1, 4, 64)], 1e3, None)
+
+
+def event(pid, tid, name, dur, **args):
+    return {"ph": "X", "pid": pid, "tid": tid, "name": name, "dur": dur, "args": args}
+
+
+def name_of(kind, pid, tid, name):
+    return {"ph": "M", "pid": pid, "tid": tid, "name": kind, "args": {"name": name}}
+
+
+def test_kernels_of_a_trace():
+    """A GPU's are what its streams show, named or not; a CPU's are XLA's own, without what only holds others."""
+    host = [event(9, 1, "while.3", 90.0, hlo_op="while.3"), event(9, 1, "dot.1", 5.0, hlo_op="dot.1")]
+    host += [event(9, 1, "PjitFunction", 70.0), name_of("process_name", 9, 0, "/host:CPU")]
+    assert decode_profile.kernel_events(host) == [("dot.1", 5.0)]
+    card = [name_of("process_name", 1, 0, "/device:GPU:0"), name_of("thread_name", 1, 4, "Stream #14(Compute)")]
+    card += [name_of("thread_name", 1, 5, "XLA Ops"), event(1, 5, "fusion.1", 8.0, hlo_op="fusion.1")]
+    card += [event(1, 4, "fusion_1", 3.0), event(1, 4, "memcpy32_post", 1.0)]
+    assert decode_profile.kernel_events(card + host) == [("fusion_1", 3.0), ("memcpy32_post", 1.0)]
+
+
+def test_rows_differ(system):
+    """Equal rows would all be sent to the same experts."""
+    args = bench_decode.make_parser().parse_args(["--config", str(system), "--dtype", "float32"])
+    point = Point(2, 1, 64)
+    bench = bench_decode.Bench(decode_pair.open_pair(args, [point]), 1e9)
+    chosen = np.asarray(bench.calls(point, state := bench.state(point))["choices"](state)[0])
+    assert (chosen[:, 0] != chosen[:, 1]).any()
+
+
+def test_weights_in_few_bits_weigh_what_the_plan_says():
+    """Of experts in few bits only those that are touched are read, too."""
+    shapes = read_shapes(str(ROOT / "configs/hf/Qwen3.6-35B-A3B-FP8.json"), None)
+    held = weigh(compile_report.abstract_pair(shapes, ONE_DEVICE, jnp.bfloat16, None, XLA)[0], ONE_DEVICE, frozenset())
+    planned = weigh(abstract_decoder(shapes.target, jnp.bfloat16), ONE_DEVICE, frozenset(QUANTIZED))
+    assert held.read(16, 70.0) == pytest.approx(planned.read(16, 70.0), rel=1e-6)
+    assert held.read(16, 70.0) < 0.4 * held.total
+
+
+@pytest.mark.parametrize("experts", ["even", "7"])
+def test_forced_experts(measured, tmp_path, experts):
+    """The record counts as many as were asked for, and routing is as before afterwards."""
+    before, out = moe_layer.mixture, tmp_path / "forced"
+    options = [*measured[1][:-1], str(out), "--points", "2,4,64"]
+    assert bench_decode.main([*options, "--experts", experts]) == 0
+    ((name, row),) = json.loads(out.with_suffix(".json").read_text())["points"].items()
+    assert name.endswith(f"{row['experts_touched']:.0f} experts")
+    assert experts == "even" or row["experts_touched"] == 7
+    assert moe_layer.mixture is before
+
+
+def test_more_experts_than_choices_are_refused():
+    args = bench_decode.make_parser().parse_args(["--points", "1,1,64", "--experts", "100"])
+    with pytest.raises(InputError, match="for 1 tokens it must be 'even' or"):
+        bench_decode.count_of_experts(args, Point(1, 1, 64))

@@ -1,0 +1,154 @@
+"""What XLA makes of a step may get better, not worse."""
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from dflash_jax.tools.xla_text import KERNELS, copied_bytes, kernels, thunk_kinds, weights_read, written_bytes
+from tests.helpers import load_script
+
+ROOT = Path(__file__).parents[2]
+compile_train = load_script("compile/train.py")
+
+RECORDED = json.loads((ROOT / "benchmarks/compile.json").read_text())
+TRAINING = json.loads((ROOT / "benchmarks/training.json").read_text())
+SPENT = (
+    "kernels_per_layer",
+    "kernels_in_branches",
+    "collectives_per_layer",
+    "temporaries",
+    "written",
+    "optimal_seconds",
+)
+# The models whole take minutes a row and much memory: DFLASH_COMPILE_FULL=1.
+FIGURES = RECORDED["four-layers"] | (RECORDED["full"] if os.environ.get("DFLASH_COMPILE_FULL") else {})
+# Python 3.12 with jax 0.11 and the compilers, if it is not this one.
+PYTHON = os.environ.get("DFLASH_COMPILE_PYTHON", sys.executable)
+
+
+@cache
+def reason_to_skip(device: str, kernels: bool) -> str:
+    plugin = "libtpu" if ":" in device else "jax_cuda13_plugin, jax_triton" if kernels else "jax_cuda13_plugin"
+    code = f"import sys, jax, {plugin}; sys.exit(jax.__version_info__ < (0, 11))"
+    if plugin == "libtpu" and "TPU_LIBRARY_PATH" in os.environ:
+        code = code.replace(", libtpu", "")
+    if subprocess.run([PYTHON, "-c", code], capture_output=True).returncode:
+        return f"{PYTHON} lacks {plugin} or jax 0.11: name one that has them in DFLASH_COMPILE_PYTHON"
+    return ""
+
+
+def reported(script: str, command: str) -> dict:
+    """What a script says of a command, or a skip where its compiler is not here."""
+    _, *options = command.split()
+    if reason := reason_to_skip(options[1], script == "report.py" and "xla" not in options):
+        pytest.skip(reason)
+    # Without the suite's own flags for XLA.
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "0", "XLA_FLAGS": ""}
+    argv = [PYTHON, f"scripts/compile/{script}", *command.split()]
+    if script == "report.py":
+        argv[2:3] = ["--config", argv[2], "--json"]
+    done = subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout)
+
+
+def assert_no_worse(found: dict, recorded: dict, name: str) -> None:
+    """What is spent within a tenth; graphs and copies not at all."""
+    for figure in SPENT:
+        if figure in recorded:
+            assert found[figure] <= 1.1 * recorded[figure], (name, figure)
+    assert found.get("graphs", 0) <= recorded.get("graphs", 0), name
+    assert sum(found["copied"].values()) <= sum(recorded["copied"].values()), name
+
+
+@pytest.mark.parametrize("command", FIGURES)
+def test_no_worse_than_recorded(command):
+    found = reported("report.py", command)["programs"]
+    for name, recorded in FIGURES[command]["programs"].items():
+        assert_no_worse(found[name], recorded, name)
+
+
+@pytest.mark.parametrize("command", compile_train.FOUR_LAYERS)
+def test_training_no_worse_than_recorded(command):
+    assert_no_worse(reported("train.py", command)["step"], TRAINING[command]["step"], command)
+
+
+def test_kernels_in_branches_are_counted_apart():
+    text = """000: kCommandBuffer [source | sink]
+    001: kCopy         [source        | next=002 (1) ] kCopy
+    009: kWhile        [prev=001 (1)  | next=010 (1) ]
+      condition:
+        002: kCustomKernel [source | sink] loop_and_fusion grid: [1, 1, 1]
+      body:
+        003: kCustomCall   [source | next=007 (1) ] kCustomCall
+        007: kConditional  [prev=003 (1)  | next=008 (1) ]
+          false_branch:
+            004: kCustomKernel [source | sink] draw grid: [1, 1, 1]
+            006: kConditional  [prev=004 (1)  | sink]
+              true_branch:
+                005: kCustomCall [source | sink] kCustomCall
+          true_branch:
+            0051: kGemm [source | sink] kGemm
+        008: kGemm [prev=007 (1)  | sink] kGemm
+    010: kCustomKernel [prev=009 (1)  | sink] loop_or_fusion grid: [1, 1, 1]
+"""
+    always, branches = thunk_kinds(text)
+    assert sum(always[kind] for kind in KERNELS) == 4
+    assert sum(branches[kind] for kind in KERNELS) == 3
+    assert always["Copy"] == always["CommandBuffer"] == 1
+
+
+def test_a_copy_counts_where_it_is_written():
+    hlo = """
+%fused_reduce (p: bf16[4,2,8]) -> f32[4] {
+  %transpose.1 = f32[2,4,8]{2,1,0} transpose(%p), dimensions={1,0,2}
+  ROOT %reduce = f32[4]{0} reduce(%transpose.1)
+}
+%fused_transpose (p: bf16[4,2,8]) -> bf16[8,4,2] {
+  ROOT %transpose.2 = bf16[8,4,2]{2,1,0} transpose(%p), dimensions={2,0,1}
+}
+%body (p: (bf16[4,2,8])) -> (bf16[4,2,8]) {
+  %copy.1 = bf16[1,4,2,8]{3,2,1,0} copy(%p)
+  %copy.2 = bf16[4,3,8]{2,1,0} copy(%q)
+  %f = f32[4] fusion(%copy.1), kind=kInput, calls=%fused_reduce
+  %t = bf16[8,4,2] fusion(%copy.1), kind=kLoop, calls=%fused_transpose
+}
+"""
+    assert copied_bytes(hlo, {(2, 4, 8)}) == 2 * 128
+    # Both copies and what the two fusions return; none of what is inside of them.
+    assert written_bytes(hlo, set()) == 2 * 64 + 2 * 96 + 4 * 4 + 2 * 64
+    assert written_bytes(hlo, {(2, 4, 8)}) == 2 * 96 + 4 * 4
+    assert kernels(hlo) == 4
+
+
+def test_a_weight_counts_for_each_operation_that_reads_it():
+    hlo = """
+%branch (q: (bf16[4,2,8])) -> f32[4] {
+  %w = bf16[4,2,8]{2,1,0} get-tuple-element(%q), index=0
+  ROOT %f = f32[4] fusion(%w), kind=kInput, calls=%fused
+}
+%body (p: (bf16[4,2,8], bf16[64,2], f32[4])) -> (bf16[4,2,8], bf16[64,2], f32[4]) {
+  %one = bf16[4,2,8]{2,1,0} get-tuple-element(%p), index=0
+  %table = bf16[64,2]{1,0} get-tuple-element(%p), index=1
+  %x = f32[4]{0} get-tuple-element(%p), index=2
+  %same = bf16[8,8]{1,0} bitcast(%one)
+  %rows = bf16[4,2]{1,0} fusion(%table, %x), kind=kLoop, calls=%gather
+  %loop_gather_fusion = bf16[4,2]{1,0} fusion(%table, %x), kind=kLoop, calls=%gather
+  %kernel.1 = f32[4] custom-call(%x, %same, %same, %one), custom_call_target="triton"
+  %kernel.2 = f32[4] custom-call(%kernel.1, %one)
+  %c = f32[4] conditional(%x, %one), branch_computations={%branch, %branch}
+  ROOT %t = (bf16[4,2,8]) tuple(%one)
+}
+ENTRY %main (p: (bf16[4,2,8], bf16[64,2], f32[4])) -> f32[4] {
+  %w = bf16[4,2,8]{2,1,0} parameter(0)
+  %before = f32[4] fusion(%w), kind=kInput, calls=%fused
+  %loop = (bf16[4,2,8], bf16[64,2], f32[4]) while(%t), condition=%more, body=%body
+}
+"""
+    assert weights_read(hlo, {(2, 4, 8), (2, 64)}) == 2 * 128 + 256
+    assert weights_read(hlo.replace(" while(", " call("), {(2, 4, 8)}) == 128
