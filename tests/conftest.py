@@ -19,6 +19,8 @@ import hypothesis
 import jax
 import pytest
 
+from tests.allowed_skips import unexpected
+
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_enable_x64", False)
 jax.config.update("jax_default_matmul_precision", "float32")
@@ -49,3 +51,22 @@ def compiled_programs_do_not_pile_up():
     if maps.exists() and maps.read_bytes().count(b"\n") > 20_000:
         jax.clear_caches()
         gc.collect()
+
+
+def without_unexpected_skip(report):
+    """``report``, failed if it is a skip that tests/allowed_skips.py does not allow on this machine."""
+    if report.skipped and not hasattr(report, "wasxfail"):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        if message := unexpected(report.nodeid, reason.removeprefix("Skipped: ")):
+            report.outcome, report.longrepr = "failed", message
+    return report
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport():
+    return without_unexpected_skip((yield))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_make_collect_report():
+    return without_unexpected_skip((yield))

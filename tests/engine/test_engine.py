@@ -18,7 +18,7 @@ from dflash_jax.engine.draft_length import NO_DRAFTER
 from dflash_jax.engine.executables import Executables
 from dflash_jax.engine.request import ReadyMasks, Request
 from dflash_jax.engine.token_rules import Rules, ThinkingBudget, TokenRules
-from dflash_jax.models.decoder import Decoder, is_delta
+from dflash_jax.models.decoder import Decoder
 from dflash_jax.sampling_params import MAX_STOPS, SamplingParams
 from dflash_jax.tools.token_runs import Remembering
 from tests import tiny
@@ -55,6 +55,10 @@ def family(request):
     expected = alone(engine_for(plain, (1,), prefix_bytes=0), wanted)
     drafter = Remembering.of(tiny.drafter(target), [r for r, _ in expected], wide=8, capacity=CAPACITY)
     return Family(target, plain, Executables(target, drafter), wanted, expected)
+
+
+# The recurrent state decides, or the other family adds nothing.
+hybrid_only = pytest.mark.parametrize("family", ["hybrid"], indirect=True)
 
 
 @pytest.fixture(scope="module")
@@ -118,10 +122,9 @@ def test_a_known_prefix_changes_nothing(family, drafts):
     assert 0 < sizes[150_000] < sizes[10**8]
 
 
+@hybrid_only
 def test_a_stale_state_would_be_noticed(family, monkeypatch):
     """A fault made on purpose: a hit brings back the keys and values, and forgets the recurrent state."""
-    if not any(is_delta(layer) for layer in family.target.layers):
-        pytest.skip("nothing is recurrent here")
     real = prefix_snapshot.restore
 
     def forgetful(state, rows, length, snapshot):
@@ -169,9 +172,8 @@ class OddOnly(ReadyMasks):
         return (bits.reshape(len(rows), -1, 32) << np.arange(32, dtype=np.uint64)).sum(-1).astype(np.uint32)
 
 
+@hybrid_only
 def test_a_mask_holds_under_speculation_and_leaves_neighbours_alone(family):
-    if not any(is_delta(layer) for layer in family.target.layers):
-        pytest.skip("nothing differs from the hybrid")
     wanted, vocab, texts = family.wanted, tiny.VOCAB, {}
     for widths, width in (((1,), 1), ((1, 8), 8)):
         engine = engine_for(family.drafting if width > 1 else family.plain, widths)
@@ -198,9 +200,8 @@ RULES = (
 )
 
 
+@hybrid_only
 def test_rules_hold_under_speculation(family):
-    if not any(is_delta(layer) for layer in family.target.layers):
-        pytest.skip("nothing differs from the hybrid")
     texts = {}
     for widths, width in (((1,), 1), ((1, 8), 8)):
         engine, requests = engine_for(family.drafting if width > 1 else family.plain, widths), []
