@@ -13,6 +13,7 @@ from dflash_jax.decoding.sampling import NOT_FINITE, NOTHING_ALLOWED, SamplingRo
 from dflash_jax.engine.request import ReadyMasks
 from dflash_jax.errors import EngineError, InputError
 from dflash_jax.frontend.llm_config import TINY
+from dflash_jax.frontend.sync_engine import SyncEngine
 
 # One that the model does not write by itself.
 POISON = 7
@@ -78,34 +79,41 @@ def llm(poisoned):
     return LLM(poisoned, TINY / "draft", slots=4)
 
 
-def ended(llm, rows) -> None:
-    llm._submit(rows)
+@pytest.fixture(scope="module")
+def engine(llm):
+    return SyncEngine(llm)
+
+
+def ended(engine, llm, rows) -> None:
+    is_plain = all(row.request.block_size == 1 for row in rows)
+    engine.submit(rows, llm.plain_programs if is_plain else llm.programs)
     while any(row.request.finish_reason is None for row in rows):
-        llm._sync_engine.step()
+        engine.step()
 
 
 @pytest.mark.parametrize("block_size", [1, "auto", 16])
 @pytest.mark.parametrize("name", PARAMS)
-def test_only_its_own_request_ends(llm, name, block_size):
+def test_only_its_own_request_ends(engine, llm, name, block_size):
     """In the prompt, alone and in its middle: the others of the batch, and what follows in the same slots, are as they
     are without it."""
     good = [[20, 30, 40], [50, 60, 61, 62], [70]]
     params = SamplingParams(max_tokens=24, ignore_eos=True, **PARAMS[name])
     expected = [c.token_ids for c in llm.generate(good, params, block_size)]
     for bad in ([POISON], [20, POISON, 40]):
-        rows = llm._sequences([*good, bad], params, block_size)
-        ended(llm, rows)
+        rows = [llm.new_sequence(prompt, params, block_size) for prompt in [*good, bad]]
+        ended(engine, llm, rows)
         assert [row.request.tokens for row in rows[:3]] == expected
         assert rows[3].request.finish_reason == "error"
         assert rows[3].request.tokens == []
         with pytest.raises(EngineError, match="behind 0 new tokens are NaN or infinite"):
             rows[3].raise_failure()
     # All slots have been used: nothing of the NaN is left in them.
-    again = llm.generate([*good, good[0]], params, block_size)
-    assert [c.token_ids for c in again] == [*expected, expected[0]]
+    again = [llm.new_sequence(prompt, params, block_size) for prompt in [*good, good[0]]]
+    ended(engine, llm, again)
+    assert [row.request.tokens for row in again] == [*expected, expected[0]]
 
 
-def test_a_nan_in_the_middle_of_an_answer(llm):
+def test_a_nan_in_the_middle_of_an_answer(engine, llm):
     """The poison is the only token that may follow the third."""
 
     class Form(ReadyMasks):
@@ -125,13 +133,13 @@ def test_a_nan_in_the_middle_of_an_answer(llm):
         (row,) = rows = [
             llm.new_sequence([20, 30], SamplingParams(max_tokens=20, ignore_eos=True), block_size, mask=Form())
         ]
-        ended(llm, rows)
+        ended(engine, llm, rows)
         assert row.request.tokens == [9, 9, 9, POISON]
         with pytest.raises(EngineError, match="behind 4 new tokens"):
             row.raise_failure()
 
 
-def test_a_form_that_allows_nothing(llm):
+def test_a_form_that_allows_nothing(engine, llm):
     class Nothing(ReadyMasks):
         def masks(self, drafts):
             return np.zeros((len(drafts) + 1, -(-llm.config.vocab_size // 32)), np.uint32)
@@ -142,7 +150,7 @@ def test_a_form_that_allows_nothing(llm):
             llm.new_sequence([20, 30], params, 16, mask=Nothing()),
             llm.new_sequence([20, 30], replace(params, seed=1), 16),
         ]
-        ended(llm, rows)
+        ended(engine, llm, rows)
         with pytest.raises(InputError, match="leave no token behind 0 new ones"):
             rows[0].raise_failure()
         assert len(rows[1].request.tokens) > 1
