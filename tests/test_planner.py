@@ -68,8 +68,8 @@ def test_a_mesh_divides_what_it_can_and_says_what_not():
     assert not one["fits"]
     assert eight["fits"]
     whole = one["bytes_per_device"]["target"]
-    copied = sum(v for k, v in eight["replicated"].items() if ".mixer.k" in k or ".mixer.v" in k)
-    assert copied
+    # One of the two heads of 256, in each of 15 layers, in two bytes.
+    assert eight["replicated"]["layers.*.mixer.k"] == eight["replicated"]["layers.*.mixer.v"] == 15 * 256 * 4096 * 2
     assert whole / 8 < eight["bytes_per_device"]["target"] < whole / 8 + sum(eight["replicated"].values())
     assert any("router" in name for name in eight["replicated"])
 

@@ -115,7 +115,8 @@ def test_nobody_starves():
         e.submit(request([1 + i % 40, 2, 3], 4))
     for _ in range(60):
         e.step()
-    assert waiting.finish_reason
+    assert waiting.finish_reason == "length"
+    assert waiting.tokens == expected(waiting.prompt, 5)
 
 
 def test_a_full_queue():

@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 
 import pytest
 
@@ -60,9 +61,13 @@ TIMES = {"time_to_first_token_ms", "generation_time_ms", "queue_time_ms", "mean_
 @pytest.mark.parametrize("path", BODIES)
 def test_metrics_of_a_request(adding, path):
     server = adding(metrics=True)
+    began = time.monotonic()
     metrics = server.post(path, **BODIES[path]).json()["metrics"]
+    elapsed_ms = 1e3 * (time.monotonic() - began)
     assert set(metrics) == TIMES
-    assert all(value >= 0 for value in metrics.values())
+    times = [metrics[f"{name}_ms"] for name in ("queue_time", "time_to_first_token", "generation_time")]
+    assert min(times) >= 0
+    assert 0 < sum(times) <= elapsed_ms
     # Of a single token there is nothing between tokens.
     assert TIMES - set(server.post(path, **BODIES[path] | {"max_tokens": 1}).json()["metrics"]) == {"mean_itl_ms"}
     # Several sequences have no times in common.

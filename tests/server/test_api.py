@@ -96,7 +96,9 @@ def test_responses_call_tools_and_keep_to_schemas(client):
         ],
         max_output_tokens=8,
     )
-    assert again.output
+    # Eight tokens do not end the thought.
+    assert [(item.type, item.status) for item in again.output] == [("reasoning", "incomplete")]
+    assert again.usage.output_tokens == 8
     formed = client.responses.create(
         model=NAME,
         input="Say.",
@@ -214,7 +216,9 @@ def test_what_is_asked_beside_text(quiet, llm):
     assert quiet.post("/detokenize", tokens=ids).json()["prompt"] == "def f(x):"
     info = http.get("/server_info").json()
     assert info["model_path"] == "bundled"
-    assert info["internal_states"][0]["requests"]["length"] > 0
+    ended = info["internal_states"][0]["requests"].get("length", 0)
+    quiet.post("/v1/completions", prompt="x", max_tokens=1)
+    assert http.get("/server_info").json()["internal_states"][0]["requests"]["length"] == ended + 1
 
 
 def counters(server) -> dict[str, float]:

@@ -248,8 +248,14 @@ def attention_and_arguments(rng):
     return function, (normal(rng, 1, 6, 64), normal(rng, 64), layer)
 
 
-@pytest.mark.parametrize("part", [mixture_and_arguments, attention_and_arguments])
-def test_what_a_kernel_computes_has_a_gradient(monkeypatch, part):
+@pytest.mark.parametrize(
+    ("part", "kernels"),
+    [
+        (mixture_and_arguments, ["_route", "_gate_up", "_down"]),
+        (attention_and_arguments, ["_project", "_rotate", "_project"]),
+    ],
+)
+def test_what_a_kernel_computes_has_a_gradient(monkeypatch, part, kernels):
     """That of a plain form: a target can be trained where kernels are."""
     from dflash_jax.ops.kernels.triton import attention as triton_attention
     from dflash_jax.ops.kernels.triton import experts as triton_experts
@@ -274,7 +280,7 @@ def test_what_a_kernel_computes_has_a_gradient(monkeypatch, part):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), gradient(CUDA), plain)
     # What is differentiated is computed by the reference; the kernels compute the rest.
     jax.eval_shape(partial(function, CUDA), *args)
-    assert calls
+    assert [kernel.fn.__name__ for kernel in calls] == kernels
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
