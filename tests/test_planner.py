@@ -93,7 +93,7 @@ def test_long_contexts_and_full_batches_fit_where_they_are_meant_to():
     assert plan("qwen3.5-397b-a17b-fp8", "h100", "tensor=8", slots=8)["fits"]
 
 
-def test_command_line(capsys):
+def test_plan_command_prints_json_with_all_figures(capsys):
     toml = str(CONFIGS / "qwen3.6-35b-a3b.toml")
     assert main(["--target", toml, "--json", "--slots", "4", "--devices", "8"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -118,7 +118,7 @@ def test_command_line(capsys):
         (["--config", str(CONFIGS / "qwen3.6-35b-a3b.toml"), "--mesh", "expert=3"], "expert=3"),
     ],
 )
-def test_bad_input(argv, named, capsys):
+def test_plan_command_names_bad_input(argv, named, capsys):
     assert main(argv) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
@@ -173,7 +173,7 @@ def test_a_toml_that_makes_no_sense(text, named, tmp_path):
         read_system(path)
 
 
-def test_another_device(capsys):
+def test_floor_of_an_unlisted_device_follows_its_bandwidth(capsys):
     """Memory and bandwidth of a device without a name here: the floor is by its bandwidth."""
     options = ["--config", "configs/qwen3.6-27b.toml", "--json"]
 

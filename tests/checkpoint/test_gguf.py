@@ -131,13 +131,13 @@ def built(**changes):
     ("changes", "first"),
     [({"pre": "llama-bpe"}, 1), ({"pre": "llama-bpe", "add_bos_token": False}, None), ({"add_bos_token": True}, 1)],
 )
-def test_bos(changes, first):
+def test_tokenizer_of_gguf_adds_bos_as_the_metadata_says(changes, first):
     found = built(**changes)
     bare = found.encode("ab", add_special_tokens=False).ids
     assert found.encode("ab").ids == ([first] if first is not None else []) + bare
 
 
-def test_splits():
+def test_pre_tokenizer_splits_text_before_merges():
     """What stands before the merges decides where they may go."""
 
     def words(pre: str, text: str) -> list[str]:
@@ -203,7 +203,7 @@ def test_scaled_frequencies_compute_the_same(tmp_path):
     assert_near(np.asarray(scores), expected, "logits")
 
 
-def test_yarn(tmp_path):
+def test_yarn_scaling_of_gguf_becomes_rope_scaling(tmp_path):
     scaling = {"type": "yarn", "factor": 4.0, "original_context_length": 128}
     path = make(tmp_path / "model.gguf", keys={f"llama.rope.scaling.{k}": v for k, v in scaling.items()})
     assert read_config(GgufFile(path))["rope_scaling"] == {
@@ -217,7 +217,7 @@ def test_yarn(tmp_path):
 
 
 @pytest.mark.parametrize("share", [0.0, 1e-4, 0.01, 0.2, 0.6, 0.999])
-def test_truncated(share, llama, tmp_path):
+def test_truncated_file_is_refused(share, llama, tmp_path):
     whole = llama.read_bytes()
     path = tmp_path / "part.gguf"
     path.write_bytes(whole[: int(len(whole) * share)])
@@ -240,7 +240,7 @@ def test_truncated(share, llama, tmp_path):
         ),
     ],
 )
-def test_not_gguf(content, part, tmp_path):
+def test_file_that_is_not_gguf_is_refused(content, part, tmp_path):
     (tmp_path / "x").write_bytes(content)
     with pytest.raises(InputError) as error:
         GgufFile(tmp_path / "x")
@@ -314,7 +314,7 @@ def run(capsys, *argv):
     return code, out, err
 
 
-def test_command_line(llama, tmp_path, capsys):
+def test_convert_command_writes_the_checkpoint_and_one_line(llama, tmp_path, capsys):
     (tmp_path / "hf").mkdir()
     code, out, err = run(capsys, llama, tmp_path / "hf", "--dtype", "float16")
     assert (code, out, err) == (0, f"{tmp_path / 'hf'}: llama, 3 layers, float16\n", "")
@@ -345,7 +345,7 @@ def test_command_line_errors(argv, named, llama, tmp_path, capsys):
     assert [p.name for p in tmp_path.rglob("*")] == ["full", "file"]
 
 
-def test_no_space(llama, tmp_path):
+def test_convert_command_on_a_full_disk_ends_with_an_error(llama, tmp_path):
     """No file may grow beyond 100 blocks: what a full disk does, but to one process only."""
     done = subprocess.run(
         [

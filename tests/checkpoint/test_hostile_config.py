@@ -146,10 +146,10 @@ def check(raw: dict, directory: Path, read) -> None:
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_targets(name, tmp_path):
+def test_hostile_target_config_gives_an_input_error_or_a_model(name, tmp_path):
     check(TARGETS[name], tmp_path, open_as_target)
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_drafters(name, tmp_path):
+def test_hostile_drafter_config_gives_an_input_error_or_a_model(name, tmp_path):
     check(DRAFTERS[name], tmp_path, open_as_drafter)

@@ -46,7 +46,7 @@ def opened(file: GgufFile, directory) -> None:
 
 
 @pytest.mark.parametrize("architecture", MODELS)
-def test_metadata(architecture, tmp_path):
+def test_hostile_metadata_gives_an_input_error_or_a_model(architecture, tmp_path):
     file = GgufFile(make(tmp_path / "model.gguf", architecture))
     metadata = file.metadata | {f"{architecture}.{key}": value for key, value in MORE.items()} | TOKENS
     file.metadata = metadata
@@ -96,7 +96,7 @@ def text(value: str) -> bytes:
         (header(text("general.alignment"), struct.pack("<I?", 7, True), pairs=1), "general.alignment"),
     ],
 )
-def test_headers(content, part, tmp_path):
+def test_hostile_header_is_refused(content, part, tmp_path):
     path = tmp_path / "model.gguf"
     path.write_bytes(content)
     with pytest.raises(InputError) as error:

@@ -124,7 +124,7 @@ def test_good_ones_load(good_target, good_drafter, target):
 
 
 @pytest.mark.parametrize("load", [load_target, load_drafter, resolve])
-def test_missing_path(load, tmp_path):
+def test_load_from_a_missing_path_names_the_path(load, tmp_path):
     missing = tmp_path / "not_here"
     with pytest.raises(InputError) as error:
         load(missing)
@@ -132,7 +132,7 @@ def test_missing_path(load, tmp_path):
 
 
 @pytest.mark.parametrize("load", [load_target, load_drafter, resolve])
-def test_a_file(load, good_target):
+def test_load_from_a_file_names_the_file(load, good_target):
     path = good_target / "model.safetensors"
     with pytest.raises(InputError) as error:
         load(path)
@@ -144,7 +144,7 @@ def test_resolve_gives_a_directory_back(good_target):
 
 
 @pytest.mark.parametrize("load", [load_target, load_drafter])
-def test_no_config(load, target_dir):
+def test_load_without_config_names_the_directory_and_config(load, target_dir):
     (target_dir / "config.json").unlink()
     with pytest.raises(InputError) as error:
         load(target_dir)
@@ -297,7 +297,7 @@ def pickled(path):
 
 
 @pytest.mark.parametrize("damage", [no_weights, truncated, truncated_header, corrupt, empty, pickled])
-def test_damaged_weights(damage, target_dir, drafter_dir):
+def test_load_of_damaged_weights_names_the_file(damage, target_dir, drafter_dir):
     for load, path in ((load_target, target_dir), (load_drafter, drafter_dir)):
         damage(path)
         with pytest.raises(InputError) as error:
@@ -322,7 +322,7 @@ def test_index_is_no_index(content, target_dir):
     says(error, target_dir / INDEX)
 
 
-def test_unknown_dtype(target_dir):
+def test_load_of_an_unknown_dtype_names_tensor_and_dtypes(target_dir):
     change_tensors(target_dir, lambda t: t.update({"model.norm.weight": np.zeros(HIDDEN, np.int8)}))
     with pytest.raises(InputError) as error:
         load_target(target_dir)
@@ -365,7 +365,7 @@ def test_a_reshape_is_refused(target_dir):
     says(error, name)
 
 
-def test_drafter_tensors(drafter_dir):
+def test_drafter_with_missing_and_unexpected_tensors_names_them(drafter_dir):
     def change(tensors):
         del tensors["fc.weight"]
         tensors["layers.0.self_attn.q_proj.bias"] = np.zeros(60, np.float32)

@@ -92,7 +92,7 @@ def test_the_way_back_is_bit_exact(source, converted, tmp_path):
         assert (tmp_path / "hf" / name).read_bytes() == (source / name).read_bytes()
 
 
-def test_a_drafter(tmp_path):
+def test_drafter_through_orbax_is_the_same(tmp_path):
     convert(TINY / "draft", tmp_path / "orbax")
     target = load_target(TINY / "target").config
     assert_same_module(load_drafter(tmp_path / "orbax", target=target), load_drafter(TINY / "draft", target=target))

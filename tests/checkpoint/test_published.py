@@ -49,7 +49,7 @@ def count(module) -> int:
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_target_counts(name):
+def test_published_target_has_the_exact_parameter_count(name):
     raw = read(name)
     config = families.target_family(raw).read_config(raw)
     text = count(abstract_decoder(config))

@@ -246,7 +246,7 @@ def test_an_interrupt_loses_nothing(tmp_path):
     assert len({json.dumps(a["response"]["body"]["choices"]) for a in answers(path) if a["error"] is None}) == 1
 
 
-def test_pipes(tmp_path):
+def test_batch_reads_and_writes_pipes_and_ends_when_they_close(tmp_path):
     """In and out through pipes; an output that is closed, and a disk that is full, end the run in one line at most."""
     given = as_lines(*(request(str(i), max_tokens=2) for i in range(8)))
     with started("-i", "-", "-o", "-", stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:

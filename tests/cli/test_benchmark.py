@@ -161,7 +161,7 @@ def cell(out):
     return found
 
 
-def test_another_server(server, data, tmp_path, monkeypatch):
+def test_another_server_is_measured_by_its_own_counters(server, data, tmp_path, monkeypatch):
     """Acceptance from its counters; earlier answers are told without the thought; nothing of ours is asked."""
     url, state = server
     out = tmp_path / "theirs"
@@ -231,7 +231,7 @@ def test_a_server_that_states_its_acceptance(server, data, tmp_path):
         ([], ["--methods", "8"], "may know no block_size: give --label"),
     ],
 )
-def test_odd_answers(pieces, more, failed, server, data, tmp_path):
+def test_odd_answers_of_a_server_are_counted_as_failed(pieces, more, failed, server, data, tmp_path):
     url, state = server
     state["pieces"], out = pieces, tmp_path / "x"
     assert main(["--data", str(data), "--out", str(out), "--url", url, "--concurrency", "1", *more]) == bool(failed)
@@ -255,7 +255,7 @@ def test_the_time_between_tokens_leaves_out_those_that_came_first():
         (["--methods", "fast"], "must be a number of tokens"),
     ],
 )
-def test_wrong_options(more, message, data, tmp_path, capsys):
+def test_wrong_options_exit_with_code_2_and_a_message(more, message, data, tmp_path, capsys):
     import re
 
     assert main(["--data", str(data), "--out", str(tmp_path / "x"), *more]) == 2

@@ -120,7 +120,7 @@ def test_bad_input_is_one_line_and_exit_code_2(capsys, argv, named):
     assert named in err
 
 
-def test_drafting_options(capsys):
+def test_options_of_drafting_leave_equal_tokens(capsys):
     window = ["--draft-window-size", "16", "--draft-sink-size", "4", "--reproducible", "--seed", "3", "--compare"]
     code, _, err = run(capsys, *PROMPT, *window, "--temperature", "0.8", "--top-k", "4000000000")
     assert code == 0

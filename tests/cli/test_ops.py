@@ -55,6 +55,6 @@ def test_a_tpu_has_no_kernels(capsys):
         ([], "--config"),
     ],
 )
-def test_wrong_options(capsys, options, said):
+def test_wrong_options_are_refused(capsys, options, said):
     assert main(options) == 2
     assert said in capsys.readouterr().err

@@ -28,7 +28,7 @@ def environment(tmp_path):
     return {**found, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
 
 
-def test_generate(environment):
+def test_generate_on_a_cpu_writes_one_line_to_stderr(environment):
     command = [sys.executable, "-m", "dflash_jax.generate", "--prompt", "def main(", "--chat", "--max-new-tokens", "2"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     (line,) = without_kernels_line(done.stderr).splitlines()
@@ -36,7 +36,7 @@ def test_generate(environment):
     assert done.returncode == 0
 
 
-def test_serve(environment):
+def test_serve_on_a_cpu_writes_its_own_lines_to_stderr(environment):
     pytest.importorskip("uvicorn")
     command = [sys.executable, "-m", "dflash_jax.serve", "--port", "0", "--max-len", "256", "--slots", "1"]
     with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:

@@ -208,7 +208,7 @@ def nested(depth: int) -> str:
         ('{"a": "' + "x" * JSON_CHARACTERS + '"}', "characters of JSON: at most"),
     ],
 )
-def test_hostile_json(flag, text, message):
+def test_hostile_json_of_a_flag_is_refused(flag, text, message):
     with pytest.raises(InputError, match=message) as e:
         parse([flag, text])
     assert len(str(e.value)) < 400

@@ -70,7 +70,7 @@ def test_fp8_without_blocks(tmp_path):
     check_message(tmp_path, lambda: LLM(directory))
 
 
-def test_another_architecture(tmp_path):
+def test_unknown_architecture_gives_the_message_of_the_page(tmp_path):
     directory = changed(tmp_path, "target", model_type="gemma3", text_config={"model_type": "gemma3"})
     check_message(tmp_path, lambda: LLM(directory))
 

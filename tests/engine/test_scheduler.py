@@ -107,7 +107,7 @@ def test_priority_goes_first_in_the_queue():
     assert admitted == [requests[3], requests[1], requests[0], requests[2]]
 
 
-def test_nobody_starves():
+def test_long_prompt_beside_many_short_ones_finishes():
     e = engine(slots=2, max_num_batched_tokens=16)
     waiting = request(range(1, 100), 5)
     e.submit(waiting)

@@ -39,7 +39,7 @@ def test_a_path_or_the_template_itself(tmp_path):
         ("LARGE", "more than 1048576 characters"),
     ],
 )
-def test_hostile_templates(given, message, tmp_path):
+def test_hostile_template_is_refused(given, message, tmp_path):
     (tmp_path / "DIRECTORY").mkdir()
     (tmp_path / "BYTES").write_bytes(b"\xff\xfe{{")
     with open(tmp_path / "LARGE", "wb") as file:
@@ -60,7 +60,7 @@ def test_the_given_template_and_its_options_are_used():
         Tokenizer(TINY / "target", None, {"tools": []})
 
 
-def test_generation_config(tmp_path):
+def test_sampling_defaults_come_from_generation_config(tmp_path):
     shutil.copy(TINY / "target" / "config.json", tmp_path)
     own = {"do_sample": True, "temperature": 0.6, "top_k": 20, "eos_token_id": [7]}
     (tmp_path / "generation_config.json").write_text(json.dumps(own))
@@ -95,7 +95,7 @@ def test_sampling_defaults_override():
             SamplingDefaults().overridden(wrong)
 
 
-def test_another_tokenizer(tmp_path):
+def test_llm_takes_the_given_tokenizer(tmp_path):
     shutil.copytree(TINY / "target", tmp_path / "t", ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
     llm = LLM(draft=None, slots=1, max_len=64, tokenizer=tmp_path / "t", chat_template=TEMPLATE)
     assert llm.tokenizer.file == tmp_path / "t" / "tokenizer.json"
@@ -105,7 +105,7 @@ def test_another_tokenizer(tmp_path):
         LLM(draft=None, slots=1, max_len=64, tokenizer=tmp_path / "empty")
 
 
-def test_revisions(tmp_path, monkeypatch):
+def test_resolve_downloads_the_given_revision(tmp_path, monkeypatch):
     asked = {}
 
     def snapshot_download(name, **options):

@@ -67,7 +67,7 @@ def test_a_token_just_beyond_each_cut_is_near_it():
     assert near[3] > 1
 
 
-def test_first_difference():
+def test_first_difference_is_the_first_unequal_position():
     assert first_difference([1, 2, 3], [1, 2, 3]) is None
     assert first_difference([1, 2, 3], [1, 5, 3]) == 1
     assert first_difference([1, 2], [1, 2, 3]) == 2

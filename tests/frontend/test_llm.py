@@ -149,12 +149,12 @@ def test_defaults_of_a_checkpoint(tmp_path):
         ({"stop": ""}, "empty"),
     ],
 )
-def test_bad_parameters(options, named):
+def test_bad_sampling_params_are_refused_by_name(options, named):
     with pytest.raises(InputError, match=named):
         SamplingParams(**options)
 
 
-def test_bad_requests(llm):
+def test_bad_prompts_are_refused(llm):
     for call, named in [
         (lambda: llm.generate([[1, 99999]]), "99999"),
         (lambda: llm.generate([[]]), "empty"),

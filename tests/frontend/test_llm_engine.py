@@ -121,7 +121,7 @@ def test_auto_is_the_default_and_changes_nothing(llm):
         ({"block_size": "wide"}, "block size wide"),
     ],
 )
-def test_bad_options(options, named):
+def test_bad_options_of_llm_are_refused_by_name(options, named):
     with pytest.raises(InputError, match=named):
         LLM(**options)
 

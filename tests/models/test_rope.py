@@ -99,7 +99,7 @@ YARNS = {
 
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
 @pytest.mark.parametrize("name", YARNS)
-def test_yarn(name, key):
+def test_yarn_frequencies_equal_those_of_transformers(name, key):
     head_dim, theta, longest, yarn = YARNS[name]
     raw = {"max_position_embeddings": longest, key: {"rope_type": "yarn", **yarn}}
     if key == "rope_scaling":

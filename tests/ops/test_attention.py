@@ -44,7 +44,7 @@ def reference(q, k, v, context, length, seen):
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
 @pytest.mark.parametrize(("capacity", "window"), [(256, None), (768, None), (1024, None), (1024, 500)])
-def test_every_length(platform, capacity, window, monkeypatch):
+def test_attention_over_every_context_length_equals_softmax_in_float64(platform, capacity, window, monkeypatch):
     """768 is no multiple of an accelerator's piece here: its last one overlaps the one before."""
     monkeypatch.setattr(attention, "WIDE_CHUNK", 512)
     length = [0, 1, capacity - 1, capacity // 2 + 3, capacity]

@@ -66,7 +66,7 @@ def test_chunks_equal_steps(t):
     assert_equals_recurrence(inputs(t, seed=t))
 
 
-def test_other_chunk_size():
+def test_delta_rule_in_other_chunks_equals_the_recurrence():
     assert_equals_recurrence(inputs(150, seed=1), rule_in_chunks_of_8)
 
 
@@ -91,7 +91,7 @@ def test_as_a_gpu_runs_it(t, monkeypatch):
     ],
     ids=["always_strong", "strong_and_weak", "resets", "none"],
 )
-def test_any_decay(decay):
+def test_delta_rule_with_any_decay_equals_the_recurrence(decay):
     """Decays whose products underflow, and whose inverses overflow, give neither NaN nor error. Those within a chunk
     are differences of a sum that reaches -2,000 here, whose rounding of 1e-4 must not show."""
     assert_equals_recurrence(inputs(150, seed=2, decay=decay))

@@ -25,13 +25,13 @@ def inputs(queries=37, keys=29):
 
 
 @pytest.mark.parametrize("sizes", [(8, 8), (5, 64), (64, 7)])
-def test_it_is_attention(sizes):
+def test_interval_attention_equals_masked_softmax(sizes):
     args = inputs()
     for found, expected in zip(jax.jit(interval_attention, static_argnums=5)(*args, sizes), plain(*args), strict=True):
         np.testing.assert_allclose(found, expected, atol=2e-6)
 
 
-def test_gradients():
+def test_gradients_of_interval_attention_equal_those_of_the_plain_form():
     q, k, v, low, high = inputs()
     rng = np.random.default_rng(1)
     a, b = rng.normal(size=q.shape), rng.normal(size=q.shape[:-1])

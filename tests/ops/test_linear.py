@@ -25,7 +25,7 @@ def with_gradients(f, x, w, given):
 
 @pytest.mark.parametrize("kind", [None, jnp.float32])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_it_and_its_gradients(dtype, kind):
+def test_product_and_its_gradients_equal_those_in_float32(dtype, kind):
     """In bfloat16 what is wanted is float32's, rounded; a wrong product would be off by its own size."""
     x, w, given = arguments(dtype)
     got = with_gradients(lambda x, w: product(XLA, x, w, kind), x, w, given.astype(jnp.float32))

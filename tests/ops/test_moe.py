@@ -74,7 +74,7 @@ def sample(*shape, seed=0):
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (2, 8), (3, 17)], ids=["one", "gathered", "looped"])
-def test_forward(moe, platform, shape):
+def test_mixture_on_each_platform_equals_a_loop_in_numpy(moe, platform, shape):
     x = sample(*shape)
     got = forward(with_backend(moe, platform), x, jnp.ones(shape, bool))
     np.testing.assert_allclose(got.reshape(-1, HIDDEN), reference(moe, x.reshape(-1, HIDDEN)), atol=1e-5)
@@ -82,7 +82,7 @@ def test_forward(moe, platform, shape):
 
 @pytest.mark.parametrize("rows", [1, 3, 8, 32])
 @pytest.mark.parametrize("skewed", [False, True])
-def test_forms_are_equal(moe, rows, skewed, monkeypatch):
+def test_forms_of_the_mixture_give_equal_outputs(moe, rows, skewed, monkeypatch):
     """``rows`` of a pass: where one expert is all tokens' first choice, many passes are needed."""
     monkeypatch.setattr(module, "GROUP_ROWS", 0)
     monkeypatch.setattr(module, "LEAST_GROUP_ROWS", rows)

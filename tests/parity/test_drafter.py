@@ -225,14 +225,14 @@ RUN = [
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_layer_rules(name):
+def test_layers_of_a_config_have_window_and_causality_of_the_reference(name):
     raw, _, rules = CASES[name]
     assert [(s.window, s.causal) for s in dflash.read_config(raw).layers] == rules
     assert [dflash_reference.layer_rule(raw, i) for i in range(2)] == rules
 
 
 @pytest.mark.parametrize("name", RUN)
-def test_block(name, tmp_path):
+def test_block_of_every_width_equals_the_reference(name, tmp_path):
     """All widths in one call of 16 slots, each equal to a block of exactly that width."""
     raw, window, _ = CASES[name]
     drafter, tensors = saved(raw, tmp_path)
@@ -245,7 +245,7 @@ def test_block(name, tmp_path):
         assert_near(got[row, : WIDTHS[row]], want, f"width {WIDTHS[row]} behind {LENGTHS[row]} positions")
 
 
-def test_cases_differ(tmp_path):
+def test_reference_gives_different_answers_for_different_rules(tmp_path):
     """The restatement itself tells the rules apart: no two cases with one shape of weights give one answer."""
     rng = np.random.default_rng(2)
     features, embedded = rng.standard_normal((40, TAPS, HIDDEN)), rng.standard_normal((9, HIDDEN))
@@ -278,7 +278,7 @@ def test_a_slot_of_a_causal_head_sees_none_behind_it(tmp_path):
             assert (np.abs(got - wide).max() < 1e-6) == is_causal
 
 
-def test_long_context(tmp_path):
+def test_block_behind_a_long_context_equals_the_reference(tmp_path):
     """Contexts of several read chunks (256 positions), and rings of more than one."""
     raw, window = config(layer_types=[SLIDING, FULL], sliding_window=300), DraftWindow()
     drafter, tensors = saved(raw, tmp_path)
@@ -340,7 +340,7 @@ def test_an_idle_row_reaches_no_other(tmp_path):
     np.testing.assert_array_equal(dirty[others], clean[others])
 
 
-def test_propose(tmp_path):
+def test_propose_takes_the_tokens_of_the_reference(tmp_path):
     """Slot k of [last, MASK …] predicts the token k positions on, with the target's embedding and head."""
     raw, window, _ = CASES["sliding_is_causal"]
     drafter, tensors = saved(raw, tmp_path)
@@ -381,7 +381,7 @@ def test_keys_inside_dflash_config_win():
 
 
 @pytest.mark.parametrize(("target", "layers", "taps"), [(36, 5, (1, 9, 17, 25, 33)), (5, 1, (2,)), (40, 2, (1, 37))])
-def test_default_taps(target, layers, taps):
+def test_config_without_taps_gets_the_default_layers(target, layers, taps):
     raw = config(num_target_layers=target, num_hidden_layers=layers)
     del raw["dflash_config"]["target_layer_ids"]
     assert dflash.read_config(raw).target_layer_ids == taps

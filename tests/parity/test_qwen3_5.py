@@ -146,7 +146,7 @@ def test_logits_and_features(name, pieces, rows, request):
     assert 0.3 < spread.std() < 10, "the random model says too little or too much"
 
 
-def test_without_caches(dense, dense_target, dense_oracle, rows):
+def test_forward_without_caches_equals_extend(dense, dense_target, dense_oracle, rows):
     """`__call__` is the same computation as `extend`; the last layer is tapped before the norm."""
     n = min(LENGTHS)
     hidden, features = jax.jit(lambda t, x: t(x, taps=(2, 1)))(dense_target, pad([r[:n] for r in rows], n))
@@ -188,7 +188,7 @@ def test_every_layout_gives_the_same_weights(fused, sharded, moe, moe_target, tm
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "per_expert"])
-def test_multimodal_layout(fused, rows, tmp_path):
+def test_multimodal_checkpoint_loads_its_text_weights(fused, rows, tmp_path):
     """Text weights under ``model.language_model.``; the vision tower and an MTP head are left alone."""
     text = {**MOE, "layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2}
     config = Qwen3_5MoeConfig(text_config=text, vision_config=VISION)
@@ -215,7 +215,7 @@ def test_multimodal_dense_layout(rows, tmp_path):
     assert_near(got[0][0], oracle(model, rows[2])[0], "logits")
 
 
-def test_bfloat16_checkpoint(dense, dense_target, tmp_path):
+def test_bfloat16_checkpoint_loads_without_a_second_rounding(dense, dense_target, tmp_path):
     """bfloat16 on disk is read into either dtype without a second rounding."""
     Qwen3_5ForCausalLM.from_pretrained(None, config=dense.config, state_dict=dense.state_dict()).to(
         torch.bfloat16
@@ -227,7 +227,7 @@ def test_bfloat16_checkpoint(dense, dense_target, tmp_path):
     assert {leaf.dtype for leaf in jax.tree.leaves(load_target(tmp_path, jnp.bfloat16))} == {jnp.dtype(jnp.bfloat16)}
 
 
-def test_config_layers(moe_dir, tmp_path):
+def test_layer_types_of_a_config_win_over_the_interval(moe_dir, tmp_path):
     """``layer_types`` wins over the interval; without it every fourth layer attends, or as the interval says."""
     raw = json.loads((moe_dir / "config.json").read_text())
 

@@ -112,7 +112,7 @@ def test_digits_stand_alone(llm):
     assert [llm.tokenizer.decode([i]) for i in ids] == ["\n\n  ", "5", "6"]
 
 
-def test_logits(llm, model):
+def test_logits_of_smollm2_equal_those_of_transformers(llm, model):
     rows = [llm.encode(prompt) for prompt in PROMPTS]
     tokens = np.zeros((len(rows), max(map(len, rows))), np.int32)
     for i, row in enumerate(rows):
@@ -125,7 +125,7 @@ def test_logits(llm, model):
     assert_near(np.asarray(scores)[live], expected[live], "logits")
 
 
-def test_greedy_answers(llm, model):
+def test_greedy_answers_of_smollm2_equal_those_of_transformers(llm, model):
     for messages, out in zip(
         QUESTIONS, llm.chat(QUESTIONS, SamplingParams(temperature=0.0, max_tokens=24)), strict=True
     ):

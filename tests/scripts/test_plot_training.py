@@ -25,12 +25,12 @@ def test_a_later_run_goes_on_where_the_earlier_ended(runs):
     assert losses == pytest.approx([7.45, 6.45, 3.45, 2.45])
 
 
-def test_a_picture(runs, tmp_path):
+def test_plot_of_two_runs_writes_a_picture(runs, tmp_path):
     pytest.importorskip("matplotlib")
     assert plot_training.main([*map(str, runs), "--out", str(tmp_path / "new/x.png")]) == 0
     assert (tmp_path / "new/x.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_no_run(tmp_path, capsys):
+def test_plot_without_a_run_is_an_error(tmp_path, capsys):
     assert plot_training.main([str(tmp_path)]) == 2
     assert f"{tmp_path} has no metrics.csv" in capsys.readouterr().err

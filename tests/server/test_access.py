@@ -21,7 +21,7 @@ def status(access: Access, path: str = "/v1/models", method: str = "GET", **head
     return 200
 
 
-def test_keys():
+def test_access_with_keys_refuses_all_others():
     access = Access(["one", "two"], None, OPEN_PATHS)
     for key in ("one", "two"):
         assert status(access, authorization=f"Bearer {key}") == status(access, authorization=f"bearer {key}") == 200
@@ -59,7 +59,7 @@ def test_hosts_of_a_local_server(host, expected):
     assert status(Access((), default_hosts("0.0.0.0"), ()), host=host) == 200
 
 
-def test_allowed_hosts():
+def test_access_allows_listed_hosts_only():
     access = Access((), ["Api.example", "*.lan"], ())
     assert [status(access, host=h) for h in ("api.example", "a.lan:1", "a.b.lan", "lan", "xlan")] == [200] * 3 + [
         403
@@ -95,7 +95,7 @@ def test_a_server_with_keys_and_hosts(llm, quiet, monkeypatch):
 
 
 @pytest.mark.parametrize("hosts", [None, default_hosts("127.0.0.1")])
-def test_two_hosts(hosts):
+def test_request_with_two_host_headers_is_refused(hosts):
     """What is before the server may have read the other one."""
     scope = {"path": "/health", "method": "GET", "headers": [(b"host", b"localhost"), (b"host", b"localhost")]}
     with pytest.raises(ApiError, match="2 Host headers") as error:

@@ -20,7 +20,7 @@ from tests.server.conftest import MESSAGES, NAME, OFF, SCHEMA, TOOL, alone, prog
 # Completions.
 
 
-def test_completions(client, llm):
+def test_completions_give_what_the_library_gives(client, llm):
     expected = llm.generate(["def f(", "import os"], SamplingParams(max_tokens=12), block_size=1)
     found = client.completions.create(model="tiny", prompt=["def f(", "import os"], max_tokens=12)
     assert [c.text for c in found.choices] == [c.text for c in expected]
@@ -56,7 +56,7 @@ def test_echo_and_the_prompts_log_probabilities(client, llm):
 # Responses.
 
 
-def test_responses(client, llm):
+def test_responses_give_what_the_library_gives(client, llm):
     expected = alone(llm, max_tokens=60)
     thought, _, answer = expected.text.partition("</think>")
     options = {"model": NAME, "input": MESSAGES[0]["content"], "max_output_tokens": 60}
@@ -122,7 +122,7 @@ def test_a_call_that_ends_in_one_piece_with_more_text():
 # SGLang.
 
 
-def test_generate(quiet, llm):
+def test_sglangs_generate_gives_what_the_library_gives(quiet, llm):
     expected = llm.generate(["def f("], SamplingParams(max_tokens=24), block_size=1)[0]
     body = {"text": "def f(", "sampling_params": {"temperature": 0, "max_new_tokens": 24}}
     found = quiet.post("/generate", **body, block_size=16).json()

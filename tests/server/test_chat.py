@@ -64,7 +64,7 @@ def test_streaming_adds_up_to_the_whole(client):
     assert whole.choices[0].message != whole.choices[1].message
 
 
-def test_async_client(quiet):
+def test_async_requests_with_one_seed_give_one_text(quiet):
     import asyncio
 
     async def ask() -> list:

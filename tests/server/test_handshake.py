@@ -80,7 +80,7 @@ def test_what_is_no_handshake(serve, shaken, contexts, sent):  # noqa: F811
     assert read(other) == (200, b"0")
 
 
-def test_handshakes_count(serve, shaken, contexts):  # noqa: F811
+def test_handshakes_count_as_connections(serve, shaken, contexts):  # noqa: F811
     connect = serve(contexts[0], connections=3)
     silent = [connect() for _ in range(3)]
     # The oldest gives way.

@@ -96,7 +96,7 @@ TOO_MUCH = {
 
 
 @pytest.mark.parametrize("name", TOO_MUCH)
-def test_too_much(quiet, monkeypatch, name):
+def test_too_large_input_is_refused_before_the_tokenizer(quiet, monkeypatch, name):
     """Nothing of it reaches the tokenizer."""
     path, given, param = TOO_MUCH[name]
     encoded = []

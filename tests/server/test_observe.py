@@ -130,7 +130,7 @@ def test_what_tracing_lacks_is_named(monkeypatch):
         Tracer("http://127.0.0.1:9")
 
 
-def test_pieces_join():
+def test_joined_pieces_have_the_text_and_tokens_of_both():
     first = Piece("ab", [1, 2], [2], [1, 2], [5, 6], [{"a": 1}, {"a": 2}])
     last = Piece("cd", [3], [1], [2], [8], [{"a": 3}], "stop")
     entries = [{"a": 1}, {"a": 2}, {"a": 3}]
@@ -159,7 +159,7 @@ def test_events_at_an_interval_bring_the_same_text(quiet, monkeypatch, block_siz
     assert len(found) <= 6
 
 
-def test_most_logprobs(quiet, monkeypatch):
+def test_logprobs_beyond_the_limit_are_refused(quiet, monkeypatch):
     monkeypatch.setattr(quiet.serving, "limits", dataclasses.replace(quiet.serving.limits, logprobs=2))
     ask = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, "logprobs": True}
     native = {"text": "a", "return_logprob": True, "sampling_params": {"max_new_tokens": 1}}

@@ -52,7 +52,7 @@ def ask(page, text: str) -> None:
     page.wait_for_selector("#stop:disabled", state="attached")
 
 
-def test_a_conversation(page, llm):
+def test_page_shows_the_turns_of_a_conversation(page, llm):
     """Streams, folds the thought, tints what was drafted, and says how fast."""
     text = "Write the function `clamp`: Limit a value to a range."
     set_up(page, block_size=16, max_tokens=160, temperature=0)

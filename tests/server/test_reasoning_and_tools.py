@@ -82,7 +82,7 @@ def test_reasoning_and_content(text, cuts):
 
 
 @pytest.mark.parametrize("xml", [False, True], ids=["json", "xml"])
-def test_calls(xml):
+def test_tool_parser_reads_calls_in_any_pieces(xml):
     cases = XML_CALLS if xml else JSON_CALLS
 
     @settings(max_examples=60, derandomize=True)

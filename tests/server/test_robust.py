@@ -97,7 +97,7 @@ def test_another_model_is_not_found(quiet):
         (b'{"prompt": "' + b"x" * 50_000_000 + b'"}', 413),
     ],
 )
-def test_bodies(quiet, content, status):
+def test_malformed_body_gets_its_status_and_a_message(quiet, content, status):
     for path in ("/v1/chat/completions", "/v1/completions", "/generate"):
         found = quiet.http.post(path, content=content, headers=JSON)
         assert found.status_code == status, found.text[:300]
@@ -128,7 +128,7 @@ def test_our_own_document_is_true(quiet):
     assert count > 100
 
 
-def test_a_key(llm, quiet):
+def test_server_with_a_key_refuses_requests_without_it(llm, quiet):
     serving = Serving(llm, quiet.serving.engine, ["tiny"])
     serving.is_ready = True
     running = Running(serving, "secret")

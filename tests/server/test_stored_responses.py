@@ -207,7 +207,7 @@ def test_a_chain_that_is_truncated_goes_on_within_bounds(quiet, store, monkeypat
         assert "truncation: auto" in found.json()["error"]["message"]
 
 
-def test_hostile_items(quiet, store):
+def test_hostile_items_of_a_response_get_a_status(quiet, store):
     deep = json.loads("[" * 300 + "]" * 300)
     for item, status in (
         ({"role": "user", "content": "hi", "id": deep, "summary": deep}, 200),

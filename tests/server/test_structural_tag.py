@@ -96,7 +96,7 @@ def tokens(tokenizer):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_texts(tokenizer, tokens, name):
+def test_grammar_of_a_structural_tag_takes_good_texts_only(tokenizer, tokens, name):
     value, good, bad = CASES[name]
 
     def takes(text: str) -> bool:

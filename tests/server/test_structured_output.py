@@ -10,7 +10,7 @@ from tests.server.conftest import MESSAGES, NAME, OFF, SCHEMA, TOOL
 
 @pytest.mark.parametrize("thinking", [True, False])
 @pytest.mark.parametrize("width", [1, 16])
-def test_json_schema(client, thinking, width):
+def test_answer_follows_the_json_schema(client, thinking, width):
     found = client.chat.completions.create(
         model=NAME,
         messages=MESSAGES,
@@ -53,7 +53,7 @@ def test_a_grammar_does_not_care_about_drafts(client):
         ({"response_format": {"type": "json_object"}, "max_tokens": 200}, lambda t: t.startswith("{")),
     ],
 )
-def test_forms(quiet, wanted, good):
+def test_answer_follows_each_form_of_constraint(quiet, wanted, good):
     body = {"temperature": 1.0, "seed": 1, "max_tokens": 30, "chat_template_kwargs": OFF} | wanted
     message = quiet.chat(**body)["choices"][0]["message"]
     assert good(message["content"]), message

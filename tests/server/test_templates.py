@@ -65,7 +65,7 @@ def test_texts_are_those_of_the_tokenizer(start, tokenizer, messages, options):
     assert (str(found) if isinstance(found, InputError) else found) == expected
 
 
-def test_another_template(start):
+def test_given_template_is_rendered(start):
     templates = start()
     assert rendered(templates, "{{ messages[0].content }}!", "{{ eos_token }}", None, x=1)[:2] == [
         "Be brief.!",

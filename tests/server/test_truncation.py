@@ -43,7 +43,7 @@ CHAIN = st.lists(
 
 @settings(max_examples=500)
 @given(CHAIN)
-def test_what_stays(items):
+def test_droppable_groups_leave_a_valid_conversation(items):
     groups = groups_of(items)
     assert len({i for group in groups for i in group}) == sum(map(len, groups))
     assert [group[0] for group in groups] == sorted(group[0] for group in groups)
@@ -85,7 +85,7 @@ def test_what_stays(items):
         ([output("a"), USER, ANSWER, USER], [[0], [1, 2]]),
     ],
 )
-def test_groups(items, right):
+def test_droppable_groups_keep_calls_with_their_outputs(items, right):
     assert groups_of(items) == right
 
 

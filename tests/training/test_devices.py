@@ -17,7 +17,7 @@ HERE = Path(__file__).parent
 FLAGS = os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count={}"
 
 
-def test_eight_devices():
+def test_training_on_eight_devices_equals_one():
     command = [sys.executable, "-m", "pytest", "-x", str(HERE / "eight_devices.py"), f"--rootdir={HERE.parents[1]}"]
     done = subprocess.run(command, env={**os.environ, "XLA_FLAGS": FLAGS.format(8)}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

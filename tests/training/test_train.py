@@ -77,7 +77,7 @@ def assert_same_bits(a: dict, b: dict) -> None:
         np.testing.assert_array_equal(a[name], b[name])
 
 
-def test_a_run(whole, config):
+def test_training_run_logs_learns_and_leaves_a_lossless_drafter(whole, config):
     """It logs, learns, and leaves a drafter that decodes losslessly."""
     output, said = whole
     lines = (output / "metrics.csv").read_text().splitlines()
@@ -369,7 +369,7 @@ CONFIGS = sorted((ROOT / "configs/train").glob("*.toml"))
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
-def test_configs(path):
+def test_every_training_config_is_valid(path):
     values, meshes = read_toml(path)
     config = TrainConfig(**values)
     # A published drafter has its shape and its machines; any other one is of numbers.

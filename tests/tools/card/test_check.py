@@ -74,7 +74,7 @@ def statuses(record: dict, stage: str) -> dict[str, str]:
     return {name: case["status"] for name, case in record["stages"][stage]["cases"].items()}
 
 
-def test_all_exact(fake):
+def test_check_of_exact_stages_exits_with_0(fake):
     code, record, page = fake({"build": {"one": "exact", "two": "not run", "three": "skipped"}})
     assert code == 0
     assert [stage["state"] for stage in record["stages"].values()] == ["finished"] * 5

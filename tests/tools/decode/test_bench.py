@@ -230,7 +230,7 @@ def test_kernels_of_a_trace():
     assert decode_profile.kernel_events(card + host) == [("fusion_1", 3.0), ("memcpy32_post", 1.0)]
 
 
-def test_rows_differ(system):
+def test_benchmark_prompts_go_to_different_experts(system):
     """Equal rows would all be sent to the same experts."""
     args = bench_decode.make_parser().parse_args(["--config", str(system), "--dtype", "float32"])
     point = Point(2, 1, 64)
@@ -249,7 +249,7 @@ def test_weights_in_few_bits_weigh_what_the_plan_says():
 
 
 @pytest.mark.parametrize("experts", ["even", "7"])
-def test_forced_experts(measured, tmp_path, experts):
+def test_forced_experts_are_counted_as_asked(measured, tmp_path, experts):
     """The record counts as many as were asked for, and routing is as before afterwards."""
     before, out = moe_layer.mixture, tmp_path / "forced"
     options = [*measured[1][:-1], str(out), "--points", "2,4,64"]

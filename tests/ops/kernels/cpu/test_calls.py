@@ -64,7 +64,7 @@ def test_a_row_is_the_same_alone_and_among_others(short):
         ([(2, 20)], 1, {"swiglu": True}),
     ],
 )
-def test_linear(shapes, contracted, options, short, rows):
+def test_linear_in_cpp_equals_its_definition(shapes, contracted, options, short, rows):
     rng, options = np.random.default_rng(rows), dict(options)
     inner = (37,) if contracted == 1 else (6, 11)
 

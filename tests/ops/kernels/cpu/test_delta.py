@@ -101,7 +101,7 @@ def test_some_rows_of_a_state():
 
 
 @pytest.mark.parametrize("scale", [10.0, 100.0])
-def test_large_gates(scale):
+def test_delta_rule_with_large_gates_equals_its_definition(scale):
     """What decays to nothing and what does not decay, and gates that are shut."""
     qkvz, gates, *rest = arguments(1, 6, 2, 2, 32, 48, 4)
     args = (qkvz.at[..., -96:].multiply(scale), scale * gates, *rest)

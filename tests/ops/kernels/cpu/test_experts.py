@@ -28,7 +28,7 @@ def arguments(tokens, experts, features, hidden, short=True, seed=0):
     ("tokens", "experts", "top", "features", "hidden", "short"),
     [(1, 8, 2, 48, 192, True), (9, 8, 2, 48, 192, False), (40, 4, 4, 16, 80, True), (130, 64, 1, 112, 32, True)],
 )
-def test_mixture(tokens, experts, top, features, hidden, short, normalise):
+def test_mixture_in_cpp_equals_its_definition(tokens, experts, top, features, hidden, short, normalise):
     x, logits, gate_up, down = arguments(tokens, experts, features, hidden, short)
     live = jnp.arange(tokens) % 5 != 1
 

@@ -75,7 +75,7 @@ def test_float8_on_a_card_without_it_is_said():
 
 
 @pytest.mark.parametrize("capability", ["8.0", "8.6", "8.9", "9.0", "10.0", "12.0", "12.1"])
-def test_supported_cards(monkeypatch, capability):
+def test_card_of_supported_capability_has_triton(monkeypatch, capability):
     monkeypatch.setattr(jax, "devices", lambda: [device(capability)])
     monkeypatch.setattr(backend, "find_spec", lambda name: object())
     assert Backend.detect().has_triton

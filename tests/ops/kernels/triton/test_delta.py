@@ -26,7 +26,7 @@ def assert_near(found, expected):
         (2, 16, 1, 2, 16, 16, True),
     ],
 )
-def test_delta_rule(rows, tokens, key_heads, values, key_dim, value_dim, alike):
+def test_delta_kernels_equal_their_definitions(rows, tokens, key_heads, values, key_dim, value_dim, alike):
     """Convolution, gates, rule and norm of some rows of a state, in another order, one of them past its end; then the
     state after every count of tokens. Rows of which nothing is kept stay as they are, to the bit."""
     args = mixer(Source(tokens), rows, tokens, key_heads, values, key_dim, value_dim, alike=alike)

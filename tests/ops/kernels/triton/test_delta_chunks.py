@@ -111,7 +111,7 @@ def test_the_state_after_the_tokens_that_count(counts):
 
 
 @pytest.mark.parametrize("taps", [2, 3])
-def test_other_convolutions(taps):
+def test_mixer_in_chunks_with_other_convolutions_equals_its_definition(taps):
     args = mixer(Source(taps), 1, 40, 1, 2, 16, 16, taps=taps)
     found, expected = mix_in_chunks(*args, 1e-6), mix(*args, 1e-6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=3e-5), found, expected)

@@ -53,7 +53,7 @@ def normal(rng, *shape):
         (170, 2, 3, 5, None, 96),
     ],
 )
-def test_mixture(tokens, top, experts, idle, quantized, shared):
+def test_mixture_in_triton_equals_its_definition(tokens, top, experts, idle, quantized, shared):
     """Routing with equal logits, experts of other devices, more choices than a program sorts, several blocks of an
     expert, experts that nobody chose, idle tokens; a shared expert of the experts' size and of another."""
     *args, options = arguments.experts(
@@ -128,7 +128,7 @@ def test_rows_do_not_depend_on_one_another():
     ],
 )
 @pytest.mark.parametrize("programs", [1, 1000])
-def test_linear(monkeypatch, rows, hidden, outputs, quantized, options, programs):
+def test_linear_in_triton_equals_its_definition(monkeypatch, rows, hidden, outputs, quantized, options, programs):
     """One weight to four, of one kind or of several, by tokens or by their norm; more outputs than a program takes."""
     from dflash_jax.ops.kernels.triton import linear as triton_project
 
@@ -160,7 +160,7 @@ def test_linear_over_several_axes(contracted):
 
 
 @pytest.mark.parametrize(("heads", "gated", "rotated"), [(4, True, 8), (3, False, 32), (0, False, 12)])
-def test_rotation(heads, gated, rotated):
+def test_rotation_in_triton_equals_its_definition(heads, gated, rotated):
     """Queries with their gates beside them, or none; all of a head or its first places; with norms and without."""
     rng = np.random.default_rng(heads)
     q = normal(rng, 2, 3, heads, 2 if gated else 1, 32) if heads else None
@@ -193,7 +193,7 @@ def test_rotation(heads, gated, rotated):
     ],
 )
 @pytest.mark.parametrize("form", ["triton", "cpp"])
-def test_attention(form, rows, tokens, heads, kv_heads, dim, capacity, window, sinks):
+def test_attention_of_a_kernel_equals_its_definition(form, rows, tokens, heads, kv_heads, dim, capacity, window, sinks):
     """Empty, partly filled and full contexts; rings with and without sinks; rows of a larger cache; what was never
     written is NaN."""
     source = Source(tokens)
@@ -214,7 +214,7 @@ def test_attention(form, rows, tokens, heads, kv_heads, dim, capacity, window, s
 
 
 @pytest.mark.parametrize(("rows", "tokens", "window"), [(1, 1, None), (3, 5, None), (2, 16, 20)])
-def test_writing(rows, tokens, window):
+def test_writing_in_triton_equals_its_definition(rows, tokens, window):
     """Into rows of a larger cache, or one that is past its end; kept tokens only, in a ring only the newest of a
     slot."""
     cache, k, v, positions = arguments.written(Source(tokens), rows, tokens, 2, 16, 40, window)
