@@ -17,7 +17,7 @@ from dflash_jax.ops.backend import XLA, Backend
 from dflash_jax.ops.cache import KVCache
 from dflash_jax.ops.interval_attention import interval_attention
 from dflash_jax.ops.linear import DeferredNorm, linear, rms_norm
-from dflash_jax.parallel.sharding import DATA, ONE_DEVICE, WHOLE, AxisSharding, Layout, spec
+from dflash_jax.parallel.sharding import DATA, ONE_DEVICE, UNSHARDED, AxisSharding, Layout, spec
 
 
 def parameter(rngs: nnx.Rngs | None, shape: tuple[int, ...], dtype, draw: Callable) -> nnx.Param:
@@ -137,7 +137,7 @@ def output(backend: Backend, y, weight, contracted: int, cut: AxisSharding, resi
     return y if residual is None else residual + y
 
 
-def swiglu(backend: Backend, x, gate_up, down, cut: AxisSharding = WHOLE, residual=None):
+def swiglu(backend: Backend, x, gate_up, down, cut: AxisSharding = UNSHARDED, residual=None):
     """x [..., H] or `DeferredNorm` → down · (silu(gate · x) · (up · x)), [..., H]; gate_up [2, F, H], down
     [H, F]. ``cut`` and ``residual`` as in `output`."""
     return output(backend, linear(backend, x, (gate_up,), swiglu=True)[0], down, 1, cut, residual)

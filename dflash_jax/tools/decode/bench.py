@@ -30,7 +30,7 @@ from dflash_jax.benchmarking.store import beside, read_record, write_record
 from dflash_jax.checkpoint.config_files import find_config
 from dflash_jax.cli.options import Parser, add_platform, exit_code, set_platform, versions
 from dflash_jax.decoding import speculative, step_functions
-from dflash_jax.decoding.state import PLAIN_SETTINGS, Settings, put_rows, take_rows
+from dflash_jax.decoding.state import PLAIN_SETTINGS, Settings, put_slots, take_slots
 from dflash_jax.engine.ahead_of_time import AheadOfTime
 from dflash_jax.engine.compile_cache import enable_disk_cache
 from dflash_jax.engine.config import PREFILL_SIZES, largest_prefill
@@ -111,7 +111,7 @@ def choices(target, drafter, state, rows, block):
     try:
         # Within a kernel there is nothing to see.
         plain = with_backend(target, Backend.xla(target.backend.platform, target.backend.card))
-        speculative.verify(plain, take_rows(plain.backend, state, rows), block)
+        speculative.verify(plain, take_slots(plain.backend, state, rows), block)
     finally:
         moe.route, cpu.mixture = route, in_cpp
     return jnp.stack(seen)
@@ -171,13 +171,13 @@ def head(target, drafter, state, moved, hidden):
 
 def draw(target, drafter, state, moved, rows, block, logits):
     """The part of a round between logits and caches: what is drawn, accepted and written into the rows."""
-    after = speculative.decide(take_rows(target.backend, state, rows), block, logits + moved)
+    after = speculative.decide(take_slots(target.backend, state, rows), block, logits + moved)
     return after.tokens, after.length, after.done
 
 
 def commits(target, drafter, state, rows, width, block, verified, *, settings: Settings):
     """What was verified, written into the caches ROUNDS times: (state, lengths)."""
-    before = replace(take_rows(target.backend, state, rows), width=width)
+    before = replace(take_slots(target.backend, state, rows), block_sizes=width)
     logits, features, record = verified
     after, drafter = speculative.decide(before, block, logits), drafter if settings.drafting else None
 
@@ -187,8 +187,8 @@ def commits(target, drafter, state, rows, width, block, verified, *, settings: S
         return made.target, made.draft
 
     caches, draft = jax.lax.fori_loop(0, ROUNDS, again, (before.target, before.draft))
-    done = replace(before, target=caches, draft=draft, width=state.width[rows])
-    return put_rows(state, done), step_functions.gathered(after.length)
+    done = replace(before, target=caches, draft=draft, block_sizes=state.block_sizes[rows])
+    return put_slots(state, done), step_functions.gather_batch(after.length)
 
 
 class Bench:
@@ -206,7 +206,7 @@ class Bench:
         # Rows with the same tokens would all go to the same experts.
         tokens = np.random.default_rng(0).integers(self.programs.config.vocab_size, size=state.tokens.shape)
         state = replace(state, tokens=jax.device_put(tokens.astype(state.tokens.dtype), state.tokens.sharding))
-        return self.filled(state, prompt_length=point.context, limit=capacity, width=point.width)
+        return self.filled(state, prompt_length=point.context, limit=capacity, block_sizes=point.width)
 
     def calls(self, point: Point, state, rounds: int = ROUNDS, programs: StepCalls | None = None) -> dict:
         """name → function of a state that runs the part: (what to wait for, the state behind it, rounds)."""
@@ -229,8 +229,8 @@ class Bench:
         def prefill(s):
             # As if nothing of the prompt had been read.
             size = prefilled(point, self.pair.target.backend)
-            after, base = p.prefill(s, rows[:1], np.full(1, size, np.int32), size, drafting=point.width > 1)
-            return base, after
+            after, num_cached = p.prefill(s, rows[:1], np.full(1, size, np.int32), size, drafting=point.width > 1)
+            return num_cached, after
 
         def apart(name, function, args, specs):
             return lambda s: (p.call((name, settings), function, s, args, lambda: specs, donate=False), s)
@@ -309,8 +309,8 @@ class Bench:
 
     def rewound(self, state, point: Point, name: str):
         """The state before a part; prefill has a prompt ahead of it."""
-        base = point.context - 1 - (prefilled(point, self.pair.target.backend) if name == "prefill" else 0)
-        return self.filled(state, length=point.context, base=base, rounds=0, done=False)
+        num_cached = point.context - 1 - (prefilled(point, self.pair.target.backend) if name == "prefill" else 0)
+        return self.filled(state, length=point.context, num_cached=num_cached, rounds=0, done=False)
 
     @staticmethod
     def filled(state, **values):
@@ -330,7 +330,7 @@ class Bench:
     def compiled(self, point: Point) -> dict:
         """Of the loop's program: kernels of a round by layer, and temporaries; and what the largest of the point's
         programs holds at once."""
-        keys = [k for k in self.programs.compiled if k[0] == "decode" and k[1].window == point.width]
+        keys = [k for k in self.programs.compiled if k[0] == "decode" and k[1].block_size == point.width]
         program = self.programs.compiled[keys[-1]]
         layers = len(self.programs.config.layers) + (len(self.pair.drafter.layers) if point.width > 1 else 0)
         count = xla_text.kernels(program.as_text()) / layers
