@@ -176,7 +176,11 @@ class Decoder(nnx.Module):
 
     def cache_specs(self, cache: Cache) -> Cache:
         """PartitionSpecs in the shape of ``cache``."""
-        return tuple(layer.mixer.cache_specs(c) for layer, c in zip(self.layers, cache, strict=True))
+
+        def of_layer(layer: DecoderLayer, cache: Any) -> Any:
+            return layer.mixer.cache_specs(cache)
+
+        return tuple(of_layer(layer, c) for layer, c in zip(self.layers, cache, strict=True))
 
     def record_specs(self) -> tuple[Any, ...]:
         """PartitionSpecs in the shape of the record of `verify`."""
