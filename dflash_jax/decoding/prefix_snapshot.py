@@ -54,9 +54,10 @@ def _join(state: DecodeState, linear: Sequence[KVCache], others: Sequence[Any]) 
 
 
 def _from_owner(buffers: Any, slots: Int[Array, "1"], take: Callable[[Array], Array]) -> Any:
-    """``take(buffer)`` of each array of ``buffers``, on every data shard: from the one that has the slot. On all others
-    the slot is past the end."""
+    """``take(buffer)`` of each array of ``buffers``, from the data shard that has the slot, on every data shard.
 
+    On all other shards the slot is past the end.
+    """
     if jax.lax.axis_size(DATA) == 1:
         return jax.tree.map(take, buffers)
 

@@ -198,8 +198,7 @@ def add_noise(
 def _mark_invalid(
     tokens: Int[Array, "B T"], largest: Float[Array, "B T"], code: int | Int[Array, "B T"]
 ) -> Int[Array, "B T"]:
-    """int32 ``tokens``, with ``code`` (NOT_FINITE or NOTHING_ALLOWED) where their logit, the ``largest``, is not
-    finite."""
+    """int32 tokens, with ``code`` (NOT_FINITE or NOTHING_ALLOWED) where their logit ``largest`` is not finite."""
     return jnp.where(jnp.isfinite(largest), tokens, code).astype(jnp.int32)
 
 

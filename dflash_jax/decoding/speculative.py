@@ -1,9 +1,9 @@
-"""The speculative loop: propose → verify → decide → commit, as pure functions over one frozen state, inside one
-while_loop.
+"""The speculative loop: propose → verify → decide → commit.
 
-DFlash (arXiv 2602.06036) proposes; verification accepts drafts that equal the target's own draws, which gives the text
-that the target alone gives. Every function takes modules and a `DecodeState` and runs under the caller's ``jax.jit``.
-Plain decoding is the same loop with blocks of one token and no drafter.
+The parts are pure functions over one frozen state, and the loop is one while_loop. The drafter proposes as in DFlash
+(arXiv 2602.06036). Verification accepts the drafts that equal the target's draws, so the text is the one that the
+target alone gives. Every function takes modules and a `DecodeState` and runs under the caller's ``jax.jit``. Plain
+decoding is the same loop with blocks of one token and no drafter.
 
 Blocks. A round feeds the target a block of T tokens from position ``num_cached`` on: the known tokens from there
 (normally one, the last), then drafts. Everything before ``num_cached`` is in the caches.
@@ -203,8 +203,18 @@ def next_block(
     settings: Settings,
     mode: Int[Array, " B"] | None = None,
 ) -> Int[Array, "B T"]:
-    """What a round feeds the target, int [B, T]: `propose`, or the known tokens alone without a drafter or without room
-    for drafts. Arguments as in `propose`."""
+    """The block of a round: `propose`, or known tokens alone without a drafter or without room for drafts.
+
+    Args:
+        target: The target.
+        drafter: The drafter, or None.
+        state: The state.
+        settings: Its ``block_size`` is T.
+        mode: As in `propose`.
+
+    Returns:
+        int [B, T].
+    """
     if drafter is not None and settings.block_size > 1:
         return propose(target, drafter, state, settings, mode)
     return _uncached_tokens(state, settings.block_size)
@@ -237,8 +247,9 @@ def decide(
     mask: UInt32[Array, "B T words"] | None = None,
     mode: Int[Array, " B"] | None = None,
 ) -> DecodeState:
-    """Draws at every place of the block and accepts drafts up to the first that differs from its draw, which is
-    appended in its place.
+    """Draws at every place of the block, and accepts drafts up to the first that differs from its draw.
+
+    That draw is appended in place of the draft.
 
     Args:
         state: The state.

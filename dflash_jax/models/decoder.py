@@ -225,8 +225,7 @@ class Decoder(nnx.Module):
         entry: KeepEntry,
         n: Int[Array, " B"] | None = None,
     ) -> tuple[Float[Array, "B T H"], Float[Array, "B T taps H"] | None, tuple[Any, ...]]:
-        """The pass of `verify` and `extend`; ``entry`` makes each layer's part of the result, n is as in
-        `DecoderLayer`."""
+        """The pass of `verify` and `extend`; ``entry`` makes each layer's part of the result."""
         x = tokens if jnp.issubdtype(tokens.dtype, jnp.floating) else self.embed_tokens(tokens)
         t = x.shape[1]
         steps = jnp.arange(t)[None]

@@ -366,8 +366,10 @@ class Drafter(nnx.Module):
     def init_cache(
         self, slots: int, capacity: int, dtype: DTypeLike, window: DraftWindow = NO_WINDOW
     ) -> tuple[KVCache, ...]:
-        """As `Drafting.init_cache`. A layer whose context is bounded gets a ring, whose bytes do not grow with
-        ``capacity``."""
+        """As `Drafting.init_cache`.
+
+        A layer that sees a bounded part of the context gets a ring, whose bytes do not grow with ``capacity``.
+        """
         size, sinks = window.size, window.sinks
         assert not isinstance(size, jax.Array)
         assert not isinstance(sinks, jax.Array)

@@ -18,8 +18,10 @@ from dflash_jax.parallel.sharding import DATA, ONE_DEVICE, AxisSharding, Layout,
 
 
 class GatedDelta(nnx.Module):
-    """The mixer. It returns a record for `ops.gated_delta.replay`, or the new state where the number of tokens that
-    count is known beforehand.
+    """The mixer.
+
+    It returns a record for `ops.gated_delta.replay`, or the new state where the number of tokens that count is known
+    beforehand.
 
     Attributes:
         backend: Where operations run.

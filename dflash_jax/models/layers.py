@@ -81,7 +81,7 @@ class RMSNorm(nnx.Module):
         self.eps, self.offset = eps, offset
 
     def __call__(self, x: Float[Array, "*B H"]) -> Float[Array, "*B H"]:
-        """x [..., H] → [..., H]."""
+        """Normalises x [..., H]."""
         return rms_norm(x, self.weight[...], self.eps, self.offset)
 
     def deferred(self, x: Float[Array, "*B H"]) -> DeferredNorm:
@@ -323,5 +323,5 @@ class Mlp(nnx.Module):
     def __call__(
         self, x: Float[Array, "*B H"] | DeferredNorm, residual: Float[Array, "*B H"] | None = None
     ) -> Float[Array, "*B H"]:
-        """x [..., H], an array or `DeferredNorm` → [..., H], plus ``residual`` [..., H] if given."""
+        """Maps x [..., H], an array or `DeferredNorm`, to [..., H], and adds ``residual`` [..., H] if given."""
         return swiglu(self.backend, x, self.gate_up[...], self.down[...], self.features, residual)

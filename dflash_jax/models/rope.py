@@ -12,8 +12,7 @@ Angles = dict[RopeSpec, tuple[Float[Array, "B T half"], Float[Array, "B T half"]
 
 
 def _yarn(frequencies: Float[Array, " half"], rope: RopeSpec, yarn: YarnSpec) -> tuple[Float[Array, " half"], float]:
-    """YaRN (arXiv 2309.00071, section 3; `_compute_yarn_parameters` of transformers): frequencies, and the factor on
-    cos and sin."""
+    """YaRN (arXiv 2309.00071, section 3; transformers' `_compute_yarn_parameters`): as `rope_frequencies`."""
 
     def dimension(rotations: float) -> float:
         return rope.dim * math.log(yarn.original_max_positions / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
@@ -29,8 +28,11 @@ def _yarn(frequencies: Float[Array, " half"], rope: RopeSpec, yarn: YarnSpec) ->
 
 
 def _llama3(frequencies: Float[Array, " half"], spec: Llama3Spec) -> Float[Array, " half"]:
-    """Llama 3.1's frequencies (`_compute_llama3_parameters` of transformers): those with fewer than ``low_freq_factor``
-    rotations over the original context are divided, those with more than ``high_freq_factor`` stay."""
+    """Llama 3.1's frequencies (transformers' `_compute_llama3_parameters`).
+
+    Those with fewer than ``low_freq_factor`` rotations over the original context are divided, those with more than
+    ``high_freq_factor`` stay.
+    """
     rotations = spec.original_max_positions * frequencies / (2 * math.pi)
     share = (rotations - spec.low_freq_factor) / (spec.high_freq_factor - spec.low_freq_factor)
     share = jnp.clip(share, 0.0, 1.0)
