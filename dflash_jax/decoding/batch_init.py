@@ -152,9 +152,9 @@ class Admission:
         prompt: Sequence[int],
         capacity: int,
         stops: Sequence[int],
-        bias: Mapping[int, float],
+        bias: Mapping[int, int | float],
         logprob_ids: Sequence[int],
-        **numbers: float,
+        **numbers: int | float,
     ) -> "Admission":
         """Packs a prompt.
 
@@ -170,7 +170,7 @@ class Admission:
             The admission.
         """
 
-        def padded(values: Sequence[float], size: int, fill: int, dtype: Any = np.int32) -> Any:
+        def padded(values: Sequence[int | float], size: int, fill: int, dtype: Any = np.int32) -> Any:
             array = np.full(size, fill, dtype)
             array[: len(values)] = values
             return array

@@ -196,7 +196,7 @@ def add_noise(
 
 
 def _mark_invalid(
-    tokens: Int[Array, "B T"], largest: Float[Array, "B T"], code: int | Int[Array, "B T"]
+    tokens: Int[Array, "B T"], largest: Float[Array, "B T"], code: int | Int[Array, "..."]
 ) -> Int[Array, "B T"]:
     """int32 tokens, with ``code`` (NOT_FINITE or NOTHING_ALLOWED) where their logit ``largest`` is not finite."""
     return jnp.where(jnp.isfinite(largest), tokens, code).astype(jnp.int32)

@@ -9,7 +9,7 @@ size.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -81,6 +81,7 @@ class TargetHeads:
     draw: Callable[..., Array]
 
 
+@runtime_checkable
 class Drafting(Protocol):
     """The interface of a drafter to the speculative loop."""
 

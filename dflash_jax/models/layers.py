@@ -21,10 +21,13 @@ from dflash_jax.ops.backend import XLA, Backend
 from dflash_jax.ops.cache import Bounds, KVCache
 from dflash_jax.ops.interval_attention import interval_attention
 from dflash_jax.ops.linear import DeferredNorm, linear, rms_norm
+from dflash_jax.ops.weights import PackedWeight, QuantizedWeight
 from dflash_jax.parallel.sharding import DATA, ONE_DEVICE, UNSHARDED, AxisSharding, Layout, spec
 
 # cos and sin of the rotary angles, float32 [B, T, dim / 2] each.
 CosSin = tuple[Float[Array, "B T half"], Float[Array, "B T half"]]
+# A weight as an array, packed for a CPU or quantised.
+Weight = Array | PackedWeight | QuantizedWeight
 Module = TypeVar("Module", bound=nnx.Module)
 
 
@@ -240,7 +243,7 @@ class Attention(nnx.Module):
 def output(
     backend: Backend,
     y: Array,
-    weight: Array,
+    weight: Weight,
     contracted: int,
     sharding: AxisSharding,
     residual: Float[Array, "*B H"] | None,
@@ -267,8 +270,8 @@ def output(
 def swiglu(
     backend: Backend,
     x: Float[Array, "*B H"] | DeferredNorm,
-    gate_up: Float[Array, "2 F H"],
-    down: Float[Array, "H F"],
+    gate_up: Weight,
+    down: Weight,
     sharding: AxisSharding = UNSHARDED,
     residual: Float[Array, "*B H"] | None = None,
 ) -> Float[Array, "*B H"]:
