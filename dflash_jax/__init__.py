@@ -17,7 +17,7 @@ _WHERE = {
     "DraftWindow": "models.drafter",
     "load_target": "checkpoint.load",
     "load_drafter": "checkpoint.load",
-    "SamplingRows": "decoding.sampling",
+    "SamplingState": "decoding.sampling_state",
     "Settings": "decoding.state",
     "DecodeState": "decoding.state",
     "init_state": "decoding.batch_init",

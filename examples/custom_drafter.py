@@ -25,29 +25,29 @@ class PromptLookup:
 
     taps: tuple[int, ...] = ()  # It reads no layer of the target.
 
-    def init_cache(self, rows, capacity, dtype, window):
-        return (jnp.zeros((rows, capacity), jnp.int32),)
+    def init_cache(self, slots, capacity, dtype, window):
+        return (jnp.zeros((slots, capacity), jnp.int32),)
 
-    def extend(self, cache, features, tokens, positions, keep):
-        """Adds verified tokens [B, T] at positions [B, T] where keep [B, T]."""
+    def extend(self, cache, features, tokens, positions, valid):
+        """Adds verified tokens [B, T] at positions [B, T] where valid [B, T]."""
         (known,) = cache
-        places = jnp.where(keep, positions, known.shape[1])  # Out of range: dropped.
+        places = jnp.where(valid, positions, known.shape[1])  # Out of range: dropped.
         return (known.at[jnp.arange(len(known))[:, None], places].set(tokens, mode="drop"),)
 
-    def propose(self, cache, last, start, width, slots, heads, window):
-        """Drafts [B, slots - 1] behind ``last`` [B], the token at position start [B]."""
+    def propose(self, cache, last, start, block_sizes, size, heads, window):
+        """Drafts [B, size - 1] behind ``last`` [B], the token at position start [B]."""
         (known,) = cache
         places = jnp.arange(known.shape[1])[None]
         matches = (known == last[:, None]) & (places < start[:, None])
         found = jnp.where(matches, places, -1).max(1)
         # Where the token is new, found is -1 and the drafts are the text's beginning: wrong, and so not accepted.
-        wanted = found[:, None] + 1 + jnp.arange(slots - 1)[None]
+        wanted = found[:, None] + 1 + jnp.arange(size - 1)[None]
         return Proposal(jnp.take_along_axis(known, jnp.minimum(wanted, known.shape[1] - 1), axis=1))
 
 
 def decode(target, drafter, ids: list[int], block: int):
     """The new tokens, and how many each round yielded."""
-    settings = d.Settings(window=block)
+    settings = d.Settings(block_size=block)
     state = d.init_state(target, drafter, [ids], NEW_TOKENS, settings=settings)
     for _ in range(0, len(ids), 64):
         state = jax.jit(partial(d.prefill_chunk, size=64))(target, drafter, state)

@@ -10,7 +10,7 @@ import numpy as np
 
 from dflash_jax.decoding import speculative
 from dflash_jax.decoding.batch_init import init_state
-from dflash_jax.decoding.sampling import SamplingRows
+from dflash_jax.decoding.sampling_state import SamplingState
 from dflash_jax.decoding.state import DecodeState, Settings
 from dflash_jax.models.config import LayerSpec, MlpSpec
 from dflash_jax.models.decoder import Decoder
@@ -56,9 +56,9 @@ class Coached(DrafterWrapper):
     runs: jax.Array
     vocab: int = field(metadata={"static": True})
 
-    def propose(self, cache, last, start, width, slots, borrowed, window):
-        drafted = super().propose(cache, last, start, width, slots, borrowed, window).tokens
-        order = jnp.arange(slots - 1)[None]
+    def propose(self, cache, last, start, block_sizes, size, heads, window):
+        drafted = super().propose(cache, last, start, block_sizes, size, heads, window).tokens
+        order = jnp.arange(size - 1)[None]
         places = jnp.minimum(start[:, None] + 1 + order, self.tokens.shape[1] - 1)
         right = jnp.take_along_axis(self.tokens, places, axis=1)
         run = jnp.take_along_axis(self.runs, start[:, None], axis=1)
@@ -74,7 +74,7 @@ def coach(drafter: Drafter, tokens, runs=-1) -> Coached:
 
 def yields(coach: Coached, state: DecodeState, row: int) -> list[int]:
     """What each round of a finished run of unaligned windows must have yielded."""
-    runs, width = np.asarray(coach.runs[row]), int(state.width[row])
+    runs, width = np.asarray(coach.runs[row]), int(state.block_sizes[row])
     at, end, found = int(state.prompt_length[row]), int(state.length[row]), []
     while at < end:
         found.append(min(int(runs[at - 1]) + 1, width, end - at))
@@ -82,9 +82,9 @@ def yields(coach: Coached, state: DecodeState, row: int) -> list[int]:
     return found
 
 
-def sampling(rows: int, vocab: int = VOCAB, **options) -> SamplingRows:
+def sampling(rows: int, vocab: int = VOCAB, **options) -> SamplingState:
     """Greedy but for ``options``, one value a row."""
-    base = SamplingRows.greedy(rows, vocab)
+    base = SamplingState.greedy(rows, vocab)
     return replace(base, **{k: jnp.asarray(np.asarray(v), getattr(base, k).dtype) for k, v in options.items()})
 
 
@@ -102,7 +102,7 @@ class Loop:
         self.decode_round = jit(speculative.decode_round, static_argnames="settings")
 
     def prefill(self, target, drafter, state: DecodeState, size: int = 8) -> DecodeState:
-        while (state.base < state.prompt_length - 1).any():
+        while (state.num_cached < state.prompt_length - 1).any():
             state = self.prefill_chunk(target, drafter, state, size=size)
         return state
 

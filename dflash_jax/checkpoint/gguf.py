@@ -14,7 +14,7 @@ from dflash_jax.checkpoint.gguf_tokenizer import ids_of, save_tokenizer
 from dflash_jax.checkpoint.load import open_target, read_target_config
 from dflash_jax.errors import InputError
 from dflash_jax.models.config import Llama3Spec, RopeSpec
-from dflash_jax.models.families.reading import LIMIT, LIMITS, number, shown, whole
+from dflash_jax.models.families.reading import LIMIT, LIMITS, integer, number, shown
 from dflash_jax.models.rope import rope_frequencies
 
 DTYPE_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
@@ -81,9 +81,9 @@ class _Keys:
         self._file, self._prefix = file, prefix
         self.names = [k.removeprefix(f"{prefix}.") for k in file.metadata if k.startswith(f"{prefix}.")]
 
-    def whole(self, name: str, key: str, default: int | None = None, least: int = 1) -> int:
+    def integer(self, name: str, key: str, default: int | None = None, least: int = 1) -> int:
         """A count or a size, in the range that ``key`` has in a config.json."""
-        return self._checked(name, default, lambda where, value: whole(where, value, least, LIMITS.get(key, LIMIT)))
+        return self._checked(name, default, lambda where, value: integer(where, value, least, LIMITS.get(key, LIMIT)))
 
     def number(self, name: str, default: float | None = None, least: float = 0.0, most: float = 1e15) -> float:
         return self._checked(name, default, lambda where, value: number(where, value, least, most))
@@ -129,9 +129,9 @@ def read_config(file: GgufFile) -> dict:
         raise InputError(f"{file.path}: tokenizer.ggml.tokens is {shown(tokens)}, it must be a list")
     if len(tokens) > rows:
         raise InputError(f"{file.path} has {len(tokens)} tokens, but 'token_embd.weight' has only {rows} rows")
-    heads = keys.whole("attention.head_count", "num_attention_heads")
-    hidden = keys.whole("embedding_length", "hidden_size")
-    kv_heads = keys.whole("attention.head_count_kv", "num_key_value_heads", heads)
+    heads = keys.integer("attention.head_count", "num_attention_heads")
+    hidden = keys.integer("embedding_length", "hidden_size")
+    kv_heads = keys.integer("attention.head_count_kv", "num_key_value_heads", heads)
     name = file.metadata["general.architecture"]
     if heads % kv_heads:
         message = f"{name}.attention.head_count_kv is {kv_heads}: it must divide {name}.attention.head_count, {heads}"
@@ -139,13 +139,13 @@ def read_config(file: GgufFile) -> dict:
     if "attention.key_length" not in keys.names and hidden % heads:
         message = f"{name}.embedding_length is {hidden} and no multiple of {name}.attention.head_count, {heads}"
         raise InputError(f"{file.path}: {message}: then {name}.attention.key_length must be there")
-    head_dim = keys.whole("attention.key_length", "head_dim", hidden // heads)
-    positions = keys.whole("context_length", "max_position_embeddings")
+    head_dim = keys.integer("attention.key_length", "head_dim", hidden // heads)
+    positions = keys.integer("context_length", "max_position_embeddings")
     known = {"attention.value_length": head_dim, "rope.dimension_count": head_dim, "rope.scale_linear": 1.0}
     for key, value in known.items():
         if (given := keys.number(key, value)) != value:
             raise InputError(f"{file.path}: {name}.{key} is {given:g}: here it must be {value:g}")
-    window = keys.whole("attention.sliding_window", "sliding_window", 0, 0)
+    window = keys.integer("attention.sliding_window", "sliding_window", 0, 0)
     if 0 < window < positions:
         raise InputError(
             f"{file.path}: {name}.attention.sliding_window is {window}: only 0 is known, or {positions} or more"
@@ -155,8 +155,8 @@ def read_config(file: GgufFile) -> dict:
         "model_type": arch.model_type,
         "vocab_size": rows,
         "hidden_size": hidden,
-        "intermediate_size": keys.whole("feed_forward_length", "intermediate_size"),
-        "num_hidden_layers": keys.whole("block_count", "num_hidden_layers"),
+        "intermediate_size": keys.integer("feed_forward_length", "intermediate_size"),
+        "num_hidden_layers": keys.integer("block_count", "num_hidden_layers"),
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
@@ -172,9 +172,9 @@ def read_config(file: GgufFile) -> dict:
     }
     if arch.has_experts:
         config |= {
-            "num_experts": keys.whole("expert_count", "num_experts"),
-            "num_experts_per_tok": keys.whole("expert_used_count", "num_experts_per_tok"),
-            "moe_intermediate_size": keys.whole("expert_feed_forward_length", "moe_intermediate_size"),
+            "num_experts": keys.integer("expert_count", "num_experts"),
+            "num_experts_per_tok": keys.integer("expert_used_count", "num_experts_per_tok"),
+            "moe_intermediate_size": keys.integer("expert_feed_forward_length", "moe_intermediate_size"),
         }
     return config
 
@@ -192,7 +192,7 @@ def _rope_scaling(file: GgufFile, keys: _Keys, head_dim: int) -> dict | None:
     return {
         "rope_type": "yarn",
         "factor": keys.number("rope.scaling.factor", None, 1.0, 1e6),
-        "original_max_position_embeddings": keys.whole(
+        "original_max_position_embeddings": keys.integer(
             "rope.scaling.original_context_length", "original_max_position_embeddings"
         ),
     }

@@ -7,7 +7,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from dflash_jax.errors import InputError
-from dflash_jax.models.families.reading import LIMITS, flag, shown, whole
+from dflash_jax.models.families.reading import LIMITS, flag, integer, shown
 
 KEY = "tokenizer.ggml."
 CONTROL, USER_DEFINED = 3, 4
@@ -125,7 +125,7 @@ def ids_of(metadata: dict, source: str, names=("bos", "eos", "eot", "eom", "unkn
     """
     values = {f"{KEY}{name}_token_id": metadata.get(f"{KEY}{name}_token_id") for name in names}
     most = LIMITS["vocab_size"]
-    ids = (whole(f"{source}: {key}", value, 0, most) for key, value in values.items() if value is not None)
+    ids = (integer(f"{source}: {key}", value, 0, most) for key, value in values.items() if value is not None)
     return list(dict.fromkeys(ids))
 
 

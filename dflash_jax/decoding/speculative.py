@@ -1,182 +1,286 @@
-"""The speculative loop: propose → verify → decide → commit, pure functions over one frozen state, inside one
-while_loop.
+"""The speculative loop: propose → verify → decide → commit.
 
-Every function takes modules and a `DecodeState` and runs under the caller's own ``jax.jit``. Plain decoding is the
-same loop with a block of one and no drafter.
+The parts are pure functions over one frozen state, and the loop is one while_loop. The drafter proposes as in DFlash
+(arXiv 2602.06036). Verification accepts the drafts that equal the target's draws, so the text is the one that the
+target alone gives. Every function takes modules and a `DecodeState` and runs under the caller's ``jax.jit``. Plain
+decoding is the same loop with blocks of one token and no drafter.
 
-The window. A round feeds the target a window of W tokens from position ``base`` on: the tokens known there (normally
-one, the last), then drafts. Everything before ``base`` is in the caches.
+Blocks. A round feeds the target a block of T tokens from position ``num_cached`` on: the known tokens from there
+(normally one, the last), then drafts. Everything before ``num_cached`` is in the caches.
 
-Aligned windows (``Settings.aligned``, the reproducible mode). Then ``base`` moves in whole windows only: tokens
-verified since are fed again, in the same place of the same window, until it is full. What the target computes for a
-position then depends on the tokens before it alone, not on how many drafts were accepted along the way, so that the
-same bits come out with any drafter and with none.
+Aligned blocks (``Settings.aligned``, the reproducible mode). Then ``num_cached`` moves by whole blocks only. Tokens
+that were verified since are fed again, at the same place of the same block, until the block is full. So what the target
+computes for a position depends on the tokens before it alone, not on how many drafts were accepted on the way, and the
+bits are the same with any drafter and with none.
+
+Dimension letters: B sequences, T tokens of a block, V vocabulary, H hidden size, L positions of the token buffer.
 """
 
+# Most functions of JAX have partial annotations: results of jax.lax.cond, jax.tree.map and others are unknown.
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownVariableType=false, reportUnknownLambdaType=false
+
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from dflash_jax.decoding.sampling import PLAIN, Logprobs, draw, logprobs, special_rows
+from dflash_jax.decoding.sampling import Logprobs, compute_logprobs, draw
+from dflash_jax.decoding.sampling_state import GREEDY, sampling_mode
 from dflash_jax.decoding.state import PLAIN_SETTINGS, DecodeState, Settings
+from dflash_jax.models.cache import Record
 from dflash_jax.models.decoder import Decoder
-from dflash_jax.models.drafter import Drafting, DraftWindow, TargetHeads
+from dflash_jax.models.drafter import DraftCache, Drafting, DraftWindow, TargetHeads
 from dflash_jax.parallel.sharding import DATA, spec
 
-# Plain rounds between two extensions of the drafter's context.
+# Plain rounds between two extensions of the drafter's cache.
 PLAIN_ROUNDS = 32
-# Positions that it is then extended by at a time.
-EXTENSION = 4
+# Positions of each step of such an extension.
+EXTENSION_SIZE = 4
 
 
-def verified_specs(target: Decoder, drafter: Drafting | None) -> tuple:
-    """PartitionSpecs in the shape of what `verify` returns."""
+def verified_specs(target: Decoder, drafter: Drafting | None) -> tuple[PartitionSpec, PartitionSpec | None, Any]:
+    """PartitionSpecs of what `verify` returns."""
     return spec(DATA, None, target.vocab), None if drafter is None else spec(DATA), target.record_specs()
 
 
-def _rows(state: DecodeState):
-    return jnp.arange(state.tokens.shape[0])[:, None]
-
-
-def _window(state: DecodeState, size: int):
-    """int [B, size]: the token buffer from base on; past its end, whatever."""
-    places = jnp.minimum(state.base[:, None] + jnp.arange(size), state.tokens.shape[1] - 1)
+def _uncached_tokens(state: DecodeState, size: int) -> Int[Array, "B size"]:
+    """The token buffer from ``num_cached`` on, int [B, size]; arbitrary past its end."""
+    places = jnp.minimum(state.num_cached[:, None] + jnp.arange(size), state.tokens.shape[1] - 1)
     return jnp.take_along_axis(state.tokens, places, axis=1)
 
 
-def _rotary(state: DecodeState, size: int):
-    """int [B, size]: rotary positions of the window."""
-    return (state.base + state.rope_delta)[:, None] + jnp.arange(size)[None]
+def _rotary_positions(state: DecodeState, size: int) -> Int[Array, "B size"]:
+    """Rotary positions of ``size`` tokens from ``num_cached`` on, int [B, size]."""
+    return (state.num_cached + state.rope_delta)[:, None] + jnp.arange(size)[None]
 
 
-def prefill_chunk(target: Decoder, drafter: Drafting | None, state: DecodeState, size: int, n=None) -> DecodeState:
-    """Feeds the next ``size`` (static) prompt tokens of every row that has some left, or n [B] ≤ size of them; never
-    the last one. Without a drafter its context begins behind them."""
-    left = jnp.maximum(state.prompt_length - 1 - state.base, 0)
-    n = jnp.minimum(left, size if n is None else n)
-    tokens = _window(state, size)
+def prefill_chunk(
+    target: Decoder, drafter: Drafting | None, state: DecodeState, size: int, n: Int[Array, " B"] | None = None
+) -> DecodeState:
+    """Feeds the next tokens of every prompt into the caches, all but its last token.
+
+    Args:
+        target: The target.
+        drafter: Its cache gets the same tokens; with None, its context begins after them.
+        state: The state.
+        size: Tokens of the pass (static).
+        n: Upper bounds of the tokens of each sequence, int [B], at most ``size``; None is ``size``.
+
+    Returns:
+        The state with these tokens in its caches.
+    """
+    num_left = jnp.maximum(state.prompt_length - 1 - state.num_cached, 0)
+    n = jnp.minimum(num_left, size if n is None else n)
+    tokens = _uncached_tokens(state, size)
     taps = drafter.taps if drafter is not None else ()
-    _, features, caches = target.extend(tokens, state.target, state.base, n, taps, _rotary(state, size))
+    _, features, caches = target.extend(tokens, state.target, state.num_cached, n, taps, _rotary_positions(state, size))
     draft = state.draft
     if drafter is not None:
         steps = jnp.arange(size)[None]
-        draft = drafter.extend(draft, features, tokens, state.base[:, None] + steps, steps < n[:, None])
-    state = replace(state, target=caches, draft=draft, base=state.base + n)
-    return state if drafter is not None else _without_draft(state, n > 0)
+        draft = drafter.extend(draft, features, tokens, state.num_cached[:, None] + steps, steps < n[:, None])
+    state = replace(state, target=caches, draft=draft, num_cached=state.num_cached + n)
+    return state if drafter is not None else _restart_draft_context(state, n > 0)
 
 
-def score_chunk(target: Decoder, state: DecodeState, size: int, n, top: int):
-    """`prefill_chunk` without a drafter, and raw `Logprobs` [B, size] of the tokens behind those that it feeds."""
-    n = jnp.minimum(jnp.maximum(state.prompt_length - 1 - state.base, 0), n)
-    hidden, _, caches = target.extend(_window(state, size), state.target, state.base, n, (), _rotary(state, size))
-    logits, following = target.logits(hidden), _window(replace(state, base=state.base + 1), size)
-    own = state.sampling
-    raw = replace(own, processed_logprobs=jnp.zeros_like(own.processed_logprobs))
-    found = logprobs(logits, logits, following, raw, top)
-    return _without_draft(replace(state, target=caches, base=state.base + n), n > 0), found
+def score_chunk(
+    target: Decoder, state: DecodeState, size: int, n: Int[Array, " B"], top: int
+) -> tuple[DecodeState, Logprobs]:
+    """`prefill_chunk` without a drafter that also scores the prompt.
 
+    Args:
+        target: The target.
+        state: The state.
+        size: Tokens of the pass (static).
+        n: Upper bounds of the tokens of each sequence, int [B], at most ``size``.
+        top: Most likely tokens at each position.
 
-def _without_draft(state: DecodeState, moved) -> DecodeState:
-    """The drafter knows nothing of what rows that ``moved`` have behind them."""
-    return replace(state, draft_start=jnp.where(moved, state.base, state.draft_start))
-
-
-def _append(state: DecodeState, samples, first, offered, found: Logprobs | None) -> DecodeState:
-    """Appends samples[first : first + offered] of each row, up to a stop, the limit, or a sample that is no token
-    (`sampling.checked`); updates counts, logprobs and ``done``.
-
-    samples [B, W] and what was ``found`` of them; first, offered [B]. Leaves caches, base, rounds and accepted alone.
+    Returns:
+        The state, and raw `Logprobs` [B, size] of the token after each one that is fed.
     """
-    width = samples.shape[1]
-    order = jnp.arange(width)[None] - first[:, None]
-    offered = jnp.minimum(offered, state.limit - state.length)
-    inside = (order >= 0) & (order < offered[:, None])
-    stop = inside & ((samples[..., None] == state.stops[:, None]).any(-1) | (samples < 0))
+    n = jnp.minimum(jnp.maximum(state.prompt_length - 1 - state.num_cached, 0), n)
+    tokens, positions = _uncached_tokens(state, size), _rotary_positions(state, size)
+    hidden, _, caches = target.extend(tokens, state.target, state.num_cached, n, (), positions)
+    logits, next_tokens = target.logits(hidden), _uncached_tokens(replace(state, num_cached=state.num_cached + 1), size)
+    sampling = replace(state.sampling, processed_logprobs=jnp.zeros_like(state.sampling.processed_logprobs))
+    logprobs = compute_logprobs(logits, logits, next_tokens, sampling, top)
+    state = replace(state, target=caches, num_cached=state.num_cached + n)
+    return _restart_draft_context(state, n > 0), logprobs
+
+
+def _restart_draft_context(state: DecodeState, has_moved: Bool[Array, " B"]) -> DecodeState:
+    """Begins the drafter's context at ``num_cached`` where ``has_moved``: its cache lacks the tokens before."""
+    return replace(state, draft_start=jnp.where(has_moved, state.num_cached, state.draft_start))
+
+
+def _append(
+    state: DecodeState,
+    samples: Int[Array, "B T"],
+    first: Int[Array, " B"],
+    count: Int[Array, " B"],
+    logprobs: Logprobs | None,
+) -> DecodeState:
+    """Appends samples[first : first + count] of each sequence, up to a stop token, the limit or an invalid draw.
+
+    Updates length, counts, ``logprobs`` (those of the samples, [B, T]) and ``done``; leaves caches, num_cached, rounds
+    and accepted alone.
+    """
+    order = jnp.arange(samples.shape[1])[None] - first[:, None]
+    count = jnp.minimum(count, state.limit - state.length)
+    is_inside = (order >= 0) & (order < count[:, None])
+    is_stop = is_inside & ((samples[..., None] == state.stops[:, None]).any(-1) | (samples < 0))
     # Everything up to and with the first stop.
-    taken = inside & (jnp.cumsum(stop, axis=1) - stop == 0)
-    count = taken.sum(1)
-    places = jnp.where(taken, state.length[:, None] + order, state.tokens.shape[1])
-    rows = _rows(state)
-    length = state.length + count
+    is_new = is_inside & (jnp.cumsum(is_stop, axis=1) - is_stop == 0)
+    places = jnp.where(is_new, state.length[:, None] + order, state.tokens.shape[1])
+    batch = jnp.arange(state.tokens.shape[0])[:, None]
+    length = state.length + is_new.sum(1)
     record = state.logprobs
     if record is not None:
-        held = rows if state.rows is None else state.rows[:, None]
-        record = jax.tree.map(lambda old, x: old.at[held, places].set(x, mode="drop"), record, found)
+        slots = batch if state.slots is None else state.slots[:, None]
+        record = jax.tree.map(lambda old, new: old.at[slots, places].set(new, mode="drop"), record, logprobs)
     return replace(
         state,
-        tokens=state.tokens.at[rows, places].set(samples, mode="drop"),
+        tokens=state.tokens.at[batch, places].set(samples, mode="drop"),
         length=length,
-        done=state.done | (stop & taken).any(1) | (length >= state.limit),
-        sampling=state.sampling.counting(samples, taken),
+        done=state.done | (is_stop & is_new).any(1) | (length >= state.limit),
+        sampling=state.sampling.count_output(samples, is_new),
         logprobs=record,
     )
 
 
-def _special(state: DecodeState, special):
-    """int [B]: `special_rows` of the live rows; worked out where None is given."""
-    return jnp.where(state.done, PLAIN, special_rows(state.sampling) if special is None else special)
+def _live_mode(state: DecodeState, mode: Int[Array, " B"] | None) -> Int[Array, " B"]:
+    """`sampling_mode` of the sequences, GREEDY for those that are done; computed where ``mode`` is None."""
+    return jnp.where(state.done, GREEDY, sampling_mode(state.sampling) if mode is None else mode)
 
 
-def propose(target: Decoder, drafter: Drafting, state: DecodeState, settings: Settings, special=None):
-    """The window int [B, W] with drafts behind the known tokens. ``special``, here and below: `special_rows`, where it
-    is known already."""
-    size = settings.window
-    known = state.length - state.base
-    special = _special(state, special)
+def propose(
+    target: Decoder,
+    drafter: Drafting,
+    state: DecodeState,
+    settings: Settings,
+    mode: Int[Array, " B"] | None = None,
+) -> Int[Array, "B T"]:
+    """Drafts tokens after the known ones.
 
-    def draws(logits, positions, ids=None):
-        # Whatever a drafter's logits are, it drafts a token.
-        return jnp.maximum(draw(logits, state.sampling, positions, special, ids=ids)[0], 0)
+    Args:
+        target: The target, whose embedding and head the drafter uses.
+        drafter: The drafter.
+        state: The state.
+        settings: Its ``block_size`` is T.
+        mode: `sampling_mode` of the sequences, int [B]; None computes it.
+
+    Returns:
+        The block, int [B, T]: known tokens, then drafts.
+    """
+    size = settings.block_size
+    mode = _live_mode(state, mode)
+
+    def draw_draft(
+        logits: Float[Array, "B drafts N"], positions: Int[Array, "B drafts"], ids: Int[Array, " N"] | None = None
+    ) -> Int[Array, "B drafts"]:
+        # A draft is a token even where the drafter's logits are not finite.
+        return jnp.maximum(draw(logits, state.sampling, positions, mode, ids=ids)[0], 0)
 
     start = jnp.where(state.done, 0, state.length - 1)
     last = jnp.take_along_axis(state.tokens, start[:, None], axis=1)[:, 0]
-    borrowed = TargetHeads(target.embed_tokens, target.logits, draws)
-    seen = DraftWindow(state.draft_window, state.draft_sinks, state.draft_start)
-    proposal = drafter.propose(state.draft, last, start, state.width, size, borrowed, seen)
-    # The first draft follows the last known token: place `known` of the window.
-    places = jnp.arange(size)[None] - known[:, None]
+    heads = TargetHeads(target.embed_tokens, target.logits, draw_draft)
+    window = DraftWindow(state.draft_window, state.draft_sinks, state.draft_start)
+    proposal = drafter.propose(state.draft, last, start, state.block_sizes, size, heads, window)
+    # The first draft follows the last known token, at place num_known of the block.
+    places = jnp.arange(size)[None] - state.num_known[:, None]
     drafts = jnp.take_along_axis(proposal.tokens, jnp.clip(places, 0, size - 2), axis=1)
-    return jnp.where(places < 0, _window(state, size), drafts)
+    return jnp.where(places < 0, _uncached_tokens(state, size), drafts)
 
 
-def window_of(target: Decoder, drafter: Drafting | None, state: DecodeState, settings: Settings, special=None):
-    """What a round feeds the target, int [B, W]: drafts where there is room for them and someone to make them."""
-    if drafter is not None and settings.window > 1:
-        return propose(target, drafter, state, settings, special)
-    return _window(state, settings.window)
+def next_block(
+    target: Decoder,
+    drafter: Drafting | None,
+    state: DecodeState,
+    settings: Settings,
+    mode: Int[Array, " B"] | None = None,
+) -> Int[Array, "B T"]:
+    """The block of a round: `propose`, or known tokens alone without a drafter or without room for drafts.
+
+    Args:
+        target: The target.
+        drafter: The drafter, or None.
+        state: The state.
+        settings: Its ``block_size`` is T.
+        mode: As in `propose`.
+
+    Returns:
+        int [B, T].
+    """
+    if drafter is not None and settings.block_size > 1:
+        return propose(target, drafter, state, settings, mode)
+    return _uncached_tokens(state, settings.block_size)
 
 
-def verify(target: Decoder, state: DecodeState, block, taps: tuple[int, ...] = ()):
-    """One pass over the window: (logits float32 [B, W, V], features, record). Rows that are done take no part."""
-    n = jnp.where(state.done, 0, jnp.minimum(state.length - state.base + state.width - 1, block.shape[1]))
-    hidden, features, record = target.verify(block, state.target, state.base, n, taps, _rotary(state, block.shape[1]))
+def verify(
+    target: Decoder, state: DecodeState, block: Int[Array, "B T"], taps: Sequence[int] = ()
+) -> tuple[Float[Array, "B T V"], Float[Array, "B T taps H"] | None, Record]:
+    """One pass of the target over the block. Writes nothing.
+
+    Args:
+        target: The target.
+        state: The state; sequences that are done take no part.
+        block: What `next_block` gave, int [B, T].
+        taps: Layers whose outputs the drafter reads.
+
+    Returns:
+        Logits float32 [B, T, V], features [B, T, taps, H] (None without taps), and the record that `commit` writes.
+    """
+    n = jnp.where(state.done, 0, jnp.minimum(state.num_known + state.block_sizes - 1, block.shape[1]))
+    positions = _rotary_positions(state, block.shape[1])
+    hidden, features, record = target.verify(block, state.target, state.num_cached, n, tuple(taps), positions)
     return target.logits(hidden), features, record
 
 
-def decide(state: DecodeState, block, logits, mask=None, special=None) -> DecodeState:
-    """Draws at every place of the window, accepts drafts while they equal the draws, and appends them with the draw
-    behind."""
-    size = block.shape[1]
-    known = state.length - state.base
-    positions = state.base[:, None] + 1 + jnp.arange(size)[None]
-    special, wanted, top = _special(state, special), None, 0
+def decide(
+    state: DecodeState,
+    block: Int[Array, "B T"],
+    logits: Float[Array, "B T V"],
+    mask: UInt32[Array, "B T words"] | None = None,
+    mode: Int[Array, " B"] | None = None,
+) -> DecodeState:
+    """Draws at every place of the block, and accepts drafts up to the first that differs from its draw.
+
+    That draw is appended in place of the draft.
+
+    Args:
+        state: The state.
+        block: What was verified, int [B, T].
+        logits: The target's logits, float32 [B, T, V].
+        mask: Allowed tokens, packed as in `sampling.process_logits`, uint32 [B, T, ceil(V / 32)].
+        mode: `sampling_mode` of the sequences, int [B]; None computes it.
+
+    Returns:
+        The state with 1 to ``block_sizes`` more tokens a live sequence; its caches are as before.
+    """
+    size, num_known = block.shape[1], state.num_known
+    positions = state.num_cached[:, None] + 1 + jnp.arange(size)[None]
+    mode, wants_logprobs, top = _live_mode(state, mode), None, 0
     if state.logprobs is not None:
-        wanted, top = state.sampling.wants_logprobs & ~state.done, state.logprobs.ids.shape[-1]
-    samples, found = draw(logits, state.sampling, positions, special, block, known, mask, wanted, top)
+        wants_logprobs, top = state.sampling.wants_logprobs & ~state.done, state.logprobs.ids.shape[-1]
+    samples, logprobs = draw(logits, state.sampling, positions, mode, block, num_known, mask, wants_logprobs, top)
     place = jnp.arange(size)[None]
-    is_draft = (place >= known[:, None]) & (place < (known + state.width - 1)[:, None])
-    agrees = jnp.concatenate([jnp.ones_like(known)[:, None] > 0, samples[:, :-1] == block[:, 1:]], axis=1)
+    is_known = place < num_known[:, None]
+    is_draft = ~is_known & (place < (num_known + state.block_sizes - 1)[:, None])
+    first = jnp.ones_like(num_known, bool)[:, None]
+    agrees = jnp.concatenate([first, samples[:, :-1] == block[:, 1:]], axis=1)
     # Known tokens count as agreeing, so that the run of agreement ends at the first wrong draft.
-    run = jnp.cumprod((agrees & is_draft) | (place < known[:, None]), axis=1).sum(1)
-    offered = jnp.where(state.done, 0, run - known + 1)
-    after = _append(state, samples, known - 1, offered, found)
-    yielded = after.length - state.length
-    slot = jnp.where(yielded > 0, state.rounds, state.accepted.shape[1])
+    run = jnp.cumprod((agrees & is_draft) | is_known, axis=1).sum(1)
+    after = _append(state, samples, num_known - 1, jnp.where(state.done, 0, run - num_known + 1), logprobs)
+    num_yielded = after.length - state.length
+    place = jnp.where(num_yielded > 0, state.rounds, state.accepted.shape[1])
     return replace(
         after,
-        accepted=state.accepted.at[jnp.arange(len(slot)), slot].set(yielded, mode="drop"),
-        rounds=state.rounds + (yielded > 0),
+        accepted=state.accepted.at[jnp.arange(len(place)), place].set(num_yielded, mode="drop"),
+        rounds=state.rounds + (num_yielded > 0),
     )
 
 
@@ -185,23 +289,37 @@ def commit(
     drafter: Drafting | None,
     before: DecodeState,
     after: DecodeState,
-    block,
-    features,
-    record,
-    settings,
-):
-    """Writes what was accepted between ``before`` and ``after`` into the caches."""
+    block: Int[Array, "B T"],
+    features: Float[Array, "B T taps H"] | None,
+    record: Record,
+    settings: Settings,
+) -> DecodeState:
+    """Writes accepted tokens into the caches.
+
+    Args:
+        target: The target.
+        drafter: The drafter; with None, its context begins after these tokens.
+        before: The state that was verified.
+        after: What `decide` gave for it.
+        block: What was verified, int [B, T].
+        features: The features of the pass, [B, T, taps, H].
+        record: The record of the pass.
+        settings: Its ``aligned`` decides whether only whole blocks are written.
+
+    Returns:
+        ``after`` with new caches.
+    """
     size = block.shape[1]
-    yielded = after.length - before.length
-    n = jnp.where(after.length - before.base > size, size, 0) if settings.aligned else yielded
-    caches = target.commit(before.target, record, before.base, n)
+    num_yielded = after.length - before.length
+    n = jnp.where(after.length - before.num_cached > size, size, 0) if settings.aligned else num_yielded
+    caches = target.commit(before.target, record, before.num_cached, n)
     draft = before.draft
     if drafter is not None:
         steps = jnp.arange(size)[None]
-        keep = (steps < (after.length - 1 - before.base)[:, None]) & (yielded > 0)[:, None]
-        draft = drafter.extend(draft, features, block, before.base[:, None] + steps, keep)
-    after = replace(after, target=caches, draft=draft, base=before.base + n)
-    return after if drafter is not None else _without_draft(after, n > 0)
+        valid = (steps < (after.length - 1 - before.num_cached)[:, None]) & (num_yielded > 0)[:, None]
+        draft = drafter.extend(draft, features, block, before.num_cached[:, None] + steps, valid)
+    after = replace(after, target=caches, draft=draft, num_cached=before.num_cached + n)
+    return after if drafter is not None else _restart_draft_context(after, n > 0)
 
 
 def decode_round(
@@ -209,14 +327,25 @@ def decode_round(
     drafter: Drafting | None,
     state: DecodeState,
     settings: Settings = PLAIN_SETTINGS,
-    mask=None,
-    special=None,
-):
-    """One round: every live row gains 1 to ``width`` tokens. ``mask`` as in `sampling.process`, [B, W, ceil(V /
-    32)]."""
-    block = window_of(target, drafter, state, settings, special)
+    mask: UInt32[Array, "B T words"] | None = None,
+    mode: Int[Array, " B"] | None = None,
+) -> DecodeState:
+    """One round.
+
+    Args:
+        target: The target.
+        drafter: The drafter, or None.
+        state: The state.
+        settings: What is compiled in.
+        mask: As in `decide`.
+        mode: As in `decide`.
+
+    Returns:
+        The state, in which every live sequence has 1 to ``block_sizes`` more tokens.
+    """
+    block = next_block(target, drafter, state, settings, mode)
     logits, features, record = verify(target, state, block, drafter.taps if drafter is not None else ())
-    after = decide(state, block, logits, mask, special)
+    after = decide(state, block, logits, mask, mode)
     return commit(target, drafter, state, after, block, features, record, settings)
 
 
@@ -224,50 +353,71 @@ def decode(
     target: Decoder,
     drafter: Drafting | None,
     state: DecodeState,
-    rounds,
-    new_tokens=None,
+    rounds: int | Int[Array, ""],
+    new_tokens: int | Int[Array, ""] | None = None,
     settings: Settings = PLAIN_SETTINGS,
 ) -> DecodeState:
-    """Rounds on the device until every row is done, ``rounds`` have run, or a row has gained about ``new_tokens``.
+    """Rounds on the device, in one while_loop.
 
-    ``rounds`` and ``new_tokens`` are runtime data; with ``new_tokens`` no row gains more than that, but for the first
-    round, which may be wider.
+    Args:
+        target: The target.
+        drafter: The drafter, or None.
+        state: The state.
+        rounds: Rounds at most (runtime data).
+        new_tokens: New tokens of a sequence at most, but for those of the first round (runtime data); None is no bound.
+        settings: What is compiled in.
+
+    Returns:
+        The state after every sequence is done, or after ``rounds``, or where another round could exceed ``new_tokens``.
     """
     taps = drafter.taps if drafter is not None else ()
-    # Plain rounds leave the drafter's context to one extension at the end: it would cost each of them its own products.
-    later = drafter is not None and settings.window == 1
-    held = None
-    if later:
+    # Rounds of plain decoding leave the drafter's cache to one extension at the end, which costs each of them less.
+    defers_draft = drafter is not None and settings.block_size == 1
+    features_buffer = None
+    if defers_draft:
         rounds = jnp.minimum(rounds, PLAIN_ROUNDS)
-        held = jnp.zeros((len(state.length), PLAIN_ROUNDS, len(taps), target.config.hidden_size), target.dtype)
-    before, special = state, special_rows(state.sampling)
+        shape = (len(state.length), PLAIN_ROUNDS, len(taps), target.config.hidden_size)
+        features_buffer = jnp.zeros(shape, target.dtype)
+    before, mode = state, sampling_mode(state.sampling)
 
-    def more(carry):
+    def goes_on(carry: tuple[Array, DecodeState, Array | None]) -> Array:
         i, state, _ = carry
-        gained = (state.length - before.length).max()
-        room = True if new_tokens is None else gained + settings.window <= new_tokens
-        return (i < rounds) & ~state.done.all() & (room | (i == 0))
+        num_gained = (state.length - before.length).max()
+        has_room = True if new_tokens is None else num_gained + settings.block_size <= new_tokens
+        return (i < rounds) & ~state.done.all() & (has_room | (i == 0))
 
-    def body(carry):
-        i, state, held = carry
-        if not later:
-            return i + 1, decode_round(target, drafter, state, settings, None, special), held
-        block = _window(state, 1)
+    def body(carry: tuple[Array, DecodeState, Array | None]) -> tuple[Array, DecodeState, Array | None]:
+        i, state, buffer = carry
+        if buffer is None:
+            return i + 1, decode_round(target, drafter, state, settings, None, mode), None
+        block = _uncached_tokens(state, 1)
         logits, features, record = verify(target, state, block, taps)
-        after = decide(state, block, logits, None, special)
-        held = jax.lax.dynamic_update_slice_in_dim(held, features.astype(held.dtype), i, axis=1)
-        return i + 1, commit(target, None, state, after, block, features, record, settings), held
+        after = decide(state, block, logits, None, mode)
+        if features is not None:
+            buffer = jax.lax.dynamic_update_slice_in_dim(buffer, features.astype(buffer.dtype), i, axis=1)
+        return i + 1, commit(target, None, state, after, block, features, record, settings), buffer
 
-    _, state, held = jax.lax.while_loop(more, body, (jnp.int32(0), state, held))
-    if not later:
+    _, state, features_buffer = jax.lax.while_loop(goes_on, body, (jnp.int32(0), state, features_buffer))
+    if drafter is None or features_buffer is None:
         return state
+    return _extend_draft(drafter, before, state, features_buffer)
 
-    def extend(i, draft):
-        base, size = before.base + i * EXTENSION, EXTENSION
-        features = jax.lax.dynamic_slice_in_dim(held, i * size, size, axis=1)
-        positions, tokens = base[:, None] + jnp.arange(size)[None], _window(replace(state, base=base), size)
-        return drafter.extend(draft, features, tokens, positions, positions < state.base[:, None])
 
-    gained = (state.base - before.base).max()
-    state = replace(state, draft_start=before.draft_start)
-    return replace(state, draft=jax.lax.fori_loop(0, (gained + EXTENSION - 1) // EXTENSION, extend, state.draft))
+def _extend_draft(
+    drafter: Drafting, before: DecodeState, after: DecodeState, features: Float[Array, "B rounds taps H"]
+) -> DecodeState:
+    """``after`` with the tokens since ``before``, one a round, in the drafter's cache."""
+
+    def extend(i: Array, draft: DraftCache) -> DraftCache:
+        start, size = before.num_cached + i * EXTENSION_SIZE, EXTENSION_SIZE
+        chunk = jax.lax.dynamic_slice_in_dim(features, i * size, size, axis=1)
+        positions, tokens = (
+            start[:, None] + jnp.arange(size)[None],
+            _uncached_tokens(replace(after, num_cached=start), size),
+        )
+        return drafter.extend(draft, chunk, tokens, positions, positions < after.num_cached[:, None])
+
+    num_gained = (after.num_cached - before.num_cached).max()
+    chunks = (num_gained + EXTENSION_SIZE - 1) // EXTENSION_SIZE
+    draft = jax.lax.fori_loop(0, chunks, extend, after.draft)
+    return replace(after, draft=draft, draft_start=before.draft_start)

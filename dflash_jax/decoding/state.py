@@ -1,14 +1,24 @@
-"""Rows under way as data: `DecodeState`, what is compiled in beside it, and rows in and out of a larger state."""
+"""The state of a batch between rounds: `DecodeState`, its compile-time settings, and access to some of its slots.
+
+Dimension letters: B sequences of the batch, L token positions of the buffer, T tokens of this call, V vocabulary.
+"""
+
+# Most functions of JAX have partial annotations: results of jax.lax.cond, jax.tree.map and others are unknown.
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownVariableType=false, reportUnknownLambdaType=false
 
 from dataclasses import dataclass, replace
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
 
-from dflash_jax.decoding.sampling import TABLES, Logprobs, SamplingRows
+from dflash_jax.decoding.sampling import Logprobs
+from dflash_jax.decoding.sampling_state import TABLES, SamplingState
 from dflash_jax.models.cache import Cache, init_cache
 from dflash_jax.models.decoder import Decoder
-from dflash_jax.models.drafter import NO_WINDOW, Drafting, DraftWindow
+from dflash_jax.models.drafter import NO_WINDOW, DraftCache, Drafting, DraftWindow
 from dflash_jax.ops.backend import Backend
 from dflash_jax.ops.cache import DeltaState, KVCache
 from dflash_jax.ops.gated_delta import works_in_place
@@ -18,10 +28,17 @@ from dflash_jax.sampling_params import MAX_STOPS
 
 @dataclass(frozen=True)
 class Settings:
-    """What is compiled in. ``window``: tokens a round feeds the target; ``top_logprobs``: -1 for none; ``drafting``:
-    False leaves the drafter and its context alone."""
+    """What is compiled into a decoding step.
 
-    window: int = 16
+    Attributes:
+        block_size: Tokens of each sequence that a round feeds the target: known tokens, then drafts.
+        aligned: Whether blocks start at multiples of ``block_size`` (the reproducible mode; see `speculative`).
+        top_logprobs: Most likely tokens whose log-probabilities are recorded at each position; -1 records none at all.
+        draft_window: The part of the context that the drafter sees.
+        drafting: False leaves the drafter and its cache out.
+    """
+
+    block_size: int = 16
     aligned: bool = False
     top_logprobs: int = -1
     draft_window: DraftWindow = NO_WINDOW
@@ -29,121 +46,177 @@ class Settings:
 
 
 PLAIN_SETTINGS = Settings()
-# Past any position.
+# Larger than any position.
 NO_BOUND = 2**30
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DecodeState:
-    """B rows under way. int32 unless said otherwise.
+    """A batch of B sequences. Integers are int32.
 
-    tokens [B, L]; length [B]: tokens known; base [B]: tokens in the target's caches; prompt_length [B]; limit [B]: the
-    length at which the row ends; rope_delta [B]: rotary position minus cache position, of what follows an image; done
-    bool [B]; width [B]: tokens a round may yield (1: plain decoding); stops [B,
-    MAX_STOPS], padded with -1; draft_window, draft_sinks [B]: the drafter sees the last and the first so many positions
-    only; draft_start [B]: the first position of its context (what came before went by without it); target, draft:
-    caches; rounds [B]; accepted [B, L]: tokens that each round yielded; logprobs: `Logprobs` [B, L] or None. The last
-    prompt token is the first one that a round is fed: prefill leaves it out.
+    The last prompt token is the first one that a round feeds the target: prefill leaves it out.
 
-    A state may stand for some ``rows`` [B] of a larger one (`take_rows`): caches, the tables of sampling and logprobs
-    are then the larger one's, but for recurrent memory that was copied.
+    A state may stand for some slots of a larger one (`take_slots`). Caches, sampling tables and log-probabilities are
+    then those of the larger state, except recurrent states that were copied.
+
+    Attributes:
+        tokens: Token ids, [B, L].
+        length: Known tokens, [B].
+        num_cached: Tokens in the target's caches, [B].
+        prompt_length: [B].
+        limit: Length at which the sequence ends, [B].
+        rope_delta: Rotary position minus cache position of tokens that follow an image, [B].
+        done: Whether the sequence has ended, or the slot is idle, bool [B].
+        block_sizes: Tokens that a round may yield, at most ``Settings.block_size``, [B]; 1 is plain decoding.
+        stops: Stop token ids, [B, MAX_STOPS], padded with -1.
+        draft_window: Number of last positions that the drafter sees, [B].
+        draft_sinks: Number of first positions that it sees beside them, [B].
+        draft_start: First position of the drafter's context, [B]. Earlier tokens were processed without the drafter.
+        target: Caches of the target.
+        draft: Caches of the drafter; () without one.
+        sampling: Sampling options and token counts.
+        rounds: Rounds so far, [B].
+        accepted: Tokens that each round yielded, [B, L].
+        logprobs: Log-probabilities at each position, [B, L]; None where they are not recorded.
+        slots: Slots of the larger state, [B]; indices past its end are padding. None: this is the larger state.
     """
 
-    tokens: jax.Array
-    length: jax.Array
-    base: jax.Array
-    prompt_length: jax.Array
-    limit: jax.Array
-    rope_delta: jax.Array
-    done: jax.Array
-    width: jax.Array
-    stops: jax.Array
-    draft_window: jax.Array
-    draft_sinks: jax.Array
-    draft_start: jax.Array
+    tokens: Int[Array, "B L"]
+    length: Int[Array, " B"]
+    num_cached: Int[Array, " B"]
+    prompt_length: Int[Array, " B"]
+    limit: Int[Array, " B"]
+    rope_delta: Int[Array, " B"]
+    done: Bool[Array, " B"]
+    block_sizes: Int[Array, " B"]
+    stops: Int[Array, "B stops"]
+    draft_window: Int[Array, " B"]
+    draft_sinks: Int[Array, " B"]
+    draft_start: Int[Array, " B"]
     target: Cache
-    draft: tuple
-    sampling: SamplingRows
-    rounds: jax.Array
-    accepted: jax.Array
+    draft: DraftCache
+    sampling: SamplingState
+    rounds: Int[Array, " B"]
+    accepted: Int[Array, "B L"]
     logprobs: Logprobs | None = None
-    rows: jax.Array | None = None
+    slots: Int[Array, " B"] | None = None
+
+    @property
+    def num_known(self) -> Int[Array, " B"]:
+        """Known tokens that are not in the target's caches: normally one, the last."""
+        return self.length - self.num_cached
 
 
 def empty_state(
-    target: Decoder, drafter: Drafting | None, rows: int, capacity: int, settings: Settings = PLAIN_SETTINGS
+    target: Decoder, drafter: Drafting | None, slots: int, capacity: int, settings: Settings = PLAIN_SETTINGS
 ) -> DecodeState:
-    """``rows`` idle rows of ``capacity`` positions each."""
+    """A state of idle slots.
+
+    Args:
+        target: The target.
+        drafter: The drafter; None decodes without one.
+        slots: B.
+        capacity: L, positions of each slot.
+        settings: Its ``draft_window`` and ``top_logprobs`` determine shapes.
+
+    Returns:
+        The state. Every leaf is a separate array, so that the state may be donated.
+    """
     dtype, vocab, top = target.dtype, target.config.vocab_size, settings.top_logprobs
-    # Every leaf an array of its own: the state is donated.
-    zeros = {
-        f: jnp.zeros((rows,), jnp.int32) for f in ("length", "base", "prompt_length", "limit", "rope_delta", "rounds")
-    }
-    seen = settings.draft_window
+    names = ("length", "num_cached", "prompt_length", "limit", "rope_delta", "rounds", "draft_start")
+    zeros = {name: jnp.zeros((slots,), jnp.int32) for name in names}
+    window = settings.draft_window
     return DecodeState(
         **zeros,
-        tokens=jnp.zeros((rows, capacity), jnp.int32),
-        done=jnp.ones((rows,), bool),
-        width=jnp.ones((rows,), jnp.int32),
-        stops=jnp.full((rows, MAX_STOPS), -1, jnp.int32),
-        draft_window=jnp.full((rows,), NO_BOUND if seen.size is None else seen.size, jnp.int32),
-        draft_sinks=jnp.full((rows,), seen.sinks, jnp.int32),
-        draft_start=jnp.zeros((rows,), jnp.int32),
-        target=init_cache(target.config, rows, capacity, dtype),
-        draft=drafter.init_cache(rows, capacity, dtype, settings.draft_window) if drafter is not None else (),
-        sampling=SamplingRows.greedy(rows, vocab, target.vocab, target.backend),
-        accepted=jnp.zeros((rows, capacity), jnp.int32),
-        logprobs=Logprobs.zeros((rows, capacity), top) if top >= 0 else None,
+        tokens=jnp.zeros((slots, capacity), jnp.int32),
+        done=jnp.ones((slots,), bool),
+        block_sizes=jnp.ones((slots,), jnp.int32),
+        stops=jnp.full((slots, MAX_STOPS), -1, jnp.int32),
+        draft_window=jnp.full((slots,), NO_BOUND if window.size is None else window.size, jnp.int32),
+        draft_sinks=jnp.full((slots,), window.sinks, jnp.int32),
+        target=init_cache(target.config, slots, capacity, dtype),
+        draft=drafter.init_cache(slots, capacity, dtype, window) if drafter is not None else (),
+        sampling=SamplingState.greedy(slots, vocab, target.vocab, target.backend),
+        accepted=jnp.zeros((slots, capacity), jnp.int32),
+        logprobs=Logprobs.zeros((slots, capacity), top) if top >= 0 else None,
     )
 
 
 def state_specs(target: Decoder, drafter: Drafting | None, state: DecodeState) -> DecodeState:
-    """PartitionSpecs in the shape of ``state``: rows over ``data``, caches as their layers' heads, [B, V] as the
-    vocabulary."""
+    """PartitionSpecs of a state.
+
+    Args:
+        target: The target.
+        drafter: The drafter, or None.
+        state: The state, or its shapes.
+
+    Returns:
+        ``state`` with a PartitionSpec for each array: slots over the data axis, caches as the heads of their layers,
+        [B, V] as the vocabulary.
+    """
     specs = jax.tree.map(lambda _: spec(DATA), state)
-    wide = {f: spec(DATA, target.vocab) for f in TABLES}
+    tables = {name: spec(DATA, target.vocab) for name in TABLES}
     return replace(
         specs,
         target=target.cache_specs(state.target),
-        draft=drafter.cache_specs(state.draft) if state.draft else (),
-        sampling=replace(specs.sampling, **wide),
+        draft=drafter.cache_specs(state.draft) if drafter is not None and state.draft else (),
+        sampling=replace(specs.sampling, **tables),
     )
 
 
-def _is_held(x) -> bool:
-    """Whether its rows are read and written in place."""
-    return isinstance(x, KVCache | DeltaState | SamplingRows)
+def _is_in_place(x: Any) -> TypeGuard[KVCache | DeltaState | SamplingState]:
+    """Whether slots of ``x`` are read and written in place."""
+    return isinstance(x, KVCache | DeltaState | SamplingState)
 
 
-def take_rows(backend: Backend, state: DecodeState, rows, window: int = 1) -> DecodeState:
-    """The rows int [b] of a state, as one of b rows over its caches, or over a copy of their recurrent memory where no
-    kernel takes a ``window`` of so many tokens. Those past its end are idle."""
-    own = jnp.minimum(rows, state.length.shape[0] - 1)
+def take_slots(backend: Backend, state: DecodeState, slots: Int[Array, " b"], block_size: int = 1) -> DecodeState:
+    """A state of some slots, over the caches of the whole state.
 
-    def take(x):
-        if not _is_held(x):
-            return x[own]
-        if isinstance(x, SamplingRows):
-            return x.take(rows)
-        mine = replace(x, rows=rows)
-        return mine if isinstance(x, KVCache) or works_in_place(backend, mine, window) else mine.copied()
+    Args:
+        backend: Where operations run.
+        state: The whole state.
+        slots: Their indices. Indices past the end are padding and give idle sequences.
+        block_size: Tokens that a round feeds. Recurrent states are copied where no kernel takes that many in place.
 
-    taken = jax.tree.map(take, replace(state, logprobs=None), is_leaf=_is_held)
-    return replace(taken, logprobs=state.logprobs, rows=rows, done=taken.done | (rows >= state.length.shape[0]))
+    Returns:
+        A state of b sequences; `put_slots` writes it back.
+    """
+    inside = jnp.minimum(slots, state.length.shape[0] - 1)
+
+    def take(x: Any) -> Any:
+        if not _is_in_place(x):
+            return x[inside]
+        if isinstance(x, SamplingState):
+            return x.take(slots)
+        part = replace(x, rows=slots)
+        return part if isinstance(part, KVCache) or works_in_place(backend, part, block_size) else part.copied()
+
+    part = jax.tree.map(take, replace(state, logprobs=None), is_leaf=_is_in_place)
+    return replace(part, logprobs=state.logprobs, slots=slots, done=part.done | (slots >= state.length.shape[0]))
 
 
-def put_rows(state: DecodeState, taken: DecodeState) -> DecodeState:
-    """``state`` with the rows that `take_rows` gave, and were worked on."""
+def put_slots(state: DecodeState, part: DecodeState) -> DecodeState:
+    """The whole state after a step on some of its slots.
 
-    def put(old, new):
-        if not _is_held(old):
-            return old.at[taken.rows].set(new, mode="drop")
-        if isinstance(old, SamplingRows):
+    Args:
+        state: The whole state before the step.
+        part: What `take_slots` gave, after the step.
+
+    Returns:
+        The whole state.
+    """
+
+    def put(old: Any, new: Any) -> Any:
+        if not _is_in_place(old):
+            return old.at[part.slots].set(new, mode="drop")
+        if isinstance(old, SamplingState):
             return old.put(new)
-        held = new if new.rows is not None else replace(old, rows=taken.rows).put(new)
-        return replace(held, rows=None)
+        if isinstance(old, DeltaState) and new.rows is None:
+            # The recurrent states were copied.
+            return replace(replace(old, rows=part.slots).put(new), rows=None)
+        return replace(new, rows=None)
 
-    bare = replace(state, logprobs=None), replace(taken, logprobs=None, rows=None)
-    after = jax.tree.map(put, *bare, is_leaf=_is_held)
-    return replace(after, logprobs=taken.logprobs)
+    bare = replace(state, logprobs=None), replace(part, logprobs=None, slots=None)
+    after = jax.tree.map(put, *bare, is_leaf=_is_in_place)
+    return replace(after, logprobs=part.logprobs)

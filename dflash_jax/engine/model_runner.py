@@ -31,7 +31,7 @@ class ModelRunner:
         programs: The step functions.
         slots: Slots, a multiple of the data shards.
         capacity: Positions of each slot.
-        settings: What all programs share; their ``window`` is each dispatch's own.
+        settings: What all programs share, but for ``block_size``, which each dispatch sets.
 
     Attributes:
         state: The decoding state.
@@ -191,7 +191,7 @@ class ModelRunner:
     def read_scores(self, ticket) -> Logprobs:
         """`Logprobs` of a chunk's tokens. Waits for the device."""
         record, place, n = ticket
-        return jax.device_get(record).of_row(place, n)
+        return jax.device_get(record).of_sequence(place, n)
 
     def wait(self, ticket) -> None:
         """Waits for the device."""
@@ -208,7 +208,9 @@ class ModelRunner:
 
     def _settings(self, block_size: int) -> Settings:
         s, drafting = self.settings, block_size != NO_DRAFTER
-        return replace(s, window=max(block_size, s.window) if s.aligned else max(block_size, 1), drafting=drafting)
+        return replace(
+            s, block_size=max(block_size, s.block_size) if s.aligned else max(block_size, 1), drafting=drafting
+        )
 
     def decode_masked(self, dispatch: Dispatch, masks: RoundMasks):
         """Starts one round with masks, which are computed while the device verifies: a ticket for `read`."""
@@ -239,7 +241,7 @@ class ModelRunner:
         counts = [int(arrays["count"][place]) for place in places]
         records = None
         if logprobs:
-            records = [arrays["logprobs"].of_row(place, n) for place, n in zip(places, counts, strict=True)]
+            records = [arrays["logprobs"].of_sequence(place, n) for place, n in zip(places, counts, strict=True)]
         return Outcome(
             [arrays["tokens"][place, :n].tolist() for place, n in zip(places, counts, strict=True)],
             [arrays["accepted"][place, : arrays["rounds"][place]].tolist() for place in places],

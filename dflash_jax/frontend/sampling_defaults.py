@@ -9,7 +9,7 @@ from dflash_jax.sampling_params import MAX_STOPS, SamplingParams
 
 def _stop_ids(raw: dict) -> tuple[int, ...] | None:
     """``eos_token_id`` of a config, one id or several; None where it is missing."""
-    from dflash_jax.models.families.reading import LIMITS, shown, whole
+    from dflash_jax.models.families.reading import LIMITS, integer, shown
 
     value = raw.get("eos_token_id")
     if value is None:
@@ -17,7 +17,7 @@ def _stop_ids(raw: dict) -> tuple[int, ...] | None:
     ids = value if isinstance(value, list) else [value]
     if len(ids) > MAX_STOPS:
         raise InputError(f"eos_token_id is {shown(value)}: at most {MAX_STOPS} are possible")
-    return tuple(whole("eos_token_id", i, 0, LIMITS["vocab_size"]) for i in ids)
+    return tuple(integer("eos_token_id", i, 0, LIMITS["vocab_size"]) for i in ids)
 
 
 def _sampling(raw) -> dict:
@@ -26,7 +26,7 @@ def _sampling(raw) -> dict:
     if raw.flag("do_sample"):
         values |= {
             "temperature": raw.number("temperature", 1.0, 0.0, 1e6),
-            "top_k": raw.whole("top_k", None, least=0),
+            "top_k": raw.integer("top_k", None, least=0),
             "top_p": raw.number("top_p", None, 0.0, 1.0),
             "min_p": raw.number("min_p", None, 0.0, 1.0),
         }

@@ -1,6 +1,8 @@
-"""The caches of a whole model: one a layer, and how a record is committed to them."""
+"""The caches of all layers of a model, and the commit of records to them."""
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Int
 
 from dflash_jax.models.config import AttentionSpec, LayerSpec, ModelConfig
 from dflash_jax.ops import attention
@@ -8,32 +10,63 @@ from dflash_jax.ops.backend import Backend
 from dflash_jax.ops.cache import DeltaRecord, DeltaState, KVCache, KVRecord
 from dflash_jax.ops.gated_delta import replay
 
-Cache = tuple  # one KVCache or DeltaState a layer
+# One entry a layer.
+Cache = tuple[KVCache | DeltaState, ...]
+# One entry a layer: what tokens of a pass would write to its cache.
+Record = tuple[KVRecord | DeltaRecord | DeltaState, ...]
 
 
-def init_layer_cache(spec: LayerSpec, rows: int, capacity: int, dtype) -> KVCache | DeltaState:
-    """An empty cache of one layer; see `init_cache`."""
+def init_layer_cache(spec: LayerSpec, slots: int, capacity: int, dtype: DTypeLike) -> KVCache | DeltaState:
+    """An empty cache of one layer. Arguments as in `init_cache`."""
     mixer = spec.mixer
     if isinstance(mixer, AttentionSpec):
-        return KVCache.create(rows, mixer.num_kv_heads, mixer.head_dim, capacity, dtype)
+        return KVCache.create(slots, mixer.num_kv_heads, mixer.head_dim, capacity, dtype)
     g, r = mixer.num_key_heads, mixer.values_per_key
     return DeltaState(
-        jnp.zeros((rows, g, r, mixer.key_dim, mixer.value_dim), jnp.float32),
-        jnp.zeros((rows, mixer.conv_kernel - 1, g, mixer.channels_per_key), dtype),
+        jnp.zeros((slots, g, r, mixer.key_dim, mixer.value_dim), jnp.float32),
+        jnp.zeros((slots, mixer.conv_kernel - 1, g, mixer.channels_per_key), dtype),
     )
 
 
-def init_cache(config: ModelConfig, rows: int, capacity: int, dtype) -> Cache:
-    """Empty caches for ``rows`` rows of ``capacity`` positions each."""
-    return tuple(init_layer_cache(spec, rows, capacity, dtype) for spec in config.layers)
+def init_cache(config: ModelConfig, slots: int, capacity: int, dtype: DTypeLike) -> Cache:
+    """Empty caches of a target.
+
+    Args:
+        config: The target.
+        slots: Sequences that the caches hold.
+        capacity: Positions of each.
+        dtype: Of keys, values and convolution states; recurrent states are float32.
+
+    Returns:
+        A cache for each layer.
+    """
+    return tuple(init_layer_cache(spec, slots, capacity, dtype) for spec in config.layers)
 
 
-def commit_layer(backend: Backend, cache, record: KVRecord | DeltaRecord | DeltaState, start, n):
-    """One layer's cache after the first n int [B] recorded tokens, at positions ``start`` int [B] onwards. A record
-    that is a `DeltaState` is that cache already: the layer knew n."""
+def commit_layer(
+    backend: Backend,
+    cache: KVCache | DeltaState,
+    record: KVRecord | DeltaRecord | DeltaState,
+    start: Int[Array, " B"],
+    n: Int[Array, " B"],
+) -> KVCache | DeltaState:
+    """Writes recorded tokens to the cache of one layer.
+
+    Args:
+        backend: Where operations run.
+        cache: The cache that the record was made over.
+        record: What the tokens would write. A `DeltaState` is the new cache itself: that layer was given n.
+        start: Position of the first recorded token, int [B].
+        n: Tokens to write, int [B].
+
+    Returns:
+        The cache with the first n tokens of the record.
+    """
     if isinstance(record, DeltaState):
         return record
-    if isinstance(cache, DeltaState):
+    if isinstance(record, DeltaRecord):
+        assert isinstance(cache, DeltaState)
         return replay(backend, cache, record, n)
+    assert isinstance(cache, KVCache)
     steps = jnp.arange(record.k.shape[1])[None]
     return attention.write(backend, cache, record.k, record.v, start[:, None] + steps, steps < n[:, None])

@@ -1,4 +1,4 @@
-"""What a model is, as frozen (hashable) data. Families fill these from a Hugging Face ``config.json``."""
+"""Configuration of models, as frozen (hashable) data. Families read it from a Hugging Face ``config.json``."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,15 @@ from dflash_jax.errors import InputError
 
 @dataclass(frozen=True)
 class YarnSpec:
-    """YaRN context extension (arXiv 2309.00071)."""
+    """YaRN context extension (arXiv 2309.00071).
+
+    Attributes:
+        factor: Extended over original positions.
+        original_max_positions: Positions of the original context.
+        beta_fast: Rotations over the original context from which a frequency stays as it is.
+        beta_slow: Rotations up to which a frequency is divided by ``factor``.
+        attention_factor: Factor on cos and sin; None takes the paper's.
+    """
 
     factor: float
     original_max_positions: int
@@ -18,7 +26,14 @@ class YarnSpec:
 
 @dataclass(frozen=True)
 class Llama3Spec:
-    """Llama 3.1's context extension: low frequencies are divided by ``factor``, high ones kept, a ramp between."""
+    """Llama 3.1's context extension: low frequencies are divided, high ones stay, with a ramp between.
+
+    Attributes:
+        factor: Divisor of low frequencies.
+        low_freq_factor: Rotations over the original context below which a frequency is low.
+        high_freq_factor: Rotations above which it is high.
+        original_max_positions: Positions of the original context.
+    """
 
     factor: float
     low_freq_factor: float
@@ -28,10 +43,14 @@ class Llama3Spec:
 
 @dataclass(frozen=True)
 class RopeSpec:
-    """Rotary embedding of the first ``dim`` dimensions of a head (rotate-half form).
+    """Rotary embedding in the rotate-half form.
 
-    ``sections`` are the numbers of frequencies that follow the (time, height, width) position rows, interleaved; None
-    for plain one-dimensional positions.
+    Attributes:
+        theta: Base of the frequencies.
+        dim: Leading dimensions of a head that are rotated.
+        sections: Numbers of frequencies that follow the time, height and width of a position, interleaved; None for
+            one-dimensional positions.
+        scaling: Context extension, or None.
     """
 
     theta: float
@@ -42,7 +61,16 @@ class RopeSpec:
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """Grouped-query softmax attention; ``gated`` adds a sigmoid output gate that the query projection also produces."""
+    """Grouped-query softmax attention.
+
+    Attributes:
+        num_heads: Query heads.
+        num_kv_heads: Key and value heads.
+        head_dim: Size of a head.
+        rope: Rotary embedding of queries and keys.
+        gated: Whether the query projection also produces a sigmoid gate of the output.
+        qk_norm: Whether queries and keys are normalised.
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -54,7 +82,15 @@ class AttentionSpec:
 
 @dataclass(frozen=True)
 class GatedDeltaSpec:
-    """Gated DeltaNet: value head h reads key head h // (num_value_heads / num_key_heads)."""
+    """Gated DeltaNet (arXiv 2412.06464). Value head h reads key head h // ``values_per_key``.
+
+    Attributes:
+        num_key_heads: Query and key heads.
+        num_value_heads: Value heads, a multiple of them.
+        key_dim: Size of a query or key head.
+        value_dim: Size of a value head.
+        conv_kernel: Positions that the convolution reads.
+    """
 
     num_key_heads: int
     num_value_heads: int
@@ -64,6 +100,7 @@ class GatedDeltaSpec:
 
     @property
     def values_per_key(self) -> int:
+        """Value heads of each key head."""
         return self.num_value_heads // self.num_key_heads
 
     @property
@@ -74,14 +111,26 @@ class GatedDeltaSpec:
 
 @dataclass(frozen=True)
 class MlpSpec:
-    """SwiGLU."""
+    """SwiGLU feed-forward.
+
+    Attributes:
+        intermediate_size: Features between the two projections.
+    """
 
     intermediate_size: int
 
 
 @dataclass(frozen=True)
 class MoeSpec:
-    """Routed SwiGLU experts, plus a sigmoid-gated shared one where ``shared_intermediate_size`` is set."""
+    """Mixture of SwiGLU experts.
+
+    Attributes:
+        num_experts: Routed experts.
+        experts_per_token: Experts that each token is routed to.
+        intermediate_size: Features of an expert.
+        shared_intermediate_size: Features of the sigmoid-gated shared expert; None for no shared expert.
+        normalise_top_k: Whether the weights of a token's experts are divided by their sum.
+    """
 
     num_experts: int
     experts_per_token: int
@@ -92,13 +141,31 @@ class MoeSpec:
 
 @dataclass(frozen=True)
 class LayerSpec:
+    """One layer of a target.
+
+    Attributes:
+        mixer: Attention or Gated DeltaNet.
+        ffn: Dense or mixture of experts.
+    """
+
     mixer: AttentionSpec | GatedDeltaSpec
     ffn: MlpSpec | MoeSpec
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A target. ``norm_offset`` is added to every stored RMSNorm weight (1 where the checkpoint stores w - 1)."""
+    """A target.
+
+    Attributes:
+        model_type: Of its ``config.json``.
+        vocab_size: Rows of embedding and head.
+        hidden_size: Width of the residual stream.
+        layers: Its layers.
+        norm_eps: Epsilon of every RMSNorm.
+        norm_offset: Added to every stored RMSNorm weight: 1 where the checkpoint stores w - 1, else 0.
+        max_positions: Positions of its context.
+        tied_embeddings: Whether the head is the embedding.
+    """
 
     model_type: str
     vocab_size: int
@@ -112,7 +179,14 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class DraftLayerSpec:
-    """One drafter layer. ``window``: None for full attention; ``causal``: within the block."""
+    """One layer of a drafter.
+
+    Attributes:
+        attention: Its attention.
+        intermediate_size: Features of its MLP.
+        window: Positions that a query sees, itself included; None for full attention.
+        causal: Whether attention within the block is causal.
+    """
 
     attention: AttentionSpec
     intermediate_size: int
@@ -122,7 +196,19 @@ class DraftLayerSpec:
 
 @dataclass(frozen=True)
 class DraftConfig:
-    """A DFlash drafter. ``target_layer_ids`` i means "the output of target layer i, before any norm"."""
+    """A DFlash drafter.
+
+    Attributes:
+        hidden_size: Width of the residual stream, that of the target.
+        vocab_size: Tokens of the target's vocabulary.
+        layers: Its layers.
+        block_size: Places of a block: the last known token and the drafts.
+        mask_token_id: Token at the places of the drafts.
+        target_layer_ids: Layers of the target whose outputs, before any norm, are its features.
+        num_target_layers: Layers of the target.
+        norm_eps: Epsilon of every RMSNorm.
+        max_positions: Positions of its context.
+    """
 
     hidden_size: int
     vocab_size: int
@@ -135,7 +221,11 @@ class DraftConfig:
     max_positions: int
 
     def check_fits(self, target: ModelConfig) -> None:
-        """Raises InputError where this drafter cannot have been made for ``target``."""
+        """Checks that this drafter can be one for ``target``.
+
+        Raises:
+            InputError: Sizes, vocabulary, layers or the mask token do not fit.
+        """
         if self.hidden_size != target.hidden_size:
             raise InputError(
                 f"the drafter's hidden size is {self.hidden_size}, the target's is {target.hidden_size}: they differ"

@@ -1,29 +1,48 @@
-"""The target: embed → layers → norm → head, for every family, over a tuple of layer specs."""
+"""The target: embed → layers → norm → head, for every family, over a tuple of layer specs.
+
+Dimension letters: B sequences, T tokens of this call, H hidden size, V vocabulary.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
 
-from dflash_jax.models.cache import Cache, commit_layer
+from dflash_jax.models.cache import Cache, Record, commit_layer
 from dflash_jax.models.config import AttentionSpec, GatedDeltaSpec, LayerSpec, MlpSpec, ModelConfig
 from dflash_jax.models.gated_delta import GatedDelta
 from dflash_jax.models.layers import Attention, Mlp, RMSNorm, normal
 from dflash_jax.models.moe import Moe
-from dflash_jax.models.rope import rope_angles
+from dflash_jax.models.rope import Angles, rope_angles
 from dflash_jax.ops.backend import XLA, Backend
-from dflash_jax.ops.cache import DeltaRecord, KVRecord
+from dflash_jax.ops.cache import DeltaRecord, DeltaState, KVCache, KVRecord
 from dflash_jax.ops.linear import project
 from dflash_jax.parallel.sharding import DATA, ONE_DEVICE, AxisSharding, Layout, spec
 
+# Where a pass is given what to keep of a layer: ``(layer cache, record, output) → entry of the result``.
+KeepEntry = Callable[[KVCache | DeltaState, Any, Array], Any]
+
 
 class DecoderLayer(nnx.Module):
-    """Norm, mixer, norm, feed-forward, with residuals around both."""
+    """Norm, mixer, norm, feed-forward, with residuals around both.
+
+    Attributes:
+        spec: Its configuration.
+        input_norm: Norm before the mixer.
+        post_norm: Norm before the feed-forward part.
+        mixer: Attention or Gated DeltaNet.
+        ffn: An MLP or a mixture of experts.
+    """
 
     def __init__(
         self,
         spec: LayerSpec,
         config: ModelConfig,
         rngs: nnx.Rngs | None,
-        dtype,
+        dtype: DTypeLike,
         layout: Layout,
         backend: Backend,
     ):
@@ -40,37 +59,87 @@ class DecoderLayer(nnx.Module):
         else:
             self.ffn = Moe(spec.ffn, hidden, rngs, dtype, layout, backend)
 
-    def __call__(self, x, cache, length, valid, angles, n=None):
-        """x [B, T, H] → (x, record): tokens at positions length … length + T - 1 over a cache that stays as it is; of a
-        recurrent layer, with n as in `GatedDelta`, its new state instead of the record."""
+    def __call__(
+        self,
+        x: Float[Array, "B T H"],
+        cache: KVCache | DeltaState,
+        length: Int[Array, " B"],
+        valid: Bool[Array, "B T"],
+        angles: Angles,
+        n: Int[Array, " B"] | None = None,
+    ) -> tuple[Float[Array, "B T H"], KVRecord | DeltaRecord | DeltaState]:
+        """One pass of tokens over a cache, which is only read.
+
+        Args:
+            x: Hidden states, [B, T, H].
+            cache: The layer's cache.
+            length: Cached tokens, int [B]; the tokens are at positions length … length + T - 1.
+            valid: Which tokens count, bool [B, T].
+            angles: Rotary angles of the tokens.
+            n: As in `GatedDelta`.
+
+        Returns:
+            [B, T, H], and the record. A recurrent layer that is given ``n`` returns its new state instead of a record.
+        """
         h = self.input_norm.deferred(x)
-        if is_delta(self):
+        if isinstance(self.mixer, GatedDelta):
+            assert isinstance(cache, DeltaState)
             x, record = self.mixer(h, cache, residual=x, n=n)
         else:
-            x, k, v = self.mixer(h, angles[self.spec.mixer.rope], None, cache, length, residual=x)
+            assert isinstance(cache, KVCache)
+            x, k, v = self.mixer(h, angles[self.mixer.spec.rope], None, cache, length, residual=x)
             record = KVRecord(k, v)
         return self._ffn_block(x, valid), record
 
-    def forward_full(self, x, valid, angles, starts):
-        """x [B, T, H] → x, over whole documents that begin at ``starts`` [B, T]."""
-        h = self.input_norm(x)
-        more = () if is_delta(self) else (angles[self.spec.mixer.rope],)
-        return self._ffn_block(x + self.mixer.forward_full(h, starts, *more), valid)
+    def forward_full(
+        self,
+        x: Float[Array, "B T H"],
+        valid: Bool[Array, "B T"],
+        angles: Angles,
+        starts: Int[Array, "B T"],
+    ) -> Float[Array, "B T H"]:
+        """One pass over whole documents, without a cache.
 
-    def _ffn_block(self, x, valid):
+        Args:
+            x: Hidden states, [B, T, H].
+            valid: Which tokens count, bool [B, T].
+            angles: Rotary angles of the tokens.
+            starts: First token of each token's document, int [B, T].
+
+        Returns:
+            [B, T, H].
+        """
+        h = self.input_norm(x)
+        if isinstance(self.mixer, GatedDelta):
+            return self._ffn_block(x + self.mixer.forward_full(h, starts), valid)
+        return self._ffn_block(x + self.mixer.forward_full(h, starts, angles[self.mixer.spec.rope]), valid)
+
+    def _ffn_block(self, x: Float[Array, "B T H"], valid: Bool[Array, "B T"]) -> Float[Array, "B T H"]:
         h = self.post_norm.deferred(x)
-        return self.ffn(h, x) if isinstance(self.spec.ffn, MlpSpec) else self.ffn(h, valid, x)
+        return self.ffn(h, x) if isinstance(self.ffn, Mlp) else self.ffn(h, valid, x)
 
 
 def is_delta(layer: DecoderLayer) -> bool:
+    """Whether the layer is a Gated DeltaNet."""
     return isinstance(layer.spec.mixer, GatedDeltaSpec)
 
 
 class Decoder(nnx.Module):
-    """A target language model. Holds parameters only; caches travel through arguments and results.
+    """A target language model. It holds parameters only; caches travel through arguments and results.
 
     One pass serves prefill, plain decoding and verification: `verify` reads the caches and returns a record of what
-    its tokens would write, `commit` writes any prefix of it, and `extend` is both where the count is known beforehand.
+    its tokens would write, `commit` writes any prefix of the record, and `extend` does both where the number of tokens
+    is known beforehand.
+
+    Attributes:
+        config: Its configuration.
+        layout: How it is divided over devices.
+        vocab: How the vocabulary is divided.
+        backend: Where operations run.
+        embed: Embeddings, [V, H].
+        layers: The layers.
+        norm: Final norm.
+        head: [V, H]; absent with tied embeddings.
     """
 
     def __init__(
@@ -78,7 +147,7 @@ class Decoder(nnx.Module):
         config: ModelConfig,
         *,
         rngs: nnx.Rngs | None,
-        dtype=jnp.float32,
+        dtype: DTypeLike = jnp.float32,
         layout: Layout = ONE_DEVICE,
         backend: Backend | None = None,
     ):
@@ -93,98 +162,164 @@ class Decoder(nnx.Module):
             self.head = normal(rngs, (config.vocab_size, config.hidden_size), dtype)
 
     @property
-    def dtype(self):
+    def dtype(self) -> jnp.dtype:
+        """Of the embeddings and of all activations."""
         return self.embed.get_value().dtype
 
     def shardings(self) -> dict[str, tuple[AxisSharding | None, ...]]:
+        """Parameter → how its leading dimensions are divided."""
         return {"embed": (self.vocab,), "head": (self.vocab,)}
 
     def matrices(self) -> dict[str, int]:
+        """Parameter → number of its contracted last axes, for `packing.pack_weights`."""
         return {"embed" if self.config.tied_embeddings else "head": 1}
 
     def cache_specs(self, cache: Cache) -> Cache:
         """PartitionSpecs in the shape of ``cache``."""
-        return tuple(layer.mixer.cache_specs(c) for layer, c in zip(self.layers, cache, strict=True))
 
-    def record_specs(self) -> tuple:
-        """PartitionSpecs in the shape of `verify`'s record."""
-        cuts = [
-            spec(DATA, None, layer.mixer.key_heads if is_delta(layer) else layer.mixer.kv_heads)
-            for layer in self.layers
-        ]
-        return tuple(
-            DeltaRecord(s, s, s, s) if is_delta(layer) else KVRecord(s, s)
-            for s, layer in zip(cuts, self.layers, strict=True)
-        )
+        def of_layer(layer: DecoderLayer, cache: Any) -> Any:
+            return layer.mixer.cache_specs(cache)
 
-    def embed_tokens(self, tokens):
-        """int [B, T] → [B, T, H]."""
+        return tuple(of_layer(layer, c) for layer, c in zip(self.layers, cache, strict=True))
+
+    def record_specs(self) -> tuple[Any, ...]:
+        """PartitionSpecs in the shape of the record of `verify`."""
+
+        def of_layer(layer: DecoderLayer) -> Any:
+            if isinstance(layer.mixer, GatedDelta):
+                specs: list[Any] = [spec(DATA, None, layer.mixer.key_heads)] * 4
+                return DeltaRecord(*specs)
+            specs = [spec(DATA, None, layer.mixer.kv_heads)] * 2
+            return KVRecord(*specs)
+
+        return tuple(of_layer(layer) for layer in self.layers)
+
+    def embed_tokens(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T H"]:
+        """Token ids int [B, T] → embeddings [B, T, H]."""
         table = self.embed[...]
-        local, mine = self.vocab.own(tokens, table.shape[0])
-        return self.vocab.sum(jnp.where(mine[..., None], table[jnp.where(mine, local, 0)], 0))
+        local, is_local = self.vocab.local(tokens, table.shape[0])
+        return self.vocab.sum(jnp.where(is_local[..., None], table[jnp.where(is_local, local, 0)], 0))
 
-    def logits(self, hidden):
-        """[..., H] after the final norm → float32 [..., V], cut over ``vocab``."""
+    def logits(self, hidden: Float[Array, "*B H"]) -> Float[Array, "*B V"]:
+        """Hidden states [..., H] after the final norm → logits float32 [..., V], divided as ``vocab``."""
         head = self.embed[...] if self.config.tied_embeddings else self.head[...]
         return project(self.backend, hidden, head, dtype=jnp.float32)
 
-    def head_rows(self, ids):
-        """The head's rows of the tokens ``ids`` int [N], of panels as float32; it must not be cut."""
+    def head_rows(self, ids: Int[Array, " N"]) -> Float[Array, "N H"]:
+        """The head's rows of the tokens ``ids`` int [N]; float32 where the head is packed. It must not be divided."""
         return (self.embed if self.config.tied_embeddings else self.head)[...][ids]
 
-    def _angles(self, positions):
+    def _angles(self, positions: Int[Array, "B T"] | Int[Array, "3 B T"]) -> Angles:
+        """Rotary angles of the positions, for each `RopeSpec` of the layers."""
         mixers = [spec.mixer for spec in self.config.layers]
         return {m.rope: rope_angles(positions, m.rope) for m in mixers if isinstance(m, AttentionSpec)}
 
-    def _run(self, tokens, cache, length, n_valid, taps, positions, keep, n=None):
-        """``keep(layer cache, record, output)`` → what to return for that layer; n as in `DecoderLayer`."""
+    def _run(
+        self,
+        tokens: Int[Array, "B T"] | Float[Array, "B T H"],
+        cache: Cache,
+        length: Int[Array, " B"],
+        n_valid: Int[Array, " B"],
+        taps: Sequence[int],
+        positions: Int[Array, "B T"] | Int[Array, "3 B T"] | None,
+        entry: KeepEntry,
+        n: Int[Array, " B"] | None = None,
+    ) -> tuple[Float[Array, "B T H"], Float[Array, "B T taps H"] | None, tuple[Any, ...]]:
+        """The pass of `verify` and `extend`; ``entry`` makes each layer's part of the result."""
         x = tokens if jnp.issubdtype(tokens.dtype, jnp.floating) else self.embed_tokens(tokens)
         t = x.shape[1]
         steps = jnp.arange(t)[None]
         if positions is None:
             positions = length[:, None] + steps
         valid = steps < n_valid[:, None]
-        # A row without work reads no context: the context loop follows the longest row that has some.
+        # A sequence without valid tokens reads no context: the loop over the context is as long as the longest one.
         length = jnp.where(n_valid > 0, length, 0)
         angles = self._angles(positions)
-        kept, tapped = [], {}
+        entries, tapped = [], {}
         for i, (layer, layer_cache) in enumerate(zip(self.layers, cache, strict=True)):
             x, record = layer(x, layer_cache, length, valid, angles, n)
-            kept.append(keep(layer_cache, record, x))
+            entries.append(entry(layer_cache, record, x))
             if i in taps:
                 tapped[i] = x
         features = jnp.stack([tapped[i] for i in taps], axis=2) if taps else None
-        return self.norm(x), features, tuple(kept)
+        return self.norm(x), features, tuple(entries)
 
-    def verify(self, tokens, cache: Cache, length, n_valid, taps: tuple[int, ...] = (), positions=None):
-        """T tokens per row behind ``length`` [B] cached ones, of which the first n_valid [B] matter; caches are only
-        read.
+    def verify(
+        self,
+        tokens: Int[Array, "B T"] | Float[Array, "B T H"],
+        cache: Cache,
+        length: Int[Array, " B"],
+        n_valid: Int[Array, " B"],
+        taps: Sequence[int] = (),
+        positions: Int[Array, "B T"] | Int[Array, "3 B T"] | None = None,
+    ) -> tuple[Float[Array, "B T H"], Float[Array, "B T taps H"] | None, Record]:
+        """One pass of new tokens over caches, which are only read.
 
-        tokens: int [B, T], or embeddings [B, T, H]; ``positions``: rotary positions [B, T] or [3, B, T] where they are
-        not the cache positions. Returns hidden [B, T, H] after the final norm, features [B, T, taps, H] (outputs of
-        the tapped layers, before any norm; None without taps) and the record for `commit`.
+        Args:
+            tokens: Token ids int [B, T], or embeddings [B, T, H].
+            cache: The caches.
+            length: Cached tokens, int [B]; the new ones follow them.
+            n_valid: Number of tokens that count, int [B].
+            taps: Layers whose outputs are returned.
+            positions: Rotary positions, int [B, T] or [3, B, T] (time, height, width), where they are not the cache
+                positions.
+
+        Returns:
+            Hidden states [B, T, H] after the final norm; features [B, T, taps, H], the outputs of the tapped layers
+            before any norm (None without taps); and the record for `commit`.
         """
         return self._run(tokens, cache, length, n_valid, taps, positions, lambda _, record, x: record)
 
-    def commit(self, cache: Cache, record: tuple, length, n) -> Cache:
-        """The caches after the first n [B] tokens of a record that `verify` made at ``length``, 0 ≤ n ≤ T."""
+    def commit(self, cache: Cache, record: Record, length: Int[Array, " B"], n: Int[Array, " B"]) -> Cache:
+        """Writes recorded tokens to the caches.
+
+        Args:
+            cache: The caches that `verify` read.
+            record: Its record.
+            length: Its ``length``, int [B].
+            n: Tokens to write, int [B], 0 ≤ n ≤ T.
+
+        Returns:
+            The caches with the first n tokens of the record.
+        """
         return tuple(commit_layer(self.backend, c, r, length, n) for c, r in zip(cache, record, strict=True))
 
-    def extend(self, tokens, cache: Cache, length, n_valid, taps: tuple[int, ...] = (), positions=None):
-        """`verify` and `commit` of n_valid tokens in one, layer by layer: (hidden, features, caches)."""
+    def extend(
+        self,
+        tokens: Int[Array, "B T"] | Float[Array, "B T H"],
+        cache: Cache,
+        length: Int[Array, " B"],
+        n_valid: Int[Array, " B"],
+        taps: Sequence[int] = (),
+        positions: Int[Array, "B T"] | Int[Array, "3 B T"] | None = None,
+    ) -> tuple[Float[Array, "B T H"], Float[Array, "B T taps H"] | None, Cache]:
+        """`verify` and `commit` of n_valid tokens in one, layer by layer. Arguments as in `verify`.
 
-        def keep(layer_cache, record, x):
-            # Written once it has been read: free to choose, XLA writes first, into a copy of the whole cache, and it
-            # drops optimization_barrier before it decides. The minimum is n_valid, but only the output can tell.
+        Returns:
+            Hidden states and features as of `verify`, and the caches.
+        """
+
+        def commit(layer_cache: Any, record: Any, x: Array) -> Any:
+            # The cache must be written after it has been read. Without a dependency XLA writes first, into a copy of
+            # the whole cache, and it drops optimization_barrier before it decides. The minimum is n_valid, but XLA
+            # cannot see that without the output x.
             n = jnp.minimum(n_valid, n_valid + jnp.isnan(x.ravel()[0]))
             return commit_layer(self.backend, layer_cache, record, length, n)
 
-        return self._run(tokens, cache, length, n_valid, taps, positions, keep, n_valid)
+        return self._run(tokens, cache, length, n_valid, taps, positions, commit, n_valid)
 
-    def __call__(self, tokens, taps: tuple[int, ...] = (), starts=None):
-        """Whole documents without caches: (hidden [B, T, H], features). Differentiable.
+    def __call__(
+        self, tokens: Int[Array, "B T"], taps: Sequence[int] = (), starts: Int[Array, "B T"] | None = None
+    ) -> tuple[Float[Array, "B T H"], Float[Array, "B T taps H"] | None]:
+        """One pass over whole documents, without caches. Differentiable.
 
-        ``starts`` int [B, T]: where in its row the document of each token begins; None: a row is one document.
+        Args:
+            tokens: int [B, T].
+            taps: Layers whose outputs are returned.
+            starts: First token of each token's document, int [B, T]; None: each sequence is one document.
+
+        Returns:
+            Hidden states and features as of `verify`.
         """
         b, t = tokens.shape
         starts = jnp.zeros((b, t), jnp.int32) if starts is None else starts
@@ -198,7 +333,7 @@ class Decoder(nnx.Module):
 
 
 def abstract_decoder(
-    config: ModelConfig, dtype=jnp.float32, layout: Layout = ONE_DEVICE, backend: Backend = XLA
+    config: ModelConfig, dtype: DTypeLike = jnp.float32, layout: Layout = ONE_DEVICE, backend: Backend = XLA
 ) -> Decoder:
-    """The module with shapes for arrays: what a loader fills, and what counts parameters without memory."""
+    """A target with shapes in place of arrays, for loaders to fill and for plans to count without memory."""
     return Decoder(config, rngs=None, dtype=dtype, layout=layout, backend=backend)

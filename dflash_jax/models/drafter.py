@@ -1,17 +1,21 @@
 """The DFlash drafter (arXiv 2602.06036): a small block-diffusion transformer that reads the target's hidden features.
 
-It fills a block ``[last token, MASK, …]`` in one pass. In each layer the keys and values of the context come from the
-target's features, not from the drafter's own stream; only the block itself runs through queries, output projection and
-MLP.
+It fills a block ``[last token, MASK, …]`` in one pass. In each layer the keys and values of the context are projections
+of the target's features, not of the drafter's hidden states. Queries, output projection and MLP see the block alone.
+
+Dimension letters: B sequences, T tokens of a block or of an extension, V vocabulary, H hidden size, K KV heads, D head
+size.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.models.config import DraftConfig, DraftLayerSpec
 from dflash_jax.models.layers import Attention, Mlp, RMSNorm, normal
@@ -22,20 +26,25 @@ from dflash_jax.ops.cache import Bounds, KVCache
 from dflash_jax.ops.linear import project
 from dflash_jax.parallel.sharding import ONE_DEVICE, AxisSharding, Layout
 
-DraftCache = tuple  # one KVCache per drafter layer
+# One entry a layer; `Drafter` has a KVCache each. Other drafters may hold any arrays.
+DraftCache = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
 class DraftWindow:
-    """Bounds the context a drafter sees to the last ``size`` positions before the block and the first ``sinks``; of
-    these, to those from ``first`` on, which are the ones that its caches have.
+    """The part of the context that a drafter sees: the last positions before the block, and the first ones.
 
-    Numbers for all rows, or int [B] each.
+    Each field is a number for all sequences, or int [B].
+
+    Attributes:
+        size: Number of last positions; None is all.
+        sinks: Number of first positions.
+        first: First position that the drafter's cache has; earlier ones are not seen.
     """
 
-    size: int | jax.Array | None = None
-    sinks: int | jax.Array = 0
-    first: int | jax.Array = 0
+    size: int | Int[Array, " B"] | None = None
+    sinks: int | Int[Array, " B"] = 0
+    first: int | Int[Array, " B"] = 0
 
 
 NO_WINDOW = DraftWindow()
@@ -43,30 +52,109 @@ NO_WINDOW = DraftWindow()
 
 @dataclass(frozen=True)
 class Proposal:
-    """Drafted tokens int [B, W - 1] for the positions behind the last known token.
+    """Drafted tokens.
 
-    ``parents`` and ``scores`` are for drafters that propose trees or candidates; a chain leaves them None.
+    Attributes:
+        tokens: For the positions after the last known token, int [B, T - 1].
+        parents: For drafters that propose trees; None for a chain.
+        scores: For drafters that propose candidates; None for a chain.
     """
 
-    tokens: jax.Array
+    tokens: Int[Array, "B drafts"]
     parents: jax.Array | None = None
     scores: jax.Array | None = None
 
 
+@dataclass(frozen=True)
+class TargetHeads:
+    """The target's embedding and head, for drafters without one, and how a draft is drawn from logits.
+
+    Attributes:
+        embed: Token ids int [B, T] → embeddings [B, T, H].
+        logits: Hidden states [..., H] after the final norm → logits float32 [..., V].
+        draw: ``draw(logits [B, T - 1, V], positions [B, T - 1], ids=None)`` → tokens int [B, T - 1]. ``ids`` int [V]:
+            the tokens of the logits, where they are not the whole vocabulary.
+    """
+
+    embed: Callable[..., Array]
+    logits: Callable[..., Array]
+    draw: Callable[..., Array]
+
+
+@runtime_checkable
 class Drafting(Protocol):
-    """What the speculative loop asks of any drafter."""
+    """The interface of a drafter to the speculative loop."""
 
-    taps: tuple[int, ...]
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Layers of the target whose outputs the drafter reads."""
+        ...
 
-    def init_cache(self, rows: int, capacity: int, dtype, window: DraftWindow) -> DraftCache: ...
+    def init_cache(self, slots: int, capacity: int, dtype: DTypeLike, window: DraftWindow) -> DraftCache:
+        """An empty cache for ``slots`` sequences of ``capacity`` positions.
 
-    def cache_specs(self, cache: DraftCache) -> DraftCache: ...
+        Args:
+            slots: B.
+            capacity: Positions of each sequence.
+            dtype: Of floating-point arrays.
+            window: The part of the context that the drafter will see.
 
-    def extend(self, cache: DraftCache, features, tokens, positions, keep) -> DraftCache: ...
+        Returns:
+            A tuple of arrays or caches, which the loop carries.
+        """
+        ...
+
+    def cache_specs(self, cache: DraftCache) -> DraftCache:
+        """PartitionSpecs in the shape of ``cache``, for meshes."""
+        ...
+
+    def extend(
+        self,
+        cache: DraftCache,
+        features: Float[Array, "B T taps H"] | None,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        valid: Bool[Array, "B T"],
+    ) -> DraftCache:
+        """Adds verified tokens to the cache.
+
+        Args:
+            cache: The cache.
+            features: Outputs of the tapped layers, [B, T, taps, H]; None without taps.
+            tokens: int [B, T].
+            positions: Their positions, int [B, T].
+            valid: Which of them to add, bool [B, T].
+
+        Returns:
+            The cache.
+        """
+        ...
 
     def propose(
-        self, cache: DraftCache, last, start, width, slots: int, borrowed: "TargetHeads", window: DraftWindow
-    ) -> Proposal: ...
+        self,
+        cache: DraftCache,
+        last: Int[Array, " B"],
+        start: Int[Array, " B"],
+        block_sizes: Int[Array, " B"],
+        size: int,
+        heads: TargetHeads,
+        window: DraftWindow,
+    ) -> Proposal:
+        """Drafts the tokens after the last known one.
+
+        Args:
+            cache: The cache; it holds positions before ``start``.
+            last: The last known token, int [B].
+            start: Its position, int [B].
+            block_sizes: Tokens of the block in use, int [B], at most ``size``. Later drafts are not read.
+            size: T, the compiled block size (static): the last known token and T - 1 drafts.
+            heads: The target's embedding and head.
+            window: The part of the context that the drafter sees.
+
+        Returns:
+            T - 1 drafts.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -83,63 +171,83 @@ class DrafterWrapper:
 
     @property
     def taps(self) -> tuple[int, ...]:
+        """As `Drafting.taps`."""
         return self.drafter.taps
 
-    def init_cache(self, rows: int, capacity: int, dtype, window: DraftWindow = NO_WINDOW) -> DraftCache:
-        return self.drafter.init_cache(rows, capacity, dtype, window)
+    def init_cache(self, slots: int, capacity: int, dtype: DTypeLike, window: DraftWindow = NO_WINDOW) -> DraftCache:
+        """As `Drafting.init_cache`."""
+        return self.drafter.init_cache(slots, capacity, dtype, window)
 
     def cache_specs(self, cache: DraftCache) -> DraftCache:
+        """As `Drafting.cache_specs`."""
         return self.drafter.cache_specs(cache)
 
-    def extend(self, cache: DraftCache, features, tokens, positions, keep) -> DraftCache:
-        return self.drafter.extend(cache, features, tokens, positions, keep)
+    def extend(
+        self,
+        cache: DraftCache,
+        features: Float[Array, "B T taps H"] | None,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        valid: Bool[Array, "B T"],
+    ) -> DraftCache:
+        """As `Drafting.extend`."""
+        return self.drafter.extend(cache, features, tokens, positions, valid)
 
     def propose(
-        self, cache: DraftCache, last, start, width, slots: int, borrowed: "TargetHeads", window: DraftWindow
+        self,
+        cache: DraftCache,
+        last: Int[Array, " B"],
+        start: Int[Array, " B"],
+        block_sizes: Int[Array, " B"],
+        size: int,
+        heads: TargetHeads,
+        window: DraftWindow,
     ) -> Proposal:
-        return self.drafter.propose(cache, last, start, width, slots, borrowed, window)
-
-
-@dataclass(frozen=True)
-class TargetHeads:
-    """What a drafter without embedding and head takes from the target, and how a draft is chosen from logits.
-
-    ``choose(logits [B, W - 1, V], positions [B, W - 1], ids=None) → int [B, W - 1]``; ``ids`` int [V]: the tokens that
-    the logits are of.
-    """
-
-    embed: Callable
-    logits: Callable
-    choose: Callable
+        """As `Drafting.propose`."""
+        return self.drafter.propose(cache, last, start, block_sizes, size, heads, window)
 
 
 class DraftVocabulary(nnx.Module):
-    """The only tokens that are drafted: ``ids`` int32 [N], ascending, and the target's rows ``head`` [N, H] for them.
+    """A subset of the vocabulary that is drafted from.
 
-    What is rare is hardly ever drafted right, and a head over all tokens is much of what a drafter reads (as FR-Spec
-    does, arXiv 2502.14856).
+    Rare tokens are hardly ever drafted correctly, and a head over all tokens is much of what a drafter reads (as in
+    FR-Spec, arXiv 2502.14856).
+
+    Attributes:
+        ids: Token ids, int32 [N], ascending.
+        head: The rows of the target's head for them, [N, H].
+        backend: Where operations run.
     """
 
-    def __init__(self, ids, head, backend: Backend):
+    def __init__(self, ids: Int[Array, " N"], head: Float[Array, "N H"], backend: Backend):
         self.ids, self.head, self.backend = nnx.Param(ids), nnx.Param(head), backend
 
     def matrices(self) -> dict[str, int]:
+        """Parameter → number of its contracted last axes, for `packing.pack_weights`."""
         return {"head": 1}
 
-    def logits(self, hidden):
-        """[..., H] after the final norm → float32 [..., N]."""
+    def logits(self, hidden: Float[Array, "*B H"]) -> Float[Array, "*B N"]:
+        """Hidden states [..., H] after the final norm → float32 [..., N]."""
         return project(self.backend, hidden, self.head[...], dtype=jnp.float32)
 
 
 class DraftLayer(nnx.Module):
-    """A layer of the drafter: attention over context and block, and an MLP."""
+    """A layer of the drafter: attention over context and block, and an MLP.
+
+    Attributes:
+        spec: Its configuration.
+        input_norm: Norm before attention.
+        post_norm: Norm before the MLP.
+        mixer: Attention.
+        ffn: The MLP.
+    """
 
     def __init__(
         self,
         spec: DraftLayerSpec,
         config: DraftConfig,
         rngs: nnx.Rngs | None,
-        dtype,
+        dtype: DTypeLike,
         layout: Layout,
         backend: Backend,
     ):
@@ -149,18 +257,34 @@ class DraftLayer(nnx.Module):
         self.mixer = Attention(spec.attention, config.hidden_size, config.norm_eps, 0.0, rngs, dtype, layout, backend)
         self.ffn = Mlp(spec.intermediate_size, config.hidden_size, rngs, dtype, layout, backend)
 
-    def block_mask(self, width, slots: int):
-        """bool [B, slots, slots] or [slots, slots]: which block slots see one another; ``width`` [B] live slots a
-        row."""
-        query, key = jnp.arange(slots)[:, None], jnp.arange(slots)[None]
-        mask = key <= query if self.spec.causal else jnp.ones((slots, slots), bool)
+    def block_mask(self, block_sizes: Int[Array, " B"], size: int) -> Bool[Array, "B T T"]:
+        """Which places of a block see one another.
+
+        Args:
+            block_sizes: Places in use, int [B].
+            size: T, places of the block.
+
+        Returns:
+            bool [B, T, T], query before key.
+        """
+        query, key = jnp.arange(size)[:, None], jnp.arange(size)[None]
+        mask = key <= query if self.spec.causal else jnp.ones((size, size), bool)
         if self.spec.window is not None:
             mask = mask & (jnp.abs(query - key) < self.spec.window)
-        # A slot past the width still sees itself, so that its softmax is defined.
-        return mask & ((key < width[:, None, None]) | (key == query))
+        # An unused place sees itself, so that its softmax is defined.
+        return mask & ((key < block_sizes[:, None, None]) | (key == query))
 
-    def bounds(self, positions, start, window: DraftWindow) -> Bounds:
-        """What the queries at ``positions`` [B, T] see of a context of ``start`` [B] tokens."""
+    def bounds(self, positions: Int[Array, "B T"], start: Int[Array, " B"], window: DraftWindow) -> Bounds:
+        """The part of the context that queries see.
+
+        Args:
+            positions: Positions of the queries, int [B, T].
+            start: Tokens of the context, int [B].
+            window: The drafter's window.
+
+        Returns:
+            The bounds.
+        """
         first = jnp.broadcast_to(jnp.asarray(window.first).reshape(-1, 1), positions.shape)
         if self.spec.window is not None:
             first = jnp.maximum(first, positions - self.spec.window + 1)
@@ -169,21 +293,53 @@ class DraftLayer(nnx.Module):
             recent, sinks = start - window.size, jnp.broadcast_to(jnp.asarray(window.sinks), start.shape)
         return Bounds(first, recent, sinks)
 
-    def __call__(self, x, mask, angles, cache: KVCache | None, start, bounds: Bounds):
-        h, own = self.input_norm.deferred(x), angles[self.spec.attention.rope]
-        x, _, _ = self.mixer(h, own, mask, cache, start, bounds, residual=x)
+    def __call__(
+        self,
+        x: Float[Array, "B T H"],
+        mask: Bool[Array, "B T T"],
+        angles: dict,
+        cache: KVCache | None,
+        start: Int[Array, " B"],
+        bounds: Bounds,
+    ) -> Float[Array, "B T H"]:
+        """One block.
+
+        Args:
+            x: Hidden states, [B, T, H].
+            mask: From `block_mask`.
+            angles: `RopeSpec` → cos and sin of the positions.
+            cache: Keys and values of the context.
+            start: Tokens of the context, int [B].
+            bounds: From `bounds`.
+
+        Returns:
+            [B, T, H].
+        """
+        h = self.input_norm.deferred(x)
+        x, _, _ = self.mixer(h, angles[self.spec.attention.rope], mask, cache, start, bounds, residual=x)
         return self.ffn(self.post_norm.deferred(x), x)
 
 
 class Drafter(nnx.Module):
-    """DFlash drafter; implements `Drafting`. Parameters only: the context's keys and values are the caller's."""
+    """DFlash drafter; implements `Drafting`. It holds parameters only; callers hold the cache.
+
+    Attributes:
+        config: Its configuration.
+        features: How the hidden size is divided over devices in ``fc``.
+        backend: Where operations run.
+        fc: Projection of the tapped features to the context, [H, taps, H].
+        hidden_norm: Norm of the context.
+        layers: The layers.
+        norm: Final norm.
+        vocabulary: The tokens that are drafted; None for all.
+    """
 
     def __init__(
         self,
         config: DraftConfig,
         *,
         rngs: nnx.Rngs | None,
-        dtype=jnp.float32,
+        dtype: DTypeLike = jnp.float32,
         layout: Layout = ONE_DEVICE,
         backend: Backend | None = None,
     ):
@@ -196,94 +352,137 @@ class Drafter(nnx.Module):
         self.vocabulary: DraftVocabulary | None = nnx.data(None)
 
     def shardings(self) -> dict[str, tuple[AxisSharding | None, ...]]:
+        """Parameter → how its leading dimensions are divided."""
         return {"fc": (self.features,)}
 
     def matrices(self) -> dict[str, int]:
+        """Parameter → number of its contracted last axes, for `packing.pack_weights`."""
         return {"fc": 2}
 
     @property
     def taps(self) -> tuple[int, ...]:
+        """As `Drafting.taps`."""
         return self.config.target_layer_ids
 
-    def init_cache(self, rows: int, capacity: int, dtype, window: DraftWindow = NO_WINDOW) -> DraftCache:
-        """Rings where a window bounds what a layer can see; their bytes do not grow with ``capacity``."""
+    def init_cache(
+        self, slots: int, capacity: int, dtype: DTypeLike, window: DraftWindow = NO_WINDOW
+    ) -> tuple[KVCache, ...]:
+        """As `Drafting.init_cache`.
 
-        def layer(spec: DraftLayerSpec):
-            bounds = [w for w in (spec.window, window.size) if w is not None]
-            attention = spec.attention
-            return KVCache.create(
-                rows,
-                attention.num_kv_heads,
-                attention.head_dim,
-                capacity,
-                dtype,
-                window=min(bounds) if bounds else None,
-                sinks=window.sinks if window.size is not None else 0,
-            )
+        A layer that sees a bounded part of the context gets a ring, whose bytes do not grow with ``capacity``.
+        """
+        size, sinks = window.size, window.sinks
+        assert not isinstance(size, jax.Array)
+        assert not isinstance(sinks, jax.Array)
+
+        def layer(spec: DraftLayerSpec) -> KVCache:
+            bounds = [w for w in (spec.window, size) if w is not None]
+            heads, dim, last = spec.attention.num_kv_heads, spec.attention.head_dim, min(bounds, default=None)
+            return KVCache.create(slots, heads, dim, capacity, dtype, last, 0 if size is None else sinks)
 
         return tuple(layer(spec) for spec in self.config.layers)
 
     def cache_specs(self, cache: DraftCache) -> DraftCache:
-        """PartitionSpecs in the shape of ``cache``."""
+        """As `Drafting.cache_specs`."""
         return tuple(layer.mixer.cache_specs(c) for layer, c in zip(self.layers, cache, strict=True))
 
-    def context(self, features):
-        """Tapped features [B, T, taps, H] → the context stream H_t [B, T, H] that every layer's keys and values
-        read."""
+    def context(self, features: Float[Array, "B T taps H"]) -> Float[Array, "B T H"]:
+        """The context that every layer's keys and values read.
+
+        Args:
+            features: Outputs of the tapped layers, [B, T, taps, H].
+
+        Returns:
+            [B, T, H].
+        """
         joined = project(self.backend, features.astype(self.fc[...].dtype), self.fc[...], 2)
         return self.hidden_norm(self.features.gather(joined, -1))
 
-    def _angles(self, positions):
+    def _angles(self, positions: Int[Array, "B T"]) -> dict:
+        """`RopeSpec` → cos and sin of ``positions``, of every layer."""
         return {spec.attention.rope: rope_angles(positions, spec.attention.rope) for spec in self.config.layers}
 
-    def context_keys_values(self, features, positions):
-        """(k, v) [B, T, K, D] of every layer for context tokens at ``positions`` [B, T]."""
+    def context_keys_values(
+        self, features: Float[Array, "B T taps H"], positions: Int[Array, "B T"]
+    ) -> list[tuple[Float[Array, "B T K D"], Float[Array, "B T K D"]]]:
+        """Keys and values of context tokens.
+
+        Args:
+            features: Outputs of the tapped layers, [B, T, taps, H].
+            positions: int [B, T].
+
+        Returns:
+            (k, v) of every layer, [B, T, K, D] each.
+        """
         context, angles = self.context(features), self._angles(positions)
         return [layer.mixer.keys_values(context, angles[layer.spec.attention.rope]) for layer in self.layers]
 
-    def extend(self, cache: DraftCache, features, tokens, positions, keep) -> DraftCache:
-        """Adds verified tokens to the context: features [B, T, taps, H] at ``positions`` [B, T] where ``keep`` [B, T].
-
-        ``tokens`` [B, T] are for drafters that embed the context, which this one does not.
-        """
+    def extend(
+        self,
+        cache: DraftCache,
+        features: Float[Array, "B T taps H"] | None,
+        tokens: Int[Array, "B T"] | None,
+        positions: Int[Array, "B T"],
+        valid: Bool[Array, "B T"],
+    ) -> DraftCache:
+        """As `Drafting.extend`. ``tokens`` is not used."""
+        assert features is not None
         pairs = self.context_keys_values(features, positions)
         return tuple(
-            attention.write(self.backend, c, k, v, positions, keep) for c, (k, v) in zip(cache, pairs, strict=True)
+            attention.write(self.backend, c, k, v, positions, valid) for c, (k, v) in zip(cache, pairs, strict=True)
         )
 
-    def block(self, embedded, cache: DraftCache, start, width, window: DraftWindow = NO_WINDOW):
-        """Hidden states [B, W, H], after the final norm, of an embedded block [B, W, H] whose first slot is position
-        start [B]."""
-        slots = embedded.shape[1]
-        positions = start[:, None] + jnp.arange(slots)[None]
+    def block(
+        self,
+        embedded: Float[Array, "B T H"],
+        cache: DraftCache,
+        start: Int[Array, " B"],
+        block_sizes: Int[Array, " B"],
+        window: DraftWindow = NO_WINDOW,
+    ) -> Float[Array, "B T H"]:
+        """Hidden states of a block.
+
+        Args:
+            embedded: Embeddings of its tokens, [B, T, H].
+            cache: Keys and values of the positions before ``start``.
+            start: Position of its first token, int [B].
+            block_sizes: Places in use, int [B].
+            window: The part of the context that is seen.
+
+        Returns:
+            [B, T, H], after the final norm.
+        """
+        size = embedded.shape[1]
+        positions = start[:, None] + jnp.arange(size)[None]
         angles = self._angles(positions)
         x = embedded
         for layer, layer_cache in zip(self.layers, cache, strict=True):
             bounds = layer.bounds(positions, start, window)
-            x = layer(x, layer.block_mask(width, slots), angles, layer_cache, start, bounds)
+            x = layer(x, layer.block_mask(block_sizes, size), angles, layer_cache, start, bounds)
         return self.norm(x)
 
     def propose(
-        self, cache: DraftCache, last, start, width, slots: int, borrowed: TargetHeads, window: DraftWindow = NO_WINDOW
-    ):
-        """Drafts for the positions behind ``last`` [B], the token at position start [B]; the caches hold positions <
-        start.
-
-        ``slots`` (static) is the compiled block, ``width`` [B] ≤ slots the part in use; what stands past it is
-        meaningless.
-        """
-        masks = jnp.full((last.shape[0], slots - 1), self.config.mask_token_id, last.dtype)
-        hidden = self.block(
-            borrowed.embed(jnp.concatenate([last[:, None], masks], axis=1)), cache, start, width, window
-        )
-        positions = start[:, None] + 1 + jnp.arange(slots - 1)[None]
+        self,
+        cache: DraftCache,
+        last: Int[Array, " B"],
+        start: Int[Array, " B"],
+        block_sizes: Int[Array, " B"],
+        size: int,
+        heads: TargetHeads,
+        window: DraftWindow = NO_WINDOW,
+    ) -> Proposal:
+        """As `Drafting.propose`."""
+        masks = jnp.full((last.shape[0], size - 1), self.config.mask_token_id, last.dtype)
+        embedded = heads.embed(jnp.concatenate([last[:, None], masks], axis=1))
+        hidden = self.block(embedded, cache, start, block_sizes, window)
+        positions = start[:, None] + 1 + jnp.arange(size - 1)[None]
         if self.vocabulary is None:
-            return Proposal(borrowed.choose(borrowed.logits(hidden[:, 1:]), positions))
-        return Proposal(borrowed.choose(self.vocabulary.logits(hidden[:, 1:]), positions, self.vocabulary.ids[...]))
+            return Proposal(heads.draw(heads.logits(hidden[:, 1:]), positions))
+        return Proposal(heads.draw(self.vocabulary.logits(hidden[:, 1:]), positions, self.vocabulary.ids[...]))
 
 
 def abstract_drafter(
-    config: DraftConfig, dtype=jnp.float32, layout: Layout = ONE_DEVICE, backend: Backend = XLA
+    config: DraftConfig, dtype: DTypeLike = jnp.float32, layout: Layout = ONE_DEVICE, backend: Backend = XLA
 ) -> Drafter:
-    """The module with shapes for arrays; see `decoder.abstract_decoder`."""
+    """A drafter with shapes in place of arrays; see `decoder.abstract_decoder`."""
     return Drafter(config, rngs=None, dtype=dtype, layout=layout, backend=backend)

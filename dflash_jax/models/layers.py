@@ -1,64 +1,112 @@
-"""The pieces that every model here is made of: linear maps, RMSNorm, attention, SwiGLU.
+"""The layers that all models share: linear maps, RMSNorm, attention, SwiGLU.
 
-Dimension letters: B rows, T tokens of this call, S cached positions, H hidden, N heads, K KV heads, D head_dim, F FFN.
-Weights are stored ``[out, in]`` with head axes of their own, so that they shard without permutation.
+Dimension letters: B sequences, T tokens of this call, S cached positions, H hidden size, N heads, K KV heads, D head
+size, F features of a feed-forward part. Weights are stored ``[out, in]`` with separate axes for heads, so that they are
+divided over devices without permutation.
 """
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.models.config import AttentionSpec
 from dflash_jax.ops.attention import attention, rotate, through_gate
 from dflash_jax.ops.backend import XLA, Backend
-from dflash_jax.ops.cache import KVCache
+from dflash_jax.ops.cache import Bounds, KVCache
 from dflash_jax.ops.interval_attention import interval_attention
 from dflash_jax.ops.linear import DeferredNorm, linear, rms_norm
-from dflash_jax.parallel.sharding import DATA, ONE_DEVICE, WHOLE, AxisSharding, Layout, spec
+from dflash_jax.ops.weights import PackedWeight, QuantizedWeight
+from dflash_jax.parallel.sharding import DATA, ONE_DEVICE, UNSHARDED, AxisSharding, Layout, spec
+
+# cos and sin of the rotary angles, float32 [B, T, dim / 2] each.
+CosSin = tuple[Float[Array, "B T half"], Float[Array, "B T half"]]
+# A weight as an array, packed for a CPU or quantised.
+Weight = Array | PackedWeight | QuantizedWeight
+Module = TypeVar("Module", bound=nnx.Module)
 
 
-def parameter(rngs: nnx.Rngs | None, shape: tuple[int, ...], dtype, draw: Callable) -> nnx.Param:
-    """``draw(key) → array``; without ``rngs`` only the shape, for modules that a loader fills or a plan counts."""
+def parameter(
+    rngs: nnx.Rngs | None, shape: tuple[int, ...], dtype: DTypeLike, draw: Callable[[Array], Array]
+) -> nnx.Param:
+    """A parameter.
+
+    Args:
+        rngs: Source of the key; None gives a shape in place of an array, for modules that a loader fills or a plan
+            counts.
+        shape: Its shape.
+        dtype: Its dtype.
+        draw: ``draw(key)`` returns the array.
+
+    Returns:
+        The parameter.
+    """
     if rngs is None:
         return nnx.Param(jax.ShapeDtypeStruct(shape, dtype))
     return nnx.Param(draw(rngs.params()).astype(dtype))
 
 
-def normal(rngs: nnx.Rngs | None, shape: tuple[int, ...], dtype, scale: float = 0.02) -> nnx.Param:
+def normal(rngs: nnx.Rngs | None, shape: tuple[int, ...], dtype: DTypeLike, scale: float = 0.02) -> nnx.Param:
+    """A parameter of normal random numbers with standard deviation ``scale``. Arguments as in `parameter`."""
     return parameter(rngs, shape, dtype, lambda key: scale * jax.random.normal(key, shape, dtype))
 
 
-def constant(rngs: nnx.Rngs | None, shape: tuple[int, ...], dtype, value: float) -> nnx.Param:
+def constant(rngs: nnx.Rngs | None, shape: tuple[int, ...], dtype: DTypeLike, value: float) -> nnx.Param:
+    """A parameter with ``value`` everywhere. Arguments as in `parameter`."""
     return parameter(rngs, shape, dtype, lambda key: jnp.full(shape, value, dtype))
 
 
-def with_backend(module: nnx.Module, backend: Backend) -> nnx.Module:
-    """A copy of ``module``, over the same arrays, whose operations run on another backend."""
+def with_backend(module: Module, backend: Backend) -> Module:
+    """A copy of ``module``, over the same arrays, whose operations run on ``backend``."""
     copy = jax.tree.map(lambda x: x, module)
     for _, part in nnx.iter_modules(copy):
         if hasattr(part, "backend"):
-            part.backend = backend
+            setattr(part, "backend", backend)  # noqa: B010
     return copy
 
 
 class RMSNorm(nnx.Module):
-    def __init__(self, size: int, eps: float, offset: float, rngs: nnx.Rngs | None, dtype):
+    """RMSNorm (arXiv 1910.07467): x / sqrt(mean(x²) + eps) · (weight + offset).
+
+    Attributes:
+        weight: The stored weight.
+        eps: Epsilon.
+        offset: Added to the stored weight.
+    """
+
+    def __init__(self, size: int, eps: float, offset: float, rngs: nnx.Rngs | None, dtype: DTypeLike):
         self.weight = constant(rngs, (size,), dtype, 1.0 - offset)
         self.eps, self.offset = eps, offset
 
-    def __call__(self, x):
+    def __call__(self, x: Float[Array, "*B H"]) -> Float[Array, "*B H"]:
+        """Normalises x [..., H]."""
         return rms_norm(x, self.weight[...], self.eps, self.offset)
 
-    def deferred(self, x) -> "DeferredNorm":
-        """x, to be normed by what projects it."""
+    def deferred(self, x: Float[Array, "*B H"]) -> DeferredNorm:
+        """Defers the norm of x, so that the projection kernel can fuse it."""
         return DeferredNorm(x, self.weight[...], self.eps, self.offset)
 
 
 class Attention(nnx.Module):
-    """Attention of T new tokens over a cache and over one another. Pure: the caller decides what is kept of k and v."""
+    """Attention of new tokens over a cache and over one another. The caller stores keys and values.
+
+    Attributes:
+        spec: Its configuration.
+        backend: Where operations run.
+        heads: How the query heads are divided over devices.
+        kv_heads: How the KV heads are divided.
+        q: Query projection, and gate projection of a gated layer, [N, 1 or 2, D, H].
+        k: Key projection, [K, D, H].
+        v: Value projection, [K, D, H].
+        o: Output projection, [H, N, D].
+        q_norm: Norm of queries; absent without ``qk_norm``.
+        k_norm: Norm of keys; absent without ``qk_norm``.
+    """
 
     def __init__(
         self,
@@ -67,7 +115,7 @@ class Attention(nnx.Module):
         eps: float,
         norm_offset: float,
         rngs: nnx.Rngs | None,
-        dtype,
+        dtype: DTypeLike,
         layout: Layout,
         backend: Backend,
     ):
@@ -83,73 +131,182 @@ class Attention(nnx.Module):
             self.k_norm = RMSNorm(d, eps, norm_offset, rngs, dtype)
 
     def shardings(self) -> dict[str, tuple[AxisSharding | None, ...]]:
+        """Parameter → how its leading dimensions are divided."""
         return {"q": (self.heads,), "k": (self.kv_heads,), "v": (self.kv_heads,), "o": (None, self.heads)}
 
     def matrices(self) -> dict[str, int]:
+        """Parameter → number of its contracted last axes, for `packing.pack_weights`."""
         return {"q": 1, "k": 1, "v": 1, "o": 2}
 
     def cache_specs(self, cache: KVCache) -> KVCache:
+        """PartitionSpecs in the shape of ``cache``."""
         return replace(cache, k=spec(DATA, self.kv_heads), v=spec(DATA, self.kv_heads))
 
-    def keys_values(self, x, angles):
-        """k (normed, rotated) and v, [B, T, K, D], of x [B, T, H]."""
-        k, v = linear(self.backend, x, (self.k[...], self.v[...]))
-        return self.rotated(None, k, angles)[1], v
+    def keys_values(
+        self, x: Float[Array, "B T H"] | DeferredNorm, angles: CosSin
+    ) -> tuple[Float[Array, "B T K D"], Float[Array, "B T K D"]]:
+        """Keys and values alone.
 
-    def rotated(self, q, k, angles):
+        Args:
+            x: [B, T, H], an array or `DeferredNorm`.
+            angles: Rotary angles of the tokens.
+
+        Returns:
+            Keys (normed and rotated) and values, [B, T, K, D] each.
+        """
+        k, v = linear(self.backend, x, (self.k[...], self.v[...]))
+        return self.rotate(None, k, angles)[1], v
+
+    def rotate(
+        self, q: Float[Array, "B T N parts D"] | None, k: Float[Array, "B T K D"], angles: CosSin
+    ) -> tuple[Float[Array, "B T N D"] | None, Float[Array, "B T K D"]]:
         """`ops.attention.rotate` with this layer's norms."""
         if not self.spec.qk_norm:
             return rotate(self.backend, q, k, angles, (None, None))
         norms = (self.q_norm.weight[...], self.k_norm.weight[...])
         return rotate(self.backend, q, k, angles, norms, self.k_norm.eps, self.k_norm.offset)
 
-    def inputs(self, x, angles):
-        """q, k (normed, rotated) and v, [B, T, heads, D], of x [B, T, H], an array or `DeferredNorm`; and what
-        `ops.attention.through_gate` takes, [B, T, N, 2, D], or None."""
-        both, k, v = linear(self.backend, x, (self.q[...], self.k[...], self.v[...]))
-        q, k = self.rotated(both, k, angles)
-        return q, k, v, both if self.spec.gated else None
+    def inputs(
+        self, x: Float[Array, "B T H"] | DeferredNorm, angles: CosSin
+    ) -> tuple[
+        Float[Array, "B T N D"], Float[Array, "B T K D"], Float[Array, "B T K D"], Float[Array, "B T N 2 D"] | None
+    ]:
+        """Queries, keys, values and gates.
 
-    def output(self, y, residual=None):
-        """Attended values [B, T, N, D] → [B, T, H], with ``residual`` [B, T, H] if given."""
+        Args:
+            x: [B, T, H], an array or `DeferredNorm`.
+            angles: Rotary angles of the tokens.
+
+        Returns:
+            Queries [B, T, N, D] and keys [B, T, K, D], normed and rotated; values [B, T, K, D]; and queries with gates
+            [B, T, N, 2, D] for `ops.attention.through_gate`, or None without gates.
+        """
+        projected, k, v = linear(self.backend, x, (self.q[...], self.k[...], self.v[...]))
+        q, k = self.rotate(projected, k, angles)
+        assert q is not None
+        return q, k, v, projected if self.spec.gated else None
+
+    def output(
+        self, y: Float[Array, "B T N D"], residual: Float[Array, "B T H"] | None = None
+    ) -> Float[Array, "B T H"]:
+        """Attended values [B, T, N, D] → [B, T, H], plus ``residual`` [B, T, H] if given."""
         return output(self.backend, y, self.o[...], 2, self.heads, residual)
 
-    def forward_full(self, x, starts, angles):
-        """x [B, T, H] → y [B, T, H] over whole documents, each from its first token ``starts`` int [B, T] on."""
-        q, k, v, both = self.inputs(x, angles)
+    def forward_full(
+        self, x: Float[Array, "B T H"], starts: Int[Array, "B T"], angles: CosSin
+    ) -> Float[Array, "B T H"]:
+        """One pass over whole documents, without a cache.
+
+        Args:
+            x: [B, T, H].
+            starts: First token of each token's document, int [B, T].
+            angles: Rotary angles of the tokens.
+
+        Returns:
+            [B, T, H].
+        """
+        q, k, v, gates = self.inputs(x, angles)
         b, t, n, d = q.shape
-        upto = jnp.broadcast_to(jnp.arange(1, t + 1), (b, t))
+        ends = jnp.broadcast_to(jnp.arange(1, t + 1), (b, t))
         q = q.reshape(b, t, k.shape[2], -1, d) * d**-0.5
-        return self.output(through_gate(interval_attention(q, k, v, starts, upto)[0].reshape(b, t, n, d), both))
+        y, _ = cast("tuple[Array, Array]", interval_attention(q, k, v, starts, ends))
+        return self.output(through_gate(y.reshape(b, t, n, d), gates))
 
-    def __call__(self, x, angles, own_mask, cache: KVCache | None, length, bounds=None, residual=None):
-        """x [B, T, H] or `DeferredNorm` → (y [B, T, H], with ``residual`` if given, k, v). Masks and ``bounds`` as in
-        `ops.attention.attention`."""
-        q, k, v, both = self.inputs(x, angles)
-        return self.output(attention(self.backend, q, k, v, own_mask, cache, length, bounds, both), residual), k, v
+    def __call__(
+        self,
+        x: Float[Array, "B T H"] | DeferredNorm,
+        angles: CosSin,
+        mask: Bool[Array, "*B T T"] | None,
+        cache: KVCache | None,
+        length: Int[Array, " B"],
+        bounds: Bounds | None = None,
+        residual: Float[Array, "B T H"] | None = None,
+    ) -> tuple[Float[Array, "B T H"], Float[Array, "B T K D"], Float[Array, "B T K D"]]:
+        """One pass of new tokens over a cache, which is only read.
+
+        Args:
+            x: [B, T, H], an array or `DeferredNorm`.
+            angles: Rotary angles of the tokens.
+            mask: Which new tokens see one another, as in `ops.attention.attention`.
+            cache: Keys and values of the context.
+            length: Cached tokens, int [B].
+            bounds: The part of the context that is seen, as in `ops.attention.attention`.
+            residual: [B, T, H], added; None adds nothing.
+
+        Returns:
+            [B, T, H], and the keys and values of the new tokens, [B, T, K, D] each.
+        """
+        q, k, v, gates = self.inputs(x, angles)
+        return self.output(attention(self.backend, q, k, v, mask, cache, length, bounds, gates), residual), k, v
 
 
-def output(backend: Backend, y, weight, contracted: int, cut: AxisSharding, residual):
-    """The last map of a part of a layer, summed over the devices that have its inputs; ``residual`` is added once."""
-    if not cut.axes:
+def output(
+    backend: Backend,
+    y: Array,
+    weight: Weight,
+    contracted: int,
+    sharding: AxisSharding,
+    residual: Float[Array, "*B H"] | None,
+) -> Float[Array, "*B H"]:
+    """The output projection of a mixer or feed-forward part.
+
+    Args:
+        backend: Where operations run.
+        y: [..., *inputs].
+        weight: [H, *inputs].
+        contracted: Number of input axes.
+        sharding: How the inputs are divided over devices; their parts are summed.
+        residual: [..., H], added once, after the sum; None adds nothing.
+
+    Returns:
+        [..., H].
+    """
+    if not sharding.axes:
         return linear(backend, y, (weight,), contracted, residual=residual)[0]
-    y = cut.sum(linear(backend, y, (weight,), contracted)[0])
+    y = sharding.sum(linear(backend, y, (weight,), contracted)[0])
     return y if residual is None else residual + y
 
 
-def swiglu(backend: Backend, x, gate_up, down, cut: AxisSharding = WHOLE, residual=None):
-    """x [..., H] or `DeferredNorm` → down · (silu(gate · x) · (up · x)), [..., H]; gate_up [2, F, H], down
-    [H, F]. ``cut`` and ``residual`` as in `output`."""
-    return output(backend, linear(backend, x, (gate_up,), swiglu=True)[0], down, 1, cut, residual)
+def swiglu(
+    backend: Backend,
+    x: Float[Array, "*B H"] | DeferredNorm,
+    gate_up: Weight,
+    down: Weight,
+    sharding: AxisSharding = UNSHARDED,
+    residual: Float[Array, "*B H"] | None = None,
+) -> Float[Array, "*B H"]:
+    """SwiGLU (arXiv 2002.05202): down · (silu(gate · x) · (up · x)).
+
+    Args:
+        backend: Where operations run.
+        x: [..., H], an array or `DeferredNorm`.
+        gate_up: Gate and up projection, [2, F, H].
+        down: Down projection, [H, F].
+        sharding: How F is divided over devices.
+        residual: [..., H], added; None adds nothing.
+
+    Returns:
+        [..., H].
+    """
+    return output(backend, linear(backend, x, (gate_up,), swiglu=True)[0], down, 1, sharding, residual)
 
 
 class Mlp(nnx.Module):
+    """SwiGLU feed-forward part.
+
+    Attributes:
+        backend: Where operations run.
+        gate_up: Gate and up projection, [2, F, H].
+        down: Down projection, [H, F].
+        features: How F is divided over devices.
+    """
+
     def __init__(
         self,
         intermediate: int,
         hidden: int,
         rngs: nnx.Rngs | None,
-        dtype,
+        dtype: DTypeLike,
         layout: Layout = ONE_DEVICE,
         backend: Backend = XLA,
     ):
@@ -159,11 +316,15 @@ class Mlp(nnx.Module):
         self.features = layout.wide(intermediate)
 
     def shardings(self) -> dict[str, tuple[AxisSharding | None, ...]]:
+        """Parameter → how its leading dimensions are divided."""
         return {"gate_up": (None, self.features), "down": (None, self.features)}
 
     def matrices(self) -> dict[str, int]:
+        """Parameter → number of its contracted last axes, for `packing.pack_weights`."""
         return {"gate_up": 1, "down": 1}
 
-    def __call__(self, x, residual=None):
-        """x [..., H] or `DeferredNorm` → [..., H], with ``residual`` [..., H] if given."""
+    def __call__(
+        self, x: Float[Array, "*B H"] | DeferredNorm, residual: Float[Array, "*B H"] | None = None
+    ) -> Float[Array, "*B H"]:
+        """Maps x [..., H], an array or `DeferredNorm`, to [..., H], and adds ``residual`` [..., H] if given."""
         return swiglu(self.backend, x, self.gate_up[...], self.down[...], self.features, residual)

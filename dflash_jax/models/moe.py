@@ -2,25 +2,41 @@
 
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float
 
 from dflash_jax.models.config import MoeSpec
 from dflash_jax.models.layers import Mlp, normal
 from dflash_jax.ops.backend import XLA, Backend
-from dflash_jax.ops.linear import linear
+from dflash_jax.ops.linear import DeferredNorm, linear
 from dflash_jax.ops.moe import mixture, shared_weight
 from dflash_jax.ops.weights import LANES, QuantizedWeight
 from dflash_jax.parallel.sharding import ONE_DEVICE, AxisSharding, Layout
 
 
 class Moe(nnx.Module):
-    """The layer's router and experts."""
+    """A router, routed experts and an optional shared expert.
+
+    E is the number of experts, F the features of each, H the hidden size.
+
+    Attributes:
+        spec: Its configuration.
+        backend: Where operations run.
+        experts: How the experts are divided over devices.
+        features: How the features of each expert are divided.
+        router: [E, H].
+        gate_up: [E, 2, F, H].
+        down: [E, H, F].
+        shared: The shared expert; absent without one.
+        shared_gate: Its gate, [H]; absent without one.
+    """
 
     def __init__(
         self,
         spec: MoeSpec,
         hidden: int,
         rngs: nnx.Rngs | None,
-        dtype,
+        dtype: DTypeLike,
         layout: Layout = ONE_DEVICE,
         backend: Backend = XLA,
     ):
@@ -35,23 +51,39 @@ class Moe(nnx.Module):
             self.shared_gate = normal(rngs, (hidden,), dtype)
 
     def shardings(self) -> dict[str, tuple[AxisSharding | None, ...]]:
+        """Parameter → how its leading dimensions are divided."""
         return {"gate_up": (self.experts, None, self.features), "down": (self.experts, None, self.features)}
 
     def matrices(self) -> dict[str, int]:
+        """Parameter → number of its contracted last axes, for `packing.pack_weights`."""
         maps = {"router": 1, "shared_gate": 1} if self.spec.shared_intermediate_size is not None else {"router": 1}
-        both = self.gate_up.get_value(), self.down.get_value()
-        whole = all(n % LANES == 0 for n in both[1].shape[1:]) and not any(isinstance(x, QuantizedWeight) for x in both)
-        return maps | {"gate_up": 1, "down": 1} if whole else maps
+        weights = self.gate_up.get_value(), self.down.get_value()
+        can_pack = all(n % LANES == 0 for n in weights[1].shape[1:])
+        can_pack = can_pack and not any(isinstance(x, QuantizedWeight) for x in weights)
+        return maps | {"gate_up": 1, "down": 1} if can_pack else maps
 
-    def __call__(self, x, valid, residual=None):
-        """x [B, T, H] or `DeferredNorm` → [B, T, H], with ``residual`` [B, T, H] if given; tokens where ``valid``
-        [B, T] is False go to no expert of their own."""
+    def __call__(
+        self,
+        x: Float[Array, "B T H"] | DeferredNorm,
+        valid: Bool[Array, "B T"],
+        residual: Float[Array, "B T H"] | None = None,
+    ) -> Float[Array, "B T H"]:
+        """The mixture for each token.
+
+        Args:
+            x: [B, T, H], an array or `DeferredNorm`.
+            valid: Which tokens count, bool [B, T]; the others touch no further experts.
+            residual: [B, T, H], added; None adds nothing.
+
+        Returns:
+            [B, T, H].
+        """
         weights = (self.router[...],)
         if self.spec.shared_intermediate_size is not None:
             weights += (self.shared_gate[...],)
         logits, *gates, x = linear(self.backend, x, weights, dtype=jnp.float32, return_normed=True)
         flat, logits = x.reshape(-1, x.shape[-1]), logits.reshape(-1, logits.shape[-1])
-        rest = None if residual is None else residual.reshape(flat.shape)
+        flat_residual = None if residual is None else residual.reshape(flat.shape)
         gate_up, down = self.gate_up[...], self.down[...]
         first = self.experts.index() * gate_up.shape[0]
         routed, shared, gate = AxisSharding(self.features.axes + self.experts.axes), None, None
@@ -59,12 +91,13 @@ class Moe(nnx.Module):
             gate = gates[0].reshape(-1)
             if routed == self.shared.features:
                 shared = (self.shared.gate_up[...], self.shared.down[...], gate)
-        # Added once: by the kernels, or behind the sum over devices, where aligned windows keep their bits on a CPU.
-        is_last = self.backend.has_triton and not routed.axes and (gate is None or shared is not None)
-        args = (flat, logits, valid.reshape(-1), first, gate_up, down, shared, rest if is_last else None)
+        # The residual is added once: by the kernels, or after the sum over devices, which keeps the bits of aligned
+        # blocks on a CPU.
+        adds_residual = self.backend.has_triton and not routed.axes and (gate is None or shared is not None)
+        args = (flat, logits, valid.reshape(-1), first, gate_up, down, shared, flat_residual if adds_residual else None)
         options = {"experts_per_token": self.spec.experts_per_token, "normalise": self.spec.normalise_top_k}
         y = routed.sum(mixture(self.backend, *args, **options))
         if gate is not None and shared is None:
             y = y + shared_weight(gate, y.dtype) * self.shared(flat)
         y = y.reshape(x.shape)
-        return y if is_last or residual is None else residual + y
+        return y if adds_residual or residual is None else residual + y

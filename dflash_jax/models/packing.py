@@ -12,8 +12,11 @@ def pack_weights(module: nnx.Module) -> nnx.Module:
     """A float32 module of one CPU with packed weights.
 
     Args:
-        module: A part that has ``matrices()``, parameter → number of its contracted last axes, gets those parameters
-            packed, but for quantised ones. The arrays they come from are deleted, one by one.
+        module: The module. Its submodules name the parameters to pack in ``matrices()``, parameter → number of its
+            contracted last axes. Quantised parameters stay as they are. Each packed parameter's array is deleted.
+
+    Returns:
+        The module with packed weights.
     """
     leaves, structure = jax.tree.flatten(module, is_packed)
     for i, contracted in enumerate(parameter_attribute(module, "matrices", 0, is_packed)):
@@ -29,5 +32,5 @@ def pack_weights(module: nnx.Module) -> nnx.Module:
 
 
 def unpack_weights(module: nnx.Module) -> nnx.Module:
-    """Undoes `pack_weights`."""
+    """The module with float32 arrays in place of packed weights: undoes `pack_weights`."""
     return jax.tree.map(lambda x: x.dense() if isinstance(x, PackedWeight) else x, module, is_leaf=is_packed)

@@ -1,15 +1,18 @@
-"""Rotary position embedding: frequencies, with the context extensions in use, angles, rotation."""
+"""Rotary position embedding (RoFormer, arXiv 2104.09864): frequencies, context extensions, angles."""
 
 import math
 
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
 from dflash_jax.models.config import Llama3Spec, RopeSpec, YarnSpec
 
+# cos and sin of the angles, float32 [B, T, dim / 2] each, of every rotary embedding in a model.
+Angles = dict[RopeSpec, tuple[Float[Array, "B T half"], Float[Array, "B T half"]]]
 
-def _yarn(frequencies, rope: RopeSpec, yarn: YarnSpec) -> tuple[jax.Array, float]:
-    """arXiv 2309.00071, section 3."""
+
+def _yarn(frequencies: Float[Array, " half"], rope: RopeSpec, yarn: YarnSpec) -> tuple[Float[Array, " half"], float]:
+    """YaRN (arXiv 2309.00071, section 3; transformers' `_compute_yarn_parameters`): as `rope_frequencies`."""
 
     def dimension(rotations: float) -> float:
         return rope.dim * math.log(yarn.original_max_positions / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
@@ -24,17 +27,27 @@ def _yarn(frequencies, rope: RopeSpec, yarn: YarnSpec) -> tuple[jax.Array, float
     return frequencies * (1 - interpolated) + frequencies / yarn.factor * interpolated, factor
 
 
-def _llama3(frequencies, spec: Llama3Spec) -> jax.Array:
-    """Rotations over the original context: below ``low_freq_factor`` of them divided, above ``high_freq_factor``
-    kept."""
+def _llama3(frequencies: Float[Array, " half"], spec: Llama3Spec) -> Float[Array, " half"]:
+    """Llama 3.1's frequencies (transformers' `_compute_llama3_parameters`).
+
+    Those with fewer than ``low_freq_factor`` rotations over the original context are divided, those with more than
+    ``high_freq_factor`` stay.
+    """
     rotations = spec.original_max_positions * frequencies / (2 * math.pi)
-    kept = (rotations - spec.low_freq_factor) / (spec.high_freq_factor - spec.low_freq_factor)
-    kept = jnp.clip(kept, 0.0, 1.0)
-    return frequencies * kept + frequencies / spec.factor * (1 - kept)
+    share = (rotations - spec.low_freq_factor) / (spec.high_freq_factor - spec.low_freq_factor)
+    share = jnp.clip(share, 0.0, 1.0)
+    return frequencies * share + frequencies / spec.factor * (1 - share)
 
 
-def rope_frequencies(rope: RopeSpec) -> tuple[jax.Array, float]:
-    """Inverse frequencies float32 [dim / 2], and the factor on cos and sin."""
+def rope_frequencies(rope: RopeSpec) -> tuple[Float[Array, " half"], float]:
+    """Frequencies of a rotary embedding.
+
+    Args:
+        rope: Its configuration.
+
+    Returns:
+        Radians per position, float32 [dim / 2], and the factor on cos and sin.
+    """
     frequencies = rope.theta ** (-jnp.arange(0, rope.dim, 2, dtype=jnp.float32) / rope.dim)
     if isinstance(rope.scaling, YarnSpec):
         return _yarn(frequencies, rope, rope.scaling)
@@ -43,8 +56,18 @@ def rope_frequencies(rope: RopeSpec) -> tuple[jax.Array, float]:
     return frequencies, 1.0
 
 
-def rope_angles(positions, rope: RopeSpec) -> tuple[jax.Array, jax.Array]:
-    """cos and sin, float32 [B, T, dim / 2], of positions [B, T] or [3, B, T] (time, height, width)."""
+def rope_angles(
+    positions: Int[Array, "B T"] | Int[Array, "3 B T"], rope: RopeSpec
+) -> tuple[Float[Array, "B T half"], Float[Array, "B T half"]]:
+    """Rotary angles.
+
+    Args:
+        positions: int [B, T], or [3, B, T] (time, height, width).
+        rope: The rotary embedding.
+
+    Returns:
+        cos and sin, float32 [B, T, dim / 2] each.
+    """
     frequencies, factor = rope_frequencies(rope)
     if positions.ndim == 2:
         positions = positions[None]

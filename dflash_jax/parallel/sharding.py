@@ -31,23 +31,33 @@ class AxisSharding:
 
     axes: Axes = ()
 
-    def index(self):
-        """Which part this device holds."""
+    def index(self) -> int | jax.Array:
+        """Index of this device's part."""
         return jax.lax.axis_index(self.axes) if self.axes else 0
 
-    def sum(self, x):
+    def sum(self, x: jax.Array) -> jax.Array:
+        """The sum of x over the devices that share the dimension."""
         return jax.lax.psum(x, self.axes) if self.axes else x
 
-    def max(self, x):
+    def max(self, x: jax.Array) -> jax.Array:
+        """The maximum of x over the devices that share the dimension."""
         return jax.lax.pmax(x, self.axes) if self.axes else x
 
-    def gather(self, x, axis: int):
-        """All parts of x, one after the other along ``axis``."""
+    def gather(self, x: jax.Array, axis: int) -> jax.Array:
+        """All parts of x, concatenated along ``axis``."""
         return jax.lax.all_gather(x, self.axes, axis=axis % x.ndim, tiled=True) if self.axes else x
 
-    def argmax(self, x, argmax: Callable):
-        """(index in the whole of the largest of x [..., part], its value): the lowest of equal ones, the first NaN
-        where there is one. ``argmax``: of the last axis of an array, on one device."""
+    def argmax(self, x: jax.Array, argmax: Callable[[jax.Array], jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """The largest value over the last axis.
+
+        Args:
+            x: [..., part].
+            argmax: Arg-max over the last axis of an array on one device.
+
+        Returns:
+            Its index in the undivided dimension, int [...], and the value, [...]. Of equal values the lowest index;
+            where there is a NaN, the first NaN.
+        """
         best = argmax(x)
         value = jnp.take_along_axis(x, best[..., None], axis=-1)
         if not self.axes:
@@ -55,10 +65,11 @@ class AxisSharding:
         values = self.gather(value, -1)
         ids = self.gather((best + self.index() * x.shape[-1])[..., None], -1)
         first = jnp.argmax(values, axis=-1)[..., None]
-        return tuple(jnp.take_along_axis(found, first, axis=-1)[..., 0] for found in (ids, values))
+        ids, values = (jnp.take_along_axis(each, first, axis=-1)[..., 0] for each in (ids, values))
+        return ids, values
 
-    def top_k(self, x, k: int):
-        """The k largest of x [..., part] and their indices in the whole."""
+    def top_k(self, x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+        """The k largest of x [..., part] and their indices in the undivided dimension, [..., k] each."""
         values, ids = jax.lax.top_k(x, min(k, x.shape[-1]))
         if not self.axes:
             return values, ids
@@ -66,15 +77,23 @@ class AxisSharding:
         values, order = jax.lax.top_k(values, k)
         return values, jnp.take_along_axis(ids, order, axis=-1)
 
-    def own(self, ids, size: int):
-        """Indices of the whole → (indices in this part of ``size``, whether they are in it)."""
+    def local(self, ids: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
+        """Indices of the undivided dimension in this device's part.
+
+        Args:
+            ids: int [...].
+            size: Size of the part.
+
+        Returns:
+            Indices in the part, int [...], and whether they are inside, bool [...].
+        """
         if not self.axes:
             return ids, jnp.ones(ids.shape, bool)
         local = ids - self.index() * size
         return local, (local >= 0) & (local < size)
 
 
-WHOLE = AxisSharding()
+UNSHARDED = AxisSharding()
 
 
 def factors(n: int) -> list[int]:

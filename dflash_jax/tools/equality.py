@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash_jax.decoding.sampling import OPTIONS, TABLES, SamplingRows
+from dflash_jax.decoding.sampling_state import OPTIONS, TABLES, SamplingState
 from dflash_jax.decoding.state import DecodeState
 from dflash_jax.models.layers import with_backend
 from dflash_jax.ops import moe
@@ -42,7 +42,7 @@ def processed_reference(logits, options: dict, allowed=None) -> tuple[np.ndarray
     """Processed logits float64 [V] of one place by the definitions in transformers (frequency and presence: OpenAI's),
     by sorting; and how near a token was to one of the cuts it did not tie with.
 
-    ``options``: the fields of `SamplingRows` for one row; ``allowed``: bool [V].
+    ``options``: the fields of `SamplingState` for one row; ``allowed``: bool [V].
     """
     x = np.asarray(logits, np.float64) + options["logit_bias"]
     output = np.asarray(options["output_counts"])
@@ -75,7 +75,7 @@ def processed_reference(logits, options: dict, allowed=None) -> tuple[np.ndarray
     return x, float(min(distances))
 
 
-def options_of(sampling: SamplingRows, row: int) -> dict:
+def options_of(sampling: SamplingState, row: int) -> dict:
     return {name: np.asarray(getattr(sampling, name)[row]) for name in (*OPTIONS, *TABLES)}
 
 
@@ -137,5 +137,5 @@ def check_same(reference: Reference, found: DecodeState, rows: Sequence[int] | N
         reference.check(row, new_tokens(found, row))
 
 
-def with_counts(sampling: SamplingRows, prompt, output) -> SamplingRows:
+def with_counts(sampling: SamplingState, prompt, output) -> SamplingState:
     return replace(sampling, prompt_counts=jnp.asarray(prompt, jnp.int32), output_counts=jnp.asarray(output, jnp.int32))

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflash_jax.cli.system_config import read_system
-from dflash_jax.decoding.sampling import SamplingRows
+from dflash_jax.decoding.sampling_state import SamplingState
 from dflash_jax.decoding.state import Settings
 from dflash_jax.engine.config import EngineConfig
 from dflash_jax.engine.engine import Engine
@@ -59,9 +59,9 @@ class Remembering(DrafterWrapper):
         hit = wrong[..., None] & (np.arange(wide - 1) == place[..., None])
         return cls(drafter, jnp.asarray(np.where(hit, (table + 1) % vocab, table), jnp.int32))
 
-    def propose(self, cache, last, start, width, slots, borrowed, window):
-        drafted = super().propose(cache, last, start, width, slots, borrowed, window).tokens
-        remembered = self.table[last, jnp.minimum(start, self.table.shape[1] - 1)][:, : slots - 1]
+    def propose(self, cache, last, start, block_sizes, size, heads, window):
+        drafted = super().propose(cache, last, start, block_sizes, size, heads, window).tokens
+        remembered = self.table[last, jnp.minimum(start, self.table.shape[1] - 1)][:, : size - 1]
         # Every eighth position is left to the drafter itself.
         return Proposal(jnp.where((start % 8 == 0)[:, None], drafted, remembered))
 
@@ -165,7 +165,7 @@ def run(
 def margin(target, request: Request, at: int) -> float:
     """How decided the target was about the new token ``at`` of a request without other options than its
     temperature."""
-    sampling = SamplingRows.greedy(1, target.config.vocab_size)
+    sampling = SamplingState.greedy(1, target.config.vocab_size)
     params, start = request.params, len(request.prompt)
     sampling = replace(
         sampling,

@@ -101,14 +101,14 @@ def measure(
 class GreedyDrafts(DrafterWrapper):
     """Proposes the likeliest tokens at any temperature: the baseline for drafting with shared noise."""
 
-    def propose(self, cache, last, start, width, slots, borrowed, window):
+    def propose(self, cache, last, start, block_sizes, size, heads, window):
         """Proposes as the inner drafter does, with argmax in place of its choice."""
 
         def largest(logits, positions, ids=None):
             columns = jnp.argmax(logits, axis=-1).astype(jnp.int32)
             return columns if ids is None else ids[columns]
 
-        return super().propose(cache, last, start, width, slots, replace(borrowed, choose=largest), window)
+        return super().propose(cache, last, start, block_sizes, size, replace(heads, draw=largest), window)
 
 
 def with_greedy_drafts(llm: LLM) -> LLM:

@@ -11,19 +11,9 @@ import scipy.stats
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from dflash_jax.decoding.sampling import (
-    DRAWN,
-    PENALISED,
-    PLAIN,
-    TABLES,
-    SamplingRows,
-    _largest_threshold,
-    choose,
-    logprobs,
-    process,
-    special_rows,
-)
+from dflash_jax.decoding.sampling import _smallest_top_set, compute_logprobs, draw_processed, process_logits
 from dflash_jax.decoding.sampling import draw as draw_at_once
+from dflash_jax.decoding.sampling_state import GREEDY, PENALISED, RANDOM, TABLES, SamplingState, sampling_mode
 from dflash_jax.tools.equality import options_of, processed_reference, with_counts
 from tests.tiny import sampling
 
@@ -33,9 +23,9 @@ OFF = {
 }  # fmt: skip
 FILTERS = ("temperature", "top_k", "top_p", "min_p")
 
-run = jax.jit(process)
-draw = jax.jit(choose)
-score = jax.jit(logprobs, static_argnums=4)
+run = jax.jit(process_logits)
+draw = jax.jit(draw_processed)
+score = jax.jit(compute_logprobs, static_argnums=4)
 at_once = jax.jit(draw_at_once, static_argnames="top")
 
 row_options = st.fixed_dictionaries(
@@ -51,7 +41,7 @@ row_options = st.fixed_dictionaries(
 )
 
 
-def rows_of(options: list[dict], **more) -> SamplingRows:
+def rows_of(options: list[dict], **more) -> SamplingState:
     return sampling(len(options), V, **{k: [o[k] for o in options] for k in options[0]}, **more)
 
 
@@ -159,7 +149,7 @@ VALUES = st.one_of(
     st.floats(-10, 10, width=32),
     st.sampled_from([-np.inf, -3.0, -1.0, 1.0, 3.0, 0.0, 1e-30, -1e-30, 1e30, -1e30, -np.float32(3.4028235e38)]),
 )
-threshold = jax.jit(lambda x, k: _largest_threshold(x, lambda m: m.sum(-1, keepdims=True) >= k))
+threshold = jax.jit(lambda x, k: _smallest_top_set(x, lambda m: m.sum(-1, keepdims=True) >= k))
 
 
 @settings(max_examples=200, derandomize=True)
@@ -288,11 +278,11 @@ def test_a_draw_at_once_is_the_draw_in_parts(options, seed, biased, masked, want
     block, known = rng.integers(0, V, (B, T)), rng.integers(0, T + 1, B)
     place = [jnp.asarray(x) for x in (block, known)] + [pack(allowed | (not masked))]
     positions, wanted = jnp.asarray(rng.integers(0, 5000, (B, T))), jnp.asarray(wanted)
-    special = special_rows(rows)
+    modes = sampling_mode(rows)
     penalised = [any(o[k] != OFF[k] for k in OFF if k not in FILTERS) for o in options] | bias.any(-1)
     random = [o["temperature"] > 0 for o in options]
-    np.testing.assert_array_equal(special, np.where(penalised, PENALISED, np.where(random, DRAWN, PLAIN)))
-    tokens, found = at_once(logits, rows, positions, special, *place, wanted, top=2)
+    np.testing.assert_array_equal(modes, np.where(penalised, PENALISED, np.where(random, RANDOM, GREEDY)))
+    tokens, found = at_once(logits, rows, positions, modes, *place, wanted, top=2)
     processed = run(logits, rows, *place)
     np.testing.assert_array_equal(tokens, draw(processed, rows, positions))
     expected = score(logits, processed, tokens, rows, 2)
@@ -301,13 +291,13 @@ def test_a_draw_at_once_is_the_draw_in_parts(options, seed, biased, masked, want
     where = rng.permutation(B + 2)[:B]
     larger = {name: jnp.full((B + 2, V), 7, getattr(rows, name).dtype) for name in TABLES}
     larger = {name: x.at[where].set(getattr(rows, name)) for name, x in larger.items()}
-    among = replace(rows, rows=jnp.asarray(where), **larger)
-    np.testing.assert_array_equal(at_once(logits, among, positions, special_rows(among), *place)[0], tokens)
-    silent, nothing = at_once(logits, rows, positions, special, *place)
+    among = replace(rows, slots=jnp.asarray(where), **larger)
+    np.testing.assert_array_equal(at_once(logits, among, positions, sampling_mode(among), *place)[0], tokens)
+    silent, nothing = at_once(logits, rows, positions, modes, *place)
     np.testing.assert_array_equal(silent, tokens)
     assert nothing is None
     for b in range(B):
-        own = jax.tree.map(lambda x, b=b: x[b : b + 1], (logits, rows, positions, special, *place, wanted))
+        own = jax.tree.map(lambda x, b=b: x[b : b + 1], (logits, rows, positions, modes, *place, wanted))
         mine, theirs = at_once(*own, top=2)
         np.testing.assert_array_equal(mine[0], tokens[b])
         if wanted[b]:

@@ -22,9 +22,9 @@ from tests.tiny import VOCAB, coach, fast, sampling, yields
 # One token; idle; longer than a prefill chunk and the draft window, and up to the buffer's last position; three more.
 LENGTHS, NEW, CAPACITY = [1, 0, 38, 7, 9, 20], [24, 24, 26, 26, 23, 1], 64
 ROWS, LIVE = range(6), [0, 2, 3, 4]
-PLAIN = Settings(window=1, top_logprobs=2)
-WINDOWED = Settings(window=8, top_logprobs=2, draft_window=DraftWindow(12, 2))
-WIDE = replace(WINDOWED, window=16)
+PLAIN = Settings(block_size=1, top_logprobs=2)
+WINDOWED = Settings(block_size=8, top_logprobs=2, draft_window=DraftWindow(12, 2))
+WIDE = replace(WINDOWED, block_size=16)
 RNG = np.random.default_rng(0)
 PROMPTS = [RNG.integers(0, VOCAB, n).tolist() for n in LENGTHS]
 BIAS = np.where(RNG.random((6, VOCAB)) < 0.2, RNG.normal(0, 2, (6, VOCAB)), 0) * np.array(
@@ -102,7 +102,7 @@ def check_statistics(state):
     np.testing.assert_array_equal(accepted.sum(1), length - start)
     np.testing.assert_array_equal((accepted > 0).sum(1), rounds)
     np.testing.assert_array_equal(np.arange(CAPACITY) < rounds[:, None], accepted > 0)
-    assert (accepted <= np.asarray(state.width)[:, None]).all()
+    assert (accepted <= np.asarray(state.block_sizes)[:, None]).all()
     for row in ROWS:
         counts = np.bincount(new_tokens(state, row), minlength=VOCAB)
         np.testing.assert_array_equal(state.sampling.output_counts[row], counts)
@@ -146,9 +146,9 @@ def test_plain_decoding_draws_what_the_target_says_without_caches(plain, referen
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("settings", [WINDOWED, WIDE], ids=["window8", "window16"])
 def test_every_width_gives_the_plain_tokens(target, drafter, plain, reference, mode, settings):
-    for width in range(1, settings.window + 1):
+    for width in range(1, settings.block_size + 1):
         coached = coach(drafter, plain[mode].tokens, random_runs(width, width))
-        found = generate(target, coached, mode, settings, width=width)
+        found = generate(target, coached, mode, settings, block_sizes=width)
         check_same(reference[mode], found)
         check_statistics(found)
         check_logprobs(plain[mode], found)
@@ -182,7 +182,7 @@ def test_the_random_drafters_own_proposals_are_accepted_now_and_then(target, dra
 def test_widths_may_differ_between_rows(target, drafter, plain, reference, mode):
     width = [16, 3, 1, 16, 5, 9]
     coached = coach(drafter, plain[mode].tokens, 15)
-    found = generate(target, coached, mode, WIDE, width=width)
+    found = generate(target, coached, mode, WIDE, block_sizes=width)
     check_same(reference[mode], found)
     check_statistics(found)
     for row in LIVE:
@@ -226,7 +226,7 @@ def test_prefill_chunks_give_the_same_tokens_and_caches(target, drafter, plain, 
             target, coached, PROMPTS, NEW, settings=WINDOWED, capacity=CAPACITY, sampling=SAMPLING["sampled"]
         )
         state = fast.prefill(target, coached, state, size)
-        np.testing.assert_array_equal(state.base, np.maximum(np.array(LENGTHS) - 1, 0))
+        np.testing.assert_array_equal(state.num_cached, np.maximum(np.array(LENGTHS) - 1, 0))
         states.append(state)
         state = fast.decode(target, coached, state, 1000, None, settings=WINDOWED)
         check_same(reference["sampled"], state)
@@ -267,11 +267,11 @@ def test_a_drafted_token_that_the_mask_forbids_is_not_accepted(target, drafter, 
             settings=WINDOWED,
             capacity=CAPACITY,
             sampling=SAMPLING["sampled"],
-            width=width,
+            block_sizes=width,
         )
         state = fast.prefill(target, coached, state)
         while not state.done.all():
-            places = state.base[:, None] + 1 + jnp.arange(WINDOWED.window)
+            places = state.num_cached[:, None] + 1 + jnp.arange(WINDOWED.block_size)
             state = fast.decode_round(target, coached, state, settings=WINDOWED, mask=packed[places % 2])
         return state
 
@@ -311,14 +311,20 @@ def test_plain_rounds_keep_the_drafters_context(target, drafter):
     found = []
     for window in (1, 8):
         state = init_state(
-            target, drafter, PROMPTS, NEW, settings=replace(WINDOWED, window=window), capacity=CAPACITY, width=1
+            target,
+            drafter,
+            PROMPTS,
+            NEW,
+            settings=replace(WINDOWED, block_size=window),
+            capacity=CAPACITY,
+            block_sizes=1,
         )
         state = fast.prefill(target, drafter, state)
         for rounds in (1, 4, 9):
-            state = fast.decode(target, drafter, state, rounds, None, settings=replace(WINDOWED, window=window))
+            state = fast.decode(target, drafter, state, rounds, None, settings=replace(WINDOWED, block_size=window))
         found.append(state)
     np.testing.assert_array_equal(found[0].tokens, found[1].tokens)
-    np.testing.assert_array_equal(found[0].base, found[1].base)
+    np.testing.assert_array_equal(found[0].num_cached, found[1].num_cached)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found[0].draft, found[1].draft)
     assert all(np.abs(x[0]).sum() > 0 for x in jax.tree.leaves(found[0].draft))
 
@@ -326,14 +332,14 @@ def test_plain_rounds_keep_the_drafters_context(target, drafter):
 def test_a_context_that_begins_late_is_a_bounded_one(target, drafter, plain, reference):
     """What went by without the drafter is as if its window ended there."""
     late, full = (
-        init_state(target, drafter, PROMPTS, NEW, settings=WINDOWED, capacity=CAPACITY, width=8) for _ in range(2)
+        init_state(target, drafter, PROMPTS, NEW, settings=WINDOWED, capacity=CAPACITY, block_sizes=8) for _ in range(2)
     )
     full = fast.prefill(target, drafter, full)
     late = fast.prefill(target, None, late)
     full = replace(full, draft_window=jnp.full_like(full.draft_window, CAPACITY))
-    one, drafts = replace(WINDOWED, window=1), jax.jit(partial(propose, settings=WINDOWED))
+    one, drafts = replace(WINDOWED, block_size=1), jax.jit(partial(propose, settings=WINDOWED))
     full, late = (fast.decode(target, d, s, 3, None, settings=one) for d, s in ((drafter, full), (None, late)))
-    np.testing.assert_array_equal(late.draft_start, late.base)
+    np.testing.assert_array_equal(late.draft_start, late.num_cached)
     for rounds in (1, 2):
         first = np.asarray(late.draft_start)
         size = np.where(late.done, 1, np.asarray(late.length) - 1 - first)
@@ -362,7 +368,7 @@ def test_a_context_that_begins_late_is_a_bounded_one(target, drafter, plain, ref
 )
 def test_any_accept_lengths_give_the_plain_tokens(target, drafter, plain, reference, runs, width, mode):
     coached = coach(drafter, plain[mode].tokens, np.resize(runs, CAPACITY))
-    found = generate(target, coached, mode, WINDOWED, width=width)
+    found = generate(target, coached, mode, WINDOWED, block_sizes=width)
     check_same(reference[mode], found)
     check_statistics(found)
     check_logprobs(plain[mode], found)
@@ -401,7 +407,7 @@ def test_a_greedy_row_pays_one_conditional_and_no_logits_come_out_of_it(target, 
 def test_aligned_windows_give_the_same_bits_with_any_drafter_and_none(dtype):
     model = tiny.cast(tiny.target("da"), dtype)
     random = tiny.cast(tiny.drafter(model), dtype)
-    settings = Settings(window=8, aligned=True, top_logprobs=2)
+    settings = Settings(block_size=8, aligned=True, top_logprobs=2)
     rows = jax.tree.map(lambda x: x[1:], SAMPLING["sampled"])
     rows = replace(rows, seed=rows.seed + 1)
 
@@ -416,7 +422,7 @@ def test_aligned_windows_give_the_same_bits_with_any_drafter_and_none(dtype):
     full = coach(random, expected.tokens, 7)
     mixed = replace(full, runs=jnp.asarray(random_runs(0, 7)[1:]))
     drafted = {"bad": run(replace(full, runs=-jnp.ones_like(full.runs))), "oracle": run(full), "mixed": run(mixed)}
-    drafted["narrow"] = run(full, width=[2, 8, 1, 5, 3])
+    drafted["narrow"] = run(full, block_sizes=[2, 8, 1, 5, 3])
     for name, found in drafted.items():
         np.testing.assert_array_equal(found.tokens, expected.tokens, err_msg=name)
         jax.tree.map(np.testing.assert_array_equal, found.logprobs, expected.logprobs)

@@ -18,7 +18,7 @@ from tests import tiny
 VOCAB, ROWS, DISPATCHES, NEW = 13, 1000, 40, 4
 PROMPTS = [[3], [5, 9, 2, 6, 5]]
 OPTIONS = {"temperature": 0.8, "top_p": 0.9}
-SETTINGS = Settings(window=4)
+SETTINGS = Settings(block_size=4)
 
 
 @jax.tree_util.register_static
@@ -37,12 +37,12 @@ class Bigram:
     def extend(self, cache, *_):
         return cache
 
-    def propose(self, cache, last, start, width, slots, borrowed, window):
+    def propose(self, cache, last, start, block_sizes, size, heads, window):
         drafts = []
-        for step in range(slots - 1):
-            h = borrowed.embed(last[:, None])
+        for step in range(size - 1):
+            h = heads.embed(last[:, None])
             h = h * jax.lax.rsqrt(jnp.mean(h * h, axis=-1, keepdims=True))
-            last = borrowed.choose(borrowed.logits(h), start[:, None] + 1 + step)[:, 0]
+            last = heads.draw(heads.logits(h), start[:, None] + 1 + step)[:, 0]
             drafts.append(last)
         return Proposal(jnp.stack(drafts, axis=1))
 

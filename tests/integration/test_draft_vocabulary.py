@@ -12,7 +12,8 @@ import pytest
 from dflash_jax import LLM, SamplingParams
 from dflash_jax.checkpoint.load import load_drafter
 from dflash_jax.cli import train
-from dflash_jax.decoding.sampling import PLAIN, draw, special_rows
+from dflash_jax.decoding.sampling import draw
+from dflash_jax.decoding.sampling_state import GREEDY, sampling_mode
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.llm_config import TINY, LLMConfig
 from dflash_jax.frontend.loading import Checkpoint
@@ -58,7 +59,7 @@ def test_a_draw_of_some_is_one_of_all_without_the_others():
     logits, ids = jnp.asarray(rng.normal(0, 2, (n, 4, size)), jnp.float32), jnp.asarray([3, 4, 9, 20, 33, 50, 51, 60])
     positions = jnp.arange(4) + 7 * jnp.arange(n)[:, None]
     listed = jnp.isin(jnp.arange(size), ids)
-    for special in (special_rows(rows), jnp.full(n, PLAIN)):
+    for special in (sampling_mode(rows), jnp.full(n, GREEDY)):
         expected, _ = draw(jnp.where(listed, logits, -jnp.inf), rows, positions, special)
         got, _ = draw(logits[..., ids], rows, positions, special, ids=ids)
         np.testing.assert_array_equal(got, expected)

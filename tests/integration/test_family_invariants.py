@@ -48,14 +48,14 @@ def generate(target, drafter, sampled: bool, settings: Settings, **options):
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 def test_the_drafter_changes_nothing(target, drafter, sampled):
-    plain = generate(target, None, sampled, Settings(window=1))
+    plain = generate(target, None, sampled, Settings(block_size=1))
     assert int(plain.length.max()) == CAPACITY
     reference, runs = Reference(target, plain), np.random.default_rng(0).integers(-1, 8, (ROWS, CAPACITY))
     perfect, mixed = coach(drafter, plain.tokens, 7), coach(drafter, plain.tokens, runs)
-    wide = Settings(window=8)
+    wide = Settings(block_size=8)
     check_same(reference, generate(target, coach(drafter, plain.tokens), sampled, wide))
     for width in range(1, 9, 2):
-        check_same(reference, generate(target, mixed, sampled, wide, width=width))
+        check_same(reference, generate(target, mixed, sampled, wide, block_sizes=width))
     quick = generate(target, perfect, sampled, wide)
     check_same(reference, quick)
     assert int(quick.rounds.max()) < int(plain.rounds.max()) / 3

@@ -15,7 +15,7 @@ import pytest
 from dflash_jax.checkpoint.parameters import QUANTIZED
 from dflash_jax.decoding import speculative
 from dflash_jax.decoding.batch_init import init_state
-from dflash_jax.decoding.sampling import SamplingRows
+from dflash_jax.decoding.sampling_state import SamplingState
 from dflash_jax.decoding.state import Settings
 from dflash_jax.models.layers import with_backend
 from dflash_jax.ops.weights import quantize
@@ -90,7 +90,7 @@ def drafts(target, drafter, temperature: float) -> np.ndarray:
     """What the drafter itself proposes behind two prompts, int [2, WIDE]."""
     settings = Settings(WIDE)
     prompts = [request.prompt for request in requests((17, 40), 0.0)]
-    sampling = replace(SamplingRows.greedy(2, token_runs.VOCAB), temperature=jnp.full(2, temperature, jnp.float32))
+    sampling = replace(SamplingState.greedy(2, token_runs.VOCAB), temperature=jnp.full(2, temperature, jnp.float32))
     state = init_state(target, drafter, prompts, NEW, settings=settings, sampling=sampling, capacity=CAPACITY)
     state = jax.jit(partial(speculative.prefill_chunk, size=40))(target, drafter, state)
     return np.asarray(jax.jit(partial(speculative.propose, settings=settings))(target, drafter, state))

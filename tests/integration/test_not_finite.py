@@ -9,7 +9,8 @@ from safetensors.numpy import load_file, save_file
 
 from dflash_jax import LLM, SamplingParams
 from dflash_jax.cli.generate import main
-from dflash_jax.decoding.sampling import NOT_FINITE, NOTHING_ALLOWED, SamplingRows, draw, special_rows
+from dflash_jax.decoding.sampling import NOT_FINITE, NOTHING_ALLOWED, draw
+from dflash_jax.decoding.sampling_state import SamplingState, sampling_mode
 from dflash_jax.engine.request import ReadyMasks
 from dflash_jax.errors import EngineError, InputError
 from dflash_jax.frontend.llm_config import TINY
@@ -26,10 +27,10 @@ PARAMS = {
 VOCAB = 70
 
 
-def rows_of(**options) -> SamplingRows:
+def rows_of(**options) -> SamplingState:
     values = {name: jnp.full(1, value, jnp.float32) for name, value in options.items() if name != "top_k"}
     top_k = {"top_k": jnp.full(1, options["top_k"], jnp.int32)} if "top_k" in options else {}
-    return replace(SamplingRows.greedy(1, VOCAB), **values, **top_k)
+    return replace(SamplingState.greedy(1, VOCAB), **values, **top_k)
 
 
 @pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf])
@@ -45,7 +46,7 @@ def test_a_draw_from_what_is_no_number(options, where, bad):
     logits[0, 1, 40 if where == "one" else slice(None)] = bad
     positions = jnp.arange(3)[None]
     for wanted in (None, jnp.ones(1, bool)):
-        tokens, _ = draw(jnp.asarray(logits), rows, positions, special_rows(rows), wanted=wanted, top=2)
+        tokens, _ = draw(jnp.asarray(logits), rows, positions, sampling_mode(rows), wants_logprobs=wanted, top=2)
         assert int(tokens[0, 1]) == NOT_FINITE
         assert (np.asarray(tokens)[0, [0, 2]] >= 0).all()
 
@@ -54,7 +55,7 @@ def test_a_draw_from_what_is_no_number(options, where, bad):
 def test_a_draw_where_nothing_is_allowed(options):
     logits, rows = jnp.zeros((1, 2, VOCAB)), rows_of(**options)
     mask = jnp.asarray(np.array([[[0, 0, 0], [0, 1, 0]]], np.uint32))
-    tokens, _ = draw(logits, rows, jnp.arange(2)[None], special_rows(rows), mask=mask)
+    tokens, _ = draw(logits, rows, jnp.arange(2)[None], sampling_mode(rows), mask=mask)
     assert tokens.tolist() == [[NOTHING_ALLOWED, 32]]
 
 

@@ -12,7 +12,8 @@ from jax.sharding import PartitionSpec as P
 from dflash_jax import LLM, InputError, SamplingParams
 from dflash_jax.checkpoint import orbax
 from dflash_jax.checkpoint.load import load_target, open_any
-from dflash_jax.decoding.sampling import PENALISED, PLAIN, SamplingRows, draw, special_rows
+from dflash_jax.decoding.sampling import draw
+from dflash_jax.decoding.sampling_state import GREEDY, PENALISED, SamplingState, sampling_mode
 from dflash_jax.decoding.state import Settings
 from dflash_jax.engine import model_runner
 from dflash_jax.engine.dispatch import Dispatch
@@ -30,7 +31,7 @@ from tests.engine.load import alone, engine_for, some_requests, under_load
 from tests.families import VOCAB, family_config
 from tests.helpers import random_decoder, random_drafter, tiny_draft_config
 
-SETTINGS = Settings(window=8, top_logprobs=2)
+SETTINGS = Settings(block_size=8, top_logprobs=2)
 PROMPTS = [list(range(3, 20)), [5], list(range(40, 50)), [7, 8, 9], [], [1, 2], [60, 3], [9] * 12]
 NEW = [20, 11, 30, 25, 0, 6, 17, 30]
 
@@ -97,7 +98,7 @@ def test_eight_devices_give_the_tokens_of_one(family, sampled):
 def test_what_one_device_knows_of_a_row_all_branch_on():
     """A bias lies in one part of the vocabulary, and the branches have collectives: one alone would wait for ever."""
     layout = Layout(data=2, tensor=4)
-    cut, rows = layout.wide(VOCAB), SamplingRows.greedy(4, VOCAB)
+    cut, rows = layout.wide(VOCAB), SamplingState.greedy(4, VOCAB)
     rows = replace(rows, logit_bias=rows.logit_bias.at[2, 3].set(50.0), vocab=cut)
     logits, positions = jax.random.normal(jax.random.key(0), (4, 3, VOCAB)), jnp.zeros((4, 3), jnp.int32)
     wide = {f: spec("data", cut) for f in ("logit_bias", "prompt_counts", "output_counts")}
@@ -108,9 +109,9 @@ def test_what_one_device_knows_of_a_row_all_branch_on():
         mapped = jax.shard_map(function, mesh=layout.mesh(), in_specs=in_specs, out_specs=out, check_vma=False)
         return jax.jit(mapped)(logits, rows, positions)
 
-    known = np.asarray(on_mesh(lambda logits, rows, positions: special_rows(rows), P(each))).reshape(2, 4, 2)
-    np.testing.assert_array_equal(known, np.broadcast_to([[[PLAIN, PLAIN]], [[PENALISED, PLAIN]]], known.shape))
-    tokens = on_mesh(lambda *args: draw(*args, special_rows(args[1]))[0], spec("data"))
+    known = np.asarray(on_mesh(lambda logits, rows, positions: sampling_mode(rows), P(each))).reshape(2, 4, 2)
+    np.testing.assert_array_equal(known, np.broadcast_to([[[GREEDY, GREEDY]], [[PENALISED, GREEDY]]], known.shape))
+    tokens = on_mesh(lambda *args: draw(*args, sampling_mode(args[1]))[0], spec("data"))
     expected = np.array(logits.argmax(-1))
     expected[2] = 3
     np.testing.assert_array_equal(tokens, expected)

@@ -272,9 +272,9 @@ def test_a_slot_of_a_causal_head_sees_none_behind_it(tmp_path):
         drafter, _ = saved(raw, tmp_path / name)
         cache = build_context(drafter, features, np.asarray([30], np.int32), window, 64, 13, rng)
         run = partial(block, drafter, cache=cache, start=jnp.asarray([30]), window=window)
-        wide = np.asarray(run(embedded, width=jnp.asarray([SLOTS])))[0, :6]
+        wide = np.asarray(run(embedded, block_sizes=jnp.asarray([SLOTS])))[0, :6]
         for slots, width in ((other, SLOTS), (embedded, 6)):
-            got = np.asarray(run(slots, width=jnp.asarray([width])))[0, :6]
+            got = np.asarray(run(slots, block_sizes=jnp.asarray([width])))[0, :6]
             assert (np.abs(got - wide).max() < 1e-6) == is_causal
 
 

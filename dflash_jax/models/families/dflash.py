@@ -126,7 +126,7 @@ def read_layers(both: Raw, depth: int) -> list[tuple[int | None, bool]]:
         sliding = [True] * depth
     window = None
     if any(sliding):
-        window = both.whole("swa_window_size", None) or both.whole("sliding_window", None)
+        window = both.integer("swa_window_size", None) or both.integer("sliding_window", None)
         if window is None:
             raise InputError(
                 "the drafter has sliding layers but neither dflash_config.swa_window_size nor sliding_window"
@@ -149,7 +149,7 @@ def read_config(raw: dict) -> DraftConfig:
     depth, hidden = both.need("num_hidden_layers"), both.need("hidden_size")
     heads, kv_heads, head_dim = both.heads
     attention = AttentionSpec(heads, kv_heads, head_dim, read_rope(both, head_dim))
-    target_size = both.whole("target_hidden_size", hidden)
+    target_size = both.integer("target_hidden_size", hidden)
     if target_size != hidden:
         raise InputError(f"target_hidden_size is {target_size}: it must be the drafter's hidden_size, {hidden}")
     return DraftConfig(

@@ -20,14 +20,14 @@ def read_hybrid(raw: dict, normalise: bool) -> ModelConfig:
         normalise: Whether the weights of the chosen experts sum to one.
     """
     text = Raw(raw.get("text_config", raw), raw.get("model_type"))
-    depth, interval = text.need("num_hidden_layers"), text.whole("full_attention_interval", 4)
+    depth, interval = text.need("num_hidden_layers"), text.integer("full_attention_interval", 4)
     default = ["full_attention" if (i + 1) % interval == 0 else "linear_attention" for i in range(depth)]
     text.need("head_dim")
     mixers = {"full_attention": read_attention(text, gated=True, partial=0.25), "linear_attention": read_delta(text)}
     kinds = read_kinds(text, tuple(mixers), default)
     ffns = read_ffns(text, shared=True, normalise=normalise)
     return ModelConfig(
-        model_type=raw.get("model_type", text.get("model_type")),
+        model_type=text.model_type or "",
         vocab_size=text.need("vocab_size"),
         hidden_size=text.need("hidden_size"),
         layers=tuple(LayerSpec(mixers[kind], ffn) for kind, ffn in zip(kinds, ffns, strict=True)),

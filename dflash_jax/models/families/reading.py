@@ -4,6 +4,8 @@ The file is untrusted input. Type and range of every value are checked before an
 """
 
 import reprlib
+from collections.abc import Callable
+from typing import Any
 
 from dflash_jax.errors import InputError
 from dflash_jax.models.config import AttentionSpec, GatedDeltaSpec, Llama3Spec, MlpSpec, MoeSpec, RopeSpec, YarnSpec
@@ -44,7 +46,7 @@ def shown(value) -> str:
     return reprlib.repr(value)
 
 
-def whole(key: str, value, least: int = 1, most: int | None = None) -> int:
+def integer(key: str, value, least: int = 1, most: int | None = None) -> int:
     """Returns ``value``.
 
     Raises:
@@ -108,11 +110,11 @@ class Raw(dict):
         model_type: Of the config, for errors.
     """
 
-    def __init__(self, raw: dict, model_type=None):
+    def __init__(self, raw: dict, model_type: str | None = None):
         super().__init__(raw)
         self.model_type = model_type or raw.get("model_type")
 
-    def _read(self, check, key: str, default, *limits):
+    def _read(self, check: Callable[..., Any], key: str, default: Any, *limits: float) -> Any:
         value = self.get(key)
         if value is None:
             if default is MISSING:
@@ -122,17 +124,17 @@ class Raw(dict):
 
     def need(self, key: str, least: int = 1) -> int:
         """A required count or size."""
-        return self._read(whole, key, MISSING, least)
+        return self._read(integer, key, MISSING, least)
 
-    def whole(self, key: str, default, least: int = 1):
+    def integer(self, key: str, default, least: int = 1):
         """A count or size; ``default`` where it is missing."""
-        return self._read(whole, key, default, least)
+        return self._read(integer, key, default, least)
 
     def number(self, key: str, default, least: float, most: float):
         """A float; ``default`` where it is missing."""
         return self._read(number, key, default, least, most)
 
-    def flag(self, key: str, default=False):
+    def flag(self, key: str, default: bool | None = False) -> Any:
         """A boolean; ``default`` where it is missing."""
         return self._read(flag, key, default)
 
@@ -166,10 +168,10 @@ class Raw(dict):
     def heads(self) -> tuple[int, int, int]:
         """(Query heads, key and value heads, dimensions of a head)."""
         heads = self.need("num_attention_heads")
-        kv_heads = self.whole("num_key_value_heads", heads)
+        kv_heads = self.integer("num_key_value_heads", heads)
         if heads % kv_heads:
             raise InputError(f"num_key_value_heads is {kv_heads}: it must divide num_attention_heads, {heads}")
-        return heads, kv_heads, self.whole("head_dim", None) or self.need("hidden_size") // heads
+        return heads, kv_heads, self.integer("head_dim", None) or self.need("hidden_size") // heads
 
 
 def check_activation(raw: dict) -> None:
@@ -217,7 +219,7 @@ def _sections(scaling: Raw, dim: int) -> tuple[int, int, int] | None:
         return None
     if not isinstance(value, list) or len(value) != 3:
         raise InputError(f"mrope_section is {shown(value)}: it must be three whole numbers")
-    time, height, width = (whole("mrope_section", v, 0, dim // 2) for v in value)
+    time, height, width = (integer("mrope_section", v, 0, dim // 2) for v in value)
     return time, height, width
 
 
@@ -230,7 +232,7 @@ def _yarn(scaling: Raw, raw: Raw) -> YarnSpec:
         raise InputError(f"the YaRN scaling {fault}: known are factor, beta_fast, beta_slow, attention_factor")
     return YarnSpec(
         factor=scaling.number("factor", MISSING, 1e-3, 1e6),
-        original_max_positions=scaling.whole("original_max_position_embeddings", None)
+        original_max_positions=scaling.integer("original_max_position_embeddings", None)
         or raw.need("max_position_embeddings"),
         beta_fast=scaling.number("beta_fast", 32.0, 1e-6, 1e6),
         beta_slow=scaling.number("beta_slow", 1.0, 1e-6, 1e6),
@@ -278,7 +280,7 @@ def read_delta(text: Raw) -> GatedDeltaSpec:
         num_value_heads=text.need("linear_num_value_heads"),
         key_dim=text.need("linear_key_head_dim"),
         value_dim=text.need("linear_value_head_dim"),
-        conv_kernel=text.whole("linear_conv_kernel_dim", 4, least=2),
+        conv_kernel=text.integer("linear_conv_kernel_dim", 4, least=2),
     )
     if spec.num_value_heads % spec.num_key_heads:
         raise InputError(
@@ -296,13 +298,13 @@ def read_ffns(text: Raw, *, shared: bool, normalise: bool) -> list[MlpSpec | Moe
         shared: Whether mixtures of experts have a shared expert.
         normalise: Whether the weights of the chosen experts sum to one.
     """
-    depth, step = text.need("num_hidden_layers"), text.whole("decoder_sparse_step", 1)
+    depth, step = text.need("num_hidden_layers"), text.integer("decoder_sparse_step", 1)
     dense = text.get("mlp_only_layers") or []
     if not isinstance(dense, list):
         raise InputError(f"mlp_only_layers is {shown(dense)}: it must be a list of layers")
-    dense = {whole("mlp_only_layers", i, 0, depth - 1) for i in dense}
+    dense = {integer("mlp_only_layers", i, 0, depth - 1) for i in dense}
     # transformers writes the second name.
-    experts = text.whole("num_experts", 0, least=0) or text.whole("num_local_experts", 0, least=0)
+    experts = text.integer("num_experts", 0, least=0) or text.integer("num_local_experts", 0, least=0)
     if not experts:
         return [MlpSpec(text.need("intermediate_size"))] * depth
     if experts * depth > MOST_EXPERTS:

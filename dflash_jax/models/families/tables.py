@@ -101,7 +101,7 @@ def moe_entries(path: str, name: str, spec: MoeSpec, hidden: int, fused: bool) -
 def decoder_entries(
     config: ModelConfig, names: Collection[str], delta: Callable[..., list[Entry]] | None = None, prefix: str = "model."
 ) -> list[Entry]:
-    """The table of a whole target.
+    """The table of a target.
 
     Args:
         config: The target's configuration.
@@ -123,6 +123,7 @@ def decoder_entries(
         entries.append(same(f"{path}input_norm.weight", (hidden,), f"{name}input_layernorm.weight"))
         entries.append(same(f"{path}post_norm.weight", (hidden,), f"{name}post_attention_layernorm.weight"))
         if isinstance(spec.mixer, GatedDeltaSpec):
+            assert delta is not None
             entries += delta(f"{path}mixer.", f"{name}linear_attn.", spec.mixer, hidden)
         else:
             entries += attention_entries(f"{path}mixer.", f"{name}self_attn.", spec.mixer, hidden)

@@ -9,9 +9,9 @@ def vision_tensors(raw: dict) -> dict[str, tuple[int, ...]]:
         return {}
     raw = Raw(raw, "vision_config")
     hidden, mlp = raw.need("hidden_size"), raw.need("intermediate_size")
-    merge = raw.whole("spatial_merge_size", 2) ** 2 * hidden
+    merge = raw.integer("spatial_merge_size", 2) ** 2 * hidden
     size = raw.need("patch_size")
-    patch = (raw.whole("in_channels", 3), raw.whole("temporal_patch_size", 2), size, size)
+    patch = (raw.integer("in_channels", 3), raw.integer("temporal_patch_size", 2), size, size)
 
     def linear(name: str, out: int, inner: int) -> dict:
         return {f"{name}.weight": (out, inner), f"{name}.bias": (out,)}

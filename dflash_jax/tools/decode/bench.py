@@ -30,7 +30,7 @@ from dflash_jax.benchmarking.store import beside, read_record, write_record
 from dflash_jax.checkpoint.config_files import find_config
 from dflash_jax.cli.options import Parser, add_platform, exit_code, set_platform, versions
 from dflash_jax.decoding import speculative, step_functions
-from dflash_jax.decoding.state import PLAIN_SETTINGS, Settings, put_rows, take_rows
+from dflash_jax.decoding.state import PLAIN_SETTINGS, Settings, put_slots, take_slots
 from dflash_jax.engine.ahead_of_time import AheadOfTime
 from dflash_jax.engine.compile_cache import enable_disk_cache
 from dflash_jax.engine.config import PREFILL_SIZES, largest_prefill
@@ -93,7 +93,7 @@ def measured_bandwidth(size: int = 2**31, passes: int = 16) -> float:
     return max(found)
 
 
-def choices(target, drafter, state, rows, block):
+def choices(target, drafter, state, slots, block):
     """Experts that each layer's tokens are sent to, int [layers, tokens, k]."""
     seen, route, in_cpp = [], moe.route, cpu.mixture
 
@@ -111,7 +111,7 @@ def choices(target, drafter, state, rows, block):
     try:
         # Within a kernel there is nothing to see.
         plain = with_backend(target, Backend.xla(target.backend.platform, target.backend.card))
-        speculative.verify(plain, take_rows(plain.backend, state, rows), block)
+        speculative.verify(plain, take_slots(plain.backend, state, slots), block)
     finally:
         moe.route, cpu.mixture = route, in_cpp
     return jnp.stack(seen)
@@ -155,29 +155,29 @@ def repeated(part):
     return run
 
 
-def verify(target, drafter, state, moved, rows, width, block, *, settings: Settings):
+def verify(target, drafter, state, moved, slots, block_sizes, block, *, settings: Settings):
     block = (block + moved) % target.config.vocab_size
-    return step_functions.verify(target, drafter, state, rows, width, block, settings=settings)
+    return step_functions.verify(target, drafter, state, slots, block_sizes, block, settings=settings)
 
 
-def draft(target, drafter, state, moved, rows, width, *, settings: Settings):
+def draft(target, drafter, state, moved, slots, block_sizes, *, settings: Settings):
     state = replace(state, tokens=(state.tokens + moved) % target.config.vocab_size)
-    return step_functions.propose(target, drafter, state, rows, width, settings=settings)
+    return step_functions.propose(target, drafter, state, slots, block_sizes, settings=settings)
 
 
 def head(target, drafter, state, moved, hidden):
     return target.logits(hidden + moved.astype(hidden.dtype))
 
 
-def draw(target, drafter, state, moved, rows, block, logits):
-    """The part of a round between logits and caches: what is drawn, accepted and written into the rows."""
-    after = speculative.decide(take_rows(target.backend, state, rows), block, logits + moved)
+def draw(target, drafter, state, moved, slots, block, logits):
+    """The part of a round between logits and caches: what is drawn, accepted and written into the slots."""
+    after = speculative.decide(take_slots(target.backend, state, slots), block, logits + moved)
     return after.tokens, after.length, after.done
 
 
-def commits(target, drafter, state, rows, width, block, verified, *, settings: Settings):
+def commits(target, drafter, state, slots, block_sizes, block, verified, *, settings: Settings):
     """What was verified, written into the caches ROUNDS times: (state, lengths)."""
-    before = replace(take_rows(target.backend, state, rows), width=width)
+    before = replace(take_slots(target.backend, state, slots), block_sizes=block_sizes)
     logits, features, record = verified
     after, drafter = speculative.decide(before, block, logits), drafter if settings.drafting else None
 
@@ -187,8 +187,8 @@ def commits(target, drafter, state, rows, width, block, verified, *, settings: S
         return made.target, made.draft
 
     caches, draft = jax.lax.fori_loop(0, ROUNDS, again, (before.target, before.draft))
-    done = replace(before, target=caches, draft=draft, width=state.width[rows])
-    return put_rows(state, done), step_functions.gathered(after.length)
+    done = replace(before, target=caches, draft=draft, block_sizes=state.block_sizes[slots])
+    return put_slots(state, done), step_functions.gather_batch(after.length)
 
 
 class Bench:
@@ -200,37 +200,37 @@ class Bench:
         self.slot = measure_slot(pair.target, pair.drafter, self.layout)
 
     def state(self, point: Point):
-        """Rows with ``context`` tokens behind them, as far as time and memory can tell."""
+        """Sequences with ``context`` tokens behind them, as far as time and memory can tell."""
         capacity = -(-(point.context + ROOM) // 256) * 256
         state = self.programs.empty(point.batch, capacity, PLAIN_SETTINGS)
-        # Rows with the same tokens would all go to the same experts.
+        # Sequences with the same tokens would all go to the same experts.
         tokens = np.random.default_rng(0).integers(self.programs.config.vocab_size, size=state.tokens.shape)
         state = replace(state, tokens=jax.device_put(tokens.astype(state.tokens.dtype), state.tokens.sharding))
-        return self.filled(state, prompt_length=point.context, limit=capacity, width=point.width)
+        return self.filled(state, prompt_length=point.context, limit=capacity, block_sizes=point.width)
 
     def calls(self, point: Point, state, rounds: int = ROUNDS, programs: StepCalls | None = None) -> dict:
         """name → function of a state that runs the part: (what to wait for, the state behind it, rounds)."""
-        p, rows = programs or self.programs, np.arange(point.batch, dtype=np.int32)
-        width, settings = np.full(point.batch, point.width, np.int32), Settings(point.width)
+        p, slots = programs or self.programs, np.arange(point.batch, dtype=np.int32)
+        block_sizes, settings = np.full(point.batch, point.width, np.int32), Settings(point.width)
         plain = replace(settings, drafting=False)
-        # What a round verifies: each row's last token, and the drafts.
+        # What a round verifies: each sequence's last token, and the drafts.
         block = np.asarray(state.tokens)[:, point.context - 1 :][:, : point.width].copy()
         if point.width > 1:
-            block = p.read(p.propose(state, rows, width, settings))
+            block = p.read(p.propose(state, slots, block_sizes, settings))
         vocab, hidden = p.config.vocab_size, p.config.hidden_size
         wide = spec(DATA, None, self.pair.target.vocab)
         logits = jnp.zeros((point.batch, point.width, vocab), jnp.float32)
         states = jnp.zeros((point.batch, point.width, hidden), self.pair.target.dtype)
 
         def decode(s):
-            after, report = p.decode(s, rows, width, rounds, plain if point.width == 1 else settings)
+            after, report = p.decode(s, slots, block_sizes, rounds, plain if point.width == 1 else settings)
             return report.count, after
 
         def prefill(s):
             # As if nothing of the prompt had been read.
             size = prefilled(point, self.pair.target.backend)
-            after, base = p.prefill(s, rows[:1], np.full(1, size, np.int32), size, drafting=point.width > 1)
-            return base, after
+            after, num_cached = p.prefill(s, slots[:1], np.full(1, size, np.int32), size, drafting=point.width > 1)
+            return num_cached, after
 
         def apart(name, function, args, specs):
             return lambda s: (p.call((name, settings), function, s, args, lambda: specs, donate=False), s)
@@ -239,29 +239,29 @@ class Bench:
             return apart(getattr(function, "func", function).__name__, repeated(function), args, (specs, REPLICATED))
 
         chosen = plain if point.width == 1 else settings
-        verified = self.verified(state, (rows, width, block), chosen)
+        verified = self.verified(state, (slots, block_sizes, block), chosen)
 
         def commit(s):
             def specs():
                 return (BATCH, BATCH, BATCH, p.verified_specs(chosen)), REPLICATED
 
             function = partial(commits, settings=chosen)
-            after, lengths = p.call(("commits", settings), function, s, (rows, width, block, verified), specs)
+            after, lengths = p.call(("commits", settings), function, s, (slots, block_sizes, block, verified), specs)
             return lengths, after
 
         parts = {
             "round": decode,
-            "verify": part(partial(verify, settings=chosen), (rows, width, block), (BATCH, BATCH, BATCH)),
+            "verify": part(partial(verify, settings=chosen), (slots, block_sizes, block), (BATCH, BATCH, BATCH)),
             "head": part(head, (states,), (BATCH,)),
-            "draw": part(draw, (rows, block, logits), (BATCH, BATCH, wide)),
+            "draw": part(draw, (slots, block, logits), (BATCH, BATCH, wide)),
             "commit": commit,
             "prefill": prefill,
         }
         if point.width > 1:
-            parts["draft"] = part(partial(draft, settings=settings), (rows, width), (BATCH, BATCH))
+            parts["draft"] = part(partial(draft, settings=settings), (slots, block_sizes), (BATCH, BATCH))
         if any(isinstance(layer.ffn, MoeSpec) for layer in p.config.layers):
-            # Replicated over everything but the rows: what each token chose.
-            parts["choices"] = apart("choices", choices, (rows, block), ((BATCH, BATCH), spec(None, DATA)))
+            # Replicated over everything but the batch: what each token chose.
+            parts["choices"] = apart("choices", choices, (slots, block), ((BATCH, BATCH), spec(None, DATA)))
         return parts
 
     def verified(self, state, args: tuple, settings: Settings):
@@ -309,8 +309,8 @@ class Bench:
 
     def rewound(self, state, point: Point, name: str):
         """The state before a part; prefill has a prompt ahead of it."""
-        base = point.context - 1 - (prefilled(point, self.pair.target.backend) if name == "prefill" else 0)
-        return self.filled(state, length=point.context, base=base, rounds=0, done=False)
+        num_cached = point.context - 1 - (prefilled(point, self.pair.target.backend) if name == "prefill" else 0)
+        return self.filled(state, length=point.context, num_cached=num_cached, rounds=0, done=False)
 
     @staticmethod
     def filled(state, **values):
@@ -330,7 +330,7 @@ class Bench:
     def compiled(self, point: Point) -> dict:
         """Of the loop's program: kernels of a round by layer, and temporaries; and what the largest of the point's
         programs holds at once."""
-        keys = [k for k in self.programs.compiled if k[0] == "decode" and k[1].window == point.width]
+        keys = [k for k in self.programs.compiled if k[0] == "decode" and k[1].block_size == point.width]
         program = self.programs.compiled[keys[-1]]
         layers = len(self.programs.config.layers) + (len(self.pair.drafter.layers) if point.width > 1 else 0)
         count = xla_text.kernels(program.as_text()) / layers
