@@ -133,7 +133,7 @@ def test_linear(monkeypatch, rows, hidden, outputs, quantized, options, programs
     from dflash_jax.ops.kernels.triton import linear as triton_project
 
     monkeypatch.setattr(triton_project, "PROGRAMS", (programs, programs))
-    monkeypatch.setattr(triton_project, "MOST_NORMED", programs)
+    monkeypatch.setattr(triton_project, "MAX_NORMED_OUTPUTS", programs)
     source = Source(len(outputs))
     x, norm, weights = arguments.projections(source, rows, hidden, outputs, quantized)
     given = DeferredNorm(x, norm, 1e-6, 1.0) if "norm" in options else x
