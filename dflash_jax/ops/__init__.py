@@ -1,1 +1,1 @@
-"""Operations: a reference each, and the implementations that platforms have."""
+"""Operations: one documented reference each, and an ordered list of implementations for platforms."""

@@ -1,6 +1,7 @@
 """Operation: arg-max over the last axis: the lowest index of equal values, the first NaN where there is one."""
 
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
 from dflash_jax.ops.backend import Backend, Implementation, everything, take
 
@@ -8,23 +9,26 @@ from dflash_jax.ops.backend import Backend, Implementation, everything, take
 BLOCK = 64
 
 
-def reference(backend: Backend, x):
-    """As jnp.argmax."""
+def reference(backend: Backend, x: Float[Array, "*batch V"]) -> Int[Array, "*batch"]:
+    """`jnp.argmax`."""
     return jnp.argmax(x, axis=-1)
 
 
-def in_blocks(backend: Backend, x):
-    """The block of the largest value, then its place in the block. XLA's reduction of pairs on a CPU computes the
-    operations that are fused into it one by one; a maximum is taken in vectors."""
+def in_blocks(backend: Backend, x: Float[Array, "*batch V"]) -> Int[Array, "*batch"]:
+    """The block of the largest value, then its index in the block.
+
+    XLA's reduction of (value, index) pairs on a CPU computes fused operations one element at a time; a maximum is
+    vectorised.
+    """
     blocks = x.reshape(*x.shape[:-1], -1, BLOCK)
-    # XLA's maximum on a CPU may pass over a NaN.
+    # XLA's maximum on a CPU may ignore a NaN.
     largest = jnp.where(jnp.isnan(blocks).any(-1), jnp.nan, blocks.max(-1))
     best = jnp.argmax(largest, axis=-1)
     block = jnp.take_along_axis(blocks, best[..., None, None], axis=-2)[..., 0, :]
     return best * BLOCK + jnp.argmax(block, axis=-1)
 
 
-def _supports_blocks(backend: Backend, x) -> str | None:
+def _supports_blocks(backend: Backend, x: Array) -> str | None:
     if backend.platform != "cpu":
         return f"the platform is {backend.platform}"
     return f"{x.shape[-1]} values are not blocks of {BLOCK}" if x.shape[-1] % BLOCK else None
@@ -36,6 +40,14 @@ IMPLEMENTATIONS = (
 )
 
 
-def argmax(backend: Backend, x):
-    """Index of the largest of x [..., V] → int32 [...]."""
+def argmax(backend: Backend, x: Float[Array, "*batch V"]) -> Int[Array, "*batch"]:
+    """Index of the largest value.
+
+    Args:
+        backend: Where it runs.
+        x: [..., V].
+
+    Returns:
+        int32 [...].
+    """
     return take("argmax", IMPLEMENTATIONS, backend, x).call(backend, x)

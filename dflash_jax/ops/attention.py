@@ -2,40 +2,61 @@
 
     y_t = softmax(q_t · [k_context, k_block]ᵀ / √D) · [v_context, v_block],    optionally times sigmoid(gate_t)
 
-Grouped queries (arXiv 2305.13245), rotary positions (arXiv 2104.09864) and the output gate of Qwen3-Next, as in
-transformers' Qwen3NextAttention. Letters as in `ops.cache`, and N query heads.
+Grouped queries (arXiv 2305.13245), rotary positions (arXiv 2104.09864) and the output gate of Qwen3-Next; the reference
+implementation is transformers' Qwen3NextAttention. Letters as in `ops.cache`, and N query heads.
 """
+
+# jax's own annotations are partial: members such as jnp.where, and the results of loops, have unknown types.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.ops.backend import Backend, Implementation, everything, take, with_gradient_of
 from dflash_jax.ops.cache import CONTEXT_CHUNK, Bounds, KVCache, round_capacity
 from dflash_jax.ops.kernels.cpu import calls as cpp
 from dflash_jax.ops.linear import rms_norm
 
-# On an accelerator a turn of the loop over the context costs about 25 microseconds whatever it reads (H200), as much as
-# reading 50 MB: pieces are larger there, and at most this many.
-WIDE_CHUNK, MOST_CHUNKS = 2048, 16
+# On an accelerator an iteration of the loop over the context takes about 25 microseconds whatever it reads (H200), as
+# long as reading 50 MB. So pieces are larger there: at least this many positions, and at most this many pieces.
+WIDE_CHUNK, MAX_CHUNKS = 2048, 16
 _MASKED = -1e30
 
 
-def through_gate(y, gate):
-    """Attended values y [B, T, N, D] times the sigmoid of the second half of ``gate`` [B, T, N, 2, D]; None: y."""
+def through_gate(y: Float[Array, "B T N D"], gate: Float[Array, "B T N 2 D"] | None) -> Float[Array, "B T N D"]:
+    """The output gate of Qwen3-Next: y times the sigmoid of the second half of ``gate``; None: no gate."""
     return y if gate is None else y * jax.nn.sigmoid(gate[..., 1, :])
 
 
-def reference(backend: Backend, q, k, v, mask, cache, length, bounds=None, gate=None, *, size: int | None = None):
-    """By XLA, with ``size`` positions of the context at a time (default: `CONTEXT_CHUNK`) and a running softmax
-    (arXiv 2205.14135)."""
+def reference(
+    backend: Backend,
+    q: Float[Array, "B T N D"],
+    k: Float[Array, "B T K D"],
+    v: Float[Array, "B T K D"],
+    mask: Bool[Array, "..."] | None,
+    cache: KVCache | None,
+    length: Int[Array, " B"],
+    bounds: Bounds | None = None,
+    gate: Float[Array, "B T N 2 D"] | None = None,
+    *,
+    size: int | None = None,
+) -> Float[Array, "B T N D"]:
+    """`attention` by XLA, with a running softmax (arXiv 2205.14135).
+
+    The context is read ``size`` positions at a time (default: `CONTEXT_CHUNK`).
+    """
     b, t, n, d = q.shape
     heads = k.shape[2]
     q = q.reshape(b, t, heads, n // heads, d)
 
-    def fold(carry, q, k, v, mask):
+    def fold(
+        carry: tuple[Array, Array, Array], q: Array, k: Array, v: Array, mask: Array
+    ) -> tuple[Array, Array, Array]:
         """Adds keys k, v [B, K, s, D] under mask [B, T, s] to the running softmax."""
         largest, total, acc = carry
         scores = jnp.einsum("btkrd,bksd->bkrts", q, k, preferred_element_type=jnp.float32) * d**-0.5
@@ -51,17 +72,17 @@ def reference(backend: Backend, q, k, v, mask, cache, length, bounds=None, gate=
     block_mask = jnp.broadcast_to(jnp.tril(jnp.ones((t, t), bool)) if mask is None else mask, (b, t, t))
     carry = fold(carry, q, k.swapaxes(1, 2), v.swapaxes(1, 2), block_mask)
     if cache is not None:
-        capacity = cache.capacity
+        context, capacity = cache, cache.capacity
         size = min(size or CONTEXT_CHUNK, capacity)
 
-        def chunk(i, carry):
-            # The last piece begins early where the capacity is no multiple, and what was read counts once.
+        def chunk(i: Array | int, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            # Where the capacity is no multiple of the size, the last piece begins early; each position counts once.
             start = jnp.minimum(i * size, capacity - size)
             places = start + jnp.arange(size)
-            keys, values = cache.read(start, size)
-            positions = jnp.where(places >= i * size, cache.positions(places, length), -1)[:, None, :]
+            keys, values = context.read(start, size)
+            positions = jnp.where(places >= i * size, context.positions(places, length), -1)[:, None, :]
             seen = jnp.broadcast_to(positions >= 0, (b, t, size))
-            # A weight of zero is not enough: 0 · NaN would bring the values of a row's last request back.
+            # A weight of zero is not enough: invalid places may be NaN, and 0 · NaN is NaN.
             values = jnp.where((positions >= 0)[:, 0, None, :, None], values, 0)
             if bounds is not None:
                 seen = seen & bounds.admit(positions)
@@ -77,30 +98,56 @@ def reference(backend: Backend, q, k, v, mask, cache, length, bounds=None, gate=
     return through_gate(jnp.moveaxis(y, 3, 1).reshape(b, t, n, d).astype(q.dtype), gate)
 
 
-def in_wide_pieces(backend: Backend, q, k, v, mask, cache, length, bounds=None, gate=None):
-    """`reference` with few large pieces."""
-    size = max(WIDE_CHUNK, round_capacity(-(-cache.capacity // MOST_CHUNKS)))
+def in_wide_pieces(
+    backend: Backend,
+    q: Float[Array, "B T N D"],
+    k: Float[Array, "B T K D"],
+    v: Float[Array, "B T K D"],
+    mask: Bool[Array, "..."] | None,
+    cache: KVCache,
+    length: Int[Array, " B"],
+    bounds: Bounds | None = None,
+    gate: Float[Array, "B T N 2 D"] | None = None,
+) -> Float[Array, "B T N D"]:
+    """`reference` with few large pieces of the context."""
+    size = max(WIDE_CHUNK, round_capacity(-(-cache.capacity // MAX_CHUNKS)))
     return reference(backend, q, k, v, mask, cache, length, bounds, gate, size=size)
 
 
-def _supports_wide(backend: Backend, q, k, v, mask, cache, *args) -> str | None:
+def _supports_wide(
+    backend: Backend, q: Array, k: Array, v: Array, mask: Array | None, cache: KVCache | None, *args: Any
+) -> str | None:
     if cache is None:
         return "there is no cached context"
-    return "the platform is cpu, where a turn of a loop is cheap" if backend.platform == "cpu" else None
+    return "the platform is cpu, where a loop iteration is cheap" if backend.platform == "cpu" else None
 
 
-def _supports_cpp(backend: Backend, q, k, v, mask, cache, *args) -> str | None:
+def _supports_cpp(
+    backend: Backend, q: Array, k: Array, v: Array, mask: Array | None, cache: KVCache | None, *args: Any
+) -> str | None:
     if not backend.has_cpp:
         return backend.no_cpp
     return "there is no cached context" if cache is None else cpp.why_not_attended(q, cache)
 
 
-def _cpp(backend: Backend, q, k, v, mask, cache, length, bounds=None, gate=None):
+def _cpp(
+    backend: Backend,
+    q: Array,
+    k: Array,
+    v: Array,
+    mask: Array | None,
+    cache: KVCache,
+    length: Array,
+    bounds: Bounds | None = None,
+    gate: Array | None = None,
+) -> Array:
     bounds = Bounds.none(*q.shape[:2]) if bounds is None else bounds
     return through_gate(cpp.attend(q, k, v, mask, cache, length, bounds), gate)
 
 
-def _supports_triton(backend: Backend, q, k, v, mask, cache, *args) -> str | None:
+def _supports_triton(
+    backend: Backend, q: Array, k: Array, v: Array, mask: Array | None, cache: KVCache | None, *args: Any
+) -> str | None:
     if not backend.has_triton:
         return backend.no_triton
     if cache is None:
@@ -110,11 +157,21 @@ def _supports_triton(backend: Backend, q, k, v, mask, cache, *args) -> str | Non
     return triton_attention.why_not(q)
 
 
-def _triton(backend: Backend, q, k, v, mask, cache, length, bounds=None, gate=None):
+def _triton(
+    backend: Backend,
+    q: Array,
+    k: Array,
+    v: Array,
+    mask: Array | None,
+    cache: KVCache,
+    length: Array,
+    bounds: Bounds | None = None,
+    gate: Array | None = None,
+) -> Array:
     from dflash_jax.ops.kernels.triton import attention as triton_attention
 
     bounds = Bounds.none(*q.shape[:2]) if bounds is None else bounds
-    return triton_attention.attend_triton(backend.card, q, k, v, mask, cache, length, bounds, gate)
+    return triton_attention.attend_triton(backend.triton_card, q, k, v, mask, cache, length, bounds, gate)
 
 
 IMPLEMENTATIONS = (
@@ -126,8 +183,16 @@ IMPLEMENTATIONS = (
 
 
 def attention(
-    backend: Backend, q, k, v, mask, cache: KVCache | None, length, bounds: Bounds | None = None, gate=None
-) -> jax.Array:
+    backend: Backend,
+    q: Float[Array, "B T N D"],
+    k: Float[Array, "B T K D"],
+    v: Float[Array, "B T K D"],
+    mask: Bool[Array, "..."] | None,
+    cache: KVCache | None,
+    length: Int[Array, " B"],
+    bounds: Bounds | None = None,
+    gate: Float[Array, "B T N 2 D"] | None = None,
+) -> Float[Array, "B T N D"]:
     """Softmax attention of T new tokens over the cached context and over one another; float32 inside.
 
     Args:
@@ -137,13 +202,13 @@ def attention(
         v: Values of the new tokens, [B, T, K, D].
         mask: bool, broadcastable to [B, T, T]: which new tokens each new token sees, with at least itself. None: itself
             and those before it.
-        cache: The context; None for none. Only what the longest row has is read.
+        cache: The context; None: no context. Only the positions of the longest batch entry are read.
         length: int [B]: positions of the context that are valid.
         bounds: Restricts the context further.
         gate: [B, T, N, 2, D], the queries' projection; its second half gates the result. None: no gate.
 
     Returns:
-        [B, T, N, D].
+        [B, T, N, D] in q's dtype.
     """
     args = (q, k, v, mask, cache, length, bounds, gate)
     return take("attention", IMPLEMENTATIONS, backend, *args).call(backend, *args)
@@ -152,24 +217,34 @@ def attention(
 # Rotation.
 
 
-def apply_rope(x, angles):
-    """Rotates the first dimensions of x [B, T, N, D]; ``angles``: cos and sin, float32 [B, T, half]."""
+def apply_rope(
+    x: Float[Array, "B T N D"], angles: tuple[Float[Array, "#B T half"], Float[Array, "#B T half"]]
+) -> Float[Array, "B T N D"]:
+    """Rotary positions (arXiv 2104.09864): rotates the first 2 · half dimensions of x by ``angles``, cos and sin."""
     cos, sin = (a[:, :, None, :].astype(x.dtype) for a in angles)
     half = cos.shape[-1]
-    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
+    first, second, unrotated = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, unrotated], axis=-1)
 
 
-def rotate_reference(backend: Backend, q, k, angles, norms, eps: float = 0.0, offset: float = 0.0):
-    """By XLA."""
+def rotate_reference(
+    backend: Backend,
+    q: Float[Array, "B T N halves D"] | None,
+    k: Float[Array, "B T K D"],
+    angles: tuple[Array, Array],
+    norms: tuple[Array | None, Array | None],
+    eps: float = 0.0,
+    offset: float = 0.0,
+) -> tuple[Array | None, Array]:
+    """`rotate` by XLA."""
 
-    def rotated(x, norm):
+    def rotated(x: Array, norm: Array | None) -> Array:
         return apply_rope(x if norm is None else rms_norm(x, norm, eps, offset), angles)
 
     return None if q is None else rotated(q[..., 0, :], norms[0]), rotated(k, norms[1])
 
 
-def _supports_triton_rotation(backend: Backend, q, k, *args, **options) -> str | None:
+def _supports_triton_rotation(backend: Backend, q: Array | None, k: Array, *args: Any, **options: Any) -> str | None:
     if not backend.has_triton:
         return backend.no_triton
     from dflash_jax.ops.kernels.triton import attention as triton_attention
@@ -177,12 +252,20 @@ def _supports_triton_rotation(backend: Backend, q, k, *args, **options) -> str |
     return triton_attention.why_not_rotated(k)
 
 
-def _triton_rotation(backend: Backend, q, k, angles, norms, eps: float = 0.0, offset: float = 0.0):
+def _triton_rotation(
+    backend: Backend,
+    q: Array | None,
+    k: Array,
+    angles: tuple[Array, Array],
+    norms: tuple[Array | None, Array | None],
+    eps: float = 0.0,
+    offset: float = 0.0,
+) -> tuple[Array | None, Array]:
     from dflash_jax.ops.kernels.triton import attention as triton_attention
 
     kernel = with_gradient_of(
         partial(rotate_reference, backend, eps=eps, offset=offset),
-        partial(triton_attention.rotate_triton, backend.card, eps=eps, offset=offset),
+        partial(triton_attention.rotate_triton, backend.triton_card, eps=eps, offset=offset),
     )
     return kernel(q, k, angles, norms)
 
@@ -193,15 +276,23 @@ ROTATIONS = (
 )
 
 
-def rotate(backend: Backend, q, k, angles, norms, eps: float = 0.0, offset: float = 0.0):
+def rotate(
+    backend: Backend,
+    q: Float[Array, "B T N halves D"] | None,
+    k: Float[Array, "B T K D"],
+    angles: tuple[Float[Array, "#B T half"], Float[Array, "#B T half"]],
+    norms: tuple[Float[Array, " D"] | None, Float[Array, " D"] | None],
+    eps: float = 0.0,
+    offset: float = 0.0,
+) -> tuple[Float[Array, "B T N D"] | None, Float[Array, "B T K D"]]:
     """RMSNorm and rotation of queries and keys.
 
     Args:
         backend: Where it runs.
-        q: [B, T, N, 1 or 2, D], of which the first of the two is the queries; None for keys alone.
+        q: [B, T, N, 1 or 2, D]: queries, then, where there are two, their gates; None for keys alone.
         k: [B, T, K, D].
         angles: cos and sin, float32 [B, T, half].
-        norms: Weights [D] of the norms of queries and keys, or None each.
+        norms: Weights [D] of the norms of queries and keys, each None for no norm.
         eps: Of the norms.
         offset: Of the norms.
 
@@ -215,17 +306,24 @@ def rotate(backend: Backend, q, k, angles, norms, eps: float = 0.0, offset: floa
 # Writing.
 
 
-def put(backend: Backend, k_buffer, v_buffer, k, v, rows, places) -> tuple:
-    """By XLA: k, v [B, T, K, D] into k_buffer, v_buffer [all rows, K, S, D] at ``places`` [B, T] of ``rows`` [B]. What
-    is past an end is dropped."""
+def put(
+    backend: Backend,
+    k_buffer: Float[Array, "rows K S D"],
+    v_buffer: Float[Array, "rows K S D"],
+    k: Float[Array, "B T K D"],
+    v: Float[Array, "B T K D"],
+    rows: Int[Array, " B"],
+    places: Int[Array, "B T"],
+) -> tuple[Float[Array, "rows K S D"], Float[Array, "rows K S D"]]:
+    """Writes k and v into their buffers at ``places`` of ``rows``, by XLA; out-of-range indices are dropped."""
 
-    def one(buffer, new):
+    def placed(buffer: Array, new: Array) -> Array:
         return buffer.at[rows[:, None], :, places].set(new.astype(buffer.dtype), mode="drop")
 
-    return one(k_buffer, k), one(v_buffer, v)
+    return placed(k_buffer, k), placed(v_buffer, v)
 
 
-def _supports_triton_write(backend: Backend, k_buffer, v_buffer, k, *args) -> str | None:
+def _supports_triton_write(backend: Backend, k_buffer: Array, v_buffer: Array, k: Array, *args: Array) -> str | None:
     if not backend.has_triton:
         return backend.no_triton
     from dflash_jax.ops.kernels.triton import attention as triton_attention
@@ -233,18 +331,37 @@ def _supports_triton_write(backend: Backend, k_buffer, v_buffer, k, *args) -> st
     return triton_attention.why_not_written(k)
 
 
-def _triton_write(backend: Backend, *args) -> tuple:
+def _triton_write(backend: Backend, *args: Array) -> tuple[Array, Array]:
     from dflash_jax.ops.kernels.triton import attention as triton_attention
 
-    return triton_attention.write_triton(backend.card, *args)
+    k_buffer, v_buffer = triton_attention.write_triton(backend.triton_card, *args)
+    return k_buffer, v_buffer
 
 
 WRITES = (Implementation("triton", _supports_triton_write, _triton_write), Implementation("reference", everything, put))
 
 
-def write(backend: Backend, cache: KVCache, k, v, positions, keep) -> KVCache:
-    """``cache`` with the keys and values k, v [B, T, K, D] of ``positions`` int [B, T] (ascending) where ``keep`` bool
-    [B, T]; the rest leaves no trace. The buffers are written in place where they are donated."""
+def write(
+    backend: Backend,
+    cache: KVCache,
+    k: Float[Array, "B T K D"],
+    v: Float[Array, "B T K D"],
+    positions: Int[Array, "B T"],
+    keep: Bool[Array, "B T"],
+) -> KVCache:
+    """Writes keys and values into a cache. The buffers are written in place where they are donated.
+
+    Args:
+        backend: Where it runs.
+        cache: The cache.
+        k: Keys, [B, T, K, D].
+        v: Values, [B, T, K, D].
+        positions: int [B, T], ascending.
+        keep: bool [B, T]; other tokens leave no trace.
+
+    Returns:
+        The cache after the writes.
+    """
     if cache.ring:
         # Of several tokens for one place only the newest may be written: the order of a scatter is undefined.
         last = jnp.max(jnp.where(keep, positions, -1), axis=1, keepdims=True)

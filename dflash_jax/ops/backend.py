@@ -1,30 +1,35 @@
-"""What operations run on: `Backend`, and how an operation takes one of its implementations.
+"""What operations run on, `Backend`, and how an operation takes one of its implementations, `take`.
 
 An operation (`ops.linear`, `ops.attention`, `ops.gated_delta`, `ops.moe`, `ops.sampling_noise`, `ops.argmax`) is one
-public function with a reference in plain JAX and an ordered list of implementations. The first that supports the
-backend and the arguments computes the result; the reference comes last and supports everything.
-``python -m dflash_jax.ops`` prints the choices for a config and a device.
+public function with a reference in plain JAX and an ordered list of implementations. The first implementation that
+supports the backend and the arguments computes the result; the reference comes last and supports everything.
+``dflash ops`` prints the choices for a config and a device.
 """
+
+# jax's own annotations are partial: members such as jnp.where have unknown parameter types.
+# pyright: reportUnknownMemberType=false
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from importlib.util import find_spec
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from dflash_jax.errors import InputError
 from dflash_jax.ops.card import CHOICES, OLDEST, OLDEST_FP8, Card
 from dflash_jax.ops.kernels.cpu import calls as cpp
 
-# From this jax on, these versions of jax-triton cannot be traced.
+# From this version of jax on, versions of jax-triton with this prefix cannot be traced.
 JAX_OF_JAX_TRITON = ((0, 12), "0.4.")
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Which implementation an operation took.
+    """The implementation that an operation took.
 
     Attributes:
         op: The operation's name.
@@ -41,7 +46,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Backend:
-    """The platform that programs run on, and the kernels that exist there. Made once, then handed down.
+    """The platform that programs run on, and the kernels that it has. It is created once and passed down.
 
     Attributes:
         platform: "cpu", "cuda", "rocm" or "tpu".
@@ -49,19 +54,27 @@ class Backend:
         kernels: The user's choice: "auto", or "xla" for none of this package's kernels.
         no_cpp: Why the C++ kernels are not used; empty where they are.
         no_triton: Why the Triton kernels are not used; empty where they are.
-        on_choice: Called with each `Choice` while programs are traced. It takes no part in comparisons.
+        on_choice: Called with each `Choice` while programs are traced. Comparisons of backends ignore it.
     """
 
     platform: str
     card: Card | None = None
     kernels: str = "auto"
-    no_cpp: str = "no kernels were asked for"
-    no_triton: str = "no kernels were asked for"
+    no_cpp: str = "the backend was created without kernels"
+    no_triton: str = "the backend was created without kernels"
     on_choice: Callable[[Choice], None] | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     def detect(cls, kernels: str = "auto") -> "Backend":
-        """The backend of this process's first device. On a CPU it compiles the C++ kernels unless they are cached.
+        """The backend of this process's first device.
+
+        On a CPU the C++ kernels are compiled unless they are cached.
+
+        Args:
+            kernels: One of `CHOICES`.
+
+        Returns:
+            The backend.
 
         Raises:
             InputError: ``kernels`` is not one of `CHOICES`.
@@ -69,8 +82,8 @@ class Backend:
         return cls.of_device(jax.devices()[0], kernels)
 
     @classmethod
-    def of_device(cls, device, kernels: str = "auto") -> "Backend":
-        """The backend of a `jax.Device` of this machine."""
+    def of_device(cls, device: Any, kernels: str = "auto") -> "Backend":
+        """The backend of a `jax.Device` of this machine; see `detect`."""
         if kernels not in CHOICES:
             raise InputError(f"kernels {kernels!r}: it must be one of {', '.join(CHOICES)}")
         platform, card = _platform(device), None
@@ -84,17 +97,17 @@ class Backend:
 
     @classmethod
     def for_card(cls, card: Card) -> "Backend":
-        """CUDA with Triton kernels, for a card that this machine need not have."""
+        """CUDA with Triton kernels, for a card that need not be in this machine."""
         return cls("cuda", card, "auto", "the platform is cuda", "")
 
     @classmethod
     def xla(cls, platform: str = "cpu", card: Card | None = None) -> "Backend":
-        """A platform without this package's kernels."""
+        """A backend without this package's kernels."""
         return cls(platform, card, "xla", "kernels are 'xla'", "kernels are 'xla'")
 
     @property
     def is_gpu(self) -> bool:
-        """Whether the platform is a GPU of any maker."""
+        """Whether the platform is a GPU of any vendor."""
         return self.platform in ("cuda", "rocm")
 
     @property
@@ -107,9 +120,20 @@ class Backend:
         """Whether the Triton kernels are used."""
         return not self.no_triton
 
-    def no_triton_for(self, dtypes: Iterable) -> str | None:
-        """Why weights of these dtypes go without Triton kernels where others have them; None where they do not."""
-        if not self.has_triton or self.card.capability >= OLDEST_FP8:
+    @property
+    def triton_card(self) -> Card:
+        """The card that Triton kernels are launched for.
+
+        Raises:
+            ValueError: The backend has no card.
+        """
+        if self.card is None:
+            raise ValueError(f"{self} has no card")
+        return self.card
+
+    def no_triton_for(self, dtypes: Iterable[DTypeLike]) -> str | None:
+        """Why weights of these dtypes get no Triton kernels on this backend although others do; None otherwise."""
+        if self.card is None or not self.has_triton or self.card.capability >= OLDEST_FP8:
             return None
         if jnp.dtype(jnp.float8_e4m3fn) not in dtypes:
             return None
@@ -121,13 +145,13 @@ class Backend:
 XLA = Backend.xla()
 
 
-def _platform(device) -> str:
+def _platform(device: Any) -> str:
     if device.platform in ("gpu", "cuda", "rocm"):
         return "cuda" if "cuda" in device.client.platform_version.lower() else "rocm"
     return device.platform
 
 
-def _no_triton(device, card: Card | None) -> str:
+def _no_triton(device: Any, card: Card | None) -> str:
     """Why a device gets no Triton kernels; empty where it does."""
     if card is None:
         return f"{device.device_kind} is not an NVIDIA GPU"
@@ -148,19 +172,35 @@ class Implementation:
 
     Attributes:
         name: Short, unique in the operation's list.
-        supports: Takes the backend and the operation's arguments, arrays or shape structs; returns None, or the
-            reason why this implementation does not take them.
-        call: Takes the same and computes.
+        supports: A function of the backend and the operation's arguments, arrays or shape structs. It returns None, or
+            the reason why this implementation does not support them.
+        call: The implementation, a function of the same arguments.
     """
 
     name: str
     supports: Callable[..., str | None]
-    call: Callable
+    call: Callable[..., Any]
 
 
-def take(op: str, implementations: Sequence[Implementation], backend: Backend, *args, **options) -> Implementation:
-    """The first of an operation's ``implementations`` that supports the backend and the arguments."""
-    passed_over = []
+def take(
+    op: str, implementations: Sequence[Implementation], backend: Backend, *args: Any, **options: Any
+) -> Implementation:
+    """The first implementation that supports a backend and arguments.
+
+    Args:
+        op: The operation's name, for `Choice` and errors.
+        implementations: In order.
+        backend: Where it runs.
+        *args: The operation's arguments, arrays or shape structs.
+        **options: Its keyword arguments.
+
+    Returns:
+        The implementation; ``backend.on_choice`` is called with the choice.
+
+    Raises:
+        ValueError: No implementation supports them.
+    """
+    passed_over: list[tuple[str, str]] = []
     for implementation in implementations:
         reason = implementation.supports(backend, *args, **options)
         if reason is None:
@@ -172,17 +212,23 @@ def take(op: str, implementations: Sequence[Implementation], backend: Backend, *
     raise ValueError(f"{op}: no implementation takes these arguments: {passed_over}")
 
 
-def _is_array(x) -> bool:
+def _is_array(x: object) -> bool:
     return hasattr(x, "dtype") and hasattr(x, "shape")
 
 
-def everything(backend: Backend, *args, **options) -> None:
-    """``supports`` of a reference."""
+def everything(backend: Backend, *args: Any, **options: Any) -> None:
+    """The ``supports`` of a reference: always None."""
 
 
-def with_gradient_of(reference: Callable, kernel: Callable) -> Callable:
-    """``kernel`` with the derivative of ``reference``: both of the same arrays. It is not for kernels that write their
-    arguments in place, since `jax.custom_jvp` takes no references."""
+def with_gradient_of(reference: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """``kernel`` with the derivative of ``reference``, a function of the same arrays.
+
+    It does not support kernels that write their arguments in place, since `jax.custom_jvp` takes no references.
+    """
     differentiable = jax.custom_jvp(kernel)
-    differentiable.defjvp(lambda primals, tangents: jax.jvp(reference, primals, tangents))
+
+    def derivative(primals: Any, tangents: Any) -> Any:
+        return jax.jvp(reference, primals, tangents)
+
+    differentiable.defjvp(derivative)
     return differentiable

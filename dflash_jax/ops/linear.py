@@ -2,27 +2,44 @@
 
     y_i = act(norm(x) · W_iᵀ) + residual,    act: identity, or silu(a) · b of the two halves of W_i
 
-The norm is RMSNorm (arXiv 1910.07467), SwiGLU that of arXiv 2002.05202, as in transformers' Qwen3 models. Weights are
-stored ``[*out, *in]``: arrays, or `ops.weights.QuantizedWeight` and `ops.weights.PackedWeight` in their place.
+The norm is RMSNorm (arXiv 1910.07467), SwiGLU that of arXiv 2002.05202; the reference implementation is transformers'
+Qwen3MLP and Qwen3RMSNorm. Weights are stored ``[*out, *in]``: arrays, or `ops.weights.QuantizedWeight` and
+`ops.weights.PackedWeight` in their place.
 
 Dimension letters: B batch, T tokens of this call, H hidden, F features of an MLP, I inputs, O outputs.
 """
+
+# jax's own annotations are partial: members such as jnp.where have unknown parameter types.
+# pyright: reportUnknownMemberType=false
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, BFloat16, Float
 
 from dflash_jax.ops.backend import Backend, Implementation, everything, take, with_gradient_of
 from dflash_jax.ops.kernels.cpu import calls as cpp
-from dflash_jax.ops.weights import PackedWeight, QuantizedWeight
+from dflash_jax.ops.weights import PackedWeight, QuantizedWeight, Weight
 
 
-def rms_norm(x, weight, eps: float, offset: float = 0.0):
-    """``(offset + weight) · x / sqrt(mean(x²) + eps)`` over the last axis, in float32, returned in x's dtype."""
+def rms_norm(x: Float[Array, "*batch H"], weight: Float[Array, " H"], eps: float, offset: float = 0.0) -> Array:
+    """RMSNorm (arXiv 1910.07467): ``(offset + weight) · x / sqrt(mean(x²) + eps)`` over the last axis.
+
+    Args:
+        x: [..., H].
+        weight: [H].
+        eps: Added to the mean of squares.
+        offset: Added to the weight; 1 for models that store the weight's distance from 1.
+
+    Returns:
+        [..., H] in x's dtype, computed in float32.
+    """
     x32 = x.astype(jnp.float32)
     x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
     return (x32 * (offset + weight.astype(jnp.float32))).astype(x.dtype)
@@ -40,8 +57,8 @@ class DeferredNorm:
         offset: Added to the weight.
     """
 
-    x: jax.Array
-    weight: jax.Array
+    x: Array
+    weight: Array
     eps: float
     offset: float
 
@@ -54,43 +71,65 @@ class DeferredNorm:
 # Products of arrays.
 
 
-def _dot(backend: Backend, x, y, axes: tuple[int, int], dtype):
+def _dot(backend: Backend, x: Array, y: Array, axes: tuple[int, int], dtype: DTypeLike) -> Array:
     """The product of two bfloat16 matrices over these axes, summed in float32, in ``dtype``."""
-    # XLA's CPU multiplies in bfloat16, several times as fast, where the result is float32, and in float32 otherwise.
-    summed = jnp.float32 if backend.platform == "cpu" else dtype
-    y = jax.lax.dot_general(x, y, (((axes[0],), (axes[1],)), ((), ())), preferred_element_type=summed)
+    # XLA's CPU multiplies in bfloat16, several times as fast, only where the result is float32.
+    accumulated = jnp.float32 if backend.platform == "cpu" else dtype
+    y = jax.lax.dot_general(x, y, (((axes[0],), (axes[1],)), ((), ())), preferred_element_type=accumulated)
     return y.astype(dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 3))
-def _bfloat16_product(backend: Backend, x, matrix, dtype):
+def _bfloat16_product(backend: Backend, x: Array, matrix: Array, dtype: DTypeLike) -> Array:
     return _dot(backend, x, matrix, (1, 1), dtype)
 
 
-def _bfloat16_product_backward(backend: Backend, dtype, saved, gradient):
+def _bfloat16_product_forward(
+    backend: Backend, x: BFloat16[Array, "T I"], matrix: BFloat16[Array, "O I"], dtype: DTypeLike
+) -> tuple[Array, tuple[Array, Array]]:
+    return _dot(backend, x, matrix, (1, 1), dtype), (x, matrix)
+
+
+def _bfloat16_product_backward(
+    backend: Backend, dtype: DTypeLike, saved: tuple[Array, Array], gradient: Float[Array, "T O"]
+) -> tuple[Array, Array]:
     x, matrix = saved
     gradient = gradient.astype(x.dtype)
     return _dot(backend, gradient, matrix, (1, 0), x.dtype), _dot(backend, gradient, x, (0, 0), matrix.dtype)
 
 
-_bfloat16_product.defvjp(
-    lambda backend, x, matrix, dtype: (_bfloat16_product(backend, x, matrix, dtype), (x, matrix)),
-    _bfloat16_product_backward,
-)
+_bfloat16_product.defvjp(_bfloat16_product_forward, _bfloat16_product_backward)
 
 
-def product(backend: Backend, x, matrix, dtype=None):
-    """x [T, I] times the transpose of an array [O, I] → [T, O] in ``dtype`` (default: the wider of the two dtypes).
+def product(
+    backend: Backend, x: Float[Array, "T I"], matrix: Float[Array, "O I"], dtype: DTypeLike | None = None
+) -> Float[Array, "T O"]:
+    """The product of x and the transpose of a weight array.
 
     Where both are bfloat16, their gradients are products in bfloat16 too, whatever ``dtype`` is: a float32 gradient is
     rounded first, as PyTorch's autocast does. Forward-mode derivatives exist for other dtypes only.
+
+    Args:
+        backend: Where it runs.
+        x: [T, I].
+        matrix: [O, I].
+        dtype: Of the result; by default the wider of the two dtypes.
+
+    Returns:
+        [T, O].
     """
     if x.dtype == matrix.dtype == jnp.bfloat16:
         return _bfloat16_product(backend, x, matrix, jnp.dtype(dtype or x.dtype))
     return jnp.einsum("ti,oi->to", x, matrix, preferred_element_type=dtype)
 
 
-def project(backend: Backend, x, weight, contracted: int = 1, dtype=None):
+def project(
+    backend: Backend,
+    x: Float[Array, "..."],
+    weight: Weight,
+    contracted: int = 1,
+    dtype: DTypeLike | None = None,
+) -> Float[Array, "..."]:
     """Linear map by one weight, without a norm.
 
     Args:
@@ -120,10 +159,18 @@ def project(backend: Backend, x, weight, contracted: int = 1, dtype=None):
 
 
 def reference(
-    backend: Backend, x, weights, contracted=1, *, dtype=None, return_normed=False, swiglu=False, residual=None
-):
-    """By XLA: the norm, then one product for each weight."""
-    x, norm, eps, offset = _parts(x)
+    backend: Backend,
+    x: Array | DeferredNorm,
+    weights: Sequence[Weight],
+    contracted: int = 1,
+    *,
+    dtype: DTypeLike | None = None,
+    return_normed: bool = False,
+    swiglu: bool = False,
+    residual: Array | None = None,
+) -> tuple[Array, ...]:
+    """`linear` by XLA: the norm, then one product for each weight."""
+    x, norm, eps, offset = _norm_parts(x)
     x = x if norm is None else rms_norm(x, norm, eps, offset)
     outputs = [project(backend, x, w, contracted, dtype) for w in weights]
     if swiglu:
@@ -133,74 +180,110 @@ def reference(
     return (*outputs, x) if return_normed else tuple(outputs)
 
 
-def _parts(x) -> tuple:
-    """(x, norm weight or None, eps, offset)."""
+def _norm_parts(x: Array | DeferredNorm) -> tuple[Array, Array | None, float, float]:
+    """The input, the norm's weight or None, eps and offset."""
     return (x.x, x.weight, x.eps, x.offset) if isinstance(x, DeferredNorm) else (x, None, 0.0, 0.0)
 
 
-def _sizes(x, contracted: int) -> tuple[int, int]:
+def _matrix_shape(x: Array | DeferredNorm, contracted: int) -> tuple[int, int]:
     """Rows and inputs of x as a matrix."""
     split = len(x.shape) - contracted
     return math.prod(x.shape[:split]), math.prod(x.shape[split:])
 
 
-def _shaped(x, weights, contracted: int, swiglu: bool, outputs, normed):
-    """``outputs`` [rows, O] each in the shape of x and the weights; with ``normed``, in x's shape, if it is given."""
+def _unflattened(
+    x: Array, weights: Sequence[Weight], contracted: int, swiglu: bool, outputs: Sequence[Array], normed: Array | None
+) -> tuple[Array, ...]:
+    """``outputs`` [rows, O] in the shapes of x and the weights, then ``normed``, where given, in x's shape."""
     batch = x.shape[: len(x.shape) - contracted]
     shaped = [y.reshape(*batch, *w.shape[swiglu : w.ndim - contracted]) for y, w in zip(outputs, weights, strict=False)]
     return tuple(shaped) if normed is None else (*shaped, normed.reshape(x.shape))
 
 
-def _supports_cpp(backend: Backend, x, weights, contracted=1, *, swiglu=False, **options) -> str | None:
-    if not all(isinstance(w, PackedWeight) for w in weights):
+def _supports_cpp(
+    backend: Backend,
+    x: Array | DeferredNorm,
+    weights: Sequence[Weight],
+    contracted: int = 1,
+    *,
+    swiglu: bool = False,
+    **options: Any,
+) -> str | None:
+    packed = [w for w in weights if isinstance(w, PackedWeight)]
+    if len(packed) < len(weights):
         return backend.no_cpp or "the weights are not packed"
-    if swiglu and not cpp.gates(weights[0]):
-        return f"the halves of {list(weights[0].shape)} share a panel of {cpp.LANES} outputs"
+    if swiglu and not cpp.can_fuse_swiglu(packed[0]):
+        return f"the halves of {list(packed[0].shape)} share a panel of {cpp.LANES} outputs"
     return None
 
 
-def _cpp(backend: Backend, x, weights, contracted=1, *, dtype=None, return_normed=False, swiglu=False, residual=None):
-    rows, inner = _sizes(x, contracted)
-    x, norm, eps, offset = _parts(x)
+def _cpp(
+    backend: Backend,
+    x: Array | DeferredNorm,
+    weights: Sequence[PackedWeight],
+    contracted: int = 1,
+    *,
+    dtype: DTypeLike | None = None,
+    return_normed: bool = False,
+    swiglu: bool = False,
+    residual: Array | None = None,
+) -> tuple[Array, ...]:
+    rows, inner = _matrix_shape(x, contracted)
+    x, norm, eps, offset = _norm_parts(x)
     matrices = [w.reshape(-1, inner) for w in weights]
     residual = None if residual is None else residual.reshape(rows, -1)
     outputs = cpp.linear(
-        x.reshape(rows, inner), matrices, norm, eps, offset, kept=return_normed, gated=swiglu, residual=residual
-    )
-    return _shaped(x, weights, contracted, swiglu, outputs, outputs[-1] if return_normed else None)
+        x.reshape(rows, inner), matrices, norm, eps, offset, return_normed=return_normed, swiglu=swiglu,
+        residual=residual,
+    )  # fmt: skip
+    return _unflattened(x, weights, contracted, swiglu, outputs, outputs[-1] if return_normed else None)
 
 
-def _supports_triton(backend: Backend, x, weights, contracted=1, **options) -> str | None:
+def _supports_triton(
+    backend: Backend, x: Array | DeferredNorm, weights: Sequence[Weight], contracted: int = 1, **options: Any
+) -> str | None:
     if not backend.has_triton:
         return backend.no_triton
     from dflash_jax.ops.kernels.triton import linear as triton_linear
 
-    return triton_linear.why_not(*_sizes(x, contracted), weights, backend.card)
+    return triton_linear.why_not(*_matrix_shape(x, contracted), weights, backend.triton_card)
 
 
 def _triton(
-    backend: Backend, x, weights, contracted=1, *, dtype=None, return_normed=False, swiglu=False, residual=None
-):
+    backend: Backend,
+    x: Array | DeferredNorm,
+    weights: Sequence[Array | QuantizedWeight],
+    contracted: int = 1,
+    *,
+    dtype: DTypeLike | None = None,
+    return_normed: bool = False,
+    swiglu: bool = False,
+    residual: Array | None = None,
+) -> tuple[Array, ...]:
     from dflash_jax.ops.kernels.triton import linear as triton_linear
 
-    rows, inner = _sizes(x, contracted)
-    x, norm, eps, offset = _parts(x)
+    rows, inner = _matrix_shape(x, contracted)
+    x, norm, eps, offset = _norm_parts(x)
 
-    def plain(x, norm, weights, residual):
-        x = x if norm is None else DeferredNorm(x, norm, eps, offset)
-        options = {"dtype": dtype, "return_normed": return_normed, "swiglu": swiglu, "residual": residual}
-        return reference(backend, x, weights, contracted, **options)
+    def plain(x: Array, norm: Array | None, weights: Sequence[Weight], residual: Array | None) -> tuple[Array, ...]:
+        normed_later = x if norm is None else DeferredNorm(x, norm, eps, offset)
+        return reference(
+            backend, normed_later, weights, contracted, dtype=dtype, return_normed=return_normed, swiglu=swiglu,
+            residual=residual,
+        )  # fmt: skip
 
-    def kernel(x, norm, weights, residual):
+    def kernel(
+        x: Array, norm: Array | None, weights: Sequence[Array | QuantizedWeight], residual: Array | None
+    ) -> tuple[Array, ...]:
         if norm is not None and not triton_linear.norms(x.dtype, rows, inner, weights):
             x, norm = rms_norm(x, norm, eps, offset), None
         outputs = triton_linear.project_triton(
             x.reshape(rows, inner), [w.reshape(-1, inner) for w in weights], norm, eps, offset,
-            kept=return_normed and norm is not None, gated=swiglu,
-            rest=None if residual is None else residual.reshape(rows, -1), kind=dtype, card=backend.card,
+            return_normed=return_normed and norm is not None, swiglu=swiglu,
+            residual=None if residual is None else residual.reshape(rows, -1), dtype=dtype, card=backend.triton_card,
         )  # fmt: skip
         normed = (outputs[-1] if norm is not None else x) if return_normed else None
-        return _shaped(x, weights, contracted, swiglu, outputs, normed)
+        return _unflattened(x, weights, contracted, swiglu, outputs, normed)
 
     return with_gradient_of(plain, kernel)(x, norm, weights, residual)
 
@@ -214,15 +297,15 @@ IMPLEMENTATIONS = (
 
 def linear(
     backend: Backend,
-    x: jax.Array | DeferredNorm,
-    weights: Sequence,
+    x: Float[Array, "..."] | DeferredNorm,
+    weights: Sequence[Weight],
     contracted: int = 1,
     *,
-    dtype=None,
+    dtype: DTypeLike | None = None,
     return_normed: bool = False,
     swiglu: bool = False,
-    residual: jax.Array | None = None,
-) -> tuple[jax.Array, ...]:
+    residual: Float[Array, "..."] | None = None,
+) -> tuple[Float[Array, "..."], ...]:
     """One input by each of several weights.
 
     Args:

@@ -1,32 +1,55 @@
-"""Operation: a mixture of experts, as in transformers' Qwen3MoeSparseMoeBlock and Qwen3NextSparseMoeBlock.
+"""Operation: a mixture of experts (arXiv 2101.03961, with several experts a token).
 
     y = Σ_k w_k · SwiGLU_{e_k}(x) + σ(gate) · SwiGLU_shared(x) + residual
 
-with the experts e_k of the largest router probabilities w_k (softmax in float32), which are normed to a sum of 1 where
-the model asks for it. Letters: N tokens, H hidden, E experts, F features of an expert.
+with the experts e_k of the largest router probabilities w_k (softmax in float32), which are normalised to a sum of 1 if
+the model's config says so. The reference implementation is transformers' Qwen3MoeSparseMoeBlock and
+Qwen3NextSparseMoeBlock. Letters: N tokens, H hidden, E experts, F features of an expert, K experts per token.
 """
 
+# jax's own annotations are partial: members such as jnp.where, and the results of loops, have unknown types.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from collections.abc import Callable
 from functools import partial
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.ops.backend import Backend, Implementation, everything, take, with_gradient_of
 from dflash_jax.ops.kernels.cpu import calls as cpp
 from dflash_jax.ops.linear import linear, project
-from dflash_jax.ops.weights import PackedWeight, dense
+from dflash_jax.ops.weights import PackedWeight, QuantizedWeight, Weight, dense
 
-# Rows of each expert's product: this many times the mean, and at least `LEAST_GROUP_ROWS`, which a product of fewer
-# costs too.
-GROUP_ROWS, LEAST_GROUP_ROWS = 4, 32
+# Experts' weights that XLA computes with, and a shared expert: gate_up, down and the logits of its gate.
+ExpertWeight: TypeAlias = Array | QuantizedWeight
+SharedExpert: TypeAlias = tuple[Weight, Weight, Array]
+# Rows of each expert's product: this many times the mean, and at least `LEAST_GROUP_ROWS`: products of fewer rows take
+# as long.
+GROUP_ROWS, MIN_GROUP_ROWS = 4, 32
 # On a TPU more tokens than these are computed by the loop over experts.
 TPU_GATHERED_TOKENS = 16
-# The loop takes as many experts a step as make a product of about this many rows: tiny experts alone do not pay.
+# An iteration of the loop takes as many experts as make a product of about this many outputs: products of single tiny
+# experts are slow.
 GROUP_WIDTH = 512
 
 
-def route(logits, experts_per_token: int, normalise: bool):
-    """Router logits [..., E] → weights (float32) and ids of the chosen experts, [..., experts_per_token]."""
+def route(
+    logits: Float[Array, "*batch E"], experts_per_token: int, normalise: bool
+) -> tuple[Float[Array, "*batch K"], Int[Array, "*batch K"]]:
+    """The experts of each token: the largest probabilities of a softmax over the router's logits.
+
+    Args:
+        logits: [..., E].
+        experts_per_token: K.
+        normalise: Whether the weights of a token sum to 1.
+
+    Returns:
+        Weights, float32, and ids of the chosen experts, both [..., K].
+    """
     weights, chosen = jax.lax.top_k(jax.nn.softmax(logits.astype(jnp.float32), axis=-1), experts_per_token)
     if normalise:
         weights = weights / weights.sum(-1, keepdims=True)
@@ -36,44 +59,58 @@ def route(logits, experts_per_token: int, normalise: bool):
 # Σ_k weights[n, k] · SwiGLU of expert chosen[n, k] on x[n]: x [N, H] → [N, H], in three forms.
 
 
-def experts_gathered(backend: Backend, x, weights, chosen, gate_up, down):
+def experts_gathered(
+    backend: Backend,
+    x: Float[Array, "N H"],
+    weights: Float[Array, "N K"],
+    chosen: Int[Array, "N K"],
+    gate_up: ExpertWeight,
+    down: ExpertWeight,
+) -> Float[Array, "N H"]:
     """Few tokens: the weights of each choice, read once and in place.
 
     Product and sum are in float32, so that XLA fuses gather, product and reduction and copies no weight (on GPU).
     """
-    # A choice of weight 0 follows the first that has one: no expert is read for it alone.
+    # A choice of weight 0 takes the expert of the first other choice, so that no further expert is read.
     flat = chosen.reshape(-1)
     chosen = jnp.where(weights != 0, chosen, flat[jnp.argmax(weights.reshape(-1) != 0)])
     pick = dense(gate_up[chosen], jnp.float32)
     h = jnp.sum(pick * x.astype(jnp.float32)[:, None, None, None, :], axis=-1)
     h = jax.nn.silu(h[:, :, 0]) * h[:, :, 1]
-    # Over features first, each choice by itself: one sum over both axes leaves a GPU too few rows to be busy with.
+    # Over features first, for each choice: one sum over both axes has too few rows to keep a GPU busy.
     y = jnp.sum(dense(down[chosen], jnp.float32) * h[:, :, None, :], axis=-1)
     return jnp.sum(y * weights[..., None], axis=1).astype(x.dtype)
 
 
-def experts_grouped(backend: Backend, x, weights, chosen, gate_up, down):
+def experts_grouped(
+    backend: Backend,
+    x: Float[Array, "N H"],
+    weights: Float[Array, "N K"],
+    chosen: Int[Array, "N K"],
+    gate_up: ExpertWeight,
+    down: ExpertWeight,
+) -> Float[Array, "N H"]:
     """Many tokens: batched products over all experts, each with the tokens that chose it, C rows at a time.
 
-    There are as many passes as the fullest expert has C rows: nothing is dropped, and one pass is the rule. A choice of
-    weight 0 goes to no expert.
+    Passes repeat until the expert with the most tokens is done, so that no token is dropped; as a rule there is one
+    pass. A choice of weight 0 goes to no expert.
     """
     tokens, hidden = x.shape
     (e, _, f, _), k = gate_up.shape, chosen.shape[1]
-    rows = max(LEAST_GROUP_ROWS, GROUP_ROWS << max(tokens * k // e - 1, 0).bit_length())
+    rows = max(MIN_GROUP_ROWS, GROUP_ROWS << max(tokens * k // e - 1, 0).bit_length())
     rows = min(rows, tokens)
     expert = jnp.where(weights != 0, chosen, e).reshape(-1)
-    # The rank of each choice among its expert's choices. Comparing all pairs is one kernel, a sort several.
+    # The rank of each choice among its expert's choices. Comparing all pairs is one kernel; a sort is several.
     choice = jnp.arange(tokens * k)
     earlier = (expert[:, None] == expert) & (choice < choice[:, None])
-    place = jnp.where(expert < e, earlier.sum(1), -1)
+    rank = jnp.where(expert < e, earlier.sum(1), -1)
 
-    def visit(carry):
+    def visit(carry: tuple[Any, Array]) -> tuple[Any, Array]:
         first, total = carry
-        slot = jnp.where((place >= first) & (place < first + rows), expert * rows + place - first, e * rows)
-        source = jnp.full(e * rows, tokens).at[slot].set(choice // k, mode="drop")
-        inputs = x.at[source].get(mode="fill", fill_value=0).reshape(e, rows, hidden)
-        # As one axis of outputs: XLA transposes a weight with two.
+        slot = jnp.where((rank >= first) & (rank < first + rows), expert * rows + rank - first, e * rows)
+        token = jnp.full(e * rows, tokens).at[slot].set(choice // k, mode="drop")
+        inputs = x.at[token].get(mode="fill", fill_value=0).reshape(e, rows, hidden)
+        # One axis of outputs: XLA transposes a weight that has two.
         h = jnp.einsum("ech,eih->eci", inputs, dense(gate_up.reshape(e, -1, hidden), x.dtype))
         h = jax.nn.silu(h[..., :f]) * h[..., f:]
         y = jnp.einsum("ecf,ehf->ech", h, dense(down, x.dtype)).reshape(e * rows, hidden)
@@ -83,32 +120,41 @@ def experts_grouped(backend: Backend, x, weights, chosen, gate_up, down):
     start = (0, jnp.zeros((tokens, hidden), jnp.float32))
     if rows == tokens:
         return visit(start)[1].astype(x.dtype)
-    return jax.lax.while_loop(lambda carry: carry[0] <= place.max(), visit, start)[1].astype(x.dtype)
+    return jax.lax.while_loop(lambda carry: carry[0] <= rank.max(), visit, start)[1].astype(x.dtype)
 
 
-def experts_looped(backend: Backend, x, weights, chosen, gate_up, down):
-    """One dense product for each group of experts that any token chose; tokens that did not choose an expert are
-    selected away."""
+def experts_looped(
+    backend: Backend,
+    x: Float[Array, "N H"],
+    weights: Float[Array, "N K"],
+    chosen: Int[Array, "N K"],
+    gate_up: ExpertWeight,
+    down: ExpertWeight,
+) -> Float[Array, "N H"]:
+    """One dense product for each group of experts that any token chose; results of other tokens are masked."""
     e, _, f, hidden = gate_up.shape
     size = next(g for g in range(e, 0, -1) if e % g == 0 and (g * f <= GROUP_WIDTH or g == 1))
     ids = jnp.arange(e).reshape(-1, size)
 
-    def add(total, group):
+    def add(total: Array, group: tuple[ExpertWeight, ExpertWeight, Array]) -> tuple[Array, None]:
         gate_up, down, ids = group
         is_chosen = (chosen[:, :, None] == ids) & (weights[:, :, None] != 0)
         weight = jnp.where(is_chosen, weights[:, :, None], 0.0).sum(1)
 
-        def visit(total):
+        def visit(total: Array) -> Array:
             h = project(backend, x, gate_up.reshape(size, 2, f, hidden))
             h = (jax.nn.silu(h[:, :, 0]) * h[:, :, 1]).astype(jnp.float32) * weight[..., None]
             h = jnp.where(is_chosen.any(1)[..., None], h, 0.0).astype(x.dtype)
             matrix = dense(down, x.dtype)
-            # One product over expert and feature is the faster where its transposed copy of the weights is paid for.
+            # One product over expert and feature is faster where it outweighs its transposed copy of the weights.
             if x.shape[0] > GROUP_WIDTH:
                 return total + jnp.einsum("tef,ehf->th", h, matrix, preferred_element_type=jnp.float32)
             return total + jnp.einsum("tef,ehf->eth", h, matrix, preferred_element_type=jnp.float32).sum(0)
 
-        return jax.lax.cond(is_chosen.any(), visit, lambda total: total, total), None
+        def skip(total: Array) -> Array:
+            return total
+
+        return jax.lax.cond(is_chosen.any(), visit, skip, total), None
 
     total = jnp.zeros(x.shape, jnp.float32)
     if size == e:
@@ -117,13 +163,13 @@ def experts_looped(backend: Backend, x, weights, chosen, gate_up, down):
     return jax.lax.scan(add, total, groups)[0].astype(x.dtype)
 
 
-def shared_weight(gate, dtype):
-    """Logits [N] float32 of the shared expert's gate → [N, 1]."""
+def shared_weight(gate: Float[Array, " N"], dtype: DTypeLike) -> Float[Array, "N 1"]:
+    """The weight of the shared expert: the sigmoid of its gate's float32 logits."""
     return jax.nn.sigmoid(gate)[:, None].astype(dtype)
 
 
-def _with_shared(backend: Backend, y, x, shared):
-    """y [N, H] with the gated output of the shared expert."""
+def _with_shared(backend: Backend, y: Array, x: Array, shared: SharedExpert | None) -> Array:
+    """Y [N, H] plus the gated output of the shared expert."""
     if shared is None:
         return y
     gate_up, down, gate = shared
@@ -132,14 +178,25 @@ def _with_shared(backend: Backend, y, x, shared):
 
 
 def _by_xla(
-    experts, backend: Backend, x, logits, live, first, gate_up, down, shared, residual,
-    *, experts_per_token: int, normalise: bool,
-):  # fmt: skip
+    experts: Callable[[Backend, Array, Array, Array, ExpertWeight, ExpertWeight], Array],
+    backend: Backend,
+    x: Array,
+    logits: Array,
+    live: Array,
+    first: Array | int,
+    gate_up: ExpertWeight,
+    down: ExpertWeight,
+    shared: SharedExpert | None,
+    residual: Array | None,
+    *,
+    experts_per_token: int,
+    normalise: bool,
+) -> Array:
     """Routing, then ``experts``, one of the three forms."""
     weights, chosen = route(logits, experts_per_token, normalise)
     local = chosen - first
     is_here = (local >= 0) & (local < gate_up.shape[0])
-    # Idle tokens, and experts of another device, which stand for one of this device.
+    # Idle tokens and experts of other devices get weight 0; the id is then that of a local expert.
     weights, local = jnp.where(is_here & live[:, None], weights, 0.0), jnp.where(is_here, local, 0)
     y = _with_shared(backend, experts(backend, x, weights, local, gate_up, down), x, shared)
     return y if residual is None else residual + y
@@ -148,7 +205,17 @@ def _by_xla(
 reference = partial(_by_xla, experts_looped)
 
 
-def _supports_gathered(backend: Backend, x, logits, live, first, gate_up, *args, experts_per_token, normalise):
+def _supports_gathered(
+    backend: Backend,
+    x: Array,
+    logits: Array,
+    live: Array,
+    first: Array | int,
+    gate_up: Weight,
+    *args: Any,
+    experts_per_token: int,
+    normalise: bool,
+) -> str | None:
     if backend.platform == "cpu":
         return "the platform is cpu: its matrix library does not take gathered weights"
     if backend.platform == "tpu":
@@ -157,41 +224,83 @@ def _supports_gathered(backend: Backend, x, logits, live, first, gate_up, *args,
     return f"{choices} choices of {gate_up.shape[0]} experts" if choices >= gate_up.shape[0] else None
 
 
-def _supports_grouped(backend: Backend, *args, **options):
+def _supports_grouped(backend: Backend, *args: Any, **options: Any) -> str | None:
     return None if backend.is_gpu else f"the platform is {backend.platform}, where its scatter is slow"
 
 
-def _supports_cpp(backend: Backend, x, logits, live, first, gate_up, *args, **options):
+def _supports_cpp(
+    backend: Backend,
+    x: Array,
+    logits: Array,
+    live: Array,
+    first: Array | int,
+    gate_up: Weight,
+    *args: Any,
+    **options: Any,
+) -> str | None:
     return None if isinstance(gate_up, PackedWeight) else backend.no_cpp or "the experts' weights are not packed"
 
 
-def _cpp(backend: Backend, x, logits, live, first, gate_up, down, shared, residual, *, experts_per_token, normalise):
-    # On one device, which has all experts.
+def _cpp(
+    backend: Backend,
+    x: Array,
+    logits: Array,
+    live: Array,
+    first: Array | int,
+    gate_up: PackedWeight,
+    down: PackedWeight,
+    shared: SharedExpert | None,
+    residual: Array | None,
+    *,
+    experts_per_token: int,
+    normalise: bool,
+) -> Array:
+    # Weights are packed on one device only, which has all experts: ``first`` is 0.
     y = cpp.mixture(x, logits, live, gate_up, down, experts_per_token, normalise)
     y = _with_shared(backend, y, x, shared)
     return y if residual is None else residual + y
 
 
-def _supports_triton(backend: Backend, x, logits, live, first, gate_up, down, *args, experts_per_token, normalise):
+def _supports_triton(
+    backend: Backend,
+    x: Array,
+    logits: Array,
+    live: Array,
+    first: Array | int,
+    gate_up: ExpertWeight,
+    down: ExpertWeight,
+    *args: Any,
+    experts_per_token: int,
+    normalise: bool,
+) -> str | None:
     if not backend.has_triton:
         return backend.no_triton
     from dflash_jax.ops.kernels.triton import experts as triton_experts
 
-    return triton_experts.why_not(x.shape[0] * experts_per_token, gate_up, down, backend.card)
+    return triton_experts.why_not(x.shape[0] * experts_per_token, gate_up, down, backend.triton_card)
 
 
-def _triton(backend: Backend, *args, experts_per_token, normalise):
+def _triton(backend: Backend, *args: Any, experts_per_token: int, normalise: bool) -> Array:
     from dflash_jax.ops.kernels.triton import experts as triton_experts
     from dflash_jax.ops.kernels.triton import routing as triton_routing
 
-    def kernel(x, logits, live, first, gate_up, down, shared, residual):
-        card, local = backend.card, gate_up.shape[0]
+    def kernel(
+        x: Array,
+        logits: Array,
+        live: Array,
+        first: Array | int,
+        gate_up: ExpertWeight,
+        down: ExpertWeight,
+        shared: tuple[ExpertWeight, ExpertWeight, Array] | None,
+        residual: Array | None,
+    ) -> Array:
+        card, local = backend.triton_card, gate_up.shape[0]
         weights, chosen = triton_routing.route_triton(card, logits, live, first, local, experts_per_token, normalise)
         fused = shared is None or all(map(triton_experts.are_alike, (gate_up, down), shared))
         y = triton_experts.experts_triton(card, x, weights, chosen, gate_up, down, shared if fused else None, residual)
         return y if fused else _with_shared(backend, y, x, shared)
 
-    # The form that XLA takes on a GPU.
+    # The gradient is that of XLA's form for GPUs.
     plain = partial(_by_xla, experts_grouped, backend, experts_per_token=experts_per_token, normalise=normalise)
     return with_gradient_of(plain, kernel)(*args)
 
@@ -206,27 +315,37 @@ IMPLEMENTATIONS = (
 
 
 def mixture(
-    backend: Backend, x, logits, live, first, gate_up, down, shared=None, residual=None,
-    *, experts_per_token: int, normalise: bool,
-) -> jax.Array:  # fmt: skip
+    backend: Backend,
+    x: Float[Array, "N H"],
+    logits: Float[Array, "N E"],
+    live: Bool[Array, " N"],
+    first: Int[Array, ""] | int,
+    gate_up: Weight,
+    down: Weight,
+    shared: SharedExpert | None = None,
+    residual: Float[Array, "N H"] | None = None,
+    *,
+    experts_per_token: int,
+    normalise: bool,
+) -> Float[Array, "N H"]:
     """Routing, the chosen experts and the shared expert.
 
     Args:
         backend: Where it runs.
         x: [N, H].
-        logits: Of the router, [N, E].
-        live: bool [N]: tokens that count; others go to no expert.
-        first: The id of the first expert that ``gate_up`` and ``down`` hold. Choices of experts that they do not hold
-            add nothing.
-        gate_up: [E or fewer, 2, F, H].
+        logits: Router logits, [N, E].
+        live: bool [N], tokens that count; other tokens go to no expert.
+        first: The id of the first expert of ``gate_up`` and ``down``. Choices of experts that these do not have add
+            nothing.
+        gate_up: Weights of the local experts, [E or fewer, 2, F, H].
         down: [E or fewer, H, F].
         shared: gate_up [2, F, H], down [H, F] and the gate's logits float32 [N] of the shared expert, or None.
         residual: [N, H], added; None: nothing.
         experts_per_token: How many experts a token goes to.
-        normalise: Whether the weights of a token's experts are normed to a sum of 1.
+        normalise: Whether the weights of a token's experts are normalised to a sum of 1.
 
     Returns:
-        [N, H].
+        [N, H] in x's dtype.
     """
     args = (x, logits, live, first, gate_up, down, shared, residual)
     options = {"experts_per_token": experts_per_token, "normalise": normalise}

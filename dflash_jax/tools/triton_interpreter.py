@@ -119,7 +119,7 @@ def small_grids() -> Iterator[None]:
             (triton_attention, "PROGRAMS", 12),
             (triton_experts, "GATE_UP_ONE", (16, 1, 1)),
             (triton_experts, "DOWN_ONE", (32, 1, 1)),
-            (triton_routing, "_COUNTED", 2),
+            (triton_routing, "MAX_COUNTED_CHUNKS", 2),
         ):
             stack.enter_context(mock.patch.object(module, name, value))
         yield

@@ -25,7 +25,7 @@ def test_a_card_takes_its_kernels(capsys):
     assert taken(found["round"])["attention"] == {"triton"}
     assert taken(found["prefill"])["linear"] == {"reference"}
     reasons = dict(next(c for c in found["prefill"] if c["op"] == "linear")["passed_over"])
-    assert reasons["triton"] == "256 rows: it takes 16 at most"
+    assert reasons["triton"] == "256 rows: the kernel takes 16 at most"
 
 
 def test_without_kernels_each_operation_says_why(capsys):

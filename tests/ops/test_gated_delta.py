@@ -5,10 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.ops import gated_delta as module
+from dflash_jax.ops import delta_rule as module
 from dflash_jax.ops.backend import XLA
 from dflash_jax.ops.cache import DeltaRecord, DeltaState
-from dflash_jax.ops.gated_delta import delta_rule, replay, unit_lower_inverse
+from dflash_jax.ops.delta_rule import delta_rule, unit_lower_inverse
+from dflash_jax.ops.gated_delta import replay
 
 B, G, R, DK, DV = 2, 2, 3, 10, 7
 

@@ -1,31 +1,45 @@
-"""Kernels for a CPU, in C++: products of rows by a weight, which is read once for all of them, attention, the gated
-delta rule, mixtures of experts, and the noise of draws.
+"""C++ kernels for a CPU: linear maps, attention, the gated delta rule, mixtures of experts, and the noise of draws.
 
-XLA's own product of four rows takes twice as long as one of one row, cannot read weights in bfloat16 faster than in
-float32, and its small products take tens of microseconds to start (benchmarks/NOTES.md). `library` compiles them.
+A linear map reads each weight once for all rows. XLA's product of four rows takes twice as long as that of one row,
+XLA cannot read weights in bfloat16 faster than in float32, and its small products take tens of microseconds to start
+(benchmarks/NOTES.md). `library` compiles the kernels.
 """
+
+# jax's own annotations are partial: members such as jnp.where have unknown parameter types.
+# pyright: reportUnknownMemberType=false
 
 import ctypes
 import logging
 import subprocess
+from collections.abc import Sequence
 from functools import cache
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from dflash_jax.ops.kernels.cpu.library import find_compiler, load, threads
 
+if TYPE_CHECKING:
+    from dflash_jax.ops.cache import Bounds, DeltaRecord, DeltaState, KVCache
+    from dflash_jax.ops.weights import PackedWeight
+
 log = logging.getLogger("dflash_jax")
 
-LANES = 16  # outputs in a panel
-MOST_SIZE = 256  # of heads, of attention and of the delta rule
+# Outputs in a panel.
+LANES = 16
+# The largest head size of attention and of the delta rule.
+MAX_HEAD_SIZE = 256
 
 
 @cache
 def why_not() -> str:
-    """Why the kernels cannot be called; empty where they can. The first call compiles them if they are
-    not in the cache, registers them, and logs a reason."""
+    """The reason why the kernels cannot be called; empty where they can.
+
+    The first call compiles them if they are not in the cache, registers them, and logs the reason.
+    """
     compiler = find_compiler()
     if compiler is None:
         log.warning("no C++ compiler is here (c++, or CXX): on this CPU all kernels are XLA's, which are slower")
@@ -43,92 +57,155 @@ def why_not() -> str:
     return ""
 
 
-def linear(x, weights, norm=None, eps: float = 0.0, offset: float = 0.0, *, kept=False, gated=False, residual=None):
-    """`ops.linear.linear` of x [T, I] float32 and matrices [O, I] (`ops.weights.PackedWeight`), the weight of
-    RMSNorm ``norm`` [I]; ``gated``: of one matrix [2 · F, I]; ``residual`` [T, O]. The sum of each output is the same
-    for any number of rows, bit for bit."""
+def linear(
+    x: Float[Array, "T I"],
+    weights: "Sequence[PackedWeight]",
+    norm: Float[Array, " I"] | None = None,
+    eps: float = 0.0,
+    offset: float = 0.0,
+    *,
+    return_normed: bool = False,
+    swiglu: bool = False,
+    residual: Float[Array, "T O"] | None = None,
+) -> list[Array]:
+    """`ops.linear.linear` of matrices. Each output has the same bits for any number of tokens.
+
+    Args:
+        x: float32 [T, I].
+        weights: Matrices [O, I], or one matrix [2 F, I] with ``swiglu``.
+        norm: Weight of RMSNorm, [I]; None: no norm.
+        eps: Of the norm.
+        offset: Of the norm.
+        return_normed: Whether the normed x follows the results.
+        swiglu: The first half of the outputs, through silu, multiplies the second half.
+        residual: [T, O], added to each result.
+
+    Returns:
+        float32 [T, O] for each weight, then the normed x if ``return_normed``.
+    """
     none = jnp.zeros(0, jnp.float32)
-    rows = x.shape[0]
-    shapes = [jax.ShapeDtypeStruct((rows, w.shape[0] // (1 + gated)), jnp.float32) for w in weights]
-    if kept and norm is not None:
+    tokens = x.shape[0]
+    shapes = [jax.ShapeDtypeStruct((tokens, w.shape[0] // (1 + swiglu)), jnp.float32) for w in weights]
+    if return_normed and norm is not None:
         shapes.append(jax.ShapeDtypeStruct(x.shape, jnp.float32))
-    made = jax.ffi.ffi_call("DflashLinear", shapes)(
+    call: Any = jax.ffi.ffi_call("DflashLinear", shapes)
+    outputs: list[Array] = call(
         x,
         none if norm is None else norm,
         none if residual is None else residual,
         *(w.panels for w in weights),
         eps=np.float32(eps),
         offset=np.float32(offset),
-        gated=gated,
+        gated=swiglu,
     )
-    return [*made, x] if kept and norm is None else made
+    return [*outputs, x] if return_normed and norm is None else outputs
 
 
-def gates(weight) -> bool:
-    """Whether one call of `linear` does SwiGLU behind a weight [2, F, H]: the halves share no panel."""
+def can_fuse_swiglu(weight: "PackedWeight") -> bool:
+    """Whether `linear` can compute SwiGLU with a weight [2, F, H]: its halves must share no panel."""
     return weight.shape[1] % LANES == 0
 
 
-def why_not_attended(q, cache) -> str | None:
-    """Why `attend` does not take these; None where it does."""
+def why_not_attended(q: Array, cache: "KVCache") -> str | None:
+    """The reason why `attend` does not support queries [B, T, N, D] and a cache, or None."""
     size = q.shape[-1]
     if not q.dtype == cache.k.dtype == jnp.float32:
-        return f"{jnp.dtype(q.dtype).name}: it is for float32"
-    if size % LANES or size > MOST_SIZE:
-        return f"heads of {size}: sizes are multiples of {LANES} up to {MOST_SIZE}"
+        return f"{jnp.dtype(q.dtype).name}: the kernel is for float32"
+    if size % LANES or size > MAX_HEAD_SIZE:
+        return f"heads of {size}: sizes are multiples of {LANES} up to {MAX_HEAD_SIZE}"
     return None
 
 
-def attend(q, k, v, own_mask, cache, length, bounds):
-    """As `ops.attention.attention`, with a cache and bounds, and without a gate. It has no gradient."""
+def attend(
+    q: Float[Array, "B T N D"],
+    k: Float[Array, "B T K D"],
+    v: Float[Array, "B T K D"],
+    mask: Bool[Array, "..."] | None,
+    cache: "KVCache",
+    length: Int[Array, " B"],
+    bounds: "Bounds",
+) -> Float[Array, "B T N D"]:
+    """`ops.attention.attention` in float32, with a cache and bounds, without a gate and without a gradient."""
     b, t = q.shape[:2]
-    own = jnp.ones((1, 1, 1), bool) if own_mask is None else own_mask
-    if own_mask is not None:
-        own = jnp.broadcast_to(own, (own.shape[0] if own.ndim == 3 else 1, t, t))
+    block_mask = jnp.ones((1, 1, 1), bool) if mask is None else mask
+    if mask is not None:
+        block_mask = jnp.broadcast_to(block_mask, (block_mask.shape[0] if block_mask.ndim == 3 else 1, t, t))
     rows = jnp.arange(b, dtype=jnp.int32) if cache.rows is None else cache.rows
-    args = (q, k, v, own, cache.k, cache.v, rows, length, bounds.first, bounds.recent, bounds.sinks)
-    call = jax.ffi.ffi_call("DflashAttend", jax.ShapeDtypeStruct(q.shape, jnp.float32))
-    return call(*args, ring_sinks=np.int64(cache.sinks if cache.ring else -1), causal=own_mask is None)
+    args = (q, k, v, block_mask, cache.k, cache.v, rows, length, bounds.first, bounds.recent, bounds.sinks)
+    call: Any = jax.ffi.ffi_call("DflashAttend", jax.ShapeDtypeStruct(q.shape, jnp.float32))
+    return call(*args, ring_sinks=np.int64(cache.sinks if cache.ring else -1), causal=mask is None)
 
 
-def why_not_mixed(state) -> str | None:
-    """Why `mix` and `replay` do not take an `ops.cache.DeltaState`; None where they do."""
+def why_not_mixed(state: "DeltaState") -> str | None:
+    """The reason why `mix` and `replay` do not support a state, or None."""
     keys, values = state.recurrent.shape[-2:]
     if state.conv.dtype != jnp.float32:
-        return f"{jnp.dtype(state.conv.dtype).name}: it is for float32"
-    if keys % LANES or values % LANES or keys > MOST_SIZE:
-        return f"heads of {keys} and {values}: sizes are multiples of {LANES}, of keys up to {MOST_SIZE}"
+        return f"{jnp.dtype(state.conv.dtype).name}: the kernel is for float32"
+    if keys % LANES or values % LANES or keys > MAX_HEAD_SIZE:
+        return f"heads of {keys} and {values}: sizes are multiples of {LANES}, of keys up to {MAX_HEAD_SIZE}"
     return None
 
 
-def mix(qkvz, gates, state, taps, a_log, dt_bias, norm, eps: float):
-    """As `ops.gated_delta.gated_delta`, all float32, of one document a row: y and the fields of its `DeltaRecord`. It
-    has no gradient."""
+def mix(
+    qkvz: Float[Array, "B T G CZ"],
+    gates: Float[Array, "B T 2 G R"],
+    state: "DeltaState",
+    taps: Float[Array, "G C W"],
+    a_log: Float[Array, "G R"],
+    dt_bias: Float[Array, "G R"],
+    norm: Float[Array, " Dv"],
+    eps: float,
+) -> list[Array]:
+    """`ops.gated_delta.gated_delta` in float32, for one document per sequence, without a gradient.
+
+    Returns:
+        y, and the fields of the `ops.cache.DeltaRecord`.
+    """
     b, t, g = qkvz.shape[:3]
     r, dk, dv = state.recurrent.shape[2:]
     shapes = [(b, t, g, r, dv), (b, t, g, dk), (b, t, g, r, dv), (b, t, g, r), (b, t, g, taps.shape[1])]
-    call = jax.ffi.ffi_call("DflashMix", [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes])
-    held = state.recurrent, state.conv, state.row_indices()
-    return call(qkvz, gates, *held, taps, a_log, dt_bias, norm, eps=np.float32(eps))
+    call: Any = jax.ffi.ffi_call("DflashMix", [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes])
+    buffers = state.recurrent, state.conv, state.row_indices()
+    return call(qkvz, gates, *buffers, taps, a_log, dt_bias, norm, eps=np.float32(eps))
 
 
-def replay(state, record, n):
-    """As `ops.gated_delta.replay`: the state's arrays, written in place."""
+def replay(state: "DeltaState", record: "DeltaRecord", n: Int[Array, " B"]) -> list[Array]:
+    """`ops.gated_delta.replay` in place: the state's recurrent and convolution arrays."""
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (state.recurrent, state.conv)]
-    call = jax.ffi.ffi_call("DflashReplay", shapes, input_output_aliases={0: 0, 1: 1})
-    held = state.recurrent, state.conv, state.row_indices()
-    return call(*held, record.k, record.delta, record.log_decay, record.conv, n)
+    call: Any = jax.ffi.ffi_call("DflashReplay", shapes, input_output_aliases={0: 0, 1: 1})
+    buffers = state.recurrent, state.conv, state.row_indices()
+    return call(*buffers, record.k, record.delta, record.log_decay, record.conv, n)
 
 
-def mixture(x, logits, live, gate_up, down, top: int, normalise: bool):
-    """As `ops.moe.mixture`, of x [T, H] float32, router logits [T, E], ``live`` bool [T] and all experts in panels,
-    [E, 2, F, H] and [E, H, F]; without a shared expert and a residual. It has no gradient."""
-    call = jax.ffi.ffi_call("DflashExperts", jax.ShapeDtypeStruct(x.shape, jnp.float32))
+def mixture(
+    x: Float[Array, "N H"],
+    logits: Float[Array, "N E"],
+    live: Bool[Array, " N"],
+    gate_up: "PackedWeight",
+    down: "PackedWeight",
+    top: int,
+    normalise: bool,
+) -> Float[Array, "N H"]:
+    """`ops.moe.mixture` in float32 with all experts, without a shared expert, a residual and a gradient.
+
+    Args:
+        x: float32 [N, H].
+        logits: Router logits, [N, E].
+        live: bool [N].
+        gate_up: [E, 2, F, H].
+        down: [E, H, F].
+        top: Experts per token.
+        normalise: Whether the weights of a token's experts are normalised to a sum of 1.
+
+    Returns:
+        float32 [N, H].
+    """
+    call: Any = jax.ffi.ffi_call("DflashExperts", jax.ShapeDtypeStruct(x.shape, jnp.float32))
     options = {"features": np.int64(gate_up.shape[2]), "top": np.int64(top), "normalise": normalise}
     return call(x, logits, live, gate_up.panels, down.panels, **options)
 
 
-def noise(seed, positions, ids):
-    """As `ops.sampling_noise.gumbel_noise`, but for roundings in the last places."""
-    call = jax.ffi.ffi_call("DflashNoise", jax.ShapeDtypeStruct((*positions.shape, len(ids)), jnp.float32))
+def noise(seed: UInt32[Array, " B"], positions: Int[Array, "B T"], ids: Int[Array, " V"]) -> Float[Array, "B T V"]:
+    """`ops.sampling_noise.gumbel_noise`, but for roundings in the last places."""
+    call: Any = jax.ffi.ffi_call("DflashNoise", jax.ShapeDtypeStruct((*positions.shape, len(ids)), jnp.float32))
     return call(seed, positions.astype(jnp.int32), ids.astype(jnp.uint32))

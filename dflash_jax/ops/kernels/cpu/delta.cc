@@ -1,6 +1,6 @@
-// A Gated DeltaNet layer in float32, as two calls of XLA's: dflash_jax.models.gated_delta's `mix`, which reads the
-// state, and dflash_jax.cache's `replay`, which writes it. Token by token: 16 value features of a head at a time, whose
-// part of the state, [Dk, 16], stays in the first cache. No sum depends on how many tokens there are.
+// A Gated DeltaNet layer in float32, as two XLA FFI calls of calls.py: `mix` reads the state, and `replay` writes it.
+// A part computes 16 value features of a head token by token; its part of the state, [Dk, 16], stays in the
+// first-level cache. No sum depends on the number of tokens.
 
 #include <algorithm>
 #include <cmath>
@@ -15,11 +15,11 @@ namespace ffi = xla::ffi;
 
 namespace {
 
-constexpr int kMostKeys = 256;  // features of a key
-// Products that a second thread is not woken for.
+constexpr int kMaxKeySize = 256;  // features of a key
+// The fewest products that are worth a second thread.
 constexpr int64_t kAlone = 8192;
 
-// Σ x[i] y[i]; size is whole vectors.
+// Σ x[i] y[i]; size is a multiple of a vector.
 inline float Product(const float* x, const float* y, int64_t size) {
   Floats sums = {};
   for (int64_t i = 0; i < size; i += kLanes) sums += Load(x + i) * Load(y + i);
@@ -37,20 +37,20 @@ void ForAll(int64_t parts, int64_t products, const F& part) {
   for (int64_t i = 0; i < parts; ++i) part(i);
 }
 
-// What T tokens are to one head: k and q [T, size], kq [T] their products, beta and decay [T].
+// The inputs of T tokens for one head: k and q [T, size], their products kq [T], beta and decay [T].
 struct Tokens {
   int64_t count, size;
   const float *k, *q, *kq, *beta, *decay;
 };
 
-// The delta rule by 16 values of a head. Row t of v, delta and out is t times its stride behind the first; the state's
-// values of feature i lie at i * width.
+// The delta rule for 16 values of a head. Row t of v, delta and out is at t times its stride; the state's values of
+// feature i are at i * width.
 void Recurrence(const Tokens& x, const float* state, int64_t width, const float* v, int64_t v_stride, float* delta,
                 int64_t delta_stride, float* out, int64_t out_stride) {
-  Floats s[kMostKeys];
-  Floats held[2] = {}, seen[2] = {};  // Sᵀk and Sᵀq
+  Floats s[kMaxKeySize];
+  Floats recalled[2] = {}, seen[2] = {};  // Sᵀk and Sᵀq
   const auto read = [&](int64_t i, int64_t t) {
-    held[i & 1] += s[i] * x.k[t * x.size + i];
+    recalled[i & 1] += s[i] * x.k[t * x.size + i];
     seen[i & 1] += s[i] * x.q[t * x.size + i];
   };
   for (int64_t i = 0; i < x.size; i += 2) {
@@ -59,11 +59,11 @@ void Recurrence(const Tokens& x, const float* state, int64_t width, const float*
   }
   for (int64_t t = 0;; ++t) {
     const float decay = x.decay[t];
-    const Floats d = (Load(v + t * v_stride) - (held[0] + held[1]) * decay) * x.beta[t];
+    const Floats d = (Load(v + t * v_stride) - (recalled[0] + recalled[1]) * decay) * x.beta[t];
     Store(delta + t * delta_stride, d);
     Store(out + t * out_stride, (seen[0] + seen[1]) * decay + d * x.kq[t]);
     if (t + 1 == x.count) break;
-    held[0] = held[1] = seen[0] = seen[1] = Floats{};
+    recalled[0] = recalled[1] = seen[0] = seen[1] = Floats{};
     const float* const k = x.k + t * x.size;
     for (int64_t i = 0; i < x.size; i += 2) {
       s[i] = Stepped(s[i], decay, k[i], d), s[i + 1] = Stepped(s[i + 1], decay, k[i + 1], d);
@@ -76,25 +76,25 @@ using F32 = ffi::Buffer<ffi::F32>;
 using F32Out = ffi::ResultBuffer<ffi::F32>;
 using I32 = ffi::Buffer<ffi::S32>;
 
-// qkvz [B, T, G, C + R Dv], gates [B, T, 2, G, R], state [all rows, G, R, Dk, Dv], conv [all rows, J - 1, G, C], owned
-// [B]: the rows, taps [G, C, J], a_log and dt_bias [G, R], norm [Dv] → y and delta [B, T, G, R, Dv], k [B, T, G, Dk],
-// log_decay [B, T, G, R], inputs [B, T, G, C]. Rows past the end are nobody's: what they give is meaningless.
-ffi::Error Mix(F32 qkvz, F32 gates, F32 state, F32 conv, I32 owned, F32 taps, F32 a_log, F32 dt_bias, F32 norm,
+// qkvz [B, T, G, C + R Dv], gates [B, T, 2, G, R], state [all rows, G, R, Dk, Dv], conv [all rows, J - 1, G, C],
+// state_rows [B], taps [G, C, J], a_log and dt_bias [G, R], norm [Dv] → y and delta [B, T, G, R, Dv], k [B, T, G, Dk],
+// log_decay [B, T, G, R], inputs [B, T, G, C]. Rows past the end are padding, with meaningless results.
+ffi::Error Mix(F32 qkvz, F32 gates, F32 state, F32 conv, I32 state_rows, F32 taps, F32 a_log, F32 dt_bias, F32 norm,
                F32Out y, F32Out k_out, F32Out delta, F32Out log_decay, F32Out inputs, float eps) {
   const int64_t rows = qkvz.dimensions()[0], tokens = qkvz.dimensions()[1], wide = qkvz.dimensions()[3];
   const int64_t groups = taps.dimensions()[0], channels = taps.dimensions()[1], kernel = taps.dimensions()[2];
   const int64_t repeat = state.dimensions()[2], size = state.dimensions()[3], values = state.dimensions()[4];
-  if (size > kMostKeys || size % kLanes || values % kLanes) {
-    return ffi::Error::InvalidArgument("heads of a size that is not made for");
+  if (size > kMaxKeySize || size % kLanes || values % kLanes) {
+    return ffi::Error::InvalidArgument("heads of an unsupported size");
   }
 
-  // A group: a key head of one row, and its value heads.
+  // A part is a group: a key head of one batch entry, and its value heads.
   const auto part = [&](int64_t index) {
     const int64_t b = index / groups, g = index % groups;
-    const int64_t line = std::clamp<int64_t>(owned.typed_data()[b], 0, state.dimensions()[0] - 1);
-    thread_local std::vector<float> room;
-    room.resize(kernel * channels + tokens * (channels + 2 * size + repeat * values + 1 + 2 * repeat));
-    float* const weights = room.data();                // [J, C]
+    const int64_t line = std::clamp<int64_t>(state_rows.typed_data()[b], 0, state.dimensions()[0] - 1);
+    thread_local std::vector<float> buffer;
+    buffer.resize(kernel * channels + tokens * (channels + 2 * size + repeat * values + 1 + 2 * repeat));
+    float* const weights = buffer.data();                // [J, C]
     float* const mixed = weights + kernel * channels;  // [T, C]: q, k, v
     float* const q = mixed + tokens * channels;        // [T, Dk]
     float* const k = q + tokens * size;                // [T, Dk]
@@ -107,7 +107,7 @@ ffi::Error Mix(F32 qkvz, F32 gates, F32 state, F32 conv, I32 owned, F32 taps, F3
         weights[j * channels + c] = taps.typed_data()[(g * channels + c) * kernel + j];
       }
     }
-    // What the convolution sees at token t; before the first one, what the state has of it.
+    // The convolution's input at token t; before the first token, that of the state.
     const auto input = [&](int64_t t) {
       return t < 0 ? conv.typed_data() + ((line * (kernel - 1) + kernel - 1 + t) * groups + g) * channels
                    : qkvz.typed_data() + ((b * tokens + t) * groups + g) * wide;
@@ -142,11 +142,11 @@ ffi::Error Mix(F32 qkvz, F32 gates, F32 state, F32 conv, I32 owned, F32 taps, F3
       }
     }
     for (int64_t r = 0; r < repeat; ++r) {
-      const Tokens mine = {tokens, size, k, q, kq, beta + r * tokens, decay + r * tokens};
+      const Tokens head_inputs = {tokens, size, k, q, kq, beta + r * tokens, decay + r * tokens};
       const float* const from = state.typed_data() + ((line * groups + g) * repeat + r) * size * values;
       const int64_t first = (b * tokens * groups + g) * repeat + r, step = groups * repeat * values;
       for (int64_t v = 0; v < values; v += kLanes) {
-        Recurrence(mine, from + v, values, mixed + 2 * size + r * values + v, channels,
+        Recurrence(head_inputs, from + v, values, mixed + 2 * size + r * values + v, channels,
                    delta->typed_data() + first * values + v, step, out + r * values + v, repeat * values);
       }
       for (int64_t t = 0; t < tokens; ++t) {
@@ -164,51 +164,51 @@ ffi::Error Mix(F32 qkvz, F32 gates, F32 state, F32 conv, I32 owned, F32 taps, F3
   return ffi::Error::Success();
 }
 
-// state [all rows, G, R, Dk, Dv] and conv [all rows, J - 1, G, C], whose rows [B] go on by the first n [B] of T tokens:
-// k [B, T, G, Dk], delta [B, T, G, R, Dv], log_decay [B, T, G, R], inputs [B, T, G, C]. Written where they are read.
-ffi::Error Replay(F32 state, F32 conv, I32 owned, F32 k, F32 delta, F32 log_decay, F32 inputs, I32 n, F32Out state_out,
-                  F32Out conv_out) {
+// state [all rows, G, R, Dk, Dv] and conv [all rows, J - 1, G, C], whose state_rows [B] advance by the first n [B] of
+// T tokens: k [B, T, G, Dk], delta [B, T, G, R, Dv], log_decay [B, T, G, R], inputs [B, T, G, C]. Written in place.
+ffi::Error Replay(F32 state, F32 conv, I32 state_rows, F32 k, F32 delta, F32 log_decay, F32 inputs, I32 n,
+                  F32Out state_out, F32Out conv_out) {
   const int64_t rows = k.dimensions()[0], tokens = k.dimensions()[1], groups = k.dimensions()[2];
   const int64_t repeat = state.dimensions()[2], size = state.dimensions()[3], values = state.dimensions()[4];
   const int64_t past = conv.dimensions()[1], line = groups * conv.dimensions()[3];
-  if (size > kMostKeys || values % kLanes) {
-    return ffi::Error::InvalidArgument("heads of a size that is not made for");
+  if (size > kMaxKeySize || values % kLanes) {
+    return ffi::Error::InvalidArgument("heads of an unsupported size");
   }
-  // What is not given up comes as a copy from XLA.
+  // XLA copies an argument that is not donated.
   if (state.typed_data() != state_out->typed_data() || conv.typed_data() != conv_out->typed_data()) {
     return ffi::Error::Internal("the state was not written where it lies");
   }
 
   const auto part = [&](int64_t index) {
-    const int64_t b = index / groups, g = index % groups, own = owned.typed_data()[b];
+    const int64_t b = index / groups, g = index % groups, row = state_rows.typed_data()[b];
     const int64_t count = std::clamp<int64_t>(n.typed_data()[b], 0, tokens);
-    if (count == 0 || own < 0 || own >= state.dimensions()[0]) return;
+    if (count == 0 || row < 0 || row >= state.dimensions()[0]) return;
     if (g == 0) {
-      float* const held = conv_out->typed_data() + own * past * line;
+      float* const last_inputs = conv_out->typed_data() + row * past * line;
       const float* const fresh = inputs.typed_data() + b * tokens * line;
       for (int64_t j = 0; j < past; ++j) {
         const int64_t from = j + count;
-        std::memmove(held + j * line, from < past ? held + from * line : fresh + (from - past) * line,
+        std::memmove(last_inputs + j * line, from < past ? last_inputs + from * line : fresh + (from - past) * line,
                      line * sizeof(float));
       }
     }
     thread_local std::vector<float> decay;
     decay.resize(tokens);
     for (int64_t r = 0; r < repeat; ++r) {
-      float* const held = state_out->typed_data() + ((own * groups + g) * repeat + r) * size * values;
+      float* const state_part = state_out->typed_data() + ((row * groups + g) * repeat + r) * size * values;
       const int64_t first = (b * tokens * groups + g) * repeat + r;
       for (int64_t t = 0; t < count; ++t) {
         decay[t] = std::exp(log_decay.typed_data()[first + t * groups * repeat]);
       }
       for (int64_t v = 0; v < values; v += kLanes) {
-        Floats s[kMostKeys];
-        for (int64_t i = 0; i < size; ++i) s[i] = Load(held + i * values + v);
+        Floats s[kMaxKeySize];
+        for (int64_t i = 0; i < size; ++i) s[i] = Load(state_part + i * values + v);
         for (int64_t t = 0; t < count; ++t) {
           const Floats d = Load(delta.typed_data() + (first + t * groups * repeat) * values + v);
-          const float* const mine = k.typed_data() + ((b * tokens + t) * groups + g) * size;
-          for (int64_t i = 0; i < size; ++i) s[i] = Stepped(s[i], decay[t], mine[i], d);
+          const float* const key = k.typed_data() + ((b * tokens + t) * groups + g) * size;
+          for (int64_t i = 0; i < size; ++i) s[i] = Stepped(s[i], decay[t], key[i], d);
         }
-        for (int64_t i = 0; i < size; ++i) Store(held + i * values + v, s[i]);
+        for (int64_t i = 0; i < size; ++i) Store(state_part + i * values + v, s[i]);
       }
     }
   };

@@ -1,6 +1,6 @@
-// A mixture of experts in float32, as a call of XLA's: routing, and of each expert the SwiGLU of the tokens that chose
-// it, dflash_jax.models.moe's `mixture` without the shared expert. Of an expert that no token chose nothing is read.
-// What a token gets does not depend on the others: it is summed up in the order of the experts.
+// A mixture of experts in float32, as an XLA FFI call: `mixture` of calls.py. Routing, then for each expert the SwiGLU
+// of the tokens that chose it. Experts that no token chose are not read. A token's result does not depend on other
+// tokens: its sum is in the order of the experts.
 
 #include <algorithm>
 #include <cmath>
@@ -16,17 +16,17 @@ namespace ffi = xla::ffi;
 
 namespace {
 
-constexpr int64_t kStride = kTaken * kLanes;
+constexpr int64_t kStride = kPartPanels * kLanes;
 
-// The tokens that chose each expert, in order, and by what weight.
+// The tokens that chose each expert, in order, and their weights.
 struct Routes {
   std::vector<int64_t> begin, token;  // expert e has the choices begin[e] … begin[e + 1] - 1
   std::vector<float> weight;
-  std::vector<int64_t> used;  // experts that have any
+  std::vector<int64_t> used;  // experts with at least one choice
 };
 
-// logits [T, E]; the `top` likeliest of each live token, of equal ones the first. Weights: of the softmax over all, or
-// over the chosen.
+// logits [T, E]; the `top` most probable experts of each live token, of equal ones the first. Weights: those of the
+// softmax over all experts, or over the chosen ones.
 Routes Route(const float* logits, const bool* live, int64_t tokens, int64_t experts, int64_t top, bool normalise) {
   std::vector<int64_t> order(experts), chosen(tokens * top, -1);
   std::vector<float> weight(tokens * top);
@@ -39,12 +39,13 @@ Routes Route(const float* logits, const bool* live, int64_t tokens, int64_t expe
     std::partial_sort(order.begin(), order.begin() + top, order.end(), [row](int64_t a, int64_t b) {
       return row[a] > row[b] || (row[a] == row[b] && a < b);
     });
-    const float most = row[order[0]];
+    const float maximum = row[order[0]];
     float total = 0;
-    for (int64_t e = 0; e < (normalise ? top : experts); ++e) total += std::exp(row[normalise ? order[e] : e] - most);
+    for (int64_t e = 0; e < (normalise ? top : experts); ++e)
+      total += std::exp(row[normalise ? order[e] : e] - maximum);
     for (int64_t i = 0; i < top; ++i) {
       chosen[t * top + i] = order[i];
-      weight[t * top + i] = std::exp(row[order[i]] - most) / total;
+      weight[t * top + i] = std::exp(row[order[i]] - maximum) / total;
       ++routes.begin[order[i] + 1];
     }
   }
@@ -65,25 +66,25 @@ Routes Route(const float* logits, const bool* live, int64_t tokens, int64_t expe
 using F32 = ffi::Buffer<ffi::F32>;
 
 // x [T, H], logits [T, E], live [T], gate_up in panels of [E, 2, F, H] and down of [E, H, F] → [T, H]. H and F are
-// whole panels.
+// multiples of a panel.
 ffi::Error Call(F32 x, F32 logits, ffi::Buffer<ffi::PRED> live, ffi::AnyBuffer gate_up, ffi::AnyBuffer down,
                 ffi::ResultBuffer<ffi::F32> out, int64_t features, int64_t top, bool normalise) {
   const int64_t tokens = x.dimensions()[0], hidden = x.dimensions()[1], experts = logits.dimensions()[1];
   if (hidden % kLanes || features % kLanes || top > experts) {
-    return ffi::Error::InvalidArgument("experts of a size that is not made for");
+    return ffi::Error::InvalidArgument("experts of a size that is not activations for");
   }
   const Routes routes = Route(logits.typed_data(), live.typed_data(), tokens, experts, top, normalise);
-  thread_local std::vector<float> made;
-  made.resize(routes.token.size() * features);
-  float* const inner = made.data();  // [choices, F]
+  thread_local std::vector<float> activations;
+  activations.resize(routes.token.size() * features);
+  float* const inner = activations.data();  // [choices, F]
 
-  const int64_t runs = (features / kLanes + kTaken - 1) / kTaken;
+  const int64_t runs = (features / kLanes + kPartPanels - 1) / kPartPanels;
   const auto first = [&](int64_t i) {
-    const int64_t e = routes.used[i / runs], panel = i % runs * kTaken;
-    const int64_t last = std::min(panel + kTaken, features / kLanes), columns = (last - panel) * kLanes;
-    thread_local std::vector<float> room;
-    room.resize(kRows * (hidden + 2 * kStride));
-    float* const rows = room.data();
+    const int64_t e = routes.used[i / runs], panel = i % runs * kPartPanels;
+    const int64_t last = std::min(panel + kPartPanels, features / kLanes), columns = (last - panel) * kLanes;
+    thread_local std::vector<float> buffer;
+    buffer.resize(kRows * (hidden + 2 * kStride));
+    float* const rows = buffer.data();
     float* const gates = rows + kRows * hidden;
     float* const ups = gates + kRows * kStride;
     for (int64_t c = routes.begin[e]; c < routes.begin[e + 1]; c += kRows) {
@@ -91,25 +92,26 @@ ffi::Error Call(F32 x, F32 logits, ffi::Buffer<ffi::PRED> live, ffi::AnyBuffer g
       for (int64_t j = 0; j < n; ++j) {
         std::memcpy(rows + j * hidden, x.typed_data() + routes.token[c + j] * hidden, hidden * sizeof(float));
       }
-      const int64_t mine = e * 2 * up;
-      Multiply(rows, n, hidden, gate_up, mine + panel, mine + last, gates, kStride, kStride);
-      Multiply(rows, n, hidden, gate_up, mine + up + panel, mine + up + last, ups, kStride, kStride);
+      const int64_t first_panel = e * 2 * up;
+      Multiply(rows, n, hidden, gate_up, first_panel + panel, first_panel + last, gates, kStride, kStride);
+      Multiply(rows, n, hidden, gate_up, first_panel + up + panel, first_panel + up + last, ups, kStride, kStride);
       for (int64_t j = 0; j < n; ++j) {
         Gate(gates + j * kStride, ups + j * kStride, columns, inner + (c + j) * features + panel * kLanes);
       }
     }
   };
   const auto second = [&](int64_t i) {
-    const int64_t panel = i * kTaken, last = std::min(panel + kTaken, hidden / kLanes);
+    const int64_t panel = i * kPartPanels, last = std::min(panel + kPartPanels, hidden / kLanes);
     const int64_t columns = (last - panel) * kLanes;
     float* const here = out->typed_data() + panel * kLanes;
     for (int64_t t = 0; t < tokens; ++t) std::memset(here + t * hidden, 0, columns * sizeof(float));
     float rows[kRows * kStride];
     for (const int64_t e : routes.used) {
-      const int64_t mine = e * hidden / kLanes;
+      const int64_t first_panel = e * hidden / kLanes;
       for (int64_t c = routes.begin[e]; c < routes.begin[e + 1]; c += kRows) {
         const int64_t n = std::min<int64_t>(kRows, routes.begin[e + 1] - c);
-        Multiply(inner + c * features, n, features, down, mine + panel, mine + last, rows, kStride, kStride);
+        Multiply(inner + c * features, n, features, down, first_panel + panel, first_panel + last, rows, kStride,
+                 kStride);
         for (int64_t j = 0; j < n; ++j) {
           float* const to = here + routes.token[c + j] * hidden;
           const float weight = routes.weight[c + j];
@@ -121,7 +123,7 @@ ffi::Error Call(F32 x, F32 logits, ffi::Buffer<ffi::PRED> live, ffi::AnyBuffer g
     }
   };
   TheTeam().Run(routes.used.size() * runs, first);
-  TheTeam().Run((hidden / kLanes + kTaken - 1) / kTaken, second);
+  TheTeam().Run((hidden / kLanes + kPartPanels - 1) / kPartPanels, second);
   return ffi::Error::Success();
 }
 

@@ -1,8 +1,7 @@
-"""The shared library of the CPU's kernels: compiled when first needed, kept in the user's cache directory, and checked
-before it is loaded.
+"""The shared library of the CPU's kernels: compiled at first use, cached for the user, and checked before loading.
 
 A library is code: it is loaded only from a file and a directory that no other user can write. Its name has the digest
-of its content, so that a file that was cut short, which would end the process with SIGBUS, is compiled again.
+of its content, so that a truncated file, which would end the process with SIGBUS, is compiled again.
 """
 
 import ctypes
@@ -20,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import jax
-import jaxlib
+from jaxlib import version as jaxlib_version
 
 log = logging.getLogger("dflash_jax")
 
@@ -32,35 +31,37 @@ FLAGS = ("-O3", NATIVE, "-std=c++20", "-fPIC", "-pthread", "-w")
 
 
 def threads() -> int:
-    """As many as the process may use cores, or OMP_NUM_THREADS."""
-    if (asked := os.environ.get("OMP_NUM_THREADS", "")).isdecimal():
-        return max(1, int(asked))
+    """Threads of the kernels: OMP_NUM_THREADS, or the number of cores that the process may use."""
+    if (requested := os.environ.get("OMP_NUM_THREADS", "")).isdecimal():
+        return max(1, int(requested))
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def find_compiler() -> list[str] | None:
-    """The command, or None."""
+    """The C++ compiler's command with its options: CXX or ``c++``; None where there is none."""
     command = shlex.split(os.environ.get("CXX") or "c++")
-    found = shutil.which(command[0])
-    return [found, *command[1:]] if found else None
+    path = shutil.which(command[0])
+    return [path, *command[1:]] if path else None
 
 
 def load(compiler: list[str]) -> ctypes.CDLL:
-    """The library, compiled where there is none that can be trusted. Several processes may do this at once.
+    """Loads the library, and compiles it if the cache has no intact one. Several processes may do this at once.
 
-    Raises OSError or subprocess.SubprocessError where it cannot be compiled or kept.
+    Raises:
+        OSError: It cannot be written or loaded.
+        subprocess.SubprocessError: It cannot be compiled.
     """
     library = compiled(compiler)
     try:
         return ctypes.CDLL(str(library))
     except OSError:
-        # It needs another version of the compiler's libraries, or another process has replaced it.
+        # The library needs another version of the compiler's libraries, or another process has replaced it.
         library.unlink(missing_ok=True)
         return ctypes.CDLL(str(compiled(compiler)))
 
 
 def compiled(compiler: list[str]) -> Path:
-    """The path of a whole library of this user."""
+    """The path of an intact library of this user; others of the same key are deleted."""
     directory, key = private_directory(), source_key(compiler)
     for path in sorted(directory.glob(f"cpu-{key}-*.so")):
         if is_intact(path):
@@ -71,7 +72,11 @@ def compiled(compiler: list[str]) -> Path:
 
 
 def private_directory() -> Path:
-    """The cache directory of the libraries, created for this user alone. Raises OSError where others can write it."""
+    """The cache directory of the libraries, created for this user alone.
+
+    Raises:
+        OSError: Other users can write it.
+    """
     from platformdirs import user_cache_path
 
     directory = user_cache_path("dflash_jax") / "kernels"
@@ -82,7 +87,7 @@ def private_directory() -> Path:
 
 
 def is_private(status: os.stat_result) -> bool:
-    """Whether a file or a directory belongs to this user, or to root, and no other can write it."""
+    """Whether a file or directory belongs to this user or to root, and no other user can write it."""
     return status.st_uid in (0, os.geteuid()) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
@@ -98,8 +103,8 @@ def is_intact(path: Path) -> bool:
 
 
 def source_key(compiler: list[str]) -> str:
-    """Of everything that the library depends on: sources, compiler, flags, versions and the kind of CPU."""
-    versions = (str(os.stat(compiler[0]).st_mtime_ns), *platform.libc_ver(), jaxlib.__version__)
+    """A digest of everything that the library depends on: sources, compiler, flags, versions and the kind of CPU."""
+    versions = (str(os.stat(compiler[0]).st_mtime_ns), *platform.libc_ver(), jaxlib_version.__version__)
     digest = hashlib.sha256("\0".join((*compiler, *FLAGS, *versions, _cpu())).encode())
     for source in (*SOURCES, *HEADERS):
         digest.update(source.read_bytes())
@@ -107,7 +112,7 @@ def source_key(compiler: list[str]) -> str:
 
 
 def build(compiler: list[str], directory: Path, key: str) -> Path:
-    """Compiles the library and puts it in ``directory``, whole or not at all."""
+    """Compiles the library and moves it to ``directory`` atomically."""
     with tempfile.TemporaryDirectory(dir=directory) as scratch:
 
         def run(*args: str) -> None:
@@ -117,10 +122,14 @@ def build(compiler: list[str], directory: Path, key: str) -> Path:
         objects = [f"{scratch}/{source.stem}.o" for source in SOURCES]
         with ThreadPoolExecutor(threads()) as pool:
             include = f"-I{jax.ffi.include_dir()}"
-            list(pool.map(lambda source, o: run(include, "-c", str(source), "-o", o), SOURCES, objects))
+
+            def compile_source(source: Path, output: str) -> None:
+                run(include, "-c", str(source), "-o", output)
+
+            list(pool.map(compile_source, SOURCES, objects))
         library = Path(scratch, "library.so")
         run("-shared", *objects, "-o", str(library))
-        # Whatever the umask is.
+        # Independent of the umask.
         library.chmod(0o700)
         with library.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -138,7 +147,7 @@ def build(compiler: list[str], directory: Path, key: str) -> Path:
 
 
 def _cpu() -> str:
-    """What tells the machines that share a home directory apart: the compiled code is for one kind of CPU."""
+    """Identifies the kind of CPU: machines that share a home directory may differ, and the code is for one kind."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

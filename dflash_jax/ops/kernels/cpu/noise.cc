@@ -1,4 +1,4 @@
-// Standard Gumbel noise by counter, as a call of XLA's: dflash_jax.sampling's `gumbel_noise`, 16 tokens in lanes.
+// Standard Gumbel noise by counter, as an XLA FFI call: `noise` of calls.py, 16 tokens in the lanes of a vector.
 
 #include <algorithm>
 #include <cstdint>
@@ -10,8 +10,8 @@ namespace ffi = xla::ffi;
 
 namespace {
 
-// Ids that a thread takes at a time.
-constexpr int64_t kTaken = 4096;
+// Token ids of a part.
+constexpr int64_t kPartIds = 4096;
 
 // The first word of Threefry-2x32 with 20 rounds (Salmon et al., SC 2011).
 inline Words Threefry(uint32_t key_hi, uint32_t key_lo, Words hi) {
@@ -29,7 +29,7 @@ inline Words Threefry(uint32_t key_hi, uint32_t key_lo, Words hi) {
   return hi;
 }
 
-// log of normal x > 0, to 2 units in the last place: of m 2^n, m in [√½, √2), by terms of 2 artanh((m - 1) / (m + 1)).
+// log of normal x > 0, to 2 units in the last place: m 2^n, m in [√½, √2), by 2 artanh((m - 1) / (m + 1)).
 inline Floats Log(Floats x) {
   const Ints bits = (Ints)x - 0x3f3504f3;
   const Floats n = __builtin_convertvector(bits >> 23, Floats);
@@ -38,7 +38,7 @@ inline Floats Log(Floats x) {
   Floats p = z * (1.0f / 9) + 1.0f / 7;
   p = p * z + 1.0f / 5;
   p = p * z + 1.0f / 3;
-  // 2 s = f - s f: what is left of f is small, and rounds little.
+  // 2 s = f - s f: the correction of f is small, and so are its roundings.
   return n * 0.693359375f + (f - (s * f - 2.0f * s * z * p) + n * -2.12194440e-4f);
 }
 
@@ -46,20 +46,21 @@ inline Floats Log(Floats x) {
 ffi::Error Call(ffi::Buffer<ffi::U32> seed, ffi::Buffer<ffi::S32> positions, ffi::Buffer<ffi::U32> ids,
                 ffi::ResultBuffer<ffi::F32> out) {
   const int64_t tokens = positions.dimensions()[1], size = ids.dimensions()[0];
-  const int64_t runs = (size + kTaken - 1) / kTaken;
+  const int64_t runs = (size + kPartIds - 1) / kPartIds;
   TheTeam().Run(positions.element_count() * runs, [&](int64_t part) {
-    const int64_t row = part / runs, end = std::min(size, (part % runs + 1) * kTaken);
+    const int64_t row = part / runs, end = std::min(size, (part % runs + 1) * kPartIds);
     const uint32_t key = seed.typed_data()[row / tokens], position = positions.typed_data()[row];
-    for (int64_t i = part % runs * kTaken; i < end; i += kLanes) {
+    for (int64_t i = part % runs * kPartIds; i < end; i += kLanes) {
       const int64_t n = std::min<int64_t>(kLanes, end - i);
       Words id = {};
       std::memcpy(&id, ids.typed_data() + i, n * sizeof(uint32_t));
       const Floats whole = __builtin_convertvector(Threefry(key, position, id), Floats);
-      // In (0, 1); of the exponential -log(1 - u) the precision matters near 0, where 1 - u has lost it.
+      // u in (0, 1). The exponential -log(1 - u) needs its precision near 0, where 1 - u would lose it.
       Floats u = (whole + 0.5f) * 0x1p-32f;
       u = Choose(u < 1.0f - 0x1p-24f, u, Floats{} + (1.0f - 0x1p-24f));
-      const Floats rest = 1.0f - u, lost = rest - 1.0f;
-      const Floats exponential = Choose(lost == 0.0f, u, u * Log(rest) / Choose(lost == 0.0f, Floats{} + 1.0f, lost));
+      const Floats complement = 1.0f - u, lost = complement - 1.0f;
+      const Floats divisor = Choose(lost == 0.0f, Floats{} + 1.0f, lost);
+      const Floats exponential = Choose(lost == 0.0f, u, u * Log(complement) / divisor);
       const Floats noise = -Log(exponential);
       std::memcpy(out->typed_data() + row * size + i, &noise, n * sizeof(float));
     }

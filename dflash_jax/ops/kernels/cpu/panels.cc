@@ -1,4 +1,4 @@
-// Products of rows by a weight in panels: see cpu_panels.h.
+// Products of rows by a weight in panels: see panels.h.
 
 #include "panels.h"
 
@@ -9,17 +9,17 @@
 
 namespace {
 
-// Panels whose sums the registers hold beside so many rows of x.
+// Panels whose sums fit the registers for each number of rows of x.
 #ifdef __AVX512F__
 constexpr int Panels(int rows) { return rows <= 4 ? 4 : 2; }
 #else
 constexpr int Panels(int rows) { return rows <= 2 ? 2 : 1; }
 #endif
-// Bytes of each panel that are asked for ahead of their use: what the CPU foresees by itself is too little for two
-// cores to be given what the memory has.
+// Bytes of each panel that are prefetched: the CPU's own prefetching is not enough for two cores to use the memory's
+// full bandwidth.
 constexpr int64_t kAhead = 2048;
-// Inputs whose products are summed by themselves: in one sum over all K, of which each addition rounds, the error grows
-// with the square root of K; in runs, with that of kRun + K / kRun.
+// Inputs of a partial sum: the rounding error of one sum over all K grows with the square root of K, that of partial
+// sums with the square root of kRun + K / kRun.
 constexpr int64_t kRun = 64;
 
 // The weights of inputs k and k + 1.
@@ -35,11 +35,11 @@ inline void Two(const uint32_t* w, Floats& a, Floats& b) {
   b = (Floats)(pairs & 0xffff0000u);
 }
 
-// x [M, K] by P panels, into out [M, stride]; of the last panel as many outputs as there are columns.
+// x [M, K] by P panels, into out [M, stride]; the last panel has as many outputs as there are columns.
 template <int M, int P, class W>
 void Tile(const float* x, int64_t k_size, const W* w, float* out, int64_t columns, int64_t stride) {
-  constexpr int kWords = std::is_same_v<W, float> ? kLanes : kLanes / 2;  // of a panel and one k
-  const int64_t kept = k_size + k_size % 2;
+  constexpr int kWords = std::is_same_v<W, float> ? kLanes : kLanes / 2;  // words of a panel for one k
+  const int64_t stored_inputs = k_size + k_size % 2;
   Floats totals[M][P] = {};
   for (int64_t begin = 0; begin < k_size; begin += kRun) {
     const int64_t end = std::min(begin + kRun, k_size);
@@ -47,7 +47,7 @@ void Tile(const float* x, int64_t k_size, const W* w, float* out, int64_t column
     for (int64_t k = begin; k < end; k += 2) {
       Floats a[P], b[P];
       for (int p = 0; p < P; ++p) {
-        const W* const here = w + (p * kept + k) * kWords;
+        const W* const here = w + (p * stored_inputs + k) * kWords;
         __builtin_prefetch(reinterpret_cast<const char*>(here) + kAhead);
         Two(here, a[p], b[p]);
       }
@@ -71,7 +71,7 @@ void Tile(const float* x, int64_t k_size, const W* w, float* out, int64_t column
   }
 }
 
-// The same of any number of panels.
+// The same for any number of panels.
 template <int M, class W>
 void Rows(const float* x, int64_t k_size, const W* w, int64_t panels, float* out, int64_t columns, int64_t stride) {
   constexpr int P = Panels(M), kWords = std::is_same_v<W, float> ? kLanes : kLanes / 2;
@@ -83,7 +83,7 @@ void Rows(const float* x, int64_t k_size, const W* w, int64_t panels, float* out
   for (; p < panels; ++p) Tile<M, 1>(x, k_size, w + p * words, out + p * kLanes, columns - p * kLanes, stride);
 }
 
-// The same of a number of rows up to kRows that is known only now.
+// The same for a number of rows up to kRows that is known at run time.
 template <int M = kRows, class W>
 void Some(int rows, const float* x, int64_t k_size, const W* w, int64_t panels, float* out, int64_t columns,
           int64_t stride) {
@@ -97,7 +97,7 @@ void Multiply(const float* x, int64_t rows, int64_t k_size, const xla::ffi::AnyB
               int64_t last, float* out, int64_t columns, int64_t stride) {
   const bool is_float = panels.element_type() == xla::ffi::F32;
   const int64_t words = (k_size + k_size % 2) * (is_float ? kLanes : kLanes / 2), tiles = (rows + kRows - 1) / kRows;
-  // Rows in tiles of nearly one size; the panels are read again from the cache.
+  // Rows in tiles of nearly equal size; each tile reads the panels again, from the cache.
   for (int64_t t = 0; t < tiles; ++t) {
     const int64_t begin = rows * t / tiles, n = rows * (t + 1) / tiles - begin;
     const float* from = x + begin * k_size;

@@ -1,5 +1,5 @@
-// Linear maps in float32 with what is around them, as a call of XLA's: x [T, K], normed or not, times the transposes of
-// matrices [N, K] kept in panels, then SwiGLU or a residual.
+// Linear maps in float32, as an XLA FFI call: `linear` of calls.py. x [T, K], normed or not, times the transposes of
+// matrices [N, K] in panels, then SwiGLU or a residual.
 
 #include <algorithm>
 #include <cstdint>
@@ -12,48 +12,48 @@ namespace ffi = xla::ffi;
 
 namespace {
 
-// Products that a second thread is not woken for.
+// The fewest products that are worth a second thread.
 constexpr int64_t kAlone = 32768;
 
-// How a weight is kept, and what comes of it.
+// A weight's panels and its result.
 struct Weight {
   ffi::AnyBuffer panels;
   int64_t outputs;
   float* out;
   bool gated;
 
-  // Panels that give `outputs`: half of all, where the others gate them.
+  // Panels of `outputs`: half of all, where the first half is SwiGLU's gate.
   int64_t steps() const { return panels.dimensions()[0] / (gated ? 2 : 1); }
-  int64_t parts() const { return (steps() + kTaken - 1) / kTaken; }
+  int64_t parts() const { return (steps() + kPartPanels - 1) / kPartPanels; }
 };
 
 void Norm(const float* x, const float* weight, int64_t size, float eps, float offset, float* out) {
   Floats squares = {};
-  float rest = 0;
+  float sum = 0;
   int64_t k = 0;
   for (; k + kLanes <= size; k += kLanes) squares += Load(x + k) * Load(x + k);
-  for (; k < size; ++k) rest += x[k] * x[k];
-  for (int i = 0; i < kLanes; ++i) rest += squares[i];
-  const float scale = 1.0f / __builtin_sqrtf(rest / size + eps);
+  for (; k < size; ++k) sum += x[k] * x[k];
+  for (int i = 0; i < kLanes; ++i) sum += squares[i];
+  const float scale = 1.0f / __builtin_sqrtf(sum / size + eps);
   for (int64_t i = 0; i < size; ++i) out[i] = x[i] * scale * (offset + weight[i]);
 }
 
 using F32 = ffi::Buffer<ffi::F32>;
 
-// x [T, K], normed first where `norm` [K] is not empty; each of the weights' products comes out, then the normed x if
-// there is one output more. gated: of the one weight [2 F, K]. residual [T, N], or empty: added to each.
+// x [T, K], normed first where `norm` [K] is not empty; the results are each weight's product, then the normed x if
+// there is one more result. gated: SwiGLU of the one weight [2 F, K]. residual [T, N], or empty: added to each.
 ffi::Error Call(F32 x, F32 norm, F32 residual, ffi::RemainingArgs weights, ffi::RemainingRets out, float eps,
                 float offset, bool gated) {
   const int64_t rows = x.dimensions()[0], k_size = x.dimensions()[1];
   const float* input = x.typed_data();
-  thread_local std::vector<float> made;
+  thread_local std::vector<float> normed_rows;
   if (norm.element_count() > 0) {
     float* normed;
     if (out.size() > weights.size()) {
       normed = out.get<F32>(weights.size()).value()->typed_data();
     } else {
-      made.resize(rows * k_size);
-      normed = made.data();
+      normed_rows.resize(rows * k_size);
+      normed = normed_rows.data();
     }
     for (int64_t t = 0; t < rows; ++t) {
       Norm(input + t * k_size, norm.typed_data(), k_size, eps, offset, normed + t * k_size);
@@ -68,17 +68,18 @@ ffi::Error Call(F32 x, F32 norm, F32 residual, ffi::RemainingArgs weights, ffi::
     if (all[i].steps() * kLanes < all[i].outputs) return ffi::Error::InvalidArgument("more outputs than panels hold");
     parts += all[i].parts(), read += all[i].outputs * k_size;
   }
-  const float* const rest = residual.element_count() > 0 ? residual.typed_data() : nullptr;
+  const float* const residuals = residual.element_count() > 0 ? residual.typed_data() : nullptr;
 
   const auto part = [&](int64_t i) {
-    const Weight* found = all.data();
-    for (; i >= found->parts(); ++found) i -= found->parts();
-    const Weight& weight = *found;
-    const int64_t first = i * kTaken, last = std::min(first + kTaken, weight.steps()), outputs = weight.outputs;
+    const Weight* entry = all.data();
+    for (; i >= entry->parts(); ++entry) i -= entry->parts();
+    const Weight& weight = *entry;
+    const int64_t first = i * kPartPanels, last = std::min(first + kPartPanels, weight.steps());
+    const int64_t outputs = weight.outputs;
     const int64_t columns = std::min((last - first) * kLanes, outputs - first * kLanes);
     float* const here = weight.out + first * kLanes;
     if (gated) {
-      constexpr int64_t kStride = kTaken * kLanes;
+      constexpr int64_t kStride = kPartPanels * kLanes;
       thread_local std::vector<float> gates;
       gates.resize(2 * rows * kStride);
       float* const ups = gates.data() + rows * kStride;
@@ -91,8 +92,8 @@ ffi::Error Call(F32 x, F32 norm, F32 residual, ffi::RemainingArgs weights, ffi::
     } else {
       Multiply(input, rows, k_size, weight.panels, first, last, here, columns, outputs);
     }
-    for (int64_t t = 0; rest && t < rows; ++t) {
-      for (int64_t c = 0; c < columns; ++c) here[t * outputs + c] += rest[t * outputs + first * kLanes + c];
+    for (int64_t t = 0; residuals && t < rows; ++t) {
+      for (int64_t c = 0; c < columns; ++c) here[t * outputs + c] += residuals[t * outputs + first * kLanes + c];
     }
   };
   if (read * rows <= kAlone) {

@@ -1,4 +1,4 @@
-// What the CPU's kernels share: vectors of float32 and the threads.
+// Shared parts of the CPU's kernels: vectors of float32, and threads.
 
 #pragma once
 
@@ -13,7 +13,7 @@ using Floats = float __attribute__((vector_size(64)));
 using Words = uint32_t __attribute__((vector_size(64)));
 using Ints = int32_t __attribute__((vector_size(64)));
 
-// From and to anywhere: arrays are not aligned to a vector.
+// Unaligned loads and stores: arrays are not aligned to a vector.
 inline Floats Load(const float* p) {
   Floats y;
   std::memcpy(&y, p, sizeof y);
@@ -26,11 +26,11 @@ inline Floats Choose(Ints mask, Floats a, Floats b) { return (Floats)((mask & (I
 
 inline Floats Largest(Floats a, Floats b) { return Choose(a > b, a, b); }
 
-// exp of x ≤ 0, to 2 units in the last place; 0 below -87, NaN of NaN. 2^n e^r, |r| within ln 2 / 2, by Taylor's terms.
+// exp of x ≤ 0, to 2 units in the last place; 0 below -87, NaN for NaN. 2^n e^r, |r| ≤ ln 2 / 2, by a Taylor series.
 inline Floats Exp(Floats x) {
   const Ints none = x < -87.0f;
   x = Choose(none, Floats{}, x);
-  constexpr float kRound = 12582912.0f;  // 1.5 · 2^23: what is added to it loses its fraction
+  constexpr float kRound = 12582912.0f;  // 1.5 · 2^23: adding it rounds to an integer
   const Floats n = (x * 1.44269504f + kRound) - kRound;
   const Floats r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
   Floats p = r * (1.0f / 5040) + 1.0f / 720;
@@ -49,13 +49,13 @@ inline Floats Silu(Floats x) {
   return x * Choose(x > 0, one, small) / (one + small);
 }
 
-// Threads that take the parts of one call at a time in turn. They look out for the next one before they sleep, since in
-// a model it comes at once and waking takes as long as a product; the caller waits for none that has not begun.
+// Threads that compute the parts of one call at a time. They spin for the next call before they sleep, since in a model
+// it comes at once and waking takes as long as a product; the caller waits only for threads that have begun a part.
 class Team {
  public:
   explicit Team(int64_t helpers);
 
-  // part(i) for i below `parts`, on whoever is free; of callers at one time all but the first go alone.
+  // Calls part(i) for i below `parts` on free threads; of concurrent callers, all but the first use their thread only.
   void Run(int64_t parts, const std::function<void(int64_t)>& part);
 
  private:
@@ -70,5 +70,5 @@ class Team {
   const std::function<void(int64_t)>* part_ = nullptr;
 };
 
-// One for the process.
+// The team of the process.
 Team& TheTeam();

@@ -10,7 +10,7 @@ constexpr auto kAwake = std::chrono::microseconds(200);
 
 int64_t threads = 1;
 
-// Lets others run now and then: there may be more threads than cores.
+// Yields now and then: there may be more threads than cores.
 void Pause(int64_t spins) {
 #if defined(__x86_64__) || defined(__i386__)
   __builtin_ia32_pause();
@@ -22,11 +22,11 @@ void Pause(int64_t spins) {
 
 }  // namespace
 
-// How many threads there may be, before the first call.
+// Sets the number of threads; called before the first kernel.
 extern "C" void DflashThreads(int64_t n) { threads = n; }
 
 Team& TheTeam() {
-  // Never destroyed: its threads outlive main.
+  // Never destroyed: the threads outlive main.
   static Team* const team = new Team(threads - 1);
   return *team;
 }
@@ -35,13 +35,13 @@ Team::Team(int64_t helpers) {
   try {
     for (int64_t i = 0; i < helpers; ++i) std::thread([this] { Help(); }).detach();
   } catch (const std::system_error&) {
-    // No more threads for this process: those that there are will do.
+    // The process can have no more threads: the existing ones are enough.
   }
 }
 
 void Team::Run(int64_t parts, const std::function<void(int64_t)>& part) {
-  std::unique_lock<std::mutex> mine(busy_, std::defer_lock);
-  if (parts == 1 || !mine.try_lock()) {
+  std::unique_lock<std::mutex> lock(busy_, std::defer_lock);
+  if (parts == 1 || !lock.try_lock()) {
     for (int64_t i = 0; i < parts; ++i) part(i);
     return;
   }
@@ -65,7 +65,7 @@ void Team::Help() {
       Pause(spins);
       if (spins % 64 == 0 && std::chrono::steady_clock::now() > until) calls_.wait(seen);
     }
-    // While someone is inside, what Run has set stays.
+    // The fields that Run has set stay until every thread has left.
     inside_.fetch_add(1);
     if (open_.load()) Take();
     inside_.fetch_sub(1);

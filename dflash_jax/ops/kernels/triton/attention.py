@@ -1,42 +1,47 @@
-"""Attention of new tokens over a long context and over one another in Triton: queries are split among programs, and
-where these are few the context too; each reads its part of the cache where it lies, and what they bring is joined
-(flash decoding, arXiv 2311.01282)."""
+"""Attention of new tokens over a cached context and over one another, rotation and cache writes in Triton.
+
+Queries are split among programs; where these are few, the context is split too. Each program reads its part of the
+cache in place, and a second kernel joins the partial softmaxes (flash decoding, arXiv 2311.01282).
+"""
 
 import jax
 import jax.numpy as jnp
 import triton
 import triton.language as tl
+from jaxtyping import Array, Bool, Float, Int
 
+from dflash_jax.ops.cache import Bounds, KVCache
 from dflash_jax.ops.card import KIB, Card
 from dflash_jax.ops.kernels.triton.launch import triton_call
 from dflash_jax.ops.kernels.triton.tiles import power
 
-# Executables that keep an accelerator busy, and parts of a context: more cost more to join than they bring (H200).
-PROGRAMS, MOST_PARTS = 264, 32
-# Query rows of a program, of few new tokens and of more than FEW; positions that it takes at a time; both fewer where
-# the card's shared memory has no room for them. Warps, stages.
-ROWS, FEW, POSITIONS, WARPS, STAGES = (64, 128), 64, 128, (4, 8), 2
-# Sizes of heads, and how many tokens' queries and keys are normed, rotated and written here.
-SIZES, MOST_ROTATED = (16, 32, 64, 128, 256), 512
+# Programs that keep an accelerator busy, and the most splits of a context: further splits cost more to join than they
+# save (H200).
+PROGRAMS, MAX_SPLITS = 264, 32
+# Query rows of a program (for up to FEW_TOKENS new tokens, and for more), context positions of a loop step (both are
+# reduced where the card's shared memory is too small), warps (for fewer than 64 rows, and for more) and stages.
+ROWS, FEW_TOKENS, POSITIONS, WARPS, STAGES = (64, 128), 64, 128, (4, 8), 2
+# Supported head sizes, and the most tokens whose queries and keys are normed, rotated and written by these kernels.
+HEAD_SIZES, MAX_TOKENS = (16, 32, 64, 128, 256), 512
 
 
 @triton.jit
-def _fold(q, k, v, mask, best, total, acc, scale, PRECISION: tl.constexpr):
+def _fold(q, k, v, mask, running_max, total, acc, scale, PRECISION: tl.constexpr):
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
     scores = tl.where(mask, scores, -1e30)
-    most = tl.maximum(best, tl.max(scores, axis=1))
-    weight = tl.where(mask, tl.exp(scores - most[:, None]), 0.0)
-    kept = tl.exp(best - most)
-    total = total * kept + tl.sum(weight, axis=1)
-    acc = acc * kept[:, None] + tl.dot(weight.to(v.dtype), v, input_precision=PRECISION)
-    return most, total, acc
+    new_max = tl.maximum(running_max, tl.max(scores, axis=1))
+    weights = tl.where(mask, tl.exp(scores - new_max[:, None]), 0.0)
+    rescale = tl.exp(running_max - new_max)
+    total = total * rescale + tl.sum(weights, axis=1)
+    acc = acc * rescale[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
+    return new_max, total, acc
 
 
 @triton.jit
 def _attend(
-    q, k_new, v_new, own, k_held, v_held, rows, length, first, recent, sinks, best_out, total_out, acc_out,
+    q, k_new, v_new, block_mask, k_cache, v_cache, rows, length, first, recent, sinks, max_out, total_out, acc_out,
     T: tl.constexpr, KH: tl.constexpr, R: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, CAP: tl.constexpr,
-    RING: tl.constexpr, RING_SINKS: tl.constexpr, OWN_ROWS: tl.constexpr, SPLITS: tl.constexpr, SCALE: tl.constexpr,
+    RING: tl.constexpr, RING_SINKS: tl.constexpr, MASKS: tl.constexpr, SPLITS: tl.constexpr, SCALE: tl.constexpr,
     BM: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0) // KH
@@ -49,81 +54,81 @@ def _attend(
     query = tl.load(
         q + ((b * T + t) * KH * R + head * R + m % R)[:, None] * D + d[None, :], mask=live[:, None], other=0.0
     )
-    best = tl.full([BM], -1e30, tl.float32)
+    running_max = tl.full([BM], -1e30, tl.float32)
     total = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, D], tl.float32)
 
     row = tl.minimum(tl.load(rows + b), ROWS - 1).to(tl.int64)
-    held_by_row = tl.load(length + b)
-    used = tl.minimum(held_by_row, CAP)
-    lowest = tl.load(first + b * T + t, mask=live, other=0)
-    since = tl.load(recent + b)
-    sunk = tl.load(sinks + b)
-    part = tl.cdiv(tl.cdiv(used, SPLITS), BS) * BS
-    end = tl.minimum((split + 1) * part, used)
-    cache = (row * KH + head) * CAP * D
-    for start in range(split * part, end, BS):
-        slot = start + tl.arange(0, BS)
-        inside = slot < end
-        held = slot
+    context_length = tl.load(length + b)
+    used = tl.minimum(context_length, CAP)
+    first_position = tl.load(first + b * T + t, mask=live, other=0)
+    recent_start = tl.load(recent + b)
+    sink_end = tl.load(sinks + b)
+    split_size = tl.cdiv(tl.cdiv(used, SPLITS), BS) * BS
+    end = tl.minimum((split + 1) * split_size, used)
+    cache_offset = (row * KH + head) * CAP * D
+    for start in range(split * split_size, end, BS):
+        place = start + tl.arange(0, BS)
+        inside = place < end
+        position = place
         if RING:
             size = CAP - RING_SINKS
-            last = held_by_row - 1 - RING_SINKS
-            turn = (last - (slot - RING_SINKS)) % size
-            turn = tl.where(turn < 0, turn + size, turn)
-            held = tl.where(slot < RING_SINKS, slot, last - turn + RING_SINKS)
-        place = cache + slot[:, None] * D + d[None, :]
-        k = tl.load(k_held + place, mask=inside[:, None], other=0.0)
-        v = tl.load(v_held + place, mask=inside[:, None], other=0.0)
-        seen = inside & ((held >= since) | (held < sunk))
-        mask = seen[None, :] & (held[None, :] >= lowest[:, None])
-        best, total, acc = _fold(query, k, v, mask, best, total, acc, SCALE, PRECISION)
+            last = context_length - 1 - RING_SINKS
+            age = (last - (place - RING_SINKS)) % size
+            age = tl.where(age < 0, age + size, age)
+            position = tl.where(place < RING_SINKS, place, last - age + RING_SINKS)
+        offset = cache_offset + place[:, None] * D + d[None, :]
+        k = tl.load(k_cache + offset, mask=inside[:, None], other=0.0)
+        v = tl.load(v_cache + offset, mask=inside[:, None], other=0.0)
+        seen = inside & ((position >= recent_start) | (position < sink_end))
+        mask = seen[None, :] & (position[None, :] >= first_position[:, None])
+        running_max, total, acc = _fold(query, k, v, mask, running_max, total, acc, SCALE, PRECISION)
 
-    # New tokens up to the last of this program's, or all.
-    upto = T
+    # New tokens up to this program's last one, or all.
+    block_end = T
     if CAUSAL:
-        upto = tl.minimum((tl.program_id(2) * BM + BM - 1) // R + 1, T)
-    for start in range(0, tl.where(split == SPLITS - 1, upto, 0), BT):
+        block_end = tl.minimum((tl.program_id(2) * BM + BM - 1) // R + 1, T)
+    for start in range(0, tl.where(split == SPLITS - 1, block_end, 0), BT):
         u = start + tl.arange(0, BT)
-        place = ((b * T + u) * KH + head)[:, None] * D + d[None, :]
-        k = tl.load(k_new + place, mask=(u < T)[:, None], other=0.0)
-        v = tl.load(v_new + place, mask=(u < T)[:, None], other=0.0)
+        offset = ((b * T + u) * KH + head)[:, None] * D + d[None, :]
+        k = tl.load(k_new + offset, mask=(u < T)[:, None], other=0.0)
+        v = tl.load(v_new + offset, mask=(u < T)[:, None], other=0.0)
         mask = live[:, None] & (u < T)[None, :]
         if CAUSAL:
             mask = mask & (u[None, :] <= t[:, None])
         else:
-            at = (b % OWN_ROWS) * T * T + t[:, None] * T + u[None, :]
-            mask = tl.load(own + at, mask=mask, other=0) != 0
-        best, total, acc = _fold(query, k, v, mask, best, total, acc, SCALE, PRECISION)
+            mask_offset = (b % MASKS) * T * T + t[:, None] * T + u[None, :]
+            mask = tl.load(block_mask + mask_offset, mask=mask, other=0) != 0
+        running_max, total, acc = _fold(query, k, v, mask, running_max, total, acc, SCALE, PRECISION)
 
     out = (tl.program_id(0) * SPLITS + split) * T * R + m
-    tl.store(best_out + out, best, mask=live)
+    tl.store(max_out + out, running_max, mask=live)
     tl.store(total_out + out, total, mask=live)
     tl.store(acc_out + out[:, None] * D + d[None, :], acc, mask=live[:, None])
 
 
 @triton.jit
 def _join(
-    best, total, acc, both, y,
+    maxima, total, acc, gate, y,
     T: tl.constexpr, KH: tl.constexpr, R: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, SP: tl.constexpr,
     GATED: tl.constexpr,
 ):  # fmt: skip
-    """One query's parts in one softmax, and through its gate."""
+    """Joins the splits of one query into one softmax and applies its gate."""
     program = tl.program_id(0)
     pair, m = program // (T * R), program % (T * R)
     b, t, n = pair // KH, m // R, pair % KH * R + m % R
     s = tl.arange(0, SP)
     d = tl.arange(0, D)
-    place = (pair * SPLITS + s) * T * R + m
-    most = tl.load(best + place, mask=s < SPLITS, other=-1e30)
-    share = tl.exp(most - tl.max(most, axis=0))
-    share = share / tl.sum(share * tl.load(total + place, mask=s < SPLITS, other=0.0), axis=0)
-    parts = tl.load(acc + place[:, None] * D + d[None, :], mask=(s < SPLITS)[:, None], other=0.0)
-    made = tl.sum(parts * share[:, None], axis=0)
+    offset = (pair * SPLITS + s) * T * R + m
+    maximum = tl.load(maxima + offset, mask=s < SPLITS, other=-1e30)
+    weight = tl.exp(maximum - tl.max(maximum, axis=0))
+    weight = weight / tl.sum(weight * tl.load(total + offset, mask=s < SPLITS, other=0.0), axis=0)
+    values = tl.load(acc + offset[:, None] * D + d[None, :], mask=(s < SPLITS)[:, None], other=0.0)
+    joined = tl.sum(values * weight[:, None], axis=0)
     query = (b * T + t) * KH * R + n
     if GATED:
-        made = made / (1.0 + tl.exp(-tl.load(both + (query * 2 + 1) * D + d).to(tl.float32)))
-    tl.store(y + query * D + d, made.to(y.dtype.element_ty))
+        joined = joined / (1.0 + tl.exp(-tl.load(gate + (query * 2 + 1) * D + d).to(tl.float32)))
+    tl.store(y + query * D + d, joined.to(y.dtype.element_ty))
 
 
 @triton.jit
@@ -132,13 +137,13 @@ def _rotate(
     N: tl.constexpr, KH: tl.constexpr, D: tl.constexpr, HALVES: tl.constexpr, HALF: tl.constexpr,
     NORMED: tl.constexpr, EPS: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
-    """A head of a token's queries or keys, normed and rotated."""
+    """Norms and rotates one head of one token's queries or keys."""
     token, head = tl.program_id(0) // (N + KH), tl.program_id(0) % (N + KH)
     d = tl.arange(0, D)
-    source, norm, into = q + (token * N + head) * HALVES * D, q_norm, q_out + (token * N + head) * D
+    source, norm, target = q + (token * N + head) * HALVES * D, q_norm, q_out + (token * N + head) * D
     if head >= N:
-        source, norm, into = k + (token * KH + head - N) * D, k_norm, k_out + (token * KH + head - N) * D
-    # What a place is rotated with; behind the rotated ones, itself by a sine of 0.
+        source, norm, target = k + (token * KH + head - N) * D, k_norm, k_out + (token * KH + head - N) * D
+    # The index that each index is rotated with; unrotated indices pair with themselves at a sine of 0.
     pair = tl.where(d < HALF, d + HALF, tl.where(d < 2 * HALF, d - HALF, d))
     x = tl.load(source + d).to(tl.float32)
     other = tl.load(source + pair).to(tl.float32)
@@ -149,122 +154,170 @@ def _rotate(
     angle = token * HALF + d % HALF
     c = tl.load(cos + angle, mask=d < 2 * HALF, other=1.0)
     s = tl.load(sin + angle, mask=d < 2 * HALF, other=0.0)
-    tl.store(into + d, (x * c + other * tl.where(d < HALF, -s, s)).to(into.dtype.element_ty))
+    tl.store(target + d, (x * c + other * tl.where(d < HALF, -s, s)).to(target.dtype.element_ty))
 
 
 @triton.jit
 def _write(
-    k_held, v_held, k, v, rows, slots,
+    k_cache, v_cache, k, v, rows, places,
     T: tl.constexpr, KH: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
-    """A head of a token's key and value to where it has its place, if it has one."""
+    """Writes one head of one token's key and value to its place in the cache; out-of-range places are padding."""
     token, head = tl.program_id(0) // KH, tl.program_id(0) % KH
     row = tl.load(rows + token // T).to(tl.int64)
-    slot = tl.load(slots + token)
+    place = tl.load(places + token)
     d = tl.arange(0, D)
-    source, into = token * KH * D + head * D + d, ((row * KH + head) * CAP + slot) * D + d
-    is_kept = d < tl.where((slot >= 0) & (slot < CAP) & (row < ROWS), D, 0)
-    tl.store(k_held + into, tl.load(k + source).to(k_held.dtype.element_ty), mask=is_kept)
-    tl.store(v_held + into, tl.load(v + source).to(v_held.dtype.element_ty), mask=is_kept)
+    source, target = token * KH * D + head * D + d, ((row * KH + head) * CAP + place) * D + d
+    is_written = d < tl.where((place >= 0) & (place < CAP) & (row < ROWS), D, 0)
+    tl.store(k_cache + target, tl.load(k + source).to(k_cache.dtype.element_ty), mask=is_written)
+    tl.store(v_cache + target, tl.load(v + source).to(v_cache.dtype.element_ty), mask=is_written)
 
 
-def why_not_written(k) -> str | None:
-    """Why the kernel does not write keys [B, T, K, D]; None where it does."""
-    return why_not(k) or _too_many(k)
+def why_not_written(k: Array) -> str | None:
+    """The reason why `write_triton` does not support keys ``k`` [B, T, K, D], or None."""
+    return why_not(k) or _why_not_tokens(k)
 
 
-def _too_many(k) -> str | None:
-    """XLA's code is as good for many tokens."""
+def _why_not_tokens(k: Array) -> str | None:
+    """The reason why rotation and writing leave this many tokens to XLA, whose code is as fast for them, or None."""
     tokens = k.shape[0] * k.shape[1]
-    return f"{tokens} tokens: it is for {MOST_ROTATED} at most" if tokens > MOST_ROTATED else None
+    return f"{tokens} tokens: the kernel takes {MAX_TOKENS} at most" if tokens > MAX_TOKENS else None
 
 
-def write_triton(card: Card, k_held, v_held, k, v, rows, slots) -> tuple:
-    """As `ops.attention.put`, in place."""
+def write_triton(
+    card: Card,
+    k_cache: Float[Array, "rows K S D"],
+    v_cache: Float[Array, "rows K S D"],
+    k: Float[Array, "B T K D"],
+    v: Float[Array, "B T K D"],
+    rows: Int[Array, " B"],
+    places: Int[Array, "B T"],
+) -> tuple[Array, ...]:
+    """`ops.attention.put`, in place.
+
+    Args:
+        card: The card that tiles are chosen for.
+        k_cache: Buffer of keys, [cache rows, K, S, D].
+        v_cache: Buffer of values, [cache rows, K, S, D].
+        k: New keys, [B, T, K, D].
+        v: New values, [B, T, K, D].
+        rows: int32 [B], the cache row of each batch entry.
+        places: int32 [B, T], the place of each token in its row; out-of-range places are dropped.
+
+    Returns:
+        The buffers of keys and values.
+    """
     b, t, heads, d = k.shape
     return triton_call(
-        card, _write, [k_held, v_held, k, v, rows, slots], [], (b * t * heads,), in_place=(0, 1), num_warps=1, T=t,
-        KH=heads, D=d, ROWS=k_held.shape[0], CAP=k_held.shape[2],
+        card, _write, [k_cache, v_cache, k, v, rows, places], [], (b * t * heads,), in_place=(0, 1), num_warps=1, T=t,
+        KH=heads, D=d, ROWS=k_cache.shape[0], CAP=k_cache.shape[2],
     )  # fmt: skip
 
 
-def why_not_rotated(k) -> str | None:
-    """Why the kernel does not rotate keys [B, T, K, D] and their queries; None where it does."""
-    return why_not(k) or _too_many(k)
+def why_not_rotated(k: Array) -> str | None:
+    """The reason why `rotate_triton` does not support keys ``k`` [B, T, K, D] and their queries, or None."""
+    return why_not(k) or _why_not_tokens(k)
 
 
-def rotate_triton(card: Card, q, k, angles, norms, eps: float = 0.0, offset: float = 0.0) -> tuple:
-    """As `ops.attention.rotate`."""
+def rotate_triton(
+    card: Card,
+    q: Float[Array, "B T N halves D"] | None,
+    k: Float[Array, "B T K D"],
+    angles: tuple[Array, Array],
+    norms: tuple[Array | None, Array | None],
+    eps: float = 0.0,
+    offset: float = 0.0,
+) -> tuple[Array | None, Array]:
+    """`ops.attention.rotate`, with the card in place of the backend."""
     b, t, heads, d = k.shape
     n, half = 0 if q is None else q.shape[2], angles[0].shape[-1]
     out = [jax.ShapeDtypeStruct((b, t, n, d), k.dtype), jax.ShapeDtypeStruct(k.shape, k.dtype)]
-    angles = [jnp.broadcast_to(a, (b, t, half)) for a in angles]
+    cos, sin = (jnp.broadcast_to(a, (b, t, half)) for a in angles)
     q_norm, k_norm = (k if norm is None else norm for norm in norms)
-    made = triton_call(
-        card, _rotate, [k if q is None else q, k, q_norm, k_norm, *angles], out, (b * t * (n + heads),), num_warps=1,
+    rotated = triton_call(
+        card, _rotate, [k if q is None else q, k, q_norm, k_norm, cos, sin], out, (b * t * (n + heads),), num_warps=1,
         N=n, KH=heads, D=d, HALVES=1 if q is None else q.shape[3], HALF=half, NORMED=norms[1] is not None, EPS=eps,
         OFFSET=offset,
     )  # fmt: skip
-    return (None if q is None else made[0]), made[1]
+    return (None if q is None else rotated[0]), rotated[1]
 
 
-def why_not(q) -> str | None:
-    """Why the kernel does not take queries [B, T, N, D]; None where it does."""
-    return None if q.shape[3] in SIZES else f"heads of {q.shape[3]}: sizes are {', '.join(map(str, SIZES))}"
+def why_not(q: Array) -> str | None:
+    """The reason why `attend_triton` does not support queries ``q`` [B, T, N, D], or None."""
+    return None if q.shape[3] in HEAD_SIZES else f"heads of {q.shape[3]}: sizes are {', '.join(map(str, HEAD_SIZES))}"
 
 
 def tile_sizes(rows: int, positions: int, bytes_of_row: int, card: Card) -> tuple[int, int]:
-    """(query rows, positions) of a program: at most those, as many as the card's shared memory has room for.
+    """Reduces a program's tile until the card's shared memory has room for it.
 
-    Triton keeps there the queries, a step's keys and values, and on Hopper and the data centre's Blackwell, whose
-    products read them there, the next step's too; elsewhere, instead, the softmax's weights.
+    Triton keeps the queries and one step's keys and values in shared memory. On Hopper and data-centre Blackwell, whose
+    products read operands there, it keeps the next step's too; on other cards, the weights of the softmax.
+
+    Args:
+        rows: Query rows of a program at most.
+        positions: Context positions of a step at most.
+        bytes_of_row: Bytes of one query, key or value.
+        card: The card.
+
+    Returns:
+        Query rows and positions.
     """
 
-    def needed() -> int:
+    def needed_bytes() -> int:
         keys_and_values = 2 * positions * bytes_of_row * (STAGES if card.reads_shared else STAGES - 1)
-        # Weights have the dtype of values; 4 bytes are the most.
+        # Weights have the dtype of values: 4 bytes at most.
         weights = 0 if card.reads_shared else 4 * rows * positions
         return rows * bytes_of_row + keys_and_values + weights
 
-    # What barriers take is small.
-    while needed() + KIB > card.shared_memory and max(rows, positions) > 16:
+    # 1 KiB is for barriers.
+    while needed_bytes() + KIB > card.shared_memory and max(rows, positions) > 16:
         rows, positions = (rows // 2, positions) if rows > 64 or positions <= 16 else (rows, positions // 2)
     return rows, positions
 
 
-def attend_triton(card: Card, q, k, v, own_mask, cache, length, bounds, both=None):
-    """As `ops.attention.attention`, with a cache and bounds."""
+def attend_triton(
+    card: Card,
+    q: Float[Array, "B T N D"],
+    k: Float[Array, "B T K D"],
+    v: Float[Array, "B T K D"],
+    mask: Bool[Array, "..."] | None,
+    cache: KVCache,
+    length: Int[Array, " B"],
+    bounds: Bounds,
+    gate: Float[Array, "B T N 2 D"] | None = None,
+) -> Float[Array, "B T N D"]:
+    """`ops.attention.attention`, with the card in place of the backend; ``cache`` and ``bounds`` are required."""
     b, t, n, d = q.shape
     heads = k.shape[2]
     group = n // heads
     m = t * group
     bytes_of_row = d * q.dtype.itemsize
-    block = max(16, min(ROWS[t > FEW] * 512 // max(bytes_of_row, 512), 1 << (m - 1).bit_length()))
+    block = max(16, min(ROWS[t > FEW_TOKENS] * 512 // max(bytes_of_row, 512), 1 << (m - 1).bit_length()))
     block, positions = tile_sizes(block, min(POSITIONS, POSITIONS * 256 // bytes_of_row), bytes_of_row, card)
     tiles = -(-m // block)
-    # Not by the capacity, which another request may have made larger: the same context has the same parts.
-    splits = max(1, min(PROGRAMS // (b * heads * tiles), MOST_PARTS))
-    if own_mask is None:
-        own = jnp.zeros((1, 1, 1), jnp.int8)
+    # Splits do not depend on the capacity, which other requests may raise: a context is always split the same way.
+    splits = max(1, min(PROGRAMS // (b * heads * tiles), MAX_SPLITS))
+    if mask is None:
+        block_mask = jnp.zeros((1, 1, 1), jnp.int8)
     else:
-        own = jnp.broadcast_to(own_mask, (own_mask.shape[0] if own_mask.ndim == 3 else 1, t, t)).astype(jnp.int8)
+        block_mask = jnp.broadcast_to(mask, (mask.shape[0] if mask.ndim == 3 else 1, t, t)).astype(jnp.int8)
     rows = jnp.arange(b, dtype=jnp.int32) if cache.rows is None else cache.rows
     shape = (b, heads, splits, m)
     out = [jax.ShapeDtypeStruct(s, jnp.float32) for s in (shape, shape, (*shape, d))]
-    args = [q, k, v, own, cache.k, cache.v, rows, length, bounds.first, bounds.recent, bounds.sinks]
-    best, total, acc = triton_call(
+    args = [q, k, v, block_mask, cache.k, cache.v, rows, length, bounds.first, bounds.recent, bounds.sinks]
+    maxima, total, acc = triton_call(
         card, _attend, args, out, (b * heads, splits, tiles),
         num_warps=WARPS[block >= 64], num_stages=STAGES,
         T=t, KH=heads, R=group, D=d, ROWS=cache.k.shape[0], CAP=cache.capacity, RING=cache.ring,
-        RING_SINKS=cache.sinks, OWN_ROWS=own.shape[0], SPLITS=splits, SCALE=d**-0.5,
-        BM=block, BS=positions, BT=min(positions, max(16, power(t))), CAUSAL=own_mask is None,
+        RING_SINKS=cache.sinks, MASKS=block_mask.shape[0], SPLITS=splits, SCALE=d**-0.5,
+        BM=block, BS=positions, BT=min(positions, max(16, power(t))), CAUSAL=mask is None,
         PRECISION="ieee" if q.dtype == jnp.float32 else "tf32",
     )  # fmt: skip
-    parts = power(splits)
+    padded_splits = power(splits)
     (y,) = triton_call(
-        card, _join, [best, total, acc, q if both is None else both], [jax.ShapeDtypeStruct(q.shape, q.dtype)],
+        card, _join, [maxima, total, acc, q if gate is None else gate], [jax.ShapeDtypeStruct(q.shape, q.dtype)],
         (b * t * n,),
-        num_warps=4 if parts * d >= 2048 else 1, T=t, KH=heads, R=group, D=d, SPLITS=splits, SP=parts,
-        GATED=both is not None,
+        num_warps=4 if padded_splits * d >= 2048 else 1, T=t, KH=heads, R=group, D=d, SPLITS=splits, SP=padded_splits,
+        GATED=gate is not None,
     )  # fmt: skip
     return y

@@ -133,7 +133,7 @@ def test_linear_in_triton_equals_its_definition(monkeypatch, rows, hidden, outpu
     from dflash_jax.ops.kernels.triton import linear as triton_project
 
     monkeypatch.setattr(triton_project, "PROGRAMS", (programs, programs))
-    monkeypatch.setattr(triton_project, "MOST_NORMED", programs)
+    monkeypatch.setattr(triton_project, "MAX_NORMED_OUTPUTS", programs)
     source = Source(len(outputs))
     x, norm, weights = arguments.projections(source, rows, hidden, outputs, quantized)
     given = DeferredNorm(x, norm, 1e-6, 1.0) if "norm" in options else x
