@@ -24,8 +24,8 @@ from dflash_jax.tools.token_runs import Remembering
 from tests import tiny
 from tests.engine.load import CAPACITY, MARKER, alone, check, engine_for, some_requests, under_load
 
-# DFLASH_LOAD=1500 for a long soak.
-COUNT = int(os.environ.get("DFLASH_LOAD", "400"))
+# 400 in make check-long; DFLASH_LOAD=1500 for a long soak.
+COUNT = int(os.environ.get("DFLASH_LOAD", "200"))
 
 
 @pytest.fixture(scope="module", autouse=True)

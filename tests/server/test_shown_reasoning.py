@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dflash_jax.frontend.sequence import Piece
 from dflash_jax.server.conversation import Parser
-from tests.server.test_output_fields import BOTH, stream
+from tests.server.both_ways import BOTH, stream
 
 HI = [{"role": "user", "content": "hi"}]
 FIELDS = {

@@ -6,6 +6,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+pytest.importorskip("torch")
+pytest.importorskip("triton.runtime.interpreter")
+
 from dflash_jax.ops import backend
 from dflash_jax.ops.backend import Backend
 from dflash_jax.ops.card import KIB, SHARED_MEMORY, Card

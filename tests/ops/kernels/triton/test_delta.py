@@ -5,6 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+pytest.importorskip("torch")
+pytest.importorskip("triton.runtime.interpreter")
+
 from dflash_jax.ops import gated_delta
 from dflash_jax.ops.backend import XLA
 from dflash_jax.tools.kernels.arguments import Source, mixer, spoilt

@@ -7,6 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+pytest.importorskip("torch")
+pytest.importorskip("triton.runtime.interpreter")
+
 from dflash_jax.ops.backend import XLA
 from dflash_jax.ops.cache import DeltaState
 from dflash_jax.ops.card import HOPPER

@@ -9,6 +9,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
+pytest.importorskip("torch")
+pytest.importorskip("triton.runtime.interpreter")
+
 from dflash_jax.models.cache import init_cache
 from dflash_jax.models.config import AttentionSpec, GatedDeltaSpec, MoeSpec, RopeSpec
 from dflash_jax.models.layers import Attention, with_backend
