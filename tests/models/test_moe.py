@@ -85,7 +85,7 @@ def test_forward(moe, platform, shape):
 def test_forms_are_equal(moe, rows, skewed, monkeypatch):
     """``rows`` of a pass: where one expert is all tokens' first choice, many passes are needed."""
     monkeypatch.setattr(module, "GROUP_ROWS", 0)
-    monkeypatch.setattr(module, "LEAST_GROUP_ROWS", rows)
+    monkeypatch.setattr(module, "MIN_GROUP_ROWS", rows)
     x = sample(40, seed=1)
     scores = x @ moe.router[...].T
     weights, chosen = route(scores.at[:, 2].add(100.0 * skewed), MOE)
