@@ -81,8 +81,7 @@ def _few_tokens(
     x, norm, residual, normed, weight, scale, y, N, row,
     RUN: tl.constexpr, BH: tl.constexpr, H: tl.constexpr, NORMED: tl.constexpr, RETURN_NORMED: tl.constexpr,
     SWIGLU: tl.constexpr, RESIDUAL: tl.constexpr, EPS: tl.constexpr, OFFSET: tl.constexpr, BN: tl.constexpr,
-    BC: tl.constexpr,
-    R: tl.constexpr, BM: tl.constexpr, PRECISION: tl.constexpr,
+    BC: tl.constexpr, R: tl.constexpr, BM: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`_one_token` of R tokens, x [R, H]."""
     clipped_row = tl.minimum(row, N - 1).to(tl.int64)
