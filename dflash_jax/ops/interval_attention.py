@@ -9,7 +9,6 @@ are skipped.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -143,15 +142,14 @@ def _backward(
                 jnp.einsum("bqkrd,bskd->bkrqs", d_out, v, preferred_element_type=jnp.float32) + offset
             )
             weights, d_scores = weights.astype(v.dtype), d_scores.astype(q.dtype)
-            options: Any = {"preferred_element_type": jnp.float32}
-            dq = dq + jnp.einsum("bkrqs,bskd->bqkrd", d_scores, k, **options)
+            dq = dq + jnp.einsum("bkrqs,bskd->bqkrd", d_scores, k, preferred_element_type=jnp.float32)
 
             def add(total: Array, added: Array) -> Array:
                 previous = jax.lax.dynamic_slice_in_dim(total, i * size, size, 1)
                 return jax.lax.dynamic_update_slice_in_dim(total, previous + added, i * size, 1)
 
-            dk = add(dk, jnp.einsum("bkrqs,bqkrd->bskd", d_scores, q, **options))
-            dv = add(dv, jnp.einsum("bkrqs,bqkrd->bskd", weights, d_out, **options))
+            dk = add(dk, jnp.einsum("bkrqs,bqkrd->bskd", d_scores, q, preferred_element_type=jnp.float32))
+            dv = add(dv, jnp.einsum("bkrqs,bqkrd->bskd", weights, d_out, preferred_element_type=jnp.float32))
             return dq, dk, dv
 
         start = (jnp.zeros(q.shape, jnp.float32), *carry)

@@ -27,7 +27,7 @@ from dflash_jax.ops.weights import PackedWeight, QuantizedWeight, Weight, dense
 # Experts' weights that XLA computes with, and a shared expert: gate_up, down and the logits of its gate.
 ExpertWeight: TypeAlias = Array | QuantizedWeight
 SharedExpert: TypeAlias = tuple[Weight, Weight, Array]
-# Rows of each expert's product: this many times the mean, and at least `LEAST_GROUP_ROWS`: products of fewer rows take
+# Rows of each expert's product: this many times the mean, and at least `MIN_GROUP_ROWS`: products of fewer rows take
 # as long.
 GROUP_ROWS, MIN_GROUP_ROWS = 4, 32
 # On a TPU more tokens than these are computed by the loop over experts.

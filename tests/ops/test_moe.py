@@ -85,7 +85,7 @@ def test_mixture_on_each_platform_equals_a_loop_in_numpy(moe, platform, shape):
 def test_forms_of_the_mixture_give_equal_outputs(moe, rows, skewed, monkeypatch):
     """``rows`` of a pass: where one expert is all tokens' first choice, many passes are needed."""
     monkeypatch.setattr(module, "GROUP_ROWS", 0)
-    monkeypatch.setattr(module, "LEAST_GROUP_ROWS", rows)
+    monkeypatch.setattr(module, "MIN_GROUP_ROWS", rows)
     x = sample(40, seed=1)
     scores = x @ moe.router[...].T
     weights, chosen = route(scores.at[:, 2].add(100.0 * skewed), MOE)

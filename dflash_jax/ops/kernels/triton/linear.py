@@ -41,8 +41,8 @@ MAX_NORMED_OUTPUTS, MAX_INPUTS_PER_OUTPUT = 1024, 32
 def _one_token(
     x, norm, residual, normed, weight, scale, y, N, row,
     RUN: tl.constexpr, BH: tl.constexpr, H: tl.constexpr, NORMED: tl.constexpr, RETURN_NORMED: tl.constexpr,
-    SWIGLU: tl.constexpr,
-    RESIDUAL: tl.constexpr, EPS: tl.constexpr, OFFSET: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr,
+    SWIGLU: tl.constexpr, RESIDUAL: tl.constexpr, EPS: tl.constexpr, OFFSET: tl.constexpr, BN: tl.constexpr,
+    BC: tl.constexpr,
 ):  # fmt: skip
     """Outputs ``row`` of y [N] = W · norm(x), x [H]. The division of the norm comes last."""
     clipped_row = tl.minimum(row, N - 1).to(tl.int64)
@@ -80,9 +80,8 @@ def _one_token(
 def _few_tokens(
     x, norm, residual, normed, weight, scale, y, N, row,
     RUN: tl.constexpr, BH: tl.constexpr, H: tl.constexpr, NORMED: tl.constexpr, RETURN_NORMED: tl.constexpr,
-    SWIGLU: tl.constexpr,
-    RESIDUAL: tl.constexpr, EPS: tl.constexpr, OFFSET: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr,
-    R: tl.constexpr, BM: tl.constexpr, PRECISION: tl.constexpr,
+    SWIGLU: tl.constexpr, RESIDUAL: tl.constexpr, EPS: tl.constexpr, OFFSET: tl.constexpr, BN: tl.constexpr,
+    BC: tl.constexpr, R: tl.constexpr, BM: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`_one_token` of R tokens, x [R, H]."""
     clipped_row = tl.minimum(row, N - 1).to(tl.int64)

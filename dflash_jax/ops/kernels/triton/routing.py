@@ -180,9 +180,8 @@ def aligned(
             card, _before, [counts], [jax.ShapeDtypeStruct((chunks + 1, ep), jnp.int32)], (ep // block,), num_warps=4,
             EP=ep, CHUNKS=chunks, STEP=MAX_COUNTED_CHUNKS, BE=block,
         )  # fmt: skip
+    out = [jax.ShapeDtypeStruct((n,), jnp.int32) for n in (blocks * rows, blocks, 1)]
     return list(triton_call(
-        card, _align, [chosen, weights, counts], [jax.ShapeDtypeStruct((n,), jnp.int32) for n in (blocks * rows,
-        blocks, 1)],
-        (chunks,), num_warps=8, C=c, EP=ep, M=rows, CHUNK=chunk, CHUNKS=chunks, PP=power(min(chunks,
-        MAX_COUNTED_CHUNKS)),
+        card, _align, [chosen, weights, counts], out, (chunks,), num_warps=8, C=c, EP=ep, M=rows, CHUNK=chunk,
+        CHUNKS=chunks, PP=power(min(chunks, MAX_COUNTED_CHUNKS)),
     ))  # fmt: skip
