@@ -73,7 +73,7 @@ def coach(drafter: Drafter, tokens, runs=-1) -> Coached:
 
 
 def yields(coach: Coached, state: DecodeState, row: int) -> list[int]:
-    """What each round of a finished run of unaligned windows must have yielded."""
+    """What each round of a finished run of unaligned blocks must have yielded."""
     runs, width = np.asarray(coach.runs[row]), int(state.block_sizes[row])
     at, end, found = int(state.prompt_length[row]), int(state.length[row]), []
     while at < end:

@@ -81,12 +81,12 @@ class _Keys:
         self._file, self._prefix = file, prefix
         self.names = [k.removeprefix(f"{prefix}.") for k in file.metadata if k.startswith(f"{prefix}.")]
 
-    def integer(self, name: str, key: str, default: int | None = None, least: int = 1) -> int:
+    def integer(self, name: str, key: str, default: int | None = None, minimum: int = 1) -> int:
         """A count or a size, in the range that ``key`` has in a config.json."""
-        return self._checked(name, default, lambda where, value: integer(where, value, least, LIMITS.get(key, LIMIT)))
+        return self._checked(name, default, lambda where, value: integer(where, value, minimum, LIMITS.get(key, LIMIT)))
 
-    def number(self, name: str, default: float | None = None, least: float = 0.0, most: float = 1e15) -> float:
-        return self._checked(name, default, lambda where, value: number(where, value, least, most))
+    def number(self, name: str, default: float | None = None, minimum: float = 0.0, maximum: float = 1e15) -> float:
+        return self._checked(name, default, lambda where, value: number(where, value, minimum, maximum))
 
     def _checked(self, name: str, default, check: Callable):
         where = f"{self._prefix}.{name}"

@@ -124,8 +124,8 @@ def ids_of(metadata: dict, source: str, names=("bos", "eos", "eot", "eom", "unkn
         InputError: A value is no token id.
     """
     values = {f"{KEY}{name}_token_id": metadata.get(f"{KEY}{name}_token_id") for name in names}
-    most = LIMITS["vocab_size"]
-    ids = (integer(f"{source}: {key}", value, 0, most) for key, value in values.items() if value is not None)
+    maximum = LIMITS["vocab_size"]
+    ids = (integer(f"{source}: {key}", value, 0, maximum) for key, value in values.items() if value is not None)
     return list(dict.fromkeys(ids))
 
 

@@ -92,6 +92,18 @@ def gather_batch(tree: T) -> T:
     return jax.tree.map(lambda x: jax.lax.all_gather(x, DATA, tiled=True), tree)
 
 
+def _take(
+    target: Decoder, state: DecodeState, slots: Int[Array, " B"], block_sizes: Int[Array, " B"], size: int = 1
+) -> DecodeState:
+    """`take_slots` with the block sizes of a dispatch."""
+    return replace(take_slots(target.backend, state, slots, size), block_sizes=block_sizes)
+
+
+def _put(state: DecodeState, part: DecodeState, slots: Int[Array, " B"]) -> DecodeState:
+    """`put_slots` with the block sizes of the whole state."""
+    return put_slots(state, replace(part, block_sizes=state.block_sizes[slots]))
+
+
 def prefill(
     target: Decoder,
     drafter: Drafting | None,
@@ -178,18 +190,6 @@ def decode(
     after = speculative.decode(target, drafter, before, rounds, REPORT_SIZE, settings)
     result = report(before, after, max(REPORT_SIZE, settings.block_size))
     return _put(state, after, slots), gather_batch(result)
-
-
-def _take(
-    target: Decoder, state: DecodeState, slots: Int[Array, " B"], block_sizes: Int[Array, " B"], size: int = 1
-) -> DecodeState:
-    """`take_slots` with the block sizes of a dispatch."""
-    return replace(take_slots(target.backend, state, slots, size), block_sizes=block_sizes)
-
-
-def _put(state: DecodeState, part: DecodeState, slots: Int[Array, " B"]) -> DecodeState:
-    """`put_slots` with the block sizes of the whole state."""
-    return put_slots(state, replace(part, block_sizes=state.block_sizes[slots]))
 
 
 def propose(

@@ -26,7 +26,7 @@ def _sampling(raw) -> dict:
     if raw.flag("do_sample"):
         values |= {
             "temperature": raw.number("temperature", 1.0, 0.0, 1e6),
-            "top_k": raw.integer("top_k", None, least=0),
+            "top_k": raw.integer("top_k", None, minimum=0),
             "top_p": raw.number("top_p", None, 0.0, 1.0),
             "min_p": raw.number("min_p", None, 0.0, 1.0),
         }

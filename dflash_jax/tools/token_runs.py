@@ -142,7 +142,7 @@ def run(
     target, drafter, wanted: list[Request], width: int, *, together: bool, reproducible: int = 0, capacity: int,
     prefill_sizes: tuple[int, ...], prefill_batch_tokens: int = 0,
 ) -> list[Request]:  # fmt: skip
-    """``wanted`` with their tokens, all at once or one after another. ``reproducible``: the width of all windows, or
+    """``wanted`` with their tokens, all at once or one after another. ``reproducible``: the size of all blocks, or
     0."""
     settings = Settings(reproducible or 1, bool(reproducible))
     config = EngineConfig(

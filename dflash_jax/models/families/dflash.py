@@ -80,15 +80,15 @@ def default_taps(num_target: int, num_draft: int) -> tuple[int, ...]:
     return tuple(round(1 + i * (num_target - 4) / (num_draft - 1)) for i in range(num_draft))
 
 
-def read_taps(both: Raw, depth: int) -> tuple[int, ...]:
+def read_taps(merged: Raw, depth: int) -> tuple[int, ...]:
     """The target layers whose outputs the drafter reads.
 
     Raises:
         InputError: ``target_layer_ids`` is no list of layers, or too long.
     """
-    ids = both.get("target_layer_ids")
+    ids = merged.get("target_layer_ids")
     if ids is None or ids == []:
-        return default_taps(both.need("num_target_layers"), depth)
+        return default_taps(merged.need("num_target_layers"), depth)
     if not isinstance(ids, list) or any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
         raise InputError(f"target_layer_ids is {shown(ids)}: it must be a list of layers")
     if len(ids) > LIMITS["num_target_layers"]:
@@ -96,7 +96,7 @@ def read_taps(both: Raw, depth: int) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def read_layers(both: Raw, depth: int) -> list[tuple[int | None, bool]]:
+def read_layers(merged: Raw, depth: int) -> list[tuple[int | None, bool]]:
     """Window and causality of every layer.
 
     Sliding layers are those of ``layer_types``; where that names none, ``use_swa`` makes all layers slide. Causality
@@ -104,7 +104,7 @@ def read_layers(both: Raw, depth: int) -> list[tuple[int | None, bool]]:
     sliding layers are causal.
 
     Args:
-        both: The config with the keys of ``dflash_config`` over those at top level.
+        merged: The config with the keys of ``dflash_config`` over those at top level.
         depth: Layers.
 
     Returns:
@@ -113,7 +113,7 @@ def read_layers(both: Raw, depth: int) -> list[tuple[int | None, bool]]:
     Raises:
         InputError: A value is invalid, or a window is missing.
     """
-    kinds = both.words("layer_types", []) or ["full_attention"] * depth
+    kinds = merged.words("layer_types", []) or ["full_attention"] * depth
     if len(kinds) != depth:
         raise InputError(f"the drafter's layer_types has {len(kinds)} entries, num_hidden_layers is {depth}")
     unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
@@ -122,16 +122,16 @@ def read_layers(both: Raw, depth: int) -> list[tuple[int | None, bool]]:
             f"the drafter's layer_types has {shown(unknown)}: known are full_attention and sliding_attention"
         )
     sliding = [kind == "sliding_attention" for kind in kinds]
-    if both.flag("use_swa") and not any(sliding):
+    if merged.flag("use_swa") and not any(sliding):
         sliding = [True] * depth
     window = None
     if any(sliding):
-        window = both.integer("swa_window_size", None) or both.integer("sliding_window", None)
+        window = merged.integer("swa_window_size", None) or merged.integer("sliding_window", None)
         if window is None:
             raise InputError(
                 "the drafter has sliding layers but neither dflash_config.swa_window_size nor sliding_window"
             )
-    flags = [both.flag(key, None) for key in ("is_causal", "causal", "causal_head")]
+    flags = [merged.flag(key, None) for key in ("is_causal", "causal", "causal_head")]
     causal = next((c for c in flags if c is not None), None)
     return [(window if slides else None, slides if causal is None else causal) for slides in sliding]
 
@@ -144,27 +144,27 @@ def read_config(raw: dict) -> DraftConfig:
     """
     section = Raw(raw).section("dflash_config")
     check_method(raw, section)
-    both = Raw({**raw, **{k: v for k, v in section.items() if v is not None}})
-    check_activation(both)
-    depth, hidden = both.need("num_hidden_layers"), both.need("hidden_size")
-    heads, kv_heads, head_dim = both.heads
-    attention = AttentionSpec(heads, kv_heads, head_dim, read_rope(both, head_dim))
-    target_size = both.integer("target_hidden_size", hidden)
+    merged = Raw({**raw, **{k: v for k, v in section.items() if v is not None}})
+    check_activation(merged)
+    depth, hidden = merged.need("num_hidden_layers"), merged.need("hidden_size")
+    heads, kv_heads, head_dim = merged.heads
+    attention = AttentionSpec(heads, kv_heads, head_dim, read_rope(merged, head_dim))
+    target_size = merged.integer("target_hidden_size", hidden)
     if target_size != hidden:
         raise InputError(f"target_hidden_size is {target_size}: it must be the drafter's hidden_size, {hidden}")
     return DraftConfig(
         hidden_size=hidden,
-        vocab_size=both.need("vocab_size"),
+        vocab_size=merged.need("vocab_size"),
         layers=tuple(
-            DraftLayerSpec(attention, both.need("intermediate_size"), window, causal)
-            for window, causal in read_layers(both, depth)
+            DraftLayerSpec(attention, merged.need("intermediate_size"), window, causal)
+            for window, causal in read_layers(merged, depth)
         ),
-        block_size=both.need("block_size"),
-        mask_token_id=both.need("mask_token_id", least=0),
-        target_layer_ids=read_taps(both, depth),
-        num_target_layers=both.need("num_target_layers"),
-        norm_eps=both.norm_eps,
-        max_positions=both.need("max_position_embeddings"),
+        block_size=merged.need("block_size"),
+        mask_token_id=merged.need("mask_token_id", minimum=0),
+        target_layer_ids=read_taps(merged, depth),
+        num_target_layers=merged.need("num_target_layers"),
+        norm_eps=merged.norm_eps,
+        max_positions=merged.need("max_position_embeddings"),
     )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Collection
 from dflash_jax.models.config import GatedDeltaSpec, LayerSpec, ModelConfig
 from dflash_jax.models.families.names import Entry, Tensor, stacked
 from dflash_jax.models.families.reading import Raw, read_attention, read_delta, read_ffns, read_kinds
-from dflash_jax.models.families.tables import by_key_head, decoder_entries, delta_rest
+from dflash_jax.models.families.tables import by_key_head, decoder_entries, shared_delta_entries
 
 PREFIXES = ("model.language_model.", "model.")
 # Prefixes of tensors that a text model does not use.
@@ -60,7 +60,7 @@ def delta_entries(path: str, name: str, spec: GatedDeltaSpec, hidden: int) -> li
     return [
         by_key_head(spec, (spec.key_dim, spec.key_dim, values, values), f"{path}qkvz", flat),
         stacked(f"{path}beta_alpha", (2, g, r, hidden), gates),
-        *delta_rest(path, name, spec, hidden),
+        *shared_delta_entries(path, name, spec, hidden),
     ]
 
 

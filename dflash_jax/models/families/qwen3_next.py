@@ -8,7 +8,7 @@ from dflash_jax.models.config import GatedDeltaSpec, ModelConfig
 from dflash_jax.models.families.names import Entry, Tensor, same
 from dflash_jax.models.families.qwen3_5 import is_skipped, read_hybrid
 from dflash_jax.models.families.reading import Raw
-from dflash_jax.models.families.tables import decoder_entries, delta_rest
+from dflash_jax.models.families.tables import decoder_entries, shared_delta_entries
 
 __all__ = ["is_skipped", "read_config", "weight_names"]
 
@@ -33,7 +33,7 @@ def delta_entries(path: str, name: str, spec: GatedDeltaSpec, hidden: int) -> li
     return [
         same(f"{path}qkvz", (g, rows, hidden), f"{name}in_proj_qkvz.weight", (g * rows, hidden)),
         Entry(f"{path}beta_alpha", (2, g, r, hidden), gates, join, split),
-        *delta_rest(path, name, spec, hidden),
+        *shared_delta_entries(path, name, spec, hidden),
     ]
 
 

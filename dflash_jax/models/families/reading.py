@@ -37,7 +37,7 @@ LIMITS = {
 }
 LIMIT = 2**20
 # Most experts of all layers together. Checkpoints that do not stack experts list their tensors one by one.
-MOST_EXPERTS = 2**17
+MAX_EXPERTS = 2**17
 MISSING = object()
 
 
@@ -46,27 +46,27 @@ def shown(value) -> str:
     return reprlib.repr(value)
 
 
-def integer(key: str, value, least: int = 1, most: int | None = None) -> int:
+def integer(key: str, value, minimum: int = 1, maximum: int | None = None) -> int:
     """Returns ``value``.
 
     Raises:
-        InputError: It is no whole number from ``least`` to ``most`` (None: the key's limit).
+        InputError: It is no whole number from ``minimum`` to ``maximum`` (None: the key's limit).
     """
-    most = LIMITS.get(key, LIMIT) if most is None else most
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise InputError(f"{key} is {shown(value)}: it must be a whole number from {least} to {most}")
+    maximum = LIMITS.get(key, LIMIT) if maximum is None else maximum
+    if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
+        raise InputError(f"{key} is {shown(value)}: it must be a whole number from {minimum} to {maximum}")
     return value
 
 
-def number(key: str, value, least: float, most: float) -> float:
+def number(key: str, value, minimum: float, maximum: float) -> float:
     """Returns ``value`` as a float.
 
     Raises:
-        InputError: It is no number in [least, most].
+        InputError: It is no number in [minimum, maximum].
     """
     # The comparison also refuses NaN.
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
-        raise InputError(f"{key} is {shown(value)}: it must be a number from {least:g} to {most:g}")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not minimum <= value <= maximum:
+        raise InputError(f"{key} is {shown(value)}: it must be a number from {minimum:g} to {maximum:g}")
     return float(value)
 
 
@@ -122,17 +122,17 @@ class Raw(dict):
             return default
         return check(key, value, *limits)
 
-    def need(self, key: str, least: int = 1) -> int:
+    def need(self, key: str, minimum: int = 1) -> int:
         """A required count or size."""
-        return self._read(integer, key, MISSING, least)
+        return self._read(integer, key, MISSING, minimum)
 
-    def integer(self, key: str, default, least: int = 1):
+    def integer(self, key: str, default, minimum: int = 1):
         """A count or size; ``default`` where it is missing."""
-        return self._read(integer, key, default, least)
+        return self._read(integer, key, default, minimum)
 
-    def number(self, key: str, default, least: float, most: float):
+    def number(self, key: str, default, minimum: float, maximum: float):
         """A float; ``default`` where it is missing."""
-        return self._read(number, key, default, least, most)
+        return self._read(number, key, default, minimum, maximum)
 
     def flag(self, key: str, default: bool | None = False) -> Any:
         """A boolean; ``default`` where it is missing."""
@@ -280,7 +280,7 @@ def read_delta(text: Raw) -> GatedDeltaSpec:
         num_value_heads=text.need("linear_num_value_heads"),
         key_dim=text.need("linear_key_head_dim"),
         value_dim=text.need("linear_value_head_dim"),
-        conv_kernel=text.integer("linear_conv_kernel_dim", 4, least=2),
+        conv_kernel=text.integer("linear_conv_kernel_dim", 4, minimum=2),
     )
     if spec.num_value_heads % spec.num_key_heads:
         raise InputError(
@@ -304,11 +304,11 @@ def read_ffns(text: Raw, *, shared: bool, normalise: bool) -> list[MlpSpec | Moe
         raise InputError(f"mlp_only_layers is {shown(dense)}: it must be a list of layers")
     dense = {integer("mlp_only_layers", i, 0, depth - 1) for i in dense}
     # transformers writes the second name.
-    experts = text.integer("num_experts", 0, least=0) or text.integer("num_local_experts", 0, least=0)
+    experts = text.integer("num_experts", 0, minimum=0) or text.integer("num_local_experts", 0, minimum=0)
     if not experts:
         return [MlpSpec(text.need("intermediate_size"))] * depth
-    if experts * depth > MOST_EXPERTS:
-        raise InputError(f"num_experts is {experts} in {depth} layers: at most {MOST_EXPERTS} in all are possible")
+    if experts * depth > MAX_EXPERTS:
+        raise InputError(f"num_experts is {experts} in {depth} layers: at most {MAX_EXPERTS} in all are possible")
     moe = MoeSpec(
         num_experts=experts,
         experts_per_token=text.need("num_experts_per_tok"),

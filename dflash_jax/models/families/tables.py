@@ -43,7 +43,7 @@ def conv_entry(path: str, name: str, spec: GatedDeltaSpec) -> Entry:
     return by_key_head(spec, rows, f"{path}conv", (Tensor(f"{name}conv1d.weight", (channels, 1, spec.conv_kernel)),))
 
 
-def delta_rest(path: str, name: str, spec: GatedDeltaSpec, hidden: int) -> list[Entry]:
+def shared_delta_entries(path: str, name: str, spec: GatedDeltaSpec, hidden: int) -> list[Entry]:
     """The entries that all layouts of Gated DeltaNet share: everything but the input projections."""
     g, r, dv = spec.num_key_heads, spec.values_per_key, spec.value_dim
     heads = spec.num_value_heads
