@@ -4,6 +4,7 @@ import argparse
 import sys
 
 from dflash_jax.cli.options import Parser, add_platform, program
+from dflash_jax.engine.config import BlockSize
 from dflash_jax.errors import InputError
 
 DESCRIPTION = "Text from a target and a DFlash drafter. Text goes to stdout, everything else to stderr."
@@ -16,9 +17,10 @@ def token_ids(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"{text!r} must be token ids with commas between, such as 1,2,3") from None
 
 
-def block_size(text: str) -> int | str:
+def block_size(text: str) -> BlockSize:
+    """A block size of the command line."""
     if text == "auto":
-        return text
+        return "auto"
     try:
         return int(text)
     except ValueError:

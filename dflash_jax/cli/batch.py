@@ -28,7 +28,7 @@ ATTEMPTS = 5
 def make_parser() -> argparse.ArgumentParser:
     p = Parser(
         prog=program("batch"),
-        description=__doc__.replace("dflash serve", program("serve")),
+        description=(__doc__ or "").replace("dflash serve", program("serve")),
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

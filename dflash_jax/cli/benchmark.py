@@ -15,7 +15,7 @@ from dataclasses import asdict
 from hashlib import blake2b
 from pathlib import Path
 
-from dflash_jax.benchmarking.clients import Asking, EngineClient, HttpClient
+from dflash_jax.benchmarking.clients import Asking, Client, EngineClient, HttpClient
 from dflash_jax.benchmarking.data import read_tasks
 from dflash_jax.benchmarking.store import beside, read_record, write_record
 from dflash_jax.benchmarking.tables import PLAIN, key, markdown, plot
@@ -202,21 +202,25 @@ def run(args, argv: list[str]) -> int:
     if args.url:
         about |= {"model": args.model or args.url, "device": "a server"}
 
-        def open_client(name: str):
+        def open_server(name: str) -> Client:
             block = None if args.label else 1 if name == PLAIN else block_size(name)
             return HttpClient(args.url, args.model, args.api_key, block)
+
+        open_client = open_server
     else:
         llm, device = open_llm(args, options)
         model = find_config(args.config).stem if args.config else str(args.target or "bundled pair")
         about |= {"model": model, "device": device, "dtype": llm.dtype, "mesh": str(llm.target.layout)}
         about |= {"max_len": llm.max_len, "quantize": args.quantize or options.get("quantize"), "kernels": args.kernels}
-        listed = llm.drafter.vocabulary
+        listed = None if llm.drafter is None else llm.drafter.vocabulary
         about |= {"draft_tokens": None if listed is None else len(listed.ids[...])}
         methods = [m for m in methods if not m.isdecimal() or int(m) <= llm.largest_block]
         room = capacity(llm, tasks, asking)
 
-        def open_client(name: str):
+        def open_engine(name: str) -> Client:
             return EngineClient(llm, 1 if name == PLAIN else block_size(name), max(args.concurrency), room)
+
+        open_client = open_engine
 
     results = Results(args.out, about, _published(args))
     asyncio.run(cells(results, tasks, methods, args, asking, open_client))

@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 import threading
+from typing import cast
 
 from dflash_jax.cli.options import choose_mesh, exit_code, set_platform
 from dflash_jax.errors import InputError
@@ -150,12 +151,13 @@ def run(args, system) -> int:
         hosts = default_hosts(args.host) if args.uds is None else None
     config = uvicorn.Config(
         around(build(serving, args.api_keys, hosts, args.cors), serving, args, tracer),
-        http=protocol(limits, tls),
+        # uvicorn calls it, and a class is not needed for that.
+        http=cast("type[asyncio.Protocol]", protocol(limits, tls)),
         ws="none",
         log_level="warning",
         access_log=False,
         lifespan="off",
-        timeout_keep_alive=limits.idle_s,
+        timeout_keep_alive=int(limits.idle_s),
         # A local client could choose its address by a header.
         proxy_headers=False,
     )

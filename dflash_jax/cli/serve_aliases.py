@@ -151,7 +151,7 @@ ALIASES = (
 class _Other(argparse.Action):
     """A flag of `NOTHING` or `REFUSED`, judged under the name that the user typed."""
 
-    def __init__(self, option_strings, dest, reason="", neutral=None, **options):
+    def __init__(self, option_strings, dest, reason="", neutral: tuple[str | bool, ...] | None = None, **options):
         super().__init__(
             option_strings, argparse.SUPPRESS, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **options
         )
@@ -163,18 +163,22 @@ class _Other(argparse.Action):
             notices = getattr(namespace, "notices", ())
             namespace.notices = (*notices, f"{option_string} needs nothing here: {self.reason}")
             return
-        given = [option_string.startswith("--no-")] if self.nargs == 0 else values if self.nargs == "*" else [values]
-        wrong = [v for v in given if not self._is_neutral(v)]
+        typed = option_string or self.option_strings[0]
+        given = (
+            [typed.startswith("--no-")] if self.nargs == 0 else values if isinstance(values, list) else [str(values)]
+        )
+        wrong = [v for v in given if not _is_neutral(v, self.neutral)]
         if wrong:
-            typed = option_string if self.nargs == 0 else f"{option_string} {str(wrong[0])[:60]}"
+            typed = typed if self.nargs == 0 else f"{typed} {str(wrong[0])[:60]}"
             right = [v for v in self.neutral if isinstance(v, str)]
             hint = f" (possible: {', '.join(right)})" if right else ""
             raise InputError(f"{typed} is refused: {self.reason}{hint}")
 
-    def _is_neutral(self, value) -> bool:
-        if isinstance(value, bool):
-            return value in self.neutral
-        return value.lower() in NEUTRAL or any(_equal(value, v) for v in self.neutral)
+
+def _is_neutral(value: str | bool, neutral: tuple[str | bool, ...]) -> bool:
+    if isinstance(value, bool):
+        return value in neutral
+    return value.lower() in NEUTRAL or any(isinstance(v, str) and _equal(value, v) for v in neutral)
 
 
 def _equal(a: str, b: str) -> bool:
@@ -190,7 +194,7 @@ def add_others(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("flags of vLLM and SGLang", "Most are understood; the README says which do what.")
     ours = {action.dest: action for action in parser._actions}
     for alias in ALIASES:
-        options = {"dest": alias.dest, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+        options: dict[str, Any] = {"dest": alias.dest, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
         if alias.const is not None:
             options |= {"action": "store_const", "const": alias.const}
         elif alias.type is not None:
@@ -207,7 +211,9 @@ def add_others(parser: argparse.ArgumentParser) -> None:
 
 
 def _add(group, word: str, reason: str, is_refused: bool) -> None:
-    names, is_on, several, values = re.fullmatch(r"([^!+=]+)(!?)(\+?)(=.*)?", word).groups()
+    match = re.fullmatch(r"([^!+=]+)(!?)(\+?)(=.*)?", word)
+    assert match is not None, word
+    names, is_on, several, values = match.groups()
     options = {"action": _Other, "reason": reason}
     if values is None:
         names = [n for name in names.split("/") for n in (name, *([f"--no-{name[2:]}"] if name[:2] == "--" else []))]

@@ -285,7 +285,7 @@ def additions_of(args) -> Additions:
 
 def api_keys(args) -> list[str]:
     """All API keys: of the options, the file and the environment. Raises InputError."""
-    keys = list(args.api_key or ())
+    keys: list[str] = list(args.api_key or ())
     if args.api_key_file is not None:
         try:
             with open(args.api_key_file, encoding="utf-8") as file:

@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 from importlib.util import find_spec
+from typing import Any
 
 from dflash_jax.cli.options import Parser, exit_code, program, set_platform
 from dflash_jax.errors import InputError
@@ -49,17 +50,18 @@ def make_parser() -> argparse.ArgumentParser:
         flag, text = "--" + name.replace("_", "-"), f.metadata["help"].replace("%", "%%")
         if f.default is not None and not many:
             text += f" (default: {f.default})"
-        more = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
+        options: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
         if many:
-            more["nargs"] = "+"
-        p.add_argument(flag, dest=name, default=None, help=text, **more)
+            options["nargs"] = "+"
+        p.add_argument(flag, dest=name, default=None, help=text, **options)
     return p
 
 
 def read_config(args: argparse.Namespace) -> tuple[TrainConfig, dict[str, str]]:
     values, meshes = read_toml(args.config) if args.config else ({}, {})
     given = {name: getattr(args, name) for name in FIELDS if getattr(args, name) is not None}
-    return TrainConfig(**values | {k: checked(k, v, "options") for k, v in given.items()}), meshes
+    settings: dict[str, Any] = values | {k: checked(k, v, "options") for k, v in given.items()}
+    return TrainConfig(**settings), meshes
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -115,10 +115,10 @@ class TokenRules(ReadyMasks):
         count, thought, opening = now.count + 1, now.thought, now.opening
         tail = (*now.tail, token)[-self._tail_size :] if self._tail_size else ()
         budget = self._rules.budget
-        if thought is not None:
+        if budget is not None and thought is not None:
             is_closed = thought + 1 >= len(budget.close_ids) and tail[-len(budget.close_ids) :] == budget.close_ids
             thought = None if is_closed else thought + 1
-        elif opening is not None:
+        elif budget is not None and opening is not None:
             if token == budget.open_ids[opening]:
                 opening += 1
                 if opening == len(budget.open_ids):
@@ -144,13 +144,14 @@ class TokenRules(ReadyMasks):
 
         The thought may end with the first tokens of the tag already.
         """
-        if now.thought is None:
+        budget = self._rules.budget
+        if budget is None or now.thought is None:
             return None
-        close = self._rules.budget.close_ids
+        close = budget.close_ids
         thought = now.tail[len(now.tail) - min(now.thought, len(now.tail)) :]
         longest = min(len(close) - 1, len(thought))
         begun = next(n for n in range(longest, -1, -1) if thought[len(thought) - n :] == close[:n])
-        return close[begun] if now.thought - begun >= self._rules.budget.tokens else None
+        return close[begun] if now.thought - begun >= budget.tokens else None
 
 
 class CombinedMasks:
@@ -174,9 +175,8 @@ class CombinedMasks:
         for i, provider in enumerate(self._providers):
             if self._answers[i] is None:
                 self._answers[i] = provider.answer(max(0.0, until - time.monotonic()))
-        if any(answer is None for answer in self._answers):
-            return None
-        return np.bitwise_and.reduce(self._answers)
+        answers = [answer for answer in self._answers if answer is not None]
+        return np.bitwise_and.reduce(answers) if len(answers) == len(self._answers) else None
 
     @property
     def is_over(self) -> bool:

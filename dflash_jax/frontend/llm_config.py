@@ -6,6 +6,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
+from dflash_jax.engine.config import BlockSize
 from dflash_jax.engine.memory import device_memory
 from dflash_jax.engine.model_runner import BATCH_SIZES
 from dflash_jax.errors import InputError
@@ -57,7 +58,7 @@ class LLMConfig:
     target: str | Path | None = None
     draft: str | Path | None = "auto"
     dtype: str | None = None
-    block_size: int | str = "auto"
+    block_size: BlockSize = "auto"
     max_block_size: int | None = None
     slots: int = 32
     prefix_bytes: int | None = None

@@ -22,7 +22,9 @@ class Maker(Protocol):
     """
 
     slots: int
-    compile_s: float
+
+    @property
+    def compile_s(self) -> float: ...
 
     def new_engine(self, programs: Executables, slots: int, capacity: int) -> Engine: ...
 
@@ -82,6 +84,8 @@ class SyncEngine:
 
     def step(self) -> None:
         """Runs one step of the engine and delivers its events."""
+        if self.engine is None:
+            return
         try:
             events = self.engine.step()
         except BaseException:

@@ -161,7 +161,7 @@ class Tokenizer:
         It is known for byte-level vocabularies whose normaliser does not shorten the text. NFC composes at most four
         characters into one.
         """
-        if not self._is_byte_level:
+        if self.file is None or not self._is_byte_level:
             return None
         given = json.loads(self.file.read_text(encoding="utf-8"))
         normalizer = given.get("normalizer") or {"type": None}

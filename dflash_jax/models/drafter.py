@@ -56,7 +56,8 @@ class Proposal:
 class Drafting(Protocol):
     """What the speculative loop asks of any drafter."""
 
-    taps: tuple[int, ...]
+    @property
+    def taps(self) -> tuple[int, ...]: ...
 
     def init_cache(self, rows: int, capacity: int, dtype, window: DraftWindow) -> DraftCache: ...
 

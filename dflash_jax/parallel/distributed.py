@@ -14,8 +14,8 @@ def start() -> None:
     # GPUs and TPUs have collectives of their own.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     try:
-        options = {k: int(os.environ[f"JAX_{k.upper()}"]) for k in ("num_processes", "process_id") if _given(k)}
-        jax.distributed.initialize(**options)
+        num_processes, process_id = _count("JAX_NUM_PROCESSES"), _count("JAX_PROCESS_ID")
+        jax.distributed.initialize(num_processes=num_processes, process_id=process_id)
     except (ValueError, RuntimeError) as e:
         reason = " ".join(str(e).split()) or type(e).__name__
         raise InputError(
@@ -24,8 +24,10 @@ def start() -> None:
         ) from None
 
 
-def _given(name: str) -> bool:
-    return f"JAX_{name.upper()}" in os.environ
+def _count(name: str) -> int | None:
+    """An environment variable as a number; None where it is not set."""
+    value = os.environ.get(name)
+    return None if value is None else int(value)
 
 
 def is_first() -> bool:

@@ -10,6 +10,7 @@ import contextlib
 import re
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Hashable
+from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 from starlette.requests import Request
@@ -117,19 +118,28 @@ class BodyTable(Protocol):
 
     Attributes:
         arriving: Bodies that are being received.
-        large_bodies: Held while a large body is counted.
-        limits: Limits of one body and of all bodies.
-        capacity: Positions of a slot.
         body_bytes: Bytes of all bodies in memory.
         client_body_bytes: Bytes of the bodies of each client.
     """
 
     arriving: set["Body"]
-    large_bodies: asyncio.Semaphore | asyncio.Lock
-    limits: BodyLimits
-    capacity: int
     body_bytes: int
     client_body_bytes: Counter
+
+    @property
+    def capacity(self) -> int:
+        """Positions of a slot."""
+        ...
+
+    @property
+    def limits(self) -> BodyLimits:
+        """Limits of one body and of all bodies."""
+        ...
+
+    @property
+    def large_bodies(self) -> AbstractAsyncContextManager:
+        """Held while a large body is counted."""
+        ...
 
     async def turn(self) -> None:
         """See `Serving.turn`."""

@@ -262,7 +262,7 @@ class Serving:
         async for _ in self.merged(sequences):
             pass
 
-    async def merged(self, sequences: Sequence[TextSequence]) -> AsyncIterator[tuple[int, Piece]]:
+    async def merged(self, sequences: Sequence[TextSequence]) -> AsyncGenerator[tuple[int, Piece], None]:
         """Yields (index, piece) of several sequences as they arrive. A sequence counts only yielded pieces."""
         if len(sequences) == 1:
             async for piece in self.pieces(sequences[0]):

@@ -88,8 +88,9 @@ def raw_config(config: TrainConfig, llm: LLM) -> dict:
         raw = fresh_config(config, llm)
         parsed = dflash.read_config(raw)
     parsed.check_fits(llm.config)
-    if config.draft is not None or config.draft_config is not None:
-        check_numbers(config, parsed, config.draft or config.draft_config)
+    source = config.draft if config.draft is not None else config.draft_config
+    if source is not None:
+        check_numbers(config, parsed, source)
     return raw
 
 
