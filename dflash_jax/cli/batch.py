@@ -174,7 +174,7 @@ def run(own, args, system) -> int:
     except ImportError:
         raise InputError('a batch needs the extra of the server: pip install "dflash-jax[server]"') from None
     from dflash_jax.server.batch_files import Output, count_lines, entries, open_input
-    from dflash_jax.server.serving import Limits
+    from dflash_jax.server.limits import Limits
 
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr, force=True)
     with open_input(own.input_file) as stream, Output(own.output_file) as output:

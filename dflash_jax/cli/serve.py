@@ -78,8 +78,9 @@ def load(args, system):
 def assemble(args, system):
     """The `Serving` that the arguments describe. Nothing runs yet."""
     from dflash_jax.engine.service import AsyncEngine
+    from dflash_jax.server.limits import Limits
     from dflash_jax.server.response_store import ResponseStore
-    from dflash_jax.server.serving import Limits, Serving
+    from dflash_jax.server.serving import Serving
 
     device = set_platform(args.platform)
     llm, engine = load(args, system)

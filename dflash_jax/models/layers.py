@@ -6,6 +6,7 @@ Weights are stored ``[out, in]`` with head axes of their own, so that they shard
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +36,10 @@ def constant(rngs: nnx.Rngs | None, shape: tuple[int, ...], dtype, value: float)
     return parameter(rngs, shape, dtype, lambda key: jnp.full(shape, value, dtype))
 
 
-def with_backend(module: nnx.Module, backend: Backend) -> nnx.Module:
+M = TypeVar("M", bound=nnx.Module)
+
+
+def with_backend(module: M, backend: Backend) -> M:
     """A copy of ``module``, over the same arrays, whose operations run on another backend."""
     copy = jax.tree.map(lambda x: x, module)
     for _, part in nnx.iter_modules(copy):

@@ -16,6 +16,7 @@ from typing import Protocol
 from starlette.requests import Request
 
 from dflash_jax.server.errors import ApiError, ClientGoneError
+from dflash_jax.server.limits import Limits
 
 STEP_BYTES = 2**19
 # A body up to this size, with the memory of its values, is read even when other bodies have taken all memory.
@@ -104,15 +105,6 @@ def check_type(headers: dict[bytes, bytes]) -> None:
         raise ApiError(415, f"{says}: send JSON, with Content-Type: application/json")
 
 
-class BodyLimits(Protocol):
-    """Limits of bodies, as `Limits` has them."""
-
-    body_bytes: int
-    total_body_bytes: int
-    values: int
-    objects: int
-
-
 class BodyTable(Protocol):
     """Counts of all bodies of a server; `Serving` implements it.
 
@@ -132,7 +124,7 @@ class BodyTable(Protocol):
         ...
 
     @property
-    def limits(self) -> BodyLimits:
+    def limits(self) -> Limits:
         """Limits of one body and of all bodies."""
         ...
 

@@ -111,6 +111,7 @@ def launches(
 
     system = read_system(config)
     pair = shorten(read_shapes(*(str(system.shapes[k]) for k in ("target", "draft"))), LAYERS)
+    block_size = pair.draft.block_size if pair.draft is not None else 1
     layout = Layout.parse(mesh)
     target, drafter = abstract_pair(pair, layout, jnp.dtype(dtype), quantize, Backend.for_card(card))
     devices = layout.mesh(jax.devices()[: layout.devices])
@@ -122,7 +123,7 @@ def launches(
             plain.lower_decode(plain.abstract_state(slots, MAX_LEN, settings), slots, settings)
             for tokens in PREFILLS if slots == 1 else ():
                 drafting.lower_prefill(state, layout.data, tokens)
-            settings = Settings(pair.draft.block_size, top_logprobs=MAX_LOGPROBS)
+            settings = Settings(block_size, top_logprobs=MAX_LOGPROBS)
             drafting.lower_decode(drafting.abstract_state(slots, MAX_LEN, settings), slots, settings)
     return list(found.values())
 

@@ -68,7 +68,7 @@ def in_both_of(definition: Callable, *args):
     """What ``definition``, a function in JAX, makes of ``args``, with an `Exact` in place of each array: in float64,
     and in their own dtypes."""
     single = definition(*args)
-    wider = dict.fromkeys(map(jnp.dtype, ("float32", "bfloat16", "float16")), np.float64)
+    wider: dict = dict.fromkeys(map(jnp.dtype, ("float32", "bfloat16", "float16")), np.float64)
     # JAX makes indices of 64 bits, and joins them to none of fewer.
     wider[np.dtype(np.int32)] = np.int64
     # float64 where the definition asks for float32 by name; kernels know no other.

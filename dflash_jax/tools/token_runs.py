@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -70,6 +69,7 @@ def real_heads(vocab: int = VOCAB) -> Shapes:
     """Four layers of Qwen3.6-35B-A3B, three recurrent ones and one of attention, and two layers of its drafter."""
     system = read_system(CONFIG)
     shapes = shorten(read_shapes(*(str(system.shapes[k]) for k in ("target", "draft"))), 4)
+    assert shapes.draft is not None, CONFIG
     draft = replace(
         shapes.draft, layers=shapes.draft.layers[-2:], vocab_size=vocab, mask_token_id=vocab - 2,
         target_layer_ids=(0, 1, 3),
@@ -86,6 +86,7 @@ def small(vocab: int = VOCAB, hidden: int = 64) -> Shapes:
     experts = MoeSpec(num_experts=6, experts_per_token=2, intermediate_size=32, shared_intermediate_size=32)
     layers = tuple(LayerSpec(mixer, experts) for mixer in (delta, delta, attention))
     target = replace(shapes.target, hidden_size=hidden, layers=layers)
+    assert shapes.draft is not None
     attention = AttentionSpec(num_heads=6, num_kv_heads=2, head_dim=128, rope=RopeSpec(10000.0, 128))
     draft = replace(
         shapes.draft, hidden_size=hidden, num_target_layers=3, target_layer_ids=(0, 1, 2),
@@ -125,6 +126,7 @@ def drawn(module, seed: int, offset: float):
 
 def random_pair(shapes: Shapes, seed: int = 0) -> tuple:
     """(target, drafter) in float32."""
+    assert shapes.draft is not None, "a pair has a drafter"
     target, drafter = abstract_decoder(shapes.target), abstract_drafter(shapes.draft)
     return drawn(target, seed, shapes.target.norm_offset), drawn(drafter, seed + 1, 0.0)
 
@@ -162,6 +164,16 @@ def run(
     return wanted
 
 
+@dataclass(frozen=True)
+class _Run:
+    """A `Finished` run of one request."""
+
+    sampling: SamplingRows
+    tokens: jax.Array
+    prompt_length: jax.Array
+    length: jax.Array
+
+
 def margin(target, request: Request, at: int) -> float:
     """How decided the target was about the new token ``at`` of a request without other options than its
     temperature."""
@@ -169,11 +181,11 @@ def margin(target, request: Request, at: int) -> float:
     params, start = request.params, len(request.prompt)
     sampling = replace(
         sampling,
-        temperature=jnp.full_like(sampling.temperature, params.temperature),
-        seed=jnp.full_like(sampling.seed, params.seed),
+        temperature=jnp.full_like(sampling.temperature, params.temperature or 0.0),
+        seed=jnp.full_like(sampling.seed, params.seed or 0),
     )
     tokens = np.array([request.prompt + request.tokens])
-    state = SimpleNamespace(sampling=sampling, prompt_length=[start], tokens=tokens, length=[tokens.shape[1]])
+    state = _Run(sampling, jnp.asarray(tokens), jnp.asarray([start]), jnp.asarray([tokens.shape[1]]))
     with jax.default_matmul_precision("highest"):
         return Reference(target, state).margin(0, start + at)
 

@@ -14,6 +14,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from dflash_jax.errors import InputError
 from dflash_jax.ops.backend import Backend
@@ -83,7 +84,7 @@ def interpreting(emulate_tf32: bool = False) -> Iterator[Counter]:
             ran[launch.kernel.fn.__name__] += 1
             return tuple(interpret(replace(launch, args=arrays)))
 
-        if not any(isinstance(x, jax.core.Tracer) for x in launch.args):
+        if not any(isinstance(x, Tracer) for x in launch.args):
             return tuple(map(jnp.asarray, run(*launch.args)))
         written = [jax.ShapeDtypeStruct(launch.args[i].shape, launch.args[i].dtype) for i in launch.in_place]
         return tuple(jax.pure_callback(run, (*written, *launch.out), *launch.args))

@@ -99,8 +99,9 @@ def weights_read(hlo: str, shapes: set[tuple[int, ...]]) -> int:
     array once for each operation that reads it, told by its shape. What rows are gathered from, such as an embedding,
     is left out."""
     every = computations(hlo)
-    bodies = (re.search(r"body=%?([\w.-]+)", line) for line in every["ENTRY"] if " while(" in line)
-    return max(_read(every[name], shapes) for name in ["ENTRY", *(body[1] for body in bodies)])
+    loops = [line for line in every["ENTRY"] if " while(" in line]
+    bodies = [body[1] for line in loops if (body := re.search(r"body=%?([\w.-]+)", line))]
+    return max(_read(every[name], shapes) for name in ["ENTRY", *bodies])
 
 
 def _read(lines: list[str], shapes: set[tuple[int, ...]]) -> int:

@@ -164,7 +164,7 @@ def copy_layers(drafter: Drafter, target: Decoder, layers: Sequence[int]) -> Non
                 copy(getattr(to, name), getattr(of, name))
         for name in ("input_norm", "post_norm"):
             copy(getattr(layer, name).weight, getattr(source, name).weight, offset)
-        for name, matrix in (("q_norm", source.mixer.q), ("k_norm", source.mixer.k)):
+        for name, matrix in ((f"{each}_norm", getattr(source.mixer, each)) for each in ("q", "k")):
             norm = getattr(layer.mixer, name).weight
             if hasattr(source.mixer, name):
                 copy(norm, getattr(source.mixer, name).weight, offset)

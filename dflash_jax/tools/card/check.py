@@ -83,16 +83,19 @@ class Worker:
             command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
             start_new_session=True,
         )  # fmt: skip
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.stdin, self.stdout = self.process.stdin, self.process.stdout
         self.lines: queue.Queue = queue.Queue()
         self.reader = threading.Thread(target=self._read, daemon=True)
         self.reader.start()
         # A process that died at its start reads nothing. The others end when this end of the pipe is closed.
         with suppress(BrokenPipeError):
-            self.process.stdin.write(json.dumps({"done": done}) + "\n")
-            self.process.stdin.flush()
+            self.stdin.write(json.dumps({"done": done}) + "\n")
+            self.stdin.flush()
 
     def _read(self) -> None:
-        for line in self.process.stdout:
+        for line in self.stdout:
             self.lines.put(line)
         self.lines.put(None)
 
@@ -107,9 +110,9 @@ class Worker:
             os.killpg(self.process.pid, signal.SIGKILL)
         code = self.process.wait()
         self.reader.join()
-        self.process.stdout.close()
+        self.stdout.close()
         with suppress(BrokenPipeError):
-            self.process.stdin.close()
+            self.stdin.close()
         return code
 
 

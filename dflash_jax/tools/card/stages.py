@@ -157,7 +157,9 @@ def sanitizer(args) -> Cases:
 
     seen = set()
     for i, (name, make) in enumerate(kernel_cases.comparisons(SMALL)):
-        function, rows, count = re.match(r"(\w+) \w+, B (\d+), T (\d+)", name).groups()
+        match = re.match(r"(\w+) \w+, B (\d+), T (\d+)", name)
+        assert match is not None, name
+        function, rows, count = match.groups()
         form = function, rows == "1", count == "1", int(count) > 16
         if form not in seen:
             seen.add(form)

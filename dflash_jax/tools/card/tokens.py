@@ -83,13 +83,11 @@ class Runs:
         coach = Remembering.of(drafter, right, plan.wide, plan.capacity) if drafting else None
         count = plan.together if together else len(plan.lengths)
         found = self.continued(count, dtype, temperature, plan.wide if drafting else 1, together, on, coach)
-        margin = None
-        if dtype == jnp.float32:
 
-            def margin(*args):
-                return token_runs.margin(self.models(dtype, False)[0], *args)
+        def margin(*args) -> float:
+            return token_runs.margin(self.models(dtype, False)[0], *args)
 
-        return token_runs.compared(found, right, margin)
+        return token_runs.compared(found, right, margin if dtype == jnp.float32 else None)
 
 
 def cases(on_card: bool) -> Iterator[tuple[str, Callable[[], dict]]]:

@@ -416,17 +416,16 @@ def run(args) -> int:
     else:
         about |= was
     for group in groups(args, left):
-        # What the one before held goes first.
-        bench = pair = None
+        # The group before frees its memory first.
+        bench = None
         for point in group:
             if measured(point):
                 continue
             print(f"{point} …", file=sys.stderr, flush=True)
             try:
                 if bench is None:
-                    pair = open_pair(args, group)
-                    bench = Bench(pair, bandwidth)
-                row = bench.measure(point) | ({"model": pair.note} if pair.note else {})
+                    bench = Bench(open_pair(args, group), bandwidth)
+                row = bench.measure(point) | ({"model": bench.pair.note} if bench.pair.note else {})
             except jax.errors.JaxRuntimeError as e:
                 row = {"failed": " ".join(str(e).split())[:120]}
             if bench is not None:
@@ -437,7 +436,7 @@ def run(args) -> int:
     print(json.dumps(record) if args.json else table(record))
     if args.profile:
         # Of what fits this very point.
-        bench = pair = None
+        bench = None
         bench = Bench(open_pair(args, points[-1:]), bandwidth)
         trace = out.with_name(out.name + "-trace.json.gz")
         print(f"ten kernels of {points[-1]}; the whole trace is in {trace}", file=sys.stderr)

@@ -13,6 +13,8 @@ from dflash_jax.cli.system_config import read_system
 from dflash_jax.engine.config import PREFILL_SIZES
 from dflash_jax.errors import InputError
 from dflash_jax.models.config import MoeSpec
+from dflash_jax.models.decoder import Decoder
+from dflash_jax.models.drafter import Drafter
 from dflash_jax.ops.backend import XLA, Backend
 from dflash_jax.parallel.sharding import Layout, parameter_paths, parameter_specs
 from dflash_jax.planner import Shapes, measure_slot, read_shapes
@@ -44,7 +46,8 @@ class Point:
             raise InputError(f"point {text!r}: it must be BATCH,WIDTH,CONTEXT, three numbers from 1 on")
         if int(numbers[2]) <= PREFILL_SIZES[0]:
             raise InputError(f"point {text!r}: the context must be more than {PREFILL_SIZES[0]} tokens")
-        return cls(*map(int, numbers))
+        batch, width, context = map(int, numbers)
+        return cls(batch, width, context)
 
     def __str__(self) -> str:
         where = f"batch {self.batch}, width {self.width}, context {self.context}"
@@ -98,8 +101,8 @@ class Pair:
     """What is measured, and what was cut or changed so that it fits."""
 
     name: str
-    target: object
-    drafter: object
+    target: Decoder
+    drafter: Drafter
     note: str
 
 
@@ -177,6 +180,7 @@ def open_pair(args, points: list[Point]) -> Pair:
         from dflash_jax.frontend.llm import LLM
 
         llm = LLM(dtype=args.dtype, kernels=args.kernels)
+        assert llm.drafter is not None, "the bundled pair"
         return Pair("bundled", llm.target, llm.drafter, "")
     layout = layout_of(args)
     shapes, quantize, note = _fitting(args, points)

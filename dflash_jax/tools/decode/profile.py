@@ -27,12 +27,13 @@ def profile(bench, point: Point, kept: Path) -> list[tuple[str, float, int]]:
         kept.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, kept)
         events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
-    spent, times = Counter(), Counter()
+    spent: dict[str, float] = {}
+    times: Counter[str] = Counter()
     for name, microseconds in kernel_events(events):
         name = re.sub(r"[._]\d+", "", name)
-        spent[name] += microseconds / 1e3
+        spent[name] = spent.get(name, 0.0) + microseconds / 1e3
         times[name] += 1
-    return [(name, round(ms, 4), times[name]) for name, ms in spent.most_common(10)]
+    return [(name, round(ms, 4), times[name]) for name, ms in sorted(spent.items(), key=lambda each: -each[1])[:10]]
 
 
 def kernel_events(events: list[dict]) -> list[tuple[str, float]]:

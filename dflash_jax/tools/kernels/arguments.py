@@ -45,8 +45,9 @@ def attention(source, rows, tokens, heads, kv_heads, dim, capacity, window=None,
     used = np.zeros(rows + 1, np.int32)
     used[np.minimum(taken, rows)] = np.minimum(length, cache.capacity)
     is_written = jnp.arange(cache.capacity)[None, :, None] < jnp.asarray(used)[:, None, None, None]
-    held = [jnp.where(is_written, source.normal(*cache.k.shape, dtype=dtype), jnp.nan).astype(dtype) for _ in "kv"]
-    cache = KVCache(*held, jnp.asarray(taken, jnp.int32), cache.sinks, cache.ring)
+    contents = (source.normal(*cache.k.shape, dtype=dtype) for _ in "kv")
+    cached_k, cached_v = (jnp.where(is_written, x, jnp.nan).astype(dtype) for x in contents)
+    cache = KVCache(cached_k, cached_v, jnp.asarray(taken, jnp.int32), cache.sinks, cache.ring)
     length, bounds = jnp.asarray(length, jnp.int32), Bounds.none(rows, tokens)
     if window is not None:
         zero, positions = jnp.zeros(rows, jnp.int32), length[:, None] + jnp.arange(tokens, dtype=jnp.int32)
@@ -58,10 +59,10 @@ def attention(source, rows, tokens, heads, kv_heads, dim, capacity, window=None,
 def written(source, rows, tokens, kv_heads, dim, capacity, window=None, dtype=jnp.float32):
     """(cache, k, v, positions) of `ops.attention.write`: rows of a larger cache, and one that is past its end."""
     cache = KVCache.create(rows + 1, kv_heads, dim, capacity, dtype, window)
-    held = [source.normal(*cache.k.shape, dtype=dtype) for _ in "kv"]
+    cached_k, cached_v = (source.normal(*cache.k.shape, dtype=dtype) for _ in "kv")
     taken = np.arange(rows, 0, -1)
     taken[1:2] = rows + 7
-    cache = KVCache(*held, jnp.asarray(taken, jnp.int32), cache.sinks, cache.ring)
+    cache = KVCache(cached_k, cached_v, jnp.asarray(taken, jnp.int32), cache.sinks, cache.ring)
     k, v = (source.normal(rows, tokens, kv_heads, dim, dtype=dtype) for _ in "kv")
     start = jnp.asarray(np.resize([7, 20, 33], rows), jnp.int32)
     return cache, k, v, start[:, None] + jnp.arange(tokens, dtype=jnp.int32)
@@ -88,6 +89,7 @@ def mixer(source, rows, tokens, g, r, dk, dv, dtype=jnp.float32, taps=4, alike=F
 
 def poisoned(state: DeltaState) -> DeltaState:
     """With NaN in the rows that take no part."""
+    assert state.rows is not None
     unused = np.setdiff1d(np.arange(len(state.recurrent)), np.minimum(state.rows, len(state.recurrent) - 1))
     return DeltaState(state.recurrent.at[unused].set(jnp.nan), state.conv.at[unused].set(jnp.nan), state.rows)
 

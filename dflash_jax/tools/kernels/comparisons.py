@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -92,10 +93,15 @@ class Comparison:
 XLA = Backend.xla("cuda")
 
 
-def on_card() -> Backend:
-    """This machine's card with kernels; Hopper's where it has none, for the interpreter."""
+def tested_card() -> Card:
+    """This machine's card; Hopper where it has none, for the interpreter."""
     device = jax.devices()[0]
-    return Backend.for_card(Card.of_device(device) if hasattr(device, "compute_capability") else HOPPER)
+    return Card.of_device(device) if hasattr(device, "compute_capability") else HOPPER
+
+
+def on_card() -> Backend:
+    """The backend of the tested card, with kernels."""
+    return Backend.for_card(tested_card())
 
 
 def kernel_of(implementations: tuple[Implementation, ...], name: str = "triton") -> Callable:
@@ -188,14 +194,13 @@ def prefilling(source, sizes: Sizes, rows, tokens, dtype) -> Comparison:
 
     advance = kernel_of(gated_delta.ADVANCES, "triton, chunks")
 
-    def kernel(*args):
-        *mixed, n = args
-        return counted(*advance(*mixed, 1e-6, n), n)
+    def kernel(inputs, gates, state, weights, n):
+        y, after = advance(inputs, gates, state, weights, 1e-6, n)
+        return counted(y, after, n)
 
-    def definition(*args):
-        *mixed, n = args
-        y, record = gated_delta.reference(XLA, *mixed, 1e-6)
-        return counted(y, gated_delta.replay_reference(XLA, mixed[2], record, n), n)
+    def definition(inputs, gates, state, weights, n):
+        y, record = gated_delta.reference(XLA, inputs, gates, state, weights, 1e-6)
+        return counted(y, gated_delta.replay_reference(XLA, state, record, n), n)
 
     def permuted(args, order):
         qkvz, gates, state, *weights, n = args
@@ -263,7 +268,8 @@ def mixtures(source, sizes: Sizes, rows, tokens, dtype, quantized=None, routed_o
     *args, options = arguments.experts(
         source, n, top, count, features, hidden, idle, scales, None if routed_only else features, rows != 7, dtype
     )
-    plain, (_, logits, live, first, gate_up, down, *_) = tuple(args), args
+    plain: tuple[Any, ...] = tuple(args)
+    _, logits, live, first, gate_up, down, *_ = plain
     chosen = np.asarray(moe.route(logits, **options)[1])[np.asarray(live)] - int(first)
     unused = np.setdiff1d(np.arange(gate_up.shape[0]), chosen)
 

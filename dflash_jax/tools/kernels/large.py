@@ -15,7 +15,7 @@ from dflash_jax.ops.cache import Bounds, DeltaState, KVCache
 from dflash_jax.tools.kernels import arguments
 from dflash_jax.tools.kernels.arguments import Source
 from dflash_jax.tools.kernels.cases import failed, same_bits
-from dflash_jax.tools.kernels.comparisons import kernel_of, on_card
+from dflash_jax.tools.kernels.comparisons import kernel_of, tested_card
 
 BF16 = jnp.bfloat16
 LAST = 2**31
@@ -47,7 +47,7 @@ def attention(capacity: int = 131072) -> dict:
     """Of the last rows of a cache: read, and written."""
     from dflash_jax.ops.kernels.triton.attention import attend_triton, write_triton
 
-    source, card, (heads, dim) = Source(0, on_device=True), on_card().card, (2, 256)
+    source, card, (heads, dim) = Source(0, on_device=True), tested_card(), (2, 256)
     rows = LAST // (heads * capacity * dim) + 2
     q, k, v = (source.normal(2, 5, n, dim, dtype=BF16) for n in (16, heads, heads))
     small = [source.normal(2, heads, capacity, dim, dtype=BF16) for _ in "kv"]
@@ -105,7 +105,7 @@ def products(rows: int, inner: int = 4096, own: int = 8192) -> dict:
     """The last outputs of one weight."""
     from dflash_jax.ops.kernels.triton.linear import project_triton
 
-    source, card = Source(0, on_device=True), on_card().card
+    source, card = Source(0, on_device=True), tested_card()
     x, small = source.normal(rows, inner, dtype=BF16), source.normal(own, inner, dtype=BF16) / 64
     run = jax.jit(lambda weight: project_triton(x, [weight], card=card)[0][:, -own:])
     return equal(run(behind_zeros(small, LAST // inner + 2 * own)), run(small))
