@@ -11,6 +11,7 @@ DESCRIPTION = "Text from a target and a DFlash drafter. Text goes to stdout, eve
 
 
 def token_ids(text: str) -> list[int]:
+    """Token ids of the command line."""
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
@@ -28,6 +29,7 @@ def block_size(text: str) -> BlockSize:
 
 
 def bias(text: str) -> tuple[int, float]:
+    """One logit bias of the command line: (token id, value)."""
     token, _, value = text.partition("=")
     try:
         return int(token), float(value)
@@ -36,6 +38,7 @@ def bias(text: str) -> tuple[int, float]:
 
 
 def make_parser() -> argparse.ArgumentParser:
+    """The parser of `generate`."""
     p = Parser(prog=program("generate"), description=DESCRIPTION, allow_abbrev=False)
     models = p.add_argument_group("models")
     models.add_argument(
@@ -125,6 +128,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def read_stdin() -> str:
+    """The prompt on stdin."""
     if sys.stdin is None:
         raise InputError("--prompt - reads stdin, and stdin is closed")
     try:
@@ -134,6 +138,11 @@ def read_stdin() -> str:
 
 
 def read_prompts(args) -> list[str | list[int]]:
+    """The prompts that the arguments or stdin give: texts, or token ids.
+
+    Raises:
+        InputError: A prompt cannot be read, or there is none.
+    """
     prompts: list = []
     for prompt in args.prompt:
         prompts.append(read_stdin() if prompt == "-" else prompt)

@@ -27,10 +27,12 @@ from dflash_jax.errors import InputError
 
 
 def method(text: str) -> str:
+    """A method of the command line: a block size, or the name of plain decoding."""
     return text if text == PLAIN else str(block_size(text))
 
 
 def make_parser() -> argparse.ArgumentParser:
+    """The parser of the command line."""
     p = Parser(
         prog=program("benchmark"),
         description=__doc__,
@@ -105,6 +107,7 @@ class Results:
         return "tokens_per_s" in cell and not cell.get("errors")
 
     def add(self, name: str, cell: dict, methods: list[str]) -> None:
+        """Adds a cell, and writes the files."""
         if "failed" in cell and "tokens_per_s" in self.record["cells"].get(name, {}):
             # Part of it was measured before: nothing is lost.
             return
@@ -113,6 +116,7 @@ class Results:
         self.write(methods)
 
     def write(self, methods: list[str]) -> str:
+        """Writes the table and the picture of ``methods`` and of those measured before: the table."""
         seen = [k.split(" | ")[2] for k in self.record["cells"]]
         shown = list(dict.fromkeys([*methods, *seen]))
         text = markdown(self.record, self.published, shown)
@@ -122,7 +126,7 @@ class Results:
 
 
 def open_llm(args, options: dict):
-    """(LLM, device)"""
+    """Loads the pair that the options name: (LLM, name of the device)."""
     device = set_platform(args.platform)
     from dflash_jax.frontend.llm import LLM
 
@@ -139,6 +143,16 @@ def open_llm(args, options: dict):
 
 
 async def cells(results: Results, tasks: dict, methods: list[str], args, asking: Asking, open_client) -> None:
+    """Measures every cell that has no result yet.
+
+    Args:
+        results: Gets the cells.
+        tasks: Conversations by task.
+        methods: Names of the methods.
+        args: The command's options.
+        asking: How each question is asked.
+        open_client: Makes the client of a method, by its name.
+    """
     from jax.errors import JaxRuntimeError
     from tqdm import tqdm
 
@@ -178,6 +192,7 @@ def capacity(llm, tasks: dict, asking: Asking) -> int:
 
 
 def run(args, argv: list[str]) -> int:
+    """Measures the tables: the exit code, 1 where an answer failed."""
     if args.url and (args.target or args.draft or args.config):
         raise InputError("--url measures a server: leave out --config, --target and --draft")
     if args.label and not args.url:
@@ -247,5 +262,6 @@ def _published(args) -> dict:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Runs the command and returns its exit code."""
     argv = sys.argv[1:] if argv is None else argv
     return exit_code(lambda: run(make_parser().parse_args(argv), argv))

@@ -25,6 +25,7 @@ COMMANDS = {
 
 
 def make_parser() -> argparse.ArgumentParser:
+    """The parser of `dflash`: a command, and its words."""
     prog = "dflash" if Path(sys.argv[0]).name != "__main__.py" else "python -m dflash_jax"
     p = argparse.ArgumentParser(
         prog=prog,

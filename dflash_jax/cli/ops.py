@@ -108,6 +108,7 @@ def describe(name: str, found: list[Choice]) -> str:
 
 
 def make_parser() -> argparse.ArgumentParser:
+    """The parser of the command line."""
     p = Parser(prog=program("ops"), description=__doc__, allow_abbrev=False)
     p.add_argument("--config", required=True, metavar="NAME|FILE", help="a name of configs/, or a TOML")
     p.add_argument("--device", choices=["cpu", *DEVICES], help="default: this machine's")
@@ -121,6 +122,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def run(args) -> int:
+    """Prints the implementation of each operation: the exit code."""
     import jax.numpy as jnp
 
     for option in ("batch", "prompt"):

@@ -17,7 +17,10 @@ from dflash_jax.ops.kernels.triton import launch
 
 
 class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are InputErrors, for `exit_code` to print."""
+
     def error(self, message: str):
+        """Raises InputError."""
         raise InputError(message)
 
 

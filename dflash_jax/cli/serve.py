@@ -123,6 +123,7 @@ def around(app, serving, args, tracer):
 
 
 def run(args, system) -> int:
+    """Serves until a signal: the exit code."""
     logging.basicConfig(
         level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr, force=True
     )
@@ -173,8 +174,16 @@ def run(args, system) -> int:
 
 
 class Runner:
-    """The HTTP server's life: warm-up beside it, then requests; a first SIGTERM or SIGINT drains, a second one
-    stops. exit_on_failure: a failure of the engine drains, too, and ends with code 1."""
+    """The HTTP server's life: warm-up beside it, then requests.
+
+    A first SIGTERM or SIGINT drains, a second one stops.
+
+    Args:
+        config: Uvicorn's configuration.
+        serving: The model and its engine.
+        drain_s: Seconds that a drain may take.
+        exit_on_failure: Whether a failure of the engine drains too, and ends with code 1.
+    """
 
     def __init__(self, config, serving, drain_s: float, exit_on_failure: bool = False):
         import uvicorn
@@ -187,6 +196,7 @@ class Runner:
             self.serving.engine.on_failure = self._on_failure
 
     async def serve_until_drained(self, listening: socket.socket, url: str) -> int:
+        """Serves ``listening``, which clients reach at ``url``: the exit code."""
         self._loop = asyncio.get_running_loop()
         log.info("listening on %s, warming up", url)
         threading.Thread(target=self._warm_up, name="warm-up", daemon=True).start()
@@ -255,6 +265,8 @@ class Runner:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Runs the command and returns its exit code."""
+
     def command() -> int:
         from dflash_jax.cli.serve_arguments import parse
 

@@ -19,8 +19,14 @@ JSON_CHARACTERS, JSON_DEPTH = 65_536, 32
 
 @dataclass(frozen=True)
 class Alias:
-    """Other servers' names for our option ``dest``. ``type`` reads a value, as ours does if None; with ``const`` the
-    flag takes no value and stands for that one."""
+    """Other servers' names for one of our options.
+
+    Attributes:
+        dest: Our option.
+        names: The other names.
+        type: Reads a value; None reads it as our option does.
+        const: The value of a flag that takes none.
+    """
 
     dest: str
     names: tuple[str, ...]
@@ -58,7 +64,7 @@ def _depth(value) -> int:
 
 
 def quantization(text: str) -> str | None:
-    """vLLM's and SGLang's methods. Those that read checkpoints of another layout are refused."""
+    """The methods of vLLM and SGLang. Those that read checkpoints of another layout are refused."""
     methods = {
         "none": None,
         "fp8": "fp8",
@@ -73,17 +79,19 @@ def quantization(text: str) -> str | None:
 
 
 def dflash(text: str) -> str:
+    """The one method of drafting, by its name."""
     if text.upper() != "DFLASH":
         raise argparse.ArgumentTypeError(f"{text!r}: it must be DFLASH")
     return text
 
 
 def drafted(text: str) -> int:
-    """n speculative tokens are a block of n + 1."""
+    """The block size of ``text`` speculative tokens: one more."""
     return int(text) + 1
 
 
 def platform(text: str) -> str | None:
+    """A platform by the names of vLLM and SGLang; None for "auto"."""
     platforms = {"auto": None, "cuda": "cuda", "gpu": "cuda", "cpu": "cpu", "tpu": "tpu"}
     if text not in platforms:
         raise argparse.ArgumentTypeError(f"{text!r}: it must be {', '.join(platforms)}")
@@ -96,13 +104,14 @@ def chunk(text: str) -> int | None:
 
 
 def sampling_defaults(text: str) -> str:
+    """SGLang's source of sampling defaults, as our ``generation_config``."""
     if text not in ("model", "openai"):
         raise argparse.ArgumentTypeError(f"{text!r}: it must be model or openai")
     return "auto" if text == "model" else "vllm"
 
 
 def thinking_tags(text: str) -> dict:
-    """vLLM's marks of a thought, which are Qwen's here."""
+    """The marks of a thought in vLLM's form; only Qwen's are possible."""
     config = json_object(text)
     right = {"reasoning_parser": None, "reasoning_start_str": OPEN, "reasoning_end_str": CLOSE}
     for name, value in config.items():
@@ -189,8 +198,10 @@ def _equal(a: str, b: str) -> bool:
 
 
 def add_others(parser: argparse.ArgumentParser) -> None:
-    """Adds other servers' flags, hidden from --help. Each name is an action of its own: errors then name what was
-    typed."""
+    """Adds other servers' flags, hidden from ``--help``.
+
+    Each name is an action of its own, so that errors name what was typed.
+    """
     group = parser.add_argument_group("flags of vLLM and SGLang", "Most are understood; the README says which do what.")
     ours = {action.dest: action for action in parser._actions}
     for alias in ALIASES:

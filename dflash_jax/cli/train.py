@@ -24,6 +24,7 @@ COMMANDS = {
 
 
 def tell(line: str) -> None:
+    """Writes a line to stderr, in the first process only."""
     from dflash_jax.parallel import distributed
 
     if distributed.is_first():
@@ -31,6 +32,7 @@ def tell(line: str) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
+    """The parser of the command line."""
     p = Parser(
         prog=program("train"),
         description=__doc__,
@@ -58,6 +60,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def read_config(args: argparse.Namespace) -> tuple[TrainConfig, dict[str, str]]:
+    """The settings and the meshes that ``--config`` and the options give; the options win."""
     values, meshes = read_toml(args.config) if args.config else ({}, {})
     given = {name: getattr(args, name) for name in FIELDS if getattr(args, name) is not None}
     settings: dict[str, Any] = values | {k: checked(k, v, "options") for k, v in given.items()}
@@ -65,6 +68,8 @@ def read_config(args: argparse.Namespace) -> tuple[TrainConfig, dict[str, str]]:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Runs the command and returns its exit code."""
+
     def command() -> int:
         args = make_parser().parse_args(argv)
         config, meshes = read_config(args)
@@ -79,6 +84,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(command: str, config: TrainConfig, meshes: dict[str, str]) -> int:
+    """Runs one command of `train`: the exit code."""
     from dataclasses import replace
 
     import jax

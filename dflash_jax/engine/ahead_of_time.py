@@ -48,6 +48,7 @@ class AheadOfTime(StepCalls):
     def call(
         self, key: tuple, function: Callable, state: DecodeState, args: tuple, specs: Callable, donate=True
     ) -> Any:
+        """See `StepCalls`; the result has shapes in place of arrays."""
         key, args = self._executables.prepared(key, state, args, specs)
         if key not in self._results:
             in_specs, out_specs = specs()

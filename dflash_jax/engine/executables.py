@@ -134,6 +134,7 @@ class Executables(StepCalls):
     def call(
         self, key: tuple, function: Callable, state: DecodeState, args: tuple, specs: Callable, donate=True
     ) -> Any:
+        """See `StepCalls`."""
         key, args = self.prepared(key, state, args, specs)
 
         def lower():
@@ -144,6 +145,7 @@ class Executables(StepCalls):
         return program(self.weights, state, *args)
 
     def read(self, x) -> np.ndarray:
+        """See `StepCalls`."""
         return np.asarray(x)
 
     def _place(self, x, spec):
@@ -171,6 +173,7 @@ class Executables(StepCalls):
         return self.lower(partial(step_functions.decode, settings=settings), state, args, specs, REPLICATED)
 
     def empty(self, slots: int, capacity: int, settings: Settings) -> DecodeState:
+        """See `StepCalls`."""
         make = partial(empty_state, *self.pair, slots, capacity, settings)
         shardings = self.shardings(self.state_specs(jax.eval_shape(make)))
         key = ("empty", slots, capacity, settings)

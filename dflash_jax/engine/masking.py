@@ -112,6 +112,7 @@ class RoundOfMasks:
         self._masking, self._requests, self._wait_s = masking, requests, wait_s
 
     def ask(self, blocks: np.ndarray) -> np.ndarray:
+        """See `RoundMasks`."""
         self._shape = blocks.shape
         results = [blocks[i] for i in range(len(blocks))]
         for i, request in self._masked():
@@ -122,6 +123,7 @@ class RoundOfMasks:
         return np.stack(results)
 
     def answer(self, is_verified: Callable[[], bool]) -> tuple[np.ndarray, np.ndarray]:
+        """See `RoundMasks`."""
         masks = np.full((*self._shape, self._masking.words), 0xFFFFFFFF, np.uint32)
         late, until = dict(self._masked()), float("inf")
         while True:

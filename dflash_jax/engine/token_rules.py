@@ -95,6 +95,7 @@ class TokenRules(ReadyMasks):
         _forbid(self._base, [word[0] for word in rules.bad_words if len(word) == 1])
 
     def take(self, tokens: Sequence[int]) -> None:
+        """See `MaskProvider`."""
         self._progress = reduce(self._after, tokens, self._progress)
 
     def masks(self, drafts: Sequence[int]) -> np.ndarray:
@@ -107,6 +108,7 @@ class TokenRules(ReadyMasks):
 
     @property
     def is_over(self) -> bool:
+        """See `MaskProvider`."""
         rules, now = self._rules, self._progress
         is_thinking = now.thought is not None or now.opening is not None
         return rules.allowed is None and not rules.bad_words and not is_thinking and now.count >= rules.min_tokens
@@ -162,15 +164,18 @@ class CombinedMasks:
         self._answers: list[np.ndarray | None] = []
 
     def take(self, tokens: Sequence[int]) -> None:
+        """See `MaskProvider`."""
         for provider in self._providers:
             provider.take(tokens)
 
     def ask(self, drafts: Sequence[int]) -> None:
+        """See `MaskProvider`."""
         self._answers = [None] * len(self._providers)
         for provider in self._providers:
             provider.ask(drafts)
 
     def answer(self, timeout_s: float) -> np.ndarray | None:
+        """See `MaskProvider`; None until all providers have answered."""
         until = time.monotonic() + timeout_s
         for i, provider in enumerate(self._providers):
             if self._answers[i] is None:
@@ -180,9 +185,11 @@ class CombinedMasks:
 
     @property
     def is_over(self) -> bool:
+        """Whether all providers are over."""
         return all(provider.is_over for provider in self._providers)
 
     def close(self) -> None:
+        """Closes all providers."""
         for provider in self._providers:
             provider.close()
 

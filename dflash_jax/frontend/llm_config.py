@@ -113,7 +113,7 @@ class LLMConfig:
 
     @property
     def dtype_name(self) -> str:
-        """ "float32" or "bfloat16"."""
+        """The dtype of the weights, "float32" or "bfloat16"."""
         return self.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
 
     @property

@@ -18,15 +18,18 @@ class Maker(Protocol):
 
     Attributes:
         slots: Slots of an engine, at most.
-        compile_s: Seconds of all compilations so far.
     """
 
     slots: int
 
     @property
-    def compile_s(self) -> float: ...
+    def compile_s(self) -> float:
+        """Seconds of all compilations so far."""
+        ...
 
-    def new_engine(self, programs: Executables, slots: int, capacity: int) -> Engine: ...
+    def new_engine(self, programs: Executables, slots: int, capacity: int) -> Engine:
+        """An engine of ``slots`` slots with ``capacity`` positions each."""
+        ...
 
 
 class SyncEngine:

@@ -7,8 +7,14 @@ from dflash_jax.errors import InputError
 
 
 def start() -> None:
-    """Joins this process to the others: Slurm, Open MPI, Kubernetes and TPU pods are recognised by JAX itself;
-    elsewhere JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID say who is who."""
+    """Joins this process to the others.
+
+    JAX recognises Slurm, Open MPI, Kubernetes and TPU pods by itself. Elsewhere JAX_COORDINATOR_ADDRESS,
+    JAX_NUM_PROCESSES and JAX_PROCESS_ID identify the processes.
+
+    Raises:
+        InputError: No cluster is recognised.
+    """
     import jax
 
     # GPUs and TPUs have collectives of their own.

@@ -27,18 +27,24 @@ DATA = "data"
 
 @dataclass(frozen=True)
 class AxisSharding:
-    """How one dimension is cut over mesh axes; the collectives that join it again. Empty: not at all."""
+    """How one dimension is cut over mesh axes, and the collectives that join its parts again.
+
+    Attributes:
+        axes: The mesh axes; empty for a dimension that is not cut.
+    """
 
     axes: Axes = ()
 
     def index(self):
-        """Which part this device holds."""
+        """Index of the part on this device."""
         return jax.lax.axis_index(self.axes) if self.axes else 0
 
     def sum(self, x):
+        """The sum of all parts of x."""
         return jax.lax.psum(x, self.axes) if self.axes else x
 
     def max(self, x):
+        """The maximum of all parts of x."""
         return jax.lax.pmax(x, self.axes) if self.axes else x
 
     def gather(self, x, axis: int):
@@ -46,8 +52,14 @@ class AxisSharding:
         return jax.lax.all_gather(x, self.axes, axis=axis % x.ndim, tiled=True) if self.axes else x
 
     def argmax(self, x, argmax: Callable):
-        """(index in the whole of the largest of x [..., part], its value): the lowest of equal ones, the first NaN
-        where there is one. ``argmax``: of the last axis of an array, on one device."""
+        """The index of the largest value of x [..., part] in the uncut dimension, and the value.
+
+        Of equal values the first counts, and the first NaN where there is one.
+
+        Args:
+            x: This device's part.
+            argmax: argmax of the last axis of an array, on one device.
+        """
         best = argmax(x)
         value = jnp.take_along_axis(x, best[..., None], axis=-1)
         if not self.axes:
@@ -58,7 +70,7 @@ class AxisSharding:
         return tuple(jnp.take_along_axis(found, first, axis=-1)[..., 0] for found in (ids, values))
 
     def top_k(self, x, k: int):
-        """The k largest of x [..., part] and their indices in the whole."""
+        """The k largest values of x [..., part], and their indices in the uncut dimension."""
         values, ids = jax.lax.top_k(x, min(k, x.shape[-1]))
         if not self.axes:
             return values, ids
@@ -90,7 +102,13 @@ def factors(n: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the mesh, and the table: what each kind of dimension is cut over."""
+    """Sizes of the mesh, and over which axes each kind of dimension is cut.
+
+    Attributes:
+        data: Shards of the batch.
+        expert: Devices among which experts are divided.
+        tensor: Devices among which heads and features are divided.
+    """
 
     data: int = 1
     expert: int = 1
@@ -98,7 +116,11 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str) -> "Layout":
-        """From ``data=2,tensor=4``."""
+        """A layout from text such as ``data=2,tensor=4``.
+
+        Raises:
+            InputError: An axis is unknown, is given twice, or has no size.
+        """
         sizes: dict[str, int] = {}
         for part in filter(None, text.replace(" ", "").split(",")):
             name, _, size = part.partition("=")
@@ -116,6 +138,7 @@ class Layout:
 
     @property
     def devices(self) -> int:
+        """Number of devices."""
         return self.data * self.expert * self.tensor
 
     @property
@@ -127,7 +150,11 @@ class Layout:
         return named
 
     def mesh(self, devices=None) -> Mesh:
-        """Over ``devices``, or the first of those that are there. Raises InputError where there are too few."""
+        """A mesh over ``devices``, by default the first of this machine's.
+
+        Raises:
+            InputError: There are too few devices.
+        """
         devices = jax.devices() if devices is None else list(devices)
         if len(devices) < self.devices:
             raise InputError(f"mesh {self} needs {self.devices} devices: there are {len(devices)}")
@@ -147,12 +174,13 @@ class Layout:
         return tuple(taken)
 
     def parts(self, cut: AxisSharding) -> int:
+        """Number of parts of a cut dimension."""
         return math.prod(self.sizes[a] for a in cut.axes)
 
     # The table.
 
     def wide(self, size: int) -> AxisSharding:
-        """Vocabulary, features of an MLP, KV heads, key heads of Gated DeltaNet: over all devices of a row."""
+        """Vocabulary, features of an MLP, KV heads, key heads of Gated DeltaNet: over all devices of a data shard."""
         return AxisSharding(self._prefix(size, "tensor", "expert"))
 
     def heads(self, heads: int, kv_heads: int) -> AxisSharding:
@@ -161,12 +189,18 @@ class Layout:
         return self.wide(heads) if self.parts(kv) == kv_heads else kv
 
     def experts(self, experts: int) -> AxisSharding:
+        """Experts of a mixture.
+
+        Raises:
+            InputError: They cannot be divided among the devices.
+        """
         cut = AxisSharding(self._prefix(experts, "expert"))
         if self.parts(cut) != self.expert:
             raise InputError(f"{experts} experts cannot be divided among expert={self.expert} devices")
         return cut
 
     def expert_features(self, size: int) -> AxisSharding:
+        """Features inside an expert."""
         return AxisSharding(self._prefix(size, "tensor"))
 
 
@@ -189,8 +223,14 @@ def spec(*cuts: AxisSharding | str | None) -> PartitionSpec:
 
 
 def parameter_attribute(module, what: str, default, is_leaf: Callable | None = None):
-    """One a leaf of ``module``: what the part that owns it says of it in the table that its method ``what`` gives,
-    parameter → something; ``default`` where it says nothing."""
+    """An attribute of each parameter, in the order of the leaves.
+
+    Args:
+        module: The module.
+        what: A method of the parts that own parameters; it returns a table from parameter to attribute.
+        default: The attribute of a parameter that no table has.
+        is_leaf: As for `jax.tree.leaves`.
+    """
     found = []
     for path in parameter_paths(module, is_leaf):
         owner, name = module, path.split(".")
@@ -203,8 +243,10 @@ def parameter_attribute(module, what: str, default, is_leaf: Callable | None = N
 
 
 def parameter_specs(module) -> list[PartitionSpec]:
-    """One a leaf of ``module``: a part that cuts its parameters has ``shardings()``, parameter → how its
-    dimensions are cut."""
+    """The PartitionSpec of each parameter, in the order of the leaves.
+
+    A part that cuts its parameters has ``shardings()``: a table from parameter to the cuts of its dimensions.
+    """
     return [spec(*cuts) for cuts in parameter_attribute(module, "shardings", ())]
 
 

@@ -130,7 +130,8 @@ def launches(
 
 def compiled(launch: dict, capability: int) -> dict:
     """What a launch takes: registers and bytes of the stack of a thread, bytes of shared memory and columns of tensor
-    memory of a program; or {"failed": why}."""
+    memory of a program; or {"failed": why}.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia import compiler as nvidia
@@ -182,7 +183,8 @@ def over_limit(figures: dict, capability: int) -> str | None:
 
 def report(systems: dict[str, str], args) -> tuple[dict, dict]:
     """By capability: launches of different figures, with these; and each system's `digest`. Failures are printed to
-    stderr as they occur."""
+    stderr as they occur.
+    """
     figures: dict[str, list[dict]] = {}
     digests: dict[str, dict[str, str]] = {}
     for capability in args.card:

@@ -66,7 +66,8 @@ def assert_sum_near(found: float, terms: Exact, what: str) -> None:
 
 def in_both_of(definition: Callable, *args):
     """What ``definition``, a function in JAX, makes of ``args``, with an `Exact` in place of each array: in float64,
-    and in their own dtypes."""
+    and in their own dtypes.
+    """
     single = definition(*args)
     wider: dict = dict.fromkeys(map(jnp.dtype, ("float32", "bfloat16", "float16")), np.float64)
     # JAX makes indices of 64 bits, and joins them to none of fewer.

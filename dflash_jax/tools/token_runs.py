@@ -79,7 +79,8 @@ def real_heads(vocab: int = VOCAB) -> Shapes:
 
 def small(vocab: int = VOCAB, hidden: int = 64) -> Shapes:
     """A hybrid of experts whose heads are of the sizes that the kernels take (256 in attention, 128 in the drafter and
-    the delta rule): two recurrent layers and one of attention, and a drafter of one layer."""
+    the delta rule): two recurrent layers and one of attention, and a drafter of one layer.
+    """
     shapes = real_heads(vocab)
     attention = AttentionSpec(num_heads=2, num_kv_heads=1, head_dim=256, rope=RopeSpec(10000.0, 64), gated=True)
     delta = GatedDeltaSpec(num_key_heads=1, num_value_heads=2, key_dim=128, value_dim=128)
@@ -97,7 +98,8 @@ def small(vocab: int = VOCAB, hidden: int = 64) -> Shapes:
 
 def drawn(module, seed: int, offset: float):
     """``module``, abstract, with random float32 weights made on the device, of enough spread that leaving out a part
-    shows. ``offset``: what the norms add to their weights."""
+    shows. ``offset``: what the norms add to their weights.
+    """
 
     def draw(key, path: str, shape: tuple[int, ...]):
         noise, name = jax.random.normal(key, shape), path.rsplit(".", 1)[-1]
@@ -145,7 +147,8 @@ def run(
     prefill_sizes: tuple[int, ...], prefill_batch_tokens: int = 0,
 ) -> list[Request]:  # fmt: skip
     """``wanted`` with their tokens, all at once or one after another. ``reproducible``: the width of all windows, or
-    0."""
+    0.
+    """
     settings = Settings(reproducible or 1, bool(reproducible))
     config = EngineConfig(
         block_sizes=(1, width) if width > 1 else (1,),
@@ -176,7 +179,8 @@ class _Run:
 
 def margin(target, request: Request, at: int) -> float:
     """How decided the target was about the new token ``at`` of a request without other options than its
-    temperature."""
+    temperature.
+    """
     sampling = SamplingRows.greedy(1, target.config.vocab_size)
     params, start = request.params, len(request.prompt)
     sampling = replace(

@@ -29,7 +29,8 @@ _LOCK = threading.Lock()
 
 def interpret(launch: Launch) -> list[np.ndarray]:
     """What `launch.triton_call` returns, of concrete arrays. What no program writes is NaN, or an integer that is no
-    index."""
+    index.
+    """
     import torch
 
     args = [_to_torch(x) for x in launch.args]
@@ -110,7 +111,8 @@ def interpreting(emulate_tf32: bool = False) -> Iterator[Counter]:
 @contextmanager
 def small_grids() -> Iterator[None]:
     """Inside, kernels have few programs, which the interpreter runs one after another, and chunks of choices whose
-    counts need a kernel of their own."""
+    counts need a kernel of their own.
+    """
     from dflash_jax.ops.kernels.triton import attention as triton_attention
     from dflash_jax.ops.kernels.triton import experts as triton_experts
     from dflash_jax.ops.kernels.triton import routing as triton_routing

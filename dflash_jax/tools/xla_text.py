@@ -11,7 +11,8 @@ KERNELS = ("CustomKernel", "CustomCall", "Kernel", "Gemm", "CuDnn")
 
 def thunk_kinds(text: str) -> tuple[Counter, Counter]:
     """How many there are of each kind: those that always run, and those inside branches of conditionals. A loop's body
-    counts once."""
+    counts once.
+    """
     always, branches, opened = Counter(), Counter(), []
     for line in text.splitlines():
         indent = len(line) - len(line.lstrip())
@@ -97,7 +98,8 @@ def computations(hlo: str) -> dict[str, list[str]]:
 def weights_read(hlo: str, shapes: set[tuple[int, ...]]) -> int:
     """Bytes of arrays of ``shapes`` that the operations of a program take, or of a loop's body where that is more: each
     array once for each operation that reads it, told by its shape. What rows are gathered from, such as an embedding,
-    is left out."""
+    is left out.
+    """
     every = computations(hlo)
     loops = [line for line in every["ENTRY"] if " while(" in line]
     bodies = [body[1] for line in loops if (body := re.search(r"body=%?([\w.-]+)", line))]

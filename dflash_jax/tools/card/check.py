@@ -221,7 +221,8 @@ def exit_code(record: dict) -> int:
 
 def opened(args) -> Report:
     """The report that is gone on with, or a new one. Raises ValueError for one of another kind or card, and where a new
-    one would take another's place."""
+    one would take another's place.
+    """
     card = ""
     if args.platform == "cuda":
         try:

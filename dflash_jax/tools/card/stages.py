@@ -191,7 +191,8 @@ def has_no_room(said: str) -> bool:
 
 def result(check: Callable[[], dict], stage: str) -> tuple[dict, bool]:
     """(what a case gave, whether the process can go on): a device that failed answers no more. In the stage `build`,
-    whose arrays are small beside a card, no room is a failure."""
+    whose arrays are small beside a card, no room is a failure.
+    """
     from dflash_jax.errors import InputError
 
     try:

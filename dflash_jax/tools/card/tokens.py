@@ -74,7 +74,8 @@ class Runs:
     @cache  # noqa: B019
     def expected(self, dtype, temperature: float):
         """Without a drafter, all prompts together: in float32 without kernels; in bfloat16, whose tokens are those of
-        the program that computes them, with kernels."""
+        the program that computes them, with kernels.
+        """
         return self.continued(self.plan.together, dtype, temperature, 1, True, dtype != jnp.float32)
 
     def check(self, dtype, temperature: float, on: bool, drafting: bool, together: bool) -> dict:

@@ -69,7 +69,8 @@ MOST_ON_CPU = 2e9
 
 def measured_bandwidth(size: int = 2**31, passes: int = 16) -> float:
     """Bytes a second of a large array on one device, over and over in one program: read and written, or read only,
-    whichever is more."""
+    whichever is more.
+    """
     size, passes = (size, passes) if jax.default_backend() != "cpu" else (2**28, 4)
 
     def write(x):
@@ -120,7 +121,8 @@ def choices(target, drafter, state, rows, block):
 @contextmanager
 def forced(tokens: int, experts: int | None) -> Iterator[None]:
     """Inside, batches of ``tokens`` are sent to ``experts`` experts of each layer, one after another, evenly; others
-    are routed as they would be. The router's own products are computed as before."""
+    are routed as they would be. The router's own products are computed as before.
+    """
     mixture = moe_layer.mixture
 
     def mixture_of_forced(backend, x, logits, *args, experts_per_token, **options):
@@ -142,7 +144,8 @@ def forced(tokens: int, experts: int | None) -> Iterator[None]:
 
 def repeated(part):
     """``part(target, drafter, state, moved, ...)``, ROUNDS times in one program, as a round's loop runs it: a program
-    of its own pays for its start. ``moved`` counts, so that no call is the same as the one before."""
+    of its own pays for its start. ``moved`` counts, so that no call is the same as the one before.
+    """
 
     def run(target, drafter, state, *args):
         def again(_, moved):
@@ -321,7 +324,8 @@ class Bench:
 
     def bytes(self, point: Point, touched: float | None) -> float:
         """That a round cannot but move on each device: weights, of experts those that are touched, keys and values of
-        the context, the recurrent state read and written."""
+        the context, the recurrent state read and written.
+        """
         rows = math.ceil(point.batch / self.layout.data)
         context = rows * (2 * self.slot.state + self.slot.kv * point.context)
         drafting = self.drafts.total + self.weights.head if point.width > 1 else 0.0
@@ -329,7 +333,8 @@ class Bench:
 
     def compiled(self, point: Point) -> dict:
         """Of the loop's program: kernels of a round by layer, and temporaries; and what the largest of the point's
-        programs holds at once."""
+        programs holds at once.
+        """
         keys = [k for k in self.programs.compiled if k[0] == "decode" and k[1].window == point.width]
         program = self.programs.compiled[keys[-1]]
         layers = len(self.programs.config.layers) + (len(self.pair.drafter.layers) if point.width > 1 else 0)

@@ -31,7 +31,8 @@ USABLE = 0.92
 class Point:
     """A batch of rows that verify ``width`` tokens each behind ``context`` others; width 1 is plain decoding.
     ``quantize``: what the weights are held in, where that is not the pair's own. ``experts``: how many experts of each
-    layer the batch's tokens are sent to; None: as many as the router of random weights chooses."""
+    layer the batch's tokens are sent to; None: as many as the router of random weights chooses.
+    """
 
     batch: int
     width: int
@@ -108,7 +109,8 @@ class Pair:
 
 def fitting(shapes, layout: Layout, points: list[Point], memory: float, quantize: str | None) -> tuple:
     """(shapes, quantize, note): bfloat16 if every layer and the largest point's state fit, then FP8, then fewer
-    layers."""
+    layers.
+    """
     whole = len(shapes.target.layers)
     step = math.lcm(*{shapes.target.layers.index(s) + 1 for s in set(shapes.target.layers)})
 

@@ -36,7 +36,8 @@ class Source:
 
 def attention(source, rows, tokens, heads, kv_heads, dim, capacity, window=None, sinks=0, dtype=jnp.float32):
     """(q, k, v, cache, length, bounds) of `ops.attention.attention`: empty, partly filled and full contexts; rows of a
-    larger cache, of which the first is past the end; what was never written is NaN."""
+    larger cache, of which the first is past the end; what was never written is NaN.
+    """
     q, k, v = (source.normal(rows, tokens, n, dim, dtype=dtype) for n in (heads, kv_heads, kv_heads))
     cache = KVCache.create(rows + 1, kv_heads, dim, capacity, dtype, window, sinks)
     length = np.resize([capacity * 2 // 3, capacity, 0, min(30, capacity)], rows)

@@ -29,7 +29,8 @@ from dflash_jax.tools.kernels.comparisons import (
 
 def check(comparison: Comparison, on_card: bool) -> dict:
     """{"status": "exact"} with the distance as a share of what is allowed, or {"status": "failed", "why"}: the kernel
-    twice, in another order of rows, and beside its definition in float64."""
+    twice, in another order of rows, and beside its definition in float64.
+    """
     c = comparison
     # Interpreted, a kernel runs as it is called.
     kernel = jax.jit(c.kernel) if on_card else c.kernel
