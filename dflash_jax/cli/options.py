@@ -41,6 +41,9 @@ def silence_stdout() -> None:
 
 def exit_code(command: Callable[[], int]) -> int:
     """Runs a command line: bad input, and a failure of the device, is one line on stderr."""
+    if sys.stderr is None:
+        # print(file=None) would write to stdout.
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     try:
         if sys.stdout is None:
             raise InputError("stdout is closed: there is nowhere to write to")
@@ -57,7 +60,7 @@ def exit_code(command: Callable[[], int]) -> int:
         print("\ninterrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # Nobody reads any more.
+        # The reader has closed the pipe.
         silence_stdout()
         return 141
     except OSError as e:

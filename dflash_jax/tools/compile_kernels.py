@@ -90,7 +90,12 @@ def launches(
     """`described` launches of a system's prefill, plain steps and rounds on a card, each once.
 
     Args:
-        shapes: With `shapes_of` the first of each.
+        config: Name or file of the system.
+        mesh: The mesh.
+        card: The card.
+        dtype: Dtype of the weights that are not quantized.
+        quantize: As in `abstract_pair`.
+        shapes: Whether each has `shapes_of` its first launch too.
     """
     import jax
     import jax.numpy as jnp
@@ -129,8 +134,11 @@ def launches(
 
 
 def compiled(launch: dict, capability: int) -> dict:
-    """What a launch takes: registers and bytes of the stack of a thread, bytes of shared memory and columns of tensor
-    memory of a program; or {"failed": why}.
+    """What a launch takes of a card.
+
+    Returns:
+        Registers and bytes of the stack of a thread, bytes of shared memory and columns of tensor memory of a program;
+        or {"failed": why}.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -182,8 +190,9 @@ def over_limit(figures: dict, capability: int) -> str | None:
 
 
 def report(systems: dict[str, str], args) -> tuple[dict, dict]:
-    """By capability: launches of different figures, with these; and each system's `digest`. Failures are printed to
-    stderr as they occur.
+    """Figures by capability: (launches of different figures, each system's `digest`).
+
+    Failures are printed to stderr as they occur.
     """
     figures: dict[str, list[dict]] = {}
     digests: dict[str, dict[str, str]] = {}
@@ -226,6 +235,7 @@ def assemblers(cards: list[int]) -> str:
 
 
 def run(args) -> int:
+    """Writes the figures of the kernels: the exit code."""
     if args.mesh and not args.config:
         raise InputError("--mesh is the mesh of --config: name a config too")
     systems = {args.config: args.mesh} if args.config else SYSTEMS
@@ -242,6 +252,7 @@ def run(args) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
+    """The parser of the command line."""
     p = Parser(description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--config", metavar="NAME|FILE", help="a name of configs/, or a TOML (default: four systems)")
     p.add_argument("--mesh", default="", metavar="tensor=8", help="of --config (default: one device)")
@@ -256,6 +267,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Runs the command and returns its exit code."""
     prepare()
     return exit_code(lambda: run(make_parser().parse_args(argv)))
 

@@ -41,10 +41,15 @@ def equal_or_tie(expected: Iterable[int], found: Iterable[int], margin_at: Calla
 
 
 def processed_reference(logits, options: dict, allowed=None) -> tuple[np.ndarray, float]:
-    """Processed logits float64 [V] of one place by the definitions in transformers (frequency and presence: OpenAI's),
-    by sorting; and how near a token was to one of the cuts it did not tie with.
+    """Processed logits float64 [V] of one place, by sorting; and the distance of the nearest token from a cut.
 
-    ``options``: the fields of `SamplingRows` for one row; ``allowed``: bool [V].
+    The definitions are those of transformers; of frequency and presence, OpenAI's. A token that ties with the cut does
+    not count in the distance.
+
+    Args:
+        logits: float [V].
+        options: The fields of `SamplingRows` of one sequence.
+        allowed: bool [V], or None for all.
     """
     x = np.asarray(logits, np.float64) + options["logit_bias"]
     output = np.asarray(options["output_counts"])
@@ -78,6 +83,7 @@ def processed_reference(logits, options: dict, allowed=None) -> tuple[np.ndarray
 
 
 def options_of(sampling: SamplingRows, row: int) -> dict:
+    """The fields of `SamplingRows` of one sequence."""
     return {name: np.asarray(getattr(sampling, name)[row]) for name in (*OPTIONS, *TABLES)}
 
 
@@ -143,6 +149,7 @@ class Reference:
         return scores, min(margin, float(self.router[row, position - 1]))
 
     def margin(self, row: int, position: int) -> float:
+        """How far the second score is from the first, or a token or an expert from a cut."""
         scores, margin = self.scores(row, position)
         second, first = np.sort(scores)[-2:]
         return min(float(first - second), margin)
@@ -154,6 +161,7 @@ class Reference:
 
 
 def new_tokens(state: DecodeState, row: int) -> np.ndarray:
+    """The new tokens of a sequence."""
     return np.asarray(state.tokens[row, int(state.prompt_length[row]) : int(state.length[row])])
 
 
@@ -164,4 +172,5 @@ def check_same(reference: Reference, found: DecodeState, rows: Sequence[int] | N
 
 
 def with_counts(sampling: SamplingRows, prompt, output) -> SamplingRows:
+    """Sampling parameters with these counts of tokens."""
     return replace(sampling, prompt_counts=jnp.asarray(prompt, jnp.int32), output_counts=jnp.asarray(output, jnp.int32))

@@ -1,5 +1,6 @@
-"""Tokens of an engine with a drafter that knows what comes: random models of real heads, requests, runs and how they
-are compared. For tests and for a check on a card.
+"""Tokens of an engine with a drafter that has the right drafts in a table.
+
+Random models of real heads, requests, runs and their comparison; for tests and for a check on a card.
 """
 
 import re
@@ -46,6 +47,7 @@ class Remembering(DrafterWrapper):
 
     @classmethod
     def of(cls, drafter: Drafter, requests: list[Request], wide: int, capacity: int, seed: int = 0) -> "Remembering":
+        """A drafter that drafts the tokens of ``requests``, with errors at random places."""
         rng, vocab = np.random.default_rng(seed), drafter.config.vocab_size
         table = rng.integers(0, vocab, (vocab, capacity + wide, wide - 1))
         for r in requests:
@@ -59,6 +61,7 @@ class Remembering(DrafterWrapper):
         return cls(drafter, jnp.asarray(np.where(hit, (table + 1) % vocab, table), jnp.int32))
 
     def propose(self, cache, last, start, width, slots, borrowed, window):
+        """The remembered drafts; at every eighth position, those of the inner drafter."""
         drafted = super().propose(cache, last, start, width, slots, borrowed, window).tokens
         remembered = self.table[last, jnp.minimum(start, self.table.shape[1] - 1)][:, : slots - 1]
         # Every eighth position is left to the drafter itself.
@@ -78,8 +81,10 @@ def real_heads(vocab: int = VOCAB) -> Shapes:
 
 
 def small(vocab: int = VOCAB, hidden: int = 64) -> Shapes:
-    """A hybrid of experts whose heads are of the sizes that the kernels take (256 in attention, 128 in the drafter and
-    the delta rule): two recurrent layers and one of attention, and a drafter of one layer.
+    """A hybrid of experts, and a drafter of one layer.
+
+    Heads have the sizes that the kernels take (256 in attention, 128 in the drafter and the delta rule). The target has
+    two recurrent layers and one of attention.
     """
     shapes = real_heads(vocab)
     attention = AttentionSpec(num_heads=2, num_kv_heads=1, head_dim=256, rope=RopeSpec(10000.0, 64), gated=True)
@@ -97,8 +102,14 @@ def small(vocab: int = VOCAB, hidden: int = 64) -> Shapes:
 
 
 def drawn(module, seed: int, offset: float):
-    """``module``, abstract, with random float32 weights made on the device, of enough spread that leaving out a part
-    shows. ``offset``: what the norms add to their weights.
+    """An abstract module with random float32 weights, made on the device.
+
+    Their spread is large enough that leaving out a part shows.
+
+    Args:
+        module: The module.
+        seed: Seed of the weights.
+        offset: What the norms add to their weights.
     """
 
     def draw(key, path: str, shape: tuple[int, ...]):
@@ -146,8 +157,18 @@ def run(
     target, drafter, wanted: list[Request], width: int, *, together: bool, reproducible: int = 0, capacity: int,
     prefill_sizes: tuple[int, ...], prefill_batch_tokens: int = 0,
 ) -> list[Request]:  # fmt: skip
-    """``wanted`` with their tokens, all at once or one after another. ``reproducible``: the width of all windows, or
-    0.
+    """Decodes requests and returns them with their tokens.
+
+    Args:
+        target: The target.
+        drafter: The drafter, or None.
+        wanted: The requests.
+        width: The largest block size.
+        together: Whether all run at once; otherwise one after another.
+        reproducible: The width of all blocks; 0 leaves it to each dispatch.
+        capacity: Positions of a slot.
+        prefill_sizes: As in `EngineConfig`.
+        prefill_batch_tokens: As in `EngineConfig`.
     """
     settings = Settings(reproducible or 1, bool(reproducible))
     config = EngineConfig(
@@ -178,9 +199,7 @@ class _Run:
 
 
 def margin(target, request: Request, at: int) -> float:
-    """How decided the target was about the new token ``at`` of a request without other options than its
-    temperature.
-    """
+    """How decided the target was about the new token ``at`` of a request whose only option is its temperature."""
     sampling = SamplingRows.greedy(1, target.config.vocab_size)
     params, start = request.params, len(request.prompt)
     sampling = replace(
@@ -198,6 +217,8 @@ def compared(found: list[Request], expected: list[Request], margin: Callable | N
     """{"status": "exact", "tokens", "ties"}, or {"status": "failed", "why"}.
 
     Args:
+        found: The requests of a run.
+        expected: The same requests of the reference run.
         margin: (request, place) → how decided the target was, as `equality.equal_or_tie` takes it; None: no tie is
             allowed. Not more than one of eight requests may part at a tie: in a long prompt some expert is always
             chosen by a small margin, which would excuse anything.

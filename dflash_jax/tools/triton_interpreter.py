@@ -28,8 +28,9 @@ _LOCK = threading.Lock()
 
 
 def interpret(launch: Launch) -> list[np.ndarray]:
-    """What `launch.triton_call` returns, of concrete arrays. What no program writes is NaN, or an integer that is no
-    index.
+    """What `launch.triton_call` returns, of concrete arrays.
+
+    What no program writes is NaN, or an integer that is no index.
     """
     import torch
 
@@ -110,8 +111,9 @@ def interpreting(emulate_tf32: bool = False) -> Iterator[Counter]:
 
 @contextmanager
 def small_grids() -> Iterator[None]:
-    """Inside, kernels have few programs, which the interpreter runs one after another, and chunks of choices whose
-    counts need a kernel of their own.
+    """Gives kernels few programs, which the interpreter runs one after another, inside the context.
+
+    Chunks of choices whose counts need a kernel by themselves are smaller too.
     """
     from dflash_jax.ops.kernels.triton import attention as triton_attention
     from dflash_jax.ops.kernels.triton import experts as triton_experts

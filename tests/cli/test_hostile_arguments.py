@@ -1,5 +1,8 @@
 """Arguments and files that no honest user gives: each is one line that names the value."""
 
+import subprocess
+import sys
+
 import pytest
 
 from dflash_jax.checkpoint.config_files import MAX_TOML_BYTES
@@ -35,3 +38,11 @@ def test_a_config_without_an_end_is_an_input_error():
 def test_an_empty_host_does_not_open_all_networks():
     with pytest.raises(InputError, match="--host is empty"):
         listen("", 0)
+
+
+def test_a_closed_stderr_does_not_send_its_lines_to_stdout():
+    command = (
+        "import sys; from dflash_jax.cli.options import exit_code; exit_code(lambda: print(1, file=sys.stderr) or 0)"
+    )
+    done = subprocess.run(["bash", "-c", '"$0" -c "$1" 2>&-', sys.executable, command], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "")

@@ -72,6 +72,7 @@ class Report:
             new.replace(self.out / name)
 
     def stage(self, name: str) -> dict:
+        """The record of a stage; a new one where there is none."""
         return self.record["stages"].setdefault(name, {"state": "not begun", "total": None, "cases": {}})
 
 
@@ -119,10 +120,15 @@ class Worker:
 def run_stage(
     report: Report, name: str, command: list[str], environment: dict, until: float, limits: tuple[float, float]
 ) -> None:
-    """Runs the cases of a stage that have no result, or timed out in an earlier command, in one process, and in another
-    whenever one died.
+    """Runs the cases of a stage that have no result, or timed out in an earlier command.
+
+    The cases run in one process, and in another one whenever a process has died.
 
     Args:
+        report: Gets the results.
+        name: Name of the stage.
+        command: The command of the process.
+        environment: Its environment.
         until: When the stage must end, by `time.monotonic`.
         limits: Seconds that the start of a process, and that a case may take.
     """
@@ -186,16 +192,19 @@ def follow(report: Report, stage: dict, worker: Worker, until: float, limits: tu
 
 
 def ended_by(code: int) -> str:
+    """Why a case has no result: the exit code of its process in words."""
     return f"its process ended by {signal.Signals(-code).name}" if code < 0 else f"its process ended with code {code}"
 
 
 def shorten_log(path: Path) -> None:
+    """Cuts the middle out of a long log."""
     text = path.read_bytes()
     if len(text) > LOG_BYTES:
         path.write_bytes(text[-LOG_BYTES // 2 :])
 
 
 def environment_of(stage: str, platform: str, installed: str | None) -> dict:
+    """The environment of a stage's process."""
     found = dict(os.environ)
     found["PYTHONPATH"] = os.pathsep.join(filter(None, (installed, str(ROOT), found.get("PYTHONPATH"))))
     found |= {"PYTHONUNBUFFERED": "1", "JAX_PLATFORMS": "cpu" if platform == "cpu" else "cuda,cpu"}
@@ -220,8 +229,10 @@ def exit_code(record: dict) -> int:
 
 
 def opened(args) -> Report:
-    """The report that is gone on with, or a new one. Raises ValueError for one of another kind or card, and where a new
-    one would take another's place.
+    """The report to go on with, or a new one.
+
+    Raises:
+        ValueError: The report is of another kind or card, or a new one would replace another.
     """
     card = ""
     if args.platform == "cuda":
@@ -248,6 +259,7 @@ def opened(args) -> Report:
 
 
 def run(args) -> int:
+    """Runs all stages: the exit code."""
     began = time.monotonic()
     report = opened(args)
     slower = SLOWER_ON_CPU if args.platform == "cpu" else 1
@@ -274,6 +286,7 @@ def run(args) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
+    """The parser of the command line."""
     p = argparse.ArgumentParser(
         description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -288,6 +301,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Runs the command and returns its exit code."""
     args = make_parser().parse_args(argv)
     try:
         return run(args)

@@ -14,8 +14,14 @@ from dflash_jax.tools.decode.pair import Point
 
 
 def profile(bench, point: Point, kept: Path) -> list[tuple[str, float, int]]:
-    """(name, ms a round, times a round) of the ten kernels that take longest in the loop, those that differ by a
-    number alone taken together. ``bench``: a `bench.Bench`; ``kept``: where the whole trace goes (Perfetto).
+    """(name, ms a round, times a round) of the ten kernels that take longest in the loop.
+
+    Kernels whose names differ by a number only are counted together.
+
+    Args:
+        bench: A `bench.Bench`.
+        point: The point.
+        kept: The file of the trace, for Perfetto.
     """
     # One round at a time: of a loop in one graph a trace shows the first turn only.
     call, state = bench.calls(point, state := bench.state(point), 1)["round"], bench.rewound(state, point, "round")
@@ -38,8 +44,10 @@ def profile(bench, point: Point, kept: Path) -> list[tuple[str, float, int]]:
 
 
 def kernel_events(events: list[dict]) -> list[tuple[str, float]]:
-    """(name, microseconds) of what a trace's devices ran: on a GPU all that its streams show; on a CPU, XLA's own work
-    has the operation's name beside it, and what only holds other operations is left out.
+    """(name, microseconds) of the events on a trace's devices.
+
+    On a GPU they are all events of its streams. On a CPU, the events of XLA's own work have the operation's name beside
+    them, and those that only contain other operations are left out.
     """
     named = [e for e in events if e.get("ph") == "M" and "name" in e.get("args", {})]
     devices = {e["pid"] for e in named if e["name"] == "process_name" and e["args"]["name"].startswith("/device:")}

@@ -25,18 +25,22 @@ class Source:
         self.rng, self.key = np.random.default_rng(self.seed), jax.random.key(self.seed)
 
     def normal(self, *shape: int, dtype=jnp.float32) -> jax.Array:
+        """Normal numbers."""
         if not self.on_device:
             return jnp.asarray(self.rng.standard_normal(shape), dtype)
         self.key, key = jax.random.split(self.key)
         return jax.random.normal(key, shape, dtype)
 
     def uniform(self, low: float, high: float, shape: tuple[int, ...], dtype=jnp.float32) -> jax.Array:
+        """Uniform numbers."""
         return jnp.asarray(self.rng.uniform(low, high, shape), dtype)
 
 
 def attention(source, rows, tokens, heads, kv_heads, dim, capacity, window=None, sinks=0, dtype=jnp.float32):
-    """(q, k, v, cache, length, bounds) of `ops.attention.attention`: empty, partly filled and full contexts; rows of a
-    larger cache, of which the first is past the end; what was never written is NaN.
+    """(q, k, v, cache, length, bounds) of `ops.attention.attention`.
+
+    Contexts are empty, partly filled and full. The rows are those of a larger cache, of which the first is past the
+    end. What was never written is NaN.
     """
     q, k, v = (source.normal(rows, tokens, n, dim, dtype=dtype) for n in (heads, kv_heads, kv_heads))
     cache = KVCache.create(rows + 1, kv_heads, dim, capacity, dtype, window, sinks)
@@ -70,10 +74,10 @@ def written(source, rows, tokens, kv_heads, dim, capacity, window=None, dtype=jn
 
 
 def mixer(source, rows, tokens, g, r, dk, dv, dtype=jnp.float32, taps=4, alike=False):
-    """Arguments of `ops.gated_delta.gated_delta`, but for eps: a state of two rows more than take part, in another
-    order; the last of several is past its end.
+    """Arguments of `ops.gated_delta.gated_delta`, but for eps.
 
-    ``alike``: the same token again and again with hardly any decay, where the inverse of a chunk is worst conditioned.
+    The state has two rows more than take part, in another order; the last of several is past its end. With ``alike``,
+    the same token comes again and again with hardly any decay, where the inverse of a chunk is worst conditioned.
     """
     channels, held = 2 * dk + r * dv, rows + 2
     where = [*source.rng.permutation(held)[: rows - 1], held] if rows > 1 else [1]
@@ -109,13 +113,22 @@ def experts(
     source, tokens, top, experts, features, hidden, idle=0, quantized=None, shared=None, residual=True,
     dtype=jnp.float32,
 ):  # fmt: skip
-    """Arguments of `ops.moe.mixture`: routing with equal logits, the first quarter of experts on another device,
-    idle tokens; and of its options.
+    """Arguments of `ops.moe.mixture`, and its options.
+
+    Routing has equal logits, the first quarter of experts is on another device, and some tokens are idle.
 
     Args:
+        source: Random arrays.
+        tokens: Number of tokens.
+        top: Experts that a token is routed to.
+        experts: Number of experts.
+        features: Features inside an expert.
+        hidden: Hidden size.
         idle: How many tokens, the last ones, are not live.
         quantized: What `quantize` takes after a weight, or None.
         shared: The size of a shared expert, or None.
+        residual: Whether there is a residual.
+        dtype: Dtype of the arrays.
     """
     there = experts - experts // 4
     x = source.normal(tokens, hidden, dtype=dtype)

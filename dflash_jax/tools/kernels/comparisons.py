@@ -51,6 +51,7 @@ class Sizes:
         return [batch for batch in self.all(dtype) if batch[1] <= 16]
 
     def all(self, dtype) -> tuple[tuple[int, int], ...]:
+        """(rows, tokens) of the batches of a dtype."""
         return self.batches[: self.wide] if dtype == F32 else self.batches
 
 
@@ -110,6 +111,7 @@ def kernel_of(implementations: tuple[Implementation, ...], name: str = "triton")
 
 
 def attention(source, sizes: Sizes, rows, tokens, dtype, heads, mask, window=None, sinks=0) -> Comparison:
+    """Attention over a cache and a block."""
     n, kv_heads, dim = getattr(sizes, heads)
     capacity = sizes.context if tokens > 16 or rows == 1 else sizes.context // 4
     args = arguments.attention(source, rows, tokens, n, kv_heads, dim, capacity, window, sinks, dtype)
@@ -133,6 +135,7 @@ def attention(source, sizes: Sizes, rows, tokens, dtype, heads, mask, window=Non
 
 
 def writing(source, sizes: Sizes, rows, tokens, dtype, window=None) -> Comparison:
+    """Writing of keys and values."""
     _, heads, dim = sizes.target
     cache, k, v, positions = arguments.written(source, rows, tokens, heads, dim, 64, window, dtype)
     # Of each row another count is kept.
@@ -150,6 +153,7 @@ def writing(source, sizes: Sizes, rows, tokens, dtype, window=None) -> Compariso
 
 
 def rotation(source, sizes: Sizes, rows, tokens, dtype, heads) -> Comparison:
+    """Rotation of queries and keys."""
     n, kv_heads, dim = getattr(sizes, heads)
     rope = RopeSpec(theta=1e7, dim=dim // 4 if heads == "target" else dim)
     q = source.normal(rows, tokens, n, 2 if heads == "target" else 1, dim, dtype=dtype)
@@ -213,6 +217,7 @@ def prefilling(source, sizes: Sizes, rows, tokens, dtype) -> Comparison:
 
 
 def replaying(source, sizes: Sizes, rows, tokens, dtype) -> Comparison:
+    """Replay of a record."""
     args = arguments.mixer(source, rows, tokens, *sizes.delta, dtype)
     _, record = jax.jit(partial(gated_delta.reference, XLA, eps=1e-6))(*args)
     count = np.arange(tokens, tokens + rows) % (tokens + 1)
@@ -261,6 +266,7 @@ def products(source, sizes: Sizes, rows, tokens, dtype, weights, quantized=None)
 
 
 def mixtures(source, sizes: Sizes, rows, tokens, dtype, quantized=None, routed_only=False) -> Comparison:
+    """Mixtures of experts."""
     count, top, features, hidden = sizes.experts
     n = rows * tokens
     scales = (quantized, features // sizes.run) if quantized else None

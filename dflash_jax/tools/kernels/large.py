@@ -1,5 +1,6 @@
-"""Kernels on arrays of more than 2³¹ elements: what they compute of the last part is what they compute of that part in
-an array of its own, to the bit. For a card.
+"""Kernels on arrays of more than 2³¹ elements, for a card.
+
+What they compute of the last part equals, to the bit, what they compute of that part in an array by itself.
 """
 
 from collections.abc import Callable, Iterator
@@ -39,6 +40,7 @@ def behind_zeros(part, rows: int) -> jax.Array:
 
 
 def equal(found, expected) -> dict:
+    """The result of a comparison to the bit."""
     leaves = ([np.asarray(x) for x in jax.tree.leaves(tree)] for tree in (found, expected))
     return {"status": "exact"} if same_bits(*leaves) else failed("other bits than of an array of its own")
 
@@ -112,6 +114,7 @@ def products(rows: int, inner: int = 4096, own: int = 8192) -> dict:
 
 
 def cases() -> Iterator[tuple[str, Callable[[], dict]]]:
+    """(name, case) of all comparisons."""
     yield "more than 2^31 elements: a cache of keys and values", attention
     for tokens in (1, 16, 70):
         yield f"more than 2^31 elements: a recurrent state, T {tokens}", lambda tokens=tokens: delta(tokens)
