@@ -10,10 +10,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import NoReturn
 
 from dflash_jax.errors import EngineError, InputError
 from dflash_jax.ops.card import CHOICES
 from dflash_jax.ops.kernels.triton import launch
+
+# The exit code after Ctrl-C, as a shell gives it.
+INTERRUPTED = 130
 
 
 class Parser(argparse.ArgumentParser):
@@ -58,7 +62,7 @@ def exit_code(command: Callable[[], int]) -> int:
         return 1
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
-        return 130
+        return INTERRUPTED
     except BrokenPipeError:
         # The reader has closed the pipe.
         silence_stdout()
@@ -67,6 +71,26 @@ def exit_code(command: Callable[[], int]) -> int:
         print(f"error: {e.filename or 'stdout'}: {e.strerror}", file=sys.stderr)
         silence_stdout()
         return 2
+
+
+def exit_process(main: Callable[[], int]) -> NoReturn:
+    """Runs ``main`` as this process, and ends the process with its exit code.
+
+    After an interrupt the process ends at once: threads may still compile or run programs, and the interpreter would
+    crash or wait when it ends before them.
+    """
+    try:
+        code = main()
+    except KeyboardInterrupt:
+        # During the import of a command's modules.
+        print("\ninterrupted", file=sys.stderr)
+        code = INTERRUPTED
+    if code == INTERRUPTED:
+        for stream in filter(None, (sys.stdout, sys.stderr)):
+            with suppress(OSError):
+                stream.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def with_config(parser: argparse.ArgumentParser, argv: list[str] | None):
