@@ -4,12 +4,14 @@ import argparse
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import FrameType
 from typing import NoReturn
 
 from dflash_jax.errors import EngineError, InputError
@@ -73,12 +75,26 @@ def exit_code(command: Callable[[], int]) -> int:
         return 2
 
 
+def _on_interrupt(number: int, frame: FrameType | None) -> None:
+    """Raises KeyboardInterrupt, or, until JAX is imported, ends the process.
+
+    An extension module that an exception interrupts while it is imported crashes, or reports another error.
+    """
+    if not hasattr(sys.modules.get("jax"), "numpy"):
+        with suppress(OSError):
+            os.write(2, b"\ninterrupted\n")
+        os._exit(INTERRUPTED)
+    signal.default_int_handler(number, frame)
+
+
 def exit_process(main: Callable[[], int]) -> NoReturn:
     """Runs ``main`` as this process, and ends the process with its exit code.
 
     After an interrupt the process ends at once: threads may still compile or run programs, and the interpreter would
     crash or wait when it ends before them.
     """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _on_interrupt)
     try:
         code = main()
     except KeyboardInterrupt:

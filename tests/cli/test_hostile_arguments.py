@@ -59,3 +59,20 @@ def test_an_interrupt_ends_the_process_although_a_thread_runs(main):
     ]
     done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "\ninterrupted\n")
+
+
+def test_an_interrupt_before_jax_is_imported_does_not_raise_inside_an_import():
+    lines = [
+        "import os, signal, time",
+        "from dflash_jax.cli.options import exit_process",
+        "def main():",
+        "    try:",
+        "        os.kill(os.getpid(), signal.SIGINT)",
+        "        time.sleep(60)",
+        "    except KeyboardInterrupt:",
+        "        print('raised')",
+        "signal.signal(signal.SIGINT, signal.default_int_handler)",
+        "exit_process(main)",
+    ]
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=50)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "\ninterrupted\n")
