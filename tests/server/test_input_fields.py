@@ -6,7 +6,8 @@ import pytest
 from conftest import MESSAGES, OFF, TOOL, Running, posted
 
 from dflash_jax.server import chat_schema
-from dflash_jax.server.serving import Limits, Serving
+from dflash_jax.server.limits import Limits
+from dflash_jax.server.serving import Serving
 
 WIDTHS = (1, 16)
 PROMPT = "def clamp(value, low, high):\n    return"

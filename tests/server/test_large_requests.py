@@ -26,7 +26,7 @@ from dflash_jax.sampling_params import SamplingParams
 from dflash_jax.server import body, completions, large_answers, prepare, texts
 from dflash_jax.server.errors import ApiError, JsonResponse
 from dflash_jax.server.large_answers import json_pieces
-from dflash_jax.server.serving import Limits
+from dflash_jax.server.limits import Limits
 from dflash_jax.server.texts import Texts
 
 LEAVES = st.none() | st.booleans() | st.integers() | st.text() | st.text(alphabet='\\",[]{}:', max_size=20)

@@ -8,7 +8,8 @@ from conftest import MESSAGES, Running, posted
 from pydantic import ValidationError
 
 from dflash_jax.server import chat_schema, native_schema, neutral_fields, responses_schema, schema
-from dflash_jax.server.serving import Limits, Serving
+from dflash_jax.server.limits import Limits
+from dflash_jax.server.serving import Serving
 
 BODIES = {
     "/v1/chat/completions": (chat_schema.ChatRequest, {"messages": MESSAGES, "max_tokens": 4}),
