@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from dflash_jax.checkpoint.load import load_drafter as load_drafter
     from dflash_jax.checkpoint.load import load_target as load_target
     from dflash_jax.decoding.batch_init import init_state as init_state
-    from dflash_jax.decoding.sampling import SamplingRows as SamplingRows
+    from dflash_jax.decoding.sampling_state import SamplingState as SamplingState
     from dflash_jax.decoding.speculative import decode as decode
     from dflash_jax.decoding.speculative import decode_round as decode_round
     from dflash_jax.decoding.speculative import prefill_chunk as prefill_chunk

@@ -33,9 +33,6 @@ class ModelRunner:
         slots: Slots, a multiple of the data shards.
         capacity: Positions of each slot.
         settings: What all programs share, but for ``block_size``, which each dispatch sets.
-
-    Attributes:
-        state: The decoding state.
     """
 
     def __init__(self, programs: StepCalls, slots: int, capacity: int, settings: Settings):
@@ -251,8 +248,8 @@ class ModelRunner:
         host: Report = jax.device_get(report if logprobs else replace(report, logprobs=None))
         counts = [int(host.count[place]) for place in places]
         records = None
-        if logprobs:
-            records = [arrays["logprobs"].of_sequence(place, n) for place, n in zip(places, counts, strict=True)]
+        if host.logprobs is not None:
+            records = [host.logprobs.of_sequence(place, n) for place, n in zip(places, counts, strict=True)]
         return Outcome(
             [host.tokens[place, :n].tolist() for place, n in zip(places, counts, strict=True)],
             [host.accepted[place, : host.rounds[place]].tolist() for place in places],

@@ -35,6 +35,6 @@ def pack_weights(module: M) -> M:
     return jax.tree.unflatten(structure, leaves)
 
 
-def unpack_weights(module: nnx.Module) -> nnx.Module:
+def unpack_weights(module: M) -> M:
     """The module with float32 arrays in place of packed weights: undoes `pack_weights`."""
     return jax.tree.map(lambda x: x.dense() if isinstance(x, PackedWeight) else x, module, is_leaf=is_packed)

@@ -43,7 +43,13 @@ def equal_or_tie(expected: Iterable[int], found: Iterable[int], margin_at: Calla
 def processed_reference(logits, options: dict, allowed=None) -> tuple[np.ndarray, float]:
     """Processed logits float64 [V] of one place, by sorting; and the distance of the nearest token from a cut.
 
-    ``options``: the fields of `SamplingState` for one row; ``allowed``: bool [V].
+    The definitions are those of transformers; of frequency and presence, OpenAI's. A token that ties with the cut does
+    not count in the distance.
+
+    Args:
+        logits: float [V].
+        options: The fields of `SamplingState` of one sequence.
+        allowed: bool [V], or None for all.
     """
     x = np.asarray(logits, np.float64) + options["logit_bias"]
     output = np.asarray(options["output_counts"])
@@ -77,6 +83,7 @@ def processed_reference(logits, options: dict, allowed=None) -> tuple[np.ndarray
 
 
 def options_of(sampling: SamplingState, row: int) -> dict:
+    """The fields of `SamplingState` of one sequence."""
     return {name: np.asarray(getattr(sampling, name)[row]) for name in (*OPTIONS, *TABLES)}
 
 
@@ -100,7 +107,7 @@ class Finished(Protocol):
     """A finished run, as `DecodeState` has it."""
 
     @property
-    def sampling(self) -> SamplingRows:
+    def sampling(self) -> SamplingState:
         """The sampling parameters of each sequence."""
         ...
 
@@ -165,4 +172,5 @@ def check_same(reference: Reference, found: DecodeState, rows: Sequence[int] | N
 
 
 def with_counts(sampling: SamplingState, prompt, output) -> SamplingState:
+    """Sampling parameters with these counts of tokens."""
     return replace(sampling, prompt_counts=jnp.asarray(prompt, jnp.int32), output_counts=jnp.asarray(output, jnp.int32))

@@ -61,6 +61,7 @@ class Remembering(DrafterWrapper):
         return cls(drafter, jnp.asarray(np.where(hit, (table + 1) % vocab, table), jnp.int32))
 
     def propose(self, cache, last, start, block_sizes, size, heads, window):
+        """The remembered drafts; at every eighth position, those of the inner drafter."""
         drafted = super().propose(cache, last, start, block_sizes, size, heads, window).tokens
         remembered = self.table[last, jnp.minimum(start, self.table.shape[1] - 1)][:, : size - 1]
         # Every eighth position is left to the drafter itself.
@@ -156,8 +157,19 @@ def run(
     target, drafter, wanted: list[Request], width: int, *, together: bool, reproducible: int = 0, capacity: int,
     prefill_sizes: tuple[int, ...], prefill_batch_tokens: int = 0,
 ) -> list[Request]:  # fmt: skip
-    """``wanted`` with their tokens, all at once or one after another. ``reproducible``: the size of all blocks, or
-    0."""
+    """Decodes requests and returns them with their tokens.
+
+    Args:
+        target: The target.
+        drafter: The drafter, or None.
+        wanted: The requests.
+        width: The largest block size.
+        together: Whether all run at once; otherwise one after another.
+        reproducible: The width of all blocks; 0 leaves it to each dispatch.
+        capacity: Positions of a slot.
+        prefill_sizes: As in `EngineConfig`.
+        prefill_batch_tokens: As in `EngineConfig`.
+    """
     settings = Settings(reproducible or 1, bool(reproducible))
     config = EngineConfig(
         block_sizes=(1, width) if width > 1 else (1,),
@@ -180,15 +192,14 @@ def run(
 class _Run:
     """A `Finished` run of one request."""
 
-    sampling: SamplingRows
+    sampling: SamplingState
     tokens: jax.Array
     prompt_length: jax.Array
     length: jax.Array
 
 
 def margin(target, request: Request, at: int) -> float:
-    """How decided the target was about the new token ``at`` of a request without other options than its
-    temperature."""
+    """How decided the target was about the new token ``at`` of a request whose only option is its temperature."""
     sampling = SamplingState.greedy(1, target.config.vocab_size)
     params, start = request.params, len(request.prompt)
     sampling = replace(

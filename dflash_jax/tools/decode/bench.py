@@ -163,11 +163,13 @@ def repeated(part):
 
 
 def verify(target, drafter, state, moved, slots, block_sizes, block, *, settings: Settings):
+    """The target's pass over a block."""
     block = (block + moved) % target.config.vocab_size
     return step_functions.verify(target, drafter, state, slots, block_sizes, block, settings=settings)
 
 
 def draft(target, drafter, state, moved, slots, block_sizes, *, settings: Settings):
+    """The drafter's pass."""
     state = replace(state, tokens=(state.tokens + moved) % target.config.vocab_size)
     return step_functions.propose(target, drafter, state, slots, block_sizes, settings=settings)
 
@@ -178,7 +180,7 @@ def head(target, drafter, state, moved, hidden):
 
 
 def draw(target, drafter, state, moved, slots, block, logits):
-    """The part of a round between logits and caches: what is drawn, accepted and written into the slots."""
+    """The part of a round between logits and caches: what is drawn, accepted and written into the rows."""
     after = speculative.decide(take_slots(target.backend, state, slots), block, logits + moved)
     return after.tokens, after.length, after.done
 
@@ -220,20 +222,20 @@ class Bench:
         self.slot = measure_slot(pair.target, pair.drafter, self.layout)
 
     def state(self, point: Point):
-        """Sequences with ``context`` tokens behind them, as far as time and memory can tell."""
+        """Rows with ``context`` tokens behind them, as far as time and memory can tell."""
         capacity = -(-(point.context + ROOM) // 256) * 256
         state = self.programs.empty(point.batch, capacity, PLAIN_SETTINGS)
-        # Sequences with the same tokens would all go to the same experts.
+        # Rows with the same tokens would all go to the same experts.
         tokens = np.random.default_rng(0).integers(self.programs.config.vocab_size, size=state.tokens.shape)
         state = replace(state, tokens=jax.device_put(tokens.astype(state.tokens.dtype), state.tokens.sharding))
         return self.filled(state, prompt_length=point.context, limit=capacity, block_sizes=point.width)
 
     def calls(self, point: Point, state, rounds: int = ROUNDS, programs: StepCalls | None = None) -> dict:
-        """name → function of a state that runs the part: (what to wait for, the state behind it, rounds)."""
+        """By name, a function of a state that runs a part: (what to wait for, the next state)."""
         p, slots = programs or self.programs, np.arange(point.batch, dtype=np.int32)
         block_sizes, settings = np.full(point.batch, point.width, np.int32), Settings(point.width)
         plain = replace(settings, drafting=False)
-        # What a round verifies: each sequence's last token, and the drafts.
+        # What a round verifies: each row's last token, and the drafts.
         block = np.asarray(state.tokens)[:, point.context - 1 :][:, : point.width].copy()
         if point.width > 1:
             block = p.read(p.propose(state, slots, block_sizes, settings))
@@ -280,7 +282,7 @@ class Bench:
         if point.width > 1:
             parts["draft"] = part(partial(draft, settings=settings), (slots, block_sizes), (BATCH, BATCH))
         if any(isinstance(layer.ffn, MoeSpec) for layer in p.config.layers):
-            # Replicated over everything but the batch: what each token chose.
+            # Replicated over everything but the rows: what each token chose.
             parts["choices"] = apart("choices", choices, (slots, block), ((BATCH, BATCH), spec(None, DATA)))
         return parts
 
@@ -354,8 +356,10 @@ class Bench:
         return self.weights.read(rows * point.width, touched) + drafting + context
 
     def compiled(self, point: Point) -> dict:
-        """Of the loop's program: kernels of a round by layer, and temporaries; and what the largest of the point's
-        programs holds at once."""
+        """Figures of the loop's program, and the peak memory of the point's programs.
+
+        The figures are kernels of a round by layer, and temporaries.
+        """
         keys = [k for k in self.programs.compiled if k[0] == "decode" and k[1].block_size == point.width]
         program = self.programs.compiled[keys[-1]]
         layers = len(self.programs.config.layers) + (len(self.pair.drafter.layers) if point.width > 1 else 0)
