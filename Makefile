@@ -1,5 +1,5 @@
 # make demo [EXTRA=cuda13|tpu]   set up and generate text with the bundled pair
-# make test                      set up with the test extras, lint, run every test
+# make test                      set up with the test extras, lint, check types, run every test
 # make check-long                what takes too long for every change: the whole model in Triton's interpreter; the check of a
 #                                card as far as a CPU goes; the suite without the kernels, and on one thread;
 #                                the server under attack; with LM_EVAL=PYTHON, which has lm-eval[api], lm-eval against it
@@ -18,6 +18,7 @@ demo: $(VENV)/.demo$(EXTRA)
 test: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/basedpyright
 	$(BIN)/python -m pytest -n logical --dist loadfile --no-loadscope-reorder
 
 check-long: $(VENV)/.test

@@ -1,6 +1,29 @@
 """DFlash speculative decoding in JAX. Names are imported when first used, so that ``--help`` does not wait for JAX."""
 
 from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dflash_jax.checkpoint.load import load_drafter as load_drafter
+    from dflash_jax.checkpoint.load import load_target as load_target
+    from dflash_jax.decoding.batch_init import init_state as init_state
+    from dflash_jax.decoding.sampling_state import SamplingState as SamplingState
+    from dflash_jax.decoding.speculative import decode as decode
+    from dflash_jax.decoding.speculative import decode_round as decode_round
+    from dflash_jax.decoding.speculative import prefill_chunk as prefill_chunk
+    from dflash_jax.decoding.state import DecodeState as DecodeState
+    from dflash_jax.decoding.state import Settings as Settings
+    from dflash_jax.decoding.state import empty_state as empty_state
+    from dflash_jax.errors import InputError as InputError
+    from dflash_jax.frontend.llm import LLM as LLM
+    from dflash_jax.frontend.outputs import Completion as Completion
+    from dflash_jax.models.config import DraftConfig as DraftConfig
+    from dflash_jax.models.config import ModelConfig as ModelConfig
+    from dflash_jax.models.decoder import Decoder as Decoder
+    from dflash_jax.models.drafter import Drafter as Drafter
+    from dflash_jax.models.drafter import DraftWindow as DraftWindow
+    from dflash_jax.parallel.sharding import Layout as Layout
+    from dflash_jax.sampling_params import SamplingParams as SamplingParams
 
 __version__ = "0.1.0"
 

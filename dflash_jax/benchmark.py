@@ -1,8 +1,7 @@
 """``python -m dflash_jax.benchmark``: the published tables, measured here. See `dflash_jax.cli.benchmark`."""
 
-import sys
-
 from dflash_jax.cli.benchmark import main
+from dflash_jax.cli.options import exit_process
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_process(main)

@@ -1,8 +1,7 @@
 """``python -m dflash_jax.convert``: checkpoints from one format to another. See `dflash_jax.cli.convert`."""
 
-import sys
-
 from dflash_jax.cli.convert import main
+from dflash_jax.cli.options import exit_process
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_process(main)

@@ -1,8 +1,7 @@
 """``python -m dflash_jax.generate``: text from a target and a DFlash drafter. See `dflash_jax.cli.generate`."""
 
-import sys
-
 from dflash_jax.cli.generate import main
+from dflash_jax.cli.options import exit_process
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_process(main)

@@ -4,53 +4,82 @@ import math
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dflash_jax.engine.config import PREFILL_BYTES, largest_prefill
 
-# Of a device's memory: the rest is the runtime's, and fragmentation's.
+if TYPE_CHECKING:
+    from jax.sharding import PartitionSpec
+
+    from dflash_jax.models.config import DraftConfig, ModelConfig
+    from dflash_jax.models.decoder import Decoder
+    from dflash_jax.models.drafter import Drafter
+    from dflash_jax.ops.backend import Backend
+    from dflash_jax.parallel.devices import Device
+    from dflash_jax.parallel.sharding import Layout
+
+# Share of a device's memory that can be used. The runtime and fragmentation take the remainder.
 USABLE = 0.95
 
 
 @dataclass(frozen=True)
 class Weights:
-    """One model on one device, in bytes. ``expert``: one routed expert over all layers (``held`` of ``experts`` lie
-    here); ``lookup``: the embedding table where only rows of it are read; ``head``; ``copied``: parameter → bytes that
-    several devices of a row hold alike."""
+    """One model on one device, in bytes unless said otherwise.
+
+    Attributes:
+        parameters: Number of parameters, over all devices.
+        total: All weights.
+        expert: One routed expert, over all layers.
+        experts: Number of routed experts of a layer; 0 without a mixture.
+        per_token: Number of experts that a token is routed to.
+        local_experts: Number of a layer's experts on this device.
+        lookup: The embedding table where only single rows of it are read; 0 where it is the head too.
+        head: The head.
+        replicated: By parameter: bytes that several devices of a model's mesh hold alike.
+    """
 
     parameters: int
     total: float
     expert: float
     experts: int
     per_token: int
-    held: float
+    local_experts: float
     lookup: float
     head: float
-    copied: dict[str, float]
+    replicated: dict[str, float]
 
     def read(self, tokens: float, touched: float | None = None) -> float:
         """Bytes that a pass over ``tokens`` tokens reads, with ``touched`` experts a layer (None: as if by chance)."""
         if touched is None:
-            touched = self.experts * (1 - (1 - self.per_token / self.experts) ** tokens) if self.experts else 0.0
-        share = self.held / self.experts if self.experts else 0.0
-        return self.total - self.lookup - self.held * self.expert + touched * share * self.expert
+            touched = float(self.experts * (1 - (1 - self.per_token / self.experts) ** tokens)) if self.experts else 0.0
+        share = self.local_experts / self.experts if self.experts else 0.0
+        return self.total - self.lookup - self.local_experts * self.expert + touched * share * self.expert
 
 
-def parts_of(layout, spec) -> int:
+def parts_of(layout: "Layout", spec: "PartitionSpec") -> int:
+    """Number of parts that a PartitionSpec cuts an array into."""
     axes = [a for cut in spec if cut for a in ((cut,) if isinstance(cut, str) else cut)]
     return math.prod(layout.sizes[a] for a in axes)
 
 
-def weigh(module, layout, eight_bits: frozenset[str]) -> Weights:
-    """``module``: abstract, in its dtype; ``eight_bits``: last names of parameters held as eight bits and scales."""
+def weigh(module: "Decoder | Drafter", layout: "Layout", eight_bits: frozenset[str]) -> Weights:
+    """Sums up the weights of a model.
+
+    Args:
+        module: The model with shapes for arrays, in its dtype.
+        layout: The mesh.
+        eight_bits: Last names of the parameters that are stored as eight bits and scales.
+    """
     import jax
 
     from dflash_jax.models.config import MoeSpec
     from dflash_jax.parallel.sharding import parameter_paths, parameter_specs
 
-    moe = next((s.ffn for s in module.config.layers if isinstance(getattr(s, "ffn", None), MoeSpec)), None)
+    ffns = [getattr(layer, "ffn", None) for layer in module.config.layers]
+    moe = next((ffn for ffn in ffns if isinstance(ffn, MoeSpec)), None)
     experts = moe.num_experts if moe else 0
     sums = dict.fromkeys(("count", "total", "expert", "lookup", "head"), 0.0)
-    copied: dict[str, float] = {}
+    replicated: dict[str, float] = {}
     for path, leaf, spec in zip(parameter_paths(module), jax.tree.leaves(module), parameter_specs(module), strict=True):
         # Of a weight in few bits: the parameter's name, not that of its values or scales.
         name = path.removesuffix(".values").removesuffix(".scale").rsplit(".", 1)[-1]
@@ -69,8 +98,8 @@ def weigh(module, layout, eight_bits: frozenset[str]) -> Weights:
             sums["lookup"] = size / parts
         if parts < layout.tensor * layout.expert:
             short = ".".join("*" if p.isdecimal() else p for p in path.split("."))
-            copied[short] = copied.get(short, 0.0) + size / parts
-    held = experts / layout.parts(layout.experts(experts)) if experts else 0.0
+            replicated[short] = replicated.get(short, 0.0) + size / parts
+    local_experts = experts / layout.parts(layout.experts(experts)) if experts else 0.0
     per_token = moe.experts_per_token if moe else 0
     return Weights(
         int(sums["count"]),
@@ -78,17 +107,23 @@ def weigh(module, layout, eight_bits: frozenset[str]) -> Weights:
         sums["expert"],
         experts,
         per_token,
-        held,
+        local_experts,
         sums["lookup"],
         sums["head"],
-        copied,
+        replicated,
     )
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A row of the decode state on one device: bytes at any length, and for each position; of those read in a round:
-    ``state`` (recurrent, read and written) and ``per_token`` (keys and values of target and drafter)."""
+    """A slot of the decoding state on one device, in bytes.
+
+    Attributes:
+        fixed: What does not depend on the length.
+        per_position: For each position.
+        state: Recurrent states, which a round reads and writes.
+        kv: Keys and values of target and drafter for each position, which a round reads.
+    """
 
     fixed: float
     per_position: float
@@ -96,10 +131,12 @@ class Slot:
     kv: float
 
     def bytes(self, length: int) -> float:
+        """Bytes of a slot of ``length`` positions."""
         return self.fixed + self.per_position * length
 
 
-def measure_slot(target, drafter, layout) -> Slot:
+def measure_slot(target: "Decoder", drafter: "Drafter | None", layout: "Layout") -> Slot:
+    """Measures a slot of a pair of models, from shapes."""
     import jax
 
     from dflash_jax.decoding.state import Settings, empty_state, state_specs
@@ -125,16 +162,23 @@ def measure_slot(target, drafter, layout) -> Slot:
 
 @dataclass(frozen=True)
 class Shapes:
-    """What a plan or a compile report needs of a system: configs, and whether the target is in FP8."""
+    """What a plan or a compile report reads of a system.
 
-    target: object
-    draft: object
+    Attributes:
+        target: The target's config.
+        draft: The drafter's config; None without a drafter.
+        fp8: Whether the target's checkpoint is in FP8.
+        vision: Parameters of the target's vision tower, which are not loaded.
+    """
+
+    target: "ModelConfig"
+    draft: "DraftConfig | None"
     fp8: bool
     vision: int
 
 
 def read_shapes(target: str, draft: str | None) -> Shapes:
-    """From directories with config.json, or from config.json files themselves."""
+    """Reads the configs of a system from directories with config.json, or from config.json files themselves."""
     from dflash_jax.checkpoint.config_files import parsed, read_config_file
     from dflash_jax.models import families
     from dflash_jax.models.families import dflash
@@ -151,15 +195,17 @@ def read_shapes(target: str, draft: str | None) -> Shapes:
     return Shapes(config, drafter, bool(quantized), sum(map(math.prod, vision.values())))
 
 
-def abstract_pair(shapes: Shapes, layout, dtype, quantize: str | None, backend) -> tuple:
-    """Target and drafter, or None, with shapes for weights.
+def abstract_pair(
+    shapes: Shapes, layout: "Layout", dtype, quantize: str | None, backend: "Backend"
+) -> tuple["Decoder", "Drafter | None"]:
+    """Target and drafter (or None), with shapes for weights.
 
     Args:
-        shapes: Of the pair.
+        shapes: The configs of the pair.
         layout: The mesh.
-        dtype: Of the weights that are not quantized.
+        dtype: Dtype of the weights that are not quantized.
         quantize: None: FP8 as the checkpoint is; "int8" or "fp8": quantized as a loader would.
-        backend: Where it will run.
+        backend: The backend of the device.
     """
     import jax
     import jax.numpy as jnp
@@ -188,14 +234,40 @@ def abstract_pair(shapes: Shapes, layout, dtype, quantize: str | None, backend) 
         runs = parts if quantize in ("int8", "fp8") else parts * -(-per_part // 128)
         kind = jnp.int8 if quantize == "int8" else jnp.float8_e4m3fn
         scale = jax.ShapeDtypeStruct((*leaf.shape[:-1], runs), jnp.float32 if quantize else jnp.bfloat16)
-        weights.append(QuantizedWeight(jax.ShapeDtypeStruct(leaf.shape, kind), scale))
+        weights.append(jax.eval_shape(QuantizedWeight, jax.ShapeDtypeStruct(leaf.shape, kind), scale))
     return jax.tree.unflatten(structure, weights), drafter
 
 
 def make_plan(
-    shapes: Shapes, layout, device, *, dtype, slots, max_len, context, acceptance_length, block, quantize=None
-):
-    """The figures, as one JSON object; bytes are per device."""
+    shapes: Shapes,
+    layout: "Layout",
+    device: "Device",
+    *,
+    dtype,
+    slots: int,
+    max_len: int,
+    context: int,
+    acceptance_length: float,
+    block: int,
+    quantize: str | None = None,
+) -> dict:
+    """Plans a system.
+
+    Args:
+        shapes: The configs of the pair.
+        layout: The mesh.
+        device: The device.
+        dtype: Dtype of the weights that are not quantized.
+        slots: Slots, over all devices.
+        max_len: Positions of a slot.
+        context: Tokens in the caches of each slot, for the bandwidth floor.
+        acceptance_length: Tokens that a round yields, for the bandwidth floor.
+        block: Block size of a round.
+        quantize: As `abstract_pair` takes it; "none" keeps an FP8 checkpoint in ``dtype``.
+
+    Returns:
+        The figures, as one JSON object; bytes are per device.
+    """
     from dflash_jax.checkpoint.parameters import QUANTIZED
     from dflash_jax.models.decoder import abstract_decoder
     from dflash_jax.models.drafter import abstract_drafter
@@ -203,56 +275,56 @@ def make_plan(
     target = abstract_decoder(shapes.target, dtype, layout)
     drafter = abstract_drafter(shapes.draft, dtype, layout) if shapes.draft else None
     eight = frozenset(QUANTIZED) if quantize in ("int8", "fp8") or (shapes.fp8 and quantize != "none") else frozenset()
-    mine = weigh(target, layout, eight)
-    theirs = weigh(drafter, layout, frozenset()) if drafter else None
+    weights = weigh(target, layout, eight)
+    draft_weights = weigh(drafter, layout, frozenset()) if drafter else None
     slot = measure_slot(target, drafter, layout)
-    drafting = theirs.total if theirs else 0.0
+    drafting = draft_weights.total if draft_weights else 0.0
     window = block if drafter else 1
-    rows = math.ceil(slots / layout.data)
+    batch = math.ceil(slots / layout.data)
     vocab = shapes.target.vocab_size / layout.parts(target.vocab)
 
-    # Temporaries, roughly: activations of a prefill chunk, and, of each row, float32 logits of a window three times
-    # over.
+    # Temporaries, roughly: activations of a prefill chunk, and float32 logits of each slot's block three times over.
     prefill = PREFILL_BYTES * largest_prefill(device.platform == "gpu") * shapes.target.hidden_size
     logits = 3 * 4 * window * vocab
-    room = USABLE * device.memory - mine.total - drafting - prefill
-    most_rows = max(0, int(room // (slot.bytes(max_len) + logits)))
-    per_row = room / rows - logits - slot.fixed
-    longest = int(per_row // slot.per_position) if per_row > 0 else 0
-    used = mine.total + drafting + prefill + rows * (slot.bytes(max_len) + logits)
+    room = USABLE * device.memory - weights.total - drafting - prefill
+    max_batch = max(0, int(room // (slot.bytes(max_len) + logits)))
+    room_per_slot = room / batch - logits - slot.fixed
+    longest = int(room_per_slot // slot.per_position) if room_per_slot > 0 else 0
+    used = weights.total + drafting + prefill + batch * (slot.bytes(max_len) + logits)
 
     def seconds(tokens: int, drafts: bool) -> float:
-        kept = rows * (2 * slot.state + slot.kv * context)
-        extra = drafting + mine.head if drafts else 0.0
-        return (mine.read(rows * tokens) + extra + kept) / device.bandwidth
+        cache_bytes = batch * (2 * slot.state + slot.kv * context)
+        extra = drafting + weights.head if drafts else 0.0
+        return (weights.read(batch * tokens) + extra + cache_bytes) / device.bandwidth
 
+    replicated = weights.replicated | (draft_weights.replicated if draft_weights else {})
     plain = slots / seconds(1, False)
     floor = slots * acceptance_length / seconds(window, True) if drafter else plain
     return {
         "parameters": {
-            "target": mine.parameters,
+            "target": weights.parameters,
             "vision": shapes.vision,
-            "drafter": theirs.parameters if theirs else 0,
+            "drafter": draft_weights.parameters if draft_weights else 0,
         },
         "mesh": str(layout),
         "devices": layout.devices,
         "bytes_per_device": {
-            "target": int(mine.total),
+            "target": int(weights.total),
             "drafter": int(drafting),
             "cache_per_slot": int(slot.bytes(max_len)),
             "cache_per_token": slot.per_position,
-            "workspace": int(prefill + rows * logits),
+            "workspace": int(prefill + batch * logits),
             "all": int(used),
             "memory": device.memory,
         },
         "slots": slots,
         "length": max_len,
         "fits": used <= USABLE * device.memory,
-        "max_slots": most_rows * layout.data,
+        "max_slots": max_batch * layout.data,
         "max_len": min(longest, shapes.target.max_positions),
-        "replicated": {name: int(size) for name, size in (mine.copied | (theirs.copied if theirs else {})).items()},
-        "dense_slots": int(rows * slot.bytes(max_len)),
-        "exact_lengths_half_full": int(rows * slot.bytes(max_len // 2)),
+        "replicated": {name: int(size) for name, size in replicated.items()},
+        "dense_slots": int(batch * slot.bytes(max_len)),
+        "exact_lengths_half_full": int(batch * slot.bytes(max_len // 2)),
         "floor_tokens_per_s": floor,
         "floor_tokens_per_s_autoregressive": plain,
     }

@@ -20,9 +20,8 @@ def interval(tokens: Sequence[int], rounds: Sequence[int], seed: int = 0) -> tup
         rounds: Rounds of each conversation.
         seed: Of the resampling.
     """
-    tokens, rounds = np.asarray(tokens, float), np.asarray(rounds, float)
     samples = np.random.default_rng(seed).integers(len(tokens), size=(SAMPLES, len(tokens)))
-    ratios = tokens[samples].sum(1) / np.maximum(rounds[samples].sum(1), 1)
+    ratios = np.asarray(tokens, float)[samples].sum(1) / np.maximum(np.asarray(rounds, float)[samples].sum(1), 1)
     return float(np.quantile(ratios, 0.025)), float(np.quantile(ratios, 0.975))
 
 
@@ -37,7 +36,7 @@ async def converse(client: Client, turns: Sequence[str], asking: Asking) -> list
 
 
 async def measure(
-    client: Client, talks: Sequence[Sequence[str]], concurrency: int, asking: Asking, on_answer: Callable[[], None]
+    client: Client, talks: Sequence[Sequence[str]], concurrency: int, asking: Asking, on_answer: Callable[[], object]
 ) -> dict:
     """Measures a cell.
 

@@ -3,11 +3,13 @@
 import json
 import re
 import time
+from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from dflash_jax.engine.config import BlockSize
 from dflash_jax.errors import InputError
 
 
@@ -63,15 +65,19 @@ class Asking:
 class Client(Protocol):
     """What a benchmark needs of a client."""
 
+    @abstractmethod
     async def answer(self, messages: Sequence[dict], asking: Asking) -> Answer:
         """Asks for the answer to a conversation."""
 
+    @abstractmethod
     async def counters(self) -> tuple[float, float] | None:
         """(Rounds, accepted tokens) since the server's start, for answers without rounds."""
 
+    @abstractmethod
     async def acceptance(self) -> float | None:
         """The acceptance length that a server without counters states."""
 
+    @abstractmethod
     async def forget(self) -> None:
         """Empties the prefix cache."""
 
@@ -85,7 +91,7 @@ class EngineClient:
         running: The engine.
     """
 
-    def __init__(self, llm, block_size: int | str, slots: int, capacity: int):
+    def __init__(self, llm, block_size: BlockSize, slots: int, capacity: int):
         from dflash_jax.engine.service import AsyncEngine
         from dflash_jax.engine.warm_up import warm_up
 
@@ -151,7 +157,7 @@ class HttpClient:
         block_size: A field that our server reads; None omits it.
     """
 
-    def __init__(self, url: str, model: str | None = None, key: str = "EMPTY", block_size: int | str | None = None):
+    def __init__(self, url: str, model: str | None = None, key: str = "EMPTY", block_size: BlockSize | None = None):
         """Prepares the connection.
 
         Raises:

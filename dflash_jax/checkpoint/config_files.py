@@ -10,6 +10,8 @@ from dflash_jax.errors import InputError
 
 # Largest JSON file that is read. The table of tensors of a large checkpoint has some MB.
 MOST_BYTES = 2**27
+# Bytes of a TOML file at most, so that reading a device such as /dev/zero ends.
+MAX_TOML_BYTES = 2**18
 # The package's own configs: configs/ of a checkout, by a link.
 CONFIGS = Path(__file__).parents[1] / "configs"
 
@@ -94,11 +96,18 @@ def read_toml_file(path: Path) -> dict:
     """Reads a TOML file.
 
     Raises:
-        InputError: The file is unreadable or no TOML.
+        InputError: The file is unreadable, no TOML, or larger than MAX_TOML_BYTES.
     """
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        with path.open("rb") as file:
+            data = file.read(MAX_TOML_BYTES + 1)
     except OSError as e:
         raise InputError(f"config {path} cannot be read: {e.strerror}") from None
+    if len(data) > MAX_TOML_BYTES:
+        raise InputError(f"config {path} has more than {MAX_TOML_BYTES} bytes: it is no config of this package")
+    try:
+        return tomllib.loads(data.decode())
     except ValueError as e:
         raise InputError(f"config {path} is not TOML: {e}") from None
+    except RecursionError:
+        raise InputError(f"config {path}: its values are nested too deeply") from None

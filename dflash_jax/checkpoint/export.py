@@ -27,7 +27,7 @@ def disk_tensors(directory: Path) -> Iterator[tuple[str, np.ndarray]]:
             yield name, arrays["array"]
             continue
         entry = entries[name]
-        weights = entry.write(arrays.get("array", arrays.get("values")))
+        weights = entry.write(arrays["array"] if "array" in arrays else arrays["values"])
         yield from ((t.name, w) for t, w in zip(entry.tensors, weights, strict=True))
         if "scale" in arrays:
             yield from fp8.disk_scales(entry, arrays["scale"], manifest["block"])

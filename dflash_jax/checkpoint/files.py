@@ -138,7 +138,8 @@ class TensorFiles(Mapping):
     def release(self) -> None:
         """Drops the pages that were read, since mapped pages count as memory of the process."""
         for data in {id(p.data): p.data for p in self._places.values()}.values():
-            data._mmap.madvise(mmap.MADV_DONTNEED)
+            if isinstance(data.base, mmap.mmap):
+                data.base.madvise(mmap.MADV_DONTNEED)
 
     def read(self, name: str) -> np.ndarray:
         """A view of the mapped file.
@@ -179,7 +180,8 @@ def stream_tensors(
         InputError: A number is not finite in ``dtype``.
     """
     (kind,) = (k for k, d in DTYPES.items() if d == dtype)
-    header, at = {"__metadata__": {"format": "pt"}}, 0
+    header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
+    at = 0
     for name, (shape, _) in tensors.items():
         end = at + math.prod(shape) * dtype.itemsize
         header[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [at, end]}
@@ -195,4 +197,4 @@ def stream_tensors(
                 raise AssertionError(f"{name} has the shape {array.shape}, not {shape}")
             if not np.isfinite(array).all():
                 raise InputError(f"tensor {name!r} has numbers that are not finite in {dtype.name}")
-            file.write(array.view(np.uint8))
+            file.write(array.view(np.uint8).data)

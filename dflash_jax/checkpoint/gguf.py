@@ -121,7 +121,7 @@ def read_config(file: GgufFile) -> dict:
     Raises:
         InputError: A key is missing, out of range or not supported.
     """
-    arch, keys = architecture_of(file), _Keys(file, file.metadata["general.architecture"])
+    arch, keys = architecture_of(file), _Keys(file, str(file.metadata["general.architecture"]))
     if "token_embd.weight" not in file.tensors:
         raise InputError(f"{file.path} lacks the tensor 'token_embd.weight'")
     rows, tokens = file.tensors["token_embd.weight"].shape[0], file.metadata.get("tokenizer.ggml.tokens", [])

@@ -3,6 +3,7 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
@@ -55,7 +56,7 @@ SCHEMES = {
 }
 
 
-def _fail(source: str, message: str):
+def _fail(source: str, message: str) -> NoReturn:
     raise InputError(f"{source}: its tokenizer {message}")
 
 
@@ -95,7 +96,9 @@ def build_tokenizer(metadata: dict, source: str) -> Tokenizer:
     tokenizer = Tokenizer(model)
     if scheme.nfc:
         tokenizer.normalizer = normalizers.NFC()
-    steps = [pre_tokenizers.Digits(individual_digits=True)] if scheme.lone_digits else []
+    steps: list[pre_tokenizers.PreTokenizer] = (
+        [pre_tokenizers.Digits(individual_digits=True)] if scheme.lone_digits else []
+    )
     if scheme.split:
         steps.append(pre_tokenizers.Split(Regex(scheme.split), "isolated"))
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=scheme.split is None)

@@ -1,6 +1,7 @@
 """Loads modules from Hugging Face directories, and saves them."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -11,7 +12,7 @@ from jax.sharding import NamedSharding
 from dflash_jax.checkpoint import fp8, orbax
 from dflash_jax.checkpoint.config_files import parsed, read_raw
 from dflash_jax.checkpoint.files import TensorFiles, write_tensors
-from dflash_jax.checkpoint.parameters import QUANTIZE, Source, read_parameter
+from dflash_jax.checkpoint.parameters import QUANTIZE, C, Source, read_parameter
 from dflash_jax.errors import InputError
 from dflash_jax.models import families
 from dflash_jax.models.config import DraftConfig, ModelConfig
@@ -24,7 +25,9 @@ from dflash_jax.ops.backend import Backend
 from dflash_jax.parallel.sharding import ONE_DEVICE, Layout, parameter_paths, parameter_specs
 
 
-def _open(directory: Path, raw: dict, config, entries: list[Entry], files: TensorFiles, is_skipped) -> Source:
+def _open(
+    directory: Path, raw: dict, config: C, entries: list[Entry], files: TensorFiles, is_skipped: Callable[[str], bool]
+) -> Source[C]:
     """Checks the names and shapes of all tensors.
 
     Raises:
@@ -96,7 +99,7 @@ def read_draft_config(directory: Path) -> DraftConfig:
     return parsed(dflash.read_config, raw, directory)
 
 
-def open_target(directory: str | Path) -> Source:
+def open_target(directory: str | Path) -> Source[ModelConfig]:
     """Opens a target's checkpoint without reading weights.
 
     Raises:
@@ -164,7 +167,7 @@ def read_fitting_drafter(directory: Path, target: ModelConfig | None) -> DraftCo
     return config
 
 
-def open_drafter(directory: str | Path, target: ModelConfig | None = None) -> Source:
+def open_drafter(directory: str | Path, target: ModelConfig | None = None) -> Source[DraftConfig]:
     """Opens a drafter's checkpoint without reading weights.
 
     Raises:

@@ -46,7 +46,7 @@ def _digest(arrays: dict[str, np.ndarray]) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for name, array in sorted(arrays.items()):
         digest.update(f"{name} {array.dtype} {array.shape}".encode())
-        digest.update(np.ascontiguousarray(array).view(np.uint8).reshape(-1))
+        digest.update(np.ascontiguousarray(array).view(np.uint8).reshape(-1).data)
     return digest.hexdigest()
 
 

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import jax
 import numpy as np
@@ -20,8 +21,11 @@ QUANTIZE = ("none", "int8", "fp8")
 QUANTIZED = ("q", "k", "v", "o", "qkvz", "out", "gate_up", "down")
 
 
+C = TypeVar("C", ModelConfig, DraftConfig)
+
+
 @dataclass(frozen=True)
-class Source:
+class Source(Generic[C]):
     """A checkpoint that is opened and checked; no weights are read.
 
     Attributes:
@@ -32,7 +36,7 @@ class Source:
         block: Rows and columns of a block of FP8 scales; None without FP8.
     """
 
-    config: ModelConfig | DraftConfig
+    config: C
     entries: list[Entry]
     files: TensorFiles
     skipped: list[str]

@@ -4,21 +4,24 @@ import argparse
 import sys
 
 from dflash_jax.cli.options import Parser, add_platform, program
+from dflash_jax.engine.config import BlockSize
 from dflash_jax.errors import InputError
 
 DESCRIPTION = "Text from a target and a DFlash drafter. Text goes to stdout, everything else to stderr."
 
 
 def token_ids(text: str) -> list[int]:
+    """Token ids of the command line."""
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} must be token ids with commas between, such as 1,2,3") from None
 
 
-def block_size(text: str) -> int | str:
+def block_size(text: str) -> BlockSize:
+    """A block size of the command line."""
     if text == "auto":
-        return text
+        return "auto"
     try:
         return int(text)
     except ValueError:
@@ -26,6 +29,7 @@ def block_size(text: str) -> int | str:
 
 
 def bias(text: str) -> tuple[int, float]:
+    """One logit bias of the command line: (token id, value)."""
     token, _, value = text.partition("=")
     try:
         return int(token), float(value)
@@ -34,6 +38,7 @@ def bias(text: str) -> tuple[int, float]:
 
 
 def make_parser() -> argparse.ArgumentParser:
+    """The parser of `generate`."""
     p = Parser(prog=program("generate"), description=DESCRIPTION, allow_abbrev=False)
     models = p.add_argument_group("models")
     models.add_argument(
@@ -123,6 +128,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def read_stdin() -> str:
+    """The prompt on stdin."""
     if sys.stdin is None:
         raise InputError("--prompt - reads stdin, and stdin is closed")
     try:
@@ -132,6 +138,11 @@ def read_stdin() -> str:
 
 
 def read_prompts(args) -> list[str | list[int]]:
+    """The prompts that the arguments or stdin give: texts, or token ids.
+
+    Raises:
+        InputError: A prompt cannot be read, or there is none.
+    """
     prompts: list = []
     for prompt in args.prompt:
         prompts.append(read_stdin() if prompt == "-" else prompt)

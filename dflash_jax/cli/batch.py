@@ -26,9 +26,10 @@ ATTEMPTS = 5
 
 
 def make_parser() -> argparse.ArgumentParser:
+    """The parser of the options that only `batch` has."""
     p = Parser(
         prog=program("batch"),
-        description=__doc__.replace("dflash serve", program("serve")),
+        description=(__doc__ or "").replace("dflash serve", program("serve")),
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -79,6 +80,7 @@ class Batch:
                 loop.call_soon_threadsafe(queue.put_nowait, end)
 
     async def run(self, entries: Iterator) -> None:
+        """Answers all entries."""
         import httpx
 
         queue: asyncio.Queue = asyncio.Queue()
@@ -142,9 +144,11 @@ class Batch:
 
     @property
     def tokens_per_s(self) -> float:
+        """New tokens per second so far."""
         return self.tokens / max(time.perf_counter() - self.began, 1e-9)
 
     def summary(self, before: int) -> str:
+        """The line at the end; ``before``: entries that an earlier run answered."""
         return (
             f"{self.answered} answered, {self.errors} errors, {before} done before; {self.tokens} new tokens, "
             f"{self.tokens_per_s:.0f} tok/s"
@@ -165,6 +169,16 @@ def running(serving) -> Iterator[None]:
 
 
 def run(own, args, system) -> int:
+    """Answers the requests of a file.
+
+    Args:
+        own: The options that only `batch` has.
+        args: The server's options.
+        system: The system of ``--config``, or None.
+
+    Returns:
+        The exit code.
+    """
     from tqdm import tqdm
 
     from dflash_jax.engine.engine import EngineError
@@ -174,7 +188,7 @@ def run(own, args, system) -> int:
     except ImportError:
         raise InputError('a batch needs the extra of the server: pip install "dflash-jax[server]"') from None
     from dflash_jax.server.batch_files import Output, count_lines, entries, open_input
-    from dflash_jax.server.serving import Limits
+    from dflash_jax.server.limits import Limits
 
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr, force=True)
     with open_input(own.input_file) as stream, Output(own.output_file) as output:
@@ -204,4 +218,5 @@ def run(own, args, system) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Runs the command and returns its exit code."""
     return exit_code(lambda: run(*parse(argv)))

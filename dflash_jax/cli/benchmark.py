@@ -15,7 +15,7 @@ from dataclasses import asdict
 from hashlib import blake2b
 from pathlib import Path
 
-from dflash_jax.benchmarking.clients import Asking, EngineClient, HttpClient
+from dflash_jax.benchmarking.clients import Asking, Client, EngineClient, HttpClient
 from dflash_jax.benchmarking.data import read_tasks
 from dflash_jax.benchmarking.store import beside, read_record, write_record
 from dflash_jax.benchmarking.tables import PLAIN, key, markdown, plot
@@ -27,10 +27,12 @@ from dflash_jax.errors import InputError
 
 
 def method(text: str) -> str:
+    """A method of the command line: a block size, or the name of plain decoding."""
     return text if text == PLAIN else str(block_size(text))
 
 
 def make_parser() -> argparse.ArgumentParser:
+    """The parser of the command line."""
     p = Parser(
         prog=program("benchmark"),
         description=__doc__,
@@ -105,6 +107,7 @@ class Results:
         return "tokens_per_s" in cell and not cell.get("errors")
 
     def add(self, name: str, cell: dict, methods: list[str]) -> None:
+        """Adds a cell, and writes the files."""
         if "failed" in cell and "tokens_per_s" in self.record["cells"].get(name, {}):
             # Part of it was measured before: nothing is lost.
             return
@@ -113,6 +116,7 @@ class Results:
         self.write(methods)
 
     def write(self, methods: list[str]) -> str:
+        """Writes the table and the picture of ``methods`` and of those measured before: the table."""
         seen = [k.split(" | ")[2] for k in self.record["cells"]]
         shown = list(dict.fromkeys([*methods, *seen]))
         text = markdown(self.record, self.published, shown)
@@ -122,7 +126,7 @@ class Results:
 
 
 def open_llm(args, options: dict):
-    """(LLM, device)"""
+    """Loads the pair that the options name: (LLM, name of the device)."""
     device = set_platform(args.platform)
     from dflash_jax.frontend.llm import LLM
 
@@ -139,6 +143,16 @@ def open_llm(args, options: dict):
 
 
 async def cells(results: Results, tasks: dict, methods: list[str], args, asking: Asking, open_client) -> None:
+    """Measures every cell that has no result yet.
+
+    Args:
+        results: Gets the cells.
+        tasks: Conversations by task.
+        methods: Names of the methods.
+        args: The command's options.
+        asking: How each question is asked.
+        open_client: Makes the client of a method, by its name.
+    """
     from jax.errors import JaxRuntimeError
     from tqdm import tqdm
 
@@ -178,6 +192,7 @@ def capacity(llm, tasks: dict, asking: Asking) -> int:
 
 
 def run(args, argv: list[str]) -> int:
+    """Measures the tables: the exit code, 1 where an answer failed."""
     if args.url and (args.target or args.draft or args.config):
         raise InputError("--url measures a server: leave out --config, --target and --draft")
     if args.label and not args.url:
@@ -202,21 +217,25 @@ def run(args, argv: list[str]) -> int:
     if args.url:
         about |= {"model": args.model or args.url, "device": "a server"}
 
-        def open_client(name: str):
+        def open_server(name: str) -> Client:
             block = None if args.label else 1 if name == PLAIN else block_size(name)
             return HttpClient(args.url, args.model, args.api_key, block)
+
+        open_client = open_server
     else:
         llm, device = open_llm(args, options)
         model = find_config(args.config).stem if args.config else str(args.target or "bundled pair")
         about |= {"model": model, "device": device, "dtype": llm.dtype, "mesh": str(llm.target.layout)}
         about |= {"max_len": llm.max_len, "quantize": args.quantize or options.get("quantize"), "kernels": args.kernels}
-        listed = llm.drafter.vocabulary
+        listed = None if llm.drafter is None else llm.drafter.vocabulary
         about |= {"draft_tokens": None if listed is None else len(listed.ids[...])}
         methods = [m for m in methods if not m.isdecimal() or int(m) <= llm.largest_block]
         room = capacity(llm, tasks, asking)
 
-        def open_client(name: str):
+        def open_engine(name: str) -> Client:
             return EngineClient(llm, 1 if name == PLAIN else block_size(name), max(args.concurrency), room)
+
+        open_client = open_engine
 
     results = Results(args.out, about, _published(args))
     asyncio.run(cells(results, tasks, methods, args, asking, open_client))
@@ -243,5 +262,6 @@ def _published(args) -> dict:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Runs the command and returns its exit code."""
     argv = sys.argv[1:] if argv is None else argv
     return exit_code(lambda: run(make_parser().parse_args(argv), argv))

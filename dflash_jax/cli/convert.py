@@ -19,6 +19,7 @@ def _add(commands, name: str, run: Callable[[argparse.Namespace], int], help: st
 
 
 def make_parser() -> argparse.ArgumentParser:
+    """The parser of the command line."""
     parser = Parser(prog=program("convert"), description=__doc__, allow_abbrev=False)
     commands = parser.add_subparsers(title="conversions", metavar="CONVERSION", required=True)
 
@@ -62,6 +63,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def hf_to_orbax(args) -> int:
+    """Converts a Hugging Face directory to Orbax."""
     import jax
     from tqdm import tqdm
 
@@ -84,6 +86,7 @@ def hf_to_orbax(args) -> int:
 
 
 def orbax_to_hf(args) -> int:
+    """Converts an Orbax directory back to the files that it was made from."""
     import jax
 
     jax.config.update("jax_platforms", "cpu")
@@ -98,6 +101,7 @@ def orbax_to_hf(args) -> int:
 
 
 def gguf_to_hf(args) -> int:
+    """Converts a GGUF file to a Hugging Face directory."""
     from dflash_jax.checkpoint.gguf import convert
 
     config = convert(args.file, args.dst, args.dtype)
@@ -106,6 +110,8 @@ def gguf_to_hf(args) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Runs the command and returns its exit code."""
+
     def command() -> int:
         args = make_parser().parse_args(argv)
         return args.run(args)

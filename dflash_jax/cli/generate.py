@@ -14,6 +14,7 @@ DRAFTED, PLAIN = ("", "") if os.environ.get("NO_COLOR") else ("\033[32m", "\033[
 
 
 def fresh_seed(is_distributed: bool) -> int:
+    """A random seed, the same in all processes."""
     seed = int.from_bytes(os.urandom(4), "little")
     if is_distributed:
         from dflash_jax.parallel import distributed
@@ -50,6 +51,7 @@ def statistics(llm, device: str, completions: list) -> str:
 
 
 def write(text: str) -> None:
+    """Writes to stdout at once."""
     sys.stdout.write(text)
     sys.stdout.flush()
 
@@ -106,6 +108,7 @@ def compare(llm, completions: list, params, streamed: bool) -> tuple[list[dict],
 
 
 def as_json(completion, extra: dict) -> str:
+    """A completion as a JSON object, with the keys of ``extra``."""
     c = completion
     value = {
         "prompt_ids": c.prompt_ids,
@@ -121,6 +124,7 @@ def as_json(completion, extra: dict) -> str:
 
 
 def run(args, system) -> int:
+    """Continues the prompts: the exit code."""
     prompts = read_prompts(args)
     if args.json and args.show_drafts:
         raise InputError("--show-drafts colours text, --json has none: give one of them")
@@ -190,4 +194,5 @@ def run(args, system) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Runs the command and returns its exit code."""
     return exit_code(lambda: run(*with_config(make_parser(), argv)))

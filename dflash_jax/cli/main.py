@@ -9,6 +9,7 @@ import sys
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
+from typing import NoReturn
 
 from dflash_jax import __version__
 
@@ -25,6 +26,7 @@ COMMANDS = {
 
 
 def make_parser() -> argparse.ArgumentParser:
+    """The parser of `dflash`: a command, and its words."""
     prog = "dflash" if Path(sys.argv[0]).name != "__main__.py" else "python -m dflash_jax"
     p = argparse.ArgumentParser(
         prog=prog,
@@ -63,3 +65,10 @@ def main(argv: list[str] | None = None) -> int:
     hint = f"did you mean {near[0]}?" if near else f"commands are {', '.join(COMMANDS)}"
     print(f"error: command {name!r} is not known: {hint}", file=sys.stderr)
     return 2
+
+
+def command() -> NoReturn:
+    """The console command `dflash`: `main` as this process."""
+    from dflash_jax.cli.options import exit_process
+
+    exit_process(main)

@@ -5,7 +5,7 @@ Needs no weights, and the device need not be here: programs are traced with shap
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from functools import partial
 
@@ -60,18 +60,26 @@ def choices(shapes: Shapes, backend: Backend, dtype, batch: int, prompt: int, qu
     target, drafter = abstract_pair(shapes, ONE_DEVICE, dtype, quantize, backend)
     if backend.has_cpp and dtype == jnp.float32:
         target, drafter = pack_weights(target), drafter and pack_weights(drafter)
-    block = shapes.draft.block_size if drafter is not None else 1
+    block = shapes.draft.block_size if shapes.draft is not None else 1
     for name in PROGRAMS if drafter is not None else PROGRAMS[:2]:
         settings = Settings(block if name == "round" else 1)
         state = jax.eval_shape(partial(empty_state, target, drafter, batch, 2 * prompt, settings))
         pair = (target, drafter if name == "round" else None)
-        step = partial(speculative.prefill_chunk, size=prompt) if name == "prefill" else speculative.decode_round
-        options = {} if name == "prefill" else {"settings": settings}
+        step: Callable[..., object] = (
+            partial(speculative.prefill_chunk, size=prompt)
+            if name == "prefill"
+            else partial(speculative.decode_round, settings=settings)
+        )
         seen.clear()
         # Another function each time: JAX keeps what it traced of one.
         with _recorded_launches():
-            jax.eval_shape(lambda pair, state, step=step, options=options: step(*pair, state, **options), pair, state)
+            jax.eval_shape(_call(step), pair, state)
         yield name, list(dict.fromkeys(seen))
+
+
+def _call(step: Callable[..., object]) -> Callable[..., object]:
+    """``step`` with its pair of models as one argument."""
+    return lambda pair, state: step(*pair, state)
 
 
 def _recorded_launches():
@@ -100,6 +108,7 @@ def describe(name: str, found: list[Choice]) -> str:
 
 
 def make_parser() -> argparse.ArgumentParser:
+    """The parser of the command line."""
     p = Parser(prog=program("ops"), description=__doc__, allow_abbrev=False)
     p.add_argument("--config", required=True, metavar="NAME|FILE", help="a name of configs/, or a TOML")
     p.add_argument("--device", choices=["cpu", *DEVICES], help="default: this machine's")
@@ -113,6 +122,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def run(args) -> int:
+    """Prints the implementation of each operation: the exit code."""
     import jax.numpy as jnp
 
     for option in ("batch", "prompt"):
@@ -121,7 +131,8 @@ def run(args) -> int:
     system = read_system(args.config)
     if "target" not in system.shapes:
         raise InputError(f"config {args.config} has no shapes: it must name a target's config.json under [shapes]")
-    shapes = read_shapes(*(str(system.shapes[k]) if k in system.shapes else None for k in ("target", "draft")))
+    draft = system.shapes.get("draft")
+    shapes = read_shapes(str(system.shapes["target"]), None if draft is None else str(draft))
     backend = backend_for(args.device, args.kernels)
     dtype = jnp.dtype(args.dtype or ("float32" if backend.platform == "cpu" else "bfloat16"))
     for name, found in choices(shapes, backend, dtype, args.batch, args.prompt, args.quantize):

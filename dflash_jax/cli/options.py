@@ -4,20 +4,29 @@ import argparse
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
 from dflash_jax.errors import EngineError, InputError
 from dflash_jax.ops.card import CHOICES
 from dflash_jax.ops.kernels.triton import launch
 
+# The exit code after Ctrl-C, as a shell gives it.
+INTERRUPTED = 130
+
 
 class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are InputErrors, for `exit_code` to print."""
+
     def error(self, message: str):
+        """Raises InputError."""
         raise InputError(message)
 
 
@@ -38,6 +47,9 @@ def silence_stdout() -> None:
 
 def exit_code(command: Callable[[], int]) -> int:
     """Runs a command line: bad input, and a failure of the device, is one line on stderr."""
+    if sys.stderr is None:
+        # print(file=None) would write to stdout.
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     try:
         if sys.stdout is None:
             raise InputError("stdout is closed: there is nowhere to write to")
@@ -52,15 +64,49 @@ def exit_code(command: Callable[[], int]) -> int:
         return 1
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
-        return 130
+        return INTERRUPTED
     except BrokenPipeError:
-        # Nobody reads any more.
+        # The reader has closed the pipe.
         silence_stdout()
         return 141
     except OSError as e:
         print(f"error: {e.filename or 'stdout'}: {e.strerror}", file=sys.stderr)
         silence_stdout()
         return 2
+
+
+def _on_interrupt(number: int, frame: FrameType | None) -> None:
+    """Raises KeyboardInterrupt, or, until JAX is imported, ends the process.
+
+    An extension module that an exception interrupts while it is imported crashes, or reports another error.
+    """
+    if not hasattr(sys.modules.get("jax"), "numpy"):
+        with suppress(OSError):
+            os.write(2, b"\ninterrupted\n")
+        os._exit(INTERRUPTED)
+    signal.default_int_handler(number, frame)
+
+
+def exit_process(main: Callable[[], int]) -> NoReturn:
+    """Runs ``main`` as this process, and ends the process with its exit code.
+
+    After an interrupt the process ends at once: threads may still compile or run programs, and the interpreter would
+    crash or wait when it ends before them.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _on_interrupt)
+    try:
+        code = main()
+    except KeyboardInterrupt:
+        # During the import of a command's modules.
+        print("\ninterrupted", file=sys.stderr)
+        code = INTERRUPTED
+    if code == INTERRUPTED:
+        for stream in filter(None, (sys.stdout, sys.stderr)):
+            with suppress(OSError):
+                stream.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def with_config(parser: argparse.ArgumentParser, argv: list[str] | None):

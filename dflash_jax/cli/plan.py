@@ -42,6 +42,7 @@ def describe(plan: dict, args, name: str) -> str:
 
 
 def make_parser() -> argparse.ArgumentParser:
+    """The parser of the command line."""
     from dflash_jax.cli.options import Parser, program
 
     p = Parser(prog=program("plan"), description=__doc__, allow_abbrev=False)
@@ -82,6 +83,7 @@ def chosen_device(args) -> tuple[Device, str]:
 
 
 def run(args) -> int:
+    """Prints a plan: the exit code."""
     if args.target and args.target.endswith(".toml"):
         args.config, args.target = args.target, None
     target, draft, mesh = args.target, args.draft, args.mesh
@@ -127,6 +129,7 @@ def run(args) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Runs the command and returns its exit code."""
     from dflash_jax.cli.options import exit_code
 
     return exit_code(lambda: run(make_parser().parse_args(argv)))

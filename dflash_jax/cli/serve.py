@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 import threading
+from typing import cast
 
 from dflash_jax.cli.options import choose_mesh, exit_code, set_platform
 from dflash_jax.errors import InputError
@@ -77,8 +78,9 @@ def load(args, system):
 def assemble(args, system):
     """The `Serving` that the arguments describe. Nothing runs yet."""
     from dflash_jax.engine.service import AsyncEngine
+    from dflash_jax.server.limits import Limits
     from dflash_jax.server.response_store import ResponseStore
-    from dflash_jax.server.serving import Limits, Serving
+    from dflash_jax.server.serving import Serving
 
     device = set_platform(args.platform)
     llm, engine = load(args, system)
@@ -121,6 +123,7 @@ def around(app, serving, args, tracer):
 
 
 def run(args, system) -> int:
+    """Serves until a signal: the exit code."""
     logging.basicConfig(
         level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr, force=True
     )
@@ -150,12 +153,13 @@ def run(args, system) -> int:
         hosts = default_hosts(args.host) if args.uds is None else None
     config = uvicorn.Config(
         around(build(serving, args.api_keys, hosts, args.cors), serving, args, tracer),
-        http=protocol(limits, tls),
+        # uvicorn calls it, and a class is not needed for that.
+        http=cast("type[asyncio.Protocol]", protocol(limits, tls)),
         ws="none",
         log_level="warning",
         access_log=False,
         lifespan="off",
-        timeout_keep_alive=limits.idle_s,
+        timeout_keep_alive=int(limits.idle_s),
         # A local client could choose its address by a header.
         proxy_headers=False,
     )
@@ -170,8 +174,16 @@ def run(args, system) -> int:
 
 
 class Runner:
-    """The HTTP server's life: warm-up beside it, then requests; a first SIGTERM or SIGINT drains, a second one
-    stops. exit_on_failure: a failure of the engine drains, too, and ends with code 1."""
+    """The HTTP server's life: warm-up beside it, then requests.
+
+    A first SIGTERM or SIGINT drains, a second one stops.
+
+    Args:
+        config: Uvicorn's configuration.
+        serving: The model and its engine.
+        drain_s: Seconds that a drain may take.
+        exit_on_failure: Whether a failure of the engine drains too, and ends with code 1.
+    """
 
     def __init__(self, config, serving, drain_s: float, exit_on_failure: bool = False):
         import uvicorn
@@ -184,6 +196,7 @@ class Runner:
             self.serving.engine.on_failure = self._on_failure
 
     async def serve_until_drained(self, listening: socket.socket, url: str) -> int:
+        """Serves ``listening``, which clients reach at ``url``: the exit code."""
         self._loop = asyncio.get_running_loop()
         log.info("listening on %s, warming up", url)
         threading.Thread(target=self._warm_up, name="warm-up", daemon=True).start()
@@ -252,6 +265,8 @@ class Runner:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Runs the command and returns its exit code."""
+
     def command() -> int:
         from dflash_jax.cli.serve_arguments import parse
 

@@ -19,8 +19,14 @@ JSON_CHARACTERS, JSON_DEPTH = 65_536, 32
 
 @dataclass(frozen=True)
 class Alias:
-    """Other servers' names for our option ``dest``. ``type`` reads a value, as ours does if None; with ``const`` the
-    flag takes no value and stands for that one."""
+    """Other servers' names for one of our options.
+
+    Attributes:
+        dest: Our option.
+        names: The other names.
+        type: Reads a value; None reads it as our option does.
+        const: The value of a flag that takes none.
+    """
 
     dest: str
     names: tuple[str, ...]
@@ -58,7 +64,7 @@ def _depth(value) -> int:
 
 
 def quantization(text: str) -> str | None:
-    """vLLM's and SGLang's methods. Those that read checkpoints of another layout are refused."""
+    """The methods of vLLM and SGLang. Those that read checkpoints of another layout are refused."""
     methods = {
         "none": None,
         "fp8": "fp8",
@@ -73,17 +79,19 @@ def quantization(text: str) -> str | None:
 
 
 def dflash(text: str) -> str:
+    """The one method of drafting, by its name."""
     if text.upper() != "DFLASH":
         raise argparse.ArgumentTypeError(f"{text!r}: it must be DFLASH")
     return text
 
 
 def drafted(text: str) -> int:
-    """n speculative tokens are a block of n + 1."""
+    """The block size of ``text`` speculative tokens: one more."""
     return int(text) + 1
 
 
 def platform(text: str) -> str | None:
+    """A platform by the names of vLLM and SGLang; None for "auto"."""
     platforms = {"auto": None, "cuda": "cuda", "gpu": "cuda", "cpu": "cpu", "tpu": "tpu"}
     if text not in platforms:
         raise argparse.ArgumentTypeError(f"{text!r}: it must be {', '.join(platforms)}")
@@ -96,13 +104,14 @@ def chunk(text: str) -> int | None:
 
 
 def sampling_defaults(text: str) -> str:
+    """SGLang's source of sampling defaults, as our ``generation_config``."""
     if text not in ("model", "openai"):
         raise argparse.ArgumentTypeError(f"{text!r}: it must be model or openai")
     return "auto" if text == "model" else "vllm"
 
 
 def thinking_tags(text: str) -> dict:
-    """vLLM's marks of a thought, which are Qwen's here."""
+    """The marks of a thought in vLLM's form; only Qwen's are possible."""
     config = json_object(text)
     right = {"reasoning_parser": None, "reasoning_start_str": OPEN, "reasoning_end_str": CLOSE}
     for name, value in config.items():
@@ -151,7 +160,7 @@ ALIASES = (
 class _Other(argparse.Action):
     """A flag of `NOTHING` or `REFUSED`, judged under the name that the user typed."""
 
-    def __init__(self, option_strings, dest, reason="", neutral=None, **options):
+    def __init__(self, option_strings, dest, reason="", neutral: tuple[str | bool, ...] | None = None, **options):
         super().__init__(
             option_strings, argparse.SUPPRESS, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **options
         )
@@ -163,18 +172,22 @@ class _Other(argparse.Action):
             notices = getattr(namespace, "notices", ())
             namespace.notices = (*notices, f"{option_string} needs nothing here: {self.reason}")
             return
-        given = [option_string.startswith("--no-")] if self.nargs == 0 else values if self.nargs == "*" else [values]
-        wrong = [v for v in given if not self._is_neutral(v)]
+        typed = option_string or self.option_strings[0]
+        given = (
+            [typed.startswith("--no-")] if self.nargs == 0 else values if isinstance(values, list) else [str(values)]
+        )
+        wrong = [v for v in given if not _is_neutral(v, self.neutral)]
         if wrong:
-            typed = option_string if self.nargs == 0 else f"{option_string} {str(wrong[0])[:60]}"
+            typed = typed if self.nargs == 0 else f"{typed} {str(wrong[0])[:60]}"
             right = [v for v in self.neutral if isinstance(v, str)]
             hint = f" (possible: {', '.join(right)})" if right else ""
             raise InputError(f"{typed} is refused: {self.reason}{hint}")
 
-    def _is_neutral(self, value) -> bool:
-        if isinstance(value, bool):
-            return value in self.neutral
-        return value.lower() in NEUTRAL or any(_equal(value, v) for v in self.neutral)
+
+def _is_neutral(value: str | bool, neutral: tuple[str | bool, ...]) -> bool:
+    if isinstance(value, bool):
+        return value in neutral
+    return value.lower() in NEUTRAL or any(isinstance(v, str) and _equal(value, v) for v in neutral)
 
 
 def _equal(a: str, b: str) -> bool:
@@ -185,12 +198,14 @@ def _equal(a: str, b: str) -> bool:
 
 
 def add_others(parser: argparse.ArgumentParser) -> None:
-    """Adds other servers' flags, hidden from --help. Each name is an action of its own: errors then name what was
-    typed."""
+    """Adds other servers' flags, hidden from ``--help``.
+
+    Each name is an action of its own, so that errors name what was typed.
+    """
     group = parser.add_argument_group("flags of vLLM and SGLang", "Most are understood; the README says which do what.")
     ours = {action.dest: action for action in parser._actions}
     for alias in ALIASES:
-        options = {"dest": alias.dest, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+        options: dict[str, Any] = {"dest": alias.dest, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
         if alias.const is not None:
             options |= {"action": "store_const", "const": alias.const}
         elif alias.type is not None:
@@ -207,7 +222,9 @@ def add_others(parser: argparse.ArgumentParser) -> None:
 
 
 def _add(group, word: str, reason: str, is_refused: bool) -> None:
-    names, is_on, several, values = re.fullmatch(r"([^!+=]+)(!?)(\+?)(=.*)?", word).groups()
+    match = re.fullmatch(r"([^!+=]+)(!?)(\+?)(=.*)?", word)
+    assert match is not None, word
+    names, is_on, several, values = match.groups()
     options = {"action": _Other, "reason": reason}
     if values is None:
         names = [n for name in names.split("/") for n in (name, *([f"--no-{name[2:]}"] if name[:2] == "--" else []))]

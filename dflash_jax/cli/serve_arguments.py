@@ -35,16 +35,19 @@ class ServerParser(Parser):
     """Flags may be written with underscores, as vLLM's may."""
 
     def parse_known_args(self, args=None, namespace=None):
+        """Parses flags with dashes or underscores."""
         words = sys.argv[1:] if args is None else list(args)
         return super().parse_known_args([_with_dashes(word) for word in words], namespace)
 
     def error(self, message: str):
+        """Raises InputError; for an unknown flag it says where the known ones are."""
         if message.startswith("unrecognized arguments"):
             message += " (--help lists the options; the README has a table of vLLM's and SGLang's)"
         super().error(message)
 
 
 def make_parser() -> argparse.ArgumentParser:
+    """The parser of `serve`."""
     p = ServerParser(prog=program("serve"), description=DESCRIPTION, allow_abbrev=False)
     http = p.add_argument_group("http")
     http.add_argument("--host", default="127.0.0.1", help="default: %(default)s; 0.0.0.0 for all networks")
@@ -140,6 +143,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def add_tls(tls) -> None:
+    """Adds the options of TLS."""
     tls.add_argument("--ssl-certfile", metavar="FILE", help="PEM with the server's certificate; HTTPS only, then")
     tls.add_argument("--ssl-keyfile", metavar="FILE", help="PEM with its key (default: in the certificate's file)")
     tls.add_argument("--ssl-keyfile-password", metavar="TEXT", help="visible in the process list: prefer a plain key")
@@ -150,6 +154,7 @@ def add_tls(tls) -> None:
 
 
 def add_logs(logs) -> None:
+    """Adds the options of logs and traces."""
     logs.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error", "critical"])
     logs.add_argument(
         "--enable-log-requests", action="store_true", help="log ids and sampling parameters of requests, no prompts"
@@ -166,6 +171,7 @@ def add_logs(logs) -> None:
 
 
 def add_answers(p: argparse.ArgumentParser) -> None:
+    """Adds the options of answers."""
     answers = p.add_argument_group("answers")
     answers.add_argument(
         "--enable-force-include-usage",
@@ -195,6 +201,7 @@ def add_answers(p: argparse.ArgumentParser) -> None:
 
 
 def add_prompts(p: argparse.ArgumentParser) -> None:
+    """Adds the options of prompts and of texts."""
     prompts = p.add_argument_group("prompts and defaults")
     prompts.add_argument("--tokenizer", metavar="PATH|REPO", help="default: the target's")
     prompts.add_argument(
@@ -273,6 +280,7 @@ def take_model_from_keys(args) -> None:
 
 
 def additions_of(args) -> Additions:
+    """The fields that answers get beside the asked ones."""
     at_the_end = "at the end" if args.stream_response_default_include_usage else "as asked"
     usage = "always" if args.enable_force_include_usage else at_the_end
     return Additions(
@@ -285,7 +293,7 @@ def additions_of(args) -> Additions:
 
 def api_keys(args) -> list[str]:
     """All API keys: of the options, the file and the environment. Raises InputError."""
-    keys = list(args.api_key or ())
+    keys: list[str] = list(args.api_key or ())
     if args.api_key_file is not None:
         try:
             with open(args.api_key_file, encoding="utf-8") as file:
@@ -306,7 +314,7 @@ def api_keys(args) -> list[str]:
 
 
 def _take_config(args, given: dict) -> None:
-    """vLLM's JSON: n speculative tokens are a block of n + 1."""
+    """Applies vLLM's JSON of speculative decoding: n speculative tokens are a block of n + 1."""
     if given.get("method") != "dflash":
         raise InputError(f"--speculative-config: its method is {given.get('method')!r}: it must be dflash")
     unknown = set(given) - {

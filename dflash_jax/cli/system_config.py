@@ -31,8 +31,13 @@ SAMPLING = {
 
 @dataclass(frozen=True)
 class System:
-    """``options``: defaults for command-line options of these names. ``meshes``: mesh by machine, such as "b200x8".
-    ``shapes``: ``config.json`` files of "target" and "draft", for what needs no weights."""
+    """A system, as its TOML describes it.
+
+    Attributes:
+        options: Defaults of command-line options, by their names.
+        meshes: Mesh by machine, such as "b200x8".
+        shapes: ``config.json`` files of "target" and "draft", for what needs no weights.
+    """
 
     options: dict
     meshes: dict[str, str]

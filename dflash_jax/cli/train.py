@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 from importlib.util import find_spec
+from typing import Any
 
 from dflash_jax.cli.options import Parser, exit_code, program, set_platform
 from dflash_jax.errors import InputError
@@ -23,6 +24,7 @@ COMMANDS = {
 
 
 def tell(line: str) -> None:
+    """Writes a line to stderr, in the first process only."""
     from dflash_jax.parallel import distributed
 
     if distributed.is_first():
@@ -30,6 +32,7 @@ def tell(line: str) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
+    """The parser of the command line."""
     p = Parser(
         prog=program("train"),
         description=__doc__,
@@ -49,20 +52,24 @@ def make_parser() -> argparse.ArgumentParser:
         flag, text = "--" + name.replace("_", "-"), f.metadata["help"].replace("%", "%%")
         if f.default is not None and not many:
             text += f" (default: {f.default})"
-        more = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
+        options: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
         if many:
-            more["nargs"] = "+"
-        p.add_argument(flag, dest=name, default=None, help=text, **more)
+            options["nargs"] = "+"
+        p.add_argument(flag, dest=name, default=None, help=text, **options)
     return p
 
 
 def read_config(args: argparse.Namespace) -> tuple[TrainConfig, dict[str, str]]:
+    """The settings and the meshes that ``--config`` and the options give; the options win."""
     values, meshes = read_toml(args.config) if args.config else ({}, {})
     given = {name: getattr(args, name) for name in FIELDS if getattr(args, name) is not None}
-    return TrainConfig(**values | {k: checked(k, v, "options") for k, v in given.items()}), meshes
+    settings: dict[str, Any] = values | {k: checked(k, v, "options") for k, v in given.items()}
+    return TrainConfig(**settings), meshes
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Runs the command and returns its exit code."""
+
     def command() -> int:
         args = make_parser().parse_args(argv)
         config, meshes = read_config(args)
@@ -77,6 +84,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(command: str, config: TrainConfig, meshes: dict[str, str]) -> int:
+    """Runs one command of `train`: the exit code."""
     from dataclasses import replace
 
     import jax

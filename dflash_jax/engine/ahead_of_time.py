@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import jax
 import numpy as np
@@ -32,7 +33,7 @@ class AheadOfTime(StepCalls):
         self.pending: dict[tuple, Future] = {}
         self._executables = executables
         self._threads = ThreadPoolExecutor(threads, "compile")
-        self._results: dict[tuple, object] = {}
+        self._results: dict[tuple, Any] = {}
 
     def __enter__(self) -> "AheadOfTime":
         self._began = time.perf_counter()
@@ -44,7 +45,10 @@ class AheadOfTime(StepCalls):
             self._executables.compiled |= {key: future.result()[0] for key, future in self.pending.items()}
             self._executables.compile_s += time.perf_counter() - self._began
 
-    def call(self, key: tuple, function: Callable, state: DecodeState, args: tuple, specs: Callable, donate=True):
+    def call(
+        self, key: tuple, function: Callable, state: DecodeState, args: tuple, specs: Callable, donate=True
+    ) -> Any:
+        """See `StepCalls`; the result has shapes in place of arrays."""
         key, args = self._executables.prepared(key, state, args, specs)
         if key not in self._results:
             in_specs, out_specs = specs()

@@ -1,6 +1,10 @@
 """Configuration of an engine."""
 
 from dataclasses import dataclass
+from typing import Literal
+
+# Tokens that a round may yield; "auto" leaves the choice to the engine.
+BlockSize = int | Literal["auto"]
 
 PREFILL_SIZES = (16, 64, 256, 1024)
 # On a GPU a chunk of 1,024 tokens takes hardly longer than one of 16, since both read every expert; where a kernel

@@ -1,5 +1,6 @@
 """What the engine asks of a `ModelRunner` for decoding, and what it gets back."""
 
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -67,9 +68,11 @@ class StepTicket:
 class RoundMasks(Protocol):
     """The masks of a round, for the slots of a dispatch in their order."""
 
+    @abstractmethod
     def ask(self, blocks: np.ndarray) -> np.ndarray:
         """Gets the blocks that are about to be verified, int [slots, block], and returns the ones to verify."""
 
+    @abstractmethod
     def answer(self, is_verified: Callable[[], bool]) -> tuple[np.ndarray, np.ndarray]:
         """The masks of the blocks.
 

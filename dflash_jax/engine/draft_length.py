@@ -148,7 +148,8 @@ class DraftLengthPolicy:
         allowed = [b for b in self.block_sizes if b >= minimum]
         order = allowed if self.first == "smallest" else allowed[::-1]
         unmeasured = [b for b in order if self._runs[batch_size, b] < 2]
-        measured = [b for b in allowed if self.cost(batch_size, b) is not None]
+        costs = {b: cost for b in allowed if (cost := self.cost(batch_size, b)) is not None}
+        measured = list(costs)
         if ready := [b for b in unmeasured if is_compiled(batch_size, b)]:
             return ready[0]
         if not measured:
@@ -161,7 +162,7 @@ class DraftLengthPolicy:
 
         def speed(block_size: int, rates) -> float:
             """Expected tokens per second."""
-            return sum(expected_tokens(r, block_size) for r in rates) / self.cost(batch_size, block_size)
+            return sum(expected_tokens(r, block_size) for r in rates) / costs[block_size]
 
         def optimistic(block_size: int) -> float:
             """`speed` with a good drafter; of plain decoding, with half the measured cost."""
@@ -177,7 +178,7 @@ class DraftLengthPolicy:
             return best if probing < PROBE_CONTEXT_S else max((b for b in measured if b > 1), key=optimistic)
         others = [b for b in measured if b != best and optimistic(b) > speed(best, rates)]
         budget = TRIAL_SHARE * (self._spent - self._tried)
-        others = [b for b in others if budget > TRIAL_ROUNDS * self.cost(batch_size, b)]
+        others = [b for b in others if budget > TRIAL_ROUNDS * costs[b]]
         if others:
             self._tried = self._spent
             return max(others, key=optimistic)

@@ -14,7 +14,7 @@ from dflash_jax.engine.masking import WAIT_S, Masking, RoundOfMasks
 from dflash_jax.engine.model_runner import ModelRunner
 from dflash_jax.engine.prefill import Prefiller
 from dflash_jax.engine.prefix_cache import PrefixCache
-from dflash_jax.engine.request import Event, Request, Times
+from dflash_jax.engine.request import NO_SLOT, Event, Request, Times
 from dflash_jax.engine.results import Results, as_failure, reason, take_scores
 from dflash_jax.engine.scheduler import DecodeScheduler
 from dflash_jax.engine.statistics import Statistics
@@ -104,7 +104,7 @@ class Engine:
     @property
     def usage(self) -> float:
         """The share of all slots' positions that are in use."""
-        used = sum(r.prefilled + len(r.tokens) for r in list(self._live) if r.slot is not None)
+        used = sum(r.prefilled + len(r.tokens) for r in list(self._live) if r.slot != NO_SLOT)
         return used / (self.runner.slots * self.runner.capacity)
 
     def prefill_batches(self, size: int) -> tuple[int, ...]:
@@ -219,8 +219,8 @@ class Engine:
             self.runner.admit(slot, request)
             self.statistics.prompt_tokens += len(request.prompt)
             if len(request.prompt) > 1:
-                is_auto = request.block_size == "auto"
-                self._prefiller.add(request, self._scheduler.is_drafting if is_auto else request.block_size > 1)
+                block_size = request.block_size
+                self._prefiller.add(request, self._scheduler.is_drafting if block_size == "auto" else block_size > 1)
             else:
                 self._scheduler.add(request)
 
@@ -273,16 +273,16 @@ class Engine:
             outcome = self.runner.read(ticket.handle, with_logprobs)
             done = self.runner.clock
             self.statistics.wait_s += done - began
-            self._measure(ticket, outcome, done)
+            self._measure(ticket, ticket.dispatch, outcome, done)
             self._last_done = done
             for i, request in enumerate(ticket.batch):
                 if request.finish_reason is None:
                     events += self._results.events(request, outcome, i, ticket.dispatch.block_sizes[i])
         return events
 
-    def _measure(self, ticket: StepTicket, outcome: Outcome, done: float) -> None:
-        """Counts a dispatch, and measures its rounds where the device did nothing else."""
-        rounds, dispatch = max(len(a) for a in outcome.accepted), ticket.dispatch
+    def _measure(self, ticket: StepTicket, dispatch: Dispatch, outcome: Outcome, done: float) -> None:
+        """Counts a step's dispatch, and measures its rounds where the device did nothing else."""
+        rounds = max(len(a) for a in outcome.accepted)
         key = self.runner.batch_size_of(dispatch.slots), dispatch.block_size
         self.statistics.dispatches[key] += 1
         has_masks = any(r.mask for r in ticket.batch)
@@ -303,7 +303,7 @@ class Engine:
         del self._live[request]
         if request.mask is not None:
             self._results.close_mask(request)
-        if request.slot is not None:
+        if request.slot != NO_SLOT:
             self._free.append(request.slot)
             self._scheduler.remove(request)
             self._prefiller.remove(request)

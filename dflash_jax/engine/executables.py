@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -51,8 +52,6 @@ class Executables(StepCalls):
         mesh: The devices.
         weights: The arrays of both modules.
         compiled: Programs by key.
-        compile_s: Seconds of all compilations.
-        last_compile_s: Seconds of the last one.
     """
 
     compiler_options: dict | None = None
@@ -63,7 +62,6 @@ class Executables(StepCalls):
         self._specs, self._structure = parameter_specs(self.pair), jax.tree.structure(self.pair)
         self.weights = jax.tree.map(put, jax.tree.leaves(self.pair), self.shardings(self._specs))
         self.compiled: dict = {}
-        self.compile_s = self.last_compile_s = 0.0
 
     def _on_gpu(self) -> bool:
         return self.mesh.devices.flat[0].platform in ("gpu", "cuda")
@@ -133,12 +131,21 @@ class Executables(StepCalls):
             args = jax.tree.map(self._place, args, specs()[0], is_leaf=lambda x: isinstance(x, np.ndarray | jax.Array))
         return key, args
 
-    def call(self, key: tuple, function: Callable, state: DecodeState, args: tuple, specs: Callable, donate=True):
+    def call(
+        self, key: tuple, function: Callable, state: DecodeState, args: tuple, specs: Callable, donate=True
+    ) -> Any:
+        """See `StepCalls`."""
         key, args = self.prepared(key, state, args, specs)
-        program = self._compiled(key, lambda: self.lower(function, state, args, *specs(), donate))
+
+        def lower():
+            in_specs, out_specs = specs()
+            return self.lower(function, state, args, in_specs, out_specs, donate)
+
+        program = self._compiled(key, lower)
         return program(self.weights, state, *args)
 
     def read(self, x) -> np.ndarray:
+        """See `StepCalls`."""
         return np.asarray(x)
 
     def _place(self, x, spec):
@@ -166,6 +173,7 @@ class Executables(StepCalls):
         return self.lower(partial(step_functions.decode, settings=settings), state, args, specs, REPLICATED)
 
     def empty(self, slots: int, capacity: int, settings: Settings) -> DecodeState:
+        """See `StepCalls`."""
         make = partial(empty_state, *self.pair, slots, capacity, settings)
         shardings = self.shardings(self.state_specs(jax.eval_shape(make)))
         key = ("empty", slots, capacity, settings)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dflash_jax.engine.config import BlockSize
 from dflash_jax.errors import InputError
 from dflash_jax.sampling_params import MAX_LOGPROBS, MAX_STOPS, SamplingParams
 
@@ -29,7 +30,7 @@ class RequestLimits:
         self,
         prompt: Sequence[int],
         params: SamplingParams,
-        block_size: int | str,
+        block_size: BlockSize,
         stops: Sequence[int],
         prompt_logprobs: int | None,
     ) -> None:
@@ -56,7 +57,7 @@ class RequestLimits:
             if (count or 0) > MAX_LOGPROBS:
                 raise InputError(f"{name} is {count}: it must be at most {MAX_LOGPROBS}")
 
-    def check_block_size(self, block_size: int | str) -> None:
+    def check_block_size(self, block_size: BlockSize) -> None:
         """Raises InputError for a block size that is neither possible nor "auto"."""
         if block_size == "auto":
             return

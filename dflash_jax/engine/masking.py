@@ -53,7 +53,7 @@ class Masking:
     def is_late(self, request: Request, timeout_s: float = 0.0) -> bool:
         """Whether the masks of a request are still not ready after ``timeout_s`` seconds."""
         pending = self._pending.get(request)
-        if pending is None or pending.masks is not None:
+        if pending is None or pending.masks is not None or request.mask is None:
             return False
         try:
             pending.masks = request.mask.answer(timeout_s)
@@ -78,15 +78,18 @@ class Masking:
         pending = self._pending.get(request)
         if pending is None:
             pending = self._pending[request] = _Pending(block[first:].tolist())
+            assert request.mask is not None
             request.mask.ask(pending.drafts)
         drafts = (pending.drafts + [NO_DRAFT] * len(block))[: len(block) - first]
         return np.concatenate([block[:first], np.array(drafts, block.dtype)])
 
     def answer(self, request: Request, masks: np.ndarray, timeout_s: float) -> bool:
         """Writes a request's masks into ``masks`` uint32 [B, words]; False where they are late."""
-        if request not in self._pending or self.is_late(request, timeout_s):
+        pending = self._pending.get(request)
+        if pending is None or self.is_late(request, timeout_s) or pending.masks is None:
             return False
-        pending, first = self._pending.pop(request), self._first_draft(request, len(masks)) - 1
+        del self._pending[request]
+        first = self._first_draft(request, len(masks)) - 1
         count = min(len(pending.masks), len(masks) - first)
         masks[first : first + count] = pending.masks[:count]
         return True
@@ -109,6 +112,7 @@ class RoundOfMasks:
         self._masking, self._requests, self._wait_s = masking, requests, wait_s
 
     def ask(self, blocks: np.ndarray) -> np.ndarray:
+        """See `RoundMasks`."""
         self._shape = blocks.shape
         results = [blocks[i] for i in range(len(blocks))]
         for i, request in self._masked():
@@ -119,8 +123,9 @@ class RoundOfMasks:
         return np.stack(results)
 
     def answer(self, is_verified: Callable[[], bool]) -> tuple[np.ndarray, np.ndarray]:
+        """See `RoundMasks`."""
         masks = np.full((*self._shape, self._masking.words), 0xFFFFFFFF, np.uint32)
-        late, until = dict(self._masked()), None
+        late, until = dict(self._masked()), float("inf")
         while True:
             # Read first: masks that are ready by the time the device is done are in time.
             is_done = is_verified()
@@ -129,8 +134,8 @@ class RoundOfMasks:
             late = {i: r for i, r in late.items() if not self._masking.answer(r, masks[i], 0.0)}
             late = {i: r for i, r in late.items() if r.finish_reason is None}
             is_out = np.array([r.finish_reason is not None or i in late for i, r in enumerate(self._requests)])
-            if is_done and until is None:
-                until = time.monotonic() + self._wait_s
+            if is_done:
+                until = min(until, time.monotonic() + self._wait_s)
             if not late or (is_done and (not is_out.all() or time.monotonic() >= until)):
                 return masks, is_out
             self._masking.wait(list(late.values()), POLL_S)

@@ -9,13 +9,14 @@ import numpy as np
 
 from dflash_jax.decoding.batch_init import Admission
 from dflash_jax.decoding.sampling import Logprobs
-from dflash_jax.decoding.state import NO_BOUND, Settings
+from dflash_jax.decoding.state import NO_BOUND, DecodeState, Settings
 from dflash_jax.decoding.step_functions import Report
 from dflash_jax.engine.dispatch import Dispatch, Outcome, RoundMasks
 from dflash_jax.engine.draft_length import NO_DRAFTER
 from dflash_jax.engine.memory import on_device
 from dflash_jax.engine.request import Request
 from dflash_jax.engine.step_calls import StepCalls
+from dflash_jax.errors import EngineError
 from dflash_jax.parallel import distributed
 
 # Batch sizes of a data shard that programs are compiled for.
@@ -32,9 +33,6 @@ class ModelRunner:
         slots: Slots, a multiple of the data shards.
         capacity: Positions of each slot.
         settings: What all programs share, but for ``block_size``, which each dispatch sets.
-
-    Attributes:
-        state: The decoding state.
     """
 
     def __init__(self, programs: StepCalls, slots: int, capacity: int, settings: Settings):
@@ -42,6 +40,7 @@ class ModelRunner:
         self._slots_per_shard = slots // programs.data
         # (batch size, block size) of decode programs that have run.
         self._used: set[tuple[int, int]] = set()
+        self._state: DecodeState | None = None
         self.reset()
 
     def on(self, programs: StepCalls) -> "ModelRunner":
@@ -51,8 +50,19 @@ class ModelRunner:
     def reset(self) -> None:
         """Empties the state."""
         # The old state is freed first.
-        self.state = None
-        self.state = self.programs.empty(self.slots, self.capacity, self.settings)
+        self._state = None
+        self._state = self.programs.empty(self.slots, self.capacity, self.settings)
+
+    @property
+    def state(self) -> DecodeState:
+        """The decoding state. Calls donate it: a reference to it is good until the next call."""
+        if self._state is None:
+            raise EngineError("the device has no decoding state: its memory could not be allocated")
+        return self._state
+
+    @state.setter
+    def state(self, state: DecodeState) -> None:
+        self._state = state
 
     @property
     def clock(self) -> float:
@@ -152,7 +162,7 @@ class ModelRunner:
             limit=request.need,
             draft_window=NO_BOUND if request.draft_window_size is None else request.draft_window_size,
             draft_sinks=request.draft_sink_size,
-            top_k=min(p.top_k, 2**31 - 1),
+            top_k=min(p.top_k or 0, 2**31 - 1),
             seed=p.seed,
             wants_logprobs=p.wants_logprobs,
             processed_logprobs=p.logprobs_mode == "processed",
@@ -235,17 +245,15 @@ class ModelRunner:
         The one place where decoding waits for the device.
         """
         report, places = ticket
-        names = ("tokens", "count", "accepted", "rounds", "done") + (("logprobs",) if logprobs else ())
-        arrays: Report = {name: getattr(report, name) for name in names}
-        arrays = jax.device_get(arrays)
-        counts = [int(arrays["count"][place]) for place in places]
+        host: Report = jax.device_get(report if logprobs else replace(report, logprobs=None))
+        counts = [int(host.count[place]) for place in places]
         records = None
-        if logprobs:
-            records = [arrays["logprobs"].of_sequence(place, n) for place, n in zip(places, counts, strict=True)]
+        if host.logprobs is not None:
+            records = [host.logprobs.of_sequence(place, n) for place, n in zip(places, counts, strict=True)]
         return Outcome(
-            [arrays["tokens"][place, :n].tolist() for place, n in zip(places, counts, strict=True)],
-            [arrays["accepted"][place, : arrays["rounds"][place]].tolist() for place in places],
-            [bool(arrays["done"][place]) for place in places],
+            [host.tokens[place, :n].tolist() for place, n in zip(places, counts, strict=True)],
+            [host.accepted[place, : host.rounds[place]].tolist() for place in places],
+            [bool(host.done[place]) for place in places],
             records,
         )
 

@@ -1,5 +1,6 @@
 """Requests to the engine, and the events that it returns."""
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import isnan
@@ -7,7 +8,11 @@ from typing import Protocol
 
 import numpy as np
 
+from dflash_jax.engine.config import BlockSize
 from dflash_jax.sampling_params import SamplingParams
+
+# The slot of a request that has not been admitted.
+NO_SLOT = -1
 
 
 class Monitor(Protocol):
@@ -24,12 +29,15 @@ class MaskProvider(Protocol):
     its own request only. Every method may raise InputError, which ends the request with that error.
     """
 
+    @abstractmethod
     def take(self, tokens: Sequence[int]) -> None:
         """Advances by tokens that were drawn."""
 
+    @abstractmethod
     def ask(self, drafts: Sequence[int]) -> None:
         """Begins to compute the masks behind the tokens taken so far, and behind each further draft."""
 
+    @abstractmethod
     def answer(self, timeout_s: float) -> np.ndarray | None:
         """The masks that were asked for.
 
@@ -42,9 +50,11 @@ class MaskProvider(Protocol):
         """
 
     @property
+    @abstractmethod
     def is_over(self) -> bool:
         """Whether everything is allowed from here on."""
 
+    @abstractmethod
     def close(self) -> None:
         """Frees what the masks hold. The request has ended."""
 
@@ -52,19 +62,29 @@ class MaskProvider(Protocol):
 class ReadyMasks:
     """The part of a `MaskProvider` that computes masks at once.
 
-    A subclass implements ``take`` and ``masks(drafts)``, which returns the packed bits.
+    A subclass implements ``take`` and `masks`.
     """
 
-    is_over = False
+    @property
+    def is_over(self) -> bool:
+        """See `MaskProvider`; False unless a subclass says otherwise."""
+        return False
+
+    def masks(self, drafts: Sequence[int]) -> np.ndarray:
+        """The packed bits that `MaskProvider.answer` returns for ``drafts``."""
+        raise NotImplementedError
 
     def ask(self, drafts: Sequence[int]) -> None:
+        """See `MaskProvider`."""
         self._drafts = drafts
 
     def answer(self, timeout_s: float) -> np.ndarray:
+        """See `MaskProvider`; never late."""
         return self.masks(self._drafts)
 
     def close(self) -> None:
-        pass
+        """See `MaskProvider`."""
+        self._drafts = ()
 
 
 @dataclass(frozen=True)
@@ -79,11 +99,16 @@ class Times:
         finished: End of the request.
     """
 
-    submitted: float
+    submitted: float = float("nan")
     admitted: float = float("nan")
     prefilled: float = float("nan")
     first_token: float = float("nan")
     finished: float = float("nan")
+
+    @property
+    def is_submitted(self) -> bool:
+        """Whether the request was submitted."""
+        return not isnan(self.submitted)
 
     @property
     def ready(self) -> float:
@@ -108,7 +133,7 @@ class Request:
         prompt_logprobs: Number of likeliest tokens to report for each prompt token, beside its own log-probability and
             those of ``params.logprob_token_ids``; None for no report. With it, the prefix cache is not used.
         cache_salt: Only requests with the same salt share prefixes.
-        slot: The slot, once admitted. This field and those below are written by the engine.
+        slot: The slot, once admitted; `NO_SLOT` before. This field and those below are written by the engine.
         tokens: New tokens so far.
         prefilled: Prompt tokens in the caches.
         cached: Prompt tokens that came from the prefix cache.
@@ -121,7 +146,7 @@ class Request:
     params: SamplingParams
     stops: Sequence[int] = ()
     priority: int = 0
-    block_size: int | str = "auto"
+    block_size: BlockSize = "auto"
     draft_window_size: int | None = None
     draft_sink_size: int = 0
     monitor: Monitor | None = None
@@ -129,13 +154,13 @@ class Request:
     prompt_logprobs: int | None = None
     cache_salt: str = ""
 
-    slot: int | None = field(default=None, init=False)
+    slot: int = field(default=NO_SLOT, init=False)
     tokens: list[int] = field(default_factory=list, init=False)
     prefilled: int = field(default=0, init=False)
     cached: int = field(default=0, init=False)
     prompt_entries: list[dict] = field(default_factory=list, init=False)
     finish_reason: str | None = field(default=None, init=False)
-    times: Times | None = field(default=None, init=False)
+    times: Times = field(default_factory=Times, init=False)
 
     def close(self) -> None:
         """Closes the mask. The engine closes the requests that are submitted."""

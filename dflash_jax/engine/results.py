@@ -46,7 +46,7 @@ class Results:
         tokens, accepted, done = outcome.tokens[i], outcome.accepted[i], outcome.done[i]
         if not tokens:
             return []
-        record = outcome.logprobs[i] if request.params.wants_logprobs else None
+        record = outcome.logprobs[i] if outcome.logprobs and request.params.wants_logprobs else None
         if tokens[-1] >= 0:
             return [self._take(request, tokens, accepted, done, record, block_size)]
         # A negative token is a fault. The tokens before it count: a stop string among them ends the text first.
@@ -70,8 +70,11 @@ class Results:
         if not request.tokens:
             request.times = replace(request.times, first_token=self._runner.clock)
         try:
-            if request.mask:
-                self._take_masked(request, tokens)
+            if request.mask is not None:
+                request.mask.take(tokens)
+                if request.mask.is_over:
+                    # Without a mask, a dispatch has many rounds.
+                    self.close_mask(request)
             count = request.monitor(tokens) if request.monitor else None
         except Exception as e:
             # The request is at fault, not the device: the others go on.
@@ -96,17 +99,12 @@ class Results:
             return Event(request, tokens, accepted, entries, block_size=block_size)
         return self._end(request, reason, tokens=tokens, accepted=accepted, logprobs=entries, block_size=block_size)
 
-    def _take_masked(self, request: Request, tokens: Sequence[int]) -> None:
-        request.mask.take(tokens)
-        if request.mask.is_over:
-            # Without a mask, a dispatch has many rounds.
-            self.close_mask(request)
-
     def close_mask(self, request: Request) -> None:
-        """Ends the masks of a request that has some."""
+        """Ends the masks of a request, if it has some."""
         self._masking.forget(request)
         mask, request.mask = request.mask, None
-        mask.close()
+        if mask is not None:
+            mask.close()
 
     def _no_token(self, request: Request, fault: int) -> Exception:
         """Why no token follows a request's own; ``fault``: the code that `sampling.checked` puts in its place."""
@@ -124,7 +122,7 @@ def take_scores(request: Request, record: Logprobs) -> None:
     start = 1 + len(request.prompt_entries)
     tokens = request.prompt[start : start + len(record.chosen)]
     ids = request.params.logprob_token_ids
-    request.prompt_entries += logprob_entries(tokens, record, request.prompt_logprobs, ids)
+    request.prompt_entries += logprob_entries(tokens, record, request.prompt_logprobs or 0, ids)
 
 
 def as_failure(error: Exception) -> Exception:

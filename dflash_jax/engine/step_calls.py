@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
@@ -33,13 +34,18 @@ class StepCalls(ABC):
 
     Attributes:
         pair: (target, drafter).
+        compile_s: Seconds of all compilations.
+        last_compile_s: Seconds of the last one.
     """
 
     def __init__(self, target: Decoder, drafter: Drafting | None):
         self.pair = target, drafter
+        self.compile_s = self.last_compile_s = 0.0
 
     @abstractmethod
-    def call(self, key: tuple, function: Callable, state: DecodeState, args: tuple, specs: Callable, donate=True):
+    def call(
+        self, key: tuple, function: Callable, state: DecodeState, args: tuple, specs: Callable, donate=True
+    ) -> Any:
         """Calls ``function(target, drafter, state, *args)``.
 
         Args:

@@ -95,6 +95,7 @@ class TokenRules(ReadyMasks):
         _forbid(self._base, [word[0] for word in rules.bad_words if len(word) == 1])
 
     def take(self, tokens: Sequence[int]) -> None:
+        """See `MaskProvider`."""
         self._progress = reduce(self._after, tokens, self._progress)
 
     def masks(self, drafts: Sequence[int]) -> np.ndarray:
@@ -107,6 +108,7 @@ class TokenRules(ReadyMasks):
 
     @property
     def is_over(self) -> bool:
+        """See `MaskProvider`."""
         rules, now = self._rules, self._progress
         is_thinking = now.thought is not None or now.opening is not None
         return rules.allowed is None and not rules.bad_words and not is_thinking and now.count >= rules.min_tokens
@@ -115,10 +117,10 @@ class TokenRules(ReadyMasks):
         count, thought, opening = now.count + 1, now.thought, now.opening
         tail = (*now.tail, token)[-self._tail_size :] if self._tail_size else ()
         budget = self._rules.budget
-        if thought is not None:
+        if budget is not None and thought is not None:
             is_closed = thought + 1 >= len(budget.close_ids) and tail[-len(budget.close_ids) :] == budget.close_ids
             thought = None if is_closed else thought + 1
-        elif opening is not None:
+        elif budget is not None and opening is not None:
             if token == budget.open_ids[opening]:
                 opening += 1
                 if opening == len(budget.open_ids):
@@ -144,13 +146,14 @@ class TokenRules(ReadyMasks):
 
         The thought may end with the first tokens of the tag already.
         """
-        if now.thought is None:
+        budget = self._rules.budget
+        if budget is None or now.thought is None:
             return None
-        close = self._rules.budget.close_ids
+        close = budget.close_ids
         thought = now.tail[len(now.tail) - min(now.thought, len(now.tail)) :]
         longest = min(len(close) - 1, len(thought))
         begun = next(n for n in range(longest, -1, -1) if thought[len(thought) - n :] == close[:n])
-        return close[begun] if now.thought - begun >= self._rules.budget.tokens else None
+        return close[begun] if now.thought - begun >= budget.tokens else None
 
 
 class CombinedMasks:
@@ -161,28 +164,32 @@ class CombinedMasks:
         self._answers: list[np.ndarray | None] = []
 
     def take(self, tokens: Sequence[int]) -> None:
+        """See `MaskProvider`."""
         for provider in self._providers:
             provider.take(tokens)
 
     def ask(self, drafts: Sequence[int]) -> None:
+        """See `MaskProvider`."""
         self._answers = [None] * len(self._providers)
         for provider in self._providers:
             provider.ask(drafts)
 
     def answer(self, timeout_s: float) -> np.ndarray | None:
+        """See `MaskProvider`; None until all providers have answered."""
         until = time.monotonic() + timeout_s
         for i, provider in enumerate(self._providers):
             if self._answers[i] is None:
                 self._answers[i] = provider.answer(max(0.0, until - time.monotonic()))
-        if any(answer is None for answer in self._answers):
-            return None
-        return np.bitwise_and.reduce(self._answers)
+        answers = [answer for answer in self._answers if answer is not None]
+        return np.bitwise_and.reduce(answers) if len(answers) == len(self._answers) else None
 
     @property
     def is_over(self) -> bool:
+        """Whether all providers are over."""
         return all(provider.is_over for provider in self._providers)
 
     def close(self) -> None:
+        """Closes all providers."""
         for provider in self._providers:
             provider.close()
 

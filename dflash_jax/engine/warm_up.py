@@ -12,6 +12,7 @@ import numpy as np
 from dflash_jax.engine.ahead_of_time import AheadOfTime
 from dflash_jax.engine.draft_length import NO_DRAFTER
 from dflash_jax.engine.engine import Engine
+from dflash_jax.engine.executables import Executables
 from dflash_jax.engine.model_runner import Dispatch, ModelRunner
 from dflash_jax.engine.prefill import scored_size
 from dflash_jax.engine.request import Request
@@ -39,7 +40,9 @@ def warm_up(engine: Engine) -> dict[str, float]:
     filler.params = replace(_FILLER, max_tokens=runner.capacity - len(filler.prompt))
     # Several hosts must compile in the same order.
     threads = 1 if jax.process_count() > 1 else min(_MAX_THREADS, os.cpu_count() or 1)
-    with AheadOfTime(runner.programs, threads) as ahead:
+    executables = runner.programs
+    assert isinstance(executables, Executables), "an engine that is ahead of time itself"
+    with AheadOfTime(executables, threads) as ahead:
         names: dict = {}
         for name, _ in _calls(engine, runner.on(ahead), filler):
             names |= {future: name for future in ahead.pending.values() if future not in names}

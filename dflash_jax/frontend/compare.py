@@ -100,7 +100,8 @@ def penalised(raw, params: SamplingParams, prompt: list[int], output: list[int])
     for token, value in params.logit_bias.items():
         x[token] += value
     seen = np.unique(np.array(prompt + output, int))
-    x[seen] = np.where(x[seen] > 0, x[seen] / params.repetition_penalty, x[seen] * params.repetition_penalty)
+    penalty = params.repetition_penalty or 1.0
+    x[seen] = np.where(x[seen] > 0, x[seen] / penalty, x[seen] * penalty)
     counts = np.bincount(np.array(output, int), minlength=len(x))
     return x - params.frequency_penalty * counts - params.presence_penalty * (counts > 0)
 
@@ -117,22 +118,23 @@ def cut_distances(logits, params: SamplingParams):
         infinite without a cut.
     """
     distances = np.full(len(logits), np.inf)
-    if params.temperature == 0:
+    if not params.temperature:
         return distances
+    top_k, min_p = params.top_k or 0, params.min_p or 0.0
+    top_p = 1.0 if params.top_p is None else params.top_p
     x = logits / params.temperature
-
-    if 0 < params.top_k < len(x):
-        last = np.sort(x)[-params.top_k]
+    if 0 < top_k < len(x):
+        last = np.sort(x)[-top_k]
         # The token that defines the cut is at distance 0, but is never cut off.
         distances = np.where(x == last, np.inf, np.abs(x - last))
         x = np.where(x >= last, x, -np.inf)
     weights = np.exp(x - x.max())
-    if params.top_p < 1:
+    if top_p < 1:
         order = np.argsort(weights)
         upto = np.concatenate([[0], np.cumsum(weights[order])])
         above = 1 - upto[np.searchsorted(weights[order], weights, side="right")] / upto[-1]
-        distances = np.minimum(distances, np.where(weights < weights.max(), np.abs(above - params.top_p), np.inf))
-        weights = np.where((above < params.top_p) | (weights == weights.max()), weights, 0)
-    if params.min_p > 0:
-        distances = np.minimum(distances, np.abs(weights - params.min_p))
+        distances = np.minimum(distances, np.where(weights < weights.max(), np.abs(above - top_p), np.inf))
+        weights = np.where((above < top_p) | (weights == weights.max()), weights, 0)
+    if min_p > 0:
+        distances = np.minimum(distances, np.abs(weights - min_p))
     return distances

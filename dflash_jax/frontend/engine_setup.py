@@ -3,7 +3,7 @@
 import jax
 
 from dflash_jax.decoding.state import Settings
-from dflash_jax.engine.config import EngineConfig, prefill_config
+from dflash_jax.engine.config import BlockSize, EngineConfig, prefill_config
 from dflash_jax.models.drafter import DraftWindow
 from dflash_jax.ops.backend import Backend
 from dflash_jax.sampling_params import MAX_LOGPROBS
@@ -12,7 +12,7 @@ from dflash_jax.sampling_params import MAX_LOGPROBS
 BLOCK_SIZES, CPU_BLOCK_SIZES = (1, 8, 16), (1, 4, 8, 16)
 
 
-def compiled_block_sizes(largest: int, block_size: int | str) -> tuple[int, ...]:
+def compiled_block_sizes(largest: int, block_size: BlockSize) -> tuple[int, ...]:
     """Block sizes that are compiled, ascending: the usual ones, the ``largest``, and the LLM's own ``block_size``."""
     usual = CPU_BLOCK_SIZES if jax.default_backend() == "cpu" else BLOCK_SIZES
     fixed = () if block_size == "auto" else (block_size,)

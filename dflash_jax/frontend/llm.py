@@ -8,11 +8,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from math import isnan
 from pathlib import Path
+from typing import cast
 
 import jax
 from tqdm import tqdm
 
 from dflash_jax.engine.compile_cache import enable_disk_cache
+from dflash_jax.engine.config import BlockSize
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.executables import Executables
 from dflash_jax.engine.memory import plan_memory
@@ -64,7 +66,7 @@ class LLM(Prompts):
         draft: str | Path | None = "auto",
         *,
         dtype: str | None = None,
-        block_size: int | str = "auto",
+        block_size: BlockSize = "auto",
         max_block_size: int | None = None,
         slots: int = 32,
         prefix_bytes: int | None = None,
@@ -155,7 +157,7 @@ class LLM(Prompts):
         self,
         prompts: Sequence[str | Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
-        block_size: int | str | None = None,
+        block_size: BlockSize | None = None,
         progress: bool | None = None,
     ) -> list[Completion]:
         """Continues every prompt, as many at a time as there are slots.
@@ -187,7 +189,7 @@ class LLM(Prompts):
         messages: list[dict] | list[list[dict]],
         params: SamplingParams | None = None,
         thinking: bool | None = None,
-        block_size: int | str | None = None,
+        block_size: BlockSize | None = None,
     ) -> list[Completion]:
         """Answers one conversation, or each of several.
 
@@ -197,7 +199,8 @@ class LLM(Prompts):
             thinking: Whether the model thinks first; None leaves that to the template.
             block_size: As for `generate`.
         """
-        several = messages if messages and isinstance(messages[0], list) else [messages]
+        is_several = bool(messages) and isinstance(messages[0], list)
+        several = cast("list[list[dict]]", messages if is_several else [messages])
         return self.generate([self.encode_chat(m, thinking) for m in several], params, block_size)
 
     def stream(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> Iterator[str]:
@@ -209,7 +212,7 @@ class LLM(Prompts):
                 yield piece.text
 
     def pieces(
-        self, prompt: str | Sequence[int], params: SamplingParams | None = None, block_size: int | str | None = None
+        self, prompt: str | Sequence[int], params: SamplingParams | None = None, block_size: BlockSize | None = None
     ) -> Iterator[Piece | Completion]:
         """Yields a `Piece` for every dispatch of one prompt, and its `Completion` at the end.
 
@@ -254,7 +257,7 @@ class LLM(Prompts):
         tokens = sum(len(s.request.tokens) for s in sequences)
         return tokens / max(max(ends) - min(t.ready for t in begun), 1e-9)
 
-    def _sequences(self, prompts, params, block_size: int | str | None = None, **options) -> list[TextSequence]:
+    def _sequences(self, prompts, params, block_size: BlockSize | None = None, **options) -> list[TextSequence]:
         if isinstance(prompts, str):
             raise InputError("prompts must be a list: for one prompt give [prompt]")
         each = list(params) if isinstance(params, (list, tuple)) else [params or SamplingParams()] * len(prompts)

@@ -6,6 +6,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
+from dflash_jax.engine.config import BlockSize
 from dflash_jax.engine.memory import device_memory
 from dflash_jax.engine.model_runner import BATCH_SIZES
 from dflash_jax.errors import InputError
@@ -57,7 +58,7 @@ class LLMConfig:
     target: str | Path | None = None
     draft: str | Path | None = "auto"
     dtype: str | None = None
-    block_size: int | str = "auto"
+    block_size: BlockSize = "auto"
     max_block_size: int | None = None
     slots: int = 32
     prefix_bytes: int | None = None
@@ -112,7 +113,7 @@ class LLMConfig:
 
     @property
     def dtype_name(self) -> str:
-        """ "float32" or "bfloat16"."""
+        """The dtype of the weights, "float32" or "bfloat16"."""
         return self.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
 
     @property

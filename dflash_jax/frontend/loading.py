@@ -4,6 +4,7 @@ import logging
 from dataclasses import dataclass
 from itertools import compress
 from pathlib import Path
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ from dflash_jax.models.packing import pack_weights, unpack_weights
 from dflash_jax.ops.backend import Backend
 from dflash_jax.parallel.sharding import parameter_paths, parameter_specs, place
 
+M = TypeVar("M", Decoder, Drafter, DraftVocabulary)
 log = logging.getLogger("dflash_jax")
 
 DRAFT_TOKENS = "draft_tokens.json"  # In a drafter's directory.
@@ -120,7 +122,7 @@ def load_pair(given: LLMConfig, checkpoint: Checkpoint, backend: Backend) -> tup
     return target, drafter
 
 
-def packed(module, dtype: str):
+def packed(module: M, dtype: str) -> M:
     """``module`` with its weights in the layout that this platform's kernels read fastest."""
     devices = set().union(*(x.sharding.device_set for x in jax.tree.leaves(module)))
     is_wanted = [device.platform for device in devices] == ["cpu"] and dtype == "float32" and module.backend.has_cpp

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from dflash_jax.engine.config import BlockSize
 from dflash_jax.engine.limits import RequestLimits, check_prompt
 from dflash_jax.engine.request import MaskProvider
 from dflash_jax.engine.token_rules import CombinedMasks, ThinkingBudget, TokenRules
@@ -21,7 +22,7 @@ class Prompts:
     config: ModelConfig
     tokenizer: Tokenizer | None
     defaults: SamplingDefaults
-    block_size: int | str
+    block_size: BlockSize
     largest_block: int
     max_len: int
     draft_window: DraftWindow
@@ -59,7 +60,7 @@ class Prompts:
         self,
         prompt: str | Sequence[int],
         params: SamplingParams,
-        block_size: int | str | None = None,
+        block_size: BlockSize | None = None,
         *,
         mask: MaskProvider | None = None,
         budget: ThinkingBudget | None = None,

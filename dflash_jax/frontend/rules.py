@@ -13,7 +13,8 @@ def token_rules(
 ) -> Rules:
     """The `Rules` of a request. Raises InputError for bad words that cannot be encoded."""
     bad_words = _bad_words(params.bad_words, tokenizer)
-    return Rules(params.min_tokens, tuple(stops), bad_words, params.allowed_token_ids, budget)
+    allowed = None if params.allowed_token_ids is None else tuple(params.allowed_token_ids)
+    return Rules(params.min_tokens, tuple(stops), bad_words, allowed, budget)
 
 
 def _bad_words(words: Sequence[str], tokenizer: Tokenizer | None) -> tuple[tuple[int, ...], ...]:
@@ -21,7 +22,9 @@ def _bad_words(words: Sequence[str], tokenizer: Tokenizer | None) -> tuple[tuple
 
     The latter only where they are as many, with another first one.
     """
-    if words and tokenizer is None:
+    if not words:
+        return ()
+    if tokenizer is None:
         raise InputError("bad_words need a tokenizer, and this checkpoint has none: use logit_bias")
     result = []
     for word in words:

@@ -97,7 +97,7 @@ class SamplingDefaults:
         missing = {f.name for f in fields(params) if getattr(params, f.name) is None}
         filled = replace(params, **{k: v for k, v in (neutral | self.values).items() if k in missing})
         # Logits divided by a smaller temperature would overflow; the limit of sampling is greedy.
-        return replace(filled, temperature=0.0) if filled.temperature < 1e-5 else filled
+        return replace(filled, temperature=0.0) if (filled.temperature or 0.0) < 1e-5 else filled
 
     def stops(self, params: SamplingParams, must_end: bool = False) -> list[int]:
         """The token ids that end a text; ``must_end``: with the checkpoint's own even where ignore_eos is set."""

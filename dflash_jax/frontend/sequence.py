@@ -4,6 +4,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from dflash_jax.engine.request import Event, Request
 from dflash_jax.frontend.detokenizer import Detokenizer
@@ -115,7 +116,11 @@ class TextSequence:
                 include_stop=params.include_stop_str_in_output,
                 min_tokens=params.min_tokens,
             )
-        monitor = self._watch if self.text and (streamed or ends or params.stop or params.stop_regex) else None
+        monitor = (
+            partial(self._watch, self.text)
+            if self.text and (streamed or ends or params.stop or params.stop_regex)
+            else None
+        )
         self._ends, self._has_ended = ends, False
         self.request = Request(prompt, params, stops, monitor=monitor, **options)
         self.is_streamed = streamed
@@ -131,19 +136,19 @@ class TextSequence:
         # ended behind each token, and where the token begins.
         self._shown, self._watched = 0, deque()
 
-    def _watch(self, tokens: Sequence[int]) -> int | None:
+    def _watch(self, text: Detokenizer, tokens: Sequence[int]) -> int | None:
         """The request's monitor: decodes new tokens and looks for the end of the text."""
         ends, starts = [], []
         for token in tokens:
-            known = len(self.text.text)
-            starts.append(self.text.push(token) if self._is_shown(token) else self.text.end)
-            ends.append(len(self.text.text))
-            is_end = self._ends is not None and self._ends(self.text.text[known:])
+            known = len(text.text)
+            starts.append(text.push(token) if self._is_shown(token) else text.end)
+            ends.append(len(text.text))
+            is_end = self._ends is not None and self._ends(text.text[known:])
             self._has_ended = is_end and len(self.request.tokens) + len(ends) > self.request.params.min_tokens
-            if self.text.stopped or self._has_ended:
+            if text.stopped or self._has_ended:
                 break
         self._watched.append((ends, starts))
-        return len(ends) if self.text.stopped or self._has_ended else None
+        return len(ends) if text.stopped or self._has_ended else None
 
     def _is_shown(self, token: int) -> bool:
         """Whether a token is part of the text. One that ends it is only where the params ask for that."""
@@ -154,7 +159,7 @@ class TextSequence:
         self.num_tokens += len(event.tokens)
         self.accepted += event.accepted
         self.error = event.error
-        if event.logprobs is not None:
+        if event.logprobs is not None and self.logprobs is not None:
             self.logprobs += event.logprobs
         if event.block_size > 1:
             self.drafts += len(event.accepted)
@@ -216,4 +221,5 @@ class TextSequence:
         timings = Timings(
             times.submitted, times.admitted, times.ready, times.first_token, times.finished, self.compile_s
         )
+        assert r.finish_reason is not None, "the sequence has not ended"
         return Completion(r.prompt, r.tokens, text, r.finish_reason, self.accepted, self.logprobs, timings, r.cached)

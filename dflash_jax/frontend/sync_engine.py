@@ -18,13 +18,18 @@ class Maker(Protocol):
 
     Attributes:
         slots: Slots of an engine, at most.
-        compile_s: Seconds of all compilations so far.
     """
 
     slots: int
-    compile_s: float
 
-    def new_engine(self, programs: Executables, slots: int, capacity: int) -> Engine: ...
+    @property
+    def compile_s(self) -> float:
+        """Seconds of all compilations so far."""
+        ...
+
+    def new_engine(self, programs: Executables, slots: int, capacity: int) -> Engine:
+        """An engine of ``slots`` slots with ``capacity`` positions each."""
+        ...
 
 
 class SyncEngine:
@@ -82,6 +87,8 @@ class SyncEngine:
 
     def step(self) -> None:
         """Runs one step of the engine and delivers its events."""
+        if self.engine is None:
+            return
         try:
             events = self.engine.step()
         except BaseException:

@@ -161,7 +161,7 @@ class Tokenizer:
         It is known for byte-level vocabularies whose normaliser does not shorten the text. NFC composes at most four
         characters into one.
         """
-        if not self._is_byte_level:
+        if self.file is None or not self._is_byte_level:
             return None
         given = json.loads(self.file.read_text(encoding="utf-8"))
         normalizer = given.get("normalizer") or {"type": None}
@@ -272,8 +272,10 @@ class Tokenizer:
 
 
 def _byte_level() -> dict[str, int]:
-    """The 256 bytes by the characters of byte-level vocabularies: printable ones are themselves, the others are
-    characters from U+0100 on, in order."""
+    """The 256 bytes by the characters of byte-level vocabularies.
+
+    Printable bytes are themselves; the others are characters from U+0100 on, in order.
+    """
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [b for b in range(256) if b not in printable]
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}

@@ -1,5 +1,7 @@
 """Packed weights for the C++ kernels: a module with `ops.weights.PackedWeight` in place of arrays, and back."""
 
+from typing import TypeVar
+
 import jax
 import numpy as np
 from flax import nnx
@@ -7,8 +9,10 @@ from flax import nnx
 from dflash_jax.ops.weights import PackedWeight, is_packed
 from dflash_jax.parallel.sharding import parameter_attribute
 
+M = TypeVar("M", bound=nnx.Module)
 
-def pack_weights(module: nnx.Module) -> nnx.Module:
+
+def pack_weights(module: M) -> M:
     """A float32 module of one CPU with packed weights.
 
     Args:
@@ -31,6 +35,6 @@ def pack_weights(module: nnx.Module) -> nnx.Module:
     return jax.tree.unflatten(structure, leaves)
 
 
-def unpack_weights(module: nnx.Module) -> nnx.Module:
+def unpack_weights(module: M) -> M:
     """The module with float32 arrays in place of packed weights: undoes `pack_weights`."""
     return jax.tree.map(lambda x: x.dense() if isinstance(x, PackedWeight) else x, module, is_leaf=is_packed)

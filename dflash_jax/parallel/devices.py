@@ -7,9 +7,15 @@ from dflash_jax.errors import InputError
 
 @dataclass(frozen=True)
 class Device:
-    """``memory`` in bytes, as CUDA or the TPU's driver reports it (of GPUs in GiB the least that users of PyTorch have
-    seen, for it changes with the driver); ``bandwidth`` in bytes per second, as the maker states it; ``kind``: how
-    JAX's device_kind begins; ``capability``: 10 times the CUDA compute capability, None for TPUs."""
+    """An accelerator.
+
+    Attributes:
+        kind: How JAX's device_kind begins.
+        memory: Bytes, as CUDA or the TPU's driver reports them. The driver's version changes them: a figure in GiB is
+            the least that users of PyTorch have seen.
+        bandwidth: Bytes per second, as the maker states them.
+        capability: 10 times the CUDA compute capability; None for TPUs.
+    """
 
     kind: str
     memory: int
@@ -18,7 +24,7 @@ class Device:
 
     @property
     def platform(self) -> str:
-        """As `jax.default_backend` has it."""
+        """The platform, as `jax.default_backend` names it."""
         return "tpu" if self.kind.startswith("TPU") else "gpu"
 
 
@@ -38,13 +44,21 @@ DEVICES = {
 
 
 def device_name(kind: str) -> str | None:
-    """The name here of a JAX device_kind."""
+    """The name in `DEVICES` of a JAX device_kind; None for an unknown one."""
     return next((name for name, device in DEVICES.items() if kind.startswith(device.kind)), None)
 
 
 def mesh_for(meshes: dict[str, str], kind: str, count: int) -> str:
-    """Of meshes by machine, such as "b200x8", the largest that fits ``count`` devices of a JAX device_kind; one device
-    where none does."""
+    """The mesh of a system on a machine.
+
+    Args:
+        meshes: Mesh by machine, such as "b200x8".
+        kind: JAX's device_kind.
+        count: Devices.
+
+    Returns:
+        The largest mesh that fits; "", one device, where none does.
+    """
     name, best = device_name(kind), (0, "")
     for machine, mesh in meshes.items():
         device, _, size = machine.partition("x")
@@ -54,6 +68,7 @@ def mesh_for(meshes: dict[str, str], kind: str, count: int) -> str:
 
 
 def check_meshes(meshes, where: str) -> None:
+    """Raises InputError for a mesh table of a wrong form; the message begins with ``where``."""
     for machine, mesh in meshes.items():
         if not machine.rpartition("x")[2].isdecimal() or not isinstance(mesh, str):
             raise InputError(f'{where}: mesh {machine} = {mesh!r} must be like b200x8 = "tensor=8"')

@@ -7,15 +7,21 @@ from dflash_jax.errors import InputError
 
 
 def start() -> None:
-    """Joins this process to the others: Slurm, Open MPI, Kubernetes and TPU pods are recognised by JAX itself;
-    elsewhere JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID say who is who."""
+    """Joins this process to the others.
+
+    JAX recognises Slurm, Open MPI, Kubernetes and TPU pods by itself. Elsewhere JAX_COORDINATOR_ADDRESS,
+    JAX_NUM_PROCESSES and JAX_PROCESS_ID identify the processes.
+
+    Raises:
+        InputError: No cluster is recognised.
+    """
     import jax
 
     # GPUs and TPUs have collectives of their own.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     try:
-        options = {k: int(os.environ[f"JAX_{k.upper()}"]) for k in ("num_processes", "process_id") if _given(k)}
-        jax.distributed.initialize(**options)
+        num_processes, process_id = _count("JAX_NUM_PROCESSES"), _count("JAX_PROCESS_ID")
+        jax.distributed.initialize(num_processes=num_processes, process_id=process_id)
     except (ValueError, RuntimeError) as e:
         reason = " ".join(str(e).split()) or type(e).__name__
         raise InputError(
@@ -24,8 +30,10 @@ def start() -> None:
         ) from None
 
 
-def _given(name: str) -> bool:
-    return f"JAX_{name.upper()}" in os.environ
+def _count(name: str) -> int | None:
+    """An environment variable as a number; None where it is not set."""
+    value = os.environ.get(name)
+    return None if value is None else int(value)
 
 
 def is_first() -> bool:

@@ -27,7 +27,11 @@ DATA = "data"
 
 @dataclass(frozen=True)
 class AxisSharding:
-    """How one dimension is cut over mesh axes; the collectives that join it again. Empty: not at all."""
+    """How one dimension is cut over mesh axes, and the collectives that join its parts again.
+
+    Attributes:
+        axes: The mesh axes; empty for a dimension that is not cut.
+    """
 
     axes: Axes = ()
 
@@ -109,7 +113,13 @@ def factors(n: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the mesh, and the table: what each kind of dimension is cut over."""
+    """Sizes of the mesh, and over which axes each kind of dimension is cut.
+
+    Attributes:
+        data: Shards of the batch.
+        expert: Devices among which experts are divided.
+        tensor: Devices among which heads and features are divided.
+    """
 
     data: int = 1
     expert: int = 1
@@ -117,7 +127,11 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str) -> "Layout":
-        """From ``data=2,tensor=4``."""
+        """A layout from text such as ``data=2,tensor=4``.
+
+        Raises:
+            InputError: An axis is unknown, is given twice, or has no size.
+        """
         sizes: dict[str, int] = {}
         for part in filter(None, text.replace(" ", "").split(",")):
             name, _, size = part.partition("=")
@@ -135,6 +149,7 @@ class Layout:
 
     @property
     def devices(self) -> int:
+        """Number of devices."""
         return self.data * self.expert * self.tensor
 
     @property
@@ -146,7 +161,11 @@ class Layout:
         return named
 
     def mesh(self, devices=None) -> Mesh:
-        """Over ``devices``, or the first of those that are there. Raises InputError where there are too few."""
+        """A mesh over ``devices``, by default the first of this machine's.
+
+        Raises:
+            InputError: There are too few devices.
+        """
         devices = jax.devices() if devices is None else list(devices)
         if len(devices) < self.devices:
             raise InputError(f"mesh {self} needs {self.devices} devices: there are {len(devices)}")
@@ -166,12 +185,13 @@ class Layout:
         return tuple(taken)
 
     def parts(self, cut: AxisSharding) -> int:
+        """Number of parts of a cut dimension."""
         return math.prod(self.sizes[a] for a in cut.axes)
 
     # The table.
 
     def wide(self, size: int) -> AxisSharding:
-        """Vocabulary, features of an MLP, KV heads, key heads of Gated DeltaNet: over all devices of a row."""
+        """Vocabulary, features of an MLP, KV heads, key heads of Gated DeltaNet: over all devices of a data shard."""
         return AxisSharding(self._prefix(size, "tensor", "expert"))
 
     def heads(self, heads: int, kv_heads: int) -> AxisSharding:
@@ -180,12 +200,18 @@ class Layout:
         return self.wide(heads) if self.parts(kv) == kv_heads else kv
 
     def experts(self, experts: int) -> AxisSharding:
+        """Experts of a mixture.
+
+        Raises:
+            InputError: They cannot be divided among the devices.
+        """
         cut = AxisSharding(self._prefix(experts, "expert"))
         if self.parts(cut) != self.expert:
             raise InputError(f"{experts} experts cannot be divided among expert={self.expert} devices")
         return cut
 
     def expert_features(self, size: int) -> AxisSharding:
+        """Features inside an expert."""
         return AxisSharding(self._prefix(size, "tensor"))
 
 
@@ -208,8 +234,14 @@ def spec(*cuts: AxisSharding | str | None) -> PartitionSpec:
 
 
 def parameter_attribute(module, what: str, default, is_leaf: Callable | None = None):
-    """One a leaf of ``module``: what the part that owns it says of it in the table that its method ``what`` gives,
-    parameter → something; ``default`` where it says nothing."""
+    """An attribute of each parameter, in the order of the leaves.
+
+    Args:
+        module: The module.
+        what: A method of the parts that own parameters; it returns a table from parameter to attribute.
+        default: The attribute of a parameter that no table has.
+        is_leaf: As for `jax.tree.leaves`.
+    """
     found = []
     for path in parameter_paths(module, is_leaf):
         owner, name = module, path.split(".")
@@ -222,8 +254,10 @@ def parameter_attribute(module, what: str, default, is_leaf: Callable | None = N
 
 
 def parameter_specs(module) -> list[PartitionSpec]:
-    """One a leaf of ``module``: a part that cuts its parameters has ``shardings()``, parameter → how its
-    dimensions are cut."""
+    """The PartitionSpec of each parameter, in the order of the leaves.
+
+    A part that cuts its parameters has ``shardings()``: a table from parameter to the cuts of its dimensions.
+    """
     return [spec(*cuts) for cuts in parameter_attribute(module, "shardings", ())]
 
 

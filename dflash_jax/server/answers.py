@@ -60,7 +60,7 @@ def timings(sequences: Sequence[TextSequence], now: float) -> dict:
         ``decode_s``, seconds from the end of the first prefill to the last token; ``tokens_per_s``, new tokens per
         second of that time.
     """
-    started = [r.request.times for r in sequences if r.request.times is not None]
+    started = [r.request.times for r in sequences if r.request.times.is_submitted]
     times = [t for t in started if not isnan(t.first_token)]
     if not times:
         return {"decode_s": 0.0, "tokens_per_s": 0.0}

@@ -10,11 +10,13 @@ import contextlib
 import re
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Hashable
+from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 from starlette.requests import Request
 
 from dflash_jax.server.errors import ApiError, ClientGoneError
+from dflash_jax.server.limits import Limits
 
 STEP_BYTES = 2**19
 # A body up to this size, with the memory of its values, is read even when other bodies have taken all memory.
@@ -103,33 +105,33 @@ def check_type(headers: dict[bytes, bytes]) -> None:
         raise ApiError(415, f"{says}: send JSON, with Content-Type: application/json")
 
 
-class BodyLimits(Protocol):
-    """Limits of bodies, as `Limits` has them."""
-
-    body_bytes: int
-    total_body_bytes: int
-    values: int
-    objects: int
-
-
 class BodyTable(Protocol):
     """Counts of all bodies of a server; `Serving` implements it.
 
     Attributes:
         arriving: Bodies that are being received.
-        large_bodies: Held while a large body is counted.
-        limits: Limits of one body and of all bodies.
-        capacity: Positions of a slot.
         body_bytes: Bytes of all bodies in memory.
         client_body_bytes: Bytes of the bodies of each client.
     """
 
     arriving: set["Body"]
-    large_bodies: asyncio.Semaphore | asyncio.Lock
-    limits: BodyLimits
-    capacity: int
     body_bytes: int
     client_body_bytes: Counter
+
+    @property
+    def capacity(self) -> int:
+        """Positions of a slot."""
+        ...
+
+    @property
+    def limits(self) -> Limits:
+        """Limits of one body and of all bodies."""
+        ...
+
+    @property
+    def large_bodies(self) -> AbstractAsyncContextManager:
+        """Held while a large body is counted."""
+        ...
 
     async def turn(self) -> None:
         """See `Serving.turn`."""

@@ -39,9 +39,10 @@ def tool_constraint(serving: Serving, body: chat_schema.ChatRequest, xml: bool) 
     elif isinstance(choice, chat_schema.AllowedToolsChoice):
         names = [tool.function.name for tool in choice.allowed_tools.tools]
         tools, optional = _named(tools, names, "tool_choice.allowed_tools.tools"), choice.allowed_tools.mode == "auto"
-    if serving.grammar is None:
+    tokenizer = serving.llm.tokenizer
+    if serving.grammar is None or tokenizer is None:
         raise ApiError(400, "tool_choice needs a tokenizer.json, and this checkpoint has none", "tool_choice")
-    start, end = (tag_in_lark(serving.llm.tokenizer, tag) for tag in (START, END))
+    start, end = (tag_in_lark(tokenizer, tag) for tag in (START, END))
     calls = {"tools": tools, "most": 8 if several else 1, "xml": xml, "start": start, "end": end, "optional": optional}
     return Constraint("calls", calls, "tools")
 

@@ -2,6 +2,7 @@
 
 import time
 from contextlib import aclosing
+from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -44,7 +45,9 @@ async def prepare_batch(
     """
     check(serving, body)
     # The fields are validated already.
-    bodies = [chat_schema.ChatRequest.model_construct(**dict(body) | {"messages": given}) for given in body.messages]
+    fields: dict[str, Any] = dict(body)
+    each_fields = [fields | {"messages": given} for given in body.messages]
+    bodies = [chat_schema.ChatRequest.model_construct(None, **given) for given in each_fields]
     talks, sequences = [], []
     for i, each in enumerate(bodies):
         try:

@@ -62,20 +62,21 @@ class CompilationQueue:
         """
         if self._freed is None:
             self._freed = asyncio.Event()
+        freed = self._freed
         self._queued += 1
         try:
             if self._queued > self._limits.waiting + self._limits.compilations:
                 raise ApiError(503, f"{self._queued} texts' forms are being compiled: try again later")
             while self._running >= self._limits.compilations:
-                self._freed.clear()
+                freed.clear()
                 oldest = min(self.compiling, key=lambda p: p.began, default=None)
                 left = self._limits.sure_s if oldest is None else oldest.began + self._limits.sure_s - time.monotonic()
-                if left <= 0:
+                if oldest is not None and left <= 0:
                     oldest.kill("the server compiles the forms of other texts: try again later")
                     await asyncio.sleep(0.01)
                     continue
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._freed.wait(), left)
+                    await asyncio.wait_for(freed.wait(), left)
             self._running += 1
         finally:
             self._queued -= 1
@@ -83,4 +84,4 @@ class CompilationQueue:
             yield
         finally:
             self._running -= 1
-            self._freed.set()
+            freed.set()

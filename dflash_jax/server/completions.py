@@ -194,10 +194,13 @@ async def stream_chunks(
     )
     openings: list[Opening | None] = [None] * len(sequences)
     async for i, piece in serving.merged(sequences):
-        begin, is_first = Opening("", [], []), openings[i] is None
-        if is_first:
-            begin = openings[i] = await offload(len(sequences[i].request.prompt), opening, serving, body, sequences[i])
-        text = piece.text if is_new else ""
+        opened, begin = openings[i], Opening("", [], [])
+        is_first = opened is None
+        if opened is None:
+            opened = begin = openings[i] = await offload(
+                len(sequences[i].request.prompt), opening, serving, body, sequences[i]
+            )
+        offset, text = len(opened.text), piece.text if is_new else ""
         choice = {"index": i, "text": begin.text + text, "logprobs": None}
         choice["finish_reason"] = piece.finish_reason if is_new else "length"
         if choice["finish_reason"]:
@@ -213,9 +216,9 @@ async def stream_chunks(
             if stream_options.include_timings and stream_options.continuous_usage_stats:
                 value["timings"] = timings(sequences, serving.clock)
 
-        def build(i=i, piece=piece, begin=begin, is_first=is_first, choice=choice, value=value) -> dict:
+        def build(i=i, piece=piece, begin=begin, offset=offset, is_first=is_first, choice=choice, value=value) -> dict:
             entries = piece.logprobs or [] if is_new else []
-            starts = [len(openings[i].text) + start for start in piece.starts] if is_new else []
+            starts = [offset + start for start in piece.starts] if is_new else []
             choice["logprobs"] = logprobs_of(serving, body, [*begin.entries, *entries], [*begin.starts, *starts])
             if is_first:
                 given = prompt_fields(serving, body, sequences[i])

@@ -1,5 +1,6 @@
 """The open connections of a server, and which of them is closed for a new one."""
 
+from asyncio import Transport
 from collections import OrderedDict
 from itertools import islice
 from typing import Protocol
@@ -11,15 +12,17 @@ MOST_LOOKS = 64
 
 
 class Connection(Protocol):
-    """What the table needs of a connection.
+    """What the table needs of a connection."""
 
-    Attributes:
-        transport: It has ``abort``.
-        is_unread: Whether an answer waits for the client to read it.
-    """
+    @property
+    def transport(self) -> Transport:
+        """The connection below."""
+        ...
 
-    transport: object
-    is_unread: bool
+    @property
+    def is_unread(self) -> bool:
+        """Whether an answer waits for the client to read it."""
+        ...
 
 
 class ConnectionTable:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from dflash_jax.frontend.tokenizer import Tokenizer
 from dflash_jax.server.grammar_walk import GrammarTokens
@@ -24,15 +25,15 @@ class Constraint:
     """
 
     kind: str
-    value: object
+    value: Any
     field: str
 
 
 def grammar_tokens(tokenizer: Tokenizer, vocab: int, stop_ids: Sequence[int]) -> GrammarTokens:
     """A checkpoint's tokens as grammars need them. The tokenizer must have a file."""
     blanks = [i for n in (1, 2) for i in tokenizer.encode_plain("\n" * n)]
-    tags = (tuple(tokenizer.encode_plain(tag)) for tag in (OPEN, CLOSE))
-    return GrammarTokens(str(tokenizer.file), vocab, tuple(stop_ids), *tags, tuple(blanks))
+    open_ids, close_ids = (tuple(tokenizer.encode_plain(tag)) for tag in (OPEN, CLOSE))
+    return GrammarTokens(str(tokenizer.file), vocab, tuple(stop_ids), open_ids, close_ids, tuple(blanks))
 
 
 def tag_in_lark(tokenizer: Tokenizer, tag: str) -> str:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.sequence import Piece, TextSequence
@@ -119,8 +120,8 @@ class Parser:
     def _allowed_calls(self, calls: list[CallDelta]) -> list[CallDelta]:
         return [call for call in calls if call.index == 0] if self._has_one_call else calls
 
-    def reason(self, sequence: TextSequence) -> str:
-        """OpenAI's finish_reason of a sequence."""
+    def reason(self, sequence: TextSequence) -> str | None:
+        """OpenAI's finish_reason of a sequence; None while it has not ended."""
         called = self._tools is not None and self._tools.count
         return "tool_calls" if called and sequence.request.finish_reason == "stop" else sequence.request.finish_reason
 
@@ -197,7 +198,7 @@ def as_template(messages: Sequence[chat_schema.Message]) -> list[dict]:
     """Messages in the form that chat templates read."""
     converted = []
     for i, m in enumerate(messages):
-        message = {
+        message: dict[str, Any] = {
             "role": "system" if m.role == "developer" else m.role,
             "content": text_of(m.refusal if m.content is None else m.content, f"messages[{i}]"),
         }
@@ -294,10 +295,10 @@ async def converse(
     Raises:
         ApiError: The template refuses the conversation, or it is too long.
     """
-    tokenizer = serving.llm.tokenizer
-    if tokenizer is None:
+    tokenizer, templates = serving.llm.tokenizer, serving.templates
+    if tokenizer is None or templates is None:
         raise ApiError(400, "this checkpoint has no tokenizer, so it has no chat template: use token ids", "messages")
-    if len(tools or ()) > serving.limits.tools:
+    if tools is not None and len(tools) > serving.limits.tools:
         raise ApiError(400, f"{len(tools)} tools: at most {serving.limits.tools} are possible", "tools")
     for i, tool in enumerate(tools or ()):
         check_parameters(tool.function.parameters or {}, f"tools[{i}].function.parameters")
@@ -305,7 +306,7 @@ async def converse(
     _check_arguments(messages, serving.limits.values)
     options, conversation = template_options(serving, body, messages), as_template(messages)
     try:
-        text = await serving.templates.render(conversation, given, **options)
+        text = await templates.render(conversation, given, **options)
         is_truncated = isinstance(body, chat_schema.ChatRequest) and body.truncate_prompt_tokens is not None
         ids = await serving.texts.encode(text, "messages", is_truncated=is_truncated)
         # Not checked for length: the prompt may be truncated later.

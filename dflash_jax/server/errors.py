@@ -7,6 +7,7 @@ import json
 import logging
 import uuid
 from collections.abc import Mapping
+from typing import Any, cast
 
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
@@ -36,6 +37,8 @@ class ApiError(HTTPException):
         param: The field that the error is about.
         headers: Further headers of the answer.
     """
+
+    headers: Mapping[str, str] | None
 
     def __init__(self, status: int, message: str, param: str | None = None):
         super().__init__(status, message)
@@ -121,14 +124,14 @@ def field_name(path: tuple) -> str | None:
     return name or None
 
 
-def _path(error: dict, body) -> tuple:
+def _path(error: dict, body: Any) -> tuple:
     """The path of an error in the body, without pydantic's names of a union's branches."""
     path, parts = [], error["loc"][1:]
     for i, part in enumerate(parts):
         is_key = isinstance(body, dict) and isinstance(part, str) and part in body
         is_index = isinstance(body, list) and isinstance(part, int) and part < len(body)
         if is_key or is_index:
-            body = body[part]
+            body = cast("Any", body)[part]
         elif error["type"] != "missing" or i < len(parts) - 1:
             continue
         path.append(part)
@@ -166,7 +169,7 @@ def from_validation_error(error: RequestValidationError) -> ApiError:
     elif first["type"] in ("missing", "union_tag_not_found"):
         reason = "is missing"
     elif all(kinds):
-        reason = f"must be {' or '.join(dict.fromkeys(kinds))}"
+        reason = f"must be {' or '.join(dict.fromkeys(map(str, kinds)))}"
     else:
         message = first["msg"].removeprefix("Value error, ")
         return ApiError(400, f"{param or 'body'}: {message[0].lower()}{message[1:]}", param)

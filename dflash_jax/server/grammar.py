@@ -111,8 +111,10 @@ class GrammarMask:
             InputError: The process has ended, is too slow or refuses a token.
         """
         tokens, limits = self._processes.tokens, self._processes.limits
+        process = self._process
+        assert process is not None, "answer without ask"
         try:
-            payload = self._process.wait(timeout_s)
+            payload = process.wait(timeout_s)
         except EOFError:
             raise InputError(self._end_reason()) from None
         if payload is None:
@@ -254,6 +256,7 @@ class GrammarProcesses:
     async def _compiled(self, key: str, constraint: Constraint) -> Grammar:
         async with self._queue.place():
             grammar = await self._attempt(constraint) or await self._attempt(constraint, is_last=True)
+        assert grammar is not None, "the last attempt raises"
         self._keep(key, grammar)
         return grammar
 
@@ -336,6 +339,6 @@ class GrammarProcesses:
                     self.end(process)
             sizes = memory.sizes([process for process in processes if process.pid is not None])
             if sum(sizes.values()) > self.limits.total_bytes:
-                largest = max(sizes, key=sizes.get)
+                largest = max(sizes, key=lambda process: sizes[process])
                 log.warning("structured output takes %d MiB: ending the largest process", sum(sizes.values()) >> 20)
                 largest.kill(f"all structured output together needs more than {self.limits.total_bytes >> 20} MiB")

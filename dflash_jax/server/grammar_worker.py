@@ -15,6 +15,7 @@ Frames of JSON go in; frames of JSON or masks come out.
 
 import json
 import os
+from typing import Any
 
 from dflash_jax.errors import InputError
 from dflash_jax.server.grammar_walk import GrammarTokens, GrammarWalk
@@ -39,7 +40,8 @@ def main() -> None:
     os.nice(NICENESS)
     frames = Frames(control)
     fields = frames.read()
-    tokens = GrammarTokens(**{key: tuple(v) if isinstance(v, list) else v for key, v in fields.items()})
+    arguments: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in fields.items()}
+    tokens = GrammarTokens(**arguments)
     tokens.load()
     frames.send(str(os.getpid()).encode())
     fork_for_each(control, lambda frames: _compile(tokens, frames))

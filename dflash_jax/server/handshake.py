@@ -5,7 +5,7 @@ asyncio would finish a handshake before the HTTP protocol sees the connection, s
 
 import asyncio
 import ssl
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 # asyncio's limit for closing a TLS connection. It counts from the start of closing however fast the client reads, so
 # the limits of the HTTP protocol apply instead.
@@ -27,7 +27,7 @@ class HttpProtocol(Protocol):
     table: Any
     limits: Any
     loop: asyncio.AbstractEventLoop
-    raw_transport: asyncio.Transport
+    raw_transport: asyncio.Transport | None
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         """Takes over the connection behind the handshake."""
@@ -83,7 +83,8 @@ class TlsHandshake(asyncio.Protocol):
         if self._has_ended or transport is None:
             self.transport.abort()
             return
-        transport.set_protocol(http)
+        # It is one by its methods.
+        transport.set_protocol(cast("asyncio.Protocol", http))
         http.raw_transport = self.transport
         http.connection_made(transport)
         if self._early:

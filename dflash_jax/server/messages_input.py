@@ -1,6 +1,7 @@
 """Requests to ``/v1/messages`` as chat requests."""
 
 from collections.abc import Sequence
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
@@ -15,7 +16,7 @@ BLOCKS = {
     "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
 }
 
-CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+CHOICES: dict[str, Literal["auto", "required", "none"]] = {"auto": "auto", "any": "required", "none": "none"}
 
 
 def as_messages(body: CountTokensRequest) -> list[dict]:
@@ -71,7 +72,8 @@ def _user(turn: TurnMessage, where: str) -> list[dict]:
             messages.append({"role": turn.role, "content": "".join(texts)})
             texts.clear()
 
-    for i, block in enumerate(turn.content):
+    blocks = [block for block in turn.content if not isinstance(block, str)]
+    for i, block in enumerate(blocks):
         at = f"{where}[{i}]"
         _check_type(block, turn.role, at)
         if block.type == "tool_result":
@@ -104,7 +106,7 @@ def _assistant(blocks: Sequence[Block], where: str) -> dict:
             function = {"name": _required(block, "name", at), "arguments": _required(block, "input", at)}
             calls.append({"id": _required(block, "id", at), "type": "function", "function": function})
         # A redacted thought is encrypted, and is left out.
-    message = {"role": "assistant", "content": "".join(texts)}
+    message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
     if thoughts:
         message["reasoning_content"] = "\n".join(thoughts)
     if calls:
@@ -121,10 +123,12 @@ def _tool(tool: MessagesTool, where: str) -> chat_schema.Tool:
     return chat_schema.Tool(type="function", function=chat_schema.Function(**function, strict=tool.strict))
 
 
-def _tool_choice(body: CountTokensRequest):
+def _tool_choice(body: CountTokensRequest) -> chat_schema.ToolChoice | None:
     choice = body.tool_choice
-    if choice is None or choice.type != "tool":
-        return choice and CHOICES[choice.type]
+    if choice is None:
+        return None
+    if choice.type != "tool":
+        return CHOICES[choice.type]
     if choice.name is None:
         raise ApiError(400, "tool_choice.name is missing", "tool_choice.name")
     return chat_schema.NamedTool(type="function", function=chat_schema.FunctionName(name=choice.name))

@@ -94,7 +94,7 @@ def stop_fields(sequence: TextSequence, parser: Parser) -> dict:
     """Why an answer ended."""
     # The interface has no reason for an aborted answer; max_tokens is the nearest.
     reasons = {"length": "max_tokens", "abort": "max_tokens", "tool_calls": "tool_use"}
-    reason, matched = reasons.get(parser.reason(sequence), "end_turn"), None
+    reason, matched = reasons.get(parser.reason(sequence) or "", "end_turn"), None
     if isinstance(sequence.matched, str):
         reason, matched = "stop_sequence", sequence.matched
     return {"stop_reason": reason, "stop_sequence": matched}

@@ -4,6 +4,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
+from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -77,7 +78,7 @@ async def prepare_generation(
         named = [named] * len(prompts)
     named = _each(named, len(prompts), "token_ids_logprob")
     for i, (prompt, sampling) in enumerate(zip(prompts, each, strict=True)):
-        sampling = sampling or native_schema.NativeSampling()
+        sampling = sampling or native_schema.NativeSampling.model_validate({})
         n = prepare.check_counts(serving, sampling, len(prompts))
         ids = await serving.texts.prompt(prompt, "text" if isinstance(prompt, str) else "input_ids")
         is_new = sampling.max_new_tokens != 0
@@ -142,7 +143,7 @@ def answer(
     token_ids, logprobs = (sequence.token_ids, sequence.logprobs or []) if requested.is_new else ([], [])
     if not requested.is_new and ended == "stop":
         ended = "length"
-    reason = ended and {"type": ended}
+    reason: dict[str, Any] = {"type": ended} if ended else {}
     if ended == "length":
         reason["length"] = request.params.max_tokens if requested.is_new else 0
     elif ended == "stop":
@@ -185,7 +186,7 @@ def _logprobs(side: str, tokenizer, entries: list[dict], body: native_schema.Gen
         text = token_text(tokenizer, token)[0] if body.return_text_in_logprobs else None
         return [None if value is None else finite(value), token, text]
 
-    fields = {f"{side}_token_logprobs": [triple(e["token_id"], e["logprob"]) for e in entries]}
+    fields: dict[str, list] = {f"{side}_token_logprobs": [triple(e["token_id"], e["logprob"]) for e in entries]}
     for kind, is_wanted, name in (
         ("top", body.top_logprobs_num, f"{side}_top_logprobs"),
         ("named", body.token_ids_logprob, f"{side}_token_ids_logprobs"),

@@ -87,7 +87,7 @@ async def tokenize(http: Request, body: chat_schema.TokenizeRequest):
     if body.messages is not None:
         ids = (await while_connected(http, converse(serving, body.messages, body.tools, body))).prompt
     else:
-        work = serving.texts.encode(body.prompt, "prompt", special=body.add_special_tokens)
+        work = serving.texts.encode(body.prompt or "", "prompt", special=body.add_special_tokens)
         ids = await while_connected(http, work)
     names = [tokenizer.token(i) for i in ids] if body.return_token_strs else None
     return JsonResponse({"count": len(ids), "max_model_len": serving.capacity, "tokens": ids, "token_strs": names})

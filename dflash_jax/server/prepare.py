@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 
+from dflash_jax.engine.config import BlockSize
 from dflash_jax.engine.token_rules import ThinkingBudget
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.sequence import TextSequence
@@ -267,7 +268,7 @@ async def sequences(
     params: SamplingParams,
     n: int,
     *,
-    block_size: int | str | None = None,
+    block_size: BlockSize | None = None,
     priority: int = 0,
     grammar: Grammar | None = None,
     thought: str = "none",
@@ -303,16 +304,16 @@ async def sequences(
         # Clients send token ids of another model. vLLM and SGLang accept them, too.
         note(f"stop_token_ids: {outside[0]} is out of vocabulary, and never ends a text")
         params = replace(params, stop_token_ids=tuple(i for i in params.stop_token_ids if i < vocabulary))
-    if budget is not None and thought != "none":
+    if budget is not None and thought != "none" and serving.llm.tokenizer is not None:
         encode = serving.llm.tokenizer.encode_plain
         blank, tags = tuple(i for n in (1, 2) for i in encode("\n" * n)), (tuple(encode(OPEN)), tuple(encode(CLOSE)))
         # As in vLLM and SGLang, the part of the thought in the prompt counts.
         used = (open_thought(prompt, *tags) or 0) if thought == "open" else 0
         options["budget"] = ThinkingBudget(max(0, budget - used), *tags, thought == "open", blank)
-    prepared = []
+    prepared, first_seed = [], params.seed or 0
     for i in range(n):
         mask = None if grammar is None else grammar.mask(thought)
-        choice_params = replace(params, seed=(params.seed + i) % SEEDS)
+        choice_params = replace(params, seed=(first_seed + i) % SEEDS)
         try:
             prepared.append(
                 track(serving.llm.new_sequence(prompt, choice_params, block_size, mask=mask, ends=ends(), **options))

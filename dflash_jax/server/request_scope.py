@@ -55,5 +55,5 @@ async def while_connected(http: HttpRequest, work: Awaitable):
 
 def untrack(sequence: TextSequence) -> None:
     """Ends the tracking of a sequence, which the engine now has."""
-    if sequence in (sequences := _prepared.get() or ()):
+    if sequence in (sequences := _prepared.get() or []):
         sequences.remove(sequence)

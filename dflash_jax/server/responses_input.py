@@ -1,6 +1,7 @@
 """Requests to ``/v1/responses`` as chat requests."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from dflash_jax.server import chat_schema, responses_schema, schema
 from dflash_jax.server.conversation import text_of
@@ -35,7 +36,7 @@ def as_messages(instructions: str | None, items: Sequence[responses_schema.Input
     Raises:
         ApiError: An item is invalid.
     """
-    messages = [{"role": "system", "content": instructions}] if instructions else []
+    messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
     # Errors name items of the input: earlier items were valid in their own request.
     for i, item in enumerate(items, -earlier):
         where, more = f"input[{i}]", item.model_extra or {}

@@ -1,6 +1,7 @@
 """Answers of ``/v1/responses``: the response object, its items, and the events that report them."""
 
 import uuid
+from collections.abc import Sequence
 
 from dflash_jax.frontend.sequence import TextSequence
 from dflash_jax.server import responses_schema
@@ -62,7 +63,7 @@ class Output:
     def _event(self, kind: str, **values) -> dict:
         return {"type": kind, "item_id": self.items[-1]["id"], "output_index": len(self.items) - 1, **values}
 
-    def _open(self, kind: str, call=None) -> list[dict]:
+    def _open(self, kind: str, call: CallDelta | None = None) -> list[dict]:
         if self._kind == kind and call is None:
             return []
         events = self.close()
@@ -74,6 +75,7 @@ class Output:
             part = {"type": "reasoning_text", "text": ""}
             item = {"id": _id("rs"), "type": kind, "summary": [], "status": "in_progress", "content": []}
         else:
+            assert call is not None, kind
             item = {"id": _id("fc"), "type": kind, "call_id": call.id, "name": call.name, "arguments": ""}
             item["status"] = "in_progress"
         self.items.append(item)
@@ -85,7 +87,7 @@ class Output:
             events.append(self._event("response.content_part.added", content_index=0, part=dict(part)))
         return events
 
-    def _grow(self, kind: str, text: str, logprobs: list[dict] = ()) -> list[dict]:
+    def _grow(self, kind: str, text: str, logprobs: Sequence[dict] = ()) -> list[dict]:
         part = self.items[-1]["content"][0]
         part["text"] += text
         more = {}

@@ -7,7 +7,6 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass
 
 from dflash_jax.engine.request import Event
 from dflash_jax.engine.service import AsyncEngine
@@ -18,6 +17,7 @@ from dflash_jax.server.body import Body
 from dflash_jax.server.constraint import grammar_tokens
 from dflash_jax.server.errors import ApiError, TooLongError
 from dflash_jax.server.grammar import GrammarProcesses
+from dflash_jax.server.limits import DEFAULT_LIMITS, Limits
 from dflash_jax.server.metrics import Metrics
 from dflash_jax.server.observe import observe_sequence
 from dflash_jax.server.request_scope import untrack
@@ -29,39 +29,6 @@ from dflash_jax.server.texts import Texts
 ANY_MODEL = "default"
 # Items of a conversation that are parsed or written in one step.
 STEP_ITEMS = 512
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Limits of one HTTP request.
-
-    Attributes:
-        body_bytes: Bytes of its body.
-        total_body_bytes: Bytes of the bodies of all requests in flight.
-        values: Values in lists and objects of its body, or twice the capacity where that is more.
-        objects: Objects in its body.
-        choices: Choices of a prompt.
-        prompts: Prompts of a request.
-        stops: Stop strings.
-        stop_characters: Characters of a stop string.
-        tools: Tools of a conversation.
-        logprobs: Log-probabilities of a token.
-        unknown_fields: How unknown fields are treated: "refuse" or "warn".
-        trust_request_chat_template: Whether requests may bring a chat template.
-    """
-
-    body_bytes: int = 10 * 2**20
-    total_body_bytes: int = 2**30
-    values: int = 2**18
-    objects: int = 2**13
-    choices: int = 16
-    prompts: int = 128
-    stops: int = 16
-    stop_characters: int = 256
-    tools: int = 128
-    logprobs: int = 20
-    unknown_fields: str = "refuse"
-    trust_request_chat_template: bool = False
 
 
 class _Spacing:
@@ -123,7 +90,7 @@ class Serving:
         llm: LLM,
         engine: AsyncEngine,
         names: Sequence[str],
-        limits: Limits = Limits(),
+        limits: Limits = DEFAULT_LIMITS,
         info=None,
         response_store: ResponseStore | None = None,
         stream_interval: int = 1,
@@ -262,7 +229,7 @@ class Serving:
         async for _ in self.merged(sequences):
             pass
 
-    async def merged(self, sequences: Sequence[TextSequence]) -> AsyncIterator[tuple[int, Piece]]:
+    async def merged(self, sequences: Sequence[TextSequence]) -> AsyncGenerator[tuple[int, Piece], None]:
         """Yields (index, piece) of several sequences as they arrive. A sequence counts only yielded pieces."""
         if len(sequences) == 1:
             async for piece in self.pieces(sequences[0]):

@@ -116,7 +116,7 @@ def stored_response(response: dict) -> bytes:
         if item["type"] == "message":
             item = item | {"content": [part | {"logprobs": []} for part in item["content"]]}
         output.append(item)
-    return JsonResponse(response | {"output": output}).body
+    return bytes(JsonResponse(response | {"output": output}).body)
 
 
 @router.get("/v1/responses/{response_id}", responses={200: {"model": Response}}, response_model=None)

@@ -8,6 +8,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar, cast
 
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.llm import LLM
@@ -23,6 +24,9 @@ FULL = 8
 CUT = 2**20
 # Most long texts that may wait.
 WAITING = 32
+
+
+T = TypeVar("T")
 
 
 class Texts:
@@ -60,14 +64,20 @@ class Texts:
         Raises:
             ApiError: It is invalid or too long.
         """
-        encode = self._tokenizer.encode if special else self._tokenizer.encode_plain
+        tokenizer = self._tokenizer
+        assert tokenizer is not None, "texts need a tokenizer"
+        encode = tokenizer.encode if special else tokenizer.encode_plain
         return await self._run(lambda: encode(text), text, field, is_truncated)
 
     async def decode(self, ids: Sequence[int], field: str) -> str:
         """Text of token ids, without special tokens."""
-        return await self._run(lambda: self._tokenizer.decode_long(self._llm.encode(ids)) if ids else "", ids, field)
+        tokenizer = self._tokenizer
+        assert tokenizer is not None, "texts need a tokenizer"
+        return await self._run(lambda: tokenizer.decode_long(self._llm.encode(ids)) if ids else "", ids, field)
 
-    async def _run(self, work: Callable, given: str | Sequence[int], field: str, is_truncated: bool = False):
+    async def _run(
+        self, work: Callable[[], T], given: str | Sequence[int], field: str, is_truncated: bool = False
+    ) -> T:
         if is_truncated:
             self._check_cut(given, field)
         else:
@@ -78,10 +88,11 @@ class Texts:
         self._waiting += is_long
         gone = threading.Event()
 
-        def run():
+        def run() -> T:
             if not is_truncated:
                 self._check_pieces(given, field, gone)
-            return None if gone.is_set() else work()
+            # The caller has left.
+            return cast("T", None) if gone.is_set() else work()
 
         try:
             executor = self._long if is_long else self._short
@@ -119,12 +130,13 @@ class Texts:
 
         Tokens are counted piece by piece. The cuts change few tokens, so the count is far from double the real one.
         """
-        if not isinstance(given, str) or len(given) <= max(LONG, FULL * self._capacity):
+        tokenizer = self._tokenizer
+        if tokenizer is None or not isinstance(given, str) or len(given) <= max(LONG, FULL * self._capacity):
             return
         count = 0
         for at in range(0, len(given), PIECE):
             if gone.is_set():
                 return
-            count += len(self._tokenizer.encode_plain(given[at : at + PIECE]))
+            count += len(tokenizer.encode_plain(given[at : at + PIECE]))
             if count > 2 * self._capacity:
                 raise TooLongError(f"more than {count} tokens do not fit: at most {self._capacity} tokens do", field)

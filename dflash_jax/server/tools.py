@@ -139,7 +139,7 @@ class ToolParser:
         self.xml, self.schemas, self._is_forced = xml, schemas, is_forced
         self.count = 0
         self._state, self._buffer, self._raw = "content", "", ""
-        self._value: _JsonValue | None = None
+        self._value = _JsonValue()
         self._name, self._parameters, self._is_behind_call = "", 0, False
         # Length of the buffer's beginning that has no end of a call or of an XML parameter.
         self._searched = 0
@@ -201,7 +201,7 @@ class ToolParser:
         if self._searched < LONGEST_HEAD:
             match = (_FUNCTION if self.xml else _HEAD).match(self._buffer[:LONGEST_HEAD])
         name = match and (match[1].strip() if self.xml else _string(match[1]))
-        if name:
+        if match is not None and name:
             self._begin(out, name)
             self._buffer, self._state, self._raw = self._buffer[match.end() :], "arguments", ""
             self._value, self._parameters, self._searched = _JsonValue(), 0, 0

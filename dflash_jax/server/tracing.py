@@ -93,7 +93,7 @@ def attributes(observed: Observed) -> dict[str, str | int | float]:
     }
 
     def slowest(name: str, later: str, earlier: str) -> None:
-        spans = [getattr(r.times, later) - getattr(r.times, earlier) for r in requests if r.times is not None]
+        spans = [getattr(r.times, later) - getattr(r.times, earlier) for r in requests]
         if known := [s for s in spans if not isnan(s)]:
             values[f"gen_ai.latency.{name}"] = max(known)
 

@@ -24,6 +24,9 @@ def listen(host: str, port: int, uds: str | None = None) -> socket.socket:
     Raises:
         InputError: The address cannot be used.
     """
+    if uds is None and not host:
+        # The system would take the empty string for all networks.
+        raise InputError("--host is empty: give a name or an address, 0.0.0.0 for all networks")
     try:
         if uds is not None:
             return _listen_at(uds)

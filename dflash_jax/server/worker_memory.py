@@ -29,7 +29,7 @@ class WorkerMemory:
             growth[process] = max(0, faulted - faulted_before, resident - resident_before)
             sizes[process] = private + growth[process]
         total = sum(sizes.values())
-        for process in sorted(seen, key=growth.get, reverse=True):
+        for process in sorted(seen, key=lambda process: growth[process], reverse=True):
             if total <= self._most or not growth[process]:
                 break
             total -= sizes[process]

@@ -55,9 +55,15 @@ class Nursery:
                 "RAYON_NUM_THREADS": "1",
                 "OPENBLAS_NUM_THREADS": "1",
             }
-            quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
             with remote:
-                process = subprocess.Popen(command, pass_fds=[remote.fileno()], env=environment, **quiet)
+                process = subprocess.Popen(
+                    command,
+                    pass_fds=[remote.fileno()],
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                )
             threading.Thread(target=process.wait, name="nursery", daemon=True).start()
             connection.settimeout(START_S)
             try:
@@ -106,8 +112,9 @@ class Nursery:
                 raise InputError("the server has been stopped")
             if self._socket is None:
                 await asyncio.get_running_loop().run_in_executor(self._starter, self.start)
-            connection = self._socket
-            with contextlib.suppress(OSError, AttributeError):
+            if (connection := self._socket) is None:
+                continue
+            with contextlib.suppress(OSError):
                 process = WorkerProcess(connection)
                 process.socket.setblocking(False)
                 return process

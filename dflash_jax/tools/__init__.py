@@ -1,2 +1,4 @@
-"""What scripts/ and tests/ share: references, comparisons, and reports of compiled programs. The package itself does
-not import it."""
+"""What scripts/ and tests/ share: references, comparisons, and reports of compiled programs.
+
+The remainder of the package does not import it.
+"""

@@ -90,7 +90,12 @@ def launches(
     """`described` launches of a system's prefill, plain steps and rounds on a card, each once.
 
     Args:
-        shapes: With `shapes_of` the first of each.
+        config: Name or file of the system.
+        mesh: The mesh.
+        card: The card.
+        dtype: Dtype of the weights that are not quantized.
+        quantize: As in `abstract_pair`.
+        shapes: Whether each has `shapes_of` its first launch too.
     """
     import jax
     import jax.numpy as jnp
@@ -111,6 +116,7 @@ def launches(
 
     system = read_system(config)
     pair = shorten(read_shapes(*(str(system.shapes[k]) for k in ("target", "draft"))), LAYERS)
+    block_size = pair.draft.block_size if pair.draft is not None else 1
     layout = Layout.parse(mesh)
     target, drafter = abstract_pair(pair, layout, jnp.dtype(dtype), quantize, Backend.for_card(card))
     devices = layout.mesh(jax.devices()[: layout.devices])
@@ -122,14 +128,18 @@ def launches(
             plain.lower_decode(plain.abstract_state(slots, MAX_LEN, settings), slots, settings)
             for tokens in PREFILLS if slots == 1 else ():
                 drafting.lower_prefill(state, layout.data, tokens)
-            settings = Settings(pair.draft.block_size, top_logprobs=MAX_LOGPROBS)
+            settings = Settings(block_size, top_logprobs=MAX_LOGPROBS)
             drafting.lower_decode(drafting.abstract_state(slots, MAX_LEN, settings), slots, settings)
     return list(found.values())
 
 
 def compiled(launch: dict, capability: int) -> dict:
-    """What a launch takes: registers and bytes of the stack of a thread, bytes of shared memory and columns of tensor
-    memory of a program; or {"failed": why}."""
+    """What a launch takes of a card.
+
+    Returns:
+        Registers and bytes of the stack of a thread, bytes of shared memory and columns of tensor memory of a program;
+        or {"failed": why}.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia import compiler as nvidia
@@ -180,8 +190,10 @@ def over_limit(figures: dict, capability: int) -> str | None:
 
 
 def report(systems: dict[str, str], args) -> tuple[dict, dict]:
-    """By capability: launches of different figures, with these; and each system's `digest`. Failures are printed to
-    stderr as they occur."""
+    """Figures by capability: (launches of different figures, each system's `digest`).
+
+    Failures are printed to stderr as they occur.
+    """
     figures: dict[str, list[dict]] = {}
     digests: dict[str, dict[str, str]] = {}
     for capability in args.card:
@@ -223,6 +235,7 @@ def assemblers(cards: list[int]) -> str:
 
 
 def run(args) -> int:
+    """Writes the figures of the kernels: the exit code."""
     if args.mesh and not args.config:
         raise InputError("--mesh is the mesh of --config: name a config too")
     systems = {args.config: args.mesh} if args.config else SYSTEMS
@@ -239,6 +252,7 @@ def run(args) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
+    """The parser of the command line."""
     p = Parser(description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--config", metavar="NAME|FILE", help="a name of configs/, or a TOML (default: four systems)")
     p.add_argument("--mesh", default="", metavar="tensor=8", help="of --config (default: one device)")
@@ -253,6 +267,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Runs the command and returns its exit code."""
     prepare()
     return exit_code(lambda: run(make_parser().parse_args(argv)))
 

@@ -146,6 +146,7 @@ def measure(lowered, layers: int, held: dict, options: dict) -> dict:
 
 
 def report(shapes, layout, devices, args) -> dict:
+    """Compiles the programs of a system for a device that need not be here, and returns their figures."""
     import jax
     import jax.numpy as jnp
 
@@ -205,6 +206,7 @@ def report(shapes, layout, devices, args) -> dict:
 
 
 def describe(found: dict) -> str:
+    """The report for people."""
     lines = [f"{found['config']} on {found['device']}, mesh {found['mesh']}, {found['slots']} x {found['max_len']:,}"]
     for name, f in found["programs"].items():
         if "failed" in f:
@@ -225,6 +227,7 @@ def describe(found: dict) -> str:
 
 
 def make_parser() -> argparse.ArgumentParser:
+    """The parser of the command line."""
     p = Parser(description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--config", required=True, metavar="NAME|FILE", help="a name of configs/, or a TOML")
     p.add_argument("--device", required=True, metavar="NAME", help="h100, h200, b200, or a TPU slice such as v6e:2x4")
@@ -255,6 +258,7 @@ def shorten(shapes, count: int):
 
 
 def run(args) -> int:
+    """Prints a report: the exit code."""
     from dflash_jax.parallel.sharding import Layout
 
     name = args.device.partition(":")[0]
@@ -275,6 +279,7 @@ def run(args) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Runs the command and returns its exit code."""
     prepare()
     return exit_code(lambda: run(make_parser().parse_args(argv)))
 

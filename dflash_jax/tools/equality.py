@@ -4,9 +4,10 @@ In float32 the same logit comes out a few 1e-7 apart when a matmul has another s
 draw's winner and runner-up, a token and a cut (top-k, top-p, min-p), or two experts at the router's cut are that near.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Protocol
 from unittest import mock
 
 import jax
@@ -15,6 +16,7 @@ import numpy as np
 
 from dflash_jax.decoding.sampling_state import OPTIONS, TABLES, SamplingState
 from dflash_jax.decoding.state import DecodeState
+from dflash_jax.models.decoder import Decoder
 from dflash_jax.models.layers import with_backend
 from dflash_jax.ops import moe
 from dflash_jax.ops.backend import Backend
@@ -23,7 +25,7 @@ from dflash_jax.ops.sampling_noise import gumbel_noise
 TIE = 1e-4
 
 
-def equal_or_tie(expected: Sequence[int], found: Sequence[int], margin_at: Callable[[int], float]) -> int | None:
+def equal_or_tie(expected: Iterable[int], found: Iterable[int], margin_at: Callable[[int], float]) -> int | None:
     """Asserts that two runs' tokens are equal, or that the reference's own margin at the first difference i is a tie.
 
     ``margin_at(i)`` tells it. Returns i, or None where all are equal.
@@ -39,10 +41,15 @@ def equal_or_tie(expected: Sequence[int], found: Sequence[int], margin_at: Calla
 
 
 def processed_reference(logits, options: dict, allowed=None) -> tuple[np.ndarray, float]:
-    """Processed logits float64 [V] of one place by the definitions in transformers (frequency and presence: OpenAI's),
-    by sorting; and how near a token was to one of the cuts it did not tie with.
+    """Processed logits float64 [V] of one place, by sorting; and the distance of the nearest token from a cut.
 
-    ``options``: the fields of `SamplingState` for one row; ``allowed``: bool [V].
+    The definitions are those of transformers; of frequency and presence, OpenAI's. A token that ties with the cut does
+    not count in the distance.
+
+    Args:
+        logits: float [V].
+        options: The fields of `SamplingState` of one sequence.
+        allowed: bool [V], or None for all.
     """
     x = np.asarray(logits, np.float64) + options["logit_bias"]
     output = np.asarray(options["output_counts"])
@@ -76,6 +83,7 @@ def processed_reference(logits, options: dict, allowed=None) -> tuple[np.ndarray
 
 
 def options_of(sampling: SamplingState, row: int) -> dict:
+    """The fields of `SamplingState` of one sequence."""
     return {name: np.asarray(getattr(sampling, name)[row]) for name in (*OPTIONS, *TABLES)}
 
 
@@ -95,10 +103,34 @@ def forward(target, tokens):
     return target.logits(hidden), jax.lax.cummin(gap, axis=1)
 
 
+class Finished(Protocol):
+    """A finished run, as `DecodeState` has it."""
+
+    @property
+    def sampling(self) -> SamplingState:
+        """The sampling parameters of each sequence."""
+        ...
+
+    @property
+    def tokens(self) -> jax.Array:
+        """Prompt and new tokens, int32 [B, T]."""
+        ...
+
+    @property
+    def prompt_length(self) -> jax.Array:
+        """Tokens of each prompt, int32 [B]."""
+        ...
+
+    @property
+    def length(self) -> jax.Array:
+        """Tokens in all, int32 [B]."""
+        ...
+
+
 class Reference:
     """What the target, teacher-forced over a finished run's text without any cache, would draw at each position."""
 
-    def __init__(self, target, state: DecodeState):
+    def __init__(self, target: Decoder, state: Finished):
         self.sampling, self.prompt_length = state.sampling, np.asarray(state.prompt_length)
         self.tokens, self.length = np.asarray(state.tokens), np.asarray(state.length)
         self.logits, self.router = (np.asarray(x) for x in forward(with_backend(target, Backend.xla()), state.tokens))
@@ -117,17 +149,19 @@ class Reference:
         return scores, min(margin, float(self.router[row, position - 1]))
 
     def margin(self, row: int, position: int) -> float:
+        """How far the second score is from the first, or a token or an expert from a cut."""
         scores, margin = self.scores(row, position)
         second, first = np.sort(scores)[-2:]
         return min(float(first - second), margin)
 
-    def check(self, row: int, found: Sequence[int]) -> int | None:
+    def check(self, row: int, found: Iterable[int]) -> int | None:
         """Asserts `equal_or_tie` of a row's new tokens."""
         start, end = int(self.prompt_length[row]), int(self.length[row])
         return equal_or_tie(self.tokens[row, start:end], found, lambda i: self.margin(row, start + i))
 
 
 def new_tokens(state: DecodeState, row: int) -> np.ndarray:
+    """The new tokens of a sequence."""
     return np.asarray(state.tokens[row, int(state.prompt_length[row]) : int(state.length[row])])
 
 
@@ -138,4 +172,5 @@ def check_same(reference: Reference, found: DecodeState, rows: Sequence[int] | N
 
 
 def with_counts(sampling: SamplingState, prompt, output) -> SamplingState:
+    """Sampling parameters with these counts of tokens."""
     return replace(sampling, prompt_counts=jnp.asarray(prompt, jnp.int32), output_counts=jnp.asarray(output, jnp.int32))

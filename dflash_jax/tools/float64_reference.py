@@ -38,7 +38,9 @@ def distances(found, exact: Exact, dtype=np.float32) -> dict[str, tuple[float, f
     """{"root mean square": (distance of ``found`` from float64, what is allowed), "worst": the same}.
 
     Args:
-        dtype: What was computed in, whose roundings count; results may be in a wider one.
+        found: The result.
+        exact: Its reference.
+        dtype: Dtype of the computation, whose roundings count; the result may be in a wider one.
     """
     ours, reference = (np.asarray(x, np.float64) - exact.value for x in (found, exact.single))
     rounding = float(jnp.finfo(dtype).eps)
@@ -65,10 +67,9 @@ def assert_sum_near(found: float, terms: Exact, what: str) -> None:
 
 
 def in_both_of(definition: Callable, *args):
-    """What ``definition``, a function in JAX, makes of ``args``, with an `Exact` in place of each array: in float64,
-    and in their own dtypes."""
+    """The results of ``definition``, a function in JAX, in float64 and in the dtypes of ``args``: a tree of `Exact`."""
     single = definition(*args)
-    wider = dict.fromkeys(map(jnp.dtype, ("float32", "bfloat16", "float16")), np.float64)
+    wider: dict = dict.fromkeys(map(jnp.dtype, ("float32", "bfloat16", "float16")), np.float64)
     # JAX makes indices of 64 bits, and joins them to none of fewer.
     wider[np.dtype(np.int32)] = np.int64
     # float64 where the definition asks for float32 by name; kernels know no other.

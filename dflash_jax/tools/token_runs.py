@@ -1,12 +1,12 @@
-"""Tokens of an engine with a drafter that knows what comes: random models of real heads, requests, runs and how they
-are compared. For tests and for a check on a card.
+"""Tokens of an engine with a drafter that has the right drafts in a table.
+
+Random models of real heads, requests, runs and their comparison; for tests and for a check on a card.
 """
 
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +47,7 @@ class Remembering(DrafterWrapper):
 
     @classmethod
     def of(cls, drafter: Drafter, requests: list[Request], wide: int, capacity: int, seed: int = 0) -> "Remembering":
+        """A drafter that drafts the tokens of ``requests``, with errors at random places."""
         rng, vocab = np.random.default_rng(seed), drafter.config.vocab_size
         table = rng.integers(0, vocab, (vocab, capacity + wide, wide - 1))
         for r in requests:
@@ -60,6 +61,7 @@ class Remembering(DrafterWrapper):
         return cls(drafter, jnp.asarray(np.where(hit, (table + 1) % vocab, table), jnp.int32))
 
     def propose(self, cache, last, start, block_sizes, size, heads, window):
+        """The remembered drafts; at every eighth position, those of the inner drafter."""
         drafted = super().propose(cache, last, start, block_sizes, size, heads, window).tokens
         remembered = self.table[last, jnp.minimum(start, self.table.shape[1] - 1)][:, : size - 1]
         # Every eighth position is left to the drafter itself.
@@ -70,6 +72,7 @@ def real_heads(vocab: int = VOCAB) -> Shapes:
     """Four layers of Qwen3.6-35B-A3B, three recurrent ones and one of attention, and two layers of its drafter."""
     system = read_system(CONFIG)
     shapes = shorten(read_shapes(*(str(system.shapes[k]) for k in ("target", "draft"))), 4)
+    assert shapes.draft is not None, CONFIG
     draft = replace(
         shapes.draft, layers=shapes.draft.layers[-2:], vocab_size=vocab, mask_token_id=vocab - 2,
         target_layer_ids=(0, 1, 3),
@@ -78,14 +81,18 @@ def real_heads(vocab: int = VOCAB) -> Shapes:
 
 
 def small(vocab: int = VOCAB, hidden: int = 64) -> Shapes:
-    """A hybrid of experts whose heads are of the sizes that the kernels take (256 in attention, 128 in the drafter and
-    the delta rule): two recurrent layers and one of attention, and a drafter of one layer."""
+    """A hybrid of experts, and a drafter of one layer.
+
+    Heads have the sizes that the kernels take (256 in attention, 128 in the drafter and the delta rule). The target has
+    two recurrent layers and one of attention.
+    """
     shapes = real_heads(vocab)
     attention = AttentionSpec(num_heads=2, num_kv_heads=1, head_dim=256, rope=RopeSpec(10000.0, 64), gated=True)
     delta = GatedDeltaSpec(num_key_heads=1, num_value_heads=2, key_dim=128, value_dim=128)
     experts = MoeSpec(num_experts=6, experts_per_token=2, intermediate_size=32, shared_intermediate_size=32)
     layers = tuple(LayerSpec(mixer, experts) for mixer in (delta, delta, attention))
     target = replace(shapes.target, hidden_size=hidden, layers=layers)
+    assert shapes.draft is not None
     attention = AttentionSpec(num_heads=6, num_kv_heads=2, head_dim=128, rope=RopeSpec(10000.0, 128))
     draft = replace(
         shapes.draft, hidden_size=hidden, num_target_layers=3, target_layer_ids=(0, 1, 2),
@@ -95,8 +102,15 @@ def small(vocab: int = VOCAB, hidden: int = 64) -> Shapes:
 
 
 def drawn(module, seed: int, offset: float):
-    """``module``, abstract, with random float32 weights made on the device, of enough spread that leaving out a part
-    shows. ``offset``: what the norms add to their weights."""
+    """An abstract module with random float32 weights, made on the device.
+
+    Their spread is large enough that leaving out a part shows.
+
+    Args:
+        module: The module.
+        seed: Seed of the weights.
+        offset: What the norms add to their weights.
+    """
 
     def draw(key, path: str, shape: tuple[int, ...]):
         noise, name = jax.random.normal(key, shape), path.rsplit(".", 1)[-1]
@@ -125,6 +139,7 @@ def drawn(module, seed: int, offset: float):
 
 def random_pair(shapes: Shapes, seed: int = 0) -> tuple:
     """(target, drafter) in float32."""
+    assert shapes.draft is not None, "a pair has a drafter"
     target, drafter = abstract_decoder(shapes.target), abstract_drafter(shapes.draft)
     return drawn(target, seed, shapes.target.norm_offset), drawn(drafter, seed + 1, 0.0)
 
@@ -142,8 +157,19 @@ def run(
     target, drafter, wanted: list[Request], width: int, *, together: bool, reproducible: int = 0, capacity: int,
     prefill_sizes: tuple[int, ...], prefill_batch_tokens: int = 0,
 ) -> list[Request]:  # fmt: skip
-    """``wanted`` with their tokens, all at once or one after another. ``reproducible``: the size of all blocks, or
-    0."""
+    """Decodes requests and returns them with their tokens.
+
+    Args:
+        target: The target.
+        drafter: The drafter, or None.
+        wanted: The requests.
+        width: The largest block size.
+        together: Whether all run at once; otherwise one after another.
+        reproducible: The width of all blocks; 0 leaves it to each dispatch.
+        capacity: Positions of a slot.
+        prefill_sizes: As in `EngineConfig`.
+        prefill_batch_tokens: As in `EngineConfig`.
+    """
     settings = Settings(reproducible or 1, bool(reproducible))
     config = EngineConfig(
         block_sizes=(1, width) if width > 1 else (1,),
@@ -162,18 +188,27 @@ def run(
     return wanted
 
 
+@dataclass(frozen=True)
+class _Run:
+    """A `Finished` run of one request."""
+
+    sampling: SamplingState
+    tokens: jax.Array
+    prompt_length: jax.Array
+    length: jax.Array
+
+
 def margin(target, request: Request, at: int) -> float:
-    """How decided the target was about the new token ``at`` of a request without other options than its
-    temperature."""
+    """How decided the target was about the new token ``at`` of a request whose only option is its temperature."""
     sampling = SamplingState.greedy(1, target.config.vocab_size)
     params, start = request.params, len(request.prompt)
     sampling = replace(
         sampling,
-        temperature=jnp.full_like(sampling.temperature, params.temperature),
-        seed=jnp.full_like(sampling.seed, params.seed),
+        temperature=jnp.full_like(sampling.temperature, params.temperature or 0.0),
+        seed=jnp.full_like(sampling.seed, params.seed or 0),
     )
     tokens = np.array([request.prompt + request.tokens])
-    state = SimpleNamespace(sampling=sampling, prompt_length=[start], tokens=tokens, length=[tokens.shape[1]])
+    state = _Run(sampling, jnp.asarray(tokens), jnp.asarray([start]), jnp.asarray([tokens.shape[1]]))
     with jax.default_matmul_precision("highest"):
         return Reference(target, state).margin(0, start + at)
 
@@ -182,6 +217,8 @@ def compared(found: list[Request], expected: list[Request], margin: Callable | N
     """{"status": "exact", "tokens", "ties"}, or {"status": "failed", "why"}.
 
     Args:
+        found: The requests of a run.
+        expected: The same requests of the reference run.
         margin: (request, place) → how decided the target was, as `equality.equal_or_tie` takes it; None: no tie is
             allowed. Not more than one of eight requests may part at a tie: in a long prompt some expert is always
             chosen by a small margin, which would excuse anything.

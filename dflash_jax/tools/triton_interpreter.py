@@ -14,6 +14,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from dflash_jax.errors import InputError
 from dflash_jax.ops.backend import Backend
@@ -27,8 +28,10 @@ _LOCK = threading.Lock()
 
 
 def interpret(launch: Launch) -> list[np.ndarray]:
-    """What `launch.triton_call` returns, of concrete arrays. What no program writes is NaN, or an integer that is no
-    index."""
+    """What `launch.triton_call` returns, of concrete arrays.
+
+    What no program writes is NaN, or an integer that is no index.
+    """
     import torch
 
     args = [_to_torch(x) for x in launch.args]
@@ -83,7 +86,7 @@ def interpreting(emulate_tf32: bool = False) -> Iterator[Counter]:
             ran[launch.kernel.fn.__name__] += 1
             return tuple(interpret(replace(launch, args=arrays)))
 
-        if not any(isinstance(x, jax.core.Tracer) for x in launch.args):
+        if not any(isinstance(x, Tracer) for x in launch.args):
             return tuple(map(jnp.asarray, run(*launch.args)))
         written = [jax.ShapeDtypeStruct(launch.args[i].shape, launch.args[i].dtype) for i in launch.in_place]
         return tuple(jax.pure_callback(run, (*written, *launch.out), *launch.args))
@@ -108,8 +111,10 @@ def interpreting(emulate_tf32: bool = False) -> Iterator[Counter]:
 
 @contextmanager
 def small_grids() -> Iterator[None]:
-    """Inside, kernels have few programs, which the interpreter runs one after another, and chunks of choices whose
-    counts need a kernel of their own."""
+    """Gives kernels few programs, which the interpreter runs one after another, inside the context.
+
+    Chunks of choices whose counts need a kernel by themselves are smaller too.
+    """
     from dflash_jax.ops.kernels.triton import attention as triton_attention
     from dflash_jax.ops.kernels.triton import experts as triton_experts
     from dflash_jax.ops.kernels.triton import routing as triton_routing

@@ -10,8 +10,10 @@ KERNELS = ("CustomKernel", "CustomCall", "Kernel", "Gemm", "CuDnn")
 
 
 def thunk_kinds(text: str) -> tuple[Counter, Counter]:
-    """How many there are of each kind: those that always run, and those inside branches of conditionals. A loop's body
-    counts once."""
+    """Number of thunks of each kind: (those that always run, those inside branches of conditionals).
+
+    A loop's body counts once.
+    """
     always, branches, opened = Counter(), Counter(), []
     for line in text.splitlines():
         indent = len(line) - len(line.lstrip())
@@ -33,6 +35,7 @@ ITEM = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "pred": 1, "s8": 1, "
 
 
 def bytes_of(kind: str, shape: str) -> int:
+    """Bytes of an array of XLA's notation."""
     return ITEM.get(kind, 4) * math.prod(int(n) for n in shape.split(",") if n)
 
 
@@ -95,12 +98,15 @@ def computations(hlo: str) -> dict[str, list[str]]:
 
 
 def weights_read(hlo: str, shapes: set[tuple[int, ...]]) -> int:
-    """Bytes of arrays of ``shapes`` that the operations of a program take, or of a loop's body where that is more: each
-    array once for each operation that reads it, told by its shape. What rows are gathered from, such as an embedding,
-    is left out."""
+    """Bytes of arrays of ``shapes`` that the operations of a program take, or of a loop's body where that is more.
+
+    An array counts once for each operation that reads it; its shape identifies it. Arrays whose rows are gathered, such
+    as an embedding, are left out.
+    """
     every = computations(hlo)
-    bodies = (re.search(r"body=%?([\w.-]+)", line) for line in every["ENTRY"] if " while(" in line)
-    return max(_read(every[name], shapes) for name in ["ENTRY", *(body[1] for body in bodies)])
+    loops = [line for line in every["ENTRY"] if " while(" in line]
+    bodies = [body[1] for line in loops if (body := re.search(r"body=%?([\w.-]+)", line))]
+    return max(_read(every[name], shapes) for name in ["ENTRY", *bodies])
 
 
 def _read(lines: list[str], shapes: set[tuple[int, ...]]) -> int:

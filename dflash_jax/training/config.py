@@ -156,7 +156,7 @@ def checked(key: str, value, where: str):
     """
     kind, is_many = FIELDS[key].metadata["kind"], isinstance(FIELDS[key].default, tuple)
     items = value if is_many and isinstance(value, list | tuple) else [value]
-    allowed = {float: (int, float)}.get(kind, kind)
+    allowed = (int, float) if kind is float else kind
     if any(not isinstance(v, allowed) or (isinstance(v, bool) and kind is not bool) for v in items):
         raise InputError(f"{where}: {key} is {value!r}: it must be of type {kind.__name__}")
     return tuple(items) if is_many else value

@@ -88,8 +88,9 @@ def raw_config(config: TrainConfig, llm: LLM) -> dict:
         raw = fresh_config(config, llm)
         parsed = dflash.read_config(raw)
     parsed.check_fits(llm.config)
-    if config.draft is not None or config.draft_config is not None:
-        check_numbers(config, parsed, config.draft or config.draft_config)
+    source = config.draft if config.draft is not None else config.draft_config
+    if source is not None:
+        check_numbers(config, parsed, source)
     return raw
 
 
@@ -163,7 +164,7 @@ def copy_layers(drafter: Drafter, target: Decoder, layers: Sequence[int]) -> Non
                 copy(getattr(to, name), getattr(of, name))
         for name in ("input_norm", "post_norm"):
             copy(getattr(layer, name).weight, getattr(source, name).weight, offset)
-        for name, matrix in (("q_norm", source.mixer.q), ("k_norm", source.mixer.k)):
+        for name, matrix in ((f"{each}_norm", getattr(source.mixer, each)) for each in ("q", "k")):
             norm = getattr(layer.mixer, name).weight
             if hasattr(source.mixer, name):
                 copy(norm, getattr(source.mixer, name).weight, offset)

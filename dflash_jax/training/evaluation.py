@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dflash_jax.engine.config import BlockSize
 from dflash_jax.engine.executables import Executables
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.llm import LLM
@@ -90,7 +91,7 @@ def held_out_prompts(streams: Sequence[Sequence[int]], length: int, most: int, s
 
 
 def measure(
-    llm: LLM, prompts: Sequence[list[int]], params: SamplingParams, block_size: int | str | None = None
+    llm: LLM, prompts: Sequence[list[int]], params: SamplingParams, block_size: BlockSize | None = None
 ) -> Acceptance:
     """Decodes every prompt and averages over the completions that do not repeat themselves."""
     return acceptance(llm.generate(prompts, params, block_size))
@@ -113,7 +114,8 @@ class GreedyDrafts(DrafterWrapper):
 
 def with_greedy_drafts(llm: LLM) -> LLM:
     """The same pair with `GreedyDrafts` around its drafter."""
-    return llm.with_programs(Executables(llm.target, GreedyDrafts(llm.drafter)))
+    drafter = None if llm.drafter is None else GreedyDrafts(llm.drafter)
+    return llm.with_programs(Executables(llm.target, drafter))
 
 
 def read_held_out(config: TrainConfig, llm: LLM) -> list[list[int]]:

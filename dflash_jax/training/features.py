@@ -63,6 +63,13 @@ def row_bytes(record: dict) -> tuple[int, int]:
     return each * len(record["taps"]), each if record["hidden"] else 0
 
 
+def _directory(config: TrainConfig) -> Path:
+    """The directory of the cache."""
+    if config.features is None:
+        raise InputError("no feature cache: give --features")
+    return Path(config.features)
+
+
 def write(config: TrainConfig, rows: PackedRows, pair: Pair, tell: Callable[[str], None]) -> None:
     """Writes the features of every row into ``config.features``; continues where an earlier call stopped.
 
@@ -76,7 +83,7 @@ def write(config: TrainConfig, rows: PackedRows, pair: Pair, tell: Callable[[str
         InputError: The directory has another cache, or the disk is full.
     """
     record = record_of(rows, pair, Loss(config.loss).needs_teacher)
-    directory = Path(config.features)
+    directory = _directory(config)
     directory.mkdir(parents=True, exist_ok=True)
     sizes, description = row_bytes(record), directory / RECORD
     if description.exists() and json.loads(description.read_text()) != record:
@@ -138,7 +145,7 @@ class FeatureRows:
         Raises:
             InputError: The cache is missing, incomplete or of other rows.
         """
-        directory = Path(config.features)
+        directory = _directory(config)
         try:
             description = json.loads((directory / RECORD).read_text())
         except OSError as e:

@@ -169,7 +169,7 @@ def _answered(config: TrainConfig, llm: LLM, group: list, start: int, skipped: S
         for i, prompt, answer in zip(which, prompts, answers, strict=True):
             line = {"source": start + i, "prompt_ids": prompt, "response_ids": answer.token_ids}
             if not isinstance(left[i], str):
-                talks[i].append({"role": "assistant", "content": _content(answer.text)})
+                talks[i].append({"role": "assistant", "content": _content(answer.text or "")})
                 line["messages"] = list(talks[i])
                 if any(m["role"] == "user" for m in left[i]):
                     rest[i] = left[i]

@@ -102,7 +102,8 @@ def dflash_answers(target: str | None, draft: str | None, block: int, draft_toke
 
 def measure(answer: Callable, sets: dict[str, list[list[int]]], args, is_compiled: bool) -> dict[str, dict]:
     """Figures by set of prompts and temperature. Before the clock starts the first prompt is answered once, or all of
-    them where sizes ``is_compiled``."""
+    them where sizes ``is_compiled``.
+    """
     found = {}
     for name, prompts in sets.items():
         for temperature in args.temperatures:

@@ -73,7 +73,8 @@ def scaled(
     point: dict, experts: int, expert: float, measured_bandwidth: float, bandwidth: float
 ) -> tuple[float, float]:
     """A measured round for another card and count of experts: (at the measured fraction of the floor, with the measured
-    milliseconds above it). ``expert`` in GB, bandwidths in GB/s."""
+    milliseconds above it). ``expert`` in GB, bandwidths in GB/s.
+    """
     gigabytes = point["gb_a_round"] + (experts - point["experts_touched"]) * expert
     before, after = (1e3 * point["gb_a_round"] / measured_bandwidth, 1e3 * gigabytes / bandwidth)
     return after * point["round_ms"] / before, after + point["round_ms"] - before

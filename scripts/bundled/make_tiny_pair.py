@@ -134,7 +134,8 @@ def token_stream(documents, args) -> np.ndarray:
 
 def bits_per_byte(model, documents, directory: Path, length: int = 512) -> float:
     """Held-out cross-entropy in windows of ``length`` tokens, the first token of each given; per byte of the text
-    predicted."""
+    predicted.
+    """
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     ids = np.concatenate([np.array(e.ids) for e in tokenizer.encode_batch([d.text for d in documents])])
     rows = ids[: len(ids) // (length + 1) * (length + 1)].reshape(-1, length + 1).astype(np.int32)

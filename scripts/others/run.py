@@ -110,7 +110,8 @@ def run_pytest(
     suite: str, tests: list[str], directory: Path, args, names: list[str], pair: tuple, only: Sequence[str] = ()
 ) -> list[dict]:
     """Outcomes with a pair of models; ``only``: ids of tests, others are left out. Those that --keep has are not run
-    again."""
+    again.
+    """
     with tempfile.TemporaryDirectory() as results:
         folder = Path(results) if args.keep is None else args.keep
         path = folder / f"{suite}-{'second' if pair[0] == args.second_target else 'first'}.jsonl"

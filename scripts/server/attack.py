@@ -52,7 +52,8 @@ LOOPS = (
 
 def watch(url: str, connection) -> None:
     """A process: one stream after the other, and /health every 20 ms. At each message it sends the longest waits since
-    the last one."""
+    the last one.
+    """
     asyncio.run(_watch(url, connection))
 
 

@@ -32,7 +32,7 @@ def test_pyproject_takes_version_and_command_from_the_package():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "dflash_jax.__version__"}
     module, _, name = project["project"]["scripts"]["dflash"].partition(":")
-    assert (module, getattr(cli, name)) == (cli.__name__, cli.main)
+    assert (module, getattr(cli, name)) == (cli.__name__, cli.command)
 
 
 def test_help_lists_every_command_without_jax():

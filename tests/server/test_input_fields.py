@@ -5,7 +5,8 @@ import json
 import pytest
 
 from dflash_jax.server import chat_schema
-from dflash_jax.server.serving import Limits, Serving
+from dflash_jax.server.limits import Limits
+from dflash_jax.server.serving import Serving
 from tests.server.conftest import MESSAGES, OFF, TOOL, Running, posted
 
 WIDTHS = (1, 16)

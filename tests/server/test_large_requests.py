@@ -24,7 +24,7 @@ from dflash_jax.sampling_params import SamplingParams
 from dflash_jax.server import body, completions, large_answers, prepare, texts
 from dflash_jax.server.errors import ApiError, JsonResponse
 from dflash_jax.server.large_answers import json_pieces
-from dflash_jax.server.serving import Limits
+from dflash_jax.server.limits import Limits
 from dflash_jax.server.texts import Texts
 from tests.server.conftest import TOOL, wait_until
 from tests.server.test_robust import HI, JSON

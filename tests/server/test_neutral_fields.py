@@ -7,7 +7,8 @@ import pytest
 from pydantic import ValidationError
 
 from dflash_jax.server import chat_schema, native_schema, neutral_fields, responses_schema, schema
-from dflash_jax.server.serving import Limits, Serving
+from dflash_jax.server.limits import Limits
+from dflash_jax.server.serving import Serving
 from tests.server.conftest import MESSAGES, Running, posted
 
 BODIES = {

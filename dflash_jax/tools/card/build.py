@@ -43,7 +43,7 @@ def launched(launch: dict) -> dict:
     import jax.numpy as jnp
 
     from dflash_jax.ops.kernels.triton.launch import triton_call
-    from dflash_jax.tools.kernels.comparisons import on_card
+    from dflash_jax.tools.kernels.comparisons import tested_card
 
     module, _, name = launch["kernel"].partition(".")
     kernel = getattr(import_module(f"dflash_jax.ops.kernels.triton.{module}"), name)
@@ -53,7 +53,7 @@ def launched(launch: dict) -> dict:
 
     def call(*arrays):
         return triton_call(
-            on_card().card, kernel, arrays, out, tuple(launch["grid"]), in_place=tuple(launch["in_place"]),
+            tested_card(), kernel, arrays, out, tuple(launch["grid"]), in_place=tuple(launch["in_place"]),
             num_warps=launch["num_warps"], num_stages=launch["num_stages"], **launch["meta"],
         )  # fmt: skip
 

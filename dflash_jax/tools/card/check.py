@@ -72,6 +72,7 @@ class Report:
             new.replace(self.out / name)
 
     def stage(self, name: str) -> dict:
+        """The record of a stage; a new one where there is none."""
         return self.record["stages"].setdefault(name, {"state": "not begun", "total": None, "cases": {}})
 
 
@@ -83,16 +84,19 @@ class Worker:
             command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
             start_new_session=True,
         )  # fmt: skip
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.stdin, self.stdout = self.process.stdin, self.process.stdout
         self.lines: queue.Queue = queue.Queue()
         self.reader = threading.Thread(target=self._read, daemon=True)
         self.reader.start()
         # A process that died at its start reads nothing. The others end when this end of the pipe is closed.
         with suppress(BrokenPipeError):
-            self.process.stdin.write(json.dumps({"done": done}) + "\n")
-            self.process.stdin.flush()
+            self.stdin.write(json.dumps({"done": done}) + "\n")
+            self.stdin.flush()
 
     def _read(self) -> None:
-        for line in self.process.stdout:
+        for line in self.stdout:
             self.lines.put(line)
         self.lines.put(None)
 
@@ -107,19 +111,24 @@ class Worker:
             os.killpg(self.process.pid, signal.SIGKILL)
         code = self.process.wait()
         self.reader.join()
-        self.process.stdout.close()
+        self.stdout.close()
         with suppress(BrokenPipeError):
-            self.process.stdin.close()
+            self.stdin.close()
         return code
 
 
 def run_stage(
     report: Report, name: str, command: list[str], environment: dict, until: float, limits: tuple[float, float]
 ) -> None:
-    """Runs the cases of a stage that have no result, or timed out in an earlier command, in one process, and in another
-    whenever one died.
+    """Runs the cases of a stage that have no result, or timed out in an earlier command.
+
+    The cases run in one process, and in another one whenever a process has died.
 
     Args:
+        report: Gets the results.
+        name: Name of the stage.
+        command: The command of the process.
+        environment: Its environment.
         until: When the stage must end, by `time.monotonic`.
         limits: Seconds that the start of a process, and that a case may take.
     """
@@ -183,16 +192,19 @@ def follow(report: Report, stage: dict, worker: Worker, until: float, limits: tu
 
 
 def ended_by(code: int) -> str:
+    """Why a case has no result: the exit code of its process in words."""
     return f"its process ended by {signal.Signals(-code).name}" if code < 0 else f"its process ended with code {code}"
 
 
 def shorten_log(path: Path) -> None:
+    """Cuts the middle out of a long log."""
     text = path.read_bytes()
     if len(text) > LOG_BYTES:
         path.write_bytes(text[-LOG_BYTES // 2 :])
 
 
 def environment_of(stage: str, platform: str, installed: str | None) -> dict:
+    """The environment of a stage's process."""
     found = dict(os.environ)
     found["PYTHONPATH"] = os.pathsep.join(filter(None, (installed, str(ROOT), found.get("PYTHONPATH"))))
     found |= {"PYTHONUNBUFFERED": "1", "JAX_PLATFORMS": "cpu" if platform == "cpu" else "cuda,cpu"}
@@ -217,8 +229,11 @@ def exit_code(record: dict) -> int:
 
 
 def opened(args) -> Report:
-    """The report that is gone on with, or a new one. Raises ValueError for one of another kind or card, and where a new
-    one would take another's place."""
+    """The report to go on with, or a new one.
+
+    Raises:
+        ValueError: The report is of another kind or card, or a new one would replace another.
+    """
     card = ""
     if args.platform == "cuda":
         try:
@@ -244,6 +259,7 @@ def opened(args) -> Report:
 
 
 def run(args) -> int:
+    """Runs all stages: the exit code."""
     began = time.monotonic()
     report = opened(args)
     slower = SLOWER_ON_CPU if args.platform == "cpu" else 1
@@ -270,6 +286,7 @@ def run(args) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
+    """The parser of the command line."""
     p = argparse.ArgumentParser(
         description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -284,6 +301,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Runs the command and returns its exit code."""
     args = make_parser().parse_args(argv)
     try:
         return run(args)

@@ -37,12 +37,14 @@ def summary(stage: dict) -> str:
 
 
 def cell(value) -> str:
+    """A value as a cell of a table."""
     if isinstance(value, list):
         return "; ".join(map(cell, value))
     return str(value).replace("|", "\\|").replace("\n", " ")
 
 
 def figures(case: dict) -> str:
+    """The figures of a case on one line."""
     return ", ".join(f"{k} {cell(v)}" for k, v in case.items() if k not in ("status", "seconds", "why"))
 
 
@@ -69,6 +71,7 @@ def farthest(cases: dict[str, dict]) -> list[str]:
 
 
 def ruler(cases: dict[str, dict]) -> list[str]:
+    """The lines of the table of measured cases."""
     rows = {name: case for name, case in cases.items() if case["status"] == "measured"}
     columns = list(
         dict.fromkeys(k for case in rows.values() for k in case if k not in ("status", "seconds", "dearest"))

@@ -54,6 +54,7 @@ def measured(options: list[str], point: str, out: Path) -> dict:
 
 
 def cases(on_card: bool, out: str) -> Iterator[tuple[str, Callable[[], dict]]]:
+    """(name, case) of the measurements."""
     if not on_card:
         # The bundled pair, which shows that the ruler runs.
         yield (

@@ -47,6 +47,7 @@ def smi(fields: str) -> dict:
 
 
 def machine(args) -> Cases:
+    """The machine and its versions."""
     on_card = args.platform == "cuda"
 
     def packages() -> dict:
@@ -105,16 +106,19 @@ def machine(args) -> Cases:
 
 
 def measured(**figures) -> dict:
+    """The result of a case that measures."""
     return {"status": "measured"} | figures
 
 
 def build(args) -> Cases:
+    """Compiles the kernels of the published models."""
     from dflash_jax.tools.card import build as card_build
 
     return card_build.cases(args.platform == "cuda")
 
 
 def kernels(args) -> Cases:
+    """Compares each kernel with its definition."""
     from dflash_jax.tools.kernels import cases as kernel_cases
     from dflash_jax.tools.kernels.comparisons import REAL, SMALL
 
@@ -157,7 +161,9 @@ def sanitizer(args) -> Cases:
 
     seen = set()
     for i, (name, make) in enumerate(kernel_cases.comparisons(SMALL)):
-        function, rows, count = re.match(r"(\w+) \w+, B (\d+), T (\d+)", name).groups()
+        match = re.match(r"(\w+) \w+, B (\d+), T (\d+)", name)
+        assert match is not None, name
+        function, rows, count = match.groups()
         form = function, rows == "1", count == "1", int(count) > 16
         if form not in seen:
             seen.add(form)
@@ -165,12 +171,14 @@ def sanitizer(args) -> Cases:
 
 
 def tokens(args) -> Cases:
+    """Compares an engine's tokens."""
     from dflash_jax.tools.card import tokens as card_tokens
 
     return card_tokens.cases(args.platform == "cuda")
 
 
 def ruler(args) -> Cases:
+    """Measures speed."""
     from dflash_jax.tools.card import ruler as card_ruler
 
     return card_ruler.cases(args.platform == "cuda", args.out)
@@ -188,8 +196,11 @@ def has_no_room(said: str) -> bool:
 
 
 def result(check: Callable[[], dict], stage: str) -> tuple[dict, bool]:
-    """(what a case gave, whether the process can go on): a device that failed answers no more. In the stage `build`,
-    whose arrays are small beside a card, no room is a failure."""
+    """The result of a case, and whether the process can go on.
+
+    A device that failed computes nothing more. In the stage `build`, whose arrays are small beside a card, a lack of
+    memory is a failure.
+    """
     from dflash_jax.errors import InputError
 
     try:
@@ -206,6 +217,7 @@ def result(check: Callable[[], dict], stage: str) -> tuple[dict, bool]:
 
 
 def run(args, say: Callable[[dict], None], done: set[str]) -> int:
+    """Runs the cases of a stage that are not ``done``, and passes each result to ``say``: the exit code."""
     cases = list(STAGES[args.stage](args))
     say({"cases": [name for name, _ in cases]})
     for name, check in cases:
@@ -232,6 +244,7 @@ def end_with_parent() -> None:
 
 
 def main() -> int:
+    """Runs one stage in this process; its results are JSON lines on stdout."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("stage", choices=STAGES)
     p.add_argument("--platform", choices=["cpu", "cuda"], required=True)

@@ -1,5 +1,6 @@
-"""Tokens of an engine on a card, or in Triton's interpreter: kernels on and off, drafter on and off, prompts of many
-lengths, alone and together.
+"""Tokens of an engine on a card, or in Triton's interpreter.
+
+Kernels on and off, drafter on and off, prompts of many lengths, alone and together.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,13 +20,15 @@ from dflash_jax.tools.triton_interpreter import INTERPRETED as INTERPRETED_BACKE
 
 @dataclass(frozen=True)
 class Plan:
-    """Attributes:
-    lengths: Of prompts that are continued alone.
-    together: How many prompts, of these lengths in turn, are continued together.
-    new: Tokens that each is continued by.
-    wide: Tokens of a round.
-    capacity: Positions of a slot.
-    prefill_sizes: Tokens of a prompt that a program takes.
+    """Sizes of the comparisons.
+
+    Attributes:
+        lengths: Lengths of the prompts that are continued alone.
+        together: Number of prompts, of these lengths in turn, that are continued together.
+        new: Tokens by which each is continued.
+        wide: Tokens of a round.
+        capacity: Positions of a slot.
+        prefill_sizes: Tokens of a prompt that a program takes.
     """
 
     lengths: tuple[int, ...]
@@ -58,10 +61,12 @@ class Runs:
 
     @cache  # noqa: B019
     def models(self, dtype, on: bool):
+        """(target, drafter) in a dtype, with or without kernels."""
         pair = jax.tree.map(lambda x: x.astype(dtype), token_runs.random_pair(self.shapes))
         return [with_backend(module, self.backend(on)) for module in pair]
 
     def continued(self, count: int, dtype, temperature: float, width: int, together: bool, on: bool, coach=None):
+        """The requests with their tokens."""
         plan, (target, _) = self.plan, self.models(dtype, on)
         lengths = np.resize(plan.lengths, count).tolist()
         return token_runs.run(
@@ -73,23 +78,24 @@ class Runs:
 
     @cache  # noqa: B019
     def expected(self, dtype, temperature: float):
-        """Without a drafter, all prompts together: in float32 without kernels; in bfloat16, whose tokens are those of
-        the program that computes them, with kernels."""
+        """The tokens without a drafter, all prompts together.
+
+        In float32 they are computed without kernels; in bfloat16, where tokens depend on the program, with kernels.
+        """
         return self.continued(self.plan.together, dtype, temperature, 1, True, dtype != jnp.float32)
 
     def check(self, dtype, temperature: float, on: bool, drafting: bool, together: bool) -> dict:
+        """Compares a run with `expected`."""
         plan, right = self.plan, self.expected(dtype, temperature)
         _, drafter = self.models(dtype, on)
         coach = Remembering.of(drafter, right, plan.wide, plan.capacity) if drafting else None
         count = plan.together if together else len(plan.lengths)
         found = self.continued(count, dtype, temperature, plan.wide if drafting else 1, together, on, coach)
-        margin = None
-        if dtype == jnp.float32:
 
-            def margin(*args):
-                return token_runs.margin(self.models(dtype, False)[0], *args)
+        def margin(*args) -> float:
+            return token_runs.margin(self.models(dtype, False)[0], *args)
 
-        return token_runs.compared(found, right, margin)
+        return token_runs.compared(found, right, margin if dtype == jnp.float32 else None)
 
 
 def cases(on_card: bool) -> Iterator[tuple[str, Callable[[], dict]]]:

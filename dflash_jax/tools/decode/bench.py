@@ -68,8 +68,10 @@ MOST_ON_CPU = 2e9
 
 
 def measured_bandwidth(size: int = 2**31, passes: int = 16) -> float:
-    """Bytes a second of a large array on one device, over and over in one program: read and written, or read only,
-    whichever is more."""
+    """Bytes per second of a large array on one device, over and over in one program.
+
+    The array is read and written, or read only, whichever is faster.
+    """
     size, passes = (size, passes) if jax.default_backend() != "cpu" else (2**28, 4)
 
     def write(x):
@@ -119,8 +121,10 @@ def choices(target, drafter, state, slots, block):
 
 @contextmanager
 def forced(tokens: int, experts: int | None) -> Iterator[None]:
-    """Inside, batches of ``tokens`` are sent to ``experts`` experts of each layer, one after another, evenly; others
-    are routed as they would be. The router's own products are computed as before."""
+    """Sends batches of ``tokens`` to ``experts`` experts of each layer, one after another, evenly, inside the context.
+
+    Other batches are routed as they are otherwise. The router's own products are computed as before.
+    """
     mixture = moe_layer.mixture
 
     def mixture_of_forced(backend, x, logits, *args, experts_per_token, **options):
@@ -141,8 +145,11 @@ def forced(tokens: int, experts: int | None) -> Iterator[None]:
 
 
 def repeated(part):
-    """``part(target, drafter, state, moved, ...)``, ROUNDS times in one program, as a round's loop runs it: a program
-    of its own pays for its start. ``moved`` counts, so that no call is the same as the one before."""
+    """``part(target, drafter, state, moved, ...)``, ROUNDS times in one program, as a round's loop runs it.
+
+    A program for a single part would include the time of its start. ``moved`` counts, so that no call equals the one
+    before.
+    """
 
     def run(target, drafter, state, *args):
         def again(_, moved):
@@ -156,21 +163,24 @@ def repeated(part):
 
 
 def verify(target, drafter, state, moved, slots, block_sizes, block, *, settings: Settings):
+    """The target's pass over a block."""
     block = (block + moved) % target.config.vocab_size
     return step_functions.verify(target, drafter, state, slots, block_sizes, block, settings=settings)
 
 
 def draft(target, drafter, state, moved, slots, block_sizes, *, settings: Settings):
+    """The drafter's pass."""
     state = replace(state, tokens=(state.tokens + moved) % target.config.vocab_size)
     return step_functions.propose(target, drafter, state, slots, block_sizes, settings=settings)
 
 
 def head(target, drafter, state, moved, hidden):
+    """The target's head over hidden states."""
     return target.logits(hidden + moved.astype(hidden.dtype))
 
 
 def draw(target, drafter, state, moved, slots, block, logits):
-    """The part of a round between logits and caches: what is drawn, accepted and written into the slots."""
+    """The part of a round between logits and caches: what is drawn, accepted and written into the rows."""
     after = speculative.decide(take_slots(target.backend, state, slots), block, logits + moved)
     return after.tokens, after.length, after.done
 
@@ -192,6 +202,18 @@ def commits(target, drafter, state, slots, block_sizes, block, verified, *, sett
 
 
 class Bench:
+    """Measures points of one pair.
+
+    Attributes:
+        programs: The executables.
+        pair: The pair.
+        bandwidth: Bytes per second of the device.
+        layout: The mesh.
+        weights: The target's weights.
+        drafts: The drafter's weights.
+        slot: Bytes of a slot.
+    """
+
     def __init__(self, pair: Pair, bandwidth: float):
         self.programs, self.pair, self.bandwidth = Executables(pair.target, pair.drafter), pair, bandwidth
         self.layout = pair.target.layout
@@ -200,20 +222,20 @@ class Bench:
         self.slot = measure_slot(pair.target, pair.drafter, self.layout)
 
     def state(self, point: Point):
-        """Sequences with ``context`` tokens behind them, as far as time and memory can tell."""
+        """Rows with ``context`` tokens behind them, as far as time and memory can tell."""
         capacity = -(-(point.context + ROOM) // 256) * 256
         state = self.programs.empty(point.batch, capacity, PLAIN_SETTINGS)
-        # Sequences with the same tokens would all go to the same experts.
+        # Rows with the same tokens would all go to the same experts.
         tokens = np.random.default_rng(0).integers(self.programs.config.vocab_size, size=state.tokens.shape)
         state = replace(state, tokens=jax.device_put(tokens.astype(state.tokens.dtype), state.tokens.sharding))
         return self.filled(state, prompt_length=point.context, limit=capacity, block_sizes=point.width)
 
     def calls(self, point: Point, state, rounds: int = ROUNDS, programs: StepCalls | None = None) -> dict:
-        """name → function of a state that runs the part: (what to wait for, the state behind it, rounds)."""
+        """By name, a function of a state that runs a part: (what to wait for, the next state)."""
         p, slots = programs or self.programs, np.arange(point.batch, dtype=np.int32)
         block_sizes, settings = np.full(point.batch, point.width, np.int32), Settings(point.width)
         plain = replace(settings, drafting=False)
-        # What a round verifies: each sequence's last token, and the drafts.
+        # What a round verifies: each row's last token, and the drafts.
         block = np.asarray(state.tokens)[:, point.context - 1 :][:, : point.width].copy()
         if point.width > 1:
             block = p.read(p.propose(state, slots, block_sizes, settings))
@@ -260,7 +282,7 @@ class Bench:
         if point.width > 1:
             parts["draft"] = part(partial(draft, settings=settings), (slots, block_sizes), (BATCH, BATCH))
         if any(isinstance(layer.ffn, MoeSpec) for layer in p.config.layers):
-            # Replicated over everything but the batch: what each token chose.
+            # Replicated over everything but the rows: what each token chose.
             parts["choices"] = apart("choices", choices, (slots, block), ((BATCH, BATCH), spec(None, DATA)))
         return parts
 
@@ -278,6 +300,7 @@ class Bench:
         return jax.tree.map(zeros, lowered.out_info, jax.tree.broadcast(specs, lowered.out_info))
 
     def measure(self, point: Point) -> dict:
+        """The figures of a point."""
         # Rows are divided among the data shards, each of which routes its own.
         with forced(-(-point.batch // self.layout.data) * point.width, point.experts):
             row = self._measure(point)
@@ -314,22 +337,29 @@ class Bench:
 
     @staticmethod
     def filled(state, **values):
+        """The state with some of its arrays filled with one value each."""
+
         def like(x, value):
             return jax.device_put(np.full(x.shape, value, x.dtype), x.sharding)
 
         return replace(state, **{name: like(getattr(state, name), value) for name, value in values.items()})
 
     def bytes(self, point: Point, touched: float | None) -> float:
-        """That a round cannot but move on each device: weights, of experts those that are touched, keys and values of
-        the context, the recurrent state read and written."""
+        """Bytes that a round must move on each device.
+
+        Those are the weights (of experts, those that are touched), keys and values of the context, and the recurrent
+        state, read and written.
+        """
         rows = math.ceil(point.batch / self.layout.data)
         context = rows * (2 * self.slot.state + self.slot.kv * point.context)
         drafting = self.drafts.total + self.weights.head if point.width > 1 else 0.0
         return self.weights.read(rows * point.width, touched) + drafting + context
 
     def compiled(self, point: Point) -> dict:
-        """Of the loop's program: kernels of a round by layer, and temporaries; and what the largest of the point's
-        programs holds at once."""
+        """Figures of the loop's program, and the peak memory of the point's programs.
+
+        The figures are kernels of a round by layer, and temporaries.
+        """
         keys = [k for k in self.programs.compiled if k[0] == "decode" and k[1].block_size == point.width]
         program = self.programs.compiled[keys[-1]]
         layers = len(self.programs.config.layers) + (len(self.pair.drafter.layers) if point.width > 1 else 0)
@@ -376,6 +406,7 @@ def prefilled(point: Point, backend: Backend) -> int:
 
 
 def run(args) -> int:
+    """Measures the points: the exit code."""
     set_platform(args.platform)
     is_cpu = jax.default_backend() == "cpu"
     if args.config is not None and is_cpu and (count := parameters(args)) > MOST_ON_CPU:
@@ -416,17 +447,16 @@ def run(args) -> int:
     else:
         about |= was
     for group in groups(args, left):
-        # What the one before held goes first.
-        bench = pair = None
+        # The group before frees its memory first.
+        bench = None
         for point in group:
             if measured(point):
                 continue
             print(f"{point} …", file=sys.stderr, flush=True)
             try:
                 if bench is None:
-                    pair = open_pair(args, group)
-                    bench = Bench(pair, bandwidth)
-                row = bench.measure(point) | ({"model": pair.note} if pair.note else {})
+                    bench = Bench(open_pair(args, group), bandwidth)
+                row = bench.measure(point) | ({"model": bench.pair.note} if bench.pair.note else {})
             except jax.errors.JaxRuntimeError as e:
                 row = {"failed": " ".join(str(e).split())[:120]}
             if bench is not None:
@@ -437,7 +467,7 @@ def run(args) -> int:
     print(json.dumps(record) if args.json else table(record))
     if args.profile:
         # Of what fits this very point.
-        bench = pair = None
+        bench = None
         bench = Bench(open_pair(args, points[-1:]), bandwidth)
         trace = out.with_name(out.name + "-trace.json.gz")
         print(f"ten kernels of {points[-1]}; the whole trace is in {trace}", file=sys.stderr)
@@ -447,6 +477,7 @@ def run(args) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
+    """The parser of the command line."""
     p = Parser(description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--config", metavar="NAME|FILE", help="a name of configs/, or a TOML (default: the bundled pair)")
     p.add_argument("--grid", choices=["default", "full"], default="default", help="default: %(default)s")
@@ -465,6 +496,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Runs the command and returns its exit code."""
     return exit_code(lambda: run(make_parser().parse_args(argv)))
 
 

@@ -13,6 +13,8 @@ from dflash_jax.cli.system_config import read_system
 from dflash_jax.engine.config import PREFILL_SIZES
 from dflash_jax.errors import InputError
 from dflash_jax.models.config import MoeSpec
+from dflash_jax.models.decoder import Decoder
+from dflash_jax.models.drafter import Drafter
 from dflash_jax.ops.backend import XLA, Backend
 from dflash_jax.parallel.sharding import Layout, parameter_paths, parameter_specs
 from dflash_jax.planner import Shapes, measure_slot, read_shapes
@@ -27,9 +29,16 @@ USABLE = 0.92
 
 @dataclass(frozen=True)
 class Point:
-    """A batch of rows that verify ``width`` tokens each behind ``context`` others; width 1 is plain decoding.
-    ``quantize``: what the weights are held in, where that is not the pair's own. ``experts``: how many experts of each
-    layer the batch's tokens are sent to; None: as many as the router of random weights chooses."""
+    """What a measurement decodes; width 1 is plain decoding.
+
+    Attributes:
+        batch: Sequences.
+        width: Tokens of each that a round verifies.
+        context: Tokens before them.
+        quantize: The form of the weights, where that is not the pair's own.
+        experts: Experts of each layer to which the batch's tokens are sent; None for as many as the router of random
+            weights chooses.
+    """
 
     batch: int
     width: int
@@ -39,12 +48,18 @@ class Point:
 
     @classmethod
     def parse(cls, text: str) -> "Point":
+        """A point from BATCH,WIDTH,CONTEXT.
+
+        Raises:
+            InputError: The text has another form, or the context is too short.
+        """
         numbers = text.split(",")
         if len(numbers) != 3 or not all(n.strip().isdecimal() and int(n) for n in numbers):
             raise InputError(f"point {text!r}: it must be BATCH,WIDTH,CONTEXT, three numbers from 1 on")
         if int(numbers[2]) <= PREFILL_SIZES[0]:
             raise InputError(f"point {text!r}: the context must be more than {PREFILL_SIZES[0]} tokens")
-        return cls(*map(int, numbers))
+        batch, width, context = map(int, numbers)
+        return cls(batch, width, context)
 
     def __str__(self) -> str:
         where = f"batch {self.batch}, width {self.width}, context {self.context}"
@@ -58,6 +73,7 @@ def experts_used(tokens: int, spec: MoeSpec) -> int:
 
 
 def grid(name: str, is_small: bool) -> list[Point]:
+    """The points of a grid by its name; ``is_small``: for the bundled pair."""
     if is_small:
         batches, contexts = ((1, 8), (256,)) if name == "default" else ((1, 8, 16, 32), (256, 2048))
         return [Point(*p) for p in product(batches, (1, 8, 16), contexts)]
@@ -98,14 +114,16 @@ class Pair:
     """What is measured, and what was cut or changed so that it fits."""
 
     name: str
-    target: object
-    drafter: object
+    target: Decoder
+    drafter: Drafter
     note: str
 
 
 def fitting(shapes, layout: Layout, points: list[Point], memory: float, quantize: str | None) -> tuple:
-    """(shapes, quantize, note): bfloat16 if every layer and the largest point's state fit, then FP8, then fewer
-    layers."""
+    """The largest form of a system that fits: (shapes, quantize, note).
+
+    bfloat16 where every layer and the largest point's state fit, then FP8, then fewer layers.
+    """
     whole = len(shapes.target.layers)
     step = math.lcm(*{shapes.target.layers.index(s) + 1 for s in set(shapes.target.layers)})
 
@@ -131,6 +149,7 @@ def fitting(shapes, layout: Layout, points: list[Point], memory: float, quantize
 
 
 def layout_of(args) -> Layout:
+    """The mesh that the arguments give."""
     if args.config is None:
         return Layout()
     devices = jax.devices()
@@ -139,6 +158,7 @@ def layout_of(args) -> Layout:
 
 
 def shapes_of(args) -> Shapes:
+    """The configs of the pair that the arguments name."""
     of = {k: ASSETS / k for k in ("target", "draft")} if args.config is None else read_system(args.config).shapes
     shapes = read_shapes(*(str(of[k]) for k in ("target", "draft")))
     return compile_report.shorten(shapes, args.layers) if args.layers else shapes
@@ -177,6 +197,7 @@ def open_pair(args, points: list[Point]) -> Pair:
         from dflash_jax.frontend.llm import LLM
 
         llm = LLM(dtype=args.dtype, kernels=args.kernels)
+        assert llm.drafter is not None, "the bundled pair"
         return Pair("bundled", llm.target, llm.drafter, "")
     layout = layout_of(args)
     shapes, quantize, note = _fitting(args, points)

@@ -14,8 +14,15 @@ from dflash_jax.tools.decode.pair import Point
 
 
 def profile(bench, point: Point, kept: Path) -> list[tuple[str, float, int]]:
-    """(name, ms a round, times a round) of the ten kernels that take longest in the loop, those that differ by a
-    number alone taken together. ``bench``: a `bench.Bench`; ``kept``: where the whole trace goes (Perfetto)."""
+    """(name, ms a round, times a round) of the ten kernels that take longest in the loop.
+
+    Kernels whose names differ by a number only are counted together.
+
+    Args:
+        bench: A `bench.Bench`.
+        point: The point.
+        kept: The file of the trace, for Perfetto.
+    """
     # One round at a time: of a loop in one graph a trace shows the first turn only.
     call, state = bench.calls(point, state := bench.state(point), 1)["round"], bench.rewound(state, point, "round")
     _, state = call(state)
@@ -27,17 +34,21 @@ def profile(bench, point: Point, kept: Path) -> list[tuple[str, float, int]]:
         kept.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, kept)
         events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
-    spent, times = Counter(), Counter()
+    spent: dict[str, float] = {}
+    times: Counter[str] = Counter()
     for name, microseconds in kernel_events(events):
         name = re.sub(r"[._]\d+", "", name)
-        spent[name] += microseconds / 1e3
+        spent[name] = spent.get(name, 0.0) + microseconds / 1e3
         times[name] += 1
-    return [(name, round(ms, 4), times[name]) for name, ms in spent.most_common(10)]
+    return [(name, round(ms, 4), times[name]) for name, ms in sorted(spent.items(), key=lambda each: -each[1])[:10]]
 
 
 def kernel_events(events: list[dict]) -> list[tuple[str, float]]:
-    """(name, microseconds) of what a trace's devices ran: on a GPU all that its streams show; on a CPU, XLA's own work
-    has the operation's name beside it, and what only holds other operations is left out."""
+    """(name, microseconds) of the events on a trace's devices.
+
+    On a GPU they are all events of its streams. On a CPU, the events of XLA's own work have the operation's name beside
+    them, and those that only contain other operations are left out.
+    """
     named = [e for e in events if e.get("ph") == "M" and "name" in e.get("args", {})]
     devices = {e["pid"] for e in named if e["name"] == "process_name" and e["args"]["name"].startswith("/device:")}
     streams = {

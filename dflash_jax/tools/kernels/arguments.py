@@ -25,18 +25,23 @@ class Source:
         self.rng, self.key = np.random.default_rng(self.seed), jax.random.key(self.seed)
 
     def normal(self, *shape: int, dtype=jnp.float32) -> jax.Array:
+        """Normal numbers."""
         if not self.on_device:
             return jnp.asarray(self.rng.standard_normal(shape), dtype)
         self.key, key = jax.random.split(self.key)
         return jax.random.normal(key, shape, dtype)
 
     def uniform(self, low: float, high: float, shape: tuple[int, ...], dtype=jnp.float32) -> jax.Array:
+        """Uniform numbers."""
         return jnp.asarray(self.rng.uniform(low, high, shape), dtype)
 
 
 def attention(source, rows, tokens, heads, kv_heads, dim, capacity, window=None, sinks=0, dtype=jnp.float32):
-    """(q, k, v, cache, length, bounds) of `ops.attention.attention`: empty, partly filled and full contexts; rows of a
-    larger cache, of which the first is past the end; what was never written is NaN."""
+    """(q, k, v, cache, length, bounds) of `ops.attention.attention`.
+
+    Contexts are empty, partly filled and full. The rows are those of a larger cache, of which the first is past the
+    end. What was never written is NaN.
+    """
     q, k, v = (source.normal(rows, tokens, n, dim, dtype=dtype) for n in (heads, kv_heads, kv_heads))
     cache = KVCache.create(rows + 1, kv_heads, dim, capacity, dtype, window, sinks)
     length = np.resize([capacity * 2 // 3, capacity, 0, min(30, capacity)], rows)
@@ -45,8 +50,9 @@ def attention(source, rows, tokens, heads, kv_heads, dim, capacity, window=None,
     used = np.zeros(rows + 1, np.int32)
     used[np.minimum(taken, rows)] = np.minimum(length, cache.capacity)
     is_written = jnp.arange(cache.capacity)[None, :, None] < jnp.asarray(used)[:, None, None, None]
-    held = [jnp.where(is_written, source.normal(*cache.k.shape, dtype=dtype), jnp.nan).astype(dtype) for _ in "kv"]
-    cache = KVCache(*held, jnp.asarray(taken, jnp.int32), cache.sinks, cache.ring)
+    contents = (source.normal(*cache.k.shape, dtype=dtype) for _ in "kv")
+    cached_k, cached_v = (jnp.where(is_written, x, jnp.nan).astype(dtype) for x in contents)
+    cache = KVCache(cached_k, cached_v, jnp.asarray(taken, jnp.int32), cache.sinks, cache.ring)
     length, bounds = jnp.asarray(length, jnp.int32), Bounds.none(rows, tokens)
     if window is not None:
         zero, positions = jnp.zeros(rows, jnp.int32), length[:, None] + jnp.arange(tokens, dtype=jnp.int32)
@@ -58,20 +64,20 @@ def attention(source, rows, tokens, heads, kv_heads, dim, capacity, window=None,
 def written(source, rows, tokens, kv_heads, dim, capacity, window=None, dtype=jnp.float32):
     """(cache, k, v, positions) of `ops.attention.write`: rows of a larger cache, and one that is past its end."""
     cache = KVCache.create(rows + 1, kv_heads, dim, capacity, dtype, window)
-    held = [source.normal(*cache.k.shape, dtype=dtype) for _ in "kv"]
+    cached_k, cached_v = (source.normal(*cache.k.shape, dtype=dtype) for _ in "kv")
     taken = np.arange(rows, 0, -1)
     taken[1:2] = rows + 7
-    cache = KVCache(*held, jnp.asarray(taken, jnp.int32), cache.sinks, cache.ring)
+    cache = KVCache(cached_k, cached_v, jnp.asarray(taken, jnp.int32), cache.sinks, cache.ring)
     k, v = (source.normal(rows, tokens, kv_heads, dim, dtype=dtype) for _ in "kv")
     start = jnp.asarray(np.resize([7, 20, 33], rows), jnp.int32)
     return cache, k, v, start[:, None] + jnp.arange(tokens, dtype=jnp.int32)
 
 
 def mixer(source, rows, tokens, g, r, dk, dv, dtype=jnp.float32, taps=4, alike=False):
-    """Arguments of `ops.gated_delta.gated_delta`, but for eps: a state of two rows more than take part, in another
-    order; the last of several is past its end.
+    """Arguments of `ops.gated_delta.gated_delta`, but for eps.
 
-    ``alike``: the same token again and again with hardly any decay, where the inverse of a chunk is worst conditioned.
+    The state has two rows more than take part, in another order; the last of several is past its end. With ``alike``,
+    the same token comes again and again with hardly any decay, where the inverse of a chunk is worst conditioned.
     """
     channels, held = 2 * dk + r * dv, rows + 2
     where = [*source.rng.permutation(held)[: rows - 1], held] if rows > 1 else [1]
@@ -88,6 +94,7 @@ def mixer(source, rows, tokens, g, r, dk, dv, dtype=jnp.float32, taps=4, alike=F
 
 def poisoned(state: DeltaState) -> DeltaState:
     """With NaN in the rows that take no part."""
+    assert state.rows is not None
     unused = np.setdiff1d(np.arange(len(state.recurrent)), np.minimum(state.rows, len(state.recurrent) - 1))
     return DeltaState(state.recurrent.at[unused].set(jnp.nan), state.conv.at[unused].set(jnp.nan), state.rows)
 
@@ -106,13 +113,22 @@ def experts(
     source, tokens, top, experts, features, hidden, idle=0, quantized=None, shared=None, residual=True,
     dtype=jnp.float32,
 ):  # fmt: skip
-    """Arguments of `ops.moe.mixture`: routing with equal logits, the first quarter of experts on another device,
-    idle tokens; and of its options.
+    """Arguments of `ops.moe.mixture`, and its options.
+
+    Routing has equal logits, the first quarter of experts is on another device, and some tokens are idle.
 
     Args:
+        source: Random arrays.
+        tokens: Number of tokens.
+        top: Experts that a token is routed to.
+        experts: Number of experts.
+        features: Features inside an expert.
+        hidden: Hidden size.
         idle: How many tokens, the last ones, are not live.
         quantized: What `quantize` takes after a weight, or None.
         shared: The size of a shared expert, or None.
+        residual: Whether there is a residual.
+        dtype: Dtype of the arrays.
     """
     there = experts - experts // 4
     x = source.normal(tokens, hidden, dtype=dtype)

@@ -1,5 +1,7 @@
-"""Every Triton kernel against its definition: over dtypes, lengths and batches, with permuted rows, rows past the end
-and NaN where nothing may be read. On a card at a published model's sizes, in Triton's interpreter at small ones.
+"""Every Triton kernel against its definition.
+
+Over dtypes, lengths and batches, with permuted rows, rows past the end and NaN where nothing may be read. On a card at
+a published model's sizes, in Triton's interpreter at small ones.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,8 +30,11 @@ from dflash_jax.tools.kernels.comparisons import (
 
 
 def check(comparison: Comparison, on_card: bool) -> dict:
-    """{"status": "exact"} with the distance as a share of what is allowed, or {"status": "failed", "why"}: the kernel
-    twice, in another order of rows, and beside its definition in float64."""
+    """Runs a kernel twice, in another order of rows, and compares it with its definition in float64.
+
+    Returns:
+        {"status": "exact"} with the distance as a share of what is allowed, or {"status": "failed", "why"}.
+    """
     c = comparison
     # Interpreted, a kernel runs as it is called.
     kernel = jax.jit(c.kernel) if on_card else c.kernel
@@ -85,10 +90,12 @@ def verdict(found: list[np.ndarray], exact: list[float64_reference.Exact], dtype
 
 
 def failed(why: str) -> dict:
+    """The result of a case that failed."""
     return {"status": "failed", "why": why}
 
 
 def same_bits(one: list[np.ndarray], other: list[np.ndarray]) -> bool:
+    """Whether two lists of arrays are equal to the bit."""
     return all(a.dtype == b.dtype and a.tobytes() == b.tobytes() for a, b in zip(one, other, strict=True))
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +51,7 @@ class Sizes:
         return [batch for batch in self.all(dtype) if batch[1] <= 16]
 
     def all(self, dtype) -> tuple[tuple[int, int], ...]:
+        """(rows, tokens) of the batches of a dtype."""
         return self.batches[: self.wide] if dtype == F32 else self.batches
 
 
@@ -92,10 +94,15 @@ class Comparison:
 XLA = Backend.xla("cuda")
 
 
-def on_card() -> Backend:
-    """This machine's card with kernels; Hopper's where it has none, for the interpreter."""
+def tested_card() -> Card:
+    """This machine's card; Hopper where it has none, for the interpreter."""
     device = jax.devices()[0]
-    return Backend.for_card(Card.of_device(device) if hasattr(device, "compute_capability") else HOPPER)
+    return Card.of_device(device) if hasattr(device, "compute_capability") else HOPPER
+
+
+def on_card() -> Backend:
+    """The backend of the tested card, with kernels."""
+    return Backend.for_card(tested_card())
 
 
 def kernel_of(implementations: tuple[Implementation, ...], name: str = "triton") -> Callable:
@@ -104,6 +111,7 @@ def kernel_of(implementations: tuple[Implementation, ...], name: str = "triton")
 
 
 def attention(source, sizes: Sizes, rows, tokens, dtype, heads, mask, window=None, sinks=0) -> Comparison:
+    """Attention over a cache and a block."""
     n, kv_heads, dim = getattr(sizes, heads)
     capacity = sizes.context if tokens > 16 or rows == 1 else sizes.context // 4
     args = arguments.attention(source, rows, tokens, n, kv_heads, dim, capacity, window, sinks, dtype)
@@ -127,6 +135,7 @@ def attention(source, sizes: Sizes, rows, tokens, dtype, heads, mask, window=Non
 
 
 def writing(source, sizes: Sizes, rows, tokens, dtype, window=None) -> Comparison:
+    """Writing of keys and values."""
     _, heads, dim = sizes.target
     cache, k, v, positions = arguments.written(source, rows, tokens, heads, dim, 64, window, dtype)
     # Of each row another count is kept.
@@ -144,6 +153,7 @@ def writing(source, sizes: Sizes, rows, tokens, dtype, window=None) -> Compariso
 
 
 def rotation(source, sizes: Sizes, rows, tokens, dtype, heads) -> Comparison:
+    """Rotation of queries and keys."""
     n, kv_heads, dim = getattr(sizes, heads)
     rope = RopeSpec(theta=1e7, dim=dim // 4 if heads == "target" else dim)
     q = source.normal(rows, tokens, n, 2 if heads == "target" else 1, dim, dtype=dtype)
@@ -188,14 +198,13 @@ def prefilling(source, sizes: Sizes, rows, tokens, dtype) -> Comparison:
 
     advance = kernel_of(gated_delta.ADVANCES, "triton, chunks")
 
-    def kernel(*args):
-        *mixed, n = args
-        return counted(*advance(*mixed, 1e-6, n), n)
+    def kernel(inputs, gates, state, weights, n):
+        y, after = advance(inputs, gates, state, weights, 1e-6, n)
+        return counted(y, after, n)
 
-    def definition(*args):
-        *mixed, n = args
-        y, record = gated_delta.reference(XLA, *mixed, 1e-6)
-        return counted(y, gated_delta.replay_reference(XLA, mixed[2], record, n), n)
+    def definition(inputs, gates, state, weights, n):
+        y, record = gated_delta.reference(XLA, inputs, gates, state, weights, 1e-6)
+        return counted(y, gated_delta.replay_reference(XLA, state, record, n), n)
 
     def permuted(args, order):
         qkvz, gates, state, *weights, n = args
@@ -208,6 +217,7 @@ def prefilling(source, sizes: Sizes, rows, tokens, dtype) -> Comparison:
 
 
 def replaying(source, sizes: Sizes, rows, tokens, dtype) -> Comparison:
+    """Replay of a record."""
     args = arguments.mixer(source, rows, tokens, *sizes.delta, dtype)
     _, record = jax.jit(partial(gated_delta.reference, XLA, eps=1e-6))(*args)
     count = np.arange(tokens, tokens + rows) % (tokens + 1)
@@ -256,6 +266,7 @@ def products(source, sizes: Sizes, rows, tokens, dtype, weights, quantized=None)
 
 
 def mixtures(source, sizes: Sizes, rows, tokens, dtype, quantized=None, routed_only=False) -> Comparison:
+    """Mixtures of experts."""
     count, top, features, hidden = sizes.experts
     n = rows * tokens
     scales = (quantized, features // sizes.run) if quantized else None
@@ -263,7 +274,8 @@ def mixtures(source, sizes: Sizes, rows, tokens, dtype, quantized=None, routed_o
     *args, options = arguments.experts(
         source, n, top, count, features, hidden, idle, scales, None if routed_only else features, rows != 7, dtype
     )
-    plain, (_, logits, live, first, gate_up, down, *_) = tuple(args), args
+    plain: tuple[Any, ...] = tuple(args)
+    _, logits, live, first, gate_up, down, *_ = plain
     chosen = np.asarray(moe.route(logits, **options)[1])[np.asarray(live)] - int(first)
     unused = np.setdiff1d(np.arange(gate_up.shape[0]), chosen)
 

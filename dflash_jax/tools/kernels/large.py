@@ -1,5 +1,6 @@
-"""Kernels on arrays of more than 2³¹ elements: what they compute of the last part is what they compute of that part in
-an array of its own, to the bit. For a card.
+"""Kernels on arrays of more than 2³¹ elements, for a card.
+
+What they compute of the last part equals, to the bit, what they compute of that part in an array by itself.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from dflash_jax.ops.cache import Bounds, DeltaState, KVCache
 from dflash_jax.tools.kernels import arguments
 from dflash_jax.tools.kernels.arguments import Source
 from dflash_jax.tools.kernels.cases import failed, same_bits
-from dflash_jax.tools.kernels.comparisons import kernel_of, on_card
+from dflash_jax.tools.kernels.comparisons import kernel_of, tested_card
 
 BF16 = jnp.bfloat16
 LAST = 2**31
@@ -39,6 +40,7 @@ def behind_zeros(part, rows: int) -> jax.Array:
 
 
 def equal(found, expected) -> dict:
+    """The result of a comparison to the bit."""
     leaves = ([np.asarray(x) for x in jax.tree.leaves(tree)] for tree in (found, expected))
     return {"status": "exact"} if same_bits(*leaves) else failed("other bits than of an array of its own")
 
@@ -47,7 +49,7 @@ def attention(capacity: int = 131072) -> dict:
     """Of the last rows of a cache: read, and written."""
     from dflash_jax.ops.kernels.triton.attention import attend_triton, write_triton
 
-    source, card, (heads, dim) = Source(0, on_device=True), on_card().card, (2, 256)
+    source, card, (heads, dim) = Source(0, on_device=True), tested_card(), (2, 256)
     rows = LAST // (heads * capacity * dim) + 2
     q, k, v = (source.normal(2, 5, n, dim, dtype=BF16) for n in (16, heads, heads))
     small = [source.normal(2, heads, capacity, dim, dtype=BF16) for _ in "kv"]
@@ -105,13 +107,14 @@ def products(rows: int, inner: int = 4096, own: int = 8192) -> dict:
     """The last outputs of one weight."""
     from dflash_jax.ops.kernels.triton.linear import project_triton
 
-    source, card = Source(0, on_device=True), on_card().card
+    source, card = Source(0, on_device=True), tested_card()
     x, small = source.normal(rows, inner, dtype=BF16), source.normal(own, inner, dtype=BF16) / 64
     run = jax.jit(lambda weight: project_triton(x, [weight], card=card)[0][:, -own:])
     return equal(run(behind_zeros(small, LAST // inner + 2 * own)), run(small))
 
 
 def cases() -> Iterator[tuple[str, Callable[[], dict]]]:
+    """(name, case) of all comparisons."""
     yield "more than 2^31 elements: a cache of keys and values", attention
     for tokens in (1, 16, 70):
         yield f"more than 2^31 elements: a recurrent state, T {tokens}", lambda tokens=tokens: delta(tokens)
