@@ -6,7 +6,7 @@ import sys
 from collections import Counter
 
 from dflash_jax.cli.arguments import make_parser, read_prompts
-from dflash_jax.cli.options import choose_mesh, exit_code, set_platform, with_config
+from dflash_jax.cli.options import exit_code, llm_options, set_platform, with_config
 from dflash_jax.errors import InputError
 
 # NO_COLOR as in no-color.org.
@@ -155,24 +155,8 @@ def run(args, system) -> int:
         ignore_eos=args.ignore_eos,
         logprobs=args.logprobs,
     )
-    llm = LLM(
-        args.target,
-        None if args.draft == "none" else args.draft,
-        dtype=args.dtype,
-        block_size=args.block_size,
-        slots=args.slots,
-        mem_fraction=args.mem_fraction,
-        # A single prompt has no other prompt to share a prefix with.
-        prefix_bytes=None if len(prompts) > 1 else 0,
-        draft_window_size=args.draft_window_size,
-        draft_sink_size=args.draft_sink_size,
-        draft_tokens=args.draft_tokens,
-        reproducible=args.reproducible,
-        mesh=choose_mesh(args.mesh, system),
-        max_len=args.max_len,
-        quantize=args.quantize,
-        kernels=args.kernels,
-    )
+    # A single prompt has no other prompt to share a prefix with.
+    llm = LLM(**llm_options(args, system), prefix_bytes=None if len(prompts) > 1 else 0)
     if args.compare and llm.drafter is None:
         raise InputError("--compare compares with and without a drafter: give --draft")
     if args.show_drafts and llm.tokenizer is None:
