@@ -91,16 +91,16 @@ def compare(llm, completions: list, params, streamed: bool) -> tuple[list[dict],
     else:
         baselines = llm.generate(prompts, params, block_size=1)
     found, good = [], True
-    for mine, plain in zip(completions, baselines, strict=True):
-        parting = divergence(llm, mine.prompt_ids, plain.token_ids, mine.token_ids, params)
+    for drafted, plain in zip(completions, baselines, strict=True):
+        parting = divergence(llm, drafted.prompt_ids, plain.token_ids, drafted.token_ids, params)
         verdict = "equal tokens" if parting is None else (
             f"tokens part at new token {parting.at}: {parting.expected} without the drafter, {parting.actual} with it, "
             f"margin {parting.margin:.2g}{' (a tie)' if parting.is_tie else ''}"
         )  # fmt: skip
         good = good and (parting is None or llm.dtype != "float32" or parting.is_tie)
-        speedup = plain.timings.decode_s / max(mine.timings.decode_s, 1e-9)
+        speedup = plain.timings.decode_s / max(drafted.timings.decode_s, 1e-9)
         # A parting changes the length: compare what a token costs.
-        speedup *= len(mine.token_ids) / len(plain.token_ids)
+        speedup *= len(drafted.token_ids) / len(plain.token_ids)
         tell(f"compare: {verdict}; {speedup:.2f}x the speed of plain decoding")
         baseline = {"token_ids": plain.token_ids, "decode_s": plain.timings.decode_s}
         found.append({"baseline": baseline, "equal": parting is None, "speedup": speedup})
