@@ -6,7 +6,7 @@ import sys
 from collections import Counter
 
 from dflash_jax.cli.arguments import make_parser, read_prompts
-from dflash_jax.cli.options import choose_mesh, exit_code, set_platform, with_config
+from dflash_jax.cli.options import exit_code, llm_options, set_platform, with_config
 from dflash_jax.errors import InputError
 
 # NO_COLOR as in no-color.org.
@@ -91,16 +91,16 @@ def compare(llm, completions: list, params, streamed: bool) -> tuple[list[dict],
     else:
         baselines = llm.generate(prompts, params, block_size=1)
     found, good = [], True
-    for mine, plain in zip(completions, baselines, strict=True):
-        parting = divergence(llm, mine.prompt_ids, plain.token_ids, mine.token_ids, params)
+    for drafted, plain in zip(completions, baselines, strict=True):
+        parting = divergence(llm, drafted.prompt_ids, plain.token_ids, drafted.token_ids, params)
         verdict = "equal tokens" if parting is None else (
             f"tokens part at new token {parting.at}: {parting.expected} without the drafter, {parting.actual} with it, "
             f"margin {parting.margin:.2g}{' (a tie)' if parting.is_tie else ''}"
         )  # fmt: skip
         good = good and (parting is None or llm.dtype != "float32" or parting.is_tie)
-        speedup = plain.timings.decode_s / max(mine.timings.decode_s, 1e-9)
+        speedup = plain.timings.decode_s / max(drafted.timings.decode_s, 1e-9)
         # A parting changes the length: compare what a token costs.
-        speedup *= len(mine.token_ids) / len(plain.token_ids)
+        speedup *= len(drafted.token_ids) / len(plain.token_ids)
         tell(f"compare: {verdict}; {speedup:.2f}x the speed of plain decoding")
         baseline = {"token_ids": plain.token_ids, "decode_s": plain.timings.decode_s}
         found.append({"baseline": baseline, "equal": parting is None, "speedup": speedup})
@@ -155,24 +155,8 @@ def run(args, system) -> int:
         ignore_eos=args.ignore_eos,
         logprobs=args.logprobs,
     )
-    llm = LLM(
-        args.target,
-        None if args.draft == "none" else args.draft,
-        dtype=args.dtype,
-        block_size=args.block_size,
-        slots=args.slots,
-        mem_fraction=args.mem_fraction,
-        # A single prompt has no other prompt to share a prefix with.
-        prefix_bytes=None if len(prompts) > 1 else 0,
-        draft_window_size=args.draft_window_size,
-        draft_sink_size=args.draft_sink_size,
-        draft_tokens=args.draft_tokens,
-        reproducible=args.reproducible,
-        mesh=choose_mesh(args.mesh, system),
-        max_len=args.max_len,
-        quantize=args.quantize,
-        kernels=args.kernels,
-    )
+    # A single prompt has no other prompt to share a prefix with.
+    llm = LLM(**llm_options(args, system), prefix_bytes=None if len(prompts) > 1 else 0)
     if args.compare and llm.drafter is None:
         raise InputError("--compare compares with and without a drafter: give --draft")
     if args.show_drafts and llm.tokenizer is None:

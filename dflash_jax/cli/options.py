@@ -12,11 +12,14 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from dflash_jax.errors import EngineError, InputError
 from dflash_jax.ops.card import CHOICES
 from dflash_jax.ops.kernels.triton import launch
+
+if TYPE_CHECKING:
+    from dflash_jax.cli.system_config import System
 
 # The exit code after Ctrl-C, as a shell gives it.
 INTERRUPTED = 130
@@ -166,3 +169,11 @@ def choose_mesh(mesh: str | None, system) -> str:
     if mesh is not None or system is None:
         return mesh or ""
     return system.mesh(jax.devices()[0].device_kind, jax.device_count())
+
+
+def llm_options(args: argparse.Namespace, system: "System | None") -> dict[str, Any]:
+    """The keyword arguments of `LLM` that the arguments of `generate`, `serve` and `batch` give."""
+    names = "target dtype block_size slots mem_fraction draft_window_size draft_sink_size draft_tokens reproducible"
+    options = {name: getattr(args, name) for name in (*names.split(), "max_len", "quantize", "kernels")}
+    draft = None if args.draft == "none" else args.draft
+    return options | {"draft": draft, "mesh": choose_mesh(args.mesh, system)}

@@ -11,7 +11,7 @@ import sys
 import threading
 from typing import cast
 
-from dflash_jax.cli.options import choose_mesh, exit_code, set_platform
+from dflash_jax.cli.options import exit_code, llm_options, set_platform
 from dflash_jax.errors import InputError
 from dflash_jax.server import transport
 
@@ -38,22 +38,9 @@ def load(args, system):
     from dflash_jax.frontend.llm import LLM
 
     llm = LLM(
-        args.target,
-        None if args.draft == "none" else args.draft,
-        dtype=args.dtype,
-        block_size=args.block_size,
+        **llm_options(args, system),
         max_block_size=args.max_block_size,
-        slots=args.slots,
         prefix_bytes=args.prefix_bytes,
-        mem_fraction=args.mem_fraction,
-        draft_window_size=args.draft_window_size,
-        draft_sink_size=args.draft_sink_size,
-        draft_tokens=args.draft_tokens,
-        reproducible=args.reproducible,
-        max_len=args.max_len,
-        mesh=choose_mesh(args.mesh, system),
-        quantize=args.quantize,
-        kernels=args.kernels,
         tokenizer=args.tokenizer,
         chat_template=args.chat_template,
         chat_template_kwargs=args.default_chat_template_kwargs,

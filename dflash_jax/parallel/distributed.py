@@ -46,9 +46,9 @@ def is_first() -> bool:
 def one_voice() -> None:
     """Only the first process writes to stdout, and libraries that write there (Gloo) write to stderr."""
     sys.stdout.flush()
-    mine = os.dup(1) if is_first() else os.open(os.devnull, os.O_WRONLY)
+    descriptor = os.dup(1) if is_first() else os.open(os.devnull, os.O_WRONLY)
     os.dup2(2, 1)
-    sys.stdout = os.fdopen(mine, "w", encoding="utf-8")
+    sys.stdout = os.fdopen(descriptor, "w", encoding="utf-8")
 
 
 def agreed(value: int) -> int:

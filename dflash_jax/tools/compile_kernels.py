@@ -221,9 +221,12 @@ def table(figures: dict) -> str:
     ]
     for capability, rows in figures.items():
         for kernel in sorted({row["kernel"] for row in rows}):
-            mine = [row for row in rows if row["kernel"] == kernel and "failed" not in row]
-            most = (max((row[n] for row in mine), default=0) for n in ("registers", "stack", "shared", "tensor_memory"))
-            lines.append(f"| {kernel} | sm_{capability} | " + " | ".join(map(str, most)) + " |")
+            compiled_rows = [row for row in rows if row["kernel"] == kernel and "failed" not in row]
+            largest = (
+                max((row[n] for row in compiled_rows), default=0)
+                for n in ("registers", "stack", "shared", "tensor_memory")
+            )
+            lines.append(f"| {kernel} | sm_{capability} | " + " | ".join(map(str, largest)) + " |")
     return "\n".join(lines)
 
 

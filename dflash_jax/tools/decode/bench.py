@@ -375,7 +375,7 @@ class Bench:
 
 
 def count_of_experts(args, point: Point) -> int:
-    """What --experts says for a point. Raises InputError where the target has none, or not so many."""
+    """What --experts says for a point. Raises InputError where the target has none, or fewer."""
     specs = [layer.ffn for layer in shapes_of(args).target.layers if isinstance(layer.ffn, MoeSpec)]
     if not specs:
         raise InputError("--experts: the target has none")
