@@ -21,6 +21,16 @@ from dflash_jax.parallel import distributed
 
 # Batch sizes of a data shard that programs are compiled for.
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+# `Admission` field: field of a request's `SamplingParams`, in which the frontend has replaced None by a number.
+SAMPLING_FIELDS = {
+    "seed": "seed",
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition": "repetition_penalty",
+    "frequency": "frequency_penalty",
+    "presence": "presence_penalty",
+}
 
 
 class ModelRunner:
@@ -163,15 +173,9 @@ class ModelRunner:
             draft_window=NO_BOUND if request.draft_window_size is None else request.draft_window_size,
             draft_sinks=request.draft_sink_size,
             top_k=min(p.top_k or 0, 2**31 - 1),
-            seed=p.seed,
             wants_logprobs=p.wants_logprobs,
             processed_logprobs=p.logprobs_mode == "processed",
-            temperature=p.temperature,
-            top_p=p.top_p,
-            min_p=p.min_p,
-            repetition=p.repetition_penalty,
-            frequency=p.frequency_penalty,
-            presence=p.presence_penalty,
+            **{name: getattr(p, field) for name, field in SAMPLING_FIELDS.items()},
         )
         self.state = self.programs.admit(self.state, self._only(slot), admission)
 

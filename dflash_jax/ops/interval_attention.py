@@ -56,7 +56,6 @@ def _keys(k: Array, size: int) -> Array:
     return jnp.pad(k, ((0, 0), (0, -k.shape[1] % size), (0, 0), (0, 0)))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(5,))
 def interval_attention(
     q: Float[Array, "B Q K R D"],
     k: Float[Array, "B T K D"],
@@ -81,6 +80,13 @@ def interval_attention(
         The weighted means of values, [B, Q, K, R, D] in q's dtype (zeros where a query sees no key), and the logarithms
         of the sums of exponentials, float32 [B, Q, K, R].
     """
+    return _interval_attention(q, k, v, low, high, sizes)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _interval_attention(
+    q: Array, k: Array, v: Array, low: Array, high: Array, sizes: tuple[int, int]
+) -> tuple[Array, Array]:
     return _forward(q, k, v, low, high, sizes)[0]
 
 
@@ -163,4 +169,4 @@ def _backward(
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None, None
 
 
-interval_attention.defvjp(_forward, _backward)
+_interval_attention.defvjp(_forward, _backward)

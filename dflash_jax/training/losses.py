@@ -144,7 +144,7 @@ class Head:
         Returns:
             float32 logits [..., V or N + 1], and the labels' columns [...].
         """
-        rows = self.matrix if self.ids is None else self.rows
+        rows = self.matrix if self.rows is None else self.rows
         logits = project(self.backend, hidden, rows, dtype=jnp.float32)
         if self.ids is None:
             return logits, labels
