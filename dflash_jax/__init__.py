@@ -7,10 +7,10 @@ if TYPE_CHECKING:
     from dflash_jax.checkpoint.load import load_drafter as load_drafter
     from dflash_jax.checkpoint.load import load_target as load_target
     from dflash_jax.decoding.batch_init import init_state as init_state
+    from dflash_jax.decoding.prefill import prefill_chunk as prefill_chunk
     from dflash_jax.decoding.sampling_state import SamplingState as SamplingState
     from dflash_jax.decoding.speculative import decode as decode
     from dflash_jax.decoding.speculative import decode_round as decode_round
-    from dflash_jax.decoding.speculative import prefill_chunk as prefill_chunk
     from dflash_jax.decoding.state import DecodeState as DecodeState
     from dflash_jax.decoding.state import Settings as Settings
     from dflash_jax.decoding.state import empty_state as empty_state
@@ -45,7 +45,7 @@ _WHERE = {
     "DecodeState": "decoding.state",
     "init_state": "decoding.batch_init",
     "empty_state": "decoding.state",
-    "prefill_chunk": "decoding.speculative",
+    "prefill_chunk": "decoding.prefill",
     "decode_round": "decoding.speculative",
     "decode": "decoding.speculative",
 }

@@ -10,6 +10,7 @@ import numpy as np
 
 from dflash_jax.decoding import speculative
 from dflash_jax.decoding.batch_init import init_state
+from dflash_jax.decoding.prefill import prefill_chunk
 from dflash_jax.decoding.sampling_state import SamplingState
 from dflash_jax.decoding.state import DecodeState, Settings
 from dflash_jax.models.config import LayerSpec, MlpSpec
@@ -97,7 +98,7 @@ class Loop:
         emitters = {"xla_cpu_use_fusion_emitters": True} if version("jax") < "0.11" else {}
         options = {"xla_backend_optimization_level": 0} if fast else emitters
         jit = partial(jax.jit, compiler_options=options)
-        self.prefill_chunk = jit(speculative.prefill_chunk, static_argnames="size")
+        self.prefill_chunk = jit(prefill_chunk, static_argnames="size")
         self.decode = jit(speculative.decode, static_argnames="settings")
         self.decode_round = jit(speculative.decode_round, static_argnames="settings")
 

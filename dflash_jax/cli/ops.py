@@ -51,6 +51,7 @@ def choices(shapes: Shapes, backend: Backend, dtype, batch: int, prompt: int, qu
     import jax.numpy as jnp
 
     from dflash_jax.decoding import speculative
+    from dflash_jax.decoding.prefill import prefill_chunk
     from dflash_jax.decoding.state import Settings, empty_state
     from dflash_jax.models.packing import pack_weights
     from dflash_jax.parallel.sharding import ONE_DEVICE
@@ -66,7 +67,7 @@ def choices(shapes: Shapes, backend: Backend, dtype, batch: int, prompt: int, qu
         state = jax.eval_shape(partial(empty_state, target, drafter, batch, 2 * prompt, settings))
         pair = (target, drafter if name == "round" else None)
         step: Callable[..., object] = (
-            partial(speculative.prefill_chunk, size=prompt)
+            partial(prefill_chunk, size=prompt)
             if name == "prefill"
             else partial(speculative.decode_round, settings=settings)
         )

@@ -27,9 +27,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Float, Int, UInt32
 
-from dflash_jax.decoding.sampling import Logprobs, compute_logprobs, draw
+from dflash_jax.decoding.sampling import Logprobs, draw
 from dflash_jax.decoding.sampling_state import GREEDY, sampling_mode
 from dflash_jax.decoding.state import PLAIN_SETTINGS, DecodeState, Settings
 from dflash_jax.models.cache import Record
@@ -46,75 +46,6 @@ EXTENSION_SIZE = 4
 def verified_specs(target: Decoder, drafter: Drafting | None) -> tuple[PartitionSpec, PartitionSpec | None, Any]:
     """PartitionSpecs of what `verify` returns."""
     return spec(DATA, None, target.vocab), None if drafter is None else spec(DATA), target.record_specs()
-
-
-def _uncached_tokens(state: DecodeState, size: int) -> Int[Array, "B size"]:
-    """The token buffer from ``num_cached`` on, int [B, size]; arbitrary past its end."""
-    places = jnp.minimum(state.num_cached[:, None] + jnp.arange(size), state.tokens.shape[1] - 1)
-    return jnp.take_along_axis(state.tokens, places, axis=1)
-
-
-def _rotary_positions(state: DecodeState, size: int) -> Int[Array, "B size"]:
-    """Rotary positions of ``size`` tokens from ``num_cached`` on, int [B, size]."""
-    return (state.num_cached + state.rope_delta)[:, None] + jnp.arange(size)[None]
-
-
-def prefill_chunk(
-    target: Decoder, drafter: Drafting | None, state: DecodeState, size: int, n: Int[Array, " B"] | None = None
-) -> DecodeState:
-    """Feeds the next tokens of every prompt into the caches, all but its last token.
-
-    Args:
-        target: The target.
-        drafter: Its cache gets the same tokens; with None, its context begins after them.
-        state: The state.
-        size: Tokens of the pass (static).
-        n: Upper bounds of the tokens of each sequence, int [B], at most ``size``; None is ``size``.
-
-    Returns:
-        The state with these tokens in its caches.
-    """
-    num_left = jnp.maximum(state.prompt_length - 1 - state.num_cached, 0)
-    n = jnp.minimum(num_left, size if n is None else n)
-    tokens = _uncached_tokens(state, size)
-    taps = drafter.taps if drafter is not None else ()
-    _, features, caches = target.extend(tokens, state.target, state.num_cached, n, taps, _rotary_positions(state, size))
-    draft = state.draft
-    if drafter is not None:
-        steps = jnp.arange(size)[None]
-        draft = drafter.extend(draft, features, tokens, state.num_cached[:, None] + steps, steps < n[:, None])
-    state = replace(state, target=caches, draft=draft, num_cached=state.num_cached + n)
-    return state if drafter is not None else _restart_draft_context(state, n > 0)
-
-
-def score_chunk(
-    target: Decoder, state: DecodeState, size: int, n: Int[Array, " B"], top: int
-) -> tuple[DecodeState, Logprobs]:
-    """`prefill_chunk` without a drafter that also scores the prompt.
-
-    Args:
-        target: The target.
-        state: The state.
-        size: Tokens of the pass (static).
-        n: Upper bounds of the tokens of each sequence, int [B], at most ``size``.
-        top: Most likely tokens at each position.
-
-    Returns:
-        The state, and raw `Logprobs` [B, size] of the token after each one that is fed.
-    """
-    n = jnp.minimum(jnp.maximum(state.prompt_length - 1 - state.num_cached, 0), n)
-    tokens, positions = _uncached_tokens(state, size), _rotary_positions(state, size)
-    hidden, _, caches = target.extend(tokens, state.target, state.num_cached, n, (), positions)
-    logits, next_tokens = target.logits(hidden), _uncached_tokens(replace(state, num_cached=state.num_cached + 1), size)
-    sampling = replace(state.sampling, processed_logprobs=jnp.zeros_like(state.sampling.processed_logprobs))
-    logprobs = compute_logprobs(logits, logits, next_tokens, sampling, top)
-    state = replace(state, target=caches, num_cached=state.num_cached + n)
-    return _restart_draft_context(state, n > 0), logprobs
-
-
-def _restart_draft_context(state: DecodeState, has_moved: Bool[Array, " B"]) -> DecodeState:
-    """Begins the drafter's context at ``num_cached`` where ``has_moved``: its cache lacks the tokens before."""
-    return replace(state, draft_start=jnp.where(has_moved, state.num_cached, state.draft_start))
 
 
 def _append(
@@ -193,7 +124,7 @@ def propose(
     # The first draft follows the last known token, at place num_known of the block.
     places = jnp.arange(size)[None] - state.num_known[:, None]
     drafts = jnp.take_along_axis(proposal.tokens, jnp.clip(places, 0, size - 2), axis=1)
-    return jnp.where(places < 0, _uncached_tokens(state, size), drafts)
+    return jnp.where(places < 0, state.uncached_tokens(size), drafts)
 
 
 def next_block(
@@ -217,7 +148,7 @@ def next_block(
     """
     if drafter is not None and settings.block_size > 1:
         return propose(target, drafter, state, settings, mode)
-    return _uncached_tokens(state, settings.block_size)
+    return state.uncached_tokens(settings.block_size)
 
 
 def verify(
@@ -235,7 +166,7 @@ def verify(
         Logits float32 [B, T, V], features [B, T, taps, H] (None without taps), and the record that `commit` writes.
     """
     n = jnp.where(state.done, 0, jnp.minimum(state.num_known + state.block_sizes - 1, block.shape[1]))
-    positions = _rotary_positions(state, block.shape[1])
+    positions = state.rotary_positions(block.shape[1])
     hidden, features, record = target.verify(block, state.target, state.num_cached, n, tuple(taps), positions)
     return target.logits(hidden), features, record
 
@@ -319,7 +250,7 @@ def commit(
         valid = (steps < (after.length - 1 - before.num_cached)[:, None]) & (num_yielded > 0)[:, None]
         draft = drafter.extend(draft, features, block, before.num_cached[:, None] + steps, valid)
     after = replace(after, target=caches, draft=draft, num_cached=before.num_cached + n)
-    return after if drafter is not None else _restart_draft_context(after, n > 0)
+    return after if drafter is not None else after.restart_draft_context(n > 0)
 
 
 def decode_round(
@@ -390,7 +321,7 @@ def decode(
         i, state, buffer = carry
         if buffer is None:
             return i + 1, decode_round(target, drafter, state, settings, None, mode), None
-        block = _uncached_tokens(state, 1)
+        block = state.uncached_tokens(1)
         logits, features, record = verify(target, state, block, taps)
         after = decide(state, block, logits, None, mode)
         if features is not None:
@@ -413,7 +344,7 @@ def _extend_draft(
         chunk = jax.lax.dynamic_slice_in_dim(features, i * size, size, axis=1)
         positions, tokens = (
             start[:, None] + jnp.arange(size)[None],
-            _uncached_tokens(replace(after, num_cached=start), size),
+            replace(after, num_cached=start).uncached_tokens(size),
         )
         return drafter.extend(draft, chunk, tokens, positions, positions < after.num_cached[:, None])
 

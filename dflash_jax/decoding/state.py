@@ -107,6 +107,19 @@ class DecodeState:
         """Known tokens that are not in the target's caches: normally one, the last."""
         return self.length - self.num_cached
 
+    def uncached_tokens(self, size: int) -> Int[Array, "B size"]:
+        """The token buffer from ``num_cached`` on, int [B, size]; arbitrary past its end."""
+        places = jnp.minimum(self.num_cached[:, None] + jnp.arange(size), self.tokens.shape[1] - 1)
+        return jnp.take_along_axis(self.tokens, places, axis=1)
+
+    def rotary_positions(self, size: int) -> Int[Array, "B size"]:
+        """Rotary positions of ``size`` tokens from ``num_cached`` on, int [B, size]."""
+        return (self.num_cached + self.rope_delta)[:, None] + jnp.arange(size)[None]
+
+    def restart_draft_context(self, has_moved: Bool[Array, " B"]) -> "DecodeState":
+        """Begins the drafter's context at ``num_cached`` where ``has_moved``: its cache lacks the tokens before."""
+        return replace(self, draft_start=jnp.where(has_moved, self.num_cached, self.draft_start))
+
 
 def empty_state(
     target: Decoder, drafter: Drafting | None, slots: int, capacity: int, settings: Settings = PLAIN_SETTINGS

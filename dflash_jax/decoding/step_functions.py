@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from dflash_jax.decoding import batch_init, prefix_snapshot, speculative
 from dflash_jax.decoding.batch_init import Admission
+from dflash_jax.decoding.prefill import prefill_chunk, score_chunk
 from dflash_jax.decoding.prefix_snapshot import Segment, Snapshot
 from dflash_jax.decoding.sampling import Logprobs, add_noise, process_logits
 from dflash_jax.decoding.state import PLAIN_SETTINGS, DecodeState, Settings, put_slots, take_slots
@@ -114,7 +115,7 @@ def prefill(
     size: int,
     drafting: bool = True,
 ) -> tuple[DecodeState, Int[Array, " B"]]:
-    """`speculative.prefill_chunk` of some slots.
+    """`prefill_chunk` of some slots.
 
     Args:
         target: The target.
@@ -129,7 +130,7 @@ def prefill(
         The state, and the slots' ``num_cached``, int [B].
     """
     drafter = drafter if drafting else None
-    part = speculative.prefill_chunk(target, drafter, take_slots(target.backend, state, slots), size, n)
+    part = prefill_chunk(target, drafter, take_slots(target.backend, state, slots), size, n)
     return put_slots(state, part), gather_batch(part.num_cached)
 
 
@@ -143,7 +144,7 @@ def score(
     size: int,
     top: int,
 ) -> tuple[DecodeState, Logprobs]:
-    """`speculative.score_chunk` of some slots.
+    """`score_chunk` of some slots.
 
     Args:
         target: The target.
@@ -157,7 +158,7 @@ def score(
     Returns:
         The state, and `Logprobs` [B, size].
     """
-    part, logprobs = speculative.score_chunk(target, take_slots(target.backend, state, slots), size, n, top)
+    part, logprobs = score_chunk(target, take_slots(target.backend, state, slots), size, n, top)
     return put_slots(state, part), gather_batch(logprobs)
 
 

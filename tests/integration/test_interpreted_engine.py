@@ -15,6 +15,7 @@ import pytest
 from dflash_jax.checkpoint.parameters import QUANTIZED
 from dflash_jax.decoding import speculative
 from dflash_jax.decoding.batch_init import init_state
+from dflash_jax.decoding.prefill import prefill_chunk
 from dflash_jax.decoding.sampling_state import SamplingState
 from dflash_jax.decoding.state import Settings
 from dflash_jax.models.layers import with_backend
@@ -92,7 +93,7 @@ def drafts(target, drafter, temperature: float) -> np.ndarray:
     prompts = [request.prompt for request in requests((17, 40), 0.0)]
     sampling = replace(SamplingState.greedy(2, token_runs.VOCAB), temperature=jnp.full(2, temperature, jnp.float32))
     state = init_state(target, drafter, prompts, NEW, settings=settings, sampling=sampling, capacity=CAPACITY)
-    state = jax.jit(partial(speculative.prefill_chunk, size=40))(target, drafter, state)
+    state = jax.jit(partial(prefill_chunk, size=40))(target, drafter, state)
     return np.asarray(jax.jit(partial(speculative.propose, settings=settings))(target, drafter, state))
 
 
