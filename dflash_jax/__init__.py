@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dflash_jax.models.config import ModelConfig as ModelConfig
     from dflash_jax.models.decoder import Decoder as Decoder
     from dflash_jax.models.drafter import Drafter as Drafter
-    from dflash_jax.models.drafter import DraftWindow as DraftWindow
+    from dflash_jax.models.drafting import DraftWindow as DraftWindow
     from dflash_jax.parallel.sharding import Layout as Layout
     from dflash_jax.sampling_params import SamplingParams as SamplingParams
 
@@ -37,7 +37,7 @@ _WHERE = {
     "DraftConfig": "models.config",
     "Decoder": "models.decoder",
     "Drafter": "models.drafter",
-    "DraftWindow": "models.drafter",
+    "DraftWindow": "models.drafting",
     "load_target": "checkpoint.load",
     "load_drafter": "checkpoint.load",
     "SamplingState": "decoding.sampling_state",

@@ -1,6 +1,6 @@
 """A drafter of one's own: it repeats what followed the last token earlier in the text (prompt lookup).
 
-A drafter is anything with the methods of `dflash_jax.models.drafter.Drafting`. Whatever it drafts, the text is the
+A drafter is anything with the methods of `dflash_jax.models.drafting.Drafting`. Whatever it drafts, the text is the
 target's own: a bad drafter costs time only. Run: python examples/custom_drafter.py
 """
 
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 import dflash_jax as d
 from dflash_jax.frontend.llm_config import TINY
-from dflash_jax.models.drafter import Proposal
+from dflash_jax.models.drafting import Proposal
 
 PROMPT = "def area(width, height):\n    return width * height\n\ndef area("
 NEW_TOKENS, BLOCK = 48, 8

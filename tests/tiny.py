@@ -15,7 +15,8 @@ from dflash_jax.decoding.sampling_state import SamplingState
 from dflash_jax.decoding.state import DecodeState, Settings
 from dflash_jax.models.config import LayerSpec, MlpSpec
 from dflash_jax.models.decoder import Decoder
-from dflash_jax.models.drafter import Drafter, DrafterWrapper, Proposal
+from dflash_jax.models.drafter import Drafter
+from dflash_jax.models.drafting import DrafterWrapper, Proposal
 from tests.helpers import random_decoder, random_drafter, tiny_config, tiny_draft_config
 
 VOCAB = 61

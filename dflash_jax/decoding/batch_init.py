@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float32, Int, Int32
 from dflash_jax.decoding.sampling_state import SamplingState
 from dflash_jax.decoding.state import PLAIN_SETTINGS, DecodeState, Settings, empty_state, put_slots, take_slots
 from dflash_jax.models.decoder import Decoder
-from dflash_jax.models.drafter import Drafting
+from dflash_jax.models.drafting import Drafting
 from dflash_jax.ops.cache import KVCache
 from dflash_jax.sampling_params import MAX_BIAS, MAX_LOGPROBS, MAX_STOPS
 

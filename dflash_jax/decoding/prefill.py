@@ -14,7 +14,7 @@ from jaxtyping import Array, Int
 from dflash_jax.decoding.sampling import Logprobs, compute_logprobs
 from dflash_jax.decoding.state import DecodeState
 from dflash_jax.models.decoder import Decoder
-from dflash_jax.models.drafter import Drafting
+from dflash_jax.models.drafting import Drafting
 
 
 def prefill_chunk(

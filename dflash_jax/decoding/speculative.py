@@ -34,7 +34,7 @@ from dflash_jax.decoding.sampling_state import GREEDY, sampling_mode
 from dflash_jax.decoding.state import PLAIN_SETTINGS, DecodeState, Settings
 from dflash_jax.models.cache import Record
 from dflash_jax.models.decoder import Decoder
-from dflash_jax.models.drafter import DraftCache, Drafting, DraftWindow, TargetHeads
+from dflash_jax.models.drafting import DraftCache, Drafting, DraftWindow, TargetHeads
 from dflash_jax.parallel.sharding import DATA, spec
 
 # Plain rounds between two extensions of the drafter's cache.

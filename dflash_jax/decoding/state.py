@@ -18,7 +18,7 @@ from dflash_jax.decoding.sampling import Logprobs
 from dflash_jax.decoding.sampling_state import TABLES, SamplingState
 from dflash_jax.models.cache import Cache, init_cache
 from dflash_jax.models.decoder import Decoder
-from dflash_jax.models.drafter import NO_WINDOW, DraftCache, Drafting, DraftWindow
+from dflash_jax.models.drafting import NO_WINDOW, DraftCache, Drafting, DraftWindow
 from dflash_jax.ops.backend import Backend
 from dflash_jax.ops.cache import DeltaState, KVCache
 from dflash_jax.ops.gated_delta import works_in_place

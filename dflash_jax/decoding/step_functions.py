@@ -23,7 +23,7 @@ from dflash_jax.decoding.sampling import Logprobs, add_noise, process_logits
 from dflash_jax.decoding.state import PLAIN_SETTINGS, DecodeState, Settings, put_slots, take_slots
 from dflash_jax.models.cache import Record
 from dflash_jax.models.decoder import Decoder
-from dflash_jax.models.drafter import Drafting
+from dflash_jax.models.drafting import Drafting
 from dflash_jax.parallel.sharding import DATA
 
 T = TypeVar("T")

@@ -15,7 +15,7 @@ from dflash_jax.decoding import step_functions
 from dflash_jax.decoding.state import DecodeState, Settings, empty_state
 from dflash_jax.engine.step_calls import BATCH, REPLICATED, StepCalls
 from dflash_jax.models.decoder import Decoder
-from dflash_jax.models.drafter import Drafting
+from dflash_jax.models.drafting import Drafting
 from dflash_jax.parallel.sharding import parameter_specs, place
 
 # On NVIDIA GPUs: the whole loop in one graph, with what it calls. Products of one operand stay apart: to merge them XLA

@@ -15,7 +15,7 @@ from dflash_jax.decoding.sampling import Logprobs
 from dflash_jax.decoding.state import DecodeState, Settings, state_specs
 from dflash_jax.decoding.step_functions import Report
 from dflash_jax.models.decoder import Decoder
-from dflash_jax.models.drafter import Drafting
+from dflash_jax.models.drafting import Drafting
 from dflash_jax.parallel.sharding import DATA
 
 BATCH, REPLICATED = PartitionSpec(DATA), PartitionSpec()

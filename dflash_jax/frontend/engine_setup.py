@@ -4,7 +4,7 @@ import jax
 
 from dflash_jax.decoding.state import Settings
 from dflash_jax.engine.config import BlockSize, EngineConfig, prefill_config
-from dflash_jax.models.drafter import DraftWindow
+from dflash_jax.models.drafting import DraftWindow
 from dflash_jax.ops.backend import Backend
 from dflash_jax.sampling_params import MAX_LOGPROBS
 

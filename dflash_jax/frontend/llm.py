@@ -27,7 +27,8 @@ from dflash_jax.frontend.outputs import Completion
 from dflash_jax.frontend.prompts import Prompts
 from dflash_jax.frontend.sequence import Piece, TextSequence
 from dflash_jax.frontend.sync_engine import SyncEngine
-from dflash_jax.models.drafter import Drafter, DraftWindow
+from dflash_jax.models.drafter import Drafter
+from dflash_jax.models.drafting import DraftWindow
 from dflash_jax.parallel.sharding import Layout
 from dflash_jax.sampling_params import SamplingParams
 

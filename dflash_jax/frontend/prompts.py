@@ -12,7 +12,7 @@ from dflash_jax.frontend.sampling_defaults import SamplingDefaults
 from dflash_jax.frontend.sequence import TextSequence
 from dflash_jax.frontend.tokenizer import Tokenizer
 from dflash_jax.models.config import ModelConfig
-from dflash_jax.models.drafter import DraftWindow
+from dflash_jax.models.drafting import DraftWindow
 from dflash_jax.sampling_params import SamplingParams
 
 

@@ -13,7 +13,7 @@ from dflash_jax.engine.executables import Executables
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.llm import LLM
 from dflash_jax.frontend.outputs import Completion
-from dflash_jax.models.drafter import DrafterWrapper
+from dflash_jax.models.drafting import DrafterWrapper
 from dflash_jax.sampling_params import SamplingParams
 from dflash_jax.training.config import TrainConfig
 from dflash_jax.training.data import messages_of, read_lines

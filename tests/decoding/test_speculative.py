@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from dflash_jax.decoding.batch_init import init_state
 from dflash_jax.decoding.speculative import decide, propose
 from dflash_jax.decoding.state import Settings
-from dflash_jax.models.drafter import DraftWindow
+from dflash_jax.models.drafting import DraftWindow
 from dflash_jax.ops import attention, cache
 from dflash_jax.tools.equality import Reference, check_same, equal_or_tie, new_tokens
 from tests import tiny

@@ -10,7 +10,7 @@ import scipy.special
 import scipy.stats
 
 from dflash_jax.decoding.state import Settings
-from dflash_jax.models.drafter import Proposal
+from dflash_jax.models.drafting import Proposal
 from dflash_jax.tools.equality import forward, options_of, processed_reference
 from tests import tiny
 
