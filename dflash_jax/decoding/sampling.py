@@ -73,13 +73,18 @@ def apply_penalties(
         logits: float32 [B, T, V].
         sampling: Options and counts.
         block: Tokens that the target was fed at these places, int [B, T]; None leaves the counts as they are.
-        num_known: Tokens at the beginning of the block that the counts include, int [B].
+        num_known: Tokens at the beginning of the block that the counts include, int [B]; None only without ``block``.
 
     Returns:
         float32 [B, T, V].
+
+    Raises:
+        ValueError: ``block`` is given without ``num_known``.
     """
     bias, prompt, output = (sampling.table(name)[:, None] for name in TABLES)
-    if block is not None and num_known is not None:
+    if block is not None:
+        if num_known is None:
+            raise ValueError("a block without num_known: the counts include an unknown number of its tokens")
         place = jnp.arange(block.shape[1])
         # Tokens of other devices' parts are outside of the one-hot's range.
         local, _ = sampling.vocab.local(block, logits.shape[-1])

@@ -341,11 +341,9 @@ def _extend_draft(
 
     def extend(i: Array, draft: DraftCache) -> DraftCache:
         start, size = before.num_cached + i * EXTENSION_SIZE, EXTENSION_SIZE
-        chunk = jax.lax.dynamic_slice_in_dim(features, i * size, size, axis=1)
-        positions, tokens = (
-            start[:, None] + jnp.arange(size)[None],
-            replace(after, num_cached=start).uncached_tokens(size),
-        )
+        chunk = jax.lax.dynamic_slice_in_dim(features, i * size, size, axis=1) if drafter.taps else None
+        positions = start[:, None] + jnp.arange(size)[None]
+        tokens = replace(after, num_cached=start).uncached_tokens(size)
         return drafter.extend(draft, chunk, tokens, positions, positions < after.num_cached[:, None])
 
     num_gained = (after.num_cached - before.num_cached).max()

@@ -229,6 +229,13 @@ def test_penalties_see_the_block_before_a_place_and_nothing_behind_it():
     assert (np.delete(found, [4, 7], axis=1) == 0).all()
 
 
+def test_a_block_without_num_known_is_refused():
+    """Its tokens would be left out of the counts."""
+    rows, logits, block = rows_of([OFF]), jnp.zeros((1, 2, V)), jnp.zeros((1, 2), jnp.int32)
+    with pytest.raises(ValueError, match="num_known"):
+        at_once(logits, rows, block, jnp.zeros(1, jnp.int32), block)
+
+
 def test_repetition_counts_the_prompt_and_frequency_does_not():
     counts = np.zeros((2, 1, V), int)
     counts[0, 0, 3] = counts[1, 0, 5] = 2

@@ -1,6 +1,6 @@
 """The speculative loop against plain decoding, and plain decoding against the target without any cache."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from dflash_jax.decoding.batch_init import init_state
 from dflash_jax.decoding.speculative import decide, propose
 from dflash_jax.decoding.state import Settings
-from dflash_jax.models.drafting import DraftWindow
+from dflash_jax.models.drafting import DraftWindow, Proposal
 from dflash_jax.ops import attention, cache
 from dflash_jax.tools.equality import Reference, check_same, equal_or_tie, new_tokens
 from tests import tiny
@@ -327,6 +327,40 @@ def test_plain_rounds_keep_the_drafters_context(target, drafter):
     np.testing.assert_array_equal(found[0].num_cached, found[1].num_cached)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found[0].draft, found[1].draft)
     assert all(np.abs(x[0]).sum() > 0 for x in jax.tree.leaves(found[0].draft))
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Tapless:
+    """A drafter that reads no layer of the target. Its cache holds the verified tokens, and it drafts token 0."""
+
+    taps: tuple[int, ...] = ()
+
+    def init_cache(self, slots, capacity, dtype, window):
+        return (jnp.full((slots, capacity), -1, jnp.int32),)
+
+    def extend(self, cache, features, tokens, positions, valid):
+        assert features is None
+        places = jnp.where(valid, positions, cache[0].shape[1])
+        return (cache[0].at[jnp.arange(len(cache[0]))[:, None], places].set(tokens, mode="drop"),)
+
+    def propose(self, cache, last, start, block_sizes, size, heads, window):
+        return Proposal(jnp.zeros((len(last), size - 1), jnp.int32))
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_a_drafter_without_taps_gets_no_features(target, plain, reference, size):
+    """In prefill, in rounds and in the extension after plain rounds; its cache gets every verified token."""
+    settings = Settings(block_size=size, top_logprobs=2)
+    state = generate(target, Tapless(), "greedy", settings)
+    while not state.done.all():
+        state = jax.device_get(fast.decode(target, Tapless(), state, 100, None, settings=settings))
+    check_same(reference["greedy"], state)
+    for row in LIVE:
+        # The last token was never fed.
+        last = state.length[row] - 1
+        np.testing.assert_array_equal(state.draft[0][row, :last], state.tokens[row, :last])
+        assert (state.draft[0][row, last:] == -1).all()
 
 
 def test_a_context_that_begins_late_is_a_bounded_one(target, drafter, plain, reference):
