@@ -53,7 +53,7 @@ def decode(target, drafter, ids: list[int], block: int):
         state = jax.jit(partial(d.prefill_chunk, size=64))(target, drafter, state)
     state = jax.jit(partial(d.decode, settings=settings))(target, drafter, state, NEW_TOKENS)
     tokens = state.tokens[0, len(ids) : state.length[0]]
-    return tokens.tolist(), state.accepted[0, : state.rounds[0]].tolist()
+    return tokens.tolist(), state.yielded[0, : state.rounds[0]].tolist()
 
 
 def main() -> None:

@@ -245,6 +245,6 @@ def admit(target: Decoder, state: DecodeState, slots: Int[Array, "1"], admission
         target=target_caches,
         sampling=sampling,
         rounds=zero,
-        accepted=jnp.zeros_like(one.accepted),
+        yielded=jnp.zeros_like(one.yielded),
     )
     return put_slots(state, fresh)

@@ -58,7 +58,7 @@ def _append(
     """Appends samples[first : first + count] of each sequence, up to a stop token, the limit or an invalid draw.
 
     Updates length, counts, ``logprobs`` (those of the samples, [B, T]) and ``done``; leaves caches, num_cached, rounds
-    and accepted alone.
+    and yielded alone.
     """
     order = jnp.arange(samples.shape[1])[None] - first[:, None]
     count = jnp.minimum(count, state.limit - state.length)
@@ -121,8 +121,8 @@ def propose(
     heads = TargetHeads(target.embed_tokens, target.logits, draw_draft)
     window = DraftWindow(state.draft_window, state.draft_sinks, state.draft_start)
     proposal = drafter.propose(state.draft, last, start, state.block_sizes, size, heads, window)
-    # The first draft follows the last known token, at place num_known of the block.
-    places = jnp.arange(size)[None] - state.num_known[:, None]
+    # The first draft follows the last known token, at place num_uncached of the block.
+    places = jnp.arange(size)[None] - state.num_uncached[:, None]
     drafts = jnp.take_along_axis(proposal.tokens, jnp.clip(places, 0, size - 2), axis=1)
     return jnp.where(places < 0, state.uncached_tokens(size), drafts)
 
@@ -165,7 +165,7 @@ def verify(
     Returns:
         Logits float32 [B, T, V], features [B, T, taps, H] (None without taps), and the record that `commit` writes.
     """
-    n = jnp.where(state.done, 0, jnp.minimum(state.num_known + state.block_sizes - 1, block.shape[1]))
+    n = jnp.where(state.done, 0, jnp.minimum(state.num_uncached + state.block_sizes - 1, block.shape[1]))
     positions = state.rotary_positions(block.shape[1])
     hidden, features, record = target.verify(block, state.target, state.num_cached, n, tuple(taps), positions)
     return target.logits(hidden), features, record
@@ -192,7 +192,7 @@ def decide(
     Returns:
         The state with 1 to ``block_sizes`` more tokens a live sequence; its caches are as before.
     """
-    size, num_known = block.shape[1], state.num_known
+    size, num_known = block.shape[1], state.num_uncached
     positions = state.num_cached[:, None] + 1 + jnp.arange(size)[None]
     mode, wants_logprobs, top = _live_mode(state, mode), None, 0
     if state.logprobs is not None:
@@ -207,10 +207,10 @@ def decide(
     run = jnp.cumprod((agrees & is_draft) | is_known, axis=1).sum(1)
     after = _append(state, samples, num_known - 1, jnp.where(state.done, 0, run - num_known + 1), logprobs)
     num_yielded = after.length - state.length
-    place = jnp.where(num_yielded > 0, state.rounds, state.accepted.shape[1])
+    place = jnp.where(num_yielded > 0, state.rounds, state.yielded.shape[1])
     return replace(
         after,
-        accepted=state.accepted.at[jnp.arange(len(place)), place].set(num_yielded, mode="drop"),
+        yielded=state.yielded.at[jnp.arange(len(place)), place].set(num_yielded, mode="drop"),
         rounds=state.rounds + (num_yielded > 0),
     )
 

@@ -77,7 +77,7 @@ class DecodeState:
         draft: Caches of the drafter; () without one.
         sampling: Sampling options and token counts.
         rounds: Rounds so far, [B].
-        accepted: Tokens that each round yielded, [B, L].
+        yielded: Tokens that each round yielded, [B, L].
         logprobs: Log-probabilities at each position, [B, L]; None where they are not recorded.
         slots: Slots of the larger state, [B]; indices past its end are padding. None: this is the larger state.
     """
@@ -98,12 +98,12 @@ class DecodeState:
     draft: DraftCache
     sampling: SamplingState
     rounds: Int[Array, " B"]
-    accepted: Int[Array, "B L"]
+    yielded: Int[Array, "B L"]
     logprobs: Logprobs | None = None
     slots: Int[Array, " B"] | None = None
 
     @property
-    def num_known(self) -> Int[Array, " B"]:
+    def num_uncached(self) -> Int[Array, " B"]:
         """Known tokens that are not in the target's caches: normally one, the last."""
         return self.length - self.num_cached
 
@@ -151,7 +151,7 @@ def empty_state(
         target=init_cache(target.config, slots, capacity, dtype),
         draft=drafter.init_cache(slots, capacity, dtype, window) if drafter is not None else (),
         sampling=SamplingState.greedy(slots, vocab, target.vocab, target.backend),
-        accepted=jnp.zeros((slots, capacity), jnp.int32),
+        yielded=jnp.zeros((slots, capacity), jnp.int32),
         logprobs=Logprobs.zeros((slots, capacity), top) if top >= 0 else None,
     )
 

@@ -43,7 +43,7 @@ class Report:
     Attributes:
         tokens: New tokens, int32 [B, C]. The last may be a code of `sampling`, NOT_FINITE or NOTHING_ALLOWED.
         count: Number of new tokens, int32 [B].
-        accepted: Tokens that each round yielded, int32 [B, C].
+        yielded: Tokens that each round yielded, int32 [B, C].
         rounds: Number of rounds that yielded tokens, int32 [B].
         done: Whether the sequence has ended, bool [B].
         logprobs: `Logprobs` [B, C] of the new tokens, or None.
@@ -51,7 +51,7 @@ class Report:
 
     tokens: Int[Array, "B C"]
     count: Int[Array, " B"]
-    accepted: Int[Array, "B C"]
+    yielded: Int[Array, "B C"]
     rounds: Int[Array, " B"]
     done: Bool[Array, " B"]
     logprobs: Logprobs | None
@@ -79,7 +79,7 @@ def report(before: DecodeState, after: DecodeState, size: int) -> Report:
     return Report(
         since(after.tokens, before.length),
         after.length - before.length,
-        since(after.accepted, before.rounds),
+        since(after.yielded, before.rounds),
         after.rounds - before.rounds,
         after.done,
         jax.tree.map(lambda x: x[slots[:, None], places(before.length)], after.logprobs),
@@ -260,7 +260,7 @@ def finish(
     return _put(state, after, slots), gather_batch(result)
 
 
-def draw(
+def next_token_scores(
     target: Decoder, drafter: Drafting | None, state: DecodeState
 ) -> tuple[Float[Array, "B V"], Float[Array, "B V"]]:
     """Scores of the token after the last known one, for comparisons.

@@ -35,13 +35,13 @@ class Outcome:
 
     Attributes:
         tokens: New tokens.
-        accepted: Tokens that each round yielded.
+        yielded: Tokens that each round yielded.
         done: Whether the sequence has ended.
         logprobs: Log-probabilities of the new tokens, where they were asked for.
     """
 
     tokens: list[list[int]]
-    accepted: list[list[int]]
+    yielded: list[list[int]]
     done: list[bool]
     logprobs: list[Logprobs] | None
 

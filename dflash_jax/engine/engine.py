@@ -282,7 +282,7 @@ class Engine:
 
     def _measure(self, ticket: StepTicket, dispatch: Dispatch, outcome: Outcome, done: float) -> None:
         """Counts a step's dispatch, and measures its rounds where the device did nothing else."""
-        rounds = max(len(a) for a in outcome.accepted)
+        rounds = max(len(a) for a in outcome.yielded)
         key = self.runner.batch_size_of(dispatch.slots), dispatch.block_size
         self.statistics.dispatches[key] += 1
         has_masks = any(r.mask for r in ticket.batch)
@@ -295,7 +295,7 @@ class Engine:
         if request.finish_reason is None:
             self._events.append(self._end(request, "error", error=as_failure(error)))
 
-    def _end(self, request: Request, finish_reason: str, *, tokens=(), accepted=(), **fields) -> Event:
+    def _end(self, request: Request, finish_reason: str, *, tokens=(), yielded=(), **fields) -> Event:
         """Ends a request and frees its slot; ``fields``: further fields of its last event."""
         request.finish_reason = finish_reason
         request.times = replace(request.times, finished=self.runner.clock)
@@ -307,4 +307,4 @@ class Engine:
             self._free.append(request.slot)
             self._scheduler.remove(request)
             self._prefiller.remove(request)
-        return Event(request, list(tokens), list(accepted), finish_reason=finish_reason, **fields)
+        return Event(request, list(tokens), list(yielded), finish_reason=finish_reason, **fields)

@@ -256,7 +256,7 @@ class ModelRunner:
             records = [host.logprobs.of_sequence(place, n) for place, n in zip(places, counts, strict=True)]
         return Outcome(
             [host.tokens[place, :n].tolist() for place, n in zip(places, counts, strict=True)],
-            [host.accepted[place, : host.rounds[place]].tolist() for place in places],
+            [host.yielded[place, : host.rounds[place]].tolist() for place in places],
             [bool(host.done[place]) for place in places],
             records,
         )

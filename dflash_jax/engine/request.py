@@ -180,7 +180,7 @@ class Event:
     Attributes:
         request: The request.
         tokens: New tokens.
-        accepted: Tokens that each round yielded; they sum to the number of ``tokens``.
+        yielded: Tokens that each round yielded; they sum to the number of ``tokens``.
         logprobs: Where asked for, ``{"token_id", "logprob", "top"}`` for each token, and ``"named"`` for the params'
             logprob_token_ids. Natural logarithms.
         finish_reason: With the last event, why the request ended.
@@ -190,7 +190,7 @@ class Event:
 
     request: Request
     tokens: list[int]
-    accepted: list[int]
+    yielded: list[int]
     logprobs: list[dict] | None = None
     finish_reason: str | None = None
     error: Exception | None = None

@@ -43,16 +43,16 @@ class Results:
 
     def events(self, request: Request, outcome: Outcome, i: int, block_size: int) -> list[Event]:
         """The events of the request of slot ``i`` of a dispatch, whose rounds could yield ``block_size`` tokens."""
-        tokens, accepted, done = outcome.tokens[i], outcome.accepted[i], outcome.done[i]
+        tokens, yielded, done = outcome.tokens[i], outcome.yielded[i], outcome.done[i]
         if not tokens:
             return []
         record = outcome.logprobs[i] if outcome.logprobs and request.params.wants_logprobs else None
         if tokens[-1] >= 0:
-            return [self._take(request, tokens, accepted, done, record, block_size)]
+            return [self._take(request, tokens, yielded, done, record, block_size)]
         # A negative token is a fault. The tokens before it count: a stop string among them ends the text first.
         *tokens, fault = tokens
-        accepted = trimmed(accepted, len(tokens))
-        events = [self._take(request, tokens, accepted, False, record, block_size)] if tokens else []
+        yielded = trimmed(yielded, len(tokens))
+        events = [self._take(request, tokens, yielded, False, record, block_size)] if tokens else []
         if request.finish_reason is None:
             events.append(self._end(request, "error", error=self._no_token(request, fault)))
         return events
@@ -61,12 +61,12 @@ class Results:
         self,
         request: Request,
         tokens: list[int],
-        accepted: list[int],
+        yielded: list[int],
         done: bool,
         record: Logprobs | None,
         block_size: int,
     ) -> Event:
-        self._scheduler.observe_rounds(request, accepted, block_size)
+        self._scheduler.observe_rounds(request, yielded, block_size)
         if not request.tokens:
             request.times = replace(request.times, first_token=self._runner.clock)
         try:
@@ -81,7 +81,7 @@ class Results:
             return self._end(request, "error", error=as_failure(e))
         reason = None
         if count is not None:
-            tokens, accepted, reason = tokens[:count], trimmed(accepted, count), "stop"
+            tokens, yielded, reason = tokens[:count], trimmed(yielded, count), "stop"
         elif done:
             reason = "stop" if tokens[-1] in request.stops else "length"
         params, entries = request.params, None
@@ -90,14 +90,14 @@ class Results:
         request.tokens += tokens
         s = self._statistics
         s.new_tokens += len(tokens)
-        s.rounds += len(accepted)
-        s.accepted.update(accepted)
+        s.rounds += len(yielded)
+        s.yielded.update(yielded)
         if block_size > 1:
-            s.drafts += len(accepted)
-            s.draft_tokens += len(accepted) * (block_size - 1)
+            s.drafts += len(yielded)
+            s.draft_tokens += len(yielded) * (block_size - 1)
         if reason is None:
-            return Event(request, tokens, accepted, entries, block_size=block_size)
-        return self._end(request, reason, tokens=tokens, accepted=accepted, logprobs=entries, block_size=block_size)
+            return Event(request, tokens, yielded, entries, block_size=block_size)
+        return self._end(request, reason, tokens=tokens, yielded=yielded, logprobs=entries, block_size=block_size)
 
     def close_mask(self, request: Request) -> None:
         """Ends the masks of a request, if it has some."""
@@ -138,10 +138,10 @@ def reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason given'}"
 
 
-def trimmed(accepted: list[int], tokens: int) -> list[int]:
+def trimmed(yielded: list[int], tokens: int) -> list[int]:
     """What rounds yielded of the first ``tokens`` tokens."""
     result = []
-    for n in accepted:
+    for n in yielded:
         if tokens > 0:
             result.append(min(n, tokens))
         tokens -= n

@@ -16,7 +16,7 @@ class Statistics:
         rounds: Decoding rounds, summed over sequences.
         drafts: Rounds that had drafts.
         draft_tokens: Tokens drafted in them.
-        accepted: Rounds by the number of tokens that they yielded.
+        yielded: Rounds by the number of tokens that they yielded.
         dispatches: Dispatches by (batch size of a data shard, block size).
         host_s: Seconds of steps, less those of waiting for the device.
         wait_s: Seconds of waiting for the device.
@@ -29,7 +29,7 @@ class Statistics:
     rounds: int = 0
     drafts: int = 0
     draft_tokens: int = 0
-    accepted: Counter = field(default_factory=Counter)
+    yielded: Counter = field(default_factory=Counter)
     dispatches: Counter = field(default_factory=Counter)
     host_s: float = 0.0
     wait_s: float = 0.0

@@ -198,6 +198,8 @@ class StepCalls(ABC):
 
         return self.call(("restore",), step_functions.restore, state, (slots, np.int32(length), snapshot), specs)[0]
 
-    def draw(self, state: DecodeState) -> tuple:
+    def next_token_scores(self, state: DecodeState) -> tuple:
         """For the token behind each slot's last: raw logits, and the values whose maximum is drawn, both [B, V]."""
-        return self.call(("draw",), step_functions.draw, state, (), lambda: ((), REPLICATED), donate=False)
+        return self.call(
+            ("next_token_scores",), step_functions.next_token_scores, state, (), lambda: ((), REPLICATED), donate=False
+        )

@@ -132,6 +132,6 @@ def _time_rounds(engine: Engine, filler: Request, batch_size: int, block_size: i
     for _ in range(times):
         runner.wait(_start(engine, runner, filler, slots))
         began = runner.clock
-        accepted = runner.read(runner.decode(dispatch), False).accepted
-        rounds = max(len(a) for a in accepted)
+        yielded = runner.read(runner.decode(dispatch), False).yielded
+        rounds = max(len(a) for a in yielded)
         engine.policy.observe_seconds(batch_size, block_size, (runner.clock - began) / max(rounds, 1), rounds)

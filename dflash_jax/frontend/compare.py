@@ -68,14 +68,14 @@ def divergence(llm: LLM, prompt: list[int], expected: list[int], actual: list[in
     if at >= min(len(expected), len(actual)):
         return Divergence(at, -1, -1, float("inf"))
     request = llm.new_sequence(prompt + expected[:at], replace(params, max_tokens=1)).request
-    raw, scores = _draw(llm, request, prompt, expected[:at])
+    raw, scores = _next_token_scores(llm, request, prompt, expected[:at])
     a, b = expected[at], actual[at]
     gap = abs(float(scores[a] - scores[b]))
     cuts = cut_distances(penalised(raw, request.params, prompt, expected[:at]), request.params)
     return Divergence(at, a, b, min(gap if np.isfinite(gap) else np.inf, float(cuts[a]), float(cuts[b])))
 
 
-def _draw(llm: LLM, request: Request, prompt: list[int], shared: list[int]):
+def _next_token_scores(llm: LLM, request: Request, prompt: list[int], shared: list[int]):
     """For the token behind prompt + shared: raw logits, and the values whose maximum is drawn, float [V]."""
     size = PREFILL_SIZES[0]
     settings = replace(PLAIN_SETTINGS, top_logprobs=0)
@@ -90,7 +90,7 @@ def _draw(llm: LLM, request: Request, prompt: list[int], shared: list[int]):
         old, new = getattr(sampling, name), np.zeros((data, vocab), np.int32)
         new[0] = np.bincount(np.array(ids, int), minlength=vocab)
         sampling = replace(sampling, **{name: place(new, old.sharding)})
-    drawn = llm.plain_programs.draw(replace(state, sampling=sampling))
+    drawn = llm.plain_programs.next_token_scores(replace(state, sampling=sampling))
     return tuple(np.asarray(x[0], np.float64) for x in drawn)
 
 

@@ -84,7 +84,7 @@ class TextSequence:
         text: The `Detokenizer`; None without a tokenizer.
         is_streamed: Whether there are pieces.
         num_tokens: New tokens so far.
-        accepted: Tokens that each round yielded.
+        yielded: Tokens that each round yielded.
         logprobs: An entry for each new token, as in `Completion`; None where not asked for.
         pieces: Pieces that the consumer has not removed.
         error: What ended the sequence, where that is an error.
@@ -125,7 +125,7 @@ class TextSequence:
         self.request = Request(prompt, params, stops, monitor=monitor, **options)
         self.is_streamed = streamed
         self.num_tokens = 0
-        self.accepted: list[int] = []
+        self.yielded: list[int] = []
         self.logprobs: list[dict] | None = [] if params.wants_logprobs else None
         self.pieces: deque[Piece] = deque()
         self.error: Exception | None = None
@@ -157,13 +157,13 @@ class TextSequence:
     def take(self, event: Event) -> None:
         """Adds an event of the engine."""
         self.num_tokens += len(event.tokens)
-        self.accepted += event.accepted
+        self.yielded += event.yielded
         self.error = event.error
         if event.logprobs is not None and self.logprobs is not None:
             self.logprobs += event.logprobs
         if event.block_size > 1:
-            self.drafts += len(event.accepted)
-            self.draft_tokens += len(event.accepted) * (event.block_size - 1)
+            self.drafts += len(event.yielded)
+            self.draft_tokens += len(event.yielded) * (event.block_size - 1)
         if not self.is_streamed:
             self._take_end(event)
             return
@@ -177,7 +177,7 @@ class TextSequence:
             self._shown = upto
         ends = ends if event.tokens else []
         self.starts += starts
-        piece = Piece(text, event.tokens, event.accepted, ends, starts, event.logprobs, event.finish_reason)
+        piece = Piece(text, event.tokens, event.yielded, ends, starts, event.logprobs, event.finish_reason)
         self.pieces.append(piece)
 
     def _take_end(self, event: Event) -> None:
@@ -222,4 +222,4 @@ class TextSequence:
             times.submitted, times.admitted, times.ready, times.first_token, times.finished, self.compile_s
         )
         assert r.finish_reason is not None, "the sequence has not ended"
-        return Completion(r.prompt, r.tokens, text, r.finish_reason, self.accepted, self.logprobs, timings, r.cached)
+        return Completion(r.prompt, r.tokens, text, r.finish_reason, self.yielded, self.logprobs, timings, r.cached)

@@ -32,7 +32,7 @@ def usage(
     new = sequences if new is None else new
     count = sum(r.num_tokens for r in new)
     drafts, drafted = sum(r.drafts for r in new), sum(r.draft_tokens for r in new)
-    accepted = sum(n - 1 for r in new for n in r.accepted)
+    accepted = sum(n - 1 for r in new for n in r.yielded)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": count,

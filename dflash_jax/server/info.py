@@ -51,7 +51,7 @@ async def server_info(http: Request):
     engine = serving.engine.engine
     s = engine.statistics
     drafts = max(s.drafts, 1)
-    accepted = sum((n - 1) * c for n, c in dict(s.accepted).items())
+    accepted = sum((n - 1) * c for n, c in dict(s.yielded).items())
     state = {
         "running": engine.running,
         "waiting": engine.waiting,

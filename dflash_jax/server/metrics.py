@@ -100,8 +100,8 @@ class Metrics:
         yield counter("prefix_cache_hits", "Prompt tokens that were known.", s.cached_tokens)
         yield counter("spec_decode_num_drafts", "Rounds with drafts.", s.drafts)
         yield counter("spec_decode_num_draft_tokens", "Drafted tokens.", s.draft_tokens)
-        accepted = dict(s.accepted)
-        total = sum((n - 1) * count for n, count in accepted.items())
+        yielded = dict(s.yielded)
+        total = sum((n - 1) * count for n, count in yielded.items())
         yield counter("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.", total)
         places = CounterMetricFamily(
             "vllm:spec_decode_num_accepted_tokens_per_pos",
@@ -109,7 +109,7 @@ class Metrics:
             labels=(*LABELS, "position"),
         )
         for place in range(engine.config.block_sizes[-1] - 1):
-            count = sum(c for n, c in accepted.items() if n - 1 > place)
+            count = sum(c for n, c in yielded.items() if n - 1 > place)
             places.add_metric([*labels, str(place)], count)
         yield places
         ended = CounterMetricFamily(

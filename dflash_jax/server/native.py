@@ -150,7 +150,7 @@ def answer(
         reason["matched"] = sequence.matched
     elif ended == "abort":
         reason["message"] = "ended by /abort_request"
-    rounds = len(sequence.accepted)
+    rounds = len(sequence.yielded)
     meta = {
         "id": requested.name,
         "finish_reason": reason or None,
@@ -160,8 +160,8 @@ def answer(
         "cached_tokens": request.cached,
         "e2e_latency": time.perf_counter() - began,
         "spec_verify_ct": rounds,
-        "spec_accept_length": sum(sequence.accepted) / rounds if rounds else 0.0,
-        "spec_accept_token_num": sum(n - 1 for n in sequence.accepted),
+        "spec_accept_length": sum(sequence.yielded) / rounds if rounds else 0.0,
+        "spec_accept_token_num": sum(n - 1 for n in sequence.yielded),
         "spec_draft_token_num": sequence.draft_tokens,
         "weight_version": "default",
     }

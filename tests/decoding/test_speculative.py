@@ -93,16 +93,16 @@ def random_runs(seed: int, most: int = 15) -> np.ndarray:
 def check_statistics(state):
     """Tokens, log-probabilities and counters hold what was said, and nothing behind it."""
     length, start = np.asarray(state.length), np.asarray(state.prompt_length)
-    accepted, rounds = np.asarray(state.accepted), np.asarray(state.rounds)
+    yielded, rounds = np.asarray(state.yielded), np.asarray(state.rounds)
     behind = np.arange(CAPACITY) >= length[:, None]
     assert state.done.all()
     assert (length <= np.asarray(state.limit)).all()
     assert (np.asarray(state.tokens)[behind] == 0).all()
     assert (np.asarray(state.logprobs.chosen)[behind] == 0).all()
-    np.testing.assert_array_equal(accepted.sum(1), length - start)
-    np.testing.assert_array_equal((accepted > 0).sum(1), rounds)
-    np.testing.assert_array_equal(np.arange(CAPACITY) < rounds[:, None], accepted > 0)
-    assert (accepted <= np.asarray(state.block_sizes)[:, None]).all()
+    np.testing.assert_array_equal(yielded.sum(1), length - start)
+    np.testing.assert_array_equal((yielded > 0).sum(1), rounds)
+    np.testing.assert_array_equal(np.arange(CAPACITY) < rounds[:, None], yielded > 0)
+    assert (yielded <= np.asarray(state.block_sizes)[:, None]).all()
     for row in ROWS:
         counts = np.bincount(new_tokens(state, row), minlength=VOCAB)
         np.testing.assert_array_equal(state.sampling.output_counts[row], counts)
@@ -153,7 +153,7 @@ def test_every_width_gives_the_plain_tokens(target, drafter, plain, reference, m
         check_statistics(found)
         check_logprobs(plain[mode], found)
         for row in (2, 4):
-            assert found.accepted[row, : found.rounds[row]].tolist() == yields(coached, found, row)
+            assert found.yielded[row, : found.rounds[row]].tolist() == yields(coached, found, row)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -165,7 +165,7 @@ def test_every_accept_count_occurs_and_gives_the_plain_tokens(target, drafter, p
         check_logprobs(plain[mode], found)
         for row in LIVE:
             expected = yields(coached, found, row)
-            assert found.accepted[row, : found.rounds[row]].tolist() == expected
+            assert found.yielded[row, : found.rounds[row]].tolist() == expected
             assert expected[0] == run + 1
 
 
@@ -173,9 +173,9 @@ def test_the_random_drafters_own_proposals_are_accepted_now_and_then(target, dra
     found = generate(target, coach(drafter, plain["sampled"].tokens), "sampled", WINDOWED)
     check_same(reference["sampled"], found)
     check_statistics(found)
-    accepted = np.asarray(found.accepted)
-    assert accepted.max() > 1
-    assert (accepted == 1).sum() > 10
+    yielded = np.asarray(found.yielded)
+    assert yielded.max() > 1
+    assert (yielded == 1).sum() > 10
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -186,9 +186,9 @@ def test_widths_may_differ_between_rows(target, drafter, plain, reference, mode)
     check_same(reference[mode], found)
     check_statistics(found)
     for row in LIVE:
-        accepted = found.accepted[row, : found.rounds[row]].tolist()
-        assert accepted == yields(coached, found, row)
-        assert accepted[0] == width[row]
+        yielded = found.yielded[row, : found.rounds[row]].tolist()
+        assert yielded == yields(coached, found, row)
+        assert yielded[0] == width[row]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -408,7 +408,7 @@ def test_any_accept_lengths_give_the_plain_tokens(target, drafter, plain, refere
     check_logprobs(plain[mode], found)
     if min(runs) >= 0:
         for row in LIVE:
-            assert found.accepted[row, : found.rounds[row]].tolist() == yields(coached, found, row)
+            assert found.yielded[row, : found.rounds[row]].tolist() == yields(coached, found, row)
 
 
 def conditionals(jaxpr) -> list:
@@ -460,7 +460,7 @@ def test_aligned_windows_give_the_same_bits_with_any_drafter_and_none(dtype):
     for name, found in drafted.items():
         np.testing.assert_array_equal(found.tokens, expected.tokens, err_msg=name)
         jax.tree.map(np.testing.assert_array_equal, found.logprobs, expected.logprobs)
-        np.testing.assert_array_equal(found.accepted.sum(1), expected.accepted.sum(1))
+        np.testing.assert_array_equal(found.yielded.sum(1), expected.yielded.sum(1))
     assert int(expected.rounds[1]) == NEW[2]
     assert int(drafted["oracle"].rounds[1]) < 6
     assert drafted["bad"].rounds[1] > 3 * drafted["oracle"].rounds[1]

@@ -102,7 +102,7 @@ class MockRunner:
     def decode(self, dispatch, masks=None):
         assert len(set(dispatch.slots)) == len(dispatch.slots)
         self.log.append(("decode", dispatch))
-        tokens, accepted, done = [], [], []
+        tokens, yielded, done = [], [], []
         for i, (slot, block_size) in enumerate(zip(dispatch.slots, dispatch.block_sizes, strict=True)):
             row, rounds = self.rows[slot], []
             before = len(row.tokens)
@@ -124,9 +124,9 @@ class MockRunner:
                 row.known = row.tokens[:-1]
                 rounds.append(n)
             tokens.append(row.tokens[before:])
-            accepted.append(rounds)
+            yielded.append(rounds)
             done.append(row.done)
-        return self.work(1e-3 * max((len(a) for a in accepted), default=0)), Outcome(tokens, accepted, done, None)
+        return self.work(1e-3 * max((len(a) for a in yielded), default=0)), Outcome(tokens, yielded, done, None)
 
     def decode_masked(self, dispatch, masks):
         import numpy as np
@@ -141,9 +141,9 @@ class MockRunner:
         sizes = [n for n, late in zip(dispatch.block_sizes, is_late, strict=True) if not late]
         batch = replace(dispatch, slots=tuple(slots), block_sizes=tuple(sizes))
         until, outcome = self.decode(batch, [n for n, late in zip(lowest, is_late, strict=True) if not late])
-        parts = iter(zip(outcome.tokens, outcome.accepted, outcome.done, strict=True))
-        tokens, accepted, done = zip(*(([], [], True) if late else next(parts) for late in is_late), strict=True)
-        return until, Outcome(list(tokens), list(accepted), list(done), None)
+        parts = iter(zip(outcome.tokens, outcome.yielded, outcome.done, strict=True))
+        tokens, yielded, done = zip(*(([], [], True) if late else next(parts) for late in is_late), strict=True)
+        return until, Outcome(list(tokens), list(yielded), list(done), None)
 
     def read(self, ticket, logprobs):
         if self.fail:

@@ -212,7 +212,7 @@ def test_tokens_before_an_impossible_one_count(block_size, stop_at):
     events = run(e)
     right = expected([9, 9], 5)[:stop_at]
     assert r.tokens == [token for event in events for token in event.tokens] == right
-    assert sum(n for event in events for n in event.accepted) == len(right)
+    assert sum(n for event in events for n in event.yielded) == len(right)
     if stop_at is None:
         assert r.finish_reason == "error"
         assert "leave no token behind 5 new ones" in str(events[-1].error)

@@ -53,7 +53,7 @@ def test_every_request_gets_its_own_tokens(seed):
         ends = [x.finish_reason for x in events if x.request is r and x.finish_reason]
         assert len(ends) == 1
         assert told(events, r) == r.tokens == text[: len(r.tokens)]
-        assert sum(n for x in events if x.request is r for n in x.accepted) == len(r.tokens)
+        assert sum(n for x in events if x.request is r for n in x.yielded) == len(r.tokens)
         if r not in aborted:
             assert r.tokens == text
             assert ends == ["stop" if text[-1] == END else "length"]

@@ -55,7 +55,7 @@ def target():
 @pytest.fixture(scope="module")
 def drawn(target):
     """New tokens int [DISPATCHES, ROWS, NEW], row i behind prompt i % 2, and tokens per round."""
-    tokens, accepted = [], []
+    tokens, yielded = [], []
     prompts = [PROMPTS[i % len(PROMPTS)] for i in range(ROWS)]
     starts = np.array([len(p) for p in prompts])[:, None]
     for dispatch in range(DISPATCHES):
@@ -67,8 +67,8 @@ def drawn(target):
         )
         state = tiny.fast.generate(target, Bigram(), prompts, NEW, SETTINGS, sampling=rows)
         tokens.append(np.take_along_axis(state.tokens, starts + np.arange(NEW), axis=1))
-        accepted.append(state.accepted[state.accepted > 0].mean())
-    return np.array(tokens), np.mean(accepted)
+        yielded.append(state.yielded[state.yielded > 0].mean())
+    return np.array(tokens), np.mean(yielded)
 
 
 @pytest.fixture(scope="module")
@@ -118,9 +118,9 @@ def counts_of(tokens, prompt: int, places) -> np.ndarray:
 
 def test_the_test_means_something(drawn, law):
     """Drafts are accepted and rejected often, and the distribution is neither flat nor a point."""
-    tokens, accepted = drawn
+    tokens, yielded = drawn
     assert tokens.shape == (DISPATCHES, ROWS, NEW)
-    assert 1.3 < accepted < 2.5
+    assert 1.3 < yielded < 2.5
     np.testing.assert_allclose(law.sum((1, 2, 3)), 1)
     for p in law.sum((1, 2)):
         assert 0.1 < p.max() < 0.9
