@@ -168,12 +168,12 @@ class DeltaState:
 
     Attributes:
         recurrent: float32 [B, G, R, Dk, Dv].
-        conv: The last inputs of the convolution, [B, kernel - 1, G, C].
+        conv_inputs: The last inputs of the convolution, [B, kernel - 1, G, C].
         rows: As in `KVCache`.
     """
 
     recurrent: Array
-    conv: Array
+    conv_inputs: Array
     rows: Array | None = None
 
     def row_indices(self) -> Int[Array, " b"]:
@@ -185,11 +185,13 @@ class DeltaState:
         if self.rows is None:
             return self
         rows = jnp.minimum(self.rows, self.recurrent.shape[0] - 1)
-        return DeltaState(self.recurrent[rows], self.conv[rows])
+        return DeltaState(self.recurrent[rows], self.conv_inputs[rows])
 
     def put(self, new: "DeltaState") -> "DeltaState":
         """This state with the b rows of ``new`` in those that ``rows`` selects."""
-        return DeltaState(self.placed(self.recurrent, new.recurrent), self.placed(self.conv, new.conv), self.rows)
+        return DeltaState(
+            self.placed(self.recurrent, new.recurrent), self.placed(self.conv_inputs, new.conv_inputs), self.rows
+        )
 
     def placed(self, buffer: Float[Array, " B *rest"], new: Float[Array, " b *rest"]) -> Float[Array, " B *rest"]:
         """``buffer`` with ``new`` in the rows that ``rows`` selects."""
@@ -198,7 +200,7 @@ class DeltaState:
     def cleared(self) -> "DeltaState":
         """This state with zeros in the rows that ``rows`` selects."""
         state = self.copied()
-        return self.put(DeltaState(jnp.zeros_like(state.recurrent), jnp.zeros_like(state.conv)))
+        return self.put(DeltaState(jnp.zeros_like(state.recurrent), jnp.zeros_like(state.conv_inputs)))
 
 
 @jax.tree_util.register_dataclass
@@ -212,13 +214,13 @@ class DeltaRecord:
         k: Normalised keys, float32 [B, T, G, Dk].
         delta: Corrections of the delta rule, float32 [B, T, G, R, Dv].
         log_decay: Logarithms of the decays, float32 [B, T, G, R].
-        conv: Inputs of the convolution, [B, T, G, C].
+        conv_inputs: Inputs of the convolution, [B, T, G, C].
     """
 
     k: Array
     delta: Array
     log_decay: Array
-    conv: Array
+    conv_inputs: Array
 
 
 @jax.tree_util.register_dataclass

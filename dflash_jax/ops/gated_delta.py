@@ -29,13 +29,13 @@ class Weights(NamedTuple):
     """Weights of the operation.
 
     Attributes:
-        taps: Of the convolution, [G, C, kernel].
+        conv_weight: Weights of the convolution, [G, C, kernel].
         a_log: Logarithms of the decay's rates, [G, R].
         dt_bias: Added to the gate of the decay, [G, R].
         norm: Of the gated norm, [Dv].
     """
 
-    taps: Array
+    conv_weight: Array
     a_log: Array
     dt_bias: Array
     norm: Array
@@ -61,15 +61,15 @@ def reference(
 ) -> tuple[Float[Array, "B T G R Dv"], DeltaRecord]:
     """`gated_delta` by XLA, a scan over chunks."""
     b, t = qkvz.shape[:2]
-    taps, a_log, dt_bias, norm = weights
-    channels, kernel = taps.shape[1:]
+    conv_weight, a_log, dt_bias, norm = weights
+    channels, kernel = conv_weight.shape[1:]
     state = state.copied()
     *_, r, dk, dv = state.recurrent.shape
     inputs, z = jnp.split(qkvz, [channels], axis=-1)
-    window = jnp.concatenate([state.conv.astype(inputs.dtype), inputs], axis=1)
+    window = jnp.concatenate([state.conv_inputs.astype(inputs.dtype), inputs], axis=1)
 
     def tap(j: int) -> Array:
-        y = window[:, j : j + t] * taps[..., j]
+        y = window[:, j : j + t] * conv_weight[..., j]
         if starts is None:
             return y
         return jnp.where((jnp.arange(t) - (kernel - 1 - j) >= starts)[..., None, None], y, 0)
@@ -136,9 +136,9 @@ def _triton_chunks(
 ) -> tuple[Array, DeltaRecord]:
     from dflash_jax.ops.kernels.triton import delta_chunks
 
-    taps, a_log, dt_bias, norm = weights
-    out, k, delta, log_decay = delta_chunks.rule(backend.triton_card, qkvz, gates, state, taps, a_log, dt_bias)
-    inputs, z = jnp.split(qkvz, [taps.shape[1]], axis=-1)
+    conv_weight, a_log, dt_bias, norm = weights
+    out, k, delta, log_decay = delta_chunks.rule(backend.triton_card, qkvz, gates, state, conv_weight, a_log, dt_bias)
+    inputs, z = jnp.split(qkvz, [conv_weight.shape[1]], axis=-1)
     return gated_norm(out, z, norm, eps), DeltaRecord(k, delta, log_decay, inputs)
 
 
@@ -217,20 +217,20 @@ def gated_delta(
 
 
 def last_inputs(
-    conv: Float[Array, "B W G C"], inputs: Float[Array, "B T G C"], n: Int[Array, " B"]
+    conv_inputs: Float[Array, "B W G C"], inputs: Float[Array, "B T G C"], n: Int[Array, " B"]
 ) -> Float[Array, "B W G C"]:
     """The last W = kernel - 1 inputs of the convolution.
 
     Args:
-        conv: Those before the tokens, [B, W, G, C].
+        conv_inputs: Those before the tokens, [B, W, G, C].
         inputs: Those of T tokens, [B, T, G, C].
         n: int [B], how many tokens count.
 
     Returns:
         Those after the first n tokens, [B, W, G, C].
     """
-    window = jnp.concatenate([conv, inputs.astype(conv.dtype)], axis=1)
-    places = n[:, None] + jnp.arange(conv.shape[1])[None]
+    window = jnp.concatenate([conv_inputs, inputs.astype(conv_inputs.dtype)], axis=1)
+    places = n[:, None] + jnp.arange(conv_inputs.shape[1])[None]
     return jnp.take_along_axis(window, places[..., None, None], axis=1)
 
 
@@ -248,7 +248,7 @@ def replay_reference(backend: Backend, state: DeltaState, record: DeltaRecord, n
     k = jnp.where(counts[..., None, None], record.k, 0.0)
     added = jnp.einsum("btgk,btgrv->bgrkv", k, delta)
     recurrent = before.recurrent * jnp.exp(total)[..., None, None] + added
-    return state.put(DeltaState(recurrent, last_inputs(before.conv, record.conv, n)))
+    return state.put(DeltaState(recurrent, last_inputs(before.conv_inputs, record.conv_inputs, n)))
 
 
 def _supports_triton_replay(backend: Backend, state: DeltaState, record: DeltaRecord, n: Array) -> str | None:
@@ -262,8 +262,8 @@ def _supports_triton_replay(backend: Backend, state: DeltaState, record: DeltaRe
 def _triton_replay(backend: Backend, state: DeltaState, record: DeltaRecord, n: Array) -> DeltaState:
     from dflash_jax.ops.kernels.triton import delta as triton_delta
 
-    recurrent, conv = triton_delta.replay_triton(backend.triton_card, state, record, n)
-    return DeltaState(recurrent, conv, state.rows)
+    recurrent, conv_inputs = triton_delta.replay_triton(backend.triton_card, state, record, n)
+    return DeltaState(recurrent, conv_inputs, state.rows)
 
 
 def _supports_cpp_replay(backend: Backend, state: DeltaState, record: DeltaRecord, n: Array) -> str | None:
@@ -271,8 +271,8 @@ def _supports_cpp_replay(backend: Backend, state: DeltaState, record: DeltaRecor
 
 
 def _cpp_replay(backend: Backend, state: DeltaState, record: DeltaRecord, n: Array) -> DeltaState:
-    recurrent, conv = cpp.replay(state, record, n)
-    return DeltaState(recurrent, conv, state.rows)
+    recurrent, conv_inputs = cpp.replay(state, record, n)
+    return DeltaState(recurrent, conv_inputs, state.rows)
 
 
 REPLAYS = (
@@ -338,11 +338,11 @@ def _triton_advance(
 ) -> tuple[Array, DeltaState]:
     from dflash_jax.ops.kernels.triton import delta_chunks
 
-    taps, a_log, dt_bias, norm = weights
-    out, recurrent = delta_chunks.advance(backend.triton_card, qkvz, gates, state, taps, a_log, dt_bias, n)
-    inputs, z = jnp.split(qkvz, [taps.shape[1]], axis=-1)
-    conv = state.placed(state.conv, last_inputs(state.copied().conv, inputs, n))
-    return gated_norm(out, z, norm, eps), DeltaState(recurrent, conv, state.rows)
+    conv_weight, a_log, dt_bias, norm = weights
+    out, recurrent = delta_chunks.advance(backend.triton_card, qkvz, gates, state, conv_weight, a_log, dt_bias, n)
+    inputs, z = jnp.split(qkvz, [conv_weight.shape[1]], axis=-1)
+    conv_inputs = state.placed(state.conv_inputs, last_inputs(state.copied().conv_inputs, inputs, n))
+    return gated_norm(out, z, norm, eps), DeltaState(recurrent, conv_inputs, state.rows)
 
 
 ADVANCES = (

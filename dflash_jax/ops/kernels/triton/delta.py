@@ -239,8 +239,8 @@ def why_not(tokens: int, state: DeltaState) -> str | None:
     """The reason why the kernels do not support this many tokens over an `ops.cache.DeltaState`, or None."""
     if tokens > TOKENS:
         return f"{tokens} tokens: the kernel takes {TOKENS} at most"
-    if state.conv.shape[1] > 4:
-        return f"a convolution of {state.conv.shape[1] + 1} taps: the kernel takes 5 at most"
+    if state.conv_inputs.shape[1] > 4:
+        return f"a convolution of {state.conv_inputs.shape[1] + 1} taps: the kernel takes 5 at most"
     sizes = state.recurrent.shape[-2:]
     if any(not 16 <= n <= 128 or n & (n - 1) for n in sizes):
         return f"heads of {list(sizes)}: sizes must be powers of two from 16 to 128"
@@ -249,7 +249,7 @@ def why_not(tokens: int, state: DeltaState) -> str | None:
 
 def _sizes(state: DeltaState, tokens: int) -> dict[str, int]:
     rows, g, r, dk, dv = state.recurrent.shape
-    channels, kernel = 2 * dk + r * dv, state.conv.shape[1] + 1
+    channels, kernel = 2 * dk + r * dv, state.conv_inputs.shape[1] + 1
     sizes = {"T": tokens, "W": kernel, "BT": TOKENS, "G": g, "R": r, "DK": dk, "DV": dv}
     return sizes | {"C": channels, "STATE_ROWS": rows}
 
@@ -259,7 +259,7 @@ def mix_triton(
     qkvz: Float[Array, "B T G CZ"],
     gates: Float[Array, "B T 2 G R"],
     state: DeltaState,
-    taps: Float[Array, "G C W"],
+    conv_weight: Float[Array, "G C W"],
     a_log: Float[Array, "G R"],
     dt_bias: Float[Array, "G R"],
     norm: Float[Array, " Dv"],
@@ -283,30 +283,30 @@ def mix_triton(
         jax.ShapeDtypeStruct((b, t, g, dk), jnp.float32),
         jax.ShapeDtypeStruct((b, t, g, r, dv), jnp.float32),
         jax.ShapeDtypeStruct((b, t, g, r), jnp.float32),
-        jax.ShapeDtypeStruct((b, t, *state.conv.shape[2:]), qkvz.dtype),
+        jax.ShapeDtypeStruct((b, t, *state.conv_inputs.shape[2:]), qkvz.dtype),
     ]
-    args = [qkvz, gates, state.conv, taps, a_log, dt_bias, norm, state.recurrent, state.row_indices()]
+    args = [qkvz, gates, state.conv_inputs, conv_weight, a_log, dt_bias, norm, state.recurrent, state.row_indices()]
     if t == 1:
         kernel, sizes = _mix_one, {n: sizes[n] for n in ("G", "R", "DK", "DV", "C", "W", "STATE_ROWS")}
     else:
         kernel, exact = _mix, qkvz.dtype == jnp.float32
         sizes |= {"PRECISION": "ieee" if exact else "tf32", "SMALL": "ieee" if exact else "tf32x3"}
-    y, k, delta, log_decay, conv = triton_call(
+    y, k, delta, log_decay, conv_inputs = triton_call(
         card, kernel, args, out, (programs,), num_warps=warps, EPS=eps, CZ=qkvz.shape[-1], **sizes
     )
-    return y, (k, delta, log_decay, conv)
+    return y, (k, delta, log_decay, conv_inputs)
 
 
 def replay_triton(card: Card, state: DeltaState, record: DeltaRecord, n: Int[Array, " B"]) -> tuple[Array, Array]:
     """`ops.gated_delta.replay`, with the card in place of the backend: the recurrent state and the inputs."""
     b, t, g = record.k.shape[:3]
     sizes, programs = _sizes(state, t), b * g * state.recurrent.shape[2]
-    buffers = [state.recurrent, state.conv, state.row_indices()]
-    args = [*buffers, record.k, record.delta, record.log_decay, record.conv, n]
+    buffers = [state.recurrent, state.conv_inputs, state.row_indices()]
+    args = [*buffers, record.k, record.delta, record.log_decay, record.conv_inputs, n]
     # Products of bfloat16 models are TF32, as XLA's are; sums are float32.
-    precision = "ieee" if record.conv.dtype == jnp.float32 else "tf32"
-    recurrent, conv = triton_call(
+    precision = "ieee" if record.conv_inputs.dtype == jnp.float32 else "tf32"
+    recurrent, conv_inputs = triton_call(
         card, _replay, args, [], (programs,), in_place=(0, 1),
         num_warps=FEW_WARPS if programs <= FEW_PROGRAMS else WARPS, PRECISION=precision, **sizes,
     )  # fmt: skip
-    return recurrent, conv
+    return recurrent, conv_inputs

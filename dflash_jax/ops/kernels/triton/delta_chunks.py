@@ -146,10 +146,10 @@ def why_not(state: DeltaState, dtype: DTypeLike) -> str | None:
 
     Exact float32 products do not fit the kernels' registers, and states may exceed the range of float16.
     """
-    if dtype != jnp.bfloat16 or state.conv.dtype != jnp.bfloat16:
+    if dtype != jnp.bfloat16 or state.conv_inputs.dtype != jnp.bfloat16:
         return f"{jnp.dtype(dtype).name}: the kernel is for bfloat16"
-    if state.conv.shape[1] > 4:
-        return f"a convolution of {state.conv.shape[1] + 1} taps: the kernel takes 5 at most"
+    if state.conv_inputs.shape[1] > 4:
+        return f"a convolution of {state.conv_inputs.shape[1] + 1} taps: the kernel takes 5 at most"
     sizes = state.recurrent.shape[-2:]
     if any(not 16 <= n <= 128 or n & (n - 1) for n in sizes):
         return f"heads of {list(sizes)}: sizes must be powers of two from 16 to 128"
@@ -161,7 +161,7 @@ def prepare(
     qkvz: Float[Array, "B T G CZ"],
     gates: Float[Array, "B T 2 G R"],
     state: DeltaState,
-    taps: Float[Array, "G C W"],
+    conv_weight: Float[Array, "G C W"],
     a_log: Float[Array, "G R"],
     dt_bias: Float[Array, "G R"],
     valid: Int[Array, " B"] | None = None,
@@ -173,9 +173,9 @@ def prepare(
         qkvz: As in `ops.gated_delta.gated_delta`, bfloat16.
         gates: As there.
         state: `ops.cache.DeltaState`.
-        taps: As in `ops.gated_delta.Weights`; likewise ``a_log`` and ``dt_bias``.
-        a_log: See ``taps``.
-        dt_bias: See ``taps``.
+        conv_weight: As in `ops.gated_delta.Weights`; likewise ``a_log`` and ``dt_bias``.
+        a_log: See ``conv_weight``.
+        dt_bias: See ``conv_weight``.
         valid: int32 [B], how many tokens count; the record is then not written. None: all tokens, with a record.
 
     Returns:
@@ -190,11 +190,11 @@ def prepare(
     out += [jax.ShapeDtypeStruct((count, b, g, r, m, n), qkvz.dtype) for n in (dk, dk, m, dk)]
     record = [(b, t, g, dk), (b, t, g, r)] if is_recorded else [(1,), (1,)]
     out += [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((count, b, g, r), *record)]
-    args = [qkvz, gates, state.conv, taps, a_log, dt_bias, state.row_indices(), _valid(valid, b, t)]
+    args = [qkvz, gates, state.conv_inputs, conv_weight, a_log, dt_bias, state.row_indices(), _valid(valid, b, t)]
     return triton_call(
         card, _prepare, args, out, (count, b * g), num_warps=8, num_stages=1, T=t, G=g, R=r, DK=dk, DV=dv,
         C=2 * dk + r * dv,
-        CZ=qkvz.shape[-1], W=state.conv.shape[1] + 1, M=m, LEVELS=m.bit_length() - 1,
+        CZ=qkvz.shape[-1], W=state.conv_inputs.shape[1] + 1, M=m, LEVELS=m.bit_length() - 1,
         STATE_ROWS=state.recurrent.shape[0], RECORD=is_recorded,
     )  # fmt: skip
 
@@ -244,7 +244,7 @@ def rule(
     qkvz: Float[Array, "B T G CZ"],
     gates: Float[Array, "B T 2 G R"],
     state: DeltaState,
-    taps: Float[Array, "G C W"],
+    conv_weight: Float[Array, "G C W"],
     a_log: Float[Array, "G R"],
     dt_bias: Float[Array, "G R"],
 ) -> tuple[Array, Array, Array, Array]:
@@ -253,7 +253,7 @@ def rule(
     Returns:
         Outputs [B, T, G, R, Dv], and k, δ and log_decay of the record.
     """
-    *chunks, k, log_decay = prepare(card, qkvz, gates, state, taps, a_log, dt_bias)
+    *chunks, k, log_decay = prepare(card, qkvz, gates, state, conv_weight, a_log, dt_bias)
     out, delta = from_chunk_to_chunk(card, state, *chunks, qkvz.shape[1])
     return out, k, delta, log_decay
 
@@ -263,7 +263,7 @@ def advance(
     qkvz: Float[Array, "B T G CZ"],
     gates: Float[Array, "B T 2 G R"],
     state: DeltaState,
-    taps: Float[Array, "G C W"],
+    conv_weight: Float[Array, "G C W"],
     a_log: Float[Array, "G R"],
     dt_bias: Float[Array, "G R"],
     valid: Int[Array, " B"],
@@ -273,5 +273,5 @@ def advance(
     Returns:
         Outputs [B, T, G, R, Dv], and the recurrent state of all rows, written in place.
     """
-    *chunks, _, _ = prepare(card, qkvz, gates, state, taps, a_log, dt_bias, valid)
+    *chunks, _, _ = prepare(card, qkvz, gates, state, conv_weight, a_log, dt_bias, valid)
     return from_chunk_to_chunk(card, state, *chunks, qkvz.shape[1], valid)

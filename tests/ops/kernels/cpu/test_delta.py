@@ -89,7 +89,7 @@ def test_the_state_is_written_where_it_lies():
 def test_some_rows_of_a_state():
     """In another order, the last one nobody's; other rows stay as they are."""
     qkvz, gates, held, *weights = arguments(4, 3, 2, 2, 32, 48, 4)
-    state = DeltaState(held.recurrent, held.conv, jnp.array([3, 0, 1, 4], jnp.int32))
+    state = DeltaState(held.recurrent, held.conv_inputs, jnp.array([3, 0, 1, 4], jnp.int32))
     y, *_ = cpu.mix(qkvz, gates, state, *weights, 1e-6)
     expected, plain = mix(qkvz, gates, state, *weights, eps=1e-6)
     np.testing.assert_allclose(y[:3], expected[:3], rtol=1e-4, atol=1e-5)
