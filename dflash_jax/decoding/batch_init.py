@@ -74,7 +74,7 @@ def init_state(
         empty: An `empty_state` to fill, for callers that make it under a jit of their own.
 
     Returns:
-        The state. Nothing is compiled for the host's arrays.
+        The state. Host arrays are only transferred, so nothing is compiled for their shapes.
 
     Raises:
         ValueError: A prompt does not fit, or a block size is out of range.
@@ -103,6 +103,7 @@ def init_state(
         empty,
         tokens=jnp.asarray(tokens),
         length=jnp.asarray(lengths),
+        # A copy: both are donated.
         prompt_length=jnp.array(lengths),
         limit=jnp.asarray(lengths + np.array(num_new, np.int32)),
         done=jnp.asarray(lengths == 0),

@@ -2,7 +2,8 @@
 
 The noise of a draw is a function of (seed, absolute position, token id) alone. So the token that is drawn from a given
 distribution at a given position does not depend on whether it was drafted, on the block size or on the batch. A drafter
-that draws with the same noise agrees with the target more often than one that drafts greedily.
+that draws with the same noise agrees with the target more often than one that drafts greedily: the coupling by shared
+Gumbel noise of Daliri et al. (drafter-invariant speculative decoding, arXiv 2408.07978).
 
 Dimension letters: B sequences, T positions of this call, V vocabulary (a device's part of it, where it is divided).
 """
@@ -100,7 +101,10 @@ def apply_penalties(
 
 
 def _apply_filters(logits: Float[Array, "B T V"], sampling: SamplingState) -> Float[Array, "B T V"]:
-    """Temperature, top-k, top-p and min-p, in this order. Removed tokens get -inf; ties at a threshold stay."""
+    """Temperature, top-k, top-p (arXiv 1904.09751) and min-p (arXiv 2407.01082), in this order.
+
+    Removed tokens get -inf; ties at a threshold stay.
+    """
     is_greedy = (sampling.temperature <= 0)[:, None, None]
     logits = logits / jnp.where(is_greedy, 1.0, sampling.temperature[:, None, None])
     vocab = sampling.vocab
@@ -222,7 +226,8 @@ def draw_processed(
         ids: As in `add_noise`.
 
     Returns:
-        Indices into V, int32 [B, T]: token ids, unless ``ids`` is given. NOTHING_ALLOWED where every logit is -inf.
+        Indices into V, int32 [B, T]: token ids, unless ``ids`` is given. NOTHING_ALLOWED where the largest logit is not
+        finite; `draw` replaces it by NOT_FINITE where the raw logits are not finite.
     """
 
     def random(logits: Array) -> tuple[Array, Array]:
@@ -238,10 +243,10 @@ class Logprobs:
     """Log-probabilities in nats at some positions.
 
     Attributes:
-        chosen: Of the drawn token, float32 [..., T].
+        chosen: Log-probability of the drawn token, float32 [..., T].
         ids: The n most likely tokens, int32 [..., T, n], the most likely first.
         values: Their log-probabilities, float32 [..., T, n].
-        named: Of the tokens that the request names, float32 [..., T, MAX_LOGPROBS].
+        named: Log-probabilities of the tokens that the request names, float32 [..., T, MAX_LOGPROBS].
     """
 
     chosen: Float[Array, "*T"]

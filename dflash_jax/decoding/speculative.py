@@ -2,8 +2,9 @@
 
 The parts are pure functions over one frozen state, and the loop is one while_loop. The drafter proposes as in DFlash
 (arXiv 2602.06036). Verification accepts the drafts that equal the target's draws, so the text is the one that the
-target alone gives. Every function takes modules and a `DecodeState` and runs under the caller's ``jax.jit``. Plain
-decoding is the same loop with blocks of one token and no drafter.
+target alone gives. Drafter and target draw with the same Gumbel noise, which is the drafter-invariant speculative
+decoding of Daliri et al. (arXiv 2408.07978). Every function takes modules and a `DecodeState` and runs under the
+caller's ``jax.jit``. Plain decoding is the same loop with blocks of one token and no drafter.
 
 Blocks. A round feeds the target a block of T tokens from position ``num_cached`` on: the known tokens from there
 (normally one, the last), then drafts. Everything before ``num_cached`` is in the caches.
@@ -58,7 +59,7 @@ def _append(
     """Appends samples[first : first + count] of each sequence, up to a stop token, the limit or an invalid draw.
 
     Updates length, counts, ``logprobs`` (those of the samples, [B, T]) and ``done``; leaves caches, num_cached, rounds
-    and yielded alone.
+    and ``yielded`` alone.
     """
     order = jnp.arange(samples.shape[1])[None] - first[:, None]
     count = jnp.minimum(count, state.limit - state.length)
@@ -294,12 +295,12 @@ def decode(
         target: The target.
         drafter: The drafter, or None.
         state: The state.
-        rounds: Rounds at most (runtime data).
+        rounds: Rounds at most (runtime data); at most PLAIN_ROUNDS with a drafter and a block size of 1.
         new_tokens: New tokens of a sequence at most, but for those of the first round (runtime data); None is no bound.
         settings: What is compiled in.
 
     Returns:
-        The state after every sequence is done, or after ``rounds``, or where another round could exceed ``new_tokens``.
+        The state when every sequence is done, after ``rounds``, or where another round could exceed ``new_tokens``.
     """
     taps = drafter.taps if drafter is not None else ()
     # Rounds of plain decoding leave the drafter's cache to one extension at the end, which costs each of them less.

@@ -190,7 +190,8 @@ def take_slots(backend: Backend, state: DecodeState, slots: Int[Array, " b"], bl
         backend: Where operations run.
         state: The whole state.
         slots: Their indices. Indices past the end are padding and give idle sequences.
-        block_size: Tokens that a round feeds. Recurrent states are copied where no kernel takes that many in place.
+        block_size: Tokens of each pass of a loop over rounds; 1 for a step of one pass, which never needs the copy.
+            Recurrent states are copied where no kernel takes that many tokens in place.
 
     Returns:
         A state of b sequences; `put_slots` writes it back.

@@ -28,7 +28,7 @@ from dflash_jax.parallel.sharding import DATA
 
 T = TypeVar("T")
 
-# New tokens of a sequence that a dispatch reports at most.
+# New tokens of a sequence that a dispatch of several rounds reports at most; a single round may report a whole block.
 REPORT_SIZE = 256
 
 # Logits [B, T, V], features [B, T, taps, H] or None, and the record of `speculative.verify`.

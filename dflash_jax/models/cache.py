@@ -17,7 +17,17 @@ Record = tuple[KVRecord | DeltaRecord | DeltaState, ...]
 
 
 def init_layer_cache(spec: LayerSpec, slots: int, capacity: int, dtype: DTypeLike) -> KVCache | DeltaState:
-    """An empty cache of one layer. Arguments as in `init_cache`."""
+    """An empty cache of one layer.
+
+    Args:
+        spec: The layer.
+        slots: Sequences that the cache holds.
+        capacity: Positions of each.
+        dtype: Dtype of keys, values and convolution inputs; recurrent states are float32.
+
+    Returns:
+        A `KVCache` for attention, a `DeltaState` for Gated DeltaNet.
+    """
     mixer = spec.mixer
     if isinstance(mixer, AttentionSpec):
         return KVCache.create(slots, mixer.num_kv_heads, mixer.head_dim, capacity, dtype)
@@ -35,7 +45,7 @@ def init_cache(config: ModelConfig, slots: int, capacity: int, dtype: DTypeLike)
         config: The target.
         slots: Sequences that the caches hold.
         capacity: Positions of each.
-        dtype: Of keys, values and convolution states; recurrent states are float32.
+        dtype: Dtype of keys, values and convolution inputs; recurrent states are float32.
 
     Returns:
         A cache for each layer.

@@ -157,7 +157,7 @@ class ModelConfig:
     """A target.
 
     Attributes:
-        model_type: Of its ``config.json``.
+        model_type: The ``model_type`` of its ``config.json``.
         vocab_size: Rows of embedding and head.
         hidden_size: Width of the residual stream.
         layers: Its layers.

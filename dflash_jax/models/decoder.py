@@ -22,7 +22,7 @@ from dflash_jax.ops.cache import DeltaRecord, DeltaState, KVCache, KVRecord
 from dflash_jax.ops.linear import project
 from dflash_jax.parallel.sharding import DATA, ONE_DEVICE, AxisSharding, Layout, spec
 
-# Where a pass is given what to keep of a layer: ``(layer cache, record, output) → entry of the result``.
+# Chooses what a pass returns for a layer: (cache, record, output) → entry.
 KeepEntry = Callable[[KVCache | DeltaState, Any, Array], Any]
 
 
@@ -163,7 +163,7 @@ class Decoder(nnx.Module):
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Of the embeddings and of all activations."""
+        """Dtype of the embeddings and activations."""
         return self.embed.get_value().dtype
 
     def shardings(self) -> dict[str, tuple[AxisSharding | None, ...]]:
@@ -206,7 +206,10 @@ class Decoder(nnx.Module):
         return project(self.backend, hidden, head, dtype=jnp.float32)
 
     def head_rows(self, ids: Int[Array, " N"]) -> Float[Array, "N H"]:
-        """The head's rows of the tokens ``ids`` int [N]; float32 where the head is packed. It must not be divided."""
+        """The head's rows of the tokens ``ids`` int [N]; float32 where the head is packed.
+
+        The head must not be divided over devices.
+        """
         return (self.embed if self.config.tied_embeddings else self.head)[...][ids]
 
     def _angles(self, positions: Int[Array, "B T"] | Int[Array, "3 B T"]) -> Angles:

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from dflash_jax.models.config import DraftConfig, DraftLayerSpec
 from dflash_jax.models.drafting import NO_WINDOW, DraftCache, DraftWindow, Proposal, TargetHeads
 from dflash_jax.models.layers import Attention, Mlp, RMSNorm, normal
-from dflash_jax.models.rope import rope_angles
+from dflash_jax.models.rope import Angles, rope_angles
 from dflash_jax.ops import attention
 from dflash_jax.ops.backend import XLA, Backend
 from dflash_jax.ops.cache import Bounds, KVCache
@@ -114,7 +114,7 @@ class DraftLayer(nnx.Module):
         self,
         x: Float[Array, "B T H"],
         mask: Bool[Array, "B T T"],
-        angles: dict,
+        angles: Angles,
         cache: KVCache | None,
         start: Int[Array, " B"],
         bounds: Bounds,
@@ -215,7 +215,7 @@ class Drafter(nnx.Module):
         joined = project(self.backend, features.astype(self.fc[...].dtype), self.fc[...], 2)
         return self.hidden_norm(self.features.gather(joined, -1))
 
-    def _angles(self, positions: Int[Array, "B T"]) -> dict:
+    def _angles(self, positions: Int[Array, "B T"]) -> Angles:
         """`RopeSpec` → cos and sin of ``positions``, of every layer."""
         return {spec.attention.rope: rope_angles(positions, spec.attention.rope) for spec in self.config.layers}
 

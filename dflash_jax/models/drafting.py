@@ -81,7 +81,7 @@ class Drafting(Protocol):
         Args:
             slots: B.
             capacity: Positions of each sequence.
-            dtype: Of floating-point arrays.
+            dtype: Dtype of floating-point arrays.
             window: The part of the context that the drafter will see.
 
         Returns:

@@ -7,7 +7,7 @@ divided over devices without permutation.
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,18 +16,15 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.models.config import AttentionSpec
+from dflash_jax.models.rope import CosSin
 from dflash_jax.ops.attention import attention, rotate, through_gate
 from dflash_jax.ops.backend import XLA, Backend
 from dflash_jax.ops.cache import Bounds, KVCache
 from dflash_jax.ops.interval_attention import interval_attention
 from dflash_jax.ops.linear import DeferredNorm, linear, rms_norm
-from dflash_jax.ops.weights import PackedWeight, QuantizedWeight
+from dflash_jax.ops.weights import Weight
 from dflash_jax.parallel.sharding import DATA, ONE_DEVICE, UNSHARDED, AxisSharding, Layout, spec
 
-# cos and sin of the rotary angles, float32 [B, T, dim / 2] each.
-CosSin = tuple[Float[Array, "B T half"], Float[Array, "B T half"]]
-# A weight as an array, packed for a CPU or quantised.
-Weight = Array | PackedWeight | QuantizedWeight
 Module = TypeVar("Module", bound=nnx.Module)
 
 
@@ -209,7 +206,7 @@ class Attention(nnx.Module):
         b, t, n, d = q.shape
         ends = jnp.broadcast_to(jnp.arange(1, t + 1), (b, t))
         q = q.reshape(b, t, k.shape[2], -1, d) * d**-0.5
-        y, _ = cast("tuple[Array, Array]", interval_attention(q, k, v, starts, ends))
+        y, _ = interval_attention(q, k, v, starts, ends)
         return self.output(through_gate(y.reshape(b, t, n, d), gates))
 
     def __call__(

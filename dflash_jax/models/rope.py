@@ -7,8 +7,10 @@ from jaxtyping import Array, Float, Int
 
 from dflash_jax.models.config import Llama3Spec, RopeSpec, YarnSpec
 
-# cos and sin of the angles, float32 [B, T, dim / 2] each, of every rotary embedding in a model.
-Angles = dict[RopeSpec, tuple[Float[Array, "B T half"], Float[Array, "B T half"]]]
+# cos and sin of the rotary angles, float32 [B, T, dim / 2] each.
+CosSin = tuple[Float[Array, "B T half"], Float[Array, "B T half"]]
+# Those of every rotary embedding in a model.
+Angles = dict[RopeSpec, CosSin]
 
 
 def _yarn(frequencies: Float[Array, " half"], rope: RopeSpec, yarn: YarnSpec) -> tuple[Float[Array, " half"], float]:
@@ -56,10 +58,10 @@ def rope_frequencies(rope: RopeSpec) -> tuple[Float[Array, " half"], float]:
     return frequencies, 1.0
 
 
-def rope_angles(
-    positions: Int[Array, "B T"] | Int[Array, "3 B T"], rope: RopeSpec
-) -> tuple[Float[Array, "B T half"], Float[Array, "B T half"]]:
+def rope_angles(positions: Int[Array, "B T"] | Int[Array, "3 B T"], rope: RopeSpec) -> CosSin:
     """Rotary angles.
+
+    Time, height and width alternate over the frequencies, as in transformers' `apply_interleaved_mrope` (Qwen3-VL).
 
     Args:
         positions: int [B, T], or [3, B, T] (time, height, width).

@@ -107,7 +107,7 @@ class Raw(dict):
     """A raw config or a part of one. Its methods check the values that they read; ``null`` counts as a missing key.
 
     Attributes:
-        model_type: Of the config, for errors.
+        model_type: The config's ``model_type``, for errors.
     """
 
     def __init__(self, raw: dict, model_type: str | None = None):
