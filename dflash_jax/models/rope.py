@@ -61,7 +61,8 @@ def rope_frequencies(rope: RopeSpec) -> tuple[Float[Array, " half"], float]:
 def rope_angles(positions: Int[Array, "B T"] | Int[Array, "3 B T"], rope: RopeSpec) -> CosSin:
     """Rotary angles.
 
-    Time, height and width alternate over the frequencies, as in transformers' `apply_interleaved_mrope` (Qwen3-VL).
+    Time, height and width alternate over the frequencies: the interleaved M-RoPE of Qwen3-VL, as in transformers'
+    `Qwen3_5TextRotaryEmbedding`.
 
     Args:
         positions: int [B, T], or [3, B, T] (time, height, width).
