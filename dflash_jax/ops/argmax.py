@@ -1,4 +1,4 @@
-"""Operation: arg-max over the last axis: the lowest index of equal values, the first NaN where there is one."""
+"""Operation: arg-max over the last axis. Of equal values the lowest index, of NaNs the first."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int

@@ -202,7 +202,7 @@ def attention(
         v: Values of the new tokens, [B, T, K, D].
         mask: bool, broadcastable to [B, T, T]: which new tokens each new token sees, with at least itself. None: itself
             and those before it.
-        cache: The context; None: no context. Only the positions of the longest batch entry are read.
+        cache: The context; None: no context. Pieces past the longest context are not read.
         length: int [B]: positions of the context that are valid.
         bounds: Restricts the context further.
         gate: [B, T, N, 2, D], the queries' projection; its second half gates the result. None: no gate.
@@ -293,8 +293,8 @@ def rotate(
         k: [B, T, K, D].
         angles: cos and sin, float32 [B, T, half].
         norms: Weights [D] of the norms of queries and keys, each None for no norm.
-        eps: Of the norms.
-        offset: Of the norms.
+        eps: Added to the means of squares of the norms.
+        offset: Added to the weights of the norms.
 
     Returns:
         Queries [B, T, N, D] (or None) and keys [B, T, K, D].

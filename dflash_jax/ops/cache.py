@@ -18,12 +18,12 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-# Context is read in pieces of this many positions; capacities are multiples of it.
+# Context is read in pieces of this many positions; larger capacities are multiples of it.
 CONTEXT_CHUNK = 256
 
 
 def round_capacity(positions: int) -> int:
-    """The smallest buffer length of at least ``positions`` that is a multiple of the pieces it is read in."""
+    """``positions``, rounded up to a multiple of `CONTEXT_CHUNK` where they exceed it; at least 1."""
     if positions <= CONTEXT_CHUNK:
         return max(positions, 1)
     return -(-positions // CONTEXT_CHUNK) * CONTEXT_CHUNK
@@ -70,9 +70,10 @@ class KVCache:
             heads: K.
             head_dim: D.
             capacity: Positions that it must have room for.
-            dtype: Of keys and values.
-            window: How many last positions are read; None, or one that the capacity covers, gives a linear cache.
-            sinks: How many first positions are read beside the window.
+            dtype: Dtype of keys and values.
+            window: Last positions that are read. None, or a window (rounded up, with sinks) that covers the capacity,
+                gives a linear cache.
+            sinks: First positions that are read besides the window.
 
         Returns:
             The cache.

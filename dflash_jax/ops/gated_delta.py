@@ -2,8 +2,8 @@
 
     S ← e^g S;   δ = β (v - Sᵀk);   S ← S + k ⊗ δ;   o = Sᵀq
 
-behind a short convolution and gates, and before a gated RMSNorm; the reference implementation is transformers'
-Qwen3NextGatedDeltaNet. `ops.delta_rule` has the rule itself, one form for any number of tokens.
+A short convolution and gates come before the rule, a gated RMSNorm after it. The reference implementation is
+transformers' Qwen3NextGatedDeltaNet. `ops.delta_rule` has the rule itself, one form for any number of tokens.
 
 Letters as in `ops.cache`; the C convolution channels of a group are its q, k and R values; M tokens of a chunk.
 """
@@ -29,10 +29,10 @@ class Weights(NamedTuple):
     """Weights of the operation.
 
     Attributes:
-        taps: Of the convolution, [G, C, kernel].
+        taps: Weights of the convolution, [G, C, kernel].
         a_log: Logarithms of the decay's rates, [G, R].
         dt_bias: Added to the gate of the decay, [G, R].
-        norm: Of the gated norm, [Dv].
+        norm: Weight of the gated norm, [Dv].
     """
 
     taps: Array
@@ -203,7 +203,7 @@ def gated_delta(
         gates: Projections to beta and alpha, [B, T, 2, G, R].
         state: The state before the tokens; it is not changed.
         weights: The layer's weights.
-        eps: Of the norm.
+        eps: Epsilon of the norm.
         starts: int [B, T], where in its sequence the document of each token begins; None: a sequence is one document.
 
     Returns:
@@ -318,7 +318,7 @@ def advance_reference(
     eps: float,
     n: Int[Array, " B"],
 ) -> tuple[Float[Array, "B T G R Dv"], DeltaState]:
-    """`advance` by `gated_delta` and `replay`, each with the implementation that the backend takes."""
+    """`advance` by `gated_delta` and `replay`, each with the implementation that the backend chooses."""
     y, record = gated_delta(backend, qkvz, gates, state, weights, eps)
     return y, replay(backend, state, record, n)
 
@@ -360,7 +360,7 @@ def advance(
     eps: float,
     n: Int[Array, " B"],
 ) -> tuple[Float[Array, "B T G R Dv"], DeltaState]:
-    """`gated_delta` of tokens of which it is known before that the first n count; there is no record.
+    """`gated_delta` and `replay` in one, where n is known beforehand; no record is returned.
 
     Args:
         backend: Where it runs. The kernels have no gradient and write the state in place.
@@ -368,7 +368,7 @@ def advance(
         gates: As in `gated_delta`.
         state: The state before the tokens.
         weights: The layer's weights.
-        eps: Of the norm.
+        eps: Epsilon of the norm.
         n: int [B], how many tokens count.
 
     Returns:

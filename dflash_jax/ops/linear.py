@@ -113,7 +113,7 @@ def product(
         backend: Where it runs.
         x: [T, I].
         matrix: [O, I].
-        dtype: Of the result; by default the wider of the two dtypes.
+        dtype: Dtype of the result; by default the wider of the two dtypes.
 
     Returns:
         [T, O].
@@ -130,14 +130,17 @@ def project(
     contracted: int = 1,
     dtype: DTypeLike | None = None,
 ) -> Float[Array, "..."]:
-    """Linear map by one weight, without a norm.
+    """Linear map by one weight, without a norm: the form of `linear` for XLA's products, and outside its list.
+
+    The form depends on the weight alone, since each kind has one product here: C++ for packed weights, XLA for others.
+    The logits take it on every platform, so that ``dflash ops`` does not list them.
 
     Args:
         backend: Where it runs.
         x: [..., *in].
         weight: [*out, *in], an array or one of `ops.weights`.
         contracted: How many axes *in has.
-        dtype: Of the result; x's dtype by default.
+        dtype: Dtype of the result; by default the wider of x's and the weight's for arrays, x's for other weights.
 
     Returns:
         [..., *out].
@@ -212,8 +215,9 @@ def _supports_cpp(
     packed = [w for w in weights if isinstance(w, PackedWeight)]
     if len(packed) < len(weights):
         return backend.no_cpp or "the weights are not packed"
-    if swiglu and not cpp.can_fuse_swiglu(packed[0]):
-        return f"the halves of {list(packed[0].shape)} share a panel of {cpp.LANES} outputs"
+    # Packed weights exist only where the kernels do, so that no_cpp is not consulted for them.
+    if swiglu and not all(cpp.can_fuse_swiglu(w) for w in packed):
+        return f"halves of {[list(w.shape) for w in packed]} share a panel of {LANES} outputs"
     return None
 
 
@@ -313,13 +317,13 @@ def linear(
         x: [..., *in], an array or `DeferredNorm`.
         weights: [*out, *in] each, or [2, F, H] each with ``swiglu``.
         contracted: How many axes *in has.
-        dtype: Of the results; x's dtype by default.
+        dtype: Dtype of the results; by default the wider of x's and the weight's for arrays, x's for other weights.
         return_normed: Whether the normed x follows the results.
         swiglu: The first half of each weight's outputs, through silu, multiplies the second half.
-        residual: [..., *out], added to each result.
+        residual: [..., *out] ([..., F] with ``swiglu``), added to each result.
 
     Returns:
-        [..., *out] for each weight, then x after its norm if ``return_normed``.
+        [..., *out] ([..., F] with ``swiglu``) for each weight, then x after its norm if ``return_normed``.
     """
     options = {"dtype": dtype, "return_normed": return_normed, "swiglu": swiglu, "residual": residual}
     implementation = take("linear", IMPLEMENTATIONS, backend, x, weights, contracted, **options)

@@ -1,8 +1,8 @@
 """Operation: Gumbel noise of draws, a function of seed, position and token alone.
 
-The noise is -log(-log(u)) of a uniform u. Its 32 bits are the first word of Threefry-2x32 with 20 rounds (Salmon et
-al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011; reference implementation: Random123, and JAX's
-``jax.random``) under the key (seed, position) at the counter (token, 0).
+The noise is -log(-log(1 - u)) with u = (w + ½) · 2⁻³², rounded to float32 and at most 1 - 2⁻²⁴; w is the first word of
+Threefry-2x32 with 20 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011; reference
+implementation: Random123, and JAX's ``jax.random``) under the key (seed, position) at the counter (token, 0).
 """
 
 # jax's own annotations are partial: members such as jnp.where, and the results of loops, have unknown types.

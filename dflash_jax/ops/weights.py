@@ -1,4 +1,4 @@
-"""Weights in other forms than an array [*out, *in]: quantized, or in panels for a CPU."""
+"""Weights that are not plain arrays: quantized, or packed into panels for the C++ kernels."""
 
 # jax's own annotations are partial: members such as jnp.where have unknown parameter types.
 # pyright: reportUnknownMemberType=false
@@ -15,8 +15,8 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from dflash_jax.ops.kernels.cpu.calls import LANES
-
+# Outputs in a panel of a `PackedWeight`.
+LANES = 16
 # For more tokens, the products of all runs, float32 [T, runs, O], are larger than the weight in bfloat16.
 FEW_TOKENS = 64
 
@@ -64,7 +64,7 @@ class QuantizedWeight:
     def matmul(self, x: Float[Array, "T I"]) -> Float[Array, "T O"]:
         """The product of x and the transpose of this matrix [O, I].
 
-        For few tokens the runs' products are scaled, not the weight.
+        With one run, or up to `FEW_TOKENS` tokens, the products of the runs are scaled, not the weight.
         """
         outputs, runs = self.scale.shape
         if runs > 1 and x.shape[0] > FEW_TOKENS:
@@ -155,6 +155,12 @@ class PackedWeight:
 
 # A weight [*out, *in] in any form.
 Weight: TypeAlias = Array | QuantizedWeight | PackedWeight
+
+
+def can_pack_experts(gate_up: Weight, down: Weight) -> bool:
+    """Whether experts' weights [E, 2, F, H] and [E, H, F] can be packed: arrays, each matrix a number of panels."""
+    is_quantized = any(isinstance(weight, QuantizedWeight) for weight in (gate_up, down))
+    return not is_quantized and all(n % LANES == 0 for n in down.shape[1:])
 
 
 def is_packed(x: object) -> bool:

@@ -295,7 +295,8 @@ def attend_triton(
     block = max(16, min(ROWS[t > FEW_TOKENS] * 512 // max(bytes_of_row, 512), 1 << (m - 1).bit_length()))
     block, positions = tile_sizes(block, min(POSITIONS, POSITIONS * 256 // bytes_of_row), bytes_of_row, card)
     tiles = -(-m // block)
-    # Splits do not depend on the capacity, which other requests may raise: a context is always split the same way.
+    # Splits do not depend on the capacity, which other requests may raise: in a batch and block of one shape a context
+    # is always split the same way.
     splits = max(1, min(PROGRAMS // (b * heads * tiles), MAX_SPLITS))
     if mask is None:
         block_mask = jnp.zeros((1, 1, 1), jnp.int8)
