@@ -72,7 +72,9 @@ class GatedDelta(nnx.Module):
 
     def cache_specs(self, state: DeltaState) -> DeltaState:
         """PartitionSpecs in the shape of ``state``."""
-        return replace(state, recurrent=spec(DATA, self.key_heads), conv=spec(DATA, None, self.key_heads), rows=None)
+        return replace(
+            state, recurrent=spec(DATA, self.key_heads), conv_inputs=spec(DATA, None, self.key_heads), rows=None
+        )
 
     def forward_full(self, x: Float[Array, "B T H"], starts: Int[Array, "B T"]) -> Float[Array, "B T H"]:
         """One pass over whole documents, without a state.

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.ops.backend import Backend, Implementation, everything, take
+from dflash_jax.ops.backend import Backend, Implementation, choose, supports_everything
 from dflash_jax.ops.cache import DeltaRecord, DeltaState
 from dflash_jax.ops.delta_rule import delta_rule, l2_normalise
 from dflash_jax.ops.kernels.cpu import calls as cpp
@@ -29,16 +29,16 @@ class Weights(NamedTuple):
     """Weights of the operation.
 
     Attributes:
-        taps: Weights of the convolution, [G, C, kernel].
+        conv_weight: Weights of the convolution, [G, C, kernel].
         a_log: Logarithms of the decay's rates, [G, R].
         dt_bias: Added to the gate of the decay, [G, R].
         norm: Weight of the gated norm, [Dv].
     """
 
-    taps: Array
-    a_log: Array
-    dt_bias: Array
-    norm: Array
+    conv_weight: Float[Array, "G C W"]
+    a_log: Float[Array, "G R"]
+    dt_bias: Float[Array, "G R"]
+    norm: Float[Array, " Dv"]
 
 
 def gated_norm(
@@ -61,15 +61,15 @@ def reference(
 ) -> tuple[Float[Array, "B T G R Dv"], DeltaRecord]:
     """`gated_delta` by XLA, a scan over chunks."""
     b, t = qkvz.shape[:2]
-    taps, a_log, dt_bias, norm = weights
-    channels, kernel = taps.shape[1:]
+    conv_weight, a_log, dt_bias, norm = weights
+    channels, kernel = conv_weight.shape[1:]
     state = state.copied()
     *_, r, dk, dv = state.recurrent.shape
     inputs, z = jnp.split(qkvz, [channels], axis=-1)
-    window = jnp.concatenate([state.conv.astype(inputs.dtype), inputs], axis=1)
+    window = jnp.concatenate([state.conv_inputs.astype(inputs.dtype), inputs], axis=1)
 
     def tap(j: int) -> Array:
-        y = window[:, j : j + t] * taps[..., j]
+        y = window[:, j : j + t] * conv_weight[..., j]
         if starts is None:
             return y
         return jnp.where((jnp.arange(t) - (kernel - 1 - j) >= starts)[..., None, None], y, 0)
@@ -109,7 +109,7 @@ def _triton(
 ) -> tuple[Array, DeltaRecord]:
     from dflash_jax.ops.kernels.triton import delta as triton_delta
 
-    y, record = triton_delta.mix_triton(backend.triton_card, qkvz, gates, state, *weights, eps)
+    y, record = triton_delta.gated_delta_triton(backend.triton_card, qkvz, gates, state, *weights, eps)
     return y, DeltaRecord(*record)
 
 
@@ -136,9 +136,11 @@ def _triton_chunks(
 ) -> tuple[Array, DeltaRecord]:
     from dflash_jax.ops.kernels.triton import delta_chunks
 
-    taps, a_log, dt_bias, norm = weights
-    out, k, delta, log_decay = delta_chunks.rule(backend.triton_card, qkvz, gates, state, taps, a_log, dt_bias)
-    inputs, z = jnp.split(qkvz, [taps.shape[1]], axis=-1)
+    conv_weight, a_log, dt_bias, norm = weights
+    out, k, delta, log_decay = delta_chunks.chunked_delta_rule(
+        backend.triton_card, qkvz, gates, state, conv_weight, a_log, dt_bias
+    )
+    inputs, z = jnp.split(qkvz, [conv_weight.shape[1]], axis=-1)
     return gated_norm(out, z, norm, eps), DeltaRecord(k, delta, log_decay, inputs)
 
 
@@ -153,13 +155,13 @@ def _supports_cpp(
 ) -> str | None:
     if not backend.has_cpp:
         return backend.no_cpp
-    return "a sequence has several documents" if starts is not None else cpp.why_not_mixed(state)
+    return "a sequence has several documents" if starts is not None else cpp.why_not_gated_delta(state)
 
 
 def _cpp(
     backend: Backend, qkvz: Array, gates: Array, state: DeltaState, weights: Weights, eps: float, starts: None = None
 ) -> tuple[Array, DeltaRecord]:
-    y, *record = cpp.mix(qkvz, gates, state, *weights, eps)
+    y, *record = cpp.gated_delta(qkvz, gates, state, *weights, eps)
     return y, DeltaRecord(*record)
 
 
@@ -182,7 +184,7 @@ IMPLEMENTATIONS = (
     Implementation("triton, one chunk", _supports_triton, _triton),
     Implementation("triton, chunks", _supports_triton_chunks, _triton_chunks),
     Implementation("unrolled", _supports_unrolled, partial(reference, unrolled=True)),
-    Implementation("reference", everything, reference),
+    Implementation("reference", supports_everything, reference),
 )
 
 
@@ -210,7 +212,7 @@ def gated_delta(
         y [B, T, G, R, Dv] in qkvz's dtype, and the record for `replay`.
     """
     args = (qkvz, gates, state, weights, eps, starts)
-    return take("gated_delta", IMPLEMENTATIONS, backend, *args).call(backend, *args)
+    return choose("gated_delta", IMPLEMENTATIONS, backend, *args).call(backend, *args)
 
 
 # The state after tokens.
@@ -248,7 +250,7 @@ def replay_reference(backend: Backend, state: DeltaState, record: DeltaRecord, n
     k = jnp.where(counts[..., None, None], record.k, 0.0)
     added = jnp.einsum("btgk,btgrv->bgrkv", k, delta)
     recurrent = before.recurrent * jnp.exp(total)[..., None, None] + added
-    return state.put(DeltaState(recurrent, last_inputs(before.conv, record.conv, n)))
+    return state.put(DeltaState(recurrent, last_inputs(before.conv_inputs, record.conv_inputs, n)))
 
 
 def _supports_triton_replay(backend: Backend, state: DeltaState, record: DeltaRecord, n: Array) -> str | None:
@@ -267,7 +269,7 @@ def _triton_replay(backend: Backend, state: DeltaState, record: DeltaRecord, n: 
 
 
 def _supports_cpp_replay(backend: Backend, state: DeltaState, record: DeltaRecord, n: Array) -> str | None:
-    return cpp.why_not_mixed(state) if backend.has_cpp else backend.no_cpp
+    return cpp.why_not_gated_delta(state) if backend.has_cpp else backend.no_cpp
 
 
 def _cpp_replay(backend: Backend, state: DeltaState, record: DeltaRecord, n: Array) -> DeltaState:
@@ -278,7 +280,7 @@ def _cpp_replay(backend: Backend, state: DeltaState, record: DeltaRecord, n: Arr
 REPLAYS = (
     Implementation("cpp", _supports_cpp_replay, _cpp_replay),
     Implementation("triton", _supports_triton_replay, _triton_replay),
-    Implementation("reference", everything, replay_reference),
+    Implementation("reference", supports_everything, replay_reference),
 )
 
 
@@ -288,13 +290,13 @@ def replay(backend: Backend, state: DeltaState, record: DeltaRecord, n: Int[Arra
     Args:
         backend: Where it runs. The kernels write the state in place.
         state: The state before the tokens.
-        record: Of T tokens, from `gated_delta`.
+        record: The record of T tokens, from `gated_delta`.
         n: int [B], 0 ≤ n ≤ T.
 
     Returns:
         The state after them.
     """
-    return take("replay", REPLAYS, backend, state, record, n).call(backend, state, record, n)
+    return choose("replay", REPLAYS, backend, state, record, n).call(backend, state, record, n)
 
 
 def works_in_place(backend: Backend, state: DeltaState, tokens: int) -> bool:
@@ -306,7 +308,7 @@ def works_in_place(backend: Backend, state: DeltaState, tokens: int) -> bool:
         from dflash_jax.ops.kernels.triton import delta as triton_delta
 
         return triton_delta.why_not(tokens, state) is None
-    return backend.has_cpp and cpp.why_not_mixed(state) is None
+    return backend.has_cpp and cpp.why_not_gated_delta(state) is None
 
 
 def advance_reference(
@@ -338,16 +340,16 @@ def _triton_advance(
 ) -> tuple[Array, DeltaState]:
     from dflash_jax.ops.kernels.triton import delta_chunks
 
-    taps, a_log, dt_bias, norm = weights
-    out, recurrent = delta_chunks.advance(backend.triton_card, qkvz, gates, state, taps, a_log, dt_bias, n)
-    inputs, z = jnp.split(qkvz, [taps.shape[1]], axis=-1)
-    conv = state.placed(state.conv, last_inputs(state.copied().conv, inputs, n))
+    conv_weight, a_log, dt_bias, norm = weights
+    out, recurrent = delta_chunks.advance(backend.triton_card, qkvz, gates, state, conv_weight, a_log, dt_bias, n)
+    inputs, z = jnp.split(qkvz, [conv_weight.shape[1]], axis=-1)
+    conv = state.placed(state.conv_inputs, last_inputs(state.copied().conv_inputs, inputs, n))
     return gated_norm(out, z, norm, eps), DeltaState(recurrent, conv, state.rows)
 
 
 ADVANCES = (
     Implementation("triton, chunks", _supports_triton_advance, _triton_advance),
-    Implementation("reference", everything, advance_reference),
+    Implementation("reference", supports_everything, advance_reference),
 )
 
 
@@ -375,4 +377,4 @@ def advance(
         y [B, T, G, R, Dv] in qkvz's dtype, and the state after the first n tokens.
     """
     args = (qkvz, gates, state, weights, eps, n)
-    return take("advance", ADVANCES, backend, *args).call(backend, *args)
+    return choose("advance", ADVANCES, backend, *args).call(backend, *args)

@@ -23,9 +23,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, BFloat16, Float
 
-from dflash_jax.ops.backend import Backend, Implementation, everything, take, with_gradient_of
+from dflash_jax.ops.backend import Backend, Implementation, choose, supports_everything, with_gradient_of
 from dflash_jax.ops.kernels.cpu import calls as cpp
-from dflash_jax.ops.weights import PackedWeight, QuantizedWeight, Weight
+from dflash_jax.ops.weights import LANES, PackedWeight, QuantizedWeight, Weight
 
 
 def rms_norm(x: Float[Array, "*batch H"], weight: Float[Array, " H"], eps: float, offset: float = 0.0) -> Array:
@@ -57,8 +57,8 @@ class DeferredNorm:
         offset: Added to the weight.
     """
 
-    x: Array
-    weight: Array
+    x: Float[Array, "*batch H"]
+    weight: Float[Array, " H"]
     eps: float
     offset: float
 
@@ -130,10 +130,10 @@ def project(
     contracted: int = 1,
     dtype: DTypeLike | None = None,
 ) -> Float[Array, "..."]:
-    """Linear map by one weight, without a norm: the form of `linear` for XLA's products, and outside its list.
+    """Linear map by one weight, without a norm.
 
-    The form depends on the weight alone, since each kind has one product here: C++ for packed weights, XLA for others.
-    The logits take it on every platform, so that ``dflash ops`` does not list them.
+    It has no list of implementations: packed weights go through the C++ kernel, all others through XLA. `reference`
+    consists of it, and the logits call it directly, so that ``dflash ops`` does not list them.
 
     Args:
         backend: Where it runs.
@@ -217,7 +217,7 @@ def _supports_cpp(
         return backend.no_cpp or "the weights are not packed"
     # Packed weights exist only where the kernels do, so that no_cpp is not consulted for them.
     if swiglu and not all(cpp.can_fuse_swiglu(w) for w in packed):
-        return f"halves of {[list(w.shape) for w in packed]} share a panel of {LANES} outputs"
+        return f"halves of {[list(w.shape) for w in packed]}: they share a panel of {LANES} outputs"
     return None
 
 
@@ -279,7 +279,7 @@ def _triton(
     def kernel(
         x: Array, norm: Array | None, weights: Sequence[Array | QuantizedWeight], residual: Array | None
     ) -> tuple[Array, ...]:
-        if norm is not None and not triton_linear.norms(x.dtype, rows, inner, weights):
+        if norm is not None and not triton_linear.fuses_norm(x.dtype, rows, inner, weights):
             x, norm = rms_norm(x, norm, eps, offset), None
         outputs = triton_linear.project_triton(
             x.reshape(rows, inner), [w.reshape(-1, inner) for w in weights], norm, eps, offset,
@@ -295,7 +295,7 @@ def _triton(
 IMPLEMENTATIONS = (
     Implementation("cpp", _supports_cpp, _cpp),
     Implementation("triton", _supports_triton, _triton),
-    Implementation("reference", everything, reference),
+    Implementation("reference", supports_everything, reference),
 )
 
 
@@ -326,5 +326,5 @@ def linear(
         [..., *out] ([..., F] with ``swiglu``) for each weight, then x after its norm if ``return_normed``.
     """
     options = {"dtype": dtype, "return_normed": return_normed, "swiglu": swiglu, "residual": residual}
-    implementation = take("linear", IMPLEMENTATIONS, backend, x, weights, contracted, **options)
+    implementation = choose("linear", IMPLEMENTATIONS, backend, x, weights, contracted, **options)
     return implementation.call(backend, x, weights, contracted, **options)

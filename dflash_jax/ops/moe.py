@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from dflash_jax.ops.backend import Backend, Implementation, everything, take, with_gradient_of
+from dflash_jax.ops.backend import Backend, Implementation, choose, supports_everything, with_gradient_of
 from dflash_jax.ops.kernels.cpu import calls as cpp
 from dflash_jax.ops.linear import linear, project
 from dflash_jax.ops.weights import PackedWeight, QuantizedWeight, Weight, dense
@@ -311,7 +311,7 @@ IMPLEMENTATIONS = (
     Implementation("triton", _supports_triton, _triton),
     Implementation("gathered", _supports_gathered, partial(_by_xla, experts_gathered)),
     Implementation("grouped", _supports_grouped, partial(_by_xla, experts_grouped)),
-    Implementation("reference", everything, reference),
+    Implementation("reference", supports_everything, reference),
 )
 
 
@@ -349,4 +349,4 @@ def mixture(
     """
     args = (x, logits, live, first, gate_up, down, shared, residual)
     options = {"experts_per_token": experts_per_token, "normalise": normalise}
-    return take("mixture", IMPLEMENTATIONS, backend, *args, **options).call(backend, *args, **options)
+    return choose("mixture", IMPLEMENTATIONS, backend, *args, **options).call(backend, *args, **options)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Shaped
 
 # Outputs in a panel of a `PackedWeight`.
 LANES = 16
@@ -34,8 +34,8 @@ class QuantizedWeight:
         scale: [..., N]; the weight is ``values`` times the scale of each run.
     """
 
-    values: Array
-    scale: Array
+    values: Shaped[Array, "*out I"]
+    scale: Float[Array, "*out N"]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -94,7 +94,7 @@ class PackedWeight:
         contracted: How many axes *in has.
     """
 
-    panels: Array
+    panels: Shaped[Array, "blocks I 16"]
     shape: tuple[int, ...]
     contracted: int = 1
 
@@ -163,8 +163,8 @@ def can_pack_experts(gate_up: Weight, down: Weight) -> bool:
     return not is_quantized and all(n % LANES == 0 for n in down.shape[1:])
 
 
-def is_packed(x: object) -> bool:
-    """Whether x stands in place of a weight's array."""
+def is_weight(x: object) -> bool:
+    """Whether x is one of this module's weights, not an array."""
     return isinstance(x, QuantizedWeight | PackedWeight)
 
 

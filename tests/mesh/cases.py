@@ -133,7 +133,7 @@ def check_shardings(layout: Layout, state, target) -> None:
             assert lies(cache.k, "data", held)
         else:  # four key heads
             assert lies(cache.recurrent, "data", wide[:2])
-            assert lies(cache.conv, "data", None, wide[:2])
+            assert lies(cache.conv_inputs, "data", None, wide[:2])
 
 
 def check_no_whole_logits(layout: Layout, programs: Executables) -> None:

@@ -77,7 +77,7 @@ def test_any_prefix_in_a_mixed_batch(call, target, prefilled, block, steps):
             for old, mine, want in zip(before, got, steps[0][n[row]], strict=True):
                 if isinstance(mine, DeltaState):
                     np.testing.assert_allclose(mine.recurrent[row], want.recurrent[row], atol=2e-5)
-                    np.testing.assert_allclose(mine.conv[row], want.conv[row], atol=2e-5)
+                    np.testing.assert_allclose(mine.conv_inputs[row], want.conv_inputs[row], atol=2e-5)
                 else:
                     assert isinstance(mine, KVCache)
                     for a, b, o in ((mine.k, want.k, old.k), (mine.v, want.v, old.v)):
@@ -100,8 +100,8 @@ def test_conv_state_of_short_rows(target, prefilled, block):
     got = jax.tree.map(np.asarray, extend(target, block, prefilled, jnp.asarray(PREFILLED), n, taps=TAPS)[2])
     for row in range(ROWS):
         for i in (0, 2):
-            np.testing.assert_array_equal(got[i].conv[row, : 3 - row], prefilled[i].conv[row, row:])
-            assert not np.isclose(got[i].conv[row, 3 - row :], 0).all() or row == 0
+            np.testing.assert_array_equal(got[i].conv_inputs[row, : 3 - row], prefilled[i].conv_inputs[row, row:])
+            assert not np.isclose(got[i].conv_inputs[row, 3 - row :], 0).all() or row == 0
 
 
 @pytest.mark.parametrize(("call", "slots"), [("extend", 1), ("extend", T), ("verify", T)])

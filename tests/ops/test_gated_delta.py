@@ -147,6 +147,6 @@ def test_replay_equals_the_state_after_n_steps(strong):
         got = replayed(DeltaState(start, old), record, jnp.asarray(n, jnp.int32))
         for b in range(B):
             np.testing.assert_allclose(got.recurrent[b], states[n[b], b], atol=2e-5)
-            np.testing.assert_array_equal(got.conv[b], window[b, n[b] : n[b] + kernel - 1])
+            np.testing.assert_array_equal(got.conv_inputs[b], window[b, n[b] : n[b] + kernel - 1])
             if n[b] == 0:
                 np.testing.assert_array_equal(got.recurrent[b], start[b])

@@ -10,7 +10,7 @@ from beartype import beartype
 from jaxtyping import TypeCheckError, jaxtyped
 
 from dflash_jax.ops import argmax, attention, gated_delta, interval_attention, linear, moe, sampling_noise
-from dflash_jax.ops.backend import XLA, Backend, take
+from dflash_jax.ops.backend import XLA, Backend, choose
 from dflash_jax.ops.card import HOPPER
 from dflash_jax.ops.weights import PackedWeight
 from dflash_jax.tools.float64_reference import assert_as_near
@@ -209,7 +209,7 @@ def test_the_first_that_supports_is_taken_and_reasons_are_told():
     told = []
     backend = Backend("cpu", no_cpp="no compiler", no_triton="no card", on_choice=told.append)
     x = jnp.zeros((2, 65))
-    assert take("argmax", argmax.IMPLEMENTATIONS, backend, x).name == "reference"
+    assert choose("argmax", argmax.IMPLEMENTATIONS, backend, x).name == "reference"
     assert told[0].op == "argmax"
     assert told[0].passed_over == (("blocks", "65 values are not blocks of 64"),)
     assert told[0].shapes == ("float32[2, 65]",)

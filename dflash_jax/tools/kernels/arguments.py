@@ -96,7 +96,7 @@ def poisoned(state: DeltaState) -> DeltaState:
     """With NaN in the rows that take no part."""
     assert state.rows is not None
     unused = np.setdiff1d(np.arange(len(state.recurrent)), np.minimum(state.rows, len(state.recurrent) - 1))
-    return DeltaState(state.recurrent.at[unused].set(jnp.nan), state.conv.at[unused].set(jnp.nan), state.rows)
+    return DeltaState(state.recurrent.at[unused].set(jnp.nan), state.conv_inputs.at[unused].set(jnp.nan), state.rows)
 
 
 def spoilt(record: DeltaRecord, count) -> DeltaRecord:

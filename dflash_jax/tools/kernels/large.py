@@ -70,7 +70,7 @@ def attention(capacity: int = 131072) -> dict:
 def delta(tokens: int) -> dict:
     """Of the last rows of a state: the mixer and, of few tokens, the replay."""
     inputs, gates, state, weights = arguments.mixer(Source(0), 2, tokens, 16, 2, 128, 128, BF16)
-    held = [x[:2] for x in (state.recurrent, state.conv)]
+    held = [x[:2] for x in (state.recurrent, state.conv_inputs)]
     rows = LAST // held[0][0].size + 2
 
     def run(recurrent, conv, taken):
@@ -79,7 +79,7 @@ def delta(tokens: int) -> dict:
             return kernel_of(gated_delta.IMPLEMENTATIONS, "triton, chunks")(inputs, gates, state, weights, 1e-6)
         y, record = kernel_of(gated_delta.IMPLEMENTATIONS, "triton, one chunk")(inputs, gates, state, weights, 1e-6)
         after = kernel_of(gated_delta.REPLAYS)(state, record, jnp.asarray([tokens, 1], jnp.int32))
-        return y, record, [x[-2:] for x in (after.recurrent, after.conv)]
+        return y, record, [x[-2:] for x in (after.recurrent, after.conv_inputs)]
 
     run = jax.jit(run)
     expected = jax.tree.map(np.asarray, run(*held, jnp.asarray([1, 0], jnp.int32)))

@@ -31,8 +31,8 @@ MAX_HEAD_SIZE = 256
 
 
 @cache
-def why_not() -> str:
-    """The reason why the kernels cannot be called; empty where they can.
+def why_not() -> str | None:
+    """The reason why the kernels cannot be called, or None.
 
     The first call compiles them if they are not in the cache, registers them, and logs the reason.
     """
@@ -50,7 +50,7 @@ def why_not() -> str:
     library.DflashThreads(ctypes.c_int64(threads()))
     for name in ("DflashLinear", "DflashAttend", "DflashMix", "DflashReplay", "DflashExperts", "DflashNoise"):
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
-    return ""
+    return None
 
 
 def linear(
@@ -132,21 +132,21 @@ def attend(
     return call(*args, ring_sinks=np.int64(cache.sinks if cache.ring else -1), causal=mask is None)
 
 
-def why_not_mixed(state: DeltaState) -> str | None:
-    """The reason why `mix` and `replay` do not support a state, or None."""
+def why_not_gated_delta(state: DeltaState) -> str | None:
+    """The reason why `gated_delta` and `replay` do not support a state, or None."""
     keys, values = state.recurrent.shape[-2:]
-    if state.conv.dtype != jnp.float32:
-        return f"{jnp.dtype(state.conv.dtype).name}: the kernel is for float32"
+    if state.conv_inputs.dtype != jnp.float32:
+        return f"{jnp.dtype(state.conv_inputs.dtype).name}: the kernel is for float32"
     if keys % LANES or values % LANES or keys > MAX_HEAD_SIZE:
         return f"heads of {keys} and {values}: sizes are multiples of {LANES}, of keys up to {MAX_HEAD_SIZE}"
     return None
 
 
-def mix(
+def gated_delta(
     qkvz: Float[Array, "B T G CZ"],
     gates: Float[Array, "B T 2 G R"],
     state: DeltaState,
-    taps: Float[Array, "G C W"],
+    conv_weight: Float[Array, "G C W"],
     a_log: Float[Array, "G R"],
     dt_bias: Float[Array, "G R"],
     norm: Float[Array, " Dv"],
@@ -159,18 +159,18 @@ def mix(
     """
     b, t, g = qkvz.shape[:3]
     r, dk, dv = state.recurrent.shape[2:]
-    shapes = [(b, t, g, r, dv), (b, t, g, dk), (b, t, g, r, dv), (b, t, g, r), (b, t, g, taps.shape[1])]
+    shapes = [(b, t, g, r, dv), (b, t, g, dk), (b, t, g, r, dv), (b, t, g, r), (b, t, g, conv_weight.shape[1])]
     call: Any = jax.ffi.ffi_call("DflashMix", [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes])
-    buffers = state.recurrent, state.conv, state.row_indices()
-    return call(qkvz, gates, *buffers, taps, a_log, dt_bias, norm, eps=np.float32(eps))
+    buffers = state.recurrent, state.conv_inputs, state.row_indices()
+    return call(qkvz, gates, *buffers, conv_weight, a_log, dt_bias, norm, eps=np.float32(eps))
 
 
 def replay(state: DeltaState, record: DeltaRecord, n: Int[Array, " B"]) -> list[Array]:
     """`ops.gated_delta.replay` in place: the state's recurrent and convolution arrays."""
-    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (state.recurrent, state.conv)]
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (state.recurrent, state.conv_inputs)]
     call: Any = jax.ffi.ffi_call("DflashReplay", shapes, input_output_aliases={0: 0, 1: 1})
-    buffers = state.recurrent, state.conv, state.row_indices()
-    return call(*buffers, record.k, record.delta, record.log_decay, record.conv, n)
+    buffers = state.recurrent, state.conv_inputs, state.row_indices()
+    return call(*buffers, record.k, record.delta, record.log_decay, record.conv_inputs, n)
 
 
 def mixture(

@@ -45,5 +45,5 @@ def test_delta_kernels_equal_their_definitions(rows, tokens, key_heads, values, 
         assert_near(after, gated_delta.replay_reference(XLA, state, plain, count))
         written = [row for row, kept in zip(state.rows.tolist(), count.tolist(), strict=True) if kept]
         others = np.setdiff1d(np.arange(rows + 2), written)
-        for new, old in ((after.recurrent, state.recurrent), (after.conv, state.conv)):
+        for new, old in ((after.recurrent, state.recurrent), (after.conv_inputs, state.conv_inputs)):
             np.testing.assert_array_equal(new[others], old[others])

@@ -109,7 +109,7 @@ def test_the_state_after_the_tokens_that_count(counts):
     untouched = [i for i in range(5) if i not in state.rows.tolist()]
     if counts[0] == 0:
         untouched.append(int(state.rows[0]))
-    for new, old in ((after.recurrent, state.recurrent), (after.conv, state.conv)):
+    for new, old in ((after.recurrent, state.recurrent), (after.conv_inputs, state.conv_inputs)):
         np.testing.assert_array_equal(new[jnp.array(untouched)], old[jnp.array(untouched)])
 
 
@@ -139,9 +139,11 @@ def test_which_models_they_are_for():
     assert triton_chunks.why_not(state, jnp.bfloat16) is None
     assert "bfloat16" in triton_chunks.why_not(state, jnp.float32)
     assert "bfloat16" in triton_chunks.why_not(
-        DeltaState(state.recurrent, state.conv.astype(jnp.float32)), jnp.bfloat16
+        DeltaState(state.recurrent, state.conv_inputs.astype(jnp.float32)), jnp.bfloat16
     )
-    assert "powers of two" in triton_chunks.why_not(DeltaState(state.recurrent[..., :96], state.conv), jnp.bfloat16)
+    assert "powers of two" in triton_chunks.why_not(
+        DeltaState(state.recurrent[..., :96], state.conv_inputs), jnp.bfloat16
+    )
 
 
 @pytest.mark.parametrize("alike", [False, True])
