@@ -96,14 +96,19 @@ def _recorded_launches():
     return launching(stub)
 
 
+def as_json(choice: Choice) -> dict[str, object]:
+    """A choice as ``--json`` prints it."""
+    return {"taken" if key == "implementation" else key: value for key, value in asdict(choice).items()}
+
+
 def describe(name: str, found: list[Choice]) -> str:
     """The choices of one program for people: an operation, its implementation, and the reasons before it."""
     lines = [f"{name}:"]
     for op in dict.fromkeys(choice.op for choice in found):
         each = [choice for choice in found if choice.op == op]
-        for choice in {(c.taken, c.passed_over): c for c in each}.values():
-            shape = f" ({choice.shapes[0]})" if len({c.taken for c in each}) > 1 and choice.shapes else ""
-            lines.append(f"  {op}: {choice.taken}{shape}")
+        for choice in {(c.implementation, c.passed_over): c for c in each}.values():
+            shape = f" ({choice.shapes[0]})" if len({c.implementation for c in each}) > 1 and choice.shapes else ""
+            lines.append(f"  {op}: {choice.implementation}{shape}")
             lines += [f"      not {passed}: {reason}" for passed, reason in choice.passed_over]
     return "\n".join(lines)
 
@@ -138,7 +143,7 @@ def run(args) -> int:
     dtype = jnp.dtype(args.dtype or ("float32" if backend.platform == "cpu" else "bfloat16"))
     for name, found in choices(shapes, backend, dtype, args.batch, args.prompt, args.quantize):
         if args.json:
-            print(json.dumps({"program": name, "choices": [asdict(choice) for choice in found]}))
+            print(json.dumps({"program": name, "choices": [as_json(choice) for choice in found]}))
         else:
             print(describe(name, found))
     return 0

@@ -10,7 +10,7 @@ from dflash_jax.models.layers import Mlp, normal
 from dflash_jax.ops.backend import XLA, Backend
 from dflash_jax.ops.linear import DeferredNorm, linear
 from dflash_jax.ops.moe import mixture, shared_weight
-from dflash_jax.ops.weights import LANES, QuantizedWeight
+from dflash_jax.ops.weights import can_pack_experts
 from dflash_jax.parallel.sharding import ONE_DEVICE, AxisSharding, Layout
 
 
@@ -57,9 +57,7 @@ class Moe(nnx.Module):
     def matrices(self) -> dict[str, int]:
         """Parameter → number of its contracted last axes, for `packing.pack_weights`."""
         maps = {"router": 1, "shared_gate": 1} if self.spec.shared_intermediate_size is not None else {"router": 1}
-        weights = self.gate_up.get_value(), self.down.get_value()
-        can_pack = all(n % LANES == 0 for n in weights[1].shape[1:])
-        can_pack = can_pack and not any(isinstance(x, QuantizedWeight) for x in weights)
+        can_pack = can_pack_experts(self.gate_up.get_value(), self.down.get_value())
         return maps | {"gate_up": 1, "down": 1} if can_pack else maps
 
     def __call__(
@@ -91,13 +89,12 @@ class Moe(nnx.Module):
             gate = gates[0].reshape(-1)
             if routed == self.shared.features:
                 shared = (self.shared.gate_up[...], self.shared.down[...], gate)
-        # The residual is added once: by the kernels, or after the sum over devices, which keeps the bits of aligned
-        # blocks on a CPU.
-        adds_residual = self.backend.has_triton and not routed.axes and (gate is None or shared is not None)
-        args = (flat, logits, valid.reshape(-1), first, gate_up, down, shared, flat_residual if adds_residual else None)
+        # The residual is added once: by `mixture`, or after a sum over devices or a shared expert that follows it.
+        in_mixture = not routed.axes and (gate is None or shared is not None)
+        args = (flat, logits, valid.reshape(-1), first, gate_up, down, shared, flat_residual if in_mixture else None)
         options = {"experts_per_token": self.spec.experts_per_token, "normalise": self.spec.normalise_top_k}
         y = routed.sum(mixture(self.backend, *args, **options))
         if gate is not None and shared is None:
             y = y + shared_weight(gate, y.dtype) * self.shared(flat)
         y = y.reshape(x.shape)
-        return y if adds_residual or residual is None else residual + y
+        return y if in_mixture or residual is None else residual + y

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from dflash_jax.ops.weights import PackedWeight, is_packed
+from dflash_jax.ops.weights import PackedWeight, is_weight
 from dflash_jax.parallel.sharding import parameter_attribute
 
 M = TypeVar("M", bound=nnx.Module)
@@ -22,10 +22,10 @@ def pack_weights(module: M) -> M:
     Returns:
         The module with packed weights.
     """
-    leaves, structure = jax.tree.flatten(module, is_packed)
-    for i, contracted in enumerate(parameter_attribute(module, "matrices", 0, is_packed)):
+    leaves, structure = jax.tree.flatten(module, is_weight)
+    for i, contracted in enumerate(parameter_attribute(module, "matrices", 0, is_weight)):
         leaf = leaves[i]
-        if contracted and not is_packed(leaf):
+        if contracted and not is_weight(leaf):
             if isinstance(leaf, jax.ShapeDtypeStruct):
                 leaves[i] = PackedWeight.abstract(leaf.shape, contracted)
                 continue
@@ -37,4 +37,4 @@ def pack_weights(module: M) -> M:
 
 def unpack_weights(module: M) -> M:
     """The module with float32 arrays in place of packed weights: undoes `pack_weights`."""
-    return jax.tree.map(lambda x: x.dense() if isinstance(x, PackedWeight) else x, module, is_leaf=is_packed)
+    return jax.tree.map(lambda x: x.dense() if isinstance(x, PackedWeight) else x, module, is_leaf=is_weight)

@@ -1,9 +1,9 @@
-"""Operation: arg-max over the last axis: the lowest index of equal values, the first NaN where there is one."""
+"""Operation: arg-max over the last axis. Of equal values the lowest index, of NaNs the first."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.ops.backend import Backend, Implementation, everything, take
+from dflash_jax.ops.backend import Backend, Implementation, choose, supports_everything
 
 # Values of a block whose maximum is taken first.
 BLOCK = 64
@@ -36,7 +36,7 @@ def _supports_blocks(backend: Backend, x: Array) -> str | None:
 
 IMPLEMENTATIONS = (
     Implementation("blocks", _supports_blocks, in_blocks),
-    Implementation("reference", everything, reference),
+    Implementation("reference", supports_everything, reference),
 )
 
 
@@ -50,4 +50,4 @@ def argmax(backend: Backend, x: Float[Array, "*batch V"]) -> Int[Array, "*batch"
     Returns:
         int32 [...].
     """
-    return take("argmax", IMPLEMENTATIONS, backend, x).call(backend, x)
+    return choose("argmax", IMPLEMENTATIONS, backend, x).call(backend, x)

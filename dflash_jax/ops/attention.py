@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from dflash_jax.ops.backend import Backend, Implementation, everything, take, with_gradient_of
+from dflash_jax.ops.backend import Backend, Implementation, choose, supports_everything, with_gradient_of
 from dflash_jax.ops.cache import CONTEXT_CHUNK, Bounds, KVCache, round_capacity
 from dflash_jax.ops.kernels.cpu import calls as cpp
 from dflash_jax.ops.linear import rms_norm
@@ -178,7 +178,7 @@ IMPLEMENTATIONS = (
     Implementation("cpp", _supports_cpp, _cpp),
     Implementation("triton", _supports_triton, _triton),
     Implementation("wide pieces", _supports_wide, in_wide_pieces),
-    Implementation("reference", everything, reference),
+    Implementation("reference", supports_everything, reference),
 )
 
 
@@ -202,7 +202,7 @@ def attention(
         v: Values of the new tokens, [B, T, K, D].
         mask: bool, broadcastable to [B, T, T]: which new tokens each new token sees, with at least itself. None: itself
             and those before it.
-        cache: The context; None: no context. Only the positions of the longest batch entry are read.
+        cache: The context; None: no context. Pieces past the longest context are not read.
         length: int [B]: positions of the context that are valid.
         bounds: Restricts the context further.
         gate: [B, T, N, 2, D], the queries' projection; its second half gates the result. None: no gate.
@@ -211,7 +211,7 @@ def attention(
         [B, T, N, D] in q's dtype.
     """
     args = (q, k, v, mask, cache, length, bounds, gate)
-    return take("attention", IMPLEMENTATIONS, backend, *args).call(backend, *args)
+    return choose("attention", IMPLEMENTATIONS, backend, *args).call(backend, *args)
 
 
 # Rotation.
@@ -272,7 +272,7 @@ def _triton_rotation(
 
 ROTATIONS = (
     Implementation("triton", _supports_triton_rotation, _triton_rotation),
-    Implementation("reference", everything, rotate_reference),
+    Implementation("reference", supports_everything, rotate_reference),
 )
 
 
@@ -293,20 +293,20 @@ def rotate(
         k: [B, T, K, D].
         angles: cos and sin, float32 [B, T, half].
         norms: Weights [D] of the norms of queries and keys, each None for no norm.
-        eps: Of the norms.
-        offset: Of the norms.
+        eps: Added to the means of squares of the norms.
+        offset: Added to the weights of the norms.
 
     Returns:
         Queries [B, T, N, D] (or None) and keys [B, T, K, D].
     """
     args, options = (q, k, angles, norms), {"eps": eps, "offset": offset}
-    return take("rotate", ROTATIONS, backend, *args, **options).call(backend, *args, **options)
+    return choose("rotate", ROTATIONS, backend, *args, **options).call(backend, *args, **options)
 
 
 # Writing.
 
 
-def put(
+def write_reference(
     backend: Backend,
     k_buffer: Float[Array, "rows K S D"],
     v_buffer: Float[Array, "rows K S D"],
@@ -315,7 +315,7 @@ def put(
     rows: Int[Array, " B"],
     places: Int[Array, "B T"],
 ) -> tuple[Float[Array, "rows K S D"], Float[Array, "rows K S D"]]:
-    """Writes k and v into their buffers at ``places`` of ``rows``, by XLA; out-of-range indices are dropped."""
+    """The writes of `write` by XLA: k and v at ``places`` of ``rows``; out-of-range indices are dropped."""
 
     def placed(buffer: Array, new: Array) -> Array:
         return buffer.at[rows[:, None], :, places].set(new.astype(buffer.dtype), mode="drop")
@@ -338,7 +338,10 @@ def _triton_write(backend: Backend, *args: Array) -> tuple[Array, Array]:
     return k_buffer, v_buffer
 
 
-WRITES = (Implementation("triton", _supports_triton_write, _triton_write), Implementation("reference", everything, put))
+WRITES = (
+    Implementation("triton", _supports_triton_write, _triton_write),
+    Implementation("reference", supports_everything, write_reference),
+)
 
 
 def write(
@@ -369,5 +372,5 @@ def write(
     places = jnp.where(keep, cache.places(positions), cache.capacity)
     rows = jnp.arange(k.shape[0], dtype=jnp.int32) if cache.rows is None else cache.rows
     args = (cache.k, cache.v, k, v, rows, places)
-    k_buffer, v_buffer = take("write", WRITES, backend, *args).call(backend, *args)
+    k_buffer, v_buffer = choose("write", WRITES, backend, *args).call(backend, *args)
     return replace(cache, k=k_buffer, v=v_buffer)

@@ -1,4 +1,4 @@
-"""What operations run on, `Backend`, and how an operation takes one of its implementations, `take`.
+"""`Backend`: the platform and its kernels; `choose` chooses an operation's implementation.
 
 An operation (`ops.linear`, `ops.attention`, `ops.gated_delta`, `ops.moe`, `ops.sampling_noise`, `ops.argmax`) is one
 public function with a reference in plain JAX and an ordered list of implementations. The first implementation that
@@ -29,17 +29,17 @@ JAX_OF_JAX_TRITON = ((0, 12), "0.4.")
 
 @dataclass(frozen=True)
 class Choice:
-    """The implementation that an operation took.
+    """The implementation that was chosen for an operation.
 
     Attributes:
         op: The operation's name.
-        taken: The implementation's name.
+        implementation: The implementation's name.
         passed_over: Name and reason of each implementation before it in the list.
         shapes: Shapes and dtypes of the operation's arrays.
     """
 
     op: str
-    taken: str
+    implementation: str
     passed_over: tuple[tuple[str, str], ...]
     shapes: tuple[str, ...] = ()
 
@@ -52,16 +52,16 @@ class Backend:
         platform: "cpu", "cuda", "rocm" or "tpu".
         card: The NVIDIA card that tiles are chosen for; None on other platforms.
         kernels: The user's choice: "auto", or "xla" for none of this package's kernels.
-        no_cpp: Why the C++ kernels are not used; empty where they are.
-        no_triton: Why the Triton kernels are not used; empty where they are.
+        no_cpp: Why the C++ kernels are not used; None where they are.
+        no_triton: Why the Triton kernels are not used; None where they are.
         on_choice: Called with each `Choice` while programs are traced. Comparisons of backends ignore it.
     """
 
     platform: str
     card: Card | None = None
     kernels: str = "auto"
-    no_cpp: str = "the backend was created without kernels"
-    no_triton: str = "the backend was created without kernels"
+    no_cpp: str | None = "the backend was created without kernels"
+    no_triton: str | None = "the backend was created without kernels"
     on_choice: Callable[[Choice], None] | None = field(default=None, compare=False, repr=False)
 
     @classmethod
@@ -98,7 +98,7 @@ class Backend:
     @classmethod
     def for_card(cls, card: Card) -> "Backend":
         """CUDA with Triton kernels, for a card that need not be in this machine."""
-        return cls("cuda", card, "auto", "the platform is cuda", "")
+        return cls("cuda", card, "auto", "the platform is cuda", None)
 
     @classmethod
     def xla(cls, platform: str = "cpu", card: Card | None = None) -> "Backend":
@@ -113,12 +113,12 @@ class Backend:
     @property
     def has_cpp(self) -> bool:
         """Whether the C++ kernels are used."""
-        return not self.no_cpp
+        return self.no_cpp is None
 
     @property
     def has_triton(self) -> bool:
         """Whether the Triton kernels are used."""
-        return not self.no_triton
+        return self.no_triton is None
 
     @property
     def triton_card(self) -> Card:
@@ -151,8 +151,8 @@ def _platform(device: Any) -> str:
     return device.platform
 
 
-def _no_triton(device: Any, card: Card | None) -> str:
-    """Why a device gets no Triton kernels; empty where it does."""
+def _no_triton(device: Any, card: Card | None) -> str | None:
+    """Why a device gets no Triton kernels; None where it does."""
     if card is None:
         return f"{device.device_kind} is not an NVIDIA GPU"
     if card.capability < OLDEST:
@@ -163,7 +163,7 @@ def _no_triton(device: Any, card: Card | None) -> str:
     if jax.__version_info__ >= JAX_OF_JAX_TRITON[0] and version("jax-triton").startswith(JAX_OF_JAX_TRITON[1]):
         first = ".".join(map(str, JAX_OF_JAX_TRITON[0]))
         return f"jax {jax.__version__} cannot trace jax-triton {version('jax-triton')}: it needs jax below {first}"
-    return ""
+    return None
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ class Implementation:
     call: Callable[..., Any]
 
 
-def take(
+def choose(
     op: str, implementations: Sequence[Implementation], backend: Backend, *args: Any, **options: Any
 ) -> Implementation:
     """The first implementation that supports a backend and arguments.
@@ -209,14 +209,14 @@ def take(
                 backend.on_choice(Choice(op, implementation.name, tuple(passed_over), tuple(shapes)))
             return implementation
         passed_over.append((implementation.name, reason))
-    raise ValueError(f"{op}: no implementation takes these arguments: {passed_over}")
+    raise ValueError(f"{op}: no implementation supports these arguments: {passed_over}")
 
 
 def _is_array(x: object) -> bool:
     return hasattr(x, "dtype") and hasattr(x, "shape")
 
 
-def everything(backend: Backend, *args: Any, **options: Any) -> None:
+def supports_everything(backend: Backend, *args: Any, **options: Any) -> None:
     """The ``supports`` of a reference: always None."""
 
 

@@ -4,8 +4,9 @@ A forward pass reads a cache and returns a record of its tokens' updates; afterw
 `gated_delta.replay` write the updates of valid tokens. Prefill, plain decoding and verification are the same two steps,
 and a rejected draft is never written.
 
-Dimension letters: B batch, T tokens of this call, S cached positions, K KV heads, D head size, G key heads of Gated
-DeltaNet, R value heads on each, C channels of the convolution on each.
+Dimension letters: B batch, rows those of a cache or state (B of them take part), T tokens of this call, S cached
+positions, K KV heads, D head size, G key heads of Gated DeltaNet, R value heads on each, C channels of the convolution
+on each.
 """
 
 # jax's own annotations are partial: members such as jnp.where have unknown parameter types.
@@ -18,12 +19,12 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-# Context is read in pieces of this many positions; capacities are multiples of it.
+# Context is read in pieces of this many positions; larger capacities are multiples of it.
 CONTEXT_CHUNK = 256
 
 
 def round_capacity(positions: int) -> int:
-    """The smallest buffer length of at least ``positions`` that is a multiple of the pieces it is read in."""
+    """``positions``, rounded up to a multiple of `CONTEXT_CHUNK` where they exceed it; at least 1."""
     if positions <= CONTEXT_CHUNK:
         return max(positions, 1)
     return -(-positions // CONTEXT_CHUNK) * CONTEXT_CHUNK
@@ -38,17 +39,17 @@ class KVCache:
     S - sinks, whatever the length of the context.
 
     Attributes:
-        k: Keys, [B, K, S, D].
-        v: Values, [B, K, S, D].
-        rows: int [b], the rows of the B that operations read and write, in place; indices from B on are padding.
+        k: Keys, [rows, K, S, D].
+        v: Values, [rows, K, S, D].
+        rows: int32 [B], the rows that operations read and write, in place; indices past the last row are padding.
             None: all rows.
         sinks: The first positions of a ring, which stay.
         ring: Whether it is a ring.
     """
 
-    k: Array
-    v: Array
-    rows: Array | None = None
+    k: Float[Array, "rows K S D"]
+    v: Float[Array, "rows K S D"]
+    rows: Int[Array, " B"] | None = None
     sinks: int = field(default=0, metadata={"static": True})
     ring: bool = field(default=False, metadata={"static": True})
 
@@ -66,13 +67,14 @@ class KVCache:
         """A cache of zeros.
 
         Args:
-            rows: B.
+            rows: Rows of the cache.
             heads: K.
             head_dim: D.
             capacity: Positions that it must have room for.
-            dtype: Of keys and values.
-            window: How many last positions are read; None, or one that the capacity covers, gives a linear cache.
-            sinks: How many first positions are read beside the window.
+            dtype: Dtype of keys and values.
+            window: Last positions that are read. None, or a window (rounded up, with sinks) that covers the capacity,
+                gives a linear cache.
+            sinks: First positions that are read besides the window.
 
         Returns:
             The cache.
@@ -88,8 +90,8 @@ class KVCache:
         """Cached positions S."""
         return self.k.shape[2]
 
-    def row_indices(self) -> Int[Array, " b"]:
-        """The rows that operations read and write, int32 [b]."""
+    def row_indices(self) -> Int[Array, " B"]:
+        """The rows that operations read and write, int32 [B]."""
         return jnp.arange(self.k.shape[0], dtype=jnp.int32) if self.rows is None else self.rows
 
     def places(self, positions: Int[Array, "..."]) -> Int[Array, "..."]:
@@ -100,7 +102,7 @@ class KVCache:
             positions < self.sinks, positions, self.sinks + (positions - self.sinks) % (self.capacity - self.sinks)
         )
 
-    def positions(self, places: Int[Array, " s"], length: Int[Array, " b"]) -> Int[Array, "b s"]:
+    def positions(self, places: Int[Array, " s"], length: Int[Array, " B"]) -> Int[Array, "B s"]:
         """The position at each place after positions 0 … length-1 were written; negative: none."""
         if not self.ring:
             return jnp.where(places < length[:, None], places, -1)
@@ -116,7 +118,7 @@ class KVCache:
 
     def read(
         self, start: Int[Array, ""] | int, size: int
-    ) -> tuple[Float[Array, "b K size D"], Float[Array, "b K size D"]]:
+    ) -> tuple[Float[Array, "B K size D"], Float[Array, "B K size D"]]:
         """Keys and values of ``size`` places from ``start`` on."""
 
         def get(buffer: Array) -> Array:
@@ -145,9 +147,9 @@ class Bounds:
         sinks: int32 [B], how many first positions stay visible.
     """
 
-    first: Array
-    recent: Array
-    sinks: Array
+    first: Int[Array, "B T"]
+    recent: Int[Array, " B"]
+    sinks: Int[Array, " B"]
 
     @classmethod
     def none(cls, rows: int, tokens: int) -> "Bounds":
@@ -167,33 +169,33 @@ class DeltaState:
     """State of a Gated DeltaNet layer.
 
     Attributes:
-        recurrent: float32 [B, G, R, Dk, Dv].
-        conv_inputs: The last inputs of the convolution, [B, kernel - 1, G, C].
+        recurrent: float32 [rows, G, R, Dk, Dv].
+        conv_inputs: The last inputs of the convolution, [rows, W, G, C] with W = kernel - 1.
         rows: As in `KVCache`.
     """
 
-    recurrent: Array
-    conv_inputs: Array
-    rows: Array | None = None
+    recurrent: Float[Array, "rows G R Dk Dv"]
+    conv_inputs: Float[Array, "rows W G C"]
+    rows: Int[Array, " B"] | None = None
 
-    def row_indices(self) -> Int[Array, " b"]:
-        """The rows that operations read and write, int32 [b]."""
+    def row_indices(self) -> Int[Array, " B"]:
+        """The rows that operations read and write, int32 [B]."""
         return jnp.arange(self.recurrent.shape[0], dtype=jnp.int32) if self.rows is None else self.rows
 
     def copied(self) -> "DeltaState":
-        """A state of b rows: a copy of those that ``rows`` selects."""
+        """A state of B rows: a copy of those that ``rows`` selects."""
         if self.rows is None:
             return self
         rows = jnp.minimum(self.rows, self.recurrent.shape[0] - 1)
         return DeltaState(self.recurrent[rows], self.conv_inputs[rows])
 
     def put(self, new: "DeltaState") -> "DeltaState":
-        """This state with the b rows of ``new`` in those that ``rows`` selects."""
+        """This state with the B rows of ``new`` in those that ``rows`` selects."""
         return DeltaState(
             self.placed(self.recurrent, new.recurrent), self.placed(self.conv_inputs, new.conv_inputs), self.rows
         )
 
-    def placed(self, buffer: Float[Array, " B *rest"], new: Float[Array, " b *rest"]) -> Float[Array, " B *rest"]:
+    def placed(self, buffer: Float[Array, " rows *dims"], new: Float[Array, " B *dims"]) -> Float[Array, " rows *dims"]:
         """``buffer`` with ``new`` in the rows that ``rows`` selects."""
         return new if self.rows is None else buffer.at[self.rows].set(new, mode="drop")
 
@@ -217,10 +219,10 @@ class DeltaRecord:
         conv_inputs: Inputs of the convolution, [B, T, G, C].
     """
 
-    k: Array
-    delta: Array
-    log_decay: Array
-    conv_inputs: Array
+    k: Float[Array, "B T G Dk"]
+    delta: Float[Array, "B T G R Dv"]
+    log_decay: Float[Array, "B T G R"]
+    conv_inputs: Float[Array, "B T G C"]
 
 
 @jax.tree_util.register_dataclass
@@ -233,5 +235,5 @@ class KVRecord:
         v: Values, [B, T, K, D].
     """
 
-    k: Array
-    v: Array
+    k: Float[Array, "B T K D"]
+    v: Float[Array, "B T K D"]

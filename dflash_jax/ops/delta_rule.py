@@ -22,7 +22,7 @@ UNROLLED = 8
 
 
 def l2_normalise(x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
-    """X over its Euclidean norm along the last axis, with 1e-6 added to the sum of squares."""
+    """Normalises x to length 1 along the last axis (1e-6 is added to the sum of squares)."""
     return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
 
 

@@ -2,8 +2,8 @@
 
     S ← e^g S;   δ = β (v - Sᵀk);   S ← S + k ⊗ δ;   o = Sᵀq
 
-behind a short convolution and gates, and before a gated RMSNorm; the reference implementation is transformers'
-Qwen3NextGatedDeltaNet. `ops.delta_rule` has the rule itself, one form for any number of tokens.
+A short convolution and gates come before the rule, a gated RMSNorm after it. The reference implementation is
+transformers' Qwen3NextGatedDeltaNet. `ops.delta_rule` has the rule itself, one form for any number of tokens.
 
 Letters as in `ops.cache`; the C convolution channels of a group are its q, k and R values; M tokens of a chunk.
 """
@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.ops.backend import Backend, Implementation, everything, take
+from dflash_jax.ops.backend import Backend, Implementation, choose, supports_everything
 from dflash_jax.ops.cache import DeltaRecord, DeltaState
 from dflash_jax.ops.delta_rule import delta_rule, l2_normalise
 from dflash_jax.ops.kernels.cpu import calls as cpp
@@ -32,13 +32,13 @@ class Weights(NamedTuple):
         conv_weight: Weights of the convolution, [G, C, kernel].
         a_log: Logarithms of the decay's rates, [G, R].
         dt_bias: Added to the gate of the decay, [G, R].
-        norm: Of the gated norm, [Dv].
+        norm: Weight of the gated norm, [Dv].
     """
 
-    conv_weight: Array
-    a_log: Array
-    dt_bias: Array
-    norm: Array
+    conv_weight: Float[Array, "G C W"]
+    a_log: Float[Array, "G R"]
+    dt_bias: Float[Array, "G R"]
+    norm: Float[Array, " Dv"]
 
 
 def gated_norm(
@@ -109,7 +109,7 @@ def _triton(
 ) -> tuple[Array, DeltaRecord]:
     from dflash_jax.ops.kernels.triton import delta as triton_delta
 
-    y, record = triton_delta.mix_triton(backend.triton_card, qkvz, gates, state, *weights, eps)
+    y, record = triton_delta.gated_delta_triton(backend.triton_card, qkvz, gates, state, *weights, eps)
     return y, DeltaRecord(*record)
 
 
@@ -137,7 +137,9 @@ def _triton_chunks(
     from dflash_jax.ops.kernels.triton import delta_chunks
 
     conv_weight, a_log, dt_bias, norm = weights
-    out, k, delta, log_decay = delta_chunks.rule(backend.triton_card, qkvz, gates, state, conv_weight, a_log, dt_bias)
+    out, k, delta, log_decay = delta_chunks.chunked_delta_rule(
+        backend.triton_card, qkvz, gates, state, conv_weight, a_log, dt_bias
+    )
     inputs, z = jnp.split(qkvz, [conv_weight.shape[1]], axis=-1)
     return gated_norm(out, z, norm, eps), DeltaRecord(k, delta, log_decay, inputs)
 
@@ -153,13 +155,13 @@ def _supports_cpp(
 ) -> str | None:
     if not backend.has_cpp:
         return backend.no_cpp
-    return "a sequence has several documents" if starts is not None else cpp.why_not_mixed(state)
+    return "a sequence has several documents" if starts is not None else cpp.why_not_gated_delta(state)
 
 
 def _cpp(
     backend: Backend, qkvz: Array, gates: Array, state: DeltaState, weights: Weights, eps: float, starts: None = None
 ) -> tuple[Array, DeltaRecord]:
-    y, *record = cpp.mix(qkvz, gates, state, *weights, eps)
+    y, *record = cpp.gated_delta(qkvz, gates, state, *weights, eps)
     return y, DeltaRecord(*record)
 
 
@@ -182,7 +184,7 @@ IMPLEMENTATIONS = (
     Implementation("triton, one chunk", _supports_triton, _triton),
     Implementation("triton, chunks", _supports_triton_chunks, _triton_chunks),
     Implementation("unrolled", _supports_unrolled, partial(reference, unrolled=True)),
-    Implementation("reference", everything, reference),
+    Implementation("reference", supports_everything, reference),
 )
 
 
@@ -203,34 +205,34 @@ def gated_delta(
         gates: Projections to beta and alpha, [B, T, 2, G, R].
         state: The state before the tokens; it is not changed.
         weights: The layer's weights.
-        eps: Of the norm.
+        eps: Epsilon of the norm.
         starts: int [B, T], where in its sequence the document of each token begins; None: a sequence is one document.
 
     Returns:
         y [B, T, G, R, Dv] in qkvz's dtype, and the record for `replay`.
     """
     args = (qkvz, gates, state, weights, eps, starts)
-    return take("gated_delta", IMPLEMENTATIONS, backend, *args).call(backend, *args)
+    return choose("gated_delta", IMPLEMENTATIONS, backend, *args).call(backend, *args)
 
 
 # The state after tokens.
 
 
 def last_inputs(
-    conv_inputs: Float[Array, "B W G C"], inputs: Float[Array, "B T G C"], n: Int[Array, " B"]
+    conv: Float[Array, "B W G C"], inputs: Float[Array, "B T G C"], n: Int[Array, " B"]
 ) -> Float[Array, "B W G C"]:
     """The last W = kernel - 1 inputs of the convolution.
 
     Args:
-        conv_inputs: Those before the tokens, [B, W, G, C].
+        conv: Those before the tokens, [B, W, G, C].
         inputs: Those of T tokens, [B, T, G, C].
         n: int [B], how many tokens count.
 
     Returns:
         Those after the first n tokens, [B, W, G, C].
     """
-    window = jnp.concatenate([conv_inputs, inputs.astype(conv_inputs.dtype)], axis=1)
-    places = n[:, None] + jnp.arange(conv_inputs.shape[1])[None]
+    window = jnp.concatenate([conv, inputs.astype(conv.dtype)], axis=1)
+    places = n[:, None] + jnp.arange(conv.shape[1])[None]
     return jnp.take_along_axis(window, places[..., None, None], axis=1)
 
 
@@ -262,23 +264,23 @@ def _supports_triton_replay(backend: Backend, state: DeltaState, record: DeltaRe
 def _triton_replay(backend: Backend, state: DeltaState, record: DeltaRecord, n: Array) -> DeltaState:
     from dflash_jax.ops.kernels.triton import delta as triton_delta
 
-    recurrent, conv_inputs = triton_delta.replay_triton(backend.triton_card, state, record, n)
-    return DeltaState(recurrent, conv_inputs, state.rows)
+    recurrent, conv = triton_delta.replay_triton(backend.triton_card, state, record, n)
+    return DeltaState(recurrent, conv, state.rows)
 
 
 def _supports_cpp_replay(backend: Backend, state: DeltaState, record: DeltaRecord, n: Array) -> str | None:
-    return cpp.why_not_mixed(state) if backend.has_cpp else backend.no_cpp
+    return cpp.why_not_gated_delta(state) if backend.has_cpp else backend.no_cpp
 
 
 def _cpp_replay(backend: Backend, state: DeltaState, record: DeltaRecord, n: Array) -> DeltaState:
-    recurrent, conv_inputs = cpp.replay(state, record, n)
-    return DeltaState(recurrent, conv_inputs, state.rows)
+    recurrent, conv = cpp.replay(state, record, n)
+    return DeltaState(recurrent, conv, state.rows)
 
 
 REPLAYS = (
     Implementation("cpp", _supports_cpp_replay, _cpp_replay),
     Implementation("triton", _supports_triton_replay, _triton_replay),
-    Implementation("reference", everything, replay_reference),
+    Implementation("reference", supports_everything, replay_reference),
 )
 
 
@@ -288,13 +290,13 @@ def replay(backend: Backend, state: DeltaState, record: DeltaRecord, n: Int[Arra
     Args:
         backend: Where it runs. The kernels write the state in place.
         state: The state before the tokens.
-        record: Of T tokens, from `gated_delta`.
+        record: The record of T tokens, from `gated_delta`.
         n: int [B], 0 ≤ n ≤ T.
 
     Returns:
         The state after them.
     """
-    return take("replay", REPLAYS, backend, state, record, n).call(backend, state, record, n)
+    return choose("replay", REPLAYS, backend, state, record, n).call(backend, state, record, n)
 
 
 def works_in_place(backend: Backend, state: DeltaState, tokens: int) -> bool:
@@ -306,7 +308,7 @@ def works_in_place(backend: Backend, state: DeltaState, tokens: int) -> bool:
         from dflash_jax.ops.kernels.triton import delta as triton_delta
 
         return triton_delta.why_not(tokens, state) is None
-    return backend.has_cpp and cpp.why_not_mixed(state) is None
+    return backend.has_cpp and cpp.why_not_gated_delta(state) is None
 
 
 def advance_reference(
@@ -318,7 +320,7 @@ def advance_reference(
     eps: float,
     n: Int[Array, " B"],
 ) -> tuple[Float[Array, "B T G R Dv"], DeltaState]:
-    """`advance` by `gated_delta` and `replay`, each with the implementation that the backend takes."""
+    """`advance` by `gated_delta` and `replay`, each with the implementation that the backend chooses."""
     y, record = gated_delta(backend, qkvz, gates, state, weights, eps)
     return y, replay(backend, state, record, n)
 
@@ -341,13 +343,13 @@ def _triton_advance(
     conv_weight, a_log, dt_bias, norm = weights
     out, recurrent = delta_chunks.advance(backend.triton_card, qkvz, gates, state, conv_weight, a_log, dt_bias, n)
     inputs, z = jnp.split(qkvz, [conv_weight.shape[1]], axis=-1)
-    conv_inputs = state.placed(state.conv_inputs, last_inputs(state.copied().conv_inputs, inputs, n))
-    return gated_norm(out, z, norm, eps), DeltaState(recurrent, conv_inputs, state.rows)
+    conv = state.placed(state.conv_inputs, last_inputs(state.copied().conv_inputs, inputs, n))
+    return gated_norm(out, z, norm, eps), DeltaState(recurrent, conv, state.rows)
 
 
 ADVANCES = (
     Implementation("triton, chunks", _supports_triton_advance, _triton_advance),
-    Implementation("reference", everything, advance_reference),
+    Implementation("reference", supports_everything, advance_reference),
 )
 
 
@@ -360,7 +362,7 @@ def advance(
     eps: float,
     n: Int[Array, " B"],
 ) -> tuple[Float[Array, "B T G R Dv"], DeltaState]:
-    """`gated_delta` of tokens of which it is known before that the first n count; there is no record.
+    """`gated_delta` and `replay` in one, where n is known beforehand; no record is returned.
 
     Args:
         backend: Where it runs. The kernels have no gradient and write the state in place.
@@ -368,11 +370,11 @@ def advance(
         gates: As in `gated_delta`.
         state: The state before the tokens.
         weights: The layer's weights.
-        eps: Of the norm.
+        eps: Epsilon of the norm.
         n: int [B], how many tokens count.
 
     Returns:
         y [B, T, G, R, Dv] in qkvz's dtype, and the state after the first n tokens.
     """
     args = (qkvz, gates, state, weights, eps, n)
-    return take("advance", ADVANCES, backend, *args).call(backend, *args)
+    return choose("advance", ADVANCES, backend, *args).call(backend, *args)

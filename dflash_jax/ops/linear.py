@@ -23,9 +23,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, BFloat16, Float
 
-from dflash_jax.ops.backend import Backend, Implementation, everything, take, with_gradient_of
+from dflash_jax.ops.backend import Backend, Implementation, choose, supports_everything, with_gradient_of
 from dflash_jax.ops.kernels.cpu import calls as cpp
-from dflash_jax.ops.weights import PackedWeight, QuantizedWeight, Weight
+from dflash_jax.ops.weights import LANES, PackedWeight, QuantizedWeight, Weight
 
 
 def rms_norm(x: Float[Array, "*batch H"], weight: Float[Array, " H"], eps: float, offset: float = 0.0) -> Array:
@@ -57,8 +57,8 @@ class DeferredNorm:
         offset: Added to the weight.
     """
 
-    x: Array
-    weight: Array
+    x: Float[Array, "*batch H"]
+    weight: Float[Array, " H"]
     eps: float
     offset: float
 
@@ -113,7 +113,7 @@ def product(
         backend: Where it runs.
         x: [T, I].
         matrix: [O, I].
-        dtype: Of the result; by default the wider of the two dtypes.
+        dtype: Dtype of the result; by default the wider of the two dtypes.
 
     Returns:
         [T, O].
@@ -132,12 +132,15 @@ def project(
 ) -> Float[Array, "..."]:
     """Linear map by one weight, without a norm.
 
+    It has no list of implementations: packed weights go through the C++ kernel, all others through XLA. `reference`
+    consists of it, and the logits call it directly, so that ``dflash ops`` does not list them.
+
     Args:
         backend: Where it runs.
         x: [..., *in].
         weight: [*out, *in], an array or one of `ops.weights`.
         contracted: How many axes *in has.
-        dtype: Of the result; x's dtype by default.
+        dtype: Dtype of the result; by default the wider of x's and the weight's for arrays, x's for other weights.
 
     Returns:
         [..., *out].
@@ -212,8 +215,9 @@ def _supports_cpp(
     packed = [w for w in weights if isinstance(w, PackedWeight)]
     if len(packed) < len(weights):
         return backend.no_cpp or "the weights are not packed"
-    if swiglu and not cpp.can_fuse_swiglu(packed[0]):
-        return f"the halves of {list(packed[0].shape)} share a panel of {cpp.LANES} outputs"
+    # Packed weights exist only where the kernels do, so that no_cpp is not consulted for them.
+    if swiglu and not all(cpp.can_fuse_swiglu(w) for w in packed):
+        return f"halves of {[list(w.shape) for w in packed]}: they share a panel of {LANES} outputs"
     return None
 
 
@@ -275,7 +279,7 @@ def _triton(
     def kernel(
         x: Array, norm: Array | None, weights: Sequence[Array | QuantizedWeight], residual: Array | None
     ) -> tuple[Array, ...]:
-        if norm is not None and not triton_linear.norms(x.dtype, rows, inner, weights):
+        if norm is not None and not triton_linear.fuses_norm(x.dtype, rows, inner, weights):
             x, norm = rms_norm(x, norm, eps, offset), None
         outputs = triton_linear.project_triton(
             x.reshape(rows, inner), [w.reshape(-1, inner) for w in weights], norm, eps, offset,
@@ -291,7 +295,7 @@ def _triton(
 IMPLEMENTATIONS = (
     Implementation("cpp", _supports_cpp, _cpp),
     Implementation("triton", _supports_triton, _triton),
-    Implementation("reference", everything, reference),
+    Implementation("reference", supports_everything, reference),
 )
 
 
@@ -313,14 +317,14 @@ def linear(
         x: [..., *in], an array or `DeferredNorm`.
         weights: [*out, *in] each, or [2, F, H] each with ``swiglu``.
         contracted: How many axes *in has.
-        dtype: Of the results; x's dtype by default.
+        dtype: Dtype of the results; by default the wider of x's and the weight's for arrays, x's for other weights.
         return_normed: Whether the normed x follows the results.
         swiglu: The first half of each weight's outputs, through silu, multiplies the second half.
-        residual: [..., *out], added to each result.
+        residual: [..., *out] ([..., F] with ``swiglu``), added to each result.
 
     Returns:
-        [..., *out] for each weight, then x after its norm if ``return_normed``.
+        [..., *out] ([..., F] with ``swiglu``) for each weight, then x after its norm if ``return_normed``.
     """
     options = {"dtype": dtype, "return_normed": return_normed, "swiglu": swiglu, "residual": residual}
-    implementation = take("linear", IMPLEMENTATIONS, backend, x, weights, contracted, **options)
+    implementation = choose("linear", IMPLEMENTATIONS, backend, x, weights, contracted, **options)
     return implementation.call(backend, x, weights, contracted, **options)

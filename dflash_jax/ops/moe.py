@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from dflash_jax.ops.backend import Backend, Implementation, everything, take, with_gradient_of
+from dflash_jax.ops.backend import Backend, Implementation, choose, supports_everything, with_gradient_of
 from dflash_jax.ops.kernels.cpu import calls as cpp
 from dflash_jax.ops.linear import linear, project
 from dflash_jax.ops.weights import PackedWeight, QuantizedWeight, Weight, dense
@@ -90,7 +90,7 @@ def experts_grouped(
     gate_up: ExpertWeight,
     down: ExpertWeight,
 ) -> Float[Array, "N H"]:
-    """Many tokens: batched products over all experts, each with the tokens that chose it, C rows at a time.
+    """Many tokens: batched products over all experts, each with the tokens that chose it, some rows at a time.
 
     Passes repeat until the expert with the most tokens is done, so that no token is dropped; as a rule there is one
     pass. A choice of weight 0 goes to no expert.
@@ -107,14 +107,14 @@ def experts_grouped(
 
     def visit(carry: tuple[Any, Array]) -> tuple[Any, Array]:
         first, total = carry
-        slot = jnp.where((rank >= first) & (rank < first + rows), expert * rows + rank - first, e * rows)
-        token = jnp.full(e * rows, tokens).at[slot].set(choice // k, mode="drop")
+        block_row = jnp.where((rank >= first) & (rank < first + rows), expert * rows + rank - first, e * rows)
+        token = jnp.full(e * rows, tokens).at[block_row].set(choice // k, mode="drop")
         inputs = x.at[token].get(mode="fill", fill_value=0).reshape(e, rows, hidden)
         # One axis of outputs: XLA transposes a weight that has two.
         h = jnp.einsum("ech,eih->eci", inputs, dense(gate_up.reshape(e, -1, hidden), x.dtype))
         h = jax.nn.silu(h[..., :f]) * h[..., f:]
         y = jnp.einsum("ecf,ehf->ech", h, dense(down, x.dtype)).reshape(e * rows, hidden)
-        y = y.at[slot].get(mode="fill", fill_value=0).astype(jnp.float32).reshape(tokens, k, hidden)
+        y = y.at[block_row].get(mode="fill", fill_value=0).astype(jnp.float32).reshape(tokens, k, hidden)
         return first + rows, total + jnp.sum(y * weights[..., None], axis=1)
 
     start = (0, jnp.zeros((tokens, hidden), jnp.float32))
@@ -169,7 +169,7 @@ def shared_weight(gate: Float[Array, " N"], dtype: DTypeLike) -> Float[Array, "N
 
 
 def _with_shared(backend: Backend, y: Array, x: Array, shared: SharedExpert | None) -> Array:
-    """Y [N, H] plus the gated output of the shared expert."""
+    """Adds the gated output of the shared expert to y [N, H]."""
     if shared is None:
         return y
     gate_up, down, gate = shared
@@ -238,6 +238,7 @@ def _supports_cpp(
     *args: Any,
     **options: Any,
 ) -> str | None:
+    # Packed weights exist only where the kernels do, so that no_cpp is not consulted for them.
     return None if isinstance(gate_up, PackedWeight) else backend.no_cpp or "the experts' weights are not packed"
 
 
@@ -310,7 +311,7 @@ IMPLEMENTATIONS = (
     Implementation("triton", _supports_triton, _triton),
     Implementation("gathered", _supports_gathered, partial(_by_xla, experts_gathered)),
     Implementation("grouped", _supports_grouped, partial(_by_xla, experts_grouped)),
-    Implementation("reference", everything, reference),
+    Implementation("reference", supports_everything, reference),
 )
 
 
@@ -335,8 +336,7 @@ def mixture(
         x: [N, H].
         logits: Router logits, [N, E].
         live: bool [N], tokens that count; other tokens go to no expert.
-        first: The id of the first expert of ``gate_up`` and ``down``. Choices of experts that these do not have add
-            nothing.
+        first: The id of the first expert of ``gate_up`` and ``down``. Choices of other experts add nothing.
         gate_up: Weights of the local experts, [E or fewer, 2, F, H].
         down: [E or fewer, H, F].
         shared: gate_up [2, F, H], down [H, F] and the gate's logits float32 [N] of the shared expert, or None.
@@ -349,4 +349,4 @@ def mixture(
     """
     args = (x, logits, live, first, gate_up, down, shared, residual)
     options = {"experts_per_token": experts_per_token, "normalise": normalise}
-    return take("mixture", IMPLEMENTATIONS, backend, *args, **options).call(backend, *args, **options)
+    return choose("mixture", IMPLEMENTATIONS, backend, *args, **options).call(backend, *args, **options)

@@ -1,8 +1,8 @@
 """Operation: Gumbel noise of draws, a function of seed, position and token alone.
 
-The noise is -log(-log(u)) of a uniform u. Its 32 bits are the first word of Threefry-2x32 with 20 rounds (Salmon et
-al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011; reference implementation: Random123, and JAX's
-``jax.random``) under the key (seed, position) at the counter (token, 0).
+The noise is -log(-log(1 - u)) with u = (w + ½) · 2⁻³², rounded to float32 and at most 1 - 2⁻²⁴; w is the first word of
+Threefry-2x32 with 20 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011; reference
+implementation: Random123, and JAX's ``jax.random``) under the key (seed, position) at the counter (token, 0).
 """
 
 # jax's own annotations are partial: members such as jnp.where, and the results of loops, have unknown types.
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.extend.random import threefry2x32_p
 from jaxtyping import Array, Float, Int, UInt32
 
-from dflash_jax.ops.backend import Backend, Implementation, everything, take
+from dflash_jax.ops.backend import Backend, Implementation, choose, supports_everything
 from dflash_jax.ops.kernels.cpu import calls as cpp
 
 
@@ -69,7 +69,7 @@ def _supports_elementwise(backend: Backend, *args: Array) -> str | None:
 
 
 def _supports_cpp(backend: Backend, *args: Array) -> str | None:
-    return backend.no_cpp or None
+    return backend.no_cpp
 
 
 def _cpp(backend: Backend, seed: Array, positions: Array, ids: Array) -> Array:
@@ -79,7 +79,7 @@ def _cpp(backend: Backend, seed: Array, positions: Array, ids: Array) -> Array:
 IMPLEMENTATIONS = (
     Implementation("cpp", _supports_cpp, _cpp),
     Implementation("elementwise", _supports_elementwise, elementwise),
-    Implementation("reference", everything, reference),
+    Implementation("reference", supports_everything, reference),
 )
 
 
@@ -97,4 +97,4 @@ def gumbel_noise(
     Returns:
         float32 [B, T, V].
     """
-    return take("sampling_noise", IMPLEMENTATIONS, backend, seed, positions, ids).call(backend, seed, positions, ids)
+    return choose("sampling_noise", IMPLEMENTATIONS, backend, seed, positions, ids).call(backend, seed, positions, ids)

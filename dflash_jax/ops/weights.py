@@ -1,4 +1,4 @@
-"""Weights in other forms than an array [*out, *in]: quantized, or in panels for a CPU."""
+"""Weights that are not plain arrays: quantized, or packed into panels for the C++ kernels."""
 
 # jax's own annotations are partial: members such as jnp.where have unknown parameter types.
 # pyright: reportUnknownMemberType=false
@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Shaped
 
-from dflash_jax.ops.kernels.cpu.calls import LANES
-
+# Outputs in a panel of a `PackedWeight`.
+LANES = 16
 # For more tokens, the products of all runs, float32 [T, runs, O], are larger than the weight in bfloat16.
 FEW_TOKENS = 64
 
@@ -34,8 +34,8 @@ class QuantizedWeight:
         scale: [..., N]; the weight is ``values`` times the scale of each run.
     """
 
-    values: Array
-    scale: Array
+    values: Shaped[Array, "*out I"]
+    scale: Float[Array, "*out N"]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -64,7 +64,7 @@ class QuantizedWeight:
     def matmul(self, x: Float[Array, "T I"]) -> Float[Array, "T O"]:
         """The product of x and the transpose of this matrix [O, I].
 
-        For few tokens the runs' products are scaled, not the weight.
+        With one run, or up to `FEW_TOKENS` tokens, the products of the runs are scaled, not the weight.
         """
         outputs, runs = self.scale.shape
         if runs > 1 and x.shape[0] > FEW_TOKENS:
@@ -94,7 +94,7 @@ class PackedWeight:
         contracted: How many axes *in has.
     """
 
-    panels: Array
+    panels: Shaped[Array, "blocks I 16"]
     shape: tuple[int, ...]
     contracted: int = 1
 
@@ -157,8 +157,14 @@ class PackedWeight:
 Weight: TypeAlias = Array | QuantizedWeight | PackedWeight
 
 
-def is_packed(x: object) -> bool:
-    """Whether x stands in place of a weight's array."""
+def can_pack_experts(gate_up: Weight, down: Weight) -> bool:
+    """Whether experts' weights [E, 2, F, H] and [E, H, F] can be packed: arrays, each matrix a number of panels."""
+    is_quantized = any(isinstance(weight, QuantizedWeight) for weight in (gate_up, down))
+    return not is_quantized and all(n % LANES == 0 for n in down.shape[1:])
+
+
+def is_weight(x: object) -> bool:
+    """Whether x is one of this module's weights, not an array."""
     return isinstance(x, QuantizedWeight | PackedWeight)
 
 

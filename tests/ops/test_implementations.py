@@ -9,8 +9,8 @@ import pytest
 from beartype import beartype
 from jaxtyping import TypeCheckError, jaxtyped
 
-from dflash_jax.ops import argmax, attention, gated_delta, linear, moe, sampling_noise
-from dflash_jax.ops.backend import XLA, Backend, take
+from dflash_jax.ops import argmax, attention, gated_delta, interval_attention, linear, moe, sampling_noise
+from dflash_jax.ops.backend import XLA, Backend, choose
 from dflash_jax.ops.card import HOPPER
 from dflash_jax.ops.weights import PackedWeight
 from dflash_jax.tools.float64_reference import assert_as_near
@@ -23,8 +23,8 @@ pytest.importorskip("triton.runtime.interpreter")
 from dflash_jax.tools.triton_interpreter import interpreting, small_grids
 
 BACKENDS = (Backend.detect(), Backend.for_card(HOPPER), Backend.xla("cuda"), Backend.xla("tpu"), XLA)
-# Compared in tests/ops/kernels, with its own tolerances: it supports bfloat16 only.
-ELSEWHERE = {("gated_delta", "triton, chunks")}
+# Compared in tests/ops/kernels, with tolerances for bfloat16, which alone they support.
+ELSEWHERE = {("gated_delta", "triton, chunks"), ("advance", "triton, chunks")}
 
 
 def attention_cases():
@@ -43,16 +43,30 @@ def rotation_cases():
     yield (None, k, tuple(angles), (None, None)), {}
 
 
+def write_cases():
+    for rows, tokens in ((1, 1), (3, 5), (2, 16)):
+        cache, k, v, positions = arguments.written(Source(tokens), rows, tokens, 2, 16, 60)
+        # Tokens that are not written have a place past the end.
+        places = jnp.where(jnp.arange(tokens) % 3 != 1, positions, cache.capacity)
+        yield (cache.k, cache.v, k, v, cache.rows, places), {}
+
+
 def delta_cases():
     for rows, tokens in ((1, 1), (3, 5), (2, 16), (2, 70)):
         yield tuple(arguments.mixer(Source(tokens), rows, tokens, 1, 3, 16, 32)), {"eps": 1e-6}
 
 
+def advance_cases():
+    for args, options in delta_cases():
+        rows, tokens = args[0].shape[:2]
+        yield args, options | {"n": jnp.asarray(np.resize([tokens, 0, 1], rows), jnp.int32)}
+
+
 def replay_cases():
-    for rows, tokens in ((1, 1), (3, 5), (2, 16)):
+    for rows, tokens in ((1, 1), (4, 5), (2, 16)):
         args = arguments.mixer(Source(tokens), rows, tokens, 1, 3, 16, 32)
         record = gated_delta.reference(XLA, *args, 1e-6)[1]
-        count = np.resize([tokens, max(tokens - 2, 1), 1], rows)
+        count = np.resize([tokens, 0, max(tokens - 2, 1), 1], rows)
         yield (args[2], arguments.spoilt(record, count), jnp.asarray(count, jnp.int32)), {}
 
 
@@ -104,7 +118,9 @@ OPERATIONS = {
     "packed linear": (linear.IMPLEMENTATIONS[:1], packed_linear_cases),
     "attention": (attention.IMPLEMENTATIONS, attention_cases),
     "rotate": (attention.ROTATIONS, rotation_cases),
+    "write": (attention.WRITES, write_cases),
     "gated_delta": (gated_delta.IMPLEMENTATIONS, delta_cases),
+    "advance": (gated_delta.ADVANCES, advance_cases),
     "replay": (gated_delta.REPLAYS, replay_cases),
     "mixture": (moe.IMPLEMENTATIONS, mixture_cases),
     "packed mixture": (moe.IMPLEMENTATIONS[:1], packed_mixture_cases),
@@ -155,6 +171,7 @@ PUBLIC = {
     "attention": attention.attention,
     "rotate": attention.rotate,
     "gated_delta": gated_delta.gated_delta,
+    "advance": gated_delta.advance,
     "replay": gated_delta.replay,
     "mixture": moe.mixture,
     "sampling_noise": sampling_noise.gumbel_noise,
@@ -166,6 +183,15 @@ PUBLIC = {
 def test_arguments_and_results_have_the_annotated_shapes(operation):
     args, options = next(OPERATIONS[operation][1]())
     jaxtyped(typechecker=beartype)(PUBLIC[operation])(XLA, *args, **options)
+
+
+def test_writing_and_interval_attention_have_the_annotated_shapes():
+    """Their arguments are those of no list."""
+    args = arguments.written(Source(0), 3, 5, 2, 16, 60)
+    jaxtyped(typechecker=beartype)(attention.write)(XLA, *args, jnp.ones((3, 5), bool))
+    q, k, v = Source(0).normal(2, 7, 2, 3, 8), *(Source(1).normal(2, 9, 2, 8) for _ in "kv")
+    low = jnp.zeros((2, 7), jnp.int32)
+    jaxtyped(typechecker=beartype)(interval_attention.interval_attention)(q, k, v, low, low + 9)
 
 
 def test_arguments_of_other_shapes_are_refused():
@@ -183,7 +209,7 @@ def test_the_first_that_supports_is_taken_and_reasons_are_told():
     told = []
     backend = Backend("cpu", no_cpp="no compiler", no_triton="no card", on_choice=told.append)
     x = jnp.zeros((2, 65))
-    assert take("argmax", argmax.IMPLEMENTATIONS, backend, x).name == "reference"
+    assert choose("argmax", argmax.IMPLEMENTATIONS, backend, x).name == "reference"
     assert told[0].op == "argmax"
     assert told[0].passed_over == (("blocks", "65 values are not blocks of 64"),)
     assert told[0].shapes == ("float32[2, 65]",)

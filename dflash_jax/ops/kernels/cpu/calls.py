@@ -13,30 +13,26 @@ import logging
 import subprocess
 from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from dflash_jax.ops.cache import Bounds, DeltaRecord, DeltaState, KVCache
 from dflash_jax.ops.kernels.cpu.library import find_compiler, load, threads
-
-if TYPE_CHECKING:
-    from dflash_jax.ops.cache import Bounds, DeltaRecord, DeltaState, KVCache
-    from dflash_jax.ops.weights import PackedWeight
+from dflash_jax.ops.weights import LANES, PackedWeight
 
 log = logging.getLogger("dflash_jax")
 
-# Outputs in a panel.
-LANES = 16
 # The largest head size of attention and of the delta rule.
 MAX_HEAD_SIZE = 256
 
 
 @cache
-def why_not() -> str:
-    """The reason why the kernels cannot be called; empty where they can.
+def why_not() -> str | None:
+    """The reason why the kernels cannot be called, or None.
 
     The first call compiles them if they are not in the cache, registers them, and logs the reason.
     """
@@ -54,12 +50,12 @@ def why_not() -> str:
     library.DflashThreads(ctypes.c_int64(threads()))
     for name in ("DflashLinear", "DflashAttend", "DflashMix", "DflashReplay", "DflashExperts", "DflashNoise"):
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
-    return ""
+    return None
 
 
 def linear(
     x: Float[Array, "T I"],
-    weights: "Sequence[PackedWeight]",
+    weights: Sequence[PackedWeight],
     norm: Float[Array, " I"] | None = None,
     eps: float = 0.0,
     offset: float = 0.0,
@@ -74,8 +70,8 @@ def linear(
         x: float32 [T, I].
         weights: Matrices [O, I], or one matrix [2 F, I] with ``swiglu``.
         norm: Weight of RMSNorm, [I]; None: no norm.
-        eps: Of the norm.
-        offset: Of the norm.
+        eps: Added to the mean of squares.
+        offset: Added to the norm's weight.
         return_normed: Whether the normed x follows the results.
         swiglu: The first half of the outputs, through silu, multiplies the second half.
         residual: [T, O], added to each result.
@@ -101,12 +97,12 @@ def linear(
     return [*outputs, x] if return_normed and norm is None else outputs
 
 
-def can_fuse_swiglu(weight: "PackedWeight") -> bool:
+def can_fuse_swiglu(weight: PackedWeight) -> bool:
     """Whether `linear` can compute SwiGLU with a weight [2, F, H]: its halves must share no panel."""
     return weight.shape[1] % LANES == 0
 
 
-def why_not_attended(q: Array, cache: "KVCache") -> str | None:
+def why_not_attended(q: Array, cache: KVCache) -> str | None:
     """The reason why `attend` does not support queries [B, T, N, D] and a cache, or None."""
     size = q.shape[-1]
     if not q.dtype == cache.k.dtype == jnp.float32:
@@ -121,9 +117,9 @@ def attend(
     k: Float[Array, "B T K D"],
     v: Float[Array, "B T K D"],
     mask: Bool[Array, "..."] | None,
-    cache: "KVCache",
+    cache: KVCache,
     length: Int[Array, " B"],
-    bounds: "Bounds",
+    bounds: Bounds,
 ) -> Float[Array, "B T N D"]:
     """`ops.attention.attention` in float32, with a cache and bounds, without a gate and without a gradient."""
     b, t = q.shape[:2]
@@ -136,8 +132,8 @@ def attend(
     return call(*args, ring_sinks=np.int64(cache.sinks if cache.ring else -1), causal=mask is None)
 
 
-def why_not_mixed(state: "DeltaState") -> str | None:
-    """The reason why `mix` and `replay` do not support a state, or None."""
+def why_not_gated_delta(state: DeltaState) -> str | None:
+    """The reason why `gated_delta` and `replay` do not support a state, or None."""
     keys, values = state.recurrent.shape[-2:]
     if state.conv_inputs.dtype != jnp.float32:
         return f"{jnp.dtype(state.conv_inputs.dtype).name}: the kernel is for float32"
@@ -146,10 +142,10 @@ def why_not_mixed(state: "DeltaState") -> str | None:
     return None
 
 
-def mix(
+def gated_delta(
     qkvz: Float[Array, "B T G CZ"],
     gates: Float[Array, "B T 2 G R"],
-    state: "DeltaState",
+    state: DeltaState,
     conv_weight: Float[Array, "G C W"],
     a_log: Float[Array, "G R"],
     dt_bias: Float[Array, "G R"],
@@ -169,7 +165,7 @@ def mix(
     return call(qkvz, gates, *buffers, conv_weight, a_log, dt_bias, norm, eps=np.float32(eps))
 
 
-def replay(state: "DeltaState", record: "DeltaRecord", n: Int[Array, " B"]) -> list[Array]:
+def replay(state: DeltaState, record: DeltaRecord, n: Int[Array, " B"]) -> list[Array]:
     """`ops.gated_delta.replay` in place: the state's recurrent and convolution arrays."""
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (state.recurrent, state.conv_inputs)]
     call: Any = jax.ffi.ffi_call("DflashReplay", shapes, input_output_aliases={0: 0, 1: 1})
@@ -181,8 +177,8 @@ def mixture(
     x: Float[Array, "N H"],
     logits: Float[Array, "N E"],
     live: Bool[Array, " N"],
-    gate_up: "PackedWeight",
-    down: "PackedWeight",
+    gate_up: PackedWeight,
+    down: PackedWeight,
     top: int,
     normalise: bool,
 ) -> Float[Array, "N H"]:

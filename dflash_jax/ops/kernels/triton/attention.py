@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from dflash_jax.ops.cache import Bounds, KVCache
 from dflash_jax.ops.card import KIB, Card
 from dflash_jax.ops.kernels.triton.launch import triton_call
-from dflash_jax.ops.kernels.triton.tiles import power
+from dflash_jax.ops.kernels.triton.tiles import next_power_of_two
 
 # Programs that keep an accelerator busy, and the most splits of a context: further splits cost more to join than they
 # save (H200).
@@ -193,7 +193,7 @@ def write_triton(
     rows: Int[Array, " B"],
     places: Int[Array, "B T"],
 ) -> tuple[Array, ...]:
-    """`ops.attention.put`, in place.
+    """`ops.attention.write_reference`, in place.
 
     Args:
         card: The card that tiles are chosen for.
@@ -295,7 +295,8 @@ def attend_triton(
     block = max(16, min(ROWS[t > FEW_TOKENS] * 512 // max(bytes_of_row, 512), 1 << (m - 1).bit_length()))
     block, positions = tile_sizes(block, min(POSITIONS, POSITIONS * 256 // bytes_of_row), bytes_of_row, card)
     tiles = -(-m // block)
-    # Splits do not depend on the capacity, which other requests may raise: a context is always split the same way.
+    # Splits do not depend on the capacity, which other requests may raise: in a batch and block of one shape a context
+    # is always split the same way.
     splits = max(1, min(PROGRAMS // (b * heads * tiles), MAX_SPLITS))
     if mask is None:
         block_mask = jnp.zeros((1, 1, 1), jnp.int8)
@@ -310,10 +311,10 @@ def attend_triton(
         num_warps=WARPS[block >= 64], num_stages=STAGES,
         T=t, KH=heads, R=group, D=d, ROWS=cache.k.shape[0], CAP=cache.capacity, RING=cache.ring,
         RING_SINKS=cache.sinks, MASKS=block_mask.shape[0], SPLITS=splits, SCALE=d**-0.5,
-        BM=block, BS=positions, BT=min(positions, max(16, power(t))), CAUSAL=mask is None,
+        BM=block, BS=positions, BT=min(positions, max(16, next_power_of_two(t))), CAUSAL=mask is None,
         PRECISION="ieee" if q.dtype == jnp.float32 else "tf32",
     )  # fmt: skip
-    padded_splits = power(splits)
+    padded_splits = next_power_of_two(splits)
     (y,) = triton_call(
         card, _join, [maxima, total, acc, q if gate is None else gate], [jax.ShapeDtypeStruct(q.shape, q.dtype)],
         (b * t * n,),

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 from dflash_jax.ops.cache import DeltaRecord, DeltaState
 from dflash_jax.ops.card import Card
 from dflash_jax.ops.kernels.triton.launch import triton_call
+from dflash_jax.ops.kernels.triton.tiles import log_decay_of, why_not_sizes
 
 # Tokens of a chunk, and the most that a program takes.
 TOKENS = 16
@@ -25,7 +26,7 @@ FEW_PROGRAMS, FEW_WARPS, WARPS = 264, 8, 4
 
 @triton.jit
 def _convolved(
-    x, conv_state, taps, record, b, state_row, g, first, recorded,
+    x, conv_state, conv_weight, record, b, state_row, g, first, recorded,
     T: tl.constexpr, G: tl.constexpr, C: tl.constexpr, CZ: tl.constexpr, W: tl.constexpr, BT: tl.constexpr,
     N: tl.constexpr,
 ):  # fmt: skip
@@ -43,19 +44,8 @@ def _convolved(
             before = conv_state + ((state_row * (W - 1) + source + W - 1) * G + g) * C
             previous = tl.load(before + c, mask=(source < 0) & (t < T), other=0.0)
             value = value.to(tl.float32) + previous.to(tl.float32)
-        total += value * tl.load(taps + (g * C + c) * W + j).to(tl.float32)
+        total += value * tl.load(conv_weight + (g * C + c) * W + j).to(tl.float32)
     return total / (1.0 + tl.exp(-total))
-
-
-@triton.jit
-def _log_decay(alpha, a_log, dt_bias):
-    """-e^a_log · softplus(alpha + dt_bias)."""
-    alpha = alpha.to(tl.float32) + dt_bias.to(tl.float32)
-    small = tl.exp(-tl.abs(alpha))
-    one = 1.0 + small
-    # log1p(small): corrects for the rounding of 1 + small.
-    log1p = tl.where(one == 1.0, small, small * tl.log(one) / tl.where(one == 1.0, 1.0, one - 1.0))
-    return -tl.exp(a_log.to(tl.float32)) * (tl.maximum(alpha, 0.0) + log1p)
 
 
 @triton.jit
@@ -74,7 +64,7 @@ def _inverse(a, T: tl.constexpr, BT: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def _mix(
-    x, gates, conv_state, taps, a_log, dt_bias, norm, state, rows, y, k_out, delta_out, decay_out, conv_out,
+    x, gates, conv_state, conv_weight, a_log, dt_bias, norm, state, rows, y, k_out, delta_out, decay_out, conv_out,
     T: tl.constexpr, G: tl.constexpr, R: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, C: tl.constexpr,
     CZ: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, STATE_ROWS: tl.constexpr, EPS: tl.constexpr,
     PRECISION: tl.constexpr, SMALL: tl.constexpr,
@@ -93,12 +83,12 @@ def _mix(
     offset = ((b * T + t) * 2 * G + g) * R + r
     beta = tl.load(gates + offset, mask=t < T, other=0.0).to(tl.float32)
     alpha = tl.load(gates + offset + G * R, mask=t < T, other=0.0)
-    log_decay = _log_decay(alpha, tl.load(a_log + g * R + r), tl.load(dt_bias + g * R + r))
+    log_decay = log_decay_of(alpha, tl.load(a_log + g * R + r), tl.load(dt_bias + g * R + r))
     # All value heads of a key head share its keys: the program of the first value head records them.
     recorded = tl.where(r == 0, T, 0)
-    q = _convolved(x, conv_state, taps, conv_out, b, state_row, g, 0, recorded, T, G, C, CZ, W, BT, DK)
-    k = _convolved(x, conv_state, taps, conv_out, b, state_row, g, DK, recorded, T, G, C, CZ, W, BT, DK)
-    v = _convolved(x, conv_state, taps, conv_out, b, state_row, g, 2 * DK + r * DV, T, T, G, C, CZ, W, BT, DV)
+    q = _convolved(x, conv_state, conv_weight, conv_out, b, state_row, g, 0, recorded, T, G, C, CZ, W, BT, DK)
+    k = _convolved(x, conv_state, conv_weight, conv_out, b, state_row, g, DK, recorded, T, G, C, CZ, W, BT, DK)
+    v = _convolved(x, conv_state, conv_weight, conv_out, b, state_row, g, 2 * DK + r * DV, T, T, G, C, CZ, W, BT, DV)
     q = q * tl.rsqrt(tl.sum(q * q, axis=1) + 1e-6)[:, None] * (DK**-0.5)
     k = k * tl.rsqrt(tl.sum(k * k, axis=1) + 1e-6)[:, None]
     tl.store(k_out + ((b * T + row) * G + g) * DK + dk[None, :], k, mask=row < recorded)
@@ -126,24 +116,24 @@ def _mix(
 
 @triton.jit
 def _convolved_one(
-    x, conv_state, taps, record, b, state_row, g, first, recorded,
+    x, conv_state, conv_weight, record, b, state_row, g, first, recorded,
     G: tl.constexpr, C: tl.constexpr, CZ: tl.constexpr, W: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """`_convolved` of one token, [N]; records the input where ``recorded`` is not 0."""
     n = tl.arange(0, N)
     c = first + n
     value = tl.load(x + (b * G + g) * CZ + c)
-    total = value.to(tl.float32) * tl.load(taps + (g * C + c) * W + W - 1).to(tl.float32)
+    total = value.to(tl.float32) * tl.load(conv_weight + (g * C + c) * W + W - 1).to(tl.float32)
     for j in tl.static_range(W - 1):
         previous = tl.load(conv_state + ((state_row * (W - 1) + j) * G + g) * C + c).to(tl.float32)
-        total += previous * tl.load(taps + (g * C + c) * W + j).to(tl.float32)
+        total += previous * tl.load(conv_weight + (g * C + c) * W + j).to(tl.float32)
     tl.store(record + (b * G + g) * C + c, value, mask=n < recorded * N)
     return total / (1.0 + tl.exp(-total))
 
 
 @triton.jit
 def _mix_one(
-    x, gates, conv_state, taps, a_log, dt_bias, norm, state, rows, y, k_out, delta_out, decay_out, conv_out,
+    x, gates, conv_state, conv_weight, a_log, dt_bias, norm, state, rows, y, k_out, delta_out, decay_out, conv_out,
     G: tl.constexpr, R: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, C: tl.constexpr, CZ: tl.constexpr,
     W: tl.constexpr, STATE_ROWS: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
@@ -157,11 +147,11 @@ def _mix_one(
     scale = tl.load(norm + dv).to(tl.float32)
     offset = (b * 2 * G + g) * R + r
     beta = 1.0 / (1.0 + tl.exp(-tl.load(gates + offset).to(tl.float32)))
-    log_decay = _log_decay(tl.load(gates + offset + G * R), tl.load(a_log + g * R + r), tl.load(dt_bias + g * R + r))
+    log_decay = log_decay_of(tl.load(gates + offset + G * R), tl.load(a_log + g * R + r), tl.load(dt_bias + g * R + r))
     recorded = tl.where(r == 0, 1, 0)
-    q = _convolved_one(x, conv_state, taps, conv_out, b, state_row, g, 0, recorded, G, C, CZ, W, DK)
-    k = _convolved_one(x, conv_state, taps, conv_out, b, state_row, g, DK, recorded, G, C, CZ, W, DK)
-    v = _convolved_one(x, conv_state, taps, conv_out, b, state_row, g, 2 * DK + r * DV, 1, G, C, CZ, W, DV)
+    q = _convolved_one(x, conv_state, conv_weight, conv_out, b, state_row, g, 0, recorded, G, C, CZ, W, DK)
+    k = _convolved_one(x, conv_state, conv_weight, conv_out, b, state_row, g, DK, recorded, G, C, CZ, W, DK)
+    v = _convolved_one(x, conv_state, conv_weight, conv_out, b, state_row, g, 2 * DK + r * DV, 1, G, C, CZ, W, DV)
     q = q * tl.rsqrt(tl.sum(q * q, axis=0) + 1e-6) * (DK**-0.5)
     k = k * tl.rsqrt(tl.sum(k * k, axis=0) + 1e-6)
     tl.store(k_out + (b * G + g) * DK + dk, k, mask=dk < recorded * DK)
@@ -239,12 +229,7 @@ def why_not(tokens: int, state: DeltaState) -> str | None:
     """The reason why the kernels do not support this many tokens over an `ops.cache.DeltaState`, or None."""
     if tokens > TOKENS:
         return f"{tokens} tokens: the kernel takes {TOKENS} at most"
-    if state.conv_inputs.shape[1] > 4:
-        return f"a convolution of {state.conv_inputs.shape[1] + 1} taps: the kernel takes 5 at most"
-    sizes = state.recurrent.shape[-2:]
-    if any(not 16 <= n <= 128 or n & (n - 1) for n in sizes):
-        return f"heads of {list(sizes)}: sizes must be powers of two from 16 to 128"
-    return None
+    return why_not_sizes(state)
 
 
 def _sizes(state: DeltaState, tokens: int) -> dict[str, int]:
@@ -254,7 +239,7 @@ def _sizes(state: DeltaState, tokens: int) -> dict[str, int]:
     return sizes | {"C": channels, "STATE_ROWS": rows}
 
 
-def mix_triton(
+def gated_delta_triton(
     card: Card,
     qkvz: Float[Array, "B T G CZ"],
     gates: Float[Array, "B T 2 G R"],
@@ -291,10 +276,10 @@ def mix_triton(
     else:
         kernel, exact = _mix, qkvz.dtype == jnp.float32
         sizes |= {"PRECISION": "ieee" if exact else "tf32", "SMALL": "ieee" if exact else "tf32x3"}
-    y, k, delta, log_decay, conv_inputs = triton_call(
+    y, k, delta, log_decay, conv = triton_call(
         card, kernel, args, out, (programs,), num_warps=warps, EPS=eps, CZ=qkvz.shape[-1], **sizes
     )
-    return y, (k, delta, log_decay, conv_inputs)
+    return y, (k, delta, log_decay, conv)
 
 
 def replay_triton(card: Card, state: DeltaState, record: DeltaRecord, n: Int[Array, " B"]) -> tuple[Array, Array]:
@@ -305,8 +290,8 @@ def replay_triton(card: Card, state: DeltaState, record: DeltaRecord, n: Int[Arr
     args = [*buffers, record.k, record.delta, record.log_decay, record.conv_inputs, n]
     # Products of bfloat16 models are TF32, as XLA's are; sums are float32.
     precision = "ieee" if record.conv_inputs.dtype == jnp.float32 else "tf32"
-    recurrent, conv_inputs = triton_call(
+    recurrent, conv = triton_call(
         card, _replay, args, [], (programs,), in_place=(0, 1),
         num_warps=FEW_WARPS if programs <= FEW_PROGRAMS else WARPS, PRECISION=precision, **sizes,
     )  # fmt: skip
-    return recurrent, conv_inputs
+    return recurrent, conv

@@ -16,9 +16,8 @@ from jaxtyping import Array, Float, Int
 
 from dflash_jax.ops.cache import DeltaState
 from dflash_jax.ops.card import Card
-from dflash_jax.ops.kernels.triton.delta import _log_decay
 from dflash_jax.ops.kernels.triton.launch import triton_call
-from dflash_jax.ops.kernels.triton.tiles import power
+from dflash_jax.ops.kernels.triton.tiles import log_decay_of, next_power_of_two, why_not_sizes
 
 # Tokens of a chunk.
 CHUNK = 64
@@ -28,7 +27,7 @@ PROGRAMS, VALUES = 132, (32, 64)
 
 @triton.jit
 def _convolved(
-    x, conv_state, taps, b, state_row, g, first, start, end,
+    x, conv_state, conv_weight, b, state_row, g, first, start, end,
     T: tl.constexpr, G: tl.constexpr, C: tl.constexpr, CZ: tl.constexpr, W: tl.constexpr, M: tl.constexpr,
     N: tl.constexpr,
 ):  # fmt: skip
@@ -39,7 +38,7 @@ def _convolved(
         s = t - (W - 1) + j
         previous = conv_state + ((state_row * (W - 1) + s + W - 1) * G + g) * C
         value = tl.load(tl.where(s < 0, previous, x + ((b * T + s) * G + g) * CZ) + c, mask=t < end, other=0.0)
-        total += value.to(tl.float32) * tl.load(taps + (g * C + c) * W + j).to(tl.float32)
+        total += value.to(tl.float32) * tl.load(conv_weight + (g * C + c) * W + j).to(tl.float32)
     return total / (1.0 + tl.exp(-total))
 
 
@@ -56,7 +55,7 @@ def _inverse(a, M: tl.constexpr, LEVELS: tl.constexpr):
 
 @triton.jit
 def _prepare(
-    x, gates, conv_state, taps, a_log, dt_bias, rows, valid, u, w, q_out, scores, k_to_end, chunk_decay, k_out,
+    x, gates, conv_state, conv_weight, a_log, dt_bias, rows, valid, u, w, q_out, scores, k_to_end, chunk_decay, k_out,
     decay_out, T: tl.constexpr, G: tl.constexpr, R: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, C: tl.constexpr,
     CZ: tl.constexpr, W: tl.constexpr, M: tl.constexpr, LEVELS: tl.constexpr, STATE_ROWS: tl.constexpr,
     RECORD: tl.constexpr,
@@ -71,8 +70,8 @@ def _prepare(
     end = tl.load(valid + b)
     m, dk, dv = tl.arange(0, M), tl.arange(0, DK)[None, :], tl.arange(0, DV)[None, :]
     row, column, t = m[:, None], m[None, :], chunk * M + m
-    q = _convolved(x, conv_state, taps, b, state_row, g, 0, chunk * M, end, T, G, C, CZ, W, M, DK)
-    k = _convolved(x, conv_state, taps, b, state_row, g, DK, chunk * M, end, T, G, C, CZ, W, M, DK)
+    q = _convolved(x, conv_state, conv_weight, b, state_row, g, 0, chunk * M, end, T, G, C, CZ, W, M, DK)
+    k = _convolved(x, conv_state, conv_weight, b, state_row, g, DK, chunk * M, end, T, G, C, CZ, W, M, DK)
     # Rounded here, so that everything below is computed from the same values.
     q = (q * tl.rsqrt(tl.sum(q * q, axis=1) + 1e-6)[:, None]).to(w.dtype.element_ty)
     k = (k * tl.rsqrt(tl.sum(k * k, axis=1) + 1e-6)[:, None]).to(w.dtype.element_ty)
@@ -83,7 +82,7 @@ def _prepare(
         offset = ((b * T + t) * 2 * G + g) * R + r
         beta = tl.load(gates + offset, mask=t < end, other=0.0).to(tl.float32)
         alpha = tl.load(gates + offset + G * R, mask=t < end, other=0.0)
-        log_decay = _log_decay(alpha, tl.load(a_log + g * R + r), tl.load(dt_bias + g * R + r))
+        log_decay = log_decay_of(alpha, tl.load(a_log + g * R + r), tl.load(dt_bias + g * R + r))
         beta = tl.where(t < end, 1.0 / (1.0 + tl.exp(-beta)), 0.0)
         log_decay = tl.where(t < end, log_decay, 0.0)
         if RECORD:
@@ -92,7 +91,9 @@ def _prepare(
         # The exponent is masked before exp: above the diagonal it is positive and may overflow.
         decay = tl.exp(tl.where(row >= column, cumulative[:, None] - cumulative[None, :], float("-inf")))
         inverse = _inverse(tl.where(row > column, beta[:, None] * gram * decay, 0.0), M, LEVELS)
-        v = _convolved(x, conv_state, taps, b, state_row, g, 2 * DK + r * DV, chunk * M, end, T, G, C, CZ, W, M, DV)
+        v = _convolved(
+            x, conv_state, conv_weight, b, state_row, g, 2 * DK + r * DV, chunk * M, end, T, G, C, CZ, W, M, DV
+        )
         decay_from_start = tl.exp(cumulative)[:, None]
         chunk_head = (chunk * tl.num_programs(1) + head).to(tl.int64) * R + r
         offset = (chunk_head * M + m)[:, None]
@@ -148,12 +149,7 @@ def why_not(state: DeltaState, dtype: DTypeLike) -> str | None:
     """
     if dtype != jnp.bfloat16 or state.conv_inputs.dtype != jnp.bfloat16:
         return f"{jnp.dtype(dtype).name}: the kernel is for bfloat16"
-    if state.conv_inputs.shape[1] > 4:
-        return f"a convolution of {state.conv_inputs.shape[1] + 1} taps: the kernel takes 5 at most"
-    sizes = state.recurrent.shape[-2:]
-    if any(not 16 <= n <= 128 or n & (n - 1) for n in sizes):
-        return f"heads of {list(sizes)}: sizes must be powers of two from 16 to 128"
-    return None
+    return why_not_sizes(state)
 
 
 def prepare(
@@ -184,7 +180,7 @@ def prepare(
         G, Dk] and log_decay [B, T, G, R], float32 (placeholders of one element without a record).
     """
     (b, t), (_, g, r, dk, dv) = qkvz.shape[:2], state.recurrent.shape
-    m = min(CHUNK, power(t))
+    m = min(CHUNK, next_power_of_two(t))
     count, is_recorded = -(-t // m), valid is None
     out = [jax.ShapeDtypeStruct((count, b, g, r, m, dv), jnp.float32)]
     out += [jax.ShapeDtypeStruct((count, b, g, r, m, n), qkvz.dtype) for n in (dk, dk, m, dk)]
@@ -192,10 +188,9 @@ def prepare(
     out += [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((count, b, g, r), *record)]
     args = [qkvz, gates, state.conv_inputs, conv_weight, a_log, dt_bias, state.row_indices(), _valid(valid, b, t)]
     return triton_call(
-        card, _prepare, args, out, (count, b * g), num_warps=8, num_stages=1, T=t, G=g, R=r, DK=dk, DV=dv,
-        C=2 * dk + r * dv,
-        CZ=qkvz.shape[-1], W=state.conv_inputs.shape[1] + 1, M=m, LEVELS=m.bit_length() - 1,
-        STATE_ROWS=state.recurrent.shape[0], RECORD=is_recorded,
+        card, _prepare, args, out, (count, b * g), num_warps=8, num_stages=1,
+        T=t, G=g, R=r, DK=dk, DV=dv, C=2 * dk + r * dv, CZ=qkvz.shape[-1], W=state.conv_inputs.shape[1] + 1, M=m,
+        LEVELS=m.bit_length() - 1, STATE_ROWS=state.recurrent.shape[0], RECORD=is_recorded,
     )  # fmt: skip
 
 
@@ -231,15 +226,14 @@ def from_chunk_to_chunk(
     out = [jax.ShapeDtypeStruct(s, jnp.float32) for s in (shape, shape if is_recorded else (1,))]
     args = [u, w, q, scores, k, chunk_decay, state.recurrent, state.row_indices(), _valid(valid, b, tokens)]
     *recurrent, out, delta = triton_call(
-        card, _chunks, args, out, (heads, dv // values), in_place=() if is_recorded else (6,), num_warps=4,
-        num_stages=2,
-        T=tokens, COUNT=count, HEADS=heads, GR=g * r, M=m, DK=dk, DV=dv, BV=values, STATE_ROWS=state.recurrent.shape[0],
-        RECORD=is_recorded,
+        card, _chunks, args, out, (heads, dv // values), in_place=() if is_recorded else (6,),
+        num_warps=4, num_stages=2, T=tokens, COUNT=count, HEADS=heads, GR=g * r, M=m, DK=dk, DV=dv, BV=values,
+        STATE_ROWS=state.recurrent.shape[0], RECORD=is_recorded,
     )  # fmt: skip
     return (out, delta) if is_recorded else (out, recurrent[0])
 
 
-def rule(
+def chunked_delta_rule(
     card: Card,
     qkvz: Float[Array, "B T G CZ"],
     gates: Float[Array, "B T 2 G R"],
@@ -268,7 +262,7 @@ def advance(
     dt_bias: Float[Array, "G R"],
     valid: Int[Array, " B"],
 ) -> tuple[Array, Array]:
-    """`rule` for tokens of which the first ``valid`` int [B] count.
+    """`chunked_delta_rule` for tokens of which the first ``valid`` int [B] count.
 
     Returns:
         Outputs [B, T, G, R, Dv], and the recurrent state of all rows, written in place.

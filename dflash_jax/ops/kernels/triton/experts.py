@@ -3,7 +3,7 @@
 A shared expert of the experts' size is one further expert of every token. A row's arithmetic does not depend on the
 other rows of its block.
 
-Letters: N tokens, C choices (tokens times experts per token), M rows of a block, S blocks' slots (blocks times M).
+Letters: N tokens, C choices (tokens times experts per token), M rows of a block, S block rows (blocks times M).
 """
 
 # A Triton kernel is compiled from Python's syntax; Triton's annotations describe the host's objects.
@@ -18,7 +18,15 @@ from jaxtyping import Array, Float, Int
 from dflash_jax.ops.card import Card
 from dflash_jax.ops.kernels.triton.launch import triton_call
 from dflash_jax.ops.kernels.triton.routing import aligned
-from dflash_jax.ops.kernels.triton.tiles import divisor, parts, power, products, reads, stages_within, tile
+from dflash_jax.ops.kernels.triton.tiles import (
+    divisor,
+    next_power_of_two,
+    parts,
+    products,
+    stages_within,
+    supports_dtype,
+    tile,
+)
 from dflash_jax.ops.weights import QuantizedWeight
 
 # By the rows of a block: outputs of a program of `_gate_up` (which computes two products for each) and of `_down`,
@@ -36,32 +44,32 @@ def _block_plan(
     C: tl.constexpr, N: tl.constexpr, TOP: tl.constexpr, TP: tl.constexpr, M: tl.constexpr, SB: tl.constexpr,
     SORTED: tl.constexpr,
 ):  # fmt: skip
-    """The contents of a block: whether it is used, its expert, each slot's token and row of `_down`'s result.
+    """The contents of a block: whether it is used, its expert, each block row's token and row of `_down`'s result.
 
-    The row is C + N for an empty slot. The first SB blocks are the shared expert's. Without ``SORTED`` all tokens fit
-    one block, and each expert's block is that of its first choice.
+    The row is C + N for an empty block row. The first SB blocks are the shared expert's. Without ``SORTED`` all tokens
+    fit one block, and each expert's block is that of its first choice.
     """
-    slot = tl.arange(0, M)
+    block_row = tl.arange(0, M)
     e = tl.full([], 0, tl.int32)
     if block < SB:
-        token = block * M + slot
+        token = block * M + block_row
         place = tl.where(token < N, C + token, C + N)
         is_used = block >= 0
     elif SORTED:
         is_used = block - SB < tl.load(blocks)
         e = tl.load(block_expert + block - SB)
-        choice = tl.load(order + (block - SB) * M + slot)
+        choice = tl.load(order + (block - SB) * M + block_row)
         token = choice // TOP
         place = tl.where(choice < C, choice, C + N)
     else:
         e = tl.load(chosen + block - SB)
         k = tl.arange(0, TP)[None, :]
-        choice = slot[:, None] * TOP + k
-        inside = (slot[:, None] < N) & (k < TOP)
+        choice = block_row[:, None] * TOP + k
+        inside = (block_row[:, None] < N) & (k < TOP)
         same = tl.load(chosen + choice, mask=inside, other=-1) == e
         same = same & (tl.load(weights + choice, mask=inside, other=0.0) != 0.0)
         place = tl.min(tl.where(same, choice, C + N), axis=1)
-        token = slot
+        token = block_row
         is_used = tl.min(place, axis=0) == block - SB
     return is_used, e.to(tl.int64), token.to(tl.int64), place
 
@@ -94,8 +102,8 @@ def _gate_up(
             w, s = tile(weight, weight_scale, row + F, inner, H, RUN, BH, x.dtype.element_ty)
             up += tl.dot(a, tl.trans(w), input_precision=PRECISION) * s
         activated = gate / (1.0 + tl.exp(-gate)) * up
-        slot = block * M + tl.arange(0, M)
-        tl.store(h + slot[:, None].to(tl.int64) * F + f[None, :], activated.to(h.dtype.element_ty))
+        block_row = block * M + tl.arange(0, M)
+        tl.store(h + block_row[:, None].to(tl.int64) * F + f[None, :], activated.to(h.dtype.element_ty))
 
 
 @triton.jit
@@ -114,11 +122,11 @@ def _down(
         weight, weight_scale = values, scale
         if block < SB:
             weight, weight_scale = shared, shared_scale
-        slot = (block * M + tl.arange(0, M)).to(tl.int64)
+        block_row = (block * M + tl.arange(0, M)).to(tl.int64)
         n = tl.program_id(1) * BN + tl.arange(0, BN)
         total = tl.zeros([M, BN], tl.float32)
         for inner in range(0, F, BF):
-            a = tl.load(h + slot[:, None] * F + inner + tl.arange(0, BF)[None, :])
+            a = tl.load(h + block_row[:, None] * F + inner + tl.arange(0, BF)[None, :])
             w, s = tile(weight, weight_scale, e * H + n, inner, F, RUN, BF, h.dtype.element_ty)
             total += tl.dot(a, tl.trans(w), input_precision=PRECISION) * s
         offset = place[:, None].to(tl.int64) * H + n[None, :]
@@ -197,7 +205,7 @@ def why_not(choices: int, gate_up: Array | QuantizedWeight, down: Array | Quanti
     """The reason why the kernels do not support ``choices`` choices of experts with these weights, or None."""
     if choices > MAX_CHOICES:
         return f"{choices} choices of experts: the kernel takes {MAX_CHOICES} at most"
-    if not (reads(gate_up, card) and reads(down, card)):
+    if not (supports_dtype(gate_up, card) and supports_dtype(down, card)):
         return f"sm_{card.capability} does not read float8"
     inner = [w.shape[-1] // (w.scale.shape[-1] if isinstance(w, QuantizedWeight) else 1) for w in (gate_up, down)]
     sizes = (*inner, gate_up.shape[-2], down.shape[-2])
@@ -254,7 +262,16 @@ def experts_triton(
     plan = [chosen, weights, *(aligned(card, weights, chosen, e, rows) if is_sorted else no_plan)]
     shared_blocks = 0 if shared is None else -(-n // rows)
     blocks = shared_blocks + (plan[3].shape[0] if is_sorted else c)
-    sizes = {"C": c, "N": n, "TOP": top, "TP": power(top), "F": f, "H": hidden, "M": rows, "SB": shared_blocks}
+    sizes = {
+        "C": c,
+        "N": n,
+        "TOP": top,
+        "TP": next_power_of_two(top),
+        "F": f,
+        "H": hidden,
+        "M": rows,
+        "SB": shared_blocks,
+    }
     sizes |= {"SORTED": is_sorted, "PRECISION": "ieee" if x.dtype == jnp.float32 else "tf32"}
     gate_outputs, down_outputs, warps, stages, step_bytes = TILES[rows]
     inner = step_bytes // x.dtype.itemsize
@@ -298,10 +315,9 @@ def _one_token(
     outputs, *warps = GATE_UP_ONE
     block = divisor(f, outputs)
     (h,) = triton_call(
-        card, _gate_up_one, [x, values, scale, *gate_up[1][:2], chosen, weights], [jax.ShapeDtypeStruct((used_experts,
-        f), x.dtype)],
-        (used_experts, f // block), num_warps=warps[run > 0], RUN=run, BF=block, BH=max(run, divisor(hidden, 2048)),
-        **sizes,
+        card, _gate_up_one, [x, values, scale, *gate_up[1][:2], chosen, weights],
+        [jax.ShapeDtypeStruct((used_experts, f), x.dtype)], (used_experts, f // block),
+        num_warps=warps[run > 0], RUN=run, BF=block, BH=max(run, divisor(hidden, 2048)), **sizes,
     )  # fmt: skip
     values, scale, run = down[0]
     outputs, *warps = DOWN_ONE

@@ -74,6 +74,7 @@ def _through_jax_triton(launch: Launch) -> tuple[Any, ...]:
     return (*map(jax.freeze, refs.values()), *written)
 
 
+# Replaced by tests and reports only, through `launching`: it is a global of the process.
 _launcher: Callable[[Launch], tuple[Any, ...]] = _through_jax_triton
 
 

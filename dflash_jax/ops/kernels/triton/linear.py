@@ -21,7 +21,15 @@ from jaxtyping import Array, Float
 
 from dflash_jax.ops.card import Card
 from dflash_jax.ops.kernels.triton.launch import triton_call
-from dflash_jax.ops.kernels.triton.tiles import divisor, parts, power, products, reads, stages_within, tile
+from dflash_jax.ops.kernels.triton.tiles import (
+    divisor,
+    next_power_of_two,
+    parts,
+    products,
+    stages_within,
+    supports_dtype,
+    tile,
+)
 from dflash_jax.ops.weights import PackedWeight, QuantizedWeight, Weight
 
 # The most weights and rows of one kernel.
@@ -119,8 +127,10 @@ def _few_tokens(
 
 
 @triton.jit
-def _select_weight(block, w0, s0, y0, w1, s1, y1, w2, s2, y2, N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr,
-         BN: tl.constexpr):  # fmt: skip
+def _select_weight(
+    block, w0, s0, y0, w1, s1, y1, w2, s2, y2,
+    N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
     """Selects a program's part of three weights of one kind: weight, scale, result, outputs of it, and its rows [BN].
 
     Rows past the last output are padding.
@@ -206,7 +216,7 @@ def why_not(rows: int, inner: int, weights: Sequence[Weight], card: Card) -> str
     if len(unpacked) < len(weights):
         return "the weights are packed for a CPU"
     runs = [parts(w)[2] for w in unpacked]
-    if not all(reads(w, card) for w in unpacked):
+    if not all(supports_dtype(w, card) for w in unpacked):
         return f"sm_{card.capability} does not read float8"
     if rows > MAX_ROWS:
         return f"{rows} rows: the kernel takes {MAX_ROWS} at most"
@@ -218,7 +228,7 @@ def why_not(rows: int, inner: int, weights: Sequence[Weight], card: Card) -> str
     return None
 
 
-def norms(dtype: DTypeLike, rows: int, inner: int, weights: Sequence[Array | QuantizedWeight]) -> bool:
+def fuses_norm(dtype: DTypeLike, rows: int, inner: int, weights: Sequence[Array | QuantizedWeight]) -> bool:
     """Whether the norm is fused into these products, where that is faster.
 
     For several rows the products take x times the norm's weight, and the division comes last: float16 might overflow
@@ -248,12 +258,12 @@ def project_triton(
         x: [R, H].
         weights: [O, H] each, or [2 O, H] with ``swiglu``; arrays or `ops.weights.QuantizedWeight`.
         norm: Weight of RMSNorm, [H]; None: no norm.
-        eps: Of the norm.
-        offset: Of the norm.
+        eps: Added to the mean of squares.
+        offset: Added to the norm's weight.
         return_normed: Whether the normed x follows the results.
         swiglu: The first half of a weight's outputs, through silu, multiplies the second half.
         residual: [R, O], added to each result; None: nothing.
-        dtype: Of the results; None: x's.
+        dtype: Dtype of the results; None: x's.
         card: The card that tiles are chosen for.
 
     Returns:
@@ -269,7 +279,7 @@ def project_triton(
     results, normed = {}, []
     for group in groups:
         return_here, group_weights = return_normed and not normed, [weights[i] for i in group]
-        *outputs, last = _together(
+        *outputs, last = _launch_group(
             x, group_weights, norm, residual, dtype or x.dtype, eps, offset, return_here, swiglu, card
         )
         results |= dict(zip(group, outputs, strict=True))
@@ -283,7 +293,7 @@ def _weight_kind(weight: Array | QuantizedWeight) -> tuple[Any, Any, int]:
     return values.dtype, scale.dtype, run
 
 
-def _together(
+def _launch_group(
     x: Array,
     weights: Sequence[Array | QuantizedWeight],
     norm: Array | None,
@@ -326,8 +336,7 @@ def _together(
     outputs = triton_call(
         card, kernel, args, out, (sum(programs),), num_warps=warps, num_stages=stages[run > 0], RUN=run, BH=steps[0],
         RUN3=other_run, BH3=steps[1], ALIKE=sum(programs[:MAX_WEIGHTS]), H=hidden, NORMED=norm is not None,
-        RETURN_NORMED=return_normed,
-        SWIGLU=swiglu, RESIDUAL=residual is not None, EPS=eps, OFFSET=offset, BN=block,
-        BC=power(-(-hidden // sum(programs))), **meta,
+        RETURN_NORMED=return_normed, SWIGLU=swiglu, RESIDUAL=residual is not None, EPS=eps, OFFSET=offset, BN=block,
+        BC=next_power_of_two(-(-hidden // sum(programs))), **meta,
     )  # fmt: skip
     return [*outputs[:alike], *outputs[MAX_WEIGHTS : MAX_WEIGHTS + others], outputs[-1]]

@@ -1,6 +1,6 @@
 """Routing in Triton: the experts of each token, and choices sorted by expert into blocks of rows.
 
-Letters: N tokens, C choices (tokens times experts per token), M rows of a block, S blocks' slots (blocks times M).
+Letters: N tokens, C choices (tokens times experts per token), M rows of a block, S block rows (blocks times M).
 """
 
 # A Triton kernel is compiled from Python's syntax; Triton's annotations describe the host's objects.
@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.ops.card import Card
 from dflash_jax.ops.kernels.triton.launch import triton_call
-from dflash_jax.ops.kernels.triton.tiles import power
+from dflash_jax.ops.kernels.triton.tiles import next_power_of_two
 
 # Choices that one program sorts (fewer where the card's shared memory has no room for chunk × experts int32), and the
 # most chunks whose counts each program adds up by itself.
@@ -85,7 +85,7 @@ def _align(
     chosen, weights, counts, order, block_expert, blocks,
     C: tl.constexpr, EP: tl.constexpr, M: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, PP: tl.constexpr,
 ):  # fmt: skip
-    """Writes order [S], the choice in each slot (C for none), block_expert [blocks], and the number of blocks [1].
+    """Writes order [S], the choice in each block row (C for none), block_expert [blocks], and the number of blocks [1].
 
     ``counts``: the result of `_count` for up to PP chunks, or of `_before` for more.
     """
@@ -106,8 +106,8 @@ def _align(
     e = tl.load(chosen + choice, mask=live, other=EP)
     is_expert = (e[:, None] == ids[None, :]).to(tl.int32)
     rank = tl.cumsum(is_expert, axis=0) - is_expert + before[None, :] + first[None, :] * M
-    slot = tl.sum(rank * is_expert, axis=1)
-    tl.store(order + slot, choice, mask=live)
+    block_row = tl.sum(rank * is_expert, axis=1)
+    tl.store(order + block_row, choice, mask=live)
     if p == 0:
         tl.store(blocks, tl.sum(needed, axis=0))
         for i in range(tl.max(needed, axis=0)):
@@ -144,7 +144,7 @@ def route_triton(
     chosen, weights = triton_call(
         card, _route, [logits, live.astype(jnp.int8), jnp.asarray(first, jnp.int32).reshape(1)],
         [jax.ShapeDtypeStruct((n, top), jnp.int32), jax.ShapeDtypeStruct((n, top), jnp.float32)], (n,), num_warps=1,
-        E=e, EP=power(e), LOCAL=local, TOP=top, TP=power(top), NORMALISE=normalise,
+        E=e, EP=next_power_of_two(e), LOCAL=local, TOP=top, TP=next_power_of_two(top), NORMALISE=normalise,
     )  # fmt: skip
     return weights, chosen
 
@@ -165,7 +165,7 @@ def aligned(
         The arrays that `_align` writes: order, block_expert and the number of blocks.
     """
     c = chosen.size
-    ep, chunk = power(experts), CHUNK
+    ep, chunk = next_power_of_two(experts), CHUNK
     while 4 * chunk * ep > card.shared_memory and chunk > 16:
         chunk //= 2
     blocks, chunks = min(c, experts) + c // rows, -(-c // chunk)
@@ -183,5 +183,5 @@ def aligned(
     out = [jax.ShapeDtypeStruct((n,), jnp.int32) for n in (blocks * rows, blocks, 1)]
     return list(triton_call(
         card, _align, [chosen, weights, counts], out, (chunks,), num_warps=8, C=c, EP=ep, M=rows, CHUNK=chunk,
-        CHUNKS=chunks, PP=power(min(chunks, MAX_COUNTED_CHUNKS)),
+        CHUNKS=chunks, PP=next_power_of_two(min(chunks, MAX_COUNTED_CHUNKS)),
     ))  # fmt: skip

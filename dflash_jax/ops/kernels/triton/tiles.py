@@ -1,10 +1,11 @@
-"""Shared parts of the Triton kernels: tiles of arrays and of quantized weights, and tile sizes."""
+"""Shared parts of the Triton kernels: tiles of arrays and of quantized weights, tile sizes, checks."""
 
 import jax.numpy as jnp
 import triton
 import triton.language as tl
 from jaxtyping import Array
 
+from dflash_jax.ops.cache import DeltaState
 from dflash_jax.ops.card import KIB, OLDEST_FP8, Card
 from dflash_jax.ops.weights import QuantizedWeight
 
@@ -34,6 +35,17 @@ def products(values, scale, row, a, inner, K: tl.constexpr, RUN: tl.constexpr, B
     return w
 
 
+@triton.jit
+def log_decay_of(alpha, a_log, dt_bias):
+    """The logarithm of the decay, -e^a_log · softplus(alpha + dt_bias)."""
+    alpha = alpha.to(tl.float32) + dt_bias.to(tl.float32)
+    small = tl.exp(-tl.abs(alpha))
+    one = 1.0 + small
+    # log1p(small): corrects for the rounding of 1 + small.
+    log1p = tl.where(one == 1.0, small, small * tl.log(one) / tl.where(one == 1.0, 1.0, one - 1.0))
+    return -tl.exp(a_log.to(tl.float32)) * (tl.maximum(alpha, 0.0) + log1p)
+
+
 def parts(weight: Array | QuantizedWeight) -> tuple[Array, Array, int]:
     """Values, scale (or a placeholder) and inputs of a scale (or 0) of an array or `ops.weights.QuantizedWeight`."""
     if not isinstance(weight, QuantizedWeight):
@@ -41,7 +53,7 @@ def parts(weight: Array | QuantizedWeight) -> tuple[Array, Array, int]:
     return weight.values, weight.scale, weight.values.shape[-1] // weight.scale.shape[-1]
 
 
-def reads(weight: Array | QuantizedWeight, card: Card) -> bool:
+def supports_dtype(weight: Array | QuantizedWeight, card: Card) -> bool:
     """Whether kernels on a card support the dtype of a weight."""
     return parts(weight)[0].dtype != jnp.float8_e4m3fn or card.capability >= OLDEST_FP8
 
@@ -60,6 +72,16 @@ def divisor(n: int, limit: int) -> int:
     return min(n & -n, limit)
 
 
-def power(n: int) -> int:
+def next_power_of_two(n: int) -> int:
     """The smallest power of two that is at least n."""
     return 1 << (n - 1).bit_length()
+
+
+def why_not_sizes(state: DeltaState) -> str | None:
+    """The reason why the kernels of Gated DeltaNet do not support the sizes of an `ops.cache.DeltaState`, or None."""
+    if state.conv_inputs.shape[1] > 4:
+        return f"a convolution over {state.conv_inputs.shape[1] + 1} tokens: the kernel takes 5 at most"
+    sizes = state.recurrent.shape[-2:]
+    if any(not 16 <= n <= 128 or n & (n - 1) for n in sizes):
+        return f"heads of {list(sizes)}: sizes must be powers of two from 16 to 128"
+    return None

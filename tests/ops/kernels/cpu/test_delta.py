@@ -41,7 +41,7 @@ def one_by_one(args, tokens: int):
     qkvz, gates, state, *weights = args
     made, one = [], jnp.ones(len(qkvz), jnp.int32)
     for t in range(tokens):
-        y, *record = cpu.mix(qkvz[:, t : t + 1], gates[:, t : t + 1], state, *weights, 1e-6)
+        y, *record = cpu.gated_delta(qkvz[:, t : t + 1], gates[:, t : t + 1], state, *weights, 1e-6)
         state = DeltaState(*cpu.replay(state, DeltaRecord(*record), one))
         made.append(y)
     return jnp.concatenate(made, axis=1), state
@@ -50,7 +50,7 @@ def one_by_one(args, tokens: int):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_mix_and_replay(shape):
     args, (b, t) = arguments(*shape), shape[:2]
-    y, *record = cpu.mix(*args, 1e-6)
+    y, *record = cpu.gated_delta(*args, 1e-6)
     record = DeltaRecord(*record)
     assert_as_near((y, record), partial(mix, eps=1e-6), *args)
 
@@ -67,7 +67,7 @@ def test_mix_and_replay(shape):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_same_bits_token_by_token(shape):
     args, (b, t) = arguments(*shape), shape[:2]
-    y, *record = cpu.mix(*args, 1e-6)
+    y, *record = cpu.gated_delta(*args, 1e-6)
     state = DeltaState(*cpu.replay(args[2], DeltaRecord(*record), jnp.full(b, t, jnp.int32)))
     alone, stepped = one_by_one(args, t)
     np.testing.assert_array_equal(y, alone)
@@ -77,7 +77,7 @@ def test_the_same_bits_token_by_token(shape):
 def test_the_state_is_written_where_it_lies():
     """With the state given up: some rows go on and others stay, as in a loop."""
     args = arguments(3, 5, 2, 2, 32, 48, 4)
-    _, *record = cpu.mix(*args, 1e-6)
+    _, *record = cpu.gated_delta(*args, 1e-6)
     record, n = DeltaRecord(*record), jnp.array([2, 0, 5], jnp.int32)
     expected = replay_plain(args[2], record, n)
     held = args[2].recurrent.unsafe_buffer_pointer()
@@ -90,7 +90,7 @@ def test_some_rows_of_a_state():
     """In another order, the last one nobody's; other rows stay as they are."""
     qkvz, gates, held, *weights = arguments(4, 3, 2, 2, 32, 48, 4)
     state = DeltaState(held.recurrent, held.conv_inputs, jnp.array([3, 0, 1, 4], jnp.int32))
-    y, *_ = cpu.mix(qkvz, gates, state, *weights, 1e-6)
+    y, *_ = cpu.gated_delta(qkvz, gates, state, *weights, 1e-6)
     expected, plain = mix(qkvz, gates, state, *weights, eps=1e-6)
     np.testing.assert_allclose(y[:3], expected[:3], rtol=1e-4, atol=1e-5)
     count = jnp.array([3, 0, 1, 3], jnp.int32)
@@ -105,5 +105,5 @@ def test_delta_rule_with_large_gates_equals_its_definition(scale):
     """What decays to nothing and what does not decay, and gates that are shut."""
     qkvz, gates, *rest = arguments(1, 6, 2, 2, 32, 48, 4)
     args = (qkvz.at[..., -96:].multiply(scale), scale * gates, *rest)
-    y, *_ = cpu.mix(*args, 1e-6)
+    y, *_ = cpu.gated_delta(*args, 1e-6)
     np.testing.assert_allclose(y, mix(*args, eps=1e-6)[0], rtol=1e-4, atol=1e-4)

@@ -68,7 +68,7 @@ def test_mixture_in_triton_equals_its_definition(tokens, top, experts, idle, qua
 
 def assert_triton(choice):
     """For `Backend.on_choice`: a kernel was taken."""
-    assert choice.taken.startswith("triton"), choice
+    assert choice.implementation.startswith("triton"), choice
 
 
 def test_blocks_of_128_rows():
@@ -207,7 +207,7 @@ def test_attention_of_a_kernel_equals_its_definition(form, rows, tokens, heads, 
         pytest.skip("no C++ compiler")
 
     def is_form(choice):
-        assert choice.taken == form, choice
+        assert choice.implementation == form, choice
 
     backend = replace(CUDA if form == "triton" else Backend.detect(), on_choice=is_form)
     for mask in (None, own, jnp.broadcast_to(own, (rows, tokens, tokens)).at[0].set(True)):
