@@ -49,7 +49,7 @@ _WHERE = {
     "decode_round": "decoding.speculative",
     "decode": "decoding.speculative",
 }
-__all__ = list(_WHERE)
+__all__ = list(_WHERE)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str):

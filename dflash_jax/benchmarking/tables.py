@@ -111,11 +111,11 @@ def plot(record: dict, methods: Sequence[str], path: Path) -> bool:
         False where matplotlib is missing or there is nothing to plot.
     """
     try:
-        import matplotlib
+        import matplotlib  # pyright: ignore[reportMissingImports]
     except ImportError:
         return False
     matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    import matplotlib.pyplot as plt  # pyright: ignore[reportMissingImports]
 
     cells = {k: c for k, c in record["cells"].items() if "tokens_per_s" in c}
     tasks = list(dict.fromkeys(k.split(" | ")[0] for k in cells))

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from dflash_jax.cli.options import Parser, exit_code, program
+from dflash_jax.cli.options import Parser, exit_code, program, run_async
 from dflash_jax.cli.serve import assemble
 from dflash_jax.errors import InputError
 
@@ -208,7 +208,7 @@ def run(own, args, system) -> int:
         ):
             batch = Batch(serving, app, output, own.concurrency, bar)
             try:
-                asyncio.run(batch.run(todo))
+                run_async(batch.run(todo))
             except KeyboardInterrupt:
                 code, reason = 130, "interrupted (the same command goes on): "
             except EngineError as e:

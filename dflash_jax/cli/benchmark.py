@@ -7,7 +7,6 @@ again. Results: OUT.json, OUT.md and, where matplotlib is there, OUT.png.
 """
 
 import argparse
-import asyncio
 import json
 import shlex
 import sys
@@ -21,7 +20,7 @@ from dflash_jax.benchmarking.store import beside, read_record, write_record
 from dflash_jax.benchmarking.tables import PLAIN, key, markdown, plot
 from dflash_jax.checkpoint.config_files import find_config
 from dflash_jax.cli.arguments import block_size
-from dflash_jax.cli.options import Parser, add_platform, exit_code, program, set_platform, versions
+from dflash_jax.cli.options import Parser, add_platform, exit_code, program, run_async, set_platform, versions
 from dflash_jax.cli.system_config import read_system
 from dflash_jax.errors import InputError
 
@@ -238,7 +237,7 @@ def run(args, argv: list[str]) -> int:
         open_client = open_engine
 
     results = Results(args.out, about, _published(args))
-    asyncio.run(cells(results, tasks, methods, args, asking, open_client))
+    run_async(cells(results, tasks, methods, args, asking, open_client))
     print(results.write(methods), end="")
     return 1 if any("failed" in c or c.get("errors") for c in results.record["cells"].values()) else 0
 

@@ -7,12 +7,12 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from dflash_jax.errors import EngineError, InputError
 from dflash_jax.ops.card import CHOICES
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 # The exit code after Ctrl-C, as a shell gives it.
 INTERRUPTED = 130
+T = TypeVar("T")
 
 
 class Parser(argparse.ArgumentParser):
@@ -44,15 +45,19 @@ def program(command: str) -> str:
 
 
 def silence_stdout() -> None:
-    """What Python would flush at exit goes nowhere."""
+    """Redirects stdout to /dev/null, so that the flush at exit cannot fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _open_stderr() -> None:
+    """Opens /dev/null as stderr where stderr is closed; print(file=None) would write to stdout."""
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
 
 def exit_code(command: Callable[[], int]) -> int:
     """Runs a command line: bad input, and a failure of the device, is one line on stderr."""
-    if sys.stderr is None:
-        # print(file=None) would write to stdout.
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    _open_stderr()
     try:
         if sys.stdout is None:
             raise InputError("stdout is closed: there is nowhere to write to")
@@ -78,12 +83,21 @@ def exit_code(command: Callable[[], int]) -> int:
         return 2
 
 
+def _is_importing(frame: FrameType | None) -> bool:
+    """Whether ``frame`` runs inside an import."""
+    while frame is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            return True
+        frame = frame.f_back
+    return False
+
+
 def _on_interrupt(number: int, frame: FrameType | None) -> None:
-    """Raises KeyboardInterrupt, or, until JAX is imported, ends the process.
+    """Raises KeyboardInterrupt, or, inside an import, ends the process.
 
     An extension module that an exception interrupts while it is imported crashes, or reports another error.
     """
-    if not hasattr(sys.modules.get("jax"), "numpy"):
+    if _is_importing(frame):
         with suppress(OSError):
             os.write(2, b"\ninterrupted\n")
         os._exit(INTERRUPTED)
@@ -96,20 +110,39 @@ def exit_process(main: Callable[[], int]) -> NoReturn:
     After an interrupt the process ends at once: threads may still compile or run programs, and the interpreter would
     crash or wait when it ends before them.
     """
+    _open_stderr()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _on_interrupt)
     try:
         code = main()
     except KeyboardInterrupt:
-        # During the import of a command's modules.
+        # Outside `exit_code`.
         print("\ninterrupted", file=sys.stderr)
         code = INTERRUPTED
     if code == INTERRUPTED:
         for stream in filter(None, (sys.stdout, sys.stderr)):
-            with suppress(OSError):
+            # A closed stream raises ValueError.
+            with suppress(OSError, ValueError):
                 stream.flush()
         os._exit(code)
     sys.exit(code)
+
+
+def run_async(main: Coroutine[Any, Any, T]) -> T:
+    """Runs a coroutine by `asyncio.run`, so that an interrupt cancels its task at an await.
+
+    asyncio handles SIGINT so only where Python's own handler is installed: it replaces that of `exit_process`.
+    """
+    import asyncio
+
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is not _on_interrupt:
+        return asyncio.run(main)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return asyncio.run(main)
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 def with_config(parser: argparse.ArgumentParser, argv: list[str] | None):
@@ -147,7 +180,7 @@ def set_platform(platform: str | None) -> str:
 
 
 def versions() -> str:
-    """Of what figures depend on: Python, JAX and what it came with, and the GPU's driver."""
+    """Versions of Python, JAX and the GPU's driver, on which figures depend."""
     found = [f"Python {platform.python_version()}"]
     for name in ("jax", "jaxlib", "jax-cuda13-plugin", "libtpu", "triton", "jax-triton"):
         with suppress(PackageNotFoundError):

@@ -202,7 +202,8 @@ def add_others(parser: argparse.ArgumentParser) -> None:
 
     Each name is an action of its own, so that errors name what was typed.
     """
-    group = parser.add_argument_group("flags of vLLM and SGLang", "Most are understood; the README says which do what.")
+    description = "Most are understood; docs/flags.md says what each does."
+    group = parser.add_argument_group("flags of vLLM and SGLang", description)
     ours = {action.dest: action for action in parser._actions}
     for alias in ALIASES:
         options: dict[str, Any] = {"dest": alias.dest, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}

@@ -42,7 +42,7 @@ class ServerParser(Parser):
     def error(self, message: str):
         """Raises InputError; for an unknown flag it says where the known ones are."""
         if message.startswith("unrecognized arguments"):
-            message += " (--help lists the options; the README has a table of vLLM's and SGLang's)"
+            message += " (--help lists the options; docs/flags.md lists vLLM's and SGLang's)"
         super().error(message)
 
 

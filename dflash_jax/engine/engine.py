@@ -273,16 +273,18 @@ class Engine:
             outcome = self.runner.read(ticket.handle, with_logprobs)
             done = self.runner.clock
             self.statistics.wait_s += done - began
-            self._measure(ticket, ticket.dispatch, outcome, done)
+            self._measure(ticket, outcome, done)
             self._last_done = done
             for i, request in enumerate(ticket.batch):
                 if request.finish_reason is None:
                     events += self._results.events(request, outcome, i, ticket.dispatch.block_sizes[i])
         return events
 
-    def _measure(self, ticket: StepTicket, dispatch: Dispatch, outcome: Outcome, done: float) -> None:
+    def _measure(self, ticket: StepTicket, outcome: Outcome, done: float) -> None:
         """Counts a step's dispatch, and measures its rounds where the device did nothing else."""
-        rounds = max(len(a) for a in outcome.yielded)
+        dispatch = ticket.dispatch
+        assert dispatch is not None, "a step without decoding has no outcome"
+        rounds = max(len(y) for y in outcome.yielded)
         key = self.runner.batch_size_of(dispatch.slots), dispatch.block_size
         self.statistics.dispatches[key] += 1
         has_masks = any(r.mask for r in ticket.batch)

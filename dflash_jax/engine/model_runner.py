@@ -21,16 +21,6 @@ from dflash_jax.parallel import distributed
 
 # Batch sizes of a data shard that programs are compiled for.
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-# `Admission` field: field of a request's `SamplingParams`, in which the frontend has replaced None by a number.
-SAMPLING_FIELDS = {
-    "seed": "seed",
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "repetition": "repetition_penalty",
-    "frequency": "frequency_penalty",
-    "presence": "presence_penalty",
-}
 
 
 class ModelRunner:
@@ -163,6 +153,14 @@ class ModelRunner:
     def admit(self, slot: int, request: Request) -> None:
         """Puts a request's prompt and sampling parameters into a slot."""
         p = request.params
+        # The frontend has replaced None by a number.
+        assert p.seed is not None
+        assert p.temperature is not None
+        assert p.top_p is not None
+        assert p.min_p is not None
+        assert p.repetition_penalty is not None
+        assert p.frequency_penalty is not None
+        assert p.presence_penalty is not None
         admission = Admission.pack(
             request.prompt,
             self.capacity,
@@ -175,7 +173,13 @@ class ModelRunner:
             top_k=min(p.top_k or 0, 2**31 - 1),
             wants_logprobs=p.wants_logprobs,
             processed_logprobs=p.logprobs_mode == "processed",
-            **{name: getattr(p, field) for name, field in SAMPLING_FIELDS.items()},
+            seed=p.seed,
+            temperature=p.temperature,
+            top_p=p.top_p,
+            min_p=p.min_p,
+            repetition=p.repetition_penalty,
+            frequency=p.frequency_penalty,
+            presence=p.presence_penalty,
         )
         self.state = self.programs.admit(self.state, self._only(slot), admission)
 

@@ -86,9 +86,13 @@ class SyncEngine:
         return self.engine
 
     def step(self) -> None:
-        """Runs one step of the engine and delivers its events."""
+        """Runs one step of the engine and delivers its events.
+
+        Raises:
+            EngineError: There is no engine: no sequence was submitted, or the engine was interrupted.
+        """
         if self.engine is None:
-            return
+            raise EngineError("no engine: submit first")
         try:
             events = self.engine.step()
         except BaseException:

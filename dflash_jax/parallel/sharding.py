@@ -116,7 +116,7 @@ class Layout:
     """Sizes of the mesh, and over which axes each kind of dimension is cut.
 
     Attributes:
-        data: Shards of the batch.
+        data: Number of shards of the batch.
         expert: Devices among which experts are divided.
         tensor: Devices among which heads and features are divided.
     """

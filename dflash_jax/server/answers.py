@@ -69,14 +69,15 @@ def timings(sequences: Sequence[TextSequence], now: float) -> dict:
 
 
 def request_metrics(sequences: Sequence[TextSequence]) -> dict:
-    """Times of a request with one sequence, in vLLM's shape, in milliseconds; {} for several sequences.
+    """Times of a request with one sequence, in vLLM's shape, in milliseconds.
 
-    Unknown times are left out. ``time_to_first_token_ms`` and ``tokens_per_second`` count from the moment at which the
-    sequence gets a slot, as in vLLM.
+    The result is {} for several sequences and for one that is not submitted. Unknown times are left out.
+    ``time_to_first_token_ms`` and ``tokens_per_second`` count from the moment at which the sequence gets a slot, as in
+    vLLM.
     """
-    times = sequences[0].request.times if len(sequences) == 1 else None
-    if times is None:
+    if len(sequences) != 1 or not sequences[0].request.times.is_submitted:
         return {}
+    times = sequences[0].request.times
     new = len(sequences[0].request.tokens)
     from_slot, decoding = times.finished - times.admitted, times.finished - times.first_token
     values = {

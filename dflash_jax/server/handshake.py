@@ -83,7 +83,7 @@ class TlsHandshake(asyncio.Protocol):
         if self._has_ended or transport is None:
             self.transport.abort()
             return
-        # It is one by its methods.
+        # `http` has asyncio.Protocol's methods without deriving from it.
         transport.set_protocol(cast("asyncio.Protocol", http))
         http.raw_transport = self.transport
         http.connection_made(transport)

@@ -8,11 +8,11 @@ import asyncio
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar, cast
+from typing import TypeVar
 
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.llm import LLM
-from dflash_jax.server.errors import ApiError, TooLongError
+from dflash_jax.server.errors import ApiError, ClientGoneError, TooLongError
 
 # Characters or token ids from which on a prompt is long.
 LONG = 2**16
@@ -91,8 +91,10 @@ class Texts:
         def run() -> T:
             if not is_truncated:
                 self._check_pieces(given, field, gone)
-            # The caller has left.
-            return cast("T", None) if gone.is_set() else work()
+            if gone.is_set():
+                # The request was cancelled: no coroutine receives the exception.
+                raise ClientGoneError
+            return work()
 
         try:
             executor = self._long if is_long else self._short

@@ -16,6 +16,7 @@ from dflash_jax.models.config import AttentionSpec, DraftConfig
 from dflash_jax.models.decoder import Decoder
 from dflash_jax.models.drafter import Drafter
 from dflash_jax.models.families import dflash
+from dflash_jax.models.layers import Attention
 from dflash_jax.training.config import FIELDS, TrainConfig
 
 MASK = "<|mask|>"
@@ -164,7 +165,9 @@ def copy_layers(drafter: Drafter, target: Decoder, layers: Sequence[int]) -> Non
                 copy(getattr(to, name), getattr(of, name))
         for name in ("input_norm", "post_norm"):
             copy(getattr(layer, name).weight, getattr(source, name).weight, offset)
-        for name, matrix in ((f"{each}_norm", getattr(source.mixer, each)) for each in ("q", "k")):
+        # Gated DeltaNet has no q, k, v and o: it failed above.
+        assert isinstance(source.mixer, Attention)
+        for name, matrix in (("q_norm", source.mixer.q), ("k_norm", source.mixer.k)):
             norm = getattr(layer.mixer, name).weight
             if hasattr(source.mixer, name):
                 copy(norm, getattr(source.mixer, name).weight, offset)

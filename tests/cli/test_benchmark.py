@@ -69,16 +69,23 @@ def test_a_table_in_process(data, tmp_path, capsys, monkeypatch):
 
 def test_no_prompt_is_known_from_the_concurrency_before(data, tmp_path, monkeypatch):
     monkeypatch.setattr(warm_up, "warm_up", lambda engine: {})
-    seen, real = [], benchmark.EngineClient
+    seen, prompts, real = [], [], benchmark.EngineClient
 
     class Kept(real):
         def __init__(self, *args):
             super().__init__(*args)
             seen.append(self.running.engine.statistics)
 
+        async def answer(self, messages, asking):
+            prompts.append((self.running.engine.statistics, len(self.llm.encode_chat(messages, asking.thinking))))
+            return await super().answer(messages, asking)
+
     monkeypatch.setattr(benchmark, "EngineClient", Kept)
     assert main(options(data, tmp_path / "x", "--methods", "autoregressive")) == 0
-    assert (seen[0].cached_tokens, seen[0].prompt_tokens) == (0, 232)
+    # The tokens of all prompts as the template renders them, four at each of two concurrencies.
+    lengths = [length for statistics, length in prompts if statistics is seen[0]]
+    assert len(lengths) == 2 * sum(map(len, TALKS))
+    assert (seen[0].cached_tokens, seen[0].prompt_tokens) == (0, sum(lengths))
 
 
 def test_a_method_without_room_is_a_row(data, tmp_path, monkeypatch, capsys):

@@ -1,15 +1,20 @@
 """Arguments and files that no honest user gives: each is one line that names the value."""
 
+import runpy
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from dflash_jax.checkpoint.config_files import MAX_TOML_BYTES
+from dflash_jax.cli import options
 from dflash_jax.cli.system_config import read_system
 from dflash_jax.errors import InputError
 from dflash_jax.server.transport import listen
 from dflash_jax.training.config import read_toml
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("read", [read_system, read_toml])
@@ -40,6 +45,12 @@ def test_an_empty_host_does_not_open_all_networks():
         listen("", 0)
 
 
+def run_lines(*lines: str) -> subprocess.CompletedProcess:
+    """A process of these lines, in which SIGINT has Python's own handler as in a foreground process of a shell."""
+    program = ["import os, signal, sys", "signal.signal(signal.SIGINT, signal.default_int_handler)", *lines]
+    return subprocess.run([sys.executable, "-c", "\n".join(program)], capture_output=True, text=True, timeout=60)
+
+
 def test_a_closed_stderr_does_not_send_its_lines_to_stdout():
     command = (
         "import sys; from dflash_jax.cli.options import exit_code; exit_code(lambda: print(1, file=sys.stderr) or 0)"
@@ -48,31 +59,93 @@ def test_a_closed_stderr_does_not_send_its_lines_to_stdout():
     assert (done.returncode, done.stdout) == (0, "")
 
 
+def test_an_unknown_command_with_a_closed_stderr_does_not_write_to_stdout():
+    done = subprocess.run(
+        ["bash", "-c", '"$0" -m dflash_jax nonsense 2>&-', sys.executable], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+
+
 @pytest.mark.parametrize("main", ["exit_code(interrupted)", "interrupted()"], ids=["in a command", "during imports"])
 def test_an_interrupt_ends_the_process_although_a_thread_runs(main):
-    lines = [
+    done = run_lines(
         "import threading",
         "from dflash_jax.cli.options import exit_code, exit_process",
         "def interrupted(): raise KeyboardInterrupt",
         "threading.Thread(target=threading.Event().wait).start()",
         f"exit_process(lambda: {main})",
-    ]
-    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=60)
+    )
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "\ninterrupted\n")
 
 
-def test_an_interrupt_before_jax_is_imported_does_not_raise_inside_an_import():
-    lines = [
-        "import os, signal, time",
+@pytest.mark.parametrize("before", ["", "import jax.numpy"], ids=["before JAX", "after JAX"])
+def test_an_interrupt_inside_an_import_ends_the_process_without_an_exception(before, tmp_path):
+    (tmp_path / "interrupted.py").write_text(
+        "import os, signal, time\n"
+        "try:\n    os.kill(os.getpid(), signal.SIGINT)\n    time.sleep(60)\n"
+        "except KeyboardInterrupt:\n    print('raised')\n"
+    )
+    done = run_lines(
+        before,
+        "from dflash_jax.cli.options import exit_process",
+        f"sys.path.insert(0, {str(tmp_path)!r})",
+        "def main(): import interrupted; return 0",
+        "exit_process(main)",
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "\ninterrupted\n")
+
+
+@pytest.mark.parametrize("before", ["", "import jax"], ids=["before JAX", "after JAX"])
+def test_an_interrupt_outside_an_import_runs_finally(before):
+    done = run_lines(
+        before,
         "from dflash_jax.cli.options import exit_process",
         "def main():",
         "    try:",
         "        os.kill(os.getpid(), signal.SIGINT)",
-        "        time.sleep(60)",
-        "    except KeyboardInterrupt:",
-        "        print('raised')",
-        "signal.signal(signal.SIGINT, signal.default_int_handler)",
+        "    finally:",
+        "        print('cleanup')",
+        "    return 0",
         "exit_process(main)",
-    ]
-    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=50)
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "\ninterrupted\n")
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "cleanup\n", "\ninterrupted\n")
+
+
+def test_an_interrupt_of_a_coroutine_cancels_it_at_its_await_and_the_handler_is_restored():
+    done = run_lines(
+        "import asyncio",
+        "from dflash_jax.cli import options",
+        "async def work():",
+        "    os.kill(os.getpid(), signal.SIGINT)",
+        "    print('step finished')",
+        "    try:",
+        "        await asyncio.sleep(60)",
+        "    except asyncio.CancelledError:",
+        "        print('cancelled')",
+        "        raise",
+        "def main():",
+        "    try:",
+        "        options.run_async(work())",
+        "    finally:",
+        "        print(signal.getsignal(signal.SIGINT) is options._on_interrupt)",
+        "options.exit_process(main)",
+    )
+    assert (done.returncode, done.stdout) == (130, "step finished\ncancelled\nTrue\n"), done.stderr
+
+
+def test_an_interrupt_with_a_closed_stream_has_its_exit_code():
+    done = run_lines(
+        "from dflash_jax.cli.options import exit_process",
+        "def main(): sys.stdout.close(); return 130",
+        "exit_process(main)",
+    )
+    assert (done.returncode, done.stderr) == (130, "")
+
+
+@pytest.mark.parametrize("script", ["gguf_to_hf", "hf_to_orbax", "orbax_to_hf"])
+def test_converters_end_by_exit_process(script, monkeypatch):
+    codes = []
+    monkeypatch.setattr(options, "exit_process", lambda main: codes.append(main()))
+    monkeypatch.setattr(sys, "argv", [script])
+    runpy.run_path(str(ROOT / "convert" / f"{script}.py"), run_name="__main__")
+    assert codes == [2]

@@ -165,7 +165,7 @@ WRONG = [
     (["--max-num-seqs", "x"], "argument --max-num-seqs: invalid int value: 'x'"),
     (["--port", "70000"], "must be 0 to 65535"),
     (["--response-store", "-1"], "it must be 0 or more"),
-    (["--sparkle"], "unrecognized arguments: --sparkle .*README"),
+    (["--sparkle"], "unrecognized arguments: --sparkle .*docs/flags.md"),
     (["--quantization", "awq"], "'awq' is not supported: fp8 and int8 are"),
     (["--kv-cache-dtype", "fp8"], "--kv-cache-dtype fp8 is refused: .*possible: auto"),
     (["--swap-space", "8"], "--swap-space 8 is refused"),

@@ -99,8 +99,10 @@ def test_what_does_not_fit_is_refused_with_advice(engine):
         plan_memory(engine.runner.programs, 2**10, 10**8, Settings(), EngineConfig(), 0.5)
 
 
-def test_memory_adds_up():
-    assert str(Memory(10**9, 2 * 10**9, 0, 10**8, 4 * 10**9)).startswith("weights 1.00 GB, slots 2.00 GB")
+def test_memory_all_is_the_sum_without_the_limit_and_its_text_has_every_part():
+    memory = Memory(10**9, 2 * 10**9, 3 * 10**8, 10**7, 4 * 10**9)
+    assert memory.all == 3_310_000_000
+    assert str(memory) == "weights 1.00 GB, slots 2.00 GB, prefixes 0.30 GB, workspace 0.01 GB, limit 4.00 GB"
 
 
 def test_ahead_of_time_gives_shapes_and_leaves_the_programs_behind():

@@ -10,6 +10,7 @@ from dflash_jax.engine import model_runner
 from dflash_jax.engine.engine import EngineError
 from dflash_jax.frontend.compare import divergence
 from dflash_jax.frontend.sequence import Piece
+from dflash_jax.frontend.sync_engine import SyncEngine
 
 PARAMS = SamplingParams(temperature=0.8, top_k=50, seed=3, max_tokens=24)
 
@@ -130,3 +131,8 @@ def test_memory_that_is_not_there():
     small = LLM(mem_fraction=1e-6)
     with pytest.raises(InputError, match=r"1 slots of 256 positions do not fit"):
         small.generate(["x"], PARAMS)
+
+
+def test_step_without_a_submitted_sequence_is_an_engine_error(llm):
+    with pytest.raises(EngineError, match="no engine: submit first"):
+        SyncEngine(llm).step()

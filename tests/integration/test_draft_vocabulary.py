@@ -84,8 +84,8 @@ def test_only_what_is_listed_is_drafted_and_the_tokens_stay(options, whole, tmp_
         assert ends[-1] == len(ids)
         # Of each round all but the last token were drafts.
         drafted += [t for end, n in zip(ends, lengths, strict=True) for t in ids[end - n : end - 1]]
-    # 120 tokens, of which a third of the vocabulary drafts almost half.
-    assert len(drafted) >= 40
+    # A third of the tokens that occur, the commonest, drafts at least two thirds of what the full vocabulary drafts.
+    assert 3 * len(drafted) >= 2 * sum(n - 1 for _, lengths in right for n in lengths)
     assert set(drafted) <= set(listed)
     assert sum(len(lengths) for _, lengths in got) > sum(len(lengths) for _, lengths in right)
 

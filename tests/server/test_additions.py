@@ -6,7 +6,9 @@ import time
 
 import pytest
 
+from dflash_jax import SamplingParams
 from dflash_jax.server.additions import Additions
+from dflash_jax.server.answers import request_metrics
 from dflash_jax.server.serving import Serving
 from tests.server.conftest import MESSAGES, NAME, OFF, Running
 
@@ -107,3 +109,9 @@ def test_nothing_is_added_by_default(server):
     for path, body in BODIES.items():
         assert "metrics" not in server.post(path, **body).json()
         assert not any(chunk.get("usage") for chunk in streamed(server, path))
+
+
+def test_metrics_of_a_sequence_that_is_not_submitted_and_of_several_are_empty(llm):
+    sequence = llm.new_sequence([5], SamplingParams(max_tokens=1))
+    assert request_metrics([sequence]) == {}
+    assert request_metrics([sequence, sequence]) == {}

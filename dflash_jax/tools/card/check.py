@@ -120,7 +120,7 @@ class Worker:
 def run_stage(
     report: Report, name: str, command: list[str], environment: dict, until: float, limits: tuple[float, float]
 ) -> None:
-    """Runs the cases of a stage that have no result, or timed out in an earlier command.
+    """Runs the cases of a stage that have no result yet or that timed out in an earlier command.
 
     The cases run in one process, and in another one whenever a process has died.
 
@@ -197,7 +197,7 @@ def ended_by(code: int) -> str:
 
 
 def shorten_log(path: Path) -> None:
-    """Cuts the middle out of a long log."""
+    """Keeps the last half MiB of a log above one MiB."""
     text = path.read_bytes()
     if len(text) > LOG_BYTES:
         path.write_bytes(text[-LOG_BYTES // 2 :])

@@ -123,7 +123,7 @@ def choices(target, drafter, state, slots, block):
 def forced(tokens: int, experts: int | None) -> Iterator[None]:
     """Sends batches of ``tokens`` to ``experts`` experts of each layer, one after another, evenly, inside the context.
 
-    Other batches are routed as they are otherwise. The router's own products are computed as before.
+    Batches of other sizes keep the router's choice. The router's own products are computed as before.
     """
     mixture = moe_layer.mixture
 
@@ -447,7 +447,7 @@ def run(args) -> int:
     else:
         about |= was
     for group in groups(args, left):
-        # The group before frees its memory first.
+        # Frees the memory of the previous group first.
         bench = None
         for point in group:
             if measured(point):

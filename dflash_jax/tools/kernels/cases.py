@@ -30,7 +30,7 @@ from dflash_jax.tools.kernels.comparisons import (
 
 
 def check(comparison: Comparison, on_card: bool) -> dict:
-    """Runs a kernel twice, in another order of rows, and compares it with its definition in float64.
+    """Runs a kernel twice and once with its rows permuted, and compares with the definition in float64.
 
     Returns:
         {"status": "exact"} with the distance as a share of what is allowed, or {"status": "failed", "why"}.
@@ -74,7 +74,7 @@ def launched(comparison: Comparison) -> dict:
 
 
 def verdict(found: list[np.ndarray], exact: list[float64_reference.Exact], dtype) -> dict:
-    """Of results: how far the farthest of them is, as a share of what is allowed."""
+    """Largest distance of the results from float64, as a share of the allowed one."""
     farthest = 0.0
     for i, (one, right) in enumerate(zip(found, exact, strict=True)):
         one, missing = np.asarray(one, np.float64), np.isnan(right.value)
