@@ -99,7 +99,7 @@ def test_what_does_not_fit_is_refused_with_advice(engine):
         plan_memory(engine.runner.programs, 2**10, 10**8, Settings(), EngineConfig(), 0.5)
 
 
-def test_memory_adds_up():
+def test_memory_text_starts_with_weights_and_slots():
     assert str(Memory(10**9, 2 * 10**9, 0, 10**8, 4 * 10**9)).startswith("weights 1.00 GB, slots 2.00 GB")
 
 

@@ -27,7 +27,7 @@ def pems(tmp_path_factory):
     return paths | {"directory": str(directory), "missing": str(directory / "missing")}
 
 
-def test_a_good_certificate(pems):
+def test_tls_context_of_valid_certificate(pems):
     args, _ = parse(["--ssl-certfile", pems["cert"], "--ssl-keyfile", pems["key"], "--ssl-ca-certs", pems["cert"]])
     assert tls_context(args).verify_mode == ssl.CERT_NONE
     args, _ = parse(["--ssl-certfile", pems["cert"], "--ssl-keyfile", pems["key"], "--ssl-ca-certs", pems["cert"]])
