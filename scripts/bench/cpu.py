@@ -52,7 +52,7 @@ def transformers_answers(target: str) -> Callable:
         found = []
         for prompt in prompts:
             ids = torch.tensor([prompt])
-            out = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+            out = model.generate(ids, attention_mask=torch.ones_like(ids), **options)  # pyright: ignore[reportAttributeAccessIssue]
             found.append(out[0, len(prompt) :].tolist())
         return found, {}
 
