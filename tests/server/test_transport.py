@@ -110,3 +110,8 @@ def test_hostile_socket_paths_are_one_line(kind, tmp_path):
     assert "\n" not in str(e.value)
     assert len(str(e.value)) < 300
     assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_an_empty_host_does_not_open_all_networks():
+    with pytest.raises(InputError, match="--host is empty"):
+        listen("", 0)
