@@ -276,8 +276,8 @@ def run(args) -> int:
     except Exception as e:  # the plugins raise many types: all mean that they are not there
         raise InputError(f"no compiler for {args.device} here: {' '.join(str(e).split())[:200]}") from None
     mesh = args.mesh if args.mesh is not None else system.mesh(DEVICES[name].kind, len(devices))
-    found = report(shapes, Layout.parse(mesh), devices, args)
-    print(json.dumps(found) if args.json else describe(found))
+    figures = report(shapes, Layout.parse(mesh), devices, args)
+    print(json.dumps(figures) if args.json else describe(figures))
     return 0
 
 

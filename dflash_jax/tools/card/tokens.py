@@ -90,12 +90,12 @@ class Runs:
         _, drafter = self.models(dtype, on)
         coach = Remembering.of(drafter, right, plan.wide, plan.capacity) if drafting else None
         count = plan.together if together else len(plan.lengths)
-        found = self.continued(count, dtype, temperature, plan.wide if drafting else 1, together, on, coach)
+        runs = self.continued(count, dtype, temperature, plan.wide if drafting else 1, together, on, coach)
 
         def margin(*args) -> float:
             return token_runs.margin(self.models(dtype, False)[0], *args)
 
-        return token_runs.compared(found, right, margin if dtype == jnp.float32 else None)
+        return token_runs.compared(runs, right, margin if dtype == jnp.float32 else None)
 
 
 def cases(on_card: bool) -> Iterator[tuple[str, Callable[[], dict]]]:

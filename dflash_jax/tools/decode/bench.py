@@ -82,7 +82,7 @@ def measured_bandwidth(size: int = 2**31, passes: int = 16) -> float:
         total = jax.lax.fori_loop(0, passes, lambda _, total: jnp.sum(x * (1 + total)), jnp.float32(0))
         return x.at[0].set(total)
 
-    found = []
+    bandwidths = []
     for function, moved in ((write, 2 * size), (read, size)):
         run = jax.jit(function, donate_argnums=0)
         x, times = jax.block_until_ready(run(jnp.zeros((size // 4,), jnp.float32))), []
@@ -90,9 +90,9 @@ def measured_bandwidth(size: int = 2**31, passes: int = 16) -> float:
             began = time.perf_counter()
             x = jax.block_until_ready(run(x))
             times.append(time.perf_counter() - began)
-        found.append(passes * moved / min(times))
+        bandwidths.append(passes * moved / min(times))
         del x
-    return max(found)
+    return max(bandwidths)
 
 
 def choices(target, drafter, state, slots, block):
@@ -153,8 +153,8 @@ def repeated(part):
 
     def run(target, drafter, state, *args):
         def again(_, moved):
-            found = jax.lax.optimization_barrier(part(target, drafter, state, moved, *args))
-            first = jax.tree.leaves(found)[0].reshape(-1)[0]
+            output = jax.lax.optimization_barrier(part(target, drafter, state, moved, *args))
+            first = jax.tree.leaves(output)[0].reshape(-1)[0]
             return moved + 1 + jnp.isnan(first.astype(jnp.float32)).astype(jnp.int32)
 
         return jax.lax.fori_loop(0, ROUNDS, again, jnp.int32(0))
@@ -315,20 +315,22 @@ class Bench:
             for call in self.calls(point, state, programs=ahead).values():
                 call(state)
         calls = self.calls(point, state)
-        found = {"compile_s": round(time.perf_counter() - began, 1)}
+        figures = {"compile_s": round(time.perf_counter() - began, 1)}
         touched = None
         if "choices" in calls:
             chosen = np.asarray(calls.pop("choices")(state)[0])
             touched = float(np.mean([len(np.unique(layer)) for layer in chosen]))
-            found["experts_touched"] = round(touched, 1)
+            figures["experts_touched"] = round(touched, 1)
         for name, call in calls.items():
             seconds, state = timed(call, state, partial(self.rewound, point=point, name=name))
-            found[f"{name}_ms"] = round(1e3 * seconds / (1 if name == "prefill" else ROUNDS), 4)
+            figures[f"{name}_ms"] = round(1e3 * seconds / (1 if name == "prefill" else ROUNDS), 4)
         moved = self.bytes(point, touched)
-        found |= {"gb_a_round": round(moved / 1e9, 4), "floor_ms": round(1e3 * moved / self.bandwidth, 4)}
-        found["of_floor"] = round(found["floor_ms"] / found["round_ms"], 3)
-        found["prefill_tokens_per_s"] = round(1e3 * prefilled(point, self.pair.target.backend) / found["prefill_ms"])
-        return found | self.compiled(point)
+        figures |= {"gb_a_round": round(moved / 1e9, 4), "floor_ms": round(1e3 * moved / self.bandwidth, 4)}
+        figures["of_floor"] = round(figures["floor_ms"] / figures["round_ms"], 3)
+        figures["prefill_tokens_per_s"] = round(
+            1e3 * prefilled(point, self.pair.target.backend) / figures["prefill_ms"]
+        )
+        return figures | self.compiled(point)
 
     def rewound(self, state, point: Point, name: str):
         """The state before a part; prefill has a prompt ahead of it."""

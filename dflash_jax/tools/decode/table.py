@@ -16,12 +16,12 @@ point's programs holds. Prefill: one chunk of one prompt, the largest that the c
 def acceptance_lengths(name: str, block_size: int) -> dict[str, float]:
     """Published, by task."""
     published = json.loads(PUBLISHED.read_text()).get(name.removesuffix("-fp8"), {})
-    found = {}
+    length_by_task = {}
     for task, lengths in published.get("acceptance_length", {}).items():
         if str(block_size) in lengths:
             value = lengths[str(block_size)]
-            found[task] = value["dflash"] if isinstance(value, dict) else value
-    return found
+            length_by_task[task] = value["dflash"] if isinstance(value, dict) else value
+    return length_by_task
 
 
 COLUMNS = {
