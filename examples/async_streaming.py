@@ -21,6 +21,7 @@ async def stream(running: AsyncEngine, llm: LLM, prompt: str) -> str:
     async for event in running.submit(request):
         tokens += event.tokens
         print(f"{prompt!r}: {len(event.tokens)} tokens, {event.finish_reason or 'more to come'}")
+    assert llm.tokenizer is not None
     return llm.tokenizer.decode(tokens)
 
 

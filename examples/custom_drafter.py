@@ -58,6 +58,7 @@ def decode(target, drafter, ids: list[int], block: int):
 
 def main() -> None:
     llm = d.LLM(draft=None)
+    assert llm.tokenizer is not None
     target = d.load_target(TINY / "target", jnp.float32)
     ids = llm.encode(PROMPT)
     plain, _ = decode(target, None, ids, 1)

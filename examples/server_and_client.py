@@ -9,9 +9,13 @@ import time
 
 import httpx
 from openai import OpenAI
+from openai.types.chat import ChatCompletionUserMessageParam
 
 PORT = 30123
-QUESTION = [{"role": "user", "content": "Write the function `clamp`: Limit a value to a range."}]
+QUESTION: ChatCompletionUserMessageParam = {
+    "role": "user",
+    "content": "Write the function `clamp`: Limit a value to a range.",
+}
 
 
 def wait_until_ready(server: subprocess.Popen, url: str) -> None:
@@ -35,7 +39,7 @@ def main(port: int = PORT) -> None:
         with OpenAI(base_url=f"{url}/v1", api_key="EMPTY") as client:
             stream = client.chat.completions.create(
                 model="default",
-                messages=QUESTION,
+                messages=[QUESTION],
                 max_tokens=64,
                 temperature=0.7,
                 seed=1,

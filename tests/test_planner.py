@@ -50,7 +50,7 @@ def test_the_floor_is_bytes_over_bandwidth(config, device, slots, plain, drafted
         assert found["floor_tokens_per_s"] == pytest.approx(drafted, rel=0.02)
 
 
-def test_weights_by_hand():
+def test_weight_and_cache_bytes_equal_a_calculation_by_hand():
     found = plan("qwen3.6-35b-a3b")
     assert found["parameters"] == {"target": 34_660_610_688, "vision": 446_571_248, "drafter": 385_906_176}
     assert found["bytes_per_device"]["target"] == 2 * 34_660_610_688

@@ -43,16 +43,16 @@ def parse(argv: list[str] | None):
     """(our arguments, the server's, the `System` of --config or None). Raises InputError."""
     from dflash_jax.cli import serve_arguments
 
-    own, rest = make_parser().parse_known_args(argv)
-    args, system = serve_arguments.parse(rest)
-    named = {word.partition("=")[0] for word in rest}
+    batch_args, server_words = make_parser().parse_known_args(argv)
+    args, system = serve_arguments.parse(server_words)
+    named = {word.partition("=")[0] for word in server_words}
     for action in next(g for g in serve_arguments.make_parser()._action_groups if g.title == "http")._group_actions:
         if action.dest not in HTTP_OPTIONS and (given := named & set(action.option_strings)):
             raise InputError(f"{min(given)} is about HTTP, and a batch has none: leave it out")
-    own.concurrency = args.slots if own.concurrency is None else own.concurrency
-    if own.concurrency < 1:
-        raise InputError(f"--concurrency {own.concurrency}: it must be 1 or more")
-    return own, args, system
+    batch_args.concurrency = args.slots if batch_args.concurrency is None else batch_args.concurrency
+    if batch_args.concurrency < 1:
+        raise InputError(f"--concurrency {batch_args.concurrency}: it must be 1 or more")
+    return batch_args, args, system
 
 
 class Batch:
@@ -119,22 +119,22 @@ class Batch:
 
         headers = {"Content-Type": "application/json"}
         for attempt in range(ATTEMPTS):
-            found = await http.post(entry.url, content=entry.body, headers=headers)
+            response = await http.post(entry.url, content=entry.body, headers=headers)
             if self.serving.failure is not None:
                 raise EngineError(self.serving.failure)
-            if found.status_code != 503:
+            if response.status_code != 503:
                 break
             await asyncio.sleep(attempt)
-        body = found.json()
-        if found.status_code == 200:
+        body = response.json()
+        if response.status_code == 200:
             self.answered += 1
             usage = body.get("usage") or {}
             self.tokens += usage.get("completion_tokens") or usage.get("output_tokens") or 0
         else:
-            self._tell(entry, f"{found.status_code}: {body['error']['message']}")
-        request_id = found.headers.get("x-request-id") or body.get("id")
+            self._tell(entry, f"{response.status_code}: {body['error']['message']}")
+        request_id = response.headers.get("x-request-id") or body.get("id")
         self.output.write(
-            entry.custom_id, {"status_code": found.status_code, "request_id": request_id, "body": body}, None
+            entry.custom_id, {"status_code": response.status_code, "request_id": request_id, "body": body}, None
         )
 
     def _tell(self, entry, what: str) -> None:
@@ -168,11 +168,11 @@ def running(serving) -> Iterator[None]:
         serving.stop_workers()
 
 
-def run(own, args, system) -> int:
+def run(batch_args, args, system) -> int:
     """Answers the requests of a file.
 
     Args:
-        own: The options that only `batch` has.
+        batch_args: The options that only `batch` has.
         args: The server's options.
         system: The system of ``--config``, or None.
 
@@ -191,12 +191,12 @@ def run(own, args, system) -> int:
     from dflash_jax.server.limits import Limits
 
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr, force=True)
-    with open_input(own.input_file) as stream, Output(own.output_file) as output:
+    with open_input(batch_args.input_file) as stream, Output(batch_args.output_file) as output:
         if output.is_file(stream):
-            raise InputError(f"{own.input_file} is the input and the output: give another -o")
+            raise InputError(f"{batch_args.input_file} is the input and the output: give another -o")
         limits, total, before = Limits(), count_lines(stream), len(output.done)
         # No request is refused for a full queue.
-        args.max_queue = own.concurrency * limits.choices * limits.prompts
+        args.max_queue = batch_args.concurrency * limits.choices * limits.prompts
         serving = assemble(args, system)
         serving.is_ready, app = True, build(serving)
         urls = frozenset(URLS) & set(app.openapi()["paths"])
@@ -206,7 +206,7 @@ def run(own, args, system) -> int:
             tqdm(total=total, initial=before, unit="request", disable=not sys.stderr.isatty()) as bar,
             running(serving),
         ):
-            batch = Batch(serving, app, output, own.concurrency, bar)
+            batch = Batch(serving, app, output, batch_args.concurrency, bar)
             try:
                 run_async(batch.run(todo))
             except KeyboardInterrupt:

@@ -87,9 +87,9 @@ class Results:
 
     def __init__(self, out: Path, about: dict, published: dict):
         self.out, self.published, self.path = out, published, beside(out, ".json")
-        held = read_record(self.path)
+        recorded = read_record(self.path)
         # The command may name more tasks, methods and concurrencies than before, and other packages may be installed.
-        free, was = ("command", "versions", "data"), held.get("about", about)
+        free, was = ("command", "versions", "data"), recorded.get("about", about)
         now = {k: v for k, v in about.items() if k not in free}
         differing = [f"{k} was {was.get(k)!r}" for k, v in now.items() if was.get(k) != v]
         data = was.get("data", {})
@@ -98,7 +98,7 @@ class Results:
             raise InputError(f"{self.path} is of another run ({', '.join(differing)}): give another --out")
         versions = dict.fromkeys([*was.get("versions", "").split("; "), about["versions"]])
         about = about | {"data": data | about["data"], "versions": "; ".join(filter(None, versions))}
-        self.record = {"about": about, "cells": held.get("cells", {})}
+        self.record = {"about": about, "cells": recorded.get("cells", {})}
 
     def has(self, name: str) -> bool:
         """Whether a cell was measured, and nothing failed in it."""
@@ -167,8 +167,8 @@ async def cells(results: Results, tasks: dict, methods: list[str], args, asking:
                     task, at_once = left[0]
                     await client.forget()
                     with tqdm(total=len(tasks[task]), desc=key(task, at_once, name), unit="talk") as bar:
-                        found = await measure(client, tasks[task], at_once, asking, bar.update)
-                    results.add(key(task, at_once, name), found, methods)
+                        cell = await measure(client, tasks[task], at_once, asking, bar.update)
+                    results.add(key(task, at_once, name), cell, methods)
                     left.pop(0)
             # Its engine goes before the next one comes.
             client = None

@@ -90,7 +90,7 @@ def compare(llm, completions: list, params, streamed: bool) -> tuple[list[dict],
         baselines = [list(llm.pieces(prompt, params, block_size=1))[-1] for prompt in prompts]
     else:
         baselines = llm.generate(prompts, params, block_size=1)
-    found, good = [], True
+    comparisons, good = [], True
     for drafted, plain in zip(completions, baselines, strict=True):
         parting = divergence(llm, drafted.prompt_ids, plain.token_ids, drafted.token_ids, params)
         verdict = "equal tokens" if parting is None else (
@@ -103,8 +103,8 @@ def compare(llm, completions: list, params, streamed: bool) -> tuple[list[dict],
         speedup *= len(drafted.token_ids) / len(plain.token_ids)
         tell(f"compare: {verdict}; {speedup:.2f}x the speed of plain decoding")
         baseline = {"token_ids": plain.token_ids, "decode_s": plain.timings.decode_s}
-        found.append({"baseline": baseline, "equal": parting is None, "speedup": speedup})
-    return found, good
+        comparisons.append({"baseline": baseline, "equal": parting is None, "speedup": speedup})
+    return comparisons, good
 
 
 def as_json(completion, extra: dict) -> str:

@@ -101,11 +101,11 @@ def as_json(choice: Choice) -> dict[str, object]:
     return {"taken" if key == "implementation" else key: value for key, value in asdict(choice).items()}
 
 
-def describe(name: str, found: list[Choice]) -> str:
+def describe(name: str, choices: list[Choice]) -> str:
     """The choices of one program for people: an operation, its implementation, and the reasons before it."""
     lines = [f"{name}:"]
-    for op in dict.fromkeys(choice.op for choice in found):
-        each = [choice for choice in found if choice.op == op]
+    for op in dict.fromkeys(choice.op for choice in choices):
+        each = [choice for choice in choices if choice.op == op]
         for choice in {(c.implementation, c.passed_over): c for c in each}.values():
             shape = f" ({choice.shapes[0]})" if len({c.implementation for c in each}) > 1 and choice.shapes else ""
             lines.append(f"  {op}: {choice.implementation}{shape}")

@@ -102,13 +102,13 @@ UNSHARDED = AxisSharding()
 
 def factors(n: int) -> list[int]:
     """Prime factors, small ones first."""
-    found, p = [], 2
+    factors_so_far, p = [], 2
     while n > 1:
         while n % p == 0:
-            found.append(p)
+            factors_so_far.append(p)
             n //= p
         p += 1
-    return found
+    return factors_so_far
 
 
 @dataclass(frozen=True)
@@ -175,14 +175,14 @@ class Layout:
 
     def _prefix(self, size: int, *kinds: str) -> Axes:
         """The longest run of the kinds' axes, from the first on, whose sizes' product divides ``size``."""
-        taken: list[str] = []
+        axes: list[str] = []
         for name, n in self.sizes.items():
             if name.rstrip("0123456789") in kinds:
                 if size % n:
                     break
                 size //= n
-                taken.append(name)
-        return tuple(taken)
+                axes.append(name)
+        return tuple(axes)
 
     def parts(self, cut: AxisSharding) -> int:
         """Number of parts of a cut dimension."""
@@ -242,15 +242,15 @@ def parameter_attribute(module, what: str, default, is_leaf: Callable | None = N
         default: The attribute of a parameter that no table has.
         is_leaf: As for `jax.tree.leaves`.
     """
-    found = []
+    attributes = []
     for path in parameter_paths(module, is_leaf):
         owner, name = module, path.split(".")
         while len(name) > 1 and not (hasattr(owner, what) and name[0] in getattr(owner, what)()):
             owner = owner[int(name[0])] if name[0].isdecimal() else getattr(owner, name[0])
             name = name[1:]
         table = getattr(owner, what)() if hasattr(owner, what) else {}
-        found.append(table.get(name[0], default))
-    return found
+        attributes.append(table.get(name[0], default))
+    return attributes
 
 
 def parameter_specs(module) -> list[PartitionSpec]:

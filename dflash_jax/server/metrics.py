@@ -121,8 +121,8 @@ class Metrics:
         rounds = CounterMetricFamily(
             "dflash:dispatches", "Dispatches, by compiled rows and width.", labels=(*LABELS, "rows", "width")
         )
-        for (rows, width), count in dict(s.dispatches).items():
-            rounds.add_metric([*labels, str(rows), str(width)], count)
+        for (rows, block_size), count in dict(s.dispatches).items():
+            rounds.add_metric([*labels, str(rows), str(block_size)], count)
         yield rounds
         yield counter("engine_host_seconds", "Of the engine's steps, without waiting for the device.", s.host_s)
 

@@ -39,7 +39,7 @@ def _render(render, frames: Frames) -> None:
     """Renders conversations, one after the other."""
     request = frames.read()
     limit_memory(request["memory_bytes"])
-    os.nice(0 if request["is_own"] else NICENESS)
+    os.nice(0 if request["is_default"] else NICENESS)
     while True:
         limit_seconds(request["seconds"])
         try:

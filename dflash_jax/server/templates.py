@@ -91,7 +91,7 @@ class Templates:
             fields = {
                 "messages": cleaned,
                 "arguments": self._tokenizer.special_tokens | defaults | options | arguments,
-                "is_own": is_default,
+                "is_default": is_default,
                 "memory_bytes": self.limits.memory_bytes,
                 "seconds": self.limits.seconds,
                 "characters": self.limits.characters,

@@ -161,11 +161,11 @@ def compiled(launch: dict, capability: int) -> dict:
         "enable_fp_fusion": True,
     }
     try:
-        made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     except Exception as e:  # of many kinds: a pass of MLIR, the assembler, a limit of the card
         return {"failed": " ".join(str(e).split())[-300:] or type(e).__name__}
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(made.asm["cubin"])
+        file.write(compiled.asm["cubin"])
         file.flush()
         tool = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
         said = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
@@ -173,8 +173,8 @@ def compiled(launch: dict, capability: int) -> dict:
     return {
         "registers": used["REG"],
         "stack": used["STACK"],
-        "shared": made.metadata.shared,
-        "tensor_memory": made.metadata.tmem_size or 0,
+        "shared": compiled.metadata.shared,
+        "tensor_memory": compiled.metadata.tmem_size or 0,
     }
 
 

@@ -96,18 +96,18 @@ def local_shapes(tree) -> set[tuple[int, ...]]:
     return {shape_key(x.sharding.shard_shape(x.shape)) for x in leaves}
 
 
-def held_bytes(tree) -> int:
-    """Of a device's parts of arrays from 64 KiB on."""
+def resident_bytes(tree) -> int:
+    """Bytes of a device's parts of arrays from 64 KiB on."""
     import jax
 
     leaves = [x for x in jax.tree.leaves(tree) if x.size * x.dtype.itemsize >= 1 << 16]
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
 
 
-def measure(lowered, layers: int, held: dict, options: dict) -> dict:
+def measure(lowered, layers: int, arrays: dict, options: dict) -> dict:
     """Compiles and counts. A loop's body counts once, so figures of a decode program are per round.
 
-    ``held``: name → trees of arrays that should not be copied.
+    ``arrays``: name → trees of arrays that should not be copied.
     """
     import jax
 
@@ -120,29 +120,29 @@ def measure(lowered, layers: int, held: dict, options: dict) -> dict:
         return {"failed": " ".join(str(e).split())[:200]}
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    memory, hlo, weights = compiled.memory_analysis(), compiled.as_text(), held.get("weights")
+    memory, hlo, weights = compiled.memory_analysis(), compiled.as_text(), arrays.get("weights")
     always, branches = thunk_kinds(text)
-    found = {
+    figures = {
         "arguments": memory.argument_size_in_bytes,
         "temporaries": memory.temp_size_in_bytes,
         "outputs": memory.output_size_in_bytes,
         "donated": memory.alias_size_in_bytes,
-        "copied": {name: copied_bytes(hlo, local_shapes(tree)) for name, tree in held.items()},
-        "written": written_bytes(hlo, set().union(*map(local_shapes, held.values()))),
+        "copied": {name: copied_bytes(hlo, local_shapes(tree)) for name, tree in arrays.items()},
+        "written": written_bytes(hlo, set().union(*map(local_shapes, arrays.values()))),
         "collectives_per_layer": sum(len(re.findall(rf" {c}(?:-start)?\(", hlo)) for c in COLLECTIVES) / layers,
         "compile_s": round(seconds, 1),
     }
     if weights is not None:
-        found["weights"] = {"held": held_bytes(weights), "read": weights_read(hlo, local_shapes(weights))}
+        figures["weights"] = {"held": resident_bytes(weights), "read": weights_read(hlo, local_shapes(weights))}
     if text:
-        found["kernels_per_layer"] = sum(always[kind] for kind in KERNELS) / layers
-        found["kernels_in_branches"] = sum(branches[kind] for kind in KERNELS)
-        found |= {"thunks": dict(always + branches), "graphs": (always + branches)["CommandBuffer"]}
+        figures["kernels_per_layer"] = sum(always[kind] for kind in KERNELS) / layers
+        figures["kernels_in_branches"] = sum(branches[kind] for kind in KERNELS)
+        figures |= {"thunks": dict(always + branches), "graphs": (always + branches)["CommandBuffer"]}
     cost = compiled.cost_analysis() or {}
     if "optimal_seconds" in cost:
         # The compiler adds -1 for each loop whose length it does not know: those are left out.
-        found["optimal_seconds"] = cost["optimal_seconds"] % 1
-    return found
+        figures["optimal_seconds"] = cost["optimal_seconds"] % 1
+    return figures
 
 
 def report(shapes, layout, devices, args) -> dict:
@@ -169,13 +169,13 @@ def report(shapes, layout, devices, args) -> dict:
     def is_kv(cache) -> bool:
         return isinstance(cache, KVCache)
 
-    found = {}
+    reports = {}
     for name in args.programs:
         programs = without if name == "plain" else with_drafter
         settings = Settings(window if name == "round" else 1, top_logprobs=MAX_LOGPROBS)
         state = programs.abstract_state(args.slots, args.max_len, settings)
         caches = [c for c in (*state.target, *jax.tree.leaves(state.draft, is_leaf=is_kv)) if is_kv(c)]
-        held = {
+        arrays = {
             "keys_and_values": caches,
             "recurrent_state": [c for c in state.target if not is_kv(c)],
             "weights": programs.weights,
@@ -185,9 +185,9 @@ def report(shapes, layout, devices, args) -> dict:
         else:
             lowered = programs.lower_decode(state, args.slots, settings)
         depth = layers + (len(shapes.draft.layers) if drafter is not None and name == "round" else 0)
-        found[name] = measure(lowered, depth, held, options)
+        reports[name] = measure(lowered, depth, arrays, options)
     memory = DEVICES[args.device.partition(":")[0]].memory
-    for figures in found.values():
+    for figures in reports.values():
         if "failed" in figures:
             continue
         used = figures["arguments"] + figures["temporaries"] + figures["outputs"] - figures["donated"]
@@ -201,14 +201,17 @@ def report(shapes, layout, devices, args) -> dict:
         "jax": jax.__version__,
         "kernels": "triton" if backend.has_triton else "xla",
         "memory": memory,
-        "programs": found,
+        "programs": reports,
     }
 
 
-def describe(found: dict) -> str:
+def describe(figures: dict) -> str:
     """The report for people."""
-    lines = [f"{found['config']} on {found['device']}, mesh {found['mesh']}, {found['slots']} x {found['max_len']:,}"]
-    for name, f in found["programs"].items():
+    lines = [
+        f"{figures['config']} on {figures['device']}, mesh {figures['mesh']}, "
+        f"{figures['slots']} x {figures['max_len']:,}"
+    ]
+    for name, f in figures["programs"].items():
         if "failed" in f:
             lines.append(f"{name}: {f['failed']}")
             continue
@@ -273,8 +276,8 @@ def run(args) -> int:
     except Exception as e:  # the plugins raise many types: all mean that they are not there
         raise InputError(f"no compiler for {args.device} here: {' '.join(str(e).split())[:200]}") from None
     mesh = args.mesh if args.mesh is not None else system.mesh(DEVICES[name].kind, len(devices))
-    found = report(shapes, Layout.parse(mesh), devices, args)
-    print(json.dumps(found) if args.json else describe(found))
+    figures = report(shapes, Layout.parse(mesh), devices, args)
+    print(json.dumps(figures) if args.json else describe(figures))
     return 0
 
 

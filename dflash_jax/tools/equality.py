@@ -25,18 +25,18 @@ from dflash_jax.ops.sampling_noise import gumbel_noise
 TIE = 1e-4
 
 
-def equal_or_tie(expected: Iterable[int], found: Iterable[int], margin_at: Callable[[int], float]) -> int | None:
+def equal_or_tie(expected: Iterable[int], actual: Iterable[int], margin_at: Callable[[int], float]) -> int | None:
     """Asserts that two runs' tokens are equal, or that the reference's own margin at the first difference i is a tie.
 
     ``margin_at(i)`` tells it. Returns i, or None where all are equal.
     """
-    expected, found = [int(x) for x in expected], [int(x) for x in found]
-    for i, (a, b) in enumerate(zip(expected, found, strict=False)):
+    expected, actual = [int(x) for x in expected], [int(x) for x in actual]
+    for i, (a, b) in enumerate(zip(expected, actual, strict=False)):
         if a != b:
             margin = margin_at(i)
             assert margin < TIE, f"token {i} is {b}, not {a}, by a margin of {margin:.3g}"
             return i
-    assert len(expected) == len(found), f"{len(found)} tokens, not {len(expected)}"
+    assert len(expected) == len(actual), f"{len(actual)} tokens, not {len(expected)}"
     return None
 
 
@@ -154,10 +154,10 @@ class Reference:
         second, first = np.sort(scores)[-2:]
         return min(float(first - second), margin)
 
-    def check(self, row: int, found: Iterable[int]) -> int | None:
+    def check(self, row: int, actual: Iterable[int]) -> int | None:
         """Asserts `equal_or_tie` of a row's new tokens."""
         start, end = int(self.prompt_length[row]), int(self.length[row])
-        return equal_or_tie(self.tokens[row, start:end], found, lambda i: self.margin(row, start + i))
+        return equal_or_tie(self.tokens[row, start:end], actual, lambda i: self.margin(row, start + i))
 
 
 def new_tokens(state: DecodeState, row: int) -> np.ndarray:
@@ -165,10 +165,10 @@ def new_tokens(state: DecodeState, row: int) -> np.ndarray:
     return np.asarray(state.tokens[row, int(state.prompt_length[row]) : int(state.length[row])])
 
 
-def check_same(reference: Reference, found: DecodeState, rows: Sequence[int] | None = None) -> None:
+def check_same(reference: Reference, actual: DecodeState, rows: Sequence[int] | None = None) -> None:
     """Asserts `equal_or_tie` for every row of a state that started from the same prompts."""
     for row in range(len(reference.length)) if rows is None else rows:
-        reference.check(row, new_tokens(found, row))
+        reference.check(row, new_tokens(actual, row))
 
 
 def with_counts(sampling: SamplingState, prompt, output) -> SamplingState:

@@ -34,15 +34,15 @@ class Exact:
         return Exact(self.value[at], self.single[at])
 
 
-def distances(found, exact: Exact, dtype=np.float32) -> dict[str, tuple[float, float]]:
-    """{"root mean square": (distance of ``found`` from float64, what is allowed), "worst": the same}.
+def distances(actual, exact: Exact, dtype=np.float32) -> dict[str, tuple[float, float]]:
+    """{"root mean square": (distance of ``actual`` from float64, what is allowed), "worst": the same}.
 
     Args:
-        found: The result.
+        actual: The result.
         exact: Its reference.
         dtype: Dtype of the computation, whose roundings count; the result may be in a wider one.
     """
-    ours, reference = (np.asarray(x, np.float64) - exact.value for x in (found, exact.single))
+    ours, reference = (np.asarray(x, np.float64) - exact.value for x in (actual, exact.single))
     rounding = float(jnp.finfo(dtype).eps)
     return {
         name: (size(ours), FACTOR * size(reference) + LEAST_ROUNDINGS * rounding * size(exact.value))
@@ -50,17 +50,17 @@ def distances(found, exact: Exact, dtype=np.float32) -> dict[str, tuple[float, f
     }
 
 
-def assert_near(found, exact: Exact, what: str) -> None:
-    """Asserts that float32 ``found`` is as near to float64 as the reference's own float32 (module docstring)."""
-    assert found.shape == exact.value.shape, f"{what}: shape {found.shape}, not {exact.value.shape}"
-    for name, (apart, allowed) in distances(found, exact).items():
+def assert_near(actual, exact: Exact, what: str) -> None:
+    """Asserts that float32 ``actual`` is as near to float64 as the reference's own float32 (module docstring)."""
+    assert actual.shape == exact.value.shape, f"{what}: shape {actual.shape}, not {exact.value.shape}"
+    for name, (apart, allowed) in distances(actual, exact).items():
         # Not "apart > allowed": a NaN must fail.
         assert apart <= allowed, f"{what}: {apart:.2e} from float64 ({name}), {allowed:.2e} is allowed"
 
 
-def assert_sum_near(found: float, terms: Exact, what: str) -> None:
+def assert_sum_near(actual: float, terms: Exact, what: str) -> None:
     """`assert_near` of a sum of ``terms``. The reference's distance is added up: in its sum it may cancel by luck."""
-    apart = abs(found - terms.value.sum())
+    apart = abs(actual - terms.value.sum())
     rounding = np.finfo(np.float32).eps * np.abs(terms.value).sum()
     allowed = FACTOR * np.abs(terms.single - terms.value).sum() + LEAST_ROUNDINGS * rounding
     assert apart <= allowed, f"{what}: {apart:.2e} from float64, {allowed:.2e} is allowed"
@@ -79,10 +79,10 @@ def in_both_of(definition: Callable, *args):
     return jax.tree.map(lambda a, b: Exact(np.asarray(a), np.asarray(b, np.float64)), double, single)
 
 
-def assert_as_near(found, definition: Callable, *args) -> None:
-    """`assert_near` of arrays ``found`` to what ``definition``, a function in JAX, makes of ``args``."""
+def assert_as_near(actual, definition: Callable, *args) -> None:
+    """`assert_near` of arrays ``actual`` to what ``definition``, a function in JAX, makes of ``args``."""
     exact = jax.tree.leaves(in_both_of(definition, *args), is_leaf=lambda x: isinstance(x, Exact))
-    for (path, got), each in zip(jax.tree.leaves_with_path(found), exact, strict=True):
+    for (path, got), each in zip(jax.tree.leaves_with_path(actual), exact, strict=True):
         assert_near(np.asarray(got), each, jax.tree_util.keystr(path) or "the result")
 
 

@@ -155,7 +155,7 @@ def requests(lengths: Sequence[int], temperature: float, new: int, vocab: int) -
 
 
 def run(
-    target, drafter, wanted: list[Request], width: int, *, together: bool, reproducible: int = 0, capacity: int,
+    target, drafter, wanted: list[Request], block_size: int, *, together: bool, reproducible: int = 0, capacity: int,
     prefill_sizes: tuple[int, ...], prefill_batch_tokens: int = 0,
 ) -> list[Request]:  # fmt: skip
     """Decodes requests and returns them with their tokens.
@@ -164,16 +164,16 @@ def run(
         target: The target.
         drafter: The drafter, or None.
         wanted: The requests.
-        width: The largest block size.
+        block_size: The largest block size.
         together: Whether all run at once; otherwise one after another.
-        reproducible: The width of all blocks; 0 leaves it to each dispatch.
+        reproducible: The size of all blocks; 0 leaves it to each dispatch.
         capacity: Positions of a slot.
         prefill_sizes: As in `EngineConfig`.
         prefill_batch_tokens: As in `EngineConfig`.
     """
     settings = Settings(reproducible or 1, bool(reproducible))
     config = EngineConfig(
-        block_sizes=(1, width) if width > 1 else (1,),
+        block_sizes=(1, block_size) if block_size > 1 else (1,),
         prefill_sizes=prefill_sizes,
         prefill_batch_tokens=prefill_batch_tokens,
         max_decode_batch=1 if reproducible else None,

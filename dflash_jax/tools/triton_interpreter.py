@@ -35,13 +35,13 @@ def interpret(launch: Launch) -> list[np.ndarray]:
     import torch
 
     args = [_to_torch(x) for x in launch.args]
-    made = []
+    outputs = []
     for spec in launch.out:
         dtype = getattr(torch, jnp.dtype(spec.dtype).name)
-        made.append(torch.full(spec.shape, float("nan") if dtype.is_floating_point else 1 << 30, dtype=dtype))
+        outputs.append(torch.full(spec.shape, float("nan") if dtype.is_floating_point else 1 << 30, dtype=dtype))
     with _LOCK:
-        launch.kernel[launch.grid](*args, *made, **launch.meta)
-    return [_to_numpy(x) for x in (*(args[i] for i in launch.in_place), *made)]
+        launch.kernel[launch.grid](*args, *outputs, **launch.meta)
+    return [_to_numpy(x) for x in (*(args[i] for i in launch.in_place), *outputs)]
 
 
 def _to_torch(x):

@@ -49,9 +49,9 @@ def copied_bytes(hlo: str, shapes: set[tuple[int, ...]]) -> int:
     for line in hlo.splitlines():
         if opened := re.match(r"(?:ENTRY )?%?([\w.-]+) \(.*\{$", line):
             inside = opened[1] in fused
-        made = re.match(r"\s+(ROOT )?%?\S+ = (\w+)\[([\d,]+)\]\S* (?:copy|transpose)\(", line)
-        if made and (made[1] or not inside) and shape_key(made[3].split(",")) in shapes:
-            total += bytes_of(made[2], made[3])
+        match = re.match(r"\s+(ROOT )?%?\S+ = (\w+)\[([\d,]+)\]\S* (?:copy|transpose)\(", line)
+        if match and (match[1] or not inside) and shape_key(match[3].split(",")) in shapes:
+            total += bytes_of(match[2], match[3])
     return total
 
 
@@ -67,9 +67,9 @@ def working(hlo: str) -> Iterator[str]:
         if opened := re.match(r"(?:ENTRY )?%?([\w.-]+) \(.*\{$", line):
             inside = opened[1] in fused
             continue
-        made = re.match(r"\s+(?:ROOT )?%?\S+ = (.*?[\])}]) ([a-z][\w-]*)\(", line)
-        if made and not inside and made[2] not in FREE:
-            yield made[1]
+        match = re.match(r"\s+(?:ROOT )?%?\S+ = (.*?[\])}]) ([a-z][\w-]*)\(", line)
+        if match and not inside and match[2] not in FREE:
+            yield match[1]
 
 
 def kernels(hlo: str) -> int:
@@ -79,7 +79,7 @@ def kernels(hlo: str) -> int:
 
 def written_bytes(hlo: str, shapes: set[tuple[int, ...]]) -> int:
     """Bytes of all that these operations return, but for arrays of ``shapes``: those are updated in place."""
-    arrays = (array for made in working(hlo) for array in re.findall(r"(\w+)\[([\d,]*)\]", made))
+    arrays = (array for returned in working(hlo) for array in re.findall(r"(\w+)\[([\d,]*)\]", returned))
     return sum(
         bytes_of(kind, shape) for kind, shape in arrays if shape_key(filter(None, shape.split(","))) not in shapes
     )
@@ -87,14 +87,14 @@ def written_bytes(hlo: str, shapes: set[tuple[int, ...]]) -> int:
 
 def computations(hlo: str) -> dict[str, list[str]]:
     """Name (of the first one: ENTRY) → lines."""
-    found, name = {}, None
+    lines_by_name, name = {}, None
     for line in hlo.splitlines():
         if opened := re.match(r"(ENTRY )?%?([\w.-]+) \(.*\{$", line):
             name = "ENTRY" if opened[1] else opened[2]
-            found[name] = []
+            lines_by_name[name] = []
         elif name:
-            found[name].append(line)
-    return found
+            lines_by_name[name].append(line)
+    return lines_by_name
 
 
 def weights_read(hlo: str, shapes: set[tuple[int, ...]]) -> int:
@@ -110,17 +110,17 @@ def weights_read(hlo: str, shapes: set[tuple[int, ...]]) -> int:
 
 
 def _read(lines: list[str], shapes: set[tuple[int, ...]]) -> int:
-    held, total = {}, 0
+    shapes_by_name, total = {}, 0
     for line in lines:
-        if not (made := re.match(r"\s+(?:ROOT )?%?(\S+) = (.*?[\])}]) ([a-z][\w-]*)\((.*)$", line)):
+        if not (match := re.match(r"\s+(?:ROOT )?%?(\S+) = (.*?[\])}]) ([a-z][\w-]*)\((.*)$", line)):
             continue
-        name, kind, operation, rest = made.groups()
-        operands = set(re.findall(r"%([\w.-]+)", rest.partition(")")[0]))
+        name, kind, operation, arguments = match.groups()
+        operands = set(re.findall(r"%([\w.-]+)", arguments.partition(")")[0]))
         if operation in ("parameter", "get-tuple-element"):
             if (one := re.match(r"(\w+)\[([\d,]+)\]", kind)) and shape_key(one[2].split(",")) in shapes:
-                held[name] = name, bytes_of(*one.groups())
-        elif operation == "bitcast" and operands & held.keys():
-            held[name] = held[operands.pop()]
+                shapes_by_name[name] = name, bytes_of(*one.groups())
+        elif operation == "bitcast" and operands & shapes_by_name.keys():
+            shapes_by_name[name] = shapes_by_name[operands.pop()]
         elif operation not in FREE and not re.search(r"gather|dynamic.slice", name):
-            total += sum(dict(held[x] for x in operands & held.keys()).values())
+            total += sum(dict(shapes_by_name[x] for x in operands & shapes_by_name.keys()).values())
     return total

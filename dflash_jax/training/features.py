@@ -97,8 +97,8 @@ def write(config: TrainConfig, rows: PackedRows, pair: Pair, tell: Callable[[str
     done = min(p.stat().st_size // s if p.exists() else 0 for p, s in zip(paths, sizes, strict=False))
     done = distributed.agreed(done)
     missing = (len(rows) - done) * sum(sizes)
-    whole = len(rows) * sum(sizes)
-    tell(f"{len(rows)} rows of {sum(sizes) / 1e6:.1f} MB: {whole / 1e9:.2f} GB, {missing / 1e9:.2f} to go")
+    total_bytes = len(rows) * sum(sizes)
+    tell(f"{len(rows)} rows of {sum(sizes) / 1e6:.1f} MB: {total_bytes / 1e9:.2f} GB, {missing / 1e9:.2f} to go")
     if missing > shutil.disk_usage(directory).free:
         free = shutil.disk_usage(directory).free
         raise InputError(f"{directory}: {missing / 1e9:.2f} GB are needed and {free / 1e9:.2f} GB are free")

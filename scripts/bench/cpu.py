@@ -52,7 +52,7 @@ def transformers_answers(target: str) -> Callable:
         found = []
         for prompt in prompts:
             ids = torch.tensor([prompt])
-            out = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+            out = model.generate(ids, attention_mask=torch.ones_like(ids), **options)  # pyright: ignore[reportAttributeAccessIssue]
             found.append(out[0, len(prompt) :].tolist())
         return found, {}
 
@@ -61,7 +61,7 @@ def transformers_answers(target: str) -> Callable:
 
 def llama_cpp_answers(path: str) -> Callable:
     """As `transformers_answers`, by llama.cpp."""
-    from llama_cpp import Llama
+    from llama_cpp import Llama  # pyright: ignore[reportMissingImports]
 
     model = Llama(path, n_ctx=2048, seed=0, verbose=False)
 

@@ -85,6 +85,7 @@ def page(published: dict, record: dict) -> str:
     part = measured / (DEVICES["h200"].bandwidth / 1e9)
     card, config = DEVICES["b200"].bandwidth / 1e9, target()
     spec, expert = config.layers[0].ffn, gigabytes_of_an_expert(config)
+    assert isinstance(spec, MoeSpec)
     head = ["batch", "width", "SGLang, B200, ms", "ours, measured, H200, ms", "experts", "GB"]
     head += ["ours, scaled to a B200, ms", "experts", "SGLang / ours"]
     lines = [

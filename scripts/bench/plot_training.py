@@ -52,11 +52,11 @@ def run(argv: list[str] | None) -> int:
             raise InputError(f"{run} has no metrics.csv with a line in it: it must be an --output of train fit")
         ends.append(total := total + rows[-1]["step"])
     try:
-        import matplotlib
+        import matplotlib  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise InputError("this needs matplotlib: pip install matplotlib") from None
     matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    import matplotlib.pyplot as plt  # pyright: ignore[reportMissingImports]
 
     metrics, decoded = (joined(args.runs, f"{name}.csv", ends) for name in ("metrics", "acceptance"))
     figure, (loss, slots, acceptance) = plt.subplots(1, 3, figsize=(12, 3.2))

@@ -73,6 +73,7 @@ async def first_tokens(url: str, new: int, count: int) -> list[float]:
                 if first is None and line.startswith("data: {"):
                     assert "error" not in json.loads(line[6:]), line
                     first = time.perf_counter() - began
+        assert first is not None, "a stream without tokens"
         return first
 
     async with httpx.AsyncClient(base_url=url, timeout=None, limits=httpx.Limits(max_connections=None)) as client:

@@ -177,8 +177,10 @@ def stage_target(args) -> None:
         save_module(model, qwen3_5.weight_names(config), TARGET, directory)
         print(f"held-out bits per byte {bits_per_byte(load_target(directory), held_out, directory):.4f}", flush=True)
 
+    # optax has no type for a tree that is a module.
+    state = transformation.init(model)  # pyright: ignore[reportArgumentType]
     batches = map(jnp.asarray, windows(stream, 512, 8, args.target_steps, args.seed))
-    train("target", batches, make_step(next_token_loss, transformation), model, transformation.init(model), save)
+    train("target", batches, make_step(next_token_loss, transformation), model, state, save)
 
 
 def stage_regenerate(args) -> None:
@@ -260,8 +262,9 @@ def train_drafter(args, model, data: dict, count: int, rate: float, own: int) ->
         (model, state), sums, _ = trainers[slots].step((model, state), trainers[slots].leaves, rows, key)
         return model, state, sums.loss / sums.weight
 
+    drafter, state = trainers[8].start(model)
     save = partial(save_module, entries=dflash.weight_names(config), raw=DRAFT, directory=args.out / "draft")
-    train("drafter", draft_batches(args, data, count, own), step, *trainers[8].start(model), save)
+    train("drafter", draft_batches(args, data, count, own), step, drafter, state, save)
 
 
 def stage_evaluate(args) -> None:

@@ -130,13 +130,14 @@ def main() -> None:
     tokens = [[np.array(e.ids, np.int64) for e in tokenizer.encode_batch(texts)] for texts in splits]
     octets = [[np.frombuffer(text.encode(), np.uint8) for text in texts] for texts in splits]
     end = tokenizer.token_to_id("<|endoftext|>")
+    assert end is not None, "the tokenizer has no <|endoftext|>"
 
     def size(ids: list[int]) -> int:
         return len(tokenizer.decode(ids, skip_special_tokens=False).encode())
 
     out = {
-        "token": measure(*tokens, tokenizer.get_vocab_size(), end, args.order, size),
-        "byte": measure(*octets, 257, 256, args.byte_order, len),
+        "token": measure(tokens[0], tokens[1], tokenizer.get_vocab_size(), end, args.order, size),
+        "byte": measure(octets[0], octets[1], 257, 256, args.byte_order, len),
     }
     print(json.dumps(out, indent=2))
 

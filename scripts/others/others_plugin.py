@@ -161,6 +161,7 @@ class Server:
         environment = os.environ | {"JAX_PLATFORMS": "cpu"}
         self.log = open(f"{RESULTS}.log", "a")  # noqa: SIM115
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+        assert self.process.stderr is not None
         lines = []
         for line in self.process.stderr:
             lines.append(line)
@@ -178,6 +179,7 @@ class Server:
             time.sleep(0.2)
 
     def _copy(self) -> None:
+        assert self.process.stderr is not None
         for line in self.process.stderr:
             self.log.write(line)
 
@@ -336,7 +338,7 @@ def install() -> None:
         utils |= dict.fromkeys(("multi_gpu_test", "create_new_process_for_each_test"), passed_through)
         add_module("tests", [f"{VLLM}/tests"])
         add_module("tests.entrypoints", [f"{VLLM}/tests/entrypoints"])
-        add_module("tests.utils", ROCM_EXTRA_ARGS=[], ROCM_ENV_OVERRIDES={}, **utils)
+        add_module("tests.utils", ROCM_EXTRA_ARGS=[], ROCM_ENV_OVERRIDES={}, path=None, **utils)
         add_module("vllm")
         add_module("vllm.config", ModelConfig=ModelConfig)
         add_module("vllm.transformers_utils")

@@ -6,7 +6,7 @@ python scripts/pages/drafted_text.py
 from html import escape
 from pathlib import Path
 
-from dflash_jax import LLM, SamplingParams
+from dflash_jax import LLM, Completion, SamplingParams
 from dflash_jax.frontend.sequence import Piece
 
 PICTURE = Path(__file__).parents[2] / "docs" / "drafted.svg"
@@ -21,6 +21,7 @@ GREY, WHITE, GREEN, BLACK = "#8b949e", "#e6edf3", "#56d364", "#0d1117"
 def segments() -> tuple[list[tuple[str, str]], float]:
     """(text, colour) in order, and the mean acceptance length."""
     *pieces, completion = LLM(block_size=8).pieces(PROMPT, PARAMS)
+    assert isinstance(completion, Completion)
     parts = [(COMMAND + "\n", GREY), (PROMPT, WHITE)]
     for piece in pieces:
         if isinstance(piece, Piece):

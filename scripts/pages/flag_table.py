@@ -27,7 +27,9 @@ def code(text: str) -> str:
 
 def split(word: str) -> tuple[list[str], str]:
     """The names of a word of a `Group`, and the values that it accepts as a page says them."""
-    names, is_on, _, values = re.fullmatch(r"([^!+=]+)(!?)(\+?)(=.*)?", word).groups()
+    match = re.fullmatch(r"([^!+=]+)(!?)(\+?)(=.*)?", word)
+    assert match is not None, word
+    names, is_on, _, values = match.groups()
     if values is None:
         return names.split("/"), "on only" if is_on else "off only"
     neutral = [v for v in values[1:].split("|") if v]

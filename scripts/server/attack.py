@@ -164,6 +164,8 @@ class Target:
     @property
     def address(self) -> tuple[str, int]:
         parts = urlsplit(self.url)
+        assert parts.hostname is not None, self.url
+        assert parts.port is not None, self.url
         return parts.hostname, parts.port
 
     async def post(self, path: str, body: dict | bytes, timeout_s: float = ATTACK_S) -> str:
@@ -404,16 +406,18 @@ def started():
         process = subprocess.Popen(
             [*command, "--port", "0", "--slots", "8", "--platform", "cpu"], stderr=subprocess.PIPE, text=True
         )
-        url = None
+        url, stderr = None, process.stderr
+        assert stderr is not None
         try:
-            for line in process.stderr:
+            for line in stderr:
                 if found := re.search(r"listening on (http://\S+?),", line):
                     url = found[1]
                 if " ready: " in line:
                     break
             else:
                 raise SystemExit("the server did not start")
-            threading.Thread(target=lambda: [None for _ in process.stderr], daemon=True).start()
+            threading.Thread(target=lambda: [None for _ in stderr], daemon=True).start()
+            assert url is not None
             yield url, process.pid
         finally:
             process.kill()

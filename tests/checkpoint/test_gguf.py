@@ -292,7 +292,7 @@ def test_what_is_not_known(changes, parts, tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_numbers_beyond_float16(tmp_path):
+def test_values_beyond_float16_are_refused_only_in_float16(tmp_path):
     path = make(tmp_path / "model.gguf", tensors={"output_norm.weight": np.full(96, 1e5)})
     convert(path, tmp_path / "wide", "bfloat16")
     with pytest.raises(InputError, match="not finite in float16"):
@@ -334,7 +334,7 @@ def test_convert_command_writes_the_checkpoint_and_one_line(llama, tmp_path, cap
         (["{gguf}"], "DST"),
     ],
 )
-def test_command_line_errors(argv, named, llama, tmp_path, capsys):
+def test_command_line_errors_are_one_line_and_write_nothing(argv, named, llama, tmp_path, capsys):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").write_text("precious")
     code, out, err = run(capsys, *(a.format(gguf=llama, here=tmp_path) for a in argv))

@@ -106,7 +106,7 @@ def test_hostile_header_is_refused(content, part, tmp_path):
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf"), 1e30, 0.5])
-def test_divisors_of_frequencies(value):
+def test_invalid_rope_frequency_divisors_are_refused(value):
     import numpy as np
 
     for divisors in (np.full(16, value, np.float32), np.r_[np.ones(8), np.full(8, value)].astype(np.float32)):

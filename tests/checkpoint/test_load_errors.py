@@ -11,7 +11,7 @@ from tests.helpers import HIDDEN, VOCAB
 # Before any tensor is read.
 
 
-def test_good_ones_load(good_target, good_drafter, target):
+def test_unchanged_checkpoints_of_these_tests_load(good_target, good_drafter, target):
     assert load_target(good_target).config == target.config
     assert load_drafter(good_drafter, target=target.config).taps == (0, 1, 2)
 
@@ -56,7 +56,7 @@ def test_config_is_not_json(load, content, part, target_dir):
 
 
 @pytest.mark.parametrize("value", ["mamba2", None, ["qwen3_5"]])
-def test_unknown_model_type(value, target_dir):
+def test_unknown_model_type_message_lists_supported_types(value, target_dir):
     change_config(target_dir, model_type=value)
     with pytest.raises(InputError) as error:
         load_target(target_dir)
@@ -147,13 +147,13 @@ def test_quantized_in_ways_that_are_not_read(load, quantization, named, target_d
     says(error, named, path)
 
 
-def test_drafter_as_target(good_drafter):
+def test_drafter_loaded_as_target_is_refused(good_drafter):
     with pytest.raises(InputError) as error:
         load_target(good_drafter)
     says(error, "DFlash drafter")
 
 
-def test_target_as_drafter(good_target):
+def test_target_loaded_as_drafter_is_refused(good_target):
     with pytest.raises(InputError) as error:
         load_drafter(good_target)
     says(error, good_target, "not a DFlash drafter")

@@ -98,7 +98,7 @@ def test_drafter_through_orbax_is_the_same(tmp_path):
     assert_same_module(load_drafter(tmp_path / "orbax", target=target), load_drafter(TINY / "draft", target=target))
 
 
-def test_llm_reads_it(converted, source):
+def test_llm_generates_the_same_tokens_from_orbax(converted, source):
     params = SamplingParams(max_tokens=12)
     (expected,), (found,) = (LLM(path, TINY / "draft").generate(["def f("], params) for path in (source, converted))
     assert found.token_ids == expected.token_ids
@@ -152,7 +152,7 @@ def test_killed_at_any_moment(source, converted, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["hf_to_orbax", "orbax_to_hf"])
-def test_no_space_left(name, source, converted, tmp_path):
+def test_full_disk_is_reported_and_leaves_no_loadable_checkpoint(name, source, converted, tmp_path):
     """One line, and what is there does not look whole. A limit on file sizes stands for a full disk."""
     command = [sys.executable, str(ROOT / f"convert/{name}.py"), str(source if name == "hf_to_orbax" else converted)]
     limited = ["bash", "-c", 'ulimit -f 20; exec "$@"', "_", *command, str(tmp_path / "to")]
@@ -212,7 +212,7 @@ def test_what_does_not_read_back_is_an_error(source, tmp_path, monkeypatch):
         convert(source, tmp_path / "orbax")
 
 
-def test_quantized_on_conversion(source, tmp_path):
+def test_quantized_orbax_equals_quantized_on_loading(source, tmp_path):
     convert(source, tmp_path / "orbax", quantize="int8")
     assert_same_module(load_target(tmp_path / "orbax"), load_target(source, quantize="int8"))
     with pytest.raises(InputError, match="no way back"):
@@ -229,7 +229,7 @@ def test_quantized_on_conversion(source, tmp_path):
         ("orbax_to_hf", [str(TINY / "target"), "/tmp/x"], "is not a checkpoint of dflash convert hf-to-orbax"),
     ],
 )
-def test_command_line_errors(name, argv, named):
+def test_command_line_errors_are_one_line(name, argv, named):
     done = subprocess.run([sys.executable, str(ROOT / "convert" / f"{name}.py"), *argv], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert named in done.stderr

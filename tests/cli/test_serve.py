@@ -138,7 +138,7 @@ def test_tls_under_the_path_of_a_proxy(tmp_path):
     assert "192.0.2.1" not in log
 
 
-def test_a_unix_socket(tmp_path):
+def test_server_listens_on_a_unix_socket_and_removes_it(tmp_path):
     path = str(tmp_path / "server.sock")
     transport = httpx.HTTPTransport(uds=path)
     with serving("--uds", path, transport=transport) as (process, url):

@@ -123,7 +123,7 @@ def test_the_reference_follows_transformers():
         {},
     ],
 )
-def test_each_filter_alone(option):
+def test_each_filter_alone_leaves_other_entries_uncut(option):
     """The others off: an option at its neutral value must not cut, in its own row or in a row beside it."""
     rng = np.random.default_rng(1)
     logits = rng.normal(0, 2, (B, T, V)).astype(np.float32)

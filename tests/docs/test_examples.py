@@ -27,7 +27,7 @@ def test_every_example_is_run():
 
 
 @pytest.mark.parametrize("name", SAID)
-def test_an_example_runs(name, tmp_path):
+def test_example_runs_and_prints_its_result(name, tmp_path):
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "jax")}
     command = [sys.executable, str(EXAMPLES / name)]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)

@@ -65,7 +65,7 @@ def test_a_checkpoint_in_another_quantisation(tmp_path, method):
     check_message(tmp_path, lambda: LLM(directory))
 
 
-def test_fp8_without_blocks(tmp_path):
+def test_fp8_checkpoint_without_block_sizes_is_refused(tmp_path):
     directory = changed(tmp_path, "target", quantization_config={"quant_method": "fp8"})
     check_message(tmp_path, lambda: LLM(directory))
 

@@ -119,7 +119,7 @@ def test_long_prompt_beside_many_short_ones_finishes():
     assert waiting.tokens == expected(waiting.prompt, 5)
 
 
-def test_a_full_queue():
+def test_submit_to_a_full_queue_raises_queue_full_error():
     e = engine(slots=2, max_queue=3)
     for _ in range(5):
         e.submit(request([1, 2]))

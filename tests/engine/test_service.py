@@ -45,7 +45,7 @@ def run(main) -> None:
     assert not [t for t in threading.enumerate() if t.name == "engine" and t not in before]
 
 
-def test_many_at_once():
+def test_300_concurrent_requests_each_get_their_tokens():
     async def main():
         async with AsyncEngine(engine(slots=4)) as running:
             wanted = [request([1 + i % 40, 2 + i % 7], 20) for i in range(300)]

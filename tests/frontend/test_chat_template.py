@@ -77,7 +77,7 @@ def test_sampling_defaults_come_from_generation_config(tmp_path):
         SamplingDefaults.read(tmp_path, "missing.json")
 
 
-def test_sampling_defaults_override():
+def test_sampling_defaults_are_overridden_and_checked():
     defaults = SamplingDefaults({"temperature": 0.6, "top_k": 20}).overridden(
         {"temperature": 0.9, "top_k": -1, "top_p": 0.5}
     )

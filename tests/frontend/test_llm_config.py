@@ -16,7 +16,7 @@ def test_fields_are_the_keywords_of_the_llm():
     assert all(f"\n        {name}: " in documented for name in keywords)
 
 
-def test_it_is_frozen():
+def test_llm_config_is_frozen():
     with pytest.raises(FrozenInstanceError):
         LLMConfig().slots = 1
 

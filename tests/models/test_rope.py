@@ -46,7 +46,7 @@ def qwen3_5(head_dim, partial, sections, theta):
     ("head_dim", "partial", "sections"),
     [(256, 0.25, (11, 11, 10)), (20, 0.6, (3, 2, 1)), (24, 0.5, (2, 2, 2)), (40, 0.5, (6, 1, 3))],
 )
-def test_three_position_rows(head_dim, partial, sections):
+def test_mrope_of_three_position_axes_equals_transformers(head_dim, partial, sections):
     rope = RopeSpec(1e7, int(head_dim * partial), sections)
     positions = np.random.default_rng(0).integers(0, 300, (3, 2, 50))
     q, k = np.random.default_rng(1).standard_normal((2, 2, 50, 3, head_dim)).astype(np.float32)

@@ -63,7 +63,7 @@ def assert_equals_recurrence(arrays, run=rule, atol=2e-5):
 
 
 @pytest.mark.parametrize("t", [1, 5, 64, 65, 150])
-def test_chunks_equal_steps(t):
+def test_chunked_mixer_equals_the_recurrence(t):
     assert_equals_recurrence(inputs(t, seed=t))
 
 
@@ -115,7 +115,7 @@ def test_alternating_keys_with_full_beta():
 
 
 @pytest.mark.parametrize("m", [1, 2, 16, 64])
-def test_unit_lower_inverse(m):
+def test_unit_lower_inverse_equals_numpy_and_is_triangular(m):
     rng = np.random.default_rng(m)
     a = np.eye(m) + np.tril(rng.uniform(-1, 1, (3, 2, m, m)) * m**-0.5, -1)
     got = unit_lower_inverse(jnp.asarray(a, jnp.float32))

@@ -53,7 +53,7 @@ def test_both_forms_of_threefry_are_one():
 
 @pytest.mark.parametrize("size", [1, 63, 64, 640, 641])
 @pytest.mark.parametrize("fill", ["random", "ties", "nothing", "nan"])
-def test_argmax_is_numpys(size, fill):
+def test_argmax_equals_numpy_with_ties_and_nan(size, fill):
     rng = np.random.default_rng(size)
     x = rng.normal(0, 1, (3, 5, size)).astype(np.float32)
     if fill == "ties":

@@ -96,7 +96,7 @@ def rows():
     return [rng.integers(0, CLASSIC["vocab_size"], n) for n in (300, 171, 90)]
 
 
-def test_logits_and_features(model, target, rows):
+def test_logits_and_features_equal_transformers(model, target, rows):
     depth = len(target.config.layers)
     taps = (depth - 2, 0)
     reference = [oracle(model, row) for row in rows]

@@ -111,7 +111,7 @@ def read(path, **options):
 
 # transformers reads only sizes that the blocks divide.
 @pytest.mark.parametrize("checkpoints", [16], indirect=True)
-def test_transformers_dequantises_alike(checkpoint, reference):
+def test_logits_of_transformers_dequantised_model_equal_reference(checkpoint, reference):
     theirs = read(checkpoint, quantization_config=FineGrainedFP8Config(dequantize=True))
     assert_near(oracle(theirs, TOKENS)[0].single, reference, "logits")
 
@@ -139,7 +139,7 @@ def test_weights_stay_in_eight_bits_and_give_the_logits_of_the_dequantised_model
     assert_near(scores(target), reference, "logits")
 
 
-def test_dequantised_on_loading(checkpoint, reference):
+def test_quantize_none_loads_the_dequantised_weights(checkpoint, reference):
     target = load_target(checkpoint, quantize="none")
     mine, theirs = weights(target), weights(load_target(checkpoint))
     assert not any(isinstance(w, QuantizedWeight) for w in mine.values())
@@ -166,7 +166,7 @@ def test_a_scale_of_a_wrong_shape(checkpoint, tmp_path):
         load_target(path)
 
 
-def test_a_missing_scale(checkpoint, tmp_path):
+def test_missing_scale_tensor_is_named(checkpoint, tmp_path):
     path = change(checkpoint, tmp_path, lambda t: t.pop(SCALE))
     with pytest.raises(InputError, match=r"missing 'model.layers.1.self_attn.q_proj.weight_scale_inv'"):
         load_target(path)
@@ -197,7 +197,7 @@ def test_quantize_is_as_near_as_its_bits_allow(kind, error, runs):
 
 
 @pytest.mark.parametrize(("kind", "error"), [("int8", 0.02), ("fp8", 0.08)])
-def test_quantized_on_loading(kind, error):
+def test_quantized_on_loading_keeps_logits_within_error(kind, error):
     """The bundled target: every large matrix in eight bits, logits as far off as that many bits mean."""
     whole, target = load_target(TINY / "target"), load_target(TINY / "target", quantize=kind)
     for name, weight in weights(target).items():

@@ -127,7 +127,7 @@ def dense_oracle(dense, rows):
 
 
 @pytest.mark.parametrize(("name", "pieces"), [("moe", "one"), ("moe", "several"), ("dense", "several")])
-def test_logits_and_features(name, pieces, rows, request):
+def test_logits_and_features_equal_transformers(name, pieces, rows, request):
     """Right-padded rows of unequal lengths, in one piece and in uneven ones, against each row alone in transformers."""
     target = request.getfixturevalue(f"{name}_target")
     reference = request.getfixturevalue(f"{name}_oracle")
@@ -156,7 +156,7 @@ def test_forward_without_caches_equals_extend(dense, dense_target, dense_oracle,
             assert_near(np.asarray(features[row, :, j]), states[tap + 1][:n], f"row {row}, output of layer {tap}")
 
 
-def test_unequal_position_rows(dense, dense_target, rows):
+def test_logits_with_unequal_mrope_positions_equal_transformers(dense, dense_target, rows):
     """mRoPE through the whole model: time, height and width positions of their own."""
     n = 20
     positions = np.random.default_rng(5).integers(0, 60, (3, 1, n))
@@ -204,7 +204,7 @@ def test_multimodal_checkpoint_loads_its_text_weights(fused, rows, tmp_path):
     assert_near(got[0][0], oracle(model, rows[2])[0], "logits")
 
 
-def test_multimodal_dense_layout(rows, tmp_path):
+def test_text_model_of_multimodal_checkpoint_equals_transformers(rows, tmp_path):
     layers = {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2}
     text = {**DENSE, **layers, "tie_word_embeddings": False}
     model = randomise(Qwen3_5ForConditionalGeneration(Qwen3_5Config(text_config=text, vision_config=VISION)), 7)

@@ -104,7 +104,7 @@ def test_prompts_and_chats_become_the_same_ids(llm, tokenizer):
         assert llm.encode_chat(messages) == ids
 
 
-def test_digits_stand_alone(llm):
+def test_digits_are_tokens_without_preceding_spaces(llm):
     """As the model was trained, and as llama.cpp splits: transformers' reading of GGUF ties the spaces before a digit
     to it."""
     ids = llm.encode("\n\n  56")

@@ -16,7 +16,7 @@ def test_the_page_is_what_the_script_writes(tmp_path):
     assert (tmp_path / "page.md").read_text() == (ROOT / "benchmarks/equal_work.md").read_text()
 
 
-def test_rounds_from_throughput():
+def test_round_times_follow_from_published_throughput():
     """1,000 tokens/s of 4 requests at 5 tokens a round are 200 rounds of all four in 4 s: 20 ms each."""
     published = {
         "throughput": [

@@ -55,7 +55,7 @@ def test_agrees_with_the_definition(stream):
     np.testing.assert_allclose(got, want, rtol=1e-12)
 
 
-def test_discounts_by_hand():
+def test_discounts_equal_a_calculation_by_hand():
     counts = np.array([1] * 8 + [2] * 4 + [3] * 2 + [4] * 1 + [9] * 5)
     np.testing.assert_allclose(ngram.discounts(counts), [0, 0.5, 2 - 1.5 * 0.5, 3 - 2 * 0.5])
 

@@ -120,7 +120,7 @@ def test_an_owner_is_a_key():
     assert Access((), None, ()).check({"path": "/x", "method": "GET", "headers": []}) not in owners
 
 
-def test_paths_and_methods(quiet):
+def test_unknown_path_is_404_and_wrong_method_is_405(quiet):
     http = quiet.http
     for method in ("GET", "POST", "HEAD", "DELETE"):
         assert http.request(method, "/nothing").status_code == http.request(method, "/v1/nothing").status_code == 404
@@ -162,7 +162,7 @@ def keys(*argv: str) -> list[str]:
     return parse(list(argv))[0].api_keys
 
 
-def test_options_for_keys(tmp_path, monkeypatch):
+def test_api_keys_come_from_options_file_and_environment(tmp_path, monkeypatch):
     file = tmp_path / "keys"
     file.write_text("three\n\n four \n")
     args = parse(["org/model", "--api-key", "one", "two", "--api-key", "five", "--api-key-file", str(file)])[0]

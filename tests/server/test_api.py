@@ -316,7 +316,7 @@ COMMANDS = re.findall(r"^curl (?:.*\\\n)*.*$", (ROOT / "README.md").read_text(en
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_the_readmes_commands(quiet, command):
+def test_curl_commands_of_the_readme_run(quiet, command):
     command = command.replace("http://127.0.0.1:30000", quiet.url).replace("curl ", "curl --fail-with-body -sS ")
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -206,14 +206,14 @@ def test_a_connection_without_a_request(serve, begun):
     assert is_closed(connection)
 
 
-def test_an_idle_connection(serve):
+def test_idle_connection_is_closed_after_idle_s(serve):
     connection = serve(head_s=0.2, idle_s=0.2)()
     connection.sendall(WHOLE)
     assert read(connection)[0] == 200
     assert is_closed(connection)
 
 
-def test_too_many_connections(serve):
+def test_connection_limit_closes_idle_then_oldest_arriving_body(serve):
     """What waits gives way, then the oldest body that still arrives; a request that is being answered never does."""
     connect = serve(connections=3)
     answered, first, second = answered_without_end(connect), connect(), connect()

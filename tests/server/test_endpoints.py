@@ -98,7 +98,7 @@ def test_loads_count_what_is_under_way(quiet):
     assert all(s.reasons() for s in streams)
 
 
-def test_ping_and_docs(quiet):
+def test_ping_answers_and_docs_page_loads_nothing_external(quiet):
     assert quiet.http.get("/ping").status_code == quiet.http.post("/ping").status_code == 200
     page = quiet.http.get("/docs")
     assert page.status_code == 200

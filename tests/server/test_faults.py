@@ -79,7 +79,7 @@ def test_the_device_fails_in_the_middle_of_many_streams(llm):
         engine.stop()
 
 
-def test_exit_on_failure(llm):
+def test_exit_on_failure_ends_the_server_with_code_1(llm):
     engine = AsyncEngine(llm.new_engine(llm.programs, 4, 1024, prefill_sizes=(16, 64), masks=True))
     serving = Serving(llm, engine, ["tiny"])
     config = uvicorn.Config(build(serving), lifespan="off", log_level="error")

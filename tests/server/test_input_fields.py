@@ -165,7 +165,7 @@ def test_what_cannot_go_on(quiet, body):
     assert (found.status_code, found.json()["error"]["param"]) == (400, "continue_final_message")
 
 
-def test_no_generation_prompt(quiet):
+def test_prompt_without_generation_prompt_is_a_shorter_prefix(quiet):
     body = {"messages": MESSAGES, "max_tokens": 2}
     with_prompt = same(quiet, "/v1/chat/completions", **body)["prompt_token_ids"]
     without = same(quiet, "/v1/chat/completions", **body, add_generation_prompt=False)["prompt_token_ids"]

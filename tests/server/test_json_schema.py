@@ -77,7 +77,7 @@ def takes(tokens, schema, value) -> bool:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_objects_are_closed(tokens, name):
+def test_closed_schema_accepts_no_additional_properties(tokens, name):
     schema, right, wrong = CASES[name]
     before = json.dumps(schema)
     for value in right:

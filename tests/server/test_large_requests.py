@@ -49,7 +49,7 @@ def numbers(value: object) -> tuple[int, int]:
 
 
 @given(VALUES, st.booleans(), st.integers(1, 64))
-def test_values_are_counted(value, ascii_only, step):
+def test_values_and_depth_are_counted_at_any_step(value, ascii_only, step):
     text = json.dumps(value, ensure_ascii=ascii_only).encode("utf-8", "surrogatepass")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(body, "STEP_BYTES", step)
@@ -172,7 +172,7 @@ def test_too_many_long_texts_wait():
     assert statuses == [503] * 3
 
 
-def test_the_longest_token():
+def test_longest_token_bounds_the_bytes_of_every_token():
     tokenizer = Tokenizer(TINY / "target")
     longest = max((tokenizer.token_bytes(i) for i in range(512)), key=len)
     assert len(longest) <= tokenizer.longest_token

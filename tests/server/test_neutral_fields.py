@@ -187,7 +187,7 @@ ROUTED = {
 
 
 @pytest.mark.parametrize("path", ROUTED)
-def test_what_routers_send(quiet, path):
+def test_fields_that_routers_send_are_accepted(quiet, path):
     found = quiet.post(path, **ROUTED[path])
     assert found.status_code == 200, found.text
     if "request_id" in ROUTED[path]:

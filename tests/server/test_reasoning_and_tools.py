@@ -72,7 +72,7 @@ def pieces(text: str, cuts: list[int]) -> list[str]:
 
 @settings(max_examples=40, derandomize=True)
 @given(st.sampled_from(sorted(THOUGHTS)), CUTS)
-def test_reasoning_and_content(text, cuts):
+def test_splitter_separates_reasoning_from_content_at_any_cut(text, cuts):
     started, reasoning, content = THOUGHTS[text]
     splitter = ReasoningSplitter(started)
     found = [splitter.push(piece) for piece in pieces(text, cuts)]

@@ -22,7 +22,7 @@ BODIES = {"/v1/chat/completions": CHAT, "/v1/completions": TEXT}
         (None, {"rid": "r/3", "request_id": "a-1"}, "r/3", "r/3"),
     ],
 )
-def test_it_comes_back(quiet, path, header, more, found_id, told):
+def test_request_id_is_returned_in_body_header_and_stream(quiet, path, header, more, found_id, told):
     headers = {} if header is None else {"X-Request-Id": header}
     found = quiet.http.post(path, json=BODIES[path] | more, headers=headers)
     prefix = {"/v1/chat/completions": "chatcmpl", "/v1/completions": "cmpl"}[path]

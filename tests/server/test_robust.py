@@ -191,7 +191,7 @@ def test_a_slow_client_holds_up_nobody(quiet):
     assert quiet.idle()
 
 
-def test_a_thousand_connections(quiet):
+def test_server_answers_beside_a_thousand_idle_connections(quiet):
     with contextlib.ExitStack() as stack:
         for _ in range(1000):
             stack.enter_context(socket.create_connection(("127.0.0.1", int(quiet.url.rpartition(":")[2]))))

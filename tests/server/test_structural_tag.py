@@ -131,7 +131,7 @@ def test_what_is_unknown_is_named(tokens, value, message):
 
 
 @pytest.mark.parametrize("params", [{"temperature": 0.0}, {"temperature": 0.8, "seed": 5}], ids=["greedy", "sampled"])
-def test_drafts_change_nothing(quiet, params):
+def test_structural_tag_output_does_not_depend_on_block_size(quiet, params):
     wanted = {"type": "structural_tag", **triggered(F, G, at_least_one=True)}
     body = {"max_tokens": 60, "return_token_ids": True, "chat_template_kwargs": OFF, **params}
     asked = [

@@ -168,6 +168,6 @@ def test_processes_are_kept_and_replaced(start):
     assert templates._nursery._socket is successor is not lost
 
 
-def test_too_many_wait(start):
+def test_renders_beyond_the_waiting_limit_are_503(start):
     found = rendered(start(waiting=3), *[None] * 5)
     assert sorted(isinstance(f, ApiError) and f.status_code for f in found) == [0, 0, 0, 503, 503]

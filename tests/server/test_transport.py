@@ -27,7 +27,7 @@ def pems(tmp_path_factory):
     return paths | {"directory": str(directory), "missing": str(directory / "missing")}
 
 
-def test_a_good_certificate(pems):
+def test_tls_context_of_valid_certificate(pems):
     args, _ = parse(["--ssl-certfile", pems["cert"], "--ssl-keyfile", pems["key"], "--ssl-ca-certs", pems["cert"]])
     assert tls_context(args).verify_mode == ssl.CERT_NONE
     args, _ = parse(["--ssl-certfile", pems["cert"], "--ssl-keyfile", pems["key"], "--ssl-ca-certs", pems["cert"]])
@@ -110,3 +110,8 @@ def test_hostile_socket_paths_are_one_line(kind, tmp_path):
     assert "\n" not in str(e.value)
     assert len(str(e.value)) < 300
     assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_an_empty_host_does_not_open_all_networks():
+    with pytest.raises(InputError, match="--host is empty"):
+        listen("", 0)

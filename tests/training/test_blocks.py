@@ -47,7 +47,7 @@ def blocks(drafter: Drafter, tokens, anchors):
     return mask.at[..., 0].set(jnp.take_along_axis(tokens, anchors, 1))
 
 
-def test_training_equals_decoding(pair, text):
+def test_block_logits_of_training_equal_those_of_decoding(pair, text):
     assert_training_is_decoding(*pair, text[0], text[2], pair)
 
 

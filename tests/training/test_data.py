@@ -28,7 +28,7 @@ MARKED = """{% for m in messages %}<|im_start|>{{ m.role }}
 LAST_ONLY = "{% for m in messages[-1:] %}{{ m.role }}: {{ m.content }}{% endfor %}"
 
 
-def test_answers_are_marked(tmp_path):
+def test_loss_mask_covers_the_assistant_answers_only(tmp_path):
     """What is learned, written out again, is what the assistant said."""
     llm, data = LLM(None, None), tmp_path / "talks.jsonl"
     data.write_text("".join(json.dumps({"messages": t}) + "\n" for t in TALKS))

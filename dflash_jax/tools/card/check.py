@@ -174,11 +174,11 @@ def follow(report: Report, stage: dict, worker: Worker, until: float, limits: tu
     """Takes a process's lines into the report until there are no more: None, or why it must end."""
     while True:
         limit = limits["running" in stage]
-        rest = until - time.monotonic()
+        remaining_s = until - time.monotonic()
         try:
-            line = worker.line(min(rest, limit))
+            line = worker.line(min(remaining_s, limit))
         except queue.Empty:
-            return "out of time" if rest <= limit else f"no answer in {limit:.0f} s"
+            return "out of time" if remaining_s <= limit else f"no answer in {limit:.0f} s"
         if line is None:
             return None
         if "cases" in line:
@@ -205,14 +205,16 @@ def shorten_log(path: Path) -> None:
 
 def environment_of(stage: str, platform: str, installed: str | None) -> dict:
     """The environment of a stage's process."""
-    found = dict(os.environ)
-    found["PYTHONPATH"] = os.pathsep.join(filter(None, (installed, str(ROOT), found.get("PYTHONPATH"))))
-    found |= {"PYTHONUNBUFFERED": "1", "JAX_PLATFORMS": "cpu" if platform == "cpu" else "cuda,cpu"}
+    environment = dict(os.environ)
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (installed, str(ROOT), environment.get("PYTHONPATH"))))
+    environment |= {"PYTHONUNBUFFERED": "1", "JAX_PLATFORMS": "cpu" if platform == "cpu" else "cuda,cpu"}
     if platform == "cpu" and stage in ("kernels", "tokens"):
-        found["TRITON_INTERPRET"] = "1"
+        environment["TRITON_INTERPRET"] = "1"
         # Compilation takes longer than what it compiles.
-        found.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1")
-    return found
+        environment.setdefault(
+            "XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+        )
+    return environment
 
 
 def exit_code(record: dict) -> int:

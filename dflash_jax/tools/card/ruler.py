@@ -24,10 +24,10 @@ EXPERTS, TOKENS = 102, 16
 SHOWN = ("round_ms", "draft_ms", "verify_ms", "commit_ms", "floor_ms", "of_floor", "experts_touched", "prefill_ms")
 
 
-def point(quantize: str | None, batch: int, width: int, context: int) -> list[str]:
+def point(quantize: str | None, batch: int, block_size: int, context: int) -> list[str]:
     """Options of `decode.bench`."""
-    experts = str(EXPERTS) if batch * width == TOKENS else "even"
-    options = ["--config", CONFIG, "--points", f"{batch},{width},{context}", "--experts", experts]
+    experts = str(EXPERTS) if batch * block_size == TOKENS else "even"
+    options = ["--config", CONFIG, "--points", f"{batch},{block_size},{context}", "--experts", experts]
     return options + (["--quantize", quantize] if quantize else [])
 
 
@@ -64,9 +64,13 @@ def cases(on_card: bool, out: str) -> Iterator[tuple[str, Callable[[], dict]]]:
             ),
         )
         return
-    for number, (quantize, batch, width, context) in enumerate(POINTS):
-        where = f"batch {batch}, width {width}, context {context}"
-        arguments = point(quantize, batch, width, context), where, Path(out) / f"decode{'-fp8' if quantize else ''}"
+    for number, (quantize, batch, block_size, context) in enumerate(POINTS):
+        where = f"batch {batch}, width {block_size}, context {context}"
+        arguments = (
+            point(quantize, batch, block_size, context),
+            where,
+            Path(out) / f"decode{'-fp8' if quantize else ''}",
+        )
         yield f"{quantize or 'bfloat16'}, {where}", partial(measured, *arguments)
         if number == 1:
             first = "batch {1}, width {2}, context {3}".format(*POINTS[0])

@@ -51,16 +51,16 @@ def machine(args) -> Cases:
     on_card = args.platform == "cuda"
 
     def packages() -> dict:
-        found = {}
+        versions = {}
         for name in (*NEEDED, *NEEDED_BY[args.platform]):
             try:
-                found[name] = version(name)
+                versions[name] = version(name)
             except PackageNotFoundError:
-                found[name] = "missing"
+                versions[name] = "missing"
         if on_card and not any(map(importlib.util.find_spec, ("jax_cuda13_plugin", "jax_cuda12_plugin"))):
-            found["jax-cuda13-plugin"] = "missing"
-        missing = [name for name, one in found.items() if one == "missing"]
-        return ({"status": "failed", "why": f"missing: {', '.join(missing)}"} if missing else measured()) | found
+            versions["jax-cuda13-plugin"] = "missing"
+        missing = [name for name, one in versions.items() if one == "missing"]
+        return ({"status": "failed", "why": f"missing: {', '.join(missing)}"} if missing else measured()) | versions
 
     def kernels_wanted() -> dict:
         from dflash_jax.ops.backend import Backend
@@ -85,10 +85,10 @@ def machine(args) -> Cases:
         from dflash_jax.ops.card import HOPPER, Card
         from dflash_jax.ops.kernels.triton import launch
 
-        found = {str(path): launch.release_of(path) for path in launch.assemblers()}
+        releases = {str(path): launch.release_of(path) for path in launch.assemblers()}
         device = jax.devices()[0]
         card = Card.of_device(device) if hasattr(device, "compute_capability") else HOPPER
-        return measured(ptx_version=launch.ptx_version(card.least_ptx), **found)
+        return measured(ptx_version=launch.ptx_version(card.least_ptx), **releases)
 
     def bandwidth() -> dict:
         from dflash_jax.tools.decode import bench as bench_decode
@@ -225,8 +225,8 @@ def run(args, say: Callable[[dict], None], done: set[str]) -> int:
             continue
         say({"begin": name})
         began = time.monotonic()
-        found, goes_on = result(check, args.stage)
-        say({"end": name, "seconds": round(time.monotonic() - began, 1)} | found)
+        outcome, goes_on = result(check, args.stage)
+        say({"end": name, "seconds": round(time.monotonic() - began, 1)} | outcome)
         if not goes_on:
             return 1
     return 0

@@ -65,13 +65,13 @@ class Runs:
         pair = jax.tree.map(lambda x: x.astype(dtype), token_runs.random_pair(self.shapes))
         return [with_backend(module, self.backend(on)) for module in pair]
 
-    def continued(self, count: int, dtype, temperature: float, width: int, together: bool, on: bool, coach=None):
+    def continued(self, count: int, dtype, temperature: float, block_size: int, together: bool, on: bool, coach=None):
         """The requests with their tokens."""
         plan, (target, _) = self.plan, self.models(dtype, on)
         lengths = np.resize(plan.lengths, count).tolist()
         return token_runs.run(
             target, coach,
-            token_runs.requests(lengths, temperature, plan.new, self.shapes.target.vocab_size), width,
+            token_runs.requests(lengths, temperature, plan.new, self.shapes.target.vocab_size), block_size,
             together=together, reproducible=0 if dtype == jnp.float32 else plan.wide, capacity=plan.capacity,
             prefill_sizes=plan.prefill_sizes, prefill_batch_tokens=plan.prefill_sizes[1],
         )  # fmt: skip
@@ -90,12 +90,12 @@ class Runs:
         _, drafter = self.models(dtype, on)
         coach = Remembering.of(drafter, right, plan.wide, plan.capacity) if drafting else None
         count = plan.together if together else len(plan.lengths)
-        found = self.continued(count, dtype, temperature, plan.wide if drafting else 1, together, on, coach)
+        runs = self.continued(count, dtype, temperature, plan.wide if drafting else 1, together, on, coach)
 
         def margin(*args) -> float:
             return token_runs.margin(self.models(dtype, False)[0], *args)
 
-        return token_runs.compared(found, right, margin if dtype == jnp.float32 else None)
+        return token_runs.compared(runs, right, margin if dtype == jnp.float32 else None)
 
 
 def cases(on_card: bool) -> Iterator[tuple[str, Callable[[], dict]]]:

@@ -82,7 +82,7 @@ def measured_bandwidth(size: int = 2**31, passes: int = 16) -> float:
         total = jax.lax.fori_loop(0, passes, lambda _, total: jnp.sum(x * (1 + total)), jnp.float32(0))
         return x.at[0].set(total)
 
-    found = []
+    bandwidths = []
     for function, moved in ((write, 2 * size), (read, size)):
         run = jax.jit(function, donate_argnums=0)
         x, times = jax.block_until_ready(run(jnp.zeros((size // 4,), jnp.float32))), []
@@ -90,9 +90,9 @@ def measured_bandwidth(size: int = 2**31, passes: int = 16) -> float:
             began = time.perf_counter()
             x = jax.block_until_ready(run(x))
             times.append(time.perf_counter() - began)
-        found.append(passes * moved / min(times))
+        bandwidths.append(passes * moved / min(times))
         del x
-    return max(found)
+    return max(bandwidths)
 
 
 def choices(target, drafter, state, slots, block):
@@ -153,8 +153,8 @@ def repeated(part):
 
     def run(target, drafter, state, *args):
         def again(_, moved):
-            found = jax.lax.optimization_barrier(part(target, drafter, state, moved, *args))
-            first = jax.tree.leaves(found)[0].reshape(-1)[0]
+            output = jax.lax.optimization_barrier(part(target, drafter, state, moved, *args))
+            first = jax.tree.leaves(output)[0].reshape(-1)[0]
             return moved + 1 + jnp.isnan(first.astype(jnp.float32)).astype(jnp.int32)
 
         return jax.lax.fori_loop(0, ROUNDS, again, jnp.int32(0))
@@ -192,9 +192,9 @@ def commits(target, drafter, state, slots, block_sizes, block, verified, *, sett
     after, drafter = speculative.decide(before, block, logits), drafter if settings.drafting else None
 
     def again(_, caches):
-        held = replace(before, target=caches[0], draft=caches[1])
-        made = speculative.commit(target, drafter, held, after, block, features, record, settings)
-        return made.target, made.draft
+        state_before = replace(before, target=caches[0], draft=caches[1])
+        committed = speculative.commit(target, drafter, state_before, after, block, features, record, settings)
+        return committed.target, committed.draft
 
     caches, draft = jax.lax.fori_loop(0, ROUNDS, again, (before.target, before.draft))
     done = replace(before, target=caches, draft=draft, block_sizes=state.block_sizes[slots])
@@ -228,30 +228,30 @@ class Bench:
         # Rows with the same tokens would all go to the same experts.
         tokens = np.random.default_rng(0).integers(self.programs.config.vocab_size, size=state.tokens.shape)
         state = replace(state, tokens=jax.device_put(tokens.astype(state.tokens.dtype), state.tokens.sharding))
-        return self.filled(state, prompt_length=point.context, limit=capacity, block_sizes=point.width)
+        return self.filled(state, prompt_length=point.context, limit=capacity, block_sizes=point.block_size)
 
     def calls(self, point: Point, state, rounds: int = ROUNDS, programs: StepCalls | None = None) -> dict:
         """By name, a function of a state that runs a part: (what to wait for, the next state)."""
         p, slots = programs or self.programs, np.arange(point.batch, dtype=np.int32)
-        block_sizes, settings = np.full(point.batch, point.width, np.int32), Settings(point.width)
+        block_sizes, settings = np.full(point.batch, point.block_size, np.int32), Settings(point.block_size)
         plain = replace(settings, drafting=False)
         # What a round verifies: each row's last token, and the drafts.
-        block = np.asarray(state.tokens)[:, point.context - 1 :][:, : point.width].copy()
-        if point.width > 1:
+        block = np.asarray(state.tokens)[:, point.context - 1 :][:, : point.block_size].copy()
+        if point.block_size > 1:
             block = p.read(p.propose(state, slots, block_sizes, settings))
         vocab, hidden = p.config.vocab_size, p.config.hidden_size
         wide = spec(DATA, None, self.pair.target.vocab)
-        logits = jnp.zeros((point.batch, point.width, vocab), jnp.float32)
-        states = jnp.zeros((point.batch, point.width, hidden), self.pair.target.dtype)
+        logits = jnp.zeros((point.batch, point.block_size, vocab), jnp.float32)
+        states = jnp.zeros((point.batch, point.block_size, hidden), self.pair.target.dtype)
 
         def decode(s):
-            after, report = p.decode(s, slots, block_sizes, rounds, plain if point.width == 1 else settings)
+            after, report = p.decode(s, slots, block_sizes, rounds, plain if point.block_size == 1 else settings)
             return report.count, after
 
         def prefill(s):
             # As if nothing of the prompt had been read.
             size = prefilled(point, self.pair.target.backend)
-            after, num_cached = p.prefill(s, slots[:1], np.full(1, size, np.int32), size, drafting=point.width > 1)
+            after, num_cached = p.prefill(s, slots[:1], np.full(1, size, np.int32), size, drafting=point.block_size > 1)
             return num_cached, after
 
         def apart(name, function, args, specs):
@@ -260,7 +260,7 @@ class Bench:
         def part(function, args, specs):
             return apart(getattr(function, "func", function).__name__, repeated(function), args, (specs, REPLICATED))
 
-        chosen = plain if point.width == 1 else settings
+        chosen = plain if point.block_size == 1 else settings
         verified = self.verified(state, (slots, block_sizes, block), chosen)
 
         def commit(s):
@@ -279,7 +279,7 @@ class Bench:
             "commit": commit,
             "prefill": prefill,
         }
-        if point.width > 1:
+        if point.block_size > 1:
             parts["draft"] = part(partial(draft, settings=settings), (slots, block_sizes), (BATCH, BATCH))
         if any(isinstance(layer.ffn, MoeSpec) for layer in p.config.layers):
             # Replicated over everything but the rows: what each token chose.
@@ -302,7 +302,7 @@ class Bench:
     def measure(self, point: Point) -> dict:
         """The figures of a point."""
         # Rows are divided among the data shards, each of which routes its own.
-        with forced(-(-point.batch // self.layout.data) * point.width, point.experts):
+        with forced(-(-point.batch // self.layout.data) * point.block_size, point.experts):
             row = self._measure(point)
         if point.experts is not None and self.layout.data == 1 and row["experts_touched"] != point.experts:
             raise EngineError(f"{row['experts_touched']} experts were touched, not {point.experts}")
@@ -315,20 +315,22 @@ class Bench:
             for call in self.calls(point, state, programs=ahead).values():
                 call(state)
         calls = self.calls(point, state)
-        found = {"compile_s": round(time.perf_counter() - began, 1)}
+        figures = {"compile_s": round(time.perf_counter() - began, 1)}
         touched = None
         if "choices" in calls:
             chosen = np.asarray(calls.pop("choices")(state)[0])
             touched = float(np.mean([len(np.unique(layer)) for layer in chosen]))
-            found["experts_touched"] = round(touched, 1)
+            figures["experts_touched"] = round(touched, 1)
         for name, call in calls.items():
             seconds, state = timed(call, state, partial(self.rewound, point=point, name=name))
-            found[f"{name}_ms"] = round(1e3 * seconds / (1 if name == "prefill" else ROUNDS), 4)
+            figures[f"{name}_ms"] = round(1e3 * seconds / (1 if name == "prefill" else ROUNDS), 4)
         moved = self.bytes(point, touched)
-        found |= {"gb_a_round": round(moved / 1e9, 4), "floor_ms": round(1e3 * moved / self.bandwidth, 4)}
-        found["of_floor"] = round(found["floor_ms"] / found["round_ms"], 3)
-        found["prefill_tokens_per_s"] = round(1e3 * prefilled(point, self.pair.target.backend) / found["prefill_ms"])
-        return found | self.compiled(point)
+        figures |= {"gb_a_round": round(moved / 1e9, 4), "floor_ms": round(1e3 * moved / self.bandwidth, 4)}
+        figures["of_floor"] = round(figures["floor_ms"] / figures["round_ms"], 3)
+        figures["prefill_tokens_per_s"] = round(
+            1e3 * prefilled(point, self.pair.target.backend) / figures["prefill_ms"]
+        )
+        return figures | self.compiled(point)
 
     def rewound(self, state, point: Point, name: str):
         """The state before a part; prefill has a prompt ahead of it."""
@@ -352,26 +354,26 @@ class Bench:
         """
         rows = math.ceil(point.batch / self.layout.data)
         context = rows * (2 * self.slot.state + self.slot.kv * point.context)
-        drafting = self.drafts.total + self.weights.head if point.width > 1 else 0.0
-        return self.weights.read(rows * point.width, touched) + drafting + context
+        drafting = self.drafts.total + self.weights.head if point.block_size > 1 else 0.0
+        return self.weights.read(rows * point.block_size, touched) + drafting + context
 
     def compiled(self, point: Point) -> dict:
         """Figures of the loop's program, and the peak memory of the point's programs.
 
         The figures are kernels of a round by layer, and temporaries.
         """
-        keys = [k for k in self.programs.compiled if k[0] == "decode" and k[1].block_size == point.width]
+        keys = [k for k in self.programs.compiled if k[0] == "decode" and k[1].block_size == point.block_size]
         program = self.programs.compiled[keys[-1]]
-        layers = len(self.programs.config.layers) + (len(self.pair.drafter.layers) if point.width > 1 else 0)
+        layers = len(self.programs.config.layers) + (len(self.pair.drafter.layers) if point.block_size > 1 else 0)
         count = xla_text.kernels(program.as_text()) / layers
         temporaries = program.memory_analysis().temp_size_in_bytes
         memory = [program.memory_analysis() for program in self.programs.compiled.values()]
-        held = [
+        peaks = [
             m.argument_size_in_bytes + m.temp_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes
             for m in memory
         ]
-        found = {"kernels_a_layer": round(count, 1), "temporaries_gb": round(temporaries / 1e9, 3)}
-        return found | {"peak_gb": round(max(held) / 1e9, 2)}
+        figures = {"kernels_a_layer": round(count, 1), "temporaries_gb": round(temporaries / 1e9, 3)}
+        return figures | {"peak_gb": round(max(peaks) / 1e9, 2)}
 
 
 def count_of_experts(args, point: Point) -> int:
@@ -379,7 +381,7 @@ def count_of_experts(args, point: Point) -> int:
     specs = [layer.ffn for layer in shapes_of(args).target.layers if isinstance(layer.ffn, MoeSpec)]
     if not specs:
         raise InputError("--experts: the target has none")
-    tokens, spec = point.batch * point.width, specs[0]
+    tokens, spec = point.batch * point.block_size, specs[0]
     if args.experts == "even":
         return experts_used(tokens, spec)
     least, most = spec.experts_per_token, min(spec.num_experts, tokens * spec.experts_per_token)
@@ -394,8 +396,8 @@ def timed(call, state, rewound) -> tuple:
     while len(times) < 6 and sum(times) < 20:
         state = jax.block_until_ready(rewound(state))
         began = time.perf_counter()
-        found, state = call(state)
-        jax.block_until_ready(found)
+        result, state = call(state)
+        jax.block_until_ready(result)
         times.append(time.perf_counter() - began)
     return statistics.median(times[1:] or times), state
 
@@ -431,11 +433,11 @@ def run(args) -> int:
     }
     out = args.out or Path(f"benchmarks/decode-{device_name(kind) or jax.default_backend()}-{name}")
     figures, page = beside(out, ".json"), beside(out, ".md")
-    held = read_record(figures)
-    was = held.get("about", about)
+    recorded = read_record(figures)
+    was = recorded.get("about", about)
     if any(was.get(k) != v for k, v in about.items()):
         raise InputError(f"{figures} is of {was}, this is {about}: give another --out")
-    record, bench, bandwidth = {"about": about, "points": held.get("points", {})}, None, 0.0
+    record, bench, bandwidth = {"about": about, "points": recorded.get("points", {})}, None, 0.0
 
     def measured(point: Point) -> bool:
         return "round_ms" in record["points"].get(str(point), {})

@@ -29,11 +29,11 @@ USABLE = 0.92
 
 @dataclass(frozen=True)
 class Point:
-    """What a measurement decodes; width 1 is plain decoding.
+    """What a measurement decodes; block size 1 is plain decoding.
 
     Attributes:
         batch: Sequences.
-        width: Tokens of each that a round verifies.
+        block_size: Tokens of each that a round verifies.
         context: Tokens before them.
         quantize: The form of the weights, where that is not the pair's own.
         experts: Experts of each layer to which the batch's tokens are sent; None for as many as the router of random
@@ -41,7 +41,7 @@ class Point:
     """
 
     batch: int
-    width: int
+    block_size: int
     context: int
     quantize: str | None = None
     experts: int | None = None
@@ -58,11 +58,11 @@ class Point:
             raise InputError(f"point {text!r}: it must be BATCH,WIDTH,CONTEXT, three numbers from 1 on")
         if int(numbers[2]) <= PREFILL_SIZES[0]:
             raise InputError(f"point {text!r}: the context must be more than {PREFILL_SIZES[0]} tokens")
-        batch, width, context = map(int, numbers)
-        return cls(batch, width, context)
+        batch, block_size, context = map(int, numbers)
+        return cls(batch, block_size, context)
 
     def __str__(self) -> str:
-        where = f"batch {self.batch}, width {self.width}, context {self.context}"
+        where = f"batch {self.batch}, width {self.block_size}, context {self.context}"
         where += f", {self.quantize}" if self.quantize else ""
         return where + (f", {self.experts} experts" if self.experts else "")
 
@@ -102,11 +102,11 @@ def random_weights(module, mesh, seed: int):
     """``module``, abstract, with weights."""
     leaves, structure = jax.tree.flatten(module)
     each = zip(parameter_paths(module), leaves, parameter_specs(module), strict=True)
-    made = [
+    weights = [
         random_leaf(path, leaf, jax.sharding.NamedSharding(mesh, cut), seed + i)
         for i, (path, leaf, cut) in enumerate(each)
     ]
-    return jax.tree.unflatten(structure, made)
+    return jax.tree.unflatten(structure, weights)
 
 
 @dataclass
@@ -124,27 +124,27 @@ def fitting(shapes, layout: Layout, points: list[Point], memory: float, quantize
 
     bfloat16 where every layer and the largest point's state fit, then FP8, then fewer layers.
     """
-    whole = len(shapes.target.layers)
+    num_layers = len(shapes.target.layers)
     step = math.lcm(*{shapes.target.layers.index(s) + 1 for s in set(shapes.target.layers)})
 
     def needs(shapes, quantize) -> float:
         target, drafter = compile_report.abstract_pair(shapes, layout, jnp.bfloat16, quantize, XLA)
-        held = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves((target, drafter)))
+        weight_bytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves((target, drafter)))
         slot = measure_slot(target, drafter, layout)
 
         def rows(p: Point) -> float:
-            logits = 12 * p.batch * p.width * shapes.target.vocab_size
+            logits = 12 * p.batch * p.block_size * shapes.target.vocab_size
             return slot.fixed * p.batch + slot.per_position * p.batch * (p.context + ROOM) + logits
 
-        return held / layout.tensor / layout.expert + max(map(rows, points))
+        return weight_bytes / layout.tensor / layout.expert + max(map(rows, points))
 
     for kind in (quantize,) if quantize or shapes.fp8 else (None, "fp8"):
         if needs(shapes, kind) <= USABLE * memory:
             return shapes, kind, "" if kind == quantize else "held in FP8: bfloat16 does not fit"
-    for count in range(whole - whole % step, 0, -step):
+    for count in range(num_layers - num_layers % step, 0, -step):
         cut = compile_report.shorten(shapes, count)
         if needs(cut, kind) <= USABLE * memory:
-            return cut, kind, f"{count} of {whole} layers{', in FP8' if kind == 'fp8' else ''}: more do not fit"
+            return cut, kind, f"{count} of {num_layers} layers{', in FP8' if kind == 'fp8' else ''}: more do not fit"
     raise InputError(f"not even {step} layers fit into {memory / 1e9:.0f} GB")
 
 

@@ -59,5 +59,5 @@ def kernel_events(events: list[dict]) -> list[tuple[str, float]]:
     ran = [e for e in events if e.get("ph") == "X"]
     if streams:
         return [(e["name"], e["dur"]) for e in ran if (e["pid"], e["tid"]) in streams]
-    found = [e for e in ran if "hlo_op" in e.get("args", {})]
-    return [(e["name"], e["dur"]) for e in found if not e["name"].startswith(("while", "cond", "call"))]
+    operations = [e for e in ran if "hlo_op" in e.get("args", {})]
+    return [(e["name"], e["dur"]) for e in operations if not e["name"].startswith(("while", "cond", "call"))]

@@ -13,15 +13,15 @@ point's programs holds. Prefill: one chunk of one prompt, the largest that the c
 """
 
 
-def acceptance_lengths(name: str, width: int) -> dict[str, float]:
+def acceptance_lengths(name: str, block_size: int) -> dict[str, float]:
     """Published, by task."""
     published = json.loads(PUBLISHED.read_text()).get(name.removesuffix("-fp8"), {})
-    found = {}
+    length_by_task = {}
     for task, lengths in published.get("acceptance_length", {}).items():
-        if str(width) in lengths:
-            value = lengths[str(width)]
-            found[task] = value["dflash"] if isinstance(value, dict) else value
-    return found
+        if str(block_size) in lengths:
+            value = lengths[str(block_size)]
+            length_by_task[task] = value["dflash"] if isinstance(value, dict) else value
+    return length_by_task
 
 
 COLUMNS = {
@@ -43,13 +43,13 @@ def table(record: dict) -> str:
         lines.append(f"| {point} | " + " | ".join(cells) + " |")
     computed = []
     for point, row in record["points"].items():
-        batch, width, _ = (int(part.split()[1]) for part in point.split(", ")[:3])
+        batch, block_size, _ = (int(part.split()[1]) for part in point.split(", ")[:3])
         # Of fewer layers than there are a token's time says nothing.
         if "failed" in row or "layers" in row.get("model", "") + about["model"]:
             continue
-        if width == 1:
+        if block_size == 1:
             computed.append(f"| {point} | plain | 1 | {1e3 * batch / row['round_ms']:.0f} |")
-        for task, length in acceptance_lengths(about["config"], width).items():
+        for task, length in acceptance_lengths(about["config"], block_size).items():
             computed.append(f"| {point} | {task} | {length} | {1e3 * batch * length / row['round_ms']:.0f} |")
     lines += ["", "Tokens/s, computed, not measured: a measured round, of the weights above, at a published acceptance"]
     lines += ["length; without prefill.", ""]

@@ -46,13 +46,13 @@ def attention(source, rows, tokens, heads, kv_heads, dim, capacity, window=None,
     cache = KVCache.create(rows + 1, kv_heads, dim, capacity, dtype, window, sinks)
     length = np.resize([capacity * 2 // 3, capacity, 0, min(30, capacity)], rows)
     # A row past the end stands for the last one.
-    taken = np.array([rows + 1, 0, *range(2, rows)][:rows])
+    slots = np.array([rows + 1, 0, *range(2, rows)][:rows])
     used = np.zeros(rows + 1, np.int32)
-    used[np.minimum(taken, rows)] = np.minimum(length, cache.capacity)
+    used[np.minimum(slots, rows)] = np.minimum(length, cache.capacity)
     is_written = jnp.arange(cache.capacity)[None, :, None] < jnp.asarray(used)[:, None, None, None]
     contents = (source.normal(*cache.k.shape, dtype=dtype) for _ in "kv")
     cached_k, cached_v = (jnp.where(is_written, x, jnp.nan).astype(dtype) for x in contents)
-    cache = KVCache(cached_k, cached_v, jnp.asarray(taken, jnp.int32), cache.sinks, cache.ring)
+    cache = KVCache(cached_k, cached_v, jnp.asarray(slots, jnp.int32), cache.sinks, cache.ring)
     length, bounds = jnp.asarray(length, jnp.int32), Bounds.none(rows, tokens)
     if window is not None:
         zero, positions = jnp.zeros(rows, jnp.int32), length[:, None] + jnp.arange(tokens, dtype=jnp.int32)
@@ -65,9 +65,9 @@ def written(source, rows, tokens, kv_heads, dim, capacity, window=None, dtype=jn
     """(cache, k, v, positions) of `ops.attention.write`: rows of a larger cache, and one that is past its end."""
     cache = KVCache.create(rows + 1, kv_heads, dim, capacity, dtype, window)
     cached_k, cached_v = (source.normal(*cache.k.shape, dtype=dtype) for _ in "kv")
-    taken = np.arange(rows, 0, -1)
-    taken[1:2] = rows + 7
-    cache = KVCache(cached_k, cached_v, jnp.asarray(taken, jnp.int32), cache.sinks, cache.ring)
+    slots = np.arange(rows, 0, -1)
+    slots[1:2] = rows + 7
+    cache = KVCache(cached_k, cached_v, jnp.asarray(slots, jnp.int32), cache.sinks, cache.ring)
     k, v = (source.normal(rows, tokens, kv_heads, dim, dtype=dtype) for _ in "kv")
     start = jnp.asarray(np.resize([7, 20, 33], rows), jnp.int32)
     return cache, k, v, start[:, None] + jnp.arange(tokens, dtype=jnp.int32)
@@ -79,10 +79,10 @@ def mixer(source, rows, tokens, g, r, dk, dv, dtype=jnp.float32, taps=4, alike=F
     The state has two rows more than take part, in another order; the last of several is past its end. With ``alike``,
     the same token comes again and again with hardly any decay, where the inverse of a chunk is worst conditioned.
     """
-    channels, held = 2 * dk + r * dv, rows + 2
-    where = [*source.rng.permutation(held)[: rows - 1], held] if rows > 1 else [1]
-    conv = source.normal(held, taps - 1, g, channels, dtype=dtype)
-    state = DeltaState(source.normal(held, g, r, dk, dv), conv, jnp.asarray(where, jnp.int32))
+    channels, num_slots = 2 * dk + r * dv, rows + 2
+    where = [*source.rng.permutation(num_slots)[: rows - 1], num_slots] if rows > 1 else [1]
+    conv = source.normal(num_slots, taps - 1, g, channels, dtype=dtype)
+    state = DeltaState(source.normal(num_slots, g, r, dk, dv), conv, jnp.asarray(where, jnp.int32))
     inputs = source.normal(rows, tokens, g, channels + r * dv, dtype=dtype)
     gates = source.normal(rows, tokens, 2, g, r, dtype=dtype)
     if alike:

@@ -45,26 +45,26 @@ def check(comparison: Comparison, on_card: bool) -> dict:
         with jax.default_matmul_precision("highest" if c.dtype == F32 else "default"):
             return [np.asarray(x) for x in jax.tree.leaves(kernel(*args))]
 
-    found = run(c.args)
-    if not same_bits(found, run(c.args)):
+    result = run(c.args)
+    if not same_bits(result, run(c.args)):
         return failed("two runs gave other bits")
     # A state's last leaf is its rows.
     other = run(c.permuted(c.args, order))
-    if not (same_bits(found[:-1], other[:-1]) if c.in_place else same_bits([x[order] for x in found], other)):
+    if not (same_bits(result[:-1], other[:-1]) if c.in_place else same_bits([x[order] for x in result], other)):
         return failed("rows in another order gave other bits")
 
     def definition(*args):
-        made = jax.jit(c.definition)(*args)
+        expected = jax.jit(c.definition)(*args)
         # Of a state, what it holds.
-        return jax.tree.leaves(made)[: -1 if c.in_place else None]
+        return jax.tree.leaves(expected)[: -1 if c.in_place else None]
 
-    plain, found = c.args if c.plain is None else c.plain, found[: -1 if c.in_place else None]
+    plain, result = c.args if c.plain is None else c.plain, result[: -1 if c.in_place else None]
     if c.to_the_bit:
         expected = [np.asarray(x) for x in definition(*plain)]
-        return {"status": "exact", "of_allowed": 0.0} if same_bits(found, expected) else failed("other bits")
+        return {"status": "exact", "of_allowed": 0.0} if same_bits(result, expected) else failed("other bits")
     with jax.default_matmul_precision("highest" if c.dtype == F32 else "default"):
         exact = float64_reference.in_both_of(definition, *plain)
-    return verdict(found, exact, c.dtype)
+    return verdict(result, exact, c.dtype)
 
 
 def launched(comparison: Comparison) -> dict:
@@ -73,10 +73,10 @@ def launched(comparison: Comparison) -> dict:
     return {"status": "exact"}
 
 
-def verdict(found: list[np.ndarray], exact: list[float64_reference.Exact], dtype) -> dict:
+def verdict(result: list[np.ndarray], exact: list[float64_reference.Exact], dtype) -> dict:
     """Largest distance of the results from float64, as a share of the allowed one."""
     farthest = 0.0
-    for i, (one, right) in enumerate(zip(found, exact, strict=True)):
+    for i, (one, right) in enumerate(zip(result, exact, strict=True)):
         one, missing = np.asarray(one, np.float64), np.isnan(right.value)
         if one.shape != right.value.shape or (np.isnan(one) != missing).any():
             return failed(f"result {i} has another shape than its definition's, or NaN elsewhere")

@@ -115,7 +115,7 @@ def attention(source, sizes: Sizes, rows, tokens, dtype, heads, mask, window=Non
     n, kv_heads, dim = getattr(sizes, heads)
     capacity = sizes.context if tokens > 16 or rows == 1 else sizes.context // 4
     args = arguments.attention(source, rows, tokens, n, kv_heads, dim, capacity, window, sinks, dtype)
-    own = {
+    block_mask = {
         "causal": None,
         "open": jnp.ones((tokens, tokens), bool),
         "by row": jnp.broadcast_to(jnp.tril(jnp.ones((tokens, tokens), bool)), (rows, tokens, tokens)).at[0].set(True),
@@ -125,13 +125,13 @@ def attention(source, sizes: Sizes, rows, tokens, dtype, heads, mask, window=Non
     definition, kernel = partial(attention_op.reference, XLA), kernel_of(attention_op.IMPLEMENTATIONS)
 
     def permuted(args, order):
-        q, k, v, own, cache, length, bounds, both = args
+        q, k, v, block_mask, cache, length, bounds, both = args
         q, k, v, length, bounds, both = jax.tree.map(lambda x: x[order], (q, k, v, length, bounds, both))
-        own = own[order] if own is not None and own.ndim == 3 else own
-        return q, k, v, own, replace(cache, rows=cache.rows[order]), length, bounds, both
+        block_mask = block_mask[order] if block_mask is not None and block_mask.ndim == 3 else block_mask
+        return q, k, v, block_mask, replace(cache, rows=cache.rows[order]), length, bounds, both
 
     q, k, v, cache, length, bounds = args
-    return Comparison(dtype, kernel, definition, (q, k, v, own, cache, length, bounds, both), permuted)
+    return Comparison(dtype, kernel, definition, (q, k, v, block_mask, cache, length, bounds, both), permuted)
 
 
 def writing(source, sizes: Sizes, rows, tokens, dtype, window=None) -> Comparison:

@@ -54,12 +54,12 @@ def attention(capacity: int = 131072) -> dict:
     q, k, v = (source.normal(2, 5, n, dim, dtype=BF16) for n in (16, heads, heads))
     small = [source.normal(2, heads, capacity, dim, dtype=BF16) for _ in "kv"]
     length, bounds = jnp.asarray([3000, 500], jnp.int32), Bounds.none(2, 5)
-    slots = length[:, None] + jnp.arange(5, dtype=jnp.int32)
+    positions = length[:, None] + jnp.arange(5, dtype=jnp.int32)
 
-    def read_and_write(k_held, v_held, rows):
-        y = attend_triton(card, q, k, v, None, KVCache(k_held, v_held, rows), length, bounds)
-        held = write_triton(card, k_held, v_held, k, v, rows, slots)
-        return y, [x[-2:, :, :4096] for x in held]
+    def read_and_write(cached_k, cached_v, rows):
+        y = attend_triton(card, q, k, v, None, KVCache(cached_k, cached_v, rows), length, bounds)
+        written = write_triton(card, cached_k, cached_v, k, v, rows, positions)
+        return y, [x[-2:, :, :4096] for x in written]
 
     run = jax.jit(read_and_write)
     expected = jax.tree.map(np.asarray, run(*small, jnp.asarray([1, 0], jnp.int32)))
@@ -70,11 +70,11 @@ def attention(capacity: int = 131072) -> dict:
 def delta(tokens: int) -> dict:
     """Of the last rows of a state: the mixer and, of few tokens, the replay."""
     inputs, gates, state, weights = arguments.mixer(Source(0), 2, tokens, 16, 2, 128, 128, BF16)
-    held = [x[:2] for x in (state.recurrent, state.conv_inputs)]
-    rows = LAST // held[0][0].size + 2
+    small = [x[:2] for x in (state.recurrent, state.conv_inputs)]
+    rows = LAST // small[0][0].size + 2
 
-    def run(recurrent, conv, taken):
-        state = DeltaState(recurrent, conv, taken)
+    def run(recurrent, conv, slots):
+        state = DeltaState(recurrent, conv, slots)
         if tokens > 16:
             return kernel_of(gated_delta.IMPLEMENTATIONS, "triton, chunks")(inputs, gates, state, weights, 1e-6)
         y, record = kernel_of(gated_delta.IMPLEMENTATIONS, "triton, one chunk")(inputs, gates, state, weights, 1e-6)
@@ -82,35 +82,35 @@ def delta(tokens: int) -> dict:
         return y, record, [x[-2:] for x in (after.recurrent, after.conv_inputs)]
 
     run = jax.jit(run)
-    expected = jax.tree.map(np.asarray, run(*held, jnp.asarray([1, 0], jnp.int32)))
-    large = [behind_zeros(x, rows) for x in held]
+    expected = jax.tree.map(np.asarray, run(*small, jnp.asarray([1, 0], jnp.int32)))
+    large = [behind_zeros(x, rows) for x in small]
     return equal(run(*large, jnp.asarray([rows - 1, rows - 2], jnp.int32)), expected)
 
 
-def mixture(tokens: int, experts: int = 640, own: int = 128) -> dict:
+def mixture(tokens: int, experts: int = 640, used_experts: int = 128) -> dict:
     """Of Qwen3.5-397B-A17B's sizes: tokens that choose among the last experts."""
     source = Source(0, on_device=True)
     kernel = partial(kernel_of(moe.IMPLEMENTATIONS), experts_per_token=10, normalise=True)
     x, logits = source.normal(tokens, 4096, dtype=BF16), source.normal(tokens, experts)
-    logits = logits.at[:, : experts - own].add(-100)
-    small = [source.normal(own, *shape, dtype=BF16) / 64 for shape in ((2, 1024, 4096), (4096, 1024))]
+    logits = logits.at[:, : experts - used_experts].add(-100)
+    small = [source.normal(used_experts, *shape, dtype=BF16) / 64 for shape in ((2, 1024, 4096), (4096, 1024))]
 
     def run(first, gate_up, down):
         return kernel(x, logits, jnp.ones(tokens, bool), first, gate_up, down, None, None)
 
     run = jax.jit(run)
-    expected = np.asarray(run(experts - own, *small))
+    expected = np.asarray(run(experts - used_experts, *small))
     return equal(run(0, *(behind_zeros(x, experts) for x in small)), expected)
 
 
-def products(rows: int, inner: int = 4096, own: int = 8192) -> dict:
+def products(rows: int, inner: int = 4096, last_outputs: int = 8192) -> dict:
     """The last outputs of one weight."""
     from dflash_jax.ops.kernels.triton.linear import project_triton
 
     source, card = Source(0, on_device=True), tested_card()
-    x, small = source.normal(rows, inner, dtype=BF16), source.normal(own, inner, dtype=BF16) / 64
-    run = jax.jit(lambda weight: project_triton(x, [weight], card=card)[0][:, -own:])
-    return equal(run(behind_zeros(small, LAST // inner + 2 * own)), run(small))
+    x, small = source.normal(rows, inner, dtype=BF16), source.normal(last_outputs, inner, dtype=BF16) / 64
+    run = jax.jit(lambda weight: project_triton(x, [weight], card=card)[0][:, -last_outputs:])
+    return equal(run(behind_zeros(small, LAST // inner + 2 * last_outputs)), run(small))
 
 
 def cases() -> Iterator[tuple[str, Callable[[], dict]]]:

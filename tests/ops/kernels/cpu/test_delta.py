@@ -48,7 +48,7 @@ def one_by_one(args, tokens: int):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_mix_and_replay(shape):
+def test_mix_and_replay_equal_the_plain_definition(shape):
     args, (b, t) = arguments(*shape), shape[:2]
     y, *record = cpu.gated_delta(*args, 1e-6)
     record = DeltaRecord(*record)

@@ -84,7 +84,7 @@ def test_sixteen_bits_lose_no_small_change_of_a_large_state():
     "sizes", [(1, 17, 1, 1, 16, 16), (2, 64, 2, 3, 16, 32), (2, 70, 1, 2, 32, 16), (1, 150, 2, 2, 16, 16)]
 )
 @pytest.mark.parametrize("alike", [False, True])
-def test_the_whole_mixer(sizes, alike):
+def test_mix_in_chunks_equals_the_plain_mixer(sizes, alike):
     """``alike``: the same token again and again with hardly any decay, where the inverse of a chunk is worst
     conditioned."""
     args = mixer(Source(sizes[1]), *sizes, alike=alike)
@@ -120,7 +120,7 @@ def test_mixer_in_chunks_with_other_convolutions_equals_its_definition(taps):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=3e-5), found, expected)
 
 
-def test_in_sixteen_bits():
+def test_mix_in_chunks_in_float16_is_near_float32():
     """Half precision, which the interpreter has, in bfloat16's place, against float32 of the same values: keys are
     rounded once, δ is off by what that and products in 16 bits make of it."""
     half = mixer(Source(0), 1, 150, 1, 2, 32, 32, jnp.float16)
@@ -147,7 +147,7 @@ def test_which_models_they_are_for():
 
 
 @pytest.mark.parametrize("alike", [False, True])
-def test_what_tf32_costs(alike):
+def test_tf32_error_is_below_one_bfloat16_rounding(alike):
     """The inverse of a chunk and what is made of it are products in TF32, of bfloat16 models. Their error is less than
     one rounding to bfloat16 of the largest value, for random keys and where the inverse is worst conditioned."""
     args = mixer(Source(3), 1, 64, 1, 1, 128, 128, jnp.bfloat16, alike=alike)
