@@ -27,7 +27,7 @@ from dflash_jax.parallel.sharding import ONE_DEVICE, AxisSharding, Layout
 class DraftVocabulary(nnx.Module):
     """A subset of the vocabulary that is drafted from.
 
-    Rare tokens are hardly ever drafted correctly, and a head over all tokens is much of what a drafter reads (as in
+    Rare tokens are seldom drafted correctly, and a head over all tokens is much of what a drafter reads (as in
     FR-Spec, arXiv 2502.14856).
 
     Attributes:

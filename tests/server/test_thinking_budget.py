@@ -45,7 +45,7 @@ def test_a_thought_ends_when_its_budget_is_used_up(quiet, llm, params, budget, n
 @BOTH
 @pytest.mark.parametrize("budget", [0, 1, 5])
 def test_a_thought_that_may_begin_has_a_budget_too(quiet, llm, params, budget, monkeypatch):
-    """The prompt of the template opens the thought: it is told here that it does not."""
+    """The template opens the thought; the argument says that it does not."""
     real = chat.converse
 
     async def possible(*args, **options):
