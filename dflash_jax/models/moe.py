@@ -9,7 +9,7 @@ from dflash_jax.models.config import MoeSpec
 from dflash_jax.models.layers import Mlp, normal
 from dflash_jax.ops.backend import XLA, Backend
 from dflash_jax.ops.linear import DeferredNorm, linear
-from dflash_jax.ops.moe import mixture, shared_weight
+from dflash_jax.ops.moe import fuses_residual, mixture, shared_weight
 from dflash_jax.ops.weights import can_pack_experts
 from dflash_jax.parallel.sharding import ONE_DEVICE, AxisSharding, Layout
 
@@ -89,8 +89,9 @@ class Moe(nnx.Module):
             gate = gates[0].reshape(-1)
             if routed == self.shared.features:
                 shared = (self.shared.gate_up[...], self.shared.down[...], gate)
-        # The residual is added once: by `mixture`, or after a sum over devices or a shared expert that follows it.
-        in_mixture = not routed.axes and (gate is None or shared is not None)
+        # The residual is added once: by `mixture`, or after it where a sum over devices or a shared expert follows, or
+        # where no kernel fuses it.
+        in_mixture = fuses_residual(self.backend) and not routed.axes and (gate is None or shared is not None)
         args = (flat, logits, valid.reshape(-1), first, gate_up, down, shared, flat_residual if in_mixture else None)
         options = {"experts_per_token": self.spec.experts_per_token, "normalise": self.spec.normalise_top_k}
         y = routed.sum(mixture(self.backend, *args, **options))

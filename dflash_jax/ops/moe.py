@@ -315,6 +315,15 @@ IMPLEMENTATIONS = (
 )
 
 
+def fuses_residual(backend: Backend) -> bool:
+    """Whether a kernel of `mixture` adds the residual.
+
+    Elsewhere the caller adds it in the shape of the block. XLA on a CPU rounds a sum of flat bfloat16 tokens elsewhere,
+    and aligned blocks would lose their bits.
+    """
+    return backend.has_triton
+
+
 def mixture(
     backend: Backend,
     x: Float[Array, "N H"],
