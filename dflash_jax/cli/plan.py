@@ -7,6 +7,7 @@ with config.json is enough. The exit code is 1 where the system does not fit.
 import argparse
 import json
 import os
+import re
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from dflash_jax.planner import USABLE, read_shapes
 
 # Largest count of slots, tokens or rounds, and the largest number of devices, of a plan.
 MOST, MOST_DEVICES = 10**9, 2**16
+DTYPES = ("float32", "bfloat16")
 
 
 def describe(plan: dict, request: Request, fitting: list[Change]) -> str:
@@ -83,7 +85,7 @@ def table(requests: dict[str, Request], plans: dict[str, dict]) -> str:
                 f"{plan['max_slots']:,}",
                 f"{plan['max_len']:,}",
                 *(f"{rate:,.0f}" if plan["fits"] and rate is not None else "-" for rate in rates),
-                "; or ".join(map(str, fitting[:2])) or "-",
+                " or ".join(change.text or " ".join(change.options) for change in fitting[:2]) or "-",
             ]
         )
     widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
@@ -125,7 +127,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--bandwidth", "--memory-bandwidth", type=float, metavar="GB/S", help="of its memory, for the tokens a second"
     )
     p.add_argument("--devices", type=int, metavar="N", help="how many of the device (default: 1; this machine's: all)")
-    p.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16", help="default: %(default)s")
+    p.add_argument("--dtype", choices=DTYPES, help="default: the config's, else float32 on a CPU, bfloat16 elsewhere")
     p.add_argument("--quantize", choices=["none", "int8", "fp8"])
     p.add_argument("--max-len", type=int, default=8192, metavar="N", help="tokens of a slot (default: %(default)s)")
     p.add_argument("--slots", type=int, default=1, metavar="N", help="sequences at once (default: %(default)s)")
@@ -194,6 +196,8 @@ def find_shapes(name: str, kind: str) -> str:
     system = system_of(name, kind)
     if system is not None:
         return str(system.shapes[kind])
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith("."):
+        raise InputError(f"{kind} {name!r} does not exist: give a directory, or a repository such as Qwen/Qwen3-8B")
     known = repositories(kind)
     near = get_close_matches(name, known, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(known)}"
@@ -224,7 +228,7 @@ def read_models(args) -> tuple[str, str | None, System | None]:
     options = system.options if system else {}
     target = target or shapes.get("target") or options.get("target")
     if not target:
-        raise InputError("no target: give --target or --config")
+        raise InputError("no target: give a model, such as qwen3-8b or Qwen/Qwen3-8B, --target or --config")
     draft = args.draft or shapes.get("draft") or options.get("draft")
     return find_shapes(target, "target"), None if draft in (None, "none") else find_shapes(draft, "draft"), system
 
@@ -276,23 +280,27 @@ def run(args) -> int:
     acceptance_length = min(6.0, block) if args.acceptance_length is None else args.acceptance_length
     if not 1 <= acceptance_length <= (block if shapes.draft else MOST):
         raise InputError(f"acceptance_length is {acceptance_length:g}: it must be from 1 to the block size, {block}")
+    options = system.options if system else {}
     requests = {}
     for device, name, count in devices.values():
         layout = Layout.parse(read_mesh(args, system, device, count))
         if layout.devices > MOST_DEVICES:
             raise InputError(f"mesh {layout} has {layout.devices} devices: it must have {MOST_DEVICES:,} or fewer")
+        dtype = args.dtype or options.get("dtype") or ("float32" if device.platform == "cpu" else "bfloat16")
+        if dtype not in DTYPES:
+            raise InputError(f"config {args.config}: dtype is {dtype!r}: it must be {' or '.join(DTYPES)}")
         requests[name] = Request(
             shapes,
             layout,
             device,
             name,
-            {"float32": jnp.float32, "bfloat16": jnp.bfloat16}[args.dtype],
+            getattr(jnp, dtype),
             args.slots,
             args.max_len,
             args.context,
             acceptance_length,
             block,
-            args.quantize,
+            args.quantize or options.get("quantize"),
         )
     plans = {name: request.plan() for name, request in requests.items()}
     if args.all_devices:

@@ -120,9 +120,8 @@ def without_drafter(request: Request) -> Change | None:
 
 
 def shorter(request: Request) -> Change | None:
-    """The longest slots that fit, as a multiple of 1,024 tokens, or of 64 below that."""
-    longest = request.plan()["max_len"]
-    longest -= longest % (1024 if longest >= 1024 else 64)
+    """The longest slots that fit, as a multiple of 1,024 tokens."""
+    longest = request.plan()["max_len"] // 1024 * 1024
     if not 0 < longest < request.max_len:
         return None
     return Change("", ("--max-len", str(longest)), replace(request, max_len=longest))
@@ -149,7 +148,7 @@ def changes(request: Request) -> list[Change]:
     """Changes, each of which makes a request fit that does not.
 
     Single changes come first. Where none of the system fits, eight bits, then no drafter besides, are combined with
-    another one. A larger device comes last.
+    another one, and then more devices with fewer slots. A larger device comes last.
     """
     fitting = list(_single(request))
     combined, text, options = request, "", ()
@@ -163,6 +162,10 @@ def changes(request: Request) -> list[Change]:
         for second in _single(combined):
             both = " and ".join(filter(None, (text, second.text)))
             fitting.append(Change(both, (*options, *second.options), second.request))
+    if not fitting and (more := on_more_devices(replace(request, slots=1))):
+        fewer = fewer_slots(replace(request, layout=more.request.layout))
+        if fewer is not None and fewer.request.fits():
+            fitting.append(Change(more.text, (*more.options, *fewer.options), fewer.request))
     larger = on_larger_device(request)
     return [*fitting, larger] if larger else fitting
 
