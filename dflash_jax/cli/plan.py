@@ -8,8 +8,8 @@ import argparse
 import json
 import os
 import re
+from contextlib import suppress
 from difflib import get_close_matches
-from pathlib import Path
 
 from dflash_jax.cli.plan_changes import Change, Request, changes
 from dflash_jax.cli.system_config import System, read_system, repositories, system_of
@@ -85,7 +85,7 @@ def table(requests: dict[str, Request], plans: dict[str, dict]) -> str:
                 f"{plan['max_slots']:,}",
                 f"{plan['max_len']:,}",
                 *(f"{rate:,.0f}" if plan["fits"] and rate is not None else "-" for rate in rates),
-                " or ".join(change.text or " ".join(change.options) for change in fitting[:2]) or "-",
+                " or ".join(change.text for change in fitting[:2]) or "-",
             ]
         )
     widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
@@ -182,26 +182,33 @@ def chosen_device(args) -> tuple[Device, str, int]:
 
 
 def find_shapes(name: str, kind: str) -> str:
-    """The directory or config.json that ``name`` is, or the published config of the repository that it is.
+    """The directory or config.json that ``name`` is, or the config of the repository: of configs/, else of the cache.
 
     Args:
         name: A path or a Hugging Face repository id.
         kind: "target" or "draft".
 
     Raises:
-        InputError: It is none of them.
+        InputError: There is none, or ``name`` is not a path that can be read.
     """
-    if Path(name).exists():
+    if os.path.exists(name):
         return name
     system = system_of(name, kind)
     if system is not None:
         return str(system.shapes[kind])
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith("."):
-        raise InputError(f"{kind} {name!r} does not exist: give a directory, or a repository such as Qwen/Qwen3-8B")
+        example = {"target": "Qwen/Qwen3-8B", "draft": "z-lab/Qwen3-8B-DFlash-b16, or none"}[kind]
+        raise InputError(f"{kind} {name!r} does not exist: give a directory, or a repository such as {example}")
+    from huggingface_hub import try_to_load_from_cache
+
+    # A path where the config was downloaded before; nothing is downloaded here.
+    with suppress(OSError, ValueError):
+        if isinstance(cached := try_to_load_from_cache(name, "config.json"), str):
+            return cached
     known = repositories(kind)
     near = get_close_matches(name, known, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(known)}"
-    raise InputError(f"{kind} {name!r} is neither a directory nor a repository whose config is in configs/: {hint}")
+    raise InputError(f"{kind} {name!r} is neither a directory nor a repository whose config is here: {hint}")
 
 
 def read_models(args) -> tuple[str, str | None, System | None]:
@@ -214,15 +221,15 @@ def read_models(args) -> tuple[str, str | None, System | None]:
     if args.model is not None:
         if config or target:
             raise InputError(f"{args.model!r} and --{'config' if config else 'target'} both name the model: give one")
-        is_target = "/" in args.model or Path(args.model).is_dir() or args.model.endswith(".json")
+        is_target = "/" in args.model or os.path.isdir(args.model) or args.model.endswith(".json")
         config, target = (None, args.model) if is_target else (args.model, None)
     if target and target.endswith(".toml"):
         config, target = target, None
     system = None
     if config:
-        repository = None if Path(config).exists() else system_of(config)
+        repository = None if os.path.exists(config) else system_of(config)
         system = repository or read_system(config)
-    elif target and not Path(target).exists():
+    elif target and not os.path.exists(target):
         system = system_of(target)
     shapes = {kind: str(path) for kind, path in system.shapes.items()} if system else {}
     options = system.options if system else {}

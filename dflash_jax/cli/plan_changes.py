@@ -54,7 +54,7 @@ class Change:
     """A change that makes a request fit.
 
     Attributes:
-        text: The change for people, such as "two H100".
+        text: The change for people, such as "two H100", or the options themselves.
         options: The options that make the change on the command line.
         request: The request after the change.
     """
@@ -64,7 +64,8 @@ class Change:
     request: Request
 
     def __str__(self) -> str:
-        return f"{self.text} ({' '.join(self.options)})" if self.text else " ".join(self.options)
+        options = " ".join(self.options)
+        return self.text if self.text == options else f"{self.text} ({options})"
 
 
 def devices_text(request: Request) -> str:
@@ -116,7 +117,7 @@ def without_drafter(request: Request) -> Change | None:
     """Plain decoding."""
     if request.shapes.draft is None:
         return None
-    return Change("", ("--draft", "none"), replace(request, shapes=replace(request.shapes, draft=None)))
+    return Change("--draft none", ("--draft", "none"), replace(request, shapes=replace(request.shapes, draft=None)))
 
 
 def shorter(request: Request) -> Change | None:
@@ -124,7 +125,7 @@ def shorter(request: Request) -> Change | None:
     longest = request.plan()["max_len"] // 1024 * 1024
     if not 0 < longest < request.max_len:
         return None
-    return Change("", ("--max-len", str(longest)), replace(request, max_len=longest))
+    return Change(f"--max-len {longest}", ("--max-len", str(longest)), replace(request, max_len=longest))
 
 
 def fewer_slots(request: Request) -> Change | None:
@@ -132,7 +133,7 @@ def fewer_slots(request: Request) -> Change | None:
     slots = request.plan()["max_slots"]
     if not 0 < slots < request.slots:
         return None
-    return Change("", ("--slots", str(slots)), replace(request, slots=slots))
+    return Change(f"--slots {slots}", ("--slots", str(slots)), replace(request, slots=slots))
 
 
 def on_larger_device(request: Request) -> Change | None:
@@ -160,12 +161,12 @@ def changes(request: Request) -> list[Change]:
         if combined.fits():
             fitting.append(Change(text, options, combined))
         for second in _single(combined):
-            both = " and ".join(filter(None, (text, second.text)))
-            fitting.append(Change(both, (*options, *second.options), second.request))
+            fitting.append(Change(f"{text} and {second.text}", (*options, *second.options), second.request))
     if not fitting and (more := on_more_devices(replace(request, slots=1))):
         fewer = fewer_slots(replace(request, layout=more.request.layout))
         if fewer is not None and fewer.request.fits():
-            fitting.append(Change(more.text, (*more.options, *fewer.options), fewer.request))
+            text = f"{more.text} and {fewer.text}"
+            fitting.append(Change(text, (*more.options, *fewer.options), fewer.request))
     larger = on_larger_device(request)
     return [*fitting, larger] if larger else fitting
 

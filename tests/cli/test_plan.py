@@ -74,12 +74,12 @@ def test_changes_go_as_far_as_they_must_and_no_further(capsys):
 
 
 def test_combined_changes_where_none_alone_fits(capsys, monkeypatch):
-    """Without further devices only FP8 together with fewer slots fits."""
+    """Without further devices FP8 fits only with less besides."""
     monkeypatch.setattr("dflash_jax.cli.plan_changes.LIMIT", 1)
-    argv = ["qwen3.5-27b", "--device", "l40s", "--slots", "1000"]
+    argv = ["qwen3.5-27b", "--device", "l40s", "--slots", "16"]
     assert main(argv) == 1
     out = capsys.readouterr().out
-    assert "would fit: FP8 (--quantize fp8 --slots " in out
+    assert "would fit: FP8 and --max-len 3072 (--quantize fp8 --max-len 3072)" in out
     code, plan = planned(capsys, "qwen3.5-397b-a17b", "--memory", "0.5")
     assert (code, plan["would_fit"]) == (1, [])
     main(["qwen3.5-397b-a17b", "--memory", "0.5"])
@@ -136,6 +136,17 @@ def test_a_directory_comes_before_a_repository(tmp_path, capsys, monkeypatch):
     assert plan["parameters"]["drafter"] == 0
 
 
+def test_the_config_of_a_downloaded_repository_is_read(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    snapshot = tmp_path / "models--some--model" / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (tmp_path / "models--some--model" / "refs").mkdir()
+    (tmp_path / "models--some--model" / "refs" / "main").write_text("0" * 40)
+    (snapshot / "config.json").write_text((CONFIGS / "hf" / "Qwen3-8B.json").read_text())
+    _, plan = planned(capsys, "some/model", "--device", "b200")
+    assert plan["parameters"] == {"target": 8_190_735_360, "vision": 0, "drafter": 0}
+
+
 @pytest.mark.parametrize(
     ("argv", "named"),
     [
@@ -146,6 +157,9 @@ def test_a_directory_comes_before_a_repository(tmp_path, capsys, monkeypatch):
         (["a\nb/c"], "'a\\nb/c' does not exist"),
         (["qwen3-8"], "did you mean qwen3-8b"),
         ([""], "no target"),
+        (["some/..model--x"], "'some/..model--x'"),
+        (["a/" + "b" * 5000], "bbbb"),
+        (["a\0/b"], "a"),
         (["Qwen/Qwen3-8B", "--draft", "z-lab/none"], "draft 'z-lab/none'"),
         (["Qwen/Qwen3-8B", "--draft", "z-lab/Qwen3.6-27B-DFlash"], "they differ"),
         (["qwen3-8b", "--config", "qwen3-8b"], "both name the model"),
