@@ -132,7 +132,7 @@ def make_parser() -> argparse.ArgumentParser:
     p.add_argument("--max-len", type=int, default=8192, metavar="N", help="tokens of a slot (default: %(default)s)")
     p.add_argument("--slots", type=int, default=1, metavar="N", help="sequences at once (default: %(default)s)")
     p.add_argument(
-        "--context", type=int, default=2048, metavar="N", help="for the tokens a second (default: %(default)s)"
+        "--context", type=int, metavar="N", help="for the tokens a second (default: 2048, or --max-len below that)"
     )
     p.add_argument("--acceptance-length", type=float, metavar="A", help="default: 6, or the block size below that")
     p.add_argument("--block-size", type=int, default=None, metavar="B", help="default: the drafter's")
@@ -304,7 +304,7 @@ def run(args) -> int:
             getattr(jnp, dtype),
             args.slots,
             args.max_len,
-            args.context,
+            args.context or min(2048, args.max_len),
             acceptance_length,
             block,
             args.quantize or options.get("quantize"),

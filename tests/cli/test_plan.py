@@ -268,3 +268,7 @@ def test_the_largest_values_are_planned(capsys):
     # Fewer tokens in a round than the default acceptance length.
     _, plan = planned(capsys, "qwen3-8b", "--device", "h100", "--block-size", "4")
     assert plan["floor_tokens_per_s"] > 0
+    # Shorter slots than the default context.
+    _, short = planned(capsys, "qwen3-8b", "--device", "h100", "--max-len", "512")
+    _, given = planned(capsys, "qwen3-8b", "--device", "h100", "--max-len", "512", "--context", "512")
+    assert short == given
