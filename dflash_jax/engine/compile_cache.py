@@ -24,7 +24,7 @@ def enable_disk_cache() -> None:
     directory = jax.config.values["jax_compilation_cache_dir"]
     # JAX itself handles other kinds of storage (gs://…).
     reason = None if directory is None or "://" in directory else _why_unwritable(Path(directory))
-    if reason is not None:
+    if directory is not None and reason is not None:
         # The CPU's kernels are in the user's cache, too: one line is for both.
         is_users = "JAX_COMPILATION_CACHE_DIR" not in os.environ and Path(directory) == user_cache() / "xla"
         report_unwritable(user_cache() if is_users else Path(directory), reason)
