@@ -1,8 +1,8 @@
-"""What a system takes of a device: bytes of weights and of a slot, what fits, and the bandwidth floor."""
+"""What a system takes of a device: bytes of weights and of a slot, what fits, and the tokens a second at most."""
 
 import math
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -122,13 +122,20 @@ class Slot:
         fixed: What does not depend on the length.
         per_position: For each position.
         state: Recurrent states, which a round reads and writes.
-        kv: Keys and values of target and drafter for each position, which a round reads.
+        target_kv: Keys and values of the target for each position, which a round and a plain step read.
+        draft_kv: Keys and values of the drafter for each position, which a round reads.
     """
 
     fixed: float
     per_position: float
     state: float
-    kv: float
+    target_kv: float
+    draft_kv: float
+
+    @property
+    def kv(self) -> float:
+        """Keys and values of target and drafter for each position."""
+        return self.target_kv + self.draft_kv
 
     def bytes(self, length: int) -> float:
         """Bytes of a slot of ``length`` positions."""
@@ -147,17 +154,22 @@ def measure_slot(target: "Decoder", drafter: "Drafter | None", layout: "Layout")
         return sum(math.prod(x.shape) * x.dtype.itemsize / parts_of(layout, s) * layout.data for x, s in leaves)
 
     # Linear between two lengths past every ring.
-    lengths, sizes, kv = (2**16, 2**17), [], []
+    lengths, sizes, target_kv, draft_kv = (2**16, 2**17), [], [], []
     for length in lengths:
         state = jax.eval_shape(partial(empty_state, target, drafter, layout.data, length, Settings()))
         specs = state_specs(target, drafter, state)
         sizes.append(size(state, specs) / layout.data)
-        kv.append(size((state.target, state.draft), (specs.target, specs.draft)) / layout.data)
-    slope = (sizes[1] - sizes[0]) / (lengths[1] - lengths[0])
+        target_kv.append(size(state.target, specs.target) / layout.data)
+        draft_kv.append(size(state.draft, specs.draft) / layout.data)
+
+    def slope(sizes: list[float]) -> float:
+        return (sizes[1] - sizes[0]) / (lengths[1] - lengths[0])
+
     recurrent = [
         size(c, s) / layout.data for c, s in zip(state.target, specs.target, strict=True) if isinstance(c, DeltaState)
     ]
-    return Slot(sizes[0] - slope * lengths[0], slope, sum(recurrent), (kv[1] - kv[0]) / (lengths[1] - lengths[0]))
+    fixed = sizes[0] - slope(sizes) * lengths[0]
+    return Slot(fixed, slope(sizes), sum(recurrent), slope(target_kv), slope(draft_kv))
 
 
 @dataclass(frozen=True)
@@ -238,6 +250,18 @@ def abstract_pair(
     return jax.tree.unflatten(structure, weights), drafter
 
 
+@lru_cache(maxsize=64)
+def _measure(shapes: Shapes, layout: "Layout", dtype, eight: frozenset[str]) -> tuple[Weights, Weights | None, Slot]:
+    """Target's weights, drafter's weights, and a slot, which plans for several devices or lengths share."""
+    from dflash_jax.models.decoder import abstract_decoder
+    from dflash_jax.models.drafter import abstract_drafter
+
+    target = abstract_decoder(shapes.target, dtype, layout)
+    drafter = abstract_drafter(shapes.draft, dtype, layout) if shapes.draft else None
+    draft_weights = weigh(drafter, layout, frozenset()) if drafter else None
+    return weigh(target, layout, eight), draft_weights, measure_slot(target, drafter, layout)
+
+
 def make_plan(
     shapes: Shapes,
     layout: "Layout",
@@ -260,28 +284,24 @@ def make_plan(
         dtype: Dtype of the weights that are not quantized.
         slots: Slots, over all devices.
         max_len: Positions of a slot.
-        context: Tokens in the caches of each slot, for the bandwidth floor.
-        acceptance_length: Tokens that a round yields, for the bandwidth floor.
+        context: Tokens in the caches of each slot, for the tokens a second.
+        acceptance_length: Tokens that a round yields, for the tokens a second.
         block: Block size of a round.
         quantize: As `abstract_pair` takes it; "none" keeps an FP8 checkpoint in ``dtype``.
 
     Returns:
-        The figures, as one JSON object; bytes are per device.
+        The figures, as one JSON object; bytes are per device. ``floor_tokens_per_s`` and
+        ``floor_tokens_per_s_autoregressive`` are the tokens a second at most, drafted and plain: a round takes no less
+        than the time to read its weights and caches. They are None for a device whose bandwidth is not known.
     """
     from dflash_jax.checkpoint.parameters import QUANTIZED
-    from dflash_jax.models.decoder import abstract_decoder
-    from dflash_jax.models.drafter import abstract_drafter
 
-    target = abstract_decoder(shapes.target, dtype, layout)
-    drafter = abstract_drafter(shapes.draft, dtype, layout) if shapes.draft else None
     eight = frozenset(QUANTIZED) if quantize in ("int8", "fp8") or (shapes.fp8 and quantize != "none") else frozenset()
-    weights = weigh(target, layout, eight)
-    draft_weights = weigh(drafter, layout, frozenset()) if drafter else None
-    slot = measure_slot(target, drafter, layout)
+    weights, draft_weights, slot = _measure(shapes, layout, dtype, eight)
     drafting = draft_weights.total if draft_weights else 0.0
-    window = block if drafter else 1
+    window = block if draft_weights else 1
     batch = math.ceil(slots / layout.data)
-    vocab = shapes.target.vocab_size / layout.parts(target.vocab)
+    vocab = shapes.target.vocab_size / layout.parts(layout.wide(shapes.target.vocab_size))
 
     # Temporaries, roughly: activations of a prefill chunk, and float32 logits of each slot's block three times over.
     prefill = PREFILL_BYTES * largest_prefill(device.platform == "gpu") * shapes.target.hidden_size
@@ -292,14 +312,16 @@ def make_plan(
     longest = int(room_per_slot // slot.per_position) if room_per_slot > 0 else 0
     used = weights.total + drafting + prefill + batch * (slot.bytes(max_len) + logits)
 
-    def seconds(tokens: int, drafts: bool) -> float:
-        cache_bytes = batch * (2 * slot.state + slot.kv * context)
+    def tokens_per_second(tokens: int, drafts: bool) -> float | None:
+        if not device.bandwidth:
+            return None
+        kv = slot.kv if drafts else slot.target_kv
         extra = drafting + weights.head if drafts else 0.0
-        return (weights.read(batch * tokens) + extra + cache_bytes) / device.bandwidth
+        read = weights.read(batch * tokens) + extra + batch * (2 * slot.state + kv * context)
+        return slots * (acceptance_length if drafts else 1) * device.bandwidth / read
 
     replicated = weights.replicated | (draft_weights.replicated if draft_weights else {})
-    plain = slots / seconds(1, False)
-    floor = slots * acceptance_length / seconds(window, True) if drafter else plain
+    plain = tokens_per_second(1, False)
     return {
         "parameters": {
             "target": weights.parameters,
@@ -325,6 +347,6 @@ def make_plan(
         "replicated": {name: int(size) for name, size in replicated.items()},
         "dense_slots": int(batch * slot.bytes(max_len)),
         "exact_lengths_half_full": int(batch * slot.bytes(max_len // 2)),
-        "floor_tokens_per_s": floor,
+        "floor_tokens_per_s": tokens_per_second(window, True) if draft_weights else plain,
         "floor_tokens_per_s_autoregressive": plain,
     }

@@ -58,7 +58,7 @@ def no_smollm2() -> bool:
 
 
 def no_matplotlib() -> bool:
-    """matplotlib is in the extra `dev`; the tests need `test` only."""
+    """matplotlib is in the extras `plot` and `dev`; the tests need `test` only."""
     return importlib.util.find_spec("matplotlib") is None
 
 

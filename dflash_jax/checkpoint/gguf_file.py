@@ -5,6 +5,7 @@ import reprlib
 import struct
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 
@@ -18,11 +19,16 @@ STRING, ARRAY, FLOAT32 = 8, 9, 6
 MOST_ITEMS, MOST_DIMENSIONS, MOST_ALIGNMENT = 2**23, 8, 2**20
 
 
-def _library():
+def import_gguf() -> ModuleType:
+    """The package gguf.
+
+    Raises:
+        InputError: It is not installed.
+    """
     try:
         import gguf
     except ModuleNotFoundError:
-        raise InputError("reading GGUF needs the package gguf: pip install gguf") from None
+        raise InputError('reading GGUF needs the package gguf: pip install "dflash-jax[gguf]"') from None
     return gguf
 
 
@@ -56,7 +62,7 @@ class GgufFile:
         Raises:
             InputError: The file is unreadable, truncated or corrupt.
         """
-        self._gguf = _library()
+        self._gguf = import_gguf()
         self.path = path
         try:
             self._bytes = np.asarray(np.memmap(path, mode="r"))

@@ -3,7 +3,7 @@
 Against our engine in this process, or with --url against any server that speaks OpenAI's chat completions (its own
 method then goes by --label). Data: JSON lines {"turns": ["…"]}, a file a task, called as the published tables call it
 (humaneval.jsonl, gsm8k.jsonl, …; scripts/data/benchmark_data.py writes them). What OUT.json already has is not measured
-again. Results: OUT.json, OUT.md and, where matplotlib is there, OUT.png.
+again. Results: OUT.json, OUT.md and, with the extra plot (pip install "dflash-jax[plot]"), OUT.png.
 """
 
 import argparse
@@ -12,6 +12,7 @@ import shlex
 import sys
 from dataclasses import asdict
 from hashlib import blake2b
+from importlib.util import find_spec
 from pathlib import Path
 
 from dflash_jax.benchmarking.clients import Asking, Client, EngineClient, HttpClient
@@ -239,6 +240,9 @@ def run(args, argv: list[str]) -> int:
     results = Results(args.out, about, _published(args))
     run_async(cells(results, tasks, methods, args, asking, open_client))
     print(results.write(methods), end="")
+    if find_spec("matplotlib") is None:
+        picture = beside(args.out, ".png")
+        print(f'{picture} is not drawn without matplotlib: pip install "dflash-jax[plot]"', file=sys.stderr)
     return 1 if any("failed" in c or c.get("errors") for c in results.record["cells"].values()) else 0
 
 

@@ -11,6 +11,8 @@ from dflash_jax.errors import InputError
 
 # NO_COLOR as in no-color.org.
 DRAFTED, PLAIN = ("", "") if os.environ.get("NO_COLOR") else ("\033[32m", "\033[0m")
+# No call of a device takes less: a prompt of one token, which is not prefilled, shows no rate.
+SHORTEST_S = 1e-4
 
 
 def fresh_seed(is_distributed: bool) -> int:
@@ -32,6 +34,20 @@ def covered(spans) -> float:
     return total
 
 
+def with_rate(tokens: int, seconds: float, note: str = "", of: int | None = None) -> str:
+    """A count of tokens and their rate; no rate where ``seconds`` is too short to measure or no token took it.
+
+    Args:
+        tokens: The tokens that are counted.
+        seconds: The time that ``of`` of them took.
+        note: Follows the count.
+        of: The tokens that took the time; None: all.
+    """
+    timed = tokens if of is None else of
+    count = f"{tokens} token{'' if tokens == 1 else 's'}{note}"
+    return f"{count}, {timed / seconds:.0f} tok/s" if timed and seconds >= SHORTEST_S else count
+
+
 def statistics(llm, device: str, completions: list) -> str:
     """The line at the end: rates exclude compilation."""
     prompt = sum(len(c.prompt_ids) for c in completions)
@@ -40,9 +56,9 @@ def statistics(llm, device: str, completions: list) -> str:
     prefill = covered((c.timings.admitted, c.timings.prefilled) for c in completions)
     decode = covered((c.timings.prefilled, c.timings.finished) for c in completions)
     lengths = [n for c in completions for n in c.acceptance_lengths]
-    line = f"{device} {llm.dtype} | prompt {prompt} tokens{f' ({known} known)' if known else ''}"
-    line += f", {(prompt - known) / max(prefill, 1e-9):.0f} tok/s"
-    line += f" | decode {new} tokens, {new / max(decode, 1e-9):.0f} tok/s"
+    line = f"{device} {llm.dtype} | prompt "
+    line += with_rate(prompt, prefill, f" ({known} known)" if known else "", prompt - known)
+    line += f" | decode {with_rate(new, decode)}"
     if any(n > 1 for n in lengths):
         histogram = " ".join(f"{n}:{c}" for n, c in sorted(Counter(lengths).items()))
         line += f" | acceptance length {sum(lengths) / len(lengths):.2f} in {len(lengths)} rounds ({histogram})"

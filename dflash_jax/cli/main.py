@@ -18,7 +18,7 @@ COMMANDS = {
     "serve": "an HTTP server with OpenAI's, Anthropic's and SGLang's interfaces",
     "batch": "answers to a file of requests in OpenAI's batch format",
     "train": "a DFlash drafter for a target",
-    "plan": "what fits on a device, and the bandwidth floor",
+    "plan": "what fits on a device, what would, and tokens a second at most",
     "ops": "which implementation each operation takes on a device, and why",
     "benchmark": "the published tables, measured on this machine",
     "convert": "checkpoints between Hugging Face, Orbax and GGUF",

@@ -1,43 +1,106 @@
-"""Will it fit? Bytes per device, the largest context and batch, and the bandwidth floor.
+"""Will it fit? Bytes per device, the largest context and batch, what would fit, and the tokens a second at most.
 
-Needs no weights and no accelerator: a directory with config.json, or a TOML of configs/, is enough.
+Needs no weights and no accelerator: a name of configs/, a Hugging Face repository whose config is there, or a directory
+with config.json is enough. The exit code is 1 where the system does not fit.
 """
 
 import argparse
 import json
+import os
+import re
+from contextlib import suppress
+from difflib import get_close_matches
 
+from dflash_jax.cli.plan_changes import Change, Request, changes
+from dflash_jax.cli.system_config import System, read_system, repositories, system_of
 from dflash_jax.errors import InputError
-from dflash_jax.parallel.devices import DEVICES, Device
-from dflash_jax.planner import USABLE, make_plan, read_shapes
+from dflash_jax.parallel.devices import DEVICES, Device, device_name
+from dflash_jax.planner import USABLE, read_shapes
+
+# Largest count of slots, tokens or rounds, and the largest number of devices, of a plan.
+MOST, MOST_DEVICES = 10**9, 2**16
+DTYPES = ("float32", "bfloat16")
 
 
-def describe(plan: dict, args, name: str) -> str:
-    """The same for people."""
+def describe(plan: dict, request: Request, fitting: list[Change]) -> str:
+    """The same for people, with the changes that fit."""
 
     def gb(n: float) -> str:
         return f"{n / 1e9:.2f} GB"
 
+    def slots(n: int) -> str:
+        return f"{n:,} slot{'s' if n != 1 else ''}"
+
     size, count = plan["bytes_per_device"], plan["parameters"]
     lines = [
         f"parameters: target {count['target']:,}, drafter {count['drafter']:,}, vision (left out) {count['vision']:,}",
-        f"mesh {plan['mesh']}: {plan['devices']} x {name}, {gb(size['memory'])} each, {USABLE:.0%} of it usable",
+        f"mesh {plan['mesh']}: {plan['devices']} x {request.name}, {gb(size['memory'])} each, "
+        f"{USABLE:.0%} of it usable",
         f"per device: target {gb(size['target'])}, drafter {gb(size['drafter'])}, "
-        f"{plan['slots']} slots of {plan['length']:,} tokens {gb(plan['dense_slots'])} "
+        f"{slots(plan['slots'])} of {plan['length']:,} tokens {gb(plan['dense_slots'])} "
         f"({size['cache_per_slot'] / 1e6:.1f} MB each, {size['cache_per_token'] / 1e3:.1f} kB a token), "
         f"workspace about {gb(size['workspace'])}: {gb(size['all'])} in all",
-        f"{'fits' if plan['fits'] else 'DOES NOT FIT'}: at most {plan['max_slots']} slots of {plan['length']:,} "
-        f"tokens, or {plan['slots']} slots of {plan['max_len']:,}",
-        f"dense slots hold {gb(plan['dense_slots'])}; rows half full would need {gb(plan['exact_lengths_half_full'])}",
+        f"{'fits' if plan['fits'] else 'DOES NOT FIT'}: at most {slots(plan['max_slots'])} of "
+        f"{plan['length']:,} tokens, or {slots(plan['slots'])} of {plan['max_len']:,}",
+        *([would_fit(fitting)] if not plan["fits"] else []),
+        f"dense slots hold {gb(plan['dense_slots'])}; slots half full would need {gb(plan['exact_lengths_half_full'])}",
     ]
     big = {k: v for k, v in plan["replicated"].items() if v >= 1e6}
     if big and plan["devices"] > 1:
         shown = ", ".join(f"{k} {v / 1e6:.1f} MB" for k, v in sorted(big.items(), key=lambda kv: -kv[1])[:6])
         lines.append(f"held by several devices alike, as their dimensions do not divide further: {shown}")
+    if plan["floor_tokens_per_s"] is None:
+        lines.append("tokens a second: not known without the device's memory bandwidth")
+        return "\n".join(lines)
+    plain, drafted = plan["floor_tokens_per_s_autoregressive"], plan["floor_tokens_per_s"]
+    rate = f", {drafted:.0f} tok/s at acceptance length {request.acceptance_length:g}" if request.shapes.draft else ""
     lines.append(
-        f"bandwidth floor at {args.context:,} tokens of context: {plan['floor_tokens_per_s_autoregressive']:.0f} tok/s "
-        f"plain, {plan['floor_tokens_per_s']:.0f} tok/s at acceptance length {args.acceptance_length:g} "
-        f"(all {plan['slots']} slots together)"
+        f"at most {plain:.0f} tok/s plain{rate} ({slots(plan['slots'])} together, {request.context:,} tokens of "
+        "context each): memory bandwidth allows no more"
     )
+    return "\n".join(lines)
+
+
+def would_fit(fitting: list[Change]) -> str:
+    """The line that names the changes that fit."""
+    return f"would fit: {'; or '.join(map(str, fitting))}" if fitting else "no change that was planned fits"
+
+
+def table(requests: dict[str, Request], plans: dict[str, dict]) -> str:
+    """One line per device, for people."""
+    first = next(iter(requests.values()))
+    heads = ["device", "devices", "memory", "needed", "fits", "max slots", "max len", "plain", "drafted", "would fit"]
+    rows = []
+    for name, plan in plans.items():
+        size = plan["bytes_per_device"]
+        fitting = [] if plan["fits"] else [c for c in changes(requests[name]) if c.options[0] != "--device"]
+        rates = (plan["floor_tokens_per_s_autoregressive"], plan["floor_tokens_per_s"] if first.shapes.draft else None)
+        rows.append(
+            [
+                name,
+                str(plan["devices"]),
+                f"{size['memory'] / 1e9:.1f} GB",
+                f"{size['all'] / 1e9:.1f} GB",
+                "yes" if plan["fits"] else "no",
+                f"{plan['max_slots']:,}",
+                f"{plan['max_len']:,}",
+                *(f"{rate:,.0f}" if plan["fits"] and rate is not None else "-" for rate in rates),
+                " or ".join(change.text for change in fitting[:2]) or "-",
+            ]
+        )
+    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+    lines = [
+        f"{first.slots} slot{'s' if first.slots != 1 else ''} of {first.max_len:,} tokens. Memory is of one device, "
+        f"{USABLE:.0%} of it usable. Plain and drafted are tokens a second",
+        f"at most, all slots together, with {first.context:,} tokens of context each and acceptance length "
+        f"{first.acceptance_length:g}.",
+    ]
+    for cells in (heads, *rows):
+        # Words to the left, numbers to the right.
+        aligned = (
+            c.ljust(w) if i in (0, 4, 9) else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True))
+        )
+        lines.append("  ".join(aligned).rstrip())
     return "\n".join(lines)
 
 
@@ -46,62 +109,170 @@ def make_parser() -> argparse.ArgumentParser:
     from dflash_jax.cli.options import Parser, program
 
     p = Parser(prog=program("plan"), description=__doc__, allow_abbrev=False)
+    p.add_argument("model", nargs="?", metavar="MODEL", help="a name of configs/, or what --target takes")
     p.add_argument("--config", metavar="NAME|FILE", help="a name of configs/, or a TOML; options override it")
     p.add_argument(
-        "--target", metavar="DIR|TOML", help="directory with config.json, config.json itself, or such a TOML"
+        "--target",
+        metavar="DIR|REPO|TOML",
+        help="directory with config.json, config.json itself, a Hugging Face repository of configs/, or such a TOML",
     )
-    p.add_argument("--draft", metavar="DIR|none")
-    p.add_argument("--mesh", metavar="data=2,tensor=4", help="default: the TOML's for the devices, or one device")
-    p.add_argument("--device", choices=DEVICES, help="default: b200")
-    p.add_argument("--device-memory", type=float, metavar="GB", help="of one device, where --device does not name it")
-    p.add_argument("--bandwidth", type=float, metavar="GB/S", help="of its memory; with --device-memory")
-    p.add_argument("--devices", type=int, default=1, metavar="N", help="how many, to choose the TOML's mesh")
-    p.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16", help="default: %(default)s")
+    p.add_argument("--draft", metavar="DIR|REPO|none", help="default: the config's, or the repository's; else none")
+    p.add_argument("--mesh", metavar="data=2,tensor=4", help="default: the TOML's for the devices, else tensor=N")
+    p.add_argument("--device", choices=DEVICES, help="default: this machine's")
+    p.add_argument("--all-devices", action="store_true", help="a table of the devices that --device lists")
+    p.add_argument(
+        "--device-memory", "--memory", type=float, metavar="GB", help="of one device that --device does not list"
+    )
+    p.add_argument(
+        "--bandwidth", "--memory-bandwidth", type=float, metavar="GB/S", help="of its memory, for the tokens a second"
+    )
+    p.add_argument("--devices", type=int, metavar="N", help="how many of the device (default: 1; this machine's: all)")
+    p.add_argument("--dtype", choices=DTYPES, help="default: the config's, else float32 on a CPU, bfloat16 elsewhere")
     p.add_argument("--quantize", choices=["none", "int8", "fp8"])
     p.add_argument("--max-len", type=int, default=8192, metavar="N", help="tokens of a slot (default: %(default)s)")
-    p.add_argument("--slots", type=int, default=1, metavar="N", help="rows at once (default: %(default)s)")
-    p.add_argument("--context", type=int, default=2048, metavar="N", help="for the floor (default: %(default)s)")
-    p.add_argument("--acceptance-length", type=float, default=6.0, metavar="A", help="default: %(default)s")
+    p.add_argument("--slots", type=int, default=1, metavar="N", help="sequences at once (default: %(default)s)")
+    p.add_argument(
+        "--context", type=int, metavar="N", help="for the tokens a second (default: 2048, or --max-len below that)"
+    )
+    p.add_argument("--acceptance-length", type=float, metavar="A", help="default: 6, or the block size below that")
     p.add_argument("--block-size", type=int, default=None, metavar="B", help="default: the drafter's")
     p.add_argument("--json", action="store_true", help="one JSON object and nothing else")
     return p
 
 
-def chosen_device(args) -> tuple[Device, str]:
-    """What is planned for, and its name. Raises InputError where the options contradict each other."""
+def this_machine() -> tuple[Device, str, int]:
+    """The device of this machine, its name, and how many there are; a CPU is one device.
+
+    Memory is that of `DEVICES`, else what JAX may allocate; the bandwidth of a device that is not listed is not known.
+    """
+    # The plan allocates nothing on the device, which may be in use.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    import jax
+
+    from dflash_jax.engine.memory import device_memory
+
+    try:
+        devices = jax.local_devices()
+    except RuntimeError as e:
+        raise InputError(f"JAX has no device on this machine ({str(e).splitlines()[0]}): give --device") from None
+    kind, count = devices[0].device_kind, len(devices)
+    if devices[0].platform == "cpu":
+        return Device("cpu", device_memory() * count, 0.0), "cpu of this machine", 1
+    name = device_name(kind)
+    return (DEVICES[name], name, count) if name else (Device(kind, device_memory(), 0.0), kind, count)
+
+
+def chosen_device(args) -> tuple[Device, str, int]:
+    """What is planned for, its name, and how many there are by default.
+
+    Raises:
+        InputError: Options contradict each other, or a figure is not a size.
+    """
     if args.device_memory is None and args.bandwidth is None:
-        name = args.device or "b200"
-        return DEVICES[name], name
+        return (DEVICES[args.device], args.device, 1) if args.device is not None else this_machine()
     if args.device is not None:
         raise InputError("--device names the memory and bandwidth: leave --device-memory and --bandwidth out")
-    if args.device_memory is None or args.bandwidth is None:
-        raise InputError("--device-memory and --bandwidth go together")
+    if args.device_memory is None:
+        raise InputError("--bandwidth goes with --device-memory: it describes a device that --device does not list")
     for option, value, unit in (("--device-memory", args.device_memory, "GB"), ("--bandwidth", args.bandwidth, "GB/s")):
-        if not 0 < value < 1e9:
-            raise InputError(f"{option} {value:g}: it must be above 0 and below a billion {unit}")
-    return Device("", round(1e9 * args.device_memory), 1e9 * args.bandwidth), "device"
+        if value is not None and not 0.001 <= value < 1e9:
+            raise InputError(f"{option} {value:g}: it must be 0.001 or more, and below a billion {unit}")
+    name = f"device of {args.device_memory:g} GB"
+    return Device("", round(1e9 * args.device_memory), 1e9 * (args.bandwidth or 0.0)), name, 1
+
+
+def find_shapes(name: str, kind: str) -> str:
+    """The directory or config.json that ``name`` is, or the config of the repository: of configs/, else of the cache.
+
+    Args:
+        name: A path or a Hugging Face repository id.
+        kind: "target" or "draft".
+
+    Raises:
+        InputError: There is none, or ``name`` is not a path that can be read.
+    """
+    if os.path.exists(name):
+        return name
+    system = system_of(name, kind)
+    if system is not None:
+        return str(system.shapes[kind])
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith("."):
+        example = {"target": "Qwen/Qwen3-8B", "draft": "z-lab/Qwen3-8B-DFlash-b16, or none"}[kind]
+        raise InputError(f"{kind} {name!r} does not exist: give a directory, or a repository such as {example}")
+    from huggingface_hub import try_to_load_from_cache
+
+    # A path where the config was downloaded before; nothing is downloaded here.
+    with suppress(OSError, ValueError):
+        if isinstance(cached := try_to_load_from_cache(name, "config.json"), str):
+            return cached
+    known = repositories(kind)
+    near = get_close_matches(name, known, n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(known)}"
+    raise InputError(f"{kind} {name!r} is neither a directory nor a repository whose config is here: {hint}")
+
+
+def read_models(args) -> tuple[str, str | None, System | None]:
+    """Config files or directories of target and drafter (None: no drafter), and the system that names them.
+
+    Raises:
+        InputError: There is no target, or a name is not known.
+    """
+    config, target = args.config, args.target
+    if args.model is not None:
+        if config or target:
+            raise InputError(f"{args.model!r} and --{'config' if config else 'target'} both name the model: give one")
+        is_target = "/" in args.model or os.path.isdir(args.model) or args.model.endswith(".json")
+        config, target = (None, args.model) if is_target else (args.model, None)
+    if target and target.endswith(".toml"):
+        config, target = target, None
+    system = None
+    if config:
+        repository = None if os.path.exists(config) else system_of(config)
+        system = repository or read_system(config)
+    elif target and not os.path.exists(target):
+        system = system_of(target)
+    shapes = {kind: str(path) for kind, path in system.shapes.items()} if system else {}
+    options = system.options if system else {}
+    target = target or shapes.get("target") or options.get("target")
+    if not target:
+        raise InputError("no target: give a model, such as qwen3-8b or Qwen/Qwen3-8B, --target or --config")
+    draft = args.draft or shapes.get("draft") or options.get("draft")
+    return find_shapes(target, "target"), None if draft in (None, "none") else find_shapes(draft, "draft"), system
+
+
+def read_mesh(args, system: System | None, device: Device, count: int) -> str:
+    """The mesh: --mesh, else the config's for the devices, else, for --devices, all of them on the tensor axis."""
+    from dflash_jax.parallel.sharding import Layout
+
+    if args.mesh is not None:
+        return args.mesh
+    mesh = system.mesh(device.kind, args.devices or count) if system else ""
+    if args.devices is None or Layout.parse(mesh).devices == args.devices:
+        return mesh
+    return f"tensor={args.devices}"
+
+
+def check_numbers(args) -> None:
+    """Raises InputError for a count or length that is out of range."""
+    for option in ("max_len", "slots", "devices", "context", "block_size"):
+        value, most = getattr(args, option), MOST_DEVICES if option == "devices" else MOST
+        if value is not None and value < 1:
+            raise InputError(f"{option} is {value}: it must be 1 or more")
+        if value is not None and value > most:
+            raise InputError(f"{option} is {value}: it must be {most:,} or less")
 
 
 def run(args) -> int:
-    """Prints a plan: the exit code."""
-    if args.target and args.target.endswith(".toml"):
-        args.config, args.target = args.target, None
-    target, draft, mesh = args.target, args.draft, args.mesh
-    device, name = chosen_device(args)
-    if args.config:
-        from dflash_jax.cli.system_config import read_system
-
-        system = read_system(args.config)
-        target = target or str(system.shapes.get("target") or system.options.get("target"))
-        draft = draft or str(system.shapes.get("draft") or system.options.get("draft") or "none")
-        if mesh is None and args.device_memory is not None and args.devices > 1:
-            raise InputError(f"--devices {args.devices} without a name: give --mesh")
-        mesh = system.mesh(device.kind, args.devices) if mesh is None else mesh
-    if not target:
-        raise InputError("no target: give --target or --config")
-    for option in ("max_len", "slots", "devices", "context"):
-        if getattr(args, option) < 1:
-            raise InputError(f"{option} is {getattr(args, option)}: it must be 1 or more")
+    """Prints a plan: the exit code, 1 where the system does not fit (with --all-devices: on no device)."""
+    check_numbers(args)
+    target, draft, system = read_models(args)
+    if args.all_devices:
+        if args.device is not None or args.device_memory is not None or args.bandwidth is not None:
+            raise InputError("--all-devices takes each device in turn: leave --device and its figures out")
+        devices = {name: (device, name, 1) for name, device in DEVICES.items()}
+    else:
+        device, name, count = chosen_device(args)
+        devices = {name: (device, name, count)}
     import jax
 
     jax.config.update("jax_platforms", "cpu")
@@ -109,23 +280,44 @@ def run(args) -> int:
 
     from dflash_jax.parallel.sharding import Layout
 
-    shapes = read_shapes(target, None if draft in (None, "none") else draft)
+    shapes = read_shapes(target, draft)
     if args.max_len > shapes.target.max_positions:
         raise InputError(f"max_len is {args.max_len}: the model has {shapes.target.max_positions} positions")
-    plan = make_plan(
-        shapes,
-        Layout.parse(mesh or ""),
-        device,
-        dtype={"float32": jnp.float32, "bfloat16": jnp.bfloat16}[args.dtype],
-        slots=args.slots,
-        max_len=args.max_len,
-        context=args.context,
-        acceptance_length=args.acceptance_length,
-        block=args.block_size or (shapes.draft.block_size if shapes.draft else 1),
-        quantize=args.quantize,
-    )
-    print(json.dumps(plan) if args.json else describe(plan, args, name))
-    return 0
+    block = args.block_size or (shapes.draft.block_size if shapes.draft else 1)
+    acceptance_length = min(6.0, block) if args.acceptance_length is None else args.acceptance_length
+    if not 1 <= acceptance_length <= (block if shapes.draft else MOST):
+        raise InputError(f"acceptance_length is {acceptance_length:g}: it must be from 1 to the block size, {block}")
+    options = system.options if system else {}
+    requests = {}
+    for device, name, count in devices.values():
+        layout = Layout.parse(read_mesh(args, system, device, count))
+        if layout.devices > MOST_DEVICES:
+            raise InputError(f"mesh {layout} has {layout.devices} devices: it must have {MOST_DEVICES:,} or fewer")
+        dtype = args.dtype or options.get("dtype") or ("float32" if device.platform == "cpu" else "bfloat16")
+        if dtype not in DTYPES:
+            raise InputError(f"config {args.config}: dtype is {dtype!r}: it must be {' or '.join(DTYPES)}")
+        requests[name] = Request(
+            shapes,
+            layout,
+            device,
+            name,
+            getattr(jnp, dtype),
+            args.slots,
+            args.max_len,
+            args.context or min(2048, args.max_len),
+            acceptance_length,
+            block,
+            args.quantize or options.get("quantize"),
+        )
+    plans = {name: request.plan() for name, request in requests.items()}
+    if args.all_devices:
+        print(json.dumps({"plans": plans}) if args.json else table(requests, plans))
+        return 0 if any(plan["fits"] for plan in plans.values()) else 1
+    (request,), (plan,) = requests.values(), plans.values()
+    fitting = [] if plan["fits"] else changes(request)
+    would = [{"text": change.text, "options": list(change.options)} for change in fitting]
+    print(json.dumps(plan | {"would_fit": would}) if args.json else describe(plan, request, fitting))
+    return 0 if plan["fits"] else 1
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from dflash_jax.checkpoint.config_files import find_config, read_toml_file
+from dflash_jax.checkpoint.config_files import CONFIGS, find_config, read_toml_file
 from dflash_jax.errors import InputError
 from dflash_jax.parallel.devices import check_meshes, mesh_for
 
@@ -72,3 +72,19 @@ def read_system(name: str | Path) -> System:
     check_meshes(tables["mesh"], f"config {path}")
     shapes = _check(tables["shapes"], {"target": str, "draft": str}, f"config {path}: shapes")
     return System(options, tables["mesh"], {k: path.parent / v for k, v in shapes.items()})
+
+
+def system_of(repo: str, kind: str = "target") -> System | None:
+    """The package's system whose target, or drafter, is a Hugging Face repository; None where there is none.
+
+    Args:
+        repo: The repository id, in any case, as huggingface.co takes it.
+        kind: "target" or "draft".
+    """
+    systems = map(read_system, sorted(CONFIGS.glob("*.toml")))
+    return next((s for s in systems if str(s.options[kind]).lower() == repo.lower()), None)
+
+
+def repositories(kind: str) -> list[str]:
+    """The repository ids of the package's targets ("target") or drafters ("draft")."""
+    return sorted({str(read_system(path).options[kind]) for path in CONFIGS.glob("*.toml")})

@@ -13,7 +13,7 @@ class Device:
         kind: How JAX's device_kind begins.
         memory: Bytes, as CUDA or the TPU's driver reports them. The driver's version changes them: a figure in GiB is
             the least that users of PyTorch have seen.
-        bandwidth: Bytes per second, as the maker states them.
+        bandwidth: Bytes per second, as the maker states them; 0 where that is not known.
         capability: 10 times the CUDA compute capability; None for TPUs.
     """
 
@@ -25,7 +25,7 @@ class Device:
     @property
     def platform(self) -> str:
         """The platform, as `jax.default_backend` names it."""
-        return "tpu" if self.kind.startswith("TPU") else "gpu"
+        return "cpu" if self.kind == "cpu" else "tpu" if self.kind.startswith("TPU") else "gpu"
 
 
 DEVICES = {

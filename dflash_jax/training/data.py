@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
-import grain
 import numpy as np
 
 from dflash_jax.errors import InputError
@@ -290,6 +289,9 @@ def batches(rows, count: int, parts: int, seed: int, first: int) -> Iterator[dic
     Yields:
         Arrays [parts, rows of a part, …] by name.
     """
+    # Optional: without it, everything else in the package can be imported.
+    import grain
+
     shape = (parts, count // parts)
 
     def joined(picked) -> dict[str, np.ndarray]:

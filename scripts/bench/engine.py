@@ -4,13 +4,15 @@ fixed widths and auto.
     python scripts/bench/engine.py [--target DIR --draft DIR] [--new-tokens N] [--runs N] [--out benchmarks/engine]
 
 Every line is measured once in each of the runs, one after the other, and medians are told: a table on stdout, with
---out as Markdown, JSON and a plot beside it (which needs matplotlib).
+--out as Markdown, JSON and a plot beside it, which needs the extra plot (pip install
+"dflash-jax[plot]").
 """
 
 import argparse
 import json
 import statistics
 from dataclasses import replace
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 
@@ -137,6 +139,8 @@ def main() -> None:
     p.add_argument("--concurrency", type=int, nargs="+", default=CONCURRENCY, metavar="N")
     p.add_argument("--out", type=Path, metavar="PATH", help="writes PATH.md, PATH.json and PATH.png")
     args = p.parse_args()
+    if args.out and find_spec("matplotlib") is None:
+        p.error('--out plots with matplotlib: pip install "dflash-jax[plot]"')
     rows = run(args)
     print(table(rows))
     if args.out:

@@ -2,7 +2,8 @@
 
     python scripts/bench/plot_training.py RUN [RUN ...] --out curves.png
 
-Several runs are shown one behind the other, as parts of one training. Needs matplotlib.
+Several runs are shown one behind the other, as parts of one training. Needs the extra plot: pip install
+"dflash-jax[plot]".
 """
 
 import argparse
@@ -54,7 +55,7 @@ def run(argv: list[str] | None) -> int:
     try:
         import matplotlib  # pyright: ignore[reportMissingImports]
     except ImportError:
-        raise InputError("this needs matplotlib: pip install matplotlib") from None
+        raise InputError('plotting needs matplotlib: pip install "dflash-jax[plot]"') from None
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt  # pyright: ignore[reportMissingImports]
 

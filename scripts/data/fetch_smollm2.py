@@ -2,6 +2,8 @@
 
     python scripts/data/fetch_smollm2.py DST [--dtype float32]
 
+Needs the extra gguf: pip install "dflash-jax[gguf]".
+
 93 MB to download, four bits a weight. bfloat16, as the model was published, takes 270 MB on disk; float32 keeps exactly
 what the file says. A DFlash drafter for it comes with this repository.
 """
@@ -14,6 +16,7 @@ import zipfile
 from pathlib import Path
 
 from dflash_jax.checkpoint.gguf import DTYPE_NAMES, convert
+from dflash_jax.checkpoint.gguf_file import import_gguf
 from dflash_jax.cli.options import Parser, exit_code
 from dflash_jax.errors import InputError
 
@@ -56,6 +59,8 @@ def run(argv: list[str] | None) -> int:
     parser.add_argument("dst", metavar="DST", help="the directory to write; it must not exist, or be empty")
     parser.add_argument("--dtype", choices=list(DTYPE_NAMES), default="bfloat16", help="default: %(default)s")
     args = parser.parse_args(argv)
+    # Before the download, which is useless without it.
+    import_gguf()
     try:
         with tempfile.TemporaryDirectory() as directory:
             convert(fetch_gguf(Path(directory)), args.dst, args.dtype)

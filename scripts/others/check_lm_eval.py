@@ -15,11 +15,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
-import httpx
-
 from dflash_jax import LLM, SamplingParams
+
+# --help works without it.
+with contextlib.suppress(ModuleNotFoundError):
+    import httpx
 
 PROMPTS = (
     "def read_config(path):",
@@ -103,6 +106,8 @@ def main() -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--lm-eval-python", default=sys.executable, metavar="PATH", help="default: this Python")
     args = p.parse_args()
+    if find_spec("httpx") is None:
+        p.error('this needs the extra server: pip install "dflash-jax[server]"')
     held = documents(LLM())
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

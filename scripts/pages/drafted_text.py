@@ -3,6 +3,7 @@
 python scripts/pages/drafted_text.py
 """
 
+import argparse
 from html import escape
 from pathlib import Path
 
@@ -54,6 +55,7 @@ def svg(parts: list[tuple[str, str]], note: str) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     drawn, length = segments()
     note = f"green: accepted drafts; white: the target's own tokens; {length:.2f} tokens a round"
     PICTURE.write_text(svg(drawn, note), encoding="utf-8")

@@ -5,6 +5,7 @@
 The page is made of `dflash_jax.cli.serve_aliases` and `dflash_jax.cli.other_flags`; a test holds it to them.
 """
 
+import argparse
 import re
 from pathlib import Path
 
@@ -73,4 +74,5 @@ def page() -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     PAGE.write_text(page(), encoding="utf-8")

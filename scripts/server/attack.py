@@ -26,10 +26,13 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import date
+from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import httpx
+# --help works without it.
+with contextlib.suppress(ModuleNotFoundError):
+    import httpx
 
 # Seconds that the stream or /health may be late.
 MOST_S = 0.25
@@ -60,7 +63,7 @@ def watch(url: str, connection) -> None:
 async def _watch(url: str, connection) -> None:
     longest, last, failures = {"gap": 0.0, "health": 0.0}, {"piece": time.perf_counter()}, Counter()
 
-    async def stream(client: httpx.AsyncClient) -> None:
+    async def stream(client: "httpx.AsyncClient") -> None:
         body = {"prompt": "def f(", "max_tokens": 2000, "ignore_eos": True, "stream": True, "temperature": 0}
         while True:
             try:
@@ -76,7 +79,7 @@ async def _watch(url: str, connection) -> None:
                 failures[f"stream {type(e).__name__}"] += 1
                 await asyncio.sleep(0.1)
 
-    async def poll(client: httpx.AsyncClient) -> None:
+    async def poll(client: "httpx.AsyncClient") -> None:
         while True:
             began = time.perf_counter()
             try:
@@ -249,7 +252,7 @@ async def left_streams(target: Target, **more) -> str:
     """300 clients, 4 at a time so that slots are left, who leave behind the first bytes of a stream."""
     room = asyncio.Semaphore(4)
 
-    async def one(client: httpx.AsyncClient, i: int) -> str:
+    async def one(client: "httpx.AsyncClient", i: int) -> str:
         body = {"prompt": f"def f{i}(", "max_tokens": 500, "ignore_eos": True, "stream": True, **more}
         try:
             async with room, client.stream("POST", "/v1/completions", json=body) as answer:
@@ -268,7 +271,7 @@ async def raced_responses(target: Target) -> str:
     """40 clients that make, continue, read, cancel and delete the same responses."""
     path, new, seen = "/v1/responses", {"input": "hi", "max_output_tokens": 8}, Counter()
 
-    async def one(client: httpx.AsyncClient, i: int) -> None:
+    async def one(client: "httpx.AsyncClient", i: int) -> None:
         name = f"resp_race{i % 4}"
         calls = [
             lambda: client.post(path, json=new | {"request_id": name}),
@@ -476,6 +479,8 @@ def main() -> int:
     p.add_argument("--only", nargs="+", default=[], metavar="WORD", help="attacks whose names have one of the words")
     p.add_argument("--markdown", metavar="FILE", help="where the table is written")
     args = p.parse_args()
+    if find_spec("httpx") is None:
+        p.error('this needs the extra server: pip install "dflash-jax[server]"')
     if args.url and urlsplit(args.url).hostname != "127.0.0.1":
         p.error("--url must be of 127.0.0.1")
     head = [["attack", "answer", "extra wait of a stream", "/health", "memory", "duration"], ["---"] * 6]

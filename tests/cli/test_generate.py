@@ -9,7 +9,7 @@ import sys
 import jax
 import pytest
 
-from dflash_jax.cli.generate import main
+from dflash_jax.cli.generate import main, with_rate
 from tests.helpers import without_kernels_line
 
 PROMPT = ["--prompt", "def main(", "--max-new-tokens", "24"]
@@ -28,6 +28,27 @@ def test_text_on_stdout_statistics_on_stderr(capsys):
     assert err.count("\n") == 1
     for part in ("cpu float32", "prompt", "tok/s", "acceptance length", "compiled in", "GB/s"):
         assert part in err
+
+
+def test_a_prompt_of_one_token_is_singular_and_has_no_rate(capsys):
+    # It is not prefilled: its only token is the input of the first round.
+    _, _, err = run(capsys, "--prompt-ids", "5", "--max-new-tokens", "4")
+    assert " | prompt 1 token | decode 4 tokens, " in err
+
+
+@pytest.mark.parametrize(
+    ("tokens", "seconds", "note", "timed", "text"),
+    [
+        (12, 0.5, "", None, "12 tokens, 24 tok/s"),
+        (1, 0.5, "", None, "1 token, 2 tok/s"),
+        (12, 0.0, "", None, "12 tokens"),
+        (12, 1e-9, "", None, "12 tokens"),
+        (12, 0.5, " (12 known)", 0, "12 tokens (12 known)"),
+        (12, 0.5, " (2 known)", 10, "12 tokens (2 known), 20 tok/s"),
+    ],
+)
+def test_a_rate_is_shown_only_where_it_was_measured(tokens, seconds, note, timed, text):
+    assert with_rate(tokens, seconds, note, timed) == text
 
 
 def test_json_has_the_promised_keys_and_nothing_else(capsys):

@@ -36,6 +36,19 @@ def test_generate_on_a_cpu_writes_one_line_to_stderr(environment):
     assert done.returncode == 0
 
 
+def test_generate_without_a_writable_home_writes_one_more_line(environment, tmp_path):
+    # Root could write a read-only directory; no user can write below a file.
+    (tmp_path / "home").touch()
+    environment = {k: v for k, v in environment.items() if not k.startswith(("XDG_", "HF_"))}
+    environment |= {"HOME": str(tmp_path / "home")}
+    command = [sys.executable, "-m", "dflash_jax.generate", "--prompt", "def main(", "--max-new-tokens", "2"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    cache, statistics = without_kernels_line(done.stderr).splitlines()
+    assert re.fullmatch(r".*compiled programs are not kept: .*dflash_jax: Not a directory", cache), cache
+    assert " | prompt " in statistics
+    assert done.returncode == 0
+
+
 def test_serve_on_a_cpu_writes_its_own_lines_to_stderr(environment):
     pytest.importorskip("uvicorn")
     command = [sys.executable, "-m", "dflash_jax.serve", "--port", "0", "--max-len", "256", "--slots", "1"]

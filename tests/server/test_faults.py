@@ -120,11 +120,14 @@ print(llm.generate(["def f("], SamplingParams(max_tokens=4, temperature=0.0))[0]
 """
 
 
-@pytest.mark.parametrize("kind", ["full", "no directory"])
+@pytest.mark.parametrize("kind", ["full", "no directory", "no user cache"])
 def test_a_cache_that_cannot_be_written_is_one_line(llm, kind, tmp_path):
     (tmp_path / "file").touch()
     directory = tmp_path / ("cache" if kind == "full" else "file")
     environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(directory), "JAX_PLATFORMS": "cpu"}
+    if kind == "no user cache":
+        del environment["JAX_COMPILATION_CACHE_DIR"]
+        environment["XDG_CACHE_HOME"], directory = str(directory), directory / "dflash_jax"
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, kind], env=environment, capture_output=True, text=True, check=True
     )

@@ -21,6 +21,8 @@ from pathlib import Path
 import jax
 from jaxlib import version as jaxlib_version
 
+from dflash_jax.user_cache import report_unwritable, user_cache
+
 log = logging.getLogger("dflash_jax")
 
 HERE = Path(__file__).parent
@@ -28,6 +30,10 @@ SOURCES = [HERE / f"{name}.cc" for name in ("panels", "product", "attention", "d
 HEADERS = [HERE / f"{name}.h" for name in ("panels", "shared")]
 NATIVE = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
 FLAGS = ("-O3", NATIVE, "-std=c++20", "-fPIC", "-pthread", "-w")
+
+
+class NotPrivateError(PermissionError):
+    """Other users can write the directory of the libraries."""
 
 
 def threads() -> int:
@@ -47,11 +53,22 @@ def find_compiler() -> list[str] | None:
 def load(compiler: list[str]) -> ctypes.CDLL:
     """Loads the library, and compiles it if the cache has no intact one. Several processes may do this at once.
 
+    Where the cache cannot be written, the library is compiled for this process alone.
+
     Raises:
         OSError: It cannot be written or loaded.
         subprocess.SubprocessError: It cannot be compiled.
     """
-    library = compiled(compiler)
+    try:
+        library = compiled(compiler)
+    except NotPrivateError:
+        raise
+    except OSError as e:
+        # Only this user can write a temporary directory.
+        with tempfile.TemporaryDirectory() as directory:
+            loaded = ctypes.CDLL(str(build(compiler, Path(directory), source_key(compiler))))
+        report_unwritable(user_cache(), e.strerror or str(e))
+        return loaded
     try:
         return ctypes.CDLL(str(library))
     except OSError:
@@ -75,14 +92,13 @@ def private_directory() -> Path:
     """The cache directory of the libraries, created for this user alone.
 
     Raises:
-        OSError: Other users can write it.
+        NotPrivateError: Other users can write it.
+        OSError: It cannot be created.
     """
-    from platformdirs import user_cache_path
-
-    directory = user_cache_path("dflash_jax") / "kernels"
+    directory = user_cache() / "kernels"
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     if not is_private(directory.stat()):
-        raise PermissionError(f"{directory} must be this user's and not writable by others: chmod 700, or remove it")
+        raise NotPrivateError(f"{directory} must be this user's and not writable by others: chmod 700, or remove it")
     return directory
 
 

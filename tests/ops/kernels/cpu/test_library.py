@@ -128,10 +128,13 @@ def test_a_directory_of_another_user_is_not_used(library, cache, monkeypatch, ca
     assert len(lines_of(caplog)) == 1
 
 
-def test_a_cache_that_cannot_be_made(cache, caplog):
+def test_without_a_cache_the_library_is_compiled_for_the_process(cache, tmp_path, monkeypatch, caplog):
     cache.parent.write_text("a file where the directory should be")
-    assert cpu.why_not.__wrapped__()
-    assert len(lines_of(caplog)) == 1
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    assert [cpu_library.load(cpu_library.find_compiler()).DflashLinear() for _ in range(2)] == [7, 7]
+    assert lines_of(caplog) == [f"compiled programs are not kept: {cache.parent}: {os.strerror(errno.ENOTDIR)}"]
+    assert not list((tmp_path / "temporary").iterdir())
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS])

@@ -1,0 +1,179 @@
+"""What makes a system fit that does not: every change is planned before it is named."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from dflash_jax.errors import InputError
+from dflash_jax.parallel.devices import DEVICES, Device
+from dflash_jax.planner import Shapes, make_plan
+
+if TYPE_CHECKING:
+    from dflash_jax.parallel.sharding import Layout
+
+# Number of devices at most that a change names.
+LIMIT = 64
+NUMBERS = {1: "one", 2: "two", 4: "four", 8: "eight"}
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is planned: the arguments of `make_plan`, which explains them, and the device's name.
+
+    Attributes:
+        name: The device, as a plan prints it.
+    """
+
+    shapes: Shapes
+    layout: "Layout"
+    device: Device
+    name: str
+    dtype: Any
+    slots: int
+    max_len: int
+    context: int
+    acceptance_length: float
+    block: int
+    quantize: str | None
+
+    def plan(self) -> dict:
+        """The plan of this request."""
+        fields = {name: value for name, value in vars(self).items() if name != "name"}
+        return make_plan(fields.pop("shapes"), fields.pop("layout"), fields.pop("device"), **fields)
+
+    def fits(self) -> bool:
+        """Whether the plan fits; False for a mesh that the model cannot be divided on."""
+        try:
+            return self.plan()["fits"]
+        except InputError:
+            return False
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change that makes a request fit.
+
+    Attributes:
+        text: The change for people, such as "two H100", or the options themselves.
+        options: The options that make the change on the command line.
+        request: The request after the change.
+    """
+
+    text: str
+    options: tuple[str, ...]
+    request: Request
+
+    def __str__(self) -> str:
+        options = " ".join(self.options)
+        return self.text if self.text == options else f"{self.text} ({options})"
+
+
+def devices_text(request: Request) -> str:
+    """The devices of a request for people, such as "two H100"."""
+    count, name = request.layout.devices, request.name
+    name = name.upper() if name in DEVICES else name
+    return f"{NUMBERS.get(count, count)} {name.replace('device of', 'devices of') if count > 1 else name}"
+
+
+def mesh_option(layout: "Layout") -> tuple[str, ...]:
+    """The option that gives a mesh; nothing for one device."""
+    sizes = {name: getattr(layout, name) for name in ("data", "expert", "tensor")}
+    mesh = ",".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
+    return ("--mesh", mesh) if mesh else ()
+
+
+def on_more_devices(request: Request) -> Change | None:
+    """The smallest number of devices that fits: a power of two more along the tensor axis, else the data axis."""
+    if request.device.platform == "cpu":
+        return None
+    factor = 2
+    while request.layout.devices * factor <= LIMIT:
+        for axis in ("tensor", "data"):
+            layout = replace(request.layout, **{axis: getattr(request.layout, axis) * factor})
+            changed = replace(request, layout=layout)
+            if changed.fits():
+                return Change(devices_text(changed), mesh_option(layout), changed)
+        factor *= 2
+    return None
+
+
+def in_eight_bits(request: Request) -> Change | None:
+    """FP8 for the target's large matrices; None where they have eight bits."""
+    if request.quantize in ("int8", "fp8") or (request.shapes.fp8 and request.quantize is None):
+        return None
+    return Change("FP8", ("--quantize", "fp8"), replace(request, quantize="fp8"))
+
+
+def in_bfloat16(request: Request) -> Change | None:
+    """bfloat16 for the weights; None where they are in bfloat16."""
+    import jax.numpy as jnp
+
+    if request.dtype == jnp.bfloat16:
+        return None
+    return Change("bfloat16", ("--dtype", "bfloat16"), replace(request, dtype=jnp.bfloat16))
+
+
+def without_drafter(request: Request) -> Change | None:
+    """Plain decoding."""
+    if request.shapes.draft is None:
+        return None
+    return Change("--draft none", ("--draft", "none"), replace(request, shapes=replace(request.shapes, draft=None)))
+
+
+def shorter(request: Request) -> Change | None:
+    """The longest slots that fit, as a multiple of 1,024 tokens."""
+    longest = request.plan()["max_len"] // 1024 * 1024
+    if not 0 < longest < request.max_len:
+        return None
+    return Change(f"--max-len {longest}", ("--max-len", str(longest)), replace(request, max_len=longest))
+
+
+def fewer_slots(request: Request) -> Change | None:
+    """The most slots that fit."""
+    slots = request.plan()["max_slots"]
+    if not 0 < slots < request.slots:
+        return None
+    return Change(f"--slots {slots}", ("--slots", str(slots)), replace(request, slots=slots))
+
+
+def on_larger_device(request: Request) -> Change | None:
+    """The smallest listed device with more memory that fits, as many of it as before."""
+    for name, device in sorted(DEVICES.items(), key=lambda item: item[1].memory):
+        changed = replace(request, device=device, name=name)
+        if device.memory > request.device.memory and changed.fits():
+            return Change(devices_text(changed), ("--device", name, *mesh_option(request.layout)), changed)
+    return None
+
+
+def changes(request: Request) -> list[Change]:
+    """Changes, each of which makes a request fit that does not.
+
+    Single changes come first. Where none of the system fits, eight bits, then no drafter besides, are combined with
+    another one, and then more devices with fewer slots. A larger device comes last.
+    """
+    fitting = list(_single(request))
+    combined, text, options = request, "", ()
+    for first in (in_bfloat16, in_eight_bits, without_drafter):
+        if fitting or (change := first(combined)) is None:
+            continue
+        combined, options = change.request, (*options, *change.options)
+        text = " and ".join(filter(None, (text, change.text)))
+        if combined.fits():
+            fitting.append(Change(text, options, combined))
+        for second in _single(combined):
+            fitting.append(Change(f"{text} and {second.text}", (*options, *second.options), second.request))
+    if not fitting and (more := on_more_devices(replace(request, slots=1))):
+        fewer = fewer_slots(replace(request, layout=more.request.layout))
+        if fewer is not None and fewer.request.fits():
+            text = f"{more.text} and {fewer.text}"
+            fitting.append(Change(text, (*more.options, *fewer.options), fewer.request))
+    larger = on_larger_device(request)
+    return [*fitting, larger] if larger else fitting
+
+
+def _single(request: Request) -> Iterator[Change]:
+    """The single changes of the system, and of the number of devices, that fit."""
+    for change in (on_more_devices, in_bfloat16, in_eight_bits, shorter, fewer_slots, without_drafter):
+        changed = change(request)
+        if changed is not None and changed.request.fits():
+            yield changed
