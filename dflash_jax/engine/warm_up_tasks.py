@@ -85,10 +85,15 @@ class Tasks:
         kinds = (True, False) if self.has_drafter else (True,)
         largest, *smaller = sorted(self._runner.batch_sizes(), reverse=True)
         favoured = self._engine.policy.favoured_draft(1)
-        # One sequence: drafted, then with chunks of every size and the prefix cache.
+        # One sequence, drafted.
         yield self._prefill(1, sizes[0], True)
         if self.has_drafter:
             yield self._decode(1, favoured)
+        # Requests that wait for their own programs.
+        masked_sizes = self._runner.masked_batch_sizes() if config.masks else []
+        if masked_sizes:
+            yield self._masked(masked_sizes[0], 1)
+        yield self._score()
         for size in sizes:
             for drafting in kinds:
                 yield self._prefill(1, size, drafting)
@@ -101,11 +106,6 @@ class Tasks:
         yield self._decode(largest, self.decode_programs[0][1])
         if self.has_drafter:
             yield self._decode(largest, favoured)
-        # Requests that wait for their own programs.
-        yield self._score()
-        masked_sizes = self._runner.masked_batch_sizes() if config.masks else []
-        for block in sorted({1, config.block_sizes[-1]}) if masked_sizes else ():
-            yield self._masked(masked_sizes[0], block)
         # Everything else makes rounds shorter.
         for batch, block in self.decode_programs:
             if batch == 1:
