@@ -83,7 +83,7 @@ class DecodeScheduler:
         return batch
 
     def _room(self, masked: bool, count: int) -> int:
-        """How many of ``count`` sequences of a data shard decode together: all, or what is fastest with what may run."""
+        """How many of ``count`` sequences of a data shard decode together: all, or fewer where that is faster."""
         sizes = self._sizes(masked)
         every = self._runner.masked_batch_sizes() if masked else self._runner.batch_sizes()
         if (nearest := next(n for n in every if n >= count)) in sizes:

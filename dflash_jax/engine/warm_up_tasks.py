@@ -76,8 +76,10 @@ class Tasks:
         self._filler.params = replace(FILLER, max_tokens=self._runner.capacity - len(self._filler.prompt))
         plain, smallest = block_sizes[0], self._config.prefill_sizes[0]
         self.first = [self._admit(), self._prefill(1, smallest, not self.has_drafter), self._decode(1, plain)]
-        labels = {task.label: None for task in self.first}
-        self.others = [task for task in self._by_use() if labels.setdefault(task.label, task) is task]
+        by_label: dict[str, Task] = {}
+        for task in (*self.first, *self._by_use()):
+            by_label.setdefault(task.label, task)
+        self.others = list(by_label.values())[len(self.first) :]
 
     def _by_use(self) -> Iterator[Task]:
         """All tasks; some twice."""
