@@ -52,12 +52,13 @@ function showFigures(stats) {
   $("acceptance").textContent = known ? (stats.rounds ? (1 + stats.accepted / stats.rounds).toFixed(2) : "plain") : "–";
 }
 
-const statsOf = ({ usage, timings }) => ({
+const statsOf = ({ usage, timings }, turn) => ({
   tokens: usage.completion_tokens,
   accepted: usage.completion_tokens_details.accepted_prediction_tokens,
   rounds: usage.completion_tokens_details.draft_rounds,
   rate: timings.tokens_per_s,
-  speedup: timings.speedup,
+  // A recorded answer is slower, since each of its rounds is a step of its own.
+  speedup: turn.rounds ? null : timings.speedup,
 });
 
 // The text is followed to its end, unless the reader has scrolled up.
@@ -204,7 +205,7 @@ function addView(turn) {
   const actions = {
     copy: (place) => copyText(turn.content, place),
     regenerate: () => regenerate(turn, {}),
-    replay: () => regenerate(turn, { ...turn.request, return_proposals: true }),
+    replay: () => replay(turn),
     edit: (text) => (turn.role === "user" ? resend(turn, text) : rewrite(turn, text)),
   };
   const view = turn.role === "user" ? new UserView($("log"), turn, actions) : new AnswerView($("log"), turn, actions);
@@ -227,6 +228,21 @@ function truncate(index, expected) {
 function regenerate(turn, options) {
   const later = truncate(conversation.turns.indexOf(turn), "Answered again.");
   generate(options).then(later);
+}
+
+/** Answers again with the same seed, and records the rounds. */
+function replay(turn) {
+  const chosen = conversation, index = chosen.turns.indexOf(turn), rest = chosen.turns.slice(index + 1);
+  const later = truncate(index, "The text differs from the one before.");
+  generate({ ...turn.request, return_proposals: true }).then(() => {
+    const again = chosen.turns[index];
+    if (conversation !== chosen || again?.content !== turn.content || again.reasoning !== turn.reasoning) return later();
+    // What followed the same text still follows it.
+    chosen.turns.push(...rest);
+    rest.forEach(addView);
+    save();
+    say("The same text, round by round.");
+  });
 }
 
 function resend(turn, text) {
@@ -293,7 +309,7 @@ async function generate(options) {
       view.take(chunk);
       const rounds = chunk.choices[0]?.proposals;
       if (rounds && turn.rounds) turn.rounds.push(...rounds.map(asRound));
-      if (chunk.usage) turn.stats = statsOf(chunk);
+      if (chunk.usage) turn.stats = statsOf(chunk, turn);
       frames.request();
       if (performance.now() - saved > SAVE_MS && conversation === own) {
         save();
@@ -320,8 +336,9 @@ async function generate(options) {
     view.update(true);
     showFigures(turn.stats);
     follow();
-    if (!store.problem || isError) say(text, isError);
-    if (!text) {
+    if (store.problem && !isError) say(store.problem, true);
+    else say(text, isError);
+    if (!text && !store.problem) {
       const answer = turn.content.slice(0, MOST_ANNOUNCED);
       announce(`The answer is complete. ${answer}${answer.length < turn.content.length ? " …" : ""}`);
     }

@@ -2,6 +2,9 @@
 //
 // The tint is a custom highlight: ranges over the rendered text, so that Markdown and highlighted code keep their form.
 
+// Characters of the model's text in a row that are not shown.
+const MOST_HIDDEN = 64;
+
 const registry = globalThis.CSS?.highlights;
 const drafted = registry ? new Highlight() : null;
 registry?.set("drafted", drafted);
@@ -12,25 +15,28 @@ export function clearAll() { drafted?.clear(); }
 /** Assigns the pieces of a stream to its text: pieces come as the model wrote them, of which some (tags, blank lines
     around a thought) is not shown. */
 export class Pieces {
-  constructor() { this.queue = []; this.first = 0; }
+  constructor() { this.text = ""; this.drafted = []; }
 
   add(segments) {
-    for (const [text, isDraft] of segments) this.queue.push({ text, isDraft, at: 0 });
+    for (const [text, isDraft] of segments) {
+      this.text += text;
+      for (let i = 0; i < text.length; i++) this.drafted.push(isDraft);
+    }
   }
 
   /** Appends to `runs` ([start, end, …] of drafted characters) those of `text`, which begins at `start`. */
   assign(text, start, runs) {
+    let at = 0;
     for (let i = 0; i < text.length; i++) {
-      let isDraft = false;
-      for (let piece; (piece = this.queue[this.first]); ) {
-        if (piece.at >= piece.text.length) { this.first += 1; continue; }
-        if (piece.text[piece.at++] === text[i]) { isDraft = piece.isDraft; break; }
-      }
-      if (!isDraft) continue;
+      const place = this.text.indexOf(text[i], at);
+      if (place < 0 || place - at > MOST_HIDDEN) continue;
+      at = place + 1;
+      if (!this.drafted[place]) continue;
       if (runs.length && runs.at(-1) === start + i) runs[runs.length - 1] += 1;
       else runs.push(start + i, start + i + 1);
     }
-    if (this.first > 1000) { this.queue.splice(0, this.first); this.first = 0; }
+    this.text = this.text.slice(at);
+    this.drafted.splice(0, at);
   }
 }
 
