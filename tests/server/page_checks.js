@@ -75,6 +75,20 @@ window.checks = {
     return s.scrollHeight - s.scrollTop - s.clientHeight;
   },
 
+  /** Counts frames, and measures the longest time between two, in milliseconds. */
+  watchFrames() {
+    this.frames = this.longestFrame = 0;
+    let last = performance.now();
+    const tick = () => {
+      const now = performance.now();
+      this.longestFrame = Math.max(this.longestFrame, now - last);
+      this.frames += 1;
+      last = now;
+      requestAnimationFrame(tick);
+    };
+    requestAnimationFrame(tick);
+  },
+
   insertHtml() {
     try {
       document.createElement("div").innerHTML = "<b>x</b>";

@@ -90,6 +90,42 @@ async function highlight(code, language, done) {
   done();
 }
 
+const FENCE = /^ {0,3}(`{3,}|~{3,})[^\n]*(?:\n|$)/;
+
+/** The end of a block of code behind its opening fence; -1 where the fence is not closed. */
+function endOfCode(text, fence) {
+  const closing = new RegExp(`^ {0,3}${fence[1][0]}{${fence[1].length},}[ \\t]*(?:\\n|$)`, "m").exec(text.slice(fence[0].length));
+  return closing ? fence[0].length + closing.index + closing[0].length : -1;
+}
+
+function isOpenCode(token) {
+  const fence = token.type === "code" && FENCE.exec(token.raw);
+  return Boolean(fence) && endOfCode(token.raw, fence) < 0;
+}
+
+/** The beginning of a text that is parsed at once: all of a short one, a block of code, or what ends with a blank line. */
+function firstPart(text) {
+  const fence = FENCE.exec(text);
+  if (fence) {
+    const end = endOfCode(text, fence);
+    return end < 0 ? text : text.slice(0, end);
+  }
+  const limit = text.startsWith("|") ? MOST_TABLE : MOST_PARSED;
+  if (text.length <= limit) return text;
+  const last = text.lastIndexOf("\n\n", limit - 2), end = last > 0 ? last : text.indexOf("\n\n", limit);
+  return end < 0 ? text : text.slice(0, end + 2);
+}
+
+/** The blocks of a text; one that is too large, or nested too deeply, is shown as it is written. */
+function parsed(text) {
+  if (text.length <= (text.startsWith("|") ? MOST_TABLE : MOST_PARSED) || FENCE.test(text)) {
+    try {
+      return marked.lexer(text);
+    } catch { /* Too many quotes or lists within each other. */ }
+  }
+  return [{ type: "plain", raw: text }];
+}
+
 /** A rendered text that grows. `tint.paint(block, raw, offset)` is called for every block that has changed. */
 export class MarkdownView {
   constructor(root, tint) {
@@ -121,22 +157,17 @@ export class MarkdownView {
     this.settled = Math.max(this.settled, this.blocks.length - LIVE_BLOCKS);
   }
 
-  /** The blocks of the text behind those that cannot change any more. */
+  /** The blocks of the text from the first that may still change, parsed in parts of bounded size. */
   *tokens(source) {
     let offset = this.blocks[this.settled]?.offset ?? 0;
-    const tail = source.slice(offset);
-    let tokens = null;
-    const limit = tail.startsWith("|") ? MOST_TABLE : MOST_PARSED;
-    if (tail.length <= limit || /^ {0,3}(```|~~~)/.test(tail)) {
-      try {
-        tokens = marked.lexer(tail);
-      } catch {
-        // Quotes and lists that are nested too deeply are shown as they are written.
+    while (offset < source.length) {
+      const rest = source.slice(offset), part = firstPart(rest);
+      let tokens = parsed(part);
+      if (part.length < rest.length && tokens.length > 1 && isOpenCode(tokens.at(-1))) tokens = tokens.slice(0, -1);
+      for (const token of tokens) {
+        if (token.type !== "space") yield { token, offset };
+        offset += token.raw.length;
       }
-    }
-    for (const token of tokens ?? [{ type: "plain", raw: tail }]) {
-      if (token.type !== "space") yield { token, offset };
-      offset += token.raw.length;
     }
   }
 
