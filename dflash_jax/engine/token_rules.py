@@ -1,6 +1,7 @@
 """Masks that depend on the generated tokens alone, without a grammar, and the combination of several masks."""
 
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -154,6 +155,32 @@ class TokenRules(ReadyMasks):
         longest = min(len(close) - 1, len(thought))
         begun = next(n for n in range(longest, -1, -1) if thought[len(thought) - n :] == close[:n])
         return close[begun] if now.thought - begun >= budget.tokens else None
+
+
+class DraftRecord(ReadyMasks):
+    """A `MaskProvider` that allows every token and records the drafts of each round.
+
+    A round with masks shows its drafts to the host, which other rounds do not.
+
+    Args:
+        vocab: Tokens of the vocabulary.
+
+    Attributes:
+        rounds: Drafts of the rounds that have yielded tokens, oldest first. The engine's thread appends; the reader of
+            the request's events removes one entry for each round of an event.
+    """
+
+    def __init__(self, vocab: int):
+        self._everything = _everything(vocab)
+        self.rounds: deque[list[int]] = deque()
+
+    def take(self, tokens: Sequence[int]) -> None:
+        """See `MaskProvider`."""
+        self.rounds.append(list(self._drafts))
+
+    def masks(self, drafts: Sequence[int]) -> np.ndarray:
+        """Packed bits uint32 [drafts + 1, ceil(V / 32)]."""
+        return np.broadcast_to(self._everything, (len(drafts) + 1, len(self._everything)))
 
 
 class CombinedMasks:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dflash_jax.engine.config import BlockSize
 from dflash_jax.engine.limits import RequestLimits, check_prompt
 from dflash_jax.engine.request import MaskProvider
-from dflash_jax.engine.token_rules import CombinedMasks, ThinkingBudget, TokenRules
+from dflash_jax.engine.token_rules import CombinedMasks, DraftRecord, ThinkingBudget, TokenRules
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.rules import token_rules
 from dflash_jax.frontend.sampling_defaults import SamplingDefaults
@@ -64,6 +64,7 @@ class Prompts:
         *,
         mask: MaskProvider | None = None,
         budget: ThinkingBudget | None = None,
+        records_drafts: bool = False,
         **options,
     ) -> TextSequence:
         """A prompt as an engine takes it.
@@ -75,6 +76,8 @@ class Prompts:
             mask: Masks beside those that follow from ``params``. The checkpoint's stop ids then always end the text,
                 since a text that is complete must be able to end.
             budget: The bound of the thought.
+            records_drafts: Whether pieces have the drafts of each round. Each round is then a dispatch of its own; the
+                tokens are the same.
             **options: Further fields of the `TextSequence` and its `Request`.
 
         Raises:
@@ -91,5 +94,8 @@ class Prompts:
         if rules.are_needed:
             masks = TokenRules(rules, self.config.vocab_size)
             mask = masks if mask is None else CombinedMasks([masks, mask])
+        if records_drafts:
+            options["draft_record"] = record = DraftRecord(self.config.vocab_size)
+            mask = record if mask is None else CombinedMasks([mask, record])
         window = {"draft_window_size": self.draft_window.size, "draft_sink_size": self.draft_window.sinks}
         return TextSequence(ids, filled, stops, self.tokenizer, block_size=block_size, mask=mask, **window, **options)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from dflash_jax.engine.request import Event, Request
+from dflash_jax.engine.token_rules import DraftRecord
 from dflash_jax.frontend.detokenizer import Detokenizer
 from dflash_jax.frontend.outputs import Completion, Timings
 from dflash_jax.frontend.tokenizer import Tokenizer
@@ -26,6 +27,7 @@ class Piece:
             begins where the character does. Empty without a tokenizer.
         logprobs: Where asked for, one entry for each token, as in `Completion`.
         finish_reason: With the last piece, "stop" or "length".
+        proposals: Where recorded, the tokens that each round drafted.
     """
 
     text: str
@@ -35,6 +37,7 @@ class Piece:
     starts: list[int] = field(default_factory=list)
     logprobs: list[dict] | None = None
     finish_reason: str | None = None
+    proposals: list[list[int]] | None = None
 
     def joined(self, later: "Piece") -> "Piece":
         """This piece and the one behind it as one."""
@@ -46,6 +49,7 @@ class Piece:
             self.starts + later.starts,
             None if self.logprobs is None else self.logprobs + (later.logprobs or []),
             later.finish_reason,
+            None if self.proposals is None else self.proposals + (later.proposals or []),
         )
 
     @property
@@ -77,6 +81,7 @@ class TextSequence:
             end.
         ends: Gets the new text of each token, and returns whether the text ends there. As with stop strings, the result
             does not count for the first min_tokens tokens.
+        draft_record: The part of the request's mask that records drafts; None where pieces have no proposals.
         **options: Further fields of `Request`.
 
     Attributes:
@@ -102,6 +107,7 @@ class TextSequence:
         tokenizer: Tokenizer | None,
         streamed: bool = True,
         ends: Callable[[str], bool] | None = None,
+        draft_record: DraftRecord | None = None,
         **options,
     ):
         if params.seed is None:
@@ -121,7 +127,7 @@ class TextSequence:
             if self.text and (streamed or ends or params.stop or params.stop_regex)
             else None
         )
-        self._ends, self._has_ended = ends, False
+        self._ends, self._has_ended, self._draft_record = ends, False, draft_record
         self.request = Request(prompt, params, stops, monitor=monitor, **options)
         self.is_streamed = streamed
         self.num_tokens = 0
@@ -177,8 +183,13 @@ class TextSequence:
             self._shown = upto
         ends = ends if event.tokens else []
         self.starts += starts
-        piece = Piece(text, event.tokens, event.yielded, ends, starts, event.logprobs, event.finish_reason)
-        self.pieces.append(piece)
+        proposals = None
+        if self._draft_record is not None:
+            # Behind the drafts that a slot may use, a block is padding.
+            proposals = [self._draft_record.rounds.popleft()[: event.block_size - 1] for _ in event.yielded]
+        self.pieces.append(
+            Piece(text, event.tokens, event.yielded, ends, starts, event.logprobs, event.finish_reason, proposals)
+        )
 
     def _take_end(self, event: Event) -> None:
         if self.text and event.finish_reason:

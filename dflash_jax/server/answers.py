@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from math import isfinite, isnan, nan
 
-from dflash_jax.frontend.sequence import TextSequence
+from dflash_jax.frontend.sequence import Piece, TextSequence
 from dflash_jax.frontend.tokenizer import Tokenizer
 
 # OpenAI's log-probability of an impossible token: JSON has no infinity.
@@ -49,23 +49,26 @@ def usage(
     }
 
 
-def timings(sequences: Sequence[TextSequence], now: float) -> dict:
-    """Decoding time and rate.
+def timings(sequences: Sequence[TextSequence], now: float, plain_round_s: float | None = None) -> dict:
+    """Decoding time and rate, and how they compare with plain decoding.
 
     Args:
         sequences: All sequences of a request.
         now: The engine's clock in seconds, for sequences that are not finished.
+        plain_round_s: Measured seconds of a plain round, which yields one token for each sequence; None: not measured.
 
     Returns:
         ``decode_s``, seconds from the end of the first prefill to the last token; ``tokens_per_s``, new tokens per
-        second of that time.
+        second of that time; ``speedup``, that rate over the one of plain rounds, None where these are not measured.
     """
     started = [r.request.times for r in sequences if r.request.times.is_submitted]
     times = [t for t in started if not isnan(t.first_token)]
     if not times:
-        return {"decode_s": 0.0, "tokens_per_s": 0.0}
+        return {"decode_s": 0.0, "tokens_per_s": 0.0, "speedup": None}
     seconds = max(now if isnan(t.finished) else t.finished for t in times) - min(t.ready for t in times)
-    return {"decode_s": seconds, "tokens_per_s": sum(r.num_tokens for r in sequences) / max(seconds, 1e-9)}
+    rate = sum(r.num_tokens for r in sequences) / max(seconds, 1e-9)
+    speedup = None if plain_round_s is None else rate * plain_round_s / len(times)
+    return {"decode_s": seconds, "tokens_per_s": rate, "speedup": speedup}
 
 
 def request_metrics(sequences: Sequence[TextSequence]) -> dict:
@@ -110,6 +113,26 @@ def token_text(tokenizer: Tokenizer | None, token_id: int, as_id: bool = False) 
     raw = b"" if tokenizer is None else tokenizer.token_bytes(token_id)
     text = f"token_id:{token_id}" if as_id or tokenizer is None else raw.decode(errors="replace")
     return text, list(raw)
+
+
+def proposals(tokenizer: Tokenizer | None, piece: Piece) -> list[dict]:
+    """The rounds of a piece whose drafts were recorded.
+
+    Returns:
+        For each round ``proposed``, the texts of the drafted tokens in order; ``accepted``, how many of them were; and
+        ``token``, the text of the target's own token, which the round ends with.
+    """
+    rounds, start = [], 0
+    for drafts, count in zip(piece.proposals or [], piece.acceptance_lengths, strict=True):
+        start += count
+        rounds.append(
+            {
+                "proposed": [token_text(tokenizer, draft)[0] for draft in drafts],
+                "accepted": count - 1,
+                "token": token_text(tokenizer, piece.token_ids[start - 1])[0],
+            }
+        )
+    return rounds
 
 
 def prompt_entry(tokenizer: Tokenizer | None, entry: dict) -> dict:

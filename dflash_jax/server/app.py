@@ -2,11 +2,9 @@
 
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
-from pathlib import Path
+from collections.abc import Collection, Sequence
 
 from fastapi import FastAPI
-from starlette.responses import FileResponse
 
 from dflash_jax.server import (
     chat,
@@ -28,15 +26,13 @@ from dflash_jax.server.answer_schema import Error
 from dflash_jax.server.body import Body, check_type, has_body, replayed
 from dflash_jax.server.cors import Cors
 from dflash_jax.server.errors import ApiError, ClientGoneError, add_handlers, error_response
+from dflash_jax.server.page_files import PAGE_PATHS, page_file
 from dflash_jax.server.request_scope import begin_tracking
 from dflash_jax.server.schema_base import unknown_fields
 from dflash_jax.server.serving import Serving
 
 log = logging.getLogger("dflash_jax.access")
 
-PAGE = Path(__file__).parent / "page"
-# Each file has its own route: a directory mounted at / would handle all unknown paths and wrong methods.
-PAGE_PATHS = ("/", *(f"/{file.name}" for file in PAGE.iterdir()))
 # Paths that work without an engine or are no requests for text.
 ALWAYS = (*OPEN_PATHS, "/abort_request", "/flush_cache", "/reset_prefix_cache")
 CLIENT_GONE = 499
@@ -160,12 +156,3 @@ def build(
         # Around the gate: a preflight has no key, and pages must be able to read refusals.
         cors.add_to(app)
     return app
-
-
-def page_file(path: str) -> Callable:
-    """A route's handler that returns a file of the page."""
-
-    async def get() -> FileResponse:
-        return FileResponse(PAGE / (path[1:] or "index.html"))
-
-    return get

@@ -9,7 +9,15 @@ from starlette.responses import Response
 from dflash_jax.frontend.sequence import TextSequence
 from dflash_jax.server import chat_schema, prepare, request_id, schema
 from dflash_jax.server.answer_schema import ChatCompletion
-from dflash_jax.server.answers import chat_logprobs, prompt_logprobs, request_metrics, stop_reasons, timings, usage
+from dflash_jax.server.answers import (
+    chat_logprobs,
+    prompt_logprobs,
+    proposals,
+    request_metrics,
+    stop_reasons,
+    timings,
+    usage,
+)
 from dflash_jax.server.constraint import Constraint, tag_in_lark
 from dflash_jax.server.conversation import Conversation, Delta, Parser, converse, text_of
 from dflash_jax.server.errors import ApiError
@@ -75,6 +83,7 @@ def check(serving: Serving, body: chat_schema.ChatRequest) -> None:
         raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options needs stream: true", "stream_options")
+    prepare.check_proposals(serving, body)
     if body.prompt_logprobs is not None and body.stream:
         raise ApiError(400, "prompt_logprobs is not possible with stream: true", "prompt_logprobs")
 
@@ -113,6 +122,7 @@ async def prepare_chat(serving: Serving, body: chat_schema.ChatRequest) -> tuple
         "budget": prepare.budget([body.thinking_token_budget, body.thinking_budget]),
         "prompt_logprobs": body.prompt_logprobs,
         "cache_salt": body.cache_salt,
+        "records_drafts": body.return_proposals,
         "ends": talk.ends,
     }
     return talk, await prepare.sequences(serving, talk.prompt, params, n, **options)
@@ -242,7 +252,7 @@ async def stream_chunks(
             counted = usage(sequences, len(sequences), thoughts, new=[sequences[i] for i in started])
             value["usage"] = counted if stream_options.continuous_usage_stats else None
             if stream_options.include_timings and stream_options.continuous_usage_stats:
-                value["timings"] = timings(sequences, serving.clock)
+                value["timings"] = timings(sequences, serving.clock, serving.plain_round_s)
         if is_first and body.return_token_ids:
             value["prompt_token_ids"] = talk.prompt
         return frame(value)
@@ -260,6 +270,8 @@ async def stream_chunks(
             more["token_ids"] = piece.token_ids
         if body.return_drafts:
             more["drafts"] = piece.segments
+        if piece.proposals is not None:
+            more["proposals"] = proposals(serving.llm.tokenizer, piece)
         deltas = deltas or [{}] * bool(more or piece.finish_reason)
         for place, delta in enumerate(deltas):
             reason = None
@@ -271,6 +283,10 @@ async def stream_chunks(
             more = {}
     if stream_options.include_usage:
         counted = usage(sequences, len(sequences), sum(p.reasoning_tokens for p in parsers))
-        more = {"timings": timings(sequences, serving.clock)} if stream_options.include_timings else {}
+        more = (
+            {"timings": timings(sequences, serving.clock, serving.plain_round_s)}
+            if stream_options.include_timings
+            else {}
+        )
         more |= request_metrics(sequences) if serving.additions.metrics else {}
         yield frame({**head, "object": "chat.completion.chunk", "choices": [], "usage": counted, **more})

@@ -14,6 +14,7 @@ from dflash_jax.server.answer_schema import Completion
 from dflash_jax.server.answers import (
     completion_logprobs,
     prompt_logprobs,
+    proposals,
     request_metrics,
     stop_reasons,
     timings,
@@ -56,6 +57,7 @@ async def prepare_completions(serving: Serving, body: schema.CompletionRequest) 
     n = prepare.check_counts(serving, body, len(prompts))
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options needs stream: true", "stream_options")
+    prepare.check_proposals(serving, body)
     prompt_logprobs = body.prompt_logprobs
     if body.echo and wants_logprobs(body):
         prompt_logprobs = max(prompt_logprobs or 0, body.logprobs or 0)
@@ -70,7 +72,7 @@ async def prepare_completions(serving: Serving, body: schema.CompletionRequest) 
         most = most or serving.check_room(ids, 1, "prompt")
         params = prepare.sampling(body, most, body.seed, body.logprobs, body.logprob_token_ids)
         options = {"block_size": body.block_size, "priority": body.priority, "prompt_logprobs": prompt_logprobs}
-        options |= {"cache_salt": body.cache_salt, "budget": budget}
+        options |= {"cache_salt": body.cache_salt, "budget": budget, "records_drafts": body.return_proposals}
         options["thought"] = prepare.thought(serving, ids, budget, "thinking_token_budget")
         sequences += await prepare.sequences(serving, ids, params, n, grammar=grammar, **options)
     return sequences
@@ -209,12 +211,14 @@ async def stream_chunks(
             choice["token_ids"] = piece.token_ids if is_new else []
         if body.return_drafts:
             choice["drafts"] = piece.segments
+        if piece.proposals is not None:
+            choice["proposals"] = proposals(serving.llm.tokenizer, piece)
         value = {**head, "choices": [choice]}
         if stream_options.include_usage:
             counted = usage(sequences, body.n or 1, new=sequences if is_new else ())
             value["usage"] = counted if stream_options.continuous_usage_stats else None
             if stream_options.include_timings and stream_options.continuous_usage_stats:
-                value["timings"] = timings(sequences, serving.clock)
+                value["timings"] = timings(sequences, serving.clock, serving.plain_round_s)
 
         def build(i=i, piece=piece, begin=begin, offset=offset, is_first=is_first, choice=choice, value=value) -> dict:
             entries = piece.logprobs or [] if is_new else []
@@ -228,7 +232,11 @@ async def stream_chunks(
         prompt_entries = sequences[i].request.prompt_entries if is_first else []
         yield await event(len(piece.logprobs or []) + len(prompt_entries), build)
     if stream_options.include_usage:
-        more = {"timings": timings(sequences, serving.clock)} if stream_options.include_timings else {}
+        more = (
+            {"timings": timings(sequences, serving.clock, serving.plain_round_s)}
+            if stream_options.include_timings
+            else {}
+        )
         more |= request_metrics(sequences) if serving.additions.metrics else {}
         counted = usage(sequences, body.n or 1, new=sequences if is_new else ())
         yield frame({**head, "choices": [], "usage": counted, **more})

@@ -3,20 +3,18 @@
 import time
 from datetime import UTC, datetime
 from importlib.metadata import version
-from pathlib import Path
 
 from fastapi import APIRouter, Request
-from starlette.responses import FileResponse
 
 from dflash_jax.checkpoint.config_files import read_raw
 from dflash_jax.errors import InputError
 from dflash_jax.server.answer_schema import Load, ModelInfo
 from dflash_jax.server.errors import ApiError, JsonResponse
+from dflash_jax.server.page_files import page_file
 from dflash_jax.server.serving import Serving
 
 router = APIRouter()
 
-DOCS = Path(__file__).parent / "page" / "docs.html"
 # Fields of tokenizer_config.json that are shown. Others may have paths, or an access token of a model hub.
 TOKENIZER_FIELDS = (
     "tokenizer_class",
@@ -37,10 +35,8 @@ TOKENIZER_FIELDS = (
 )
 
 
-@router.get("/docs", include_in_schema=False)
-async def docs():
-    """A page that shows /openapi.json and loads nothing from other servers."""
-    return FileResponse(DOCS)
+# A page that shows /openapi.json and loads nothing from other servers.
+router.add_api_route("/docs", page_file("/docs.html"), include_in_schema=False, response_model=None)
 
 
 @router.get("/server_info", response_model=None)

@@ -241,6 +241,25 @@ def thought(serving: Serving, prompt: Sequence[int], budget: int | None, field: 
     return "possible" if open_thought(prompt, encode(OPEN), encode(CLOSE)) is None else "open"
 
 
+def check_proposals(serving: Serving, body: schema.OpenAiSampling) -> None:
+    """Checks that the rounds of a request can be recorded, where ``return_proposals`` wants that.
+
+    Raises:
+        ApiError: The request is no stream, or the server has no rounds that show their drafts.
+    """
+    if not body.return_proposals:
+        return
+    config, reason = serving.engine.engine.config, None
+    if not body.stream:
+        reason = "needs stream: true"
+    elif config.block_sizes[-1] == 1:
+        reason = "needs a drafter, and this server decodes without one"
+    elif not config.masks:
+        reason = "needs the programs of structured output, and this server has none"
+    if reason is not None:
+        raise ApiError(400, f"return_proposals {reason}", "return_proposals")
+
+
 async def grammar(serving: Serving, constraint: Constraint | None) -> Grammar | None:
     """Compiles a constraint. Notes of the answer name what the grammar does not enforce.
 
@@ -275,6 +294,7 @@ async def sequences(
     budget: int | None = None,
     prompt_logprobs: int | None = None,
     cache_salt: str | None = None,
+    records_drafts: bool = False,
     ends: Callable[[], Callable[[str], bool] | None] = lambda: None,
 ) -> list[TextSequence]:
     """Makes the sequences of a prompt, one for each choice. Their seeds are s, s + 1 and so on.
@@ -293,12 +313,14 @@ async def sequences(
         budget: Most tokens of the thought, those in the prompt behind the opening tag included.
         prompt_logprobs: Likeliest tokens of each prompt position; None: none.
         cache_salt: Only prompts with the same salt share cached prefixes.
+        records_drafts: Whether pieces have the drafts of each round.
         ends: Makes the ``ends`` of each `TextSequence`.
 
     Raises:
         ApiError: A value is invalid.
     """
     options = {"priority": priority, "prompt_logprobs": prompt_logprobs, "cache_salt": cache_salt or ""}
+    options["records_drafts"] = records_drafts
     vocabulary = serving.llm.config.vocab_size
     if outside := [i for i in params.stop_token_ids if i >= vocabulary]:
         # Clients send token ids of another model. vLLM and SGLang accept them, too.

@@ -55,7 +55,8 @@ class OpenAiSampling(Sampling):
     """Fields of chats and completions.
 
     ``block_size`` limits the tokens of a round ("auto" or a number) and does not change the text. ``return_drafts``
-    marks which parts of each piece of text were drafted.
+    marks which parts of each piece of text were drafted. ``return_proposals``, for streams, adds what each round
+    drafted and how much of it was accepted; each round is then a dispatch of its own, and the text is the same.
     """
 
     model: str | None = None
@@ -80,6 +81,7 @@ class OpenAiSampling(Sampling):
     cache_salt: Salt | None = None
     block_size: int | Literal["auto"] | None = None
     return_drafts: bool = False
+    return_proposals: bool = False
     return_token_ids: bool = False
     min_tokens: int | None = Field(None, ge=0)
     include_stop_str_in_output: bool | None = None

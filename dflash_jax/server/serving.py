@@ -8,6 +8,7 @@ import weakref
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 
+from dflash_jax.engine.draft_length import NO_DRAFTER
 from dflash_jax.engine.request import Event
 from dflash_jax.engine.service import AsyncEngine
 from dflash_jax.engine.warm_up import WarmUp
@@ -157,6 +158,19 @@ class Serving:
     def clock(self) -> float:
         """The engine's clock, in seconds."""
         return self.engine.engine.runner.clock
+
+    @property
+    def plain_round_s(self) -> float | None:
+        """Measured seconds of a plain round with as many sequences as run now; None where none was measured."""
+        engine = self.engine.engine
+        sequences_per_shard = max(1, -(-engine.running // engine.runner.shards))
+        batch_size = next((n for n in engine.runner.batch_sizes() if n >= sequences_per_shard), sequences_per_shard)
+        try:
+            costs = [engine.policy.cost(batch_size, block_size) for block_size in (1, NO_DRAFTER)]
+        except RuntimeError:
+            # The engine's thread has added a measurement meanwhile.
+            return None
+        return min((cost for cost in costs if cost is not None), default=None)
 
     @property
     def failure(self) -> str | None:

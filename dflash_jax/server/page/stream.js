@@ -1,0 +1,43 @@
+// The server's interface: models, and answers as streams.
+
+async function refusal(response) {
+  try {
+    return new Error((await response.json()).error.message);
+  } catch {
+    return new Error(`The server answers ${response.status} ${response.statusText}`);
+  }
+}
+
+const headers = (key) => (key ? { Authorization: `Bearer ${key}` } : {});
+
+export async function models(key) {
+  const response = await fetch("v1/models", { headers: headers(key) });
+  if (!response.ok) throw await refusal(response);
+  return (await response.json()).data.map((model) => model.id);
+}
+
+/** Yields the chunks of an answer. */
+export async function* chunks(body, key, signal) {
+  const response = await fetch("v1/chat/completions", {
+    method: "POST",
+    headers: { "Content-Type": "application/json", ...headers(key) },
+    body: JSON.stringify(body),
+    signal,
+  });
+  if (!response.ok) throw await refusal(response);
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let pending = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) throw new Error("The connection to the server has ended before the answer.");
+    pending += value;
+    for (let end; (end = pending.indexOf("\n\n")) >= 0; ) {
+      const data = pending.slice(0, end).replace(/^data: /, "");
+      pending = pending.slice(end + 2);
+      if (data === "[DONE]") return;
+      const chunk = JSON.parse(data);
+      if (chunk.error) throw new Error(chunk.error.message);
+      yield chunk;
+    }
+  }
+}
