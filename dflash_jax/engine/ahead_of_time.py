@@ -1,8 +1,11 @@
 """Compilation of many programs side by side, before any of them runs."""
 
+import os
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import jax
@@ -12,27 +15,38 @@ from dflash_jax.decoding.state import DecodeState, Settings
 from dflash_jax.engine.executables import Executables, put
 from dflash_jax.engine.step_calls import REPLICATED, StepCalls
 
+# Niceness of threads that compile while requests are served.
+NICENESS = 10
+
+
+def yield_processors() -> None:
+    """Gives other threads precedence over the calling one, where the system has priorities of threads (Linux)."""
+    with suppress(OSError, AttributeError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+
 
 class AheadOfTime(StepCalls):
     """Compiles what calls need, and computes nothing.
 
     A context manager. A call traces its function, submits the compilation to a thread, and returns shapes
-    (`jax.ShapeDtypeStruct`) in place of arrays; the state comes back as it was given, of arrays or of shapes. When the
-    block ends, the executables have all programs.
+    (`jax.ShapeDtypeStruct`) in place of arrays; the state comes back as it was given, of arrays or of shapes. The
+    executables get each program when it is compiled, and have all of them when the block ends.
 
     Args:
         executables: What gets the programs.
         threads: Compilations at a time.
+        background: Whether other threads have precedence for the processors. The seconds are then not counted as
+            those of compilation, and errors are left to the futures, since nothing waits for the programs.
 
     Attributes:
-        pending: Compilations by the program's key; each future's result is (program, seconds).
+        pending: Compilations by the program's key; each future's result is the seconds that it took.
     """
 
-    def __init__(self, executables: Executables, threads: int):
+    def __init__(self, executables: Executables, threads: int, background: bool = False):
         super().__init__(*executables.pair)
-        self.pending: dict[tuple, Future] = {}
-        self._executables = executables
-        self._threads = ThreadPoolExecutor(threads, "compile")
+        self.pending: dict[tuple, Future[float]] = {}
+        self._executables, self._is_background = executables, background
+        self._threads = ThreadPoolExecutor(threads, "compile", yield_processors if background else None)
         self._results: dict[tuple, Any] = {}
 
     def __enter__(self) -> "AheadOfTime":
@@ -40,10 +54,16 @@ class AheadOfTime(StepCalls):
         return self
 
     def __exit__(self, error_type, *_) -> None:
-        self._threads.shutdown()
-        if error_type is None:
-            self._executables.compiled |= {key: future.result()[0] for key, future in self.pending.items()}
+        self._threads.shutdown(cancel_futures=error_type is not None)
+        if error_type is None and not self._is_background:
+            for future in self.pending.values():
+                future.result()
             self._executables.compile_s += time.perf_counter() - self._began
+
+    def _compile(self, key: tuple, lowered) -> float:
+        """Compiles a program for the executables: seconds."""
+        self._executables.compiled[key], seconds = self._executables.compile(lowered)
+        return seconds
 
     def call(
         self, key: tuple, function: Callable, state: DecodeState, args: tuple, specs: Callable, donate=True
@@ -54,7 +74,7 @@ class AheadOfTime(StepCalls):
             in_specs, out_specs = specs()
             lowered = self._executables.lower(function, state, args, in_specs, out_specs, donate)
             if key not in self._executables.compiled:
-                self.pending[key] = self._threads.submit(self._executables.compile, lowered)
+                self.pending[key] = self._threads.submit(self._compile, key, lowered)
             shapes = lowered.out_info
             specs_of_all = jax.tree.broadcast((REPLICATED, out_specs) if donate else out_specs, shapes)
             self._results[key] = jax.tree.map(put, shapes, self._executables.shardings(specs_of_all))

@@ -21,12 +21,14 @@ class Dispatch:
         rounds: Rounds at most.
         block_size: The compiled block size; NO_DRAFTER (0) is plain decoding that does not update the drafter's
             context.
+        batch_size: The compiled batch size of a data shard; each has at most as many of the slots.
     """
 
     slots: tuple[int, ...]
     block_sizes: tuple[int, ...]
     rounds: int
     block_size: int
+    batch_size: int
 
 
 @dataclass(frozen=True)

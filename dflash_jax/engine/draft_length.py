@@ -5,9 +5,10 @@ The policy takes the block size with the most expected tokens per second,
 
     sum over sequences of (1 + p + p² + … + p^(b - 1)) / seconds of a round at this block and batch size,
 
-where p is the sequence's recent rate of accepted drafts, and the seconds are measured, with the drafter's part and the
-update of its context included. A block of size 1 is plain decoding, which says nothing about p: from time to time, for
-at most a fiftieth of the time, another block size is tried where it could be faster.
+where p is the sequence's recent rate of accepted drafts. At first p is the rate on record for the drafter, and the
+seconds are predicted (`engine.round_costs`); both are then measured, with the drafter's part and the update of its
+context included. A block of size 1 is plain decoding, which says nothing about p: from time to time, for at most a
+fiftieth of the time, another block size is tried where it could be faster.
 
 Where no draft could pay off even at the best recent acceptance, plain decoding runs without the drafter (block size
 `NO_DRAFTER`); its context then starts anew where drafting resumes. At long intervals the context is kept up for a
@@ -17,6 +18,7 @@ while nevertheless, so that acceptance can be measured again.
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import log
 
 # Weight of a new measurement of seconds in their moving average.
 SECONDS_WEIGHT = 0.25
@@ -26,9 +28,12 @@ DECAY, PRIOR_ROUNDS = 0.9, 2.0
 OVERALL_DECAY = 0.995
 # Acceptance assumed of a block size that is not in use, share of the time for trying it, and rounds of a trial.
 OPTIMISTIC_RATE, TRIAL_SHARE, TRIAL_ROUNDS = 0.95, 0.02, 2
-# The best recent acceptance before any is measured (a mean of 8 tokens a round of 16), and how fast it follows a
-# sequence that is better, and one that is worse.
-INITIAL_BEST_RATE, RISE, FALL = 0.9, 0.5, 0.02
+# How many times too high a predicted cost may be.
+PREDICTION_ERROR = 3.0
+# The rate of a drafter without a record, and the rounds that the rate on record counts for.
+USUAL_RATE, RECORD_ROUNDS = 0.7, 6.0
+# How fast the best recent acceptance follows a sequence that is better, and one that is worse.
+RISE, FALL = 0.5, 0.02
 # Without the drafter: seconds of decoding between two measurements of acceptance, and of these, seconds of keeping up
 # the drafter's context and of drafting.
 PROBE_EVERY_S, PROBE_CONTEXT_S, PROBE_DRAFT_S = 25.0, 0.5, 0.25
@@ -64,24 +69,41 @@ def expected_tokens(rate: float, block_size: int) -> float:
     return (1 - rate**block_size) / (1 - rate)
 
 
+def rate_of(acceptance_length: float, block_size: int) -> float:
+    """The rate at which rounds of ``block_size`` yield ``acceptance_length`` tokens on average."""
+    low, high = 0.0, 0.999
+    while high - low > 1e-4:
+        middle = (low + high) / 2
+        low, high = (middle, high) if expected_tokens(middle, block_size) < acceptance_length else (low, middle)
+    return low
+
+
 class DraftLengthPolicy:
-    """Chooses block sizes by measured cost and acceptance.
+    """Chooses block sizes by cost and acceptance.
 
     Args:
         block_sizes: Block sizes that may be compiled, ascending, from 1.
-        first: Which to try first while nothing is measured: "smallest" or "largest".
+        predict: The cost of a round in any unit, by batch size and block size; None: the same for all.
+        rate: The acceptance rate on record for the drafter.
 
     Attributes:
+        block_sizes: As given.
         seconds: Moving average of the seconds of a round, by (batch size, block size).
         overall: Acceptance of all requests together.
         best_rate: The best recent acceptance rate of a sequence.
     """
 
-    def __init__(self, block_sizes: Sequence[int], first: str = "largest"):
-        self.block_sizes, self.first = tuple(block_sizes), first
+    def __init__(
+        self,
+        block_sizes: Sequence[int],
+        predict: Callable[[int, int], float] = lambda batch_size, block_size: 1.0,
+        rate: float = USUAL_RATE,
+    ):
+        self.block_sizes, self._predict = tuple(block_sizes), predict
         self.seconds: dict[tuple[int, int], float] = {}
-        self.overall = Acceptance(14.0, 6.0)
-        self.best_rate = INITIAL_BEST_RATE
+        self.overall = Acceptance(RECORD_ROUNDS * rate / (1 - rate), RECORD_ROUNDS)
+        # Some texts are easier than the mean: half of the rejections on record.
+        self.best_rate = (1 + rate) / 2
         # Seconds of rounds so far, and their value at the last trial.
         self._spent = self._tried = 0.0
         self._runs: Counter = Counter()
@@ -108,78 +130,112 @@ class DraftLengthPolicy:
         return self.overall.accepted / (self.overall.accepted + self.overall.rejected)
 
     def cost(self, batch_size: int, block_size: int) -> float | None:
-        """Seconds of a round, measured at this batch size or the nearest one; None where none was measured."""
-        measured = [n for n, block in self.seconds if block == block_size]
-        return self.seconds[min(measured, key=lambda n: abs(n - batch_size)), block_size] if measured else None
+        """Seconds of a round: measured, or predicted from the measured round of the nearest predicted cost.
 
-    def _cannot_pay(self, batch_size: int) -> bool:
+        Returns:
+            None where no round was measured.
+        """
+        key = batch_size, block_size
+        if key in self.seconds or not self.seconds:
+            return self.seconds.get(key)
+        ratios = {known: self._predict(*key) / self._predict(*known) for known in self.seconds}
+        nearest = min(ratios, key=lambda known: abs(log(ratios[known])))
+        return ratios[nearest] * self.seconds[nearest]
+
+    def _costs(self, batch_size: int, block_sizes: Sequence[int]) -> dict[int, float]:
+        """Costs of rounds in one unit: seconds, or the prediction's while nothing is measured."""
+        return {b: self.cost(batch_size, b) or self._predict(batch_size, b) for b in block_sizes}
+
+    def _cannot_pay(self, costs: dict[int, float]) -> bool:
         """Whether no drafting block size is faster than plain decoding even at the best recent acceptance."""
-        drafting = [b for b in self.block_sizes if b > 1]
-        measured = [n for n, b in self.seconds if b == 1 and all((n, d) in self.seconds for d in drafting)]
-        if not measured or not drafting:
-            return False
-        nearest = min(measured, key=lambda n: abs(n - batch_size))
-        plain = min(self.seconds[nearest, 1], self.seconds.get((nearest, NO_DRAFTER), float("inf")))
-        return all(expected_tokens(self.best_rate, b) * plain < self.seconds[nearest, b] for b in drafting)
+        plain = min(cost for b, cost in costs.items() if b <= 1)
+        return all(expected_tokens(self.best_rate, b) * plain < cost for b, cost in costs.items() if b > 1)
+
+    def favoured_draft(self, batch_size: int) -> int:
+        """The block size greater than 1 with the most expected tokens per second; 1 where none is compiled."""
+        costs, rate = self._costs(batch_size, [b for b in self.block_sizes if b > 1]), self.prior()
+        return max(costs, key=lambda b: expected_tokens(rate, b) / costs[b], default=1)
+
+    def why_plain(self, batch_size: int) -> str | None:
+        """Why a batch of new sequences is decoded plainly: a sentence; None where it drafts."""
+        block_size = self.favoured_draft(batch_size)
+        costs = self._costs(batch_size, (NO_DRAFTER, 1, block_size))
+        ratio, tokens = costs[block_size] / min(costs[NO_DRAFTER], costs[1]), expected_tokens(self.prior(), block_size)
+        if block_size == 1 or tokens > ratio:
+            return None
+        how = "takes" if (batch_size, block_size) in self.seconds else "is predicted to take"
+        return (
+            f"a round of {block_size} {how} {ratio:.1f} times as long as one of plain decoding, "
+            f"and yields about {tokens:.1f} tokens"
+        )
 
     def choose(
         self,
         batch_size: int,
         acceptances: Sequence[Acceptance],
-        minimum: int = 1,
+        allowed: Sequence[int] | None = None,
         is_compiled: Callable[[int, int], bool] = lambda batch_size, block_size: True,
         patience: float = 0.0,
     ) -> int:
         """The block size of a dispatch.
 
-        Block sizes that are compiled run twice before they are judged. The others are tried one by one, each after
-        ``patience`` seconds of decoding since the last trial.
-
         Args:
             batch_size: Compiled batch size.
             acceptances: Those of the sequences of the batch.
-            minimum: The largest block size that a sequence of the batch asks for itself.
+            allowed: Block sizes to choose from, NO_DRAFTER among them where plain decoding may leave the drafter out;
+                None: all, with NO_DRAFTER where there is a drafter.
             is_compiled: Whether (batch size, block size) is compiled.
-            patience: Seconds; the time that a compilation takes, say.
+            patience: A block size that is not compiled is tried after as many seconds of decoding since the last
+                trial; the time of several compilations, say.
 
         Returns:
-            A block size, or NO_DRAFTER.
+            One of ``allowed``.
         """
-        allowed = [b for b in self.block_sizes if b >= minimum]
-        order = allowed if self.first == "smallest" else allowed[::-1]
-        unmeasured = [b for b in order if self._runs[batch_size, b] < 2]
-        costs = {b: cost for b in allowed if (cost := self.cost(batch_size, b)) is not None}
-        measured = list(costs)
-        if ready := [b for b in unmeasured if is_compiled(batch_size, b)]:
-            return ready[0]
-        if not measured:
-            return order[0]
-        if unmeasured and self._spent - self._tried > patience:
-            self._tried = self._spent
-            return unmeasured[0]
-        prior = self.prior()
+        if allowed is None:
+            allowed = (NO_DRAFTER, *self.block_sizes) if self.block_sizes[-1] > 1 else self.block_sizes
+        costs = self._costs(batch_size, allowed)
+        plain, drafting = [b for b in allowed if b <= 1], [b for b in allowed if b > 1]
+        if not drafting:
+            return min(plain)
+        prior, is_patient = self.prior(), self._spent - self._tried > patience
         rates = [a.rate(prior) for a in acceptances]
 
-        def speed(block_size: int, rates) -> float:
+        def compiled(block_size: int) -> bool:
+            return is_compiled(batch_size, block_size)
+
+        def is_measured(block_size: int) -> bool:
+            return self._runs[batch_size, block_size] >= 2
+
+        def speed(block_size: int) -> float:
             """Expected tokens per second."""
-            return sum(expected_tokens(r, block_size) for r in rates) / costs[block_size]
+            return sum(expected_tokens(r, max(block_size, 1)) for r in rates) / costs[block_size]
 
         def optimistic(block_size: int) -> float:
-            """`speed` with a good drafter; of plain decoding, with half the measured cost."""
-            if block_size == 1:
-                return 2 * speed(1, rates)
-            return speed(block_size, [max(r, OPTIMISTIC_RATE) for r in rates])
+            """`speed` with a good drafter, or of plain decoding with half the cost; a prediction may be far too high."""
+            if block_size <= 1:
+                result = 2 * speed(block_size)
+            else:
+                result = sum(expected_tokens(max(r, OPTIMISTIC_RATE), block_size) for r in rates) / costs[block_size]
+            return result if is_measured(block_size) else PREDICTION_ERROR * result
 
-        best = max(measured, key=lambda b: speed(b, rates))
-        if best == 1 and self._cannot_pay(batch_size):
+        # Plain decoding that keeps up the drafter's context, so that drafting can resume, or that which is compiled.
+        kept_up = plain and max(plain, key=lambda b: (compiled(b) or is_patient, b))
+        candidates = [kept_up, *drafting] if plain else drafting
+        ready = [b for b in candidates if compiled(b)]
+        best = max(ready or candidates, key=speed)
+        others = [b for b in candidates if b != best and optimistic(b) > speed(best)]
+        if unmeasured := [b for b in others if compiled(b) and not is_measured(b)]:
+            return max(unmeasured, key=optimistic) if is_measured(best) else best
+        if best <= 1 and NO_DRAFTER in allowed and self._cannot_pay(costs):
             probing = self._spent % PROBE_EVERY_S - (PROBE_EVERY_S - PROBE_CONTEXT_S - PROBE_DRAFT_S)
             if probing < 0:
                 return NO_DRAFTER
-            return best if probing < PROBE_CONTEXT_S else max((b for b in measured if b > 1), key=optimistic)
-        others = [b for b in measured if b != best and optimistic(b) > speed(best, rates)]
+            return max(plain) if probing < PROBE_CONTEXT_S else max(drafting, key=optimistic)
         budget = TRIAL_SHARE * (self._spent - self._tried)
-        others = [b for b in others if budget > TRIAL_ROUNDS * costs[b]]
-        if others:
+        affordable = [
+            b for b in others if budget > TRIAL_ROUNDS * costs[b] or (not compiled(b) and speed(b) > speed(best))
+        ]
+        if trials := [b for b in affordable if compiled(b) or is_patient]:
             self._tried = self._spent
-            return max(others, key=optimistic)
+            return max(trials, key=optimistic)
         return best

@@ -3,6 +3,7 @@
 import heapq
 import itertools
 import logging
+import time
 from collections import Counter, deque
 from dataclasses import replace
 
@@ -10,7 +11,8 @@ from dflash_jax.engine.config import EngineConfig
 from dflash_jax.engine.dispatch import Dispatch, Outcome, StepTicket
 from dflash_jax.engine.draft_length import DraftLengthPolicy
 from dflash_jax.engine.limits import RequestLimits
-from dflash_jax.engine.masking import WAIT_S, Masking, RoundOfMasks
+from dflash_jax.engine.masking import WAIT_S as MASK_WAIT_S
+from dflash_jax.engine.masking import Masking, RoundOfMasks
 from dflash_jax.engine.model_runner import ModelRunner
 from dflash_jax.engine.prefill import Prefiller
 from dflash_jax.engine.prefix_cache import PrefixCache
@@ -22,8 +24,8 @@ from dflash_jax.errors import EngineError, InputError, UnavailableError
 
 log = logging.getLogger("dflash_jax")
 
-# Seconds that a step without other work waits for a late mask.
-LATE_MASK_WAIT_S = 0.005
+# Seconds that a step without other work waits for a late mask, or for a program that is being compiled.
+WAIT_S = 0.005
 
 
 class QueueFullError(RuntimeError):
@@ -39,6 +41,7 @@ class Engine:
     Args:
         runner: The device's work.
         config: How the engine is set up.
+        policy: Chooses block sizes; None: one that predicts the same cost for all.
 
     Attributes:
         runner: The device's work.
@@ -50,11 +53,11 @@ class Engine:
         failure: Why the device failed; None while it works.
     """
 
-    def __init__(self, runner: ModelRunner, config: EngineConfig):
+    def __init__(self, runner: ModelRunner, config: EngineConfig, policy: DraftLengthPolicy | None = None):
         self.runner, self.config = runner, config
         self.limits = RequestLimits(runner.capacity, config.block_sizes[-1])
         self.prefix_cache = PrefixCache(config.prefix_bytes)
-        self.policy = DraftLengthPolicy(config.block_sizes, runner.first_block_size)
+        self.policy = policy or DraftLengthPolicy(config.block_sizes)
         self.statistics = Statistics()
         self.failure: str | None = None
         self._order = itertools.count()
@@ -172,6 +175,9 @@ class Engine:
         except Exception as e:
             log.exception("the device failed")
             return self._fail(e)
+        if not (launched or results or self._events) and self.has_work:
+            # What is left needs a program that is being compiled.
+            time.sleep(WAIT_S)
         self.statistics.host_s += self.runner.clock - began - (self.statistics.wait_s - waited)
         events, self._events = self._events, []
         return events + results
@@ -240,16 +246,17 @@ class Engine:
         if any(r.mask for r in self._scheduler.requests):
             # A mask depends on all tokens before it.
             self._events += self._collect(keep=0)
-        late = [r for r in self._scheduler.requests if r.mask and self._masking.is_late(r)]
+        can_mask = self._scheduler.can_mask()
+        late = [r for r in self._scheduler.requests if r.mask and not (can_mask and not self._masking.is_late(r))]
         batch = self._scheduler.batch(late)
         if not batch:
             if late and not self._prefiller:
-                self._masking.wait(late, LATE_MASK_WAIT_S)
+                self._masking.wait(late, WAIT_S)
             return [], None, None
         dispatch = self._scheduler.plan(batch)
         if any(r.mask for r in batch):
             # Prefill does not wait for masks either.
-            masks = RoundOfMasks(self._masking, batch, 0.0 if self._prefiller else WAIT_S)
+            masks = RoundOfMasks(self._masking, batch, 0.0 if self._prefiller else MASK_WAIT_S)
             return batch, dispatch, self.runner.decode_masked(replace(dispatch, rounds=1), masks)
         return batch, dispatch, self.runner.decode(dispatch)
 
@@ -285,7 +292,7 @@ class Engine:
         dispatch = ticket.dispatch
         assert dispatch is not None, "a step without decoding has no outcome"
         rounds = max(len(y) for y in outcome.yielded)
-        key = self.runner.batch_size_of(dispatch.slots), dispatch.block_size
+        key = dispatch.batch_size, dispatch.block_size
         self.statistics.dispatches[key] += 1
         has_masks = any(r.mask for r in ticket.batch)
         if rounds and not ticket.prefills and not has_masks:

@@ -40,6 +40,8 @@ class ModelRunner:
         self._slots_per_shard = slots // programs.data
         # (batch size, block size) of decode programs that have run.
         self._used: set[tuple[int, int]] = set()
+        # Names of the programs that may run; None: all, each compiled at its first use.
+        self._allowed: set[tuple] | None = None
         self._state: DecodeState | None = None
         self.reset()
 
@@ -78,6 +80,35 @@ class ModelRunner:
         sizes = self.batch_sizes()
         return [n for n in sizes if n in (1, 8) or n == sizes[-1]]
 
+    def allow(self, *names: tuple) -> None:
+        """Allows programs; from the first call on, only those that were allowed may run.
+
+        Args:
+            *names: As `can_run` takes them.
+        """
+        self._allowed = (self._allowed or set()) | set(names)
+
+    def can_run(self, *name) -> bool:
+        """Whether a program may run: it is compiled, or is to be compiled at its first use.
+
+        Args:
+            *name: "prefill", batch size, chunk size and whether the drafter takes part; "decode" or "masked", batch
+                size and block size; "prefix" and chunk size (everything that the prefix cache needs for a chunk); or
+                "score".
+        """
+        return self._allowed is None or name in self._allowed
+
+    def decode_sizes(self, masked: bool, block_sizes: Sequence[int]) -> dict[int, list[int]]:
+        """Those of ``block_sizes`` that may run, by batch size, ascending; without batch sizes that have none.
+
+        Args:
+            masked: Whether rounds have masks.
+            block_sizes: Compiled block sizes.
+        """
+        batch_sizes, kind = (self.masked_batch_sizes(), "masked") if masked else (self.batch_sizes(), "decode")
+        sizes = {n: [b for b in block_sizes if self.can_run(kind, n, b)] for n in batch_sizes}
+        return {n: allowed for n, allowed in sizes.items() if allowed}
+
     def first_slots(self, count: int) -> tuple[int, ...]:
         """The first ``count`` slots of each data shard, or all where it has fewer."""
         size = self._slots_per_shard
@@ -93,14 +124,9 @@ class ModelRunner:
         """Seconds of the last compilation."""
         return self.programs.last_compile_s
 
-    @property
-    def first_block_size(self) -> str:
-        """The block size to try first, as `DraftLengthPolicy` takes it: a CPU has no idle arithmetic for drafts."""
-        return "smallest" if jax.default_backend() == "cpu" else "largest"
-
     def is_compiled(self, batch_size: int, block_size: int) -> bool:
-        """Whether a decode program has run."""
-        return (batch_size, block_size) in self._used
+        """Whether a decode program that may run is compiled."""
+        return self._allowed is not None or (batch_size, block_size) in self._used
 
     @property
     def mask_words(self) -> int:
@@ -121,10 +147,9 @@ class ModelRunner:
         """The data shard of a slot."""
         return slot // self._slots_per_shard
 
-    def batch_size_of(self, slots: Sequence[int]) -> int:
-        """The compiled batch size of a data shard that takes these slots."""
-        largest = max(np.bincount([self.shard(s) for s in slots], minlength=1))
-        return next(size for size in BATCH_SIZES if size >= largest)
+    def largest_shard(self, slots: Sequence[int]) -> int:
+        """The largest number of these slots that one data shard has."""
+        return int(max(np.bincount([self.shard(s) for s in slots], minlength=1)))
 
     def _placed(self, slots: Sequence[int], batch_size: int, values: Sequence[int] = (), fill: int = 0):
         """Distributes ``slots`` over the data shards' parts of a batch.
@@ -217,10 +242,9 @@ class ModelRunner:
 
     def decode(self, dispatch: Dispatch):
         """Starts a dispatch: a ticket for `read`."""
-        batch_size = self.batch_size_of(dispatch.slots)
-        indices, block_sizes, places = self._placed(dispatch.slots, batch_size, dispatch.block_sizes, 1)
+        indices, block_sizes, places = self._placed(dispatch.slots, dispatch.batch_size, dispatch.block_sizes, 1)
         settings = self._settings(dispatch.block_size)
-        self._used.add((batch_size, dispatch.block_size))
+        self._used.add((dispatch.batch_size, dispatch.block_size))
         self.state, report = self.programs.decode(self.state, indices, block_sizes, dispatch.rounds, settings)
         return report, places
 
@@ -232,9 +256,7 @@ class ModelRunner:
 
     def decode_masked(self, dispatch: Dispatch, masks: RoundMasks):
         """Starts one round with masks, which are computed while the device verifies: a ticket for `read`."""
-        smallest = self.batch_size_of(dispatch.slots)
-        batch_size = next(n for n in self.masked_batch_sizes() if n >= smallest)
-        indices, block_sizes, places = self._placed(dispatch.slots, batch_size, dispatch.block_sizes, 1)
+        indices, block_sizes, places = self._placed(dispatch.slots, dispatch.batch_size, dispatch.block_sizes, 1)
         settings = self._settings(dispatch.block_size)
         blocks = self.programs.read(self.programs.propose(self.state, indices, block_sizes, settings)).copy()
         blocks[places] = masks.ask(blocks[places])

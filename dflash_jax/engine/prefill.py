@@ -75,13 +75,18 @@ class Prefiller:
         """Queues a request that has a slot and a prompt of two tokens or more; ``drafting``: for the drafter too."""
         cuts = cut_points(request.prompt, len(request.prompt) - 1, self.markers)
         is_scored = request.prompt_logprobs is not None
-        uses_cache, drafting = self.prefix_cache.budget > 0 and not is_scored, drafting and not is_scored
+        uses_cache = self.prefix_cache.budget > 0 and not is_scored
+        drafting = drafting and not is_scored and bool(self._sizes(True))
         cut_keys = keys(request.prompt, cuts, request.cache_salt)
         if uses_cache:
             self.prefix_cache.queries += 1
         if not drafting:
             cut_keys = [TARGET_ONLY_KEY + key for key in cut_keys]
         self._queue.append(_Prefill(request, next(self._order), drafting, cuts, cut_keys, can_cache=uses_cache))
+
+    def _sizes(self, drafting: bool) -> list[int]:
+        """Chunk sizes of the programs that may run."""
+        return [size for size in self.sizes if self.runner.can_run("prefill", 1, size, drafting)]
 
     def _find(self, prefill: _Prefill, key: bytes) -> Prefix | None:
         prefix = self.prefix_cache.find(key)
@@ -106,7 +111,7 @@ class Prefiller:
         started, complete, turns = [], [], deque(sorted(self._queue, key=lambda p: p.request.priority))
         while turns and budget > 0:
             prefill = turns.popleft()
-            if self._awaits_another(prefill):
+            if self._awaits_another(prefill) or not self._can_advance(prefill):
                 continue
             batch, tokens, ticket = self._advance(prefill, turns, budget)
             budget -= tokens
@@ -122,6 +127,10 @@ class Prefiller:
                 else:
                     complete.append(member.request)
         return started, complete
+
+    def _can_advance(self, prefill: _Prefill) -> bool:
+        """Whether the program for the next chunk may run."""
+        return prefill.request.prompt_logprobs is None or self.runner.can_run("score")
 
     def _awaits_another(self, prefill: _Prefill) -> bool:
         """Whether an earlier request is computing the prefix that this one needs next."""
@@ -152,12 +161,13 @@ class Prefiller:
         next_chunks = [self._chunk(member) for member in batch]
         slots = [member.request.slot for member in batch]
         largest = max(Counter(map(self.runner.shard, slots)).values())
-        compiled = self.batch_sizes(size)[largest > 1]
+        compiled = 1 if largest == 1 else self.batch_sizes(size)[-1]
         counts = [tokens for _, tokens, _ in next_chunks]
         ticket = self.runner.prefill(slots, counts, size, compiled, prefill.drafting)
         for member, (start, tokens, _) in zip(batch, next_chunks, strict=True):
             cut = member.next_cut
             member.request.prefilled = start + tokens
+            member.can_cache = member.can_cache and self.runner.can_run("prefix", size)
             if member.can_cache:
                 member.segments.append((start, self.runner.save(member.request.slot, start, size)))
                 if member.request.prefilled == member.cuts[cut]:
@@ -167,7 +177,9 @@ class Prefiller:
 
     def _chunk(self, prefill: _Prefill) -> tuple[int, int, int]:
         """The next chunk: (start, tokens, size of the program)."""
-        return chunks(prefill.request.prefilled, prefill.cuts[prefill.next_cut], self.sizes, self.padding)[0]
+        return chunks(
+            prefill.request.prefilled, prefill.cuts[prefill.next_cut], self._sizes(prefill.drafting), self.padding
+        )[0]
 
     def _batch(self, first: _Prefill, others: Sequence[_Prefill], size: int, limit: int) -> list[_Prefill]:
         """``first`` and those of ``others`` that run with it, ``limit`` in all at most.
@@ -175,6 +187,8 @@ class Prefiller:
         Those are of the same priority, and the program of ``size`` tokens takes their next chunk.
         """
         batch, room = [first], self.batch_sizes(size)[-1]
+        if not self.runner.can_run("prefill", room, size, first.drafting):
+            room = 1
         used = Counter([self.runner.shard(first.request.slot)])
         for other in others:
             shard = self.runner.shard(other.request.slot)

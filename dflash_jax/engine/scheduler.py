@@ -1,5 +1,6 @@
 """Which sequences decode together, with which block size, for how many rounds."""
 
+from collections import Counter
 from collections.abc import Sequence
 
 from dflash_jax.engine.config import EngineConfig
@@ -12,8 +13,8 @@ from dflash_jax.engine.request import Request
 MAX_ROUNDS, MIN_ROUNDS, DISPATCH_S = 32, 2, 0.02
 # Rounds before the cost of one is known, plain and drafting.
 UNKNOWN_ROUNDS = (16, 4)
-# Seconds of decoding, at least, before another block size is compiled.
-PATIENCE_S = 2.0
+# Before another block size is compiled: seconds of decoding at least, and compilations that these seconds are worth.
+PATIENCE_S, PATIENCE = 2.0, 5.0
 
 
 class DecodeScheduler:
@@ -26,13 +27,15 @@ class DecodeScheduler:
 
     Attributes:
         requests: Requests that decode; those at the front have their turn first.
-        is_drafting: Whether the last dispatch updated the drafter's context.
+        is_drafting: Whether the last dispatch updated the drafter's context; at first, whether the next one will.
     """
 
     def __init__(self, runner: ModelRunner, config: EngineConfig, policy: DraftLengthPolicy):
         self._runner, self._config, self._policy = runner, config, policy
         self.requests: list[Request] = []
-        self.is_drafting = True
+        # Compiled block sizes, and with a drafter plain decoding without it.
+        self._compiled = (NO_DRAFTER, *config.block_sizes) if config.block_sizes[-1] > 1 else config.block_sizes
+        self.is_drafting = not config.adaptive or policy.choose(1, [Acceptance()]) != NO_DRAFTER
         self._acceptance: dict[Request, Acceptance] = {}
 
     def add(self, request: Request) -> None:
@@ -50,20 +53,38 @@ class DecodeScheduler:
         for n in accepted:
             self._policy.observe_round(self._acceptance[request], n, block_size)
 
+    def can_mask(self) -> bool:
+        """Whether rounds with masks may run."""
+        return bool(self._sizes(True))
+
+    def _sizes(self, masked: bool) -> dict[int, list[int]]:
+        """Block sizes that may run, by batch size."""
+        # Only two block sizes are compiled for masks.
+        block_sizes = sorted({1, self._compiled[-1]}) if masked else self._compiled
+        return self._runner.decode_sizes(masked, block_sizes)
+
     def batch(self, late: Sequence[Request]) -> list[Request]:
         """The requests of the next dispatch: without those whose masks are ``late``, and in turns where not all fit."""
-        batch = [r for r in self.requests if r not in late]
-        limit = self._config.max_decode_batch
-        if limit is not None and len(batch) > limit:
-            batch, rest = batch[:limit], batch[limit:]
+        ready = [r for r in self.requests if r not in late]
+        limit, room = self._config.max_decode_batch or len(ready), max(self._sizes(any(r.mask for r in ready)))
+        used, batch, rest = Counter(), [], []
+        for request in ready:
+            shard = self._runner.shard(request.slot)
+            if len(batch) < limit and used[shard] < room:
+                used[shard] += 1
+                batch.append(request)
+            else:
+                rest.append(request)
+        if rest:
             self.requests = rest + batch + [r for r in late if r.finish_reason is None]
         return batch
 
     def plan(self, batch: Sequence[Request]) -> Dispatch:
         """The next dispatch of a batch."""
         slots = tuple(r.slot for r in batch)
-        batch_size = self._runner.batch_size_of(slots)
-        block_size = self._block_size(batch, batch_size)
+        sizes, count = self._sizes(any(r.mask for r in batch)), self._runner.largest_shard(slots)
+        batch_size = next(n for n in sizes if n >= count)
+        block_size = self._block_size(batch, batch_size, sizes[batch_size])
         cost = self._policy.cost(batch_size, block_size)
         # Dispatches stay short until every sequence has its first token.
         seconds = DISPATCH_S if all(r.tokens for r in batch) else DISPATCH_S / 4
@@ -74,24 +95,22 @@ class DecodeScheduler:
         self.is_drafting = block_size != NO_DRAFTER
         largest = max(block_size, 1)
         block_sizes = tuple(largest if r.block_size == "auto" else min(r.block_size, largest) for r in batch)
-        return Dispatch(slots, block_sizes, rounds, block_size)
+        return Dispatch(slots, block_sizes, rounds, block_size, batch_size)
 
-    def _block_size(self, batch: Sequence[Request], batch_size: int) -> int:
-        """The compiled block size for a batch."""
-        compiled = self._config.block_sizes
+    def _block_size(self, batch: Sequence[Request], batch_size: int, allowed: Sequence[int]) -> int:
+        """The compiled block size for a batch, one of ``allowed``."""
         fixed = [r.block_size for r in batch if r.block_size != "auto"]
         minimum = max(fixed, default=1)
         if not self._config.adaptive and len(fixed) < len(batch):
-            block_size = compiled[-1]
-        elif len(fixed) == len(batch):
+            return allowed[-1]
+        if len(fixed) == len(batch) and minimum == 1:
             # No request of the batch leaves the choice to the engine.
-            is_plain = minimum == 1 and compiled[-1] > 1
-            block_size = NO_DRAFTER if is_plain else next(b for b in compiled if b >= minimum)
-        else:
-            acceptances = [self._acceptance[r] for r in batch]
-            patience = max(PATIENCE_S, self._runner.last_compile_s)
-            block_size = self._policy.choose(batch_size, acceptances, minimum, self._runner.is_compiled, patience)
-        if any(r.mask for r in batch):
-            # Only two block sizes are compiled for masks.
-            block_size = 1 if block_size <= 1 else compiled[-1]
-        return block_size
+            return allowed[0]
+        # Until those asked for are compiled, smaller ones serve.
+        large = [b for b in allowed if b >= minimum] or [allowed[-1]]
+        if len(fixed) == len(batch):
+            return large[0]
+        acceptances = [self._acceptance[r] for r in batch]
+        patience = max(PATIENCE_S, PATIENCE * self._runner.last_compile_s)
+        choices = large if minimum > 1 else allowed
+        return self._policy.choose(batch_size, acceptances, choices, self._runner.is_compiled, patience)

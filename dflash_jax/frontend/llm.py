@@ -15,10 +15,12 @@ from tqdm import tqdm
 
 from dflash_jax.engine.compile_cache import enable_disk_cache
 from dflash_jax.engine.config import BlockSize
+from dflash_jax.engine.draft_length import USUAL_RATE, DraftLengthPolicy, rate_of
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.executables import Executables
 from dflash_jax.engine.memory import plan_memory
 from dflash_jax.engine.model_runner import ModelRunner
+from dflash_jax.engine.round_costs import RoundCosts, platform_named
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.engine_setup import compiled_block_sizes, engine_setup
 from dflash_jax.frontend.llm_config import LLMConfig
@@ -270,21 +272,51 @@ class LLM(Prompts):
         is_plain = not self.reproducible and all(s.request.block_size == 1 for s in sequences)
         self._sync_engine.submit(sequences, self.plain_programs if is_plain else self.programs)
 
-    def new_engine(self, programs: Executables, slots: int, capacity: int, **options) -> Engine:
+    @property
+    def drafting_block_size(self) -> int:
+        """The block size greater than 1 that "auto" favours for one sequence; 1 without a drafter."""
+        return self._policy().favoured_draft(1)
+
+    def why_plain(self) -> str | None:
+        """A sentence that says why "auto" decodes one sequence plainly; None where it drafts."""
+        return None if self.drafter is None else self._policy().why_plain(1)
+
+    def _policy(self) -> DraftLengthPolicy:
+        """The policy that has measured rounds with the drafter; a new one before the first."""
+        return self._sync_engine.policy(self.programs) or self._new_policy(self.programs)
+
+    def _new_policy(self, programs: Executables) -> DraftLengthPolicy:
+        drafter = self.drafter
+        if drafter is None or programs.pair[1] is None:
+            return DraftLengthPolicy((1,))
+        costs = RoundCosts(self.target, drafter, platform_named(jax.default_backend()))
+        length, block_size = drafter.config.acceptance_length, drafter.config.block_size
+        rate = USUAL_RATE if length is None else rate_of(length, block_size)
+        return DraftLengthPolicy(compiled_block_sizes(self.largest_block, self.block_size), costs, rate)
+
+    def new_engine(
+        self,
+        programs: Executables,
+        slots: int,
+        capacity: int,
+        policy: DraftLengthPolicy | None = None,
+        **options,
+    ) -> Engine:
         """An engine for this pair of models, apart from the one behind `generate`.
 
         Args:
             programs: `programs` or `plain_programs`.
             slots: Sequences that run at a time.
             capacity: Positions of each.
+            policy: Chooses block sizes; None: a new one.
             **options: Further fields of its `EngineConfig`.
 
         Raises:
             InputError: The memory is not enough.
         """
-        has_drafter = self.drafter is not None and programs is self.programs
+        policy = policy or self._new_policy(programs)
         config, settings = engine_setup(
-            compiled_block_sizes(self.largest_block, self.block_size) if has_drafter else (1,),
+            policy.block_sizes,
             self.backend,
             reproducible=self.reproducible,
             vocab=self.config.vocab_size,
@@ -295,4 +327,4 @@ class LLM(Prompts):
         )
         memory = plan_memory(programs, slots, capacity, settings, config, self.mem_fraction)
         log.info("%d slots of %d positions: %s", slots, capacity, memory)
-        return Engine(ModelRunner(programs, slots, capacity, settings), config)
+        return Engine(ModelRunner(programs, slots, capacity, settings), config, policy)

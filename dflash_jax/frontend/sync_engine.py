@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
 
+from dflash_jax.engine.draft_length import DraftLengthPolicy
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.executables import Executables
 from dflash_jax.engine.model_runner import BATCH_SIZES
@@ -27,8 +28,10 @@ class Maker(Protocol):
         """Seconds of all compilations so far."""
         ...
 
-    def new_engine(self, programs: Executables, slots: int, capacity: int) -> Engine:
-        """An engine of ``slots`` slots with ``capacity`` positions each."""
+    def new_engine(
+        self, programs: Executables, slots: int, capacity: int, policy: DraftLengthPolicy | None = None
+    ) -> Engine:
+        """An engine of ``slots`` slots with ``capacity`` positions each; ``policy`` chooses its block sizes."""
         ...
 
 
@@ -45,6 +48,8 @@ class SyncEngine:
     def __init__(self, maker: Maker):
         self._maker = maker
         self.engine: Engine | None = None
+        # What engines measured serves those that replace them.
+        self._policies: dict[Executables, DraftLengthPolicy] = {}
         self._router = EventRouter()
 
     def submit(self, sequences: Sequence[TextSequence], programs: Executables) -> None:
@@ -82,8 +87,13 @@ class SyncEngine:
                 capacity, slots = max(capacity, runner.capacity), max(slots, runner.slots)
         # The next engine needs the memory of this one.
         self.engine = engine = runner = None
-        self.engine = self._maker.new_engine(programs, slots, capacity)
+        self.engine = self._maker.new_engine(programs, slots, capacity, self._policies.get(programs))
+        self._policies[programs] = self.engine.policy
         return self.engine
+
+    def policy(self, programs: Executables) -> DraftLengthPolicy | None:
+        """The policy of the engines that ran ``programs``; None before the first."""
+        return self._policies.get(programs)
 
     def step(self) -> None:
         """Runs one step of the engine and delivers its events.

@@ -1,6 +1,6 @@
 """Configuration of models, as frozen (hashable) data. Families read it from a Hugging Face ``config.json``."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from dflash_jax.errors import InputError
 
@@ -208,6 +208,8 @@ class DraftConfig:
         num_target_layers: Layers of the target.
         norm_eps: Epsilon of every RMSNorm.
         max_positions: Positions of its context.
+        acceptance_length: Tokens that a round of its block size was measured to yield on average; None where there is
+            no record. Two configs that differ only here are equal.
     """
 
     hidden_size: int
@@ -219,6 +221,7 @@ class DraftConfig:
     num_target_layers: int
     norm_eps: float
     max_positions: int
+    acceptance_length: float | None = field(default=None, compare=False)
 
     def check_fits(self, target: ModelConfig) -> None:
         """Checks that this drafter can be one for ``target``.

@@ -16,7 +16,7 @@ from dflash_jax.training import drafters
 from dflash_jax.training.checkpoints import Checkpoints
 from dflash_jax.training.config import TrainConfig
 from dflash_jax.training.data import batches, frequent_tokens
-from dflash_jax.training.evaluation import acceptance_by_temperature, read_held_out
+from dflash_jax.training.evaluation import Acceptance, acceptance_by_temperature, read_held_out
 from dflash_jax.training.features import FeatureRows
 from dflash_jax.training.losses import Loss, default_gamma
 from dflash_jax.training.optimiser import optimiser
@@ -194,22 +194,28 @@ class TrainingRun:
         self._settle()
         self._checkpoints.save(self.step, self.state)
 
-    def _evaluate(self) -> None:
-        """Measures and logs the acceptance length on the held-out prompts."""
+    def _evaluate(self) -> dict[float, Acceptance]:
+        """Measures and logs the acceptance length on the held-out prompts, by temperature."""
         if not self._prompts:
-            return
+            return {}
         llm = self.pair.llm.with_drafter(self.trainer.on_host(self.state[0]))
-        for temperature, measured in acceptance_by_temperature(self.config, llm, self._prompts).items():
+        by_temperature = acceptance_by_temperature(self.config, llm, self._prompts)
+        for temperature, measured in by_temperature.items():
             at = f"at temperature {temperature:g} ({measured.rounds} rounds)"
             self._tell(f"step {self.step}: acceptance length {measured.mean:.3f} {at}")
             self._acceptance.add({"step": self.step, "temperature": temperature} | vars(measured))
+        return by_temperature
 
     def _finish(self) -> None:
-        """Measures and exports the trained drafter."""
-        self._evaluate()
+        """Measures the trained drafter, and exports it with the acceptance length at the lowest temperature."""
+        measured, raw = self._evaluate(), dict(self.pair.raw)
+        # That of the drafter that training began with.
+        raw.pop("acceptance_length", None)
+        if measured and (length := measured[min(measured)].mean) >= 1:
+            raw["acceptance_length"] = round(length, 2)
         drafter, directory = self.trainer.on_host(self.state[0]), self.config.directory / "draft"
         if distributed.is_first():
-            drafters.export(drafter, self.pair.raw, directory)
+            drafters.export(drafter, raw, directory)
             self._tell(f"the drafter is in {directory}")
         self._checkpoints.close()
 

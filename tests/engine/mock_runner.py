@@ -54,6 +54,8 @@ class MockRunner:
         self.fail, self.pause, self.ends = False, 0.0, True
         # New tokens behind which none is possible.
         self.no_token_behind = None
+        # Names of programs that may run; None: all.
+        self.allowed = None
         self.reset()
 
     def reset(self):
@@ -62,11 +64,18 @@ class MockRunner:
     def shard(self, slot):
         return slot * self.shards // self.slots
 
-    def batch_size_of(self, slots):
-        most = max(sum(self.shard(s) == shard for s in slots) for shard in range(self.shards))
-        return next(size for size in BATCH_SIZES if size >= most)
+    last_compile_s, mask_words, aligned = 0.0, 2, False
 
-    first_block_size, last_compile_s, mask_words, aligned = "largest", 0.0, 2, False
+    def largest_shard(self, slots):
+        return max(sum(self.shard(s) == shard for s in slots) for shard in range(self.shards))
+
+    def can_run(self, *name):
+        return self.allowed is None or name in self.allowed
+
+    def decode_sizes(self, masked, block_sizes):
+        kind = "masked" if masked else "decode"
+        sizes = {n: [b for b in block_sizes if self.can_run(kind, n, b)] for n in BATCH_SIZES}
+        return {n: allowed for n, allowed in sizes.items() if allowed}
 
     def is_compiled(self, batch_size, block_size):
         return True
@@ -83,6 +92,7 @@ class MockRunner:
             raise RuntimeError("out of memory")
         assert len(set(slots)) == len(slots)
         assert max(Counter(map(self.shard, slots)).values()) <= batch
+        assert self.can_run("prefill", batch, size, drafting)
         for slot, n in zip(slots, tokens, strict=True):
             row = self.rows[slot]
             assert 0 < n <= size
@@ -101,6 +111,8 @@ class MockRunner:
 
     def decode(self, dispatch, masks=None):
         assert len(set(dispatch.slots)) == len(dispatch.slots)
+        assert self.largest_shard(dispatch.slots) <= dispatch.batch_size
+        assert self.can_run("decode" if masks is None else "masked", dispatch.batch_size, dispatch.block_size)
         self.log.append(("decode", dispatch))
         tokens, yielded, done = [], [], []
         for i, (slot, block_size) in enumerate(zip(dispatch.slots, dispatch.block_sizes, strict=True)):

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from dflash_jax.engine.draft_length import NO_DRAFTER, Acceptance, DraftLengthPolicy, expected_tokens
+from dflash_jax.engine.draft_length import NO_DRAFTER, Acceptance, DraftLengthPolicy, expected_tokens, rate_of
 
 BLOCK_SIZES = (1, 8, 16)
 
@@ -42,9 +42,10 @@ CPU = {NO_DRAFTER: 0.0003, 1: 0.0004, 8: 0.0048, 16: 0.0061}
 
 @pytest.mark.parametrize("costs", [ACCELERATOR, LOADED, CPU], ids=["accelerator", "loaded", "cpu"])
 @pytest.mark.parametrize("rate", [0.3, 0.7, 0.9])
-@pytest.mark.parametrize("first", ["smallest", "largest"])
-def test_choices_are_near_the_best_fixed_block_size(costs, rate, first):
-    found, _ = simulate(costs, lambda now: rate, 4, 30.0, first=first)
+@pytest.mark.parametrize("predict", [lambda n, b: 1.0, lambda n, b: 1.0 + b], ids=["flat", "steep"])
+def test_choices_are_near_the_best_fixed_block_size(costs, rate, predict):
+    """Whatever is predicted."""
+    found, _ = simulate(costs, lambda now: rate, 4, 30.0, predict=predict)
     best = max(4 * expected_tokens(rate, w) / costs[w] for w in costs)
     assert found > (0.96 if costs is not ACCELERATOR else 0.94) * best
 
@@ -70,7 +71,7 @@ def test_a_drafter_that_is_off_is_used_again_when_the_load_falls():
     easy = [Acceptance(30.0, 1.0)]
     assert policy.choose(32, easy * 32) == NO_DRAFTER
     assert policy.choose(1, easy) == 16
-    assert policy.choose(32, easy * 32, minimum=8) in (8, 16)
+    assert policy.choose(32, easy * 32, (8, 16)) in (8, 16)
 
 
 def test_follows_a_text_that_becomes_easy_and_hard_again():
@@ -83,16 +84,17 @@ def test_follows_a_text_that_becomes_easy_and_hard_again():
 
 def test_block_sizes_that_cannot_win_are_not_tried():
     """Not even a perfect drafter makes up for these costs."""
-    _, spent = simulate(CPU | {16: 0.0075}, lambda now: 0.9, 1, 20.0, first="smallest")
+    costs = CPU | {16: 0.0075}
+    _, spent = simulate(costs, lambda now: 0.9, 1, 20.0, predict=lambda n, b: costs[b])
     assert spent[8] + spent[16] < 0.2
 
 
 def test_block_sizes_that_are_not_compiled_wait():
-    policy, acceptances = DraftLengthPolicy(BLOCK_SIZES, "smallest"), [Acceptance()]
+    policy, acceptances = DraftLengthPolicy(BLOCK_SIZES), [Acceptance()]
     compiled = {(1, 1)}
 
     def choose():
-        return policy.choose(1, acceptances, is_compiled=lambda *key: key in compiled, patience=3.0)
+        return policy.choose(1, acceptances, (1, 8), lambda *key: key in compiled, patience=3.0)
 
     for _ in range(29):
         assert choose() == 1
@@ -101,14 +103,57 @@ def test_block_sizes_that_are_not_compiled_wait():
     assert choose() == 8
 
 
-def test_a_fixed_block_size_is_the_minimum():
+def test_the_first_choice_follows_the_record_and_the_predicted_costs():
+    def first(rate, costs):
+        return DraftLengthPolicy(BLOCK_SIZES, lambda n, b: costs[b], rate).choose(1, [Acceptance()])
+
+    assert first(0.9, ACCELERATOR) == 16
+    assert first(0.2, ACCELERATOR) == 1
+    assert first(0.6, ACCELERATOR | {16: 0.006}) == 8
+    assert first(0.7, CPU) == NO_DRAFTER
+
+
+def test_costs_that_are_not_measured_follow_the_nearest_measured_one():
+    policy = DraftLengthPolicy(BLOCK_SIZES, lambda n, b: n * max(b, 1))
+    assert policy.cost(1, 8) is None
+    policy.observe_seconds(1, 1, 0.1)
+    assert policy.cost(1, 8) == pytest.approx(0.8)
+    policy.observe_seconds(4, 8, 1.6)
+    assert policy.cost(4, 8) == 1.6
+    assert policy.cost(2, 8) == pytest.approx(0.8)
+    assert policy.cost(1, NO_DRAFTER) == pytest.approx(0.1)
+
+
+def test_why_plain_names_the_costs_where_plain_decoding_is_chosen():
+    policy = DraftLengthPolicy(BLOCK_SIZES, lambda n, b: CPU[b], 0.7)
+    assert policy.favoured_draft(1) == 8
+    assert policy.why_plain(1) == (
+        "a round of 8 is predicted to take 16.0 times as long as one of plain decoding, and yields about 3.1 tokens"
+    )
+    for block_size, seconds in CPU.items():
+        policy.observe_seconds(1, block_size, seconds)
+    assert policy.why_plain(1) == (
+        "a round of 8 takes 16.0 times as long as one of plain decoding, and yields about 3.1 tokens"
+    )
+    assert DraftLengthPolicy(BLOCK_SIZES, lambda n, b: ACCELERATOR[b], 0.7).why_plain(1) is None
+    assert DraftLengthPolicy((1,)).why_plain(1) is None
+
+
+@pytest.mark.parametrize("block_size", [2, 4, 16])
+@pytest.mark.parametrize("rate", [0.0, 0.3, 0.9])
+def test_a_rate_follows_from_the_acceptance_length(rate, block_size):
+    assert rate_of(expected_tokens(rate, block_size), block_size) == pytest.approx(rate, abs=1e-3)
+    assert rate_of(block_size, block_size) > 0.99
+
+
+def test_choices_are_among_those_allowed():
     policy = DraftLengthPolicy(BLOCK_SIZES)
     for block_size, seconds in CPU.items():
         for _ in range(2):
             policy.observe_seconds(2, block_size, seconds)
     assert policy.choose(2, [Acceptance()] * 2) == NO_DRAFTER
-    assert policy.choose(2, [Acceptance()] * 2, minimum=5) in (8, 16)
-    assert policy.choose(2, [Acceptance()] * 2, minimum=9) == 16
+    assert policy.choose(2, [Acceptance()] * 2, (8, 16)) in (8, 16)
+    assert policy.choose(2, [Acceptance()] * 2, (16,)) == 16
 
 
 def test_recent_acceptance_counts_most():

@@ -56,7 +56,7 @@ def decode(programs: Executables, sampled: bool):
         slots.admit(i, Request(PROMPTS[i], SamplingParams(logprobs=2, **options)))
         for start in range(0, len(PROMPTS[i]) - 1, 8):
             slots.prefill([i], [min(8, len(PROMPTS[i]) - 1 - start)], 8)
-    ticket = slots.decode(Dispatch(tuple(live), (8,) * len(live), 1000, 8))
+    ticket = slots.decode(Dispatch(tuple(live), (8,) * len(live), 1000, 8, len(live)))
     assert all(slots.read(ticket, True).done)
     assert ticket[0].done.sharding.is_fully_replicated
     return slots.state

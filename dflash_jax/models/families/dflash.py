@@ -152,6 +152,7 @@ def read_config(raw: dict) -> DraftConfig:
     target_size = merged.integer("target_hidden_size", hidden)
     if target_size != hidden:
         raise InputError(f"target_hidden_size is {target_size}: it must be the drafter's hidden_size, {hidden}")
+    block_size = merged.need("block_size")
     return DraftConfig(
         hidden_size=hidden,
         vocab_size=merged.need("vocab_size"),
@@ -159,12 +160,13 @@ def read_config(raw: dict) -> DraftConfig:
             DraftLayerSpec(attention, merged.need("intermediate_size"), window, causal)
             for window, causal in read_layers(merged, depth)
         ),
-        block_size=merged.need("block_size"),
+        block_size=block_size,
         mask_token_id=merged.need("mask_token_id", minimum=0),
         target_layer_ids=read_taps(merged, depth),
         num_target_layers=merged.need("num_target_layers"),
         norm_eps=merged.norm_eps,
         max_positions=merged.need("max_position_embeddings"),
+        acceptance_length=merged.number("acceptance_length", None, 1.0, block_size),
     )
 
 

@@ -1,0 +1,104 @@
+"""Bytes of a model's weights on one device, and those that a pass reads."""
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jax.sharding import PartitionSpec
+
+    from dflash_jax.models.decoder import Decoder
+    from dflash_jax.models.drafter import Drafter
+    from dflash_jax.parallel.sharding import Layout
+
+
+@dataclass(frozen=True)
+class Weights:
+    """One model on one device, in bytes unless said otherwise.
+
+    Attributes:
+        parameters: Number of parameters, over all devices.
+        total: All weights.
+        expert: One routed expert, over all layers.
+        experts: Number of routed experts of a layer; 0 without a mixture.
+        per_token: Number of experts that a token is routed to.
+        local_experts: Number of a layer's experts on this device.
+        lookup: The embedding table where only single rows of it are read; 0 where it is the head too.
+        head: The head.
+        replicated: By parameter: bytes that several devices of a model's mesh hold alike.
+    """
+
+    parameters: int
+    total: float
+    expert: float
+    experts: int
+    per_token: int
+    local_experts: float
+    lookup: float
+    head: float
+    replicated: dict[str, float]
+
+    def read(self, tokens: float, touched: float | None = None) -> float:
+        """Bytes that a pass over ``tokens`` tokens reads, with ``touched`` experts a layer (None: as if by chance)."""
+        if touched is None:
+            touched = float(self.experts * (1 - (1 - self.per_token / self.experts) ** tokens)) if self.experts else 0.0
+        share = self.local_experts / self.experts if self.experts else 0.0
+        return self.total - self.lookup - self.local_experts * self.expert + touched * share * self.expert
+
+
+def parts_of(layout: "Layout", spec: "PartitionSpec") -> int:
+    """Number of parts that a PartitionSpec cuts an array into."""
+    axes = [a for cut in spec if cut for a in ((cut,) if isinstance(cut, str) else cut)]
+    return math.prod(layout.sizes[a] for a in axes)
+
+
+def weigh(module: "Decoder | Drafter", layout: "Layout", eight_bits: frozenset[str]) -> Weights:
+    """Sums up the weights of a model.
+
+    Args:
+        module: The model with shapes for arrays, in its dtype.
+        layout: The mesh.
+        eight_bits: Last names of the parameters that are stored as eight bits and scales.
+    """
+    import jax
+
+    from dflash_jax.models.config import MoeSpec
+    from dflash_jax.parallel.sharding import parameter_paths, parameter_specs
+
+    ffns = [getattr(layer, "ffn", None) for layer in module.config.layers]
+    moe = next((ffn for ffn in ffns if isinstance(ffn, MoeSpec)), None)
+    experts = moe.num_experts if moe else 0
+    sums = dict.fromkeys(("count", "total", "expert", "lookup", "head"), 0.0)
+    replicated: dict[str, float] = {}
+    for path, leaf, spec in zip(parameter_paths(module), jax.tree.leaves(module), parameter_specs(module), strict=True):
+        # Of a weight in few bits: the parameter's name, not that of its values or scales.
+        name = path.removesuffix(".values").removesuffix(".scale").rsplit(".", 1)[-1]
+        size, parts = math.prod(leaf.shape) * leaf.dtype.itemsize, parts_of(layout, spec)
+        if name in eight_bits:
+            # A bfloat16 scale for each 128 inputs of an output.
+            size = math.prod(leaf.shape) + 2 * math.prod(leaf.shape[:-1]) * math.ceil(leaf.shape[-1] / 128)
+        sums["count"] += math.prod(leaf.shape)
+        sums["total"] += size / parts
+        if experts and leaf.shape[0] == experts and name in ("gate_up", "down"):
+            sums["expert"] += size / experts / (parts / layout.parts(layout.experts(experts)))
+        tied = path == "embed" and getattr(module.config, "tied_embeddings", False)
+        if path == "head" or tied:
+            sums["head"] = size / parts
+        elif path == "embed":
+            sums["lookup"] = size / parts
+        if parts < layout.tensor * layout.expert:
+            short = ".".join("*" if p.isdecimal() else p for p in path.split("."))
+            replicated[short] = replicated.get(short, 0.0) + size / parts
+    local_experts = experts / layout.parts(layout.experts(experts)) if experts else 0.0
+    per_token = moe.experts_per_token if moe else 0
+    return Weights(
+        int(sums["count"]),
+        sums["total"],
+        sums["expert"],
+        experts,
+        per_token,
+        local_experts,
+        sums["lookup"],
+        sums["head"],
+        replicated,
+    )

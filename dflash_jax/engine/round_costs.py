@@ -1,0 +1,83 @@
+"""What a decoding round costs before one is measured: from the sizes of the models, and a table of platforms.
+
+Costs are bytes: those of the weights that a round reads, or those that the device reads in the time of the round's
+arithmetic where that is longer. Only their ratios are used.
+"""
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from dflash_jax.decoding.speculative import PLAIN_ROUNDS
+from dflash_jax.engine.model_size import Weights, weigh
+
+if TYPE_CHECKING:
+    from dflash_jax.models.decoder import Decoder
+    from dflash_jax.models.drafter import Drafter
+
+
+@dataclass(frozen=True)
+class Platform:
+    """How a platform computes.
+
+    Attributes:
+        operations: Arithmetic operations in the time of reading a byte of weights.
+        layer: Bytes that are read in the time that a layer takes apart from weights and arithmetic.
+        cache: Bytes of weights that stay in the processor's cache.
+        cache_speed: How many times as fast weights in the cache are read.
+    """
+
+    operations: float
+    layer: float
+    cache: float = 0.0
+    cache_speed: float = 1.0
+
+
+def platform_named(name: str) -> Platform:
+    """The table: rough figures of a platform, as `jax.default_backend` names it.
+
+    A CPU's are fitted to rounds of 1 to 16 of two models on two cores (SmolLM2-135M and the bundled pair: 50 GB/s, 60
+    GFLOP/s a core, 10 µs a layer). A GPU's layers are fitted to rounds of 1 to 16 of Qwen3.6-35B-A3B on an H200 (30 µs
+    at 4.1 TB/s); its arithmetic is about half of what makers state for an H100 or a B200 (290 operations a byte). No
+    TPU was measured.
+    """
+    if name == "cpu":
+        return Platform(1.2 * (os.cpu_count() or 1), 0.5e6, 32e6, 3.0)
+    return Platform(150.0, 120e6)
+
+
+class RoundCosts:
+    """Predicts the costs of rounds of one pair of models.
+
+    Args:
+        target: The target.
+        drafter: The drafter, or None.
+        platform: How the device computes.
+    """
+
+    def __init__(self, target: "Decoder", drafter: "Drafter | None", platform: Platform):
+        self._platform, self._parts = platform, target.layout.tensor * target.layout.expert
+        self._target, self._target_layers = weigh(target, target.layout, frozenset()), len(target.config.layers)
+        self._drafter, self._draft_layers, self._draft_head = None, 0, 0.0
+        if drafter is not None:
+            self._drafter, self._draft_layers = weigh(drafter, target.layout, frozenset()), len(drafter.config.layers)
+            share = 1.0 if drafter.vocabulary is None else len(drafter.vocabulary.ids) / target.config.vocab_size
+            self._draft_head = share * self._target.head
+        total = self._target.total + (self._drafter.total if self._drafter else 0.0)
+        self._read_speed = platform.cache_speed if total < platform.cache else 1.0
+
+    def _pass(self, weights: Weights, layers: int, tokens: int, head: float = 0.0) -> float:
+        """The cost of a pass over ``tokens`` tokens; ``head``: bytes of a head that ``weights`` does not have."""
+        item = weights.total * self._parts / weights.parameters
+        arithmetic = 2 * tokens * (weights.read(1) + head) / item / self._platform.operations
+        return max((weights.read(tokens) + head) / self._read_speed, arithmetic) + layers * self._platform.layer
+
+    def __call__(self, batch_size: int, block_size: int) -> float:
+        """The cost of a round of ``batch_size`` sequences on a data shard; block size 0 is 1 without the drafter."""
+        verification = self._pass(self._target, self._target_layers, batch_size * max(block_size, 1))
+        if self._drafter is None or block_size == 0:
+            return verification
+        if block_size == 1:
+            # The drafter's context is updated after several rounds, and for this it reads a part of its weights.
+            return verification + self._drafter.total / self._read_speed / PLAIN_ROUNDS
+        return verification + self._pass(self._drafter, self._draft_layers, batch_size * block_size, self._draft_head)

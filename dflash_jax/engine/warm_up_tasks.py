@@ -1,0 +1,182 @@
+"""The programs that requests may need, as the calls that need them, in the order in which they help."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from dflash_jax.engine.dispatch import Dispatch
+from dflash_jax.engine.draft_length import NO_DRAFTER
+from dflash_jax.engine.engine import Engine
+from dflash_jax.engine.model_runner import ModelRunner
+from dflash_jax.engine.prefill import scored_size
+from dflash_jax.engine.request import Request
+from dflash_jax.engine.scheduler import UNKNOWN_ROUNDS
+from dflash_jax.sampling_params import SamplingParams
+
+# Parameters of the requests that fill the slots.
+FILLER = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, seed=0)
+
+
+@dataclass(frozen=True)
+class Task:
+    """Calls that need one program, or a few.
+
+    Attributes:
+        label: The program's name in the log.
+        names: What may run once the programs are compiled, as `ModelRunner.allow` takes it.
+        call: Makes the calls: a result for `ModelRunner.wait`.
+    """
+
+    label: str
+    names: tuple[tuple, ...]
+    call: Callable[[ModelRunner], object]
+
+
+class AllAllowed:
+    """`RoundMasks` that allow every token.
+
+    Args:
+        words: uint32 words of a mask.
+    """
+
+    def __init__(self, words: int):
+        self._words = words
+
+    def ask(self, blocks: np.ndarray) -> np.ndarray:
+        """See `RoundMasks`."""
+        self._shape = blocks.shape
+        return blocks
+
+    def answer(self, is_verified: Callable[[], bool]) -> tuple[np.ndarray, np.ndarray]:
+        """See `RoundMasks`."""
+        return np.full((*self._shape, self._words), 0xFFFFFFFF, np.uint32), np.zeros(self._shape[0], bool)
+
+
+class Tasks:
+    """The tasks of an engine.
+
+    Args:
+        engine: The engine.
+
+    Attributes:
+        first: Tasks whose programs answer any request without masks and without log-probabilities of the prompt.
+        others: The other tasks, by how much they help.
+        decode_programs: (batch size, block size) of every decode program.
+        has_drafter: Whether programs draft.
+    """
+
+    def __init__(self, engine: Engine):
+        self._engine, self._runner, self._config = engine, engine.runner, engine.config
+        block_sizes = self._config.block_sizes
+        self.has_drafter = block_sizes[-1] > 1
+        block_sizes = (NO_DRAFTER, *block_sizes) if self.has_drafter else block_sizes
+        self.decode_programs = [(n, b) for n in self._runner.batch_sizes() for b in block_sizes]
+        self._filler = Request([1] * min(4, self._runner.capacity - 1), FILLER)
+        self._filler.params = replace(FILLER, max_tokens=self._runner.capacity - len(self._filler.prompt))
+        plain, smallest = block_sizes[0], self._config.prefill_sizes[0]
+        self.first = [self._admit(), self._prefill(1, smallest, not self.has_drafter), self._decode(1, plain)]
+        labels = {task.label: None for task in self.first}
+        self.others = [task for task in self._by_use() if labels.setdefault(task.label, task) is task]
+
+    def _by_use(self) -> Iterator[Task]:
+        """All tasks; some twice."""
+        config, sizes = self._config, self._config.prefill_sizes
+        kinds = (True, False) if self.has_drafter else (True,)
+        largest, *smaller = sorted(self._runner.batch_sizes(), reverse=True)
+        favoured = self._engine.policy.favoured_draft(1)
+        # One sequence: drafted, then with chunks of every size and the prefix cache.
+        yield self._prefill(1, sizes[0], True)
+        if self.has_drafter:
+            yield self._decode(1, favoured)
+        for size in sizes:
+            for drafting in kinds:
+                yield self._prefill(1, size, drafting)
+        if self._engine.prefix_cache.budget:
+            yield Task("snapshot", (), lambda runner: runner.snapshot(0))
+            yield Task("restore", (), _restore)
+            for size in sizes:
+                yield from self._copies(size)
+        # As many sequences as there are slots, in one batch.
+        yield self._decode(largest, self.decode_programs[0][1])
+        if self.has_drafter:
+            yield self._decode(largest, favoured)
+        # Requests that wait for their own programs.
+        yield self._score()
+        masked_sizes = self._runner.masked_batch_sizes() if config.masks else []
+        for block in sorted({1, config.block_sizes[-1]}) if masked_sizes else ():
+            yield self._masked(masked_sizes[0], block)
+        # Everything else makes rounds shorter.
+        for batch, block in self.decode_programs:
+            if batch == 1:
+                yield self._decode(batch, block)
+        for size in sizes:
+            for drafting in kinds:
+                yield self._prefill(self._engine.prefill_batches(size)[-1], size, drafting)
+        for n in (largest, *smaller):
+            for batch, block in self.decode_programs:
+                if batch == n:
+                    yield self._decode(batch, block)
+        for n in masked_sizes:
+            for block in sorted({1, config.block_sizes[-1]}):
+                yield self._masked(n, block)
+
+    def start(self, runner: ModelRunner, slots: Sequence[int], drafting: bool = True):
+        """Puts a prompt into each of the slots: a result for `ModelRunner.wait`."""
+        size, tokens = self._config.prefill_sizes[0], len(self._filler.prompt) - 1
+        for slot in slots:
+            runner.admit(slot, self._filler)
+            ticket = runner.prefill([slot], [tokens], size, 1, drafting)
+        return ticket
+
+    def dispatch(self, batch: int, block: int, rounds: int) -> Dispatch:
+        """A dispatch that fills a batch size."""
+        slots = self._runner.first_slots(batch)
+        return Dispatch(slots, (max(block, 1),) * len(slots), rounds, block, batch)
+
+    def _admit(self) -> Task:
+        return Task("admit", (), lambda runner: runner.admit(0, self._filler))
+
+    def _prefill(self, batch: int, size: int, drafting: bool) -> Task:
+        def call(runner: ModelRunner):
+            runner.admit(0, self._filler)
+            return runner.prefill([0], [1], size, batch, drafting)
+
+        # Without a drafter, both kinds are one program.
+        kinds = (drafting,) if self.has_drafter else (True, False)
+        label = f"prefill {batch} x {size}{'' if drafting else ' without drafter'}"
+        return Task(label, tuple(("prefill", batch, size, kind) for kind in kinds), call)
+
+    def _decode(self, batch: int, block: int) -> Task:
+        def call(runner: ModelRunner):
+            dispatch = self.dispatch(batch, block, UNKNOWN_ROUNDS[block > 1])
+            self.start(runner, dispatch.slots, self.has_drafter is (block != NO_DRAFTER))
+            return runner.decode(dispatch)
+
+        return Task(f"decode {batch} x {block}", (("decode", batch, block),), call)
+
+    def _masked(self, batch: int, block: int) -> Task:
+        def call(runner: ModelRunner):
+            dispatch = self.dispatch(batch, block, 1)
+            self.start(runner, dispatch.slots)
+            return runner.decode_masked(dispatch, AllAllowed(runner.mask_words))
+
+        return Task(f"masked {batch} x {block}", (("masked", batch, block),), call)
+
+    def _score(self) -> Task:
+        size = scored_size(self._config.prefill_sizes)
+
+        def call(runner: ModelRunner):
+            runner.admit(0, self._filler)
+            return runner.score(0, 1, size)
+
+        return Task(f"score {size}", (("score",),), call)
+
+    def _copies(self, size: int) -> Iterator[Task]:
+        """What the prefix cache needs for chunks of ``size`` tokens."""
+        yield Task(f"save {size}", (), lambda runner: runner.save(0, 0, size))
+        yield Task(f"load {size}", (("prefix", size),), lambda runner: runner.load(0, 0, runner.save(0, 0, size)))
+
+
+def _restore(runner: ModelRunner) -> None:
+    runner.restore(0, 1, runner.snapshot(0))
