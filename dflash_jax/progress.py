@@ -34,15 +34,10 @@ def disable() -> None:
     _written.clear()
 
 
-@contextmanager
-def hidden() -> Iterator[None]:
-    """Shows nothing inside the block: text is written to the same terminal, and a bar would overwrite its line."""
+def hide() -> None:
+    """Shows nothing from here on: text is written to the same terminal, and a bar would overwrite its line."""
     global _is_hidden
-    before, _is_hidden = _is_hidden, True
-    try:
-        yield
-    finally:
-        _is_hidden = before
+    _is_hidden = True
 
 
 def is_terminal() -> bool:

@@ -5,12 +5,12 @@ import os
 import sys
 from collections import Counter
 
+from dflash_jax import progress
 from dflash_jax.cli.arguments import make_parser, read_prompts
+from dflash_jax.cli.draft_marks import draft_marks
 from dflash_jax.cli.options import exit_code, llm_options, set_platform, with_config
 from dflash_jax.errors import InputError
 
-# NO_COLOR as in no-color.org.
-DRAFTED, PLAIN = ("", "") if os.environ.get("NO_COLOR") else ("\033[32m", "\033[0m")
 # No call of a device takes less: a prompt of one token, which is not prefilled, shows no rate.
 SHORTEST_S = 1e-4
 
@@ -82,12 +82,13 @@ def tell(line: str) -> None:
 
 def write_piece(llm, piece, show_drafts: bool) -> None:
     """Writes a piece of text to stdout, and the end of the line behind the last one."""
+    progress.hide()
     if llm.tokenizer is None:
         write("".join(f"{token} " for token in piece.token_ids))
     elif not show_drafts:
         write(piece.text)
     else:
-        write("".join(f"{DRAFTED}{text}{PLAIN}" if is_draft else text for text, is_draft in piece.segments))
+        write(draft_marks().marked(piece.segments))
     if piece.finish_reason:
         write("\n")
 
@@ -109,7 +110,7 @@ def compare(llm, prompts: list, params, args) -> tuple[list, list[dict], bool]:
     Returns:
         Completions with the drafter, what --json adds for each, and whether all tokens are equal or part at a tie.
     """
-    from dflash_jax.frontend.compare import divergence, measure_drafting, tokens_per_s, why_plain
+    from dflash_jax.frontend.compare import divergence, measure_drafting, tokens_per_s
 
     def watch(is_drafted, number, piece):
         if is_drafted and number == 0:
@@ -136,7 +137,7 @@ def compare(llm, prompts: list, params, args) -> tuple[list, list[dict], bool]:
         baseline = {"token_ids": plain.token_ids, "decode_s": plain.timings.decode_s}
         equal = {"equal": parting is None, "speedup": measured.speedup}
         extras.append({"baseline": baseline, **equal, "comparison": comparison})
-    if llm.block_size == "auto" and (reason := why_plain(llm)):
+    if llm.block_size == "auto" and (reason := llm.why_plain()):
         tell(f'compare: block size "auto" decodes plainly here: {reason}')
         for extra in extras:
             extra["comparison"]["why_plain"] = reason
@@ -173,6 +174,8 @@ def run(args, system) -> int:
     device = set_platform(args.platform)
     if args.distributed:
         distributed.one_voice()
+    if not args.distributed or distributed.is_first():
+        progress.enable()
     from dflash_jax.frontend.llm import LLM
     from dflash_jax.sampling_params import SamplingParams
 

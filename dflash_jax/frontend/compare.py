@@ -101,7 +101,7 @@ def measure_drafting(
         One `SpeedComparison` for each prompt.
     """
     params = params if params.seed is not None else replace(params, seed=0)
-    block_size = drafting_block_size(llm) if llm.block_size == "auto" else llm.block_size
+    block_size = llm.drafting_block_size if llm.block_size == "auto" else llm.block_size
 
     def run(is_drafted: bool, number: int) -> list[Completion]:
         size = block_size if is_drafted else 1
@@ -123,17 +123,6 @@ def measure_drafting(
             measured += [completions] if number else []
     sides = [[median_run(each) for each in zip(*measured, strict=True)] for measured in runs.values()]
     return [SpeedComparison(block_size, repeats, *pair) for pair in zip(*sides, strict=True)]
-
-
-def drafting_block_size(llm: LLM) -> int:
-    """The block size above 1 that "auto" favours for one sequence."""
-    return getattr(llm, "drafting_block_size", min(4, llm.largest_block))
-
-
-def why_plain(llm: LLM) -> str | None:
-    """Why "auto" decodes plainly; None where it drafts."""
-    reason = getattr(llm, "why_plain", None)
-    return reason() if reason else None
 
 
 def median_run(completions: Sequence[Completion]) -> Completion:
