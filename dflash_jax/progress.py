@@ -1,7 +1,7 @@
 """Progress of long steps on stderr: a bar on a terminal; for commands, one line where stderr is no terminal.
 
-Steps of less than `DELAY_S` show nothing. In a library call only loading shows a bar, and only on a terminal. Commands
-call `enable`: then every step is shown.
+Steps of less than `DELAY_S` show nothing. In a library call only loading shows a bar, and only on a terminal. A
+process that runs a command calls `enable`: then every step is shown.
 """
 
 import os
@@ -22,7 +22,7 @@ _written: set[str] = set()
 
 
 def enable() -> None:
-    """Shows every step: for commands, in the process that writes to the user."""
+    """Shows every step: for a process that runs a command."""
     global _is_enabled
     _is_enabled = True
 
@@ -68,7 +68,7 @@ class Bar(tqdm):
     """A tqdm that writes one line where stderr is no terminal; see `bar`."""
 
     def __init__(self, *args, line: str | None = None, delay: float = DELAY_S, **options):
-        self._timer = None
+        self._timer: threading.Timer | None = None
         if line is not None and not options.get("disable"):
             self._timer = threading.Timer(delay, _write_line, (line,))
             self._timer.daemon = True
@@ -85,8 +85,9 @@ class Bar(tqdm):
 
     def close(self) -> None:
         """Ends the bar, or the wait for the line."""
-        if getattr(self, "_timer", None) is not None:
-            self._timer.cancel()
+        timer = getattr(self, "_timer", None)
+        if timer is not None:
+            timer.cancel()
         super().close()
 
 
@@ -99,24 +100,26 @@ def bar(
     delay: float = DELAY_S,
     leave: bool = False,
     in_library: bool = False,
+    line: str | None = None,
     **options,
 ) -> Bar:
     """A bar with the remaining time, over ``items`` or for calls of ``update``; a context manager.
 
     Args:
         items: What is iterated over; None: the caller calls ``update``.
-        description: What the step does. It is the line where stderr is no terminal.
+        description: What the step does.
         total: Units in all; None: the length of ``items``.
         unit: The name of a unit; "B" is shown in MB and GB.
         delay: Seconds before the step is shown.
         leave: Whether the bar stays when the step ends.
         in_library: Whether a library call shows the bar, on a terminal.
+        line: The line where stderr is no terminal; None: ``description``.
         **options: Further options of tqdm.
     """
     scale = {"unit_scale": True, "unit_divisor": 1000} if unit == "B" else {}
     is_shown = (_is_enabled or in_library) and not _is_hidden and not options.pop("disable", False)
     has_bar = is_shown and is_terminal()
-    line = description if is_shown and _is_enabled and not has_bar else None
+    line = (line or description) if is_shown and _is_enabled and not has_bar else None
     return Bar(
         items,
         desc=description,
@@ -133,17 +136,26 @@ def bar(
 
 
 @contextmanager
-def step(description: str, expected_s: float | None = None, in_library: bool = False) -> Iterator[None]:
+def step(
+    description: str,
+    expected_s: float | None = None,
+    in_library: bool = False,
+    line: str | None = None,
+    disable: bool = False,
+) -> Iterator[None]:
     """Shows the seconds of a step that has nothing to count.
 
     Args:
         description: What the step does. It is the line where stderr is no terminal.
         expected_s: Seconds that the step is expected to take; None: unknown.
         in_library: Whether a library call shows them, on a terminal.
+        line: The line where stderr is no terminal; None: ``description``.
+        disable: Whether nothing is shown.
     """
     about = "" if expected_s is None or expected_s < 1 else f" of about {expected_s:.0f} s"
     bar_format = f"{{desc}} ({{elapsed_s:.0f}} s{about})"
-    with bar(description=description, in_library=in_library, bar_format=bar_format, miniters=0) as shown:
+    options = {"in_library": in_library, "line": line, "disable": disable, "bar_format": bar_format, "miniters": 0}
+    with bar(description=description, **options) as shown:
         if shown.disable:
             yield
             return

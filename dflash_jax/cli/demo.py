@@ -3,7 +3,6 @@
 import argparse
 import sys
 
-from dflash_jax import progress
 from dflash_jax.cli.draft_marks import draft_marks
 from dflash_jax.cli.options import Parser, add_platform, exit_code, program, set_platform
 from dflash_jax.errors import InputError
@@ -76,7 +75,6 @@ def run(args: argparse.Namespace) -> int:
     """Runs the demo: the exit code."""
     if args.prompt == "":
         raise InputError("the prompt is empty: it must have at least one token")
-    progress.enable()
     set_platform(args.platform)
     from dflash_jax.frontend.compare import measure_drafting
     from dflash_jax.sampling_params import SamplingParams

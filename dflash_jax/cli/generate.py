@@ -174,8 +174,6 @@ def run(args, system) -> int:
     device = set_platform(args.platform)
     if args.distributed:
         distributed.one_voice()
-    if not args.distributed or distributed.is_first():
-        progress.enable()
     from dflash_jax.frontend.llm import LLM
     from dflash_jax.sampling_params import SamplingParams
 

@@ -4,11 +4,13 @@ import math
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import jax
 from jax.sharding import PartitionSpec
 from tqdm import tqdm
 
+from dflash_jax import progress
 from dflash_jax.errors import InputError
 from dflash_jax.parallel import distributed
 from dflash_jax.parallel.sharding import DATA, place
@@ -75,6 +77,7 @@ class TrainingRun:
         # A finished run that is started again measures its last step again.
         measured = min(self.step, self.steps - 1) if self._prompts else self.step
         self._acceptance = CsvLog(config.directory, "acceptance.csv", measured)
+        self._is_compiled = False
         # Dispatched steps whose sums were not read yet: (step, sums, norm of the gradients).
         self._pending: list[tuple] = []
         self._bar, self._key = tqdm(disable=True), jax.random.key(config.seed)
@@ -139,7 +142,10 @@ class TrainingRun:
         sharding = self.trainer.sharding(PartitionSpec(None, DATA))
         arrays = Batch(**{name: place(array, sharding) for name, array in batch.items()})
         key = jax.random.fold_in(self._key, self.step)
-        self.state, sums, norm = self.trainer.step(self.state, self.trainer.leaves, arrays, key)
+        is_first = not self._is_compiled
+        with progress.step("compiling the training step") if is_first and distributed.is_first() else nullcontext():
+            self.state, sums, norm = self.trainer.step(self.state, self.trainer.leaves, arrays, key)
+        self._is_compiled = True
         self._settle()
         self._pending.append((self.step, sums, norm))
         self._bar.update()

@@ -10,7 +10,6 @@ import argparse
 import tempfile
 from pathlib import Path
 
-from dflash_jax import progress
 from dflash_jax.checkpoint.gguf import DTYPE_NAMES, convert
 from dflash_jax.checkpoint.smollm2 import DRAFTER, fetch_gguf
 from dflash_jax.cli.options import Parser, exit_code, exit_process
@@ -22,7 +21,6 @@ def run(argv: list[str] | None) -> int:
     parser.add_argument("dst", metavar="DST", help="the directory to write; it must not exist, or be empty")
     parser.add_argument("--dtype", choices=list(DTYPE_NAMES), default="bfloat16", help="default: %(default)s")
     args = parser.parse_args(argv)
-    progress.enable()
     try:
         with tempfile.TemporaryDirectory() as directory:
             convert(fetch_gguf(Path(directory)), args.dst, args.dtype)
