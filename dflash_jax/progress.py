@@ -67,7 +67,7 @@ def _write_line(text: str) -> None:
 class Bar(tqdm):
     """A tqdm that writes one line where stderr is no terminal; see `bar`."""
 
-    def __init__(self, *args, line: str | None = None, delay: float = DELAY_S, **options):
+    def __init__(self, *args, line: str | None, delay: float, **options):
         self._timer: threading.Timer | None = None
         if line is not None and not options.get("disable"):
             self._timer = threading.Timer(delay, _write_line, (line,))
@@ -97,10 +97,11 @@ def bar(
     description: str,
     total: float | None = None,
     unit: str = "",
-    delay: float = DELAY_S,
+    delay: float | None = None,
     leave: bool = False,
     in_library: bool = False,
     line: str | None = None,
+    disable: bool = False,
     **options,
 ) -> Bar:
     """A bar with the remaining time, over ``items`` or for calls of ``update``; a context manager.
@@ -110,14 +111,15 @@ def bar(
         description: What the step does.
         total: Units in all; None: the length of ``items``.
         unit: The name of a unit; "B" is shown in MB and GB.
-        delay: Seconds before the step is shown.
+        delay: Seconds before the step is shown; None: `DELAY_S`.
         leave: Whether the bar stays when the step ends.
         in_library: Whether a library call shows the bar, on a terminal.
         line: The line where stderr is no terminal; None: ``description``.
+        disable: Whether nothing is shown.
         **options: Further options of tqdm.
     """
     scale = {"unit_scale": True, "unit_divisor": 1000} if unit == "B" else {}
-    is_shown = (_is_enabled or in_library) and not _is_hidden and not options.pop("disable", False)
+    is_shown = (_is_enabled or in_library) and not _is_hidden and not disable
     has_bar = is_shown and is_terminal()
     line = (line or description) if is_shown and _is_enabled and not has_bar else None
     return Bar(
@@ -125,8 +127,9 @@ def bar(
         desc=description,
         total=total,
         unit=unit if unit == "B" else f" {unit}",
-        delay=delay,
+        delay=DELAY_S if delay is None else delay,
         leave=leave,
+        file=sys.stderr,
         ncols=_columns(),
         nrows=24,
         line=line,

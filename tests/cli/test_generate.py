@@ -77,8 +77,18 @@ def test_json_has_the_promised_keys_and_nothing_else(capsys):
     assert lines[1]["prompt_ids"] == [5, 6, 7]
 
 
-def test_show_drafts_colours_and_keeps_the_text(capsys):
+def test_show_drafts_colours_and_keeps_the_text(capsys, monkeypatch):
+    for name in ("NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
     _, plain, _ = run(capsys, *PROMPT)
+    _, piped, _ = run(capsys, *PROMPT, "--block-size", "16", "--show-drafts")
+    assert piped == plain
+    monkeypatch.setenv("NO_COLOR", "1")
+    _, bracketed, _ = run(capsys, *PROMPT, "--block-size", "16", "--show-drafts")
+    assert len(bracketed) > len(plain)
+    assert sorted(bracketed.replace("[", "").replace("]", "")) == sorted(plain.replace("[", "").replace("]", ""))
+    monkeypatch.delenv("NO_COLOR")
+    monkeypatch.setenv("FORCE_COLOR", "1")
     _, coloured, _ = run(capsys, *PROMPT, "--block-size", "16", "--show-drafts")
     assert "\033[32m" in coloured
     assert coloured.replace("\033[32m", "").replace("\033[0m", "") == plain
