@@ -1,4 +1,4 @@
-# make demo [EXTRA=cuda13|tpu]   set up and generate text with the bundled pair
+# make demo [EXTRA=cuda13|tpu]   set up, and answer a question with a drafter and without it (dflash demo)
 # make test                      set up with the test extras, lint, check types, run every test
 # make check-long                what takes too long for every change: the whole model in Triton's interpreter; the check of a
 #                                card as far as a CPU goes; the suite without the kernels, and on one thread;
@@ -13,7 +13,7 @@ WANTED := $(if $(EXTRA),[$(EXTRA)],)
 .PHONY: demo test check-long python clean
 
 demo: $(VENV)/.demo$(EXTRA)
-	$(BIN)/python -m dflash_jax.generate --prompt "def read_config(path):" --temperature 0.7 --seed 5 --max-new-tokens 160 --block-size 8 --show-drafts
+	@$(BIN)/python -m dflash_jax.demo
 
 test: $(VENV)/.test
 	$(BIN)/ruff check .

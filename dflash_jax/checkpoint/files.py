@@ -15,6 +15,7 @@ import numpy as np
 
 from dflash_jax.checkpoint.config_files import read_json
 from dflash_jax.errors import InputError
+from dflash_jax.progress import bar
 
 INDEX = "model.safetensors.index.json"
 DTYPES = {
@@ -190,7 +191,7 @@ def stream_tensors(
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for name, (shape, read) in tensors.items():
+        for name, (shape, read) in bar(tensors.items(), description="converting", total=len(tensors), unit="tensor"):
             with np.errstate(over="ignore"):
                 array = np.ascontiguousarray(read().astype(dtype))
             if array.shape != shape:

@@ -1,4 +1,4 @@
-"""Reads GGUF, the file format of llama.cpp. The package gguf unpacks quantised tensors."""
+"""Reads GGUF, the file format of llama.cpp. Other kinds of tensors than those of `SIZES` need the package gguf."""
 
 import math
 import reprlib
@@ -15,6 +15,9 @@ VERSIONS = (2, 3)
 # Types of metadata values: numbers with their letter in `struct`, then the types without a fixed size.
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY, FLOAT32 = 8, 9, 6
+# Kinds of tensors that are unpacked here: (numbers of a block, its bytes), as in ggml-common.h of llama.cpp.
+F32, F16, Q4_1, Q8_0 = 0, 1, 3, 8
+SIZES = {F32: (1, 4), F16: (1, 2), Q4_1: (32, 20), Q8_0: (32, 34)}
 # Most items of an array, dimensions of a tensor, and bytes of alignment: more than any published file has.
 MOST_ITEMS, MOST_DIMENSIONS, MOST_ALIGNMENT = 2**23, 8, 2**20
 
@@ -28,8 +31,34 @@ def import_gguf() -> ModuleType:
     try:
         import gguf
     except ModuleNotFoundError:
-        raise InputError('reading GGUF needs the package gguf: pip install "dflash-jax[gguf]"') from None
+        raise InputError(
+            'reading this kind of GGUF tensors needs the package gguf: pip install "dflash-jax[gguf]"'
+        ) from None
     return gguf
+
+
+def dequantize(data: np.ndarray, kind: int) -> np.ndarray:
+    """Unpacks a tensor of a kind of `SIZES`, as dequantize_row of ggml-quants.c of llama.cpp does.
+
+    Args:
+        data: uint8 [..., bytes of a row].
+        kind: The ggml type.
+
+    Returns:
+        float32 [..., numbers of a row].
+    """
+    if kind in (F32, F16):
+        return data.view("<f4" if kind == F32 else "<f2").astype(np.float32)
+    numbers, size = SIZES[kind]
+    blocks = data.reshape(*data.shape[:-1], -1, size)
+    scale = np.ascontiguousarray(blocks[..., :2]).view("<f2").astype(np.float32)
+    if kind == Q8_0:
+        values = scale * blocks[..., 2:].view(np.int8)
+    else:
+        minimum = np.ascontiguousarray(blocks[..., 2:4]).view("<f2").astype(np.float32)
+        # The low four bits of the bytes are the first half of a block.
+        values = scale * np.concatenate([blocks[..., 4:] & 15, blocks[..., 4:] >> 4], -1) + minimum
+    return values.reshape(*data.shape[:-1], data.shape[-1] // size * numbers)
 
 
 @dataclass(frozen=True)
@@ -62,7 +91,6 @@ class GgufFile:
         Raises:
             InputError: The file is unreadable, truncated or corrupt.
         """
-        self._gguf = import_gguf()
         self.path = path
         try:
             self._bytes = np.asarray(np.memmap(path, mode="r"))
@@ -129,10 +157,14 @@ class GgufFile:
         return tuple(reversed(sizes)), self._number("I"), self._number("Q")
 
     def _tensor(self, name: str, shape: tuple[int, ...], kind: int, start: int) -> GgufTensor:
-        try:
-            block, size = self._gguf.GGML_QUANT_SIZES[self._gguf.GGMLQuantizationType(kind)]
-        except (KeyError, ValueError):
-            raise InputError(f"{self.path}: tensor {name!r} has the unknown type {kind}: a newer gguf?") from None
+        if kind in SIZES:
+            block, size = SIZES[kind]
+        else:
+            gguf = import_gguf()
+            try:
+                block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)]
+            except (KeyError, ValueError):
+                raise InputError(f"{self.path}: tensor {name!r} has the unknown type {kind}: a newer gguf?") from None
         if not all(shape):
             raise InputError(f"{self.path}: tensor {name!r} {list(shape)} is empty")
         if not shape or shape[-1] % block:
@@ -155,8 +187,12 @@ class GgufFile:
         """
         tensor = self.tensors[name]
         data = tensor.data if index is None else tensor.data[index]
-        kind = self._gguf.GGMLQuantizationType(tensor.kind)
+        data = np.ascontiguousarray(data)
+        if tensor.kind in SIZES:
+            return dequantize(data, tensor.kind)
+        gguf = import_gguf()
+        kind = gguf.GGMLQuantizationType(tensor.kind)
         try:
-            return self._gguf.quants.dequantize(np.ascontiguousarray(data), kind)
+            return gguf.quants.dequantize(data, kind)
         except NotImplementedError:
             raise InputError(f"{self.path}: {name!r} is {kind.name}, which the package gguf cannot unpack") from None

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+from dflash_jax import progress
 from dflash_jax.errors import InputError
 
 PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
@@ -42,7 +43,11 @@ def resolve(name: str | Path, revision: str | None = None, download_dir: str | P
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(str(name), revision=revision, cache_dir=download_dir, allow_patterns=PATTERNS))
+        # On a terminal the hub's client has its own bars.
+        with progress.step(f"downloading {name}", disable=progress.is_terminal()):
+            return Path(
+                snapshot_download(str(name), revision=revision, cache_dir=download_dir, allow_patterns=PATTERNS)
+            )
     except Exception as e:  # the hub's client raises many unrelated types
         reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
         raise InputError(f"{name} is neither a directory nor a repo that can be downloaded: {reason}") from None

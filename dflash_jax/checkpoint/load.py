@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from dflash_jax import progress
 from dflash_jax.checkpoint import fp8, orbax
 from dflash_jax.checkpoint.config_files import parsed, read_raw
 from dflash_jax.checkpoint.files import TensorFiles, write_tensors
@@ -65,11 +66,13 @@ def fill(module, source: Source, dtype, layout: Layout, quantize: str | None = N
     """
     by_path, mesh = {e.path: e for e in source.entries}, layout.mesh()
     leaves, structure = jax.tree.flatten(module)
-    arrays = []
-    for path, leaf, spec in zip(parameter_paths(module), leaves, parameter_specs(module), strict=True):
-        if by_path[path].shape != leaf.shape:
-            raise AssertionError(f"the table gives {path} the shape {by_path[path].shape}, the module {leaf.shape}")
-        arrays.append(read_parameter(by_path[path], source, dtype, quantize, NamedSharding(mesh, spec)))
+    arrays, sizes = [], [leaf.size * leaf.dtype.itemsize for leaf in leaves]
+    with progress.bar(description="loading weights", total=sum(sizes), unit="B", in_library=True) as bar:
+        for path, leaf, spec, size in zip(parameter_paths(module), leaves, parameter_specs(module), sizes, strict=True):
+            if by_path[path].shape != leaf.shape:
+                raise AssertionError(f"the table gives {path} the shape {by_path[path].shape}, the module {leaf.shape}")
+            arrays.append(read_parameter(by_path[path], source, dtype, quantize, NamedSharding(mesh, spec)))
+            bar.update(size)
     return jax.tree.unflatten(structure, arrays)
 
 

@@ -22,6 +22,7 @@ from dflash_jax.checkpoint.parameters import Source, finished, read_parameter
 from dflash_jax.errors import InputError
 from dflash_jax.ops.weights import QuantizedWeight
 from dflash_jax.parallel.sharding import Layout, parameter_paths, parameter_specs
+from dflash_jax.progress import bar
 
 MANIFEST, STARTED = "manifest.json", "conversion.json"
 CARRIED = ("*.json", "*.jinja", "*.txt", "*.model")
@@ -226,7 +227,8 @@ def load(module, directory: Path, dtype, layout: Layout, quantize: str | None):
     manifest, mesh = read_json(directory / MANIFEST), layout.mesh()
     leaves, structure = jax.tree.flatten(module)
     parameters = []
-    for path, leaf, spec in zip(parameter_paths(module), leaves, parameter_specs(module), strict=True):
+    table = list(zip(parameter_paths(module), leaves, parameter_specs(module), strict=True))
+    for path, leaf, spec in bar(table, description="loading weights", unit="parameter", in_library=True):
         record = manifest["records"].get(f"parameters {path}")
         shape = record and tuple((record["arrays"].get("array") or record["arrays"]["values"])[1])
         if shape != leaf.shape:

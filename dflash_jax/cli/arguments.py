@@ -118,9 +118,13 @@ def make_parser() -> argparse.ArgumentParser:
 
     output = p.add_argument_group("output")
     output.add_argument(
-        "--compare", action="store_true", help="also decode without the drafter; compare tokens and speed"
+        "--compare",
+        action="store_true",
+        help="decode with and without the drafter, several times; compare tokens and speed",
     )
-    output.add_argument("--show-drafts", action="store_true", help="colour accepted drafts green")
+    output.add_argument(
+        "--show-drafts", action="store_true", help="accepted drafts in green, with NO_COLOR in [brackets]"
+    )
     output.add_argument(
         "--json", action="store_true", help="one JSON object a prompt, one a line, and nothing else on stdout"
     )

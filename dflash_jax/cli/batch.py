@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from dflash_jax import progress
 from dflash_jax.cli.options import Parser, exit_code, program, run_async
 from dflash_jax.cli.serve import assemble
 from dflash_jax.errors import InputError
@@ -179,8 +180,6 @@ def run(batch_args, args, system) -> int:
     Returns:
         The exit code.
     """
-    from tqdm import tqdm
-
     from dflash_jax.engine.engine import EngineError
 
     try:
@@ -203,7 +202,7 @@ def run(batch_args, args, system) -> int:
         todo = entries(stream, limits.body_bytes, urls, output.done)
         code, reason = 0, ""
         with (
-            tqdm(total=total, initial=before, unit="request", disable=not sys.stderr.isatty()) as bar,
+            progress.bar(description="answering", total=total, initial=before, unit="request", leave=True) as bar,
             running(serving),
         ):
             batch = Batch(serving, app, output, batch_args.concurrency, bar)

@@ -15,6 +15,7 @@ from hashlib import blake2b
 from importlib.util import find_spec
 from pathlib import Path
 
+from dflash_jax import progress
 from dflash_jax.benchmarking.clients import Asking, Client, EngineClient, HttpClient
 from dflash_jax.benchmarking.data import read_tasks
 from dflash_jax.benchmarking.store import beside, read_record, write_record
@@ -154,7 +155,6 @@ async def cells(results: Results, tasks: dict, methods: list[str], args, asking:
         open_client: Makes the client of a method, by its name.
     """
     from jax.errors import JaxRuntimeError
-    from tqdm import tqdm
 
     from dflash_jax.benchmarking.cells import measure
 
@@ -167,7 +167,9 @@ async def cells(results: Results, tasks: dict, methods: list[str], args, asking:
                 while left:
                     task, at_once = left[0]
                     await client.forget()
-                    with tqdm(total=len(tasks[task]), desc=key(task, at_once, name), unit="talk") as bar:
+                    with progress.bar(
+                        description=key(task, at_once, name), total=len(tasks[task]), unit="talk", leave=True
+                    ) as bar:
                         cell = await measure(client, tasks[task], at_once, asking, bar.update)
                     results.add(key(task, at_once, name), cell, methods)
                     left.pop(0)

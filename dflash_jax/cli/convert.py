@@ -4,9 +4,10 @@
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from dflash_jax import progress
 from dflash_jax.cli.options import Parser, exit_code, program
 
 
@@ -62,10 +63,14 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def bar_of_tensors(tensors: Iterable, count: int | None = None) -> Iterable:
+    """``tensors`` with a bar."""
+    return progress.bar(tensors, description="converting", total=count, unit="tensor")
+
+
 def hf_to_orbax(args) -> int:
     """Converts a Hugging Face directory to Orbax."""
     import jax
-    from tqdm import tqdm
 
     from dflash_jax.parallel.sharding import Layout
 
@@ -80,7 +85,7 @@ def hf_to_orbax(args) -> int:
     directory = resolve(args.src, args.revision)
     source, module = open_any(directory, layout)
     options = {"dtype": args.dtype, "quantize": args.quantize}
-    orbax.convert(source, module, directory, Path(args.dst), layout, options, lambda todo: tqdm(todo, unit="tensor"))
+    orbax.convert(source, module, directory, Path(args.dst), layout, options, bar_of_tensors)
     print(f"{args.dst}: {len(source.entries)} parameters, {len(source.skipped)} other tensors, mesh {layout}")
     return 0
 
@@ -90,12 +95,10 @@ def orbax_to_hf(args) -> int:
     import jax
 
     jax.config.update("jax_platforms", "cpu")
-    from tqdm import tqdm
-
     from dflash_jax.checkpoint.export import to_hf
 
     size = int(args.max_shard_size * 1e9)
-    count = to_hf(Path(args.src), Path(args.dst), size, lambda tensors, count: tqdm(tensors, total=count))
+    count = to_hf(Path(args.src), Path(args.dst), size, bar_of_tensors)
     print(f"{args.dst}: {count} tensors")
     return 0
 

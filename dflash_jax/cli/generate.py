@@ -5,12 +5,12 @@ import os
 import sys
 from collections import Counter
 
+from dflash_jax import progress
 from dflash_jax.cli.arguments import make_parser, read_prompts
+from dflash_jax.cli.draft_marks import draft_marks
 from dflash_jax.cli.options import exit_code, llm_options, set_platform, with_config
 from dflash_jax.errors import InputError
 
-# NO_COLOR as in no-color.org.
-DRAFTED, PLAIN = ("", "") if os.environ.get("NO_COLOR") else ("\033[32m", "\033[0m")
 # No call of a device takes less: a prompt of one token, which is not prefilled, shows no rate.
 SHORTEST_S = 1e-4
 
@@ -80,47 +80,68 @@ def tell(line: str) -> None:
         print(line, file=sys.stderr)
 
 
+def write_piece(llm, piece, show_drafts: bool) -> None:
+    """Writes a piece of text to stdout, and the end of the line behind the last one."""
+    progress.hide()
+    if llm.tokenizer is None:
+        write("".join(f"{token} " for token in piece.token_ids))
+    elif not show_drafts:
+        write(piece.text)
+    else:
+        write(draft_marks().marked(piece.segments))
+    if piece.finish_reason:
+        write("\n")
+
+
 def stream_text(llm, prompt, params, show_drafts: bool):
     """Streams one prompt's text to stdout and returns its Completion."""
     from dflash_jax.frontend.sequence import Piece
 
     for event in llm.pieces(prompt, params):
         if not isinstance(event, Piece):
-            break
-        if llm.tokenizer is None:
-            write("".join(f"{token} " for token in event.token_ids))
-        elif not show_drafts:
-            write(event.text)
-        else:
-            write("".join(f"{DRAFTED}{text}{PLAIN}" if is_draft else text for text, is_draft in event.segments))
-    write("\n")
-    return event
+            return event
+        write_piece(llm, event, show_drafts)
+    raise AssertionError("there is a completion at the end")
 
 
-def compare(llm, completions: list, params, streamed: bool) -> tuple[list[dict], bool]:
-    """Decodes again without the drafter, in the same way: what --json adds for each prompt, and whether all is well."""
-    from dflash_jax.frontend.compare import divergence
+def compare(llm, prompts: list, params, args) -> tuple[list, list[dict], bool]:
+    """Continues prompts with the drafter and without it, and measures both.
 
-    prompts = [c.prompt_ids for c in completions]
-    if streamed:
-        baselines = [list(llm.pieces(prompt, params, block_size=1))[-1] for prompt in prompts]
-    else:
-        baselines = llm.generate(prompts, params, block_size=1)
-    comparisons, good = [], True
-    for drafted, plain in zip(completions, baselines, strict=True):
+    Returns:
+        Completions with the drafter, what --json adds for each, and whether all tokens are equal or part at a tie.
+    """
+    from dflash_jax.frontend.compare import divergence, measure_drafting, tokens_per_s
+
+    def watch(is_drafted, number, piece):
+        if is_drafted and number == 0:
+            write_piece(llm, piece, args.show_drafts)
+
+    comparisons = measure_drafting(llm, prompts, params, is_batched=args.json, watch=None if args.json else watch)
+    extras, good = [], True
+    for measured in comparisons:
+        drafted, plain = measured.drafted, measured.plain
         parting = divergence(llm, drafted.prompt_ids, plain.token_ids, drafted.token_ids, params)
         verdict = "equal tokens" if parting is None else (
             f"tokens part at new token {parting.at}: {parting.expected} without the drafter, {parting.actual} with it, "
             f"margin {parting.margin:.2g}{' (a tie)' if parting.is_tie else ''}"
         )  # fmt: skip
         good = good and (parting is None or llm.dtype != "float32" or parting.is_tie)
-        speedup = plain.timings.decode_s / max(drafted.timings.decode_s, 1e-9)
-        # A parting changes the length: compare what a token costs.
-        speedup *= len(drafted.token_ids) / len(plain.token_ids)
-        tell(f"compare: {verdict}; {speedup:.2f}x the speed of plain decoding")
+        # A parting changes the length: what is compared are tokens a second.
+        rates = tokens_per_s(drafted), tokens_per_s(plain)
+        tell(
+            f"compare: block size {measured.block_size}: {rates[0]:.0f} against {rates[1]:.0f} tokens/s, "
+            f"{measured.speedup:.2f} times as fast (median of {measured.repeats} runs); {verdict}"
+        )
+        comparison = {"block_size": measured.block_size, "repeats": measured.repeats}
+        comparison |= {"tokens_per_s": rates[0], "baseline_tokens_per_s": rates[1]}
         baseline = {"token_ids": plain.token_ids, "decode_s": plain.timings.decode_s}
-        comparisons.append({"baseline": baseline, "equal": parting is None, "speedup": speedup})
-    return comparisons, good
+        equal = {"equal": parting is None, "speedup": measured.speedup}
+        extras.append({"baseline": baseline, **equal, "comparison": comparison})
+    if llm.block_size == "auto" and (reason := llm.why_plain()):
+        tell(f'compare: block size "auto" decodes plainly here: {reason}')
+        for extra in extras:
+            extra["comparison"]["why_plain"] = reason
+    return [measured.drafted for measured in comparisons], extras, good
 
 
 def as_json(completion, extra: dict) -> str:
@@ -181,11 +202,13 @@ def run(args, system) -> int:
         system = [{"role": "system", "content": args.system}] if args.system is not None else []
         prompts = [llm.encode_chat([*system, {"role": "user", "content": p}], args.thinking) for p in prompts]
     llm.check(prompts, params)
-    if args.json:
+    extras, good = [{}] * len(prompts), True
+    if args.compare:
+        completions, extras, good = compare(llm, prompts, params, args)
+    elif args.json:
         completions = llm.generate(prompts, params)
     else:
         completions = [stream_text(llm, prompt, params, args.show_drafts) for prompt in prompts]
-    extras, good = compare(llm, completions, params, not args.json) if args.compare else ([{}] * len(completions), True)
     if args.json:
         for completion, extra in zip(completions, extras, strict=True):
             write(as_json(completion, extra) + "\n")

@@ -14,6 +14,7 @@ from typing import NoReturn
 from dflash_jax import __version__
 
 COMMANDS = {
+    "demo": "a question, answered with a drafter and without it",
     "generate": "text from a target and a DFlash drafter",
     "serve": "an HTTP server with OpenAI's, Anthropic's and SGLang's interfaces",
     "batch": "answers to a file of requests in OpenAI's batch format",

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+from dflash_jax import progress
 from dflash_jax.errors import EngineError, InputError
 from dflash_jax.ops.card import CHOICES
 from dflash_jax.ops.kernels.triton import launch
@@ -111,6 +112,7 @@ def exit_process(main: Callable[[], int]) -> NoReturn:
     crash or wait when it ends before them.
     """
     _open_stderr()
+    progress.enable()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _on_interrupt)
     try:

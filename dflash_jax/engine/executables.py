@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jaxlib.version import __version_info__ as JAXLIB
 
+from dflash_jax import progress
 from dflash_jax.decoding import step_functions
 from dflash_jax.decoding.state import DecodeState, Settings, empty_state
 from dflash_jax.engine.step_calls import BATCH, REPLICATED, StepCalls
@@ -79,7 +80,9 @@ class Executables(StepCalls):
         """The program for ``key``, compiled at its first use."""
         if key not in self.compiled:
             began = time.perf_counter()
-            self.compiled[key] = self.compile(lower())[0]
+            count, expected = self.count + 1, self.last_compile_s or None
+            with progress.step(f"compiling program {count}", expected, line="compiling programs"):
+                self.compiled[key] = self.compile(lower())[0]
             self.last_compile_s = time.perf_counter() - began
             self.compile_s += self.last_compile_s
         return self.compiled[key]

@@ -1,6 +1,6 @@
-"""Compares the tokens of two runs: where they differ first, and whether the two tokens were tied there."""
+"""Compares two runs: the tokens, where they differ first and whether that is a tie, and the seconds of each."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -10,12 +10,18 @@ from dflash_jax.engine.config import PREFILL_SIZES
 from dflash_jax.engine.model_runner import ModelRunner
 from dflash_jax.engine.request import Request
 from dflash_jax.frontend.llm import LLM
+from dflash_jax.frontend.outputs import Completion
+from dflash_jax.frontend.sequence import Piece
 from dflash_jax.ops.cache import round_capacity
 from dflash_jax.parallel.sharding import place
 from dflash_jax.sampling_params import SamplingParams
 
 # In float32 the order of a sum decides a draw whose two best candidates are closer than this.
 TIE = 1e-4
+# Measured runs of each side.
+REPEATS = 3
+# Gets each new piece of text: (whether the run drafts, the number of the run, the piece). Run 0 is not measured.
+Watch = Callable[[bool, int, Piece], None]
 
 
 @dataclass(frozen=True)
@@ -39,6 +45,89 @@ class Divergence:
     def is_tie(self) -> bool:
         """Whether rounding may have decided."""
         return self.margin < TIE
+
+
+@dataclass(frozen=True)
+class SpeedComparison:
+    """One prompt's continuation with the drafter and without it, each measured several times.
+
+    Attributes:
+        block_size: The block size of the drafted side.
+        repeats: Measured runs of each side.
+        drafted: The drafted run with the median seconds of decoding.
+        plain: The run without the drafter with the median seconds of decoding.
+    """
+
+    block_size: int
+    repeats: int
+    drafted: Completion
+    plain: Completion
+
+    @property
+    def speedup(self) -> float:
+        """Tokens a second with the drafter, relative to those without it."""
+        return tokens_per_s(self.drafted) / tokens_per_s(self.plain)
+
+
+def tokens_per_s(completion: Completion) -> float:
+    """New tokens a second of decoding."""
+    return len(completion.token_ids) / max(completion.timings.decode_s, 1e-9)
+
+
+def measure_drafting(
+    llm: LLM,
+    prompts: Sequence[str | Sequence[int]],
+    params: SamplingParams,
+    repeats: int = REPEATS,
+    *,
+    is_batched: bool = False,
+    watch: Watch | None = None,
+) -> list[SpeedComparison]:
+    """Continues prompts with the drafter and without it, and measures both when their programs are compiled.
+
+    Each side runs once without measurement, then both run ``repeats`` times, one after the other: a change of the
+    machine's speed meets both.
+
+    Args:
+        llm: A target with a drafter. The drafted side has its block size, or with "auto" its `drafting_block_size`:
+            one block size, where "auto" may mix several.
+        prompts: Text or token ids each.
+        params: Those of both sides. A seed of None is replaced by 0.
+        repeats: Measured runs of each side.
+        is_batched: Whether the prompts run together; else one after the other.
+        watch: Sees the text of each run; needs prompts that run one after the other.
+
+    Returns:
+        One `SpeedComparison` for each prompt.
+    """
+    params = params if params.seed is not None else replace(params, seed=0)
+    block_size = llm.drafting_block_size if llm.block_size == "auto" else llm.block_size
+
+    def run(is_drafted: bool, number: int) -> list[Completion]:
+        size = block_size if is_drafted else 1
+        if is_batched:
+            return llm.generate(prompts, params, size, progress=False)
+        completions = []
+        for prompt in prompts:
+            for event in llm.pieces(prompt, params, size):
+                if isinstance(event, Completion):
+                    completions.append(event)
+                elif watch is not None:
+                    watch(is_drafted, number, event)
+        return completions
+
+    runs: dict[bool, list[list[Completion]]] = {True: [], False: []}
+    for number in range(repeats + 1):
+        for is_drafted, measured in runs.items():
+            completions = run(is_drafted, number)
+            measured += [completions] if number else []
+    sides = [[median_run(each) for each in zip(*measured, strict=True)] for measured in runs.values()]
+    return [SpeedComparison(block_size, repeats, *pair) for pair in zip(*sides, strict=True)]
+
+
+def median_run(completions: Sequence[Completion]) -> Completion:
+    """The completion with the median seconds of decoding; of an even number the slower one."""
+    return sorted(completions, key=lambda c: c.timings.decode_s)[len(completions) // 2]
 
 
 def first_difference(expected: Sequence[int], actual: Sequence[int]) -> int | None:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from dflash_jax import progress
 from dflash_jax.checkpoint.hub import resolve
 from dflash_jax.checkpoint.load import check_drafter, check_target, load_drafter, load_target, read_draft_tokens
 from dflash_jax.errors import InputError
@@ -101,7 +102,8 @@ def _tokenizer(given: LLMConfig, directory: Path) -> Tokenizer | None:
 
 def prepare_backend(kernels: str) -> Backend:
     """This machine's backend, a CPU's kernels compiled; warns where a GPU's are missing."""
-    backend = Backend.detect(kernels)
+    with progress.step("compiling the kernels for this CPU", in_library=True):
+        backend = Backend.detect(kernels)
     if backend.is_gpu and kernels == "auto" and backend.no_triton:
         log.warning("without Triton kernels, which make decoding faster: %s", backend.no_triton)
     return backend

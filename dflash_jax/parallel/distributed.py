@@ -3,6 +3,7 @@
 import os
 import sys
 
+from dflash_jax import progress
 from dflash_jax.errors import InputError
 
 
@@ -22,6 +23,8 @@ def start() -> None:
     try:
         num_processes, process_id = _count("JAX_NUM_PROCESSES"), _count("JAX_PROCESS_ID")
         jax.distributed.initialize(num_processes=num_processes, process_id=process_id)
+        if not is_first():
+            progress.disable()
     except (ValueError, RuntimeError) as e:
         reason = " ".join(str(e).split()) or type(e).__name__
         raise InputError(

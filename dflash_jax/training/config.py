@@ -12,7 +12,7 @@ LOSSES, WEIGHTS, OPTIMIZERS = ("cross-entropy", "kl", "hybrid"), ("decay", "d-pa
 FREE = {
     "draft_vocabulary",
     *("output", "mesh", "log_every", "save_every", "keep", "evaluate_every", "evaluate_prompts", "evaluate_tokens"),
-    *("held_out", "skip_bad_lines", "temperature", "max_new_tokens", "thinking", "slots"),
+    *("tensorboard", "wandb", "held_out", "skip_bad_lines", "temperature", "max_new_tokens", "thinking", "slots"),
 }
 
 # Fields that must be 1 or more.
@@ -71,6 +71,8 @@ class TrainConfig:
     mesh: str | None = option(None, "devices, such as data=4,tensor=2 (default: the config's for this machine)", str)
     # Logs, checkpoints and measurements.
     log_every: int = option(10, "steps between lines of the log")
+    tensorboard: str | None = option(None, "directory of a TensorBoard log of fit (needs the extra tensorboard)", str)
+    wandb: str | None = option(None, "Weights & Biases project of a log of fit (needs the extra wandb)", str)
     save_every: int = option(500, "steps between checkpoints")
     keep: int = option(2, "checkpoints that are kept")
     evaluate_every: int = option(0, "steps between measurements of the acceptance length (0: at the end only)")

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from dflash_jax import progress
 from dflash_jax.errors import InputError
 from dflash_jax.parallel import distributed
 from dflash_jax.parallel.sharding import DATA, place
@@ -112,7 +113,10 @@ def write(config: TrainConfig, rows: PackedRows, pair: Pair, tell: Callable[[str
         for file, size in zip(files, sizes, strict=False):
             file.truncate(done * size)
             file.seek(done * size)
-        for start in range(done, len(rows), count):
+        starts_of_batches = range(done, len(rows), count)
+        for start in progress.bar(
+            starts_of_batches, description="computing features", unit="batch", disable=not is_writer
+        ):
             picked = [rows[min(i, len(rows) - 1)] for i in range(start, start + count)]
             tokens, starts = (place(np.stack([r[k] for r in picked]), data_sharding) for k in ("tokens", "starts"))
             hidden, features = run(trainer.leaves, tokens, starts)

@@ -5,11 +5,10 @@ from collections.abc import Callable, Iterator
 from hashlib import blake2b
 from pathlib import Path
 
-from tqdm import tqdm
-
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.llm import LLM
 from dflash_jax.parallel import distributed
+from dflash_jax.progress import bar as progress_bar
 from dflash_jax.sampling_params import SamplingParams
 from dflash_jax.training.config import TrainConfig
 from dflash_jax.training.data import Skipped, fault, messages_of, read_lines, text_of
@@ -120,7 +119,8 @@ def regenerate(config: TrainConfig, llm: LLM, path: Path, tell: Callable[[str], 
     done, is_writer = distributed.agreed(progress.done), distributed.is_first()
     if done:
         tell(f"{done} of {len(prompts)} were answered before")
-    with tqdm(total=len(prompts), initial=done, unit="prompt", disable=not is_writer) as bar:
+    options = {"initial": done, "unit": "prompt", "leave": True, "disable": not is_writer}
+    with progress_bar(description="answering", total=len(prompts), **options) as bar:
         for start in range(done, len(prompts), size):
             group = prompts[start : start + size]
             lines = _answered(config, llm, group, start, skipped)

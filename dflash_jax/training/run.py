@@ -4,11 +4,14 @@ import math
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict
 
 import jax
 from jax.sharding import PartitionSpec
 from tqdm import tqdm
 
+from dflash_jax import progress
 from dflash_jax.errors import InputError
 from dflash_jax.parallel import distributed
 from dflash_jax.parallel.sharding import DATA, place
@@ -21,7 +24,7 @@ from dflash_jax.training.features import FeatureRows
 from dflash_jax.training.losses import Loss, default_gamma
 from dflash_jax.training.optimiser import optimiser
 from dflash_jax.training.pair import Pair, open_pair
-from dflash_jax.training.run_log import CsvLog, step_metrics
+from dflash_jax.training.run_log import CsvLog, Trackers, check_tracker_packages, step_metrics
 from dflash_jax.training.step import Batch, Recipe, Trainer
 from dflash_jax.training.stop_signal import stop_signal
 
@@ -55,6 +58,7 @@ class TrainingRun:
     """
 
     def __init__(self, config: TrainConfig, tell: Callable[[str], None]):
+        check_tracker_packages(config)
         self.config, self._tell = config, tell
         self.pair = open_pair(config)
         rows, recipe = self.pair.rows(config, tell), recipe_of(config, self.pair)
@@ -75,6 +79,8 @@ class TrainingRun:
         # A finished run that is started again measures its last step again.
         measured = min(self.step, self.steps - 1) if self._prompts else self.step
         self._acceptance = CsvLog(config.directory, "acceptance.csv", measured)
+        self._is_compiled = False
+        self._trackers = Trackers(config, self.step, asdict(config), tell)
         # Dispatched steps whose sums were not read yet: (step, sums, norm of the gradients).
         self._pending: list[tuple] = []
         self._bar, self._key = tqdm(disable=True), jax.random.key(config.seed)
@@ -105,6 +111,12 @@ class TrainingRun:
         Raises:
             InputError: A loss or a gradient is not finite.
         """
+        try:
+            return self._run()
+        finally:
+            self._trackers.close()
+
+    def _run(self) -> tuple[int, int]:
         reason = None
         has_bar = sys.stderr.isatty() and distributed.is_first()
         bar = tqdm(total=self.steps, initial=self.step, unit="step", disable=not has_bar)
@@ -139,7 +151,10 @@ class TrainingRun:
         sharding = self.trainer.sharding(PartitionSpec(None, DATA))
         arrays = Batch(**{name: place(array, sharding) for name, array in batch.items()})
         key = jax.random.fold_in(self._key, self.step)
-        self.state, sums, norm = self.trainer.step(self.state, self.trainer.leaves, arrays, key)
+        is_first = not self._is_compiled
+        with progress.step("compiling the training step") if is_first and distributed.is_first() else nullcontext():
+            self.state, sums, norm = self.trainer.step(self.state, self.trainer.leaves, arrays, key)
+        self._is_compiled = True
         self._settle()
         self._pending.append((self.step, sums, norm))
         self._bar.update()
@@ -180,7 +195,9 @@ class TrainingRun:
         self._bar.set_postfix(shown | {"tok/s": f"{rate:.0f}"}, refresh=False)
         if step % self.config.log_every:
             return
-        self._metrics.add({"step": step, **metrics, "tokens_per_s": round(rate)})
+        metrics |= {"tokens_per_s": round(rate)}
+        self._metrics.add({"step": step, **metrics})
+        self._trackers.add(step, metrics)
         if self._bar.disable:
             words = ", ".join(f"{name} {value}" for name, value in shown.items())
             self._tell(f"step {step} of {self.steps}: {words}, {rate:.0f} tokens/s")
@@ -204,6 +221,8 @@ class TrainingRun:
             at = f"at temperature {temperature:g} ({measured.rounds} rounds)"
             self._tell(f"step {self.step}: acceptance length {measured.mean:.3f} {at}")
             self._acceptance.add({"step": self.step, "temperature": temperature} | vars(measured))
+            named = {f"{name}/temperature_{temperature:g}": value for name, value in vars(measured).items()}
+            self._trackers.add(self.step, {f"acceptance_{name}": value for name, value in named.items()})
         return by_temperature
 
     def _finish(self) -> None:

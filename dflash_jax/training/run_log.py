@@ -1,11 +1,17 @@
-"""Records of a training run: metrics of steps, and CSV files that a continued run extends."""
+"""Records of a training run: metrics of steps, CSV files that a continued run extends, TensorBoard and W&B."""
 
 import csv
+import uuid
+from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 
+from dflash_jax.errors import InputError
 from dflash_jax.parallel import distributed
+from dflash_jax.training.config import TrainConfig
 from dflash_jax.training.losses import Sums
 
 
@@ -51,3 +57,120 @@ def step_metrics(sums: Sums) -> dict[str, float]:
         "anchors": float(sums.anchors),
     }
     return metrics | {f"slot_{k}": round(float(v), 5) for k, v in enumerate(np.asarray(sums.right) / seen, 1)}
+
+
+class Tracker(Protocol):
+    """A log outside the run's directory."""
+
+    def add(self, step: int, metrics: dict[str, float]) -> None:
+        """Adds the metrics of a step."""
+
+    def close(self) -> None:
+        """Writes what is left."""
+
+
+class TensorBoardLog:
+    """Event files for TensorBoard. A continued run hides events behind its first step."""
+
+    def __init__(self, directory: str, last_step: int):
+        """Opens a new event file in ``directory``."""
+        from tensorboardX import SummaryWriter  # pyright: ignore[reportMissingImports]
+
+        self._writer = SummaryWriter(directory, purge_step=last_step + 1 if last_step else None)
+
+    def add(self, step: int, metrics: dict[str, float]) -> None:
+        """Adds a scalar for each metric."""
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Closes the event file."""
+        self._writer.close()
+
+
+class WandbLog:
+    """A Weights & Biases run, whose id is kept in the run's directory, so that a continued run extends it.
+
+    The environment has wandb's own settings: WANDB_MODE=offline needs no network, `wandb sync` uploads later.
+    """
+
+    def __init__(self, project: str, directory: Path, settings: dict[str, Any]):
+        """Starts or resumes the W&B run."""
+        import wandb  # pyright: ignore[reportMissingImports]
+
+        path = directory / "wandb_id"
+        if not path.exists():
+            path.write_text(uuid.uuid4().hex[:8])
+        options = {"id": path.read_text().strip(), "resume": "allow", "dir": str(directory), "config": settings}
+        self._run = wandb.init(project=project, **options)
+        # wandb's own count of steps only grows; a continued run repeats those behind its checkpoint.
+        self._run.define_metric("*", step_metric="step")
+
+    def add(self, step: int, metrics: dict[str, float]) -> None:
+        """Logs the metrics with their step."""
+        self._run.log({"step": step, **metrics})
+
+    def close(self) -> None:
+        """Ends the W&B run."""
+        self._run.finish()
+
+
+def check_tracker_packages(config: TrainConfig) -> None:
+    """Raises InputError where a log of ``config`` needs a package that is not installed."""
+    for option, package, name in (
+        ("tensorboard", "tensorboardX", "TensorBoard"),
+        ("wandb", "wandb", "Weights & Biases"),
+    ):
+        if getattr(config, option) is not None and find_spec(package) is None:
+            raise InputError(f'a log for {name} needs the extra {option}: pip install "dflash-jax[{option}]"')
+
+
+class Trackers:
+    """The logs of ``config.tensorboard`` and ``config.wandb``, written by the first process.
+
+    A log that fails is closed with a line for the user, and training goes on.
+    """
+
+    def __init__(self, config: TrainConfig, last_step: int, settings: dict[str, Any], tell: Callable[[str], None]):
+        """Opens the logs.
+
+        Args:
+            config: Names the logs.
+            last_step: The step behind which the run continues; 0 for a new run.
+            settings: Recorded with the W&B run.
+            tell: Receives a line for each failure.
+        """
+        self._tell, self._logs = tell, {}
+        openers: dict[str, Callable[[], Tracker]] = {}
+        if config.tensorboard is not None:
+            openers["TensorBoard"] = lambda: TensorBoardLog(config.tensorboard or "", last_step)
+        if config.wandb is not None:
+            openers["Weights & Biases"] = lambda: WandbLog(config.wandb or "", config.directory, settings)
+        for name, opener in openers.items() if distributed.is_first() else ():
+            try:
+                self._logs[name] = opener()
+            except Exception as e:  # the packages raise many unrelated types
+                self._report(name, e)
+
+    def _report(self, name: str, error: Exception) -> None:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        self._tell(f"the log for {name} failed, training goes on without it: {reason}")
+
+    def add(self, step: int, metrics: dict[str, float]) -> None:
+        """Adds the metrics of a step to every log."""
+        for name, log in list(self._logs.items()):
+            try:
+                log.add(step, metrics)
+            except Exception as e:
+                del self._logs[name]
+                self._report(name, e)
+
+    def close(self) -> None:
+        """Closes every log."""
+        for name, log in list(self._logs.items()):
+            try:
+                log.close()
+            except Exception as e:
+                self._report(name, e)
+        self._logs.clear()

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -59,21 +60,60 @@ def test_json_has_the_promised_keys_and_nothing_else(capsys):
     for line in lines:
         assert set(line) == {
             "prompt_ids", "token_ids", "text", "finish_reason", "acceptance_lengths", "logprobs", "timings", "baseline",
-            "equal", "speedup",
+            "equal", "speedup", "comparison",
         }  # fmt: skip
         assert set(line["timings"]) == {"prefill_s", "decode_s", "compile_s"}
         assert set(line["baseline"]) == {"token_ids", "decode_s"}
+        comparison = {k: line["comparison"][k] for k in ("block_size", "repeats")}
+        assert comparison["block_size"] > 1
+        assert comparison["repeats"] == 3
+        rates = line["comparison"]["tokens_per_s"], line["comparison"]["baseline_tokens_per_s"]
+        assert rates[0] == pytest.approx(len(line["token_ids"]) / line["timings"]["decode_s"])
+        assert rates[1] == pytest.approx(len(line["baseline"]["token_ids"]) / line["baseline"]["decode_s"])
+        assert line["speedup"] == pytest.approx(rates[0] / rates[1])
         assert line["equal"] == (line["baseline"]["token_ids"] == line["token_ids"])
         assert [set(entry) for entry in line["logprobs"]] == [{"token_id", "logprob", "top"}] * len(line["token_ids"])
         assert sum(line["acceptance_lengths"]) == len(line["token_ids"])
     assert lines[1]["prompt_ids"] == [5, 6, 7]
 
 
-def test_show_drafts_colours_and_keeps_the_text(capsys):
+def test_show_drafts_colours_and_keeps_the_text(capsys, monkeypatch):
+    for name in ("NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
     _, plain, _ = run(capsys, *PROMPT)
+    _, piped, _ = run(capsys, *PROMPT, "--block-size", "16", "--show-drafts")
+    assert piped == plain
+    monkeypatch.setenv("NO_COLOR", "1")
+    _, bracketed, _ = run(capsys, *PROMPT, "--block-size", "16", "--show-drafts")
+    assert len(bracketed) > len(plain)
+    assert sorted(bracketed.replace("[", "").replace("]", "")) == sorted(plain.replace("[", "").replace("]", ""))
+    monkeypatch.delenv("NO_COLOR")
+    monkeypatch.setenv("FORCE_COLOR", "1")
     _, coloured, _ = run(capsys, *PROMPT, "--block-size", "16", "--show-drafts")
     assert "\033[32m" in coloured
     assert coloured.replace("\033[32m", "").replace("\033[0m", "") == plain
+
+
+def test_compare_names_block_size_rates_and_ratio_behind_the_text(capsys):
+    code, out, err = run(capsys, *PROMPT, "--block-size", "8", "--compare")
+    _, text, _ = run(capsys, *PROMPT)
+    assert (code, out) == (0, text)
+    line = (
+        r"compare: block size 8: \d+ against \d+ tokens/s, \d+\.\d\d times as fast \(median of 3 runs\); equal tokens"
+    )
+    assert re.search(f"^{line}$", err, re.MULTILINE)
+    assert "acceptance length" in err
+
+
+def test_compare_says_why_auto_decodes_plainly(capsys, monkeypatch):
+    from dflash_jax import LLM
+
+    monkeypatch.setattr(LLM, "why_plain", lambda _: "two cores")
+    _, out, err = run(capsys, *PROMPT, "--compare", "--json")
+    assert 'compare: block size "auto" decodes plainly here: two cores\n' in err
+    assert json.loads(out)["comparison"]["why_plain"] == "two cores"
+    _, _, err = run(capsys, *PROMPT, "--compare", "--block-size", "8")
+    assert "plainly" not in err
 
 
 def test_compare_fails_where_tokens_part_beyond_a_tie(capsys, monkeypatch):

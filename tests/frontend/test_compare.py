@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 
 from dflash_jax import LLM, SamplingParams
-from dflash_jax.frontend.compare import cut_distances, divergence, first_difference, penalised
+from dflash_jax.frontend.compare import (
+    cut_distances,
+    divergence,
+    first_difference,
+    measure_drafting,
+    median_run,
+    penalised,
+)
+from dflash_jax.frontend.outputs import Completion, Timings
 from dflash_jax.frontend.sampling_defaults import SamplingDefaults
 from dflash_jax.tools.equality import processed_reference
 
@@ -104,3 +112,45 @@ def test_the_margin_is_the_targets_own(llm):
     wrong = [*right.token_ids[:3], second[0], 0, 0]
     parting = divergence(llm, right.prompt_ids, right.token_ids, wrong, params)
     assert parting.margin == pytest.approx(first[1] - second[1], abs=1e-4)
+
+
+def completion_of(seconds: float) -> Completion:
+    return Completion([1], [2, 3], None, "length", [1, 1], None, Timings(0, 0, 0, 0, seconds, 0))
+
+
+@pytest.mark.parametrize(("seconds", "median"), [([3.0, 1.0, 2.0], 2.0), ([5.0], 5.0), ([4.0, 1.0], 4.0)])
+def test_the_median_run_is_a_run_of_those(seconds, median):
+    assert median_run([completion_of(s) for s in seconds]).timings.decode_s == median
+
+
+class Recorded:
+    """An LLM whose runs take given seconds."""
+
+    block_size, drafting_block_size, largest_block = "auto", 8, 16
+
+    def __init__(self, seconds: dict[int, list[float]]):
+        self.seconds, self.sizes, self.seeds = seconds, [], set()
+
+    def pieces(self, prompt, params, block_size):
+        self.sizes.append(block_size)
+        self.seeds.add(params.seed)
+        yield "a piece"
+        yield completion_of(self.seconds[block_size].pop(0))
+
+
+def test_drafting_is_measured_warm_alternately_and_by_the_median():
+    # The first run of each side, which compiles, does not count.
+    llm, seen = Recorded({8: [99.0, 1.0, 4.0, 2.0], 1: [99.0, 3.0, 3.0, 8.0]}), []
+    (measured,) = measure_drafting(llm, ["x"], SamplingParams(temperature=1.0), watch=lambda *seen_: seen.append(seen_))
+    assert llm.sizes == [8, 1] * 4
+    assert seen == [(size == 8, i // 2, "a piece") for i, size in enumerate(llm.sizes)]
+    assert (measured.block_size, measured.repeats, measured.speedup) == (8, 3, 1.5)
+    assert (measured.drafted.timings.decode_s, measured.plain.timings.decode_s) == (2.0, 3.0)
+    # Sides with random seeds would have different texts.
+    assert llm.seeds == {0}
+
+
+def test_a_fixed_block_size_is_the_one_that_is_measured():
+    llm = Recorded({4: [1.0] * 4, 1: [1.0] * 4})
+    llm.block_size = 4
+    assert measure_drafting(llm, ["x"], SamplingParams())[0].block_size == 4

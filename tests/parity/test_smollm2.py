@@ -12,13 +12,11 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from dflash_jax import LLM, SamplingParams
+from dflash_jax.checkpoint import smollm2
 from dflash_jax.checkpoint.gguf import convert
 from dflash_jax.tools.equality import equal_or_tie, forward
 from tests.float64 import assert_near, in_both
 from tests.gguf_files import read_by_transformers
-from tests.helpers import load_script
-
-fetch_smollm2 = load_script("data/fetch_smollm2.py")
 
 CACHE = Path(__file__).parents[2] / ".cache" / "smollm2"
 # As published; nothing of it is read from the file.
@@ -59,14 +57,14 @@ QUESTIONS = [
 
 @pytest.fixture(scope="module")
 def gguf() -> Path:
-    path = CACHE / fetch_smollm2.MEMBER
+    path = CACHE / smollm2.MEMBER
     if not path.exists():
         part = CACHE / "part"
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
         try:
-            found = fetch_smollm2.fetch_gguf(part)
-        except fetch_smollm2.NoConnectionError as e:
+            found = smollm2.fetch_gguf(part)
+        except smollm2.NoConnectionError as e:
             pytest.skip(f"no network: {e}")
         path.parent.mkdir(exist_ok=True)
         found.rename(path)

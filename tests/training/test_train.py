@@ -1,5 +1,6 @@
 """The trainer as it is used: runs that stop and go on, features from disk, what is wrong told."""
 
+import csv
 import errno
 import json
 import os
@@ -24,6 +25,7 @@ from dflash_jax.training.config import TrainConfig, read_toml
 from dflash_jax.training.data import read_documents
 from dflash_jax.training.regenerate import regenerate
 from tests.training.talks import TALKS
+from tests.training.test_run_log import scalars
 
 ROOT = Path(__file__).parents[2]
 
@@ -103,7 +105,7 @@ def test_the_export_has_the_published_layout(whole, config):
 
 @pytest.mark.parametrize("stop", [1, 3])
 def test_a_signal_stops_and_the_same_command_goes_on(whole, config, tmp_path, monkeypatch, stop):
-    mine, place = replace(config, output=str(tmp_path)), run.place
+    mine, place = replace(config, output=str(tmp_path), tensorboard=str(tmp_path / "board")), run.place
     calls = []
 
     def signalled(array, sharding):
@@ -121,6 +123,13 @@ def test_a_signal_stops_and_the_same_command_goes_on(whole, config, tmp_path, mo
     assert_same_bits(parameters(tmp_path), parameters(whole[0]))
     steps = [line.split(",")[0] for line in (tmp_path / "metrics.csv").read_text().splitlines()]
     assert steps == ["step", *"123456"]
+    # TensorBoard has the same metrics.
+    with (tmp_path / "metrics.csv").open(newline="") as file:
+        lines = {int(line.pop("step")): line for line in csv.DictReader(file)}
+    logged = [(at, name) for name, at, _ in scalars(tmp_path / "board")]
+    assert sorted(logged) == sorted((at, name) for at, line in lines.items() for name in line)
+    for name, at, value in scalars(tmp_path / "board"):
+        assert value == pytest.approx(float(lines[at][name]), rel=1e-6)
 
 
 def test_killed_in_the_middle(whole, config, tmp_path):

@@ -1,0 +1,117 @@
+"""Logs of a training run for TensorBoard and Weights & Biases. wandb is a fake: the package is large."""
+
+import struct
+import sys
+from dataclasses import replace
+from types import ModuleType
+
+import pytest
+
+from dflash_jax import InputError
+from dflash_jax.training import run, run_log
+from dflash_jax.training.config import TrainConfig
+from dflash_jax.training.run_log import Trackers, check_tracker_packages
+
+
+def scalars(directory) -> list[tuple[str, int, float]]:
+    """(name, step, value) of all event files, in order. A file is a list of TFRecords."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    values = []
+    for path in sorted(directory.glob("events*")):
+        data, at = path.read_bytes(), 0
+        while at < len(data):
+            (length,) = struct.unpack_from("<Q", data, at)
+            event = Event.FromString(data[at + 12 : at + 12 + length])
+            values += [(v.tag, event.step, v.simple_value) for v in event.summary.value]
+            at += 16 + length
+    return values
+
+
+class FakeRun:
+    """A W&B run that records what it gets."""
+
+    def __init__(self, options: dict):
+        self.options, self.lines, self.is_finished, self.error = options, [], False, None
+
+    def define_metric(self, name, step_metric):
+        assert (name, step_metric) == ("*", "step")
+
+    def log(self, line):
+        if self.error:
+            raise self.error
+        self.lines.append(line)
+
+    def finish(self):
+        self.is_finished = True
+
+
+@pytest.fixture
+def wandb(monkeypatch):
+    """The fake package; ``runs`` has what `init` has given."""
+    module = ModuleType("wandb")
+    module.runs = []
+
+    def init(**options):
+        module.runs.append(FakeRun(options))
+        return module.runs[-1]
+
+    module.init = init
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    monkeypatch.setattr(run_log, "find_spec", lambda _: True)
+    return module
+
+
+@pytest.fixture
+def config(tmp_path):
+    return TrainConfig(output=str(tmp_path))
+
+
+def test_a_continued_run_extends_the_same_wandb_run(config, wandb):
+    config = replace(config, wandb="drafters")
+    for step in (1, 2):
+        trackers = Trackers(config, step - 1, {"rows": 8}, pytest.fail)
+        trackers.add(step, {"loss": 0.5})
+        trackers.close()
+    first, second = wandb.runs
+    assert first.lines + second.lines == [{"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.5}]
+    assert first.is_finished
+    assert second.is_finished
+    assert first.options == second.options
+    assert {k: first.options[k] for k in ("project", "resume", "dir", "config")} == {
+        "project": "drafters",
+        "resume": "allow",
+        "dir": config.output,
+        "config": {"rows": 8},
+    }
+
+
+def test_a_log_that_fails_is_one_line_and_the_others_go_on(config, wandb, tmp_path):
+    told = []
+    config = replace(config, wandb="drafters", tensorboard=str(tmp_path / "board"))
+    trackers = Trackers(config, 0, {}, told.append)
+    wandb.runs[0].error = ConnectionError("no\nnetwork")
+    for step in (1, 2):
+        trackers.add(step, {"loss": 0.5})
+    trackers.close()
+    assert told == ["the log for Weights & Biases failed, training goes on without it: no network"]
+    assert scalars(tmp_path / "board") == [("loss", 1, 0.5), ("loss", 2, 0.5)]
+
+
+def test_a_log_that_cannot_be_opened_is_one_line(config, wandb, monkeypatch):
+    def init(**_):
+        raise RuntimeError
+
+    told = []
+    monkeypatch.setattr(wandb, "init", init)
+    Trackers(replace(config, wandb="drafters"), 0, {}, told.append).add(1, {})
+    assert told == ["the log for Weights & Biases failed, training goes on without it: RuntimeError"]
+
+
+@pytest.mark.parametrize(("option", "package"), [("tensorboard", "tensorboardX"), ("wandb", "wandb")])
+def test_a_missing_package_names_its_extra_before_anything_is_loaded(config, monkeypatch, option, package):
+    monkeypatch.setattr(run_log, "find_spec", lambda name: None if name == package else True)
+    monkeypatch.setattr(run, "open_pair", lambda _: pytest.fail("it loads"))
+    with pytest.raises(InputError, match=rf'needs the extra {option}: pip install "dflash-jax\[{option}\]"'):
+        run.fit(replace(config, **{option: "x"}), pytest.fail)
+    check_tracker_packages(config)
