@@ -36,8 +36,14 @@ OTHER_PARAMETERS = {
     "truncate_prompt_tokens": (None, "shorten the token ids: LLM.encode(prompt)[-n:]"),
 }
 # For None, which is an empty collection.
-COLLECTIONS = dict.fromkeys(("stop", "stop_regex", "stop_token_ids", "bad_words", "logprob_token_ids"), tuple)
-COLLECTIONS |= {"logit_bias": dict}
+COLLECTIONS: dict[str, type] = {
+    "stop": tuple,
+    "stop_regex": tuple,
+    "stop_token_ids": tuple,
+    "bad_words": tuple,
+    "logprob_token_ids": tuple,
+    "logit_bias": dict,
+}
 T = TypeVar("T")
 
 
@@ -186,6 +192,7 @@ class SamplingParams:
 
     def _normalise(self) -> None:
         """None as an empty collection, a string as one of several, and NumPy's numbers and arrays as Python's."""
+        value: Any
         for name, value in list(vars(self).items()):
             if value is None and name in COLLECTIONS:
                 value = COLLECTIONS[name]()
