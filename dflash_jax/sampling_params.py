@@ -192,14 +192,13 @@ class SamplingParams:
 
     def _normalise(self) -> None:
         """None as an empty collection, a string as one of several, and NumPy's numbers and arrays as Python's."""
-        value: Any
-        for name, value in list(vars(self).items()):
+        for name, value in dict[str, Any](vars(self)).items():
             if value is None and name in COLLECTIONS:
                 value = COLLECTIONS[name]()
             elif isinstance(value, str) and name in ("stop", "stop_regex"):
                 value = (value,)
-            elif hasattr(value, "tolist"):
-                value = value.tolist()
+            elif tolist := getattr(value, "tolist", None):
+                value = tolist()
             else:
                 continue
             object.__setattr__(self, name, value)
