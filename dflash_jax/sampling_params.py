@@ -1,7 +1,11 @@
 """Sampling parameters of a request."""
 
 from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any, TypeVar
 
+from dflash_jax.aliases import REQUEST_ALIASES
+from dflash_jax.argument_checks import check_fields, has_type, shown, unknown
 from dflash_jax.errors import InputError
 from dflash_jax.stop_strings import StopFinder
 
@@ -14,8 +18,60 @@ MAX_LOGPROBS = 20
 # Stop expressions and bad words of a request, and their characters.
 MAX_STOP_REGEX, MAX_REGEX_CHARACTERS = 4, 1024
 MAX_BAD_WORDS, MAX_BAD_WORD_CHARACTERS = 256, 256
+# Continuations of a prompt.
+MAX_CHOICES = 1024
+# Parameters of vLLM and transformers that mean nothing else here: the value that is accepted, and why no other is.
+OTHER_PARAMETERS = {
+    "best_of": (None, "continuations are not ranked: give n, and compare cumulative_logprob"),
+    "detokenize": (True, "the text is always decoded"),
+    "do_sample": (None, "give temperature, 0 for greedy"),
+    "extra_args": (None, "there are none"),
+    "flat_logprobs": (False, "log-probabilities are one entry a token"),
+    "logits_processors": (None, "give logit_bias, allowed_token_ids or LLM.new_sequence(mask=...)"),
+    "num_beams": (1, "there is no beam search: give n"),
+    "output_kind": (None, "generate() returns whole continuations: use stream() or pieces()"),
+    "prompt_logprobs": (None, "the server has it"),
+    "spaces_between_special_tokens": (True, "the tokenizer decides"),
+    "structured_outputs": (None, "the server has it; here give LLM.new_sequence(mask=...)"),
+    "truncate_prompt_tokens": (None, "shorten the token ids: LLM.encode(prompt)[-n:]"),
+}
+# For None, which is an empty collection.
+COLLECTIONS: dict[str, type] = {
+    "stop": tuple,
+    "stop_regex": tuple,
+    "stop_token_ids": tuple,
+    "bad_words": tuple,
+    "logprob_token_ids": tuple,
+    "logit_bias": dict,
+}
+T = TypeVar("T")
 
 
+def _with_other_names(cls: type[T]) -> type[T]:
+    """Lets a dataclass be made with other servers' names; an unknown keyword gets a suggestion."""
+    init, aliases = cls.__init__, {name: alias.dest for alias in REQUEST_ALIASES for name in alias.keywords}
+
+    @wraps(init)
+    def from_keywords(self, *args, **keywords):
+        own: dict[str, Any] = {}
+        # Ours first, so that an error names the other.
+        for name in sorted(keywords, key=lambda name: name not in cls.__annotations__):
+            dest = name if name in cls.__annotations__ else aliases.get(name)
+            if dest in own:
+                raise InputError(f"{dest} and {name} are one parameter: give one of them")
+            if dest in cls.__annotations__:
+                own[dest] = keywords[name]
+            elif name not in OTHER_PARAMETERS:
+                raise unknown(cls.__name__, name, cls.__annotations__)
+            elif (value := keywords[name]) is not None and value is not OTHER_PARAMETERS[name][0]:
+                raise InputError(f"{name} is {shown(value)}: that is not supported; {OTHER_PARAMETERS[name][1]}")
+        init(self, *args, **own)
+
+    cls.__init__ = from_keywords
+    return cls
+
+
+@_with_other_names
 @dataclass(frozen=True)
 class SamplingParams:
     """How one prompt is continued.
@@ -48,6 +104,10 @@ class SamplingParams:
         logprobs: Reports the log-probability of each token, and those of this many likeliest tokens.
         logprob_token_ids: Reports the log-probabilities of these tokens too.
         logprobs_mode: Of the "raw" distribution, or of the "processed" one after bias, penalties, temperature and cuts.
+        n: Continuations of the prompt; their seeds are seed, seed + 1 and so on.
+
+    None for a collection is an empty one. ``max_new_tokens`` (for max_tokens), ``min_new_tokens``,
+    ``num_return_sequences`` (n) and ``sampling_seed`` are accepted, too.
 
     Raises:
         InputError: A value is out of range; the message names it.
@@ -75,17 +135,17 @@ class SamplingParams:
     logprobs: int | None = None
     logprob_token_ids: tuple[int, ...] | list[int] = ()
     logprobs_mode: str = "raw"
+    n: int = 1
 
     def __post_init__(self):
+        self._normalise()
+        check_fields(self)
+
         def check(name, good, right):
             value = getattr(self, name)
             if value is not None and not good(value):
                 raise InputError(f"{name} is {value}: it must be {right}")
 
-        for name in ("top_k", "max_tokens", "min_tokens", "logprobs", "seed"):
-            check(name, lambda v: isinstance(v, int) and not isinstance(v, bool), "a whole number")
-        for name in ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"):
-            check(name, lambda v: isinstance(v, (int, float)), "a number")
         # These conditions are false for NaN.
         check("temperature", lambda v: 0 <= v < float("inf"), "0 (greedy) or more")
         check("top_k", lambda v: v >= 0, "0 (off) or more")
@@ -100,14 +160,11 @@ class SamplingParams:
         )
         check("logprobs", lambda v: v >= 0, "0 or more")
         check("seed", lambda v: 0 <= v < 2**32, "between 0 and 4294967295")
+        check("n", lambda v: 1 <= v <= MAX_CHOICES, f"1 to {MAX_CHOICES}")
         check("logprobs_mode", lambda v: v in ("raw", "processed"), "'raw' or 'processed'")
         for name in ("stop", "stop_regex", "bad_words"):
-            given = getattr(self, name)
-            if isinstance(given, str) and name != "bad_words":
-                given = (given,)
-                object.__setattr__(self, name, given)
-            if isinstance(given, str) or any(not isinstance(s, str) or not s for s in given):
-                raise InputError(f"{name} is {given!r}: it must be strings, none of them empty")
+            if not all(given := getattr(self, name)):
+                raise InputError(f"{name} is {shown(given)}: it must be strings, none of them empty")
         if len(self.stop_regex) > MAX_STOP_REGEX:
             raise InputError(
                 f"stop_regex has {len(self.stop_regex)} expressions: at most {MAX_STOP_REGEX} are possible"
@@ -124,16 +181,27 @@ class SamplingParams:
             )
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise InputError("allowed_token_ids is empty: it must have one token id at least")
-        if any(not isinstance(i, int) for i in self.stop_token_ids):
-            raise InputError(f"stop_token_ids is {self.stop_token_ids!r}: it must be token ids")
-        if any(isinstance(i, bool) or not isinstance(i, int) for i in self.logprob_token_ids):
-            raise InputError(f"logprob_token_ids is {self.logprob_token_ids!r}: it must be token ids")
         if len(self.logprob_token_ids) > MAX_LOGPROBS:
             message = f"logprob_token_ids has {len(self.logprob_token_ids)} ids: at most {MAX_LOGPROBS} are possible"
             raise InputError(message)
         for token, value in self.logit_bias.items():
-            if not isinstance(token, int) or not isinstance(value, (int, float)) or not abs(value) <= 1e30:
-                raise InputError(f"logit_bias {token!r}: {value!r}: it must be a finite number for a token id")
+            if not has_type(token, int) or not has_type(value, float) or not abs(value) <= 1e30:
+                raise InputError(
+                    f"logit_bias {shown(token)}: {shown(value)}: it must be a finite number for a token id"
+                )
+
+    def _normalise(self) -> None:
+        """None as an empty collection, a string as one of several, and NumPy's numbers and arrays as Python's."""
+        for name, value in dict[str, Any](vars(self)).items():
+            if value is None and name in COLLECTIONS:
+                value = COLLECTIONS[name]()
+            elif isinstance(value, str) and name in ("stop", "stop_regex"):
+                value = (value,)
+            elif tolist := getattr(value, "tolist", None):
+                value = tolist()
+            else:
+                continue
+            object.__setattr__(self, name, value)
 
     @property
     def wants_logprobs(self) -> bool:

@@ -3,7 +3,8 @@
 import argparse
 import sys
 
-from dflash_jax.cli.options import Parser, add_platform, program
+from dflash_jax.cli.aliases import add_aliases
+from dflash_jax.cli.options import Parser, add_hub, add_platform, program
 from dflash_jax.engine.config import BlockSize
 from dflash_jax.errors import InputError
 
@@ -50,6 +51,7 @@ def make_parser() -> argparse.ArgumentParser:
     models.add_argument(
         "--draft", metavar="PATH|REPO|none", default="auto", help="drafter checkpoint; none decodes plainly"
     )
+    add_hub(models)
     models.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: float32 on CPU, bfloat16 elsewhere")
     models.add_argument(
         "--quantize",
@@ -104,6 +106,7 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="B",
         help="tokens a round may yield; auto (the default) takes what is fastest, down to plain decoding",
     )
+    drafting.add_argument("--max-block-size", type=int, metavar="B", help="the largest that auto takes")
     drafting.add_argument("--draft-window-size", type=int, metavar="W", help="context positions that the drafter sees")
     drafting.add_argument("--draft-sink-size", type=int, default=0, metavar="S", help="first positions it sees besides")
     drafting.add_argument(
@@ -128,6 +131,7 @@ def make_parser() -> argparse.ArgumentParser:
     output.add_argument(
         "--json", action="store_true", help="one JSON object a prompt, one a line, and nothing else on stdout"
     )
+    add_aliases(p)
     return p
 
 

@@ -21,8 +21,9 @@ from dflash_jax.benchmarking.data import read_tasks
 from dflash_jax.benchmarking.store import beside, read_record, write_record
 from dflash_jax.benchmarking.tables import PLAIN, key, markdown, plot
 from dflash_jax.checkpoint.config_files import find_config
+from dflash_jax.cli.aliases import add_aliases, take_aliases
 from dflash_jax.cli.arguments import block_size
-from dflash_jax.cli.options import Parser, add_platform, exit_code, program, run_async, set_platform, versions
+from dflash_jax.cli.options import Parser, add_hub, add_platform, exit_code, program, run_async, set_platform, versions
 from dflash_jax.cli.system_config import read_system
 from dflash_jax.errors import InputError
 
@@ -69,10 +70,13 @@ def make_parser() -> argparse.ArgumentParser:
     )
     here.add_argument("--target", metavar="PATH|REPO", help="default: the bundled tiny model")
     here.add_argument("--draft", metavar="PATH|REPO")
+    add_hub(here)
     here.add_argument("--dtype", choices=["float32", "bfloat16"])
     here.add_argument("--quantize", choices=["none", "int8", "fp8"])
     here.add_argument("--mesh", metavar="data=2,tensor=4")
     here.add_argument("--max-len", type=int, metavar="N")
+    here.add_argument("--max-block-size", type=int, metavar="B", help="the largest that auto takes")
+    here.add_argument("--mem-fraction", type=float, metavar="F", help="of a device's memory (default: 0.9)")
     here.add_argument("--draft-tokens", metavar="FILE|none", help="default: the drafter's draft_tokens.json, if any")
     add_platform(here)
     there = p.add_argument_group("a server")
@@ -81,6 +85,7 @@ def make_parser() -> argparse.ArgumentParser:
     there.add_argument("--api-key", default="EMPTY")
     there.add_argument("--label", help="what the server's own method is called in the table; leaves out --methods")
     there.add_argument("--timeout-s", type=float, default=3600.0, metavar="S", help="default: %(default)s")
+    add_aliases(p)
     return p
 
 
@@ -131,7 +136,8 @@ def open_llm(args, options: dict):
     device = set_platform(args.platform)
     from dflash_jax.frontend.llm import LLM
 
-    names = ("dtype", "quantize", "mesh", "max_len", "draft_tokens")
+    names = "dtype quantize mesh max_len draft_tokens max_block_size mem_fraction revision draft_revision download_dir"
+    names = names.split()
     given = {k: getattr(args, k) for k in names if getattr(args, k) is not None}
     kept = {k: options[k] for k in names if k in options}
     target, draft = args.target or options.get("target"), args.draft or options.get("draft")
@@ -195,6 +201,7 @@ def capacity(llm, tasks: dict, asking: Asking) -> int:
 
 def run(args, argv: list[str]) -> int:
     """Measures the tables: the exit code, 1 where an answer failed."""
+    take_aliases(args)
     if args.url and (args.target or args.draft or args.config):
         raise InputError("--url measures a server: leave out --config, --target and --draft")
     if args.label and not args.url:

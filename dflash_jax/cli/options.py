@@ -15,6 +15,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from dflash_jax import progress
+from dflash_jax.cli.aliases import take_aliases
 from dflash_jax.errors import EngineError, InputError
 from dflash_jax.ops.card import CHOICES
 from dflash_jax.ops.kernels.triton import launch
@@ -151,13 +152,16 @@ def with_config(parser: argparse.ArgumentParser, argv: list[str] | None):
     """Parsed arguments, defaults taken from ``--config``; and the `System`, or None."""
     args = parser.parse_args(argv)
     if args.config is None:
+        take_aliases(args)
         return args, None
     from dflash_jax.cli.system_config import read_system
 
     system = read_system(args.config)
     known = {action.dest for action in parser._actions}
     parser.set_defaults(**{k: v for k, v in system.options.items() if k in known})
-    return parser.parse_args(argv), system
+    args = parser.parse_args(argv)
+    take_aliases(args)
+    return args, system
 
 
 def add_platform(group) -> None:
@@ -165,6 +169,14 @@ def add_platform(group) -> None:
     group.add_argument("--platform", choices=["cpu", "cuda", "tpu"], help="default: the best that JAX finds")
     text = "xla: none of our own, in Triton on a GPU, in C++ on a CPU (default: %(default)s)"
     group.add_argument("--kernels", choices=CHOICES, default="auto", help=text)
+
+
+def add_hub(group) -> None:
+    """Options of Hugging Face repositories: --revision, --draft-revision and --download-dir."""
+    group.add_argument("--revision", metavar="REV", help="branch, tag or commit of the target's repo")
+    group.add_argument("--draft-revision", metavar="REV", help="likewise, of the drafter's")
+    text = "where repos are kept (default: Hugging Face's cache, which HF_HOME moves)"
+    group.add_argument("--download-dir", metavar="DIR", help=text)
 
 
 def set_platform(platform: str | None) -> str:
@@ -208,7 +220,8 @@ def choose_mesh(mesh: str | None, system) -> str:
 
 def llm_options(args: argparse.Namespace, system: "System | None") -> dict[str, Any]:
     """The keyword arguments of `LLM` that the arguments of `generate`, `serve` and `batch` give."""
-    names = "target dtype block_size slots mem_fraction draft_window_size draft_sink_size draft_tokens reproducible"
-    options = {name: getattr(args, name) for name in (*names.split(), "max_len", "quantize", "kernels")}
+    names = "target dtype block_size max_block_size slots mem_fraction draft_window_size draft_sink_size draft_tokens"
+    names += " reproducible max_len quantize kernels revision draft_revision download_dir"
+    options = {name: getattr(args, name) for name in names.split()}
     draft = None if args.draft == "none" else args.draft
     return options | {"draft": draft, "mesh": choose_mesh(args.mesh, system)}

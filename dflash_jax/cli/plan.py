@@ -106,6 +106,7 @@ def table(requests: dict[str, Request], plans: dict[str, dict]) -> str:
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser of the command line."""
+    from dflash_jax.cli.aliases import add_aliases
     from dflash_jax.cli.options import Parser, program
 
     p = Parser(prog=program("plan"), description=__doc__, allow_abbrev=False)
@@ -137,6 +138,7 @@ def make_parser() -> argparse.ArgumentParser:
     p.add_argument("--acceptance-length", type=float, metavar="A", help="default: 6, or the block size below that")
     p.add_argument("--block-size", type=int, default=None, metavar="B", help="default: the drafter's")
     p.add_argument("--json", action="store_true", help="one JSON object and nothing else")
+    add_aliases(p)
     return p
 
 
@@ -322,6 +324,12 @@ def run(args) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
+    from dflash_jax.cli.aliases import take_aliases
     from dflash_jax.cli.options import exit_code
 
-    return exit_code(lambda: run(make_parser().parse_args(argv)))
+    def command() -> int:
+        args = make_parser().parse_args(argv)
+        take_aliases(args)
+        return run(args)
+
+    return exit_code(command)

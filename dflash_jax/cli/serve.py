@@ -40,14 +40,10 @@ def load(args, system):
 
     llm = LLM(
         **llm_options(args, system),
-        max_block_size=args.max_block_size,
         prefix_bytes=args.prefix_bytes,
         tokenizer=args.tokenizer,
         chat_template=args.chat_template,
         chat_template_kwargs=args.default_chat_template_kwargs,
-        revision=args.revision,
-        draft_revision=args.draft_revision,
-        download_dir=args.download_dir,
         generation_config=args.generation_config,
         sampling_defaults=args.override_generation_config,
     )

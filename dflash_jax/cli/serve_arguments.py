@@ -6,13 +6,15 @@ import os
 import re
 import sys
 
+from dflash_jax.aliases import json_object
+from dflash_jax.cli.aliases import add_others
 from dflash_jax.cli.arguments import block_size
-from dflash_jax.cli.options import Parser, add_platform, program, with_config
-from dflash_jax.cli.serve_aliases import add_others, json_object
+from dflash_jax.cli.options import Parser, add_hub, add_platform, program, with_config
 from dflash_jax.errors import InputError
 from dflash_jax.sampling_params import MAX_LOGPROBS
 from dflash_jax.server import cors
 from dflash_jax.server.additions import Additions
+from dflash_jax.server.reasoning import CLOSE, OPEN
 
 log = logging.getLogger("dflash_jax.server")
 
@@ -101,9 +103,7 @@ def make_parser() -> argparse.ArgumentParser:
     models.add_argument("--config", metavar="NAME|FILE", help="a name of configs/, or a TOML; options override it")
     models.add_argument("--target", metavar="PATH|REPO", help="target checkpoint (default: the bundled tiny model)")
     models.add_argument("--draft", metavar="PATH|REPO|none", default="auto", help="drafter; none decodes plainly")
-    models.add_argument("--revision", metavar="REV", help="branch, tag or commit of the target's repo")
-    models.add_argument("--draft-revision", metavar="REV", help="likewise, of the drafter's")
-    models.add_argument("--download-dir", metavar="DIR", help="where repos are kept (default: Hugging Face's cache)")
+    add_hub(models)
     models.add_argument("--dtype", help="float32 or bfloat16 (default: float32 on CPU, bfloat16 elsewhere)")
     models.add_argument("--quantize", choices=["none", "int8", "fp8"], help="quantize the target on loading")
     models.add_argument("--mesh", metavar="data=2,tensor=4", help="devices to share the work among")
@@ -139,6 +139,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     drafting = p.add_argument_group("drafting")
     drafting.add_argument("--block-size", type=block_size, default="auto", metavar="B", help="1, a number, or auto")
+    drafting.add_argument("--max-block-size", type=int, metavar="B", help="the largest that auto takes")
     drafting.add_argument("--draft-window-size", type=int, metavar="W", help="context positions that the drafter sees")
     drafting.add_argument("--draft-sink-size", type=int, default=0, metavar="S", help="first positions it sees besides")
     drafting.add_argument(
@@ -234,16 +235,7 @@ def parse(argv: list[str] | None):
     given = vars(args)
     for notice in dict.fromkeys(given.pop("notices", ())):
         log.warning("%s", notice)
-    args.max_block_size = given.pop("max_block_size", None)
-    for name in ("speculative_algorithm", "reasoning_config"):
-        given.pop(name, None)
-    if (config := given.pop("speculative_config", None)) is not None:
-        _take_config(args, config)
-    parts = {axis: given.pop(axis) for axis in ("tensor", "data") if axis in given}
-    if parts:
-        if args.mesh is not None:
-            raise InputError(f"--mesh {args.mesh} and a number of devices: give one of them")
-        args.mesh = ",".join(f"{axis}={n}" for axis, n in sorted(parts.items()))
+    check_thinking_tags(given.pop("reasoning_config", {}))
     for name in VARIABLES:
         if name in os.environ:
             log.warning("%s needs nothing here: the host's work always overlaps the device's", name)
@@ -320,23 +312,12 @@ def api_keys(args) -> list[str]:
     return keys
 
 
-def _take_config(args, given: dict) -> None:
-    """Applies vLLM's JSON of speculative decoding: n speculative tokens are a block of n + 1."""
-    if given.get("method") != "dflash":
-        raise InputError(f"--speculative-config: its method is {given.get('method')!r}: it must be dflash")
-    unknown = set(given) - {
-        "method",
-        "model",
-        "num_speculative_tokens",
-        "draft_tensor_parallel_size",
-        "attention_backend",
-        "revision",
-    }
-    if unknown:
-        raise InputError(f"--speculative-config: {min(unknown)!r} is not known")
-    args.draft = given.get("model", args.draft)
-    args.draft_revision = given.get("revision", args.draft_revision)
-    if "num_speculative_tokens" in given:
-        if not isinstance(given["num_speculative_tokens"], int):
-            raise InputError(f"--speculative-config: num_speculative_tokens is {given['num_speculative_tokens']!r}")
-        args.max_block_size = given["num_speculative_tokens"] + 1
+def check_thinking_tags(config: dict) -> None:
+    """Checks the marks of a thought in vLLM's form, of which only Qwen's are possible. Raises InputError."""
+    right = {"reasoning_parser": None, "reasoning_start_str": OPEN, "reasoning_end_str": CLOSE}
+    for name, value in config.items():
+        if name not in right:
+            raise InputError(f"--reasoning-config: {name[:40]!r} is not known: {', '.join(right)} are")
+        if right[name] is not None and value not in ("", right[name]):
+            message = f"{name} is {str(value)[:40]!r}: only {right[name]!r} is possible"
+            raise InputError(f"--reasoning-config: {message}")

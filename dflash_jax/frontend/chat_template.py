@@ -2,10 +2,12 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import jinja2.sandbox
 
 from dflash_jax.errors import InputError
+from dflash_jax.frontend.tokenizer import RESERVED
 
 # The longest published template has 20 thousand.
 MAX_CHARACTERS = 2**20
@@ -47,3 +49,17 @@ def read_chat_template(given: str) -> str:
     except (jinja2.TemplateError, RecursionError) as e:
         raise InputError(f"{where} is not a Jinja template: {str(e)[:200] or type(e).__name__}") from None
     return text
+
+
+def template_options(
+    chat_template: str | None, chat_template_kwargs: dict | None, continue_final_message: bool
+) -> dict[str, Any]:
+    """The options of `Tokenizer.render_chat` that a call gives. Raises InputError for a reserved name."""
+    options: dict[str, Any] = dict(chat_template_kwargs or {})
+    if reserved := RESERVED & set(options):
+        raise InputError(f"chat_template_kwargs has {min(reserved)!r}, which is not an option of a chat template")
+    if chat_template is not None:
+        options["chat_template"] = read_chat_template(chat_template)
+    if continue_final_message:
+        options["continue_final_message"] = True
+    return options

@@ -6,6 +6,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
+from dflash_jax.argument_checks import check_fields
 from dflash_jax.engine.config import BlockSize
 from dflash_jax.engine.memory import device_memory
 from dflash_jax.engine.model_runner import BATCH_SIZES
@@ -24,7 +25,7 @@ class LLMConfig:
         target: A Hugging Face directory or repo id; None for the tiny pair that ships with the package.
         draft: The same for the drafter, or None to decode without one; "auto" is the tiny drafter for the tiny target
             and None for any other.
-        dtype: "float32" or "bfloat16"; None takes float32 on CPU and bfloat16 elsewhere.
+        dtype: "float32" or "bfloat16"; None or "auto" takes float32 on CPU and bfloat16 elsewhere.
         block_size: Tokens that a round may yield, at most the drafter's own block size; 1 is plain decoding; "auto"
             chooses the fastest by load and acceptance.
         max_block_size: Upper bound of all block sizes.
@@ -53,6 +54,7 @@ class LLMConfig:
             path takes another file's.
         sampling_defaults: Values that override those defaults.
         kernels: "auto", or "xla" for none of this package's own.
+        seed: Of the seeds that requests without one get; None takes random ones.
     """
 
     target: str | Path | None = None
@@ -79,13 +81,15 @@ class LLMConfig:
     generation_config: str | Path = "auto"
     sampling_defaults: dict | None = None
     kernels: str = "auto"
+    seed: int | None = None
 
     def __post_init__(self):
+        check_fields(self)
         repos = (("revision", self.revision, self.target), ("draft_revision", self.draft_revision, self.draft))
         for name, value, repo in repos:
             if value is not None and repo in (None, "auto"):
                 raise InputError(f"{name} {value}: there is no repo that it could be of")
-        if self.dtype and self.dtype not in DTYPES:
+        if self.dtype not in (None, "auto", *DTYPES):
             raise InputError(f"dtype {self.dtype!r}: it must be one of {', '.join(DTYPES)}")
         if self.draft_window_size is not None and self.draft_window_size < 1:
             raise InputError(f"draft window size {self.draft_window_size}: it must be 1 or more")
@@ -114,7 +118,9 @@ class LLMConfig:
     @property
     def dtype_name(self) -> str:
         """The dtype of the weights, "float32" or "bfloat16"."""
-        return self.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+        if self.dtype in (None, "auto"):
+            return "float32" if jax.default_backend() == "cpu" else "bfloat16"
+        return self.dtype
 
     @property
     def prefix_budget(self) -> int:

@@ -1,7 +1,11 @@
 """From prompts to sequences: the part of `LLM` that an engine has no part in."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
 
+import numpy as np
+
+from dflash_jax.argument_checks import has_type, shown
 from dflash_jax.engine.config import BlockSize
 from dflash_jax.engine.limits import RequestLimits, check_prompt
 from dflash_jax.engine.request import MaskProvider
@@ -14,6 +18,40 @@ from dflash_jax.frontend.tokenizer import Tokenizer
 from dflash_jax.models.config import ModelConfig
 from dflash_jax.models.drafting import DraftWindow
 from dflash_jax.sampling_params import SamplingParams
+
+# A prompt: text, token ids, or vLLM's dict of either.
+Prompt: TypeAlias = str | Sequence[int] | np.ndarray | Mapping[str, Any]
+PROMPT_FORM = 'a string, token ids, {"prompt": text} or {"prompt_token_ids": ids}'
+MESSAGES_FORM = 'it must be a list of messages such as {"role": "user", "content": "…"}, or a list of such lists'
+
+
+def split_prompts(prompts: Any) -> list[Prompt]:
+    """The prompts of a call: one alone, as text, token ids or a dict, or several in a list.
+
+    Raises:
+        InputError: The form is none of these. What is in the list is not checked.
+    """
+    prompts = prompts.tolist() if hasattr(prompts, "tolist") else prompts
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if not isinstance(prompts, list | tuple | range):
+        raise InputError(f"prompts is {shown(prompts)}: it must be {PROMPT_FORM}, or a list of these")
+    is_one = bool(prompts) and has_type(prompts[0], int)
+    return [list(prompts)] if is_one else list(prompts)  # pyright: ignore[reportReturnType]
+
+
+def split_conversations(messages: Any) -> list[list[dict]]:
+    """The conversations of a call: one alone, or several in a list. Raises InputError for another form."""
+    if not isinstance(messages, list | tuple) or not messages:
+        raise InputError(f"messages is {shown(messages)}: {MESSAGES_FORM}")
+    several = messages if isinstance(messages[0], list | tuple) else [messages]
+    for conversation in several:
+        if not isinstance(conversation, list | tuple) or not conversation:
+            raise InputError(f"messages has {shown(conversation)}: {MESSAGES_FORM}")
+        for message in conversation:
+            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+                raise InputError(f"messages has {shown(message)}: {MESSAGES_FORM}")
+    return [list(conversation) for conversation in several]
 
 
 class Prompts:
@@ -32,8 +70,21 @@ class Prompts:
         """What a request may ask for."""
         return RequestLimits(self.max_len, self.largest_block)
 
-    def encode(self, prompt: str | Sequence[int]) -> list[int]:
-        """Token ids of a prompt; token ids are checked and returned."""
+    def encode(self, prompt: Prompt, name: str = "prompt") -> list[int]:
+        """Token ids of a prompt; token ids are checked and returned.
+
+        Args:
+            prompt: Text, token ids, or a dict of either under "prompt" or "prompt_token_ids".
+            name: Names the prompt in errors.
+
+        Raises:
+            InputError: It is neither, is empty, or has ids outside of the vocabulary.
+        """
+        if isinstance(prompt, Mapping):
+            if unknown := [key for key in prompt if key not in ("prompt", "prompt_token_ids")]:
+                raise InputError(f"{name} has {shown(unknown[0])}: it must be {PROMPT_FORM}")
+            ids = prompt.get("prompt_token_ids")
+            prompt = prompt.get("prompt") if ids is None else ids  # pyright: ignore[reportAssignmentType]
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise InputError("this checkpoint has no tokenizer: give token ids")
@@ -42,7 +93,12 @@ class Prompts:
             except (TypeError, UnicodeEncodeError):
                 raise InputError("a prompt is not text that UTF-8 can hold") from None
         else:
-            ids = [int(i) for i in prompt]
+            values = prompt.tolist() if hasattr(prompt, "tolist") else prompt  # pyright: ignore
+            if not isinstance(values, Sequence) or not (
+                set(map(type, values)) <= {int} or has_type(values, Sequence[int])
+            ):
+                raise InputError(f"{name} is {shown(prompt)}: it must be {PROMPT_FORM}")
+            ids = list(map(int, values))
         vocab = self.config.vocab_size
         outside = [i for i in ids if not 0 <= i < vocab]
         if outside:
@@ -52,9 +108,19 @@ class Prompts:
 
     def encode_chat(self, messages: list[dict], thinking: bool | None = None) -> list[int]:
         """Token ids of a conversation through the checkpoint's chat template."""
+        return self.encode_plain(self.render_chat(messages, thinking))
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Token ids of a text in which a chat template has put the special tokens."""
+        assert self.tokenizer is not None
+        return self.tokenizer.encode_plain(text)
+
+    def render_chat(self, messages: list[dict], thinking: bool | None = None, **options) -> str:
+        """The text of a conversation through the checkpoint's chat template; options as in `Tokenizer.render_chat`."""
         if self.tokenizer is None:
             raise InputError("this checkpoint has no tokenizer, so it has no chat template: give token ids")
-        return self.tokenizer.chat(messages, thinking)
+        (conversation,) = split_conversations([messages] if messages and not isinstance(messages, str) else messages)
+        return self.tokenizer.render_chat(conversation, thinking, **options)
 
     def new_sequence(
         self,

@@ -233,4 +233,9 @@ class TextSequence:
             times.submitted, times.admitted, times.ready, times.first_token, times.finished, self.compile_s
         )
         assert r.finish_reason is not None, "the sequence has not ended"
-        return Completion(r.prompt, r.tokens, text, r.finish_reason, self.yielded, self.logprobs, timings, r.cached)
+        # The checkpoint's own stop tokens are no reason, as in vLLM.
+        is_given = isinstance(self.matched, str) or self.matched in r.params.stop_token_ids
+        reason = self.matched if is_given else None
+        return Completion(
+            r.prompt, r.tokens, text, r.finish_reason, self.yielded, self.logprobs, timings, r.cached, reason
+        )

@@ -98,6 +98,11 @@ class Tokenizer:
             full.chat_template = self._given_template
         return full
 
+    @property
+    def transformers_tokenizer(self):
+        """The checkpoint's tokenizer as transformers reads it, with this chat template."""
+        return self._full
+
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt, with the special tokens that the checkpoint adds."""
         return self._encode(text, True)

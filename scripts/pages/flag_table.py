@@ -2,15 +2,14 @@
 
     python scripts/pages/flag_table.py
 
-The page is made of `dflash_jax.cli.serve_aliases` and `dflash_jax.cli.other_flags`; a test holds it to them.
+The page is made of `dflash_jax.aliases` and `dflash_jax.frontend.other_flags`; a test holds it to them.
 """
 
 import argparse
-import re
 from pathlib import Path
 
-from dflash_jax.cli.other_flags import NOTHING, REFUSED
-from dflash_jax.cli.serve_aliases import ALIASES
+from dflash_jax.aliases import ALIASES
+from dflash_jax.frontend.other_flags import NOTHING, REFUSED, read_word
 
 PAGE = Path(__file__).parents[2] / "docs" / "flags.md"
 INTRODUCTION = """\
@@ -28,13 +27,10 @@ def code(text: str) -> str:
 
 def split(word: str) -> tuple[list[str], str]:
     """The names of a word of a `Group`, and the values that it accepts as a page says them."""
-    match = re.fullmatch(r"([^!+=]+)(!?)(\+?)(=.*)?", word)
-    assert match is not None, word
-    names, is_on, _, values = match.groups()
-    if values is None:
-        return names.split("/"), "on only" if is_on else "off only"
-    neutral = [v for v in values[1:].split("|") if v]
-    return names.split("/"), " or ".join(map(code, neutral)) if neutral else "`none` only"
+    names, is_on, _, neutral = read_word(word)
+    if neutral is None:
+        return names, "on only" if is_on else "off only"
+    return names, " or ".join(map(code, neutral)) if neutral else "`none` only"
 
 
 def with_an_effect() -> list[str]:
@@ -44,7 +40,7 @@ def with_an_effect() -> list[str]:
         value = "" if alias.const is None else f" {str(alias.const).lower()}"
         special = {"--tensor": "--mesh tensor=N", "--data": "--mesh data=N"}
         special |= {"--speculative-config": "--draft, --draft-revision and the largest block, from JSON"}
-        special |= {"--speculative-algorithm": "must be DFLASH", "--max-block-size": "the largest block"}
+        special |= {"--speculative-algorithm": "must be DFLASH"}
         special |= {"--reasoning-config": "must name `<think>` and `</think>`"}
         here = special.get(option, option + value)
         lines.append(f"| {', '.join(map(code, alias.names))} | {code(here) if here.startswith('--mesh') else here} |")

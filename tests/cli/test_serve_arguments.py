@@ -1,16 +1,16 @@
 """The options of python -m dflash_jax.serve, and those of other servers."""
 
 import json
-import re
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_jax.cli.other_flags import NOTHING, REFUSED
-from dflash_jax.cli.serve_aliases import ALIASES, JSON_CHARACTERS, JSON_DEPTH
+from dflash_jax.aliases import ALIASES, JSON_CHARACTERS, JSON_DEPTH
+from dflash_jax.cli.aliases import READ_APART
 from dflash_jax.cli.serve_arguments import make_parser, parse
 from dflash_jax.errors import InputError
+from dflash_jax.frontend.other_flags import NOTHING, REFUSED, read_word
 from dflash_jax.server.additions import Additions
 
 VLLM = [
@@ -109,16 +109,15 @@ def test_what_answers_hold_without_being_asked(options, added):
 
 def test_every_alias_leads_to_an_option():
     known = {a.dest for a in make_parser()._actions if a.help != "==SUPPRESS=="}
-    read_apart = {"speculative_config", "speculative_algorithm", "max_block_size", "tensor", "data", "reasoning_config"}
-    assert {alias.dest for alias in ALIASES} <= known | read_apart
+    assert {READ_APART.get(alias.dest, alias.dest) for alias in ALIASES} <= known
 
 
 def flags(group):
-    """(name, whether on is neutral, values or None for a switch) of every flag of a group."""
+    """(name, whether on is neutral, neutral values or None for a switch) of every flag of a group."""
     for word in group.words.split():
-        names, is_on, values = re.fullmatch(r"([^!+=]+)(!?)\+?(=.*)?", word).groups()
-        for name in names.split("/"):
-            yield name, bool(is_on), values
+        names, is_on, _, values = read_word(word)
+        for name in names:
+            yield name, is_on, values
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +142,7 @@ def test_a_flag_that_would_change_something_takes_neutral_values_only(group, par
             good, bad = [f"--no-{name[2:]}"], [name]
             good, bad = (bad, good) if is_on else (good, bad)
         else:
-            good, bad = [name, next(filter(None, values[1:].split("|")), "none")], [name, "7.5x"]
+            good, bad = [name, next(iter(values), "none")], [name, "7.5x"]
         if name.startswith("--") or values is not None:
             assert vars(parser.parse_args(good)) == plain
         with pytest.raises(InputError, match=f"{bad[0]} .*is refused: |{bad[0]} is refused: "):

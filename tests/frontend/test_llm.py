@@ -162,7 +162,7 @@ def test_bad_prompts_are_refused(llm):
         (lambda: llm.generate(["x"], SamplingParams(logit_bias={5000: 1.0})), "5000"),
         (lambda: llm.generate(["x"], block_size=17), "17"),
         (lambda: llm.generate(["x"], block_size=0), "0"),
-        (lambda: llm.generate("x"), "list"),
+        (lambda: llm.generate(5), "prompts is 5: it must be a string, token ids"),
         (lambda: LLM(block_size=99), "99"),
         (lambda: LLM(dtype="float8"), "float8"),
         (lambda: LLM(draft_window_size=0), "0"),

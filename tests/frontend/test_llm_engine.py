@@ -119,7 +119,7 @@ def test_auto_is_the_default_and_changes_nothing(llm):
         ({"slots": 0}, "slots 0"),
         ({"prefix_bytes": -1}, "prefix_bytes -1"),
         ({"mem_fraction": 0.0}, "mem_fraction 0.0"),
-        ({"block_size": "wide"}, "block size wide"),
+        ({"block_size": "wide"}, "block_size is 'wide'"),
     ],
 )
 def test_bad_options_of_llm_are_refused_by_name(options, named):

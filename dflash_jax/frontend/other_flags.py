@@ -1,14 +1,18 @@
 """The flags of vLLM 0.33 and SGLang 0.5.23 beside those that this server has: each needs nothing here, or is refused.
 
 A flag of `NOTHING` cannot change memory, numbers or text here: any value is accepted, with a notice. One of `REFUSED`
-could: it is accepted at its neutral values only. ``aliases.py`` has the flags that do something here.
+could: it is accepted at its neutral values only. `dflash_jax.aliases` has the flags that do something here.
 
 A word of a group is ``--flag`` for a switch (``--flag!``: on is neutral, off is not), ``--flag=a|b`` for a flag of one
 value whose neutral values are a and b, ``--flag+=`` for one of several values; ``--flag/-f`` has two names. A switch
 has its ``--no-flag``, too.
 """
 
+import re
 from dataclasses import dataclass
+
+# Values that mean "as by default" for any flag.
+NEUTRAL = {"", "none", "null"}
 
 
 @dataclass(frozen=True)
@@ -377,3 +381,26 @@ REFUSED = (
     ),
     Group("set HF_TOKEN instead: others can read the process list", "--hf-token"),
 )
+
+
+def read_word(word: str) -> tuple[list[str], bool, bool, tuple[str, ...] | None]:
+    """A word: (names, whether on is neutral, whether there are several values, neutral values; None for a switch)."""
+    match = re.fullmatch(r"([^!+=]+)(!?)(\+?)(=.*)?", word)
+    assert match is not None, word
+    names, is_on, several, values = match.groups()
+    neutral = None if values is None else tuple(filter(None, values[1:].split("|")))
+    return names.split("/"), bool(is_on), bool(several), neutral
+
+
+def is_neutral(value: str | bool, neutral: tuple[str | bool, ...]) -> bool:
+    """Whether a value of a flag means "as by default", by itself or as one of ``neutral``."""
+    if isinstance(value, bool):
+        return value in neutral
+    return value.lower() in NEUTRAL or any(isinstance(v, str) and _equal(value, v) for v in neutral)
+
+
+def _equal(a: str, b: str) -> bool:
+    try:
+        return float(a) == float(b)
+    except ValueError:
+        return a.lower() == b.lower()

@@ -1,25 +1,26 @@
-"""The flags of vLLM and SGLang that mean one of ours, and the reading of those that need nothing or are refused."""
+"""Other names of the options: those of vLLM, SGLang and transformers, for every command and for the library.
+
+A flag ``--max-model-len`` is the keyword ``max_model_len`` of the library. `dflash_jax.frontend.other_flags` has the
+flags that mean none of our options.
+"""
 
 import argparse
 import json
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from dflash_jax.cli.other_flags import NOTHING, REFUSED
+from dflash_jax.argument_checks import check_type, shown
 from dflash_jax.errors import InputError
-from dflash_jax.server.reasoning import CLOSE, OPEN
 
-# Values that mean "as by default" for any flag.
-NEUTRAL = {"", "none", "null"}
 # What a JSON flag may hold.
 JSON_CHARACTERS, JSON_DEPTH = 65_536, 32
 
 
 @dataclass(frozen=True)
 class Alias:
-    """Other servers' names for one of our options.
+    """Other names for one of our options.
 
     Attributes:
         dest: Our option.
@@ -32,6 +33,11 @@ class Alias:
     names: tuple[str, ...]
     type: Callable[[str], Any] | None = None
     const: Any = None
+
+    @property
+    def keywords(self) -> list[str]:
+        """The names as keywords; ``--no-x`` is x."""
+        return [n[2:].removeprefix("no-").replace("-", "_") for n in self.names if n.startswith("--")]
 
 
 def json_object(text: str) -> dict:
@@ -110,18 +116,6 @@ def sampling_defaults(text: str) -> str:
     return "auto" if text == "model" else "vllm"
 
 
-def thinking_tags(text: str) -> dict:
-    """The marks of a thought in vLLM's form; only Qwen's are possible."""
-    config = json_object(text)
-    right = {"reasoning_parser": None, "reasoning_start_str": OPEN, "reasoning_end_str": CLOSE}
-    for name, value in config.items():
-        if name not in right:
-            raise argparse.ArgumentTypeError(f"{name[:40]!r} is not known: {', '.join(right)} are")
-        if right[name] is not None and value not in ("", right[name]):
-            raise argparse.ArgumentTypeError(f"{name} is {str(value)[:40]!r}: only {right[name]!r} is possible")
-    return config
-
-
 ALIASES = (
     Alias("target", ("--model", "--model-path")),
     Alias("draft", ("--speculative-draft-model-path", "--speculative-draft-model", "--spec-model")),
@@ -147,7 +141,7 @@ ALIASES = (
     Alias("prefix_bytes", ("--no-enable-prefix-caching", "--disable-radix-cache"), const=0),
     Alias("generation_config", ("--sampling-defaults",), sampling_defaults),
     Alias("override_generation_config", ("--preferred-sampling-params",)),
-    Alias("reasoning_config", ("--reasoning-config",), thinking_tags),
+    Alias("reasoning_config", ("--reasoning-config",), json_object),
     Alias("root_path", ("--fastapi-root-path",)),
     Alias("drain_s", ("--shutdown-timeout",)),
     Alias("log_level", ("--uvicorn-log-level",)),
@@ -155,85 +149,42 @@ ALIASES = (
     Alias("enable_log_requests", ("--no-enable-log-requests",), const=False),
     Alias("otlp_traces_endpoint", ("--enable-trace",), const="http://localhost:4317"),
 )
+# Of a request: `generate` and `benchmark`, and the library's `SamplingParams`.
+REQUEST_ALIASES = (
+    Alias("max_new_tokens", ("--max-tokens",)),
+    Alias("max_tokens", ("--max-new-tokens",)),
+    Alias("min_tokens", ("--min-new-tokens",)),
+    Alias("n", ("--num-return-sequences",)),
+    Alias("seed", ("--sampling-seed",)),
+)
 
 
-class _Other(argparse.Action):
-    """A flag of `NOTHING` or `REFUSED`, judged under the name that the user typed."""
+def check_speculative_config(given: dict, name: str) -> dict[str, Any]:
+    """The options that vLLM's configuration of speculative decoding gives: n speculative tokens are a block of n + 1.
 
-    def __init__(self, option_strings, dest, reason="", neutral: tuple[str | bool, ...] | None = None, **options):
-        super().__init__(
-            option_strings, argparse.SUPPRESS, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **options
-        )
-        # None: any value needs nothing.
-        self.reason, self.neutral = reason, neutral
+    Args:
+        given: The configuration.
+        name: Names it in errors.
 
-    def __call__(self, parser, namespace, values, option_string=None) -> None:
-        if self.neutral is None:
-            notices = getattr(namespace, "notices", ())
-            namespace.notices = (*notices, f"{option_string} needs nothing here: {self.reason}")
-            return
-        typed = option_string or self.option_strings[0]
-        given = (
-            [typed.startswith("--no-")] if self.nargs == 0 else values if isinstance(values, list) else [str(values)]
-        )
-        wrong = [v for v in given if not _is_neutral(v, self.neutral)]
-        if wrong:
-            typed = typed if self.nargs == 0 else f"{typed} {str(wrong[0])[:60]}"
-            right = [v for v in self.neutral if isinstance(v, str)]
-            hint = f" (possible: {', '.join(right)})" if right else ""
-            raise InputError(f"{typed} is refused: {self.reason}{hint}")
-
-
-def _is_neutral(value: str | bool, neutral: tuple[str | bool, ...]) -> bool:
-    if isinstance(value, bool):
-        return value in neutral
-    return value.lower() in NEUTRAL or any(isinstance(v, str) and _equal(value, v) for v in neutral)
-
-
-def _equal(a: str, b: str) -> bool:
-    try:
-        return float(a) == float(b)
-    except ValueError:
-        return a.lower() == b.lower()
-
-
-def add_others(parser: argparse.ArgumentParser) -> None:
-    """Adds other servers' flags, hidden from ``--help``.
-
-    Each name is an action of its own, so that errors name what was typed.
+    Raises:
+        InputError: It is not DFlash's, has a key that is not known, or a wrong value.
     """
-    description = "Most are understood; docs/flags.md says what each does."
-    group = parser.add_argument_group("flags of vLLM and SGLang", description)
-    ours = {action.dest: action for action in parser._actions}
-    for alias in ALIASES:
-        options: dict[str, Any] = {"dest": alias.dest, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
-        if alias.const is not None:
-            options |= {"action": "store_const", "const": alias.const}
-        elif alias.type is not None:
-            options |= {"type": alias.type}
-        else:
-            action = ours[alias.dest]
-            options |= {"type": action.type, "choices": action.choices}
-        for name in alias.names:
-            group.add_argument(name, **options)
-    for groups, is_refused in ((NOTHING, False), (REFUSED, True)):
-        for each in groups:
-            for word in each.words.split():
-                _add(group, word, each.reason, is_refused)
-
-
-def _add(group, word: str, reason: str, is_refused: bool) -> None:
-    match = re.fullmatch(r"([^!+=]+)(!?)(\+?)(=.*)?", word)
-    assert match is not None, word
-    names, is_on, several, values = match.groups()
-    options = {"action": _Other, "reason": reason}
-    if values is None:
-        names = [n for name in names.split("/") for n in (name, *([f"--no-{name[2:]}"] if name[:2] == "--" else []))]
-        names = [n for n in names if n not in group._option_string_actions]
-        # A switch is neutral as by default: off, or on.
-        neutral = (not is_on,)
-        options |= {"nargs": 0}
-    else:
-        names, neutral = names.split("/"), tuple(filter(None, values[1:].split("|")))
-        options |= {"nargs": "*"} if several else {}
-    group.add_argument(*names, neutral=neutral if is_refused else None, **options)
+    if given.get("method", "dflash") != "dflash":
+        raise InputError(f"{name}: its method is {shown(given['method'])}: it must be dflash")
+    kinds = {
+        "method": str,
+        "model": str | Path,
+        "num_speculative_tokens": int,
+        "draft_tensor_parallel_size": int,
+        "attention_backend": str,
+        "revision": str,
+    }
+    for key, value in given.items():
+        if key not in kinds:
+            raise InputError(f"{name}: {shown(key)} is not known: known are {', '.join(kinds)}")
+        check_type(f"{name}: {key}", value, kinds[key])
+    options = {"model": "draft", "revision": "draft_revision"}
+    result = {option: given[key] for key, option in options.items() if key in given}
+    if "num_speculative_tokens" in given:
+        result["max_block_size"] = given["num_speculative_tokens"] + 1
+    return result

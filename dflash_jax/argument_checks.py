@@ -1,0 +1,118 @@
+"""Checks of arguments by their annotations: a wrong type or an unknown keyword is an InputError that names it."""
+
+import inspect
+import reprlib
+from collections.abc import Callable, Iterable, Sequence
+from difflib import get_close_matches
+from functools import cache, wraps
+from numbers import Integral, Real
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from dflash_jax.errors import InputError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+# One of a type, and several of it, as messages name them.
+FORMS = {
+    bool: ("True or False", "True or False"),
+    int: ("a whole number", "whole numbers"),
+    float: ("a number", "numbers"),
+    str: ("a string", "strings"),
+    dict: ("a dict", "dicts"),
+    list: ("a list", "lists"),
+    Path: ("a path", "paths"),
+    NoneType: ("None", "None"),
+}
+hints_of = cache(get_type_hints)
+
+
+def shown(value: Any) -> str:
+    """A value as a message shows it: its repr on one line, of at most 60 characters."""
+    return " ".join(reprlib.repr(value).split())[:60]
+
+
+def has_type(value: Any, annotation: Any) -> bool:
+    """Whether a value has the type of an annotation. NumPy's numbers are numbers; True and False are not."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin in (Union, UnionType):
+        return any(has_type(value, each) for each in arguments)
+    if origin is Literal:
+        return isinstance(value, str) and value in arguments
+    if annotation in (int, float):
+        return isinstance(value, Integral if annotation is int else Real) and not isinstance(value, bool)
+    if origin in (list, tuple, Sequence):
+        if not isinstance(value, origin) or isinstance(value, str):
+            return False
+        # There may be as many token ids as the vocabulary has: their types first, at the speed of C.
+        return set(map(type, value)) <= {arguments[0]} or all(has_type(each, arguments[0]) for each in value)
+    return annotation is Any or isinstance(value, origin or annotation)
+
+
+@cache
+def _plain_types(annotation: Any) -> frozenset[type]:
+    """Types whose values have the type of an annotation, whatever they are."""
+    members = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    return frozenset(each for each in members if isinstance(each, type)) | ({int} if float in members else set())
+
+
+def form_of(annotation: Any, many: int = 0) -> str:
+    """An annotation in words; ``many`` is 1 for several values of it."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin in (Union, UnionType):
+        forms = list(dict.fromkeys(form_of(each, many) for each in arguments))
+        return " or ".join(filter(None, (", ".join(forms[:-1]), forms[-1])))
+    if origin is Literal:
+        return " or ".join(map(repr, arguments))
+    if origin in (list, tuple, Sequence):
+        return ("a list of ", "lists of ")[many] + form_of(arguments[0], 1)
+    kind = origin or annotation
+    return FORMS[kind][many] if kind in FORMS else kind.__name__
+
+
+def check_type(name: str, value: Any, annotation: Any) -> None:
+    """Raises InputError, which names the argument and the form expected, for a value of another type."""
+    # The second test is slower, and these run for every request.
+    if type(value) not in _plain_types(annotation) and not has_type(value, annotation):
+        raise InputError(f"{name} is {shown(value)}: it must be {form_of(annotation)}")
+
+
+def check_fields(values: Any) -> None:
+    """Checks the types of a dataclass's fields. Raises InputError."""
+    for name, annotation in hints_of(type(values)).items():
+        check_type(name, getattr(values, name), annotation)
+
+
+def unknown(callee: str, name: str, known: Iterable[str]) -> InputError:
+    """The error of a keyword that ``callee`` does not have, with the nearest that it has."""
+    near = get_close_matches(name, known := list(known), n=1)
+    hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+    return InputError(f"{callee} has no argument {name[:60]!r}: {hint}")
+
+
+def checked(*apart: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorates a function so that the types of its arguments are checked, and unknown keywords get a suggestion.
+
+    Args:
+        apart: Arguments that the function checks itself.
+    """
+
+    def decorated(function: Callable[P, R]) -> Callable[P, R]:
+        signature = inspect.signature(function)
+        names = [name for name in signature.parameters if name != "self"]
+
+        @wraps(function)
+        def call(*args: P.args, **keywords: P.kwargs) -> R:
+            for name in keywords:
+                if name not in names:
+                    raise unknown(f"{function.__name__}()", name, names)
+            hints = hints_of(function)
+            for name, value in signature.bind(*args, **keywords).arguments.items():
+                if name in hints and name not in apart:
+                    check_type(name, value, hints[name])
+            return function(*args, **keywords)
+
+        return call
+
+    return decorated

@@ -1,0 +1,105 @@
+"""Keywords of `LLM` under the names of vLLM and SGLang."""
+
+import argparse
+import logging
+from collections.abc import Mapping
+from dataclasses import fields
+from difflib import get_close_matches
+from typing import Any
+
+from dflash_jax.aliases import ALIASES, Alias, check_speculative_config, drafted, json_object
+from dflash_jax.argument_checks import check_type, hints_of, shown, unknown
+from dflash_jax.errors import InputError
+from dflash_jax.frontend.llm_config import LLMConfig
+from dflash_jax.frontend.other_flags import NOTHING, REFUSED, is_neutral, read_word
+from dflash_jax.sampling_params import SamplingParams
+
+log = logging.getLogger("dflash_jax")
+
+DEFAULTS = {field.name: field.default for field in fields(LLMConfig)}
+# Options of the commands that have another name in the library.
+RENAMED = {"override_generation_config": "sampling_defaults", "default_chat_template_kwargs": "chat_template_kwargs"}
+# Each name, and whether the flag is its negation.
+KEYWORDS = {k: (alias, f"--no-{k.replace('_', '-')}" in alias.names) for alias in ALIASES for k in alias.keywords}
+KEYWORDS |= {dest: (Alias(dest, ()), False) for dest in RENAMED}
+OTHERS = {
+    name[2:].replace("-", "_"): (group.reason, group in REFUSED, word)
+    for group in (*NOTHING, *REFUSED)
+    for word in group.words.split()
+    for name in read_word(word)[0]
+    if name.startswith("--")
+}
+AXES = ("tensor", "data")
+SERVER_ONLY = {alias.dest for alias in ALIASES} | {"max_num_batched_tokens", "max_logprobs", "served_model_name"}
+
+
+def with_other_names(own: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `LLMConfig` that keywords give.
+
+    Args:
+        own: Every field of `LLMConfig` under its own name.
+        others: Keywords that are not fields.
+
+    Raises:
+        InputError: A keyword is unknown, is refused, or is given beside another of the same meaning.
+    """
+    result, givers, axes = dict(own), {}, {}
+    for name, value in others.items():
+        for field, setting in _read(name, value).items():
+            target = "mesh" if field in AXES else field
+            is_given = type(own[target]) is not type(DEFAULTS[target]) or own[target] != DEFAULTS[target]
+            if before := givers.get(field, target if is_given else None):
+                raise InputError(f"{before} and {name} are one argument: give one of them")
+            givers[field] = name
+            (axes if field in AXES else result)[field] = setting
+    if axes:
+        result["mesh"] = ",".join(f"{axis}={n}" for axis, n in sorted(axes.items()))
+    return result
+
+
+def _read(name: str, value: Any) -> dict[str, Any]:
+    """The settings of one keyword."""
+    if name not in KEYWORDS:
+        _check_other(name, value)
+        return {}
+    alias, is_negated = KEYWORDS[name]
+    field = RENAMED.get(alias.dest, alias.dest)
+    if field not in (*DEFAULTS, *AXES, "speculative_config", "speculative_algorithm"):
+        raise InputError(f"LLM has no argument {name!r}: dflash serve has --{alias.dest.replace('_', '-')}")
+    if alias.const is not None:
+        check_type(name, value, bool)
+        return {field: alias.const} if value is not is_negated else {}
+    if value is None:
+        return {}
+    if alias.type is json_object:
+        check_type(name, value, dict)
+        return check_speculative_config(value, name)
+    if alias.type is None or alias.type in (int, drafted):
+        check_type(name, value, hints_of(LLMConfig)[field] if alias.type is None else int)
+        return {field: value + 1 if alias.type is drafted else value}
+    check_type(name, value, str)
+    try:
+        setting = alias.type(value)
+    except argparse.ArgumentTypeError as e:
+        raise InputError(f"{name}: {e}") from None
+    return {field: setting} if setting is not None and field in DEFAULTS else {}
+
+
+def _check_other(name: str, value: Any) -> None:
+    """Raises InputError for a keyword that is unknown or asks for what there is not."""
+    if name in SERVER_ONLY:
+        raise InputError(f"LLM has no argument {name!r}: dflash serve has --{name.replace('_', '-')}")
+    if name not in OTHERS:
+        known = dict.fromkeys([*DEFAULTS, *KEYWORDS])
+        near = get_close_matches(name, [*known, *SamplingParams.__annotations__], n=1)
+        if near and near[0] not in known:
+            raise InputError(f"LLM has no argument {name!r}: SamplingParams has {near[0]}")
+        raise unknown("LLM", name, known)
+    reason, is_refused, word = OTHERS[name]
+    _, is_on, _, neutral = read_word(word)
+    if not is_refused:
+        log.info("%s needs nothing here: %s", name, reason)
+    elif value is not None and not (
+        value is is_on if neutral is None else is_neutral(str(value), neutral) or value in ((), [], {}, False)
+    ):
+        raise InputError(f"{name} is {shown(value)}: that is refused, {reason}")
