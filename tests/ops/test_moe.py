@@ -167,3 +167,24 @@ def test_invalid_tokens_take_nothing_from_the_experts(moe, platform, shape):
     shared = jax.nn.sigmoid(x @ moe.shared_gate[...])[..., None] * moe.shared(x)
     np.testing.assert_allclose(np.asarray(got)[~valid], np.asarray(shared)[~valid], atol=1e-6)
     assert not np.allclose(got[1, 2], shared[1, 2], atol=1e-3)
+
+
+@pytest.mark.parametrize("backend", [XLA, Backend.detect()], ids=["xla", "detected"])
+def test_what_follows_the_mixture_reads_the_residual_sum_of_a_dense_layer_on_a_cpu_in_bfloat16(moe, backend):
+    """To the bit: a sum of flat tokens is rounded elsewhere, which `fuses_residual` prevents."""
+    moe = with_backend(jax.tree.map(lambda x: x.astype(jnp.bfloat16), moe), backend)
+    rng, valid = np.random.default_rng(3), jnp.ones((3, 8), bool)
+    x, residual = (jnp.asarray(rng.normal(size=(3, 8, HIDDEN)), jnp.bfloat16) for _ in range(2))
+
+    def normed(y):
+        y = y.astype(jnp.float32)
+        return y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True))
+
+    def given(moe, x, residual):
+        return normed(moe(x, valid, residual))
+
+    def added(moe, x, residual):
+        return normed(residual + moe(x, valid))
+
+    actual, expected = (jax.jit(f)(moe, x, residual) for f in (given, added))
+    np.testing.assert_array_equal(actual, expected)
