@@ -1,0 +1,75 @@
+"""Block size "auto" against plain decoding, each prompt in a fresh process, as JSON lines and a summary.
+
+    python scripts/bench/auto.py [--target DIR --draft DIR --data FILE]
+
+Every prompt is answered by `dflash generate --json` with "auto" and with block size 1, one process after the other; new
+tokens are 48 to 256. A first process of each kind, which compiles, is not counted. Rates are those of decoding, without
+prompts and compilation.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+PROMPTS = ["def main(", "import os\nimport sys\n\n", "class Parser:\n    def __init__(self", '    """Return the ']
+SHORTEST, LONGEST = 48, 256
+
+
+def answer(prompt: str, new_tokens: int, block_size: str, options: list[str]) -> dict:
+    """One answer in a process of its own: its JSON with the seconds of the process."""
+    command = [sys.executable, "-m", "dflash_jax.generate", "--json", "--prompt", prompt, "--block-size", block_size]
+    command += ["--max-new-tokens", str(new_tokens), "--temperature", "0", *options]
+    began = time.perf_counter()
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return json.loads(done.stdout) | {"process_s": time.perf_counter() - began}
+
+
+def rate(answered: dict) -> float:
+    """New tokens per second of decoding."""
+    return len(answered["token_ids"]) / answered["timings"]["decode_s"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", help="default: the bundled pair")
+    parser.add_argument("--draft")
+    parser.add_argument("--data", metavar="FILE", help='JSON lines {"turns": ["…"]}, as benchmark_data.py writes them')
+    parser.add_argument("--prompts", type=int, default=20)
+    args = parser.parse_args()
+    options = ["--ignore-eos"]
+    if args.target:
+        options += ["--target", args.target, "--draft", args.draft]
+    prompts = [PROMPTS[i % len(PROMPTS)] + " " * (i // len(PROMPTS)) for i in range(args.prompts)]
+    if args.data:
+        lines = Path(args.data).read_text(encoding="utf-8").splitlines()[: args.prompts]
+        prompts = [json.loads(line)["turns"][0] for line in lines]
+        options += ["--chat"]
+    ratios = []
+    for block_size in ("auto", "1"):
+        answer(prompts[0], SHORTEST, block_size, options)
+    for i, prompt in enumerate(prompts):
+        new_tokens = SHORTEST + (LONGEST - SHORTEST) * i // max(len(prompts) - 1, 1)
+        auto, plain = (answer(prompt, new_tokens, block_size, options) for block_size in ("auto", "1"))
+        ratios.append(rate(auto) / rate(plain))
+        lengths = auto["acceptance_lengths"]
+        row = {
+            "new_tokens": new_tokens,
+            "equal": auto["token_ids"] == plain["token_ids"],
+            "auto_tokens_per_s": round(rate(auto), 1),
+            "plain_tokens_per_s": round(rate(plain), 1),
+            "ratio": round(ratios[-1], 3),
+            "acceptance_length": round(sum(lengths) / len(lengths), 2),
+            "compile_s": [round(a["timings"]["compile_s"], 2) for a in (auto, plain)],
+            "process_s": [round(a["process_s"], 2) for a in (auto, plain)],
+        }
+        print(json.dumps(row), flush=True)
+    summary = {"prompts": len(ratios), "least": min(ratios), "median": statistics.median(ratios)}
+    print(json.dumps({name: round(value, 3) for name, value in summary.items()}))
+
+
+if __name__ == "__main__":
+    main()
