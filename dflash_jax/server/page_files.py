@@ -21,7 +21,6 @@ HEADERS = {
     "Content-Security-Policy": POLICY,
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Opener-Policy": "same-origin",
     # Browsers ask whether a file is new, and get 304 if not.
     "Cache-Control": "no-cache",
 }

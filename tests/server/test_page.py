@@ -344,6 +344,8 @@ def test_conversations_are_kept_renamed_deleted_and_exported(mocked, tmp_path):
     mocked.reload()
     assert mocked.locator("#conversations li").count() == 2
     mocked.evaluate("localStorage.setItem('dflash.conversation.bad', '{\"turns\": 5')")
+    broken = {"id": "x", "title": "x", "updated": 9e15, "turns": [{"role": "assistant", "content": "x", "stats": {}}]}
+    mocked.evaluate("value => localStorage.setItem('dflash.conversation.x', JSON.stringify(value))", broken)
     mocked.evaluate("localStorage.setItem('dflash.settings', '[1')")
     mocked.reload()
     assert mocked.locator("#conversations li").count() == 2
@@ -509,5 +511,5 @@ def test_layout_contrast_names_and_keyboard(new_page, width, scheme):
     assert page.evaluate(
         "document.querySelector('dialog').scrollWidth <= document.querySelector('dialog').clientWidth + 1"
     )
-    page.keyboard.press("Escape")
+    page.click("dialog .icon")
     assert not page.evaluate("document.querySelector('dialog').open")

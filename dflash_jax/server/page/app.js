@@ -10,7 +10,7 @@ import { AnswerView, button, element, UserView } from "./turns.js";
 const $ = (id) => document.getElementById(id);
 
 const NUMBERS = ["temperature", "top_p", "top_k", "seed", "max_tokens"];
-const KEPT = [...NUMBERS, "block_size", "system"], CHECKS = ["thinking", "tint", "record"];
+const FIELDS = [...NUMBERS, "block_size", "system"], CHECKS = ["thinking", "tint", "record"];
 const EXAMPLES = [
   "Explain speculative decoding to a ten-year-old.",
   "Write a Python function that merges two sorted lists.",
@@ -57,7 +57,7 @@ const statsOf = ({ usage, timings }, turn) => ({
   accepted: usage.completion_tokens_details.accepted_prediction_tokens,
   rounds: usage.completion_tokens_details.draft_rounds,
   rate: timings.tokens_per_s,
-  // A recorded answer is slower, since each of its rounds is a step of its own.
+  // A recorded answer is slower, since each of its rounds is one step.
   speedup: turn.rounds ? null : timings.speedup,
 });
 
@@ -152,9 +152,9 @@ function rename(item, chosen) {
   const input = element("input", "");
   input.value = chosen.title;
   input.setAttribute("aria-label", "Name of the conversation");
-  const done = (isKept) => {
+  const done = (applies) => {
     input.onblur = null;
-    if (isKept && input.value.trim()) {
+    if (applies && input.value.trim()) {
       chosen.title = input.value.trim();
       store.save(chosen);
     }
@@ -182,8 +182,8 @@ function remove(chosen) {
 }
 
 function download(name, value) {
-  const { isUnsaved, ...kept } = value;
-  const url = URL.createObjectURL(new Blob([JSON.stringify(kept, null, 1)], { type: "application/json" }));
+  const { isUnsaved, ...exported } = value;
+  const url = URL.createObjectURL(new Blob([JSON.stringify(exported, null, 1)], { type: "application/json" }));
   const link = element("a", "");
   link.href = url;
   link.download = name.replace(/[^\p{L}\p{N}._ -]/gu, "_").slice(-100);
@@ -232,14 +232,14 @@ function regenerate(turn, options) {
 
 /** Answers again with the same seed, and records the rounds. */
 function replay(turn) {
-  const chosen = conversation, index = chosen.turns.indexOf(turn), rest = chosen.turns.slice(index + 1);
+  const chosen = conversation, index = chosen.turns.indexOf(turn), following = chosen.turns.slice(index + 1);
   const later = truncate(index, "The text differs from the one before.");
   generate({ ...turn.request, return_proposals: true }).then(() => {
     const again = chosen.turns[index];
     if (conversation !== chosen || again?.content !== turn.content || again.reasoning !== turn.reasoning) return later();
     // What followed the same text still follows it.
-    chosen.turns.push(...rest);
-    rest.forEach(addView);
+    chosen.turns.push(...following);
+    following.forEach(addView);
     save();
     say("The same text, round by round.");
   });
@@ -295,7 +295,7 @@ async function generate(options) {
   if (request.return_proposals) turn.rounds = [];
   conversation.turns.push(turn);
   $("empty").hidden = true;
-  const view = addView(turn), own = conversation, controller = new AbortController();
+  const view = addView(turn), answered = conversation, controller = new AbortController();
   const frames = new Frames(() => { view.update(); showFigures(turn.stats); follow(); });
   running = { controller, turn };
   setBusy(true);
@@ -311,7 +311,7 @@ async function generate(options) {
       if (rounds && turn.rounds) turn.rounds.push(...rounds.map(asRound));
       if (chunk.usage) turn.stats = statsOf(chunk, turn);
       frames.request();
-      if (performance.now() - saved > SAVE_MS && conversation === own) {
+      if (performance.now() - saved > SAVE_MS && conversation === answered) {
         save();
         saved = performance.now();
       }
@@ -326,7 +326,7 @@ async function generate(options) {
   function finish(text, isError = false) {
     frames.cancel();
     if (running?.turn !== turn) {
-      if (store.conversations.has(own.id) && own.turns.includes(turn)) store.save(own);
+      if (store.conversations.has(answered.id) && answered.turns.includes(turn)) store.save(answered);
       return;
     }
     running = null;
@@ -390,7 +390,7 @@ function closeSidebar() {
 }
 
 function keepSettings() {
-  const values = Object.fromEntries([...KEPT.map((id) => [id, $(id).value]), ...CHECKS.map((id) => [id, $(id).checked])]);
+  const values = Object.fromEntries([...FIELDS.map((id) => [id, $(id).value]), ...CHECKS.map((id) => [id, $(id).checked])]);
   store.settings = { ...values, model: $("models").value || store.settings.model };
   store.key = $("key").value;
 }
@@ -398,7 +398,7 @@ function keepSettings() {
 function showTint() { $("log").classList.toggle("untinted", !$("tint").checked); }
 
 function restoreSettings(values) {
-  for (const id of KEPT) $(id).value = typeof values[id] === "string" ? values[id] : $(id).defaultValue ?? "auto";
+  for (const id of FIELDS) $(id).value = typeof values[id] === "string" ? values[id] : $(id).defaultValue ?? "auto";
   for (const id of CHECKS) $(id).checked = typeof values[id] === "boolean" ? values[id] : $(id).defaultChecked;
   if (!$("block_size").value) $("block_size").value = "auto";
   showTint();
@@ -429,7 +429,7 @@ $("prompt").addEventListener("keydown", (event) => {
   send($("prompt").value);
 });
 document.addEventListener("keydown", (event) => {
-  if (event.key !== "Escape" || $("settings").open || event.defaultPrevented) return;
+  if (event.key !== "Escape" || event.isComposing || $("settings").open || event.defaultPrevented) return;
   if (!closeSidebar()) stop();
 });
 $("stop").addEventListener("click", stop);
@@ -443,7 +443,7 @@ document.addEventListener("pointerdown", (event) => { if (!$("sidebar").contains
 $("open-settings").addEventListener("click", () => $("settings").showModal());
 $("settings").addEventListener("click", (event) => { if (event.target === $("settings")) $("settings").close(); });
 $("defaults").addEventListener("click", () => { restoreSettings({}); keepSettings(); });
-for (const id of [...KEPT, ...CHECKS, "key", "models"]) $(id).addEventListener("change", keepSettings);
+for (const id of [...FIELDS, ...CHECKS, "key", "models"]) $(id).addEventListener("change", keepSettings);
 $("tint").addEventListener("change", showTint);
 $("key").addEventListener("change", showModel);
 $("examples").replaceChildren(...EXAMPLES.map((text) => element("li", "", button(text, () => { send(text); focusPrompt(); }))));

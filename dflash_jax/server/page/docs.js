@@ -5,10 +5,10 @@
 const METHODS = ["get", "post", "put", "delete"];
 
 function element(tag, text, ...children) {
-  const made = document.createElement(tag);
-  if (text !== null) made.textContent = text;
-  made.append(...children);
-  return made;
+  const node = document.createElement(tag);
+  if (text !== null) node.textContent = text;
+  node.append(...children);
+  return node;
 }
 
 function resolved(api, schema) {

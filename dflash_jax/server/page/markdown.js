@@ -42,10 +42,10 @@ function loadHighlighter() {
 }
 
 function element(tag, className, ...children) {
-  const made = document.createElement(tag);
-  if (className) made.className = className;
-  made.append(...children);
-  return made;
+  const node = document.createElement(tag);
+  if (className) node.className = className;
+  node.append(...children);
+  return node;
 }
 
 /** A frame around code: its language and a button that copies. */
@@ -161,9 +161,9 @@ export class MarkdownView {
   *tokens(source) {
     let offset = this.blocks[this.settled]?.offset ?? 0;
     while (offset < source.length) {
-      const rest = source.slice(offset), part = firstPart(rest);
+      const tail = source.slice(offset), part = firstPart(tail);
       let tokens = parsed(part);
-      if (part.length < rest.length && tokens.length > 1 && isOpenCode(tokens.at(-1))) tokens = tokens.slice(0, -1);
+      if (part.length < tail.length && tokens.length > 1 && isOpenCode(tokens.at(-1))) tokens = tokens.slice(0, -1);
       for (const token of tokens) {
         if (token.type !== "space") yield { token, offset };
         offset += token.raw.length;

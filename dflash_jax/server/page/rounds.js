@@ -3,10 +3,10 @@
 // A round is [proposed texts, accepted, text of the model's own token].
 
 function element(tag, className, text) {
-  const made = document.createElement(tag);
-  made.className = className;
-  if (text !== undefined) made.textContent = text;
-  return made;
+  const node = document.createElement(tag);
+  node.className = className;
+  if (text !== undefined) node.textContent = text;
+  return node;
 }
 
 /** A token with its blanks visible. */

@@ -14,7 +14,11 @@ function read(area, key) {
 
 const local = () => globalThis.localStorage, session = () => globalThis.sessionStorage;
 
-const isTurn = (t) => t && typeof t === "object" && ["user", "assistant"].includes(t.role) && typeof t.content === "string";
+const isStats = (s) => s === undefined || ["tokens", "accepted", "rounds", "rate"].every((name) => typeof s?.[name] === "number");
+const areRuns = (r) => r === undefined || [r?.content, r?.reasoning].every(Array.isArray);
+const areRounds = (r) => r === undefined || (Array.isArray(r) && r.every((round) => Array.isArray(round?.[0])));
+const isTurn = (t) => ["user", "assistant"].includes(t?.role) && typeof t.content === "string" && isStats(t.stats)
+  && areRuns(t.runs) && areRounds(t.rounds);
 
 /** Whether a value is a conversation as this page writes it. */
 export function isConversation(value) {
@@ -30,19 +34,19 @@ export class Store {
   }
 
   load() {
-    const found = new Map();
+    const loaded = new Map();
     try {
       for (let i = 0; i < local().length; i++) {
         const key = local().key(i);
         if (!key.startsWith(CONVERSATION)) continue;
         const value = read(local, key);
-        if (isConversation(value)) found.set(value.id, value);
+        if (isConversation(value)) loaded.set(value.id, value);
       }
     } catch {
       this.problem = "This browser keeps nothing for this page: conversations are lost when the tab closes.";
     }
-    for (const [id, value] of this.conversations) if (value.isUnsaved) found.set(id, value);
-    this.conversations = found;
+    for (const [id, value] of this.conversations) if (value.isUnsaved) loaded.set(id, value);
+    this.conversations = loaded;
   }
 
   get list() { return [...this.conversations.values()].sort((a, b) => b.updated - a.updated); }

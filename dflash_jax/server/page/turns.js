@@ -5,18 +5,18 @@ import { RoundsView } from "./rounds.js";
 import { Pieces, Tint } from "./tint.js";
 
 export function element(tag, className, ...children) {
-  const made = document.createElement(tag);
-  if (className) made.className = className;
-  made.append(...children);
-  return made;
+  const node = document.createElement(tag);
+  if (className) node.className = className;
+  node.append(...children);
+  return node;
 }
 
 export function button(text, action, className = "", label = "") {
-  const made = element("button", className, text);
-  made.type = "button";
-  if (label) { made.setAttribute("aria-label", label); made.title = label; }
-  made.addEventListener("click", () => action(made));
-  return made;
+  const node = element("button", className, text);
+  node.type = "button";
+  if (label) { node.setAttribute("aria-label", label); node.title = label; }
+  node.addEventListener("click", () => action(node));
+  return node;
 }
 
 /** Replaces a text by a field to edit it in. */
