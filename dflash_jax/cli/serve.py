@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from typing import cast
 
 from dflash_jax.cli.options import exit_code, llm_options, set_platform
@@ -151,7 +152,7 @@ def run(args, system) -> int:
         proxy_headers=False,
     )
     try:
-        runner = Runner(config, serving, args.drain_s, args.exit_on_failure)
+        runner = Runner(config, serving, args.drain_s, args.exit_on_failure, args.warm_up == "full")
         return asyncio.run(runner.serve_until_drained(listening, transport.url(listening, tls is not None)))
     finally:
         serving.stop_workers()
@@ -170,12 +171,13 @@ class Runner:
         serving: The model and its engine.
         drain_s: Seconds that a drain may take.
         exit_on_failure: Whether a failure of the engine drains too, and ends with code 1.
+        is_full: Whether every program is compiled before the first request.
     """
 
-    def __init__(self, config, serving, drain_s: float, exit_on_failure: bool = False):
+    def __init__(self, config, serving, drain_s: float, exit_on_failure: bool = False, is_full: bool = False):
         import uvicorn
 
-        self.serving, self.drain_s, self.code = serving, drain_s, 0
+        self.serving, self.drain_s, self.is_full, self.code = serving, drain_s, is_full, 0
         self.server = uvicorn.Server(config)
         # Ours, so that a first signal drains.
         self.server.handle_exit = self._on_signal
@@ -188,23 +190,18 @@ class Runner:
         log.info("listening on %s, warming up", url)
         threading.Thread(target=self._warm_up, name="warm-up", daemon=True).start()
         await self.server.serve(sockets=[listening])
+        self.serving.warm_up.stop()
         if self.serving.is_ready:
             await asyncio.to_thread(self.serving.engine.stop)
         return self.code
 
     def _warm_up(self) -> None:
-        from dflash_jax.engine.warm_up import warm_up
-
-        serving = self.serving
+        serving, warm = self.serving, self.serving.warm_up
         try:
-            seconds = warm_up(serving.engine.engine)
-            if serving.llm.tokenizer is not None:
-                # transformers takes seconds to import: not at the first request.
-                _ = serving.llm.tokenizer.chat_template
-                _ = serving.llm.tokenizer.longest_token
-                serving.templates.start()
-            if serving.grammar is not None:
-                serving.grammar.start()
+            others = threading.Thread(target=serving.prepare, name="prepare", daemon=True)
+            others.start()
+            warm.all() if self.is_full else warm.first()
+            others.join()
             serving.engine.start()
         except Exception:
             log.exception("warm-up failed")
@@ -214,9 +211,12 @@ class Runner:
         gc.collect()
         gc.freeze()
         serving.is_ready = True
-        log.info(
-            "ready: %d programs in %.0f s of compilation; as %s", len(seconds), sum(seconds.values()), serving.name
-        )
+        log.info("ready: %d of %d programs compiled; as %s", warm.compiled, warm.total, serving.name)
+        if warm.compiled < warm.total:
+            log.info("compiling %d programs beside requests", warm.total - warm.compiled)
+            began = time.monotonic()
+            warm.others()
+            log.info("%d of %d programs compiled after %.0f s", warm.compiled, warm.total, time.monotonic() - began)
 
     def _on_signal(self, sig: int, frame) -> None:
         if self.serving.is_draining or not self.serving.is_ready:

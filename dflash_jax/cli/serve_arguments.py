@@ -125,6 +125,13 @@ def make_parser() -> argparse.ArgumentParser:
         "--mem-fraction", type=float, default=0.9, metavar="F", help="of a device's memory (default: 0.9)"
     )
     load.add_argument(
+        "--warm-up",
+        choices=["background", "full"],
+        default="background",
+        help="background: answer as soon as a few programs are compiled, and compile the others beside requests; "
+        "full: compile all first (default: %(default)s)",
+    )
+    load.add_argument(
         "--stream-interval", type=int, default=1, metavar="N", help="tokens between events of a stream (default: 1)"
     )
     load.add_argument("--max-logprobs", type=int, default=20, metavar="N", help="of a token (default and most: 20)")

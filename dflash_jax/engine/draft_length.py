@@ -29,7 +29,7 @@ OVERALL_DECAY = 0.995
 # Acceptance assumed of a block size that is not in use, share of the time for trying it, and rounds of a trial.
 OPTIMISTIC_RATE, TRIAL_SHARE, TRIAL_ROUNDS = 0.95, 0.02, 2
 # How many times too high a predicted cost may be.
-PREDICTION_ERROR = 3.0
+PREDICTION_ERROR = 5.0
 # The rate of a drafter without a record, and the rounds that the rate on record counts for.
 USUAL_RATE, RECORD_ROUNDS = 0.7, 6.0
 # How fast the best recent acceptance follows a sequence that is better, and one that is worse.
@@ -142,9 +142,12 @@ class DraftLengthPolicy:
         nearest = min(ratios, key=lambda known: abs(log(ratios[known])))
         return ratios[nearest] * self.seconds[nearest]
 
+    def estimate(self, batch_size: int, block_size: int) -> float:
+        """The `cost`; while nothing is measured, the predicted one, in another unit."""
+        return self.cost(batch_size, block_size) or self._predict(batch_size, block_size)
+
     def _costs(self, batch_size: int, block_sizes: Sequence[int]) -> dict[int, float]:
-        """Costs of rounds in one unit: seconds, or the prediction's while nothing is measured."""
-        return {b: self.cost(batch_size, b) or self._predict(batch_size, b) for b in block_sizes}
+        return {b: self.estimate(batch_size, b) for b in block_sizes}
 
     def _cannot_pay(self, costs: dict[int, float]) -> bool:
         """Whether no drafting block size is faster than plain decoding even at the best recent acceptance."""
@@ -211,7 +214,7 @@ class DraftLengthPolicy:
             return sum(expected_tokens(r, max(block_size, 1)) for r in rates) / costs[block_size]
 
         def optimistic(block_size: int) -> float:
-            """`speed` with a good drafter, or of plain decoding with half the cost; a prediction may be far too high."""
+            """`speed` with a good drafter, or of plain decoding with half the cost; predictions may be too high."""
             if block_size <= 1:
                 result = 2 * speed(block_size)
             else:
@@ -224,8 +227,9 @@ class DraftLengthPolicy:
         ready = [b for b in candidates if compiled(b)]
         best = max(ready or candidates, key=speed)
         others = [b for b in candidates if b != best and optimistic(b) > speed(best)]
-        if unmeasured := [b for b in others if compiled(b) and not is_measured(b)]:
-            return max(unmeasured, key=optimistic) if is_measured(best) else best
+        unmeasured = [b for b in others if compiled(b) and not is_measured(b)]
+        if unmeasured and any(is_measured(b) for b in (plain if best <= 1 else [best])):
+            return max(unmeasured, key=optimistic)
         if best <= 1 and NO_DRAFTER in allowed and self._cannot_pay(costs):
             probing = self._spent % PROBE_EVERY_S - (PROBE_EVERY_S - PROBE_CONTEXT_S - PROBE_DRAFT_S)
             if probing < 0:

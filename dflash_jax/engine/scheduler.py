@@ -66,7 +66,10 @@ class DecodeScheduler:
     def batch(self, late: Sequence[Request]) -> list[Request]:
         """The requests of the next dispatch: without those whose masks are ``late``, and in turns where not all fit."""
         ready = [r for r in self.requests if r not in late]
-        limit, room = self._config.max_decode_batch or len(ready), max(self._sizes(any(r.mask for r in ready)))
+        if not ready:
+            return []
+        limit = self._config.max_decode_batch or len(ready)
+        room = self._room(any(r.mask for r in ready), self._runner.largest_shard([r.slot for r in ready]))
         used, batch, rest = Counter(), [], []
         for request in ready:
             shard = self._runner.shard(request.slot)
@@ -78,6 +81,18 @@ class DecodeScheduler:
         if rest:
             self.requests = rest + batch + [r for r in late if r.finish_reason is None]
         return batch
+
+    def _room(self, masked: bool, count: int) -> int:
+        """How many of ``count`` sequences of a data shard decode together: all, or fewer where that is faster."""
+        sizes = self._sizes(masked)
+        every = self._runner.masked_batch_sizes() if masked else self._runner.batch_sizes()
+        if (nearest := next(n for n in every if n >= count)) in sizes:
+            return nearest
+
+        def speed(n: int) -> float:
+            return min(n, count) / self._policy.estimate(n, sizes[n][0])
+
+        return max(sizes, key=speed)
 
     def plan(self, batch: Sequence[Request]) -> Dispatch:
         """The next dispatch of a batch."""

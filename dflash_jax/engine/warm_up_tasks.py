@@ -76,8 +76,10 @@ class Tasks:
         self._filler.params = replace(FILLER, max_tokens=self._runner.capacity - len(self._filler.prompt))
         plain, smallest = block_sizes[0], self._config.prefill_sizes[0]
         self.first = [self._admit(), self._prefill(1, smallest, not self.has_drafter), self._decode(1, plain)]
-        labels = {task.label: None for task in self.first}
-        self.others = [task for task in self._by_use() if labels.setdefault(task.label, task) is task]
+        by_label: dict[str, Task] = {}
+        for task in (*self.first, *self._by_use()):
+            by_label.setdefault(task.label, task)
+        self.others = list(by_label.values())[len(self.first) :]
 
     def _by_use(self) -> Iterator[Task]:
         """All tasks; some twice."""
@@ -85,10 +87,15 @@ class Tasks:
         kinds = (True, False) if self.has_drafter else (True,)
         largest, *smaller = sorted(self._runner.batch_sizes(), reverse=True)
         favoured = self._engine.policy.favoured_draft(1)
-        # One sequence: drafted, then with chunks of every size and the prefix cache.
+        # One sequence, drafted.
         yield self._prefill(1, sizes[0], True)
         if self.has_drafter:
             yield self._decode(1, favoured)
+        # Requests that wait for their own programs.
+        masked_sizes = self._runner.masked_batch_sizes() if config.masks else []
+        if masked_sizes:
+            yield self._masked(masked_sizes[0], 1)
+        yield self._score()
         for size in sizes:
             for drafting in kinds:
                 yield self._prefill(1, size, drafting)
@@ -101,11 +108,6 @@ class Tasks:
         yield self._decode(largest, self.decode_programs[0][1])
         if self.has_drafter:
             yield self._decode(largest, favoured)
-        # Requests that wait for their own programs.
-        yield self._score()
-        masked_sizes = self._runner.masked_batch_sizes() if config.masks else []
-        for block in sorted({1, config.block_sizes[-1]}) if masked_sizes else ():
-            yield self._masked(masked_sizes[0], block)
         # Everything else makes rounds shorter.
         for batch, block in self.decode_programs:
             if batch == 1:

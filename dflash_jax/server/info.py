@@ -69,6 +69,7 @@ async def server_info(http: Request):
             "served_model_name": serving.name,
             "max_model_len": serving.capacity,
             "max_running_requests": engine.runner.slots,
+            "warm_up": {"compiled": serving.warm_up.compiled, "total": serving.warm_up.total},
             "max_total_num_tokens": engine.runner.slots * serving.capacity,
             "internal_states": [state],
         }

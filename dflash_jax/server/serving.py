@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 
 from dflash_jax.engine.request import Event
 from dflash_jax.engine.service import AsyncEngine
+from dflash_jax.engine.warm_up import WarmUp
 from dflash_jax.frontend.llm import LLM
 from dflash_jax.frontend.sequence import Piece, TextSequence
 from dflash_jax.server.additions import Additions
@@ -72,7 +73,8 @@ class Serving:
         stream_interval: Tokens between two pieces of a text. The first and the last piece never wait.
         additions: Additions to all answers.
         created: When the server started, in seconds since the epoch.
-        is_ready: Whether warm-up is done.
+        warm_up: Compiles the engine's programs.
+        is_ready: Whether requests are answered.
         is_draining: Whether the server shuts down.
         in_flight: HTTP requests for text without a complete answer.
         body_bytes: Bytes of all request bodies in memory.
@@ -101,6 +103,7 @@ class Serving:
         self.info: dict = info or {}
         self.stream_interval, self.additions = stream_interval, additions or Additions()
         self.created = int(time.time())
+        self.warm_up = WarmUp(engine.engine)
         self.is_ready, self.is_draining = False, False
         self.in_flight = 0
         # Id and owner of every running sequence, for `abort`.
@@ -115,6 +118,17 @@ class Serving:
             self.grammar = GrammarProcesses(tokens)
         self.templates = Templates(llm.tokenizer) if llm.tokenizer is not None else None
         self.texts = Texts(llm, self.capacity)
+
+    def prepare(self) -> None:
+        """Imports and starts what the first request would wait for otherwise."""
+        if self.llm.tokenizer is not None:
+            # transformers takes seconds to import.
+            _ = self.llm.tokenizer.chat_template
+            _ = self.llm.tokenizer.longest_token
+        if self.templates is not None:
+            self.templates.start()
+        if self.grammar is not None:
+            self.grammar.start()
 
     async def turn(self) -> None:
         """Lets everything else that waits run once. Await it before a step that takes the event loop milliseconds."""

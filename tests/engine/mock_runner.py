@@ -72,6 +72,11 @@ class MockRunner:
     def can_run(self, *name):
         return self.allowed is None or name in self.allowed
 
+    def batch_sizes(self):
+        return list(BATCH_SIZES)
+
+    masked_batch_sizes = batch_sizes
+
     def decode_sizes(self, masked, block_sizes):
         kind = "masked" if masked else "decode"
         sizes = {n: [b for b in block_sizes if self.can_run(kind, n, b)] for n in BATCH_SIZES}

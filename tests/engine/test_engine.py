@@ -66,8 +66,8 @@ def loaded(family):
     """An engine that has seen some load, with any width at any time where a request leaves that open."""
     engine, rng = engine_for(family.drafting), random.Random(0)
 
-    def choose(batch_size, acceptances, minimum, *_):
-        return rng.choice([b for b in (NO_DRAFTER, 1, 8) if b >= minimum or minimum == 1])
+    def choose(batch_size, acceptances, allowed=(NO_DRAFTER, 1, 8), *_):
+        return rng.choice(allowed)
 
     engine.policy.choose = choose
     under_load(engine, family.target, family.wanted, family.expected, COUNT, seed=1)

@@ -118,7 +118,6 @@ def test_ahead_of_time_gives_shapes_and_leaves_the_programs_behind():
         assert all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(report))
         ahead.decode(state, *arguments)
         assert [key[0] for key in ahead.pending] == ["decode"]
-        assert programs.count == 0
     assert [key[0] for key in programs.compiled] == ["decode"]
     real = programs.empty(2, CAPACITY, settings)
     assert jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), real) == jax.tree.map(
@@ -129,15 +128,23 @@ def test_ahead_of_time_gives_shapes_and_leaves_the_programs_behind():
     assert [x.shape for x in jax.tree.leaves(found)] == [x.shape for x in jax.tree.leaves(report)]
 
 
-def test_programs_are_not_kept_where_ahead_of_time_fails():
+def test_a_compilation_that_fails_is_reported_at_the_end_of_the_block(monkeypatch):
     programs = Executables(tiny.target("a", moe=""), None)
     state = programs.abstract_state(1, CAPACITY, Settings())
 
-    def compile_and_fail():
-        with AheadOfTime(programs, threads=1) as ahead:
+    def fail(lowered):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(programs, "compile", fail)
+
+    def ahead_of_time(background: bool):
+        with AheadOfTime(programs, 1, background) as ahead:
             ahead.snapshot(state, np.zeros(1, np.int32))
-            raise ZeroDivisionError
+        return ahead
 
     with pytest.raises(ZeroDivisionError):
-        compile_and_fail()
+        ahead_of_time(False)
+    # In the background, the futures have the error.
+    (future,) = ahead_of_time(True).pending.values()
+    assert isinstance(future.exception(), ZeroDivisionError)
     assert programs.count == 0
