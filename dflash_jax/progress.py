@@ -1,7 +1,7 @@
 """Progress of long steps on stderr: a bar on a terminal; for commands, one line where stderr is no terminal.
 
 Steps of less than `DELAY_S` show nothing. In a library call only loading shows a bar, and only on a terminal. A
-process that runs a command calls `enable`: then every step is shown.
+process that runs a command calls `enable`: then every step is shown. DFLASH_PROGRESS=0 shows nothing.
 """
 
 import os
@@ -9,8 +9,8 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-
-from tqdm import tqdm
+from os import environ
+from typing import Protocol, Self
 
 # Seconds before a step is shown.
 DELAY_S = 2.0
@@ -64,31 +64,52 @@ def _write_line(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-class Bar(tqdm):
-    """A tqdm that writes one line where stderr is no terminal; see `bar`."""
+class Bar(Protocol):
+    """What callers use of a tqdm.
 
-    def __init__(self, *args, line: str | None, delay: float, **options):
-        self._timer: threading.Timer | None = None
-        if line is not None and not options.get("disable"):
+    Attributes:
+        n: Units so far.
+    """
+
+    n: float
+
+    def __iter__(self) -> Iterator: ...
+    def __enter__(self) -> Self: ...
+    def __exit__(self, *error) -> bool | None: ...
+    def update(self, n: float | None = 1) -> bool | None:
+        """Adds ``n`` units."""
+
+
+class QuietBar:
+    """A bar that writes one line, or nothing. It does not import tqdm, which machines with JAX alone lack.
+
+    Args:
+        items: What is iterated over.
+        line: The line; None writes nothing.
+        delay: Seconds before it is written; it is not written where the bar ends before.
+    """
+
+    def __init__(self, items: Iterable | None, line: str | None, delay: float):
+        self._items, self.n, self._timer = items, 0.0, None
+        if line is not None:
             self._timer = threading.Timer(delay, _write_line, (line,))
             self._timer.daemon = True
             self._timer.start()
-            options["disable"] = True
-        super().__init__(*args, delay=delay, **options)
 
-    def __iter__(self):
-        # tqdm does not close a disabled bar at the end of an iteration.
-        try:
-            yield from super().__iter__()
-        finally:
-            self.close()
+    def __iter__(self) -> Iterator:
+        with self:
+            yield from self._items or ()
 
-    def close(self) -> None:
-        """Ends the bar, or the wait for the line."""
-        timer = getattr(self, "_timer", None)
-        if timer is not None:
-            timer.cancel()
-        super().close()
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def update(self, n: float | None = 1) -> None:
+        """Adds ``n`` units."""
+        self.n += n or 0
 
 
 def bar(
@@ -118,22 +139,23 @@ def bar(
         disable: Whether nothing is shown.
         **options: Further options of tqdm.
     """
+    delay = DELAY_S if delay is None else delay
+    is_shown = (_is_enabled or in_library) and not (_is_hidden or disable or environ.get("DFLASH_PROGRESS") == "0")
+    if not (is_shown and is_terminal()):
+        return QuietBar(items, (line or description) if is_shown and _is_enabled else None, delay)
+    from tqdm import tqdm
+
     scale = {"unit_scale": True, "unit_divisor": 1000} if unit == "B" else {}
-    is_shown = (_is_enabled or in_library) and not _is_hidden and not disable
-    has_bar = is_shown and is_terminal()
-    line = (line or description) if is_shown and _is_enabled and not has_bar else None
-    return Bar(
+    return tqdm(
         items,
         desc=description,
         total=total,
         unit=unit if unit == "B" else f" {unit}",
-        delay=DELAY_S if delay is None else delay,
+        delay=delay,
         leave=leave,
         file=sys.stderr,
         ncols=_columns(),
         nrows=24,
-        line=line,
-        disable=not has_bar and line is None,
         **(scale | options),
     )
 
@@ -155,11 +177,11 @@ def step(
         line: The line where stderr is no terminal; None: ``description``.
         disable: Whether nothing is shown.
     """
-    about = "" if expected_s is None or expected_s < 1 else f" of about {expected_s:.0f} s"
+    about = "" if expected_s is None or expected_s < DELAY_S else f" of about {expected_s:.0f} s"
     bar_format = f"{{desc}} ({{elapsed_s:.0f}} s{about})"
     options = {"in_library": in_library, "line": line, "disable": disable, "bar_format": bar_format, "miniters": 0}
     with bar(description=description, **options) as shown:
-        if shown.disable:
+        if isinstance(shown, QuietBar):
             yield
             return
         is_over = threading.Event()

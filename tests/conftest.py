@@ -15,6 +15,9 @@ os.environ.setdefault(
     + (" --xla_cpu_use_fusion_emitters=false" if version("jax") < "0.11" else ""),
 )
 
+# Commands in processes of their own write no line for a step that takes long on a busy machine.
+os.environ.setdefault("DFLASH_PROGRESS", "0")
+
 import hypothesis
 import jax
 import pytest

@@ -21,6 +21,7 @@ def err(monkeypatch, request):
     # pytest sets sys.stderr anew before the test.
     monkeypatch.setattr(progress, "sys", SimpleNamespace(stderr=stream))
     monkeypatch.setattr(progress, "TICK_S", 0.01)
+    monkeypatch.delenv("DFLASH_PROGRESS", raising=False)
     yield stream
     progress.disable()
 

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -106,6 +107,20 @@ def _on_interrupt(number: int, frame: FrameType | None) -> None:
     signal.default_int_handler(number, frame)
 
 
+def _on_unraisable(unraisable) -> None:
+    """`sys.unraisablehook`: interrupts again where an interrupt was lost.
+
+    Python drops an exception that is raised in a finalizer or in a callback of the garbage collector, such as JAX's.
+    """
+    if unraisable.exc_type is not KeyboardInterrupt:
+        sys.__unraisablehook__(unraisable)
+        return
+    # A signal, unlike _thread.interrupt_main, ends a wait of the main thread.
+    again = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
+    again.daemon = True
+    again.start()
+
+
 def exit_process(main: Callable[[], int]) -> NoReturn:
     """Runs ``main`` as this process, and ends the process with its exit code.
 
@@ -116,6 +131,7 @@ def exit_process(main: Callable[[], int]) -> NoReturn:
     progress.enable()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _on_interrupt)
+        sys.unraisablehook = _on_unraisable
     try:
         code = main()
     except KeyboardInterrupt:

@@ -299,10 +299,26 @@ def test_values_beyond_float16_are_refused_only_in_float16(tmp_path):
         convert(path, tmp_path / "narrow", "float16")
 
 
-def test_the_package_is_missing(llama, monkeypatch):
+@pytest.mark.parametrize("kind", ["F32", "F16", "Q8_0", "Q4_1"])
+def test_some_kinds_of_tensors_are_unpacked_without_the_package_to_the_same_bits(kind, tmp_path, monkeypatch):
+    import gguf
+
+    path = make(tmp_path / "model.gguf", kind=kind)
+    file, kinds = GgufFile(path), set()
+    for name, tensor in file.tensors.items():
+        kinds.add(gguf.GGMLQuantizationType(tensor.kind).name)
+        expected = gguf.quants.dequantize(np.ascontiguousarray(tensor.data), gguf.GGMLQuantizationType(tensor.kind))
+        with monkeypatch.context() as without:
+            without.setitem(sys.modules, "gguf", None)
+            np.testing.assert_array_equal(GgufFile(path).read(name), expected, strict=True)
+    assert kind in kinds
+
+
+def test_the_package_is_missing(tmp_path, monkeypatch):
+    path = make(tmp_path / "model.gguf", kind="Q5_0")
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(InputError, match=r"package gguf: pip install .dflash-jax\[gguf\]"):
-        GgufFile(llama)
+        GgufFile(path)
 
 
 # The command line.

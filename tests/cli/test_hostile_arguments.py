@@ -62,6 +62,23 @@ def test_an_interrupt_inside_an_import_ends_the_process_without_an_exception(bef
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "\ninterrupted\n")
 
 
+def test_an_interrupt_inside_a_finalizer_is_not_lost():
+    done = run_lines(
+        "import time",
+        "from dflash_jax.cli.options import exit_process",
+        "class Final:",
+        "    def __del__(self):",
+        "        os.kill(os.getpid(), signal.SIGINT)",
+        "        time.sleep(0.1)",
+        "def main():",
+        "    Final()",
+        "    time.sleep(60)",
+        "    return 0",
+        "exit_process(main)",
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "\ninterrupted\n")
+
+
 @pytest.mark.parametrize("before", ["", "import jax"], ids=["before JAX", "after JAX"])
 def test_an_interrupt_outside_an_import_runs_finally(before):
     done = run_lines(

@@ -71,7 +71,7 @@ def test_a_command_is_named_as_it_was_run(file, words, monkeypatch):
     [
         (["srve"], "did you mean serve?"),
         (["Generate"], "did you mean generate?"),
-        (["xyzzy"], "commands are generate, serve"),
+        (["xyzzy"], "commands are demo, generate, serve"),
         ([""], "commands are"),
         (["--bogus"], "--bogus is not known"),
     ],
