@@ -43,7 +43,7 @@ def has_type(value: Any, annotation: Any) -> bool:
     if annotation in (int, float):
         return isinstance(value, Integral if annotation is int else Real) and not isinstance(value, bool)
     if origin in (list, tuple, Sequence):
-        if not isinstance(value, origin) or isinstance(value, str):
+        if not isinstance(value, origin) or isinstance(value, str | bytes | bytearray):
             return False
         # There may be as many token ids as the vocabulary has: their types first, at the speed of C.
         return set(map(type, value)) <= {arguments[0]} or all(has_type(each, arguments[0]) for each in value)

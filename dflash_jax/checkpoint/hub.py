@@ -50,4 +50,23 @@ def resolve(name: str | Path, revision: str | None = None, download_dir: str | P
             )
     except Exception as e:  # the hub's client raises many unrelated types
         reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
-        raise InputError(f"{name} is neither a directory nor a repo that can be downloaded: {reason}") from None
+        hint = _what_to_do(e, download_dir)
+        message = f"{name} is neither a directory nor a repo that can be downloaded: {reason.rstrip('.')}. {hint}"
+        raise InputError(message) from None
+
+
+def _what_to_do(error: Exception, download_dir: str | Path | None) -> str:
+    """Advice for a download that failed."""
+    from huggingface_hub import constants, errors
+
+    where = download_dir or constants.HF_HUB_CACHE
+    if isinstance(error, errors.GatedRepoError):
+        return "It is gated: accept its terms on huggingface.co, and set HF_TOKEN"
+    if isinstance(error, errors.RevisionNotFoundError):
+        return "Give another revision"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return "Is the name right? A private repo needs HF_TOKEN, with a token that may read it"
+    copy = "Give a local directory, or copy the repo from a machine with a network (hf download) to"
+    if constants.HF_HUB_OFFLINE:
+        return f"HF_HUB_OFFLINE is set, and {where} does not have it. {copy} that place, or unset HF_HUB_OFFLINE"
+    return f"The hub was not reached, or did not answer. {copy} {where}; HF_HOME and --download-dir move that place"

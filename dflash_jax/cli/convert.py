@@ -36,7 +36,8 @@ def make_parser() -> argparse.ArgumentParser:
     p.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: each tensor's own")
     p.add_argument("--mesh", default="", metavar="data=2,tensor=4", help="shards for such a mesh")
     p.add_argument("--quantize", choices=["none", "int8", "fp8"], help=f"as for {program('generate')}")
-    p.add_argument("--revision", help="of the repo")
+    p.add_argument("--revision", metavar="REV", help="branch, tag or commit of the repo")
+    p.add_argument("--download-dir", metavar="DIR", help="where repos are kept (default: Hugging Face's cache)")
 
     p = _add(
         commands,
@@ -82,7 +83,7 @@ def hf_to_orbax(args) -> int:
     from dflash_jax.checkpoint.hub import resolve
     from dflash_jax.checkpoint.load import open_any
 
-    directory = resolve(args.src, args.revision)
+    directory = resolve(args.src, args.revision, args.download_dir)
     source, module = open_any(directory, layout)
     options = {"dtype": args.dtype, "quantize": args.quantize}
     orbax.convert(source, module, directory, Path(args.dst), layout, options, bar_of_tensors)

@@ -139,12 +139,17 @@ def exit_process(main: Callable[[], int]) -> NoReturn:
         print("\ninterrupted", file=sys.stderr)
         code = INTERRUPTED
     if code == INTERRUPTED:
-        for stream in filter(None, (sys.stdout, sys.stderr)):
-            # A closed stream raises ValueError.
-            with suppress(OSError, ValueError):
-                stream.flush()
-        os._exit(code)
+        leave(code)
     sys.exit(code)
+
+
+def leave(code: int) -> NoReturn:
+    """Ends the process at once, with what was written to its streams, whatever its threads do."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        # A closed stream raises ValueError.
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
 
 
 def run_async(main: Coroutine[Any, Any, T]) -> T:

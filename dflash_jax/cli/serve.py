@@ -10,9 +10,10 @@ import socket
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import cast
 
-from dflash_jax.cli.options import exit_code, llm_options, set_platform
+from dflash_jax.cli.options import exit_code, leave, llm_options, set_platform
 from dflash_jax.errors import InputError
 from dflash_jax.server import transport
 
@@ -147,14 +148,18 @@ def run(args, system) -> int:
         # A local client could choose its address by a header.
         proxy_headers=False,
     )
+    runner = Runner(config, serving, args.drain_s, args.exit_on_failure, args.warm_up == "full")
     try:
-        runner = Runner(config, serving, args.drain_s, args.exit_on_failure, args.warm_up == "full")
-        return asyncio.run(runner.serve_until_drained(listening, transport.url(listening, tls is not None)))
+        code = asyncio.run(runner.serve_until_drained(listening, transport.url(listening, tls is not None)))
     finally:
         serving.stop_workers()
         transport.close(listening, args.uds)
         if tracer is not None:
             tracer.flush()
+    if runner.is_warming:
+        # A compilation cannot be interrupted, and the interpreter would crash or wait.
+        leave(code)
+    return code
 
 
 class Runner:
@@ -175,6 +180,7 @@ class Runner:
 
         self.serving, self.drain_s, self.is_full, self.code = serving, drain_s, is_full, 0
         self.server = uvicorn.Server(config)
+        self._warming = threading.Thread(target=self._warm_up, name="warm-up", daemon=True)
         # Ours, so that a first signal drains.
         self.server.handle_exit = self._on_signal
         if exit_on_failure:
@@ -184,20 +190,25 @@ class Runner:
         """Serves ``listening``, which clients reach at ``url``: the exit code."""
         self._loop = asyncio.get_running_loop()
         log.info("listening on %s, warming up", url)
-        threading.Thread(target=self._warm_up, name="warm-up", daemon=True).start()
+        self._warming.start()
         await self.server.serve(sockets=[listening])
         self.serving.warm_up.stop()
         if self.serving.is_ready:
             await asyncio.to_thread(self.serving.engine.stop)
         return self.code
 
+    @property
+    def is_warming(self) -> bool:
+        """Whether programs are still being compiled."""
+        return self._warming.is_alive()
+
     def _warm_up(self) -> None:
         serving, warm = self.serving, self.serving.warm_up
         try:
-            others = threading.Thread(target=serving.prepare, name="prepare", daemon=True)
-            others.start()
-            warm.all() if self.is_full else warm.first()
-            others.join()
+            with ThreadPoolExecutor(1, "prepare") as beside:
+                prepared = beside.submit(serving.prepare)
+                warm.all() if self.is_full else warm.first()
+                prepared.result()
             serving.engine.start()
         except Exception:
             log.exception("warm-up failed")
@@ -211,7 +222,10 @@ class Runner:
         if warm.compiled < warm.total:
             log.info("compiling %d programs beside requests", warm.total - warm.compiled)
             began = time.monotonic()
-            warm.others()
+            try:
+                warm.others()
+            except Exception:
+                log.exception("the other programs are not compiled: requests go on with those that are")
             log.info("%d of %d programs compiled after %.0f s", warm.compiled, warm.total, time.monotonic() - began)
 
     def _on_signal(self, sig: int, frame) -> None:

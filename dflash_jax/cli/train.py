@@ -6,6 +6,7 @@ import sys
 from importlib.util import find_spec
 from typing import Any
 
+from dflash_jax.cli.aliases import add_aliases, take_aliases
 from dflash_jax.cli.options import Parser, exit_code, program, set_platform
 from dflash_jax.errors import InputError
 from dflash_jax.parallel.devices import mesh_for
@@ -31,15 +32,59 @@ def tell(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """The parser of the command line."""
+# Options of each command, which its help lists. All are accepted by every command, so that one line of options or one
+# TOML serves them all.
+FRESH = "draft_config layers block_size taps intermediate_size sliding_window mask_token_id start_layers"
+COMMON = "target revision download_dir output dtype mesh"
+DATA = f"{COMMON} data skip_bad_lines sequence_length"
+GENERATION = "temperature max_new_tokens thinking slots"
+ONLY = {
+    "regenerate": f"{COMMON} data skip_bad_lines draft draft_revision seed {GENERATION}",
+    "cache": f"{DATA} draft draft_revision features rows loss {FRESH}",
+    "evaluate": f"{COMMON} draft draft_revision held_out evaluate_prompts evaluate_tokens seed",
+    "tokens": f"{DATA} draft_vocabulary",
+}
+# Of fit, and of export, which reads the checkpoints of a run with the same options.
+NOT_OF_FIT = f"draft_vocabulary {GENERATION}"
+
+
+def options_of(command: str) -> list[str]:
+    """Names of the settings that a command reads."""
+    names = ONLY[command].split() if command in ONLY else [n for n in FIELDS if n not in NOT_OF_FIT.split()]
+    return [name for name in FIELDS if name in names]
+
+
+class _Help(argparse.Action):
+    """``--help``: of the command before it, or of all."""
+
+    def __init__(self, option_strings, dest, **options):
+        text = "list the options of the command before it, and exit"
+        super().__init__(option_strings, argparse.SUPPRESS, default=argparse.SUPPRESS, nargs=0, help=text)
+
+    def __call__(self, parser, namespace, values, option_string=None) -> None:
+        make_parser(getattr(namespace, "command", None)).print_help()
+        parser.exit()
+
+
+def make_parser(command: str | None = None) -> argparse.ArgumentParser:
+    """The parser of the command line.
+
+    Args:
+        command: Whose help it prints; None: of all, without their options.
+    """
+    prog = program("train")
+    commands = "\n".join(f"  {each:12}{text}" for each, text in COMMANDS.items())
     p = Parser(
-        prog=program("train"),
-        description=__doc__,
+        prog=prog,
+        usage=f"{prog} {command or 'COMMAND'} [OPTION ...]",
+        description=__doc__ if command is None else f"{COMMANDS[command][0].upper()}{COMMANDS[command][1:]}.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="\n".join(f"{name:12}{text}" for name, text in COMMANDS.items()),
+        epilog=f"commands:\n{commands}\n\n{prog} COMMAND --help lists a command's options." if command is None else "",
+        add_help=False,
     )
-    p.add_argument("command", choices=COMMANDS)
+    p.register("action", "command_help", _Help)
+    p.add_argument("command", choices=COMMANDS, help=argparse.SUPPRESS)
+    p.add_argument("-h", "--help", action="command_help")
     p.add_argument(
         "--config",
         metavar="NAME|FILE",
@@ -47,6 +92,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--platform", help="cpu, cuda or tpu (default: the best there is)")
     p.add_argument("--distributed", action="store_true", help="several processes as one")
+    shown = options_of(command) if command is not None else []
     for name, f in FIELDS.items():
         kind, many = f.metadata["kind"], isinstance(f.default, tuple)
         flag, text = "--" + name.replace("_", "-"), f.metadata["help"].replace("%", "%%")
@@ -55,7 +101,9 @@ def make_parser() -> argparse.ArgumentParser:
         options: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
         if many:
             options["nargs"] = "+"
+        text = text if name in shown else argparse.SUPPRESS
         p.add_argument(flag, dest=name, default=None, help=text, **options)
+    add_aliases(p)
     return p
 
 
@@ -72,6 +120,7 @@ def main(argv: list[str] | None = None) -> int:
 
     def command() -> int:
         args = make_parser().parse_args(argv)
+        take_aliases(args)
         config, meshes = read_config(args)
         if args.distributed:
             from dflash_jax.parallel import distributed
@@ -100,7 +149,8 @@ def run(command: str, config: TrainConfig, meshes: dict[str, str]) -> int:
         from dflash_jax.training.regenerate import regenerate
 
         # Prompts that have little in common: to keep their beginnings costs more than it spares.
-        options = {"dtype": config.dtype, "mesh": config.mesh, "slots": config.slots, "prefix_bytes": 0}
+        options: dict[str, Any] = {"dtype": config.dtype, "mesh": config.mesh, "slots": config.slots, "prefix_bytes": 0}
+        options |= {"draft_revision": config.draft_revision, **config.target_options}
         llm = LLM(config.target, config.draft, **options)
         path = config.directory / "regenerated.jsonl"
         count = regenerate(config, llm, path, tell)

@@ -94,9 +94,7 @@ class Prompts:
                 raise InputError("a prompt is not text that UTF-8 can hold") from None
         else:
             values = prompt.tolist() if hasattr(prompt, "tolist") else prompt  # pyright: ignore
-            if not isinstance(values, Sequence) or not (
-                set(map(type, values)) <= {int} or has_type(values, Sequence[int])
-            ):
+            if not has_type(values, Sequence[int]):
                 raise InputError(f"{name} is {shown(prompt)}: it must be {PROMPT_FORM}")
             ids = list(map(int, values))
         vocab = self.config.vocab_size

@@ -2,6 +2,7 @@
 
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from dflash_jax.checkpoint.config_files import find_config, read_toml_file
 from dflash_jax.errors import InputError
@@ -10,7 +11,7 @@ from dflash_jax.parallel.devices import check_meshes
 LOSSES, WEIGHTS, OPTIMIZERS = ("cross-entropy", "kl", "hybrid"), ("decay", "d-pace"), ("adamw", "muon")
 # Fields that may differ between a run and its continuation.
 FREE = {
-    "draft_vocabulary",
+    *("draft_vocabulary", "download_dir"),
     *("output", "mesh", "log_every", "save_every", "keep", "evaluate_every", "evaluate_prompts", "evaluate_tokens"),
     *("tensorboard", "wandb", "held_out", "skip_bad_lines", "temperature", "max_new_tokens", "thinking", "slots"),
 }
@@ -34,6 +35,9 @@ class TrainConfig:
 
     target: str | None = option(None, "target: directory or repo id (default: the bundled tiny one)", str)
     draft: str | None = option(None, "drafter to start from: directory or repo id (default: a fresh one)", str)
+    revision: str | None = option(None, "branch, tag or commit of the target's repo", str)
+    draft_revision: str | None = option(None, "likewise, of the drafter's", str)
+    download_dir: str | None = option(None, "where repos are kept (default: Hugging Face's cache)", str)
     output: str = option("run", "directory of this run: checkpoints, logs, the exported drafter")
     data: tuple[str, ...] = option((), "JSON lines: messages, text, or what regenerate wrote", str)
     held_out: str | None = option(None, "JSON lines whose prompts the acceptance length is measured on", str)
@@ -83,6 +87,11 @@ class TrainConfig:
     max_new_tokens: int = option(1024, "of each answer that regenerate writes")
     thinking: bool | None = option(None, "whether regenerate lets the target think (default: its template's)", bool)
     slots: int = option(32, "prompts that regenerate continues at a time")
+
+    @property
+    def target_options(self) -> dict[str, Any]:
+        """Where an `LLM` finds the target's repo: its revision, and the directory of downloads."""
+        return {"revision": self.revision, "download_dir": self.download_dir}
 
     @property
     def directory(self) -> Path:

@@ -21,7 +21,7 @@ def write_draft_tokens(config: TrainConfig, tell: Callable[[str], None]) -> None
 
     The file goes beside the exported drafter of ``config.output``; without one, into ``config.output`` itself.
     """
-    target = TINY / "target" if config.target is None else resolve(config.target)
+    target = TINY / "target" if config.target is None else resolve(config.target, **config.target_options)
     rows = read_rows(config, Tokenizer(target), check_target(target).vocab_size, tell)
     ids = frequent_tokens(rows, config.draft_vocabulary)
     learned = np.concatenate([d.tokens[d.mask] for d in rows.documents])

@@ -82,7 +82,9 @@ def raw_config(config: TrainConfig, llm: LLM) -> dict:
         InputError: It does not fit the target, or a number in ``config`` contradicts a given drafter.
     """
     if config.draft is not None:
-        raw, parsed = read_config_file(resolve(config.draft), dflash.read_config)
+        raw, parsed = read_config_file(
+            resolve(config.draft, config.draft_revision, config.download_dir), dflash.read_config
+        )
     elif config.draft_config is not None:
         raw, parsed = read_config_file(Path(config.draft_config), dflash.read_config)
     else:
@@ -126,7 +128,7 @@ def starting_drafter(config: TrainConfig, raw: dict, target: Decoder) -> Drafter
     With ``start_layers``, a random drafter's layers are copies of the target's.
     """
     if config.draft is not None:
-        return load_drafter(resolve(config.draft))
+        return load_drafter(resolve(config.draft, config.draft_revision, config.download_dir))
     drafter = Drafter(dflash.read_config(raw), rngs=nnx.Rngs(config.seed))
     if config.start_layers:
         copy_layers(drafter, target, config.start_layers)

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -155,7 +156,14 @@ def evaluate(config: TrainConfig, tell: Callable[[str], None]) -> dict[str, dict
     """
     exported = config.directory / "draft"
     draft = config.draft if config.draft is not None and not exported.exists() else str(exported)
-    llm = LLM(config.target, draft, dtype=config.dtype, mesh=config.mesh or "", prefix_bytes=0)
+    revision = config.draft_revision if draft == config.draft else None
+    options: dict[str, Any] = {
+        "dtype": config.dtype,
+        "mesh": config.mesh or "",
+        "prefix_bytes": 0,
+        "draft_revision": revision,
+    }
+    llm = LLM(config.target, draft, **options, **config.target_options)
     prompts = read_held_out(config, llm)
     if not prompts:
         raise InputError("evaluate needs --held-out: a file of JSON lines with prompts")

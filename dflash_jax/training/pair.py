@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.llm import LLM
@@ -50,7 +51,8 @@ def open_pair(config: TrainConfig) -> Pair:
     Raises:
         InputError: A checkpoint or configuration does not fit.
     """
-    llm = LLM(config.target, None, dtype=config.dtype, mesh=Layout.parse(config.mesh or ""), prefix_bytes=0)
+    options: dict[str, Any] = {"dtype": config.dtype, "mesh": Layout.parse(config.mesh or ""), "prefix_bytes": 0}
+    llm = LLM(config.target, None, **options, **config.target_options)
     if config.sequence_length > llm.config.max_positions:
         most = llm.config.max_positions
         raise InputError(f"sequence_length {config.sequence_length}: the target has {most} positions")

@@ -1,0 +1,40 @@
+"""Repositories that cannot be downloaded: the error says what to do."""
+
+import pytest
+from huggingface_hub import constants, errors
+
+from dflash_jax.checkpoint.hub import resolve
+from dflash_jax.errors import InputError
+
+
+def failing(error: Exception):
+    def snapshot_download(name, **options):
+        raise error
+
+    return snapshot_download
+
+
+@pytest.mark.parametrize(
+    ("kind", "advice"),
+    [
+        (errors.GatedRepoError, "It is gated: accept its terms on huggingface.co, and set HF_TOKEN"),
+        (errors.RepositoryNotFoundError, "A private repo needs HF_TOKEN"),
+        (errors.RevisionNotFoundError, "Give another revision"),
+        (errors.LocalEntryNotFoundError, "The hub was not reached, or did not answer. Give a local directory, or copy"),
+        (ConnectionError, "HF_HOME and --download-dir move that place"),
+    ],
+)
+def test_a_download_that_fails_names_the_repo_and_what_to_do(kind, advice, monkeypatch):
+    error = kind.__new__(kind)
+    Exception.__init__(error, "reason")
+    monkeypatch.setattr("huggingface_hub.snapshot_download", failing(error))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    with pytest.raises(InputError, match=r"^a/b is neither a directory nor a repo that can be downloaded") as failure:
+        resolve("a/b")
+    assert advice in str(failure.value)
+
+
+def test_offline_the_error_names_the_place_that_was_searched(monkeypatch, tmp_path):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(InputError, match=rf"HF_HUB_OFFLINE is set, and {tmp_path} does not have it. Give a local"):
+        resolve("a/b", download_dir=tmp_path)

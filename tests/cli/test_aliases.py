@@ -1,0 +1,99 @@
+"""Other names of the options, in every command; options of repositories; the help of each command of `train`."""
+
+import pytest
+
+from dflash_jax.aliases import ALIASES, REQUEST_ALIASES
+from dflash_jax.cli import arguments, benchmark, plan, serve_arguments, train
+from dflash_jax.cli.aliases import READ_APART, take_aliases
+from dflash_jax.errors import InputError
+from dflash_jax.training.config import FIELDS, TrainConfig
+
+PARSERS = {
+    "generate": (arguments.make_parser, []),
+    "serve": (serve_arguments.make_parser, []),
+    "benchmark": (benchmark.make_parser, ["--data", "x.jsonl"]),
+    "plan": (plan.make_parser, []),
+    "train": (train.make_parser, ["fit"]),
+}
+COMMON = [
+    (["--max-model-len", "100"], "max_len", 100),
+    (["--context-length", "100"], "max_len", 100),
+    (["--max-num-seqs", "3"], "slots", 3),
+    (["--max-tokens", "5"], "max_new_tokens", 5),
+    (["--model-path", "a/b"], "target", "a/b"),
+    (["--spec-model", "a/d"], "draft", "a/d"),
+    (["--gpu-memory-utilization", "0.5"], "mem_fraction", 0.5),
+    (["--quantization", "fp8"], "quantize", "fp8"),
+    (["-tp", "2", "--data-parallel-size", "4"], "mesh", "data=4,tensor=2"),
+    (["--spec-tokens", "7"], "max_block_size", 8),
+    (["--device", "gpu"], "platform", "cuda"),
+]
+
+
+def parse(command: str, words: list[str]):
+    make_parser, required = PARSERS[command]
+    args = make_parser().parse_args([*required, *words])
+    take_aliases(args)
+    return args
+
+
+@pytest.mark.parametrize("command", PARSERS)
+def test_a_command_that_has_an_option_has_its_other_names(command):
+    dests = {action.dest for action in PARSERS[command][0]()._actions}
+    cases = [case for case in COMMON if case[1] in dests]
+    assert len(cases) >= 5
+    for words, name, value in cases:
+        assert getattr(parse(command, words), name) == value
+
+
+@pytest.mark.parametrize("command", PARSERS)
+def test_a_command_has_each_name_of_the_table_for_the_options_it_has(command):
+    parser = PARSERS[command][0]()
+    dests = {action.dest for action in parser._actions if action.help != "==SUPPRESS=="}
+    for alias in (*ALIASES, *REQUEST_ALIASES):
+        if READ_APART.get(alias.dest, alias.dest) in dests:
+            assert set(alias.names) <= parser._option_string_actions.keys()
+
+
+@pytest.mark.parametrize("command", ["generate", "serve", "benchmark"])
+def test_speculative_config_of_vllm_names_the_drafter(command):
+    config = '{"model": "a/d", "num_speculative_tokens": 7, "revision": "v1"}'
+    args = parse(command, ["--speculative-config", config])
+    assert (args.draft, args.max_block_size, args.draft_revision) == ("a/d", 8, "v1")
+    with pytest.raises(InputError, match="num_speculative_tokens is '7': it must be a whole number"):
+        parse(command, ["--speculative-config", '{"num_speculative_tokens": "7"}'])
+
+
+@pytest.mark.parametrize("command", ["generate", "serve", "benchmark", "train"])
+def test_a_command_that_loads_a_model_has_the_options_of_repositories(command):
+    args = parse(command, ["--revision", "v1", "--draft-revision", "v2", "--download-dir", "d"])
+    assert (args.revision, args.draft_revision, args.download_dir) == ("v1", "v2", "d")
+
+
+@pytest.mark.parametrize("command", train.COMMANDS)
+def test_a_command_of_train_lists_the_options_it_reads(command, capsys):
+    with pytest.raises(SystemExit) as exit:
+        train.make_parser().parse_args([command, "--help"])
+    out = capsys.readouterr().out
+    assert exit.value.code == 0
+    assert f"train {command} [OPTION ...]" in out
+    shown = {
+        name for name in FIELDS if f"  --{name.replace('_', '-')} " in out or f"  --{name.replace('_', '-')}," in out
+    }
+    assert shown == set(train.options_of(command))
+    assert {"target", "revision", "output"} <= shown
+    assert ("learning_rate" in shown) == (command in ("fit", "export"))
+
+
+def test_help_of_train_lists_the_commands_alone(capsys):
+    with pytest.raises(SystemExit):
+        train.make_parser().parse_args(["--help"])
+    out = capsys.readouterr().out
+    assert all(f"  {command} " in out for command in train.COMMANDS)
+    assert "--learning-rate" not in out
+
+
+def test_train_takes_its_command_behind_options_and_options_of_other_commands():
+    args = train.make_parser().parse_args(["--rows", "4", "evaluate", "--epochs", "2"])
+    assert (args.command, args.rows, args.epochs) == ("evaluate", 4, 2)
+    assert TrainConfig(revision="v1", target="a/b").target_options == {"revision": "v1", "download_dir": None}

@@ -1,0 +1,144 @@
+"""Wrong arguments of the library: the error is an InputError that names the argument and the form expected."""
+
+import inspect
+import re
+from dataclasses import fields
+
+import numpy as np
+import pytest
+
+from dflash_jax import LLM, InputError, SamplingParams
+from dflash_jax.argument_checks import has_type, hints_of
+from dflash_jax.frontend.keywords import KEYWORDS
+from dflash_jax.frontend.llm_config import LLMConfig
+
+VALUES = [
+    *("8", "", 5, -1, 1.5, float("nan"), float("inf"), 2**80, True, None, b"x"),
+    *(
+        [],
+        [1],
+        [1.5],
+        [None],
+        ["a"],
+        (),
+        {},
+        {"a": 1},
+        {1: "a"},
+        set(),
+        object(),
+        np.float32(2),
+        np.array([1.5]),
+        print,
+    ),
+]
+PARAMS = {field.name: field for field in fields(SamplingParams)}
+CONFIG = {field.name: field for field in fields(LLMConfig)}
+OWN_FORM = ("prompts", "prompt", "messages")
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return LLM(draft=None, slots=2, max_len=64)
+
+
+def refused_by_name(call, name: str) -> bool:
+    """Whether a call is refused, with an error that names the argument."""
+    message = None
+    try:
+        call()
+    except InputError as e:
+        message = str(e)
+    if message is not None:
+        assert re.search(rf"\b{name.replace('_', '[_ ]')}\b", message), (name, message)
+        assert "\n" not in message
+    return message is not None
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_a_sampling_parameter_of_a_wrong_type_is_named(name):
+    for value in VALUES:
+        is_refused = refused_by_name(lambda value=value: SamplingParams(**{name: value}), name)
+        is_right = has_type(value, hints_of(SamplingParams)[name])
+        # NumPy's arrays are lists, and None is an empty collection.
+        assert is_refused or is_right or value is None or hasattr(value, "tolist")
+
+
+@pytest.mark.parametrize("name", CONFIG)
+def test_a_keyword_of_the_llm_of_a_wrong_type_is_named(name):
+    for value in VALUES:
+        if not has_type(value, hints_of(LLMConfig)[name]):
+            assert refused_by_name(lambda value=value: LLM(**{name: value}), name), value
+
+
+@pytest.mark.parametrize("name", KEYWORDS)
+def test_a_keyword_of_another_server_of_a_wrong_type_is_named(name):
+    for value in (object(), b"x", {1, 2}):
+        assert refused_by_name(lambda value=value: LLM(**{name: value}), name)
+
+
+@pytest.mark.parametrize("method", ["generate", "chat", "stream", "pieces", "check"])
+def test_an_argument_of_a_method_of_a_wrong_type_is_named(method, llm):
+    call = getattr(llm, method)
+    hints = hints_of(call)
+    names = list(inspect.signature(call).parameters)
+    right = {names[0]: "x" if names[0] != "messages" else [{"role": "user", "content": "hi"}]}
+    for name in names[1:]:
+        for value in VALUES:
+            if not has_type(value, hints[name]):
+                assert refused_by_name(lambda name=name, value=value: call(**right, **{name: value}), name), (
+                    name,
+                    value,
+                )
+    with pytest.raises(InputError, match=rf"{method}\(\) has no argument 'parms': did you mean params\?"):
+        call(**right, parms=None)
+
+
+@pytest.mark.parametrize(
+    "wrong", [None, 5, 1.5, True, b"x", object(), {"prmpt": "x"}, [None], [[1.5]], [[True]], [[None]]]
+)
+def test_a_prompt_of_a_wrong_type_is_named(wrong, llm):
+    for call in (llm.generate, llm.check):
+        with pytest.raises(InputError, match=r"^prompts(\[0\])? (is|has) .*it must be a string, token ids"):
+            call(wrong)
+    if not isinstance(wrong, list) or wrong == [None]:
+        for call in (llm.stream, llm.pieces, llm.encode):
+            with pytest.raises(InputError, match=r"^prompt (is|has) .*it must be a string, token ids"):
+                call(wrong)
+
+
+@pytest.mark.parametrize(
+    "wrong", ["hi", None, 5, [], ["hi"], [[]], [{"content": "x"}], [{"role": 1}], [None], {"role": "user"}]
+)
+def test_messages_of_a_wrong_form_show_the_right_one(wrong, llm):
+    with pytest.raises(InputError, match=r'^messages (is|has) .*\{"role": "user", "content": "…"\}'):
+        llm.chat(wrong)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: SamplingParams(temprature=1), "no argument 'temprature': did you mean temperature"),
+        (lambda: LLM(temprature=1), "no argument 'temprature': SamplingParams has temperature"),
+        (lambda: LLM(modle="x"), "no argument 'modle': did you mean model"),
+        (lambda: LLM(xyzzy=1), "no argument 'xyzzy': known are target, "),
+        (lambda: LLM("a", model="b"), "target and model are one argument"),
+        (lambda: LLM(tp_size=1, tensor_parallel_size=1), "tp_size and tensor_parallel_size are one argument"),
+        (lambda: LLM(mesh="tensor=1", tensor_parallel_size=1), "mesh and tensor_parallel_size are one argument"),
+        (lambda: LLM(slots=4, max_num_seqs=4), "slots and max_num_seqs are one argument"),
+        (lambda: SamplingParams(max_tokens=1, max_new_tokens=2), "max_tokens and max_new_tokens are one parameter"),
+        (lambda: SamplingParams(temperature=float("nan")), "temperature is nan: it must be 0"),
+    ],
+)
+def test_misspelt_and_double_arguments_are_named(call, message):
+    with pytest.raises(InputError, match=re.escape(message)):
+        call()
+
+
+def test_numbers_and_arrays_of_numpy_are_token_ids_and_numbers(llm):
+    params = SamplingParams(max_tokens=np.int64(3), temperature=np.float32(0.0), stop_token_ids=np.array([1, 2]))
+    assert (params.max_tokens, params.stop_token_ids) == (3, [1, 2])
+    ids = [5, 6, 7]
+    (expected,) = llm.generate([ids], params)
+    for given in (np.array(ids), np.array([ids]), [np.array(ids)], [np.int32(i) for i in ids], tuple(ids)):
+        (output,) = llm.generate(given, params)
+        assert (output.prompt_ids, output.token_ids) == (ids, expected.token_ids)
