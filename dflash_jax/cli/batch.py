@@ -61,7 +61,7 @@ class Batch:
 
     def __init__(self, serving, app, output, concurrency: int, bar):
         self.serving, self.app, self.output, self.concurrency, self.bar = serving, app, output, concurrency, bar
-        self.answered = self.errors = self.tokens = 0
+        self.answered = self.errors = self.faults = self.tokens = 0
         self.began = time.perf_counter()
 
     def feed(self, entries: Iterator, loop: asyncio.AbstractEventLoop, queue: asyncio.Queue) -> None:
@@ -107,6 +107,7 @@ class Batch:
                 raise entry
             self._places.release()
             if isinstance(entry, Fault):
+                self.faults += 1
                 self._tell(entry, f"{entry.code}: {entry.message}")
                 error = {"code": entry.code, "message": entry.message, "line": entry.line}
                 self.output.write(entry.custom_id, None, error)
@@ -144,6 +145,11 @@ class Batch:
         self.bar.write(f"line {entry.line}: {' '.join(text.split())}", file=sys.stderr)
 
     @property
+    def has_no_request(self) -> bool:
+        """Whether lines were read and none of them is a request."""
+        return 0 < self.faults == self.answered + self.errors
+
+    @property
     def tokens_per_s(self) -> float:
         """New tokens per second so far."""
         return self.tokens / max(time.perf_counter() - self.began, 1e-9)
@@ -178,7 +184,7 @@ def run(batch_args, args, system) -> int:
         system: The system of ``--config``, or None.
 
     Returns:
-        The exit code.
+        The exit code: 1 where the engine failed or no line is a valid request, 130 where the run was interrupted.
     """
     from dflash_jax.engine.engine import EngineError
 
@@ -212,6 +218,8 @@ def run(batch_args, args, system) -> int:
                 code, reason = 130, "interrupted (the same command goes on): "
             except EngineError as e:
                 code, reason = 1, f"the engine failed ({e}; the same command goes on): "
+    if code == 0 and batch.has_no_request and not before:
+        code, reason = 1, f"{batch_args.input_file} has no valid request: "
     print(f"{reason}{batch.summary(before)}", file=sys.stderr)
     return code
 

@@ -316,15 +316,16 @@ class LLM(Prompts):
     def _finished(self, sequences: list[TextSequence]) -> Iterator[TextSequence]:
         """Runs sequences, and yields each when it ends."""
         self._submit(sequences)
-        left = sequences
+        running = sequences
         try:
-            while left:
+            while running:
                 self._sync_engine.step()
-                for sequence in left:
-                    if sequence.request.finish_reason:
-                        sequence.raise_failure()
-                        yield sequence
-                left = [sequence for sequence in left if sequence.request.finish_reason is None]
+                # Before the first is yielded: the caller may step the engine, and others then end.
+                ended = [sequence for sequence in running if sequence.request.finish_reason]
+                running = [sequence for sequence in running if sequence.request.finish_reason is None]
+                for sequence in ended:
+                    sequence.raise_failure()
+                    yield sequence
         finally:
             self._sync_engine.leave(sequences)
 

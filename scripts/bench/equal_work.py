@@ -21,12 +21,12 @@ ROOT = Path(__file__).parents[2]
 PUBLISHED = ROOT / "dflash_jax/assets/published.json"
 MEASURED = ROOT / "benchmarks/decode-h200-qwen3.6-35b-a3b-triton.json"
 NAME, CONTEXT = "qwen3.6-35b-a3b", 2048
-BATCHES, WIDTHS = (1, 8, 16, 32), (1, 8, 16)
+BATCHES, BLOCK_SIZES = (1, 8, 16, 32), (1, 8, 16)
 
 INTRODUCTION = """# Equal work: a round beside SGLang's
 
-`python scripts/bench/equal_work.py`. Qwen3.6-35B-A3B, bfloat16. A round of width 1 is a plain decoding step; of width 8
-or 16, one round of DFlash.
+`python scripts/bench/equal_work.py`. Qwen3.6-35B-A3B, bfloat16. A round of block size 1 is a plain decoding step; of
+block size 8 or 16, one round of DFlash.
 
 **SGLang, B200** is computed from the model card: acceptance length × concurrency / (tokens/s), the mean of the card's
 tasks, and the least and greatest of them in brackets. The card's tokens/s count the whole request, prefill too.
@@ -54,17 +54,17 @@ def gigabytes_of_an_expert(config: ModelConfig) -> float:
     return sum(3 * config.hidden_size * spec.intermediate_size for spec in specs) * 2 / 1e9
 
 
-def published_rounds(published: dict, batch: int, width: int) -> list[float]:
+def published_rounds(published: dict, batch: int, block_size: int) -> list[float]:
     """Milliseconds of SGLang's rounds, by task."""
     found = []
     for row in published["throughput"]:
-        if row["concurrency"] != batch or (width > 1 and row["block_size"] != width):
+        if row["concurrency"] != batch or (block_size > 1 and row["block_size"] != block_size):
             continue
         length = 1.0
-        if width > 1:
-            lengths = published["acceptance_length"][row["task"]][str(width)]
+        if block_size > 1:
+            lengths = published["acceptance_length"][row["task"]][str(block_size)]
             length = lengths["dflash"] if isinstance(lengths, dict) else lengths
-        rate = row["autoregressive" if width == 1 else "dflash"]
+        rate = row["autoregressive" if block_size == 1 else "dflash"]
         found.append(1e3 * length * batch / rate)
     return found
 
@@ -86,7 +86,7 @@ def page(published: dict, record: dict) -> str:
     card, config = DEVICES["b200"].bandwidth / 1e9, target()
     spec, expert = config.layers[0].ffn, gigabytes_of_an_expert(config)
     assert isinstance(spec, MoeSpec)
-    head = ["batch", "width", "SGLang, B200, ms", "ours, measured, H200, ms", "experts", "GB"]
+    head = ["batch", "block size", "SGLang, B200, ms", "ours, measured, H200, ms", "experts", "GB"]
     head += ["ours, scaled to a B200, ms", "experts", "SGLang / ours"]
     lines = [
         INTRODUCTION.format(
@@ -96,16 +96,16 @@ def page(published: dict, record: dict) -> str:
         "|---" * len(head) + "|",
     ]
     for batch in BATCHES:
-        for width in WIDTHS:
-            published_ms = published_rounds(published, batch, width)
+        for block_size in BLOCK_SIZES:
+            published_ms = published_rounds(published, batch, block_size)
             cells = [
                 str(batch),
-                str(width),
+                str(block_size),
                 f"{mean(published_ms):.1f} ({min(published_ms):.1f} to {max(published_ms):.1f})",
             ]
-            point = record["points"].get(f"batch {batch}, width {width}, context {CONTEXT}", {})
+            point = record["points"].get(f"batch {batch}, width {block_size}, context {CONTEXT}", {})
             if "round_ms" in point:
-                experts = experts_used(batch * width, spec)
+                experts = experts_used(batch * block_size, spec)
                 low, high = scaled(point, experts, expert, measured, card * part)
                 cells += [f"{point['round_ms']:.1f}", f"{point['experts_touched']:.0f}", f"{point['gb_a_round']:.1f}"]
                 cells += [f"{low:.1f} to {high:.1f}", str(experts)]

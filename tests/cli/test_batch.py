@@ -205,6 +205,15 @@ def test_a_batch_is_answered_as_the_library_does(tmp_path, capfd):
     assert {(a["custom_id"], a["error"] and a["error"]["line"]) for a in answers(path)} == set(found)
 
 
+@pytest.mark.parametrize(("text", "code"), [(b"{x\n[]\n", 1), (b"", 0)], ids=["no request", "no line"])
+def test_a_file_without_a_valid_request_fails_and_an_empty_one_does_not(tmp_path, capfd, text, code):
+    asked, path = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    asked.write_bytes(text)
+    assert batch.main(["-i", str(asked), "-o", str(path), *SMALL]) == code
+    assert (f"{asked} has no valid request: 0 answered, 2 errors" in capfd.readouterr().err) == (code == 1)
+    assert len(answers(path)) == 2 * code
+
+
 def test_bodies_that_are_nested_up_to_pythons_limit(tmp_path, capfd):
     """Each line has its answer or error, however deep the stack is where it is read and sent."""
     asked, path = tmp_path / "in.jsonl", tmp_path / "out.jsonl"

@@ -4,10 +4,12 @@ from dataclasses import replace
 from itertools import islice
 
 import pytest
+from tqdm import tqdm
 
 from dflash_jax import LLM, InputError, SamplingParams
 from dflash_jax.engine import model_runner
 from dflash_jax.engine.engine import EngineError
+from dflash_jax.frontend import llm as llm_module
 from dflash_jax.frontend.compare import divergence
 from dflash_jax.frontend.sequence import Piece
 from dflash_jax.frontend.sync_engine import SyncEngine
@@ -95,6 +97,29 @@ def test_after_an_interruption_it_goes_on(llm, monkeypatch):
         list(beside)
     (found,) = llm.generate(["def g("], PARAMS)
     same(llm, [found], [expected])
+
+
+def test_a_prompt_that_fails_between_two_results_raises(llm, monkeypatch):
+    """The engine may run while the caller has the second prompt's result; the first then ends unseen."""
+    submitted, submit = [], SyncEngine.submit
+
+    def remember(self, sequences, programs):
+        submitted.extend(sequences)
+        submit(self, sequences, programs)
+
+    class Bar(tqdm):
+        def update(self, n=1):
+            if (request := submitted[0].request).finish_reason is None:
+                llm.engine.abort(request)
+                llm.engine.step()
+                submitted[0].fail(EngineError("the first failed"))
+
+    monkeypatch.setattr(SyncEngine, "submit", remember)
+    monkeypatch.setattr(llm_module, "tqdm", Bar)
+    lengths = [replace(PARAMS, max_tokens=n) for n in (200, 1)]
+    with pytest.raises(EngineError, match="the first failed"):
+        llm.generate(["def f(", "import "], lengths)
+    assert llm.engine.running == 0
 
 
 def test_chats_share_their_beginning(llm):

@@ -352,9 +352,10 @@ class Bench:
         Those are the weights (of experts, those that are touched), keys and values of the context, and the recurrent
         state, read and written.
         """
-        rows = math.ceil(point.batch / self.layout.data)
-        context = rows * (2 * self.slot.state + self.slot.kv * point.context)
-        drafting = self.drafts.total + self.weights.head if point.block_size > 1 else 0.0
+        rows, drafts = math.ceil(point.batch / self.layout.data), point.block_size > 1
+        kv = self.slot.kv if drafts else self.slot.target_kv
+        context = rows * (2 * self.slot.state + kv * point.context)
+        drafting = self.drafts.total + self.weights.head if drafts else 0.0
         return self.weights.read(rows * point.block_size, touched) + drafting + context
 
     def compiled(self, point: Point) -> dict:
@@ -384,9 +385,9 @@ def count_of_experts(args, point: Point) -> int:
     tokens, spec = point.batch * point.block_size, specs[0]
     if args.experts == "even":
         return experts_used(tokens, spec)
-    least, most = spec.experts_per_token, min(spec.num_experts, tokens * spec.experts_per_token)
-    if not args.experts.isdecimal() or not least <= int(args.experts) <= most:
-        raise InputError(f"--experts {args.experts!r}: for {tokens} tokens it must be 'even' or {least} to {most}")
+    low, high = spec.experts_per_token, min(spec.num_experts, tokens * spec.experts_per_token)
+    if not args.experts.isdecimal() or not low <= int(args.experts) <= high:
+        raise InputError(f"--experts {args.experts!r}: for {tokens} tokens it must be 'even' or {low} to {high}")
     return int(args.experts)
 
 

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from dflash_jax.models.decoder import abstract_decoder
 from dflash_jax.ops.backend import XLA
 from dflash_jax.ops.kernels.cpu import calls as cpu
 from dflash_jax.parallel.sharding import ONE_DEVICE, Layout
-from dflash_jax.planner import read_shapes, weigh
+from dflash_jax.planner import Slot, read_shapes, weigh
 from dflash_jax.tools import compile_report
 from dflash_jax.tools.decode import bench as bench_decode
 from dflash_jax.tools.decode import pair as decode_pair
@@ -72,6 +73,15 @@ def test_every_part_is_timed(measured):
     assert plain["experts_touched"] <= wide["experts_touched"]
     assert wide["gb_a_round"] > plain["gb_a_round"]
     assert "| batch 2, width 4, context 64 |" in out.with_suffix(".md").read_text()
+
+
+@pytest.mark.parametrize(("block_size", "kv"), [(1, 3), (8, 3 + 5)])
+def test_a_round_reads_the_drafters_keys_only_where_it_drafts(block_size, kv):
+    weights = SimpleNamespace(head=0.0, read=lambda tokens, touched: 0.0)
+    bench = SimpleNamespace(
+        layout=ONE_DEVICE, slot=Slot(0, 0, 0, 3, 5), weights=weights, drafts=SimpleNamespace(total=0.0)
+    )
+    assert bench_decode.Bench.bytes(bench, Point(2, block_size, 100), None) == 2 * 100 * kv
 
 
 def test_what_is_there_is_not_measured_again(measured, capsys):
