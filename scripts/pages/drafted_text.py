@@ -1,38 +1,58 @@
-"""Writes docs/drafted.svg: the text that the bundled pair gives, with accepted drafts in green, as a terminal shows it.
+"""Writes docs/drafted.svg: what `dflash demo` prints, as a terminal shows it, with the figures of this machine.
 
 python scripts/pages/drafted_text.py
 """
 
 import argparse
+import os
+import re
+import subprocess
+import sys
 from html import escape
 from pathlib import Path
 
-from dflash_jax import LLM, Completion, SamplingParams
-from dflash_jax.frontend.sequence import Piece
-
 PICTURE = Path(__file__).parents[2] / "docs" / "drafted.svg"
-PROMPT = "def read_config(path):"
-COMMAND = f'$ dflash generate --prompt "{PROMPT}" --temperature 0.7 --seed 5 --block-size 8 --show-drafts'
-PARAMS = SamplingParams(temperature=0.7, seed=5, max_tokens=160)
 # Of a monospaced font of 14 px.
 COLUMN, LINE, MARGIN, COLUMNS = 8.43, 20, 16, 108
 GREY, WHITE, GREEN, BLACK = "#8b949e", "#e6edf3", "#56d364", "#0d1117"
 
 
-def segments() -> tuple[list[tuple[str, str]], float]:
-    """(text, colour) in order, and the mean acceptance length."""
-    *pieces, completion = LLM(block_size=8).pieces(PROMPT, PARAMS)
-    assert isinstance(completion, Completion)
-    parts = [(COMMAND + "\n", GREY), (PROMPT, WHITE)]
-    for piece in pieces:
-        if isinstance(piece, Piece):
-            parts += [(text, GREEN if is_draft else WHITE) for text, is_draft in piece.segments]
-    return parts, completion.mean_acceptance_length
+def wrapped(parts: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """The parts, with the end of a line wherever a terminal of `COLUMNS` would break it between words."""
+    result, column = [], 0
+    for text, colour in parts:
+        for piece in re.findall(r"\n|[^\S\n]*[^\s]+|[^\S\n]+", text):
+            if piece == "\n":
+                column = 0
+            elif column + len(piece) > COLUMNS:
+                piece = "\n" + piece.lstrip()
+                column = len(piece) - 1
+            else:
+                column += len(piece)
+            if result and result[-1][1] == colour:
+                piece = result.pop()[0] + piece
+            result.append((piece, colour))
+    return result
 
 
-def svg(parts: list[tuple[str, str]], note: str) -> str:
+def demo() -> list[tuple[str, str]]:
+    """(text, colour) in order."""
+    variables = {k: v for k, v in os.environ.items() if k != "NO_COLOR"} | {"FORCE_COLOR": "1"}
+    command = [sys.executable, "-m", "dflash_jax.demo"]
+    output = subprocess.run(command, env=variables, stdout=subprocess.PIPE, text=True, check=True).stdout
+    colours = {"32": GREEN, "0": WHITE}
+    parts, colour = [("$ dflash demo\n", GREY)], WHITE
+    for piece in re.split(r"(\033\[\d+m)", output.rstrip("\n")):
+        if match := re.fullmatch(r"\033\[(\d+)m", piece):
+            colour = colours[match[1]]
+        elif piece:
+            parts.append((piece, colour))
+    return wrapped(parts)
+
+
+def svg(parts: list[tuple[str, str]]) -> str:
     texts, row, column = [], 0, 0
-    for text, colour in [*parts, (f"\n\n{note}", GREY)]:
+    for text, colour in parts:
         for i, line in enumerate(text.split("\n")):
             if i:
                 row, column = row + 1, 0
@@ -56,6 +76,4 @@ def svg(parts: list[tuple[str, str]], note: str) -> str:
 
 if __name__ == "__main__":
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    drawn, length = segments()
-    note = f"green: accepted drafts; white: the target's own tokens; {length:.2f} tokens a round"
-    PICTURE.write_text(svg(drawn, note), encoding="utf-8")
+    PICTURE.write_text(svg(demo()), encoding="utf-8")
