@@ -9,8 +9,8 @@ from dflash_jax.frontend.other_flags import NOTHING, REFUSED, is_neutral, read_w
 
 # Options that are more than another name, by the option that a parser has for each.
 READ_APART = {
-    "tensor": "mesh",
-    "data": "mesh",
+    "tensor_parallel": "mesh",
+    "data_parallel": "mesh",
     "speculative_config": "max_block_size",
     "speculative_algorithm": "max_block_size",
     "reasoning_config": "chat_template",
@@ -91,7 +91,7 @@ def take_aliases(args: argparse.Namespace) -> None:
     given.pop("speculative_algorithm", None)
     if (config := given.pop("speculative_config", None)) is not None:
         given.update(check_speculative_config(config, "--speculative-config"))
-    parts = {axis: given.pop(axis) for axis in ("tensor", "data") if axis in given}
+    parts = {axis: given.pop(f"{axis}_parallel") for axis in ("tensor", "data") if f"{axis}_parallel" in given}
     if parts:
         if args.mesh is not None:
             raise InputError(f"--mesh {args.mesh} and a number of devices: give one of them")

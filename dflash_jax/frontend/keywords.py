@@ -29,7 +29,7 @@ OTHERS = {
     for name in read_word(word)[0]
     if name.startswith("--")
 }
-AXES = ("tensor", "data")
+AXES = ("tensor_parallel", "data_parallel")
 SERVER_ONLY = {alias.dest for alias in ALIASES} | {"max_num_batched_tokens", "max_logprobs", "served_model_name"}
 
 
@@ -53,7 +53,7 @@ def with_other_names(own: Mapping[str, Any], others: Mapping[str, Any]) -> dict[
             givers[field] = name
             (axes if field in AXES else result)[field] = setting
     if axes:
-        result["mesh"] = ",".join(f"{axis}={n}" for axis, n in sorted(axes.items()))
+        result["mesh"] = ",".join(f"{axis.removesuffix('_parallel')}={n}" for axis, n in sorted(axes.items()))
     return result
 
 

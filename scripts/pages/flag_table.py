@@ -38,7 +38,7 @@ def with_an_effect() -> list[str]:
     for alias in ALIASES:
         option = "--" + alias.dest.replace("_", "-")
         value = "" if alias.const is None else f" {str(alias.const).lower()}"
-        special = {"--tensor": "--mesh tensor=N", "--data": "--mesh data=N"}
+        special = {"--tensor-parallel": "--mesh tensor=N", "--data-parallel": "--mesh data=N"}
         special |= {"--speculative-config": "--draft, --draft-revision and the largest block, from JSON"}
         special |= {"--speculative-algorithm": "must be DFLASH"}
         special |= {"--reasoning-config": "must name `<think>` and `</think>`"}

@@ -97,3 +97,10 @@ def test_train_takes_its_command_behind_options_and_options_of_other_commands():
     args = train.make_parser().parse_args(["--rows", "4", "evaluate", "--epochs", "2"])
     assert (args.command, args.rows, args.epochs) == ("evaluate", 4, 2)
     assert TrainConfig(revision="v1", target="a/b").target_options == {"revision": "v1", "download_dir": None}
+
+
+@pytest.mark.parametrize(("command", "words"), [("benchmark", []), ("train", ["--data", "x.jsonl"])])
+def test_numbers_of_devices_leave_the_data_as_it_is(command, words):
+    args = parse(command, [*words, "--tp", "2"])
+    assert [str(path) for path in args.data] == ["x.jsonl"]
+    assert args.mesh == "tensor=2"
