@@ -36,8 +36,9 @@ hypothesis.settings.load_profile("untimed")
 
 
 LONGEST = (
-    *("tests/mesh", "tests/engine/test_engine", "tests/training", "tests/server", "tests/frontend/test_llm_engine"),
-    "tests/parity",
+    *("tests/mesh", "tests/training", "tests/engine/test_engine", "tests/docs/test_examples"),
+    *("tests/integration/test_interpreted_engine", "tests/server", "tests/frontend/test_llm", "tests/docs/test_code"),
+    *("tests/integration", "tests/parity", "tests/cli", "tests/ops", "tests/decoding", "tests/engine/test_warm_up"),
 )
 
 
