@@ -138,7 +138,8 @@ class DraftLengthPolicy:
         key = batch_size, block_size
         if key in self.seconds or not self.seconds:
             return self.seconds.get(key)
-        ratios = {known: self._predict(*key) / self._predict(*known) for known in self.seconds}
+        # Other threads read costs, too.
+        ratios = {known: self._predict(*key) / self._predict(*known) for known in tuple(self.seconds)}
         nearest = min(ratios, key=lambda known: abs(log(ratios[known])))
         return ratios[nearest] * self.seconds[nearest]
 
