@@ -207,7 +207,10 @@ class Runner:
         try:
             with ThreadPoolExecutor(1, "prepare") as beside:
                 prepared = beside.submit(serving.prepare)
-                warm.all() if self.is_full else warm.first()
+                if self.is_full:
+                    warm.all()
+                else:
+                    warm.first(prepared.result)
                 prepared.result()
             serving.engine.start()
         except Exception:
@@ -235,6 +238,7 @@ class Runner:
                 log.warning("stopped with %d requests in flight", self.serving.in_flight)
             else:
                 # A compilation cannot be interrupted.
+                os.write(2, b"\ninterrupted\n")
                 os._exit(128 + sig)
             return
         # Before the message: a second signal may interrupt this handler.
