@@ -233,7 +233,8 @@ class Runner:
 
     def _on_signal(self, sig: int, frame) -> None:
         if self.serving.is_draining or not self.serving.is_ready:
-            self.server.should_exit = self.server.force_exit = True
+            self._force_exit()
+            self.server.should_exit = True
             if self.serving.is_draining:
                 log.warning("stopped with %d requests in flight", self.serving.in_flight)
             else:
@@ -261,8 +262,13 @@ class Runner:
         if self.serving.in_flight:
             log.warning("%d requests did not end within %g s", self.serving.in_flight, self.drain_s)
             self.code = 1
-            self.server.force_exit = True
+            self._force_exit()
         self.server.should_exit = True
+
+    def _force_exit(self) -> None:
+        """Has the server cancel its requests, which uvicorn would report as errors of the application."""
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+        self.server.force_exit = True
 
 
 def main(argv: list[str] | None = None) -> int:

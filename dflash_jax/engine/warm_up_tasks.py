@@ -92,8 +92,8 @@ class Tasks:
         yield self._decode(1, favoured)
         # Requests that wait for their own programs.
         masked_sizes = self._runner.masked_batch_sizes() if config.masks else []
-        if masked_sizes:
-            yield self._masked(masked_sizes[0], 1)
+        for block in sorted({1, config.block_sizes[-1]}) if masked_sizes else ():
+            yield self._masked(masked_sizes[0], block)
         yield self._score()
         for size in sizes:
             for drafting in kinds:
