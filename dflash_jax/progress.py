@@ -35,9 +35,15 @@ def disable() -> None:
 
 
 def hide() -> None:
-    """Shows nothing from here on: text is written to the same terminal, and a bar would overwrite its line."""
+    """Shows nothing until `show`: text is written to the same terminal, and a bar would overwrite its line."""
     global _is_hidden
     _is_hidden = True
+
+
+def show() -> None:
+    """Ends `hide`: the line of text is complete."""
+    global _is_hidden
+    _is_hidden = False
 
 
 def is_terminal() -> bool:

@@ -77,6 +77,16 @@ def test_nothing_is_shown_over_text(err):
     assert err.getvalue() == ""
 
 
+@pytest.mark.parametrize("err", [Terminal, io.StringIO], indirect=True)
+def test_progress_is_shown_again_when_the_text_has_ended(err, monkeypatch):
+    monkeypatch.setattr(progress, "DELAY_S", 0.0)
+    progress.enable()
+    progress.hide()
+    progress.show()
+    run()
+    assert "compiling" in err.getvalue()
+
+
 def test_a_terminal_without_columns_and_a_closed_stderr(monkeypatch):
     monkeypatch.setattr(progress.os, "get_terminal_size", lambda _: progress.os.terminal_size((0, 0)))
     monkeypatch.setattr(sys, "stderr", sys.__stderr__)

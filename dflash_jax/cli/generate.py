@@ -91,6 +91,8 @@ def write_piece(llm, piece, show_drafts: bool) -> None:
         write(draft_marks().marked(piece.segments))
     if piece.finish_reason:
         write("\n")
+        # What follows may compile: another prompt, or the side of a comparison without the drafter.
+        progress.show()
 
 
 def stream_text(llm, prompt, params, show_drafts: bool):
