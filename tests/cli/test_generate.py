@@ -106,9 +106,9 @@ def test_compare_names_block_size_rates_and_ratio_behind_the_text(capsys):
 
 
 def test_compare_says_why_auto_decodes_plainly(capsys, monkeypatch):
-    from dflash_jax import LLM
+    from dflash_jax.frontend import compare
 
-    monkeypatch.setattr(LLM, "why_plain", lambda _: "two cores")
+    monkeypatch.setattr(compare, "why_plain", lambda *_: "two cores")
     _, out, err = run(capsys, *PROMPT, "--compare", "--json")
     assert 'compare: block size "auto" decodes plainly here: two cores\n' in err
     assert json.loads(out)["comparison"]["why_plain"] == "two cores"
