@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from os import environ
-from typing import Protocol, Self, TextIO
+from typing import Protocol, Self, TextIO, cast
 
 # Seconds before a step is shown.
 DELAY_S = 2.0
@@ -165,7 +165,7 @@ def bar(
     from tqdm import tqdm
 
     scale = {"unit_scale": True, "unit_divisor": 1000} if unit == "B" else {}
-    return tqdm(
+    bar = tqdm(
         items,
         desc=description,
         total=total,
@@ -177,6 +177,7 @@ def bar(
         nrows=24,
         **(scale | options),
     )
+    return cast("Bar", bar)
 
 
 @contextmanager

@@ -207,7 +207,10 @@ class Runner:
         try:
             with ThreadPoolExecutor(1, "prepare") as beside:
                 prepared = beside.submit(serving.prepare)
-                warm.all() if self.is_full else warm.first()
+                if self.is_full:
+                    warm.all()
+                else:
+                    warm.first(prepared.result)
                 prepared.result()
             serving.engine.start()
         except Exception:
@@ -230,11 +233,13 @@ class Runner:
 
     def _on_signal(self, sig: int, frame) -> None:
         if self.serving.is_draining or not self.serving.is_ready:
-            self.server.should_exit = self.server.force_exit = True
+            self._force_exit()
+            self.server.should_exit = True
             if self.serving.is_draining:
                 log.warning("stopped with %d requests in flight", self.serving.in_flight)
             else:
                 # A compilation cannot be interrupted.
+                os.write(2, b"\ninterrupted\n")
                 os._exit(128 + sig)
             return
         # Before the message: a second signal may interrupt this handler.
@@ -257,8 +262,13 @@ class Runner:
         if self.serving.in_flight:
             log.warning("%d requests did not end within %g s", self.serving.in_flight, self.drain_s)
             self.code = 1
-            self.server.force_exit = True
+            self._force_exit()
         self.server.should_exit = True
+
+    def _force_exit(self) -> None:
+        """Has the server cancel its requests, which uvicorn would report as errors of the application."""
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+        self.server.force_exit = True
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -33,7 +33,7 @@ class AheadOfTime(StepCalls):
     executables get each program when it is compiled, and have all of them when the block ends.
 
     Args:
-        executables: What gets the programs.
+        executables: They get the programs.
         threads: Compilations at a time.
         background: Whether other threads have precedence for the processors. The seconds are then not counted as
             those of compilation, and errors are left to the futures, since nothing waits for the programs.
@@ -54,7 +54,7 @@ class AheadOfTime(StepCalls):
         return self
 
     def __exit__(self, error_type, *_) -> None:
-        self._threads.shutdown(cancel_futures=error_type is not None)
+        self._threads.shutdown(cancel_futures=error_type is not None or self._is_background)
         if error_type is None and not self._is_background:
             for future in self.pending.values():
                 future.result()

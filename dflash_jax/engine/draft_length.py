@@ -8,7 +8,8 @@ The policy takes the block size with the most expected tokens per second,
 where p is the sequence's recent rate of accepted drafts. At first p is the rate on record for the drafter, and the
 seconds are predicted (`engine.round_costs`); both are then measured, with the drafter's part and the update of its
 context included. A block of size 1 is plain decoding, which says nothing about p: from time to time, for at most a
-fiftieth of the time, another block size is tried where it could be faster.
+fiftieth of the time, another block size is tried where it could be faster. A compiled block size whose prediction may
+be too high is tried at once; one that is not compiled is tried after a while, since its compilation is waited for.
 
 Where no draft could pay off even at the best recent acceptance, plain decoding runs without the drafter (block size
 `NO_DRAFTER`); its context then starts anew where drafting resumes. At long intervals the context is kept up for a
@@ -26,8 +27,12 @@ SECONDS_WEIGHT = 0.25
 DECAY, PRIOR_ROUNDS = 0.9, 2.0
 # The same factor, of all requests together.
 OVERALL_DECAY = 0.995
-# Acceptance assumed of a block size that is not in use, share of the time for trying it, and rounds of a trial.
-OPTIMISTIC_RATE, TRIAL_SHARE, TRIAL_ROUNDS = 0.95, 0.02, 2
+# Acceptance assumed of a block size that is not in use, share of the time for trying others, and the rounds and the
+# seconds of a trial, at least.
+OPTIMISTIC_RATE, TRIAL_SHARE, TRIAL_ROUNDS, TRIAL_S = 0.95, 0.02, 2, 0.02
+# Seconds of decoding after which a block size is tried even where its cost makes it hopeless: that may have been
+# measured in a bad moment.
+RETRY_S = 60.0
 # How many times too high a predicted cost may be.
 PREDICTION_ERROR = 5.0
 # The rate of a drafter without a record, and the rounds that the rate on record counts for.
@@ -104,17 +109,22 @@ class DraftLengthPolicy:
         self.overall = Acceptance(RECORD_ROUNDS * rate / (1 - rate), RECORD_ROUNDS)
         # Some texts are easier than the mean: half of the rejections on record.
         self.best_rate = (1 + rate) / 2
-        # Seconds of rounds so far, and their value at the last trial.
-        self._spent = self._tried = 0.0
+        # Seconds of rounds so far, their value when a block size was last in use, and when one was last compiled.
+        self._spent = self._explored = 0.0
+        self._tried: dict[int, float] = {}
         self._runs: Counter = Counter()
+        # By (batch size, block size): seconds of all rounds at its last measurement.
+        self._measured: dict[tuple[int, int], float] = {}
 
     def observe_seconds(self, batch_size: int, block_size: int, seconds: float, rounds: int = 1) -> None:
         """Adds a measurement: ``rounds`` rounds took ``seconds`` each."""
         key, seconds = (batch_size, block_size), max(seconds, 1e-6)
         self._runs[key] += 1
         self._spent += seconds * rounds
-        # The first run of a program is slower than later ones.
-        old = self.seconds.get(key, seconds) if self._runs[key] > 2 else seconds
+        # The first run of a program is slower than later ones, and what was measured long ago counts no more.
+        is_recent = self._runs[key] > 2 and self._spent - self._measured.get(key, 0.0) <= RETRY_S
+        self._measured[key] = self._spent
+        old = self.seconds.get(key, seconds) if is_recent else seconds
         self.seconds[key] = old + SECONDS_WEIGHT * (seconds - old)
 
     def observe_round(self, acceptance: Acceptance, yielded: int, block_size: int) -> None:
@@ -138,7 +148,8 @@ class DraftLengthPolicy:
         key = batch_size, block_size
         if key in self.seconds or not self.seconds:
             return self.seconds.get(key)
-        ratios = {known: self._predict(*key) / self._predict(*known) for known in self.seconds}
+        # Other threads read costs, too.
+        ratios = {known: self._predict(*key) / self._predict(*known) for known in tuple(self.seconds)}
         nearest = min(ratios, key=lambda known: abs(log(ratios[known])))
         return ratios[nearest] * self.seconds[nearest]
 
@@ -200,7 +211,7 @@ class DraftLengthPolicy:
         plain, drafting = [b for b in allowed if b <= 1], [b for b in allowed if b > 1]
         if not drafting:
             return min(plain)
-        prior, is_patient = self.prior(), self._spent - self._tried > patience
+        prior, is_patient = self.prior(), self._spent - self._explored > patience
         rates = [a.rate(prior) for a in acceptances]
 
         def compiled(block_size: int) -> bool:
@@ -222,11 +233,16 @@ class DraftLengthPolicy:
             return result if is_measured(block_size) else PREDICTION_ERROR * result
 
         # Plain decoding that keeps up the drafter's context, so that drafting can resume, or that which is compiled.
-        kept_up = plain and max(plain, key=lambda b: (compiled(b) or is_patient, b))
-        candidates = [kept_up, *drafting] if plain else drafting
+        plain_candidate = plain and max(plain, key=lambda b: (compiled(b) or is_patient, b))
+        candidates = [plain_candidate, *drafting] if plain else drafting
         ready = [b for b in candidates if compiled(b)]
         best = max(ready or candidates, key=speed)
-        others = [b for b in candidates if b != best and optimistic(b) > speed(best)]
+        self._tried[best] = self._spent
+
+        def idle_s(block_size: int) -> float:
+            return self._spent - self._tried.get(block_size, 0.0)
+
+        others = [b for b in candidates if b != best and (optimistic(b) > speed(best) or idle_s(b) > RETRY_S)]
         unmeasured = [b for b in others if compiled(b) and not is_measured(b)]
         if unmeasured and any(is_measured(b) for b in (plain if best <= 1 else [best])):
             return max(unmeasured, key=optimistic)
@@ -235,11 +251,17 @@ class DraftLengthPolicy:
             if probing < 0:
                 return NO_DRAFTER
             return max(plain) if probing < PROBE_CONTEXT_S else max(drafting, key=optimistic)
-        budget = TRIAL_SHARE * (self._spent - self._tried)
-        affordable = [
-            b for b in others if budget > TRIAL_ROUNDS * costs[b] or (not compiled(b) and speed(b) > speed(best))
+        share = TRIAL_SHARE / max(len(others), 1)
+        trials = [
+            b
+            for b in others
+            if (compiled(b) and share * idle_s(b) > max(TRIAL_ROUNDS * costs[b], TRIAL_S))
+            or (not compiled(b) and is_patient)
         ]
-        if trials := [b for b in affordable if compiled(b) or is_patient]:
-            self._tried = self._spent
-            return max(trials, key=optimistic)
-        return best
+        if not trials:
+            return best
+        choice = max(trials, key=optimistic)
+        self._tried[choice] = self._spent
+        if not compiled(choice):
+            self._explored = self._spent
+        return choice

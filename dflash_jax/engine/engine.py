@@ -175,12 +175,21 @@ class Engine:
         except Exception as e:
             log.exception("the device failed")
             return self._fail(e)
-        if not (launched or results or self._events) and self.has_work:
-            # What is left needs a program that is being compiled.
+        if not (launched or results or self._events) and self._lacks_program():
             time.sleep(WAIT_S)
         self.statistics.host_s += self.runner.clock - began - (self.statistics.wait_s - waited)
         events, self._events = self._events, []
         return events + results
+
+    def _lacks_program(self) -> bool:
+        """Whether requests wait for a program that is being compiled; ends those for which it cannot be."""
+        masked = [] if self._scheduler.can_mask() else [r for r in self._scheduler.requests if r.mask]
+        scored = self._prefiller.unscored()
+        for kind, requests in (("masked", masked), ("score", scored)):
+            if self.runner.has_failed(kind):
+                for request in requests:
+                    self._fail_one(request, EngineError("the program for this request cannot be compiled"))
+        return bool(masked or scored)
 
     def _fail(self, error: Exception) -> list[Event]:
         """Ends all requests. Nothing is started until `restart`."""

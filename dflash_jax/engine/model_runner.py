@@ -42,6 +42,8 @@ class ModelRunner:
         self._used: set[tuple[int, int]] = set()
         # Names of the programs that may run; None: all, each compiled at its first use.
         self._allowed: set[tuple] | None = None
+        # First parts of the names of programs that cannot be compiled.
+        self._failed: set[str] = set()
         self._state: DecodeState | None = None
         self.reset()
 
@@ -88,6 +90,14 @@ class ModelRunner:
         """
         self._allowed = (self._allowed or set()) | set(names)
 
+    def mark_failed(self, *names: tuple) -> None:
+        """Marks programs that cannot be compiled."""
+        self._failed |= {name[0] for name in names}
+
+    def has_failed(self, kind: str) -> bool:
+        """Whether a program whose name begins with ``kind`` cannot be compiled."""
+        return kind in self._failed
+
     def can_run(self, *name) -> bool:
         """Whether a program may run: it is compiled, or is to be compiled at its first use.
 
@@ -125,8 +135,10 @@ class ModelRunner:
         return self.programs.last_compile_s
 
     def is_compiled(self, batch_size: int, block_size: int) -> bool:
-        """Whether a decode program that may run is compiled."""
-        return self._allowed is not None or (batch_size, block_size) in self._used
+        """Whether a decode program is compiled."""
+        if self._allowed is not None:
+            return self.can_run("decode", batch_size, block_size)
+        return (batch_size, block_size) in self._used
 
     @property
     def mask_words(self) -> int:

@@ -76,7 +76,9 @@ class Prefiller:
         cuts = cut_points(request.prompt, len(request.prompt) - 1, self.markers)
         is_scored = request.prompt_logprobs is not None
         uses_cache = self.prefix_cache.budget > 0 and not is_scored
-        drafting = drafting and not is_scored and bool(self._sizes(True))
+        drafting = drafting and not is_scored
+        if not self._sizes(drafting):
+            drafting = not drafting
         cut_keys = keys(request.prompt, cuts, request.cache_salt)
         if uses_cache:
             self.prefix_cache.queries += 1
@@ -127,6 +129,10 @@ class Prefiller:
                 else:
                     complete.append(member.request)
         return started, complete
+
+    def unscored(self) -> list[Request]:
+        """Requests that wait for the program that computes log-probabilities of prompts."""
+        return [p.request for p in self._queue if not self._can_advance(p)]
 
     def _can_advance(self, prefill: _Prefill) -> bool:
         """Whether the program for the next chunk may run."""

@@ -33,6 +33,11 @@ class Platform:
     cache_speed: float = 1.0
 
 
+def processors() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def platform_named(name: str) -> Platform:
     """The table: rough figures of a platform, as `jax.default_backend` names it.
 
@@ -42,7 +47,7 @@ def platform_named(name: str) -> Platform:
     TPU was measured.
     """
     if name == "cpu":
-        return Platform(1.2 * (os.cpu_count() or 1), 0.5e6, 32e6, 3.0)
+        return Platform(1.2 * processors(), 0.5e6, 32e6, 3.0)
     return Platform(150.0, 120e6)
 
 

@@ -65,21 +65,26 @@ class DecodeScheduler:
 
     def batch(self, late: Sequence[Request]) -> list[Request]:
         """The requests of the next dispatch: without those whose masks are ``late``, and in turns where not all fit."""
-        ready = [r for r in self.requests if r not in late]
-        if not ready:
+        candidates = [r for r in self.requests if r not in late]
+        if not candidates:
             return []
+        ready, count = candidates, self._runner.largest_shard([r.slot for r in candidates])
+        is_masked = {r.mask is not None for r in candidates}
+        if len(is_masked) == 2 and max(self._sizes(True)) < count:
+            # Rounds with masks are not compiled for so many: requests with and without masks take turns.
+            ready = [r for r in candidates if (r.mask is None) == (candidates[0].mask is None)]
+            count = self._runner.largest_shard([r.slot for r in ready])
         limit = self._config.max_decode_batch or len(ready)
-        room = self._room(any(r.mask for r in ready), self._runner.largest_shard([r.slot for r in ready]))
-        used, batch, rest = Counter(), [], []
+        room = self._room(any(r.mask for r in ready), count)
+        used, batch = Counter(), []
         for request in ready:
             shard = self._runner.shard(request.slot)
             if len(batch) < limit and used[shard] < room:
                 used[shard] += 1
                 batch.append(request)
-            else:
-                rest.append(request)
-        if rest:
-            self.requests = rest + batch + [r for r in late if r.finish_reason is None]
+        if len(batch) < len(candidates):
+            waiting = [r for r in candidates if r not in batch]
+            self.requests = waiting + batch + [r for r in late if r.finish_reason is None]
         return batch
 
     def _room(self, masked: bool, count: int) -> int:
@@ -103,8 +108,9 @@ class DecodeScheduler:
         cost = self._policy.cost(batch_size, block_size)
         # Dispatches stay short until every sequence has its first token.
         seconds = DISPATCH_S if all(r.tokens for r in batch) else DISPATCH_S / 4
-        rounds = UNKNOWN_ROUNDS[block_size > 1] if cost is None else int(seconds / cost)
-        rounds = max(MIN_ROUNDS, min(rounds, MAX_ROUNDS))
+        is_measured = (batch_size, block_size) in self._policy.seconds
+        limit = MAX_ROUNDS if is_measured else UNKNOWN_ROUNDS[block_size > 1]
+        rounds = max(MIN_ROUNDS, min(limit if cost is None else int(seconds / cost), limit))
         # Each host measures different times: all follow the first one.
         block_size, rounds = divmod(self._runner.agree(block_size * 1024 + rounds), 1024)
         self.is_drafting = block_size != NO_DRAFTER

@@ -5,7 +5,7 @@ import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 
 import jax
@@ -46,6 +46,7 @@ class WarmUp:
 
     Attributes:
         compiled: Programs that are compiled; those that are always used together count as one.
+        failed: Programs that cannot be compiled.
         total: Programs in all.
         seconds: Seconds of compilation by the program's name.
     """
@@ -55,26 +56,36 @@ class WarmUp:
         if not engine.config.adaptive or jax.process_count() > 1:
             # Reproducible bits need the same chunks at all times, and hosts must agree on what runs.
             self._tasks.first, self._tasks.others = self._tasks.first + self._tasks.others, []
-        self.compiled, self.total = 0, len(self._tasks.first) + len(self._tasks.others)
+        self.compiled, self.failed, self.total = 0, 0, len(self._tasks.first) + len(self._tasks.others)
         self.seconds: dict[str, float] = {}
 
     def all(self) -> None:
-        """Compiles and runs everything, and measures the cost of rounds."""
+        """Compiles and runs everything, and measures the costs of rounds."""
         self._run(self._tasks.first + self._tasks.others)
-        for batch_size, block_size in self._tasks.decode_programs:
-            self._time_rounds(batch_size, block_size)
+        self._measure(self._tasks.decode_programs)
 
-    def first(self) -> None:
-        """Compiles and runs what any request can be answered with. From here on, only compiled programs may run."""
+    def first(self, before_measuring: Callable[[], object] = lambda: None) -> None:
+        """Compiles and runs what any request can be answered with. From here on, only compiled programs may run.
+
+        Args:
+            before_measuring: Called before the cost of a round is measured: it ends what runs at the same time.
+        """
         self._run(self._tasks.first)
-        if self._engine.config.adaptive:
-            self._time_rounds(*self._tasks.decode_programs[0])
+        before_measuring()
+        programs = self._tasks.decode_programs
+        self._measure(programs[:1] if self._tasks.others else programs)
         self._engine.runner.allow(*(name for task in self._tasks.first for name in task.names))
+
+    def _measure(self, programs: Sequence[tuple[int, int]]) -> None:
+        """Measures rounds of decode programs, each (batch size, block size)."""
+        for batch_size, block_size in programs if self._engine.config.adaptive else ():
+            self._time_rounds(batch_size, block_size)
 
     def others(self) -> None:
         """Compiles the programs that `first` left, each of which the engine may use from then on.
 
-        Requests have precedence for the processors. A program that cannot be compiled is left out.
+        Requests have precedence for the processors, and the calling thread keeps its low priority. A program that
+        cannot be compiled is left out; requests that need it end with an error.
         """
         interval = sys.getswitchinterval()
         sys.setswitchinterval(min(interval, SWITCH_S))
@@ -85,6 +96,8 @@ class WarmUp:
                     self._count(task, futures, logging.DEBUG)
                 except Exception:
                     log.exception("%s cannot be compiled", task.label)
+                    self.failed += 1
+                    self._engine.runner.mark_failed(*task.names)
                 else:
                     self._engine.runner.allow(*task.names)
         finally:
@@ -114,8 +127,15 @@ class WarmUp:
             for task in tasks:
                 if self._stopping.is_set():
                     return
-                task.call(runner)
-                pending.append((task, list(ahead.pending.values())[known:]))
+                failed = []
+                try:
+                    task.call(runner)
+                except Exception as e:
+                    if not background:
+                        raise
+                    failed = [Future()]
+                    failed[0].set_exception(e)
+                pending.append((task, list(ahead.pending.values())[known:] + failed))
                 known = len(ahead.pending)
                 while pending and (len(pending) > 2 * threads or all(future.done() for future in pending[0][1])):
                     yield pending.popleft()
@@ -134,7 +154,7 @@ class WarmUp:
         runner, tasks = self._engine.runner, self._tasks
         dispatch = tasks.dispatch(batch_size, block_size, UNKNOWN_ROUNDS[block_size > 1])
         for _ in range(times):
-            runner.wait(tasks.start(runner, dispatch.slots, tasks.has_drafter is (block_size != NO_DRAFTER)))
+            runner.wait(tasks.start(runner, dispatch.slots, block_size != NO_DRAFTER))
             began = runner.clock
             yielded = runner.read(runner.decode(dispatch), False).yielded
             rounds = max(len(a) for a in yielded)

@@ -69,13 +69,13 @@ class Tasks:
     def __init__(self, engine: Engine):
         self._engine, self._runner, self._config = engine, engine.runner, engine.config
         block_sizes = self._config.block_sizes
-        self.has_drafter = block_sizes[-1] > 1
-        block_sizes = (NO_DRAFTER, *block_sizes) if self.has_drafter else block_sizes
+        self.has_drafter = self._runner.programs.pair[1] is not None
+        block_sizes = (NO_DRAFTER, *block_sizes) if block_sizes[-1] > 1 else block_sizes
         self.decode_programs = [(n, b) for n in self._runner.batch_sizes() for b in block_sizes]
         self._filler = Request([1] * min(4, self._runner.capacity - 1), FILLER)
         self._filler.params = replace(FILLER, max_tokens=self._runner.capacity - len(self._filler.prompt))
         plain, smallest = block_sizes[0], self._config.prefill_sizes[0]
-        self.first = [self._admit(), self._prefill(1, smallest, not self.has_drafter), self._decode(1, plain)]
+        self.first = [self._admit(), self._prefill(1, smallest, plain != NO_DRAFTER), self._decode(1, plain)]
         by_label: dict[str, Task] = {}
         for task in (*self.first, *self._by_use()):
             by_label.setdefault(task.label, task)
@@ -89,12 +89,11 @@ class Tasks:
         favoured = self._engine.policy.favoured_draft(1)
         # One sequence, drafted.
         yield self._prefill(1, sizes[0], True)
-        if self.has_drafter:
-            yield self._decode(1, favoured)
+        yield self._decode(1, favoured)
         # Requests that wait for their own programs.
         masked_sizes = self._runner.masked_batch_sizes() if config.masks else []
-        if masked_sizes:
-            yield self._masked(masked_sizes[0], 1)
+        for block in sorted({1, config.block_sizes[-1]}) if masked_sizes else ():
+            yield self._masked(masked_sizes[0], block)
         yield self._score()
         for size in sizes:
             for drafting in kinds:
@@ -106,8 +105,9 @@ class Tasks:
                 yield from self._copies(size)
         # As many sequences as there are slots, in one batch.
         yield self._decode(largest, self.decode_programs[0][1])
-        if self.has_drafter:
-            yield self._decode(largest, favoured)
+        yield self._decode(largest, favoured)
+        if masked_sizes:
+            yield self._masked(masked_sizes[-1], 1)
         # Everything else makes rounds shorter.
         for batch, block in self.decode_programs:
             if batch == 1:
@@ -152,7 +152,7 @@ class Tasks:
     def _decode(self, batch: int, block: int) -> Task:
         def call(runner: ModelRunner):
             dispatch = self.dispatch(batch, block, UNKNOWN_ROUNDS[block > 1])
-            self.start(runner, dispatch.slots, self.has_drafter is (block != NO_DRAFTER))
+            self.start(runner, dispatch.slots, block != NO_DRAFTER)
             return runner.decode(dispatch)
 
         return Task(f"decode {batch} x {block}", (("decode", batch, block),), call)

@@ -65,7 +65,7 @@ async def server_info(http: Request):
             "served_model_name": serving.name,
             "max_model_len": serving.capacity,
             "max_running_requests": engine.runner.slots,
-            "warm_up": {"compiled": serving.warm_up.compiled, "total": serving.warm_up.total},
+            "warm_up": {name: getattr(serving.warm_up, name) for name in ("compiled", "failed", "total")},
             "max_total_num_tokens": engine.runner.slots * serving.capacity,
             "internal_states": [state],
         }

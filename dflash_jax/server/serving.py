@@ -165,12 +165,8 @@ class Serving:
         engine = self.engine.engine
         sequences_per_shard = max(1, -(-engine.running // engine.runner.shards))
         batch_size = next((n for n in engine.runner.batch_sizes() if n >= sequences_per_shard), sequences_per_shard)
-        try:
-            costs = [engine.policy.cost(batch_size, block_size) for block_size in (1, NO_DRAFTER)]
-        except RuntimeError:
-            # The engine's thread has added a measurement meanwhile.
-            return None
-        return min((cost for cost in costs if cost is not None), default=None)
+        measured = [engine.policy.seconds.get((batch_size, block_size)) for block_size in (1, NO_DRAFTER)]
+        return min((seconds for seconds in measured if seconds is not None), default=None)
 
     @property
     def failure(self) -> str | None:

@@ -56,6 +56,7 @@ class MockRunner:
         self.no_token_behind = None
         # Names of programs that may run; None: all.
         self.allowed = None
+        self.failed = set()
         self.reset()
 
     def reset(self):
@@ -68,6 +69,9 @@ class MockRunner:
 
     def largest_shard(self, slots):
         return max(sum(self.shard(s) == shard for s in slots) for shard in range(self.shards))
+
+    def has_failed(self, kind):
+        return kind in self.failed
 
     def can_run(self, *name):
         return self.allowed is None or name in self.allowed

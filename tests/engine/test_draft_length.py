@@ -164,3 +164,43 @@ def test_recent_acceptance_counts_most():
     for _ in range(30):
         a.observe(1, 8)
     assert a.rate(0.5) < 0.3
+
+
+@pytest.mark.parametrize("patience", [2.0, 20.0])
+def test_a_block_size_that_is_not_compiled_is_found_in_time(patience):
+    """The prediction for it is four times too high; trials of compiled sizes must not put it off."""
+    costs = {NO_DRAFTER: 0.0019, 1: 0.002, 8: 0.006, 16: 0.004}
+    policy, rng, now = (
+        DraftLengthPolicy(BLOCK_SIZES, lambda n, b: costs[b] * (4 if b == 16 else 1)),
+        random.Random(0),
+        0.0,
+    )
+    compiled, spent, acceptances = set(), dict.fromkeys(costs, 0.0), [Acceptance()]
+    while now < 20 * patience:
+        block_size = policy.choose(1, acceptances, None, lambda n, b: b in compiled, patience)
+        compiled.add(block_size)
+        n = yielded(rng, 0.9, max(block_size, 1))
+        policy.observe_round(acceptances[0], n, block_size)
+        policy.observe_seconds(1, block_size, costs[block_size])
+        now += costs[block_size]
+        spent[block_size] += costs[block_size]
+    assert spent[16] > 0.5 * now
+
+
+def test_a_cost_that_was_measured_in_a_bad_moment_is_measured_again():
+    costs = dict(ACCELERATOR)
+    policy = DraftLengthPolicy(BLOCK_SIZES, lambda n, b: costs[b])
+    for block_size in costs:
+        for _ in range(4):
+            policy.observe_seconds(1, block_size, costs[block_size] * (50 if block_size == 16 else 1))
+    rng, acceptances, now, used = random.Random(0), [Acceptance()], 0.0, []
+    while now < 200:
+        block_size = policy.choose(1, acceptances)
+        used.append(block_size)
+        rounds = max(1, int(0.02 / costs[block_size]))
+        for _ in range(rounds):
+            policy.observe_round(acceptances[0], yielded(rng, 0.9, max(block_size, 1)), block_size)
+        policy.observe_seconds(1, block_size, costs[block_size], rounds)
+        now += rounds * costs[block_size]
+    assert used[:100].count(16) == 0
+    assert used[-100:].count(16) > 90

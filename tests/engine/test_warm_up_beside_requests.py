@@ -74,6 +74,52 @@ def test_sequences_take_turns_where_a_batch_for_all_is_slower():
     assert set(scheduler.batch([])) == set(requests)
 
 
+class FakeMask:
+    def close(self):
+        pass
+
+
+def masked(slot: int):
+    r = request([1, 2])
+    r.slot, r.mask = slot, object()
+    return r
+
+
+def test_requests_with_and_without_masks_take_turns_until_rounds_for_all_are_compiled():
+    scheduler = mock_runner.engine(slots=8)._scheduler
+    plain, with_mask = [request([1, 2]) for _ in range(5)], [masked(6), masked(7)]
+    for slot, r in enumerate(plain):
+        r.slot = slot
+    for r in plain[:3] + with_mask + plain[3:]:
+        scheduler.add(r)
+    scheduler._runner.allowed = {("decode", 8, 0), ("masked", 1, 1)}
+    batches = [scheduler.batch([]) for _ in range(3)]
+    assert set(batches[0]) == set(plain)
+    assert batches[1:] == [with_mask[:1], with_mask[1:]]
+    scheduler._runner.allowed.add(("masked", 8, 1))
+    assert set(scheduler.batch([])) == {*plain, *with_mask}
+
+
+@pytest.mark.parametrize("kind", ["masked", "score"])
+def test_requests_whose_program_cannot_be_compiled_end_with_an_error(kind):
+    engine = mock_runner.engine(slots=2)
+    engine.runner.allowed = set(FIRST)
+    waits = request([1, 2, 3]) if kind == "masked" else request([1, 2, 3], prompt_logprobs=[])
+    if kind == "masked":
+        waits.mask = FakeMask()
+    other = request([4, 5, 6])
+    engine.submit(waits)
+    engine.submit(other)
+    for _ in range(50):
+        engine.step()
+    assert waits.finish_reason is None
+    assert other.finish_reason is not None
+    engine.runner.failed.add(kind)
+    events = mock_runner.run(engine)
+    assert [(e.request, e.finish_reason) for e in events] == [(waits, "error")]
+    assert "cannot be compiled" in str(events[0].error)
+
+
 @pytest.fixture(scope="module")
 def programs():
     with pytest.MonkeyPatch.context() as patch:
@@ -122,7 +168,7 @@ def test_a_program_that_cannot_be_compiled_is_left_out(programs, caplog, monkeyp
 
     monkeypatch.setattr(programs, "compile", fail)
     warm.others()
-    assert warm.compiled < warm.total
+    assert (warm.compiled, warm.failed) == (3, warm.total - 3)
     assert "cannot be compiled" in caplog.text
     assert answers(engine) == expected_tokens
 

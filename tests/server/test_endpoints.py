@@ -17,6 +17,8 @@ from dflash_jax.server.serving import Serving
 from tests.server.conftest import MESSAGES, NAME, OFF, Running, alone, started
 
 LONG = {"prompt": "def f(", "max_tokens": 900, "ignore_eos": True, "stream": True}
+# Rounds with masks are dispatched one by one: such an answer is not over before the next request.
+SLOW = {"min_tokens": 900}
 
 
 class Streaming:
@@ -83,7 +85,7 @@ def test_loads_count_what_is_under_way(quiet):
                 return load, old, new["loads"][0]
 
     assert loads()[0] == {"server_load": 0}
-    streams = [Streaming(quiet) for _ in range(4)]
+    streams = [Streaming(quiet, **SLOW) for _ in range(4)]
     # Every slot is taken: one more waits.
     waiting = threading.Thread(target=quiet.post, args=["/v1/completions"], kwargs={"prompt": "x", "max_tokens": 1})
     waiting.start()
@@ -157,7 +159,7 @@ def test_what_is_under_way_keeps_its_text_through_a_flush(quiet, llm):
 
 
 def test_an_abort_ends_one_request_with_all_its_choices(quiet):
-    stays, goes = Streaming(quiet, n=1), Streaming(quiet, n=2)
+    stays, goes = Streaming(quiet, n=1, **SLOW), Streaming(quiet, n=2, **SLOW)
     found = quiet.post("/abort_request", rid=goes.id)
     assert found.status_code == 200
     assert goes.reasons() == ["abort", "abort"]

@@ -136,6 +136,13 @@ def read_layers(merged: Raw, depth: int) -> list[tuple[int | None, bool]]:
     return [(window if slides else None, slides if causal is None else causal) for slides in sliding]
 
 
+def recorded_acceptance(raw: dict, block_size: int) -> float | None:
+    """The ``acceptance_length`` of a config; None where there is none, or none that a block of this size can have."""
+    value = raw.get("acceptance_length")
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return float(value) if is_number and 1 <= value <= block_size else None
+
+
 def read_config(raw: dict) -> DraftConfig:
     """Reads a drafter's ``config.json``. Keys inside ``dflash_config`` override those at top level.
 
@@ -166,7 +173,7 @@ def read_config(raw: dict) -> DraftConfig:
         num_target_layers=merged.need("num_target_layers"),
         norm_eps=merged.norm_eps,
         max_positions=merged.need("max_position_embeddings"),
-        acceptance_length=merged.number("acceptance_length", None, 1.0, block_size),
+        acceptance_length=recorded_acceptance(raw, block_size),
     )
 
 
