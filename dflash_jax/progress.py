@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from os import environ
-from typing import Protocol, Self, cast
+from typing import Protocol, Self, TextIO, cast
 
 # Seconds before a step is shown.
 DELAY_S = 2.0
@@ -35,9 +35,15 @@ def disable() -> None:
 
 
 def hide() -> None:
-    """Shows nothing from here on: text is written to the same terminal, and a bar would overwrite its line."""
+    """Shows nothing until `show`: text is written to the same terminal, and a bar would overwrite its line."""
     global _is_hidden
     _is_hidden = True
+
+
+def show() -> None:
+    """Ends `hide`: the line of text is complete."""
+    global _is_hidden
+    _is_hidden = False
 
 
 def is_terminal() -> bool:
@@ -79,6 +85,12 @@ class Bar(Protocol):
     def update(self, n: float | None = 1) -> bool | None:
         """Adds ``n`` units."""
 
+    def set_postfix_str(self, s: str = "", refresh: bool = True) -> None:
+        """Sets the text at the end of the bar."""
+
+    def write(self, s: str, file: TextIO | None = None) -> None:
+        """Writes a line above the bar, to stdout if ``file`` is None."""
+
 
 class QuietBar:
     """A bar that writes one line, or nothing. It does not import tqdm, which machines with JAX alone lack.
@@ -110,6 +122,13 @@ class QuietBar:
     def update(self, n: float | None = 1) -> None:
         """Adds ``n`` units."""
         self.n += n or 0
+
+    def set_postfix_str(self, s: str = "", refresh: bool = True) -> None:
+        """Shows nothing."""
+
+    def write(self, s: str, file: TextIO | None = None) -> None:
+        """Writes a line, to stdout if ``file`` is None."""
+        print(s, file=file, flush=True)
 
 
 def bar(

@@ -55,6 +55,17 @@ def test_a_command_writes_one_line_each_in_a_pipe(err, monkeypatch):
 
 
 @pytest.mark.parametrize("err", [Terminal, io.StringIO], indirect=True)
+def test_lines_are_written_above_a_bar_and_without_one(err):
+    """A batch writes its errors so."""
+    progress.enable()
+    with progress.bar(description="answering", total=1, unit="request", delay=0) as bar:
+        bar.set_postfix_str("3 tok/s", refresh=False)
+        bar.write("line 3: invalid", file=err)
+        bar.update()
+    assert "line 3: invalid\n" in err.getvalue()
+
+
+@pytest.mark.parametrize("err", [Terminal, io.StringIO], indirect=True)
 def test_short_steps_show_nothing(err):
     progress.enable()
     run(delay=60)
@@ -75,6 +86,16 @@ def test_nothing_is_shown_over_text(err):
     progress.hide()
     run()
     assert err.getvalue() == ""
+
+
+@pytest.mark.parametrize("err", [Terminal, io.StringIO], indirect=True)
+def test_progress_is_shown_again_when_the_text_has_ended(err, monkeypatch):
+    monkeypatch.setattr(progress, "DELAY_S", 0.0)
+    progress.enable()
+    progress.hide()
+    progress.show()
+    run()
+    assert "compiling" in err.getvalue()
 
 
 def test_a_terminal_without_columns_and_a_closed_stderr(monkeypatch):

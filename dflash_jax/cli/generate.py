@@ -91,6 +91,8 @@ def write_piece(llm, piece, show_drafts: bool) -> None:
         write(draft_marks().marked(piece.segments))
     if piece.finish_reason:
         write("\n")
+        # What follows may compile: another prompt, or the side of a comparison without the drafter.
+        progress.show()
 
 
 def stream_text(llm, prompt, params, show_drafts: bool):
@@ -110,7 +112,7 @@ def compare(llm, prompts: list, params, args) -> tuple[list, list[dict], bool]:
     Returns:
         Completions with the drafter, what --json adds for each, and whether all tokens are equal or part at a tie.
     """
-    from dflash_jax.frontend.compare import divergence, measure_drafting, tokens_per_s
+    from dflash_jax.frontend.compare import divergence, measure_drafting, tokens_per_s, why_plain
 
     def watch(is_drafted, number, piece):
         if is_drafted and number == 0:
@@ -137,7 +139,7 @@ def compare(llm, prompts: list, params, args) -> tuple[list, list[dict], bool]:
         baseline = {"token_ids": plain.token_ids, "decode_s": plain.timings.decode_s}
         equal = {"equal": parting is None, "speedup": measured.speedup}
         extras.append({"baseline": baseline, **equal, "comparison": comparison})
-    if llm.block_size == "auto" and (reason := llm.why_plain()):
+    if reason := why_plain(llm, comparisons):
         tell(f'compare: block size "auto" decodes plainly here: {reason}')
         for extra in extras:
             extra["comparison"]["why_plain"] = reason

@@ -54,8 +54,9 @@ class SpeedComparison:
     Attributes:
         block_size: The block size of the drafted side.
         repeats: Measured runs of each side.
-        drafted: The drafted run with the median seconds of decoding.
-        plain: The run without the drafter with the median seconds of decoding.
+        drafted: The completion of the drafted run with the median seconds of decoding; of several prompts, all
+            completions are those of one run.
+        plain: The same without the drafter.
     """
 
     block_size: int
@@ -69,9 +70,9 @@ class SpeedComparison:
         return tokens_per_s(self.drafted) / tokens_per_s(self.plain)
 
 
-def tokens_per_s(completion: Completion) -> float:
+def tokens_per_s(*completions: Completion) -> float:
     """New tokens a second of decoding."""
-    return len(completion.token_ids) / max(completion.timings.decode_s, 1e-9)
+    return sum(len(c.token_ids) for c in completions) / max(sum(c.timings.decode_s for c in completions), 1e-9)
 
 
 def measure_drafting(
@@ -121,13 +122,30 @@ def measure_drafting(
         for is_drafted, measured in runs.items():
             completions = run(is_drafted, number)
             measured += [completions] if number else []
-    sides = [[median_run(each) for each in zip(*measured, strict=True)] for measured in runs.values()]
+    sides = map(median_run, runs.values())
     return [SpeedComparison(block_size, repeats, *pair) for pair in zip(*sides, strict=True)]
 
 
-def median_run(completions: Sequence[Completion]) -> Completion:
-    """The completion with the median seconds of decoding; of an even number the slower one."""
-    return sorted(completions, key=lambda c: c.timings.decode_s)[len(completions) // 2]
+def median_run(runs: Sequence[Sequence[Completion]]) -> Sequence[Completion]:
+    """The run with the median seconds of decoding of all its prompts; of an even number the slower one."""
+    return sorted(runs, key=lambda run: sum(c.timings.decode_s for c in run))[len(runs) // 2]
+
+
+def why_plain(llm: LLM, comparisons: Sequence[SpeedComparison]) -> str | None:
+    """Why "auto" decodes plainly, from measured rates.
+
+    Args:
+        llm: That of the comparisons.
+        comparisons: What `measure_drafting` returned.
+
+    Returns:
+        A sentence; None where "auto" drafts, where a fixed block size is used, or where drafting was measured to be
+        at least as fast.
+    """
+    if llm.block_size != "auto" or llm.why_plain() is None:
+        return None
+    factor = tokens_per_s(*(c.drafted for c in comparisons)) / tokens_per_s(*(c.plain for c in comparisons))
+    return None if factor >= 1 else f"drafting at block size {comparisons[0].block_size} is {factor:.2f} times as fast"
 
 
 def first_difference(expected: Sequence[int], actual: Sequence[int]) -> int | None:

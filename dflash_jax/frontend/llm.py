@@ -387,12 +387,15 @@ class LLM(Prompts):
 
     @property
     def drafting_block_size(self) -> int:
-        """The block size greater than 1 that "auto" favours for one sequence; 1 without a drafter."""
-        return self._policy().favoured_draft(1)
+        """The block size greater than 1 that "auto" favours for one sequence; 1 without a drafter.
+
+        With ``reproducible``, "auto" always takes the largest.
+        """
+        return self.largest_block if self.reproducible else self._policy().favoured_draft(1)
 
     def why_plain(self) -> str | None:
-        """A sentence that says why "auto" decodes one sequence plainly; None where it drafts."""
-        return None if self.drafter is None else self._policy().why_plain(1)
+        """A sentence that says why "auto" decodes one sequence plainly; None where it drafts or is ``reproducible``."""
+        return None if self.drafter is None or self.reproducible else self._policy().why_plain(1)
 
     def _policy(self) -> DraftLengthPolicy:
         """The policy that has measured rounds with the drafter; a new one before the first."""

@@ -86,7 +86,7 @@ NOTHING = (
         """,
     ),
     Group(
-        "everything is compiled before the server is ready, and the host's work always overlaps the device's",
+        "programs are compiled beside requests (--warm-up full: before), and the host's work overlaps the device's",
         """
         --disable-outlines-disk-cache --cuda-graph-config= --cuda-graph-backend-decode=
         --cuda-graph-backend-prefill= --cuda-graph-max-bs-decode= --cuda-graph-max-bs-prefill=

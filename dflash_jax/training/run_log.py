@@ -3,6 +3,7 @@
 import csv
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
@@ -163,8 +164,10 @@ class Trackers:
             try:
                 log.add(step, metrics)
             except Exception as e:
-                del self._logs[name]
                 self._report(name, e)
+                # What fails to write may fail to close too.
+                with suppress(Exception):
+                    self._logs.pop(name).close()
 
     def close(self) -> None:
         """Closes every log."""

@@ -106,14 +106,26 @@ def test_compare_names_block_size_rates_and_ratio_behind_the_text(capsys):
 
 
 def test_compare_says_why_auto_decodes_plainly(capsys, monkeypatch):
-    from dflash_jax import LLM
+    from dflash_jax.frontend import compare
 
-    monkeypatch.setattr(LLM, "why_plain", lambda _: "two cores")
+    monkeypatch.setattr(compare, "why_plain", lambda *_: "two cores")
     _, out, err = run(capsys, *PROMPT, "--compare", "--json")
     assert 'compare: block size "auto" decodes plainly here: two cores\n' in err
     assert json.loads(out)["comparison"]["why_plain"] == "two cores"
-    _, _, err = run(capsys, *PROMPT, "--compare", "--block-size", "8")
-    assert "plainly" not in err
+
+
+def test_progress_is_shown_again_behind_the_text(capsys, monkeypatch):
+    from dflash_jax import LLM, progress
+
+    hidden, pieces = [], LLM.pieces
+
+    def watched(*args):
+        hidden.append(progress._is_hidden)
+        return pieces(*args)
+
+    monkeypatch.setattr(LLM, "pieces", watched)
+    run(capsys, *PROMPT, "--compare")
+    assert hidden == [False] * 8
 
 
 def test_compare_fails_where_tokens_part_beyond_a_tie(capsys, monkeypatch):

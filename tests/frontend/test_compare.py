@@ -13,6 +13,7 @@ from dflash_jax.frontend.compare import (
     measure_drafting,
     median_run,
     penalised,
+    why_plain,
 )
 from dflash_jax.frontend.outputs import Completion, Timings
 from dflash_jax.frontend.sampling_defaults import SamplingDefaults
@@ -120,7 +121,14 @@ def completion_of(seconds: float) -> Completion:
 
 @pytest.mark.parametrize(("seconds", "median"), [([3.0, 1.0, 2.0], 2.0), ([5.0], 5.0), ([4.0, 1.0], 4.0)])
 def test_the_median_run_is_a_run_of_those(seconds, median):
-    assert median_run([completion_of(s) for s in seconds]).timings.decode_s == median
+    (completion,) = median_run([[completion_of(s)] for s in seconds])
+    assert completion.timings.decode_s == median
+
+
+def test_the_median_run_is_one_run_for_all_prompts():
+    # Each prompt has its median seconds in another run; spans of different runs do not overlap.
+    runs = [[completion_of(s) for s in seconds] for seconds in ([2.0, 1.0, 9.0], [3.0, 2.0, 1.0], [1.0, 3.0, 5.0])]
+    assert median_run(runs) is runs[2]
 
 
 class Recorded:
@@ -154,3 +162,20 @@ def test_a_fixed_block_size_is_the_one_that_is_measured():
     llm = Recorded({4: [1.0] * 4, 1: [1.0] * 4})
     llm.block_size = 4
     assert measure_drafting(llm, ["x"], SamplingParams())[0].block_size == 4
+
+
+@pytest.mark.parametrize(
+    ("block_size", "predicted", "drafted_s", "reason"),
+    [
+        ("auto", "is predicted to take 9.0 times as long", 4.0, "drafting at block size 8 is 0.75 times as fast"),
+        # A prediction that the measured rates contradict, and "auto" that drafts.
+        ("auto", "is predicted to take 9.0 times as long", 2.0, None),
+        ("auto", None, 4.0, None),
+        (8, "is predicted to take 9.0 times as long", 4.0, None),
+    ],
+)
+def test_the_reason_for_plain_decoding_comes_from_the_measured_rates(block_size, predicted, drafted_s, reason):
+    llm = Recorded({8: [99.0, *[drafted_s] * 6], 1: [99.0, *[3.0] * 6]})
+    llm.block_size, llm.why_plain = block_size, lambda: predicted
+    comparisons = measure_drafting(llm, ["x"], SamplingParams())
+    assert why_plain(llm, comparisons) == reason

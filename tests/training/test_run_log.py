@@ -44,6 +44,8 @@ class FakeRun:
 
     def finish(self):
         self.is_finished = True
+        if self.error:
+            raise self.error
 
 
 @pytest.fixture
@@ -86,7 +88,7 @@ def test_a_continued_run_extends_the_same_wandb_run(config, wandb):
     }
 
 
-def test_a_log_that_fails_is_one_line_and_the_others_go_on(config, wandb, tmp_path):
+def test_a_log_that_fails_is_closed_with_one_line_and_the_others_go_on(config, wandb, tmp_path):
     told = []
     config = replace(config, wandb="drafters", tensorboard=str(tmp_path / "board"))
     trackers = Trackers(config, 0, {}, told.append)
@@ -96,6 +98,7 @@ def test_a_log_that_fails_is_one_line_and_the_others_go_on(config, wandb, tmp_pa
     trackers.close()
     assert told == ["the log for Weights & Biases failed, training goes on without it: no network"]
     assert scalars(tmp_path / "board") == [("loss", 1, 0.5), ("loss", 2, 0.5)]
+    assert wandb.runs[0].is_finished
 
 
 def test_a_log_that_cannot_be_opened_is_one_line(config, wandb, monkeypatch):
