@@ -25,6 +25,8 @@ FORMS = {
     Path: ("a path", "paths"),
     NoneType: ("None", "None"),
 }
+# Where a message would have too many names.
+REFERENCE = "docs/api.md and docs/vllm_and_sglang.md list them"
 hints_of = cache(get_type_hints)
 
 
@@ -87,7 +89,8 @@ def check_fields(values: Any) -> None:
 def unknown(callee: str, name: str, known: Iterable[str]) -> InputError:
     """The error of a keyword that ``callee`` does not have, with the nearest that it has."""
     near = get_close_matches(name, known := list(known), n=1)
-    hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+    names = ", ".join(known)
+    hint = f"did you mean {near[0]}?" if near else f"known are {names}" if len(names) <= 200 else REFERENCE
     return InputError(f"{callee} has no argument {name[:60]!r}: {hint}")
 
 
