@@ -153,6 +153,22 @@ def test_no_message_shows_a_secret(name):
     assert "secret" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda llm: llm.generate(), "generate() needs prompts"),
+        (lambda llm: llm.chat(), "chat() needs messages"),
+        (lambda llm: llm.stream(params=None), "stream() needs prompt"),
+        (lambda llm: llm.stream("x", None, 1), "stream() has 3 arguments without a keyword: it takes prompt, params"),
+        (lambda llm: llm.generate("x", prompts="y"), "generate() has two values for prompts"),
+        (lambda llm: SamplingParams(*range(30)), "SamplingParams() has 30 arguments without a keyword: at most 23 are"),
+    ],
+)
+def test_a_call_with_too_few_or_too_many_arguments_names_the_function(call, message, llm):
+    with pytest.raises(InputError, match="^" + re.escape(message)):
+        call(llm)
+
+
 def test_numbers_and_arrays_of_numpy_are_token_ids_and_numbers(llm):
     params = SamplingParams(max_tokens=np.int64(3), temperature=np.float32(0.0), stop_token_ids=np.array([1, 2]))
     assert (params.max_tokens, params.stop_token_ids) == (3, [1, 2])
