@@ -25,6 +25,8 @@ FORMS = {
     Path: ("a path", "paths"),
     NoneType: ("None", "None"),
 }
+# Where a message would have too many names.
+REFERENCE = "docs/api.md and docs/vllm_and_sglang.md list them"
 hints_of = cache(get_type_hints)
 
 
@@ -87,8 +89,23 @@ def check_fields(values: Any) -> None:
 def unknown(callee: str, name: str, known: Iterable[str]) -> InputError:
     """The error of a keyword that ``callee`` does not have, with the nearest that it has."""
     near = get_close_matches(name, known := list(known), n=1)
-    hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+    names = ", ".join(known)
+    hint = f"did you mean {near[0]}?" if near else f"known are {names}" if len(names) <= 200 else REFERENCE
     return InputError(f"{callee} has no argument {name[:60]!r}: {hint}")
+
+
+def _not_bound(name: str, signature: inspect.Signature, args: tuple, keywords: dict) -> InputError:
+    """The error of a call of a method that lacks an argument, or has too many."""
+    parameters = signature.parameters.values()
+    names = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
+    if len(args) > len(names):
+        return InputError(f"{name}() has {len(args) - 1} arguments without a keyword: it takes {', '.join(names[1:])}")
+    given = names[: len(args)]
+    if twice := [each for each in given if each in keywords]:
+        return InputError(f"{name}() has two values for {twice[0]}: give one of them")
+    missing = [each.name for each in parameters if each.default is each.empty]
+    missing = [each for each in missing if each not in (*given, *keywords)]
+    return InputError(f"{name}() needs {', '.join(missing)}")
 
 
 def checked(*apart: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -108,7 +125,11 @@ def checked(*apart: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
                 if name not in names:
                     raise unknown(f"{function.__name__}()", name, names)
             hints = hints_of(function)
-            for name, value in signature.bind(*args, **keywords).arguments.items():
+            try:
+                bound = signature.bind(*args, **keywords)
+            except TypeError:
+                raise _not_bound(function.__name__, signature, args, keywords) from None
+            for name, value in bound.arguments.items():
                 if name in hints and name not in apart:
                     check_type(name, value, hints[name])
             return function(*args, **keywords)

@@ -20,20 +20,21 @@ MAX_STOP_REGEX, MAX_REGEX_CHARACTERS = 4, 1024
 MAX_BAD_WORDS, MAX_BAD_WORD_CHARACTERS = 256, 256
 # Continuations of a prompt.
 MAX_CHOICES = 1024
-# Parameters of vLLM and transformers that mean nothing else here: the value that is accepted, and why no other is.
-OTHER_PARAMETERS = {
-    "best_of": (None, "continuations are not ranked: give n, and compare cumulative_logprob"),
-    "detokenize": (True, "the text is always decoded"),
-    "do_sample": (None, "give temperature, 0 for greedy"),
-    "extra_args": (None, "there are none"),
-    "flat_logprobs": (False, "log-probabilities are one entry a token"),
-    "logits_processors": (None, "give logit_bias, allowed_token_ids or LLM.new_sequence(mask=...)"),
-    "num_beams": (1, "there is no beam search: give n"),
-    "output_kind": (None, "generate() returns whole continuations: use stream() or pieces()"),
-    "prompt_logprobs": (None, "the server has it"),
-    "spaces_between_special_tokens": (True, "the tokenizer decides"),
-    "structured_outputs": (None, "the server has it; here give LLM.new_sequence(mask=...)"),
-    "truncate_prompt_tokens": (None, "shorten the token ids: LLM.encode(prompt)[-n:]"),
+# Parameters of vLLM and transformers that mean nothing else here: the values that are accepted beside None, and why no
+# other is.
+OTHER_PARAMETERS: dict[str, tuple[tuple, str]] = {
+    "best_of": ((1,), "continuations are not ranked: give n, and compare cumulative_logprob"),
+    "detokenize": ((True,), "the text is always decoded"),
+    "do_sample": ((False,), "give temperature, 0 for greedy"),
+    "extra_args": (({},), "there are none"),
+    "flat_logprobs": ((False,), "log-probabilities are one entry a token"),
+    "logits_processors": (([], ()), "give logit_bias, allowed_token_ids or LLM.new_sequence(mask=...)"),
+    "num_beams": ((1,), "there is no beam search: give n"),
+    "output_kind": ((), "generate() returns whole continuations: use stream() or pieces()"),
+    "prompt_logprobs": ((False,), "the server has it"),
+    "spaces_between_special_tokens": ((True,), "the tokenizer decides"),
+    "structured_outputs": ((), "the server has it; here give LLM.new_sequence(mask=...)"),
+    "truncate_prompt_tokens": ((), "shorten the token ids: LLM.encode(prompt)[-n:]"),
 }
 # For None, which is an empty collection.
 COLLECTIONS: dict[str, type] = {
@@ -53,19 +54,31 @@ def _with_other_names(cls: type[T]) -> type[T]:
 
     @wraps(init)
     def from_keywords(self, *args, **keywords):
-        own: dict[str, Any] = {}
+        values: dict[str, Any] = {}
+        if len(args) > len(cls.__annotations__):
+            limit = len(cls.__annotations__)
+            raise InputError(
+                f"{cls.__name__}() has {len(args)} arguments without a keyword: at most {limit} are possible"
+            )
         # Ours first, so that an error names the other.
         for name in sorted(keywords, key=lambda name: name not in cls.__annotations__):
             dest = name if name in cls.__annotations__ else aliases.get(name)
-            if dest in own:
+            if dest in values:
                 raise InputError(f"{dest} and {name} are one parameter: give one of them")
             if dest in cls.__annotations__:
-                own[dest] = keywords[name]
+                values[dest] = keywords[name]
             elif name not in OTHER_PARAMETERS:
                 raise unknown(cls.__name__, name, cls.__annotations__)
-            elif (value := keywords[name]) is not None and value is not OTHER_PARAMETERS[name][0]:
-                raise InputError(f"{name} is {shown(value)}: that is not supported; {OTHER_PARAMETERS[name][1]}")
-        init(self, *args, **own)
+            elif (value := keywords[name]) is not None:
+                accepted, reason = OTHER_PARAMETERS[name]
+                if not any(type(value) is type(each) and value == each for each in accepted):
+                    raise InputError(f"{name} is {shown(value)}: that is not supported; {reason}")
+        if keywords.get("do_sample") is False:
+            temperature = args[0] if args else values.get("temperature")
+            if temperature is not None and not (has_type(temperature, float) and temperature == 0):
+                raise InputError(f"do_sample is False and temperature is {shown(temperature)}: give one of them")
+            args, values = ((0.0, *args[1:]), values) if args else (args, values | {"temperature": 0.0})
+        init(self, *args, **values)
 
     cls.__init__ = from_keywords
     return cls
@@ -80,7 +93,7 @@ class SamplingParams:
 
     Attributes:
         temperature: 0 is greedy.
-        top_k: Draws from the k likeliest tokens; 0 is off.
+        top_k: Draws from the k likeliest tokens; 0 is off, and so is -1, which becomes 0.
         top_p: In (0, 1]: draws from the likeliest tokens that together have this probability.
         min_p: In [0, 1]: draws from tokens of at least this probability relative to the likeliest.
         repetition_penalty: Above 0; divides positive logits, and multiplies negative ones, of the tokens of prompt and
@@ -139,6 +152,10 @@ class SamplingParams:
 
     def __post_init__(self):
         self._normalise()
+        if self.max_tokens is None:
+            raise InputError(
+                "max_tokens is None: it must be a whole number; as many as fit are LLM.max_len less the prompt's tokens"
+            )
         check_fields(self)
 
         def check(name, good, right):
@@ -202,6 +219,8 @@ class SamplingParams:
             else:
                 continue
             object.__setattr__(self, name, value)
+        if has_type(self.top_k, int) and self.top_k == -1:
+            object.__setattr__(self, "top_k", 0)
 
     @property
     def wants_logprobs(self) -> bool:

@@ -25,7 +25,7 @@ SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 # The drafter that ships with this package.
 DRAFTER = Path(__file__).parents[1] / "assets" / "smollm2"
 # Temporary directories of a process that was killed are removed after this time.
-PREFIX, STALE_S = "download-", 3600
+PREFIX, STALE_S = "smollm2-download-", 3600
 
 
 class NoConnectionError(InputError):

@@ -1,11 +1,12 @@
 """Options under the names of vLLM, SGLang and transformers: adds them to a parser, and applies what they say."""
 
 import argparse
+from collections.abc import Sequence
 from typing import Any
 
 from dflash_jax.aliases import ALIASES, REQUEST_ALIASES, check_speculative_config
 from dflash_jax.errors import InputError
-from dflash_jax.frontend.other_flags import NOTHING, REFUSED, is_neutral, read_word
+from dflash_jax.frontend.other_flags import NOTHING, REFUSED, SECRETS, is_neutral, read_word
 
 # Options that are more than another name, by the option that a parser has for each.
 READ_APART = {
@@ -38,7 +39,8 @@ class _Other(argparse.Action):
         )
         wrong = [v for v in given if not is_neutral(v, self.neutral)]
         if wrong:
-            typed = typed if self.nargs == 0 else f"{typed} {str(wrong[0])[:60]}"
+            is_shown = self.nargs != 0 and SECRETS.isdisjoint(self.option_strings)
+            typed = f"{typed} {str(wrong[0])[:60]}" if is_shown else typed
             right = [v for v in self.neutral if isinstance(v, str)]
             hint = f" (possible: {', '.join(right)})" if right else ""
             raise InputError(f"{typed} is refused: {self.reason}{hint}")
@@ -79,6 +81,14 @@ def add_others(parser: argparse.ArgumentParser) -> None:
         for each in groups:
             for word in each.words.split():
                 _add(group, word, each.reason, is_refused)
+
+
+def refuse_token(words: Sequence[str]) -> None:
+    """Raises InputError where a command line has ``--hf-token``, before a parser can show the token in an error."""
+    for word in words:
+        name, _, value = word.replace("_", "-").partition("=")
+        if name == "--hf-token" or (name == "--no-hf-token" and value):
+            raise InputError(f"{name} is refused: {next(g.reason for g in REFUSED if g.words == '--hf-token')}")
 
 
 def take_aliases(args: argparse.Namespace) -> None:

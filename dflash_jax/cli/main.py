@@ -58,9 +58,11 @@ def main(argv: list[str] | None = None) -> int:
     if name in COMMANDS:
         return import_module(f"dflash_jax.cli.{name}").main(rest)
     if name.startswith("-"):
-        # --help and --version exit; what remains is no option.
-        _, unknown = parser.parse_known_args([name])
-        print(f"error: option {' '.join(unknown)} is not known: --help or --version, or a command", file=sys.stderr)
+        # --help and --version exit; what remains is no option. Its value may be a token.
+        parser.parse_known_args([name])
+        print(
+            f"error: option {name.partition('=')[0]} is not known: --help or --version, or a command", file=sys.stderr
+        )
         return 2
     near = get_close_matches(name, COMMANDS, n=1)
     hint = f"did you mean {near[0]}?" if near else f"commands are {', '.join(COMMANDS)}"

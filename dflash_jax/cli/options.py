@@ -16,7 +16,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from dflash_jax import progress
-from dflash_jax.cli.aliases import take_aliases
+from dflash_jax.cli.aliases import refuse_token, take_aliases
 from dflash_jax.errors import EngineError, InputError
 from dflash_jax.ops.card import CHOICES
 from dflash_jax.ops.kernels.triton import launch
@@ -31,6 +31,11 @@ T = TypeVar("T")
 
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are InputErrors, for `exit_code` to print."""
+
+    def parse_known_args(self, args=None, namespace=None):
+        """Parses arguments. Raises InputError for a token among them."""
+        refuse_token(sys.argv[1:] if args is None else args)
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str):
         """Raises InputError."""

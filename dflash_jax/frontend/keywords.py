@@ -11,7 +11,7 @@ from dflash_jax.aliases import ALIASES, Alias, check_speculative_config, drafted
 from dflash_jax.argument_checks import check_type, hints_of, shown, unknown
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.llm_config import LLMConfig
-from dflash_jax.frontend.other_flags import NOTHING, REFUSED, is_neutral, read_word
+from dflash_jax.frontend.other_flags import NOTHING, REFUSED, SECRETS, is_neutral, read_word
 from dflash_jax.sampling_params import SamplingParams
 
 log = logging.getLogger("dflash_jax")
@@ -30,24 +30,30 @@ OTHERS = {
     if name.startswith("--")
 }
 AXES = ("tensor_parallel", "data_parallel")
+# Fields that a keyword may set.
+TARGETS = {*DEFAULTS, *AXES, "speculative_config", "speculative_algorithm"}
+ACCEPTED = [
+    *DEFAULTS,
+    *(name for name, (alias, _) in KEYWORDS.items() if RENAMED.get(alias.dest, alias.dest) in TARGETS),
+]
 SERVER_ONLY = {alias.dest for alias in ALIASES} | {"max_num_batched_tokens", "max_logprobs", "served_model_name"}
 
 
-def with_other_names(own: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+def with_other_names(given: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of `LLMConfig` that keywords give.
 
     Args:
-        own: Every field of `LLMConfig` under its own name.
+        given: Every field of `LLMConfig` by its name.
         others: Keywords that are not fields.
 
     Raises:
         InputError: A keyword is unknown, is refused, or is given beside another of the same meaning.
     """
-    result, givers, axes = dict(own), {}, {}
+    result, givers, axes = dict(given), {}, {}
     for name, value in others.items():
         for field, setting in _read(name, value).items():
             target = "mesh" if field in AXES else field
-            is_given = type(own[target]) is not type(DEFAULTS[target]) or own[target] != DEFAULTS[target]
+            is_given = type(given[target]) is not type(DEFAULTS[target]) or given[target] != DEFAULTS[target]
             if before := givers.get(field, target if is_given else None):
                 raise InputError(f"{before} and {name} are one argument: give one of them")
             givers[field] = name
@@ -64,7 +70,7 @@ def _read(name: str, value: Any) -> dict[str, Any]:
         return {}
     alias, is_negated = KEYWORDS[name]
     field = RENAMED.get(alias.dest, alias.dest)
-    if field not in (*DEFAULTS, *AXES, "speculative_config", "speculative_algorithm"):
+    if field not in TARGETS:
         raise InputError(f"LLM has no argument {name!r}: dflash serve has --{alias.dest.replace('_', '-')}")
     if alias.const is not None:
         check_type(name, value, bool)
@@ -90,11 +96,10 @@ def _check_other(name: str, value: Any) -> None:
     if name in SERVER_ONLY:
         raise InputError(f"LLM has no argument {name!r}: dflash serve has --{name.replace('_', '-')}")
     if name not in OTHERS:
-        known = dict.fromkeys([*DEFAULTS, *KEYWORDS])
-        near = get_close_matches(name, [*known, *SamplingParams.__annotations__], n=1)
-        if near and near[0] not in known:
+        near = get_close_matches(name, [*ACCEPTED, *SamplingParams.__annotations__], n=1)
+        if near and near[0] not in ACCEPTED:
             raise InputError(f"LLM has no argument {name!r}: SamplingParams has {near[0]}")
-        raise unknown("LLM", name, known)
+        raise unknown("LLM", name, ACCEPTED)
     reason, is_refused, word = OTHERS[name]
     _, is_on, _, neutral = read_word(word)
     if not is_refused:
@@ -102,4 +107,5 @@ def _check_other(name: str, value: Any) -> None:
     elif value is not None and not (
         value is is_on if neutral is None else is_neutral(str(value), neutral) or value in ((), [], {}, False)
     ):
-        raise InputError(f"{name} is {shown(value)}: that is refused, {reason}")
+        flag = f"--{name.replace('_', '-')}"
+        raise InputError(f"{name}{'' if flag in SECRETS else f' is {shown(value)}'}: that is refused, {reason}")

@@ -109,8 +109,8 @@ class LLM(Prompts):
         **other_names: Any,
     ):
         arguments = locals()
-        own = {field.name: arguments[field.name] for field in fields(LLMConfig)}
-        given = LLMConfig(**with_other_names(own, other_names))
+        values = {field.name: arguments[field.name] for field in fields(LLMConfig)}
+        given = LLMConfig(**with_other_names(values, other_names))
         enable_disk_cache()
         checkpoint = Checkpoint.read(given)
         self.config, self.directory = checkpoint.config, checkpoint.directory
@@ -219,7 +219,7 @@ class LLM(Prompts):
         if progress is None:
             progress = len(sequences) > 8 and sys.stderr.isatty()
         with tqdm(total=len(sequences), unit="prompt", disable=not progress) as bar:
-            for _ in self._finished(sequences):
+            for _ in self._finished([group for _, group in groups]):
                 bar.update()
                 if progress:
                     bar.set_postfix_str(f"{self.tokens_per_s(sequences):.0f} tok/s", refresh=False)
@@ -300,7 +300,7 @@ class LLM(Prompts):
         return self._pieces(text, sequence)
 
     def _pieces(self, text: str | None, sequence: TextSequence) -> Iterator[Piece | Completion]:
-        self._submit([sequence])
+        self._submit([[sequence]])
         try:
             while True:
                 while sequence.pieces:
@@ -313,10 +313,10 @@ class LLM(Prompts):
         finally:
             self._sync_engine.leave([sequence])
 
-    def _finished(self, sequences: list[TextSequence]) -> Iterator[TextSequence]:
-        """Runs sequences, and yields each when it ends."""
-        self._submit(sequences)
-        running = sequences
+    def _finished(self, groups: list[list[TextSequence]]) -> Iterator[TextSequence]:
+        """Runs the sequences of prompts, and yields each when it ends."""
+        self._submit(groups)
+        running = sequences = [sequence for group in groups for sequence in group]
         try:
             while running:
                 self._sync_engine.step()
@@ -366,11 +366,9 @@ class LLM(Prompts):
     def _choices(self, params: SamplingParams) -> list[SamplingParams]:
         """The parameters of each of the n continuations of a prompt."""
         seed = params.seed
-        if seed is None and self._seeds is not None:
-            seed = self._seeds.getrandbits(32)
-        elif seed is None and params.n > 1:
+        if seed is None and self._seeds is None and params.n > 1:
             seed = int.from_bytes(os.urandom(4), "little")
-        return [replace(params, seed=None if seed is None else (seed + i) % 2**32) for i in range(params.n)]
+        return [replace(params, n=1, seed=None if seed is None else (seed + i) % 2**32) for i in range(params.n)]
 
     def _completion(self, text: str | None, group: list[TextSequence]) -> Completion:
         """The result of a prompt whose sequences have ended."""
@@ -381,9 +379,19 @@ class LLM(Prompts):
     def _text_of(self, token: int) -> str | None:
         return self.tokenizer.token_bytes(token).decode(errors="replace") if self.tokenizer else None
 
-    def _submit(self, sequences: list[TextSequence]) -> None:
+    def _submit(self, groups: list[list[TextSequence]]) -> None:
+        """Submits the sequences of prompts. A call that is refused takes none of the LLM's seeds."""
+        seeds = copy.copy(self._seeds)
+        for group in groups:
+            if seeds is not None and not group[0].has_given_seed:
+                first = seeds.getrandbits(32)
+                for i, sequence in enumerate(group):
+                    sequence.request.params = replace(sequence.request.params, seed=(first + i) % 2**32)
+        sequences = [sequence for group in groups for sequence in group]
         is_plain = not self.reproducible and all(s.request.block_size == 1 for s in sequences)
         self._sync_engine.submit(sequences, self.plain_programs if is_plain else self.programs)
+        if self._seeds is not None and seeds is not None:
+            self._seeds.setstate(seeds.getstate())
 
     @property
     def drafting_block_size(self) -> int:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 # Values that mean "as by default" for any flag.
 NEUTRAL = {"", "none", "null"}
+# Flags whose values no message shows.
+SECRETS = {"--hf-token", "--admin-api-key", "--watermark-key", "--watermark-key-b"}
 
 
 @dataclass(frozen=True)
@@ -228,10 +230,10 @@ REFUSED = (
         --modelopt-checkpoint-restore-path= --modelopt-checkpoint-save-path= --modelopt-export-path=
         --quantize-and-serve --rl-quant-profile= --custom-weight-loader+= --decrypted-config-file=
         --decrypted-draft-config-file= --tokenizer-mode=auto|fast|hf --skip-tokenizer-init --hf-chat-template-name=
-        --completion-template= --runner=auto --convert=auto --hf-config-path= --code-revision= --tokenizer-revision=
-        --quantization-config= --allow-deprecated-quantization --use-fp64-gumbel --disable-sliding-window
-        --config-format=auto --hf-overrides={} --model-class-overrides={} --pooler-config= --logits-processors+=
-        --attention-config/-ac={} --additional-config={}
+        --completion-template= --runner=auto|generate --convert=auto --hf-config-path= --code-revision=
+        --tokenizer-revision= --quantization-config= --allow-deprecated-quantization --use-fp64-gumbel
+        --disable-sliding-window --config-format=auto --hf-overrides={} --model-class-overrides={} --pooler-config=
+        --logits-processors+= --attention-config/-ac={} --additional-config={} --task=auto|generate
         """,
     ),
     Group(

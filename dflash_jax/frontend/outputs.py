@@ -129,12 +129,12 @@ class Completion:
 
     @property
     def prompt_token_ids(self) -> list[int]:
-        """VLLM's name of ``prompt_ids``."""
+        """The name of ``prompt_ids`` in vLLM."""
         return self.prompt_ids
 
     @property
     def num_cached_tokens(self) -> int:
-        """VLLM's name of ``cached_tokens``."""
+        """The name of ``cached_tokens`` in vLLM."""
         return self.cached_tokens
 
     @property

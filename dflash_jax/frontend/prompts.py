@@ -5,7 +5,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from dflash_jax.argument_checks import has_type, shown
+from dflash_jax.argument_checks import check_type, has_type, shown
 from dflash_jax.engine.config import BlockSize
 from dflash_jax.engine.limits import RequestLimits, check_prompt
 from dflash_jax.engine.request import MaskProvider
@@ -135,7 +135,7 @@ class Prompts:
 
         Args:
             prompt: Text or token ids.
-            params: How it is continued.
+            params: How it is continued; n must be 1.
             block_size: Overrides the LLM's.
             mask: Masks beside those that follow from ``params``. The checkpoint's stop ids then always end the text,
                 since a text that is complete must be able to end.
@@ -147,6 +147,9 @@ class Prompts:
         Raises:
             InputError: The prompt or a parameter is wrong.
         """
+        check_type("params", params, SamplingParams)
+        if params.n > 1:
+            raise InputError(f"n is {params.n}: a sequence is one continuation: give n=1, or use generate()")
         ids, filled = self.encode(prompt), self.defaults.fill(params)
         filled.check_vocabulary(self.config.vocab_size)
         if (filled.stop or filled.stop_regex) and self.tokenizer is None:

@@ -87,6 +87,7 @@ class TextSequence:
     Attributes:
         request: The engine's request.
         text: The `Detokenizer`; None without a tokenizer.
+        has_given_seed: Whether the parameters have a seed.
         is_streamed: Whether there are pieces.
         num_tokens: New tokens so far.
         yielded: Tokens that each round yielded.
@@ -110,6 +111,7 @@ class TextSequence:
         draft_record: DraftRecord | None = None,
         **options,
     ):
+        self.has_given_seed = params.seed is not None
         if params.seed is None:
             params = replace(params, seed=int.from_bytes(os.urandom(4), "little"))
         self.text = None

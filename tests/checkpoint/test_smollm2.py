@@ -87,13 +87,15 @@ def test_two_processes_that_download_give_one_directory(cache, wheel, monkeypatc
 
 
 def test_what_a_killed_process_has_left_is_removed(cache, wheel):
-    old, new = cache / "download-old", cache / "download-new"
-    for path in (old, new):
-        path.mkdir(parents=True)
+    old, new = cache / "smollm2-download-old", cache / "smollm2-download-new"
+    other_program_s = cache / "download-old"
     hours_ago = time.time() - 2 * smollm2.STALE_S
-    os.utime(old, (hours_ago, hours_ago))
+    for path in (old, new, other_program_s):
+        path.mkdir(parents=True)
+        if path != new:
+            os.utime(path, (hours_ago, hours_ago))
     smollm2.cached_smollm2(lambda _: None)
-    assert (old.exists(), new.exists()) == (False, True)
+    assert (old.exists(), new.exists(), other_program_s.exists()) == (False, True, True)
 
 
 def test_a_changed_package_and_an_unwritable_cache_are_input_errors(cache, wheel, monkeypatch, tmp_path):

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from dflash_jax.aliases import ALIASES, JSON_CHARACTERS, JSON_DEPTH
 from dflash_jax.cli.aliases import READ_APART
+from dflash_jax.cli.arguments import make_parser as make_generate_parser
 from dflash_jax.cli.serve_arguments import make_parser, parse
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.other_flags import NOTHING, REFUSED, read_word
@@ -184,6 +185,22 @@ WRONG = [
 def test_wrong_options_are_named(options, message):
     with pytest.raises(InputError, match=message):
         parse(options)
+
+
+@pytest.mark.parametrize(
+    "options", [["--hf-token", "hf_secret"], ["--hf_token=hf_secret"], ["--no-hf-token=hf_secret"], ["x", "--hf-token"]]
+)
+def test_a_token_is_refused_before_it_is_shown(options):
+    for parser in (make_parser(), make_generate_parser()):
+        with pytest.raises(InputError, match=r"^--(no-)?hf-token is refused: set HF_TOKEN instead") as error:
+            parser.parse_args(options)
+        assert "secret" not in str(error.value)
+
+
+def test_an_administrator_s_key_is_not_shown():
+    with pytest.raises(InputError, match=r"^--admin-api-key is refused: ") as error:
+        parse(["--admin-api-key", "my_secret"])
+    assert "secret" not in str(error.value)
 
 
 def nested(depth: int) -> str:

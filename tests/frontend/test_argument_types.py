@@ -9,7 +9,7 @@ import pytest
 
 from dflash_jax import LLM, InputError, SamplingParams
 from dflash_jax.argument_checks import has_type, hints_of
-from dflash_jax.frontend.keywords import KEYWORDS
+from dflash_jax.frontend.keywords import DEFAULTS, KEYWORDS, OTHERS, with_other_names
 from dflash_jax.frontend.llm_config import LLMConfig
 
 VALUES = [
@@ -120,7 +120,9 @@ def test_messages_of_a_wrong_form_show_the_right_one(wrong, llm):
         (lambda: SamplingParams(temprature=1), "no argument 'temprature': did you mean temperature"),
         (lambda: LLM(temprature=1), "no argument 'temprature': SamplingParams has temperature"),
         (lambda: LLM(modle="x"), "no argument 'modle': did you mean model"),
-        (lambda: LLM(xyzzy=1), "no argument 'xyzzy': known are target, "),
+        (lambda: LLM(xyzzy=1), "no argument 'xyzzy': docs/api.md and docs/vllm_and_sglang.md list them"),
+        (lambda: SamplingParams(xyzzy=1), "no argument 'xyzzy': docs/api.md and docs/vllm_and_sglang.md list them"),
+        (lambda: LLM(task="embed"), "task is 'embed': that is refused"),
         (lambda: LLM("a", model="b"), "target and model are one argument"),
         (lambda: LLM(tp_size=1, tensor_parallel_size=1), "tp_size and tensor_parallel_size are one argument"),
         (lambda: LLM(mesh="tensor=1", tensor_parallel_size=1), "mesh and tensor_parallel_size are one argument"),
@@ -132,6 +134,39 @@ def test_messages_of_a_wrong_form_show_the_right_one(wrong, llm):
 def test_misspelt_and_double_arguments_are_named(call, message):
     with pytest.raises(InputError, match=re.escape(message)):
         call()
+
+
+@pytest.mark.parametrize("name", [*CONFIG, *KEYWORDS, *OTHERS, "device_map", "torch_dtype", "queue", "port"])
+def test_a_suggested_keyword_is_one_that_the_llm_accepts(name):
+    with pytest.raises(InputError) as error:
+        with_other_names(DEFAULTS, {f"{name}_": None})
+    suggestion = re.search(r"did you mean (\w+)\?", str(error.value))
+    if suggestion and suggestion[1] not in DEFAULTS:
+        with_other_names(DEFAULTS, {suggestion[1]: None if KEYWORDS[suggestion[1]][0].const is None else False})
+    assert len(str(error.value)) < 160
+
+
+@pytest.mark.parametrize("name", ["hf_token", "admin_api_key", "watermark_key"])
+def test_no_message_shows_a_secret(name):
+    with pytest.raises(InputError, match=f"^{name}: that is refused, ") as error:
+        LLM(**{name: "hf_secret"})
+    assert "secret" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda llm: llm.generate(), "generate() needs prompts"),
+        (lambda llm: llm.chat(), "chat() needs messages"),
+        (lambda llm: llm.stream(params=None), "stream() needs prompt"),
+        (lambda llm: llm.stream("x", None, 1), "stream() has 3 arguments without a keyword: it takes prompt, params"),
+        (lambda llm: llm.generate("x", prompts="y"), "generate() has two values for prompts"),
+        (lambda llm: SamplingParams(*range(30)), "SamplingParams() has 30 arguments without a keyword: at most 23 are"),
+    ],
+)
+def test_a_call_with_too_few_or_too_many_arguments_names_the_function(call, message, llm):
+    with pytest.raises(InputError, match="^" + re.escape(message)):
+        call(llm)
 
 
 def test_numbers_and_arrays_of_numpy_are_token_ids_and_numbers(llm):

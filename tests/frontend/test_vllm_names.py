@@ -3,6 +3,7 @@
 import re
 from dataclasses import fields
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -60,7 +61,7 @@ def test_what_is_refused_says_what_to_do(theirs, advice):
 
 
 def test_the_tables_have_their_rows():
-    assert (len(SAME), len(REFUSED)) == (40, 10)
+    assert (len(SAME), len(REFUSED)) == (43, 10)
 
 
 def test_an_llm_takes_other_names_and_draws_the_same_seeds_again():
@@ -69,6 +70,30 @@ def test_an_llm_takes_other_names_and_draws_the_same_seeds_again():
     texts = [[c.text for c in LLM(**options, seed=4).generate(["def ", "def "], params)] for _ in range(2)]
     assert texts[0] == texts[1]
     assert texts[0][0] != texts[0][1]
+
+
+def test_only_calls_that_run_take_seeds_of_the_llm(monkeypatch):
+    llm, params = LLM(draft=None, max_len=256, seed=4), SamplingParams(temperature=1.0, max_tokens=8)
+    expected = [[c.text for c in llm.generate(["def ", "def "], params)], "".join(llm.stream("def ", params))]
+    llm = LLM(draft=None, max_len=256, seed=4)
+    llm.check(["def ", "def "], params)
+    for prompts, wrong in ((["def ", ""], params), (["def ", "def "], [params, SamplingParams(max_tokens=300)])):
+        with pytest.raises(InputError):
+            llm.generate(prompts, wrong)
+    with monkeypatch.context() as patch:
+        patch.setattr("dflash_jax.frontend.llm.plan_memory", Mock(side_effect=InputError("too little memory")))
+        with pytest.raises(InputError, match="memory"):
+            llm.generate(["def ", "def "], params)
+    first = [c.text for c in llm.generate(["def ", "def "], params)]
+    with pytest.raises(InputError):
+        llm.stream("", params)
+    assert [first, "".join(llm.stream("def ", params))] == expected
+
+
+def test_a_sequence_is_one_continuation(names):
+    for wrong, message in ((SamplingParams(n=2), "^n is 2: "), ({"temperature": 1}, "^params is {'temperature': 1}: ")):
+        with pytest.raises(InputError, match=message):
+            names["llm"].new_sequence("def ", wrong)
 
 
 def test_n_continuations_have_the_seeds_from_the_first_on_and_share_the_prefill(names):
@@ -81,8 +106,8 @@ def test_n_continuations_have_the_seeds_from_the_first_on_and_share_the_prefill(
         assert each.token_ids == alone.token_ids
         assert len(each.logprobs) == len(each.token_ids)
     assert output.token_ids == output.outputs[0].token_ids
-    sequences = [s for _, group in llm._sequences(prompt * 2, params) for s in group]
-    assert len(list(llm._finished(sequences))) == 3
+    ((_, sequences),) = llm._sequences(prompt * 2, params)
+    assert len(list(llm._finished([sequences]))) == 3
     assert all(s.request.cached for s in sequences[1:])
 
 
