@@ -381,9 +381,10 @@ def test_stored_fields_of_another_shape_are_ignored(mocked):
 
 def test_a_conversation_that_cannot_be_shown_can_be_deleted(new_page):
     """The list and the model are there before the conversation."""
-    page = new_page(MOCK + "Array.prototype.findLast = () => x.y;")
+    page = new_page(MOCK + "Array.prototype.findLast = function () { if (this.length) throw new Error('broken'); };")
     store(page, conversation("a"))
     assert "cannot be shown" in page.inner_text("#status")
+    page.hover("#conversations li")
     page.click("#conversations .delete")
     assert page.locator("#conversations li").count() == 0
 
@@ -396,7 +397,9 @@ def test_a_conversation_under_another_key_is_not_one(mocked):
 def test_a_huge_answer_is_shown_as_it_is_written(mocked):
     """300,000 paragraphs, stored and growing: only the first blocks are parsed."""
     began = time.monotonic()
-    store(mocked, conversation("a", content="Some words.\n\n" * 300_000, runs={"content": [0, 100_000], "reasoning": []}))
+    store(
+        mocked, conversation("a", content="Some words.\n\n" * 300_000, runs={"content": [0, 100_000], "reasoning": []})
+    )
     assert mocked.locator("#conversations li").count() == 1
     assert time.monotonic() - began < 20
     assert mocked.locator(".block").count() == 5_001
