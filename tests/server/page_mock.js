@@ -21,7 +21,8 @@ window.fetch = async (url, options) => {
       const choice = { index: 0, delta, finish_reason: at >= text.length ? "stop" : null,
         drafts: [[thought && `<think>\n${thought}\n</think>\n\n`, true], [part.slice(0, -5), true], [part.slice(-5), false]] };
       if (window.mock.bodies.at(-1).return_proposals) {
-        choice.proposals = [{ proposed: [" one", " two", "\n"], accepted: 1, token: " own" }];
+        const proposed = window.mock.proposed ?? [" one", " two", "\n"];
+        choice.proposals = [{ proposed, accepted: Math.min(1, proposed.length), token: " own" }];
       }
       send(controller, { choices: [choice],
         usage: { completion_tokens: tokens, completion_tokens_details: { accepted_prediction_tokens: 0.6 * tokens, draft_rounds: tokens / 5 } },

@@ -344,11 +344,98 @@ def test_conversations_are_kept_renamed_deleted_and_exported(mocked, tmp_path):
     mocked.reload()
     assert mocked.locator("#conversations li").count() == 2
     mocked.evaluate("localStorage.setItem('dflash.conversation.bad', '{\"turns\": 5')")
-    broken = {"id": "x", "title": "x", "updated": 9e15, "turns": [{"role": "assistant", "content": "x", "stats": {}}]}
+    broken = {"id": "x", "title": "x", "updated": 9e15, "turns": [{"role": "assistant", "content": 5}]}
     mocked.evaluate("value => localStorage.setItem('dflash.conversation.x', JSON.stringify(value))", broken)
     mocked.evaluate("localStorage.setItem('dflash.settings', '[1')")
     mocked.reload()
     assert mocked.locator("#conversations li").count() == 2
+
+
+def store(page, *conversations: dict) -> None:
+    """Stores conversations, the first as the current one, and loads the page again."""
+    script = """values => { for (const { key, ...value } of values)
+        localStorage.setItem(`dflash.conversation.${key ?? value.id}`, JSON.stringify(value));
+        for (const area of [localStorage, sessionStorage]) area.setItem("dflash.current", `"${values[0].id}"`); }"""
+    page.evaluate(script, conversations)
+    page.reload()
+    page.wait_for_selector("#models option", state="attached")
+
+
+def conversation(name: str, **fields) -> dict:
+    """A conversation as the page stores it; ``fields`` are of its answer."""
+    answer = {"role": "assistant", "content": "Answer.", **fields}
+    return {"id": name, "title": name, "updated": 1, "turns": [{"role": "user", "content": "Question"}, answer]}
+
+
+def test_stored_fields_of_another_shape_are_ignored(mocked):
+    wrong = [{"runs": value} for value in ({}, "x", 5, {"content": None}, {"content": ["x"], "reasoning": []})]
+    wrong += [{"stats": value} for value in ({}, {"tokens": 5})]
+    wrong += [{"rounds": [5]}, {"rounds": [[["x"], 1]]}, {"reasoning": {}}, {"request": "x"}, {"error": {}}]
+    store(mocked, *(conversation(str(i), **fields) for i, fields in enumerate(wrong)))
+    assert mocked.locator("#conversations li").count() == len(wrong)
+    for i in range(len(wrong)):
+        mocked.click(f"#conversations li[data-id='{i}'] .open")
+        assert mocked.locator(".turn.assistant .text").all_inner_texts() == ["Answer."]
+        assert mocked.locator(".turn.assistant .figures, .turn.assistant .error").all_inner_texts() == [""]
+
+
+def test_a_conversation_that_cannot_be_shown_can_be_deleted(new_page):
+    """The list and the model are there before the conversation."""
+    page = new_page(MOCK + "Array.prototype.findLast = function () { if (this.length) throw new Error('broken'); };")
+    store(page, conversation("a"))
+    assert "cannot be shown" in page.inner_text("#status")
+    page.hover("#conversations li")
+    page.click("#conversations .delete")
+    assert page.locator("#conversations li").count() == 0
+
+
+def test_a_conversation_under_another_key_is_not_one(mocked):
+    store(mocked, conversation("a"), conversation("a") | {"key": "b", "title": "b"})
+    assert mocked.locator("#conversations .open").all_inner_texts() == ["a"]
+
+
+def test_a_huge_answer_is_shown_as_it_is_written(mocked):
+    """300,000 paragraphs, stored and growing: only the first blocks are parsed."""
+    began = time.monotonic()
+    store(
+        mocked, conversation("a", content="Some words.\n\n" * 300_000, runs={"content": [0, 100_000], "reasoning": []})
+    )
+    assert mocked.locator("#conversations li").count() == 1
+    assert time.monotonic() - began < 20
+    assert mocked.locator(".block").count() == 5_001
+    assert mocked.text_content(".turn.assistant .text").count("Some words.") == 300_000
+    mocked.click("#new")
+    text = "Some *bold* words.\n\n" * 20_000
+    ask(mocked, "Write.", text=text, step=6000, delay=0)
+    shown = mocked.text_content(".turn.assistant .text")
+    assert shown.count("Some ") == 20_000
+    assert shown.endswith("Some *bold* words.\n\n")
+    assert mocked.locator("em").count() == 5_000
+    assert "Some *bold* words." in "".join(tinted(mocked))
+
+
+def test_long_code_is_not_highlighted(mocked):
+    """Some patterns of highlight.js take a time that grows with the square of the length."""
+    mocked.evaluate("checks.watchFrames()")
+    for language, code in (("json", "[" * 49_000), ("swift", "a<" * 24_500), ("json", "[" * 14_900)):
+        ask(mocked, "Write.", text=f"```{language}\n{code}\n```\n", step=60_000)
+    mocked.wait_for_selector(".code .hljs-punctuation")
+    assert mocked.evaluate("checks.longestFrame") < 2000
+
+
+@pytest.mark.parametrize(("compiled", "expected"), [(31, "(31 of 56 programs)"), (54, "rounds without drafts")])
+def test_rounds_without_drafts_while_the_server_compiles_are_explained(mocked, compiled, expected):
+    answer = json.dumps({"warm_up": {"compiled": compiled, "failed": 2, "total": 56}})
+    mocked.route("**/server_info", lambda route: route.fulfill(body=answer, content_type="application/json"))
+    mocked.evaluate("window.mock.proposed = []")
+    mocked.check("#record")
+    with mocked.expect_response("**/server_info"):
+        ask(mocked, "Write.", text="Some words.")
+    wait_for(mocked, f"document.querySelector('.rounds .summary').textContent.includes({expected!r})")
+    assert ("still compiling" in mocked.inner_text(".rounds .summary")) == (compiled == 31)
+    mocked.evaluate("window.mock.proposed = [' one', ' two']")
+    ask(mocked, "Again.")
+    assert "accepted" in mocked.locator(".rounds .summary").last.inner_text()
 
 
 @pytest.mark.parametrize("failure", ["full", "disabled"])

@@ -2,7 +2,7 @@
 
 import { copyText } from "./markdown.js";
 import { Store } from "./store.js";
-import { chunks, models } from "./stream.js";
+import { chunks, models, warmUp } from "./stream.js";
 import { clearAll } from "./tint.js";
 import { asRound } from "./rounds.js";
 import { AnswerView, button, element, UserView } from "./turns.js";
@@ -206,6 +206,7 @@ function addView(turn) {
     copy: (place) => copyText(turn.content, place),
     regenerate: () => regenerate(turn, {}),
     replay: () => replay(turn),
+    warmUp: () => warmUp($("key").value),
     edit: (text) => (turn.role === "user" ? resend(turn, text) : rewrite(turn, text)),
   };
   const view = turn.role === "user" ? new UserView($("log"), turn, actions) : new AnswerView($("log"), turn, actions);
@@ -459,5 +460,13 @@ addEventListener("pagehide", () => running && save());
 
 restoreSettings(store.settings);
 $("key").value = store.key;
-open(store.conversations.get(store.current) || fresh());
+// The list and the model come first: a conversation that cannot be shown can still be deleted.
+conversation = fresh();
+listConversations();
 showModel();
+try {
+  open(store.conversations.get(store.current) || conversation);
+} catch (error) {
+  open(fresh());
+  say(`The last conversation cannot be shown: ${error.message}`, true);
+}

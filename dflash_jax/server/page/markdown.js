@@ -7,7 +7,9 @@ import { Marked } from "./vendor/marked.esm.js";
 import DOMPurify from "./vendor/purify.es.mjs";
 
 // Characters of a block that are parsed; a longer block is shown as it is written. Parsing takes at most 0.1 s.
-const MOST_PARSED = 16_000, MOST_TABLE = 48_000, MOST_HIGHLIGHTED = 50_000;
+const MOST_PARSED = 16_000, MOST_TABLE = 48_000, MOST_HIGHLIGHTED = 15_000;
+// Characters and blocks of a text that are parsed; what follows is shown as it is written. A block takes 0.1 ms.
+const MOST_RENDERED = 250_000, MOST_BLOCKS = 5_000;
 // Blocks at the end of a growing text that further text may still change.
 const LIVE_BLOCKS = 2;
 
@@ -133,12 +135,21 @@ export class MarkdownView {
     this.tint = tint;
     this.blocks = [];
     this.settled = 0;
+    this.remainder = null;
   }
 
   /** Shows `source`, which begins with what was shown before. */
   update(source, isFinal = false) {
-    let place = this.settled;
+    if (this.remainder) {
+      this.extend(source);
+      return;
+    }
+    let place = this.settled, end = -1;
     for (const { token, offset } of this.tokens(source)) {
+      if (place >= MOST_BLOCKS || offset >= MOST_RENDERED) {
+        end = offset;
+        break;
+      }
       const isComplete = isFinal || offset + token.raw.length < source.length;
       let block = this.blocks[place];
       if (!block) {
@@ -155,6 +166,18 @@ export class MarkdownView {
       block.body.remove();
     }
     this.settled = Math.max(this.settled, this.blocks.length - LIVE_BLOCKS);
+    if (end < 0) return;
+    const text = document.createTextNode("");
+    this.remainder = { offset: end, text, isPlain: true, body: element("div", "block", element("p", "plain", text)) };
+    this.root.append(this.remainder.body);
+    this.extend(source);
+  }
+
+  /** Shows what a text beyond the limits has gained, as it is written. */
+  extend(source) {
+    const { offset, text } = this.remainder;
+    text.appendData(source.slice(offset + text.length));
+    this.tint.paint(this.remainder);
   }
 
   /** The blocks of the text from the first that may still change, parsed in parts of bounded size. */

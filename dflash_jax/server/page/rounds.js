@@ -33,15 +33,26 @@ export class RoundsView {
     this.body.append(this.summary, this.key, this.list);
     parent.append(this.body);
     this.count = this.proposed = this.accepted = this.drafting = 0;
+    this.note = "";
   }
 
   /** Shows the rounds behind those that are shown. */
   update(rounds) {
     for (; this.count < rounds.length; this.count++) this.add(rounds[this.count], this.count);
+    this.summarise();
+  }
+
+  /** Says in place of the summary why rounds have no drafts, as long as none has. */
+  explain(note) {
+    this.note = note;
+    this.summarise();
+  }
+
+  summarise() {
     this.summary.textContent = this.drafting
-      ? `${rounds.length} rounds: ${this.proposed} tokens proposed, ${this.accepted} accepted, `
+      ? `${this.count} rounds: ${this.proposed} tokens proposed, ${this.accepted} accepted, `
         + `${((this.accepted + this.drafting) / this.drafting).toFixed(2)} tokens a round`
-      : `${rounds.length} rounds without drafts`;
+      : this.note || `${this.count} rounds without drafts`;
   }
 
   add([proposed, accepted, token], index) {

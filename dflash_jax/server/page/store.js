@@ -14,16 +14,30 @@ function read(area, key) {
 
 const local = () => globalThis.localStorage, session = () => globalThis.sessionStorage;
 
-const isStats = (s) => s === undefined || ["tokens", "accepted", "rounds", "rate"].every((name) => typeof s?.[name] === "number");
-const areRuns = (r) => r === undefined || [r?.content, r?.reasoning].every(Array.isArray);
-const areRounds = (r) => r === undefined || (Array.isArray(r) && r.every((round) => Array.isArray(round?.[0])));
-const isTurn = (t) => ["user", "assistant"].includes(t?.role) && typeof t.content === "string" && isStats(t.stats)
-  && areRuns(t.runs) && areRounds(t.rounds);
+const isText = (value) => typeof value === "string", isNumber = Number.isFinite;
+const isListOf = (isItem) => (value) => Array.isArray(value) && value.every(isItem);
+const areNumbers = isListOf(isNumber), areTexts = isListOf(isText);
+const isRound = (r) => Array.isArray(r) && areTexts(r[0]) && isNumber(r[1]) && isText(r[2]);
 
-/** Whether a value is a conversation as this page writes it. */
-export function isConversation(value) {
-  return Boolean(value) && typeof value.id === "string" && typeof value.title === "string" && Array.isArray(value.turns)
-    && value.turns.every(isTurn);
+/** Whether an optional field of a turn has the shape that this page writes. */
+const SHAPES = {
+  reasoning: isText,
+  error: isText,
+  request: (value) => value !== null && typeof value === "object" && !Array.isArray(value),
+  runs: (value) => areNumbers(value?.content) && areNumbers(value.reasoning),
+  stats: (value) => ["tokens", "accepted", "rounds", "rate"].every((name) => isNumber(value?.[name]))
+    && isNumber(value.speedup ?? 0),
+  rounds: isListOf(isRound),
+};
+
+const isTurn = (t) => ["user", "assistant"].includes(t?.role) && isText(t.content);
+
+/** The conversation in a stored value, without fields of another shape; null where the value is no conversation. */
+export function asConversation(value) {
+  if (!isText(value?.id) || !isText(value.title) || !isListOf(isTurn)(value.turns)) return null;
+  for (const turn of value.turns) for (const name in SHAPES) if (!SHAPES[name](turn[name])) delete turn[name];
+  if (!isNumber(value.updated)) value.updated = 0;
+  return value;
 }
 
 export class Store {
@@ -39,8 +53,9 @@ export class Store {
       for (let i = 0; i < local().length; i++) {
         const key = local().key(i);
         if (!key.startsWith(CONVERSATION)) continue;
-        const value = read(local, key);
-        if (isConversation(value)) loaded.set(value.id, value);
+        const value = asConversation(read(local, key));
+        // A conversation under the key of another one could not be deleted.
+        if (value && key === CONVERSATION + value.id) loaded.set(value.id, value);
       }
     } catch {
       this.problem = "This browser keeps nothing for this page: conversations are lost when the tab closes.";

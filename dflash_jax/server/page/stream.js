@@ -16,6 +16,16 @@ export async function models(key) {
   return (await response.json()).data.map((model) => model.id);
 }
 
+/** Programs of the server that are compiled, have failed, and in all; null where the server does not say so. */
+export async function warmUp(key) {
+  try {
+    const response = await fetch("server_info", { headers: headers(key) });
+    return response.ok ? (await response.json()).warm_up : null;
+  } catch {
+    return null;
+  }
+}
+
 /** Yields the chunks of an answer. */
 export async function* chunks(body, key, signal) {
   const response = await fetch("v1/chat/completions", {

@@ -81,10 +81,11 @@ export class Tint {
     }
   }
 
-  /** Code that still grows is one text node, a part of the raw text as it is written. */
+  /** Code that still grows, and text as it is written, is one text node, a part of the raw text. */
   paintGrowing(block) {
-    const begin = block.offset + block.raw.indexOf("\n") + 1, size = block.text.length;
+    const begin = block.offset + (block.isPlain ? 0 : block.raw.indexOf("\n") + 1), size = block.text.length;
     const from = block.painted || 0;
+    block.ranges ??= [];
     for (let run = this.firstRun(begin + from); run < this.runs.length && this.runs[run] < begin + size; run += 2) {
       this.add(block, block.text, Math.max(this.runs[run] - begin, from), Math.min(this.runs[run + 1] - begin, size));
     }

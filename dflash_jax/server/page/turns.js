@@ -97,6 +97,7 @@ export class AnswerView extends TurnView {
     this.content.classList.toggle("waiting", Boolean(this.isBusy) && !turn.content);
     if (this.rounds && turn.rounds) this.rounds.update(turn.rounds);
     if (!isFinal) return;
+    this.explainRounds();
     this.showRounds.textContent = turn.rounds ? "Rounds" : "Show rounds";
     this.showRounds.title = turn.rounds ? "" : "Answers again with the same seed, and records what each round drafted";
     this.showRounds.hidden = !turn.request || Boolean(turn.error);
@@ -145,7 +146,18 @@ export class AnswerView extends TurnView {
       this.rounds = new RoundsView(element("div", ""));
       this.rounds.update(this.turn.rounds);
       this.buttons.after(this.rounds.body);
+      this.explainRounds();
     }
     this.showRounds.setAttribute("aria-expanded", String(Boolean(this.rounds)));
+  }
+
+  /** Rounds with drafts are recorded by programs that the server may still be compiling. */
+  async explainRounds() {
+    const { rounds } = this;
+    if (!rounds || rounds.drafting || this.turn.request?.block_size === 1) return;
+    const { compiled, failed = 0, total } = (await this.actions.warmUp()) ?? {};
+    if (compiled + failed < total) {
+      rounds.explain(`The server is still compiling (${compiled} of ${total} programs): rounds without drafts for now`);
+    }
   }
 }
