@@ -139,8 +139,9 @@ def read_layers(merged: Raw, depth: int) -> list[tuple[int | None, bool]]:
 def recorded_acceptance(raw: dict, block_size: int) -> float | None:
     """The ``acceptance_length`` of a config; None where there is none, or none that a block of this size can have."""
     value = raw.get("acceptance_length")
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return float(value) if is_number and 1 <= value <= block_size else None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 1 <= value <= block_size:
+        return None
+    return float(value)
 
 
 def read_config(raw: dict) -> DraftConfig:
