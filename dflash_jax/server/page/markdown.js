@@ -8,6 +8,8 @@ import DOMPurify from "./vendor/purify.es.mjs";
 
 // Characters of a block that are parsed; a longer block is shown as it is written. Parsing takes at most 0.1 s.
 const MOST_PARSED = 16_000, MOST_TABLE = 48_000, MOST_HIGHLIGHTED = 15_000;
+// Time for Swift grows with the square of the length: 15,000 characters of "a<" take 7 s.
+const MOST_SWIFT = 4_000;
 // Characters and blocks of a text that are parsed; what follows is shown as it is written. A block takes 0.1 ms.
 const MOST_RENDERED = 250_000, MOST_BLOCKS = 5_000;
 // Blocks at the end of a growing text that further text may still change.
@@ -84,7 +86,8 @@ const languageOf = (given) => (given || "").trim().split(/\s/)[0].slice(0, 30);
 
 async function highlight(code, language, done) {
   const known = await loadHighlighter(), text = code.textContent;
-  if (!known || !known.getLanguage(language) || !code.isConnected || text.length > MOST_HIGHLIGHTED) return;
+  const grammar = known?.getLanguage(language);
+  if (!grammar || !code.isConnected || text.length > (grammar.name === "Swift" ? MOST_SWIFT : MOST_HIGHLIGHTED)) return;
   const value = known.highlight(text, { language, ignoreIllegals: true }).value;
   const fragment = DOMPurify.sanitize(value, COLOURS);
   if (fragment.textContent !== text || code.textContent !== text) return;
