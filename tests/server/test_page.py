@@ -415,7 +415,7 @@ def test_a_huge_answer_is_shown_as_it_is_written(mocked):
 
 
 def test_long_code_is_not_highlighted(mocked):
-    """Some patterns of highlight.js take a time that grows with the square of the length."""
+    """Showing some highlighted code takes a time that grows faster than its length."""
     mocked.evaluate("checks.watchFrames()")
     for language, code in (("swift", "a<" * 7_000), ("json", "[" * 49_000), ("json", "[" * 14_900)):
         ask(mocked, "Write.", text=f"```{language}\n{code}\n```\n", step=60_000)
