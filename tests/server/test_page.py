@@ -375,8 +375,8 @@ def test_stored_fields_of_another_shape_are_ignored(mocked):
     assert mocked.locator("#conversations li").count() == len(wrong)
     for i in range(len(wrong)):
         mocked.click(f"#conversations li[data-id='{i}'] .open")
-        assert mocked.locator(".turn.assistant .text").all_inner_texts() == ["Answer."]
-        assert mocked.locator(".turn.assistant .figures, .turn.assistant .error").all_inner_texts() == [""]
+        assert mocked.locator(".turn.assistant .text").all_text_contents() == ["Answer.\n"]
+        assert mocked.locator(".turn.assistant .figures, .turn.assistant .error").all_text_contents() == [""]
 
 
 def test_a_conversation_that_cannot_be_shown_can_be_deleted(new_page):
