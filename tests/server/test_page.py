@@ -375,8 +375,8 @@ def test_stored_fields_of_another_shape_are_ignored(mocked):
     assert mocked.locator("#conversations li").count() == len(wrong)
     for i in range(len(wrong)):
         mocked.click(f"#conversations li[data-id='{i}'] .open")
-        assert mocked.locator(".turn.assistant .text").all_inner_texts() == ["Answer."]
-        assert mocked.locator(".turn.assistant .figures, .turn.assistant .error").all_inner_texts() == [""]
+        assert mocked.locator(".turn.assistant .text").all_text_contents() == ["Answer.\n"]
+        assert mocked.locator(".turn.assistant .figures, .turn.assistant .error").all_text_contents() == [""]
 
 
 def test_a_conversation_that_cannot_be_shown_can_be_deleted(new_page):
@@ -415,7 +415,7 @@ def test_a_huge_answer_is_shown_as_it_is_written(mocked):
 
 
 def test_long_code_is_not_highlighted(mocked):
-    """Some patterns of highlight.js take a time that grows with the square of the length."""
+    """Showing some highlighted code takes a time that grows faster than its length."""
     mocked.evaluate("checks.watchFrames()")
     for language, code in (("swift", "a<" * 7_000), ("json", "[" * 49_000), ("json", "[" * 14_900)):
         ask(mocked, "Write.", text=f"```{language}\n{code}\n```\n", step=60_000)

@@ -8,7 +8,7 @@ import DOMPurify from "./vendor/purify.es.mjs";
 
 // Characters of a block that are parsed; a longer block is shown as it is written. Parsing takes at most 0.1 s.
 const MOST_PARSED = 16_000, MOST_TABLE = 48_000, MOST_HIGHLIGHTED = 15_000;
-// Time for Swift grows with the square of the length: 15,000 characters of "a<" take 7 s.
+// Showing highlighted Swift takes a time that grows faster than its length: 15,000 characters of "a<" took 7 s.
 const MOST_SWIFT = 4_000;
 // Characters and blocks of a text that are parsed; what follows is shown as it is written. A block takes 0.1 ms.
 const MOST_RENDERED = 250_000, MOST_BLOCKS = 5_000;
