@@ -25,12 +25,14 @@ class Platform:
         layer: Bytes that are read in the time that a layer takes apart from weights and arithmetic.
         cache: Bytes of weights that stay in the processor's cache.
         cache_speed: How many times as fast weights in the cache are read.
+        small_share: Share of the operations that models in the cache reach, whose matrices are small.
     """
 
     operations: float
     layer: float
     cache: float = 0.0
     cache_speed: float = 1.0
+    small_share: float = 1.0
 
 
 def processors() -> int:
@@ -47,7 +49,7 @@ def platform_named(name: str) -> Platform:
     TPU was measured.
     """
     if name == "cpu":
-        return Platform(1.2 * processors(), 0.5e6, 32e6, 3.0)
+        return Platform(1.2 * processors(), 0.5e6, 32e6, 3.0, 0.75)
     return Platform(150.0, 120e6)
 
 
@@ -69,12 +71,14 @@ class RoundCosts:
             share = 1.0 if drafter.vocabulary is None else len(drafter.vocabulary.ids) / target.config.vocab_size
             self._draft_head = share * self._target.head
         total = self._target.total + (self._drafter.total if self._drafter else 0.0)
-        self._read_speed = platform.cache_speed if total < platform.cache else 1.0
+        is_cached = total < platform.cache
+        self._read_speed = platform.cache_speed if is_cached else 1.0
+        self._operations = platform.operations * (platform.small_share if is_cached else 1.0)
 
     def _pass(self, weights: Weights, layers: int, tokens: int, head: float = 0.0) -> float:
         """The cost of a pass over ``tokens`` tokens; ``head``: bytes of a head that ``weights`` does not have."""
         item = weights.total * self._parts / weights.parameters
-        arithmetic = 2 * tokens * (weights.read(1) + head) / item / self._platform.operations
+        arithmetic = 2 * tokens * (weights.read(1) + head) / item / self._operations
         return max((weights.read(tokens) + head) / self._read_speed, arithmetic) + layers * self._platform.layer
 
     def __call__(self, batch_size: int, block_size: int) -> float:
