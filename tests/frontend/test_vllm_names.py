@@ -49,15 +49,15 @@ def comparable(value):
     return [(each.prompt_ids, each.token_ids, each.text) for each in value] if is_answer else value
 
 
-@pytest.mark.parametrize(("theirs", "ours"), SAME, ids=[row[0][:60] for row in SAME])
-def test_a_row_of_the_table_gives_the_same_in_both_forms(theirs, ours, names):
-    assert comparable(eval(theirs, names)) == comparable(eval(ours, names))
+@pytest.mark.parametrize(("vllm", "here"), SAME, ids=[row[0][:60] for row in SAME])
+def test_a_row_of_the_table_gives_the_same_in_both_forms(vllm, here, names):
+    assert comparable(eval(vllm, names)) == comparable(eval(here, names))
 
 
-@pytest.mark.parametrize(("theirs", "advice"), REFUSED, ids=[row[0][:60] for row in REFUSED])
-def test_what_is_refused_says_what_to_do(theirs, advice):
+@pytest.mark.parametrize(("vllm", "advice"), REFUSED, ids=[row[0][:60] for row in REFUSED])
+def test_what_is_refused_says_what_to_do(vllm, advice):
     with pytest.raises(InputError, match=re.escape(advice)):
-        eval(theirs, NAMES | {"LLM": configuration})
+        eval(vllm, NAMES | {"LLM": configuration})
 
 
 def test_the_tables_have_their_rows():
