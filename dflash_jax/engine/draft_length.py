@@ -88,7 +88,7 @@ class DraftLengthPolicy:
 
     Args:
         block_sizes: Block sizes that may be compiled, ascending, from 1.
-        predict: The cost of a round in any unit, by batch size and block size; None: the same for all.
+        predict: The cost of a round in any unit, by batch size and block size; by default the same for all.
         rate: The acceptance rate on record for the drafter.
 
     Attributes:
@@ -177,7 +177,9 @@ class DraftLengthPolicy:
         ratio, tokens = costs[block_size] / min(costs[NO_DRAFTER], costs[1]), expected_tokens(self.prior(), block_size)
         if block_size == 1 or tokens > ratio:
             return None
-        how = "takes" if (batch_size, block_size) in self.seconds else "is predicted to take"
+        is_plain_measured = (batch_size, 1) in self.seconds or (batch_size, NO_DRAFTER) in self.seconds
+        is_measured = is_plain_measured and (batch_size, block_size) in self.seconds
+        how = "takes" if is_measured else "is predicted to take"
         return (
             f"a round of {block_size} {how} {ratio:.1f} times as long as one of plain decoding, "
             f"and yields about {tokens:.1f} tokens"

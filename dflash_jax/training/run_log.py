@@ -67,7 +67,7 @@ class Tracker(Protocol):
         """Adds the metrics of a step."""
 
     def close(self) -> None:
-        """Writes what is left."""
+        """Writes the records that are still in memory."""
 
 
 class TensorBoardLog:
