@@ -81,8 +81,13 @@ def in_both_of(definition: Callable, *args):
 
 def assert_as_near(actual, definition: Callable, *args) -> None:
     """`assert_near` of arrays ``actual`` to what ``definition``, a function in JAX, makes of ``args``."""
-    exact = jax.tree.leaves(in_both_of(definition, *args), is_leaf=lambda x: isinstance(x, Exact))
-    for (path, got), each in zip(jax.tree.leaves_with_path(actual), exact, strict=True):
+    assert_tree_near(actual, in_both_of(definition, *args))
+
+
+def assert_tree_near(actual, exact) -> None:
+    """`assert_near` of a tree of arrays to a tree of `Exact`."""
+    references = jax.tree.leaves(exact, is_leaf=lambda x: isinstance(x, Exact))
+    for (path, got), each in zip(jax.tree.leaves_with_path(actual), references, strict=True):
         assert_near(np.asarray(got), each, jax.tree_util.keystr(path) or "the result")
 
 

@@ -13,13 +13,13 @@ import pytest
 from dflash_jax.checkpoint.files import TensorFiles
 from dflash_jax.models.decoder import abstract_decoder
 from dflash_jax.parallel.sharding import ONE_DEVICE, Layout
+from dflash_jax.tools.float64_reference import assert_tree_near, in_both_of
 from dflash_jax.training import run
 from dflash_jax.training.config import TrainConfig
 from dflash_jax.training.losses import Loss
 from dflash_jax.training.optimiser import optimiser
 from dflash_jax.training.step import Batch, Recipe, Trainer
 from tests.families import VOCAB, family_config
-from tests.float64 import assert_as_near
 from tests.helpers import random_decoder, random_drafter, tiny_draft_config
 
 ROWS, LENGTH = 8, 32
@@ -52,18 +52,25 @@ def trainer(target, drafter, layout: Layout, kind: str = "adamw") -> Trainer:
     return Trainer(cut, drafter.config, recipe, optimiser(1e-3, 10, kind, warm_up=0.0))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_gradients_do_not_depend_on_the_devices(pair, layout, monkeypatch):
-    # Anchors are those of float32, also where the rest is float64.
-    monkeypatch.setattr(jax.random, "uniform", partial(jax.random.uniform, dtype=np.float32))
+@pytest.fixture(scope="module")
+def gradients(pair):
+    """Those of one device, in float64 and float32: computed once."""
 
-    def gradients(target, drafter):
+    def on_one_device(target, drafter):
         t = trainer(target, drafter, ONE_DEVICE)
         return jax.jit(t.gradients)(drafter, t.leaves, batches(2), jax.random.key(3))
 
+    with pytest.MonkeyPatch.context() as patch:
+        # Anchors are those of float32, also where the rest is float64.
+        patch.setattr(jax.random, "uniform", partial(jax.random.uniform, dtype=np.float32))
+        return in_both_of(on_one_device, *pair)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_gradients_do_not_depend_on_the_devices(pair, gradients, layout):
     t = trainer(*pair, layout)
     found = jax.jit(t.gradients)(t.start(pair[1])[0], t.leaves, batches(2), jax.random.key(3))
-    assert_as_near(found, gradients, *pair)
+    assert_tree_near(found, gradients)
     assert float(found[1].weight) > 1
 
 
