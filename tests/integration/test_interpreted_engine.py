@@ -68,14 +68,21 @@ def run(target, drafter, wanted, width: int, together: bool, reproducible: bool 
     return wanted
 
 
-def compared(models, temperature: float, lengths: tuple[int, ...]) -> set[str]:
-    """Asserts that tokens are those of XLA, plain and wide, alone and together; and returns the kernels that ran."""
+# (block size, whether all prompts run together, or the first alone).
+PLAIN_ALONE, WIDE_ALONE, WIDE_TOGETHER = (1, False), (WIDE, False), (WIDE, True)
+
+
+def compared(
+    models, temperature: float, lengths: tuple[int, ...], runs=(PLAIN_ALONE, WIDE_ALONE, WIDE_TOGETHER)
+) -> set[str]:
+    """Asserts that the tokens of each run are those of XLA, and returns the kernels that ran."""
     target, drafter = models
     expected = run(target, None, requests(lengths, temperature), 1, True)
     coached = Remembering.of(drafter, expected, WIDE, CAPACITY)
     target, coached = on_cuda(target), replace(coached, drafter=on_cuda(drafter))
     with interpreting() as ran:
-        for width, some, together in ((1, lengths[:1], False), (WIDE, lengths[:1], False), (WIDE, lengths, True)):
+        for width, together in runs:
+            some = lengths if together else lengths[:1]
             found = run(target, coached if width > 1 else None, requests(some, temperature), width, together)
             for one, other in zip(found, expected, strict=False):
                 assert one.tokens == other.tokens, (width, together)
@@ -84,7 +91,7 @@ def compared(models, temperature: float, lengths: tuple[int, ...]) -> set[str]:
 
 def test_tokens_are_those_of_xla(models):
     """The short form: drawn tokens of two prompts. A kernel that did not run fails the test."""
-    assert compared(models, 0.8, (17, 75)) == KERNELS
+    assert compared(models, 0.8, (17, 75), (PLAIN_ALONE, WIDE_TOGETHER)) == KERNELS
 
 
 def drafts(target, drafter, temperature: float) -> np.ndarray:

@@ -36,9 +36,9 @@ PROMPTS = [list(range(3, 20)), [5], list(range(40, 50)), [7, 8, 9], [], [1, 2], 
 NEW = [20, 11, 30, 25, 0, 6, 17, 30]
 
 LAYOUTS = [Layout(tensor=8), Layout(data=2, tensor=2, expert=2)]
-# Both where there is most to divide, else the one that says more; each is minutes of compilation. The families left out
-# have no layer of their own.
-MESHES = {"qwen3_5_moe": LAYOUTS, "qwen3_5": LAYOUTS[:1], "qwen3_moe": LAYOUTS[1:], "llama": LAYOUTS[:1]}
+# Both where there is most to divide, else the one that says more; each is a minute of compilation. The families left
+# out have no layer and no kind of division of their own.
+MESHES = {"qwen3_5_moe": LAYOUTS, "qwen3_moe": LAYOUTS[1:], "llama": LAYOUTS[:1]}
 
 
 def on(layout: Layout, module, abstract):
