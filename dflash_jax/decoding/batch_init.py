@@ -115,7 +115,7 @@ def init_state(
     )
 
 
-_INTS = ("prompt_length", "limit", "draft_window", "draft_sinks", "top_k", "seed")
+_INTS = ("prompt_length", "limit", "rope_delta", "draft_window", "draft_sinks", "top_k", "seed")
 _FLAGS = ("wants_logprobs", "processed_logprobs")
 _FLOATS = ("temperature", "top_p", "min_p", "repetition", "frequency", "presence")
 
@@ -133,7 +133,7 @@ class Admission:
         bias_ids: Tokens with a logit bias, int32 [MAX_BIAS], padded with -1.
         bias_values: Their biases, float32 [MAX_BIAS].
         logprob_ids: Tokens whose log-probabilities are recorded, int32 [MAX_LOGPROBS], padded with -1.
-        ints: int32: prompt_length, limit, draft_window, draft_sinks, top_k, and the bits of seed.
+        ints: int32: prompt_length, limit, rope_delta, draft_window, draft_sinks, top_k, and the bits of seed.
         flags: bool: wants_logprobs, processed_logprobs.
         floats: float32: temperature, top_p, min_p, repetition, frequency, presence.
     """
@@ -239,7 +239,6 @@ def admit(target: Decoder, state: DecodeState, slots: Int[Array, "1"], admission
         tokens=admission.tokens[None],
         length=ints["prompt_length"],
         num_cached=zero,
-        rope_delta=zero,
         draft_start=zero,
         done=jnp.zeros_like(one.done),
         stops=admission.stops[None],

@@ -1,15 +1,16 @@
 """Prefill: prompts into the caches, a chunk at a time.
 
-Dimension letters: B sequences.
+Dimension letters: B sequences, T tokens of a chunk, H hidden size.
 """
 
 # Most functions of JAX have partial annotations.
 # pyright: reportUnknownMemberType=false
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.decoding.sampling import Logprobs, compute_logprobs
 from dflash_jax.decoding.state import DecodeState
@@ -17,8 +18,41 @@ from dflash_jax.models.decoder import Decoder
 from dflash_jax.models.drafting import Drafting
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class MediaChunk:
+    """Tokens of a chunk that stand for images and videos.
+
+    Attributes:
+        embeddings: What takes the place of the tokens' embeddings, [B, T, H].
+        is_media: Where it does, bool [B, T].
+        positions: Rotary positions of all tokens of the chunk (time, height, width), int32 [B, 3, T].
+    """
+
+    embeddings: Float[Array, "B T H"]
+    is_media: Bool[Array, "B T"]
+    positions: Int[Array, "B 3 T"]
+
+
+def _inputs(
+    target: Decoder, state: DecodeState, size: int, media: MediaChunk | None
+) -> tuple[Int[Array, "B T"] | Float[Array, "B T H"], Int[Array, "B T"] | Int[Array, "3 B T"]]:
+    """(tokens or embeddings, rotary positions) of the next ``size`` tokens of every prompt."""
+    tokens = state.uncached_tokens(size)
+    if media is None:
+        return tokens, state.rotary_positions(size)
+    embeddings = target.embed_tokens(tokens)
+    rows = media.embeddings.astype(embeddings.dtype)
+    return jnp.where(media.is_media[..., None], rows, embeddings), jnp.moveaxis(media.positions, 1, 0)
+
+
 def prefill_chunk(
-    target: Decoder, drafter: Drafting | None, state: DecodeState, size: int, n: Int[Array, " B"] | None = None
+    target: Decoder,
+    drafter: Drafting | None,
+    state: DecodeState,
+    size: int,
+    n: Int[Array, " B"] | None = None,
+    media: MediaChunk | None = None,
 ) -> DecodeState:
     """Feeds the next tokens of every prompt into the caches, all but its last token.
 
@@ -28,25 +62,28 @@ def prefill_chunk(
         state: The state.
         size: Tokens of the pass (static).
         n: Upper bounds of the tokens of each sequence, int [B], at most ``size``; None is ``size``.
+        media: Images and videos of the chunk. The drafter, whose positions are those of the cache, sees their features
+            like any others.
 
     Returns:
         The state with these tokens in its caches.
     """
     num_left = jnp.maximum(state.prompt_length - 1 - state.num_cached, 0)
     n = jnp.minimum(num_left, size if n is None else n)
-    tokens = state.uncached_tokens(size)
+    inputs, positions = _inputs(target, state, size, media)
     taps = drafter.taps if drafter is not None else ()
-    _, features, caches = target.extend(tokens, state.target, state.num_cached, n, taps, state.rotary_positions(size))
+    _, features, caches = target.extend(inputs, state.target, state.num_cached, n, taps, positions)
     draft = state.draft
     if drafter is not None:
         steps = jnp.arange(size)[None]
+        tokens = state.uncached_tokens(size)
         draft = drafter.extend(draft, features, tokens, state.num_cached[:, None] + steps, steps < n[:, None])
     state = replace(state, target=caches, draft=draft, num_cached=state.num_cached + n)
     return state if drafter is not None else state.restart_draft_context(n > 0)
 
 
 def score_chunk(
-    target: Decoder, state: DecodeState, size: int, n: Int[Array, " B"], top: int
+    target: Decoder, state: DecodeState, size: int, n: Int[Array, " B"], top: int, media: MediaChunk | None = None
 ) -> tuple[DecodeState, Logprobs]:
     """`prefill_chunk` without a drafter that also scores the prompt.
 
@@ -56,13 +93,14 @@ def score_chunk(
         size: Tokens of the pass (static).
         n: Upper bounds of the tokens of each sequence, int [B], at most ``size``.
         top: Most likely tokens at each position.
+        media: As in `prefill_chunk`.
 
     Returns:
         The state, and raw `Logprobs` [B, size] of the token after each one that is fed.
     """
     n = jnp.minimum(jnp.maximum(state.prompt_length - 1 - state.num_cached, 0), n)
-    tokens, positions = state.uncached_tokens(size), state.rotary_positions(size)
-    hidden, _, caches = target.extend(tokens, state.target, state.num_cached, n, (), positions)
+    inputs, positions = _inputs(target, state, size, media)
+    hidden, _, caches = target.extend(inputs, state.target, state.num_cached, n, (), positions)
     logits, next_tokens = target.logits(hidden), replace(state, num_cached=state.num_cached + 1).uncached_tokens(size)
     sampling = replace(state.sampling, processed_logprobs=jnp.zeros_like(state.sampling.processed_logprobs))
     logprobs = compute_logprobs(logits, logits, next_tokens, sampling, top)

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from dflash_jax.decoding import batch_init, prefix_snapshot, speculative
 from dflash_jax.decoding.batch_init import Admission
-from dflash_jax.decoding.prefill import prefill_chunk, score_chunk
+from dflash_jax.decoding.prefill import MediaChunk, prefill_chunk, score_chunk
 from dflash_jax.decoding.prefix_snapshot import Segment, Snapshot
 from dflash_jax.decoding.sampling import Logprobs, add_noise, process_logits
 from dflash_jax.decoding.state import PLAIN_SETTINGS, DecodeState, Settings, put_slots, take_slots
@@ -111,6 +111,7 @@ def prefill(
     state: DecodeState,
     slots: Int[Array, " B"],
     n: Int[Array, " B"],
+    media: MediaChunk | None = None,
     *,
     size: int,
     drafting: bool = True,
@@ -123,6 +124,7 @@ def prefill(
         state: The whole state.
         slots: Its slots that take part.
         n: Tokens at most, int [B].
+        media: Images and videos of the chunk.
         size: Tokens of the pass.
         drafting: Whether the drafter's cache gets the tokens too.
 
@@ -130,7 +132,7 @@ def prefill(
         The state, and the slots' ``num_cached``, int [B].
     """
     drafter = drafter if drafting else None
-    part = prefill_chunk(target, drafter, take_slots(target.backend, state, slots), size, n)
+    part = prefill_chunk(target, drafter, take_slots(target.backend, state, slots), size, n, media)
     return put_slots(state, part), gather_batch(part.num_cached)
 
 
@@ -140,6 +142,7 @@ def score(
     state: DecodeState,
     slots: Int[Array, " B"],
     n: Int[Array, " B"],
+    media: MediaChunk | None = None,
     *,
     size: int,
     top: int,
@@ -152,13 +155,14 @@ def score(
         state: The whole state.
         slots: Its slots that take part.
         n: Tokens at most, int [B].
+        media: Images and videos of the chunk.
         size: Tokens of the pass.
         top: Most likely tokens at each position.
 
     Returns:
         The state, and `Logprobs` [B, size].
     """
-    part, logprobs = score_chunk(target, take_slots(target.backend, state, slots), size, n, top)
+    part, logprobs = score_chunk(target, take_slots(target.backend, state, slots), size, n, top, media)
     return put_slots(state, part), gather_batch(logprobs)
 
 

@@ -67,6 +67,7 @@ class EngineConfig:
         markers: Token ids that open a message.
         adaptive: Whether the block size "auto" is chosen by measured cost and acceptance; otherwise it is the largest.
         masks: Whether requests may have masks, so that warm-up compiles their programs.
+        media: Whether requests may have images and videos; likewise.
     """
 
     block_sizes: tuple[int, ...] = (1,)
@@ -80,6 +81,7 @@ class EngineConfig:
     markers: frozenset[int] = frozenset()
     adaptive: bool = True
     masks: bool = False
+    media: bool = False
 
     def prefill_batch(self, size: int) -> int:
         """Prompts of a data shard that a program of ``size`` tokens takes at most."""

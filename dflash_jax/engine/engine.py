@@ -184,12 +184,11 @@ class Engine:
     def _lacks_program(self) -> bool:
         """Whether requests wait for a program that is being compiled; ends those for which it cannot be."""
         masked = [] if self._scheduler.can_mask() else [r for r in self._scheduler.requests if r.mask]
-        scored = self._prefiller.unscored()
-        for kind, requests in (("masked", masked), ("score", scored)):
+        waiting = [("masked", request) for request in masked] + self._prefiller.waiting()
+        for kind, request in waiting:
             if self.runner.has_failed(kind):
-                for request in requests:
-                    self._fail_one(request, EngineError("the program for this request cannot be compiled"))
-        return bool(masked or scored)
+                self._fail_one(request, EngineError("the program for this request cannot be compiled"))
+        return bool(waiting)
 
     def _fail(self, error: Exception) -> list[Event]:
         """Ends all requests. Nothing is started until `restart`."""

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from dflash_jax.decoding.batch_init import Admission
+from dflash_jax.decoding.prefill import MediaChunk
 from dflash_jax.decoding.sampling import Logprobs
 from dflash_jax.decoding.state import NO_BOUND, DecodeState, Settings
 from dflash_jax.decoding.step_functions import Report
@@ -69,6 +70,11 @@ class ModelRunner:
         self._state = state
 
     @property
+    def embedding(self) -> tuple[int, np.dtype]:
+        """Size and dtype of a token's embedding."""
+        return self.programs.config.hidden_size, self.programs.pair[0].dtype
+
+    @property
     def clock(self) -> float:
         """Seconds, without those of compilation."""
         return time.perf_counter() - self.programs.compile_s
@@ -102,9 +108,9 @@ class ModelRunner:
         """Whether a program may run: it is compiled, or is to be compiled at its first use.
 
         Args:
-            *name: "prefill", batch size, chunk size and whether the drafter takes part; "decode" or "masked", batch
-                size and block size; "prefix" and chunk size (everything that the prefix cache needs for a chunk); or
-                "score".
+            *name: "prefill", batch size, chunk size and whether the drafter takes part; "media", chunk size and
+                whether the drafter takes part; "decode" or "masked", batch size and block size; "prefix" and
+                chunk size (everything that the prefix cache needs for a chunk); or "score".
         """
         return self._allowed is None or name in self._allowed
 
@@ -205,6 +211,7 @@ class ModelRunner:
             p.logit_bias,
             p.logprob_token_ids,
             limit=request.need,
+            rope_delta=0 if request.media is None else request.media.rope_delta,
             draft_window=NO_BOUND if request.draft_window_size is None else request.draft_window_size,
             draft_sinks=request.draft_sink_size,
             top_k=min(p.top_k or 0, 2**31 - 1),
@@ -220,7 +227,15 @@ class ModelRunner:
         )
         self.state = self.programs.admit(self.state, self._only(slot), admission)
 
-    def prefill(self, slots: Sequence[int], tokens: Sequence[int], size: int, batch: int = 1, drafting: bool = True):
+    def prefill(
+        self,
+        slots: Sequence[int],
+        tokens: Sequence[int],
+        size: int,
+        batch: int = 1,
+        drafting: bool = True,
+        media: MediaChunk | None = None,
+    ):
         """Runs a chunk of each slot's prompt.
 
         Args:
@@ -229,19 +244,32 @@ class ModelRunner:
             size: Tokens of each slot that the program takes.
             batch: Slots of a data shard that the program takes.
             drafting: Whether the drafter's context gets the chunk too.
+            media: Images and videos of the chunk of one slot, as `PromptMedia.chunk` makes it.
 
         Returns:
             A ticket for `wait`.
         """
-        indices, n, _ = self._placed(slots, batch, tokens)
-        self.state, ticket = self.programs.prefill(self.state, indices, n, size, drafting)
+        indices, n, places = self._placed(slots, batch, tokens)
+        media = None if media is None else self._placed_media(media, places[0])
+        self.state, ticket = self.programs.prefill(self.state, indices, n, size, drafting, media)
         return ticket
 
-    def score(self, slot: int, tokens: int, size: int):
+    def score(self, slot: int, tokens: int, size: int, media: MediaChunk | None = None):
         """Runs a chunk of a prompt, with the log-probabilities of its tokens: a ticket for `read_scores`."""
         indices, n, places = self._placed([slot], 1, [tokens])
-        self.state, record = self.programs.score(self.state, indices, n, size, self.settings.top_logprobs)
+        media = None if media is None else self._placed_media(media, places[0])
+        self.state, record = self.programs.score(self.state, indices, n, size, self.settings.top_logprobs, media)
         return record, places[0], tokens
+
+    def _placed_media(self, media: MediaChunk, place: int) -> MediaChunk:
+        """The media of one sequence at its place in a batch of one sequence of each data shard."""
+
+        def placed(x: np.ndarray) -> np.ndarray:
+            whole = np.zeros((self.shards, *x.shape[1:]), x.dtype)
+            whole[place] = x[0]
+            return whole
+
+        return jax.tree.map(placed, media)
 
     def read_scores(self, ticket) -> Logprobs:
         """`Logprobs` of a chunk's tokens. Waits for the device."""

@@ -5,6 +5,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from dflash_jax.decoding.prefill import MediaChunk
 from dflash_jax.engine.config import EngineConfig
 from dflash_jax.engine.model_runner import ModelRunner
 from dflash_jax.engine.prefix_cache import Prefix, PrefixCache, chunks, cut_points, keys
@@ -51,6 +52,11 @@ class _Prefill:
         """Index of the first cut that is not reached."""
         return next(i for i, cut in enumerate(self.cuts) if cut > self.request.prefilled)
 
+    @property
+    def has_media(self) -> bool:
+        """Whether images or videos are left to prefill: then chunks run alone, with their rotary positions."""
+        return self.request.media is not None and self.request.prefilled < self.request.media.end
+
 
 class Prefiller:
     """Runs chunks of prompts, short ones together. After its turn a prompt goes behind the others of its priority.
@@ -73,22 +79,24 @@ class Prefiller:
 
     def add(self, request: Request, drafting: bool = True) -> None:
         """Queues a request that has a slot and a prompt of two tokens or more; ``drafting``: for the drafter too."""
-        cuts = cut_points(request.prompt, len(request.prompt) - 1, self.markers)
+        cuts = cut_points(request.prompt, len(request.prompt) - 1, self.markers, request.media)
         is_scored = request.prompt_logprobs is not None
         uses_cache = self.prefix_cache.budget > 0 and not is_scored
         drafting = drafting and not is_scored
-        if not self._sizes(drafting):
+        has_media = request.media is not None
+        if not self._sizes(drafting, has_media) and self._sizes(not drafting, has_media):
             drafting = not drafting
-        cut_keys = keys(request.prompt, cuts, request.cache_salt)
+        cut_keys = keys(request.prompt, cuts, request.cache_salt, request.media)
         if uses_cache:
             self.prefix_cache.queries += 1
         if not drafting:
             cut_keys = [TARGET_ONLY_KEY + key for key in cut_keys]
         self._queue.append(_Prefill(request, next(self._order), drafting, cuts, cut_keys, can_cache=uses_cache))
 
-    def _sizes(self, drafting: bool) -> list[int]:
+    def _sizes(self, drafting: bool, has_media: bool) -> list[int]:
         """Chunk sizes of the programs that may run."""
-        return [size for size in self.sizes if self.runner.can_run("prefill", 1, size, drafting)]
+        kind = ("media",) if has_media else ("prefill", 1)
+        return [size for size in self.sizes if self.runner.can_run(*kind, size, drafting)]
 
     def _find(self, prefill: _Prefill, key: bytes) -> Prefix | None:
         prefix = self.prefix_cache.find(key)
@@ -130,13 +138,20 @@ class Prefiller:
                     complete.append(member.request)
         return started, complete
 
-    def unscored(self) -> list[Request]:
-        """Requests that wait for the program that computes log-probabilities of prompts."""
-        return [p.request for p in self._queue if not self._can_advance(p)]
+    def waiting(self) -> list[tuple[str, Request]]:
+        """(kind of program, request) of the requests that wait for a program."""
+        return [(self._kind(p), p.request) for p in self._queue if not self._can_advance(p)]
+
+    def _kind(self, prefill: _Prefill) -> str:
+        """The kind of program for the next chunk, as `ModelRunner.can_run` takes it."""
+        if prefill.request.prompt_logprobs is not None:
+            return "score"
+        return "media" if prefill.has_media else "prefill"
 
     def _can_advance(self, prefill: _Prefill) -> bool:
         """Whether the program for the next chunk may run."""
-        return prefill.request.prompt_logprobs is None or self.runner.can_run("score")
+        kind = self._kind(prefill)
+        return self.runner.can_run("score") if kind == "score" else bool(self._sizes(prefill.drafting, kind == "media"))
 
     def _awaits_another(self, prefill: _Prefill) -> bool:
         """Whether an earlier request is computing the prefix that this one needs next."""
@@ -169,7 +184,7 @@ class Prefiller:
         largest = max(Counter(map(self.runner.shard, slots)).values())
         compiled = 1 if largest == 1 else self.batch_sizes(size)[-1]
         counts = [tokens for _, tokens, _ in next_chunks]
-        ticket = self.runner.prefill(slots, counts, size, compiled, prefill.drafting)
+        ticket = self.runner.prefill(slots, counts, size, compiled, prefill.drafting, self._media(prefill, size))
         for member, (start, tokens, _) in zip(batch, next_chunks, strict=True):
             cut = member.next_cut
             member.request.prefilled = start + tokens
@@ -184,8 +199,18 @@ class Prefiller:
     def _chunk(self, prefill: _Prefill) -> tuple[int, int, int]:
         """The next chunk: (start, tokens, size of the program)."""
         return chunks(
-            prefill.request.prefilled, prefill.cuts[prefill.next_cut], self._sizes(prefill.drafting), self.padding
+            prefill.request.prefilled,
+            prefill.cuts[prefill.next_cut],
+            self._sizes(prefill.drafting, prefill.has_media),
+            self.padding,
         )[0]
+
+    def _media(self, prefill: _Prefill, size: int) -> MediaChunk | None:
+        """The images and videos of the next chunk; None where only text is left."""
+        if not prefill.has_media:
+            return None
+        assert prefill.request.media is not None
+        return prefill.request.media.chunk(prefill.request.prefilled, size, *self.runner.embedding)
 
     def _batch(self, first: _Prefill, others: Sequence[_Prefill], size: int, limit: int) -> list[_Prefill]:
         """``first`` and those of ``others`` that run with it, ``limit`` in all at most.
@@ -193,6 +218,8 @@ class Prefiller:
         Those are of the same priority, and the program of ``size`` tokens takes their next chunk.
         """
         batch, room = [first], self.batch_sizes(size)[-1]
+        if first.has_media:
+            return batch
         if not self.runner.can_run("prefill", room, size, first.drafting):
             room = 1
         used = Counter([self.runner.shard(first.request.slot)])
@@ -204,6 +231,7 @@ class Prefiller:
                 and other.drafting == first.drafting
                 and other.request.priority == first.request.priority
                 and other.request.prompt_logprobs is None
+                and not other.has_media
                 and self._chunk(other)[2] == size
                 and self._cached(other) is None
                 and not self._awaits_another(other)
@@ -215,7 +243,7 @@ class Prefiller:
     def _score(self, prefill: _Prefill) -> tuple[int, object]:
         request, size = prefill.request, scored_size(self.sizes)
         tokens = min(size, len(request.prompt) - 1 - request.prefilled)
-        ticket = self.runner.score(request.slot, tokens, size)
+        ticket = self.runner.score(request.slot, tokens, size, self._media(prefill, size))
         request.prefilled += tokens
         return size, ticket
 

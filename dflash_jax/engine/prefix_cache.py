@@ -4,6 +4,7 @@ Cuts and chunks depend only on the tokens before them: a prompt that continues f
 that a full prefill would run, and computes the same bits where prompts are prefilled one by one.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -11,19 +12,29 @@ from typing import Any
 
 import numpy as np
 
+from dflash_jax.engine.media import PromptMedia
+
 # Tokens between two cached prefixes where there are no message boundaries.
 GRID = 4096
 # Messages of fewer tokens do not get a snapshot of their own.
 MIN_MESSAGE = 16
 
 
-def cut_points(tokens: Sequence[int], last: int, markers: frozenset[int]) -> list[int]:
+def cut_points(
+    tokens: Sequence[int], last: int, markers: frozenset[int], media: PromptMedia | None = None
+) -> list[int]:
     """Positions in 1 … last at which a prefix is cached, ascending.
 
-    Those are the positions of ``markers`` (token ids that open a message), of the grid, and the last one.
+    Those are the positions of ``markers`` (token ids that open a message), of the grid, and the last one; none divides
+    an image or a frame.
     """
     cuts, before = [], 0
+    inside = np.zeros(last, bool)
+    for span in media.spans if media else ():
+        inside[span.start + 1 : span.end] = True
     for place in range(1, last):
+        if inside[place]:
+            continue
         if place % GRID == 0 or (tokens[place] in markers and place - before >= MIN_MESSAGE):
             cuts.append(place)
             before = place
@@ -51,11 +62,18 @@ def chunks(start: int, end: int, sizes: Sequence[int], padding: float = 0.5) -> 
     return result
 
 
-def keys(tokens: Sequence[int], cuts: Sequence[int], salt: str = "") -> list[bytes]:
-    """The cache key of the prefix up to each cut. Prefixes of different ``salt`` have different keys."""
+def keys(tokens: Sequence[int], cuts: Sequence[int], salt: str = "", media: PromptMedia | None = None) -> list[bytes]:
+    """The cache key of the prefix up to each cut.
+
+    Prefixes of different ``salt`` have different keys, and so have those with other pixels under equal tokens.
+    """
     digest, start, result = blake2b(digest_size=16, key=_digest_key(salt)), 0, []
+    spans = deque(media.spans if media else ())
     for cut in cuts:
         digest.update(np.asarray(tokens[start:cut], np.int32).tobytes())
+        while spans and spans[0].start < cut:
+            span = spans.popleft()
+            digest.update(b"%d %d %s" % (span.start, len(span.key), span.key))
         result.append(digest.digest())
         start = cut
     return result

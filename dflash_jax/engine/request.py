@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from dflash_jax.engine.config import BlockSize
+from dflash_jax.engine.media import PromptMedia
 from dflash_jax.sampling_params import SamplingParams
 
 # The slot of a request that has not been admitted.
@@ -133,6 +134,7 @@ class Request:
         prompt_logprobs: Number of likeliest tokens to report for each prompt token, beside its own log-probability and
             those of ``params.logprob_token_ids``; None for no report. With it, the prefix cache is not used.
         cache_salt: Only requests with the same salt share prefixes.
+        media: The images and videos of the prompt; None for text.
         slot: The slot, once admitted; `NO_SLOT` before. This field and those below are written by the engine.
         tokens: New tokens so far.
         prefilled: Prompt tokens in the caches.
@@ -153,6 +155,7 @@ class Request:
     mask: MaskProvider | None = None
     prompt_logprobs: int | None = None
     cache_salt: str = ""
+    media: PromptMedia | None = None
 
     slot: int = field(default=NO_SLOT, init=False)
     tokens: list[int] = field(default_factory=list, init=False)

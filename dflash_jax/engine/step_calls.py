@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 
 from dflash_jax.decoding import prefix_snapshot, speculative, step_functions
 from dflash_jax.decoding.batch_init import Admission
+from dflash_jax.decoding.prefill import MediaChunk
 from dflash_jax.decoding.sampling import Logprobs
 from dflash_jax.decoding.state import DecodeState, Settings, state_specs
 from dflash_jax.decoding.step_functions import Report
@@ -19,6 +20,13 @@ from dflash_jax.models.drafting import Drafting
 from dflash_jax.parallel.sharding import DATA
 
 BATCH, REPLICATED = PartitionSpec(DATA), PartitionSpec()
+
+
+def _with_media(slots, n, media: MediaChunk | None) -> tuple[tuple, tuple]:
+    """(arguments of a prefill program, their PartitionSpecs)."""
+    if media is None:
+        return (slots, n), (BATCH, BATCH)
+    return (slots, n, media), (BATCH, BATCH, jax.tree.map(lambda _: BATCH, media))
 
 
 class StepCalls(ABC):
@@ -95,7 +103,9 @@ class StepCalls(ABC):
 
         return self.call(("admit",), step_functions.admit, state, (slots, admission), specs)[0]
 
-    def prefill(self, state: DecodeState, slots, n, size: int, drafting: bool = True) -> tuple[DecodeState, jax.Array]:
+    def prefill(
+        self, state: DecodeState, slots, n, size: int, drafting: bool = True, media: MediaChunk | None = None
+    ) -> tuple[DecodeState, jax.Array]:
         """Runs a chunk of each slot's prompt.
 
         Args:
@@ -104,23 +114,28 @@ class StepCalls(ABC):
             n: int32 [slots], prompt tokens of each slot's chunk, at most ``size``.
             size: Tokens that the program takes of each slot.
             drafting: Whether the drafter's context gets the chunk too.
+            media: Images and videos of the chunk.
 
         Returns:
             The state, and int32 [slots]: the tokens that are in the target's caches of each slot.
         """
         # Without a drafter both values of ``drafting`` are one program.
         drafting = drafting and self.pair[1] is not None
-        function, specs = partial(step_functions.prefill, size=size, drafting=drafting), ((BATCH, BATCH), REPLICATED)
-        return self.call(("prefill", size, drafting), function, state, (slots, n), lambda: specs)
+        function = partial(step_functions.prefill, size=size, drafting=drafting)
+        args, specs = _with_media(slots, n, media)
+        return self.call(("prefill", size, drafting), function, state, args, lambda: (specs, REPLICATED))
 
-    def score(self, state: DecodeState, slots, n, size: int, top: int) -> tuple[DecodeState, Logprobs]:
+    def score(
+        self, state: DecodeState, slots, n, size: int, top: int, media: MediaChunk | None = None
+    ) -> tuple[DecodeState, Logprobs]:
         """`prefill` of the target alone, with the log-probabilities of the prompt's tokens.
 
         Returns:
             The state, and `Logprobs` [slots, size] of the token behind each one, with those of the ``top`` likeliest.
         """
-        function, specs = partial(step_functions.score, size=size, top=top), ((BATCH, BATCH), REPLICATED)
-        return self.call(("score", size, top), function, state, (slots, n), lambda: specs)
+        function = partial(step_functions.score, size=size, top=top)
+        args, specs = _with_media(slots, n, media)
+        return self.call(("score", size, top), function, state, args, lambda: (specs, REPLICATED))
 
     def decode(
         self, state: DecodeState, slots, block_sizes, rounds: int, settings: Settings

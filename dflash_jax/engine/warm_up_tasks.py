@@ -5,9 +5,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from dflash_jax.decoding.prefill import MediaChunk
 from dflash_jax.engine.dispatch import Dispatch
 from dflash_jax.engine.draft_length import NO_DRAFTER
 from dflash_jax.engine.engine import Engine
+from dflash_jax.engine.media import empty_chunk
 from dflash_jax.engine.model_runner import ModelRunner
 from dflash_jax.engine.prefill import scored_size
 from dflash_jax.engine.request import Request
@@ -94,6 +96,10 @@ class Tasks:
         masked_sizes = self._runner.masked_batch_sizes() if config.masks else []
         for block in sorted({1, config.block_sizes[-1]}) if masked_sizes else ():
             yield self._masked(masked_sizes[0], block)
+        if config.media:
+            for size in sizes:
+                for drafting in kinds:
+                    yield self._media(size, drafting)
         yield self._score()
         for size in sizes:
             for drafting in kinds:
@@ -148,6 +154,15 @@ class Tasks:
         kinds = (drafting,) if self.has_drafter else (True, False)
         label = f"prefill {batch} x {size}{'' if drafting else ' without drafter'}"
         return Task(label, tuple(("prefill", batch, size, kind) for kind in kinds), call)
+
+    def _media(self, size: int, drafting: bool) -> Task:
+        def call(runner: ModelRunner):
+            runner.admit(0, self._filler)
+            return runner.prefill([0], [1], size, 1, drafting, MediaChunk(*empty_chunk(size, *runner.embedding)))
+
+        kinds = (drafting,) if self.has_drafter else (True, False)
+        label = f"media {size}{'' if drafting else ' without drafter'}"
+        return Task(label, tuple(("media", size, kind) for kind in kinds), call)
 
     def _decode(self, batch: int, block: int) -> Task:
         def call(runner: ModelRunner):

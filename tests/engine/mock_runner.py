@@ -96,12 +96,16 @@ class MockRunner:
         self.log.append(("admit", slot, request))
         self.rows[slot] = Slot(request.prompt, request.need, [], list(request.prompt), False)
 
-    def prefill(self, slots, tokens, size, batch=1, drafting=True):
+    embedding = 1, "float32"
+
+    def prefill(self, slots, tokens, size, batch=1, drafting=True, media=None):
         if self.fail:
             raise RuntimeError("out of memory")
         assert len(set(slots)) == len(slots)
         assert max(Counter(map(self.shard, slots)).values()) <= batch
-        assert self.can_run("prefill", batch, size, drafting)
+        assert (
+            self.can_run("prefill", batch, size, drafting) if media is None else self.can_run("media", size, drafting)
+        )
         for slot, n in zip(slots, tokens, strict=True):
             row = self.rows[slot]
             assert 0 < n <= size

@@ -1,0 +1,87 @@
+"""Images and videos of a prompt, as the engine takes them: rows in place of embeddings, and rotary positions."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dflash_jax.decoding.prefill import MediaChunk
+
+
+@dataclass(frozen=True, eq=False)
+class MediaSpan:
+    """Tokens of a prompt that stand for an image, or for one frame of a video.
+
+    Attributes:
+        start: The first token's position in the prompt.
+        length: Number of tokens.
+        key: Bytes that identify the pixels: spans with equal keys have equal rows.
+        rows: Returns what takes the place of the tokens' embeddings, [length, H]. The engine calls it when the prompt's
+            turn comes, once for each chunk.
+    """
+
+    start: int
+    length: int
+    key: bytes
+    rows: Callable[[], np.ndarray]
+
+    @property
+    def end(self) -> int:
+        """The position behind the last token."""
+        return self.start + self.length
+
+
+@dataclass(frozen=True, eq=False)
+class PromptMedia:
+    """The images and videos of one prompt.
+
+    Attributes:
+        spans: Where they are, ascending; at least one.
+        positions: Rotary positions of the prompt's tokens (time, height, width), int32 [3, N] of the first N tokens,
+            where N reaches at least the end of the last span.
+        rope_delta: Rotary position minus position in the prompt of the tokens behind the last span.
+    """
+
+    spans: tuple[MediaSpan, ...]
+    positions: np.ndarray
+    rope_delta: int
+
+    @property
+    def end(self) -> int:
+        """The position behind the last span: from there on, prefill is that of text."""
+        return self.spans[-1].end
+
+    def contains(self, place: int) -> bool:
+        """Whether a cut at ``place`` would divide a span."""
+        return any(span.start < place < span.end for span in self.spans)
+
+    def chunk(self, start: int, size: int, hidden: int, dtype: np.dtype) -> MediaChunk:
+        """What prefill takes for one sequence of a chunk.
+
+        Args:
+            start: Position of the chunk's first token.
+            size: Tokens of the program.
+            hidden: H.
+            dtype: The target's dtype.
+
+        Returns:
+            `MediaChunk` of one sequence.
+        """
+        embeddings, is_media, positions = empty_chunk(size, hidden, dtype)
+        for span in self.spans:
+            first, last = max(span.start, start), min(span.end, start + size)
+            if first < last:
+                embeddings[0, first - start : last - start] = span.rows()[first - span.start : last - span.start]
+                is_media[0, first - start : last - start] = True
+        # The tokens behind the last span follow it in all three rows.
+        positions += start + self.rope_delta
+        known = self.positions[:, start : start + size]
+        positions[0, :, : known.shape[1]] = known
+        return MediaChunk(embeddings, is_media, positions)
+
+
+def empty_chunk(size: int, hidden: int, dtype: np.dtype) -> tuple[Any, Any, Any]:
+    """The fields of a `MediaChunk` of one sequence of text, whose positions begin at 0."""
+    positions = np.tile(np.arange(size, dtype=np.int32), (1, 3, 1))
+    return np.zeros((1, size, hidden), dtype), np.zeros((1, size), bool), positions
