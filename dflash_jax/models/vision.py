@@ -116,7 +116,7 @@ class VisionBlock(nnx.Module):
             [N, H].
         """
         q, k, v = jnp.moveaxis(self.qkv(self.norm1(x)), 1, 0)[:, None]
-        # In float32: a row or column of some hundreds has too few bits in bfloat16.
+        # Rotated and scaled in float32, and rounded once.
         q, k = (apply_rope(y.astype(jnp.float32), angles) for y in (q, k))
         q, k = (q * q.shape[-1] ** -0.5).astype(x.dtype), k.astype(x.dtype)
         y, _ = interval_attention(q[:, :, :, None], k, v, low[None], high[None], self.tile)
