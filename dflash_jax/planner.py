@@ -87,31 +87,37 @@ class Shapes:
         target: The target's config.
         draft: The drafter's config; None without a drafter.
         fp8: Whether the target's checkpoint is in FP8.
-        vision: Parameters of the target's vision tower, which are not loaded.
+        language_model_only: Whether the target's vision tower is left out.
     """
 
     target: "ModelConfig"
     draft: "DraftConfig | None"
     fp8: bool
-    vision: int
+    language_model_only: bool = False
 
 
 def read_shapes(target: str, draft: str | None) -> Shapes:
     """Reads the configs of a system from directories with config.json, or from config.json files themselves."""
-    from dflash_jax.checkpoint.config_files import parsed, read_config_file
+    from dflash_jax.checkpoint.config_files import read_config_file
     from dflash_jax.models import families
     from dflash_jax.models.families import dflash
-    from dflash_jax.models.families.reading import Raw
-    from dflash_jax.models.families.vision import vision_tensors
 
     raw, config = read_config_file(Path(target), families.read_target)
     drafter = None
     if draft is not None:
         drafter = read_config_file(Path(draft), dflash.read_config)[1]
         drafter.check_fits(config)
-    vision = parsed(lambda raw: vision_tensors(Raw(raw).section("vision_config")), raw, Path(target))
     quantized = raw.get("quantization_config") or raw.get("text_config", {}).get("quantization_config")
-    return Shapes(config, drafter, bool(quantized), sum(map(math.prod, vision.values())))
+    return Shapes(config, drafter, bool(quantized))
+
+
+def vision_parameters(target: "ModelConfig") -> int:
+    """Parameters of a target's vision tower; 0 without one."""
+    import jax
+
+    from dflash_jax.models.vision import abstract_tower
+
+    return sum(x.size for x in jax.tree.leaves(abstract_tower(target.vision))) if target.vision else 0
 
 
 def abstract_pair(
@@ -201,11 +207,16 @@ def make_plan(
         ``floor_tokens_per_s_autoregressive`` are the tokens a second at most, drafted and plain: a round takes no less
         than the time to read its weights and caches. They are None for a device whose bandwidth is not known.
     """
+    import jax.numpy as jnp
+
     from dflash_jax.checkpoint.parameters import QUANTIZED
 
     eight = frozenset(QUANTIZED) if quantize in ("int8", "fp8") or (shapes.fp8 and quantize != "none") else frozenset()
     weights, draft_weights, slot = _measure(shapes, layout, dtype, eight)
     drafting = draft_weights.total if draft_weights else 0.0
+    vision_count = vision_parameters(shapes.target)
+    # Every device has all of the tower.
+    vision = 0 if shapes.language_model_only else vision_count * jnp.dtype(dtype).itemsize
     window = block if draft_weights else 1
     batch = math.ceil(slots / layout.data)
     vocab = shapes.target.vocab_size / layout.parts(layout.wide(shapes.target.vocab_size))
@@ -213,11 +224,11 @@ def make_plan(
     # Temporaries, roughly: activations of a prefill chunk, and float32 logits of each slot's block three times over.
     prefill = PREFILL_BYTES * largest_prefill(device.platform == "gpu") * shapes.target.hidden_size
     logits = 3 * 4 * window * vocab
-    room = USABLE * device.memory - weights.total - drafting - prefill
+    room = USABLE * device.memory - weights.total - drafting - vision - prefill
     max_batch = max(0, int(room // (slot.bytes(max_len) + logits)))
     room_per_slot = room / batch - logits - slot.fixed
     longest = int(room_per_slot // slot.per_position) if room_per_slot > 0 else 0
-    used = weights.total + drafting + prefill + batch * (slot.bytes(max_len) + logits)
+    used = weights.total + drafting + vision + prefill + batch * (slot.bytes(max_len) + logits)
 
     def tokens_per_second(tokens: int, drafts: bool) -> float | None:
         if not device.bandwidth:
@@ -228,11 +239,13 @@ def make_plan(
         return slots * (acceptance_length if drafts else 1) * device.bandwidth / read
 
     replicated = weights.replicated | (draft_weights.replicated if draft_weights else {})
+    if vision and layout.devices > layout.data:
+        replicated["vision"] = vision
     plain = tokens_per_second(1, False)
     return {
         "parameters": {
             "target": weights.parameters,
-            "vision": shapes.vision,
+            "vision": vision_count,
             "drafter": draft_weights.parameters if draft_weights else 0,
         },
         "mesh": str(layout),
@@ -240,6 +253,7 @@ def make_plan(
         "bytes_per_device": {
             "target": int(weights.total),
             "drafter": int(drafting),
+            "vision": int(vision),
             "cache_per_slot": int(slot.bytes(max_len)),
             "cache_per_token": slot.per_position,
             "workspace": int(prefill + batch * logits),

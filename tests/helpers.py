@@ -21,9 +21,11 @@ from dflash_jax.models.config import (
     ModelConfig,
     MoeSpec,
     RopeSpec,
+    VisionConfig,
 )
 from dflash_jax.models.decoder import Decoder, abstract_decoder
 from dflash_jax.models.drafter import Drafter, abstract_drafter
+from dflash_jax.models.vision import VisionTower, abstract_tower
 from dflash_jax.parallel.sharding import parameter_paths
 
 VOCAB, HIDDEN = 101, 36
@@ -32,6 +34,18 @@ ATTENTION = AttentionSpec(
     num_heads=6, num_kv_heads=2, head_dim=20, rope=RopeSpec(10000.0, 12, sections=(3, 2, 1)), gated=True
 )
 DELTA = GatedDeltaSpec(num_key_heads=2, num_value_heads=6, key_dim=10, value_dim=7)
+VISION = VisionConfig(
+    depth=2,
+    hidden_size=48,
+    num_heads=4,
+    intermediate_size=76,
+    patch_size=4,
+    temporal_patch_size=2,
+    merge_size=2,
+    in_channels=3,
+    num_positions=36,
+    out_hidden_size=HIDDEN,
+)
 MOE = MoeSpec(num_experts=7, experts_per_token=3, intermediate_size=11, shared_intermediate_size=13)
 
 
@@ -110,6 +124,10 @@ def random_decoder(config: ModelConfig, seed: int = 0) -> Decoder:
 
 def random_drafter(config: DraftConfig, seed: int = 0) -> Drafter:
     return randomise(abstract_drafter(config), seed)
+
+
+def random_tower(config: VisionConfig = VISION, seed: int = 0) -> VisionTower:
+    return randomise(abstract_tower(config), seed)
 
 
 def without_kernels_line(stderr: str) -> str:

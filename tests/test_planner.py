@@ -54,6 +54,7 @@ def test_weight_and_cache_bytes_equal_a_calculation_by_hand():
     found = plan("qwen3.6-35b-a3b")
     assert found["parameters"] == {"target": 34_660_610_688, "vision": 446_571_248, "drafter": 385_906_176}
     assert found["bytes_per_device"]["target"] == 2 * 34_660_610_688
+    assert found["bytes_per_device"]["vision"] == 2 * 446_571_248
     # 20,480 bytes of keys and values for the target, and what the drafter's one full layer holds.
     assert found["bytes_per_device"]["cache_per_token"] == pytest.approx(20_480 + 4_096 + 8)
     # 60 MiB of recurrent state, 1.4 MiB of convolution, tables of the vocabulary, rings of the drafter.
@@ -70,8 +71,10 @@ def test_a_mesh_divides_what_it_can_and_says_what_not():
     whole = one["bytes_per_device"]["target"]
     # One of the two heads of 256, in each of 15 layers, in two bytes.
     assert eight["replicated"]["layers.*.mixer.k"] == eight["replicated"]["layers.*.mixer.v"] == 15 * 256 * 4096 * 2
-    assert whole / 8 < eight["bytes_per_device"]["target"] < whole / 8 + sum(eight["replicated"].values())
+    vision = eight["bytes_per_device"]["vision"]
+    assert whole / 8 < eight["bytes_per_device"]["target"] < whole / 8 + sum(eight["replicated"].values()) - vision
     assert any("router" in name for name in eight["replicated"])
+    assert eight["replicated"]["vision"] == eight["bytes_per_device"]["vision"] == 2 * 456_010_480
 
 
 @pytest.mark.parametrize(("config", "mesh", "slots"), [("qwen3.6-35b-a3b", "", 3), ("qwen3-8b", "data=2,tensor=4", 8)])

@@ -5,6 +5,7 @@ import math
 import mmap
 import os
 import shutil
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -70,8 +71,27 @@ def new_directory(target: Path) -> Iterator[Path]:
         shutil.rmtree(half, ignore_errors=True)
 
 
-class TensorFiles(Mapping):
-    """Name → shape of every tensor in a directory; `read` returns an array. Files are mapped, not loaded."""
+class Tensors(Mapping[str, tuple[int, ...]]):
+    """Name → shape of every tensor of a checkpoint, whatever stores them."""
+
+    @abstractmethod
+    def dtype(self, name: str) -> str:
+        """The dtype in safetensors' notation, such as "BF16" or "F8_E4M3"."""
+
+    @abstractmethod
+    def read(self, name: str) -> np.ndarray:
+        """The array.
+
+        Raises:
+            InputError: It cannot be read.
+        """
+
+    def release(self) -> None:
+        """Frees what reading occupied."""
+
+
+class TensorFiles(Tensors):
+    """The tensors of a Hugging Face directory. Files are mapped, not loaded."""
 
     def __init__(self, directory: Path):
         """Maps the files of ``directory``.
@@ -133,7 +153,7 @@ class TensorFiles(Mapping):
         return len(self._places)
 
     def dtype(self, name: str) -> str:
-        """The dtype in safetensors' notation, such as "BF16" or "F8_E4M3"."""
+        """See `Tensors`."""
         return self._places[name].dtype
 
     def release(self) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dflash_jax.checkpoint.files import TensorFiles
+from dflash_jax.checkpoint.files import Tensors
 from dflash_jax.errors import InputError
 from dflash_jax.models.families.names import Entry, Tensor
 from dflash_jax.models.families.reading import LIMIT, shown
@@ -41,13 +41,13 @@ def scale_of(tensor: Tensor, block: tuple[int, int]) -> Tensor:
     return Tensor(tensor.name + SUFFIX, (*lead, -(-rows // block[0]), -(-columns // block[1])))
 
 
-def scales(entries: Sequence[Entry], files: TensorFiles, block: tuple[int, int]) -> list[Tensor]:
+def scales(entries: Sequence[Entry], files: Tensors, block: tuple[int, int]) -> list[Tensor]:
     """The scales that a checkpoint must have: one for every tensor that is in FP8 or that has a scale."""
     tensors = [t for e in entries for t in e.tensors if t.name in files and len(t.shape) >= 2]
     return [scale_of(t, block) for t in tensors if files.dtype(t.name) == "F8_E4M3" or t.name + SUFFIX in files]
 
 
-def is_scaled(entry: Entry, files: TensorFiles) -> bool:
+def is_scaled(entry: Entry, files: Tensors) -> bool:
     """Whether the tensors of a parameter are in FP8.
 
     Raises:
@@ -68,7 +68,7 @@ def disk_scales(entry: Entry, factors: np.ndarray, block: tuple[int, int]):
         yield tensor.name + SUFFIX, np.ascontiguousarray(part[..., :: block[0], :: max(1, block[1] // run)])
 
 
-def read_scale(entry: Entry, files: TensorFiles, block: tuple[int, int], parts: int) -> np.ndarray:
+def read_scale(entry: Entry, files: Tensors, block: tuple[int, int], parts: int) -> np.ndarray:
     """The factors of a parameter, one for each run of its last axis.
 
     Args:

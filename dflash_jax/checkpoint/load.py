@@ -12,22 +12,24 @@ from jax.sharding import NamedSharding
 from dflash_jax import progress
 from dflash_jax.checkpoint import fp8, orbax
 from dflash_jax.checkpoint.config_files import parsed, read_raw
-from dflash_jax.checkpoint.files import TensorFiles, write_tensors
+from dflash_jax.checkpoint.files import TensorFiles, Tensors, write_tensors
 from dflash_jax.checkpoint.parameters import QUANTIZE, C, Source, read_parameter
 from dflash_jax.errors import InputError
 from dflash_jax.models import families
-from dflash_jax.models.config import DraftConfig, ModelConfig
+from dflash_jax.models.config import DraftConfig, ModelConfig, VisionConfig
 from dflash_jax.models.decoder import Decoder, abstract_decoder
 from dflash_jax.models.drafter import Drafter, abstract_drafter
 from dflash_jax.models.families import dflash
 from dflash_jax.models.families.names import Entry
+from dflash_jax.models.families.vision import vision_entries, vision_prefix
 from dflash_jax.models.packing import unpack_weights
+from dflash_jax.models.vision import VisionTower, abstract_tower
 from dflash_jax.ops.backend import Backend
 from dflash_jax.parallel.sharding import ONE_DEVICE, Layout, parameter_paths, parameter_specs
 
 
 def _open(
-    directory: Path, raw: dict, config: C, entries: list[Entry], files: TensorFiles, is_skipped: Callable[[str], bool]
+    directory: Path, raw: dict, config: C, entries: list[Entry], files: Tensors, is_skipped: Callable[[str], bool]
 ) -> Source[C]:
     """Checks the names and shapes of all tensors.
 
@@ -162,6 +164,50 @@ def load_target(
     return fill(abstract_decoder(source.config, dtype, layout, backend), source, dtype, layout, quantize)
 
 
+def open_tower(directory: str | Path) -> Source[VisionConfig] | None:
+    """Opens the vision tower of a target's checkpoint without reading weights.
+
+    Returns:
+        The tower; None for a target without one, or whose tower was left out of the files.
+
+    Raises:
+        InputError: The tower's tensors do not fit ``config.json``, some are missing, or the ids that place media in a
+            prompt are out of vocabulary.
+    """
+    directory = Path(directory)
+    raw, config = read_raw(directory), read_target_config(directory)
+    files = orbax.ExtraTensors(directory) if orbax.is_orbax(directory) else TensorFiles(directory)
+    prefix = vision_prefix(files)
+    if config.vision is None or prefix is None:
+        return None
+    parsed(lambda _: config.check_media_tokens(), raw, directory)
+    entries = vision_entries(config.vision, prefix)
+    return _open(directory, raw, config.vision, entries, files, lambda name: not name.startswith(prefix))
+
+
+def load_tower(
+    directory: str | Path, dtype=jnp.float32, layout: Layout = ONE_DEVICE, backend: Backend | None = None
+) -> VisionTower | None:
+    """Loads the vision tower of a target, all of it on every device of the mesh of ``layout``.
+
+    Args:
+        directory: The target's directory: Hugging Face's, or one of `orbax.convert`.
+        dtype: The parameters' dtype.
+        layout: The mesh.
+        backend: Where it will run; this machine by default.
+
+    Returns:
+        The tower; None where `open_tower` finds none.
+
+    Raises:
+        InputError: The checkpoint is invalid.
+    """
+    source = open_tower(directory)
+    if source is None:
+        return None
+    return fill(abstract_tower(source.config, dtype, backend or Backend.detect()), source, dtype, layout)
+
+
 def read_fitting_drafter(directory: Path, target: ModelConfig | None) -> DraftConfig:
     """A drafter's configuration, checked against ``target`` unless that is None."""
     config = read_draft_config(directory)
@@ -250,7 +296,9 @@ def load_drafter(
     return fill(abstract_drafter(source.config, dtype, layout, backend), source, dtype, layout)
 
 
-def save_module(module, entries: list[Entry], raw: dict, directory: str | Path, dtype=jnp.bfloat16) -> None:
+def save_module(
+    module, entries: list[Entry], raw: dict, directory: str | Path, dtype=jnp.bfloat16, tower: VisionTower | None = None
+) -> None:
     """Writes a module as a Hugging Face directory.
 
     Args:
@@ -259,11 +307,20 @@ def save_module(module, entries: list[Entry], raw: dict, directory: str | Path, 
         raw: The ``config.json``.
         directory: Where to write.
         dtype: Dtype on disk.
+        tower: The vision tower of a target, written beside it; None writes none.
     """
     directory = Path(directory)
+    tensors = _disk_tensors(unpack_weights(module), entries, dtype)
+    if tower is not None:
+        tensors |= _disk_tensors(tower, vision_entries(tower.config), dtype)
+    write_tensors(directory, tensors)
+    (directory / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+
+
+def _disk_tensors(module, entries: list[Entry], dtype) -> dict[str, np.ndarray]:
+    """Name → array of each tensor on disk."""
     by_path = {e.path: e for e in entries}
     tensors = {}
-    module = unpack_weights(module)
     for path, leaf in zip(parameter_paths(module), jax.tree.leaves(module), strict=True):
         if path.startswith("vocabulary."):
             # Copies of rows of the target's head: the file of draft tokens describes them.
@@ -271,5 +328,4 @@ def save_module(module, entries: list[Entry], raw: dict, directory: str | Path, 
         entry = by_path[path]
         for tensor, array in zip(entry.tensors, entry.write(np.asarray(leaf.astype(dtype))), strict=True):
             tensors[tensor.name] = array
-    write_tensors(directory, tensors)
-    (directory / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+    return tensors

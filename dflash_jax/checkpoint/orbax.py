@@ -1,13 +1,14 @@
 """Checkpoints as sharded Orbax, written a parameter at a time and resumable.
 
 A directory holds ``parameters/PATH`` for each parameter (values and scale of a `QuantizedWeight`), ``extra/NAME`` for
-each tensor that a text model does not run, ``records/`` of what is written and verified, and unchanged copies of
-config, tokenizer and chat template. ``manifest.json`` comes last: a directory without it is an unfinished conversion
-and is refused.
+each tensor that the text model does not run, those of a vision tower among them, ``records/`` of what is written and
+verified, and unchanged copies of config, tokenizer and chat template. ``manifest.json`` comes last: a directory without
+it is an unfinished conversion and is refused.
 """
 
 import hashlib
 import shutil
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding
 
 from dflash_jax.checkpoint.config_files import read_json
-from dflash_jax.checkpoint.files import write_json
+from dflash_jax.checkpoint.files import Tensors, write_json
 from dflash_jax.checkpoint.parameters import Source, finished, read_parameter
 from dflash_jax.errors import InputError
 from dflash_jax.ops.weights import QuantizedWeight
@@ -209,6 +210,36 @@ def convert(source: Source, module, directory: Path, target: Path, layout: Layou
                 shutil.copyfile(path, target / path.name)
     tensors = {n: [source.files.dtype(n), list(source.files[n])] for n in source.files}
     conversion.finish({"tensors": tensors, "block": source.block})
+
+
+class ExtraTensors(Tensors):
+    """The tensors of a conversion that the text model does not run, as they were in the checkpoint."""
+
+    def __init__(self, directory: Path):
+        """Reads the manifest of ``directory``.
+
+        Raises:
+            InputError: It cannot be read.
+        """
+        self._directory, manifest = directory, read_json(directory / MANIFEST)
+        self._tensors = {n: t for n, t in manifest["tensors"].items() if f"extra {n}" in manifest["records"]}
+
+    def __getitem__(self, name: str) -> tuple[int, ...]:
+        return tuple(self._tensors[name][1])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def dtype(self, name: str) -> str:
+        """See `Tensors`."""
+        return self._tensors[name][0]
+
+    def read(self, name: str) -> np.ndarray:
+        """See `Tensors`."""
+        return read_arrays((self._directory / "extra" / name).absolute(), ["array"])["array"]
 
 
 def load(module, directory: Path, dtype, layout: Layout, quantize: str | None):

@@ -9,8 +9,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from dflash_jax.checkpoint import fp8
-from dflash_jax.checkpoint.files import TensorFiles
-from dflash_jax.models.config import DraftConfig, ModelConfig
+from dflash_jax.checkpoint.files import Tensors
+from dflash_jax.models.config import DraftConfig, ModelConfig, VisionConfig
 from dflash_jax.models.families.names import Entry
 from dflash_jax.ops.weights import QuantizedWeight
 from dflash_jax.ops.weights import quantize as quantize_array
@@ -21,7 +21,7 @@ QUANTIZE = ("none", "int8", "fp8")
 QUANTIZED = ("q", "k", "v", "o", "qkvz", "out", "gate_up", "down")
 
 
-C = TypeVar("C", ModelConfig, DraftConfig)
+C = TypeVar("C", ModelConfig, DraftConfig, VisionConfig)
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Source(Generic[C]):
 
     config: C
     entries: list[Entry]
-    files: TensorFiles
+    files: Tensors
     skipped: list[str]
     block: tuple[int, int] | None
 

@@ -9,6 +9,7 @@ import json
 import os
 import re
 from contextlib import suppress
+from dataclasses import replace
 from difflib import get_close_matches
 
 from dflash_jax.cli.plan_changes import Change, Request, changes
@@ -32,11 +33,13 @@ def describe(plan: dict, request: Request, fitting: list[Change]) -> str:
         return f"{n:,} slot{'s' if n != 1 else ''}"
 
     size, count = plan["bytes_per_device"], plan["parameters"]
+    left_out = " (left out)" if count["vision"] and not size["vision"] else ""
+    vision = f"vision {gb(size['vision'])}, " if size["vision"] else ""
     lines = [
-        f"parameters: target {count['target']:,}, drafter {count['drafter']:,}, vision (left out) {count['vision']:,}",
+        f"parameters: target {count['target']:,}, drafter {count['drafter']:,}, vision{left_out} {count['vision']:,}",
         f"mesh {plan['mesh']}: {plan['devices']} x {request.name}, {gb(size['memory'])} each, "
         f"{USABLE:.0%} of it usable",
-        f"per device: target {gb(size['target'])}, drafter {gb(size['drafter'])}, "
+        f"per device: target {gb(size['target'])}, drafter {gb(size['drafter'])}, {vision}"
         f"{slots(plan['slots'])} of {plan['length']:,} tokens {gb(plan['dense_slots'])} "
         f"({size['cache_per_slot'] / 1e6:.1f} MB each, {size['cache_per_token'] / 1e3:.1f} kB a token), "
         f"workspace about {gb(size['workspace'])}: {gb(size['all'])} in all",
@@ -137,6 +140,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--acceptance-length", type=float, metavar="A", help="default: 6, or the block size below that")
     p.add_argument("--block-size", type=int, default=None, metavar="B", help="default: the drafter's")
+    p.add_argument("--language-model-only", action="store_true", help="without the vision tower: text only")
     p.add_argument("--json", action="store_true", help="one JSON object and nothing else")
     add_aliases(p)
     return p
@@ -282,7 +286,7 @@ def run(args) -> int:
 
     from dflash_jax.parallel.sharding import Layout
 
-    shapes = read_shapes(target, draft)
+    shapes = replace(read_shapes(target, draft), language_model_only=args.language_model_only)
     if args.max_len > shapes.target.max_positions:
         raise InputError(f"max_len is {args.max_len}: the model has {shapes.target.max_positions} positions")
     block = args.block_size or (shapes.draft.block_size if shapes.draft else 1)

@@ -120,6 +120,14 @@ def without_drafter(request: Request) -> Change | None:
     return Change("--draft none", ("--draft", "none"), replace(request, shapes=replace(request.shapes, draft=None)))
 
 
+def without_vision(request: Request) -> Change | None:
+    """Text only; None where the target has no vision tower, or it is left out."""
+    if request.shapes.target.vision is None or request.shapes.language_model_only:
+        return None
+    shapes = replace(request.shapes, language_model_only=True)
+    return Change("--language-model-only", ("--language-model-only",), replace(request, shapes=shapes))
+
+
 def shorter(request: Request) -> Change | None:
     """The longest slots that fit, as a multiple of 1,024 tokens."""
     longest = request.plan()["max_len"] // 1024 * 1024
@@ -173,7 +181,7 @@ def changes(request: Request) -> list[Change]:
 
 def _single(request: Request) -> Iterator[Change]:
     """The single changes of the system, and of the number of devices, that fit."""
-    for change in (on_more_devices, in_bfloat16, in_eight_bits, shorter, fewer_slots, without_drafter):
+    for change in (on_more_devices, in_bfloat16, in_eight_bits, shorter, fewer_slots, without_drafter, without_vision):
         changed = change(request)
         if changed is not None and changed.request.fits():
             yield changed

@@ -1,6 +1,7 @@
 """Configuration of models, as frozen (hashable) data. Families read it from a Hugging Face ``config.json``."""
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import asdict, dataclass, field
 
 from dflash_jax.errors import InputError
 
@@ -153,6 +154,81 @@ class LayerSpec:
 
 
 @dataclass(frozen=True)
+class VisionConfig:
+    """A target's vision tower: a transformer over the patches of images and of pairs of video frames.
+
+    Attributes:
+        depth: Blocks.
+        hidden_size: Width of its residual stream.
+        num_heads: Heads of its attention.
+        intermediate_size: Features of an MLP.
+        patch_size: Pixels of a patch's side.
+        temporal_patch_size: Frames of a patch.
+        merge_size: Patches of the side of a merge block, which becomes one token.
+        in_channels: Channels of a pixel.
+        num_positions: Rows of the table of positions, a square grid.
+        out_hidden_size: Width of a token, the target's hidden size.
+        rope_theta: Base of the rotary frequencies.
+        norm_eps: Epsilon of every LayerNorm.
+    """
+
+    depth: int
+    hidden_size: int
+    num_heads: int
+    intermediate_size: int
+    patch_size: int
+    temporal_patch_size: int
+    merge_size: int
+    in_channels: int
+    num_positions: int
+    out_hidden_size: int
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-6
+
+    @property
+    def head_dim(self) -> int:
+        """Size of a head."""
+        return self.hidden_size // self.num_heads
+
+    @property
+    def patch_dim(self) -> int:
+        """Numbers of a patch."""
+        return self.in_channels * self.temporal_patch_size * self.patch_size**2
+
+    @property
+    def block_patches(self) -> int:
+        """Patches of a merge block."""
+        return self.merge_size**2
+
+    @property
+    def merged_size(self) -> int:
+        """Width of a merge block: its patches side by side."""
+        return self.hidden_size * self.block_patches
+
+    @property
+    def side(self) -> int:
+        """Side of the grid of positions."""
+        return math.isqrt(self.num_positions)
+
+
+@dataclass(frozen=True)
+class MediaTokens:
+    """Token ids that place media in a prompt.
+
+    Attributes:
+        image: Place of an image's token.
+        video: Place of a video's token.
+        vision_start: Opens an image or a frame.
+        vision_end: Closes it.
+    """
+
+    image: int
+    video: int
+    vision_start: int
+    vision_end: int
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """A target.
 
@@ -165,6 +241,9 @@ class ModelConfig:
         norm_offset: Added to every stored RMSNorm weight: 1 where the checkpoint stores w - 1, else 0.
         max_positions: Positions of its context.
         tied_embeddings: Whether the head is the embedding.
+        vision: Its vision tower, a module of its own; None for a model of text. A checkpoint may lack the tower's
+            weights.
+        media_tokens: The ids that place media in its prompts; None without a tower.
     """
 
     model_type: str
@@ -175,6 +254,18 @@ class ModelConfig:
     norm_offset: float
     max_positions: int
     tied_embeddings: bool = False
+    vision: VisionConfig | None = None
+    media_tokens: MediaTokens | None = None
+
+    def check_media_tokens(self) -> None:
+        """Checks the ids that place media in a prompt.
+
+        Raises:
+            InputError: One is out of vocabulary.
+        """
+        for name, token in asdict(self.media_tokens).items() if self.media_tokens else ():
+            if token >= self.vocab_size:
+                raise InputError(f"{name}_token_id is {token}, out of vocabulary: ids are 0 to {self.vocab_size - 1}")
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import json
 import resource
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from dflash_jax.models.config import DraftConfig
 from dflash_jax.models.decoder import abstract_decoder
 from dflash_jax.models.drafter import abstract_drafter
 from dflash_jax.models.families import dflash
+from dflash_jax.models.families.vision import vision_entries
+from dflash_jax.models.vision import abstract_tower
 from dflash_jax.planner import read_shapes
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "hf"
@@ -51,6 +54,8 @@ def cut(raw: dict, **changes) -> dict:
     text["num_hidden_layers"] = LAYERS
     if "layer_types" in text:
         text["layer_types"] = text["layer_types"][:LAYERS]
+    if "vision_config" in raw:
+        raw["vision_config"] |= {"depth": LAYERS, "rope_parameters": {"rope_type": "axial", "rope_theta": 10000.0}}
     return {**raw, **changes}
 
 
@@ -113,7 +118,10 @@ def shape(config) -> None:
         abstract_drafter(config)
     else:
         families.TARGETS[config.model_type].weight_names(config)
-        abstract_decoder(config)
+        abstract_decoder(replace(config, vision=None))
+        if config.vision:
+            vision_entries(config.vision)
+            abstract_tower(config.vision)
 
 
 def open_as_target(directory: Path):

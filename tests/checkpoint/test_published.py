@@ -8,12 +8,14 @@ from pathlib import Path
 import jax
 import pytest
 
-from dflash_jax.checkpoint.load import open_target
+from dflash_jax.checkpoint.load import open_target, open_tower
 from dflash_jax.models import families
+from dflash_jax.models.config import MediaTokens
 from dflash_jax.models.decoder import abstract_decoder
 from dflash_jax.models.drafter import abstract_drafter
 from dflash_jax.models.families import dflash
-from dflash_jax.models.families.vision import vision_tensors
+from dflash_jax.models.families.vision import vision_entries
+from dflash_jax.models.vision import abstract_tower
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "hf"
 # Text and vision tower together, and the vision tower.
@@ -53,10 +55,15 @@ def test_published_target_has_the_exact_parameter_count(name):
     raw = read(name)
     config = families.target_family(raw).read_config(raw)
     text = count(abstract_decoder(config))
-    vision = sum(map(math.prod, vision_tensors(raw["vision_config"]).values())) if "vision_config" in raw else 0
+    vision = count(abstract_tower(config.vision)) if config.vision else 0
     assert (text + vision, vision) == TARGETS[name]
     table = families.target_family(raw).weight_names(config)
     assert sum(math.prod(t.shape) for entry in table for t in entry.tensors) == text
+    assert (config.vision is None) == (config.media_tokens is None) == (vision == 0)
+    if config.vision:
+        table = vision_entries(config.vision)
+        assert sum(math.prod(t.shape) for entry in table for t in entry.tensors) == vision
+        assert config.media_tokens == MediaTokens(248056, 248057, 248053, 248054)
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
@@ -127,8 +134,24 @@ def layer_35b(i: int) -> dict[str, tuple[int, ...]]:
     return {f"model.language_model.layers.{i}.{name}": shape for name, shape in tensors.items()}
 
 
+def vision_27_blocks() -> dict[str, tuple[int, ...]]:
+    """The 35B's vision tower as its checkpoint names it."""
+
+    def biased(name: str, *shape: int) -> dict[str, tuple[int, ...]]:
+        return {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
+
+    tensors = biased("patch_embed.proj", 1152, 3, 2, 16, 16) | {"pos_embed.weight": (2304, 1152)}
+    tensors |= biased("merger.norm", 1152) | biased("merger.linear_fc1", 4608, 4608)
+    tensors |= biased("merger.linear_fc2", 2048, 4608)
+    for i in range(27):
+        tensors |= biased(f"blocks.{i}.norm1", 1152) | biased(f"blocks.{i}.norm2", 1152)
+        tensors |= biased(f"blocks.{i}.attn.qkv", 3456, 1152) | biased(f"blocks.{i}.attn.proj", 1152, 1152)
+        tensors |= biased(f"blocks.{i}.mlp.linear_fc1", 4304, 1152) | biased(f"blocks.{i}.mlp.linear_fc2", 1152, 4304)
+    return {f"model.visual.{name}": shape for name, shape in tensors.items()}
+
+
 def test_a_checkpoint_with_every_real_name(tmp_path):
-    """Qwen3.6-35B-A3B: 1045 tensors, of which 693 are read and 352 skipped knowingly."""
+    """Qwen3.6-35B-A3B: 1045 tensors, of which the text model reads 693, its vision tower 333, and 19 are skipped."""
     text = {
         "model.language_model.embed_tokens.weight": (248_320, 2048),
         "model.language_model.norm.weight": (2048,),
@@ -137,7 +160,7 @@ def test_a_checkpoint_with_every_real_name(tmp_path):
     for i in range(40):
         text |= layer_35b(i)
     raw = read("Qwen3.6-35B-A3B")
-    vision = {f"model.visual.{name}": shape for name, shape in vision_tensors(raw["vision_config"]).items()}
+    vision = vision_27_blocks()
     mtp = {name.replace("model.language_model.layers.3", "mtp.layers.0"): s for name, s in layer_35b(3).items()}
     mtp |= {"mtp.fc.weight": (2048, 4096)}
     mtp |= {f"mtp.{n}.weight": (2048,) for n in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")}
@@ -147,3 +170,6 @@ def test_a_checkpoint_with_every_real_name(tmp_path):
     source = open_target(tmp_path)
     assert {t.name for entry in source.entries for t in entry.tensors} == set(text)
     assert set(source.skipped) == set(vision) | set(mtp)
+    tower = open_tower(tmp_path)
+    assert {t.name for entry in tower.entries for t in entry.tensors} == set(vision)
+    assert set(tower.skipped) == set(text) | set(mtp)

@@ -1,15 +1,19 @@
-"""Qwen3.5 and Qwen3.6, dense (`qwen3_5`) and mixture-of-experts (`qwen3_5_moe`): text configs and weight names."""
+"""Qwen3.5 and Qwen3.6, dense (`qwen3_5`) and mixture-of-experts (`qwen3_5_moe`): configs, weight names of the text."""
 
 from collections.abc import Collection
+from dataclasses import replace
 
+from dflash_jax.errors import InputError
 from dflash_jax.models.config import GatedDeltaSpec, LayerSpec, ModelConfig
 from dflash_jax.models.families.names import Entry, Tensor, stacked
 from dflash_jax.models.families.reading import Raw, read_attention, read_delta, read_ffns, read_kinds
 from dflash_jax.models.families.tables import by_key_head, decoder_entries, shared_delta_entries
+from dflash_jax.models.families.vision import PREFIXES as VISION_PREFIXES
+from dflash_jax.models.families.vision import read_media_tokens, read_vision
 
 PREFIXES = ("model.language_model.", "model.")
 # Prefixes of tensors that a text model does not use.
-SKIPPED = ("model.visual.", "visual.", "mtp.", "model.mtp.")
+SKIPPED = (*VISION_PREFIXES, "mtp.", "model.mtp.")
 
 
 def read_hybrid(raw: dict, normalise: bool) -> ModelConfig:
@@ -40,7 +44,15 @@ def read_hybrid(raw: dict, normalise: bool) -> ModelConfig:
 
 def read_config(raw: dict) -> ModelConfig:
     """Reads a target's ``config.json``."""
-    return read_hybrid(raw, normalise=True)
+    config, vision = read_hybrid(raw, normalise=True), read_vision(raw)
+    if vision is None:
+        return config
+    if vision.out_hidden_size != config.hidden_size:
+        raise InputError(
+            f"out_hidden_size of the vision tower is {vision.out_hidden_size}: it must be the text model's "
+            f"hidden_size, {config.hidden_size}"
+        )
+    return replace(config, vision=vision, media_tokens=read_media_tokens(raw))
 
 
 def is_skipped(name: str) -> bool:

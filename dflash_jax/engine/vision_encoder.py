@@ -1,0 +1,213 @@
+"""`VisionEncoder`: images and videos → rows for their tokens, by the vision tower, apart from the engine's programs.
+
+The tower's program is compiled for a few numbers of patches, `SIZES`: powers of two from 256, so that at most half of a
+call is padding, and nine programs serve every image up to the largest of published checkpoints (16,777,216 pixels are
+65,536 patches of 16 by 16). Padding costs its share of the products, and nothing in the attention, which skips tiles
+that no patch sees. Since a patch sees its own frame only, frames of several media share a call where they fit, and a
+video that does not fit runs in groups of frames.
+"""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.stages import Compiled
+
+from dflash_jax.errors import InputError
+from dflash_jax.models.vision import VisionTower, frame_arrays
+from dflash_jax.parallel.sharding import ONE_DEVICE, Layout
+
+# Patches of a call.
+SIZES = tuple(256 * 2**k for k in range(9))
+
+
+class Medium(Protocol):
+    """A decoded image or video."""
+
+    @property
+    def key(self) -> bytes:
+        """A digest: media of one key have the same rows."""
+        ...
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """Frames, and rows and columns of a frame in patches; an image is one frame."""
+        ...
+
+    def patches(self) -> np.ndarray:
+        """float32 [frames · rows · columns, numbers of a patch], each frame in the order of its merge blocks."""
+        ...
+
+
+class OutputCache:
+    """Rows of media by key, on the host. The least recently used are evicted first. Threads may share it.
+
+    Args:
+        budget: Bytes at most; 0 caches nothing.
+
+    Attributes:
+        size: Bytes in use.
+    """
+
+    def __init__(self, budget: int):
+        self.budget, self.size = budget, 0
+        self._rows: OrderedDict[bytes, np.ndarray] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def find(self, keys: Iterable[bytes]) -> dict[bytes, np.ndarray]:
+        """The rows of those keys that have some. They count as used now."""
+        with self._lock:
+            found = {key: self._rows[key] for key in keys if key in self._rows}
+            for key in found:
+                self._rows.move_to_end(key)
+            return found
+
+    def add(self, key: bytes, rows: np.ndarray) -> None:
+        """Adds the rows of a key, unless they alone are larger than the budget."""
+        with self._lock:
+            if key in self._rows or rows.nbytes > self.budget:
+                return
+            self._rows[key] = rows
+            self.size += rows.nbytes
+            while self.size > self.budget:
+                _, evicted = self._rows.popitem(last=False)
+                self.size -= evicted.nbytes
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """A frame of a medium: which medium, its rows and columns, and its patches [rows · columns, patch]."""
+
+    medium: int
+    shape: tuple[int, int]
+    patches: np.ndarray
+
+
+class VisionEncoder:
+    """Runs a vision tower over media. Threads may share it: calls run one after another.
+
+    Args:
+        tower: The tower, whole on every device of the mesh.
+        layout: The mesh.
+        cache_bytes: Bytes of outputs that are kept on the host.
+        sizes: Patches of a call that programs are compiled for, ascending, multiples of a merge block's patches.
+
+    Attributes:
+        config: The tower's configuration.
+        sizes: Patches of a call.
+        outputs: The outputs that are kept.
+        calls: Calls of the tower so far.
+    """
+
+    def __init__(
+        self, tower: VisionTower, layout: Layout = ONE_DEVICE, cache_bytes: int = 0, sizes: Sequence[int] = SIZES
+    ):
+        self.config, self.sizes, self.outputs = tower.config, tuple(sizes), OutputCache(cache_bytes)
+        self.calls = 0
+        self._tower = tower
+        self._sharding = NamedSharding(layout.mesh(), PartitionSpec())
+        self._programs: dict[int, Compiled] = {}
+        self._running, self._compiling = threading.Lock(), threading.Lock()
+
+    def check(self, grid: tuple[int, int, int]) -> None:
+        """Checks that a medium can be encoded.
+
+        Args:
+            grid: Its frames, rows and columns, as in `Medium`.
+
+        Raises:
+            InputError: A side is no multiple of a merge block's, or a frame has more patches than the largest call.
+        """
+        _, height, width = grid
+        merge = self.config.merge_size
+        if min(grid) < 1 or height % merge or width % merge:
+            raise InputError(
+                f"a grid of {grid} patches: it must have a frame or more, and multiples of {merge} rows and columns"
+            )
+        if height * width > self.sizes[-1]:
+            raise InputError(
+                f"an image or frame of {height} x {width} patches: at most {self.sizes[-1]} patches are possible"
+            )
+
+    def compile(self, size: int) -> Compiled:
+        """The program for calls of ``size`` patches, compiled at the first use; other threads wait."""
+        with self._compiling:
+            if size not in self._programs:
+                patches = np.zeros((size, self.config.patch_dim), np.float32)
+                arguments = {"patches": patches} | frame_arrays([], size, self.config.merge_size)
+                shapes = {
+                    n: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=self._sharding) for n, a in arguments.items()
+                }
+                function = jax.jit(VisionTower.__call__, out_shardings=self._sharding)
+                self._programs[size] = function.lower(self._tower, **shapes).compile()
+            return self._programs[size]
+
+    def encode(self, media: Sequence[Medium]) -> list[np.ndarray]:
+        """The rows of media.
+
+        Args:
+            media: Images and videos; several of one key are computed once.
+
+        Returns:
+            [tokens, out_hidden_size] for each medium, in the tower's dtype, read-only.
+
+        Raises:
+            InputError: A medium has a grid that `check` refuses.
+        """
+        for medium in media:
+            self.check(medium.grid)
+        unique = {m.key: m for m in media}
+        rows = self.outputs.find(unique)
+        if len(rows) < len(unique):
+            with self._running:
+                # Another thread may have computed some while this one waited.
+                rows |= self.outputs.find(unique.keys() - rows.keys())
+                rows |= self._compute({key: m for key, m in unique.items() if key not in rows})
+        return [rows[m.key] for m in media]
+
+    def _compute(self, media: dict[bytes, Medium]) -> dict[bytes, np.ndarray]:
+        """The rows of media, which are kept."""
+        parts: list[list[np.ndarray]] = [[] for _ in media]
+        for frames in self._calls(media.values()):
+            for frame, part in zip(frames, self._run(frames), strict=True):
+                parts[frame.medium].append(part)
+        # Copies: slices would keep the padded output of a whole call.
+        rows = {key: np.concatenate(pieces) for key, pieces in zip(media, parts, strict=True)}
+        for key, array in rows.items():
+            array.flags.writeable = False
+            self.outputs.add(key, array)
+        return rows
+
+    def _calls(self, media: Iterable[Medium]) -> Iterator[list[_Frame]]:
+        """The frames of media in order, as many in a call as fit."""
+        frames, total = [], 0
+        for i, medium in enumerate(media):
+            count, height, width = medium.grid
+            for patches in medium.patches().reshape(count, height * width, self.config.patch_dim):
+                if total + len(patches) > self.sizes[-1]:
+                    yield frames
+                    frames, total = [], 0
+                frames.append(_Frame(i, (height, width), patches))
+                total += len(patches)
+        if frames:
+            yield frames
+
+    def _run(self, frames: list[_Frame]) -> list[np.ndarray]:
+        """Runs the tower over frames: [tokens, out_hidden_size] of each."""
+        lengths = [len(frame.patches) for frame in frames]
+        size = next(s for s in self.sizes if s >= sum(lengths))
+        patches = np.zeros((size, self.config.patch_dim), np.float32)
+        np.concatenate([frame.patches for frame in frames], out=patches[: sum(lengths)])
+        arguments = {"patches": patches} | frame_arrays([f.shape for f in frames], size, self.config.merge_size)
+        self.calls += 1
+        result = np.asarray(self.compile(size)(self._tower, **jax.device_put(arguments, self._sharding)))
+        ends = np.cumsum(lengths) // self.config.block_patches
+        return np.split(result[: ends[-1]], ends[:-1])

@@ -1,0 +1,276 @@
+"""The vision tower of Qwen3.5 and Qwen3.6: patches of images and frames → rows in place of their tokens' embeddings.
+
+It is a module of its own: a `Decoder` does not contain it, and its program runs apart from the decoder's. The reference
+implementation is transformers' `Qwen3_5VisionModel`. Every device of a mesh has all of it.
+
+Dimension letters: N patches, H the tower's hidden size, M merge blocks (tokens), T width of a token.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from dflash_jax.models.config import VisionConfig
+from dflash_jax.models.layers import constant, normal
+from dflash_jax.models.rope import CosSin
+from dflash_jax.ops.attention import apply_rope
+from dflash_jax.ops.backend import XLA, Backend
+from dflash_jax.ops.interval_attention import KEYS, QUERIES, interval_attention
+from dflash_jax.ops.linear import project
+
+# Queries and keys of a tile of scores on an accelerator. A frame has thousands of patches, which all see one another,
+# and the tiles follow one another: small tiles would leave most of the device idle. 16 heads take 64 MiB of scores.
+LARGE_TILE = 1024
+
+
+class LayerNorm(nnx.Module):
+    """LayerNorm (arXiv 1607.06450), computed in float32.
+
+    Attributes:
+        weight: [H].
+        bias: [H].
+        eps: Added to the variance.
+    """
+
+    def __init__(self, size: int, eps: float, rngs: nnx.Rngs | None, dtype: DTypeLike):
+        self.weight = constant(rngs, (size,), dtype, 1.0)
+        self.bias = constant(rngs, (size,), dtype, 0.0)
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "N H"]) -> Float[Array, "N H"]:
+        """Normalises x [N, H]."""
+        x32 = x.astype(jnp.float32)
+        x32 -= jnp.mean(x32, axis=-1, keepdims=True)
+        x32 *= jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
+        return (x32 * self.weight[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)).astype(x.dtype)
+
+
+class Linear(nnx.Module):
+    """A linear map with a bias.
+
+    Attributes:
+        weight: [*out, *inner].
+        bias: [*out].
+        backend: Where it runs.
+    """
+
+    def __init__(
+        self, out: tuple[int, ...], inner: tuple[int, ...], rngs: nnx.Rngs | None, dtype: DTypeLike, backend: Backend
+    ):
+        self.weight = normal(rngs, (*out, *inner), dtype)
+        self.bias = constant(rngs, out, dtype, 0.0)
+        self.backend = backend
+
+    def __call__(self, x: Float[Array, "N ..."]) -> Float[Array, "N ..."]:
+        """Maps x [N, *inner] to [N, *out] in x's dtype. The bias is added before the result is rounded."""
+        inner = self.weight.get_value().ndim - self.bias.get_value().ndim
+        y = project(self.backend, x, self.weight[...], inner, jnp.float32)
+        return (y + self.bias[...].astype(jnp.float32)).astype(x.dtype)
+
+
+def _gelu(x: Float[Array, "N F"], approximate: bool) -> Float[Array, "N F"]:
+    """GELU (arXiv 1606.08415), by tanh or exact, computed in float32."""
+    return jax.nn.gelu(x.astype(jnp.float32), approximate=approximate).astype(x.dtype)
+
+
+class VisionBlock(nnx.Module):
+    """Norm, attention within a frame, norm, MLP, with residuals around both.
+
+    Attributes:
+        norm1: Norm before the attention.
+        norm2: Norm before the MLP.
+        qkv: Projection of queries, keys and values, [3, heads, head, H].
+        proj: Output projection of the attention, [H, heads, head].
+        fc1: First projection of the MLP.
+        fc2: Second projection of the MLP.
+        tile: Queries and keys of a tile of scores.
+    """
+
+    def __init__(self, config: VisionConfig, rngs: nnx.Rngs | None, dtype: DTypeLike, backend: Backend):
+        hidden, heads = config.hidden_size, (config.num_heads, config.head_dim)
+        self.norm1 = LayerNorm(hidden, config.norm_eps, rngs, dtype)
+        self.norm2 = LayerNorm(hidden, config.norm_eps, rngs, dtype)
+        self.qkv = Linear((3, *heads), (hidden,), rngs, dtype, backend)
+        self.proj = Linear((hidden,), heads, rngs, dtype, backend)
+        self.fc1 = Linear((config.intermediate_size,), (hidden,), rngs, dtype, backend)
+        self.fc2 = Linear((hidden,), (config.intermediate_size,), rngs, dtype, backend)
+        self.tile = (QUERIES, KEYS) if backend.platform == "cpu" else (LARGE_TILE, LARGE_TILE)
+
+    def __call__(
+        self, x: Float[Array, "N H"], angles: CosSin, low: Int[Array, " N"], high: Int[Array, " N"]
+    ) -> Float[Array, "N H"]:
+        """One block.
+
+        Args:
+            x: [N, H].
+            angles: Rotary angles of the patches, [1, N, head / 2] each.
+            low: First patch that each patch sees, int [N].
+            high: The one behind the last, int [N].
+
+        Returns:
+            [N, H].
+        """
+        q, k, v = jnp.moveaxis(self.qkv(self.norm1(x)), 1, 0)[:, None]
+        # Rotated and scaled in float32, and rounded once.
+        q, k = (apply_rope(y.astype(jnp.float32), angles) for y in (q, k))
+        q, k = (q * q.shape[-1] ** -0.5).astype(x.dtype), k.astype(x.dtype)
+        y, _ = interval_attention(q[:, :, :, None], k, v, low[None], high[None], self.tile)
+        x += self.proj(y[0, :, :, 0])
+        return x + self.fc2(_gelu(self.fc1(self.norm2(x)), approximate=True))
+
+
+class PatchMerger(nnx.Module):
+    """Makes one token of the patches of a merge block.
+
+    Attributes:
+        norm: Norm of each patch.
+        fc1: First projection, of a block's patches side by side.
+        fc2: Second projection.
+    """
+
+    def __init__(self, config: VisionConfig, rngs: nnx.Rngs | None, dtype: DTypeLike, backend: Backend):
+        merged = config.merged_size
+        self.norm = LayerNorm(config.hidden_size, config.norm_eps, rngs, dtype)
+        self.fc1 = Linear((merged,), (merged,), rngs, dtype, backend)
+        self.fc2 = Linear((config.out_hidden_size,), (merged,), rngs, dtype, backend)
+
+    def __call__(self, x: Float[Array, "N H"]) -> Float[Array, "M T"]:
+        """Maps patches [N, H] in the order of their blocks to tokens [M, T]."""
+        merged = self.norm(x).reshape(-1, self.fc1.bias.get_value().shape[0])
+        return self.fc2(_gelu(self.fc1(merged), approximate=False))
+
+
+class VisionTower(nnx.Module):
+    """The vision tower. Patches of many images and frames run in one pass, each seeing its own frame.
+
+    Attributes:
+        config: Its configuration.
+        patch: Embedding of patches.
+        positions: Table of positions, [grid side², H].
+        blocks: Its blocks.
+        merger: Makes tokens.
+    """
+
+    def __init__(
+        self,
+        config: VisionConfig,
+        *,
+        rngs: nnx.Rngs | None,
+        dtype: DTypeLike = jnp.float32,
+        backend: Backend | None = None,
+    ):
+        self.config, backend = config, backend or Backend.detect()
+        self.patch = Linear((config.hidden_size,), (config.patch_dim,), rngs, dtype, backend)
+        self.positions = normal(rngs, (config.num_positions, config.hidden_size), dtype)
+        self.blocks = nnx.List([VisionBlock(config, rngs, dtype, backend) for _ in range(config.depth)])
+        self.merger = PatchMerger(config, rngs, dtype, backend)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Dtype of parameters and activations."""
+        return self.positions.get_value().dtype
+
+    def __call__(
+        self,
+        patches: Float[Array, "N patch"],
+        rows: Int[Array, " N"],
+        columns: Int[Array, " N"],
+        heights: Int[Array, " N"],
+        widths: Int[Array, " N"],
+        low: Int[Array, " N"],
+        high: Int[Array, " N"],
+    ) -> Float[Array, "M T"]:
+        """One pass over the patches of frames; a still image is one frame.
+
+        The patches of a frame follow one another in the order of its merge blocks (`patch_places`), and
+        N is a multiple of a block's patches. Padding is patches with ``low`` equal to ``high``: no patch sees them, and
+        their rows of the result mean nothing.
+
+        Args:
+            patches: float32 [N, patch_dim].
+            rows: Row of each patch in its frame, int [N].
+            columns: Its column, int [N].
+            heights: Rows of its frame, int [N].
+            widths: Columns of its frame, int [N].
+            low: First patch of its frame, int [N].
+            high: The patch behind its frame's last, int [N].
+
+        Returns:
+            A row for each merge block, [N / merge², out_hidden_size], in the tower's dtype.
+        """
+        x = self.patch(patches.astype(self.dtype))
+        x += self._position_embeddings(rows, columns, heights, widths).astype(x.dtype)
+        angles = self._angles(rows, columns)
+        for block in self.blocks:
+            x = block(x, angles, low, high)
+        return self.merger(x)
+
+    def _position_embeddings(
+        self, rows: Int[Array, " N"], columns: Int[Array, " N"], heights: Int[Array, " N"], widths: Int[Array, " N"]
+    ) -> Float[Array, "N H"]:
+        """The table of positions stretched over each frame, corners on corners, bilinear, float32 [N, H]."""
+        side, table = self.config.side, self.positions[...]
+
+        def taps(at: Array, size: Array) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+            place = at * (side - 1) / jnp.maximum(size - 1, 1)
+            first = jnp.clip(jnp.floor(place).astype(jnp.int32), 0, side - 1)
+            share = place - first
+            return (first, jnp.minimum(first + 1, side - 1)), (1 - share, share)
+
+        row_taps, column_taps = taps(rows, heights), taps(columns, widths)
+        terms = [
+            (row_share * column_share)[:, None] * table[row * side + column].astype(jnp.float32)
+            for row, row_share in zip(*row_taps, strict=True)
+            for column, column_share in zip(*column_taps, strict=True)
+        ]
+        return sum(terms[1:], terms[0])
+
+    def _angles(self, rows: Int[Array, " N"], columns: Int[Array, " N"]) -> CosSin:
+        """The first half of a head's frequencies follow the row, the second half the column."""
+        half = self.config.head_dim // 2
+        frequencies = self.config.rope_theta ** (-jnp.arange(0, half, 2, dtype=jnp.float32) / half)
+        at = jnp.stack([rows, columns], axis=1).astype(jnp.float32)
+        angles = (at[:, :, None] * frequencies).reshape(1, -1, half)
+        return jnp.cos(angles), jnp.sin(angles)
+
+
+def patch_places(height: int, width: int, merge: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows and columns of a frame's patches, in the order of its merge blocks, int32 [height · width] each."""
+    places = np.indices((height, width), np.int32)
+    blocks = places.reshape(2, height // merge, merge, width // merge, merge)
+    rows, columns = blocks.transpose(0, 1, 3, 2, 4).reshape(2, -1)
+    return rows, columns
+
+
+def frame_arrays(frames: Sequence[tuple[int, int]], size: int, merge: int) -> dict[str, np.ndarray]:
+    """The arguments of `VisionTower.__call__` that describe frames, padded.
+
+    Args:
+        frames: Height and width in patches of each frame, in the order of their patches.
+        size: Patches with padding.
+        merge: Side of a merge block.
+
+    Returns:
+        Argument → int32 [size].
+    """
+    names = ("rows", "columns", "heights", "widths", "low", "high")
+    # Frames of padding have one row and one column.
+    arrays = {name: np.full(size, name in ("heights", "widths"), np.int32) for name in names}
+    start = 0
+    for height, width in frames:
+        end = start + height * width
+        rows, columns = patch_places(height, width, merge)
+        for name, value in zip(names, (rows, columns, height, width, start, end), strict=True):
+            arrays[name][start:end] = value
+        start = end
+    return arrays
+
+
+def abstract_tower(config: VisionConfig, dtype: DTypeLike = jnp.float32, backend: Backend = XLA) -> VisionTower:
+    """A tower with shapes in place of arrays, for loaders to fill and for plans to count without memory."""
+    return VisionTower(config, rngs=None, dtype=dtype, backend=backend)
