@@ -95,9 +95,11 @@ def expand(
     for pad, kind in pads.items():
         queues[pad] = iter(given := [medium for medium in media if medium.kind == kind])
         if (count := int(np.sum(ids == pad))) != len(given):
-            raise MediaError(f"the prompt has {count} places for {kind}s: {len(given)} {kind}s are given")
+            raise MediaError(f"the prompt has {count} {kind} pads: {len(given)} {kind}s are given")
     if len(ids) and int(ids[-1]) in pads:
-        raise MediaError(f"the prompt ends in {pads[int(ids[-1])]} {ids[-1]}: text must follow, at least one token")
+        raise MediaError(
+            f"the prompt ends in {pads[int(ids[-1])]} pad {ids[-1]}: at least one token of text must follow"
+        )
     builder = _Builder()
     begin = 0
     for index in np.flatnonzero(np.isin(ids, list(pads))).tolist():
