@@ -64,6 +64,11 @@ def no_matplotlib() -> bool:
     return importlib.util.find_spec("matplotlib") is None
 
 
+def no_torchvision() -> bool:
+    """torchvision is no dependency: without it, videos are compared with torch alone."""
+    return importlib.util.find_spec("torchvision") is None
+
+
 def no_compile_python() -> bool:
     """This Python lacks a compiler for absent accelerators, and DFLASH_COMPILE_PYTHON names no other Python.
 
@@ -91,6 +96,7 @@ ALLOWED = (
     AllowedSkip("tests/server/test_page.py*", "no chromium here*", no_chromium),
     AllowedSkip("tests/parity/test_smollm2.py::*", "no network: *", no_smollm2),
     AllowedSkip("tests/scripts/test_plot_training.py::*", "could not import 'matplotlib'*", no_matplotlib),
+    AllowedSkip("tests/media/test_video.py::*", "could not import 'torchvision'*", no_torchvision),
     AllowedSkip("tests/tools/test_compile_report.py::*", "* lacks * or jax 0.11*", no_compile_python),
     AllowedSkip("tests/server/test_transport.py::*", "root reads any file", is_root),
     AllowedSkip("tests/cli/test_generate.py::*", "there is a GPU", has_gpu),

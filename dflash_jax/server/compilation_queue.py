@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from dflash_jax.server.errors import ApiError
-from dflash_jax.server.worker_process import WorkerProcess
+from dflash_jax.workers.process import WorkerProcess
 
 
 @dataclass(frozen=True)

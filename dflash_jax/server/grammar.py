@@ -23,9 +23,9 @@ from dflash_jax.server.constraint import MOST_CHARACTERS, Constraint
 from dflash_jax.server.errors import ApiError
 from dflash_jax.server.grammar_walk import GrammarTokens
 from dflash_jax.server.grammar_worker import REFUSAL
-from dflash_jax.server.worker_loop import framed
-from dflash_jax.server.worker_memory import WorkerMemory
-from dflash_jax.server.worker_process import Nursery, WorkerProcess
+from dflash_jax.workers.loop import framed
+from dflash_jax.workers.memory import WorkerMemory
+from dflash_jax.workers.process import Nursery, WorkerProcess
 
 log = logging.getLogger("dflash_jax.server")
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from dflash_jax.errors import InputError
 from dflash_jax.server.grammar_walk import GrammarTokens, GrammarWalk
-from dflash_jax.server.worker_loop import (
+from dflash_jax.workers.loop import (
     NICENESS,
     Frames,
     fork_for_each,

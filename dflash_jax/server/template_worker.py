@@ -10,7 +10,7 @@ Frames of JSON go in; a byte and the text, or the reason of a failure, come out.
 import os
 
 from dflash_jax.frontend.tokenizer import REFUSALS, reason
-from dflash_jax.server.worker_loop import (
+from dflash_jax.workers.loop import (
     NICENESS,
     Frames,
     fork_for_each,

@@ -8,8 +8,8 @@ from dflash_jax.errors import InputError
 from dflash_jax.frontend.tokenizer import Tokenizer
 from dflash_jax.server.errors import ApiError
 from dflash_jax.server.template_worker import REFUSAL
-from dflash_jax.server.worker_loop import framed
-from dflash_jax.server.worker_process import Nursery, WorkerProcess
+from dflash_jax.workers.loop import framed
+from dflash_jax.workers.process import Nursery, WorkerProcess
 
 CANNOT_START = "chat templates need transformers and jinja2, which do not start here"
 

@@ -1,4 +1,4 @@
-"""The server's end of workers: the nursery that forks them, and each worker, which can be killed at any moment."""
+"""The parent's end of workers: the nursery that forks them, and each worker, which can be killed at any moment."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 from dflash_jax.errors import InputError
-from dflash_jax.server.worker_loop import framed, unframed
+from dflash_jax.workers.loop import framed, unframed
 
 # Seconds in which a nursery must be ready.
 START_S = 120.0

@@ -7,8 +7,8 @@ import sys
 import warnings
 from dataclasses import dataclass
 
-from dflash_jax.server.worker_memory import WorkerMemory
-from dflash_jax.server.worker_process import WorkerProcess
+from dflash_jax.workers.memory import WorkerMemory
+from dflash_jax.workers.process import WorkerProcess
 
 SHARED, MOST = 150, 2000
 
@@ -94,6 +94,6 @@ def test_writing_to_shared_memory_shows_at_once():
 
 def test_the_system_itself_limits_each_process():
     """Between two looks, none can take more than its own limit."""
-    code = "from dflash_jax.server.worker_loop import limit_memory; limit_memory(2**24); bytearray(2**26)"
+    code = "from dflash_jax.workers.loop import limit_memory; limit_memory(2**24); bytearray(2**26)"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "MemoryError" in ended.stderr

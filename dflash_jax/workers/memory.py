@@ -7,7 +7,7 @@ written while shared, is a page fault.
 
 from collections.abc import Collection
 
-from dflash_jax.server.worker_process import WorkerProcess
+from dflash_jax.workers.process import WorkerProcess
 
 
 class WorkerMemory:

@@ -1,0 +1,1 @@
+"""Images and videos: fetched, decoded and resized on the host, without JAX."""

@@ -1,0 +1,69 @@
+"""The processes that decode images and videos: ``python -m dflash_jax.media.decode_worker FD``.
+
+Decoders are native code that reads bytes from anywhere: a few of them may take gigabytes, never return, or be made to
+crash. The nursery imports the decoders and forks a process for each image or video; `decoding.py` has the other ends of
+their sockets.
+
+The descriptors of two files come first, one with the encoded bytes, one for the pixels; then frames of JSON go in and
+out.
+"""
+
+import json
+import os
+import socket
+from contextlib import suppress
+from typing import Any
+
+from dflash_jax.errors import InputError
+from dflash_jax.media.errors import MediaError
+from dflash_jax.media.limits import MediaLimits
+from dflash_jax.media.processor import ImageSettings, read_image
+from dflash_jax.media.video import VideoSettings, read_video
+from dflash_jax.workers.loop import NICENESS, Frames, fork_for_each, limit_memory, limit_seconds, prepared_nursery
+
+
+def main() -> None:
+    """The nursery."""
+    control = prepared_nursery()
+    os.nice(NICENESS)
+    frames = Frames(control)
+    frames.read()
+    # Forks share the libraries. Without PyAV, videos are refused.
+    with suppress(ImportError):
+        import av  # noqa: F401
+    frames.send(str(os.getpid()).encode())
+    fork_for_each(control, _decode)
+
+
+def _decode(frames: Frames) -> None:
+    """Decodes one image or video."""
+    _, (source, target), _, _ = socket.recv_fds(frames.socket, 1, 2)
+    request = frames.read()
+    limits = MediaLimits(**request["limits"])
+    limit_memory(limits.memory_bytes)
+    limit_seconds(limits.decode_s)
+    try:
+        with open(source, "rb") as file:
+            file.seek(0)
+            data = file.read()
+        settings: dict[str, Any] = {
+            key: tuple(v) if isinstance(v, list) else v for key, v in request["settings"].items()
+        }
+        if request["kind"] == "image":
+            medium = read_image(data, ImageSettings(**settings), limits)
+        else:
+            medium = read_video(data, VideoSettings(**settings), limits, request["fps"], request["num_frames"])
+        with open(target, "wb") as file:
+            file.write(medium.pixels.data)
+        answer = {"shape": medium.pixels.shape, "timestamps": medium.timestamps, "key": medium.key.hex()}
+    except MediaError as e:
+        answer = {"error": str(e), "status": e.status}
+    except InputError as e:
+        answer = {"error": str(e), "status": 400}
+    except MemoryError:
+        answer = {"error": f"it needs more than {limits.memory_bytes >> 20} MiB to decode", "status": 413}
+    frames.send(json.dumps(answer).encode())
+
+
+if __name__ == "__main__":
+    main()

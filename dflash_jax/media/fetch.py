@@ -1,0 +1,209 @@
+"""The bytes that a URL of a request names: of itself, of an allowed host, or below an allowed directory."""
+
+import asyncio
+import binascii
+import ipaddress
+import os
+import re
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import unquote, urlsplit
+
+from dflash_jax.argument_checks import shown
+from dflash_jax.errors import InputError
+from dflash_jax.media.errors import MediaError
+from dflash_jax.media.limits import DEFAULT_LIMITS, MediaLimits
+from dflash_jax.media.medium import Kind
+
+if TYPE_CHECKING:
+    from ssl import SSLContext
+
+    import httpcore
+
+    from dflash_jax.media.public_http import Target
+
+PORTS = {"http": 80, "https": 443}
+MOST_URL_CHARACTERS = 8192
+# The header of a data: URL ends within.
+MOST_HEADER_CHARACTERS = 256
+# Characters decoded at a time, between which other threads run.
+BASE64_CHARACTERS = 2**20
+HOST = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?")
+PRINTABLE = re.compile(r"[!-~]+")
+
+
+class Fetcher:
+    """Fetches images and videos.
+
+    Attributes:
+        limits: The limits.
+    """
+
+    def __init__(
+        self,
+        domains: Sequence[str] = (),
+        directory: Path | None = None,
+        limits: MediaLimits = DEFAULT_LIMITS,
+        network: "httpcore.AsyncNetworkBackend | None" = None,
+        ssl_context: "SSLContext | None" = None,
+    ):
+        """Fetches ``data:`` URLs, and others where they are allowed.
+
+        Args:
+            domains: Hosts of ``http:`` and ``https:`` URLs, without their subdomains; "*": all. In either case, only
+                public addresses are connected to.
+            directory: ``file:`` URLs are read below it; None: not at all.
+            limits: The limits.
+            network: Connects to hosts, in place of `PublicNetwork`.
+            ssl_context: Verifies servers, in place of the system's certificates.
+
+        Raises:
+            InputError: ``directory`` is none, or a domain is written in another form, or httpx is not installed.
+        """
+        self.limits = limits
+        self._domains = frozenset(each.lower().rstrip(".") for each in domains)
+        for each in self._domains - {"*"}:
+            if not _is_host(each):
+                raise InputError(f"allowed_media_domains has {each!r}: it must be host names, like example.com, or *")
+        self._directory = directory.resolve() if directory else None
+        if self._directory is not None and not self._directory.is_dir():
+            raise InputError(f"allowed_local_media_path is {str(directory)!r}: it is no directory")
+        self._network, self._ssl_context = network, ssl_context
+        if self._domains:
+            try:
+                from dflash_jax.media.public_http import PublicNetwork
+            except ImportError:
+                raise InputError("allowed_media_domains needs httpx: pip install 'dflash-jax[server]'") from None
+            self._network = network or PublicNetwork()
+        self._places = asyncio.Semaphore(limits.fetches)
+        self._waiting = 0
+
+    async def fetch(self, url: str, kind: Kind) -> bytes:
+        """The content of a URL: an encoded image or video.
+
+        Args:
+            url: The URL.
+            kind: "image" or "video", for the limit of time.
+
+        Raises:
+            MediaError: The URL is malformed or not allowed, cannot be fetched, its content is too large, or the server
+                is busy.
+        """
+        scheme = url[:MOST_HEADER_CHARACTERS].partition(":")[0].lower()
+        if scheme == "data":
+            return await asyncio.to_thread(_data, url, self.limits.item_bytes)
+        if self._waiting >= self.limits.waiting + self.limits.fetches:
+            raise MediaError(f"{self._waiting} images and videos wait to be fetched: try again later", 503)
+        self._waiting += 1
+        try:
+            async with self._places:
+                if scheme == "file":
+                    return await asyncio.to_thread(self._file, url)
+                return await self._http(url, kind)
+        finally:
+            self._waiting -= 1
+
+    async def _http(self, url: str, kind: Kind) -> bytes:
+        target = self.check(url)
+        from dflash_jax.media.public_http import get
+
+        limits, network = self.limits, self._network
+        assert network is not None, "a checked URL without allowed domains"
+        seconds = limits.video_fetch_s if kind == "video" else limits.image_fetch_s
+        try:
+            async with asyncio.timeout(seconds):
+                return await get(target, self.check, limits.item_bytes, limits.redirects, network, self._ssl_context)
+        except TimeoutError:
+            raise MediaError(f"{shown(url)} takes more than {seconds:g} s to fetch", 422) from None
+        except MediaError as e:
+            raise MediaError(f"{shown(url)} cannot be fetched: {e}", e.status) from None
+
+    def check(self, url: str) -> "Target":
+        """Checks a URL of http or https, without the network.
+
+        Returns:
+            Its parts. The request is built from them, so that nothing reads the URL in another way.
+
+        Raises:
+            MediaError: The URL is malformed, or its host is not allowed.
+        """
+        try:
+            parts = urlsplit(url) if len(url) <= MOST_URL_CHARACTERS and PRINTABLE.fullmatch(url) else None
+            scheme, host, port = ("", "", None) if parts is None else (parts.scheme, parts.hostname or "", parts.port)
+        except ValueError:
+            parts, scheme, host, port = None, "", "", None
+        if parts is None or "\\" in url or scheme not in PORTS:
+            raise MediaError(f"the URL is {shown(url)}: it must begin with data:, https:, http: or file:")
+        host = host.removesuffix(".")
+        if "@" in parts.netloc or not _is_host(host):
+            raise MediaError(f"the URL is {shown(url)}: its host must be a plain name")
+        if port not in (None, PORTS[scheme]):
+            raise MediaError(f"the URL is {shown(url)}: its port must be {PORTS[scheme]}", 422)
+        if host not in self._domains and "*" not in self._domains:
+            hint = f"the host {host} is not among those" if self._domains else "send the content as a data: URL"
+            raise MediaError(f"the URL is {shown(url)}: this server fetches from allowed hosts only; {hint}", 422)
+        from dflash_jax.media.public_http import Target
+
+        return Target(scheme, host, (parts.path or "/") + (f"?{parts.query}" if parts.query else ""))
+
+    def _file(self, url: str) -> bytes:
+        """The content of a ``file:`` URL. All failures have one message, which says nothing of other files."""
+        if self._directory is None:
+            raise MediaError(f"the URL is {shown(url)}: this server reads no files", 422)
+        failure = MediaError(f"the URL is {shown(url)}: it is no file below the directory that this server allows", 422)
+        try:
+            parts = urlsplit(url)
+            if parts.netloc not in ("", "localhost") or parts.query or parts.fragment or parts.path[:1] != "/":
+                raise failure
+            path = Path(unquote(parts.path)).resolve(strict=True)
+            if not path.is_relative_to(self._directory):
+                raise failure
+            # The path has no links any more. Opening a pipe would wait for its writer.
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            with open(descriptor, "rb") as file:
+                if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                    raise failure
+                content = file.read(self.limits.item_bytes + 1)
+        except (OSError, ValueError, RuntimeError):
+            raise failure from None
+        if len(content) > self.limits.item_bytes:
+            raise MediaError(f"{shown(url)} has more than {self.limits.item_bytes} bytes", 413)
+        return content
+
+
+def _is_host(host: str) -> bool:
+    """Whether ``host`` is a name in ASCII or a literal address."""
+    if ":" not in host:
+        return HOST.fullmatch(host) is not None
+    try:
+        return ipaddress.IPv6Address(host).scope_id is None
+    except ValueError:
+        return False
+
+
+def _data(url: str, most_bytes: int) -> bytes:
+    """The content of a ``data:`` URL.
+
+    Raises:
+        MediaError: It is not in base64, or too large.
+    """
+    comma = url.find(",", 0, MOST_HEADER_CHARACTERS)
+    if comma < 0 or not url[:comma].lower().endswith(";base64"):
+        raise MediaError(f"the URL is {shown(url)}: a data: URL must be like data:image/png;base64,…")
+    if 3 * (len(url) - comma - 1) // 4 > most_bytes + 2:
+        raise MediaError(f"a data: URL has more than {most_bytes} bytes", 413)
+    content = bytearray()
+    for start in range(comma + 1, len(url), BASE64_CHARACTERS):
+        part = url[start : start + BASE64_CHARACTERS]
+        try:
+            # Padding elsewhere than at the end is refused, too.
+            if "=" in part and start + BASE64_CHARACTERS < len(url):
+                raise ValueError
+            content += binascii.a2b_base64(part, strict_mode=True)
+        except ValueError:
+            raise MediaError(f"the URL is {shown(url)}: its base64 is malformed") from None
+    if len(content) > most_bytes:
+        raise MediaError(f"a data: URL has more than {most_bytes} bytes", 413)
+    return bytes(content)

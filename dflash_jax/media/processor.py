@@ -1,0 +1,205 @@
+"""Images as Qwen's vision towers read them, equal to the last bit to transformers' processor with Pillow."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageOps
+
+from dflash_jax.argument_checks import shown
+from dflash_jax.errors import InputError
+from dflash_jax.media.errors import MediaError
+from dflash_jax.media.limits import DEFAULT_LIMITS, MediaLimits
+from dflash_jax.media.medium import Medium, PatchSettings
+
+# Pillow tries no other decoder, whatever the content.
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
+MOST_ASPECT_RATIO = 200
+# What this module does, whether or not a checkpoint's file says so.
+STEPS = {
+    "do_convert_rgb": True,
+    "do_resize": True,
+    "resample": int(Image.Resampling.BICUBIC),
+    "do_rescale": True,
+    "do_normalize": True,
+}
+
+
+@dataclass(frozen=True)
+class ImageSettings(PatchSettings):
+    """Preprocessing of images; the defaults are those of Qwen3.5.
+
+    Attributes:
+        min_pixels: Smaller images are scaled up to this area.
+        max_pixels: Larger images are scaled down to this area.
+    """
+
+    min_pixels: int = 65_536
+    max_pixels: int = 16_777_216
+
+
+def image_settings(directory: Path) -> ImageSettings:
+    """Settings of a checkpoint: ``preprocessor_config.json``, or ``processor_config.json``, or the defaults.
+
+    Raises:
+        InputError: A file is malformed, or asks for another preprocessing.
+    """
+    name, fields = read_fields(directory, "preprocessor_config.json", "image_processor")
+    return settings_of(ImageSettings, name, fields, STEPS, {})
+
+
+def read_fields(directory: Path, name: str, section: str) -> tuple[str, Mapping[str, Any]]:
+    """Fields of a processor's file.
+
+    Args:
+        directory: The checkpoint.
+        name: The file of this processor alone.
+        section: Its key in ``processor_config.json``, which newer versions of transformers write.
+
+    Returns:
+        The file that has the fields, and the fields; none where no file has them.
+
+    Raises:
+        InputError: A file has no JSON object.
+    """
+    for path, key in ((directory / name, None), (directory / "processor_config.json", section)):
+        if path.is_file():
+            try:
+                fields = json.loads(path.read_text())
+            except ValueError as e:
+                raise InputError(f"{path}: it is no JSON: {e}") from None
+            fields = fields.get(key) if key and isinstance(fields, dict) else fields
+            if fields is None:
+                continue
+            if not isinstance(fields, dict):
+                raise InputError(f"{path}: it has {shown(fields)} in place of a processor's fields")
+            return str(path), fields
+    return str(directory / name), {}
+
+
+def settings_of(kind, name: str, fields: Mapping[str, Any], steps: Mapping[str, Any], names: Mapping[str, str]):
+    """Settings from the fields of a processor's file.
+
+    Args:
+        kind: The dataclass of the settings.
+        name: The file, for messages.
+        fields: The file's fields; settings that it lacks have their defaults.
+        steps: Fields that must have these values where the file has them.
+        names: Further settings, by their keys in the file.
+
+    Raises:
+        InputError: A field has a wrong value.
+    """
+    for key, value in steps.items():
+        if fields.get(key) not in (None, value):
+            raise InputError(f"{name}: {key} is {shown(fields[key])}: only {value} is supported")
+    size = fields.get("size") or {}
+    if not isinstance(size, dict):
+        raise InputError(f"{name}: size is {shown(size)}: it must have shortest_edge and longest_edge")
+    # The names of `size` say edges; the numbers are areas.
+    values = {
+        "min_pixels": size.get("shortest_edge", fields.get("min_pixels")),
+        "max_pixels": size.get("longest_edge", fields.get("max_pixels")),
+        "mean": fields.get("image_mean"),
+        "std": fields.get("image_std"),
+    }
+    same = ("patch_size", "temporal_patch_size", "merge_size", "rescale_factor")
+    values |= {key: fields.get(key) for key in same} | {each: fields.get(key) for key, each in names.items()}
+    values = {key: tuple(v) if isinstance(v, list) else v for key, v in values.items() if v is not None}
+    try:
+        settings = kind(**values)
+    except InputError as e:
+        raise InputError(f"{name}: {e}") from None
+    if settings.max_pixels < settings.min_pixels:
+        raise InputError(f"{name}: longest_edge is {settings.max_pixels}: below shortest_edge, {settings.min_pixels}")
+    return settings
+
+
+def smart_resize(
+    height: int,
+    width: int,
+    settings: ImageSettings,
+    frames: int = 1,
+    rounded_frames: int = 1,
+) -> tuple[int, int]:
+    """The height and width to which images are resized.
+
+    Both become multiples of ``settings.factor``, their ratio is nearly kept, and their area is within the settings.
+
+    Args:
+        height: Height in pixels.
+        width: Width in pixels.
+        settings: The settings.
+        frames: Frames of a video.
+        rounded_frames: The frames that count against the area's limits.
+
+    Raises:
+        MediaError: One side is more than 200 times as long as the other.
+    """
+    if max(height, width) > MOST_ASPECT_RATIO * min(height, width):
+        raise MediaError(
+            f"it has {width} × {height} pixels: the longer side may be at most {MOST_ASPECT_RATIO} times the shorter"
+        )
+    factor, area = settings.factor, frames * height * width
+    # Python's round, half to even, as transformers has it.
+    new_height, new_width = round(height / factor) * factor, round(width / factor) * factor
+    new_area = rounded_frames * new_height * new_width
+    if new_area > settings.max_pixels:
+        beta = math.sqrt(area / settings.max_pixels)
+        new_height = max(factor, math.floor(height / beta / factor) * factor)
+        new_width = max(factor, math.floor(width / beta / factor) * factor)
+    elif new_area < settings.min_pixels:
+        beta = math.sqrt(settings.min_pixels / area)
+        new_height = math.ceil(height * beta / factor) * factor
+        new_width = math.ceil(width * beta / factor) * factor
+    return new_height, new_width
+
+
+def rgb(image: Image.Image) -> Image.Image:
+    """``image`` in RGB; what is transparent becomes white."""
+    if "A" in image.getbands() or image.info.get("transparency") is not None:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, (255, 255, 255, 255)), image)
+    return image.convert("RGB")
+
+
+def check_area(width: int, height: int, limits: MediaLimits) -> None:
+    """Raises MediaError for more pixels than ``limits`` allow."""
+    if width * height > limits.pixels:
+        raise MediaError(f"it has {width} × {height} pixels: at most {limits.pixels} are allowed", 413)
+
+
+def read_image(
+    source: bytes | Image.Image,
+    settings: ImageSettings = ImageSettings(),
+    limits: MediaLimits = DEFAULT_LIMITS,
+) -> Medium:
+    """Decodes and resizes an image.
+
+    Args:
+        source: An encoded image (JPEG, PNG, WebP, GIF, of which the first frame is used, or BMP), or an open one.
+        settings: The checkpoint's preprocessing.
+        limits: The limits.
+
+    Raises:
+        MediaError: It is no image of these formats, is damaged, or exceeds a limit.
+    """
+    try:
+        image = Image.open(BytesIO(source), formats=FORMATS) if isinstance(source, bytes) else source
+        check_area(*image.size, limits)
+        image = rgb(ImageOps.exif_transpose(image))
+    except (MediaError, MemoryError):
+        raise
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+        raise MediaError(f"it has more than {limits.pixels} pixels", 413) from None
+    # The decoder of a damaged file may raise anything.
+    except Exception:
+        raise MediaError(f"it cannot be decoded as an image: {', '.join(FORMATS)} are possible") from None
+    height, width = smart_resize(image.height, image.width, settings)
+    pixels = np.asarray(image.resize((width, height), Image.Resampling.BICUBIC))
+    return Medium("image", pixels[None], settings)
