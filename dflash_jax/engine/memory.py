@@ -18,6 +18,7 @@ class Memory:
 
     Attributes:
         weights: Parameters.
+        vision: The vision tower: its parameters and, estimated, its temporary arrays.
         slots: The decoding state.
         prefixes: The prefix cache.
         workspace: Temporary arrays of a step, estimated.
@@ -25,6 +26,7 @@ class Memory:
     """
 
     weights: int
+    vision: int
     slots: int
     prefixes: int
     workspace: int
@@ -33,10 +35,10 @@ class Memory:
     @property
     def all(self) -> int:
         """The sum without the limit."""
-        return self.weights + self.slots + self.prefixes + self.workspace
+        return self.weights + self.vision + self.slots + self.prefixes + self.workspace
 
     def __str__(self) -> str:
-        parts = ("weights", "slots", "prefixes", "workspace", "limit")
+        parts = ("weights", *(("vision",) if self.vision else ()), "slots", "prefixes", "workspace", "limit")
         return ", ".join(f"{name} {getattr(self, name) / 1e9:.2f} GB" for name in parts)
 
 
@@ -60,6 +62,7 @@ def plan_memory(
     settings: Settings,
     config: EngineConfig,
     fraction: float,
+    vision: int = 0,
 ) -> Memory:
     """Computes the memory of an engine.
 
@@ -70,6 +73,7 @@ def plan_memory(
         settings: What the programs share.
         config: The engine's configuration.
         fraction: The share of a device's memory that may be used.
+        vision: As in `Memory`.
 
     Raises:
         InputError: The memory is not enough; the message says what would fit.
@@ -80,10 +84,10 @@ def plan_memory(
     batch, prefill = slots // programs.data, PREFILL_BYTES * config.prefill_sizes[-1] * model.hidden_size
     logits = 12 * batch * config.block_sizes[-1] * model.vocab_size
     limit = int(fraction * device_memory())
-    memory = Memory(on_device(programs.weights), state, config.prefix_bytes, prefill + logits, limit)
+    memory = Memory(on_device(programs.weights), vision, state, config.prefix_bytes, prefill + logits, limit)
     if memory.all <= memory.limit:
         return memory
-    room = memory.limit - memory.weights - memory.prefixes - prefill
+    room = memory.limit - memory.weights - memory.vision - memory.prefixes - prefill
     need = state + logits
     fewer = max(0, room * slots // need)
     advice = f"{fewer} slots fit" if fewer else "not one slot fits"
@@ -91,4 +95,5 @@ def plan_memory(
     raise InputError(
         f"{slots} slots of {capacity} positions do not fit: {memory}; {advice} at this length, or about {shorter} "
         f"positions in each: give less of either, a larger share of the memory, or more devices"
+        + (", or leave out the vision tower (language_model_only)" if vision else "")
     )

@@ -11,7 +11,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import jax
 import numpy as np
@@ -19,29 +18,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.stages import Compiled
 
 from dflash_jax.errors import InputError
+from dflash_jax.media.medium import Medium
 from dflash_jax.models.vision import VisionTower, frame_arrays
 from dflash_jax.parallel.sharding import ONE_DEVICE, Layout
 
 # Patches of a call.
 SIZES = tuple(256 * 2**k for k in range(9))
-
-
-class Medium(Protocol):
-    """A decoded image or video."""
-
-    @property
-    def key(self) -> bytes:
-        """A digest: media of one key have the same rows."""
-        ...
-
-    @property
-    def grid(self) -> tuple[int, int, int]:
-        """Frames, and rows and columns of a frame in patches; an image is one frame."""
-        ...
-
-    def patches(self) -> np.ndarray:
-        """float32 [frames · rows · columns, numbers of a patch], each frame in the order of its merge blocks."""
-        ...
 
 
 class OutputCache:
@@ -101,7 +83,8 @@ class VisionEncoder:
         sizes: Patches of a call that programs are compiled for, ascending, multiples of a merge block's patches.
 
     Attributes:
-        config: The tower's configuration.
+        tower: The tower.
+        config: Its configuration.
         sizes: Patches of a call.
         outputs: The outputs that are kept.
         calls: Calls of the tower so far.
@@ -112,10 +95,22 @@ class VisionEncoder:
     ):
         self.config, self.sizes, self.outputs = tower.config, tuple(sizes), OutputCache(cache_bytes)
         self.calls = 0
-        self._tower = tower
+        self.tower = tower
         self._sharding = NamedSharding(layout.mesh(), PartitionSpec())
         self._programs: dict[int, Compiled] = {}
         self._running, self._compiling = threading.Lock(), threading.Lock()
+
+    def device_bytes(self, positions: int) -> int:
+        """Bytes of the tower on a device: its parameters and, estimated, the arrays of a call.
+
+        Args:
+            positions: Tokens of a prompt, which bound those of an image.
+        """
+        config, dtype = self.config, self.tower.dtype
+        patches = next((s for s in self.sizes if s >= positions * config.block_patches), self.sizes[-1])
+        # The products of the MLP, and the hidden states before and after, queries, keys and values of the attention.
+        numbers = config.intermediate_size + 6 * config.hidden_size
+        return sum(x.nbytes for x in jax.tree.leaves(self.tower)) + patches * numbers * dtype.itemsize
 
     def check(self, grid: tuple[int, int, int]) -> None:
         """Checks that a medium can be encoded.
@@ -147,7 +142,7 @@ class VisionEncoder:
                     n: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=self._sharding) for n, a in arguments.items()
                 }
                 function = jax.jit(VisionTower.__call__, out_shardings=self._sharding)
-                self._programs[size] = function.lower(self._tower, **shapes).compile()
+                self._programs[size] = function.lower(self.tower, **shapes).compile()
             return self._programs[size]
 
     def encode(self, media: Sequence[Medium]) -> list[np.ndarray]:
@@ -208,6 +203,6 @@ class VisionEncoder:
         np.concatenate([frame.patches for frame in frames], out=patches[: sum(lengths)])
         arguments = {"patches": patches} | frame_arrays([f.shape for f in frames], size, self.config.merge_size)
         self.calls += 1
-        result = np.asarray(self.compile(size)(self._tower, **jax.device_put(arguments, self._sharding)))
+        result = np.asarray(self.compile(size)(self.tower, **jax.device_put(arguments, self._sharding)))
         ends = np.cumsum(lengths) // self.config.block_patches
         return np.split(result[: ends[-1]], ends[:-1])

@@ -17,10 +17,12 @@ from dflash_jax.engine.config import BlockSize
 from dflash_jax.engine.executables import Executables
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.chat_template import template_options
+from dflash_jax.frontend.media import by_kind
 from dflash_jax.frontend.outputs import Completion
 from dflash_jax.frontend.prompts import Prompt, Prompts, split_conversations
 from dflash_jax.frontend.sequence import Piece, TextSequence
 from dflash_jax.frontend.sync_engine import SyncEngine
+from dflash_jax.media.parts import split_media
 from dflash_jax.sampling_params import SamplingParams
 
 T = TypeVar("T")
@@ -66,7 +68,8 @@ class Generation(Prompts):
 
         Args:
             prompts: A prompt, or a list of them. A prompt is text, token ids, ``{"prompt": text}`` or
-                ``{"prompt_token_ids": ids}``.
+                ``{"prompt_token_ids": ids}``. Beside either, ``"multi_modal_data": {"image": [...], "video": [...]}`` has
+                the images and videos (paths, bytes, PIL images, frames), for each of which the prompt has one pad.
             params: How they are continued; one for all, or one for each.
             block_size: Overrides the LLM's for this call; 1 decodes plainly.
             progress: Whether to show a bar on stderr, or a callable that makes the bar, with tqdm's keywords and
@@ -114,7 +117,9 @@ class Generation(Prompts):
         """Answers one conversation, or each of several.
 
         Args:
-            messages: ``{"role", "content"}`` of each message of a conversation, or a list of conversations.
+            messages: ``{"role", "content"}`` of each message of a conversation, or a list of conversations. A content
+                is text, or a list of parts such as ``{"type": "text", "text": …}``, ``{"type": "image", "image": a path,
+                bytes or a PIL image}``, ``{"type": "image_url", "image_url": {"url": …}}``, and the same of videos.
             params: How they are answered; one for all, or one for each.
             thinking: Whether the model thinks first; None leaves that to the template.
             block_size: As for `generate`.
@@ -131,10 +136,16 @@ class Generation(Prompts):
         progress = _either("progress", progress, "use_tqdm", use_tqdm)
         options = template_options(chat_template, chat_template_kwargs, continue_final_message)
         options |= {"tools": tools, "ask": add_generation_prompt and not continue_final_message}
-        texts = [self.render_chat(talk, thinking, **options) for talk in split_conversations(messages)]
+        talks = [split_media(talk) for talk in split_conversations(messages)]
+        if any(parts for _, parts in talks):
+            self.media_reader()
+        texts = [self.render_chat(talk, thinking, **options) for talk, _ in talks]
         for i, text in enumerate(texts):
             self.check_length(text, f"the text of messages[{i}]" if len(texts) > 1 else "the text of messages")
-        prompts = [{"prompt": text, "prompt_token_ids": self.encode_plain(text)} for text in texts]
+        prompts = [
+            {"prompt": text, "prompt_token_ids": self.encode_plain(text), "multi_modal_data": by_kind(parts)}
+            for text, (_, parts) in zip(texts, talks, strict=True)
+        ]
         return self.generate(prompts, params, block_size, progress)
 
     @checked("prompt")

@@ -25,7 +25,7 @@ from dflash_jax.frontend.engine_setup import compiled_block_sizes, engine_setup
 from dflash_jax.frontend.generation import Generation
 from dflash_jax.frontend.keywords import with_other_names
 from dflash_jax.frontend.llm_config import LLMConfig
-from dflash_jax.frontend.loading import Checkpoint, load_pair, placed_drafter, prepare_backend
+from dflash_jax.frontend.loading import Checkpoint, load_media, load_pair, placed_drafter, prepare_backend
 from dflash_jax.frontend.sync_engine import SyncEngine
 from dflash_jax.models.drafter import Drafter
 from dflash_jax.models.drafting import DraftWindow
@@ -50,6 +50,7 @@ class LLM(Generation):
         dtype: "float32" or "bfloat16".
         block_size: Tokens that a round may yield, or "auto".
         largest_block: The largest block size; 1 without a drafter.
+        media: Reads images and videos; None for a model of text.
         max_len: Positions of a request.
         slots: Prompts that are continued at a time.
         programs: `Executables` with the drafter.
@@ -89,6 +90,11 @@ class LLM(Generation):
         sampling_defaults: dict | None = None,
         kernels: str = "auto",
         seed: int | None = None,
+        language_model_only: bool = False,
+        limit_mm_per_prompt: dict | None = None,
+        media_cache_bytes: int = 2**28,
+        allowed_media_domains: list[str] | None = None,
+        allowed_local_media_path: str | Path | None = None,
         **other_names: Any,
     ):
         arguments = locals()
@@ -111,7 +117,9 @@ class LLM(Generation):
         self.backend = prepare_backend(given.kernels)
         began = time.perf_counter()
         self.target, self.drafter = load_pair(given, checkpoint, self.backend)
-        leaves = jax.block_until_ready(jax.tree.leaves((self.target, self.drafter)))
+        self.media = load_media(given, checkpoint, self.backend)
+        tower = None if self.media is None else self.media.encoder.tower
+        leaves = jax.block_until_ready(jax.tree.leaves((self.target, self.drafter, tower)))
         self.loaded_bytes, self.load_s = sum(x.nbytes for x in leaves), time.perf_counter() - began
         self.programs = Executables(self.target, self.drafter)
         # These neither compute nor store anything of the drafter.
@@ -216,8 +224,10 @@ class LLM(Generation):
             draft_window=self.draft_window,
             prefix_bytes=self.prefix_bytes,
             markers=self.tokenizer.markers if self.tokenizer and self.prefix_bytes else frozenset(),
+            media=self.media is not None,
             **options,
         )
-        memory = plan_memory(programs, slots, capacity, settings, config, self.mem_fraction)
+        tower = 0 if self.media is None else self.media.encoder.device_bytes(capacity)
+        memory = plan_memory(programs, slots, capacity, settings, config, self.mem_fraction, tower)
         log.info("%d slots of %d positions: %s", slots, capacity, memory)
         return Engine(ModelRunner(programs, slots, capacity, settings), config, policy)

@@ -3,11 +3,12 @@
 import os
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from dflash_jax.argument_checks import ArgumentError, check_fields, shown, wrong
+from dflash_jax.argument_checks import ArgumentError, check_fields, has_type, shown, wrong
 from dflash_jax.engine.config import BlockSize
 from dflash_jax.engine.memory import device_memory
 from dflash_jax.engine.model_runner import BATCH_SIZES
@@ -59,6 +60,11 @@ class LLMConfig:
         sampling_defaults: Values that override those defaults.
         kernels: "auto", or "xla" for none of this package's own.
         seed: Of the seeds that requests without one get; None takes random ones.
+        language_model_only: Whether the checkpoint's vision tower is left out; prompts are then text.
+        limit_mm_per_prompt: Most images and videos of a prompt, such as ``{"image": 4, "video": 1}``.
+        media_cache_bytes: Bytes of the host's memory for the tower's outputs, which spare it images that come again.
+        allowed_media_domains: Hosts that images and videos are fetched from; "*" is any public one. By default none is.
+        allowed_local_media_path: Directory below which ``file:`` URLs are read. Paths need none: the caller opens them.
     """
 
     target: str | Path | None = None
@@ -86,6 +92,11 @@ class LLMConfig:
     sampling_defaults: dict | None = None
     kernels: str = "auto"
     seed: int | None = None
+    language_model_only: bool = False
+    limit_mm_per_prompt: dict | None = None
+    media_cache_bytes: int = 2**28
+    allowed_media_domains: list[str] | None = None
+    allowed_local_media_path: str | Path | None = None
 
     def __post_init__(self):
         check_fields(self)
@@ -113,6 +124,11 @@ class LLMConfig:
         check("max_block_size", lambda v: v >= 1, "1 or more")
         check("slots", lambda v: 1 <= v <= BATCH_SIZES[-1], f"1 to {BATCH_SIZES[-1]}")
         check("prefix_bytes", lambda v: 0 <= v <= MAX_BYTES, f"0 (none) to {MAX_BYTES}")
+        check("media_cache_bytes", lambda v: 0 <= v <= MAX_BYTES, f"0 (none) to {MAX_BYTES}")
+        counts = "a dict of whole numbers under image and video"
+        check(
+            "limit_mm_per_prompt", lambda v: all(k in ("image", "video") and is_count(n) for k, n in v.items()), counts
+        )
         check("mem_fraction", lambda v: 0 < v <= 1, "above 0 and at most 1")
         if isinstance(self.mesh, str):
             Layout.parse(self.mesh)
@@ -153,6 +169,11 @@ class LLMConfig:
         if not 1 < positions <= limit:
             raise wrong("max_len", self.max_len, f"2 to {limit}, the model's positions")
         return positions
+
+
+def is_count(value: Any) -> bool:
+    """Whether a value is a whole number of at least 0."""
+    return has_type(value, int) and value >= 0
 
 
 def _is_possible(name: str, value: str | Path) -> bool:

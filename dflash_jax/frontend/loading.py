@@ -13,12 +13,25 @@ from jax.sharding import Mesh, NamedSharding
 
 from dflash_jax import progress
 from dflash_jax.checkpoint.hub import resolve
-from dflash_jax.checkpoint.load import check_drafter, check_target, load_drafter, load_target, read_draft_tokens
+from dflash_jax.checkpoint.load import (
+    check_drafter,
+    check_target,
+    load_drafter,
+    load_target,
+    load_tower,
+    read_draft_tokens,
+)
+from dflash_jax.engine.vision_encoder import VisionEncoder
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.chat_template import read_chat_template
 from dflash_jax.frontend.llm_config import DTYPES, TINY, LLMConfig
+from dflash_jax.frontend.media import MediaReader
 from dflash_jax.frontend.sampling_defaults import SamplingDefaults
 from dflash_jax.frontend.tokenizer import Tokenizer
+from dflash_jax.media.fetch import Fetcher
+from dflash_jax.media.limits import MediaLimits
+from dflash_jax.media.processor import image_settings
+from dflash_jax.media.video import video_settings
 from dflash_jax.models.config import ModelConfig
 from dflash_jax.models.decoder import Decoder
 from dflash_jax.models.drafter import Drafter, DraftVocabulary, abstract_drafter
@@ -122,6 +135,32 @@ def load_pair(given: LLMConfig, checkpoint: Checkpoint, backend: Backend) -> tup
     if (ids := checkpoint.draft_vocabulary) is not None:
         drafter.vocabulary = packed(DraftVocabulary(ids, target.head_rows(ids), backend), given.dtype_name)
     return target, drafter
+
+
+def load_media(given: LLMConfig, checkpoint: Checkpoint, backend: Backend) -> MediaReader | None:
+    """Loads the vision tower and the settings of images and videos; None for a model of text."""
+    config = checkpoint.config
+    if given.language_model_only or config.vision is None:
+        return None
+    if jax.process_count() > 1:
+        log.warning("images and videos are refused: several processes run text only")
+        return None
+    tower = load_tower(checkpoint.directory, DTYPES[given.dtype_name], given.layout, backend)
+    if tower is None:
+        return None
+    assert config.media_tokens is not None
+    tokenizer, counts = checkpoint.tokenizer, given.limit_mm_per_prompt or {}
+    limits = MediaLimits(**{f"{kind}s": n for kind, n in counts.items()})
+    local = given.allowed_local_media_path
+    return MediaReader(
+        VisionEncoder(tower, given.layout, given.media_cache_bytes),
+        config.media_tokens,
+        image_settings(checkpoint.directory),
+        video_settings(checkpoint.directory),
+        limits,
+        None if tokenizer is None else tokenizer.encode_plain,
+        Fetcher(given.allowed_media_domains or (), None if local is None else Path(local), limits),
+    )
 
 
 def packed(module: M, dtype: str) -> M:

@@ -62,7 +62,6 @@ NOTHING = (
         --disable-flashinfer
         """,
     ),
-    Group("only text is served", "--language-model-only"),
     Group(
         "recurrent states are rolled back by replay: there are no snapshots to arrange",
         """

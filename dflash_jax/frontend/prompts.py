@@ -11,13 +11,16 @@ import numpy as np
 from dflash_jax.argument_checks import check_type, has_type, is_text, plain, shown
 from dflash_jax.engine.config import BlockSize
 from dflash_jax.engine.limits import RequestLimits, check_prompt
+from dflash_jax.engine.media import PromptMedia
 from dflash_jax.engine.request import MaskProvider
 from dflash_jax.engine.token_rules import CombinedMasks, DraftRecord, ThinkingBudget, TokenRules
 from dflash_jax.errors import InputError
+from dflash_jax.frontend.media import MediaReader, media_parts
 from dflash_jax.frontend.rules import token_rules
 from dflash_jax.frontend.sampling_defaults import SamplingDefaults
 from dflash_jax.frontend.sequence import TextSequence
 from dflash_jax.frontend.tokenizer import Tokenizer
+from dflash_jax.media.parts import MediaPart
 from dflash_jax.models.config import ModelConfig
 from dflash_jax.models.drafting import DraftWindow
 from dflash_jax.sampling_params import SamplingParams
@@ -25,6 +28,8 @@ from dflash_jax.sampling_params import SamplingParams
 # A prompt: text, token ids, or vLLM's dict of either.
 Prompt: TypeAlias = str | Sequence[int] | np.ndarray | Mapping[str, Any]
 PROMPT_FORM = 'a string, token ids, {"prompt": text} or {"prompt_token_ids": ids}'
+# Keys of a prompt that is a dict.
+PROMPT_KEYS = ("prompt", "prompt_token_ids", "multi_modal_data")
 MESSAGES_FORM = 'it must be a list of messages such as {"role": "user", "content": "…"}, or a list of such lists'
 
 
@@ -74,6 +79,7 @@ class Prompts:
     largest_block: int
     max_len: int
     draft_window: DraftWindow
+    media: MediaReader | None
     # Of requests that have no seed; None: each gets a random one.
     _seeds: Random | None
 
@@ -93,7 +99,7 @@ class Prompts:
             InputError: It is neither, is empty, or has ids outside of the vocabulary.
         """
         if isinstance(prompt, Mapping):
-            if unknown := [key for key in prompt if key not in ("prompt", "prompt_token_ids")]:
+            if unknown := [key for key in prompt if key not in PROMPT_KEYS]:
                 raise InputError(f"{name} has {shown(unknown[0])}: it must be {PROMPT_FORM}")
             ids = prompt.get("prompt_token_ids")
             prompt = prompt.get("prompt") if ids is None else ids  # pyright: ignore[reportAssignmentType]
@@ -112,6 +118,31 @@ class Prompts:
             raise InputError(f"prompt id {shown(outside[0])} is out of vocabulary: ids are 0 to {vocab - 1}")
         check_prompt(ids)
         return ids
+
+    def media_reader(self) -> MediaReader:
+        """Reads images and videos. Raises InputError for a model that takes none."""
+        if self.media is None:
+            raise InputError(
+                "images and videos are not possible: the model is one of text, or runs with language_model_only"
+            )
+        return self.media
+
+    def with_media(self, ids: Sequence[int], parts: Sequence[MediaPart]) -> tuple[list[int], PromptMedia]:
+        """Puts images and videos into a prompt that has one pad for each.
+
+        Args:
+            ids: Token ids.
+            parts: The images and videos, in order; at least one.
+
+        Returns:
+            The token ids with a pad for each row, and the media as the engine takes them.
+
+        Raises:
+            InputError: The model takes no media, one cannot be read, or the numbers of pads and media differ.
+        """
+        reader = self.media_reader()
+        reader.limits.check_counts(part.kind for part in parts)
+        return reader.place(ids, [reader.read(part) for part in parts])
 
     def check_length(self, text: str, name: str = "prompt") -> None:
         """Refuses a text whose length alone shows that it has more tokens than a request may have, before it is read.
@@ -221,6 +252,8 @@ class Prompts:
         if isinstance(text := fields.get("prompt"), str) and fields.get("prompt_token_ids") is None:
             self.check_length(text, name)
         ids = self.encode(prompt, name)
+        if fields.get("multi_modal_data"):
+            ids, options["media"] = self.with_media(ids, media_parts(fields["multi_modal_data"], name))
         sequences = [self.new_sequence(ids, each, block_size, **options) for each in self._choices(params)]
         return text if isinstance(text, str) else None, sequences
 

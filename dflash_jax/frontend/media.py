@@ -1,0 +1,185 @@
+"""Images and videos of prompts: read, placed among the tokens, and run through the vision tower."""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from dflash_jax.argument_checks import shown
+from dflash_jax.engine.media import MediaSpan, PromptMedia
+from dflash_jax.engine.vision_encoder import VisionEncoder
+from dflash_jax.errors import InputError
+from dflash_jax.media.errors import MediaError
+from dflash_jax.media.expand import expand
+from dflash_jax.media.fetch import Fetcher
+from dflash_jax.media.limits import MediaLimits
+from dflash_jax.media.medium import Medium
+from dflash_jax.media.parts import LOW_PIXELS, MediaPart
+from dflash_jax.media.processor import ImageSettings, read_image
+from dflash_jax.media.video import VideoSettings, read_video
+from dflash_jax.models.config import MediaTokens
+
+SOURCES = {
+    "image": "a path, bytes, a PIL image, a data: URL or a uint8 array [height, width, 3]",
+    "video": "a path, bytes, a data: URL, or frames: PIL images or a uint8 array [frames, height, width, 3]",
+}
+
+
+class EncodedMedium:
+    """An image or a video and its rows, which the tower computes when they are first asked for.
+
+    Args:
+        medium: The image or video.
+        encoder: The tower.
+    """
+
+    def __init__(self, medium: Medium, encoder: VisionEncoder):
+        self.medium, self._encoder = medium, encoder
+
+    @cached_property
+    def rows(self) -> np.ndarray:
+        """What takes the place of its tokens' embeddings, [tokens, H]."""
+        return self._encoder.encode([self.medium])[0]
+
+    def span(self, start: int, length: int, offset: int) -> MediaSpan:
+        """Its rows from ``offset`` on as a span of a prompt that begins at ``start``."""
+        key = self.medium.key + offset.to_bytes(8, "little")
+        return MediaSpan(start, length, key, lambda: self.rows[offset : offset + length])
+
+
+@dataclass(frozen=True)
+class MediaReader:
+    """Makes images and videos part of prompts.
+
+    Attributes:
+        encoder: The vision tower.
+        tokens: Ids of the model's tokens for media.
+        images: Preprocessing of images.
+        videos: Preprocessing of videos.
+        limits: How many there may be, and how large.
+        text_ids: Tokenizes the times between the frames of a video; None without a tokenizer.
+        fetcher: Fetches URLs.
+    """
+
+    encoder: VisionEncoder
+    tokens: MediaTokens
+    images: ImageSettings
+    videos: VideoSettings
+    limits: MediaLimits
+    text_ids: Callable[[str], Sequence[int]] | None
+    fetcher: Fetcher
+
+    def settings(self, part: MediaPart) -> ImageSettings:
+        """The preprocessing of an image or a video."""
+        if part.kind == "video":
+            return self.videos
+        most = max(min(self.images.max_pixels, LOW_PIXELS), self.images.min_pixels)
+        return replace(self.images, max_pixels=most) if part.is_low else self.images
+
+    def read(self, part: MediaPart) -> Medium:
+        """Decodes an image or a video of the library's caller, in this process.
+
+        Raises:
+            MediaError: It cannot be read.
+        """
+        source = part.source
+        if isinstance(source, Medium):
+            return source
+        try:
+            if isinstance(source, str) and source.partition(":")[0].lower() in ("data", "http", "https", "file"):
+                source = asyncio.run(self.fetcher.fetch(source, part.kind))
+            elif isinstance(source, str | Path):
+                source = Path(source).expanduser().read_bytes()
+            if part.kind == "video":
+                settings = self.settings(part)
+                assert isinstance(settings, VideoSettings)
+                return read_video(_frames(source), settings, self.limits, part.fps, part.num_frames)
+            return read_image(_picture(source), self.settings(part), self.limits)
+        except OSError as e:
+            raise MediaError(f"{part.where}: {shown(part.source)} cannot be read: {e.strerror or e}") from None
+        except MediaError as e:
+            raise MediaError(f"{part.where}: {e}", e.status) from None
+        except InputError as e:
+            raise InputError(f"{part.where}: {e}") from None
+
+    def place(self, ids: Sequence[int], media: Sequence[Medium]) -> tuple[list[int], PromptMedia]:
+        """Puts images and videos into a prompt that has one pad for each.
+
+        Args:
+            ids: Token ids.
+            media: Each kind in the order of its pads; at least one.
+
+        Returns:
+            The token ids with a pad for each row, and the media as the engine takes them.
+
+        Raises:
+            MediaError: The numbers of pads and media differ, or no text follows the last one.
+        """
+
+        def text_ids(text: str) -> Sequence[int]:
+            if self.text_ids is None:
+                raise InputError("videos need a tokenizer, and this checkpoint has none")
+            return self.text_ids(text)
+
+        for medium in media:
+            self.encoder.check(medium.grid)
+        prompt = expand(ids, media, self.tokens, text_ids)
+        encoded = {id(medium): EncodedMedium(medium, self.encoder) for medium in media}
+        spans = tuple(encoded[id(span.medium)].span(span.start, span.tokens, span.offset) for span in prompt.spans)
+        positions = np.ascontiguousarray(prompt.positions[:, : spans[-1].end])
+        return prompt.ids.tolist(), PromptMedia(spans, positions, prompt.rope_delta)
+
+
+def media_parts(given: Any, name: str) -> list[MediaPart]:
+    """The images and videos of vLLM's ``multi_modal_data``: ``{"image": one or a list, "video": one or a list}``.
+
+    Raises:
+        InputError: It has another form.
+    """
+    if not isinstance(given, Mapping) or set(given) - {"image", "video"}:
+        raise InputError(f'{name}["multi_modal_data"] is {shown(given)}: it must be {{"image": …, "video": …}}')
+    parts = []
+    for kind in ("image", "video"):
+        value = given.get(kind)
+        if value is None:
+            continue
+        # A list of frames is one video.
+        is_one = kind == "video" and isinstance(value, list) and bool(value) and isinstance(value[0], Image.Image)
+        for i, source in enumerate([value] if is_one or not isinstance(value, list) else value):
+            if isinstance(source, MediaPart):
+                parts.append(source)
+                continue
+            if kind == "video" and isinstance(source, tuple) and len(source) == 2:
+                # vLLM's (frames, metadata).
+                source = source[0]
+            parts.append(MediaPart(kind, source, f'{name}["multi_modal_data"]["{kind}"][{i}]'))
+    return parts
+
+
+def by_kind(parts: Sequence[MediaPart]) -> dict[str, list[MediaPart]]:
+    """The images and videos of a conversation in the form of ``multi_modal_data``."""
+    return {kind: own for kind in ("image", "video") if (own := [part for part in parts if part.kind == kind])}
+
+
+def _picture(source: Any) -> bytes | Image.Image:
+    if isinstance(source, bytearray | memoryview):
+        return bytes(source)
+    if isinstance(source, np.ndarray) and source.dtype == np.uint8 and source.ndim == 3 and source.shape[2] == 3:
+        return Image.fromarray(source)
+    if not isinstance(source, bytes | Image.Image):
+        raise MediaError(f"the image is {shown(source)}: it must be {SOURCES['image']}")
+    return source
+
+
+def _frames(source: Any) -> bytes | list[Image.Image] | np.ndarray:
+    if isinstance(source, bytearray | memoryview):
+        return bytes(source)
+    is_list = isinstance(source, list) and bool(source) and all(isinstance(frame, Image.Image) for frame in source)
+    if not isinstance(source, bytes | np.ndarray) and not is_list:
+        raise MediaError(f"the video is {shown(source)}: it must be {SOURCES['video']}")
+    return source
