@@ -68,8 +68,8 @@ class Generation(Prompts):
 
         Args:
             prompts: A prompt, or a list of them. A prompt is text, token ids, ``{"prompt": text}`` or
-                ``{"prompt_token_ids": ids}``. Beside either, ``"multi_modal_data": {"image": [...], "video": [...]}`` has
-                the images and videos (paths, bytes, PIL images, frames), for each of which the prompt has one pad.
+                ``{"prompt_token_ids": ids}``. Beside either, ``"multi_modal_data": {"image": [...], "video": [...]}``
+                has images and videos (paths, bytes, PIL images, frames), for each of which the prompt has one pad.
             params: How they are continued; one for all, or one for each.
             block_size: Overrides the LLM's for this call; 1 decodes plainly.
             progress: Whether to show a bar on stderr, or a callable that makes the bar, with tqdm's keywords and
@@ -118,8 +118,9 @@ class Generation(Prompts):
 
         Args:
             messages: ``{"role", "content"}`` of each message of a conversation, or a list of conversations. A content
-                is text, or a list of parts such as ``{"type": "text", "text": …}``, ``{"type": "image", "image": a path,
-                bytes or a PIL image}``, ``{"type": "image_url", "image_url": {"url": …}}``, and the same of videos.
+                is text, or a list of parts such as ``{"type": "text", "text": …}``, ``{"type": "image", "image":
+                a path, bytes or a PIL image}``, ``{"type": "image_url", "image_url": {"url": …}}``, and the same of
+                videos.
             params: How they are answered; one for all, or one for each.
             thinking: Whether the model thinks first; None leaves that to the template.
             block_size: As for `generate`.

@@ -3,7 +3,6 @@
 import os
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -126,9 +125,7 @@ class LLMConfig:
         check("prefix_bytes", lambda v: 0 <= v <= MAX_BYTES, f"0 (none) to {MAX_BYTES}")
         check("media_cache_bytes", lambda v: 0 <= v <= MAX_BYTES, f"0 (none) to {MAX_BYTES}")
         counts = "a dict of whole numbers under image and video"
-        check(
-            "limit_mm_per_prompt", lambda v: all(k in ("image", "video") and is_count(n) for k, n in v.items()), counts
-        )
+        check("limit_mm_per_prompt", _are_counts, "a dict of whole numbers under image and video")
         check("mem_fraction", lambda v: 0 < v <= 1, "above 0 and at most 1")
         if isinstance(self.mesh, str):
             Layout.parse(self.mesh)
@@ -171,9 +168,9 @@ class LLMConfig:
         return positions
 
 
-def is_count(value: Any) -> bool:
-    """Whether a value is a whole number of at least 0."""
-    return has_type(value, int) and value >= 0
+def _are_counts(counts: dict) -> bool:
+    """Whether a dict has numbers of images and videos."""
+    return all(kind in ("image", "video") and has_type(n, int) and n >= 0 for kind, n in counts.items())
 
 
 def _is_possible(name: str, value: str | Path) -> bool:
