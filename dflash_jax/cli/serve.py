@@ -13,7 +13,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import cast
 
-from dflash_jax.cli.options import exit_code, leave, llm_options, set_platform
+from dflash_jax.cli.options import exit_code, leave, llm_options, set_platform, starting
 from dflash_jax.errors import InputError
 from dflash_jax.server import transport
 
@@ -62,12 +62,13 @@ def load(args, system):
 
 def assemble(args, system):
     """The `Serving` that the arguments describe. Nothing runs yet."""
-    from dflash_jax.engine.service import AsyncEngine
-    from dflash_jax.server.limits import Limits
-    from dflash_jax.server.response_store import ResponseStore
-    from dflash_jax.server.serving import Serving
+    with starting():
+        from dflash_jax.engine.service import AsyncEngine
+        from dflash_jax.server.limits import Limits
+        from dflash_jax.server.response_store import ResponseStore
+        from dflash_jax.server.serving import Serving
 
-    device = set_platform(args.platform)
+        device = set_platform(args.platform)
     llm, engine = load(args, system)
     names = args.served_model_name or [args.target or "dflash-tiny"]
     info = {
