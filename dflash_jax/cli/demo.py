@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         raise InputError("the prompt is empty: it must have at least one token")
     with starting():
         set_platform(args.platform)
-        from dflash_jax.frontend.compare import measure_drafting
+        from dflash_jax.frontend.compare import measure_drafting, why_plain
         from dflash_jax.sampling_params import SamplingParams
 
     llm, is_bundled = open_pair(args.bundled, args.kernels)
@@ -103,6 +103,8 @@ def run(args: argparse.Namespace) -> int:
 
     (measured,) = measure_drafting(llm, [prompt], params, watch=watch)
     write(f"\n{last_line(measured, marks.legend)}\n")
+    if reason := why_plain(llm, [measured]):
+        write(f"Commands decode plainly with this pair here: {reason}\n")
     return 0
 
 
