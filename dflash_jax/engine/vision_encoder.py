@@ -19,11 +19,19 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.stages import Compiled
 
 from dflash_jax.errors import InputError
+from dflash_jax.models.config import VisionConfig
 from dflash_jax.models.vision import VisionTower, frame_arrays
 from dflash_jax.parallel.sharding import ONE_DEVICE, Layout
 
 # Patches of a call.
 SIZES = tuple(256 * 2**k for k in range(9))
+# Temporaries of a call, bytes for each feature of a patch (compiled for a CPU: 37 in float32, whatever the depth).
+WORKSPACE_BYTES = 40
+
+
+def workspace(config: VisionConfig, patches: int = SIZES[-1]) -> int:
+    """Bytes that a call of ``patches`` patches takes on a device beside the weights, estimated: its input included."""
+    return patches * (WORKSPACE_BYTES * config.hidden_size + 4 * config.patch_dim)
 
 
 class Medium(Protocol):
