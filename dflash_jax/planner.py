@@ -210,25 +210,29 @@ def make_plan(
     import jax.numpy as jnp
 
     from dflash_jax.checkpoint.parameters import QUANTIZED
+    from dflash_jax.engine.vision_encoder import workspace
 
     eight = frozenset(QUANTIZED) if quantize in ("int8", "fp8") or (shapes.fp8 and quantize != "none") else frozenset()
     weights, draft_weights, slot = _measure(shapes, layout, dtype, eight)
     drafting = draft_weights.total if draft_weights else 0.0
     vision_count = vision_parameters(shapes.target)
     # Every device has all of the tower.
-    vision = 0 if shapes.language_model_only else vision_count * jnp.dtype(dtype).itemsize
+    tower = None if shapes.language_model_only else shapes.target.vision
+    vision = vision_count * jnp.dtype(dtype).itemsize if tower else 0
     window = block if draft_weights else 1
     batch = math.ceil(slots / layout.data)
     vocab = shapes.target.vocab_size / layout.parts(layout.wide(shapes.target.vocab_size))
 
-    # Temporaries, roughly: activations of a prefill chunk, and float32 logits of each slot's block three times over.
-    prefill = PREFILL_BYTES * largest_prefill(device.platform == "gpu") * shapes.target.hidden_size
+    # Temporaries, roughly: activations of a prefill chunk and of the largest image in the vision tower, and float32
+    # logits of each slot's block three times over.
+    passes = PREFILL_BYTES * largest_prefill(device.platform == "gpu") * shapes.target.hidden_size
+    passes += workspace(tower) if tower else 0
     logits = 3 * 4 * window * vocab
-    room = USABLE * device.memory - weights.total - drafting - vision - prefill
+    room = USABLE * device.memory - weights.total - drafting - vision - passes
     max_batch = max(0, int(room // (slot.bytes(max_len) + logits)))
     room_per_slot = room / batch - logits - slot.fixed
     longest = int(room_per_slot // slot.per_position) if room_per_slot > 0 else 0
-    used = weights.total + drafting + vision + prefill + batch * (slot.bytes(max_len) + logits)
+    used = weights.total + drafting + vision + passes + batch * (slot.bytes(max_len) + logits)
 
     def tokens_per_second(tokens: int, drafts: bool) -> float | None:
         if not device.bandwidth:
@@ -256,7 +260,7 @@ def make_plan(
             "vision": int(vision),
             "cache_per_slot": int(slot.bytes(max_len)),
             "cache_per_token": slot.per_position,
-            "workspace": int(prefill + batch * logits),
+            "workspace": int(passes + batch * logits),
             "all": int(used),
             "memory": device.memory,
         },

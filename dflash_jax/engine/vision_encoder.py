@@ -19,11 +19,19 @@ from jax.stages import Compiled
 
 from dflash_jax.errors import InputError
 from dflash_jax.media.medium import Medium
+from dflash_jax.models.config import VisionConfig
 from dflash_jax.models.vision import VisionTower, frame_arrays
 from dflash_jax.parallel.sharding import ONE_DEVICE, Layout
 
 # Patches of a call.
 SIZES = tuple(256 * 2**k for k in range(9))
+# Temporaries of a call, bytes for each feature of a patch (compiled for a CPU: 37 in float32, whatever the depth).
+WORKSPACE_BYTES = 40
+
+
+def workspace(config: VisionConfig, patches: int = SIZES[-1]) -> int:
+    """Bytes that a call of ``patches`` patches takes on a device beside the weights, estimated: its input included."""
+    return patches * (WORKSPACE_BYTES * config.hidden_size + 4 * config.patch_dim)
 
 
 class OutputCache:
@@ -101,16 +109,13 @@ class VisionEncoder:
         self._running, self._compiling = threading.Lock(), threading.Lock()
 
     def device_bytes(self, positions: int) -> int:
-        """Bytes of the tower on a device: its parameters and, estimated, the arrays of a call.
+        """Bytes of the tower on a device: its parameters, and the `workspace` of a call.
 
         Args:
             positions: Tokens of a prompt, which bound those of an image.
         """
-        config, dtype = self.config, self.tower.dtype
-        patches = next((s for s in self.sizes if s >= positions * config.block_patches), self.sizes[-1])
-        # The products of the MLP, and the hidden states before and after, queries, keys and values of the attention.
-        numbers = config.intermediate_size + 6 * config.hidden_size
-        return sum(x.nbytes for x in jax.tree.leaves(self.tower)) + patches * numbers * dtype.itemsize
+        patches = next((s for s in self.sizes if s >= positions * self.config.block_patches), self.sizes[-1])
+        return sum(x.nbytes for x in jax.tree.leaves(self.tower)) + workspace(self.config, patches)
 
     def check(self, grid: tuple[int, int, int]) -> None:
         """Checks that a medium can be encoded.

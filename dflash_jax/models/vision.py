@@ -32,14 +32,14 @@ class LayerNorm(nnx.Module):
     """LayerNorm (arXiv 1607.06450), computed in float32.
 
     Attributes:
-        weight: [H].
-        bias: [H].
+        weight: [H], or [depth, H] of the norms of a stack of blocks.
+        bias: Likewise.
         eps: Added to the variance.
     """
 
-    def __init__(self, size: int, eps: float, rngs: nnx.Rngs | None, dtype: DTypeLike):
-        self.weight = constant(rngs, (size,), dtype, 1.0)
-        self.bias = constant(rngs, (size,), dtype, 0.0)
+    def __init__(self, shape: tuple[int, ...], eps: float, rngs: nnx.Rngs | None, dtype: DTypeLike):
+        self.weight = constant(rngs, shape, dtype, 1.0)
+        self.bias = constant(rngs, shape, dtype, 0.0)
         self.eps = eps
 
     def __call__(self, x: Float[Array, "N H"]) -> Float[Array, "N H"]:
@@ -54,8 +54,8 @@ class Linear(nnx.Module):
     """A linear map with a bias.
 
     Attributes:
-        weight: [*out, *inner].
-        bias: [*out].
+        weight: [*out, *inner], or [depth, *out, *inner] of the maps of a stack of blocks.
+        bias: [*out], or [depth, *out].
         backend: Where it runs.
     """
 
@@ -81,6 +81,9 @@ def _gelu(x: Float[Array, "N F"], approximate: bool) -> Float[Array, "N F"]:
 class VisionBlock(nnx.Module):
     """Norm, attention within a frame, norm, MLP, with residuals around both.
 
+    The tower has one object for all its blocks, whose parameters have a leading axis, [depth, …]. `jax.lax.scan` slices
+    it: a program has one block's instructions and temporary arrays, however deep the tower is.
+
     Attributes:
         norm1: Norm before the attention.
         norm2: Norm before the MLP.
@@ -92,13 +95,14 @@ class VisionBlock(nnx.Module):
     """
 
     def __init__(self, config: VisionConfig, rngs: nnx.Rngs | None, dtype: DTypeLike, backend: Backend):
-        hidden, heads = config.hidden_size, (config.num_heads, config.head_dim)
-        self.norm1 = LayerNorm(hidden, config.norm_eps, rngs, dtype)
-        self.norm2 = LayerNorm(hidden, config.norm_eps, rngs, dtype)
-        self.qkv = Linear((3, *heads), (hidden,), rngs, dtype, backend)
-        self.proj = Linear((hidden,), heads, rngs, dtype, backend)
-        self.fc1 = Linear((config.intermediate_size,), (hidden,), rngs, dtype, backend)
-        self.fc2 = Linear((hidden,), (config.intermediate_size,), rngs, dtype, backend)
+        depth, hidden, mlp = config.depth, config.hidden_size, config.intermediate_size
+        heads = (config.num_heads, config.head_dim)
+        self.norm1 = LayerNorm((depth, hidden), config.norm_eps, rngs, dtype)
+        self.norm2 = LayerNorm((depth, hidden), config.norm_eps, rngs, dtype)
+        self.qkv = Linear((depth, 3, *heads), (hidden,), rngs, dtype, backend)
+        self.proj = Linear((depth, hidden), heads, rngs, dtype, backend)
+        self.fc1 = Linear((depth, mlp), (hidden,), rngs, dtype, backend)
+        self.fc2 = Linear((depth, hidden), (mlp,), rngs, dtype, backend)
         self.tile = (QUERIES, KEYS) if backend.platform == "cpu" else (LARGE_TILE, LARGE_TILE)
 
     def __call__(
@@ -135,7 +139,7 @@ class PatchMerger(nnx.Module):
 
     def __init__(self, config: VisionConfig, rngs: nnx.Rngs | None, dtype: DTypeLike, backend: Backend):
         merged = config.merged_size
-        self.norm = LayerNorm(config.hidden_size, config.norm_eps, rngs, dtype)
+        self.norm = LayerNorm((config.hidden_size,), config.norm_eps, rngs, dtype)
         self.fc1 = Linear((merged,), (merged,), rngs, dtype, backend)
         self.fc2 = Linear((config.out_hidden_size,), (merged,), rngs, dtype, backend)
 
@@ -152,7 +156,7 @@ class VisionTower(nnx.Module):
         config: Its configuration.
         patch: Embedding of patches.
         positions: Table of positions, [grid side², H].
-        blocks: Its blocks.
+        blocks: Its blocks, stacked.
         merger: Makes tokens.
     """
 
@@ -167,7 +171,7 @@ class VisionTower(nnx.Module):
         self.config, backend = config, backend or Backend.detect()
         self.patch = Linear((config.hidden_size,), (config.patch_dim,), rngs, dtype, backend)
         self.positions = normal(rngs, (config.num_positions, config.hidden_size), dtype)
-        self.blocks = nnx.List([VisionBlock(config, rngs, dtype, backend) for _ in range(config.depth)])
+        self.blocks = VisionBlock(config, rngs, dtype, backend)
         self.merger = PatchMerger(config, rngs, dtype, backend)
 
     @property
@@ -206,8 +210,11 @@ class VisionTower(nnx.Module):
         x = self.patch(patches.astype(self.dtype))
         x += self._position_embeddings(rows, columns, heights, widths).astype(x.dtype)
         angles = self._angles(rows, columns)
-        for block in self.blocks:
-            x = block(x, angles, low, high)
+
+        def through(x: Array, block: VisionBlock) -> tuple[Array, None]:
+            return block(x, angles, low, high), None
+
+        x, _ = jax.lax.scan(through, x, self.blocks)
         return self.merger(x)
 
     def _position_embeddings(

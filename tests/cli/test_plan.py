@@ -69,8 +69,8 @@ def test_changes_go_as_far_as_they_must_and_no_further(capsys):
     assert "would fit: two RTX4090 (--mesh tensor=2); or --max-len 10240; or one L40S (--device l40s)\n" in out
     assert planned(capsys, *argv, "--max-len", "11264")[0] == 1
     assert main(["qwen3.6-35b-a3b", "--device", "h100", "--slots", "64"]) == 1
-    assert "two H100 (--mesh tensor=2); or FP8 (--quantize fp8); or --slots 21;" in capsys.readouterr().out
-    assert planned(capsys, "qwen3.6-35b-a3b", "--device", "h100", "--slots", "22")[0] == 1
+    assert "two H100 (--mesh tensor=2); or FP8 (--quantize fp8); or --slots 13;" in capsys.readouterr().out
+    assert planned(capsys, "qwen3.6-35b-a3b", "--device", "h100", "--slots", "14")[0] == 1
 
 
 def test_without_its_vision_tower_a_target_leaves_room_for_more(capsys):
@@ -81,7 +81,9 @@ def test_without_its_vision_tower_a_target_leaves_room_for_more(capsys):
     code, text = planned(capsys, *argv, "--language-model-only")
     assert (code, text["bytes_per_device"]["vision"]) == (0, 0)
     assert text["parameters"] == plan["parameters"]
-    assert plan["bytes_per_device"]["all"] - text["bytes_per_device"]["all"] == 2 * 446_571_248
+    # Its weights, and 40 bytes for each of 1,152 features and 4 for each of 1,536 numbers of 65,536 patches.
+    more = 2 * 446_571_248 + 65_536 * (40 * 1152 + 4 * 1536)
+    assert plan["bytes_per_device"]["all"] - text["bytes_per_device"]["all"] == more
     main([*argv, "--language-model-only"])
     out = capsys.readouterr().out
     assert "vision (left out) 446,571,248" in out
@@ -98,7 +100,7 @@ def test_combined_changes_where_none_alone_fits(capsys, monkeypatch):
     argv = ["qwen3.5-27b", "--device", "l40s", "--slots", "16"]
     assert main(argv) == 1
     out = capsys.readouterr().out
-    assert "would fit: FP8 and --max-len 2048 (--quantize fp8 --max-len 2048)" in out
+    assert "would fit: FP8 and --slots 4 (--quantize fp8 --slots 4)" in out
     code, plan = planned(capsys, "qwen3.5-397b-a17b", "--memory", "0.5")
     assert (code, plan["would_fit"]) == (1, [])
     main(["qwen3.5-397b-a17b", "--memory", "0.5"])

@@ -1,14 +1,14 @@
 """The vision tower's calls: what shares one, what is padded, and what is kept."""
 
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.engine.vision_encoder import SIZES, OutputCache, VisionEncoder
+from dflash_jax.engine.vision_encoder import SIZES, OutputCache, VisionEncoder, workspace
 from dflash_jax.errors import InputError
 from dflash_jax.models.vision import VisionTower, frame_arrays
 from tests.helpers import HIDDEN, VISION, random_tower
@@ -67,6 +67,14 @@ def alone(tower, medium: Medium) -> np.ndarray:
 def test_sizes_are_powers_of_two_up_to_the_largest_published_image():
     assert SIZES == (256, 512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536)
     assert SIZES[-1] == 16_777_216 // 16**2
+
+
+def test_workspace_covers_what_a_program_takes():
+    """Of sizes in the proportions of the published ones, and more than one tile of scores."""
+    config = replace(VISION, hidden_size=288, intermediate_size=1076, patch_size=8, depth=3)
+    encoder = VisionEncoder(random_tower(config), sizes=(4096,))
+    memory = encoder.compile(4096).memory_analysis()
+    assert 0.5 < memory.temp_size_in_bytes / workspace(config, 4096) < 1
 
 
 def test_media_of_a_request_share_a_call_and_equal_each_alone(tower, make):

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from dflash_jax.errors import InputError
 from dflash_jax.models.config import MediaTokens, VisionConfig
-from dflash_jax.models.families.names import Entry, same
+from dflash_jax.models.families.names import Entry, Tensor, same, stacked
 from dflash_jax.models.families.reading import Raw, shown
 
 # The first is transformers'; some exports have the second.
@@ -90,30 +90,35 @@ def vision_prefix(names: Iterable[str]) -> str | None:
 
 
 def vision_entries(config: VisionConfig, prefix: str = PREFIXES[0]) -> list[Entry]:
-    """The table of a tower whose tensors on disk have ``prefix``."""
+    """The table of a tower whose tensors on disk have ``prefix``. Blocks are tensors of their own there."""
     hidden, heads, mlp, merged = config.hidden_size, config.num_heads, config.intermediate_size, config.merged_size
     entries: list[Entry] = []
 
+    def add(path: str, name: str, shape: tuple[int, ...], disk: tuple[int, ...]) -> None:
+        if not path.startswith("blocks."):
+            entries.append(same(path, shape, f"{prefix}{name}", disk))
+            return
+        tensors = [Tensor(f"{prefix}blocks.{i}.{name}", disk) for i in range(config.depth)]
+        entries.append(stacked(path, (config.depth, *shape), tensors))
+
     def linear(path: str, name: str, out: tuple[int, ...], inner: tuple[int, ...], disk: tuple[int, ...] = ()) -> None:
-        disk = disk or (math.prod(out), math.prod(inner))
-        entries.append(same(f"{path}.weight", (*out, *inner), f"{prefix}{name}.weight", disk))
-        entries.append(same(f"{path}.bias", out, f"{prefix}{name}.bias", (math.prod(out),)))
+        add(f"{path}.weight", f"{name}.weight", (*out, *inner), disk or (math.prod(out), math.prod(inner)))
+        add(f"{path}.bias", f"{name}.bias", out, (math.prod(out),))
 
     def norm(path: str, name: str) -> None:
-        entries.extend(same(f"{path}.{part}", (hidden,), f"{prefix}{name}.{part}") for part in ("weight", "bias"))
+        for part in ("weight", "bias"):
+            add(f"{path}.{part}", f"{name}.{part}", (hidden,), (hidden,))
 
     patch = (config.in_channels, config.temporal_patch_size, config.patch_size, config.patch_size)
     # A convolution whose stride is its kernel is a product with the flat patch.
     linear("patch", "patch_embed.proj", (hidden,), (config.patch_dim,), (hidden, *patch))
-    entries.append(same("positions", (config.num_positions, hidden), f"{prefix}pos_embed.weight"))
-    for i in range(config.depth):
-        path = name = f"blocks.{i}."
-        norm(f"{path}norm1", f"{name}norm1")
-        norm(f"{path}norm2", f"{name}norm2")
-        linear(f"{path}qkv", f"{name}attn.qkv", (3, heads, config.head_dim), (hidden,))
-        linear(f"{path}proj", f"{name}attn.proj", (hidden,), (heads, config.head_dim))
-        linear(f"{path}fc1", f"{name}mlp.linear_fc1", (mlp,), (hidden,))
-        linear(f"{path}fc2", f"{name}mlp.linear_fc2", (hidden,), (mlp,))
+    add("positions", "pos_embed.weight", (config.num_positions, hidden), (config.num_positions, hidden))
+    norm("blocks.norm1", "norm1")
+    norm("blocks.norm2", "norm2")
+    linear("blocks.qkv", "attn.qkv", (3, heads, config.head_dim), (hidden,))
+    linear("blocks.proj", "attn.proj", (hidden,), (heads, config.head_dim))
+    linear("blocks.fc1", "mlp.linear_fc1", (mlp,), (hidden,))
+    linear("blocks.fc2", "mlp.linear_fc2", (hidden,), (mlp,))
     norm("merger.norm", "merger.norm")
     linear("merger.fc1", "merger.linear_fc1", (merged,), (merged,))
     linear("merger.fc2", "merger.linear_fc2", (config.out_hidden_size,), (merged,))
