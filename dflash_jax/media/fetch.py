@@ -15,6 +15,7 @@ from dflash_jax.argument_checks import shown
 from dflash_jax.errors import InputError
 from dflash_jax.media.errors import MediaError
 from dflash_jax.media.limits import DEFAULT_LIMITS, MediaLimits
+from dflash_jax.media.loop_thread import LoopThread
 from dflash_jax.media.medium import Kind
 
 if TYPE_CHECKING:
@@ -79,6 +80,12 @@ class Fetcher:
             self._network = network or PublicNetwork()
         self._places = asyncio.Semaphore(limits.fetches)
         self._waiting = 0
+        # Parsing a flood of tiny chunks would keep the server's loop busy for a second at a time.
+        self._loop_thread = LoopThread("media-fetch")
+
+    def stop(self) -> None:
+        """Ends all fetches."""
+        self._loop_thread.stop()
 
     async def fetch(self, url: str, kind: Kind) -> bytes:
         """The content of a URL: an encoded image or video.
@@ -112,9 +119,13 @@ class Fetcher:
         limits, network = self.limits, self._network
         assert network is not None, "a checked URL without allowed domains"
         seconds = limits.video_fetch_s if kind == "video" else limits.image_fetch_s
-        try:
+
+        async def limited() -> bytes:
             async with asyncio.timeout(seconds):
                 return await get(target, self.check, limits.item_bytes, limits.redirects, network, self._ssl_context)
+
+        try:
+            return await self._loop_thread.run(limited())
         except TimeoutError:
             raise MediaError(f"{shown(url)} takes more than {seconds:g} s to fetch", 422) from None
         except MediaError as e:
@@ -137,7 +148,7 @@ class Fetcher:
         if parts is None or "\\" in url or scheme not in PORTS:
             raise MediaError(f"the URL is {shown(url)}: it must begin with data:, https:, http: or file:")
         host = host.removesuffix(".")
-        if "@" in parts.netloc or not _is_host(host):
+        if "@" in parts.netloc or ("[" in parts.netloc) != (":" in host) or not _is_host(host):
             raise MediaError(f"the URL is {shown(url)}: its host must be a plain name")
         if port not in (None, PORTS[scheme]):
             raise MediaError(f"the URL is {shown(url)}: its port must be {PORTS[scheme]}", 422)

@@ -89,7 +89,8 @@ class PublicNetwork(httpcore.AsyncNetworkBackend):
             addresses = []
         # One that is not public among others is the sign of an attack: a name that changes between two looks.
         if not addresses or not all(map(is_public, addresses)):
-            raise MediaError(f"{host} has no public address", 422)
+            # Without the host, which a redirect may have named.
+            raise MediaError("its host has no public address", 422)
         for address in addresses:
             try:
                 return await self._network.connect_tcp(address, port, timeout, local_address, socket_options)
