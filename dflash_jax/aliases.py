@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dflash_jax.argument_checks import check_type, shown
+from dflash_jax.argument_checks import check_type, plain, shown, wrong
 from dflash_jax.errors import InputError
 
 # What a JSON flag may hold.
@@ -80,14 +80,14 @@ def quantization(text: str) -> str | None:
         "bitsandbytes_int8": "int8",
     }
     if text.lower() not in methods:
-        raise argparse.ArgumentTypeError(f"{text!r} is not supported: fp8 and int8 are")
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not supported: fp8 and int8 are")
     return methods[text.lower()]
 
 
 def dflash(text: str) -> str:
     """The one method of drafting, by its name."""
     if text.upper() != "DFLASH":
-        raise argparse.ArgumentTypeError(f"{text!r}: it must be DFLASH")
+        raise argparse.ArgumentTypeError(f"{shown(text)}: it must be DFLASH")
     return text
 
 
@@ -100,7 +100,7 @@ def platform(text: str) -> str | None:
     """A platform by the names of vLLM and SGLang; None for "auto"."""
     platforms = {"auto": None, "cuda": "cuda", "gpu": "cuda", "cpu": "cpu", "tpu": "tpu"}
     if text not in platforms:
-        raise argparse.ArgumentTypeError(f"{text!r}: it must be {', '.join(platforms)}")
+        raise argparse.ArgumentTypeError(f"{shown(text)}: it must be {', '.join(platforms)}")
     return platforms[text]
 
 
@@ -157,6 +157,12 @@ REQUEST_ALIASES = (
     Alias("n", ("--num-return-sequences",)),
     Alias("seed", ("--sampling-seed",)),
 )
+# Our options that vLLM's configuration of speculative decoding gives, each with its key there.
+SPECULATIVE_KEYS = {
+    "draft": "model",
+    "draft_revision": "revision",
+    "max_block_size": "num_speculative_tokens + 1",
+}
 
 
 def check_speculative_config(given: dict, name: str) -> dict[str, Any]:
@@ -169,6 +175,7 @@ def check_speculative_config(given: dict, name: str) -> dict[str, Any]:
     Raises:
         InputError: It is not DFlash's, has a key that is not known, or a wrong value.
     """
+    given = {key: plain(value) for key, value in given.items()}
     if given.get("method", "dflash") != "dflash":
         raise InputError(f"{name}: its method is {shown(given['method'])}: it must be dflash")
     kinds = {
@@ -183,8 +190,9 @@ def check_speculative_config(given: dict, name: str) -> dict[str, Any]:
         if key not in kinds:
             raise InputError(f"{name}: {shown(key)} is not known: known are {', '.join(kinds)}")
         check_type(f"{name}: {key}", value, kinds[key])
-    options = {"model": "draft", "revision": "draft_revision"}
-    result = {option: given[key] for key, option in options.items() if key in given}
-    if "num_speculative_tokens" in given:
-        result["max_block_size"] = given["num_speculative_tokens"] + 1
+    result = {option: given[key] for option, key in SPECULATIVE_KEYS.items() if key in given}
+    if (count := given.get("num_speculative_tokens")) is not None:
+        if count < 0:
+            raise wrong(f"{name}: num_speculative_tokens", count, "0 or more")
+        result["max_block_size"] = count + 1
     return result

@@ -2,7 +2,8 @@
 
 import inspect
 import reprlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import cache, wraps
 from numbers import Integral, Real
@@ -24,15 +25,92 @@ FORMS = {
     list: ("a list", "lists"),
     Path: ("a path", "paths"),
     NoneType: ("None", "None"),
+    Callable: ("a callable", "callables"),
 }
+# Types whose values `plain` leaves as they are; for speed.
+PLAIN_TYPES = {NoneType, bool, int, float, str, tuple, list, dict}
 # Where a message would have too many names.
 REFERENCE = "docs/api.md and docs/vllm_and_sglang.md list them"
 hints_of = cache(get_type_hints)
 
 
+class ArgumentError(InputError):
+    """A wrong value of an argument; the message is the argument's name and what is wrong with the value.
+
+    Attributes:
+        name: The argument.
+        fault: The rest of the message.
+    """
+
+    def __init__(self, name: str, fault: str):
+        super().__init__(name, fault)
+        self.name, self.fault = name, fault
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.fault}"
+
+
+def wrong(name: str, value: Any, right: str) -> ArgumentError:
+    """The error of an argument's value; ``right`` says what it must be."""
+    return ArgumentError(name, f"is {shown(value)}: it must be {right}")
+
+
+@contextmanager
+def caller_names(names: Mapping[str, str]) -> Iterator[None]:
+    """Within it, an `ArgumentError` names an argument as the caller gave it.
+
+    Args:
+        names: The caller's name by ours, for arguments that were given under another name.
+    """
+    try:
+        yield
+    except ArgumentError as e:
+        if e.name not in names:
+            raise
+        raise ArgumentError(names[e.name], e.fault) from None
+
+
+class _Repr(reprlib.Repr):
+    def repr_int(self, x: int, level: int) -> str:
+        """Python writes no integer of more than 4,300 digits."""
+        try:
+            return super().repr_int(x, level)
+        except ValueError:
+            return f"an integer of {x.bit_length()} bits"
+
+
+_repr = _Repr().repr
+
+
 def shown(value: Any) -> str:
-    """A value as a message shows it: its repr on one line, of at most 60 characters."""
-    return " ".join(reprlib.repr(value).split())[:60]
+    """A value as a message shows it: its repr on one line, of at most 60 characters; its type where it has no repr."""
+    try:
+        return " ".join(_repr(value).split())[:60]
+    except Exception:  # any that a __repr__ raises
+        return f"a value of type {type(value).__name__[:40]}"
+
+
+def plain(value: Any) -> Any:
+    """NumPy's numbers and arrays, and other numbers than int and float, as Python's; any other value as it is."""
+    if type(value) in PLAIN_TYPES or isinstance(value, type):
+        return value
+    if (tolist := getattr(value, "tolist", None)) is not None:
+        value = tolist()
+    if isinstance(value, Real) and not isinstance(value, int | float):
+        try:
+            return int(value) if isinstance(value, Integral) else float(value)
+        except OverflowError:
+            return value
+    return value
+
+
+def is_text(value: str) -> bool:
+    """Whether UTF-8 can hold a string; a surrogate alone it cannot."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def has_type(value: Any, annotation: Any) -> bool:
@@ -77,13 +155,16 @@ def check_type(name: str, value: Any, annotation: Any) -> None:
     """Raises InputError, which names the argument and the form expected, for a value of another type."""
     # The second test is slower, and these run for every request.
     if type(value) not in _plain_types(annotation) and not has_type(value, annotation):
-        raise InputError(f"{name} is {shown(value)}: it must be {form_of(annotation)}")
+        raise wrong(name, value, form_of(annotation))
 
 
 def check_fields(values: Any) -> None:
-    """Checks the types of a dataclass's fields. Raises InputError."""
+    """Makes the values of a frozen dataclass's fields `plain`, and checks their types. Raises InputError."""
     for name, annotation in hints_of(type(values)).items():
-        check_type(name, getattr(values, name), annotation)
+        given = getattr(values, name)
+        if (value := plain(given)) is not given:
+            object.__setattr__(values, name, value)
+        check_type(name, value, annotation)
 
 
 def unknown(callee: str, name: str, known: Iterable[str]) -> InputError:
@@ -111,6 +192,8 @@ def _not_bound(name: str, signature: inspect.Signature, args: tuple, keywords: d
 def checked(*apart: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorates a function so that the types of its arguments are checked, and unknown keywords get a suggestion.
 
+    NumPy's values reach the function as Python's.
+
     Args:
         apart: Arguments that the function checks itself.
     """
@@ -131,8 +214,9 @@ def checked(*apart: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
                 raise _not_bound(function.__name__, signature, args, keywords) from None
             for name, value in bound.arguments.items():
                 if name in hints and name not in apart:
-                    check_type(name, value, hints[name])
-            return function(*args, **keywords)
+                    bound.arguments[name] = plain(value)
+                    check_type(name, bound.arguments[name], hints[name])
+            return function(*bound.args, **bound.kwargs)
 
         return call
 

@@ -5,7 +5,7 @@ from functools import wraps
 from typing import Any, TypeVar
 
 from dflash_jax.aliases import REQUEST_ALIASES
-from dflash_jax.argument_checks import check_fields, has_type, shown, unknown
+from dflash_jax.argument_checks import caller_names, check_fields, has_type, is_text, plain, shown, unknown, wrong
 from dflash_jax.errors import InputError
 from dflash_jax.stop_strings import StopFinder
 
@@ -20,6 +20,9 @@ MAX_STOP_REGEX, MAX_REGEX_CHARACTERS = 4, 1024
 MAX_BAD_WORDS, MAX_BAD_WORD_CHARACTERS = 256, 256
 # Continuations of a prompt.
 MAX_CHOICES = 1024
+# Numbers that scale logits or are added to them, and their reciprocals: float32 holds their products with logits and
+# with counts of tokens.
+MAX_FACTOR = 1e30
 # Parameters of vLLM and transformers that mean nothing else here: the values that are accepted beside None, and why no
 # other is.
 OTHER_PARAMETERS: dict[str, tuple[tuple, str]] = {
@@ -54,7 +57,7 @@ def _with_other_names(cls: type[T]) -> type[T]:
 
     @wraps(init)
     def from_keywords(self, *args, **keywords):
-        values: dict[str, Any] = {}
+        values, names = dict[str, Any](), dict[str, str]()
         if len(args) > len(cls.__annotations__):
             limit = len(cls.__annotations__)
             raise InputError(
@@ -66,19 +69,20 @@ def _with_other_names(cls: type[T]) -> type[T]:
             if dest in values:
                 raise InputError(f"{dest} and {name} are one parameter: give one of them")
             if dest in cls.__annotations__:
-                values[dest] = keywords[name]
+                values[dest], names[dest] = keywords[name], name
             elif name not in OTHER_PARAMETERS:
                 raise unknown(cls.__name__, name, cls.__annotations__)
-            elif (value := keywords[name]) is not None:
+            elif (value := plain(keywords[name])) is not None:
                 accepted, reason = OTHER_PARAMETERS[name]
                 if not any(type(value) is type(each) and value == each for each in accepted):
                     raise InputError(f"{name} is {shown(value)}: that is not supported; {reason}")
-        if keywords.get("do_sample") is False:
-            temperature = args[0] if args else values.get("temperature")
+        if plain(keywords.get("do_sample")) is False:
+            temperature = plain(args[0] if args else values.get("temperature"))
             if temperature is not None and not (has_type(temperature, float) and temperature == 0):
                 raise InputError(f"do_sample is False and temperature is {shown(temperature)}: give one of them")
             args, values = ((0.0, *args[1:]), values) if args else (args, values | {"temperature": 0.0})
-        init(self, *args, **values)
+        with caller_names(names):
+            init(self, *args, **values)
 
     cls.__init__ = from_keywords
     return cls
@@ -103,7 +107,7 @@ class SamplingParams:
         logit_bias: Token id → value added to its logit.
         seed: The same seed gives the same text, with or without a drafter, alone or in a batch; None takes a random
             one.
-        max_tokens: New tokens, at most.
+        max_tokens: New tokens, at most; None is as many as fit behind the prompt.
         stop: Strings that end the text, and are not part of it.
         stop_regex: Regular expressions (RE2's) whose matches end the text. Matches of at most 256 characters are
             found; their last 64 characters are not part of the text.
@@ -135,7 +139,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     logit_bias: dict[int, float] = field(default_factory=dict)
     seed: int | None = None
-    max_tokens: int = 256
+    max_tokens: int | None = 256
     stop: tuple[str, ...] | list[str] | str = ()
     stop_regex: tuple[str, ...] | list[str] | str = ()
     stop_token_ids: tuple[int, ...] | list[int] = ()
@@ -152,36 +156,34 @@ class SamplingParams:
 
     def __post_init__(self):
         self._normalise()
-        if self.max_tokens is None:
-            raise InputError(
-                "max_tokens is None: it must be a whole number; as many as fit are LLM.max_len less the prompt's tokens"
-            )
         check_fields(self)
 
         def check(name, good, right):
             value = getattr(self, name)
             if value is not None and not good(value):
-                raise InputError(f"{name} is {value}: it must be {right}")
+                raise wrong(name, value, right)
 
         # These conditions are false for NaN.
-        check("temperature", lambda v: 0 <= v < float("inf"), "0 (greedy) or more")
-        check("top_k", lambda v: v >= 0, "0 (off) or more")
+        check("temperature", lambda v: 0 <= v <= MAX_FACTOR, f"0 (greedy) to {MAX_FACTOR:g}")
+        check("top_k", lambda v: 0 <= v < 2**31, "0 (off) to 2147483647")
         check("top_p", lambda v: 0 < v <= 1, "above 0 and at most 1")
         check("min_p", lambda v: 0 <= v <= 1, "between 0 and 1")
-        check("repetition_penalty", lambda v: 0 < v < float("inf"), "above 0")
-        check("frequency_penalty", lambda v: abs(v) < float("inf"), "a finite number")
-        check("presence_penalty", lambda v: abs(v) < float("inf"), "a finite number")
+        check("repetition_penalty", lambda v: 1 / MAX_FACTOR <= v <= MAX_FACTOR, f"above 0 and at most {MAX_FACTOR:g}")
+        for name in ("frequency_penalty", "presence_penalty"):
+            check(name, lambda v: abs(v) <= MAX_FACTOR, f"a number between -{MAX_FACTOR:g} and {MAX_FACTOR:g}")
         check("max_tokens", lambda v: v >= 1, "1 or more")
-        check(
-            "min_tokens", lambda v: 0 <= v <= self.max_tokens, f"between 0 and max_tokens, which is {self.max_tokens}"
-        )
+        if self.max_tokens is None:
+            check("min_tokens", lambda v: v >= 0, "0 or more")
+        else:
+            most = f"between 0 and max_tokens, which is {shown(self.max_tokens)}"
+            check("min_tokens", lambda v: 0 <= v <= self.max_tokens, most)
         check("logprobs", lambda v: v >= 0, "0 or more")
         check("seed", lambda v: 0 <= v < 2**32, "between 0 and 4294967295")
         check("n", lambda v: 1 <= v <= MAX_CHOICES, f"1 to {MAX_CHOICES}")
         check("logprobs_mode", lambda v: v in ("raw", "processed"), "'raw' or 'processed'")
         for name in ("stop", "stop_regex", "bad_words"):
-            if not all(given := getattr(self, name)):
-                raise InputError(f"{name} is {shown(given)}: it must be strings, none of them empty")
+            check(name, all, "strings, none of them empty")
+            check(name, lambda v: all(map(is_text, v)), "text that UTF-8 can hold")
         if len(self.stop_regex) > MAX_STOP_REGEX:
             raise InputError(
                 f"stop_regex has {len(self.stop_regex)} expressions: at most {MAX_STOP_REGEX} are possible"
@@ -201,21 +203,22 @@ class SamplingParams:
         if len(self.logprob_token_ids) > MAX_LOGPROBS:
             message = f"logprob_token_ids has {len(self.logprob_token_ids)} ids: at most {MAX_LOGPROBS} are possible"
             raise InputError(message)
-        for token, value in self.logit_bias.items():
-            if not has_type(token, int) or not has_type(value, float) or not abs(value) <= 1e30:
+        biases = {plain(token): plain(value) for token, value in self.logit_bias.items()}
+        for token, value in biases.items():
+            if not has_type(token, int) or not has_type(value, float) or not abs(value) <= MAX_FACTOR:
                 raise InputError(
-                    f"logit_bias {shown(token)}: {shown(value)}: it must be a finite number for a token id"
+                    f"logit_bias {shown(token)}: {shown(value)}: it must be a number between -{MAX_FACTOR:g} and "
+                    f"{MAX_FACTOR:g} for a token id"
                 )
+        object.__setattr__(self, "logit_bias", biases)
 
     def _normalise(self) -> None:
-        """None as an empty collection, a string as one of several, and NumPy's numbers and arrays as Python's."""
+        """None as an empty collection, a string as one of several, and -1 for top_k as 0."""
         for name, value in dict[str, Any](vars(self)).items():
             if value is None and name in COLLECTIONS:
                 value = COLLECTIONS[name]()
             elif isinstance(value, str) and name in ("stop", "stop_regex"):
                 value = (value,)
-            elif tolist := getattr(value, "tolist", None):
-                value = tolist()
             else:
                 continue
             object.__setattr__(self, name, value)
@@ -240,8 +243,8 @@ class SamplingParams:
         )
         outside = [i for i in given if not 0 <= i < vocab]
         if outside:
-            raise InputError(f"token id {outside[0]} is out of vocabulary: ids are 0 to {vocab - 1}")
+            raise InputError(f"token id {shown(outside[0])} is out of vocabulary: ids are 0 to {vocab - 1}")
         if self.logprobs is not None and self.logprobs > vocab:
-            raise InputError(f"logprobs is {self.logprobs}: it must be at most the vocabulary's {vocab}")
+            raise wrong("logprobs", self.logprobs, f"at most the vocabulary's {vocab}")
         if len(self.logit_bias) > MAX_BIAS:
             raise InputError(f"logit_bias has {len(self.logit_bias)} tokens: at most {MAX_BIAS} are possible")

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dflash_jax.argument_checks import shown
 from dflash_jax.engine.config import BlockSize
 from dflash_jax.errors import InputError
 from dflash_jax.sampling_params import MAX_LOGPROBS, MAX_STOPS, SamplingParams
@@ -44,18 +45,19 @@ class RequestLimits:
             prompt_logprobs: Number of likeliest tokens to report for each prompt token.
         """
         check_prompt(prompt)
+        if params.max_tokens is None:
+            raise InputError("max_tokens is None: it must be a whole number; LLM.new_sequence replaces None")
         need = len(prompt) + params.max_tokens
         if need > self.positions:
-            raise InputError(
-                f"{len(prompt)} prompt tokens and {params.max_tokens} new ones are {need}: at most {self.positions} fit"
-            )
+            tokens = f"{len(prompt)} prompt tokens and {shown(params.max_tokens)} new ones are {shown(need)}"
+            raise InputError(f"{tokens}: at most {self.positions} fit")
         self.check_block_size(block_size)
         if len(stops) > MAX_STOPS:
             message = f"stop_token_ids and the checkpoint's own are {len(stops)}: at most {MAX_STOPS} are possible"
             raise InputError(message)
         for name, count in (("logprobs", params.logprobs), ("prompt_logprobs", prompt_logprobs)):
             if (count or 0) > MAX_LOGPROBS:
-                raise InputError(f"{name} is {count}: it must be at most {MAX_LOGPROBS}")
+                raise InputError(f"{name} is {shown(count)}: it must be at most {MAX_LOGPROBS}")
 
     def check_block_size(self, block_size: BlockSize) -> None:
         """Raises InputError for a block size that is neither possible nor "auto"."""
@@ -63,4 +65,5 @@ class RequestLimits:
             return
         if not isinstance(block_size, int) or not 1 <= block_size <= self.block_size:
             reason = "the drafter's own" if self.block_size > 1 else "there is no drafter"
-            raise InputError(f"block size {block_size}: it must be 1 to {self.block_size} ({reason}), or auto")
+            given = block_size if isinstance(block_size, str) else shown(block_size)
+            raise InputError(f"block size {given}: it must be 1 to {self.block_size} ({reason}), or auto")

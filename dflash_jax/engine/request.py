@@ -170,6 +170,7 @@ class Request:
     @property
     def need(self) -> int:
         """Positions that the request takes at most."""
+        assert self.params.max_tokens is not None, "max_tokens is not filled in"
         return len(self.prompt) + self.params.max_tokens
 
 

@@ -1,11 +1,13 @@
 """A chat template in place of the tokenizer's: a file, or the template itself."""
 
+import os
 import re
 from pathlib import Path
 from typing import Any
 
 import jinja2.sandbox
 
+from dflash_jax.argument_checks import shown, wrong
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.tokenizer import RESERVED
 
@@ -29,12 +31,12 @@ def read_chat_template(given: str) -> str:
     """
     is_text = any(c in given for c in "{}\n")
     path = Path(given).expanduser() if not is_text else None
-    where = "the chat template" if path is None else f"chat template {given[:200]}"
+    where = "the chat template" if path is None else f"chat template {shown(given)}"
     text = given
     if path is not None:
+        if not os.path.isfile(path):
+            raise InputError(f"{where} is neither a file nor a Jinja template")
         try:
-            if not path.is_file():
-                raise InputError(f"{where} is neither a file nor a Jinja template")
             with path.open(encoding="utf-8") as file:
                 text = file.read(MAX_CHARACTERS + 1)
         except UnicodeDecodeError:
@@ -56,6 +58,8 @@ def template_options(
 ) -> dict[str, Any]:
     """The options of `Tokenizer.render_chat` that a call gives. Raises InputError for a reserved name."""
     options: dict[str, Any] = dict(chat_template_kwargs or {})
+    if not all(isinstance(name, str) for name in options):
+        raise wrong("chat_template_kwargs", options, "a dict whose keys are strings")
     if reserved := RESERVED & set(options):
         raise InputError(f"chat_template_kwargs has {min(reserved)!r}, which is not an option of a chat template")
     if chat_template is not None:

@@ -1,20 +1,24 @@
 """Configuration of an `LLM`."""
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 
-from dflash_jax.argument_checks import check_fields
+from dflash_jax.argument_checks import ArgumentError, check_fields, shown, wrong
 from dflash_jax.engine.config import BlockSize
 from dflash_jax.engine.memory import device_memory
 from dflash_jax.engine.model_runner import BATCH_SIZES
-from dflash_jax.errors import InputError
 from dflash_jax.parallel.sharding import Layout
 
 TINY = Path(__file__).parents[1] / "assets" / "tiny"
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+# More than any machine's memory.
+MAX_BYTES = 2**50
+# Characters of a path, and of any other word but a template.
+MAX_PATH = 4096
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,7 @@ class LLMConfig:
         dtype: "float32" or "bfloat16"; None or "auto" takes float32 on CPU and bfloat16 elsewhere.
         block_size: Tokens that a round may yield, at most the drafter's own block size; 1 is plain decoding; "auto"
             chooses the fastest by load and acceptance.
-        max_block_size: Upper bound of all block sizes.
+        max_block_size: Upper bound of all block sizes, at most the drafter's own.
         slots: Prompts that are continued at a time.
         prefix_bytes: Bytes for the cache of prefixes that prompts share; None takes a twentieth of the device's memory,
             256 MiB on CPU.
@@ -85,28 +89,31 @@ class LLMConfig:
 
     def __post_init__(self):
         check_fields(self)
+        for field in fields(self):
+            if isinstance(value := getattr(self, field.name), str | Path) and not _is_possible(field.name, value):
+                right = f"text without NUL that the system can hold, as a path at most {MAX_PATH} characters"
+                raise wrong(field.name, value, right)
         repos = (("revision", self.revision, self.target), ("draft_revision", self.draft_revision, self.draft))
         for name, value, repo in repos:
             if value is not None and repo in (None, "auto"):
-                raise InputError(f"{name} {value}: there is no repo that it could be of")
-        if self.dtype not in (None, "auto", *DTYPES):
-            raise InputError(f"dtype {self.dtype!r}: it must be one of {', '.join(DTYPES)}")
-        if self.draft_window_size is not None and self.draft_window_size < 1:
-            raise InputError(f"draft window size {self.draft_window_size}: it must be 1 or more")
-        if self.draft_sink_size < 0:
-            raise InputError(f"draft sink size {self.draft_sink_size}: it must be 0 or more")
+                raise ArgumentError(name, f"is {shown(value)}: there is no repo that it could be of")
+
+        def check(name, good, right):
+            value = getattr(self, name)
+            if value is not None and not good(value):
+                raise wrong(name, value, right)
+
+        check("dtype", lambda v: v in ("auto", *DTYPES), f"one of auto, {', '.join(DTYPES)}")
+        check("draft_window_size", lambda v: v >= 1, "1 or more")
+        check("draft_sink_size", lambda v: v >= 0, "0 or more")
         if self.draft_sink_size and self.draft_window_size is None:
-            raise InputError(
-                f"draft sink size {self.draft_sink_size} without a draft window size: sinks are kept beside one"
-            )
-        if self.max_block_size is not None and self.max_block_size < 1:
-            raise InputError(f"max block size {self.max_block_size}: it must be 1 or more")
-        if not 1 <= self.slots <= BATCH_SIZES[-1]:
-            raise InputError(f"slots {self.slots}: it must be 1 to {BATCH_SIZES[-1]}")
-        if self.prefix_bytes is not None and self.prefix_bytes < 0:
-            raise InputError(f"prefix_bytes {self.prefix_bytes}: it must be 0 (none) or more")
-        if not 0 < self.mem_fraction <= 1:
-            raise InputError(f"mem_fraction {self.mem_fraction}: it must be above 0 and at most 1")
+            fault = f"is {shown(self.draft_sink_size)} without a draft_window_size: sinks are kept beside one"
+            raise ArgumentError("draft_sink_size", fault)
+        check("chat_template_kwargs", lambda v: all(isinstance(k, str) for k in v), "a dict whose keys are strings")
+        check("max_block_size", lambda v: v >= 1, "1 or more")
+        check("slots", lambda v: 1 <= v <= BATCH_SIZES[-1], f"1 to {BATCH_SIZES[-1]}")
+        check("prefix_bytes", lambda v: 0 <= v <= MAX_BYTES, f"0 (none) to {MAX_BYTES}")
+        check("mem_fraction", lambda v: 0 < v <= 1, "above 0 and at most 1")
         if isinstance(self.mesh, str):
             Layout.parse(self.mesh)
 
@@ -130,12 +137,28 @@ class LLMConfig:
         return 2**28 if jax.default_backend() == "cpu" else device_memory() // 20
 
     def largest_block(self, drafter_block: int) -> int:
-        """The largest block size with a drafter of block size ``drafter_block``."""
-        return min(drafter_block, self.max_block_size or drafter_block)
+        """The largest block size with a drafter of block size ``drafter_block``; 1 is no drafter.
+
+        Raises:
+            InputError: max_block_size is greater than the drafter's.
+        """
+        if self.max_block_size is not None and self.max_block_size > drafter_block:
+            reason = "the drafter's own block size" if drafter_block > 1 else "since there is no drafter"
+            raise wrong("max_block_size", self.max_block_size, f"at most {drafter_block}, {reason}")
+        return self.max_block_size or drafter_block
 
     def positions(self, limit: int) -> int:
         """Positions of a request on a model of ``limit`` positions. Raises InputError where max_len does not fit."""
         positions = limit if self.max_len is None else self.max_len
         if not 1 < positions <= limit:
-            raise InputError(f"max_len {self.max_len}: it must be 2 to {limit}, the model's positions")
+            raise wrong("max_len", self.max_len, f"2 to {limit}, the model's positions")
         return positions
+
+
+def _is_possible(name: str, value: str | Path) -> bool:
+    """Whether the system takes a string or path: UTF-8 or the bytes of a file's name, without NUL, not too long."""
+    try:
+        encoded = os.fsencode(value)
+        return b"\0" not in encoded and (name == "chat_template" or len(encoded) <= MAX_PATH)
+    except UnicodeEncodeError:
+        return False

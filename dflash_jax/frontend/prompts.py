@@ -1,11 +1,14 @@
-"""From prompts to sequences: the part of `LLM` that an engine has no part in."""
+"""From prompts to sequences: the part of `LLM` that needs no engine."""
 
+import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from random import Random
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from dflash_jax.argument_checks import check_type, has_type, shown
+from dflash_jax.argument_checks import check_type, has_type, is_text, plain, shown
 from dflash_jax.engine.config import BlockSize
 from dflash_jax.engine.limits import RequestLimits, check_prompt
 from dflash_jax.engine.request import MaskProvider
@@ -31,7 +34,7 @@ def split_prompts(prompts: Any) -> list[Prompt]:
     Raises:
         InputError: The form is none of these. What is in the list is not checked.
     """
-    prompts = prompts.tolist() if hasattr(prompts, "tolist") else prompts
+    prompts = plain(prompts)
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if not isinstance(prompts, list | tuple | range):
@@ -54,6 +57,13 @@ def split_conversations(messages: Any) -> list[list[dict]]:
     return [list(conversation) for conversation in several]
 
 
+def _checked_text(text: str, name: str) -> str:
+    """The text. Raises InputError for one that UTF-8 cannot hold, which no tokenizer reads."""
+    if not is_text(text):
+        raise InputError(f"{name} is {shown(text)}: it is not text that UTF-8 can hold")
+    return text
+
+
 class Prompts:
     """Encodes prompts, checks their parameters and makes sequences. The attributes are documented with `LLM`."""
 
@@ -64,6 +74,8 @@ class Prompts:
     largest_block: int
     max_len: int
     draft_window: DraftWindow
+    # Of requests that have no seed; None: each gets a random one.
+    _seeds: Random | None
 
     @property
     def limits(self) -> RequestLimits:
@@ -88,30 +100,44 @@ class Prompts:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise InputError("this checkpoint has no tokenizer: give token ids")
-            try:
-                ids = self.tokenizer.encode(prompt)
-            except (TypeError, UnicodeEncodeError):
-                raise InputError("a prompt is not text that UTF-8 can hold") from None
+            ids = self.tokenizer.encode(_checked_text(prompt, name))
         else:
-            values = prompt.tolist() if hasattr(prompt, "tolist") else prompt  # pyright: ignore
+            values = plain(prompt)
             if not has_type(values, Sequence[int]):
                 raise InputError(f"{name} is {shown(prompt)}: it must be {PROMPT_FORM}")
             ids = list(map(int, values))
         vocab = self.config.vocab_size
         outside = [i for i in ids if not 0 <= i < vocab]
         if outside:
-            raise InputError(f"prompt id {outside[0]} is out of vocabulary: ids are 0 to {vocab - 1}")
+            raise InputError(f"prompt id {shown(outside[0])} is out of vocabulary: ids are 0 to {vocab - 1}")
         check_prompt(ids)
         return ids
+
+    def check_length(self, text: str, name: str = "prompt") -> None:
+        """Refuses a text whose length alone shows that it has more tokens than a request may have, before it is read.
+
+        Args:
+            text: Not yet tokenised.
+            name: Names it in errors.
+
+        Raises:
+            InputError: It does not fit.
+        """
+        # A token has at least one character, and the longest of the vocabulary is known only after a while.
+        if self.tokenizer is None or len(text) <= self.max_len or (longest := self.tokenizer.longest_token) is None:
+            return
+        if len(text) > (most := longest * self.max_len):
+            fits = f"at most {self.max_len} tokens fit, which have {most} characters at most"
+            raise InputError(f"{name} has {len(text)} characters: {fits}")
 
     def encode_chat(self, messages: list[dict], thinking: bool | None = None) -> list[int]:
         """Token ids of a conversation through the checkpoint's chat template."""
         return self.encode_plain(self.render_chat(messages, thinking))
 
     def encode_plain(self, text: str) -> list[int]:
-        """Token ids of a text in which a chat template has put the special tokens."""
+        """Token ids of a text in which a chat template has put the special tokens. Raises InputError for no UTF-8."""
         assert self.tokenizer is not None
-        return self.tokenizer.encode_plain(text)
+        return self.tokenizer.encode_plain(_checked_text(text, "the text of messages"))
 
     def render_chat(self, messages: list[dict], thinking: bool | None = None, **options) -> str:
         """The text of a conversation through the checkpoint's chat template; options as in `Tokenizer.render_chat`."""
@@ -135,7 +161,7 @@ class Prompts:
 
         Args:
             prompt: Text or token ids.
-            params: How it is continued; n must be 1.
+            params: How it is continued; n must be 1. A max_tokens of None becomes as many as fit.
             block_size: Overrides the LLM's.
             mask: Masks beside those that follow from ``params``. The checkpoint's stop ids then always end the text,
                 since a text that is complete must be able to end.
@@ -150,7 +176,12 @@ class Prompts:
         check_type("params", params, SamplingParams)
         if params.n > 1:
             raise InputError(f"n is {params.n}: a sequence is one continuation: give n=1, or use generate()")
+        if isinstance(prompt, str):
+            self.check_length(prompt)
         ids, filled = self.encode(prompt), self.defaults.fill(params)
+        if filled.max_tokens is None:
+            # One at least: a prompt that leaves no room is refused below.
+            filled = replace(filled, max_tokens=max(self.max_len - len(ids), filled.min_tokens, 1))
         filled.check_vocabulary(self.config.vocab_size)
         if (filled.stop or filled.stop_regex) and self.tokenizer is None:
             raise InputError("stop strings need a tokenizer, and this checkpoint has none: use stop_token_ids")
@@ -166,3 +197,36 @@ class Prompts:
             mask = record if mask is None else CombinedMasks([mask, record])
         window = {"draft_window_size": self.draft_window.size, "draft_sink_size": self.draft_window.sinks}
         return TextSequence(ids, filled, stops, self.tokenizer, block_size=block_size, mask=mask, **window, **options)
+
+    def _sequences(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        block_size: BlockSize | None = None,
+        **options,
+    ) -> list[tuple[str | None, list[TextSequence]]]:
+        """`_sequences_of` of every prompt."""
+        several = split_prompts(prompts)
+        each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(several)
+        if len(each) != len(several):
+            raise InputError(f"{len(each)} SamplingParams for {len(several)} prompts: give one, or one each")
+        pairs = enumerate(zip(several, each, strict=True))
+        return [self._sequences_of(prompt, f"prompts[{i}]", one, block_size, **options) for i, (prompt, one) in pairs]
+
+    def _sequences_of(
+        self, prompt: Prompt, name: str, params: SamplingParams, block_size: BlockSize | None, **options
+    ) -> tuple[str | None, list[TextSequence]]:
+        """(text of a prompt, None where it was not given as text, and its n sequences)."""
+        fields = prompt if isinstance(prompt, Mapping) else {"prompt": prompt}
+        if isinstance(text := fields.get("prompt"), str) and fields.get("prompt_token_ids") is None:
+            self.check_length(text, name)
+        ids = self.encode(prompt, name)
+        sequences = [self.new_sequence(ids, each, block_size, **options) for each in self._choices(params)]
+        return text if isinstance(text, str) else None, sequences
+
+    def _choices(self, params: SamplingParams) -> list[SamplingParams]:
+        """The parameters of each of the n continuations of a prompt."""
+        seed = params.seed
+        if seed is None and self._seeds is None and params.n > 1:
+            seed = int.from_bytes(os.urandom(4), "little")
+        return [replace(params, n=1, seed=None if seed is None else (seed + i) % 2**32) for i in range(params.n)]

@@ -1,15 +1,17 @@
 """Sampling defaults and stop ids of a checkpoint."""
 
+import os
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
+from dflash_jax.argument_checks import check_type, plain, shown
 from dflash_jax.errors import InputError
 from dflash_jax.sampling_params import MAX_STOPS, SamplingParams
 
 
 def _stop_ids(raw: dict) -> tuple[int, ...] | None:
     """``eos_token_id`` of a config, one id or several; None where it is missing."""
-    from dflash_jax.models.families.reading import LIMITS, integer, shown
+    from dflash_jax.models.families.reading import LIMITS, integer
 
     value = raw.get("eos_token_id")
     if value is None:
@@ -62,7 +64,7 @@ class SamplingDefaults:
         path = directory / "generation_config.json"
         if generation_config not in ("auto", "vllm"):
             path = Path(generation_config).expanduser()
-            path = path / "generation_config.json" if path.is_dir() else path
+            path = path / "generation_config.json" if os.path.isdir(path) else path
         is_read = generation_config != "vllm" and (generation_config != "auto" or path.exists())
         raw = Raw(read_json(path) if is_read else {}, "generation_config")
         values, stop_ids = parsed(_sampling, raw, path), parsed(_stop_ids, raw, path)
@@ -82,11 +84,11 @@ class SamplingDefaults:
             InputError: Another name, or a wrong value.
         """
         known = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+        values = {name: plain(value) for name, value in values.items()}
         for name, value in values.items():
             if name not in known:
-                raise InputError(f"sampling default {name[:60]!r}: it must be one of {', '.join(known)}")
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise InputError(f"sampling default {name} is {str(value)[:60]}: it must be a number")
+                raise InputError(f"sampling default {shown(name)}: it must be one of {', '.join(known)}")
+            check_type(f"sampling default {name}", value, float)
         values = values | ({"top_k": 0} if values.get("top_k") == -1 else {})
         SamplingParams(**values)
         return replace(self, values=self.values | values)

@@ -163,16 +163,20 @@ class Tokenizer:
     def longest_token(self) -> int | None:
         """Characters of the longest token; None where it is unknown.
 
-        It is known for byte-level vocabularies whose normaliser does not shorten the text. NFC composes at most four
-        characters into one.
+        It is known for byte-level vocabularies with all bytes whose file neither shortens the text nor drops parts of
+        it. NFC composes at most four characters into one.
         """
         if self.file is None or not self._is_byte_level:
             return None
-        given = json.loads(self.file.read_text(encoding="utf-8"))
+        text = self.file.read_text(encoding="utf-8")
+        given, vocabulary = json.loads(text), self._vocabulary()
         normalizer = given.get("normalizer") or {"type": None}
         if normalizer["type"] not in (None, "NFC") or any(t["lstrip"] or t["rstrip"] for t in given["added_tokens"]):
             return None
-        return max(map(len, self._vocabulary())) * (4 if normalizer["type"] == "NFC" else 1)
+        drops = given.get("truncation") or '"Removed"' in text or "Whitespace" in str(given.get("pre_tokenizer"))
+        if drops or given["model"].get("type") != "BPE" or not vocabulary.keys() >= _BYTES.keys():
+            return None
+        return max(map(len, vocabulary)) * (4 if normalizer["type"] == "NFC" else 1)
 
     @cached_property
     def markers(self) -> frozenset[int]:

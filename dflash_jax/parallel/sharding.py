@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from dflash_jax.argument_checks import shown
 from dflash_jax.errors import InputError
 
 Axes = tuple[str, ...]
@@ -136,11 +137,12 @@ class Layout:
         for part in filter(None, text.replace(" ", "").split(",")):
             name, _, size = part.partition("=")
             if name not in ("data", "expert", "tensor"):
-                raise InputError(f"mesh axis {name!r} is not known: axes are data, expert and tensor")
+                raise InputError(f"mesh axis {shown(name)} is not known: axes are data, expert and tensor")
             if name in sizes:
-                raise InputError(f"mesh {text!r} gives {name} twice")
-            if not size.isdecimal() or int(size) < 1:
-                raise InputError(f"mesh axis {name} has size {size!r}: it must be a whole number from 1")
+                raise InputError(f"mesh {shown(text)} gives {name} twice")
+            # int() reads at most 4,300 digits.
+            if not size.isdecimal() or len(size) > 9 or int(size) < 1:
+                raise InputError(f"mesh axis {name} has size {shown(size)}: it must be a whole number from 1")
             sizes[name] = int(size)
         return cls(**sizes)
 

@@ -25,6 +25,13 @@ def test_a_request_at_every_limit_is_allowed():
     [
         ({"prompt": []}, "a prompt is empty: it must have at least one token"),
         ({"prompt": [1] * 61}, "61 prompt tokens and 40 new ones are 101: at most 100 fit"),
+        ({"params": SamplingParams(max_tokens=None)}, "max_tokens is None: it must be a whole number"),
+        (
+            {"params": SamplingParams(max_tokens=10**5000)},
+            "60 prompt tokens and an integer of 16610 bits new ones are an",
+        ),
+        ({"block_size": 10**5000}, "block size an integer of 16610 bits: it must be 1 to 16"),
+        ({"prompt_logprobs": 10**5000}, "prompt_logprobs is an integer of 16610 bits: it must be at most 20"),
         ({"block_size": 17}, r"block size 17: it must be 1 to 16 \(the drafter's own\), or auto"),
         ({"block_size": 0}, "block size 0: it must be 1 to 16"),
         ({"block_size": "wide"}, "block size wide: it must be 1 to 16"),
@@ -32,6 +39,7 @@ def test_a_request_at_every_limit_is_allowed():
         ({"params": SamplingParams(max_tokens=40, logprobs=21)}, "^logprobs is 21: it must be at most 20"),
         ({"prompt_logprobs": 21}, "^prompt_logprobs is 21: it must be at most 20"),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_exceeds_a_limit_is_refused_by_its_name(changes, message):
     with pytest.raises(InputError, match=message):

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from dflash_jax import LLM, InputError, SamplingParams
-from dflash_jax.argument_checks import has_type, hints_of
+from dflash_jax.argument_checks import caller_names, has_type, hints_of
 from dflash_jax.frontend.keywords import DEFAULTS, KEYWORDS, OTHERS, with_other_names
 from dflash_jax.frontend.llm_config import LLMConfig
+from tests.odd_values import HUGE, ODD, SURROGATE, refusal
 
 VALUES = [
     *("8", "", 5, -1, 1.5, float("nan"), float("inf"), 2**80, True, None, b"x"),
@@ -177,3 +178,47 @@ def test_numbers_and_arrays_of_numpy_are_token_ids_and_numbers(llm):
     for given in (np.array(ids), np.array([ids]), [np.array(ids)], [np.int32(i) for i in ids], tuple(ids)):
         (output,) = llm.generate(given, params)
         assert (output.prompt_ids, output.token_ids) == (ids, expected.token_ids)
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_an_odd_value_of_a_sampling_parameter_is_refused_or_runs(name, llm):
+    for value in ODD:
+        refusal(lambda value=value: llm.generate("def f(", SamplingParams(**{"max_tokens": 2, name: value})))
+
+
+def configuration(own, others) -> LLMConfig:
+    """What `LLM` makes of its keywords, with their names in errors."""
+    values, names = with_other_names(own, others)
+    with caller_names(names):
+        return LLMConfig(**values)
+
+
+@pytest.mark.parametrize("name", [*CONFIG, *KEYWORDS, *OTHERS])
+def test_an_odd_value_of_a_keyword_is_refused_or_read(name):
+    for value in ODD:
+        own = DEFAULTS | ({name: value} if name in DEFAULTS else {})
+        message = refusal(lambda own=own, value=value: configuration(own, {} if name in DEFAULTS else {name: value}))
+        assert message is None or message.startswith((name, f"LLM has no argument {name!r}"))
+
+
+@pytest.mark.parametrize("method", ["generate", "check", "stream", "pieces", "encode", "chat"])
+def test_an_odd_prompt_is_refused(method, llm):
+    call = getattr(llm, method)
+    for value in (*ODD, np.float16(1), [[HUGE]], {"prompt": SURROGATE}, {"prompt_token_ids": [HUGE]}):
+        if value != "a\0b":
+            assert refusal(lambda value=value: call(value)), value
+
+
+@pytest.mark.parametrize(
+    "message",
+    [{"role": "user", "content": SURROGATE}, {"role": SURROGATE, "content": "x"}, {"role": "user", "content": HUGE}],
+    ids=["content", "role", "number"],
+)
+def test_an_odd_message_is_refused_or_answered(message, llm):
+    params = SamplingParams(max_tokens=1)
+    assert (message["content"] == HUGE) or refusal(lambda: llm.chat([message], params))
+    for name in ("chat_template", "chat_template_kwargs", "tools"):
+        for value in (*ODD, {5: 1}):
+            refusal(
+                lambda name=name, value=value: llm.chat([{"role": "user", "content": "x"}], params, **{name: value})
+            )

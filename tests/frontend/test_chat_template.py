@@ -86,7 +86,7 @@ def test_sampling_defaults_are_overridden_and_checked():
     assert defaults.fill(SamplingParams(temperature=0.1)).temperature == 0.1
     for wrong, message in (
         ({"max_tokens": 3}, "'max_tokens': it must be one of temperature"),
-        ({"temperature": "hot"}, "temperature is hot: it must be a number"),
+        ({"temperature": "hot"}, "temperature is 'hot': it must be a number"),
         ({"temperature": True}, "temperature is True"),
         ({"top_p": 7}, "top_p is 7"),
         ({"top_k": [1]}, r"top_k is \[1\]"),
@@ -117,7 +117,7 @@ def test_resolve_downloads_the_given_revision(tmp_path, monkeypatch):
     assert (asked["name"], asked["revision"], asked["cache_dir"]) == ("a/b", "v1", "downloads")
     with pytest.raises(InputError, match="has no revision 'v1'"):
         resolve(tmp_path, "v1")
-    with pytest.raises(InputError, match="revision v1: there is no repo"):
+    with pytest.raises(InputError, match="revision is 'v1': there is no repo"):
         LLM(revision="v1")
-    with pytest.raises(InputError, match="draft_revision v1: there is no repo"):
+    with pytest.raises(InputError, match="draft_revision is 'v1': there is no repo"):
         LLM(draft_revision="v1")

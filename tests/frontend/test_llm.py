@@ -151,7 +151,6 @@ def test_defaults_of_a_checkpoint(tmp_path):
         ({"top_p": 0.0}, "top_p is 0.0"),
         ({"top_p": 1.5}, "1.5"),
         ({"top_k": -2}, "top_k is -2"),
-        ({"max_tokens": None}, "max_tokens is None: it must be a whole number"),
         ({"do_sample": False, "temperature": 0.7}, "do_sample is False and temperature is 0.7"),
         ({"prompt_logprobs": 0}, "prompt_logprobs is 0"),
         ({"min_p": 2.0}, "min_p is 2.0"),

@@ -24,18 +24,18 @@ def test_llm_config_is_frozen():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"revision": "main"}, "revision main: there is no repo that it could be of"),
-        ({"target": "a/b", "draft_revision": "main"}, "draft_revision main: there is no repo"),
-        ({"dtype": "float8"}, "dtype 'float8': it must be one of float32, bfloat16"),
-        ({"draft_window_size": 0}, "draft window size 0: it must be 1 or more"),
-        ({"draft_sink_size": -1}, "draft sink size -1: it must be 0 or more"),
-        ({"draft_sink_size": 2}, "draft sink size 2 without a draft window size"),
-        ({"max_block_size": 0}, "max block size 0: it must be 1 or more"),
-        ({"slots": 0}, "slots 0: it must be 1 to 256"),
-        ({"slots": 257}, "slots 257: it must be 1 to 256"),
-        ({"prefix_bytes": -1}, "prefix_bytes -1: it must be 0"),
-        ({"mem_fraction": 0.0}, "mem_fraction 0.0: it must be above 0 and at most 1"),
-        ({"mem_fraction": 1.5}, "mem_fraction 1.5"),
+        ({"revision": "main"}, "revision is 'main': there is no repo that it could be of"),
+        ({"target": "a/b", "draft_revision": "main"}, "draft_revision is 'main': there is no repo"),
+        ({"dtype": "float8"}, "dtype is 'float8': it must be one of auto, float32, bfloat16"),
+        ({"draft_window_size": 0}, "draft_window_size is 0: it must be 1 or more"),
+        ({"draft_sink_size": -1}, "draft_sink_size is -1: it must be 0 or more"),
+        ({"draft_sink_size": 2}, "draft_sink_size is 2 without a draft_window_size"),
+        ({"max_block_size": 0}, "max_block_size is 0: it must be 1 or more"),
+        ({"slots": 0}, "slots is 0: it must be 1 to 256"),
+        ({"slots": 257}, "slots is 257: it must be 1 to 256"),
+        ({"prefix_bytes": -1}, "prefix_bytes is -1: it must be 0"),
+        ({"mem_fraction": 0.0}, "mem_fraction is 0.0: it must be above 0 and at most 1"),
+        ({"mem_fraction": 1.5}, "mem_fraction is 1.5"),
         ({"mesh": "rows=2"}, "mesh axis 'rows' is not known"),
     ],
 )
@@ -47,10 +47,15 @@ def test_wrong_values_are_refused_without_a_file_read(options, message):
 def test_positions_and_blocks_are_bounded_by_the_models():
     assert LLMConfig().positions(512) == LLMConfig(max_len=512).positions(512) == 512
     for wrong in (1, 513):
-        with pytest.raises(InputError, match=f"max_len {wrong}: it must be 2 to 512, the model's positions"):
+        with pytest.raises(InputError, match=f"max_len is {wrong}: it must be 2 to 512, the model's positions"):
             LLMConfig(max_len=wrong).positions(512)
-    assert LLMConfig().largest_block(16) == LLMConfig(max_block_size=32).largest_block(16) == 16
+    assert LLMConfig().largest_block(16) == LLMConfig(max_block_size=16).largest_block(16) == 16
     assert LLMConfig(max_block_size=4).largest_block(16) == 4
+    assert LLMConfig(max_block_size=1).largest_block(1) == 1
+    with pytest.raises(InputError, match="max_block_size is 17: it must be at most 16, the drafter's own block size"):
+        LLMConfig(max_block_size=17).largest_block(16)
+    with pytest.raises(InputError, match="max_block_size is 2: it must be at most 1, since there is no drafter"):
+        LLMConfig(max_block_size=2).largest_block(1)
 
 
 def test_an_llm_of_a_configuration_has_its_values():

@@ -9,7 +9,7 @@ from tqdm import tqdm
 from dflash_jax import LLM, InputError, SamplingParams
 from dflash_jax.engine import model_runner
 from dflash_jax.engine.engine import EngineError
-from dflash_jax.frontend import llm as llm_module
+from dflash_jax.frontend import generation
 from dflash_jax.frontend.compare import divergence
 from dflash_jax.frontend.sequence import Piece
 from dflash_jax.frontend.sync_engine import SyncEngine
@@ -115,7 +115,7 @@ def test_a_prompt_that_fails_between_two_results_raises(llm, monkeypatch):
                 submitted[0].fail(EngineError("the first failed"))
 
     monkeypatch.setattr(SyncEngine, "submit", remember)
-    monkeypatch.setattr(llm_module, "tqdm", Bar)
+    monkeypatch.setattr(generation, "tqdm", Bar)
     lengths = [replace(PARAMS, max_tokens=n) for n in (200, 1)]
     with pytest.raises(EngineError, match="the first failed"):
         llm.generate(["def f(", "import "], lengths)
@@ -141,9 +141,9 @@ def test_auto_is_the_default_and_changes_nothing(llm):
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"slots": 0}, "slots 0"),
-        ({"prefix_bytes": -1}, "prefix_bytes -1"),
-        ({"mem_fraction": 0.0}, "mem_fraction 0.0"),
+        ({"slots": 0}, "slots is 0"),
+        ({"prefix_bytes": -1}, "prefix_bytes is -1"),
+        ({"mem_fraction": 0.0}, "mem_fraction is 0.0"),
         ({"block_size": "wide"}, "block_size is 'wide'"),
     ],
 )

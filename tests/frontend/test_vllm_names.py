@@ -2,10 +2,12 @@
 
 import re
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from tqdm import tqdm
 
 from dflash_jax import LLM, InputError, SamplingParams
 from dflash_jax.frontend.keywords import with_other_names
@@ -22,7 +24,13 @@ def rows(heading: str) -> list[tuple[str, str]]:
 
 
 SAME, REFUSED = rows("| vLLM | here |"), rows("| vLLM | what to do |")
-NAMES = {"SamplingParams": SamplingParams, "DIR": str(TINY / "target"), "DRAFT": str(TINY / "draft")}
+NAMES = {
+    "SamplingParams": SamplingParams,
+    "partial": partial,
+    "tqdm": tqdm,
+    "DIR": str(TINY / "target"),
+    "DRAFT": str(TINY / "draft"),
+}
 
 
 def configuration(*given, **keywords) -> LLMConfig:
@@ -30,7 +38,7 @@ def configuration(*given, **keywords) -> LLMConfig:
     own = {field.name: field.default for field in fields(LLMConfig)}
     own |= dict(zip(own, given, strict=False))
     own |= {name: keywords.pop(name) for name in list(keywords) if name in own}
-    config = with_other_names(own, keywords)
+    config, _ = with_other_names(own, keywords)
     # A drafter's revision is of a repo; the bundled drafter is a directory, which is checked when it is read.
     return LLMConfig(**config | {"dtype": None if config["dtype"] == "auto" else config["dtype"]})
 
@@ -61,7 +69,7 @@ def test_what_is_refused_says_what_to_do(vllm, advice):
 
 
 def test_the_tables_have_their_rows():
-    assert (len(SAME), len(REFUSED)) == (43, 10)
+    assert (len(SAME), len(REFUSED)) == (45, 9)
 
 
 def test_an_llm_takes_other_names_and_draws_the_same_seeds_again():

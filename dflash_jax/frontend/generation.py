@@ -1,0 +1,234 @@
+"""Generation: what `LLM` does with prompts, all at once or as a stream."""
+
+import copy
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
+from itertools import count
+from math import isnan
+from typing import Any, TypeAlias, TypeVar
+
+from tqdm import tqdm
+
+from dflash_jax.argument_checks import checked
+from dflash_jax.engine.config import BlockSize
+from dflash_jax.engine.executables import Executables
+from dflash_jax.errors import InputError
+from dflash_jax.frontend.chat_template import template_options
+from dflash_jax.frontend.outputs import Completion
+from dflash_jax.frontend.prompts import Prompt, Prompts, split_conversations
+from dflash_jax.frontend.sequence import Piece, TextSequence
+from dflash_jax.frontend.sync_engine import SyncEngine
+from dflash_jax.sampling_params import SamplingParams
+
+T = TypeVar("T")
+# Whether there is a bar, or what makes one: tqdm or a function with its keywords.
+Progress: TypeAlias = bool | Callable[..., Any]
+
+
+def _either(name: str, value: T | None, other: str, other_value: T | None) -> T | None:
+    """The value of an argument with two names. Raises InputError where both are given."""
+    if value is not None and other_value is not None:
+        raise InputError(f"{name} and {other} are one argument: give one of them")
+    return other_value if value is None else value
+
+
+class Generation(Prompts):
+    """Continues prompts on an engine. The attributes are documented with `LLM`."""
+
+    programs: Executables
+    plain_programs: Executables
+    reproducible: bool
+    _sync_engine: SyncEngine
+    _request_ids: count
+
+    @checked("prompts")
+    def check(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> None:
+        """Raises InputError where `generate` would."""
+        self._sequences(prompts, params)
+
+    @checked("prompts")
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        block_size: BlockSize | None = None,
+        progress: Progress | None = None,
+        *,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: Progress | None = None,
+    ) -> list[Completion]:
+        """Continues every prompt, as many at a time as there are slots.
+
+        Args:
+            prompts: A prompt, or a list of them. A prompt is text, token ids, ``{"prompt": text}`` or
+                ``{"prompt_token_ids": ids}``.
+            params: How they are continued; one for all, or one for each.
+            block_size: Overrides the LLM's for this call; 1 decodes plainly.
+            progress: Whether to show a bar on stderr, or a callable that makes the bar, with tqdm's keywords and
+                methods; None shows one for more than eight prompts, on a terminal.
+            sampling_params: vLLM's name of ``params``.
+            use_tqdm: vLLM's name of ``progress``.
+
+        Returns:
+            One `Completion` for each prompt, in their order.
+
+        Raises:
+            InputError: A prompt or parameter is wrong, or the memory is not enough.
+        """
+        params = _either("params", params, "sampling_params", sampling_params)
+        progress = _either("progress", progress, "use_tqdm", use_tqdm)
+        groups = self._sequences(prompts, params, block_size, streamed=False)
+        sequences = [sequence for _, group in groups for sequence in group]
+        if progress is None:
+            progress = len(sequences) > 8 and sys.stderr.isatty()
+        make_bar = progress if callable(progress) else partial(tqdm, disable=not progress)
+        with closing(make_bar(total=len(sequences), unit="prompt")) as bar:
+            for _ in self._finished([group for _, group in groups]):
+                bar.update()
+                if progress:
+                    bar.set_postfix_str(f"{self.tokens_per_s(sequences):.0f} tok/s", refresh=False)
+        return [self._completion(text, group) for text, group in groups]
+
+    @checked("messages")
+    def chat(
+        self,
+        messages: list[dict] | list[list[dict]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        thinking: bool | None = None,
+        block_size: BlockSize | None = None,
+        progress: Progress | None = None,
+        *,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: Progress | None = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: dict | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict] | None = None,
+    ) -> list[Completion]:
+        """Answers one conversation, or each of several.
+
+        Args:
+            messages: ``{"role", "content"}`` of each message of a conversation, or a list of conversations.
+            params: How they are answered; one for all, or one for each.
+            thinking: Whether the model thinks first; None leaves that to the template.
+            block_size: As for `generate`.
+            progress: As for `generate`.
+            sampling_params: vLLM's name of ``params``.
+            use_tqdm: vLLM's name of ``progress``.
+            chat_template: A Jinja file, or the template itself, in place of the LLM's.
+            chat_template_kwargs: The template's options, such as ``{"enable_thinking": False}``.
+            add_generation_prompt: Whether the text goes on to where an answer begins.
+            continue_final_message: Whether the last message is continued instead.
+            tools: Tools that the model may call, as JSON schemas.
+        """
+        params = _either("params", params, "sampling_params", sampling_params)
+        progress = _either("progress", progress, "use_tqdm", use_tqdm)
+        options = template_options(chat_template, chat_template_kwargs, continue_final_message)
+        options |= {"tools": tools, "ask": add_generation_prompt and not continue_final_message}
+        texts = [self.render_chat(talk, thinking, **options) for talk in split_conversations(messages)]
+        for i, text in enumerate(texts):
+            self.check_length(text, f"the text of messages[{i}]" if len(texts) > 1 else "the text of messages")
+        prompts = [{"prompt": text, "prompt_token_ids": self.encode_plain(text)} for text in texts]
+        return self.generate(prompts, params, block_size, progress)
+
+    @checked("prompt")
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        sampling_params: SamplingParams | None = None,
+    ) -> Iterator[str]:
+        """Yields the text of one prompt's continuation as it is generated."""
+        if self.tokenizer is None:
+            raise InputError("this checkpoint has no tokenizer, so there is no text to stream: see pieces()")
+        pieces = self.pieces(prompt, params, sampling_params=sampling_params)
+        return (piece.text for piece in pieces if isinstance(piece, Piece) and piece.text)
+
+    @checked("prompt")
+    def pieces(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        block_size: BlockSize | None = None,
+        *,
+        sampling_params: SamplingParams | None = None,
+    ) -> Iterator[Piece | Completion]:
+        """Yields a `Piece` for every dispatch of one prompt, and its `Completion` at the end.
+
+        Several such iterators may be in use at once.
+        """
+        params = _either("params", params, "sampling_params", sampling_params)
+        if params is not None and params.n > 1:
+            raise InputError(f"n is {params.n}: a stream is of one continuation: give n=1, or use generate()")
+        text, (sequence,) = self._sequences_of(prompt, "prompt", params or SamplingParams(), block_size)
+        return self._pieces(text, sequence)
+
+    def _pieces(self, text: str | None, sequence: TextSequence) -> Iterator[Piece | Completion]:
+        self._submit([[sequence]])
+        try:
+            while True:
+                while sequence.pieces:
+                    yield sequence.pieces.popleft()
+                if sequence.request.finish_reason:
+                    break
+                self._sync_engine.step()
+            sequence.raise_failure()
+            yield self._completion(text, [sequence])
+        finally:
+            self._sync_engine.leave([sequence])
+
+    def _finished(self, groups: list[list[TextSequence]]) -> Iterator[TextSequence]:
+        """Runs the sequences of prompts, and yields each when it ends."""
+        self._submit(groups)
+        running = sequences = [sequence for group in groups for sequence in group]
+        try:
+            while running:
+                self._sync_engine.step()
+                # Before the first is yielded: the caller may step the engine, and others then end.
+                ended = [sequence for sequence in running if sequence.request.finish_reason]
+                running = [sequence for sequence in running if sequence.request.finish_reason is None]
+                for sequence in ended:
+                    sequence.raise_failure()
+                    yield sequence
+        finally:
+            self._sync_engine.leave(sequences)
+
+    @staticmethod
+    def tokens_per_s(sequences: list[TextSequence]) -> float:
+        """New tokens of the sequences per second since the first prompt was in the caches."""
+        begun = [s.request.times for s in sequences if not isnan(s.request.times.first_token)]
+        ends = [t.finished for t in begun if not isnan(t.finished)]
+        if not ends:
+            return 0.0
+        tokens = sum(len(s.request.tokens) for s in sequences)
+        return tokens / max(max(ends) - min(t.ready for t in begun), 1e-9)
+
+    def _completion(self, text: str | None, group: list[TextSequence]) -> Completion:
+        """The result of a prompt whose sequences have ended."""
+        completions = [sequence.completion() for sequence in group]
+        outputs = [completion.output(i, self._text_of) for i, completion in enumerate(completions)]
+        return replace(completions[0], prompt=text, request_id=str(next(self._request_ids)), outputs=outputs)
+
+    def _text_of(self, token: int) -> str | None:
+        return self.tokenizer.token_bytes(token).decode(errors="replace") if self.tokenizer else None
+
+    def _submit(self, groups: list[list[TextSequence]]) -> None:
+        """Submits the sequences of prompts. A call that is refused takes none of the LLM's seeds."""
+        seeds = copy.copy(self._seeds)
+        for group in groups:
+            if seeds is not None and not group[0].has_given_seed:
+                first = seeds.getrandbits(32)
+                for i, sequence in enumerate(group):
+                    sequence.request.params = replace(sequence.request.params, seed=(first + i) % 2**32)
+        sequences = [sequence for group in groups for sequence in group]
+        is_plain = not self.reproducible and all(s.request.block_size == 1 for s in sequences)
+        self._sync_engine.submit(sequences, self.plain_programs if is_plain else self.programs)
+        if self._seeds is not None and seeds is not None:
+            self._seeds.setstate(seeds.getstate())
