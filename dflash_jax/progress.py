@@ -187,6 +187,7 @@ def step(
     in_library: bool = False,
     line: str | None = None,
     disable: bool = False,
+    delay: float | None = None,
 ) -> Iterator[None]:
     """Shows the seconds of a step that has nothing to count.
 
@@ -196,10 +197,12 @@ def step(
         in_library: Whether a library call shows them, on a terminal.
         line: The line where stderr is no terminal; None: ``description``.
         disable: Whether nothing is shown.
+        delay: Seconds before the step is shown; None: `DELAY_S`.
     """
     about = "" if expected_s is None or expected_s < DELAY_S else f" of about {expected_s:.0f} s"
     bar_format = f"{{desc}} ({{elapsed_s:.0f}} s{about})"
-    options = {"in_library": in_library, "line": line, "disable": disable, "bar_format": bar_format, "miniters": 0}
+    options = {"in_library": in_library, "line": line, "disable": disable, "delay": delay}
+    options |= {"bar_format": bar_format, "miniters": 0}
     with bar(description=description, **options) as shown:
         if isinstance(shown, QuietBar):
             yield

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from dflash_jax import progress
+from dflash_jax.cli import options
 
 
 class Terminal(io.StringIO):
@@ -108,3 +109,12 @@ def test_a_terminal_without_columns_and_a_closed_stderr(monkeypatch):
     closed.close()
     monkeypatch.setattr(sys, "stderr", closed)
     assert not progress.is_terminal()
+
+
+@pytest.mark.parametrize("err", [Terminal, io.StringIO], indirect=True)
+def test_the_start_of_a_command_shows_at_once_on_a_terminal_alone(err):
+    progress.enable()
+    with options.starting():
+        shown = err.getvalue()
+    assert ("starting" in shown) == err.isatty()
+    assert err.isatty() or not err.getvalue()

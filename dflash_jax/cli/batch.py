@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from dflash_jax import progress
-from dflash_jax.cli.options import Parser, exit_code, program, run_async
+from dflash_jax.cli.options import INTERRUPTED, Parser, exit_code, program, run_async
 from dflash_jax.cli.serve import assemble
 from dflash_jax.errors import InputError
 
@@ -164,14 +164,22 @@ class Batch:
 
 @contextmanager
 def running(serving) -> Iterator[None]:
-    """The engine, and the processes of grammars."""
+    """The engine, and the processes of grammars.
+
+    An interrupt does not wait for the engine's thread: it may be compiling, and the process ends without it.
+    """
+    is_interrupted = False
     try:
         if serving.grammar is not None:
             serving.grammar.start()
         serving.engine.start()
         yield
+    except KeyboardInterrupt:
+        is_interrupted = True
+        raise
     finally:
-        serving.engine.stop()
+        if not is_interrupted:
+            serving.engine.stop()
         serving.stop_workers()
 
 
@@ -207,17 +215,15 @@ def run(batch_args, args, system) -> int:
         urls = frozenset(URLS) & set(app.openapi()["paths"])
         todo = entries(stream, limits.body_bytes, urls, output.done)
         code, reason = 0, ""
-        with (
-            progress.bar(description="answering", total=total, initial=before, unit="request", leave=True) as bar,
-            running(serving),
-        ):
-            batch = Batch(serving, app, output, batch_args.concurrency, bar)
-            try:
+        bar = progress.bar(description="answering", total=total, initial=before, unit="request", leave=True)
+        batch = Batch(serving, app, output, batch_args.concurrency, bar)
+        try:
+            with bar, running(serving):
                 run_async(batch.run(todo))
-            except KeyboardInterrupt:
-                code, reason = 130, "interrupted (the same command goes on): "
-            except EngineError as e:
-                code, reason = 1, f"the engine failed ({e}; the same command goes on): "
+        except KeyboardInterrupt:
+            code, reason = INTERRUPTED, "interrupted (the same command goes on): "
+        except EngineError as e:
+            code, reason = 1, f"the engine failed ({e}; the same command goes on): "
     if code == 0 and batch.has_no_request and not before:
         code, reason = 1, f"{batch_args.input_file} has no valid request: "
     print(f"{reason}{batch.summary(before)}", file=sys.stderr)

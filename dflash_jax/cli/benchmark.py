@@ -23,7 +23,17 @@ from dflash_jax.benchmarking.tables import PLAIN, key, markdown, plot
 from dflash_jax.checkpoint.config_files import find_config
 from dflash_jax.cli.aliases import add_aliases, take_aliases
 from dflash_jax.cli.arguments import block_size
-from dflash_jax.cli.options import Parser, add_hub, add_platform, exit_code, program, run_async, set_platform, versions
+from dflash_jax.cli.options import (
+    Parser,
+    add_hub,
+    add_platform,
+    exit_code,
+    program,
+    run_async,
+    set_platform,
+    starting,
+    versions,
+)
 from dflash_jax.cli.system_config import read_system
 from dflash_jax.errors import InputError
 
@@ -133,8 +143,9 @@ class Results:
 
 def open_llm(args, options: dict):
     """Loads the pair that the options name: (LLM, name of the device)."""
-    device = set_platform(args.platform)
-    from dflash_jax.frontend.llm import LLM
+    with starting():
+        device = set_platform(args.platform)
+        from dflash_jax.frontend.llm import LLM
 
     names = "dtype quantize mesh max_len draft_tokens max_block_size mem_fraction revision draft_revision download_dir"
     names = names.split()

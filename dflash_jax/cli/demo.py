@@ -4,7 +4,7 @@ import argparse
 import sys
 
 from dflash_jax.cli.draft_marks import draft_marks
-from dflash_jax.cli.options import Parser, add_platform, exit_code, program, set_platform
+from dflash_jax.cli.options import Parser, add_platform, exit_code, program, set_platform, starting
 from dflash_jax.errors import InputError
 
 # Answered correctly and briefly by greedy decoding, and well drafted: 2.3 tokens a round of 4.
@@ -75,9 +75,10 @@ def run(args: argparse.Namespace) -> int:
     """Runs the demo: the exit code."""
     if args.prompt == "":
         raise InputError("the prompt is empty: it must have at least one token")
-    set_platform(args.platform)
-    from dflash_jax.frontend.compare import measure_drafting
-    from dflash_jax.sampling_params import SamplingParams
+    with starting():
+        set_platform(args.platform)
+        from dflash_jax.frontend.compare import measure_drafting, why_plain
+        from dflash_jax.sampling_params import SamplingParams
 
     llm, is_bundled = open_pair(args.bundled, args.kernels)
     if is_bundled:
@@ -102,6 +103,8 @@ def run(args: argparse.Namespace) -> int:
 
     (measured,) = measure_drafting(llm, [prompt], params, watch=watch)
     write(f"\n{last_line(measured, marks.legend)}\n")
+    if reason := why_plain(llm, [measured]):
+        write(f"Commands decode plainly with this pair here: {reason}\n")
     return 0
 
 

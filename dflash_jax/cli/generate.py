@@ -8,7 +8,7 @@ from collections import Counter
 from dflash_jax import progress
 from dflash_jax.cli.arguments import make_parser, read_prompts
 from dflash_jax.cli.draft_marks import draft_marks
-from dflash_jax.cli.options import exit_code, llm_options, set_platform, with_config
+from dflash_jax.cli.options import exit_code, llm_options, set_platform, starting, with_config
 from dflash_jax.errors import InputError
 
 # No call of a device takes less: a prompt of one token, which is not prefilled, shows no rate.
@@ -173,11 +173,12 @@ def run(args, system) -> int:
         from dflash_jax.parallel import distributed
 
         distributed.start()
-    device = set_platform(args.platform)
+    with starting():
+        device = set_platform(args.platform)
+        from dflash_jax.frontend.llm import LLM
+        from dflash_jax.sampling_params import SamplingParams
     if args.distributed:
         distributed.one_voice()
-    from dflash_jax.frontend.llm import LLM
-    from dflash_jax.sampling_params import SamplingParams
 
     params = SamplingParams(
         temperature=args.temperature,

@@ -8,8 +8,9 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import FrameType
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 # The exit code after Ctrl-C, as a shell gives it.
 INTERRUPTED = 130
+# Seconds that a process has to end by itself after an interrupt.
+INTERRUPT_S = 2.0
 T = TypeVar("T")
 
 
@@ -100,16 +103,51 @@ def _is_importing(frame: FrameType | None) -> bool:
     return False
 
 
+# Whether `run_async` has given SIGINT to asyncio.
+_is_in_loop = False
+
+
 def _on_interrupt(number: int, frame: FrameType | None) -> None:
     """Raises KeyboardInterrupt, or, inside an import, ends the process.
 
     An extension module that an exception interrupts while it is imported crashes, or reports another error.
     """
     if _is_importing(frame):
-        with suppress(OSError):
-            os.write(2, b"\ninterrupted\n")
-        os._exit(INTERRUPTED)
+        _end_interrupted()
     signal.default_int_handler(number, frame)
+
+
+def _end_interrupted() -> NoReturn:
+    """Writes the line of an interrupt and ends the process, on any thread and inside a handler."""
+    with suppress(OSError):
+        os.write(2, b"\ninterrupted\n")
+    os._exit(INTERRUPTED)
+
+
+def _watch_interrupts(received: int) -> None:
+    """Ends the process where an interrupt has not done so: the main thread compiles, or waits for a thread that does.
+
+    Other handlers than `exit_process`'s and asyncio's finish what runs: training saves its step.
+
+    Args:
+        received: A descriptor from which the numbers of signals are read.
+    """
+    while numbers := os.read(received, 1):
+        is_ours = _is_in_loop or signal.getsignal(signal.SIGINT) is _on_interrupt
+        if numbers[0] == signal.SIGINT and is_ours:
+            time.sleep(INTERRUPT_S)
+            _end_interrupted()
+
+
+def _handle_interrupts() -> None:
+    """Installs what handles interrupts of this process."""
+    signal.signal(signal.SIGINT, _on_interrupt)
+    sys.unraisablehook = _on_unraisable
+    received, sent = os.pipe()
+    os.set_blocking(sent, False)
+    # Python's handlers run between two instructions of the main thread; this descriptor gets the signal at once.
+    signal.set_wakeup_fd(sent, warn_on_full_buffer=False)
+    threading.Thread(target=_watch_interrupts, args=(received,), name="interrupts", daemon=True).start()
 
 
 def _on_unraisable(unraisable) -> None:
@@ -135,8 +173,7 @@ def exit_process(main: Callable[[], int]) -> NoReturn:
     _open_stderr()
     progress.enable()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _on_interrupt)
-        sys.unraisablehook = _on_unraisable
+        _handle_interrupts()
     try:
         code = main()
     except KeyboardInterrupt:
@@ -167,10 +204,13 @@ def run_async(main: Coroutine[Any, Any, T]) -> T:
     handler = signal.getsignal(signal.SIGINT)
     if handler is not _on_interrupt:
         return asyncio.run(main)
+    global _is_in_loop
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    _is_in_loop = True
     try:
         return asyncio.run(main)
     finally:
+        _is_in_loop = False
         signal.signal(signal.SIGINT, handler)
 
 
@@ -203,6 +243,11 @@ def add_hub(group) -> None:
     group.add_argument("--draft-revision", metavar="REV", help="likewise, of the drafter's")
     text = "where repos are kept (default: Hugging Face's cache, which HF_HOME moves)"
     group.add_argument("--download-dir", metavar="DIR", help=text)
+
+
+def starting() -> AbstractContextManager[None]:
+    """Shows on a terminal, at once, that a command starts: for the imports of JAX and of models, which take seconds."""
+    return progress.step("starting", disable=not progress.is_terminal(), delay=0.0)
 
 
 def set_platform(platform: str | None) -> str:

@@ -13,7 +13,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import cast
 
-from dflash_jax.cli.options import exit_code, leave, llm_options, set_platform
+from dflash_jax.cli.options import exit_code, leave, llm_options, set_platform, starting
 from dflash_jax.errors import InputError
 from dflash_jax.server import transport
 
@@ -21,6 +21,8 @@ log = logging.getLogger("dflash_jax.server")
 
 # Below this, a shorter context is no longer tried on its own.
 LEAST_LEN = 4096
+# Seconds for the errors of requests that a stop ends.
+ERRORS_S = 5.0
 # Open files beside connections: checkpoints, caches, worker processes.
 OTHER_FILES = 512
 
@@ -62,12 +64,13 @@ def load(args, system):
 
 def assemble(args, system):
     """The `Serving` that the arguments describe. Nothing runs yet."""
-    from dflash_jax.engine.service import AsyncEngine
-    from dflash_jax.server.limits import Limits
-    from dflash_jax.server.response_store import ResponseStore
-    from dflash_jax.server.serving import Serving
+    with starting():
+        from dflash_jax.engine.service import AsyncEngine
+        from dflash_jax.server.limits import Limits
+        from dflash_jax.server.response_store import ResponseStore
+        from dflash_jax.server.serving import Serving
 
-    device = set_platform(args.platform)
+        device = set_platform(args.platform)
     llm, engine = load(args, system)
     names = args.served_model_name or [args.target or "dflash-tiny"]
     info = {
@@ -165,7 +168,7 @@ def run(args, system) -> int:
 class Runner:
     """The HTTP server's life: warm-up beside it, then requests.
 
-    A first SIGTERM or SIGINT drains, a second one stops.
+    A first SIGTERM or SIGINT drains; a second one ends the requests with an error, a third one at once.
 
     Args:
         config: Uvicorn's configuration.
@@ -180,6 +183,7 @@ class Runner:
 
         self.serving, self.drain_s, self.is_full, self.code = serving, drain_s, is_full, 0
         self.server = uvicorn.Server(config)
+        self._is_stopping = False
         self._warming = threading.Thread(target=self._warm_up, name="warm-up", daemon=True)
         # Ours, so that a first signal drains.
         self.server.handle_exit = self._on_signal
@@ -232,16 +236,15 @@ class Runner:
             log.info("%d of %d programs compiled after %.0f s", warm.compiled, warm.total, time.monotonic() - began)
 
     def _on_signal(self, sig: int, frame) -> None:
-        if self.serving.is_draining or not self.serving.is_ready:
-            self._force_exit()
-            self.server.should_exit = True
-            if self.serving.is_draining:
-                log.warning("stopped with %d requests in flight", self.serving.in_flight)
-            else:
-                # A compilation cannot be interrupted.
-                os.write(2, b"\ninterrupted\n")
-                os._exit(128 + sig)
+        if self.serving.is_draining and not self._is_stopping:
+            # Before the message: another signal may interrupt this handler.
+            self._is_stopping = True
+            log.warning("stopped with %d requests in flight", self.serving.in_flight)
             return
+        if self.serving.is_draining or not self.serving.is_ready:
+            # A compilation cannot be interrupted.
+            os.write(2, b"\ninterrupted\n")
+            os._exit(128 + sig)
         # Before the message: a second signal may interrupt this handler.
         self._begin_draining()
         log.info("%s: finishing %d requests", signal.Signals(sig).name, self.serving.in_flight)
@@ -257,16 +260,22 @@ class Runner:
 
     async def _drain(self) -> None:
         deadline = self._loop.time() + self.drain_s
-        while self.serving.in_flight and self._loop.time() < deadline:
+        while self.serving.in_flight and self._loop.time() < deadline and not self._is_stopping:
             await asyncio.sleep(0.02)
         if self.serving.in_flight:
-            log.warning("%d requests did not end within %g s", self.serving.in_flight, self.drain_s)
-            self.code = 1
-            self._force_exit()
+            if not self._is_stopping:
+                log.warning("%d requests did not end within %g s", self.serving.in_flight, self.drain_s)
+                self.code = 1
+            await self._end_requests()
         self.server.should_exit = True
 
-    def _force_exit(self) -> None:
-        """Has the server cancel its requests, which uvicorn would report as errors of the application."""
+    async def _end_requests(self) -> None:
+        """Answers open requests with an error, and has the server cancel those that remain."""
+        stopping = asyncio.ensure_future(asyncio.to_thread(self.serving.engine.stop))
+        deadline = self._loop.time() + ERRORS_S
+        while (self.serving.in_flight or not stopping.done()) and self._loop.time() < deadline:
+            await asyncio.sleep(0.02)
+        # uvicorn would report what it cancels as errors of the application.
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
         self.server.force_exit = True
 

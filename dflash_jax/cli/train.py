@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from dflash_jax.cli.aliases import add_aliases, take_aliases
-from dflash_jax.cli.options import Parser, exit_code, program, set_platform
+from dflash_jax.cli.options import Parser, exit_code, program, set_platform, starting
 from dflash_jax.errors import InputError
 from dflash_jax.parallel.devices import mesh_for
 from dflash_jax.training.config import FIELDS, TrainConfig, checked, read_toml
@@ -126,7 +126,8 @@ def main(argv: list[str] | None = None) -> int:
             from dflash_jax.parallel import distributed
 
             distributed.start()
-        set_platform(args.platform)
+        with starting():
+            set_platform(args.platform)
         return run(args.command, config, meshes)
 
     return exit_code(command)
@@ -145,8 +146,9 @@ def run(command: str, config: TrainConfig, meshes: dict[str, str]) -> int:
     if command in ("regenerate", "cache", "fit", "tokens") and not config.data:
         raise InputError(f"{command} needs --data: files of JSON lines")
     if command == "regenerate":
-        from dflash_jax.frontend.llm import LLM
-        from dflash_jax.training.regenerate import regenerate
+        with starting():
+            from dflash_jax.frontend.llm import LLM
+            from dflash_jax.training.regenerate import regenerate
 
         # Prompts that have little in common: to keep their beginnings costs more than it spares.
         options: dict[str, Any] = {"dtype": config.dtype, "mesh": config.mesh, "slots": config.slots, "prefix_bytes": 0}
@@ -156,11 +158,12 @@ def run(command: str, config: TrainConfig, meshes: dict[str, str]) -> int:
         count = regenerate(config, llm, path, tell)
         tell(f"{count} lines have answers in {path}")
         return 0
-    from dflash_jax.training import features
-    from dflash_jax.training import run as training
-    from dflash_jax.training.draft_vocabulary import write_draft_tokens
-    from dflash_jax.training.evaluation import evaluate
-    from dflash_jax.training.pair import open_pair
+    with starting():
+        from dflash_jax.training import features
+        from dflash_jax.training import run as training
+        from dflash_jax.training.draft_vocabulary import write_draft_tokens
+        from dflash_jax.training.evaluation import evaluate
+        from dflash_jax.training.pair import open_pair
 
     if command == "fit":
         reached, last = training.fit(config, tell)

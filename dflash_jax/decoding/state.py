@@ -21,6 +21,7 @@ from dflash_jax.models.decoder import Decoder
 from dflash_jax.models.drafting import NO_WINDOW, DraftCache, Drafting, DraftWindow
 from dflash_jax.ops.backend import Backend
 from dflash_jax.ops.cache import DeltaState, KVCache
+from dflash_jax.ops.empty_cache import unwritten
 from dflash_jax.ops.gated_delta import works_in_place
 from dflash_jax.parallel.sharding import DATA, spec
 from dflash_jax.sampling_params import MAX_STOPS
@@ -140,6 +141,12 @@ def empty_state(
     names = ("length", "num_cached", "prompt_length", "limit", "rope_delta", "rounds", "draft_start")
     zeros = {name: jnp.zeros((slots,), jnp.int32) for name in names}
     window = settings.draft_window
+    caches = (
+        init_cache(target.config, slots, capacity, dtype),
+        drafter.init_cache(slots, capacity, dtype, window) if drafter is not None else (),
+    )
+    # A call of a kernel is not divided over devices.
+    target_caches, draft_caches = unwritten(target.backend, caches) if target.layout.devices == 1 else caches
     return DecodeState(
         **zeros,
         tokens=jnp.zeros((slots, capacity), jnp.int32),
@@ -148,8 +155,8 @@ def empty_state(
         stops=jnp.full((slots, MAX_STOPS), -1, jnp.int32),
         draft_window=jnp.full((slots,), NO_BOUND if window.size is None else window.size, jnp.int32),
         draft_sinks=jnp.full((slots,), window.sinks, jnp.int32),
-        target=init_cache(target.config, slots, capacity, dtype),
-        draft=drafter.init_cache(slots, capacity, dtype, window) if drafter is not None else (),
+        target=target_caches,
+        draft=draft_caches,
         sampling=SamplingState.greedy(slots, vocab, target.vocab, target.backend),
         yielded=jnp.zeros((slots, capacity), jnp.int32),
         logprobs=Logprobs.zeros((slots, capacity), top) if top >= 0 else None,

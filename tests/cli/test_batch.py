@@ -8,6 +8,7 @@ import sys
 import time
 import tracemalloc
 from io import BytesIO
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from dflash_jax import LLM, SamplingParams
 from dflash_jax.cli import batch
 from dflash_jax.engine.executables import Executables
+from dflash_jax.errors import EngineError
 from dflash_jax.server.batch_files import LONGEST_ID, Done, Entry, Fault, Output, entries, lines, open_input
 from tests.helpers import without_kernels_line
 
@@ -253,6 +255,16 @@ def test_an_interrupt_loses_nothing(tmp_path):
     after = [a["custom_id"] for a in answers(path) if a["error"] is None]
     assert sorted(after) == sorted({*names[:20], *done})
     assert len({json.dumps(a["response"]["body"]["choices"]) for a in answers(path) if a["error"] is None}) == 1
+
+
+@pytest.mark.parametrize(("error", "ended"), [(KeyboardInterrupt, ["workers"]), (EngineError, ["engine", "workers"])])
+def test_an_interrupt_does_not_wait_for_the_engine_which_may_be_compiling(error, ended):
+    calls = []
+    engine = SimpleNamespace(start=lambda: None, stop=lambda: calls.append("engine"))
+    serving = SimpleNamespace(grammar=None, engine=engine, stop_workers=lambda: calls.append("workers"))
+    with pytest.raises(error), batch.running(serving):
+        raise error
+    assert calls == ended
 
 
 def test_batch_reads_and_writes_pipes_and_ends_when_they_close(tmp_path):

@@ -9,8 +9,12 @@ from dflash_jax.checkpoint import smollm2
 from dflash_jax.cli import draft_marks
 from dflash_jax.cli.demo import duration, main
 from dflash_jax.errors import InputError
+from dflash_jax.frontend import compare
 
-LAST = r"Plain [\d.]+ m?s, drafted [\d.]+ m?s: \d+\.\d times as fast, the same 160 tokens\n$"
+LAST = (
+    r"Plain [\d.]+ m?s, drafted [\d.]+ m?s: \d+\.\d times as fast, the same 160 tokens\n"
+    r"(Commands decode plainly .*\n)?$"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -29,6 +33,12 @@ def test_a_pipe_has_the_prompt_both_texts_and_the_figures_without_colour(capsys)
     assert drafted == plain
     assert drafted.startswith("def read_config(path):")
     assert re.fullmatch(LAST, last)
+
+
+def test_the_demo_says_why_commands_decode_plainly(capsys, monkeypatch):
+    monkeypatch.setattr(compare, "why_plain", lambda llm, measured: "drafting is slower")
+    assert main(["--bundled", "--prompt", "import os"]) == 0
+    assert capsys.readouterr().out.endswith("tokens\nCommands decode plainly with this pair here: drafting is slower\n")
 
 
 def parts(out: str) -> tuple[str, str, str]:

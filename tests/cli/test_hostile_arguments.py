@@ -1,6 +1,8 @@
 """How a process ends on an interrupt, and where its lines go without a stderr."""
 
+import os
 import runpy
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -77,6 +79,58 @@ def test_an_interrupt_inside_a_finalizer_is_not_lost():
         "exit_process(main)",
     )
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "\ninterrupted\n")
+
+
+def test_an_interrupt_ends_the_process_while_its_main_thread_runs_no_python():
+    # Locking a mutex twice never returns, as a compilation that takes long. With this interval between switches the
+    # signal is sent when the main thread waits there.
+    done = run_lines(
+        "import ctypes, threading",
+        "from dflash_jax.cli.options import exit_process",
+        "mutex, lock, go = ctypes.create_string_buffer(256), ctypes.CDLL(None).pthread_mutex_lock, threading.Event()",
+        "def interrupt():",
+        "    go.wait()",
+        "    os.kill(os.getpid(), signal.SIGINT)",
+        "def main():",
+        "    lock(mutex)",
+        "    threading.Thread(target=interrupt, daemon=True).start()",
+        "    sys.setswitchinterval(1e4)",
+        "    go.set()",
+        "    lock(mutex)",
+        "exit_process(main)",
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "\ninterrupted\n")
+
+
+def test_an_interrupt_of_a_coroutine_does_not_wait_for_its_threads():
+    done = run_lines(
+        "import asyncio, threading",
+        "from dflash_jax.cli.options import exit_process, run_async",
+        "def compile():",
+        "    os.kill(os.getpid(), signal.SIGINT)",
+        "    threading.Event().wait()",
+        "async def work():",
+        "    await asyncio.to_thread(compile)",
+        "exit_process(lambda: run_async(work()))",
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "\ninterrupted\n")
+
+
+@pytest.mark.parametrize(
+    ("handler", "ends"),
+    [(options._on_interrupt, 1), (signal.default_int_handler, 0)],
+    ids=["own handler", "another handler"],
+)
+def test_an_interrupt_is_left_to_another_handler(monkeypatch, handler, ends):
+    ended, (received, sent) = [], os.pipe()
+    monkeypatch.setattr(options, "INTERRUPT_S", 0.0)
+    monkeypatch.setattr(options, "_end_interrupted", lambda: ended.append(1))
+    monkeypatch.setattr(signal, "getsignal", lambda _: handler)
+    os.write(sent, bytes([signal.SIGINT, signal.SIGTERM]))
+    os.close(sent)
+    options._watch_interrupts(received)
+    os.close(received)
+    assert len(ended) == ends
 
 
 @pytest.mark.parametrize("before", ["", "import jax"], ids=["before JAX", "after JAX"])

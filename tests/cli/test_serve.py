@@ -85,7 +85,8 @@ def test_sigterm_finishes_what_is_under_way():
 
 def test_a_second_signal_stops():
     with serving("--drain-s", "600") as (process, url):
-        (thread,) = complete(url, [], max_tokens=500, n=16)
+        answers = []
+        (thread,) = complete(url, answers, max_tokens=500, n=16)
         process.send_signal(signal.SIGINT)
         log = ""
         while "finishing" not in log:
@@ -94,6 +95,11 @@ def test_a_second_signal_stops():
         process.wait(120)
         thread.join()
         assert "stopped with" in process.stderr.read()
+    (answer,) = answers
+    assert (answer.status_code, answer.json()["error"]["message"]) == (
+        503,
+        "no requests are taken: the engine was stopped",
+    )
 
 
 def test_a_port_that_is_taken_is_one_line(capsys, own_logging):

@@ -56,6 +56,11 @@ def test_recorded_rounds_spell_the_same_tokens(quiet, path, body, sampling):
         assert r["accepted"] == 15 or r["proposed"][r["accepted"]] != r["token"]
 
 
+def test_without_new_tokens_there_is_no_round(quiet):
+    body = COMPLETION | {"max_tokens": 0, "echo": True}
+    assert rounds_of(streamed(quiet, "/v1/completions", **body, return_proposals=True)) == []
+
+
 def test_a_round_has_no_more_drafts_than_the_block_size_allows(quiet):
     rounds = rounds_of(streamed(quiet, "/v1/completions", **COMPLETION | {"block_size": 4}, return_proposals=True))
     assert {len(r["proposed"]) for r in rounds} == {3}

@@ -103,7 +103,7 @@ def test_a_run_goes_on_with_other_devices(tmp_path):
     run.fit(whole, print)
     broken = replace(config, output=str(tmp_path / "broken"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "stop_signal", lambda: contextlib.nullcontext(lambda: "a test"))
+        patch.setattr(run, "stop_signal", lambda _: contextlib.nullcontext(lambda: "a test"))
         assert run.fit(broken, print) == (1, 4)
     assert run.fit(replace(broken, mesh="data=4,tensor=2"), print) == (4, 4)
     a, b = (TensorFiles(tmp_path / name / "draft") for name in ("whole", "broken"))

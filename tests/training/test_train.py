@@ -103,21 +103,30 @@ def test_the_export_has_the_published_layout(whole, config):
     assert set(published["dflash_config"]) == set(raw["dflash_config"])
 
 
-@pytest.mark.parametrize("stop", [1, 3])
-def test_a_signal_stops_and_the_same_command_goes_on(whole, config, tmp_path, monkeypatch, stop):
+def test_an_interrupt_of_the_first_step_which_compiles_does_not_wait_for_it(config, tmp_path, monkeypatch):
+    def interrupted(array, sharding):
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(run, "place", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run.fit(replace(config, output=str(tmp_path)), lambda _: None)
+
+
+@pytest.mark.parametrize(("stop", "number"), [(1, signal.SIGTERM), (3, signal.SIGINT)])
+def test_a_signal_stops_and_the_same_command_goes_on(whole, config, tmp_path, monkeypatch, stop, number):
     mine, place = replace(config, output=str(tmp_path), tensorboard=str(tmp_path / "board")), run.place
     calls = []
 
     def signalled(array, sharding):
         calls.append(1)
         if len(calls) == 3 * stop:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), number)
         return place(array, sharding)
 
     monkeypatch.setattr(run, "place", signalled)
     said: list[str] = []
     assert run.fit(mine, said.append) == (stop, 6)
-    assert f"SIGTERM: stopped behind step {stop}" in said[-1]
+    assert f"{number.name}: stopped behind step {stop}" in said[-1]
     assert run.fit(mine, said.append) == (6, 6)
     assert f"going on behind step {stop} of 6" in said
     assert_same_bits(parameters(tmp_path), parameters(whole[0]))

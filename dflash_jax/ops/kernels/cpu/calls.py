@@ -48,7 +48,8 @@ def why_not() -> str | None:
         log.warning("%s could not make the kernels for this CPU, all are XLA's: %s", " ".join(compiler), reason)
         return f"{' '.join(compiler)} could not compile them: {reason}"
     library.DflashThreads(ctypes.c_int64(threads()))
-    for name in ("DflashLinear", "DflashAttend", "DflashMix", "DflashReplay", "DflashExperts", "DflashNoise"):
+    for name in ("Linear", "Attend", "Mix", "Replay", "Experts", "Noise", "Zeros"):
+        name = f"Dflash{name}"
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
     return None
 
@@ -205,3 +206,9 @@ def noise(seed: UInt32[Array, " B"], positions: Int[Array, "B T"], ids: Int[Arra
     """`ops.sampling_noise.gumbel_noise`, but for roundings in the last places."""
     call: Any = jax.ffi.ffi_call("DflashNoise", jax.ShapeDtypeStruct((*positions.shape, len(ids)), jnp.float32))
     return call(seed, positions.astype(jnp.int32), ids.astype(jnp.uint32))
+
+
+def zeros(like: Array | jax.ShapeDtypeStruct) -> Array:
+    """Zeros in the shape and dtype of ``like``, which take time and memory only where they are written."""
+    call: Any = jax.ffi.ffi_call("DflashZeros", jax.ShapeDtypeStruct(like.shape, like.dtype))
+    return call()

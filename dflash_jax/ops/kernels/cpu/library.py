@@ -26,7 +26,9 @@ from dflash_jax.user_cache import report_unwritable, user_cache
 log = logging.getLogger("dflash_jax")
 
 HERE = Path(__file__).parent
-SOURCES = [HERE / f"{name}.cc" for name in ("panels", "product", "attention", "delta", "experts", "noise", "team")]
+SOURCES = [
+    HERE / f"{name}.cc" for name in ("panels", "product", "attention", "delta", "experts", "noise", "team", "zeros")
+]
 HEADERS = [HERE / f"{name}.h" for name in ("panels", "shared")]
 NATIVE = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
 FLAGS = ("-O3", NATIVE, "-std=c++20", "-fPIC", "-pthread", "-w")

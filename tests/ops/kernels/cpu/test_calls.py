@@ -4,8 +4,11 @@ Attention: most cases in tests/ops/kernels/triton/test_kernels.py.
 """
 
 import logging
+import os
+import sys
 import threading
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -146,3 +149,33 @@ def test_without_a_compiler_it_says_so_and_goes_on(compiler, said, tmp_path, mon
         assert cpu.why_not.__wrapped__()
     assert said in caplog.text
     assert len(caplog.records) == 1
+
+
+@needs_kernel
+@pytest.mark.parametrize("size", [1, 1000, 4096, 3 * 4096 + 5, 2**20 + 3])
+def test_zeros_are_zero_in_memory_that_was_used_and_each_array_is_its_own(size):
+    like = jax.ShapeDtypeStruct((size,), jnp.int8)
+    call = jax.jit(lambda: (cpu.zeros(like), cpu.zeros(like)))
+    for _ in range(20):
+        first, second = call()
+        assert not np.any(first)
+        assert not np.any(second)
+        assert first.unsafe_buffer_pointer() != second.unsafe_buffer_pointer()
+        del first, second
+        # Freed at once: the next zeros get its memory.
+        jax.block_until_ready([jnp.full((size,), n, jnp.int8) for n in (1, 2)])
+
+
+@needs_kernel
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux gives pages back as zeros")
+def test_zeros_take_memory_only_where_they_are_written():
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+    size, before = 2**29, resident()
+    like = jax.ShapeDtypeStruct((size,), jnp.int8)
+    zeros, _ = jax.block_until_ready(jax.jit(lambda: (cpu.zeros(like), cpu.zeros(like)))())
+    assert resident() - before < size / 4
+    write = jax.jit(lambda x: x.at[:: size // 8].set(1), donate_argnums=0)
+    assert int(write(zeros)[:: size // 8].sum()) == 8
+    assert resident() - before < size / 4
