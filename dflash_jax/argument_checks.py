@@ -43,11 +43,11 @@ class ArgumentError(InputError):
     """
 
     def __init__(self, name: str, fault: str):
-        super().__init__(name, fault)
+        super().__init__(f"{name} {fault}")
         self.name, self.fault = name, fault
 
-    def __str__(self) -> str:
-        return f"{self.name} {self.fault}"
+    def __reduce__(self):
+        return type(self), (self.name, self.fault)
 
 
 def wrong(name: str, value: Any, right: str) -> ArgumentError:

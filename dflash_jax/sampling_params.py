@@ -165,7 +165,7 @@ class SamplingParams:
 
         # These conditions are false for NaN.
         check("temperature", lambda v: 0 <= v <= MAX_FACTOR, f"0 (greedy) to {MAX_FACTOR:g}")
-        check("top_k", lambda v: 0 <= v < 2**31, "0 (off) to 2147483647")
+        check("top_k", lambda v: v >= 0, "0 (off) or more")
         check("top_p", lambda v: 0 < v <= 1, "above 0 and at most 1")
         check("min_p", lambda v: 0 <= v <= 1, "between 0 and 1")
         check("repetition_penalty", lambda v: 1 / MAX_FACTOR <= v <= MAX_FACTOR, f"above 0 and at most {MAX_FACTOR:g}")

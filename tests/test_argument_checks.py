@@ -33,7 +33,6 @@ def test_shown_gives_every_value_on_one_short_line(value, message):
         *((np.array([1, 2]), [1, 2]), (np.array("a"), "a"), (np.str_("a"), "a"), (Fraction(1, 2), 0.5)),
         *((Fraction(HUGE), Fraction(HUGE)), (np.int64, np.int64), ("a", "a"), (None, None)),
     ],
-    ids=shown,
 )
 def test_plain_gives_pythons_value_of_numpys(value, expected):
     assert plain(value) == expected

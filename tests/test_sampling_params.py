@@ -27,7 +27,7 @@ def llm():
         ({"repetition_penalty": 1e-300}, "repetition_penalty is 1e-300: it must be above 0"),
         ({"frequency_penalty": -1e300}, "frequency_penalty is -1e+300: it must be a number between -1e+30 and 1e+30"),
         ({"presence_penalty": float("inf")}, "presence_penalty is inf: it must be a number between"),
-        ({"top_k": 2**31}, "top_k is 2147483648: it must be 0 (off) to 2147483647"),
+        ({"top_k": -2}, "top_k is -2: it must be 0 (off) or more"),
         ({"logit_bias": {5: HUGE}}, "logit_bias 5: an integer of 16610 bits: it must be a number between"),
         ({"bad_words": [SURROGATE]}, "bad_words is ['\\ud800']: it must be text that UTF-8 can hold"),
         ({"stop": SURROGATE}, "stop is ('\\ud800',): it must be text that UTF-8 can hold"),

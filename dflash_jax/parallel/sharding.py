@@ -141,7 +141,7 @@ class Layout:
             if name in sizes:
                 raise InputError(f"mesh {shown(text)} gives {name} twice")
             # int() reads at most 4,300 digits.
-            if not size.isdecimal() or len(size) > 9 or int(size) < 1:
+            if not size.isdecimal() or len(size) > 18 or int(size) < 1:
                 raise InputError(f"mesh axis {name} has size {shown(size)}: it must be a whole number from 1")
             sizes[name] = int(size)
         return cls(**sizes)

@@ -4,7 +4,8 @@
 
 Every prompt is answered by `dflash generate --json` with "auto" and with block size 1, one process after the other; new
 tokens are 48 to 256. A first process of each kind, which compiles, is not counted. Rates are those of decoding, without
-prompts and compilation.
+prompts and compilation. With `--repeats N`, N processes of each kind take turns, and their median rates are compared:
+answers of a few milliseconds vary by half from process to process.
 """
 
 import argparse
@@ -39,6 +40,7 @@ def main() -> None:
     parser.add_argument("--draft")
     parser.add_argument("--data", metavar="FILE", help='JSON lines {"turns": ["…"]}, as benchmark_data.py writes them')
     parser.add_argument("--prompts", type=int, default=20)
+    parser.add_argument("--repeats", type=int, default=1, metavar="N", help="processes of each kind (default: 1)")
     args = parser.parse_args()
     options = ["--ignore-eos"]
     if args.target:
@@ -53,14 +55,19 @@ def main() -> None:
         answer(prompts[0], SHORTEST, block_size, options)
     for i, prompt in enumerate(prompts):
         new_tokens = SHORTEST + (LONGEST - SHORTEST) * i // max(len(prompts) - 1, 1)
-        auto, plain = (answer(prompt, new_tokens, block_size, options) for block_size in ("auto", "1"))
-        ratios.append(rate(auto) / rate(plain))
+        pairs = [
+            [answer(prompt, new_tokens, block_size, options) for block_size in ("auto", "1")]
+            for _ in range(args.repeats)
+        ]
+        auto, plain = pairs[0]
+        auto_rate, plain_rate = (statistics.median(map(rate, each)) for each in zip(*pairs, strict=True))
+        ratios.append(auto_rate / plain_rate)
         lengths = auto["acceptance_lengths"]
         row = {
             "new_tokens": new_tokens,
-            "equal": auto["token_ids"] == plain["token_ids"],
-            "auto_tokens_per_s": round(rate(auto), 1),
-            "plain_tokens_per_s": round(rate(plain), 1),
+            "equal": all(a["token_ids"] == plain["token_ids"] for pair in pairs for a in pair),
+            "auto_tokens_per_s": round(auto_rate, 1),
+            "plain_tokens_per_s": round(plain_rate, 1),
             "ratio": round(ratios[-1], 3),
             "acceptance_length": round(sum(lengths) / len(lengths), 2),
             "compile_s": [round(a["timings"]["compile_s"], 2) for a in (auto, plain)],

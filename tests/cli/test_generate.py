@@ -174,7 +174,7 @@ def test_stdin_file_and_system_prompts(capsys, monkeypatch, tmp_path):
         (["--prompt", "x", "--logit-bias", "7=nan"], "logit_bias 7: nan"),
         (["--prompt", "x", "--target", ""], "empty"),
         (["--prompt", "x", "--target", "a\nb"], "a b does not exist"),
-        (["--prompt", "x", "--draft-sink-size", "4"], "without a draft window"),
+        (["--prompt", "x", "--draft-sink-size", "4"], "without a draft_window_size"),
         (["--prompt", "x\udcff"], "not UTF-8"),
         (["--prompt", "fine", "--prompt-ids", "99999"], "99999"),
         (["--prompt", "x", "--mesh", "rows=2"], "rows"),

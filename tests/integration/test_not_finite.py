@@ -157,10 +157,16 @@ def test_a_form_that_allows_nothing(engine, llm):
         assert len(rows[1].request.tokens) > 1
 
 
-def test_penalties_that_overflow_are_the_requests_own_fault(llm):
-    params = SamplingParams(max_tokens=4, temperature=0.0, repetition_penalty=5e-324)
-    with pytest.raises(InputError, match="leave no token behind 0 new ones"):
-        llm.generate([[20, 30]], params)
+def test_the_largest_penalties_do_not_overflow(llm):
+    """Beyond these, they are refused."""
+    for penalties in (
+        {"repetition_penalty": 1e-30},
+        {"repetition_penalty": 1e30},
+        {"frequency_penalty": -1e30, "presence_penalty": -1e30, "logit_bias": {20: 1e30}},
+    ):
+        params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, **penalties)
+        (found,) = llm.generate([[20, 30]], params)
+        assert len(found.token_ids) == 4
 
 
 def test_the_command_line_says_so(poisoned, capsys):
