@@ -90,7 +90,7 @@ class Gate:
             # Without configured keys, the key of a request does not identify its sender.
             owner, host = scope["state"]["owner"] if self.access.keys else None, (scope.get("client") or (None,))[0]
             client = scope["state"]["client"] = (owner, host)
-            body = scope["state"]["body"] = Body(self.serving, client)
+            body = scope["state"]["body"] = Body(self.serving, client, self.serving.most_body_bytes(scope["path"]))
             # Counted after the check, which refuses the request where a signal began to drain meanwhile.
             counts = needs_engine(scope)
             self.serving.in_flight += counts
@@ -112,9 +112,9 @@ class Gate:
         serving = self.serving
         # A client may abort requests and continue responses of the same owner.
         scope.setdefault("state", {})["owner"] = self.access.check(scope)
-        length = headers.get(b"content-length", b"0")
-        if length.isdigit() and int(length) > serving.limits.body_bytes:
-            raise ApiError(413, f"the body has {int(length)} bytes: at most {serving.limits.body_bytes} are possible")
+        length, most = headers.get(b"content-length", b"0"), serving.most_body_bytes(scope["path"])
+        if length.isdigit() and int(length) > most:
+            raise ApiError(413, f"the body has {int(length)} bytes: at most {most} are possible")
         if has_body(headers):
             check_type(headers)
         if needs_engine(scope):

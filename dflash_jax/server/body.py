@@ -144,8 +144,10 @@ class Body:
     ``client`` (its key and address) may take only a share, however fast they arrive.
     """
 
-    def __init__(self, serving: BodyTable, client: Hashable = None):
+    def __init__(self, serving: BodyTable, client: Hashable = None, most_bytes: int | None = None):
+        """Prepares the body of a ``client``; ``most_bytes`` of it are read, None for the limit of all paths."""
         self._serving, self._client, self._size = serving, client, 0
+        self._most_bytes = serving.limits.body_bytes if most_bytes is None else most_bytes
         self._began, self._until = 0.0, asyncio.timeout(None)
 
     async def read(self, receive: Callable) -> bytes:
@@ -175,14 +177,14 @@ class Body:
         return body
 
     async def _parts(self, receive: Callable) -> AsyncIterator[bytes]:
-        limits, more = self._serving.limits, True
+        more = True
         while more:
             message = await receive()
             if message["type"] == "http.disconnect":
                 raise ClientGoneError
             part, more = message.get("body", b""), message.get("more_body")
-            if self._size + len(part) > limits.body_bytes:
-                raise ApiError(413, f"the body has more than {limits.body_bytes} bytes")
+            if self._size + len(part) > self._most_bytes:
+                raise ApiError(413, f"the body has more than {self._most_bytes} bytes")
             self._reserve(len(part))
             yield part
 

@@ -124,6 +124,7 @@ async def prepare_chat(serving: Serving, body: chat_schema.ChatRequest) -> tuple
         "cache_salt": body.cache_salt,
         "records_drafts": body.return_proposals,
         "ends": talk.ends,
+        "media": talk.media,
     }
     return talk, await prepare.sequences(serving, talk.prompt, params, n, **options)
 
