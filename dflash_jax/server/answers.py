@@ -5,11 +5,10 @@ from math import isfinite, isnan, nan
 
 from dflash_jax.frontend.sequence import Piece, TextSequence
 from dflash_jax.frontend.tokenizer import Tokenizer
+from dflash_jax.server.metrics import MEDIA_STEPS
 
 # OpenAI's log-probability of an impossible token: JSON has no infinity.
 IMPOSSIBLE = -9999.0
-# Steps of images and videos before a request, as `PlacedMedia` counts their seconds.
-MEDIA_STEPS = ("fetch", "decode", "tower")
 
 
 def usage(
