@@ -18,6 +18,7 @@ from dflash_jax.server.answers import (
     timings,
     usage,
 )
+from dflash_jax.server.body import MediaRoute
 from dflash_jax.server.constraint import Constraint, tag_in_lark
 from dflash_jax.server.conversation import Conversation, Delta, Parser, converse, text_of
 from dflash_jax.server.errors import ApiError
@@ -27,7 +28,7 @@ from dflash_jax.server.serving import Serving
 from dflash_jax.server.stream import EventStream, Later, frame
 from dflash_jax.server.tools import END, START, CallDelta, joined
 
-router = APIRouter()
+router = APIRouter(route_class=MediaRoute)
 
 
 def tool_constraint(serving: Serving, body: chat_schema.ChatRequest, xml: bool) -> Constraint | None:

@@ -14,6 +14,7 @@ from dflash_jax.media.parts import MediaPart
 from dflash_jax.server import native_schema, prepare, request_id
 from dflash_jax.server.answer_schema import Generated
 from dflash_jax.server.answers import finite, token_text
+from dflash_jax.server.body import MediaRoute
 from dflash_jax.server.errors import ApiError
 from dflash_jax.server.large_answers import event, json_response, logprob_count
 from dflash_jax.server.media import url_part
@@ -22,7 +23,7 @@ from dflash_jax.server.request_scope import while_connected
 from dflash_jax.server.serving import Serving
 from dflash_jax.server.stream import EventStream, Later
 
-router = APIRouter()
+router = APIRouter(route_class=MediaRoute)
 SCHEMES = ("data", "http", "https", "file")
 
 

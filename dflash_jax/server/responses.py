@@ -12,6 +12,7 @@ from dflash_jax.frontend.sequence import TextSequence
 from dflash_jax.server import chat_schema, large_answers, request_id, responses_schema
 from dflash_jax.server.answer_schema import Response
 from dflash_jax.server.answers import request_metrics
+from dflash_jax.server.body import MediaRoute
 from dflash_jax.server.chat import prepare_chat
 from dflash_jax.server.conversation import Conversation, has_media
 from dflash_jax.server.errors import ApiError, as_api_error, from_conversion_error
@@ -31,7 +32,7 @@ from dflash_jax.server.stored_responses import (
 from dflash_jax.server.stream import EventStream, Later
 from dflash_jax.server.truncation import characters, kept_items
 
-router = APIRouter()
+router = APIRouter(route_class=MediaRoute)
 
 # Stores a complete response if the request asks for that.
 StoreResponse = Callable[[dict], Awaitable[None]]

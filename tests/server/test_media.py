@@ -8,12 +8,14 @@ import threading
 import zlib
 
 import pytest
+from pydantic_core import from_json
 
 from dflash_jax import LLM, SamplingParams
 from dflash_jax.engine.executables import Executables
 from dflash_jax.engine.service import AsyncEngine
 from dflash_jax.engine.warm_up import warm_up
 from dflash_jax.media.limits import MediaLimits
+from dflash_jax.server import body
 from dflash_jax.server.errors import ApiError
 from dflash_jax.server.limits import Limits
 from dflash_jax.server.media import Allowance
@@ -309,6 +311,21 @@ def test_a_body_with_media_may_be_larger_and_others_may_not(vision, monkeypatch)
     assert vision.post("/v1/completions", prompt="x" * 2000, max_tokens=1).status_code == 413
     status, _ = refused(vision, user(TEXT, {"type": "text", "text": "x" * 10**6}))
     assert status == 413
+
+
+def test_a_body_that_only_media_may_have_is_parsed_by_the_fast_parser(vision, monkeypatch):
+    monkeypatch.setattr(vision.serving, "limits", Limits(body_bytes=1000, media_body_bytes=10**6))
+    parsed = []
+    monkeypatch.setattr(body, "from_json", lambda content: parsed.append(len(content)) or from_json(content))
+    answered(vision, user(image_part(), TEXT))
+    answered(vision, user(TEXT))
+    assert len(parsed) == 1
+    headers = {"Content-Type": "application/json"}
+    found = vision.http.post(CHAT, content=b'{"messages": "' + b"x" * 2000, headers=headers)
+    assert found.status_code == 400
+    assert found.json()["error"]["message"].startswith("the body is not JSON")
+    found = vision.http.post(CHAT, content=b'{"messages": "' + b"\\/" * 2000 + b'"}', headers=headers)
+    assert found.status_code == 413
 
 
 def test_text_is_that_of_today(vision, monkeypatch):
