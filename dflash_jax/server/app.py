@@ -27,7 +27,7 @@ from dflash_jax.server.body import Body, check_type, has_body, replayed
 from dflash_jax.server.cors import Cors
 from dflash_jax.server.errors import ApiError, ClientGoneError, add_handlers, error_response
 from dflash_jax.server.page_files import PAGE_PATHS, page_file
-from dflash_jax.server.request_scope import begin_tracking
+from dflash_jax.server.request_scope import begin_endings, begin_tracking
 from dflash_jax.server.schema_base import unknown_fields
 from dflash_jax.server.serving import Serving
 
@@ -55,6 +55,7 @@ class Gate:
             await self.app(scope, receive, send)
             return
         start, status, collected, sequences = time.perf_counter(), CLIENT_GONE, notes.begin(), begin_tracking()
+        endings = begin_endings()
         name = request_id.begin(scope, self.serving.additions.request_ids)
         unknown_fields.set(self.serving.limits.unknown_fields)
 
@@ -76,6 +77,8 @@ class Gate:
         finally:
             for sequence in sequences:
                 sequence.request.close()
+            for end in endings:
+                end()
             milliseconds = 1e3 * (time.perf_counter() - start)
             client = (scope.get("client") or ("-",))[0]
             # The raw path: a decoded one could have line breaks.

@@ -207,7 +207,7 @@ def text_of_part(part: chat_schema.Part, where: str, possible: str = "only text 
 
 def has_media(content: str | Sequence[chat_schema.Part] | None) -> bool:
     """Whether a content has images or videos."""
-    return isinstance(content, Sequence) and any(not isinstance(p, str) and p.type in TYPES for p in content)
+    return content is not None and not isinstance(content, str) and any(part.type in TYPES for part in content)
 
 
 def parts_or_text(content: Sequence[chat_schema.Part], where: str) -> str | list[chat_schema.Part]:
@@ -249,7 +249,7 @@ def as_template(messages: Sequence[chat_schema.Message], takes_media: bool) -> t
     for i, m in enumerate(messages):
         given, where = m.refusal if m.content is None else m.content, f"messages[{i}]"
         content: str | list[dict]
-        if takes_media and m.role != "assistant" and not isinstance(given, str | None) and has_media(given):
+        if takes_media and m.role != "assistant" and isinstance(given, list) and has_media(given):
             content, added = _with_media(given, where)
             media += added
         else:

@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +22,7 @@ from dflash_jax.media.errors import MediaError
 from dflash_jax.media.medium import CHANNELS, Medium
 from dflash_jax.media.parts import MediaPart, media_part
 from dflash_jax.server.errors import ApiError, ClientGoneError
+from dflash_jax.server.request_scope import at_end
 
 # Bytes of encoded and decoded images and videos of all requests that the tower has not encoded yet.
 MOST_BYTES = 2**31
@@ -103,6 +103,28 @@ class Allowance:
                 granted.set_result(None)
 
 
+class Reservation:
+    """The bytes that a request has of an `Allowance`."""
+
+    def __init__(self, allowance: Allowance):
+        self._allowance, self._count = allowance, 0
+
+    async def take(self, count: int) -> None:
+        """Waits for ``count`` bytes, as in `Allowance.take`. They are returned at the request's end at the latest."""
+        await self._allowance.take(count)
+        self._count = min(count, self._allowance.most)
+        at_end(self.release)
+
+    def keep(self, count: int) -> None:
+        """Returns all bytes but ``count``, which are fewer."""
+        returned, self._count = max(self._count - count, 0), min(self._count, count)
+        self._allowance.give(returned)
+
+    def release(self) -> None:
+        """Returns all bytes."""
+        self.keep(0)
+
+
 @dataclass(frozen=True, eq=False)
 class PlacedMedia:
     """The images and videos of a prompt.
@@ -110,10 +132,12 @@ class PlacedMedia:
     Attributes:
         prompt: As the engine takes them. The tower computes their rows when they are first asked for.
         seconds: Seconds by step: "fetch" (what waits for memory included), "decode", and "tower" once they are encoded.
+        reservation: Memory of the pixels.
     """
 
     prompt: PromptMedia
     seconds: dict[str, float]
+    reservation: Reservation
 
 
 class RequestMedia:
@@ -158,26 +182,25 @@ class RequestMedia:
         """
         try:
             self.reader.limits.check_counts(part.kind for part in parts)
-            media, seconds = await self._read(parts)
+            reservation = Reservation(self.allowance)
+            media, seconds = await self._read(parts, reservation)
             expanded, prompt = await asyncio.to_thread(self.reader.place, ids, media)
         except MediaError as e:
             raise ApiError(e.status, str(e), field) from None
         except InputError as e:
             raise ApiError(400, str(e), field) from None
-        return expanded, PlacedMedia(prompt, seconds)
+        return expanded, PlacedMedia(prompt, seconds, reservation)
 
-    async def _read(self, parts: Sequence[MediaPart]) -> tuple[list[Medium], dict[str, float]]:
+    async def _read(
+        self, parts: Sequence[MediaPart], reservation: Reservation
+    ) -> tuple[list[Medium], dict[str, float]]:
         """The decoded images and videos, and the seconds of both steps."""
-        began, reserved = time.perf_counter(), min(sum(map(self._bytes, parts)), self.allowance.most)
-        await self.allowance.take(reserved)
-        kept = 0
-        try:
-            contents = await _all(self._fetched(part) for part in parts)
-            fetched = time.perf_counter()
-            media = await _all(self._decoded(*each) for each in zip(parts, contents, strict=True))
-            kept = sum(map(self._count, media))
-        finally:
-            self.allowance.give(reserved - kept)
+        began = time.perf_counter()
+        await reservation.take(sum(map(self._bytes, parts)))
+        contents = await _all(self._fetched(part) for part in parts)
+        fetched = time.perf_counter()
+        media = await _all(self._decoded(*each) for each in zip(parts, contents, strict=True))
+        reservation.keep(sum(medium.pixels.nbytes for medium in media))
         return media, {"fetch": fetched - began, "decode": time.perf_counter() - fetched}
 
     def _bytes(self, part: MediaPart) -> int:
@@ -185,18 +208,6 @@ class RequestMedia:
         is_data = part.source[:5].lower() == "data:"
         encoded = len(part.source) if is_data else self.reader.limits.item_bytes
         return encoded + CHANNELS * self.reader.settings(part).max_pixels
-
-    def _count(self, medium: Medium) -> int:
-        """Has the bytes of a medium returned when nothing refers to it; they are in use already."""
-        loop, count = asyncio.get_running_loop(), medium.pixels.nbytes
-
-        def give() -> None:
-            # On any thread, and maybe after the server's end.
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(self.allowance.give, count)
-
-        weakref.finalize(medium, give).atexit = False
-        return count
 
     async def _fetched(self, part: MediaPart) -> bytes:
         with _named(part):
@@ -208,11 +219,7 @@ class RequestMedia:
                 return await self.decoder.decode(content, self.reader.settings(part), part.fps, part.num_frames)
 
     async def encode(self, media: PlacedMedia) -> None:
-        """Runs the tower. Does nothing more where the caller is cancelled.
-
-        Raises:
-            ApiError: 503, the server stops.
-        """
+        """Runs the tower. It begins no further image or frame where the caller is cancelled."""
         gone, began = threading.Event(), time.perf_counter()
 
         def run() -> None:
@@ -225,6 +232,7 @@ class RequestMedia:
             await asyncio.get_running_loop().run_in_executor(self._tower, run)
         finally:
             gone.set()
+        media.reservation.release()
         media.seconds["tower"] = time.perf_counter() - began
 
 

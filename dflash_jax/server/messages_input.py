@@ -103,8 +103,8 @@ def _image(block: Block | chat_schema.Part, where: str) -> chat_schema.Part:
     """An image as a part of a chat's message."""
     source, name = (block.model_extra or {}).get("source"), f"{where}.source"
     kind = source.get("type") if isinstance(source, dict) else None
-    value = source.get({"base64": "data", "url": "url"}.get(kind)) if isinstance(source, dict) else None
-    if not isinstance(value, str):
+    value = source.get("data" if kind == "base64" else "url") if isinstance(source, dict) else None
+    if kind not in ("base64", "url") or not isinstance(value, str):
         right = '{"type": "base64", "media_type": "image/png", "data": "…"} or {"type": "url", "url": "…"}'
         raise ApiError(400, f"{name} must be {right}", name)
     # The content tells the format, whatever media_type says.

@@ -5,8 +5,8 @@
 Starts a server of the bundled pair on 127.0.0.1 and prints a table: what each attack got, how much longer than without
 it the stream waited for its next piece, the slowest answer of /health, and what the server's processes grew by. Exits 1
 where a stream waited more than 0.25 s longer, or /health took longer than that. With --url it takes a server of
-127.0.0.1 that runs already, and its memory is not measured. A checkpoint with a vision tower (--target) is attacked with
-images and videos, too.
+127.0.0.1 that runs already, and its memory is not measured. A checkpoint with a vision tower
+(--target) is attacked with images and videos, too.
 """
 
 import argparse
