@@ -20,7 +20,8 @@ from dflash_jax.server.answers import (
 )
 from dflash_jax.server.body import MediaRoute
 from dflash_jax.server.constraint import Constraint, tag_in_lark
-from dflash_jax.server.conversation import Conversation, Delta, Parser, converse, text_of
+from dflash_jax.server.content import text_of
+from dflash_jax.server.conversation import Conversation, Delta, Parser, converse
 from dflash_jax.server.errors import ApiError
 from dflash_jax.server.large_answers import json_response
 from dflash_jax.server.request_scope import while_connected

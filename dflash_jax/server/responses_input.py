@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from dflash_jax.media.parts import TYPES
 from dflash_jax.server import chat_schema, responses_schema, schema
-from dflash_jax.server.conversation import has_media, parts_or_text, text_of
+from dflash_jax.server.content import has_media, parts_or_text, text_of
 from dflash_jax.server.errors import ApiError
 
 # Fields with the same name and meaning in a chat request.

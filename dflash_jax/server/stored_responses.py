@@ -13,7 +13,7 @@ from dflash_jax.media.parts import TYPES
 from dflash_jax.server import responses_schema
 from dflash_jax.server.answer_schema import DeletedResponse, InputItems, Response
 from dflash_jax.server.body import STEP_BYTES
-from dflash_jax.server.conversation import has_media, text_of
+from dflash_jax.server.content import has_media, text_of
 from dflash_jax.server.errors import ApiError, JsonResponse
 from dflash_jax.server.response_store import StoredResponse
 from dflash_jax.server.serving import Serving
