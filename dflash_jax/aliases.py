@@ -140,6 +140,8 @@ ALIASES = (
     Alias("reproducible", ("--enable-deterministic-inference",), const=True),
     Alias("prefix_bytes", ("--no-enable-prefix-caching", "--disable-radix-cache"), const=0),
     Alias("generation_config", ("--sampling-defaults",), sampling_defaults),
+    Alias("limit_mm_per_prompt", ("--limit-mm-data-per-request",)),
+    Alias("language_model_only", ("--no-enable-multimodal",), const=True),
     Alias("override_generation_config", ("--preferred-sampling-params",)),
     Alias("reasoning_config", ("--reasoning-config",), json_object),
     Alias("root_path", ("--fastapi-root-path",)),

@@ -164,14 +164,15 @@ class Batch:
 
 @contextmanager
 def running(serving) -> Iterator[None]:
-    """The engine, and the processes of grammars.
+    """The engine, and the processes of grammars, images and videos.
 
     An interrupt does not wait for the engine's thread: it may be compiling, and the process ends without it.
     """
     is_interrupted = False
     try:
-        if serving.grammar is not None:
-            serving.grammar.start()
+        for processes in (serving.grammar, serving.media):
+            if processes is not None:
+                processes.start()
         serving.engine.start()
         yield
     except KeyboardInterrupt:
@@ -213,7 +214,7 @@ def run(batch_args, args, system) -> int:
         serving = assemble(args, system)
         serving.is_ready, app = True, build(serving)
         urls = frozenset(URLS) & set(app.openapi()["paths"])
-        todo = entries(stream, limits.body_bytes, urls, output.done)
+        todo = entries(stream, max(map(serving.most_body_bytes, urls)), urls, output.done)
         code, reason = 0, ""
         bar = progress.bar(description="answering", total=total, initial=before, unit="request", leave=True)
         batch = Batch(serving, app, output, batch_args.concurrency, bar)

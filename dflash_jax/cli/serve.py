@@ -19,6 +19,14 @@ from dflash_jax.server import transport
 
 log = logging.getLogger("dflash_jax.server")
 
+# Options of images and videos that `LLM` has under the same names.
+MEDIA_OPTIONS = (
+    "language_model_only",
+    "limit_mm_per_prompt",
+    "media_cache_bytes",
+    "allowed_media_domains",
+    "allowed_local_media_path",
+)
 # Below this, a shorter context is no longer tried on its own.
 LEAST_LEN = 4096
 # Seconds for the errors of requests that a stop ends.
@@ -49,6 +57,7 @@ def load(args, system):
         chat_template_kwargs=args.default_chat_template_kwargs,
         generation_config=args.generation_config,
         sampling_defaults=args.override_generation_config,
+        **{name: getattr(args, name) for name in MEDIA_OPTIONS},
     )
     capacity, slots = llm.max_len, llm.programs.data * -(-args.slots // llm.programs.data)
     options = {"max_queue": args.max_queue, "max_num_batched_tokens": args.max_num_batched_tokens, "masks": True}
@@ -87,6 +96,7 @@ def assemble(args, system):
         "mem_fraction": args.mem_fraction,
     }
     limits = Limits(
+        media_body_bytes=args.max_media_body,
         logprobs=args.max_logprobs,
         unknown_fields=args.unknown_fields,
         trust_request_chat_template=args.trust_request_chat_template,

@@ -111,6 +111,7 @@ def make_parser() -> argparse.ArgumentParser:
     models.add_argument("--reproducible", action="store_true", help="the same bits at any load, in bfloat16 too")
 
     add_prompts(p)
+    add_media(p)
     add_answers(p)
     load = p.add_argument_group("load")
     load.add_argument(
@@ -208,6 +209,46 @@ def add_answers(p: argparse.ArgumentParser) -> None:
     )
 
 
+def add_media(p: argparse.ArgumentParser) -> None:
+    """Adds the options of images and videos."""
+    media = p.add_argument_group("images and videos")
+    media.add_argument(
+        "--language-model-only", action="store_true", help="without the vision tower: text only, and none of its memory"
+    )
+    media.add_argument(
+        "--limit-mm-per-prompt",
+        type=json_object,
+        metavar="JSON",
+        help='most of a prompt (default: {"image": 8, "video": 1})',
+    )
+    media.add_argument(
+        "--allowed-media-domains",
+        nargs="+",
+        action="extend",
+        metavar="HOST",
+        help="hosts that http: and https: URLs may name, * for any public one (default: none, data: URLs only)",
+    )
+    media.add_argument(
+        "--allowed-local-media-path",
+        metavar="DIR",
+        help="directory of the server that file: URLs may name (default: none)",
+    )
+    media.add_argument(
+        "--max-media-body",
+        type=int,
+        default=64 * 2**20,
+        metavar="BYTES",
+        help="of a request that may have images and videos (default: %(default)s); text keeps its 10 MiB",
+    )
+    media.add_argument(
+        "--media-cache-bytes",
+        type=int,
+        default=2**28,
+        metavar="N",
+        help="of the host's memory, for outputs of the vision tower (default: %(default)s)",
+    )
+
+
 def add_prompts(p: argparse.ArgumentParser) -> None:
     """Adds the options of prompts and of texts."""
     prompts = p.add_argument_group("prompts and defaults")
@@ -246,7 +287,7 @@ def parse(argv: list[str] | None):
         args.target = args.model
     args.dtype = {"auto": None, "half": "float16"}.get(args.dtype, args.dtype)
     leasts = {"max_queue": 0, "max_num_batched_tokens": 16, "drain_s": 0, "response_store": 0, "max_connections": 1}
-    leasts |= {"stream_interval": 1, "max_log_len": 1}
+    leasts |= {"stream_interval": 1, "max_log_len": 1, "max_media_body": 1, "media_cache_bytes": 0}
     for name, least in leasts.items():
         if getattr(args, name) is not None and getattr(args, name) < least:
             raise InputError(f"--{name.replace('_', '-')} {getattr(args, name)}: it must be {least} or more")

@@ -33,22 +33,26 @@ SOURCES = {
 class EncodedMedium:
     """An image or a video and its rows, which the tower computes when they are first asked for.
 
+    It keeps its pixels until then.
+
     Args:
         medium: The image or video.
         encoder: The tower.
     """
 
     def __init__(self, medium: Medium, encoder: VisionEncoder):
-        self.medium, self._encoder = medium, encoder
+        self._key, self._medium, self._encoder = medium.key, medium, encoder
 
     @cached_property
     def rows(self) -> np.ndarray:
         """What takes the place of its tokens' embeddings, [tokens, H]."""
-        return self._encoder.encode([self.medium])[0]
+        (rows,) = self._encoder.encode([self._medium])
+        del self._medium
+        return rows
 
     def span(self, start: int, length: int, offset: int) -> MediaSpan:
         """Its rows from ``offset`` on as a span of a prompt that begins at ``start``."""
-        key = self.medium.key + offset.to_bytes(8, "little")
+        key = self._key + offset.to_bytes(8, "little")
         return MediaSpan(start, length, key, lambda: self.rows[offset : offset + length])
 
 

@@ -271,17 +271,17 @@ REFUSED = (
         """,
     ),
     Group(
-        "only text is served",
+        "images and videos are read as the checkpoint says, and other media are not",
         """
         --encoder-only --encoder-transfer-backend=auto --encoder-urls+= --encoder-bootstrap-port=8997
-        --encoder-register-urls+= --enable-adaptive-dispatch-to-encoder --enable-mis --enable-multimodal
+        --encoder-register-urls+= --enable-adaptive-dispatch-to-encoder --enable-mis --enable-multimodal!
         --mm-attention-backend= --enable-broadcast-mm-inputs-process --enable-prefix-mm-cache --mm-enable-dp-encoder
-        --mm-process-config= --mm-processor-worker-num=0 --mm-io-worker-num=0 --allowed-media-domains+=
+        --mm-process-config= --mm-processor-worker-num=0 --mm-io-worker-num=0
         --media-url-max-file-size-mb=64 --mm-preprocess-cache-size-mb= --trust-mm-content-hashes
-        --limit-mm-data-per-request= --enable-mm-global-cache --image-processor-backend=auto
+        --enable-mm-global-cache --image-processor-backend=auto
         --mm-global-cache-backend=mooncake --disable-fast-image-processor --mm-feature-transport=
-        --asr-max-buffer-seconds=60 --asr-max-concurrent-sessions=32 --allowed-local-media-path=
-        --enable-prompt-embeds --limit-mm-per-prompt={} --enable-mm-embeds --media-io-kwargs={}
+        --asr-max-buffer-seconds=60 --asr-max-concurrent-sessions=32
+        --enable-prompt-embeds --enable-mm-embeds --media-io-kwargs={}
         --mm-processor-kwargs= --mm-processor-cache-gb=4 --mm-processor-cache-type=lru --mm-hasher-algorithm=blake3
         --mm-shm-cache-max-object-size-mb=128 --mm-encoder-only --mm-encoder-tp-mode=weights
         --mm-encoder-attn-backend= --mm-encoder-attn-dtype= --mm-encoder-fp8-scale-path=

@@ -2,7 +2,7 @@
 
 import os
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -82,6 +82,7 @@ class TextSequence:
         ends: Gets the new text of each token, and returns whether the text ends there. As with stop strings, the result
             does not count for the first min_tokens tokens.
         draft_record: The part of the request's mask that records drafts; None where pieces have no proposals.
+        preparation: Seconds of steps before the request, such as those of its images, by name.
         **options: Further fields of `Request`.
 
     Attributes:
@@ -98,6 +99,7 @@ class TextSequence:
         drafts: Rounds with drafts.
         draft_tokens: Tokens drafted in them.
         starts: Where each token begins in the text; only where streamed.
+        preparation: Seconds of steps before the request, by name.
     """
 
     def __init__(
@@ -109,8 +111,10 @@ class TextSequence:
         streamed: bool = True,
         ends: Callable[[str], bool] | None = None,
         draft_record: DraftRecord | None = None,
+        preparation: Mapping[str, float] | None = None,
         **options,
     ):
+        self.preparation = preparation or {}
         self.has_given_seed = params.seed is not None
         if params.seed is None:
             params = replace(params, seed=int.from_bytes(os.urandom(4), "little"))

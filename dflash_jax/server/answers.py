@@ -5,6 +5,7 @@ from math import isfinite, isnan, nan
 
 from dflash_jax.frontend.sequence import Piece, TextSequence
 from dflash_jax.frontend.tokenizer import Tokenizer
+from dflash_jax.server.metrics import MEDIA_STEPS
 
 # OpenAI's log-probability of an impossible token: JSON has no infinity.
 IMPOSSIBLE = -9999.0
@@ -60,15 +61,20 @@ def timings(sequences: Sequence[TextSequence], now: float, plain_round_s: float 
     Returns:
         ``decode_s``, seconds from the end of the first prefill to the last token; ``tokens_per_s``, new tokens per
         second of that time; ``speedup``, that rate over the one of plain rounds, None where these are not measured.
+        Before the first token: ``media_fetch_s``, ``media_decode_s`` and ``media_tower_s`` of images and videos, and
+        ``queue_s`` and ``prefill_s`` of the first sequence.
     """
     started = [r.request.times for r in sequences if r.request.times.is_submitted]
     times = [t for t in started if not isnan(t.first_token)]
+    before = {f"media_{step}_s": sequences[0].preparation.get(step, 0.0) for step in MEDIA_STEPS}
     if not times:
-        return {"decode_s": 0.0, "tokens_per_s": 0.0, "speedup": None}
+        return {"decode_s": 0.0, "tokens_per_s": 0.0, "speedup": None, **before, "queue_s": 0.0, "prefill_s": 0.0}
+    first = times[0]
+    before |= {"queue_s": first.admitted - first.submitted, "prefill_s": first.first_token - first.admitted}
     seconds = max(now if isnan(t.finished) else t.finished for t in times) - min(t.ready for t in times)
     rate = sum(r.num_tokens for r in sequences) / max(seconds, 1e-9)
     speedup = None if plain_round_s is None else rate * plain_round_s / len(times)
-    return {"decode_s": seconds, "tokens_per_s": rate, "speedup": speedup}
+    return {"decode_s": seconds, "tokens_per_s": rate, "speedup": speedup, **before}
 
 
 def request_metrics(sequences: Sequence[TextSequence]) -> dict:
@@ -76,7 +82,7 @@ def request_metrics(sequences: Sequence[TextSequence]) -> dict:
 
     The result is {} for several sequences and for one that is not submitted. Unknown times are left out.
     ``time_to_first_token_ms`` and ``tokens_per_second`` count from the moment at which the sequence gets a slot, as in
-    vLLM.
+    vLLM. Images and videos have ``media_fetch_time_ms``, ``media_decode_time_ms`` and ``media_tower_time_ms`` before.
     """
     if len(sequences) != 1 or not sequences[0].request.times.is_submitted:
         return {}
@@ -90,6 +96,7 @@ def request_metrics(sequences: Sequence[TextSequence]) -> dict:
         "mean_itl_ms": 1e3 * decoding / (new - 1) if new > 1 else nan,
         "tokens_per_second": new / from_slot if from_slot > 0 else nan,
     }
+    values |= {f"media_{step}_time_ms": 1e3 * seconds for step, seconds in sequences[0].preparation.items()}
     return {"metrics": {name: value for name, value in values.items() if not isnan(value)}}
 
 

@@ -27,7 +27,7 @@ from dflash_jax.server.body import Body, check_type, has_body, replayed
 from dflash_jax.server.cors import Cors
 from dflash_jax.server.errors import ApiError, ClientGoneError, add_handlers, error_response
 from dflash_jax.server.page_files import PAGE_PATHS, page_file
-from dflash_jax.server.request_scope import begin_tracking
+from dflash_jax.server.request_scope import begin_endings, begin_tracking
 from dflash_jax.server.schema_base import unknown_fields
 from dflash_jax.server.serving import Serving
 
@@ -55,6 +55,7 @@ class Gate:
             await self.app(scope, receive, send)
             return
         start, status, collected, sequences = time.perf_counter(), CLIENT_GONE, notes.begin(), begin_tracking()
+        endings = begin_endings()
         name = request_id.begin(scope, self.serving.additions.request_ids)
         unknown_fields.set(self.serving.limits.unknown_fields)
 
@@ -76,6 +77,8 @@ class Gate:
         finally:
             for sequence in sequences:
                 sequence.request.close()
+            for end in endings:
+                end()
             milliseconds = 1e3 * (time.perf_counter() - start)
             client = (scope.get("client") or ("-",))[0]
             # The raw path: a decoded one could have line breaks.
@@ -90,7 +93,7 @@ class Gate:
             # Without configured keys, the key of a request does not identify its sender.
             owner, host = scope["state"]["owner"] if self.access.keys else None, (scope.get("client") or (None,))[0]
             client = scope["state"]["client"] = (owner, host)
-            body = scope["state"]["body"] = Body(self.serving, client)
+            body = scope["state"]["body"] = Body(self.serving, client, self.serving.most_body_bytes(scope["path"]))
             # Counted after the check, which refuses the request where a signal began to drain meanwhile.
             counts = needs_engine(scope)
             self.serving.in_flight += counts
@@ -112,9 +115,9 @@ class Gate:
         serving = self.serving
         # A client may abort requests and continue responses of the same owner.
         scope.setdefault("state", {})["owner"] = self.access.check(scope)
-        length = headers.get(b"content-length", b"0")
-        if length.isdigit() and int(length) > serving.limits.body_bytes:
-            raise ApiError(413, f"the body has {int(length)} bytes: at most {serving.limits.body_bytes} are possible")
+        length, most = headers.get(b"content-length", b"0"), serving.most_body_bytes(scope["path"])
+        if length.isdigit() and int(length) > most:
+            raise ApiError(413, f"the body has {int(length)} bytes: at most {most} are possible")
         if has_body(headers):
             check_type(headers)
         if needs_engine(scope):

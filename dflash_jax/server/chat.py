@@ -18,8 +18,10 @@ from dflash_jax.server.answers import (
     timings,
     usage,
 )
+from dflash_jax.server.body import MediaRoute
 from dflash_jax.server.constraint import Constraint, tag_in_lark
-from dflash_jax.server.conversation import Conversation, Delta, Parser, converse, text_of
+from dflash_jax.server.content import text_of
+from dflash_jax.server.conversation import Conversation, Delta, Parser, converse
 from dflash_jax.server.errors import ApiError
 from dflash_jax.server.large_answers import json_response
 from dflash_jax.server.request_scope import while_connected
@@ -27,7 +29,7 @@ from dflash_jax.server.serving import Serving
 from dflash_jax.server.stream import EventStream, Later, frame
 from dflash_jax.server.tools import END, START, CallDelta, joined
 
-router = APIRouter()
+router = APIRouter(route_class=MediaRoute)
 
 
 def tool_constraint(serving: Serving, body: chat_schema.ChatRequest, xml: bool) -> Constraint | None:
@@ -124,6 +126,7 @@ async def prepare_chat(serving: Serving, body: chat_schema.ChatRequest) -> tuple
         "cache_salt": body.cache_salt,
         "records_drafts": body.return_proposals,
         "ends": talk.ends,
+        "media": talk.media,
     }
     return talk, await prepare.sequences(serving, talk.prompt, params, n, **options)
 

@@ -11,6 +11,7 @@ from dflash_jax.frontend.sequence import TextSequence
 from dflash_jax.server import chat, chat_schema, request_id
 from dflash_jax.server.answer_schema import ChatCompletion
 from dflash_jax.server.answers import usage
+from dflash_jax.server.body import MediaRoute
 from dflash_jax.server.conversation import Conversation
 from dflash_jax.server.errors import ApiError
 from dflash_jax.server.large_answers import json_response
@@ -18,7 +19,7 @@ from dflash_jax.server.request_scope import while_connected
 from dflash_jax.server.serving import Serving
 from dflash_jax.server.stream import Later
 
-router = APIRouter()
+router = APIRouter(route_class=MediaRoute)
 
 
 def check(serving: Serving, body: chat_schema.ChatBatchRequest) -> None:

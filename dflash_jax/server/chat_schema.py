@@ -3,9 +3,9 @@
 Requests to other interfaces are converted to them.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
 from dflash_jax.server import neutral_fields
 from dflash_jax.server.schema import OpenAiSampling, ResponseFormat, ThinkingBudget
@@ -79,12 +79,29 @@ class Call(Lenient):
     index: int | None = None
 
 
-class Part(Lenient):
-    """A part of a message. Parts other than text and refusals are parsed so that they can be refused by name."""
+class Part(BaseModel):
+    """A part of a message: text, a refusal, an image or a video. Others are refused by name.
+
+    Fields of images and videos are in ``model_extra``.
+    """
+
+    model_config = ConfigDict(extra="allow", strict=True)
 
     type: str
     text: str | None = None
     refusal: str | None = None
+    # Its name in errors, where a request to another interface was converted.
+    _where: str | None = PrivateAttr(None)
+
+    @property
+    def where(self) -> str | None:
+        """Its name in errors; None where that follows from its place."""
+        return self._where
+
+    def named(self, where: str) -> Self:
+        """This part, which has the name ``where`` in errors."""
+        self._where = where
+        return self
 
 
 class Message(Lenient):

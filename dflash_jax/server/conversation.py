@@ -8,8 +8,11 @@ from typing import Any
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.sequence import Piece, TextSequence
 from dflash_jax.frontend.tokenizer import RESERVED
+from dflash_jax.media.parts import MediaPart
 from dflash_jax.server import chat_schema
+from dflash_jax.server.content import has_media, text_of, with_media
 from dflash_jax.server.errors import ApiError, TooLongError
+from dflash_jax.server.media import PlacedMedia
 from dflash_jax.server.reasoning import CLOSE, OPEN, ReasoningSplitter, is_open
 from dflash_jax.server.serving import Serving
 from dflash_jax.server.tools import CallDelta, ToolParser, is_xml
@@ -153,6 +156,7 @@ class Conversation:
         echoed: Text that the answer begins with.
         is_forced: Whether the answer must consist of calls.
         has_one_call: Whether the answer ends behind its first call.
+        media: Images and videos of the prompt; None for text.
     """
 
     prompt: list[int]
@@ -162,6 +166,7 @@ class Conversation:
     echoed: str = ""
     is_forced: bool = False
     has_one_call: bool = False
+    media: PlacedMedia | None = None
 
     def parser(self, shown: chat_schema.ShownReasoning = "stream") -> Parser:
         """A parser for one choice."""
@@ -176,32 +181,26 @@ class Conversation:
         return ToolParser(self.xml, self.tools, self.is_forced) if self.tools else None
 
 
-def text_of(content: str | list[chat_schema.Part] | None, where: str) -> str:
-    """Joins text parts; a refusal is text too.
+def as_template(messages: Sequence[chat_schema.Message], takes_media: bool) -> tuple[list[dict], list[MediaPart]]:
+    """Messages in the form that chat templates read, and their images and videos.
+
+    Args:
+        messages: The messages. Those of the assistant are text.
+        takes_media: Whether others may have images and videos.
 
     Raises:
-        ApiError: A part is no text.
+        ApiError: A part of a message is wrong.
     """
-    if isinstance(content, str) or content is None:
-        return content or ""
-    texts = []
-    for i, part in enumerate(content):
-        text = part.refusal if part.type == "refusal" else part.text
-        if part.type not in ("text", "input_text", "output_text", "refusal") or text is None:
-            name = f"{where}.content[{i}].type"
-            raise ApiError(400, f"{name} is {part.type!r}: only text is possible, images and video are not", name)
-        texts.append(text)
-    return "".join(texts)
-
-
-def as_template(messages: Sequence[chat_schema.Message]) -> list[dict]:
-    """Messages in the form that chat templates read."""
-    converted = []
+    converted, media = [], []
     for i, m in enumerate(messages):
-        message: dict[str, Any] = {
-            "role": "system" if m.role == "developer" else m.role,
-            "content": text_of(m.refusal if m.content is None else m.content, f"messages[{i}]"),
-        }
+        given, where = m.refusal if m.content is None else m.content, f"messages[{i}]"
+        content: str | list[dict]
+        if takes_media and m.role != "assistant" and isinstance(given, list) and has_media(given):
+            content, added = with_media(given, where)
+            media += added
+        else:
+            content = text_of(given, where)
+        message: dict[str, Any] = {"role": "system" if m.role == "developer" else m.role, "content": content}
         if (thought := m.reasoning_content or m.reasoning) is not None:
             message["reasoning_content"] = thought
         if m.tool_call_id is not None:
@@ -211,7 +210,7 @@ def as_template(messages: Sequence[chat_schema.Message]) -> list[dict]:
         if m.tool_calls:
             message["tool_calls"] = [_call(c, f"messages[{i}].tool_calls[{j}]") for j, c in enumerate(m.tool_calls)]
         converted.append(message)
-    return converted
+    return converted, media
 
 
 def _check_arguments(messages: Sequence[chat_schema.Message], most: int) -> None:
@@ -284,7 +283,7 @@ async def converse(
     tools: Sequence[chat_schema.Tool] | None,
     body: chat_schema.Templated,
 ) -> Conversation:
-    """Renders and tokenises a conversation.
+    """Renders and tokenises a conversation, and reads its images and videos.
 
     Args:
         serving: The model and its engine.
@@ -293,7 +292,7 @@ async def converse(
         body: The request, for the template's options.
 
     Raises:
-        ApiError: The template refuses the conversation, or it is too long.
+        ApiError: The template refuses the conversation, or it is too long, or an image or a video cannot be read.
     """
     tokenizer, templates = serving.llm.tokenizer, serving.templates
     if tokenizer is None or templates is None:
@@ -304,15 +303,22 @@ async def converse(
         check_parameters(tool.function.parameters or {}, f"tools[{i}].function.parameters")
     given = [t.model_dump(exclude_none=True) for t in tools or ()] or None
     _check_arguments(messages, serving.limits.values)
-    options, conversation = template_options(serving, body, messages), as_template(messages)
+    options = template_options(serving, body, messages)
+    conversation, parts = as_template(messages, serving.media is not None)
+    is_truncated = isinstance(body, chat_schema.ChatRequest) and body.truncate_prompt_tokens is not None
+    if parts and is_truncated:
+        name = "truncate_prompt_tokens"
+        raise ApiError(400, f"{name} is not possible with images and videos", name)
     try:
         text = await templates.render(conversation, given, **options)
-        is_truncated = isinstance(body, chat_schema.ChatRequest) and body.truncate_prompt_tokens is not None
         ids = await serving.texts.encode(text, "messages", is_truncated=is_truncated)
         # Not checked for length: the prompt may be truncated later.
         prompt = await serving.texts.prompt(ids, "messages", is_truncated=True)
     except InputError as e:
         raise ApiError(400, str(e), "messages") from None
+    media = None
+    if parts and serving.media is not None:
+        prompt, media = await serving.media.placed(prompt, parts, "messages")
     template = body.chat_template or tokenizer.chat_template or ""
     if body.continue_final_message:
         content = conversation[-1]["content"]
@@ -321,4 +327,4 @@ async def converse(
         closed = text.rstrip().endswith(CLOSE)
         thought = "open" if is_open(text) else "possible" if OPEN in template and not closed else "none"
     schemas = {t.function.name: t.function.parameters or {} for t in tools or ()}
-    return Conversation(prompt, thought, schemas, is_xml(template))
+    return Conversation(prompt, thought, schemas, is_xml(template), media=media)

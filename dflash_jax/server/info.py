@@ -86,7 +86,7 @@ async def model_info(http: Request):
             "is_generation": True,
             "preferred_sampling_params": None,
             "weight_version": "default",
-            "has_image_understanding": False,
+            "has_image_understanding": serving.media is not None,
             "has_audio_understanding": False,
             **architecture(serving),
             "vocab_size": serving.llm.config.vocab_size,

@@ -8,6 +8,7 @@ from dflash_jax.frontend.sequence import TextSequence
 from dflash_jax.server import request_id
 from dflash_jax.server.answer_schema import InputTokens, MessagesAnswer, MessagesError
 from dflash_jax.server.answers import usage
+from dflash_jax.server.body import MediaRoute
 from dflash_jax.server.chat import prepare_chat, tools_in_use
 from dflash_jax.server.conversation import Conversation, converse
 from dflash_jax.server.errors import JsonResponse, as_api_error
@@ -19,7 +20,7 @@ from dflash_jax.server.serving import Serving
 from dflash_jax.server.stream import EventStream, Later, frame
 
 PATH = "/v1/messages"
-router = APIRouter(responses={"4XX": {"model": MessagesError}, "5XX": {"model": MessagesError}})
+router = APIRouter(route_class=MediaRoute, responses={"4XX": {"model": MessagesError}, "5XX": {"model": MessagesError}})
 
 
 async def message_events(

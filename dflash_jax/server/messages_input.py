@@ -6,13 +6,13 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from dflash_jax.server import chat_schema, schema
-from dflash_jax.server.conversation import text_of
+from dflash_jax.server.content import parts_or_text
 from dflash_jax.server.errors import ApiError, from_conversion_error
 from dflash_jax.server.messages_schema import Block, CountTokensRequest, MessagesRequest, MessagesTool, TurnMessage
 
 BLOCKS = {
     "system": ("text",),
-    "user": ("text", "tool_result"),
+    "user": ("text", "image", "tool_result"),
     "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
 }
 
@@ -63,14 +63,14 @@ def _joined(blocks: Sequence[Block], role: str, where: str) -> str:
 
 
 def _user(turn: TurnMessage, where: str) -> list[dict]:
-    """A user's turn as messages. Each tool result is one message; texts between results are joined."""
+    """A user's turn as messages. Each tool result is one message, and so is what is between results."""
     messages: list[dict] = []
-    texts: list[str] = []
+    parts: list[chat_schema.Part] = []
 
-    def flush_texts() -> None:
-        if texts:
-            messages.append({"role": turn.role, "content": "".join(texts)})
-            texts.clear()
+    def flush_parts() -> None:
+        if parts:
+            messages.append({"role": turn.role, "content": parts_or_text(parts, where)})
+            parts.clear()
 
     blocks = [block for block in turn.content if not isinstance(block, str)]
     for i, block in enumerate(blocks):
@@ -78,19 +78,38 @@ def _user(turn: TurnMessage, where: str) -> list[dict]:
         _check_type(block, turn.role, at)
         if block.type == "tool_result":
             name, content = _required(block, "tool_use_id", at), _result(block.content, at)
-            flush_texts()
+            flush_parts()
             messages.append({"role": "tool", "tool_call_id": name, "content": content})
+        elif block.type == "image":
+            parts.append(_image(block, at))
         else:
-            texts.append(_required(block, "text", at))
-    flush_texts()
+            parts.append(chat_schema.Part(type="text", text=_required(block, "text", at)))
+    flush_parts()
     return messages
 
 
-def _result(content: str | list[chat_schema.Part] | None, where: str) -> str:
-    """A tool's result as text. Other keys of its parts, such as cache_control, have no effect."""
-    if isinstance(content, list):
-        content = [chat_schema.Part(type=part.type, text=part.text) for part in content]
-    return text_of(content, where)
+def _result(content: str | list[chat_schema.Part] | None, where: str) -> str | list[chat_schema.Part]:
+    """A tool's result. Other keys of its parts, such as cache_control, have no effect."""
+    if not isinstance(content, list):
+        return content or ""
+    parts = []
+    for i, part in enumerate(content):
+        at = f"{where}.content[{i}]"
+        parts.append(_image(part, at) if part.type == "image" else chat_schema.Part(type=part.type, text=part.text))
+    return parts_or_text(parts, where)
+
+
+def _image(block: Block | chat_schema.Part, where: str) -> chat_schema.Part:
+    """An image as a part of a chat's message."""
+    source, name = (block.model_extra or {}).get("source"), f"{where}.source"
+    kind = source.get("type") if isinstance(source, dict) else None
+    value = source.get("data" if kind == "base64" else "url") if isinstance(source, dict) else None
+    if kind not in ("base64", "url") or not isinstance(value, str):
+        right = '{"type": "base64", "media_type": "image/png", "data": "…"} or {"type": "url", "url": "…"}'
+        raise ApiError(400, f"{name} must be {right}", name)
+    # The content tells the format, whatever media_type says.
+    url = f"data:;base64,{value}" if kind == "base64" else value
+    return chat_schema.Part.model_validate({"type": "image_url", "image_url": url}).named(where)
 
 
 def _assistant(blocks: Sequence[Block], where: str) -> dict:

@@ -16,6 +16,13 @@ TOKEN_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.
 REQUEST_S = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 200000)
 
+# Steps of images and videos before a request is submitted, as `PlacedMedia` counts their seconds.
+MEDIA_STEPS = {
+    "fetch": "Images and videos of a request: all fetched.",
+    "decode": "Images and videos of a request: all decoded.",
+    "tower": "Images and videos of a request: all encoded by the vision tower.",
+}
+
 
 class Metrics:
     """Histograms of requests, and the engine's totals when they are read.
@@ -28,8 +35,8 @@ class Metrics:
         self._name, self._engine, self.registry = name, engine, CollectorRegistry()
         self.registry.register(self)
 
-        def histogram(name: str, text: str, buckets) -> Histogram:
-            metric = Histogram(f"vllm:{name}", text, LABELS, registry=self.registry, buckets=buckets)
+        def histogram(name: str, text: str, buckets, prefix: str = "vllm") -> Histogram:
+            metric = Histogram(f"{prefix}:{name}", text, LABELS, registry=self.registry, buckets=buckets)
             return metric.labels(self._name, "0")
 
         self._first_token = histogram("time_to_first_token_seconds", "Arrival to first token.", FIRST_TOKEN_S)
@@ -43,6 +50,9 @@ class Metrics:
         self._decode = histogram("request_decode_time_seconds", "First token to last.", REQUEST_S)
         self._prompt = histogram("request_prompt_tokens", "Prompt tokens.", TOKENS)
         self._new = histogram("request_generation_tokens", "New tokens.", TOKENS)
+        self._media = {
+            step: histogram(f"media_{step}_seconds", text, REQUEST_S, "dflash") for step, text in MEDIA_STEPS.items()
+        }
         self._last: dict = {}
 
     def observe(self, event: Event) -> None:
@@ -62,10 +72,13 @@ class Metrics:
         t, new = sequence.request.times, len(sequence.request.tokens)
         self._prompt.observe(len(sequence.request.prompt))
         self._new.observe(new)
-        self._latency.observe(t.finished - t.submitted)
+        for step, seconds in sequence.preparation.items():
+            self._media[step].observe(seconds)
+        before = sum(sequence.preparation.values())
+        self._latency.observe(before + t.finished - t.submitted)
         if isnan(t.first_token):
             return
-        self._first_token.observe(t.first_token - t.submitted)
+        self._first_token.observe(before + t.first_token - t.submitted)
         self._queued.observe(t.admitted - t.submitted)
         self._prefill.observe(t.first_token - t.admitted)
         self._decode.observe(t.finished - t.first_token)

@@ -10,17 +10,21 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from dflash_jax.frontend.sequence import TextSequence
+from dflash_jax.media.parts import MediaPart
 from dflash_jax.server import native_schema, prepare, request_id
 from dflash_jax.server.answer_schema import Generated
 from dflash_jax.server.answers import finite, token_text
+from dflash_jax.server.body import MediaRoute
 from dflash_jax.server.errors import ApiError
 from dflash_jax.server.large_answers import event, json_response, logprob_count
+from dflash_jax.server.media import url_part
 from dflash_jax.server.reasoning import CLOSE, count_tokens
 from dflash_jax.server.request_scope import while_connected
 from dflash_jax.server.serving import Serving
 from dflash_jax.server.stream import EventStream, Later
 
-router = APIRouter()
+router = APIRouter(route_class=MediaRoute)
+SCHEMES = ("data", "http", "https", "file")
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,30 @@ def prompts_of(body: native_schema.GenerateRequest) -> tuple[list, bool]:
     return ([given], False) if isinstance(given[0], int) else (given, True)
 
 
+def media_of(serving: Serving, body: native_schema.GenerateRequest, count: int, several: bool) -> list[list[MediaPart]]:
+    """The images and videos of each prompt.
+
+    Raises:
+        ApiError: They have another form, or the model takes none.
+    """
+    media: list[list[MediaPart]] = [[] for _ in range(count)]
+    for name, kind in (("image_data", "image_url"), ("video_data", "video_url")):
+        given = getattr(body, name)
+        if given is None or given == []:
+            continue
+        if serving.media is None:
+            raise ApiError(400, f"{name} is not possible: the model is one of text", name)
+        for i, of_prompt in enumerate(_each(given, count, name) if several else [given]):
+            sources = of_prompt if isinstance(of_prompt, list) else [] if of_prompt is None else [of_prompt]
+            for j, source in enumerate(sources):
+                where = f"{name}[{i}][{j}]" if several else f"{name}[{j}]"
+                if isinstance(source, str) and source.partition(":")[0].lower() not in SCHEMES:
+                    # No path: of the server's files, only file: URLs are read.
+                    source = f"data:;base64,{source}"
+                media[i].append(url_part({"type": kind, kind: source}, where))
+    return media
+
+
 async def prepare_generation(
     serving: Serving, body: native_schema.GenerateRequest
 ) -> tuple[list[tuple[TextSequence, bool]], bool]:
@@ -77,10 +105,14 @@ async def prepare_generation(
     if not (named and isinstance(named[0], list)):
         named = [named] * len(prompts)
     named = _each(named, len(prompts), "token_ids_logprob")
+    media = media_of(serving, body, len(prompts), several)
     for i, (prompt, sampling) in enumerate(zip(prompts, each, strict=True)):
         sampling = sampling or native_schema.NativeSampling.model_validate({})
         n = prepare.check_counts(serving, sampling, len(prompts))
         ids = await serving.texts.prompt(prompt, "text" if isinstance(prompt, str) else "input_ids")
+        placed = None
+        if media[i] and serving.media is not None:
+            ids, placed = await serving.media.placed(ids, media[i], "text" if isinstance(prompt, str) else "input_ids")
         is_new = sampling.max_new_tokens != 0
         least = sampling.max_new_tokens if is_new else 1
         most = serving.check_room(ids, least, "sampling_params.max_new_tokens", default=128)
@@ -91,7 +123,7 @@ async def prepare_generation(
         start = -1 if body.logprob_start_len is None else body.logprob_start_len
         of_prompt = logprobs if start >= 0 else None
         options = {"block_size": body.block_size, "grammar": grammar, "prompt_logprobs": of_prompt}
-        options |= {"priority": body.priority, "cache_salt": salts[i]}
+        options |= {"priority": body.priority, "cache_salt": salts[i], "media": placed}
         options["budget"] = budget = prepare.budget([body.max_thinking_tokens])
         options["thought"] = prepare.thought(serving, ids, budget, "max_thinking_tokens")
         if body.require_reasoning:

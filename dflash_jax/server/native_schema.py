@@ -1,6 +1,6 @@
 """Fields of requests to SGLang's own endpoints."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -32,6 +32,9 @@ class GenerateRequest(Body):
 
     text: str | Items[str] | None = None
     input_ids: Items[TokenId] | Items[Items[TokenId]] | None = None
+    # URLs or base64, one or a list; of several prompts, a list of these for each.
+    image_data: str | Json | Items[Any] | None = None
+    video_data: str | Json | Items[Any] | None = None
     sampling_params: NativeSampling | Items[NativeSampling] | None = None
     stream: bool | None = None
     return_logprob: bool | None = None

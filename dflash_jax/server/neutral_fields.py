@@ -152,7 +152,6 @@ GENERATE: Table = {
     "encoder_urls": NO_ITEMS,
     "external_trace_header": OBJECT,
     "http_worker_ipc": NULL,
-    "image_data": NO_ITEMS,
     "image_max_dynamic_patch": NULL,
     "input_embeds": NULL,
     "kv_router_hint": NULL,
@@ -160,7 +159,7 @@ GENERATE: Table = {
     "lora_id": NULL,
     "mm_content_hashes": NO_ITEMS,
     "mm_hashes": NO_ITEMS,
-    "modalities": ([], ["text"]),
+    "modalities": ([], ["text"], ["image"], ["multi-images"], ["video"]),
     # Routers set a model name.
     "model": TEXT,
     "multi_item_delimiter_indices": NULL,
@@ -180,7 +179,6 @@ GENERATE: Table = {
     "return_sampling_mask": FALSE,
     "routing_key": TEXT,
     "video_config": NO_KEYS,
-    "video_data": NO_ITEMS,
     "video_max_dynamic_patch": NULL,
 }
 TOKENIZE: Table = {"mm_processor_kwargs": NO_KEYS, "media_io_kwargs": NO_KEYS, "tool_choice": TEXT}

@@ -7,12 +7,13 @@ from starlette.responses import Response
 
 from dflash_jax.server import chat_schema, schema
 from dflash_jax.server.answer_schema import Error, Model, Models, Status, Text, Tokens, Version
+from dflash_jax.server.body import MediaRoute
 from dflash_jax.server.conversation import converse
 from dflash_jax.server.errors import ApiError, JsonResponse
 from dflash_jax.server.request_scope import while_connected
 from dflash_jax.server.serving import Serving
 
-router = APIRouter()
+router = APIRouter(route_class=MediaRoute)
 NOT_READY = {503: {"model": Status}}
 
 

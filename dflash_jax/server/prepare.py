@@ -15,6 +15,7 @@ from dflash_jax.server import schema
 from dflash_jax.server.constraint import MOST_CHARACTERS, Constraint
 from dflash_jax.server.errors import ApiError
 from dflash_jax.server.grammar import Grammar
+from dflash_jax.server.media import PlacedMedia
 from dflash_jax.server.notes import note
 from dflash_jax.server.reasoning import CLOSE, OPEN, open_thought
 from dflash_jax.server.request_scope import track
@@ -296,8 +297,11 @@ async def sequences(
     cache_salt: str | None = None,
     records_drafts: bool = False,
     ends: Callable[[], Callable[[str], bool] | None] = lambda: None,
+    media: PlacedMedia | None = None,
 ) -> list[TextSequence]:
     """Makes the sequences of a prompt, one for each choice. Their seeds are s, s + 1 and so on.
+
+    Images and videos are encoded last, when no value is invalid.
 
     Other requests have a turn behind each, since there may be thousands, of thousands of tokens each.
 
@@ -315,12 +319,15 @@ async def sequences(
         cache_salt: Only prompts with the same salt share cached prefixes.
         records_drafts: Whether pieces have the drafts of each round.
         ends: Makes the ``ends`` of each `TextSequence`.
+        media: Images and videos of the prompt.
 
     Raises:
         ApiError: A value is invalid.
     """
     options = {"priority": priority, "prompt_logprobs": prompt_logprobs, "cache_salt": cache_salt or ""}
     options["records_drafts"] = records_drafts
+    if media is not None:
+        options |= {"media": media.prompt, "preparation": media.seconds}
     vocabulary = serving.llm.config.vocab_size
     if outside := [i for i in params.stop_token_ids if i >= vocabulary]:
         # Clients send token ids of another model. vLLM and SGLang accept them, too.
@@ -345,4 +352,6 @@ async def sequences(
                 mask.close()
             raise ApiError(400, str(e), field_of(str(e))) from None
         await asyncio.sleep(0)
+    if media is not None and serving.media is not None:
+        await serving.media.encode(media)
     return prepared

@@ -20,11 +20,12 @@ from dflash_jax.server import (
     schema_base,
 )
 from dflash_jax.server.answer_schema import Rendered
+from dflash_jax.server.body import MediaRoute
 from dflash_jax.server.errors import ApiError, JsonResponse
 from dflash_jax.server.request_scope import while_connected
 from dflash_jax.server.serving import Serving
 
-router = APIRouter()
+router = APIRouter(route_class=MediaRoute)
 
 # The field that identifies an interface, its schema and its handler.
 INVOCATIONS = {

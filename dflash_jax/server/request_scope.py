@@ -11,6 +11,20 @@ from dflash_jax.server.errors import ClientGoneError
 
 # Sequences of the current request that are not submitted to the engine yet.
 _prepared: ContextVar[list[TextSequence] | None] = ContextVar("prepared", default=None)
+# Called at the end of the current request.
+_endings: ContextVar[list[Callable[[], None]] | None] = ContextVar("endings", default=None)
+
+
+def begin_endings() -> list[Callable[[], None]]:
+    """Starts to collect what `at_end` is given, for the caller to call at the end of the current request."""
+    _endings.set(endings := [])
+    return endings
+
+
+def at_end(ending: Callable[[], None]) -> None:
+    """Has ``ending`` called at the end of the current request, however it ends."""
+    if (endings := _endings.get()) is not None:
+        endings.append(ending)
 
 
 def begin_tracking() -> list[TextSequence]:

@@ -12,19 +12,27 @@ from dflash_jax.frontend.sequence import TextSequence
 from dflash_jax.server import chat_schema, large_answers, request_id, responses_schema
 from dflash_jax.server.answer_schema import Response
 from dflash_jax.server.answers import request_metrics
+from dflash_jax.server.body import MediaRoute
 from dflash_jax.server.chat import prepare_chat
 from dflash_jax.server.conversation import Conversation
 from dflash_jax.server.errors import ApiError, as_api_error, from_conversion_error
 from dflash_jax.server.request_scope import while_connected
 from dflash_jax.server.response_store import StoredResponse
-from dflash_jax.server.responses_input import as_chat
+from dflash_jax.server.responses_input import as_chat, takes_media
 from dflash_jax.server.responses_output import Output, envelope, final_value
 from dflash_jax.server.serving import Serving
-from dflash_jax.server.stored_responses import earlier_items, head, least_characters, stored_items, stored_response
+from dflash_jax.server.stored_responses import (
+    earlier_items,
+    head,
+    holds_media,
+    least_characters,
+    stored_items,
+    stored_response,
+)
 from dflash_jax.server.stream import EventStream, Later
 from dflash_jax.server.truncation import characters, kept_items
 
-router = APIRouter()
+router = APIRouter(route_class=MediaRoute)
 
 # Stores a complete response if the request asks for that.
 StoreResponse = Callable[[dict], Awaitable[None]]
@@ -59,6 +67,8 @@ async def responses(http: Request, body: responses_schema.ResponsesRequest):
     places: Sequence[int] = range(count + len(input_items))
     try:
         if body.truncation == "auto":
+            if any(map(takes_media, input_items)) or any(map(holds_media, earlier)):
+                raise ApiError(400, "truncation: auto is not possible with images and videos", "truncation")
             # Validates the input first, so that errors name its items as they were sent.
             as_chat(body, input_items)
             heads = []

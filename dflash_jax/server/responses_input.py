@@ -3,8 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
+from pydantic import ValidationError
+
+from dflash_jax.media.parts import TYPES
 from dflash_jax.server import chat_schema, responses_schema, schema
-from dflash_jax.server.conversation import text_of
+from dflash_jax.server.content import has_media, parts_or_text, text_of
 from dflash_jax.server.errors import ApiError
 
 # Fields with the same name and meaning in a chat request.
@@ -44,7 +47,9 @@ def as_messages(instructions: str | None, items: Sequence[responses_schema.Input
         if kind == "message":
             if item.role not in ("system", "developer", "user", "assistant"):
                 raise ApiError(400, f"{where}.role is {item.role!r}: it must be system, user or assistant", where)
-            messages.append({"role": item.role, "content": text_of(item.content, where)})
+            given = item.content
+            content = parts_or_text(given, where) if isinstance(given, list) else given or ""
+            messages.append({"role": item.role, "content": content})
         elif kind == "function_call":
             function = {"name": _text(more, "name", where), "arguments": _text(more, "arguments", where)}
             call = {"id": _text(more, "call_id", where), "type": "function", "function": function}
@@ -53,9 +58,7 @@ def as_messages(instructions: str | None, items: Sequence[responses_schema.Input
             else:
                 messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
         elif kind == "function_call_output":
-            output = more.get("output")
-            if not isinstance(output, str):
-                raise ApiError(400, f"{where}.output must be text", f"{where}.output")
+            output = _output(more.get("output"), f"{where}.output")
             messages.append({"role": "tool", "tool_call_id": _text(more, "call_id", where), "content": output})
         elif kind == "reasoning":
             thought = text_of([_part(p) for p in item.content or []] if isinstance(item.content, list) else "", where)
@@ -67,6 +70,27 @@ def as_messages(instructions: str | None, items: Sequence[responses_schema.Input
 
 def _part(part: chat_schema.Part) -> chat_schema.Part:
     return chat_schema.Part(type="text", text=part.text or "")
+
+
+def takes_media(item: responses_schema.InputItem) -> bool:
+    """Whether an item of the input has images or videos."""
+    output = (item.model_extra or {}).get("output")
+    kinds = [part.get("type") for part in output if isinstance(part, dict)] if isinstance(output, list) else []
+    return any(isinstance(kind, str) and kind in TYPES for kind in kinds) or has_media(item.content)
+
+
+def _output(output: Any, where: str) -> str | list[chat_schema.Part]:
+    """What a tool returned: text, or parts."""
+    if isinstance(output, str):
+        return output
+    try:
+        given = enumerate(output if isinstance(output, list) else ())
+        parts = [chat_schema.Part.model_validate(part).named(f"{where}[{i}]") for i, part in given]
+    except ValidationError:
+        parts = []
+    if not parts:
+        raise ApiError(400, f"{where} must be text or a list of parts", where)
+    return parts_or_text(parts, where)
 
 
 def _text(item: dict, name: str, where: str) -> str:

@@ -20,6 +20,7 @@ from dflash_jax.server.constraint import grammar_tokens
 from dflash_jax.server.errors import ApiError, TooLongError
 from dflash_jax.server.grammar import GrammarProcesses
 from dflash_jax.server.limits import DEFAULT_LIMITS, Limits
+from dflash_jax.server.media import MEDIA_PATHS, RequestMedia
 from dflash_jax.server.metrics import Metrics
 from dflash_jax.server.observe import observe_sequence
 from dflash_jax.server.request_scope import untrack
@@ -86,6 +87,7 @@ class Serving:
         grammar: Structured output; None without a tokenizer's file.
         templates: Chat templates; None without a tokenizer.
         texts: Tokenisation.
+        media: Images and videos; None for a model of text.
     """
 
     def __init__(
@@ -119,6 +121,7 @@ class Serving:
             self.grammar = GrammarProcesses(tokens)
         self.templates = Templates(llm.tokenizer) if llm.tokenizer is not None else None
         self.texts = Texts(llm, self.capacity)
+        self.media = RequestMedia(llm.media) if llm.media is not None else None
 
     def prepare(self) -> None:
         """Imports and starts what the first request would wait for otherwise."""
@@ -128,8 +131,9 @@ class Serving:
             _ = self.llm.tokenizer.longest_token
         if self.templates is not None:
             self.templates.start()
-        if self.grammar is not None:
-            self.grammar.start()
+        for processes in (self.grammar, self.media):
+            if processes is not None:
+                processes.start()
 
     async def turn(self) -> None:
         """Lets everything else that waits run once. Await it before a step that takes the event loop milliseconds."""
@@ -154,6 +158,11 @@ class Serving:
         """Positions of a slot."""
         return self.engine.engine.runner.capacity
 
+    def most_body_bytes(self, path: str) -> int:
+        """Most bytes of the body of a request to ``path``."""
+        limits, takes_media = self.limits, self.media is not None and path in MEDIA_PATHS
+        return max(limits.body_bytes, limits.media_body_bytes) if takes_media else limits.body_bytes
+
     @property
     def clock(self) -> float:
         """The engine's clock, in seconds."""
@@ -176,8 +185,8 @@ class Serving:
         return self.engine.engine.failure
 
     def stop_workers(self) -> None:
-        """Ends the processes of templates and grammars, for good."""
-        for processes in (self.templates, self.grammar):
+        """Ends the processes of templates, grammars, images and videos, for good."""
+        for processes in (self.templates, self.grammar, self.media):
             if processes is not None:
                 processes.stop()
 

@@ -9,10 +9,11 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response as HttpResponse
 
+from dflash_jax.media.parts import TYPES
 from dflash_jax.server import responses_schema
 from dflash_jax.server.answer_schema import DeletedResponse, InputItems, Response
 from dflash_jax.server.body import STEP_BYTES
-from dflash_jax.server.conversation import text_of
+from dflash_jax.server.content import has_media, text_of
 from dflash_jax.server.errors import ApiError, JsonResponse
 from dflash_jax.server.response_store import StoredResponse
 from dflash_jax.server.serving import Serving
@@ -55,6 +56,11 @@ def head(item: bytes) -> dict:
     return json.loads(item[: match.start()] + b"}" if match else item)
 
 
+def holds_media(item: bytes) -> bool:
+    """Whether a stored item has images or videos. A quote within a text has a backslash, so no text matches."""
+    return any(f'"type":"{kind}"'.encode() in item for kind in TYPES)
+
+
 def least_characters(item: bytes) -> int:
     r"""A lower bound for the characters of a stored item's texts.
 
@@ -86,7 +92,7 @@ async def stored_items(serving: Serving, earlier: list[bytes], given: Sequence[r
             before, written = written, written + len(lines[-1])
             if before // STEP_BYTES < written // STEP_BYTES:
                 await serving.turn()
-    if (size := size + written) > (most := serving.limits.body_bytes):
+    if (size := size + written) > (most := serving.most_body_bytes("/v1/responses")):
         raise ApiError(400, f"the conversation has {size} bytes: at most {most} are possible", "input")
     return b"\n".join(lines)
 
@@ -98,7 +104,11 @@ def _item(item: responses_schema.InputItem) -> dict:
     value = {"id": given if isinstance(given, str) else fresh, "type": kind, "status": "completed"}
     if kind == "message":
         part = "output_text" if item.role == "assistant" else "input_text"
-        return value | {"role": item.role, "content": [{"type": part, "text": text_of(item.content, "input")}]}
+        if isinstance(item.content, list) and has_media(item.content):
+            content = [each.model_dump(exclude_none=True) for each in item.content]
+        else:
+            content = [{"type": part, "text": text_of(item.content, "input")}]
+        return value | {"role": item.role, "content": content}
     if kind == "reasoning":
         parts = item.content if isinstance(item.content, list) else ()
         thoughts = [{"type": "reasoning_text", "text": part.text or ""} for part in parts]

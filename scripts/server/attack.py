@@ -5,11 +5,13 @@
 Starts a server of the bundled pair on 127.0.0.1 and prints a table: what each attack got, how much longer than without
 it the stream waited for its next piece, the slowest answer of /health, and what the server's processes grew by. Exits 1
 where a stream waited more than 0.25 s longer, or /health took longer than that. With --url it takes a server of
-127.0.0.1 that runs already, and its memory is not measured.
+127.0.0.1 that runs already, and its memory is not measured. A checkpoint with a vision tower
+(--target) is attacked with images and videos, too.
 """
 
 import argparse
 import asyncio
+import base64
 import contextlib
 import json
 import multiprocessing
@@ -17,11 +19,13 @@ import os
 import platform
 import re
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+import zlib
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -308,6 +312,55 @@ async def commanded_engine(target: Target) -> str:
     return f"{counts(found)}; of the requests: {await load}"
 
 
+def png(width: int, height: int) -> bytes:
+    """A PNG without content whose header has these sizes: a few kilobytes."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    rows = zlib.compressobj()
+    line = bytes(1 + 3 * width)
+    content = b"".join(rows.compress(line) for _ in range(min(height, 2**28 // len(line)))) + rows.flush()
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", content) + chunk(b"IEND", b"")
+
+
+def image(content: bytes | str, kind: str = "image_url") -> dict:
+    url = content if isinstance(content, str) else f"data:;base64,{base64.b64encode(content).decode()}"
+    return chat([{"type": kind, kind: {"url": url}}, {"type": "text", "text": "x"}])
+
+
+async def left_images(target: Target) -> str:
+    """64 clients, 8 at a time, that leave 0.2 s after they have sent an image."""
+    room = asyncio.Semaphore(8)
+
+    async def one(i: int) -> str:
+        async with room:
+            return await target.post("/v1/chat/completions", image(png(2000 + i, 2000)), 0.2)
+
+    return counts(await asyncio.gather(*(one(i) for i in range(64))))
+
+
+def media_attacks(target: Target) -> dict[str, Callable]:
+    """Attacks on a server that takes images and videos."""
+    path, post, posts = "/v1/chat/completions", target.post, target.posts
+    closed = ("http://127.0.0.1/a.png", "http://[::1]/a.png", "http://169.254.169.254/", "file:///etc/passwd")
+    return {
+        "images of 8,000 × 8,000, 8 at a time": lambda: posts(path, [image(png(8000, 8000))] * 8),
+        "an image whose header says 100,000 × 100,000": lambda: post(path, image(png(100_000, 100_000))),
+        "40 MB of base64 that is no image, 8 at a time": lambda: posts(path, [image(bytes(30_000_000))] * 8),
+        "40 MB of base64 that is no video": lambda: post(path, image(bytes(30_000_000), "video_url")),
+        "60 MB of escapes in a URL": lambda: post(
+            path, b'{"messages": [{"role": "user", "content": "' + b"\\/" * 30_000_000 + b'"}]}'
+        ),
+        "60 MB of text": lambda: post(path, chat("x" * 60_000_000)),
+        "1,000 images in a prompt": lambda: post(path, chat(image(png(8, 8))["messages"][0]["content"] * 1000)),
+        "200 images at once": lambda: posts(path, [image(png(64 + i, 64)) for i in range(200)]),
+        "images that are left": lambda: left_images(target),
+        "addresses of its own network": lambda: posts(path, [image(url) for url in closed]),
+    }
+
+
 def attacks(target: Target) -> dict[str, Callable]:
     """Names and what each does."""
     text = "def f(a, b):\n    return a + b\n" * 300_000
@@ -391,13 +444,13 @@ def attacks(target: Target) -> dict[str, Callable]:
 
 
 @contextlib.contextmanager
-def started():
-    """(URL, process id) of a server of the bundled pair, whose template can be told to misbehave."""
+def started(checkpoint: Path | None):
+    """(URL, process id) of a server of the bundled pair or a checkpoint, whose template can be told to misbehave."""
     from dflash_jax.frontend.llm_config import TINY
 
     with tempfile.TemporaryDirectory() as directory:
         target = Path(directory) / "target"
-        shutil.copytree(TINY / "target", target)
+        shutil.copytree(checkpoint or TINY / "target", target)
         path = target / "chat_template.jinja"
         if path.exists():
             path.write_text(TEMPLATE + LOOPS + path.read_text())
@@ -405,7 +458,14 @@ def started():
             config = json.loads((target / "tokenizer_config.json").read_text())
             config["chat_template"] = TEMPLATE + LOOPS + config["chat_template"]
             (target / "tokenizer_config.json").write_text(json.dumps(config))
-        command = [sys.executable, "-m", "dflash_jax.serve", str(target), "--draft", str(TINY / "draft")]
+        command = [
+            sys.executable,
+            "-m",
+            "dflash_jax.serve",
+            str(target),
+            "--draft",
+            "none" if checkpoint else str(TINY / "draft"),
+        ]
         process = subprocess.Popen(
             [*command, "--port", "0", "--slots", "8", "--platform", "cpu"], stderr=subprocess.PIPE, text=True
         )
@@ -445,7 +505,8 @@ def measure(url: str, pid: int | None, only: list[str]) -> tuple[list[list[str]]
     base = memory.mark()
     rows, good = [["none", "", f"({usual:.3f} s)", f"{health:.3f} s", f"({base >> 20} MiB)", ""]], True
     print_row(rows[-1])
-    for name, attack in attacks(target).items():
+    takes_media = httpx.get(f"{url}/model_info").json()["has_image_understanding"]
+    for name, attack in (attacks(target) | (media_attacks(target) if takes_media else {})).items():
         if only and not any(word in name for word in only):
             continue
         base = memory.mark()
@@ -476,6 +537,7 @@ def print_row(row: list[str]) -> None:
 def main() -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--url", help="a server on 127.0.0.1 that runs already")
+    p.add_argument("--target", type=Path, metavar="DIR", help="a checkpoint, such as one that takes images")
     p.add_argument("--only", nargs="+", default=[], metavar="WORD", help="attacks whose names have one of the words")
     p.add_argument("--markdown", metavar="FILE", help="where the table is written")
     args = p.parse_args()
@@ -486,7 +548,7 @@ def main() -> int:
     head = [["attack", "answer", "extra wait of a stream", "/health", "memory", "duration"], ["---"] * 6]
     for row in head:
         print_row(row)
-    with contextlib.nullcontext((args.url, None)) if args.url else started() as (url, pid):
+    with contextlib.nullcontext((args.url, None)) if args.url else started(args.target) as (url, pid):
         rows, good = measure(url, pid, args.only)
     if args.markdown:
         lines = ["| " + " | ".join(row) + " |" for row in [*head, *rows]]

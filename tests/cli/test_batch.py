@@ -261,7 +261,7 @@ def test_an_interrupt_loses_nothing(tmp_path):
 def test_an_interrupt_does_not_wait_for_the_engine_which_may_be_compiling(error, ended):
     calls = []
     engine = SimpleNamespace(start=lambda: None, stop=lambda: calls.append("engine"))
-    serving = SimpleNamespace(grammar=None, engine=engine, stop_workers=lambda: calls.append("workers"))
+    serving = SimpleNamespace(grammar=None, media=None, engine=engine, stop_workers=lambda: calls.append("workers"))
     with pytest.raises(error), batch.running(serving):
         raise error
     assert calls == ended
