@@ -4,7 +4,7 @@ import argparse
 import sys
 
 from dflash_jax.cli.aliases import add_aliases
-from dflash_jax.cli.options import Parser, add_hub, add_platform, program
+from dflash_jax.cli.options import Parser, add_hub, add_media, add_platform, program
 from dflash_jax.engine.config import BlockSize
 from dflash_jax.errors import InputError
 
@@ -76,6 +76,11 @@ def make_parser() -> argparse.ArgumentParser:
     prompts.add_argument("--chat", action="store_true", help="prompts are user messages for the chat template")
     prompts.add_argument("--system", help="system message (with --chat)")
     prompts.add_argument("--thinking", action=argparse.BooleanOptionalAction, help="reason first (with --chat)")
+
+    media = p.add_argument_group("images and videos (in one message with --prompt, before its text)")
+    media.add_argument("--image", action="append", default=[], metavar="FILE|URL", help="an image; repeatable")
+    media.add_argument("--video", action="append", default=[], metavar="FILE|URL", help="a video; repeatable")
+    add_media(media)
 
     sampling = p.add_argument_group("sampling (defaults: the checkpoint's generation_config.json)")
     sampling.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="default: %(default)s")
@@ -172,6 +177,8 @@ def read_prompts(args) -> list[str | list[int]]:
         raise InputError("a prompt is empty: it must have at least one token")
     if args.chat and args.prompt_ids:
         raise InputError("--prompt-ids are not chat messages: leave out --chat, or give --prompt")
-    if not args.chat and (args.system is not None or args.thinking is not None):
+    if (args.image or args.video) and (len(prompts) > 1 or args.prompt_ids):
+        raise InputError("--image and --video belong to one prompt of text: give one --prompt or --prompt-file")
+    if not (args.chat or args.image or args.video) and (args.system is not None or args.thinking is not None):
         raise InputError("--system, --thinking and --no-thinking need --chat")
     return prompts

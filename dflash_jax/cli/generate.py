@@ -8,7 +8,7 @@ from collections import Counter
 from dflash_jax import progress
 from dflash_jax.cli.arguments import make_parser, read_prompts
 from dflash_jax.cli.draft_marks import draft_marks
-from dflash_jax.cli.options import exit_code, llm_options, set_platform, starting, with_config
+from dflash_jax.cli.options import MEDIA_OPTIONS, exit_code, llm_options, set_platform, starting, with_config
 from dflash_jax.errors import InputError
 
 # No call of a device takes less: a prompt of one token, which is not prefilled, shows no rate.
@@ -162,9 +162,26 @@ def as_json(completion, extra: dict) -> str:
     return json.dumps({**value, **extra})
 
 
+def media_prompt(llm, text: str, args) -> dict:
+    """A prompt of one user message, with its images and videos before the text."""
+    from dflash_jax.frontend.media import by_kind
+    from dflash_jax.media.parts import MediaPart
+
+    llm.media_reader()
+    parts = [MediaPart("image", source, "--image") for source in args.image]
+    parts += [MediaPart("video", source, "--video") for source in args.video]
+    content = [*({"type": part.kind} for part in parts), {"type": "text", "text": text}]
+    system = [{"role": "system", "content": args.system}] if args.system is not None else []
+    ids = llm.encode_chat([*system, {"role": "user", "content": content}], args.thinking)
+    return {"prompt_token_ids": ids, "multi_modal_data": by_kind(parts)}
+
+
 def run(args, system) -> int:
     """Continues the prompts: the exit code."""
     prompts = read_prompts(args)
+    has_media = bool(args.image or args.video)
+    if args.compare and has_media:
+        raise InputError("--compare cannot judge a tie behind an image or a video: leave out one of them")
     if args.json and args.show_drafts:
         raise InputError("--show-drafts colours text, --json has none: give one of them")
     if args.logprobs is not None and not args.json:
@@ -196,12 +213,15 @@ def run(args, system) -> int:
         logprobs=args.logprobs,
     )
     # A single prompt has no other prompt to share a prefix with.
-    llm = LLM(**llm_options(args, system), prefix_bytes=None if len(prompts) > 1 else 0)
+    media = {name: getattr(args, name) for name in MEDIA_OPTIONS}
+    llm = LLM(**llm_options(args, system), **media, prefix_bytes=None if len(prompts) > 1 else 0)
     if args.compare and llm.drafter is None:
         raise InputError("--compare compares with and without a drafter: give --draft")
     if args.show_drafts and llm.tokenizer is None:
         raise InputError("--show-drafts colours text, and this checkpoint has no tokenizer: leave it out")
-    if args.chat:
+    if has_media:
+        prompts = [media_prompt(llm, prompts[0], args)]
+    elif args.chat:
         system = [{"role": "system", "content": args.system}] if args.system is not None else []
         prompts = [llm.encode_chat([*system, {"role": "user", "content": p}], args.thinking) for p in prompts]
     llm.check(prompts, params)

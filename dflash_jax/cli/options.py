@@ -17,6 +17,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from dflash_jax import progress
+from dflash_jax.aliases import json_object
 from dflash_jax.cli.aliases import refuse_token, take_aliases
 from dflash_jax.errors import EngineError, InputError
 from dflash_jax.ops.card import CHOICES
@@ -243,6 +244,30 @@ def add_hub(group) -> None:
     group.add_argument("--draft-revision", metavar="REV", help="likewise, of the drafter's")
     text = "where repos are kept (default: Hugging Face's cache, which HF_HOME moves)"
     group.add_argument("--download-dir", metavar="DIR", help=text)
+
+
+# Options of images and videos that `LLM` has under the same names.
+MEDIA_OPTIONS = (
+    "language_model_only",
+    "limit_mm_per_prompt",
+    "media_cache_bytes",
+    "allowed_media_domains",
+    "allowed_local_media_path",
+)
+
+
+def add_media(group) -> None:
+    """Options of images and videos: the `MEDIA_OPTIONS`."""
+    text = "without the vision tower: text only, and none of its memory"
+    group.add_argument("--language-model-only", action="store_true", help=text)
+    text = 'most of a prompt (default: {"image": 8, "video": 1})'
+    group.add_argument("--limit-mm-per-prompt", type=json_object, metavar="JSON", help=text)
+    text = "hosts that http: and https: URLs may name, * for any public one (default: none, data: URLs only)"
+    group.add_argument("--allowed-media-domains", nargs="+", action="extend", metavar="HOST", help=text)
+    text = "directory that file: URLs may name (default: none)"
+    group.add_argument("--allowed-local-media-path", metavar="DIR", help=text)
+    text = "of the host's memory, for outputs of the vision tower (default: %(default)s)"
+    group.add_argument("--media-cache-bytes", type=int, default=2**28, metavar="N", help=text)
 
 
 def starting() -> AbstractContextManager[None]:
