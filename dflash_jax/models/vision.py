@@ -20,12 +20,8 @@ from dflash_jax.models.layers import constant, normal
 from dflash_jax.models.rope import CosSin
 from dflash_jax.ops.attention import apply_rope
 from dflash_jax.ops.backend import XLA, Backend
-from dflash_jax.ops.interval_attention import KEYS, QUERIES, interval_attention
+from dflash_jax.ops.frame_attention import frame_attention
 from dflash_jax.ops.linear import project
-
-# Queries and keys of a tile of scores on an accelerator. A frame has thousands of patches, which all see one another,
-# and the tiles follow one another: small tiles would leave most of the device idle. 16 heads take 64 MiB of scores.
-LARGE_TILE = 1024
 
 
 class LayerNorm(nnx.Module):
@@ -91,7 +87,7 @@ class VisionBlock(nnx.Module):
         proj: Output projection of the attention, [H, heads, head].
         fc1: First projection of the MLP.
         fc2: Second projection of the MLP.
-        tile: Queries and keys of a tile of scores.
+        backend: Where it runs.
     """
 
     def __init__(self, config: VisionConfig, rngs: nnx.Rngs | None, dtype: DTypeLike, backend: Backend):
@@ -103,7 +99,7 @@ class VisionBlock(nnx.Module):
         self.proj = Linear((depth, hidden), heads, rngs, dtype, backend)
         self.fc1 = Linear((depth, mlp), (hidden,), rngs, dtype, backend)
         self.fc2 = Linear((depth, hidden), (mlp,), rngs, dtype, backend)
-        self.tile = (QUERIES, KEYS) if backend.platform == "cpu" else (LARGE_TILE, LARGE_TILE)
+        self.backend = backend
 
     def __call__(
         self, x: Float[Array, "N H"], angles: CosSin, low: Int[Array, " N"], high: Int[Array, " N"]
@@ -123,8 +119,7 @@ class VisionBlock(nnx.Module):
         # Rotated and scaled in float32, and rounded once.
         q, k = (apply_rope(y.astype(jnp.float32), angles) for y in (q, k))
         q, k = (q * q.shape[-1] ** -0.5).astype(x.dtype), k.astype(x.dtype)
-        y, _ = interval_attention(q[:, :, :, None], k, v, low[None], high[None], self.tile)
-        x += self.proj(y[0, :, :, 0])
+        x += self.proj(frame_attention(self.backend, q[0], k[0], v[0], low, high))
         return x + self.fc2(_gelu(self.fc1(self.norm2(x)), approximate=True))
 
 

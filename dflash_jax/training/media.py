@@ -84,12 +84,10 @@ def _placed(
         prompt = reader.expand(ids, media)
     except InputError as e:
         raise at_line(e, where) from None
-    is_pad = np.isin(ids, (reader.tokens.image, reader.tokens.video))
+    pads = (reader.tokens.image, reader.tokens.video)
     learned = np.zeros(len(prompt.ids), bool)
-    learned[prompt.is_given] = np.asarray(mask, bool)[~is_pad]
-    is_media = np.zeros(len(prompt.ids), bool)
-    for span in prompt.spans:
-        is_media[span.start : span.start + span.tokens] = True
+    learned[prompt.is_given] = np.asarray(mask, bool)[~np.isin(ids, pads)]
+    is_media = np.isin(prompt.ids, pads)
     # Pads of images and of videos are counted apart: the order of the document need not be that of the parts.
     by_medium = dict(zip(map(id, media), parts, strict=True))
     ordered = [span.medium for span in prompt.spans if not span.offset]
