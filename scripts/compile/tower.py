@@ -1,6 +1,6 @@
 """The vision tower, compiled at full size for accelerators that this machine need not have.
 
-    python scripts/compile/tower.py --device b200 [--config qwen3.6-35b-a3b] [--patches 4096 16384 65536] [--kernels xla]
+    python scripts/compile/tower.py --device b200 [--config NAME] [--patches 4096 16384 65536] [--kernels xla]
 
 Prints, for calls of each number of patches, the kernels of one block with those around the blocks, GB of arguments and
 temporaries, the compiler's estimate, and which implementation the attention takes. It needs what compile_report.py

@@ -45,7 +45,8 @@ def _attend_frames(
     first = tl.load(low + m, mask=m < N, other=0)
     last = tl.load(high + m, mask=m < N, other=0)
     some = last > first
-    begin = tl.min(tl.where(some, first, N), axis=0)
+    # Tiles of keys begin at the same places whoever shares the tile of queries, so that a query has the same bits.
+    begin = tl.min(tl.where(some, first, N), axis=0) // BN * BN
     end = tl.max(tl.where(some, last, 0), axis=0)
     running_max = tl.full([BM], -1e30, tl.float32)
     total = tl.zeros([BM], tl.float32)
