@@ -14,6 +14,8 @@ from dflash_jax.training.config import FIELDS, TrainConfig, checked, read_toml
 
 # A run that was stopped and may go on: EX_TEMPFAIL of sysexits.h.
 TRY_AGAIN = 75
+# Images, and videos, of a conversation of regenerate.
+MOST_MEDIA = 2**16
 COMMANDS = {
     "regenerate": "the target's own answers to the data's prompts, into OUTPUT/regenerated.jsonl",
     "cache": "the target's features of the data, into --features",
@@ -153,6 +155,8 @@ def run(command: str, config: TrainConfig, meshes: dict[str, str]) -> int:
         # Prompts that have little in common: to keep their beginnings costs more than it spares.
         options: dict[str, Any] = {"dtype": config.dtype, "mesh": config.mesh, "slots": config.slots, "prefix_bytes": 0}
         options |= {"draft_revision": config.draft_revision, **config.target_options}
+        # As many images and videos as a conversation has room for.
+        options["limit_mm_per_prompt"] = dict.fromkeys(("image", "video"), MOST_MEDIA)
         llm = LLM(config.target, config.draft, **options)
         path = config.directory / "regenerated.jsonl"
         count = regenerate(config, llm, path, tell)

@@ -33,6 +33,12 @@ class MediaChunk:
     is_media: Bool[Array, "B T"]
     positions: Int[Array, "B 3 T"]
 
+    def inputs(self, target: Decoder, tokens: Int[Array, "B T"]) -> tuple[Float[Array, "B T H"], Int[Array, "3 B T"]]:
+        """Embeddings [B, T, H] and rotary positions [3, B, T] of the chunk's tokens, int [B, T]."""
+        embeddings = target.embed_tokens(tokens)
+        rows = self.embeddings.astype(embeddings.dtype)
+        return jnp.where(self.is_media[..., None], rows, embeddings), jnp.moveaxis(self.positions, 1, 0)
+
 
 def _inputs(
     target: Decoder, state: DecodeState, size: int, media: MediaChunk | None
@@ -41,9 +47,7 @@ def _inputs(
     tokens = state.uncached_tokens(size)
     if media is None:
         return tokens, state.rotary_positions(size)
-    embeddings = target.embed_tokens(tokens)
-    rows = media.embeddings.astype(embeddings.dtype)
-    return jnp.where(media.is_media[..., None], rows, embeddings), jnp.moveaxis(media.positions, 1, 0)
+    return media.inputs(target, tokens)
 
 
 def prefill_chunk(

@@ -15,7 +15,7 @@ from dflash_jax.engine.media import MediaSpan, PromptMedia
 from dflash_jax.engine.vision_encoder import VisionEncoder
 from dflash_jax.errors import InputError
 from dflash_jax.media.errors import MediaError
-from dflash_jax.media.expand import expand
+from dflash_jax.media.expand import ExpandedPrompt, expand
 from dflash_jax.media.fetch import Fetcher
 from dflash_jax.media.limits import MediaLimits
 from dflash_jax.media.medium import Medium
@@ -111,18 +111,16 @@ class MediaReader:
         except InputError as e:
             raise InputError(f"{part.where}: {e}") from None
 
-    def place(self, ids: Sequence[int], media: Sequence[Medium]) -> tuple[list[int], PromptMedia]:
-        """Puts images and videos into a prompt that has one pad for each.
+    def expand(self, ids: Sequence[int], media: Sequence[Medium]) -> ExpandedPrompt:
+        """A prompt that has one pad for each image or video, with a pad for each row.
 
         Args:
             ids: Token ids.
             media: Each kind in the order of its pads; at least one.
 
-        Returns:
-            The token ids with a pad for each row, and the media as the engine takes them.
-
         Raises:
             MediaError: The numbers of pads and media differ, or no text follows the last one.
+            InputError: One is larger than the tower takes.
         """
 
         def text_ids(text: str) -> Sequence[int]:
@@ -132,7 +130,15 @@ class MediaReader:
 
         for medium in media:
             self.encoder.check(medium.grid)
-        prompt = expand(ids, media, self.tokens, text_ids)
+        return expand(ids, media, self.tokens, text_ids)
+
+    def place(self, ids: Sequence[int], media: Sequence[Medium]) -> tuple[list[int], PromptMedia]:
+        """Puts images and videos into a prompt: arguments and errors as of `expand`.
+
+        Returns:
+            The token ids with a pad for each row, and the media as the engine takes them.
+        """
+        prompt = self.expand(ids, media)
         encoded = {id(medium): EncodedMedium(medium, self.encoder) for medium in media}
         spans = tuple(encoded[id(span.medium)].span(span.start, span.tokens, span.offset) for span in prompt.spans)
         positions = np.ascontiguousarray(prompt.positions[:, : spans[-1].end])

@@ -58,12 +58,14 @@ class ExpandedPrompt:
     Attributes:
         ids: int32 [tokens].
         spans: The frames of all images and videos, in order.
+        is_given: Which tokens are the given prompt's text, bool [tokens]: neither pads nor times.
         positions: int32 [3, tokens]: time, height and width.
         rope_delta: What is added to the index of a token behind the prompt for its positions.
     """
 
     ids: np.ndarray
     spans: tuple[Span, ...]
+    is_given: np.ndarray
     positions: np.ndarray
     rope_delta: int
 
@@ -103,7 +105,7 @@ def expand(
     builder = _Builder()
     begin = 0
     for index in np.flatnonzero(np.isin(ids, list(pads))).tolist():
-        builder.add_text(ids[begin:index])
+        builder.add_text(ids[begin:index], is_given=True)
         begin, pad = index + 1, int(ids[index])
         medium = next(queues[pad])
         if medium.kind == "image":
@@ -113,7 +115,7 @@ def expand(
             builder.add_text([*text_ids(f"<{seconds:.1f} seconds>"), tokens.vision_start])
             builder.add_frame(medium, frame, pad)
             builder.add_text([tokens.vision_end])
-    builder.add_text(ids[begin:])
+    builder.add_text(ids[begin:], is_given=True)
     return builder.prompt()
 
 
@@ -122,15 +124,16 @@ class _Builder:
 
     def __init__(self):
         self._ids: list[np.ndarray] = []
+        self._is_given: list[np.ndarray] = []
         self._positions: list[np.ndarray] = [np.zeros((3, 0), np.int32)]
         self._spans: list[Span] = []
         # Tokens so far, and the position of the next one.
         self._tokens = self._next = 0
 
-    def add_text(self, ids: Sequence[int] | np.ndarray) -> None:
+    def add_text(self, ids: Sequence[int] | np.ndarray, is_given: bool = False) -> None:
         """Adds tokens with equal positions in all three rows."""
         positions = self._next + np.broadcast_to(np.arange(len(ids), dtype=np.int32), (3, len(ids)))
-        self._add(np.asarray(ids, np.int32), positions, len(ids))
+        self._add(np.asarray(ids, np.int32), positions, len(ids), is_given)
 
     def add_frame(self, medium: Medium, frame: int, pad: int) -> None:
         """Adds a frame: one time, and a grid of heights and widths."""
@@ -139,8 +142,9 @@ class _Builder:
         self._spans.append(Span(self._tokens, medium.frame_tokens, medium, frame * medium.frame_tokens))
         self._add(np.full(medium.frame_tokens, pad, np.int32), self._next + grid, max(height, width))
 
-    def _add(self, ids: np.ndarray, positions: np.ndarray, step: int) -> None:
+    def _add(self, ids: np.ndarray, positions: np.ndarray, step: int, is_given: bool = False) -> None:
         self._ids.append(ids)
+        self._is_given.append(np.full(len(ids), is_given))
         self._positions.append(positions)
         self._tokens += len(ids)
         self._next += step
@@ -149,4 +153,5 @@ class _Builder:
         """The prompt."""
         # The next position is one more than the largest of all rows.
         positions = np.concatenate(self._positions, axis=1).astype(np.int32)
-        return ExpandedPrompt(np.concatenate(self._ids), tuple(self._spans), positions, self._next - self._tokens)
+        ids, is_given = np.concatenate(self._ids), np.concatenate(self._is_given)
+        return ExpandedPrompt(ids, tuple(self._spans), is_given, positions, self._next - self._tokens)

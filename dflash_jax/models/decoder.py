@@ -200,6 +200,10 @@ class Decoder(nnx.Module):
         local, is_local = self.vocab.local(tokens, table.shape[0])
         return self.vocab.sum(jnp.where(is_local[..., None], table[jnp.where(is_local, local, 0)], 0))
 
+    def _embedded(self, tokens: Int[Array, "B T"] | Float[Array, "B T H"]) -> Float[Array, "B T H"]:
+        """The tokens' embeddings, which may be given in their place."""
+        return tokens if jnp.issubdtype(tokens.dtype, jnp.floating) else self.embed_tokens(tokens)
+
     def logits(self, hidden: Float[Array, "*B H"]) -> Float[Array, "*B V"]:
         """Hidden states [..., H] after the final norm → logits float32 [..., V], divided as ``vocab``."""
         head = self.embed[...] if self.config.tied_embeddings else self.head[...]
@@ -229,7 +233,7 @@ class Decoder(nnx.Module):
         n: Int[Array, " B"] | None = None,
     ) -> tuple[Float[Array, "B T H"], Float[Array, "B T taps H"] | None, tuple[Any, ...]]:
         """The pass of `verify` and `extend`; ``entry`` makes each layer's part of the result."""
-        x = tokens if jnp.issubdtype(tokens.dtype, jnp.floating) else self.embed_tokens(tokens)
+        x = self._embedded(tokens)
         t = x.shape[1]
         steps = jnp.arange(t)[None]
         if positions is None:
@@ -312,21 +316,28 @@ class Decoder(nnx.Module):
         return self._run(tokens, cache, length, n_valid, taps, positions, commit, n_valid)
 
     def __call__(
-        self, tokens: Int[Array, "B T"], taps: Sequence[int] = (), starts: Int[Array, "B T"] | None = None
+        self,
+        tokens: Int[Array, "B T"] | Float[Array, "B T H"],
+        taps: Sequence[int] = (),
+        starts: Int[Array, "B T"] | None = None,
+        positions: Int[Array, "B T"] | Int[Array, "3 B T"] | None = None,
     ) -> tuple[Float[Array, "B T H"], Float[Array, "B T taps H"] | None]:
         """One pass over whole documents, without caches. Differentiable.
 
         Args:
-            tokens: int [B, T].
+            tokens: Token ids int [B, T], or embeddings [B, T, H].
             taps: Layers whose outputs are returned.
             starts: First token of each token's document, int [B, T]; None: each sequence is one document.
+            positions: Rotary positions, as in `verify`, where they are not those within the document.
 
         Returns:
             Hidden states and features as of `verify`.
         """
-        b, t = tokens.shape
+        x = self._embedded(tokens)
+        b, t, _ = x.shape
         starts = jnp.zeros((b, t), jnp.int32) if starts is None else starts
-        x, valid, angles = self.embed_tokens(tokens), jnp.ones((b, t), bool), self._angles(jnp.arange(t) - starts)
+        positions = jnp.arange(t) - starts if positions is None else positions
+        valid, angles = jnp.ones((b, t), bool), self._angles(positions)
         tapped = {}
         for i, layer in enumerate(self.layers):
             x = layer.forward_full(x, valid, angles, starts)

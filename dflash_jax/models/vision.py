@@ -6,7 +6,8 @@ implementation is transformers' `Qwen3_5VisionModel`. Every device of a mesh has
 Dimension letters: N patches, H the tower's hidden size, M merge blocks (tokens), T width of a token.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,12 +21,11 @@ from dflash_jax.models.layers import constant, normal
 from dflash_jax.models.rope import CosSin
 from dflash_jax.ops.attention import apply_rope
 from dflash_jax.ops.backend import XLA, Backend
-from dflash_jax.ops.interval_attention import KEYS, QUERIES, interval_attention
+from dflash_jax.ops.frame_attention import frame_attention
 from dflash_jax.ops.linear import project
 
-# Queries and keys of a tile of scores on an accelerator. A frame has thousands of patches, which all see one another,
-# and the tiles follow one another: small tiles would leave most of the device idle. 16 heads take 64 MiB of scores.
-LARGE_TILE = 1024
+# Rows of a tile of `_in_tiles`.
+ROWS = 256
 
 
 class LayerNorm(nnx.Module):
@@ -78,6 +78,26 @@ def _gelu(x: Float[Array, "N F"], approximate: bool) -> Float[Array, "N F"]:
     return jax.nn.gelu(x.astype(jnp.float32), approximate=approximate).astype(x.dtype)
 
 
+def _in_tiles(function: Callable[..., Any], arrays: Sequence[Array], live: Int[Array, ""]) -> Any:
+    """A function of rows, of the first ``live`` of them in tiles; behind their last tile the result is zero.
+
+    Args:
+        function: Of ``arrays``, whose result's rows depend on theirs one by one.
+        arrays: [N, …] each.
+        live: Rows that count.
+    """
+    if arrays[0].shape[0] % ROWS:
+        return function(*arrays)
+
+    def tile(i: Any, results: Any) -> Any:
+        parts = function(*(jax.lax.dynamic_slice_in_dim(x, i * ROWS, ROWS) for x in arrays))
+        write = jax.lax.dynamic_update_slice_in_dim
+        return jax.tree.map(lambda result, part: write(result, part, i * ROWS, 0), results, parts)
+
+    shapes = jax.eval_shape(function, *arrays)
+    return jax.lax.fori_loop(0, -(-live // ROWS), tile, jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes))
+
+
 class VisionBlock(nnx.Module):
     """Norm, attention within a frame, norm, MLP, with residuals around both.
 
@@ -91,7 +111,7 @@ class VisionBlock(nnx.Module):
         proj: Output projection of the attention, [H, heads, head].
         fc1: First projection of the MLP.
         fc2: Second projection of the MLP.
-        tile: Queries and keys of a tile of scores.
+        backend: Where it runs.
     """
 
     def __init__(self, config: VisionConfig, rngs: nnx.Rngs | None, dtype: DTypeLike, backend: Backend):
@@ -103,7 +123,7 @@ class VisionBlock(nnx.Module):
         self.proj = Linear((depth, hidden), heads, rngs, dtype, backend)
         self.fc1 = Linear((depth, mlp), (hidden,), rngs, dtype, backend)
         self.fc2 = Linear((depth, hidden), (mlp,), rngs, dtype, backend)
-        self.tile = (QUERIES, KEYS) if backend.platform == "cpu" else (LARGE_TILE, LARGE_TILE)
+        self.backend = backend
 
     def __call__(
         self, x: Float[Array, "N H"], angles: CosSin, low: Int[Array, " N"], high: Int[Array, " N"]
@@ -119,13 +139,24 @@ class VisionBlock(nnx.Module):
         Returns:
             [N, H].
         """
-        q, k, v = jnp.moveaxis(self.qkv(self.norm1(x)), 1, 0)[:, None]
-        # Rotated and scaled in float32, and rounded once.
-        q, k = (apply_rope(y.astype(jnp.float32), angles) for y in (q, k))
-        q, k = (q * q.shape[-1] ** -0.5).astype(x.dtype), k.astype(x.dtype)
-        y, _ = interval_attention(q[:, :, :, None], k, v, low[None], high[None], self.tile)
-        x += self.proj(y[0, :, :, 0])
-        return x + self.fc2(_gelu(self.fc1(self.norm2(x)), approximate=True))
+
+        def projected(x: Array, *angles: Array) -> tuple[Array, Array, Array]:
+            q, k, v = jnp.moveaxis(self.qkv(self.norm1(x)), 1, 0)
+            # Rotated and scaled in float32, and rounded once.
+            cos, sin = (a[None] for a in angles)
+            q, k = (apply_rope(y[None].astype(jnp.float32), (cos, sin))[0] for y in (q, k))
+            return (q * q.shape[-1] ** -0.5).astype(x.dtype), k.astype(x.dtype), v
+
+        def mixed(x: Array, y: Array) -> Array:
+            x += self.proj(y)
+            return x + self.fc2(_gelu(self.fc1(self.norm2(x)), approximate=True))
+
+        rows = (x, *(a[0] for a in angles))
+        if self.backend.platform != "cpu":
+            return mixed(x, frame_attention(self.backend, *projected(*rows), low, high))
+        # A CPU does not compute padding, half of a call at worst, and the tiles' arrays fit its caches.
+        live = jnp.max(high)
+        return _in_tiles(mixed, (x, frame_attention(self.backend, *_in_tiles(projected, rows, live), low, high)), live)
 
 
 class PatchMerger(nnx.Module):

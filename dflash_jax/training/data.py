@@ -6,10 +6,14 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
+import jax
 import numpy as np
 
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.tokenizer import Tokenizer
+from dflash_jax.media.parts import MediaPart
+from dflash_jax.training.conversations import DIRECTORY, directory_of, messages_of, split_conversation, text_of
+from dflash_jax.training.media import NO_TOWER, DocumentMedia, Placer
 
 
 @dataclass(frozen=True)
@@ -19,10 +23,12 @@ class Document:
     Attributes:
         tokens: Token ids, int32 [N].
         mask: Tokens that may be learned from, bool [N].
+        media: Its images and videos; None for a text.
     """
 
     tokens: np.ndarray
     mask: np.ndarray
+    media: DocumentMedia | None = None
 
 
 @dataclass
@@ -82,72 +88,58 @@ def fault(message: str, skipped: Skipped | None) -> None:
     skipped.first = skipped.first or message
 
 
-def messages_of(record: dict, where: str) -> list[dict]:
-    """The conversation of a line.
-
-    Raises:
-        InputError: ``messages`` is not a list of texts with roles.
-    """
-    messages = record["messages"]
-    if not isinstance(messages, list) or not messages:
-        raise InputError(f"{where}: messages must be a list, and not empty")
-    for i, m in enumerate(messages):
-        if not isinstance(m, dict) or not isinstance(m.get("role"), str) or not isinstance(m.get("content"), str):
-            raise InputError(f"{where}: messages[{i}] must have a role and a content, both text")
-        text_of(m["content"], f"{where}: messages[{i}]")
-    return messages
-
-
-def text_of(text: str, where: str) -> str:
-    """Returns ``text``.
-
-    Raises:
-        InputError: It has half of a surrogate pair, which JSON can hold and UTF-8 cannot.
-    """
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as e:
-        raise InputError(f"{where}: {text[e.start]!r} at character {e.start} is no text that UTF-8 can hold") from None
-    return text
-
-
-def as_document(record: dict, where: str, tokenizer: Tokenizer | None) -> Document:
+def as_document(record: dict, where: str, tokenizer: Tokenizer | None, place: Placer | None = None) -> Document:
     """Tokenises a line.
 
     Args:
         record: With ``prompt_ids`` and ``response_ids`` (the response is learned), ``messages`` (the assistant's turns
-            are learned) or ``text`` (all of it is learned).
+            are learned) or ``text`` (all of it is learned). ``prompt_ids`` that `regenerate` wrote behind images or
+            videos have one pad for each of those of the line's ``messages``.
         where: "file:line" for errors.
         tokenizer: The target's, None for a target without one.
+        place: Places images and videos among the tokens; None for a target that takes none.
 
     Raises:
         InputError: The line is invalid, or has fewer than two tokens.
     """
+    parts: list[MediaPart] = []
     if "response_ids" in record:
         prompt, response = record.get("prompt_ids", []), record["response_ids"]
         for name, ids in (("prompt_ids", prompt), ("response_ids", response)):
             if not isinstance(ids, list) or any(type(i) is not int or not 0 <= i < 2**31 for i in ids):
                 raise InputError(f"{where}: {name} must be a list of token ids")
         tokens, mask = [*prompt, *response], [False] * len(prompt) + [True] * len(response)
+        if DIRECTORY in record and "messages" in record:
+            _, parts = split_conversation(messages_of(record, where), where, directory_of(record, where))
     elif tokenizer is None:
         raise InputError(f"{where}: the target has no tokenizer: lines must have prompt_ids and response_ids")
     elif "messages" in record:
         messages = messages_of(record, where)
         if not any(m["role"] == "assistant" for m in messages):
             raise InputError(f"{where}: the conversation has no assistant turn to learn from")
-        tokens, mask = tokenizer.mark_answers(messages, where)
+        rendered, parts = split_conversation(messages, where, directory_of(record, where))
+        tokens, mask = tokenizer.mark_answers(rendered, where)
     elif isinstance(record.get("text"), str):
         tokens = tokenizer.encode(text_of(record["text"], where))
         mask = [True] * len(tokens)
     else:
         raise InputError(f"{where}: a line must have messages, text, or prompt_ids and response_ids")
+    media = None
+    if parts:
+        if place is None:
+            raise InputError(f"{where}: {NO_TOWER}")
+        tokens, mask, media = place(tokens, mask, parts, where)
     if len(tokens) < 2:
         raise InputError(f"{where}: the document has {len(tokens)} tokens: it must have two or more")
-    return Document(np.array(tokens, np.int32), np.array(mask, bool))
+    return Document(np.array(tokens, np.int32), np.array(mask, bool), media)
 
 
 def read_documents(
-    paths: Sequence[str | Path], tokenizer: Tokenizer | None, vocab_size: int, skipped: Skipped | None = None
+    paths: Sequence[str | Path],
+    tokenizer: Tokenizer | None,
+    vocab_size: int,
+    skipped: Skipped | None = None,
+    place: Placer | None = None,
 ) -> list[Document]:
     """Reads and tokenises files.
 
@@ -156,6 +148,7 @@ def read_documents(
         tokenizer: The target's, None for a target without one.
         vocab_size: Token ids must be below it.
         skipped: Counts invalid lines instead of raising.
+        place: As for `as_document`.
 
     Raises:
         InputError: A line is invalid, or no document can be learned from.
@@ -163,7 +156,7 @@ def read_documents(
     documents = []
     for where, record in read_lines(paths, skipped):
         try:
-            document = as_document(record, where, tokenizer)
+            document = as_document(record, where, tokenizer, place)
             if document.tokens.max() >= vocab_size:
                 raise InputError(f"{where}: token id {document.tokens.max()}: ids are 0 to {vocab_size - 1}")
         except InputError as e:
@@ -236,14 +229,28 @@ class PackedRows:
 
     def __getitem__(self, index) -> dict[str, np.ndarray]:
         tokens, mask = np.zeros(self.length, np.int32), np.zeros(self.length, bool)
-        starts, at = np.arange(self.length, dtype=np.int32), 0
-        for i in self.rows[index]:
-            document = self.documents[i]
-            end = min(at + len(document.tokens), self.length)
-            tokens[at:end], mask[at:end] = document.tokens[: end - at], document.mask[: end - at]
-            starts[at:end] = at
-            at = end
+        starts = np.arange(self.length, dtype=np.int32)
+        for document, start, end in self.places(index):
+            tokens[start:end], mask[start:end] = document.tokens[: end - start], document.mask[: end - start]
+            starts[start:end] = start
         return {"tokens": tokens, "loss_mask": mask, "starts": starts}
+
+    def places(self, index) -> Iterator[tuple[Document, int, int]]:
+        """Yields the documents of a row, each with its first place and the one behind its last."""
+        start = 0
+        for i in self.rows[index]:
+            end = min(start + len(self.documents[i].tokens), self.length)
+            yield self.documents[i], start, end
+            start = end
+
+    @property
+    def has_media(self) -> bool:
+        """Whether a document has images or videos."""
+        return any(d.media is not None for d in self.documents)
+
+    def media_keys(self, index) -> bytes:
+        """What identifies the images and videos of a row; empty without any."""
+        return b"".join(key for d, _, _ in self.places(index) if d.media is not None for key in d.media.keys)
 
     @property
     def cut_off(self) -> tuple[int, int]:
@@ -252,11 +259,12 @@ class PackedRows:
         return sum(n > 0 for n in left), sum(max(n, 0) for n in left)
 
     def digest(self) -> str:
-        """Hex digest of all rows: tokens, loss masks and document starts."""
+        """Hex digest of all rows: tokens, loss masks, document starts, images and videos."""
         digest = blake2b(digest_size=16)
         for i in range(len(self)):
             for array in self[i].values():
                 digest.update(array.tobytes())
+            digest.update(self.media_keys(i))
         return digest.hexdigest()
 
     @property
@@ -280,7 +288,7 @@ def batches(rows, count: int, parts: int, seed: int, first: int) -> Iterator[dic
     """Yields the batch of each step from ``first`` on, rows in another order each epoch.
 
     Args:
-        rows: A sequence of dicts of arrays.
+        rows: A sequence of dicts of arrays, or of trees of arrays.
         count: Rows of a batch.
         parts: Parts that a step is computed in.
         seed: Of the order.
@@ -296,7 +304,7 @@ def batches(rows, count: int, parts: int, seed: int, first: int) -> Iterator[dic
 
     def joined(picked) -> dict[str, np.ndarray]:
         each = [rows[int(i)] for i in picked]
-        return {k: np.stack([r[k] for r in each]).reshape(*shape, *each[0][k].shape) for k in each[0]}
+        return jax.tree.map(lambda *x: np.stack(x).reshape(*shape, *x[0].shape), *each)
 
     order = grain.MapDataset.source(list(range(len(rows)))).seed(seed).shuffle().repeat(NO_END).batch(count).map(joined)
     iterator = iter(order.to_iter_dataset(grain.ReadOptions(num_threads=4, prefetch_buffer_size=4)))

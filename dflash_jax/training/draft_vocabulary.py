@@ -13,6 +13,7 @@ from dflash_jax.frontend.tokenizer import Tokenizer
 from dflash_jax.parallel import distributed
 from dflash_jax.training.config import TrainConfig
 from dflash_jax.training.data import frequent_tokens
+from dflash_jax.training.media import without_media
 from dflash_jax.training.pair import read_rows
 
 
@@ -22,7 +23,8 @@ def write_draft_tokens(config: TrainConfig, tell: Callable[[str], None]) -> None
     The file goes beside the exported drafter of ``config.output``; without one, into ``config.output`` itself.
     """
     target = TINY / "target" if config.target is None else resolve(config.target, **config.target_options)
-    rows = read_rows(config, Tokenizer(target), check_target(target).vocab_size, tell)
+    # Only text is learned, so that neither the tower nor pixels are needed.
+    rows = read_rows(config, Tokenizer(target), check_target(target).vocab_size, tell, without_media)
     ids = frequent_tokens(rows, config.draft_vocabulary)
     learned = np.concatenate([d.tokens[d.mask] for d in rows.documents])
     drafter = config.directory / "draft"

@@ -13,11 +13,14 @@ from dflash_jax.engine.config import BlockSize
 from dflash_jax.engine.executables import Executables
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.llm import LLM
+from dflash_jax.frontend.media import by_kind
 from dflash_jax.frontend.outputs import Completion
+from dflash_jax.frontend.prompts import Prompt
 from dflash_jax.models.drafting import DrafterWrapper
 from dflash_jax.sampling_params import SamplingParams
 from dflash_jax.training.config import TrainConfig
-from dflash_jax.training.data import messages_of, read_lines
+from dflash_jax.training.conversations import at_line, directory_of, messages_of, split_conversation
+from dflash_jax.training.data import read_lines
 
 # Temperatures at which a drafter is measured.
 TEMPERATURES = (0.0, 0.7)
@@ -64,13 +67,13 @@ def acceptance(completions: Sequence[Completion], keep_all: bool = False) -> Acc
     )
 
 
-def prompt_of(record: dict, where: str, llm: LLM) -> list[int]:
-    """The prompt of a line of held-out data, as token ids.
+def prompt_of(record: dict, where: str, llm: LLM) -> Prompt:
+    """The prompt of a line of held-out data: token ids, with images and videos in a dict.
 
     It is ``prompt_ids``, ``prompt`` or ``text``, or a conversation up to its first answer.
 
     Raises:
-        InputError: The line has none of them; the message begins with ``where``.
+        InputError: The line has none of them, or an image or a video cannot be used; the message begins with ``where``.
     """
     if isinstance(record.get("prompt_ids"), list):
         return llm.encode(record["prompt_ids"])
@@ -80,7 +83,9 @@ def prompt_of(record: dict, where: str, llm: LLM) -> list[int]:
         raise InputError(f"{where}: a line must have messages, prompt, text or prompt_ids")
     messages = messages_of(record, where)
     first = next((i for i, m in enumerate(messages) if m["role"] == "assistant"), len(messages))
-    return llm.encode_chat(messages[:first])
+    rendered, parts = split_conversation(messages[:first], where, directory_of(record, where))
+    ids = llm.encode_chat(rendered)
+    return {"prompt_token_ids": ids, "multi_modal_data": by_kind(parts)} if parts else ids
 
 
 def held_out_prompts(streams: Sequence[Sequence[int]], length: int, most: int, seed: int = 0) -> list[list[int]]:
@@ -92,7 +97,7 @@ def held_out_prompts(streams: Sequence[Sequence[int]], length: int, most: int, s
 
 
 def measure(
-    llm: LLM, prompts: Sequence[list[int]], params: SamplingParams, block_size: BlockSize | None = None
+    llm: LLM, prompts: Sequence[Prompt], params: SamplingParams, block_size: BlockSize | None = None
 ) -> Acceptance:
     """Decodes every prompt and averages over the completions that do not repeat themselves."""
     return acceptance(llm.generate(prompts, params, block_size))
@@ -119,21 +124,34 @@ def with_greedy_drafts(llm: LLM) -> LLM:
     return llm.with_programs(Executables(llm.target, drafter))
 
 
-def read_held_out(config: TrainConfig, llm: LLM) -> list[list[int]]:
-    """Prompts of ``config.held_out`` as token ids, cut at their beginning where the new tokens need room."""
+def read_held_out(config: TrainConfig, llm: LLM) -> list[Prompt]:
+    """Prompts of ``config.held_out``, those of text cut at their beginning where the new tokens need room.
+
+    Raises:
+        InputError: A line is invalid, or a prompt with images or videos leaves no room; both name the line.
+    """
     if config.held_out is None:
         return []
     lines = list(read_lines([config.held_out]))[: config.evaluate_prompts]
-    prompts = [prompt_of(record, where, llm) for where, record in lines]
-    room = llm.max_len - config.evaluate_tokens
-    return [p[-room:] for p in prompts]
+    room, prompts = llm.max_len - config.evaluate_tokens, []
+    for where, record in lines:
+        prompt = prompt_of(record, where, llm)
+        if isinstance(prompt, list):
+            prompts.append(prompt[-room:])
+            continue
+        try:
+            llm.check(prompt, SamplingParams(max_tokens=config.evaluate_tokens))
+        except InputError as e:
+            raise at_line(e, where) from None
+        prompts.append(prompt)
+    return prompts
 
 
 def _sampling(config: TrainConfig, temperature: float) -> SamplingParams:
     return SamplingParams(temperature=temperature, max_tokens=config.evaluate_tokens, seed=config.seed)
 
 
-def acceptance_by_temperature(config: TrainConfig, llm: LLM, prompts: list[list[int]]) -> dict[float, Acceptance]:
+def acceptance_by_temperature(config: TrainConfig, llm: LLM, prompts: Sequence[Prompt]) -> dict[float, Acceptance]:
     """Decodes every prompt at each of `TEMPERATURES` with the largest block, all prompts at once."""
     return {
         temperature: acceptance(

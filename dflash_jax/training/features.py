@@ -14,10 +14,11 @@ import numpy as np
 from dflash_jax import progress
 from dflash_jax.errors import InputError
 from dflash_jax.parallel import distributed
-from dflash_jax.parallel.sharding import DATA, place
+from dflash_jax.parallel.sharding import DATA, Layout, place
 from dflash_jax.training.config import TrainConfig
 from dflash_jax.training.data import PackedRows
 from dflash_jax.training.losses import Loss
+from dflash_jax.training.media import with_media
 from dflash_jax.training.optimiser import optimiser
 from dflash_jax.training.pair import Pair
 from dflash_jax.training.step import Recipe, Trainer
@@ -29,10 +30,11 @@ def record_of(rows: PackedRows, pair: Pair, with_hidden: bool) -> dict:
     """The description of a cache: target, shapes and rows. A cache is used only where its description matches."""
     digest = blake2b(digest_size=16)
     for i in range(len(rows)):
-        digest.update(rows[i]["tokens"].tobytes() + rows[i]["starts"].tobytes())
-    config = pair.llm.config
-    return {
-        "target": fingerprint(pair.target),
+        digest.update(rows[i]["tokens"].tobytes() + rows[i]["starts"].tobytes() + rows.media_keys(i))
+    config, reader = pair.llm.config, pair.llm.media
+    tower = {"tower": fingerprint(reader.encoder.tower, pair.target.layout)} if reader and rows.has_media else {}
+    return tower | {
+        "target": fingerprint(pair.target, pair.target.layout),
         "model_type": config.model_type,
         "hidden_size": config.hidden_size,
         "target_layers": len(config.layers),
@@ -44,14 +46,14 @@ def record_of(rows: PackedRows, pair: Pair, with_hidden: bool) -> dict:
     }
 
 
-def fingerprint(target) -> str:
-    """Hex digest of the first numbers of each of the target's arrays, in bfloat16, on any mesh."""
+def fingerprint(model, layout: Layout) -> str:
+    """Hex digest of the first numbers of each of a model's arrays, in bfloat16, on any mesh."""
 
     def samples(leaves):
         return [jnp.ravel(x[(0,) * (x.ndim - 1)][:16]).astype(jnp.bfloat16) for x in leaves]
 
-    leaves = jax.tree.leaves(target)
-    replicated = jax.sharding.NamedSharding(target.layout.mesh(), jax.sharding.PartitionSpec())
+    leaves = jax.tree.leaves(model)
+    replicated = jax.sharding.NamedSharding(layout.mesh(), jax.sharding.PartitionSpec())
     digest = blake2b(digest_size=16)
     for x in jax.device_get(jax.jit(samples, out_shardings=replicated)(leaves)):
         digest.update(x.tobytes())
@@ -107,6 +109,7 @@ def write(config: TrainConfig, rows: PackedRows, pair: Pair, tell: Callable[[str
     # Replicated results: the first host can read them all.
     run = jax.jit(trainer.features, out_shardings=trainer.sharding(jax.sharding.PartitionSpec()))
     data_sharding = trainer.sharding(jax.sharding.PartitionSpec(DATA))
+    source = with_media(rows)
     count, start = trainer.layout.data * max(1, config.rows // trainer.layout.data), done
     files = [path.open("r+b" if path.exists() else "wb") for path in paths] if is_writer else []
     try:
@@ -117,9 +120,9 @@ def write(config: TrainConfig, rows: PackedRows, pair: Pair, tell: Callable[[str
         for start in progress.bar(
             starts_of_batches, description="computing features", unit="batch", disable=not is_writer
         ):
-            picked = [rows[min(i, len(rows) - 1)] for i in range(start, start + count)]
-            tokens, starts = (place(np.stack([r[k] for r in picked]), data_sharding) for k in ("tokens", "starts"))
-            hidden, features = run(trainer.leaves, tokens, starts)
+            picked = [source[min(i, len(rows) - 1)] for i in range(start, start + count)]
+            batch = jax.tree.map(lambda *each: place(np.stack(each), data_sharding), *picked)
+            hidden, features = run(trainer.leaves, batch["tokens"], batch["starts"], batch.get("media"))
             arrays = [features, hidden][: len(paths)]
             if not is_writer:
                 jax.block_until_ready(arrays)

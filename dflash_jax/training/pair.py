@@ -16,6 +16,7 @@ from dflash_jax.parallel.sharding import Layout
 from dflash_jax.training import drafters
 from dflash_jax.training.config import TrainConfig
 from dflash_jax.training.data import PackedRows, Skipped, check_learnable, read_documents
+from dflash_jax.training.media import Placer, placer
 
 
 @dataclass
@@ -31,8 +32,8 @@ class Pair:
     raw: dict
 
     def rows(self, config: TrainConfig, tell: Callable[[str], None]) -> PackedRows:
-        """Reads the data of ``config`` with the target's tokenizer; see `read_rows`."""
-        return read_rows(config, self.llm.tokenizer, self.llm.config.vocab_size, tell)
+        """Reads the data of ``config`` with the target's tokenizer and vision tower; see `read_rows`."""
+        return read_rows(config, self.llm.tokenizer, self.llm.config.vocab_size, tell, placer(self.llm.media))
 
     @cached_property
     def target(self) -> Decoder:
@@ -60,7 +61,11 @@ def open_pair(config: TrainConfig) -> Pair:
 
 
 def read_rows(
-    config: TrainConfig, tokenizer: Tokenizer | None, vocab_size: int, tell: Callable[[str], None]
+    config: TrainConfig,
+    tokenizer: Tokenizer | None,
+    vocab_size: int,
+    tell: Callable[[str], None],
+    place: Placer | None = None,
 ) -> PackedRows:
     """Reads and packs the data of ``config``, and reports counts.
 
@@ -69,12 +74,14 @@ def read_rows(
         tokenizer: The target's, None for a target without one.
         vocab_size: Token ids must be below it.
         tell: Receives lines for the user.
+        place: Places images and videos among the tokens; None for a target that takes none.
 
     Raises:
         InputError: A file is invalid, or no two neighbouring tokens can be learned from.
     """
     skipped = Skipped() if config.skip_bad_lines else None
-    rows = PackedRows(read_documents(config.data, tokenizer, vocab_size, skipped), config.sequence_length)
+    documents = read_documents(config.data, tokenizer, vocab_size, skipped, place)
+    rows = PackedRows(documents, config.sequence_length)
     tokens = sum(len(d.tokens) for d in rows.documents)
     check_learnable(rows.documents, rows.length, config.data)
     tell(f"{len(rows.documents)} documents, {tokens} tokens, in {len(rows)} rows, {rows.used:.0%} used")

@@ -1,34 +1,67 @@
 """Answers of the target to the training prompts: prompts in, token ids and conversations out."""
 
 import json
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.llm import LLM
+from dflash_jax.frontend.media import by_kind
+from dflash_jax.frontend.prompts import Prompt
+from dflash_jax.media.parts import MediaPart
 from dflash_jax.parallel import distributed
 from dflash_jax.progress import bar as progress_bar
 from dflash_jax.sampling_params import SamplingParams
 from dflash_jax.training.config import TrainConfig
-from dflash_jax.training.data import Skipped, fault, messages_of, read_lines, text_of
+from dflash_jax.training.conversations import (
+    DIRECTORY,
+    at_line,
+    digest_of_files,
+    directory_of,
+    messages_of,
+    split_conversation,
+    text_of,
+)
+from dflash_jax.training.data import Skipped, fault, read_lines
+from dflash_jax.training.media import NO_TOWER
 
 # Conversations whose answers are written together: at least GROUP, and at least TURNS for each slot.
 GROUP, TURNS = 256, 8
 
 
-def read_prompts(config: TrainConfig, skipped: Skipped | None) -> Iterator[tuple[str, list[dict] | str]]:
-    """Reads the prompts of ``config.data``.
+@dataclass(frozen=True)
+class PromptLine:
+    """A line of the data.
 
-    Yields:
-        ("file:line", prompt): a conversation's turns without the answers, or a text to continue.
+    Attributes:
+        where: "file:line".
+        prompt: A conversation's turns without the answers, or a text to continue.
+        directory: Where relative paths of its images and videos begin.
+        parts: All of its images and videos.
     """
+
+    where: str
+    prompt: list[dict] | str
+    directory: Path
+    parts: Sequence[MediaPart] = ()
+
+
+def read_prompts(config: TrainConfig, skipped: Skipped | None, has_tower: bool) -> Iterator[PromptLine]:
+    """Yields the prompts of ``config.data``."""
     for where, record in read_lines(config.data, skipped):
+        parts: Sequence[MediaPart] = ()
         try:
+            directory = directory_of(record, where)
             if "messages" in record:
                 prompt = [m for m in messages_of(record, where) if m["role"] != "assistant"]
                 if not any(m["role"] == "user" for m in prompt):
                     raise InputError(f"{where}: the conversation has no user turn")
+                _, parts = split_conversation(prompt, where, directory)
+                if parts and not has_tower:
+                    raise InputError(f"{where}: {NO_TOWER}")
             elif isinstance(prompt := record.get("prompt", record.get("text")), str) and prompt:
                 text_of(prompt, where)
             else:
@@ -36,7 +69,7 @@ def read_prompts(config: TrainConfig, skipped: Skipped | None) -> Iterator[tuple
         except InputError as e:
             fault(str(e), skipped)
             continue
-        yield where, prompt
+        yield PromptLine(where, prompt, directory, parts)
 
 
 class Progress:
@@ -53,7 +86,7 @@ class Progress:
         bytes: Bytes of ``path`` that count.
     """
 
-    def __init__(self, config: TrainConfig, prompts: list, path: Path):
+    def __init__(self, config: TrainConfig, prompts: Sequence[PromptLine], path: Path):
         """Opens ``path``, new or begun.
 
         Raises:
@@ -61,8 +94,10 @@ class Progress:
         """
         self.path, self.record = path, path.with_name(f"{path.stem}.json")
         names = ("target", "dtype", "temperature", "max_new_tokens", "thinking", "seed")
-        digest = blake2b(json.dumps([prompt for _, prompt in prompts]).encode(), digest_size=16).hexdigest()
+        digest = blake2b(json.dumps([line.prompt for line in prompts]).encode(), digest_size=16).hexdigest()
         self.settings = {name: getattr(config, name) for name in names} | {"data": digest}
+        if parts := [part for line in prompts for part in line.parts]:
+            self.settings["media"] = digest_of_files(parts)
         previous = json.loads(self.record.read_text()) if self.record.exists() else None
         if previous is None and path.exists() and path.stat().st_size:
             raise InputError(f"{path} has no {self.record.name} beside it: give another --output, or remove it")
@@ -96,8 +131,9 @@ class Progress:
 def regenerate(config: TrainConfig, llm: LLM, path: Path, tell: Callable[[str], None]) -> int:
     """Writes a line for each answer into ``path``, and continues where an earlier call with the same settings stopped.
 
-    A line has prompt_ids, response_ids, source (the number of its prompt) and, for conversations, messages. Of several
-    processes the first one writes.
+    A line has prompt_ids, response_ids, source (the number of its prompt) and, for conversations, messages. Images and
+    videos stay as the data names them: media_directory is where their paths begin, seen from the file of answers, and
+    prompt_ids has one pad for each. Of several processes the first one writes.
 
     Args:
         config: The data and the sampling.
@@ -112,7 +148,7 @@ def regenerate(config: TrainConfig, llm: LLM, path: Path, tell: Callable[[str], 
         InputError: A prompt is invalid, or the file is of other settings.
     """
     skipped = Skipped() if config.skip_bad_lines else None
-    prompts = list(read_prompts(config, skipped))
+    prompts = list(read_prompts(config, skipped, llm.media is not None))
     path.parent.mkdir(parents=True, exist_ok=True)
     progress, size = Progress(config, prompts, path), max(GROUP, TURNS * config.slots)
     # Every process reads the record before the first one writes it.
@@ -123,7 +159,7 @@ def regenerate(config: TrainConfig, llm: LLM, path: Path, tell: Callable[[str], 
     with progress_bar(description="answering", total=len(prompts), **options) as bar:
         for start in range(done, len(prompts), size):
             group = prompts[start : start + size]
-            lines = _answered(config, llm, group, start, skipped)
+            lines = _answered(config, llm, group, start, path.parent, skipped)
             if is_writer:
                 progress.add(lines, len(group))
             bar.update(len(group))
@@ -135,13 +171,30 @@ def regenerate(config: TrainConfig, llm: LLM, path: Path, tell: Callable[[str], 
     return len(prompts) - unanswered
 
 
-def _answered(config: TrainConfig, llm: LLM, group: list, start: int, skipped: Skipped | None) -> list[dict]:
+def _prompt(llm: LLM, talk: str | list[dict], line: PromptLine, thinking: bool | None) -> tuple[Prompt, list[int], int]:
+    """A text or a conversation as `LLM.generate` takes it, its token ids, and how many there are with its media."""
+    if isinstance(talk, str):
+        ids = llm.encode(talk)
+        return ids, ids, len(ids)
+    messages, parts = split_conversation(talk, line.where, line.directory)
+    ids = llm.encode_chat(messages, thinking)
+    if not parts:
+        return ids, ids, len(ids)
+    # Decoded once, for the length and for the answer.
+    parts = [replace(part, source=llm.media_reader().read(part)) for part in parts]
+    expanded, _ = llm.with_media(ids, parts)
+    return {"prompt_token_ids": ids, "multi_modal_data": by_kind(parts)}, ids, len(expanded)
+
+
+def _answered(
+    config: TrainConfig, llm: LLM, group: Sequence[PromptLine], start: int, output: Path, skipped: Skipped | None
+) -> list[dict]:
     """The lines of a group, in the order of its prompts. A prompt that leaves no room is not answered."""
     lines: list[list[dict]] = [[] for _ in group]
     talks: list[list[dict]] = [[] for _ in group]
-    left = {i: ([*prompt] if isinstance(prompt, list) else prompt) for i, (_, prompt) in enumerate(group)}
+    left = {i: ([*line.prompt] if isinstance(line.prompt, list) else line.prompt) for i, line in enumerate(group)}
     while left:
-        fitting = []
+        which, prompts, encoded, params = [], [], [], []
         for i, prompt in left.items():
             if not isinstance(prompt, str):
                 while prompt:
@@ -149,28 +202,26 @@ def _answered(config: TrainConfig, llm: LLM, group: list, start: int, skipped: S
                     if talks[i][-1]["role"] == "user":
                         break
             try:
-                ids = llm.encode(prompt) if isinstance(prompt, str) else llm.encode_chat(talks[i], config.thinking)
+                talk = prompt if isinstance(prompt, str) else talks[i]
+                prompt, ids, length = _prompt(llm, talk, group[i], config.thinking)
             except InputError as e:
-                fault(f"{group[i][0]}: {e}", skipped)
+                fault(str(at_line(e, group[i].where)), skipped)
                 continue
-            if len(ids) < llm.max_len:
-                fitting.append((i, ids))
-        which, prompts = [i for i, _ in fitting], [p for _, p in fitting]
-        params = [
-            SamplingParams(
-                temperature=config.temperature,
-                max_tokens=min(config.max_new_tokens, llm.max_len - len(p)),
-                seed=(config.seed + start + i) % 2**32,
-            )
-            for i, p in zip(which, prompts, strict=True)
-        ]
+            if length < llm.max_len:
+                which.append(i)
+                prompts.append(prompt)
+                encoded.append(ids)
+                most, seed = min(config.max_new_tokens, llm.max_len - length), (config.seed + start + i) % 2**32
+                params.append(SamplingParams(temperature=config.temperature, max_tokens=most, seed=seed))
         answers = llm.generate(prompts, params, progress=False)
         rest = {}
-        for i, prompt, answer in zip(which, prompts, answers, strict=True):
-            line = {"source": start + i, "prompt_ids": prompt, "response_ids": answer.token_ids}
+        for i, ids, answer in zip(which, encoded, answers, strict=True):
+            line = {"source": start + i, "prompt_ids": ids, "response_ids": answer.token_ids}
             if not isinstance(left[i], str):
                 talks[i].append({"role": "assistant", "content": _content(answer.text or "")})
                 line["messages"] = list(talks[i])
+                if group[i].parts:
+                    line[DIRECTORY] = os.path.relpath(group[i].directory, output)
                 if any(m["role"] == "user" for m in left[i]):
                     rest[i] = left[i]
             lines[i].append(line)

@@ -23,6 +23,7 @@ from dflash_jax.training.data import batches, frequent_tokens
 from dflash_jax.training.evaluation import Acceptance, acceptance_by_temperature, read_held_out
 from dflash_jax.training.features import FeatureRows
 from dflash_jax.training.losses import Loss, default_gamma
+from dflash_jax.training.media import with_media
 from dflash_jax.training.optimiser import optimiser
 from dflash_jax.training.pair import Pair, open_pair
 from dflash_jax.training.run_log import CsvLog, Trackers, check_tracker_packages, step_metrics
@@ -65,9 +66,9 @@ class TrainingRun:
         rows, recipe = self.pair.rows(config, tell), recipe_of(config, self.pair)
         vocabulary = None if config.loss_vocabulary is None else frequent_tokens(rows, config.loss_vocabulary)
         digest = rows.digest()
-        if config.features is not None:
-            rows = FeatureRows(config, rows, self.pair, recipe.loss.needs_teacher)
-        self._rows, self.steps = rows, step_count(config, len(rows))
+        is_cached = config.features is not None
+        self._rows = FeatureRows(config, rows, self.pair, recipe.loss.needs_teacher) if is_cached else with_media(rows)
+        self.steps = step_count(config, len(rows))
         self._check_division()
         update = optimiser(config.learning_rate, self.steps, config.optimizer, config.warm_up, config.clip)
         self.trainer = Trainer(self.pair.target, self.pair.draft, recipe, update, vocabulary=vocabulary)
@@ -153,7 +154,7 @@ class TrainingRun:
         """Starts a step, then reads the sums of the previous one while the devices work."""
         self.step += 1
         sharding = self.trainer.sharding(PartitionSpec(None, DATA))
-        arrays = Batch(**{name: place(array, sharding) for name, array in batch.items()})
+        arrays = Batch(**jax.tree.map(lambda array: place(array, sharding), batch))
         key = jax.random.fold_in(self._key, self.step)
         is_first = not self._is_compiled
         with progress.step("compiling the training step") if is_first and distributed.is_first() else nullcontext():

@@ -14,6 +14,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from dflash_jax.decoding.prefill import MediaChunk
 from dflash_jax.models.config import DraftConfig
 from dflash_jax.models.decoder import Decoder
 from dflash_jax.models.drafter import Drafter
@@ -35,6 +36,7 @@ class Batch:
         starts: First token of each token's document, int [B, T].
         features: The target's features [B, T, taps, H] from a cache; None: the step computes them.
         hidden: The target's hidden states after the final norm [B, T, H] from a cache, where the loss needs them.
+        media: Images and videos of the rows, for the target; None: none, or the features have them.
     """
 
     tokens: jax.Array
@@ -42,6 +44,7 @@ class Batch:
     starts: jax.Array
     features: jax.Array | None = None
     hidden: jax.Array | None = None
+    media: MediaChunk | None = None
 
 
 @dataclass(frozen=True)
@@ -174,24 +177,27 @@ class Trainer:
         """The whole drafter as NumPy arrays, on every host."""
         return jax.device_get(jax.jit(lambda d: d, out_shardings=self.sharding(PartitionSpec()))(drafter))
 
-    def features(self, leaves, tokens, starts):
+    def features(self, leaves, tokens, starts, media: MediaChunk | None = None):
         """Runs the frozen target.
 
         Args:
             leaves: The target's arrays.
             tokens: int [B, T].
             starts: First token of each token's document, int [B, T].
+            media: Images and videos among the tokens; its rotary positions are those within each document.
 
         Returns:
             Hidden states after the final norm [B, T, H], and features [B, T, taps, H].
         """
 
-        def run(leaves, tokens, starts):
-            return jax.tree.unflatten(self._structure, leaves)(tokens, self.config.target_layer_ids, starts)
+        def run(leaves, tokens, starts, media):
+            target = jax.tree.unflatten(self._structure, leaves)
+            inputs, positions = (tokens, None) if media is None else media.inputs(target, tokens)
+            return target(inputs, self.config.target_layer_ids, starts, positions)
 
-        specs = (self._specs, ROWS, ROWS)
+        specs = (self._specs, ROWS, ROWS, ROWS)
         return jax.shard_map(run, mesh=self.mesh, in_specs=specs, out_specs=(ROWS, ROWS), check_vma=False)(
-            leaves, tokens, starts
+            leaves, tokens, starts, media
         )
 
     def _target_heads(self, leaves) -> tuple[Callable, Head]:
@@ -204,7 +210,7 @@ class Trainer:
     def sums(self, drafter: Drafter, leaves, batch: Batch, key) -> Sums:
         """Sums of one batch, differentiable in the drafter."""
         if batch.features is None:
-            hidden, features = jax.lax.stop_gradient(self.features(leaves, batch.tokens, batch.starts))
+            hidden, features = jax.lax.stop_gradient(self.features(leaves, batch.tokens, batch.starts, batch.media))
             batch = replace(batch, features=features, hidden=hidden)
         low = jax.tree.map(lambda x: x.astype(self.recipe.dtype), drafter)
         return batch_sums(low, *self._target_heads(leaves), batch, key, self.recipe)

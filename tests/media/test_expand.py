@@ -116,6 +116,7 @@ def test_spans_are_the_pads(name):
         assert not pads[part].any()
         pads[part] = True
     np.testing.assert_array_equal(pads, np.isin(prompt.ids, [IMAGE, VIDEO]))
+    assert prompt.ids[prompt.is_given].tolist() == [i for i in ids if i not in (IMAGE, VIDEO)]
     # All rows of each medium, once and in order.
     spans = [(span.medium, row) for span in prompt.spans for row in range(span.offset, span.offset + span.tokens)]
     assert spans == [(medium, row) for medium in media for row in range(medium.tokens)]

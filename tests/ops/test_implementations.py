@@ -9,7 +9,16 @@ import pytest
 from beartype import beartype
 from jaxtyping import TypeCheckError, jaxtyped
 
-from dflash_jax.ops import argmax, attention, gated_delta, interval_attention, linear, moe, sampling_noise
+from dflash_jax.ops import (
+    argmax,
+    attention,
+    frame_attention,
+    gated_delta,
+    interval_attention,
+    linear,
+    moe,
+    sampling_noise,
+)
 from dflash_jax.ops.backend import XLA, Backend, choose
 from dflash_jax.ops.card import HOPPER
 from dflash_jax.ops.weights import PackedWeight
@@ -106,6 +115,16 @@ def noise_cases():
     yield (jnp.asarray([3, 2**32 - 1], jnp.uint32), positions, jnp.arange(501)), {}
 
 
+def frame_cases():
+    """Heads of two parts, of less than one, of one; frames that share tiles and that are longer; padding at the end."""
+    for heads, size, lengths, padding in ((2, 72, (60, 9, 170), 5), (1, 12, (16,), 0), (3, 32, (1, 70), 130)):
+        for dtype in (jnp.float32, jnp.bfloat16):
+            ends = np.cumsum(lengths)
+            low, high = (np.repeat(x, lengths).astype(np.int32) for x in (ends - lengths, ends))
+            q, k, v = (Source(i).normal(len(low) + padding, heads, size).astype(dtype) for i in range(3))
+            yield (q / size**0.25, k, v, *(jnp.asarray(np.pad(x, (0, padding))) for x in (low, high))), {}
+
+
 def argmax_cases():
     x = np.round(np.random.default_rng(0).standard_normal((3, 5, 640)), 1).astype(np.float32)
     yield (jnp.asarray(x),), {}
@@ -126,6 +145,7 @@ OPERATIONS = {
     "packed mixture": (moe.IMPLEMENTATIONS[:1], packed_mixture_cases),
     "sampling_noise": (sampling_noise.IMPLEMENTATIONS, noise_cases),
     "argmax": (argmax.IMPLEMENTATIONS, argmax_cases),
+    "frame_attention": (frame_attention.IMPLEMENTATIONS, frame_cases),
 }
 
 
@@ -176,6 +196,7 @@ PUBLIC = {
     "mixture": moe.mixture,
     "sampling_noise": sampling_noise.gumbel_noise,
     "argmax": argmax.argmax,
+    "frame_attention": frame_attention.frame_attention,
 }
 
 

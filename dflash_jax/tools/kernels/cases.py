@@ -20,6 +20,7 @@ from dflash_jax.tools.kernels.comparisons import (
     Sizes,
     attention,
     delta,
+    frames,
     mixtures,
     prefilling,
     products,
@@ -115,6 +116,8 @@ def comparisons(sizes: Sizes) -> Iterator[tuple[str, Callable[[Source], Comparis
         yield named(prefilling if tokens > 16 else replaying, rows, tokens, BF16)
     for rows, tokens in sizes.all(BF16):
         yield named(mixtures, rows, tokens, BF16)
+    for rows, tokens in sizes.all(BF16):
+        yield named(frames, rows, tokens, BF16)
     for rows in (1, 7, 16):
         for weights in ("inputs of attention", "router", "gated", "residual", "head"):
             yield named(products, rows, 1, BF16, weights=weights)
@@ -123,6 +126,7 @@ def comparisons(sizes: Sizes) -> Iterator[tuple[str, Callable[[Source], Comparis
     for rows, tokens in sizes.few(F32):
         yield named(delta, rows, tokens, F32)
         yield named(replaying, rows, tokens, F32)
+        yield named(frames, rows, tokens, F32)
         yield named(attention, rows, tokens, BF16, heads="draft", mask="open")
         yield named(attention, rows, tokens, F32, heads="draft", mask="by row")
     window, sinks = sizes.context // 8, sizes.context // 40

@@ -12,7 +12,7 @@ import numpy as np
 from dflash_jax.models.config import RopeSpec
 from dflash_jax.models.rope import rope_angles
 from dflash_jax.ops import attention as attention_op
-from dflash_jax.ops import gated_delta, linear, moe
+from dflash_jax.ops import frame_attention, gated_delta, linear, moe
 from dflash_jax.ops.backend import Backend, Implementation
 from dflash_jax.ops.card import HOPPER, Card
 from dflash_jax.tools.kernels import arguments
@@ -29,6 +29,7 @@ class Sizes:
         draft: The drafter's.
         delta: Key heads, value heads on each, sizes of keys and values.
         experts: Their number, those of a token, features, hidden size.
+        vision: Heads of the vision tower, and their size.
         vocab: Outputs of the head.
         run: Inputs of a scale of an FP8 weight.
         context: Positions of a cache.
@@ -40,6 +41,7 @@ class Sizes:
     draft: tuple[int, int, int]
     delta: tuple[int, int, int, int]
     experts: tuple[int, int, int, int]
+    vision: tuple[int, int]
     vocab: int
     run: int
     context: int
@@ -57,11 +59,11 @@ class Sizes:
 
 # Qwen3.6-35B-A3B's.
 REAL = Sizes(
-    (16, 2, 256), (32, 8, 128), (16, 2, 128, 128), (256, 8, 512, 2048), 248320, 128, 8192,
+    (16, 2, 256), (32, 8, 128), (16, 2, 128, 128), (256, 8, 512, 2048), (16, 72), 248320, 128, 8192,
     ((1, 16), (32, 1), (7, 5), (1, 1), (32, 16), (7, 17), (1, 65), (1, 300), (7, 130), (1, 1024), (1, 4096)), 11,
 )  # fmt: skip
 SMALL = Sizes(
-    (4, 2, 32), (6, 2, 16), (1, 2, 16, 32), (20, 3, 32, 64), 150, 32, 100,
+    (4, 2, 32), (6, 2, 16), (1, 2, 16, 32), (20, 3, 32, 64), (2, 20), 150, 32, 100,
     ((1, 16), (7, 5), (1, 1), (32, 1), (7, 17), (1, 65)), 3,
 )  # fmt: skip
 
@@ -132,6 +134,21 @@ def attention(source, sizes: Sizes, rows, tokens, dtype, heads, mask, window=Non
 
     q, k, v, cache, length, bounds = args
     return Comparison(dtype, kernel, definition, (q, k, v, block_mask, cache, length, bounds, both), permuted)
+
+
+def frames(source, sizes: Sizes, rows, tokens, dtype) -> Comparison:
+    """Attention within frames: of ``tokens`` patches each, and a last one of half as many."""
+    lengths = [*[tokens] * rows, -(-tokens // 2)]
+    ends = np.cumsum(lengths)
+    low, high = (jnp.asarray(np.repeat(x, lengths), jnp.int32) for x in (ends - lengths, ends))
+    q, k, v = (source.normal(int(ends[-1]), *sizes.vision, dtype=dtype) for _ in range(3))
+    definition, kernel = partial(frame_attention.reference, XLA), kernel_of(frame_attention.IMPLEMENTATIONS)
+
+    def permuted(args, order):
+        q, k, v, low, high = args
+        return q[order], k, v, low[order], high[order]
+
+    return Comparison(dtype, kernel, definition, (q * sizes.vision[1] ** -0.5, k, v, low, high), permuted)
 
 
 def writing(source, sizes: Sizes, rows, tokens, dtype, window=None) -> Comparison:

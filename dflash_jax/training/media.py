@@ -1,0 +1,133 @@
+"""Images and videos of training data: their tokens in documents, their rows in a step.
+
+Neither pixels nor rows are kept with the documents: a row of a step reads its own again, and what `VisionEncoder` has
+cached it neither decodes nor computes. The drafter's loss is on text: the tokens of media are never learned.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+
+from dflash_jax.argument_checks import shown
+from dflash_jax.decoding.prefill import MediaChunk
+from dflash_jax.errors import InputError
+from dflash_jax.frontend.media import MediaReader
+from dflash_jax.media.parts import MediaPart
+from dflash_jax.training.conversations import at_line
+
+if TYPE_CHECKING:
+    from dflash_jax.training.data import PackedRows
+
+NO_TOWER = "images and videos are not possible: the model has no vision tower, or several processes share it"
+
+
+@dataclass(frozen=True, eq=False)
+class DocumentMedia:
+    """Images and videos of a document.
+
+    Attributes:
+        reader: Reads and computes them.
+        parts: What they are read from, in the order of their tokens.
+        keys: What identifies the pixels of each.
+        is_media: Which tokens stand for them, bool [N].
+        positions: Rotary positions of all tokens within the document (time, height, width), int32 [3, N].
+    """
+
+    reader: MediaReader
+    parts: tuple[MediaPart, ...]
+    keys: tuple[bytes, ...]
+    is_media: np.ndarray
+    positions: np.ndarray
+
+    def rows(self, count: int) -> np.ndarray:
+        """What takes the place of the embeddings of the first ``count`` tokens of media, [count, H].
+
+        Raises:
+            InputError: A file has changed since the data was read, or is gone.
+        """
+        encoder = self.reader.encoder
+        found, left = [np.zeros((0, encoder.config.out_hidden_size), encoder.tower.dtype)], count
+        for part, key in zip(self.parts, self.keys, strict=True):
+            # A document that is cut off may have lost its last ones.
+            if left <= 0:
+                break
+            rows = encoder.outputs.find([key]).get(key)
+            if rows is None:
+                medium = self.reader.read(part)
+                if medium.key != key:
+                    raise InputError(f"{part.where}: {shown(part.source)} has changed since the data was read")
+                (rows,) = encoder.encode([medium])
+            found.append(rows)
+            left -= len(rows)
+        return np.concatenate(found)[:count]
+
+
+# (token ids with one pad for each image or video, which of them are learned, the images and videos, "file:line" for
+# errors) → token ids with a pad for each row, which of them are learned, and what the target needs of the media.
+Placed: TypeAlias = tuple[Sequence[int] | np.ndarray, Sequence[bool] | np.ndarray, DocumentMedia | None]
+Placer: TypeAlias = Callable[[Sequence[int], Sequence[bool], Sequence[MediaPart], str], Placed]
+
+
+def placer(reader: MediaReader | None) -> Placer | None:
+    """Places images and videos for a model; None for one without a vision tower."""
+    return None if reader is None else partial(_placed, reader)
+
+
+def _placed(
+    reader: MediaReader, ids: Sequence[int], mask: Sequence[bool], parts: Sequence[MediaPart], where: str
+) -> Placed:
+    media = [reader.read(part) for part in parts]
+    try:
+        prompt = reader.expand(ids, media)
+    except InputError as e:
+        raise at_line(e, where) from None
+    pads = (reader.tokens.image, reader.tokens.video)
+    learned = np.zeros(len(prompt.ids), bool)
+    learned[prompt.is_given] = np.asarray(mask, bool)[~np.isin(ids, pads)]
+    is_media = np.isin(prompt.ids, pads)
+    # Pads of images and of videos are counted apart: the order of the document need not be that of the parts.
+    by_medium = dict(zip(map(id, media), parts, strict=True))
+    ordered = [span.medium for span in prompt.spans if not span.offset]
+    taken, keys = (by_medium[id(medium)] for medium in ordered), (medium.key for medium in ordered)
+    return prompt.ids, learned, DocumentMedia(reader, tuple(taken), tuple(keys), is_media, prompt.positions)
+
+
+def without_media(ids: Sequence[int], mask: Sequence[bool], parts: Sequence[MediaPart], where: str) -> Placed:
+    """A `Placer` for those who count the learned tokens, which are text: one pad stays for each image or video."""
+    return ids, mask, None
+
+
+class MediaRows:
+    """`PackedRows` with a `MediaChunk` in each: the embeddings and rotary positions of its documents' media.
+
+    Attributes:
+        rows: The packed rows, of which some have media.
+    """
+
+    def __init__(self, rows: "PackedRows"):
+        self.rows = rows
+        encoder = next(d.media for d in rows.documents if d.media is not None).reader.encoder
+        self._shape, self._dtype = (rows.length, encoder.config.out_hidden_size), encoder.tower.dtype
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index) -> dict:
+        row = self.rows[index]
+        embeddings, is_media = np.zeros(self._shape, self._dtype), np.zeros(self._shape[0], bool)
+        positions = np.tile(np.arange(self._shape[0], dtype=np.int32) - row["starts"], (3, 1))
+        for document, start, end in self.rows.places(index):
+            if (media := document.media) is None:
+                continue
+            places = start + np.flatnonzero(media.is_media[: end - start])
+            embeddings[places], is_media[places] = media.rows(len(places)), True
+            positions[:, start:end] = media.positions[:, : end - start]
+        return row | {"media": MediaChunk(embeddings, is_media, positions)}  # pyright: ignore[reportArgumentType]
+
+
+def with_media(rows: "PackedRows") -> "PackedRows | MediaRows":
+    """The rows for a step that runs the target: as they are, where no document has images or videos."""
+    return MediaRows(rows) if rows.has_media else rows
