@@ -9,7 +9,7 @@ import sys
 from dflash_jax.aliases import json_object
 from dflash_jax.cli.aliases import add_others
 from dflash_jax.cli.arguments import block_size
-from dflash_jax.cli.options import Parser, add_hub, add_platform, program, with_config
+from dflash_jax.cli.options import Parser, add_hub, add_media, add_platform, program, with_config
 from dflash_jax.errors import InputError
 from dflash_jax.sampling_params import MAX_LOGPROBS
 from dflash_jax.server import cors
@@ -111,7 +111,10 @@ def make_parser() -> argparse.ArgumentParser:
     models.add_argument("--reproducible", action="store_true", help="the same bits at any load, in bfloat16 too")
 
     add_prompts(p)
-    add_media(p)
+    media = p.add_argument_group("images and videos")
+    add_media(media)
+    text = "of a request that may have images and videos (default: %(default)s); text keeps its 10 MiB"
+    media.add_argument("--max-media-body", type=int, default=64 * 2**20, metavar="BYTES", help=text)
     add_answers(p)
     load = p.add_argument_group("load")
     load.add_argument(
@@ -206,46 +209,6 @@ def add_answers(p: argparse.ArgumentParser) -> None:
         "--enable-request-id-headers",
         action=argparse.BooleanOptionalAction,
         help="X-Request-Id in every answer: the request's own, or a fresh one",
-    )
-
-
-def add_media(p: argparse.ArgumentParser) -> None:
-    """Adds the options of images and videos."""
-    media = p.add_argument_group("images and videos")
-    media.add_argument(
-        "--language-model-only", action="store_true", help="without the vision tower: text only, and none of its memory"
-    )
-    media.add_argument(
-        "--limit-mm-per-prompt",
-        type=json_object,
-        metavar="JSON",
-        help='most of a prompt (default: {"image": 8, "video": 1})',
-    )
-    media.add_argument(
-        "--allowed-media-domains",
-        nargs="+",
-        action="extend",
-        metavar="HOST",
-        help="hosts that http: and https: URLs may name, * for any public one (default: none, data: URLs only)",
-    )
-    media.add_argument(
-        "--allowed-local-media-path",
-        metavar="DIR",
-        help="directory of the server that file: URLs may name (default: none)",
-    )
-    media.add_argument(
-        "--max-media-body",
-        type=int,
-        default=64 * 2**20,
-        metavar="BYTES",
-        help="of a request that may have images and videos (default: %(default)s); text keeps its 10 MiB",
-    )
-    media.add_argument(
-        "--media-cache-bytes",
-        type=int,
-        default=2**28,
-        metavar="N",
-        help="of the host's memory, for outputs of the vision tower (default: %(default)s)",
     )
 
 

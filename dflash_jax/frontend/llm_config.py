@@ -124,7 +124,6 @@ class LLMConfig:
         check("slots", lambda v: 1 <= v <= BATCH_SIZES[-1], f"1 to {BATCH_SIZES[-1]}")
         check("prefix_bytes", lambda v: 0 <= v <= MAX_BYTES, f"0 (none) to {MAX_BYTES}")
         check("media_cache_bytes", lambda v: 0 <= v <= MAX_BYTES, f"0 (none) to {MAX_BYTES}")
-        counts = "a dict of whole numbers under image and video"
         check("limit_mm_per_prompt", _are_counts, "a dict of whole numbers under image and video")
         check("mem_fraction", lambda v: 0 < v <= 1, "above 0 and at most 1")
         if isinstance(self.mesh, str):

@@ -14,8 +14,8 @@ TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".m
 # The page shows text of a model, which is untrusted: it runs its own files only, and reaches this server only. HTML
 # that a script inserts has to pass DOMPurify.
 POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src data:; connect-src 'self'; base-uri 'none'; "
-    "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types dompurify"
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src data:; media-src data:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types dompurify"
 )
 HEADERS = {
     "Content-Security-Policy": POLICY,

@@ -3,6 +3,7 @@
 const realFetch = window.fetch;
 window.mock = { text: "", step: 24, delay: 1, bodies: [], reasoning: "", fails: "" };
 window.fetch = async (url, options) => {
+  if (String(url).includes("model_info") && window.mock.readsMedia) return Response.json({ has_image_understanding: true });
   if (!String(url).includes("chat/completions")) return realFetch(url, options);
   const { text, step, reasoning, fails } = window.mock, encoder = new TextEncoder();
   window.mock.bodies.push(JSON.parse(options.body));

@@ -1,5 +1,6 @@
 """The page at / in a browser: Debian's Chromium, driven by playwright."""
 
+import base64
 import hashlib
 import itertools
 import json
@@ -11,6 +12,7 @@ import pytest
 
 from dflash_jax import SamplingParams
 from dflash_jax.server.page_files import PAGE
+from tests.media.encoded import encoded, picture
 from tests.server.conftest import wait_until
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -602,3 +604,98 @@ def test_layout_contrast_names_and_keyboard(new_page, width, scheme):
     )
     page.click("dialog .icon")
     assert not page.evaluate("document.querySelector('dialog').open")
+
+
+# Gives files to an element as a drop or a paste does.
+GIVE = """([selector, event, bytes, name, type]) => {
+  const files = new DataTransfer();
+  files.items.add(new File([new Uint8Array(bytes)], name, { type }));
+  const data = event === "paste" ? { clipboardData: files } : { dataTransfer: files };
+  const Event = event === "paste" ? ClipboardEvent : DragEvent;
+  document.querySelector(selector).dispatchEvent(new Event(event, { bubbles: true, cancelable: true, ...data }));
+}"""
+
+
+@pytest.fixture
+def media_page(new_page):
+    """The page of a model that reads images and videos, with a stream of its own."""
+    page = new_page(MOCK + "window.mock.readsMedia = true; window.mock.text = 'a picture';")
+    wait_for(page, "!document.querySelector('#attach').hidden")
+    return page
+
+
+def as_url(content: bytes, kind: str) -> str:
+    return f"data:{kind};base64,{base64.b64encode(content).decode()}"
+
+
+def test_images_are_chosen_dropped_and_pasted_and_go_with_the_message(media_page):
+    page, contents = media_page, [encoded(picture(8, 9, seed=i)) for i in range(4)]
+    page.set_input_files("#files", {"name": "a.png", "mimeType": "image/png", "buffer": contents[0]})
+    page.evaluate(GIVE, ["#log", "drop", list(contents[1]), "b.png", "image/png"])
+    page.evaluate(GIVE, ["#prompt", "paste", list(contents[2]), "c.png", "image/png"])
+    wait_for(page, "document.querySelectorAll('#attachments img').length === 3")
+    assert page.evaluate("[checks.nameless(), checks.overflowing()]") == [[], []]
+    page.click("[aria-label='Remove b.png']")
+    page.set_input_files("#files", {"name": "d.mp4", "mimeType": "video/mp4", "buffer": contents[3]})
+    wait_for(page, "document.querySelectorAll('#attachments video').length === 1")
+    ask(page, "What are these?")
+    kinds = ["image_url", "image_url", "video_url"]
+    urls = [*(as_url(contents[i], "image/png") for i in (0, 2)), as_url(contents[3], "video/mp4")]
+    parts = [{"type": kind, kind: {"url": url}} for kind, url in zip(kinds, urls, strict=True)]
+    right = {"role": "user", "content": [*parts, {"type": "text", "text": "What are these?"}]}
+    assert page.evaluate("mock.bodies[0].messages") == [right]
+    assert page.evaluate("document.querySelector('#attachments').hidden")
+    # A stored conversation has them too, and the next answer.
+    page.reload()
+    wait_for(page, "document.querySelectorAll('.turn.user img').length === 2")
+    wait_for(page, "[...document.querySelectorAll('.turn.user img')].every((i) => i.naturalWidth === 9)")
+    page.evaluate("window.mock.text = 'again'")
+    page.click(".regenerate")
+    finish(page)
+    assert page.evaluate("mock.bodies[0].messages[0]") == right
+
+
+def test_an_image_alone_is_a_message(media_page):
+    media_page.set_input_files("#files", {"name": "a.png", "mimeType": "image/png", "buffer": encoded(picture(8, 9))})
+    wait_for(media_page, "document.querySelector('#attachments img')")
+    ask(media_page, "")
+    assert media_page.inner_text("#conversations .open") == "Conversation"
+
+
+def test_large_images_are_sent_smaller(media_page):
+    # 3,000 by 300 pixels of noise are 2.7 MB as a PNG.
+    content = encoded(picture(300, 3000))
+    media_page.set_input_files("#files", {"name": "a.png", "mimeType": "image/png", "buffer": content})
+    wait_for(media_page, "document.querySelector('#attachments img')?.naturalWidth > 0")
+    assert media_page.evaluate("(({ naturalWidth, naturalHeight }) => [naturalWidth, naturalHeight])"
+                               "(document.querySelector('#attachments img'))") == [2048, 205]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "message"),
+    [
+        ("a.txt", "text/plain", "a.txt is neither an image nor a video."),
+        ("a.png", "image/png", "a.png cannot be read."),
+    ],
+)
+def test_other_files_are_refused_by_name(media_page, name, kind, message):
+    media_page.evaluate(GIVE, ["#log", "drop", [0] * 2**21, name, kind])
+    wait_for(media_page, f"document.querySelector('#status-text').textContent === {json.dumps(message)}")
+    assert not media_page.evaluate("document.querySelectorAll('#attachments li').length")
+
+
+def test_a_model_of_text_takes_no_files(page):
+    assert page.evaluate("document.querySelector('#attach').hidden")
+    page.evaluate(GIVE, ["#prompt", "paste", [0], "a.png", "image/png"])
+    assert not page.evaluate("document.querySelectorAll('#attachments li').length")
+
+
+def test_stored_media_of_other_addresses_are_not_loaded(media_page):
+    """`new_page` checks that nothing else was asked for."""
+    turn = {"role": "user", "content": "x", "media": [{"kind": "image", "name": "a", "url": "https://evil.example/a"}]}
+    value = json.dumps({"id": "1", "title": "t", "turns": [turn], "updated": 1})
+    media_page.evaluate("value => localStorage.setItem('dflash.conversation.1', value)", value)
+    media_page.reload()
+    media_page.click("#conversations .open")
+    wait_for(media_page, "document.querySelector('.turn.user')")
+    assert not media_page.evaluate("document.querySelectorAll('.turn.user img').length")

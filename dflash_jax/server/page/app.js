@@ -1,8 +1,9 @@
 // The page at /: conversations with the model, kept in this browser.
 
+import { Attachments } from "./attachments.js";
 import { copyText } from "./markdown.js";
 import { Store } from "./store.js";
-import { chunks, models, warmUp } from "./stream.js";
+import { chunks, models, readsMedia, warmUp } from "./stream.js";
 import { clearAll } from "./tint.js";
 import { asRound } from "./rounds.js";
 import { AnswerView, button, element, UserView } from "./turns.js";
@@ -20,6 +21,7 @@ const EXAMPLES = [
 const RETRY_MS = 5000, SAVE_MS = 2000, MOST_ANNOUNCED = 600;
 
 const store = new Store();
+const attachments = new Attachments({ strip: $("attachments"), choose: $("attach"), input: $("files"), prompt: $("prompt") }, say);
 let conversation, running = null, views = [], undo = null;
 
 // Status and figures
@@ -248,7 +250,7 @@ function replay(turn) {
 
 function resend(turn, text) {
   const later = truncate(conversation.turns.indexOf(turn), "Edited; the turns behind it were removed.");
-  ask(text).then(later);
+  ask(text, turn.media).then(later);
 }
 
 function rewrite(turn, text) {
@@ -259,8 +261,13 @@ function rewrite(turn, text) {
 
 // Answers
 
+const withMedia = (text, media) => [
+  ...media.map(({ kind, url }) => ({ type: `${kind}_url`, [`${kind}_url`]: { url } })),
+  { type: "text", text },
+];
+
 function wanted(options) {
-  const messages = conversation.turns.map(({ role, content }) => ({ role, content }));
+  const messages = conversation.turns.map(({ role, content, media }) => ({ role, content: media ? withMedia(content, media) : content }));
   if ($("system").value) messages.unshift({ role: "system", content: $("system").value });
   const request = {
     chat_template_kwargs: { enable_thinking: $("thinking").checked },
@@ -282,8 +289,9 @@ function wanted(options) {
   return { request, body };
 }
 
-async function ask(text) {
+async function ask(text, media = []) {
   const turn = { role: "user", content: text };
+  if (media.length) turn.media = media;
   conversation.turns.push(turn);
   addView(turn);
   await generate({});
@@ -368,10 +376,11 @@ function abandon() {
 function focusPrompt() { if (matchMedia("(pointer: fine)").matches) $("prompt").focus(); }
 
 async function send(text) {
-  if (!text.trim() || running) return;
+  if (running || !(text.trim() || attachments.list.length)) return;
+  if (attachments.unread) return say("An image or a video is being read: send again in a moment.");
   withdrawUndo();
   $("prompt").value = "";
-  await ask(text.trim());
+  await ask(text.trim(), attachments.take());
 }
 
 // Controls
@@ -414,6 +423,7 @@ async function showModel() {
     const isChoice = names.length > 1;
     $("models").hidden = !isChoice;
     $("model").hidden = isChoice;
+    $("attach").hidden = !(await readsMedia($("key").value));
     if ($("status").dataset.isUnreachable) say("");
     delete $("status").dataset.isUnreachable;
   } catch (error) {

@@ -19,6 +19,9 @@ const isListOf = (isItem) => (value) => Array.isArray(value) && value.every(isIt
 const areNumbers = isListOf(isNumber), areTexts = isListOf(isText);
 const isRound = (r) => Array.isArray(r) && areTexts(r[0]) && isNumber(r[1]) && isText(r[2]);
 
+const isMedium = (m) => isText(m?.name) && isText(m.url) && ["image", "video"].includes(m.kind)
+  && m.url.startsWith(`data:${m.kind}/`);
+
 /** Whether an optional field of a turn has the shape that this page writes. */
 const SHAPES = {
   reasoning: isText,
@@ -28,6 +31,7 @@ const SHAPES = {
   stats: (value) => ["tokens", "accepted", "rounds", "rate"].every((name) => isNumber(value?.[name]))
     && isNumber(value.speedup ?? 0),
   rounds: isListOf(isRound),
+  media: isListOf(isMedium),
 };
 
 const isTurn = (t) => ["user", "assistant"].includes(t?.role) && isText(t.content);

@@ -16,6 +16,12 @@ export async function models(key) {
   return (await response.json()).data.map((model) => model.id);
 }
 
+/** Whether the model reads images and videos. */
+export async function readsMedia(key) {
+  const response = await fetch("model_info", { headers: headers(key) });
+  return response.ok && (await response.json()).has_image_understanding;
+}
+
 /** Programs of the server that are compiled, have failed, and in all; null where the server does not say so. */
 export async function warmUp(key) {
   try {

@@ -19,6 +19,16 @@ export function button(text, action, className = "", label = "") {
   return node;
 }
 
+/** Shows an image or a video of a message. */
+export function mediumView({ kind, url, name }) {
+  const node = element(kind === "image" ? "img" : "video", "medium");
+  node.src = url;
+  node.title = name;
+  node.setAttribute(kind === "image" ? "alt" : "aria-label", name);
+  node.controls = true;
+  return node;
+}
+
 /** Replaces a text by a field to edit it in. */
 function editor(view, label, save) {
   const area = element("textarea", ""), before = [...view.body.children];
@@ -51,7 +61,9 @@ class TurnView {
 export class UserView extends TurnView {
   constructor(parent, turn, actions) {
     super(parent, turn, "You", actions);
-    this.body.append(element("div", "text", turn.content), element("div", "actions",
+    if (turn.media) this.body.append(element("div", "media", ...turn.media.map(mediumView)));
+    if (turn.content) this.body.append(element("div", "text", turn.content));
+    this.body.append(element("div", "actions",
       button("Edit", () => editor(this, "Send", actions.edit), "quiet edit"),
       button("Copy", actions.copy, "quiet copy-turn")));
   }
