@@ -15,7 +15,8 @@ TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".m
 # that a script inserts has to pass DOMPurify.
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src data:; media-src data:; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types dompurify"
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; "
+    "trusted-types dompurify"
 )
 HEADERS = {
     "Content-Security-Policy": POLICY,
