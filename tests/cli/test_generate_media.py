@@ -62,6 +62,6 @@ def test_an_image_and_a_video_are_before_the_text_of_one_message(capsys, files):
 def test_what_cannot_be_is_refused_in_one_line(capsys, files, options, message):
     names = ["image.png", "none.png", "text.png", "video.mp4"]
     code, out, err = run(capsys, files, *(str(files / o) if o in names else o for o in options))
-    assert (code, out) == (1, "")
+    assert (code, out) == (2, "")
     assert message in err
     assert err.count("\n") == 1

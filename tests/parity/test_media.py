@@ -43,7 +43,8 @@ PROMPTS = {
 def pair(request, tmp_path_factory):
     """(the model of transformers, an LLM of its directory)."""
     path = tmp_path_factory.mktemp(request.param)
-    model = write_vision_checkpoint(path, request.param)
+    # In float64: the tolerance is for the errors of one side.
+    model = write_vision_checkpoint(path, request.param).double()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Executables, "compiler_options", {"xla_backend_optimization_level": 0})
         yield model, LLM(path, draft=None, max_len=256, slots=2)
@@ -56,7 +57,7 @@ def by_transformers(model, llm: LLM, ids: list[int], media: dict) -> torch.Tenso
     inputs = {}
     for kind, name in (("image", "pixel_values"), ("video", "pixel_values_videos")):
         if read := [llm.media.read(part) for part in media_parts(media, "prompt") if part.kind == kind]:
-            inputs[name] = torch.as_tensor(np.concatenate([medium.patches() for medium in read]))
+            inputs[name] = torch.as_tensor(np.concatenate([medium.patches() for medium in read])).double()
             inputs[f"{kind}_grid_thw"] = torch.as_tensor([medium.grid for medium in read])
     # transformers keeps the offset of the last prompt.
     model.model.rope_deltas = None
@@ -82,7 +83,8 @@ def test_text_behind_images_and_videos_is_that_of_transformers(pair, name):
     for i, entry in enumerate(found.logprobs):
         if found.token_ids[:i] == expected[:i]:
             for token, value in entry["top"].items():
-                assert value == pytest.approx(float(logprobs[i, int(token)]), abs=1e-4)
+                # Errors of 32 steps add up in the caches; a position that is wrong by one gives more than 1e-2.
+                assert value == pytest.approx(float(logprobs[i, int(token)]), abs=5e-4 if i else 1e-4)
 
 
 def test_the_forms_of_a_prompt_are_one(pair, tmp_path):
@@ -128,8 +130,8 @@ def test_a_low_detail_has_fewer_tokens(pair):
 @pytest.mark.parametrize(
     ("text", "media", "message"),
     [
-        ("no place", {"image": [picture(8, 8, 0)]}, "has 0 places for images: 1 "),
-        (f"{IMAGE}x{IMAGE}x", {"image": picture(8, 8, 0)}, "has 2 places for images: 1 "),
+        ("no place", {"image": [picture(8, 8, 0)]}, "has 0 image pads: 1 images"),
+        (f"{IMAGE}x{IMAGE}x", {"image": picture(8, 8, 0)}, "has 2 image pads: 1 images"),
         ("<|image_pad|>", {"image": picture(8, 8, 0)}, "text must follow"),
         (f"{IMAGE}x", {"image": "/no/such/file.png"}, "No such file"),
         (f"{IMAGE}x", {"image": b"no image"}, "multi_modal_data"),
