@@ -83,8 +83,8 @@ def test_text_behind_images_and_videos_is_that_of_transformers(pair, name):
     for i, entry in enumerate(found.logprobs):
         if found.token_ids[:i] == expected[:i]:
             for token, value in entry["top"].items():
-                # Errors of 32 steps add up in the caches; a position that is wrong by one gives more than 1e-2.
-                assert value == pytest.approx(float(logprobs[i, int(token)]), abs=5e-4 if i else 1e-4)
+                # A tie of experts that is nearly one multiplies rounding errors; a position wrong by one gives 0.2.
+                assert value == pytest.approx(float(logprobs[i, int(token)]), abs=1e-3 if i else 1e-4)
 
 
 def test_the_forms_of_a_prompt_are_one(pair, tmp_path):
