@@ -1,5 +1,6 @@
 """Conversations in the lines of training data: their form, and the images and videos that they name."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from hashlib import blake2b
@@ -113,9 +114,9 @@ def _located(part: MediaPart, directory: Path) -> MediaPart:
     if scheme is None or scheme in ("http", "https", "file"):
         raise InputError(f"{part.where}: the {part.kind} is {shown(source)}: it must be a path or a data: URL")
     path = directory / source
-    # A pipe or a device has no end.
-    if not path.is_file():
-        raise InputError(f"{part.where}: {str(path)!r} is no file")
+    # A pipe or a device has no end. `Path.is_file` raises where a name is too long.
+    if not os.path.isfile(path):
+        raise InputError(f"{part.where}: {shown(str(path))} is no file")
     return replace(part, source=path)
 
 
