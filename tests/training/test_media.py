@@ -31,13 +31,13 @@ from dflash_jax.training.media import MediaRows, placer, with_media
 from dflash_jax.training.optimiser import optimiser
 from dflash_jax.training.regenerate import regenerate
 from dflash_jax.training.step import Recipe, Trainer, sample_anchors
-from tests.float64 import assert_as_near
+from tests.float64 import in_both_of
 from tests.media.encoded import clip, encoded, picture
 from tests.training.talks import TALKS
 from tests.training.test_train import assert_same_bits, parameters
 from tests.vision_checkpoint import VOCAB, write_vision_checkpoint
 
-LENGTH, TAPS = 160, (1, 3)
+LENGTH, TAPS = 160, (0, 2)
 URL = "data:image/png;base64," + base64.b64encode(encoded(picture(20, 9, seed=5))).decode()
 ANSWER = {"role": "assistant", "content": "def f(x):\n    return x"}
 
@@ -147,7 +147,9 @@ def test_features_of_training_are_those_of_decoding(llm, data, rows, config):
             if media is None:
                 continue
             chunk = media.chunk(0, end - start, llm.config.hidden_size, np.float32)
-            assert_as_near(found[0, start:end], decoded, plain, document.tokens[None], chunk)
+            right = in_both_of(decoded, plain, document.tokens[None], chunk).value
+            # A row or a position that is wrong moves features by more than 0.1, rounding by up to 1e-4 at one place.
+            np.testing.assert_allclose(found[0, start:end], right, rtol=0, atol=1e-3)
             seen += start > 0
     assert seen, "no document with media is behind another one"
 
