@@ -162,7 +162,12 @@ def as_json(completion, extra: dict) -> str:
     return json.dumps({**value, **extra})
 
 
-def media_prompt(llm, text: str, args) -> dict:
+def system_messages(args) -> list[dict]:
+    """The system message, if there is one."""
+    return [{"role": "system", "content": args.system}] if args.system is not None else []
+
+
+def media_prompt(llm, text: str | list[int], args) -> dict:
     """A prompt of one user message, with its images and videos before the text."""
     from dflash_jax.frontend.media import by_kind
     from dflash_jax.media.parts import MediaPart
@@ -171,8 +176,7 @@ def media_prompt(llm, text: str, args) -> dict:
     parts = [MediaPart("image", source, "--image") for source in args.image]
     parts += [MediaPart("video", source, "--video") for source in args.video]
     content = [*({"type": part.kind} for part in parts), {"type": "text", "text": text}]
-    system = [{"role": "system", "content": args.system}] if args.system is not None else []
-    ids = llm.encode_chat([*system, {"role": "user", "content": content}], args.thinking)
+    ids = llm.encode_chat([*system_messages(args), {"role": "user", "content": content}], args.thinking)
     return {"prompt_token_ids": ids, "multi_modal_data": by_kind(parts)}
 
 
@@ -222,8 +226,8 @@ def run(args, system) -> int:
     if has_media:
         prompts = [media_prompt(llm, prompts[0], args)]
     elif args.chat:
-        system = [{"role": "system", "content": args.system}] if args.system is not None else []
-        prompts = [llm.encode_chat([*system, {"role": "user", "content": p}], args.thinking) for p in prompts]
+        given = system_messages(args)
+        prompts = [llm.encode_chat([*given, {"role": "user", "content": p}], args.thinking) for p in prompts]
     llm.check(prompts, params)
     extras, good = [{}] * len(prompts), True
     if args.compare:

@@ -153,10 +153,12 @@ class VisionBlock(nnx.Module):
 
         rows = (x, *(a[0] for a in angles))
         if self.backend.platform != "cpu":
-            return mixed(x, frame_attention(self.backend, *projected(*rows), low, high))
+            q, k, v = projected(*rows)
+            return mixed(x, frame_attention(self.backend, q, k, v, low, high))
         # A CPU does not compute padding, half of a call at worst, and the tiles' arrays fit its caches.
         live = jnp.max(high)
-        return _in_tiles(mixed, (x, frame_attention(self.backend, *_in_tiles(projected, rows, live), low, high)), live)
+        q, k, v = _in_tiles(projected, rows, live)
+        return _in_tiles(mixed, (x, frame_attention(self.backend, q, k, v, low, high)), live)
 
 
 class PatchMerger(nnx.Module):

@@ -217,13 +217,13 @@ def _answered(
         rest = {}
         for i, ids, answer in zip(which, encoded, answers, strict=True):
             line = {"source": start + i, "prompt_ids": ids, "response_ids": answer.token_ids}
-            if not isinstance(left[i], str):
+            if not isinstance(turns := left[i], str):
                 talks[i].append({"role": "assistant", "content": _content(answer.text or "")})
                 line["messages"] = list(talks[i])
                 if group[i].parts:
                     line[DIRECTORY] = os.path.relpath(group[i].directory, output)
-                if any(m["role"] == "user" for m in left[i]):
-                    rest[i] = left[i]
+                if any(m["role"] == "user" for m in turns):
+                    rest[i] = turns
             lines[i].append(line)
         left = rest
     return [line for each in lines for line in each]

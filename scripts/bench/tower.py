@@ -24,7 +24,8 @@ SIZES = ("224x224", "480x640", "768x768", "1024x1024")
 def contenders(raw: dict, threads: int) -> dict[str, Callable]:
     """Contender → a function of a `Medium` that returns its rows. Both have the same weights."""
     import torch
-    from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeVisionConfig, Qwen3_5MoeVisionModel
+    from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5MoeVisionConfig
+    from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeVisionModel
 
     from dflash_jax.engine.vision_encoder import VisionEncoder
     from dflash_jax.models.families.vision import read_vision, vision_entries

@@ -227,8 +227,8 @@ def draft_batches(args, data, steps: int, own: int, rows: int = 8):
         tokens = np.concatenate([data["tokens"][mine], people])
         mask = np.concatenate([data["mask"][mine], np.ones(people.shape, bool)])
         key = jax.random.fold_in(jax.random.key(args.seed), i)
-        parts = (x[None] for x in (tokens, mask, np.zeros(tokens.shape, np.int32)))
-        yield 16 if i % 4 == 0 else 8, Batch(*map(jnp.asarray, parts)), key
+        tokens, mask = jnp.asarray(tokens[None]), jnp.asarray(mask[None])
+        yield 16 if i % 4 == 0 else 8, Batch(tokens, mask, jnp.zeros(tokens.shape, jnp.int32)), key
 
 
 def stage_drafter(args) -> None:
