@@ -62,6 +62,8 @@ def _decode(frames: Frames) -> None:
         answer = {"error": str(e), "status": 400}
     except MemoryError:
         answer = {"error": f"it needs more than {limits.memory_bytes >> 20} MiB to decode", "status": 413}
+    except Exception:  # decoders raise many types for what is damaged
+        answer = {"error": "it is damaged: it cannot be decoded", "status": 400}
     frames.send(json.dumps(answer).encode())
 
 

@@ -227,8 +227,9 @@ class _EncodedVideo:
         try:
             with self._av.open(BytesIO(self._data), format=self._container) as container:
                 stream = container.streams.best("video")
-                if stream is None:
-                    raise MediaError("it has no video stream")
+                # ffmpeg knows a stream without its codec in a file that is cut within its index.
+                if stream is None or stream.codec_context is None:
+                    raise MediaError("it has no video stream that can be decoded")
                 yield container, stream
         except MemoryError:
             raise

@@ -25,7 +25,7 @@ def measure(config, device, kernels: str, patches: int, options: dict) -> dict:
     import jax
     import jax.numpy as jnp
     import numpy as np
-    from jax.sharding import SingleDeviceSharding
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     from dflash_jax.engine.vision_encoder import workspace
     from dflash_jax.models.vision import VisionTower, abstract_tower, frame_arrays
@@ -33,13 +33,17 @@ def measure(config, device, kernels: str, patches: int, options: dict) -> dict:
     choices = {}
     backend = replace(report.backend_of(device, kernels), on_choice=lambda c: choices.update({c.op: c.implementation}))
 
+    mesh = Mesh(np.array([device]), ("data",))
+
     def placed(x):
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=SingleDeviceSharding(device))
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, PartitionSpec()))
 
     tower = jax.tree.map(placed, abstract_tower(config, jnp.bfloat16, backend))
     arrays = {"patches": np.zeros((patches, config.patch_dim), np.float32)}
     arrays |= frame_arrays([], patches, config.merge_size)
-    lowered = jax.jit(VisionTower.__call__).lower(tower, **{name: placed(x) for name, x in arrays.items()})
+    # Triton's compiler asks JAX's mesh for the card.
+    with jax.set_mesh(mesh):
+        lowered = jax.jit(VisionTower.__call__).lower(tower, **{name: placed(x) for name, x in arrays.items()})
     figures = report.measure(lowered, 1, {"weights": tower}, options)
     return {"patches": patches, **choices, "planned_workspace": workspace(config, patches), **figures}
 
