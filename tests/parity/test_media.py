@@ -149,6 +149,18 @@ def test_a_prompt_that_cannot_be_is_refused_before_the_tower_runs(pair, text, me
     assert llm.media.encoder.calls == calls
 
 
+def test_token_ids_need_neither_tokenizer_nor_settings_of_videos(pair, tmp_path):
+    _, llm = pair
+    text, media = PROMPTS["one image"]
+    for file in llm.directory.iterdir():
+        if "token" not in file.name and "video" not in file.name and "template" not in file.name:
+            (tmp_path / file.name).symlink_to(file)
+    bare = LLM(tmp_path, draft=None, max_len=256, slots=2)
+    assert bare.tokenizer is None
+    prompt = {"prompt_token_ids": llm.encode(text), "multi_modal_data": media}
+    assert bare.generate(prompt, GREEDY)[0].token_ids == llm.generate(prompt, GREEDY)[0].token_ids
+
+
 def test_without_the_tower_images_are_refused_and_text_is_the_same(pair):
     _, llm = pair
     text_only = LLM(llm.directory, draft=None, max_len=256, slots=2, language_model_only=True)
