@@ -123,7 +123,8 @@ class Prompts:
         """Reads images and videos. Raises InputError for a model that takes none."""
         if self.media is None:
             raise InputError(
-                "images and videos are not possible: the model is one of text, or runs with language_model_only"
+                "images and videos are not possible: the model is one of text, or runs with language_model_only "
+                "(--language-model-only)"
             )
         return self.media
 

@@ -153,8 +153,10 @@ class Fetcher:
         if port not in (None, PORTS[scheme]):
             raise MediaError(f"the URL is {shown(url)}: its port must be {PORTS[scheme]}", 422)
         if host not in self._domains and "*" not in self._domains:
-            hint = f"the host {host} is not among those" if self._domains else "send the content as a data: URL"
-            raise MediaError(f"the URL is {shown(url)}: this server fetches from allowed hosts only; {hint}", 422)
+            hint = f"{host} is not among them" if self._domains else "send the content as a data: URL"
+            raise MediaError(
+                f"the URL is {shown(url)}: only hosts of --allowed-media-domains are fetched from; {hint}", 422
+            )
         from dflash_jax.media.public_http import Target
 
         return Target(scheme, host, (parts.path or "/") + (f"?{parts.query}" if parts.query else ""))

@@ -98,7 +98,14 @@ def interpreting(emulate_tf32: bool = False) -> Iterator[Counter]:
 
     def dot(self, a, b, d, input_precision, max_num_imprecise_acc):
         truncated = emulate_tf32 and str(input_precision).endswith("TF32")
-        return original_dot(self, _operand(a, truncated), _operand(b, truncated), d, input_precision, None)
+        a, b = _operand(a, truncated), _operand(b, truncated)
+        if d.dtype.scalar != interpreter.tl.float32:
+            return original_dot(self, a, b, d, input_precision, None)
+        # In float64, and rounded once: a library's product in float32 adds a row in an order that depends on the row's
+        # place, and on the processor.
+        wide = interpreter.TensorHandle(d.data.astype(np.float64), interpreter.tl.float64)
+        product = original_dot(self, a, b, wide, input_precision, None)
+        return interpreter.TensorHandle(product.data.astype(np.float32), interpreter.tl.float32)
 
     original_patch, original_dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
     interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot = patch_tensor, dot

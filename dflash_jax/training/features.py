@@ -18,7 +18,7 @@ from dflash_jax.parallel.sharding import DATA, Layout, place
 from dflash_jax.training.config import TrainConfig
 from dflash_jax.training.data import PackedRows
 from dflash_jax.training.losses import Loss
-from dflash_jax.training.media import with_media
+from dflash_jax.training.media_rows import with_media
 from dflash_jax.training.optimiser import optimiser
 from dflash_jax.training.pair import Pair
 from dflash_jax.training.step import Recipe, Trainer

@@ -1,4 +1,4 @@
-"""Images and videos of training data: their tokens in documents, their rows in a step.
+"""Images and videos of training data: their tokens and rows in documents; `media_rows` has those of a step.
 
 Neither pixels nor rows are kept with the documents: a row of a step reads its own again, and what `VisionEncoder` has
 cached it neither decodes nor computes. The drafter's loss is on text: the tokens of media are never learned.
@@ -7,19 +7,15 @@ cached it neither decodes nor computes. The drafter's loss is on text: the token
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
 from dflash_jax.argument_checks import shown
-from dflash_jax.decoding.prefill import MediaChunk
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.media import MediaReader
 from dflash_jax.media.parts import MediaPart
 from dflash_jax.training.conversations import at_line
-
-if TYPE_CHECKING:
-    from dflash_jax.training.data import PackedRows
 
 NO_TOWER = "images and videos are not possible: the model has no vision tower, or several processes share it"
 
@@ -98,36 +94,3 @@ def _placed(
 def without_media(ids: Sequence[int], mask: Sequence[bool], parts: Sequence[MediaPart], where: str) -> Placed:
     """A `Placer` for those who count the learned tokens, which are text: one pad stays for each image or video."""
     return ids, mask, None
-
-
-class MediaRows:
-    """`PackedRows` with a `MediaChunk` in each: the embeddings and rotary positions of its documents' media.
-
-    Attributes:
-        rows: The packed rows, of which some have media.
-    """
-
-    def __init__(self, rows: "PackedRows"):
-        self.rows = rows
-        encoder = next(d.media for d in rows.documents if d.media is not None).reader.encoder
-        self._shape, self._dtype = (rows.length, encoder.config.out_hidden_size), encoder.tower.dtype
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index) -> dict:
-        row = self.rows[index]
-        embeddings, is_media = np.zeros(self._shape, self._dtype), np.zeros(self._shape[0], bool)
-        positions = np.tile(np.arange(self._shape[0], dtype=np.int32) - row["starts"], (3, 1))
-        for document, start, end in self.rows.places(index):
-            if (media := document.media) is None:
-                continue
-            places = start + np.flatnonzero(media.is_media[: end - start])
-            embeddings[places], is_media[places] = media.rows(len(places)), True
-            positions[:, start:end] = media.positions[:, : end - start]
-        return row | {"media": MediaChunk(embeddings, is_media, positions)}  # pyright: ignore[reportArgumentType]
-
-
-def with_media(rows: "PackedRows") -> "PackedRows | MediaRows":
-    """The rows for a step that runs the target: as they are, where no document has images or videos."""
-    return MediaRows(rows) if rows.has_media else rows

@@ -23,7 +23,7 @@ from dflash_jax.training.data import batches, frequent_tokens
 from dflash_jax.training.evaluation import Acceptance, acceptance_by_temperature, read_held_out
 from dflash_jax.training.features import FeatureRows
 from dflash_jax.training.losses import Loss, default_gamma
-from dflash_jax.training.media import with_media
+from dflash_jax.training.media_rows import with_media
 from dflash_jax.training.optimiser import optimiser
 from dflash_jax.training.pair import Pair, open_pair
 from dflash_jax.training.run_log import CsvLog, Trackers, check_tracker_packages, step_metrics

@@ -53,7 +53,7 @@ def test_an_image_and_a_video_are_before_the_text_of_one_message(capsys, files):
         (["--image", "none.png", "--prompt", "a"], "--image: '/"),
         (["--image", "text.png", "--prompt", "a"], "--image: "),
         (["--video", "image.png", "--prompt", "a"], "--video: "),
-        (["--image", "http://example.invalid/a.png", "--prompt", "a"], "allowed_media_domains"),
+        (["--image", "http://example.invalid/a.png", "--prompt", "a"], "--allowed-media-domains"),
         (["--image", "image.png", "--prompt", "a", "--compare"], "--compare"),
         (["--image", "image.png", "--prompt", "a", "--language-model-only"], "--language-model-only"),
         (["--image", "image.png", "--prompt", "a", "--limit-mm-per-prompt", '{"image": 0}'], "1 images"),

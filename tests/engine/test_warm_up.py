@@ -100,9 +100,11 @@ def test_what_does_not_fit_is_refused_with_advice(engine):
 
 
 def test_memory_all_is_the_sum_without_the_limit_and_its_text_has_every_part():
-    memory = Memory(10**9, 2 * 10**9, 3 * 10**8, 10**7, 4 * 10**9)
-    assert memory.all == 3_310_000_000
-    assert str(memory) == "weights 1.00 GB, slots 2.00 GB, prefixes 0.30 GB, workspace 0.01 GB, limit 4.00 GB"
+    memory = Memory(10**9, 5 * 10**8, 2 * 10**9, 3 * 10**8, 10**7, 4 * 10**9)
+    assert memory.all == 3_810_000_000
+    rest = "slots 2.00 GB, prefixes 0.30 GB, workspace 0.01 GB, limit 4.00 GB"
+    assert str(memory) == f"weights 1.00 GB, vision 0.50 GB, {rest}"
+    assert str(replace(memory, vision=0)) == f"weights 1.00 GB, {rest}"
 
 
 def test_ahead_of_time_gives_shapes_and_leaves_the_programs_behind():

@@ -27,7 +27,8 @@ from dflash_jax.training.conversations import DIRECTORY, directory_of, split_con
 from dflash_jax.training.data import PackedRows, Skipped, read_documents, read_lines
 from dflash_jax.training.evaluation import read_held_out
 from dflash_jax.training.losses import Loss
-from dflash_jax.training.media import MediaRows, placer, with_media
+from dflash_jax.training.media import placer
+from dflash_jax.training.media_rows import MediaRows, with_media
 from dflash_jax.training.optimiser import optimiser
 from dflash_jax.training.regenerate import regenerate
 from dflash_jax.training.step import Recipe, Trainer, sample_anchors
