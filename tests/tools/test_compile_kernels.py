@@ -71,7 +71,7 @@ def test_every_kernel_fits_every_card():
     assert all(names == kernels[0] for names in kernels)
 
 
-@pytest.mark.parametrize("capability", [89, 100])
+@pytest.mark.parametrize("capability", [pytest.param(89, marks=pytest.mark.long), 100])
 def test_what_takes_most_is_as_recorded(capability):
     """Of each kernel the recorded launch that takes most, compiled again. If this fails, the kernel has changed:
     scripts/compile/kernels.py --out benchmarks/kernels.json writes the file anew."""
@@ -87,7 +87,9 @@ def test_what_takes_most_is_as_recorded(capability):
         assert again == {n: row[n] for n in again}, row["kernel"]
 
 
-@pytest.mark.parametrize(("system", "capability"), [("qwen3.6-27b", 89), ("qwen3.6-35b-a3b-fp8", 100)])
+@pytest.mark.parametrize(
+    ("system", "capability"), [pytest.param("qwen3.6-27b", 89, marks=pytest.mark.long), ("qwen3.6-35b-a3b-fp8", 100)]
+)
 def test_the_launches_are_those_recorded(system, capability):
     """What the models launch today, traced. If this fails, write the file anew as above."""
     (found,) = python(TRACED, system, str(capability))

@@ -156,12 +156,13 @@ def test_features_of_training_are_those_of_decoding(llm, data, rows, config):
 
 
 def test_text_of_a_row_with_media_is_that_of_text_alone(llm, rows, config):
-    trainer, features = trainer_of(llm, config), None
+    trainer = trainer_of(llm, config)
     index = next(i for i in range(len(rows)) if rows.media_keys(i))
     row, text_row = with_media(rows)[index], rows[index]
     assert not set(text_row) & {"media"}
+    compiled = jax.jit(trainer.features)
     features = [
-        np.asarray(trainer.features(trainer.leaves, row["tokens"][None], row["starts"][None], media)[1][0])
+        np.asarray(compiled(trainer.leaves, row["tokens"][None], row["starts"][None], media)[1][0])
         for media in (None, jax.tree.map(lambda x: jnp.asarray(x)[None], row["media"]))
     ]
     for document, start, end in rows.places(index):
