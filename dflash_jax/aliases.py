@@ -142,6 +142,7 @@ ALIASES = (
     Alias("generation_config", ("--sampling-defaults",), sampling_defaults),
     Alias("limit_mm_per_prompt", ("--limit-mm-data-per-request",)),
     Alias("language_model_only", ("--no-enable-multimodal",), const=True),
+    Alias("language_model_only", ("--enable-multimodal",), const=False),
     Alias("override_generation_config", ("--preferred-sampling-params",)),
     Alias("reasoning_config", ("--reasoning-config",), json_object),
     Alias("root_path", ("--fastapi-root-path",)),

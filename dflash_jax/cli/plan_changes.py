@@ -157,7 +157,7 @@ def changes(request: Request) -> list[Change]:
     """Changes, each of which makes a request fit that does not.
 
     Single changes come first. Where none of the system fits, eight bits, then no drafter besides, are combined with
-    another one, and then more devices with fewer slots. A larger device comes last.
+    another one, then more devices with fewer slots, then these without a vision tower. A larger device comes last.
     """
     fitting = list(_single(request))
     combined, text, options = request, "", ()
@@ -170,13 +170,25 @@ def changes(request: Request) -> list[Change]:
             fitting.append(Change(text, options, combined))
         for second in _single(combined):
             fitting.append(Change(f"{text} and {second.text}", (*options, *second.options), second.request))
-    if not fitting and (more := on_more_devices(replace(request, slots=1))):
-        fewer = fewer_slots(replace(request, layout=more.request.layout))
-        if fewer is not None and fewer.request.fits():
-            text = f"{more.text} and {fewer.text}"
-            fitting.append(Change(text, (*more.options, *fewer.options), fewer.request))
+    if not fitting and (change := _more_devices_and_fewer_slots(request)):
+        fitting.append(change)
+    if not fitting and (text_only := without_vision(request)):
+        change = _more_devices_and_fewer_slots(text_only.request)
+        if change:
+            text = f"{change.text} and {text_only.text}"
+            fitting.append(Change(text, (*change.options, *text_only.options), change.request))
     larger = on_larger_device(request)
     return [*fitting, larger] if larger else fitting
+
+
+def _more_devices_and_fewer_slots(request: Request) -> Change | None:
+    """The fewest devices that hold a slot, and the most slots that fit on them."""
+    if not (more := on_more_devices(replace(request, slots=1))):
+        return None
+    fewer = fewer_slots(replace(request, layout=more.request.layout))
+    if fewer is None or not fewer.request.fits():
+        return None
+    return Change(f"{more.text} and {fewer.text}", (*more.options, *fewer.options), fewer.request)
 
 
 def _single(request: Request) -> Iterator[Change]:

@@ -274,7 +274,7 @@ REFUSED = (
         "images and videos are read as the checkpoint says, and other media are not",
         """
         --encoder-only --encoder-transfer-backend=auto --encoder-urls+= --encoder-bootstrap-port=8997
-        --encoder-register-urls+= --enable-adaptive-dispatch-to-encoder --enable-mis --enable-multimodal!
+        --encoder-register-urls+= --enable-adaptive-dispatch-to-encoder --enable-mis
         --mm-attention-backend= --enable-broadcast-mm-inputs-process --enable-prefix-mm-cache --mm-enable-dp-encoder
         --mm-process-config= --mm-processor-worker-num=0 --mm-io-worker-num=0
         --media-url-max-file-size-mb=64 --mm-preprocess-cache-size-mb= --trust-mm-content-hashes

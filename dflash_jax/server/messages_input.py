@@ -109,7 +109,7 @@ def _image(block: Block | chat_schema.Part, where: str) -> chat_schema.Part:
         raise ApiError(400, f"{name} must be {right}", name)
     # The content tells the format, whatever media_type says.
     url = f"data:;base64,{value}" if kind == "base64" else value
-    return chat_schema.Part.model_validate({"type": "image_url", "image_url": url}).named(where)
+    return chat_schema.Part.model_validate({"type": "image", "image": url}).named(where)
 
 
 def _assistant(blocks: Sequence[Block], where: str) -> dict:
