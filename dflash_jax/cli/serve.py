@@ -13,20 +13,12 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import cast
 
-from dflash_jax.cli.options import exit_code, leave, llm_options, set_platform, starting
+from dflash_jax.cli.options import MEDIA_OPTIONS, exit_code, leave, llm_options, set_platform, starting
 from dflash_jax.errors import InputError
 from dflash_jax.server import transport
 
 log = logging.getLogger("dflash_jax.server")
 
-# Options of images and videos that `LLM` has under the same names.
-MEDIA_OPTIONS = (
-    "language_model_only",
-    "limit_mm_per_prompt",
-    "media_cache_bytes",
-    "allowed_media_domains",
-    "allowed_local_media_path",
-)
 # Below this, a shorter context is no longer tried on its own.
 LEAST_LEN = 4096
 # Seconds for the errors of requests that a stop ends.
@@ -223,6 +215,8 @@ class Runner:
                 prepared = beside.submit(serving.prepare)
                 if self.is_full:
                     warm.all()
+                    if serving.media is not None:
+                        serving.media.compile(serving.capacity)
                 else:
                     warm.first(prepared.result)
                 prepared.result()
@@ -236,6 +230,9 @@ class Runner:
         gc.freeze()
         serving.is_ready = True
         log.info("ready: %d of %d programs compiled; as %s", warm.compiled, warm.total, serving.name)
+        if serving.media is not None and not self.is_full:
+            arguments = {"target": serving.media.compile, "args": (serving.capacity,)}
+            threading.Thread(**arguments, name="vision-warm-up", daemon=True).start()
         if warm.compiled < warm.total:
             log.info("compiling %d programs beside requests", warm.total - warm.compiled)
             began = time.monotonic()

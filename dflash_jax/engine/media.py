@@ -52,10 +52,6 @@ class PromptMedia:
         """The position behind the last span: from there on, prefill is that of text."""
         return self.spans[-1].end
 
-    def contains(self, place: int) -> bool:
-        """Whether a cut at ``place`` would divide a span."""
-        return any(span.start < place < span.end for span in self.spans)
-
     def chunk(self, start: int, size: int, hidden: int, dtype: np.dtype) -> MediaChunk:
         """What prefill takes for one sequence of a chunk.
 

@@ -110,7 +110,7 @@ class ModelRunner:
         Args:
             *name: "prefill", batch size, chunk size and whether the drafter takes part; "media", chunk size and
                 whether the drafter takes part; "decode" or "masked", batch size and block size; "prefix" and
-                chunk size (everything that the prefix cache needs for a chunk); or "score".
+                chunk size (everything that the prefix cache needs for a chunk); "score" or "media score".
         """
         return self._allowed is None or name in self._allowed
 

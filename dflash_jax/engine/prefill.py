@@ -145,13 +145,15 @@ class Prefiller:
     def _kind(self, prefill: _Prefill) -> str:
         """The kind of program for the next chunk, as `ModelRunner.can_run` takes it."""
         if prefill.request.prompt_logprobs is not None:
-            return "score"
+            return "media score" if prefill.has_media else "score"
         return "media" if prefill.has_media else "prefill"
 
     def _can_advance(self, prefill: _Prefill) -> bool:
         """Whether the program for the next chunk may run."""
         kind = self._kind(prefill)
-        return self.runner.can_run("score") if kind == "score" else bool(self._sizes(prefill.drafting, kind == "media"))
+        if prefill.request.prompt_logprobs is not None:
+            return self.runner.can_run(kind)
+        return bool(self._sizes(prefill.drafting, prefill.has_media))
 
     def _awaits_another(self, prefill: _Prefill) -> bool:
         """Whether an earlier request is computing the prefix that this one needs next."""

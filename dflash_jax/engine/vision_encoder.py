@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.stages import Compiled
@@ -114,8 +115,13 @@ class VisionEncoder:
         Args:
             positions: Tokens of a prompt, which bound those of an image.
         """
-        patches = next((s for s in self.sizes if s >= positions * self.config.block_patches), self.sizes[-1])
-        return sum(x.nbytes for x in jax.tree.leaves(self.tower)) + workspace(self.config, patches)
+        largest = self.sizes_for(positions)[-1]
+        return sum(x.nbytes for x in jax.tree.leaves(self.tower)) + workspace(self.config, largest)
+
+    def sizes_for(self, positions: int) -> tuple[int, ...]:
+        """The sizes of calls that media of a prompt of ``positions`` tokens may need, ascending."""
+        most = positions * self.config.block_patches
+        return tuple(s for i, s in enumerate(self.sizes) if i == 0 or self.sizes[i - 1] < most)
 
     def check(self, grid: tuple[int, int, int]) -> None:
         """Checks that a medium can be encoded.
@@ -147,7 +153,9 @@ class VisionEncoder:
                     n: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=self._sharding) for n, a in arguments.items()
                 }
                 function = jax.jit(VisionTower.__call__, out_shardings=self._sharding)
-                self._programs[size] = function.lower(self.tower, **shapes).compile()
+                # Accelerators would multiply float32 in fewer bits by default.
+                with jax.default_matmul_precision("highest" if self.tower.dtype == jnp.float32 else "default"):
+                    self._programs[size] = function.lower(self.tower, **shapes).compile()
             return self._programs[size]
 
     def encode(self, media: Sequence[Medium]) -> list[np.ndarray]:

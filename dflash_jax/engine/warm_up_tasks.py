@@ -101,6 +101,8 @@ class Tasks:
                 for drafting in kinds:
                     yield self._media(size, drafting)
         yield self._score()
+        if config.media:
+            yield self._score(has_media=True)
         for size in sizes:
             for drafting in kinds:
                 yield self._prefill(1, size, drafting)
@@ -180,14 +182,15 @@ class Tasks:
 
         return Task(f"masked {batch} x {block}", (("masked", batch, block),), call)
 
-    def _score(self) -> Task:
+    def _score(self, has_media: bool = False) -> Task:
         size = scored_size(self._config.prefill_sizes)
 
         def call(runner: ModelRunner):
             runner.admit(0, self._filler)
-            return runner.score(0, 1, size)
+            return runner.score(0, 1, size, MediaChunk(*empty_chunk(size, *runner.embedding)) if has_media else None)
 
-        return Task(f"score {size}", (("score",),), call)
+        kind = "media score" if has_media else "score"
+        return Task(f"{kind} {size}", ((kind,),), call)
 
     def _copies(self, size: int) -> Iterator[Task]:
         """What the prefix cache needs for chunks of ``size`` tokens."""

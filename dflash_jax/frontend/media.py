@@ -1,6 +1,5 @@
 """Images and videos of prompts: read, placed among the tokens, and run through the vision tower."""
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -95,8 +94,8 @@ class MediaReader:
         if isinstance(source, Medium):
             return source
         try:
-            if isinstance(source, str) and source.partition(":")[0].lower() in ("data", "http", "https", "file"):
-                source = asyncio.run(self.fetcher.fetch(source, part.kind))
+            if isinstance(source, str) and source[:8].partition(":")[0].lower() in ("data", "http", "https", "file"):
+                source = self.fetcher.fetch_now(source, part.kind)
             elif isinstance(source, str | Path):
                 source = Path(source).expanduser().read_bytes()
             if part.kind == "video":

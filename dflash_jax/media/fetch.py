@@ -112,6 +112,10 @@ class Fetcher:
         finally:
             self._waiting -= 1
 
+    def fetch_now(self, url: str, kind: Kind) -> bytes:
+        """`fetch` for callers without an event loop, or whose loop may wait."""
+        return self._loop_thread.submit(self.fetch(url, kind)).result()
+
     async def _http(self, url: str, kind: Kind) -> bytes:
         target = self.check(url)
         from dflash_jax.media.public_http import get
@@ -166,6 +170,9 @@ class Fetcher:
         if self._directory is None:
             raise MediaError(f"the URL is {shown(url)}: this server reads no files", 422)
         failure = MediaError(f"the URL is {shown(url)}: it is no file below the directory that this server allows", 422)
+        # Parsing takes the square of a host's length where it is not ASCII.
+        if len(url) > MOST_URL_CHARACTERS or not PRINTABLE.fullmatch(url):
+            raise failure
         try:
             parts = urlsplit(url)
             if parts.netloc not in ("", "localhost") or parts.query or parts.fragment or parts.path[:1] != "/":

@@ -19,14 +19,17 @@ class LoopThread:
 
     async def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Runs ``coroutine``, and cancels it where the caller is cancelled."""
+        return await asyncio.wrap_future(self.submit(coroutine))
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Starts ``coroutine``."""
         with self._lock:
             if self._running is None:
                 started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
                 threading.Thread(target=lambda: asyncio.run(_serve(started)), name=self._name, daemon=True).start()
                 self._running = started.result()
             loop, _ = self._running
-            future = asyncio.run_coroutine_threadsafe(coroutine, loop)
-        return await asyncio.wrap_future(future)
+            return asyncio.run_coroutine_threadsafe(coroutine, loop)
 
     def stop(self) -> None:
         """Cancels all coroutines and ends the thread. It starts again with the next coroutine."""

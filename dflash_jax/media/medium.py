@@ -105,7 +105,7 @@ class Medium:
             object.__setattr__(self, "key", self._hash())
 
     def _hash(self) -> bytes:
-        digest = blake2b(repr((self.kind, self.grid, self.timestamps)).encode(), digest_size=16)
+        digest = blake2b(repr((self.kind, self.grid, self.timestamps, self.settings)).encode(), digest_size=16)
         digest.update(np.ascontiguousarray(self.pixels).data)
         return digest.digest()
 

@@ -19,6 +19,9 @@ from dflash_jax.media.errors import MediaError
 # The whole of the IPv6 addresses that are assigned to anyone; mapped and translated IPv4 addresses are outside, but for
 # those of 6to4 and Teredo.
 IPV6_UNICAST = ipaddress.IPv6Network("2000::/3")
+# Those that `ipaddress` takes for public, in this or an older version of Python, and that are services of a cloud or a
+# network: IETF's assignments, Azure's wire server, relays of 6to4, documentation.
+SERVICES = tuple(map(ipaddress.ip_network, ("192.0.0.0/24", "168.63.129.16/32", "192.88.99.0/24", "3fff::/20")))
 REDIRECTS = (301, 302, 303, 307, 308)
 # A name server that does not answer occupies a thread for half a minute.
 _RESOLVERS = ThreadPoolExecutor(8, "media-resolve")
@@ -30,6 +33,8 @@ def is_public(address: str) -> bool:
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError:
+        return False
+    if any(parsed in network for network in SERVICES if network.version == parsed.version):
         return False
     if parsed.version == 6:
         is_plain = parsed in IPV6_UNICAST and parsed.sixtofour is None and parsed.teredo is None
@@ -166,7 +171,10 @@ async def get(
         except (httpcore.NetworkError, httpcore.ProtocolError, httpcore.TimeoutException, OSError):
             raise MediaError("its server cannot be reached, or does not answer as it should", 422) from None
         try:
-            target = check(urljoin(target.url, location))
+            redirected = check(urljoin(target.url, location))
+            if (target.scheme, redirected.scheme) == ("https", "http"):
+                raise MediaError("it redirects from https to http", 422)
+            target = redirected
         except (MediaError, ValueError):
             # The message does not repeat the URL, which may be an internal one.
             raise MediaError("it redirects to a URL that is not allowed", 422) from None

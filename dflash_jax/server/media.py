@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from dflash_jax.engine.ahead_of_time import yield_processors
 from dflash_jax.engine.media import PromptMedia
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.media import MediaReader
@@ -116,7 +117,7 @@ class Reservation:
         at_end(self.release)
 
     def keep(self, count: int) -> None:
-        """Returns all bytes but ``count``, which are fewer."""
+        """Returns all bytes but ``count``, where there are more."""
         returned, self._count = max(self._count - count, 0), min(self._count, count)
         self._allowance.give(returned)
 
@@ -159,6 +160,12 @@ class RequestMedia:
     def start(self) -> None:
         """Starts the processes that decode."""
         self.decoder.start()
+
+    def compile(self, positions: int) -> None:
+        """Compiles the tower's programs for prompts of ``positions`` tokens; requests have precedence."""
+        yield_processors()
+        for size in self.reader.encoder.sizes_for(positions):
+            self.reader.encoder.compile(size)
 
     def stop(self) -> None:
         """Ends all fetches and processes, for good."""
@@ -204,10 +211,12 @@ class RequestMedia:
         return media, {"fetch": fetched - began, "decode": time.perf_counter() - fetched}
 
     def _bytes(self, part: MediaPart) -> int:
-        """Bytes that a part may take, encoded and decoded."""
+        """Bytes that a part may take: encoded, decoded, and as rows."""
         is_data = part.source[:5].lower() == "data:"
         encoded = len(part.source) if is_data else self.reader.limits.item_bytes
-        return encoded + CHANNELS * self.reader.settings(part).max_pixels
+        settings, tower = self.reader.settings(part), self.reader.encoder.tower
+        rows = settings.max_pixels // settings.factor**2 * tower.config.out_hidden_size * tower.dtype.itemsize
+        return encoded + CHANNELS * settings.max_pixels + rows
 
     async def _fetched(self, part: MediaPart) -> bytes:
         with _named(part):
@@ -232,7 +241,8 @@ class RequestMedia:
             await asyncio.get_running_loop().run_in_executor(self._tower, run)
         finally:
             gone.set()
-        media.reservation.release()
+        # Rows stay until the request ends.
+        media.reservation.keep(sum(span.rows().nbytes for span in media.prompt.spans))
         media.seconds["tower"] = time.perf_counter() - began
 
 

@@ -75,7 +75,7 @@ def media_of(serving: Serving, body: native_schema.GenerateRequest, count: int, 
             sources = of_prompt if isinstance(of_prompt, list) else [] if of_prompt is None else [of_prompt]
             for j, source in enumerate(sources):
                 where = f"{name}[{i}][{j}]" if several else f"{name}[{j}]"
-                if isinstance(source, str) and source.partition(":")[0].lower() not in SCHEMES:
+                if isinstance(source, str) and source[:8].partition(":")[0].lower() not in SCHEMES:
                     # No path: of the server's files, only file: URLs are read.
                     source = f"data:;base64,{source}"
                 media[i].append(url_part({"type": kind, kind: source}, where))

@@ -1,6 +1,5 @@
 """/v1/responses: OpenAI's newer interface over the same conversations."""
 
-import json
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
@@ -26,6 +25,7 @@ from dflash_jax.server.stored_responses import (
     head,
     holds_media,
     least_characters,
+    loaded,
     stored_items,
     stored_response,
 )
@@ -58,7 +58,7 @@ async def responses(http: Request, body: responses_schema.ResponsesRequest):
         """The chat request of the items at these places. Each item is parsed once, and only if it is needed."""
         missing = [i for i in places if i < count and i not in parsed]
         async for step in serving.in_steps(missing):
-            parsed.update((i, responses_schema.InputItem(**json.loads(earlier[i]))) for i in step)
+            parsed.update((i, responses_schema.InputItem(**loaded(earlier[i]))) for i in step)
         await serving.turn()
         return as_chat(
             body, [parsed[i] if i < count else input_items[i - count] for i in places], sum(i < count for i in places)

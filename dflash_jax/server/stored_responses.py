@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Request
+from pydantic_core import PydanticSerializationError, from_json, to_json
 from starlette.responses import Response as HttpResponse
 
 from dflash_jax.media.parts import TYPES
@@ -21,6 +22,8 @@ from dflash_jax.server.serving import Serving
 router = APIRouter()
 # Keys of long values. All keys that `truncation` reads precede them.
 _TEXTS = re.compile(rb',"(?:content|arguments|output|summary)":')
+# The type of an image or a video in a stored item.
+_MEDIA = re.compile(rb'"type":"(?:%s)"' % "|".join(TYPES).encode())
 # Most bytes of a stored item beside its texts, as `least_characters` assumes.
 KEY_BYTES = 256
 IDS = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
@@ -47,18 +50,18 @@ async def earlier_items(http: Request, body: responses_schema.ResponsesRequest) 
     if body.previous_response_id is None:
         return []
     entry = await stored_entry(http, body.previous_response_id, "previous_response_id")
-    return entry.items + [_dumped(item) for item in json.loads(entry.response)["output"]]
+    return entry.items + [_dumped(item) for item in loaded(entry.response)["output"]]
 
 
 def head(item: bytes) -> dict:
     """The keys of a stored item that precede its texts. A quote within a text has a backslash, so no text matches."""
     match = _TEXTS.search(item)
-    return json.loads(item[: match.start()] + b"}" if match else item)
+    return loaded(item[: match.start()] + b"}" if match else item)
 
 
 def holds_media(item: bytes) -> bool:
     """Whether a stored item has images or videos. A quote within a text has a backslash, so no text matches."""
-    return any(f'"type":"{kind}"'.encode() in item for kind in TYPES)
+    return _MEDIA.search(item) is not None
 
 
 def least_characters(item: bytes) -> int:
@@ -69,8 +72,21 @@ def least_characters(item: bytes) -> int:
     return max(0, len(item) - 5 * item.count(b"\\u") - KEY_BYTES) // 2
 
 
+def loaded(item: bytes) -> dict:
+    """A stored item or response."""
+    try:
+        # A fifth of the time of Python's own module: an image has tens of megabytes.
+        return from_json(item)
+    except ValueError:
+        # Half of a surrogate pair.
+        return json.loads(item)
+
+
 def _dumped(item: dict) -> bytes:
-    return json.dumps(item, separators=(",", ":")).encode("ascii")
+    try:
+        return to_json(item, ensure_ascii=True)
+    except PydanticSerializationError:
+        return json.dumps(item, separators=(",", ":")).encode("ascii")
 
 
 async def stored_items(serving: Serving, earlier: list[bytes], given: Sequence[responses_schema.InputItem]) -> bytes:
@@ -165,11 +181,11 @@ async def input_items(
     if order == "desc":
         items.reverse()
     if after is not None:
-        start = next((i + 1 for i, item in enumerate(items) if json.loads(item)["id"] == after), None)
+        start = next((i + 1 for i, item in enumerate(items) if loaded(item)["id"] == after), None)
         if start is None:
             raise ApiError(404, f"after is {after!r}: there is no such item", "after")
         items = items[start:]
-    page = [json.loads(item) for item in items[:limit]]
+    page = [loaded(item) for item in items[:limit]]
     first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
     more = len(items) > limit
     return JsonResponse({"object": "list", "data": page, "first_id": first, "last_id": last, "has_more": more})

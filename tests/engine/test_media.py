@@ -220,7 +220,7 @@ def test_no_cut_divides_an_image():
     for seed, (_, media) in enumerate(PROMPTS):
         tokens = PROMPTS[seed][0]
         cuts = cut_points(tokens, len(tokens) - 1, frozenset([PAD]), media)
-        assert not any(media.contains(cut) for cut in cuts)
+        assert not any(span.start < cut < span.end for span in media.spans for cut in cuts)
         assert cuts[-1] == len(tokens) - 1
         assert len(keys(tokens, cuts, media=media)) == len(cuts)
     tokens, media = PROMPTS[2]
@@ -242,6 +242,18 @@ def test_a_request_waits_for_the_program_of_images_and_others_do_not():
     while engine.has_work:
         engine.step()
     assert waits.finish_reason in ("stop", "length")
+
+
+def test_scores_behind_an_image_wait_for_a_program_of_their_own():
+    runner = MockRunner(4)
+    runner.allowed = {("prefill", 1, 16, True), ("media", 16, True), ("decode", 1, 1), ("score",)}
+    engine = Engine(runner, EngineConfig(prefill_sizes=(16,)))
+    prompt, media = prompt_with([3, (2, 2), 3], 0, hidden=1)
+    engine.submit(wanted := mock_runner.request(prompt, media=media, prompt_logprobs=0))
+    for _ in range(9):
+        engine.step()
+    assert wanted.prefilled == 0
+    assert engine._prefiller.waiting() == [("media score", wanted)]
 
 
 def test_a_request_whose_program_cannot_be_compiled_ends_with_an_error():

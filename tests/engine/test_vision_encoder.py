@@ -192,3 +192,9 @@ def test_rows_have_the_towers_dtype(tower):
     assert rows.dtype == jnp.bfloat16
     exact = alone(tower, medium)
     assert np.abs(rows.astype(np.float32) - exact).max() < 0.1 * np.abs(exact).max()
+
+
+@pytest.mark.parametrize(("positions", "sizes"), [(1, (64,)), (16, (64,)), (17, (64, 128)), (1000, (64, 128))])
+def test_sizes_are_those_that_a_prompt_may_need(make, positions, sizes):
+    """A token stands for four patches."""
+    assert make().sizes_for(positions) == sizes

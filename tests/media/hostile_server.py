@@ -117,6 +117,7 @@ PATHS: dict[str, bytes | Answer] = {
     "/relative": redirect("image"),
     "/to-other": redirect("http://other.example/image"),
     "/secure": redirect("https://images.example/image"),
+    "/insecure": redirect("http://images.example/image"),
     "/loop": redirect("/loop"),
     "/three": redirect("/two"),
     "/two": redirect("/one"),

@@ -79,7 +79,7 @@ def test_a_redirect_to_another_allowed_host_is_followed():
 PRIVATE_HOSTS = [
     *("127.0.0.1", "127.1", "0", "0.0.0.0", "2130706433", "0x7f000001", "0x7f.1", "017700000001", "0177.0.0.1"),
     *("10.0.0.1", "172.16.0.1", "192.168.0.1", "100.64.0.1", "169.254.169.254", "192.0.2.1", "198.18.0.1"),
-    *("224.0.0.1", "240.0.0.1", "255.255.255.255"),
+    *("224.0.0.1", "240.0.0.1", "255.255.255.255", "192.0.0.192", "168.63.129.16", "192.88.99.1", "[3fff::1]"),
     *("[::1]", "[::]", "[fe80::1]", "[fec0::1]", "[fc00::1]", "[ff02::1]", "[2001:db8::1]", "[::127.0.0.1]"),
     *("[::ffff:127.0.0.1]", "[::ffff:7f00:1]", "[::ffff:10.0.0.1]", "[0:0:0:0:0:ffff:7f00:1]"),
     # Addresses that translate to IPv4: 6to4, Teredo, NAT64.
@@ -102,6 +102,13 @@ def test_addresses_that_are_not_public_are_not_connected_to(host, scheme):
 def test_a_listed_name_of_a_private_address_is_refused(host):
     error, connections = fetched(f"http://{host}/image", (host,))
     assert (error.status, connections) == (422, [])
+
+
+def test_a_redirect_to_less_security_is_refused():
+    assert fetched("http://images.example/insecure")[0] == CONTENT
+    error, _ = fetched("https://images.example/insecure")
+    assert isinstance(error, MediaError), error
+    assert error.status == 422
 
 
 MALFORMED = [
@@ -360,6 +367,9 @@ def test_other_files_are_refused_with_one_message(directory, path):
         *("file:///dev/zero", "file:///dev/stdin", "file:secret", "file:", "file://", "file:%2fetc%2fpasswd"),
         *("file://images.example/etc/passwd", "file://127.0.0.1/etc/passwd", "file://localhost:80/etc/passwd"),
         *("file://~/secret", "file://[::1/etc/passwd", "file:\\\\etc\\passwd", "file:///C:/secret"),
+        # Not parsed: each would take the square of its length.
+        pytest.param("file://" + "\u0316\u0300" * 2_000_000 + "/a", id="combining characters"),
+        pytest.param("file:///" + "a" * 60_000_000, id="a long path"),
     ],
 )
 def test_files_elsewhere_are_refused(directory, url):

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -45,6 +47,7 @@ def test_the_key_is_of_all_that_the_model_reads():
         Medium("video", image, SETTINGS, (0.0,)).key,
         Medium("video", image, SETTINGS, (1.0,)).key,
         Medium("video", video, SETTINGS, (1.0,)).key,
+        Medium("image", image, replace(SETTINGS, mean=(0.1, 0.5, 0.5))).key,
     ]
     assert len(set(keys)) == len(keys)
     assert {len(key) for key in keys} == {16}

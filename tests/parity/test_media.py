@@ -1,6 +1,8 @@
 """Text behind images and videos is that of transformers: logits, and greedy tokens, from pixels on."""
 
+import asyncio
 import base64
+import io
 
 import numpy as np
 import pytest
@@ -109,6 +111,23 @@ def test_the_forms_of_a_prompt_are_one(pair, tmp_path):
     assert answers[0].token_ids == answers[1].token_ids
     pads = llm.media.tokens.image
     assert answers[0].prompt_ids.count(pads) == expected.prompt_ids.count(pads) > 1
+
+
+def test_a_url_is_read_within_a_running_event_loop(pair):
+    """As in a notebook."""
+    _, llm = pair
+    text, media = PROMPTS["one image"]
+    buffer = io.BytesIO()
+    media["image"][0].save(buffer, "PNG")
+    url = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+    async def main():
+        return llm.generate({"prompt": text, "multi_modal_data": {"image": url}}, GREEDY)
+
+    assert (
+        asyncio.run(main())[0].token_ids
+        == llm.generate({"prompt": text, "multi_modal_data": media}, GREEDY)[0].token_ids
+    )
 
 
 def test_a_low_detail_has_fewer_tokens(pair):

@@ -397,17 +397,19 @@ def test_a_client_that_leaves_ends_its_work(vision, monkeypatch):
     assert vision.serving.llm.media.encoder.calls == calls
 
 
-def test_pixels_are_returned_to_the_allowance_when_they_are_encoded(vision, monkeypatch):
+def test_memory_is_returned_to_the_allowance_for_pixels_and_then_for_rows(vision, monkeypatch):
     media, used = vision.serving.media, []
     encode = media.encode
 
     async def watched(placed):
         used.append(media.allowance.used)
         await encode(placed)
+        used.append(media.allowance.used)
 
     monkeypatch.setattr(media, "encode", watched)
     answered(vision, user(image_part(), TEXT))
-    assert used == [32 * 48 * 3]
+    # 24 rows of 36 numbers in float32 are less than the pixels.
+    assert used == [32 * 48 * 3, 24 * 36 * 4]
     assert wait_until(lambda: media.allowance.used == 0)
 
 

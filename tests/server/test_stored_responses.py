@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dflash_jax.server import stored_responses
 from dflash_jax.server.response_store import ResponseStore, StoredResponse
 from dflash_jax.server.serving import STEP_ITEMS, Serving
 from dflash_jax.server.stored_responses import head, least_characters
@@ -123,9 +124,12 @@ def test_earlier_turns_that_are_cut_off_are_not_parsed(client, store):
     first = client.responses.create(**SHORT, input=turns, truncation="auto")
     written, read = [], []
     with pytest.MonkeyPatch.context() as patch:
-        dumps, loads = json.dumps, json.loads
-        patch.setattr(json, "dumps", lambda value, **more: written.append(str(value)) or dumps(value, **more))
-        patch.setattr(json, "loads", lambda text, **more: read.append(str(text)) or loads(text, **more))
+        dumps, loads = stored_responses.to_json, stored_responses.from_json
+        for module, name, function in (
+            (stored_responses, "to_json", lambda value, **more: written.append(str(value)) or dumps(value, **more)),
+            (stored_responses, "from_json", lambda text: read.append(str(text)) or loads(text)),
+        ):
+            patch.setattr(module, name, function)
         patch.setattr(Texts, "most_cut", 500)
         second = client.responses.create(**SHORT, input="now", previous_response_id=first.id, truncation="auto")
     assert any("mark2" in text for text in read)
@@ -254,7 +258,7 @@ def test_a_long_conversation_is_read_in_steps(client, store, truncation):
     first = client.responses.create(**SHORT, input=[*thoughts, {"role": "user", "content": "hi"}])
     read, steps = 0, []
 
-    def loads(text, original=json.loads):
+    def loads(text, original=stored_responses.from_json):
         nonlocal read
         read += 1
         return original(text)
@@ -264,7 +268,7 @@ def test_a_long_conversation_is_read_in_steps(client, store, truncation):
         await original(serving)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json, "loads", loads)
+        patch.setattr(stored_responses, "from_json", loads)
         patch.setattr(Serving, "turn", turn)
         client.responses.create(**SHORT, input="more", previous_response_id=first.id, truncation=truncation)
     assert read > 3 * STEP_ITEMS
