@@ -63,7 +63,8 @@ class EngineConfig:
         max_queue: Requests that may wait; None for any number.
         max_decode_batch: Sequences decoded in one dispatch; 1 makes each sequence's arithmetic independent of the
             others, None is all.
-        prefix_bytes: Bytes of the prefix cache; 0 for none.
+        prefix_bytes: Bytes of the prefix cache on one device; 0 for none.
+        prefix_host_bytes: Bytes of its second tier, in this host's pinned memory; 0 for none.
         markers: Token ids that open a message.
         adaptive: Whether the block size "auto" is chosen by measured cost and acceptance; otherwise it is the largest.
         masks: Whether requests may have masks, so that warm-up compiles their programs.
@@ -78,6 +79,7 @@ class EngineConfig:
     max_queue: int | None = None
     max_decode_batch: int | None = None
     prefix_bytes: int = 0
+    prefix_host_bytes: int = 0
     markers: frozenset[int] = frozenset()
     adaptive: bool = True
     masks: bool = False

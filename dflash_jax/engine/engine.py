@@ -56,7 +56,7 @@ class Engine:
     def __init__(self, runner: ModelRunner, config: EngineConfig, policy: DraftLengthPolicy | None = None):
         self.runner, self.config = runner, config
         self.limits = RequestLimits(runner.capacity, config.block_sizes[-1])
-        self.prefix_cache = PrefixCache(config.prefix_bytes)
+        self.prefix_cache = PrefixCache(config.prefix_bytes, config.prefix_host_bytes, runner.host_copies())
         self.policy = policy or DraftLengthPolicy(config.block_sizes)
         self.statistics = Statistics()
         self.failure: str | None = None

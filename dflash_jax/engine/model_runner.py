@@ -14,6 +14,7 @@ from dflash_jax.decoding.state import NO_BOUND, DecodeState, Settings
 from dflash_jax.decoding.step_functions import Report
 from dflash_jax.engine.dispatch import Dispatch, Outcome, RoundMasks
 from dflash_jax.engine.draft_length import NO_DRAFTER
+from dflash_jax.engine.host_copies import HostCopies
 from dflash_jax.engine.memory import on_device
 from dflash_jax.engine.request import Request
 from dflash_jax.engine.step_calls import StepCalls
@@ -346,6 +347,10 @@ class ModelRunner:
     def restore(self, slot: int, length: int, snapshot) -> None:
         """Sets a slot to a `snapshot` that was taken behind ``length`` tokens."""
         self.state = self.programs.restore(self.state, self._only(slot), length, snapshot)
+
+    def host_copies(self) -> HostCopies:
+        """Copies between the devices of this host and its memory."""
+        return HostCopies(len(self.state.tokens.sharding.addressable_devices))
 
     def bytes(self, tree) -> int:
         """Bytes of arrays on one device."""

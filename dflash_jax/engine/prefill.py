@@ -87,8 +87,6 @@ class Prefiller:
         if not self._sizes(drafting, has_media) and self._sizes(not drafting, has_media):
             drafting = not drafting
         cut_keys = keys(request.prompt, cuts, request.cache_salt, request.media)
-        if uses_cache:
-            self.prefix_cache.queries += 1
         if not drafting:
             cut_keys = [TARGET_ONLY_KEY + key for key in cut_keys]
         self._queue.append(_Prefill(request, next(self._order), drafting, cuts, cut_keys, can_cache=uses_cache))
@@ -106,7 +104,9 @@ class Prefiller:
 
     def remove(self, request: Request) -> None:
         """Drops a request."""
-        self._queue = deque(p for p in self._queue if p.request is not request)
+        for prefill in [p for p in self._queue if p.request is request]:
+            self._continue_from(prefill, None)
+            self._queue.remove(prefill)
 
     def batch_sizes(self, size: int) -> tuple[int, ...]:
         """Compiled batch sizes of a data shard for chunks of ``size`` tokens: one prompt, and the largest number."""
@@ -135,6 +135,7 @@ class Prefiller:
                     self._queue.append(member)
                     turns.append(member)
                 else:
+                    self._continue_from(member, None)
                     complete.append(member.request)
         return started, complete
 
@@ -189,6 +190,8 @@ class Prefiller:
         ticket = self.runner.prefill(slots, counts, size, compiled, prefill.drafting, self._media(prefill, size))
         for member, (start, tokens, _) in zip(batch, next_chunks, strict=True):
             cut = member.next_cut
+            if start == 0 and member.can_cache:
+                self.prefix_cache.tiers.count(None)
             member.request.prefilled = start + tokens
             member.can_cache = member.can_cache and self.runner.can_run("prefix", size)
             if member.can_cache:
@@ -265,23 +268,32 @@ class Prefiller:
 
     def _copy(self, prefill: _Prefill, prefix: Prefix) -> None:
         """Copies a cached prefix into the slot."""
-        request = prefill.request
-        for part in prefix.chain():
-            if part.length > request.prefilled:
-                for start, segment in part.segments:
-                    self.runner.load(request.slot, start, segment)
-        self.runner.restore(request.slot, prefix.length, prefix.snapshot)
+        request, cache = prefill.request, self.prefix_cache
         if not request.cached:
-            self.prefix_cache.hits += 1
+            cache.tiers.count(cache.is_on_device(prefix, request.prefilled))
+        for start, segment in cache.segments(prefix, request.prefilled):
+            self.runner.load(request.slot, start, segment)
+        self.runner.restore(request.slot, prefix.length, cache.snapshot(prefix))
         request.cached += prefix.length - request.prefilled
         self.statistics.cached_tokens += prefix.length - request.prefilled
-        request.prefilled, prefill.parent, prefill.segments = prefix.length, prefix, []
+        request.prefilled, prefill.segments = prefix.length, []
+        self._continue_from(prefill, prefix)
+        cache.settle()
 
     def _cache(self, prefill: _Prefill, cut: int) -> None:
         """Adds the prefix up to the cut of this index to the cache."""
         snapshot = self.runner.snapshot(prefill.request.slot)
-        size = self.runner.bytes(([arrays for _, arrays in prefill.segments], snapshot))
-        prefill.parent = self.prefix_cache.add(
-            prefill.keys[cut], prefill.cuts[cut], prefill.parent, prefill.segments, snapshot, size
+        sizes = self.runner.bytes([arrays for _, arrays in prefill.segments]), self.runner.bytes(snapshot)
+        prefix = self.prefix_cache.add(
+            prefill.keys[cut], prefill.cuts[cut], prefill.parent, prefill.segments, snapshot, *sizes
         )
-        prefill.segments, prefill.can_cache = [], prefill.parent is not None
+        prefill.segments, prefill.can_cache = [], prefix is not None
+        self._continue_from(prefill, prefix)
+
+    def _continue_from(self, prefill: _Prefill, prefix: Prefix | None) -> None:
+        """Pins the prefix that the next one will continue, in place of the one before."""
+        if prefix is not None:
+            self.prefix_cache.pin(prefix)
+        if prefill.parent is not None:
+            self.prefix_cache.unpin(prefill.parent)
+        prefill.parent = prefix

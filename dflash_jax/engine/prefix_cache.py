@@ -5,7 +5,7 @@ that a full prefill would run, and computes the same bits where prompts are pref
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
@@ -13,11 +13,15 @@ from typing import Any
 import numpy as np
 
 from dflash_jax.engine.media import PromptMedia
+from dflash_jax.engine.prefix_tiers import Copies, Piece, PrefixTiers
 
 # Tokens between two cached prefixes where there are no message boundaries.
 GRID = 4096
 # Messages of fewer tokens do not get a snapshot of their own.
 MIN_MESSAGE = 16
+# A snapshot between two others goes where the distance of these is at most so many times their distance from either end
+# of the conversation: without it, a prompt that diverges there prefills at most so many times what it shares or drops.
+SPACING = 3
 
 
 def cut_points(
@@ -93,90 +97,217 @@ class Prefix:
         key: Its cache key.
         length: Tokens.
         parent: The prefix up to an earlier cut that this one continues, or None.
-        segments: (start, device arrays) of keys and values behind the parent.
-        snapshot: The memory that is not by position, behind the last token.
-        size: Bytes of segments and snapshot on one device.
-        children: Number of prefixes whose parent this is.
-        used: Value of the cache's clock at the last use.
+        starts: First position of each segment of keys and values behind the parent.
+        segments: Those segments.
+        snapshot: The memory that is not by position, behind the last token; None where it is no longer stored. Then
+            only prefixes that continue this one can be restored.
+        children: The prefixes whose parent this is.
+        pins: Users of this prefix and of those that continue it.
     """
 
     key: bytes
     length: int
     parent: "Prefix | None"
-    segments: list[tuple[int, Any]]
-    snapshot: Any
-    size: int
-    children: int = 0
-    used: int = field(default=0)
+    starts: list[int]
+    segments: Piece = field(init=False)
+    snapshot: Piece | None = None
+    children: "list[Prefix]" = field(default_factory=list)
+    pins: int = 0
 
-    def chain(self) -> list["Prefix"]:
-        """All prefixes from the first to this one."""
-        return [*(self.parent.chain() if self.parent else []), self]
+    def chain(self) -> "list[Prefix]":
+        """All prefixes from this one back to the first."""
+        return [self, *(self.parent.chain() if self.parent else [])]
 
 
 class PrefixCache:
-    """Prefixes by key. The least recently used is evicted first, children before parents.
+    """Prefixes by key, in a tier on the device and one on the host.
+
+    The prefix used longest ago goes first, children before parents. Of one conversation few snapshots stay: the newest
+    two, those where prompts diverge, and others whose distances grow with the distance from both ends.
 
     Args:
-        budget: Bytes at most; 0 caches nothing.
+        budget: Bytes of the device tier at most; 0 caches nothing.
+        host_budget: Bytes of the host tier at most; 0 for none.
+        copies: Copies between the tiers; None for no host tier.
 
     Attributes:
-        size: Bytes in use.
-        queries: Requests that looked for a prefix.
-        hits: Requests that found one.
+        tiers: The memory, with the numbers of hits, misses and evictions of each tier.
     """
 
-    def __init__(self, budget: int):
-        self.budget, self.size = budget, 0
-        self.queries = self.hits = 0
+    def __init__(self, budget: int, host_budget: int = 0, copies: Copies | None = None):
+        self.tiers = PrefixTiers(budget, host_budget, copies, self._lose)
         self._prefixes: dict[bytes, Prefix] = {}
-        self._clock = 0
 
     def __len__(self) -> int:
-        return len(self._prefixes)
+        return sum(prefix.snapshot is not None for prefix in self._prefixes.values())
+
+    @property
+    def budget(self) -> int:
+        """Bytes of the device tier at most."""
+        return self.tiers.device.budget
+
+    @property
+    def size(self) -> int:
+        """Bytes of the device in use."""
+        return self.tiers.device_size
 
     def find(self, key: bytes) -> Prefix | None:
-        """The prefix of a key. It and all prefixes before it count as used now."""
+        """The prefix of a key, if it can be restored. It and all prefixes before it count as used now."""
         prefix = self._prefixes.get(key)
-        self._clock += 1
-        ancestor = prefix
-        while ancestor is not None:
-            ancestor.used, ancestor = self._clock, ancestor.parent
+        if prefix is None or prefix.snapshot is None:
+            return None
+        self._touch(prefix)
         return prefix
 
-    def add(self, key: bytes, length: int, parent: Prefix | None, segments: list, snapshot, size: int) -> Prefix | None:
-        """Adds a prefix, with the fields of `Prefix`.
+    def _touch(self, prefix: Prefix) -> None:
+        # What continues others is used before them, so that it goes before them.
+        for part in prefix.chain():
+            if part.snapshot is not None:
+                self.tiers.touch(part.snapshot)
+            self.tiers.touch(part.segments)
+
+    def pin(self, prefix: Prefix) -> None:
+        """Keeps a prefix, and those before it, until `unpin`."""
+        for part in prefix.chain():
+            part.pins += 1
+
+    def unpin(self, prefix: Prefix) -> None:
+        """Undoes one `pin`."""
+        for part in prefix.chain():
+            part.pins -= 1
+        if self._is_cached(prefix):
+            self._prune(prefix)
+
+    def _is_cached(self, prefix: Prefix) -> bool:
+        return self._prefixes.get(prefix.key) is prefix
+
+    def add(
+        self,
+        key: bytes,
+        length: int,
+        parent: Prefix | None,
+        segments: Sequence[tuple[int, Any]],
+        snapshot: Any,
+        segments_size: int,
+        snapshot_size: int,
+    ) -> Prefix | None:
+        """Adds a prefix.
+
+        Args:
+            key: Its cache key.
+            length: Tokens.
+            parent: The prefix that it continues, or None.
+            segments: (first position, device arrays) of keys and values behind the parent.
+            snapshot: Device arrays of the memory that is not by position.
+            segments_size: Bytes of all segments on one device.
+            snapshot_size: Bytes of the snapshot on one device.
 
         Returns:
-            The prefix; the one that has this key already where there is one. None where it cannot be cached: it is
-            larger than the budget, or its parent is evicted.
+            The prefix; the one that has this key already where there is one. None where it cannot be cached: there is
+            no room for it, or its parent is evicted.
         """
-        if size > self.budget or (parent is not None and self._prefixes.get(parent.key) is not parent):
+        if parent is not None and not self._is_cached(parent):
             return None
         if (existing := self.find(key)) is not None:
             return existing
-        prefix = Prefix(key, length, parent, segments, snapshot, size)
-        if parent is not None:
-            parent.children += 1
-            self.find(parent.key)
-        self._prefixes[key] = prefix
-        self.find(key)
-        self.size += size
-        while self.size > self.budget:
-            leaves = [p for p in self._prefixes.values() if not p.children and p is not prefix]
-            if not leaves:
-                self._evict(prefix)
-                return None
-            self._evict(min(leaves, key=lambda p: p.used))
-        return prefix
+        prefix = self._prefixes.get(key)
+        size = snapshot_size + (segments_size if prefix is None else 0)
+        # Room must not be made by what the new prefix needs.
+        needed = prefix or parent
+        if needed is not None:
+            self._touch(needed)
+            self.pin(needed)
+        has_room = self.tiers.has_room(size)
+        if has_room and prefix is None:
+            prefix = Prefix(key, length, parent, [start for start, _ in segments])
+            prefix.segments = Piece(prefix, [arrays for _, arrays in segments], segments_size)
+            self._prefixes[key] = prefix
+            self.tiers.add(prefix.segments)
+            if parent is not None:
+                parent.children.append(prefix)
+        if has_room and prefix is not None:
+            prefix.snapshot = Piece(prefix, snapshot, snapshot_size)
+            self.tiers.add(prefix.snapshot)
+            self.pin(prefix)
+            self._touch(prefix)
+            self._thin(prefix)
+            self.tiers.settle(size)
+            self.unpin(prefix)
+        if needed is not None:
+            self.unpin(needed)
+        return prefix if has_room else None
 
-    def _evict(self, prefix: Prefix) -> None:
-        del self._prefixes[prefix.key]
-        self.size -= prefix.size
+    def _thin(self, prefix: Prefix) -> None:
+        """Removes snapshots that a new prefix makes dispensable."""
+        for sibling in list(prefix.parent.children) if prefix.parent else ():
+            # The end of an earlier prompt, such as the header of an answer: to prefill it again takes less than to
+            # store it, and it would make each turn of a conversation a point where prompts diverge.
+            is_short = sibling.length - prefix.parent.length < MIN_MESSAGE
+            if sibling is not prefix and is_short and not sibling.children and not sibling.pins:
+                self._remove(sibling)
+        _, *inner = [part for part in prefix.chain() if part.snapshot is not None]
+        following = prefix
+        for part, before in zip(inner, [*(p.length for p in inner[1:]), 0], strict=False):
+            allowed = SPACING * min(before, prefix.length - following.length)
+            if len(part.children) == 1 and following.length - before <= allowed:
+                self.tiers.remove(part.snapshot)
+                part.snapshot = None
+            else:
+                following = part
+
+    def is_on_device(self, prefix: Prefix, length: int) -> bool:
+        """Whether all that `segments` and `snapshot` would return is on the device."""
+        assert prefix.snapshot is not None
+        parts = [part.segments for part in prefix.chain() if part.length > length]
+        return not any(piece.on_host for piece in (prefix.snapshot, *parts))
+
+    def segments(self, prefix: Prefix, length: int) -> Iterator[tuple[int, Any]]:
+        """(first position, device arrays) of the segments of a prefix behind its first ``length`` tokens.
+
+        They are copied from the host one after the other: the caller drops each before it takes the next.
+        """
+        for part in reversed(prefix.chain()):
+            if part.length > length:
+                yield from zip(part.starts, self.tiers.on_device(part.segments), strict=True)
+
+    def snapshot(self, prefix: Prefix) -> Any:
+        """Device arrays of a prefix's snapshot."""
+        assert prefix.snapshot is not None
+        return self.tiers.on_device(prefix.snapshot)
+
+    def settle(self) -> None:
+        """Makes room for the next prefix, after `segments` and `snapshot` brought some back from the host."""
+        self.tiers.settle()
+
+    def _lose(self, piece: Piece) -> None:
+        """Forgets a piece that is in no tier any more, and what cannot be used without it."""
+        prefix = piece.owner
+        assert isinstance(prefix, Prefix)
+        if piece is prefix.snapshot:
+            prefix.snapshot = None
+            self._prune(prefix)
+        else:
+            self._remove(prefix)
+
+    def _prune(self, prefix: Prefix) -> None:
+        """Removes a prefix that no longer serves any other, and those before it for which that is true then."""
+        if prefix.snapshot is None and not prefix.children and not prefix.pins:
+            self._remove(prefix)
+
+    def _remove(self, prefix: Prefix) -> None:
+        """Removes a prefix and all that continue it."""
+        removed = [prefix]
+        for part in removed:
+            removed += part.children
+            for piece in (part.segments, part.snapshot):
+                if piece is not None:
+                    self.tiers.remove(piece)
+            del self._prefixes[part.key]
         if prefix.parent is not None:
-            prefix.parent.children -= 1
+            prefix.parent.children.remove(prefix)
+            self._prune(prefix.parent)
 
     def clear(self) -> None:
         """Evicts all prefixes."""
         self._prefixes.clear()
-        self.size = 0
+        self.tiers.clear()

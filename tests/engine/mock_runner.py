@@ -42,6 +42,40 @@ class Slot:
     done: bool = True
 
 
+class MockCopies:
+    """Copies that are complete after ``delay`` questions, and of which the host takes as long as ``has_memory``."""
+
+    devices, has_memory = 1, True
+
+    def __init__(self, delay: int = 0):
+        self.delay, self.pending = delay, []
+
+    def to_host(self, arrays):
+        if not self.has_memory:
+            return None
+        self.pending.append([copy := HostArrays(arrays), self.delay])
+        return copy
+
+    def to_device(self, arrays):
+        assert isinstance(arrays, HostArrays)
+        return arrays.arrays
+
+    def is_ready(self, arrays):
+        for entry in self.pending:
+            if entry[0] is arrays:
+                entry[1] -= 1
+                return entry[1] < 0
+        return True
+
+    def agree(self, value):
+        return value
+
+
+@dataclass(eq=False)
+class HostArrays:
+    arrays: object
+
+
 class MockRunner:
     """Works behind a clock that moves when the host waits: a prefill chunk costs its size in microseconds, a round a
     millisecond."""
@@ -193,9 +227,11 @@ class MockRunner:
         assert snapshot == length == len(row.known)
         assert row.known == row.prompt[:length]
 
+    def host_copies(self):
+        return MockCopies()
+
     def bytes(self, tree):
-        segments, _ = tree
-        return 10 + sum(len(s) for s in segments)
+        return 10 if isinstance(tree, int) else sum(map(len, tree))
 
 
 def request(prompt, new: int = 10, **options) -> Request:
