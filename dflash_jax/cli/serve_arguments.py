@@ -140,6 +140,12 @@ def make_parser() -> argparse.ArgumentParser:
     )
     load.add_argument("--max-logprobs", type=int, default=20, metavar="N", help="of a token (default and most: 20)")
     load.add_argument("--prefix-bytes", type=int, metavar="N", help="memory for known prefixes (default: a twentieth)")
+    load.add_argument(
+        "--prefix-host-bytes",
+        type=int,
+        metavar="N",
+        help="the host's memory for those that the device has no room for (default: a quarter of what is free)",
+    )
 
     drafting = p.add_argument_group("drafting")
     drafting.add_argument("--block-size", type=block_size, default="auto", metavar="B", help="1, a number, or auto")

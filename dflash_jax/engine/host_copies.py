@@ -7,8 +7,6 @@ from typing import Any
 
 import jax
 
-from dflash_jax.parallel import distributed
-
 log = logging.getLogger("dflash_jax")
 
 # JAX's name of memory that devices read and write without a detour.
@@ -48,14 +46,6 @@ class HostCopies:
     def to_device(self, arrays: Any) -> Any:
         """Starts a copy of what `to_host` returned: arrays on the device, sharded as before."""
         return jax.device_put(arrays, jax.tree.map(lambda x: x.sharding.with_memory_kind("device"), arrays))
-
-    def is_ready(self, arrays: Any) -> bool:
-        """Whether a copy is complete."""
-        return all(x.is_ready() for x in jax.tree.leaves(arrays))
-
-    def agree(self, value: int) -> int:
-        """The first host's ``value``, on all hosts."""
-        return distributed.agreed(value)
 
 
 def has_pinned_memory() -> bool:

@@ -14,6 +14,8 @@ from dflash_jax.engine.statistics import Statistics
 
 # Tokens of a chunk with log-probabilities, at most: its logits are [tokens, V] in float32.
 MAX_SCORED = 64
+# The largest share of a saved segment that may be padding. Chunks have more, where that makes prefill faster.
+SAVED_PADDING = 0.25
 # Precedes the keys of prefixes without the drafter's part.
 TARGET_ONLY_KEY = b"alone "
 
@@ -193,9 +195,11 @@ class Prefiller:
             if start == 0 and member.can_cache:
                 self.prefix_cache.tiers.count(None)
             member.request.prefilled = start + tokens
-            member.can_cache = member.can_cache and self.runner.can_run("prefix", size)
+            sizes = [s for s in self.sizes if s <= size]
+            member.can_cache = member.can_cache and all(self.runner.can_run("prefix", s) for s in sizes)
             if member.can_cache:
-                member.segments.append((start, self.runner.save(member.request.slot, start, size)))
+                for first, _, width in chunks(start, start + tokens, sizes, SAVED_PADDING):
+                    member.segments.append((first, self.runner.save(member.request.slot, first, width)))
                 if member.request.prefilled == member.cuts[cut]:
                     self._cache(member, cut)
         # Padding is computed too.
@@ -278,7 +282,6 @@ class Prefiller:
         self.statistics.cached_tokens += prefix.length - request.prefilled
         request.prefilled, prefill.segments = prefix.length, []
         self._continue_from(prefill, prefix)
-        cache.settle()
 
     def _cache(self, prefill: _Prefill, cut: int) -> None:
         """Adds the prefix up to the cut of this index to the cache."""

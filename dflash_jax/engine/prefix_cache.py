@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from dflash_jax.engine.media import PromptMedia
-from dflash_jax.engine.prefix_tiers import Copies, Piece, PrefixTiers
+from dflash_jax.engine.prefix_tiers import BROUGHT_SHARE, Copies, Piece, PrefixTiers
 
 # Tokens between two cached prefixes where there are no message boundaries.
 GRID = 4096
@@ -33,13 +33,13 @@ def cut_points(
     an image or a frame.
     """
     cuts, before = [], 0
-    inside = np.zeros(last, bool)
+    possible = np.isin(np.asarray(tokens[:last], np.int32), sorted(markers))
+    possible[::GRID] = True
+    possible[:1] = False
     for span in media.spans if media else ():
-        inside[span.start + 1 : span.end] = True
-    for place in range(1, last):
-        if inside[place]:
-            continue
-        if place % GRID == 0 or (tokens[place] in markers and place - before >= MIN_MESSAGE):
+        possible[span.start + 1 : span.end] = False
+    for place in np.flatnonzero(possible).tolist():
+        if place % GRID == 0 or place - before >= MIN_MESSAGE:
             cuts.append(place)
             before = place
     return [*cuts, last] if last else []
@@ -107,11 +107,11 @@ class Prefix:
 
     key: bytes
     length: int
-    parent: "Prefix | None"
+    parent: "Prefix | None" = field(repr=False)
     starts: list[int]
     segments: Piece = field(init=False)
     snapshot: Piece | None = None
-    children: "list[Prefix]" = field(default_factory=list)
+    children: "list[Prefix]" = field(default_factory=list, repr=False)
     pins: int = 0
 
     def chain(self) -> "list[Prefix]":
@@ -149,7 +149,7 @@ class PrefixCache:
     @property
     def size(self) -> int:
         """Bytes of the device in use."""
-        return self.tiers.device_size
+        return self.tiers.device.size
 
     def find(self, key: bytes) -> Prefix | None:
         """The prefix of a key, if it can be restored. It and all prefixes before it count as used now."""
@@ -220,18 +220,18 @@ class PrefixCache:
         has_room = self.tiers.has_room(size)
         if has_room and prefix is None:
             prefix = Prefix(key, length, parent, [start for start, _ in segments])
-            prefix.segments = Piece(prefix, [arrays for _, arrays in segments], segments_size)
+            prefix.segments = Piece(prefix, segments_size, [arrays for _, arrays in segments])
             self._prefixes[key] = prefix
             self.tiers.add(prefix.segments)
             if parent is not None:
                 parent.children.append(prefix)
         if has_room and prefix is not None:
-            prefix.snapshot = Piece(prefix, snapshot, snapshot_size)
+            prefix.snapshot = Piece(prefix, snapshot_size, snapshot)
             self.tiers.add(prefix.snapshot)
             self.pin(prefix)
             self._touch(prefix)
             self._thin(prefix)
-            self.tiers.settle(size)
+            self.tiers.save()
             self.unpin(prefix)
         if needed is not None:
             self.unpin(needed)
@@ -259,25 +259,23 @@ class PrefixCache:
         """Whether all that `segments` and `snapshot` would return is on the device."""
         assert prefix.snapshot is not None
         parts = [part.segments for part in prefix.chain() if part.length > length]
-        return not any(piece.on_host for piece in (prefix.snapshot, *parts))
+        return all(piece.device is not None for piece in (prefix.snapshot, *parts))
 
     def segments(self, prefix: Prefix, length: int) -> Iterator[tuple[int, Any]]:
         """(first position, device arrays) of the segments of a prefix behind its first ``length`` tokens.
 
         They are copied from the host one after the other: the caller drops each before it takes the next.
         """
+        brought, limit = 0, self.budget // BROUGHT_SHARE
         for part in reversed(prefix.chain()):
             if part.length > length:
-                yield from zip(part.starts, self.tiers.on_device(part.segments), strict=True)
+                brought += part.segments.size if part.segments.device is None else 0
+                yield from zip(part.starts, self.tiers.on_device(part.segments, brought <= limit), strict=True)
 
     def snapshot(self, prefix: Prefix) -> Any:
         """Device arrays of a prefix's snapshot."""
         assert prefix.snapshot is not None
         return self.tiers.on_device(prefix.snapshot)
-
-    def settle(self) -> None:
-        """Makes room for the next prefix, after `segments` and `snapshot` brought some back from the host."""
-        self.tiers.settle()
 
     def _lose(self, piece: Piece) -> None:
         """Forgets a piece that is in no tier any more, and what cannot be used without it."""

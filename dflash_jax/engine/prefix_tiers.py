@@ -1,13 +1,15 @@
 """The memory of cached prefixes: a tier on the device, and one in pinned host memory behind it."""
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-# Share of the device tier that is kept free where there is a host tier: what moves to the host takes device memory until
-# its copy is complete, and new prefixes do not wait for that.
-FREE_SHARE = 4
+# The part of the device tier, one in so many, that may be without a copy on the host.
+UNSAVED_SHARE = 2
+# The part of the device tier that one hit brings back from the host at most. Where it brings more, as for a long
+# conversation, the rest is copied to the slot alone, and other prefixes stay on the device.
+BROUGHT_SHARE = 4
 
 
 class Copies(Protocol):
@@ -25,12 +27,6 @@ class Copies(Protocol):
     def to_device(self, arrays: Any) -> Any:
         """Starts a copy of what `to_host` returned: arrays on the device."""
 
-    def is_ready(self, arrays: Any) -> bool:
-        """Whether the copy is complete."""
-
-    def agree(self, value: int) -> int:
-        """The first host's ``value``, on all hosts."""
-
 
 class Owner(Protocol):
     """What a piece belongs to."""
@@ -40,19 +36,19 @@ class Owner(Protocol):
 
 @dataclass(eq=False)
 class Piece:
-    """Arrays that are in one tier, and move between tiers, together.
+    """Arrays that are stored and lost together.
 
     Attributes:
         owner: While its ``pins`` are not 0, the piece is not lost.
-        arrays: The arrays, on the device or the host.
-        size: Their bytes on one device.
-        on_host: Where they are.
+        size: Bytes on one device.
+        device: The arrays on the device, or None.
+        host: The arrays on the host, or None. The copy to the host may be under way.
     """
 
-    owner: Owner
-    arrays: Any
+    owner: Owner = field(repr=False)
     size: int
-    on_host: bool = False
+    device: Any = field(default=None, repr=False)
+    host: Any = field(default=None, repr=False)
 
 
 class Tier:
@@ -72,87 +68,67 @@ class Tier:
     def __init__(self, budget: int, copies: int = 1):
         self.budget, self.copies, self.size = budget, copies, 0
         self.hits = self.misses = self.evictions = 0
-        self._pieces: OrderedDict[Piece, None] = OrderedDict()
+        self.pieces: OrderedDict[Piece, None] = OrderedDict()
 
     def __contains__(self, piece: Piece) -> bool:
-        return piece in self._pieces
+        return piece in self.pieces
 
-    def __len__(self) -> int:
-        return len(self._pieces)
-
-    def bytes(self, piece: Piece) -> int:
-        """Bytes that a piece takes."""
-        return piece.size * self.copies
+    def has_room(self, piece: Piece) -> bool:
+        """Whether a piece fits beside those that are here."""
+        return self.size + piece.size * self.copies <= self.budget
 
     def add(self, piece: Piece) -> None:
         """Adds a piece, as the one used last."""
-        self._pieces[piece] = None
-        self.size += self.bytes(piece)
+        self.pieces[piece] = None
+        self.size += piece.size * self.copies
 
     def remove(self, piece: Piece) -> None:
-        """Removes a piece."""
-        del self._pieces[piece]
-        self.size -= self.bytes(piece)
+        """Removes a piece, if it is here."""
+        if piece in self.pieces:
+            del self.pieces[piece]
+            self.size -= piece.size * self.copies
 
     def touch(self, piece: Piece) -> None:
-        """Counts a piece as used now."""
-        self._pieces.move_to_end(piece)
-
-    def oldest(self, pinned: bool = False) -> Piece | None:
-        """The piece whose last use is the longest ago; ``pinned``: even where it may not be lost."""
-        return next((p for p in self._pieces if pinned or not p.owner.pins), None)
+        """Counts a piece, if it is here, as used now."""
+        if piece in self.pieces:
+            self.pieces.move_to_end(piece)
 
     def clear(self) -> None:
         """Removes all pieces."""
-        self._pieces.clear()
+        self.pieces.clear()
         self.size = 0
 
 
-@dataclass
-class _Transfer:
-    """A copy under way: its source stays until it is complete."""
-
-    source: Any
-    target: Any
-    size: int
-
-
 class PrefixTiers:
-    """Places pieces: new ones on the device, those used longest ago on the host, and no more than both hold.
+    """Stores pieces on the device, and on the host those that the device has no room for.
 
-    Pieces move to the host before their room is needed, so that a new piece finds room without waiting for a copy. A
-    piece is in one tier at a time; what moves to the host counts for both until its copy is complete. Where copies do
-    not keep up, the oldest pieces are lost instead.
-
-    All of it follows from the calls alone, but for how far copies are: all hosts follow the first one there.
+    The pieces used longest ago are copied to the host while they are still on the device, so that a new piece takes the
+    room of pieces whose copies are complete or nearly so. Nothing waits for a copy: until it is complete, the runtime
+    keeps its source. All decisions follow from the calls alone, so that several hosts take the same ones.
 
     Args:
         device_budget: Bytes of one device.
         host_budget: Bytes of the host; 0 for no host tier.
         copies: Copies between both; None without a host tier.
-        lost: Called with each piece that is lost.
+        lost: Called with each piece that is in no tier any more.
 
     Attributes:
-        device: The device tier, without what is being moved away.
-        host: The host tier.
+        device: The device tier.
+        host: The host tier; some of its pieces are on the device too.
     """
 
-    def __init__(
-        self,
-        device_budget: int,
-        host_budget: int,
-        copies: Copies | None,
-        lost: Callable[[Piece], None],
-    ):
+    def __init__(self, device_budget: int, host_budget: int, copies: Copies | None, lost: Callable[[Piece], None]):
         self.device = Tier(device_budget)
         self.host = Tier(host_budget, copies.devices) if copies else Tier(0)
+        # Pieces of the device that the host does not have.
+        self._unsaved = Tier(device_budget // UNSAVED_SHARE)
+        # All pieces, in the order of their last use.
+        self._all = Tier(device_budget + host_budget)
         self._copies, self._lost = copies, lost
-        self._transfers: deque[_Transfer] = deque()
 
     @property
-    def device_size(self) -> int:
-        """Bytes of the device in use, with those that are being moved away."""
-        return self.device.size + sum(t.size for t in self._transfers)
+    def _tiers(self) -> tuple[Tier, ...]:
+        return self.device, self.host, self._unsaved, self._all
 
     def count(self, is_on_device: bool | None) -> None:
         """Counts a request: whether its prefix was on the device; None where it had none."""
@@ -166,103 +142,92 @@ class PrefixTiers:
             self.host.hits += 1
 
     def has_room(self, size: int) -> bool:
-        """Makes room for ``size`` bytes on the device; False where there cannot be any now."""
+        """Makes room for ``size`` bytes on the device; False where that would take a piece that may not be lost."""
         if size > self.device.budget:
             return False
-        self._finish_transfers()
-        while self.device_size + size > self.device.budget:
-            oldest = self.device.oldest()
-            if oldest is None:
+        while self.device.size + size > self.device.budget:
+            # What the host has, or takes, is not lost.
+            for piece in list(self.device.pieces):
+                if piece in self.host or self._save(piece) or piece not in self.device:
+                    self._leave_device(piece)
+                    break
+                if not piece.owner.pins:
+                    self._lose(self.device, piece)
+                    break
+            else:
                 return False
-            self._evict(self.device, oldest)
         return True
 
+    def _leave_device(self, piece: Piece) -> None:
+        if piece in self.device:
+            self.device.remove(piece)
+            self.device.evictions += 1
+            piece.device = None
+
     def add(self, piece: Piece) -> None:
-        """Adds a piece to the device, for which `has_room`."""
-        self.device.add(piece)
+        """Adds a piece that is on the device, for which `has_room`."""
+        for tier in (self.device, self._unsaved, self._all):
+            tier.add(piece)
 
     def touch(self, piece: Piece) -> None:
         """Counts a piece as used now."""
-        (self.host if piece.on_host else self.device).touch(piece)
+        for tier in self._tiers:
+            tier.touch(piece)
 
     def remove(self, piece: Piece) -> None:
         """Removes a piece."""
-        for tier in (self.device, self.host):
-            if piece in tier:
-                tier.remove(piece)
+        for tier in self._tiers:
+            tier.remove(piece)
+        piece.device = piece.host = None
 
     def clear(self) -> None:
         """Removes all pieces."""
-        self.device.clear()
-        self.host.clear()
+        for tier in self._tiers:
+            tier.clear()
 
-    def on_device(self, piece: Piece) -> Any:
-        """The arrays of a piece on the device. It stays there where there is room, else the host keeps it."""
-        if not piece.on_host:
-            return piece.arrays
+    def on_device(self, piece: Piece, keep: bool = True) -> Any:
+        """The arrays of a piece on the device; ``keep``: they stay there, in place of others that the host has too."""
+        if piece.device is not None:
+            return piece.device
         assert self._copies is not None
-        arrays = self._copies.to_device(piece.arrays)
-        if self.device_size + piece.size + self._margin() // 2 <= self.device.budget:
-            self._transfers.append(_Transfer(piece.arrays, arrays, 0))
-            self.host.remove(piece)
-            piece.arrays, piece.on_host = arrays, False
+        arrays = self._copies.to_device(piece.host)
+        if keep and self._unsaved.size + piece.size <= self.device.budget:
+            while self.device.size + piece.size > self.device.budget:
+                self._leave_device(next(p for p in self.device.pieces if p in self.host))
+            piece.device = arrays
             self.device.add(piece)
         return arrays
 
-    def settle(self, size: int = 0) -> None:
-        """Moves the oldest pieces to the host, until ``size`` bytes and a share of the device tier are free."""
-        if not self.host.budget:
-            return
-        self._finish_transfers()
-        while self.device.size > self.device.budget - max(self._margin(), size):
-            oldest = self.device.oldest(pinned=True)
-            if oldest is None or not self._move(oldest):
+    def save(self) -> None:
+        """Starts copying the oldest pieces to the host, as many as should have a copy there."""
+        while self._unsaved.size > self._unsaved.budget:
+            piece = next(iter(self._unsaved.pieces))
+            if not self._save(piece) and piece in self._unsaved:
                 return
 
-    def _margin(self) -> int:
-        return self.device.budget // FREE_SHARE
-
-    def _move(self, piece: Piece) -> bool:
-        """Moves a piece to the host, or loses it where the host has no room; False where it may not be lost."""
-        assert self._copies is not None
-        while self.host.size + self.host.bytes(piece) > self.host.budget:
-            oldest = self.host.oldest()
-            if oldest is None or self.host.bytes(piece) > self.host.budget:
-                return self._give_up(piece)
-            self._evict(self.host, oldest)
+    def _save(self, piece: Piece) -> bool:
+        """Starts copying a piece to the host; False where the host does not take it, or the piece is lost meanwhile."""
+        if self._copies is None or piece.size * self.host.copies > self.host.budget:
+            return False
+        while not self.host.has_room(piece):
+            # A piece may have been copied to the host after others that were used later.
+            oldest = next((p for p in self._all.pieces if p in self.host and not p.owner.pins), None)
+            if oldest is None:
+                return False
+            self._lose(self.host, oldest)
             if piece not in self.device:
                 # With a prefix, those that continue it are lost, and what only they needed.
-                return True
-        arrays = self._copies.to_host(piece.arrays)
-        if arrays is None:
+                return False
+        piece.host = self._copies.to_host(piece.device)
+        if piece.host is None:
             # The host's memory ends before the budget does.
             self.host.budget = self.host.size
-            return self._give_up(piece)
-        self.device.remove(piece)
-        self.device.evictions += 1
-        self._transfers.append(_Transfer(piece.arrays, arrays, piece.size))
-        piece.arrays, piece.on_host = arrays, True
+            return False
+        self._unsaved.remove(piece)
         self.host.add(piece)
         return True
 
-    def _give_up(self, piece: Piece) -> bool:
-        if piece.owner.pins:
-            return False
-        self._evict(self.device, piece)
-        return True
-
-    def _evict(self, tier: Tier, piece: Piece) -> None:
-        tier.remove(piece)
+    def _lose(self, tier: Tier, piece: Piece) -> None:
         tier.evictions += 1
+        self.remove(piece)
         self._lost(piece)
-
-    def _finish_transfers(self) -> None:
-        """Frees the sources of complete copies."""
-        if not self._transfers:
-            return
-        assert self._copies is not None
-        ready = 0
-        while ready < len(self._transfers) and self._copies.is_ready(self._transfers[ready].target):
-            ready += 1
-        for _ in range(self._copies.agree(ready)):
-            self._transfers.popleft()

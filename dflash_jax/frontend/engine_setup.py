@@ -27,6 +27,7 @@ def engine_setup(
     vocab: int,
     draft_window: DraftWindow,
     prefix_bytes: int,
+    prefix_host_bytes: int,
     markers: frozenset[int],
     max_num_batched_tokens: int | None = None,
     **options,
@@ -40,6 +41,7 @@ def engine_setup(
         vocab: Tokens of the vocabulary.
         draft_window: What the drafter sees of the context.
         prefix_bytes: As in `EngineConfig`.
+        prefix_host_bytes: As in `EngineConfig`.
         markers: As in `EngineConfig`.
         max_num_batched_tokens: As in `EngineConfig`; None takes the platform's default.
         **options: Further fields of `EngineConfig`, which override the platform's.
@@ -58,6 +60,7 @@ def engine_setup(
         block_sizes=block_sizes,
         max_decode_batch=1 if reproducible else None,
         prefix_bytes=prefix_bytes,
+        prefix_host_bytes=prefix_host_bytes,
         markers=markers,
         adaptive=not reproducible,
         **(prefill | options),

@@ -17,6 +17,7 @@ from dflash_jax.engine.config import BlockSize
 from dflash_jax.engine.draft_length import USUAL_RATE, DraftLengthPolicy, rate_of
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.executables import Executables
+from dflash_jax.engine.host_copies import allow_pinned_memory
 from dflash_jax.engine.memory import plan_memory
 from dflash_jax.engine.model_runner import ModelRunner
 from dflash_jax.engine.round_costs import RoundCosts, platform_named
@@ -72,6 +73,7 @@ class LLM(Generation):
         max_block_size: int | None = None,
         slots: int = 32,
         prefix_bytes: int | None = None,
+        prefix_host_bytes: int | None = None,
         mem_fraction: float = 0.9,
         draft_window_size: int | None = None,
         draft_sink_size: int = 0,
@@ -103,6 +105,7 @@ class LLM(Generation):
         with caller_names(names):
             given = LLMConfig(**values)
             enable_disk_cache()
+            allow_pinned_memory()
             checkpoint = Checkpoint.read(given)
             self.max_len = given.positions(checkpoint.config.max_positions)
             self.largest_block = given.largest_block(checkpoint.draft_block_size)
@@ -111,7 +114,8 @@ class LLM(Generation):
         self.dtype, self.reproducible = given.dtype_name, given.reproducible
         self.limits.check_block_size(given.block_size)
         self.block_size, self.slots = given.block_size, given.slots
-        self.prefix_bytes, self.mem_fraction = given.prefix_budget, given.mem_fraction
+        self.prefix_bytes, self.prefix_host_bytes = given.prefix_budget, given.prefix_host_budget
+        self.mem_fraction = given.mem_fraction
         size, limit = given.draft_window_size, self.config.max_positions
         self.draft_window = DraftWindow(None if size is None else min(size, limit), min(given.draft_sink_size, limit))
         self.backend = prepare_backend(given.kernels)
@@ -223,6 +227,7 @@ class LLM(Generation):
             vocab=self.config.vocab_size,
             draft_window=self.draft_window,
             prefix_bytes=self.prefix_bytes,
+            prefix_host_bytes=self.prefix_host_bytes,
             markers=self.tokenizer.markers if self.tokenizer and self.prefix_bytes else frozenset(),
             media=self.media is not None,
             **options,

@@ -9,8 +9,10 @@ import jax.numpy as jnp
 
 from dflash_jax.argument_checks import ArgumentError, check_fields, has_type, shown, wrong
 from dflash_jax.engine.config import BlockSize
+from dflash_jax.engine.host_copies import free_memory, has_pinned_memory
 from dflash_jax.engine.memory import device_memory
 from dflash_jax.engine.model_runner import BATCH_SIZES
+from dflash_jax.parallel.distributed import agreed
 from dflash_jax.parallel.sharding import Layout
 
 TINY = Path(__file__).parents[1] / "assets" / "tiny"
@@ -36,6 +38,8 @@ class LLMConfig:
         slots: Prompts that are continued at a time.
         prefix_bytes: Bytes for the cache of prefixes that prompts share; None takes a twentieth of the device's memory,
             256 MiB on CPU.
+        prefix_host_bytes: Bytes of the host's pinned memory for prefixes that the device has no room for; None takes a
+            quarter of what is free, and none on CPU, where both would be the same memory.
         mem_fraction: Share of a device's memory that may be used.
         draft_window_size: The last positions of the context that the drafter sees; None for all.
         draft_sink_size: The first positions that it sees beside them.
@@ -73,6 +77,7 @@ class LLMConfig:
     max_block_size: int | None = None
     slots: int = 32
     prefix_bytes: int | None = None
+    prefix_host_bytes: int | None = None
     mem_fraction: float = 0.9
     draft_window_size: int | None = None
     draft_sink_size: int = 0
@@ -123,6 +128,9 @@ class LLMConfig:
         check("max_block_size", lambda v: v >= 1, "1 or more")
         check("slots", lambda v: 1 <= v <= BATCH_SIZES[-1], f"1 to {BATCH_SIZES[-1]}")
         check("prefix_bytes", lambda v: 0 <= v <= MAX_BYTES, f"0 (none) to {MAX_BYTES}")
+        check("prefix_host_bytes", lambda v: 0 <= v <= MAX_BYTES, f"0 (none) to {MAX_BYTES}")
+        if self.prefix_host_bytes and self.prefix_bytes == 0:
+            raise wrong("prefix_host_bytes", self.prefix_host_bytes, "0, since prefix_bytes is 0: no prefix is kept")
         check("media_cache_bytes", lambda v: 0 <= v <= MAX_BYTES, f"0 (none) to {MAX_BYTES}")
         check("limit_mm_per_prompt", _are_counts, "a dict of whole numbers under image and video")
         check("mem_fraction", lambda v: 0 < v <= 1, "above 0 and at most 1")
@@ -147,6 +155,15 @@ class LLMConfig:
         if self.prefix_bytes is not None:
             return self.prefix_bytes
         return 2**28 if jax.default_backend() == "cpu" else device_memory() // 20
+
+    @property
+    def prefix_host_budget(self) -> int:
+        """Bytes of the prefix cache's tier on the host, the same on all hosts."""
+        if self.prefix_host_bytes is not None:
+            return self.prefix_host_bytes
+        if not self.prefix_budget or not has_pinned_memory():
+            return 0
+        return agreed(free_memory() // 4 // 2**20) * 2**20
 
     def largest_block(self, drafter_block: int) -> int:
         """The largest block size with a drafter of block size ``drafter_block``; 1 is no drafter.

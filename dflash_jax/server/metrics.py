@@ -111,6 +111,7 @@ class Metrics:
         yield counter("generation_tokens", "New tokens.", s.new_tokens)
         yield counter("prefix_cache_queries", "Prompt tokens looked up.", s.prompt_tokens)
         yield counter("prefix_cache_hits", "Prompt tokens that were known.", s.cached_tokens)
+        yield from self._prefix_tiers()
         yield counter("spec_decode_num_drafts", "Rounds with drafts.", s.drafts)
         yield counter("spec_decode_num_draft_tokens", "Drafted tokens.", s.draft_tokens)
         yielded = dict(s.yielded)
@@ -138,6 +139,28 @@ class Metrics:
             rounds.add_metric([*labels, str(rows), str(block_size)], count)
         yield rounds
         yield counter("engine_host_seconds", "Of the engine's steps, without waiting for the device.", s.host_s)
+
+    def _prefix_tiers(self) -> Iterator[Metric]:
+        """Yields the totals of both tiers of the prefix cache."""
+        tiers = self._engine.engine.prefix_cache.tiers
+        labels = (*LABELS, "tier")
+        bytes_ = GaugeMetricFamily("dflash:prefix_tier_bytes", "Bytes of known prefixes.", labels=labels)
+        budget = GaugeMetricFamily("dflash:prefix_tier_budget_bytes", "Bytes at most.", labels=labels)
+        hits = CounterMetricFamily(
+            "dflash:prefix_tier_hits", "Requests whose prefix was there; host: a part of it at least.", labels=labels
+        )
+        misses = CounterMetricFamily(
+            "dflash:prefix_tier_misses", "Requests whose prefix was not, or not all of it, there.", labels=labels
+        )
+        evictions = CounterMetricFamily(
+            "dflash:prefix_tier_evictions", "Parts of prefixes that left for lack of room.", labels=labels
+        )
+        for name, tier in (("device", tiers.device), ("host", tiers.host)):
+            values = (tier.size, tier.budget, tier.hits, tier.misses, tier.evictions)
+            families = (bytes_, budget, hits, misses, evictions)
+            for family, value in zip(families, values, strict=True):
+                family.add_metric([self._name, "0", name], value)
+        yield from (bytes_, budget, hits, misses, evictions)
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""

@@ -43,32 +43,16 @@ class Slot:
 
 
 class MockCopies:
-    """Copies that are complete after ``delay`` questions, and of which the host takes as long as ``has_memory``."""
+    """Copies that wrap what they copy. The host has memory if ``has_memory``."""
 
     devices, has_memory = 1, True
 
-    def __init__(self, delay: int = 0):
-        self.delay, self.pending = delay, []
-
     def to_host(self, arrays):
-        if not self.has_memory:
-            return None
-        self.pending.append([copy := HostArrays(arrays), self.delay])
-        return copy
+        return HostArrays(arrays) if self.has_memory else None
 
     def to_device(self, arrays):
         assert isinstance(arrays, HostArrays)
         return arrays.arrays
-
-    def is_ready(self, arrays):
-        for entry in self.pending:
-            if entry[0] is arrays:
-                entry[1] -= 1
-                return entry[1] < 0
-        return True
-
-    def agree(self, value):
-        return value
 
 
 @dataclass(eq=False)

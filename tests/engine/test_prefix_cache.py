@@ -1,10 +1,14 @@
 """Where prompts are cut, and what is kept of them."""
 
-from hypothesis import given
+from itertools import pairwise
+
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from dflash_jax.engine import prefix_cache
-from dflash_jax.engine.prefix_cache import PrefixCache, chunks, cut_points, keys
+from dflash_jax.engine.prefix_cache import Prefix, PrefixCache, chunks, cut_points, keys
+from tests.engine.mock_runner import MockCopies
 
 MARKERS = frozenset([0])
 TOKENS = st.lists(st.integers(0, 5), min_size=1, max_size=200)
@@ -41,8 +45,21 @@ def test_long_prompts_are_kept_on_a_grid():
     assert cut_points([1, 0, *[1] * 20, 0, 1, 0, 1], 25, MARKERS) == [22, 25]
 
 
-def add(kept: PrefixCache, name: str, parent=None, size: int = 10):
-    return kept.add(name.encode(), 1, parent, [], None, size)
+def add(kept: PrefixCache, name: str, parent: Prefix | None = None, size: int = 10, length: int = 100):
+    """A prefix of ``length`` tokens more than its parent's, whose keys and values have a tenth of its bytes."""
+    length += parent.length if parent else 0
+    segments = [(parent.length if parent else 0, name)]
+    return kept.add(name.encode(), length, parent, segments, name, size // 10, size - size // 10)
+
+
+def conversation(kept: PrefixCache, name: str, lengths: list[int], parent: Prefix | None = None) -> Prefix | None:
+    for i, length in enumerate(lengths):
+        parent = add(kept, f"{name}{i}", parent, length=length)
+    return parent
+
+
+def known(kept: PrefixCache, *names: str) -> list[str]:
+    return [name for name in names if kept.find(name.encode())]
 
 
 def test_the_least_recently_used_goes_first_and_children_before_parents():
@@ -69,6 +86,198 @@ def test_what_does_not_fit_is_not_kept():
     assert kept.find(b"first") is None
     # What builds on a prefix that is gone is no prefix.
     assert add(kept, "late", first, size=1) is None
+
+
+def test_a_conversation_keeps_few_snapshots_and_all_keys_and_values():
+    kept = PrefixCache(10**9)
+    last = conversation(kept, "t", [1000] * 100)
+    stored = [part for part in last.chain() if part.snapshot is not None]
+    lengths = [part.length for part in stored]
+    # The newest two, the first, and others in distances that grow towards the middle.
+    assert lengths[:2] == [100_000, 99_000]
+    assert lengths[-1] == 1000
+    assert len(lengths) == len(kept) <= 14
+    for newer, older in pairwise(lengths):
+        assert newer - older <= 1000 + 3 * min(older, 100_000 - newer)
+    # A cut between two of them is restored from the older one: the keys and values behind it are all there.
+    assert [start for start, _ in kept.segments(last, 0)] == list(range(0, 100_000, 1000))
+    assert kept.size == 100 * 1 + 9 * len(stored)
+
+
+def test_points_where_prompts_diverge_are_kept():
+    kept = PrefixCache(10**9)
+    trunk = conversation(kept, "t", [1000] * 20)
+    assert trunk.parent.snapshot is not None
+    branch = add(kept, "branch", trunk.parent, length=500)
+    conversation(kept, "t", [1000] * 60, trunk)
+    assert trunk.parent.snapshot is not None
+    # The sibling of the trunk is not its end: it has more tokens than a header.
+    assert branch.snapshot is not None
+
+
+def test_a_header_behind_a_prompt_goes_when_the_conversation_goes_on():
+    kept = PrefixCache(10**9)
+    user = add(kept, "user")
+    header = add(kept, "header", user, length=5)
+    kept.pin(header)
+    add(kept, "busy", user)
+    assert kept.find(b"header")
+    kept.unpin(header)
+    add(kept, "next", user)
+    assert known(kept, "header", "user", "busy", "next") == ["user", "busy", "next"]
+    # Beside longer ends it stays: it is the newest.
+    assert add(kept, "header", user, length=5)
+    assert kept.find(b"header")
+
+
+def test_a_snapshot_that_went_comes_back_with_the_keys_and_values_that_stayed():
+    kept = PrefixCache(10**9)
+    last = conversation(kept, "t", [1000] * 100)
+    gone = next(part for part in last.chain() if part.snapshot is None)
+    size, name = kept.size, gone.key.decode()
+    assert kept.find(gone.key) is None
+    assert add(kept, name, gone.parent, length=1000) is gone
+    assert kept.find(gone.key) is gone
+    assert kept.size == size + 9
+
+
+def test_a_pinned_prefix_stays_and_what_finds_no_room_is_refused():
+    kept = PrefixCache(30)
+    chain = conversation(kept, "a", [100] * 3)
+    kept.pin(chain)
+    assert add(kept, "b") is None
+    assert known(kept, "a0", "a1", "a2") == ["a0", "a1", "a2"]
+    kept.unpin(chain)
+    assert add(kept, "b")
+    assert known(kept, "a0", "a1", "a2", "b") == ["a0", "a1", "b"]
+
+
+def test_the_oldest_move_to_the_host_and_come_back():
+    copies = MockCopies()
+    kept = PrefixCache(40, 1000, copies)
+    for name in "abcdef":
+        assert add(kept, name)
+    # Those that came last are on the device alone.
+    assert (kept.tiers.device.size, kept.tiers.host.size) == (40, 40)
+    assert not kept.is_on_device(a := kept.find(b"a"), 0)
+    assert list(kept.segments(a, 0)) == [(0, "a")]
+    assert kept.snapshot(a) == "a"
+    assert known(kept, *"abcdef") == [*"abcdef"]
+    assert kept.size <= 40
+
+
+def test_where_the_host_is_full_its_oldest_are_lost():
+    kept = PrefixCache(40, 20, MockCopies())
+    for name in "abcdefgh":
+        add(kept, name)
+        assert kept.tiers.host.size <= 20
+    assert known(kept, *"abcdefgh") == [*"efgh"]
+    assert kept.tiers.host.evictions > 0
+
+
+def test_where_the_host_has_no_memory_left_its_budget_ends():
+    copies = MockCopies()
+    kept = PrefixCache(40, 1000, copies)
+    for name in "abcde":
+        add(kept, name)
+    copies.has_memory = False
+    for name in "fghi":
+        assert add(kept, name)
+    assert kept.tiers.host.size <= kept.tiers.host.budget < 1000
+    assert set("ghi") <= set(known(kept, *"abcdefghi"))
+
+
+def test_each_device_of_a_host_takes_its_memory():
+    copies = MockCopies()
+    copies.devices = 4
+    kept = PrefixCache(40, 80, copies)
+    for name in "abcdefgh":
+        add(kept, name)
+    assert kept.tiers.host.size == 80
+    assert known(kept, *"abcdefgh") == [*"efgh"]
+
+
+class Accounting(RuleBasedStateMachine):
+    """Prompts of all shapes on small tiers."""
+
+    @initialize(
+        budget=st.integers(1, 200),
+        host=st.sampled_from([0, 1, 60, 500]),
+        devices=st.integers(1, 2),
+    )
+    def begin(self, budget, host, devices):
+        self.copies = MockCopies()
+        self.copies.devices = devices
+        self.kept = PrefixCache(budget, host, self.copies)
+        self.names, self.pinned, self.count = [b"none"], [], 0
+
+    @rule(at=st.integers(0, 50), length=st.sampled_from([3, 20, 400, 4096]), size=st.integers(1, 60), data=st.data())
+    def adds(self, at, length, size, data):
+        parent = self.kept.find(self.names[at % len(self.names)])
+        again = parent is not None and data.draw(st.booleans())
+        self.count += 1
+        name = parent.key if again else b"%d" % self.count
+        if again:
+            parent, length = parent.parent, parent.length - (parent.parent.length if parent.parent else 0)
+        length += parent.length if parent else 0
+        start = parent.length if parent else 0
+        added = self.kept.add(name, length, parent, [(start, name)], name, size // 2, size - size // 2)
+        assert added is None or self.kept.find(name) is added
+        self.names.append(name)
+
+    @rule(at=st.integers(0, 50))
+    def restores(self, at):
+        if (prefix := self.kept.find(self.names[at % len(self.names)])) is not None:
+            starts = [start for start, _ in self.kept.segments(prefix, 0)]
+            assert starts == sorted(set(starts))
+            assert starts[0] == 0
+            assert self.kept.snapshot(prefix) == prefix.key
+
+    @rule(at=st.integers(0, 50))
+    def pins(self, at):
+        if (prefix := self.kept.find(self.names[at % len(self.names)])) is not None:
+            self.kept.pin(prefix)
+            self.pinned.append(prefix)
+
+    @precondition(lambda self: self.pinned)
+    @rule(at=st.integers(0, 50))
+    def unpins(self, at):
+        self.kept.unpin(self.pinned.pop(at % len(self.pinned)))
+
+    @rule()
+    def clears(self):
+        self.kept.clear()
+        self.pinned.clear()
+
+    @invariant()
+    def no_tier_is_above_its_budget(self):
+        for tier in (self.kept.tiers.device, self.kept.tiers.host):
+            assert 0 <= tier.size <= tier.budget
+
+    @invariant()
+    def every_piece_is_counted_once(self):
+        tiers, prefixes = self.kept.tiers, self.kept._prefixes.values()
+        pieces = [p for prefix in prefixes for p in (prefix.segments, prefix.snapshot) if p is not None]
+        assert set(tiers.device.pieces) == {piece for piece in pieces if piece.device is not None}
+        assert set(tiers.host.pieces) == {piece for piece in pieces if piece.host is not None}
+        assert {*tiers.device.pieces, *tiers.host.pieces} == set(pieces)
+        assert tiers.device.size == sum(piece.size for piece in tiers.device.pieces)
+        assert tiers.host.size == self.copies.devices * sum(piece.size for piece in tiers.host.pieces)
+
+    @invariant()
+    def what_is_kept_can_be_restored_and_nothing_else_is_kept(self):
+        for prefix in self.kept._prefixes.values():
+            assert prefix.parent is None or prefix in self.kept._prefixes[prefix.parent.key].children
+            assert prefix.snapshot is not None or prefix.children or prefix.pins
+
+    @invariant()
+    def nothing_pinned_is_lost(self):
+        for prefix in self.pinned:
+            assert all(self.kept._prefixes.get(part.key) is part for part in prefix.chain())
+
+
+TestAccounting = Accounting.TestCase
+TestAccounting.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
 def test_other_tokens_are_another_key():
