@@ -16,6 +16,7 @@ from dflash_jax.decoding import prefix_snapshot
 from dflash_jax.engine import model_runner
 from dflash_jax.engine.draft_length import NO_DRAFTER
 from dflash_jax.engine.executables import Executables
+from dflash_jax.engine.prefix_cache import MIN_MESSAGE
 from dflash_jax.engine.request import ReadyMasks, Request
 from dflash_jax.engine.token_rules import Rules, ThinkingBudget, TokenRules
 from dflash_jax.models.decoder import Decoder
@@ -99,10 +100,10 @@ def test_no_program_for_another_request(family, loaded):
 
 @pytest.mark.parametrize("drafts", [True, False], ids=["drafter", "plain"])
 def test_a_known_prefix_changes_nothing(family, drafts):
-    """Hits at every boundary, after evictions and aborts."""
+    """Hits at every boundary, after evictions and aborts, from the device and from the host."""
     programs, widths, sizes = (family.drafting, (1, 8), {}) if drafts else (family.plain, (1,), {})
-    for budget in (10**8, 150_000):
-        engine = engine_for(programs, widths, prefix_bytes=budget)
+    for budget, host_budget in ((10**8, 0), (150_000, 0), (150_000, 10**8)):
+        engine = engine_for(programs, widths, prefix_bytes=budget, prefix_host_bytes=host_budget)
         for again in range(3):
             for i, w in enumerate(family.wanted[:30]):
                 request, entries = Request(**w), []
@@ -115,11 +116,14 @@ def test_a_known_prefix_changes_nothing(family, drafts):
                         entries += event.logprobs or []
                 if request.finish_reason != "abort":
                     check(family.target, family.expected[i], request, entries)
-                if budget == 10**8 and again == 2:
-                    assert request.cached == len(request.prompt) - 1
-        assert engine.prefix_cache.size <= budget
-        sizes[budget] = len(engine.prefix_cache)
-    assert 0 < sizes[150_000] < sizes[10**8]
+                if 10**8 in (budget, host_budget) and again == 2:
+                    # Short ends of prompts go when another prompt begins as they do.
+                    assert request.cached >= len(request.prompt) - MIN_MESSAGE
+        tiers = engine.prefix_cache.tiers
+        assert tiers.device.size <= budget
+        assert (tiers.host.hits > 0) == (host_budget > 0)
+        sizes[budget, host_budget] = len(engine.prefix_cache)
+    assert 0 < sizes[150_000, 0] < sizes[150_000, 10**8] == sizes[10**8, 0]
 
 
 @hybrid_only
@@ -143,16 +147,21 @@ def test_a_full_prefill_and_a_hit_are_the_same_bits(family):
     params = SamplingParams(
         temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, seed=1, max_tokens=1
     )
-    for budget in (0, 10**8):
-        engine = engine_for(family.drafting, prefix_bytes=budget)
+    for budget, host_budget in ((0, 0), (10**8, 0), (10**8, 10**8)):
+        engine = engine_for(family.drafting, prefix_bytes=budget, prefix_host_bytes=host_budget)
         for text in (prompt[:45], prompt):
             engine.submit(r := Request(text, params))
             while engine.has_work:
                 engine.step()
+            if host_budget:
+                # What the device has moves to the host.
+                assert engine.prefix_cache.tiers.has_room(budget)
+                assert engine.prefix_cache.size == 0
+        assert engine.prefix_cache.tiers.host.hits == (host_budget > 0)
         runs.append((r.cached, jax.device_get(engine.runner.state.target)))
-    assert runs[0][0] == 0
-    assert runs[1][0] == 39
-    jax.tree.map(np.testing.assert_array_equal, runs[0][1], runs[1][1])
+    assert [cached for cached, _ in runs] == [0, 39, 39]
+    for _, state in runs[1:]:
+        jax.tree.map(np.testing.assert_array_equal, runs[0][1], state)
 
 
 class OddOnly(ReadyMasks):

@@ -147,13 +147,16 @@ def test_text_behind_images_depends_on_pixels_and_positions(pair):
 
 
 def test_images_with_a_drafter_together_in_other_chunks_and_from_the_prefix_cache(pair):
-    engine = engine_for(pair.drafting, slots=4)
+    engine = engine_for(pair.drafting, slots=4, prefix_host_bytes=10**8)
     rng = random.Random(0)
     for turn in range(3):
+        # What the device has moves to the host.
+        assert engine.prefix_cache.tiers.has_room(engine.prefix_cache.budget)
         order = rng.sample(range(len(PROMPTS)), len(PROMPTS))
         found = run(engine, *(request(i, block_size=rng.choice([1, 3, 8])) for i in order))
         assert found == [pair.expected[i] for i in order]
         assert (engine.statistics.cached_tokens > 0) == (turn > 0)
+        assert (engine.prefix_cache.tiers.host.hits > 0) == (turn > 0)
     assert max(engine.statistics.yielded) > 1, "no draft was accepted"
     other = engine_for(pair.plain, (1,), slots=4, prefill_sizes=(4, 16), max_num_batched_tokens=16)
     assert run(other, *map(request, range(len(PROMPTS)))) == pair.expected

@@ -6,6 +6,7 @@ from dataclasses import FrozenInstanceError, fields
 import pytest
 
 from dflash_jax import LLM, InputError
+from dflash_jax.frontend import llm_config
 from dflash_jax.frontend.llm_config import LLMConfig
 
 
@@ -34,6 +35,11 @@ def test_llm_config_is_frozen():
         ({"slots": 0}, "slots is 0: it must be 1 to 256"),
         ({"slots": 257}, "slots is 257: it must be 1 to 256"),
         ({"prefix_bytes": -1}, "prefix_bytes is -1: it must be 0"),
+        ({"prefix_host_bytes": -1}, "prefix_host_bytes is -1: it must be 0"),
+        (
+            {"prefix_bytes": 0, "prefix_host_bytes": 5},
+            "prefix_host_bytes is 5: it must be 0, since prefix_bytes is 0: no prefix is kept",
+        ),
         ({"mem_fraction": 0.0}, "mem_fraction is 0.0: it must be above 0 and at most 1"),
         ({"mem_fraction": 1.5}, "mem_fraction is 1.5"),
         ({"mesh": "rows=2"}, "mesh axis 'rows' is not known"),
@@ -56,6 +62,15 @@ def test_positions_and_blocks_are_bounded_by_the_models():
         LLMConfig(max_block_size=17).largest_block(16)
     with pytest.raises(InputError, match="max_block_size is 2: it must be at most 1, since there is no drafter"):
         LLMConfig(max_block_size=2).largest_block(1)
+
+
+def test_the_host_tier_is_a_quarter_of_what_is_free_where_devices_have_memory_of_their_own(monkeypatch):
+    assert LLMConfig().prefix_host_budget == 0
+    assert LLMConfig(prefix_host_bytes=7).prefix_host_budget == 7
+    monkeypatch.setattr(llm_config, "has_pinned_memory", lambda: True)
+    monkeypatch.setattr(llm_config, "free_memory", lambda: 2**30 + 5)
+    assert LLMConfig().prefix_host_budget == 2**28
+    assert LLMConfig(prefix_bytes=0).prefix_host_budget == LLMConfig(prefix_host_bytes=0).prefix_host_budget == 0
 
 
 def test_an_llm_of_a_configuration_has_its_values():
