@@ -236,7 +236,7 @@ REFUSED = (
         """,
     ),
     Group(
-        "--slots, --max-len, --prefix-bytes, --prefix-host-bytes and --mem-fraction divide the memory",
+        "memory is divided by --slots, --max-len, --prefix-bytes, --prefix-host-bytes and --mem-fraction",
         """
         --enable-memory-saver --enable-weights-cpu-backup --enable-draft-weights-cpu-backup
         --enable-encoder-swa-bounded-replay --enable-decoder-swa-bounded-replay --enable-int8-mamba-checkpoint
