@@ -45,7 +45,8 @@ class HostCopies:
 
     def to_device(self, arrays: Any) -> Any:
         """Starts a copy of what `to_host` returned: arrays on the device, sharded as before."""
-        return jax.device_put(arrays, jax.tree.map(lambda x: x.sharding.with_memory_kind("device"), arrays))
+        kind = jax.local_devices()[0].default_memory().kind
+        return jax.device_put(arrays, jax.tree.map(lambda x: x.sharding.with_memory_kind(kind), arrays))
 
 
 def has_pinned_memory() -> bool:

@@ -1,12 +1,14 @@
 """Copies in the host's pinned memory, which the CPU's devices have too."""
 
+import os
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from dflash_jax.engine import host_copies
-from dflash_jax.engine.host_copies import HostCopies, free_memory
+from dflash_jax.engine.host_copies import LIMIT_VARIABLE, HostCopies, allow_pinned_memory, free_memory
 
 
 def test_what_comes_back_from_the_host_is_the_same_bits_under_the_same_sharding():
@@ -44,3 +46,12 @@ def test_free_memory_is_within_the_limit_of_the_container(monkeypatch, tmp_path)
         assert free_memory() == expected
     limit.write_text("max\n")
     assert free_memory() > 4096
+
+
+def test_the_limit_of_pinned_memory_is_raised_unless_it_is_set(monkeypatch):
+    monkeypatch.setenv(LIMIT_VARIABLE, "5")
+    allow_pinned_memory()
+    assert os.environ[LIMIT_VARIABLE] == "5"
+    monkeypatch.delenv(LIMIT_VARIABLE)
+    allow_pinned_memory()
+    assert int(os.environ[LIMIT_VARIABLE]) >= 64
