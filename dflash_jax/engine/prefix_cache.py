@@ -116,7 +116,11 @@ class Prefix:
 
     def chain(self) -> "list[Prefix]":
         """All prefixes from this one back to the first."""
-        return [self, *(self.parent.chain() if self.parent else [])]
+        result, prefix = [], self
+        while prefix is not None:
+            result.append(prefix)
+            prefix = prefix.parent
+        return result
 
 
 class PrefixCache:
@@ -239,12 +243,14 @@ class PrefixCache:
 
     def _thin(self, prefix: Prefix) -> None:
         """Removes snapshots that a new prefix makes dispensable."""
-        for sibling in list(prefix.parent.children) if prefix.parent else ():
-            # The end of an earlier prompt, such as the header of an answer: to prefill it again takes less than to
-            # store it, and it would make each turn of a conversation a point where prompts diverge.
-            is_short = sibling.length - prefix.parent.length < MIN_MESSAGE
-            if sibling is not prefix and is_short and not sibling.children and not sibling.pins:
-                self._remove(sibling)
+        parent = prefix.parent
+        if parent is not None and prefix.length - parent.length >= MIN_MESSAGE:
+            for sibling in list(parent.children):
+                # The end of an earlier prompt, such as the header of an answer: to prefill it again takes less than to
+                # store it, and it would make each turn of a conversation a point where prompts diverge.
+                is_short = sibling.length - parent.length < MIN_MESSAGE
+                if is_short and not sibling.children and not sibling.pins:
+                    self._remove(sibling)
         _, *inner = [part for part in prefix.chain() if part.snapshot is not None]
         following = prefix
         for part, before in zip(inner, [*(p.length for p in inner[1:]), 0], strict=False):
@@ -287,23 +293,30 @@ class PrefixCache:
         else:
             self._remove(prefix)
 
-    def _prune(self, prefix: Prefix) -> None:
-        """Removes a prefix that no longer serves any other, and those before it for which that is true then."""
-        if prefix.snapshot is None and not prefix.children and not prefix.pins:
-            self._remove(prefix)
+    def _prune(self, prefix: Prefix | None) -> None:
+        """Removes a prefix that serves none any more, and those before it for which that is true then."""
+        while prefix is not None and prefix.snapshot is None and not prefix.children and not prefix.pins:
+            self._drop(prefix)
+            prefix = prefix.parent
 
     def _remove(self, prefix: Prefix) -> None:
-        """Removes a prefix and all that continue it."""
+        """Removes a prefix and all that continue it, and what served only these."""
         removed = [prefix]
         for part in removed:
             removed += part.children
-            for piece in (part.segments, part.snapshot):
-                if piece is not None:
-                    self.tiers.remove(piece)
-            del self._prefixes[part.key]
+        for part in reversed(removed):
+            self._drop(part)
+        self._prune(prefix.parent)
+
+    def _drop(self, prefix: Prefix) -> None:
+        """Removes a prefix that none continues."""
+        for piece in (prefix.segments, prefix.snapshot):
+            if piece is not None:
+                self.tiers.remove(piece)
+        prefix.snapshot = None
+        del self._prefixes[prefix.key]
         if prefix.parent is not None:
             prefix.parent.children.remove(prefix)
-            self._prune(prefix.parent)
 
     def clear(self) -> None:
         """Evicts all prefixes."""

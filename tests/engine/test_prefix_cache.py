@@ -290,3 +290,11 @@ def test_a_salt_parts_prefixes():
     plain, again, one, other = (keys(tokens, cuts, salt) for salt in ("", "", "a", "\ud800"))
     assert plain == again == keys(tokens, cuts)
     assert len({*plain, *one, *other}) == 9
+
+
+def test_a_conversation_of_thousands_of_messages_is_lost_without_recursion():
+    kept = PrefixCache(10**6)
+    last = conversation(kept, "t", [20] * 3000)
+    assert len(last.chain()) == 3000
+    assert add(kept, "other", size=10**6)
+    assert len(kept) == 1
