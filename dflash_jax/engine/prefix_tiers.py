@@ -171,7 +171,8 @@ class PrefixTiers:
 
     def touch(self, piece: Piece) -> None:
         """Counts a piece as used now."""
-        for tier in self._tiers:
+        # The order of the host tier is that of all pieces.
+        for tier in (self.device, self._unsaved, self._all):
             tier.touch(piece)
 
     def remove(self, piece: Piece) -> None:
@@ -207,8 +208,9 @@ class PrefixTiers:
 
     def _save(self, piece: Piece) -> bool:
         """Starts copying a piece to the host; False where the host does not take it, or the piece is lost meanwhile."""
-        if self._copies is None or piece.size * self.host.copies > self.host.budget:
+        if not self.host.budget or piece.size * self.host.copies > self.host.budget:
             return False
+        assert self._copies is not None
         while not self.host.has_room(piece):
             # A piece may have been copied to the host after others that were used later.
             oldest = next((p for p in self._all.pieces if p in self.host and not p.owner.pins), None)
