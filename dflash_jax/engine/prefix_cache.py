@@ -255,7 +255,7 @@ class PrefixCache:
         following = prefix
         for part, before in zip(inner, [*(p.length for p in inner[1:]), 0], strict=False):
             allowed = SPACING * min(before, prefix.length - following.length)
-            if len(part.children) == 1 and following.length - before <= allowed:
+            if part.snapshot is not None and len(part.children) == 1 and following.length - before <= allowed:
                 self.tiers.remove(part.snapshot)
                 part.snapshot = None
             else:
