@@ -204,7 +204,7 @@ def test_the_engine_on_a_mesh_under_load():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model_runner, "BATCH_SIZES", (1, 4))
         cut = on(layout, target, abstract_decoder)
-        options = {"prefix_bytes": 100_000, "prefix_host_bytes": 10**9}
+        options = {"prefix_bytes": 150_000, "prefix_host_bytes": 10**9}
         engine = engine_for(Executables(cut, on(layout, drafter, abstract_drafter)), slots=8, **options)
         under_load(engine, target, wanted, expected, 150, seed=1)
     assert engine.statistics.cached_tokens > 0
