@@ -148,7 +148,10 @@ class PrefixTiers:
         while self.device.size + size > self.device.budget:
             # What the host has, or takes, is not lost.
             for piece in list(self.device.pieces):
-                if piece in self.host or self._save(piece) or piece not in self.device:
+                if piece not in self.device:
+                    # Lost with another one.
+                    break
+                if piece in self.host or self._save(piece, replaces=True) or piece not in self.device:
                     self._leave_device(piece)
                     break
                 if not piece.owner.pins:
@@ -203,11 +206,19 @@ class PrefixTiers:
         """Starts copying the oldest pieces to the host, as many as should have a copy there."""
         while self._unsaved.size > self._unsaved.budget:
             piece = next(iter(self._unsaved.pieces))
-            if not self._save(piece) and piece in self._unsaved:
+            if not self._save(piece, replaces=False) and piece in self._unsaved:
                 return
 
-    def _save(self, piece: Piece) -> bool:
-        """Starts copying a piece to the host; False where the host does not take it, or the piece is lost meanwhile."""
+    def _save(self, piece: Piece, replaces: bool) -> bool:
+        """Starts copying a piece to the host.
+
+        Args:
+            piece: A piece of the device.
+            replaces: Whether it takes the room of copies of others that are still on the device. Those stay there.
+
+        Returns:
+            False where the host does not take it, or the piece is lost meanwhile.
+        """
         if not self.host.budget or piece.size * self.host.copies > self.host.budget:
             return False
         assert self._copies is not None
@@ -216,7 +227,12 @@ class PrefixTiers:
             oldest = next((p for p in self._all.pieces if p in self.host and not p.owner.pins), None)
             if oldest is None:
                 return False
-            self._lose(self.host, oldest)
+            if oldest not in self.device:
+                self._lose(self.host, oldest)
+            elif replaces:
+                self._forget_copy(oldest)
+            else:
+                return False
             if piece not in self.device:
                 # With a prefix, those that continue it are lost, and what only they needed.
                 return False
@@ -228,6 +244,15 @@ class PrefixTiers:
         self._unsaved.remove(piece)
         self.host.add(piece)
         return True
+
+    def _forget_copy(self, piece: Piece) -> None:
+        """Drops the host's copy of a piece that is on the device too."""
+        self.host.remove(piece)
+        self.host.evictions += 1
+        piece.host = None
+        self._unsaved.add(piece)
+        # It is older than most of the others.
+        self._unsaved.pieces.move_to_end(piece, last=False)
 
     def _lose(self, tier: Tier, piece: Piece) -> None:
         tier.evictions += 1

@@ -12,7 +12,7 @@ from dflash_jax.engine.config import BlockSize
 from dflash_jax.engine.host_copies import free_memory, has_pinned_memory
 from dflash_jax.engine.memory import device_memory
 from dflash_jax.engine.model_runner import BATCH_SIZES
-from dflash_jax.parallel.distributed import agreed
+from dflash_jax.parallel.distributed import agreed_least
 from dflash_jax.parallel.sharding import Layout
 
 TINY = Path(__file__).parents[1] / "assets" / "tiny"
@@ -163,7 +163,7 @@ class LLMConfig:
             return self.prefix_host_bytes
         if not self.prefix_budget or not has_pinned_memory():
             return 0
-        return agreed(free_memory() // 4 // 2**20) * 2**20
+        return agreed_least(free_memory() // 4 // 2**20) * 2**20
 
     def largest_block(self, drafter_block: int) -> int:
         """The largest block size with a drafter of block size ``drafter_block``; 1 is no drafter.

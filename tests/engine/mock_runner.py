@@ -48,6 +48,7 @@ class MockCopies:
     devices, has_memory = 1, True
 
     def to_host(self, arrays):
+        assert arrays is not None
         return HostArrays(arrays) if self.has_memory else None
 
     def to_device(self, arrays):

@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -173,6 +174,15 @@ def test_where_the_host_is_full_its_oldest_are_lost():
         assert kept.tiers.host.size <= 20
     assert known(kept, *"abcdefgh") == [*"efgh"]
     assert kept.tiers.host.evictions > 0
+
+
+@pytest.mark.parametrize("host", [0, 40, 100, 400])
+def test_a_small_host_tier_takes_nothing_from_the_device(host):
+    kept = PrefixCache(1000, host, MockCopies())
+    for i in range(60):
+        add(kept, str(i), size=40)
+    assert kept.tiers.device.size == 1000
+    assert len(known(kept, *map(str, range(60)))) >= 25
 
 
 def test_where_the_host_has_no_memory_left_its_budget_ends():
