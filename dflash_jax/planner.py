@@ -137,7 +137,7 @@ def abstract_pair(
 
     from dflash_jax.checkpoint.parameters import QUANTIZED
     from dflash_jax.models.decoder import abstract_decoder
-    from dflash_jax.models.drafter import abstract_drafter
+    from dflash_jax.models.drafters import abstract_drafter
     from dflash_jax.ops.weights import QuantizedWeight
     from dflash_jax.parallel.sharding import parameter_paths, parameter_specs
 
@@ -167,7 +167,7 @@ def abstract_pair(
 def _measure(shapes: Shapes, layout: "Layout", dtype, eight: frozenset[str]) -> tuple[Weights, Weights | None, Slot]:
     """Target's weights, drafter's weights, and a slot, which plans for several devices or lengths share."""
     from dflash_jax.models.decoder import abstract_decoder
-    from dflash_jax.models.drafter import abstract_drafter
+    from dflash_jax.models.drafters import abstract_drafter
 
     target = abstract_decoder(shapes.target, dtype, layout)
     drafter = abstract_drafter(shapes.draft, dtype, layout) if shapes.draft else None

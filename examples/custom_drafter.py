@@ -28,11 +28,11 @@ class PromptLookup:
     def init_cache(self, slots, capacity, dtype, window):
         return (jnp.zeros((slots, capacity), jnp.int32),)
 
-    def extend(self, cache, features, tokens, positions, valid):
-        """Adds verified tokens [B, T] at positions [B, T] where valid [B, T]."""
+    def extend(self, cache, new):
+        """Adds verified tokens [B, T] at their positions [B, T] where they are valid [B, T]."""
         (known,) = cache
-        places = jnp.where(valid, positions, known.shape[1])  # Out of range: dropped.
-        return (known.at[jnp.arange(len(known))[:, None], places].set(tokens, mode="drop"),)
+        places = jnp.where(new.valid, new.positions, known.shape[1])  # Out of range: dropped.
+        return (known.at[jnp.arange(len(known))[:, None], places].set(new.tokens, mode="drop"),)
 
     def propose(self, cache, last, start, block_sizes, size, heads, window):
         """Drafts [B, size - 1] behind ``last`` [B], the token at position start [B]."""

@@ -24,7 +24,8 @@ from dflash_jax.models.config import (
     VisionConfig,
 )
 from dflash_jax.models.decoder import Decoder, abstract_decoder
-from dflash_jax.models.drafter import Drafter, abstract_drafter
+from dflash_jax.models.drafter import Drafter
+from dflash_jax.models.drafters import abstract_drafter
 from dflash_jax.models.vision import VisionTower, abstract_tower
 from dflash_jax.parallel.sharding import parameter_paths
 

@@ -16,12 +16,15 @@ from dflash_jax.checkpoint.files import TensorFiles, Tensors, write_tensors
 from dflash_jax.checkpoint.parameters import QUANTIZE, C, Source, read_parameter
 from dflash_jax.errors import InputError
 from dflash_jax.models import families
-from dflash_jax.models.config import DraftConfig, ModelConfig, VisionConfig
+from dflash_jax.models.config import DraftConfig, ModelConfig, MtpConfig, VisionConfig
 from dflash_jax.models.decoder import Decoder, abstract_decoder
-from dflash_jax.models.drafter import Drafter, abstract_drafter
-from dflash_jax.models.families import dflash
+from dflash_jax.models.drafter import Drafter
+from dflash_jax.models.drafters import abstract_drafter
+from dflash_jax.models.families import dflash, mtp
 from dflash_jax.models.families.names import Entry
+from dflash_jax.models.families.reading import shown
 from dflash_jax.models.families.vision import vision_entries, vision_prefix
+from dflash_jax.models.mtp import Mtp
 from dflash_jax.models.packing import unpack_weights
 from dflash_jax.models.vision import VisionTower, abstract_tower
 from dflash_jax.ops.backend import Backend
@@ -92,16 +95,21 @@ def read_target_config(directory: Path) -> ModelConfig:
     return parsed(families.read_target, read_raw(directory), directory)
 
 
-def read_draft_config(directory: Path) -> DraftConfig:
-    """The configuration of a drafter's directory.
+def read_draft_config(directory: Path) -> DraftConfig | MtpConfig:
+    """The configuration of a drafter's directory: a DFlash drafter's, or the MTP head's of a target.
 
     Raises:
-        InputError: It is invalid or no DFlash drafter's.
+        InputError: It is invalid, or of a target whose kind has no MTP head.
     """
     raw = read_raw(directory)
-    if not parsed(dflash.is_drafter, raw, directory):
-        raise InputError(f"{directory} is not a DFlash drafter: its config.json has no dflash_config")
-    return parsed(dflash.read_config, raw, directory)
+    if parsed(dflash.is_drafter, raw, directory):
+        return parsed(dflash.read_config, raw, directory)
+    if not parsed(mtp.has_head, raw, directory):
+        raise InputError(
+            f"{directory} is not a DFlash drafter: its config.json has no dflash_config; "
+            f"and a model of model_type {shown(raw.get('model_type'))} has no MTP head that is known here"
+        )
+    return parsed(mtp.read_config, raw, directory)
 
 
 def open_target(directory: str | Path) -> Source[ModelConfig]:
@@ -125,11 +133,11 @@ def check_target(directory: str | Path) -> ModelConfig:
     return read_target_config(directory) if orbax.is_orbax(directory) else open_target(directory).config
 
 
-def check_drafter(directory: str | Path, target: ModelConfig) -> DraftConfig:
+def check_drafter(directory: str | Path, target: ModelConfig) -> DraftConfig | MtpConfig:
     """The configuration of a drafter whose files are complete and fit it and ``target``. No weights are read."""
-    directory = Path(directory)
-    if orbax.is_orbax(directory):
-        return read_fitting_drafter(directory, target)
+    directory, config = Path(directory), read_fitting_drafter(Path(directory), target)
+    if orbax.is_orbax(directory) and isinstance(config, DraftConfig):
+        return config
     return open_drafter(directory, target).config
 
 
@@ -208,7 +216,7 @@ def load_tower(
     return fill(abstract_tower(source.config, dtype, backend or Backend.detect()), source, dtype, layout)
 
 
-def read_fitting_drafter(directory: Path, target: ModelConfig | None) -> DraftConfig:
+def read_fitting_drafter(directory: Path, target: ModelConfig | None) -> DraftConfig | MtpConfig:
     """A drafter's configuration, checked against ``target`` unless that is None."""
     config = read_draft_config(directory)
     if target is not None:
@@ -216,16 +224,29 @@ def read_fitting_drafter(directory: Path, target: ModelConfig | None) -> DraftCo
     return config
 
 
-def open_drafter(directory: str | Path, target: ModelConfig | None = None) -> Source[DraftConfig]:
-    """Opens a drafter's checkpoint without reading weights.
+def open_drafter(directory: str | Path, target: ModelConfig | None = None) -> Source[DraftConfig] | Source[MtpConfig]:
+    """Opens a drafter's checkpoint, or the MTP head of a target's, without reading weights.
 
     Raises:
-        InputError: Names or shapes do not fit, or the drafter does not fit ``target``.
+        InputError: Names or shapes do not fit, the target has no head, or the drafter does not fit ``target``.
     """
     directory = Path(directory)
-    config, files = read_fitting_drafter(directory, target), TensorFiles(directory)
-    entries = dflash.weight_names(config, files)
-    return _open(directory, read_raw(directory), config, entries, files, dflash.is_skipped)
+    config, raw = read_fitting_drafter(directory, target), read_raw(directory)
+    if isinstance(config, MtpConfig):
+        return _open_head(directory, raw, config)
+    files = TensorFiles(directory)
+    return _open(directory, raw, config, dflash.weight_names(config, files), files, dflash.is_skipped)
+
+
+def _open_head(directory: Path, raw: dict, config: MtpConfig) -> Source[MtpConfig]:
+    """Opens the MTP head of a target's checkpoint: all of its tensors, and the target's final norm."""
+    norms = dict.fromkeys(mtp.FINAL_NORMS, "norm.weight")
+    files = orbax.ExtraTensors(directory, norms) if orbax.is_orbax(directory) else TensorFiles(directory)
+    prefix = mtp.head_prefix(files)
+    if prefix is None:
+        raise InputError(f"{directory} has no MTP head: none of its tensors begins with {mtp.PREFIXES[0]}")
+    entries = mtp.weight_names(config, files)
+    return _open(directory, raw, config, entries, files, lambda name: not name.startswith(prefix))
 
 
 def read_entries(directory: Path, names) -> list[Entry]:
@@ -236,7 +257,7 @@ def read_entries(directory: Path, names) -> list[Entry]:
     return families.target_family(raw).weight_names(read_target_config(directory), names)
 
 
-def open_any(directory: Path, layout: Layout = ONE_DEVICE) -> tuple[Source, Decoder | Drafter]:
+def open_any(directory: Path, layout: Layout = ONE_DEVICE) -> tuple[Source, Decoder | Drafter | Mtp]:
     """Opens a target's or a drafter's checkpoint, and makes its abstract module."""
     if parsed(dflash.is_drafter, read_raw(directory), directory):
         source = open_drafter(directory)
@@ -274,26 +295,31 @@ def load_drafter(
     target: ModelConfig | None = None,
     layout: Layout = ONE_DEVICE,
     backend: Backend | None = None,
-) -> Drafter:
+    quantize: str | None = None,
+) -> Drafter | Mtp:
     """Loads a drafter.
 
     Args:
-        directory: A Hugging Face directory, or one of `orbax.convert`.
+        directory: A Hugging Face directory, or one of `orbax.convert`: a DFlash drafter's, or that of a target with an
+            MTP head.
         dtype: The parameters' dtype.
         target: Configuration that the drafter must fit; None: unchecked.
         layout: The mesh.
         backend: Where it will run; this machine by default.
+        quantize: Of an MTP head, as in `load_target`. DFlash drafters are never quantized.
 
     Raises:
         InputError: The checkpoint is invalid or does not fit ``target``.
     """
     backend = backend or Backend.detect()
     directory = Path(directory)
-    if orbax.is_orbax(directory):
-        module = abstract_drafter(read_fitting_drafter(directory, target), dtype, layout, backend)
-        return orbax.load(module, directory, dtype, layout, None)
-    source = open_drafter(directory, target)
-    return fill(abstract_drafter(source.config, dtype, layout, backend), source, dtype, layout)
+    config = read_fitting_drafter(directory, target)
+    module = abstract_drafter(config, dtype, layout, backend)
+    if isinstance(config, DraftConfig):
+        quantize = None
+        if orbax.is_orbax(directory):
+            return orbax.load(module, directory, dtype, layout, None)
+    return fill(module, open_drafter(directory, target), dtype, layout, quantize)
 
 
 def save_module(
@@ -302,7 +328,7 @@ def save_module(
     """Writes a module as a Hugging Face directory.
 
     Args:
-        module: A target or a drafter.
+        module: A target, a drafter or an MTP head.
         entries: Its parameters' tensors on disk.
         raw: The ``config.json``.
         directory: Where to write.

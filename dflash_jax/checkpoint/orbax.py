@@ -8,7 +8,7 @@ it is an unfinished conversion and is refused.
 
 import hashlib
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -213,16 +213,22 @@ def convert(source: Source, module, directory: Path, target: Path, layout: Layou
 
 
 class ExtraTensors(Tensors):
-    """The tensors of a conversion that the text model does not run, as they were in the checkpoint."""
+    """The tensors of a conversion that the text model does not run, as they were in the checkpoint.
 
-    def __init__(self, directory: Path):
-        """Reads the manifest of ``directory``.
+    Args:
+        directory: The conversion.
+        parameters: Further tensors, each with the parameter that it is whole; those that are not there are left out.
 
-        Raises:
-            InputError: It cannot be read.
-        """
-        self._directory, manifest = directory, read_json(directory / MANIFEST)
-        self._tensors = {n: t for n, t in manifest["tensors"].items() if f"extra {n}" in manifest["records"]}
+    Raises:
+        InputError: The manifest cannot be read.
+    """
+
+    def __init__(self, directory: Path, parameters: Mapping[str, str] | None = None):
+        manifest = read_json(directory / MANIFEST)
+        items = {n: ("extra", n) for n in manifest["tensors"]}
+        items |= {n: ("parameters", path) for n, path in (parameters or {}).items()}
+        self._tensors = {n: t for n, t in manifest["tensors"].items() if " ".join(items[n]) in manifest["records"]}
+        self._paths = {n: (directory / items[n][0] / items[n][1]).absolute() for n in self._tensors}
 
     def __getitem__(self, name: str) -> tuple[int, ...]:
         return tuple(self._tensors[name][1])
@@ -239,7 +245,7 @@ class ExtraTensors(Tensors):
 
     def read(self, name: str) -> np.ndarray:
         """See `Tensors`."""
-        return read_arrays((self._directory / "extra" / name).absolute(), ["array"])["array"]
+        return read_arrays(self._paths[name], ["array"])["array"]
 
 
 def load(module, directory: Path, dtype, layout: Layout, quantize: str | None):

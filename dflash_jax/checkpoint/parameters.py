@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 
 from dflash_jax.checkpoint import fp8
 from dflash_jax.checkpoint.files import Tensors
-from dflash_jax.models.config import DraftConfig, ModelConfig, VisionConfig
+from dflash_jax.models.config import DraftConfig, ModelConfig, MtpConfig, VisionConfig
 from dflash_jax.models.families.names import Entry
 from dflash_jax.ops.weights import QuantizedWeight
 from dflash_jax.ops.weights import quantize as quantize_array
@@ -21,7 +21,7 @@ QUANTIZE = ("none", "int8", "fp8")
 QUANTIZED = ("q", "k", "v", "o", "qkvz", "out", "gate_up", "down")
 
 
-C = TypeVar("C", ModelConfig, DraftConfig, VisionConfig)
+C = TypeVar("C", ModelConfig, DraftConfig, MtpConfig, VisionConfig)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from dflash_jax.decoding.sampling import Logprobs, compute_logprobs
 from dflash_jax.decoding.state import DecodeState
 from dflash_jax.models.decoder import Decoder
-from dflash_jax.models.drafting import Drafting
+from dflash_jax.models.drafting import ContextTokens, Drafting
 
 
 @jax.tree_util.register_dataclass
@@ -42,11 +42,11 @@ class MediaChunk:
 
 def _inputs(
     target: Decoder, state: DecodeState, size: int, media: MediaChunk | None
-) -> tuple[Int[Array, "B T"] | Float[Array, "B T H"], Int[Array, "B T"] | Int[Array, "3 B T"]]:
-    """(tokens or embeddings, rotary positions) of the next ``size`` tokens of every prompt."""
+) -> tuple[Float[Array, "B T H"], Int[Array, "B T"] | Int[Array, "3 B T"]]:
+    """(embeddings, rotary positions) of the next ``size`` tokens of every prompt."""
     tokens = state.uncached_tokens(size)
     if media is None:
-        return tokens, state.rotary_positions(size)
+        return target.embed_tokens(tokens), state.rotary_positions(size)
     return media.inputs(target, tokens)
 
 
@@ -66,22 +66,23 @@ def prefill_chunk(
         state: The state.
         size: Tokens of the pass (static).
         n: Upper bounds of the tokens of each sequence, int [B], at most ``size``; None is ``size``.
-        media: Images and videos of the chunk. The drafter, whose positions are those of the cache, sees their features
-            like any others.
+        media: Images and videos of the chunk.
 
     Returns:
         The state with these tokens in its caches.
     """
     num_left = jnp.maximum(state.prompt_length - 1 - state.num_cached, 0)
     n = jnp.minimum(num_left, size if n is None else n)
-    inputs, positions = _inputs(target, state, size, media)
+    embeddings, rotary = _inputs(target, state, size, media)
     taps = drafter.taps if drafter is not None else ()
-    _, features, caches = target.extend(inputs, state.target, state.num_cached, n, taps, positions)
+    _, features, caches = target.extend(embeddings, state.target, state.num_cached, n, taps, rotary)
     draft = state.draft
     if drafter is not None:
         steps = jnp.arange(size)[None]
-        tokens = state.uncached_tokens(size)
-        draft = drafter.extend(draft, features, tokens, state.num_cached[:, None] + steps, steps < n[:, None])
+        positions, tokens = state.num_cached[:, None] + steps, state.uncached_tokens(size)
+        draft = drafter.extend(
+            draft, ContextTokens(tokens, embeddings, features, positions, rotary, steps < n[:, None])
+        )
     state = replace(state, target=caches, draft=draft, num_cached=state.num_cached + n)
     return state if drafter is not None else state.restart_draft_context(n > 0)
 
@@ -103,8 +104,8 @@ def score_chunk(
         The state, and raw `Logprobs` [B, size] of the token after each one that is fed.
     """
     n = jnp.minimum(jnp.maximum(state.prompt_length - 1 - state.num_cached, 0), n)
-    inputs, positions = _inputs(target, state, size, media)
-    hidden, _, caches = target.extend(inputs, state.target, state.num_cached, n, (), positions)
+    embeddings, rotary = _inputs(target, state, size, media)
+    hidden, _, caches = target.extend(embeddings, state.target, state.num_cached, n, (), rotary)
     logits, next_tokens = target.logits(hidden), replace(state, num_cached=state.num_cached + 1).uncached_tokens(size)
     sampling = replace(state.sampling, processed_logprobs=jnp.zeros_like(state.sampling.processed_logprobs))
     logprobs = compute_logprobs(logits, logits, next_tokens, sampling, top)

@@ -35,7 +35,7 @@ from dflash_jax.decoding.sampling_state import GREEDY, sampling_mode
 from dflash_jax.decoding.state import PLAIN_SETTINGS, DecodeState, Settings
 from dflash_jax.models.cache import Record
 from dflash_jax.models.decoder import Decoder
-from dflash_jax.models.drafting import DraftCache, Drafting, DraftWindow, TargetHeads
+from dflash_jax.models.drafting import ContextTokens, DraftCache, Drafting, DraftWindow, TargetHeads
 from dflash_jax.parallel.sharding import DATA, spec
 
 # Plain rounds between two extensions of the drafter's cache.
@@ -249,7 +249,9 @@ def commit(
     if drafter is not None:
         steps = jnp.arange(size)[None]
         valid = (steps < (after.length - 1 - before.num_cached)[:, None]) & (num_yielded > 0)[:, None]
-        draft = drafter.extend(draft, features, block, before.num_cached[:, None] + steps, valid)
+        positions, rotary = before.num_cached[:, None] + steps, before.rotary_positions(size)
+        embeddings = target.embed_tokens(block)
+        draft = drafter.extend(draft, ContextTokens(block, embeddings, features, positions, rotary, valid))
     after = replace(after, target=caches, draft=draft, num_cached=before.num_cached + n)
     return after if drafter is not None else after.restart_draft_context(n > 0)
 
@@ -332,20 +334,26 @@ def decode(
     _, state, features_buffer = jax.lax.while_loop(goes_on, body, (jnp.int32(0), state, features_buffer))
     if drafter is None or features_buffer is None:
         return state
-    return _extend_draft(drafter, before, state, features_buffer)
+    return _extend_draft(target, drafter, before, state, features_buffer)
 
 
 def _extend_draft(
-    drafter: Drafting, before: DecodeState, after: DecodeState, features: Float[Array, "B rounds taps H"]
+    target: Decoder,
+    drafter: Drafting,
+    before: DecodeState,
+    after: DecodeState,
+    features: Float[Array, "B rounds taps H"],
 ) -> DecodeState:
     """``after`` with the tokens since ``before``, one a round, in the drafter's cache."""
 
     def extend(i: Array, draft: DraftCache) -> DraftCache:
         start, size = before.num_cached + i * EXTENSION_SIZE, EXTENSION_SIZE
         chunk = jax.lax.dynamic_slice_in_dim(features, i * size, size, axis=1) if drafter.taps else None
-        positions = start[:, None] + jnp.arange(size)[None]
-        tokens = replace(after, num_cached=start).uncached_tokens(size)
-        return drafter.extend(draft, chunk, tokens, positions, positions < after.num_cached[:, None])
+        part = replace(after, num_cached=start)
+        positions, tokens = start[:, None] + jnp.arange(size)[None], part.uncached_tokens(size)
+        embeddings, rotary = target.embed_tokens(tokens), part.rotary_positions(size)
+        valid = positions < after.num_cached[:, None]
+        return drafter.extend(draft, ContextTokens(tokens, embeddings, chunk, positions, rotary, valid))
 
     num_gained = (after.num_cached - before.num_cached).max()
     chunks = (num_gained + EXTENSION_SIZE - 1) // EXTENSION_SIZE

@@ -34,7 +34,8 @@ from dflash_jax.media.processor import image_settings
 from dflash_jax.media.video import video_settings
 from dflash_jax.models.config import ModelConfig
 from dflash_jax.models.decoder import Decoder
-from dflash_jax.models.drafter import Drafter, DraftVocabulary, abstract_drafter
+from dflash_jax.models.drafter import Drafter, DraftVocabulary
+from dflash_jax.models.drafters import abstract_drafter
 from dflash_jax.models.packing import pack_weights, unpack_weights
 from dflash_jax.ops.backend import Backend
 from dflash_jax.parallel.sharding import parameter_paths, parameter_specs, place

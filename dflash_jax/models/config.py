@@ -314,23 +314,18 @@ class DraftConfig:
     max_positions: int
     acceptance_length: float | None = field(default=None, compare=False)
 
+    def passes(self, block_size: int) -> tuple[int, int]:
+        """(passes of the drafter, tokens of each sequence in each pass) of a round of ``block_size``."""
+        return 1, block_size
+
     def check_fits(self, target: ModelConfig) -> None:
         """Checks that this drafter can be one for ``target``.
 
         Raises:
             InputError: Sizes, vocabulary, layers or the mask token do not fit.
         """
-        if self.hidden_size != target.hidden_size:
-            raise InputError(
-                f"the drafter's hidden size is {self.hidden_size}, the target's is {target.hidden_size}: they differ"
-            )
-        if self.vocab_size != target.vocab_size:
-            raise InputError(
-                f"the drafter's vocabulary has {self.vocab_size} tokens, the target's {target.vocab_size}: they differ"
-            )
+        check_sizes(self.hidden_size, self.vocab_size, self.num_target_layers, target)
         depth = len(target.layers)
-        if self.num_target_layers != depth:
-            raise InputError(f"the drafter is for a target of {self.num_target_layers} layers, this target has {depth}")
         outside = [i for i in self.target_layer_ids if not 0 <= i < depth]
         if outside:
             raise InputError(f"the drafter taps target layers {outside}, the target's layers are 0 to {depth - 1}")
@@ -339,3 +334,62 @@ class DraftConfig:
                 f"the drafter's mask_token_id {self.mask_token_id} is out of vocabulary: ids are 0 to "
                 f"{target.vocab_size - 1}"
             )
+
+
+@dataclass(frozen=True)
+class MtpConfig:
+    """The multi-token prediction head of a target, as a drafter.
+
+    Attributes:
+        target: The target that it was trained with.
+        block_size: Places of a block at most: the last known token and the drafts, a step of the head each.
+        acceptance_length: As in `DraftConfig`.
+    """
+
+    target: ModelConfig
+    block_size: int = 8
+    acceptance_length: float | None = field(default=None, compare=False)
+
+    @property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """Its one layer: attention as the target's, and experts where the target has any."""
+        mixers, ffns = ([getattr(spec, part) for spec in self.target.layers] for part in ("mixer", "ffn"))
+        experts = next((ffn for ffn in ffns if isinstance(ffn, MoeSpec)), ffns[0])
+        return (LayerSpec(next(m for m in mixers if isinstance(m, AttentionSpec)), experts),)
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the residual stream."""
+        return self.target.hidden_size
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of the vocabulary."""
+        return self.target.vocab_size
+
+    def passes(self, block_size: int) -> tuple[int, int]:
+        """As `DraftConfig.passes`."""
+        return block_size - 1, 1
+
+    def check_fits(self, target: ModelConfig) -> None:
+        """As `DraftConfig.check_fits`."""
+        check_sizes(self.hidden_size, self.vocab_size, len(self.target.layers), target)
+
+
+def check_sizes(hidden_size: int, vocab_size: int, num_target_layers: int, target: ModelConfig) -> None:
+    """Checks a drafter's hidden size, vocabulary and number of target layers.
+
+    Raises:
+        InputError: One is not that of ``target``.
+    """
+    if hidden_size != target.hidden_size:
+        raise InputError(
+            f"the drafter's hidden size is {hidden_size}, the target's is {target.hidden_size}: they differ"
+        )
+    if vocab_size != target.vocab_size:
+        raise InputError(
+            f"the drafter's vocabulary has {vocab_size} tokens, the target's {target.vocab_size}: they differ"
+        )
+    depth = len(target.layers)
+    if num_target_layers != depth:
+        raise InputError(f"the drafter is for a target of {num_target_layers} layers, this target has {depth}")

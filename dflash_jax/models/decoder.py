@@ -89,7 +89,7 @@ class DecoderLayer(nnx.Module):
             assert isinstance(cache, KVCache)
             x, k, v = self.mixer(h, angles[self.mixer.spec.rope], None, cache, length, residual=x)
             record = KVRecord(k, v)
-        return self._ffn_block(x, valid), record
+        return self.feed_forward(x, valid), record
 
     def forward_full(
         self,
@@ -111,10 +111,11 @@ class DecoderLayer(nnx.Module):
         """
         h = self.input_norm(x)
         if isinstance(self.mixer, GatedDelta):
-            return self._ffn_block(x + self.mixer.forward_full(h, starts), valid)
-        return self._ffn_block(x + self.mixer.forward_full(h, starts, angles[self.mixer.spec.rope]), valid)
+            return self.feed_forward(x + self.mixer.forward_full(h, starts), valid)
+        return self.feed_forward(x + self.mixer.forward_full(h, starts, angles[self.mixer.spec.rope]), valid)
 
-    def _ffn_block(self, x: Float[Array, "B T H"], valid: Bool[Array, "B T"]) -> Float[Array, "B T H"]:
+    def feed_forward(self, x: Float[Array, "B T H"], valid: Bool[Array, "B T"]) -> Float[Array, "B T H"]:
+        """The second half of the layer: norm, feed-forward part and residual, [B, T, H] → [B, T, H]."""
         h = self.post_norm.deferred(x)
         return self.ffn(h, x) if isinstance(self.ffn, Mlp) else self.ffn(h, valid, x)
 

@@ -7,6 +7,8 @@ Dimension letters: B sequences, T tokens of a block or of an extension, V vocabu
 size.
 """
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -14,11 +16,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.models.config import DraftConfig, DraftLayerSpec
-from dflash_jax.models.drafting import NO_WINDOW, DraftCache, DraftWindow, Proposal, TargetHeads
+from dflash_jax.models.drafting import NO_WINDOW, ContextTokens, DraftCache, DraftWindow, Proposal, TargetHeads
 from dflash_jax.models.layers import Attention, Mlp, RMSNorm, normal
 from dflash_jax.models.rope import Angles, rope_angles
 from dflash_jax.ops import attention
-from dflash_jax.ops.backend import XLA, Backend
+from dflash_jax.ops.backend import Backend
 from dflash_jax.ops.cache import Bounds, KVCache
 from dflash_jax.ops.linear import project
 from dflash_jax.parallel.sharding import ONE_DEVICE, AxisSharding, Layout
@@ -102,13 +104,10 @@ class DraftLayer(nnx.Module):
         Returns:
             The bounds.
         """
-        first = jnp.broadcast_to(jnp.asarray(window.first).reshape(-1, 1), positions.shape)
-        if self.spec.window is not None:
-            first = jnp.maximum(first, positions - self.spec.window + 1)
-        recent = sinks = jnp.zeros_like(start)
-        if window.size is not None:
-            recent, sinks = start - window.size, jnp.broadcast_to(jnp.asarray(window.sinks), start.shape)
-        return Bounds(first, recent, sinks)
+        bounds = window.bounds(start, positions.shape[1])
+        if self.spec.window is None:
+            return bounds
+        return replace(bounds, first=jnp.maximum(bounds.first, positions - self.spec.window + 1))
 
     def __call__(
         self,
@@ -234,19 +233,13 @@ class Drafter(nnx.Module):
         context, angles = self.context(features), self._angles(positions)
         return [layer.mixer.keys_values(context, angles[layer.spec.attention.rope]) for layer in self.layers]
 
-    def extend(
-        self,
-        cache: DraftCache,
-        features: Float[Array, "B T taps H"] | None,
-        tokens: Int[Array, "B T"] | None,
-        positions: Int[Array, "B T"],
-        valid: Bool[Array, "B T"],
-    ) -> DraftCache:
-        """As `Drafting.extend`. ``tokens`` is not used."""
-        assert features is not None
-        pairs = self.context_keys_values(features, positions)
+    def extend(self, cache: DraftCache, new: ContextTokens) -> DraftCache:
+        """As `Drafting.extend`. Reads features, positions and ``valid``."""
+        assert new.features is not None
+        pairs = self.context_keys_values(new.features, new.positions)
         return tuple(
-            attention.write(self.backend, c, k, v, positions, valid) for c, (k, v) in zip(cache, pairs, strict=True)
+            attention.write(self.backend, c, k, v, new.positions, new.valid)
+            for c, (k, v) in zip(cache, pairs, strict=True)
         )
 
     def block(
@@ -296,10 +289,3 @@ class Drafter(nnx.Module):
         if self.vocabulary is None:
             return Proposal(heads.draw(heads.logits(hidden[:, 1:]), positions))
         return Proposal(heads.draw(self.vocabulary.logits(hidden[:, 1:]), positions, self.vocabulary.ids[...]))
-
-
-def abstract_drafter(
-    config: DraftConfig, dtype: DTypeLike = jnp.float32, layout: Layout = ONE_DEVICE, backend: Backend = XLA
-) -> Drafter:
-    """A drafter with shapes in place of arrays; see `decoder.abstract_decoder`."""
-    return Drafter(config, rngs=None, dtype=dtype, layout=layout, backend=backend)

@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-# One entry a layer; `Drafter` has a KVCache each. Other drafters may hold any arrays.
+from dflash_jax.ops.cache import Bounds
+
+# `Drafter` has a KVCache for each layer. Other drafters may hold any arrays whose first dimension is the slots.
 DraftCache = tuple[Any, ...]
 
 
@@ -31,8 +34,46 @@ class DraftWindow:
     sinks: int | Int[Array, " B"] = 0
     first: int | Int[Array, " B"] = 0
 
+    def bounds(self, start: Int[Array, " B"], size: int) -> Bounds:
+        """The window as bounds of attention.
+
+        Args:
+            start: Tokens of the context, int [B].
+            size: T, queries of each sequence.
+
+        Returns:
+            The bounds of all queries.
+        """
+        first = jnp.broadcast_to(jnp.asarray(self.first).reshape(-1, 1), (len(start), size))
+        recent = sinks = jnp.zeros_like(start)
+        if self.size is not None:
+            recent, sinks = start - self.size, jnp.broadcast_to(jnp.asarray(self.sinks), start.shape)
+        return Bounds(first, recent, sinks)
+
 
 NO_WINDOW = DraftWindow()
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ContextTokens:
+    """Verified tokens that join a drafter's context.
+
+    Attributes:
+        tokens: Token ids, int [B, T].
+        embeddings: What the target read for them: their embeddings or, at an image's place, the image's, [B, T, H].
+        features: Outputs of the tapped layers before any norm, [B, T, taps, H]; None without taps.
+        positions: Positions in the caches, int [B, T], ascending by one.
+        rotary: Rotary positions, int [B, T] or [3, B, T] (time, height, width).
+        valid: Which of them join, bool [B, T]: the first ones of each sequence, or none.
+    """
+
+    tokens: Int[Array, "B T"]
+    embeddings: Float[Array, "B T H"]
+    features: Float[Array, "B T taps H"] | None
+    positions: Int[Array, "B T"]
+    rotary: Int[Array, "B T"] | Int[Array, "3 B T"]
+    valid: Bool[Array, "B T"]
 
 
 @dataclass(frozen=True)
@@ -93,22 +134,12 @@ class Drafting(Protocol):
         """PartitionSpecs in the shape of ``cache``, for meshes."""
         ...
 
-    def extend(
-        self,
-        cache: DraftCache,
-        features: Float[Array, "B T taps H"] | None,
-        tokens: Int[Array, "B T"],
-        positions: Int[Array, "B T"],
-        valid: Bool[Array, "B T"],
-    ) -> DraftCache:
+    def extend(self, cache: DraftCache, new: ContextTokens) -> DraftCache:
         """Adds verified tokens to the cache.
 
         Args:
             cache: The cache.
-            features: Outputs of the tapped layers, [B, T, taps, H]; None without taps.
-            tokens: int [B, T].
-            positions: Their positions, int [B, T].
-            valid: Which of them to add, bool [B, T].
+            new: The tokens. A token may come again, at its position and with the same values.
 
         Returns:
             The cache.
@@ -167,16 +198,9 @@ class DrafterWrapper:
         """As `Drafting.cache_specs`."""
         return self.drafter.cache_specs(cache)
 
-    def extend(
-        self,
-        cache: DraftCache,
-        features: Float[Array, "B T taps H"] | None,
-        tokens: Int[Array, "B T"],
-        positions: Int[Array, "B T"],
-        valid: Bool[Array, "B T"],
-    ) -> DraftCache:
+    def extend(self, cache: DraftCache, new: ContextTokens) -> DraftCache:
         """As `Drafting.extend`."""
-        return self.drafter.extend(cache, features, tokens, positions, valid)
+        return self.drafter.extend(cache, new)
 
     def propose(
         self,

@@ -22,7 +22,8 @@ from dflash_jax.engine.model_runner import ModelRunner
 from dflash_jax.engine.request import Request
 from dflash_jax.models.config import AttentionSpec, GatedDeltaSpec, LayerSpec, MoeSpec, RopeSpec
 from dflash_jax.models.decoder import abstract_decoder
-from dflash_jax.models.drafter import Drafter, abstract_drafter
+from dflash_jax.models.drafter import Drafter
+from dflash_jax.models.drafters import abstract_drafter
 from dflash_jax.models.drafting import DrafterWrapper, Proposal
 from dflash_jax.parallel.sharding import parameter_paths
 from dflash_jax.planner import Shapes, read_shapes

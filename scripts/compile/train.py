@@ -57,7 +57,7 @@ def flops_a_token(shapes, config) -> tuple[float, float]:
     import jax.numpy as jnp
 
     from dflash_jax.models.decoder import abstract_decoder
-    from dflash_jax.models.drafter import abstract_drafter
+    from dflash_jax.models.drafters import abstract_drafter
     from dflash_jax.parallel.sharding import ONE_DEVICE
 
     def weigh(module):

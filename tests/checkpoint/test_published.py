@@ -12,7 +12,7 @@ from dflash_jax.checkpoint.load import open_target, open_tower
 from dflash_jax.models import families
 from dflash_jax.models.config import MediaTokens
 from dflash_jax.models.decoder import abstract_decoder
-from dflash_jax.models.drafter import abstract_drafter
+from dflash_jax.models.drafters import abstract_drafter
 from dflash_jax.models.families import dflash
 from dflash_jax.models.families.vision import vision_entries
 from dflash_jax.models.vision import abstract_tower

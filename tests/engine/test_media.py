@@ -20,6 +20,7 @@ from dflash_jax.engine.prefix_cache import cut_points, keys
 from dflash_jax.engine.request import Request
 from dflash_jax.models.cache import init_cache
 from dflash_jax.models.decoder import Decoder
+from dflash_jax.models.drafting import ContextTokens
 from dflash_jax.sampling_params import SamplingParams
 from dflash_jax.tools.equality import equal_or_tie
 from dflash_jax.tools.token_runs import Remembering
@@ -190,7 +191,8 @@ def test_the_drafters_positions_are_plain_indices(pair):
     _, features, _ = extend(pair.target, x[None], cache, zero, n, taps=drafter.taps, positions=positions)
     empty = drafter.init_cache(1, CAPACITY, jnp.float32, runner.settings.draft_window)
     steps = jnp.arange(len(prompt))[None]
-    expected = drafter.extend(empty, features, jnp.asarray([prompt]), steps, steps < length)
+    new = ContextTokens(jnp.asarray([prompt]), x[None], features, steps, positions, steps < length)
+    expected = drafter.extend(empty, new)
     for mine, right in zip(jax.tree.leaves(runner.state.draft), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(mine, right, atol=2e-4)
 

@@ -23,7 +23,7 @@ from dflash_jax.engine.request import Request
 from dflash_jax.frontend.compare import divergence
 from dflash_jax.frontend.llm_config import TINY
 from dflash_jax.models.decoder import abstract_decoder
-from dflash_jax.models.drafter import abstract_drafter
+from dflash_jax.models.drafters import abstract_drafter
 from dflash_jax.ops.cache import KVCache
 from dflash_jax.parallel.sharding import Layout, parameter_paths, spec
 from dflash_jax.tools.equality import Reference, check_same

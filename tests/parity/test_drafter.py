@@ -12,7 +12,8 @@ from safetensors.numpy import save_file
 
 from dflash_jax.checkpoint.load import load_drafter
 from dflash_jax.errors import InputError
-from dflash_jax.models.drafter import Drafter, abstract_drafter
+from dflash_jax.models.drafter import Drafter
+from dflash_jax.models.drafters import abstract_drafter
 from dflash_jax.models.drafting import DraftWindow, TargetHeads
 from dflash_jax.models.families import dflash
 from dflash_jax.ops.attention import write

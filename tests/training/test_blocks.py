@@ -11,6 +11,7 @@ from dflash_jax.checkpoint.load import load_drafter, load_target
 from dflash_jax.frontend.llm_config import TINY
 from dflash_jax.frontend.tokenizer import Tokenizer
 from dflash_jax.models.drafter import Drafter
+from dflash_jax.models.drafting import ContextTokens
 from dflash_jax.ops.backend import XLA
 from dflash_jax.training import step
 from dflash_jax.training.blocks import block_states, sample_anchors
@@ -79,7 +80,8 @@ def assert_training_is_decoding(target, drafter, tokens, features, plain):
         features = target(tokens[None], drafter.taps)[1]
         cache = drafter.init_cache(1, 64, jnp.float32)
         steps = jnp.arange(len(tokens))[None]
-        cache = drafter.extend(cache, features, None, steps, steps < anchor)
+        new = ContextTokens(tokens[None], target.embed_tokens(tokens[None]), features, steps, steps, steps < anchor)
+        cache = drafter.extend(cache, new)
         return target.logits(drafter.block(embedded[None], cache, anchor[None], jnp.array([W]))[0])
 
     for row in range(2):

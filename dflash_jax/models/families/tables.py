@@ -98,6 +98,11 @@ def moe_entries(path: str, name: str, spec: MoeSpec, hidden: int, fused: bool) -
     return entries
 
 
+def has_fused_experts(names: Collection[str], layers: str) -> bool:
+    """Whether the experts of the layers with this prefix are stacked among the tensors ``names``."""
+    return not any(n.startswith(layers) and ".mlp.experts.0." in n for n in names)
+
+
 def decoder_entries(
     config: ModelConfig, names: Collection[str], delta: Callable[..., list[Entry]] | None = None, prefix: str = "model."
 ) -> list[Entry]:
@@ -110,7 +115,7 @@ def decoder_entries(
         prefix: Prefix of the decoder on disk.
     """
     # Only the decoder's layers count: an MTP head may be packed differently.
-    fused = not any(n.startswith(f"{prefix}layers.") and ".mlp.experts.0." in n for n in names)
+    fused = has_fused_experts(names, f"{prefix}layers.")
     hidden = config.hidden_size
     entries = [
         same("embed", (config.vocab_size, hidden), f"{prefix}embed_tokens.weight"),
