@@ -84,11 +84,16 @@ def quantization(text: str) -> str | None:
     return methods[text.lower()]
 
 
-def dflash(text: str) -> str:
-    """The one method of drafting, by its name."""
-    if text.upper() != "DFLASH":
-        raise argparse.ArgumentTypeError(f"{shown(text)}: it must be DFLASH")
-    return text
+# Methods of drafting by the names of vLLM and SGLang, whose EAGLE without a drafter is the target's MTP head.
+METHODS = {"dflash": "dflash", "mtp": "mtp", "qwen3_5_mtp": "mtp", "qwen3_next_mtp": "mtp"}
+ALGORITHMS = METHODS | {"nextn": "mtp", "eagle": "mtp"}
+
+
+def algorithm(text: str) -> str:
+    """The method of drafting, "dflash" or "mtp"."""
+    if text.lower() not in ALGORITHMS:
+        raise argparse.ArgumentTypeError(f"{shown(text)}: it must be DFLASH, NEXTN, EAGLE or mtp")
+    return ALGORITHMS[text.lower()]
 
 
 def drafted(text: str) -> int:
@@ -121,7 +126,8 @@ ALIASES = (
     Alias("draft", ("--speculative-draft-model-path", "--speculative-draft-model", "--spec-model")),
     Alias("draft_revision", ("--speculative-draft-model-revision",)),
     Alias("speculative_config", ("--speculative-config", "-sc"), json_object),
-    Alias("speculative_algorithm", ("--speculative-algorithm", "--spec-method"), dflash),
+    Alias("speculative_algorithm", ("--speculative-algorithm", "--spec-method"), algorithm),
+    Alias("speculative_num_steps", ("--speculative-num-steps",), int),
     Alias("max_block_size", ("--speculative-num-draft-tokens", "--speculative-dflash-block-size"), int),
     Alias("max_block_size", ("--spec-tokens",), drafted),
     Alias("draft_window_size", ("--speculative-dflash-draft-window-size", "--speculative-draft-window-size")),
@@ -176,11 +182,14 @@ def check_speculative_config(given: dict, name: str) -> dict[str, Any]:
         name: Names it in errors.
 
     Raises:
-        InputError: It is not DFlash's, has a key that is not known, or a wrong value.
+        InputError: Its method or a key is not known, or a value is wrong.
     """
     given = {key: plain(value) for key, value in given.items()}
-    if given.get("method", "dflash") != "dflash":
-        raise InputError(f"{name}: its method is {shown(given['method'])}: it must be dflash")
+    method = given.get("method", "dflash")
+    if not isinstance(method, str) or method not in METHODS:
+        raise InputError(f"{name}: its method is {shown(method)}: it must be {' or '.join(METHODS)}")
+    if METHODS[method] == "mtp":
+        given.setdefault("model", "mtp")
     kinds = {
         "method": str,
         "model": str | Path,
@@ -199,3 +208,42 @@ def check_speculative_config(given: dict, name: str) -> dict[str, Any]:
             raise wrong(f"{name}: num_speculative_tokens", count, "0 or more")
         result["max_block_size"] = count + 1
     return result
+
+
+def check_speculative_flags(
+    method: str | None, steps: int | None, draft: str | Path | None, largest: int | None, prefix: str = ""
+) -> dict[str, Any]:
+    """The options that SGLang's flags of speculative decoding give.
+
+    Args:
+        method: What `algorithm` made of ``speculative_algorithm``.
+        steps: ``speculative_num_steps``.
+        draft: Our ``draft`` as it is without them.
+        largest: Our ``max_block_size`` as it is without them.
+        prefix: Of the flags' names in errors.
+
+    Raises:
+        InputError: They contradict each other.
+    """
+
+    def flag(name: str) -> str:
+        return prefix + (name.replace("_", "-") if prefix else name)
+
+    result: dict[str, Any] = {}
+    if method == "mtp":
+        if draft not in (None, "auto", "mtp"):
+            raise InputError(
+                f"{flag('speculative_algorithm')} drafts with the target's own MTP head: leave the drafter "
+                f"{shown(str(draft))} out"
+            )
+        result["draft"] = draft = "mtp"
+    if steps is None:
+        return result
+    if draft != "mtp":
+        if steps != 1:
+            raise InputError(f"{flag('speculative_num_steps')} is {steps}: DFlash drafts a block in one step")
+        return result
+    if steps < 1 or largest not in (None, steps + 1):
+        right = "1 or more" if steps < 1 else f"one less than {flag('speculative_num_draft_tokens')}, {largest}"
+        raise wrong(flag("speculative_num_steps"), steps, right)
+    return result | {"max_block_size": steps + 1}

@@ -10,9 +10,10 @@ from dflash_jax.engine.config import PREFILL_BYTES, largest_prefill
 from dflash_jax.engine.model_size import Weights, parts_of, weigh
 
 if TYPE_CHECKING:
-    from dflash_jax.models.config import DraftConfig, ModelConfig
+    from dflash_jax.models.config import DraftConfig, ModelConfig, MtpConfig
     from dflash_jax.models.decoder import Decoder
     from dflash_jax.models.drafter import Drafter
+    from dflash_jax.models.mtp import Mtp
     from dflash_jax.ops.backend import Backend
     from dflash_jax.parallel.devices import Device
     from dflash_jax.parallel.sharding import Layout
@@ -49,7 +50,7 @@ class Slot:
         return self.fixed + self.per_position * length
 
 
-def measure_slot(target: "Decoder", drafter: "Drafter | None", layout: "Layout") -> Slot:
+def measure_slot(target: "Decoder", drafter: "Drafter | Mtp | None", layout: "Layout") -> Slot:
     """Measures a slot of a pair of models, from shapes."""
     import jax
 
@@ -91,21 +92,25 @@ class Shapes:
     """
 
     target: "ModelConfig"
-    draft: "DraftConfig | None"
+    draft: "DraftConfig | MtpConfig | None"
     fp8: bool
     language_model_only: bool = False
 
 
 def read_shapes(target: str, draft: str | None) -> Shapes:
-    """Reads the configs of a system from directories with config.json, or from config.json files themselves."""
+    """Reads the configs of a system from directories with config.json, or from config.json files themselves.
+
+    Args:
+        target: The target's.
+        draft: The drafter's, or a target's for its MTP head; None without a drafter.
+    """
     from dflash_jax.checkpoint.config_files import read_config_file
     from dflash_jax.models import families
-    from dflash_jax.models.families import dflash
 
     raw, config = read_config_file(Path(target), families.read_target)
     drafter = None
     if draft is not None:
-        drafter = read_config_file(Path(draft), dflash.read_config)[1]
+        drafter = read_config_file(Path(draft), families.read_drafter)[1]
         drafter.check_fits(config)
     quantized = raw.get("quantization_config") or raw.get("text_config", {}).get("quantization_config")
     return Shapes(config, drafter, bool(quantized))
@@ -122,7 +127,7 @@ def vision_parameters(target: "ModelConfig") -> int:
 
 def abstract_pair(
     shapes: Shapes, layout: "Layout", dtype, quantize: str | None, backend: "Backend"
-) -> tuple["Decoder", "Drafter | None"]:
+) -> tuple["Decoder", "Drafter | Mtp | None"]:
     """Target and drafter (or None), with shapes for weights.
 
     Args:
@@ -132,22 +137,31 @@ def abstract_pair(
         quantize: None: FP8 as the checkpoint is; "int8" or "fp8": quantized as a loader would.
         backend: The backend of the device.
     """
-    import jax
-    import jax.numpy as jnp
-
-    from dflash_jax.checkpoint.parameters import QUANTIZED
+    from dflash_jax.models.config import MtpConfig
     from dflash_jax.models.decoder import abstract_decoder
     from dflash_jax.models.drafters import abstract_drafter
-    from dflash_jax.ops.weights import QuantizedWeight
-    from dflash_jax.parallel.sharding import parameter_paths, parameter_specs
 
     target = abstract_decoder(shapes.target, dtype, layout, backend)
     drafter = abstract_drafter(shapes.draft, dtype, layout, backend) if shapes.draft else None
     if quantize is None and not shapes.fp8:
         return target, drafter
-    leaves, structure = jax.tree.flatten(target)
+    if isinstance(shapes.draft, MtpConfig):
+        drafter = _in_eight_bits(drafter, layout, quantize)
+    return _in_eight_bits(target, layout, quantize), drafter
+
+
+def _in_eight_bits(module, layout: "Layout", quantize: str | None):
+    """An abstract module with its large matrices in eight bits; arguments as of `abstract_pair`."""
+    import jax
+    import jax.numpy as jnp
+
+    from dflash_jax.checkpoint.parameters import QUANTIZED
+    from dflash_jax.ops.weights import QuantizedWeight
+    from dflash_jax.parallel.sharding import parameter_paths, parameter_specs
+
+    leaves, structure = jax.tree.flatten(module)
     weights = []
-    for path, leaf, spec in zip(parameter_paths(target), leaves, parameter_specs(target), strict=True):
+    for path, leaf, spec in zip(parameter_paths(module), leaves, parameter_specs(module), strict=True):
         if path.rsplit(".", 1)[-1] not in QUANTIZED:
             weights.append(leaf)
             continue
@@ -160,18 +174,21 @@ def abstract_pair(
         kind = jnp.int8 if quantize == "int8" else jnp.float8_e4m3fn
         scale = jax.ShapeDtypeStruct((*leaf.shape[:-1], runs), jnp.float32 if quantize else jnp.bfloat16)
         weights.append(jax.eval_shape(QuantizedWeight, jax.ShapeDtypeStruct(leaf.shape, kind), scale))
-    return jax.tree.unflatten(structure, weights), drafter
+    return jax.tree.unflatten(structure, weights)
 
 
 @lru_cache(maxsize=64)
 def _measure(shapes: Shapes, layout: "Layout", dtype, eight: frozenset[str]) -> tuple[Weights, Weights | None, Slot]:
     """Target's weights, drafter's weights, and a slot, which plans for several devices or lengths share."""
+    from dflash_jax.models.config import MtpConfig
     from dflash_jax.models.decoder import abstract_decoder
     from dflash_jax.models.drafters import abstract_drafter
 
     target = abstract_decoder(shapes.target, dtype, layout)
     drafter = abstract_drafter(shapes.draft, dtype, layout) if shapes.draft else None
-    draft_weights = weigh(drafter, layout, frozenset()) if drafter else None
+    # A head is part of the target's checkpoint, and in as many bits.
+    draft_eight = eight if isinstance(shapes.draft, MtpConfig) else frozenset()
+    draft_weights = weigh(drafter, layout, draft_eight) if drafter else None
     return weigh(target, layout, eight), draft_weights, measure_slot(target, drafter, layout)
 
 
@@ -238,7 +255,10 @@ def make_plan(
         if not device.bandwidth:
             return None
         kv = slot.kv if drafts else slot.target_kv
-        extra = drafting + weights.head if drafts else 0.0
+        extra = 0.0
+        if drafts and draft_weights:
+            passes, per_pass = shapes.draft.passes(tokens)
+            extra = passes * (draft_weights.read(batch * per_pass) + weights.head)
         read = weights.read(batch * tokens) + extra + batch * (2 * slot.state + kv * context)
         return slots * (acceptance_length if drafts else 1) * device.bandwidth / read
 

@@ -22,7 +22,6 @@ from dflash_jax.models.drafter import Drafter
 from dflash_jax.models.drafters import abstract_drafter
 from dflash_jax.models.families import dflash, mtp
 from dflash_jax.models.families.names import Entry
-from dflash_jax.models.families.reading import shown
 from dflash_jax.models.families.vision import vision_entries, vision_prefix
 from dflash_jax.models.mtp import Mtp
 from dflash_jax.models.packing import unpack_weights
@@ -101,15 +100,7 @@ def read_draft_config(directory: Path) -> DraftConfig | MtpConfig:
     Raises:
         InputError: It is invalid, or of a target whose kind has no MTP head.
     """
-    raw = read_raw(directory)
-    if parsed(dflash.is_drafter, raw, directory):
-        return parsed(dflash.read_config, raw, directory)
-    if not parsed(mtp.has_head, raw, directory):
-        raise InputError(
-            f"{directory} is not a DFlash drafter: its config.json has no dflash_config; "
-            f"and a model of model_type {shown(raw.get('model_type'))} has no MTP head that is known here"
-        )
-    return parsed(mtp.read_config, raw, directory)
+    return parsed(families.read_drafter, read_raw(directory), directory)
 
 
 def open_target(directory: str | Path) -> Source[ModelConfig]:
@@ -244,7 +235,8 @@ def _open_head(directory: Path, raw: dict, config: MtpConfig) -> Source[MtpConfi
     files = orbax.ExtraTensors(directory, norms) if orbax.is_orbax(directory) else TensorFiles(directory)
     prefix = mtp.head_prefix(files)
     if prefix is None:
-        raise InputError(f"{directory} has no MTP head: none of its tensors begins with {mtp.PREFIXES[0]}")
+        what = "is not a DFlash drafter, and has no MTP head"
+        raise InputError(f"{directory} {what}: none of its tensors begins with {mtp.PREFIXES[0]}")
     entries = mtp.weight_names(config, files)
     return _open(directory, raw, config, entries, files, lambda name: not name.startswith(prefix))
 
@@ -257,10 +249,11 @@ def read_entries(directory: Path, names) -> list[Entry]:
     return families.target_family(raw).weight_names(read_target_config(directory), names)
 
 
-def open_any(directory: Path, layout: Layout = ONE_DEVICE) -> tuple[Source, Decoder | Drafter | Mtp]:
+def open_any(directory: Path, layout: Layout = ONE_DEVICE) -> tuple[Source, Decoder | Drafter]:
     """Opens a target's or a drafter's checkpoint, and makes its abstract module."""
     if parsed(dflash.is_drafter, read_raw(directory), directory):
         source = open_drafter(directory)
+        assert isinstance(source.config, DraftConfig)
         return source, abstract_drafter(source.config, layout=layout)
     source = open_target(directory)
     return source, abstract_decoder(source.config, layout=layout)

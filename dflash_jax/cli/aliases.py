@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from dflash_jax.aliases import ALIASES, REQUEST_ALIASES, check_speculative_config
+from dflash_jax.aliases import ALIASES, REQUEST_ALIASES, check_speculative_config, check_speculative_flags
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.other_flags import NOTHING, REFUSED, SECRETS, is_neutral, read_word
 
@@ -14,6 +14,7 @@ READ_APART = {
     "data_parallel": "mesh",
     "speculative_config": "max_block_size",
     "speculative_algorithm": "max_block_size",
+    "speculative_num_steps": "max_block_size",
     "reasoning_config": "chat_template",
 }
 
@@ -98,7 +99,11 @@ def take_aliases(args: argparse.Namespace) -> None:
         InputError: A value is wrong, or contradicts another.
     """
     given = vars(args)
-    given.pop("speculative_algorithm", None)
+    method, steps = (given.pop(f"speculative_{name}", None) for name in ("algorithm", "num_steps"))
+    if method is not None or steps is not None:
+        # A config's drafter is a default.
+        draft = None if method == "mtp" and given.get("config") else given["draft"]
+        given.update(check_speculative_flags(method, steps, draft, given["max_block_size"], "--"))
     if (config := given.pop("speculative_config", None)) is not None:
         given.update(check_speculative_config(config, "--speculative-config"))
     parts = {axis: given.pop(f"{axis}_parallel") for axis in ("tensor", "data") if f"{axis}_parallel" in given}

@@ -49,7 +49,10 @@ def make_parser() -> argparse.ArgumentParser:
     )
     models.add_argument("--target", metavar="PATH|REPO", help="target checkpoint (default: the bundled tiny model)")
     models.add_argument(
-        "--draft", metavar="PATH|REPO|none", default="auto", help="drafter checkpoint; none decodes plainly"
+        "--draft",
+        metavar="PATH|REPO|mtp|none",
+        default="auto",
+        help="drafter checkpoint; mtp: the target's own MTP head; none decodes plainly",
     )
     add_hub(models)
     models.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: float32 on CPU, bfloat16 elsewhere")

@@ -120,7 +120,7 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="DIR|REPO|TOML",
         help="directory with config.json, config.json itself, a Hugging Face repository of configs/, or such a TOML",
     )
-    p.add_argument("--draft", metavar="DIR|REPO|none", help="default: the config's, or the repository's; else none")
+    p.add_argument("--draft", metavar="DIR|REPO|mtp|none", help="default: the config's, or the repository's; else none")
     p.add_argument("--mesh", metavar="data=2,tensor=4", help="default: the TOML's for the devices, else tensor=N")
     p.add_argument("--device", choices=DEVICES, help="default: this machine's")
     p.add_argument("--all-devices", action="store_true", help="a table of the devices that --device lists")
@@ -243,7 +243,10 @@ def read_models(args) -> tuple[str, str | None, System | None]:
     if not target:
         raise InputError("no target: give a model, such as qwen3-8b or Qwen/Qwen3-8B, --target or --config")
     draft = args.draft or shapes.get("draft") or options.get("draft")
-    return find_shapes(target, "target"), None if draft in (None, "none") else find_shapes(draft, "draft"), system
+    target = find_shapes(target, "target")
+    if draft in (None, "none", "mtp"):
+        return target, target if draft == "mtp" else None, system
+    return target, find_shapes(draft, "draft"), system
 
 
 def read_mesh(args, system: System | None, device: Device, count: int) -> str:

@@ -78,7 +78,7 @@ def assemble(args, system):
     info = {
         "model_path": str(args.target or "bundled"),
         "speculative_draft_model_path": str(args.draft),
-        "speculative_algorithm": "DFLASH" if llm.drafter is not None else None,
+        "speculative_algorithm": llm.drafting_method,
         "speculative_num_draft_tokens": llm.largest_block,
         "block_size": llm.block_size,
         "device": device,

@@ -102,7 +102,12 @@ def make_parser() -> argparse.ArgumentParser:
     models.add_argument("model", nargs="?", metavar="MODEL", help="the target")
     models.add_argument("--config", metavar="NAME|FILE", help="a name of configs/, or a TOML; options override it")
     models.add_argument("--target", metavar="PATH|REPO", help="target checkpoint (default: the bundled tiny model)")
-    models.add_argument("--draft", metavar="PATH|REPO|none", default="auto", help="drafter; none decodes plainly")
+    models.add_argument(
+        "--draft",
+        metavar="PATH|REPO|mtp|none",
+        default="auto",
+        help="drafter; mtp: the target's own MTP head; none decodes plainly",
+    )
     add_hub(models)
     models.add_argument("--dtype", help="float32 or bfloat16 (default: float32 on CPU, bfloat16 elsewhere)")
     models.add_argument("--quantize", choices=["none", "int8", "fp8"], help="quantize the target on loading")

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
 
     from dflash_jax.models.decoder import Decoder
     from dflash_jax.models.drafter import Drafter
+    from dflash_jax.models.mtp import Mtp
     from dflash_jax.parallel.sharding import Layout
 
 
@@ -52,7 +53,7 @@ def parts_of(layout: "Layout", spec: "PartitionSpec") -> int:
     return math.prod(layout.sizes[a] for a in axes)
 
 
-def weigh(module: "Decoder | Drafter", layout: "Layout", eight_bits: frozenset[str]) -> Weights:
+def weigh(module: "Decoder | Drafter | Mtp", layout: "Layout", eight_bits: frozenset[str]) -> Weights:
     """Sums up the weights of a model.
 
     Args:

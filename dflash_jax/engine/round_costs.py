@@ -14,6 +14,7 @@ from dflash_jax.engine.model_size import Weights, weigh
 if TYPE_CHECKING:
     from dflash_jax.models.decoder import Decoder
     from dflash_jax.models.drafter import Drafter
+    from dflash_jax.models.mtp import Mtp
 
 
 @dataclass(frozen=True)
@@ -62,12 +63,13 @@ class RoundCosts:
         platform: How the device computes.
     """
 
-    def __init__(self, target: "Decoder", drafter: "Drafter | None", platform: Platform):
+    def __init__(self, target: "Decoder", drafter: "Drafter | Mtp | None", platform: Platform):
         self._platform, self._parts = platform, target.layout.tensor * target.layout.expert
         self._target, self._target_layers = weigh(target, target.layout, frozenset()), len(target.config.layers)
         self._drafter, self._draft_layers, self._draft_head = None, 0, 0.0
         if drafter is not None:
             self._drafter, self._draft_layers = weigh(drafter, target.layout, frozenset()), len(drafter.config.layers)
+            self._draft_passes = drafter.config.passes
             share = 1.0 if drafter.vocabulary is None else len(drafter.vocabulary.ids) / target.config.vocab_size
             self._draft_head = share * self._target.head
         total = self._target.total + (self._drafter.total if self._drafter else 0.0)
@@ -89,4 +91,6 @@ class RoundCosts:
         if block_size == 1:
             # The drafter's context is updated after several rounds, and for this it reads a part of its weights.
             return verification + self._drafter.total / self._read_speed / PLAIN_ROUNDS
-        return verification + self._pass(self._drafter, self._draft_layers, batch_size * block_size, self._draft_head)
+        passes, tokens = self._draft_passes(block_size)
+        draft = self._pass(self._drafter, self._draft_layers, batch_size * tokens, self._draft_head)
+        return verification + passes * draft

@@ -8,13 +8,21 @@ from dflash_jax.models.drafting import DraftWindow
 from dflash_jax.ops.backend import Backend
 from dflash_jax.sampling_params import MAX_LOGPROBS
 
-# Block sizes that rounds are compiled for, below the drafter's own. On a CPU each further token of a block costs time.
-BLOCK_SIZES, CPU_BLOCK_SIZES = (1, 8, 16), (1, 4, 8, 16)
+# Block sizes that rounds are compiled for, below the drafter's own. On a CPU each further token of a block costs time,
+# and so it does where each draft is a step of the drafter.
+BLOCK_SIZES, CPU_BLOCK_SIZES, STEPPED_BLOCK_SIZES = (1, 8, 16), (1, 4, 8, 16), (1, 2, 4, 6, 8)
 
 
-def compiled_block_sizes(largest: int, block_size: BlockSize) -> tuple[int, ...]:
-    """Block sizes that are compiled, ascending: the usual ones, the ``largest``, and the LLM's own ``block_size``."""
+def compiled_block_sizes(largest: int, block_size: BlockSize, is_stepped: bool) -> tuple[int, ...]:
+    """Block sizes that are compiled, ascending: the usual ones, the ``largest``, and the LLM's own ``block_size``.
+
+    Args:
+        largest: The largest block size.
+        block_size: The LLM's own.
+        is_stepped: Whether each draft is a step of the drafter.
+    """
     usual = CPU_BLOCK_SIZES if jax.default_backend() == "cpu" else BLOCK_SIZES
+    usual = STEPPED_BLOCK_SIZES if is_stepped else usual
     fixed = () if block_size == "auto" else (block_size,)
     return tuple(sorted({*(b for b in usual if b < largest), largest, *fixed}))
 

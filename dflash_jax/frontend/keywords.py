@@ -7,7 +7,15 @@ from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any
 
-from dflash_jax.aliases import ALIASES, SPECULATIVE_KEYS, Alias, check_speculative_config, drafted, json_object
+from dflash_jax.aliases import (
+    ALIASES,
+    SPECULATIVE_KEYS,
+    Alias,
+    check_speculative_config,
+    check_speculative_flags,
+    drafted,
+    json_object,
+)
 from dflash_jax.argument_checks import check_type, hints_of, plain, shown, unknown, wrong
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.llm_config import LLMConfig
@@ -33,7 +41,8 @@ AXES = ("tensor_parallel", "data_parallel")
 # Far more than any machine has.
 MAX_DEVICES = 2**20
 # Fields that a keyword may set.
-TARGETS = {*DEFAULTS, *AXES, "speculative_config", "speculative_algorithm"}
+FLAGS = ("speculative_algorithm", "speculative_num_steps")
+TARGETS = {*DEFAULTS, *AXES, *FLAGS, "speculative_config"}
 ACCEPTED = [
     *DEFAULTS,
     *(name for name, (alias, _) in KEYWORDS.items() if RENAMED.get(alias.dest, alias.dest) in TARGETS),
@@ -55,9 +64,12 @@ def with_other_names(given: Mapping[str, Any], others: Mapping[str, Any]) -> tup
         InputError: A keyword is unknown, is refused, or is given beside another of the same meaning.
     """
     given = {name: plain(value) for name, value in given.items()}
-    result, givers, names, axes = dict(given), {}, {}, {}
+    result, givers, names, axes, flags = dict(given), {}, {}, {}, {}
     for name, value in others.items():
         for field, (setting, shown_as) in _read(name, plain(value)).items():
+            if field in FLAGS:
+                flags[field] = setting
+                continue
             target = "mesh" if field in AXES else field
             is_given = type(given[target]) is not type(DEFAULTS[target]) or given[target] != DEFAULTS[target]
             if before := givers.get(field, target if is_given else None):
@@ -66,6 +78,9 @@ def with_other_names(given: Mapping[str, Any], others: Mapping[str, Any]) -> tup
             (axes if field in AXES else result)[field] = setting
     if axes:
         result["mesh"] = ",".join(f"{axis.removesuffix('_parallel')}={n}" for axis, n in sorted(axes.items()))
+    if flags:
+        settings = (*map(flags.get, FLAGS), result["draft"], result["max_block_size"])
+        result |= check_speculative_flags(*settings)
     return result, names
 
 
@@ -100,7 +115,7 @@ def _read(name: str, value: Any) -> dict[str, tuple[Any, str]]:
         setting = alias.type(value)
     except argparse.ArgumentTypeError as e:
         raise InputError(f"{name}: {e}") from None
-    return {field: (setting, name)} if setting is not None and field in DEFAULTS else {}
+    return {field: (setting, name)} if setting is not None and field in (*DEFAULTS, *FLAGS) else {}
 
 
 def _check_other(name: str, value: Any) -> None:

@@ -30,6 +30,7 @@ from dflash_jax.frontend.loading import Checkpoint, load_media, load_pair, place
 from dflash_jax.frontend.sync_engine import SyncEngine
 from dflash_jax.models.drafter import Drafter
 from dflash_jax.models.drafting import DraftWindow
+from dflash_jax.models.mtp import Mtp
 from dflash_jax.parallel.sharding import Layout
 
 log = logging.getLogger("dflash_jax")
@@ -143,7 +144,7 @@ class LLM(Generation):
         """The engine in use; None before the first request. Calls with other prompts may replace it."""
         return self._sync_engine.engine
 
-    def with_drafter(self, drafter: Drafter) -> "LLM":
+    def with_drafter(self, drafter: Drafter | Mtp) -> "LLM":
         """The same target with a drafter from memory. Reuses what was compiled for an earlier one of its kind."""
         drafter.config.check_fits(self.config)
         placed = placed_drafter(drafter, self.target, self.programs.mesh, self.dtype)
@@ -162,6 +163,11 @@ class LLM(Generation):
         other = copy.copy(self)
         other.programs, other._sync_engine = programs, SyncEngine(other)
         return other
+
+    @property
+    def drafting_method(self) -> str | None:
+        """What drafts, by SGLang's name: "DFLASH", or "NEXTN" for an MTP head; None without a drafter."""
+        return None if self.drafter is None else "NEXTN" if isinstance(self.drafter, Mtp) else "DFLASH"
 
     @property
     def compile_s(self) -> float:
@@ -197,7 +203,9 @@ class LLM(Generation):
         costs = RoundCosts(self.target, drafter, platform_named(jax.default_backend()))
         length, block_size = drafter.config.acceptance_length, drafter.config.block_size
         rate = USUAL_RATE if length is None else rate_of(length, block_size)
-        return DraftLengthPolicy(compiled_block_sizes(self.largest_block, self.block_size), costs, rate)
+        is_stepped = isinstance(drafter, Mtp)
+        block_sizes = compiled_block_sizes(self.largest_block, self.block_size, is_stepped)
+        return DraftLengthPolicy(block_sizes, costs, rate)
 
     def new_engine(
         self,

@@ -29,8 +29,8 @@ class LLMConfig:
 
     Attributes:
         target: A Hugging Face directory or repo id; None for the tiny pair that ships with the package.
-        draft: The same for the drafter, or None to decode without one; "auto" is the tiny drafter for the tiny target
-            and None for any other.
+        draft: The same for the drafter, or None to decode without one; "mtp" is the target's own MTP head; "auto" is
+            the tiny drafter for the tiny target and None for any other.
         dtype: "float32" or "bfloat16"; None or "auto" takes float32 on CPU and bfloat16 elsewhere.
         block_size: Tokens that a round may yield, at most the drafter's own block size; 1 is plain decoding; "auto"
             chooses the fastest by load and acceptance.
@@ -110,7 +110,7 @@ class LLMConfig:
                 raise wrong(field.name, value, right)
         repos = (("revision", self.revision, self.target), ("draft_revision", self.draft_revision, self.draft))
         for name, value, repo in repos:
-            if value is not None and repo in (None, "auto"):
+            if value is not None and repo in (None, "auto", "mtp"):
                 raise ArgumentError(name, f"is {shown(value)}: there is no repo that it could be of")
 
         def check(name, good, right):

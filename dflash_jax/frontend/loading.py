@@ -36,11 +36,13 @@ from dflash_jax.models.config import ModelConfig
 from dflash_jax.models.decoder import Decoder
 from dflash_jax.models.drafter import Drafter, DraftVocabulary
 from dflash_jax.models.drafters import abstract_drafter
+from dflash_jax.models.mtp import Mtp
 from dflash_jax.models.packing import pack_weights, unpack_weights
 from dflash_jax.ops.backend import Backend
 from dflash_jax.parallel.sharding import parameter_paths, parameter_specs, place
 
-M = TypeVar("M", Decoder, Drafter, DraftVocabulary)
+M = TypeVar("M", Decoder, Drafter, Mtp, DraftVocabulary)
+D = TypeVar("D", Drafter, Mtp)
 log = logging.getLogger("dflash_jax")
 
 DRAFT_TOKENS = "draft_tokens.json"  # In a drafter's directory.
@@ -53,7 +55,7 @@ class Checkpoint:
 
     Attributes:
         directory: Of the target.
-        draft: Directory of the drafter, or None.
+        draft: Directory of the drafter, or None; that of the target for its MTP head.
         config: The target's configuration.
         draft_block_size: The drafter's own block size; 1 without a drafter.
         draft_vocabulary: int32 [N], the only token ids that are drafted; None for all.
@@ -79,7 +81,10 @@ class Checkpoint:
         if draft == "auto":
             draft = TINY / "draft" if given.target is None else None
         config = check_target(directory)
-        draft = resolve(draft, given.draft_revision, given.download_dir) if draft is not None else None
+        if draft == "mtp":
+            draft = directory
+        elif draft is not None:
+            draft = resolve(draft, given.draft_revision, given.download_dir)
         block_size = check_drafter(draft, config).block_size if draft is not None else 1
         vocabulary = _draft_vocabulary(given, draft, config)
         defaults = SamplingDefaults.read(directory, given.generation_config).overridden(given.sampling_defaults or {})
@@ -123,7 +128,7 @@ def prepare_backend(kernels: str) -> Backend:
     return backend
 
 
-def load_pair(given: LLMConfig, checkpoint: Checkpoint, backend: Backend) -> tuple[Decoder, Drafter | None]:
+def load_pair(given: LLMConfig, checkpoint: Checkpoint, backend: Backend) -> tuple[Decoder, Drafter | Mtp | None]:
     """Loads the weights: (target, drafter)."""
     dtype = DTYPES[given.dtype_name]
     target = packed(load_target(checkpoint.directory, dtype, given.layout, given.quantize, backend), given.dtype_name)
@@ -131,7 +136,7 @@ def load_pair(given: LLMConfig, checkpoint: Checkpoint, backend: Backend) -> tup
         log.warning("products of weights without Triton kernels: %s", reason)
     if checkpoint.draft is None:
         return target, None
-    drafter = load_drafter(checkpoint.draft, dtype, checkpoint.config, given.layout, backend)
+    drafter = load_drafter(checkpoint.draft, dtype, checkpoint.config, given.layout, backend, given.quantize)
     drafter = packed(drafter, given.dtype_name)
     if (ids := checkpoint.draft_vocabulary) is not None:
         drafter.vocabulary = packed(DraftVocabulary(ids, target.head_rows(ids), backend), given.dtype_name)
@@ -171,7 +176,7 @@ def packed(module: M, dtype: str) -> M:
     return pack_weights(module) if is_wanted else module
 
 
-def placed_drafter(drafter: Drafter, target: Decoder, mesh: Mesh, dtype: str) -> Drafter:
+def placed_drafter(drafter: D, target: Decoder, mesh: Mesh, dtype: str) -> D:
     """A drafter from memory as `load_pair` loads one, without its draft vocabulary."""
     shape = abstract_drafter(drafter.config, DTYPES[dtype], target.layout, target.backend)
     shardings = [NamedSharding(mesh, spec) for spec in parameter_specs(shape)]

@@ -352,10 +352,10 @@ REFUSED = (
         """,
     ),
     Group(
-        "drafting is DFlash's, and drafts are accepted only where they equal the target's own tokens",
+        "drafts are one chain, of DFlash or an MTP head, and accepted only where they equal the target's own tokens",
         """
         --dllm-algorithm= --dllm-algorithm-config= --dllm-fdfo! --speculative-draft-load-format=
-        --speculative-num-steps= --speculative-eagle-topk=1 --speculative-domino-candidate-pool-size=2048
+        --speculative-eagle-topk=1 --speculative-domino-candidate-pool-size=2048
         --speculative-dspark-block-size= --speculative-dspark-sps-table-path=
         --speculative-dspark-confidence-sts-path= --speculative-dspark-align-verify-tokens-to-graph-tier
         --speculative-accept-threshold-single=1.0 --speculative-accept-threshold-acc=1.0

@@ -5,6 +5,7 @@ import re
 import shutil
 
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from dflash_jax import LLM, InputError
 from dflash_jax.cli.serve_arguments import parse
@@ -82,8 +83,15 @@ def test_a_drafter_of_another_method(tmp_path, architecture):
 
 
 def test_a_drafter_that_is_none(tmp_path):
-    directory = changed(tmp_path, "target")
+    directory = changed(tmp_path, "target", model_type="llama")
     check_message(tmp_path, lambda: LLM(None, directory))
+
+
+def test_a_target_without_an_mtp_head(tmp_path):
+    directory = changed(tmp_path, "target")
+    path = directory / "model.safetensors"
+    save_file({n: x for n, x in load_file(path).items() if not n.startswith("mtp.")}, path)
+    check_message(tmp_path, lambda: LLM(directory, "mtp"))
 
 
 def test_a_gguf_file_and_options_of_the_library(tmp_path):
@@ -110,5 +118,5 @@ def test_every_request_of_the_page_gets_its_status_and_message(server):
 
 
 def test_every_case_of_the_page_is_run():
-    assert len(rows("Checkpoints")) == len(QUANTIZED) + len(OTHER_DRAFTERS) + 6
+    assert len(rows("Checkpoints")) == len(QUANTIZED) + len(OTHER_DRAFTERS) + 7
     assert all(re.fullmatch(r"`.+`", cells[1]) for cells in rows("Checkpoints"))

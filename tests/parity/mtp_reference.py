@@ -42,8 +42,8 @@ class Head(nn.Module):
 def draft_logits(model, head: Head, tokens, drafts, positions) -> np.ndarray:
     """Logits [K, V] of K steps behind ``tokens`` [T], whose last has no hidden state yet, given the ``drafts`` [K].
 
-    Step j reads the draft of step j - 1 and its z, in the places of a token and a hidden state. ``positions`` [3, T - 1]
-    are rotary.
+    Step j reads the draft of step j - 1 and its z, in the places of a token and a hidden state. The rotary
+    ``positions`` are [3, T - 1].
     """
     ids, positions = torch.as_tensor(tokens).long()[None], torch.as_tensor(positions).long()[:, None]
     embed = model.model.embed_tokens

@@ -17,6 +17,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextDecoderL
 
 from dflash_jax.checkpoint.load import load_drafter, load_target
 from dflash_jax.errors import InputError
+from dflash_jax.models.cache import init_cache
 from dflash_jax.models.drafting import ContextTokens, DraftWindow, TargetHeads
 from tests.float64 import assert_near
 from tests.parity.mtp_reference import Head, draft_logits, in_both, tensors
@@ -73,12 +74,10 @@ def extended(target, mtp, state, tokens, length, n, rotary):
     return caches, mtp.extend(cache, new)
 
 
-def context(target, mtp, rows, rotary, window=DraftWindow()):
+def context(target, mtp, rows, rotary):
     """The head's cache of all rows but their last tokens. Padding is of real tokens, which must not reach others."""
-    from dflash_jax.models.cache import init_cache
-
     b = len(rows)
-    state = (init_cache(target.config, b, CAPACITY, jnp.float32), mtp.init_cache(b, CAPACITY, jnp.float32, window))
+    state = (init_cache(target.config, b, CAPACITY, jnp.float32), mtp.init_cache(b, CAPACITY, jnp.float32))
     length = np.zeros(b, np.int32)
     for sizes in PIECES:
         at = np.minimum(length[:, None] + np.arange(SIZE), [[len(row) - 1] for row in rows])
@@ -149,5 +148,5 @@ def test_a_head_that_lacks_a_tensor_is_refused_by_its_name(name, case, tmp_path)
 
 def test_a_target_without_a_head_is_refused_as_drafter(case, tmp_path):
     case[0].save_pretrained(tmp_path)
-    with pytest.raises(InputError, match="has no MTP head: none of its tensors begins with mtp"):
+    with pytest.raises(InputError, match=r"has no MTP head: none of its tensors begins with mtp\.$"):
         load_drafter(tmp_path)

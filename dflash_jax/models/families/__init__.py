@@ -4,7 +4,8 @@ A new family is a file and a line in `TARGETS`.
 """
 
 from dflash_jax.errors import InputError
-from dflash_jax.models.families import dflash, llama, qwen3, qwen3_5, qwen3_next
+from dflash_jax.models.config import DraftConfig, MtpConfig
+from dflash_jax.models.families import dflash, llama, mtp, qwen3, qwen3_5, qwen3_next
 from dflash_jax.models.families.reading import shown
 
 TARGETS = {
@@ -43,3 +44,20 @@ def read_target(raw: dict):
         InputError: The model type is unknown, or a value is invalid.
     """
     return target_family(raw).read_config(raw)
+
+
+def read_drafter(raw: dict) -> DraftConfig | MtpConfig:
+    """Reads a drafter's raw ``config.json``: a DFlash drafter's, or that of a target, whose MTP head is the drafter.
+
+    Raises:
+        InputError: Targets of this model type have no MTP head, or a value is invalid.
+    """
+    if dflash.is_drafter(raw):
+        return dflash.read_config(raw)
+    model_type = raw.get("model_type")
+    if not isinstance(model_type, str) or TARGETS.get(model_type) not in mtp.FAMILIES:
+        raise InputError(
+            f"this is not a DFlash drafter: it has no dflash_config; and a model of model_type {shown(model_type)} has "
+            f"no MTP head that is known here"
+        )
+    return mtp.read_config(raw, read_target(raw))

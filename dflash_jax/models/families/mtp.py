@@ -3,8 +3,7 @@
 from collections.abc import Collection
 
 from dflash_jax.errors import InputError
-from dflash_jax.models import families
-from dflash_jax.models.config import AttentionSpec, MlpSpec, MtpConfig
+from dflash_jax.models.config import AttentionSpec, MlpSpec, ModelConfig, MtpConfig
 from dflash_jax.models.families import qwen3_5, qwen3_next
 from dflash_jax.models.families.names import Entry, Tensor, same
 from dflash_jax.models.families.reading import Raw
@@ -16,19 +15,16 @@ FAMILIES = (qwen3_5, qwen3_next)
 FINAL_NORMS = tuple(f"{prefix}norm.weight" for prefix in qwen3_5.PREFIXES)
 
 
-def has_head(raw: dict) -> bool:
-    """Whether targets of the kind of a ``config.json`` may have a head."""
-    model_type = raw.get("model_type")
-    return isinstance(model_type, str) and families.TARGETS.get(model_type) in FAMILIES
-
-
-def read_config(raw: dict) -> MtpConfig:
+def read_config(raw: dict, target: ModelConfig) -> MtpConfig:
     """Reads the head of a target's ``config.json``. The tensors tell whether the checkpoint has one.
 
+    Args:
+        raw: The target's ``config.json``.
+        target: What it says of the target.
+
     Raises:
-        InputError: The target's config is invalid, or its head has another form.
+        InputError: The head has another form.
     """
-    target = families.read_target(raw)
     if not any(isinstance(spec.mixer, AttentionSpec) for spec in target.layers):
         raise InputError("the target has no attention layer, as which its MTP head is made")
     text = Raw(raw.get("text_config", raw), raw.get("model_type"))
