@@ -20,12 +20,14 @@ from dflash_jax.models.config import (
     MlpSpec,
     ModelConfig,
     MoeSpec,
+    MtpConfig,
     RopeSpec,
     VisionConfig,
 )
 from dflash_jax.models.decoder import Decoder, abstract_decoder
 from dflash_jax.models.drafter import Drafter
 from dflash_jax.models.drafters import abstract_drafter
+from dflash_jax.models.mtp import Mtp
 from dflash_jax.models.vision import VisionTower, abstract_tower
 from dflash_jax.parallel.sharding import parameter_paths
 
@@ -125,6 +127,10 @@ def random_decoder(config: ModelConfig, seed: int = 0) -> Decoder:
 
 def random_drafter(config: DraftConfig, seed: int = 0) -> Drafter:
     return randomise(abstract_drafter(config), seed)
+
+
+def random_head(target: ModelConfig, seed: int = 0) -> Mtp:
+    return randomise(abstract_drafter(MtpConfig(target)), seed, target.norm_offset)
 
 
 def random_tower(config: VisionConfig = VISION, seed: int = 0) -> VisionTower:

@@ -17,7 +17,8 @@ from dflash_jax.models.config import LayerSpec, MlpSpec
 from dflash_jax.models.decoder import Decoder
 from dflash_jax.models.drafter import Drafter
 from dflash_jax.models.drafting import DrafterWrapper, Proposal
-from tests.helpers import random_decoder, random_drafter, tiny_config, tiny_draft_config
+from dflash_jax.models.mtp import Mtp
+from tests.helpers import random_decoder, random_drafter, random_head, tiny_config, tiny_draft_config
 
 VOCAB = 61
 
@@ -36,6 +37,11 @@ def target(
 def drafter(target: Decoder, window: int = 10, seed: int = 1) -> Drafter:
     """A random (so: bad) drafter of one sliding causal and one full layer."""
     return random_drafter(tiny_draft_config(target.config, windows=(window, None)), seed)
+
+
+def head(target: Decoder, seed: int = 1) -> Mtp:
+    """A random (so: bad) MTP head."""
+    return random_head(target.config, seed)
 
 
 def cast(module, dtype):
@@ -67,7 +73,7 @@ class Coached(DrafterWrapper):
         return Proposal(jnp.where(run < 0, drafted, jnp.where(order == run, (right + 1) % self.vocab, right)))
 
 
-def coach(drafter: Drafter, tokens, runs=-1) -> Coached:
+def coach(drafter: Drafter | Mtp, tokens, runs=-1) -> Coached:
     """``runs`` broadcasts to [B, L]."""
     tokens = jnp.asarray(tokens, jnp.int32)
     runs = jnp.asarray(np.broadcast_to(np.array(runs, np.int32), tokens.shape))

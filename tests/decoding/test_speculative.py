@@ -339,10 +339,10 @@ class Tapless:
     def init_cache(self, slots, capacity, dtype, window):
         return (jnp.full((slots, capacity), -1, jnp.int32),)
 
-    def extend(self, cache, features, tokens, positions, valid):
-        assert features is None
-        places = jnp.where(valid, positions, cache[0].shape[1])
-        return (cache[0].at[jnp.arange(len(cache[0]))[:, None], places].set(tokens, mode="drop"),)
+    def extend(self, cache, new):
+        assert new.features is None
+        places = jnp.where(new.valid, new.positions, cache[0].shape[1])
+        return (cache[0].at[jnp.arange(len(cache[0]))[:, None], places].set(new.tokens, mode="drop"),)
 
     def propose(self, cache, last, start, block_sizes, size, heads, window):
         return Proposal(jnp.zeros((len(last), size - 1), jnp.int32))

@@ -18,7 +18,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextDecoderL
 from dflash_jax.checkpoint.load import load_drafter, load_target
 from dflash_jax.errors import InputError
 from dflash_jax.models.cache import init_cache
-from dflash_jax.models.drafting import ContextTokens, DraftWindow, TargetHeads
+from dflash_jax.models.drafting import ContextTokens, TargetHeads
 from tests.float64 import assert_near
 from tests.parity.mtp_reference import Head, draft_logits, in_both, tensors
 from tests.parity.oracle import assert_same_parameters, randomise
@@ -90,7 +90,7 @@ def context(target, mtp, rows, rotary):
 
 
 @jax.jit
-def steps(target, mtp, cache, last, start, drafts, window):
+def steps(target, mtp, cache, last, start, drafts):
     """Logits [B, K, V] of the head's steps, which draw the given ``drafts`` [B, K]."""
     seen = []
 
@@ -99,7 +99,7 @@ def steps(target, mtp, cache, last, start, drafts, window):
         return drafts[:, len(seen) - 1 : len(seen)]
 
     heads = TargetHeads(target.embed_tokens, target.logits, draw)
-    mtp.propose(cache, last, start, jnp.full_like(last, STEPS + 1), STEPS + 1, heads, window)
+    mtp.propose(cache, last, start, jnp.full_like(last, STEPS + 1), STEPS + 1, heads)
     return jnp.concatenate(seen, 1)
 
 
@@ -120,7 +120,7 @@ def test_drafts_equal_those_without_caches(kind, case, rows):
     drafts = np.random.default_rng(4).integers(0, COMMON["vocab_size"], (len(rows), STEPS))
     last, start = (jnp.asarray(x, jnp.int32) for x in ([row[-1] for row in rows], [len(row) - 1 for row in rows]))
     cache = context(target, mtp, rows, rotary)
-    got = steps(target, mtp, cache, last, start, jnp.asarray(drafts, jnp.int32), DraftWindow(first=jnp.zeros(3, int)))
+    got = steps(target, mtp, cache, last, start, jnp.asarray(drafts, jnp.int32))
     for i, row in enumerate(rows):
         want = in_both(draft_logits, model, head, row, drafts[i], rotary[i, :, : len(row) - 1])
         assert_near(np.asarray(got[i]), want, f"{len(row)} tokens")
