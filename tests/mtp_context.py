@@ -37,3 +37,12 @@ def assert_context(target, head, state: DecodeState, rows: Iterable[int]) -> Non
             np.testing.assert_allclose(mine, wanted, atol=2e-4, err_msg=f"row {row}: {name}")
         assert pending.position[row] == end - 1, row
         np.testing.assert_allclose(pending.feature[row], right.feature[row], atol=2e-4, err_msg=f"row {row}: pending")
+
+
+def rows_with_context(state: DecodeState) -> list[int]:
+    """The rows of an engine's state whose text is in the caches, and in the drafter's context at least in part.
+
+    An aborted prompt is in no cache as a whole, and plain decoding may have left the drafter out.
+    """
+    is_cached = np.asarray(state.num_cached) == np.asarray(state.length) - 1
+    return np.flatnonzero(is_cached & (np.asarray(state.length) - 2 > np.asarray(state.draft_start))).tolist()

@@ -64,6 +64,29 @@ def test_weight_and_cache_bytes_equal_a_calculation_by_hand():
     assert eight == pytest.approx(36.6e9, rel=0.02)
 
 
+def test_an_mtp_head_costs_a_layer_and_the_targets_head_for_each_draft():
+    target = str(read_system(CONFIGS / "qwen3.6-35b-a3b.toml").shapes["target"])
+    shapes, options = read_shapes(target, target), {"slots": 1, "max_len": 8192, "context": 0, "dtype": jnp.bfloat16}
+
+    def with_block(block: int) -> dict:
+        return make_plan(shapes, Layout(), DEVICES["h200"], acceptance_length=1.0, block=block, **options)
+
+    found = with_block(4)
+    # With a copy of the target's final norm.
+    assert found["parameters"]["drafter"] == 844_640_768 + 2048
+    assert found["bytes_per_device"]["drafter"] == 2 * (844_640_768 + 2048)
+    # Keys and values of one more layer of attention.
+    assert found["bytes_per_device"]["cache_per_token"] == pytest.approx(20_480 + 2_048 + 8)
+    plain = found["floor_tokens_per_s_autoregressive"]
+    assert plain == pytest.approx(with_block(1)["floor_tokens_per_s"], rel=0.01)
+    # A draft reads the head, 1.02 GB, and of the layer all but 248 of its 256 experts, 0.12 GB.
+    seconds = {block: 1 / with_block(block)["floor_tokens_per_s"] for block in (2, 4)}
+    verified = {2: 8 * (2 - 2 / 64), 4: 256 * (1 - (1 - 8 / 256) ** 4)}
+    expert, steps = 40 * 3 * 512 * 2048 * 2, (248_320 * 2048 * 2 + 0.12e9) * 2
+    gained = (seconds[4] - seconds[2]) * DEVICES["h200"].bandwidth
+    assert gained == pytest.approx(steps + (verified[4] - verified[2]) * expert, rel=0.03)
+
+
 def test_a_mesh_divides_what_it_can_and_says_what_not():
     one, eight = plan("qwen3.5-397b-a17b"), plan("qwen3.5-397b-a17b", mesh="tensor=8", slots=32)
     assert not one["fits"]

@@ -8,12 +8,13 @@ from pathlib import Path
 import jax
 import pytest
 
-from dflash_jax.checkpoint.load import open_target, open_tower
+from dflash_jax.checkpoint.load import open_drafter, open_target, open_tower
 from dflash_jax.models import families
 from dflash_jax.models.config import MediaTokens
 from dflash_jax.models.decoder import abstract_decoder
 from dflash_jax.models.drafters import abstract_drafter
 from dflash_jax.models.families import dflash
+from dflash_jax.models.families import mtp as mtp_family
 from dflash_jax.models.families.vision import vision_entries
 from dflash_jax.models.vision import abstract_tower
 
@@ -39,6 +40,17 @@ DRAFTERS = {
     "Qwen3.5-122B-A10B-DFlash": None,
     "Qwen3.5-397B-A17B-DFlash": None,
     "Qwen3-Coder-30B-A3B-DFlash": None,
+}
+
+
+# By hand from hidden size, heads and experts: fc, norms, attention, router, experts.
+HEADS = {
+    "Qwen3.6-35B-A3B": 844_640_768,
+    "Qwen3.6-27B": 424_699_392,
+    "Qwen3.5-27B": 424_699_392,
+    "Qwen3.5-122B-A10B": 2_523_679_232,
+    "Qwen3.5-397B-A17B": 6_595_568_128,
+    "Qwen3-Coder-Next": 1_650_471_424,
 }
 
 
@@ -82,6 +94,17 @@ def test_drafter_counts_and_fit(name):
         assert spec.attention.rope.theta == published["rope_theta"]
         assert (spec.attention.rope.scaling is not None) == (published["rope_scaling"] is not None)
     raw = read(name.partition("-DFlash")[0])
+    config.check_fits(families.target_family(raw).read_config(raw))
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_published_head_has_the_exact_parameter_count(name):
+    raw = read(name)
+    config = families.read_drafter(raw)
+    table = [t for entry in mtp_family.weight_names(config) for t in entry.tensors]
+    assert sum(math.prod(t.shape) for t in table if t.name.startswith("mtp.")) == HEADS[name]
+    # The copy of the target's final norm.
+    assert count(abstract_drafter(config)) == HEADS[name] + config.hidden_size
     config.check_fits(families.target_family(raw).read_config(raw))
 
 
@@ -151,7 +174,7 @@ def vision_27_blocks() -> dict[str, tuple[int, ...]]:
 
 
 def test_a_checkpoint_with_every_real_name(tmp_path):
-    """Qwen3.6-35B-A3B: 1045 tensors, of which the text model reads 693, its vision tower 333, and 19 are skipped."""
+    """Qwen3.6-35B-A3B: 1045 tensors, of which the text model reads 693, its vision tower 333, and its MTP head 19."""
     text = {
         "model.language_model.embed_tokens.weight": (248_320, 2048),
         "model.language_model.norm.weight": (2048,),
@@ -170,6 +193,8 @@ def test_a_checkpoint_with_every_real_name(tmp_path):
     source = open_target(tmp_path)
     assert {t.name for entry in source.entries for t in entry.tensors} == set(text)
     assert set(source.skipped) == set(vision) | set(mtp)
+    head = open_drafter(tmp_path, source.config)
+    assert {t.name for e in head.entries for t in e.tensors} == {*mtp, "model.language_model.norm.weight"}
     tower = open_tower(tmp_path)
     assert {t.name for entry in tower.entries for t in entry.tensors} == set(vision)
     assert set(tower.skipped) == set(text) | set(mtp)

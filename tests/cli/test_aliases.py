@@ -55,6 +55,30 @@ def test_a_command_has_each_name_of_the_table_for_the_options_it_has(command):
             assert set(alias.names) <= parser._option_string_actions.keys()
 
 
+HEAD = [
+    (["--draft", "mtp"], None),
+    (["--speculative-config", '{"method": "mtp", "num_speculative_tokens": 3}'], 4),
+    (["--speculative-config", '{"method": "qwen3_5_mtp", "num_speculative_tokens": 1}'], 2),
+    (["--speculative-config", '{"method": "qwen3_next_mtp"}'], None),
+    (["--spec-method", "mtp", "--spec-tokens", "3"], 4),
+    (["--speculative-algorithm", "NEXTN"], None),
+    (["--speculative-algorithm", "EAGLE", "--speculative-num-steps", "3", "--speculative-num-draft-tokens", "4"], 4),
+    (["--speculative-algorithm", "nextn", "--speculative-num-steps", "2"], 3),
+]
+
+
+@pytest.mark.parametrize("command", ["generate", "serve", "benchmark"])
+@pytest.mark.parametrize(("words", "block"), HEAD)
+def test_names_of_vllm_and_sglang_for_the_mtp_head(command, words, block):
+    args = parse(command, words)
+    assert (args.draft, args.max_block_size) == ("mtp", block)
+
+
+def test_dflash_by_sglangs_name_takes_its_one_step():
+    args = parse("serve", ["--speculative-algorithm", "DFLASH", "--speculative-num-steps", "1", "--draft", "a/b"])
+    assert (args.draft, args.max_block_size) == ("a/b", None)
+
+
 @pytest.mark.parametrize("command", ["generate", "serve", "benchmark"])
 def test_speculative_config_of_vllm_names_the_drafter(command):
     config = '{"model": "a/d", "num_speculative_tokens": 7, "revision": "v1"}'

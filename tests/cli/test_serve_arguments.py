@@ -157,9 +157,20 @@ def test_a_notice_is_logged_once(caplog):
 
 WRONG = [
     (["--speculative-config", "{"], "--speculative-config: .* is not JSON"),
-    (["--speculative-config", '{"method": "eagle"}'], "it must be dflash"),
+    (["--speculative-config", '{"method": "eagle"}'], "it must be dflash or mtp or"),
     (["--speculative-config", '{"method": "dflash", "spark": 1}'], "'spark' is not known"),
-    (["--speculative-algorithm", "EAGLE"], "it must be DFLASH"),
+    (["--speculative-algorithm", "EAGLE3"], "it must be DFLASH, NEXTN, EAGLE or mtp"),
+    (
+        ["--speculative-algorithm", "EAGLE", "--draft", "a/b"],
+        "--speculative-algorithm drafts with the target's own MTP",
+    ),
+    (["--speculative-num-steps", "3"], "--speculative-num-steps is 3: DFlash drafts a block in one step"),
+    (["--draft", "mtp", "--speculative-num-steps", "0"], "--speculative-num-steps is 0: it must be 1 or more"),
+    (
+        ["--draft", "mtp", "--speculative-num-steps", "3", "--speculative-num-draft-tokens", "5"],
+        "--speculative-num-steps is 3: it must be one less than --speculative-num-draft-tokens, 5",
+    ),
+    (["--speculative-eagle-topk", "4"], "--speculative-eagle-topk 4 is refused: drafts are one chain"),
     (["--tp", "2", "--mesh", "tensor=2"], "give one of them"),
     (["a", "--target", "b"], "give one of them"),
     (["--max-num-seqs", "x"], "argument --max-num-seqs: invalid int value: 'x'"),

@@ -172,9 +172,10 @@ def test_text_in_a_slot_that_had_an_image(pair):
     assert run(engine, Request(text, request(0).params)) == [before]
 
 
-def test_the_drafters_positions_are_plain_indices(pair):
-    """Rotary positions of images are the target's alone: with them a drafter's proposals would be of another place."""
-    drafter, (prompt, media) = tiny.drafter(pair.target), PROMPTS[1]
+@pytest.mark.parametrize("kind", [tiny.drafter, tiny.head], ids=["dflash", "mtp"])
+def test_the_context_of_a_prompt_with_images_is_that_of_one_pass(kind, pair):
+    """In chunks that divide images. Positions of DFlash are plain indices, those of a head are the target's."""
+    drafter, (prompt, media) = kind(pair.target), PROMPTS[1]
     runner = engine_for(Executables(pair.target, drafter), slots=1).runner
     runner.admit(0, request(1))
     length = len(prompt) - 1

@@ -17,6 +17,15 @@ def pair():
     return target, tiny.drafter(target)
 
 
+def test_each_draft_of_an_mtp_head_is_a_pass_over_one_token_a_sequence(pair):
+    target, head = pair[0], tiny.head(pair[0])
+    costs, plain = RoundCosts(target, head, Platform(1e9, 0.0)), RoundCosts(target, None, Platform(1e9, 0.0))
+    first = costs(1, 2) - plain(1, 2)
+    assert first > 0
+    assert costs(1, 4) - plain(1, 4) == pytest.approx(3 * first)
+    assert costs(1, 8) - plain(1, 8) == pytest.approx(7 * first)
+
+
 @pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
 def test_costs_grow_with_batch_and_block_size(pair, platform):
     costs = RoundCosts(*pair, platform_named(platform))

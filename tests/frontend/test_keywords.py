@@ -39,6 +39,13 @@ from tests.odd_values import HUGE, Unprintable
             {"speculative_config": {"num_speculative_tokens": -1}},
             "speculative_config: num_speculative_tokens is -1: it must be 0 or more",
         ),
+        ({"speculative_num_steps": 3}, "speculative_num_steps is 3: DFlash drafts a block in one step"),
+        ({"speculative_algorithm": "NEXTN", "draft": "a/b"}, "speculative_algorithm drafts with the target's own MTP"),
+        ({"draft": "mtp", "draft_revision": "v1"}, "draft_revision is 'v1': there is no repo"),
+        (
+            {"speculative_config": {"method": "ngram"}},
+            "speculative_config: its method is 'ngram': it must be dflash or",
+        ),
         ({"speculative_config": {"revision": "main"}}, "speculative_config: revision is 'main': there is no repo"),
         ({"speculative_draft_model_revision": "v1"}, "speculative_draft_model_revision is 'v1': there is no repo"),
         ({"dtype": "half"}, "dtype is 'half': it must be one of auto, float32, bfloat16"),
@@ -52,6 +59,20 @@ from tests.odd_values import HUGE, Unprintable
 def test_an_error_names_the_keyword_that_the_caller_gave(keywords, message):
     with pytest.raises(InputError, match="^" + re.escape(message)):
         LLM(**keywords)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "block"),
+    [
+        ({"speculative_config": {"method": "mtp", "num_speculative_tokens": 3}}, 4),
+        ({"speculative_algorithm": "NEXTN", "speculative_num_steps": 3, "speculative_num_draft_tokens": 4}, 4),
+        ({"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 1}, None),
+        ({"spec_method": "qwen3_5_mtp", "spec_tokens": 2}, 3),
+    ],
+)
+def test_names_of_vllm_and_sglang_for_the_mtp_head(keywords, block):
+    settings = with_other_names(DEFAULTS, keywords)[0]
+    assert (settings["draft"], settings["max_block_size"]) == ("mtp", block)
 
 
 def test_values_of_numpy_are_those_of_python():

@@ -29,7 +29,8 @@ from dflash_jax.parallel.sharding import Layout, parameter_paths, spec
 from dflash_jax.tools.equality import Reference, check_same
 from tests.engine.load import alone, engine_for, some_requests, under_load
 from tests.families import VOCAB, family_config
-from tests.helpers import random_decoder, random_drafter, tiny_draft_config
+from tests.helpers import random_decoder, random_drafter, random_head, tiny_draft_config
+from tests.mtp_context import assert_context, rows_with_context
 
 SETTINGS = Settings(block_size=8, top_logprobs=2)
 PROMPTS = [list(range(3, 20)), [5], list(range(40, 50)), [7, 8, 9], [], [1, 2], [60, 3], [9] * 12]
@@ -195,9 +196,9 @@ def test_experts_that_do_not_divide():
 
 
 def test_the_engine_on_a_mesh_under_load():
-    """Data shards with slots of their own, prefixes shared among them, masks, aborts."""
+    """Data shards with slots of their own, prefixes shared among them, masks, aborts; the drafter is an MTP head."""
     target = random_decoder(family_config("qwen3_5_moe"))
-    drafter = random_drafter(replace(tiny_draft_config(target.config), vocab_size=VOCAB))
+    head = random_head(target.config)
     wanted = some_requests(0, 24, VOCAB)
     expected = alone(engine_for(Executables(target, None), (1,), slots=4, prefix_bytes=0), wanted)
     layout = LAYOUTS[1]
@@ -205,8 +206,10 @@ def test_the_engine_on_a_mesh_under_load():
         patch.setattr(model_runner, "BATCH_SIZES", (1, 4))
         cut = on(layout, target, abstract_decoder)
         options = {"prefix_bytes": 150_000, "prefix_host_bytes": 10**9}
-        engine = engine_for(Executables(cut, on(layout, drafter, abstract_drafter)), slots=8, **options)
+        engine = engine_for(Executables(cut, on(layout, head, abstract_drafter)), slots=8, **options)
         under_load(engine, target, wanted, expected, 150, seed=1)
     assert engine.statistics.cached_tokens > 0
     assert engine.prefix_cache.tiers.host.hits > 0
     assert engine.free_slots == 8
+    state = jax.device_get(engine.runner.state)
+    assert_context(target, head, state, rows_with_context(state))
