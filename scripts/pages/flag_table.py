@@ -40,7 +40,8 @@ def with_an_effect() -> list[str]:
         value = "" if alias.const is None else f" {str(alias.const).lower()}"
         special = {"--tensor-parallel": "--mesh tensor=N", "--data-parallel": "--mesh data=N"}
         special |= {"--speculative-config": "--draft, --draft-revision and the largest block, from JSON"}
-        special |= {"--speculative-algorithm": "must be DFLASH"}
+        special |= {"--speculative-algorithm": "DFLASH, or --draft mtp by NEXTN, EAGLE, mtp and vLLM's names of it"}
+        special |= {"--speculative-num-steps": "--max-block-size of an MTP head; DFlash takes 1"}
         special |= {"--reasoning-config": "must name `<think>` and `</think>`"}
         here = special.get(option, option + value)
         lines.append(f"| {', '.join(map(code, alias.names))} | {code(here) if here.startswith('--mesh') else here} |")

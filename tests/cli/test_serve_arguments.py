@@ -162,7 +162,7 @@ WRONG = [
     (["--speculative-algorithm", "EAGLE3"], "it must be DFLASH, NEXTN, EAGLE or mtp"),
     (
         ["--speculative-algorithm", "EAGLE", "--draft", "a/b"],
-        "--speculative-algorithm drafts with the target's own MTP",
+        "--speculative-algorithm drafts with the target's own",
     ),
     (["--speculative-num-steps", "3"], "--speculative-num-steps is 3: DFlash drafts a block in one step"),
     (["--draft", "mtp", "--speculative-num-steps", "0"], "--speculative-num-steps is 0: it must be 1 or more"),
