@@ -10,10 +10,11 @@ from dflash_jax.engine.config import PREFILL_BYTES, largest_prefill
 from dflash_jax.engine.model_size import Weights, parts_of, weigh
 
 if TYPE_CHECKING:
-    from dflash_jax.models.config import DraftConfig, ModelConfig, MtpConfig
+    from dflash_jax.models.config import DraftConfig, ModelConfig
     from dflash_jax.models.decoder import Decoder
     from dflash_jax.models.drafter import Drafter
     from dflash_jax.models.mtp import Mtp
+    from dflash_jax.models.mtp_config import MtpConfig
     from dflash_jax.ops.backend import Backend
     from dflash_jax.parallel.devices import Device
     from dflash_jax.parallel.sharding import Layout
@@ -137,9 +138,9 @@ def abstract_pair(
         quantize: None: FP8 as the checkpoint is; "int8" or "fp8": quantized as a loader would.
         backend: The backend of the device.
     """
-    from dflash_jax.models.config import MtpConfig
     from dflash_jax.models.decoder import abstract_decoder
     from dflash_jax.models.drafters import abstract_drafter
+    from dflash_jax.models.mtp_config import MtpConfig
 
     target = abstract_decoder(shapes.target, dtype, layout, backend)
     drafter = abstract_drafter(shapes.draft, dtype, layout, backend) if shapes.draft else None
@@ -180,9 +181,9 @@ def _in_eight_bits(module, layout: "Layout", quantize: str | None):
 @lru_cache(maxsize=64)
 def _measure(shapes: Shapes, layout: "Layout", dtype, eight: frozenset[str]) -> tuple[Weights, Weights | None, Slot]:
     """Target's weights, drafter's weights, and a slot, which plans for several devices or lengths share."""
-    from dflash_jax.models.config import MtpConfig
     from dflash_jax.models.decoder import abstract_decoder
     from dflash_jax.models.drafters import abstract_drafter
+    from dflash_jax.models.mtp_config import MtpConfig
 
     target = abstract_decoder(shapes.target, dtype, layout)
     drafter = abstract_drafter(shapes.draft, dtype, layout) if shapes.draft else None

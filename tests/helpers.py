@@ -20,7 +20,6 @@ from dflash_jax.models.config import (
     MlpSpec,
     ModelConfig,
     MoeSpec,
-    MtpConfig,
     RopeSpec,
     VisionConfig,
 )
@@ -28,6 +27,7 @@ from dflash_jax.models.decoder import Decoder, abstract_decoder
 from dflash_jax.models.drafter import Drafter
 from dflash_jax.models.drafters import abstract_drafter
 from dflash_jax.models.mtp import Mtp
+from dflash_jax.models.mtp_config import MtpConfig
 from dflash_jax.models.vision import VisionTower, abstract_tower
 from dflash_jax.parallel.sharding import parameter_paths
 

@@ -16,7 +16,7 @@ from dflash_jax.checkpoint.files import TensorFiles, Tensors, write_tensors
 from dflash_jax.checkpoint.parameters import QUANTIZE, C, Source, read_parameter
 from dflash_jax.errors import InputError
 from dflash_jax.models import families
-from dflash_jax.models.config import DraftConfig, ModelConfig, MtpConfig, VisionConfig
+from dflash_jax.models.config import DraftConfig, ModelConfig, VisionConfig
 from dflash_jax.models.decoder import Decoder, abstract_decoder
 from dflash_jax.models.drafter import Drafter
 from dflash_jax.models.drafters import abstract_drafter
@@ -24,6 +24,7 @@ from dflash_jax.models.families import dflash, mtp
 from dflash_jax.models.families.names import Entry
 from dflash_jax.models.families.vision import vision_entries, vision_prefix
 from dflash_jax.models.mtp import Mtp
+from dflash_jax.models.mtp_config import MtpConfig
 from dflash_jax.models.packing import unpack_weights
 from dflash_jax.models.vision import VisionTower, abstract_tower
 from dflash_jax.ops.backend import Backend

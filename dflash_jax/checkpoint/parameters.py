@@ -10,8 +10,9 @@ from jax.sharding import NamedSharding
 
 from dflash_jax.checkpoint import fp8
 from dflash_jax.checkpoint.files import Tensors
-from dflash_jax.models.config import DraftConfig, ModelConfig, MtpConfig, VisionConfig
+from dflash_jax.models.config import DraftConfig, ModelConfig, VisionConfig
 from dflash_jax.models.families.names import Entry
+from dflash_jax.models.mtp_config import MtpConfig
 from dflash_jax.ops.weights import QuantizedWeight
 from dflash_jax.ops.weights import quantize as quantize_array
 from dflash_jax.parallel.sharding import place

@@ -5,9 +5,10 @@ from typing import overload
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from dflash_jax.models.config import DraftConfig, MtpConfig
+from dflash_jax.models.config import DraftConfig
 from dflash_jax.models.drafter import Drafter
 from dflash_jax.models.mtp import Mtp
+from dflash_jax.models.mtp_config import MtpConfig
 from dflash_jax.ops.backend import XLA, Backend
 from dflash_jax.parallel.sharding import ONE_DEVICE, Layout
 

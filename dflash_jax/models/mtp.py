@@ -23,11 +23,11 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from dflash_jax.models.config import MtpConfig
 from dflash_jax.models.decoder import DecoderLayer
 from dflash_jax.models.drafter import DraftVocabulary
 from dflash_jax.models.drafting import NO_WINDOW, ContextTokens, DraftCache, DraftWindow, Proposal, TargetHeads
 from dflash_jax.models.layers import Attention, RMSNorm, normal
+from dflash_jax.models.mtp_config import MtpConfig
 from dflash_jax.models.rope import CosSin, rope_angles
 from dflash_jax.ops.attention import attention, through_gate, write
 from dflash_jax.ops.backend import Backend

@@ -4,9 +4,10 @@ A new family is a file and a line in `TARGETS`.
 """
 
 from dflash_jax.errors import InputError
-from dflash_jax.models.config import DraftConfig, MtpConfig
+from dflash_jax.models.config import DraftConfig
 from dflash_jax.models.families import dflash, llama, mtp, qwen3, qwen3_5, qwen3_next
 from dflash_jax.models.families.reading import shown
+from dflash_jax.models.mtp_config import MtpConfig
 
 TARGETS = {
     "qwen3_5_moe": qwen3_5,

@@ -3,11 +3,12 @@
 from collections.abc import Collection
 
 from dflash_jax.errors import InputError
-from dflash_jax.models.config import AttentionSpec, MlpSpec, ModelConfig, MtpConfig
+from dflash_jax.models.config import AttentionSpec, MlpSpec, ModelConfig
 from dflash_jax.models.families import qwen3_5, qwen3_next
 from dflash_jax.models.families.names import Entry, Tensor, same
 from dflash_jax.models.families.reading import Raw
 from dflash_jax.models.families.tables import attention_entries, has_fused_experts, mlp_entries, moe_entries
+from dflash_jax.models.mtp_config import MtpConfig
 
 PREFIXES = ("mtp.", "model.mtp.")
 FAMILIES = (qwen3_5, qwen3_next)
