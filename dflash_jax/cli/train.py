@@ -42,7 +42,7 @@ DATA = f"{COMMON} data skip_bad_lines sequence_length"
 GENERATION = "temperature max_new_tokens thinking slots"
 ONLY = {
     "regenerate": f"{COMMON} data skip_bad_lines draft draft_revision seed {GENERATION}",
-    "cache": f"{DATA} draft draft_revision features rows loss {FRESH}",
+    "cache": f"{DATA} draft draft_revision features rows loss mtp {FRESH}",
     "evaluate": f"{COMMON} draft draft_revision held_out evaluate_prompts evaluate_tokens seed",
     "tokens": f"{DATA} draft_vocabulary",
 }

@@ -43,6 +43,7 @@ class TrainConfig:
     held_out: str | None = option(None, "JSON lines whose prompts the acceptance length is measured on", str)
     features: str | None = option(None, "directory of a feature cache that `cache` made (default: online)", str)
     skip_bad_lines: bool = option(False, "count broken lines of the data instead of stopping at the first")
+    mtp: bool = option(False, "train the target's MTP head in place of a drafter (--block-size 4: three steps)")
     # A fresh drafter.
     draft_config: str | None = option(None, "config.json of a fresh drafter; without one the following numbers", str)
     layers: int = option(5, "layers of a fresh drafter")
@@ -131,7 +132,9 @@ FIELDS = {f.name: f for f in fields(TrainConfig)}
 def differences(previous: dict, config: TrainConfig) -> list[str]:
     """Differences between a run's record and ``config``, as text, apart from the fields in `FREE`."""
     now = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(config).items()}
-    return [f"{k} was {previous.get(k)!r}, is {v!r}" for k, v in now.items() if k not in FREE and previous.get(k) != v]
+    # A record from before a field had that field's default value.
+    before = {k: previous.get(k, FIELDS[k].default) for k in now}
+    return [f"{k} was {before[k]!r}, is {v!r}" for k, v in now.items() if k not in FREE and before[k] != v]
 
 
 def read_toml(name: str | Path) -> tuple[dict, dict[str, str]]:

@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 
@@ -12,14 +13,20 @@ from dflash_jax.checkpoint.hub import resolve
 from dflash_jax.checkpoint.load import load_drafter, save_module
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.llm import LLM
+from dflash_jax.models import families
 from dflash_jax.models.config import AttentionSpec, DraftConfig
 from dflash_jax.models.decoder import Decoder
 from dflash_jax.models.drafter import Drafter
-from dflash_jax.models.families import dflash
+from dflash_jax.models.families import dflash, mtp
 from dflash_jax.models.layers import Attention
+from dflash_jax.models.mtp import Mtp
+from dflash_jax.models.mtp_config import MtpConfig
+from dflash_jax.parallel.sharding import parameter_paths
 from dflash_jax.training.config import FIELDS, TrainConfig
 
 MASK = "<|mask|>"
+# Places of a block that an MTP head is trained for, by default and at most.
+MTP_BLOCK_SIZE, MAX_MTP_BLOCK_SIZE = 4, 8
 
 
 def fresh_config(config: TrainConfig, llm: LLM) -> dict:
@@ -81,6 +88,18 @@ def raw_config(config: TrainConfig, llm: LLM) -> dict:
     Raises:
         InputError: It does not fit the target, or a number in ``config`` contradicts a given drafter.
     """
+    if config.mtp:
+        mtp_block_size(config)
+        given = (
+            llm.directory
+            if config.draft in (None, "mtp")
+            else resolve(config.draft, config.draft_revision, config.download_dir)
+        )
+        raw, parsed = read_config_file(given, families.read_drafter)
+        if not isinstance(parsed, MtpConfig):
+            raise InputError(f"draft {config.draft}: it is a DFlash drafter, and mtp trains a target's MTP head")
+        parsed.check_fits(llm.config)
+        return raw
     if config.draft is not None:
         raw, parsed = read_config_file(
             resolve(config.draft, config.draft_revision, config.download_dir), dflash.read_config
@@ -95,6 +114,19 @@ def raw_config(config: TrainConfig, llm: LLM) -> dict:
     if source is not None:
         check_numbers(config, parsed, source)
     return raw
+
+
+def mtp_block_size(config: TrainConfig) -> int:
+    """Places of a block in the training of an MTP head: a step more than drafts.
+
+    Raises:
+        InputError: A head has fewer.
+    """
+    if config.block_size == FIELDS["block_size"].default:
+        return MTP_BLOCK_SIZE
+    if config.block_size > MAX_MTP_BLOCK_SIZE:
+        raise InputError(f"block_size {config.block_size}: it must be 2 to {MAX_MTP_BLOCK_SIZE} with mtp")
+    return config.block_size
 
 
 def check_numbers(config: TrainConfig, draft: DraftConfig, source: str) -> None:
@@ -122,17 +154,47 @@ def check_numbers(config: TrainConfig, draft: DraftConfig, source: str) -> None:
             raise InputError(f"{name} {given}: that of {source} is {value}, and stays")
 
 
-def starting_drafter(config: TrainConfig, raw: dict, target: Decoder) -> Drafter:
+def starting_drafter(config: TrainConfig, raw: dict, target: Decoder, directory: Path) -> Drafter | Mtp:
     """The drafter at step 0: loaded, or random.
 
-    With ``start_layers``, a random drafter's layers are copies of the target's.
+    With ``start_layers``, a random drafter's layers are copies of the target's. A fresh MTP head begins as the target's
+    last layer of its kind.
+
+    Args:
+        config: The run.
+        raw: The drafter's ``config.json``.
+        target: The target.
+        directory: The target's directory.
     """
+    if config.draft == "mtp":
+        return load_drafter(directory)
+    if config.mtp and config.draft is None:
+        return fresh_head(config, families.read_drafter(raw), target)
     if config.draft is not None:
         return load_drafter(resolve(config.draft, config.draft_revision, config.download_dir))
     drafter = Drafter(dflash.read_config(raw), rngs=nnx.Rngs(config.seed))
     if config.start_layers:
         copy_layers(drafter, target, config.start_layers)
     return drafter
+
+
+def fresh_head(config: TrainConfig, draft: DraftConfig | MtpConfig, target: Decoder) -> Mtp:
+    """An MTP head whose layer and norms are the target's, and whose projection is random."""
+    assert isinstance(draft, MtpConfig)
+    head = Mtp(draft, rngs=nnx.Rngs(config.seed))
+    (spec,) = draft.layers
+    alike = [i for i, layer in enumerate(target.config.layers) if layer == spec]
+    arrays = dict(zip(parameter_paths(target), jax.tree.leaves(target), strict=True))
+    sources = {"final_norm.weight": "norm.weight", "norm.weight": "norm.weight"}
+    leaves, structure = jax.tree.flatten(head)
+    paths = parameter_paths(head)
+    if alike:
+        sources |= {p: p.replace("layers.0.", f"layers.{alike[-1]}.", 1) for p in paths if p.startswith("layers.0.")}
+    started = [
+        jnp.asarray(arrays[sources[path]], leaf.dtype) if sources.get(path) in arrays else leaf
+        for path, leaf in zip(paths, leaves, strict=True)
+    ]
+    return jax.tree.unflatten(structure, started)
 
 
 def copy_layers(drafter: Drafter, target: Decoder, layers: Sequence[int]) -> None:
@@ -180,9 +242,13 @@ def copy_layers(drafter: Drafter, target: Decoder, layers: Sequence[int]) -> Non
     copy(drafter.norm.weight, target.norm.weight, offset)
 
 
-def export(drafter: Drafter, raw: dict, directory: Path) -> None:
-    """Writes the published layout: ``model.safetensors`` in bfloat16 and ``config.json``."""
-    save_module(drafter, dflash.weight_names(drafter.config), raw, directory, jnp.bfloat16)
+def export(drafter: Drafter | Mtp, raw: dict, directory: Path) -> None:
+    """Writes the published layout: ``model.safetensors`` in bfloat16 and ``config.json``.
+
+    Of an MTP head those are its tensors, the target's final norm and the target's config.
+    """
+    names = mtp.weight_names if isinstance(drafter, Mtp) else dflash.weight_names
+    save_module(drafter, names(drafter.config), raw, directory, jnp.bfloat16)
     written = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    if dflash.read_config(written) != drafter.config:
+    if families.read_drafter(written) != drafter.config:
         raise AssertionError(f"{directory / 'config.json'} does not describe the drafter that was trained")

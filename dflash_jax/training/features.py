@@ -13,6 +13,7 @@ import numpy as np
 
 from dflash_jax import progress
 from dflash_jax.errors import InputError
+from dflash_jax.models.drafters import abstract_drafter
 from dflash_jax.parallel import distributed
 from dflash_jax.parallel.sharding import DATA, Layout, place
 from dflash_jax.training.config import TrainConfig
@@ -38,7 +39,7 @@ def record_of(rows: PackedRows, pair: Pair, with_hidden: bool) -> dict:
         "model_type": config.model_type,
         "hidden_size": config.hidden_size,
         "target_layers": len(config.layers),
-        "taps": list(pair.draft.target_layer_ids),
+        "taps": list(abstract_drafter(pair.draft).taps),
         "rows": len(rows),
         "sequence_length": rows.length,
         "tokens": digest.hexdigest(),

@@ -3,6 +3,7 @@
 Letters beyond `models.layers`: A anchors of a row, K = W - 1 slots of a block that predict.
 """
 
+import math
 from dataclasses import dataclass
 
 import jax
@@ -45,6 +46,10 @@ class Loss:
     def needs_teacher(self) -> bool:
         """Whether the loss reads the target's hidden states."""
         return self.kind != "cross-entropy" or self.match > 0
+
+
+# FastMTP's decay of an MTP head's steps (arXiv 2509.18362): 0.6 a step.
+MTP_GAMMA = -1 / math.log(0.6)
 
 
 def default_gamma(block_size: int) -> float:

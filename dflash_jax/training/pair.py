@@ -8,9 +8,10 @@ from typing import Any
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.llm import LLM
 from dflash_jax.frontend.tokenizer import Tokenizer
+from dflash_jax.models import families
 from dflash_jax.models.config import DraftConfig
 from dflash_jax.models.decoder import Decoder
-from dflash_jax.models.families import dflash
+from dflash_jax.models.mtp_config import MtpConfig
 from dflash_jax.models.packing import unpack_weights
 from dflash_jax.parallel.sharding import Layout
 from dflash_jax.training import drafters
@@ -25,7 +26,7 @@ class Pair:
 
     Attributes:
         llm: The target, ready to decode, without a drafter.
-        raw: The drafter's ``config.json``.
+        raw: The drafter's ``config.json``; that of the target for an MTP head.
     """
 
     llm: LLM
@@ -41,9 +42,9 @@ class Pair:
         return unpack_weights(self.llm.target)
 
     @property
-    def draft(self) -> DraftConfig:
+    def draft(self) -> DraftConfig | MtpConfig:
         """The drafter's configuration."""
-        return dflash.read_config(self.raw)
+        return families.read_drafter(self.raw)
 
 
 def open_pair(config: TrainConfig) -> Pair:

@@ -22,7 +22,7 @@ from dflash_jax.training.config import TrainConfig
 from dflash_jax.training.data import batches, frequent_tokens
 from dflash_jax.training.evaluation import Acceptance, acceptance_by_temperature, read_held_out
 from dflash_jax.training.features import FeatureRows
-from dflash_jax.training.losses import Loss, default_gamma
+from dflash_jax.training.losses import MTP_GAMMA, Loss, default_gamma
 from dflash_jax.training.media_rows import with_media
 from dflash_jax.training.optimiser import optimiser
 from dflash_jax.training.pair import Pair, open_pair
@@ -33,8 +33,11 @@ from dflash_jax.training.stop_signal import stop_signal
 
 def recipe_of(config: TrainConfig, pair: Pair) -> Recipe:
     """The recipe of a step; values that ``config`` leaves open follow from the drafter's block size."""
-    block = pair.draft.block_size
-    gamma = default_gamma(block) if config.gamma is None else config.gamma
+    block, gamma = pair.draft.block_size, config.gamma
+    if config.mtp:
+        block = drafters.mtp_block_size(config)
+    if gamma is None:
+        gamma = MTP_GAMMA if config.mtp else default_gamma(block)
     loss = Loss(config.loss, config.loss_weights, gamma, match=config.match, chunk=config.loss_chunk)
     return Recipe(loss, config.anchors, block, pair.llm.dtype)
 
@@ -64,6 +67,8 @@ class TrainingRun:
         self.config, self._tell = config, tell
         self.pair = open_pair(config)
         rows, recipe = self.pair.rows(config, tell), recipe_of(config, self.pair)
+        if config.mtp and rows.has_media:
+            raise InputError("mtp: the data has images or videos, and a head is trained on text")
         vocabulary = None if config.loss_vocabulary is None else frequent_tokens(rows, config.loss_vocabulary)
         digest = rows.digest()
         is_cached = config.features is not None
@@ -98,7 +103,9 @@ class TrainingRun:
         if self.step:
             self._tell(f"going on behind step {self.step} of {self.steps}")
             return self._checkpoints.restore(self.trainer.abstract_state(), self.trainer.shardings())
-        state = self.trainer.start(drafters.starting_drafter(self.config, self.pair.raw, self.pair.target))
+        state = self.trainer.start(
+            drafters.starting_drafter(self.config, self.pair.raw, self.pair.target, self.pair.llm.directory)
+        )
         count, layout = sum(x.size for x in jax.tree.leaves(state[0])), self.trainer.layout
         size = f"{count / 1e6:.1f} million parameters"
         self._tell(f"a drafter of {size}, {self.steps} steps of {self.config.rows} rows on {layout}")

@@ -7,6 +7,7 @@ divides over the mesh. Sums are sums over all devices, so a step's result does n
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +19,18 @@ from dflash_jax.decoding.prefill import MediaChunk
 from dflash_jax.models.config import DraftConfig
 from dflash_jax.models.decoder import Decoder
 from dflash_jax.models.drafter import Drafter
-from dflash_jax.parallel.sharding import DATA, Layout, parameter_paths, parameter_specs
+from dflash_jax.models.drafters import abstract_drafter
+from dflash_jax.models.layers import with_backend
+from dflash_jax.models.mtp import Mtp
+from dflash_jax.models.mtp_config import MtpConfig
+from dflash_jax.ops.backend import XLA
+from dflash_jax.parallel.sharding import DATA, ONE_DEVICE, Layout, parameter_paths, parameter_specs
 from dflash_jax.training.blocks import at, block_states, sample_anchors
 from dflash_jax.training.losses import Head, Loss, Sums, block_loss
+from dflash_jax.training.recurrence import can_begin, step_states
 
 ROWS = PartitionSpec(DATA)
+D = TypeVar("D", Drafter, Mtp)
 
 
 @jax.tree_util.register_dataclass
@@ -64,7 +72,7 @@ class Recipe:
     dtype: str = "float32"
 
 
-def batch_sums(drafter: Drafter, embed: Callable, head: Head, batch: Batch, key, recipe: Recipe) -> Sums:
+def batch_sums(drafter: Drafter | Mtp, embed: Callable, head: Head, batch: Batch, key, recipe: Recipe) -> Sums:
     """Loss and counts of a batch that has its features.
 
     Args:
@@ -77,12 +85,16 @@ def batch_sums(drafter: Drafter, embed: Callable, head: Head, batch: Batch, key,
     """
     tokens, slots = batch.tokens, recipe.slots
     anchors, valid = sample_anchors(key, batch.loss_mask, batch.starts, recipe.anchors)
-    block = (
-        jnp.full((*anchors.shape, slots), drafter.config.mask_token_id, tokens.dtype)
-        .at[..., 0]
-        .set(at(tokens, anchors))
-    )
-    states = block_states(drafter, batch.features, embed(block), anchors, batch.starts)
+    if isinstance(drafter, Mtp):
+        valid = valid & can_begin(anchors, batch.starts)
+        states = step_states(drafter, batch.features, embed, tokens, anchors, batch.starts, slots - 1)
+    else:
+        block = (
+            jnp.full((*anchors.shape, slots), drafter.config.mask_token_id, tokens.dtype)
+            .at[..., 0]
+            .set(at(tokens, anchors))
+        )
+        states = block_states(drafter, batch.features, embed(block), anchors, batch.starts)[:, :, 1:]
     places = anchors[..., None] + jnp.arange(1, slots)
     inside = places < tokens.shape[1]
     places = jnp.minimum(places, tokens.shape[1] - 1)
@@ -91,7 +103,7 @@ def batch_sums(drafter: Drafter, embed: Callable, head: Head, batch: Batch, key,
     # A block ends at the first slot that is not learned: decoding never reaches slots behind it.
     learned = jnp.cumprod(learned, axis=-1, dtype=jnp.int32) > 0
     teacher = at(batch.hidden, places - 1) if recipe.loss.needs_teacher else None
-    return block_loss(recipe.loss, head, states[:, :, 1:], at(tokens, places), learned, teacher)
+    return block_loss(recipe.loss, head, states, at(tokens, places), learned, teacher)
 
 
 def spread(shape: tuple[int, ...], spec: PartitionSpec, layout: Layout) -> PartitionSpec:
@@ -114,6 +126,7 @@ class Trainer:
     Attributes:
         target: The target. An abstract one lets steps be lowered for absent devices.
         config: The drafter's configuration.
+        taps: Layers of the target whose outputs the drafter reads.
         recipe: What a step computes.
         update: The optimiser.
         vocabulary: Tokens of the loss, int [N], ascending; None: all.
@@ -126,7 +139,7 @@ class Trainer:
     def __init__(
         self,
         target: Decoder,
-        config: DraftConfig,
+        config: DraftConfig | MtpConfig,
         recipe: Recipe,
         update: optax.GradientTransformation,
         mesh: Mesh | None = None,
@@ -135,7 +148,9 @@ class Trainer:
         self.target, self.config, self.recipe, self.update = target, config, recipe, update
         self.vocabulary = vocabulary
         self.layout, self.mesh = target.layout, mesh or target.layout.mesh()
-        self.backend = target.backend
+        # A mixture of experts has a gradient in its reference form.
+        self.backend = XLA if isinstance(config, MtpConfig) else target.backend
+        self.taps = abstract_drafter(config).taps
         self._structure, self._specs = jax.tree.structure(target), parameter_specs(target)
         self.leaves = [
             jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.sharding(s))
@@ -151,8 +166,8 @@ class Trainer:
 
     def shardings(self) -> tuple:
         """Shardings of (drafter, optimiser state), in their structure."""
-        sharded = Drafter(self.config, rngs=None, layout=self.layout, backend=self.backend)
-        leaves, structure = jax.tree.flatten(Drafter(self.config, rngs=None, backend=self.backend))
+        sharded = self._abstract(self.layout)
+        leaves, structure = jax.tree.flatten(self._abstract())
         specs = [spread(x.shape, s, self.layout) for x, s in zip(leaves, parameter_specs(sharded), strict=True)]
         drafter, shardings = jax.tree.unflatten(structure, leaves), [self.sharding(s) for s in specs]
         # The path of an optimiser's array ends with the path of its parameter.
@@ -166,14 +181,18 @@ class Trainer:
 
     def abstract_state(self) -> tuple:
         """Shapes and dtypes of (drafter, optimiser state)."""
-        return jax.eval_shape(lambda d: (d, self.update.init(d)), Drafter(self.config, rngs=None))
+        return jax.eval_shape(lambda d: (d, self.update.init(d)), self._abstract())
 
-    def start(self, drafter: Drafter) -> tuple:
+    def _abstract(self, layout: Layout = ONE_DEVICE) -> Drafter | Mtp:
+        return abstract_drafter(self.config, layout=layout, backend=self.backend)
+
+    def start(self, drafter: Drafter | Mtp) -> tuple:
         """(drafter, optimiser state) at step 0, on the mesh."""
+        drafter = with_backend(drafter, self.backend)
         drafter = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), drafter)
         return jax.jit(lambda d: (d, self.update.init(d)), out_shardings=self.shardings())(drafter)
 
-    def on_host(self, drafter: Drafter) -> Drafter:
+    def on_host(self, drafter: D) -> D:
         """The whole drafter as NumPy arrays, on every host."""
         return jax.device_get(jax.jit(lambda d: d, out_shardings=self.sharding(PartitionSpec()))(drafter))
 
@@ -193,7 +212,7 @@ class Trainer:
         def run(leaves, tokens, starts, media):
             target = jax.tree.unflatten(self._structure, leaves)
             inputs, positions = (tokens, None) if media is None else media.inputs(target, tokens)
-            return target(inputs, self.config.target_layer_ids, starts, positions)
+            return target(inputs, self.taps, starts, positions)
 
         specs = (self._specs, ROWS, ROWS, ROWS)
         return jax.shard_map(run, mesh=self.mesh, in_specs=specs, out_specs=(ROWS, ROWS), check_vma=False)(
@@ -207,7 +226,7 @@ class Trainer:
         head = table if target.config.tied_embeddings else target.head[...]
         return lambda tokens: table[tokens], Head.over(target.backend, head, self.vocabulary)
 
-    def sums(self, drafter: Drafter, leaves, batch: Batch, key) -> Sums:
+    def sums(self, drafter: Drafter | Mtp, leaves, batch: Batch, key) -> Sums:
         """Sums of one batch, differentiable in the drafter."""
         if batch.features is None:
             hidden, features = jax.lax.stop_gradient(self.features(leaves, batch.tokens, batch.starts, batch.media))
@@ -215,7 +234,7 @@ class Trainer:
         low = jax.tree.map(lambda x: x.astype(self.recipe.dtype), drafter)
         return batch_sums(low, *self._target_heads(leaves), batch, key, self.recipe)
 
-    def gradients(self, drafter: Drafter, leaves, batches: Batch, key) -> tuple:
+    def gradients(self, drafter: Drafter | Mtp, leaves, batches: Batch, key) -> tuple:
         """Gradients over micro-batches.
 
         Args:

@@ -1,10 +1,12 @@
 """Multi-token prediction heads of `qwen3_5` and `qwen3_next` targets: configuration and weight names."""
 
 from collections.abc import Collection
+from dataclasses import replace
 
 from dflash_jax.errors import InputError
 from dflash_jax.models.config import AttentionSpec, MlpSpec, ModelConfig
 from dflash_jax.models.families import qwen3_5, qwen3_next
+from dflash_jax.models.families.dflash import recorded_acceptance
 from dflash_jax.models.families.names import Entry, Tensor, same
 from dflash_jax.models.families.reading import Raw
 from dflash_jax.models.families.tables import attention_entries, has_fused_experts, mlp_entries, moe_entries
@@ -33,7 +35,8 @@ def read_config(raw: dict, target: ModelConfig) -> MtpConfig:
     for key in ("mtp_num_hidden_layers", "num_nextn_predict_layers"):
         if (depth := text.integer(key, 0, minimum=0)) > 1:
             raise InputError(f"{key} is {depth}: only MTP heads of one layer are known here")
-    return MtpConfig(target)
+    config = MtpConfig(target)
+    return replace(config, acceptance_length=recorded_acceptance(raw, config.block_size))
 
 
 def head_prefix(names: Collection[str]) -> str | None:
