@@ -84,7 +84,8 @@ def context(target, mtp, rows, rotary):
         tokens = np.stack([row[i] for row, i in zip(rows, at, strict=True)])
         n, where = jnp.asarray(sizes, jnp.int32), jnp.asarray(np.moveaxis(rotary[np.arange(b)[:, None], :, at], 2, 0))
         state = extended(target, mtp, state, jnp.asarray(tokens, jnp.int32), jnp.asarray(length), n, where)
-        length += np.asarray(sizes, np.int32)
+        # Not in place: JAX may still read the old array.
+        length = length + np.asarray(sizes, np.int32)
     assert tuple(length + 1) == tuple(map(len, rows))
     return state[1]
 
