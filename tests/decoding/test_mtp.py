@@ -77,15 +77,16 @@ def test_every_width_gives_the_plain_tokens_and_the_context_of_one_pass(mode, ta
 
 def test_a_wide_block_begins_with_the_drafts_of_a_narrow_one(target, head):
     state = fast.prefill(target, head, start(target, head), 8)
-    drafts = jax.jit(propose, static_argnames="settings")
-    narrow, wide = (
-        drafts(target, head, replace(state, block_sizes=jnp.full(5, size)), replace(SETTINGS, block_size=size))
-        for size in (3, 8)
-    )
-    np.testing.assert_array_equal(narrow[ROWS], wide[ROWS, :3])
+    propose_jit = jax.jit(propose, static_argnames="settings")
+
+    def blocks(drafts: int, size: int) -> np.ndarray:
+        sized = replace(state, block_sizes=jnp.full(5, drafts + 1))
+        return np.asarray(propose_jit(target, head, sized, replace(SETTINGS, block_size=size)))[ROWS]
+
+    wide = blocks(7, 8)
+    np.testing.assert_array_equal(blocks(2, 3), wide[:, :3])
     # More than a head has steps for.
-    more = drafts(target, head, replace(state, block_sizes=jnp.full(5, 8)), replace(SETTINGS, block_size=16))
-    np.testing.assert_array_equal(more[ROWS, :8], wide[ROWS])
+    np.testing.assert_array_equal(blocks(7, 16)[:, :8], wide)
 
 
 def test_a_window_hides_what_is_before_it_and_a_ring_keeps_no_more(target, head):
