@@ -45,7 +45,7 @@ def draft_logits(model, head: Head, tokens, drafts, positions) -> np.ndarray:
     Step j reads the draft of step j - 1 and its z, in the places of a token and a hidden state. The rotary
     ``positions`` are [3, T - 1].
     """
-    ids, positions = torch.as_tensor(tokens).long()[None], torch.as_tensor(positions).long()[:, None]
+    ids, positions = torch.as_tensor(tokens).long()[None], torch.tensor(np.array(positions))[:, None]
     embed = model.model.embed_tokens
     hidden = model.model(ids[:, :-1], position_ids=positions, use_cache=False).last_hidden_state
     embeddings, result = embed(ids[:, 1:]), []
