@@ -46,6 +46,9 @@ def draft_logits(model, head: Head, tokens, drafts, positions) -> np.ndarray:
     ``positions`` are [3, T - 1].
     """
     ids, positions = torch.as_tensor(tokens).long()[None], torch.tensor(np.array(positions))[:, None]
+    if (positions == positions[:1]).all():
+        # Of text; qwen3_next knows no others.
+        positions = positions[0]
     embed = model.model.embed_tokens
     hidden = model.model(ids[:, :-1], position_ids=positions, use_cache=False).last_hidden_state
     embeddings, result = embed(ids[:, 1:]), []
@@ -53,7 +56,7 @@ def draft_logits(model, head: Head, tokens, drafts, positions) -> np.ndarray:
         z = head(model, hidden, embeddings, positions)[:, -1:]
         result.append(model.lm_head(z)[0, 0])
         hidden, embeddings = torch.cat([hidden, z], 1), torch.cat([embeddings, embed(draft[None, None])], 1)
-        positions = torch.cat([positions, positions[..., -1:].max().expand(3, 1, 1) + 1], -1)
+        positions = torch.cat([positions, torch.full_like(positions[..., -1:], int(positions[..., -1].max()) + 1)], -1)
     return torch.stack(result).numpy()
 
 
