@@ -150,6 +150,9 @@ def test_a_head_without_a_word_in_the_config_is_read(with_head, tmp_path):
 
 
 def test_a_head_of_another_target_is_refused(with_head, target):
-    for changes, named in (({"hidden_size": 40}, "hidden size"), ({"layers": target.config.layers[:2]}, "2 layers")):
+    for changes, named in (
+        ({"hidden_size": 40}, "hidden size"),
+        ({"layers": target.config.layers[:2]}, "3 layers, this target has 2"),
+    ):
         with pytest.raises(InputError, match=named):
             load_drafter(with_head, target=replace(target.config, **changes))
