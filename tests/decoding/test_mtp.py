@@ -123,10 +123,16 @@ def test_plain_rounds_keep_the_context(size, target, head):
 
 
 def test_a_context_that_begins_late_has_what_came_since(target, head, plain):
-    """The first round has neither context nor pending feature."""
+    """The first round has neither context nor pending feature: what an earlier prompt left in the slot is not read."""
     state = fast.prefill(target, None, start(target, head), 8)
-    stale = replace(state.draft[1], feature=jnp.full_like(state.draft[1].feature, 3.0), position=state.length - 3)
-    state = fast.decode(target, head, replace(state, draft=(state.draft[0], stale)), 1, None, settings=SETTINGS)
+    context, pending = state.draft
+    drafts, left = jax.jit(propose, static_argnames="settings"), []
+    for value in (3.0, -5.0):
+        stale = replace(pending, feature=jnp.full_like(pending.feature, value), position=state.length - 2)
+        left.append(replace(state, draft=(replace(context, v=jnp.full_like(context.v, value)), stale)))
+    blocks = [np.asarray(drafts(target, head, each, SETTINGS)) for each in left]
+    np.testing.assert_array_equal(blocks[0][ROWS], blocks[1][ROWS])
+    state = left[0]
     while not state.done.all():
         state = fast.decode(target, head, state, 2, None, settings=SETTINGS)
     assert_context(target, head, jax.device_get(state), ROWS)
