@@ -246,7 +246,7 @@ def read_entries(directory: Path, names) -> list[Entry]:
     """The table of parameters for the checkpoint in ``directory``, which has the tensors ``names``."""
     raw = read_raw(directory)
     if parsed(dflash.is_drafter, raw, directory):
-        return dflash.weight_names(read_draft_config(directory), names)
+        return dflash.weight_names(parsed(dflash.read_config, raw, directory), names)
     return families.target_family(raw).weight_names(read_target_config(directory), names)
 
 

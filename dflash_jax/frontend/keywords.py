@@ -79,8 +79,8 @@ def with_other_names(given: Mapping[str, Any], others: Mapping[str, Any]) -> tup
     if axes:
         result["mesh"] = ",".join(f"{axis.removesuffix('_parallel')}={n}" for axis, n in sorted(axes.items()))
     if flags:
-        settings = (*map(flags.get, FLAGS), result["draft"], result["max_block_size"])
-        result |= check_speculative_flags(*settings)
+        method, steps = map(flags.get, FLAGS)
+        result |= check_speculative_flags(method, steps, result["draft"], result["max_block_size"])
     return result, names
 
 

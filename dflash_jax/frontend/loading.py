@@ -41,8 +41,8 @@ from dflash_jax.models.packing import pack_weights, unpack_weights
 from dflash_jax.ops.backend import Backend
 from dflash_jax.parallel.sharding import parameter_paths, parameter_specs, place
 
-M = TypeVar("M", Decoder, Drafter, Mtp, DraftVocabulary)
-D = TypeVar("D", Drafter, Mtp)
+M = TypeVar("M", bound=Decoder | Drafter | Mtp | DraftVocabulary)
+D = TypeVar("D", bound=Drafter | Mtp)
 log = logging.getLogger("dflash_jax")
 
 DRAFT_TOKENS = "draft_tokens.json"  # In a drafter's directory.

@@ -32,5 +32,6 @@ def abstract_drafter(
     backend: Backend = XLA,
 ) -> Drafter | Mtp:
     """A drafter with shapes in place of arrays; see `decoder.abstract_decoder`."""
-    kind = Mtp if isinstance(config, MtpConfig) else Drafter
-    return kind(config, rngs=None, dtype=dtype, layout=layout, backend=backend)
+    if isinstance(config, MtpConfig):
+        return Mtp(config, rngs=None, dtype=dtype, layout=layout, backend=backend)
+    return Drafter(config, rngs=None, dtype=dtype, layout=layout, backend=backend)

@@ -247,8 +247,11 @@ def export(drafter: Drafter | Mtp, raw: dict, directory: Path) -> None:
 
     Of an MTP head those are its tensors, the target's final norm and the target's config.
     """
-    names = mtp.weight_names if isinstance(drafter, Mtp) else dflash.weight_names
-    save_module(drafter, names(drafter.config), raw, directory, jnp.bfloat16)
+    if isinstance(drafter, Mtp):
+        entries = mtp.weight_names(drafter.config)
+    else:
+        entries = dflash.weight_names(drafter.config)
+    save_module(drafter, entries, raw, directory, jnp.bfloat16)
     written = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     if families.read_drafter(written) != drafter.config:
         raise AssertionError(f"{directory / 'config.json'} does not describe the drafter that was trained")

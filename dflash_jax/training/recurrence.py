@@ -7,6 +7,7 @@ to the first step of the context. Rotary positions stay those of the hidden stat
 import jax
 import jax.numpy as jnp
 
+from dflash_jax.models.config import AttentionSpec
 from dflash_jax.models.mtp import Mtp
 from dflash_jax.models.rope import rope_angles
 from dflash_jax.training.blocks import at
@@ -29,7 +30,9 @@ def step_states(head: Mtp, features, embed, tokens, anchors, starts, steps: int)
     """
     (layer,), size = head.layers, tokens.shape[1]
     positions, valid = jnp.arange(size) - starts, jnp.ones(tokens.shape, bool)
-    angles = {s.mixer.rope: rope_angles(positions, s.mixer.rope) for s in head.config.layers}
+    (spec,) = head.config.layers
+    assert isinstance(spec.mixer, AttentionSpec)
+    angles = {spec.mixer.rope: rope_angles(positions, spec.mixer.rope)}
     z, result = jax.lax.stop_gradient(head.final_norm(features[:, :, 0])), []
     for step in range(1, steps + 1):
         # Tokens behind the row's end come from its beginning, and are not learned.
