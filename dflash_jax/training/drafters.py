@@ -247,10 +247,7 @@ def export(drafter: Drafter | Mtp, raw: dict, directory: Path) -> None:
 
     Of an MTP head those are its tensors, the target's final norm and the target's config.
     """
-    if isinstance(drafter, Mtp):
-        entries = mtp.weight_names(drafter.config)
-    else:
-        entries = dflash.weight_names(drafter.config)
+    entries = mtp.weight_names(drafter.config) if isinstance(drafter, Mtp) else dflash.weight_names(drafter.config)
     save_module(drafter, entries, raw, directory, jnp.bfloat16)
     written = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     if families.read_drafter(written) != drafter.config:
