@@ -241,9 +241,10 @@ def check_speculative_flags(
         return result
     if draft != "mtp":
         if steps != 1:
-            raise InputError(f"{flag('speculative_num_steps')} is {steps}: DFlash drafts a block in one step")
+            message = f"{flag('speculative_num_steps')} is {shown(steps)}: DFlash drafts a block in one step"
+            raise InputError(message)
         return result
     if steps < 1 or largest not in (None, steps + 1):
-        right = "1 or more" if steps < 1 else f"one less than {flag('speculative_num_draft_tokens')}, {largest}"
+        right = "1 or more" if steps < 1 else f"one less than {flag('speculative_num_draft_tokens')}, {shown(largest)}"
         raise wrong(flag("speculative_num_steps"), steps, right)
     return result | {"max_block_size": steps + 1}

@@ -258,8 +258,8 @@ def make_plan(
         kv = slot.kv if drafts else slot.target_kv
         extra = 0.0
         if drafts and draft_weights and shapes.draft:
-            passes, per_pass = shapes.draft.passes(tokens)
-            extra = passes * (draft_weights.read(batch * per_pass) + weights.head)
+            draft_passes, per_pass = shapes.draft.passes(tokens)
+            extra = draft_passes * (draft_weights.read(batch * per_pass) + weights.head)
         read = weights.read(batch * tokens) + extra + batch * (2 * slot.state + kv * context)
         return slots * (acceptance_length if drafts else 1) * device.bandwidth / read
 

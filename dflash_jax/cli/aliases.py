@@ -100,12 +100,12 @@ def take_aliases(args: argparse.Namespace) -> None:
     """
     given = vars(args)
     method, steps = (given.pop(f"speculative_{name}", None) for name in ("algorithm", "num_steps"))
+    if (config := given.pop("speculative_config", None)) is not None:
+        given.update(check_speculative_config(config, "--speculative-config"))
     if method is not None or steps is not None:
         # A config's drafter is a default.
         draft = None if method == "mtp" and given.get("config") else given["draft"]
         given.update(check_speculative_flags(method, steps, draft, given["max_block_size"], "--"))
-    if (config := given.pop("speculative_config", None)) is not None:
-        given.update(check_speculative_config(config, "--speculative-config"))
     parts = {axis: given.pop(f"{axis}_parallel") for axis in ("tensor", "data") if f"{axis}_parallel" in given}
     if parts:
         if args.mesh is not None:

@@ -9,7 +9,7 @@ and z_t in the places of x_{t+1} and h_t. The formulas are those of DeepSeek-V3 
 reference implementation is vLLM's `Qwen3NextMultiTokenPredictor`.
 
 The context is the keys and values of u alone, which need no attention; u_t is stored at position t + 1, that of its
-token. So an extension writes exactly the positions of its tokens, and the feature of its last token is *pending*: it
+token, and rotated as t. So an extension writes exactly the positions of its tokens, and the feature of its last token is *pending*: it
 waits for the token behind it. Keys and values of drafts are dropped after the round.
 
 Dimension letters: B sequences, T tokens of an extension, H hidden size, K KV heads, D head size.
@@ -200,9 +200,9 @@ class Mtp(nnx.Module):
     ) -> Proposal:
         """As `Drafting.propose`: one step a draft, at most as many as the head's own block size has."""
         context, pending = cache
+        is_known = (pending.position + 1 == start) & (start > jnp.asarray(window.first))
         # The context's first token has no keys and values.
         window = replace(window, first=jnp.asarray(window.first) + 1)
-        is_known = (pending.position + 1 == start) & (start >= window.first)
         hidden = jnp.where(is_known[:, None], self.final_norm(pending.feature), 0)[:, None]
         # Of an image's last token the largest row counts on.
         rotary, later = jnp.moveaxis(pending.rotary, 0, 1)[..., None], pending.rotary.max(1)[None, :, None]

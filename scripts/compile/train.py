@@ -81,6 +81,7 @@ def lowered(name: str, args):
     import jax.numpy as jnp
     from jax.sharding import PartitionSpec
 
+    from dflash_jax.models.config import DraftConfig
     from dflash_jax.models.drafter import Drafter
     from dflash_jax.parallel.sharding import DATA, Layout
     from dflash_jax.training.losses import Loss, default_gamma
@@ -101,6 +102,7 @@ def lowered(name: str, args):
     mesh = mesh_for(meshes, DEVICES[args.device.partition(":")[0]].kind, len(devices))
     layout = Layout.parse(args.mesh if args.mesh is not None else mesh)
     target, _ = report.abstract_pair(shapes, layout, jnp.bfloat16, None, backend)
+    assert isinstance(shapes.draft, DraftConfig), "pairs of configs/train/ have DFlash drafters"
     block = shapes.draft.block_size
     loss = Loss(config.loss, config.loss_weights, default_gamma(block), chunk=config.loss_chunk)
     update = optimiser(config.learning_rate, 1000, config.optimizer)

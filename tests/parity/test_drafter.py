@@ -14,7 +14,7 @@ from dflash_jax.checkpoint.load import load_drafter
 from dflash_jax.errors import InputError
 from dflash_jax.models.drafter import Drafter
 from dflash_jax.models.drafters import abstract_drafter
-from dflash_jax.models.drafting import DraftWindow, TargetHeads
+from dflash_jax.models.drafting import ContextTokens, DraftWindow, TargetHeads
 from dflash_jax.models.families import dflash
 from dflash_jax.ops.attention import write
 from dflash_jax.ops.backend import XLA
@@ -194,7 +194,13 @@ def build_context(drafter, features, lengths, window, capacity, slots, rng):
             piece[row, : n[row]] = features[row, at[row] : at[row] + n[row]]
         steps = np.arange(slots)[None]
         positions = jnp.asarray(at[:, None] + steps)
-        cache = extend(drafter, cache, jnp.asarray(piece), None, positions, jnp.asarray(steps < n[:, None]))
+        # A drafter of features reads no other inputs.
+        ids, valid = jnp.zeros(positions.shape, jnp.int32), jnp.asarray(steps < n[:, None])
+        cache = extend(
+            drafter,
+            cache,
+            ContextTokens(ids, jnp.asarray(piece[:, :, 0]), jnp.asarray(piece), positions, positions, valid),
+        )
         at += n.astype(np.int32)
     return cache
 

@@ -26,7 +26,7 @@ from tests.parity.test_families import FAMILIES
 from tests.parity.test_qwen3_5 import COMMON, DENSE, MOE
 
 # Tokens of each row whose last is the last known one, and of each row in each call, with a call that one sits out.
-LENGTHS, PIECES, SIZE = (41, 24, 9), [(7, 1, 5), (16, 0, 3), (17, 22, 0)], 17
+LENGTHS, PIECES, SIZE = (41, 24, 9), [(7, 1, 5), (16, 0, 3), (17, 22, 0)], 22
 STEPS, CAPACITY = 4, 48
 LAYERS = {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2}
 CASES = {
@@ -80,6 +80,7 @@ def context(target, mtp, rows, rotary):
     state = (init_cache(target.config, b, CAPACITY, jnp.float32), mtp.init_cache(b, CAPACITY, jnp.float32))
     length = np.zeros(b, np.int32)
     for sizes in PIECES:
+        assert max(sizes) <= SIZE
         at = np.minimum(length[:, None] + np.arange(SIZE), [[len(row) - 1] for row in rows])
         tokens = np.stack([row[i] for row, i in zip(rows, at, strict=True)])
         n, where = jnp.asarray(sizes, jnp.int32), jnp.asarray(np.moveaxis(rotary[np.arange(b)[:, None], :, at], 2, 0))

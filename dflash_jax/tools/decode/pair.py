@@ -197,7 +197,7 @@ def open_pair(args, points: list[Point]) -> Pair:
         from dflash_jax.frontend.llm import LLM
 
         llm = LLM(dtype=args.dtype, kernels=args.kernels)
-        assert llm.drafter is not None, "the bundled pair"
+        assert isinstance(llm.drafter, Drafter), "the bundled pair"
         return Pair("bundled", llm.target, llm.drafter, "")
     layout = layout_of(args)
     shapes, quantize, note = _fitting(args, points)
