@@ -9,8 +9,8 @@ and z_t in the places of x_{t+1} and h_t. The formulas are those of DeepSeek-V3 
 reference implementation is vLLM's `Qwen3NextMultiTokenPredictor`.
 
 The context is the keys and values of u alone, which need no attention; u_t is stored at position t + 1, that of its
-token, and rotated as t. So an extension writes exactly the positions of its tokens, and the feature of its last token is *pending*: it
-waits for the token behind it. Keys and values of drafts are dropped after the round.
+token, and rotated as t. So an extension writes exactly the positions of its tokens, and the feature of its last token
+is *pending*: it waits for the token behind it. Keys and values of drafts are dropped after the round.
 
 Dimension letters: B sequences, T tokens of an extension, H hidden size, K KV heads, D head size.
 """
