@@ -115,7 +115,7 @@ def init_state(
     )
 
 
-_INTS = ("prompt_length", "limit", "rope_delta", "draft_window", "draft_sinks", "top_k", "seed")
+_INTS = ("prompt_length", "num_resumed", "limit", "rope_delta", "draft_window", "draft_sinks", "top_k", "seed")
 _FLAGS = ("wants_logprobs", "processed_logprobs")
 _FLOATS = ("temperature", "top_p", "min_p", "repetition", "frequency", "presence")
 
@@ -133,7 +133,8 @@ class Admission:
         bias_ids: Tokens with a logit bias, int32 [MAX_BIAS], padded with -1.
         bias_values: Their biases, float32 [MAX_BIAS].
         logprob_ids: Tokens whose log-probabilities are recorded, int32 [MAX_LOGPROBS], padded with -1.
-        ints: int32: prompt_length, limit, rope_delta, draft_window, draft_sinks, top_k, and the bits of seed.
+        ints: int32: prompt_length, num_resumed (the last tokens of the prompt, which count as output), limit,
+            rope_delta, draft_window, draft_sinks, top_k, and the bits of seed.
         flags: bool: wants_logprobs, processed_logprobs.
         floats: float32: temperature, top_p, min_p, repetition, frequency, presence.
     """
@@ -218,8 +219,12 @@ def admit(target: Decoder, state: DecodeState, slots: Int[Array, "1"], admission
         index, is_local = vocab.local(ids, size)
         return jnp.where(is_valid & is_local, index, size)
 
-    is_prompt = jnp.arange(len(admission.tokens)) < ints["prompt_length"]
-    counts = jnp.zeros((size,), jnp.int32).at[local(admission.tokens, is_prompt)].add(1, mode="drop")
+    place, num_resumed = jnp.arange(len(admission.tokens)), ints.pop("num_resumed")
+    is_known, is_prompt = place < ints["prompt_length"], place < ints["prompt_length"] - num_resumed
+
+    def counts(is_counted: Bool[Array, " L"]) -> Int[Array, "1 V"]:
+        return jnp.zeros((size,), jnp.int32).at[local(admission.tokens, is_counted)].add(1, mode="drop")[None]
+
     biased = local(admission.bias_ids, admission.bias_ids >= 0)
     bias = jnp.zeros((size,)).at[biased].set(admission.bias_values, mode="drop")
     seed = jax.lax.bitcast_convert_type(ints.pop("seed"), jnp.uint32)
@@ -230,7 +235,7 @@ def admit(target: Decoder, state: DecodeState, slots: Int[Array, "1"], admission
         seed=seed,
         logprob_ids=admission.logprob_ids[None],
         top_k=ints.pop("top_k"),
-    ).with_tables(bias[None], counts[None], jnp.zeros_like(counts)[None])
+    ).with_tables(bias[None], counts(is_prompt), counts(is_known & ~is_prompt))
     zero = jnp.zeros_like(one.num_cached)
     target_caches = tuple(c if isinstance(c, KVCache) else c.cleared() for c in one.target)
     fresh = replace(

@@ -10,7 +10,8 @@ Blocks. A round feeds the target a block of T tokens from position ``num_cached`
 (normally one, the last), then drafts. Everything before ``num_cached`` is in the caches.
 
 Aligned blocks (``Settings.aligned``, the reproducible mode). Then ``num_cached`` moves by whole blocks only. Tokens
-that were verified since are fed again, at the same place of the same block, until the block is full. So what the target
+that were verified since are fed again, at the same place of the same block, until the block is full. A block of known
+tokens alone yields nothing, and is committed. So what the target
 computes for a position depends on the tokens before it alone, not on how many drafts were accepted on the way, and the
 bits are the same with any drafter and with none.
 
@@ -248,7 +249,7 @@ def commit(
     draft = before.draft
     if drafter is not None:
         steps = jnp.arange(size)[None]
-        valid = (steps < (after.length - 1 - before.num_cached)[:, None]) & (num_yielded > 0)[:, None]
+        valid = (steps < (after.length - 1 - before.num_cached)[:, None]) & ~before.done[:, None]
         positions, rotary = before.num_cached[:, None] + steps, before.rotary_positions(size)
         embeddings = target.embed_tokens(block)
         draft = drafter.extend(draft, ContextTokens(block, embeddings, features, positions, rotary, valid))

@@ -65,7 +65,7 @@ class DecodeState:
         tokens: Token ids, [B, L].
         length: Known tokens, [B].
         num_cached: Tokens in the target's caches, [B].
-        prompt_length: [B].
+        prompt_length: Known tokens when the sequence began, [B].
         limit: Length at which the sequence ends, [B].
         rope_delta: Rotary position minus cache position of tokens that follow an image, [B].
         done: Whether the sequence has ended, or the slot is idle, bool [B].

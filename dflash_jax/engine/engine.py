@@ -107,7 +107,7 @@ class Engine:
     @property
     def usage(self) -> float:
         """The share of all slots' positions that are in use."""
-        used = sum(r.prefilled + len(r.tokens) for r in list(self._live) if r.slot != NO_SLOT)
+        used = sum(r.prefilled + len(r.tokens) - r.resumed for r in list(self._live) if r.slot != NO_SLOT)
         return used / (self.runner.slots * self.runner.capacity)
 
     def prefill_batches(self, size: int) -> tuple[int, ...]:
@@ -126,7 +126,7 @@ class Engine:
             raise QueueFullError(f"{waiting} requests are waiting: {limit} may")
 
     def submit(self, request: Request) -> None:
-        """Queues a request.
+        """Queues a request. One that has tokens already goes on behind them.
 
         Raises:
             InputError: The request can never run.
@@ -137,6 +137,9 @@ class Engine:
             raise UnavailableError(self.failure)
         self.check(request)
         self.check_queue()
+        request.resumed = len(request.tokens)
+        if request.tokens and request.mask is not None:
+            self._results.advance_mask(request, request.tokens)
         request.times = Times(self.runner.clock)
         self._live[request] = None
         heapq.heappush(self._queue, (request.priority, next(self._order), request))
@@ -232,7 +235,7 @@ class Engine:
             request.times = replace(request.times, admitted=self.runner.clock)
             self.runner.admit(slot, request)
             self.statistics.prompt_tokens += len(request.prompt)
-            if len(request.prompt) > 1:
+            if len(request.context) > 1:
                 block_size = request.block_size
                 self._prefiller.add(request, self._scheduler.is_drafting if block_size == "auto" else block_size > 1)
             else:
@@ -275,7 +278,7 @@ class Engine:
             ticket = self._tickets.popleft()
             began = self.runner.clock
             for request, handle in ticket.prefills:
-                if request.prompt_logprobs is None:
+                if request.prompt_logprobs is None or len(request.prompt_entries) == len(request.prompt) - 1:
                     self.runner.wait(handle)
                 else:
                     take_scores(request, self.runner.read_scores(handle))

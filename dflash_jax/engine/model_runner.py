@@ -206,11 +206,12 @@ class ModelRunner:
         assert p.frequency_penalty is not None
         assert p.presence_penalty is not None
         admission = Admission.pack(
-            request.prompt,
+            request.context,
             self.capacity,
             request.stops,
             p.logit_bias,
             p.logprob_token_ids,
+            num_resumed=request.resumed,
             limit=request.need,
             rope_delta=0 if request.media is None else request.media.rope_delta,
             draft_window=NO_BOUND if request.draft_window_size is None else request.draft_window_size,
@@ -254,6 +255,19 @@ class ModelRunner:
         media = None if media is None else self._placed_media(media, places[0])
         self.state, ticket = self.programs.prefill(self.state, indices, n, size, drafting, media)
         return ticket
+
+    def replay(self, slot: int, blocks: int):
+        """Feeds known tokens in aligned blocks, as decoding has fed them: a ticket for `wait`.
+
+        The same program computes the same bits. A prefill would not.
+
+        Args:
+            slot: The slot. Behind its cached tokens, it knows the tokens of the blocks and one more.
+            blocks: Their number.
+        """
+        indices, block_sizes, _ = self._placed([slot], 1, [1], 1)
+        self.state, report = self.programs.decode(self.state, indices, block_sizes, blocks, self._settings(1))
+        return report
 
     def score(self, slot: int, tokens: int, size: int, media: MediaChunk | None = None):
         """Runs a chunk of a prompt, with the log-probabilities of its tokens: a ticket for `read_scores`."""

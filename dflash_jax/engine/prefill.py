@@ -16,6 +16,8 @@ from dflash_jax.engine.statistics import Statistics
 MAX_SCORED = 64
 # The largest share of a saved segment that may be padding. Chunks have more, where that makes prefill faster.
 SAVED_PADDING = 0.25
+# Aligned blocks of an earlier run's tokens that a turn feeds.
+REPLAYED_BLOCKS = 8
 # Precedes the keys of prefixes without the drafter's part.
 TARGET_ONLY_KEY = b"alone "
 
@@ -31,6 +33,8 @@ class _Prefill:
 
     Attributes:
         request: The request.
+        tokens: What is fed, all but the last token.
+        end: Tokens in the caches at the end: more than those where blocks of an earlier run's tokens follow.
         order: Number of its arrival.
         drafting: Whether the drafter's context is filled too. Then only prefixes with the drafter's part can be used.
         cuts: Positions at which prefixes are cached.
@@ -41,6 +45,8 @@ class _Prefill:
     """
 
     request: Request
+    tokens: list[int]
+    end: int
     order: int
     drafting: bool
     cuts: list[int]
@@ -53,6 +59,11 @@ class _Prefill:
     def next_cut(self) -> int:
         """Index of the first cut that is not reached."""
         return next(i for i, cut in enumerate(self.cuts) if cut > self.request.prefilled)
+
+    @property
+    def is_fed(self) -> bool:
+        """Whether only blocks of an earlier run's tokens are left."""
+        return self.request.prefilled >= len(self.tokens) - 1
 
     @property
     def has_media(self) -> bool:
@@ -81,17 +92,23 @@ class Prefiller:
 
     def add(self, request: Request, drafting: bool = True) -> None:
         """Queues a request that has a slot and a prompt of two tokens or more; ``drafting``: for the drafter too."""
-        cuts = cut_points(request.prompt, len(request.prompt) - 1, self.markers, request.media)
+        tokens, end = request.context, len(request.context) - 1
+        if self.runner.aligned:
+            # As the earlier run fed its tokens: the bits are the same.
+            tokens, size = request.prompt, self.runner.settings.block_size
+            end = len(tokens) - 1 + request.resumed // size * size
+        cuts = cut_points(tokens, len(tokens) - 1, self.markers, request.media)
         is_scored = request.prompt_logprobs is not None
         uses_cache = self.prefix_cache.budget > 0 and not is_scored
         drafting = drafting and not is_scored
         has_media = request.media is not None
         if not self._sizes(drafting, has_media) and self._sizes(not drafting, has_media):
             drafting = not drafting
-        cut_keys = keys(request.prompt, cuts, request.cache_salt, request.media)
+        cut_keys = keys(tokens, cuts, request.cache_salt, request.media)
         if not drafting:
             cut_keys = [TARGET_ONLY_KEY + key for key in cut_keys]
-        self._queue.append(_Prefill(request, next(self._order), drafting, cuts, cut_keys, can_cache=uses_cache))
+        order = next(self._order)
+        self._queue.append(_Prefill(request, tokens, end, order, drafting, cuts, cut_keys, can_cache=uses_cache))
 
     def _sizes(self, drafting: bool, has_media: bool) -> list[int]:
         """Chunk sizes of the programs that may run."""
@@ -133,7 +150,7 @@ class Prefiller:
                 self._queue.remove(member)
                 if member is not prefill:
                     turns.remove(member)
-                if member.request.prefilled < len(member.request.prompt) - 1:
+                if member.request.prefilled < member.end:
                     self._queue.append(member)
                     turns.append(member)
                 else:
@@ -147,6 +164,8 @@ class Prefiller:
 
     def _kind(self, prefill: _Prefill) -> str:
         """The kind of program for the next chunk, as `ModelRunner.can_run` takes it."""
+        if prefill.is_fed:
+            return "decode"
         if prefill.request.prompt_logprobs is not None:
             return "media score" if prefill.has_media else "score"
         return "media" if prefill.has_media else "prefill"
@@ -154,13 +173,15 @@ class Prefiller:
     def _can_advance(self, prefill: _Prefill) -> bool:
         """Whether the program for the next chunk may run."""
         kind = self._kind(prefill)
+        if kind == "decode":
+            return self.runner.can_run(kind, 1, self.config.block_sizes[-1])
         if prefill.request.prompt_logprobs is not None:
             return self.runner.can_run(kind)
         return bool(self._sizes(prefill.drafting, prefill.has_media))
 
     def _awaits_another(self, prefill: _Prefill) -> bool:
         """Whether an earlier request is computing the prefix that this one needs next."""
-        if not self.prefix_cache.budget or prefill.request.prompt_logprobs is not None:
+        if not self.prefix_cache.budget or prefill.is_fed or prefill.request.prompt_logprobs is not None:
             return False
         key = prefill.keys[prefill.next_cut]
         if self._find(prefill, key) is not None:
@@ -168,7 +189,10 @@ class Prefiller:
         return any(
             key == other.keys[other.next_cut]
             for other in self._queue
-            if other.can_cache and other.order < prefill.order and other.request.priority <= prefill.request.priority
+            if other.can_cache
+            and not other.is_fed
+            and other.order < prefill.order
+            and other.request.priority <= prefill.request.priority
         )
 
     def _advance(self, prefill: _Prefill, others: Sequence[_Prefill], budget: int) -> tuple[list, int, object]:
@@ -177,6 +201,8 @@ class Prefiller:
         Returns:
             The prefills that advanced, the tokens computed, and the runner's ticket or None.
         """
+        if prefill.is_fed:
+            return [prefill], *self._replay(prefill)
         if (prefix := self._cached(prefill)) is not None:
             self._copy(prefill, prefix)
             return [prefill], 0, None
@@ -241,6 +267,7 @@ class Prefiller:
                 and other.request.priority == first.request.priority
                 and other.request.prompt_logprobs is None
                 and not other.has_media
+                and not other.is_fed
                 and self._chunk(other)[2] == size
                 and self._cached(other) is None
                 and not self._awaits_another(other)
@@ -249,9 +276,15 @@ class Prefiller:
                 used[shard] += 1
         return batch
 
+    def _replay(self, prefill: _Prefill) -> tuple[int, object]:
+        request, size = prefill.request, self.runner.settings.block_size
+        blocks = min(REPLAYED_BLOCKS, (prefill.end - request.prefilled) // size)
+        request.prefilled += blocks * size
+        return blocks * size, self.runner.replay(request.slot, blocks)
+
     def _score(self, prefill: _Prefill) -> tuple[int, object]:
         request, size = prefill.request, scored_size(self.sizes)
-        tokens = min(size, len(request.prompt) - 1 - request.prefilled)
+        tokens = min(size, len(prefill.tokens) - 1 - request.prefilled)
         ticket = self.runner.score(request.slot, tokens, size, self._media(prefill, size))
         request.prefilled += tokens
         return size, ticket
@@ -278,7 +311,7 @@ class Prefiller:
         for start, segment in cache.segments(prefix, request.prefilled):
             self.runner.load(request.slot, start, segment)
         self.runner.restore(request.slot, prefix.length, cache.snapshot(prefix))
-        request.cached += prefix.length - request.prefilled
+        request.cached = min(request.cached + prefix.length - request.prefilled, len(request.prompt))
         self.statistics.cached_tokens += prefix.length - request.prefilled
         request.prefilled, prefill.segments = prefix.length, []
         self._continue_from(prefill, prefix)

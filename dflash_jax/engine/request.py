@@ -136,7 +136,8 @@ class Request:
         cache_salt: Only requests with the same salt share prefixes.
         media: The images and videos of the prompt; None for text.
         slot: The slot, once admitted; `NO_SLOT` before. This field and those below are written by the engine.
-        tokens: New tokens so far.
+        tokens: New tokens so far. A request that is submitted with tokens goes on behind them.
+        resumed: How many tokens it was submitted with.
         prefilled: Prompt tokens in the caches.
         cached: Prompt tokens that came from the prefix cache.
         prompt_entries: Log-probabilities of the prompt's tokens but the first, as in `Event.logprobs`.
@@ -159,6 +160,7 @@ class Request:
 
     slot: int = field(default=NO_SLOT, init=False)
     tokens: list[int] = field(default_factory=list, init=False)
+    resumed: int = field(default=0, init=False)
     prefilled: int = field(default=0, init=False)
     cached: int = field(default=0, init=False)
     prompt_entries: list[dict] = field(default_factory=list, init=False)
@@ -169,6 +171,11 @@ class Request:
         """Closes the mask. The engine closes the requests that are submitted."""
         if self.mask is not None:
             self.mask.close()
+
+    @property
+    def context(self) -> list[int]:
+        """The prompt, and the tokens that it was submitted with."""
+        return [*self.prompt, *self.tokens[: self.resumed]]
 
     @property
     def need(self) -> int:

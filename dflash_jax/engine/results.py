@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import isnan
 
 from dflash_jax.decoding.sampling import NOTHING_ALLOWED, Logprobs
 from dflash_jax.engine.dispatch import Outcome
@@ -67,14 +68,11 @@ class Results:
         block_size: int,
     ) -> Event:
         self._scheduler.observe_rounds(request, yielded, block_size)
-        if not request.tokens:
+        if isnan(request.times.first_token):
             request.times = replace(request.times, first_token=self._runner.clock)
         try:
             if request.mask is not None:
-                request.mask.take(tokens)
-                if request.mask.is_over:
-                    # Without a mask, a dispatch has many rounds.
-                    self.close_mask(request)
+                self.advance_mask(request, tokens)
             count = request.monitor(tokens) if request.monitor else None
         except Exception as e:
             # The request is at fault, not the device: the others go on.
@@ -98,6 +96,14 @@ class Results:
         if reason is None:
             return Event(request, tokens, yielded, entries, block_size=block_size)
         return self._end(request, reason, tokens=tokens, yielded=yielded, logprobs=entries, block_size=block_size)
+
+    def advance_mask(self, request: Request, tokens: Sequence[int]) -> None:
+        """Advances the masks of a request that has some by tokens. May raise what `MaskProvider.take` raises."""
+        assert request.mask is not None, "a request without masks"
+        request.mask.take(tokens)
+        if request.mask.is_over:
+            # Without a mask, a dispatch has many rounds.
+            self.close_mask(request)
 
     def close_mask(self, request: Request) -> None:
         """Ends the masks of a request, if it has some."""

@@ -172,11 +172,14 @@ class DraftRecord(ReadyMasks):
 
     def __init__(self, vocab: int):
         self._everything = _everything(vocab)
+        self._drafts: Sequence[int] | None = None
         self.rounds: deque[list[int]] = deque()
 
     def take(self, tokens: Sequence[int]) -> None:
         """See `MaskProvider`."""
-        self.rounds.append(list(self._drafts))
+        if self._drafts is not None:
+            # The tokens of an earlier run, which come first, have no drafts.
+            self.rounds.append(list(self._drafts))
 
     def masks(self, drafts: Sequence[int]) -> np.ndarray:
         """Packed bits uint32 [drafts + 1, ceil(V / 32)]."""

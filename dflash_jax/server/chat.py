@@ -1,13 +1,12 @@
 """/v1/chat/completions."""
 
-import time
 from collections.abc import AsyncGenerator, Sequence
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from dflash_jax.frontend.sequence import TextSequence
-from dflash_jax.server import chat_schema, prepare, request_id, schema
+from dflash_jax.server import chat_schema, prepare, request_id, resume, schema
 from dflash_jax.server.answer_schema import ChatCompletion
 from dflash_jax.server.answers import (
     chat_logprobs,
@@ -137,7 +136,7 @@ async def chat_completions(http: Request, body: chat_schema.ChatRequest):
     serving: Serving = http.app.state.serving
     name = request_id.choose("chatcmpl-", body.request_id, body.rid)
     talk, sequences = await while_connected(http, prepare_chat(serving, body))
-    head = {"id": name, "created": int(time.time()), "model": body.model or serving.name}
+    head = {"id": name, "created": resume.current().created, "model": body.model or serving.name}
     serving.register(sequences, name, http.state.owner)
     body = body.without_large()
     if body.stream:

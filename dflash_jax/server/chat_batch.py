@@ -1,6 +1,5 @@
 """/v1/chat/completions/batch, vLLM's: several conversations in one request, one choice for each."""
 
-import time
 from contextlib import aclosing
 from typing import Any
 
@@ -8,7 +7,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from dflash_jax.frontend.sequence import TextSequence
-from dflash_jax.server import chat, chat_schema, request_id
+from dflash_jax.server import chat, chat_schema, request_id, resume
 from dflash_jax.server.answer_schema import ChatCompletion
 from dflash_jax.server.answers import usage
 from dflash_jax.server.body import MediaRoute
@@ -66,7 +65,7 @@ async def chat_completions_batch(http: Request, body: chat_schema.ChatBatchReque
     serving: Serving = http.app.state.serving
     name = request_id.choose("chatcmpl-", body.request_id, body.rid)
     bodies, talks, sequences = await while_connected(http, prepare_batch(serving, body))
-    head = {"id": name, "created": int(time.time()), "model": body.model or serving.name}
+    head = {"id": name, "created": resume.current().created, "model": body.model or serving.name}
     serving.register(sequences, name, http.state.owner)
     bodies = [each.without_large() for each in bodies]
     return Later(http, while_connected(http, full_response(serving, bodies, talks, sequences, head)))

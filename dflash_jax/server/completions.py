@@ -1,6 +1,5 @@
 """/v1/completions, with echo and log-probabilities of the prompt."""
 
-import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
@@ -9,7 +8,7 @@ from starlette.responses import Response
 
 from dflash_jax.frontend.detokenizer import Detokenizer
 from dflash_jax.frontend.sequence import TextSequence
-from dflash_jax.server import prepare, request_id, schema
+from dflash_jax.server import prepare, request_id, resume, schema
 from dflash_jax.server.answer_schema import Completion
 from dflash_jax.server.answers import (
     completion_logprobs,
@@ -86,7 +85,7 @@ async def completions(http: Request, body: schema.CompletionRequest):
     head = {
         "id": request_id.choose("cmpl-", body.request_id, body.rid),
         "object": "text_completion",
-        "created": int(time.time()),
+        "created": resume.current().created,
         "model": body.model or serving.name,
     }
     serving.register(sequences, head["id"], http.state.owner)

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 
@@ -19,6 +18,7 @@ from dflash_jax.server.media import PlacedMedia
 from dflash_jax.server.notes import note
 from dflash_jax.server.reasoning import CLOSE, OPEN, open_thought
 from dflash_jax.server.request_scope import track
+from dflash_jax.server.resume import fresh_seed
 from dflash_jax.server.serving import Serving
 
 SEEDS = 2**32
@@ -57,7 +57,7 @@ def sampling(
             frequency_penalty=body.frequency_penalty or 0.0,
             presence_penalty=body.presence_penalty or 0.0,
             logit_bias=biases(getattr(body, "logit_bias", None)),
-            seed=int.from_bytes(os.urandom(4), "little") if seed is None else seed % SEEDS,
+            seed=fresh_seed() if seed is None else seed % SEEDS,
             max_tokens=max_tokens,
             min_tokens=min_tokens,
             stop=getattr(body, "stop", None) or (),

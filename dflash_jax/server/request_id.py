@@ -1,11 +1,11 @@
 """The id of a request, from the header X-Request-Id or from a field. The answer returns it in that header."""
 
 import re
-import uuid
 from contextvars import ContextVar
 from dataclasses import dataclass
 
 from dflash_jax.server.errors import ApiError
+from dflash_jax.server.resume import fresh_id
 
 HEADER = b"x-request-id"
 GOOD = re.compile(rb"[!-~]{1,128}")
@@ -34,7 +34,7 @@ def begin(scope, is_always: bool = False) -> RequestIds:
     header = next((value for name, value in scope["headers"] if name == HEADER), None)
     ids = RequestIds(header, header if header is not None and GOOD.fullmatch(header) else None)
     if header is None and is_always:
-        ids.returned = uuid.uuid4().hex.encode()
+        ids.returned = fresh_id().encode()
     _current.set(ids)
     return ids
 
@@ -58,7 +58,7 @@ def choose(prefix: str, request_id: str | None = None, rid: str | None = None) -
         return rid
     if ids.header is None and request_id is not None:
         ids.returned = request_id.encode()
-    ids.answer_id = prefix + (ids.returned.decode() if ids.returned else uuid.uuid4().hex)
+    ids.answer_id = prefix + (ids.returned.decode() if ids.returned else fresh_id())
     return ids.answer_id
 
 

@@ -1,6 +1,5 @@
 """/v1/responses: OpenAI's newer interface over the same conversations."""
 
-import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
 from fastapi import APIRouter, Request
@@ -8,7 +7,7 @@ from pydantic import ValidationError
 from starlette.responses import Response as HttpResponse
 
 from dflash_jax.frontend.sequence import TextSequence
-from dflash_jax.server import chat_schema, large_answers, request_id, responses_schema
+from dflash_jax.server import chat_schema, large_answers, request_id, responses_schema, resume
 from dflash_jax.server.answer_schema import Response
 from dflash_jax.server.answers import request_metrics
 from dflash_jax.server.body import MediaRoute
@@ -89,7 +88,7 @@ async def responses(http: Request, body: responses_schema.ResponsesRequest):
     is_stored = body.store is not False and store.size > 0
     stored = await stored_items(serving, earlier, input_items)
     talk, sequences = await while_connected(http, prepare_chat(serving, chat))
-    value = envelope(body, serving.name, body.request_id or name, int(time.time()), is_stored)
+    value = envelope(body, serving.name, body.request_id or name, resume.current().created, is_stored)
     serving.register(sequences, value["id"], http.state.owner)
 
     async def store_response(response: dict) -> None:

@@ -1,17 +1,17 @@
 """Answers of ``/v1/responses``: the response object, its items, and the events that report them."""
 
-import uuid
 from collections.abc import Sequence
 
 from dflash_jax.frontend.sequence import TextSequence
 from dflash_jax.server import responses_schema
 from dflash_jax.server.answers import chat_logprobs, usage
 from dflash_jax.server.conversation import Delta
+from dflash_jax.server.resume import fresh_id
 from dflash_jax.server.tools import CallDelta
 
 
 def _id(kind: str) -> str:
-    return f"{kind}_{uuid.uuid4().hex}"
+    return f"{kind}_{fresh_id()}"
 
 
 class Output:

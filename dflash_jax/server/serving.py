@@ -12,8 +12,10 @@ from dflash_jax.engine.draft_length import NO_DRAFTER
 from dflash_jax.engine.request import Event
 from dflash_jax.engine.service import AsyncEngine
 from dflash_jax.engine.warm_up import WarmUp
+from dflash_jax.errors import EngineError, UnavailableError
 from dflash_jax.frontend.llm import LLM
 from dflash_jax.frontend.sequence import Piece, TextSequence
+from dflash_jax.server import resume
 from dflash_jax.server.additions import Additions
 from dflash_jax.server.body import Body
 from dflash_jax.server.constraint import grammar_tokens
@@ -236,11 +238,9 @@ class Serving:
 
     async def pieces(self, sequence: TextSequence) -> AsyncIterator[Piece]:
         """Yields the pieces of a sequence. Closing the iterator aborts the sequence."""
-        spacing = _Spacing(sequence, self.stream_interval)
-        async with contextlib.aclosing(self._events(sequence)) as events:
-            async for event in events:
-                for piece in spacing.push(event):
-                    yield piece
+        async with contextlib.aclosing(self.merged([sequence])) as pieces:
+            async for _, piece in pieces:
+                yield piece
 
     async def _events(self, sequence: TextSequence) -> AsyncGenerator[Event, None]:
         untrack(sequence)
@@ -263,10 +263,34 @@ class Serving:
             pass
 
     async def merged(self, sequences: Sequence[TextSequence]) -> AsyncGenerator[tuple[int, Piece], None]:
-        """Yields (index, piece) of several sequences as they arrive. A sequence counts only yielded pieces."""
-        if len(sequences) == 1:
-            async for piece in self.pieces(sequences[0]):
-                yield 0, piece
+        """Yields (index, piece) of several sequences as they arrive. A sequence counts only yielded pieces.
+
+        Pieces of an earlier run of the request come first. A consumer that asks for the next piece has sent all events
+        of the one before.
+        """
+        run = resume.current()
+        for i, piece in run.replayed(sequences):
+            yield i, piece
+        await run.end_replay()
+        try:
+            async with contextlib.aclosing(self._live(sequences)) as pieces:
+                async for i, piece in pieces:
+                    yield i, piece
+                    await run.record(i, sequences[i], piece)
+        except (EngineError, UnavailableError):
+            await run.lose()
+            raise
+
+    async def _live(self, sequences: Sequence[TextSequence]) -> AsyncGenerator[tuple[int, Piece], None]:
+        """`merged` of what the engine generates."""
+        places = [i for i, sequence in enumerate(sequences) if sequence.request.finish_reason is None]
+        spacings = {i: _Spacing(sequences[i], self.stream_interval) for i in places}
+        if len(places) == 1:
+            (i,) = places
+            async with contextlib.aclosing(self._events(sequences[i])) as events:
+                async for event in events:
+                    for piece in spacings[i].push(event):
+                        yield i, piece
             return
         queue: asyncio.Queue = asyncio.Queue()
 
@@ -279,8 +303,7 @@ class Serving:
             except Exception as e:
                 queue.put_nowait((i, e))
 
-        spacings = [_Spacing(sequence, self.stream_interval) for sequence in sequences]
-        tasks, unfinished = [asyncio.create_task(feed(i)) for i in range(len(sequences))], len(sequences)
+        tasks, unfinished = [asyncio.create_task(feed(i)) for i in places], len(places)
         try:
             while unfinished:
                 i, item = await queue.get()

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
 from fastapi import Request
 from starlette.responses import Response
 
+from dflash_jax.server import resume
 from dflash_jax.server.body import release
 from dflash_jax.server.errors import as_api_error
 from dflash_jax.server.request_scope import until_gone, while_connected
@@ -62,6 +63,7 @@ class EventStream(Response):
     async def __call__(self, scope, receive, send) -> None:
         """Sends the frames until they end or the client disconnects."""
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        resume.current().record_in(send)
         sending, gone = asyncio.create_task(self._send(send)), asyncio.create_task(until_gone(receive))
         try:
             await asyncio.wait({sending, gone}, return_when=asyncio.FIRST_COMPLETED)

@@ -21,10 +21,11 @@ Text that turns out to be no call is passed on as text. Arguments are passed on 
 
 import json
 import re
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from random import Random
 
+from dflash_jax.server import resume
 from dflash_jax.server.reasoning import partial_marker
 
 START, END = "<tool_call>", "</tool_call>"
@@ -137,6 +138,8 @@ class ToolParser:
             is_forced: Whether the text consists of calls only, so that the rest of an incomplete call is not content.
         """
         self.xml, self.schemas, self._is_forced = xml, schemas, is_forced
+        # Its own, since the choices of a request take turns in any order.
+        self._ids = Random(resume.fresh_id())
         self.count = 0
         self._state, self._buffer, self._raw = "content", "", ""
         self._value = _JsonValue()
@@ -276,7 +279,7 @@ class ToolParser:
         return True
 
     def _begin(self, out: Parsed, name: str) -> None:
-        out.calls.append(CallDelta(self.count, "", f"call_{uuid.uuid4().hex[:24]}", name))
+        out.calls.append(CallDelta(self.count, "", f"call_{self._ids.getrandbits(96):024x}", name))
         self._name = name
         self.count += 1
 
