@@ -1,0 +1,263 @@
+"""One request of a client: sent to a replica, and to further ones where that dies."""
+
+import asyncio
+import json
+import logging
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from urllib.parse import quote
+
+import aiohttp
+from yarl import URL
+
+from dflash_jax.cluster.member import INTERNAL_HEADERS, RUN_HEADER, SECRET_HEADER, RunHeader
+from dflash_jax.cluster.routing import Replica, Replicas, session_of
+from dflash_jax.server.errors import ApiError, ClientGoneError, error_response
+from dflash_jax.server.request_scope import until_gone
+from dflash_jax.server.resume import END, LOST, RECORD, REPLAYED
+from dflash_jax.server.stream import DONE, frame
+
+log = logging.getLogger("dflash_jax.cluster")
+
+# Attempts that bring nothing new, behind which a request is given up.
+ATTEMPTS = 4
+# Seconds that a request waits for a replica where all are lost.
+WAIT_S = 120.0
+# Answers of a replica that cannot serve: another one may.
+RETRIED = (500, 503)
+# Headers of one connection, not of the request or the answer.
+HOP_HEADERS = frozenset(
+    (b"connection", b"keep-alive", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"content-length", b"expect")
+)
+# aiohttp adds no headers of its own.
+SKIPPED = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
+
+
+class LostError(Exception):
+    """An attempt failed, and another one may not."""
+
+
+@dataclass
+class Answer:
+    """A complete answer."""
+
+    status: int
+    headers: list[tuple[bytes, bytes]]
+    body: bytes
+
+    async def send(self, send: Callable) -> None:
+        """Sends it to the client."""
+        length = [(b"content-length", b"%d" % len(self.body))]
+        await send({"type": "http.response.start", "status": self.status, "headers": [*self.headers, *length]})
+        await send({"type": "http.response.body", "body": self.body})
+
+
+@dataclass
+class Counts:
+    """Totals of an ingress.
+
+    Attributes:
+        resumed: Streams that went on from another replica.
+        repeated: Requests without a stream that were sent again.
+        failed: Requests that ended with an error for want of a replica.
+    """
+
+    resumed: int = 0
+    repeated: int = 0
+    failed: int = 0
+
+
+@dataclass
+class Link:
+    """What all requests of an ingress share.
+
+    Attributes:
+        http: The client of replicas.
+        secret: The cluster's secret.
+        replicas: The replicas.
+        counts: Totals.
+        waiting: Relays that wait for another replica.
+    """
+
+    http: aiohttp.ClientSession
+    secret: str
+    replicas: Replicas
+    counts: Counts = field(default_factory=Counts)
+    waiting: set["Relay"] = field(default_factory=set)
+
+    def request(self, replica: Replica, scope, body: bytes, run: RunHeader, lines: Sequence[bytes] = ()):
+        """Sends a request to a replica: aiohttp's context manager of its answer."""
+        given = [(name, value) for name, value in scope["headers"] if name not in HOP_HEADERS | INTERNAL_HEADERS]
+        headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in given]
+        headers += [(SECRET_HEADER.decode(), self.secret), (RUN_HEADER.decode(), run.encode().decode())]
+        query = scope.get("query_string", b"").decode("latin-1")
+        path = quote(scope["path"], safe="/:@!$&'()*+,;=-._~") + (f"?{query}" if query else "")
+        return self.http.request(
+            scope["method"],
+            URL(replica.url + path, encoded=True),
+            headers=headers,
+            data=b"".join(line + b"\n" for line in lines) + body if body or lines else None,
+            skip_auto_headers=SKIPPED,
+            allow_redirects=False,
+        )
+
+
+class Relay:
+    """One request.
+
+    Args:
+        link: What all requests share.
+        scope: Its ASGI scope.
+        body: Its body.
+        send: ASGI's ``send`` of its client.
+    """
+
+    def __init__(self, link: Link, scope, body: bytes, send: Callable):
+        self._link, self._scope, self._body, self._send = link, scope, body, send
+        self.aborts: list[tuple[dict, bytes]] = []
+        self._run = RunHeader(uuid.uuid4().hex, int(time.time()), scope.get("client"))
+        # Recorded pieces, of which the client has all events; events that it has; whether its answer has begun.
+        self._lines: list[bytes] = []
+        self._events, self._has_begun = 0, False
+        self._answer: Answer | None = None
+
+    async def run(self, receive: Callable) -> None:
+        """Answers the request.
+
+        Raises:
+            ClientGoneError: The client has disconnected.
+        """
+        link, tried, failures = self._link, [], 0
+        session = session_of(dict(self._scope["headers"]), self._body)
+        gone = asyncio.ensure_future(until_gone(receive))
+        try:
+            while failures < ATTEMPTS:
+                replica = await self._replica(session, tried, gone)
+                if replica is None:
+                    break
+                known = len(self._lines)
+                try:
+                    await self._attempt_at(replica, gone)
+                    return
+                except LostError as e:
+                    log.info("%s at %s: %s", self._scope["path"], replica.name, e)
+                    is_stream = self._has_begun
+                    link.counts.resumed += is_stream
+                    link.counts.repeated += not is_stream
+                    failures = 1 if len(self._lines) > known else failures + 1
+                    tried = [*tried, replica] if failures > 1 else [replica]
+            await self._give_up()
+        finally:
+            gone.cancel()
+            link.waiting.discard(self)
+
+    async def _replica(self, session: bytes, tried: Sequence[Replica], gone: asyncio.Future) -> Replica | None:
+        replicas = self._link.replicas
+        if (replica := replicas.choose(session, tried)) is not None or not replicas.has_begun:
+            return replica
+        self._link.waiting.add(self)
+        waiting = asyncio.ensure_future(replicas.wait(session, tried, WAIT_S))
+        await asyncio.wait({waiting, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if gone.done():
+            waiting.cancel()
+            raise ClientGoneError
+        return waiting.result()
+
+    async def _attempt_at(self, replica: Replica, gone: asyncio.Future) -> None:
+        task = asyncio.ensure_future(self._attempt(replica))
+        replica.attempts.add(task)
+        try:
+            await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise ClientGoneError
+            if task.cancelled():
+                raise LostError("the replica is lost")
+            task.result()
+        except ConnectionRefusedError as e:
+            self._link.replicas.lose(replica, str(e))
+            raise LostError(str(e)) from None
+        except (aiohttp.ClientError, OSError) as e:
+            raise LostError(str(e) or type(e).__name__) from None
+        finally:
+            replica.attempts.discard(task)
+            task.cancel()
+
+    async def _attempt(self, replica: Replica) -> None:
+        run = RunHeader(self._run.key, self._run.created, self._run.client, sum(len(line) + 1 for line in self._lines))
+        async with self._link.request(replica, self._scope, self._body, run, self._lines) as answer:
+            headers = [(name, value) for name, value in answer.raw_headers if name.lower() not in HOP_HEADERS]
+            if answer.content_type == "text/event-stream":
+                await self._stream(replica, answer, headers)
+                return
+            complete = Answer(answer.status, headers, await answer.read())
+        if answer.status in RETRIED:
+            self._answer = complete
+            raise LostError(f"status {answer.status}")
+        if self._has_begun:
+            self._answer = complete
+            raise LostError(f"status {answer.status} to a stream that goes on")
+        await complete.send(self._send)
+
+    async def _stream(self, replica: Replica, answer: aiohttp.ClientResponse, headers) -> None:
+        if not self._has_begun:
+            await self._send({"type": "http.response.start", "status": answer.status, "headers": headers})
+            self._has_begun = True
+        is_replay, rest, events = bool(self._lines), b"", []
+        async for data in answer.content.iter_any():
+            *complete, rest = (rest + data).split(END)
+            for event in complete:
+                if event.startswith(RECORD):
+                    self._lines.append(event[len(RECORD) :])
+                    await self._forward(events)
+                    events = []
+                elif event + END == REPLAYED:
+                    is_replay, events = False, []
+                    await self._send_aborts(replica)
+                elif event + END == LOST:
+                    raise LostError("its engine has failed")
+                else:
+                    events.append(event)
+        if is_replay or rest:
+            raise LostError("the stream ended early")
+        await self._forward(events)
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _forward(self, events: Sequence[bytes]) -> None:
+        if events:
+            self._events += len(events)
+            await self._send({"type": "http.response.body", "body": END.join(events) + END, "more_body": True})
+
+    async def _send_aborts(self, replica: Replica) -> None:
+        """Sends the replica what asked for an abort while no replica had the request."""
+        self._link.waiting.discard(self)
+        for scope, body in self.aborts:
+            async with self._link.request(replica, scope, body, self._run) as answer:
+                await answer.read()
+        self.aborts = []
+
+    async def _give_up(self) -> None:
+        self._link.counts.failed += 1
+        message = "the server of this request was lost, and no other can go on with it: send the request again"
+        if not self._has_begun:
+            if self._answer is not None:
+                await self._answer.send(self._send)
+                return
+            error = ApiError(503, message if self._link.replicas.has_begun else "the server is warming up")
+            await error_response(error, self._scope)(self._scope, None, self._send)
+            return
+        error, path = ApiError(500, message), self._scope["path"]
+        if path == "/v1/responses":
+            value = {"type": "error", "code": "server_error", "message": message, "param": None}
+            last = frame(value | {"sequence_number": self._events}, "error")
+        elif path == "/v1/messages":
+            last = frame(error.body_for(path), "error")
+        else:
+            last = frame(error.body) + DONE
+        await self._send({"type": "http.response.body", "body": last, "more_body": False})
+
+
+def as_json(value) -> Answer:
+    """A good answer of the ingress itself."""
+    return Answer(200, [(b"content-type", b"application/json")], json.dumps(value).encode())

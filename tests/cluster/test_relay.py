@@ -1,0 +1,175 @@
+"""Streams that go on from another replica equal unbroken ones, on every endpoint."""
+
+import json
+from collections import defaultdict
+
+import pytest
+
+from dflash_jax.cluster import relay
+from tests.server.conftest import MESSAGES, OFF, SCHEMA, TOOL, wait_until
+
+SAMPLED = {"temperature": 0.9, "top_p": 0.95, "seed": 11}
+PENALTIES = {"repetition_penalty": 1.2, "frequency_penalty": 0.6, "presence_penalty": 0.4}
+CHAT = {"messages": MESSAGES, "max_tokens": 60, "stream": True, "stream_options": {"include_usage": True}}
+PROMPT = "def clamp(value, low, high):\n    "
+CALLED = {"tools": [TOOL], "tool_choice": "required", "chat_template_kwargs": OFF}
+ANTHROPIC_TOOL = {"name": "read_file", "input_schema": TOOL["function"]["parameters"]}
+REQUESTS = {
+    "chat": ("/v1/chat/completions", {**CHAT, **SAMPLED, "return_token_ids": True, "logprobs": True, "n": 2}),
+    "chat without a seed": ("/v1/chat/completions", {**CHAT, "temperature": 1.0, "ignore_eos": True}),
+    "chat with penalties": ("/v1/chat/completions", {**CHAT, **SAMPLED, **PENALTIES, "chat_template_kwargs": OFF}),
+    "chat with tools": ("/v1/chat/completions", {**CHAT, **SAMPLED, **CALLED}),
+    "chat with a schema": (
+        "/v1/chat/completions",
+        {
+            **CHAT,
+            **SAMPLED,
+            "chat_template_kwargs": OFF,
+            "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}},
+        },
+    ),
+    "completions": (
+        "/v1/completions",
+        {
+            "prompt": PROMPT,
+            "max_tokens": 40,
+            "stream": True,
+            "echo": True,
+            "logprobs": 2,
+            "ignore_eos": True,
+            **SAMPLED,
+        },
+    ),
+    "completions with a stop string": (
+        "/v1/completions",
+        {"prompt": PROMPT, "max_tokens": 60, "stream": True, "stop": ["return", "lue"], "min_tokens": 3},
+    ),
+    "completions with a regular expression": (
+        "/v1/completions",
+        {"prompt": [PROMPT, "x = "], "max_tokens": 30, "stream": True, "regex": "[a-z]{5,40}", **SAMPLED},
+    ),
+    "generate": (
+        "/generate",
+        {
+            "text": PROMPT,
+            "sampling_params": {"max_new_tokens": 40, "temperature": 0.8, "ignore_eos": True, **PENALTIES},
+            "stream": True,
+            "return_logprob": True,
+            "logprob_start_len": 0,
+            "top_logprobs_num": 2,
+        },
+    ),
+    "messages": ("/v1/messages", {"messages": MESSAGES, "max_tokens": 60, "stream": True, "temperature": 0.9}),
+    "messages with tools": (
+        "/v1/messages",
+        {
+            "messages": MESSAGES,
+            "max_tokens": 60,
+            "stream": True,
+            "tools": [ANTHROPIC_TOOL],
+            "tool_choice": {"type": "any"},
+        },
+    ),
+    "responses": ("/v1/responses", {"input": "hi", "max_output_tokens": 50, "stream": True, "temperature": 0.9}),
+}
+# What depends on time, on the grouping of tokens into events, or on which drafts were accepted.
+VARYING = {"e2e_latency", "timings", "spec_verify_ct", "spec_accept_length", "spec_accept_token_num"}
+VARYING |= {"spec_draft_token_num", "cached_tokens", "accepted_prediction_tokens", "rejected_prediction_tokens"}
+VARYING |= {"draft_rounds", "sequence_number", "input_tokens", "cache_read_input_tokens"}
+
+
+def settled(value):
+    """``value`` without `VARYING`, and numbers as float32 has them."""
+    if isinstance(value, dict):
+        return {name: settled(each) for name, each in value.items() if name not in VARYING}
+    if isinstance(value, list):
+        return [settled(each) for each in value]
+    return round(value, 3) if isinstance(value, float) else value
+
+
+def events_of(text: str) -> list[dict]:
+    assert ": record" not in text
+    assert text.endswith("\n\n")
+    data = [line[6:] for line in text.split("\n") if line.startswith("data: ")]
+    return [json.loads(each) for each in data if each != "[DONE]"]
+
+
+def joined(events: list[dict]) -> dict:
+    """What the events of a stream add up to, however tokens are grouped."""
+    sums, others = defaultdict(list), []
+    for event in events:
+        for choice in event.pop("choices", []):
+            place = choice["index"]
+            for name in ("text", "token_ids"):
+                sums[place, name].append(choice.pop(name, None))
+            for name, value in (choice.pop("delta", None) or {}).items():
+                if name != "tool_calls":
+                    sums[place, name].append(value)
+                for call in value if name == "tool_calls" else ():
+                    sums[place, call["index"], "call"].append(call.get("id"))
+                    sums[place, call["index"], "arguments"].append(call["function"]["arguments"])
+            for name, value in (choice.pop("logprobs", None) or {}).items():
+                sums[place, name].append(value)
+            if choice["finish_reason"]:
+                sums[place, "end"].append([settled(choice)])
+        if event.get("type", "").endswith(("delta", ".delta")) and "usage" not in event:
+            inner = event["delta"]
+            for name, value in inner.items() if isinstance(inner, dict) else [("delta", inner)]:
+                sums[event["type"], event.get("index", event.get("output_index")), name].append(value)
+            sums[event["type"], "logprobs"].append(event.get("logprobs"))
+        elif "meta_info" in event:
+            others = [settled(event)]
+        elif settled(event) not in others:
+            others.append(settled(event))
+    totals = {}
+    for name, values in sums.items():
+        values = [value for value in values if value is not None]
+        if any(isinstance(value, list) for value in values):
+            totals[name] = settled([each for value in values for each in value])
+        else:
+            totals[name] = "".join(dict.fromkeys(values) if name[-1] == "type" else values)
+    return {"sums": totals, "others": others}
+
+
+def stream(cluster, path: str, body: dict) -> str:
+    answer = cluster.http.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    return answer.text
+
+
+@pytest.fixture
+def keyed(monkeypatch):
+    """Every request of the test has one key: ids and seeds are the same."""
+    monkeypatch.setattr(relay.uuid, "uuid4", lambda: type("Key", (), {"hex": "key"}))
+    monkeypatch.setattr(relay.time, "time", lambda: 1000.5)
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_cut_stream_equals_the_unbroken_one(cluster, keyed, name):
+    path, body = REQUESTS[name]
+    whole = joined(events_of(stream(cluster, path, body)))
+    before, cuts = cluster.counts.resumed, cluster.cut.cuts
+    for places in ([2], [5, 4], [9], [14, 6]):
+        cluster.cut.places[:] = places
+        events = events_of(stream(cluster, path, body))
+        if path == "/v1/responses":
+            assert [event["sequence_number"] for event in events] == list(range(len(events)))
+        assert joined(events) == whole, places
+        cluster.cut.places.clear()
+    assert cluster.cut.cuts - cuts >= 2
+    assert cluster.counts.resumed - before >= 2
+    assert wait_until(lambda: all(replica.serving.in_flight == 0 for replica in cluster.replicas))
+
+
+def test_stream_cut_at_every_place_equals_the_unbroken_one(cluster, keyed):
+    path, body = REQUESTS["completions with a stop string"]
+    whole, place = joined(events_of(stream(cluster, path, body))), 0
+    while True:
+        cluster.cut.places[:], before = [place], cluster.cut.cuts
+        assert joined(events_of(stream(cluster, path, body))) == whole, place
+        if cluster.cut.cuts == before:
+            break
+        place += 1
+    cluster.cut.places.clear()
+    assert place > 6
