@@ -17,6 +17,7 @@ COMMANDS = {
     "demo": "a question, answered with a drafter and without it",
     "generate": "text from a target and a DFlash drafter",
     "serve": "an HTTP server with OpenAI's, Anthropic's and SGLang's interfaces",
+    "cluster": "several servers behind one address, on Ray Serve",
     "batch": "answers to a file of requests in OpenAI's batch format",
     "train": "a DFlash drafter for a target",
     "plan": "what fits on a device, what would, and tokens a second at most",

@@ -113,37 +113,55 @@ def around(app, serving, args, tracer):
     return transport.UnderPath(app, args.root_path) if args.root_path else app
 
 
-def run(args, system) -> int:
-    """Serves until a signal: the exit code."""
+def set_logging(args) -> None:
+    """Has this process log to stderr, as the arguments say."""
     logging.basicConfig(
         level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr, force=True
     )
     # At INFO, JAX lists the backends that this machine does not have, which is no fault.
     logging.getLogger("jax").setLevel(max(logging.WARNING, logging.getLogger().level))
+
+
+def check_extra() -> None:
+    """Raises InputError where the server's extra is not installed."""
     try:
-        import uvicorn
+        import uvicorn  # noqa: F401
     except ImportError:
         raise InputError('the server needs its extra: pip install "dflash-jax[server]"') from None
-    from dflash_jax.server.access import default_hosts, is_loopback
-    from dflash_jax.server.app import build
-    from dflash_jax.server.connections import ConnectionLimits, protocol
-    from dflash_jax.server.tracing import Tracer
 
-    tls = transport.tls_context(args)
-    tracer = Tracer(args.otlp_traces_endpoint) if args.otlp_traces_endpoint else None
-    listening = transport.listen(args.host, args.port, args.uds)
-    limits = ConnectionLimits(connections=allow_connections(args.max_connections))
-    serving = assemble(args, system)
-    is_local = args.uds is not None or is_loopback(args.host)
-    if not (args.api_keys or is_local):
+
+def warn_of_open_access(args) -> None:
+    """Logs a warning where the arguments open the server to a network without a key."""
+    from dflash_jax.server.access import is_loopback
+
+    if not (args.api_keys or args.uds is not None or is_loopback(args.host)):
         log.warning("anyone who reaches %s can use this server: --api-key-file demands a key", args.host)
+
+
+def allowed_hosts(args):
+    """The Host names that the arguments allow; None for any."""
+    from dflash_jax.server.access import default_hosts
+
     if args.allowed_hosts is not None:
-        hosts = args.allowed_hosts.split(",")
-    else:
-        # No page in a browser reaches a Unix socket.
-        hosts = default_hosts(args.host) if args.uds is None else None
-    config = uvicorn.Config(
-        around(build(serving, args.api_keys, hosts, args.cors), serving, args, tracer),
+        return args.allowed_hosts.split(",")
+    # No page in a browser reaches a Unix socket.
+    return default_hosts(args.host) if args.uds is None else None
+
+
+def http_config(app, limits, tls=None):
+    """Uvicorn's configuration of an application.
+
+    Args:
+        app: The application.
+        limits: `ConnectionLimits`.
+        tls: The TLS context; None for plain HTTP.
+    """
+    import uvicorn
+
+    from dflash_jax.server.connections import protocol
+
+    return uvicorn.Config(
+        app,
         # uvicorn calls it, and a class is not needed for that.
         http=cast("type[asyncio.Protocol]", protocol(limits, tls)),
         ws="none",
@@ -154,6 +172,24 @@ def run(args, system) -> int:
         # A local client could choose its address by a header.
         proxy_headers=False,
     )
+
+
+def run(args, system) -> int:
+    """Serves until a signal: the exit code."""
+    set_logging(args)
+    check_extra()
+    from dflash_jax.server.app import build
+    from dflash_jax.server.connections import ConnectionLimits
+    from dflash_jax.server.tracing import Tracer
+
+    tls = transport.tls_context(args)
+    tracer = Tracer(args.otlp_traces_endpoint) if args.otlp_traces_endpoint else None
+    listening = transport.listen(args.host, args.port, args.uds)
+    limits = ConnectionLimits(connections=allow_connections(args.max_connections))
+    serving = assemble(args, system)
+    warn_of_open_access(args)
+    app = around(build(serving, args.api_keys, allowed_hosts(args), args.cors), serving, args, tracer)
+    config = http_config(app, limits, tls)
     runner = Runner(config, serving, args.drain_s, args.exit_on_failure, args.warm_up == "full")
     try:
         code = asyncio.run(runner.serve_until_drained(listening, transport.url(listening, tls is not None)))
@@ -254,15 +290,16 @@ class Runner:
             os.write(2, b"\ninterrupted\n")
             os._exit(128 + sig)
         # Before the message: a second signal may interrupt this handler.
-        self._begin_draining()
+        self.begin_draining()
         log.info("%s: finishing %d requests", signal.Signals(sig).name, self.serving.in_flight)
 
     def _on_failure(self) -> None:
         log.error("exiting: the engine has failed")
         self.code = 1
-        self._begin_draining()
+        self.begin_draining()
 
-    def _begin_draining(self) -> None:
+    def begin_draining(self) -> None:
+        """Ends the server when its requests have ended. Any thread may call it."""
         self.serving.is_draining = True
         self._loop.call_soon_threadsafe(lambda: self._loop.create_task(self._drain()))
 

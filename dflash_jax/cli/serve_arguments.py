@@ -244,9 +244,14 @@ def add_prompts(p: argparse.ArgumentParser) -> None:
     )
 
 
-def parse(argv: list[str] | None):
-    """Arguments under our names, and the `System` of --config, or None. Raises InputError."""
-    args, system = with_config(make_parser(), argv)
+def parse(argv: list[str] | None, parser: argparse.ArgumentParser | None = None):
+    """Arguments under our names, and the `System` of --config, or None. Raises InputError.
+
+    Args:
+        argv: The words; None for those of the process.
+        parser: `make_parser`'s, with further options; None for one without.
+    """
+    args, system = with_config(parser or make_parser(), argv)
     given = vars(args)
     for notice in dict.fromkeys(given.pop("notices", ())):
         log.warning("%s", notice)

@@ -14,8 +14,8 @@ log = logging.getLogger("dflash_jax.cluster")
 # Seconds between two looks at a replica, seconds that it has to answer, and looks without an answer behind which it
 # counts as dead.
 LOOK_S, ANSWER_S, LOOKS = 1.0, 10.0, 3
-# A replica gets at most BOUND times the mean of all, as in consistent hashing with bounded loads (arXiv 1608.01350), but
-# LEAST requests in any case.
+# A replica gets at most BOUND times the mean of all, as in consistent hashing with bounded loads (arXiv 1608.01350).
+# It gets LEAST requests in any case.
 BOUND, LEAST = 1.25, 2
 # Bytes of a prompt's beginning that choose a replica.
 BEGINNING = 512

@@ -1,0 +1,191 @@
+"""The replicas as an application of Ray Serve: ``dflash_jax.cluster.app:build`` for ``serve deploy``."""
+
+import logging
+import math
+import re
+import secrets
+import threading
+from argparse import Namespace
+
+import ray
+from ray import serve
+from ray.serve.config import AutoscalingContext
+
+from dflash_jax.cluster import options
+from dflash_jax.cluster.address import AddressServer
+from dflash_jax.cluster.replica import ReplicaServer
+
+log = logging.getLogger("dflash_jax.cluster")
+
+# Names of the application, and of the ingress's actor with its namespace.
+APPLICATION, INGRESS, NAMESPACE = "dflash", "dflash-ingress", "dflash"
+# A resource that only the head node of a cluster has, and the part of it that the ingress takes.
+HEAD = {"node:__internal_head__": 0.001}
+# Seconds between two messages of a replica to the ingress, and between two looks of the ingress at its application.
+BEAT_S, LOOK_S = 2.0, 20.0
+# Seconds of Serve's shutdown of a replica beyond those of its drain.
+END_S = 10.0
+LOOPBACK = "127.0.0.1"
+
+
+class Ingress:
+    """The process of the cluster's address: an actor of Ray, which Ray starts again where it dies.
+
+    Args:
+        args: The arguments of `dflash cluster`.
+        secret: What ingress and replicas share.
+    """
+
+    def __init__(self, args: Namespace, secret: str):
+        self._secret, self._server = secret, AddressServer(args, secret)
+        self._server.start()
+        threading.Thread(target=self._end_with_application, name="end", daemon=True).start()
+
+    def url(self) -> str:
+        """Where clients reach it."""
+        return self._server.url
+
+    def secret(self) -> str:
+        """What ingress and replicas share."""
+        return self._secret
+
+    def join(self, name: str, url: str) -> None:
+        """A replica takes requests."""
+        self._server.join(name, url)
+
+    def leave(self, name: str) -> None:
+        """A replica takes no further requests."""
+        self._server.leave(name)
+
+    def call_store(self, name: str, *arguments):
+        """Calls a method of the `ResponseStore`."""
+        return self._server.call_store(name, *arguments).result()
+
+    def drain(self, seconds: float) -> int:
+        """See `AddressServer.drain`."""
+        return self._server.drain(seconds).result()
+
+    def _end_with_application(self) -> None:
+        """Ends the actor when its application is deleted: ``serve shutdown`` does not know it."""
+        has_begun, wait = False, threading.Event()
+        while not wait.wait(LOOK_S):
+            if self._server.has_replicas:
+                has_begun = True
+            elif has_begun and APPLICATION not in serve.status().applications:
+                ray.kill(ray.get_actor(INGRESS, NAMESPACE))
+
+
+class Replica:
+    """One replica, as Serve starts, checks and ends it.
+
+    Args:
+        args: The arguments of `dflash cluster`.
+        system: The `System` of its config, or None.
+    """
+
+    def __init__(self, args: Namespace, system):
+        self._ingress = ray.get_actor(INGRESS, NAMESPACE)
+        self._name = serve.get_replica_context().replica_id.unique_id
+        host = LOOPBACK if args.address is None else ray.util.get_node_ip_address()
+        secret = ray.get(self._ingress.secret.remote())
+        self._server = ReplicaServer(args, system, secret, host, self._call_store)
+        self._server.start()
+        self._has_ended = threading.Event()
+        threading.Thread(target=self._beat, name="beat", daemon=True).start()
+
+    async def _call_store(self, name: str, *arguments):
+        return await self._ingress.call_store.remote(name, *arguments)
+
+    def _beat(self) -> None:
+        """Tells the ingress again and again that this replica is there: a new ingress knows none."""
+        while not self._has_ended.is_set():
+            self._ingress.join.remote(self._name, self._server.url)
+            self._has_ended.wait(BEAT_S)
+
+    def check_health(self) -> None:
+        """Serve calls it, and replaces a replica that raises."""
+        if (failure := self._server.failure) is not None:
+            raise RuntimeError(f"the engine failed: {failure}")
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Serve calls it: what `replicas_for_load` gets of each replica."""
+        return {"ongoing": float(self._server.ongoing)}
+
+    def __del__(self):
+        """Serve calls it when the replica is to end. Returns when its requests have ended."""
+        if hasattr(self, "_has_ended") and not self._has_ended.is_set():
+            self._has_ended.set()
+            self._ingress.leave.remote(self._name)
+            self._server.stop()
+
+
+def replicas_for_load(context: AutoscalingContext) -> tuple[float, dict]:
+    """The number of replicas that Serve aims at, from the requests under way at all replicas."""
+    ongoing = sum((context.aggregated_metrics or {}).get("ongoing", {}).values())
+    return math.ceil(ongoing / context.config.get_target_ongoing_requests()), {}
+
+
+def gpus_of(args: Namespace) -> float:
+    """GPUs that a replica reserves."""
+    if args.replica_gpus is not None:
+        return args.replica_gpus
+    if args.platform == "cpu" or not ray.cluster_resources().get("GPU"):
+        return 0
+    return math.prod(map(int, re.findall(r"\d+", args.mesh or "")))
+
+
+def deployment(args: Namespace, system) -> serve.Application:
+    """The application of parsed arguments, without the ingress."""
+    least, most = args.replicas
+    count: dict = {"num_replicas": least}
+    if most > least:
+        count = {
+            "autoscaling_config": {
+                "min_replicas": least,
+                "max_replicas": most,
+                "target_ongoing_requests": args.target_ongoing,
+                "upscale_delay_s": args.scale_up_s,
+                "downscale_delay_s": args.scale_down_s,
+                "look_back_period_s": max(1.0, min(args.scale_up_s, 10.0)),
+                "policy": {"policy_function": replicas_for_load},
+            }
+        }
+    reserved = {"num_cpus": args.replica_cpus, "num_gpus": gpus_of(args), "resources": args.replica_resources}
+    return serve.deployment(
+        Replica,
+        name="Replica",
+        max_ongoing_requests=2 * args.slots,
+        graceful_shutdown_timeout_s=args.drain_s + END_S,
+        graceful_shutdown_wait_loop_s=0.1,
+        health_check_period_s=5.0,
+        max_constructor_retry_count=2,
+        ray_actor_options=reserved,
+        **count,
+    ).bind(args, system)
+
+
+def start_ingress(args: Namespace):
+    """The ingress's actor, which is started unless it runs."""
+    actor = ray.remote(Ingress).options(
+        name=INGRESS,
+        namespace=NAMESPACE,
+        get_if_exists=True,
+        lifetime="detached",
+        num_cpus=0,
+        resources=HEAD,
+        max_restarts=-1,
+        max_concurrency=64,
+    )
+    return actor.remote(args, secrets.token_hex(32))
+
+
+def build(config: dict) -> serve.Application:
+    """The application for a config file of Serve.
+
+    Args:
+        config: ``args`` of the file: ``argv``, the words of `dflash cluster`.
+    """
+    args, system = options.parse([str(word) for word in config["argv"]])
+    args.address = args.address or "auto"
+    start_ingress(args)
+    return deployment(args, system)

@@ -1,0 +1,178 @@
+"""`dflash cluster`: starts Ray or joins it, runs the replicas, and ends everything at a signal."""
+
+import logging
+import os
+import signal
+import threading
+from argparse import Namespace
+from collections.abc import Callable
+from contextlib import suppress
+
+from dflash_jax.cli.options import exit_code
+from dflash_jax.cli.serve import check_extra, set_logging, warn_of_open_access
+from dflash_jax.errors import EngineError, InputError
+from dflash_jax.server import transport
+
+log = logging.getLogger("dflash_jax.cluster")
+
+# Seconds of each step of the end, behind the drain.
+STEP_S = 8.0
+# Bytes of Ray's store of objects, which only messages between processes use.
+STORE_BYTES = 200 * 2**20
+
+
+class _Stopped(BaseException):
+    """A signal asks for the end."""
+
+
+def _on_signal(number: int, frame) -> None:
+    # A second signal has the process end as usual.
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.SIG_IGN if each != number else signal.SIG_DFL)
+    raise _Stopped(signal.Signals(number).name)
+
+
+def _check_address(args: Namespace) -> None:
+    """Checks that the cluster's address is free, and replaces a port of 0. Raises InputError."""
+    transport.tls_context(args)
+    listening = transport.listen(args.host, args.port, args.uds)
+    if args.uds is None:
+        args.port = listening.getsockname()[1]
+    transport.close(listening, args.uds)
+
+
+def _start_ray(args: Namespace):
+    """Starts Ray on this machine, or joins a cluster. Returns the module. Raises InputError."""
+    # Nothing is reported to anyone.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        import ray
+    except ImportError:
+        raise InputError('the cluster needs its extra: pip install "dflash-jax[ray]"') from None
+    options = {"include_dashboard": False, "object_store_memory": STORE_BYTES}
+    try:
+        ray.init(
+            address="local" if args.address is None else args.address,
+            logging_level=logging.WARNING,
+            **(options if args.address is None else {}),
+        )
+    except (ConnectionError, RuntimeError, ValueError) as e:
+        raise InputError(f"--address {args.address}: {' '.join(str(e).split())[:300]}") from None
+    return ray
+
+
+def run(args: Namespace, system) -> int:
+    """Runs the cluster until a signal: the exit code."""
+    set_logging(args)
+    check_extra()
+    if args.address is None:
+        _check_address(args)
+    warn_of_open_access(args)
+    signals = {each: signal.signal(each, _on_signal) for each in (signal.SIGINT, signal.SIGTERM)}
+    children, code = _Processes(), 0
+    try:
+        _start_ray(args)
+        from dflash_jax.cluster import app
+
+        _serve(app, args, system)
+    except _Stopped as e:
+        log.info("%s: ending", e)
+    except BaseException:
+        code = 1
+        raise
+    finally:
+        for each in signals:
+            signal.signal(each, signal.SIG_IGN)
+        _end(args, 0.0 if code else args.drain_s, children)
+        for each, handler in signals.items():
+            signal.signal(each, handler)
+    return code
+
+
+def _serve(app, args: Namespace, system) -> None:
+    """Starts ingress and replicas, and waits for a signal."""
+    import ray
+    from ray import serve
+
+    ingress = app.start_ingress(args)
+    try:
+        url = ray.get(ingress.url.remote())
+    except ray.exceptions.RayActorError as e:
+        raise InputError(f"the ingress cannot start: {' '.join(str(e).split())[-300:]}") from None
+    log.info("listening on %s, starting %d replicas", url, args.replicas[0])
+    serve.start(proxy_location="Disabled")
+    try:
+        serve.run(app.deployment(args, system), name=app.APPLICATION, route_prefix=None)
+    except RuntimeError as e:
+        raise EngineError(f"the replicas cannot start: {' '.join(str(e).split())[-500:]}") from None
+    log.info("%d replicas are ready", args.replicas[0])
+    # Event.wait without an end would not return to a signal's handler on every platform.
+    while True:
+        threading.Event().wait(3600)
+
+
+class _Processes:
+    """The processes below this one, to end those that remain."""
+
+    def __init__(self):
+        import psutil
+
+        self._psutil, self._before = psutil, set(psutil.Process().children(recursive=True))
+
+    def now(self) -> list:
+        """Those that were started since."""
+        return [each for each in self._psutil.Process().children(recursive=True) if each not in self._before]
+
+    def kill(self, processes: list) -> None:
+        """Ends processes that are still there."""
+        for process in self._psutil.wait_procs(processes, timeout=STEP_S)[1]:
+            with suppress(self._psutil.NoSuchProcess):
+                process.kill()
+
+
+def _end(args: Namespace, drain_s: float, children: _Processes) -> None:
+    """Ends the application, the ingress, and Ray where this process has started it."""
+    try:
+        import ray
+        from ray import serve
+
+        from dflash_jax.cluster import app
+    except ImportError:
+        return
+    if not ray.is_initialized():
+        return
+    with suppress(Exception):
+        ingress = ray.get_actor(app.INGRESS, app.NAMESPACE)
+        left = ray.get(ingress.drain.remote(drain_s), timeout=drain_s + STEP_S)
+        if left:
+            log.warning("%d requests did not end within %g s", left, drain_s)
+    _within(STEP_S, serve.shutdown if args.address is None else lambda: serve.delete(app.APPLICATION))
+    started = children.now() if args.address is None else []
+    with suppress(Exception):
+        ray.kill(ray.get_actor(app.INGRESS, app.NAMESPACE))
+    _within(STEP_S, ray.shutdown)
+    children.kill(started)
+
+
+def _within(seconds: float, work: Callable) -> None:
+    """Does ``work``, and leaves it behind where it takes longer."""
+
+    def quietly() -> None:
+        with suppress(Exception):
+            work()
+
+    thread = threading.Thread(target=quietly, daemon=True)
+    thread.start()
+    thread.join(seconds)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command and returns its exit code."""
+
+    def command() -> int:
+        from dflash_jax.cluster.options import parse
+
+        logging.basicConfig(format="%(message)s")
+        return run(*parse(argv))
+
+    return exit_code(command)

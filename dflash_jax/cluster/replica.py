@@ -1,0 +1,85 @@
+"""The server of one replica, on a thread of its own."""
+
+import asyncio
+import threading
+import time
+from argparse import Namespace
+from collections.abc import Awaitable, Callable
+
+from dflash_jax.cli.serve import Runner, allow_connections, allowed_hosts, around, assemble, http_config, set_logging
+from dflash_jax.cluster.member import Member, SharedResponses
+from dflash_jax.errors import EngineError
+from dflash_jax.server import transport
+from dflash_jax.server.app import build
+from dflash_jax.server.connections import ConnectionLimits
+from dflash_jax.server.tracing import Tracer
+
+# Seconds between two looks at whether the server is ready.
+POLL_S = 0.05
+
+
+class ReplicaServer:
+    """A server that answers an ingress.
+
+    Args:
+        args: The arguments of `serve`.
+        system: The `System` of its config, or None.
+        secret: What it shares with the ingress.
+        host: Where it listens, on a free port.
+        call: What calls the ingress's store of responses, as `SharedResponses` takes it.
+
+    Attributes:
+        url: Where it listens.
+        serving: The model and its engine.
+    """
+
+    def __init__(self, args: Namespace, system, secret: str, host: str, call: Callable[..., Awaitable]):
+        set_logging(args)
+        # The ingress is below the proxy's path, and has TLS.
+        args = Namespace(**vars(args) | {"root_path": ""})
+        self._listening = transport.listen(host, 0)
+        self.url = transport.url(self._listening, False)
+        self.serving = assemble(args, system)
+        self.serving.response_store = SharedResponses(args.response_store, call)
+        self._tracer = Tracer(args.otlp_traces_endpoint) if args.otlp_traces_endpoint else None
+        app = around(
+            build(self.serving, args.api_keys, allowed_hosts(args), args.cors), self.serving, args, self._tracer
+        )
+        limits = ConnectionLimits(connections=allow_connections(args.max_connections))
+        config = http_config(Member(app, secret), limits)
+        self._runner = Runner(config, self.serving, args.drain_s, False, args.warm_up == "full")
+        self._thread = threading.Thread(target=self._run, name="http", daemon=True)
+
+    def _run(self) -> None:
+        asyncio.run(self._runner.serve_until_drained(self._listening, self.url))
+
+    def start(self) -> None:
+        """Starts the server, and returns when it is ready.
+
+        Raises:
+            EngineError: The warm-up failed.
+        """
+        self._thread.start()
+        while not self.serving.is_ready:
+            if not self._thread.is_alive():
+                raise EngineError("the warm-up of a replica failed; its log says why")
+            time.sleep(POLL_S)
+
+    @property
+    def ongoing(self) -> int:
+        """Requests without a complete answer."""
+        return self.serving.in_flight
+
+    @property
+    def failure(self) -> str | None:
+        """Why the server does not work; None while it does."""
+        return self.serving.failure or (None if self._thread.is_alive() else "its HTTP server has ended")
+
+    def stop(self) -> None:
+        """Takes no further requests, and returns when those under way have ended, or after the time of a drain."""
+        if self._thread.is_alive():
+            self._runner.begin_draining()
+            self._thread.join()
+        self.serving.stop_workers()
+        if self._tracer is not None:
+            self._tracer.flush()
