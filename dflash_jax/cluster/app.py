@@ -1,4 +1,9 @@
-"""The replicas as an application of Ray Serve: ``dflash_jax.cluster.app:build`` for ``serve deploy``."""
+"""The replicas as an application of Ray Serve: ``dflash_jax.cluster.app:build`` for ``serve deploy``.
+
+Ray is imported where it is used, since the module can be read without it.
+"""
+# Ray is not installed everywhere.
+# pyright: reportMissingImports=false
 
 import logging
 import math
@@ -6,12 +11,9 @@ import re
 import secrets
 import threading
 from argparse import Namespace
+from typing import Any
 
-import ray
-from ray import serve
-from ray.serve.config import AutoscalingContext
-
-from dflash_jax.cluster import options
+from dflash_jax.cli import cluster as options
 from dflash_jax.cluster.address import AddressServer
 from dflash_jax.cluster.replica import ReplicaServer
 
@@ -67,6 +69,9 @@ class Ingress:
 
     def _end_with_application(self) -> None:
         """Ends the actor when its application is deleted: ``serve shutdown`` does not know it."""
+        import ray
+        from ray import serve
+
         has_begun, wait = False, threading.Event()
         while not wait.wait(LOOK_S):
             if self._server.has_replicas:
@@ -84,6 +89,9 @@ class Replica:
     """
 
     def __init__(self, args: Namespace, system):
+        import ray
+        from ray import serve
+
         self._ingress = ray.get_actor(INGRESS, NAMESPACE)
         self._name = serve.get_replica_context().replica_id.unique_id
         host = LOOPBACK if args.address is None else ray.util.get_node_ip_address()
@@ -119,8 +127,12 @@ class Replica:
             self._server.stop()
 
 
-def replicas_for_load(context: AutoscalingContext) -> tuple[float, dict]:
-    """The number of replicas that Serve aims at, from the requests under way at all replicas."""
+def replicas_for_load(context: Any) -> tuple[float, dict]:
+    """The number of replicas that Serve aims at: (it, nothing to keep).
+
+    Args:
+        context: Serve's AutoscalingContext, with what `Replica.record_autoscaling_stats` returned.
+    """
     ongoing = sum((context.aggregated_metrics or {}).get("ongoing", {}).values())
     return math.ceil(ongoing / context.config.get_target_ongoing_requests()), {}
 
@@ -129,13 +141,17 @@ def gpus_of(args: Namespace) -> float:
     """GPUs that a replica reserves."""
     if args.replica_gpus is not None:
         return args.replica_gpus
+    import ray
+
     if args.platform == "cpu" or not ray.cluster_resources().get("GPU"):
         return 0
     return math.prod(map(int, re.findall(r"\d+", args.mesh or "")))
 
 
-def deployment(args: Namespace, system) -> serve.Application:
+def deployment(args: Namespace, system) -> Any:
     """The application of parsed arguments, without the ingress."""
+    from ray import serve
+
     least, most = args.replicas
     count: dict = {"num_replicas": least}
     if most > least:
@@ -166,6 +182,8 @@ def deployment(args: Namespace, system) -> serve.Application:
 
 def start_ingress(args: Namespace):
     """The ingress's actor, which is started unless it runs."""
+    import ray
+
     actor = ray.remote(Ingress).options(
         name=INGRESS,
         namespace=NAMESPACE,
@@ -179,7 +197,7 @@ def start_ingress(args: Namespace):
     return actor.remote(args, secrets.token_hex(32))
 
 
-def build(config: dict) -> serve.Application:
+def build(config: dict) -> Any:
     """The application for a config file of Serve.
 
     Args:

@@ -1,4 +1,6 @@
 """`dflash cluster`: starts Ray or joins it, runs the replicas, and ends everything at a signal."""
+# Ray is not installed everywhere.
+# pyright: reportMissingImports=false
 
 import logging
 import os
@@ -8,7 +10,6 @@ from argparse import Namespace
 from collections.abc import Callable
 from contextlib import suppress
 
-from dflash_jax.cli.options import exit_code
 from dflash_jax.cli.serve import check_extra, set_logging, warn_of_open_access
 from dflash_jax.errors import EngineError, InputError
 from dflash_jax.server import transport
@@ -164,15 +165,3 @@ def _within(seconds: float, work: Callable) -> None:
     thread = threading.Thread(target=quietly, daemon=True)
     thread.start()
     thread.join(seconds)
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Runs the command and returns its exit code."""
-
-    def command() -> int:
-        from dflash_jax.cluster.options import parse
-
-        logging.basicConfig(format="%(message)s")
-        return run(*parse(argv))
-
-    return exit_code(command)

@@ -161,9 +161,8 @@ def main() -> int:
                     print(f"seed {seed}: {each!r}", file=sys.stderr)
             after = {name: metric(url, f"dflash:cluster_{name}_total") for name in before}
             went_on = [int(after[name] - before[name]) for name in before]
-            lines.append(
-                f"| {seed} | {args.requests} | {lost} | {longer} | {changed} | {went_on[0]} | {went_on[1]} | {took:.1f} |"
-            )
+            cells = [seed, args.requests, lost, longer, changed, *went_on, f"{took:.1f}"]
+            lines.append(f"| {' | '.join(map(str, cells))} |")
             print(lines[-1], file=sys.stderr)
             wait_for_replicas(url, 2)
         began, children = time.perf_counter(), psutil.Process(cluster.pid).children(recursive=True)

@@ -1,6 +1,6 @@
 import pytest
 
-from dflash_jax.cluster.options import parse
+from dflash_jax.cli.cluster import parse
 from dflash_jax.errors import InputError
 
 
