@@ -7,10 +7,12 @@ Ray is imported where it is used, since the module can be read without it.
 
 import logging
 import math
+import os
 import re
 import secrets
 import threading
 from argparse import Namespace
+from contextlib import suppress
 from typing import Any
 
 from dflash_jax.cli import cluster as options
@@ -71,13 +73,16 @@ class Ingress:
         """Ends the actor when its application is deleted: ``serve shutdown`` does not know it."""
         import ray
         from ray import serve
+        from ray.exceptions import RayError
 
         has_begun, wait = False, threading.Event()
         while not wait.wait(LOOK_S):
             if self._server.has_replicas:
                 has_begun = True
-            elif has_begun and APPLICATION not in serve.status().applications:
-                ray.kill(ray.get_actor(INGRESS, NAMESPACE))
+            elif has_begun:
+                with suppress(RayError):
+                    if APPLICATION not in serve.status().applications:
+                        ray.kill(ray.get_actor(INGRESS, NAMESPACE))
 
 
 class Replica:
@@ -86,11 +91,16 @@ class Replica:
     Args:
         args: The arguments of `dflash cluster`.
         system: The `System` of its config, or None.
+        threads: OMP_NUM_THREADS of the process that started the cluster, or None.
     """
 
-    def __init__(self, args: Namespace, system):
+    def __init__(self, args: Namespace, system, threads: str | None):
         import ray
         from ray import serve
+
+        if not args.replica_cpus:
+            # Ray sets it to 1 for an actor that reserves no CPU.
+            os.environ["OMP_NUM_THREADS"] = threads or ""
 
         self._ingress = ray.get_actor(INGRESS, NAMESPACE)
         self._name = serve.get_replica_context().replica_id.unique_id
@@ -177,7 +187,7 @@ def deployment(args: Namespace, system) -> Any:
         max_constructor_retry_count=2,
         ray_actor_options=reserved,
         **count,
-    ).bind(args, system)
+    ).bind(args, system, os.environ.get("OMP_NUM_THREADS"))
 
 
 def start_ingress(args: Namespace):

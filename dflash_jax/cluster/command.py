@@ -9,6 +9,7 @@ import threading
 from argparse import Namespace
 from collections.abc import Callable
 from contextlib import suppress
+from importlib.util import find_spec
 
 from dflash_jax.cli.serve import check_extra, set_logging, warn_of_open_access
 from dflash_jax.errors import EngineError, InputError
@@ -42,14 +43,12 @@ def _check_address(args: Namespace) -> None:
     transport.close(listening, args.uds)
 
 
-def _start_ray(args: Namespace):
-    """Starts Ray on this machine, or joins a cluster. Returns the module. Raises InputError."""
+def _start_ray(args: Namespace) -> None:
+    """Starts Ray on this machine, or joins a cluster. Raises InputError."""
     # Nothing is reported to anyone.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    try:
-        import ray
-    except ImportError:
-        raise InputError('the cluster needs its extra: pip install "dflash-jax[ray]"') from None
+    import ray
+
     options = {"include_dashboard": False, "object_store_memory": STORE_BYTES}
     try:
         ray.init(
@@ -59,13 +58,14 @@ def _start_ray(args: Namespace):
         )
     except (ConnectionError, RuntimeError, ValueError) as e:
         raise InputError(f"--address {args.address}: {' '.join(str(e).split())[:300]}") from None
-    return ray
 
 
 def run(args: Namespace, system) -> int:
     """Runs the cluster until a signal: the exit code."""
     set_logging(args)
     check_extra()
+    if find_spec("ray") is None:
+        raise InputError('the cluster needs its extra: pip install "dflash-jax[ray]"')
     if args.address is None:
         _check_address(args)
     warn_of_open_access(args)
@@ -133,13 +133,11 @@ class _Processes:
 
 def _end(args: Namespace, drain_s: float, children: _Processes) -> None:
     """Ends the application, the ingress, and Ray where this process has started it."""
-    try:
-        import ray
-        from ray import serve
+    import ray
+    from ray import serve
 
-        from dflash_jax.cluster import app
-    except ImportError:
-        return
+    from dflash_jax.cluster import app
+
     if not ray.is_initialized():
         return
     with suppress(Exception):

@@ -27,10 +27,10 @@ ATTEMPTS = 4
 WAIT_S = 120.0
 # Answers of a replica that cannot serve: another one may.
 RETRIED = (500, 503)
-# Headers of one connection, not of the request or the answer.
+# Headers of one connection, not of the request or the answer, and those that every server adds.
 HOP_HEADERS = frozenset(
     (b"connection", b"keep-alive", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"content-length", b"expect")
-)
+) | {b"date", b"server"}
 # aiohttp adds no headers of its own.
 SKIPPED = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
 
@@ -175,10 +175,9 @@ class Relay:
             if task.cancelled():
                 raise LostError("the replica is lost")
             task.result()
-        except ConnectionRefusedError as e:
-            self._link.replicas.lose(replica, str(e))
-            raise LostError(str(e)) from None
         except (aiohttp.ClientError, OSError) as e:
+            if isinstance(e, aiohttp.ClientConnectorError) and isinstance(e.os_error, ConnectionRefusedError):
+                self._link.replicas.lose(replica, str(e))
             raise LostError(str(e) or type(e).__name__) from None
         finally:
             replica.attempts.discard(task)

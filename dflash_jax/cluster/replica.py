@@ -6,7 +6,7 @@ import time
 from argparse import Namespace
 from collections.abc import Awaitable, Callable
 
-from dflash_jax.cli.serve import Runner, allow_connections, allowed_hosts, around, assemble, http_config, set_logging
+from dflash_jax.cli.serve import Runner, allow_connections, around, assemble, http_config, set_logging
 from dflash_jax.cluster.member import Member, SharedResponses
 from dflash_jax.errors import EngineError
 from dflash_jax.server import transport
@@ -42,9 +42,8 @@ class ReplicaServer:
         self.serving = assemble(args, system)
         self.serving.response_store = SharedResponses(args.response_store, call)
         self._tracer = Tracer(args.otlp_traces_endpoint) if args.otlp_traces_endpoint else None
-        app = around(
-            build(self.serving, args.api_keys, allowed_hosts(args), args.cors), self.serving, args, self._tracer
-        )
+        # The ingress checks the Host header.
+        app = around(build(self.serving, args.api_keys, None, args.cors), self.serving, args, self._tracer)
         limits = ConnectionLimits(connections=allow_connections(args.max_connections))
         config = http_config(Member(app, secret), limits)
         self._runner = Runner(config, self.serving, args.drain_s, False, args.warm_up == "full")
