@@ -1,0 +1,95 @@
+"""`dflash cluster` as it runs: two replicas, of which one is killed in the middle of a stream."""
+
+import contextlib
+import json
+import signal
+import socket
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import httpx
+import psutil
+import pytest
+
+from dflash_jax.cli.cluster import main
+from tests.server.conftest import wait_until
+
+BODY = {"prompt": "def clamp(value, low, high):\n    ", "max_tokens": 160, "ignore_eos": True, "stream": True}
+BODY |= {"temperature": 0.8, "seed": 3, "return_token_ids": True}
+WORDS = ["--slots", "2", "--max-len", "512", "--prefix-bytes", "0", "--platform", "cpu"]
+
+
+@pytest.mark.skipif(find_spec("ray") is not None, reason="Ray is installed")
+def test_command_without_ray_names_the_extra(capsys):
+    assert main(["--port", "0"]) == 2
+    assert 'pip install "dflash-jax[ray]"' in capsys.readouterr().err
+
+
+def descendants(process):
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(process.pid).children(recursive=True)
+    return []
+
+
+def replicas(process):
+    found = []
+    for each in descendants(process):
+        with contextlib.suppress(psutil.Error):
+            if " ".join(each.cmdline()).startswith("ray::ServeReplica"):
+                found.append(each)
+    return found
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """URL and process of a cluster of two replicas."""
+    if find_spec("ray") is None:
+        pytest.skip("Ray is not installed")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "dflash_jax.cluster", "--replicas", "2", "--port", str(port), *WORDS]
+    process, url = subprocess.Popen(command), f"http://127.0.0.1:{port}"
+
+    def has_replicas() -> bool:
+        assert process.poll() is None, "the cluster has ended"
+        with contextlib.suppress(httpx.HTTPError):
+            return "\ndflash:replicas 2.0\n" in httpx.get(f"{url}/metrics", timeout=60).text
+        return False
+
+    try:
+        assert wait_until(has_replicas, 600)
+        yield url, process
+    finally:
+        process.kill()
+
+
+def tokens_of(url, kill=None):
+    """The tokens of `BODY`; ``kill`` is a process that ends at the first event."""
+    lines = []
+    with httpx.stream("POST", f"{url}/v1/completions", json=BODY, timeout=600) as answer:
+        for line in answer.iter_lines():
+            if kill is not None and not lines:
+                kill.kill()
+            if line:
+                lines.append(line)
+    assert lines.pop() == "data: [DONE]"
+    events = [json.loads(line.removeprefix("data: ")) for line in lines]
+    return [token for event in events for token in event["choices"][0]["token_ids"]]
+
+
+def test_stream_outlives_its_replica_and_a_signal_ends_every_process(cluster):
+    url, process = cluster
+    whole = tokens_of(url)
+    assert len(whole) == BODY["max_tokens"]
+    for replica in replicas(process):
+        # The first one may be idle. Then the second one has the stream.
+        assert tokens_of(url, replica) == whole
+        if "\ndflash:cluster_resumed_total 0.0\n" not in httpx.get(f"{url}/metrics", timeout=60).text:
+            break
+    else:
+        pytest.fail("no stream went on from another replica")
+    started = descendants(process)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(120) == 0
+    assert wait_until(lambda: not [each for each in started if each.is_running()], 10)
