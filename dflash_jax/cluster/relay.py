@@ -1,6 +1,7 @@
 """One request of a client: sent to a replica, and to further ones where that dies."""
 
 import asyncio
+import io
 import json
 import logging
 import time
@@ -78,7 +79,7 @@ class Link:
         secret: The cluster's secret.
         replicas: The replicas.
         counts: Totals.
-        waiting: Relays that wait for another replica.
+        waiting: Relays whose request no replica has at the moment.
     """
 
     http: aiohttp.ClientSession
@@ -98,7 +99,8 @@ class Link:
             scope["method"],
             URL(replica.url + path, encoded=True),
             headers=headers,
-            data=b"".join(line + b"\n" for line in lines) + body if body or lines else None,
+            # aiohttp warns of large bytes, and not of a file.
+            data=io.BytesIO(b"".join(line + b"\n" for line in lines) + body) if body or lines else None,
             skip_auto_headers=SKIPPED,
             allow_redirects=False,
         )
@@ -143,6 +145,7 @@ class Relay:
                     return
                 except LostError as e:
                     log.info("%s at %s: %s", self._scope["path"], replica.name, e)
+                    link.waiting.add(self)
                     is_stream = self._has_begun
                     link.counts.resumed += is_stream
                     link.counts.repeated += not is_stream
@@ -209,6 +212,8 @@ class Relay:
             for event in complete:
                 if event.startswith(RECORD):
                     self._lines.append(event[len(RECORD) :])
+                    if self in self._link.waiting:
+                        await self._send_aborts(replica)
                     await self._forward(events)
                     events = []
                 elif event + END == REPLAYED:
@@ -229,7 +234,7 @@ class Relay:
             await self._send({"type": "http.response.body", "body": END.join(events) + END, "more_body": True})
 
     async def _send_aborts(self, replica: Replica) -> None:
-        """Sends the replica what asked for an abort while no replica had the request."""
+        """Sends the replica the aborts that came while no replica had the request."""
         self._link.waiting.discard(self)
         for scope, body in self.aborts:
             async with self._link.request(replica, scope, body, self._run) as answer:
