@@ -20,10 +20,12 @@ class StoredResponse:
     Attributes:
         response: The response as JSON, without log-probabilities.
         input: All items of the conversation before it, as JSON, one a line.
+        run: The key of the request's runs; None outside of a cluster.
     """
 
     response: bytes
     input: bytes
+    run: str | None = None
 
     @property
     def items(self) -> list[bytes]:
@@ -76,11 +78,15 @@ class ResponseStore:
             client: Who stores it, for servers without keys, where the owner does not identify the client.
 
         Returns:
-            Whether it is stored: not where the id is taken or the entry is too large.
+            Whether it is stored: not where the id is taken or the entry is too large. A later run of a request takes
+            the place of an earlier one.
         """
         name, client = (owner, response_id), owner if client is None else client
         if name in self._entries:
-            return False
+            known = self._entries[name][1]
+            if known.run is None or known.run != entry.run:
+                return False
+            self._drop(name)
         self._entries[name] = client, entry
         self._names.setdefault(client, OrderedDict())[name] = None
         self._names.move_to_end(client)

@@ -93,7 +93,7 @@ async def responses(http: Request, body: responses_schema.ResponsesRequest):
 
     async def store_response(response: dict) -> None:
         if is_stored:
-            entry = StoredResponse(stored_response(response), stored)
+            entry = StoredResponse(stored_response(response), stored, resume.current().key)
             response["store"] = await store.put(http.state.owner, response["id"], entry, http.state.client)
 
     events = numbered_events(serving, talk, sequences[0], value, store_response)

@@ -47,6 +47,7 @@ class Run:
         lines: The recorded pieces of earlier runs.
 
     Attributes:
+        key: The key; None for a run that is not recorded.
         created: When the request came, in seconds since the epoch.
         random: The source of ids and seeds.
     """
@@ -54,7 +55,7 @@ class Run:
     def __init__(self, key: str | None = None, created: int | None = None, lines: Sequence[bytes] = ()):
         self.created = int(time.time()) if created is None else created
         self.random: Random = SystemRandom() if key is None else Random(key)
-        self._is_recorded, self._lines = key is not None, lines
+        self.key, self._lines = key, lines
         self._send: Callable[[dict], Awaitable[None]] | None = None
 
     def begin(self) -> None:
@@ -63,7 +64,7 @@ class Run:
 
     def record_in(self, send: Callable[[dict], Awaitable[None]]) -> None:
         """Records the run in the stream that ``send`` sends, if it is recorded at all."""
-        if self._is_recorded:
+        if self.key is not None:
             self._send = send
 
     async def _write(self, comment: bytes) -> None:

@@ -10,6 +10,7 @@ from dflash_jax.engine.request import Event
 from dflash_jax.frontend.llm_config import TINY
 from dflash_jax.frontend.sequence import TextSequence
 from dflash_jax.frontend.tokenizer import Tokenizer
+from dflash_jax.server.response_store import ResponseStore, StoredResponse
 from dflash_jax.server.resume import END, LOST, RECORD, REPLAYED, Run, current, fresh_id, fresh_seed
 
 TEXT = "def naïve(x):\n    return '日本語 🎉' + x\n"
@@ -145,3 +146,17 @@ def test_ids_and_seeds_follow_from_the_key_and_are_random_without_one():
     assert 0 <= drawn("a")[1] < 2**32
     assert drawn("a")[2] == 5
     assert fresh_id() != fresh_id()
+
+
+def test_stored_response_is_replaced_by_a_later_run_of_its_request_alone():
+    async def put(*entries):
+        store = ResponseStore()
+        stored = [await store.put(b"me", "resp_1", entry) for entry in entries]
+        return stored, (await store.get(b"me", "resp_1")).response
+
+    def entry(text, run):
+        return StoredResponse(text, b"", run)
+
+    assert asyncio.run(put(entry(b"1", "a"), entry(b"2", "a"))) == ([True, True], b"2")
+    assert asyncio.run(put(entry(b"1", "a"), entry(b"2", "b"))) == ([True, False], b"1")
+    assert asyncio.run(put(entry(b"1", None), entry(b"2", None))) == ([True, False], b"1")
