@@ -173,7 +173,7 @@ def deployment(args: Namespace, system) -> Any:
                 "upscale_delay_s": args.scale_up_s,
                 "downscale_delay_s": args.scale_down_s,
                 "look_back_period_s": max(1.0, min(args.scale_up_s, 10.0)),
-                "policy": {"policy_function": replicas_for_load},
+                "policy": {"policy_function": "dflash_jax.cluster.app:replicas_for_load"},
             }
         }
     reserved = {"num_cpus": args.replica_cpus, "num_gpus": gpus_of(args), "resources": args.replica_resources}

@@ -9,6 +9,7 @@ import httpx
 import pytest
 import uvicorn
 
+from dflash_jax.cluster import routing
 from dflash_jax.cluster.ingress import Ingress
 from dflash_jax.cluster.member import Member, SharedResponses
 from dflash_jax.server.response_store import ResponseStore
@@ -96,7 +97,10 @@ class Cluster:
 @pytest.fixture(scope="session")
 def cluster(llm):
     engine = started(llm)
-    cluster = Cluster(llm, engine)
-    yield cluster
-    cluster.stop()
+    with pytest.MonkeyPatch.context() as patch:
+        # A replica whose thread gets no time is not lost: nothing would let it join again.
+        patch.setattr(routing, "ANSWER_S", 600)
+        cluster = Cluster(llm, engine)
+        yield cluster
+        cluster.stop()
     engine.stop()
