@@ -148,7 +148,9 @@ def setting(**options):
         for replica in replicas:
             replica.url, _ = stack.enter_context(serving(replica))
         url, loop = stack.enter_context(serving(ingress, ingress.start, ingress.stop))
-        yield Setting(ingress, replicas, url, loop)
+        cluster = Setting(ingress, replicas, url, loop)
+        stack.callback(cluster.http.close)
+        yield cluster
 
 
 @pytest.fixture
