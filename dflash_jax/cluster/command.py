@@ -56,8 +56,12 @@ def _start_ray(args: Namespace) -> None:
             logging_level=logging.WARNING,
             **(options if args.address is None else {}),
         )
-    except (ConnectionError, RuntimeError, ValueError) as e:
-        raise InputError(f"--address {args.address}: {' '.join(str(e).split())[:300]}") from None
+    except Exception as e:
+        # Ray raises plain exceptions, too.
+        reason = " ".join(str(e).split())[:300]
+        if args.address is None:
+            raise EngineError(f"Ray cannot start: {reason}") from None
+        raise InputError(f"--address {args.address}: {reason}") from None
 
 
 def run(args: Namespace, system) -> int:
