@@ -77,6 +77,9 @@ def run(args: Namespace, system) -> int:
     children, code = _Processes(), 0
     try:
         _start_ray(args)
+        for each in signals:
+            # Ray has replaced a handler.
+            signal.signal(each, _on_signal)
         from dflash_jax.cluster import app
 
         _serve(app, args, system)
@@ -138,21 +141,22 @@ class _Processes:
 def _end(args: Namespace, drain_s: float, children: _Processes) -> None:
     """Ends the application, the ingress, and Ray where this process has started it."""
     import ray
-    from ray import serve
 
-    from dflash_jax.cluster import app
+    if ray.is_initialized():
+        from ray import serve
 
-    if not ray.is_initialized():
-        return
-    with suppress(Exception):
-        ingress = ray.get_actor(app.INGRESS, app.NAMESPACE)
-        left = ray.get(ingress.drain.remote(drain_s), timeout=drain_s + STEP_S)
-        if left:
-            log.warning("%d requests did not end within %g s", left, drain_s)
-    _within(STEP_S, serve.shutdown if args.address is None else lambda: serve.delete(app.APPLICATION))
+        from dflash_jax.cluster import app
+
+        with suppress(Exception):
+            ingress = ray.get_actor(app.INGRESS, app.NAMESPACE)
+            left = ray.get(ingress.drain.remote(drain_s), timeout=drain_s + STEP_S)
+            if left:
+                log.warning("%d requests did not end within %g s", left, drain_s)
+        _within(STEP_S, serve.shutdown if args.address is None else lambda: serve.delete(app.APPLICATION))
+        with suppress(Exception):
+            ray.kill(ray.get_actor(app.INGRESS, app.NAMESPACE))
+    # A start that was interrupted has processes, too.
     started = children.now() if args.address is None else []
-    with suppress(Exception):
-        ray.kill(ray.get_actor(app.INGRESS, app.NAMESPACE))
     _within(STEP_S, ray.shutdown)
     children.kill(started)
 
