@@ -1,6 +1,7 @@
 """The server of one replica, on a thread of its own."""
 
 import asyncio
+import logging
 import threading
 import time
 from argparse import Namespace
@@ -14,6 +15,7 @@ from dflash_jax.server.app import build
 from dflash_jax.server.connections import ConnectionLimits
 from dflash_jax.server.tracing import Tracer
 
+access_log = logging.getLogger("dflash_jax.access")
 # Seconds between two looks at whether the server is ready.
 POLL_S = 0.05
 
@@ -35,6 +37,8 @@ class ReplicaServer:
 
     def __init__(self, args: Namespace, system, secret: str, host: str, call: Callable[..., Awaitable]):
         set_logging(args)
+        # The ingress looks every second.
+        access_log.addFilter(lambda record: " /ready 200" not in record.getMessage())
         # The ingress is below the proxy's path, and has TLS.
         args = Namespace(**vars(args) | {"root_path": ""})
         self._listening = transport.listen(host, 0)
