@@ -10,7 +10,9 @@ from argparse import Namespace
 from collections.abc import Callable
 from contextlib import suppress
 from importlib.util import find_spec
+from typing import NoReturn
 
+from dflash_jax.cli.options import leave
 from dflash_jax.cli.serve import check_extra, set_logging, warn_of_open_access
 from dflash_jax.errors import EngineError, InputError
 from dflash_jax.server import transport
@@ -64,8 +66,8 @@ def _start_ray(args: Namespace) -> None:
         raise InputError(f"--address {args.address}: {reason}") from None
 
 
-def run(args: Namespace, system) -> int:
-    """Runs the cluster until a signal: the exit code."""
+def run(args: Namespace, system) -> NoReturn:
+    """Runs the cluster until a signal, and ends the process."""
     set_logging(args)
     check_extra()
     if find_spec("ray") is None:
@@ -74,7 +76,7 @@ def run(args: Namespace, system) -> int:
         _check_address(args)
     warn_of_open_access(args)
     signals = {each: signal.signal(each, _on_signal) for each in (signal.SIGINT, signal.SIGTERM)}
-    children, code = _Processes(), 0
+    children, drain_s = _Processes(), 0.0
     try:
         _start_ray(args)
         for each in signals:
@@ -85,16 +87,15 @@ def run(args: Namespace, system) -> int:
         _serve(app, args, system)
     except _Stopped as e:
         log.info("%s: ending", e)
-    except BaseException:
-        code = 1
-        raise
+        drain_s = args.drain_s
     finally:
         for each in signals:
             signal.signal(each, signal.SIG_IGN)
-        _end(args, 0.0 if code else args.drain_s, children)
+        _end(args, drain_s, children)
         for each, handler in signals.items():
             signal.signal(each, handler)
-    return code
+    # All other processes have ended. Ray would wait for them at the end of the interpreter.
+    leave(0)
 
 
 def _serve(app, args: Namespace, system) -> None:
