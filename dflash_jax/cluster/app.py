@@ -5,6 +5,7 @@ Ray is imported where it is used, since the module can be read without it.
 # Ray is not installed everywhere.
 # pyright: reportMissingImports=false
 
+import asyncio
 import logging
 import math
 import os
@@ -94,7 +95,8 @@ class Replica:
         threads: OMP_NUM_THREADS of the process that started the cluster, or None.
     """
 
-    def __init__(self, args: Namespace, system, threads: str | None):
+    # Serve awaits it. Where it blocked its thread for long, Serve would take the replica for dead.
+    async def __init__(self, args: Namespace, system, threads: str | None):
         import ray
         from ray import serve
 
@@ -105,9 +107,9 @@ class Replica:
         self._ingress = ray.get_actor(INGRESS, NAMESPACE)
         self._name = serve.get_replica_context().replica_id.unique_id
         host = LOOPBACK if args.address is None else ray.util.get_node_ip_address()
-        secret = ray.get(self._ingress.secret.remote())
-        self._server = ReplicaServer(args, system, secret, host, self._call_store)
-        self._server.start()
+        secret = await self._ingress.secret.remote()
+        self._server = await asyncio.to_thread(ReplicaServer, args, system, secret, host, self._call_store)
+        await asyncio.to_thread(self._server.start)
         self._has_ended = threading.Event()
         threading.Thread(target=self._beat, name="beat", daemon=True).start()
 
@@ -129,12 +131,12 @@ class Replica:
         """Serve calls it: what `replicas_for_load` gets of each replica."""
         return {"ongoing": float(self._server.ongoing)}
 
-    def __del__(self):
-        """Serve calls it when the replica is to end. Returns when its requests have ended."""
+    async def __del__(self):
+        """Serve awaits it when the replica is to end. Returns when its requests have ended."""
         if hasattr(self, "_has_ended") and not self._has_ended.is_set():
             self._has_ended.set()
             self._ingress.leave.remote(self._name)
-            self._server.stop()
+            await asyncio.to_thread(self._server.stop)
 
 
 def replicas_for_load(context: Any) -> tuple[float, dict]:
