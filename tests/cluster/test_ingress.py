@@ -34,6 +34,7 @@ class Replica:
 
     async def __call__(self, scope, receive, send):
         headers = dict(scope["headers"])
+        assert len(headers) == len(scope["headers"]), "a header is there twice"
         body = b""
         while True:
             message = await receive()
