@@ -249,7 +249,8 @@ class Relay:
                 await self._answer.send(self._send)
                 return
             error = ApiError(503, message if self._link.replicas.has_begun else "the server is warming up")
-            await error_response(error, self._scope)(self._scope, None, self._send)
+            # A response reads nothing.
+            await error_response(error, self._scope)(self._scope, None, self._send)  # pyright: ignore[reportArgumentType]
             return
         error, path = ApiError(500, message), self._scope["path"]
         if path == "/v1/responses":

@@ -6,6 +6,7 @@ Each API key sees its own responses only.
 from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import Protocol
 
 # Most bytes of all entries together.
 MOST_BYTES = 256 * 2**20
@@ -38,12 +39,32 @@ class StoredResponse:
         return len(self.response) + len(self.input)
 
 
+class Responses(Protocol):
+    """What the server needs of stored responses; see `ResponseStore`.
+
+    Attributes:
+        size: Most entries.
+    """
+
+    size: int
+
+    async def get(self, owner: bytes, response_id: str) -> StoredResponse | None:
+        """The entry of an owner; None where there is none."""
+
+    async def put(self, owner: bytes, response_id: str, entry: StoredResponse, client: Hashable = None) -> bool:
+        """Stores an entry: whether it is stored."""
+        ...
+
+    async def delete(self, owner: bytes, response_id: str) -> bool:
+        """Deletes an entry; whether there was one."""
+        ...
+
+
 class ResponseStore:
     """Stored responses of all clients.
 
     When the store is full, the client with the most entries loses its least recently used one, so that no client can
-    displace others' responses by storing many. Callers use only `get`, `put` and `delete`, which are coroutines, so
-    that a store shared by several servers can replace this one.
+    displace others' responses by storing many. It is one of `Responses`: another one may be shared by several servers.
 
     Attributes:
         size: Most entries.

@@ -26,7 +26,7 @@ from dflash_jax.server.media import MEDIA_PATHS, RequestMedia
 from dflash_jax.server.metrics import Metrics
 from dflash_jax.server.observe import observe_sequence
 from dflash_jax.server.request_scope import untrack
-from dflash_jax.server.response_store import ResponseStore
+from dflash_jax.server.response_store import Responses, ResponseStore
 from dflash_jax.server.templates import Templates
 from dflash_jax.server.texts import Texts
 
@@ -99,12 +99,12 @@ class Serving:
         names: Sequence[str],
         limits: Limits = DEFAULT_LIMITS,
         info=None,
-        response_store: ResponseStore | None = None,
+        response_store: Responses | None = None,
         stream_interval: int = 1,
         additions: Additions | None = None,
     ):
         self.llm, self.engine, self.names, self.limits = llm, engine, tuple(names), limits
-        self.response_store = ResponseStore() if response_store is None else response_store
+        self.response_store: Responses = ResponseStore() if response_store is None else response_store
         self.info: dict = info or {}
         self.stream_interval, self.additions = stream_interval, additions or Additions()
         self.created = int(time.time())
