@@ -14,7 +14,7 @@ import aiohttp
 from dflash_jax.cluster.member import RunHeader
 from dflash_jax.cluster.metrics import merged
 from dflash_jax.cluster.relay import HOP_HEADERS, Answer, Link, Relay, as_json
-from dflash_jax.cluster.routing import Replica, Replicas
+from dflash_jax.cluster.routing import ANSWER_S, Replica, Replicas
 from dflash_jax.server.access import OPEN_PATHS, Access
 from dflash_jax.server.body import Body, check_type, has_body
 from dflash_jax.server.errors import ApiError, ClientGoneError, error_response
@@ -25,7 +25,8 @@ from dflash_jax.server.page_files import PAGE_PATHS
 log = logging.getLogger("dflash_jax.cluster")
 
 # Requests that every replica gets.
-BROADCAST = ("/abort_request", "/flush_cache", "/reset_prefix_cache")
+ABORT = "/abort_request"
+BROADCAST = (ABORT, "/flush_cache", "/reset_prefix_cache")
 # Positions of a slot, for the number of values of a body: replicas check it again.
 CAPACITY = 2**20
 
@@ -107,6 +108,8 @@ class Ingress:
         self.in_flight += 1
         try:
             headers = dict(scope["headers"])
+            if not scope["path"].startswith("/"):
+                raise ApiError(400, f"the path {scope['path'][:64]!r} must begin with /")
             owner = self._access.check(scope)
             if self.is_draining and scope["method"] == "POST":
                 raise ApiError(503, "the server is shutting down")
@@ -148,8 +151,9 @@ class Ingress:
     async def _metrics(self) -> Answer:
         """The metrics of all replicas that answer."""
         assert self.link is not None
-        answers = await asyncio.gather(*(self._ask(replica, _get("/metrics"), b"") for replica in self.replicas.all))
-        pairs = zip(self.replicas.all, answers, strict=False)
+        replicas = self.replicas.all
+        answers = await asyncio.gather(*(self._ask(replica, _get("/metrics"), b"") for replica in replicas))
+        pairs = zip(replicas, answers, strict=True)
         texts = {replica.name: answer.body.decode() for replica, answer in pairs if answer is not None}
         kind = b"text/plain; version=0.0.4; charset=utf-8"
         return Answer(200, [(b"content-type", kind)], merged(texts, self.link.counts))
@@ -161,8 +165,9 @@ class Ingress:
             The first answer that is no success, or else any.
         """
         assert self.link is not None
-        for relay in self.link.waiting:
-            relay.aborts.append((scope, content))
+        if scope["path"] == ABORT:
+            for relay in self.link.waiting:
+                relay.add_abort(scope, content)
         asked = (self._ask(replica, scope, content) for replica in self.replicas.all)
         answers = [answer for answer in await asyncio.gather(*asked) if answer is not None]
         if not answers:
@@ -170,11 +175,11 @@ class Ingress:
         return next((answer for answer in answers if answer.status != 200), answers[0])
 
     async def _ask(self, replica: Replica, scope, content: bytes) -> Answer | None:
-        """A replica's answer; None where it is lost."""
+        """A replica's answer; None where it is lost, or takes too long."""
         assert self.link is not None
         run = RunHeader(uuid.uuid4().hex, int(time.time()), scope.get("client"))
         with contextlib.suppress(aiohttp.ClientError, OSError):
-            async with self.link.request(replica, scope, content, run) as answer:
+            async with asyncio.timeout(ANSWER_S), self.link.request(replica, scope, content, run) as answer:
                 headers = [(name, value) for name, value in answer.raw_headers if name.lower() not in HOP_HEADERS]
                 return Answer(answer.status, headers, await answer.read())
         return None

@@ -14,7 +14,7 @@ import aiohttp
 from yarl import URL
 
 from dflash_jax.cluster.member import INTERNAL_HEADERS, RUN_HEADER, SECRET_HEADER, RunHeader
-from dflash_jax.cluster.routing import Replica, Replicas, session_of
+from dflash_jax.cluster.routing import LOOK_S, Replica, Replicas, session_of
 from dflash_jax.server.errors import ApiError, ClientGoneError, error_response
 from dflash_jax.server.request_scope import until_gone
 from dflash_jax.server.resume import END, LOST, RECORD, REPLAYED
@@ -24,10 +24,13 @@ log = logging.getLogger("dflash_jax.cluster")
 
 # Attempts that bring nothing new, behind which a request is given up.
 ATTEMPTS = 4
+# Aborts that are kept for a stream between two replicas: the oldest ones.
+ABORTS = 16
 # Seconds that a request waits for a replica where all are lost.
 WAIT_S = 120.0
 # Answers of a replica that cannot serve: another one may.
-RETRIED = (500, 503)
+SERVICE_UNAVAILABLE, TOO_MANY_REQUESTS = 503, 429
+RETRIED = (500, SERVICE_UNAVAILABLE)
 # Headers of one connection, not of the request or the answer, and those that every server adds.
 HOP_HEADERS = frozenset(
     (b"connection", b"keep-alive", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"content-length", b"expect")
@@ -125,6 +128,11 @@ class Relay:
         self._events, self._has_begun = 0, False
         self._answer: Answer | None = None
 
+    def add_abort(self, scope, body: bytes) -> None:
+        """Keeps an abort for the next replica of a stream."""
+        if len(self.aborts) < ABORTS:
+            self.aborts.append((scope, body))
+
     async def run(self, receive: Callable) -> None:
         """Answers the request.
 
@@ -194,12 +202,14 @@ class Relay:
                 await self._stream(replica, answer, headers)
                 return
             complete = Answer(answer.status, headers, await answer.read())
-        if answer.status in RETRIED:
+        if answer.status in RETRIED or self._has_begun:
             self._answer = complete
-            raise LostError(f"status {answer.status}")
-        if self._has_begun:
-            self._answer = complete
-            raise LostError(f"status {answer.status} to a stream that goes on")
+            if answer.status == SERVICE_UNAVAILABLE:
+                # Until the next look, which opens it again.
+                self._link.replicas.leave(replica.name)
+            elif answer.status == TOO_MANY_REQUESTS:
+                await asyncio.sleep(LOOK_S)
+            raise LostError(f"status {answer.status}{' to a stream that goes on' if self._has_begun else ''}")
         await complete.send(self._send)
 
     async def _stream(self, replica: Replica, answer: aiohttp.ClientResponse, headers) -> None:
@@ -211,27 +221,32 @@ class Relay:
             *complete, rest = (rest + data).split(END)
             for event in complete:
                 if event.startswith(RECORD):
+                    # Recorded once the client has the events: a slow client may be waited for, and the replica end.
+                    await self._forward(events)
+                    events = []
                     self._lines.append(event[len(RECORD) :])
                     if self in self._link.waiting:
                         await self._send_aborts(replica)
-                    await self._forward(events)
-                    events = []
                 elif event + END == REPLAYED:
                     is_replay, events = False, []
                     await self._send_aborts(replica)
                 elif event + END == LOST:
+                    self._link.replicas.leave(replica.name)
                     raise LostError("its engine has failed")
                 else:
                     events.append(event)
         if is_replay or rest:
             raise LostError("the stream ended early")
-        await self._forward(events)
-        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+        # The answer is complete: the replica's end does not end this task any more.
+        if (task := asyncio.current_task()) is not None:
+            replica.attempts.discard(task)
+        body = END.join(events) + END if events else b""
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
     async def _forward(self, events: Sequence[bytes]) -> None:
         if events:
-            self._events += len(events)
             await self._send({"type": "http.response.body", "body": END.join(events) + END, "more_body": True})
+            self._events += len(events)
 
     async def _send_aborts(self, replica: Replica) -> None:
         """Sends the replica the aborts that came while no replica had the request."""

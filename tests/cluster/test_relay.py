@@ -1,5 +1,6 @@
 """Streams that go on from another replica equal unbroken ones, on every endpoint."""
 
+import asyncio
 import json
 import math
 from collections import defaultdict
@@ -7,6 +8,8 @@ from collections import defaultdict
 import pytest
 
 from dflash_jax.cluster import relay
+from dflash_jax.cluster.routing import Replicas
+from dflash_jax.server.resume import END, RECORD
 from tests.server.conftest import MESSAGES, OFF, SCHEMA, TOOL, wait_until
 
 SAMPLED = {"temperature": 0.9, "top_p": 0.95, "seed": 11}
@@ -91,7 +94,7 @@ def settled(value):
 def is_same(a, b) -> bool:
     """Whether two values are equal, up to the last bits of log-probabilities."""
     if isinstance(a, dict) and isinstance(b, dict):
-        return list(a) == list(b) and all(is_same(a[name], b[name]) for name in a)
+        return a.keys() == b.keys() and all(is_same(a[name], b[name]) for name in a)
     if isinstance(a, list) and isinstance(b, list):
         return len(a) == len(b) and all(map(is_same, a, b))
     return math.isclose(a, b, abs_tol=1e-3) if isinstance(a, float) and isinstance(b, float) else a == b
@@ -119,7 +122,8 @@ def joined(events: list[dict]) -> dict:
                     sums[place, call["index"], "call"].append(call.get("id"))
                     sums[place, call["index"], "arguments"].append(call["function"]["arguments"])
             for name, value in (choice.pop("logprobs", None) or {}).items():
-                sums[place, name].append(value)
+                # Both they and the delta have "content".
+                sums[place, f"logprobs of {name}"].append(value)
             if choice["finish_reason"]:
                 sums[place, "end"].append([settled(choice)])
         if event.get("type", "").endswith(("delta", ".delta")) and "usage" not in event:
@@ -183,3 +187,53 @@ def test_stream_cut_at_every_place_equals_the_unbroken_one(cluster, keyed):
         place += 1
     cluster.cut.places.clear()
     assert place > 6
+
+
+class Canned:
+    """A replica's answer: parts of a stream; after the last one it waits, where ``waits``."""
+
+    status, content_type, raw_headers = 200, "text/event-stream", ()
+
+    def __init__(self, *parts: bytes, waits: bool = False):
+        self.parts, self.waits, self.content = parts, waits, self
+
+    async def iter_any(self):
+        for part in self.parts:
+            yield part
+        if self.waits:
+            await asyncio.Event().wait()
+
+    async def __aenter__(self):
+        return self
+
+    async def __aexit__(self, *_):
+        return None
+
+
+def test_a_piece_that_a_slow_client_waits_for_when_its_replica_ends_is_sent_once():
+    piece, rest = b"data: 1" + END + RECORD + b"a" + END, b"data: 2" + END + RECORD + b"b" + END + b"data: [DONE]" + END
+    got: list[bytes] = []
+
+    async def main():
+        replicas = Replicas(None)
+        replicas.join("a", "http://a")
+        answers, is_waiting = [Canned(piece, waits=True), Canned(piece, rest)], asyncio.Event()
+        link = relay.Link(None, "s", replicas)
+        link.request = lambda *_: answers.pop(0)
+
+        async def send(message):
+            # As uvicorn's, which waits for the client before it writes.
+            if message.get("body") and not is_waiting.is_set():
+                is_waiting.set()
+                await asyncio.Event().wait()
+            got.append(message.get("body", b""))
+
+        scope = {"method": "POST", "path": "/v1/completions", "headers": []}
+        answering = asyncio.create_task(relay.Relay(link, scope, b"", send).run(asyncio.Event().wait))
+        await is_waiting.wait()
+        replicas.join("b", "http://b")
+        replicas.lose(replicas.all[0], "the test")
+        await answering
+
+    asyncio.run(main())
+    assert b"".join(got) == b"data: 1" + END + b"data: 2" + END + b"data: [DONE]" + END
