@@ -1,6 +1,7 @@
 """jax on the CPU in float32, and compiled programs kept between runs."""
 
 import gc
+import logging
 import os
 from importlib.metadata import version
 from pathlib import Path
@@ -55,6 +56,18 @@ def compiled_programs_do_not_pile_up():
     if maps.exists() and maps.read_bytes().count(b"\n") > 20_000:
         jax.clear_caches()
         gc.collect()
+
+
+@pytest.fixture(autouse=True)
+def logging_is_as_before():
+    """Commands set up logging for their process, to a stream that ends with the test that called them."""
+    root = logging.getLogger()
+    level, handlers = root.level, set(root.handlers)
+    yield
+    root.setLevel(level)
+    for handler in set(root.handlers) - handlers:
+        if type(handler) is logging.StreamHandler:
+            root.removeHandler(handler)
 
 
 def without_unexpected_skip(report):

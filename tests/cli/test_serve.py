@@ -1,7 +1,6 @@
 """python -m dflash_jax.serve as a process, and its options."""
 
 import contextlib
-import logging
 import os
 import re
 import signal
@@ -18,16 +17,6 @@ import trustme
 from dflash_jax.cli.serve import main
 
 SMALL = ["--port", "0", "--slots", "1", "--max-len", "512", "--prefix-bytes", "0", "--draft", "none"]
-
-
-@pytest.fixture
-def own_logging():
-    """The command sets up the root logger; tests behind this one get it back."""
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
 
 
 @contextlib.contextmanager
@@ -102,7 +91,7 @@ def test_a_second_signal_stops():
     )
 
 
-def test_a_port_that_is_taken_is_one_line(capsys, own_logging):
+def test_a_port_that_is_taken_is_one_line(capsys):
     import socket
 
     with socket.create_server(("127.0.0.1", 0)) as s:

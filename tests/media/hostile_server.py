@@ -196,8 +196,14 @@ async def internet(names: tuple[str, ...] = ("images.example", "other.example"))
         The `Internet`, a `PublicNetwork` in it, and a context that trusts the certificate.
     """
     server_context, client_context = _contexts(names)
-    plain = await asyncio.start_server(_answer, "127.0.0.1", 0)
-    secure = await asyncio.start_server(_answer, "127.0.0.1", 0, ssl=server_context)
+    # asyncio keeps no reference to a connection at its end, which the garbage collector then reports as not closed.
+    answers = set()
+
+    def connected(reader, writer):
+        answers.add(asyncio.create_task(_answer(reader, writer)))
+
+    plain = await asyncio.start_server(connected, "127.0.0.1", 0)
+    secure = await asyncio.start_server(connected, "127.0.0.1", 0, ssl=server_context)
     ports = {port: server.sockets[0].getsockname()[1] for port, server in ((80, plain), (443, secure))}
     network = Internet(ports)
     try:
@@ -205,3 +211,6 @@ async def internet(names: tuple[str, ...] = ("images.example", "other.example"))
     finally:
         for server in (plain, secure):
             server.close()
+        for answer in answers:
+            answer.cancel()
+        await asyncio.gather(*answers, return_exceptions=True)
