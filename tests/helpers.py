@@ -137,6 +137,15 @@ def random_tower(config: VisionConfig = VISION, seed: int = 0) -> VisionTower:
     return randomise(abstract_tower(config), seed)
 
 
+def whole_pass(tower: VisionTower, patches, **frames) -> jax.Array:
+    """The rows of `frame_arrays`: all blocks of a tower in one call."""
+    x = jnp.zeros((len(patches), tower.config.hidden_size), tower.dtype)
+    return _blocks(tower, x, np.int32(0), np.int32(tower.config.depth), patches, **frames)[1]
+
+
+_blocks = jax.jit(VisionTower.__call__)
+
+
 def without_kernels_line(stderr: str) -> str:
     """What a command said, but for the line that says that there is no C++ compiler."""
     return "".join(line for line in stderr.splitlines(keepends=True) if "XLA's" not in line)

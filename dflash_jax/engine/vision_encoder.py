@@ -1,10 +1,13 @@
 """`VisionEncoder`: images and videos → rows for their tokens, by the vision tower, apart from the engine's programs.
 
 The tower's program is compiled for a few numbers of patches, `SIZES`: powers of two from 256, so that at most half of a
-call is padding, and nine programs serve every image up to the largest of published checkpoints (16,777,216 pixels are
+pass is padding, and nine programs serve every image up to the largest of published checkpoints (16,777,216 pixels are
 65,536 patches of 16 by 16). Padding costs its share of the products, and nothing in the attention, which skips tiles
-that no patch sees. Since a patch sees its own frame only, frames of several media share a call where they fit, and a
+that no patch sees. Since a patch sees its own frame only, frames of several media share a pass where they fit, and a
 video that does not fit runs in groups of frames.
+
+A pass of many patches takes several calls of the program, a few blocks each: a device runs the engine's programs in
+between, so that streams wait for one call of the tower at most.
 """
 
 import threading
@@ -24,8 +27,10 @@ from dflash_jax.models.config import VisionConfig
 from dflash_jax.models.vision import VisionTower, frame_arrays
 from dflash_jax.parallel.sharding import ONE_DEVICE, Layout
 
-# Patches of a call.
+# Patches of a pass.
 SIZES = tuple(256 * 2**k for k in range(9))
+# Floating-point operations of a call, where a block has fewer: 25 ms at 400 TFLOP/s.
+CALL_FLOPS = 10**13
 # Temporaries of a call, bytes for each feature of a patch (compiled for a CPU: 37 in float32, whatever the depth).
 WORKSPACE_BYTES = 40
 
@@ -33,6 +38,37 @@ WORKSPACE_BYTES = 40
 def workspace(config: VisionConfig, patches: int = SIZES[-1]) -> int:
     """Bytes that a call of ``patches`` patches takes on a device beside the weights, estimated: its input included."""
     return patches * (WORKSPACE_BYTES * config.hidden_size + 4 * config.patch_dim)
+
+
+def blocks_of_call(config: VisionConfig, patches: int) -> int:
+    """Blocks that run in one call of ``patches`` patches, those of one frame: as many as `CALL_FLOPS` allows."""
+    hidden = config.hidden_size
+    products = 2 * patches * hidden * (4 * hidden + 2 * config.intermediate_size)
+    return max(1, min(config.depth, CALL_FLOPS // (products + 4 * patches**2 * hidden)))
+
+
+def call_arguments(tower: VisionTower, size: int, frames: Sequence["_Frame"] = ()) -> dict[str, np.ndarray]:
+    """The arguments of `VisionTower.__call__` for the first call of a pass over ``size`` patches, padding included."""
+    config = tower.config
+    patches = np.zeros((size, config.patch_dim), np.float32)
+    if frames:
+        given = [frame.patches for frame in frames]
+        np.concatenate(given, out=patches[: sum(map(len, given))])
+    return {
+        "x": np.zeros((size, config.hidden_size), tower.dtype),
+        "first": np.zeros((), np.int32),
+        "last": np.zeros((), np.int32),
+        "patches": patches,
+        **frame_arrays([frame.shape for frame in frames], size, config.merge_size),
+    }
+
+
+def lowered(tower: VisionTower, shapes: dict[str, jax.ShapeDtypeStruct], sharding: NamedSharding | None = None):
+    """The program of a call, before compilation. It takes ``x`` over."""
+    function = jax.jit(VisionTower.__call__, out_shardings=sharding, donate_argnames="x")
+    # Accelerators would multiply float32 in fewer bits by default.
+    with jax.default_matmul_precision("highest" if tower.dtype == jnp.float32 else "default"):
+        return function.lower(tower, **shapes)
 
 
 class OutputCache:
@@ -147,15 +183,11 @@ class VisionEncoder:
         """The program for calls of ``size`` patches, compiled at the first use; other threads wait."""
         with self._compiling:
             if size not in self._programs:
-                patches = np.zeros((size, self.config.patch_dim), np.float32)
-                arguments = {"patches": patches} | frame_arrays([], size, self.config.merge_size)
-                shapes = {
-                    n: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=self._sharding) for n, a in arguments.items()
-                }
-                function = jax.jit(VisionTower.__call__, out_shardings=self._sharding)
-                # Accelerators would multiply float32 in fewer bits by default.
-                with jax.default_matmul_precision("highest" if self.tower.dtype == jnp.float32 else "default"):
-                    self._programs[size] = function.lower(self.tower, **shapes).compile()
+                shapes = jax.tree.map(
+                    lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=self._sharding),
+                    call_arguments(self.tower, size),
+                )
+                self._programs[size] = lowered(self.tower, shapes, self._sharding).compile()
             return self._programs[size]
 
     def encode(self, media: Sequence[Medium]) -> list[np.ndarray]:
@@ -212,10 +244,15 @@ class VisionEncoder:
         """Runs the tower over frames: [tokens, out_hidden_size] of each."""
         lengths = [len(frame.patches) for frame in frames]
         size = next(s for s in self.sizes if s >= sum(lengths))
-        patches = np.zeros((size, self.config.patch_dim), np.float32)
-        np.concatenate([frame.patches for frame in frames], out=patches[: sum(lengths)])
-        arguments = {"patches": patches} | frame_arrays([f.shape for f in frames], size, self.config.merge_size)
-        self.calls += 1
-        result = np.asarray(self.compile(size)(self.tower, **jax.device_put(arguments, self._sharding)))
+        program, blocks, depth = self.compile(size), blocks_of_call(self.config, size), self.config.depth
+        arguments = jax.device_put(call_arguments(self.tower, size, frames), self._sharding)
+        x, tokens = arguments.pop("x"), None
+        for first in range(0, depth, blocks):
+            bounds = {"first": np.int32(first), "last": np.int32(min(first + blocks, depth))}
+            x, tokens = program(self.tower, x=x, **arguments | jax.device_put(bounds, self._sharding))
+            # What the engine dispatches meanwhile runs before the next call.
+            jax.block_until_ready(tokens)
+            self.calls += 1
+        assert tokens is not None, "a tower without blocks"
         ends = np.cumsum(lengths) // self.config.block_patches
-        return np.split(result[: ends[-1]], ends[:-1])
+        return np.split(np.asarray(tokens)[: ends[-1]], ends[:-1])

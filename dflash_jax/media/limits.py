@@ -43,7 +43,7 @@ class MediaLimits:
     wait_s: float = 40.0
     memory_bytes: int = 3 * 2**29
     fetches: int = 8
-    decodes: int = 2
+    decodes: int = 3
     waiting: int = 64
 
     def __post_init__(self):

@@ -19,6 +19,11 @@ TYPES: dict[str, tuple[Kind, str]] = {
     "input_video": ("video", "video_url"),
 }
 DETAILS = ("auto", "low", "high")
+# What other tools take beside a source, and what would give other pixels or frames than the checkpoint's settings.
+OTHER_SETTINGS = (
+    *("min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width", "size"),
+    *("min_frames", "max_frames", "nframes", "video_start", "video_end"),
+)
 # Pixels of an image of low detail: OpenAI's 512 by 512.
 LOW_PIXELS = 512 * 512
 
@@ -71,6 +76,9 @@ def media_part(part: Mapping[str, Any], where: str) -> MediaPart:
     detail, fps, num_frames = options.get("detail") or "auto", options.get("fps"), options.get("num_frames")
     if detail not in DETAILS:
         raise MediaError(f"{where}: detail is {shown(detail)}: it must be {', '.join(DETAILS)}")
+    for name in OTHER_SETTINGS:
+        if options.get(name) is not None:
+            raise MediaError(f"{where}: {name} is not possible: use detail, fps or num_frames")
     if fps is not None and not has_type(fps, float):
         raise MediaError(f"{where}: fps is {shown(fps)}: it must be a number")
     if num_frames is not None and not has_type(num_frames, int):

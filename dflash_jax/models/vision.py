@@ -101,8 +101,8 @@ def _in_tiles(function: Callable[..., Any], arrays: Sequence[Array], live: Int[A
 class VisionBlock(nnx.Module):
     """Norm, attention within a frame, norm, MLP, with residuals around both.
 
-    The tower has one object for all its blocks, whose parameters have a leading axis, [depth, …]. `jax.lax.scan` slices
-    it: a program has one block's instructions and temporary arrays, however deep the tower is.
+    The tower has one object for all its blocks, whose parameters have a leading axis, [depth, …]. A loop slices it:
+    a program has one block's instructions and temporary arrays, however deep the tower is.
 
     Attributes:
         norm1: Norm before the attention.
@@ -214,6 +214,9 @@ class VisionTower(nnx.Module):
 
     def __call__(
         self,
+        x: Float[Array, "N H"],
+        first: int | Int[Array, ""],
+        last: int | Int[Array, ""],
         patches: Float[Array, "N patch"],
         rows: Int[Array, " N"],
         columns: Int[Array, " N"],
@@ -221,14 +224,20 @@ class VisionTower(nnx.Module):
         widths: Int[Array, " N"],
         low: Int[Array, " N"],
         high: Int[Array, " N"],
-    ) -> Float[Array, "M T"]:
-        """One pass over the patches of frames; a still image is one frame.
+    ) -> tuple[Float[Array, "N H"], Float[Array, "M T"]]:
+        """Some blocks of a pass over the patches of frames; a still image is one frame.
+
+        A pass may take several calls, between which a device runs other programs. The first one embeds the patches, and
+        the last one makes the tokens.
 
         The patches of a frame follow one another in the order of its merge blocks (`patch_places`), and
         N is a multiple of a block's patches. Padding is patches with ``low`` equal to ``high``: no patch sees them, and
         their rows of the result mean nothing.
 
         Args:
+            x: What the call before returned, [N, H], in the tower's dtype; anything where ``first`` is 0.
+            first: The first block that runs.
+            last: The block behind the last that runs.
             patches: float32 [N, patch_dim].
             rows: Row of each patch in its frame, int [N].
             columns: Its column, int [N].
@@ -238,17 +247,25 @@ class VisionTower(nnx.Module):
             high: The patch behind its frame's last, int [N].
 
         Returns:
-            A row for each merge block, [N / merge², out_hidden_size], in the tower's dtype.
+            What block ``last`` takes, [N, H]; and where ``last`` is the depth, a row for each merge block,
+            [N / merge², out_hidden_size], in the tower's dtype, else zeros.
         """
-        x = self.patch(patches.astype(self.dtype))
-        x += self._position_embeddings(rows, columns, heights, widths).astype(x.dtype)
+
+        def embedded() -> Array:
+            embeddings = self._position_embeddings(rows, columns, heights, widths)
+            return self.patch(patches.astype(self.dtype)) + embeddings.astype(self.dtype)
+
         angles = self._angles(rows, columns)
 
-        def through(x: Array, block: VisionBlock) -> tuple[Array, None]:
-            return block(x, angles, low, high), None
+        def through(i: Array, x: Array) -> Array:
+            block = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, i, keepdims=False), self.blocks)
+            return block(x, angles, low, high)
 
-        x, _ = jax.lax.scan(through, x, self.blocks)
-        return self.merger(x)
+        x = jax.lax.cond(first == 0, embedded, lambda: x)
+        x = jax.lax.fori_loop(first, last, through, x)
+        tokens = (len(x) // self.config.block_patches, self.config.out_hidden_size)
+        done = last == self.config.depth
+        return x, jax.lax.cond(done, lambda: self.merger(x), lambda: jnp.zeros(tokens, x.dtype))
 
     def _position_embeddings(
         self, rows: Int[Array, " N"], columns: Int[Array, " N"], heights: Int[Array, " N"], widths: Int[Array, " N"]

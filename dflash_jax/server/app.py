@@ -27,7 +27,7 @@ from dflash_jax.server.body import Body, check_type, has_body, replayed
 from dflash_jax.server.cors import Cors
 from dflash_jax.server.errors import ApiError, ClientGoneError, add_handlers, error_response
 from dflash_jax.server.page_files import PAGE_PATHS, page_file
-from dflash_jax.server.request_scope import begin_endings, begin_tracking
+from dflash_jax.server.request_scope import begin_client, begin_endings, begin_tracking
 from dflash_jax.server.schema_base import unknown_fields
 from dflash_jax.server.serving import Serving
 
@@ -93,6 +93,7 @@ class Gate:
             # Without configured keys, the key of a request does not identify its sender.
             owner, host = scope["state"]["owner"] if self.access.keys else None, (scope.get("client") or (None,))[0]
             client = scope["state"]["client"] = (owner, host)
+            begin_client(client)
             body = scope["state"]["body"] = Body(self.serving, client, self.serving.most_body_bytes(scope["path"]))
             # Counted after the check, which refuses the request where a signal began to drain meanwhile.
             counts = needs_engine(scope)

@@ -1,7 +1,7 @@
 """The life of an HTTP request: work that ends when its client disconnects, and sequences that it must close."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Hashable
 from contextvars import ContextVar
 
 from starlette.requests import Request as HttpRequest
@@ -13,6 +13,18 @@ from dflash_jax.server.errors import ClientGoneError
 _prepared: ContextVar[list[TextSequence] | None] = ContextVar("prepared", default=None)
 # Called at the end of the current request.
 _endings: ContextVar[list[Callable[[], None]] | None] = ContextVar("endings", default=None)
+# Who sent the current request.
+_client: ContextVar[Hashable] = ContextVar("client", default=None)
+
+
+def begin_client(client: Hashable) -> None:
+    """Sets who sent the current request: its key and address."""
+    _client.set(client)
+
+
+def current_client() -> Hashable:
+    """Who sent the current request; None outside of requests."""
+    return _client.get()
 
 
 def begin_endings() -> list[Callable[[], None]]:

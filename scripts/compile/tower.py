@@ -27,8 +27,8 @@ def measure(config, device, kernels: str, patches: int, options: dict) -> dict:
     import numpy as np
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-    from dflash_jax.engine.vision_encoder import workspace
-    from dflash_jax.models.vision import VisionTower, abstract_tower, frame_arrays
+    from dflash_jax.engine.vision_encoder import call_arguments, lowered, workspace
+    from dflash_jax.models.vision import abstract_tower
 
     choices = {}
     backend = replace(report.backend_of(device, kernels), on_choice=lambda c: choices.update({c.op: c.implementation}))
@@ -39,12 +39,10 @@ def measure(config, device, kernels: str, patches: int, options: dict) -> dict:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, PartitionSpec()))
 
     tower = jax.tree.map(placed, abstract_tower(config, jnp.bfloat16, backend))
-    arrays = {"patches": np.zeros((patches, config.patch_dim), np.float32)}
-    arrays |= frame_arrays([], patches, config.merge_size)
     # Triton's compiler asks JAX's mesh for the card.
     with jax.set_mesh(mesh):
-        lowered = jax.jit(VisionTower.__call__).lower(tower, **{name: placed(x) for name, x in arrays.items()})
-    figures = report.measure(lowered, 1, {"weights": tower}, options)
+        program = lowered(tower, jax.tree.map(placed, call_arguments(tower, patches)))
+    figures = report.measure(program, 1, {"weights": tower}, options)
     return {"patches": patches, **choices, "planned_workspace": workspace(config, patches), **figures}
 
 

@@ -8,10 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.engine.vision_encoder import SIZES, OutputCache, VisionEncoder, workspace
+from dflash_jax.cli.system_config import read_system
+from dflash_jax.engine import vision_encoder
+from dflash_jax.engine.vision_encoder import SIZES, OutputCache, VisionEncoder, blocks_of_call, workspace
 from dflash_jax.errors import InputError
-from dflash_jax.models.vision import VisionTower, frame_arrays
-from tests.helpers import HIDDEN, VISION, random_tower
+from dflash_jax.models.vision import frame_arrays
+from dflash_jax.planner import read_shapes
+from tests.helpers import HIDDEN, VISION, random_tower, whole_pass
 
 ROW = 4 * HIDDEN
 
@@ -61,7 +64,7 @@ def alone(tower, medium: Medium) -> np.ndarray:
     """Its rows without padding or other media."""
     frames, height, width = medium.grid
     arrays = frame_arrays([(height, width)] * frames, frames * height * width, 2)
-    return np.asarray(jax.jit(VisionTower.__call__)(tower, medium.patches(), **arrays))
+    return np.asarray(whole_pass(tower, medium.patches(), **arrays))
 
 
 def test_sizes_are_powers_of_two_up_to_the_largest_published_image():
@@ -102,6 +105,20 @@ def test_long_video_runs_groups_of_frames_in_turns(tower, make):
     assert encoder.calls == 4
     np.testing.assert_allclose(rows[0], alone(tower, image), atol=1e-5)
     np.testing.assert_allclose(rows[1], alone(tower, video), atol=1e-5)
+
+
+def test_a_pass_in_several_calls_has_the_same_bits(make, monkeypatch):
+    medium, encoder = Medium((1, 6, 6), 4), make()
+    (whole,) = encoder.encode([medium])
+    monkeypatch.setattr(vision_encoder, "CALL_FLOPS", 1)
+    (parts,) = encoder.encode([medium])
+    assert encoder.calls == 1 + VISION.depth
+    np.testing.assert_array_equal(parts, whole)
+
+
+def test_calls_of_large_passes_have_few_blocks():
+    config = read_shapes(str(read_system("qwen3.6-35b-a3b").shapes["target"]), None).target.vision
+    assert [blocks_of_call(config, n) for n in (4096, 16_384, 65_536)] == [27, 5, 1]
 
 
 @pytest.mark.parametrize(

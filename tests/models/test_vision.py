@@ -1,15 +1,13 @@
 """The vision tower: what a patch sees, and what padding changes. Its numbers are in tests/parity/test_vision.py."""
 
-import jax
 import numpy as np
 import pytest
 
-from dflash_jax.models.vision import VisionTower, frame_arrays, patch_places
-from tests.helpers import VISION, random_tower
+from dflash_jax.models.vision import frame_arrays, patch_places
+from tests.helpers import VISION, random_tower, whole_pass
 
 FRAMES = [(4, 6), (2, 10), (6, 2)]
 LENGTHS = [h * w for h, w in FRAMES]
-forward = jax.jit(VisionTower.__call__)
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +24,7 @@ def rows(tower, patches, frames, size=None) -> np.ndarray:
     """Rows without those of padding, whose patches are noise."""
     n = len(patches)
     padding = np.random.default_rng(n).standard_normal(((size or n) - n, VISION.patch_dim)).astype(np.float32)
-    out = forward(tower, np.concatenate([patches, 100 * padding]), **frame_arrays(frames, size or n, 2))
+    out = whole_pass(tower, np.concatenate([patches, 100 * padding]), **frame_arrays(frames, size or n, 2))
     return np.asarray(out[: n // 4])
 
 
@@ -56,7 +54,7 @@ def test_tiles_of_padding_are_not_computed(tower, patches):
     spoilt = np.full((1024, VISION.patch_dim), np.nan, np.float32)
     spoilt[:256] = 0
     spoilt[: len(patches)] = patches
-    found = np.asarray(forward(tower, spoilt, **frame_arrays(FRAMES, 1024, 2)))
+    found = np.asarray(whole_pass(tower, spoilt, **frame_arrays(FRAMES, 1024, 2)))
     assert np.isfinite(found).all()
     np.testing.assert_allclose(found[: len(patches) // 4], rows(tower, patches, FRAMES), atol=1e-5)
 

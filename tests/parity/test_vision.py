@@ -16,9 +16,10 @@ from transformers import (
 )
 
 from dflash_jax.checkpoint.load import load_tower, read_target_config
-from dflash_jax.models.vision import VisionTower, frame_arrays
+from dflash_jax.models.vision import frame_arrays
 from dflash_jax.tools.float64_reference import distances
 from tests.float64 import Exact, assert_near, double_of, doubled
+from tests.helpers import whole_pass
 from tests.parity.oracle import randomise
 from tests.parity.test_qwen3_5 import COMMON, DENSE, MOE
 
@@ -47,7 +48,6 @@ GRIDS = {
     "one_video": [(3, 4, 6)],
     "video_between_images": [(1, 6, 6), (4, 2, 8), (1, 2, 2)],
 }
-forward = jax.jit(VisionTower.__call__)
 
 
 @functools.cache
@@ -90,7 +90,7 @@ def test_rows_of_every_grid_equal_transformers(family, name, towers):
     patches = np.random.default_rng(total).standard_normal((total, 3 * 2 * 4 * 4)).astype(np.float32)
     want = expected(model(family).model.visual, patches, grids)
     frames = [(h, w) for t, h, w in grids for _ in range(t)]
-    got = np.asarray(forward(towers[family], patches, **frame_arrays(frames, total, 2)))
+    got = np.asarray(whole_pass(towers[family], patches, **frame_arrays(frames, total, 2)))
     assert_near(got, want, name)
     assert np.abs(got - want.value).max() < 1e-5
     assert 0.3 < want.value.std() < 10, "the random tower says too little or too much"
@@ -102,7 +102,7 @@ def test_rows_in_bfloat16_are_as_near_to_float64_as_transformers(towers):
     tower = jax.tree.map(lambda x: x.astype(jnp.bfloat16), towers["dense"])
     patches = np.random.default_rng(4).standard_normal((2 * 6 * 40, 3 * 2 * 4 * 4)).astype(jnp.bfloat16)
     want = expected(reference, patches.astype(np.float32), [(2, 6, 40)])
-    got = forward(tower, patches.astype(np.float32), **frame_arrays([(6, 40)] * 2, len(patches), 2))
+    got = whole_pass(tower, patches.astype(np.float32), **frame_arrays([(6, 40)] * 2, len(patches), 2))
     assert got.dtype == jnp.bfloat16
     for name, (apart, allowed) in distances(got, want, jnp.bfloat16).items():
         assert apart <= allowed, name

@@ -16,9 +16,8 @@ from dflash_jax.engine.service import AsyncEngine
 from dflash_jax.engine.warm_up import warm_up
 from dflash_jax.media.limits import MediaLimits
 from dflash_jax.server import body
-from dflash_jax.server.errors import ApiError
 from dflash_jax.server.limits import Limits
-from dflash_jax.server.media import Allowance
+from dflash_jax.server.request_scope import current_client
 from dflash_jax.server.serving import Serving
 from tests.media.encoded import clip, encoded, picture
 from tests.server.both_ways import stream
@@ -281,7 +280,7 @@ def test_what_cannot_be_used_is_refused_by_name_before_the_tower_runs(vision, na
     found, error = refused(vision, user(TEXT, part))
     assert (found, error["param"]) == (status, "messages[0].content[1]"), error
     assert error["message"].startswith("messages[0].content[1]")
-    assert vision.serving.media.allowance.used == 0
+    assert vision.serving.media.memory.used == 0
 
 
 def test_audio_is_refused_by_its_type(vision):
@@ -301,7 +300,7 @@ def test_limits_of_a_prompt(vision):
     status, error = refused(vision, user(image_part(), {"type": "text", "text": PADS}))
     assert status == 400
     assert "image pads" in error["message"]
-    assert wait_until(lambda: vision.serving.media.allowance.used == 0)
+    assert wait_until(lambda: vision.serving.media.memory.used == 0)
 
 
 def test_a_body_with_media_may_be_larger_and_others_may_not(vision, monkeypatch):
@@ -393,54 +392,26 @@ def test_a_client_that_leaves_ends_its_work(vision, monkeypatch):
     asyncio.run(leave())
     assert cancelled.wait(120)
     assert vision.idle()
-    assert wait_until(lambda: vision.serving.media.allowance.used == 0)
+    assert wait_until(lambda: vision.serving.media.memory.used == 0)
     assert vision.serving.llm.media.encoder.calls == calls
 
 
-def test_memory_is_returned_to_the_allowance_for_pixels_and_then_for_rows(vision, monkeypatch):
-    media, used = vision.serving.media, []
+def test_memory_is_returned_for_pixels_and_then_for_rows(vision, monkeypatch):
+    media, used, clients = vision.serving.media, [], set()
     encode = media.encode
 
     async def watched(placed):
-        used.append(media.allowance.used)
+        clients.add(current_client())
+        used.append(media.memory.used)
         await encode(placed)
-        used.append(media.allowance.used)
+        used.append(media.memory.used)
 
     monkeypatch.setattr(media, "encode", watched)
     answered(vision, user(image_part(), TEXT))
     # 24 rows of 36 numbers in float32 are less than the pixels.
     assert used == [32 * 48 * 3, 24 * 36 * 4]
-    assert wait_until(lambda: media.allowance.used == 0)
-
-
-def test_requests_wait_for_the_allowance_in_order_and_few_do():
-    async def main():
-        allowance, order = Allowance(10, waiting=2), []
-
-        async def take(count):
-            await allowance.take(count)
-            order.append(count)
-
-        await take(6)
-        waiting = [asyncio.create_task(take(each)) for each in (20, 3)]
-        await asyncio.sleep(0)
-        # The small one does not overtake.
-        assert order == [6]
-        with pytest.raises(ApiError) as error:
-            await allowance.take(1)
-        assert error.value.status_code == 503
-        waiting[0].cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
-        assert order == [6, 3]
-        granted = asyncio.create_task(take(20))
-        await asyncio.sleep(0)
-        allowance.give(9)
-        # Granted and cancelled at once.
-        granted.cancel()
-        await asyncio.gather(granted, return_exceptions=True)
-        assert allowance.used == 0
-
-    asyncio.run(main())
+    assert clients == {(None, "127.0.0.1")}
+    assert wait_until(lambda: media.memory.used == 0)
 
 
 def test_many_images_wait_for_the_decoder(vision, monkeypatch):
