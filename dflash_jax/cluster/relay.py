@@ -94,7 +94,8 @@ class Link:
     def request(self, replica: Replica, scope, body: bytes, run: RunHeader, lines: Sequence[bytes] = ()):
         """Sends a request to a replica: aiohttp's context manager of its answer."""
         given = [(name, value) for name, value in scope["headers"] if name not in HOP_HEADERS | INTERNAL_HEADERS]
-        headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in given]
+        # aiohttp sends text as UTF-8. Other bytes are in no header that a replica reads.
+        headers = [(name.decode("latin-1"), value.decode("utf-8", "replace")) for name, value in given]
         headers += [(SECRET_HEADER.decode(), self.secret), (RUN_HEADER.decode(), run.encode().decode())]
         query = scope.get("query_string", b"").decode("latin-1")
         path = quote(scope["path"], safe="/:@!$&'()*+,;=-._~") + (f"?{query}" if query else "")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.tokenizer import Tokenizer
-from dflash_jax.server.errors import ApiError
+from dflash_jax.server.capacity import FairCapacity
 from dflash_jax.server.template_worker import REFUSAL
 from dflash_jax.workers.loop import framed
 from dflash_jax.workers.process import Nursery, WorkerProcess
@@ -31,7 +31,7 @@ class TemplateLimits:
     wait_s: float = 10.0
     memory_bytes: int = 2**28
     characters: int = 2**24
-    renders: int = 4
+    renders: int = 6
     waiting: int = 256
 
 
@@ -47,8 +47,10 @@ class Templates:
         self._nursery = Nursery("dflash_jax.server.template_worker", {}, CANNOT_START)
         self._idle: list[WorkerProcess] = []
         # Places for the checkpoint's template (True) and for templates of requests (False): neither delays the other.
-        self._places: dict[bool, asyncio.Semaphore] = {}
-        self._waiting = 0
+        self._places = {
+            True: FairCapacity(limits.renders, "the chat template", limits.waiting),
+            False: FairCapacity(limits.renders, "the chat templates of requests", limits.waiting),
+        }
 
     def start(self) -> None:
         """Starts the nursery, which takes a second."""
@@ -79,7 +81,7 @@ class Templates:
 
         Raises:
             InputError: The template refuses the conversation, or exceeds a limit.
-            ApiError: 503, too many requests wait.
+            ApiError: 429 or 503, too many requests wait.
         """
         is_default = template is None
         template = self._tokenizer.template_for(tools) if is_default else template
@@ -99,14 +101,8 @@ class Templates:
             request = framed(json.dumps(fields).encode())
         except RecursionError:
             raise InputError("the conversation is nested too deeply") from None
-        if self._waiting >= self.limits.waiting:
-            raise ApiError(503, f"{self._waiting} conversations wait to be rendered: try again later")
-        self._waiting += 1
-        try:
-            async with self._places.setdefault(is_default, asyncio.Semaphore(self.limits.renders)):
-                answer = await self._answer(request, is_default)
-        finally:
-            self._waiting -= 1
+        with await self._places[is_default].take(1):
+            answer = await self._answer(request, is_default)
         if answer[:1] == REFUSAL:
             raise InputError(f"the chat template does not take this conversation: {answer[1:].decode()}")
         return answer[1:].decode("utf-8", "surrogatepass")

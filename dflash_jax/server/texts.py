@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.llm import LLM
+from dflash_jax.server.capacity import FairCapacity
 from dflash_jax.server.errors import ApiError, ClientGoneError, TooLongError
 
 # Characters or token ids from which on a prompt is long.
@@ -37,7 +38,7 @@ class Texts:
         self._llm, self._tokenizer, self._capacity = llm, llm.tokenizer, capacity
         self._short = ThreadPoolExecutor(2, "short-texts")
         self._long = ThreadPoolExecutor(1, "long-texts")
-        self._waiting = 0
+        self._turns = FairCapacity(1, "the tokenisation of long prompts", WAITING)
 
     async def prompt(self, prompt: str | Sequence[int], field: str, *, is_truncated: bool = False) -> list[int]:
         """Token ids of a prompt, validated.
@@ -82,11 +83,7 @@ class Texts:
             self._check_cut(given, field)
         else:
             self._check_length(given, field)
-        is_long = len(given) > LONG
-        if is_long and self._waiting >= WAITING:
-            raise ApiError(503, f"{self._waiting} long prompts wait to be tokenised: try again later")
-        self._waiting += is_long
-        gone = threading.Event()
+        gone, loop = threading.Event(), asyncio.get_running_loop()
 
         def run() -> T:
             if not is_truncated:
@@ -97,15 +94,16 @@ class Texts:
             return work()
 
         try:
-            executor = self._long if is_long else self._short
-            return await asyncio.get_running_loop().run_in_executor(executor, run)
+            if len(given) <= LONG:
+                return await loop.run_in_executor(self._short, run)
+            with await self._turns.take(1):
+                return await loop.run_in_executor(self._long, run)
         except InputError as e:
             raise ApiError(400, str(e), field) from None
         except (TypeError, UnicodeEncodeError):
             raise ApiError(400, f"{field} is not text that UTF-8 can hold", field) from None
         finally:
             gone.set()
-            self._waiting -= is_long
 
     def _check_length(self, given: str | Sequence[int], field: str) -> None:
         if not isinstance(given, str):

@@ -174,13 +174,13 @@ def test_client_sees_each_event_once_whatever_dies(cluster, plays):
 def test_next_replica_gets_the_same_request_with_the_recorded_pieces(cluster):
     cluster.script(cut(4))
     body = b'{"prompt": "' + b"x" * 3_000_000 + b'"}'
-    cluster.post(content=body, x_session_id="s", authorization="Bearer key")
+    cluster.post(content=body, x_session_id="s", authorization="Bearer schlüssel".encode())
     (first, second) = cluster.requests
     runs = [RunHeader.decode(headers[RUN_HEADER]) for _, headers, _ in (first, second)]
     assert (runs[0].key, runs[0].created) == (runs[1].key, runs[1].created)
     assert {first[2], second[2]} == {body, b"".join(line + b"\n" for line in LINES[:2]) + body}
     for _, headers, _ in (first, second):
-        assert (headers[b"authorization"], headers[b"x-session-id"]) == (b"Bearer key", b"s")
+        assert (headers[b"authorization"], headers[b"x-session-id"]) == ("Bearer schlüssel".encode(), b"s")
         assert headers[SECRET_HEADER] == b"secret"
     assert cluster.a.requests
     assert cluster.b.requests

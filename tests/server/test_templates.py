@@ -112,7 +112,7 @@ def test_templates_without_end_do_not_delay_the_checkpoints_own(start):
         for task in endless:
             task.cancel()
         await asyncio.gather(*endless, return_exceptions=True)
-        assert templates._waiting == 0
+        assert templates._places[False].used == 0
 
     asyncio.run(main())
 
@@ -168,6 +168,7 @@ def test_processes_are_kept_and_replaced(start):
     assert templates._nursery._socket is successor is not lost
 
 
-def test_renders_beyond_the_waiting_limit_are_503(start):
-    found = rendered(start(waiting=3), *[None] * 5)
-    assert sorted(isinstance(f, ApiError) and f.status_code for f in found) == [0, 0, 0, 503, 503]
+def test_renders_beyond_the_waiting_limit_are_429(start):
+    # Half of six run, half of four wait.
+    found = rendered(start(waiting=4), *[None] * 7)
+    assert sorted(isinstance(f, ApiError) and f.status_code for f in found) == [0] * 5 + [429] * 2
