@@ -58,7 +58,7 @@ def markdown(record: dict, published: dict, methods: Sequence[str]) -> str:
     for m in methods:
         head += [f"{m} tok/s", *([] if m == PLAIN else ["×"]), "first ms", "token ms"]
     rates, lengths = published_rates(published), published_acceptance(published)
-    head += [f"published {column}" for column in rates] + (["our mtp"] if published else [])
+    head += [f"published {column}" for column in rates]
     lines = [
         f"# {about['model']}",
         "",
@@ -71,6 +71,11 @@ def markdown(record: dict, published: dict, methods: Sequence[str]) -> str:
         "Tokens/s from the first question to the last answer, prefill included; first ms: median time to a token;",
         "token ms: median time between tokens of an answer; ×: against autoregressive.",
         *([f"Published: {published['setup']['source']}, {published['setup']['hardware']}."] if published else []),
+        *(
+            f"Published elsewhere: {p['tokens_per_s']} tokens/s with {p['method']}, {p['concurrency']} at once, "
+            f"{p['hardware']} ({p['source']})."
+            for p in published.get("elsewhere", ())
+        ),
         "",
         _line(head),
         "|---" * len(head) + "|",
@@ -85,7 +90,7 @@ def markdown(record: dict, published: dict, methods: Sequence[str]) -> str:
                 row.append(_shown(rate / base if rate and base else None, "{:.2f}"))
             row += [_shown(cell.get("first_token_ms")), _shown(cell.get("inter_token_ms"))]
         row += [_shown(column.get((task, int(at_once)))) for column in rates.values()]
-        lines.append(_line(row + (["not yet"] if published else [])))
+        lines.append(_line(row))
     drafting = [m for m in methods if m != PLAIN]
     head = ["task", *drafting, *(f"published {column}" for column in lengths)]
     lines += ["", "Acceptance length, mean over the concurrencies (95 % interval of the first):", ""]

@@ -7,13 +7,16 @@ again. Results: OUT.json, OUT.md and, with the extra plot (pip install "dflash-j
 """
 
 import argparse
+import gc
 import json
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from hashlib import blake2b
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 from dflash_jax import progress
 from dflash_jax.benchmarking.clients import Asking, Client, EngineClient, HttpClient
@@ -35,12 +38,30 @@ from dflash_jax.cli.options import (
     versions,
 )
 from dflash_jax.cli.system_config import read_system
+from dflash_jax.engine.config import BlockSize
 from dflash_jax.errors import InputError
 
 
-def method(text: str) -> str:
-    """A method of the command line: a block size, or the name of plain decoding."""
-    return text if text == PLAIN else str(block_size(text))
+class Method(NamedTuple):
+    """A way to decode.
+
+    Attributes:
+        name: Names it in tables.
+        draft: "mtp" for the target's MTP head; None for the drafter that the options name.
+        block_size: Of every request; None for the one above 1 that "auto" favours for one sequence.
+    """
+
+    name: str
+    draft: str | None
+    block_size: BlockSize | None
+
+
+def method(text: str) -> Method:
+    """A method of the command line: ``autoregressive``, ``dflash``, ``mtp``, or a block size, of the head after mtp."""
+    if text in (PLAIN, "dflash", "mtp"):
+        return Method(text, "mtp" if text == "mtp" else None, 1 if text == PLAIN else None)
+    draft, block = "mtp" if text.startswith("mtp ") else None, block_size(text.removeprefix("mtp "))
+    return Method(f"mtp {block}" if draft else str(block), draft, block)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -60,7 +81,7 @@ def make_parser() -> argparse.ArgumentParser:
         nargs="+",
         type=method,
         metavar="M",
-        help=f"default: {PLAIN} 8 16 auto",
+        help=f"{PLAIN}, dflash, mtp, N, 'mtp N' (blocks of N tokens) or auto (default: {PLAIN} 8 16 auto)",
     )
     p.add_argument("--max-new-tokens", type=int, default=4096, metavar="N", help="default: %(default)s")
     p.add_argument("--temperature", type=float, default=0.0, help="default: %(default)s")
@@ -141,8 +162,8 @@ class Results:
         return text
 
 
-def open_llm(args, options: dict):
-    """Loads the pair that the options name: (LLM, name of the device)."""
+def open_llm(args, options: dict, draft: str | None):
+    """Loads a target with its drafter: (LLM, name of the device). ``draft``: in place of the one that options name."""
     with starting():
         device = set_platform(args.platform)
         from dflash_jax.frontend.llm import LLM
@@ -151,7 +172,7 @@ def open_llm(args, options: dict):
     names = names.split()
     given = {k: getattr(args, k) for k in names if getattr(args, k) is not None}
     kept = {k: options[k] for k in names if k in options}
-    target, draft = args.target or options.get("target"), args.draft or options.get("draft")
+    target, draft = args.target or options.get("target"), draft or args.draft or options.get("draft")
     if target is not None and draft is None:
         raise InputError("no drafter: give --draft")
     # Each concurrency asks the same questions: nothing may be left of their prompts.
@@ -160,27 +181,48 @@ def open_llm(args, options: dict):
     ), device
 
 
-async def cells(results: Results, tasks: dict, methods: list[str], args, asking: Asking, open_client) -> None:
+class Systems:
+    """The target with one drafter or the other, one at a time in memory."""
+
+    def __init__(self, args, options: dict, methods: Sequence[Method]):
+        """Loads the one that the first method with a drafter takes."""
+        self._args, self._options = args, options
+        self._draft = next((m.draft for m in methods if m.name != PLAIN), None)
+        self.llm, self.device = open_llm(args, options, self._draft)
+
+    def of(self, method: Method):
+        """The LLM of a method: that of before where it decodes plainly."""
+        if method.name != PLAIN and method.draft != self._draft:
+            del self.llm
+            gc.collect()
+            self._draft = method.draft
+            self.llm, self.device = open_llm(self._args, self._options, self._draft)
+        return self.llm
+
+
+async def cells(results: Results, tasks: dict, methods: list[Method], args, asking: Asking, open_client) -> None:
     """Measures every cell that has no result yet.
 
     Args:
         results: Gets the cells.
         tasks: Conversations by task.
-        methods: Names of the methods.
+        methods: The methods.
         args: The command's options.
         asking: How each question is asked.
-        open_client: Makes the client of a method, by its name.
+        open_client: Makes the client of a method.
     """
     from jax.errors import JaxRuntimeError
 
     from dflash_jax.benchmarking.cells import measure
 
-    for name in methods:
+    names = [m.name for m in methods]
+    for each in methods:
+        name = each.name
         left = [(t, n) for t in tasks for n in args.concurrency if not results.has(key(t, n, name))]
         if not left:
             continue
         try:
-            async with open_client(name) as client:
+            async with open_client(each) as client:
                 while left:
                     task, at_once = left[0]
                     await client.forget()
@@ -188,7 +230,7 @@ async def cells(results: Results, tasks: dict, methods: list[str], args, asking:
                         description=key(task, at_once, name), total=len(tasks[task]), unit="talk", leave=True
                     ) as bar:
                         cell = await measure(client, tasks[task], at_once, asking, bar.update)
-                    results.add(key(task, at_once, name), cell, methods)
+                    results.add(key(task, at_once, name), {"block_size": client.block_size, **cell}, names)
                     left.pop(0)
             # Its engine goes before the next one comes.
             client = None
@@ -197,7 +239,7 @@ async def cells(results: Results, tasks: dict, methods: list[str], args, asking:
                 raise InputError(" ".join(str(e).split())[:300]) from None
             # A server that is gone, memory that is not enough: the other methods go on.
             for task, at_once in left:
-                results.add(key(task, at_once, name), {"failed": " ".join(str(e).split())[:120]}, methods)
+                results.add(key(task, at_once, name), {"failed": " ".join(str(e).split())[:120]}, names)
 
 
 def capacity(llm, tasks: dict, asking: Asking) -> int:
@@ -224,9 +266,11 @@ def run(args, argv: list[str]) -> int:
     tasks = read_tasks(args.data, args.prompts, args.seed)
     asking = Asking(args.max_new_tokens, args.temperature, args.thinking, args.ignore_eos, args.timeout_s)
     options = read_system(args.config).options if args.config else {}
-    methods = args.methods or [PLAIN, "8", "16", "auto"]
+    methods = args.methods or [method(text) for text in (PLAIN, "8", "16", "auto")]
     if args.label:
-        methods = [args.label]
+        methods = [Method(args.label, None, None)]
+    if args.url and any(m.draft for m in methods):
+        raise InputError("--methods mtp: a server has one drafter; start it with --draft mtp and give --label mtp")
     about = {"command": f"{program('benchmark')} {shlex.join(_without_key(argv))}"}
     about |= {k: v for k, v in asdict(asking).items() if k != "timeout_s"} | {
         "prompts": args.prompts,
@@ -237,29 +281,34 @@ def run(args, argv: list[str]) -> int:
     if args.url:
         about |= {"model": args.model or args.url, "device": "a server"}
 
-        def open_server(name: str) -> Client:
-            block = None if args.label else 1 if name == PLAIN else block_size(name)
-            return HttpClient(args.url, args.model, args.api_key, block)
+        def open_server(method: Method) -> Client:
+            return HttpClient(args.url, args.model, args.api_key, method.block_size)
 
         open_client = open_server
     else:
-        llm, device = open_llm(args, options)
+        systems = Systems(args, options, methods)
+        llm, device = systems.llm, systems.device
         model = find_config(args.config).stem if args.config else str(args.target or "bundled pair")
         about |= {"model": model, "device": device, "dtype": llm.dtype, "mesh": str(llm.target.layout)}
         about |= {"max_len": llm.max_len, "quantize": args.quantize or options.get("quantize"), "kernels": args.kernels}
         listed = None if llm.drafter is None else llm.drafter.vocabulary
         about |= {"draft_tokens": None if listed is None else len(listed.ids[...])}
-        methods = [m for m in methods if not m.isdecimal() or int(m) <= llm.largest_block]
+        methods = [m for m in methods if m.draft or not m.name.isdecimal() or int(m.name) <= llm.largest_block]
         room = capacity(llm, tasks, asking)
+        # Systems has the only reference, so that one can make room for another.
+        del llm
 
-        def open_engine(name: str) -> Client:
-            return EngineClient(llm, 1 if name == PLAIN else block_size(name), max(args.concurrency), room)
+        def open_engine(method: Method) -> Client:
+            llm = systems.of(method)
+            size = llm.drafting_block_size if method.block_size is None else method.block_size
+            llm.limits.check_block_size(size)
+            return EngineClient(llm, size, max(args.concurrency), room)
 
         open_client = open_engine
 
     results = Results(args.out, about, _published(args))
     run_async(cells(results, tasks, methods, args, asking, open_client))
-    print(results.write(methods), end="")
+    print(results.write([m.name for m in methods]), end="")
     if find_spec("matplotlib") is None:
         picture = beside(args.out, ".png")
         print(f'{picture} is not drawn without matplotlib: pip install "dflash-jax[plot]"', file=sys.stderr)

@@ -4,6 +4,7 @@ import asyncio
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -252,6 +253,31 @@ def test_the_time_between_tokens_leaves_out_those_that_came_first():
     assert Answer("", 8, 1, 2.0, [(2.0, 8)]).between_s is None
 
 
+def test_methods_have_the_columns_names_of_the_published_tables():
+    names = ["autoregressive", "dflash", "mtp", "mtp 8", "16", "auto"]
+    methods = [benchmark.method(name) for name in names]
+    assert [m.name for m in methods] == names
+    assert [m.draft for m in methods] == [None, None, "mtp", "mtp", None, None]
+    assert [m.block_size for m in methods] == [1, None, None, 8, 16, "auto"]
+
+
+def test_a_target_is_loaded_once_for_methods_of_one_drafter(monkeypatch):
+    opened = []
+    monkeypatch.setattr(benchmark, "open_llm", lambda args, options, draft: (opened.append(draft) or draft, "cpu"))
+    methods = [benchmark.method(name) for name in ("autoregressive", "mtp", "mtp 8", "autoregressive", "16", "dflash")]
+    systems = benchmark.Systems(None, {}, methods)
+    assert [systems.of(m) for m in methods] == ["mtp"] * 4 + [None] * 2
+    assert opened == ["mtp", None]
+
+
+def test_best_known_figures_are_lines_above_the_table():
+    published = json.loads((Path(benchmark.__file__).parents[1] / "assets/published.json").read_text())
+    text = markdown({"about": {"model": "m", "command": "c"}, "cells": {}}, published["qwen3.6-35b-a3b"], ["16"])
+    assert (
+        "Published elsewhere: 552 tokens/s with MTP of 3 drafts, 1 at once, 1x NVIDIA B200 (SGLang cookbook)." in text
+    )
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
@@ -262,6 +288,8 @@ def test_the_time_between_tokens_leaves_out_those_that_came_first():
         (["--concurrency", "0"], "concurrency .*: it must be 1 or more"),
         (["--published", "gpt"], "known are qwen3.6-35b-a3b"),
         (["--methods", "fast"], "must be a number of tokens"),
+        (["--methods", "mtp fast"], "must be a number of tokens"),
+        (["--methods", "mtp", "--url", "http://a"], "a server has one drafter"),
     ],
 )
 def test_wrong_options_exit_with_code_2_and_a_message(more, message, data, tmp_path, capsys):
