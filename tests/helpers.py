@@ -2,6 +2,8 @@
 
 import importlib.util
 import re
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -144,6 +146,12 @@ def whole_pass(tower: VisionTower, patches, **frames) -> jax.Array:
 
 
 _blocks = jax.jit(VisionTower.__call__)
+
+
+def in_a_thread(function: Callable[[], object]) -> None:
+    """Calls a function that lowers its thread's priority, which no thread of a user can raise again."""
+    with ThreadPoolExecutor(1) as executor:
+        executor.submit(function).result()
 
 
 def without_kernels_line(stderr: str) -> str:

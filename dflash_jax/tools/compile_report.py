@@ -155,6 +155,7 @@ def report(shapes, layout, devices, args) -> dict:
     from dflash_jax.decoding.state import Settings
     from dflash_jax.engine.config import largest_prefill
     from dflash_jax.engine.executables import GPU_OPTIONS, Executables
+    from dflash_jax.models.drafter import DraftVocabulary
     from dflash_jax.ops.cache import KVCache
     from dflash_jax.sampling_params import MAX_LOGPROBS
 
@@ -163,9 +164,15 @@ def report(shapes, layout, devices, args) -> dict:
     backend = backend_of(devices[0], args.kernels)
     target, drafter = abstract_pair(shapes, layout, jnp.bfloat16, args.quantize, backend)
     mesh = layout.mesh(devices)
-    with_drafter, without = Executables(target, drafter, mesh), Executables(target, None, mesh)
     options = {} if ":" in args.device else GPU_OPTIONS
-    window = shapes.draft.block_size if drafter is not None else 1
+    window = 1
+    if drafter is not None:
+        window = args.block_size or shapes.draft.block_size
+        if args.draft_tokens:
+            shape = (args.draft_tokens, shapes.target.hidden_size)
+            ids, head = jax.ShapeDtypeStruct(shape[:1], jnp.int32), jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+            drafter.vocabulary = DraftVocabulary(ids, head, backend)
+    with_drafter, without = Executables(target, drafter, mesh), Executables(target, None, mesh)
     layers = len(shapes.target.layers)
 
     def is_kv(cache) -> bool:
@@ -242,6 +249,9 @@ def make_parser() -> argparse.ArgumentParser:
     p.add_argument("--max-len", type=int, default=8192, metavar="N", help="default: %(default)s")
     p.add_argument("--quantize", choices=["int8", "fp8"])
     p.add_argument("--kernels", choices=CHOICES, default="auto", help="xla: without Triton kernels on a GPU")
+    p.add_argument("--draft", choices=["mtp"], help="the target's own MTP head in place of the config's drafter")
+    p.add_argument("--block-size", type=int, metavar="B", help="tokens of a round (default: the drafter's)")
+    p.add_argument("--draft-tokens", type=int, metavar="N", help="number of tokens that are drafted (default: all)")
     p.add_argument("--layers", type=int, metavar="N", help="only the first N layers of the target")
     p.add_argument(
         "--programs", nargs="+", choices=["prefill", "plain", "round"], default=["prefill", "plain", "round"]
@@ -254,9 +264,13 @@ def shorten(shapes, count: int):
     """The first ``count`` layers only; the drafter taps the last of them."""
     from dataclasses import replace
 
+    from dflash_jax.models.mtp_config import MtpConfig
+
     target = replace(shapes.target, layers=shapes.target.layers[:count])
     draft = shapes.draft
-    if draft is not None:
+    if isinstance(draft, MtpConfig):
+        draft = replace(draft, target=target)
+    elif draft is not None:
         taps = tuple(min(i, count - 1) for i in draft.target_layer_ids)
         draft = replace(draft, target_layer_ids=taps, num_target_layers=count)
     return replace(shapes, target=target, draft=draft)
@@ -270,7 +284,7 @@ def run(args) -> int:
     if name not in DEVICES:
         raise InputError(f"device {args.device!r}: it must be one of {', '.join(DEVICES)}, TPUs with a slice")
     system = read_system(args.config)
-    shapes = read_shapes(*(str(system.shapes[k]) for k in ("target", "draft")))
+    shapes = read_shapes(*(str(system.shapes[k]) for k in ("target", "target" if args.draft else "draft")))
     if args.layers:
         shapes = shorten(shapes, args.layers)
     try:

@@ -35,6 +35,11 @@ FULL = [
     "qwen3.6-35b-a3b --device v6e:2x4 --slots 32",
     "qwen3.6-35b-a3b --device v5e:2x4 --slots 8",
     "qwen3.5-27b --device b200 --slots 32",
+    *(
+        f"qwen3.6-35b-a3b --device {card} --draft mtp --block-size 4{shortlist} --programs round"
+        for card in ("b200", "h200")
+        for shortlist in ("", " --draft-tokens 32768")
+    ),
 ]
 INTRODUCTION = """# What XLA makes of it
 

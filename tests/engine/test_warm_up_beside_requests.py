@@ -14,6 +14,7 @@ from tests import tiny
 from tests.engine import mock_runner
 from tests.engine.load import engine_for, some_requests
 from tests.engine.mock_runner import END, expected, request
+from tests.helpers import in_a_thread
 
 PREFILL_SIZES, BLOCK_SIZES = (4, 16), (0, 1, 8, 16)
 FIRST = {("prefill", 1, 4, False), ("decode", 1, 0)}
@@ -146,7 +147,7 @@ def test_first_programs_answer_and_others_follow_beside_requests(programs):
     assert 0 < warm.compiled < warm.total
     found = answers(engine)
     assert programs.count == before
-    warm.others()
+    in_a_thread(warm.others)
     assert warm.compiled == warm.total
     assert found == answers(engine)
     after = programs.count
@@ -167,7 +168,7 @@ def test_a_program_that_cannot_be_compiled_is_left_out(programs, caplog, monkeyp
         raise RuntimeError("no memory")
 
     monkeypatch.setattr(programs, "compile", fail)
-    warm.others()
+    in_a_thread(warm.others)
     assert (warm.compiled, warm.failed) == (3, warm.total - 3)
     assert "cannot be compiled" in caplog.text
     assert answers(engine) == expected_tokens
@@ -186,5 +187,5 @@ def test_stop_ends_the_others_early(programs):
     warm = WarmUp(engine)
     warm.first()
     warm.stop()
-    warm.others()
+    in_a_thread(warm.others)
     assert warm.compiled == 3

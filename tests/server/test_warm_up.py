@@ -6,6 +6,7 @@ import pytest
 
 from dflash_jax.engine.service import AsyncEngine
 from dflash_jax.server.serving import Serving
+from tests.helpers import in_a_thread
 from tests.server.conftest import SCHEMA, Running, wait_until
 
 FORM = {"type": "json_schema", "json_schema": {"name": "pair", "schema": SCHEMA}}
@@ -41,7 +42,7 @@ def test_structured_output_waits_for_its_program_and_delays_no_other_request(war
     expected = server.chat(**plain)["choices"][0]["message"]
     assert all(warming.chat(**plain)["choices"][0]["message"] == expected for _ in range(5))
     assert not answers
-    serving.warm_up.others()
+    in_a_thread(serving.warm_up.others)
     asking.join()
     assert answers[0]["choices"][0]["finish_reason"] in ("stop", "length")
     assert warming.http.get("/server_info").json()["warm_up"]["compiled"] == serving.warm_up.total
@@ -58,6 +59,6 @@ def test_scores_of_a_prompt_wait_for_their_program(warming):
     assert wait_until(lambda: warming.serving.engine.engine.running == 1)
     assert warming.post("/v1/completions", prompt="def f(", max_tokens=5).status_code == 200
     assert not found
-    warming.serving.warm_up.others()
+    in_a_thread(warming.serving.warm_up.others)
     asking.join()
     assert found[0].status_code == 200
