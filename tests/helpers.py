@@ -154,6 +154,20 @@ def in_a_thread(function: Callable[[], object]) -> None:
         executor.submit(function).result()
 
 
+def in_one_program(function: Callable) -> Callable:
+    """``function``, compiled whole: operation by operation, hundreds of compilations take most of a test's time.
+
+    Arguments that are numbers, texts or None are constants of the program.
+    """
+    programs: dict[tuple[int, ...], Callable] = {}
+
+    def call(*args):
+        constants = tuple(i for i, x in enumerate(args) if x is None or isinstance(x, (int, float, str)))
+        return programs.setdefault(constants, jax.jit(function, static_argnums=constants))(*args)
+
+    return call
+
+
 def without_kernels_line(stderr: str) -> str:
     """What a command said, but for the line that says that there is no C++ compiler."""
     return "".join(line for line in stderr.splitlines(keepends=True) if "XLA's" not in line)

@@ -68,13 +68,14 @@ def assert_sum_near(actual: float, terms: Exact, what: str) -> None:
 
 def in_both_of(definition: Callable, *args):
     """The results of ``definition``, a function in JAX, in float64 and in the dtypes of ``args``: a tree of `Exact`."""
-    single = definition(*args)
+    # In one program: operation by operation, most of the time goes into hundreds of compilations.
+    single = jax.jit(definition)(*args)
     wider: dict = dict.fromkeys(map(jnp.dtype, ("float32", "bfloat16", "float16")), np.float64)
     # JAX makes indices of 64 bits, and joins them to none of fewer.
     wider[np.dtype(np.int32)] = np.int64
     # float64 where the definition asks for float32 by name; kernels know no other.
     with jax.enable_x64(True), mock.patch.object(jnp, "float32", jnp.float64):
-        double = definition(*jax.tree.map(lambda x: x.astype(wider.get(x.dtype, x.dtype)), args))
+        double = jax.jit(definition)(*jax.tree.map(lambda x: x.astype(wider.get(x.dtype, x.dtype)), args))
     assert all(x.dtype == np.float64 for x in jax.tree.leaves(double))
     return jax.tree.map(lambda a, b: Exact(np.asarray(a), np.asarray(b, np.float64)), double, single)
 

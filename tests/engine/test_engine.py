@@ -49,7 +49,7 @@ class Family:
     expected: list
 
 
-@pytest.fixture(scope="module", params=["hybrid", "classic"])
+@pytest.fixture(scope="module", params=["hybrid", pytest.param("classic", marks=pytest.mark.long)])
 def family(request):
     target = tiny.target("ddda", moe="13") if request.param == "hybrid" else tiny.target("aa", moe="")
     wanted, plain = some_requests(0, 60, tiny.VOCAB), Executables(target, None)

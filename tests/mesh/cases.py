@@ -63,7 +63,10 @@ def decode(programs: Executables, sampled: bool):
     return slots.state
 
 
-@pytest.fixture(scope="module", params=MESHES)
+@pytest.fixture(
+    scope="module",
+    params=[next(iter(MESHES)), *(pytest.param(name, marks=pytest.mark.long) for name in [*MESHES][1:])],
+)
 def family(request):
     """(target, programs on one device, {layout: (target, programs)}), compiled once."""
     target = random_decoder(family_config(request.param))

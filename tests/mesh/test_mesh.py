@@ -21,8 +21,18 @@ HERE = Path(__file__).parent
 FLAGS = os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count={}"
 
 
-def test_eight_devices_give_the_tokens_of_one():
-    command = [sys.executable, "-m", "pytest", "-x", str(HERE / "cases.py"), f"--rootdir={HERE.parents[1]}"]
+@pytest.mark.parametrize("chosen", ["not long", pytest.param("long", marks=pytest.mark.long)])
+def test_eight_devices_give_the_tokens_of_one(chosen):
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-x",
+        "-m",
+        chosen,
+        str(HERE / "cases.py"),
+        f"--rootdir={HERE.parents[1]}",
+    ]
     done = subprocess.run(command, env={**os.environ, "XLA_FLAGS": FLAGS.format(8)}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 

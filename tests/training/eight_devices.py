@@ -66,7 +66,7 @@ def gradients(pair):
         return in_both_of(on_one_device, *pair)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", [pytest.param(LAYOUTS[1], marks=pytest.mark.long), *LAYOUTS[::2]], ids=str)
 def test_gradients_do_not_depend_on_the_devices(pair, gradients, layout):
     t = trainer(*pair, layout)
     found = jax.jit(t.gradients)(t.start(pair[1])[0], t.leaves, batches(2), jax.random.key(3))
@@ -74,7 +74,7 @@ def test_gradients_do_not_depend_on_the_devices(pair, gradients, layout):
     assert float(found[1].weight) > 1
 
 
-@pytest.mark.parametrize("kind", ["adamw", "muon"])
+@pytest.mark.parametrize("kind", ["adamw", pytest.param("muon", marks=pytest.mark.long)])
 def test_steps_do_not_depend_on_the_devices(pair, kind):
     target, drafter = pair
     found = []

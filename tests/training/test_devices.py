@@ -10,6 +10,7 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
+import pytest
 
 from dflash_jax.checkpoint.files import TensorFiles
 
@@ -17,8 +18,18 @@ HERE = Path(__file__).parent
 FLAGS = os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count={}"
 
 
-def test_training_on_eight_devices_equals_one():
-    command = [sys.executable, "-m", "pytest", "-x", str(HERE / "eight_devices.py"), f"--rootdir={HERE.parents[1]}"]
+@pytest.mark.parametrize("chosen", ["not long", pytest.param("long", marks=pytest.mark.long)])
+def test_training_on_eight_devices_equals_one(chosen):
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-x",
+        "-m",
+        chosen,
+        str(HERE / "eight_devices.py"),
+        f"--rootdir={HERE.parents[1]}",
+    ]
     done = subprocess.run(command, env={**os.environ, "XLA_FLAGS": FLAGS.format(8)}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 

@@ -258,7 +258,7 @@ def test_weights_in_few_bits_weigh_what_the_plan_says():
     assert held.read(16, 70.0) < 0.4 * held.total
 
 
-@pytest.mark.parametrize("experts", ["even", "7"])
+@pytest.mark.parametrize("experts", ["even", pytest.param("7", marks=pytest.mark.long)])
 def test_forced_experts_are_counted_as_asked(measured, tmp_path, experts):
     """The record counts as many as were asked for, and routing is as before afterwards."""
     before, out = moe_layer.mixture, tmp_path / "forced"

@@ -12,8 +12,10 @@ from dflash_jax.ops.cache import DeltaRecord, DeltaState
 from dflash_jax.ops.gated_delta import Weights, reference, replay_reference
 from dflash_jax.ops.kernels.cpu import calls as cpu
 from tests.float64 import assert_as_near
+from tests.helpers import in_one_program
 
-replay_plain = partial(replay_reference, XLA)
+replay_plain = in_one_program(partial(replay_reference, XLA))
+gated_delta, replay = in_one_program(cpu.gated_delta), in_one_program(cpu.replay)
 pytestmark = pytest.mark.skipif(bool(cpu.why_not()), reason="no C++ compiler")
 
 # B, T, G, R, Dk, Dv, taps.
@@ -41,8 +43,8 @@ def one_by_one(args, tokens: int):
     qkvz, gates, state, *weights = args
     made, one = [], jnp.ones(len(qkvz), jnp.int32)
     for t in range(tokens):
-        y, *record = cpu.gated_delta(qkvz[:, t : t + 1], gates[:, t : t + 1], state, *weights, 1e-6)
-        state = DeltaState(*cpu.replay(state, DeltaRecord(*record), one))
+        y, *record = gated_delta(qkvz[:, t : t + 1], gates[:, t : t + 1], state, *weights, 1e-6)
+        state = DeltaState(*replay(state, DeltaRecord(*record), one))
         made.append(y)
     return jnp.concatenate(made, axis=1), state
 
@@ -50,7 +52,7 @@ def one_by_one(args, tokens: int):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_mix_and_replay_equal_the_plain_definition(shape):
     args, (b, t) = arguments(*shape), shape[:2]
-    y, *record = cpu.gated_delta(*args, 1e-6)
+    y, *record = gated_delta(*args, 1e-6)
     record = DeltaRecord(*record)
     assert_as_near((y, record), partial(mix, eps=1e-6), *args)
 
@@ -60,15 +62,15 @@ def test_mix_and_replay_equal_the_plain_definition(shape):
     dirty = jax.tree.map(lambda x: jnp.where(late.reshape(b, t, *[1] * (x.ndim - 2)), jnp.nan, x), record)
     for wanted in (n, jnp.zeros_like(n), jnp.full_like(n, t)):
         kept = record if wanted is not n else dirty
-        got, right = DeltaState(*cpu.replay(args[2], kept, wanted)), replay_plain(args[2], record, wanted)
+        got, right = DeltaState(*replay(args[2], kept, wanted)), replay_plain(args[2], record, wanted)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, right)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_same_bits_token_by_token(shape):
     args, (b, t) = arguments(*shape), shape[:2]
-    y, *record = cpu.gated_delta(*args, 1e-6)
-    state = DeltaState(*cpu.replay(args[2], DeltaRecord(*record), jnp.full(b, t, jnp.int32)))
+    y, *record = gated_delta(*args, 1e-6)
+    state = DeltaState(*replay(args[2], DeltaRecord(*record), jnp.full(b, t, jnp.int32)))
     alone, stepped = one_by_one(args, t)
     np.testing.assert_array_equal(y, alone)
     jax.tree.map(np.testing.assert_array_equal, state, stepped)
@@ -77,7 +79,7 @@ def test_the_same_bits_token_by_token(shape):
 def test_the_state_is_written_where_it_lies():
     """With the state given up: some rows go on and others stay, as in a loop."""
     args = arguments(3, 5, 2, 2, 32, 48, 4)
-    _, *record = cpu.gated_delta(*args, 1e-6)
+    _, *record = gated_delta(*args, 1e-6)
     record, n = DeltaRecord(*record), jnp.array([2, 0, 5], jnp.int32)
     expected = replay_plain(args[2], record, n)
     held = args[2].recurrent.unsafe_buffer_pointer()
@@ -90,11 +92,11 @@ def test_some_rows_of_a_state():
     """In another order, the last one nobody's; other rows stay as they are."""
     qkvz, gates, held, *weights = arguments(4, 3, 2, 2, 32, 48, 4)
     state = DeltaState(held.recurrent, held.conv_inputs, jnp.array([3, 0, 1, 4], jnp.int32))
-    y, *_ = cpu.gated_delta(qkvz, gates, state, *weights, 1e-6)
+    y, *_ = gated_delta(qkvz, gates, state, *weights, 1e-6)
     expected, plain = mix(qkvz, gates, state, *weights, eps=1e-6)
     np.testing.assert_allclose(y[:3], expected[:3], rtol=1e-4, atol=1e-5)
     count = jnp.array([3, 0, 1, 3], jnp.int32)
-    after = DeltaState(*cpu.replay(state, plain, count), state.rows)
+    after = DeltaState(*replay(state, plain, count), state.rows)
     right = replay_plain(state, plain, count)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), after, right)
     np.testing.assert_array_equal(after.recurrent[jnp.array([0, 2])], held.recurrent[jnp.array([0, 2])])
@@ -105,5 +107,5 @@ def test_delta_rule_with_large_gates_equals_its_definition(scale):
     """What decays to nothing and what does not decay, and gates that are shut."""
     qkvz, gates, *rest = arguments(1, 6, 2, 2, 32, 48, 4)
     args = (qkvz.at[..., -96:].multiply(scale), scale * gates, *rest)
-    y, *_ = cpu.gated_delta(*args, 1e-6)
+    y, *_ = gated_delta(*args, 1e-6)
     np.testing.assert_allclose(y, mix(*args, eps=1e-6)[0], rtol=1e-4, atol=1e-4)

@@ -18,10 +18,11 @@ from dflash_jax.ops.kernels.triton import delta_chunks as triton_chunks
 from dflash_jax.tools.kernels.arguments import Source, mixer
 from dflash_jax.tools.kernels.comparisons import kernel_of
 from dflash_jax.tools.triton_interpreter import interpreting
+from tests.helpers import in_one_program
 
-mix = partial(reference, XLA)
-mix_in_chunks = kernel_of(IMPLEMENTATIONS, "triton, chunks")
-advance_in_chunks = kernel_of(ADVANCES, "triton, chunks")
+mix = in_one_program(partial(reference, XLA))
+mix_in_chunks = in_one_program(kernel_of(IMPLEMENTATIONS, "triton, chunks"))
+advance_in_chunks = in_one_program(kernel_of(ADVANCES, "triton, chunks"))
 
 
 def normal(rng, *shape, dtype=jnp.float32):

@@ -27,7 +27,7 @@ from dflash_jax.parallel.sharding import ONE_DEVICE
 from dflash_jax.tools.float64_reference import assert_as_near
 from dflash_jax.tools.kernels import arguments
 from dflash_jax.tools.kernels.arguments import Source
-from tests.helpers import random_decoder, tiny_config
+from tests.helpers import in_one_program, random_decoder, tiny_config
 
 CUDA, PLAIN = Backend.for_card(HOPPER), Backend.xla("cuda")
 
@@ -39,20 +39,20 @@ def normal(rng, *shape):
 @pytest.mark.parametrize(
     ("tokens", "top", "experts", "idle", "quantized", "shared"),
     [
-        (1, 2, 7, 0, None, None),
+        pytest.param(1, 2, 7, 0, None, None, marks=pytest.mark.long),
         (1, 8, 20, 0, None, 96),
-        (1, 2, 7, 0, ("fp8", 2), 96),
+        pytest.param(1, 2, 7, 0, ("fp8", 2), 96, marks=pytest.mark.long),
         (1, 2, 7, 0, ("fp8", 3), 96),
         (1, 2, 7, 0, ("fp8", 3), None),
         (1, 2, 7, 1, None, 96),
         (5, 3, 7, 2, None, 96),
-        (5, 3, 7, 1, ("int8", 1), None),
+        pytest.param(5, 3, 7, 1, ("int8", 1), None, marks=pytest.mark.long),
         (5, 3, 7, 1, ("fp8", 2), 96),
-        (5, 3, 7, 1, None, 64),
+        pytest.param(5, 3, 7, 1, None, 64, marks=pytest.mark.long),
         (16, 4, 20, 3, None, 96),
-        (16, 5, 24, 3, None, None),
+        pytest.param(16, 5, 24, 3, None, None, marks=pytest.mark.long),
         (70, 4, 5, 9, ("fp8", 2), 96),
-        (3, 2, 8, 3, None, 96),
+        pytest.param(3, 2, 8, 3, None, 96, marks=pytest.mark.long),
         (170, 2, 3, 5, None, 96),
     ],
 )
@@ -62,7 +62,7 @@ def test_mixture_in_triton_equals_its_definition(tokens, top, experts, idle, qua
     *args, options = arguments.experts(
         Source(tokens), tokens, top, experts, 96, 192, idle, quantized, shared, residual=tokens != 16
     )
-    found = moe.mixture(replace(CUDA, on_choice=assert_triton), *args, **options)
+    found = in_one_program(partial(moe.mixture, replace(CUDA, on_choice=assert_triton), **options))(*args)
     assert_as_near(found, partial(moe.mixture, PLAIN, **options), *args)
 
 
@@ -182,14 +182,14 @@ def test_rotation_in_triton_equals_its_definition(heads, gated, rotated):
 @pytest.mark.parametrize(
     ("rows", "tokens", "heads", "kv_heads", "dim", "capacity", "window", "sinks"),
     [
-        (3, 1, 4, 2, 16, 300, None, 0),
+        pytest.param(3, 1, 4, 2, 16, 300, None, 0, marks=pytest.mark.long),
         (3, 5, 6, 2, 32, 700, None, 0),
-        (2, 16, 4, 1, 16, 300, None, 0),
-        (3, 4, 4, 2, 16, 2000, 300, 0),
+        pytest.param(2, 16, 4, 1, 16, 300, None, 0, marks=pytest.mark.long),
+        pytest.param(3, 4, 4, 2, 16, 2000, 300, 0, marks=pytest.mark.long),
         (4, 3, 4, 2, 16, 2000, 200, 50),
-        (2, 33, 2, 1, 16, 300, None, 0),
+        pytest.param(2, 33, 2, 1, 16, 300, None, 0, marks=pytest.mark.long),
         (1, 70, 2, 2, 128, 40, None, 0),
-        (3, 2, 4, 2, 16, 120, 100, 50),
+        pytest.param(3, 2, 4, 2, 16, 120, 100, 50, marks=pytest.mark.long),
         (3, 2, 4, 2, 16, 60, 100, 50),
         (2, 3, 4, 2, 256, 100, None, 0),
         (2, 9, 6, 2, 128, 300, None, 0),
@@ -210,10 +210,12 @@ def test_attention_of_a_kernel_equals_its_definition(form, rows, tokens, heads, 
         assert choice.implementation == form, choice
 
     backend = replace(CUDA if form == "triton" else Backend.detect(), on_choice=is_form)
+    ours = in_one_program(partial(attention.attention, backend))
+    plain = in_one_program(partial(attention.reference, XLA))
     for mask in (None, own, jnp.broadcast_to(own, (rows, tokens, tokens)).at[0].set(True)):
         both = source.normal(rows, tokens, heads, 2, dim) if mask is None else None
         args = (q, k, v, mask, cache, length, bounds, both)
-        np.testing.assert_allclose(attention.attention(backend, *args), attention.reference(XLA, *args), atol=1e-6)
+        np.testing.assert_allclose(ours(*args), plain(*args), atol=1e-6)
 
 
 @pytest.mark.parametrize(("rows", "tokens", "window"), [(1, 1, None), (3, 5, None), (2, 16, 20)])
@@ -286,9 +288,9 @@ def test_what_a_kernel_computes_has_a_gradient(monkeypatch, part, kernels):
     assert [kernel.fn.__name__ for kernel in calls] == kernels
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(jnp.float32, marks=pytest.mark.long), jnp.bfloat16])
 @pytest.mark.parametrize("tokens", [1, 5, 17])
-@pytest.mark.parametrize("quantized", [None, ("int8", 1), ("fp8", 2)])
+@pytest.mark.parametrize("quantized", [None, pytest.param(("int8", 1), marks=pytest.mark.long), ("fp8", 2)])
 def test_a_kernel_gives_what_its_definition_gives(dtype, tokens, quantized):
     """Shapes and dtypes, which a GPU's compiler would check: whole layers with their caches, and what is accepted."""
     called = set()
