@@ -223,7 +223,7 @@ def test_the_distance_to_the_targets_states_is_added(pair, text):
 
     def sums(match: float):
         recipe = Recipe(Loss(gamma=1e9, match=match, chunk=2), 5, 8)
-        return batch_sums(drafter, target.embed_tokens, head_of(target), batch, key, recipe)
+        return jax.jit(lambda d, b: batch_sums(d, target.embed_tokens, head_of(target), b, key, recipe))(drafter, batch)
 
     anchors, valid = sample_anchors(key, batch.loss_mask, batch.starts, 5)
     embedded = target.embed_tokens(blocks(drafter, tokens, anchors)[..., :8])
