@@ -16,7 +16,7 @@ from dataclasses import asdict
 from hashlib import blake2b
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dflash_jax import progress
 from dflash_jax.benchmarking.clients import Asking, Client, EngineClient, HttpClient
@@ -187,13 +187,15 @@ class Systems:
     def __init__(self, args, options: dict, methods: Sequence[Method]):
         """Loads the one that the first method with a drafter takes."""
         self._args, self._options = args, options
+        self.llm: Any
         self._draft = next((m.draft for m in methods if m.name != PLAIN), None)
         self.llm, self.device = open_llm(args, options, self._draft)
 
     def of(self, method: Method):
         """The LLM of a method: that of before where it decodes plainly."""
-        if method.name != PLAIN and method.draft != self._draft:
-            del self.llm
+        if self.llm is None or (method.name != PLAIN and method.draft != self._draft):
+            # Not in memory while the other one is loaded.
+            self.llm = None
             gc.collect()
             self._draft = method.draft
             self.llm, self.device = open_llm(self._args, self._options, self._draft)
@@ -232,14 +234,21 @@ async def cells(results: Results, tasks: dict, methods: list[Method], args, aski
                         cell = await measure(client, tasks[task], at_once, asking, bar.update)
                     results.add(key(task, at_once, name), {"block_size": client.block_size, **cell}, names)
                     left.pop(0)
-            # Its engine goes before the next one comes.
-            client = None
         except (InputError, JaxRuntimeError) as e:
             if not results.record["cells"]:
                 raise InputError(" ".join(str(e).split())[:300]) from None
             # A server that is gone, memory that is not enough: the other methods go on.
             for task, at_once in left:
                 results.add(key(task, at_once, name), {"failed": " ".join(str(e).split())[:120]}, names)
+        finally:
+            # Its engine goes before the next one comes.
+            client = None
+
+
+def drafted_tokens(llm) -> int | None:
+    """Tokens of the drafter's shortlist; None where it drafts all."""
+    listed = None if llm.drafter is None else llm.drafter.vocabulary
+    return None if listed is None else len(listed.ids[...])
 
 
 def capacity(llm, tasks: dict, asking: Asking) -> int:
@@ -269,6 +278,8 @@ def run(args, argv: list[str]) -> int:
     methods = args.methods or [method(text) for text in (PLAIN, "8", "16", "auto")]
     if args.label:
         methods = [Method(args.label, None, None)]
+    if args.draft == "mtp" and any(m.name == "dflash" for m in methods):
+        raise InputError("--methods dflash: --draft mtp names the MTP head; leave it out")
     if args.url and any(m.draft for m in methods):
         raise InputError("--methods mtp: a server has one drafter; start it with --draft mtp and give --label mtp")
     about = {"command": f"{program('benchmark')} {shlex.join(_without_key(argv))}"}
@@ -291,9 +302,9 @@ def run(args, argv: list[str]) -> int:
         model = find_config(args.config).stem if args.config else str(args.target or "bundled pair")
         about |= {"model": model, "device": device, "dtype": llm.dtype, "mesh": str(llm.target.layout)}
         about |= {"max_len": llm.max_len, "quantize": args.quantize or options.get("quantize"), "kernels": args.kernels}
-        listed = None if llm.drafter is None else llm.drafter.vocabulary
-        about |= {"draft_tokens": None if listed is None else len(listed.ids[...])}
-        methods = [m for m in methods if m.draft or not m.name.isdecimal() or int(m.name) <= llm.largest_block]
+        about |= {"draft_tokens": drafted_tokens(llm)}
+        if args.methods is None:
+            methods = [m for m in methods if m.block_size in (None, "auto") or m.block_size <= llm.largest_block]
         room = capacity(llm, tasks, asking)
         # Systems has the only reference, so that one can make room for another.
         del llm

@@ -19,12 +19,14 @@ class MediaSpan:
         key: Bytes that identify the pixels: spans with equal keys have equal rows.
         rows: Returns what takes the place of the tokens' embeddings, [length, H]. The engine calls it when the prompt's
             turn comes, once for each chunk.
+        is_encoded: Returns whether ``rows`` needs no call of the vision tower.
     """
 
     start: int
     length: int
     key: bytes
     rows: Callable[[], np.ndarray]
+    is_encoded: Callable[[], bool] = lambda: True
 
     @property
     def end(self) -> int:

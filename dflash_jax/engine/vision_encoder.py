@@ -64,7 +64,7 @@ def call_arguments(tower: VisionTower, size: int, frames: Sequence["_Frame"] = (
 
 
 def lowered(tower: VisionTower, shapes: dict[str, jax.ShapeDtypeStruct], sharding: NamedSharding | None = None):
-    """The program of a call, before compilation. It takes ``x`` over."""
+    """The program of a call, before compilation. ``x`` is donated."""
     function = jax.jit(VisionTower.__call__, out_shardings=sharding, donate_argnames="x")
     # Accelerators would multiply float32 in fewer bits by default.
     with jax.default_matmul_precision("highest" if tower.dtype == jnp.float32 else "default"):
@@ -88,6 +88,9 @@ class OutputCache:
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._rows
 
     def find(self, keys: Iterable[bytes]) -> dict[bytes, np.ndarray]:
         """The rows of those keys that have some. They count as used now."""
@@ -125,12 +128,12 @@ class VisionEncoder:
         tower: The tower, whole on every device of the mesh.
         layout: The mesh.
         cache_bytes: Bytes of outputs that are kept on the host.
-        sizes: Patches of a call that programs are compiled for, ascending, multiples of a merge block's patches.
+        sizes: Patches of a pass that programs are compiled for, ascending, multiples of a merge block's patches.
 
     Attributes:
         tower: The tower.
         config: Its configuration.
-        sizes: Patches of a call.
+        sizes: Patches of a pass.
         outputs: The outputs that are kept.
         calls: Calls of the tower so far.
     """
@@ -155,7 +158,7 @@ class VisionEncoder:
         return sum(x.nbytes for x in jax.tree.leaves(self.tower)) + workspace(self.config, largest)
 
     def sizes_for(self, positions: int) -> tuple[int, ...]:
-        """The sizes of calls that media of a prompt of ``positions`` tokens may need, ascending."""
+        """The sizes of passes that media of a prompt of ``positions`` tokens may need, ascending."""
         most = positions * self.config.block_patches
         return tuple(s for i, s in enumerate(self.sizes) if i == 0 or self.sizes[i - 1] < most)
 
@@ -166,7 +169,7 @@ class VisionEncoder:
             grid: Its frames, rows and columns, as in `Medium`.
 
         Raises:
-            InputError: A side is no multiple of a merge block's, or a frame has more patches than the largest call.
+            InputError: A side is no multiple of a merge block's, or a frame has more patches than the largest pass.
         """
         _, height, width = grid
         merge = self.config.merge_size
@@ -180,7 +183,7 @@ class VisionEncoder:
             )
 
     def compile(self, size: int) -> Compiled:
-        """The program for calls of ``size`` patches, compiled at the first use; other threads wait."""
+        """The program for passes of ``size`` patches, compiled at the first use; other threads wait."""
         with self._compiling:
             if size not in self._programs:
                 shapes = jax.tree.map(
@@ -188,7 +191,12 @@ class VisionEncoder:
                     call_arguments(self.tower, size),
                 )
                 self._programs[size] = lowered(self.tower, shapes, self._sharding).compile()
+                self._zeros(shapes["x"])
             return self._programs[size]
+
+    def _zeros(self, like: jax.ShapeDtypeStruct | np.ndarray) -> jax.Array:
+        """Made on the device: the first call of a pass does not read it."""
+        return jnp.zeros(like.shape, like.dtype, device=self._sharding)
 
     def encode(self, media: Sequence[Medium]) -> list[np.ndarray]:
         """The rows of media.
@@ -216,18 +224,18 @@ class VisionEncoder:
     def _compute(self, media: dict[bytes, Medium]) -> dict[bytes, np.ndarray]:
         """The rows of media, which are kept."""
         parts: list[list[np.ndarray]] = [[] for _ in media]
-        for frames in self._calls(media.values()):
+        for frames in self._passes(media.values()):
             for frame, part in zip(frames, self._run(frames), strict=True):
                 parts[frame.medium].append(part)
-        # Copies: slices would keep the padded output of a whole call.
+        # Copies: slices would keep the padded output of a whole pass.
         rows = {key: np.concatenate(pieces) for key, pieces in zip(media, parts, strict=True)}
         for key, array in rows.items():
             array.flags.writeable = False
             self.outputs.add(key, array)
         return rows
 
-    def _calls(self, media: Iterable[Medium]) -> Iterator[list[_Frame]]:
-        """The frames of media in order, as many in a call as fit."""
+    def _passes(self, media: Iterable[Medium]) -> Iterator[list[_Frame]]:
+        """The frames of media in order, as many in a pass as fit."""
         frames, total = [], 0
         for i, medium in enumerate(media):
             count, height, width = medium.grid
@@ -245,8 +253,9 @@ class VisionEncoder:
         lengths = [len(frame.patches) for frame in frames]
         size = next(s for s in self.sizes if s >= sum(lengths))
         program, blocks, depth = self.compile(size), blocks_of_call(self.config, size), self.config.depth
-        arguments = jax.device_put(call_arguments(self.tower, size, frames), self._sharding)
-        x, tokens = arguments.pop("x"), None
+        given = call_arguments(self.tower, size, frames)
+        x, tokens = self._zeros(given.pop("x")), None
+        arguments = jax.device_put(given, self._sharding)
         for first in range(0, depth, blocks):
             bounds = {"first": np.int32(first), "last": np.int32(min(first + blocks, depth))}
             x, tokens = program(self.tower, x=x, **arguments | jax.device_put(bounds, self._sharding))

@@ -49,10 +49,14 @@ class EncodedMedium:
         del self._medium
         return rows
 
+    def is_encoded(self) -> bool:
+        """Whether its rows are known, or kept from another request."""
+        return "rows" in vars(self) or self._key in self._encoder.outputs
+
     def span(self, start: int, length: int, offset: int) -> MediaSpan:
         """Its rows from ``offset`` on as a span of a prompt that begins at ``start``."""
         key = self._key + offset.to_bytes(8, "little")
-        return MediaSpan(start, length, key, lambda: self.rows[offset : offset + length])
+        return MediaSpan(start, length, key, lambda: self.rows[offset : offset + length], self.is_encoded)
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,8 @@ def media_part(part: Mapping[str, Any], where: str) -> MediaPart:
         raise MediaError(f"{where}: detail is {shown(detail)}: it must be {', '.join(DETAILS)}")
     for name in OTHER_SETTINGS:
         if options.get(name) is not None:
-            raise MediaError(f"{where}: {name} is not possible: use detail, fps or num_frames")
+            possible = "fps or num_frames" if kind == "video" else "detail"
+            raise MediaError(f"{where}: {name} is not possible: use {possible}")
     if fps is not None and not has_type(fps, float):
         raise MediaError(f"{where}: fps is {shown(fps)}: it must be a number")
     if num_frames is not None and not has_type(num_frames, int):

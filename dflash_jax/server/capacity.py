@@ -1,26 +1,31 @@
 """`FairCapacity`: memory or workers that clients share by turns."""
 
 import asyncio
+import contextlib
 from collections import Counter, OrderedDict, deque
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from concurrent.futures import Executor
+from typing import TypeVar
 
 from dflash_jax.server.errors import ApiError
 from dflash_jax.server.request_scope import current_client
 
+T = TypeVar("T")
+
 
 class Share:
-    """What one request has of a `FairCapacity`. As a context manager, it is returned at the end."""
+    """What one request has of a `FairCapacity`. As a context manager, it is released at the end."""
 
     def __init__(self, capacity: "FairCapacity", client: Hashable, count: int):
         self._capacity, self._client, self._count = capacity, client, count
 
     def keep(self, count: int) -> None:
-        """Returns all but ``count``, where there is more."""
-        returned, self._count = max(self._count - count, 0), min(self._count, count)
-        self._capacity.give(self._client, returned)
+        """Releases all but ``count``, where there is more."""
+        released, self._count = max(self._count - count, 0), min(self._count, count)
+        self._capacity._give(self._client, released)
 
     def release(self) -> None:
-        """Returns everything."""
+        """Releases everything."""
         self.keep(0)
 
     def __enter__(self) -> "Share":
@@ -31,10 +36,11 @@ class Share:
 
 
 class FairCapacity:
-    """A number of bytes or workers that requests share; those that do not fit wait.
+    """A number of bytes or workers that requests share.
 
-    Requests of one client are served in order, and clients by turns. One client has at most half of the capacity and of
-    the places to wait, or one request where that is more: it cannot keep the others out.
+    Requests wait for what is in use: those of one client in order, and clients by turns. One client has at most half of
+    the capacity, and where the places to wait are full, the client that has most of them loses its newest. A request
+    must not wait while it has a share: what it keeps longer is taken by `take_now`, which does not wait.
 
     Attributes:
         most: The capacity.
@@ -52,50 +58,90 @@ class FairCapacity:
         self.most, self.used, self._name, self._most_waiting = most, 0, name, waiting
         self._used_by: Counter[Hashable] = Counter()
         # By client. The one whose turn is next comes first.
-        self._waiting: OrderedDict[Hashable, deque[tuple[int, asyncio.Future]]] = OrderedDict()
+        self._waiting: OrderedDict[Hashable, deque[tuple[int, asyncio.Future[None]]]] = OrderedDict()
+
+    @property
+    def half(self) -> int:
+        """The most that one client has, rounded up."""
+        return (self.most + 1) // 2
 
     async def take(self, count: int) -> Share:
-        """Waits for ``count`` of the capacity, for all of it where that is more.
+        """Waits for ``count`` of the capacity; at most half is counted, so that two clients always fit.
 
         Raises:
-            ApiError: Too many requests wait: 429 where they are this client's, else 503.
+            ApiError: 503, too many requests wait.
         """
-        client, count, granted = current_client(), min(count, self.most), asyncio.get_running_loop().create_future()
+        client, count = current_client(), min(count, self.half)
+        granted = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(client, deque()).append((count, granted))
         self._grant()
+        if not granted.done():
+            self._drop_beyond_limit()
         try:
-            if not granted.done():
-                self._check_waiting(client)
             await granted
-        except BaseException:
-            if granted.done() and not granted.cancelled():
-                self.give(client, count)
-            else:
-                self._withdraw(client, granted)
+        except asyncio.CancelledError:
+            if not granted.cancelled() and granted.exception() is None:
+                self._give(client, count)
             raise
+        finally:
+            self._forget(client, granted)
         return Share(self, client, count)
 
-    def give(self, client: Hashable, count: int) -> None:
-        """Returns what a client has."""
-        self.used -= count
-        self._used_by[client] -= count
+    def take_now(self, count: int) -> Share:
+        """Takes ``count`` of the capacity without waiting.
+
+        Raises:
+            ApiError: 503, it does not fit; 429, this client has its half.
+        """
+        client = current_client()
+        if self._used_by.get(client, 0) + count > self.half:
+            raise ApiError(429, f"this client's requests take too much of {self._name}: try again later")
+        if self.used + count > self.most:
+            raise ApiError(503, f"other requests take too much of {self._name}: try again later")
+        self._add(client, count)
+        return Share(self, client, count)
+
+    async def run(self, executor: Executor, work: Callable[[], T]) -> T:
+        """Runs ``work`` on a thread when it is this client's turn, which ends with the thread, not with the request.
+
+        Raises:
+            ApiError: As of `take`.
+        """
+        share, loop = await self.take(1), asyncio.get_running_loop()
+
+        def ended(_) -> None:
+            # The server may have stopped.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(share.release)
+
+        future = executor.submit(work)
+        future.add_done_callback(ended)
+        return await asyncio.wrap_future(future)
+
+    def _add(self, client: Hashable, count: int) -> None:
+        self.used += count
+        self._used_by[client] += count
+
+    def _give(self, client: Hashable, count: int) -> None:
+        self._add(client, -count)
         if not self._used_by[client]:
             del self._used_by[client]
         self._grant()
 
-    def _check_waiting(self, client: Hashable) -> None:
-        if self._most_waiting is None:
-            return
-        own, total = len(self._waiting[client]), sum(map(len, self._waiting.values()))
-        if own > max(1, _half(self._most_waiting)):
-            raise ApiError(429, f"{own - 1} requests of this client wait for {self._name}: try again later")
-        if total > self._most_waiting:
-            raise ApiError(503, f"{total - 1} requests wait for {self._name}: try again later")
+    def _drop_beyond_limit(self) -> None:
+        """Refuses the newest request of the client that has most of those that wait, where too many do."""
+        total = sum(map(len, self._waiting.values()))
+        if self._most_waiting is not None and total > self._most_waiting:
+            _, refused = max(self._waiting.values(), key=len).pop()
+            message = f"{self._most_waiting} requests wait for {self._name}: try again later"
+            refused.set_exception(ApiError(503, message))
 
-    def _withdraw(self, client: Hashable, granted: asyncio.Future) -> None:
-        entries = self._waiting[client]
-        entries.remove(next(entry for entry in entries if entry[1] is granted))
-        if not entries:
+    def _forget(self, client: Hashable, granted: asyncio.Future[None]) -> None:
+        """Removes a request from those that wait, if it is one, and what its removal leaves behind."""
+        entries = self._waiting.get(client, deque())
+        for entry in [each for each in entries if each[1] is granted]:
+            entries.remove(entry)
+        if client in self._waiting and not entries:
             del self._waiting[client]
         self._grant()
 
@@ -103,21 +149,15 @@ class FairCapacity:
         while turn := next((item for item in self._waiting.items() if self._is_within_half(*item)), None):
             client, entries = turn
             count, granted = entries[0]
-            # Smaller ones do not overtake, or it might wait for ever. A cancelled one is about to withdraw.
+            # Smaller ones do not overtake, or it might wait for ever. A cancelled one is about to be removed.
             if granted.cancelled() or self.used + count > self.most:
                 return
             entries.popleft()
             self._waiting.move_to_end(client)
             if not entries:
                 del self._waiting[client]
-            self.used += count
-            self._used_by[client] += count
+            self._add(client, count)
             granted.set_result(None)
 
-    def _is_within_half(self, client: Hashable, entries: deque[tuple[int, asyncio.Future]]) -> bool:
-        used = self._used_by.get(client, 0)
-        return not used or used + entries[0][0] <= _half(self.most)
-
-
-def _half(count: int) -> int:
-    return (count + 1) // 2
+    def _is_within_half(self, client: Hashable, entries: deque[tuple[int, asyncio.Future[None]]]) -> bool:
+        return bool(entries) and self._used_by.get(client, 0) + entries[0][0] <= self.half

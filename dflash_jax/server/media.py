@@ -24,7 +24,7 @@ from dflash_jax.server.capacity import FairCapacity, Share
 from dflash_jax.server.errors import ApiError
 from dflash_jax.server.request_scope import at_end
 
-# Bytes of encoded and decoded images and videos of all requests that the tower has not encoded yet.
+# Bytes of the images and videos that are being read, and of those that are decoded, each.
 MOST_BYTES = 2**31
 # Paths of requests that may have images and videos.
 MEDIA_PATHS = frozenset(
@@ -63,7 +63,7 @@ class PlacedMedia:
     Attributes:
         prompt: As the engine takes them. The tower computes their rows when they are first asked for.
         seconds: Seconds by step: "fetch" (what waits for memory included), "decode", and "tower" once they are encoded.
-        memory: Memory of the pixels.
+        memory: Memory of the pixels and rows.
     """
 
     prompt: PromptMedia
@@ -77,13 +77,17 @@ class RequestMedia:
     Attributes:
         reader: The vision tower, the preprocessing and the limits.
         decoder: The processes that decode.
-        memory: Bytes of what is not encoded yet.
+        memory: Bytes of decoded images and videos, and of their rows, which stay until their request ends.
     """
 
     def __init__(self, reader: MediaReader, most_bytes: int = MOST_BYTES):
         self.reader, self.decoder = reader, MediaDecoder(reader.limits)
-        self.memory = FairCapacity(most_bytes, "memory for images and videos", reader.limits.waiting)
-        # Requests have memory by then: those of many images wait here, where the fetcher and the decoder would refuse.
+        self.memory = FairCapacity(most_bytes, "the memory for images and videos")
+        tower = reader.encoder.tower
+        self._row_bytes = tower.config.out_hidden_size * tower.dtype.itemsize
+        # What is fetched and decoded, which has further bytes meanwhile.
+        self._reading = FairCapacity(most_bytes, "memory to read images and videos", reader.limits.waiting)
+        # Requests have been admitted: those of many images wait here, where the fetcher and the decoder would refuse.
         self._fetches = FairCapacity(reader.limits.fetches, "the network")
         self._decodes = FairCapacity(reader.limits.decodes, "the decoder of images and videos")
         self._turns = FairCapacity(1, "the vision tower")
@@ -122,14 +126,15 @@ class RequestMedia:
         try:
             self.reader.limits.check_counts(part.kind for part in parts)
             began = time.perf_counter()
-            memory = await self.memory.take(sum(map(self._bytes, parts)))
-            at_end(memory.release)
-            contents = await _all(map(self._fetched, parts))
-            fetched = time.perf_counter()
-            media = await _all(map(self._decoded, parts, contents))
-            seconds = {"fetch": fetched - began, "decode": time.perf_counter() - fetched}
-            memory.keep(sum(medium.pixels.nbytes for medium in media))
-            expanded, prompt = await asyncio.to_thread(self.reader.place, ids, media)
+            with await self._reading.take(sum(map(self._bytes, parts))):
+                contents = await _all(map(self._fetched, parts))
+                fetched = time.perf_counter()
+                media = await _all(map(self._decoded, parts, contents))
+                seconds = {"fetch": fetched - began, "decode": time.perf_counter() - fetched}
+                expanded, prompt = await asyncio.to_thread(self.reader.place, ids, media)
+                rows = self._row_bytes * sum(span.length for span in prompt.spans)
+                memory = self.memory.take_now(rows + sum(medium.pixels.nbytes for medium in media))
+                at_end(memory.release)
         except MediaError as e:
             raise ApiError(e.status, str(e), field) from None
         except InputError as e:
@@ -137,11 +142,9 @@ class RequestMedia:
         return expanded, PlacedMedia(prompt, seconds, memory)
 
     def _bytes(self, part: MediaPart) -> int:
-        """Bytes that a part may take: encoded, decoded, and as rows."""
+        """Bytes that a part may take: encoded and decoded."""
         encoded = len(part.source) if _is_data(part) else self.reader.limits.item_bytes
-        settings, tower = self.reader.settings(part), self.reader.encoder.tower
-        rows = settings.max_pixels // settings.factor**2 * tower.config.out_hidden_size * tower.dtype.itemsize
-        return encoded + CHANNELS * settings.max_pixels + rows
+        return encoded + CHANNELS * self.reader.settings(part).max_pixels
 
     async def _fetched(self, part: MediaPart) -> bytes:
         with _named(part):
@@ -156,10 +159,12 @@ class RequestMedia:
 
     async def encode(self, media: PlacedMedia) -> None:
         """Runs the tower, on one thread. Images of several requests take turns."""
-        began, loop = time.perf_counter(), asyncio.get_running_loop()
+        began = time.perf_counter()
         for span in media.prompt.spans:
-            with await self._turns.take(1):
-                await loop.run_in_executor(self._tower, span.rows)
+            if span.is_encoded():
+                await asyncio.to_thread(span.rows)
+            else:
+                await self._turns.run(self._tower, span.rows)
         # Rows stay until the request ends.
         media.memory.keep(sum(span.rows().nbytes for span in media.prompt.spans))
         media.seconds["tower"] = time.perf_counter() - began

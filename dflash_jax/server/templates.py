@@ -81,7 +81,7 @@ class Templates:
 
         Raises:
             InputError: The template refuses the conversation, or exceeds a limit.
-            ApiError: 429 or 503, too many requests wait.
+            ApiError: 503, too many requests wait.
         """
         is_default = template is None
         template = self._tokenizer.template_for(tools) if is_default else template

@@ -83,7 +83,7 @@ class Texts:
             self._check_cut(given, field)
         else:
             self._check_length(given, field)
-        gone, loop = threading.Event(), asyncio.get_running_loop()
+        gone = threading.Event()
 
         def run() -> T:
             if not is_truncated:
@@ -95,9 +95,8 @@ class Texts:
 
         try:
             if len(given) <= LONG:
-                return await loop.run_in_executor(self._short, run)
-            with await self._turns.take(1):
-                return await loop.run_in_executor(self._long, run)
+                return await asyncio.get_running_loop().run_in_executor(self._short, run)
+            return await self._turns.run(self._long, run)
         except InputError as e:
             raise ApiError(400, str(e), field) from None
         except (TypeError, UnicodeEncodeError):

@@ -171,7 +171,7 @@ def report(shapes, layout, devices, args) -> dict:
         if args.draft_tokens:
             shape = (args.draft_tokens, shapes.target.hidden_size)
             ids, head = jax.ShapeDtypeStruct(shape[:1], jnp.int32), jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-            drafter.vocabulary = DraftVocabulary(ids, head, backend)
+            drafter.vocabulary = DraftVocabulary(ids, head, backend)  # pyright: ignore[reportArgumentType]
     with_drafter, without = Executables(target, drafter, mesh), Executables(target, None, mesh)
     layers = len(shapes.target.layers)
 
@@ -285,6 +285,9 @@ def run(args) -> int:
         raise InputError(f"device {args.device!r}: it must be one of {', '.join(DEVICES)}, TPUs with a slice")
     system = read_system(args.config)
     shapes = read_shapes(*(str(system.shapes[k]) for k in ("target", "target" if args.draft else "draft")))
+    largest = 1 if shapes.draft is None else shapes.draft.block_size
+    if args.block_size is not None and not 1 <= args.block_size <= largest:
+        raise InputError(f"block size {args.block_size}: it must be 1 to {largest}")
     if args.layers:
         shapes = shorten(shapes, args.layers)
     try:

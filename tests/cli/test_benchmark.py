@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+import weakref
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -263,11 +264,40 @@ def test_methods_have_the_columns_names_of_the_published_tables():
 
 def test_a_target_is_loaded_once_for_methods_of_one_drafter(monkeypatch):
     opened = []
-    monkeypatch.setattr(benchmark, "open_llm", lambda args, options, draft: (opened.append(draft) or draft, "cpu"))
+
+    def open_llm(args, options, draft):
+        opened.append(draft)
+        return f"with {draft}", "cpu"
+
+    monkeypatch.setattr(benchmark, "open_llm", open_llm)
     methods = [benchmark.method(name) for name in ("autoregressive", "mtp", "mtp 8", "autoregressive", "16", "dflash")]
     systems = benchmark.Systems(None, {}, methods)
-    assert [systems.of(m) for m in methods] == ["mtp"] * 4 + [None] * 2
+    assert [systems.of(m) for m in methods] == ["with mtp"] * 4 + ["with None"] * 2
     assert opened == ["mtp", None]
+
+
+def test_a_drafter_that_does_not_load_leaves_the_other_methods(monkeypatch):
+    alive = []
+
+    class Llm:
+        pass
+
+    def open_llm(args, options, draft):
+        assert not any(reference() for reference in alive)
+        if draft == "mtp":
+            raise InputError("no MTP head")
+        llm = Llm()
+        alive.append(weakref.ref(llm))
+        return llm, "cpu"
+
+    monkeypatch.setattr(benchmark, "open_llm", open_llm)
+    plain, head, wide = (benchmark.method(name) for name in ("autoregressive", "mtp", "16"))
+    systems = benchmark.Systems(None, {}, [plain, wide, head])
+    assert systems.of(wide) is alive[0]()
+    for _ in range(2):
+        with pytest.raises(InputError, match="no MTP head"):
+            systems.of(head)
+    assert systems.of(wide) is alive[1]()
 
 
 def test_best_known_figures_are_lines_above_the_table():
@@ -290,6 +320,7 @@ def test_best_known_figures_are_lines_above_the_table():
         (["--methods", "fast"], "must be a number of tokens"),
         (["--methods", "mtp fast"], "must be a number of tokens"),
         (["--methods", "mtp", "--url", "http://a"], "a server has one drafter"),
+        (["--methods", "dflash", "--draft", "mtp"], "--draft mtp names the MTP head"),
     ],
 )
 def test_wrong_options_exit_with_code_2_and_a_message(more, message, data, tmp_path, capsys):

@@ -12,7 +12,7 @@ URL = "data:image/png;base64,AAAA"
 @pytest.mark.parametrize("is_nested", [False, True])
 def test_settings_that_would_change_the_pixels_are_refused_by_name(key, is_nested):
     part = {"type": "image_url", "image_url": {"url": URL} | ({key: 7} if is_nested else {})}
-    with pytest.raises(MediaError, match=f"m: {key} is not possible: use detail, fps or num_frames"):
+    with pytest.raises(MediaError, match=f"m: {key} is not possible: use detail"):
         media_part(part if is_nested else part | {key: 7}, "m")
 
 

@@ -1,6 +1,8 @@
 """Clients share a capacity by turns, and one cannot keep the others out."""
 
 import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -50,7 +52,8 @@ def test_requests_of_a_client_are_served_in_order_and_small_ones_do_not_overtake
         assert requests.order == ["first"]
         await requests.end("first")
         assert requests.order == ["first", "all"]
-        assert requests.capacity.used == 10
+        # More than half is counted as half.
+        assert requests.capacity.used == 5
         await requests.end("all")
         assert requests.order == ["first", "all", "small"]
         await asyncio.gather(*tasks)
@@ -61,9 +64,7 @@ def test_requests_of_a_client_are_served_in_order_and_small_ones_do_not_overtake
 def test_clients_take_turns():
     async def test(requests):
         await requests.ask("a", "a1")
-        tasks = [
-            await requests.ask(*each) for each in (("a", "a2"), ("a", "a3"), ("b", "b1"), ("c", "c1"), ("b", "b2"))
-        ]
+        tasks = [await requests.ask(name[0], name) for name in ("a2", "a3", "b1", "c1", "b2")]
         for _ in tasks:
             await requests.end(requests.order[-1])
         assert requests.order == ["a1", "a2", "b1", "c1", "a3", "b2"]
@@ -88,20 +89,24 @@ def test_a_client_has_at_most_half_however_much_is_free():
     run(test, 3, "a worker")
 
 
-def test_few_wait_and_half_of_them_are_of_one_client():
+def test_where_too_many_wait_the_client_with_most_loses_its_newest():
     async def test(requests):
         await requests.ask("a", "a0")
-        waiting = [await requests.ask("a", "a1"), await requests.ask("a", "a2")]
-        with pytest.raises(ApiError, match="2 requests of this client wait for the lift: try again later") as error:
-            await (await requests.ask("a", "a3"))
-        assert error.value.status_code == 429
-        waiting += [await requests.ask("b", "b1"), await requests.ask("c", "c1")]
+        tasks = {name: await requests.ask(name[0], name) for name in ("a1", "a2", "b1", "a3")}
+        tasks["b2"] = await requests.ask("b", "b2")
         with pytest.raises(ApiError, match="4 requests wait for the lift: try again later") as error:
-            await (await requests.ask("d", "d1"))
+            await tasks.pop("a3")
         assert error.value.status_code == 503
-        for _ in waiting:
+        # Of two with as many, one of them loses its own newest; a third client still gets in.
+        tasks["c1"] = await requests.ask("c", "c1")
+        await settled()
+        refused = [name for name, task in tasks.items() if task.done()]
+        assert refused in (["a2"], ["b2"])
+        with pytest.raises(ApiError):
+            await tasks.pop(refused[0])
+        for _ in tasks:
             await requests.end(requests.order[-1])
-        assert sorted(requests.order) == ["a0", "a1", "a2", "b1", "c1"]
+        assert sorted(requests.order) == sorted(["a0", *tasks])
         await requests.end(requests.order[-1])
         assert requests.capacity.used == 0
 
@@ -123,20 +128,21 @@ def test_none_waits_where_none_may():
 
 def test_cancelled_requests_leave_nothing():
     async def test(requests):
-        await requests.ask("a", "a0", 6)
-        waiting, behind = await requests.ask("b", "b0", 10), await requests.ask("c", "c0", 3)
-        assert requests.order == ["a0"]
+        await requests.ask("a", "a0", 5)
+        await requests.ask("e", "e0", 3)
+        waiting, behind = await requests.ask("b", "b0", 5), await requests.ask("c", "c0", 2)
+        assert requests.order == ["a0", "e0"]
         waiting.cancel()
         await settled()
-        assert requests.order == ["a0", "c0"]
+        assert requests.order == ["a0", "e0", "c0"]
         # Granted and cancelled before it goes on.
-        granted = await requests.ask("d", "d0", 10)
-        requests.shares["c0"].release()
-        requests.shares["a0"].release()
+        granted = await requests.ask("d", "d0", 5)
+        for name in ("c0", "e0", "a0"):
+            requests.shares[name].release()
         granted.cancel()
         await asyncio.gather(waiting, behind, granted, return_exceptions=True)
-        assert (requests.order, requests.capacity.used) == (["a0", "c0"], 0)
-        await requests.ask("a", "a1", 10)
+        assert (requests.order, requests.capacity.used) == (["a0", "e0", "c0"], 0)
+        await requests.ask("a", "a1", 5)
         assert requests.order[-1] == "a1"
 
     run(test, 10, "memory")
@@ -144,14 +150,60 @@ def test_cancelled_requests_leave_nothing():
 
 def test_a_share_is_returned_in_parts_and_once():
     async def test(requests):
-        await requests.ask("a", "a0", 8)
+        await requests.ask("a", "a0", 5)
         share = requests.shares["a0"]
-        share.keep(5)
-        share.keep(7)
-        assert requests.capacity.used == 5
+        share.keep(3)
+        share.keep(4)
+        assert requests.capacity.used == 3
         with share:
             pass
         share.release()
         assert requests.capacity.used == 0
 
     run(test, 10, "memory")
+
+
+def test_what_is_taken_at_once_is_refused_where_it_does_not_fit():
+    async def test(requests):
+        capacity = requests.capacity
+        begin_client("a")
+        share = capacity.take_now(5)
+        with pytest.raises(ApiError, match="this client's requests take too much of the memory") as error:
+            capacity.take_now(1)
+        assert error.value.status_code == 429
+        begin_client("b")
+        capacity.take_now(4)
+        begin_client("c")
+        with pytest.raises(ApiError, match="other requests take too much of the memory") as error:
+            capacity.take_now(2)
+        assert error.value.status_code == 503
+        share.release()
+        capacity.take_now(2)
+        assert capacity.used == 6
+
+    run(test, 10, "the memory")
+
+
+def test_a_turn_lasts_as_long_as_its_thread():
+    """A cancelled request's thread goes on, and nothing else runs meanwhile."""
+
+    async def test(requests):
+        capacity, began, end = requests.capacity, threading.Event(), threading.Event()
+
+        def work():
+            began.set()
+            end.wait()
+
+        with ThreadPoolExecutor(2) as executor:
+            first = asyncio.create_task(capacity.run(executor, work))
+            await asyncio.to_thread(began.wait)
+            second = asyncio.create_task(capacity.run(executor, lambda: "second"))
+            first.cancel()
+            await asyncio.gather(first, return_exceptions=True)
+            assert (capacity.used, second.done()) == (1, False)
+            end.set()
+            assert await second == "second"
+        while capacity.used:
+            await asyncio.sleep(0)
+
+    run(test, 1, "a worker")

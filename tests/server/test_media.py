@@ -408,10 +408,18 @@ def test_memory_is_returned_for_pixels_and_then_for_rows(vision, monkeypatch):
 
     monkeypatch.setattr(media, "encode", watched)
     answered(vision, user(image_part(), TEXT))
-    # 24 rows of 36 numbers in float32 are less than the pixels.
-    assert used == [32 * 48 * 3, 24 * 36 * 4]
+    # Pixels, and 24 rows of 36 numbers in float32.
+    assert used == [32 * 48 * 3 + 24 * 36 * 4, 24 * 36 * 4]
     assert clients == {(None, "127.0.0.1")}
     assert wait_until(lambda: media.memory.used == 0)
+
+
+def test_several_prompts_of_a_request_do_not_wait_for_one_another(vision, monkeypatch):
+    """Each may read what one client may have at a time."""
+    monkeypatch.setattr(vision.serving.media, "_bytes", lambda part: 2**31)
+    talks = [user(image_part(), TEXT), user(image_part(OTHER_PNG), TEXT)]
+    body = {"chat_template_kwargs": {"enable_thinking": False}}
+    assert len(vision.post(f"{CHAT}/batch", messages=talks, **GREEDY, **body).json()["choices"]) == 2
 
 
 def test_many_images_wait_for_the_decoder(vision, monkeypatch):

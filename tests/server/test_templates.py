@@ -168,7 +168,7 @@ def test_processes_are_kept_and_replaced(start):
     assert templates._nursery._socket is successor is not lost
 
 
-def test_renders_beyond_the_waiting_limit_are_429(start):
-    # Half of six run, half of four wait.
-    found = rendered(start(waiting=4), *[None] * 7)
-    assert sorted(isinstance(f, ApiError) and f.status_code for f in found) == [0] * 5 + [429] * 2
+def test_renders_beyond_the_waiting_limit_are_503(start):
+    # Half of six run, four wait.
+    found = rendered(start(waiting=4), *[None] * 9)
+    assert sorted(isinstance(f, ApiError) and f.status_code for f in found) == [0] * 7 + [503] * 2
