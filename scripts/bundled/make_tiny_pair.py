@@ -1,6 +1,6 @@
-"""Makes the bundled pair from nothing: tokenizer, target, regenerated answers, drafter.
+"""Makes the bundled pair from nothing: tokenizer, target, regenerated answers, drafter, the target's MTP head.
 
-    python scripts/bundled/make_tiny_pair.py tokenizer target regenerate drafter polish evaluate
+    python scripts/bundled/make_tiny_pair.py tokenizer target regenerate drafter polish head evaluate compare
 
 Each stage reads what the one before left in --out (default: the package's assets) or --work, so they may also be run
 one by one. Corpus: the running Python's standard library; every twentieth file, by a hash of its name, is held out of
@@ -8,6 +8,7 @@ everything.
 """
 
 import argparse
+import json
 import time
 from functools import partial
 from pathlib import Path
@@ -18,14 +19,23 @@ import numpy as np
 from flax import nnx
 from tokenizers import Tokenizer
 
+from dflash_jax.checkpoint.files import TensorFiles, write_json, write_tensors
 from dflash_jax.checkpoint.load import load_drafter, load_target, save_module
 from dflash_jax.frontend.llm import LLM
 from dflash_jax.models.decoder import Decoder
 from dflash_jax.models.drafter import Drafter
 from dflash_jax.models.families import dflash, qwen3_5
 from dflash_jax.sampling_params import SamplingParams
+from dflash_jax.training import run
+from dflash_jax.training.config import TrainConfig
 from dflash_jax.training.corpus import conversations, standard_library, windows
-from dflash_jax.training.evaluation import held_out_prompts, is_degenerate, measure, with_greedy_drafts
+from dflash_jax.training.evaluation import (
+    acceptance,
+    held_out_prompts,
+    is_degenerate,
+    measure,
+    with_greedy_drafts,
+)
 from dflash_jax.training.language import make_step, next_token_loss
 from dflash_jax.training.losses import Loss, default_gamma
 from dflash_jax.training.optimiser import optimiser
@@ -237,15 +247,19 @@ def stage_drafter(args) -> None:
     train_drafter(args, model, data, args.draft_steps, 4e-3, own=4)
 
 
-def stage_polish(args) -> None:
-    """A second pass at a lower rate, mostly over fresh text of the target's own that does not repeat itself."""
-    regenerate(args, "polish.npz", POLISH_TEMPERATURES, args.seed + 1)
+def lively_text(args) -> dict[str, np.ndarray]:
+    """Tokens and masks of all text of the target's own that does not repeat itself."""
     data = [np.load(args.work / name) for name in ("regenerated.npz", "polish.npz")]
     tokens, mask = (np.concatenate([d[k] for d in data]) for k in ("tokens", "mask"))
     lively = [not is_degenerate(t[m]) for t, m in zip(tokens, mask, strict=True)]
     print(f"{sum(lively)} of {len(lively)} sequences do not repeat themselves", flush=True)
-    model = load_drafter(args.out / "draft")
-    train_drafter(args, model, {"tokens": tokens[lively], "mask": mask[lively]}, args.polish_steps, 1.5e-3, own=6)
+    return {"tokens": tokens[lively], "mask": mask[lively]}
+
+
+def stage_polish(args) -> None:
+    """A second pass at a lower rate, mostly over fresh text of the target's own that does not repeat itself."""
+    regenerate(args, "polish.npz", POLISH_TEMPERATURES, args.seed + 1)
+    train_drafter(args, load_drafter(args.out / "draft"), lively_text(args), args.polish_steps, 1.5e-3, own=6)
 
 
 def train_drafter(args, model, data: dict, count: int, rate: float, own: int) -> None:
@@ -265,6 +279,44 @@ def train_drafter(args, model, data: dict, count: int, rate: float, own: int) ->
     drafter, state = trainers[8].start(model)
     save = partial(save_module, entries=dflash.weight_names(config), raw=DRAFT, directory=args.out / "draft")
     train("drafter", draft_batches(args, data, count, own), step, drafter, state, save)
+
+
+def stage_head(args) -> None:
+    """The target's MTP head by `train fit --mtp`, on the drafter's data; it joins the target's checkpoint."""
+    path, data = args.work / "head.jsonl", lively_text(args)
+    written = next(windows(token_stream(standard_library()[0], args), SEQUENCE - 1, len(data["tokens"]), 1, args.seed))
+    masks = np.concatenate([data["mask"], np.ones(written.shape, bool)])
+    with path.open("w", encoding="utf-8") as file:
+        for tokens, mask in zip(np.concatenate([data["tokens"], written]), masks, strict=True):
+            line = {"prompt_ids": tokens[~mask].tolist(), "response_ids": tokens[mask].tolist()}
+            file.write(json.dumps(line) + "\n")
+    config = TrainConfig(
+        target=str(args.out / "target"),
+        mtp=True,
+        data=(str(path),),
+        output=str(args.work / "head"),
+        sequence_length=2 * SEQUENCE,
+        rows=8,
+        anchors=SEQUENCE,
+        steps=args.head_steps,
+        loss="kl",
+        optimizer="muon",
+        learning_rate=4e-3,
+        seed=args.seed,
+        save_every=100,
+    )
+    run.fit(config, partial(print, flush=True))
+    join_head(args.out / "target", config.directory / "draft")
+
+
+def join_head(target: Path, head: Path) -> None:
+    """Adds the tensors of an MTP head to the checkpoint of its target, in place of an earlier head's."""
+    checkpoint, trained = TensorFiles(target), TensorFiles(head)
+    tensors = {n: np.array(checkpoint.read(n)) for n in checkpoint if not n.startswith("mtp.")}
+    tensors |= {n: np.array(trained.read(n)) for n in trained if n.startswith("mtp.")}
+    write_tensors(target, tensors)
+    raw = json.loads((target / "config.json").read_text(encoding="utf-8"))
+    write_json(target / "config.json", raw | {"mtp_num_hidden_layers": 1})
 
 
 def stage_evaluate(args) -> None:
@@ -287,13 +339,42 @@ def stage_evaluate(args) -> None:
         print(f"temperature {temperature} block 16, greedy drafts {measure(llm, prompts, params, 16)}", flush=True)
 
 
+def stage_compare(args) -> None:
+    """Acceptance lengths of drafter and head on the same held-out prompts in blocks of the same sizes, as JSON."""
+    directory, rows = args.out / "target", []
+    llms = {"dflash": LLM(directory, args.out / "draft"), "mtp": LLM(directory, "mtp")}
+    streams = [llms["mtp"].encode(d.text) for d in standard_library()[1]]
+    prompts = {
+        0.0: held_out_prompts(streams, 96, 512, args.seed + 1),
+        0.7: held_out_prompts(streams, 96, 64, args.seed),
+        1.0: held_out_prompts(streams, 96, 64, args.seed),
+    }
+    for temperature, chosen in prompts.items():
+        params = SamplingParams(temperature=temperature, max_tokens=128, seed=args.seed)
+        for block in (2, 4, 8):
+            texts = []
+            for name, llm in llms.items():
+                completions = llm.generate(chosen, params, block)
+                texts.append([c.token_ids for c in completions])
+                row = {"drafter": name, "temperature": temperature, "block_size": block, "prompts": len(chosen)}
+                each = {"lively": acceptance(completions), "all": acceptance(completions, keep_all=True)}
+                rows.append(row | {kind: vars(value) for kind, value in each.items()})
+                print(rows[-1], flush=True)
+            assert texts[0] == texts[1], "the text depends on the drafter"
+    path = args.work / "acceptance.json"
+    path.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    print(f"written to {path}", flush=True)
+
+
 STAGES = {
     "tokenizer": stage_tokenizer,
     "target": stage_target,
     "regenerate": stage_regenerate,
     "drafter": stage_drafter,
     "polish": stage_polish,
+    "head": stage_head,
     "evaluate": stage_evaluate,
+    "compare": stage_compare,
 }
 
 
@@ -309,6 +390,7 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=2048, help="to regenerate")
     parser.add_argument("--draft-steps", type=int, default=3000)
     parser.add_argument("--polish-steps", type=int, default=1500)
+    parser.add_argument("--head-steps", type=int, default=1000)
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
     for stage in args.stages:
