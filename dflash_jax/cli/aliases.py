@@ -47,6 +47,18 @@ class _Other(argparse.Action):
             raise InputError(f"{typed} is refused: {self.reason}{hint}")
 
 
+class AddDraft(argparse.Action):
+    """Stores a drafter, and a list where the option is given several times."""
+
+    def __call__(self, parser, namespace, values, option_string=None) -> None:
+        """Stores ``values``, a drafter, behind those given before."""
+        given = getattr(namespace, self.dest, None)
+        if given is None or given is parser.get_default(self.dest):
+            setattr(namespace, self.dest, values)
+        else:
+            setattr(namespace, self.dest, [*(given if isinstance(given, list) else [given]), values])
+
+
 def add_aliases(parser: argparse.ArgumentParser, group=None) -> None:
     """Adds the other names of the options that a parser has, hidden from ``--help``.
 
@@ -68,6 +80,8 @@ def add_aliases(parser: argparse.ArgumentParser, group=None) -> None:
         else:
             action = ours[alias.dest]
             options |= {"type": action.type, "choices": action.choices}
+            if isinstance(action, AddDraft):
+                options |= {"action": AddDraft}
         for name in alias.names:
             if name not in parser._option_string_actions:
                 (group or parser).add_argument(name, **options)

@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from dflash_jax.cli.aliases import add_aliases
+from dflash_jax.cli.aliases import AddDraft, add_aliases
 from dflash_jax.cli.options import Parser, add_hub, add_media, add_platform, program
 from dflash_jax.engine.config import BlockSize
 from dflash_jax.errors import InputError
@@ -50,9 +50,10 @@ def make_parser() -> argparse.ArgumentParser:
     models.add_argument("--target", metavar="PATH|REPO", help="target checkpoint (default: the bundled tiny model)")
     models.add_argument(
         "--draft",
+        action=AddDraft,
         metavar="PATH|REPO|mtp|none",
         default="auto",
-        help="drafter checkpoint; mtp: the target's own MTP head; none decodes plainly",
+        help="drafter checkpoint; mtp: the target's own MTP head; none decodes plainly; repeatable",
     )
     add_hub(models)
     models.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: float32 on CPU, bfloat16 elsewhere")

@@ -24,7 +24,7 @@ from dflash_jax.benchmarking.data import read_tasks
 from dflash_jax.benchmarking.store import beside, read_record, write_record
 from dflash_jax.benchmarking.tables import PLAIN, key, markdown, plot
 from dflash_jax.checkpoint.config_files import find_config
-from dflash_jax.cli.aliases import add_aliases, take_aliases
+from dflash_jax.cli.aliases import AddDraft, add_aliases, take_aliases
 from dflash_jax.cli.arguments import block_size
 from dflash_jax.cli.options import (
     Parser,
@@ -100,7 +100,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="a name of configs/, or a TOML; options override it",
     )
     here.add_argument("--target", metavar="PATH|REPO", help="default: the bundled tiny model")
-    here.add_argument("--draft", metavar="PATH|REPO")
+    here.add_argument("--draft", action=AddDraft, metavar="PATH|REPO|mtp", help="repeatable")
     add_hub(here)
     here.add_argument("--dtype", choices=["float32", "bfloat16"])
     here.add_argument("--quantize", choices=["none", "int8", "fp8"])

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 from difflib import get_close_matches
 
+from dflash_jax.cli.aliases import AddDraft
 from dflash_jax.cli.plan_changes import Change, Request, changes
 from dflash_jax.cli.system_config import System, read_system, repositories, system_of
 from dflash_jax.errors import InputError
@@ -120,7 +121,12 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="DIR|REPO|TOML",
         help="directory with config.json, config.json itself, a Hugging Face repository of configs/, or such a TOML",
     )
-    p.add_argument("--draft", metavar="DIR|REPO|mtp|none", help="default: the config's, or the repository's; else none")
+    p.add_argument(
+        "--draft",
+        action=AddDraft,
+        metavar="DIR|REPO|mtp|none",
+        help="default: the config's, or the repository's; else none",
+    )
     p.add_argument("--mesh", metavar="data=2,tensor=4", help="default: the TOML's for the devices, else tensor=N")
     p.add_argument("--device", choices=DEVICES, help="default: this machine's")
     p.add_argument("--all-devices", action="store_true", help="a table of the devices that --device lists")
@@ -244,6 +250,8 @@ def read_models(args) -> tuple[str, str | None, System | None]:
         raise InputError("no target: give a model, such as qwen3-8b or Qwen/Qwen3-8B, --target or --config")
     draft = args.draft or shapes.get("draft") or options.get("draft")
     target = find_shapes(target, "target")
+    if isinstance(draft, list):
+        raise InputError(f"draft {draft}: plan sizes a system with one drafter")
     if draft in (None, "none", "mtp"):
         return target, target if draft == "mtp" else None, system
     return target, find_shapes(draft, "draft"), system

@@ -77,7 +77,7 @@ def assemble(args, system):
     names = args.served_model_name or [args.target or "dflash-tiny"]
     info = {
         "model_path": str(args.target or "bundled"),
-        "speculative_draft_model_path": str(args.draft),
+        "speculative_draft_model_path": ", ".join(args.draft) if isinstance(args.draft, list) else str(args.draft),
         "speculative_algorithm": llm.drafting_method,
         "speculative_num_draft_tokens": llm.largest_block,
         "block_size": llm.block_size,

@@ -7,7 +7,7 @@ import re
 import sys
 
 from dflash_jax.aliases import json_object
-from dflash_jax.cli.aliases import add_others
+from dflash_jax.cli.aliases import AddDraft, add_others
 from dflash_jax.cli.arguments import block_size
 from dflash_jax.cli.options import Parser, add_hub, add_media, add_platform, program, with_config
 from dflash_jax.errors import InputError
@@ -104,9 +104,10 @@ def make_parser() -> argparse.ArgumentParser:
     models.add_argument("--target", metavar="PATH|REPO", help="target checkpoint (default: the bundled tiny model)")
     models.add_argument(
         "--draft",
+        action=AddDraft,
         metavar="PATH|REPO|mtp|none",
         default="auto",
-        help="drafter; mtp: the target's own MTP head; none decodes plainly",
+        help="drafter; mtp: the target's own MTP head; none decodes plainly; repeatable",
     )
     add_hub(models)
     models.add_argument("--dtype", help="float32 or bfloat16 (default: float32 on CPU, bfloat16 elsewhere)")

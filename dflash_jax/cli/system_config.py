@@ -9,7 +9,7 @@ from dflash_jax.parallel.devices import check_meshes, mesh_for
 
 OPTIONS = {
     "target": str,
-    "draft": str,
+    "draft": (str, list),
     "dtype": str,
     "quantize": str,
     "block_size": (int, str),

@@ -36,14 +36,14 @@ class Settings:
         aligned: Whether blocks start at multiples of ``block_size`` (the reproducible mode; see `speculative`).
         top_logprobs: Most likely tokens whose log-probabilities are recorded at each position; -1 records none at all.
         draft_window: The part of the context that the drafter sees.
-        drafting: False leaves the drafter and its cache out.
+        drafter: Which drafter proposes, of several; None leaves all of them and their caches out.
     """
 
     block_size: int = 16
     aligned: bool = False
     top_logprobs: int = -1
     draft_window: DraftWindow = NO_WINDOW
-    drafting: bool = True
+    drafter: int | None = 0
 
 
 PLAIN_SETTINGS = Settings()

@@ -23,7 +23,7 @@ from dflash_jax.decoding.sampling import Logprobs, add_noise, process_logits
 from dflash_jax.decoding.state import PLAIN_SETTINGS, DecodeState, Settings, put_slots, take_slots
 from dflash_jax.models.cache import Record
 from dflash_jax.models.decoder import Decoder
-from dflash_jax.models.drafting import Drafting
+from dflash_jax.models.drafting import Drafting, proposing
 from dflash_jax.parallel.sharding import DATA
 
 T = TypeVar("T")
@@ -190,7 +190,7 @@ def decode(
     Returns:
         The state, and a report.
     """
-    drafter = drafter if settings.drafting else None
+    drafter = proposing(drafter, settings.drafter)
     before = _take(target, state, slots, block_sizes, settings.block_size)
     after = speculative.decode(target, drafter, before, rounds, REPORT_SIZE, settings)
     result = report(before, after, max(REPORT_SIZE, settings.block_size))
@@ -207,7 +207,7 @@ def propose(
     settings: Settings,
 ) -> Int[Array, "B T"]:
     """`speculative.next_block` of some slots, int [B, T]. Arguments as in `decode`."""
-    drafter = drafter if settings.drafting else None
+    drafter = proposing(drafter, settings.drafter)
     part = _take(target, state, slots, block_sizes)
     return gather_batch(speculative.next_block(target, drafter, part, settings))
 
@@ -223,7 +223,7 @@ def verify(
     settings: Settings,
 ) -> Verified:
     """`speculative.verify` of some slots' ``block`` int [B, T]. Other arguments as in `decode`."""
-    drafter = drafter if settings.drafting else None
+    drafter = proposing(drafter, settings.drafter)
     part = _take(target, state, slots, block_sizes)
     return speculative.verify(target, part, block, drafter.taps if drafter is not None else ())
 
@@ -256,7 +256,7 @@ def finish(
     Returns:
         The state, and a report.
     """
-    drafter = drafter if settings.drafting else None
+    drafter = proposing(drafter, settings.drafter)
     before, (logits, features, record) = _take(target, state, slots, block_sizes), verified
     decided = speculative.decide(before, block, logits, mask)
     after = speculative.commit(target, drafter, before, decided, block, features, record, settings)

@@ -1,10 +1,45 @@
 """Configuration of an engine."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 # Tokens that a round may yield; "auto" leaves the choice to the engine.
 BlockSize = int | Literal["auto"]
+
+
+class RoundSpec(NamedTuple):
+    """What a round is compiled for.
+
+    Attributes:
+        block_size: Tokens that it may yield: the draft length + 1; 1 is plain decoding.
+        drafter: Which drafter proposes, of several. None leaves all drafters out: their contexts then start anew where
+            drafting resumes.
+    """
+
+    block_size: int
+    drafter: int | None = 0
+
+    def __str__(self) -> str:
+        """The block size, 0 without drafters; then a colon and the drafter, where that is not the first."""
+        if self.drafter is None:
+            return "0"
+        return f"{self.block_size}:{self.drafter}" if self.drafter else str(self.block_size)
+
+
+# Plain decoding that does not update the drafters' contexts.
+NO_DRAFTER = RoundSpec(1, None)
+
+
+def round_specs(*block_sizes: Sequence[int]) -> tuple[RoundSpec, ...]:
+    """The rounds of drafters, plain ones first, then ascending by block size.
+
+    Args:
+        block_sizes: Of each drafter, its block sizes; 1 is implied.
+    """
+    drafting = [RoundSpec(size, i) for i, sizes in enumerate(block_sizes) for size in sizes if size > 1]
+    return (NO_DRAFTER, RoundSpec(1), *sorted(drafting)) if drafting else (RoundSpec(1),)
+
 
 PREFILL_SIZES = (16, 64, 256, 1024)
 # On a GPU a chunk of 1,024 tokens takes hardly longer than one of 16, since both read every expert; where a kernel
@@ -54,8 +89,7 @@ class EngineConfig:
     """How an engine is set up.
 
     Attributes:
-        block_sizes: Block sizes (draft length + 1) that rounds are compiled for, ascending, from 1; the drafter's own
-            block at most.
+        rounds: What rounds are compiled for, as `round_specs` orders them.
         prefill_sizes: Tokens of a prompt that a prefill program takes, ascending.
         prefill_padding: The largest share of a prefill program that may be padding.
         prefill_batch_tokens: Tokens of a program that takes several prompts of a data shard, at most.
@@ -71,7 +105,7 @@ class EngineConfig:
         media: Whether requests may have images and videos; likewise.
     """
 
-    block_sizes: tuple[int, ...] = (1,)
+    rounds: tuple[RoundSpec, ...] = (RoundSpec(1),)
     prefill_sizes: tuple[int, ...] = PREFILL_SIZES
     prefill_padding: float = 0.5
     prefill_batch_tokens: int = 0
@@ -84,6 +118,17 @@ class EngineConfig:
     adaptive: bool = True
     masks: bool = False
     media: bool = False
+
+    @property
+    def largest_block(self) -> int:
+        """The largest block size; 1 without a drafter."""
+        return self.rounds[-1].block_size
+
+    @property
+    def masked_rounds(self) -> tuple[RoundSpec, ...]:
+        """The rounds that are compiled for masks: plain decoding, and each drafter's largest block."""
+        largest = {spec.drafter: spec for spec in self.rounds if spec.block_size > 1}
+        return (RoundSpec(1), *sorted(largest.values()))
 
     def prefill_batch(self, size: int) -> int:
         """Prompts of a data shard that a program of ``size`` tokens takes at most."""

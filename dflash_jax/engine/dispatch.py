@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from dflash_jax.decoding.sampling import Logprobs
+from dflash_jax.engine.config import RoundSpec
 from dflash_jax.engine.request import Request
 
 
@@ -19,15 +20,14 @@ class Dispatch:
         slots: The batch: slots that take part.
         block_sizes: Tokens that a round of each slot may yield.
         rounds: Rounds at most.
-        block_size: The compiled block size; NO_DRAFTER (0) is plain decoding that does not update the drafter's
-            context.
+        spec: What the rounds are compiled for.
         batch_size: The compiled batch size of a data shard; each has at most as many of the slots.
     """
 
     slots: tuple[int, ...]
     block_sizes: tuple[int, ...]
     rounds: int
-    block_size: int
+    spec: RoundSpec
     batch_size: int
 
 

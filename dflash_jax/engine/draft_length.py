@@ -1,25 +1,29 @@
-"""How many tokens to draft: the choice that `block_size="auto"` makes for each dispatch.
+"""How many tokens to draft, and with which drafter: the choice that `block_size="auto"` makes for each dispatch.
 
-The choice is made among compiled block sizes; a block of size b is the draft length b - 1 plus the target's own token.
-The policy takes the block size with the most expected tokens per second,
+The choice is made among compiled rounds, each a block size and a drafter (`RoundSpec`); a block of size b is the draft
+length b - 1 plus the target's own token. The policy takes the round with the most expected tokens per second,
 
-    sum over sequences of (1 + p + p² + … + p^(b - 1)) / seconds of a round at this block and batch size,
+    sum over sequences of (1 + p + p² + … + p^(b - 1)) / seconds of such a round at this batch size,
 
-where p is the sequence's recent rate of accepted drafts. At first p is the rate on record for the drafter, and the
-seconds are predicted (`engine.round_costs`); both are then measured, with the drafter's part and the update of its
-context included. A block of size 1 is plain decoding, which says nothing about p: from time to time, for at most a
-fiftieth of the time, another block size is tried where it could be faster. A compiled block size whose prediction may
-be too high is tried at once; one that is not compiled is tried after a while, since its compilation is waited for.
+where p is the rate at which the sequence recently accepted drafts of this drafter. At first p is the rate on record for
+the drafter, and the seconds are predicted (`engine.round_costs`); both are then measured, with the drafter's part and
+the update of all contexts included. A round says little about the p of other drafters, and plain decoding (b = 1)
+nothing about any: from time to time, for at most a fiftieth of the time, other rounds are tried where they could be
+faster. A compiled round whose prediction may be too high is tried at once; one that is not compiled is tried after a
+while, since its compilation is waited for.
 
-Where no draft could pay off even at the best recent acceptance, plain decoding runs without the drafter (block size
-`NO_DRAFTER`); its context then starts anew where drafting resumes. At long intervals the context is kept up for a
-while nevertheless, so that acceptance can be measured again.
+Where no draft could pay off even at the best recent acceptance, plain decoding runs without drafters (`NO_DRAFTER`);
+their contexts then start anew where drafting resumes. At long intervals the contexts are kept up for a while
+nevertheless, so that acceptance can be measured again.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from math import log
+from types import MappingProxyType
+
+from dflash_jax.engine.config import NO_DRAFTER, RoundSpec
 
 # Weight of a new measurement of seconds in their moving average.
 SECONDS_WEIGHT = 0.25
@@ -37,13 +41,13 @@ RETRY_S = 60.0
 PREDICTION_ERROR = 5.0
 # The rate of a drafter without a record, and the rounds that the rate on record counts for.
 USUAL_RATE, RECORD_ROUNDS = 0.7, 6.0
+# What rounds with one drafter count for the rate of another one.
+OTHERS_WEIGHT = 0.25
 # How fast the best recent acceptance follows a sequence that is better, and one that is worse.
 RISE, FALL = 0.5, 0.02
 # Without the drafter: seconds of decoding between two measurements of acceptance, and of these, seconds of keeping up
 # the drafter's context and of drafting.
 PROBE_EVERY_S, PROBE_CONTEXT_S, PROBE_DRAFT_S = 25.0, 0.5, 0.25
-# The block size of plain decoding without the drafter.
-NO_DRAFTER = 0
 
 
 @dataclass
@@ -69,6 +73,40 @@ class Acceptance:
         return min(accepted / (accepted + rejected), 0.999)
 
 
+# Acceptance of one sequence, by drafter.
+Acceptances = MutableMapping[int, Acceptance]
+
+
+@dataclass
+class DrafterRecord:
+    """What is known of a drafter.
+
+    Attributes:
+        overall: Acceptance of all requests together.
+        best_rate: The best recent acceptance rate of a sequence.
+    """
+
+    overall: Acceptance
+    best_rate: float
+
+    @classmethod
+    def of_rate(cls, rate: float) -> "DrafterRecord":
+        """The record of a drafter whose acceptance rate is ``rate``."""
+        # Some texts are easier than the mean: half of the rejections on record.
+        return cls(Acceptance(RECORD_ROUNDS * rate / (1 - rate), RECORD_ROUNDS), (1 + rate) / 2)
+
+    @property
+    def prior(self) -> float:
+        """The acceptance rate of all requests together."""
+        return self.overall.accepted / (self.overall.accepted + self.overall.rejected)
+
+    @property
+    def odds(self) -> float:
+        """The odds of `prior`, which are neither 0 nor infinite."""
+        rate = min(max(self.prior, 0.001), 0.999)
+        return rate / (1 - rate)
+
+
 def expected_tokens(rate: float, block_size: int) -> float:
     """Expected tokens per round."""
     return (1 - rate**block_size) / (1 - rate)
@@ -84,41 +122,39 @@ def rate_of(acceptance_length: float, block_size: int) -> float:
 
 
 class DraftLengthPolicy:
-    """Chooses block sizes by cost and acceptance.
+    """Chooses block sizes and drafters by cost and acceptance.
 
     Args:
-        block_sizes: Block sizes that may be compiled, ascending, from 1.
-        predict: The cost of a round in any unit, by batch size and block size; by default the same for all.
-        rate: The acceptance rate on record for the drafter.
+        rounds: What may be compiled, as `round_specs` orders it.
+        predict: The cost of a round in any unit, by batch size and `RoundSpec`; by default the same for all.
+        rates: The acceptance rate on record for each drafter; by default the usual one.
 
     Attributes:
-        block_sizes: As given.
-        seconds: Moving average of the seconds of a round, by (batch size, block size).
-        overall: Acceptance of all requests together.
-        best_rate: The best recent acceptance rate of a sequence.
+        rounds: As given.
+        seconds: Moving average of the seconds of a round, by (batch size, `RoundSpec`).
+        drafters: What is known of each drafter.
     """
 
     def __init__(
         self,
-        block_sizes: Sequence[int],
-        predict: Callable[[int, int], float] = lambda batch_size, block_size: 1.0,
-        rate: float = USUAL_RATE,
+        rounds: Sequence[RoundSpec],
+        predict: Callable[[int, RoundSpec], float] = lambda batch_size, spec: 1.0,
+        rates: Mapping[int, float] = MappingProxyType({}),
     ):
-        self.block_sizes, self._predict = tuple(block_sizes), predict
-        self.seconds: dict[tuple[int, int], float] = {}
-        self.overall = Acceptance(RECORD_ROUNDS * rate / (1 - rate), RECORD_ROUNDS)
-        # Some texts are easier than the mean: half of the rejections on record.
-        self.best_rate = (1 + rate) / 2
-        # Seconds of rounds so far, their value when a block size was last in use, and when one was last compiled.
+        self.rounds, self._predict = tuple(rounds), predict
+        self.seconds: dict[tuple[int, RoundSpec], float] = {}
+        drafters = sorted({spec.drafter for spec in rounds if spec.drafter is not None})
+        self.drafters = {i: DrafterRecord.of_rate(rates.get(i, USUAL_RATE)) for i in drafters}
+        # Seconds of rounds so far, their value when a round was last in use, and when one was last compiled.
         self._spent = self._explored = 0.0
-        self._tried: dict[int, float] = {}
+        self._tried: dict[RoundSpec, float] = {}
         self._runs: Counter = Counter()
-        # By (batch size, block size): seconds of all rounds at its last measurement.
-        self._measured: dict[tuple[int, int], float] = {}
+        # By (batch size, rounds): seconds of all rounds at its last measurement.
+        self._measured: dict[tuple[int, RoundSpec], float] = {}
 
-    def observe_seconds(self, batch_size: int, block_size: int, seconds: float, rounds: int = 1) -> None:
+    def observe_seconds(self, batch_size: int, spec: RoundSpec, seconds: float, rounds: int = 1) -> None:
         """Adds a measurement: ``rounds`` rounds took ``seconds`` each."""
-        key, seconds = (batch_size, block_size), max(seconds, 1e-6)
+        key, seconds = (batch_size, spec), max(seconds, 1e-6)
         self._runs[key] += 1
         self._spent += seconds * rounds
         # The first run of a program is slower than later ones, and what was measured long ago counts no more.
@@ -127,25 +163,35 @@ class DraftLengthPolicy:
         old = self.seconds.get(key, seconds) if is_recent else seconds
         self.seconds[key] = old + SECONDS_WEIGHT * (seconds - old)
 
-    def observe_round(self, acceptance: Acceptance, yielded: int, block_size: int) -> None:
-        """Adds a round of the sequence with this ``acceptance``."""
-        if block_size > 1:
-            acceptance.observe(yielded, block_size)
-            self.overall.observe(yielded, block_size, OVERALL_DECAY)
-            gain = acceptance.rate(self.prior()) - self.best_rate
-            self.best_rate += (RISE if gain > 0 else FALL) * gain
+    def observe_round(self, acceptances: Acceptances, yielded: int, spec: RoundSpec) -> None:
+        """Adds a round of the sequence with these ``acceptances``."""
+        if spec.block_size > 1 and spec.drafter is not None:
+            acceptance, drafter = acceptances.setdefault(spec.drafter, Acceptance()), self.drafters[spec.drafter]
+            acceptance.observe(yielded, spec.block_size)
+            drafter.overall.observe(yielded, spec.block_size, OVERALL_DECAY)
+            gain = acceptance.rate(drafter.prior) - drafter.best_rate
+            drafter.best_rate += (RISE if gain > 0 else FALL) * gain
 
-    def prior(self) -> float:
-        """The acceptance rate of all requests together."""
-        return self.overall.accepted / (self.overall.accepted + self.overall.rejected)
+    def _rate(self, drafter: int, acceptances: Mapping[int, Acceptance]) -> float:
+        """The rate at which a sequence accepts drafts of a drafter.
 
-    def cost(self, batch_size: int, block_size: int) -> float | None:
+        A text that is easy or hard for one drafter is so for others: their rounds count, too, with the odds of
+        acceptance scaled by how the drafters compare on all requests.
+        """
+        total = Acceptance()
+        for other, seen in acceptances.items():
+            weight = 1.0 if other == drafter else OTHERS_WEIGHT
+            total.accepted += weight * seen.accepted * self.drafters[drafter].odds / self.drafters[other].odds
+            total.rejected += weight * seen.rejected
+        return total.rate(self.drafters[drafter].prior)
+
+    def cost(self, batch_size: int, spec: RoundSpec) -> float | None:
         """Seconds of a round: measured, or predicted from the measured round of the nearest predicted cost.
 
         Returns:
             None where no round was measured.
         """
-        key = batch_size, block_size
+        key = batch_size, spec
         if key in self.seconds or not self.seconds:
             return self.seconds.get(key)
         # Other threads read costs, too.
@@ -153,112 +199,129 @@ class DraftLengthPolicy:
         nearest = min(ratios, key=lambda known: abs(log(ratios[known])))
         return ratios[nearest] * self.seconds[nearest]
 
-    def estimate(self, batch_size: int, block_size: int) -> float:
+    def estimate(self, batch_size: int, spec: RoundSpec) -> float:
         """The `cost`; while nothing is measured, the predicted one, in another unit."""
-        return self.cost(batch_size, block_size) or self._predict(batch_size, block_size)
+        return self.cost(batch_size, spec) or self._predict(batch_size, spec)
 
-    def _costs(self, batch_size: int, block_sizes: Sequence[int]) -> dict[int, float]:
-        return {b: self.estimate(batch_size, b) for b in block_sizes}
+    def _costs(self, batch_size: int, rounds: Sequence[RoundSpec]) -> dict[RoundSpec, float]:
+        return {spec: self.estimate(batch_size, spec) for spec in rounds}
 
-    def _cannot_pay(self, costs: dict[int, float]) -> bool:
-        """Whether no drafting block size is faster than plain decoding even at the best recent acceptance."""
-        plain = min(cost for b, cost in costs.items() if b <= 1)
-        return all(expected_tokens(self.best_rate, b) * plain < cost for b, cost in costs.items() if b > 1)
+    def _tokens(self, spec: RoundSpec, rate: Callable[[DrafterRecord], float]) -> float:
+        """Expected tokens per round; ``rate``: the acceptance rate, from what is known of the drafter."""
+        return 1.0 if spec.drafter is None else expected_tokens(rate(self.drafters[spec.drafter]), spec.block_size)
 
-    def favoured_draft(self, batch_size: int) -> int:
-        """The block size greater than 1 with the most expected tokens per second; 1 where none is compiled."""
-        costs, rate = self._costs(batch_size, [b for b in self.block_sizes if b > 1]), self.prior()
-        return max(costs, key=lambda b: expected_tokens(rate, b) / costs[b], default=1)
+    def _cannot_pay(self, costs: dict[RoundSpec, float]) -> bool:
+        """Whether no drafting round is faster than plain decoding even at the best recent acceptance."""
+        plain = min(cost for spec, cost in costs.items() if spec.block_size == 1)
+        return all(
+            self._tokens(spec, lambda drafter: drafter.best_rate) * plain < cost
+            for spec, cost in costs.items()
+            if spec.block_size > 1
+        )
+
+    def favoured_draft(self, batch_size: int) -> RoundSpec:
+        """The drafting round with the most expected tokens per second; a plain one where none is compiled."""
+        costs = self._costs(batch_size, [spec for spec in self.rounds if spec.block_size > 1])
+
+        def speed(spec: RoundSpec) -> float:
+            return self._tokens(spec, lambda drafter: drafter.prior) / costs[spec]
+
+        return max(costs, key=speed, default=RoundSpec(1))
 
     def why_plain(self, batch_size: int) -> str | None:
         """Why a batch of new sequences is decoded plainly: a sentence; None where it drafts."""
-        block_size = self.favoured_draft(batch_size)
-        costs = self._costs(batch_size, (NO_DRAFTER, 1, block_size))
-        ratio, tokens = costs[block_size] / min(costs[NO_DRAFTER], costs[1]), expected_tokens(self.prior(), block_size)
-        if block_size == 1 or tokens > ratio:
+        spec = self.favoured_draft(batch_size)
+        plain = [each for each in self.rounds if each.block_size == 1]
+        costs = self._costs(batch_size, (*plain, spec))
+        ratio = costs[spec] / min(costs[each] for each in plain)
+        tokens = self._tokens(spec, lambda drafter: drafter.prior)
+        if spec.block_size == 1 or tokens > ratio:
             return None
-        is_plain_measured = (batch_size, 1) in self.seconds or (batch_size, NO_DRAFTER) in self.seconds
-        is_measured = is_plain_measured and (batch_size, block_size) in self.seconds
+        is_plain_measured = any((batch_size, each) in self.seconds for each in plain)
+        is_measured = is_plain_measured and (batch_size, spec) in self.seconds
         how = "takes" if is_measured else "is predicted to take"
         return (
-            f"a round of {block_size} {how} {ratio:.1f} times as long as one of plain decoding, "
+            f"a round of {spec.block_size} {how} {ratio:.1f} times as long as one of plain decoding, "
             f"and yields about {tokens:.1f} tokens"
         )
 
     def choose(
         self,
         batch_size: int,
-        acceptances: Sequence[Acceptance],
-        allowed: Sequence[int] | None = None,
-        is_compiled: Callable[[int, int], bool] = lambda batch_size, block_size: True,
+        acceptances: Sequence[Mapping[int, Acceptance]],
+        allowed: Sequence[RoundSpec] | None = None,
+        is_compiled: Callable[[int, RoundSpec], bool] = lambda batch_size, spec: True,
         patience: float = 0.0,
-    ) -> int:
-        """The block size of a dispatch.
+    ) -> RoundSpec:
+        """The rounds of a dispatch.
 
         Args:
             batch_size: Compiled batch size.
             acceptances: Those of the sequences of the batch.
-            allowed: Block sizes to choose from, NO_DRAFTER among them where plain decoding may leave the drafter out;
-                None: all, with NO_DRAFTER where there is a drafter.
-            is_compiled: Whether (batch size, block size) is compiled.
-            patience: A block size that is not compiled is tried after as many seconds of decoding since the last
-                trial; the time of several compilations, say.
+            allowed: Rounds to choose from, in the order of `rounds`, NO_DRAFTER among them where plain decoding may
+                leave the drafters out; None: all.
+            is_compiled: Whether (batch size, rounds) is compiled.
+            patience: What is not compiled is tried after as many seconds of decoding since the last trial; the time of
+                several compilations, say.
 
         Returns:
             One of ``allowed``.
         """
-        if allowed is None:
-            allowed = (NO_DRAFTER, *self.block_sizes) if self.block_sizes[-1] > 1 else self.block_sizes
+        allowed = self.rounds if allowed is None else allowed
         costs = self._costs(batch_size, allowed)
-        plain, drafting = [b for b in allowed if b <= 1], [b for b in allowed if b > 1]
+        plain = [spec for spec in allowed if spec.block_size == 1]
+        drafting = [spec for spec in allowed if spec.block_size > 1]
         if not drafting:
-            return min(plain)
-        prior, is_patient = self.prior(), self._spent - self._explored > patience
-        rates = [a.rate(prior) for a in acceptances]
+            return plain[0]
+        is_patient = self._spent - self._explored > patience
+        rates = {drafter: [self._rate(drafter, each) for each in acceptances] for drafter in self.drafters}
 
-        def compiled(block_size: int) -> bool:
-            return is_compiled(batch_size, block_size)
+        def compiled(spec: RoundSpec) -> bool:
+            return is_compiled(batch_size, spec)
 
-        def is_measured(block_size: int) -> bool:
-            return self._runs[batch_size, block_size] >= 2
+        def is_measured(spec: RoundSpec) -> bool:
+            return self._runs[batch_size, spec] >= 2
 
-        def speed(block_size: int) -> float:
+        def tokens(spec: RoundSpec, least: float = 0.0) -> float:
+            """Expected tokens of all sequences per round, at rates of at least ``least``."""
+            if spec.drafter is None or spec.block_size == 1:
+                return float(len(acceptances))
+            return sum(expected_tokens(max(rate, least), spec.block_size) for rate in rates[spec.drafter])
+
+        def speed(spec: RoundSpec) -> float:
             """Expected tokens per second."""
-            return sum(expected_tokens(r, max(block_size, 1)) for r in rates) / costs[block_size]
+            return tokens(spec) / costs[spec]
 
-        def optimistic(block_size: int) -> float:
+        def optimistic(spec: RoundSpec) -> float:
             """`speed` with a good drafter, or of plain decoding with half the cost; predictions may be too high."""
-            if block_size <= 1:
-                result = 2 * speed(block_size)
-            else:
-                result = sum(expected_tokens(max(r, OPTIMISTIC_RATE), block_size) for r in rates) / costs[block_size]
-            return result if is_measured(block_size) else PREDICTION_ERROR * result
+            result = 2 * speed(spec) if spec.block_size == 1 else tokens(spec, OPTIMISTIC_RATE) / costs[spec]
+            return result if is_measured(spec) else PREDICTION_ERROR * result
 
-        # Plain decoding that keeps up the drafter's context, so that drafting can resume, or that which is compiled.
-        plain_candidate = plain and max(plain, key=lambda b: (compiled(b) or is_patient, b))
+        # Plain decoding that keeps up the drafters' contexts, so that drafting can resume, or that which is compiled.
+        plain_candidate = plain and max(plain, key=lambda spec: (compiled(spec) or is_patient, spec != NO_DRAFTER))
         candidates = [plain_candidate, *drafting] if plain else drafting
-        ready = [b for b in candidates if compiled(b)]
+        ready = [spec for spec in candidates if compiled(spec)]
         best = max(ready or candidates, key=speed)
         self._tried[best] = self._spent
 
-        def idle_s(block_size: int) -> float:
-            return self._spent - self._tried.get(block_size, 0.0)
+        def idle_s(spec: RoundSpec) -> float:
+            return self._spent - self._tried.get(spec, 0.0)
 
-        others = [b for b in candidates if b != best and (optimistic(b) > speed(best) or idle_s(b) > RETRY_S)]
-        unmeasured = [b for b in others if compiled(b) and not is_measured(b)]
-        if unmeasured and any(is_measured(b) for b in (plain if best <= 1 else [best])):
+        others = [s for s in candidates if s != best and (optimistic(s) > speed(best) or idle_s(s) > RETRY_S)]
+        unmeasured = [spec for spec in others if compiled(spec) and not is_measured(spec)]
+        if unmeasured and any(is_measured(spec) for spec in (plain if best.block_size == 1 else [best])):
             return max(unmeasured, key=optimistic)
-        if best <= 1 and NO_DRAFTER in allowed and self._cannot_pay(costs):
+        if best.block_size == 1 and NO_DRAFTER in allowed and self._cannot_pay(costs):
             probing = self._spent % PROBE_EVERY_S - (PROBE_EVERY_S - PROBE_CONTEXT_S - PROBE_DRAFT_S)
             if probing < 0:
                 return NO_DRAFTER
-            return max(plain) if probing < PROBE_CONTEXT_S else max(drafting, key=optimistic)
+            return plain[-1] if probing < PROBE_CONTEXT_S else max(drafting, key=optimistic)
         share = TRIAL_SHARE / max(len(others), 1)
         trials = [
-            b
-            for b in others
-            if (compiled(b) and share * idle_s(b) > max(TRIAL_ROUNDS * costs[b], TRIAL_S))
-            or (not compiled(b) and is_patient)
+            spec
+            for spec in others
+            if (compiled(spec) and share * idle_s(spec) > max(TRIAL_ROUNDS * costs[spec], TRIAL_S))
+            or (not compiled(spec) and is_patient)
         ]
         if not trials:
             return best

@@ -7,7 +7,7 @@ import time
 from collections import Counter, deque
 from dataclasses import replace
 
-from dflash_jax.engine.config import EngineConfig
+from dflash_jax.engine.config import EngineConfig, RoundSpec
 from dflash_jax.engine.dispatch import Dispatch, Outcome, StepTicket
 from dflash_jax.engine.draft_length import DraftLengthPolicy
 from dflash_jax.engine.limits import RequestLimits
@@ -41,23 +41,23 @@ class Engine:
     Args:
         runner: The device's work.
         config: How the engine is set up.
-        policy: Chooses block sizes; None: one that predicts the same cost for all.
+        policy: Chooses block sizes and drafters; None: one that predicts the same cost for all.
 
     Attributes:
         runner: The device's work.
         config: How the engine is set up.
         limits: What a request may ask for.
         prefix_cache: Prefixes of earlier prompts.
-        policy: Chooses block sizes.
+        policy: Chooses block sizes and drafters.
         statistics: Totals since the engine was made.
         failure: Why the device failed; None while it works.
     """
 
     def __init__(self, runner: ModelRunner, config: EngineConfig, policy: DraftLengthPolicy | None = None):
         self.runner, self.config = runner, config
-        self.limits = RequestLimits(runner.capacity, config.block_sizes[-1])
+        self.limits = RequestLimits(runner.capacity, config.largest_block)
         self.prefix_cache = PrefixCache(config.prefix_bytes, config.prefix_host_bytes, runner.host_copies())
-        self.policy = policy or DraftLengthPolicy(config.block_sizes)
+        self.policy = policy or DraftLengthPolicy(config.rounds)
         self.statistics = Statistics()
         self.failure: str | None = None
         self._order = itertools.count()
@@ -245,7 +245,7 @@ class Engine:
         """Starts prefill chunks, of the tokens that a step has left beside one decoding round."""
         if not self._prefiller:
             return []
-        decoding = len(self._scheduler.requests) * self.config.block_sizes[-1]
+        decoding = len(self._scheduler.requests) * self.config.largest_block
         budget = self.config.max_num_batched_tokens - decoding
         started, complete = self._prefiller.run(max(budget, self.config.prefill_sizes[0]))
         for request in complete:
@@ -295,7 +295,8 @@ class Engine:
             self._last_done = done
             for i, request in enumerate(ticket.batch):
                 if request.finish_reason is None:
-                    events += self._results.events(request, outcome, i, ticket.dispatch.block_sizes[i])
+                    spec = RoundSpec(ticket.dispatch.block_sizes[i], ticket.dispatch.spec.drafter)
+                    events += self._results.events(request, outcome, i, spec)
         return events
 
     def _measure(self, ticket: StepTicket, outcome: Outcome, done: float) -> None:
@@ -303,7 +304,7 @@ class Engine:
         dispatch = ticket.dispatch
         assert dispatch is not None, "a step without decoding has no outcome"
         rounds = max(len(y) for y in outcome.yielded)
-        key = dispatch.batch_size, dispatch.block_size
+        key = dispatch.batch_size, dispatch.spec
         self.statistics.dispatches[key] += 1
         has_masks = any(r.mask for r in ticket.batch)
         if rounds and not ticket.prefills and not has_masks:

@@ -82,7 +82,7 @@ def plan_memory(
     model = programs.config
     # float32 logits of a round three times over, and activations of a prefill chunk.
     batch, prefill = slots // programs.data, PREFILL_BYTES * config.prefill_sizes[-1] * model.hidden_size
-    logits = 12 * batch * config.block_sizes[-1] * model.vocab_size
+    logits = 12 * batch * config.largest_block * model.vocab_size
     limit = int(fraction * device_memory())
     memory = Memory(on_device(programs.weights), vision, state, config.prefix_bytes, prefill + logits, limit)
     if memory.all <= memory.limit:

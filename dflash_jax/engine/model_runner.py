@@ -12,8 +12,8 @@ from dflash_jax.decoding.prefill import MediaChunk
 from dflash_jax.decoding.sampling import Logprobs
 from dflash_jax.decoding.state import NO_BOUND, DecodeState, Settings
 from dflash_jax.decoding.step_functions import Report
+from dflash_jax.engine.config import RoundSpec
 from dflash_jax.engine.dispatch import Dispatch, Outcome, RoundMasks
-from dflash_jax.engine.draft_length import NO_DRAFTER
 from dflash_jax.engine.host_copies import HostCopies
 from dflash_jax.engine.memory import on_device
 from dflash_jax.engine.request import Request
@@ -40,8 +40,8 @@ class ModelRunner:
     def __init__(self, programs: StepCalls, slots: int, capacity: int, settings: Settings):
         self.programs, self.slots, self.capacity, self.settings = programs, slots, capacity, settings
         self._slots_per_shard = slots // programs.data
-        # (batch size, block size) of decode programs that have run.
-        self._used: set[tuple[int, int]] = set()
+        # (batch size, rounds) of decode programs that have run.
+        self._used: set[tuple[int, RoundSpec]] = set()
         # Names of the programs that may run; None: all, each compiled at its first use.
         self._allowed: set[tuple] | None = None
         # First parts of the names of programs that cannot be compiled.
@@ -110,20 +110,20 @@ class ModelRunner:
 
         Args:
             *name: "prefill", batch size, chunk size and whether the drafter takes part; "media", chunk size and
-                whether the drafter takes part; "decode" or "masked", batch size and block size; "prefix" and
+                whether the drafter takes part; "decode" or "masked", batch size and `RoundSpec`; "prefix" and
                 chunk size (everything that the prefix cache needs for a chunk); "score" or "media score".
         """
         return self._allowed is None or name in self._allowed
 
-    def decode_sizes(self, masked: bool, block_sizes: Sequence[int]) -> dict[int, list[int]]:
-        """Those of ``block_sizes`` that may run, by batch size, ascending; without batch sizes that have none.
+    def decode_sizes(self, masked: bool, rounds: Sequence[RoundSpec]) -> dict[int, list[RoundSpec]]:
+        """Those of ``rounds`` that may run, by batch size, ascending; without batch sizes that have none.
 
         Args:
             masked: Whether rounds have masks.
-            block_sizes: Compiled block sizes.
+            rounds: What rounds are compiled for.
         """
         batch_sizes, kind = (self.masked_batch_sizes(), "masked") if masked else (self.batch_sizes(), "decode")
-        sizes = {n: [b for b in block_sizes if self.can_run(kind, n, b)] for n in batch_sizes}
+        sizes = {n: [spec for spec in rounds if self.can_run(kind, n, spec)] for n in batch_sizes}
         return {n: allowed for n, allowed in sizes.items() if allowed}
 
     def first_slots(self, count: int) -> tuple[int, ...]:
@@ -141,11 +141,11 @@ class ModelRunner:
         """Seconds of the last compilation."""
         return self.programs.last_compile_s
 
-    def is_compiled(self, batch_size: int, block_size: int) -> bool:
+    def is_compiled(self, batch_size: int, spec: RoundSpec) -> bool:
         """Whether a decode program is compiled."""
         if self._allowed is not None:
-            return self.can_run("decode", batch_size, block_size)
-        return (batch_size, block_size) in self._used
+            return self.can_run("decode", batch_size, spec)
+        return (batch_size, spec) in self._used
 
     @property
     def mask_words(self) -> int:
@@ -266,7 +266,9 @@ class ModelRunner:
             blocks: Their number.
         """
         indices, block_sizes, _ = self._placed([slot], 1, [1], 1)
-        self.state, report = self.programs.decode(self.state, indices, block_sizes, blocks, self._settings(1))
+        self.state, report = self.programs.decode(
+            self.state, indices, block_sizes, blocks, self._settings(RoundSpec(1))
+        )
         return report
 
     def score(self, slot: int, tokens: int, size: int, media: MediaChunk | None = None):
@@ -298,21 +300,20 @@ class ModelRunner:
     def decode(self, dispatch: Dispatch):
         """Starts a dispatch: a ticket for `read`."""
         indices, block_sizes, places = self._placed(dispatch.slots, dispatch.batch_size, dispatch.block_sizes, 1)
-        settings = self._settings(dispatch.block_size)
-        self._used.add((dispatch.batch_size, dispatch.block_size))
+        settings = self._settings(dispatch.spec)
+        self._used.add((dispatch.batch_size, dispatch.spec))
         self.state, report = self.programs.decode(self.state, indices, block_sizes, dispatch.rounds, settings)
         return report, places
 
-    def _settings(self, block_size: int) -> Settings:
-        s, drafting = self.settings, block_size != NO_DRAFTER
-        return replace(
-            s, block_size=max(block_size, s.block_size) if s.aligned else max(block_size, 1), drafting=drafting
-        )
+    def _settings(self, spec: RoundSpec) -> Settings:
+        s = self.settings
+        block_size = max(spec.block_size, s.block_size) if s.aligned else spec.block_size
+        return replace(s, block_size=block_size, drafter=spec.drafter)
 
     def decode_masked(self, dispatch: Dispatch, masks: RoundMasks):
         """Starts one round with masks, which are computed while the device verifies: a ticket for `read`."""
         indices, block_sizes, places = self._placed(dispatch.slots, dispatch.batch_size, dispatch.block_sizes, 1)
-        settings = self._settings(dispatch.block_size)
+        settings = self._settings(dispatch.spec)
         blocks = self.programs.read(self.programs.propose(self.state, indices, block_sizes, settings)).copy()
         blocks[places] = masks.ask(blocks[places])
         verified = self.programs.verify(self.state, indices, block_sizes, blocks, settings)

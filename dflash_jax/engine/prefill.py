@@ -174,7 +174,7 @@ class Prefiller:
         """Whether the program for the next chunk may run."""
         kind = self._kind(prefill)
         if kind == "decode":
-            return self.runner.can_run(kind, 1, self.config.block_sizes[-1])
+            return self.runner.can_run(kind, 1, self.config.rounds[-1])
         if prefill.request.prompt_logprobs is not None:
             return self.runner.can_run(kind)
         return bool(self._sizes(prefill.drafting, prefill.has_media))

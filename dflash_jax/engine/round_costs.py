@@ -5,10 +5,12 @@ arithmetic where that is longer. Only their ratios are used.
 """
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dflash_jax.decoding.speculative import PLAIN_ROUNDS
+from dflash_jax.engine.config import RoundSpec
 from dflash_jax.engine.model_size import Weights, weigh
 
 if TYPE_CHECKING:
@@ -55,25 +57,24 @@ def platform_named(name: str) -> Platform:
 
 
 class RoundCosts:
-    """Predicts the costs of rounds of one pair of models.
+    """Predicts the costs of rounds of a target and its drafters.
 
     Args:
         target: The target.
-        drafter: The drafter, or None.
+        drafters: Its drafters.
         platform: How the device computes.
     """
 
-    def __init__(self, target: "Decoder", drafter: "Drafter | Mtp | None", platform: Platform):
+    def __init__(self, target: "Decoder", drafters: "Sequence[Drafter | Mtp]", platform: Platform):
         self._platform, self._parts = platform, target.layout.tensor * target.layout.expert
         self._target, self._target_layers = weigh(target, target.layout, frozenset()), len(target.config.layers)
-        self._drafter, self._draft_layers, self._draft_head = None, 0, 0.0
-        if drafter is not None:
-            self._drafter, self._draft_layers = weigh(drafter, target.layout, frozenset()), len(drafter.config.layers)
-            self._draft_passes = drafter.config.passes
-            share = 1.0 if drafter.vocabulary is None else len(drafter.vocabulary.ids) / target.config.vocab_size
-            self._draft_head = share * self._target.head
-        total = self._target.total + (self._drafter.total if self._drafter else 0.0)
-        is_cached = total < platform.cache
+        self._weights = [weigh(drafter, target.layout, frozenset()) for drafter in drafters]
+        self._configs = [drafter.config for drafter in drafters]
+        listed = [drafter.vocabulary for drafter in drafters]
+        shares = [1.0 if v is None else len(v.ids) / target.config.vocab_size for v in listed]
+        self._heads = [share * self._target.head for share in shares]
+        self._draft_bytes = sum(weights.total for weights in self._weights)
+        is_cached = self._target.total + self._draft_bytes < platform.cache
         self._read_speed = platform.cache_speed if is_cached else 1.0
         self._operations = platform.operations * (platform.small_share if is_cached else 1.0)
 
@@ -83,14 +84,15 @@ class RoundCosts:
         arithmetic = 2 * tokens * (weights.read(1) + head) / item / self._operations
         return max((weights.read(tokens) + head) / self._read_speed, arithmetic) + layers * self._platform.layer
 
-    def __call__(self, batch_size: int, block_size: int) -> float:
-        """The cost of a round of ``batch_size`` sequences on a data shard; block size 0 is 1 without the drafter."""
-        verification = self._pass(self._target, self._target_layers, batch_size * max(block_size, 1))
-        if self._drafter is None or block_size == 0:
+    def __call__(self, batch_size: int, spec: RoundSpec) -> float:
+        """The cost of a round of ``batch_size`` sequences on a data shard."""
+        verification = self._pass(self._target, self._target_layers, batch_size * spec.block_size)
+        if spec.drafter is None:
             return verification
-        if block_size == 1:
-            # The drafter's context is updated after several rounds, and for this it reads a part of its weights.
-            return verification + self._drafter.total / self._read_speed / PLAIN_ROUNDS
-        passes, tokens = self._draft_passes(block_size)
-        draft = self._pass(self._drafter, self._draft_layers, batch_size * tokens, self._draft_head)
+        if spec.block_size == 1:
+            # The drafters' contexts are updated after several rounds, and for this a part of the weights is read.
+            return verification + self._draft_bytes / self._read_speed / PLAIN_ROUNDS
+        weights, config = self._weights[spec.drafter], self._configs[spec.drafter]
+        passes, tokens = config.passes(spec.block_size)
+        draft = self._pass(weights, len(config.layers), batch_size * tokens, self._heads[spec.drafter])
         return verification + passes * draft

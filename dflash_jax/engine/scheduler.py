@@ -3,9 +3,9 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from dflash_jax.engine.config import EngineConfig
+from dflash_jax.engine.config import NO_DRAFTER, EngineConfig, RoundSpec
 from dflash_jax.engine.dispatch import Dispatch
-from dflash_jax.engine.draft_length import NO_DRAFTER, Acceptance, DraftLengthPolicy
+from dflash_jax.engine.draft_length import Acceptances, DraftLengthPolicy
 from dflash_jax.engine.model_runner import ModelRunner
 from dflash_jax.engine.request import Request
 
@@ -23,7 +23,7 @@ class DecodeScheduler:
     Args:
         runner: The device's work.
         config: The engine's configuration.
-        policy: Chooses block sizes.
+        policy: Chooses block sizes and drafters.
 
     Attributes:
         requests: Requests that decode; those at the front have their turn first.
@@ -33,35 +33,31 @@ class DecodeScheduler:
     def __init__(self, runner: ModelRunner, config: EngineConfig, policy: DraftLengthPolicy):
         self._runner, self._config, self._policy = runner, config, policy
         self.requests: list[Request] = []
-        # Compiled block sizes, and with a drafter plain decoding without it.
-        self._compiled = (NO_DRAFTER, *config.block_sizes) if config.block_sizes[-1] > 1 else config.block_sizes
-        self.is_drafting = not config.adaptive or policy.choose(1, [Acceptance()]) != NO_DRAFTER
-        self._acceptance: dict[Request, Acceptance] = {}
+        self.is_drafting = not config.adaptive or policy.choose(1, [{}]) != NO_DRAFTER
+        self._acceptances: dict[Request, Acceptances] = {}
 
     def add(self, request: Request) -> None:
         """Starts decoding a request whose prompt is in the caches."""
         self.requests.append(request)
-        self._acceptance[request] = Acceptance()
+        self._acceptances[request] = {}
 
     def remove(self, request: Request) -> None:
         """Ends decoding a request."""
         self.requests = [r for r in self.requests if r is not request]
-        self._acceptance.pop(request, None)
+        self._acceptances.pop(request, None)
 
-    def observe_rounds(self, request: Request, accepted: Sequence[int], block_size: int) -> None:
-        """Adds what rounds of ``block_size`` yielded to the request's acceptance."""
+    def observe_rounds(self, request: Request, accepted: Sequence[int], spec: RoundSpec) -> None:
+        """Adds what rounds yielded to the request's acceptance; ``spec``: of its own block size."""
         for n in accepted:
-            self._policy.observe_round(self._acceptance[request], n, block_size)
+            self._policy.observe_round(self._acceptances[request], n, spec)
 
     def can_mask(self) -> bool:
         """Whether rounds with masks may run."""
         return bool(self._sizes(True))
 
-    def _sizes(self, masked: bool) -> dict[int, list[int]]:
-        """Block sizes that may run, by batch size."""
-        # Only two block sizes are compiled for masks.
-        block_sizes = sorted({1, self._compiled[-1]}) if masked else self._compiled
-        return self._runner.decode_sizes(masked, block_sizes)
+    def _sizes(self, masked: bool) -> dict[int, list[RoundSpec]]:
+        """Rounds that may run, by batch size."""
+        return self._runner.decode_sizes(masked, self._config.masked_rounds if masked else self._config.rounds)
 
     def batch(self, late: Sequence[Request]) -> list[Request]:
         """The requests of the next dispatch: without those whose masks are ``late``, and in turns where not all fit."""
@@ -104,22 +100,22 @@ class DecodeScheduler:
         slots = tuple(r.slot for r in batch)
         sizes, count = self._sizes(any(r.mask for r in batch)), self._runner.largest_shard(slots)
         batch_size = next(n for n in sizes if n >= count)
-        block_size = self._block_size(batch, batch_size, sizes[batch_size])
-        cost = self._policy.cost(batch_size, block_size)
+        spec = self._spec(batch, batch_size, sizes[batch_size])
+        cost = self._policy.cost(batch_size, spec)
         # Dispatches stay short until every sequence has its first token.
         seconds = DISPATCH_S if all(r.tokens for r in batch) else DISPATCH_S / 4
-        is_measured = (batch_size, block_size) in self._policy.seconds
-        limit = MAX_ROUNDS if is_measured else UNKNOWN_ROUNDS[block_size > 1]
+        is_measured = (batch_size, spec) in self._policy.seconds
+        limit = MAX_ROUNDS if is_measured else UNKNOWN_ROUNDS[spec.block_size > 1]
         rounds = max(MIN_ROUNDS, min(limit if cost is None else int(seconds / cost), limit))
         # Each host measures different times: all follow the first one.
-        block_size, rounds = divmod(self._runner.agree(block_size * 1024 + rounds), 1024)
-        self.is_drafting = block_size != NO_DRAFTER
-        largest = max(block_size, 1)
+        index, rounds = divmod(self._runner.agree(self._config.rounds.index(spec) * 1024 + rounds), 1024)
+        spec = self._config.rounds[index]
+        self.is_drafting, largest = spec != NO_DRAFTER, spec.block_size
         block_sizes = tuple(largest if r.block_size == "auto" else min(r.block_size, largest) for r in batch)
-        return Dispatch(slots, block_sizes, rounds, block_size, batch_size)
+        return Dispatch(slots, block_sizes, rounds, spec, batch_size)
 
-    def _block_size(self, batch: Sequence[Request], batch_size: int, allowed: Sequence[int]) -> int:
-        """The compiled block size for a batch, one of ``allowed``."""
+    def _spec(self, batch: Sequence[Request], batch_size: int, allowed: Sequence[RoundSpec]) -> RoundSpec:
+        """What the rounds of a batch are compiled for, one of ``allowed``."""
         fixed = [r.block_size for r in batch if r.block_size != "auto"]
         minimum = max(fixed, default=1)
         if not self._config.adaptive and len(fixed) < len(batch):
@@ -128,10 +124,11 @@ class DecodeScheduler:
             # No request of the batch leaves the choice to the engine.
             return allowed[0]
         # Until those asked for are compiled, smaller ones serve.
-        large = [b for b in allowed if b >= minimum] or [allowed[-1]]
-        if len(fixed) == len(batch):
-            return large[0]
-        acceptances = [self._acceptance[r] for r in batch]
-        patience = max(PATIENCE_S, PATIENCE * self._runner.last_compile_s)
+        large = [spec for spec in allowed if spec.block_size >= minimum] or [allowed[-1]]
         choices = large if minimum > 1 else allowed
+        if len(fixed) == len(batch):
+            # The smallest of each drafter.
+            choices = list({spec.drafter: spec for spec in reversed(large)}.values())
+        acceptances = [self._acceptances[r] for r in batch]
+        patience = max(PATIENCE_S, PATIENCE * self._runner.last_compile_s)
         return self._policy.choose(batch_size, acceptances, choices, self._runner.is_compiled, patience)

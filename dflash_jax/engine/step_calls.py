@@ -16,7 +16,7 @@ from dflash_jax.decoding.sampling import Logprobs
 from dflash_jax.decoding.state import DecodeState, Settings, state_specs
 from dflash_jax.decoding.step_functions import Report
 from dflash_jax.models.decoder import Decoder
-from dflash_jax.models.drafting import Drafting
+from dflash_jax.models.drafting import Drafting, proposing
 from dflash_jax.parallel.sharding import DATA
 
 BATCH, REPLICATED = PartitionSpec(DATA), PartitionSpec()
@@ -93,7 +93,7 @@ class StepCalls(ABC):
     def verified_specs(self, settings: Settings):
         """PartitionSpecs of what `verify` returns."""
         target, drafter = self.pair
-        return speculative.verified_specs(target, drafter if settings.drafting else None)
+        return speculative.verified_specs(target, proposing(drafter, settings.drafter))
 
     def admit(self, state: DecodeState, slots, admission: Admission) -> DecodeState:
         """Puts a new prompt into one slot."""

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from dflash_jax.decoding.prefill import MediaChunk
+from dflash_jax.engine.config import NO_DRAFTER, RoundSpec
 from dflash_jax.engine.dispatch import Dispatch
-from dflash_jax.engine.draft_length import NO_DRAFTER
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.media import empty_chunk
 from dflash_jax.engine.model_runner import ModelRunner
@@ -64,19 +64,17 @@ class Tasks:
     Attributes:
         first: Tasks whose programs answer any request without masks and without log-probabilities of the prompt.
         others: The other tasks, by how much they help.
-        decode_programs: (batch size, block size) of every decode program.
+        decode_programs: (batch size, rounds) of every decode program.
         has_drafter: Whether programs draft.
     """
 
     def __init__(self, engine: Engine):
         self._engine, self._runner, self._config = engine, engine.runner, engine.config
-        block_sizes = self._config.block_sizes
         self.has_drafter = self._runner.programs.pair[1] is not None
-        block_sizes = (NO_DRAFTER, *block_sizes) if block_sizes[-1] > 1 else block_sizes
-        self.decode_programs = [(n, b) for n in self._runner.batch_sizes() for b in block_sizes]
+        self.decode_programs = [(n, spec) for n in self._runner.batch_sizes() for spec in self._config.rounds]
         self._filler = Request([1] * min(4, self._runner.capacity - 1), FILLER)
         self._filler.params = replace(FILLER, max_tokens=self._runner.capacity - len(self._filler.prompt))
-        plain, smallest = block_sizes[0], self._config.prefill_sizes[0]
+        plain, smallest = self._config.rounds[0], self._config.prefill_sizes[0]
         self.first = [self._admit(), self._prefill(1, smallest, plain != NO_DRAFTER), self._decode(1, plain)]
         by_label: dict[str, Task] = {}
         for task in (*self.first, *self._by_use()):
@@ -94,8 +92,8 @@ class Tasks:
         yield self._decode(1, favoured)
         # Requests that wait for their own programs.
         masked_sizes = self._runner.masked_batch_sizes() if config.masks else []
-        for block in sorted({1, config.block_sizes[-1]}) if masked_sizes else ():
-            yield self._masked(masked_sizes[0], block)
+        for spec in config.masked_rounds if masked_sizes else ():
+            yield self._masked(masked_sizes[0], spec)
         if config.media:
             for size in sizes:
                 for drafting in kinds:
@@ -115,21 +113,21 @@ class Tasks:
         yield self._decode(largest, self.decode_programs[0][1])
         yield self._decode(largest, favoured)
         if masked_sizes:
-            yield self._masked(masked_sizes[-1], 1)
+            yield self._masked(masked_sizes[-1], RoundSpec(1))
         # Everything else makes rounds shorter.
-        for batch, block in self.decode_programs:
+        for batch, spec in self.decode_programs:
             if batch == 1:
-                yield self._decode(batch, block)
+                yield self._decode(batch, spec)
         for size in sizes:
             for drafting in kinds:
                 yield self._prefill(self._engine.prefill_batches(size)[-1], size, drafting)
         for n in (largest, *smaller):
-            for batch, block in self.decode_programs:
+            for batch, spec in self.decode_programs:
                 if batch == n:
-                    yield self._decode(batch, block)
+                    yield self._decode(batch, spec)
         for n in masked_sizes:
-            for block in sorted({1, config.block_sizes[-1]}):
-                yield self._masked(n, block)
+            for spec in config.masked_rounds:
+                yield self._masked(n, spec)
 
     def start(self, runner: ModelRunner, slots: Sequence[int], drafting: bool = True):
         """Puts a prompt into each of the slots: a result for `ModelRunner.wait`."""
@@ -139,10 +137,10 @@ class Tasks:
             ticket = runner.prefill([slot], [tokens], size, 1, drafting)
         return ticket
 
-    def dispatch(self, batch: int, block: int, rounds: int) -> Dispatch:
+    def dispatch(self, batch: int, spec: RoundSpec, rounds: int) -> Dispatch:
         """A dispatch that fills a batch size."""
         slots = self._runner.first_slots(batch)
-        return Dispatch(slots, (max(block, 1),) * len(slots), rounds, block, batch)
+        return Dispatch(slots, (spec.block_size,) * len(slots), rounds, spec, batch)
 
     def _admit(self) -> Task:
         return Task("admit", (), lambda runner: runner.admit(0, self._filler))
@@ -166,21 +164,21 @@ class Tasks:
         label = f"media {size}{'' if drafting else ' without drafter'}"
         return Task(label, tuple(("media", size, kind) for kind in kinds), call)
 
-    def _decode(self, batch: int, block: int) -> Task:
+    def _decode(self, batch: int, spec: RoundSpec) -> Task:
         def call(runner: ModelRunner):
-            dispatch = self.dispatch(batch, block, UNKNOWN_ROUNDS[block > 1])
-            self.start(runner, dispatch.slots, block != NO_DRAFTER)
+            dispatch = self.dispatch(batch, spec, UNKNOWN_ROUNDS[spec.block_size > 1])
+            self.start(runner, dispatch.slots, spec != NO_DRAFTER)
             return runner.decode(dispatch)
 
-        return Task(f"decode {batch} x {block}", (("decode", batch, block),), call)
+        return Task(f"decode {batch} x {spec}", (("decode", batch, spec),), call)
 
-    def _masked(self, batch: int, block: int) -> Task:
+    def _masked(self, batch: int, spec: RoundSpec) -> Task:
         def call(runner: ModelRunner):
-            dispatch = self.dispatch(batch, block, 1)
+            dispatch = self.dispatch(batch, spec, 1)
             self.start(runner, dispatch.slots)
             return runner.decode_masked(dispatch, AllAllowed(runner.mask_words))
 
-        return Task(f"masked {batch} x {block}", (("masked", batch, block),), call)
+        return Task(f"masked {batch} x {spec}", (("masked", batch, spec),), call)
 
     def _score(self, has_media: bool = False) -> Task:
         size = scored_size(self._config.prefill_sizes)

@@ -3,7 +3,7 @@
 import jax
 
 from dflash_jax.decoding.state import Settings
-from dflash_jax.engine.config import BlockSize, EngineConfig, prefill_config
+from dflash_jax.engine.config import BlockSize, EngineConfig, RoundSpec, prefill_config
 from dflash_jax.models.drafting import DraftWindow
 from dflash_jax.ops.backend import Backend
 from dflash_jax.sampling_params import MAX_LOGPROBS
@@ -14,21 +14,21 @@ BLOCK_SIZES, CPU_BLOCK_SIZES, STEPPED_BLOCK_SIZES = (1, 8, 16), (1, 4, 8, 16), (
 
 
 def compiled_block_sizes(largest: int, block_size: BlockSize, is_stepped: bool) -> tuple[int, ...]:
-    """Block sizes that are compiled, ascending: the usual ones, the ``largest``, and the LLM's own ``block_size``.
+    """Block sizes that are compiled for a drafter, ascending: the usual ones, the ``largest``, and ``block_size``.
 
     Args:
-        largest: The largest block size.
-        block_size: The LLM's own.
+        largest: The drafter's largest block size.
+        block_size: The LLM's own; left out where it is larger.
         is_stepped: Whether each draft is a step of the drafter.
     """
     usual = CPU_BLOCK_SIZES if jax.default_backend() == "cpu" else BLOCK_SIZES
     usual = STEPPED_BLOCK_SIZES if is_stepped else usual
-    fixed = () if block_size == "auto" else (block_size,)
+    fixed = () if block_size == "auto" or block_size > largest else (block_size,)
     return tuple(sorted({*(b for b in usual if b < largest), largest, *fixed}))
 
 
 def engine_setup(
-    block_sizes: tuple[int, ...],
+    rounds: tuple[RoundSpec, ...],
     backend: Backend,
     *,
     reproducible: bool,
@@ -43,7 +43,7 @@ def engine_setup(
     """What suits the platform.
 
     Args:
-        block_sizes: Compiled block sizes.
+        rounds: As in `EngineConfig`.
         backend: Where the engine runs.
         reproducible: Whether bits must not depend on drafter, block size and batch.
         vocab: Tokens of the vocabulary.
@@ -58,14 +58,14 @@ def engine_setup(
         The engine's configuration, and what its programs share.
     """
     settings = Settings(
-        max(BLOCK_SIZES[-1], block_sizes[-1]) if reproducible else 1,
+        max(BLOCK_SIZES[-1], rounds[-1].block_size) if reproducible else 1,
         reproducible,
         min(MAX_LOGPROBS, vocab),
         draft_window,
     )
     prefill = prefill_config(jax.default_backend(), backend.has_triton, reproducible, max_num_batched_tokens)
     config = EngineConfig(
-        block_sizes=block_sizes,
+        rounds=rounds,
         max_decode_batch=1 if reproducible else None,
         prefix_bytes=prefix_bytes,
         prefix_host_bytes=prefix_host_bytes,

@@ -3,6 +3,7 @@
 import copy
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import fields
 from itertools import count
 from pathlib import Path
@@ -13,8 +14,8 @@ import jax
 
 from dflash_jax.argument_checks import caller_names
 from dflash_jax.engine.compile_cache import enable_disk_cache
-from dflash_jax.engine.config import BlockSize
-from dflash_jax.engine.draft_length import USUAL_RATE, DraftLengthPolicy, rate_of
+from dflash_jax.engine.config import BlockSize, RoundSpec, round_specs
+from dflash_jax.engine.draft_length import DraftLengthPolicy, rate_of
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.executables import Executables
 from dflash_jax.engine.host_copies import allow_pinned_memory
@@ -26,10 +27,10 @@ from dflash_jax.frontend.engine_setup import compiled_block_sizes, engine_setup
 from dflash_jax.frontend.generation import Generation
 from dflash_jax.frontend.keywords import with_other_names
 from dflash_jax.frontend.llm_config import LLMConfig
-from dflash_jax.frontend.loading import Checkpoint, load_media, load_pair, placed_drafter, prepare_backend
+from dflash_jax.frontend.loading import Checkpoint, load_media, load_models, placed_drafter, prepare_backend
 from dflash_jax.frontend.sync_engine import SyncEngine
 from dflash_jax.models.drafter import Drafter
-from dflash_jax.models.drafting import DraftWindow
+from dflash_jax.models.drafting import DraftWindow, together
 from dflash_jax.models.mtp import Mtp
 from dflash_jax.parallel.sharding import Layout
 
@@ -48,7 +49,7 @@ class LLM(Generation):
         tokenizer: The `Tokenizer`; None where the checkpoint has none.
         defaults: The checkpoint's `SamplingDefaults`.
         target: The target model.
-        drafter: The drafter, or None.
+        drafters: The drafters.
         dtype: "float32" or "bfloat16".
         block_size: Tokens that a round may yield, or "auto".
         largest_block: The largest block size; 1 without a drafter.
@@ -67,7 +68,7 @@ class LLM(Generation):
     def __init__(
         self,
         target: str | Path | None = None,
-        draft: str | Path | None = "auto",
+        draft: str | Path | Sequence[str | Path] | None = "auto",
         *,
         dtype: str | None = None,
         block_size: BlockSize = "auto",
@@ -109,7 +110,7 @@ class LLM(Generation):
             allow_pinned_memory()
             checkpoint = Checkpoint.read(given)
             self.max_len = given.positions(checkpoint.config.max_positions)
-            self.largest_block = given.largest_block(checkpoint.draft_block_size)
+            self.largest_block = given.largest_block(max(checkpoint.draft_block_sizes, default=1))
         self.config, self.directory = checkpoint.config, checkpoint.directory
         self.defaults, self.tokenizer = checkpoint.defaults, checkpoint.tokenizer
         self.dtype, self.reproducible = given.dtype_name, given.reproducible
@@ -121,14 +122,14 @@ class LLM(Generation):
         self.draft_window = DraftWindow(None if size is None else min(size, limit), min(given.draft_sink_size, limit))
         self.backend = prepare_backend(given.kernels)
         began = time.perf_counter()
-        self.target, self.drafter = load_pair(given, checkpoint, self.backend)
+        self.target, self.drafters = load_models(given, checkpoint, self.backend)
         self.media = load_media(given, checkpoint, self.backend)
         tower = None if self.media is None else self.media.encoder.tower
-        leaves = jax.block_until_ready(jax.tree.leaves((self.target, self.drafter, tower)))
+        leaves = jax.block_until_ready(jax.tree.leaves((self.target, self.drafters, tower)))
         self.loaded_bytes, self.load_s = sum(x.nbytes for x in leaves), time.perf_counter() - began
-        self.programs = Executables(self.target, self.drafter)
-        # These neither compute nor store anything of the drafter.
-        self.plain_programs = Executables(self.target, None) if self.drafter is not None else self.programs
+        self.programs = Executables(self.target, together(self.drafters))
+        # These neither compute nor store anything of the drafters.
+        self.plain_programs = Executables(self.target, None) if self.drafters else self.programs
         self._sync_engine = SyncEngine(self)
         self._seeds, self._request_ids = Random(given.seed) if given.seed is not None else None, count()
         # Compiled programs of drafters from memory, by their configuration and dtypes.
@@ -144,13 +145,18 @@ class LLM(Generation):
         """The engine in use; None before the first request. Calls with other prompts may replace it."""
         return self._sync_engine.engine
 
+    @property
+    def drafter(self) -> Drafter | Mtp | None:
+        """The drafter, the first of several; None without one."""
+        return next(iter(self.drafters), None)
+
     def with_drafter(self, drafter: Drafter | Mtp) -> "LLM":
         """The same target with a drafter from memory. Reuses what was compiled for an earlier one of its kind."""
         drafter.config.check_fits(self.config)
         placed = placed_drafter(drafter, self.target, self.programs.mesh, self.dtype)
         placed.vocabulary = None if self.drafter is None else self.drafter.vocabulary
         other = self.with_programs(Executables(self.target, placed))
-        other.drafter, other.largest_block = placed, drafter.config.block_size
+        other.drafters, other.largest_block = (placed,), drafter.config.block_size
         other.plain_programs = Executables(self.target, None)
         # Packing depends on the weights' values, and programs depend on it.
         dtypes = tuple(x.dtype.name for x in jax.tree.leaves(placed))
@@ -166,8 +172,9 @@ class LLM(Generation):
 
     @property
     def drafting_method(self) -> str | None:
-        """What drafts, by SGLang's name: "DFLASH", or "NEXTN" for an MTP head; None without a drafter."""
-        return None if self.drafter is None else "NEXTN" if isinstance(self.drafter, Mtp) else "DFLASH"
+        """What drafts, by SGLang's name: "DFLASH", or "NEXTN" for an MTP head, or several; None without a drafter."""
+        names = ["NEXTN" if isinstance(drafter, Mtp) else "DFLASH" for drafter in self.drafters]
+        return ",".join(names) or None
 
     @property
     def compile_s(self) -> float:
@@ -186,7 +193,7 @@ class LLM(Generation):
 
         With ``reproducible``, "auto" always takes the largest.
         """
-        return self.largest_block if self.reproducible else self._policy().favoured_draft(1)
+        return self.largest_block if self.reproducible else self._policy().favoured_draft(1).block_size
 
     def why_plain(self) -> str | None:
         """A sentence that says why "auto" decodes one sequence plainly; None where it drafts or is ``reproducible``."""
@@ -197,15 +204,17 @@ class LLM(Generation):
         return self._sync_engine.policy(self.programs) or self._new_policy(self.programs)
 
     def _new_policy(self, programs: Executables) -> DraftLengthPolicy:
-        drafter = self.drafter
-        if drafter is None or programs.pair[1] is None:
-            return DraftLengthPolicy((1,))
-        costs = RoundCosts(self.target, drafter, platform_named(jax.default_backend()))
-        length, block_size = drafter.config.acceptance_length, drafter.config.block_size
-        rate = USUAL_RATE if length is None else rate_of(length, block_size)
-        is_stepped = isinstance(drafter, Mtp)
-        block_sizes = compiled_block_sizes(self.largest_block, self.block_size, is_stepped)
-        return DraftLengthPolicy(block_sizes, costs, rate)
+        if programs.pair[1] is None:
+            return DraftLengthPolicy((RoundSpec(1),))
+        costs = RoundCosts(self.target, self.drafters, platform_named(jax.default_backend()))
+        rates, block_sizes = {}, []
+        for i, drafter in enumerate(self.drafters):
+            length, block_size = drafter.config.acceptance_length, drafter.config.block_size
+            if length is not None:
+                rates[i] = rate_of(length, block_size)
+            largest, is_stepped = min(self.largest_block, block_size), isinstance(drafter, Mtp)
+            block_sizes.append(compiled_block_sizes(largest, self.block_size, is_stepped))
+        return DraftLengthPolicy(round_specs(*block_sizes), costs, rates)
 
     def new_engine(
         self,
@@ -229,7 +238,7 @@ class LLM(Generation):
         """
         policy = policy or self._new_policy(programs)
         config, settings = engine_setup(
-            policy.block_sizes,
+            policy.rounds,
             self.backend,
             reproducible=self.reproducible,
             vocab=self.config.vocab_size,

@@ -1,6 +1,7 @@
 """Configuration of an `LLM`."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -30,7 +31,8 @@ class LLMConfig:
     Attributes:
         target: A Hugging Face directory or repo id; None for the tiny pair that ships with the package.
         draft: The same for the drafter, or None to decode without one; "mtp" is the target's own MTP head; "auto" is
-            the tiny drafter for the tiny target and None for any other.
+            the tiny drafter for the tiny target and None for any other. A list has several drafters, of which each
+            dispatch takes the one that is expected to be the fastest.
         dtype: "float32" or "bfloat16"; None or "auto" takes float32 on CPU and bfloat16 elsewhere.
         block_size: Tokens that a round may yield, at most the drafter's own block size; 1 is plain decoding; "auto"
             chooses the fastest by load and acceptance.
@@ -71,7 +73,7 @@ class LLMConfig:
     """
 
     target: str | Path | None = None
-    draft: str | Path | None = "auto"
+    draft: str | Path | Sequence[str | Path] | None = "auto"
     dtype: str | None = None
     block_size: BlockSize = "auto"
     max_block_size: int | None = None
@@ -105,13 +107,21 @@ class LLMConfig:
     def __post_init__(self):
         check_fields(self)
         for field in fields(self):
-            if isinstance(value := getattr(self, field.name), str | Path) and not _is_possible(field.name, value):
-                right = f"text without NUL that the system can hold, as a path at most {MAX_PATH} characters"
-                raise wrong(field.name, value, right)
-        repos = (("revision", self.revision, self.target), ("draft_revision", self.draft_revision, self.draft))
-        for name, value, repo in repos:
-            if value is not None and repo in (None, "auto", "mtp"):
-                raise ArgumentError(name, f"is {shown(value)}: there is no repo that it could be of")
+            values = self.drafts if field.name == "draft" else (getattr(self, field.name),)
+            for value in values:
+                if isinstance(value, str | Path) and not _is_possible(field.name, value):
+                    right = f"text without NUL that the system can hold, as a path at most {MAX_PATH} characters"
+                    raise wrong(field.name, value, right)
+        if isinstance(self.draft, Sequence) and not isinstance(self.draft, str):
+            is_distinct = len(set(map(str, self.draft))) == len(self.draft) > 0
+            if not is_distinct or any(str(name) in ("auto", "none") for name in self.draft):
+                raise wrong("draft", self.draft, 'a list of different drafters: directories, repo ids or "mtp"')
+        repos = (("revision", self.revision, (self.target,)), ("draft_revision", self.draft_revision, self.drafts))
+        for name, value, sources in repos:
+            count = sum(source not in (None, "auto", "mtp") for source in sources)
+            if value is not None and count != 1:
+                fault = "there is no repo that it could be of" if count == 0 else "there are several repos"
+                raise ArgumentError(name, f"is {shown(value)}: {fault}")
 
         def check(name, good, right):
             value = getattr(self, name)
@@ -136,6 +146,13 @@ class LLMConfig:
         check("mem_fraction", lambda v: 0 < v <= 1, "above 0 and at most 1")
         if isinstance(self.mesh, str):
             Layout.parse(self.mesh)
+
+    @property
+    def drafts(self) -> tuple[str | Path, ...]:
+        """The drafters: none, one ("auto" among them) or several."""
+        if self.draft is None:
+            return ()
+        return (self.draft,) if isinstance(self.draft, str | Path) else tuple(self.draft)
 
     @property
     def layout(self) -> Layout:

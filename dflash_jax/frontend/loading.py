@@ -55,19 +55,19 @@ class Checkpoint:
 
     Attributes:
         directory: Of the target.
-        draft: Directory of the drafter, or None; that of the target for its MTP head.
+        drafts: Directories of the drafters; that of the target for its MTP head.
         config: The target's configuration.
-        draft_block_size: The drafter's own block size; 1 without a drafter.
-        draft_vocabulary: int32 [N], the only token ids that are drafted; None for all.
+        draft_block_sizes: The drafters' own block sizes.
+        draft_vocabularies: Of each drafter, int32 [N], the only token ids that are drafted; None for all.
         defaults: The target's sampling defaults and stop ids.
         tokenizer: None where there is none.
     """
 
     directory: Path
-    draft: Path | None
+    drafts: tuple[Path, ...]
     config: ModelConfig
-    draft_block_size: int
-    draft_vocabulary: jax.Array | None
+    draft_block_sizes: tuple[int, ...]
+    draft_vocabularies: tuple[jax.Array | None, ...]
     defaults: SamplingDefaults
     tokenizer: Tokenizer | None
 
@@ -77,27 +77,24 @@ class Checkpoint:
         directory = TINY / "target"
         if given.target is not None:
             directory = resolve(given.target, given.revision, given.download_dir)
-        draft = given.draft
-        if draft == "auto":
-            draft = TINY / "draft" if given.target is None else None
+        names = given.drafts
+        if names == ("auto",):
+            names = (TINY / "draft",) if given.target is None else ()
         config = check_target(directory)
-        if draft == "mtp":
-            draft = directory
-        elif draft is not None:
-            draft = resolve(draft, given.draft_revision, given.download_dir)
-        block_size = check_drafter(draft, config).block_size if draft is not None else 1
-        vocabulary = _draft_vocabulary(given, draft, config)
+        drafts = tuple(
+            directory if name == "mtp" else resolve(name, given.draft_revision, given.download_dir) for name in names
+        )
+        if not drafts and given.draft_tokens not in (None, "none", "auto"):
+            raise InputError(f"draft tokens {given.draft_tokens}: there is no drafter")
+        block_sizes = tuple(check_drafter(draft, config).block_size for draft in drafts)
+        vocabularies = tuple(_draft_vocabulary(given, draft, config) for draft in drafts)
         defaults = SamplingDefaults.read(directory, given.generation_config).overridden(given.sampling_defaults or {})
-        return cls(directory, draft, config, block_size, vocabulary, defaults, _tokenizer(given, directory))
+        return cls(directory, drafts, config, block_sizes, vocabularies, defaults, _tokenizer(given, directory))
 
 
-def _draft_vocabulary(given: LLMConfig, draft: Path | None, config: ModelConfig) -> jax.Array | None:
+def _draft_vocabulary(given: LLMConfig, draft: Path, config: ModelConfig) -> jax.Array | None:
     name = given.draft_tokens
     if name in (None, "none"):
-        return None
-    if draft is None:
-        if name != "auto":
-            raise InputError(f"draft tokens {name}: there is no drafter")
         return None
     path = draft / DRAFT_TOKENS if name == "auto" else Path(name).expanduser()
     is_divided = given.layout.wide(config.vocab_size).axes
@@ -128,19 +125,22 @@ def prepare_backend(kernels: str) -> Backend:
     return backend
 
 
-def load_pair(given: LLMConfig, checkpoint: Checkpoint, backend: Backend) -> tuple[Decoder, Drafter | Mtp | None]:
-    """Loads the weights: (target, drafter)."""
+def load_models(
+    given: LLMConfig, checkpoint: Checkpoint, backend: Backend
+) -> tuple[Decoder, tuple[Drafter | Mtp, ...]]:
+    """Loads the weights: (target, drafters)."""
     dtype = DTYPES[given.dtype_name]
     target = packed(load_target(checkpoint.directory, dtype, given.layout, given.quantize, backend), given.dtype_name)
     if reason := backend.no_triton_for({x.dtype for x in jax.tree.leaves(target)}):
         log.warning("products of weights without Triton kernels: %s", reason)
-    if checkpoint.draft is None:
-        return target, None
-    drafter = load_drafter(checkpoint.draft, dtype, checkpoint.config, given.layout, backend, given.quantize)
-    drafter = packed(drafter, given.dtype_name)
-    if (ids := checkpoint.draft_vocabulary) is not None:
-        drafter.vocabulary = packed(DraftVocabulary(ids, target.head_rows(ids), backend), given.dtype_name)
-    return target, drafter
+    drafters = []
+    for draft, ids in zip(checkpoint.drafts, checkpoint.draft_vocabularies, strict=True):
+        drafter = load_drafter(draft, dtype, checkpoint.config, given.layout, backend, given.quantize)
+        drafter = packed(drafter, given.dtype_name)
+        if ids is not None:
+            drafter.vocabulary = packed(DraftVocabulary(ids, target.head_rows(ids), backend), given.dtype_name)
+        drafters.append(drafter)
+    return target, tuple(drafters)
 
 
 def load_media(given: LLMConfig, checkpoint: Checkpoint, backend: Backend) -> MediaReader | None:
@@ -177,7 +177,7 @@ def packed(module: M, dtype: str) -> M:
 
 
 def placed_drafter(drafter: D, target: Decoder, mesh: Mesh, dtype: str) -> D:
-    """A drafter from memory as `load_pair` loads one, without its draft vocabulary."""
+    """A drafter from memory as `load_models` loads one, without its draft vocabulary."""
     shape = abstract_drafter(drafter.config, DTYPES[dtype], target.layout, target.backend)
     shardings = [NamedSharding(mesh, spec) for spec in parameter_specs(shape)]
     dense = unpack_weights(drafter)

@@ -3,8 +3,8 @@
 Dimension letters: B sequences, T tokens of a block or of an extension, V vocabulary, H hidden size.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -214,3 +214,70 @@ class DrafterWrapper:
     ) -> Proposal:
         """As `Drafting.propose`."""
         return self.drafter.propose(cache, last, start, block_sizes, size, heads, window)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Drafters:
+    """Several drafters of one target as one: the contexts of all are kept, and one of them proposes.
+
+    Attributes:
+        drafters: The drafters.
+        proposing: Index of the one that proposes.
+    """
+
+    drafters: tuple[Drafting, ...]
+    proposing: int = field(default=0, metadata={"static": True})
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """As `Drafting.taps`: those of all drafters, each once."""
+        return tuple(sorted({tap for drafter in self.drafters for tap in drafter.taps}))
+
+    def _features(self, drafter: Drafting, features: Float[Array, "B T taps H"] | None) -> Array | None:
+        """Of the features of all taps, those of one drafter."""
+        if features is None or not drafter.taps:
+            return None
+        places = [self.taps.index(tap) for tap in drafter.taps]
+        return jnp.stack([features[:, :, place] for place in places], axis=2)
+
+    def init_cache(self, slots: int, capacity: int, dtype: DTypeLike, window: DraftWindow = NO_WINDOW) -> DraftCache:
+        """As `Drafting.init_cache`: a cache for each drafter."""
+        return tuple(drafter.init_cache(slots, capacity, dtype, window) for drafter in self.drafters)
+
+    def cache_specs(self, cache: DraftCache) -> DraftCache:
+        """As `Drafting.cache_specs`."""
+        return tuple(drafter.cache_specs(part) for drafter, part in zip(self.drafters, cache, strict=True))
+
+    def extend(self, cache: DraftCache, new: ContextTokens) -> DraftCache:
+        """As `Drafting.extend`: every drafter's cache gets the tokens."""
+        return tuple(
+            drafter.extend(part, replace(new, features=self._features(drafter, new.features)))
+            for drafter, part in zip(self.drafters, cache, strict=True)
+        )
+
+    def propose(
+        self,
+        cache: DraftCache,
+        last: Int[Array, " B"],
+        start: Int[Array, " B"],
+        block_sizes: Int[Array, " B"],
+        size: int,
+        heads: TargetHeads,
+        window: DraftWindow,
+    ) -> Proposal:
+        """As `Drafting.propose`, by the drafter that proposes."""
+        i = self.proposing
+        return self.drafters[i].propose(cache[i], last, start, block_sizes, size, heads, window)
+
+
+def together(drafters: Sequence[Drafting]) -> Drafting | None:
+    """The drafters of one target as one; None for none."""
+    return Drafters(tuple(drafters)) if len(drafters) > 1 else next(iter(drafters), None)
+
+
+def proposing(drafter: Drafting | None, index: int | None) -> Drafting | None:
+    """``drafter`` with the drafter ``index`` of several as the one that proposes; None where ``index`` is None."""
+    if index is None or not isinstance(drafter, Drafters):
+        return None if index is None else drafter
+    return replace(drafter, proposing=index)

@@ -54,9 +54,9 @@ async def server_info(http: Request):
         "usage": engine.usage,
         "requests": dict(s.requests),
         "rounds": s.rounds,
-        "dispatches": {f"{rows}x{block_size}": c for (rows, block_size), c in dict(s.dispatches).items()},
+        "dispatches": {f"{rows}x{spec}": c for (rows, spec), c in dict(s.dispatches).items()},
         "avg_spec_accept_length": 1 + accepted / drafts if s.drafts else None,
-        "round_seconds": {f"{rows}x{block_size}": v for (rows, block_size), v in dict(engine.policy.seconds).items()},
+        "round_seconds": {f"{rows}x{spec}": v for (rows, spec), v in dict(engine.policy.seconds).items()},
     }
     return JsonResponse(
         {

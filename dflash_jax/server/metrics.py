@@ -122,7 +122,7 @@ class Metrics:
             "Accepted, by place in the draft.",
             labels=(*LABELS, "position"),
         )
-        for place in range(engine.config.block_sizes[-1] - 1):
+        for place in range(engine.config.largest_block - 1):
             count = sum(c for n, c in yielded.items() if n - 1 > place)
             places.add_metric([*labels, str(place)], count)
         yield places
@@ -135,8 +135,8 @@ class Metrics:
         rounds = CounterMetricFamily(
             "dflash:dispatches", "Dispatches, by compiled rows and width.", labels=(*LABELS, "rows", "width")
         )
-        for (rows, block_size), count in dict(s.dispatches).items():
-            rounds.add_metric([*labels, str(rows), str(block_size)], count)
+        for (rows, spec), count in dict(s.dispatches).items():
+            rounds.add_metric([*labels, str(rows), str(spec)], count)
         yield rounds
         yield counter("engine_host_seconds", "Of the engine's steps, without waiting for the device.", s.host_s)
 

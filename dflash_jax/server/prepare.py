@@ -253,7 +253,7 @@ def check_proposals(serving: Serving, body: schema.OpenAiSampling) -> None:
     config, reason = serving.engine.engine.config, None
     if not body.stream:
         reason = "needs stream: true"
-    elif config.block_sizes[-1] == 1:
+    elif config.largest_block == 1:
         reason = "needs a drafter, and this server decodes without one"
     elif not config.masks:
         reason = "needs the programs of structured output, and this server has none"

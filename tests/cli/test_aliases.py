@@ -5,6 +5,7 @@ import pytest
 from dflash_jax.aliases import ALIASES, REQUEST_ALIASES
 from dflash_jax.cli import arguments, benchmark, plan, serve_arguments, train
 from dflash_jax.cli.aliases import READ_APART, take_aliases
+from dflash_jax.cli.options import with_config
 from dflash_jax.errors import InputError
 from dflash_jax.training.config import FIELDS, TrainConfig
 
@@ -72,6 +73,30 @@ HEAD = [
 def test_names_of_vllm_and_sglang_for_the_mtp_head(command, words, block):
     args = parse(command, words)
     assert (args.draft, args.max_block_size) == ("mtp", block)
+
+
+@pytest.mark.parametrize("command", ["generate", "serve", "benchmark", "plan"])
+def test_a_drafter_that_is_given_again_is_one_more(command):
+    assert parse(command, ["--draft", "a/b"]).draft == "a/b"
+    assert parse(command, ["--draft", "a/b", "--draft", "mtp"]).draft == ["a/b", "mtp"]
+    assert parse(command, ["--draft=a", "--draft=b", "--draft=c"]).draft == ["a", "b", "c"]
+
+
+def test_a_drafter_under_another_name_is_one_more():
+    assert parse("serve", ["--speculative-draft-model-path", "a/b", "--draft", "mtp"]).draft == ["a/b", "mtp"]
+    assert parse("serve", ["--draft", "mtp", "--spec-model", "a/b"]).draft == ["mtp", "a/b"]
+
+
+def test_drafters_of_options_replace_those_of_a_config(tmp_path):
+    path = tmp_path / "system.toml"
+    path.write_text('target = "a/t"\ndraft = ["a/b", "mtp"]\n')
+
+    def drafters(*words: str):
+        return with_config(arguments.make_parser(), ["--config", str(path), *words])[0].draft
+
+    assert drafters() == ["a/b", "mtp"]
+    assert drafters("--draft", "c/d") == "c/d"
+    assert drafters("--draft", "c/d", "--draft", "mtp") == ["c/d", "mtp"]
 
 
 def test_dflash_by_sglangs_name_takes_its_one_step():

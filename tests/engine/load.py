@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from dflash_jax.decoding.state import Settings
-from dflash_jax.engine.config import EngineConfig
+from dflash_jax.engine.config import EngineConfig, round_specs
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.executables import Executables
 from dflash_jax.engine.model_runner import ModelRunner
@@ -22,7 +22,7 @@ def engine_for(programs: Executables, block_sizes=(1, 8), slots: int = 32, **opt
     settings = Settings(1, top_logprobs=5)
     options = {"prefill_sizes": SIZES, "prefill_batch_tokens": 32, "max_num_batched_tokens": 64} | options
     options.setdefault("prefix_bytes", 2 * 10**6)
-    options |= {"block_sizes": block_sizes, "markers": frozenset([MARKER])}
+    options = {"rounds": round_specs(block_sizes), "markers": frozenset([MARKER])} | options
     return Engine(ModelRunner(programs, slots, CAPACITY, settings), EngineConfig(**options))
 
 
@@ -117,7 +117,7 @@ def check(target, expected: tuple, found: Request, entries: list[dict]) -> None:
 def under_load(engine: Engine, target, wanted: list[dict], expected: list[tuple], count: int, seed: int) -> None:
     """``count`` requests drawn from ``wanted`` arrive at random, a tenth are aborted; all others are checked."""
     rng, left, live, entries = random.Random(seed), count, [], {}
-    checked, widest = 0, engine.config.block_sizes[-1]
+    checked, widest = 0, engine.config.largest_block
     blocks = ["auto", "auto", 1, min(3, widest), widest]
     while left or engine.has_work:
         while left and rng.random() < 0.6:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
 from dflash_jax.decoding.sampling import NOTHING_ALLOWED
-from dflash_jax.engine.config import EngineConfig
+from dflash_jax.engine.config import EngineConfig, round_specs
 from dflash_jax.engine.dispatch import Outcome
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.model_runner import BATCH_SIZES
@@ -100,12 +100,12 @@ class MockRunner:
 
     masked_batch_sizes = batch_sizes
 
-    def decode_sizes(self, masked, block_sizes):
+    def decode_sizes(self, masked, rounds):
         kind = "masked" if masked else "decode"
-        sizes = {n: [b for b in block_sizes if self.can_run(kind, n, b)] for n in BATCH_SIZES}
+        sizes = {n: [spec for spec in rounds if self.can_run(kind, n, spec)] for n in BATCH_SIZES}
         return {n: allowed for n, allowed in sizes.items() if allowed}
 
-    def is_compiled(self, batch_size, block_size):
+    def is_compiled(self, batch_size, spec):
         return True
 
     def agree(self, value):
@@ -144,7 +144,7 @@ class MockRunner:
     def decode(self, dispatch, masks=None):
         assert len(set(dispatch.slots)) == len(dispatch.slots)
         assert self.largest_shard(dispatch.slots) <= dispatch.batch_size
-        assert self.can_run("decode" if masks is None else "masked", dispatch.batch_size, dispatch.block_size)
+        assert self.can_run("decode" if masks is None else "masked", dispatch.batch_size, dispatch.spec)
         self.log.append(("decode", dispatch))
         tokens, yielded, done = [], [], []
         for i, (slot, block_size) in enumerate(zip(dispatch.slots, dispatch.block_sizes, strict=True)):
@@ -175,7 +175,7 @@ class MockRunner:
     def decode_masked(self, dispatch, masks):
         import numpy as np
 
-        masks.ask(np.zeros((len(dispatch.slots), max(dispatch.block_size, 1)), int))
+        masks.ask(np.zeros((len(dispatch.slots), dispatch.spec.block_size), int))
         allowed, is_late = masks.answer(lambda: True)
         # The lowest allowed token, where not all are.
         lowest = [
@@ -224,7 +224,7 @@ def request(prompt, new: int = 10, **options) -> Request:
 
 
 def engine(slots: int = 4, capacity: int = 4096, seed: int = 0, shards: int = 1, **options) -> Engine:
-    options = {"block_sizes": (1, 8, 16), "prefill_sizes": (4, 16), "max_num_batched_tokens": 64} | options
+    options = {"rounds": round_specs((8, 16)), "prefill_sizes": (4, 16), "max_num_batched_tokens": 64} | options
     return Engine(MockRunner(slots, capacity, seed, shards), EngineConfig(**options))
 
 

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import pytest
 
 from dflash_jax.cli.ops import backend_for
+from dflash_jax.engine.config import NO_DRAFTER, RoundSpec, round_specs
 from dflash_jax.engine.draft_length import DraftLengthPolicy
 from dflash_jax.engine.round_costs import Platform, RoundCosts, platform_named
 from dflash_jax.parallel.sharding import Layout
@@ -19,30 +20,44 @@ def pair():
 
 def test_each_draft_of_an_mtp_head_is_a_pass_over_one_token_a_sequence(pair):
     target, head = pair[0], tiny.head(pair[0])
-    costs, plain = RoundCosts(target, head, Platform(1e9, 0.0)), RoundCosts(target, None, Platform(1e9, 0.0))
-    first = costs(1, 2) - plain(1, 2)
+    costs, plain = RoundCosts(target, [head], Platform(1e9, 0.0)), RoundCosts(target, [], Platform(1e9, 0.0))
+    first, four, eight = (costs(1, RoundSpec(n)) - plain(1, RoundSpec(n, None)) for n in (2, 4, 8))
     assert first > 0
-    assert costs(1, 4) - plain(1, 4) == pytest.approx(3 * first)
-    assert costs(1, 8) - plain(1, 8) == pytest.approx(7 * first)
+    assert four == pytest.approx(3 * first)
+    assert eight == pytest.approx(7 * first)
+
+
+def test_a_round_has_the_cost_of_the_drafter_that_proposes(pair):
+    target, drafter = pair
+    head, platform, plain = tiny.head(target), Platform(10.0, 1e3), RoundSpec(1)
+    both = RoundCosts(target, [drafter, head], platform)
+    for i, alone in enumerate([drafter, head]):
+        assert both(2, RoundSpec(8, i)) == RoundCosts(target, [alone], platform)(2, RoundSpec(8))
+        # The contexts of both are kept.
+        assert both(2, plain) > RoundCosts(target, [alone], platform)(2, plain)
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
 def test_costs_grow_with_batch_and_block_size(pair, platform):
-    costs = RoundCosts(*pair, platform_named(platform))
-    for small, large in (((1, 0), (1, 1)), ((1, 1), (1, 4)), ((1, 4), (1, 16)), ((1, 4), (8, 4)), ((4, 1), (8, 1))):
-        assert 0 < costs(*small) <= costs(*large)
+    costs = RoundCosts(pair[0], pair[1:], platform_named(platform))
+    without, plain, four, sixteen = NO_DRAFTER, RoundSpec(1), RoundSpec(4), RoundSpec(16)
+    for small, large in ((without, plain), (plain, four), (four, sixteen)):
+        assert 0 < costs(1, small) <= costs(1, large)
+    assert 0 < costs(1, four) <= costs(8, four)
+    assert 0 < costs(4, plain) <= costs(8, plain)
 
 
 def test_without_a_drafter_a_round_is_a_pass_of_the_target(pair):
     platform = Platform(10.0, 0.0)
-    assert RoundCosts(pair[0], None, platform)(2, 1) == RoundCosts(*pair, platform)(2, 0)
+    alone = RoundCosts(pair[0], [], platform)(2, NO_DRAFTER)
+    assert alone == RoundCosts(pair[0], pair[1:], platform)(2, NO_DRAFTER)
 
 
 def test_a_pass_that_reads_for_longer_than_it_computes_costs_its_bytes(pair):
-    costs = RoundCosts(pair[0], None, Platform(1e9, 0.0))
-    assert costs(1, 1) == costs(8, 1)
-    computing = RoundCosts(pair[0], None, Platform(1e-6, 0.0))
-    assert computing(8, 1) == pytest.approx(8 * computing(1, 1))
+    costs, plain = RoundCosts(pair[0], [], Platform(1e9, 0.0)), RoundSpec(1)
+    assert costs(1, plain) == costs(8, plain)
+    computing = RoundCosts(pair[0], [], Platform(1e-6, 0.0))
+    assert computing(8, plain) == pytest.approx(8 * computing(1, plain))
 
 
 def test_qwen_on_an_h200_is_as_measured():
@@ -50,8 +65,9 @@ def test_qwen_on_an_h200_is_as_measured():
     names = ("Qwen3.6-35B-A3B", "Qwen3.6-35B-A3B-DFlash")
     shapes = read_shapes(*(f"configs/hf/{name}.json" for name in names))
     pair = abstract_pair(shapes, Layout(), jnp.bfloat16, None, backend_for("h200", "auto"))
-    costs = RoundCosts(*pair, platform_named("gpu"))
-    assert costs(1, 8) / costs(1, 1) == pytest.approx(7.3 / 3.1, rel=0.2)
-    assert costs(1, 16) / costs(1, 1) == pytest.approx(9.6 / 3.1, rel=0.2)
+    costs = RoundCosts(pair[0], pair[1:], platform_named("gpu"))
+    plain, eight, sixteen = (costs(1, RoundSpec(n)) for n in (1, 8, 16))
+    assert eight / plain == pytest.approx(7.3 / 3.1, rel=0.2)
+    assert sixteen / plain == pytest.approx(9.6 / 3.1, rel=0.2)
     # A drafter without a record drafts at once.
-    assert DraftLengthPolicy((1, 8, 16), costs).why_plain(1) is None
+    assert DraftLengthPolicy(round_specs((8, 16)), costs).why_plain(1) is None

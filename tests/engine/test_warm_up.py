@@ -43,7 +43,7 @@ def test_everything_is_compiled_at_warm_up(engine, caplog):
         *(f"decode {rows} x {width}" for rows in (1, 4) for width in (0, 1, 8)),
     }
     assert all(f"{name}: compiled in" in caplog.text for name in found)
-    assert set(engine.policy.seconds) == {(rows, width) for rows in (1, 4) for width in (0, 1, 8)}
+    assert set(engine.policy.seconds) == {(rows, spec) for rows in (1, 4) for spec in engine.config.rounds}
     before = engine.runner.programs.count
     for wanted in some_requests(3, 40, tiny.VOCAB):
         engine.submit(Request(**wanted))

@@ -27,6 +27,12 @@ def test_llm_config_is_frozen():
     [
         ({"revision": "main"}, "revision is 'main': there is no repo that it could be of"),
         ({"target": "a/b", "draft_revision": "main"}, "draft_revision is 'main': there is no repo"),
+        ({"draft": []}, r"draft is \[\]: it must be a list of different drafters: directories, repo ids or \"mtp\""),
+        ({"draft": ["mtp", "mtp"]}, r"draft is \['mtp', 'mtp'\]: it must be a list of different"),
+        ({"draft": ["auto", "mtp"]}, r"draft is \['auto', 'mtp'\]: it must be"),
+        ({"draft": ["mtp", 3]}, r"draft is \['mtp', 3\]: it must be"),
+        ({"draft": ["mtp", "a\0b"]}, "draft is 'a.*': it must be text without NUL"),
+        ({"draft": ["a/b", "c/d"], "draft_revision": "v1"}, "draft_revision is 'v1': there are several repos"),
         ({"dtype": "float8"}, "dtype is 'float8': it must be one of auto, float32, bfloat16"),
         ({"draft_window_size": 0}, "draft_window_size is 0: it must be 1 or more"),
         ({"draft_sink_size": -1}, "draft_sink_size is -1: it must be 0 or more"),
@@ -48,6 +54,10 @@ def test_llm_config_is_frozen():
 def test_wrong_values_are_refused_without_a_file_read(options, message):
     with pytest.raises(InputError, match=message):
         LLMConfig(**options)
+
+
+def test_a_revision_is_of_the_one_repo_among_several_drafters():
+    assert LLMConfig(draft=["mtp", "a/b"], draft_revision="v1").drafts == ("mtp", "a/b")
 
 
 def test_positions_and_blocks_are_bounded_by_the_models():

@@ -16,6 +16,7 @@ from dflash_jax.decoding.sampling import draw
 from dflash_jax.decoding.sampling_state import GREEDY, PENALISED, SamplingState, sampling_mode
 from dflash_jax.decoding.state import Settings
 from dflash_jax.engine import model_runner
+from dflash_jax.engine.config import RoundSpec
 from dflash_jax.engine.dispatch import Dispatch
 from dflash_jax.engine.executables import Executables
 from dflash_jax.engine.model_runner import ModelRunner
@@ -57,7 +58,7 @@ def decode(programs: Executables, sampled: bool):
         slots.admit(i, Request(PROMPTS[i], SamplingParams(logprobs=2, **options)))
         for start in range(0, len(PROMPTS[i]) - 1, 8):
             slots.prefill([i], [min(8, len(PROMPTS[i]) - 1 - start)], 8)
-    ticket = slots.decode(Dispatch(tuple(live), (8,) * len(live), 1000, 8, len(live)))
+    ticket = slots.decode(Dispatch(tuple(live), (8,) * len(live), 1000, RoundSpec(8), len(live)))
     assert all(slots.read(ticket, True).done)
     assert ticket[0].done.sharding.is_fully_replicated
     return slots.state

@@ -39,6 +39,7 @@ from dflash_jax.engine.step_calls import BATCH, REPLICATED, StepCalls
 from dflash_jax.errors import EngineError, InputError
 from dflash_jax.models import moe as moe_layer
 from dflash_jax.models.config import MoeSpec
+from dflash_jax.models.drafting import proposing
 from dflash_jax.models.layers import with_backend
 from dflash_jax.ops import moe
 from dflash_jax.ops.backend import Backend
@@ -189,7 +190,7 @@ def commits(target, drafter, state, slots, block_sizes, block, verified, *, sett
     """What was verified, written into the caches ROUNDS times: (state, lengths)."""
     before = replace(take_slots(target.backend, state, slots), block_sizes=block_sizes)
     logits, features, record = verified
-    after, drafter = speculative.decide(before, block, logits), drafter if settings.drafting else None
+    after, drafter = speculative.decide(before, block, logits), proposing(drafter, settings.drafter)
 
     def again(_, caches):
         state_before = replace(before, target=caches[0], draft=caches[1])
@@ -234,7 +235,7 @@ class Bench:
         """By name, a function of a state that runs a part: (what to wait for, the next state)."""
         p, slots = programs or self.programs, np.arange(point.batch, dtype=np.int32)
         block_sizes, settings = np.full(point.batch, point.block_size, np.int32), Settings(point.block_size)
-        plain = replace(settings, drafting=False)
+        plain = replace(settings, drafter=None)
         # What a round verifies: each row's last token, and the drafts.
         block = np.asarray(state.tokens)[:, point.context - 1 :][:, : point.block_size].copy()
         if point.block_size > 1:

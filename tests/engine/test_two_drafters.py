@@ -1,0 +1,112 @@
+"""A DFlash drafter and an MTP head at once: the text of each request alone, and both contexts whichever one drafts."""
+
+import random
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dflash_jax.engine import model_runner
+from dflash_jax.engine.config import NO_DRAFTER, round_specs
+from dflash_jax.engine.executables import Executables
+from dflash_jax.engine.request import Request
+from dflash_jax.models.drafting import together
+from dflash_jax.sampling_params import SamplingParams
+from dflash_jax.tools.token_runs import Remembering
+from tests import tiny
+from tests.engine import mock_runner
+from tests.engine.load import CAPACITY, MARKER, alone, engine_for, some_requests, under_load
+from tests.mtp_context import assert_context, one_pass, rows_with_context
+from tests.tiny import VOCAB
+
+ROUNDS = round_specs((8,), (2, 4))
+
+
+@pytest.fixture(scope="module")
+def case():
+    """(target, drafter, head, requests, each alone, programs with both, each right half the time)."""
+    target = tiny.target("da", moe="1")
+    drafter, head, wanted = tiny.drafter(target), tiny.head(target), some_requests(0, 16, VOCAB)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model_runner, "BATCH_SIZES", (1, 4))
+        patch.setattr(Executables, "compiler_options", {"xla_backend_optimization_level": 0})
+        expected = alone(engine_for(Executables(target, None), (1,), slots=4, prefix_bytes=0), wanted)
+        known = [request for request, _ in expected]
+        both = [
+            Remembering.of(each, known, wide=8, capacity=CAPACITY, seed=i) for i, each in enumerate([drafter, head])
+        ]
+        yield target, drafter, head, wanted, expected, Executables(target, together(both))
+
+
+def assert_contexts(target, drafter, head, state, rows) -> None:
+    """Both contexts of ``rows`` are those of one pass over all but the last token."""
+    assert_context(target, head, replace(state, draft=state.draft[1]), rows)
+    expected = one_pass(target, drafter, jnp.asarray(state.tokens), jnp.maximum(jnp.asarray(state.length) - 1, 0))
+    for row in rows:
+        first, end = int(state.draft_start[row]), int(state.length[row]) - 1
+        # The last layer has full attention: its cache is no ring.
+        for name in "kv":
+            mine, right = (
+                np.asarray(getattr(cache[-1], name))[row, :, first:end] for cache in (state.draft[0], expected)
+            )
+            np.testing.assert_allclose(mine, right, atol=2e-4, err_msg=f"row {row}: {name}")
+
+
+def test_under_load_texts_are_those_alone_and_both_contexts_are_complete(case):
+    """Any round at any time, those without drafters too."""
+    target, drafter, head, wanted, expected, programs = case
+    engine, rng = engine_for(programs, slots=4, rounds=ROUNDS), random.Random(0)
+    engine.policy.choose = lambda batch_size, acceptances, allowed=ROUNDS, *_: rng.choice(allowed)
+    under_load(engine, target, wanted, expected, 100, seed=1)
+    assert {spec for _, spec in engine.statistics.dispatches} == {*ROUNDS}
+    assert engine.statistics.cached_tokens > 0
+    assert max(engine.statistics.yielded) > 4, "no long draft was accepted"
+    state = jax.device_get(engine.runner.state)
+    rows = rows_with_context(state)
+    assert rows
+    assert_contexts(target, drafter, head, state, rows)
+
+
+@pytest.mark.parametrize("drafting", [0, 1])
+def test_a_prompt_from_the_prefix_cache_has_both_contexts(case, drafting):
+    """Of several prefixes, computed while one of both drafted."""
+    target, drafter, head, _, _, programs = case
+    engine = engine_for(programs, slots=1, rounds=ROUNDS)
+    engine.policy.choose = lambda *_: next(s for s in ROUNDS if s.drafter == drafting and s.block_size > 1)
+    params = SamplingParams(
+        temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, frequency_penalty=0.0,
+        presence_penalty=0.0, seed=0, max_tokens=6,
+    )  # fmt: skip
+    part = [MARKER, *range(2, 20)]
+    for prompt in ([*part, *part, *part], [*part, *part, *part[:9]]):
+        engine.submit(Request(prompt, params))
+        while engine.has_work:
+            engine.step()
+        state = jax.device_get(engine.runner.state)
+        assert rows_with_context(state) == [0]
+        assert state.draft_start[0] == 0
+        assert_contexts(target, drafter, head, state, [0])
+    assert engine.statistics.cached_tokens == 2 * len(part)
+    assert {spec.drafter for _, spec in engine.statistics.dispatches} == {drafting}
+
+
+def test_a_block_size_that_is_asked_for_is_drafted_by_either():
+    engine = mock_runner.engine(rounds=ROUNDS)
+    scheduler, request, asked = engine._scheduler, mock_runner.request([2, 3]), []
+    request.slot = 0
+    scheduler.add(request)
+
+    def choose(batch_size, acceptances, allowed, *_):
+        asked.append({(spec.block_size, spec.drafter) for spec in allowed})
+        return allowed[0]
+
+    engine.policy.choose = choose
+    for block_size in (3, 4, 8):
+        request.block_size = block_size
+        assert scheduler.plan([request]).block_sizes == (block_size,)
+    # The smallest of each that is large enough.
+    assert asked == [{(8, 0), (4, 1)}, {(8, 0), (4, 1)}, {(8, 0)}]
+    request.block_size = 1
+    assert scheduler.plan([request]).spec == NO_DRAFTER
