@@ -109,6 +109,8 @@ TEMPERATURES = [0.0, 0.3, 0.6, 0.9]
 # Of the text for the second pass of the drafter: warmer than greedy, which repeats itself.
 POLISH_TEMPERATURES = [0.2, 0.4, 0.6, 0.8]
 ANCHORS = 32
+# Tokens of a row that the MTP head is trained on.
+HEAD_ROW = 512
 
 
 def render(tokenizer, chat: list[dict], thinking: bool) -> str:
@@ -247,19 +249,15 @@ def stage_drafter(args) -> None:
     train_drafter(args, model, data, args.draft_steps, 4e-3, own=4)
 
 
-def lively_text(args) -> dict[str, np.ndarray]:
-    """Tokens and masks of all text of the target's own that does not repeat itself."""
+def stage_polish(args) -> None:
+    """A second pass at a lower rate, mostly over fresh text of the target's own that does not repeat itself."""
+    regenerate(args, "polish.npz", POLISH_TEMPERATURES, args.seed + 1)
     data = [np.load(args.work / name) for name in ("regenerated.npz", "polish.npz")]
     tokens, mask = (np.concatenate([d[k] for d in data]) for k in ("tokens", "mask"))
     lively = [not is_degenerate(t[m]) for t, m in zip(tokens, mask, strict=True)]
     print(f"{sum(lively)} of {len(lively)} sequences do not repeat themselves", flush=True)
-    return {"tokens": tokens[lively], "mask": mask[lively]}
-
-
-def stage_polish(args) -> None:
-    """A second pass at a lower rate, mostly over fresh text of the target's own that does not repeat itself."""
-    regenerate(args, "polish.npz", POLISH_TEMPERATURES, args.seed + 1)
-    train_drafter(args, load_drafter(args.out / "draft"), lively_text(args), args.polish_steps, 1.5e-3, own=6)
+    model = load_drafter(args.out / "draft")
+    train_drafter(args, model, {"tokens": tokens[lively], "mask": mask[lively]}, args.polish_steps, 1.5e-3, own=6)
 
 
 def train_drafter(args, model, data: dict, count: int, rate: float, own: int) -> None:
@@ -282,30 +280,33 @@ def train_drafter(args, model, data: dict, count: int, rate: float, own: int) ->
 
 
 def stage_head(args) -> None:
-    """The target's MTP head by `train fit --mtp`, on the drafter's data; it joins the target's checkpoint."""
-    path, data = args.work / "head.jsonl", lively_text(args)
-    written = next(windows(token_stream(standard_library()[0], args), SEQUENCE - 1, len(data["tokens"]), 1, args.seed))
-    masks = np.concatenate([data["mask"], np.ones(written.shape, bool)])
+    """The target's MTP head by `train fit --mtp`, against the target's distributions on what people wrote.
+
+    It joins the target's checkpoint.
+    """
+    path, rows = args.work / "head.jsonl", 4
+    stream = token_stream(standard_library()[0], args)
     with path.open("w", encoding="utf-8") as file:
-        for tokens, mask in zip(np.concatenate([data["tokens"], written]), masks, strict=True):
-            line = {"prompt_ids": tokens[~mask].tolist(), "response_ids": tokens[mask].tolist()}
-            file.write(json.dumps(line) + "\n")
+        for tokens in next(windows(stream, HEAD_ROW - 1, rows * args.head_steps, 1, args.seed)):
+            file.write(json.dumps({"response_ids": tokens.tolist()}) + "\n")
     config = TrainConfig(
         target=str(args.out / "target"),
         mtp=True,
         data=(str(path),),
         output=str(args.work / "head"),
-        sequence_length=2 * SEQUENCE,
-        rows=8,
-        anchors=SEQUENCE,
+        sequence_length=HEAD_ROW,
+        rows=rows,
+        anchors=HEAD_ROW - 1,
         steps=args.head_steps,
         loss="kl",
         optimizer="muon",
         learning_rate=4e-3,
         seed=args.seed,
-        save_every=100,
+        save_every=50,
     )
-    run.fit(config, partial(print, flush=True))
+    step, last = run.fit(config, partial(print, flush=True))
+    if step < last:
+        raise SystemExit(75)
     join_head(args.out / "target", config.directory / "draft")
 
 
@@ -340,27 +341,21 @@ def stage_evaluate(args) -> None:
 
 
 def stage_compare(args) -> None:
-    """Acceptance lengths of drafter and head on the same held-out prompts in blocks of the same sizes, as JSON."""
+    """Acceptance lengths of drafter and head on the same held-out prompts in blocks of 4, as JSON."""
     directory, rows = args.out / "target", []
     llms = {"dflash": LLM(directory, args.out / "draft"), "mtp": LLM(directory, "mtp")}
     streams = [llms["mtp"].encode(d.text) for d in standard_library()[1]]
-    prompts = {
-        0.0: held_out_prompts(streams, 96, 512, args.seed + 1),
-        0.7: held_out_prompts(streams, 96, 64, args.seed),
-        1.0: held_out_prompts(streams, 96, 64, args.seed),
-    }
-    for temperature, chosen in prompts.items():
+    for temperature, count in ((0.0, 96), (0.7, 64)):
+        prompts, texts = held_out_prompts(streams, 96, count, args.seed + 1), []
         params = SamplingParams(temperature=temperature, max_tokens=128, seed=args.seed)
-        for block in (2, 4, 8):
-            texts = []
-            for name, llm in llms.items():
-                completions = llm.generate(chosen, params, block)
-                texts.append([c.token_ids for c in completions])
-                row = {"drafter": name, "temperature": temperature, "block_size": block, "prompts": len(chosen)}
-                each = {"lively": acceptance(completions), "all": acceptance(completions, keep_all=True)}
-                rows.append(row | {kind: vars(value) for kind, value in each.items()})
-                print(rows[-1], flush=True)
-            assert texts[0] == texts[1], "the text depends on the drafter"
+        for name, llm in llms.items():
+            completions = llm.generate(prompts, params, 4)
+            texts.append([c.token_ids for c in completions])
+            row = {"drafter": name, "temperature": temperature, "block_size": 4, "prompts": count}
+            each = {"not_repeating": acceptance(completions), "all": acceptance(completions, keep_all=True)}
+            rows.append(row | {kind: {k: vars(a)[k] for k in ("mean", "rounds", "kept")} for kind, a in each.items()})
+            print(rows[-1], flush=True)
+        assert texts[0] == texts[1], "the text depends on the drafter"
     path = args.work / "acceptance.json"
     path.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     print(f"written to {path}", flush=True)
@@ -390,7 +385,7 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=2048, help="to regenerate")
     parser.add_argument("--draft-steps", type=int, default=3000)
     parser.add_argument("--polish-steps", type=int, default=1500)
-    parser.add_argument("--head-steps", type=int, default=1000)
+    parser.add_argument("--head-steps", type=int, default=250)
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
     for stage in args.stages:
