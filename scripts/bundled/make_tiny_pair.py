@@ -345,13 +345,14 @@ def stage_compare(args) -> None:
     directory, rows = args.out / "target", []
     llms = {"dflash": LLM(directory, args.out / "draft"), "mtp": LLM(directory, "mtp")}
     streams = [llms["mtp"].encode(d.text) for d in standard_library()[1]]
-    for temperature, count in ((0.0, 96), (0.7, 64)):
-        prompts, texts = held_out_prompts(streams, 96, count, args.seed + 1), []
+    prompts = held_out_prompts(streams, 96, 48, args.seed + 1)
+    for temperature in (0.0, 0.7):
+        texts = []
         params = SamplingParams(temperature=temperature, max_tokens=128, seed=args.seed)
         for name, llm in llms.items():
             completions = llm.generate(prompts, params, 4)
             texts.append([c.token_ids for c in completions])
-            row = {"drafter": name, "temperature": temperature, "block_size": 4, "prompts": count}
+            row = {"drafter": name, "temperature": temperature, "block_size": 4, "prompts": len(prompts)}
             each = {"not_repeating": acceptance(completions), "all": acceptance(completions, keep_all=True)}
             rows.append(row | {kind: {k: vars(a)[k] for k in ("mean", "rounds", "kept")} for kind, a in each.items()})
             print(rows[-1], flush=True)

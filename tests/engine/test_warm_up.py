@@ -11,7 +11,7 @@ import pytest
 from dflash_jax.decoding.state import Settings
 from dflash_jax.engine import model_runner
 from dflash_jax.engine.ahead_of_time import AheadOfTime
-from dflash_jax.engine.config import EngineConfig
+from dflash_jax.engine.config import EngineConfig, round_specs
 from dflash_jax.engine.executables import Executables
 from dflash_jax.engine.memory import Memory, device_memory, plan_memory
 from dflash_jax.engine.request import Request
@@ -75,7 +75,7 @@ def test_a_decoding_step_reads_once(engine, monkeypatch):
 
 def test_memory_is_planned_before_it_is_taken(engine):
     programs, settings = engine.runner.programs, Settings(1, top_logprobs=5)
-    found = plan_memory(programs, 4, CAPACITY, settings, EngineConfig((1, 8), prefix_bytes=1000), 1.0)
+    found = plan_memory(programs, 4, CAPACITY, settings, EngineConfig(round_specs((8,)), prefix_bytes=1000), 1.0)
     state = sum(x.nbytes for x in jax.tree.leaves(engine.runner.state))
     assert (found.slots, found.weights) == (state, sum(x.nbytes for x in programs.weights))
     assert found.all == found.slots + found.weights + found.workspace + 1000

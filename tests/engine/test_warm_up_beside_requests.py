@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from dflash_jax.engine.config import NO_DRAFTER, RoundSpec, round_specs
 from dflash_jax.engine.draft_length import DraftLengthPolicy
 from dflash_jax.engine.executables import Executables
 from dflash_jax.engine.model_runner import BATCH_SIZES
@@ -16,11 +17,11 @@ from tests.engine.load import engine_for, some_requests
 from tests.engine.mock_runner import END, expected, request
 from tests.helpers import in_a_thread
 
-PREFILL_SIZES, BLOCK_SIZES = (4, 16), (0, 1, 8, 16)
-FIRST = {("prefill", 1, 4, False), ("decode", 1, 0)}
+PREFILL_SIZES, ROUNDS = (4, 16), round_specs((8, 16))
+FIRST = {("prefill", 1, 4, False), ("decode", 1, NO_DRAFTER)}
 NAMES = [
     *(("prefill", n, size, kind) for n in (1, 4) for size in PREFILL_SIZES for kind in (True, False)),
-    *((kind, n, b) for kind in ("decode", "masked") for n in BATCH_SIZES[:3] for b in BLOCK_SIZES),
+    *((kind, n, b) for kind in ("decode", "masked") for n in BATCH_SIZES[:3] for b in ROUNDS),
     *(("prefix", size) for size in PREFILL_SIZES),
     ("score",),
 ]
@@ -58,19 +59,19 @@ def test_requests_get_their_tokens_with_any_allowed_programs(seed, shards):
 
 def test_sequences_take_turns_where_a_batch_for_all_is_slower():
     engine = mock_runner.engine(slots=4)
-    scheduler, proportional = engine._scheduler, DraftLengthPolicy((1, 8, 16), lambda n, b: n * max(b, 1))
+    scheduler, proportional = engine._scheduler, DraftLengthPolicy(ROUNDS, lambda n, spec: n * spec.block_size)
     scheduler._policy = proportional
     requests = [request([1, 2]) for _ in range(3)]
     for slot, r in enumerate(requests):
         r.slot = slot
         scheduler.add(r)
-    engine.runner.allowed = {("decode", 1, 0), ("decode", 32, 0)}
+    engine.runner.allowed = {("decode", 1, NO_DRAFTER), ("decode", 32, NO_DRAFTER)}
     assert scheduler.batch([]) == requests[:1]
     assert scheduler.batch([]) == requests[1:2]
     # A device that reads its weights for one sequence as for many.
-    scheduler._policy = DraftLengthPolicy((1, 8, 16))
+    scheduler._policy = DraftLengthPolicy(ROUNDS)
     assert set(scheduler.batch([])) == set(requests)
-    engine.runner.allowed.add(("decode", 4, 0))
+    engine.runner.allowed.add(("decode", 4, NO_DRAFTER))
     scheduler._policy = proportional
     assert set(scheduler.batch([])) == set(requests)
 
@@ -93,11 +94,11 @@ def test_requests_with_and_without_masks_take_turns_until_rounds_for_all_are_com
         r.slot = slot
     for r in plain[:3] + with_mask + plain[3:]:
         scheduler.add(r)
-    scheduler._runner.allowed = {("decode", 8, 0), ("masked", 1, 1)}
+    scheduler._runner.allowed = {("decode", 8, NO_DRAFTER), ("masked", 1, RoundSpec(1))}
     batches = [scheduler.batch([]) for _ in range(3)]
     assert set(batches[0]) == set(plain)
     assert batches[1:] == [with_mask[:1], with_mask[1:]]
-    scheduler._runner.allowed.add(("masked", 8, 1))
+    scheduler._runner.allowed.add(("masked", 8, RoundSpec(1)))
     assert set(scheduler.batch([])) == {*plain, *with_mask}
 
 

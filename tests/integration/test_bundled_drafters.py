@@ -1,0 +1,110 @@
+"""The bundled target with its MTP head and its DFlash drafter, on text that neither was trained on."""
+
+import pytest
+
+from dflash_jax import LLM, SamplingParams
+from dflash_jax.engine.config import NO_DRAFTER, RoundSpec
+from dflash_jax.engine.draft_length import DraftLengthPolicy
+from dflash_jax.engine.request import Request
+from dflash_jax.frontend.llm_config import TINY
+from dflash_jax.training.corpus import standard_library
+from dflash_jax.training.evaluation import acceptance, held_out_prompts
+
+HEAD, DRAFTER = RoundSpec(4, 0), RoundSpec(4, 1)
+PARAMS = {t: SamplingParams(temperature=t, max_tokens=96, seed=1) for t in (0.0, 0.7)}
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return LLM(draft=["mtp", TINY / "draft"], max_block_size=4, prefix_bytes=0)
+
+
+@pytest.fixture(scope="module")
+def prompts(llm):
+    """Parts of eight files of the standard library that are held out of all training."""
+    documents = [d for d in standard_library()[1] if len(d.text) > 2000][:8]
+    return [held_out_prompts([llm.encode(d.text[:2000])], 64, 1)[0] for d in documents]
+
+
+@pytest.fixture(scope="module")
+def plain(llm, prompts):
+    return {t: [c.token_ids for c in llm.generate(prompts, params, 1)] for t, params in PARAMS.items()}
+
+
+@pytest.fixture
+def rounds(monkeypatch):
+    """Every dispatch has the next of these rounds."""
+    chosen = []
+
+    def choose(self, batch_size, acceptances, allowed=None, *_):
+        chosen.append(chosen.pop(0))
+        return chosen[-1]
+
+    monkeypatch.setattr(DraftLengthPolicy, "choose", choose)
+    return chosen
+
+
+@pytest.mark.parametrize(("temperature", "floor"), [(0.0, 1.9), (0.7, 1.6)])
+def test_the_head_drafts_unseen_text(llm, prompts, plain, rounds, temperature, floor):
+    """Measured: see benchmarks/cpu.md. A head that is wired wrongly accepts next to nothing."""
+    rounds.append(HEAD)
+    completions = llm.generate(prompts, PARAMS[temperature], "auto")
+    assert [c.token_ids for c in completions] == plain[temperature]
+    measured = acceptance(completions, keep_all=True)
+    assert measured.rounds > 100
+    assert measured.mean > floor
+
+
+def test_texts_are_plain_decodings_whichever_drafter_a_dispatch_has(llm, prompts, plain, rounds):
+    """Contexts are whole after rounds with the other drafter: acceptance is not below that of rounds with one."""
+    lengths = {}
+    for name, order in {"head": [HEAD], "drafter": [DRAFTER], "both": [HEAD, DRAFTER, RoundSpec(1), DRAFTER]}.items():
+        rounds[:] = order
+        completions = llm.generate(prompts, PARAMS[0.0], "auto")
+        assert [c.token_ids for c in completions] == plain[0.0]
+        drafted = [n for c in completions for n in c.acceptance_lengths]
+        lengths[name] = sum(drafted) / len(drafted)
+    assert lengths["both"] > 1.3
+    assert llm.drafting_method == "NEXTN,DFLASH"
+
+
+def modelled_seconds(llm, prompts, costs: dict[RoundSpec, float]) -> tuple[float, list[list[int]]]:
+    """Seconds of answers one after the other where rounds take ``costs``, which the engine has measured; the tokens."""
+    policy = DraftLengthPolicy(tuple(costs), lambda batch_size, spec: costs[spec])
+    engine = llm.new_engine(llm.programs, 1, 256, policy)
+    runner, observe, spent, texts = engine.runner, policy.observe_seconds, 0.0, []
+    for spec, seconds in costs.items():
+        for _ in range(3):
+            observe(1, spec, seconds)
+    policy.observe_seconds = lambda batch_size, spec, _, rounds: observe(batch_size, spec, costs[spec], rounds)
+    decode, read = runner.decode, runner.read
+
+    def counted(ticket, logprobs):
+        nonlocal spent
+        outcome = read(ticket[0], logprobs)
+        spent += costs[ticket[1]] * max(map(len, outcome.yielded))
+        return outcome
+
+    runner.decode, runner.read = lambda dispatch: (decode(dispatch), dispatch.spec), counted
+    for prompt in prompts:
+        request = Request(prompt, llm.defaults.fill(PARAMS[0.7]))
+        engine.submit(request)
+        while engine.has_work:
+            engine.step()
+        texts.append(request.tokens)
+    return spent, texts
+
+
+# Milliseconds of rounds of 2 and 4 with the head, and of 4 with the drafter; of a plain one 2.0.
+@pytest.mark.long
+@pytest.mark.parametrize(("head", "drafter"), [((2.2, 2.6), 3.4), ((2.8, 3.6), 2.6), ((2.3, 2.9), 2.9)])
+def test_with_both_auto_is_as_fast_as_with_the_better_one(llm, prompts, head, drafter):
+    plain = {NO_DRAFTER: 1.9, RoundSpec(1): 2.0}
+    of_head, of_drafter = dict(zip((RoundSpec(2, 0), HEAD), head, strict=True)), {DRAFTER: drafter}
+    both = {spec: (plain | of_head | of_drafter)[spec] for spec in (*plain, RoundSpec(2, 0), HEAD, DRAFTER)}
+    (seconds, tokens), *alone = (
+        modelled_seconds(llm, prompts, {spec: ms / 1000 for spec, ms in costs.items()})
+        for costs in (both, plain | of_head, plain | of_drafter)
+    )
+    assert all(other == tokens for _, other in alone)
+    assert seconds < 1.05 * min(other for other, _ in alone)
