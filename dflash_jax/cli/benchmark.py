@@ -278,6 +278,8 @@ def run(args, argv: list[str]) -> int:
     methods = args.methods or [method(text) for text in (PLAIN, "8", "16", "auto")]
     if args.label:
         methods = [Method(args.label, None, None)]
+    if isinstance(args.draft, list):
+        raise InputError(f"--draft {args.draft}: give one drafter; --methods mtp measures the head beside it")
     if args.draft == "mtp" and any(m.name == "dflash" for m in methods):
         raise InputError("--methods dflash: --draft mtp names the MTP head; leave it out")
     if args.url and any(m.draft for m in methods):

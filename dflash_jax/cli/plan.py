@@ -248,10 +248,12 @@ def read_models(args) -> tuple[str, str | None, System | None]:
     target = target or shapes.get("target") or options.get("target")
     if not target:
         raise InputError("no target: give a model, such as qwen3-8b or Qwen/Qwen3-8B, --target or --config")
-    draft = args.draft or shapes.get("draft") or options.get("draft")
+    given = args.draft or options.get("draft")
+    if isinstance(given, list) and len(given) > 1:
+        raise InputError(f"draft {given}: plan sizes a system with one drafter")
+    draft = args.draft or shapes.get("draft") or given
+    draft = draft[0] if isinstance(draft, list) else draft
     target = find_shapes(target, "target")
-    if isinstance(draft, list):
-        raise InputError(f"draft {draft}: plan sizes a system with one drafter")
     if draft in (None, "none", "mtp"):
         return target, target if draft == "mtp" else None, system
     return target, find_shapes(draft, "draft"), system

@@ -29,6 +29,8 @@ class RoundSpec(NamedTuple):
 
 # Plain decoding that does not update the drafters' contexts.
 NO_DRAFTER = RoundSpec(1, None)
+# What known tokens are fed with again.
+REPLAY = RoundSpec(1)
 
 
 def round_specs(*block_sizes: Sequence[int]) -> tuple[RoundSpec, ...]:

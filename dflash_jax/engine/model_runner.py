@@ -12,7 +12,7 @@ from dflash_jax.decoding.prefill import MediaChunk
 from dflash_jax.decoding.sampling import Logprobs
 from dflash_jax.decoding.state import NO_BOUND, DecodeState, Settings
 from dflash_jax.decoding.step_functions import Report
-from dflash_jax.engine.config import RoundSpec
+from dflash_jax.engine.config import REPLAY, RoundSpec
 from dflash_jax.engine.dispatch import Dispatch, Outcome, RoundMasks
 from dflash_jax.engine.host_copies import HostCopies
 from dflash_jax.engine.memory import on_device
@@ -266,9 +266,7 @@ class ModelRunner:
             blocks: Their number.
         """
         indices, block_sizes, _ = self._placed([slot], 1, [1], 1)
-        self.state, report = self.programs.decode(
-            self.state, indices, block_sizes, blocks, self._settings(RoundSpec(1))
-        )
+        self.state, report = self.programs.decode(self.state, indices, block_sizes, blocks, self._settings(REPLAY))
         return report
 
     def score(self, slot: int, tokens: int, size: int, media: MediaChunk | None = None):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from dflash_jax.decoding.prefill import MediaChunk
-from dflash_jax.engine.config import EngineConfig
+from dflash_jax.engine.config import REPLAY, EngineConfig
 from dflash_jax.engine.model_runner import ModelRunner
 from dflash_jax.engine.prefix_cache import Prefix, PrefixCache, chunks, cut_points, keys
 from dflash_jax.engine.request import Request
@@ -174,7 +174,7 @@ class Prefiller:
         """Whether the program for the next chunk may run."""
         kind = self._kind(prefill)
         if kind == "decode":
-            return self.runner.can_run(kind, 1, self.config.rounds[-1])
+            return self.runner.can_run(kind, 1, REPLAY)
         if prefill.request.prompt_logprobs is not None:
             return self.runner.can_run(kind)
         return bool(self._sizes(prefill.drafting, prefill.has_media))

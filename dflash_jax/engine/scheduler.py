@@ -129,6 +129,8 @@ class DecodeScheduler:
         if len(fixed) == len(batch):
             # The smallest of each drafter.
             choices = list({spec.drafter: spec for spec in reversed(large)}.values())
+        if len(choices) == 1:
+            return choices[0]
         acceptances = [self._acceptances[r] for r in batch]
         patience = max(PATIENCE_S, PATIENCE * self._runner.last_compile_s)
         return self._policy.choose(batch_size, acceptances, choices, self._runner.is_compiled, patience)

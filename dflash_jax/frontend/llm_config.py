@@ -116,6 +116,8 @@ class LLMConfig:
             is_distinct = len(set(map(str, self.draft))) == len(self.draft) > 0
             if not is_distinct or any(str(name) in ("auto", "none") for name in self.draft):
                 raise wrong("draft", self.draft, 'a list of different drafters: directories, repo ids or "mtp"')
+            if self.reproducible and len(self.draft) > 1:
+                raise wrong("draft", self.draft, "one drafter where reproducible is set, which has rounds of one kind")
         repos = (("revision", self.revision, (self.target,)), ("draft_revision", self.draft_revision, self.drafts))
         for name, value, sources in repos:
             count = sum(source not in (None, "auto", "mtp") for source in sources)

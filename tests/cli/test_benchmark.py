@@ -321,6 +321,7 @@ def test_best_known_figures_are_lines_above_the_table():
         (["--methods", "mtp fast"], "must be a number of tokens"),
         (["--methods", "mtp", "--url", "http://a"], "a server has one drafter"),
         (["--methods", "dflash", "--draft", "mtp"], "--draft mtp names the MTP head"),
+        (["--draft", "a", "--draft", "mtp"], "give one drafter"),
     ],
 )
 def test_wrong_options_exit_with_code_2_and_a_message(more, message, data, tmp_path, capsys):

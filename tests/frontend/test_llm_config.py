@@ -32,6 +32,7 @@ def test_llm_config_is_frozen():
         ({"draft": ["auto", "mtp"]}, r"draft is \['auto', 'mtp'\]: it must be"),
         ({"draft": ["mtp", 3]}, r"draft is \['mtp', 3\]: it must be"),
         ({"draft": ["mtp", "a\0b"]}, "draft is 'a.*': it must be text without NUL"),
+        ({"draft": ["mtp", "a"], "reproducible": True}, "one drafter where reproducible is set"),
         ({"draft": ["a/b", "c/d"], "draft_revision": "v1"}, "draft_revision is 'v1': there are several repos"),
         ({"dtype": "float8"}, "dtype is 'float8': it must be one of auto, float32, bfloat16"),
         ({"draft_window_size": 0}, "draft_window_size is 0: it must be 1 or more"),

@@ -6,6 +6,7 @@ from dflash_jax import LLM, SamplingParams
 from dflash_jax.engine.config import NO_DRAFTER, RoundSpec
 from dflash_jax.engine.draft_length import DraftLengthPolicy
 from dflash_jax.engine.request import Request
+from dflash_jax.frontend.compare import divergence
 from dflash_jax.frontend.llm_config import TINY
 from dflash_jax.training.corpus import standard_library
 from dflash_jax.training.evaluation import acceptance, held_out_prompts
@@ -44,27 +45,29 @@ def rounds(monkeypatch):
     return chosen
 
 
+def check_texts(llm, prompts, completions, expected, temperature):
+    """Equal, or parted at a tie."""
+    for prompt, completion, tokens in zip(prompts, completions, expected, strict=True):
+        parting = divergence(llm, prompt, tokens, completion.token_ids, PARAMS[temperature])
+        assert parting is None or parting.is_tie
+
+
 @pytest.mark.parametrize(("temperature", "floor"), [(0.0, 1.9), (0.7, 1.6)])
 def test_the_head_drafts_unseen_text(llm, prompts, plain, rounds, temperature, floor):
     """Measured: see benchmarks/cpu.md. A head that is wired wrongly accepts next to nothing."""
     rounds.append(HEAD)
     completions = llm.generate(prompts, PARAMS[temperature], "auto")
-    assert [c.token_ids for c in completions] == plain[temperature]
+    check_texts(llm, prompts, completions, plain[temperature], temperature)
     measured = acceptance(completions, keep_all=True)
     assert measured.rounds > 100
     assert measured.mean > floor
 
 
 def test_texts_are_plain_decodings_whichever_drafter_a_dispatch_has(llm, prompts, plain, rounds):
-    """Contexts are whole after rounds with the other drafter: acceptance is not below that of rounds with one."""
-    lengths = {}
-    for name, order in {"head": [HEAD], "drafter": [DRAFTER], "both": [HEAD, DRAFTER, RoundSpec(1), DRAFTER]}.items():
-        rounds[:] = order
-        completions = llm.generate(prompts, PARAMS[0.0], "auto")
-        assert [c.token_ids for c in completions] == plain[0.0]
-        drafted = [n for c in completions for n in c.acceptance_lengths]
-        lengths[name] = sum(drafted) / len(drafted)
-    assert lengths["both"] > 1.3
+    """Contexts are compared in tests/engine/test_two_drafters.py."""
+    rounds[:] = [HEAD, DRAFTER, RoundSpec(1), DRAFTER]
+    completions = llm.generate(prompts, PARAMS[0.0], "auto")
+    check_texts(llm, prompts, completions, plain[0.0], 0.0)
     assert llm.drafting_method == "NEXTN,DFLASH"
 
 
@@ -73,6 +76,8 @@ def modelled_seconds(llm, prompts, costs: dict[RoundSpec, float]) -> tuple[float
     policy = DraftLengthPolicy(tuple(costs), lambda batch_size, spec: costs[spec])
     engine = llm.new_engine(llm.programs, 1, 256, policy)
     runner, observe, spent, texts = engine.runner, policy.observe_seconds, 0.0, []
+    # Else what is not compiled yet would be tried late, and the first choice stay.
+    runner.is_compiled = lambda *_: True
     for spec, seconds in costs.items():
         for _ in range(3):
             observe(1, spec, seconds)
