@@ -17,7 +17,7 @@ PARAMS = {t: SamplingParams(temperature=t, max_tokens=96, seed=1) for t in (0.0,
 
 @pytest.fixture(scope="module")
 def llm():
-    return LLM(draft=["mtp", TINY / "draft"], max_block_size=4, prefix_bytes=0)
+    return LLM(draft=["mtp", TINY / "draft"], max_block_size=4, slots=4, prefix_bytes=0)
 
 
 @pytest.fixture(scope="module")
