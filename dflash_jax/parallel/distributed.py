@@ -6,12 +6,17 @@ import sys
 from dflash_jax import progress
 from dflash_jax.errors import InputError
 
+# Bytes that `broadcast` sends.
+MOST_BYTES = 4096
+# The coordinator's port in a LeaderWorkerSet, whose pods have addresses of their own.
+LWS_PORT = 8476
+
 
 def start() -> None:
     """Joins this process to the others.
 
-    JAX recognises Slurm, Open MPI, Kubernetes and TPU pods by itself. Elsewhere JAX_COORDINATOR_ADDRESS,
-    JAX_NUM_PROCESSES and JAX_PROCESS_ID identify the processes.
+    JAX recognises Slurm, Open MPI, Kubernetes and TPU pods by itself, and this function the variables of a
+    LeaderWorkerSet. Elsewhere JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID identify the processes.
 
     Raises:
         InputError: No cluster is recognised.
@@ -20,6 +25,10 @@ def start() -> None:
 
     # GPUs and TPUs have collectives of their own.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    if "LWS_LEADER_ADDRESS" in os.environ:
+        os.environ.setdefault("JAX_COORDINATOR_ADDRESS", f"{os.environ['LWS_LEADER_ADDRESS']}:{LWS_PORT}")
+        for name, given in (("JAX_NUM_PROCESSES", "LWS_GROUP_SIZE"), ("JAX_PROCESS_ID", "LWS_WORKER_INDEX")):
+            os.environ.setdefault(name, os.environ.get(given, ""))
     try:
         num_processes, process_id = _count("JAX_NUM_PROCESSES"), _count("JAX_PROCESS_ID")
         jax.distributed.initialize(num_processes=num_processes, process_id=process_id)
@@ -52,6 +61,17 @@ def one_voice() -> None:
     descriptor = os.dup(1) if is_first() else os.open(os.devnull, os.O_WRONLY)
     os.dup2(2, 1)
     sys.stdout = os.fdopen(descriptor, "w", encoding="utf-8")
+
+
+def broadcast(data: bytes) -> bytes:
+    """The first process's ``data``, at most `MOST_BYTES`, everywhere; that of the others is ignored."""
+    import numpy as np
+    from jax.experimental import multihost_utils
+
+    assert len(data) <= MOST_BYTES, f"{len(data)} bytes"
+    padded = np.zeros(MOST_BYTES, np.uint8)
+    padded[: len(data)] = np.frombuffer(data, np.uint8)
+    return bytes(np.asarray(multihost_utils.broadcast_one_to_all(padded))).rstrip(b"\0")
 
 
 def agreed(value: int) -> int:

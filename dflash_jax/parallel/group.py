@@ -1,0 +1,476 @@
+"""The processes that run one model: one leads, the others follow, and all end when one is lost.
+
+The leader listens until every follower has connected, and then no more. Each end proves that it knows a secret, which
+only the processes of one `distributed.start` have. From then on frames go over each connection: their length, their
+kind, and so many bytes. An end that hears nothing for `SILENCE_S` seconds, or whose connection breaks, ends its process
+with one line on stderr and exit code 1, since a device that waits for a lost one never returns.
+"""
+
+import atexit
+import hmac
+import json
+import os
+import queue
+import secrets
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import BinaryIO, NoReturn
+
+from dflash_jax.errors import EngineError
+from dflash_jax.parallel import distributed
+
+# Seconds between two signs of life, and without one until a process counts as lost.
+PULSE_S, SILENCE_S = 2.0, 20.0
+# Seconds in which all followers must connect: behind `distributed.start`, they need none.
+CONNECT_S = 120.0
+# A stranger's connection is closed behind so many seconds, or when so many others are open.
+GREETING_S, GREETINGS = 5.0, 64
+# Bytes of a frame: calls have images; followers answer by a line at most.
+MAX_CALL, MAX_ANSWER = 2**30, 2**12
+
+# Begins what each end says first. The last byte is the version.
+MAGIC = b"dflash\x00\x01"
+NONCE, PROOF = 32, sha256().digest_size
+_HELLO = struct.Struct(f"!{len(MAGIC)}sIQ{NONCE}s")
+_HEADER = struct.Struct("!IB")
+
+PULSE, CALL, END, LEAVE, FAIL = range(5)
+
+
+def _proof(secret: bytes, *parts: bytes) -> bytes:
+    return hmac.digest(secret, b"".join(parts), "sha256")
+
+
+def end_process(line: str) -> NoReturn:
+    """Ends the process at once, whatever its threads and devices wait for: one line, and exit code 1."""
+    with suppress(OSError):
+        os.write(2, f"error: {line}\n".encode())
+    os._exit(1)
+
+
+@dataclass(eq=False)
+class _Greeting:
+    """A connection whose other end has not shown that it is a follower.
+
+    Attributes:
+        socket: The connection.
+        until: When it is closed.
+        nonce: What the other end proves its knowledge on.
+        data: What it has sent.
+    """
+
+    socket: socket.socket
+    until: float
+    nonce: bytes = field(default_factory=lambda: secrets.token_bytes(NONCE))
+    data: bytes = b""
+
+
+class Listener:
+    """Accepts the followers of a leader. Strangers may connect meanwhile, and change nothing.
+
+    Args:
+        host: The address to listen on; "" for all.
+        secret: What followers know.
+        count: Processes of the group.
+
+    Attributes:
+        port: The port.
+    """
+
+    def __init__(self, host: str, secret: bytes, count: int):
+        self._secret, self._count = secret, count
+        family = socket.AF_INET6 if ":" in host or (not host and socket.has_dualstack_ipv6()) else socket.AF_INET
+        self._socket = socket.create_server((host, 0), family=family, backlog=128, dualstack_ipv6=not host)
+        self._socket.setblocking(False)
+        self.port: int = self._socket.getsockname()[1]
+
+    def accept(self, seconds: float = CONNECT_S) -> dict[int, tuple[socket.socket, int]]:
+        """Waits for all followers, and stops listening.
+
+        Returns:
+            By the follower's index: its connection, and the bytes of its host's memory that are free.
+
+        Raises:
+            EngineError: Some have not connected within ``seconds``.
+        """
+        followers: dict[int, tuple[socket.socket, int]] = {}
+        greetings: dict[socket.socket, _Greeting] = {}
+        deadline = time.monotonic() + seconds
+        with selectors.DefaultSelector() as selector, self._socket:
+            selector.register(self._socket, selectors.EVENT_READ)
+
+            def close(greeting: _Greeting) -> None:
+                del greetings[greeting.socket]
+                selector.unregister(greeting.socket)
+                greeting.socket.close()
+
+            while len(followers) < self._count - 1:
+                if (now := time.monotonic()) >= deadline:
+                    missing = sorted(set(range(1, self._count)) - set(followers))
+                    raise EngineError(f"processes {missing} of {self._count} have not connected in {seconds:g} s")
+                for greeting in [g for g in greetings.values() if g.until <= now]:
+                    close(greeting)
+                for key, _ in selector.select(min(0.5, deadline - now)):
+                    if key.fileobj is self._socket:
+                        if len(greetings) == GREETINGS:
+                            # A follower has its turn within a round trip: the oldest is a stranger's.
+                            close(next(iter(greetings.values())))
+                        self._open(greetings, selector)
+                        continue
+                    greeting = greetings.get(key.fileobj)  # type: ignore[arg-type]
+                    if greeting is None:
+                        # Closed a moment ago.
+                        continue
+                    hello = self._read(greeting)
+                    if hello is None:
+                        close(greeting)
+                    elif hello:
+                        index, free = self._checked(greeting, hello) or (0, 0)
+                        if not index or index in followers:
+                            close(greeting)
+                            continue
+                        del greetings[greeting.socket]
+                        selector.unregister(greeting.socket)
+                        greeting.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                        followers[index] = greeting.socket, free
+            for greeting in [*greetings.values()]:
+                close(greeting)
+        return followers
+
+    def _open(self, greetings: dict, selector: selectors.BaseSelector) -> None:
+        """Accepts a connection, and sends what its other end is to prove its knowledge on."""
+        with suppress(OSError):
+            connection, _ = self._socket.accept()
+            connection.setblocking(False)
+            greeting = _Greeting(connection, time.monotonic() + GREETING_S)
+            with suppress(OSError):
+                # A new connection has room for it.
+                connection.send(MAGIC + greeting.nonce)
+            greetings[connection] = greeting
+            selector.register(connection, selectors.EVENT_READ)
+
+    def _read(self, greeting: _Greeting) -> bytes | None:
+        """What a connection has sent once it is all there, else b""; None where it is over."""
+        size = _HELLO.size + PROOF
+        try:
+            data = greeting.socket.recv(size - len(greeting.data))
+        except BlockingIOError:
+            return b""
+        except OSError:
+            return None
+        if not data:
+            return None
+        greeting.data += data
+        return greeting.data if len(greeting.data) == size else b""
+
+    def _checked(self, greeting: _Greeting, data: bytes) -> tuple[int, int] | None:
+        """A follower's index and its free memory; None for a stranger."""
+        hello, proof = data[: _HELLO.size], data[_HELLO.size :]
+        magic, index, free, nonce = _HELLO.unpack(hello)
+        expected = _proof(self._secret, b"follower", greeting.nonce, hello)
+        if magic != MAGIC or not hmac.compare_digest(proof, expected) or not 1 <= index < self._count:
+            return None
+        try:
+            greeting.socket.send(_proof(self._secret, b"leader", nonce, hello))
+        except OSError:
+            return None
+        return index, free
+
+
+def connect(
+    addresses: Sequence[tuple[str, int]], secret: bytes, index: int, free: int, seconds: float = CONNECT_S
+) -> socket.socket:
+    """Connects a follower to its leader.
+
+    Args:
+        addresses: Where the leader may listen, the likeliest first.
+        secret: What both know.
+        index: The follower's index, 1 or more.
+        free: Bytes of this host's memory that are free.
+        seconds: How long it is tried.
+
+    Raises:
+        EngineError: No leader is there within ``seconds``.
+    """
+    deadline, reason = time.monotonic() + seconds, "no address"
+    while time.monotonic() < deadline:
+        for address in addresses:
+            try:
+                connection = socket.create_connection(address, GREETING_S)
+            except OSError as e:
+                reason = f"{address[0]}:{address[1]}: {e.strerror or e}"
+                continue
+            try:
+                _greet(connection, secret, index, free)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                return connection
+            except (OSError, EngineError) as e:
+                connection.close()
+                reason = f"{address[0]}:{address[1]}: {e}"
+        time.sleep(0.2)
+    raise EngineError(f"process {index} cannot reach the leader ({reason})")
+
+
+def _greet(connection: socket.socket, secret: bytes, index: int, free: int) -> None:
+    """Proves to the other end that this is a follower, and has it prove that it is the leader."""
+    first = _exactly(connection, len(MAGIC) + NONCE)
+    nonce = secrets.token_bytes(NONCE)
+    hello = _HELLO.pack(MAGIC, index, free, nonce)
+    if first[: len(MAGIC)] != MAGIC:
+        raise EngineError("what listens there is no leader of this version")
+    connection.sendall(hello + _proof(secret, b"follower", first[len(MAGIC) :], hello))
+    if not hmac.compare_digest(_exactly(connection, PROOF), _proof(secret, b"leader", nonce, hello)):
+        raise EngineError("what listens there is not the leader")
+
+
+def _exactly(connection: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        part = connection.recv(size - len(data))
+        if not part:
+            raise EngineError("the connection was closed")
+        data += part
+    return data
+
+
+class _Link:
+    """A connection to another process of the group.
+
+    Args:
+        connection: The connection.
+        name: The other process, for messages.
+        most: Bytes of a frame that it may send.
+        receive: Called on the link's thread with each frame: its kind and its bytes.
+        lose: Called on the link's thread with the reason why the connection is over.
+
+    Attributes:
+        name: The other process.
+        has_left: Whether the other process has left in order.
+        thread: Receives the frames, and closes the connection when it is over.
+    """
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        name: str,
+        most: int,
+        receive: Callable[["_Link", int, bytes], None],
+        lose: Callable[["_Link", str], None],
+    ):
+        self.name, self.has_left = name, False
+        self._socket, self._most, self._receive, self._lose = connection, most, receive, lose
+        self._sending = threading.Lock()
+        connection.settimeout(SILENCE_S)
+        self.thread = threading.Thread(target=self._run, name=f"link to {name}", daemon=True)
+        self.thread.start()
+
+    def send(self, kind: int, payload: bytes = b"") -> None:
+        """Sends a frame. What cannot be sent is noticed by the thread that reads."""
+        with suppress(OSError), self._sending:
+            try:
+                self._socket.sendall(_HEADER.pack(len(payload), kind) + payload)
+            except TimeoutError:
+                # A part of it was sent: nothing can follow.
+                self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Tells the other end that this process leaves in order, and closes the connection."""
+        self.send(LEAVE)
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+
+    def _run(self) -> None:
+        with self._socket, self._socket.makefile("rb") as reader:
+            self._lose(self, self._read(reader))
+
+    def _read(self, reader: BinaryIO) -> str:
+        """Receives frames until the connection is over: the reason."""
+        try:
+            while header := reader.read(_HEADER.size):
+                if len(header) < _HEADER.size:
+                    break
+                size, kind = _HEADER.unpack(header)
+                if size > self._most:
+                    return f"it sent a frame of {size} bytes"
+                payload = reader.read(size)
+                if len(payload) < size:
+                    break
+                if kind == LEAVE:
+                    self.has_left = True
+                self._receive(self, kind, payload)
+        except TimeoutError:
+            return f"it was silent for {SILENCE_S:g} s"
+        except OSError as e:
+            return e.strerror or str(e)
+        return "its connection was closed"
+
+
+class Group:
+    """The processes that run one model, seen from one of them.
+
+    A process that leaves in order, because it ends, is missed only during a `turn`.
+
+    Args:
+        index: This process's index; 0 leads.
+        count: Processes of the group.
+        connections: By index: of the leader, one to each follower; of a follower, one to the leader.
+        end: Ends the process, with a line that says why. Does not return.
+
+    Attributes:
+        index: This process's index.
+        count: Processes of the group.
+        free_memory: Of the host that has least, the bytes that were free; the leader's.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        count: int,
+        connections: dict[int, socket.socket],
+        free_memory: int = 0,
+        end: Callable[[str], NoReturn] = end_process,
+    ):
+        self.index, self.count, self.free_memory, self._end = index, count, free_memory, end
+        self._calls: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._is_busy, self._is_closed = False, threading.Event()
+        most = MAX_CALL if index else MAX_ANSWER
+        self._links = [
+            _Link(connection, self._name(i), most, self._receive, self._lose)
+            for i, connection in sorted(connections.items())
+        ]
+        threading.Thread(target=self._pulse, name="pulse", daemon=True).start()
+        atexit.register(self.close)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process is the leader."""
+        return self.index == 0
+
+    def _name(self, index: int) -> str:
+        return f"process {index} of {self.count}" if index else f"the leader (process 0 of {self.count})"
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """The time in which the leader sends calls, and the followers get them.
+
+        Meanwhile the processes depend on each other: one that leaves counts as lost. The leader's turn ends with the
+        block, a follower's when it gets the leader's end.
+        """
+        self._is_busy = True
+        try:
+            for link in self._links:
+                if link.has_left:
+                    self._end(f"{link.name} has ended: so does this process")
+            yield
+        finally:
+            self._is_busy = False
+            if self.leads:
+                for link in self._links:
+                    link.send(END)
+
+    def send(self, payload: bytes) -> None:
+        """Sends a call to every follower."""
+        for link in self._links:
+            link.send(CALL, payload)
+
+    def next(self) -> bytes | None:
+        """Waits for the leader's next call; None behind the last one of its turn."""
+        return self._calls.get()
+
+    def fail(self, reason: str) -> NoReturn:
+        """Ends every process of the group, since this one cannot go on."""
+        reason = " ".join(reason.split())[: MAX_ANSWER // 8]
+        for link in self._links:
+            link.send(FAIL, reason.encode())
+        self._end(f"{self._name(self.index)} failed: {reason}")
+
+    def close(self) -> None:
+        """Leaves the group in order."""
+        if not self._is_closed.is_set():
+            self._is_closed.set()
+            atexit.unregister(self.close)
+            for link in self._links:
+                link.close()
+
+    def _receive(self, link: _Link, kind: int, payload: bytes) -> None:
+        if kind == CALL and self.index:
+            self._calls.put(payload)
+        elif kind == END and self.index:
+            # Now, since the leader may leave before the last calls are made.
+            self._is_busy = False
+            self._calls.put(None)
+        elif kind == FAIL:
+            self._end(f"{link.name} failed: {payload.decode(errors='replace')}: so does this process")
+        elif kind == LEAVE and self._is_busy:
+            self._end(f"{link.name} has ended: so does this process")
+
+    def _lose(self, link: _Link, reason: str) -> None:
+        if not (self._is_closed.is_set() or (link.has_left and not self._is_busy)):
+            self._end(f"{link.name} is lost ({reason}): this process ends, too")
+
+    def _pulse(self) -> None:
+        while not self._is_closed.wait(PULSE_S):
+            for link in self._links:
+                link.send(PULSE)
+
+
+def _own_addresses() -> list[str]:
+    """Names and addresses by which other hosts may reach this one, the likeliest first."""
+    coordinator = os.environ.get("JAX_COORDINATOR_ADDRESS", "").rpartition(":")[0].strip("[]")
+    found = [coordinator] if coordinator else []
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        # Nothing is sent: the system only chooses the interface.
+        probe.connect(("192.0.2.1", 9))
+        found.append(probe.getsockname()[0])
+    name = socket.gethostname()
+    with suppress(OSError):
+        found += [str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
+    return [*dict.fromkeys([*found, name])]
+
+
+def _join(index: int, count: int, free: int) -> Group:
+    """Connects this process to the others."""
+    if index:
+        word = json.loads(distributed.broadcast(b""))
+        addresses = [(host, word["port"]) for host in word["hosts"]]
+        connection = connect(addresses, bytes.fromhex(word["secret"]), index, free)
+        return Group(index, count, {0: connection})
+    secret, hosts = secrets.token_bytes(NONCE), _own_addresses()
+    is_local = hosts[0] == "localhost" or hosts[0].startswith("127.") or hosts[0] == "::1"
+    listener = Listener(hosts[0] if is_local else "", secret, count)
+    word = {"port": listener.port, "hosts": hosts[:1] if is_local else hosts[:8], "secret": secret.hex()}
+    # JAX's own connections, over which the secret goes, are trusted with the model's numbers, too.
+    distributed.broadcast(json.dumps(word).encode())
+    followers = listener.accept()
+    least = min([free, *(free for _, free in followers.values())])
+    return Group(index, count, {i: connection for i, (connection, _) in followers.items()}, least)
+
+
+_joined: list[Group] = []
+
+
+def joined(free_memory: int) -> Group | None:
+    """The group of this process, connected at the first call; None where it is the only process.
+
+    Every process must call it before it waits for another one.
+
+    Args:
+        free_memory: Bytes of this host's memory that are free.
+
+    Raises:
+        EngineError: The processes do not reach each other.
+    """
+    import jax
+
+    if jax.process_count() == 1:
+        return None
+    if not _joined:
+        _joined.append(_join(jax.process_index(), jax.process_count(), free_memory))
+    return _joined[0]

@@ -1,0 +1,316 @@
+"""The processes of one model as threads of this one: who is let in, what goes over the connections, who is missed."""
+
+import os
+import secrets
+import socket
+import struct
+import threading
+import time
+from contextlib import contextmanager, suppress
+
+import pytest
+
+from dflash_jax.errors import EngineError
+from dflash_jax.parallel import group
+from dflash_jax.parallel.group import Group, Listener, connect
+
+SECRET = b"s" * 32
+
+
+class Ended(BaseException):
+    """In place of the end of the process."""
+
+
+class Ends:
+    """Lines of the ends of a process."""
+
+    def __init__(self):
+        self.lines, self._ended = [], threading.Event()
+
+    def __call__(self, line):
+        self.lines.append(line)
+        self._ended.set()
+        raise Ended
+
+    def wait(self) -> str:
+        assert self._ended.wait(60), "the process did not end"
+        return self.lines[0]
+
+
+@pytest.fixture(autouse=True)
+def _quiet(monkeypatch):
+    """The end of a process is an exception on a thread."""
+    monkeypatch.setattr(threading, "excepthook", lambda args: None if args.exc_type is Ended else os.abort())
+
+
+@contextmanager
+def pair(count=2):
+    """(groups, ends) of connected processes, the leader first."""
+    ends = [Ends() for _ in range(count)]
+    pairs = {i: socket.socketpair() for i in range(1, count)}
+    leader = Group(0, count, {i: near for i, (near, _) in pairs.items()}, end=ends[0])
+    followers = [Group(i, count, {0: far}, end=ends[i]) for i, (_, far) in pairs.items()]
+    yield [leader, *followers], ends
+    for one in (leader, *followers):
+        one.close()
+        for link in one._links:
+            link.thread.join(60)
+
+
+class Opening:
+    """A leader that accepts followers on a thread.
+
+    Attributes:
+        port: Its port.
+        opened: Connections that are closed at the end.
+    """
+
+    def __init__(self, count: int, opened: list):
+        listener = Listener("127.0.0.1", SECRET, count)
+        self.port, self.opened, self._found = listener.port, opened, None
+
+        def run():
+            self._found = listener.accept()
+            opened.extend(connection for connection, _ in self._found.values())
+
+        self._thread = threading.Thread(target=run)
+        self._thread.start()
+
+    def follow(self, index: int, free: int = 7) -> socket.socket:
+        self.opened.append(connect([("127.0.0.1", self.port)], SECRET, index, free))
+        return self.opened[-1]
+
+    def found(self) -> dict:
+        self._thread.join(60)
+        return self._found
+
+
+@pytest.fixture
+def opening():
+    """Opens leaders, and closes what was opened."""
+    opened = []
+    yield lambda count=2: Opening(count, opened)
+    for connection in opened:
+        connection.close()
+
+
+def test_followers_are_let_in_and_calls_arrive_in_order(opening):
+    leader = opening(3)
+    connections = {i: leader.follow(i, 100 + i) for i in (2, 1)}
+    followers = leader.found()
+    assert {i: free for i, (_, free) in followers.items()} == {1: 101, 2: 102}
+    with suppress(OSError), socket.create_connection(("127.0.0.1", leader.port), 5) as late:
+        # The port is closed.
+        assert late.recv(1) == b""
+    first = Group(0, 3, {i: connection for i, (connection, _) in followers.items()})
+    others = [Group(i, 3, {0: connection}) for i, connection in connections.items()]
+    calls = [os.urandom(n) for n in (0, 1, 10, 100_000)] * 5
+    for call in calls:
+        first.send(call)
+    for other in others:
+        assert [other.next() for _ in calls] == calls
+    for one in (*others, first):
+        one.close()
+
+
+def hello(index, secret=SECRET, magic=group.MAGIC, nonce=b"n" * 32, on=b""):
+    data = group._HELLO.pack(magic, index, 5, nonce)
+    return data + group._proof(secret, b"follower", on, data)
+
+
+def stranger(port: int, say=lambda nonce: b"") -> socket.socket:
+    """A connection that has read the leader's first words and answered."""
+    connection = socket.create_connection(("127.0.0.1", port), 60)
+    nonce = group._exactly(connection, len(group.MAGIC) + group.NONCE)[len(group.MAGIC) :]
+    with suppress(OSError):
+        connection.sendall(say(nonce))
+    return connection
+
+
+STRANGERS = {
+    "garbage": lambda nonce: os.urandom(500),
+    "http": lambda nonce: b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 20,
+    "a frame of 4 GB": lambda nonce: b"\xff" * 2000,
+    "wrong secret": lambda nonce: hello(1, b"t" * 32, on=nonce),
+    "another's nonce": lambda nonce: hello(1, on=b"m" * 32),
+    "other version": lambda nonce: hello(1, magic=b"dflash\x00\x09", on=nonce),
+    "the leader's index": lambda nonce: hello(0, on=nonce),
+    "an index too large": lambda nonce: hello(2, on=nonce),
+    "its own proof": lambda nonce: group._HELLO.pack(group.MAGIC, 1, 5, nonce) + nonce,
+}
+
+
+@pytest.mark.parametrize("say", STRANGERS.values(), ids=STRANGERS)
+def test_strangers_are_refused_and_change_nothing(say, opening):
+    leader = opening()
+    with stranger(leader.port, say) as connection, suppress(ConnectionResetError):
+        # Not one byte of an answer.
+        assert connection.recv(100) == b""
+    leader.follow(1)
+    assert set(leader.found()) == {1}
+
+
+def test_silent_half_open_and_slow_strangers_do_not_delay_a_follower(opening):
+    leader = opening()
+    silent = [stranger(leader.port) for _ in range(20)]
+    slow = [stranger(leader.port, lambda nonce: hello(1, on=nonce)[:-1]) for _ in range(20)]
+    gone = stranger(leader.port)
+    gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    gone.close()
+    leader.follow(1)
+    assert set(leader.found()) == {1}
+    for connection in (*silent, *slow):
+        with connection, suppress(ConnectionResetError):
+            assert connection.recv(100) == b""
+
+
+def test_more_strangers_than_greetings_do_not_keep_a_follower_out(opening):
+    leader = opening()
+    strangers = [socket.create_connection(("127.0.0.1", leader.port), 60) for _ in range(3 * group.GREETINGS)]
+    leader.opened.extend(strangers)
+    leader.follow(1)
+    assert set(leader.found()) == {1}
+
+
+def test_a_stranger_is_closed_behind_its_time(monkeypatch, opening):
+    monkeypatch.setattr(group, "GREETING_S", 0.0)
+    leader = opening()
+    with stranger(leader.port) as connection:
+        assert connection.recv(1) == b""
+    monkeypatch.setattr(group, "GREETING_S", 60.0)
+    leader.follow(1)
+    assert set(leader.found()) == {1}
+
+
+def test_a_second_follower_of_an_index_is_refused(opening):
+    leader = opening(3)
+    first = leader.follow(1)
+    with stranger(leader.port, lambda nonce: hello(1, on=nonce)) as second:
+        # It gets the leader's proof at most, but no place.
+        while second.recv(100):
+            pass
+    leader.follow(2)
+    assert leader.found()[1][0].getpeername() == first.getsockname()
+
+
+def test_missing_followers_are_named():
+    with pytest.raises(EngineError, match=r"processes \[1, 2\] of 3 have not connected"):
+        Listener("127.0.0.1", SECRET, 3).accept(0.0)
+
+
+@pytest.mark.parametrize("answer", [b"", b"x" * 200, group.MAGIC + b"n" * 32 + b"p" * 32], ids=["none", "bad", "lie"])
+def test_a_follower_trusts_only_its_leader(answer):
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def serve():
+        connection, _ = server.accept()
+        with connection, suppress(OSError):
+            connection.sendall(answer)
+            connection.shutdown(socket.SHUT_WR)
+            while connection.recv(1000):
+                pass
+
+    threading.Thread(target=serve, daemon=True).start()
+    connecting = socket.create_connection(server.getsockname(), 60)
+    with server, connecting as connection, pytest.raises((EngineError, OSError)):
+        group._greet(connection, SECRET, 1, 0)
+
+
+def test_a_follower_without_a_leader_says_where_it_looked():
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    with pytest.raises(EngineError, match=rf"process 3 cannot reach the leader \(127.0.0.1:{port}: "):
+        connect([("127.0.0.1", port)], SECRET, 3, 0, 0.01)
+
+
+@pytest.mark.parametrize("who", [0, 1], ids=["leader", "follower"])
+def test_a_lost_connection_ends_the_other_side(who):
+    with pair() as (groups, ends):
+        groups[who]._links[0]._socket.shutdown(socket.SHUT_RDWR)
+        line = ends[1 - who].wait()
+    name = "process 1 of 2" if who else "the leader (process 0 of 2)"
+    assert line == f"{name} is lost (its connection was closed): this process ends, too"
+
+
+def test_silence_counts_as_loss(monkeypatch):
+    monkeypatch.setattr(group, "SILENCE_S", 0.05)
+    near, far = socket.socketpair()
+    ends = Ends()
+    alone = Group(1, 2, {0: near}, end=ends)
+    assert ends.wait().startswith("the leader (process 0 of 2) is lost (it was silent for ")
+    alone.close()
+    far.close()
+
+
+def test_pulses_keep_a_silent_group_together(monkeypatch):
+    monkeypatch.setattr(group, "PULSE_S", 0.01)
+    monkeypatch.setattr(group, "SILENCE_S", 30.0)
+    with pair() as (groups, ends):
+        heard = [threading.Event(), threading.Event()]
+        for one, event in zip(groups, heard, strict=True):
+            for link in one._links:
+                link._receive = lambda link, kind, payload, event=event: kind == group.PULSE and event.set()
+        assert all(event.wait(60) for event in heard)
+        assert ends[0].lines == ends[1].lines == []
+
+
+def test_a_failure_ends_everyone_with_its_reason():
+    with pair(3) as (groups, ends):
+        with pytest.raises(Ended):
+            groups[2].fail("out of\nmemory" + "x" * 10_000)
+        assert ends[2].wait().startswith("process 2 of 3 failed: out of memoryx")
+        line = ends[0].wait()
+        assert line.startswith("process 2 of 3 failed: out of memoryx")
+        assert len(line) < 1000
+    with pair(3) as (groups, ends):
+        with pytest.raises(Ended):
+            groups[0].fail("broken")
+        assert ends[1].wait() == ends[2].wait() == "the leader (process 0 of 3) failed: broken: so does this process"
+
+
+def test_who_leaves_in_order_is_missed_only_where_it_is_needed():
+    with pair() as (groups, ends):
+        groups[1].close()
+        while not groups[0]._links[0].has_left:
+            time.sleep(0.001)
+        assert ends[0].lines == []
+        with pytest.raises(Ended), groups[0].turn():
+            pass
+        assert ends[0].wait() == "process 1 of 2 has ended: so does this process"
+    with pair() as (groups, ends), groups[1].turn():
+        groups[0].close()
+        assert ends[1].wait() == "the leader (process 0 of 2) has ended: so does this process"
+
+
+def test_a_turn_ends_in_order_though_the_leader_leaves_before_its_last_calls_are_made():
+    with pair() as (groups, ends):
+        with groups[1].turn():
+            with groups[0].turn():
+                groups[0].send(b"last")
+            groups[0].close()
+            groups[1]._links[0].thread.join(60)
+            assert [groups[1].next(), groups[1].next()] == [b"last", None]
+        assert ends[1].lines == []
+
+
+@pytest.mark.parametrize("who", [0, 1], ids=["leader", "follower"])
+def test_an_oversized_frame_ends_the_reader(who):
+    near, far = socket.socketpair()
+    ends = Ends()
+    one = Group(who, 2, {1 - who: near}, end=ends)
+    far.sendall(struct.pack("!IB", 2**31, group.CALL))
+    assert "it sent a frame of 2147483648 bytes" in ends.wait()
+    one.close()
+    far.close()
+
+
+def test_random_frames_of_a_peer_end_a_process_or_change_nothing():
+    for seed in range(30):
+        near, far = socket.socketpair()
+        ends = Ends()
+        one = Group(0, 2, {1: near}, end=ends)
+        with suppress(OSError):
+            far.sendall(secrets.token_bytes(1 + seed * 7))
+        far.close()
+        assert "process 1 of 2" in ends.wait()
+        one.close()
