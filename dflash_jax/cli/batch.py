@@ -12,11 +12,11 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 
 from dflash_jax import progress
 from dflash_jax.cli.options import INTERRUPTED, Parser, exit_code, program, run_async
-from dflash_jax.cli.serve import assemble
+from dflash_jax.cli.serve import assemble, follow, follows, load
 from dflash_jax.errors import InputError
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
@@ -205,13 +205,17 @@ def run(batch_args, args, system) -> int:
     from dflash_jax.server.limits import Limits
 
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr, force=True)
-    with open_input(batch_args.input_file) as stream, Output(batch_args.output_file) as output:
+    if follows(args):
+        return follow(args, system)
+    with open_input(batch_args.input_file) as stream, Output(batch_args.output_file) as output, ExitStack() as turn:
         if output.is_file(stream):
             raise InputError(f"{batch_args.input_file} is the input and the output: give another -o")
         limits, total, before = Limits(), count_lines(stream), len(output.done)
         # No request is refused for a full queue.
         args.max_queue = batch_args.concurrency * limits.choices * limits.prompts
-        serving = assemble(args, system)
+        llm = load(args, system)
+        turn.enter_context(llm.leading())
+        serving = assemble(args, llm)
         serving.is_ready, app = True, build(serving)
         urls = frozenset(URLS) & set(app.openapi()["paths"])
         todo = entries(stream, max(map(serving.most_body_bytes, urls)), urls, output.done)

@@ -54,6 +54,8 @@ def make_parser() -> argparse.ArgumentParser:
 def parse(argv: list[str] | None):
     """Arguments, and the `System` of --config, or None. Raises InputError."""
     args, system = serve_arguments.parse(argv, make_parser())
+    if args.distributed:
+        raise InputError("--distributed is of `dflash serve`: a replica of a cluster is one process")
     if args.target_ongoing is None:
         args.target_ongoing = float(args.slots)
     for name in ("target_ongoing", "scale_up_s", "scale_down_s", "replica_cpus", "replica_gpus"):

@@ -15,16 +15,6 @@ from dflash_jax.errors import InputError
 SHORTEST_S = 1e-4
 
 
-def fresh_seed(is_distributed: bool) -> int:
-    """A random seed, the same in all processes."""
-    seed = int.from_bytes(os.urandom(4), "little")
-    if is_distributed:
-        from dflash_jax.parallel import distributed
-
-        return distributed.agreed(seed)
-    return seed
-
-
 def covered(spans) -> float:
     """Seconds that are in at least one of (start, end)."""
     total, upto = 0.0, float("-inf")
@@ -73,11 +63,8 @@ def write(text: str) -> None:
 
 
 def tell(line: str) -> None:
-    """To stderr, once."""
-    from dflash_jax.parallel import distributed
-
-    if distributed.is_first():
-        print(line, file=sys.stderr)
+    """To stderr."""
+    print(line, file=sys.stderr)
 
 
 def write_piece(llm, piece, show_drafts: bool) -> None:
@@ -210,7 +197,7 @@ def run(args, system) -> int:
         frequency_penalty=args.frequency_penalty,
         presence_penalty=args.presence_penalty,
         logit_bias=dict(args.logit_bias),
-        seed=args.seed if args.seed is not None else fresh_seed(args.distributed),
+        seed=args.seed if args.seed is not None else int.from_bytes(os.urandom(4), "little"),
         max_tokens=args.max_new_tokens,
         stop=tuple(args.stop),
         ignore_eos=args.ignore_eos,
@@ -219,6 +206,13 @@ def run(args, system) -> int:
     # A single prompt has no other prompt to share a prefix with.
     media = {name: getattr(args, name) for name in MEDIA_OPTIONS}
     llm = LLM(**llm_options(args, system), **media, prefix_bytes=None if len(prompts) > 1 else 0)
+    with llm.leading() as leads:
+        return answer(llm, prompts, params, args, device) if leads else 0
+
+
+def answer(llm, prompts: list, params, args, device: str) -> int:
+    """Continues the prompts on a model: the exit code."""
+    has_media = bool(args.image or args.video)
     if args.compare and llm.drafter is None:
         raise InputError("--compare compares with and without a drafter: give --draft")
     if args.show_drafts and llm.tokenizer is None:

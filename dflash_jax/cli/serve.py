@@ -37,11 +37,38 @@ def allow_connections(wanted: int) -> int:
     return min(wanted, possible)
 
 
-def load(args, system):
-    """(LLM, Engine): at the length asked for, or at the longest of its halves that fits."""
-    from dflash_jax.frontend.llm import LLM
+def follows(args) -> bool:
+    """Joins the processes that ``--distributed`` makes one server of: whether this one follows the first."""
+    if not args.distributed:
+        return False
+    from dflash_jax.parallel import distributed
 
-    llm = LLM(
+    distributed.start()
+    return not distributed.is_first()
+
+
+def follow(args, system) -> int:
+    """Makes the calls of the first process until it ends: the exit code."""
+
+    def wait(number: int, _) -> None:
+        # A signal to all processes has the first one drain, which needs the others until then.
+        os.write(2, f"{signal.Signals(number).name}: this process ends with the first one\n".encode())
+        signal.signal(number, signal.SIG_DFL)
+
+    llm = load(args, system)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, wait)
+    with llm.leading():
+        return 0
+
+
+def load(args, system):
+    """The `LLM` that the arguments describe."""
+    with starting():
+        set_platform(args.platform)
+        from dflash_jax.frontend.llm import LLM
+
+    return LLM(
         **llm_options(args, system),
         prefix_bytes=args.prefix_bytes,
         prefix_host_bytes=args.prefix_host_bytes,
@@ -52,11 +79,15 @@ def load(args, system):
         sampling_defaults=args.override_generation_config,
         **{name: getattr(args, name) for name in MEDIA_OPTIONS},
     )
+
+
+def engine_of(args, llm):
+    """An engine of the length that the arguments ask for, or of the longest of its halves that fits."""
     capacity, slots = llm.max_len, llm.programs.data * -(-args.slots // llm.programs.data)
     options = {"max_queue": args.max_queue, "max_num_batched_tokens": args.max_num_batched_tokens, "masks": True}
     while True:
         try:
-            return llm, llm.new_engine(llm.programs, slots, capacity, **options)
+            return llm.new_engine(llm.programs, slots, capacity, **options)
         except InputError:
             if args.max_len is not None or capacity // 2 < LEAST_LEN:
                 raise
@@ -64,16 +95,14 @@ def load(args, system):
             log.warning("%d slots of the model's %d positions do not fit: %d each", slots, llm.max_len, capacity)
 
 
-def assemble(args, system):
-    """The `Serving` that the arguments describe. Nothing runs yet."""
-    with starting():
-        from dflash_jax.engine.service import AsyncEngine
-        from dflash_jax.server.limits import Limits
-        from dflash_jax.server.response_store import ResponseStore
-        from dflash_jax.server.serving import Serving
+def assemble(args, llm):
+    """The `Serving` of a model that the arguments describe. Nothing runs yet."""
+    from dflash_jax.engine.service import AsyncEngine
+    from dflash_jax.server.limits import Limits
+    from dflash_jax.server.response_store import ResponseStore
+    from dflash_jax.server.serving import Serving
 
-        device = set_platform(args.platform)
-    llm, engine = load(args, system)
+    device, engine = set_platform(args.platform), engine_of(args, llm)
     names = args.served_model_name or [args.target or "dflash-tiny"]
     info = {
         "model_path": str(args.target or "bundled"),
@@ -178,15 +207,25 @@ def run(args, system) -> int:
     """Serves until a signal: the exit code."""
     set_logging(args)
     check_extra()
-    from dflash_jax.server.app import build
-    from dflash_jax.server.connections import ConnectionLimits
+    if follows(args):
+        return follow(args, system)
     from dflash_jax.server.tracing import Tracer
 
     tls = transport.tls_context(args)
     tracer = Tracer(args.otlp_traces_endpoint) if args.otlp_traces_endpoint else None
     listening = transport.listen(args.host, args.port, args.uds)
+    llm = load(args, system)
+    with llm.leading():
+        return serve(args, llm, listening, tls, tracer)
+
+
+def serve(args, llm, listening: socket.socket, tls, tracer) -> int:
+    """Serves a model on a socket until a signal: the exit code."""
+    from dflash_jax.server.app import build
+    from dflash_jax.server.connections import ConnectionLimits
+
     limits = ConnectionLimits(connections=allow_connections(args.max_connections))
-    serving = assemble(args, system)
+    serving = assemble(args, llm)
     warn_of_open_access(args)
     app = around(build(serving, args.api_keys, allowed_hosts(args), args.cors), serving, args, tracer)
     config = http_config(app, limits, tls)

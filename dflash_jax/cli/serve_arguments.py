@@ -113,6 +113,8 @@ def make_parser() -> argparse.ArgumentParser:
     models.add_argument("--dtype", help="float32 or bfloat16 (default: float32 on CPU, bfloat16 elsewhere)")
     models.add_argument("--quantize", choices=["none", "int8", "fp8"], help="quantize the target on loading")
     models.add_argument("--mesh", metavar="data=2,tensor=4", help="devices to share the work among")
+    text = "one of several processes that serve one model, as the cluster's environment says: the first one has HTTP"
+    models.add_argument("--distributed", action="store_true", help=text)
     add_platform(models)
     models.add_argument("--reproducible", action="store_true", help="the same bits at any load, in bfloat16 too")
 

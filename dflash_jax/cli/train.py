@@ -159,8 +159,10 @@ def run(command: str, config: TrainConfig, meshes: dict[str, str]) -> int:
         options["limit_mm_per_prompt"] = dict.fromkeys(("image", "video"), MOST_MEDIA)
         llm = LLM(config.target, config.draft, **options)
         path = config.directory / "regenerated.jsonl"
-        count = regenerate(config, llm, path, tell)
-        tell(f"{count} lines have answers in {path}")
+        with llm.leading() as leads:
+            if leads:
+                count = regenerate(config, llm, path, tell)
+                tell(f"{count} lines have answers in {path}")
         return 0
     with starting():
         from dflash_jax.training import features
@@ -182,9 +184,7 @@ def run(command: str, config: TrainConfig, meshes: dict[str, str]) -> int:
     elif command == "tokens":
         write_draft_tokens(config, tell)
     else:
-        from dflash_jax.parallel import distributed
-
         results = evaluate(config, tell)
-        if distributed.is_first():
+        if results is not None:
             print(json.dumps(results, indent=1))
     return 0

@@ -7,7 +7,7 @@ import time
 from argparse import Namespace
 from collections.abc import Awaitable, Callable
 
-from dflash_jax.cli.serve import Runner, allow_connections, around, assemble, http_config, set_logging
+from dflash_jax.cli.serve import Runner, allow_connections, around, assemble, http_config, load, set_logging
 from dflash_jax.cluster.member import Member, SharedResponses
 from dflash_jax.errors import EngineError
 from dflash_jax.server import transport
@@ -43,7 +43,7 @@ class ReplicaServer:
         args = Namespace(**vars(args) | {"root_path": ""})
         self._listening = transport.listen(host, 0)
         self.url = transport.url(self._listening, False)
-        self.serving = assemble(args, system)
+        self.serving = assemble(args, load(args, system))
         self.serving.response_store = SharedResponses(args.response_store, call)
         self._tracer = Tracer(args.otlp_traces_endpoint) if args.otlp_traces_endpoint else None
         # The ingress checks the Host header.

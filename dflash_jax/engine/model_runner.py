@@ -19,7 +19,6 @@ from dflash_jax.engine.memory import on_device
 from dflash_jax.engine.request import Request
 from dflash_jax.engine.step_calls import StepCalls
 from dflash_jax.errors import EngineError
-from dflash_jax.parallel import distributed
 
 # Batch sizes of a data shard that programs are compiled for.
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -47,7 +46,7 @@ class ModelRunner:
         # First parts of the names of programs that cannot be compiled.
         self._failed: set[str] = set()
         self._state: DecodeState | None = None
-        self.reset()
+        self._clear()
 
     def on(self, programs: StepCalls) -> "ModelRunner":
         """A runner of the same slots, capacity and settings with a state of its own."""
@@ -55,6 +54,9 @@ class ModelRunner:
 
     def reset(self) -> None:
         """Empties the state."""
+        self._clear()
+
+    def _clear(self) -> None:
         # The old state is freed first.
         self._state = None
         self._state = self.programs.empty(self.slots, self.capacity, self.settings)
@@ -227,6 +229,10 @@ class ModelRunner:
             frequency=p.frequency_penalty,
             presence=p.presence_penalty,
         )
+        self.admit_packed(slot, admission)
+
+    def admit_packed(self, slot: int, admission: Admission) -> None:
+        """Puts a packed prompt into a slot."""
         self.state = self.programs.admit(self.state, self._only(slot), admission)
 
     def prefill(
@@ -310,18 +316,49 @@ class ModelRunner:
 
     def decode_masked(self, dispatch: Dispatch, masks: RoundMasks):
         """Starts one round with masks, which are computed while the device verifies: a ticket for `read`."""
+        blocks = masks.ask(self.propose(dispatch))
+        verified = self.verify(dispatch, blocks)
+        allowed, is_late = masks.answer(lambda: jax.tree.leaves(verified)[0].is_ready())
+        return self.finish(dispatch, blocks, allowed, is_late, verified)
+
+    def propose(self, dispatch: Dispatch) -> np.ndarray:
+        """First part of a round with masks: int32 [slots, block], the last known token and the drafts behind it."""
         indices, block_sizes, places = self._placed(dispatch.slots, dispatch.batch_size, dispatch.block_sizes, 1)
         settings = self._settings(dispatch.spec)
-        blocks = self.programs.read(self.programs.propose(self.state, indices, block_sizes, settings)).copy()
-        blocks[places] = masks.ask(blocks[places])
-        verified = self.programs.verify(self.state, indices, block_sizes, blocks, settings)
-        allowed, is_late = masks.answer(lambda: jax.tree.leaves(verified)[0].is_ready())
-        packed = np.full((len(indices), *allowed.shape[1:]), 0xFFFFFFFF, np.uint32)
-        packed[places] = allowed
+        return self.programs.read(self.programs.propose(self.state, indices, block_sizes, settings))[places]
+
+    def verify(self, dispatch: Dispatch, blocks: np.ndarray):
+        """Second part of a round with masks: what `finish` takes; ``blocks`` as `RoundMasks.ask` returns them."""
+        indices, block_sizes, places = self._placed(dispatch.slots, dispatch.batch_size, dispatch.block_sizes, 1)
+        settings, placed = self._settings(dispatch.spec), self._in_batch(blocks, indices, places)
+        return self.programs.verify(self.state, indices, block_sizes, placed, settings)
+
+    def finish(self, dispatch: Dispatch, blocks: np.ndarray, allowed: np.ndarray, is_late: np.ndarray, verified):
+        """Third part of a round with masks: draws tokens and commits them.
+
+        Args:
+            dispatch: The round.
+            blocks: What was verified.
+            allowed: Packed masks uint32 [slots, block, words].
+            is_late: bool [slots], slots that skip the round.
+            verified: What `verify` returned.
+
+        Returns:
+            A ticket for `read`.
+        """
+        indices, block_sizes, places = self._placed(dispatch.slots, dispatch.batch_size, dispatch.block_sizes, 1)
+        settings, placed = self._settings(dispatch.spec), self._in_batch(blocks, indices, places)
+        packed = self._in_batch(allowed, indices, places, 0xFFFFFFFF)
         # As padding, a slot whose mask is late stays as it is.
         indices[np.array(places)[is_late]] = self._slots_per_shard
-        self.state, report = self.programs.finish(self.state, indices, block_sizes, blocks, packed, verified, settings)
+        self.state, report = self.programs.finish(self.state, indices, block_sizes, placed, packed, verified, settings)
         return report, places
+
+    def _in_batch(self, values: np.ndarray, indices: np.ndarray, places: Sequence[int], fill: int = 0) -> np.ndarray:
+        """``values`` of each slot at its place in a batch that `_placed` has laid out, padded with ``fill``."""
+        batch = np.full((len(indices), *values.shape[1:]), fill, values.dtype)
+        batch[places] = values
+        return batch
 
     def read(self, ticket, logprobs: bool) -> Outcome:
         """Waits for a dispatch and reads its results; ``logprobs``: log-probabilities too.
@@ -341,9 +378,9 @@ class ModelRunner:
             records,
         )
 
-    def agree(self, value: int) -> int:
-        """The first host's ``value``, on all hosts: decisions by a clock must be the same everywhere."""
-        return distributed.agreed(value)
+    def next_token_scores(self) -> tuple[np.ndarray, np.ndarray]:
+        """For the token behind each slot's last: raw logits, and the values whose maximum is drawn, [slots, V] each."""
+        return jax.device_get(self.programs.next_token_scores(self.state))
 
     def save(self, slot: int, start: int, size: int):
         """Keys and values of ``size`` positions from ``start``: a segment for `load`."""

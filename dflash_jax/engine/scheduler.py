@@ -107,9 +107,6 @@ class DecodeScheduler:
         is_measured = (batch_size, spec) in self._policy.seconds
         limit = MAX_ROUNDS if is_measured else UNKNOWN_ROUNDS[spec.block_size > 1]
         rounds = max(MIN_ROUNDS, min(limit if cost is None else int(seconds / cost), limit))
-        # Each host measures different times: all follow the first one.
-        index, rounds = divmod(self._runner.agree(self._config.rounds.index(spec) * 1024 + rounds), 1024)
-        spec = self._config.rounds[index]
         self.is_drafting, largest = spec != NO_DRAFTER, spec.block_size
         block_sizes = tuple(largest if r.block_size == "auto" else min(r.block_size, largest) for r in batch)
         return Dispatch(slots, block_sizes, rounds, spec, batch_size)

@@ -54,7 +54,7 @@ class WarmUp:
     def __init__(self, engine: Engine):
         self._engine, self._tasks, self._stopping = engine, Tasks(engine), threading.Event()
         if not engine.config.adaptive or jax.process_count() > 1:
-            # Reproducible bits need the same chunks at all times, and hosts must agree on what runs.
+            # Reproducible bits need the same chunks at all times, and several processes compile what they run.
             self._tasks.first, self._tasks.others = self._tasks.first + self._tasks.others, []
         self.compiled, self.failed, self.total = 0, 0, len(self._tasks.first) + len(self._tasks.others)
         self.seconds: dict[str, float] = {}
@@ -109,18 +109,28 @@ class WarmUp:
 
     def _run(self, tasks: Sequence[Task]) -> None:
         """Compiles the programs of tasks, and runs each once."""
+        runner = self._engine.runner
+        if jax.process_count() > 1:
+            # Processes compile a program together, when they run it.
+            for task in tasks:
+                began = runner.compile_s
+                runner.wait(task.call(runner))
+                if (seconds := runner.compile_s - began) > 0:
+                    self.seconds[task.label] = seconds
+                    log.info("%s: compiled in %.1f s", task.label, seconds)
+                self.compiled += 1
+            return
         for task, futures in self._compile(tasks):
             self._count(task, futures, logging.INFO)
         for task in tasks:
-            self._engine.runner.wait(task.call(self._engine.runner))
+            runner.wait(task.call(runner))
 
     def _compile(self, tasks: Sequence[Task], background: bool = False) -> Iterator[tuple[Task, list[Future[float]]]]:
         """Compiles the programs of tasks; yields each task with its compilations, in order, soon after they end."""
         executables = self._engine.runner.programs
         assert isinstance(executables, Executables), "an engine that is ahead of time itself"
         pending: deque[tuple[Task, list[Future[float]]]] = deque()
-        # Several hosts must compile in the same order.
-        threads = 1 if jax.process_count() > 1 else min(MAX_THREADS, os.cpu_count() or 1)
+        threads = min(MAX_THREADS, os.cpu_count() or 1)
         threads = max(1, threads // 2) if background else threads
         with AheadOfTime(executables, threads, background) as ahead:
             runner, known = self._engine.runner.on(ahead), 0

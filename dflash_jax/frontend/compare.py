@@ -7,13 +7,11 @@ import numpy as np
 
 from dflash_jax.decoding.state import PLAIN_SETTINGS
 from dflash_jax.engine.config import PREFILL_SIZES
-from dflash_jax.engine.model_runner import ModelRunner
 from dflash_jax.engine.request import Request
 from dflash_jax.frontend.llm import LLM
 from dflash_jax.frontend.outputs import Completion
 from dflash_jax.frontend.sequence import Piece
 from dflash_jax.ops.cache import round_capacity
-from dflash_jax.parallel.sharding import place
 from dflash_jax.sampling_params import SamplingParams
 
 # In float32 the order of a sum decides a draw whose two best candidates are closer than this.
@@ -174,31 +172,24 @@ def divergence(llm: LLM, prompt: list[int], expected: list[int], actual: list[in
         return None
     if at >= min(len(expected), len(actual)):
         return Divergence(at, -1, -1, float("inf"))
-    request = llm.new_sequence(prompt + expected[:at], replace(params, max_tokens=1)).request
-    raw, scores = _next_token_scores(llm, request, prompt, expected[:at])
+    request = llm.new_sequence(prompt, replace(params, max_tokens=at + 1)).request
+    request.tokens, request.resumed = expected[:at], at
+    raw, scores = _next_token_scores(llm, request)
     a, b = expected[at], actual[at]
     gap = abs(float(scores[a] - scores[b]))
     cuts = cut_distances(penalised(raw, request.params, prompt, expected[:at]), request.params)
     return Divergence(at, a, b, min(gap if np.isfinite(gap) else np.inf, float(cuts[a]), float(cuts[b])))
 
 
-def _next_token_scores(llm: LLM, request: Request, prompt: list[int], shared: list[int]):
-    """For the token behind prompt + shared: raw logits, and the values whose maximum is drawn, float [V]."""
-    size = PREFILL_SIZES[0]
+def _next_token_scores(llm: LLM, request: Request):
+    """For the token behind a request's context: raw logits, and the values whose maximum is drawn, float [V]."""
+    size, length = PREFILL_SIZES[0], len(request.context)
     settings = replace(PLAIN_SETTINGS, top_logprobs=0)
-    data = llm.target.layout.data
-    runner = ModelRunner(llm.plain_programs, data, round_capacity(request.need), settings)
+    runner = llm.new_runner(llm.plain_programs, llm.target.layout.data, round_capacity(request.need), settings)
     runner.admit(0, request)
-    for start in range(0, len(request.prompt) - 1, size):
-        runner.prefill([0], [min(size, len(request.prompt) - 1 - start)], size)
-    vocab, state = llm.config.vocab_size, runner.state
-    sampling = state.sampling
-    for name, ids in (("prompt_counts", prompt), ("output_counts", shared)):
-        old, new = getattr(sampling, name), np.zeros((data, vocab), np.int32)
-        new[0] = np.bincount(np.array(ids, int), minlength=vocab)
-        sampling = replace(sampling, **{name: place(new, old.sharding)})
-    drawn = llm.plain_programs.next_token_scores(replace(state, sampling=sampling))
-    return tuple(np.asarray(x[0], np.float64) for x in drawn)
+    for start in range(0, length - 1, size):
+        runner.prefill([0], [min(size, length - 1 - start)], size)
+    return tuple(np.asarray(x[0], np.float64) for x in runner.next_token_scores())
 
 
 def penalised(raw, params: SamplingParams, prompt: list[int], output: list[int]):

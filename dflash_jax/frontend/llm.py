@@ -3,7 +3,8 @@
 import copy
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from itertools import count
 from pathlib import Path
@@ -13,16 +14,18 @@ from typing import Any
 import jax
 
 from dflash_jax.argument_checks import caller_names
+from dflash_jax.decoding.state import Settings
 from dflash_jax.engine.compile_cache import enable_disk_cache
 from dflash_jax.engine.config import BlockSize, RoundSpec, round_specs
 from dflash_jax.engine.draft_length import DraftLengthPolicy, rate_of
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.executables import Executables
-from dflash_jax.engine.host_copies import allow_pinned_memory
+from dflash_jax.engine.host_copies import allow_pinned_memory, free_memory
 from dflash_jax.engine.memory import plan_memory
 from dflash_jax.engine.model_runner import ModelRunner
+from dflash_jax.engine.replay import Follower, Leader
 from dflash_jax.engine.round_costs import RoundCosts, platform_named
-from dflash_jax.errors import InputError
+from dflash_jax.errors import EngineError, InputError
 from dflash_jax.frontend.engine_setup import compiled_block_sizes, engine_setup
 from dflash_jax.frontend.generation import Generation
 from dflash_jax.frontend.keywords import with_other_names
@@ -32,6 +35,7 @@ from dflash_jax.frontend.sync_engine import SyncEngine
 from dflash_jax.models.drafter import Drafter
 from dflash_jax.models.drafting import DraftWindow, together
 from dflash_jax.models.mtp import Mtp
+from dflash_jax.parallel.group import joined
 from dflash_jax.parallel.sharding import Layout
 
 log = logging.getLogger("dflash_jax")
@@ -108,6 +112,8 @@ class LLM(Generation):
             given = LLMConfig(**values)
             enable_disk_cache()
             allow_pinned_memory()
+            # From here on, a process that ends is noticed.
+            self._group, self._leader = joined(free := free_memory()), None
             checkpoint = Checkpoint.read(given)
             self.max_len = given.positions(checkpoint.config.max_positions)
             self.largest_block = given.largest_block(max(checkpoint.draft_block_sizes, default=1))
@@ -116,7 +122,8 @@ class LLM(Generation):
         self.dtype, self.reproducible = given.dtype_name, given.reproducible
         self.limits.check_block_size(given.block_size)
         self.block_size, self.slots = given.block_size, given.slots
-        self.prefix_bytes, self.prefix_host_bytes = given.prefix_budget, given.prefix_host_budget
+        free = free if self._group is None else self._group.free_memory
+        self.prefix_bytes, self.prefix_host_bytes = given.prefix_budget, given.prefix_host_budget(free)
         self.mem_fraction = given.mem_fraction
         size, limit = given.draft_window_size, self.config.max_positions
         self.draft_window = DraftWindow(None if size is None else min(size, limit), min(given.draft_sink_size, limit))
@@ -167,8 +174,35 @@ class LLM(Generation):
     def with_programs(self, programs: Executables) -> "LLM":
         """The same models with other executables, and an engine of their own."""
         other = copy.copy(self)
-        other.programs, other._sync_engine = programs, SyncEngine(other)
+        other.programs, other._sync_engine, other._leader = programs, SyncEngine(other), None
         return other
+
+    @contextmanager
+    def leading(self) -> Iterator[bool]:
+        """A turn of the first of several processes, in which the others make its calls.
+
+        Every process runs the same program up to here, and enters the block. In the first one the block does its work:
+        only there, and only inside, the model can be used. In the others, which give False, the block begins when that
+        work has ended. Where a process ends or fails meanwhile, all end. One process alone leads itself.
+
+        Yields:
+            Whether this process leads.
+        """
+        if self._group is None:
+            yield True
+            return
+        programs = (self.programs, self.plain_programs)
+        if not self._group.leads:
+            Follower(self._group, programs).run()
+            yield False
+            return
+        with self._group.turn():
+            leader = self._leader = Leader(self._group, programs)
+            try:
+                yield True
+            finally:
+                # The engine is of this turn.
+                self._sync_engine, self._leader, leader.is_over = SyncEngine(self), None, True
 
     @property
     def drafting_method(self) -> str | None:
@@ -252,4 +286,16 @@ class LLM(Generation):
         tower = 0 if self.media is None else self.media.encoder.device_bytes(capacity)
         memory = plan_memory(programs, slots, capacity, settings, config, self.mem_fraction, tower)
         log.info("%d slots of %d positions: %s", slots, capacity, memory)
-        return Engine(ModelRunner(programs, slots, capacity, settings), config, policy)
+        return Engine(self.new_runner(programs, slots, capacity, settings), config, policy)
+
+    def new_runner(self, programs: Executables, slots: int, capacity: int, settings: Settings) -> ModelRunner:
+        """A `ModelRunner` with a decoding state of its own; ``programs``: `programs` or `plain_programs`.
+
+        Raises:
+            EngineError: One of several processes is not `leading`.
+        """
+        if self._group is None:
+            return ModelRunner(programs, slots, capacity, settings)
+        if self._leader is None:
+            raise EngineError("one of several processes uses the model: `with llm.leading() as leads`, where it leads")
+        return self._leader.runner(programs, slots, capacity, settings)

@@ -10,10 +10,9 @@ import jax.numpy as jnp
 
 from dflash_jax.argument_checks import ArgumentError, check_fields, has_type, shown, wrong
 from dflash_jax.engine.config import BlockSize
-from dflash_jax.engine.host_copies import free_memory, has_pinned_memory
+from dflash_jax.engine.host_copies import has_pinned_memory
 from dflash_jax.engine.memory import device_memory
 from dflash_jax.engine.model_runner import BATCH_SIZES
-from dflash_jax.parallel.distributed import agreed_least
 from dflash_jax.parallel.sharding import Layout
 
 TINY = Path(__file__).parents[1] / "assets" / "tiny"
@@ -175,14 +174,13 @@ class LLMConfig:
             return self.prefix_bytes
         return 2**28 if jax.default_backend() == "cpu" else device_memory() // 20
 
-    @property
-    def prefix_host_budget(self) -> int:
-        """Bytes of the prefix cache's tier on the host, the same on all hosts."""
+    def prefix_host_budget(self, free: int) -> int:
+        """Bytes of the prefix cache's tier on the host; ``free``: those of the host's memory that are free."""
         if self.prefix_host_bytes is not None:
             return self.prefix_host_bytes
         if not self.prefix_budget or not has_pinned_memory():
             return 0
-        return agreed_least(free_memory() // 4 // 2**20) * 2**20
+        return free // 4
 
     def largest_block(self, drafter_block: int) -> int:
         """The largest block size with a drafter of block size ``drafter_block``; 1 is no drafter.

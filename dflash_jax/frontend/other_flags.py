@@ -174,7 +174,7 @@ REFUSED = (
     ),
     Group("prompts and answers are logged by --log-prompts only", "--log-requests-level=0|1"),
     Group(
-        "one process serves one copy of the model on one host: --mesh data=N,tensor=N names its devices",
+        "one copy of the model is served, on the hosts of --distributed: --mesh data=N,tensor=N names its devices",
         """
         --base-gpu-id=0 --gpu-id-step=1 --use-ray --numa-node= --dist-init-addr/--nccl-init-addr=
         --gated-launch-port= --nnodes/-n=1 --node-rank/-r=0 --dcp-size/--decode-context-parallel-size/-dcp=1

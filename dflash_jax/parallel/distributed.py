@@ -83,14 +83,3 @@ def agreed(value: int) -> int:
     if jax.process_count() == 1:
         return value
     return int(multihost_utils.broadcast_one_to_all(np.uint32(value)))
-
-
-def agreed_least(value: int) -> int:
-    """The least ``value`` of all processes."""
-    import jax
-    import numpy as np
-    from jax.experimental import multihost_utils
-
-    if jax.process_count() == 1:
-        return value
-    return int(np.min(multihost_utils.process_allgather(np.uint32(value))))

@@ -1,8 +1,8 @@
 """Values as bytes, for messages between the processes of one model. Reading executes nothing.
 
 A value is None, a bool, an int of 64 bits, a float, text, an array of a listed dtype, a tuple of values, or a record:
-an instance of a dataclass that both sides have listed. Each begins with a byte that says which. Integers are
-big-endian, arrays are in the order of the machine: those that JAX runs on are all little-endian.
+an instance of a dataclass or named tuple that both sides have listed. Each begins with a byte that says which. Integers
+are big-endian, arrays are in the order of the machine: those that JAX runs on are all little-endian.
 """
 
 import struct
@@ -34,13 +34,16 @@ class Codec:
     """Encodes and decodes values.
 
     Args:
-        records: Dataclasses whose instances are values. Both sides list the same ones in the same order.
+        records: Dataclasses and named tuples whose instances are values. Both sides list the same ones in one order.
     """
 
     def __init__(self, records: Sequence[type] = ()):
         self._records = tuple(records)
         self._numbers = {record: i for i, record in enumerate(records)}
-        self._names = {record: tuple(field.name for field in fields(record)) for record in records}
+        self._names: dict[type, tuple[str, ...]] = {
+            record: getattr(record, "_fields", None) or tuple(field.name for field in fields(record))
+            for record in records
+        }
 
     @property
     def layout(self) -> list[tuple[str, tuple[str, ...]]]:

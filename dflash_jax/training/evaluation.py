@@ -152,22 +152,28 @@ def _sampling(config: TrainConfig, temperature: float) -> SamplingParams:
 
 
 def acceptance_by_temperature(config: TrainConfig, llm: LLM, prompts: Sequence[Prompt]) -> dict[float, Acceptance]:
-    """Decodes every prompt at each of `TEMPERATURES` with the largest block, all prompts at once."""
-    return {
-        temperature: acceptance(
-            llm.generate(prompts, _sampling(config, temperature), llm.largest_block, progress=False), keep_all=True
-        )
-        for temperature in TEMPERATURES
-    }
+    """Decodes every prompt at each of `TEMPERATURES` with the largest block, all prompts at once.
+
+    Returns:
+        Nothing in a process that follows.
+    """
+    results = {}
+    with llm.leading() as leads:
+        for temperature in TEMPERATURES if leads else ():
+            params = _sampling(config, temperature)
+            completions = llm.generate(prompts, params, llm.largest_block, progress=False)
+            results[temperature] = acceptance(completions, keep_all=True)
+    return results
 
 
-def evaluate(config: TrainConfig, tell: Callable[[str], None]) -> dict[str, dict]:
+def evaluate(config: TrainConfig, tell: Callable[[str], None]) -> dict[str, dict] | None:
     """Measures the drafter of ``config`` on held-out prompts, one at a time, as a single user waits for them.
 
     The drafter is the exported one of ``config.output``, else ``config.draft``.
 
     Returns:
-        By temperature: plain_tokens_per_s, tokens_per_s, acceptance_length, rounds, prompts, repeating_themselves.
+        By temperature: plain_tokens_per_s, tokens_per_s, acceptance_length, rounds, prompts, repeating_themselves. None
+        in a process that follows.
 
     Raises:
         InputError: There are no held-out prompts.
@@ -185,6 +191,11 @@ def evaluate(config: TrainConfig, tell: Callable[[str], None]) -> dict[str, dict
     prompts = read_held_out(config, llm)
     if not prompts:
         raise InputError("evaluate needs --held-out: a file of JSON lines with prompts")
+    with llm.leading() as leads:
+        return _measured(config, llm, prompts, tell) if leads else None
+
+
+def _measured(config: TrainConfig, llm: LLM, prompts: Sequence[Prompt], tell: Callable[[str], None]) -> dict[str, dict]:
     results = {}
     for temperature in TEMPERATURES:
         params, result = _sampling(config, temperature), {}

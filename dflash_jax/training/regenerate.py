@@ -12,7 +12,6 @@ from dflash_jax.frontend.llm import LLM
 from dflash_jax.frontend.media import by_kind
 from dflash_jax.frontend.prompts import Prompt
 from dflash_jax.media.parts import MediaPart
-from dflash_jax.parallel import distributed
 from dflash_jax.progress import bar as progress_bar
 from dflash_jax.sampling_params import SamplingParams
 from dflash_jax.training.config import TrainConfig
@@ -133,7 +132,7 @@ def regenerate(config: TrainConfig, llm: LLM, path: Path, tell: Callable[[str], 
 
     A line has prompt_ids, response_ids, source (the number of its prompt) and, for conversations, messages. Images and
     videos stay as the data names them: media_directory is where their paths begin, seen from the file of answers, and
-    prompt_ids has one pad for each. Of several processes the first one writes.
+    prompt_ids has one pad for each.
 
     Args:
         config: The data and the sampling.
@@ -151,22 +150,18 @@ def regenerate(config: TrainConfig, llm: LLM, path: Path, tell: Callable[[str], 
     prompts = list(read_prompts(config, skipped, llm.media is not None))
     path.parent.mkdir(parents=True, exist_ok=True)
     progress, size = Progress(config, prompts, path), max(GROUP, TURNS * config.slots)
-    # Every process reads the record before the first one writes it.
-    done, is_writer = distributed.agreed(progress.done), distributed.is_first()
-    if done:
+    if done := progress.done:
         tell(f"{done} of {len(prompts)} were answered before")
-    options = {"initial": done, "unit": "prompt", "leave": True, "disable": not is_writer}
+    options = {"initial": done, "unit": "prompt", "leave": True}
     with progress_bar(description="answering", total=len(prompts), **options) as bar:
         for start in range(done, len(prompts), size):
             group = prompts[start : start + size]
             lines = _answered(config, llm, group, start, path.parent, skipped)
-            if is_writer:
-                progress.add(lines, len(group))
+            progress.add(lines, len(group))
             bar.update(len(group))
     if skipped is not None and skipped.count:
         tell(f"{skipped.count} lines left out, the first: {skipped.first}")
-    unanswered = distributed.agreed(progress.unanswered)
-    if unanswered:
+    if unanswered := progress.unanswered:
         tell(f"{unanswered} prompts have no answer: left out, or without room in the target's {llm.max_len} positions")
     return len(prompts) - unanswered
 

@@ -29,3 +29,8 @@ def test_options_of_serve_are_known_and_unknown_ones_refused():
     assert (args.served_model_name, args.api_keys, args.replica_resources) == (["m"], ["k"], {"TPU": 4})
     with pytest.raises(InputError, match="unrecognized arguments"):
         parse(["--replica", "1"])
+
+
+def test_a_replica_is_one_process():
+    with pytest.raises(InputError, match="--distributed is of `dflash serve`"):
+        parse(["--distributed"])

@@ -108,9 +108,6 @@ class MockRunner:
     def is_compiled(self, batch_size, spec):
         return True
 
-    def agree(self, value):
-        return value
-
     def admit(self, slot, request):
         self.log.append(("admit", slot, request))
         self.rows[slot] = Slot(request.prompt, request.need, [], list(request.prompt), False)

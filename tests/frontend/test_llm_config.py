@@ -76,12 +76,13 @@ def test_positions_and_blocks_are_bounded_by_the_models():
 
 
 def test_the_host_tier_is_a_quarter_of_what_is_free_where_devices_have_memory_of_their_own(monkeypatch):
-    assert LLMConfig().prefix_host_budget == 0
-    assert LLMConfig(prefix_host_bytes=7).prefix_host_budget == 7
+    free = 2**30 + 5
+    assert LLMConfig().prefix_host_budget(free) == 0
+    assert LLMConfig(prefix_host_bytes=7).prefix_host_budget(free) == 7
     monkeypatch.setattr(llm_config, "has_pinned_memory", lambda: True)
-    monkeypatch.setattr(llm_config, "free_memory", lambda: 2**30 + 5)
-    assert LLMConfig().prefix_host_budget == 2**28
-    assert LLMConfig(prefix_bytes=0).prefix_host_budget == LLMConfig(prefix_host_bytes=0).prefix_host_budget == 0
+    assert LLMConfig().prefix_host_budget(free) == 2**28 + 1
+    assert LLMConfig(prefix_bytes=0).prefix_host_budget(free) == 0
+    assert LLMConfig(prefix_host_bytes=0).prefix_host_budget(free) == 0
 
 
 def test_an_llm_of_a_configuration_has_its_values():
