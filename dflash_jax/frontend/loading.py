@@ -39,7 +39,8 @@ from dflash_jax.models.drafters import abstract_drafter
 from dflash_jax.models.mtp import Mtp
 from dflash_jax.models.packing import pack_weights, unpack_weights
 from dflash_jax.ops.backend import Backend
-from dflash_jax.parallel.sharding import parameter_paths, parameter_specs, place
+from dflash_jax.parallel import distributed
+from dflash_jax.parallel.sharding import ONE_DEVICE, parameter_paths, parameter_specs, place
 
 M = TypeVar("M", bound=Decoder | Drafter | Mtp | DraftVocabulary)
 D = TypeVar("D", bound=Drafter | Mtp)
@@ -144,14 +145,17 @@ def load_models(
 
 
 def load_media(given: LLMConfig, checkpoint: Checkpoint, backend: Backend) -> MediaReader | None:
-    """Loads the vision tower and the settings of images and videos; None for a model of text."""
+    """Loads the vision tower and the settings of images and videos; None for a model of text, and in a follower."""
     config = checkpoint.config
     if given.language_model_only or config.vision is None:
         return None
+    layout = given.layout
     if jax.process_count() > 1:
-        log.warning("images and videos are refused: several processes run text only")
-        return None
-    tower = load_tower(checkpoint.directory, DTYPES[given.dtype_name], given.layout, backend)
+        if not distributed.is_first():
+            return None
+        # The leader computes the rows by itself, and sends them with the prompt's chunks.
+        layout = ONE_DEVICE
+    tower = load_tower(checkpoint.directory, DTYPES[given.dtype_name], layout, backend)
     if tower is None:
         return None
     assert config.media_tokens is not None
@@ -159,7 +163,7 @@ def load_media(given: LLMConfig, checkpoint: Checkpoint, backend: Backend) -> Me
     limits = MediaLimits(**{f"{kind}s": n for kind, n in counts.items()})
     local = given.allowed_local_media_path
     return MediaReader(
-        VisionEncoder(tower, given.layout, given.media_cache_bytes),
+        VisionEncoder(tower, layout, given.media_cache_bytes),
         config.media_tokens,
         image_settings(checkpoint.directory),
         video_settings(checkpoint.directory),

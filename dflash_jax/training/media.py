@@ -17,7 +17,7 @@ from dflash_jax.frontend.media import MediaReader
 from dflash_jax.media.parts import MediaPart
 from dflash_jax.training.conversations import at_line
 
-NO_TOWER = "images and videos are not possible: the model has no vision tower, or several processes share it"
+NO_TOWER = "images and videos are not possible: the model has no vision tower, or several processes train it"
 
 
 @dataclass(frozen=True, eq=False)

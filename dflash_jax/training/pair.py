@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import jax
+
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.llm import LLM
 from dflash_jax.frontend.tokenizer import Tokenizer
@@ -54,6 +56,8 @@ def open_pair(config: TrainConfig) -> Pair:
         InputError: A checkpoint or configuration does not fit.
     """
     options: dict[str, Any] = {"dtype": config.dtype, "mesh": Layout.parse(config.mesh or ""), "prefix_bytes": 0}
+    # A follower has no tower, and each process computes the rows of its own steps.
+    options["language_model_only"] = jax.process_count() > 1
     llm = LLM(config.target, None, **options, **config.target_options)
     if config.sequence_length > llm.config.max_positions:
         most = llm.config.max_positions
