@@ -2,8 +2,10 @@
 
 The leader listens until every follower has connected, and then no more. Each end proves that it knows a secret, which
 only the processes of one `distributed.start` have. From then on frames go over each connection: their length, their
-kind, and so many bytes. An end that hears nothing for `SILENCE_S` seconds, or whose connection breaks, ends its process
-with one line on stderr and exit code 1, since a device that waits for a lost one never returns.
+kind, and bytes of that length. A process whose connection breaks ends with one line on stderr and exit code 1, since a
+device that waits for a lost one never returns. A process that dies closes its connections at once. A host that dies
+does not: each system probes the other one, and breaks a connection without answers for `SILENCE_S` seconds. Python's
+threads take no part in that, so a process is not lost because a call keeps the interpreter busy.
 """
 
 import atexit
@@ -26,12 +28,14 @@ from typing import BinaryIO, NoReturn
 from dflash_jax.errors import EngineError
 from dflash_jax.parallel import distributed
 
-# Seconds between two signs of life, and without one until a process counts as lost.
-PULSE_S, SILENCE_S = 2.0, 20.0
+# Seconds until a host that does not answer counts as lost.
+SILENCE_S = 20
 # Seconds in which all followers must connect: behind `distributed.start`, they need none.
 CONNECT_S = 120.0
 # A stranger's connection is closed behind so many seconds, or when so many others are open.
 GREETING_S, GREETINGS = 5.0, 64
+# Seconds in which a process that fails, or that another one leaves, may learn the cause or end by itself.
+GRACE_S = 2.0
 # Bytes of a frame: calls have images; followers answer by a line at most.
 MAX_CALL, MAX_ANSWER = 2**30, 2**12
 
@@ -41,7 +45,7 @@ NONCE, PROOF = 32, sha256().digest_size
 _HELLO = struct.Struct(f"!{len(MAGIC)}sIQ{NONCE}s")
 _HEADER = struct.Struct("!IB")
 
-PULSE, CALL, END, LEAVE, FAIL = range(5)
+CALL, END, LEAVE, FAIL = range(4)
 
 
 def _proof(secret: bytes, *parts: bytes) -> bytes:
@@ -50,9 +54,31 @@ def _proof(secret: bytes, *parts: bytes) -> bytes:
 
 def end_process(line: str) -> NoReturn:
     """Ends the process at once, whatever its threads and devices wait for: one line, and exit code 1."""
-    with suppress(OSError):
-        os.write(2, f"error: {line}\n".encode())
-    os._exit(1)
+
+    def write() -> None:
+        with suppress(OSError):
+            os.write(2, f"error: {line}\n".encode())
+
+    try:
+        # A full pipe that is not read blocks the thread, not the end.
+        writer = threading.Thread(target=write, name="last line", daemon=True)
+        writer.start()
+        writer.join(GRACE_S)
+    finally:
+        os._exit(1)
+
+
+def _tune(connection: socket.socket) -> None:
+    """Sends small frames at once, and has the system probe the other host."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    # A quarter of the time until the first probe, and then three probes. macOS has another name for the first, and
+    # not the last, which bounds the time without an answer to what was sent.
+    options = {"TCP_KEEPIDLE": SILENCE_S // 4, "TCP_KEEPALIVE": SILENCE_S // 4, "TCP_KEEPINTVL": SILENCE_S // 4}
+    options |= {"TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": SILENCE_S * 1000}
+    for name, value in options.items():
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 @dataclass(eq=False)
@@ -138,7 +164,7 @@ class Listener:
                             continue
                         del greetings[greeting.socket]
                         selector.unregister(greeting.socket)
-                        greeting.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                        _tune(greeting.socket)
                         followers[index] = greeting.socket, free
             for greeting in [*greetings.values()]:
                 close(greeting)
@@ -209,7 +235,7 @@ def connect(
                 continue
             try:
                 _greet(connection, secret, index, free)
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                _tune(connection)
                 return connection
             except (OSError, EngineError) as e:
                 connection.close()
@@ -267,7 +293,11 @@ class _Link:
         self.name, self.has_left = name, False
         self._socket, self._most, self._receive, self._lose = connection, most, receive, lose
         self._sending = threading.Lock()
-        connection.settimeout(SILENCE_S)
+        # Why this process has broken the connection.
+        self._broken = ""
+        connection.setblocking(True)
+        # Reading waits for any time, sending does not.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SILENCE_S, 0))
         self.thread = threading.Thread(target=self._run, name=f"link to {name}", daemon=True)
         self.thread.start()
 
@@ -276,9 +306,15 @@ class _Link:
         with suppress(OSError), self._sending:
             try:
                 self._socket.sendall(_HEADER.pack(len(payload), kind) + payload)
-            except TimeoutError:
-                # A part of it was sent: nothing can follow.
-                self._socket.shutdown(socket.SHUT_RDWR)
+            except BaseException as e:
+                # A part of it may be sent: nothing can follow.
+                if isinstance(e, BlockingIOError):
+                    self._broken = f"it took nothing for {SILENCE_S} s"
+                elif not isinstance(e, OSError):
+                    self._broken = f"{type(e).__name__} while a message was sent to it"
+                with suppress(OSError):
+                    self._socket.shutdown(socket.SHUT_RDWR)
+                raise
 
     def close(self) -> None:
         """Tells the other end that this process leaves in order, and closes the connection."""
@@ -288,7 +324,8 @@ class _Link:
 
     def _run(self) -> None:
         with self._socket, self._socket.makefile("rb") as reader:
-            self._lose(self, self._read(reader))
+            reason = self._read(reader)
+            self._lose(self, self._broken or reason)
 
     def _read(self, reader: BinaryIO) -> str:
         """Receives frames until the connection is over: the reason."""
@@ -306,7 +343,7 @@ class _Link:
                     self.has_left = True
                 self._receive(self, kind, payload)
         except TimeoutError:
-            return f"it was silent for {SILENCE_S:g} s"
+            return f"its host was silent for {SILENCE_S} s"
         except OSError as e:
             return e.strerror or str(e)
         return "its connection was closed"
@@ -315,7 +352,7 @@ class _Link:
 class Group:
     """The processes that run one model, seen from one of them.
 
-    A process that leaves in order, because it ends, is missed only during a `turn`.
+    A process that leaves in order, because it ends, is missed until the first `turn` is over, and during later ones.
 
     Args:
         index: This process's index; 0 leads.
@@ -339,13 +376,14 @@ class Group:
     ):
         self.index, self.count, self.free_memory, self._end = index, count, free_memory, end
         self._calls: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._is_busy, self._is_closed = False, threading.Event()
+        # Turns that this process has entered, and that are over: of a follower, by the leader's word.
+        self._entered, self._over = 0, 0
+        self._is_closed, self._is_ending, self._ending = threading.Event(), threading.Event(), threading.Lock()
         most = MAX_CALL if index else MAX_ANSWER
         self._links = [
             _Link(connection, self._name(i), most, self._receive, self._lose)
             for i, connection in sorted(connections.items())
         ]
-        threading.Thread(target=self._pulse, name="pulse", daemon=True).start()
         atexit.register(self.close)
 
     @property
@@ -361,19 +399,29 @@ class Group:
         """The time in which the leader sends calls, and the followers get them.
 
         Meanwhile the processes depend on each other: one that leaves counts as lost. The leader's turn ends with the
-        block, a follower's when it gets the leader's end.
+        block, a follower's when it gets the leader's end, which may be before it enters the block.
+
+        Raises:
+            EngineError: The leader is in a turn already.
         """
-        self._is_busy = True
+        if self.leads and self._entered > self._over:
+            raise EngineError("a turn inside another one: the other processes can follow one leader at a time")
+        self._entered += 1
+        for link in self._links:
+            if link.has_left and self._needs_others:
+                self._end_by(f"{link.name} has ended: so does this process")
         try:
-            for link in self._links:
-                if link.has_left:
-                    self._end(f"{link.name} has ended: so does this process")
             yield
         finally:
-            self._is_busy = False
             if self.leads:
+                self._over += 1
                 for link in self._links:
                     link.send(END)
+
+    @property
+    def _needs_others(self) -> bool:
+        """Whether this process cannot go on without the others: before the end of its first turn, and in later ones."""
+        return self._over < max(self._entered, 1)
 
     def send(self, payload: bytes) -> None:
         """Sends a call to every follower."""
@@ -385,11 +433,23 @@ class Group:
         return self._calls.get()
 
     def fail(self, reason: str) -> NoReturn:
-        """Ends every process of the group, since this one cannot go on."""
+        """Ends every process of the group, since this one cannot go on.
+
+        A device fails because another process is lost, too. So its connection has `GRACE_S` to tell that cause first.
+        """
         reason = " ".join(reason.split())[: MAX_ANSWER // 8]
-        for link in self._links:
-            link.send(FAIL, reason.encode())
-        self._end(f"{self._name(self.index)} failed: {reason}")
+        try:
+            self._is_ending.wait(GRACE_S)
+            for link in self._links:
+                link.send(FAIL, reason.encode())
+        finally:
+            self._end_by(f"{self._name(self.index)} failed: {reason}")
+
+    def _end_by(self, line: str) -> NoReturn:
+        """Ends this process with the line of the first thread that gets here: it never leaves the lock."""
+        self._is_ending.set()
+        with self._ending:
+            self._end(line)
 
     def close(self) -> None:
         """Leaves the group in order."""
@@ -404,35 +464,40 @@ class Group:
             self._calls.put(payload)
         elif kind == END and self.index:
             # Now, since the leader may leave before the last calls are made.
-            self._is_busy = False
+            self._over += 1
             self._calls.put(None)
         elif kind == FAIL:
-            self._end(f"{link.name} failed: {payload.decode(errors='replace')}: so does this process")
-        elif kind == LEAVE and self._is_busy:
-            self._end(f"{link.name} has ended: so does this process")
+            self._end_by(f"{link.name} failed: {payload.decode(errors='replace')}: so does this process")
+        elif kind == LEAVE and self._needs_others and not self._is_closed.wait(GRACE_S):
+            # Not where the same error ends this process, whose own line says more.
+            self._end_by(f"{link.name} has ended: so does this process")
 
     def _lose(self, link: _Link, reason: str) -> None:
-        if not (self._is_closed.is_set() or (link.has_left and not self._is_busy)):
-            self._end(f"{link.name} is lost ({reason}): this process ends, too")
-
-    def _pulse(self) -> None:
-        while not self._is_closed.wait(PULSE_S):
-            for link in self._links:
-                link.send(PULSE)
+        if not (self._is_closed.is_set() or (link.has_left and not self._needs_others)):
+            self._end_by(f"{link.name} is lost ({reason}): this process ends, too")
 
 
-def _own_addresses() -> list[str]:
-    """Names and addresses by which other hosts may reach this one, the likeliest first."""
+def _is_loopback(host: str) -> bool:
+    return host == "localhost" or host.startswith("127.") or host == "::1"
+
+
+def _addresses() -> tuple[str, list[str]]:
+    """Where the leader listens, "" for everywhere, and the names and addresses to reach it by, the likeliest first."""
     coordinator = os.environ.get("JAX_COORDINATOR_ADDRESS", "").rpartition(":")[0].strip("[]")
-    found = [coordinator] if coordinator else []
+    if _is_loopback(coordinator):
+        return coordinator, [coordinator]
+    guesses: list[str] = []
+    name = socket.gethostname()
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         # Nothing is sent: the system only chooses the interface.
         probe.connect(("192.0.2.1", 9))
-        found.append(probe.getsockname()[0])
-    name = socket.gethostname()
+        guesses.append(probe.getsockname()[0])
     with suppress(OSError):
-        found += [str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
-    return [*dict.fromkeys([*found, name])]
+        guesses += [str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
+    # Many systems have the host's own name at 127.0.1.1: to the other hosts, that is themselves.
+    guesses = [host for host in guesses if not _is_loopback(host)]
+    hosts = [coordinator, *guesses, name] if coordinator else [*guesses, name]
+    return "", list(dict.fromkeys(hosts))[:8]
 
 
 def _join(index: int, count: int, free: int) -> Group:
@@ -442,10 +507,9 @@ def _join(index: int, count: int, free: int) -> Group:
         addresses = [(host, word["port"]) for host in word["hosts"]]
         connection = connect(addresses, bytes.fromhex(word["secret"]), index, free)
         return Group(index, count, {0: connection})
-    secret, hosts = secrets.token_bytes(NONCE), _own_addresses()
-    is_local = hosts[0] == "localhost" or hosts[0].startswith("127.") or hosts[0] == "::1"
-    listener = Listener(hosts[0] if is_local else "", secret, count)
-    word = {"port": listener.port, "hosts": hosts[:1] if is_local else hosts[:8], "secret": secret.hex()}
+    secret, (host, hosts) = secrets.token_bytes(NONCE), _addresses()
+    listener = Listener(host, secret, count)
+    word = {"port": listener.port, "hosts": hosts, "secret": secret.hex()}
     # JAX's own connections, over which the secret goes, are trusted with the model's numbers, too.
     distributed.broadcast(json.dumps(word).encode())
     followers = listener.accept()

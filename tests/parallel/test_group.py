@@ -1,9 +1,11 @@
 """The processes of one model as threads of this one: who is let in, what goes over the connections, who is missed."""
 
 import os
-import secrets
+import random
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
 from contextlib import contextmanager, suppress
@@ -52,6 +54,12 @@ def pair(count=2):
             link.thread.join(60)
 
 
+@pytest.fixture(autouse=True)
+def no_grace(monkeypatch):
+    """A loss that a test arranges is known before the failure."""
+    monkeypatch.setattr(group, "GRACE_S", 0.0)
+
+
 class Opening:
     """A leader that accepts followers on a thread.
 
@@ -62,11 +70,11 @@ class Opening:
 
     def __init__(self, count: int, opened: list):
         listener = Listener("127.0.0.1", SECRET, count)
-        self.port, self.opened, self._found = listener.port, opened, None
+        self.port, self.opened, self._followers = listener.port, opened, None
 
         def run():
-            self._found = listener.accept()
-            opened.extend(connection for connection, _ in self._found.values())
+            self._followers = listener.accept()
+            opened.extend(connection for connection, _ in self._followers.values())
 
         self._thread = threading.Thread(target=run)
         self._thread.start()
@@ -75,9 +83,9 @@ class Opening:
         self.opened.append(connect([("127.0.0.1", self.port)], SECRET, index, free))
         return self.opened[-1]
 
-    def found(self) -> dict:
+    def followers(self) -> dict:
         self._thread.join(60)
-        return self._found
+        return self._followers
 
 
 @pytest.fixture
@@ -92,7 +100,7 @@ def opening():
 def test_followers_are_let_in_and_calls_arrive_in_order(opening):
     leader = opening(3)
     connections = {i: leader.follow(i, 100 + i) for i in (2, 1)}
-    followers = leader.found()
+    followers = leader.followers()
     assert {i: free for i, (_, free) in followers.items()} == {1: 101, 2: 102}
     with suppress(OSError), socket.create_connection(("127.0.0.1", leader.port), 5) as late:
         # The port is closed.
@@ -142,7 +150,7 @@ def test_strangers_are_refused_and_change_nothing(say, opening):
         # Not one byte of an answer.
         assert connection.recv(100) == b""
     leader.follow(1)
-    assert set(leader.found()) == {1}
+    assert set(leader.followers()) == {1}
 
 
 def test_silent_half_open_and_slow_strangers_do_not_delay_a_follower(opening):
@@ -153,7 +161,7 @@ def test_silent_half_open_and_slow_strangers_do_not_delay_a_follower(opening):
     gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     gone.close()
     leader.follow(1)
-    assert set(leader.found()) == {1}
+    assert set(leader.followers()) == {1}
     for connection in (*silent, *slow):
         with connection, suppress(ConnectionResetError):
             assert connection.recv(100) == b""
@@ -168,7 +176,7 @@ def test_more_strangers_than_greetings_do_not_keep_a_follower_out(opening, monke
     while strangers[0].recv(100):
         pass
     leader.follow(1)
-    assert set(leader.found()) == {1}
+    assert set(leader.followers()) == {1}
 
 
 def test_a_stranger_is_closed_behind_its_time(monkeypatch, opening):
@@ -178,7 +186,7 @@ def test_a_stranger_is_closed_behind_its_time(monkeypatch, opening):
         assert connection.recv(1) == b""
     monkeypatch.setattr(group, "GREETING_S", 60.0)
     leader.follow(1)
-    assert set(leader.found()) == {1}
+    assert set(leader.followers()) == {1}
 
 
 def test_a_second_follower_of_an_index_is_refused(opening):
@@ -189,7 +197,7 @@ def test_a_second_follower_of_an_index_is_refused(opening):
         while second.recv(100):
             pass
     leader.follow(2)
-    assert leader.found()[1][0].getpeername() == first.getsockname()
+    assert leader.followers()[1][0].getpeername() == first.getsockname()
 
 
 def test_missing_followers_are_named():
@@ -231,26 +239,71 @@ def test_a_lost_connection_ends_the_other_side(who):
     assert line == f"{name} is lost (its connection was closed): this process ends, too"
 
 
-def test_silence_counts_as_loss(monkeypatch):
-    monkeypatch.setattr(group, "SILENCE_S", 0.05)
+def test_a_host_that_does_not_answer_is_noticed_on_both_ends(opening):
+    leader = opening()
+    near = leader.follow(1)
+    for connection in (near, leader.followers()[1][0]):
+
+        def option(name, level=socket.IPPROTO_TCP, connection=connection):
+            return connection.getsockopt(level, getattr(socket, name))
+
+        assert option("SO_KEEPALIVE", socket.SOL_SOCKET)
+        first = option("TCP_KEEPIDLE" if hasattr(socket, "TCP_KEEPIDLE") else "TCP_KEEPALIVE")
+        assert 0 < first + option("TCP_KEEPCNT") * option("TCP_KEEPINTVL") <= 30
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            assert 0 < option("TCP_USER_TIMEOUT") <= 30_000
+
+
+def test_a_follower_waits_for_any_time_until_the_leader_has_all(opening):
+    leader = opening(3)
+    ends, first = Ends(), leader.follow(1)
+    early = Group(1, 3, {0: first}, end=ends)
+    # Reading has no limit.
+    assert first.gettimeout() is None
+    assert not any(first.getsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, 16))
+    leader.follow(2)
+    leading = Group(0, 3, {i: connection for i, (connection, _) in leader.followers().items()}, end=Ends())
+    leading.send(b"call")
+    assert early.next() == b"call"
+    assert ends.lines == []
+    for one in (early, leading):
+        one.close()
+
+
+def test_who_takes_nothing_is_lost():
     near, far = socket.socketpair()
     ends = Ends()
-    alone = Group(1, 2, {0: near}, end=ends)
-    assert ends.wait().startswith("the leader (process 0 of 2) is lost (it was silent for ")
-    alone.close()
+    one = Group(0, 2, {1: near}, end=ends)
+    assert near.getsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, 16) == struct.pack("ll", group.SILENCE_S, 0)
+    near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 0, 1000))
+    one.send(bytes(10_000_000))
+    assert ends.wait() == f"process 1 of 2 is lost (it took nothing for {group.SILENCE_S} s): this process ends, too"
+    one.close()
     far.close()
 
 
-def test_pulses_keep_a_silent_group_together(monkeypatch):
-    monkeypatch.setattr(group, "PULSE_S", 0.01)
-    monkeypatch.setattr(group, "SILENCE_S", 30.0)
+def test_an_interrupted_send_ends_the_connection():
+    """Else the rest of the turn would begin in the middle of a frame."""
+
+    class Interrupted:
+        def __init__(self, connection):
+            self._connection = connection
+
+        def __getattr__(self, name):
+            return getattr(self._connection, name)
+
+        def sendall(self, data):
+            self._connection.sendall(data[:3])
+            raise KeyboardInterrupt
+
     with pair() as (groups, ends):
-        heard = [threading.Event(), threading.Event()]
-        for one, event in zip(groups, heard, strict=True):
-            for link in one._links:
-                link._receive = lambda link, kind, payload, event=event: kind == group.PULSE and event.set()
-        assert all(event.wait(60) for event in heard)
-        assert ends[0].lines == ends[1].lines == []
+        link = groups[0]._links[0]
+        link._socket = Interrupted(link._socket)
+        with pytest.raises(KeyboardInterrupt):
+            groups[0].send(b"call")
+        lost = "is lost ({}): this process ends, too"
+        assert ends[0].wait() == "process 1 of 2 " + lost.format("KeyboardInterrupt while a message was sent to it")
+        assert ends[1].wait() == "the leader (process 0 of 2) " + lost.format("its connection was closed")
 
 
 def test_a_failure_ends_everyone_with_its_reason():
@@ -267,11 +320,62 @@ def test_a_failure_ends_everyone_with_its_reason():
         assert ends[1].wait() == ends[2].wait() == "the leader (process 0 of 3) failed: broken: so does this process"
 
 
+def test_a_lost_process_is_named_before_the_failure_that_it_causes(monkeypatch):
+    monkeypatch.setattr(group, "GRACE_S", 600.0)
+    with pair() as (groups, ends):
+        # The device's error first, as the loss is noticed by another thread.
+        failing = threading.Thread(target=groups[0].fail, args=("Gloo: connection closed by peer",))
+        failing.start()
+        groups[1]._links[0]._socket.shutdown(socket.SHUT_RDWR)
+        failing.join(60)
+        assert ends[0].lines[0] == "process 1 of 2 is lost (its connection was closed): this process ends, too"
+
+
+def test_only_the_first_reason_ends_the_process():
+    near, far = socket.socketpair()
+    lines, is_ending, goes_on = [], threading.Event(), threading.Event()
+
+    def end(line):
+        lines.append(line)
+        is_ending.set()
+        assert goes_on.wait(60)
+
+    one = Group(0, 2, {1: near}, end=end)
+    far.close()
+    assert is_ending.wait(60)
+    second = threading.Thread(target=one.fail, args=("second",))
+    second.start()
+    # It waits for the first, which ends the process.
+    assert one._ending.locked()
+    assert len(lines) == 1
+    goes_on.set()
+    second.join(60)
+    assert "is lost" in lines[0]
+    one.close()
+
+
+def test_a_full_pipe_does_not_keep_a_process():
+    """Nothing reads its stderr."""
+    code = (
+        "import os, fcntl; from dflash_jax.parallel import group; group.GRACE_S = 0.1\n"
+        "fcntl.fcntl(2, fcntl.F_SETPIPE_SZ, 4096); os.write(2, bytes(4096)); group.end_process('x')"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE) as process:
+        assert process.wait(600) == 1
+
+
+def left(link) -> None:
+    """Waits until the other end has left."""
+    while not link.has_left:
+        time.sleep(0.001)
+
+
 def test_who_leaves_in_order_is_missed_only_where_it_is_needed():
     with pair() as (groups, ends):
+        with groups[0].turn():
+            pass
         groups[1].close()
-        while not groups[0]._links[0].has_left:
-            time.sleep(0.001)
+        left(groups[0]._links[0])
         assert ends[0].lines == []
         with pytest.raises(Ended), groups[0].turn():
             pass
@@ -279,6 +383,37 @@ def test_who_leaves_in_order_is_missed_only_where_it_is_needed():
     with pair() as (groups, ends), groups[1].turn():
         groups[0].close()
         assert ends[1].wait() == "the leader (process 0 of 2) has ended: so does this process"
+
+
+@pytest.mark.parametrize("who", [0, 1], ids=["leader", "follower"])
+def test_who_leaves_before_the_first_turn_is_missed(who):
+    """A host without the checkpoint: the others would wait for its devices."""
+    with pair() as (groups, ends):
+        groups[who].close()
+        assert ends[1 - who].wait().endswith(" has ended: so does this process")
+
+
+def test_who_ends_by_itself_does_not_end_because_another_one_does(monkeypatch):
+    """The same error on all hosts: each tells it."""
+    monkeypatch.setattr(group, "GRACE_S", 600.0)
+    with pair() as (groups, ends):
+        for one in groups:
+            one.close()
+        for one in groups:
+            one._links[0].thread.join(60)
+        assert ends[0].lines == ends[1].lines == []
+
+
+def test_a_turn_inside_another_one_is_refused():
+    with pair() as (groups, ends):
+        with groups[0].turn(), pytest.raises(EngineError, match="a turn inside another one"), groups[0].turn():
+            pass
+        with groups[0].turn():
+            pass
+        for _ in range(2):
+            with groups[1].turn():
+                assert groups[1].next() is None
+        assert ends[1].lines == []
 
 
 def test_a_turn_ends_in_order_though_the_leader_leaves_before_its_last_calls_are_made():
@@ -290,6 +425,19 @@ def test_a_turn_ends_in_order_though_the_leader_leaves_before_its_last_calls_are
             groups[1]._links[0].thread.join(60)
             assert [groups[1].next(), groups[1].next()] == [b"last", None]
         assert ends[1].lines == []
+
+
+def test_a_follower_enters_a_turn_that_the_leader_has_ended_and_left():
+    with pair() as (groups, ends):
+        with groups[0].turn():
+            groups[0].send(b"call")
+        groups[0].close()
+        groups[1]._links[0].thread.join(60)
+        with groups[1].turn():
+            assert [groups[1].next(), groups[1].next()] == [b"call", None]
+        assert ends[1].lines == []
+        with pytest.raises(Ended), groups[1].turn():
+            pass
 
 
 @pytest.mark.parametrize("who", [0, 1], ids=["leader", "follower"])
@@ -305,11 +453,39 @@ def test_an_oversized_frame_ends_the_reader(who):
 
 def test_random_frames_of_a_peer_end_a_process_or_change_nothing():
     for seed in range(30):
-        near, far = socket.socketpair()
-        ends = Ends()
-        one = Group(0, 2, {1: near}, end=ends)
+        rng, (near, far), ends = random.Random(seed), socket.socketpair(), Ends()
+        one = Group(seed % 2, 2, {1 - seed % 2: near}, end=ends)
         with suppress(OSError):
-            far.sendall(secrets.token_bytes(1 + seed * 7))
+            for _ in range(20):
+                # Of any kind but those that end it in order, and now and then of a size that is not allowed.
+                kind, size = rng.choice([group.CALL, group.END, *range(4, 256)]), rng.randrange(100)
+                far.sendall(struct.pack("!IB", size, kind) + rng.randbytes(size))
+            far.sendall(rng.randbytes(rng.randrange(10)))
         far.close()
-        assert "process 1 of 2" in ends.wait()
+        assert " is lost (" in ends.wait()
         one.close()
+
+
+COORDINATORS = {
+    "127.0.0.1:80": ("127.0.0.1", ["127.0.0.1"]),
+    "[::1]:80": ("::1", ["::1"]),
+    "10.0.0.1:80": ("", ["10.0.0.1", "192.0.2.7", "me"]),
+    "": ("", ["192.0.2.7", "me"]),
+}
+
+
+@pytest.mark.parametrize(("coordinator", "expected"), COORDINATORS.items())
+def test_only_a_given_address_makes_a_leader_listen_on_this_host_alone(coordinator, expected, monkeypatch):
+    """Without a route, a host whose own name is at 127.0.1.1 has no other address."""
+
+    def resolved(*_, **__):
+        return [(socket.AF_INET, 1, 6, "", (host, 0)) for host in ("127.0.1.1", "192.0.2.7", "::1")]
+
+    def no_socket(*_):
+        raise OSError("no route")
+
+    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", coordinator)
+    monkeypatch.setattr(group.socket, "gethostname", lambda: "me")
+    monkeypatch.setattr(group.socket, "getaddrinfo", resolved)
+    monkeypatch.setattr(group.socket, "socket", no_socket)
+    assert group._addresses() == expected
