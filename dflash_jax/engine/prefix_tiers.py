@@ -104,7 +104,7 @@ class PrefixTiers:
 
     The pieces used longest ago are copied to the host while they are still on the device, so that a new piece takes the
     room of pieces whose copies are complete or nearly so. Nothing waits for a copy: until it is complete, the runtime
-    keeps its source. All decisions follow from the calls alone, so that several hosts take the same ones.
+    keeps its source. All decisions follow from the calls alone, so that they do not depend on how fast copies are.
 
     Args:
         device_budget: Bytes of one device.

@@ -6,18 +6,20 @@ method and small arguments of the host. Arrays that stay on the devices between 
 prefixes, and what a round with masks has verified) go by the number of the call that made them.
 """
 
+import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import count
 from typing import Any
 
 import jax
 import numpy as np
+from jaxlib import version as jaxlib_version
 
+import dflash_jax
 from dflash_jax.decoding.batch_init import Admission
 from dflash_jax.decoding.prefill import MediaChunk
 from dflash_jax.decoding.state import Settings
@@ -28,8 +30,9 @@ from dflash_jax.engine.host_copies import HostCopies
 from dflash_jax.engine.model_runner import ModelRunner
 from dflash_jax.errors import EngineError
 from dflash_jax.models.drafting import DraftWindow
+from dflash_jax.ops.backend import Backend
 from dflash_jax.parallel.encoding import Codec
-from dflash_jax.parallel.group import Group
+from dflash_jax.parallel.group import MAX_CALL, Group
 
 
 @dataclass(frozen=True)
@@ -89,10 +92,19 @@ class Shared:
 jax.tree_util.register_dataclass(Shared, data_fields=["arrays"], meta_fields=["handle"])
 
 
+def _kernels(backend: Backend) -> tuple:
+    """What a backend has, without the reasons for what it lacks: they are in the words of the host."""
+    return backend.platform, backend.card, backend.kernels, backend.no_cpp is None, backend.no_triton is None
+
+
 def fingerprint(programs: Sequence[Executables]) -> str:
-    """What must be the same in all processes: the calls, JAX's version, and the shapes and parts of the weights."""
-    digest = blake2b(repr((jax.__version__, CODEC.layout, sorted(METHODS))).encode(), digest_size=16)
+    """What must be the same in all processes, beside what calls have: versions, calls, models, kernels and weights."""
+    versions = dflash_jax.__version__, jax.__version__, jaxlib_version.__version__
+    digest = blake2b(repr((versions, CODEC.layout, sorted(METHODS))).encode(), digest_size=16)
     for each in programs:
+        # Kernels are the same for both models.
+        models = each.config, getattr(each.pair[1], "config", None), _kernels(each.pair[0].backend)
+        digest.update(repr((models, sorted((each.compiler_options or {}).items()))).encode())
         digest.update(repr([(x.shape, x.dtype.name, str(x.sharding)) for x in each.weights]).encode())
     return digest.hexdigest()
 
@@ -110,10 +122,16 @@ class Leader:
 
     def __init__(self, group: Group, programs: Sequence[Executables]):
         self._group, self._programs, self.is_over = group, tuple(programs), False
-        self._numbers, self._lock = count(1), threading.RLock()
+        # The last call's number.
+        self._number, self._lock = 0, threading.RLock()
         self._released: deque[int] = deque()
         with self.call(0, BEGIN, fingerprint(programs)):
             pass
+
+    def close(self) -> None:
+        """Ends the turn, behind a call that another thread makes."""
+        with self._lock:
+            self.is_over = True
 
     def runner(self, programs: Executables, slots: int, capacity: int, settings: Settings) -> "ReplayedRunner":
         """A runner of this turn; its executables must be those of the turn."""
@@ -138,16 +156,26 @@ class Leader:
             The call's number.
 
         Raises:
-            EngineError: The turn is over.
+            EngineError: The turn is over, or the message too large. Then it was not sent, and all can go on.
+            TypeError: An argument cannot be encoded. So can all then.
+            OverflowError: An int has more than 64 bits. So can all then.
         """
         # Programs start here in the order in which their messages were sent.
         with self._lock:
             if self.is_over:
                 raise EngineError("this engine is of a turn that is over: it was made inside an earlier `leading`")
-            number = next(self._numbers)
-            released = tuple(self._released.popleft() for _ in range(len(self._released)))
-            self._group.send(CODEC.encode((number, released, runner, method, args)))
+            number, count = self._number + 1, len(self._released)
+            # Others may append meanwhile: no iteration.
+            released = tuple(self._released[i] for i in range(count))
+            message = CODEC.encode((number, released, runner, method, args))
+            if len(message) > MAX_CALL:
+                raise EngineError(f"{method}: a message of {len(message)} bytes; the most is {MAX_CALL}")
+            # An interrupt from here on may leave the followers with a part of the message.
             try:
+                self._number = number
+                for _ in released:
+                    self._released.popleft()
+                self._group.send(message)
                 yield number
             except BaseException as e:
                 self._group.fail(f"{type(e).__name__}: {e}")
@@ -323,6 +351,42 @@ class ReplayedCopies(HostCopies):
         return jax.tree.map(one, arrays, is_leaf=lambda x: isinstance(x, Shared))
 
 
+class Results:
+    """Waits on a thread for what a follower's programs compute, since nothing reads it there. An error ends all.
+
+    Args:
+        group: The processes.
+    """
+
+    def __init__(self, group: Group):
+        self._group = group
+        self._queue: queue.SimpleQueue[tuple[Any] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="results", daemon=True)
+        self._thread.start()
+
+    def add(self, result: Any) -> None:
+        """Adds arrays that no later call donates."""
+        self._queue.put((result,))
+
+    def wait(self) -> None:
+        """Waits for all of them."""
+        self.close()
+        self._thread.join()
+
+    def close(self) -> None:
+        """Ends the thread behind the last of them."""
+        self._queue.put(None)
+
+    def _run(self) -> None:
+        while (entry := self._queue.get()) is not None:
+            try:
+                jax.block_until_ready(entry)
+            except Exception as e:
+                self._group.fail(f"{type(e).__name__}: {e}")
+            # Else the arrays stay until the next result.
+            del entry
+
+
 class Follower:
     """A follower's side of a turn.
 
@@ -339,14 +403,18 @@ class Follower:
     def run(self) -> None:
         """Makes the leader's calls until its turn ends. A call that fails ends all processes."""
         with self._group.turn():
+            results = Results(self._group)
             try:
                 while (message := self._group.next()) is not None:
-                    self._make(*CODEC.decode(message))
+                    results.add(self._made(*CODEC.decode(message)))
+                results.wait()
             except Exception as e:
                 self._group.fail(f"{type(e).__name__}: {e}")
+            finally:
+                results.close()
 
-    def _make(self, number: int, released: tuple[int, ...], runner: int, method: str, args: tuple) -> None:
-        """Makes a call."""
+    def _made(self, number: int, released: tuple[int, ...], runner: int, method: str, args: tuple) -> Any:
+        """Makes a call: its result."""
         if number != self._last + 1:
             raise EngineError(f"call {number} follows call {self._last}")
         self._last = number
@@ -364,5 +432,7 @@ class Follower:
             result = getattr(target, method)(*(self._kept[x.number] if type(x) is Reference else x for x in args))
             if method in KEPT:
                 self._kept[number] = result
+            return result
         else:
             raise EngineError(f"{method} is no call of a runner")
+        return None

@@ -202,7 +202,8 @@ class LLM(Generation):
                 yield True
             finally:
                 # The engine is of this turn.
-                self._sync_engine, self._leader, leader.is_over = SyncEngine(self), None, True
+                self._sync_engine, self._leader = SyncEngine(self), None
+                leader.close()
 
     @property
     def drafting_method(self) -> str | None:

@@ -166,11 +166,85 @@ def test_a_failure_of_the_leader_ends_all(pair, monkeypatch):
             getattr(runner, method)(*args)
 
 
+def test_an_interrupt_while_a_message_is_sent_ends_all(pair, monkeypatch):
+    """The followers may have a part of it."""
+    _, programs, _, _ = pair
+    tape = Tape()
+    runner = Leader(tape, (programs,)).runner(programs, 2, CAPACITY, Settings(1, top_logprobs=0))
+
+    def interrupted(message):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tape, "send", interrupted)
+    with pytest.raises(FailedError, match="KeyboardInterrupt"):
+        runner.reset()
+
+
+def test_a_message_that_cannot_be_sent_changes_nothing(pair, monkeypatch):
+    _, programs, _, _ = pair
+    tape = Tape()
+    runner = Leader(tape, (programs,)).runner(programs, 2, CAPACITY, Settings(1, top_logprobs=0))
+    kept = runner.snapshot(0)
+    number = kept.handle.number
+    del kept
+    with pytest.raises(TypeError, match="a value of type int64 cannot be sent"):
+        runner.save(np.int64(0), 0, 8)
+    with monkeypatch.context() as small:
+        small.setattr(replay, "MAX_CALL", 9)
+        with pytest.raises(EngineError, match=r"save: a message of \d+ bytes; the most is 9"):
+            runner.save(0, 0, 8)
+    runner.reset()
+    assert number not in follow(tape, programs)._kept
+
+
+def test_an_error_of_a_followers_device_ends_all(pair, monkeypatch):
+    """It is raised where the result is waited for, which only the leader does."""
+    _, programs, _, _ = pair
+    tape = Tape()
+    runner = Leader(tape, (programs,)).runner(programs, 2, CAPACITY, Settings(1, top_logprobs=0))
+    runner.prefill([1], [8], 8)
+    reasons = []
+
+    class Failing:
+        def block_until_ready(self):
+            raise RuntimeError("the device is gone")
+
+    class Followed(Tape):
+        def fail(self, reason):
+            reasons.append(reason)
+
+    monkeypatch.setattr(ModelRunner, "prefill", lambda *_: (Failing(), [0]))
+    Follower(Followed(tape.messages), (programs,)).run()
+    assert reasons == ["RuntimeError: the device is gone"]
+
+
+def test_what_makes_other_programs_has_another_fingerprint(pair, monkeypatch):
+    target, programs, _, _ = pair
+    same = replay.fingerprint([programs])
+    assert replay.fingerprint([Executables(*programs.pair)]) == same
+    others = [replay.fingerprint([Executables(target, None)])]
+    changes = (
+        (programs, "compiler_options", {"xla_cpu_enable_fast_math": True}),
+        (target, "config", replace(target.config, norm_eps=0.1)),
+        (target, "backend", replace(target.backend, kernels="other")),
+        (replay.jaxlib_version, "__version__", "0.0.1"),
+        (replay.dflash_jax, "__version__", "0.0.1"),
+    )
+    for one, name, value in changes:
+        with monkeypatch.context() as changed:
+            changed.setattr(one, name, value)
+            others.append(replay.fingerprint([programs]))
+    assert len({same, *others}) == len(others) + 1
+    # Not the words of a reason.
+    monkeypatch.setattr(target, "backend", replace(target.backend, no_triton="another reason"))
+    assert replay.fingerprint([programs]) == same
+
+
 def test_a_runner_of_another_turn_or_model_is_refused(pair):
     _, programs, _, _ = pair
     leader = Leader(Tape(), (programs,))
     runner = leader.runner(programs, 2, CAPACITY, Settings(1, top_logprobs=0))
-    leader.is_over = True
+    leader.close()
     with pytest.raises(EngineError, match="a turn that is over"):
         runner.snapshot(0)
     with pytest.raises(EngineError, match="do not have this model"):
