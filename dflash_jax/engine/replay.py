@@ -7,6 +7,7 @@ prefixes, and what a round with masks has verified) go by the number of the call
 """
 
 import queue
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +20,6 @@ import jax
 import numpy as np
 from jaxlib import version as jaxlib_version
 
-import dflash_jax
 from dflash_jax.decoding.batch_init import Admission
 from dflash_jax.decoding.prefill import MediaChunk
 from dflash_jax.decoding.state import Settings
@@ -29,7 +29,7 @@ from dflash_jax.engine.executables import Executables
 from dflash_jax.engine.host_copies import HostCopies
 from dflash_jax.engine.model_runner import ModelRunner
 from dflash_jax.errors import EngineError
-from dflash_jax.models.drafting import DraftWindow
+from dflash_jax.models.drafting import Drafters, DraftWindow
 from dflash_jax.ops.backend import Backend
 from dflash_jax.parallel.encoding import Codec
 from dflash_jax.parallel.group import MAX_CALL, Group
@@ -99,11 +99,15 @@ def _kernels(backend: Backend) -> tuple:
 
 def fingerprint(programs: Sequence[Executables]) -> str:
     """What must be the same in all processes, beside what calls have: versions, calls, models, kernels and weights."""
-    versions = dflash_jax.__version__, jax.__version__, jaxlib_version.__version__
+    # The package itself imports the frontend, which this layer may not.
+    ours = sys.modules[__name__.partition(".")[0]].__version__
+    versions = ours, jax.__version__, jaxlib_version.__version__
     digest = blake2b(repr((versions, CODEC.layout, sorted(METHODS))).encode(), digest_size=16)
     for each in programs:
-        # Kernels are the same for both models.
-        models = each.config, getattr(each.pair[1], "config", None), _kernels(each.pair[0].backend)
+        target, drafter = each.pair
+        drafters = drafter.drafters if isinstance(drafter, Drafters) else (drafter,)
+        # Kernels are the same for all models.
+        models = each.config, [getattr(x, "config", None) for x in drafters], _kernels(target.backend)
         digest.update(repr((models, sorted((each.compiler_options or {}).items()))).encode())
         digest.update(repr([(x.shape, x.dtype.name, str(x.sharding)) for x in each.weights]).encode())
     return digest.hexdigest()

@@ -105,8 +105,8 @@ def test_followers_are_let_in_and_calls_arrive_in_order(opening):
     with suppress(OSError), socket.create_connection(("127.0.0.1", leader.port), 5) as late:
         # The port is closed.
         assert late.recv(1) == b""
-    first = Group(0, 3, {i: connection for i, (connection, _) in followers.items()})
-    others = [Group(i, 3, {0: connection}) for i, connection in connections.items()]
+    first = Group(0, 3, {i: connection for i, (connection, _) in followers.items()}, end=Ends())
+    others = [Group(i, 3, {0: connection}, end=Ends()) for i, connection in connections.items()]
     calls = [os.urandom(n) for n in (0, 1, 10, 100_000)] * 5
     for call in calls:
         first.send(call)
