@@ -133,6 +133,8 @@ class LLM(Generation):
         self.media = load_media(given, checkpoint, self.backend)
         tower = None if self.media is None else self.media.encoder.tower
         leaves = jax.block_until_ready(jax.tree.leaves((self.target, self.drafters, tower)))
+        if self._group is not None:
+            self._group.loaded()
         self.loaded_bytes, self.load_s = sum(x.nbytes for x in leaves), time.perf_counter() - began
         self.programs = Executables(self.target, together(self.drafters))
         # These neither compute nor store anything of the drafters.

@@ -352,7 +352,7 @@ class _Link:
 class Group:
     """The processes that run one model, seen from one of them.
 
-    A process that leaves in order, because it ends, is missed until the first `turn` is over, and during later ones.
+    A process that leaves in order, because it ends, is missed until this one is `loaded`, and during a `turn`.
 
     Args:
         index: This process's index; 0 leads.
@@ -378,6 +378,7 @@ class Group:
         self._calls: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         # Turns that this process has entered, and that are over: of a follower, by the leader's word.
         self._entered, self._over = 0, 0
+        self._is_loaded = False
         self._is_closed, self._is_ending, self._ending = threading.Event(), threading.Event(), threading.Lock()
         most = MAX_CALL if index else MAX_ANSWER
         self._links = [
@@ -420,8 +421,12 @@ class Group:
 
     @property
     def _needs_others(self) -> bool:
-        """Whether this process cannot go on without the others: before the end of its first turn, and in later ones."""
-        return self._over < max(self._entered, 1)
+        """Whether this process cannot go on without the others: while it loads the model, and in a turn."""
+        return self._over < (self._entered if self._is_loaded else max(self._entered, 1))
+
+    def loaded(self) -> None:
+        """Tells that this process has loaded the model, which it does together with the others."""
+        self._is_loaded = True
 
     def send(self, payload: bytes) -> None:
         """Sends a call to every follower."""

@@ -386,8 +386,14 @@ def test_who_leaves_in_order_is_missed_only_where_it_is_needed():
 
 
 @pytest.mark.parametrize("who", [0, 1], ids=["leader", "follower"])
-def test_who_leaves_before_the_first_turn_is_missed(who):
+def test_who_leaves_while_another_one_loads_is_missed(who):
     """A host without the checkpoint: the others would wait for its devices."""
+    with pair() as (groups, ends):
+        groups[1 - who].loaded()
+        groups[who].close()
+        left(groups[1 - who]._links[0])
+        groups[1 - who]._links[0].thread.join(60)
+        assert ends[1 - who].lines == []
     with pair() as (groups, ends):
         groups[who].close()
         assert ends[1 - who].wait().endswith(" has ended: so does this process")
