@@ -25,6 +25,8 @@ def start() -> None:
 
     # GPUs and TPUs have collectives of their own.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    # Collectives of several programs in flight wait for one another on a CPU's few threads, for ever in the worst case.
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
     if "LWS_LEADER_ADDRESS" in os.environ:
         os.environ.setdefault("JAX_COORDINATOR_ADDRESS", f"{os.environ['LWS_LEADER_ADDRESS']}:{LWS_PORT}")
         for name, given in (("JAX_NUM_PROCESSES", "LWS_GROUP_SIZE"), ("JAX_PROCESS_ID", "LWS_WORKER_INDEX")):

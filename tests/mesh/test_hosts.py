@@ -14,7 +14,7 @@ import pytest
 # A process that compiles longer than the other one, on a busy machine, is no reason to end.
 FLAGS = (
     os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=2"
-    " --xla_cpu_collective_call_terminate_timeout_seconds=3600 --xla_cpu_collective_timeout_seconds=3600"
+    " --xla_cpu_collective_call_terminate_timeout_seconds=600 --xla_cpu_collective_timeout_seconds=600"
 )
 # Waits for the leader's calls, of which there are none.
 TURN = """
@@ -88,6 +88,7 @@ def start(tmp_path):
         yield started
 
 
+@pytest.mark.long
 def test_two_processes_give_the_tokens_of_one_until_one_is_killed(start):
     """Data shards and tensors across both; prefixes of both tiers, aborts, drafts, a mask, log-probabilities."""
     leader, follower = start("-m", "tests.mesh.hosts")
