@@ -54,11 +54,11 @@ def test_a_set_without_numbers_is_refused(calls, monkeypatch):
 @pytest.mark.parametrize(("given", "first"), [("10.0.0.1:80", "10.0.0.1"), ("[::1]:80", "::1"), ("host.x:1", "host.x")])
 def test_followers_try_the_coordinators_host_first(monkeypatch, given, first):
     monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", given)
-    assert group._own_addresses()[0] == first
+    assert group._addresses()[1][0] == first
 
 
 def test_addresses_are_there_without_a_coordinator(monkeypatch):
     monkeypatch.delenv("JAX_COORDINATOR_ADDRESS", raising=False)
-    found = group._own_addresses()
-    assert found
-    assert len(set(found)) == len(found)
+    _, hosts = group._addresses()
+    assert hosts
+    assert len(set(hosts)) == len(hosts)
