@@ -200,8 +200,10 @@ def test_a_turn_lasts_as_long_as_its_thread():
             second = asyncio.create_task(capacity.run(executor, lambda: "second"))
             first.cancel()
             await asyncio.gather(first, return_exceptions=True)
-            assert (capacity.used, second.done()) == (1, False)
+            found = capacity.used, second.done()
+            # Before the check, which else would wait for the thread.
             end.set()
+            assert found == (1, False)
             assert await second == "second"
         while capacity.used:
             await asyncio.sleep(0)
