@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import product
 from pathlib import Path
 
@@ -86,16 +87,23 @@ def grid(name: str, is_small: bool) -> list[Point]:
 def random_leaf(path: str, shape: jax.ShapeDtypeStruct, sharding, seed: int) -> jax.Array:
     """Small numbers, so that nothing overflows; scales and norms near what checkpoints have."""
     name = path.rsplit(".", 1)[-1]
+    constant = {"scale": 2e-4, "weight": 1.0, "a_log": 1.0, "dt_bias": 1.0}.get(name)
+    return _leaf_program(shape.shape, shape.dtype, constant, sharding)(seed)
 
-    def make():
-        if jnp.issubdtype(shape.dtype, jnp.integer):
-            return jax.random.randint(jax.random.key(seed), shape.shape, -127, 128).astype(shape.dtype)
-        if name in ("weight", "scale", "a_log", "dt_bias"):
-            return jnp.full(shape.shape, 2e-4 if name == "scale" else 1.0, shape.dtype)
-        size = 1.0 if shape.dtype.itemsize == 1 else 0.02
-        return (size * jax.random.normal(jax.random.key(seed), shape.shape, jnp.bfloat16)).astype(shape.dtype)
 
-    return jax.jit(make, out_shardings=sharding)()
+@lru_cache(maxsize=128)
+def _leaf_program(shape: tuple[int, ...], dtype, constant: float | None, sharding):
+    """The program that makes leaves of one kind, of which a model has one in every layer."""
+
+    def make(seed):
+        if jnp.issubdtype(dtype, jnp.integer):
+            return jax.random.randint(jax.random.key(seed), shape, -127, 128).astype(dtype)
+        if constant is not None:
+            return jnp.full(shape, constant, dtype)
+        size = 1.0 if dtype.itemsize == 1 else 0.02
+        return (size * jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)).astype(dtype)
+
+    return jax.jit(make, out_shardings=sharding)
 
 
 def random_weights(module, mesh, seed: int):

@@ -99,7 +99,7 @@ def test_results_of_another_model_are_not_mixed(measured, capsys):
     assert "give another --out" in capsys.readouterr().err
 
 
-def test_a_point_that_memory_cannot_hold_leaves_the_others(measured, tmp_path, monkeypatch, capsys):
+def test_a_point_that_memory_cannot_hold_leaves_the_others(measured, bench, tmp_path, monkeypatch, capsys):
     _, options = measured
 
     def measure(self, point):
@@ -108,6 +108,7 @@ def test_a_point_that_memory_cannot_hold_leaves_the_others(measured, tmp_path, m
         return {"round_ms": 1.0}
 
     monkeypatch.setattr(bench_decode.Bench, "measure", measure)
+    monkeypatch.setattr(bench_decode, "open_pair", lambda *args: bench.pair)
     monkeypatch.setattr(bench_decode, "measured_bandwidth", lambda: 1e9)
     assert bench_decode.main([*options[:-1], str(tmp_path / "x"), "--points", "2,4,64", "1,1,64"]) == 0
     rows = json.loads((tmp_path / "x.json").read_text())["points"]
@@ -126,15 +127,21 @@ def test_weights_that_memory_cannot_hold_are_rows_too(measured, tmp_path, monkey
     assert [list(row) for row in rows.values()] == [["failed"], ["failed"]]
 
 
-def test_choices_are_counted_as_routed(system):
-    """The experts that the ruler counts are those that the layers use."""
+@pytest.fixture(scope="module")
+def bench(system):
     args = bench_decode.make_parser().parse_args(["--config", str(system), "--dtype", "float32"])
+    return bench_decode.Bench(decode_pair.open_pair(args, [Point(2, 4, 64)]), 1e9)
+
+
+def test_choices_are_counted_as_routed(bench):
+    """The experts that the ruler counts are those that the layers use, and benchmark prompts differ in them: equal rows
+    would all be sent to the same experts."""
     point = Point(2, 4, 64)
-    bench = bench_decode.Bench(decode_pair.open_pair(args, [point]), 1e9)
     chosen = np.asarray(bench.calls(point, state := bench.state(point))["choices"](state)[0])
     layers = bench.pair.target.config.layers
     assert chosen.shape == (len(layers), 8, layers[0].ffn.experts_per_token)
     assert all(len(set(token)) == chosen.shape[-1] for layer in chosen for token in layer)
+    assert (chosen[:, 0] != chosen[:, 4]).any()
 
 
 @pytest.mark.parametrize(
@@ -240,15 +247,6 @@ def test_kernels_of_a_trace():
     assert decode_profile.kernel_events(card + host) == [("fusion_1", 3.0), ("memcpy32_post", 1.0)]
 
 
-def test_benchmark_prompts_go_to_different_experts(system):
-    """Equal rows would all be sent to the same experts."""
-    args = bench_decode.make_parser().parse_args(["--config", str(system), "--dtype", "float32"])
-    point = Point(2, 1, 64)
-    bench = bench_decode.Bench(decode_pair.open_pair(args, [point]), 1e9)
-    chosen = np.asarray(bench.calls(point, state := bench.state(point))["choices"](state)[0])
-    assert (chosen[:, 0] != chosen[:, 1]).any()
-
-
 def test_weights_in_few_bits_weigh_what_the_plan_says():
     """Of experts in few bits only those that are touched are read, too."""
     shapes = read_shapes(str(ROOT / "configs/hf/Qwen3.6-35B-A3B-FP8.json"), None)
@@ -259,8 +257,9 @@ def test_weights_in_few_bits_weigh_what_the_plan_says():
 
 
 @pytest.mark.parametrize("experts", ["even", pytest.param("7", marks=pytest.mark.long)])
-def test_forced_experts_are_counted_as_asked(measured, tmp_path, experts):
+def test_forced_experts_are_counted_as_asked(measured, bench, tmp_path, monkeypatch, experts):
     """The record counts as many as were asked for, and routing is as before afterwards."""
+    monkeypatch.setattr(bench_decode, "open_pair", lambda *args: bench.pair)
     before, out = moe_layer.mixture, tmp_path / "forced"
     options = [*measured[1][:-1], str(out), "--points", "2,4,64"]
     assert bench_decode.main([*options, "--experts", experts]) == 0
