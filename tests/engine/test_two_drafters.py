@@ -30,7 +30,7 @@ def case():
     target = tiny.target("da", moe="1")
     drafter, head, wanted = tiny.drafter(target), tiny.head(target), some_requests(0, 16, VOCAB)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model_runner, "BATCH_SIZES", (1, 4))
+        patch.setattr(model_runner, "BATCH_SIZES", (4,))
         patch.setattr(Executables, "compiler_options", {"xla_backend_optimization_level": 0})
         expected = alone(engine_for(Executables(target, None), (1,), slots=4, prefix_bytes=0), wanted)
         known = [request for request, _ in expected]
@@ -70,9 +70,10 @@ def test_under_load_texts_are_those_alone_and_both_contexts_are_complete(case):
 
 
 @pytest.mark.parametrize("drafting", [0, 1])
-def test_a_prompt_from_the_prefix_cache_has_both_contexts(case, drafting):
+def test_a_prompt_from_the_prefix_cache_has_both_contexts(case, drafting, monkeypatch):
     """Of several prefixes, computed while one of both drafted."""
     target, drafter, head, _, _, programs = case
+    monkeypatch.setattr(model_runner, "BATCH_SIZES", (1,))
     engine = engine_for(programs, slots=1, rounds=ROUNDS)
     engine.policy.choose = lambda *_: next(s for s in ROUNDS if s.drafter == drafting and s.block_size > 1)
     params = SamplingParams(
