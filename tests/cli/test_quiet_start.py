@@ -22,9 +22,9 @@ PathFinder.find_spec = staticmethod(
 
 @pytest.fixture
 def environment(tmp_path):
-    """Of a machine without torch that chooses its platform itself."""
+    """Of a machine without torch that chooses its platform itself; the tests' flags of XLA compile in less time."""
     (tmp_path / "sitecustomize.py").write_text(HIDE_TORCH)
-    found = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "TRANSFORMERS_", "XLA_"))}
+    found = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "TRANSFORMERS_"))}
     return {**found, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
 
 
@@ -40,7 +40,7 @@ def test_generate_without_a_writable_home_writes_one_more_line(environment, tmp_
     # Root could write a read-only directory; no user can write below a file.
     (tmp_path / "home").touch()
     environment = {k: v for k, v in environment.items() if not k.startswith(("XDG_", "HF_"))}
-    environment |= {"HOME": str(tmp_path / "home"), "XLA_FLAGS": os.environ["XLA_FLAGS"]}
+    environment |= {"HOME": str(tmp_path / "home")}
     command = [sys.executable, "-m", "dflash_jax.generate", "--prompt", "def main(", "--max-new-tokens", "2"]
     command += ["--draft", "none"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
