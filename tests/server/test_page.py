@@ -607,6 +607,7 @@ def test_layout_contrast_names_and_keyboard(new_page, width, scheme):
 
 
 # Gives files to an element as a drop or a paste does.
+# ``bytes``: the content, or how many zeros.
 GIVE = """([selector, event, bytes, name, type]) => {
   const files = new DataTransfer();
   files.items.add(new File([new Uint8Array(bytes)], name, { type }));
@@ -679,7 +680,7 @@ def test_large_images_are_sent_smaller(media_page):
     ],
 )
 def test_other_files_are_refused_by_name(media_page, name, kind, message):
-    media_page.evaluate(GIVE, ["#log", "drop", [0] * 2**21, name, kind])
+    media_page.evaluate(GIVE, ["#log", "drop", 2**21, name, kind])
     wait_for(media_page, f"document.querySelector('#status-text').textContent === {json.dumps(message)}")
     assert not media_page.evaluate("document.querySelectorAll('#attachments li').length")
 
