@@ -6,6 +6,7 @@ import json
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import Mock
 
 import pytest
@@ -127,6 +128,12 @@ def read(connection: socket.socket) -> tuple[int, bytes]:
 
 def length(data: bytes) -> int:
     return int(data.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
+
+
+def at_once(check, *cases) -> None:
+    """Checks each of ``cases``, which wait, in a thread of its own."""
+    with ThreadPoolExecutor(len(cases)) as pool:
+        list(pool.map(check, cases))
 
 
 def is_closed(connection: socket.socket) -> bool:
@@ -346,12 +353,15 @@ def test_a_slow_client_is_seen_to_read(serve):
     check_progress(connect, answered_without_end(connect, 4096))
 
 
-@pytest.mark.parametrize("more", [b"", b"Connection: close\r\n"])
-def test_an_answer_that_takes_long_to_read(serve, more):
+def test_an_answer_that_takes_long_to_read(serve):
     """No client that reads fast enough is cut, however long the whole answer takes."""
-    connection = serve(head_s=0.5, unread_s=2.0)(receive_bytes=4096)
-    connection.sendall(b"GET /long HTTP/1.1\r\nHost: x\r\n" + more + b"\r\n")
-    assert read_slowly(connection, 2048, 0.15) == bytes(60_000)
+
+    def check(more: bytes) -> None:
+        connection = serve(head_s=0.5, unread_s=2.0)(receive_bytes=4096)
+        connection.sendall(b"GET /long HTTP/1.1\r\nHost: x\r\n" + more + b"\r\n")
+        assert read_slowly(connection, 2048, 0.15) == bytes(60_000)
+
+    at_once(check, b"", b"Connection: close\r\n")
 
 
 def test_an_answer_that_takes_long_to_make(serve):
@@ -363,23 +373,28 @@ def test_an_answer_that_takes_long_to_make(serve):
 CLOSE = b"Connection: close\r\n"
 
 
-@pytest.mark.parametrize("more", [b"", CLOSE])
-def test_a_whole_answer_that_is_read_late(serve, more):
+def test_a_whole_answer_that_is_read_late(serve):
     """It does not count as idle while some of it waits in the server."""
-    connection = serve(head_s=0.1, idle_s=0.1)(receive_bytes=4096)
-    connection.sendall(b"GET /long HTTP/1.1\r\nHost: x\r\n" + more + b"\r\n")
-    time.sleep(1)
-    assert read(connection) == (200, bytes(60_000))
-    assert is_closed(connection)
+
+    def check(more: bytes) -> None:
+        connection = serve(head_s=0.1, idle_s=0.1)(receive_bytes=4096)
+        connection.sendall(b"GET /long HTTP/1.1\r\nHost: x\r\n" + more + b"\r\n")
+        time.sleep(1)
+        assert read(connection) == (200, bytes(60_000))
+        assert is_closed(connection)
+
+    at_once(check, b"", CLOSE)
 
 
-@pytest.mark.parametrize("more", [b"", CLOSE])
-def test_a_whole_answer_that_is_not_read(serve, more):
-    connect = serve(head_s=0.2, unread_s=0.2)
-    connection = connect(receive_bytes=4096)
-    connection.sendall(b"GET /long HTTP/1.1\r\nHost: x\r\n" + more + b"\r\n")
-    assert wait_until(lambda: connect.open)
-    assert wait_until(lambda: not connect.open, 30)
+def test_a_whole_answer_that_is_not_read(serve):
+    def check(more: bytes) -> None:
+        connect = serve(head_s=0.2, unread_s=0.2)
+        connection = connect(receive_bytes=4096)
+        connection.sendall(b"GET /long HTTP/1.1\r\nHost: x\r\n" + more + b"\r\n")
+        assert wait_until(lambda: connect.open)
+        assert wait_until(lambda: not connect.open, 30)
+
+    at_once(check, b"", CLOSE)
 
 
 def test_what_waits_without_an_answer_gives_way_first(serve):

@@ -15,6 +15,7 @@ from tests.server.test_connections import (
     WHOLE,
     answered_without_end,
     arriving,
+    at_once,
     check_progress,
     is_closed,
     read,
@@ -106,14 +107,17 @@ def test_handshakes_count_as_connections(serve, shaken, contexts):  # noqa: F811
     assert len(connect.open) <= 4
 
 
-@pytest.mark.parametrize("more", [b"", CLOSE])
-def test_an_answer_behind_a_handshake_that_takes_long_to_read(serve, shaken, contexts, more):  # noqa: F811
+def test_an_answer_behind_a_handshake_that_takes_long_to_read(serve, shaken, contexts):  # noqa: F811
     """What the connection below TLS buffers is unread as well."""
-    connect = serve(contexts[0], idle_s=0.2, unread_s=2.0)
-    connection = shaken(connect(receive_bytes=4096))
-    connection.sendall(b"GET /long HTTP/1.1\r\nHost: x\r\n" + more + b"\r\n")
-    assert wait_until(lambda: any(c.is_unread for c in list(connect.open)))
-    assert read_slowly(connection, 2048, 0.15) == bytes(60_000)
+
+    def check(more: bytes) -> None:
+        connect = serve(contexts[0], idle_s=0.2, unread_s=2.0)
+        connection = shaken(connect(receive_bytes=4096))
+        connection.sendall(b"GET /long HTTP/1.1\r\nHost: x\r\n" + more + b"\r\n")
+        assert wait_until(lambda: any(c.is_unread for c in list(connect.open)))
+        assert read_slowly(connection, 2048, 0.15) == bytes(60_000)
+
+    at_once(check, b"", CLOSE)
 
 
 def test_a_slow_client_behind_a_handshake_is_seen_to_read(serve, shaken, contexts):  # noqa: F811
@@ -121,13 +125,15 @@ def test_a_slow_client_behind_a_handshake_is_seen_to_read(serve, shaken, context
     check_progress(connect, answered_without_end(lambda size: shaken(connect(size)), 4096))
 
 
-@pytest.mark.parametrize("more", [b"", CLOSE])
-def test_an_answer_behind_a_handshake_that_is_not_read(serve, shaken, contexts, more):  # noqa: F811
-    connect = serve(contexts[0], head_s=3.0, unread_s=0.5)
-    connection = shaken(connect(receive_bytes=4096))
-    connection.sendall(b"GET /long HTTP/1.1\r\nHost: x\r\n" + more + b"\r\n")
-    assert wait_until(lambda: any(c.is_unread for c in list(connect.open)))
-    assert wait_until(lambda: not connect.open, 30)
+def test_an_answer_behind_a_handshake_that_is_not_read(serve, shaken, contexts):  # noqa: F811
+    def check(more: bytes) -> None:
+        connect = serve(contexts[0], head_s=3.0, unread_s=0.5)
+        connection = shaken(connect(receive_bytes=4096))
+        connection.sendall(b"GET /long HTTP/1.1\r\nHost: x\r\n" + more + b"\r\n")
+        assert wait_until(lambda: any(c.is_unread for c in list(connect.open)))
+        assert wait_until(lambda: not connect.open, 30)
+
+    at_once(check, b"", CLOSE)
 
 
 def test_a_client_that_does_not_close(serve, shaken, contexts):  # noqa: F811
