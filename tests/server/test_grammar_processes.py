@@ -25,9 +25,14 @@ LIMITS = GrammarLimits(compile_s=60, wait_s=120.0, step_s=120.0)
 EASY = Constraint("regex", "[ab]{2,40}c", "f")
 
 
+@pytest.fixture(scope="module")
+def tokens():
+    return grammar_tokens(Tokenizer(TINY / "target"), 512, (2, 0))
+
+
 @pytest.fixture
-def processes():
-    tokens = grammar_tokens(Tokenizer(TINY / "target"), 512, (2, 0))
+def processes(tokens):
+    """Starts them with limits, for one test."""
     every = []
 
     def start(**limits) -> GrammarProcesses:
@@ -36,6 +41,22 @@ def processes():
 
     yield start
     for each in every:
+        each.stop()
+
+
+@pytest.fixture(scope="module")
+def shared(tokens):
+    """As ``processes``, but for all tests with the same limits: each start reads the tokenizer."""
+    every = {}
+
+    def start(**limits) -> GrammarProcesses:
+        given = replace(LIMITS, **limits)
+        if given not in every:
+            every[given] = GrammarProcesses(tokens, given)
+        return every[given]
+
+    yield start
+    for each in every.values():
         each.stop()
 
 
@@ -67,8 +88,8 @@ def is_gone(pid: int) -> bool:
         return True
 
 
-def test_masks_are_those_of_the_grammar(processes):
-    p = processes()
+def test_masks_are_those_of_the_grammar(shared):
+    p = shared()
     (grammar,) = compiled(p, EASY)
     (walk, _) = p.tokens.matcher("regex", "[ab]{2,40}c", "f")
     letters = {letter: Tokenizer(TINY / "target").encode_plain(letter)[0] for letter in "abc"}
@@ -87,8 +108,8 @@ def test_masks_are_those_of_the_grammar(processes):
         answered(mask)
 
 
-def test_compiled_grammars_are_kept_by_their_content(processes):
-    p = processes()
+def test_compiled_grammars_are_kept_by_their_content(shared):
+    p = shared()
     first, again, other = compiled(p, EASY, EASY, Constraint("regex", "x", "f"))
     assert first is again
     assert first is not other
@@ -105,8 +126,8 @@ def test_compiled_grammars_are_kept_by_their_content(processes):
     ],
     ids=["definitions", "rules", "choices", "properties"],
 )
-def test_what_is_large_works(processes, constraint):
-    (grammar,) = compiled(processes(), constraint)
+def test_what_is_large_works(shared, constraint):
+    (grammar,) = compiled(shared(), constraint)
     mask = grammar.mask()
     for _ in range(8):
         allowed = np.flatnonzero(np.unpackbits(answered(mask)[0].view(np.uint8), bitorder="little"))
@@ -122,8 +143,8 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_what_is_hostile_is_refused_or_served_and_the_next_is_served(processes, name):
-    p = processes(compile_s=2, memory_bytes=2**28)
+def test_what_is_hostile_is_refused_or_served_and_the_next_is_served(shared, name):
+    p = shared(compile_s=2, memory_bytes=2**28)
     hostile, easy = compiled(p, HOSTILE[name], EASY)
     if isinstance(hostile, InputError):
         assert str(hostile).startswith("f")
@@ -134,8 +155,8 @@ def test_what_is_hostile_is_refused_or_served_and_the_next_is_served(processes, 
         assert isinstance(hostile, InputError)
 
 
-def test_a_compilation_whose_process_crashes_is_refused(processes):
-    p = processes()
+def test_a_compilation_whose_process_crashes_is_refused(shared):
+    p = shared()
 
     async def main():
         task = asyncio.create_task(p.grammar(HOSTILE["terms"]))
@@ -149,8 +170,8 @@ def test_a_compilation_whose_process_crashes_is_refused(processes):
     asyncio.run(main())
 
 
-def test_a_compilation_ends_with_the_client_that_waits_for_it(processes):
-    p = processes()
+def test_a_compilation_ends_with_the_client_that_waits_for_it(shared):
+    p = shared()
 
     async def main():
         task = asyncio.create_task(p.grammar(HOSTILE["terms"]))
@@ -192,9 +213,11 @@ def test_more_than_may_wait_are_told_to_come_again(processes):
 
 
 def test_the_nursery_is_started_again(processes):
+    before = children(os.getpid())
     p = processes()
     (grammar,) = compiled(p, EASY)
-    (nursery,) = [int(pid) for pid in children(os.getpid()) if b"grammar_worker" in command(pid)][-1:]
+    own = (pid for pid in children(os.getpid()) if pid not in before)
+    (nursery,) = [int(pid) for pid in own if b"grammar_worker" in command(pid)]
     os.kill(nursery, signal.SIGKILL)
     eventually(lambda: is_gone(nursery))
     (other,) = compiled(p, Constraint("regex", "x+y", "f"))
@@ -219,8 +242,8 @@ def command(pid: str) -> bytes:
     return b""
 
 
-def test_a_dead_sequence_ends_its_request_only(processes):
-    (grammar,) = compiled(processes(), EASY)
+def test_a_dead_sequence_ends_its_request_only(shared):
+    (grammar,) = compiled(shared(), EASY)
     mask, other = grammar.mask(), grammar.mask()
     answered(mask)
     answered(other)
@@ -230,8 +253,8 @@ def test_a_dead_sequence_ends_its_request_only(processes):
     answered(other)
 
 
-def test_a_dead_grammar_is_compiled_again(processes):
-    p = processes()
+def test_a_dead_grammar_is_compiled_again(shared):
+    p = shared()
     (grammar,) = compiled(p, EASY)
     os.kill(grammar._process.pid, signal.SIGKILL)
     eventually(lambda: not grammar.is_alive)
@@ -300,10 +323,10 @@ def test_a_step_without_a_server_ends(processes):
     assert 8 <= int(line[3]) <= 60
 
 
-def test_objects_are_closed_and_what_is_left_out_is_told(processes):
+def test_objects_are_closed_and_what_is_left_out_is_told(shared):
     closed = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     wanted = Constraint("schema", closed | {"not": {"required": ["b"]}}, "f")
-    (grammar,) = compiled(processes(), wanted)
+    (grammar,) = compiled(shared(), wanted)
     assert len(grammar.notes) == 1
     assert "not" in grammar.notes[0]
     tokenizer, mask = Tokenizer(TINY / "target"), grammar.mask()
@@ -316,8 +339,8 @@ def test_objects_are_closed_and_what_is_left_out_is_told(processes):
 
 
 @pytest.mark.parametrize("value", ["x" * 70_000, json.dumps("x" * 66_000)])
-def test_too_many_characters_are_refused_by_number(processes, value):
-    (error,) = compiled(processes(), Constraint("regex", value, "f"))
+def test_too_many_characters_are_refused_by_number(shared, value):
+    (error,) = compiled(shared(), Constraint("regex", value, "f"))
     assert "at most 65536 are possible" in str(error)
 
 

@@ -44,6 +44,14 @@ def start(tokenizer):
         each.stop()
 
 
+@pytest.fixture(scope="module")
+def shared(tokenizer):
+    """Templates with the limits that users have, for all tests that leave none behind: each start takes a process."""
+    templates = Templates(tokenizer, TemplateLimits())
+    yield templates
+    templates.stop()
+
+
 def rendered(templates: Templates, *templates_given: str | None, messages=TALK[:1], **options) -> list:
     """Texts, or the errors in their places."""
 
@@ -56,20 +64,19 @@ def rendered(templates: Templates, *templates_given: str | None, messages=TALK[:
 
 @pytest.mark.parametrize("options", [{}, {"tools": [TOOL]}, {"ask": False}, {"enable_thinking": False}])
 @pytest.mark.parametrize("messages", [TALK[:1], TALK[:2], TALK])
-def test_texts_are_those_of_the_tokenizer(start, tokenizer, messages, options):
+def test_texts_are_those_of_the_tokenizer(shared, tokenizer, messages, options):
     try:
         expected = tokenizer.render_chat(messages, **options)
     except InputError as e:
         expected = str(e)
-    (found,) = rendered(start(), None, messages=messages, **options)
+    (found,) = rendered(shared, None, messages=messages, **options)
     assert (str(found) if isinstance(found, InputError) else found) == expected
 
 
-def test_given_template_is_rendered(start):
-    templates = start()
-    assert rendered(templates, "{{ messages[0].content }}!", "{{ eos_token }}", None, x=1)[:2] == [
+def test_given_template_is_rendered(shared):
+    assert rendered(shared, "{{ messages[0].content }}!", "{{ eos_token }}", None, x=1)[:2] == [
         "Be brief.!",
-        templates._tokenizer.special_tokens["eos_token"],
+        shared._tokenizer.special_tokens["eos_token"],
     ]
 
 
@@ -87,9 +94,8 @@ def test_given_template_is_rendered(start):
         ("{% for i in range(10**9) %}{% endfor %}", "[Rr]ange"),
     ],
 )
-def test_a_template_that_goes_too_far(start, template, reason):
-    templates = start()
-    error, after = rendered(templates, template, None)
+def test_a_template_that_goes_too_far(shared, template, reason):
+    error, after = rendered(shared, template, None)
     assert isinstance(error, InputError)
     with pytest.raises(InputError, match=reason):
         raise error
