@@ -30,6 +30,8 @@ jax.config.update("jax_enable_x64", False)
 jax.config.update("jax_default_matmul_precision", "float32")
 jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parents[1] / ".cache" / "jax"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+# Programs without the lines of Python that they come from: these are a tenth of their lowering.
+jax.config.update("jax_traceback_in_locations_limit", 0)
 
 # No example fails for its time: a machine with other work takes any.
 hypothesis.settings.register_profile("untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
