@@ -1,8 +1,11 @@
-"""Thousands of requests of all kinds on a running server, a tenth of them aborted: memory must not grow, and what the
-others get must be what the same request gets alone.
+"""Thousands of requests of all kinds on a running server, a tenth of them aborted: memory must not grow, what the
+others get must be what the same request gets alone, and no page may be in use at the end.
 
-    python -m dflash_jax.serve --port 30000 &
+    python -m dflash_jax.serve --port 30000 --max-len 2048 --slots 32 --max-total-tokens 8192 &
     python scripts/server/soak.py --requests 3000 --pid $!
+
+With so few tokens in all, requests move to the host and back: the script prints how often. More than half of the
+requests have more than one page of 256 positions, and a tenth more than four.
 """
 
 import argparse
@@ -29,7 +32,9 @@ def resident(pid: int) -> float:
 def wanted(i: int) -> tuple[str, dict]:
     """The i-th of 50 distinct requests: path and body."""
     rng = random.Random(i)
-    body = {"max_tokens": rng.choice([1, 8, 40, 120]), "temperature": rng.choice([0, 0.7, 1.2]), "seed": i}
+    tokens = rng.choice([1, 8, 120, 250, 260, 400, 500, 600, 1100, 1200])
+    body = {"max_tokens": tokens, "temperature": rng.choice([0, 0.7, 1.2]), "seed": i}
+    body |= {"ignore_eos": tokens > 200, "priority": rng.choice([0, 0, 1, -1])}
     body |= rng.choice([{}, {"stop": ["\n\n"]}, {"block_size": 8}, {"min_p": 0.05}, {"repetition_penalty": 1.2}])
     kind = rng.randrange(5)
     if kind == 0:
@@ -47,8 +52,24 @@ def texts(path: str, answer: dict) -> list[str]:
     return [c["text"] for c in answer["choices"]]
 
 
+async def metrics(client) -> dict[str, float]:
+    """The sums of the server's metrics."""
+    sums: dict[str, float] = {}
+    for line in (await client.get("/metrics")).text.splitlines():
+        if not line.startswith("#"):
+            name, value = line.split("{")[0].split(" ")[0], line.rsplit(" ", 1)[1]
+            sums[name] = sums.get(name, 0) + float(value)
+    return sums
+
+
+def lengths(answer: dict) -> list[int]:
+    """Tokens of each sequence of an answer, on average."""
+    usage, count = answer["usage"], len(answer["choices"])
+    return [usage["prompt_tokens"] + usage["completion_tokens"] // count] * count
+
+
 async def run(args) -> bool:
-    rng, wrong, errors, aborted = random.Random(0), 0, 0, 0
+    rng, wrong, errors, aborted, sizes = random.Random(0), 0, 0, 0, []
     limits = httpx.Limits(max_connections=args.concurrency)
     async with httpx.AsyncClient(base_url=args.url, timeout=None, limits=limits) as client:
         expected = {}
@@ -71,8 +92,9 @@ async def run(args) -> bool:
                 answer = await client.post(path, json=body)
                 if answer.status_code != 200:
                     errors += 1
-                elif texts(path, answer.json()) != expected[i]:
-                    wrong += 1
+                else:
+                    sizes.extend(lengths(answer.json()))
+                    wrong += texts(path, answer.json()) != expected[i]
 
         first = 0.0
         for step in range(STEPS):
@@ -81,8 +103,15 @@ async def run(args) -> bool:
             memory = resident(args.pid)
             first = first or memory
             print(f"{(step + 1) * args.requests // STEPS} requests: {memory:.0f} MB", flush=True)
+        while (found := await metrics(client))["vllm:num_requests_running"]:
+            # Aborted ones end with their next step.
+            await asyncio.sleep(0.1)
+    usage, moved = found["vllm:kv_cache_usage_perc"], found["vllm:num_preemptions_total"]
+    shares = [sum(n > size for n in sizes) / len(sizes) for size in (256, 1024)]
     print(f"aborted {aborted}, errors {errors}, unequal {wrong}, memory {memory / first:.3f} of the first tenth's")
-    return not errors and not wrong and memory <= 1.05 * first
+    print(f"{shares[0]:.0%} have more than 256 tokens, {shares[1]:.0%} more than 1,024; moved {moved:.0f} times")
+    print(f"pages in use at the end: {usage:.1%}")
+    return not errors and not wrong and not usage and memory <= 1.05 * first
 
 
 def main() -> int:
