@@ -33,6 +33,8 @@ class Slot:
         state: Recurrent states, which a round reads and writes.
         target_kv: Keys and values of the target for each position, which a round and a plain step read.
         draft_kv: Keys and values of the drafter for each position, which a round reads.
+        windowed: Of ``fixed``, those of layers with a window.
+        windowed_kv: For each position of the window.
     """
 
     fixed: float
@@ -40,45 +42,67 @@ class Slot:
     state: float
     target_kv: float
     draft_kv: float
+    windowed: float = 0.0
+    windowed_kv: float = 0.0
 
     @property
     def kv(self) -> float:
         """Keys and values of target and drafter for each position."""
         return self.target_kv + self.draft_kv
 
-    def bytes(self, length: int) -> float:
-        """Bytes of a slot of ``length`` positions."""
-        return self.fixed + self.per_position * length
+    def bytes(self, length: int, used: int | None = None) -> float:
+        """Bytes of a slot of at most ``length`` positions, of which ``used`` (None: all) have pages."""
+        if used is None:
+            return self.fixed + self.per_position * length
+        from dflash_jax.ops.cache import PAGE_SIZE
+
+        pages = -(-used // PAGE_SIZE) * PAGE_SIZE
+        windowed = min(self.windowed, self.windowed_kv * pages)
+        return self.fixed - self.windowed + windowed + (self.per_position - self.kv) * length + self.kv * pages
 
 
 def measure_slot(target: "Decoder", drafter: "Drafter | Mtp | None", layout: "Layout") -> Slot:
     """Measures a slot of a pair of models, from shapes."""
     import jax
 
-    from dflash_jax.decoding.state import Settings, empty_state, state_specs
-    from dflash_jax.ops.cache import DeltaState
+    from dflash_jax.decoding.state import Settings, empty_state, is_kv_cache, state_specs
+    from dflash_jax.ops.cache import PAGE_SIZE, DeltaState, window_pages
 
     def size(tree, specs) -> float:
         leaves = zip(jax.tree.leaves(tree), jax.tree.leaves(specs), strict=True)
         return sum(math.prod(x.shape) * x.dtype.itemsize / parts_of(layout, s) * layout.data for x, s in leaves)
 
-    # Linear between two lengths past every ring.
-    lengths, sizes, target_kv, draft_kv = (2**16, 2**17), [], [], []
-    for length in lengths:
-        state = jax.eval_shape(partial(empty_state, target, drafter, layout.data, length, Settings()))
+    def measure(length: int, *pages: int) -> tuple[float, float, float, list[float]]:
+        """Bytes of the state, of its target's and its drafter's caches, and of each recurrent state."""
+        make = partial(empty_state, target, drafter, layout.data, length, Settings(), (pages[0], pages[1]))
+        state = jax.eval_shape(make)
         specs = state_specs(target, drafter, state)
-        sizes.append(size(state, specs) / layout.data)
-        target_kv.append(size(state.target, specs.target) / layout.data)
-        draft_kv.append(size(state.draft, specs.draft) / layout.data)
+        states = [size(c, s) for c, s in zip(state.target, specs.target, strict=True) if isinstance(c, DeltaState)]
+        parts = (state, specs), (state.target, specs.target), (state.draft, specs.draft)
+        whole, targets, drafts = (size(*part) / layout.data for part in parts)
+        return whole, targets, drafts, [s / layout.data for s in states]
 
-    def slope(sizes: list[float]) -> float:
-        return (sizes[1] - sizes[0]) / (lengths[1] - lengths[0])
-
-    recurrent = [
-        size(c, s) / layout.data for c, s in zip(state.target, specs.target, strict=True) if isinstance(c, DeltaState)
-    ]
-    fixed = sizes[0] - slope(sizes) * lengths[0]
-    return Slot(fixed, slope(sizes), sum(recurrent), slope(target_kv), slope(draft_kv))
+    # Linear in the length, but for pages.
+    length = 2**16
+    bare, bare_target, bare_draft, recurrent = measure(length, 0, 0)
+    slope = (measure(2 * length, 0, 0)[0] - bare) / length
+    whole, targets, drafts, _ = measure(length, 1, 0)
+    windowed_kv = (measure(length, 0, 1)[0] - bare) / PAGE_SIZE
+    caches = jax.tree.leaves(
+        jax.eval_shape(partial(empty_state, target, drafter, 1, length)).draft, is_leaf=is_kv_cache
+    )
+    windows = [(c.window, c.sinks) for c in caches if is_kv_cache(c) and c.window is not None]
+    last, first = max((w for w, _ in windows), default=0), max((n for _, n in windows), default=0)
+    windowed = windowed_kv * PAGE_SIZE * window_pages(last, first, 0, length) if windows else 0
+    return Slot(
+        bare - slope * length + windowed,
+        slope + (whole - bare) / PAGE_SIZE,
+        sum(recurrent),
+        (targets - bare_target) / PAGE_SIZE,
+        (drafts - bare_draft) / PAGE_SIZE,
+        windowed,
+        windowed_kv,
+    )
 
 
 @dataclass(frozen=True)
@@ -221,7 +245,8 @@ def make_plan(
         quantize: As `abstract_pair` takes it; "none" keeps an FP8 checkpoint in ``dtype``.
 
     Returns:
-        The figures, as one JSON object; bytes are per device. ``floor_tokens_per_s`` and
+        The figures, as one JSON object; bytes are per device. ``max_slots`` are sequences of ``max_len`` tokens that
+        fit, and ``sequences`` those of ``context`` tokens, which may grow to as many. ``floor_tokens_per_s`` and
         ``floor_tokens_per_s_autoregressive`` are the tokens a second at most, drafted and plain: a round takes no less
         than the time to read its weights and caches. They are None for a device whose bandwidth is not known.
     """
@@ -279,6 +304,7 @@ def make_plan(
             "target": int(weights.total),
             "drafter": int(drafting),
             "vision": int(vision),
+            "slots": int(batch * slot.bytes(max_len)),
             "cache_per_slot": int(slot.bytes(max_len)),
             "cache_per_token": slot.per_position,
             "workspace": int(passes + batch * logits),
@@ -291,8 +317,7 @@ def make_plan(
         "max_slots": max_batch * layout.data,
         "max_len": min(longest, shapes.target.max_positions),
         "replicated": {name: int(size) for name, size in replicated.items()},
-        "dense_slots": int(batch * slot.bytes(max_len)),
-        "exact_lengths_half_full": int(batch * slot.bytes(max_len // 2)),
+        "sequences": max(0, int(room // (slot.bytes(max_len, context) + logits))) * layout.data,
         "floor_tokens_per_s": tokens_per_second(window, True) if draft_weights else plain,
         "floor_tokens_per_s_autoregressive": plain,
     }

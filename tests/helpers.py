@@ -168,6 +168,11 @@ def in_one_program(function: Callable) -> Callable:
     return call
 
 
+def map_numbers(function: Callable[[jax.Array], jax.Array], tree):
+    """``tree`` with ``function`` of each array of numbers; arrays of indices, such as tables, stay."""
+    return jax.tree.map(lambda x: function(x) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
+
+
 def without_kernels_line(stderr: str) -> str:
     """What a command said, but for the line that says that there is no C++ compiler."""
     return "".join(line for line in stderr.splitlines(keepends=True) if "XLA's" not in line)

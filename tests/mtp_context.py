@@ -1,14 +1,16 @@
 """What the context of an MTP head must hold after anything: what one pass over the text gives."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash_jax.decoding.state import DecodeState
+from dflash_jax.decoding.state import DecodeState, is_kv_cache, map_caches
 from dflash_jax.models.cache import init_cache
 from dflash_jax.models.drafting import ContextTokens
+from dflash_jax.ops.cache import KVCache
 
 
 @jax.jit
@@ -31,19 +33,42 @@ def assert_context(target, head, state: DecodeState, rows: Iterable[int]) -> Non
     (context, pending), compared = state.draft, 0
     for row in rows:
         first, end = int(state.draft_start[row]) + 1, int(state.length[row]) - 1
-        for name in "kv":
-            mine, wanted = (np.asarray(getattr(x, name))[row, :, first:end] for x in (context, expected))
+        for mine, wanted in zip(of_row(context, row), of_row(expected, row), strict=True):
+            mine, wanted = mine[:, first:end], wanted[:, first:end]
             compared += mine.size
-            np.testing.assert_allclose(mine, wanted, atol=2e-4, err_msg=f"row {row}: {name}")
+            np.testing.assert_allclose(mine, wanted, atol=2e-4, err_msg=f"row {row}")
         assert pending.position[row] == end - 1, row
         np.testing.assert_allclose(pending.feature[row], right.feature[row], atol=2e-4, err_msg=f"row {row}: pending")
     assert compared, "there is no context to compare"
 
 
+def of_row(cache: KVCache, row: int) -> tuple[np.ndarray, np.ndarray]:
+    """Keys and values of a row, [K, positions, D] each; arbitrary where it has no page."""
+    cache = replace(jax.tree.map(jnp.asarray, cache), rows=jnp.asarray([row]))
+    k, v = cache.read(jnp.arange(cache.table.shape[1])[None])
+    return np.asarray(k[0]), np.asarray(v[0])
+
+
+def of_one_device(state: DecodeState, shards: int) -> DecodeState:
+    """A state whose pages are numbered through the data shards."""
+
+    def numbered(cache: KVCache) -> KVCache:
+        pages, rows = len(cache.k) // shards, len(cache.table) // shards
+        first = pages * (np.arange(len(cache.table)) // rows)
+        table = np.where(cache.table < pages, cache.table + first[:, None], len(cache.k))
+        return replace(cache, table=table.astype(np.int32))
+
+    return map_caches(numbered, state)
+
+
 def rows_with_context(state: DecodeState) -> list[int]:
     """The rows of an engine's state whose text is in the caches, and in the drafter's context at least in part.
 
-    An aborted prompt is in no cache as a whole, and plain decoding may have left the drafter out.
+    An aborted prompt is in no cache as a whole, plain decoding may have left the drafter out, and a request that has
+    ended may have given its pages back.
     """
     is_cached = np.asarray(state.num_cached) == np.asarray(state.length) - 1
+    for cache in jax.tree.leaves((state.target, state.draft), is_leaf=is_kv_cache):
+        if is_kv_cache(cache) and cache.window is None:
+            is_cached &= np.asarray(cache.table)[:, 0] < len(cache.k)
     return np.flatnonzero(is_cached & (np.asarray(state.length) - 2 > np.asarray(state.draft_start))).tolist()

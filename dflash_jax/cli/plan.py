@@ -41,13 +41,13 @@ def describe(plan: dict, request: Request, fitting: list[Change]) -> str:
         f"mesh {plan['mesh']}: {plan['devices']} x {request.name}, {gb(size['memory'])} each, "
         f"{USABLE:.0%} of it usable",
         f"per device: target {gb(size['target'])}, drafter {gb(size['drafter'])}, {vision}"
-        f"{slots(plan['slots'])} of {plan['length']:,} tokens {gb(plan['dense_slots'])} "
+        f"{slots(plan['slots'])} of {plan['length']:,} tokens {gb(size['slots'])} "
         f"({size['cache_per_slot'] / 1e6:.1f} MB each, {size['cache_per_token'] / 1e3:.1f} kB a token), "
         f"workspace about {gb(size['workspace'])}: {gb(size['all'])} in all",
         f"{'fits' if plan['fits'] else 'DOES NOT FIT'}: at most {slots(plan['max_slots'])} of "
         f"{plan['length']:,} tokens, or {slots(plan['slots'])} of {plan['max_len']:,}",
         *([would_fit(fitting)] if not plan["fits"] else []),
-        f"dense slots hold {gb(plan['dense_slots'])}; slots half full would need {gb(plan['exact_lengths_half_full'])}",
+        f"pages are given as tokens come: {slots(plan['sequences'])} fit while each has {request.context:,} tokens",
     ]
     big = {k: v for k, v in plan["replicated"].items() if v >= 1e6}
     if big and plan["devices"] > 1:

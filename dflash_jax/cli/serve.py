@@ -82,17 +82,18 @@ def load(args, system):
 
 
 def engine_of(args, llm):
-    """An engine of the length that the arguments ask for, or of the longest of its halves that fits."""
+    """An engine of the length that the arguments ask for; without one, of the longest half of the model's that fits."""
     capacity, slots = llm.max_len, llm.programs.data * -(-args.slots // llm.programs.data)
     options = {"max_queue": args.max_queue, "max_num_batched_tokens": args.max_num_batched_tokens, "masks": True}
+    options["max_total_tokens"] = args.max_total_tokens
     while True:
         try:
             return llm.new_engine(llm.programs, slots, capacity, **options)
         except InputError:
-            if args.max_len is not None or capacity // 2 < LEAST_LEN:
+            if args.max_len is not None or args.max_total_tokens is not None or capacity // 2 < LEAST_LEN:
                 raise
             capacity //= 2
-            log.warning("%d slots of the model's %d positions do not fit: %d each", slots, llm.max_len, capacity)
+            log.warning("one request of the model's %d tokens does not fit: %d at most", llm.max_len, capacity)
 
 
 def assemble(args, llm):

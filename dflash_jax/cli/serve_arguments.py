@@ -129,6 +129,12 @@ def make_parser() -> argparse.ArgumentParser:
         "--max-len", type=int, metavar="N", help="most tokens of a request (default: the model's, or what fits)"
     )
     load.add_argument("--slots", type=int, default=32, metavar="N", help="requests at a time (default: %(default)s)")
+    load.add_argument(
+        "--max-total-tokens",
+        type=int,
+        metavar="N",
+        help="tokens in the caches of all requests and known prefixes (default: as many as fit)",
+    )
     load.add_argument("--max-queue", type=int, default=1024, metavar="N", help="requests that wait (default: 1024)")
     load.add_argument(
         "--max-num-batched-tokens", type=int, metavar="N", help="tokens of a step (default: 2048; with Triton 4096)"
@@ -269,7 +275,13 @@ def parse(argv: list[str] | None, parser: argparse.ArgumentParser | None = None)
         args.target = args.model
     args.dtype = {"auto": None, "half": "float16"}.get(args.dtype, args.dtype)
     leasts = {"max_queue": 0, "max_num_batched_tokens": 16, "drain_s": 0, "response_store": 0, "max_connections": 1}
-    leasts |= {"stream_interval": 1, "max_log_len": 1, "max_media_body": 1, "media_cache_bytes": 0}
+    leasts |= {
+        "max_total_tokens": 1,
+        "stream_interval": 1,
+        "max_log_len": 1,
+        "max_media_body": 1,
+        "media_cache_bytes": 0,
+    }
     for name, least in leasts.items():
         if getattr(args, name) is not None and getattr(args, name) < least:
             raise InputError(f"--{name.replace('_', '-')} {getattr(args, name)}: it must be {least} or more")

@@ -7,6 +7,7 @@ Dimension letters: B sequences of the batch, L token positions of the buffer, T 
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownVariableType=false, reportUnknownLambdaType=false
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
@@ -122,8 +123,40 @@ class DecodeState:
         return replace(self, draft_start=jnp.where(has_moved, self.num_cached, self.draft_start))
 
 
+def _pooled(cache: KVCache, shards: int, pages: tuple[int, int] | None) -> KVCache:
+    """An empty cache of `empty_state`."""
+    if pages is not None:
+        return cache.with_pool(pages[cache.window is not None], shards)
+    # Each data shard numbers its own pages.
+    return replace(cache, table=cache.table % (len(cache.k) // shards))
+
+
+def is_kv_cache(x: Any) -> TypeGuard[KVCache]:
+    """Whether ``x`` is a `KVCache`."""
+    return isinstance(x, KVCache)
+
+
+def map_caches(function: Callable[[KVCache], Any], tree: Any) -> Any:
+    """``tree`` with ``function(cache)`` in place of each `KVCache`."""
+    return jax.tree.map(lambda x: function(x) if is_kv_cache(x) else x, tree, is_leaf=is_kv_cache)
+
+
+def num_pages(state: DecodeState) -> tuple[int, int]:
+    """Pages of all data shards in ``state``, arrays or shapes: of caches that keep all positions, and with a window."""
+    counts = {False: 0, True: 0}
+    for cache in jax.tree.leaves((state.target, state.draft), is_leaf=is_kv_cache):
+        if is_kv_cache(cache):
+            counts[cache.window is not None] = cache.k.shape[0]
+    return counts[False], counts[True]
+
+
 def empty_state(
-    target: Decoder, drafter: Drafting | None, slots: int, capacity: int, settings: Settings = PLAIN_SETTINGS
+    target: Decoder,
+    drafter: Drafting | None,
+    slots: int,
+    capacity: int,
+    settings: Settings = PLAIN_SETTINGS,
+    pages: tuple[int, int] | None = None,
 ) -> DecodeState:
     """A state of idle slots.
 
@@ -133,6 +166,8 @@ def empty_state(
         slots: B.
         capacity: L, positions of each slot.
         settings: Its ``draft_window`` and ``top_logprobs`` determine shapes.
+        pages: Pages of a data shard, in caches that keep all positions and in those with a window. Then no slot has a
+            page, until `prefix_snapshot.set_tables`. None: each slot has all that it can need.
 
     Returns:
         The state. Every leaf is a separate array, so that the state may be donated.
@@ -145,6 +180,7 @@ def empty_state(
         init_cache(target.config, slots, capacity, dtype),
         drafter.init_cache(slots, capacity, dtype, window) if drafter is not None else (),
     )
+    caches = map_caches(lambda cache: _pooled(cache, target.layout.data, pages), caches)
     # A call of a kernel is not divided over devices.
     target_caches, draft_caches = unwritten(target.backend, caches) if target.layout.devices == 1 else caches
     return DecodeState(

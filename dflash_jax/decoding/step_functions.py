@@ -290,29 +290,35 @@ def admit(
     return batch_init.admit(target, state, slots, admission), ()
 
 
-def save(
+def set_tables(
     target: Decoder,
     drafter: Drafting | None,
     state: DecodeState,
-    slots: Int[Array, "1"],
-    start: Int[Array, ""],
-    *,
-    size: int,
+    table: Int[Array, "slots n"],
+    windowed: Int[Array, "slots n"],
+) -> tuple[DecodeState, tuple[()]]:
+    """`prefix_snapshot.set_tables`; the result is ()."""
+    return prefix_snapshot.set_tables(state, table, windowed), ()
+
+
+def save(
+    target: Decoder, drafter: Drafting | None, state: DecodeState, pages: Int[Array, " m"], *, is_windowed: bool
 ) -> Segment:
     """`prefix_snapshot.save`."""
-    return prefix_snapshot.save(state, slots, start, size)
+    return prefix_snapshot.save(state, pages, is_windowed)
 
 
 def load(
     target: Decoder,
     drafter: Drafting | None,
     state: DecodeState,
-    slots: Int[Array, "1"],
-    start: Int[Array, ""],
+    pages: Int[Array, " m"],
     segment: Segment,
+    *,
+    is_windowed: bool,
 ) -> tuple[DecodeState, tuple[()]]:
     """`prefix_snapshot.load`; the result is ()."""
-    return prefix_snapshot.load(state, slots, start, segment), ()
+    return prefix_snapshot.load(state, pages, segment, is_windowed), ()
 
 
 def snapshot(target: Decoder, drafter: Drafting | None, state: DecodeState, slots: Int[Array, "1"]) -> Snapshot:

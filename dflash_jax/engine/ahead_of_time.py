@@ -81,9 +81,9 @@ class AheadOfTime(StepCalls):
         result = self._results[key]
         return (state, result[1]) if donate else result
 
-    def empty(self, slots: int, capacity: int, settings: Settings) -> DecodeState:
+    def empty(self, slots: int, capacity: int, settings: Settings, pages: tuple[int, int] | None = None) -> DecodeState:
         """The shapes of an empty state."""
-        return self._executables.abstract_state(slots, capacity, settings)
+        return self._executables.abstract_state(slots, capacity, settings, pages)
 
     def read(self, x) -> np.ndarray:
         """Zeros of the shape of ``x``."""

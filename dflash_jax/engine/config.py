@@ -56,6 +56,10 @@ PREFILL_BATCH, PREFILL_BATCH_TOKENS = 8, {"gpu": 2048, "tpu": 256}
 # Qwen3.6-35B-A3B, 58 of Qwen3.5-27B; 236 of Qwen3.5-397B-A17B over eight devices, which fits into the unused share).
 PREFILL_BYTES = 120
 
+# Pages of a data shard that programs save and load at once, ascending, and how many of the largest such groups may be
+# on their way between device and host before the next one waits for the first.
+COPIED_PAGES, IN_FLIGHT = (1, 8), 4
+
 
 def largest_prefill(kernels: bool) -> int:
     """Tokens of the largest chunk; ``kernels``: whether programs have Triton kernels."""

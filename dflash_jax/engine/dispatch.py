@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from dflash_jax.decoding.sampling import Logprobs
+from dflash_jax.decoding.step_functions import REPORT_SIZE
 from dflash_jax.engine.config import RoundSpec
 from dflash_jax.engine.request import Request
 
@@ -29,6 +30,12 @@ class Dispatch:
     rounds: int
     spec: RoundSpec
     batch_size: int
+
+    @property
+    def most_tokens(self) -> int:
+        """New tokens of a slot at most."""
+        size = self.spec.block_size
+        return min(self.rounds * size, max(REPORT_SIZE, size))
 
 
 @dataclass(frozen=True)

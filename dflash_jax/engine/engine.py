@@ -5,6 +5,7 @@ import itertools
 import logging
 import time
 from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import replace
 
 from dflash_jax.engine.config import EngineConfig, RoundSpec
@@ -14,6 +15,7 @@ from dflash_jax.engine.limits import RequestLimits
 from dflash_jax.engine.masking import WAIT_S as MASK_WAIT_S
 from dflash_jax.engine.masking import Masking, RoundOfMasks
 from dflash_jax.engine.model_runner import ModelRunner
+from dflash_jax.engine.pages import OnHost, Pages
 from dflash_jax.engine.prefill import Prefiller
 from dflash_jax.engine.prefix_cache import PrefixCache
 from dflash_jax.engine.request import NO_SLOT, Event, Request, Times
@@ -26,6 +28,11 @@ log = logging.getLogger("dflash_jax")
 
 # Seconds that a step without other work waits for a late mask, or for a program that is being compiled.
 WAIT_S = 0.005
+
+
+def added(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:
+    """The sums of two pairs."""
+    return a[0] + b[0], a[1] + b[1]
 
 
 class QueueFullError(RuntimeError):
@@ -47,6 +54,7 @@ class Engine:
         runner: The device's work.
         config: How the engine is set up.
         limits: What a request may ask for.
+        pages: The pages of the slots.
         prefix_cache: Prefixes of earlier prompts.
         policy: Chooses block sizes and drafters.
         statistics: Totals since the engine was made.
@@ -56,7 +64,6 @@ class Engine:
     def __init__(self, runner: ModelRunner, config: EngineConfig, policy: DraftLengthPolicy | None = None):
         self.runner, self.config = runner, config
         self.limits = RequestLimits(runner.capacity, config.largest_block)
-        self.prefix_cache = PrefixCache(config.prefix_bytes, config.prefix_host_bytes, runner.host_copies())
         self.policy = policy or DraftLengthPolicy(config.rounds)
         self.statistics = Statistics()
         self.failure: str | None = None
@@ -67,7 +74,10 @@ class Engine:
         # Requests that have not ended, in the order of arrival.
         self._live: dict[Request, None] = {}
         self._queue: list[tuple[int, int, Request]] = []
-        self._prefiller = Prefiller(self.runner, self.prefix_cache, self.config, self.statistics)
+        self._by_slot: dict[int, Request] = {}
+        self.pages = Pages(self.runner, self._make_room)
+        self.prefix_cache = PrefixCache(self.config.prefix_bytes, self.config.prefix_host_bytes, self.pages)
+        self._prefiller = Prefiller(self.runner, self.pages, self.prefix_cache, self.config, self.statistics)
         self._scheduler = DecodeScheduler(self.runner, self.config, self.policy)
         self._masking = Masking(self.runner.mask_words, self.runner.aligned, self._fail_one)
         self._results = Results(
@@ -97,7 +107,7 @@ class Engine:
     @property
     def waiting_tokens(self) -> int:
         """Prompt tokens of the requests in the queue."""
-        return sum(len(request.prompt) for _, _, request in list(self._queue))
+        return sum(len(entry[-1].prompt) for entry in list(self._queue))
 
     @property
     def free_slots(self) -> int:
@@ -105,10 +115,19 @@ class Engine:
         return len(self._free)
 
     @property
+    def swapped(self) -> int:
+        """Requests whose pages are on the host."""
+        return sum(request.swapped is not None for request in list(self._live))
+
+    @property
     def usage(self) -> float:
-        """The share of all slots' positions that are in use."""
-        used = sum(r.prefilled + len(r.tokens) - r.resumed for r in list(self._live) if r.slot != NO_SLOT)
-        return used / (self.runner.slots * self.runner.capacity)
+        """The share of the pages that requests use."""
+        return self.pages.usage
+
+    @property
+    def positions(self) -> int:
+        """Positions of all pages, in caches that keep all positions."""
+        return self.pages.pools[0].count * self.runner.shards * self.pages.size
 
     def prefill_batches(self, size: int) -> tuple[int, ...]:
         """Compiled batch sizes of a data shard for chunks of ``size`` tokens."""
@@ -141,14 +160,15 @@ class Engine:
         if request.tokens and request.mask is not None:
             self._results.advance_mask(request, request.tokens)
         request.times = Times(self.runner.clock)
+        request.order = next(self._order)
         self._live[request] = None
-        heapq.heappush(self._queue, (request.priority, next(self._order), request))
+        heapq.heappush(self._queue, (*request.rank, request))
 
     def abort(self, request: Request) -> None:
         """Ends a request at any stage. Its only further event has the finish reason "abort"."""
         if request not in self._live:
             return
-        self._queue = [entry for entry in self._queue if entry[2] is not request]
+        self._queue = [entry for entry in self._queue if entry[-1] is not request]
         heapq.heapify(self._queue)
         self._events.append(self._end(request, "abort"))
 
@@ -199,7 +219,6 @@ class Engine:
         failure = EngineError(self.failure)
         events = self._events + [self._end(r, "error", error=failure) for r in list(self._live)]
         self._clear()
-        self.prefix_cache.clear()
         return events
 
     def close(self) -> None:
@@ -209,13 +228,13 @@ class Engine:
 
     def restart(self) -> None:
         """Empties the engine after a failure."""
-        self._clear()
-        self.prefix_cache.clear()
         self.runner.reset()
+        self._clear()
         self.failure = None
 
     def _launch(self) -> bool:
         """Starts the device's next work; False where there is none."""
+        self._swap_in()
         self._admit()
         started, prefills = self.runner.clock, self._prefill()
         batch, dispatch, handle = self._decode()
@@ -224,14 +243,97 @@ class Engine:
         self._tickets.append(StepTicket(prefills, batch, dispatch, handle, started))
         return True
 
+    def _make_room(self, slot: int, kinds: Sequence[int]) -> bool:
+        """Takes pages of one of ``kinds`` from prefixes, or else from the last request behind the one in a slot.
+
+        Returns:
+            False where there are none.
+        """
+        shard = self.runner.shard(slot)
+        if self.prefix_cache.tiers.give_up_pages(shard, kinds):
+            return True
+        request = self._by_slot[slot]
+        behind = [r for r in self._in_shard(shard) if r.rank > request.rank]
+        victims = [r for r in behind if r.is_resident and any(self.pages.counts(r.slot)[kind] for kind in kinds)]
+        if victims:
+            self._swap_out(max(victims, key=lambda r: r.rank))
+            return True
+        # Then prefixes that it, or one that is swapped out, would have continued.
+        has_stopped = [self._prefiller.stop_caching(r) for r in (request, *behind)]
+        return any(has_stopped)
+
+    def _in_shard(self, shard: int) -> list[Request]:
+        """The requests that have a slot of a data shard."""
+        return [request for slot, request in self._by_slot.items() if self.runner.shard(slot) == shard]
+
+    def _swap_out(self, request: Request) -> None:
+        """Copies a request's pages to the host, where they wait until there is room for them."""
+        self.statistics.preemptions += 1
+        self._prefiller.stop_caching(request)
+        while (copy := self.pages.swap_out(request.slot)) is None:
+            if not self.prefix_cache.tiers.give_up_host_memory():
+                error = UnavailableError("neither the device nor the host has memory left for this request")
+                self._events.append(self._end(request, "error", error=error))
+                return
+        request.swapped = copy
+
+    def _swap_in(self) -> None:
+        """Brings pages back from the host where there is room for them beside the requests ahead."""
+        for request in sorted((r for r in self._by_slot.values() if r.swapped is not None), key=lambda r: r.rank):
+            copy = request.swapped
+            if copy is None:
+                # Ended meanwhile.
+                continue
+            assert isinstance(copy, OnHost)
+            ahead = [r for r in self._in_shard(self.runner.shard(request.slot)) if r.rank < request.rank]
+            taken = (0, 0)
+            for other in ahead:
+                if other.is_resident:
+                    taken = added(taken, added(self.pages.counts(other.slot), self._lacking(other)))
+            # With room to go on, so that it does not leave at once. Those behind it leave where they must.
+            needs = zip(self._need(request), copy.counts, taken, self.pages.pools, strict=True)
+            if all(max(n, has) + others <= pool.count for n, has, others, pool in needs if max(n, has)):
+                is_back = self.pages.swap_in(request.slot, copy)
+                request.swapped = None if is_back else copy
+
+    def _need(self, request: Request) -> tuple[int, int]:
+        """Pages of both kinds that a request needs soon: for the tokens that it has, and for some new ones."""
+        known = len(request.prompt) + len(request.tokens)
+        return self.pages.need(min(known + self.pages.size, request.need))
+
+    def _lacking(self, request: Request) -> tuple[int, int]:
+        """What a request lacks of the pages that it needs soon."""
+        has = self.pages.counts(request.slot)
+        full, windowed = (max(0, n - own) for n, own in zip(self._need(request), has, strict=True))
+        return full, windowed
+
+    def _promised(self) -> dict[int, tuple[int, int]]:
+        """By data shard, pages of both kinds that requests with a slot need soon."""
+        promised: dict[int, tuple[int, int]] = dict.fromkeys(range(self.runner.shards), (0, 0))
+        for slot, request in self._by_slot.items():
+            if request.is_resident:
+                shard = self.runner.shard(slot)
+                promised[shard] = added(promised[shard], self._lacking(request))
+        return promised
+
     def _admit(self) -> None:
+        if not self._queue or not self._free:
+            return
+        promised = self._promised()
         while self._queue and self._free:
-            _, _, request = heapq.heappop(self._queue)
+            request = self._queue[0][-1]
             # A slot of the data shard that has the most free ones.
-            room = Counter(self.runner.shard(s) for s in self._free)
-            slot = max(self._free, key=lambda s: (room[self.runner.shard(s)], -s))
+            room, needs = Counter(self.runner.shard(s) for s in self._free), self._need(request)
+            shards = [shard for shard in room if self.pages.fits(shard, needs, promised[shard])]
+            slots = [s for s in self._free if self.runner.shard(s) in shards]
+            if not slots:
+                return
+            heapq.heappop(self._queue)
+            slot = max(slots, key=lambda s: (room[self.runner.shard(s)], -s))
             self._free.remove(slot)
-            request.slot = slot
+            request.slot, self._by_slot[slot] = slot, request
+            shard = self.runner.shard(slot)
+            promised[shard] = added(promised[shard], needs)
             request.times = replace(request.times, admitted=self.runner.clock)
             self.runner.admit(slot, request)
             self.statistics.prompt_tokens += len(request.prompt)
@@ -249,7 +351,9 @@ class Engine:
         budget = self.config.max_num_batched_tokens - decoding
         started, complete = self._prefiller.run(max(budget, self.config.prefill_sizes[0]))
         for request in complete:
-            self._scheduler.add(request)
+            # A later one may have taken its pages, without room for them on the host.
+            if request.finish_reason is None:
+                self._scheduler.add(request)
         return started
 
     def _decode(self) -> tuple[list[Request], Dispatch | None, object]:
@@ -259,17 +363,37 @@ class Engine:
             self._events += self._collect(keep=0)
         can_mask = self._scheduler.can_mask()
         late = [r for r in self._scheduler.requests if r.mask and not (can_mask and not self._masking.is_late(r))]
-        batch = self._scheduler.batch(late)
+        absent = [r for r in self._scheduler.requests if r.swapped is not None]
+        while batch := self._scheduler.batch(late + absent):
+            dispatch = self._scheduler.plan(batch)
+            if any(r.mask for r in batch):
+                dispatch = replace(dispatch, rounds=1)
+            # In their order, so that pages are taken from the last.
+            for request in sorted(batch, key=lambda r: r.rank):
+                if request.is_resident and not self._cover(request, dispatch):
+                    absent.append(request)
+            absent += [r for r in batch if r not in absent and not r.is_resident]
+            if not any(r in absent for r in batch):
+                break
         if not batch:
             if late and not self._prefiller:
                 self._masking.wait(late, WAIT_S)
             return [], None, None
-        dispatch = self._scheduler.plan(batch)
+        self.pages.send()
+        for request in batch:
+            request.ahead += dispatch.most_tokens
         if any(r.mask for r in batch):
             # Prefill does not wait for masks either.
             masks = RoundOfMasks(self._masking, batch, 0.0 if self._prefiller else MASK_WAIT_S)
-            return batch, dispatch, self.runner.decode_masked(replace(dispatch, rounds=1), masks)
+            return batch, dispatch, self.runner.decode_masked(dispatch, masks)
         return batch, dispatch, self.runner.decode(dispatch)
+
+    def _cover(self, request: Request, dispatch: Dispatch) -> bool:
+        """Gives a request the pages that a dispatch may write; False where they are missing."""
+        known = len(request.prompt) + len(request.tokens)
+        most = min(known + request.ahead + dispatch.most_tokens, request.need)
+        # The last token is in no cache.
+        return self.pages.cover(request.slot, known - 1, most - 1)
 
     def _collect(self, keep: int) -> list[Event]:
         """Reads the results of all steps but the last ``keep``."""
@@ -294,6 +418,7 @@ class Engine:
             self._measure(ticket, outcome, done)
             self._last_done = done
             for i, request in enumerate(ticket.batch):
+                request.ahead -= ticket.dispatch.most_tokens
                 if request.finish_reason is None:
                     spec = RoundSpec(ticket.dispatch.block_sizes[i], ticket.dispatch.spec.drafter)
                     events += self._results.events(request, outcome, i, spec)
@@ -324,8 +449,11 @@ class Engine:
         del self._live[request]
         if request.mask is not None:
             self._results.close_mask(request)
+        request.swapped = None
         if request.slot != NO_SLOT:
             self._free.append(request.slot)
+            del self._by_slot[request.slot]
+            self.pages.release(request.slot)
             self._scheduler.remove(request)
             self._prefiller.remove(request)
         return Event(request, list(tokens), list(yielded), finish_reason=finish_reason, **fields)

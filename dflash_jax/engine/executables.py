@@ -13,7 +13,7 @@ from jaxlib.version import __version_info__ as JAXLIB
 
 from dflash_jax import progress
 from dflash_jax.decoding import step_functions
-from dflash_jax.decoding.state import DecodeState, Settings, empty_state
+from dflash_jax.decoding.state import DecodeState, Settings, empty_state, num_pages
 from dflash_jax.engine.step_calls import BATCH, REPLICATED, StepCalls
 from dflash_jax.models.decoder import Decoder
 from dflash_jax.models.drafting import Drafting
@@ -126,10 +126,10 @@ class Executables(StepCalls):
     def prepared(self, key: tuple, state: DecodeState, args: tuple, specs: Callable) -> tuple[tuple, tuple]:
         """(key, args) as programs are looked up and called, from those of `call`.
 
-        The state of an engine has one shape for life: its slots and capacity identify its programs.
+        The state of an engine has one shape for life: its slots, capacity and pages identify its programs.
         """
         shapes = tuple(x.shape for x in jax.tree.leaves(args))
-        key = (*key, state.tokens.shape, state.logprobs is not None, shapes)
+        key = (*key, state.tokens.shape, num_pages(state), state.logprobs is not None, shapes)
         if jax.process_count() > 1:
             args = jax.tree.map(self._place, args, specs()[0], is_leaf=lambda x: isinstance(x, np.ndarray | jax.Array))
         return key, args
@@ -155,9 +155,11 @@ class Executables(StepCalls):
         """Places an argument. Each of several hosts has the whole value and places the part of its own devices."""
         return x if isinstance(x, jax.Array) else place(np.asarray(x), NamedSharding(self.mesh, spec))
 
-    def abstract_state(self, slots: int, capacity: int, settings: Settings) -> DecodeState:
+    def abstract_state(
+        self, slots: int, capacity: int, settings: Settings, pages: tuple[int, int] | None = None
+    ) -> DecodeState:
         """The shapes and shardings of an `empty_state`."""
-        state = jax.eval_shape(partial(empty_state, *self.pair, slots, capacity, settings))
+        state = jax.eval_shape(partial(empty_state, *self.pair, slots, capacity, settings, pages))
         return jax.tree.map(put, state, self.shardings(self.state_specs(state)))
 
     def _abstract(self, *shape: int, dtype=jnp.int32):
@@ -175,9 +177,9 @@ class Executables(StepCalls):
         specs = (BATCH, BATCH, REPLICATED)
         return self.lower(partial(step_functions.decode, settings=settings), state, args, specs, REPLICATED)
 
-    def empty(self, slots: int, capacity: int, settings: Settings) -> DecodeState:
+    def empty(self, slots: int, capacity: int, settings: Settings, pages: tuple[int, int] | None = None) -> DecodeState:
         """See `StepCalls`."""
-        make = partial(empty_state, *self.pair, slots, capacity, settings)
+        make = partial(empty_state, *self.pair, slots, capacity, settings, pages)
         shardings = self.shardings(self.state_specs(jax.eval_shape(make)))
-        key = ("empty", slots, capacity, settings)
+        key = ("empty", slots, capacity, settings, pages)
         return self._compiled(key, lambda: jax.jit(make, out_shardings=shardings).lower())()

@@ -23,7 +23,7 @@ CGROUPS = (
 class HostCopies:
     """Copies between the devices and the host's pinned memory.
 
-    Nothing waits for a copy: what uses an array waits on the device.
+    Nothing but `wait` waits for a copy: what uses an array waits on the device.
 
     Args:
         devices: Devices of this host that have arrays. Each has its part, or its copy, of every array.
@@ -40,13 +40,17 @@ class HostCopies:
             if "RESOURCE_EXHAUSTED" not in str(e) or jax.process_count() > 1:
                 # Several hosts must all do the same.
                 raise
-            log.warning("the host's pinned memory is exhausted: no more prefixes are kept there (%s)", LIMIT_VARIABLE)
+            log.warning("the host's pinned memory is exhausted (%s)", LIMIT_VARIABLE)
             return None
 
     def to_device(self, arrays: Any) -> Any:
         """Starts a copy of what `to_host` returned: arrays on the device, sharded as before."""
         kind = jax.local_devices()[0].default_memory().kind
         return jax.device_put(arrays, jax.tree.map(lambda x: x.sharding.with_memory_kind(kind), arrays))
+
+    def wait(self, arrays: Any) -> None:
+        """Waits for the copy of what `to_host` or `to_device` returned."""
+        jax.block_until_ready(arrays)
 
 
 def has_pinned_memory() -> bool:

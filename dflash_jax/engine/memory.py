@@ -6,10 +6,15 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from dflash_jax.decoding.state import Settings
-from dflash_jax.engine.config import PREFILL_BYTES, EngineConfig
+from dflash_jax.decoding.state import Settings, is_kv_cache
+from dflash_jax.decoding.step_functions import REPORT_SIZE
+from dflash_jax.engine.config import COPIED_PAGES, IN_FLIGHT, PREFILL_BYTES, EngineConfig
 from dflash_jax.engine.executables import Executables
 from dflash_jax.errors import InputError
+from dflash_jax.ops.cache import page_size, pages_of, window_pages
+
+# Bytes of a device that pages of prefixes may take at least: an engine of few slots is small, but not its prefixes.
+LEAST_PREFIX_BYTES = 2**26
 
 
 @dataclass(frozen=True)
@@ -19,26 +24,30 @@ class Memory:
     Attributes:
         weights: Parameters.
         vision: The vision tower: its parameters and, estimated, its temporary arrays.
-        slots: The decoding state.
-        prefixes: The prefix cache.
+        slots: The decoding state without pages.
+        pages: The pages of keys and values.
+        prefixes: The prefix cache, but for its pages.
         workspace: Temporary arrays of a step, estimated.
         limit: What may be used.
+        counts: Pages of a data shard, in caches that keep all positions and in those with a window.
     """
 
     weights: int
     vision: int
     slots: int
+    pages: int
     prefixes: int
     workspace: int
     limit: int
+    counts: tuple[int, int]
 
     @property
     def all(self) -> int:
         """The sum without the limit."""
-        return self.weights + self.vision + self.slots + self.prefixes + self.workspace
+        return self.weights + self.vision + self.slots + self.pages + self.prefixes + self.workspace
 
     def __str__(self) -> str:
-        parts = ("weights", *(("vision",) if self.vision else ()), "slots", "prefixes", "workspace", "limit")
+        parts = ("weights", *(("vision",) if self.vision else ()), "slots", "pages", "prefixes", "workspace", "limit")
         return ", ".join(f"{name} {getattr(self, name) / 1e9:.2f} GB" for name in parts)
 
 
@@ -63,37 +72,98 @@ def plan_memory(
     config: EngineConfig,
     fraction: float,
     vision: int = 0,
+    max_total_tokens: int | None = None,
 ) -> Memory:
     """Computes the memory of an engine.
 
     Args:
         programs: The executables, with the weights.
         slots: Slots of the engine.
-        capacity: Positions of each slot.
+        capacity: Positions of each slot at most.
         settings: What the programs share.
         config: The engine's configuration.
         fraction: The share of a device's memory that may be used.
         vision: As in `Memory`.
+        max_total_tokens: Tokens that the pages of all data shards have room for, rounded up to whole pages. None: as
+            many as all slots of the largest length and the prefix cache can use, or fewer where the memory has no room
+            for these.
 
     Raises:
         InputError: The memory is not enough; the message says what would fit.
     """
-    state = on_device(programs.abstract_state(slots, capacity, settings))
-    model = programs.config
-    # float32 logits of a round three times over, and activations of a prefill chunk.
-    batch, prefill = slots // programs.data, PREFILL_BYTES * config.prefill_sizes[-1] * model.hidden_size
+
+    def state_bytes(*pages: int) -> int:
+        return on_device(programs.abstract_state(slots, capacity, settings, (pages[0], pages[1])))
+
+    fixed = state_bytes(0, 0)
+    page, windowed = state_bytes(1, 0) - fixed, state_bytes(0, 1) - fixed
+    model, batch, longest = programs.config, slots // programs.data, pages_of(capacity, capacity) if page else 0
+    most, most_windowed = pages_of_slots(programs, slots, capacity, settings)
+    prefill = PREFILL_BYTES * config.prefill_sizes[-1] * model.hidden_size
     logits = 12 * batch * config.largest_block * model.vocab_size
     limit = int(fraction * device_memory())
-    memory = Memory(on_device(programs.weights), vision, state, config.prefix_bytes, prefill + logits, limit)
-    if memory.all <= memory.limit:
-        return memory
-    room = memory.limit - memory.weights - memory.vision - memory.prefixes - prefill
-    need = state + logits
-    fewer = max(0, room * slots // need)
+    fewest = longest + (config.prefix_bytes > 0 and page > 0)
+    # Copies of pages on their way to the host and back.
+    copies = 2 * (IN_FLIGHT + 1) * COPIED_PAGES[-1] * max(page, windowed)
+    # Of prefixes, each kind of page may be half.
+    most = most if page else 0
+    if page:
+        most += min(-(-config.prefix_bytes // (2 * page)), max(most, -(-LEAST_PREFIX_BYTES // page)))
+    if windowed:
+        most_windowed = min(most, most_windowed + config.prefix_bytes // (2 * windowed))
+    size = page_size(capacity)
+    count = most if max_total_tokens is None else -(-max_total_tokens // (size * programs.data))
+
+    def memory(count: int) -> Memory:
+        counts = count, min(count, most_windowed)
+        pages = counts[0] * page + counts[1] * windowed
+        weights = on_device(programs.weights)
+        return Memory(weights, vision, fixed, pages, config.prefix_bytes, prefill + logits + copies, limit, counts)
+
+    if count < fewest:
+        least = fewest * size * programs.data
+        raise InputError(
+            f"max_total_tokens is {max_total_tokens}: a request of {capacity} tokens needs pages for {least}"
+        )
+    while memory(count).all > limit and max_total_tokens is None and count > fewest:
+        excess = memory(count).all - limit
+        count = max(fewest, count - max(1, excess // (page + windowed)))
+    plan = memory(count)
+    if plan.all <= limit:
+        return plan
+    room = limit - plan.weights - vision - plan.prefixes - prefill - copies
+    fewer = max(0, (room - plan.pages) * slots // (fixed + logits))
     advice = f"{fewer} slots fit" if fewer else "not one slot fits"
-    shorter = max(0, room * capacity // need) if room > 0 else 0
+    shorter = max(0, room * capacity // (fixed + logits + plan.pages)) if room > 0 else 0
     raise InputError(
-        f"{slots} slots of {capacity} positions do not fit: {memory}; {advice} at this length, or about {shorter} "
-        f"positions in each: give less of either, a larger share of the memory, or more devices"
+        f"{slots} slots of at most {capacity} positions do not fit: {plan}; {advice} at this length, or about "
+        f"{shorter} positions in each: give less of either, a larger share of the memory, or more devices"
         + (", or leave out the vision tower (language_model_only)" if vision else "")
     )
+
+
+def pages_of_slots(
+    programs: Executables, slots: int, capacity: int, settings: Settings, ahead: int = 2 * REPORT_SIZE
+) -> tuple[int, int]:
+    """Pages of a data shard that all slots use where each has ``capacity`` positions.
+
+    Args:
+        programs: The executables.
+        slots: The slots.
+        capacity: Positions of each.
+        settings: What the programs share.
+        ahead: Positions that may be written before pages behind a window are given up: those of dispatches that have
+            started.
+
+    Returns:
+        Those in caches that keep all positions, and those in caches with a window.
+    """
+    state = programs.abstract_state(slots, capacity, settings, (0, 0))
+    caches = jax.tree.leaves((state.target, state.draft), is_leaf=is_kv_cache)
+    windows = [(c.window, c.sinks) for c in caches if is_kv_cache(c) and c.window is not None]
+    each = 0
+    if windows:
+        last, first = max(w for w, _ in windows), max(n for _, n in windows)
+        each = window_pages(last, first, ahead, capacity)
+    batch = slots // programs.data
+    return batch * pages_of(capacity, capacity), batch * each

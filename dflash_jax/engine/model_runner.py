@@ -1,7 +1,7 @@
 """The engine's decisions as calls of compiled programs on one decoding state."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import jax
@@ -10,15 +10,16 @@ import numpy as np
 from dflash_jax.decoding.batch_init import Admission
 from dflash_jax.decoding.prefill import MediaChunk
 from dflash_jax.decoding.sampling import Logprobs
-from dflash_jax.decoding.state import NO_BOUND, DecodeState, Settings
+from dflash_jax.decoding.state import NO_BOUND, DecodeState, Settings, is_kv_cache, num_pages
 from dflash_jax.decoding.step_functions import Report
-from dflash_jax.engine.config import REPLAY, RoundSpec
+from dflash_jax.engine.config import COPIED_PAGES, REPLAY, RoundSpec
 from dflash_jax.engine.dispatch import Dispatch, Outcome, RoundMasks
 from dflash_jax.engine.host_copies import HostCopies
 from dflash_jax.engine.memory import on_device
 from dflash_jax.engine.request import Request
 from dflash_jax.engine.step_calls import StepCalls
 from dflash_jax.errors import EngineError
+from dflash_jax.ops.cache import KVCache, page_size
 
 # Batch sizes of a data shard that programs are compiled for.
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -34,10 +35,20 @@ class ModelRunner:
         slots: Slots, a multiple of the data shards.
         capacity: Positions of each slot.
         settings: What all programs share, but for ``block_size``, which each dispatch sets.
+        pages: Pages of a data shard, in caches that keep all positions and in those with a window; no slot has any
+            before `set_tables`. None: each slot has all that it can need.
     """
 
-    def __init__(self, programs: StepCalls, slots: int, capacity: int, settings: Settings):
+    def __init__(
+        self,
+        programs: StepCalls,
+        slots: int,
+        capacity: int,
+        settings: Settings,
+        pages: tuple[int, int] | None = None,
+    ):
         self.programs, self.slots, self.capacity, self.settings = programs, slots, capacity, settings
+        self._pages = pages
         self._slots_per_shard = slots // programs.data
         # (batch size, rounds) of decode programs that have run.
         self._used: set[tuple[int, RoundSpec]] = set()
@@ -50,7 +61,7 @@ class ModelRunner:
 
     def on(self, programs: StepCalls) -> "ModelRunner":
         """A runner of the same slots, capacity and settings with a state of its own."""
-        return ModelRunner(programs, self.slots, self.capacity, self.settings)
+        return ModelRunner(programs, self.slots, self.capacity, self.settings, self._pages)
 
     def reset(self) -> None:
         """Empties the state."""
@@ -59,7 +70,7 @@ class ModelRunner:
     def _clear(self) -> None:
         # The old state is freed first.
         self._state = None
-        self._state = self.programs.empty(self.slots, self.capacity, self.settings)
+        self._state = self.programs.empty(self.slots, self.capacity, self.settings, self._pages)
 
     @property
     def state(self) -> DecodeState:
@@ -382,16 +393,65 @@ class ModelRunner:
         """For the token behind each slot's last: raw logits, and the values whose maximum is drawn, [slots, V] each."""
         return jax.device_get(self.programs.next_token_scores(self.state))
 
-    def save(self, slot: int, start: int, size: int):
-        """Keys and values of ``size`` positions from ``start``: a segment for `load`."""
-        return self.programs.save(self.state, self._only(slot), start, size)
+    @property
+    def page_size(self) -> int:
+        """Positions of a page."""
+        return page_size(self.capacity)
 
-    def load(self, slot: int, start: int, segment) -> None:
-        """Writes a segment of `save` into a slot, from position ``start`` on."""
-        self.state = self.programs.load(self.state, self._only(slot), start, segment)
+    @property
+    def pages(self) -> tuple[int, int]:
+        """Pages of a data shard, in caches that keep all positions and in those with a window."""
+        full, windowed = num_pages(self.state)
+        return full // self.shards, windowed // self.shards
+
+    @property
+    def page_bytes(self) -> tuple[int, int]:
+        """Bytes of a page on one device, in caches that keep all positions and in those with a window."""
+        sizes = [0, 0]
+        for cache in self._caches():
+            shape = cache.k.sharding.shard_shape(cache.k.shape)
+            sizes[cache.window is not None] += 2 * int(np.prod(shape[1:])) * cache.k.dtype.itemsize
+        return sizes[0], sizes[1]
+
+    @property
+    def window(self) -> tuple[int, int]:
+        """The last and the first positions that caches with a window keep; zeros where there are none."""
+        windows = [(cache.window, cache.sinks) for cache in self._caches() if cache.window is not None]
+        return max((last for last, _ in windows), default=0), max((first for _, first in windows), default=0)
+
+    def _caches(self) -> list[KVCache]:
+        caches = jax.tree.leaves((self.state.target, self.state.draft), is_leaf=is_kv_cache)
+        return [cache for cache in caches if is_kv_cache(cache)]
+
+    def set_tables(self, table: np.ndarray, windowed: np.ndarray) -> None:
+        """Gives the slots pages: int32 [slots, n] each, numbered within a data shard, as in `StepCalls`."""
+        self.state = self.programs.set_tables(self.state, table, windowed)
+
+    def _groups(self, pages: Sequence[int], is_windowed: bool) -> Iterator[np.ndarray]:
+        """Pages as the programs take them, some at a time."""
+        count = self.pages[is_windowed]
+        small, large = COPIED_PAGES
+        start = 0
+        while start < len(pages):
+            size = large if len(pages) - start > small else small
+            part = np.asarray(pages[start : start + size], np.int32)
+            group = np.full((self.shards, size), count, np.int32)
+            group[part // count, np.arange(len(part))] = part % count
+            yield group.ravel()
+            start += size
+
+    def save(self, pages: Sequence[int], is_windowed: bool) -> list:
+        """Copies of pages, which are numbered through the data shards: segments for `load`."""
+        groups = self._groups(pages, is_windowed)
+        return [self.programs.save(self.state, group, is_windowed) for group in groups]
+
+    def load(self, pages: Sequence[int], segments: list, is_windowed: bool) -> None:
+        """Writes segments of `save` into as many pages."""
+        for group, segment in zip(self._groups(pages, is_windowed), segments, strict=True):
+            self.state = self.programs.load(self.state, group, segment, is_windowed)
 
     def snapshot(self, slot: int):
-        """A slot's memory that is not by position, for `restore`."""
+        """What a slot has beside pages, for `restore`."""
         return self.programs.snapshot(self.state, self._only(slot))
 
     def restore(self, slot: int, length: int, snapshot) -> None:

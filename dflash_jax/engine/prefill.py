@@ -3,19 +3,18 @@
 import itertools
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from dflash_jax.decoding.prefill import MediaChunk
 from dflash_jax.engine.config import REPLAY, EngineConfig
 from dflash_jax.engine.model_runner import ModelRunner
+from dflash_jax.engine.pages import Pages
 from dflash_jax.engine.prefix_cache import Prefix, PrefixCache, chunks, cut_points, keys
 from dflash_jax.engine.request import Request
 from dflash_jax.engine.statistics import Statistics
 
 # Tokens of a chunk with log-probabilities, at most: its logits are [tokens, V] in float32.
 MAX_SCORED = 64
-# The largest share of a saved segment that may be padding. Chunks have more, where that makes prefill faster.
-SAVED_PADDING = 0.25
 # Aligned blocks of an earlier run's tokens that a turn feeds.
 REPLAYED_BLOCKS = 8
 # Precedes the keys of prefixes without the drafter's part.
@@ -40,8 +39,8 @@ class _Prefill:
         cuts: Positions at which prefixes are cached.
         keys: Their cache keys.
         parent: The last cached prefix that was reached.
-        segments: (start, arrays) of the chunks since the last cut.
-        can_cache: Whether those can still become a prefix.
+        can_cache: Whether what follows ``parent`` can still become a prefix.
+        uses_cache: Whether it may share the pages of cached prefixes.
     """
 
     request: Request
@@ -52,8 +51,8 @@ class _Prefill:
     cuts: list[int]
     keys: list[bytes]
     parent: Prefix | None = None
-    segments: list = field(default_factory=list)
     can_cache: bool = True
+    uses_cache: bool = True
 
     @property
     def next_cut(self) -> int:
@@ -76,13 +75,22 @@ class Prefiller:
 
     Args:
         runner: The device's work.
+        pages: The pages of all slots.
         prefix_cache: Prefixes of earlier prompts.
         config: The engine's configuration.
         statistics: Gets the cached tokens.
     """
 
-    def __init__(self, runner: ModelRunner, prefix_cache: PrefixCache, config: EngineConfig, statistics: Statistics):
+    def __init__(
+        self,
+        runner: ModelRunner,
+        pages: Pages,
+        prefix_cache: PrefixCache,
+        config: EngineConfig,
+        statistics: Statistics,
+    ):
         self.runner, self.prefix_cache, self.config, self.statistics = runner, prefix_cache, config, statistics
+        self._pages = pages
         self.sizes, self.padding, self.markers = config.prefill_sizes, config.prefill_padding, config.markers
         self._order = itertools.count()
         self._queue: deque[_Prefill] = deque()
@@ -127,6 +135,16 @@ class Prefiller:
             self._continue_from(prefill, None)
             self._queue.remove(prefill)
 
+    def stop_caching(self, request: Request) -> bool:
+        """Lets the prefixes go that a request's next one would continue; False where it has none."""
+        has_parent = False
+        for prefill in self._queue:
+            if prefill.request is request:
+                has_parent = prefill.parent is not None
+                prefill.can_cache = False
+                self._continue_from(prefill, None)
+        return has_parent
+
     def batch_sizes(self, size: int) -> tuple[int, ...]:
         """Compiled batch sizes of a data shard for chunks of ``size`` tokens: one prompt, and the largest number."""
         return tuple(sorted({1, min(self.config.prefill_batch(size), self.runner.slots // self.runner.shards)}))
@@ -140,6 +158,8 @@ class Prefiller:
         started, complete, turns = [], [], deque(sorted(self._queue, key=lambda p: p.request.priority))
         while turns and budget > 0:
             prefill = turns.popleft()
+            if not prefill.request.is_resident:
+                continue
             if self._awaits_another(prefill) or not self._can_advance(prefill):
                 continue
             batch, tokens, ticket = self._advance(prefill, turns, budget)
@@ -190,26 +210,36 @@ class Prefiller:
             key == other.keys[other.next_cut]
             for other in self._queue
             if other.can_cache
+            and other.request.is_resident
             and not other.is_fed
             and other.order < prefill.order
             and other.request.priority <= prefill.request.priority
         )
 
     def _advance(self, prefill: _Prefill, others: Sequence[_Prefill], budget: int) -> tuple[list, int, object]:
-        """Copies the longest cached prefix, or runs one chunk together with those of ``others`` that fit.
+        """Shares the longest cached prefix, or runs one chunk together with those of ``others`` that fit.
 
         Returns:
-            The prefills that advanced, the tokens computed, and the runner's ticket or None.
+            The prefills that advanced (none where pages are missing), the tokens computed, and the runner's ticket or
+            None.
         """
         if prefill.is_fed:
-            return [prefill], *self._replay(prefill)
+            return self._replay(prefill)
         if (prefix := self._cached(prefill)) is not None:
-            self._copy(prefill, prefix)
-            return [prefill], 0, None
+            return [prefill] if self._copy(prefill, prefix) else [], 0, None
         if prefill.request.prompt_logprobs is not None:
-            return [prefill], *self._score(prefill)
+            return self._score(prefill)
         size = self._chunk(prefill)[2]
         batch = self._batch(prefill, others, size, budget // size)
+        # To give one its pages may take them from another.
+        covered = []
+        for member in batch:
+            if member.request.is_resident and self._cover(member.request, sum(self._chunk(member)[:2])):
+                covered.append(member)
+        batch = [member for member in covered if member.request.is_resident]
+        if not batch:
+            return [], 0, None
+        self._pages.send()
         next_chunks = [self._chunk(member) for member in batch]
         slots = [member.request.slot for member in batch]
         largest = max(Counter(map(self.runner.shard, slots)).values())
@@ -221,13 +251,9 @@ class Prefiller:
             if start == 0 and member.can_cache:
                 self.prefix_cache.tiers.count(None)
             member.request.prefilled = start + tokens
-            sizes = [s for s in self.sizes if s <= size]
-            member.can_cache = member.can_cache and all(self.runner.can_run("prefix", s) for s in sizes)
-            if member.can_cache:
-                for first, _, width in chunks(start, start + tokens, sizes, SAVED_PADDING):
-                    member.segments.append((first, self.runner.save(member.request.slot, first, width)))
-                if member.request.prefilled == member.cuts[cut]:
-                    self._cache(member, cut)
+            member.can_cache = member.can_cache and self.runner.can_run("prefix")
+            if member.can_cache and member.request.prefilled == member.cuts[cut]:
+                self._cache(member, cut)
         # Padding is computed too.
         return batch, size * max(compiled, len(batch)), ticket
 
@@ -266,6 +292,7 @@ class Prefiller:
                 and other.drafting == first.drafting
                 and other.request.priority == first.request.priority
                 and other.request.prompt_logprobs is None
+                and other.request.is_resident
                 and not other.has_media
                 and not other.is_fed
                 and self._chunk(other)[2] == size
@@ -276,23 +303,33 @@ class Prefiller:
                 used[shard] += 1
         return batch
 
-    def _replay(self, prefill: _Prefill) -> tuple[int, object]:
+    def _cover(self, request: Request, end: int) -> bool:
+        """Gives a request the pages for its prompt up to ``end``; False where they are missing."""
+        return self._pages.cover(request.slot, end, end)
+
+    def _replay(self, prefill: _Prefill) -> tuple[list, int, object]:
         request, size = prefill.request, self.runner.settings.block_size
         blocks = min(REPLAYED_BLOCKS, (prefill.end - request.prefilled) // size)
+        if not self._pages.cover(request.slot, request.prefilled, request.prefilled + blocks * size):
+            return [], 0, None
+        self._pages.send()
         request.prefilled += blocks * size
-        return blocks * size, self.runner.replay(request.slot, blocks)
+        return [prefill], blocks * size, self.runner.replay(request.slot, blocks)
 
-    def _score(self, prefill: _Prefill) -> tuple[int, object]:
+    def _score(self, prefill: _Prefill) -> tuple[list, int, object]:
         request, size = prefill.request, scored_size(self.sizes)
         tokens = min(size, len(prefill.tokens) - 1 - request.prefilled)
+        if not self._cover(request, request.prefilled + tokens):
+            return [], 0, None
+        self._pages.send()
         ticket = self.runner.score(request.slot, tokens, size, self._media(prefill, size))
         request.prefilled += tokens
-        return size, ticket
+        return [prefill], size, ticket
 
     def _cached(self, prefill: _Prefill) -> Prefix | None:
         """The longest cached prefix that is longer than what is prefilled."""
         request = prefill.request
-        if not self.prefix_cache.budget or request.prompt_logprobs is not None:
+        if not self.prefix_cache.budget or request.prompt_logprobs is not None or not prefill.uses_cache:
             return None
         if request.prefilled not in (0, *prefill.cuts):
             return None
@@ -303,27 +340,67 @@ class Prefiller:
                 return prefix
         return None
 
-    def _copy(self, prefill: _Prefill, prefix: Prefix) -> None:
-        """Copies a cached prefix into the slot."""
-        request, cache = prefill.request, self.prefix_cache
-        if not request.cached:
-            cache.tiers.count(cache.is_on_device(prefix, request.prefilled))
-        for start, segment in cache.segments(prefix, request.prefilled):
-            self.runner.load(request.slot, start, segment)
-        self.runner.restore(request.slot, prefix.length, cache.snapshot(prefix))
+    def _copy(self, prefill: _Prefill, prefix: Prefix) -> bool:
+        """Lets the slot share the pages of a cached prefix; False where pages are missing."""
+        request, cache, pages = prefill.request, self.prefix_cache, self._pages
+        slot, shard = request.slot, self.runner.shard(request.slot)
+        cache.pin(prefix)
+        has_room = self._has_room_for(prefix, request)
+        if has_room:
+            if not request.cached:
+                cache.tiers.count(cache.is_on_device(prefix, request.prefilled))
+            self._continue_from(prefill, prefix)
+        else:
+            prefill.uses_cache = False
+        cache.unpin(prefix)
+        if not has_room:
+            return False
+        snapshot = None
+        for piece, may_stay in cache.parts(prefix, request.prefilled):
+            kept, is_piece = cache.tiers.on_device(piece, shard, may_stay)
+            own = kept if kept.shard == shard else pages.in_shard(kept, shard)
+            pages.adopt(slot, own)
+            snapshot = own.snapshot
+            if own is not kept:
+                pages.drop(own)
+            if not is_piece:
+                pages.drop(kept)
+        pages.own(slot, prefix.length)
+        pages.send()
+        self.runner.restore(slot, prefix.length, snapshot)
         request.cached = min(request.cached + prefix.length - request.prefilled, len(request.prompt))
         self.statistics.cached_tokens += prefix.length - request.prefilled
-        request.prefilled, prefill.segments = prefix.length, []
-        self._continue_from(prefill, prefix)
+        request.prefilled = prefix.length
+        return True
+
+    def _has_room_for(self, prefix: Prefix, request: Request) -> bool:
+        """Makes the pages free that `_copy` takes; False where that is not possible."""
+        shard = self.runner.shard(request.slot)
+
+        def needed() -> tuple[int, int]:
+            is_partial = prefix.length % self._pages.size > 0
+            full, windowed = int(is_partial), int(is_partial)
+            for piece, _ in self.prefix_cache.parts(prefix, request.prefilled):
+                if piece.device is None or piece.device.shard != shard:
+                    kept = piece.host if piece.device is None else piece.device
+                    full, windowed = full + len(kept.pages), windowed + len(kept.windowed)
+            return full, windowed if self._pages.pools[1].count else 0
+
+        before = None
+        while (now := needed()) != before:
+            # Parts of the prefix itself may have left the device.
+            if not self._pages.has_room(request.slot, *now):
+                return False
+            before = now
+        return True
 
     def _cache(self, prefill: _Prefill, cut: int) -> None:
         """Adds the prefix up to the cut of this index to the cache."""
-        snapshot = self.runner.snapshot(prefill.request.slot)
-        sizes = self.runner.bytes([arrays for _, arrays in prefill.segments]), self.runner.bytes(snapshot)
-        prefix = self.prefix_cache.add(
-            prefill.keys[cut], prefill.cuts[cut], prefill.parent, prefill.segments, snapshot, *sizes
-        )
-        prefill.segments, prefill.can_cache = [], prefix is not None
+        slot, start, end = prefill.request.slot, prefill.parent.length if prefill.parent else 0, prefill.cuts[cut]
+        segments, snapshot = self._pages.of_slot(slot, start, end), self._pages.snapshot(slot, end)
+        sizes = self._pages.bytes(segments), self._pages.bytes(snapshot)
+        prefix = self.prefix_cache.add(prefill.keys[cut], end, prefill.parent, segments, snapshot, *sizes)
+        prefill.can_cache = prefix is not None
         self._continue_from(prefill, prefix)
 
     def _continue_from(self, prefill: _Prefill, prefix: Prefix | None) -> None:

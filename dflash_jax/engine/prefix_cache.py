@@ -97,10 +97,9 @@ class Prefix:
         key: Its cache key.
         length: Tokens.
         parent: The prefix up to an earlier cut that this one continues, or None.
-        starts: First position of each segment of keys and values behind the parent.
-        segments: Those segments.
-        snapshot: The memory that is not by position, behind the last token; None where it is no longer stored. Then
-            only prefixes that continue this one can be restored.
+        segments: The keys and values behind the parent, in pages of which the first may have some of the parent too.
+        snapshot: What a slot has beside them, behind the last token; None where it is no longer stored. Then only
+            prefixes that continue this one can be restored.
         children: The prefixes whose parent this is.
         pins: Users of this prefix and of those that continue it.
     """
@@ -108,7 +107,6 @@ class Prefix:
     key: bytes
     length: int
     parent: "Prefix | None" = field(repr=False)
-    starts: list[int]
     segments: Piece = field(init=False)
     snapshot: Piece | None = None
     children: "list[Prefix]" = field(default_factory=list, repr=False)
@@ -132,13 +130,13 @@ class PrefixCache:
     Args:
         budget: Bytes of the device tier at most; 0 caches nothing.
         host_budget: Bytes of the host tier at most; 0 for none.
-        copies: Copies between the tiers; None for no host tier.
+        copies: What is kept on the device, and copies between the tiers.
 
     Attributes:
         tiers: The memory, with the numbers of hits, misses and evictions of each tier.
     """
 
-    def __init__(self, budget: int, host_budget: int = 0, copies: Copies | None = None):
+    def __init__(self, budget: int, host_budget: int, copies: Copies):
         self.tiers = PrefixTiers(budget, host_budget, copies, self._lose)
         self._prefixes: dict[bytes, Prefix] = {}
 
@@ -190,7 +188,7 @@ class PrefixCache:
         key: bytes,
         length: int,
         parent: Prefix | None,
-        segments: Sequence[tuple[int, Any]],
+        segments: Any,
         snapshot: Any,
         segments_size: int,
         snapshot_size: int,
@@ -201,9 +199,9 @@ class PrefixCache:
             key: Its cache key.
             length: Tokens.
             parent: The prefix that it continues, or None.
-            segments: (first position, device arrays) of keys and values behind the parent.
-            snapshot: Device arrays of the memory that is not by position.
-            segments_size: Bytes of all segments on one device.
+            segments: The keys and values behind the parent, as the copies keep them.
+            snapshot: What a slot has beside them, likewise.
+            segments_size: Bytes of the segments on one device.
             snapshot_size: Bytes of the snapshot on one device.
 
         Returns:
@@ -223,8 +221,8 @@ class PrefixCache:
             self.pin(needed)
         has_room = self.tiers.has_room(size)
         if has_room and prefix is None:
-            prefix = Prefix(key, length, parent, [start for start, _ in segments])
-            prefix.segments = Piece(prefix, segments_size, [arrays for _, arrays in segments])
+            prefix = Prefix(key, length, parent)
+            prefix.segments = Piece(prefix, segments_size, segments)
             self._prefixes[key] = prefix
             self.tiers.add(prefix.segments)
             if parent is not None:
@@ -262,26 +260,20 @@ class PrefixCache:
                 following = part
 
     def is_on_device(self, prefix: Prefix, length: int) -> bool:
-        """Whether all that `segments` and `snapshot` would return is on the device."""
+        """Whether all of `parts` is on the device."""
         assert prefix.snapshot is not None
         parts = [part.segments for part in prefix.chain() if part.length > length]
         return all(piece.device is not None for piece in (prefix.snapshot, *parts))
 
-    def segments(self, prefix: Prefix, length: int) -> Iterator[tuple[int, Any]]:
-        """(first position, device arrays) of the segments of a prefix behind its first ``length`` tokens.
-
-        They are copied from the host one after the other: the caller drops each before it takes the next.
-        """
+    def parts(self, prefix: Prefix, length: int) -> Iterator[tuple[Piece, bool]]:
+        """The pieces of a prefix behind its first ``length`` tokens, and whether each may stay on the device."""
         brought, limit = 0, self.budget // BROUGHT_SHARE
         for part in reversed(prefix.chain()):
             if part.length > length:
                 brought += part.segments.size if part.segments.device is None else 0
-                yield from zip(part.starts, self.tiers.on_device(part.segments, brought <= limit), strict=True)
-
-    def snapshot(self, prefix: Prefix) -> Any:
-        """Device arrays of a prefix's snapshot."""
+                yield part.segments, brought <= limit
         assert prefix.snapshot is not None
-        return self.tiers.on_device(prefix.snapshot)
+        yield prefix.snapshot, True
 
     def _lose(self, piece: Piece) -> None:
         """Forgets a piece that is in no tier any more, and what cannot be used without it."""

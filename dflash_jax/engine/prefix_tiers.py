@@ -1,7 +1,7 @@
 """The memory of cached prefixes: a tier on the device, and one in pinned host memory behind it."""
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -13,19 +13,32 @@ BROUGHT_SHARE = 4
 
 
 class Copies(Protocol):
-    """Copies between the device and the host, none of which is waited for; `HostCopies` has real ones.
+    """What pieces keep on the device, and copies of it on the host, none of which is waited for; `Pages` has real ones.
 
     Attributes:
         devices: Devices of this host, each of which has its part, or its copy, of all arrays.
     """
 
-    devices: int
+    @property
+    def devices(self) -> int:
+        """See the class."""
+        ...
 
-    def to_host(self, arrays: Any) -> Any:
-        """Starts a copy to the host: arrays there, or None where the host has no memory for them."""
+    def keep(self, kept: Any) -> None:
+        """Counts a piece as a user of what it keeps on the device."""
 
-    def to_device(self, arrays: Any) -> Any:
-        """Starts a copy of what `to_host` returned: arrays on the device."""
+    def drop(self, kept: Any) -> None:
+        """Undoes `keep`."""
+
+    def has_idle_pages(self, kept: Any, shard: int, kinds: Sequence[int]) -> bool:
+        """Whether there are pages of a data shard and of one of ``kinds`` among what is kept that no sequence has."""
+        ...
+
+    def to_host(self, kept: Any) -> Any:
+        """Starts a copy to the host; None where the host has no memory for it."""
+
+    def to_device(self, copy: Any, shard: int) -> Any:
+        """Starts a copy of what `to_host` returned to a data shard, which has room for it, and keeps it."""
 
 
 class Owner(Protocol):
@@ -36,13 +49,13 @@ class Owner(Protocol):
 
 @dataclass(eq=False)
 class Piece:
-    """Arrays that are stored and lost together.
+    """What is stored and lost together.
 
     Attributes:
         owner: While its ``pins`` are not 0, the piece is not lost.
         size: Bytes on one device.
-        device: The arrays on the device, or None.
-        host: The arrays on the host, or None. The copy to the host may be under way.
+        device: What it keeps on the device, or None.
+        host: Its copy on the host, or None. The copying may be under way.
     """
 
     owner: Owner = field(repr=False)
@@ -109,7 +122,7 @@ class PrefixTiers:
     Args:
         device_budget: Bytes of one device.
         host_budget: Bytes of the host; 0 for no host tier.
-        copies: Copies between both; None without a host tier.
+        copies: What pieces keep on the device, and copies between both.
         lost: Called with each piece that is in no tier any more.
 
     Attributes:
@@ -117,9 +130,9 @@ class PrefixTiers:
         host: The host tier; some of its pieces are on the device too.
     """
 
-    def __init__(self, device_budget: int, host_budget: int, copies: Copies | None, lost: Callable[[Piece], None]):
+    def __init__(self, device_budget: int, host_budget: int, copies: Copies, lost: Callable[[Piece], None]):
         self.device = Tier(device_budget)
-        self.host = Tier(host_budget, copies.devices) if copies else Tier(0)
+        self.host = Tier(host_budget, copies.devices)
         # Pieces of the device that the host does not have.
         self._unsaved = Tier(device_budget // UNSAVED_SHARE)
         # All pieces, in the order of their last use.
@@ -146,29 +159,62 @@ class PrefixTiers:
         if size > self.device.budget:
             return False
         while self.device.size + size > self.device.budget:
-            # What the host has, or takes, is not lost.
-            for piece in list(self.device.pieces):
-                if piece not in self.device:
-                    # Lost with another one.
-                    break
-                if piece in self.host or self._save(piece, replaces=True) or piece not in self.device:
-                    self._leave_device(piece)
-                    break
-                if not piece.owner.pins:
-                    self._lose(self.device, piece)
-                    break
-            else:
+            if not any(self._free(piece) for piece in list(self.device.pieces)):
                 return False
+        return True
+
+    def give_up_host_memory(self) -> bool:
+        """Drops the oldest copy on the host; False where none may be dropped."""
+        oldest = next((p for p in self._all.pieces if p in self.host and not p.owner.pins), None)
+        if oldest is None:
+            return False
+        if oldest in self.device:
+            self._forget_copy(oldest)
+        else:
+            self._lose(self.host, oldest)
+        return True
+
+    def give_up_pages(self, shard: int, kinds: Sequence[int]) -> bool:
+        """Lets a piece leave the device that keeps pages of a data shard and of one of ``kinds`` for itself.
+
+        Returns:
+            False where none may.
+        """
+
+        def has_idle_pages(piece: Piece) -> bool:
+            return piece not in self.device or self._copies.has_idle_pages(piece.device, shard, kinds)
+
+        return any(has_idle_pages(piece) and self._free(piece) for piece in list(self.device.pieces))
+
+    def _free(self, piece: Piece) -> bool:
+        """Lets a piece leave the device; False where it may not."""
+        if piece not in self.device:
+            # Lost with another one.
+            return True
+        # What the host has, or takes, is not lost; what it displaces there may be.
+        if piece in self.host or self._save(piece, replaces=True) or piece not in self.device:
+            self._leave_device(piece)
+            return True
+        if piece.owner.pins:
+            return False
+        self._lose(self.device, piece)
         return True
 
     def _leave_device(self, piece: Piece) -> None:
         if piece in self.device:
             self.device.remove(piece)
             self.device.evictions += 1
-            piece.device = None
+            self._drop(piece)
+
+    def _drop(self, piece: Piece) -> None:
+        """Ends what a piece keeps on the device."""
+        kept, piece.device = piece.device, None
+        if kept is not None:
+            self._copies.drop(kept)
 
     def add(self, piece: Piece) -> None:
         """Adds a piece that is on the device, for which `has_room`."""
+        self._copies.keep(piece.device)
         for tier in (self.device, self._unsaved, self._all):
             tier.add(piece)
 
@@ -182,25 +228,41 @@ class PrefixTiers:
         """Removes a piece."""
         for tier in self._tiers:
             tier.remove(piece)
-        piece.device = piece.host = None
+        self._drop(piece)
+        piece.host = None
 
     def clear(self) -> None:
         """Removes all pieces."""
+        for piece in self._all.pieces:
+            self._drop(piece)
         for tier in self._tiers:
             tier.clear()
 
-    def on_device(self, piece: Piece, keep: bool = True) -> Any:
-        """The arrays of a piece on the device; ``keep``: they stay there, in place of others that the host has too."""
+    def on_device(self, piece: Piece, shard: int, keep: bool = True) -> tuple[Any, bool]:
+        """What a piece keeps on the device.
+
+        Args:
+            piece: The piece.
+            shard: The data shard that it comes to, where it comes from the host; it has free pages for it.
+            keep: Whether it stays on the device then, in place of others that the host has too.
+
+        Returns:
+            What is kept, and whether it is the piece's: otherwise the caller calls ``drop`` of the copies.
+        """
         if piece.device is not None:
-            return piece.device
-        assert self._copies is not None
-        arrays = self._copies.to_device(piece.host)
-        if keep and self._unsaved.size + piece.size <= self.device.budget:
-            while self.device.size + piece.size > self.device.budget:
-                self._leave_device(next(p for p in self.device.pieces if p in self.host))
-            piece.device = arrays
-            self.device.add(piece)
-        return arrays
+            return piece.device, True
+        kept = self._copies.to_device(piece.host, shard)
+        if not keep or self._unsaved.size + piece.size > self.device.budget:
+            return kept, False
+        while self.device.size + piece.size > self.device.budget:
+            # Not of the same prefix: the caller counts on what is here.
+            oldest = next((p for p in self.device.pieces if p in self.host and not p.owner.pins), None)
+            if oldest is None:
+                return kept, False
+            self._leave_device(oldest)
+        piece.device = kept
+        self.device.add(piece)
+        return kept, True
 
     def save(self) -> None:
         """Starts copying the oldest pieces to the host, as many as should have a copy there."""
@@ -221,7 +283,6 @@ class PrefixTiers:
         """
         if not self.host.budget or piece.size * self.host.copies > self.host.budget:
             return False
-        assert self._copies is not None
         while not self.host.has_room(piece):
             # A piece may have been copied to the host after others that were used later.
             oldest = next((p for p in self._all.pieces if p in self.host and not p.owner.pins), None)

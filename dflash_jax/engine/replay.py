@@ -51,7 +51,7 @@ CODEC = Codec((Dispatch, RoundSpec, Settings, DraftWindow, Admission, MediaChunk
 COPIES = frozenset(("to_host", "to_device"))
 KEPT = COPIES | {"verify", "save", "snapshot"}
 METHODS = KEPT | {"reset", "admit_packed", "prefill", "replay", "score", "decode", "propose", "finish", "load"}
-METHODS |= {"restore", "next_token_scores"}
+METHODS |= {"restore", "next_token_scores", "set_tables"}
 BEGIN, NEW = "begin", "new"
 
 
@@ -137,12 +137,19 @@ class Leader:
         with self._lock:
             self.is_over = True
 
-    def runner(self, programs: Executables, slots: int, capacity: int, settings: Settings) -> "ReplayedRunner":
+    def runner(
+        self,
+        programs: Executables,
+        slots: int,
+        capacity: int,
+        settings: Settings,
+        pages: tuple[int, int] | None = None,
+    ) -> "ReplayedRunner":
         """A runner of this turn; its executables must be those of the turn."""
         which = next((i for i, each in enumerate(self._programs) if each is programs), None)
         if which is None:
             raise EngineError("the other processes do not have this model: begin another turn with it")
-        return ReplayedRunner(self, which, programs, slots, capacity, settings)
+        return ReplayedRunner(self, which, programs, slots, capacity, settings, pages)
 
     @contextmanager
     def call(self, runner: int, method: str, *args: Any) -> Iterator[int]:
@@ -209,14 +216,22 @@ class ReplayedRunner(ModelRunner):
         slots: See there.
         capacity: See there.
         settings: See there.
+        pages: See there.
     """
 
     def __init__(
-        self, leader: Leader, which: int, programs: Executables, slots: int, capacity: int, settings: Settings
+        self,
+        leader: Leader,
+        which: int,
+        programs: Executables,
+        slots: int,
+        capacity: int,
+        settings: Settings,
+        pages: tuple[int, int] | None = None,
     ):
         self._leader = leader
-        with leader.keeping(0, NEW, which, slots, capacity, settings) as self._handle:
-            super().__init__(programs, slots, capacity, settings)
+        with leader.keeping(0, NEW, which, slots, capacity, settings, pages) as self._handle:
+            super().__init__(programs, slots, capacity, settings, pages)
 
     def _call(self, method: str, *args: Any):
         return self._leader.call(self._handle.number, method, *args)
@@ -284,15 +299,20 @@ class ReplayedRunner(ModelRunner):
         with self._call("next_token_scores"):
             return super().next_token_scores()
 
-    def save(self, slot: int, start: int, size: int) -> Shared:
+    def set_tables(self, table: np.ndarray, windowed: np.ndarray) -> None:
         """See `ModelRunner`."""
-        with self._keeping("save", slot, start, size) as handle:
-            return Shared(super().save(slot, start, size), handle)
+        with self._call("set_tables", table, windowed):
+            super().set_tables(table, windowed)
 
-    def load(self, slot: int, start: int, segment: Shared) -> None:
+    def save(self, pages: Sequence[int], is_windowed: bool) -> Shared:
         """See `ModelRunner`."""
-        with self._call("load", slot, start, segment.reference):
-            super().load(slot, start, segment.arrays)
+        with self._keeping("save", tuple(pages), is_windowed) as handle:
+            return Shared(super().save(pages, is_windowed), handle)
+
+    def load(self, pages: Sequence[int], segments: Shared, is_windowed: bool) -> None:
+        """See `ModelRunner`."""
+        with self._call("load", tuple(pages), segments.reference, is_windowed):
+            super().load(pages, segments.arrays, is_windowed)
 
     def snapshot(self, slot: int) -> Shared:
         """See `ModelRunner`."""

@@ -138,6 +138,9 @@ class Request:
         slot: The slot, once admitted; `NO_SLOT` before. This field and those below are written by the engine.
         tokens: New tokens so far. A request that is submitted with tokens goes on behind them.
         resumed: How many tokens it was submitted with.
+        order: Number of its submission.
+        ahead: New tokens at most that started dispatches bring and that are not in ``tokens``.
+        swapped: Its pages, while they are on the host; None otherwise.
         prefilled: Prompt tokens in the caches.
         cached: Prompt tokens that came from the prefix cache.
         prompt_entries: Log-probabilities of the prompt's tokens but the first, as in `Event.logprobs`.
@@ -161,6 +164,9 @@ class Request:
     slot: int = field(default=NO_SLOT, init=False)
     tokens: list[int] = field(default_factory=list, init=False)
     resumed: int = field(default=0, init=False)
+    order: int = field(default=0, init=False)
+    ahead: int = field(default=0, init=False)
+    swapped: object = field(default=None, init=False, repr=False)
     prefilled: int = field(default=0, init=False)
     cached: int = field(default=0, init=False)
     prompt_entries: list[dict] = field(default_factory=list, init=False)
@@ -176,6 +182,16 @@ class Request:
     def context(self) -> list[int]:
         """The prompt, and the tokens that it was submitted with."""
         return [*self.prompt, *self.tokens[: self.resumed]]
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether it has a slot, and pages on the device where it needs some."""
+        return self.slot != NO_SLOT and self.swapped is None and self.finish_reason is None
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Its place in the order of requests: lower goes first."""
+        return self.priority, self.order
 
     @property
     def need(self) -> int:

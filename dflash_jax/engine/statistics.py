@@ -13,6 +13,7 @@ class Statistics:
         prompt_tokens: Prompt tokens of admitted requests.
         cached_tokens: Prompt tokens that came from the prefix cache.
         new_tokens: Generated tokens.
+        preemptions: How often a request's pages were moved to the host.
         rounds: Decoding rounds, summed over sequences.
         drafts: Rounds that had drafts.
         draft_tokens: Tokens drafted in them.
@@ -26,6 +27,7 @@ class Statistics:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     new_tokens: int = 0
+    preemptions: int = 0
     rounds: int = 0
     drafts: int = 0
     draft_tokens: int = 0

@@ -69,7 +69,7 @@ class StepCalls(ABC):
         """
 
     @abstractmethod
-    def empty(self, slots: int, capacity: int, settings: Settings) -> DecodeState:
+    def empty(self, slots: int, capacity: int, settings: Settings, pages: tuple[int, int] | None = None) -> DecodeState:
         """An `empty_state` of ``slots`` slots with ``capacity`` positions each, on the mesh."""
 
     @abstractmethod
@@ -180,25 +180,34 @@ class StepCalls(ABC):
 
         return self.call(("finish", settings), function, state, (slots, block_sizes, block, mask, verified), specs)
 
-    def save(self, state: DecodeState, slots, start: int, size: int):
-        """Keys and values of ``size`` positions from ``start`` of one slot: a segment for `load`."""
-        function = partial(step_functions.save, size=size)
+    def set_tables(self, state: DecodeState, table, windowed) -> DecodeState:
+        """Gives the slots pages, int32 [slots, n] each: of caches that keep all positions, and of those with a window.
+
+        Pages are numbered within their data shard.
+        """
+        specs = (BATCH, BATCH), REPLICATED
+        return self.call(("set_tables",), step_functions.set_tables, state, (table, windowed), lambda: specs)[0]
+
+    def save(self, state: DecodeState, pages, is_windowed: bool):
+        """The contents of pages, int32 [data shards * m], each of one shard and past the end of all others."""
+        function = partial(step_functions.save, is_windowed=is_windowed)
 
         def specs():
-            return (BATCH, REPLICATED), prefix_snapshot.segment_specs(self.state_specs(state))
+            return (BATCH,), prefix_snapshot.segment_specs(self.state_specs(state), is_windowed)
 
-        return self.call(("save", size), function, state, (slots, np.int32(start)), specs, donate=False)
+        return self.call(("save", is_windowed), function, state, (pages,), specs, donate=False)
 
-    def load(self, state: DecodeState, slots, start: int, segment) -> DecodeState:
-        """Writes a segment of `save` into one slot, from position ``start`` on."""
+    def load(self, state: DecodeState, pages, segment, is_windowed: bool) -> DecodeState:
+        """Writes a segment of `save` into pages, given as there."""
+        function = partial(step_functions.load, is_windowed=is_windowed)
 
         def specs():
-            return (BATCH, REPLICATED, prefix_snapshot.segment_specs(self.state_specs(state))), REPLICATED
+            return (BATCH, prefix_snapshot.segment_specs(self.state_specs(state), is_windowed)), REPLICATED
 
-        return self.call(("load",), step_functions.load, state, (slots, np.int32(start), segment), specs)[0]
+        return self.call(("load", is_windowed), function, state, (pages, segment), specs)[0]
 
     def snapshot(self, state: DecodeState, slots):
-        """The memory of one slot that is not by position (recurrent states, rings), for `restore`."""
+        """What one slot has beside pages, for `restore`."""
 
         def specs():
             return (BATCH,), prefix_snapshot.snapshot_specs(self.state_specs(state))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from dflash_jax.decoding.prefill import MediaChunk
-from dflash_jax.engine.config import NO_DRAFTER, RoundSpec
+from dflash_jax.engine.config import COPIED_PAGES, NO_DRAFTER, RoundSpec
 from dflash_jax.engine.dispatch import Dispatch
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.media import empty_chunk
@@ -75,7 +75,12 @@ class Tasks:
         self._filler = Request([1] * min(4, self._runner.capacity - 1), FILLER)
         self._filler.params = replace(FILLER, max_tokens=self._runner.capacity - len(self._filler.prompt))
         plain, smallest = self._config.rounds[0], self._config.prefill_sizes[0]
-        self.first = [self._admit(), self._prefill(1, smallest, plain != NO_DRAFTER), self._decode(1, plain)]
+        self.first = [
+            self._admit(),
+            Task("tables", (), _set_tables),
+            self._prefill(1, smallest, plain != NO_DRAFTER),
+            self._decode(1, plain),
+        ]
         by_label: dict[str, Task] = {}
         for task in (*self.first, *self._by_use()):
             by_label.setdefault(task.label, task)
@@ -105,10 +110,7 @@ class Tasks:
             for drafting in kinds:
                 yield self._prefill(1, size, drafting)
         if self._engine.prefix_cache.budget:
-            yield Task("snapshot", (), lambda runner: runner.snapshot(0))
-            yield Task("restore", (), _restore)
-            for size in sizes:
-                yield from self._copies(size)
+            yield from self._copies()
         # As many sequences as there are slots, in one batch.
         yield self._decode(largest, self.decode_programs[0][1])
         yield self._decode(largest, favoured)
@@ -190,11 +192,26 @@ class Tasks:
         kind = "media score" if has_media else "score"
         return Task(f"{kind} {size}", ((kind,),), call)
 
-    def _copies(self, size: int) -> Iterator[Task]:
-        """What the prefix cache needs for chunks of ``size`` tokens."""
-        yield Task(f"save {size}", (), lambda runner: runner.save(0, 0, size))
-        yield Task(f"load {size}", (("prefix", size),), lambda runner: runner.load(0, 0, runner.save(0, 0, size)))
+    def _copies(self) -> Iterator[Task]:
+        """What the prefix cache needs."""
+        kinds = [kind for kind, count in enumerate(self._runner.pages) if count]
+        for kind in kinds:
+            for size in COPIED_PAGES:
+
+                def call(runner: ModelRunner, size: int = size, is_windowed: bool = bool(kind)) -> None:
+                    # As many of one page as there are: the contents stay as they are.
+                    pages = [0] * size
+                    runner.load(pages, runner.save(pages, is_windowed), is_windowed)
+
+                label = f"copies of {size} pages{' with a window' if kind else ''}"
+                yield Task(label, (), call)
+        yield Task("restore", (("prefix",),), _restore)
 
 
 def _restore(runner: ModelRunner) -> None:
     runner.restore(0, 1, runner.snapshot(0))
+
+
+def _set_tables(runner: ModelRunner) -> None:
+    width = -(-runner.capacity // runner.page_size)
+    runner.set_tables(*(np.full((runner.slots, width), count, np.int32) for count in runner.pages))

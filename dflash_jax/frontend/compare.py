@@ -11,7 +11,7 @@ from dflash_jax.engine.request import Request
 from dflash_jax.frontend.llm import LLM
 from dflash_jax.frontend.outputs import Completion
 from dflash_jax.frontend.sequence import Piece
-from dflash_jax.ops.cache import round_capacity
+from dflash_jax.ops.cache import page_size, pages_of
 from dflash_jax.sampling_params import SamplingParams
 
 # In float32 the order of a sum decides a draw whose two best candidates are closer than this.
@@ -185,7 +185,9 @@ def _next_token_scores(llm: LLM, request: Request):
     """For the token behind a request's context: raw logits, and the values whose maximum is drawn, float [V]."""
     size, length = PREFILL_SIZES[0], len(request.context)
     settings = replace(PLAIN_SETTINGS, top_logprobs=0)
-    runner = llm.new_runner(llm.plain_programs, llm.target.layout.data, round_capacity(request.need), settings)
+    # In whole pages: requests of about one length share the programs.
+    capacity = pages_of(request.need, request.need) * page_size(request.need)
+    runner = llm.new_runner(llm.plain_programs, llm.target.layout.data, capacity, settings)
     runner.admit(0, request)
     for start in range(0, length - 1, size):
         runner.prefill([0], [min(size, length - 1 - start)], size)

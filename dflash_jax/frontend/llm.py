@@ -35,6 +35,7 @@ from dflash_jax.frontend.sync_engine import SyncEngine
 from dflash_jax.models.drafter import Drafter
 from dflash_jax.models.drafting import DraftWindow, together
 from dflash_jax.models.mtp import Mtp
+from dflash_jax.ops.cache import page_size
 from dflash_jax.parallel.group import joined
 from dflash_jax.parallel.sharding import Layout
 
@@ -259,6 +260,7 @@ class LLM(Generation):
         slots: int,
         capacity: int,
         policy: DraftLengthPolicy | None = None,
+        max_total_tokens: int | None = None,
         **options,
     ) -> Engine:
         """An engine for this pair of models, apart from the one behind `generate`.
@@ -266,8 +268,10 @@ class LLM(Generation):
         Args:
             programs: `programs` or `plain_programs`.
             slots: Sequences that run at a time.
-            capacity: Positions of each.
+            capacity: Positions of each at most.
             policy: Chooses block sizes; None: a new one.
+            max_total_tokens: Tokens that all pages of keys and values have room for, which the slots and the prefix
+                cache share; None: as many as they can use, or as fit.
             **options: Further fields of its `EngineConfig`.
 
         Raises:
@@ -287,18 +291,26 @@ class LLM(Generation):
             **options,
         )
         tower = 0 if self.media is None else self.media.encoder.device_bytes(capacity)
-        memory = plan_memory(programs, slots, capacity, settings, config, self.mem_fraction, tower)
-        log.info("%d slots of %d positions: %s", slots, capacity, memory)
-        return Engine(self.new_runner(programs, slots, capacity, settings), config, policy)
+        memory = plan_memory(programs, slots, capacity, settings, config, self.mem_fraction, tower, max_total_tokens)
+        text = "%d slots of at most %d positions, which share %d pages of %d: %s"
+        log.info(text, slots, capacity, memory.counts[0] * programs.data, page_size(capacity), memory)
+        return Engine(self.new_runner(programs, slots, capacity, settings, memory.counts), config, policy)
 
-    def new_runner(self, programs: Executables, slots: int, capacity: int, settings: Settings) -> ModelRunner:
+    def new_runner(
+        self,
+        programs: Executables,
+        slots: int,
+        capacity: int,
+        settings: Settings,
+        pages: tuple[int, int] | None = None,
+    ) -> ModelRunner:
         """A `ModelRunner` with a decoding state of its own; ``programs``: `programs` or `plain_programs`.
 
         Raises:
             EngineError: One of several processes is not `leading`.
         """
         if self._group is None:
-            return ModelRunner(programs, slots, capacity, settings)
+            return ModelRunner(programs, slots, capacity, settings, pages)
         if self._leader is None:
             raise EngineError("one of several processes uses the model: `with llm.leading() as leads`, where it leads")
-        return self._leader.runner(programs, slots, capacity, settings)
+        return self._leader.runner(programs, slots, capacity, settings, pages)

@@ -236,7 +236,8 @@ REFUSED = (
         """,
     ),
     Group(
-        "memory is divided by --slots, --max-len, --prefix-bytes, --prefix-host-bytes and --mem-fraction",
+        "memory is divided by --slots, --max-len, --max-total-tokens, --prefix-bytes, --prefix-host-bytes and "
+        "--mem-fraction",
         """
         --enable-memory-saver --enable-weights-cpu-backup --enable-draft-weights-cpu-backup
         --enable-encoder-swa-bounded-replay --enable-decoder-swa-bounded-replay --enable-int8-mamba-checkpoint
@@ -252,7 +253,7 @@ REFUSED = (
         --enable-unified-cache-external-linker --unified-cache-external-linker-backend=mooncake
         --unified-cache-external-linker-config= --enable-linker-mla-dedup --enable-hisparse
         --hisparse-config/--hierarchical-sparse-attention-extra-config= --enable-lmcache --lmcache-config-file=
-        --enable-flexkv --flexkv-config-file= --enable-kv-cache-sharding --max-total-tokens= --page-size=0|1|none
+        --enable-flexkv --flexkv-config-file= --enable-kv-cache-sharding --page-size=0|1|256|none
         --c128-page-size=16 --swa-full-tokens-ratio= --swa-prefix-tails= --disable-hybrid-swa-memory
         --prefill-only-disable-kv-cache --max-mamba-cache-size= --mamba-full-memory-ratio= --enable-sleep-mode
         --sleep-mode-backend=cumem --sleep-mode-offload-cudagraph --sleep-preserve-parameter-names+=

@@ -11,7 +11,7 @@ from dflash_jax.engine.model_runner import BATCH_SIZES
 from dflash_jax.engine.router import EventRouter, Message
 from dflash_jax.errors import EngineError
 from dflash_jax.frontend.sequence import TextSequence
-from dflash_jax.ops.cache import CONTEXT_CHUNK
+from dflash_jax.ops.cache import PAGE_SIZE
 
 
 class Maker(Protocol):
@@ -72,7 +72,7 @@ class SyncEngine:
 
     def _engine_for(self, sequences: Sequence[TextSequence], programs: Executables) -> Engine:
         """An engine with enough positions and, up to the limit, slots. Requests of a smaller one are finished first."""
-        need, capacity = max((sequence.request.need for sequence in sequences), default=1), CONTEXT_CHUNK
+        need, capacity = max((sequence.request.need for sequence in sequences), default=1), PAGE_SIZE
         while capacity < need:
             capacity *= 2
         wanted = min(len(sequences), self._maker.slots)

@@ -185,7 +185,7 @@ class Drafter(nnx.Module):
     ) -> tuple[KVCache, ...]:
         """As `Drafting.init_cache`.
 
-        A layer that sees a bounded part of the context gets a ring, whose bytes do not grow with ``capacity``.
+        The cache of a layer that sees a bounded part of the context has a window.
         """
         size, sinks = window.size, window.sinks
         assert not isinstance(size, jax.Array)

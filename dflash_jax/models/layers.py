@@ -137,7 +137,7 @@ class Attention(nnx.Module):
 
     def cache_specs(self, cache: KVCache) -> KVCache:
         """PartitionSpecs in the shape of ``cache``."""
-        return replace(cache, k=spec(DATA, self.kv_heads), v=spec(DATA, self.kv_heads))
+        return replace(cache, k=spec(DATA, self.kv_heads), v=spec(DATA, self.kv_heads), table=spec(DATA))
 
     def keys_values(
         self, x: Float[Array, "B T H"] | DeferredNorm, angles: CosSin

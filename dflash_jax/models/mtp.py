@@ -110,7 +110,7 @@ class Mtp(nnx.Module):
         return mixer
 
     def init_cache(self, slots: int, capacity: int, dtype: DTypeLike, window: DraftWindow = NO_WINDOW) -> DraftCache:
-        """As `Drafting.init_cache`: a `KVCache`, a ring where the window is bounded, and a `PendingFeature`."""
+        """As `Drafting.init_cache`: a `KVCache`, with a window where it is bounded, and a `PendingFeature`."""
         size, sinks, mixer = window.size, window.sinks, self._mixer.spec
         assert not isinstance(size, jax.Array)
         assert not isinstance(sinks, jax.Array)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.ops.backend import Backend, Implementation, choose, supports_everything, with_gradient_of
-from dflash_jax.ops.cache import CONTEXT_CHUNK, Bounds, KVCache, round_capacity
+from dflash_jax.ops.cache import Bounds, KVCache
 from dflash_jax.ops.kernels.cpu import calls as cpp
 from dflash_jax.ops.linear import rms_norm
 
@@ -48,7 +48,7 @@ def reference(
 ) -> Float[Array, "B T N D"]:
     """`attention` by XLA, with a running softmax (arXiv 2205.14135).
 
-    The context is read ``size`` positions at a time (default: `CONTEXT_CHUNK`).
+    The context is read a page at a time, or as many as ``size`` positions are. Pages that no token sees are skipped.
     """
     b, t, n, d = q.shape
     heads = k.shape[2]
@@ -72,27 +72,28 @@ def reference(
     block_mask = jnp.broadcast_to(jnp.tril(jnp.ones((t, t), bool)) if mask is None else mask, (b, t, t))
     carry = fold(carry, q, k.swapaxes(1, 2), v.swapaxes(1, 2), block_mask)
     if cache is not None:
-        context, capacity = cache, cache.capacity
-        size = min(size or CONTEXT_CHUNK, capacity)
+        context, page, pages = cache, cache.page_size, cache.table.shape[1]
+        count = min((size or page) // page, pages)
+        used = jnp.minimum(length, context.capacity)[:, None]
+        first, skipped = (0, 0) if bounds is None else (x[:, None] for x in bounds.skipped(page))
 
         def chunk(i: Array | int, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-            # Where the capacity is no multiple of the size, the last piece begins early; each position counts once.
-            start = jnp.minimum(i * size, capacity - size)
-            places = start + jnp.arange(size)
-            keys, values = context.read(start, size)
-            positions = jnp.where(places >= i * size, context.positions(places, length), -1)[:, None, :]
-            seen = jnp.broadcast_to(positions >= 0, (b, t, size))
-            # A weight of zero is not enough: invalid places may be NaN, and 0 · NaN is NaN.
-            values = jnp.where((positions >= 0)[:, 0, None, :, None], values, 0)
+            indices = jnp.broadcast_to(i * count + jnp.arange(count), (b, count))
+            indices = jnp.where(indices < first, indices, indices + skipped)
+            keys, values = context.read(indices)
+            positions = (indices[..., None] * page + jnp.arange(page)).reshape(b, 1, -1)
+            seen = positions < used[..., None]
             if bounds is not None:
                 seen = seen & bounds.admit(positions)
-            return fold(carry, q, keys, values, seen)
+            # A weight of zero is not enough: what was never written may be NaN, and 0 · NaN is NaN.
+            values = jnp.where(seen.any(1)[:, None, :, None], values, 0)
+            return fold(carry, q, keys, values, jnp.broadcast_to(seen, (b, t, count * page)))
 
-        if size == capacity:
+        if count == pages:
             carry = chunk(0, carry)
         else:
-            used = jnp.minimum(jnp.max(length), capacity)
-            carry = jax.lax.fori_loop(0, (used + size - 1) // size, chunk, carry)
+            longest = jnp.max(-(-used // page) - skipped)
+            carry = jax.lax.fori_loop(0, (longest + count - 1) // count, chunk, carry)
     _, total, acc = carry
     y = acc / total[..., None]
     return through_gate(jnp.moveaxis(y, 3, 1).reshape(b, t, n, d).astype(q.dtype), gate)
@@ -110,7 +111,8 @@ def in_wide_pieces(
     gate: Float[Array, "B T N 2 D"] | None = None,
 ) -> Float[Array, "B T N D"]:
     """`reference` with few large pieces of the context."""
-    size = max(WIDE_CHUNK, round_capacity(-(-cache.capacity // MAX_CHUNKS)))
+    size = max(WIDE_CHUNK, -(-cache.capacity // MAX_CHUNKS))
+    size = -(-size // cache.page_size) * cache.page_size
     return reference(backend, q, k, v, mask, cache, length, bounds, gate, size=size)
 
 
@@ -308,22 +310,29 @@ def rotate(
 
 def write_reference(
     backend: Backend,
-    k_buffer: Float[Array, "rows K S D"],
-    v_buffer: Float[Array, "rows K S D"],
+    k_buffer: Float[Array, "pages K P D"],
+    v_buffer: Float[Array, "pages K P D"],
+    table: Int[Array, "rows n"],
     k: Float[Array, "B T K D"],
     v: Float[Array, "B T K D"],
     rows: Int[Array, " B"],
-    places: Int[Array, "B T"],
-) -> tuple[Float[Array, "rows K S D"], Float[Array, "rows K S D"]]:
-    """The writes of `write` by XLA: k and v at ``places`` of ``rows``; out-of-range indices are dropped."""
+    positions: Int[Array, "B T"],
+) -> tuple[Float[Array, "pages K P D"], Float[Array, "pages K P D"]]:
+    """The writes of `write` by XLA: k and v at ``positions`` of ``rows``; out-of-range indices are dropped."""
+    pages, size = k_buffer.shape[0], k_buffer.shape[2]
+    # A negative index would count from the end.
+    index = jnp.where(positions < 0, table.shape[1], positions // size)
+    page = table.at[rows[:, None], index].get(mode="fill", fill_value=pages)
 
     def placed(buffer: Array, new: Array) -> Array:
-        return buffer.at[rows[:, None], :, places].set(new.astype(buffer.dtype), mode="drop")
+        return buffer.at[page, :, positions % size].set(new.astype(buffer.dtype), mode="drop")
 
     return placed(k_buffer, k), placed(v_buffer, v)
 
 
-def _supports_triton_write(backend: Backend, k_buffer: Array, v_buffer: Array, k: Array, *args: Array) -> str | None:
+def _supports_triton_write(
+    backend: Backend, k_buffer: Array, v_buffer: Array, table: Array, k: Array, *args: Array
+) -> str | None:
     if not backend.has_triton:
         return backend.no_triton
     from dflash_jax.ops.kernels.triton import attention as triton_attention
@@ -356,21 +365,16 @@ def write(
 
     Args:
         backend: Where it runs.
-        cache: The cache.
+        cache: The cache. What falls on no page is dropped.
         k: Keys, [B, T, K, D].
         v: Values, [B, T, K, D].
-        positions: int [B, T], ascending.
+        positions: int [B, T].
         keep: bool [B, T]; other tokens leave no trace.
 
     Returns:
         The cache after the writes.
     """
-    if cache.ring:
-        # Of several tokens for one place only the newest may be written: the order of a scatter is undefined.
-        last = jnp.max(jnp.where(keep, positions, -1), axis=1, keepdims=True)
-        keep = keep & ((positions < cache.sinks) | (positions > last - (cache.capacity - cache.sinks)))
-    places = jnp.where(keep, cache.places(positions), cache.capacity)
-    rows = jnp.arange(k.shape[0], dtype=jnp.int32) if cache.rows is None else cache.rows
-    args = (cache.k, cache.v, k, v, rows, places)
+    places = jnp.where(keep, positions, cache.capacity)
+    args = (cache.k, cache.v, cache.table, k, v, cache.row_indices(), places)
     k_buffer, v_buffer = choose("write", WRITES, backend, *args).call(backend, *args)
     return replace(cache, k=k_buffer, v=v_buffer)

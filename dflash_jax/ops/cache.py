@@ -12,46 +12,64 @@ on each.
 # jax's own annotations are partial: members such as jnp.where have unknown parameter types.
 # pyright: reportUnknownMemberType=false
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-# Context is read in pieces of this many positions; larger capacities are multiples of it.
-CONTEXT_CHUNK = 256
+# Positions of a page: at most, and at least. Pages of short sequences are smaller, and always a power of two.
+PAGE_SIZE, SMALLEST_PAGE = 256, 64
 
 
-def round_capacity(positions: int) -> int:
-    """``positions``, rounded up to a multiple of `CONTEXT_CHUNK` where they exceed it; at least 1."""
-    if positions <= CONTEXT_CHUNK:
-        return max(positions, 1)
-    return -(-positions // CONTEXT_CHUNK) * CONTEXT_CHUNK
+def page_size(capacity: int) -> int:
+    """Positions of a page where a sequence has at most ``capacity`` positions."""
+    return min(PAGE_SIZE, max(SMALLEST_PAGE, 1 << (capacity - 1).bit_length()))
+
+
+def pages_of(positions: int, capacity: int) -> int:
+    """Pages that ``positions`` take where a sequence has at most ``capacity`` positions."""
+    return -(-positions // page_size(capacity))
+
+
+def window_pages(window: int, sinks: int, ahead: int, capacity: int) -> int:
+    """Pages that a sequence needs at most in a cache with a window.
+
+    Args:
+        window: Last positions that are read.
+        sinks: First positions that are read.
+        ahead: Positions that may be written before pages behind the window are given up.
+        capacity: Positions of a sequence at most.
+    """
+    size = page_size(capacity)
+    # The first and the last page of the window may be partly filled.
+    return min(pages_of(capacity, capacity), -(-sinks // size) + -(-window // size) + 1 + -(-ahead // size))
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KVCache:
-    """Keys and values of one layer.
-
-    A linear cache has position p at place p. A ring keeps the first ``sinks`` positions, and of later ones the last
-    S - sinks, whatever the length of the context.
+    """Keys and values of one layer, in pages of P positions (paged attention, arXiv 2309.06180).
 
     Attributes:
-        k: Keys, [rows, K, S, D].
-        v: Values, [rows, K, S, D].
-        rows: int32 [B], the rows that operations read and write, in place; indices past the last row are padding.
+        k: Keys, [pages, K, P, D].
+        v: Values, [pages, K, P, D].
+        table: The pages of each sequence, int32 [rows, n]: positions i P … (i + 1) P - 1 are in page ``table[row, i]``.
+            An index past the last page is no page: what is written there is dropped, and it must not be read.
+        rows: int32 [B], the rows of the table that operations read and write; indices past the last row are padding.
             None: all rows.
-        sinks: The first positions of a ring, which stay.
-        ring: Whether it is a ring.
+        window: The last positions of a context that are read at most, beside the first ``sinks``: pages between them
+            may be given up. None: all are read.
+        sinks: See ``window``.
     """
 
-    k: Float[Array, "rows K S D"]
-    v: Float[Array, "rows K S D"]
+    k: Float[Array, "pages K P D"]
+    v: Float[Array, "pages K P D"]
+    table: Int[Array, "rows n"]
     rows: Int[Array, " B"] | None = None
+    window: int | None = field(default=None, metadata={"static": True})
     sinks: int = field(default=0, metadata={"static": True})
-    ring: bool = field(default=False, metadata={"static": True})
 
     @classmethod
     def create(
@@ -64,72 +82,57 @@ class KVCache:
         window: int | None = None,
         sinks: int = 0,
     ) -> "KVCache":
-        """A cache of zeros.
+        """A cache of zeros in which each sequence has all the pages that it can need.
 
         Args:
-            rows: Rows of the cache.
+            rows: Sequences.
             heads: K.
             head_dim: D.
-            capacity: Positions that it must have room for.
+            capacity: Positions of each.
             dtype: Dtype of keys and values.
-            window: Last positions that are read. None, or a window (rounded up, with sinks) that covers the capacity,
-                gives a linear cache.
-            sinks: First positions that are read besides the window.
+            window: As in the class.
+            sinks: As in the class.
 
         Returns:
             The cache.
         """
-        ring_size = capacity if window is None else round_capacity(sinks + window)
-        ring = ring_size < capacity
-        shape = (rows, heads, ring_size if ring else round_capacity(capacity), head_dim)
+        n = pages_of(capacity, capacity)
+        shape = (rows * n, heads, page_size(capacity), head_dim)
+        table = jnp.arange(rows * n, dtype=jnp.int32).reshape(rows, n)
         # Two arrays, not one array twice: both are donated with the state.
-        return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), None, sinks if ring else 0, ring)
+        return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), table, None, window, sinks)
+
+    def with_pool(self, pages: int, shards: int = 1) -> "KVCache":
+        """An empty cache of ``pages`` pages in each of ``shards`` parts, of which no sequence has any."""
+        k, v = (jnp.zeros((pages * shards, *x.shape[1:]), x.dtype) for x in (self.k, self.v))
+        return replace(self, k=k, v=v, table=jnp.full_like(self.table, pages))
+
+    @property
+    def page_size(self) -> int:
+        """Positions P of a page."""
+        return self.k.shape[2]
 
     @property
     def capacity(self) -> int:
-        """Cached positions S."""
-        return self.k.shape[2]
+        """Positions of a sequence at most."""
+        return self.table.shape[1] * self.page_size
 
     def row_indices(self) -> Int[Array, " B"]:
         """The rows that operations read and write, int32 [B]."""
-        return jnp.arange(self.k.shape[0], dtype=jnp.int32) if self.rows is None else self.rows
+        return jnp.arange(len(self.table), dtype=jnp.int32) if self.rows is None else self.rows
 
-    def places(self, positions: Int[Array, "..."]) -> Int[Array, "..."]:
-        """The place in the buffers of each position."""
-        if not self.ring:
-            return positions
-        return jnp.where(
-            positions < self.sinks, positions, self.sinks + (positions - self.sinks) % (self.capacity - self.sinks)
-        )
+    def pages(self, indices: Int[Array, "B m"]) -> Int[Array, "B m"]:
+        """The pages at ``indices`` of the sequences that take part; a row past the end stands for the last one."""
+        rows = jnp.minimum(self.row_indices(), len(self.table) - 1)
+        return self.table.at[rows[:, None], indices].get(mode="fill", fill_value=len(self.k))
 
-    def positions(self, places: Int[Array, " s"], length: Int[Array, " B"]) -> Int[Array, "B s"]:
-        """The position at each place after positions 0 … length-1 were written; negative: none."""
-        if not self.ring:
-            return jnp.where(places < length[:, None], places, -1)
-        size = self.capacity - self.sinks
-        last = length[:, None] - 1 - self.sinks
-        offset = places - self.sinks
-        latest = last - (last - offset) % size
-        return jnp.where(
-            offset < 0,
-            jnp.where(places < length[:, None], places, -1),
-            jnp.where((latest >= 0) & (last >= 0), latest + self.sinks, -1),
-        )
-
-    def read(
-        self, start: Int[Array, ""] | int, size: int
-    ) -> tuple[Float[Array, "B K size D"], Float[Array, "B K size D"]]:
-        """Keys and values of ``size`` places from ``start`` on."""
+    def read(self, indices: Int[Array, "B m"]) -> tuple[Float[Array, "B K S D"], Float[Array, "B K S D"]]:
+        """Keys and values of m pages of each sequence, S = m P; arbitrary where there is no page."""
+        pages = self.pages(indices)
 
         def get(buffer: Array) -> Array:
-            if self.rows is None:
-                return jax.lax.dynamic_slice_in_dim(buffer, start, size, axis=2)
-            shape = (1, buffer.shape[1], size, buffer.shape[3])
-
-            def row_slice(row: Array) -> Array:
-                return jax.lax.dynamic_slice(buffer, (row, 0, start, 0), shape)[0]
-
-            return jax.vmap(row_slice)(self.rows)
+            x = buffer.at[pages].get(mode="clip").swapaxes(1, 2)
+            return x.reshape(*x.shape[:2], -1, x.shape[-1])
 
         return get(self.k), get(self.v)
 
@@ -156,6 +159,16 @@ class Bounds:
         """Bounds that exclude nothing."""
         zero = jnp.zeros(rows, jnp.int32)
         return cls(jnp.zeros((rows, tokens), jnp.int32), zero, zero)
+
+    def skipped(self, page: int) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
+        """The pages of ``page`` positions that no token sees, apart from those at the end of the context.
+
+        Returns:
+            The first such page, and their number, int32 [B] each.
+        """
+        lowest = self.first.min(1)
+        first = jnp.where(lowest < self.sinks, -(-self.sinks // page), 0)
+        return first, jnp.maximum(jnp.maximum(lowest, self.recent) // page - first, 0)
 
     def admit(self, positions: Int[Array, "B 1 s"]) -> Bool[Array, "B T s"]:
         """Whether each token sees each context position."""

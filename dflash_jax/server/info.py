@@ -66,7 +66,7 @@ async def server_info(http: Request):
             "max_model_len": serving.capacity,
             "max_running_requests": engine.runner.slots,
             "warm_up": {name: getattr(serving.warm_up, name) for name in ("compiled", "failed", "total")},
-            "max_total_num_tokens": engine.runner.slots * serving.capacity,
+            "max_total_num_tokens": engine.positions,
             "internal_states": [state],
         }
     )
@@ -125,7 +125,7 @@ async def load(http: Request):
 def load_metrics(serving: Serving) -> dict:
     """SGLang's measures of load, of all data shards together."""
     engine = serving.engine.engine
-    total, s = engine.runner.slots * serving.capacity, engine.statistics
+    total, s = engine.positions, engine.statistics
     used = round(engine.usage * total)
     waiting = engine.waiting_tokens
     return {

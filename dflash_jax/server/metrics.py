@@ -106,7 +106,10 @@ class Metrics:
 
         yield gauge("num_requests_running", "Requests in a slot.", engine.running)
         yield gauge("num_requests_waiting", "Requests in the queue.", engine.waiting)
-        yield gauge("kv_cache_usage_perc", "Positions of all slots that are in use, 1 for all.", engine.usage)
+        yield gauge("num_requests_swapped", "Requests whose keys and values are on the host.", engine.swapped)
+        yield counter("num_preemptions", "How often keys and values were moved to the host.", s.preemptions)
+        yield gauge("kv_cache_usage_perc", "Pages that requests use, 1 for all.", engine.usage)
+        yield self._cache_config()
         yield counter("prompt_tokens", "Prompt tokens.", s.prompt_tokens)
         yield counter("generation_tokens", "New tokens.", s.new_tokens)
         yield counter("prefix_cache_queries", "Prompt tokens looked up.", s.prompt_tokens)
@@ -139,6 +142,22 @@ class Metrics:
             rounds.add_metric([*labels, str(rows), str(spec)], count)
         yield rounds
         yield counter("engine_host_seconds", "Of the engine's steps, without waiting for the device.", s.host_s)
+
+    def _cache_config(self) -> Metric:
+        """The pages of keys and values: vLLM's blocks."""
+        pages, config = self._engine.engine.pages, self._engine.engine.config
+        full, windowed = (pool.count * len(pool.live) for pool in pages.pools)
+        values = {
+            "block_size": pages.size,
+            "num_gpu_blocks": full,
+            "num_windowed_gpu_blocks": windowed,
+            "enable_prefix_caching": config.prefix_bytes > 0,
+        }
+        info = GaugeMetricFamily(
+            "vllm:cache_config_info", "How keys and values are kept.", labels=("model_name", "engine", *values)
+        )
+        info.add_metric([self._name, "0", *map(str, values.values())], 1)
+        return info
 
     def _prefix_tiers(self) -> Iterator[Metric]:
         """Yields the totals of both tiers of the prefix cache."""

@@ -155,6 +155,7 @@ def report(shapes, layout, devices, args) -> dict:
     from dflash_jax.decoding.state import Settings
     from dflash_jax.engine.config import largest_prefill
     from dflash_jax.engine.executables import GPU_OPTIONS, Executables
+    from dflash_jax.engine.memory import pages_of_slots
     from dflash_jax.models.drafter import DraftVocabulary
     from dflash_jax.ops.cache import KVCache
     from dflash_jax.sampling_params import MAX_LOGPROBS
@@ -182,7 +183,8 @@ def report(shapes, layout, devices, args) -> dict:
     for name in args.programs:
         programs = without if name == "plain" else with_drafter
         settings = Settings(window if name == "round" else 1, top_logprobs=MAX_LOGPROBS)
-        state = programs.abstract_state(args.slots, args.max_len, settings)
+        pages = pages_of_slots(programs, args.slots, args.max_len, settings)
+        state = programs.abstract_state(args.slots, args.max_len, settings, pages)
         caches = [c for c in (*state.target, *jax.tree.leaves(state.draft, is_leaf=is_kv)) if is_kv(c)]
         arrays = {
             "keys_and_values": caches,

@@ -89,11 +89,11 @@ def test_a_wide_block_begins_with_the_drafts_of_a_narrow_one(target, head):
     np.testing.assert_array_equal(blocks(7, 16)[:, :8], wide)
 
 
-def test_a_window_hides_what_is_before_it_and_a_ring_keeps_no_more(target, head):
+def test_a_window_hides_what_is_before_it(target, head):
     settings = replace(SETTINGS, draft_window=DraftWindow(9, 2))
-    ring = fast.prefill(target, head, start(target, head, settings=settings), 5)
+    windowed = fast.prefill(target, head, start(target, head, settings=settings), 5)
     linear = fast.prefill(target, head, start(target, head), 8)
-    linear = replace(linear, draft_window=ring.draft_window, draft_sinks=ring.draft_sinks)
+    linear = replace(linear, draft_window=windowed.draft_window, draft_sinks=windowed.draft_sinks)
     drafts = jax.jit(propose, static_argnames="settings")
 
     def blocks(state):
@@ -101,12 +101,13 @@ def test_a_window_hides_what_is_before_it_and_a_ring_keeps_no_more(target, head)
 
     def with_values(place_of) -> np.ndarray:
         context, pending = linear.draft
-        chosen = place_of(jnp.arange(context.capacity))[:, None]
+        # A slot has one page.
+        chosen = place_of(jnp.arange(context.page_size))[:, None]
         return blocks(replace(linear, draft=(replace(context, v=jnp.where(chosen, 1e4, context.v)), pending)))
 
-    (context, _), expected = ring.draft, blocks(linear)
-    assert context.ring
-    np.testing.assert_array_equal(blocks(ring), expected)
+    (context, _), expected = windowed.draft, blocks(linear)
+    assert (context.window, context.sinks) == (9, 2)
+    np.testing.assert_array_equal(blocks(windowed), expected)
     # Place 0 belongs to no token; row 4, the shorter, sees positions from 8 on.
     np.testing.assert_array_equal(with_values(lambda place: (place == 0) | (place >= 2) & (place < 8)), expected)
     assert (with_values(lambda place: place == 1) != expected).any()

@@ -14,7 +14,7 @@ from dflash_jax.decoding.batch_init import init_state
 from dflash_jax.decoding.speculative import decide, propose
 from dflash_jax.decoding.state import Settings
 from dflash_jax.models.drafting import DraftWindow, Proposal
-from dflash_jax.ops import attention, cache
+from dflash_jax.ops import cache
 from dflash_jax.tools.equality import Reference, check_same, equal_or_tie, new_tokens
 from tests import tiny
 from tests.tiny import VOCAB, coach, fast, sampling, yields
@@ -53,8 +53,7 @@ MODES = sorted(SAMPLING)
 def short_chunks():
     """Context is read in several pieces."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cache, "CONTEXT_CHUNK", 32)
-        patch.setattr(attention, "CONTEXT_CHUNK", 32)
+        patch.setattr(cache, "PAGE_SIZE", 32)
         yield
 
 

@@ -11,6 +11,8 @@ from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.executables import Executables
 from dflash_jax.engine.model_runner import ModelRunner
 from dflash_jax.engine.request import Request
+from dflash_jax.models.drafting import NO_WINDOW
+from dflash_jax.ops.cache import pages_of
 from dflash_jax.sampling_params import SamplingParams
 from dflash_jax.tools.equality import Reference, equal_or_tie
 from tests import tiny
@@ -18,12 +20,17 @@ from tests import tiny
 MARKER, CAPACITY, SIZES = 1, 96, (8, 32)
 
 
-def engine_for(programs: Executables, block_sizes=(1, 8), slots: int = 32, **options) -> Engine:
-    settings = Settings(1, top_logprobs=5)
+def engine_for(
+    programs: Executables, block_sizes=(1, 8), slots: int = 32, pages=None, draft_window=NO_WINDOW, **options
+) -> Engine:
+    settings = Settings(1, top_logprobs=5, draft_window=draft_window)
     options = {"prefill_sizes": SIZES, "prefill_batch_tokens": 32, "max_num_batched_tokens": 64} | options
     options.setdefault("prefix_bytes", 2 * 10**6)
+    if pages is None and options["prefix_bytes"]:
+        # Twice as many as the slots can use: the others are for prefixes.
+        pages = (2 * slots * pages_of(CAPACITY, CAPACITY),) * 2
     options = {"rounds": round_specs(block_sizes), "markers": frozenset([MARKER])} | options
-    return Engine(ModelRunner(programs, slots, CAPACITY, settings), EngineConfig(**options))
+    return Engine(ModelRunner(programs, slots, CAPACITY, settings, pages), EngineConfig(**options))
 
 
 def some_requests(seed: int, count: int, vocab: int) -> list[dict]:

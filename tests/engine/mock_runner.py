@@ -37,7 +37,7 @@ def expected(prompt: list[int], new: int) -> list[int]:
 class Slot:
     prompt: list[int] = field(default_factory=list)
     limit: int = 0
-    known: list[int] = field(default_factory=list)  # what the caches hold
+    known: int = 0  # positions in the caches
     tokens: list[int] = field(default_factory=list)
     done: bool = True
 
@@ -55,18 +55,56 @@ class MockCopies:
         assert isinstance(arrays, HostArrays)
         return arrays.arrays
 
+    def wait(self, arrays):
+        pass
+
 
 @dataclass(eq=False)
 class HostArrays:
     arrays: object
 
 
+class MockPages(MockCopies):
+    """What pieces keep is a name, and has as many users as pieces keep it."""
+
+    def __init__(self):
+        self.users = Counter()
+
+    def keep(self, kept):
+        self.users[kept] += 1
+
+    def drop(self, kept):
+        assert self.users[kept] > 0
+        self.users[kept] -= 1
+
+    def has_idle_pages(self, kept, shard, kinds):
+        return True
+
+    def to_device(self, copy, shard):
+        kept = super().to_device(copy)
+        self.keep(kept)
+        return kept
+
+
 class MockRunner:
     """Works behind a clock that moves when the host waits: a prefill chunk costs its size in microseconds, a round a
     millisecond."""
 
-    def __init__(self, slots: int, capacity: int = 4096, seed: int = 0, shards: int = 1):
-        self.slots, self.capacity, self.shards = slots, capacity, shards
+    page_size, page_bytes, snapshot_bytes = 4, (40, 40), 10
+
+    def __init__(
+        self,
+        slots: int,
+        capacity: int = 4096,
+        seed: int = 0,
+        shards: int = 1,
+        pages: tuple[int, int] | None = None,
+        window: tuple[int, int] = (0, 0),
+    ):
+        self.slots, self.capacity, self.shards, self.window = slots, capacity, shards, window
+        # As many as all slots need, and as many for prefixes.
+        self.pages = pages or (2 * slots // shards * -(-capacity // self.page_size), 0)
+        self.copies = MockCopies()
         self.random, self.clock, self.busy_until, self.log = random.Random(seed), 0.0, 0.0, []
         # (prompts, tokens of each, batch size of a shard) of each prefill.
         self.calls = []
@@ -80,6 +118,41 @@ class MockRunner:
 
     def reset(self):
         self.rows = [Slot() for _ in range(self.slots)]
+        # Of both kinds: what the pages have, and which page a slot has.
+        self.contents = [[[None] * self.page_size for _ in range(count * self.shards)] for count in self.pages]
+        self.tables = None
+
+    def set_tables(self, *tables):
+        assert all(table.shape == (self.slots, -(-self.capacity // self.page_size)) for table in tables)
+        self.tables = [table.tolist() for table in tables]
+
+    def place(self, slot, position, kind=0):
+        """The page of a position and the place in it; None where there is no page."""
+        page = self.tables[kind][slot][position // self.page_size]
+        if page == self.pages[kind]:
+            return None
+        return self.contents[kind][self.shard(slot) * self.pages[kind] + page], position % self.page_size
+
+    def write(self, slot, tokens):
+        """Appends tokens to the caches."""
+        for token in tokens:
+            for kind in (0, 1):
+                if (place := self.place(slot, self.rows[slot].known, kind)) is not None:
+                    place[0][place[1]] = token
+            self.rows[slot].known += 1
+
+    def cached(self, slot, kind=0):
+        """What the caches of a kind have of a slot."""
+        places = [self.place(slot, position, kind) for position in range(self.rows[slot].known)]
+        return [None if place is None else place[0][place[1]] for place in places]
+
+    def assert_window(self, slot):
+        """Whether the caches with a window have what a round reads."""
+        last, first = self.window
+        row = self.rows[slot]
+        for position, token in enumerate(self.cached(slot, 1) if last else ()):
+            is_behind = first <= position < row.known - last
+            assert is_behind or token == row.tokens[position]
 
     def shard(self, slot):
         return slot * self.shards // self.slots
@@ -110,7 +183,7 @@ class MockRunner:
 
     def admit(self, slot, request):
         self.log.append(("admit", slot, request))
-        self.rows[slot] = Slot(request.prompt, request.need, [], list(request.prompt), False)
+        self.rows[slot] = Slot(request.context, request.need, 0, list(request.context), False)
 
     embedding = 1, "float32"
 
@@ -125,9 +198,10 @@ class MockRunner:
         for slot, n in zip(slots, tokens, strict=True):
             row = self.rows[slot]
             assert 0 < n <= size
-            assert len(row.known) + n < len(row.prompt)
+            assert row.known + n < len(row.prompt)
+            assert self.cached(slot) == row.prompt[: row.known]
             self.log.append(("prefill", slot, size))
-            row.known = row.known + row.prompt[len(row.known) : len(row.known) + n]
+            self.write(slot, row.prompt[row.known : row.known + n])
         self.calls.append((len(slots), size, batch))
         return self.work(1e-6 * size * batch)
 
@@ -151,7 +225,8 @@ class MockRunner:
                 if row.done:
                     break
                 # All but the last token must be in the caches.
-                assert row.known == row.tokens[:-1]
+                assert self.cached(slot) == row.tokens[:-1]
+                self.assert_window(slot)
                 n = 0
                 for _ in range(self.random.randint(1, block_size)):
                     row.tokens.append(next_token(row.tokens) if masks is None or masks[i] is None else masks[i])
@@ -162,7 +237,7 @@ class MockRunner:
                     if (row.tokens[-1] == END and self.ends) or len(row.tokens) == row.limit:
                         row.done = True
                         break
-                row.known = row.tokens[:-1]
+                self.write(slot, row.tokens[row.known : -1])
                 rounds.append(n)
             tokens.append(row.tokens[before:])
             yielded.append(rounds)
@@ -193,36 +268,48 @@ class MockRunner:
         self.wait(ticket[0])
         return ticket[1]
 
-    def save(self, slot, start, size):
-        return tuple(self.rows[slot].known[start : start + size])
+    def save(self, pages, is_windowed):
+        return [tuple(self.contents[is_windowed][page]) for page in pages]
 
-    def load(self, slot, start, segment):
-        row = self.rows[slot]
-        self.log.append(("load", slot, start))
-        row.known = row.known[:start] + list(segment)
+    def load(self, pages, segments, is_windowed):
+        self.log.append(("load", len(pages)))
+        for page, contents in zip(pages, segments, strict=True):
+            self.contents[is_windowed][page] = list(contents)
 
     def snapshot(self, slot):
-        return len(self.rows[slot].known)
+        return self.rows[slot].known
 
     def restore(self, slot, length, snapshot):
         row = self.rows[slot]
-        assert snapshot == length == len(row.known)
-        assert row.known == row.prompt[:length]
+        assert snapshot == length
+        row.known = length
+        self.log.append(("restore", slot, length))
+        assert self.cached(slot) == row.prompt[:length]
 
     def host_copies(self):
-        return MockCopies()
+        return self.copies
 
     def bytes(self, tree):
-        return 10 if isinstance(tree, int) else sum(map(len, tree))
+        return self.snapshot_bytes
 
 
 def request(prompt, new: int = 10, **options) -> Request:
     return Request(list(prompt), SamplingParams(max_tokens=new, temperature=0.0), (END,), **options)
 
 
-def engine(slots: int = 4, capacity: int = 4096, seed: int = 0, shards: int = 1, **options) -> Engine:
+def engine(
+    slots: int = 4,
+    capacity: int = 4096,
+    seed: int = 0,
+    shards: int = 1,
+    pages: tuple[int, int] | int | None = None,
+    window: tuple[int, int] = (0, 0),
+    **options,
+) -> Engine:
+    """An engine on a `MockRunner`; ``pages``: of both kinds, or of the first."""
+    pages = (pages, 0) if isinstance(pages, int) else pages
     options = {"rounds": round_specs((8, 16)), "prefill_sizes": (4, 16), "max_num_batched_tokens": 64} | options
-    return Engine(MockRunner(slots, capacity, seed, shards), EngineConfig(**options))
+    return Engine(MockRunner(slots, capacity, seed, shards, pages, window), EngineConfig(**options))
 
 
 def run(engine: Engine, most: int = 10_000) -> list:

@@ -176,7 +176,7 @@ def test_text_in_a_slot_that_had_an_image(pair):
 def test_the_context_of_a_prompt_with_images_is_that_of_one_pass(kind, pair):
     """In chunks that divide images. Positions of DFlash are plain indices, those of a head are the target's."""
     drafter, (prompt, media) = kind(pair.target), PROMPTS[1]
-    runner = engine_for(Executables(pair.target, drafter), slots=1).runner
+    runner = engine_for(Executables(pair.target, drafter), slots=1, prefix_bytes=0).runner
     runner.admit(0, request(1))
     length = len(prompt) - 1
     for start in range(0, length, 8):

@@ -1,5 +1,6 @@
 """Where prompts are cut, and what is kept of them."""
 
+from collections import Counter
 from itertools import pairwise
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from dflash_jax.engine import prefix_cache
 from dflash_jax.engine.prefix_cache import Prefix, PrefixCache, chunks, cut_points, keys
-from tests.engine.mock_runner import MockCopies
+from tests.engine.mock_runner import MockPages
 
 MARKERS = frozenset([0])
 TOKENS = st.lists(st.integers(0, 5), min_size=1, max_size=200)
@@ -49,8 +50,18 @@ def test_long_prompts_are_kept_on_a_grid():
 def add(kept: PrefixCache, name: str, parent: Prefix | None = None, size: int = 10, length: int = 100):
     """A prefix of ``length`` tokens more than its parent's, whose keys and values have a tenth of its bytes."""
     length += parent.length if parent else 0
-    segments = [(parent.length if parent else 0, name)]
-    return kept.add(name.encode(), length, parent, segments, name, size // 10, size - size // 10)
+    return kept.add(name.encode(), length, parent, name, name, size // 10, size - size // 10)
+
+
+def restored(kept: PrefixCache, prefix: Prefix) -> list:
+    """What the pieces of a prefix keep on the device."""
+    found = []
+    for piece, may_stay in kept.parts(prefix, 0):
+        value, is_piece = kept.tiers.on_device(piece, 0, may_stay)
+        found.append(value)
+        if not is_piece:
+            kept.tiers._copies.drop(value)
+    return found
 
 
 def conversation(kept: PrefixCache, name: str, lengths: list[int], parent: Prefix | None = None) -> Prefix | None:
@@ -64,7 +75,7 @@ def known(kept: PrefixCache, *names: str) -> list[str]:
 
 
 def test_the_least_recently_used_goes_first_and_children_before_parents():
-    kept = PrefixCache(40)
+    kept = PrefixCache(40, 0, MockPages())
     system = add(kept, "system")
     for name in "abc":
         assert add(kept, name, system) is not None
@@ -77,7 +88,7 @@ def test_the_least_recently_used_goes_first_and_children_before_parents():
 
 
 def test_what_does_not_fit_is_not_kept():
-    kept = PrefixCache(25)
+    kept = PrefixCache(25, 0, MockPages())
     assert add(kept, "large", size=26) is None
     first = add(kept, "first", size=20)
     # Its parent cannot go before it.
@@ -90,7 +101,7 @@ def test_what_does_not_fit_is_not_kept():
 
 
 def test_a_conversation_keeps_few_snapshots_and_all_keys_and_values():
-    kept = PrefixCache(10**9)
+    kept = PrefixCache(10**9, 0, MockPages())
     last = conversation(kept, "t", [1000] * 100)
     stored = [part for part in last.chain() if part.snapshot is not None]
     lengths = [part.length for part in stored]
@@ -101,12 +112,12 @@ def test_a_conversation_keeps_few_snapshots_and_all_keys_and_values():
     for newer, older in pairwise(lengths):
         assert newer - older <= 1000 + 3 * min(older, 100_000 - newer)
     # A cut between two of them is restored from the older one: the keys and values behind it are all there.
-    assert [start for start, _ in kept.segments(last, 0)] == list(range(0, 100_000, 1000))
+    assert restored(kept, last) == [f"t{i}" for i in range(100)] + ["t99"]
     assert kept.size == 100 * 1 + 9 * len(stored)
 
 
 def test_points_where_prompts_diverge_are_kept():
-    kept = PrefixCache(10**9)
+    kept = PrefixCache(10**9, 0, MockPages())
     trunk = conversation(kept, "t", [1000] * 20)
     assert trunk.parent.snapshot is not None
     branch = add(kept, "branch", trunk.parent, length=500)
@@ -117,7 +128,7 @@ def test_points_where_prompts_diverge_are_kept():
 
 
 def test_a_header_behind_a_prompt_goes_when_the_conversation_goes_on():
-    kept = PrefixCache(10**9)
+    kept = PrefixCache(10**9, 0, MockPages())
     user = add(kept, "user")
     header = add(kept, "header", user, length=5)
     kept.pin(header)
@@ -132,7 +143,7 @@ def test_a_header_behind_a_prompt_goes_when_the_conversation_goes_on():
 
 
 def test_a_snapshot_that_went_comes_back_with_the_keys_and_values_that_stayed():
-    kept = PrefixCache(10**9)
+    kept = PrefixCache(10**9, 0, MockPages())
     last = conversation(kept, "t", [1000] * 100)
     gone = next(part for part in last.chain() if part.snapshot is None)
     size, name = kept.size, gone.key.decode()
@@ -143,7 +154,7 @@ def test_a_snapshot_that_went_comes_back_with_the_keys_and_values_that_stayed():
 
 
 def test_a_pinned_prefix_stays_and_what_finds_no_room_is_refused():
-    kept = PrefixCache(30)
+    kept = PrefixCache(30, 0, MockPages())
     chain = conversation(kept, "a", [100] * 3)
     kept.pin(chain)
     assert add(kept, "b") is None
@@ -154,21 +165,20 @@ def test_a_pinned_prefix_stays_and_what_finds_no_room_is_refused():
 
 
 def test_the_oldest_move_to_the_host_and_come_back():
-    copies = MockCopies()
+    copies = MockPages()
     kept = PrefixCache(40, 1000, copies)
     for name in "abcdef":
         assert add(kept, name)
     # Those that came last are on the device alone.
     assert (kept.tiers.device.size, kept.tiers.host.size) == (40, 40)
     assert not kept.is_on_device(a := kept.find(b"a"), 0)
-    assert list(kept.segments(a, 0)) == [(0, "a")]
-    assert kept.snapshot(a) == "a"
+    assert restored(kept, a) == ["a", "a"]
     assert known(kept, *"abcdef") == [*"abcdef"]
     assert kept.size <= 40
 
 
 def test_where_the_host_is_full_its_oldest_are_lost():
-    kept = PrefixCache(40, 20, MockCopies())
+    kept = PrefixCache(40, 20, MockPages())
     for name in "abcdefgh":
         add(kept, name)
         assert kept.tiers.host.size <= 20
@@ -178,7 +188,7 @@ def test_where_the_host_is_full_its_oldest_are_lost():
 
 @pytest.mark.parametrize("host", [0, 40, 100, 400])
 def test_a_small_host_tier_takes_nothing_from_the_device(host):
-    kept = PrefixCache(1000, host, MockCopies())
+    kept = PrefixCache(1000, host, MockPages())
     for i in range(60):
         add(kept, str(i), size=40)
     assert kept.tiers.device.size == 1000
@@ -186,7 +196,7 @@ def test_a_small_host_tier_takes_nothing_from_the_device(host):
 
 
 def test_where_the_host_has_no_memory_left_its_budget_ends():
-    copies = MockCopies()
+    copies = MockPages()
     kept = PrefixCache(40, 1000, copies)
     for name in "abcde":
         add(kept, name)
@@ -197,8 +207,26 @@ def test_where_the_host_has_no_memory_left_its_budget_ends():
     assert set("ghi") <= set(known(kept, *"abcdefghi"))
 
 
+def test_what_comes_back_takes_no_room_of_its_own_prefix():
+    kept = PrefixCache(40, 1000, MockPages())
+    chain = conversation(kept, "a", [100] * 4)
+    kept.pin(chain)
+    pieces = [piece for piece, _ in kept.parts(chain, 0)]
+    away, *others = pieces
+    for piece in pieces:
+        if piece not in kept.tiers.host:
+            assert kept.tiers._save(piece, replaces=True)
+    if away in kept.tiers.device:
+        kept.tiers._leave_device(away)
+    kept.tiers.device.budget = kept.tiers.device.size
+    before = [piece.device for piece in others]
+    value, is_piece = kept.tiers.on_device(away, 0)
+    assert (value, is_piece) == ("a0", False)
+    assert [piece.device for piece in others] == before
+
+
 def test_each_device_of_a_host_takes_its_memory():
-    copies = MockCopies()
+    copies = MockPages()
     copies.devices = 4
     kept = PrefixCache(40, 80, copies)
     for name in "abcdefgh":
@@ -216,7 +244,7 @@ class Accounting(RuleBasedStateMachine):
         devices=st.integers(1, 2),
     )
     def begin(self, budget, host, devices):
-        self.copies = MockCopies()
+        self.copies = MockPages()
         self.copies.devices = devices
         self.kept = PrefixCache(budget, host, self.copies)
         self.names, self.pinned, self.count = [b"none"], [], 0
@@ -230,18 +258,17 @@ class Accounting(RuleBasedStateMachine):
         if again:
             parent, length = parent.parent, parent.length - (parent.parent.length if parent.parent else 0)
         length += parent.length if parent else 0
-        start = parent.length if parent else 0
-        added = self.kept.add(name, length, parent, [(start, name)], name, size // 2, size - size // 2)
+        added = self.kept.add(name, length, parent, name, name, size // 2, size - size // 2)
         assert added is None or self.kept.find(name) is added
         self.names.append(name)
 
     @rule(at=st.integers(0, 50))
     def restores(self, at):
         if (prefix := self.kept.find(self.names[at % len(self.names)])) is not None:
-            starts = [start for start, _ in self.kept.segments(prefix, 0)]
-            assert starts == sorted(set(starts))
-            assert starts[0] == 0
-            assert self.kept.snapshot(prefix) == prefix.key
+            chain = [part.key for part in reversed(prefix.chain())]
+            self.kept.pin(prefix)
+            assert restored(self.kept, prefix) == [*chain, prefix.key]
+            self.kept.unpin(prefix)
 
     @rule(at=st.integers(0, 50))
     def pins(self, at):
@@ -275,6 +302,16 @@ class Accounting(RuleBasedStateMachine):
         assert tiers.host.size == self.copies.devices * sum(piece.size for piece in tiers.host.pieces)
 
     @invariant()
+    def what_is_on_the_device_has_its_users(self):
+        on_device = Counter(piece.device for piece in self.kept.tiers.device.pieces)
+        assert +self.copies.users == on_device
+
+    @rule()
+    def gives_up_pages(self):
+        before = len(self.kept.tiers.device.pieces)
+        assert self.kept.tiers.give_up_pages(0, (0,)) == (len(self.kept.tiers.device.pieces) < before)
+
+    @invariant()
     def what_is_kept_can_be_restored_and_nothing_else_is_kept(self):
         for prefix in self.kept._prefixes.values():
             assert prefix.parent is None or prefix in self.kept._prefixes[prefix.parent.key].children
@@ -303,7 +340,7 @@ def test_a_salt_parts_prefixes():
 
 
 def test_a_conversation_of_thousands_of_messages_is_lost_without_recursion():
-    kept = PrefixCache(10**6)
+    kept = PrefixCache(10**6, 0, MockPages())
     last = conversation(kept, "t", [20] * 3000)
     assert len(last.chain()) == 3000
     assert add(kept, "other", size=10**6)

@@ -78,7 +78,7 @@ def pair():
 def leading_engine(leader: Leader, programs: Executables, **options) -> Engine:
     """The engine of `engine_for` on a runner whose calls are sent."""
     plain = engine_for(programs, slots=4, **options)
-    runner = leader.runner(programs, 4, CAPACITY, plain.runner.settings)
+    runner = leader.runner(programs, 4, CAPACITY, plain.runner.settings, plain.runner.pages)
     return Engine(runner, plain.config, plain.policy)
 
 
@@ -87,7 +87,7 @@ def test_a_follower_gets_the_leaders_arrays_under_load(pair):
     target, programs, wanted, expected = pair
     tape, rng = Tape(), random.Random(0)
     leader = Leader(tape, (programs,))
-    engine = leading_engine(leader, programs, prefix_bytes=60_000, prefix_host_bytes=10**6)
+    engine = leading_engine(leader, programs, prefix_bytes=300_000, prefix_host_bytes=10**7)
 
     def choose(batch_size, acceptances, allowed=engine.config.rounds, *_):
         return rng.choice(allowed)
@@ -132,7 +132,7 @@ def test_followers_keep_what_the_leader_keeps(pair):
     tape = Tape()
     leader = Leader(tape, (programs,))
     runner = leader.runner(programs, 2, CAPACITY, Settings(1, top_logprobs=0))
-    first, second = runner.snapshot(0), runner.save(0, 0, 8)
+    first, second = runner.snapshot(0), runner.save([0, 1], False)
     leaves = jax.tree.leaves([first, second])
     assert len(leaves) == len(jax.tree.leaves([first.arrays, second.arrays]))
     assert runner.bytes([first]) == ModelRunner.bytes(runner, first.arrays)
@@ -189,11 +189,11 @@ def test_a_message_that_cannot_be_sent_changes_nothing(pair, monkeypatch):
     number = kept.handle.number
     del kept
     with pytest.raises(TypeError, match="a value of type int64 cannot be sent"):
-        runner.save(np.int64(0), 0, 8)
+        runner.save([np.int64(0)], False)
     with monkeypatch.context() as small:
         small.setattr(replay, "MAX_CALL", 9)
         with pytest.raises(EngineError, match=r"save: a message of \d+ bytes; the most is 9"):
-            runner.save(0, 0, 8)
+            runner.save([0, 1], False)
     runner.reset()
     assert number not in follow(tape, programs)._kept
 

@@ -14,6 +14,7 @@ from dflash_jax.engine.ahead_of_time import AheadOfTime
 from dflash_jax.engine.config import EngineConfig, round_specs
 from dflash_jax.engine.executables import Executables
 from dflash_jax.engine.memory import Memory, device_memory, plan_memory
+from dflash_jax.engine.model_runner import ModelRunner
 from dflash_jax.engine.request import Request
 from dflash_jax.engine.warm_up import warm_up
 from dflash_jax.errors import InputError
@@ -35,10 +36,10 @@ def test_everything_is_compiled_at_warm_up(engine, caplog):
     found = warm_up(engine)
     assert set(found) == {
         "admit",
-        *(f"{kind} {size}" for kind in ("save", "load") for size in (8, 32)),
+        "tables",
+        *(f"copies of {size} pages{kind}" for size in (1, 8) for kind in ("", " with a window")),
         *(f"prefill {shape}{kind}" for shape in ("1 x 8", "4 x 8", "1 x 32") for kind in ("", " without drafter")),
         "score 32",
-        "snapshot",
         "restore",
         *(f"decode {rows} x {width}" for rows in (1, 4) for width in (0, 1, 8)),
     }
@@ -76,18 +77,23 @@ def test_a_decoding_step_reads_once(engine, monkeypatch):
 def test_memory_is_planned_before_it_is_taken(engine):
     programs, settings = engine.runner.programs, Settings(1, top_logprobs=5)
     found = plan_memory(programs, 4, CAPACITY, settings, EngineConfig(round_specs((8,)), prefix_bytes=1000), 1.0)
-    state = sum(x.nbytes for x in jax.tree.leaves(engine.runner.state))
-    assert (found.slots, found.weights) == (state, sum(x.nbytes for x in programs.weights))
-    assert found.all == found.slots + found.weights + found.workspace + 1000
+    runner = ModelRunner(programs, 4, CAPACITY, settings, found.counts)
+    state = sum(x.nbytes for x in jax.tree.leaves(runner.state))
+    assert (found.slots + found.pages, found.weights) == (state, sum(x.nbytes for x in programs.weights))
+    assert found.all == state + found.weights + found.workspace + 1000
 
 
 def test_what_does_not_fit_is_refused_with_advice(engine):
-    with pytest.raises(InputError, match=r"4 slots of 96 positions do not fit: weights 0.00 GB.*; not one slot fits"):
+    with pytest.raises(
+        InputError, match=r"4 slots of at most 96 positions do not fit: weights 0.00 GB.*; not one slot fits"
+    ):
         plan_memory(engine.runner.programs, 4, CAPACITY, Settings(), EngineConfig(), 1e-12)
     # What is said to fit does, and one more does not.
     programs = engine.runner.programs
-    need = [plan_memory(programs, n, CAPACITY, Settings(), EngineConfig(), 1.0).all for n in (1, 2, 9)]
-    fraction = (need[1] + (need[2] - need[1]) / 2) / device_memory()
+    plans = [plan_memory(programs, n, CAPACITY, Settings(), EngineConfig(), 1.0) for n in (1, 2, 9)]
+    # Beside the pages of one request, which must fit.
+    bare = [plan.all - plan.pages for plan in plans]
+    fraction = (bare[1] + (bare[2] - bare[1]) / 2 + plans[0].pages) / device_memory()
     with pytest.raises(InputError) as told:
         plan_memory(programs, 9, CAPACITY, Settings(), EngineConfig(), fraction)
     most = int(re.search(r"(\d+) slots fit", str(told.value))[1])
@@ -95,14 +101,16 @@ def test_what_does_not_fit_is_refused_with_advice(engine):
     plan_memory(programs, most, CAPACITY, Settings(), EngineConfig(), fraction)
     with pytest.raises(InputError):
         plan_memory(programs, most + 1, CAPACITY, Settings(), EngineConfig(), fraction)
-    with pytest.raises(InputError, match=r"slots of 100000000 positions do not fit.* [1-9]\d* slots? fits?|not one"):
+    with pytest.raises(
+        InputError, match=r"slots of at most 100000000 positions do not fit.* [1-9]\d* slots? fits?|not one"
+    ):
         plan_memory(engine.runner.programs, 2**10, 10**8, Settings(), EngineConfig(), 0.5)
 
 
 def test_memory_all_is_the_sum_without_the_limit_and_its_text_has_every_part():
-    memory = Memory(10**9, 5 * 10**8, 2 * 10**9, 3 * 10**8, 10**7, 4 * 10**9)
-    assert memory.all == 3_810_000_000
-    rest = "slots 2.00 GB, prefixes 0.30 GB, workspace 0.01 GB, limit 4.00 GB"
+    memory = Memory(10**9, 5 * 10**8, 2 * 10**9, 7 * 10**7, 3 * 10**8, 10**7, 4 * 10**9, (5, 0))
+    assert memory.all == 3_880_000_000
+    rest = "slots 2.00 GB, pages 0.07 GB, prefixes 0.30 GB, workspace 0.01 GB, limit 4.00 GB"
     assert str(memory) == f"weights 1.00 GB, vision 0.50 GB, {rest}"
     assert str(replace(memory, vision=0)) == f"weights 1.00 GB, {rest}"
 

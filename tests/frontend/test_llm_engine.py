@@ -154,7 +154,7 @@ def test_bad_options_of_llm_are_refused_by_name(options, named):
 
 def test_memory_that_is_not_there():
     small = LLM(mem_fraction=1e-6)
-    with pytest.raises(InputError, match=r"1 slots of 256 positions do not fit"):
+    with pytest.raises(InputError, match=r"1 slots of at most 256 positions do not fit"):
         small.generate(["x"], PARAMS)
 
 

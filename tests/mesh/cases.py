@@ -31,7 +31,7 @@ from dflash_jax.tools.equality import Reference, check_same
 from tests.engine.load import alone, engine_for, some_requests, under_load
 from tests.families import VOCAB, family_config
 from tests.helpers import random_decoder, random_drafter, random_head, tiny_draft_config
-from tests.mtp_context import assert_context, rows_with_context
+from tests.mtp_context import assert_context, of_one_device, rows_with_context
 
 SETTINGS = Settings(block_size=8, top_logprobs=2)
 PROMPTS = [list(range(3, 20)), [5], list(range(40, 50)), [7, 8, 9], [], [1, 2], [60, 3], [9] * 12]
@@ -212,5 +212,5 @@ def test_the_engine_on_a_mesh_under_load():
     assert engine.statistics.cached_tokens > 0
     assert engine.prefix_cache.tiers.host.hits > 0
     assert engine.free_slots == 8
-    state = jax.device_get(engine.runner.state)
+    state = of_one_device(jax.device_get(engine.runner.state), layout.data)
     assert_context(target, head, state, rows_with_context(state))

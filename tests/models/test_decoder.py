@@ -7,7 +7,7 @@ import pytest
 
 from dflash_jax.models.cache import init_cache
 from dflash_jax.ops.cache import DeltaState, KVCache
-from tests.helpers import commit, extend, random_decoder, tiny_config, tokens_of, verify
+from tests.helpers import commit, extend, map_numbers, random_decoder, tiny_config, tokens_of, verify
 
 ROWS, T, CAPACITY = 4, 16, 96
 PREFILLED = np.asarray([40, 3, 0, 21], np.int32)
@@ -108,7 +108,7 @@ def test_conv_state_of_short_rows(target, prefilled, block):
 def test_nan_in_an_idle_row_stays_there(call, slots, target, prefilled, block):
     """A row with n_valid 0 whose caches hold NaN, whatever its length says."""
     idle = 1
-    poisoned = jax.tree.map(lambda x: x.at[idle].set(jnp.nan), prefilled)
+    poisoned = map_numbers(lambda x: x.at[idle].set(jnp.nan), prefilled)
     length = jnp.asarray(PREFILLED).at[idle].set(90)
     n = full(slots).at[idle].set(0)
     run = {"extend": extend, "verify": verify}[call]
@@ -128,7 +128,7 @@ def test_nan_behind_the_length_of_a_live_row_stays_there(run, target, prefilled,
         if not isinstance(cache, KVCache):
             return cache
         stale = jnp.arange(cache.capacity) >= jnp.asarray(PREFILLED)[:, None]
-        return jax.tree.map(lambda x: jnp.where(stale[:, None, :, None], jnp.nan, x), cache)
+        return map_numbers(lambda x: jnp.where(stale[:, None, :, None], jnp.nan, x), cache)
 
     dirty = tuple(poison(cache) for cache in prefilled)
     assert any(np.isnan(x).any() for x in jax.tree.leaves(dirty))
@@ -147,7 +147,7 @@ def test_rows_do_not_see_one_another(target, prefilled, block):
     mixed, _, _ = verify(
         target,
         block[order],
-        jax.tree.map(lambda x: x[order], prefilled),
+        map_numbers(lambda x: x[order], prefilled),
         jnp.asarray(PREFILLED)[order],
         full(T),
         taps=TAPS,

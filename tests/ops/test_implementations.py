@@ -54,10 +54,10 @@ def rotation_cases():
 
 def write_cases():
     for rows, tokens in ((1, 1), (3, 5), (2, 16)):
-        cache, k, v, positions = arguments.written(Source(tokens), rows, tokens, 2, 16, 60)
+        cache, k, v, positions = arguments.written(Source(tokens), rows, tokens, 2, 16, 300)
         # Tokens that are not written have a place past the end.
         places = jnp.where(jnp.arange(tokens) % 3 != 1, positions, cache.capacity)
-        yield (cache.k, cache.v, k, v, cache.rows, places), {}
+        yield (cache.k, cache.v, cache.table, k, v, cache.rows, places), {}
 
 
 def delta_cases():

@@ -16,11 +16,8 @@ from dflash_jax.models.drafter import Drafter
 from dflash_jax.models.drafters import abstract_drafter
 from dflash_jax.models.drafting import ContextTokens, DraftWindow, TargetHeads
 from dflash_jax.models.families import dflash
-from dflash_jax.ops.attention import write
-from dflash_jax.ops.backend import XLA
-from dflash_jax.ops.cache import KVCache
 from tests.float64 import Exact, assert_near
-from tests.helpers import draw
+from tests.helpers import draw, map_numbers
 from tests.parity import dflash_reference
 
 HIDDEN, TAPS, VOCAB, SLOTS = 24, 2, 53, 16
@@ -287,7 +284,7 @@ def test_a_slot_of_a_causal_head_sees_none_behind_it(tmp_path):
 
 
 def test_block_behind_a_long_context_equals_the_reference(tmp_path):
-    """Contexts of several read chunks (256 positions), and rings of more than one."""
+    """Contexts of several pages, and a window of more than one."""
     raw, window = config(layer_types=[SLIDING, FULL], sliding_window=300), DraftWindow()
     drafter, tensors = saved(raw, tmp_path)
     lengths, widths = np.asarray([1100, 299, 700], np.int32), np.asarray([16, 5, 9], np.int32)
@@ -295,39 +292,23 @@ def test_block_behind_a_long_context_equals_the_reference(tmp_path):
     features = rng.standard_normal((3, 1100, TAPS, HIDDEN)).astype(np.float32)
     embedded = rng.standard_normal((3, SLOTS, HIDDEN)).astype(np.float32)
     cache = build_context(drafter, features, lengths, window, 1200, 190, rng)
-    assert [c.ring for c in cache] == [True, False]
+    assert [c.window for c in cache] == [300, None]
     got = block(drafter, jnp.asarray(embedded), cache, jnp.asarray(lengths), jnp.asarray(widths), window=window)
     for row, want in enumerate(reference_rows(raw, tensors, features, lengths, widths, embedded, window)):
         assert_near(got[row, : widths[row]], want, f"behind {lengths[row]} positions")
 
 
-def test_rings_do_not_grow_with_capacity():
-    def sizes(raw, capacity, window):
+def test_a_cache_has_the_window_of_its_layer():
+    def windows(raw, window):
         drafter = abstract_drafter(dflash.read_config(raw))
-        cache = jax.eval_shape(lambda: drafter.init_cache(1, capacity, jnp.float32, window))
-        return [c.k.shape[2] for c in cache]
+        cache = jax.eval_shape(lambda: drafter.init_cache(1, 100_000, jnp.float32, window))
+        return [(c.window, c.sinks) for c in cache]
 
     mixed = config(layer_types=[SLIDING, FULL], sliding_window=7)
-    assert sizes(mixed, 1000, DraftWindow()) == [7, 1024]
-    assert sizes(mixed, 100_000, DraftWindow()) == [7, 100_096]
-    assert sizes(mixed, 1000, DraftWindow(40, 4)) == sizes(mixed, 100_000, DraftWindow(40, 4)) == [11, 44]
-    # A window that the capacity covers is a plain buffer.
-    assert sizes(mixed, 5, DraftWindow()) == [5, 5]
+    assert windows(mixed, DraftWindow()) == [(7, 0), (None, 0)]
+    assert windows(mixed, DraftWindow(40, 4)) == [(7, 4), (40, 4)]
     published = json.loads((CONFIGS / "Qwen3.6-27B-DFlash.json").read_text())
-    assert sizes(published, 262_144, DraftWindow()) == [2048] * 4 + [262_144]
-
-
-def test_a_ring_keeps_the_newest_in_any_scatter_order():
-    """A piece longer than the ring: which of several writes to one slot lands is undefined, so only one may be made."""
-    empty = KVCache.create(1, 1, 1, 100, jnp.float32, window=7, sinks=2)
-    positions = jnp.arange(31)[None]
-    keep = positions < 29
-    values = positions.astype(jnp.float32)[..., None, None]
-    backwards = [x[:, ::-1] for x in (values, values, positions, keep)]
-    for cache in (write(XLA, empty, values, values, positions, keep), write(XLA, empty, *backwards)):
-        held = np.asarray(cache.positions(jnp.arange(9), jnp.asarray([29])))[0]
-        assert sorted(held) == [0, 1, *range(22, 29)]
-        np.testing.assert_array_equal(cache.k[0, 0, :, 0], held)
+    assert windows(published, DraftWindow()) == [(2048, 0)] * 4 + [(None, 0)]
 
 
 def test_an_idle_row_reaches_no_other(tmp_path):
@@ -341,7 +322,7 @@ def test_an_idle_row_reaches_no_other(tmp_path):
     start = jnp.asarray(LENGTHS).at[3].set(0)
     args = (start, jnp.asarray(WIDTHS))
     clean = np.asarray(block(drafter, embedded, cache, *args, window=window))
-    poisoned = jax.tree.map(lambda x: x.at[3].set(jnp.nan), cache)
+    poisoned = map_numbers(lambda x: x.at[3].set(jnp.nan), cache)
     dirty = np.asarray(block(drafter, embedded, poisoned, *args, window=window))
     others = np.arange(SLOTS) != 3
     assert np.isfinite(clean).all()

@@ -16,7 +16,9 @@ def tiered(llm):
     """A server whose device has room for a few snapshots, and whose host has it for all."""
     other = copy.copy(llm)
     runner = llm.new_engine(llm.programs, 4, 1024, prefill_sizes=(16, 64)).runner
-    other.prefix_bytes, other.prefix_host_bytes = 8 * runner.bytes(runner.snapshot(0)), 2**28
+    # A prefix is a snapshot and, here, one or two pages of each kind.
+    prefix = runner.bytes(runner.snapshot(0)) + sum(runner.page_bytes)
+    other.prefix_bytes, other.prefix_host_bytes = 6 * prefix, 2**28
     engine = started(other)
     serving = Serving(other, engine, [NAME])
     serving.is_ready = True

@@ -35,6 +35,9 @@ from dflash_jax.engine.ahead_of_time import AheadOfTime
 from dflash_jax.engine.compile_cache import enable_disk_cache
 from dflash_jax.engine.config import PREFILL_SIZES, largest_prefill
 from dflash_jax.engine.executables import Executables
+from dflash_jax.engine.memory import pages_of_slots
+from dflash_jax.engine.model_runner import ModelRunner
+from dflash_jax.engine.pages import Pages
 from dflash_jax.engine.step_calls import BATCH, REPLICATED, StepCalls
 from dflash_jax.errors import EngineError, InputError
 from dflash_jax.models import moe as moe_layer
@@ -225,7 +228,13 @@ class Bench:
     def state(self, point: Point):
         """Rows with ``context`` tokens behind them, as far as time and memory can tell."""
         capacity = -(-(point.context + ROOM) // 256) * 256
-        state = self.programs.empty(point.batch, capacity, PLAIN_SETTINGS)
+        counts = pages_of_slots(self.programs, point.batch, capacity, PLAIN_SETTINGS, capacity - point.context)
+        runner = ModelRunner(self.programs, point.batch, capacity, PLAIN_SETTINGS, counts)
+        pages = Pages(runner, lambda slot, kinds: False)
+        for slot in range(point.batch):
+            assert pages.cover(slot, point.context, capacity)
+        pages.send()
+        state = runner.state
         # Rows with the same tokens would all go to the same experts.
         tokens = np.random.default_rng(0).integers(self.programs.config.vocab_size, size=state.tokens.shape)
         state = replace(state, tokens=jax.device_put(tokens.astype(state.tokens.dtype), state.tokens.sharding))

@@ -3,7 +3,7 @@
 What a kernel must not read is NaN: what was never written, what is not kept, rows of a state that take no part.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -36,38 +36,54 @@ class Source:
         return jnp.asarray(self.rng.uniform(low, high, shape), dtype)
 
 
+def _paged(source, rows, kv_heads, dim, capacity, dtype) -> KVCache:
+    """A cache of ``rows`` rows whose pages are in random order, with some that no row has."""
+    cache = KVCache.create(rows, kv_heads, dim, capacity, dtype)
+    pages = len(cache.k) + 2
+    k, v = (source.normal(pages, *cache.k.shape[1:], dtype=dtype) for _ in "kv")
+    table = source.rng.permutation(pages)[: cache.table.size].reshape(cache.table.shape)
+    return KVCache(k, v, jnp.asarray(table, jnp.int32))
+
+
 def attention(source, rows, tokens, heads, kv_heads, dim, capacity, window=None, sinks=0, dtype=jnp.float32):
     """(q, k, v, cache, length, bounds) of `ops.attention.attention`.
 
     Contexts are empty, partly filled and full. The rows are those of a larger cache, of which the first is past the
-    end. What was never written is NaN.
+    end. What no token sees is NaN, and of pages that none sees there is no page.
     """
     q, k, v = (source.normal(rows, tokens, n, dim, dtype=dtype) for n in (heads, kv_heads, kv_heads))
-    cache = KVCache.create(rows + 1, kv_heads, dim, capacity, dtype, window, sinks)
+    cache = _paged(source, rows + 1, kv_heads, dim, capacity, dtype)
     length = np.resize([capacity * 2 // 3, capacity, 0, min(30, capacity)], rows)
     # A row past the end stands for the last one.
     slots = np.array([rows + 1, 0, *range(2, rows)][:rows])
-    used = np.zeros(rows + 1, np.int32)
-    used[np.minimum(slots, rows)] = np.minimum(length, cache.capacity)
-    is_written = jnp.arange(cache.capacity)[None, :, None] < jnp.asarray(used)[:, None, None, None]
-    contents = (source.normal(*cache.k.shape, dtype=dtype) for _ in "kv")
-    cached_k, cached_v = (jnp.where(is_written, x, jnp.nan).astype(dtype) for x in contents)
-    cache = KVCache(cached_k, cached_v, jnp.asarray(slots, jnp.int32), cache.sinks, cache.ring)
-    length, bounds = jnp.asarray(length, jnp.int32), Bounds.none(rows, tokens)
-    if window is not None:
-        zero, positions = jnp.zeros(rows, jnp.int32), length[:, None] + jnp.arange(tokens, dtype=jnp.int32)
-        first = jnp.zeros_like(positions) if sinks else positions - 5 * window // 6
-        bounds = Bounds(first, length - 3 * window // 5 if sinks else zero, zero + sinks)
-    return q, k, v, cache, length, bounds
+    first, recent = np.zeros((rows, tokens), np.int32), np.zeros(rows, np.int32)
+    if window is not None and sinks:
+        recent = length - 3 * window // 5
+    elif window is not None:
+        first = length[:, None] + np.arange(tokens) - 5 * window // 6
+    table = np.asarray(cache.table).copy()
+    is_seen = np.zeros((len(cache.k), cache.page_size), bool)
+    position = np.arange(cache.capacity)
+    for row, n, lowest, begin in zip(np.minimum(slots, rows), length, first.min(1), recent, strict=True):
+        seen = (position < n) & (position >= lowest) & ((position >= begin) | (position < sinks))
+        pages = seen.reshape(-1, cache.page_size)
+        is_seen[table[row]] = pages
+        table[row] = np.where(pages.any(1), table[row], len(cache.k))
+    where = jnp.asarray(is_seen)[:, None, :, None]
+    cached_k, cached_v = (jnp.where(where, x, jnp.nan).astype(dtype) for x in (cache.k, cache.v))
+    cache = KVCache(cached_k, cached_v, jnp.asarray(table), jnp.asarray(slots, jnp.int32))
+    bounds = Bounds(*(jnp.asarray(x, jnp.int32) for x in (first, recent, np.full(rows, sinks if window else 0))))
+    return q, k, v, cache, jnp.asarray(length, jnp.int32), bounds
 
 
-def written(source, rows, tokens, kv_heads, dim, capacity, window=None, dtype=jnp.float32):
+def written(source, rows, tokens, kv_heads, dim, capacity, dtype=jnp.float32):
     """(cache, k, v, positions) of `ops.attention.write`: rows of a larger cache, and one that is past its end."""
-    cache = KVCache.create(rows + 1, kv_heads, dim, capacity, dtype, window)
-    cached_k, cached_v = (source.normal(*cache.k.shape, dtype=dtype) for _ in "kv")
+    cache = _paged(source, rows + 1, kv_heads, dim, capacity, dtype)
     slots = np.arange(rows, 0, -1)
     slots[1:2] = rows + 7
-    cache = KVCache(cached_k, cached_v, jnp.asarray(slots, jnp.int32), cache.sinks, cache.ring)
+    # The last page of one row does not exist.
+    table = cache.table.at[int(slots[0]), -1].set(len(cache.k)) if cache.table.shape[1] > 1 else cache.table
+    cache = replace(cache, table=table, rows=jnp.asarray(slots, jnp.int32))
     k, v = (source.normal(rows, tokens, kv_heads, dim, dtype=dtype) for _ in "kv")
     start = jnp.asarray(np.resize([7, 20, 33], rows), jnp.int32)
     return cache, k, v, start[:, None] + jnp.arange(tokens, dtype=jnp.int32)

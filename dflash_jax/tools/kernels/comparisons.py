@@ -151,10 +151,10 @@ def frames(source, sizes: Sizes, rows, tokens, dtype) -> Comparison:
     return Comparison(dtype, kernel, definition, (q * sizes.vision[1] ** -0.5, k, v, low, high), permuted)
 
 
-def writing(source, sizes: Sizes, rows, tokens, dtype, window=None) -> Comparison:
+def writing(source, sizes: Sizes, rows, tokens, dtype) -> Comparison:
     """Writing of keys and values."""
     _, heads, dim = sizes.target
-    cache, k, v, positions = arguments.written(source, rows, tokens, heads, dim, 64, window, dtype)
+    cache, k, v, positions = arguments.written(source, rows, tokens, heads, dim, 64, dtype)
     # Of each row another count is kept.
     keep = jnp.arange(tokens) < jnp.asarray(np.arange(rows) % (tokens + 1))[:, None] + (rows == 1)
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from dflash_jax.errors import InputError
 from dflash_jax.ops import gated_delta, moe
-from dflash_jax.ops.cache import Bounds, DeltaState, KVCache
+from dflash_jax.ops.cache import PAGE_SIZE, Bounds, DeltaState, KVCache
 from dflash_jax.tools.kernels import arguments
 from dflash_jax.tools.kernels.arguments import Source
 from dflash_jax.tools.kernels.cases import failed, same_bits
@@ -45,26 +45,27 @@ def equal(found, expected) -> dict:
     return {"status": "exact"} if same_bits(*leaves) else failed("other bits than of an array of its own")
 
 
-def attention(capacity: int = 131072) -> dict:
-    """Of the last rows of a cache: read, and written."""
+def attention(capacity: int = 4096) -> dict:
+    """Of the last pages of a cache: read, and written."""
     from dflash_jax.ops.kernels.triton.attention import attend_triton, write_triton
 
     source, card, (heads, dim) = Source(0, on_device=True), tested_card(), (2, 256)
-    rows = LAST // (heads * capacity * dim) + 2
+    pages = LAST // (heads * PAGE_SIZE * dim) + 2
     q, k, v = (source.normal(2, 5, n, dim, dtype=BF16) for n in (16, heads, heads))
-    small = [source.normal(2, heads, capacity, dim, dtype=BF16) for _ in "kv"]
+    cache = KVCache.create(2, heads, dim, capacity, BF16)
+    small = [source.normal(*cache.k.shape, dtype=BF16) for _ in "kv"]
     length, bounds = jnp.asarray([3000, 500], jnp.int32), Bounds.none(2, 5)
-    positions = length[:, None] + jnp.arange(5, dtype=jnp.int32)
+    positions, rows = length[:, None] + jnp.arange(5, dtype=jnp.int32), jnp.asarray([0, 1], jnp.int32)
 
-    def read_and_write(cached_k, cached_v, rows):
-        y = attend_triton(card, q, k, v, None, KVCache(cached_k, cached_v, rows), length, bounds)
-        written = write_triton(card, cached_k, cached_v, k, v, rows, positions)
-        return y, [x[-2:, :, :4096] for x in written]
+    def read_and_write(cached_k, cached_v, table):
+        y = attend_triton(card, q, k, v, None, KVCache(cached_k, cached_v, table, rows), length, bounds)
+        written = write_triton(card, cached_k, cached_v, table, k, v, rows, positions)
+        return y, [x[-len(cache.k) :] for x in written]
 
     run = jax.jit(read_and_write)
-    expected = jax.tree.map(np.asarray, run(*small, jnp.asarray([1, 0], jnp.int32)))
-    large = [behind_zeros(x, rows) for x in small]
-    return equal(run(*large, jnp.asarray([rows - 1, rows - 2], jnp.int32)), expected)
+    expected = jax.tree.map(np.asarray, run(*small, cache.table))
+    large = [behind_zeros(x, pages + len(cache.k)) for x in small]
+    return equal(run(*large, cache.table + pages), expected)
 
 
 def delta(tokens: int) -> dict:

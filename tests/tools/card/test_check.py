@@ -391,11 +391,12 @@ def test_a_recorded_launch_is_run_over_zeros(interpreted, monkeypatch):
     from dflash_jax.ops.kernels.triton import launch
     from dflash_jax.tools.card import build as card_build
 
-    calls, shapes = [], [[3, 2, 40, 16], [3, 2, 40, 16], [1, 5, 2, 16], [1, 5, 2, 16], [1], [1, 5]]
+    calls, shapes = [], [[3, 2, 64, 16], [3, 2, 64, 16], [3, 1], [1, 5, 2, 16], [1, 5, 2, 16], [1], [1, 5]]
     described = {
-        "kernel": "attention._write", "kinds": ["float32"] * 4 + ["int32"] * 2, "num_warps": 1, "num_stages": 3,
-        "meta": {"T": 5, "KH": 2, "D": 16, "ROWS": 3, "CAP": 40}, "args": shapes, "out": [], "grid": [10],
-        "in_place": [0, 1],
+        "kernel": "attention._write", "num_warps": 1, "num_stages": 3,
+        "kinds": ["float32", "float32", "int32", "float32", "float32", "int32", "int32"],
+        "meta": {"T": 5, "KH": 2, "D": 16, "ROWS": 3, "PAGES": 1, "LAST_PAGE": 2, "PAGE": 64}, "args": shapes,
+        "out": [], "grid": [10], "in_place": [0, 1],
     }  # fmt: skip
     launcher = launch._launcher
     monkeypatch.setattr(launch, "_launcher", lambda one: calls.append(one) or launcher(one))

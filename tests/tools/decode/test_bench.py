@@ -146,7 +146,7 @@ def test_choices_are_counted_as_routed(bench):
 
 @pytest.mark.parametrize(
     ("memory", "kind", "layers", "note"),
-    [(180e9, None, 40, ""), (84e9, "fp8", 40, "held in FP8"), (30e9, "fp8", 16, "16 of 40 layers, in FP8")],
+    [(180e9, None, 40, ""), (84e9, "fp8", 40, "held in FP8"), (30e9, "fp8", 12, "12 of 40 layers, in FP8")],
 )
 def test_what_does_not_fit_is_cut(memory, kind, layers, note):
     names = ("Qwen3.6-35B-A3B.json", "Qwen3.6-35B-A3B-DFlash.json")

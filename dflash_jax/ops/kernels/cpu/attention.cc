@@ -88,13 +88,14 @@ using F32 = ffi::Buffer<ffi::F32>;
 using I32 = ffi::Buffer<ffi::S32>;
 
 // q [B, T, N, D]; k, v [B, T, K, D]; block_mask [1 or B, T, T], unless `causal`: a token sees itself and earlier ones;
-// k_cache, v_cache [all rows, K, S, D]; rows, length, recent, sinks [B]; first [B, T]. ring_sinks: the places of a ring
-// that stay; -1: no ring, places are positions.
-ffi::Error Call(F32 q, F32 k, F32 v, ffi::Buffer<ffi::PRED> block_mask, F32 k_cache, F32 v_cache, I32 rows, I32 length,
-                I32 first, I32 recent, I32 sinks, ffi::ResultBuffer<ffi::F32> out, int64_t ring_sinks, bool causal) {
+// k_cache, v_cache [pages, K, P, D]; table [all rows, n], the pages of each row; rows, length, recent, sinks
+// [B]; first [B, T].
+ffi::Error Call(F32 q, F32 k, F32 v, ffi::Buffer<ffi::PRED> block_mask, F32 k_cache, F32 v_cache, I32 table, I32 rows,
+                I32 length, I32 first, I32 recent, I32 sinks, ffi::ResultBuffer<ffi::F32> out, bool causal) {
   const int64_t tokens = q.dimensions()[1], heads = q.dimensions()[2], size = q.dimensions()[3];
   const int64_t kv_heads = k.dimensions()[2], group = heads / kv_heads;
-  const int64_t all = k_cache.dimensions()[0], capacity = k_cache.dimensions()[2];
+  const int64_t pages = k_cache.dimensions()[0], page_size = k_cache.dimensions()[2];
+  const int64_t all = table.dimensions()[0], most = table.dimensions()[1];
   if (size > kMaxHeadSize || size % kLanes) return ffi::Error::InvalidArgument("heads of an unsupported size");
   const int64_t tiles = (tokens * group + kLanes - 1) / kLanes;
   const bool one_mask = block_mask.dimensions()[0] == 1;
@@ -119,23 +120,25 @@ ffi::Error Call(F32 q, F32 k, F32 v, ffi::Buffer<ffi::PRED> block_mask, F32 k_ca
     }
 
     Ints seen[kKeys];
-    const int32_t context_length = length.typed_data()[b];
-    const int64_t used = std::min<int64_t>(context_length, capacity);
+    const int64_t used = std::min<int64_t>(length.typed_data()[b], most * page_size);
     const int64_t row = std::clamp<int64_t>(rows.typed_data()[b], 0, all - 1);
-    const int64_t cache = (row * kv_heads + head) * capacity * size;
-    for (int64_t start = 0; start < used; start += kKeys) {
-      const int n = std::min<int64_t>(kKeys, used - start);
-      for (int j = 0; j < n; ++j) {
-        int64_t position = start + j;
-        if (position >= std::max<int64_t>(ring_sinks, 0) && ring_sinks >= 0) {
-          const int64_t age = (context_length - 1 - position) % (capacity - ring_sinks);
-          position = context_length - 1 - age;
-        }
-        const bool in = position >= recent.typed_data()[b] || position < sinks.typed_data()[b];
-        seen[j] = in ? lowest <= static_cast<int32_t>(position) : Ints{};
+    int64_t first_seen = lowest[0];
+    for (int m = 1; m < kLanes; ++m) first_seen = std::min<int64_t>(first_seen, lowest[m]);
+    first_seen = std::max<int64_t>(first_seen, 0);
+    const int64_t sink_end = sinks.typed_data()[b], recent_start = recent.typed_data()[b];
+    // What no token sees is not read: it may never have been written.
+    const int64_t ranges[2][2] = {{first_seen, std::min(sink_end, used)},
+                                  {std::max({first_seen, recent_start, sink_end}), used}};
+    for (const auto& [begin, limit] : ranges) {
+      for (int64_t start = begin, end; start < limit; start = end) {
+        // Keys of one page: page sizes are multiples of kKeys, or smaller.
+        end = std::min({(start / kKeys + 1) * kKeys, (start / page_size + 1) * page_size, limit});
+        const int n = end - start;
+        for (int j = 0; j < n; ++j) seen[j] = lowest <= static_cast<int32_t>(start + j);
+        const int64_t page = std::clamp<int64_t>(table.typed_data()[row * most + start / page_size], 0, pages - 1);
+        const int64_t from = ((page * kv_heads + head) * page_size + start % page_size) * size;
+        softmax.Fold(k_cache.typed_data() + from, v_cache.typed_data() + from, size, n, seen);
       }
-      const int64_t from = cache + start * size;
-      softmax.Fold(k_cache.typed_data() + from, v_cache.typed_data() + from, size, n, seen);
     }
     const int64_t first_new = (b * tokens * kv_heads + head) * size, stride = kv_heads * size;
     const int64_t visible = causal ? token[kLanes - 1] + 1 : tokens;
@@ -176,6 +179,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(DflashAttend, Call,
                                   .Arg<I32>()
                                   .Arg<I32>()
                                   .Arg<I32>()
+                                  .Arg<I32>()
                                   .Ret<F32>()
-                                  .Attr<int64_t>("ring_sinks")
                                   .Attr<bool>("causal"));

@@ -123,14 +123,14 @@ def attend(
     bounds: Bounds,
 ) -> Float[Array, "B T N D"]:
     """`ops.attention.attention` in float32, with a cache and bounds, without a gate and without a gradient."""
-    b, t = q.shape[:2]
+    t = q.shape[1]
     block_mask = jnp.ones((1, 1, 1), bool) if mask is None else mask
     if mask is not None:
         block_mask = jnp.broadcast_to(block_mask, (block_mask.shape[0] if block_mask.ndim == 3 else 1, t, t))
-    rows = jnp.arange(b, dtype=jnp.int32) if cache.rows is None else cache.rows
-    args = (q, k, v, block_mask, cache.k, cache.v, rows, length, bounds.first, bounds.recent, bounds.sinks)
+    context = cache.k, cache.v, cache.table, cache.row_indices(), length
+    seen = bounds.first, bounds.recent, bounds.sinks
     call: Any = jax.ffi.ffi_call("DflashAttend", jax.ShapeDtypeStruct(q.shape, jnp.float32))
-    return call(*args, ring_sinks=np.int64(cache.sinks if cache.ring else -1), causal=mask is None)
+    return call(q, k, v, block_mask, *context, *seen, causal=mask is None)
 
 
 def why_not_gated_delta(state: DeltaState) -> str | None:

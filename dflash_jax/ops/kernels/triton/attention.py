@@ -39,9 +39,10 @@ def _fold(q, k, v, mask, running_max, total, acc, scale, PRECISION: tl.constexpr
 
 @triton.jit
 def _attend(
-    q, k_new, v_new, block_mask, k_cache, v_cache, rows, length, first, recent, sinks, max_out, total_out, acc_out,
-    T: tl.constexpr, KH: tl.constexpr, R: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, CAP: tl.constexpr,
-    RING: tl.constexpr, RING_SINKS: tl.constexpr, MASKS: tl.constexpr, SPLITS: tl.constexpr, SCALE: tl.constexpr,
+    q, k_new, v_new, block_mask, k_cache, v_cache, table, rows, length, first, recent, sinks, skip_from, skipped,
+    max_out, total_out, acc_out,
+    T: tl.constexpr, KH: tl.constexpr, R: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, PAGES: tl.constexpr,
+    LAST_PAGE: tl.constexpr, PAGE: tl.constexpr, MASKS: tl.constexpr, SPLITS: tl.constexpr, SCALE: tl.constexpr,
     BM: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0) // KH
@@ -59,28 +60,28 @@ def _attend(
     acc = tl.zeros([BM, D], tl.float32)
 
     row = tl.minimum(tl.load(rows + b), ROWS - 1).to(tl.int64)
-    context_length = tl.load(length + b)
-    used = tl.minimum(context_length, CAP)
-    first_position = tl.load(first + b * T + t, mask=live, other=0)
+    first_position = tl.load(first + b * T + t, mask=live, other=2147483647)
+    lowest = tl.min(first_position, axis=0)
     recent_start = tl.load(recent + b)
     sink_end = tl.load(sinks + b)
+    # Places are positions without those of skipped pages.
+    skip_start = tl.load(skip_from + b) * PAGE
+    skip_size = tl.load(skipped + b) * PAGE
+    used = tl.maximum(tl.minimum(tl.load(length + b), PAGES * PAGE) - skip_size, 0)
     split_size = tl.cdiv(tl.cdiv(used, SPLITS), BS) * BS
     end = tl.minimum((split + 1) * split_size, used)
-    cache_offset = (row * KH + head) * CAP * D
     for start in range(split * split_size, end, BS):
         place = start + tl.arange(0, BS)
         inside = place < end
-        position = place
-        if RING:
-            size = CAP - RING_SINKS
-            last = context_length - 1 - RING_SINKS
-            age = (last - (place - RING_SINKS)) % size
-            age = tl.where(age < 0, age + size, age)
-            position = tl.where(place < RING_SINKS, place, last - age + RING_SINKS)
-        offset = cache_offset + place[:, None] * D + d[None, :]
+        # A page is a multiple of a tile, so that a tile is in one page.
+        first_place = start + tl.where(start < skip_start, 0, skip_size)
+        position = first_place + tl.arange(0, BS)
+        page = tl.minimum(tl.load(table + row * PAGES + first_place // PAGE), LAST_PAGE).to(tl.int64)
+        offset = (page * KH + head) * PAGE * D + (first_place % PAGE + tl.arange(0, BS))[:, None] * D + d[None, :]
         k = tl.load(k_cache + offset, mask=inside[:, None], other=0.0)
-        v = tl.load(v_cache + offset, mask=inside[:, None], other=0.0)
-        seen = inside & ((position >= recent_start) | (position < sink_end))
+        seen = inside & (position >= lowest) & ((position >= recent_start) | (position < sink_end))
+        # What was never written may be NaN.
+        v = tl.load(v_cache + offset, mask=seen[:, None], other=0.0)
         mask = seen[None, :] & (position[None, :] >= first_position[:, None])
         running_max, total, acc = _fold(query, k, v, mask, running_max, total, acc, SCALE, PRECISION)
 
@@ -159,16 +160,19 @@ def _rotate(
 
 @triton.jit
 def _write(
-    k_cache, v_cache, k, v, rows, places,
-    T: tl.constexpr, KH: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, CAP: tl.constexpr,
+    k_cache, v_cache, table, k, v, rows, positions,
+    T: tl.constexpr, KH: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, PAGES: tl.constexpr,
+    LAST_PAGE: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """Writes one head of one token's key and value to its place in the cache; out-of-range places are padding."""
+    """Writes one head of one token's key and value to its page; out-of-range rows, positions and pages are padding."""
     token, head = tl.program_id(0) // KH, tl.program_id(0) % KH
     row = tl.load(rows + token // T).to(tl.int64)
-    place = tl.load(places + token)
+    position = tl.load(positions + token)
+    is_inside = (position >= 0) & (position < PAGES * PAGE) & (row < ROWS)
+    page = tl.load(table + row * PAGES + position // PAGE, mask=is_inside, other=LAST_PAGE + 1).to(tl.int64)
     d = tl.arange(0, D)
-    source, target = token * KH * D + head * D + d, ((row * KH + head) * CAP + place) * D + d
-    is_written = d < tl.where((place >= 0) & (place < CAP) & (row < ROWS), D, 0)
+    source, target = token * KH * D + head * D + d, ((page * KH + head) * PAGE + position % PAGE) * D + d
+    is_written = d < tl.where(is_inside & (page <= LAST_PAGE), D, 0)
     tl.store(k_cache + target, tl.load(k + source).to(k_cache.dtype.element_ty), mask=is_written)
     tl.store(v_cache + target, tl.load(v + source).to(v_cache.dtype.element_ty), mask=is_written)
 
@@ -186,31 +190,34 @@ def _why_not_tokens(k: Array) -> str | None:
 
 def write_triton(
     card: Card,
-    k_cache: Float[Array, "rows K S D"],
-    v_cache: Float[Array, "rows K S D"],
+    k_cache: Float[Array, "pages K P D"],
+    v_cache: Float[Array, "pages K P D"],
+    table: Int[Array, "rows n"],
     k: Float[Array, "B T K D"],
     v: Float[Array, "B T K D"],
     rows: Int[Array, " B"],
-    places: Int[Array, "B T"],
+    positions: Int[Array, "B T"],
 ) -> tuple[Array, ...]:
     """`ops.attention.write_reference`, in place.
 
     Args:
         card: The card that tiles are chosen for.
-        k_cache: Buffer of keys, [cache rows, K, S, D].
-        v_cache: Buffer of values, [cache rows, K, S, D].
+        k_cache: Keys, [pages, K, P, D].
+        v_cache: Values, [pages, K, P, D].
+        table: The pages of each row, int32 [rows, n].
         k: New keys, [B, T, K, D].
         v: New values, [B, T, K, D].
-        rows: int32 [B], the cache row of each batch entry.
-        places: int32 [B, T], the place of each token in its row; out-of-range places are dropped.
+        rows: int32 [B], the row of each batch entry.
+        positions: int32 [B, T], the position of each token in its row; out-of-range positions are dropped.
 
     Returns:
         The buffers of keys and values.
     """
     b, t, heads, d = k.shape
     return triton_call(
-        card, _write, [k_cache, v_cache, k, v, rows, places], [], (b * t * heads,), in_place=(0, 1), num_warps=1, T=t,
-        KH=heads, D=d, ROWS=k_cache.shape[0], CAP=k_cache.shape[2],
+        card, _write, [k_cache, v_cache, table, k, v, rows, positions], [], (b * t * heads,), in_place=(0, 1),
+        num_warps=1, T=t, KH=heads, D=d, ROWS=table.shape[0], PAGES=table.shape[1], LAST_PAGE=k_cache.shape[0] - 1,
+        PAGE=k_cache.shape[2],
     )  # fmt: skip
 
 
@@ -293,7 +300,8 @@ def attend_triton(
     m = t * group
     bytes_of_row = d * q.dtype.itemsize
     block = max(16, min(ROWS[t > FEW_TOKENS] * 512 // max(bytes_of_row, 512), 1 << (m - 1).bit_length()))
-    block, positions = tile_sizes(block, min(POSITIONS, POSITIONS * 256 // bytes_of_row), bytes_of_row, card)
+    step = min(POSITIONS, POSITIONS * 256 // bytes_of_row, cache.page_size)
+    block, positions = tile_sizes(block, step, bytes_of_row, card)
     tiles = -(-m // block)
     # Splits do not depend on the capacity, which other requests may raise: in a batch and block of one shape a context
     # is always split the same way.
@@ -302,15 +310,15 @@ def attend_triton(
         block_mask = jnp.zeros((1, 1, 1), jnp.int8)
     else:
         block_mask = jnp.broadcast_to(mask, (mask.shape[0] if mask.ndim == 3 else 1, t, t)).astype(jnp.int8)
-    rows = jnp.arange(b, dtype=jnp.int32) if cache.rows is None else cache.rows
     shape = (b, heads, splits, m)
     out = [jax.ShapeDtypeStruct(s, jnp.float32) for s in (shape, shape, (*shape, d))]
-    args = [q, k, v, block_mask, cache.k, cache.v, rows, length, bounds.first, bounds.recent, bounds.sinks]
+    context = [cache.k, cache.v, cache.table, cache.row_indices(), length]
+    seen = [bounds.first, bounds.recent, bounds.sinks, *bounds.skipped(cache.page_size)]
     maxima, total, acc = triton_call(
-        card, _attend, args, out, (b * heads, splits, tiles),
+        card, _attend, [q, k, v, block_mask, *context, *seen], out, (b * heads, splits, tiles),
         num_warps=WARPS[block >= 64], num_stages=STAGES,
-        T=t, KH=heads, R=group, D=d, ROWS=cache.k.shape[0], CAP=cache.capacity, RING=cache.ring,
-        RING_SINKS=cache.sinks, MASKS=block_mask.shape[0], SPLITS=splits, SCALE=d**-0.5,
+        T=t, KH=heads, R=group, D=d, ROWS=cache.table.shape[0], PAGES=cache.table.shape[1],
+        LAST_PAGE=cache.k.shape[0] - 1, PAGE=cache.page_size, MASKS=block_mask.shape[0], SPLITS=splits, SCALE=d**-0.5,
         BM=block, BS=positions, BT=min(positions, max(16, next_power_of_two(t))), CAUSAL=mask is None,
         PRECISION="ieee" if q.dtype == jnp.float32 else "tf32",
     )  # fmt: skip

@@ -101,19 +101,20 @@ def test_silu_of_large_numbers_and_of_none():
 @pytest.mark.parametrize("dim", [80, 96])
 def test_attention_of_other_sizes_and_what_is_no_number(dim):
     rng = np.random.default_rng(dim)
-    shapes = ((1, 5, 6, dim), (1, 5, 2, dim), (1, 5, 2, dim), (1, 2, 300, dim), (1, 2, 300, dim))
+    shapes = ((1, 5, 6, dim), (1, 5, 2, dim), (1, 5, 2, dim), (2, 2, 256, dim), (2, 2, 256, dim))
     q, k, v, *held = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes)
     length, bounds = jnp.array([200], jnp.int32), Bounds.none(1, 5)
+    table = jnp.array([[1, 0]], jnp.int32)
     for where in (None, 10, 150, 250):
         # A key that is no number, seen by all; past the length it is not seen.
-        keys = held[0] if where is None else held[0].at[0, 1, where, 3].set(jnp.nan)
-        cache = KVCache(keys, held[1], None, 0, False)
+        keys = held[0] if where is None else held[0].at[1, 1, where, 3].set(jnp.nan)
+        cache = KVCache(keys, held[1], table)
         got = np.asarray(cpu.attend(q, k, v, None, cache, length, bounds))
         wrong = np.isnan(got)
         assert wrong.any() == (where in (10, 150))
 
         def definition(q, k, v, keys, values):
-            cache = KVCache(keys, values, None, 0, False)
+            cache = KVCache(keys, values, table)
             return attention.reference(XLA, q, k, v, None, cache, length, bounds)
 
         def of_numbers(*args, wrong=wrong, definition=definition):

@@ -197,8 +197,8 @@ def test_rotation_in_triton_equals_its_definition(heads, gated, rotated):
 )
 @pytest.mark.parametrize("form", ["triton", "cpp"])
 def test_attention_of_a_kernel_equals_its_definition(form, rows, tokens, heads, kv_heads, dim, capacity, window, sinks):
-    """Empty, partly filled and full contexts; rings with and without sinks; rows of a larger cache; what was never
-    written is NaN."""
+    """Empty, partly filled and full contexts; windows with and without sinks; pages in any order, rows of a larger
+    cache; what no token sees is NaN."""
     source = Source(tokens)
     args = arguments.attention(source, rows, tokens, heads, kv_heads, dim, capacity, window, sinks)
     q, k, v, cache, length, bounds = args
@@ -218,12 +218,27 @@ def test_attention_of_a_kernel_equals_its_definition(form, rows, tokens, heads, 
         np.testing.assert_allclose(ours(*args), plain(*args), atol=1e-6)
 
 
-@pytest.mark.parametrize(("rows", "tokens", "window"), [(1, 1, None), (3, 5, None), (2, 16, 20)])
-def test_writing_in_triton_equals_its_definition(rows, tokens, window):
-    """Into rows of a larger cache, or one that is past its end; kept tokens only, in a ring only the newest of a
-    slot."""
-    cache, k, v, positions = arguments.written(Source(tokens), rows, tokens, 2, 16, 40, window)
-    for kept in range(tokens + 1):
+@pytest.mark.parametrize("form", ["triton", "cpp"])
+def test_attention_over_pages_in_any_order_has_the_same_bits(form):
+    if form == "cpp" and cpu.why_not():
+        pytest.skip("no C++ compiler")
+    backend = CUDA if form == "triton" else Backend.detect()
+    q, k, v, cache, length, bounds = arguments.attention(Source(5), 3, 2, 4, 2, 16, 600)
+    order = np.random.default_rng(1).permutation(len(cache.k))
+    table = jnp.asarray(np.append(np.argsort(order), len(order)), jnp.int32)[cache.table]
+    run = in_one_program(partial(attention.attention, backend))
+    found = [
+        run(q, k, v, None, each, length, bounds)
+        for each in (cache, replace(cache, k=cache.k[order], v=cache.v[order], table=table))
+    ]
+    np.testing.assert_array_equal(*found)
+
+
+@pytest.mark.parametrize(("rows", "tokens", "capacity"), [(1, 1, 40), (3, 5, 40), (2, 200, 600)])
+def test_writing_in_triton_equals_its_definition(rows, tokens, capacity):
+    """Into rows of a larger cache, or one that is past its end; kept tokens only; in pages that exist only."""
+    cache, k, v, positions = arguments.written(Source(tokens), rows, tokens, 2, 16, capacity)
+    for kept in {*range(min(tokens, 20)), tokens}:
         args = cache, k, v, positions, jnp.arange(tokens) < jnp.full((rows, 1), kept)
         expected = attention.write(PLAIN, *args)
         found = attention.write(replace(CUDA, on_choice=assert_triton), *args)

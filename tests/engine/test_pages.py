@@ -1,0 +1,248 @@
+"""Pages: fewer than the slots could use, shared with prefixes, and moved to the host when they run out."""
+
+import random
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflash_jax.engine import model_runner
+from dflash_jax.engine.engine import Engine
+from dflash_jax.engine.executables import Executables
+from dflash_jax.engine.pages import PagePool
+from dflash_jax.errors import UnavailableError
+from dflash_jax.models.drafting import DraftWindow
+from dflash_jax.ops import cache
+from dflash_jax.tools.token_runs import Remembering
+from tests import tiny
+from tests.engine.load import CAPACITY, alone, engine_for, some_requests, under_load
+from tests.engine.mock_runner import engine, expected, request, run
+
+PAGE = 4
+
+
+def assert_no_page_is_lost(pages, prefix_cache) -> None:
+    """Without sequences and prefixes, all pages are free."""
+    for pool in pages.pools:
+        assert pool.live == [0] * len(pool.live)
+    prefix_cache.clear()
+    for pool in pages.pools:
+        assert [pool.free(shard) for shard in range(len(pool.live))] == [pool.count] * len(pool.live)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    slots=st.integers(1, 6),
+    shards=st.integers(1, 2),
+    spare=st.tuples(st.integers(0, 12), st.integers(0, 4)),
+    window=st.sampled_from([(0, 0), (3, 0), (9, 2), (16, 5)]),
+    prefix_bytes=st.sampled_from([0, 300, 3000]),
+    host_bytes=st.sampled_from([0, 500, 10**6]),
+    has_memory=st.booleans(),
+)
+def test_whatever_comes_gets_its_tokens_and_no_page_is_lost(
+    seed, slots, shards, spare, window, prefix_bytes, host_bytes, has_memory
+):
+    """The mock runner computes from what the pages have, and so notices each page that is another's."""
+    rng, capacity = random.Random(seed), 48
+    full = capacity // PAGE + 1 + spare[0]
+    windowed = min(full, capacity // PAGE + spare[1]) if window[0] else 0
+    loaded = engine(
+        slots * shards, capacity, seed, shards, pages=(full, windowed), window=window,
+        prefix_bytes=prefix_bytes, prefix_host_bytes=host_bytes, markers=frozenset([1]),
+        prefill_batch_tokens=rng.choice([16, 64]), max_num_batched_tokens=rng.choice([16, 64, 160]),
+    )  # fmt: skip
+    loaded.runner.copies.has_memory = has_memory
+    system, live = [1, *range(2, 12)], []
+    for _ in range(25):
+        start = rng.choice([[], system, system[:6]])
+        prompt = [*start, 1, *(rng.randrange(2, 50) for _ in range(rng.randrange(20)))]
+        new = rng.randrange(1, capacity - len(prompt) + 1)
+        one = request(prompt, new, priority=rng.choice([0, 0, 1, 2]))
+        if rng.random() < 0.15:
+            right = expected(prompt, new)
+            one.tokens = right[: rng.randrange(len(right))]
+        live.append(one)
+        loaded.submit(one)
+        for _ in range(rng.randrange(4)):
+            loaded.step()
+        if rng.random() < 0.1:
+            loaded.abort(rng.choice(live))
+    run(loaded)
+    assert loaded.failure is None
+    for r in live:
+        if r.finish_reason == "error":
+            assert not has_memory
+        elif r.finish_reason != "abort":
+            assert r.tokens == expected(r.prompt, r.params.max_tokens)
+    assert_no_page_is_lost(loaded.pages, loaded.prefix_cache)
+
+
+def test_a_short_request_does_not_wait_for_a_long_one_that_has_left_the_device():
+    loaded = engine(8, 4096, pages=1025, max_num_batched_tokens=4000, prefill_sizes=(256,))
+    loaded.runner.ends = False
+    long = [request([5 + i] * 1000, 3000) for i in range(2)]
+    for each in long:
+        loaded.submit(each)
+    while not loaded.swapped:
+        loaded.step()
+    short = request([7] * 8, 2)
+    loaded.submit(short)
+    for _ in range(10):
+        loaded.step()
+    assert short.finish_reason is not None
+    assert loaded.swapped == 1
+    run(loaded)
+    assert all(len(each.tokens) == 3000 for each in long)
+
+
+def test_requests_that_may_become_long_do_not_wait_for_each_other():
+    """Each may need all pages but one, and they begin together."""
+    loaded = engine(8, 64, pages=26)
+    requests = [request(range(2, 6 + i), 50) for i in range(8)]
+    for each in requests:
+        loaded.submit(each)
+    loaded.step()
+    assert loaded.running == 8
+    run(loaded)
+    assert [r.tokens for r in requests] == [expected(r.prompt, 50) for r in requests]
+    assert loaded.statistics.preemptions > 0
+
+
+def test_the_last_request_of_the_lowest_priority_gives_its_pages():
+    loaded = engine(3, 64, pages=18, max_num_batched_tokens=1000, prefill_sizes=(64,))
+    first, urgent = request(range(2, 22), 40), request(range(3, 23), 40, priority=-1)
+    last = request(range(4, 24), 40)
+    for each in (first, urgent, last):
+        loaded.submit(each)
+    swapped = set()
+    while loaded.has_work:
+        loaded.step()
+        swapped |= {r for r in (first, urgent, last) if r.swapped is not None}
+    assert last in swapped
+    assert urgent not in swapped
+    assert all(r.tokens == expected(r.prompt, 40) for r in (first, urgent, last))
+
+
+def test_where_the_host_has_no_memory_left_a_request_ends_with_that_error():
+    loaded = engine(2, 64, pages=17)
+    loaded.runner.copies.has_memory = False
+    first, last = request(range(2, 22), 44), request(range(4, 24), 44)
+    loaded.submit(first)
+    loaded.submit(last)
+    events = run(loaded)
+    assert first.tokens == expected(first.prompt, 44)
+    (error,) = [event.error for event in events if event.finish_reason == "error"]
+    assert isinstance(error, UnavailableError)
+    assert last.finish_reason == "error"
+    assert_no_page_is_lost(loaded.pages, loaded.prefix_cache)
+
+
+def test_a_request_that_is_swapped_out_may_be_aborted():
+    loaded = engine(2, 64, pages=17)
+    first, last = request(range(2, 22), 44), request(range(4, 24), 44)
+    loaded.submit(first)
+    loaded.submit(last)
+    while last.swapped is None:
+        loaded.step()
+    assert loaded.swapped == 1
+    loaded.abort(last)
+    run(loaded)
+    assert last.finish_reason == "abort"
+    assert first.tokens == expected(first.prompt, 44)
+    assert_no_page_is_lost(loaded.pages, loaded.prefix_cache)
+
+
+def test_a_hit_copies_the_one_page_that_is_partly_shared():
+    loaded = engine(2, 64, prefix_bytes=10**6, markers=frozenset([1]))
+    system = [1, *range(2, 19)]
+    for text in (range(20, 40), range(21, 41)):
+        loaded.submit(request([*system, 1, *text], 4))
+        before = len(loaded.runner.log)
+        run(loaded)
+    # 18 tokens: four pages are shared, and two positions of the fifth are copied.
+    assert [entry[1] for entry in loaded.runner.log[before:] if entry[0] == "load"] == [1]
+    assert [entry[2] for entry in loaded.runner.log[before:] if entry[0] == "restore"] == [18]
+
+
+def test_a_page_has_as_many_users_as_take_and_share_it():
+    pool = PagePool(3, 2)
+    page = pool.take(1)
+    assert page >= 3
+    pool.share(page)
+    pool.keep(page)
+    pool.give_back(page)
+    assert (pool.live, pool.free(1)) == ([0, 1], 2)
+    pool.give_back(page)
+    assert (pool.live, pool.free(1), pool.is_idle(page)) == ([0, 0], 2, True)
+    pool.drop(page)
+    assert (pool.free(0), pool.free(1)) == (3, 3)
+    with pytest.raises(AssertionError):
+        pool.drop(page)
+
+
+COUNT = 60
+
+
+@pytest.fixture(scope="module")
+def small_pages():
+    """Pages of 16 positions, and one batch size: each costs seconds to compile."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model_runner, "BATCH_SIZES", (8,))
+        patch.setattr(Executables, "compiler_options", {"xla_backend_optimization_level": 0})
+        patch.setattr(cache, "PAGE_SIZE", 16)
+        yield
+
+
+@pytest.fixture(scope="module")
+def drafting(small_pages):
+    """A hybrid target with a drafter, requests, and what each gives alone."""
+    target = tiny.target("da", moe="")
+    wanted, plain = some_requests(0, 30, tiny.VOCAB), Executables(target, None)
+    right = alone(engine_for(plain, (1,), slots=8, prefix_bytes=0), wanted)
+    drafter = Remembering.of(tiny.drafter(target), [r for r, _ in right], wide=8, capacity=CAPACITY)
+    return Executables(target, drafter), wanted, right
+
+
+@pytest.mark.parametrize("host_bytes", [0, 10**8])
+def test_under_load_with_few_pages_requests_give_what_they_give_alone(drafting, host_bytes, monkeypatch):
+    """A drafter with and without windows, prefixes in both tiers; the slots could use 48 pages."""
+    # Requests come without regard to what they will need, so that many move to the host.
+    monkeypatch.setattr(Engine, "_need", lambda self, request: self.pages.need(1))
+    programs, wanted, right = drafting
+    loaded = engine_for(
+        programs, slots=8, pages=(10, 10), draft_window=DraftWindow(20, 3),
+        prefix_bytes=200_000, prefix_host_bytes=host_bytes,
+    )  # fmt: skip
+    assert (loaded.runner.window, loaded.runner.pages) == ((20, 3), (10, 10))
+    under_load(loaded, programs.pair[0], wanted, right, COUNT, seed=3)
+    s = loaded.statistics
+    assert s.preemptions > 3
+    assert s.cached_tokens > 0
+    assert_no_page_is_lost(loaded.pages, loaded.prefix_cache)
+
+
+def test_the_state_after_swapping_is_the_same_to_the_bit(small_pages):
+    target = tiny.target("a", moe="")
+    loaded = engine_for(Executables(target, None), (1,), slots=2, pages=(12, 0), prefix_bytes=0)
+    pages, runner = loaded.pages, loaded.runner
+    assert pages.cover(0, 0, 50)
+    assert pages.cover(1, 0, 70)
+    before = pages.of_slot(0, 0, 50)
+    k = runner.state.target[0].k
+    rng = np.random.default_rng(0)
+    runner.state.target[0].k.delete()
+    changed = jax.device_put(rng.standard_normal(k.shape).astype(np.float32), k.sharding)
+    object.__setattr__(runner.state.target[0], "k", changed)
+    contents = np.asarray(changed)[list(before.pages.values())]
+    copy = pages.swap_out(0)
+    # Other pages than before.
+    assert pages.cover(1, 0, 90)
+    assert pages.swap_in(0, copy)
+    after = pages.of_slot(0, 0, 50)
+    assert after.pages.keys() == before.pages.keys()
+    assert after.pages != before.pages
+    np.testing.assert_array_equal(np.asarray(runner.state.target[0].k)[list(after.pages.values())], contents)
