@@ -4,8 +4,8 @@ others get must be what the same request gets alone, and no page may be in use a
     python -m dflash_jax.serve --port 30000 --max-len 2048 --slots 32 --max-total-tokens 8192 &
     python scripts/server/soak.py --requests 3000 --pid $!
 
-With so few tokens in all, requests move to the host and back: the script prints how often. More than half of the
-requests have more than one page of 256 positions, and a tenth more than four.
+With so few tokens in all, requests move to the host and back: the script prints how often, and how many of them have
+more than one page of 256 positions, and more than four.
 """
 
 import argparse
