@@ -40,8 +40,8 @@ def lead(group, target, programs: Executables) -> None:
     expected = alone(engine_for(Executables(target, None), (1,), **OPTIONS | {"slots": 1, "prefix_bytes": 0}), wanted)
     with group.turn():
         leader = Leader(group, (programs,))
-        plain = engine_for(programs, **OPTIONS, prefix_bytes=30_000, prefix_host_bytes=10**7)
-        runner = leader.runner(programs, 2, CAPACITY, plain.runner.settings)
+        plain = engine_for(programs, **OPTIONS, prefix_bytes=200_000, prefix_host_bytes=10**8)
+        runner = leader.runner(programs, 2, CAPACITY, plain.runner.settings, plain.runner.pages)
         engine = Engine(runner, plain.config, plain.policy)
         under_load(engine, target, wanted, expected, 40, seed=1)
         masked = Request(**wanted[0], mask=TokenRules(Rules(bad_words=((60,),)), tiny.VOCAB), block_size=8)
