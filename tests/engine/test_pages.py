@@ -141,6 +141,24 @@ def test_where_the_host_has_no_memory_left_a_request_ends_with_that_error():
     assert_no_page_is_lost(loaded.pages, loaded.prefix_cache)
 
 
+@pytest.mark.parametrize("seed", range(30))
+def test_a_request_that_ends_for_lack_of_memory_leaves_nothing_behind(seed, monkeypatch):
+    """In the middle of a prefill of several, or when its own is complete."""
+    monkeypatch.setattr(Engine, "_need", lambda self, request: self.pages.need(1))
+    rng = random.Random(seed)
+    pages, budget = 17 + rng.randrange(4), rng.choice([64, 160])
+    loaded = engine(4, 64, pages=pages, prefill_batch_tokens=64, max_num_batched_tokens=budget)
+    loaded.runner.copies.has_memory = False
+    for _ in range(6):
+        prompt = [rng.randrange(1, 50) for _ in range(rng.choice([3, 20, 34, 60]))]
+        loaded.submit(request(prompt, rng.randrange(1, 5), priority=rng.choice([0, 1, 2])))
+        for _ in range(rng.randrange(3)):
+            loaded.step()
+    run(loaded, 1000)
+    assert loaded.failure is None
+    assert_no_page_is_lost(loaded.pages, loaded.prefix_cache)
+
+
 def test_a_request_that_is_swapped_out_may_be_aborted():
     loaded = engine(2, 64, pages=17)
     first, last = request(range(2, 22), 44), request(range(4, 24), 44)
