@@ -12,12 +12,14 @@ from functools import partial
 from dflash_jax.cli.options import Parser, exit_code, program
 from dflash_jax.cli.system_config import read_system
 from dflash_jax.errors import InputError
+from dflash_jax.models.config import VisionConfig
 from dflash_jax.ops.backend import Backend, Choice
 from dflash_jax.ops.card import CHOICES, Card
 from dflash_jax.parallel.devices import DEVICES
 from dflash_jax.planner import Shapes, abstract_pair, read_shapes
 
 PROGRAMS = ("prefill", "plain step", "round")
+VISION = "vision tower"
 
 
 def backend_for(device: str | None, kernels: str) -> Backend:
@@ -76,6 +78,23 @@ def choices(shapes: Shapes, backend: Backend, dtype, batch: int, prompt: int, qu
         with _recorded_launches():
             jax.eval_shape(_call(step), pair, state)
         yield name, list(dict.fromkeys(seen))
+    if (config := shapes.target.vision) is not None:
+        yield VISION, _tower_choices(config, backend, dtype, prompt)
+
+
+def _tower_choices(config: VisionConfig, backend: Backend, dtype, prompt: int) -> list[Choice]:
+    """The choices of a pass over as many patches as the images of a prompt may have."""
+    import jax
+
+    from dflash_jax.engine.vision_encoder import SIZES, call_arguments
+    from dflash_jax.models.vision import VisionTower, abstract_tower
+
+    seen: list[Choice] = []
+    tower = abstract_tower(config, dtype, replace(backend, on_choice=seen.append))
+    patches = next((size for size in SIZES if size >= prompt * config.block_patches), SIZES[-1])
+    with _recorded_launches():
+        jax.eval_shape(lambda tower, given: VisionTower.__call__(tower, **given), tower, call_arguments(tower, patches))
+    return list(dict.fromkeys(seen))
 
 
 def _call(step: Callable[..., object]) -> Callable[..., object]:

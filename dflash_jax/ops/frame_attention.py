@@ -2,10 +2,10 @@
 
     y_i = Σ_j softmax_j(q_i · k_j) v_j,    low_i ≤ j < high_i
 
-The reference is `ops.interval_attention` in tiles of scores. On an accelerator it writes and reads every tile of scores
-in the device's memory, which takes several times as long as the products; the Triton kernel keeps them on the chip.
-cuDNN's attention does as well, but takes frames of different lengths only through a private module of JAX, or as a
-batch of frames padded to the longest one.
+The reference is `ops.interval_attention` in tiles of scores. It writes and reads every tile of scores in memory, which
+takes several times as long as the products; the Triton kernel keeps them on the chip, and the C++ kernel in a core's
+caches. cuDNN's attention does as well, but takes frames of different lengths only through a private module of JAX, or
+as a batch of frames padded to the longest one.
 """
 
 from typing import Any
@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from dflash_jax.ops.backend import Backend, Implementation, choose, supports_everything
 from dflash_jax.ops.interval_attention import KEYS, QUERIES, interval_attention
+from dflash_jax.ops.kernels.cpu import calls as cpp
 
 # Queries and keys of a tile of scores on an accelerator. A frame has thousands of patches, which all see one another,
 # and the tiles follow one another: small tiles would leave most of the device idle. 16 heads take 64 MiB of scores.
@@ -26,6 +27,14 @@ def reference(backend: Backend, q: Array, k: Array, v: Array, low: Array, high: 
     tile = (QUERIES, KEYS) if backend.platform == "cpu" else (LARGE_TILE, LARGE_TILE)
     y, _ = interval_attention(q[None, :, :, None], k[None], v[None], low[None], high[None], tile)
     return y[0, :, :, 0]
+
+
+def _supports_cpp(backend: Backend, q: Array, *args: Any) -> str | None:
+    return cpp.why_not_frames(q) if backend.has_cpp else backend.no_cpp
+
+
+def _cpp(backend: Backend, *args: Array) -> Array:
+    return cpp.attend_frames(*args)
 
 
 def _supports_triton(backend: Backend, q: Array, *args: Any) -> str | None:
@@ -43,6 +52,7 @@ def _triton(backend: Backend, *args: Array) -> Array:
 
 
 IMPLEMENTATIONS = (
+    Implementation("cpp", _supports_cpp, _cpp),
     Implementation("triton", _supports_triton, _triton),
     Implementation("reference", supports_everything, reference),
 )

@@ -117,7 +117,8 @@ def noise_cases():
 
 def frame_cases():
     """Heads of two parts, of less than one, of one; frames that share tiles and that are longer; padding at the end."""
-    for heads, size, lengths, padding in ((2, 72, (60, 9, 170), 5), (1, 12, (16,), 0), (3, 32, (1, 70), 130)):
+    shapes = ((2, 72, (60, 9, 170), 5), (1, 12, (16,), 0), (3, 64, (1, 70), 130), (1, 80, (193,), 1))
+    for heads, size, lengths, padding in shapes:
         for dtype in (jnp.float32, jnp.bfloat16):
             ends = np.cumsum(lengths)
             low, high = (np.repeat(x, lengths).astype(np.int32) for x in (ends - lengths, ends))

@@ -1,4 +1,4 @@
-"""C++ kernels for a CPU: linear maps, attention, the gated delta rule, mixtures of experts, and the noise of draws.
+"""C++ kernels for a CPU: linear maps, attention, the gated delta rule, mixtures of experts, the noise of draws, frames.
 
 A linear map reads each weight once for all rows. XLA's product of four rows takes twice as long as that of one row,
 XLA cannot read weights in bfloat16 faster than in float32, and its small products take tens of microseconds to start
@@ -48,7 +48,7 @@ def why_not() -> str | None:
         log.warning("%s could not make the kernels for this CPU, all are XLA's: %s", " ".join(compiler), reason)
         return f"{' '.join(compiler)} could not compile them: {reason}"
     library.DflashThreads(ctypes.c_int64(threads()))
-    for name in ("Linear", "Attend", "Mix", "Replay", "Experts", "Noise", "Zeros"):
+    for name in ("Linear", "Attend", "AttendFrames", "Mix", "Replay", "Experts", "Noise", "Zeros"):
         name = f"Dflash{name}"
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
     return None
@@ -131,6 +131,28 @@ def attend(
     seen = bounds.first, bounds.recent, bounds.sinks
     call: Any = jax.ffi.ffi_call("DflashAttend", jax.ShapeDtypeStruct(q.shape, jnp.float32))
     return call(q, k, v, block_mask, *context, *seen, causal=mask is None)
+
+
+def why_not_frames(q: Array) -> str | None:
+    """The reason why `attend_frames` does not support queries [N, heads, D], or None."""
+    if q.dtype in (jnp.float32, jnp.bfloat16):
+        return None
+    return f"{jnp.dtype(q.dtype).name}: the kernel is for float32 and bfloat16"
+
+
+def attend_frames(
+    q: Float[Array, "N heads D"],
+    k: Float[Array, "N heads D"],
+    v: Float[Array, "N heads D"],
+    low: Int[Array, " N"],
+    high: Int[Array, " N"],
+) -> Float[Array, "N heads D"]:
+    """`ops.frame_attention.frame_attention`, computed in float32.
+
+    The bits of a row depend on its query and on the keys and values that it sees, and on nothing else.
+    """
+    call: Any = jax.ffi.ffi_call("DflashAttendFrames", jax.ShapeDtypeStruct(q.shape, q.dtype))
+    return call(q, k, v, low, high)
 
 
 def why_not_gated_delta(state: DeltaState) -> str | None:

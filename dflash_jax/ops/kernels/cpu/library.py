@@ -27,7 +27,8 @@ log = logging.getLogger("dflash_jax")
 
 HERE = Path(__file__).parent
 SOURCES = [
-    HERE / f"{name}.cc" for name in ("panels", "product", "attention", "delta", "experts", "noise", "team", "zeros")
+    HERE / f"{name}.cc"
+    for name in ("panels", "product", "attention", "delta", "experts", "frame_attention", "noise", "team", "zeros")
 ]
 HEADERS = [HERE / f"{name}.h" for name in ("panels", "shared")]
 NATIVE = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"

@@ -125,6 +125,40 @@ def test_attention_of_other_sizes_and_what_is_no_number(dim):
         assert_as_near(np.where(wrong, 0.0, got), of_numbers, *args)
 
 
+def some_frames(lengths, heads=2, size=20, dtype=np.float32):
+    """Queries, keys and values of frames, and the rows that each sees."""
+    rng, ends = np.random.default_rng(size), np.cumsum(lengths)
+    q, k, v = (jnp.asarray(rng.standard_normal((ends[-1], heads, size)), dtype) for _ in range(3))
+    return q, k, v, *(jnp.asarray(np.repeat(x, lengths), jnp.int32) for x in (ends - lengths, ends))
+
+
+@needs_kernel
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+def test_a_row_of_a_frame_has_the_same_bits_anywhere(dtype):
+    """Alone, in its frame, and behind other frames."""
+    q, k, v, low, high = some_frames((7, 230, 50), dtype=dtype)
+    together = np.asarray(cpu.attend_frames(q, k, v, low, high))
+    frame = slice(7, 237)
+    alone = np.asarray(cpu.attend_frames(q[frame], k[frame], v[frame], low[frame] - 7, high[frame] - 7))
+    np.testing.assert_array_equal(alone, together[frame])
+    # Each other row of the frame sees nothing.
+    for kept in (0, 17, 229):
+        only = jnp.where(jnp.arange(230) == kept, 230, 0)
+        row = np.asarray(cpu.attend_frames(q[frame], k[frame], v[frame], jnp.zeros(230, jnp.int32), only))
+        np.testing.assert_array_equal(row[kept], alone[kept])
+        assert not np.delete(row, kept, 0).any()
+
+
+@needs_kernel
+def test_rows_without_keys_are_zero_and_no_other_row_reads_them():
+    q, k, v, low, high = some_frames((40, 3, 60))
+    before = np.asarray(cpu.attend_frames(q, k, v, low, high))
+    spoilt = (x.at[40:43].set(jnp.nan) for x in (q, k, v))
+    gap = (jnp.arange(103) >= 40) & (jnp.arange(103) < 43)
+    after = np.asarray(cpu.attend_frames(*spoilt, *(jnp.where(gap, 0, x) for x in (low, high))))
+    np.testing.assert_array_equal(after, np.where(gap[:, None, None], 0.0, before))
+
+
 @needs_kernel
 def test_callers_at_one_time_do_not_mix():
     x, panels, _ = a_product(2000, 512, 3, True)
