@@ -163,7 +163,7 @@ def load_media(given: LLMConfig, checkpoint: Checkpoint, backend: Backend) -> Me
     limits = MediaLimits(**{f"{kind}s": n for kind, n in counts.items()})
     local = given.allowed_local_media_path
     return MediaReader(
-        VisionEncoder(tower, layout, given.media_cache_bytes),
+        VisionEncoder(packed(tower, given.dtype_name), layout, given.media_cache_bytes),
         config.media_tokens,
         image_settings(checkpoint.directory),
         video_settings(checkpoint.directory),

@@ -6,7 +6,9 @@ implementation is transformers' `Qwen3_5VisionModel`. Every device of a mesh has
 Dimension letters: N patches, H the tower's hidden size, M merge blocks (tokens), T width of a token.
 """
 
+import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -23,9 +25,10 @@ from dflash_jax.ops.attention import apply_rope
 from dflash_jax.ops.backend import XLA, Backend
 from dflash_jax.ops.frame_attention import frame_attention
 from dflash_jax.ops.linear import project
+from dflash_jax.ops.weights import LANES, PackedWeight, is_weight
 
-# Rows of a tile of `_in_tiles`.
-ROWS = 256
+# Rows of the tiles of `_in_tiles`, descending: the rows behind the last large one go into small ones.
+TILES = (256, 64)
 
 
 class LayerNorm(nnx.Module):
@@ -57,19 +60,33 @@ class Linear(nnx.Module):
         weight: [*out, *inner], or [depth, *out, *inner] of the maps of a stack of blocks.
         bias: [*out], or [depth, *out].
         backend: Where it runs.
+        contracted: How many axes *inner has.
+        can_pack: Whether the weight can be a `PackedWeight`.
     """
 
     def __init__(
-        self, out: tuple[int, ...], inner: tuple[int, ...], rngs: nnx.Rngs | None, dtype: DTypeLike, backend: Backend
+        self,
+        out: tuple[int, ...],
+        inner: tuple[int, ...],
+        rngs: nnx.Rngs | None,
+        dtype: DTypeLike,
+        backend: Backend,
+        depth: int | None = None,
     ):
-        self.weight = normal(rngs, (*out, *inner), dtype)
-        self.bias = constant(rngs, out, dtype, 0.0)
-        self.backend = backend
+        stack = () if depth is None else (depth,)
+        self.weight = normal(rngs, (*stack, *out, *inner), dtype)
+        self.bias = constant(rngs, (*stack, *out), dtype, 0.0)
+        self.backend, self.contracted = backend, len(inner)
+        # The maps of a stack must share no panel.
+        self.can_pack = depth is None or math.prod(out) % LANES == 0
+
+    def matrices(self) -> dict[str, int]:
+        """Parameter → number of contracted last axes."""
+        return {"weight": self.contracted} if self.can_pack else {}
 
     def __call__(self, x: Float[Array, "N ..."]) -> Float[Array, "N ..."]:
         """Maps x [N, *inner] to [N, *out] in x's dtype. The bias is added before the result is rounded."""
-        inner = self.weight.get_value().ndim - self.bias.get_value().ndim
-        y = project(self.backend, x, self.weight[...], inner, jnp.float32)
+        y = project(self.backend, x, self.weight[...], self.contracted, jnp.float32)
         return (y + self.bias[...].astype(jnp.float32)).astype(x.dtype)
 
 
@@ -86,16 +103,20 @@ def _in_tiles(function: Callable[..., Any], arrays: Sequence[Array], live: Int[A
         arrays: [N, …] each.
         live: Rows that count.
     """
-    if arrays[0].shape[0] % ROWS:
+    if arrays[0].shape[0] % TILES[0]:
         return function(*arrays)
 
-    def tile(i: Any, results: Any) -> Any:
-        parts = function(*(jax.lax.dynamic_slice_in_dim(x, i * ROWS, ROWS) for x in arrays))
+    def tile(i: Any, results: Any, first: Any, rows: int) -> Any:
+        start = first + i * rows
+        parts = function(*(jax.lax.dynamic_slice_in_dim(x, start, rows) for x in arrays))
         write = jax.lax.dynamic_update_slice_in_dim
-        return jax.tree.map(lambda result, part: write(result, part, i * ROWS, 0), results, parts)
+        return jax.tree.map(lambda result, part: write(result, part, start, 0), results, parts)
 
-    shapes = jax.eval_shape(function, *arrays)
-    return jax.lax.fori_loop(0, -(-live // ROWS), tile, jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes))
+    results = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(function, *arrays))
+    large, small = TILES
+    whole = live // large
+    results = jax.lax.fori_loop(0, whole, partial(tile, first=0, rows=large), results)
+    return jax.lax.fori_loop(0, -(-(live % large) // small), partial(tile, first=whole * large, rows=small), results)
 
 
 class VisionBlock(nnx.Module):
@@ -119,10 +140,10 @@ class VisionBlock(nnx.Module):
         heads = (config.num_heads, config.head_dim)
         self.norm1 = LayerNorm((depth, hidden), config.norm_eps, rngs, dtype)
         self.norm2 = LayerNorm((depth, hidden), config.norm_eps, rngs, dtype)
-        self.qkv = Linear((depth, 3, *heads), (hidden,), rngs, dtype, backend)
-        self.proj = Linear((depth, hidden), heads, rngs, dtype, backend)
-        self.fc1 = Linear((depth, mlp), (hidden,), rngs, dtype, backend)
-        self.fc2 = Linear((depth, hidden), (mlp,), rngs, dtype, backend)
+        self.qkv = Linear((3, *heads), (hidden,), rngs, dtype, backend, depth)
+        self.proj = Linear((hidden,), heads, rngs, dtype, backend, depth)
+        self.fc1 = Linear((mlp,), (hidden,), rngs, dtype, backend, depth)
+        self.fc2 = Linear((hidden,), (mlp,), rngs, dtype, backend, depth)
         self.backend = backend
 
     def __call__(
@@ -187,6 +208,7 @@ class VisionTower(nnx.Module):
 
     Attributes:
         config: Its configuration.
+        backend: Where it runs.
         patch: Embedding of patches.
         positions: Table of positions, [grid side², H].
         blocks: Its blocks, stacked.
@@ -201,7 +223,8 @@ class VisionTower(nnx.Module):
         dtype: DTypeLike = jnp.float32,
         backend: Backend | None = None,
     ):
-        self.config, backend = config, backend or Backend.detect()
+        self.config, self.backend = config, backend or Backend.detect()
+        backend = self.backend
         self.patch = Linear((config.hidden_size,), (config.patch_dim,), rngs, dtype, backend)
         self.positions = normal(rngs, (config.num_positions, config.hidden_size), dtype)
         self.blocks = VisionBlock(config, rngs, dtype, backend)
@@ -258,8 +281,12 @@ class VisionTower(nnx.Module):
         angles = self._angles(rows, columns)
 
         def through(i: Array, x: Array) -> Array:
-            block = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, i, keepdims=False), self.blocks)
-            return block(x, angles, low, high)
+            def sliced(stack: Array | PackedWeight) -> Array | PackedWeight:
+                if isinstance(stack, PackedWeight):
+                    return stack.of_stack(i)
+                return jax.lax.dynamic_index_in_dim(stack, i, keepdims=False)
+
+            return jax.tree.map(sliced, self.blocks, is_leaf=is_weight)(x, angles, low, high)
 
         x = jax.lax.cond(first == 0, embedded, lambda: x)
         x = jax.lax.fori_loop(first, last, through, x)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Float, Int, Shaped
 
 # Outputs in a panel of a `PackedWeight`.
 LANES = 16
@@ -78,7 +78,7 @@ class QuantizedWeight:
         return jnp.einsum("nto,on->to", parts, self.scale.astype(jnp.float32)).astype(x.dtype)
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["panels"], meta_fields=["shape", "contracted"])
+@partial(jax.tree_util.register_dataclass, data_fields=["panels", "index"], meta_fields=["shape", "contracted"])
 @dataclass(frozen=True)
 class PackedWeight:
     """A float32 weight, as a matrix [O, I], in panels of 16 outputs for the C++ kernels.
@@ -92,11 +92,14 @@ class PackedWeight:
             is, uint32 [O / 16, I / 2, 16], whose low halves are even inputs.
         shape: The weight's shape, [*out, *in].
         contracted: How many axes *in has.
+        index: Which weight of a stack this is, int32 []; None: ``panels`` are those of one weight. The kernel reads a
+            stack in place, where XLA would copy the weight out of it for each product.
     """
 
     panels: Shaped[Array, "blocks I 16"]
     shape: tuple[int, ...]
     contracted: int = 1
+    index: Int[Array, ""] | None = None
 
     dtype = jnp.float32
 
@@ -137,7 +140,11 @@ class PackedWeight:
 
     def reshape(self, outputs: int, inputs: int) -> "PackedWeight":
         """The weight as a matrix [outputs, inputs]; ``outputs`` follows from ``inputs`` and may be -1."""
-        return PackedWeight(self.panels, (math.prod(self.shape) // inputs, inputs))
+        return PackedWeight(self.panels, (math.prod(self.shape) // inputs, inputs), index=self.index)
+
+    def of_stack(self, index: Int[Array, ""]) -> "PackedWeight":
+        """One weight [*out, *in] of a stack [n, *out, *in], for `project`. Its outputs are a multiple of a panel's."""
+        return PackedWeight(self.panels, self.shape[1:], self.contracted, index)
 
     def dense(self) -> Float[Array, "..."]:
         """The weight as an array [*out, *in]."""

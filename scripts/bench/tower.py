@@ -28,6 +28,7 @@ def contenders(raw: dict, threads: int) -> dict[str, Callable]:
     from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeVisionModel
 
     from dflash_jax.engine.vision_encoder import VisionEncoder
+    from dflash_jax.frontend.loading import packed
     from dflash_jax.models.families.vision import read_vision, vision_entries
     from dflash_jax.models.vision import abstract_tower
     from dflash_jax.ops.backend import Backend
@@ -41,7 +42,7 @@ def contenders(raw: dict, threads: int) -> dict[str, Callable]:
     tensors = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
     by_path = {e.path: e.read([tensors[t.name] for t in e.tensors]) for e in vision_entries(config, prefix="")}
     tower = filled(abstract_tower(config, backend=Backend.detect()), by_path)
-    encoder = VisionEncoder(tower)
+    encoder = VisionEncoder(packed(tower, "float32"))
 
     def by_transformers(medium) -> np.ndarray:
         with torch.inference_mode():

@@ -81,6 +81,9 @@ def linear(
         float32 [T, O] for each weight, then the normed x if ``return_normed``.
     """
     none = jnp.zeros(0, jnp.float32)
+    stacked = [w.index for w in weights if w.index is not None]
+    if stacked and len(stacked) < len(weights):
+        raise ValueError("weights of a stack and others in one call")
     tokens = x.shape[0]
     shapes = [jax.ShapeDtypeStruct((tokens, w.shape[0] // (1 + swiglu)), jnp.float32) for w in weights]
     if return_normed and norm is not None:
@@ -90,6 +93,7 @@ def linear(
         x,
         none if norm is None else norm,
         none if residual is None else residual,
+        jnp.stack(stacked).astype(jnp.int32) if stacked else jnp.zeros(0, jnp.int32),
         *(w.panels for w in weights),
         eps=np.float32(eps),
         offset=np.float32(offset),

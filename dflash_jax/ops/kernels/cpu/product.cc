@@ -20,10 +20,12 @@ struct Weight {
   ffi::AnyBuffer panels;
   int64_t outputs;
   float* out;
+  int64_t first;  // panel
   bool gated;
 
-  // Panels of `outputs`: half of all, where the first half is SwiGLU's gate.
-  int64_t steps() const { return panels.dimensions()[0] / (gated ? 2 : 1); }
+  // Panels of `outputs`: half of the weight's, where the first half is SwiGLU's gate.
+  int64_t steps() const { return (outputs + kLanes - 1) / kLanes; }
+  int64_t all() const { return steps() * (gated ? 2 : 1); }
   int64_t parts() const { return (steps() + kPartPanels - 1) / kPartPanels; }
 };
 
@@ -41,9 +43,10 @@ void Norm(const float* x, const float* weight, int64_t size, float eps, float of
 using F32 = ffi::Buffer<ffi::F32>;
 
 // x [T, K], normed first where `norm` [K] is not empty; the results are each weight's product, then the normed x if
-// there is one more result. gated: SwiGLU of the one weight [2 F, K]. residual [T, N], or empty: added to each.
-ffi::Error Call(F32 x, F32 norm, F32 residual, ffi::RemainingArgs weights, ffi::RemainingRets out, float eps,
-                float offset, bool gated) {
+// there is one more result. gated: SwiGLU of the one weight [2 F, K]. residual [T, N], or empty: added to each. index:
+// which weight of its stack each one is, or empty.
+ffi::Error Call(F32 x, F32 norm, F32 residual, ffi::Buffer<ffi::S32> index, ffi::RemainingArgs weights,
+                ffi::RemainingRets out, float eps, float offset, bool gated) {
   const int64_t rows = x.dimensions()[0], k_size = x.dimensions()[1];
   const float* input = x.typed_data();
   thread_local std::vector<float> normed_rows;
@@ -64,8 +67,11 @@ ffi::Error Call(F32 x, F32 norm, F32 residual, ffi::RemainingArgs weights, ffi::
   int64_t parts = 0, read = 0;
   for (size_t i = 0; i < weights.size(); ++i) {
     auto result = out.get<F32>(i).value();
-    all.push_back({weights.get<ffi::AnyBuffer>(i).value(), result->dimensions()[1], result->typed_data(), gated});
-    if (all[i].steps() * kLanes < all[i].outputs) return ffi::Error::InvalidArgument("more outputs than panels hold");
+    all.push_back({weights.get<ffi::AnyBuffer>(i).value(), result->dimensions()[1], result->typed_data(), 0, gated});
+    if (index.element_count() > 0) all[i].first = index.typed_data()[i] * all[i].all();
+    if (all[i].first < 0 || all[i].first + all[i].all() > all[i].panels.dimensions()[0]) {
+      return ffi::Error::InvalidArgument("more outputs than panels hold");
+    }
     parts += all[i].parts(), read += all[i].outputs * k_size;
   }
   const float* const residuals = residual.element_count() > 0 ? residual.typed_data() : nullptr;
@@ -83,14 +89,15 @@ ffi::Error Call(F32 x, F32 norm, F32 residual, ffi::RemainingArgs weights, ffi::
       thread_local std::vector<float> gates;
       gates.resize(2 * rows * kStride);
       float* const ups = gates.data() + rows * kStride;
-      Multiply(input, rows, k_size, weight.panels, first, last, gates.data(), kStride, kStride);
-      const int64_t half = weight.steps();
-      Multiply(input, rows, k_size, weight.panels, half + first, half + last, ups, kStride, kStride);
+      const int64_t gate = weight.first, up = gate + weight.steps();
+      Multiply(input, rows, k_size, weight.panels, gate + first, gate + last, gates.data(), kStride, kStride);
+      Multiply(input, rows, k_size, weight.panels, up + first, up + last, ups, kStride, kStride);
       for (int64_t t = 0; t < rows; ++t) {
         Gate(gates.data() + t * kStride, ups + t * kStride, columns, here + t * outputs);
       }
     } else {
-      Multiply(input, rows, k_size, weight.panels, first, last, here, columns, outputs);
+      const int64_t panel = weight.first + first;
+      Multiply(input, rows, k_size, weight.panels, panel, panel + last - first, here, columns, outputs);
     }
     for (int64_t t = 0; residuals && t < rows; ++t) {
       for (int64_t c = 0; c < columns; ++c) here[t * outputs + c] += residuals[t * outputs + first * kLanes + c];
@@ -111,6 +118,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(DflashLinear, Call,
                                   .Arg<F32>()
                                   .Arg<F32>()
                                   .Arg<F32>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
                                   .RemainingArgs()
                                   .RemainingRets()
                                   .Attr<float>("eps")

@@ -88,6 +88,24 @@ def test_linear_in_cpp_equals_its_definition(shapes, contracted, options, short,
 
 
 @needs_kernel
+@pytest.mark.parametrize("options", [{}, {"swiglu": True}])
+def test_a_weight_of_a_stack_has_the_bits_of_the_weight_alone(options):
+    rng = np.random.default_rng(0)
+    stack, x = (
+        rng.standard_normal((3, 2, 80, 37)).astype(np.float32),
+        jnp.asarray(rng.standard_normal((5, 37)), jnp.float32),
+    )
+    whole = jax.device_put(PackedWeight.of(stack, 1))
+    of_stack = jax.jit(lambda i: cpu.linear(x, [whole.of_stack(i).reshape(160, 37)], **options)[0])
+    for i, weight in enumerate(stack):
+        alone = cpu.linear(x, [PackedWeight.of(weight, 1).reshape(160, 37)], **options)[0]
+        np.testing.assert_array_equal(of_stack(i), alone)
+    for i in (-1, 3):
+        with pytest.raises(Exception, match="more outputs than panels hold"):
+            of_stack(i).block_until_ready()
+
+
+@needs_kernel
 def test_silu_of_large_numbers_and_of_none():
     x = jnp.asarray([[-1e4], [-90.0], [-30.0], [-1.0], [0.0], [1.0], [30.0], [1e4], [np.nan]], jnp.float32)
     weight = np.ones((2, 16, 1), np.float32)
