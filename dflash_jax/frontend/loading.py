@@ -38,11 +38,12 @@ from dflash_jax.models.drafter import Drafter, DraftVocabulary
 from dflash_jax.models.drafters import abstract_drafter
 from dflash_jax.models.mtp import Mtp
 from dflash_jax.models.packing import pack_weights, unpack_weights
+from dflash_jax.models.vision import VisionTower
 from dflash_jax.ops.backend import Backend
 from dflash_jax.parallel import distributed
 from dflash_jax.parallel.sharding import ONE_DEVICE, parameter_paths, parameter_specs, place
 
-M = TypeVar("M", bound=Decoder | Drafter | Mtp | DraftVocabulary)
+M = TypeVar("M", bound=Decoder | Drafter | Mtp | DraftVocabulary | VisionTower)
 D = TypeVar("D", bound=Drafter | Mtp)
 log = logging.getLogger("dflash_jax")
 

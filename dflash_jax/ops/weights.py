@@ -143,12 +143,16 @@ class PackedWeight:
         return PackedWeight(self.panels, (math.prod(self.shape) // inputs, inputs), index=self.index)
 
     def of_stack(self, index: Int[Array, ""]) -> "PackedWeight":
-        """One weight [*out, *in] of a stack [n, *out, *in], for `project`. Its outputs are a multiple of a panel's."""
+        """One weight [*out, *in] of a stack [n, *out, *in]. Its outputs must be a multiple of a panel's."""
         return PackedWeight(self.panels, self.shape[1:], self.contracted, index)
 
     def dense(self) -> Float[Array, "..."]:
         """The weight as an array [*out, *in]."""
-        matrix = self._floats(self.panels.transpose(0, 2, 1), math.prod(self.shape[-self.contracted :]))
+        panels = self.panels
+        if self.index is not None:
+            count = math.prod(self.shape[: -self.contracted]) // LANES
+            panels = jax.lax.dynamic_slice_in_dim(panels, self.index * count, count)
+        matrix = self._floats(panels.transpose(0, 2, 1), math.prod(self.shape[-self.contracted :]))
         return matrix.reshape(-1, matrix.shape[-1])[: math.prod(self.shape[: -self.contracted])].reshape(self.shape)
 
     @staticmethod

@@ -100,6 +100,7 @@ def test_a_weight_of_a_stack_has_the_bits_of_the_weight_alone(options):
     for i, weight in enumerate(stack):
         alone = cpu.linear(x, [PackedWeight.of(weight, 1).reshape(160, 37)], **options)[0]
         np.testing.assert_array_equal(of_stack(i), alone)
+        np.testing.assert_array_equal(whole.of_stack(jnp.int32(i)).dense(), weight)
     for i in (-1, 3):
         with pytest.raises(Exception, match="more outputs than panels hold"):
             of_stack(i).block_until_ready()
