@@ -68,7 +68,10 @@ async def _watch(url: str, connection) -> None:
     longest, last, failures = {"gap": 0.0, "health": 0.0}, {"piece": time.perf_counter()}, Counter()
 
     async def stream(client: "httpx.AsyncClient") -> None:
-        body = {"prompt": "def f(", "max_tokens": 2000, "ignore_eos": True, "stream": True, "temperature": 0}
+        capacity = (await client.get("/v1/models")).json()["data"][0]["max_model_len"]
+        body = {"prompt": "def f(", "ignore_eos": True, "stream": True, "temperature": 0}
+        # The prompt has a few tokens.
+        body["max_tokens"] = min(2000, capacity - 32)
         while True:
             try:
                 async with client.stream("POST", "/v1/completions", json=body) as answer:
