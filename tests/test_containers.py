@@ -8,13 +8,26 @@ import pytest
 import yaml
 
 from dflash_jax.cli.serve_arguments import parse
+from dflash_jax.parallel.distributed import LWS_PORT
 from dflash_jax.server.access import OPEN_PATHS
 
 ROOT = Path(__file__).parents[1]
 DOCKER = ROOT / "docker"
 DOCKERFILE = (DOCKER / "Dockerfile").read_text()
 COMPOSE = yaml.safe_load((DOCKER / "compose.yaml").read_text())
-CLAIM, DEPLOYMENT, SERVICE = yaml.safe_load_all((DOCKER / "kubernetes.yaml").read_text())
+MANIFESTS = ("kubernetes.yaml", "leader_worker_set.yaml", "gateway.yaml")
+OBJECTS = {name: list(yaml.safe_load_all((DOCKER / name).read_text())) for name in MANIFESTS}
+CLAIM, DEPLOYMENT, SERVICE = OBJECTS["kubernetes.yaml"]
+LEADER_WORKER_SET, LEADER_SERVICE = OBJECTS["leader_worker_set.yaml"][1:]
+# Groups of APIs: of custom resources, and one of Kubernetes itself.
+API_GROUPS = {
+    "gateway.networking.k8s.io",
+    "inference.networking.k8s.io",
+    "inference.networking.x-k8s.io",
+    "leaderworkerset.x-k8s.io",
+    "lws.sigs.k8s.io",
+    "rbac.authorization.k8s.io",
+}
 POD = DEPLOYMENT["spec"]["template"]["spec"]
 (CONTAINER,) = POD["containers"]
 ENTRYPOINT = yaml.safe_load(re.search(r"^ENTRYPOINT (.*)$", DOCKERFILE, re.MULTILINE)[1])
@@ -99,7 +112,69 @@ def test_the_cache_of_the_image_is_the_mounted_directory():
     assert COMPOSE["services"]["cpu"]["volumes"] == [f"cache:{cache}"]
 
 
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_kubernetes_accepts_the_manifests(name):
+    """Kubernetes' own kinds, without unknown fields. Custom resources are left out: their pods are not."""
+    kubernetes_validate = pytest.importorskip("kubernetes_validate")
+    for value in OBJECTS[name]:
+        templates = value["spec"].get("leaderWorkerTemplate") if "spec" in value else None
+        if templates is not None:
+            for role in ("leaderTemplate", "workerTemplate"):
+                pod = {"apiVersion": "v1", "kind": "PodTemplate", "template": templates[role]}
+                kubernetes_validate.validate(pod, "1.37", strict=True)
+        elif value["apiVersion"].split("/")[0] not in API_GROUPS - {"rbac.authorization.k8s.io"}:
+            kubernetes_validate.validate(value, "1.37", strict=True)
+
+
+def test_a_leader_worker_set_serves_one_model_over_its_pods(monkeypatch):
+    monkeypatch.delenv("DFLASH_API_KEY", raising=False)
+    group = LEADER_WORKER_SET["spec"]["leaderWorkerTemplate"]
+    leader, worker = (group[f"{role}Template"] for role in ("leader", "worker"))
+    (first,), (other,) = (template["spec"]["containers"] for template in (leader, worker))
+    assert first["args"] == other["args"]
+    args, _ = parse([*ENTRYPOINT[2:], *first["args"]])
+    assert args.distributed
+    assert args.mesh == f"tensor={group['size'] * first['resources']['limits']['nvidia.com/gpu']}"
+    assert leader["spec"]["terminationGracePeriodSeconds"] > args.drain_s
+    # The leader alone has HTTP.
+    ports = {port["name"]: port["containerPort"] for port in first["ports"]}
+    assert ports == {"http": PORT, "coordinator": LWS_PORT}
+    assert not {"ports", "livenessProbe", "readinessProbe", "startupProbe"} & other.keys()
+    assert first["readinessProbe"]["httpGet"] == CONTAINER["readinessProbe"]["httpGet"]
+    selected = LEADER_SERVICE["spec"]["selector"].items()
+    assert selected <= leader["metadata"]["labels"].items()
+    assert not selected <= worker["metadata"]["labels"].items()
+
+
+def test_a_gateway_sends_requests_to_the_servers_that_the_picker_names():
+    kinds = {value["kind"]: value for value in OBJECTS["gateway.yaml"]}
+    pool, route, picker = (kinds[kind] for kind in ("InferencePool", "HTTPRoute", "Deployment"))
+    assert (
+        pool["spec"]["selector"]["matchLabels"].items() <= DEPLOYMENT["spec"]["template"]["metadata"]["labels"].items()
+    )
+    assert pool["spec"]["targetPorts"] == [{"number": PORT}]
+    (rule,), (parent,) = route["spec"]["rules"], route["spec"]["parentRefs"]
+    assert [ref["name"] for ref in rule["backendRefs"]] == [pool["metadata"]["name"]]
+    assert parent["name"] == kinds["Gateway"]["metadata"]["name"]
+    service, named = kinds["Service"], pool["spec"]["endpointPickerRef"]
+    assert (named["name"], named["port"]["number"]) == (
+        service["metadata"]["name"],
+        service["spec"]["ports"][0]["port"],
+    )
+    pod = picker["spec"]["template"]
+    assert service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
+    (container,) = pod["spec"]["containers"]
+    assert f"--pool-name={pool['metadata']['name']}" in container["args"]
+    (mount,), (volume,) = container["volumeMounts"], pod["spec"]["volumes"]
+    (file,) = kinds["ConfigMap"]["data"]
+    assert volume["configMap"]["name"] == kinds["ConfigMap"]["metadata"]["name"]
+    assert f"--config-file={mount['mountPath']}/{file}" in container["args"]
+    config = yaml.safe_load(kinds["ConfigMap"]["data"][file])
+    used = {plugin["pluginRef"] for profile in config["schedulingProfiles"] for plugin in profile["plugins"]}
+    assert used <= {plugin["type"] for plugin in config["plugins"]}
+
+
 @pytest.mark.parametrize("path", sorted(DOCKER.iterdir()), ids=lambda path: path.name)
 def test_no_host_of_a_registry_is_named(path: Path):
     hosts = re.findall(r"\b[\w-]+(?:\.[\w-]+)*\.(?:io|com|org|dev|gcr|net)\b(?!/gpu)", path.read_text())
-    assert not hosts
+    assert set(hosts) <= API_GROUPS
