@@ -2,28 +2,88 @@
 
 A line is {"custom_id": "…", "method": "POST", "url": "/v1/chat/completions", "body": {…}}; its answer is a line
 {"id", "custom_id", "response": {"status_code", "request_id", "body"}, "error"}. Answers come as they are made. The same
-command again goes on where the last one ended. Models, load and drafting: the options of dflash serve.
+command again goes on where the last one ended. Models, load and drafting: the options of dflash serve. With --urls,
+running servers answer, and what one that dies has not answered goes to the others.
 """
 
 import argparse
 import asyncio
+import json
 import logging
+import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import (
+    AbstractAsyncContextManager,
+    ExitStack,
+    asynccontextmanager,
+    contextmanager,
+    nullcontext,
+    suppress,
+)
+from dataclasses import dataclass
+from typing import Any
 
 from dflash_jax import progress
 from dflash_jax.cli.options import INTERRUPTED, Parser, exit_code, program, run_async
 from dflash_jax.cli.serve import assemble, follow, follows, load
 from dflash_jax.errors import InputError
+from dflash_jax.frontend.servers import RequestLostError, Servers
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 # The server's options that mean something without a socket.
 HTTP_OPTIONS = {"served_model_name", "log_level"}
 # Attempts at a request that is answered with 503 while a part of the server restarts.
 ATTEMPTS = 5
+# Requests that each of --urls has at a time.
+CONCURRENCY = 32
+
+
+@dataclass(frozen=True)
+class Response:
+    """An answer of a server.
+
+    Attributes:
+        status: Its status.
+        body: Its body, read as JSON.
+        request_id: Its id, if it has one.
+    """
+
+    status: int
+    body: Any
+    request_id: str | None
+
+    @classmethod
+    def of(cls, response) -> "Response":
+        """That of an `httpx.Response`."""
+        try:
+            body = response.json()
+        except (ValueError, RecursionError):
+            # A proxy's page.
+            body = {"error": {"message": f"the answer is not JSON: {response.text[:200]!r}"}}
+        request_id = response.headers.get("x-request-id")
+        if request_id is None and isinstance(body, dict) and isinstance(name := body.get("id"), str):
+            request_id = name
+        return cls(response.status_code, body, request_id)
+
+    @property
+    def error(self) -> str:
+        """The message of an error, in the form of OpenAI or of another server."""
+        error = self.body.get("error", self.body) if isinstance(self.body, dict) else self.body
+        return str(error["message"] if isinstance(error, dict) and "message" in error else json.dumps(error))
+
+    @property
+    def tokens(self) -> int:
+        """New tokens, as far as it says so."""
+        usage = self.body.get("usage") if isinstance(self.body, dict) else None
+        tokens = (usage.get("completion_tokens") or usage.get("output_tokens")) if isinstance(usage, dict) else 0
+        return tokens if isinstance(tokens, int) else 0
+
+
+# Sends a body to an endpoint.
+Post = Callable[[str, bytes], Awaitable[Response]]
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -36,32 +96,98 @@ def make_parser() -> argparse.ArgumentParser:
     )
     p.add_argument("-i", "--input-file", required=True, metavar="IN.jsonl", help="requests; - is stdin")
     p.add_argument("-o", "--output-file", required=True, metavar="OUT.jsonl", help="answers; - is stdout")
-    p.add_argument("--concurrency", type=int, metavar="N", help="requests at a time (default: --slots)")
+    text = f"requests at a time (default: --slots; with --urls, of each server: {CONCURRENCY})"
+    p.add_argument("--concurrency", type=int, metavar="N", help=text)
+    p.add_argument(
+        "--urls", nargs="+", metavar="URL", help="running servers of one model, such as http://10.0.0.1:30000"
+    )
+    p.add_argument("--api-key", metavar="KEY", help="of --urls (default: DFLASH_API_KEY)")
     return p
 
 
 def parse(argv: list[str] | None):
-    """(our arguments, the server's, the `System` of --config or None). Raises InputError."""
+    """(our arguments, the server's or None, the `System` of --config or None). Raises InputError."""
     from dflash_jax.cli import serve_arguments
 
     batch_args, server_words = make_parser().parse_known_args(argv)
+    if batch_args.urls is not None:
+        if server_words:
+            raise InputError(f"{server_words[0]} is of a server, and those of --urls have started: leave it out")
+        batch_args.concurrency = CONCURRENCY if batch_args.concurrency is None else batch_args.concurrency
+        _check_concurrency(batch_args)
+        return batch_args, None, None
+    if batch_args.api_key is not None:
+        raise InputError("--api-key is of --urls: give them, or leave it out")
     args, system = serve_arguments.parse(server_words)
     named = {word.partition("=")[0] for word in server_words}
     for action in next(g for g in serve_arguments.make_parser()._action_groups if g.title == "http")._group_actions:
         if action.dest not in HTTP_OPTIONS and (given := named & set(action.option_strings)):
             raise InputError(f"{min(given)} is about HTTP, and a batch has none: leave it out")
     batch_args.concurrency = args.slots if batch_args.concurrency is None else batch_args.concurrency
-    if batch_args.concurrency < 1:
-        raise InputError(f"--concurrency {batch_args.concurrency}: it must be 1 or more")
+    _check_concurrency(batch_args)
     return batch_args, args, system
 
 
-class Batch:
-    """Requests on their way through the server's application, which has no socket here."""
+def _check_concurrency(batch_args) -> None:
+    if batch_args.concurrency < 1:
+        raise InputError(f"--concurrency {batch_args.concurrency}: it must be 1 or more")
 
-    def __init__(self, serving, app, output, concurrency: int, bar):
-        self.serving, self.app, self.output, self.concurrency, self.bar = serving, app, output, concurrency, bar
-        self.answered = self.errors = self.faults = self.tokens = 0
+
+@asynccontextmanager
+async def in_process(serving, app) -> AsyncIterator[Post]:
+    """Requests through a server's application, without a socket."""
+    import httpx
+
+    from dflash_jax.engine.engine import EngineError
+
+    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=None) as http:
+
+        async def post(path: str, content: bytes) -> Response:
+            headers = {"Content-Type": "application/json"}
+            for attempt in range(ATTEMPTS):
+                response = await http.post(path, content=content, headers=headers)
+                if serving.failure is not None:
+                    raise EngineError(serving.failure)
+                if response.status_code != 503:
+                    break
+                await asyncio.sleep(attempt)
+            return Response.of(response)
+
+        yield post
+
+
+@asynccontextmanager
+async def over_http(urls: list[str], concurrency: int, key: str) -> AsyncIterator[Post]:
+    """Requests to running servers."""
+    async with Servers(urls, concurrency, key) as servers:
+
+        async def post(path: str, content: bytes) -> Response:
+            return Response.of(await servers.post(path, content))
+
+        yield post
+
+
+class Batch:
+    """Requests on their way to a server, or to several.
+
+    Args:
+        connected: What sends a request, while its context is open.
+        output: The `Output`.
+        concurrency: Requests at a time.
+        bar: The bar of progress.
+
+    Attributes:
+        answered: Requests with a good answer.
+        errors: Those with another one, and lines that are no requests.
+        faults: Such lines.
+        lost: Requests without an answer.
+        tokens: New tokens.
+    """
+
+    def __init__(self, connected: AbstractAsyncContextManager[Post], output, concurrency: int, bar):
+        self._connected, self.output, self.concurrency, self.bar = connected, output, concurrency, bar
+        self.answered = self.errors = self.faults = self.lost = self.tokens = 0
         self.began = time.perf_counter()
 
     def feed(self, entries: Iterator, loop: asyncio.AbstractEventLoop, queue: asyncio.Queue) -> None:
@@ -82,16 +208,13 @@ class Batch:
 
     async def run(self, entries: Iterator) -> None:
         """Answers all entries."""
-        import httpx
-
         queue: asyncio.Queue = asyncio.Queue()
         # Entries that are read and not yet begun.
         self._places = threading.Semaphore(2 * self.concurrency)
         loop = asyncio.get_running_loop()
-        threading.Thread(target=self.feed, args=(entries, loop, queue), name="batch-input", daemon=True).start()
-        transport = httpx.ASGITransport(app=self.app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=None) as http:
-            tasks = [asyncio.create_task(self._work(http, queue)) for _ in range(self.concurrency)]
+        async with self._connected as post:
+            threading.Thread(target=self.feed, args=(entries, loop, queue), name="batch-input", daemon=True).start()
+            tasks = [asyncio.create_task(self._work(post, queue)) for _ in range(self.concurrency)]
             try:
                 await asyncio.gather(*tasks)
             finally:
@@ -99,7 +222,7 @@ class Batch:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _work(self, http, queue: asyncio.Queue) -> None:
+    async def _work(self, post: Post, queue: asyncio.Queue) -> None:
         from dflash_jax.server.batch_files import Fault
 
         while (entry := await queue.get()) is not None:
@@ -112,32 +235,25 @@ class Batch:
                 error = {"code": entry.code, "message": entry.message, "line": entry.line}
                 self.output.write(entry.custom_id, None, error)
             else:
-                await self._answer(http, entry)
+                await self._answer(post, entry)
             self.bar.set_postfix_str(f"{self.tokens_per_s:.0f} tok/s", refresh=False)
             self.bar.update()
 
-    async def _answer(self, http, entry) -> None:
-        from dflash_jax.engine.engine import EngineError
-
-        headers = {"Content-Type": "application/json"}
-        for attempt in range(ATTEMPTS):
-            response = await http.post(entry.url, content=entry.body, headers=headers)
-            if self.serving.failure is not None:
-                raise EngineError(self.serving.failure)
-            if response.status_code != 503:
-                break
-            await asyncio.sleep(attempt)
-        body = response.json()
-        if response.status_code == 200:
+    async def _answer(self, post: Post, entry) -> None:
+        try:
+            response = await post(entry.url, entry.body)
+        except RequestLostError as e:
+            # Nothing is written: the same command sends it again.
+            self.lost += 1
+            self._tell(entry, f"no answer: {e}")
+            return
+        if response.status == 200:
             self.answered += 1
-            usage = body.get("usage") or {}
-            self.tokens += usage.get("completion_tokens") or usage.get("output_tokens") or 0
+            self.tokens += response.tokens
         else:
-            self._tell(entry, f"{response.status_code}: {body['error']['message']}")
-        request_id = response.headers.get("x-request-id") or body.get("id")
-        self.output.write(
-            entry.custom_id, {"status_code": response.status_code, "request_id": request_id, "body": body}, None
-        )
+            self._tell(entry, f"{response.status}: {response.error}")
+        value = {"status_code": response.status, "request_id": response.request_id, "body": response.body}
+        self.output.write(entry.custom_id, value, None)
 
     def _tell(self, entry, what: str) -> None:
         self.errors += 1
@@ -189,11 +305,12 @@ def run(batch_args, args, system) -> int:
 
     Args:
         batch_args: The options that only `batch` has.
-        args: The server's options.
+        args: The server's options; None with ``--urls``.
         system: The system of ``--config``, or None.
 
     Returns:
-        The exit code: 1 where the engine failed or no line is a valid request, 130 where the run was interrupted.
+        The exit code: 1 where the engine or all servers failed, a request has no answer, or no line is a valid
+        request; 130 where the run was interrupted.
     """
     from dflash_jax.engine.engine import EngineError
 
@@ -205,30 +322,38 @@ def run(batch_args, args, system) -> int:
     from dflash_jax.server.limits import Limits
 
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr, force=True)
-    if follows(args):
+    if args is not None and follows(args):
         return follow(args, system)
-    with open_input(batch_args.input_file) as stream, Output(batch_args.output_file) as output, ExitStack() as turn:
+    with open_input(batch_args.input_file) as stream, Output(batch_args.output_file) as output, ExitStack() as stack:
         if output.is_file(stream):
             raise InputError(f"{batch_args.input_file} is the input and the output: give another -o")
-        limits, total, before = Limits(), count_lines(stream), len(output.done)
-        # No request is refused for a full queue.
-        args.max_queue = batch_args.concurrency * limits.choices * limits.prompts
-        llm = load(args, system)
-        turn.enter_context(llm.leading())
-        serving = assemble(args, llm)
-        serving.is_ready, app = True, build(serving)
-        urls = frozenset(URLS) & set(app.openapi()["paths"])
-        todo = entries(stream, max(map(serving.most_body_bytes, urls)), urls, output.done)
-        code, reason = 0, ""
+        limits, total, before, most = Limits(), count_lines(stream), len(output.done), batch_args.concurrency
+        if args is None:
+            key = batch_args.api_key or os.environ.get("DFLASH_API_KEY") or "EMPTY"
+            connected, engine = over_http(batch_args.urls, most, key), nullcontext()
+            urls, most_bytes, most = frozenset(URLS), limits.media_body_bytes, most * len(batch_args.urls)
+        else:
+            # No request is refused for a full queue.
+            args.max_queue = most * limits.choices * limits.prompts
+            llm = load(args, system)
+            stack.enter_context(llm.leading())
+            serving = assemble(args, llm)
+            serving.is_ready, app = True, build(serving)
+            connected, engine = in_process(serving, app), running(serving)
+            urls = frozenset(URLS) & set(app.openapi()["paths"])
+            most_bytes = max(map(serving.most_body_bytes, urls))
+        todo, code, reason = entries(stream, most_bytes, urls, output.done), 0, ""
         bar = progress.bar(description="answering", total=total, initial=before, unit="request", leave=True)
-        batch = Batch(serving, app, output, batch_args.concurrency, bar)
+        batch = Batch(connected, output, most, bar)
         try:
-            with bar, running(serving):
+            with bar, engine:
                 run_async(batch.run(todo))
         except KeyboardInterrupt:
             code, reason = INTERRUPTED, "interrupted (the same command goes on): "
         except EngineError as e:
-            code, reason = 1, f"the engine failed ({e}; the same command goes on): "
+            code, reason = 1, f"{'the engine failed' if args else 'stopped'} ({e}; the same command goes on): "
+    if code == 0 and batch.lost:
+        code, reason = 1, f"{batch.lost} requests have no answer (the same command sends them again): "
     if code == 0 and batch.has_no_request and not before:
         code, reason = 1, f"{batch_args.input_file} has no valid request: "
     print(f"{reason}{batch.summary(before)}", file=sys.stderr)

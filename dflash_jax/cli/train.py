@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 from importlib.util import find_spec
 from typing import Any
@@ -39,7 +40,7 @@ def tell(line: str) -> None:
 FRESH = "draft_config layers block_size taps intermediate_size sliding_window mask_token_id start_layers"
 COMMON = "target revision download_dir output dtype mesh"
 DATA = f"{COMMON} data skip_bad_lines sequence_length"
-GENERATION = "temperature max_new_tokens thinking slots"
+GENERATION = "temperature max_new_tokens thinking slots urls"
 ONLY = {
     "regenerate": f"{COMMON} data skip_bad_lines draft draft_revision seed {GENERATION}",
     "cache": f"{DATA} draft draft_revision features rows loss mtp {FRESH}",
@@ -135,6 +136,25 @@ def main(argv: list[str] | None = None) -> int:
     return exit_code(command)
 
 
+def _regenerate_by_url(config: TrainConfig) -> int:
+    """Runs `regenerate` on running servers: the exit code."""
+    from dataclasses import replace
+
+    from dflash_jax.training.regenerate import regenerate
+    from dflash_jax.training.remote import RemoteTarget
+
+    def tell(line: str) -> None:
+        # JAX, which the other `tell` asks, takes the devices of this machine.
+        print(line, file=sys.stderr, flush=True)
+
+    path, key = config.directory / "regenerated.jsonl", os.environ.get("DFLASH_API_KEY") or "EMPTY"
+    with RemoteTarget(config.urls, config.slots, key) as target:
+        tell(f"{len(config.urls)} servers answer with {target.model}")
+        count = regenerate(replace(config, target=config.target or target.model), target, path, tell)
+    tell(f"{count} lines have answers in {path}")
+    return 0
+
+
 def run(command: str, config: TrainConfig, meshes: dict[str, str]) -> int:
     """Runs one command of `train`: the exit code."""
     from dataclasses import replace
@@ -143,10 +163,12 @@ def run(command: str, config: TrainConfig, meshes: dict[str, str]) -> int:
 
     if find_spec("grain") is None:
         raise InputError('training needs more packages: pip install "dflash-jax[train]"')
-    if config.mesh is None:
-        config = replace(config, mesh=mesh_for(meshes, jax.devices()[0].device_kind, jax.device_count()))
     if command in ("regenerate", "cache", "fit", "tokens") and not config.data:
         raise InputError(f"{command} needs --data: files of JSON lines")
+    if command == "regenerate" and config.urls:
+        return _regenerate_by_url(config)
+    if config.mesh is None:
+        config = replace(config, mesh=mesh_for(meshes, jax.devices()[0].device_kind, jax.device_count()))
     if command == "regenerate":
         with starting():
             from dflash_jax.frontend.llm import LLM

@@ -13,7 +13,17 @@ LOSSES, WEIGHTS, OPTIMIZERS = ("cross-entropy", "kl", "hybrid"), ("decay", "d-pa
 FREE = {
     *("draft_vocabulary", "download_dir"),
     *("output", "mesh", "log_every", "save_every", "keep", "evaluate_every", "evaluate_prompts", "evaluate_tokens"),
-    *("tensorboard", "wandb", "held_out", "skip_bad_lines", "temperature", "max_new_tokens", "thinking", "slots"),
+    *(
+        "tensorboard",
+        "wandb",
+        "held_out",
+        "skip_bad_lines",
+        "temperature",
+        "max_new_tokens",
+        "thinking",
+        "slots",
+        "urls",
+    ),
 }
 
 # Fields that must be 1 or more.
@@ -87,7 +97,8 @@ class TrainConfig:
     temperature: float | None = option(None, "of regenerate (default: the checkpoint's)", float)
     max_new_tokens: int = option(1024, "of each answer that regenerate writes")
     thinking: bool | None = option(None, "whether regenerate lets the target think (default: its template's)", bool)
-    slots: int = option(32, "prompts that regenerate continues at a time")
+    slots: int = option(32, "prompts that regenerate continues at a time, of each of --urls")
+    urls: tuple[str, ...] = option((), "running servers of the target that answer in place of this machine", str)
 
     @property
     def target_options(self) -> dict[str, Any]:

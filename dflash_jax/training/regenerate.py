@@ -26,9 +26,11 @@ from dflash_jax.training.conversations import (
 )
 from dflash_jax.training.data import Skipped, fault, read_lines
 from dflash_jax.training.media import NO_TOWER
+from dflash_jax.training.remote import RemoteTarget
 
 # Conversations whose answers are written together: at least GROUP, and at least TURNS for each slot.
 GROUP, TURNS = 256, 8
+REMOTE_MEDIA = "images and videos are not sent to --urls: leave them out, or run without --urls"
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,8 @@ class PromptLine:
     parts: Sequence[MediaPart] = ()
 
 
-def read_prompts(config: TrainConfig, skipped: Skipped | None, has_tower: bool) -> Iterator[PromptLine]:
-    """Yields the prompts of ``config.data``."""
+def read_prompts(config: TrainConfig, skipped: Skipped | None, no_media: str | None) -> Iterator[PromptLine]:
+    """Yields the prompts of ``config.data``; ``no_media``: why images and videos are not possible, or None."""
     for where, record in read_lines(config.data, skipped):
         parts: Sequence[MediaPart] = ()
         try:
@@ -59,8 +61,8 @@ def read_prompts(config: TrainConfig, skipped: Skipped | None, has_tower: bool) 
                 if not any(m["role"] == "user" for m in prompt):
                     raise InputError(f"{where}: the conversation has no user turn")
                 _, parts = split_conversation(prompt, where, directory)
-                if parts and not has_tower:
-                    raise InputError(f"{where}: {NO_TOWER}")
+                if parts and no_media is not None:
+                    raise InputError(f"{where}: {no_media}")
             elif isinstance(prompt := record.get("prompt", record.get("text")), str) and prompt:
                 text_of(prompt, where)
             else:
@@ -127,7 +129,7 @@ class Progress:
         fresh.replace(self.record)
 
 
-def regenerate(config: TrainConfig, llm: LLM, path: Path, tell: Callable[[str], None]) -> int:
+def regenerate(config: TrainConfig, llm: LLM | RemoteTarget, path: Path, tell: Callable[[str], None]) -> int:
     """Writes a line for each answer into ``path``, and continues where an earlier call with the same settings stopped.
 
     A line has prompt_ids, response_ids, source (the number of its prompt) and, for conversations, messages. Images and
@@ -136,7 +138,7 @@ def regenerate(config: TrainConfig, llm: LLM, path: Path, tell: Callable[[str], 
 
     Args:
         config: The data and the sampling.
-        llm: The target.
+        llm: The target, here or behind servers.
         path: The file of answers; its record is beside it.
         tell: Receives lines for the user.
 
@@ -147,9 +149,10 @@ def regenerate(config: TrainConfig, llm: LLM, path: Path, tell: Callable[[str], 
         InputError: A prompt is invalid, or the file is of other settings.
     """
     skipped = Skipped() if config.skip_bad_lines else None
-    prompts = list(read_prompts(config, skipped, llm.media is not None))
+    no_media = REMOTE_MEDIA if isinstance(llm, RemoteTarget) else NO_TOWER if llm.media is None else None
+    prompts = list(read_prompts(config, skipped, no_media))
     path.parent.mkdir(parents=True, exist_ok=True)
-    progress, size = Progress(config, prompts, path), max(GROUP, TURNS * config.slots)
+    progress, size = Progress(config, prompts, path), max(GROUP, TURNS * llm.slots)
     if done := progress.done:
         tell(f"{done} of {len(prompts)} were answered before")
     options = {"initial": done, "unit": "prompt", "leave": True}
@@ -166,14 +169,16 @@ def regenerate(config: TrainConfig, llm: LLM, path: Path, tell: Callable[[str], 
     return len(prompts) - unanswered
 
 
-def _prompt(llm: LLM, talk: str | list[dict], line: PromptLine, thinking: bool | None) -> tuple[Prompt, list[int], int]:
+def _prompt(
+    llm: LLM | RemoteTarget, talk: str | list[dict], line: PromptLine, thinking: bool | None
+) -> tuple[Prompt, list[int], int]:
     """A text or a conversation as `LLM.generate` takes it, its token ids, and how many there are with its media."""
     if isinstance(talk, str):
         ids = llm.encode(talk)
         return ids, ids, len(ids)
     messages, parts = split_conversation(talk, line.where, line.directory)
     ids = llm.encode_chat(messages, thinking)
-    if not parts:
+    if not parts or isinstance(llm, RemoteTarget):
         return ids, ids, len(ids)
     # Decoded once, for the length and for the answer.
     parts = [replace(part, source=llm.media_reader().read(part)) for part in parts]
@@ -182,7 +187,12 @@ def _prompt(llm: LLM, talk: str | list[dict], line: PromptLine, thinking: bool |
 
 
 def _answered(
-    config: TrainConfig, llm: LLM, group: Sequence[PromptLine], start: int, output: Path, skipped: Skipped | None
+    config: TrainConfig,
+    llm: LLM | RemoteTarget,
+    group: Sequence[PromptLine],
+    start: int,
+    output: Path,
+    skipped: Skipped | None,
 ) -> list[dict]:
     """The lines of a group, in the order of its prompts. A prompt that leaves no room is not answered."""
     lines: list[list[dict]] = [[] for _ in group]
