@@ -167,6 +167,7 @@ def deployment(args: Namespace, system) -> Any:
     least, most = args.replicas
     count: dict = {"num_replicas": least}
     if most > least:
+        look_back = max(1.0, min(args.scale_up_s, 10.0))
         count = {
             "autoscaling_config": {
                 "min_replicas": least,
@@ -174,7 +175,9 @@ def deployment(args: Namespace, system) -> Any:
                 "target_ongoing_requests": args.target_ongoing,
                 "upscale_delay_s": args.scale_up_s,
                 "downscale_delay_s": args.scale_down_s,
-                "look_back_period_s": max(1.0, min(args.scale_up_s, 10.0)),
+                "look_back_period_s": look_back,
+                # Serve wants more than one measurement in that time. Its default is 10 s.
+                "metrics_interval_s": look_back / 2,
                 "policy": {"policy_function": "dflash_jax.cluster.app:replicas_for_load"},
             }
         }

@@ -1,38 +1,65 @@
-"""Kills replicas of a cluster with SIGKILL under load: no request may be lost, repeated in part, or changed.
+"""Disturbs a cluster under load: no request may be lost, repeated in part, or changed. And what its ingress costs.
 
-    python scripts/cluster/kill_replicas.py --out report.md
+    python scripts/cluster/check.py kill            a replica gets SIGKILL at a random time, for several seeds
+    python scripts/cluster/check.py update          a new version takes the place of two replicas, one after the other
+    python scripts/cluster/check.py scale           one replica, two under load, and one again
+    python scripts/cluster/check.py throughput      tokens per second through the ingress and of one plain server
 
-Starts `dflash cluster` with two replicas. For each seed it sends the same requests, half of them streams, and kills one
-replica at a random time. Tokens and texts are compared with those of a run without a kill. Needs "dflash-jax[ray]".
+Every second request is a stream. Tokens and texts are compared with those of a run without a disturbance. Needs
+"dflash-jax[ray]".
 """
 
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import os
-import platform
 import random
+import re
+import secrets
 import signal
-import socket
+import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+
+from dflash_jax.tools.server_process import START_S, ServerProcess, free_port, is_ready, machine
 
 # --help works without them.
 with contextlib.suppress(ModuleNotFoundError):
     import httpx
     import psutil
 
-REPLICA = "ray::ServeReplica"
+REPLICA, INGRESS = "ray::ServeReplica", "ray::Ingress"
 PROMPTS = ["def clamp(value, low, high):\n    ", "class Stack:\n", "import os\n\n", "x = "]
-# Seconds that replicas may take to start.
-START_S = 900
+SMALL = ["--slots", "8", "--max-len", "1024"]
+# Clients that go on while the cluster ends a replica, of those under whose load it has started one.
+FEW = 2
+
+
+@dataclass
+class Answer:
+    """A complete answer.
+
+    Attributes:
+        tokens: Its token ids.
+        text: Its text, reasoning included.
+        model: The model that its beginning names.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    model: str = ""
 
 
 def wanted(i: int) -> tuple[str, dict]:
-    """The i-th request: path and body. Every second one is a stream."""
+    """The i-th request: path and body."""
     rng = random.Random(i)
     body = {"seed": i, "temperature": rng.choice([0, 0.7, 1.0]), "ignore_eos": True, "return_token_ids": True}
     body |= {"max_tokens": rng.choice([40, 120, 200]), "stream": i % 2 == 0}
@@ -42,23 +69,25 @@ def wanted(i: int) -> tuple[str, dict]:
     return "/v1/chat/completions", {"messages": [{"role": "user", "content": rng.choice(PROMPTS)}], **body}
 
 
-async def answer(client: "httpx.AsyncClient", path: str, body: dict) -> tuple[list[int], str]:
-    """Tokens and text of a request. Raises for an answer that is not complete."""
-    tokens, text, ended, done = [], "", False, False
+async def answer(client: "httpx.AsyncClient", path: str, body: dict) -> Answer:
+    """The answer to a request. Raises for one that is not complete."""
+    result, ended, done = Answer(), False, False
 
-    def take(choice: dict, message: dict) -> None:
-        nonlocal text, ended
-        tokens.extend(choice.get("token_ids") or ())
-        for name in ("text", "reasoning_content", "content"):
-            text += message.get(name) or ""
-        ended = ended or choice["finish_reason"] is not None
+    def take(event: dict) -> None:
+        nonlocal ended
+        result.model = result.model or event["model"]
+        for choice in event["choices"]:
+            message = choice.get("delta") or choice.get("message") or choice
+            result.tokens.extend(choice.get("token_ids") or ())
+            for name in ("text", "reasoning_content", "content"):
+                result.text += message.get(name) or ""
+            ended = ended or choice["finish_reason"] is not None
 
     if not body["stream"]:
         response = await client.post(path, json=body)
         response.raise_for_status()
-        (choice,) = response.json()["choices"]
-        take(choice, choice.get("message", choice))
-        return tokens, text
+        take(response.json())
+        return result
     async with client.stream("POST", path, json=body) as response:
         response.raise_for_status()
         async for line in response.aiter_lines():
@@ -68,116 +97,350 @@ async def answer(client: "httpx.AsyncClient", path: str, body: dict) -> tuple[li
                 event = json.loads(line[6:])
                 if "error" in event:
                     raise RuntimeError(event["error"]["message"])
-                for choice in event["choices"]:
-                    take(choice, choice.get("delta", choice))
+                take(event)
     if not (ended and done):
         raise RuntimeError("the stream has no end")
-    return tokens, text
+    return result
 
 
-async def send_all(url: str, count: int, concurrency: int) -> tuple[list, float]:
-    """Answers to all requests, or the exceptions in their places; and the seconds that it took."""
-    places, began = asyncio.Semaphore(concurrency), time.perf_counter()
-    limits = httpx.Limits(max_connections=concurrency)
-    async with httpx.AsyncClient(base_url=url, timeout=None, limits=limits) as client:
-
-        async def one(i: int):
-            async with places:
-                return await answer(client, *wanted(i))
-
-        answers = await asyncio.gather(*map(one, range(count)), return_exceptions=True)
-    return answers, time.perf_counter() - began
+def connected(url: str) -> "httpx.AsyncClient":
+    return httpx.AsyncClient(base_url=url, timeout=None, limits=httpx.Limits(max_connections=None))
 
 
-def replicas(of: int) -> list["psutil.Process"]:
-    """Processes of replicas below the process ``of``."""
+async def send_all(
+    url: str, count: int, clients: int, until: asyncio.Event | None = None, request=wanted
+) -> list[tuple[int, Answer | Exception]]:
+    """Sends the first ``count`` requests, and the same ones again until an event.
+
+    Args:
+        url: The server.
+        count: Requests.
+        clients: How many clients send them; each waits for its answer before it sends the next.
+        until: Requests go on until it is set; None: each is sent once.
+        request: The i-th request.
+
+    Returns:
+        (number of the request, answer or exception) of each.
+    """
+    numbers, answers = itertools.count(), []
+    async with connected(url) as http:
+
+        async def client() -> None:
+            while (i := next(numbers)) < count or (until is not None and not until.is_set()):
+                try:
+                    answers.append((i % count, await answer(http, *request(i % count))))
+                except (httpx.HTTPError, RuntimeError, ValueError, LookupError) as e:
+                    answers.append((i % count, e))
+
+        await asyncio.gather(*(client() for _ in range(clients)))
+    return answers
+
+
+async def expected_of(url: str, args) -> list[Answer]:
+    """The answers without a disturbance."""
+    complete: dict[int, Answer] = {}
+    for i, each in await send_all(url, args.requests, args.clients):
+        if isinstance(each, Exception):
+            raise SystemExit(f"without a disturbance: request {i}: {each!r}")
+        complete[i] = each
+    return [complete[i] for i in range(args.requests)]
+
+
+def compared(answers: list[tuple[int, Answer | Exception]], expected: list[Answer], what: str) -> list[int]:
+    """Requests, those that are lost, those with more tokens than expected, and those with other tokens or text."""
+    complete = [(each, expected[i]) for i, each in answers if isinstance(each, Answer)]
+    for i, each in answers:
+        if isinstance(each, Exception):
+            print(f"{what}: request {i}: {each!r}", file=sys.stderr)
+    longer = sum(len(a.tokens) > len(b.tokens) for a, b in complete)
+    changed = sum((a.tokens, a.text) != (b.tokens, b.text) for a, b in complete)
+    return [len(answers), len(answers) - len(complete), longer, changed]
+
+
+@dataclass
+class State:
+    """What the metrics of a cluster say.
+
+    Attributes:
+        replicas: Names of the replicas that answer.
+        resumed: Streams that went on from another replica.
+        repeated: Requests that were sent again.
+    """
+
+    replicas: set[str] = field(default_factory=set)
+    resumed: int = 0
+    repeated: int = 0
+
+    @classmethod
+    def read(cls, text: str) -> "State":
+        """Reads the text of /metrics."""
+        counts = dict(re.findall(r"^dflash:cluster_(\w+)_total (\S+)$", text, re.M))
+        resumed, repeated = (int(float(counts[name])) for name in ("resumed", "repeated"))
+        return cls(set(re.findall(r'engine="([^"]+)"', text)), resumed, repeated)
+
+
+def state(url: str) -> State:
+    """The state of a cluster; an empty one where it does not answer."""
+    with contextlib.suppress(httpx.HTTPError, KeyError):
+        return State.read(httpx.get(f"{url}/metrics", timeout=60).text)
+    return State()
+
+
+async def until_state(url: str, holds: Callable[[State], bool]) -> State:
+    """The first state for which ``holds``."""
+    until = time.monotonic() + START_S
+    async with httpx.AsyncClient(timeout=60) as http:
+        while time.monotonic() < until:
+            with contextlib.suppress(httpx.HTTPError, KeyError):
+                now = State.read((await http.get(f"{url}/metrics")).text)
+                if holds(now):
+                    return now
+            await asyncio.sleep(0.2)
+    raise SystemExit(f"{url}: what was to come did not come within {START_S:.0f} s")
+
+
+def table(names: str, rows: list[list]) -> str:
+    """A table of numbers in Markdown; ``names``: of its columns, between bars."""
+    head = f"| {names} |\n{'| ---: ' * (names.count('|') + 1)}|"
+    return "\n".join([head, *(f"| {' | '.join(map(str, row))} |" for row in rows)])
+
+
+ANSWERS = "requests | lost | too long | changed | streams that went on | requests repeated | seconds"
+
+
+async def disturbed(url: str, work: Awaitable, loads: Callable[[], Awaitable], expected, what: str) -> list:
+    """The columns of `ANSWERS` for ``loads()`` while ``work`` is done."""
+    before, began = state(url), time.perf_counter()
+    _, answers = await asyncio.gather(work, loads())
+    seconds, after = time.perf_counter() - began, state(url)
+    went_on = [after.resumed - before.resumed, after.repeated - before.repeated]
+    return [*compared(answers, expected, what), *went_on, f"{seconds:.1f}"]
+
+
+def processes_below(pid: int, name: str) -> list["psutil.Process"]:
+    """Processes below the process ``pid`` whose command begins with ``name``."""
     found = []
-    for process in psutil.Process(of).children(recursive=True):
+    for process in psutil.Process(pid).children(recursive=True):
         with contextlib.suppress(psutil.Error):
-            if " ".join(process.cmdline()).startswith(REPLICA):
+            if " ".join(process.cmdline()).startswith(name):
                 found.append(process)
     return found
 
 
-def metric(url: str, name: str) -> float:
-    """The value of a metric without labels."""
-    lines = httpx.get(f"{url}/metrics", timeout=60).text.splitlines()
-    return float(next(line.split()[1] for line in lines if line.startswith(f"{name} ")))
+def stopped(server: ServerProcess) -> str:
+    """Ends a cluster and says what is left of it."""
+    began, children = time.perf_counter(), psutil.Process(server.process.pid).children(recursive=True)
+    code = server.stop()
+    left = [each for each in children if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+    return f"SIGTERM: exit code {code}, {len(left)} processes left after {time.perf_counter() - began:.0f} s."
 
 
-def wait_for_replicas(url: str, count: int) -> None:
-    """Returns when the ingress knows ``count`` replicas."""
-    until = time.monotonic() + START_S
-    while time.monotonic() < until:
-        with contextlib.suppress(httpx.HTTPError, StopIteration):
-            if metric(url, "dflash:replicas") == count:
-                return
-        time.sleep(0.5)
-    raise SystemExit(f"{count} replicas did not start within {START_S} s")
+def load_text(args, seconds: float) -> str:
+    return f"{args.requests} requests of {args.clients} clients, {seconds:.1f} s without a disturbance"
 
 
-async def with_kill(url: str, pid: int, seed: int, args, seconds: float) -> tuple[list, float]:
-    """`send_all`, with the death of a random replica at a random time."""
-    rng = random.Random(f"kill {seed}")
+def kill(args) -> str:
+    words = ["--replicas", "2", *SMALL, *args.words]
+    rows = []
+    with ServerProcess.of("cluster", words) as server:
+        server.wait_until(lambda: len(state(server.url).replicas) == 2)
+        began = time.perf_counter()
+        expected = asyncio.run(expected_of(server.url, args))
+        seconds = time.perf_counter() - began
 
-    async def kill() -> None:
-        await asyncio.sleep(rng.uniform(0.05, 0.8) * seconds)
-        victim = rng.choice(replicas(pid))
-        print(f"seed {seed}: SIGKILL for {victim.pid}", file=sys.stderr)
-        victim.send_signal(signal.SIGKILL)
+        async def killed(rng: random.Random) -> None:
+            await asyncio.sleep(rng.uniform(0.05, 0.8) * seconds)
+            rng.choice(processes_below(server.process.pid, REPLICA)).send_signal(signal.SIGKILL)
 
-    answers, _ = await asyncio.gather(send_all(url, args.requests, args.concurrency), kill())
-    return answers
+        for seed in range(args.seeds):
+            loads = lambda: send_all(server.url, args.requests, args.clients)  # noqa: E731
+            work = killed(random.Random(f"kill {seed}"))
+            rows.append([seed, *asyncio.run(disturbed(server.url, work, loads, expected, f"seed {seed}"))])
+            print(rows[-1], file=sys.stderr)
+            server.wait_until(lambda: len(state(server.url).replicas) == 2)
+        end = stopped(server)
+    head = f"`dflash cluster {' '.join(words)}` on {machine()}: {load_text(args, seconds)}."
+    return f"{head}\n\n{table(f'seed | {ANSWERS}', rows)}\n\n{end}\n"
+
+
+def update(args) -> str:
+    """Deploys one version after the other with ``serve deploy``, as a cluster of several machines does."""
+    words, rows = ["--replicas", "2", *SMALL, *args.words], []
+    ports = {name: str(free_port()) for name in ("port", "dashboard-port", "dashboard-agent-listen-port")}
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    programs = Path(sys.executable).parent
+    # `ray start` asks for it. The default is a file of the user's, which a cluster of the user's may have.
+    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    with contextlib.ExitStack() as stack:
+        command = [str(programs / "ray"), "start", "--head", "--block", "--node-ip-address", "127.0.0.1"]
+        command += ["--disable-usage-stats", "--object-store-memory", str(200 * 2**20)]
+        command += [word for name, value in ports.items() for word in (f"--{name}", value)]
+        directory = stack.enter_context(tempfile.TemporaryDirectory())
+        server = stack.enter_context(ServerProcess(command, port))
+        dashboard = f"http://127.0.0.1:{ports['dashboard-port']}"
+
+        def deploy(version: str) -> None:
+            argv = [*words, "--port", str(port), "--served-model-name", version]
+            application = {"name": "dflash", "route_prefix": None, "import_path": "dflash_jax.cluster.app:build"}
+            config = {"proxy_location": "Disabled", "applications": [application | {"args": {"argv": argv}}]}
+            (path := Path(directory) / "serve.yaml").write_text(json.dumps(config))
+            subprocess.run([str(programs / "serve"), "deploy", str(path), "--address", dashboard], check=True)
+
+        server.wait_until(lambda: answers_at(dashboard))
+        deploy("1")
+        server.wait_until(lambda: len(state(url).replicas) == 2)
+        began = time.perf_counter()
+        expected = asyncio.run(expected_of(url, args))
+        seconds, versions = time.perf_counter() - began, Counter()
+        for version in range(2, args.versions + 2):
+            over = asyncio.Event()
+
+            async def updated(version=version, over=over) -> None:
+                old = state(url).replicas
+                # A moment of load before it.
+                await asyncio.sleep(1)
+                await asyncio.to_thread(deploy, str(version))
+                await until_state(url, lambda now: len(now.replicas) == 2 and not now.replicas & old)
+                over.set()
+
+            async def loads(over=over):
+                answers = await send_all(url, args.requests, args.clients, over)
+                versions.update(each.model for _, each in answers if isinstance(each, Answer))
+                return answers
+
+            rows.append([version, *asyncio.run(disturbed(url, updated(), loads, expected, f"version {version}"))])
+            print(rows[-1], file=sys.stderr)
+        subprocess.run([str(programs / "serve"), "shutdown", "--yes", "--address", dashboard], check=True)
+    head = f"`serve deploy` of `{' '.join(words)}` on {machine()}: {load_text(args, seconds)}."
+    named = ", ".join(f"{count} of version {version}" for version, count in sorted(versions.items()))
+    return f"{head} Answers during the updates: {named}.\n\n{table(f'to version | {ANSWERS}', rows)}\n"
+
+
+def answers_at(url: str) -> bool:
+    try:
+        return httpx.get(url, timeout=60).status_code < 500
+    except httpx.HTTPError:
+        return False
+
+
+def scale(args) -> str:
+    words = ["--replicas", "1:2", "--target-ongoing", "4", "--scale-up-s", "2", "--scale-down-s", "5"]
+    words += [*SMALL, *args.words]
+    rows = []
+    with ServerProcess.of("cluster", words) as server:
+        url = server.url
+        server.wait_until(lambda: len(state(url).replicas) == 1)
+        began = time.perf_counter()
+        args_few = argparse.Namespace(**vars(args) | {"clients": FEW})
+        expected = asyncio.run(expected_of(url, args_few))
+        seconds = time.perf_counter() - began
+        for i in range(args.rounds):
+            up, down, took = asyncio.Event(), asyncio.Event(), []
+
+            async def scaled(up=up, down=down, took=took) -> None:
+                began = time.perf_counter()
+                await until_state(url, lambda now: len(now.replicas) == 2)
+                took.append(time.perf_counter() - began)
+                # Both replicas have requests for a while.
+                await asyncio.sleep(5)
+                up.set()
+                began = time.perf_counter()
+                await until_state(url, lambda now: len(now.replicas) == 1)
+                took.append(time.perf_counter() - began)
+                down.set()
+
+            async def loads(up=up, down=down):
+                many = send_all(url, args.requests, args.clients - FEW, up)
+                few = send_all(url, args.requests, FEW, down)
+                return [each for answers in await asyncio.gather(many, few) for each in answers]
+
+            row = asyncio.run(disturbed(url, scaled(), loads, expected, f"round {i}"))
+            rows.append([i, *row, *(f"{each:.0f}" for each in took)])
+            print(rows[-1], file=sys.stderr)
+        end = stopped(server)
+    head = f"`dflash cluster {' '.join(words)}` on {machine()}: {load_text(args_few, seconds)}; {args.clients} clients "
+    head += f"until two replicas have answered for 5 s, then {FEW}."
+    return f"{head}\n\n{table(f'round | {ANSWERS} | to two, s | to one, s', rows)}\n\n{end}\n"
+
+
+def throughput(args) -> str:
+    """Turns of a plain server and of a cluster of one replica, one after the other, each first in every second turn."""
+    words = [*SMALL, *args.words]
+
+    def request(stream: bool) -> Callable[[int], tuple[str, dict]]:
+        def of(i: int) -> tuple[str, dict]:
+            body = {"prompt": PROMPTS[i % len(PROMPTS)], "seed": i, "temperature": 0.7, "ignore_eos": True}
+            return "/v1/completions", body | {"max_tokens": args.new_tokens, "stream": stream, "return_token_ids": True}
+
+        return of
+
+    async def turn(url: str, stream: bool) -> tuple[float, int]:
+        """Seconds and tokens."""
+        began = time.perf_counter()
+        answers = await send_all(url, args.requests, args.clients, request=request(stream))
+        seconds = time.perf_counter() - began
+        if failures := [each for _, each in answers if isinstance(each, Exception)]:
+            raise SystemExit(f"{url}: {failures[0]!r}")
+        return seconds, sum(len(each.tokens) for _, each in answers if isinstance(each, Answer))
+
+    def cpu_s(processes: list["psutil.Process"]) -> float:
+        return sum(sum(process.cpu_times()[:2]) for process in processes)
+
+    # Of each kind of answer and server: (tokens/s, µs of CPU a token of the server, of the ingress) of each turn.
+    turns: dict[tuple[bool, bool], list[tuple[float, float, float]]] = {}
+    with ServerProcess.of("serve", words) as plain, ServerProcess.of("cluster", ["--replicas", "1", *words]) as cluster:
+        plain.wait_until(lambda: is_ready(plain.url))
+        cluster.wait_until(lambda: is_ready(cluster.url))
+        measured = [
+            (plain.url, [psutil.Process(plain.process.pid)], []),
+            (cluster.url, *(processes_below(cluster.process.pid, name) for name in (REPLICA, INGRESS))),
+        ]
+        for i in range(args.turns + 1):
+            for stream in (True, False):
+                for is_cluster in (False, True) if i % 2 else (True, False):
+                    url, *groups = measured[is_cluster]
+                    before = [cpu_s(group) for group in groups]
+                    seconds, tokens = asyncio.run(turn(url, stream))
+                    used = [1e6 * (cpu_s(group) - b) / tokens for group, b in zip(groups, before, strict=True)]
+                    # The first turn warms up.
+                    if i:
+                        turns.setdefault((stream, is_cluster), []).append((tokens / seconds, used[0], used[1]))
+    rows = []
+    for stream in (True, False):
+        ratios = [b[0] / a[0] for a, b in zip(turns[stream, False], turns[stream, True], strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+        columns = [
+            statistics.median(values) for kind in (False, True) for values in zip(*turns[stream, kind], strict=True)
+        ]
+        tokens, server, _, cluster_tokens, replica, ingress = (f"{each:.0f}" for each in columns)
+        row = [tokens, cluster_tokens, f"{middle:.2f} ({low:.2f} to {high:.2f})", server, replica, ingress]
+        rows.append(["streams" if stream else "whole answers", *row])
+    head = f"`{' '.join(words)}` on {machine()}: {args.turns} turns of {args.requests} requests of {args.new_tokens} "
+    head += (
+        f"tokens from {args.clients} clients, of the plain server and of the cluster in turn; medians, and quartiles "
+    )
+    head += "of the ratio."
+    names = "answers | `dflash serve`, tokens/s | `dflash cluster`, tokens/s | ratio of a turn | "
+    names += "server, µs of CPU a token | replica | ingress"
+    return f"{head}\n\n{table(names, rows)}\n"
 
 
 def main() -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("what", choices=["kill", "update", "scale", "throughput"])
     p.add_argument("--requests", type=int, default=200)
-    p.add_argument("--concurrency", type=int, default=8)
-    p.add_argument("--seeds", type=int, default=5)
+    p.add_argument("--clients", type=int, default=8)
+    p.add_argument("--seeds", type=int, default=5, help="of kill")
+    p.add_argument("--versions", type=int, default=2, help="of update, behind the first one")
+    p.add_argument("--rounds", type=int, default=2, help="of scale")
+    p.add_argument("--turns", type=int, default=6, help="of throughput")
+    p.add_argument("--new-tokens", type=int, default=128, help="of throughput")
     p.add_argument("--out", type=Path, help="write the report here too")
-    p.add_argument("words", nargs="*", help="behind --: further words of dflash cluster")
-    args = p.parse_args()
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    url = f"http://127.0.0.1:{port}"
-    words = ["--replicas", "2", "--port", str(port), "--slots", "8", "--max-len", "1024", *args.words]
-    command = [sys.executable, "-m", "dflash_jax.cluster", *words]
-    cluster, lines = subprocess.Popen(command), []
-    try:
-        wait_for_replicas(url, 2)
-        expected, seconds = asyncio.run(send_all(url, args.requests, args.concurrency))
-        if failures := [each for each in expected if isinstance(each, Exception)]:
-            raise SystemExit(f"without a kill: {failures[0]!r}")
-        for seed in range(args.seeds):
-            before = {name: metric(url, f"dflash:cluster_{name}_total") for name in ("resumed", "repeated")}
-            answers, took = asyncio.run(with_kill(url, cluster.pid, seed, args, seconds))
-            lost = sum(isinstance(each, Exception) for each in answers)
-            pairs = [(a, b) for a, b in zip(answers, expected, strict=True) if not isinstance(a, Exception)]
-            longer = sum(len(a[0]) > len(b[0]) for a, b in pairs)
-            changed = sum(a != b for a, b in pairs)
-            for each in answers:
-                if isinstance(each, Exception):
-                    print(f"seed {seed}: {each!r}", file=sys.stderr)
-            after = {name: metric(url, f"dflash:cluster_{name}_total") for name in before}
-            went_on = [int(after[name] - before[name]) for name in before]
-            cells = [seed, args.requests, lost, longer, changed, *went_on, f"{took:.1f}"]
-            lines.append(f"| {' | '.join(map(str, cells))} |")
-            print(lines[-1], file=sys.stderr)
-            wait_for_replicas(url, 2)
-        began, children = time.perf_counter(), psutil.Process(cluster.pid).children(recursive=True)
-        cluster.send_signal(signal.SIGTERM)
-        code = cluster.wait(timeout=120)
-        left = [each for each in children if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
-        end = f"SIGTERM: exit code {code}, {len(left)} processes left after {time.perf_counter() - began:.0f} s."
-    finally:
-        if cluster.poll() is None:
-            cluster.kill()
-    machine = f"{os.cpu_count()} cores ({platform.machine()}), {time.strftime('%B %-d, %Y')}"
-    load = f"{args.requests} requests, {args.concurrency} at a time, {seconds:.1f} s without a kill"
-    head = "| seed | requests | lost | too long | changed | streams that went on | requests repeated | seconds |"
-    text = [f"`{' '.join(['dflash cluster', *words])}` on {machine}: {load}.", "", head, "| ---: " * 8 + "|"]
-    report = "\n".join([*text, *lines, "", end, ""])
+    p.epilog = "Words behind -- are further words of dflash cluster."
+    at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    args = p.parse_args(sys.argv[1:at], argparse.Namespace(words=sys.argv[at + 1 :]))
+    report = {"kill": kill, "update": update, "scale": scale, "throughput": throughput}[args.what](args)
     print(report)
     if args.out:
         args.out.write_text(report)

@@ -1,0 +1,87 @@
+"""Servers that scripts start as users do: processes of their own, on free ports of this machine."""
+
+import os
+import platform
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+
+# Seconds that a server may take to start, and to end.
+START_S, END_S = 900.0, 120.0
+
+
+def free_port() -> int:
+    """A port of this machine that is free at the moment."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return listening.getsockname()[1]
+
+
+def is_ready(url: str) -> bool:
+    """Whether ``/ready`` of a server is 200."""
+    try:
+        with urllib.request.urlopen(f"{url}/ready", timeout=60) as answer:
+            return answer.status == 200
+    except OSError:
+        return False
+
+
+def machine() -> str:
+    """This machine and the date, for a report."""
+    return f"{os.cpu_count()} cores ({platform.machine()}), {time.strftime('%B %-d, %Y')}"
+
+
+class ServerProcess:
+    """A process that listens on a port, as ``with ServerProcess(…) as server``.
+
+    Args:
+        command: Its words.
+        port: Where it listens.
+
+    Attributes:
+        url: Where it listens.
+        process: The process.
+    """
+
+    def __init__(self, command: Sequence[str], port: int):
+        self.command, self.url = list(command), f"http://127.0.0.1:{port}"
+        self.process = subprocess.Popen(self.command)
+
+    @classmethod
+    def of(cls, name: str, words: Sequence[str]) -> "ServerProcess":
+        """``dflash NAME`` with further words on a free port."""
+        port = free_port()
+        return cls([sys.executable, "-m", f"dflash_jax.{name}", "--port", str(port), *words], port)
+
+    def wait_until(self, holds: Callable[[], bool]) -> None:
+        """Returns as soon as ``holds()``.
+
+        Raises:
+            RuntimeError: The process has ended, or START_S have passed.
+        """
+        until = time.monotonic() + START_S
+        while not holds():
+            if self.process.poll() is not None:
+                raise RuntimeError(f"{' '.join(self.command)} has ended with code {self.process.returncode}")
+            if time.monotonic() > until:
+                raise RuntimeError(f"{' '.join(self.command)}: not ready after {START_S:.0f} s")
+            time.sleep(0.2)
+
+    def stop(self) -> int:
+        """Ends the process by SIGTERM, or after END_S by SIGKILL, and returns its exit code."""
+        self.process.terminate()
+        try:
+            return self.process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            return self.process.wait()
+
+    def __enter__(self) -> "ServerProcess":
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self.process.poll() is None:
+            self.stop()
