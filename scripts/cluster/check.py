@@ -402,6 +402,7 @@ def throughput(args) -> str:
                     url, *groups = measured[is_cluster]
                     before = [cpu_s(group) for group in groups]
                     seconds, tokens = asyncio.run(turn(url, stream))
+                    print(f"turn {i}, {stream=}, {is_cluster=}: {tokens / seconds:.0f}", file=sys.stderr)
                     used = [1e6 * (cpu_s(group) - b) / tokens for group, b in zip(groups, before, strict=True)]
                     # The first turn warms up.
                     if i:
@@ -427,6 +428,8 @@ def throughput(args) -> str:
 
 
 def main() -> int:
+    # Servers end with the script.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("what", choices=["kill", "update", "scale", "throughput"])
     p.add_argument("--requests", type=int, default=200)

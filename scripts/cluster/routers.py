@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import json
 import re
+import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -175,6 +176,8 @@ def forwards(http: "httpx.Client") -> bool:
 
 
 def main() -> int:
+    # Servers end with the script.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--requests", type=int, default=20, help="chats, to see how they are shared out (default: 20)")
     p.add_argument("--out", type=Path, help="write the report here too")
