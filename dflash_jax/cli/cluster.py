@@ -1,6 +1,7 @@
 """`dflash cluster`: its options, which are those of `serve` and of the replicas. `dflash_jax.cluster` runs it."""
 
 import argparse
+import math
 import re
 from importlib import import_module
 
@@ -9,6 +10,8 @@ from dflash_jax.cli import serve_arguments
 from dflash_jax.cli.options import exit_code, program
 from dflash_jax.errors import InputError
 
+# Of a replica.
+MOST_HOSTS = 1024
 DESCRIPTION = """Replicas of `dflash serve` behind one address, on Ray Serve. A stream whose replica dies goes on from
 another one. Takes all options of `dflash serve`."""
 
@@ -30,8 +33,17 @@ def add_options(p: argparse.ArgumentParser) -> None:
     cluster.add_argument("--replica-cpus", type=float, default=0.0, metavar="N", help=text)
     text = "GPUs that a replica reserves and sees (default: the devices of its --mesh, where the cluster has GPUs)"
     cluster.add_argument("--replica-gpus", type=float, metavar="N", help=text)
-    text = 'other resources that a replica reserves, such as {"TPU": 4}'
+    text = 'other resources that a replica reserves, on each of its hosts, such as {"TPU": 4}'
     cluster.add_argument("--replica-resources", type=json_object, default={}, metavar="JSON", help=text)
+    text = "hosts that the devices of a replica's --mesh are divided among (default: %(default)s)"
+    cluster.add_argument("--replica-hosts", type=int, default=1, metavar="N", help=text)
+    text = "TPU slice that each replica has for itself, such as v6e:4x4, with all its hosts"
+    cluster.add_argument("--replica-slice", type=tpu_slice, metavar="VERSION:TOPOLOGY", help=text)
+
+
+def devices_of(mesh: str | None) -> int:
+    """Devices of a ``--mesh``."""
+    return math.prod(map(int, re.findall(r"\d+", mesh or "")))
 
 
 def replicas(given: str) -> tuple[int, int]:
@@ -41,6 +53,14 @@ def replicas(given: str) -> tuple[int, int]:
     if not 1 <= least <= most:
         raise argparse.ArgumentTypeError(f"{given[:40]!r}: it must be N or MIN:MAX, of 1 or more")
     return least, most
+
+
+def tpu_slice(given: str) -> tuple[str, str]:
+    """Reads ``--replica-slice``: the version and the topology."""
+    match = re.fullmatch(r"(v\w{1,9}):(\d{1,3}(?:x\d{1,3}){1,2})", given)
+    if not match:
+        raise argparse.ArgumentTypeError(f"{given[:40]!r}: it must be VERSION:TOPOLOGY, such as v6e:4x4")
+    return match[1], match[2]
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -55,7 +75,14 @@ def parse(argv: list[str] | None):
     """Arguments, and the `System` of --config, or None. Raises InputError."""
     args, system = serve_arguments.parse(argv, make_parser())
     if args.distributed:
-        raise InputError("--distributed is of `dflash serve`: a replica of a cluster is one process")
+        raise InputError("--distributed is of `dflash serve`: here --replica-hosts N divides a replica among hosts")
+    if not 1 <= args.replica_hosts <= MOST_HOSTS:
+        raise InputError(f"--replica-hosts {args.replica_hosts}: it must be 1 to {MOST_HOSTS}")
+    devices = devices_of(args.mesh)
+    if devices % args.replica_hosts:
+        raise InputError(f"--replica-hosts {args.replica_hosts}: it must divide the {devices} devices of --mesh")
+    if args.replica_slice is not None and args.replica_hosts > 1:
+        raise InputError("--replica-hosts: the hosts of --replica-slice follow from the slice")
     if args.target_ongoing is None:
         args.target_ongoing = float(args.slots)
     for name in ("target_ongoing", "scale_up_s", "scale_down_s", "replica_cpus", "replica_gpus"):

@@ -9,15 +9,16 @@ import asyncio
 import logging
 import math
 import os
-import re
 import secrets
 import threading
 from argparse import Namespace
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
 from dflash_jax.cli import cluster as options
 from dflash_jax.cluster.address import AddressServer
+from dflash_jax.cluster.hosts import HostGroup
 from dflash_jax.cluster.replica import ReplicaServer
 
 log = logging.getLogger("dflash_jax.cluster")
@@ -86,6 +87,18 @@ class Ingress:
                         ray.kill(ray.get_actor(INGRESS, NAMESPACE))
 
 
+def store_caller() -> Callable[..., Awaitable]:
+    """What calls the ingress's `ResponseStore`, as `ReplicaServer` takes it."""
+    import ray
+
+    ingress = ray.get_actor(INGRESS, NAMESPACE)
+
+    async def call(name: str, *arguments):
+        return await ingress.call_store.remote(name, *arguments)
+
+    return call
+
+
 class Replica:
     """One replica, as Serve starts, checks and ends it.
 
@@ -100,21 +113,22 @@ class Replica:
         import ray
         from ray import serve
 
-        if not args.replica_cpus:
-            # Ray sets it to 1 for an actor that reserves no CPU.
-            os.environ["OMP_NUM_THREADS"] = threads or ""
-
         self._ingress = ray.get_actor(INGRESS, NAMESPACE)
         self._name = serve.get_replica_context().replica_id.unique_id
-        host = LOOPBACK if args.address is None else ray.util.get_node_ip_address()
         secret = await self._ingress.secret.remote()
-        self._server = await asyncio.to_thread(ReplicaServer, args, system, secret, host, self._call_store)
+        if args.replica_hosts > 1 or args.replica_slice is not None:
+            gpus = gpus_of(args) / args.replica_hosts
+            server = HostGroup, args, system, secret, threads or "", store_caller, gpus
+        else:
+            if not args.replica_cpus:
+                # Ray sets it to 1 for an actor that reserves no CPU.
+                os.environ["OMP_NUM_THREADS"] = threads or ""
+            host = LOOPBACK if args.address is None else ray.util.get_node_ip_address()
+            server = ReplicaServer, args, system, secret, host, store_caller()
+        self._server: ReplicaServer | HostGroup = await asyncio.to_thread(*server)
         await asyncio.to_thread(self._server.start)
         self._has_ended = threading.Event()
         threading.Thread(target=self._beat, name="beat", daemon=True).start()
-
-    async def _call_store(self, name: str, *arguments):
-        return await self._ingress.call_store.remote(name, *arguments)
 
     def _beat(self) -> None:
         """Tells the ingress again and again that this replica is there: a new ingress knows none."""
@@ -150,14 +164,14 @@ def replicas_for_load(context: Any) -> tuple[float, dict]:
 
 
 def gpus_of(args: Namespace) -> float:
-    """GPUs that a replica reserves."""
+    """GPUs that a replica reserves, on all of its hosts."""
     if args.replica_gpus is not None:
         return args.replica_gpus
     import ray
 
     if args.platform == "cpu" or not ray.cluster_resources().get("GPU"):
         return 0
-    return math.prod(map(int, re.findall(r"\d+", args.mesh or "")))
+    return options.devices_of(args.mesh)
 
 
 def deployment(args: Namespace, system) -> Any:
@@ -181,7 +195,10 @@ def deployment(args: Namespace, system) -> Any:
                 "policy": {"policy_function": "dflash_jax.cluster.app:replicas_for_load"},
             }
         }
-    reserved = {"num_cpus": args.replica_cpus, "num_gpus": gpus_of(args), "resources": args.replica_resources}
+    reserved: dict = {"num_cpus": args.replica_cpus, "num_gpus": gpus_of(args), "resources": args.replica_resources}
+    if args.replica_hosts > 1 or args.replica_slice is not None:
+        # Its hosts reserve.
+        reserved = {"num_cpus": 0}
     return serve.deployment(
         Replica,
         name="Replica",

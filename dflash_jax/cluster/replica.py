@@ -43,7 +43,11 @@ class ReplicaServer:
         args = Namespace(**vars(args) | {"root_path": ""})
         self._listening = transport.listen(host, 0)
         self.url = transport.url(self._listening, False)
-        self.serving = assemble(args, load(args, system))
+        llm = load(args, system)
+        # Until `stop`: followers on other hosts make its calls.
+        self._leading = llm.leading()
+        self._leading.__enter__()
+        self.serving = assemble(args, llm)
         self.serving.response_store = SharedResponses(args.response_store, call)
         self._tracer = Tracer(args.otlp_traces_endpoint) if args.otlp_traces_endpoint else None
         # The ingress checks the Host header.
@@ -84,5 +88,6 @@ class ReplicaServer:
             self._runner.begin_draining()
             self._thread.join()
         self.serving.stop_workers()
+        self._leading.__exit__(None, None, None)
         if self._tracer is not None:
             self._tracer.flush()

@@ -1,6 +1,8 @@
 import pytest
 
 from dflash_jax.cli.cluster import parse
+from dflash_jax.cluster.app import gpus_of
+from dflash_jax.cluster.hosts import LEAST_CPUS, bundle
 from dflash_jax.errors import InputError
 
 
@@ -31,6 +33,31 @@ def test_options_of_serve_are_known_and_unknown_ones_refused():
         parse(["--replica", "1"])
 
 
-def test_a_replica_is_one_process():
-    with pytest.raises(InputError, match="--distributed is of `dflash serve`"):
-        parse(["--distributed"])
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (["--distributed"], "--distributed is of `dflash serve`: here --replica-hosts N"),
+        (["--replica-hosts", "0"], "--replica-hosts 0: it must be 1 to 1024"),
+        (["--replica-hosts", "2"], "--replica-hosts 2: it must divide the 1 devices of --mesh"),
+        (["--replica-hosts", "3", "--mesh", "data=2,tensor=4"], "--replica-hosts 3: it must divide the 8 devices"),
+        (["--replica-slice", "4x4"], "'4x4': it must be VERSION:TOPOLOGY, such as v6e:4x4"),
+        (["--replica-slice", "v6e:4x"], "'v6e:4x': it must be VERSION:TOPOLOGY"),
+        (
+            ["--replica-slice", "v6e:4x4", "--replica-hosts", "2", "--mesh", "tensor=16"],
+            "the hosts of --replica-slice follow from the slice",
+        ),
+    ],
+)
+def test_what_no_replica_can_be_divided_over_is_refused(argv, named):
+    with pytest.raises(InputError, match=named):
+        parse(argv)
+
+
+def test_each_host_of_a_replica_reserves_its_part():
+    args, _ = parse(["--replica-hosts", "2", "--mesh", "tensor=16", "--replica-cpus", "4"])
+    args.replica_gpus = 16
+    assert bundle(args, gpus_of(args) / args.replica_hosts) == {"CPU": 4, "GPU": 8}
+    args, _ = parse(["--replica-slice", "v6e:4x4", "--mesh", "tensor=16"])
+    assert args.replica_slice == ("v6e", "4x4")
+    # A bundle of a placement group is never empty.
+    assert bundle(args, 0) == {"CPU": LEAST_CPUS}

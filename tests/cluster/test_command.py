@@ -41,27 +41,33 @@ def replicas(process):
     return found
 
 
-@pytest.fixture(scope="module")
-def cluster():
-    """URL and process of a cluster of two replicas."""
+@contextlib.contextmanager
+def running(count: int, *words: str):
+    """URL and process of a cluster of ``count`` replicas."""
     if find_spec("ray") is None:
         pytest.skip("Ray is not installed")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "dflash_jax.cluster", "--replicas", "2", "--port", str(port), *WORDS]
-    process, url = subprocess.Popen(command), f"http://127.0.0.1:{port}"
-
-    def has_replicas() -> bool:
-        assert process.poll() is None, "the cluster has ended"
-        with contextlib.suppress(httpx.HTTPError):
-            return "\ndflash:replicas 2.0\n" in httpx.get(f"{url}/metrics", timeout=60).text
-        return False
-
+    command = [sys.executable, "-m", "dflash_jax.cluster", "--replicas", str(count), "--port", str(port)]
+    process, url = subprocess.Popen([*command, *WORDS, *words]), f"http://127.0.0.1:{port}"
     try:
-        assert wait_until(has_replicas, 600)
+        assert wait_until(lambda: has_replicas(url, process, count), 600)
         yield url, process
     finally:
         process.kill()
+
+
+def has_replicas(url: str, process, count: int) -> bool:
+    assert process.poll() is None, "the cluster has ended"
+    with contextlib.suppress(httpx.HTTPError):
+        return f"\ndflash:replicas {count}.0\n" in httpx.get(f"{url}/metrics", timeout=60).text
+    return False
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with running(2) as found:
+        yield found
 
 
 def tokens_of(url, kill=None):
@@ -93,3 +99,18 @@ def test_stream_outlives_its_replica_and_a_signal_ends_every_process(cluster):
     process.send_signal(signal.SIGTERM)
     assert process.wait(120) == 0
     assert wait_until(lambda: not [each for each in started if each.is_running()], 10)
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["one of its hosts", "another of its hosts"])
+def test_a_replica_over_two_hosts_gives_the_tokens_of_one_and_starts_again(which):
+    """Its processes are those of a placement group; a stream whose group ends goes on from the next one."""
+    with running(1) as (url, _):
+        whole = tokens_of(url)
+    with running(1, "--replica-hosts", "2", "--mesh", "tensor=2") as (url, process):
+        assert tokens_of(url) == whole
+        hosts = [each for each in descendants(process) if " ".join(each.cmdline()).startswith("ray::Host")]
+        assert len(hosts) == 2
+        assert tokens_of(url, sorted(hosts, key=lambda each: each.pid)[which]) == whole
+        assert not any(each.is_running() for each in hosts)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(120) == 0

@@ -1,0 +1,190 @@
+"""A replica over several hosts: one actor of Ray on each of them, in a placement group of the replica's own."""
+# Ray is not installed everywhere.
+# pyright: reportMissingImports=false
+
+import os
+import threading
+from argparse import Namespace
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from dflash_jax.cluster.replica import ReplicaServer
+from dflash_jax.errors import EngineError
+from dflash_jax.parallel.group import end_process
+from dflash_jax.server import transport
+
+# Seconds between two looks at the first host, and until one without an answer counts as lost.
+LOOK_S, LOST_S = 1.0, 30.0
+# Seconds of the first host's stop beyond those of its drain.
+STOP_S = 5.0
+# What a host without a reservation reserves: a bundle of a placement group is never empty.
+LEAST_CPUS = 0.001
+
+
+class Host:
+    """The process of one host, as an actor of Ray. The first one has the server and leads, the others follow.
+
+    Args:
+        args: The arguments of `dflash cluster`.
+        system: The `System` of its config, or None.
+        secret: What replicas share with the ingress.
+        threads: OMP_NUM_THREADS of the process that started the cluster, or "".
+        make_call: Makes what calls the ingress's store of responses.
+    """
+
+    def __init__(self, args: Namespace, system, secret: str, threads: str, make_call: Callable):
+        import ray
+
+        if not args.replica_cpus:
+            # Ray sets it to 1 for an actor that reserves no CPU.
+            os.environ["OMP_NUM_THREADS"] = threads
+        self._args, self._system, self._secret, self._call = args, system, secret, make_call()
+        self._address = ray.util.get_node_ip_address()
+        self._server: ReplicaServer | None = None
+
+    def coordinator(self) -> str:
+        """Where the processes of the replica may find its first one, HOST:PORT."""
+        with transport.listen(self._address, 0) as free:
+            return f"{self._address}:{free.getsockname()[1]}"
+
+    def start(self, coordinator: str, count: int, index: int) -> str | None:
+        """Joins the ``count`` processes of the replica as number ``index``, and loads.
+
+        Returns:
+            Where the first one listens, when it is ready; None of a follower, which has loaded nothing then.
+        """
+        os.environ |= {
+            "JAX_COORDINATOR_ADDRESS": coordinator,
+            "JAX_NUM_PROCESSES": str(count),
+            "JAX_PROCESS_ID": str(index),
+        }
+        if index:
+            threading.Thread(target=self._follow, name="follow", daemon=True).start()
+            return None
+        from dflash_jax.parallel import distributed
+
+        distributed.start()
+        self._server = ReplicaServer(self._args, self._system, self._secret, self._address, self._call)
+        self._server.start()
+        return self._server.url
+
+    def _follow(self) -> None:
+        from dflash_jax.cli.serve import load, set_logging
+        from dflash_jax.parallel import distributed
+
+        set_logging(self._args)
+        try:
+            distributed.start()
+            with load(self._args, self._system).leading():
+                pass
+        except Exception as e:
+            # The others wait for this one.
+            end_process(f"a host of a replica: {type(e).__name__}: {e}")
+
+    def state(self) -> tuple[int, str | None]:
+        """`ReplicaServer.ongoing` and `ReplicaServer.failure` of the first host."""
+        assert self._server is not None
+        return self._server.ongoing, self._server.failure
+
+    def stop(self) -> None:
+        """`ReplicaServer.stop` of the first host. The others end with it."""
+        if self._server is not None:
+            self._server.stop()
+
+
+def bundle(args: Namespace, gpus: float) -> dict[str, float]:
+    """What one host of a replica reserves, by resource."""
+    wanted = {"CPU": args.replica_cpus or LEAST_CPUS, "GPU": gpus, **args.replica_resources}
+    return {name: value for name, value in wanted.items() if value}
+
+
+class HostGroup:
+    """The server of a replica over several hosts, with what `ReplicaServer` has.
+
+    Args:
+        args: The arguments of `dflash cluster`.
+        system: The `System` of its config, or None.
+        secret: What replicas share with the ingress.
+        threads: OMP_NUM_THREADS of the process that started the cluster, or "".
+        make_call: As `Host` takes it.
+        gpus: GPUs of a host.
+
+    Attributes:
+        url: Where the first host listens.
+        ongoing: Requests without a complete answer, at the last look.
+        failure: Why the replica does not work; None while it does.
+    """
+
+    def __init__(self, args: Namespace, system, secret: str, threads: str, make_call: Callable, gpus: float):
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        self._drain_s, self.ongoing, self.failure = args.drain_s, 0, None
+        self._has_ended = threading.Event()
+        self._release, group, each = _reserved(args, gpus)
+        ray.get(group.ready())
+        actor = ray.remote(Host)
+        self._hosts: list[Any] = [
+            actor.options(
+                num_cpus=each.get("CPU", 0),
+                num_gpus=each.get("GPU", 0),
+                resources={name: value for name, value in each.items() if name not in ("CPU", "GPU")},
+                max_concurrency=8,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, i),
+            ).remote(args, system, secret, threads, make_call)
+            for i in range(group.bundle_count)
+        ]
+        self.url = ""
+
+    def start(self) -> None:
+        """Starts all hosts, and returns when the first one answers requests.
+
+        Raises:
+            EngineError: A host has ended.
+        """
+        import ray
+
+        try:
+            coordinator = ray.get(self._hosts[0].coordinator.remote())
+            starts = [host.start.remote(coordinator, len(self._hosts), index) for index, host in enumerate(self._hosts)]
+            self.url = ray.get(starts)[0]
+        except ray.exceptions.RayError as e:
+            self._release()
+            raise EngineError(f"a replica over {len(self._hosts)} hosts cannot start: {str(e)[-500:]}") from None
+        threading.Thread(target=self._look, name="look", daemon=True).start()
+
+    def _look(self) -> None:
+        import ray
+
+        while not self._has_ended.wait(LOOK_S):
+            try:
+                self.ongoing, self.failure = ray.get(self._hosts[0].state.remote(), timeout=LOST_S)
+            except ray.exceptions.RayError as e:
+                if not self._has_ended.is_set():
+                    # Serve starts another replica at once, and Ray ends what is left of this one.
+                    end_process(f"the first host of a replica is lost: {type(e).__name__}")
+
+    def stop(self) -> None:
+        """Takes no further requests, returns when those under way have ended or the drain's time has, and ends all."""
+        import ray
+
+        self._has_ended.set()
+        with suppress(ray.exceptions.RayError):
+            ray.get(self._hosts[0].stop.remote(), timeout=self._drain_s + STOP_S)
+        self._release()
+
+
+def _reserved(args: Namespace, gpus: float) -> tuple[Callable[[], None], Any, dict[str, float]]:
+    """What gives it back, the placement group of a replica, and what each of its hosts reserves."""
+    from ray.util.placement_group import placement_group, remove_placement_group
+
+    if args.replica_slice is not None:
+        from ray.util.tpu import SlicePlacementGroup
+
+        version, topology = args.replica_slice
+        reserved = SlicePlacementGroup(topology, version)
+        return reserved.shutdown, reserved.placement_group, reserved.bundle_resources
+    each = bundle(args, gpus)
+    group = placement_group([each] * args.replica_hosts, strategy="SPREAD")
+    return lambda: remove_placement_group(group), group, each
