@@ -1,5 +1,6 @@
 """jax on the CPU in float32, and compiled programs kept between runs."""
 
+import ctypes
 import gc
 import logging
 import os
@@ -54,14 +55,22 @@ def pytest_collection_modifyitems(items):
 gc.set_threshold(50_000, 20, 20)
 
 
+# Bytes that a process of tests may have when a module of tests ends: three of them run at a time.
+MOST_RESIDENT = 4 << 30
+
+
 @pytest.fixture(scope="module", autouse=True)
 def compiled_programs_do_not_pile_up():
-    """Each takes memory maps, of which Linux gives a process 65,530: XLA crashes without."""
+    """Each takes memory, and memory maps, of which Linux gives a process 65,530: XLA crashes without."""
     yield
-    maps = Path("/proc/self/maps")
-    if maps.exists() and maps.read_bytes().count(b"\n") > 20_000:
+    process = Path("/proc/self")
+    if not process.exists():
+        return
+    resident = int((process / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    if resident > MOST_RESIDENT or (process / "maps").read_bytes().count(b"\n") > 20_000:
         jax.clear_caches()
         gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 @pytest.fixture(autouse=True)

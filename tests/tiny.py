@@ -97,13 +97,13 @@ def sampling(rows: int, vocab: int = VOCAB, **options) -> SamplingState:
 
 
 class Loop:
-    """The loop's functions under jit. ``fast``: compiled without optimisation, in half the time; else by the code
-    generator that users have, where bits count."""
+    """The loop's functions under jit.
 
-    def __init__(self, fast: bool):
-        # jax 0.11 has no other.
-        emitters = {"xla_cpu_use_fusion_emitters": True} if version("jax") < "0.11" else {}
-        options = {"xla_backend_optimization_level": 0} if fast else emitters
+    Args:
+        options: XLA's options by name.
+    """
+
+    def __init__(self, **options):
         jit = partial(jax.jit, compiler_options=options)
         self.prefill_chunk = jit(prefill_chunk, static_argnames="size")
         self.decode = jit(speculative.decode, static_argnames="settings")
@@ -121,5 +121,8 @@ class Loop:
         return jax.device_get(self.decode(target, drafter, state, 10_000, None, settings=settings))
 
 
-fast = Loop(fast=True)
-exact = Loop(fast=False)
+# Compiled in half the time; `optimised` is for what runs long.
+fast = Loop(xla_backend_optimization_level=0)
+optimised = Loop(xla_backend_optimization_level=1)
+# By the code generator that users have, where bits count; jax 0.11 has no other.
+exact = Loop(**({"xla_cpu_use_fusion_emitters": True} if version("jax") < "0.11" else {}))

@@ -86,18 +86,18 @@ def small(vocab: int = VOCAB, hidden: int = 64) -> Shapes:
     """A hybrid of experts, and a drafter of one layer.
 
     Heads have the sizes that the kernels take (256 in attention, 128 in the drafter and the delta rule). The target has
-    two recurrent layers and one of attention.
+    a recurrent layer and one of attention.
     """
     shapes = real_heads(vocab)
     attention = AttentionSpec(num_heads=2, num_kv_heads=1, head_dim=256, rope=RopeSpec(10000.0, 64), gated=True)
     delta = GatedDeltaSpec(num_key_heads=1, num_value_heads=2, key_dim=128, value_dim=128)
     experts = MoeSpec(num_experts=6, experts_per_token=2, intermediate_size=32, shared_intermediate_size=32)
-    layers = tuple(LayerSpec(mixer, experts) for mixer in (delta, delta, attention))
+    layers = tuple(LayerSpec(mixer, experts) for mixer in (delta, attention))
     target = replace(shapes.target, hidden_size=hidden, layers=layers)
     assert shapes.draft is not None
     attention = AttentionSpec(num_heads=6, num_kv_heads=2, head_dim=128, rope=RopeSpec(10000.0, 128))
     draft = replace(
-        shapes.draft, hidden_size=hidden, num_target_layers=3, target_layer_ids=(0, 1, 2),
+        shapes.draft, hidden_size=hidden, num_target_layers=2, target_layer_ids=(0, 1),
         layers=(replace(shapes.draft.layers[-1], attention=attention, intermediate_size=31),),
     )  # fmt: skip
     return replace(shapes, target=target, draft=draft)

@@ -46,7 +46,6 @@ def test_plain_decoding_reads_no_cache_of_the_drafter(capsys):
         ["qwen3-8b", "--device", "rtx4090", "--slots", "2", "--max-len", "40960"],
         ["qwen3-8b", "--device", "l40s", "--dtype", "float32", "--max-len", "40960"],
         ["qwen3.5-397b-a17b-fp8", "--device", "h100", "--devices", "2"],
-        ["qwen3.5-397b-a17b", "--device", "v5e", "--slots", "5000"],
         ["qwen3.5-27b", "--memory", "24", "--mesh", "data=2"],
         ["qwen3-8b", "--device", "rtx5090", "--slots", "100000000"],
     ],

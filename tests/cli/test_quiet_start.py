@@ -40,7 +40,8 @@ def test_generate_without_a_writable_home_writes_one_more_line(environment, tmp_
     # Root could write a read-only directory; no user can write below a file.
     (tmp_path / "home").touch()
     environment = {k: v for k, v in environment.items() if not k.startswith(("XDG_", "HF_"))}
-    environment |= {"HOME": str(tmp_path / "home")}
+    # Kernels would be built anew, too.
+    environment |= {"HOME": str(tmp_path / "home"), "CXX": "/bin/false"}
     command = [sys.executable, "-m", "dflash_jax.generate", "--prompt", "def main(", "--max-new-tokens", "2"]
     command += ["--draft", "none"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)

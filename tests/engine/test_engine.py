@@ -52,7 +52,7 @@ class Family:
 
 @pytest.fixture(scope="module", params=["hybrid", pytest.param("classic", marks=pytest.mark.long)])
 def family(request):
-    target = tiny.target("ddda", moe="13") if request.param == "hybrid" else tiny.target("aa", moe="")
+    target = tiny.target("da", moe="1") if request.param == "hybrid" else tiny.target("aa", moe="")
     wanted, plain = some_requests(0, 60, tiny.VOCAB), Executables(target, None)
     expected = alone(engine_for(plain, (1,), prefix_bytes=0), wanted)
     drafter = Remembering.of(tiny.drafter(target), [r for r, _ in expected], wide=8, capacity=CAPACITY)

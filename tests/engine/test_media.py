@@ -108,9 +108,9 @@ def run(engine, *requests: Request) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def pair():
-    target = tiny.target("ddda", moe="13")
+    target = tiny.target("da", moe="1")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model_runner, "BATCH_SIZES", (1, 4))
+        patch.setattr(model_runner, "BATCH_SIZES", (4,))
         patch.setattr(Executables, "compiler_options", {"xla_backend_optimization_level": 0})
         plain = Executables(target, None)
         alone = [request(i) for i in range(len(PROMPTS))]
@@ -163,8 +163,9 @@ def test_images_with_a_drafter_together_in_other_chunks_and_from_the_prefix_cach
     assert run(other, *map(request, range(len(PROMPTS)))) == pair.expected
 
 
-def test_text_in_a_slot_that_had_an_image(pair):
+def test_text_in_a_slot_that_had_an_image(pair, monkeypatch):
     """The rotary offset of an image must not stay."""
+    monkeypatch.setattr(model_runner, "BATCH_SIZES", (1,))
     engine = engine_for(pair.plain, (1,), slots=1, prefix_bytes=0)
     text = [2, 3, 5, 7, 11, 13]
     (before,) = run(engine, Request(text, request(0).params))
@@ -206,7 +207,7 @@ def test_prompt_logprobs_of_a_prompt_with_images(pair):
 
 
 def test_equal_tokens_with_other_pixels_share_no_prefix(pair):
-    engine = engine_for(pair.plain, (1,), slots=1)
+    engine = engine_for(pair.plain, (1,), slots=4)
     prompt, media = PROMPTS[3]
     run(engine, request(3))
     before = engine.statistics.cached_tokens

@@ -20,7 +20,7 @@ def case():
     target = tiny.target("da", moe="1")
     head, wanted = tiny.head(target), some_requests(0, 16, VOCAB)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model_runner, "BATCH_SIZES", (1, 4))
+        patch.setattr(model_runner, "BATCH_SIZES", (4,))
         patch.setattr(Executables, "compiler_options", {"xla_backend_optimization_level": 0})
         expected = alone(engine_for(Executables(target, None), (1,), slots=4, prefix_bytes=0), wanted)
         drafter = Remembering.of(head, [request for request, _ in expected], wide=4, capacity=CAPACITY)
@@ -38,9 +38,10 @@ def test_under_load_texts_are_those_alone_and_contexts_those_of_one_pass(case):
     assert rows_with_context(state)
 
 
-def test_a_prompt_from_the_prefix_cache_has_the_context_of_one_pass(case):
+def test_a_prompt_from_the_prefix_cache_has_the_context_of_one_pass(case, monkeypatch):
     """Of several prefixes, whose borders lie between a feature and the token behind it."""
     target, head, _, _, programs = case
+    monkeypatch.setattr(model_runner, "BATCH_SIZES", (1,))
     engine = engine_for(programs, (1, 2, 4), slots=1)
     options = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "seed": 0}
     options |= {"frequency_penalty": 0.0, "presence_penalty": 0.0, "max_tokens": 6}

@@ -12,7 +12,7 @@ import pytest
 
 from dflash_jax.decoding.prefill import MediaChunk
 from dflash_jax.decoding.state import Settings
-from dflash_jax.engine import replay
+from dflash_jax.engine import model_runner, replay
 from dflash_jax.engine.config import RoundSpec
 from dflash_jax.engine.dispatch import Dispatch
 from dflash_jax.engine.engine import Engine
@@ -72,7 +72,10 @@ def pair():
     wanted = some_requests(0, 20, tiny.VOCAB)
     expected = alone(engine_for(Executables(target, None), (1,), slots=4, prefix_bytes=0), wanted)
     drafter = Remembering.of(tiny.drafter(target), [r for r, _ in expected], wide=8, capacity=CAPACITY)
-    return target, Executables(target, drafter), wanted, expected
+    with pytest.MonkeyPatch.context() as patch:
+        # Each costs seconds to compile.
+        patch.setattr(model_runner, "BATCH_SIZES", (4,))
+        yield target, Executables(target, drafter), wanted, expected
 
 
 def leading_engine(leader: Leader, programs: Executables, **options) -> Engine:

@@ -65,7 +65,7 @@ def drawn(target):
             seed=dispatch * ROWS + np.arange(ROWS),
             **{k: np.full(ROWS, v) for k, v in OPTIONS.items()},
         )
-        state = tiny.fast.generate(target, Bigram(), prompts, NEW, SETTINGS, sampling=rows)
+        state = tiny.optimised.generate(target, Bigram(), prompts, NEW, SETTINGS, sampling=rows)
         tokens.append(np.take_along_axis(state.tokens, starts + np.arange(NEW), axis=1))
         yielded.append(state.yielded[state.yielded > 0].mean())
     return np.array(tokens), np.mean(yielded)

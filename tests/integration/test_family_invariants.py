@@ -29,7 +29,13 @@ OPTIONS = {
 }
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+# Their layers are those of others, too.
+DENSE = ("qwen3", "qwen3_5")
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(f, marks=[pytest.mark.long] if f in DENSE else []) for f in FAMILIES]
+)
 def target(request):
     return random_decoder(family_config(request.param))
 

@@ -41,7 +41,7 @@ KERNELS = {
 
 @pytest.fixture(scope="module")
 def models():
-    """A target of two recurrent layers and one of attention, and a drafter of one layer."""
+    """A target of a recurrent layer and one of attention, and a drafter of one layer."""
     return token_runs.random_pair(token_runs.small())
 
 

@@ -124,11 +124,11 @@ def test_logits_of_smollm2_equal_those_of_transformers(llm, model):
 
 def test_greedy_answers_of_smollm2_equal_those_of_transformers(llm, model):
     for messages, out in zip(
-        QUESTIONS, llm.chat(QUESTIONS, SamplingParams(temperature=0.0, max_tokens=24)), strict=True
+        QUESTIONS, llm.chat(QUESTIONS, SamplingParams(temperature=0.0, max_tokens=12)), strict=True
     ):
         ids = torch.tensor([llm.encode_chat(messages)])
         done = model.generate(
-            ids, do_sample=False, max_new_tokens=24, eos_token_id=2, pad_token_id=2, return_dict_in_generate=True,
+            ids, do_sample=False, max_new_tokens=12, eos_token_id=2, pad_token_id=2, return_dict_in_generate=True,
             output_logits=True,
         )  # fmt: skip
 

@@ -19,7 +19,8 @@ def tiered(llm):
     # A prefix is a snapshot and, here, one or two pages of each kind.
     prefix = runner.bytes(runner.snapshot(0)) + sum(runner.page_bytes)
     other.prefix_bytes, other.prefix_host_bytes = 6 * prefix, 2**28
-    engine = started(other)
+    # Compiles what these requests need.
+    engine = started(other, prepared=False)
     serving = Serving(other, engine, [NAME])
     serving.is_ready = True
     running = Running(serving)

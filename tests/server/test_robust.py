@@ -117,7 +117,7 @@ def test_our_own_document_is_true(quiet):
     for found in schema.get_all_operations():
         operation = found.ok()
 
-        @settings(max_examples=20, derandomize=True, suppress_health_check=list(HealthCheck), database=None)
+        @settings(max_examples=10, derandomize=True, suppress_health_check=list(HealthCheck), database=None)
         @given(operation.as_strategy())
         def check(case):
             nonlocal count

@@ -34,6 +34,7 @@ def test_training_on_eight_devices_equals_one(chosen):
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
 
+@pytest.mark.long
 def test_two_processes_train_as_one(tmp_path):
     """What the target answers, its features, and the drafter."""
     data = tmp_path / "text.jsonl"
