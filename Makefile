@@ -19,13 +19,13 @@ test: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/basedpyright
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n $$(( $$(getconf _NPROCESSORS_ONLN) + 1 )) --dist loadfile --no-loadscope-reorder
 
 check-long: $(VENV)/.test
 	$(BIN)/python -m pytest -m long
 	rm -rf .cache/card-check
 	$(BIN)/python scripts/card/check.py --platform cpu --minutes 10 --out .cache/card-check
-	CXX=/bin/false DFLASH_LOAD=400 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+	CXX=/bin/false DFLASH_LOAD=400 $(BIN)/python -m pytest -n $$(( $$(getconf _NPROCESSORS_ONLN) + 1 )) --dist loadfile --no-loadscope-reorder
 	OMP_NUM_THREADS=1 DFLASH_LOAD=400 taskset -c 0 $(BIN)/python -m pytest -p no:xdist
 	$(BIN)/python scripts/server/attack.py --markdown benchmarks/attack.md
 	$(if $(LM_EVAL),$(BIN)/python scripts/others/check_lm_eval.py --lm-eval-python $(LM_EVAL))

@@ -14,6 +14,7 @@ import threading
 from argparse import Namespace
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from dflash_jax.cli import cluster as options
@@ -118,14 +119,14 @@ class Replica:
         secret = await self._ingress.secret.remote()
         if args.replica_hosts > 1 or args.replica_slice is not None:
             gpus = gpus_of(args) / args.replica_hosts
-            server = HostGroup, args, system, secret, threads or "", store_caller, gpus
+            make = partial(HostGroup, args, system, secret, threads or "", store_caller, gpus)
         else:
             if not args.replica_cpus:
                 # Ray sets it to 1 for an actor that reserves no CPU.
                 os.environ["OMP_NUM_THREADS"] = threads or ""
             host = LOOPBACK if args.address is None else ray.util.get_node_ip_address()
-            server = ReplicaServer, args, system, secret, host, store_caller()
-        self._server: ReplicaServer | HostGroup = await asyncio.to_thread(*server)
+            make = partial(ReplicaServer, args, system, secret, host, store_caller())
+        self._server: ReplicaServer | HostGroup = await asyncio.to_thread(make)
         await asyncio.to_thread(self._server.start)
         self._has_ended = threading.Event()
         threading.Thread(target=self._beat, name="beat", daemon=True).start()

@@ -139,7 +139,8 @@ def summary(times: list[float]) -> dict:
 
 def main() -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--long", type=int, default=7000, metavar="N", help="tokens of the long prompt (default: %(default)s)")
+    text = "tokens of the long prompts (default: %(default)s)"
+    p.add_argument("--long", type=int, default=7000, metavar="N", help=text)
     p.add_argument("--repeats", type=int, default=5, metavar="N", help="long prompts a case (default: %(default)s)")
     p.add_argument("--streams", type=int, default=300, metavar="N", help="opened at once (default: %(default)s)")
     p.add_argument("--out", type=Path, metavar="FILE", help="writes the figures as JSON, too")
@@ -158,7 +159,8 @@ def main() -> int:
     for name, row in rows.items():
         print(f"| {name} | {row['count']} | {row['p50_ms']:,} | {row['p95_ms']:,} | {row['p99_ms']:,} |")
     if args.out:
-        args.out.write_text(json.dumps({"cpus": os.cpu_count(), "options": args.options, "rows": rows}, indent=1) + "\n")
+        about = {"cpus": os.cpu_count(), "options": args.options}
+        args.out.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
     return 0
 
 
