@@ -17,6 +17,10 @@ os.environ.setdefault(
     + (" --xla_cpu_use_fusion_emitters=false" if version("jax") < "0.11" else ""),
 )
 
+# Threads of kernels that wait for work take a core from the processes beside them. One process of tests has several.
+if os.environ.get("PYTEST_XDIST_WORKER", "gw0") != "gw0":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Commands in processes of their own write no line for a step that takes long on a busy machine.
 os.environ.setdefault("DFLASH_PROGRESS", "0")
 
@@ -55,7 +59,7 @@ def pytest_collection_modifyitems(items):
 gc.set_threshold(50_000, 20, 20)
 
 
-# Bytes that a process of tests may have when a module of tests ends: three of them run at a time.
+# Bytes that a process of tests may have when a module of tests ends: on two cores, three of them run.
 MOST_RESIDENT = 4 << 30
 
 

@@ -81,8 +81,12 @@ def parse(argv: list[str] | None):
     devices = devices_of(args.mesh)
     if devices % args.replica_hosts:
         raise InputError(f"--replica-hosts {args.replica_hosts}: it must divide the {devices} devices of --mesh")
-    if args.replica_slice is not None and args.replica_hosts > 1:
-        raise InputError("--replica-hosts: the hosts of --replica-slice follow from the slice")
+    if (args.replica_gpus or 0) % args.replica_hosts:
+        raise InputError(f"--replica-gpus {args.replica_gpus:g}: --replica-hosts {args.replica_hosts} must divide it")
+    if args.replica_slice is not None:
+        reserved = {"hosts": args.replica_hosts > 1, "gpus": args.replica_gpus, "resources": args.replica_resources}
+        if given := next((name for name, value in reserved.items() if value), None):
+            raise InputError(f"--replica-{given}: what a replica reserves follows from its --replica-slice")
     if args.target_ongoing is None:
         args.target_ongoing = float(args.slots)
     for name in ("target_ongoing", "scale_up_s", "scale_down_s", "replica_cpus", "replica_gpus"):

@@ -48,39 +48,40 @@ class Host:
         with transport.listen(self._address, 0) as free:
             return f"{self._address}:{free.getsockname()[1]}"
 
-    def start(self, coordinator: str, count: int, index: int) -> str | None:
-        """Joins the ``count`` processes of the replica as number ``index``, and loads.
+    def number_in_slice(self) -> int:
+        """The number that this host has in its TPU slice, by Ray's label."""
+        import ray
 
-        Returns:
-            Where the first one listens, when it is ready; None of a follower, which has loaded nothing then.
-        """
+        return int(ray.get_runtime_context().get_node_labels()["ray.io/tpu-worker-id"])
+
+    def _join(self, coordinator: str, count: int, index: int) -> None:
+        """Joins the ``count`` processes of the replica as number ``index``."""
         os.environ |= {
             "JAX_COORDINATOR_ADDRESS": coordinator,
             "JAX_NUM_PROCESSES": str(count),
             "JAX_PROCESS_ID": str(index),
         }
-        if index:
-            threading.Thread(target=self._follow, name="follow", daemon=True).start()
-            return None
         from dflash_jax.parallel import distributed
 
         distributed.start()
+        if distributed.is_first() != (index == 0):
+            raise EngineError(f"process {index} of a replica: JAX numbers its processes otherwise")
+
+    def lead(self, coordinator: str, count: int) -> str:
+        """Starts the server on the ``count`` processes of the replica, and returns where it listens."""
+        self._join(coordinator, count, 0)
         self._server = ReplicaServer(self._args, self._system, self._secret, self._address, self._call)
         self._server.start()
         return self._server.url
 
-    def _follow(self) -> None:
+    def follow(self, coordinator: str, count: int, index: int) -> None:
+        """Makes the calls of the first process until it ends."""
         from dflash_jax.cli.serve import load, set_logging
-        from dflash_jax.parallel import distributed
 
         set_logging(self._args)
-        try:
-            distributed.start()
-            with load(self._args, self._system).leading():
-                pass
-        except Exception as e:
-            # The others wait for this one.
-            end_process(f"a host of a replica: {type(e).__name__}: {e}")
+        self._join(coordinator, count, index)
+        with load(self._args, self._system).leading():
+            pass
 
     def state(self) -> tuple[int, str | None]:
         """`ReplicaServer.ongoing` and `ReplicaServer.failure` of the first host."""
@@ -95,8 +96,8 @@ class Host:
 
 def bundle(args: Namespace, gpus: float) -> dict[str, float]:
     """What one host of a replica reserves, by resource."""
-    wanted = {"CPU": args.replica_cpus or LEAST_CPUS, "GPU": gpus, **args.replica_resources}
-    return {name: value for name, value in wanted.items() if value}
+    wanted = {"CPU": args.replica_cpus, "GPU": gpus, **args.replica_resources}
+    return {name: value for name, value in wanted.items() if value} or {"CPU": LEAST_CPUS}
 
 
 class HostGroup:
@@ -135,6 +136,10 @@ class HostGroup:
             ).remote(args, system, secret, threads, make_call)
             for i in range(group.bundle_count)
         ]
+        if args.replica_slice is not None:
+            # As JAX numbers the hosts of a slice.
+            numbers = ray.get([host.number_in_slice.remote() for host in self._hosts])
+            self._hosts = [host for _, host in sorted(zip(numbers, self._hosts, strict=True), key=lambda pair: pair[0])]
         self.url = ""
 
     def start(self) -> None:
@@ -145,13 +150,20 @@ class HostGroup:
         """
         import ray
 
+        first, *others = self._hosts
+        count = len(self._hosts)
         try:
-            coordinator = ray.get(self._hosts[0].coordinator.remote())
-            starts = [host.start.remote(coordinator, len(self._hosts), index) for index, host in enumerate(self._hosts)]
-            self.url = ray.get(starts)[0]
-        except ray.exceptions.RayError as e:
+            coordinator = ray.get(first.coordinator.remote())
+            followers = [host.follow.remote(coordinator, count, 1 + i) for i, host in enumerate(others)]
+            leader = first.lead.remote(coordinator, count)
+            (ended,), _ = ray.wait([leader, *followers], num_returns=1)
+            url = ray.get(ended)
+            if ended != leader:
+                raise EngineError("another host than the first has ended")
+        except (ray.exceptions.RayError, EngineError) as e:
             self._release()
-            raise EngineError(f"a replica over {len(self._hosts)} hosts cannot start: {str(e)[-500:]}") from None
+            raise EngineError(f"a replica over {count} hosts cannot start: {str(e)[-500:]}") from None
+        self.url = url
         threading.Thread(target=self._look, name="look", daemon=True).start()
 
     def _look(self) -> None:

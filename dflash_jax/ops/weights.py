@@ -134,8 +134,8 @@ class PackedWeight:
         """This weight for ``...``; rows of a weight [O, I] for an integer array of valid indices."""
         if isinstance(index, EllipsisType):
             return self
-        if self.ndim != 2:
-            raise IndexError(f"rows of a weight of shape {self.shape}: it must have two axes")
+        if self.ndim != 2 or self.index is not None:
+            raise IndexError(f"rows of a weight of shape {self.shape}: it must have two axes, and be of no stack")
         return self._floats(self.panels[index // LANES, :, index % LANES], self.shape[1])
 
     def reshape(self, outputs: int, inputs: int) -> "PackedWeight":
@@ -143,7 +143,13 @@ class PackedWeight:
         return PackedWeight(self.panels, (math.prod(self.shape) // inputs, inputs), index=self.index)
 
     def of_stack(self, index: Int[Array, ""]) -> "PackedWeight":
-        """One weight [*out, *in] of a stack [n, *out, *in]. Its outputs must be a multiple of a panel's."""
+        """One weight [*out, *in] of a stack [n, *out, *in].
+
+        Raises:
+            ValueError: Its outputs are no multiple of a panel's, so that two weights share a panel.
+        """
+        if (outputs := math.prod(self.shape[1 : -self.contracted])) % LANES:
+            raise ValueError(f"{outputs} outputs of a weight of a stack: they must be a multiple of {LANES}")
         return PackedWeight(self.panels, self.shape[1:], self.contracted, index)
 
     def dense(self) -> Float[Array, "..."]:

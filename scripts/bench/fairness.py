@@ -100,11 +100,11 @@ async def short_requests(client, rng: random.Random, **more):
 
 async def measure(url: str, long: int, repeats: int, streams: int) -> dict[str, list[float]]:
     """Seconds to first tokens by case."""
-    rng, found = random.Random(0), {}
+    rng, times = random.Random(0), {}
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=url, timeout=None, limits=limits) as client:
-        found["short, alone"] = [await first_token(client, rng, SHORT) for _ in range(10 * repeats)]
-        found[f"{long:,} tokens, alone"] = [await first_token(client, rng, long) for _ in range(repeats)]
+        times["short, alone"] = [await first_token(client, rng, SHORT) for _ in range(10 * repeats)]
+        times[f"{long:,} tokens, alone"] = [await first_token(client, rng, long) for _ in range(repeats)]
         beside, behind = [], []
         for _ in range(repeats):
             task = asyncio.create_task(first_token(client, rng, long))
@@ -112,23 +112,23 @@ async def measure(url: str, long: int, repeats: int, streams: int) -> dict[str, 
             while not task.done():
                 beside.append(await first_token(client, rng, SHORT))
             behind.append(await task)
-        found[f"short, one after the other, beside {long:,} tokens"] = beside
-        found[f"{long:,} tokens, beside those"] = behind
-        async with short_requests(client, rng) as times:
-            del times[:]
-            found[f"{long:,} tokens, beside {CLIENTS} clients with short requests"] = [
+        times[f"short, one after the other, beside {long:,} tokens"] = beside
+        times[f"{long:,} tokens, beside those"] = behind
+        async with short_requests(client, rng) as short:
+            del short[:]
+            times[f"{long:,} tokens, beside {CLIENTS} clients with short requests"] = [
                 await first_token(client, rng, long) for _ in range(repeats)
             ]
-            found[f"short, of {CLIENTS} clients, beside those"] = times[:]
-        async with short_requests(client, rng, priority=1) as times:
-            del times[:]
-            found[f"short and urgent, beside {CLIENTS} clients"] = [
+            times[f"short, of {CLIENTS} clients, beside those"] = short[:]
+        async with short_requests(client, rng, priority=1) as short:
+            del short[:]
+            times[f"short and urgent, beside {CLIENTS} clients"] = [
                 await first_token(client, rng, SHORT, priority=0) for _ in range(10 * repeats)
             ]
-            found[f"short and not urgent, of {CLIENTS} clients"] = times[:]
+            times[f"short and not urgent, of {CLIENTS} clients"] = short[:]
         together = [first_token(client, rng, SHORT, new=128) for _ in range(streams)]
-        found[f"{streams} streams at once"] = list(await asyncio.gather(*together))
-    return found
+        times[f"{streams} streams at once"] = list(await asyncio.gather(*together))
+    return times
 
 
 def summary(times: list[float]) -> dict:

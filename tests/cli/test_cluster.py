@@ -44,8 +44,9 @@ def test_options_of_serve_are_known_and_unknown_ones_refused():
         (["--replica-slice", "v6e:4x"], "'v6e:4x': it must be VERSION:TOPOLOGY"),
         (
             ["--replica-slice", "v6e:4x4", "--replica-hosts", "2", "--mesh", "tensor=16"],
-            "the hosts of --replica-slice follow from the slice",
+            "--replica-hosts: what a replica reserves follows from its --replica-slice",
         ),
+        (["--replica-hosts", "2", "--mesh", "tensor=4", "--replica-gpus", "3"], "--replica-gpus 3: --replica-hosts 2"),
     ],
 )
 def test_what_no_replica_can_be_divided_over_is_refused(argv, named):

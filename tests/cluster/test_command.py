@@ -32,13 +32,14 @@ def descendants(process):
     return []
 
 
-def replicas(process):
-    found = []
+def named(process, title: str):
+    """Processes below ``process`` by the beginning of their title."""
+    matching = []
     for each in descendants(process):
         with contextlib.suppress(psutil.Error):
-            if " ".join(each.cmdline()).startswith("ray::ServeReplica"):
-                found.append(each)
-    return found
+            if " ".join(each.cmdline()).startswith(title):
+                matching.append(each)
+    return matching
 
 
 @contextlib.contextmanager
@@ -66,8 +67,8 @@ def has_replicas(url: str, process, count: int) -> bool:
 
 @pytest.fixture(scope="module")
 def cluster():
-    with running(2) as found:
-        yield found
+    with running(2) as started:
+        yield started
 
 
 def tokens_of(url, kill=None):
@@ -88,7 +89,7 @@ def test_stream_outlives_its_replica_and_a_signal_ends_every_process(cluster):
     url, process = cluster
     whole = tokens_of(url)
     assert len(whole) == BODY["max_tokens"]
-    for replica in replicas(process):
+    for replica in named(process, "ray::ServeReplica"):
         # The first one may be idle. Then the second one has the stream.
         assert tokens_of(url, replica) == whole
         if "\ndflash:cluster_resumed_total 0.0\n" not in httpx.get(f"{url}/metrics", timeout=60).text:
@@ -101,16 +102,21 @@ def test_stream_outlives_its_replica_and_a_signal_ends_every_process(cluster):
     assert wait_until(lambda: not [each for each in started if each.is_running()], 10)
 
 
+@pytest.fixture(scope="module")
+def whole(cluster):
+    """The tokens of `BODY` of replicas of one host."""
+    return tokens_of(cluster[0])
+
+
 @pytest.mark.parametrize("which", [0, 1], ids=["one of its hosts", "another of its hosts"])
-def test_a_replica_over_two_hosts_gives_the_tokens_of_one_and_starts_again(which):
+def test_a_replica_over_two_hosts_gives_the_tokens_of_one_and_starts_again(whole, which):
     """Its processes are those of a placement group; a stream whose group ends goes on from the next one."""
-    with running(1) as (url, _):
-        whole = tokens_of(url)
     with running(1, "--replica-hosts", "2", "--mesh", "tensor=2") as (url, process):
         assert tokens_of(url) == whole
-        hosts = [each for each in descendants(process) if " ".join(each.cmdline()).startswith("ray::Host")]
+        hosts = named(process, "ray::Host")
         assert len(hosts) == 2
         assert tokens_of(url, sorted(hosts, key=lambda each: each.pid)[which]) == whole
-        assert not any(each.is_running() for each in hosts)
+        assert "\ndflash:cluster_resumed_total 1.0\n" in httpx.get(f"{url}/metrics", timeout=60).text
+        assert wait_until(lambda: not any(each.is_running() for each in hosts), 60)
         process.send_signal(signal.SIGTERM)
         assert process.wait(120) == 0

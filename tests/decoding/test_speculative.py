@@ -59,7 +59,7 @@ def short_chunks():
 
 @pytest.fixture(scope="module")
 def target():
-    return tiny.target("da", moe="1", seed=3)
+    return tiny.target("ddda", moe="13", seed=2)
 
 
 @pytest.fixture(scope="module")

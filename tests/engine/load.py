@@ -121,6 +121,14 @@ def check(target, expected: tuple, found: Request, entries: list[dict]) -> None:
             np.testing.assert_allclose(list(a["top"].values()), list(b["top"].values()), atol=1e-4)
 
 
+def run_last(engine: Engine, wanted: list[dict]) -> None:
+    """Runs requests after which nothing comes: their slots have their pages still."""
+    for each in wanted:
+        engine.submit(Request(**each))
+    while engine.has_work:
+        engine.step()
+
+
 def under_load(engine: Engine, target, wanted: list[dict], expected: list[tuple], count: int, seed: int) -> None:
     """``count`` requests drawn from ``wanted`` arrive at random, a tenth are aborted; all others are checked."""
     rng, left, live, entries = random.Random(seed), count, [], {}

@@ -9,7 +9,7 @@ from dflash_jax.engine.request import Request
 from dflash_jax.sampling_params import SamplingParams
 from dflash_jax.tools.token_runs import Remembering
 from tests import tiny
-from tests.engine.load import CAPACITY, MARKER, alone, engine_for, some_requests, under_load
+from tests.engine.load import CAPACITY, MARKER, alone, engine_for, run_last, some_requests, under_load
 from tests.mtp_context import assert_context, rows_with_context
 from tests.tiny import VOCAB
 
@@ -33,6 +33,7 @@ def test_under_load_texts_are_those_alone_and_contexts_those_of_one_pass(case):
     under_load(engine, target, wanted, expected, 100, seed=1)
     assert engine.statistics.cached_tokens > 0
     assert max(engine.statistics.yielded) > 1, "no draft was accepted"
+    run_last(engine, wanted[:4])
     state = jax.device_get(engine.runner.state)
     assert_context(target, head, state, rows_with_context(state))
     assert rows_with_context(state)

@@ -17,7 +17,7 @@ from dflash_jax.sampling_params import SamplingParams
 from dflash_jax.tools.token_runs import Remembering
 from tests import tiny
 from tests.engine import mock_runner
-from tests.engine.load import CAPACITY, MARKER, alone, engine_for, some_requests, under_load
+from tests.engine.load import CAPACITY, MARKER, alone, engine_for, run_last, some_requests, under_load
 from tests.mtp_context import assert_context, of_row, one_pass, rows_with_context
 from tests.tiny import VOCAB
 
@@ -60,12 +60,8 @@ def test_under_load_texts_are_those_alone_and_both_contexts_are_complete(case):
     assert {spec for _, spec in engine.statistics.dispatches} == {*ROUNDS}
     assert engine.statistics.cached_tokens > 0
     assert max(engine.statistics.yielded) > 4, "no long draft was accepted"
-    # The last ones have their pages still: nothing comes after them.
     engine.policy.choose = lambda *_: ROUNDS[-1]
-    for i in range(4):
-        engine.submit(Request(**wanted[i]))
-    while engine.has_work:
-        engine.step()
+    run_last(engine, wanted[:4])
     state = jax.device_get(engine.runner.state)
     rows = rows_with_context(state)
     assert rows

@@ -28,7 +28,7 @@ from dflash_jax.models.drafters import abstract_drafter
 from dflash_jax.ops.cache import KVCache
 from dflash_jax.parallel.sharding import Layout, parameter_paths, spec
 from dflash_jax.tools.equality import Reference, check_same
-from tests.engine.load import alone, engine_for, some_requests, under_load
+from tests.engine.load import alone, engine_for, run_last, some_requests, under_load
 from tests.families import VOCAB, family_config
 from tests.helpers import random_decoder, random_drafter, random_head, tiny_draft_config
 from tests.mtp_context import assert_context, of_one_device, rows_with_context
@@ -212,5 +212,6 @@ def test_the_engine_on_a_mesh_under_load():
     assert engine.statistics.cached_tokens > 0
     assert engine.prefix_cache.tiers.host.hits > 0
     assert engine.free_slots == 8
+    run_last(engine, wanted[:8])
     state = of_one_device(jax.device_get(engine.runner.state), layout.data)
     assert_context(target, head, state, rows_with_context(state))
