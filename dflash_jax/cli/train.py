@@ -150,6 +150,8 @@ def _regenerate_by_url(config: TrainConfig) -> int:
     path, key = config.directory / "regenerated.jsonl", os.environ.get("DFLASH_API_KEY") or "EMPTY"
     with RemoteTarget(config.urls, config.slots, key) as target:
         tell(f"{len(config.urls)} servers answer with {target.model}")
+        if config.target not in (None, target.model):
+            tell(f"warning: --target is {config.target}, and --urls serve {target.model}, whose answers these are")
         count = regenerate(replace(config, target=config.target or target.model), target, path, tell)
     tell(f"{count} lines have answers in {path}")
     return 0

@@ -100,18 +100,25 @@ class RemoteTarget:
         return self._run(self._generate(prompts, params))
 
     async def _generate(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[RemoteAnswer]:
-        tasks = [asyncio.create_task(self._answer(ids, each)) for ids, each in zip(prompts, params, strict=True)]
+        answers, todo = dict[int, RemoteAnswer](), enumerate(zip(prompts, params, strict=True))
+
+        async def work() -> None:
+            for index, (ids, each) in todo:
+                answers[index] = await self._answer(ids, each)
+
+        tasks = [asyncio.create_task(work()) for _ in range(min(self.slots, len(prompts)))]
         try:
-            return await asyncio.gather(*tasks)
+            await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+        return [answers[index] for index in range(len(prompts))]
 
     async def _answer(self, ids: list[int], params: SamplingParams) -> RemoteAnswer:
-        # What has no value here has the checkpoint's, or none.
+        # What has no value here has the checkpoint's, or none. The endpoint's own default of max_tokens is another one.
         default = asdict(SamplingParams())
-        options = {name: value for name, value in asdict(params).items() if value != default[name]}
+        options = {k: v for k, v in asdict(params).items() if k == "max_tokens" or v != default[k]}
         value = await self._post("/v1/completions", {"prompt": ids, "return_token_ids": True, **options})
         try:
             (choice,) = value["choices"]

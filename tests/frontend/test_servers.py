@@ -20,10 +20,13 @@ class Scripted:
         posts: POST requests so far.
         most: Of them at a time.
         health: The status of /health; None: no answer.
+        ready: The status of /ready.
+        ready_looks: Looks at it so far.
     """
 
     def __init__(self, answer):
         self.answer, self.posts, self.most, self._now, self.health = answer, 0, 0, 0, 200
+        self.ready, self.ready_looks = 404, 0
         self._connections, self.release = set(), asyncio.Event()
         self.release.set()
 
@@ -51,6 +54,9 @@ class Scripted:
                     await self.release.wait()
                     self._now -= 1
                     status = self.answer(number)
+                elif head.startswith("get /ready"):
+                    self.ready_looks += 1
+                    status = self.ready
                 elif status is None:
                     await asyncio.Event().wait()
                 if status is None:
@@ -129,29 +135,106 @@ def test_a_refused_request_is_the_answer_and_is_not_repeated():
     assert server.posts == 3
 
 
-@pytest.mark.parametrize(("status", "expected"), [(500, 500), (504, 504), (None, RequestLostError)], ids=str)
-def test_a_request_that_always_fails_is_given_up(status, expected):
+@pytest.mark.parametrize("status", [None, 502, 504], ids=str)
+def test_a_request_that_always_fails_is_given_up(status):
+    """Without an answer, so that a run that goes on sends it again."""
+
     async def work(shared, scripted):
-        if expected is RequestLostError:
-            with pytest.raises(RequestLostError, match=f"cut off {ATTEMPTS} times"):
-                await shared.post("/v1/completions", b"{}")
-        else:
-            assert await all_posted(shared, 1) == [expected]
+        with pytest.raises(RequestLostError, match=f"it failed {ATTEMPTS} times"):
+            await shared.post("/v1/completions", b"{}")
         return scripted
 
     assert sum(server.posts for server in run(lambda _: status, lambda _: status, work=work)) == ATTEMPTS
 
 
+@pytest.mark.parametrize("status", [503, 307], ids=str)
+def test_a_request_that_healthy_servers_turn_away_is_given_up(status):
+    """Each server's first refusal is its own matter; later ones, with a good /health in between, are counted."""
+
+    async def work(shared, scripted):
+        with pytest.raises(RequestLostError, match=f"it failed {ATTEMPTS} times, last at http.*: status {status}"):
+            await shared.post("/v1/completions", b"{}")
+        return scripted
+
+    def answer(number):
+        return status if number < 2 * ATTEMPTS else 200
+
+    assert sum(server.posts for server in run(answer, answer, work=work)) == ATTEMPTS + 2
+
+
+def test_a_server_that_warms_up_is_waited_for():
+    async def work(shared, scripted):
+        (server,) = scripted
+        server.ready = 503
+        posted = asyncio.ensure_future(all_posted(shared, 1))
+        while server.ready_looks < 2 * ATTEMPTS and not posted.done():
+            await asyncio.sleep(0.001)
+        server.ready = 200
+        assert await posted == [200]
+        return scripted
+
+    (server,) = run(lambda number: 503 if number == 1 else 200, work=work)
+    assert server.posts == 2
+    assert server.ready_looks > ATTEMPTS
+
+
+def test_an_error_that_stays_is_the_answer():
+    async def work(shared, scripted):
+        assert await all_posted(shared, 1) == [500]
+        return scripted
+
+    assert sum(server.posts for server in run(lambda _: 500, lambda _: 500, work=work)) == ATTEMPTS
+
+
+def test_too_many_requests_for_long_is_the_answer(monkeypatch):
+    monkeypatch.setattr(servers, "WAIT_S", 0.0)
+
+    async def work(shared, scripted):
+        assert await all_posted(shared, 1) == [429]
+
+    run(lambda number: 429 if number == 1 else 200, work=work)
+
+
+@pytest.mark.parametrize("health", [307, 404, 503], ids=str)
+def test_only_a_good_look_opens_a_server(health, monkeypatch):
+    async def work(shared, scripted):
+        monkeypatch.setattr(servers, "WAIT_S", 0.1)
+        scripted[0].health = health
+        with pytest.raises(EngineError, match=f"/health is {health}"):
+            await shared.post("/v1/completions", b"{}")
+        return scripted
+
+    (server,) = run(lambda _: 503, work=work)
+    assert server.posts == 1
+
+
+def test_a_server_is_silent_since_it_was_closed_last():
+    async def work(shared, scripted):
+        (server,) = shared._servers
+        for watch in shared._watches:
+            watch.cancel()
+        shared._close(server, "a")
+        first = server.silent_since
+        shared._close(server, "b")
+        assert server.silent_since == first
+        assert await shared._look(server)
+        assert server.silent_since is None
+
+    run(lambda _: 200, work=work)
+
+
 def test_a_server_that_hangs_gives_its_requests_to_the_others(monkeypatch):
-    monkeypatch.setattr(servers, "ANSWER_S", 0.05)
+    monkeypatch.setattr(servers, "ANSWER_S", 1.0)
 
     async def work(shared, scripted):
         hangs, works = scripted
         hangs.release.clear()
-        hangs.health = None
         answers = asyncio.gather(*(shared.post("/v1/completions", b"{}") for _ in range(8)))
+        while hangs.posts < 2:
+            await asyncio.sleep(0.001)
+        hangs.health = None
         assert {answer.status_code for answer in await answers} == {200}
-        assert works.posts == 8
+        assert (hangs.posts, works.posts) == (2, 8)
         hangs.release.set()
 
     run(lambda _: 200, lambda _: 200, work=work)
@@ -207,3 +290,19 @@ def test_addresses_are_those_of_clients_and_given_once():
     assert base_urls(["http://a:1/v1", "https://b/", "http://[::1]:8"]) == ["http://a:1", "https://b", "http://[::1]:8"]
     with pytest.raises(InputError, match="given twice"):
         base_urls(["http://a:1/v1", "http://a:1/"])
+
+
+@pytest.mark.parametrize(
+    "url", ["http://u:secret@a", "u:secret@a", "http://a/?k=secret", "http://a#secret", "http://a?"]
+)
+def test_secrets_in_an_address_are_refused_and_not_shown(url):
+    with pytest.raises(InputError, match="url 2 of 2 has a user, a query or a fragment") as error:
+        base_urls(["http://b", url])
+    assert "secret" not in str(error.value)
+
+
+@pytest.mark.parametrize("key", ["secret\n", "secret ", "sécret", ""])
+def test_a_key_that_no_header_holds_is_refused_and_not_shown(key):
+    with pytest.raises(InputError, match="the API key must be printable ASCII") as error:
+        Servers(["http://a"], 1, key)
+    assert "cret" not in str(error.value)

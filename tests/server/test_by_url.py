@@ -10,6 +10,7 @@ import pytest
 from dflash_jax.cli import batch, train
 from dflash_jax.errors import InputError
 from dflash_jax.frontend import servers
+from dflash_jax.sampling_params import SamplingParams
 from dflash_jax.training import regenerate as regeneration
 from dflash_jax.training.config import TrainConfig
 from dflash_jax.training.regenerate import regenerate
@@ -144,8 +145,8 @@ def test_a_page_of_a_proxy_is_an_error_of_its_line():
         (httpx.Response(400, json=["x"]), '["x"]'),
         (httpx.Response(400, json={"error": {"message": "no"}}), "no"),
     ):
-        found = batch.Response.of(response)
-        assert (found.error, found.tokens, found.request_id) == (error, 0, None)
+        answer = batch.Response.of(response)
+        assert (answer.error, answer.tokens, answer.request_id) == (error, 0, None)
 
 
 def test_regenerate_by_url_writes_what_it_writes_here(quiet, dying, llm, tmp_path, monkeypatch, capsys):
@@ -161,7 +162,9 @@ def test_regenerate_by_url_writes_what_it_writes_here(quiet, dying, llm, tmp_pat
     assert train.main(words) == 0
     assert dying.is_dead
     assert there.read_text() == here.read_text()
-    assert f"2 servers answer with {NAME}" in capsys.readouterr().err
+    errors = capsys.readouterr().err
+    assert f"2 servers answer with {NAME}" in errors
+    assert f"warning: --target is t, and --urls serve {NAME}" in errors
     # Three prompts of the other run, and the others here.
     record = json.loads(here.with_suffix(".json").read_text())
     kept = "".join(line for line in here.read_text().splitlines(keepends=True) if json.loads(line)["source"] < 3)
@@ -171,7 +174,34 @@ def test_regenerate_by_url_writes_what_it_writes_here(quiet, dying, llm, tmp_pat
     assert here.read_text() == there.read_text()
 
 
-def test_what_servers_do_not_answer_is_told(quiet, tmp_path):
+def test_a_prompt_has_its_max_tokens_and_waits_for_a_place():
+    """256, the default here, is not that of the endpoint; and a prompt that waits has no task."""
+    import httpx
+
+    bodies, tasks = [], []
+
+    class Recorder:
+        async def post(self, path, content):
+            bodies.append(json.loads(content))
+            tasks.append(len(asyncio.all_tasks()))
+            number = bodies[-1]["prompt"][0]
+            await asyncio.sleep(0)
+            return httpx.Response(200, json={"choices": [{"token_ids": [number], "text": str(number)}]})
+
+    target = RemoteTarget(["http://a"], 3)
+    target.model, target._servers = "m", Recorder()
+    params = [SamplingParams(max_tokens=256 if number % 2 else None) for number in range(9)]
+    answers = asyncio.run(target._generate([[number] for number in range(9)], params))
+    assert [answer.token_ids for answer in answers] == [[number] for number in range(9)]
+    fixed = {"model": "m", "return_token_ids": True}
+    assert sorted(bodies, key=lambda body: body["prompt"]) == [
+        {"prompt": [number], "max_tokens": each.max_tokens, **fixed} for number, each in enumerate(params)
+    ]
+    # The prompts', and the one that waits for them.
+    assert max(tasks) == 3 + 1
+
+
+def test_what_servers_do_not_answer_is_reported(quiet, tmp_path):
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}
     values = [{"messages": [{"role": "user", "content": [image]}]}, {"text": "x"}]
     config = TrainConfig(data=(as_file(tmp_path / "d.jsonl", values),), max_new_tokens=4, temperature=0.0)
@@ -182,7 +212,7 @@ def test_what_servers_do_not_answer_is_told(quiet, tmp_path):
         assert regenerate(replace(config, skip_bad_lines=True), target, tmp_path / "r.jsonl", said.append) == 1
         assert "1 lines left out" in said[0]
         with pytest.raises(InputError, match=r"/tokenize: 400: "):
-            target.encode_chat([{"role": "nobody", "content": 3}])
+            target.encode_chat([{"role": "unknown", "content": 3}])
     with pytest.raises(InputError, match="no server answers"):
         RemoteTarget(["http://127.0.0.1:1"], 2).__enter__()
     assert wait_until(quiet.idle)
