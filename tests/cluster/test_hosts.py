@@ -1,5 +1,6 @@
 """A replica over several hosts on a stand-in for Ray, whose actors are threads of this process."""
 
+import queue
 import sys
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from types import ModuleType, SimpleNamespace
@@ -16,19 +17,20 @@ class RayError(Exception):
 
 
 class Actor:
-    """What `Host` is to a `HostGroup`: ``first`` is what its leader's start gives, or raises."""
+    """What a `Host` is to a `HostGroup`: calls of its methods are those of a `World`."""
 
     def __init__(self, world, index):
         self.world, self.index = world, index
 
     def __getattr__(self, name):
-        return SimpleNamespace(
-            remote=lambda *args: self.world.pool.submit(getattr(self.world, name), self.index, *args)
-        )
+        def submit(*args):
+            return self.world.pool.submit(getattr(self.world, name), self.index, *args)
+
+        return SimpleNamespace(remote=submit)
 
 
 class World:
-    """The stand-in: what each call of an actor does, and what was reserved and given back."""
+    """What each call of an actor does, and what was reserved and given back."""
 
     def __init__(self):
         self.pool, self.reserved, self.released, self.calls = ThreadPoolExecutor(8), None, 0, []
@@ -136,9 +138,9 @@ def test_a_host_that_fails_while_it_loads_ends_the_start_and_gives_back_the_host
 
 def test_a_replica_ends_when_its_first_host_is_lost(world, monkeypatch):
     """Its process: Serve starts another one at once."""
-    said: Future = Future()
+    said = queue.Queue()
     monkeypatch.setattr(hosts, "LOOK_S", 0.01)
-    monkeypatch.setattr(hosts, "end_process", lambda line: said.set_result(line) or sys.exit())
+    monkeypatch.setattr(hosts, "end_process", said.put)
 
     def is_lost(_):
         raise EngineError("gone")
@@ -146,4 +148,5 @@ def test_a_replica_ends_when_its_first_host_is_lost(world, monkeypatch):
     monkeypatch.setattr(world, "state", is_lost)
     replica = group()
     replica.start()
-    assert said.result(60) == "the first host of a replica is lost: RayError"
+    assert said.get(timeout=60) == "the first host of a replica is lost: RayError"
+    replica.stop()
