@@ -16,7 +16,7 @@ from dflash_jax.server import transport
 
 # Seconds between two looks at the first host, and until one without an answer counts as lost.
 LOOK_S, LOST_S = 1.0, 30.0
-# Seconds of the first host's stop beyond those of its drain.
+# Seconds that the first host may take to stop after its drain.
 STOP_S = 5.0
 # What a host without a reservation reserves: a bundle of a placement group is never empty.
 LEAST_CPUS = 0.001
@@ -104,11 +104,7 @@ class HostGroup:
     """The server of a replica over several hosts, with what `ReplicaServer` has.
 
     Args:
-        args: The arguments of `dflash cluster`.
-        system: The `System` of its config, or None.
-        secret: What replicas share with the ingress.
-        threads: OMP_NUM_THREADS of the process that started the cluster, or "".
-        make_call: As `Host` takes it.
+        args, system, secret, threads, make_call: As `Host` takes them.
         gpus: GPUs of a host.
 
     Attributes:
@@ -174,7 +170,7 @@ class HostGroup:
                 self.ongoing, self.failure = ray.get(self._hosts[0].state.remote(), timeout=LOST_S)
             except ray.exceptions.RayError as e:
                 if not self._has_ended.is_set():
-                    # Serve starts another replica at once, and Ray ends what is left of this one.
+                    # Without this process Serve starts another replica at once, and Ray ends the other hosts.
                     end_process(f"the first host of a replica is lost: {type(e).__name__}")
 
     def stop(self) -> None:

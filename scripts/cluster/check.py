@@ -228,7 +228,7 @@ def processes_below(pid: int, name: str) -> list["psutil.Process"]:
 
 
 def stopped(server: ServerProcess) -> str:
-    """Ends a cluster and says what is left of it."""
+    """Ends a cluster, and returns a sentence with its exit code and the number of processes that remain."""
     began, children = time.perf_counter(), psutil.Process(server.process.pid).children(recursive=True)
     code = server.stop()
     left = [each for each in children if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
