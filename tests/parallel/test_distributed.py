@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from dflash_jax.errors import InputError
-from dflash_jax.parallel import distributed, group
+from dflash_jax.parallel import distributed
 
 OF_A_SET = {"LWS_LEADER_ADDRESS": "dflash-0.dflash.default", "LWS_GROUP_SIZE": "4", "LWS_WORKER_INDEX": "2"}
 
@@ -49,16 +49,3 @@ def test_a_set_without_numbers_is_refused(calls, monkeypatch):
     monkeypatch.setenv("LWS_LEADER_ADDRESS", "x")
     with pytest.raises(InputError, match="no cluster is recognised"):
         distributed.start()
-
-
-@pytest.mark.parametrize(("given", "first"), [("10.0.0.1:80", "10.0.0.1"), ("[::1]:80", "::1"), ("host.x:1", "host.x")])
-def test_followers_try_the_coordinators_host_first(monkeypatch, given, first):
-    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", given)
-    assert group._addresses()[1][0] == first
-
-
-def test_addresses_are_there_without_a_coordinator(monkeypatch):
-    monkeypatch.delenv("JAX_COORDINATOR_ADDRESS", raising=False)
-    _, hosts = group._addresses()
-    assert hosts
-    assert len(set(hosts)) == len(hosts)

@@ -1,4 +1,4 @@
-"""The processes of one model as threads of this one: who is let in, what goes over the connections, who is missed."""
+"""The processes of one model as threads of this one: what goes over the connections, who is missed."""
 
 import os
 import random
@@ -14,9 +14,7 @@ import pytest
 
 from dflash_jax.errors import EngineError
 from dflash_jax.parallel import group
-from dflash_jax.parallel.group import Group, Listener, connect
-
-SECRET = b"s" * 32
+from dflash_jax.parallel.group import Group
 
 
 class Ended(BaseException):
@@ -60,43 +58,6 @@ def no_grace(monkeypatch):
     monkeypatch.setattr(group, "GRACE_S", 0.0)
 
 
-class Opening:
-    """A leader that accepts followers on a thread.
-
-    Attributes:
-        port: Its port.
-        opened: Connections that are closed at the end.
-    """
-
-    def __init__(self, count: int, opened: list):
-        listener = Listener("127.0.0.1", SECRET, count)
-        self.port, self.opened, self._followers = listener.port, opened, None
-
-        def run():
-            self._followers = listener.accept()
-            opened.extend(connection for connection, _ in self._followers.values())
-
-        self._thread = threading.Thread(target=run)
-        self._thread.start()
-
-    def follow(self, index: int, free: int = 7) -> socket.socket:
-        self.opened.append(connect([("127.0.0.1", self.port)], SECRET, index, free))
-        return self.opened[-1]
-
-    def followers(self) -> dict:
-        self._thread.join(60)
-        return self._followers
-
-
-@pytest.fixture
-def opening():
-    """Opens leaders, and closes what was opened."""
-    opened = []
-    yield lambda count=2: Opening(count, opened)
-    for connection in opened:
-        connection.close()
-
-
 def test_followers_are_let_in_and_calls_arrive_in_order(opening):
     leader = opening(3)
     connections = {i: leader.follow(i, 100 + i) for i in (2, 1)}
@@ -116,120 +77,6 @@ def test_followers_are_let_in_and_calls_arrive_in_order(opening):
         one.close()
 
 
-def hello(index, secret=SECRET, magic=group.MAGIC, nonce=b"n" * 32, on=b""):
-    data = group._HELLO.pack(magic, index, 5, nonce)
-    return data + group._proof(secret, b"follower", on, data)
-
-
-def stranger(port: int, say=lambda nonce: b"") -> socket.socket:
-    """A connection that has read the leader's first words and answered."""
-    connection = socket.create_connection(("127.0.0.1", port), 60)
-    nonce = group._exactly(connection, len(group.MAGIC) + group.NONCE)[len(group.MAGIC) :]
-    with suppress(OSError):
-        connection.sendall(say(nonce))
-    return connection
-
-
-STRANGERS = {
-    "garbage": lambda nonce: os.urandom(500),
-    "http": lambda nonce: b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 20,
-    "a frame of 4 GB": lambda nonce: b"\xff" * 2000,
-    "wrong secret": lambda nonce: hello(1, b"t" * 32, on=nonce),
-    "another's nonce": lambda nonce: hello(1, on=b"m" * 32),
-    "other version": lambda nonce: hello(1, magic=b"dflash\x00\x09", on=nonce),
-    "the leader's index": lambda nonce: hello(0, on=nonce),
-    "an index too large": lambda nonce: hello(2, on=nonce),
-    "its own proof": lambda nonce: group._HELLO.pack(group.MAGIC, 1, 5, nonce) + nonce,
-}
-
-
-@pytest.mark.parametrize("say", STRANGERS.values(), ids=STRANGERS)
-def test_strangers_are_refused_and_change_nothing(say, opening):
-    leader = opening()
-    with stranger(leader.port, say) as connection, suppress(ConnectionResetError):
-        # Not one byte of an answer.
-        assert connection.recv(100) == b""
-    leader.follow(1)
-    assert set(leader.followers()) == {1}
-
-
-def test_silent_half_open_and_slow_strangers_do_not_delay_a_follower(opening):
-    leader = opening()
-    silent = [stranger(leader.port) for _ in range(20)]
-    slow = [stranger(leader.port, lambda nonce: hello(1, on=nonce)[:-1]) for _ in range(20)]
-    gone = stranger(leader.port)
-    gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    gone.close()
-    leader.follow(1)
-    assert set(leader.followers()) == {1}
-    for connection in (*silent, *slow):
-        with connection, suppress(ConnectionResetError):
-            assert connection.recv(100) == b""
-
-
-def test_more_strangers_than_greetings_do_not_keep_a_follower_out(opening, monkeypatch):
-    monkeypatch.setattr(group, "GREETING_S", 600.0)
-    leader = opening()
-    strangers = [socket.create_connection(("127.0.0.1", leader.port), 60) for _ in range(3 * group.GREETINGS)]
-    leader.opened.extend(strangers)
-    # The oldest is closed for the newest.
-    while strangers[0].recv(100):
-        pass
-    leader.follow(1)
-    assert set(leader.followers()) == {1}
-
-
-def test_a_stranger_is_closed_behind_its_time(monkeypatch, opening):
-    monkeypatch.setattr(group, "GREETING_S", 0.0)
-    leader = opening()
-    with stranger(leader.port) as connection:
-        assert connection.recv(1) == b""
-    monkeypatch.setattr(group, "GREETING_S", 60.0)
-    leader.follow(1)
-    assert set(leader.followers()) == {1}
-
-
-def test_a_second_follower_of_an_index_is_refused(opening):
-    leader = opening(3)
-    first = leader.follow(1)
-    with stranger(leader.port, lambda nonce: hello(1, on=nonce)) as second:
-        # It gets the leader's proof at most, but no place.
-        while second.recv(100):
-            pass
-    leader.follow(2)
-    assert leader.followers()[1][0].getpeername() == first.getsockname()
-
-
-def test_missing_followers_are_named():
-    with pytest.raises(EngineError, match=r"processes \[1, 2\] of 3 have not connected"):
-        Listener("127.0.0.1", SECRET, 3).accept(0.0)
-
-
-@pytest.mark.parametrize("answer", [b"", b"x" * 200, group.MAGIC + b"n" * 32 + b"p" * 32], ids=["none", "bad", "lie"])
-def test_a_follower_trusts_only_its_leader(answer):
-    server = socket.create_server(("127.0.0.1", 0))
-
-    def serve():
-        connection, _ = server.accept()
-        with connection, suppress(OSError):
-            connection.sendall(answer)
-            connection.shutdown(socket.SHUT_WR)
-            while connection.recv(1000):
-                pass
-
-    threading.Thread(target=serve, daemon=True).start()
-    connecting = socket.create_connection(server.getsockname(), 60)
-    with server, connecting as connection, pytest.raises((EngineError, OSError)):
-        group._greet(connection, SECRET, 1, 0)
-
-
-def test_a_follower_without_a_leader_says_where_it_looked():
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        port = closed.getsockname()[1]
-    with pytest.raises(EngineError, match=rf"process 3 cannot reach the leader \(127.0.0.1:{port}: "):
-        connect([("127.0.0.1", port)], SECRET, 3, 0, 0.01)
-
-
 @pytest.mark.parametrize("who", [0, 1], ids=["leader", "follower"])
 def test_a_lost_connection_ends_the_other_side(who):
     with pair() as (groups, ends):
@@ -237,21 +84,6 @@ def test_a_lost_connection_ends_the_other_side(who):
         line = ends[1 - who].wait()
     name = "process 1 of 2" if who else "the leader (process 0 of 2)"
     assert line == f"{name} is lost (its connection was closed): this process ends, too"
-
-
-def test_a_host_that_does_not_answer_is_noticed_on_both_ends(opening):
-    leader = opening()
-    near = leader.follow(1)
-    for connection in (near, leader.followers()[1][0]):
-
-        def option(name, level=socket.IPPROTO_TCP, connection=connection):
-            return connection.getsockopt(level, getattr(socket, name))
-
-        assert option("SO_KEEPALIVE", socket.SOL_SOCKET)
-        first = option("TCP_KEEPIDLE" if hasattr(socket, "TCP_KEEPIDLE") else "TCP_KEEPALIVE")
-        assert 0 < first + option("TCP_KEEPCNT") * option("TCP_KEEPINTVL") <= 30
-        if hasattr(socket, "TCP_USER_TIMEOUT"):
-            assert 0 < option("TCP_USER_TIMEOUT") <= 30_000
 
 
 def test_a_follower_waits_for_any_time_until_the_leader_has_all(opening):
@@ -470,28 +302,3 @@ def test_random_frames_of_a_peer_end_a_process_or_change_nothing():
         far.close()
         assert " is lost (" in ends.wait()
         one.close()
-
-
-COORDINATORS = {
-    "127.0.0.1:80": ("127.0.0.1", ["127.0.0.1"]),
-    "[::1]:80": ("::1", ["::1"]),
-    "10.0.0.1:80": ("", ["10.0.0.1", "192.0.2.7", "me"]),
-    "": ("", ["192.0.2.7", "me"]),
-}
-
-
-@pytest.mark.parametrize(("coordinator", "expected"), COORDINATORS.items())
-def test_only_a_given_address_makes_a_leader_listen_on_this_host_alone(coordinator, expected, monkeypatch):
-    """Without a route, a host whose own name is at 127.0.1.1 has no other address."""
-
-    def resolved(*_, **__):
-        return [(socket.AF_INET, 1, 6, "", (host, 0)) for host in ("127.0.1.1", "192.0.2.7", "::1")]
-
-    def no_socket(*_):
-        raise OSError("no route")
-
-    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", coordinator)
-    monkeypatch.setattr(group.socket, "gethostname", lambda: "me")
-    monkeypatch.setattr(group.socket, "getaddrinfo", resolved)
-    monkeypatch.setattr(group.socket, "socket", no_socket)
-    assert group._addresses() == expected
