@@ -114,29 +114,14 @@ class HostGroup:
     """
 
     def __init__(self, args: Namespace, system, secret: str, threads: str, make_call: Callable, gpus: float):
-        import ray
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-        self._drain_s, self.ongoing, self.failure = args.drain_s, 0, None
+        self._drain_s, self.ongoing, self.failure, self.url = args.drain_s, 0, None, ""
         self._has_ended = threading.Event()
         self._release, group, each = _reserved(args, gpus)
-        ray.get(group.ready())
-        actor = ray.remote(Host)
-        self._hosts: list[Any] = [
-            actor.options(
-                num_cpus=each.get("CPU", 0),
-                num_gpus=each.get("GPU", 0),
-                resources={name: value for name, value in each.items() if name not in ("CPU", "GPU")},
-                max_concurrency=8,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(group, i),
-            ).remote(args, system, secret, threads, make_call)
-            for i in range(group.bundle_count)
-        ]
-        if args.replica_slice is not None:
-            # As JAX numbers the hosts of a slice.
-            numbers = ray.get([host.number_in_slice.remote() for host in self._hosts])
-            self._hosts = [host for _, host in sorted(zip(numbers, self._hosts, strict=True), key=lambda pair: pair[0])]
-        self.url = ""
+        try:
+            self._hosts = _actors(group, each, (args, system, secret, threads, make_call))
+        except BaseException:
+            self._release()
+            raise
 
     def start(self) -> None:
         """Starts all hosts, and returns when the first one answers requests.
@@ -196,3 +181,27 @@ def _reserved(args: Namespace, gpus: float) -> tuple[Callable[[], None], Any, di
     each = bundle(args, gpus)
     group = placement_group([each] * args.replica_hosts, strategy="SPREAD")
     return lambda: remove_placement_group(group), group, each
+
+
+def _actors(group: Any, each: dict[str, float], arguments: tuple) -> list[Any]:
+    """A `Host` on every bundle of a placement group, in the order in which JAX numbers them."""
+    import ray
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    ray.get(group.ready())
+    actor = ray.remote(Host)
+    hosts = [
+        actor.options(
+            num_cpus=each.get("CPU", 0),
+            num_gpus=each.get("GPU", 0),
+            resources={name: value for name, value in each.items() if name not in ("CPU", "GPU")},
+            max_concurrency=8,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, i),
+        ).remote(*arguments)
+        for i in range(group.bundle_count)
+    ]
+    if arguments[0].replica_slice is None:
+        return hosts
+    # JAX takes the numbers that a slice gives its hosts.
+    numbers = ray.get([host.number_in_slice.remote() for host in hosts])
+    return [host for _, host in sorted(zip(numbers, hosts, strict=True), key=lambda pair: pair[0])]

@@ -36,6 +36,9 @@ class World:
         self.pool, self.reserved, self.released, self.calls = ThreadPoolExecutor(8), None, 0, []
         self.ended: Future = Future()
 
+    def ready(self):
+        pass
+
     def coordinator(self, index):
         return "10.0.0.1:1234"
 
@@ -76,9 +79,7 @@ def world(monkeypatch):
 
     def reserve(bundles, strategy):
         found.reserved = bundles, strategy
-        done = Future()
-        done.set_result(None)
-        return SimpleNamespace(bundle_count=len(bundles), ready=lambda: done)
+        return SimpleNamespace(bundle_count=len(bundles), ready=lambda: found.pool.submit(found.ready))
 
     def release(_):
         found.released += 1
@@ -133,6 +134,16 @@ def test_a_host_that_fails_while_it_loads_ends_the_start_and_gives_back_the_host
     replica = group()
     with pytest.raises(EngineError, match=r"a replica over 2 hosts cannot start: out of memory"):
         replica.start()
+    assert world.released == 1
+
+
+def test_hosts_that_cannot_be_reserved_are_given_back(world, monkeypatch):
+    def fails():
+        raise EngineError("a node has ended")
+
+    monkeypatch.setattr(world, "ready", fails)
+    with pytest.raises(RayError, match="a node has ended"):
+        group()
     assert world.released == 1
 
 
