@@ -188,8 +188,10 @@ def check_speculative_config(given: dict, name: str) -> dict[str, Any]:
     method = given.get("method", "dflash")
     if not isinstance(method, str) or method not in METHODS:
         raise InputError(f"{name}: its method is {shown(method)}: it must be {' or '.join(METHODS)}")
-    if METHODS[method] == "mtp":
-        given.setdefault("model", "mtp")
+    if METHODS[method] == "mtp" and given.setdefault("model", "mtp") != "mtp":
+        raise InputError(
+            f"{name}: {method} drafts with the target's own MTP head: leave the model {shown(str(given['model']))} out"
+        )
     kinds = {
         "method": str,
         "model": str | Path,
