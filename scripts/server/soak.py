@@ -32,7 +32,7 @@ def resident(pid: int) -> float:
 def wanted(i: int) -> tuple[str, dict]:
     """The i-th of 50 distinct requests: path and body."""
     rng = random.Random(i)
-    tokens = rng.choice([1, 8, 120, 250, 260, 400, 500, 600, 1100, 1200])
+    tokens = rng.choice([1, 120, 260, 280, 400, 500, 600, 700, 1100, 1200])
     body = {"max_tokens": tokens, "temperature": rng.choice([0, 0.7, 1.2]), "seed": i}
     body |= {"ignore_eos": tokens > 200, "priority": rng.choice([0, 0, 1, -1])}
     body |= rng.choice([{}, {"stop": ["\n\n"]}, {"block_size": 8}, {"min_p": 0.05}, {"repetition_penalty": 1.2}])
