@@ -24,10 +24,10 @@ from dflash_jax.models.rope import CosSin
 from dflash_jax.ops.attention import apply_rope
 from dflash_jax.ops.backend import XLA, Backend
 from dflash_jax.ops.frame_attention import frame_attention
-from dflash_jax.ops.linear import project
+from dflash_jax.ops.linear import linear
 from dflash_jax.ops.weights import LANES, PackedWeight, is_weight
 
-# Rows of the tiles of `_in_tiles`, descending: the rows behind the last large one go into small ones.
+# Rows of the tiles of `_of_live`, descending: the rows behind the last large one go into small ones.
 TILES = (256, 64)
 
 
@@ -84,26 +84,39 @@ class Linear(nnx.Module):
         """Parameter → number of contracted last axes."""
         return {"weight": self.contracted} if self.can_pack else {}
 
-    def __call__(self, x: Float[Array, "N ..."]) -> Float[Array, "N ..."]:
-        """Maps x [N, *inner] to [N, *out] in x's dtype. The bias is added before the result is rounded."""
-        y = project(self.backend, x, self.weight[...], self.contracted, jnp.float32)
-        return (y + self.bias[...].astype(jnp.float32)).astype(x.dtype)
+    def __call__(
+        self, x: Float[Array, "N ..."], *, gelu: bool = False, residual: Float[Array, "N ..."] | None = None
+    ) -> Float[Array, "N ..."]:
+        """Maps x.
+
+        Args:
+            x: [N, *inner].
+            gelu: Whether GELU by tanh follows.
+            residual: [N, *out], added last.
+
+        Returns:
+            [N, *out] in x's dtype.
+        """
+        (y,) = linear(
+            self.backend, x, [self.weight[...]], self.contracted,
+            dtype=x.dtype, bias=self.bias[...], gelu=gelu, residual=residual,
+        )  # fmt: skip
+        return y
 
 
-def _gelu(x: Float[Array, "N F"], approximate: bool) -> Float[Array, "N F"]:
-    """GELU (arXiv 1606.08415), by tanh or exact, computed in float32."""
-    return jax.nn.gelu(x.astype(jnp.float32), approximate=approximate).astype(x.dtype)
+def _of_live(backend: Backend, function: Callable[..., Any], arrays: Sequence[Array], live: Int[Array, ""]) -> Any:
+    """A function of rows, of at least the first ``live`` of them.
 
-
-def _in_tiles(function: Callable[..., Any], arrays: Sequence[Array], live: Int[Array, ""]) -> Any:
-    """A function of rows, of the first ``live`` of them in tiles; behind their last tile the result is zero.
+    A CPU does not compute padding, half of a call at worst: it computes in tiles, whose arrays fit its caches, and
+    behind the last one the result is zero.
 
     Args:
+        backend: Where it runs.
         function: Of ``arrays``, whose result's rows depend on theirs one by one.
         arrays: [N, …] each.
         live: Rows that count.
     """
-    if arrays[0].shape[0] % TILES[0]:
+    if backend.platform != "cpu" or arrays[0].shape[0] % TILES[0]:
         return function(*arrays)
 
     def tile(i: Any, results: Any, first: Any, rows: int) -> Any:
@@ -169,17 +182,13 @@ class VisionBlock(nnx.Module):
             return (q * q.shape[-1] ** -0.5).astype(x.dtype), k.astype(x.dtype), v
 
         def mixed(x: Array, y: Array) -> Array:
-            x += self.proj(y)
-            return x + self.fc2(_gelu(self.fc1(self.norm2(x)), approximate=True))
+            x = self.proj(y, residual=x)
+            return self.fc2(self.fc1(self.norm2(x), gelu=True), residual=x)
 
         rows = (x, *(a[0] for a in angles))
-        if self.backend.platform != "cpu":
-            q, k, v = projected(*rows)
-            return mixed(x, frame_attention(self.backend, q, k, v, low, high))
-        # A CPU does not compute padding, half of a call at worst, and the tiles' arrays fit its caches.
         live = jnp.max(high)
-        q, k, v = _in_tiles(projected, rows, live)
-        return _in_tiles(mixed, (x, frame_attention(self.backend, q, k, v, low, high)), live)
+        q, k, v = _of_live(self.backend, projected, rows, live)
+        return _of_live(self.backend, mixed, (x, frame_attention(self.backend, q, k, v, low, high)), live)
 
 
 class PatchMerger(nnx.Module):
@@ -189,6 +198,7 @@ class PatchMerger(nnx.Module):
         norm: Norm of each patch.
         fc1: First projection, of a block's patches side by side.
         fc2: Second projection.
+        backend: Where it runs.
     """
 
     def __init__(self, config: VisionConfig, rngs: nnx.Rngs | None, dtype: DTypeLike, backend: Backend):
@@ -196,11 +206,18 @@ class PatchMerger(nnx.Module):
         self.norm = LayerNorm((config.hidden_size,), config.norm_eps, rngs, dtype)
         self.fc1 = Linear((merged,), (merged,), rngs, dtype, backend)
         self.fc2 = Linear((config.out_hidden_size,), (merged,), rngs, dtype, backend)
+        self.backend = backend
 
-    def __call__(self, x: Float[Array, "N H"]) -> Float[Array, "M T"]:
-        """Maps patches [N, H] in the order of their blocks to tokens [M, T]."""
-        merged = self.norm(x).reshape(-1, self.fc1.bias.get_value().shape[0])
-        return self.fc2(_gelu(self.fc1(merged), approximate=False))
+    def __call__(self, x: Float[Array, "N H"], live: Int[Array, ""]) -> Float[Array, "M T"]:
+        """Maps patches [N, H] in the order of their blocks to tokens [M, T]; ``live`` tokens count."""
+
+        def merged(x: Array) -> Array:
+            y = self.fc1(self.norm(x.reshape(-1, hidden)).reshape(x.shape))
+            # GELU (arXiv 1606.08415), here without an approximation.
+            return self.fc2(jax.nn.gelu(y.astype(jnp.float32), approximate=False).astype(x.dtype))
+
+        hidden = x.shape[1]
+        return _of_live(self.backend, merged, [x.reshape(-1, self.fc1.bias.get_value().shape[0])], live)
 
 
 class VisionTower(nnx.Module):
@@ -273,10 +290,13 @@ class VisionTower(nnx.Module):
             What block ``last`` takes, [N, H]; and where ``last`` is the depth, a row for each merge block,
             [N / merge², out_hidden_size], in the tower's dtype, else zeros.
         """
+        live = jnp.max(high)
 
         def embedded() -> Array:
-            embeddings = self._position_embeddings(rows, columns, heights, widths)
-            return self.patch(patches.astype(self.dtype)) + embeddings.astype(self.dtype)
+            def patch(x: Array, *places: Array) -> Array:
+                return self.patch(x, residual=self._position_embeddings(*places).astype(x.dtype))
+
+            return _of_live(self.backend, patch, (patches.astype(self.dtype), rows, columns, heights, widths), live)
 
         angles = self._angles(rows, columns)
 
@@ -292,7 +312,9 @@ class VisionTower(nnx.Module):
         x = jax.lax.fori_loop(first, last, through, x)
         tokens = (len(x) // self.config.block_patches, self.config.out_hidden_size)
         done = last == self.config.depth
-        return x, jax.lax.cond(done, lambda: self.merger(x), lambda: jnp.zeros(tokens, x.dtype))
+        return x, jax.lax.cond(
+            done, lambda: self.merger(x, live // self.config.block_patches), lambda: jnp.zeros(tokens, x.dtype)
+        )
 
     def _position_embeddings(
         self, rows: Int[Array, " N"], columns: Int[Array, " N"], heights: Int[Array, " N"], widths: Int[Array, " N"]

@@ -1,10 +1,10 @@
-"""Operation: linear maps of one input by several weights, with the norm before them and SwiGLU or a residual behind.
+"""Operation: linear maps of one input by several weights, with the norm before them and what follows them.
 
-    y_i = act(norm(x) · W_iᵀ) + residual,    act: identity, or silu(a) · b of the two halves of W_i
+    y_i = act(norm(x) · W_iᵀ + bias) + residual,    act: identity, GELU, or silu(a) · b of the two halves of W_i
 
-The norm is RMSNorm (arXiv 1910.07467), SwiGLU that of arXiv 2002.05202; the reference implementation is transformers'
-Qwen3MLP and Qwen3RMSNorm. Weights are stored ``[*out, *in]``: arrays, or `ops.weights.QuantizedWeight` and
-`ops.weights.PackedWeight` in their place.
+The norm is RMSNorm (arXiv 1910.07467), SwiGLU that of arXiv 2002.05202, GELU that of arXiv 1606.08415; the reference
+implementation is transformers' Qwen3MLP, Qwen3RMSNorm and Qwen3_5VisionMLP. Weights are stored ``[*out, *in]``: arrays,
+or `ops.weights.QuantizedWeight` and `ops.weights.PackedWeight` in their place.
 
 Dimension letters: B batch, T tokens of this call, H hidden, F features of an MLP, I inputs, O outputs.
 """
@@ -170,14 +170,22 @@ def reference(
     dtype: DTypeLike | None = None,
     return_normed: bool = False,
     swiglu: bool = False,
+    bias: Array | None = None,
+    gelu: bool = False,
     residual: Array | None = None,
 ) -> tuple[Array, ...]:
     """`linear` by XLA: the norm, then one product for each weight."""
     x, norm, eps, offset = _norm_parts(x)
     x = x if norm is None else rms_norm(x, norm, eps, offset)
-    outputs = [project(backend, x, w, contracted, dtype) for w in weights]
+    if bias is None:
+        outputs = [project(backend, x, w, contracted, dtype) for w in weights]
+    else:
+        (y,) = (project(backend, x, w, contracted, jnp.float32) for w in weights)
+        outputs = [(y + bias.astype(jnp.float32)).astype(dtype or x.dtype)]
     if swiglu:
         outputs = [jax.nn.silu(y[..., 0, :]) * y[..., 1, :] for y in outputs]
+    if gelu:
+        outputs = [jax.nn.gelu(y.astype(jnp.float32), approximate=True).astype(y.dtype) for y in outputs]
     if residual is not None:
         outputs = [residual + y for y in outputs]
     return (*outputs, x) if return_normed else tuple(outputs)
@@ -230,6 +238,8 @@ def _cpp(
     dtype: DTypeLike | None = None,
     return_normed: bool = False,
     swiglu: bool = False,
+    bias: Array | None = None,
+    gelu: bool = False,
     residual: Array | None = None,
 ) -> tuple[Array, ...]:
     rows, inner = _matrix_shape(x, contracted)
@@ -238,16 +248,25 @@ def _cpp(
     residual = None if residual is None else residual.reshape(rows, -1)
     outputs = cpp.linear(
         x.reshape(rows, inner), matrices, norm, eps, offset, return_normed=return_normed, swiglu=swiglu,
-        residual=residual,
+        bias=None if bias is None else bias.reshape(-1), gelu=gelu, residual=residual,
     )  # fmt: skip
     return _unflattened(x, weights, contracted, swiglu, outputs, outputs[-1] if return_normed else None)
 
 
 def _supports_triton(
-    backend: Backend, x: Array | DeferredNorm, weights: Sequence[Weight], contracted: int = 1, **options: Any
+    backend: Backend,
+    x: Array | DeferredNorm,
+    weights: Sequence[Weight],
+    contracted: int = 1,
+    *,
+    bias: Array | None = None,
+    gelu: bool = False,
+    **options: Any,
 ) -> str | None:
     if not backend.has_triton:
         return backend.no_triton
+    if bias is not None or gelu:
+        return "a bias or GELU: the kernel is for products that read a weight for few rows"
     from dflash_jax.ops.kernels.triton import linear as triton_linear
 
     return triton_linear.why_not(*_matrix_shape(x, contracted), weights, backend.triton_card)
@@ -262,6 +281,8 @@ def _triton(
     dtype: DTypeLike | None = None,
     return_normed: bool = False,
     swiglu: bool = False,
+    bias: None = None,
+    gelu: bool = False,
     residual: Array | None = None,
 ) -> tuple[Array, ...]:
     from dflash_jax.ops.kernels.triton import linear as triton_linear
@@ -308,6 +329,8 @@ def linear(
     dtype: DTypeLike | None = None,
     return_normed: bool = False,
     swiglu: bool = False,
+    bias: Float[Array, "..."] | None = None,
+    gelu: bool = False,
     residual: Float[Array, "..."] | None = None,
 ) -> tuple[Float[Array, "..."], ...]:
     """One input by each of several weights.
@@ -320,11 +343,14 @@ def linear(
         dtype: Dtype of the results; by default the wider of x's and the weight's for arrays, x's for other weights.
         return_normed: Whether the normed x follows the results.
         swiglu: The first half of each weight's outputs, through silu, multiplies the second half.
+        bias: [*out], added in float32 to the result of one weight, before it is rounded; without ``swiglu``.
+        gelu: Whether GELU by tanh follows, computed in float32.
         residual: [..., *out] ([..., F] with ``swiglu``), added to each result.
 
     Returns:
         [..., *out] ([..., F] with ``swiglu``) for each weight, then x after its norm if ``return_normed``.
     """
-    options = {"dtype": dtype, "return_normed": return_normed, "swiglu": swiglu, "residual": residual}
+    options = {"dtype": dtype, "return_normed": return_normed, "swiglu": swiglu}
+    options |= {"bias": bias, "gelu": gelu, "residual": residual}
     implementation = choose("linear", IMPLEMENTATIONS, backend, x, weights, contracted, **options)
     return implementation.call(backend, x, weights, contracted, **options)

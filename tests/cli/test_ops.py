@@ -21,7 +21,7 @@ def test_a_card_takes_its_kernels(capsys):
     pytest.importorskip("triton")
     found = choices(capsys, "--device", "b200")
     assert list(found) == ["prefill", "plain step", "round", "vision tower"]
-    assert taken(found["vision tower"]) == {"frame_attention": {"triton"}}
+    assert taken(found["vision tower"]) == {"frame_attention": {"triton"}, "linear": {"reference"}}
     assert taken(found["plain step"])["gated_delta"] == {"triton, one chunk"}
     assert taken(found["round"])["attention"] == {"triton"}
     assert taken(found["prefill"])["linear"] == {"reference"}

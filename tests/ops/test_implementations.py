@@ -103,6 +103,9 @@ def linear_cases():
         yield (x, weights[1:]), {"residual": Source(9).normal(rows, 1, 48)}
     x, _, weights = arguments.projections(Source(2), 2, 192, ((2, 48),))
     yield (x, weights), {"swiglu": True}
+    x, norm, weights = arguments.projections(Source(3), 3, 192, ((6, 16),))
+    rest = {"bias": Source(4).normal(6, 16), "residual": Source(5).normal(3, 1, 6, 16)}
+    yield (linear.DeferredNorm(x, norm, 1e-6, 0.0), weights), {"gelu": True, **rest}
 
 
 def packed_linear_cases():

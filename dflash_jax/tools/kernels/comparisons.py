@@ -264,14 +264,16 @@ def products(source, sizes: Sizes, rows, tokens, dtype, weights, quantized=None)
     scales = (quantized, hidden // sizes.run) if quantized else None
     x, norm, matrices = arguments.projections(source, rows, hidden, outputs, scales, dtype)
     rest = source.normal(rows, 1, hidden, dtype=dtype) if weights == "residual" else None
-    options = {"swiglu": weights == "gated", "return_normed": weights == "router"}
+    is_gated, is_router = weights == "gated", weights == "router"
     is_wide = weights in ("router", "head")
 
     def maps(backend, x, norm, matrices, rest):
         # jnp.float32 is looked up here: the reference is float64.
         dtype = jnp.float32 if is_wide else None
-        x = linear.DeferredNorm(x, norm, 1e-6, 1.0) if weights in ("router", "gated") else x
-        return linear.linear(backend, x, tuple(matrices), residual=rest, dtype=dtype, **options)
+        x = linear.DeferredNorm(x, norm, 1e-6, 1.0) if is_router or is_gated else x
+        return linear.linear(
+            backend, x, tuple(matrices), dtype=dtype, return_normed=is_router, swiglu=is_gated, residual=rest
+        )
 
     def permuted(args, order):
         x, norm, matrices, rest = args

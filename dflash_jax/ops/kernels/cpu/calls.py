@@ -63,6 +63,8 @@ def linear(
     *,
     return_normed: bool = False,
     swiglu: bool = False,
+    bias: Float[Array, " O"] | None = None,
+    gelu: bool = False,
     residual: Float[Array, "T O"] | None = None,
 ) -> list[Array]:
     """`ops.linear.linear` of matrices. Each output has the same bits for any number of tokens.
@@ -75,11 +77,17 @@ def linear(
         offset: Added to the norm's weight.
         return_normed: Whether the normed x follows the results.
         swiglu: The first half of the outputs, through silu, multiplies the second half.
+        bias: [O], added to the result of one weight, without ``swiglu``.
+        gelu: Whether GELU by tanh follows the bias.
         residual: [T, O], added to each result.
 
     Returns:
         float32 [T, O] for each weight, then the normed x if ``return_normed``.
     """
+    if bias is not None and (swiglu or len(weights) > 1):
+        raise ValueError(
+            f"a bias for {len(weights)} weights{' with SwiGLU' if swiglu else ''}: it belongs to one weight"
+        )
     none = jnp.zeros(0, jnp.float32)
     stacked = [w.index for w in weights if w.index is not None]
     if stacked and len(stacked) < len(weights):
@@ -92,12 +100,14 @@ def linear(
     outputs: list[Array] = call(
         x,
         none if norm is None else norm,
+        none if bias is None else bias,
         none if residual is None else residual,
         jnp.stack(stacked).astype(jnp.int32) if stacked else jnp.zeros(0, jnp.int32),
         *(w.panels for w in weights),
         eps=np.float32(eps),
         offset=np.float32(offset),
         gated=swiglu,
+        gelu=gelu,
     )
     return [*outputs, x] if return_normed and norm is None else outputs
 

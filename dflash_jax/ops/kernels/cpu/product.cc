@@ -1,5 +1,5 @@
 // Linear maps in float32, as an XLA FFI call: `linear` of calls.py. x [T, K], normed or not, times the transposes of
-// matrices [N, K] in panels, then SwiGLU or a residual.
+// matrices [N, K] in panels, then SwiGLU, or a bias and GELU, and a residual.
 
 #include <algorithm>
 #include <cstdint>
@@ -40,13 +40,43 @@ void Norm(const float* x, const float* weight, int64_t size, float eps, float of
   for (int64_t i = 0; i < size; ++i) out[i] = x[i] * scale * (offset + weight[i]);
 }
 
+// GELU (arXiv 1606.08415) by tanh: x / 2 · (1 + tanh z) = x / (1 + exp(-2 z)).
+inline Floats Gelu(Floats x) {
+  const Floats z = x * (x * x * 0.0713548163f + 1.59576912f);  // 2 z = 2 √(2 / π) (x + 0.044715 x³)
+  const Floats small = Exp(Choose(z > 0, -z, z)), one = Floats{} + 1.0f;
+  return x * Choose(z > 0, one, small) / (one + small);
+}
+
+inline Floats LoadSome(const float* p, int64_t n) {
+  if (n >= kLanes) return Load(p);
+  Floats y = {};
+  std::memcpy(&y, p, n * sizeof(float));
+  return y;
+}
+
+// Adds a bias to a row, applies GELU, and adds a residual; each pointer may be null.
+void Finish(float* y, int64_t columns, const float* bias, bool gelu, const float* residual) {
+  for (int64_t c = 0; c < columns; c += kLanes) {
+    const int64_t n = std::min<int64_t>(kLanes, columns - c);
+    Floats sum = LoadSome(y + c, n);
+    if (bias) sum += LoadSome(bias + c, n);
+    if (gelu) sum = Gelu(sum);
+    if (residual) sum += LoadSome(residual + c, n);
+    if (n == kLanes) {
+      Store(y + c, sum);
+    } else {
+      std::memcpy(y + c, &sum, n * sizeof(float));
+    }
+  }
+}
+
 using F32 = ffi::Buffer<ffi::F32>;
 
 // x [T, K], normed first where `norm` [K] is not empty; the results are each weight's product, then the normed x if
-// there is one more result. gated: SwiGLU of the one weight [2 F, K]. residual [T, N], or empty: added to each. index:
-// which weight of its stack each one is, or empty.
-ffi::Error Call(F32 x, F32 norm, F32 residual, ffi::Buffer<ffi::S32> index, ffi::RemainingArgs weights,
-                ffi::RemainingRets out, float eps, float offset, bool gated) {
+// there is one more result. gated: SwiGLU of the one weight [2 F, K]. bias [N] of the one weight, or empty; gelu: GELU
+// behind it. residual [T, N], or empty: added to each. index: which weight of its stack each one is, or empty.
+ffi::Error Call(F32 x, F32 norm, F32 bias, F32 residual, ffi::Buffer<ffi::S32> index, ffi::RemainingArgs weights,
+                ffi::RemainingRets out, float eps, float offset, bool gated, bool gelu) {
   const int64_t rows = x.dimensions()[0], k_size = x.dimensions()[1];
   const float* input = x.typed_data();
   thread_local std::vector<float> normed_rows;
@@ -75,6 +105,7 @@ ffi::Error Call(F32 x, F32 norm, F32 residual, ffi::Buffer<ffi::S32> index, ffi:
     parts += all[i].parts(), read += all[i].outputs * k_size;
   }
   const float* const residuals = residual.element_count() > 0 ? residual.typed_data() : nullptr;
+  const float* const biases = bias.element_count() > 0 ? bias.typed_data() : nullptr;
 
   const auto part = [&](int64_t i) {
     const Weight* entry = all.data();
@@ -99,8 +130,11 @@ ffi::Error Call(F32 x, F32 norm, F32 residual, ffi::Buffer<ffi::S32> index, ffi:
       const int64_t panel = weight.first + first;
       Multiply(input, rows, k_size, weight.panels, panel, panel + last - first, here, columns, outputs);
     }
-    for (int64_t t = 0; residuals && t < rows; ++t) {
-      for (int64_t c = 0; c < columns; ++c) here[t * outputs + c] += residuals[t * outputs + first * kLanes + c];
+    if (!biases && !gelu && !residuals) return;
+    for (int64_t t = 0; t < rows; ++t) {
+      const int64_t column = first * kLanes;
+      Finish(here + t * outputs, columns, biases ? biases + column : nullptr, gelu,
+             residuals ? residuals + t * outputs + column : nullptr);
     }
   };
   if (read * rows <= kAlone) {
@@ -118,9 +152,11 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(DflashLinear, Call,
                                   .Arg<F32>()
                                   .Arg<F32>()
                                   .Arg<F32>()
+                                  .Arg<F32>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .RemainingArgs()
                                   .RemainingRets()
                                   .Attr<float>("eps")
                                   .Attr<float>("offset")
-                                  .Attr<bool>("gated"));
+                                  .Attr<bool>("gated")
+                                  .Attr<bool>("gelu"));

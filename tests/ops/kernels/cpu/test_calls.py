@@ -65,6 +65,8 @@ def test_a_row_is_the_same_alone_and_among_others(short):
         ([(2, 1024)], 1, {"normed": True, "swiglu": True, "residual": True}),
         ([(900,), (2, 331)], 1, {"normed": True, "return_normed": True}),
         ([(2, 20)], 1, {"swiglu": True}),
+        ([(70,)], 1, {"bias": True}),
+        ([(130,)], 2, {"bias": True, "gelu": True, "residual": True}),
     ],
 )
 def test_linear_in_cpp_equals_its_definition(shapes, contracted, options, short, rows):
@@ -77,13 +79,14 @@ def test_linear_in_cpp_equals_its_definition(shapes, contracted, options, short,
     x, weights = jnp.asarray(draw(rows, *inner)), [draw(*shape, *inner) for shape in shapes]
     residual = draw(rows, *shapes[0][options.get("swiglu", False) :]) if options.pop("residual", False) else None
     norm = draw(*inner) if options.pop("normed", False) else None
+    bias = draw(*shapes[0]) if options.pop("bias", False) else None
 
-    def run(x, weights, norm, residual):
+    def run(x, weights, norm, bias, residual):
         x = x if norm is None else DeferredNorm(x, norm, 1e-5, 1.0)
-        return linear(XLA, x, tuple(weights), contracted, residual=residual, **options)
+        return linear(XLA, x, tuple(weights), contracted, bias=bias, residual=residual, **options)
 
-    args = (weights, norm, residual) = jax.tree.map(jnp.asarray, (weights, norm, residual))
-    got = run(x, [jax.device_put(PackedWeight.of(w, contracted)) for w in weights], norm, residual)
+    args = (weights, *rest) = jax.tree.map(jnp.asarray, (weights, norm, bias, residual))
+    got = run(x, [jax.device_put(PackedWeight.of(w, contracted)) for w in weights], *rest)
     assert_as_near(got, run, x, *args)
 
 
@@ -107,12 +110,13 @@ def test_a_weight_of_a_stack_has_the_bits_of_the_weight_alone(options):
 
 
 @needs_kernel
-def test_silu_of_large_numbers_and_of_none():
-    x = jnp.asarray([[-1e4], [-90.0], [-30.0], [-1.0], [0.0], [1.0], [30.0], [1e4], [np.nan]], jnp.float32)
-    weight = np.ones((2, 16, 1), np.float32)
-    expected = linear(XLA, x, (jnp.asarray(weight),), swiglu=True)[0]
+@pytest.mark.parametrize("options", [{"swiglu": True}, {"gelu": True}])
+def test_activations_of_large_numbers_and_of_none(options):
+    x = jnp.asarray([[-1e30], [-1e4], [-90.0], [-1.0], [0.0], [1.0], [30.0], [1e4], [np.nan]], jnp.float32)
+    weight = np.ones((2, 16, 1) if "swiglu" in options else (16, 1), np.float32)
+    expected = linear(XLA, x, (jnp.asarray(weight),), **options)[0]
     np.testing.assert_allclose(
-        linear(XLA, x, (PackedWeight.of(weight, 1),), swiglu=True)[0], expected, rtol=1e-6, atol=1e-30
+        linear(XLA, x, (PackedWeight.of(weight, 1),), **options)[0], expected, rtol=1e-6, atol=1e-30
     )
 
 
