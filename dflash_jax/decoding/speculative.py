@@ -73,8 +73,9 @@ def _append(
     length = state.length + is_new.sum(1)
     record = state.logprobs
     if record is not None:
-        slots = batch if state.slots is None else state.slots[:, None]
-        record = jax.tree.map(lambda old, new: old.at[slots, places].set(new, mode="drop"), record, logprobs)
+        slots, size = batch if state.slots is None else state.slots[:, None], record.chosen.shape[1]
+        kept = jnp.where(is_new, places % size, size)
+        record = jax.tree.map(lambda old, new: old.at[slots, kept].set(new, mode="drop"), record, logprobs)
     return replace(
         state,
         tokens=state.tokens.at[batch, places].set(samples, mode="drop"),
@@ -303,7 +304,8 @@ def decode(
         settings: What is compiled in.
 
     Returns:
-        The state when every sequence is done, after ``rounds``, or where another round could exceed ``new_tokens``.
+        The state when every sequence is done, after ``rounds``, or where another round could exceed ``new_tokens``. It
+        has the log-probabilities of the last RECORDED positions.
     """
     taps = drafter.taps if drafter is not None else ()
     # Rounds of plain decoding leave the drafter's cache to one extension at the end, which costs each of them less.

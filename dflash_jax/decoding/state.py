@@ -50,6 +50,8 @@ class Settings:
 PLAIN_SETTINGS = Settings()
 # Larger than any position.
 NO_BOUND = 2**30
+# Positions of a sequence whose log-probabilities are kept (R): as many as a dispatch yields tokens, or more.
+RECORDED = 512
 
 
 @jax.tree_util.register_dataclass
@@ -80,7 +82,8 @@ class DecodeState:
         sampling: Sampling options and token counts.
         rounds: Rounds so far, [B].
         yielded: Tokens that each round yielded, [B, L].
-        logprobs: Log-probabilities at each position, [B, L]; None where they are not recorded.
+        logprobs: Log-probabilities at the last positions, [B, R], those of position p at p % R: what a dispatch adds is
+            read before the next one. None where they are not recorded.
         slots: Slots of the larger state, [B]; indices past its end are padding. None: this is the larger state.
     """
 
@@ -195,7 +198,7 @@ def empty_state(
         draft=draft_caches,
         sampling=SamplingState.greedy(slots, vocab, target.vocab, target.backend),
         yielded=jnp.zeros((slots, capacity), jnp.int32),
-        logprobs=Logprobs.zeros((slots, capacity), top) if top >= 0 else None,
+        logprobs=Logprobs.zeros((slots, min(capacity, RECORDED)), top) if top >= 0 else None,
     )
 
 

@@ -76,13 +76,14 @@ def report(before: DecodeState, after: DecodeState, size: int) -> Report:
         return jnp.take_along_axis(buffer, places(start), axis=1)
 
     slots = jnp.arange(len(after.length)) if after.slots is None else after.slots
+    kept = 1 if after.logprobs is None else after.logprobs.chosen.shape[1]
     return Report(
         since(after.tokens, before.length),
         after.length - before.length,
         since(after.yielded, before.rounds),
         after.rounds - before.rounds,
         after.done,
-        jax.tree.map(lambda x: x[slots[:, None], places(before.length)], after.logprobs),
+        jax.tree.map(lambda x: x[slots[:, None], places(before.length) % kept], after.logprobs),
     )
 
 

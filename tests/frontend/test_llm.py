@@ -7,6 +7,7 @@ import pytest
 
 from dflash_jax import LLM, InputError, SamplingParams
 from dflash_jax.decoding import step_functions
+from dflash_jax.decoding.state import RECORDED
 from dflash_jax.engine.config import round_specs
 from dflash_jax.engine.draft_length import DraftLengthPolicy
 from dflash_jax.frontend.compare import divergence
@@ -97,6 +98,15 @@ def test_logprobs_of_raw_and_processed_distribution(llm):
             np.testing.assert_allclose(a["logprob"], b["logprob"], atol=1e-4)
             assert len(a["top"]) == 3
             assert max(a["top"].values()) >= a["logprob"] - 1e-6
+
+
+def test_log_probabilities_behind_more_positions_than_a_slot_keeps(llm):
+    """The most likely token at each position is the greedy one, and no other position's."""
+    params = SamplingParams(temperature=0.0, logprobs=2, max_tokens=RECORDED + 90, ignore_eos=True)
+    (out,) = llm.generate(["def main("], params, block_size=4)
+    assert len(out.token_ids) == RECORDED + 90
+    assert [max(entry["top"], key=entry["top"].get) for entry in out.logprobs] == out.token_ids
+    assert [entry["logprob"] for entry in out.logprobs] == [max(entry["top"].values()) for entry in out.logprobs]
 
 
 def test_a_batch_keeps_every_rows_own_options(llm):

@@ -1,0 +1,112 @@
+"""How many conversations run at a time in the bytes of a few dense slots: the bundled pair, its arrays and its engine.
+
+    python scripts/bench/conversations.py [--dense 4] [--requests 60] [--json FILE]
+
+Two loads, in sixteenths of the lengths that servers have: chats of at most 2,048 positions, with 94 to 281 tokens; and
+a mix of at most 16,384 positions, in which 70, 20, 9 and 1 of a hundred conversations have 256, 2,048, 8,192 and
+16,384, each 60 % full. The bytes are those of the decoding state of --dense slots with all their positions. The engine
+gets as many slots and pages as take no more, and all requests at once; of the time in which some wait, the mean number
+of those that run counts. Random prompts in extended positions: the text is worth nothing, the memory is the same.
+"""
+
+import argparse
+import json
+import random
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+from dflash_jax import LLM, SamplingParams
+from dflash_jax.engine.memory import pages_of_slots, plan_memory
+from dflash_jax.engine.request import Request
+from dflash_jax.frontend.llm_config import TINY
+from dflash_jax.ops.cache import page_size
+
+ANSWER = 16
+LOADS = {"chat": 2048, "mix": 16384}
+
+
+def lengths(load: str, rng: random.Random, count: int) -> list[int]:
+    """Tokens of each conversation, with its answer."""
+    if load == "chat":
+        return [rng.randrange(94, 282) for _ in range(count)]
+    return [rng.choices([256, 2048, 8192, 16384], [70, 20, 9, 1])[0] * 6 // 10 for _ in range(count)]
+
+
+def load_pair(directory: Path, positions: int) -> LLM:
+    """The bundled pair with so many positions."""
+    for name in ("target", "draft"):
+        shutil.copytree(TINY / name, directory / name, dirs_exist_ok=True)
+        path = directory / name / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"max_position_embeddings": positions}))
+    return LLM(directory / "target", directory / "draft", max_len=positions, prefix_bytes=0, slots=1)
+
+
+def measure(llm: LLM, load: str, dense: int, count: int) -> dict:
+    """What runs at a time in the bytes of ``dense`` slots."""
+    capacity, rng = LOADS[load], random.Random(0)
+    sizes = lengths(load, rng, count)
+    # The engine of one slot says what its parts take.
+    probe = llm.new_engine(llm.programs, 1, capacity)
+    settings, config = probe.runner.settings, probe.config
+
+    def plan(slots: int, tokens: int | None):
+        return plan_memory(llm.programs, slots, capacity, settings, config, 1.0, 0, tokens)
+
+    def taken(slots: int, tokens: int | None) -> int:
+        return plan(slots, tokens).slots + plan(slots, tokens).pages
+
+    page, room = page_size(capacity), taken(dense, None)
+    # As many slots as conversations of the mean length have pages.
+    mean = sum(-(-size // page) * page for size in sizes) // len(sizes)
+    slots = dense
+    while taken(slots + 1, max((slots + 1) * mean, capacity)) <= room:
+        slots += 1
+    tokens = max(slots * mean, capacity)
+    engine = llm.new_engine(llm.programs, slots, capacity, max_total_tokens=tokens)
+    for size in sizes:
+        prompt = [rng.randrange(10, 500) for _ in range(size - ANSWER)]
+        params = SamplingParams(
+            max_tokens=ANSWER, temperature=0.0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, seed=1
+        )
+        engine.submit(Request(prompt, params, ()))
+    running, began = [], time.perf_counter()
+    while engine.has_work:
+        engine.step()
+        if engine.waiting:
+            running.append(engine.running - engine.swapped)
+    assert engine.statistics.requests["length"] == count, engine.statistics.requests
+    return {
+        "load": load,
+        "dense_slots": dense,
+        "dense_pages": pages_of_slots(llm.programs, dense, capacity, settings)[0],
+        "room_bytes": room,
+        "slots": slots,
+        "pages": plan(slots, tokens).counts[0],
+        "taken_bytes": taken(slots, tokens),
+        "at_a_time": round(sum(running) / max(len(running), 1), 1),
+        "most": max(running, default=0),
+        "moved": engine.statistics.preemptions,
+        "seconds": round(time.perf_counter() - began, 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dense", type=int, default=4, metavar="N", help="dense slots (default: %(default)s)")
+    parser.add_argument("--requests", type=int, default=60, metavar="N", help="of each load (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="writes the figures, too")
+    args = parser.parse_args()
+    rows = []
+    with tempfile.TemporaryDirectory() as directory:
+        llm = load_pair(Path(directory), max(LOADS.values()))
+        for load in LOADS:
+            rows.append(measure(llm, load, args.dense, args.requests))
+            print(json.dumps(rows[-1]), flush=True)
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
