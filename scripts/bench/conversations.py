@@ -1,12 +1,13 @@
 """How many conversations run at a time in the bytes of a few dense slots: the bundled pair, its arrays and its engine.
 
-    python scripts/bench/conversations.py [--dense 4] [--requests 60] [--json FILE]
+    python scripts/bench/conversations.py [--dense 4] [--requests 240] [--scale 8] [--json FILE]
 
-Two loads, in sixteenths of the lengths that servers have: chats of at most 2,048 positions, with 94 to 281 tokens; and
-a mix of at most 16,384 positions, in which 70, 20, 9 and 1 of a hundred conversations have 256, 2,048, 8,192 and
-16,384, each 60 % full. The bytes are those of the decoding state of --dense slots with all their positions. The engine
-gets as many slots and pages as take no more, and all requests at once; of the time in which some wait, the mean number
-of those that run counts. Random prompts in extended positions: the text is worth nothing, the memory is the same.
+Two loads, in parts of the lengths that servers have (with --scale 8, eighths): chats of at most 32,768 positions, with
+1,500 to 4,500 tokens; and a mix of at most 262,144 positions, in which 70, 20, 9 and 1 of a hundred conversations have
+4,096, 32,768, 131,072 and 262,144, each 60 % full. The bytes are those of the decoding state of --dense slots with all
+their positions. The engine gets as many slots and pages as take no more, and all requests at once. The mean number of
+those that run counts, of the time in which some wait, without its first quarter. Random prompts in extended positions:
+the text is worth nothing, the memory is the same.
 """
 
 import argparse
@@ -23,15 +24,15 @@ from dflash_jax.engine.request import Request
 from dflash_jax.frontend.llm_config import TINY
 from dflash_jax.ops.cache import page_size
 
-ANSWER = 16
-LOADS = {"chat": 2048, "mix": 16384}
+ANSWER = 180
+LOADS = {"chat": 32768, "mix": 262144}
 
 
 def lengths(load: str, rng: random.Random, count: int) -> list[int]:
-    """Tokens of each conversation, with its answer."""
+    """Tokens of each conversation, unscaled."""
     if load == "chat":
-        return [rng.randrange(94, 282) for _ in range(count)]
-    return [rng.choices([256, 2048, 8192, 16384], [70, 20, 9, 1])[0] * 6 // 10 for _ in range(count)]
+        return [rng.randrange(1500, 4500) for _ in range(count)]
+    return [rng.choices([4096, 32768, 131072, 262144], [70, 20, 9, 1])[0] * 6 // 10 for _ in range(count)]
 
 
 def load_pair(directory: Path, positions: int) -> LLM:
@@ -43,10 +44,10 @@ def load_pair(directory: Path, positions: int) -> LLM:
     return LLM(directory / "target", directory / "draft", max_len=positions, prefix_bytes=0, slots=1)
 
 
-def measure(llm: LLM, load: str, dense: int, count: int) -> dict:
+def measure(llm: LLM, load: str, dense: int, count: int, scale: int) -> dict:
     """What runs at a time in the bytes of ``dense`` slots."""
-    capacity, rng = LOADS[load], random.Random(0)
-    sizes = lengths(load, rng, count)
+    capacity, rng = LOADS[load] // scale, random.Random(0)
+    sizes = [length // scale for length in lengths(load, rng, count)]
     # The engine of one slot says what its parts take.
     probe = llm.new_engine(llm.programs, 1, capacity)
     settings, config = probe.runner.settings, probe.config
@@ -77,16 +78,18 @@ def measure(llm: LLM, load: str, dense: int, count: int) -> dict:
         if engine.waiting:
             running.append(engine.running - engine.swapped)
     assert engine.statistics.requests["length"] == count, engine.statistics.requests
+    busy = running[len(running) // 4 :]
     return {
         "load": load,
+        "scale": scale,
         "dense_slots": dense,
         "dense_pages": pages_of_slots(llm.programs, dense, capacity, settings)[0],
         "room_bytes": room,
         "slots": slots,
         "pages": plan(slots, tokens).counts[0],
         "taken_bytes": taken(slots, tokens),
-        "at_a_time": round(sum(running) / max(len(running), 1), 1),
-        "most": max(running, default=0),
+        "at_a_time": round(sum(busy) / max(len(busy), 1), 1),
+        "most": max(busy, default=0),
         "moved": engine.statistics.preemptions,
         "seconds": round(time.perf_counter() - began, 1),
     }
@@ -95,14 +98,15 @@ def measure(llm: LLM, load: str, dense: int, count: int) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dense", type=int, default=4, metavar="N", help="dense slots (default: %(default)s)")
-    parser.add_argument("--requests", type=int, default=60, metavar="N", help="of each load (default: %(default)s)")
+    parser.add_argument("--requests", type=int, default=240, metavar="N", help="of each load (default: %(default)s)")
+    parser.add_argument("--scale", type=int, default=8, metavar="N", help="divides all lengths (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="writes the figures, too")
     args = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as directory:
-        llm = load_pair(Path(directory), max(LOADS.values()))
+        llm = load_pair(Path(directory), max(LOADS.values()) // args.scale)
         for load in LOADS:
-            rows.append(measure(llm, load, args.dense, args.requests))
+            rows.append(measure(llm, load, args.dense, args.requests, args.scale))
             print(json.dumps(rows[-1]), flush=True)
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1) + "\n")
