@@ -3,13 +3,14 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from random import Random
 from typing import Any
 
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.sequence import Piece, TextSequence
 from dflash_jax.frontend.tokenizer import RESERVED
 from dflash_jax.media.parts import MediaPart
-from dflash_jax.server import chat_schema
+from dflash_jax.server import chat_schema, resume
 from dflash_jax.server.content import has_media, text_of, with_media
 from dflash_jax.server.errors import ApiError, TooLongError
 from dflash_jax.server.media import PlacedMedia
@@ -178,7 +179,10 @@ class Conversation:
         return None if tools is None else FirstCall(self.thought == "open", tools)
 
     def _tool_parser(self) -> ToolParser | None:
-        return ToolParser(self.xml, self.tools, self.is_forced) if self.tools else None
+        if not self.tools:
+            return None
+        # Ids of its own: the choices of a request take turns in any order.
+        return ToolParser(self.xml, self.tools, self.is_forced, Random(resume.fresh_id()))
 
 
 def as_template(messages: Sequence[chat_schema.Message], takes_media: bool) -> tuple[list[dict], list[MediaPart]]:

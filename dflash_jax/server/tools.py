@@ -25,7 +25,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-from dflash_jax.server import resume
 from dflash_jax.server.reasoning import partial_marker
 
 START, END = "<tool_call>", "</tool_call>"
@@ -129,17 +128,17 @@ class ToolParser:
         count: Calls so far.
     """
 
-    def __init__(self, xml: bool, schemas: dict[str, dict], is_forced: bool = False):
+    def __init__(self, xml: bool, schemas: dict[str, dict], is_forced: bool = False, ids: Random | None = None):
         """Prepares a parser.
 
         Args:
             xml: Whether calls are in the XML format.
             schemas: JSON schema of each tool's parameters, for XML's values.
             is_forced: Whether the text consists of calls only, so that the rest of an incomplete call is not content.
+            ids: The source of the calls' ids; None: random ones.
         """
         self.xml, self.schemas, self._is_forced = xml, schemas, is_forced
-        # Its own, since the choices of a request take turns in any order.
-        self._ids = Random(resume.fresh_id())
+        self._ids = Random() if ids is None else ids
         self.count = 0
         self._state, self._buffer, self._raw = "content", "", ""
         self._value = _JsonValue()
