@@ -73,9 +73,14 @@ def in_both_of(definition: Callable, *args):
     wider: dict = dict.fromkeys(map(jnp.dtype, ("float32", "bfloat16", "float16")), np.float64)
     # JAX makes indices of 64 bits, and joins them to none of fewer.
     wider[np.dtype(np.int32)] = np.int64
+
+    def widened(x):
+        # On the host: JAX would compile a conversion of each shape.
+        return np.asarray(x).astype(wider[x.dtype]) if x.dtype in wider else x
+
     # float64 where the definition asks for float32 by name; kernels know no other.
     with jax.enable_x64(True), mock.patch.object(jnp, "float32", jnp.float64):
-        double = jax.jit(definition)(*jax.tree.map(lambda x: x.astype(wider.get(x.dtype, x.dtype)), args))
+        double = jax.jit(definition)(*jax.tree.map(widened, args))
     assert all(x.dtype == np.float64 for x in jax.tree.leaves(double))
     return jax.tree.map(lambda a, b: Exact(np.asarray(a), np.asarray(b, np.float64)), double, single)
 

@@ -1,6 +1,6 @@
 """Every implementation of every operation against its reference in float64: odd sizes, rows past the end, counts."""
 
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from dflash_jax.ops import (
 from dflash_jax.ops.backend import XLA, Backend, choose
 from dflash_jax.ops.card import HOPPER
 from dflash_jax.ops.weights import PackedWeight
-from dflash_jax.tools.float64_reference import assert_as_near
+from dflash_jax.tools.float64_reference import assert_tree_near, in_both_of
 from dflash_jax.tools.kernels import arguments
 from dflash_jax.tools.kernels.arguments import Source
 
@@ -30,6 +30,7 @@ pytest.importorskip("torch")
 pytest.importorskip("triton.runtime.interpreter")
 
 from dflash_jax.tools.triton_interpreter import interpreting, small_grids
+from tests.helpers import in_one_program
 
 BACKENDS = (Backend.detect(), Backend.for_card(HOPPER), Backend.xla("cuda"), Backend.xla("tpu"), XLA)
 # Compared in tests/ops/kernels, with tolerances for bfloat16, which alone they support.
@@ -71,10 +72,13 @@ def advance_cases():
         yield args, options | {"n": jnp.asarray(np.resize([tokens, 0, 1], rows), jnp.int32)}
 
 
+plain_delta = in_one_program(partial(gated_delta.reference, XLA))
+
+
 def replay_cases():
     for rows, tokens in ((1, 1), (4, 5), (2, 16)):
         args = arguments.mixer(Source(tokens), rows, tokens, 1, 3, 16, 32)
-        record = gated_delta.reference(XLA, *args, 1e-6)[1]
+        record = plain_delta(*args, 1e-6)[1]
         count = np.resize([tokens, 0, max(tokens - 2, 1), 1], rows)
         yield (args[2], arguments.spoilt(record, count), jnp.asarray(count, jnp.int32)), {}
 
@@ -125,8 +129,9 @@ def frame_cases():
         for dtype in (jnp.float32, jnp.bfloat16):
             ends = np.cumsum(lengths)
             low, high = (np.repeat(x, lengths).astype(np.int32) for x in (ends - lengths, ends))
-            q, k, v = (Source(i).normal(len(low) + padding, heads, size).astype(dtype) for i in range(3))
-            yield (q / size**0.25, k, v, *(jnp.asarray(np.pad(x, (0, padding))) for x in (low, high))), {}
+            q, k, v = (Source(i).draw(len(low) + padding, heads, size, dtype=dtype) for i in range(3))
+            args = q / np.asarray(size**0.25, dtype), k, v, *(np.pad(x, (0, padding)) for x in (low, high))
+            yield tuple(map(jnp.asarray, args)), {}
 
 
 def argmax_cases():
@@ -153,6 +158,27 @@ OPERATIONS = {
 }
 
 
+FULL = {"packed linear": linear.IMPLEMENTATIONS, "packed mixture": moe.IMPLEMENTATIONS}
+
+
+@cache
+def cases_of(operation: str) -> list[tuple]:
+    """(arguments, options) of each case."""
+    return list(OPERATIONS[operation][1]())
+
+
+def reference_of(operation: str):
+    return FULL.get(operation, OPERATIONS[operation][0])[-1]
+
+
+@cache
+def exact(operation: str, case: int):
+    """What the reference gives, for all implementations."""
+    args, options = cases_of(operation)[case]
+    definition = partial(reference_of(operation).call, XLA, **options)
+    return in_both_of(lambda *args: leaves(definition(*args)), *unpacked(args))
+
+
 def unpacked(tree):
     def is_packed(x):
         return isinstance(x, PackedWeight)
@@ -165,15 +191,12 @@ def unpacked(tree):
     [(op, each.name) for op, (implementations, _) in OPERATIONS.items() for each in implementations[: -1 or None]],
 )
 def test_an_implementation_is_its_reference(operation, name):
-    implementations, cases = OPERATIONS[operation]
-    full = {"packed linear": linear.IMPLEMENTATIONS, "packed mixture": moe.IMPLEMENTATIONS}
-    reference = full.get(operation, implementations)[-1]
-    implementation = next(each for each in implementations if each.name == name)
+    implementation = next(each for each in OPERATIONS[operation][0] if each.name == name)
     if (operation, name) in ELSEWHERE or (name == "cpp" and operation in ("linear", "mixture")):
         # Packed weights have cases of their own.
         return
     compared = 0
-    for args, options in cases():
+    for case, (args, options) in enumerate(cases_of(operation)):
         supported = (b for b in BACKENDS if implementation.supports(b, *args, **options) is None)
         if (backend := next(supported, None)) is None:
             continue
@@ -183,10 +206,9 @@ def test_an_implementation_is_its_reference(operation, name):
             call = jax.jit(partial(implementation.call, backend, **options))
             found = jax.block_until_ready(call(*args))
         if operation == "argmax":
-            np.testing.assert_array_equal(found, reference.call(XLA, *args))
+            np.testing.assert_array_equal(found, reference_of(operation).call(XLA, *args))
             continue
-        definition = partial(reference.call, XLA, **options)
-        assert_as_near(leaves(found), lambda *args, d=definition: leaves(d(*args)), *unpacked(args))
+        assert_tree_near(leaves(found), exact(operation, case))
     if not compared and name == "cpp" and Backend.detect().no_cpp:
         pytest.skip("no C++ compiler")
     assert compared, "no case is supported"
@@ -208,17 +230,17 @@ PUBLIC = {
 
 @pytest.mark.parametrize("operation", PUBLIC)
 def test_arguments_and_results_have_the_annotated_shapes(operation):
-    args, options = next(OPERATIONS[operation][1]())
-    jaxtyped(typechecker=beartype)(PUBLIC[operation])(XLA, *args, **options)
+    args, options = cases_of(operation)[0]
+    jax.eval_shape(partial(jaxtyped(typechecker=beartype)(PUBLIC[operation]), XLA, **options), *args)
 
 
 def test_writing_and_interval_attention_have_the_annotated_shapes():
     """Their arguments are those of no list."""
     args = arguments.written(Source(0), 3, 5, 2, 16, 60)
-    jaxtyped(typechecker=beartype)(attention.write)(XLA, *args, jnp.ones((3, 5), bool))
+    jax.eval_shape(partial(jaxtyped(typechecker=beartype)(attention.write), XLA), *args, jnp.ones((3, 5), bool))
     q, k, v = Source(0).normal(2, 7, 2, 3, 8), *(Source(1).normal(2, 9, 2, 8) for _ in "kv")
     low = jnp.zeros((2, 7), jnp.int32)
-    jaxtyped(typechecker=beartype)(interval_attention.interval_attention)(q, k, v, low, low + 9)
+    jax.eval_shape(jaxtyped(typechecker=beartype)(interval_attention.interval_attention), q, k, v, low, low + 9)
 
 
 def test_arguments_of_other_shapes_are_refused():

@@ -15,11 +15,7 @@ from dflash_jax.ops.moe import experts_gathered, experts_grouped, experts_looped
 from dflash_jax.ops.weights import quantize
 from tests.helpers import HIDDEN, MOE, randomise
 
-
-def forward(moe, x, valid):
-    return jax.jit(lambda *args: Moe.__call__(*args))(moe, x, valid)
-
-
+forward = jax.jit(Moe.__call__)
 gathered, looped = (jax.jit(partial(form, XLA)) for form in (experts_gathered, experts_looped))
 
 
@@ -130,7 +126,7 @@ def test_invalid_tokens_change_no_other(moe, platform, shape, junk):
     valid[0] = False
     valid[1, 3:] = False
     x = sample(*shape, seed=3)
-    dirty = jnp.where(jnp.asarray(valid)[..., None], x, junk)
+    dirty, moe = np.where(valid[..., None], x, np.float32(junk)), with_backend(moe, platform)
     clean = np.asarray(forward(moe, x, jnp.asarray(valid)))
     got = np.asarray(forward(moe, dirty, jnp.asarray(valid)))
     np.testing.assert_array_equal(got[valid], clean[valid])
@@ -144,7 +140,7 @@ def test_invalid_tokens_go_to_no_expert_of_their_own(moe, platform, shape):
     """Experts that no valid token chooses are filled with NaN: an invalid one that read them would show it."""
     valid = np.zeros(shape, bool)
     valid[1, 2] = True
-    x = sample(*shape, seed=4)
+    x, moe = sample(*shape, seed=4), with_backend(moe, platform)
     _, chosen = route(x.reshape(-1, HIDDEN) @ moe.router[...].T, MOE)
     chosen = np.asarray(chosen).reshape(*shape, -1)
     unused = np.setdiff1d(np.arange(MOE.num_experts), chosen[valid])
@@ -161,7 +157,7 @@ def test_invalid_tokens_go_to_no_expert_of_their_own(moe, platform, shape):
 @pytest.mark.parametrize("shape", [(2, 8), (3, 17)], ids=["few", "many"])
 def test_invalid_tokens_take_nothing_from_the_experts(moe, platform, shape):
     """Where experts are read in groups, they would fill the first valid one's."""
-    x, valid = sample(*shape, seed=6), np.zeros(shape, bool)
+    x, valid, moe = sample(*shape, seed=6), np.zeros(shape, bool), with_backend(moe, platform)
     valid[1, 2] = True
     got = forward(moe, x, jnp.asarray(valid))
     shared = jax.nn.sigmoid(x @ moe.shared_gate[...])[..., None] * moe.shared(x)

@@ -14,7 +14,6 @@ from dflash_jax.ops.kernels.cpu import calls as cpu
 from tests.float64 import assert_as_near
 from tests.helpers import in_one_program
 
-replay_plain = in_one_program(partial(replay_reference, XLA))
 gated_delta, replay = in_one_program(cpu.gated_delta), in_one_program(cpu.replay)
 pytestmark = pytest.mark.skipif(bool(cpu.why_not()), reason="no C++ compiler")
 
@@ -22,8 +21,11 @@ pytestmark = pytest.mark.skipif(bool(cpu.why_not()), reason="no C++ compiler")
 SHAPES = [(2, 7, 2, 2, 32, 48, 4), (1, 1, 3, 1, 128, 128, 4), (2, 70, 2, 4, 16, 16, 3), (1, 16, 4, 2, 256, 80, 2)]
 
 
-def mix(qkvz, gates, state, *weights, eps):
-    return reference(XLA, qkvz, gates, state, Weights(*weights), eps)
+def definition(qkvz, gates, state, *weights):
+    return reference(XLA, qkvz, gates, state, Weights(*weights), 1e-6)
+
+
+mix, replay_plain = in_one_program(definition), in_one_program(partial(replay_reference, XLA))
 
 
 def arguments(b, t, g, r, dk, dv, taps):
@@ -40,13 +42,14 @@ def arguments(b, t, g, r, dk, dv, taps):
 
 def one_by_one(args, tokens: int):
     """(y, state) by calls of one token each."""
-    qkvz, gates, state, *weights = args
+    # Slices of NumPy's arrays: JAX would compile each.
+    (qkvz, gates), (_, _, state, *weights) = map(np.asarray, args[:2]), args
     made, one = [], jnp.ones(len(qkvz), jnp.int32)
     for t in range(tokens):
         y, *record = gated_delta(qkvz[:, t : t + 1], gates[:, t : t + 1], state, *weights, 1e-6)
         state = DeltaState(*replay(state, DeltaRecord(*record), one))
         made.append(y)
-    return jnp.concatenate(made, axis=1), state
+    return np.concatenate(made, axis=1), state
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -54,13 +57,15 @@ def test_mix_and_replay_equal_the_plain_definition(shape):
     args, (b, t) = arguments(*shape), shape[:2]
     y, *record = gated_delta(*args, 1e-6)
     record = DeltaRecord(*record)
-    assert_as_near((y, record), partial(mix, eps=1e-6), *args)
+    assert_as_near((y, record), definition, *args)
 
-    n = jnp.asarray(np.random.default_rng(0).integers(0, t + 1, b), jnp.int32)
+    n = np.random.default_rng(0).integers(0, t + 1, b).astype(np.int32)
     # What is not kept may hold anything.
-    late = jnp.arange(t) >= n[:, None]
-    dirty = jax.tree.map(lambda x: jnp.where(late.reshape(b, t, *[1] * (x.ndim - 2)), jnp.nan, x), record)
-    for wanted in (n, jnp.zeros_like(n), jnp.full_like(n, t)):
+    late = np.arange(t) >= n[:, None]
+    dirty = jax.tree.map(
+        lambda x: np.where(late.reshape(b, t, *[1] * (x.ndim - 2)), np.float32(np.nan), np.asarray(x)), record
+    )
+    for wanted in (n, np.zeros_like(n), np.full_like(n, t)):
         kept = record if wanted is not n else dirty
         got, right = DeltaState(*replay(args[2], kept, wanted)), replay_plain(args[2], record, wanted)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, right)
@@ -93,13 +98,13 @@ def test_some_rows_of_a_state():
     qkvz, gates, held, *weights = arguments(4, 3, 2, 2, 32, 48, 4)
     state = DeltaState(held.recurrent, held.conv_inputs, jnp.array([3, 0, 1, 4], jnp.int32))
     y, *_ = gated_delta(qkvz, gates, state, *weights, 1e-6)
-    expected, plain = mix(qkvz, gates, state, *weights, eps=1e-6)
+    expected, plain = mix(qkvz, gates, state, *weights)
     np.testing.assert_allclose(y[:3], expected[:3], rtol=1e-4, atol=1e-5)
     count = jnp.array([3, 0, 1, 3], jnp.int32)
     after = DeltaState(*replay(state, plain, count), state.rows)
     right = replay_plain(state, plain, count)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), after, right)
-    np.testing.assert_array_equal(after.recurrent[jnp.array([0, 2])], held.recurrent[jnp.array([0, 2])])
+    np.testing.assert_array_equal(*(np.asarray(x.recurrent)[[0, 2]] for x in (after, held)))
 
 
 @pytest.mark.parametrize("scale", [10.0, 100.0])
@@ -108,4 +113,4 @@ def test_delta_rule_with_large_gates_equals_its_definition(scale):
     qkvz, gates, *rest = arguments(1, 6, 2, 2, 32, 48, 4)
     args = (qkvz.at[..., -96:].multiply(scale), scale * gates, *rest)
     y, *_ = gated_delta(*args, 1e-6)
-    np.testing.assert_allclose(y, mix(*args, eps=1e-6)[0], rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(y, mix(*args)[0], rtol=1e-4, atol=1e-4)

@@ -20,22 +20,19 @@ from dflash_jax.tools.kernels.comparisons import kernel_of
 from dflash_jax.tools.triton_interpreter import interpreting
 from tests.helpers import in_one_program
 
-mix = in_one_program(partial(reference, XLA))
+mix, replay_plain = in_one_program(partial(reference, XLA)), in_one_program(partial(replay, XLA))
 mix_in_chunks = in_one_program(kernel_of(IMPLEMENTATIONS, "triton, chunks"))
 advance_in_chunks = in_one_program(kernel_of(ADVANCES, "triton, chunks"))
-
-
-def normal(rng, *shape, dtype=jnp.float32):
-    return jnp.asarray(rng.standard_normal(shape), dtype)
 
 
 def arguments(rng, tokens, m, rows, g, r, dk, dv, dtype=jnp.float32):
     """A state and what `from_chunk_to_chunk` takes."""
     heads = (-(-tokens // m), rows, g, r)
-    u, w, q, k = (normal(rng, *heads, m, n) / np.sqrt(dk) for n in (dv, dk, dk, dk))
-    scores = jnp.tril(normal(rng, *heads, m, m)) / 4
-    left = jnp.asarray(rng.uniform(0.1, 1, heads), jnp.float32)
-    return normal(rng, rows, g, r, dk, dv), (u, *(x.astype(dtype) for x in (w, q, scores, k)), left)
+    u, w, q, k = (rng.standard_normal((*heads, m, n)) / np.sqrt(dk) for n in (dv, dk, dk, dk))
+    scores = np.tril(rng.standard_normal((*heads, m, m))) / 4
+    left, state = rng.uniform(0.1, 1, heads), rng.standard_normal((rows, g, r, dk, dv))
+    state, u, left = (jnp.asarray(x, jnp.float32) for x in (state, u, left))
+    return state, (u, *(jnp.asarray(x, dtype) for x in (w, q, scores, k)), left)
 
 
 def by_kernel(state, chunks, tokens):
@@ -43,14 +40,15 @@ def by_kernel(state, chunks, tokens):
 
 
 def plain(state, chunks, tokens):
-    made = []
+    """The same in NumPy."""
+    made, state, chunks = [], np.asarray(state), map(np.asarray, chunks)
     for u, w, q, scores, k, left in zip(*chunks, strict=True):
         delta = u - w @ state
         made.append((q @ state + scores @ delta, delta))
         state = state * left[..., None, None] + k.swapaxes(-1, -2) @ delta
     # [count, B, G, R, M, Dv] → [B, T, G, R, Dv]
-    every = (jnp.concatenate(x, axis=-2)[..., :tokens, :] for x in zip(*made, strict=True))
-    return [jnp.moveaxis(x, -2, 1) for x in every]
+    every = (np.concatenate(x, axis=-2)[..., :tokens, :] for x in zip(*made, strict=True))
+    return [np.moveaxis(x, -2, 1) for x in every]
 
 
 SIZES = [
@@ -99,19 +97,19 @@ def test_the_state_after_the_tokens_that_count(counts):
     changes nothing; other rows, and those without a token, stay as they are."""
     inputs, gates, state, weights = mixer(Source(5), 3, 150, 2, 2, 16, 32)
     n = jnp.asarray(counts, jnp.int32)
-    counted = jnp.arange(150) < n[:, None]
+    counted = np.arange(150) < np.array(counts)[:, None]
     y, record = mix(inputs, gates, state, weights, 1e-6)
-    expected = replay(XLA, state, record, n)
-    spoilt = jnp.where(counted[..., None, None], inputs, jnp.nan)
+    expected = replay_plain(state, record, n)
+    spoilt = np.where(counted[..., None, None], inputs, np.float32(np.nan))
     found, after = advance_in_chunks(spoilt, gates, state, weights, 1e-6, n)
-    counted = counted.at[2].set(False)[..., None, None, None]
-    np.testing.assert_allclose(jnp.where(counted, found, 0), jnp.where(counted, y, 0), atol=3e-5)
+    counted[2] = False
+    np.testing.assert_allclose(np.asarray(found)[counted], np.asarray(y)[counted], atol=3e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=3e-5), after, expected)
     untouched = [i for i in range(5) if i not in state.rows.tolist()]
     if counts[0] == 0:
         untouched.append(int(state.rows[0]))
     for new, old in ((after.recurrent, state.recurrent), (after.conv_inputs, state.conv_inputs)):
-        np.testing.assert_array_equal(new[jnp.array(untouched)], old[jnp.array(untouched)])
+        np.testing.assert_array_equal(np.asarray(new)[untouched], np.asarray(old)[untouched])
 
 
 @pytest.mark.parametrize("taps", [2, 3])
