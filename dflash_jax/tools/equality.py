@@ -103,6 +103,9 @@ def forward(target, tokens):
     return target.logits(hidden), jax.lax.cummin(gap, axis=1)
 
 
+_noise = jax.jit(gumbel_noise, static_argnums=0)
+
+
 class Finished(Protocol):
     """A finished run, as `DecodeState` has it."""
 
@@ -131,7 +134,8 @@ class Reference:
     """What the target, teacher-forced over a finished run's text without any cache, would draw at each position."""
 
     def __init__(self, target: Decoder, state: Finished):
-        self.sampling, self.prompt_length = state.sampling, np.asarray(state.prompt_length)
+        # On the host, where indexing compiles nothing.
+        self.sampling, self.prompt_length = jax.device_get(state.sampling), np.asarray(state.prompt_length)
         self.tokens, self.length = np.asarray(state.tokens), np.asarray(state.length)
         self.logits, self.router = (np.asarray(x) for x in forward(with_backend(target, Backend.xla()), state.tokens))
 
@@ -143,9 +147,8 @@ class Reference:
         options["output_counts"] = np.bincount(self.tokens[row, prompt:position], minlength=vocab)
         scores, margin = processed_reference(self.logits[row, position - 1], options)
         if options["temperature"] > 0:
-            seed = jnp.asarray(options["seed"])[None]
-            positions, backend = jnp.full((1, 1), position), self.sampling.backend
-            scores = scores + np.asarray(gumbel_noise(backend, seed, positions, jnp.arange(vocab)))[0, 0]
+            places = np.full((1, 1), position, np.int32), np.arange(vocab, dtype=np.int32)
+            scores = scores + np.asarray(_noise(self.sampling.backend, options["seed"][None], *places))[0, 0]
         return scores, min(margin, float(self.router[row, position - 1]))
 
     def margin(self, row: int, position: int) -> float:

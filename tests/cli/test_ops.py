@@ -4,7 +4,16 @@ import json
 
 import pytest
 
+from dflash_jax.cli import ops
 from dflash_jax.cli.ops import main
+from dflash_jax.planner import read_shapes
+from dflash_jax.tools.compile_report import shorten
+
+
+@pytest.fixture
+def short(monkeypatch):
+    """A period of the model's layers: the others are the same again."""
+    monkeypatch.setattr(ops, "read_shapes", lambda *paths: shorten(read_shapes(*paths), 4))
 
 
 def choices(capsys, *options: str) -> dict[str, list[dict]]:
@@ -29,12 +38,14 @@ def test_a_card_takes_its_kernels(capsys):
     assert reasons["triton"] == "256 rows: the kernel takes 16 at most"
 
 
+@pytest.mark.usefixtures("short")
 def test_without_kernels_each_operation_says_why(capsys):
     found = choices(capsys, "--device", "b200", "--kernels", "xla")
     assert taken(found["plain step"])["mixture"] == {"gathered"}
     assert dict(found["round"][0]["passed_over"])["triton"] == "kernels are 'xla'"
 
 
+@pytest.mark.usefixtures("short")
 def test_float8_on_a_card_without_it(capsys):
     pytest.importorskip("triton")
     found = choices(capsys, "--device", "a100", "--quantize", "fp8")
@@ -42,6 +53,7 @@ def test_float8_on_a_card_without_it(capsys):
     assert ["triton", "sm_80 does not read float8"] in reasons
 
 
+@pytest.mark.usefixtures("short")
 def test_a_tpu_has_no_kernels(capsys):
     found = choices(capsys, "--device", "v6e")
     assert taken(found["plain step"])["mixture"] == {"gathered"}

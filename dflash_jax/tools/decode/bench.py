@@ -328,8 +328,7 @@ class Bench:
         figures = {"compile_s": round(time.perf_counter() - began, 1)}
         touched = None
         if "choices" in calls:
-            chosen = np.asarray(calls.pop("choices")(state)[0])
-            touched = float(np.mean([len(np.unique(layer)) for layer in chosen]))
+            touched = self.experts_touched(calls.pop("choices"), state)
             figures["experts_touched"] = round(touched, 1)
         for name, call in calls.items():
             seconds, state = timed(call, state, partial(self.rewound, point=point, name=name))
@@ -341,6 +340,11 @@ class Bench:
             1e3 * prefilled(point, self.pair.target.backend) / figures["prefill_ms"]
         )
         return figures | self.compiled(point)
+
+    @staticmethod
+    def experts_touched(choices, state) -> float:
+        """Experts that the tokens of a layer are sent to: the mean over layers."""
+        return float(np.mean([len(np.unique(layer)) for layer in np.asarray(choices(state)[0])]))
 
     def rewound(self, state, point: Point, name: str):
         """The state before a part; prefill has a prompt ahead of it."""

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import product
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from dflash_jax.models.decoder import Decoder
 from dflash_jax.models.drafter import Drafter
 from dflash_jax.ops.backend import XLA, Backend
 from dflash_jax.parallel.sharding import Layout, parameter_paths, parameter_specs
-from dflash_jax.planner import Shapes, measure_slot, read_shapes
+from dflash_jax.planner import Shapes, Slot, measure_slot, read_shapes
 from dflash_jax.tools import compile_report
 
 ASSETS = Path(__file__).parents[2] / "assets/tiny"
@@ -127,6 +127,14 @@ class Pair:
     note: str
 
 
+@cache
+def _sizes(shapes: Shapes, layout: Layout, quantize: str | None) -> tuple[int, Slot]:
+    """Bytes of the weights of a pair in bfloat16, and of a slot."""
+    target, drafter = compile_report.abstract_pair(shapes, layout, jnp.bfloat16, quantize, XLA)
+    weight_bytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves((target, drafter)))
+    return weight_bytes, measure_slot(target, drafter, layout)
+
+
 def fitting(shapes, layout: Layout, points: list[Point], memory: float, quantize: str | None) -> tuple:
     """The largest form of a system that fits: (shapes, quantize, note).
 
@@ -136,9 +144,7 @@ def fitting(shapes, layout: Layout, points: list[Point], memory: float, quantize
     step = math.lcm(*{shapes.target.layers.index(s) + 1 for s in set(shapes.target.layers)})
 
     def needs(shapes, quantize) -> float:
-        target, drafter = compile_report.abstract_pair(shapes, layout, jnp.bfloat16, quantize, XLA)
-        weight_bytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves((target, drafter)))
-        slot = measure_slot(target, drafter, layout)
+        weight_bytes, slot = _sizes(shapes, layout, quantize)
 
         def rows(p: Point) -> float:
             logits = 12 * p.batch * p.block_size * shapes.target.vocab_size

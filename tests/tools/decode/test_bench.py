@@ -49,6 +49,19 @@ def measured(system, tmp_path_factory):
     return out, options
 
 
+@pytest.fixture
+def counting(monkeypatch):
+    """The experts of a point are counted, and nothing is timed."""
+
+    def count(self, point):
+        state = self.state(point)
+        return {"experts_touched": self.experts_touched(self.calls(point, state)["choices"], state), "round_ms": 1.0}
+
+    monkeypatch.setattr(bench_decode.Bench, "_measure", count)
+    monkeypatch.setattr(bench_decode, "measured_bandwidth", lambda: 1e9)
+
+
+@pytest.mark.usefixtures("counting")
 def test_experts_that_a_kernel_in_cpp_chooses_are_counted(tmp_path):
     """Of the bundled pair, whose tokens go to two experts each."""
     if cpu.why_not():
@@ -256,7 +269,8 @@ def test_weights_in_few_bits_weigh_what_the_plan_says():
     assert held.read(16, 70.0) < 0.4 * held.total
 
 
-@pytest.mark.parametrize("experts", ["even", pytest.param("7", marks=pytest.mark.long)])
+@pytest.mark.usefixtures("counting")
+@pytest.mark.parametrize("experts", ["even", "7"])
 def test_forced_experts_are_counted_as_asked(measured, bench, tmp_path, monkeypatch, experts):
     """The record counts as many as were asked for, and routing is as before afterwards."""
     monkeypatch.setattr(bench_decode, "open_pair", lambda *args: bench.pair)
