@@ -37,4 +37,7 @@ def pack_weights(module: M) -> M:
 
 def unpack_weights(module: M) -> M:
     """The module with float32 arrays in place of packed weights: undoes `pack_weights`."""
-    return jax.tree.map(lambda x: x.dense() if isinstance(x, PackedWeight) else x, module, is_leaf=is_weight)
+    return jax.tree.map(lambda x: _dense(x) if isinstance(x, PackedWeight) else x, module, is_leaf=is_weight)
+
+
+_dense = jax.jit(PackedWeight.dense)

@@ -63,12 +63,18 @@ def test_panels_stand_for_their_weight(out, inner, rows, wide, short, seed):
     # Half the bytes where no bit is lost.
     inputs = -(-math.prod(inner) // 2) * 2
     assert panels.panels.nbytes == -(-math.prod(out) // LANES) * LANES * inputs * (2 if short else 4)
-    np.testing.assert_array_equal(panels.dense(), weight)
     matrix = weight.reshape(math.prod(out), -1)
     some = rng.integers(0, len(matrix), (2, 3))
-    np.testing.assert_array_equal(panels.reshape(*matrix.shape)[some], matrix[some])
+
+    @jax.jit
+    def run(panels, x):
+        return panels.dense(), panels.reshape(*matrix.shape)[some], project(XLA, x, panels, n)
+
+    whole, rows_of_some, product = run(panels, x)
+    np.testing.assert_array_equal(whole, weight)
+    np.testing.assert_array_equal(rows_of_some, matrix[some])
     expected = np.tensordot(x, weight, (range(1, n + 1), range(len(out), weight.ndim)))
-    np.testing.assert_allclose(project(XLA, jnp.asarray(x), panels, n), expected, atol=1e-5)
+    np.testing.assert_allclose(product, expected, atol=1e-5)
 
 
 @needs_kernels
@@ -116,11 +122,11 @@ def test_a_drafter_from_memory_is_arranged_too():
     other = llm.with_drafter(load_drafter(TINY / "draft"))
     assert jax.tree.structure(other.drafter) == jax.tree.structure(llm.drafter)
     # From panels, too; and one that bfloat16 does not hold is another to the compiler.
-    moved = jax.tree.map(lambda x: x * 1.001, load_drafter(TINY / "draft"))
+    moved = jax.tree.map(lambda x: jnp.asarray(np.asarray(x) * np.float32(1.001)), load_drafter(TINY / "draft"))
     params = SamplingParams(max_tokens=20, ignore_eos=True, temperature=0)
     tokens = llm.generate(["def f("], params)[0].token_ids
-    for drafter in (other.drafter, moved, load_drafter(TINY / "draft")):
-        assert llm.with_drafter(drafter).generate(["def f("], params)[0].token_ids == tokens
+    for each in (other, llm.with_drafter(other.drafter), llm.with_drafter(moved)):
+        assert each.generate(["def f("], params)[0].token_ids == tokens
 
 
 @needs_kernels
