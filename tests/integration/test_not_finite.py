@@ -1,7 +1,9 @@
 """Logits that are no numbers, and masks that allow nothing, end their own request with an error."""
 
 from dataclasses import replace
+from functools import partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -33,6 +35,12 @@ def rows_of(**options) -> SamplingState:
     return replace(SamplingState.greedy(1, VOCAB), **values, **top_k)
 
 
+@partial(jax.jit, static_argnames="top")
+def drawn(logits, rows, positions, wants_logprobs=None, mask=None, top=0):
+    """The tokens of `draw`, in one program for all options of sampling."""
+    return draw(logits, rows, positions, sampling_mode(rows), mask=mask, wants_logprobs=wants_logprobs, top=top)[0]
+
+
 @pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf])
 @pytest.mark.parametrize("where", ["one", "all"])
 @pytest.mark.parametrize(
@@ -46,7 +54,7 @@ def test_a_draw_from_what_is_no_number(options, where, bad):
     logits[0, 1, 40 if where == "one" else slice(None)] = bad
     positions = jnp.arange(3)[None]
     for wanted in (None, jnp.ones(1, bool)):
-        tokens, _ = draw(jnp.asarray(logits), rows, positions, sampling_mode(rows), wants_logprobs=wanted, top=2)
+        tokens = drawn(jnp.asarray(logits), rows, positions, wanted, top=2)
         assert int(tokens[0, 1]) == NOT_FINITE
         assert (np.asarray(tokens)[0, [0, 2]] >= 0).all()
 
@@ -55,7 +63,7 @@ def test_a_draw_from_what_is_no_number(options, where, bad):
 def test_a_draw_where_nothing_is_allowed(options):
     logits, rows = jnp.zeros((1, 2, VOCAB)), rows_of(**options)
     mask = jnp.asarray(np.array([[[0, 0, 0], [0, 1, 0]]], np.uint32))
-    tokens, _ = draw(logits, rows, jnp.arange(2)[None], sampling_mode(rows), mask=mask)
+    tokens = drawn(logits, rows, jnp.arange(2)[None], mask=mask)
     assert tokens.tolist() == [[NOTHING_ALLOWED, 32]]
 
 

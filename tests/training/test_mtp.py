@@ -65,8 +65,9 @@ def test_the_first_step_is_that_of_decoding_in_each_document(pair, tokens):
     trained = jax.jit(type(target).logits)(target, states_of(target, head, tokens, anchors, STARTS)[0, :, 0])
     for i, anchor in enumerate(anchors[0].tolist()):
         begin = int(STARTS[0, anchor])
-        own = jnp.pad(tokens[:, begin : begin + 14], ((0, 0), (0, T)))[:, :T]
-        decoded = first_draft_logits(target, head, own, jnp.asarray([anchor - begin]))
+        own = np.pad(tokens, ((0, 0), (0, T)))[:, begin : begin + T]
+        own[:, 14:] = 0
+        decoded = first_draft_logits(target, head, own, np.array([anchor - begin], np.int32))
         np.testing.assert_allclose(trained[i], decoded, atol=1e-3)
 
 
@@ -101,10 +102,8 @@ def test_the_first_token_of_a_document_begins_no_block(pair, tokens):
     target, head = pair
     features = jax.jit(lambda t, x: t(x, head.taps, STARTS)[1])(target, tokens)
     batch = Batch(tokens, jnp.ones((1, T), bool), STARTS, features)
-    sums = batch_sums(
-        head, target.embed_tokens, Head.over(target.backend, target.head[...]), batch, jax.random.key(0),
-        Recipe(Loss(), T - 1, 2),
-    )  # fmt: skip
+    recipe, table = Recipe(Loss(), T - 1, 2), Head.over(target.backend, target.head[...])
+    sums = jax.jit(lambda h, b: batch_sums(h, target.embed_tokens, table, b, jax.random.key(0), recipe))(head, batch)
     # Of 24 tokens the last of each document has no successor, and the first of each no hidden state.
     assert float(sums.anchors) == T - 4
 
