@@ -30,7 +30,8 @@ class AheadOfTime(StepCalls):
 
     A context manager. A call traces its function, submits the compilation to a thread, and returns shapes
     (`jax.ShapeDtypeStruct`) in place of arrays; the state comes back as it was given, of arrays or of shapes. The
-    executables get each program when it is compiled, and have all of them when the block ends.
+    executables get each program when it is compiled, and have all of them when the block ends. What they have already
+    is not traced again: a second engine of the same shapes is warm at once.
 
     Args:
         executables: They get the programs.
@@ -72,10 +73,10 @@ class AheadOfTime(StepCalls):
         key, args = self._executables.prepared(key, state, args, specs)
         if key not in self._results:
             in_specs, out_specs = specs()
-            lowered = self._executables.lower(function, state, args, in_specs, out_specs, donate)
-            if key not in self._executables.compiled:
-                self.pending[key] = self._threads.submit(self._compile, key, lowered)
-            shapes = lowered.out_info
+            if (program := self._executables.compiled.get(key)) is None:
+                program = self._executables.lower(function, state, args, in_specs, out_specs, donate)
+                self.pending[key] = self._threads.submit(self._compile, key, program)
+            shapes = program.out_info
             specs_of_all = jax.tree.broadcast((REPLICATED, out_specs) if donate else out_specs, shapes)
             self._results[key] = jax.tree.map(put, shapes, self._executables.shardings(specs_of_all))
         result = self._results[key]
