@@ -141,6 +141,7 @@ def read_shapes(target: str, draft: str | None) -> Shapes:
     return Shapes(config, drafter, bool(quantized))
 
 
+@lru_cache(maxsize=64)
 def vision_parameters(target: "ModelConfig") -> int:
     """Parameters of a target's vision tower; 0 without one."""
     import jax
