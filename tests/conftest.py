@@ -23,6 +23,8 @@ if os.environ.get("PYTEST_XDIST_WORKER", "gw0") != "gw0":
 
 # Commands in processes of their own write no line for a step that takes long on a busy machine.
 os.environ.setdefault("DFLASH_PROGRESS", "0")
+# They find the programs that this process compiled, and it finds theirs.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".cache" / "jax"))
 
 import hypothesis
 import jax
@@ -33,7 +35,7 @@ from tests.allowed_skips import unexpected
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_enable_x64", False)
 jax.config.update("jax_default_matmul_precision", "float32")
-jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parents[1] / ".cache" / "jax"))
+jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 # Programs without the lines of Python that they come from: these are a tenth of their lowering.
 jax.config.update("jax_traceback_in_locations_limit", 0)
@@ -43,9 +45,11 @@ hypothesis.settings.register_profile("untimed", deadline=None, suppress_health_c
 hypothesis.settings.load_profile("untimed")
 
 
+# Tests that ask the server of tests/server, whose programs take half a minute.
+SERVED = ("tests/server/", "tests/cluster/", "tests/docs/test_code.py")
 LONGEST = (
-    *("tests/mesh", "tests/training", "tests/engine/test_engine", "tests/docs/test_examples"),
-    *("tests/integration/test_interpreted_engine", "tests/server", "tests/frontend/test_llm", "tests/docs/test_code"),
+    *("tests/mesh", *SERVED, "tests/training", "tests/engine/test_engine", "tests/docs/test_examples"),
+    *("tests/integration/test_interpreted_engine", "tests/frontend/test_llm"),
     *("tests/integration", "tests/parity", "tests/cli", "tests/ops", "tests/decoding", "tests/engine/test_warm_up"),
 )
 
@@ -53,6 +57,18 @@ LONGEST = (
 def pytest_collection_modifyitems(items):
     """The longest files first, so that the others fill the time beside them."""
     items.sort(key=lambda item: next((i for i, name in enumerate(LONGEST) if name in item.nodeid), len(LONGEST)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """A process has whole files, and one process has all that are `SERVED`: the server starts once."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            return SERVED[0] if nodeid.startswith(SERVED) else super()._split_scope(nodeid)
+
+    return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 # The collector would traverse the millions of objects of all programs thousands of times: 7 % of the time.

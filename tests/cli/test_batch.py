@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from dflash_jax import LLM, SamplingParams
 from dflash_jax.cli import batch
-from dflash_jax.engine.executables import Executables
 from dflash_jax.errors import EngineError
 from dflash_jax.server.batch_files import LONGEST_ID, Done, Entry, Fault, Output, entries, lines, open_input
 from tests.helpers import without_kernels_line
@@ -159,11 +158,6 @@ def test_wrong_files_are_one_line(tmp_path, capsys):
 
 
 # Whole runs.
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setattr(Executables, "compiler_options", {"xla_backend_optimization_level": 0})
 
 
 def test_a_batch_is_answered_as_the_library_does(tmp_path, capfd):

@@ -35,7 +35,6 @@ def few_batch_sizes():
     """Each costs seconds to compile."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model_runner, "BATCH_SIZES", (1, 32))
-        patch.setattr(Executables, "compiler_options", {"xla_backend_optimization_level": 0})
         yield
 
 

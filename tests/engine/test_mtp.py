@@ -21,7 +21,6 @@ def case():
     head, wanted = tiny.head(target), some_requests(0, 16, VOCAB)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model_runner, "BATCH_SIZES", (4,))
-        patch.setattr(Executables, "compiler_options", {"xla_backend_optimization_level": 0})
         expected = alone(engine_for(Executables(target, None), (1,), slots=4, prefix_bytes=0), wanted)
         drafter = Remembering.of(head, [request for request, _ in expected], wide=4, capacity=CAPACITY)
         yield target, head, wanted, expected, Executables(target, drafter)

@@ -210,7 +210,6 @@ def small_pages():
     """Pages of 16 positions, and one batch size: each costs seconds to compile."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model_runner, "BATCH_SIZES", (8,))
-        patch.setattr(Executables, "compiler_options", {"xla_backend_optimization_level": 0})
         patch.setattr(cache, "PAGE_SIZE", 16)
         yield
 

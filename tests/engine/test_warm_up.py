@@ -26,7 +26,6 @@ from tests.engine.load import CAPACITY, engine_for, some_requests
 def engine():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model_runner, "BATCH_SIZES", (1, 4))
-        patch.setattr(Executables, "compiler_options", {"xla_backend_optimization_level": 0})
         target = tiny.target("da", moe="")
         yield engine_for(Executables(target, tiny.drafter(target)), slots=4)
 

@@ -124,10 +124,8 @@ def test_requests_whose_program_cannot_be_compiled_end_with_an_error(kind):
 
 @pytest.fixture(scope="module")
 def programs():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Executables, "compiler_options", {"xla_backend_optimization_level": 0})
-        target = tiny.target("da", moe="")
-        yield Executables(target, tiny.drafter(target))
+    target = tiny.target("da", moe="")
+    return Executables(target, tiny.drafter(target))
 
 
 def answers(engine, count: int = 12) -> list[list[int]]:

@@ -10,7 +10,6 @@ import torch
 from PIL import Image
 
 from dflash_jax import LLM, InputError, SamplingParams
-from dflash_jax.engine.executables import Executables
 from dflash_jax.frontend.media import media_parts
 from dflash_jax.tools.equality import equal_or_tie
 from tests.vision_checkpoint import FAMILIES, write_vision_checkpoint
@@ -47,9 +46,7 @@ def pair(request, tmp_path_factory):
     path = tmp_path_factory.mktemp(request.param)
     # In float64: the tolerance is for the errors of one side.
     model = write_vision_checkpoint(path, request.param).double()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Executables, "compiler_options", {"xla_backend_optimization_level": 0})
-        yield model, LLM(path, draft=None, max_len=256, slots=2)
+    return model, LLM(path, draft=None, max_len=256, slots=2)
 
 
 def by_transformers(model, llm: LLM, ids: list[int], media: dict) -> torch.Tensor:

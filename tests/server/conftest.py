@@ -5,6 +5,7 @@ import json
 import socket
 import threading
 import time
+from functools import cache
 
 import httpx
 import openai
@@ -13,7 +14,6 @@ import uvicorn
 
 from dflash_jax import LLM, SamplingParams
 from dflash_jax.engine import model_runner
-from dflash_jax.engine.executables import Executables
 from dflash_jax.engine.service import AsyncEngine
 from dflash_jax.engine.warm_up import warm_up
 from dflash_jax.server.app import build
@@ -105,12 +105,17 @@ class Running:
         return wait_until(is_idle)
 
 
+@cache
+def bundled() -> LLM:
+    """The bundled pair: all servers of a process have the same programs."""
+    return LLM(slots=4)
+
+
 @pytest.fixture(scope="session")
 def llm():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model_runner, "BATCH_SIZES", (1, 4))
-        patch.setattr(Executables, "compiler_options", {"xla_backend_optimization_level": 0})
-        yield LLM(slots=4)
+        yield bundled()
 
 
 def started(llm, *, prepared: bool = True, **options) -> AsyncEngine:

@@ -11,7 +11,6 @@ import pytest
 from pydantic_core import from_json
 
 from dflash_jax import LLM, SamplingParams
-from dflash_jax.engine.executables import Executables
 from dflash_jax.engine.service import AsyncEngine
 from dflash_jax.engine.warm_up import warm_up
 from dflash_jax.media.limits import MediaLimits
@@ -67,19 +66,17 @@ def vision(tmp_path_factory):
     (path / "files").mkdir()
     (path / "files" / "image.png").write_bytes(PNG)
     (path / "outside.png").write_bytes(PNG)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Executables, "compiler_options", {"xla_backend_optimization_level": 0})
-        options = {"draft": None, "max_len": 256, "slots": 2, "limit_mm_per_prompt": {"image": 4, "video": 1}}
-        llm = LLM(path, allowed_local_media_path=path / "files", **options)
-        engine = llm.new_engine(llm.programs, 2, 256, max_queue=64, prefill_sizes=(16, 64), masks=True)
-        warm_up(engine)
-        running_engine = AsyncEngine(engine).start()
-        serving = Serving(llm, running_engine, ["tiny"])
-        serving.is_ready = True
-        running = Running(serving)
-        yield running
-        running.stop()
-        running_engine.stop()
+    options = {"draft": None, "max_len": 256, "slots": 2, "limit_mm_per_prompt": {"image": 4, "video": 1}}
+    llm = LLM(path, allowed_local_media_path=path / "files", **options)
+    engine = llm.new_engine(llm.programs, 2, 256, max_queue=64, prefill_sizes=(16, 64), masks=True)
+    warm_up(engine)
+    running_engine = AsyncEngine(engine).start()
+    serving = Serving(llm, running_engine, ["tiny"])
+    serving.is_ready = True
+    running = Running(serving)
+    yield running
+    running.stop()
+    running_engine.stop()
 
 
 def expected(server: Running, messages: list[dict]):

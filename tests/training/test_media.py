@@ -15,7 +15,6 @@ from dflash_jax import LLM, InputError, SamplingParams
 from dflash_jax.checkpoint.load import load_target
 from dflash_jax.cli.train import main
 from dflash_jax.decoding.prefill import MediaChunk
-from dflash_jax.engine.executables import Executables
 from dflash_jax.frontend import llm as llm_module
 from dflash_jax.models.cache import init_cache
 from dflash_jax.models.packing import unpack_weights
@@ -71,9 +70,7 @@ def checkpoint(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def llm(checkpoint):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Executables, "compiler_options", {"xla_backend_optimization_level": 0})
-        yield LLM(checkpoint, draft=None, max_len=256, slots=2)
+    return LLM(checkpoint, draft=None, max_len=256, slots=2)
 
 
 def write(directory: Path, talks: list) -> Path:
