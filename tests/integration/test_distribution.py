@@ -14,8 +14,8 @@ from dflash_jax.models.drafting import Proposal
 from dflash_jax.tools.equality import forward, options_of, processed_reference
 from tests import tiny
 
-# 20,000 draws behind each of two prompts.
-VOCAB, ROWS, DISPATCHES, NEW = 13, 1000, 40, 4
+# 12,000 draws behind each of two prompts.
+VOCAB, ROWS, DISPATCHES, NEW = 13, 1000, 24, 4
 PROMPTS = [[3], [5, 9, 2, 6, 5]]
 OPTIONS = {"temperature": 0.8, "top_p": 0.9}
 SETTINGS = Settings(block_size=4)

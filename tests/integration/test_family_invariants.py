@@ -29,12 +29,12 @@ OPTIONS = {
 }
 
 
-# Their layers are those of others, too.
-DENSE = ("qwen3", "qwen3_5")
+# Their layers are those of others, too: of qwen3_5_moe, those of qwen3_next.
+IN_OTHERS = ("qwen3", "qwen3_5", "qwen3_5_moe")
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param(f, marks=[pytest.mark.long] if f in DENSE else []) for f in FAMILIES]
+    scope="module", params=[pytest.param(f, marks=[pytest.mark.long] if f in IN_OTHERS else []) for f in FAMILIES]
 )
 def target(request):
     return random_decoder(family_config(request.param))
