@@ -21,7 +21,7 @@ from tests.engine.load import CAPACITY, MARKER, alone, engine_for, run_last, som
 from tests.mtp_context import assert_context, of_row, one_pass, rows_with_context
 from tests.tiny import VOCAB
 
-ROUNDS = round_specs((8,), (2, 4))
+ROUNDS = round_specs((8,), (4,))
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,6 @@ def case():
     drafter, head, wanted = tiny.drafter(target), tiny.head(target), some_requests(0, 16, VOCAB)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model_runner, "BATCH_SIZES", (4,))
-        patch.setattr(Executables, "compiler_options", {"xla_backend_optimization_level": 0})
         expected = alone(engine_for(Executables(target, None), (1,), slots=4, prefix_bytes=0), wanted)
         known = [request for request, _ in expected]
         both = [
