@@ -141,6 +141,7 @@ ALIASES = (
     Alias("max_queue", ("--max-queued-requests", "--max-num-queued-reqs")),
     Alias("tensor_parallel", ("--tensor-parallel-size", "-tp", "--tp-size", "--tp"), int),
     Alias("data_parallel", ("--data-parallel-size", "-dp", "--dp-size", "--dp"), int),
+    Alias("decode_context_parallel_size", ("--dcp-size", "-dcp")),
     Alias("platform", ("--device",), platform),
     Alias("quantize", ("--quantization", "-q"), quantization),
     Alias("reproducible", ("--enable-deterministic-inference",), const=True),

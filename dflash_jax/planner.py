@@ -300,6 +300,7 @@ def make_plan(
             "drafter": draft_weights.parameters if draft_weights else 0,
         },
         "mesh": str(layout),
+        "decode_context_parallel_size": layout.decode_context_parallel,
         "devices": layout.devices,
         "bytes_per_device": {
             "target": int(weights.total),

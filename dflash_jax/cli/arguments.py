@@ -4,7 +4,7 @@ import argparse
 import sys
 
 from dflash_jax.cli.aliases import AddDraft, add_aliases
-from dflash_jax.cli.options import Parser, add_hub, add_media, add_platform, program
+from dflash_jax.cli.options import Parser, add_hub, add_media, add_mesh, add_platform, program
 from dflash_jax.engine.config import BlockSize
 from dflash_jax.errors import InputError
 
@@ -67,7 +67,7 @@ def make_parser() -> argparse.ArgumentParser:
     models.add_argument(
         "--mem-fraction", type=float, default=0.9, metavar="F", help="of a device's memory (default: %(default)s)"
     )
-    models.add_argument("--mesh", metavar="data=2,tensor=4", help="devices to share the work among")
+    add_mesh(models)
     models.add_argument(
         "--distributed", action="store_true", help="one of several processes, as the cluster's environment says"
     )

@@ -105,6 +105,7 @@ def make_parser() -> argparse.ArgumentParser:
     here.add_argument("--dtype", choices=["float32", "bfloat16"])
     here.add_argument("--quantize", choices=["none", "int8", "fp8"])
     here.add_argument("--mesh", metavar="data=2,tensor=4")
+    here.add_argument("--decode-context-parallel-size", type=int, metavar="N", help="default: 1")
     here.add_argument("--max-len", type=int, metavar="N")
     here.add_argument("--max-block-size", type=int, metavar="B", help="the largest that auto takes")
     here.add_argument("--mem-fraction", type=float, metavar="F", help="of a device's memory (default: 0.9)")
@@ -169,7 +170,7 @@ def open_llm(args, options: dict, draft: str | None):
         from dflash_jax.frontend.llm import LLM
 
     names = "dtype quantize mesh max_len draft_tokens max_block_size mem_fraction revision draft_revision download_dir"
-    names = names.split()
+    names = [*names.split(), "decode_context_parallel_size"]
     given = {k: getattr(args, k) for k in names if getattr(args, k) is not None}
     kept = {k: options[k] for k in names if k in options}
     target, draft = args.target or options.get("target"), draft or args.draft or options.get("draft")

@@ -270,6 +270,13 @@ def add_media(group) -> None:
     group.add_argument("--media-cache-bytes", type=int, default=2**28, metavar="N", help=text)
 
 
+def add_mesh(group) -> None:
+    """--mesh and --decode-context-parallel-size."""
+    group.add_argument("--mesh", metavar="data=2,tensor=4", help="devices to share the work among")
+    text = "divide each page of keys and values among N devices that would have copies of a KV head (default: 1)"
+    group.add_argument("--decode-context-parallel-size", type=int, default=1, metavar="N", help=text)
+
+
 def starting() -> AbstractContextManager[None]:
     """Shows on a terminal, at once, that a command starts: for the imports of JAX and of models, which take seconds."""
     return progress.step("starting", disable=not progress.is_terminal(), delay=0.0)
@@ -317,7 +324,7 @@ def choose_mesh(mesh: str | None, system) -> str:
 def llm_options(args: argparse.Namespace, system: "System | None") -> dict[str, Any]:
     """The keyword arguments of `LLM` that the arguments of `generate`, `serve` and `batch` give."""
     names = "target dtype block_size max_block_size slots mem_fraction draft_window_size draft_sink_size draft_tokens"
-    names += " reproducible max_len quantize kernels revision draft_revision download_dir"
+    names += " reproducible max_len quantize kernels revision draft_revision download_dir decode_context_parallel_size"
     options = {name: getattr(args, name) for name in names.split()}
     draft = None if args.draft == "none" else args.draft
     return options | {"draft": draft, "mesh": choose_mesh(args.mesh, system)}

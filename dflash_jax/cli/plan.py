@@ -36,9 +36,11 @@ def describe(plan: dict, request: Request, fitting: list[Change]) -> str:
     size, count = plan["bytes_per_device"], plan["parameters"]
     left_out = " (left out)" if count["vision"] and not size["vision"] else ""
     vision = f"vision {gb(size['vision'])}, " if size["vision"] else ""
+    parts = plan["decode_context_parallel_size"]
+    divided = f", pages of keys and values in {parts} parts" if parts > 1 else ""
     lines = [
         f"parameters: target {count['target']:,}, drafter {count['drafter']:,}, vision{left_out} {count['vision']:,}",
-        f"mesh {plan['mesh']}: {plan['devices']} x {request.name}, {gb(size['memory'])} each, "
+        f"mesh {plan['mesh']}{divided}: {plan['devices']} x {request.name}, {gb(size['memory'])} each, "
         f"{USABLE:.0%} of it usable",
         f"per device: target {gb(size['target'])}, drafter {gb(size['drafter'])}, {vision}"
         f"{slots(plan['slots'])} of {plan['length']:,} tokens {gb(size['slots'])} "
@@ -128,6 +130,8 @@ def make_parser() -> argparse.ArgumentParser:
         help="default: the config's, or the repository's; else none",
     )
     p.add_argument("--mesh", metavar="data=2,tensor=4", help="default: the TOML's for the devices, else tensor=N")
+    text = "devices that share each page of keys and values in place of copies (default: the config's, else 1)"
+    p.add_argument("--decode-context-parallel-size", type=int, metavar="N", help=text)
     p.add_argument("--device", choices=DEVICES, help="default: this machine's")
     p.add_argument("--all-devices", action="store_true", help="a table of the devices that --device lists")
     p.add_argument(
@@ -273,7 +277,7 @@ def read_mesh(args, system: System | None, device: Device, count: int) -> str:
 
 def check_numbers(args) -> None:
     """Raises InputError for a count or length that is out of range."""
-    for option in ("max_len", "slots", "devices", "context", "block_size"):
+    for option in ("max_len", "slots", "devices", "context", "block_size", "decode_context_parallel_size"):
         value, most = getattr(args, option), MOST_DEVICES if option == "devices" else MOST
         if value is not None and value < 1:
             raise InputError(f"{option} is {value}: it must be 1 or more")
@@ -307,9 +311,10 @@ def run(args) -> int:
     if not 1 <= acceptance_length <= (block if shapes.draft else MOST):
         raise InputError(f"acceptance_length is {acceptance_length:g}: it must be from 1 to the block size, {block}")
     options = system.options if system else {}
+    parts = args.decode_context_parallel_size or options.get("decode_context_parallel_size", 1)
     requests = {}
     for device, name, count in devices.values():
-        layout = Layout.parse(read_mesh(args, system, device, count))
+        layout = replace(Layout.parse(read_mesh(args, system, device, count)), decode_context_parallel=parts)
         if layout.devices > MOST_DEVICES:
             raise InputError(f"mesh {layout} has {layout.devices} devices: it must have {MOST_DEVICES:,} or fewer")
         dtype = args.dtype or options.get("dtype") or ("float32" if device.platform == "cpu" else "bfloat16")

@@ -9,7 +9,7 @@ import sys
 from dflash_jax.aliases import json_object
 from dflash_jax.cli.aliases import AddDraft, add_others
 from dflash_jax.cli.arguments import block_size
-from dflash_jax.cli.options import Parser, add_hub, add_media, add_platform, program, with_config
+from dflash_jax.cli.options import Parser, add_hub, add_media, add_mesh, add_platform, program, with_config
 from dflash_jax.errors import InputError
 from dflash_jax.sampling_params import MAX_LOGPROBS
 from dflash_jax.server import cors
@@ -112,7 +112,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_hub(models)
     models.add_argument("--dtype", help="float32 or bfloat16 (default: float32 on CPU, bfloat16 elsewhere)")
     models.add_argument("--quantize", choices=["none", "int8", "fp8"], help="quantize the target on loading")
-    models.add_argument("--mesh", metavar="data=2,tensor=4", help="devices to share the work among")
+    add_mesh(models)
     text = "one of several processes that serve one model, as the cluster's environment says: the first one has HTTP"
     models.add_argument("--distributed", action="store_true", help=text)
     add_platform(models)

@@ -17,6 +17,7 @@ OPTIONS = {
     "draft_window_size": int,
     "draft_sink_size": int,
     "draft_tokens": str,
+    "decode_context_parallel_size": int,
 }
 SAMPLING = {
     "temperature": (int, float),

@@ -87,6 +87,7 @@ class LLM(Generation):
         reproducible: bool = False,
         max_len: int | None = None,
         mesh: str | Layout = "",
+        decode_context_parallel_size: int = 1,
         quantize: str | None = None,
         draft_tokens: str | Path | None = "auto",
         tokenizer: str | Path | None = None,

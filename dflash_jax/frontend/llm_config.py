@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import jax
@@ -48,6 +48,8 @@ class LLMConfig:
             are the same without it.
         max_len: Prompt and new tokens of a request, at most the model's positions, which is the default.
         mesh: Devices that share the work, such as "data=2,tensor=4"; one device by default.
+        decode_context_parallel_size: Devices that share each page of keys and values, of those that would otherwise
+            have copies of a KV head: 4 divides the pages of 2 KV heads on "tensor=8" by 4. The order of sums changes.
         quantize: "int8" or "fp8" for a target whose checkpoint is not quantised; "none" dequantises an FP8 checkpoint,
             which otherwise stays FP8.
         draft_tokens: A JSON list of the only token ids that are drafted, which spares the drafter most of the head;
@@ -85,6 +87,7 @@ class LLMConfig:
     reproducible: bool = False
     max_len: int | None = None
     mesh: str | Layout = ""
+    decode_context_parallel_size: int = 1
     quantize: str | None = None
     draft_tokens: str | Path | None = "auto"
     tokenizer: str | Path | None = None
@@ -145,8 +148,11 @@ class LLMConfig:
         check("media_cache_bytes", lambda v: 0 <= v <= MAX_BYTES, f"0 (none) to {MAX_BYTES}")
         check("limit_mm_per_prompt", _are_counts, "a dict of whole numbers under image and video")
         check("mem_fraction", lambda v: 0 < v <= 1, "above 0 and at most 1")
-        if isinstance(self.mesh, str):
-            Layout.parse(self.mesh)
+        check("decode_context_parallel_size", lambda v: v >= 1, "1 or more")
+        layout = self.layout
+        if self.decode_context_parallel_size > layout.tensor * layout.expert:
+            right = f"at most {layout.tensor * layout.expert}, the devices of mesh {layout} that divide a model"
+            raise wrong("decode_context_parallel_size", self.decode_context_parallel_size, right)
 
     @property
     def drafts(self) -> tuple[str | Path, ...]:
@@ -158,7 +164,9 @@ class LLMConfig:
     @property
     def layout(self) -> Layout:
         """The mesh as a `Layout`."""
-        return Layout.parse(self.mesh) if isinstance(self.mesh, str) else self.mesh
+        layout = Layout.parse(self.mesh) if isinstance(self.mesh, str) else self.mesh
+        size = self.decode_context_parallel_size
+        return layout if size == 1 else replace(layout, decode_context_parallel=size)
 
     @property
     def dtype_name(self) -> str:

@@ -177,7 +177,7 @@ REFUSED = (
         "one copy of the model is served, on the hosts of --distributed: --mesh data=N,tensor=N names its devices",
         """
         --base-gpu-id=0 --gpu-id-step=1 --use-ray --numa-node= --dist-init-addr/--nccl-init-addr=
-        --gated-launch-port= --nnodes/-n=1 --node-rank/-r=0 --dcp-size/--decode-context-parallel-size/-dcp=1
+        --gated-launch-port= --nnodes/-n=1 --node-rank/-r=0
         --pp-size/--pipeline-parallel-size/-pp=1 --attn-dp-size/--attention-data-parallel-size=1
         --attn-cp-size/--attention-context-parallel-size=1 --moe-dp-size/--moe-data-parallel-size=1 --dwdp-size=1
         --dcp-comm-backend= --dcp-replicate-q-proj --enable-prefill-cp --cp-strategy= --enable-cp-tp-group-sharing

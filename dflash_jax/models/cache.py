@@ -9,6 +9,7 @@ from dflash_jax.ops import attention
 from dflash_jax.ops.backend import Backend
 from dflash_jax.ops.cache import DeltaRecord, DeltaState, KVCache, KVRecord
 from dflash_jax.ops.gated_delta import replay
+from dflash_jax.parallel.sharding import ONE_DEVICE, Layout
 
 # One entry a layer.
 Cache = tuple[KVCache | DeltaState, ...]
@@ -16,7 +17,9 @@ Cache = tuple[KVCache | DeltaState, ...]
 Record = tuple[KVRecord | DeltaRecord | DeltaState, ...]
 
 
-def init_layer_cache(spec: LayerSpec, slots: int, capacity: int, dtype: DTypeLike) -> KVCache | DeltaState:
+def init_layer_cache(
+    spec: LayerSpec, slots: int, capacity: int, dtype: DTypeLike, layout: Layout = ONE_DEVICE
+) -> KVCache | DeltaState:
     """An empty cache of one layer.
 
     Args:
@@ -24,13 +27,15 @@ def init_layer_cache(spec: LayerSpec, slots: int, capacity: int, dtype: DTypeLik
         slots: Sequences that the cache holds.
         capacity: Positions of each.
         dtype: Dtype of keys, values and convolution inputs; recurrent states are float32.
+        layout: The mesh that the cache will be divided over.
 
     Returns:
         A `KVCache` for attention, a `DeltaState` for Gated DeltaNet.
     """
     mixer = spec.mixer
     if isinstance(mixer, AttentionSpec):
-        return KVCache.create(slots, mixer.num_kv_heads, mixer.head_dim, capacity, dtype)
+        positions = layout.positions(mixer.num_heads, mixer.num_kv_heads)
+        return KVCache.create(slots, mixer.num_kv_heads, mixer.head_dim, capacity, dtype, positions=positions)
     g, r = mixer.num_key_heads, mixer.values_per_key
     return DeltaState(
         jnp.zeros((slots, g, r, mixer.key_dim, mixer.value_dim), jnp.float32),
@@ -38,7 +43,7 @@ def init_layer_cache(spec: LayerSpec, slots: int, capacity: int, dtype: DTypeLik
     )
 
 
-def init_cache(config: ModelConfig, slots: int, capacity: int, dtype: DTypeLike) -> Cache:
+def init_cache(config: ModelConfig, slots: int, capacity: int, dtype: DTypeLike, layout: Layout = ONE_DEVICE) -> Cache:
     """Empty caches of a target.
 
     Args:
@@ -46,11 +51,12 @@ def init_cache(config: ModelConfig, slots: int, capacity: int, dtype: DTypeLike)
         slots: Sequences that the caches hold.
         capacity: Positions of each.
         dtype: Dtype of keys, values and convolution inputs; recurrent states are float32.
+        layout: The mesh that the caches will be divided over.
 
     Returns:
         A cache for each layer.
     """
-    return tuple(init_layer_cache(spec, slots, capacity, dtype) for spec in config.layers)
+    return tuple(init_layer_cache(spec, slots, capacity, dtype, layout) for spec in config.layers)
 
 
 def commit_layer(

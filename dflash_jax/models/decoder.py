@@ -154,6 +154,9 @@ class Decoder(nnx.Module):
     ):
         self.config, self.layout, self.vocab = config, layout, layout.wide(config.vocab_size)
         self.backend = backend or Backend.detect()
+        for layer in config.layers:
+            if isinstance(layer.mixer, AttentionSpec):
+                layout.check_positions(layer.mixer.num_heads, layer.mixer.num_kv_heads)
         self.embed = normal(rngs, (config.vocab_size, config.hidden_size), dtype)
         self.layers = nnx.List(
             [DecoderLayer(spec, config, rngs, dtype, layout, self.backend) for spec in config.layers]

@@ -191,12 +191,14 @@ class Drafter(nnx.Module):
         assert not isinstance(size, jax.Array)
         assert not isinstance(sinks, jax.Array)
 
-        def layer(spec: DraftLayerSpec) -> KVCache:
+        def cache(layer: DraftLayer) -> KVCache:
+            spec = layer.spec
             bounds = [w for w in (spec.window, size) if w is not None]
             heads, dim, last = spec.attention.num_kv_heads, spec.attention.head_dim, min(bounds, default=None)
-            return KVCache.create(slots, heads, dim, capacity, dtype, last, 0 if size is None else sinks)
+            first = 0 if size is None else sinks
+            return KVCache.create(slots, heads, dim, capacity, dtype, last, first, layer.mixer.positions)
 
-        return tuple(layer(spec) for spec in self.config.layers)
+        return tuple(cache(layer) for layer in self.layers)
 
     def cache_specs(self, cache: DraftCache) -> DraftCache:
         """As `Drafting.cache_specs`."""

@@ -97,6 +97,7 @@ class Attention(nnx.Module):
         backend: Where operations run.
         heads: How the query heads are divided over devices.
         kv_heads: How the KV heads are divided.
+        positions: How the positions of a cache's pages are divided.
         q: Query projection, and gate projection of a gated layer, [N, 1 or 2, D, H].
         k: Key projection, [K, D, H].
         v: Value projection, [K, D, H].
@@ -118,7 +119,7 @@ class Attention(nnx.Module):
     ):
         self.spec, self.backend = spec, backend
         n, k, d = spec.num_heads, spec.num_kv_heads, spec.head_dim
-        self.heads, self.kv_heads = layout.heads(n, k), layout.wide(k)
+        self.heads, self.kv_heads, self.positions = layout.heads(n, k), layout.wide(k), layout.positions(n, k)
         self.q = normal(rngs, (n, 2 if spec.gated else 1, d, hidden), dtype)
         self.k = normal(rngs, (k, d, hidden), dtype)
         self.v = normal(rngs, (k, d, hidden), dtype)
@@ -137,7 +138,8 @@ class Attention(nnx.Module):
 
     def cache_specs(self, cache: KVCache) -> KVCache:
         """PartitionSpecs in the shape of ``cache``."""
-        return replace(cache, k=spec(DATA, self.kv_heads), v=spec(DATA, self.kv_heads), table=spec(DATA))
+        pages = spec(DATA, self.kv_heads, self.positions)
+        return replace(cache, k=pages, v=pages, table=spec(DATA))
 
     def keys_values(
         self, x: Float[Array, "B T H"] | DeferredNorm, angles: CosSin

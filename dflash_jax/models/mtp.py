@@ -111,11 +111,11 @@ class Mtp(nnx.Module):
 
     def init_cache(self, slots: int, capacity: int, dtype: DTypeLike, window: DraftWindow = NO_WINDOW) -> DraftCache:
         """As `Drafting.init_cache`: a `KVCache`, with a window where it is bounded, and a `PendingFeature`."""
-        size, sinks, mixer = window.size, window.sinks, self._mixer.spec
+        size, sinks, mixer, positions = window.size, window.sinks, self._mixer.spec, self._mixer.positions
         assert not isinstance(size, jax.Array)
         assert not isinstance(sinks, jax.Array)
         sinks = 0 if size is None else sinks
-        context = KVCache.create(slots, mixer.num_kv_heads, mixer.head_dim, capacity, dtype, size, sinks)
+        context = KVCache.create(slots, mixer.num_kv_heads, mixer.head_dim, capacity, dtype, size, sinks, positions)
         feature = jnp.zeros((slots, self.config.hidden_size), dtype)
         return context, PendingFeature(feature, jnp.zeros((slots,), jnp.int32), jnp.zeros((slots, 3), jnp.int32))
 

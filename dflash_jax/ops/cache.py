@@ -19,6 +19,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from dflash_jax.parallel.sharding import UNSHARDED, AxisSharding
+
 # Positions of a page: at most, and at least. Pages of short sequences are smaller, and always a power of two.
 PAGE_SIZE, SMALLEST_PAGE = 256, 64
 
@@ -62,6 +64,8 @@ class KVCache:
         window: The last positions of a context that are read at most, beside the first ``sinks``: pages between them
             may be given up. None: all are read.
         sinks: See ``window``.
+        positions: How the positions of a page are divided over devices. The arrays of a step are a device's part, in
+            which positions are numbered as `local` says.
     """
 
     k: Float[Array, "pages K P D"]
@@ -70,6 +74,7 @@ class KVCache:
     rows: Int[Array, " B"] | None = None
     window: int | None = field(default=None, metadata={"static": True})
     sinks: int = field(default=0, metadata={"static": True})
+    positions: AxisSharding = field(default=UNSHARDED, metadata={"static": True})
 
     @classmethod
     def create(
@@ -81,6 +86,7 @@ class KVCache:
         dtype: DTypeLike,
         window: int | None = None,
         sinks: int = 0,
+        positions: AxisSharding = UNSHARDED,
     ) -> "KVCache":
         """A cache of zeros in which each sequence has all the pages that it can need.
 
@@ -92,15 +98,16 @@ class KVCache:
             dtype: Dtype of keys and values.
             window: As in the class.
             sinks: As in the class.
+            positions: As in the class.
 
         Returns:
-            The cache.
+            The cache, undivided.
         """
         n = pages_of(capacity, capacity)
         shape = (rows * n, heads, page_size(capacity), head_dim)
         table = jnp.arange(rows * n, dtype=jnp.int32).reshape(rows, n)
         # Two arrays, not one array twice: both are donated with the state.
-        return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), table, None, window, sinks)
+        return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), table, None, window, sinks, positions)
 
     def with_pool(self, pages: int, shards: int = 1) -> "KVCache":
         """An empty cache of ``pages`` pages in each of ``shards`` parts, of which no sequence has any."""
@@ -109,13 +116,29 @@ class KVCache:
 
     @property
     def page_size(self) -> int:
-        """Positions P of a page."""
+        """Positions P of a page, on a device."""
         return self.k.shape[2]
 
     @property
     def capacity(self) -> int:
-        """Positions of a sequence at most."""
+        """Positions of a sequence at most, on a device."""
         return self.table.shape[1] * self.page_size
+
+    def local(self, positions: Int[Array, "*B"]) -> Int[Array, "*B"]:
+        """How many positions before each of ``positions`` this device has: where it has a position, its number here."""
+        if not self.positions.axes:
+            return positions
+        size = self.page_size
+        page = size * self.positions.size()
+        inside = jnp.clip(positions % page - self.positions.index() * size, 0, size)
+        return positions // page * size + inside
+
+    def places(self, positions: Int[Array, "*B"]) -> Int[Array, "*B"]:
+        """`local` of the positions that this device has, and an index past its last for others."""
+        if not self.positions.axes:
+            return positions
+        local = self.local(positions)
+        return jnp.where(self.local(positions + 1) > local, local, self.capacity)
 
     def row_indices(self) -> Int[Array, " B"]:
         """The rows that operations read and write, int32 [B]."""

@@ -7,7 +7,8 @@ identity, so that the same functions run under a plain ``jax.jit``.
 Axes: ``data`` (rows), ``tensor`` (heads, features, vocabulary), ``expert`` (experts; everything else is cut over it
 like over ``tensor``). The last two are laid out as their prime factors (tensor=8 is tensor0 × tensor1 × tensor2, each
 of 2), and a dimension is cut over as many leading factors as divide it: two KV heads on eight devices are in two
-halves of four copies each.
+halves of four copies each. With ``decode_context_parallel`` such copies are none: the positions of each page of keys
+and values are cut over the factors that are left (decode context parallelism, as vLLM and SGLang call it).
 """
 
 import math
@@ -36,6 +37,10 @@ class AxisSharding:
 
     axes: Axes = ()
 
+    def size(self) -> int:
+        """Number of parts, inside the step."""
+        return jax.lax.axis_size(self.axes) if self.axes else 1
+
     def index(self) -> int | jax.Array:
         """Index of this device's part."""
         return jax.lax.axis_index(self.axes) if self.axes else 0
@@ -51,6 +56,18 @@ class AxisSharding:
     def gather(self, x: jax.Array, axis: int) -> jax.Array:
         """All parts of x, concatenated along ``axis``."""
         return jax.lax.all_gather(x, self.axes, axis=axis % x.ndim, tiled=True) if self.axes else x
+
+    def exchange(self, x: jax.Array, axis: int) -> jax.Array:
+        """What all devices have for this one: each sends part i of ``axis`` to device i.
+
+        Args:
+            x: [..., parts, ...].
+            axis: The axis of the parts, which goes.
+
+        Returns:
+            [parts, ...]: the sender's index comes first.
+        """
+        return jax.lax.all_to_all(x, self.axes, axis, 0) if self.axes else jnp.moveaxis(x, axis, 0)
 
     def argmax(self, x: jax.Array, argmax: Callable[[jax.Array], jax.Array]) -> tuple[jax.Array, jax.Array]:
         """The largest value over the last axis.
@@ -120,11 +137,14 @@ class Layout:
         data: Number of shards of the batch.
         expert: Devices among which experts are divided.
         tensor: Devices among which heads and features are divided.
+        decode_context_parallel: Devices among which the positions of a page of keys and values are divided at most, of
+            those that have the same KV heads.
     """
 
     data: int = 1
     expert: int = 1
     tensor: int = 1
+    decode_context_parallel: int = 1
 
     @classmethod
     def parse(cls, text: str) -> "Layout":
@@ -200,6 +220,32 @@ class Layout:
         """Query heads. Further than the KV heads only where a device then has heads of one KV head."""
         kv = self.wide(kv_heads)
         return self.wide(heads) if self.parts(kv) == kv_heads else kv
+
+    def positions(self, heads: int, kv_heads: int) -> AxisSharding:
+        """Positions of a page: over devices that have the same KV head and query heads of their own."""
+        axes, parts = [], 1
+        for axis in self.heads(heads, kv_heads).axes[len(self.wide(kv_heads).axes) :]:
+            parts *= self.sizes[axis]
+            if self.decode_context_parallel % parts:
+                break
+            axes.append(axis)
+        return AxisSharding(tuple(axes))
+
+    def check_positions(self, heads: int, kv_heads: int) -> None:
+        """Raises InputError where pages cannot be divided as ``decode_context_parallel`` says."""
+        wanted, possible = self.decode_context_parallel, [1]
+        for axis in self.heads(heads, kv_heads).axes[len(self.wide(kv_heads).axes) :]:
+            # Pages have a power of two of positions.
+            if self.sizes[axis] != 2:
+                break
+            possible.append(2 * possible[-1])
+        if wanted not in possible:
+            right = " or ".join(filter(None, (", ".join(map(str, possible[:-1])), str(possible[-1]))))
+            shared = f"{possible[-1]} devices share" if len(possible) > 1 else "no two devices share"
+            raise InputError(
+                f"decode_context_parallel_size is {wanted}: it must be {right}, since on mesh {self} {shared} one of "
+                f"the {kv_heads} KV heads and divide its query heads"
+            )
 
     def experts(self, experts: int) -> AxisSharding:
         """Experts of a mixture.

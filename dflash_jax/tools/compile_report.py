@@ -17,6 +17,7 @@ import shutil
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -247,6 +248,7 @@ def make_parser() -> argparse.ArgumentParser:
     p.add_argument("--device", required=True, metavar="NAME", help="h100, h200, b200, or a TPU slice such as v6e:2x4")
     p.add_argument("--devices", type=int, default=1, metavar="N", help="GPUs (default: %(default)s)")
     p.add_argument("--mesh", metavar="tensor=8", help="default: the config's for these devices")
+    p.add_argument("--decode-context-parallel-size", type=int, default=1, metavar="N", help="default: %(default)s")
     p.add_argument("--slots", type=int, default=1, metavar="N", help="rows (default: %(default)s)")
     p.add_argument("--max-len", type=int, default=8192, metavar="N", help="default: %(default)s")
     p.add_argument("--quantize", choices=["int8", "fp8"])
@@ -264,8 +266,6 @@ def make_parser() -> argparse.ArgumentParser:
 
 def shorten(shapes, count: int):
     """The first ``count`` layers only; the drafter taps the last of them."""
-    from dataclasses import replace
-
     from dflash_jax.models.mtp_config import MtpConfig
 
     target = replace(shapes.target, layers=shapes.target.layers[:count])
@@ -297,7 +297,8 @@ def run(args) -> int:
     except Exception as e:  # the plugins raise many types: all mean that they are not there
         raise InputError(f"no compiler for {args.device} here: {' '.join(str(e).split())[:200]}") from None
     mesh = args.mesh if args.mesh is not None else system.mesh(DEVICES[name].kind, len(devices))
-    figures = report(shapes, Layout.parse(mesh), devices, args)
+    layout = replace(Layout.parse(mesh), decode_context_parallel=args.decode_context_parallel_size)
+    figures = report(shapes, layout, devices, args)
     print(json.dumps(figures) if args.json else describe(figures))
     return 0
 

@@ -268,10 +268,25 @@ def test_figures_that_are_no_sizes(option, value, capsys):
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "1000000001", "9" * 400, "1.5"])
-@pytest.mark.parametrize("option", ["slots", "max-len", "devices", "context", "block-size"])
+@pytest.mark.parametrize(
+    "option", ["slots", "max-len", "devices", "context", "block-size", "decode-context-parallel-size"]
+)
 def test_counts_out_of_range(option, value, capsys):
     err = refused(capsys, "qwen3-8b", "--device", "h100", f"--{option}", value)
     assert option.replace("-", "_") in err.replace("-", "_")
+
+
+def test_pages_in_parts_are_planned(capsys):
+    options = ("qwen3.5-397b-a17b-fp8", "--device", "b200", "--devices", "8")
+    (_, copied), (_, divided) = planned(capsys, *options), planned(capsys, *options, "-dcp", "4")
+    # Keys and values of 15 layers, one KV head of 256 in two bytes; the drafter's, which has no copies; the token and
+    # what its round yielded, and a page's place in each of 21 tables.
+    others = 6 * 2 * 128 * 2 + 8 + 21 * 4 / 256
+    found = [plan["bytes_per_device"]["cache_per_token"] for plan in (copied, divided)]
+    assert found == pytest.approx([15 * 2 * 256 * 2 + others, 15 * 2 * 256 * 2 / 4 + others])
+    assert divided["floor_tokens_per_s"] > copied["floor_tokens_per_s"]
+    assert divided["decode_context_parallel_size"] == 4
+    assert "it must be 1, 2 or 4, since on mesh" in refused(capsys, *options, "--decode-context-parallel-size", "8")
 
 
 def test_meshes_out_of_range_end_at_once(capsys):

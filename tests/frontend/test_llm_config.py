@@ -50,6 +50,11 @@ def test_llm_config_is_frozen():
         ({"mem_fraction": 0.0}, "mem_fraction is 0.0: it must be above 0 and at most 1"),
         ({"mem_fraction": 1.5}, "mem_fraction is 1.5"),
         ({"mesh": "rows=2"}, "mesh axis 'rows' is not known"),
+        ({"decode_context_parallel_size": 0}, "decode_context_parallel_size is 0: it must be 1 or more"),
+        (
+            {"decode_context_parallel_size": 4, "mesh": "data=8"},
+            "decode_context_parallel_size is 4: it must be at most 1, the devices of mesh data=8,expert=1,tensor=1",
+        ),
     ],
 )
 def test_wrong_values_are_refused_without_a_file_read(options, message):

@@ -1,6 +1,7 @@
 """Eight devices give one device's tokens. Collected by `test_mesh.py` only, in a process that has eight CPU devices."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from dflash_jax.decoding.state import Settings
 from dflash_jax.engine import model_runner
 from dflash_jax.engine.config import RoundSpec
 from dflash_jax.engine.dispatch import Dispatch
+from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.executables import Executables
 from dflash_jax.engine.model_runner import ModelRunner
 from dflash_jax.engine.request import Request
@@ -25,9 +27,14 @@ from dflash_jax.frontend.compare import divergence
 from dflash_jax.frontend.llm_config import TINY
 from dflash_jax.models.decoder import abstract_decoder
 from dflash_jax.models.drafters import abstract_drafter
+from dflash_jax.ops import attention, cache
+from dflash_jax.ops.backend import XLA, Backend
 from dflash_jax.ops.cache import KVCache
 from dflash_jax.parallel.sharding import Layout, parameter_paths, spec
 from dflash_jax.tools.equality import Reference, check_same
+from dflash_jax.tools.float64_reference import assert_as_near
+from dflash_jax.tools.kernels import arguments
+from dflash_jax.tools.kernels.arguments import Source
 from tests.engine.load import alone, engine_for, run_last, some_requests, under_load
 from tests.families import VOCAB, family_config
 from tests.helpers import random_decoder, random_drafter, random_head, tiny_draft_config
@@ -38,6 +45,8 @@ PROMPTS = [list(range(3, 20)), [5], list(range(40, 50)), [7, 8, 9], [], [1, 2], 
 NEW = [20, 11, 30, 25, 0, 6, 17, 30]
 
 LAYOUTS = [Layout(tensor=8), Layout(data=2, tensor=2, expert=2)]
+# Of two KV heads, in place of copies.
+DIVIDED = [replace(LAYOUTS[0], decode_context_parallel=4), replace(LAYOUTS[1], decode_context_parallel=2)]
 # The one that says more, and where there is most to divide both; each is a minute of compilation. The families left out
 # have no layer and no kind of division of their own.
 CASES = [("qwen3_5_moe", LAYOUTS[1]), ("qwen3_5_moe", LAYOUTS[0]), ("qwen3_moe", LAYOUTS[1]), ("llama", LAYOUTS[0])]
@@ -119,6 +128,54 @@ def test_what_one_device_knows_of_a_row_all_branch_on():
     np.testing.assert_array_equal(tokens, expected)
 
 
+@pytest.mark.parametrize(
+    ("layout", "backend", "taken", "window", "sinks"),
+    [
+        (DIVIDED[0], Backend("cpu", no_cpp=None), "reference", 200, 50),
+        (DIVIDED[1], Backend.xla("tpu"), "wide pieces", None, 0),
+    ],
+    ids=["four parts", "two parts"],
+)
+def test_attention_to_pages_that_are_divided_is_attention(layout, backend, taken, window, sinks):
+    """What a device must not read is NaN, in its part too."""
+    choices = []
+    backend = replace(backend, on_choice=choices.append)
+    heads, kv, positions = layout.heads(16, 2), layout.wide(2), layout.positions(16, 2)
+    assert layout.parts(positions) == layout.decode_context_parallel
+    q, k, v, whole, length, bounds = arguments.attention(Source(0), 3, 4, 16, 2, 16, 1000, window, sinks)
+    args = (q, k, v, whole, length, bounds, Source(1).normal(3, 4, 16, 2, 16))
+    divided = (*args[:3], replace(whole, positions=positions), *args[4:])
+    each, pages = spec(None, None, heads), spec(None, kv, positions)
+    of_cache = replace(jax.tree.map(lambda _: P(), divided[3]), k=pages, v=pages)
+    specs = (each, spec(None, None, kv), spec(None, None, kv), of_cache, P(), jax.tree.map(lambda _: P(), bounds), each)
+
+    def attend(backend, q, k, v, cache, length, bounds, gate):
+        return attention.attention(backend, q, k, v, None, cache, length, bounds, gate)
+
+    options = {"mesh": layout.mesh(), "in_specs": specs, "out_specs": each, "check_vma": False}
+    found = jax.jit(jax.shard_map(partial(attend, backend), **options))(*divided)
+    assert_as_near(found, partial(attend, XLA), *args)
+    (choice,) = choices
+    assert choice.implementation == taken
+    assert taken != "reference" or choice.passed_over[0] == ("cpp", "pages are divided over devices")
+
+
+def test_every_position_is_written_to_the_part_that_has_it():
+    layout = DIVIDED[0]
+    kv, positions = layout.wide(2), layout.positions(16, 2)
+    whole, k, v, places = arguments.written(Source(0), 3, 70, 2, 16, 300)
+    keep = jnp.arange(70)[None] % 7 != jnp.arange(3)[:, None]
+    divided, pages = replace(whole, positions=positions), spec(None, kv, positions)
+    of_cache = replace(jax.tree.map(lambda _: P(), divided), k=pages, v=pages)
+    specs = (of_cache, spec(None, None, kv), spec(None, None, kv), P(), P())
+    write = jax.shard_map(
+        partial(attention.write, XLA), mesh=layout.mesh(), in_specs=specs, out_specs=of_cache, check_vma=False
+    )
+    found, expected = jax.jit(write)(divided, k, v, places, keep), attention.write(XLA, whole, k, v, places, keep)
+    assert not np.array_equal(expected.k, whole.k)
+    jax.tree.map(np.testing.assert_array_equal, (found.k, found.v), (expected.k, expected.v))
+
+
 def lies(array, *spec) -> bool:
     """Whether an array is cut so over its mesh; an axis of size one cuts nothing."""
     return array.sharding.is_equivalent_to(NamedSharding(array.sharding.mesh, P(*spec)), array.ndim)
@@ -129,13 +186,13 @@ def check_shardings(layout: Layout, state, target) -> None:
     wide = tuple(a for a in layout.sizes if a != "data")
     assert lies(state.tokens, "data")
     assert lies(state.sampling.output_counts, "data", wide)
-    for layer, cache in zip(target.layers, state.target, strict=True):
-        if isinstance(cache, KVCache):
+    for layer, each in zip(target.layers, state.target, strict=True):
+        if isinstance(each, KVCache):
             held = wide[:1] if layer.spec.mixer.num_kv_heads == 2 else None
-            assert lies(cache.k, "data", held)
+            assert lies(each.k, "data", held)
         else:  # four key heads
-            assert lies(cache.recurrent, "data", wide[:2])
-            assert lies(cache.conv_inputs, "data", None, wide[:2])
+            assert lies(each.recurrent, "data", wide[:2])
+            assert lies(each.conv_inputs, "data", None, wide[:2])
 
 
 def check_no_whole_logits(layout: Layout, programs: Executables) -> None:
@@ -163,15 +220,18 @@ PARAMETERS = {
 
 def test_a_checkpoint_is_read_into_its_shards_and_generates_the_same_text():
     params = SamplingParams(temperature=0.7, top_k=20, seed=4, max_tokens=24)
-    one, eight = LLM(), LLM(mesh="tensor=8", block_size=8)
+    one, eight = LLM(), LLM(mesh="tensor=8", decode_context_parallel_size=4, block_size=8)
     specs = dict(zip(parameter_paths(eight.target), jax.tree.leaves(eight.target), strict=True))
     for path, expected in PARAMETERS.items():
         assert lies(specs[path], *expected), path
     embed = specs["embed"]
     assert {s.data.shape for s in embed.addressable_shards} == {(embed.shape[0] // 8, embed.shape[1])}
-    (expected,), (found,) = one.generate(["def f("], params), eight.generate(["def f("], params)
-    parting = divergence(eight, found.prompt_ids, expected.token_ids, found.token_ids, params)
-    assert parting is None or parting.is_tie
+    (expected,) = one.generate(["def f("], params)
+    # With the drafter, and without it.
+    for block_size in (8, 1):
+        (found,) = eight.generate(["def f("], params, block_size=block_size)
+        parting = divergence(eight, found.prompt_ids, expected.token_ids, found.token_ids, params)
+        assert parting is None or parting.is_tie
 
 
 def test_an_orbax_directory_is_read_into_other_shards_than_it_was_written_in(tmp_path):
@@ -191,24 +251,37 @@ def test_more_devices_than_there_are():
         LLM(mesh="tensor=16")
 
 
+def test_pages_that_do_not_divide():
+    message = "size is 8: it must be 1, 2 or 4, since on mesh data=1,expert=1,tensor=8 4 devices share one of the 1 KV"
+    with pytest.raises(InputError, match=message):
+        LLM(mesh="tensor=8", decode_context_parallel_size=8)
+
+
 def test_experts_that_do_not_divide():
     with pytest.raises(InputError, match=r"8 experts cannot be divided among expert=3"):
         LLM(mesh="expert=3")
 
 
-def test_the_engine_on_a_mesh_under_load():
-    """Data shards with slots of their own, prefixes shared among them, masks, aborts; the drafter is an MTP head."""
+@pytest.mark.parametrize("layout", [DIVIDED[1], pytest.param(LAYOUTS[1], marks=pytest.mark.long)], ids=["divided", ""])
+def test_the_engine_on_a_mesh_under_load(layout):
+    """Data shards with slots of their own, prefixes shared among them, swaps, aborts; the drafter is an MTP head."""
     target = random_decoder(family_config("qwen3_5_moe"))
     head = random_head(target.config)
     wanted = some_requests(0, 24, VOCAB)
     expected = alone(engine_for(Executables(target, None), (1,), slots=4, prefix_bytes=0), wanted)
-    layout = LAYOUTS[1]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model_runner, "BATCH_SIZES", (4,))
+        # Requests come without regard to what they will need, so that many move to the host.
+        patch.setattr(Engine, "_need", lambda self, request: self.pages.need(1))
+        patch.setattr(cache, "PAGE_SIZE", 16)
         cut = on(layout, target, abstract_decoder)
-        options = {"prefix_bytes": 150_000, "prefix_host_bytes": 10**9}
+        options = {"prefix_bytes": 150_000, "prefix_host_bytes": 10**9, "pages": (14, 0)}
         engine = engine_for(Executables(cut, on(layout, head, abstract_drafter)), slots=8, **options)
         under_load(engine, target, wanted, expected, 60, seed=1)
+    k = engine.runner.state.target[-1].k
+    each = 16 // layout.decode_context_parallel
+    assert {part.data.shape for part in k.addressable_shards} == {(14, 1, each, k.shape[-1])}
+    assert engine.statistics.preemptions > 0
     assert engine.statistics.cached_tokens > 0
     assert engine.prefix_cache.tiers.host.hits > 0
     assert engine.free_slots == 8

@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -111,6 +112,48 @@ def test_dimensions_are_cut_as_far_as_they_divide():
     # Six KV heads: a device has three of them, and the twelve query heads that read those.
     assert eight.wide(6) == eight.heads(24, 6) == AxisSharding(("tensor0",))
     assert Layout.parse("expert=4,tensor=2").wide(8) == AxisSharding(("tensor0", "expert0", "expert1"))
+
+
+def test_pages_are_cut_over_what_would_have_copies():
+    eight = Layout.parse("tensor=8")
+    assert eight.positions(32, 2) == AxisSharding()
+    for parts, axes in ((2, ("tensor1",)), (4, ("tensor1", "tensor2"))):
+        layout = replace(eight, decode_context_parallel=parts)
+        layout.check_positions(32, 2)
+        assert layout.positions(32, 2) == AxisSharding(axes)
+    # A drafter whose eight KV heads have no copies; one whose query heads are divided in four.
+    assert replace(eight, decode_context_parallel=4).positions(32, 8) == AxisSharding()
+    assert replace(eight, decode_context_parallel=4).positions(12, 2) == AxisSharding(("tensor1",))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "parts", "heads", "kv_heads", "message"),
+    [
+        (
+            "tensor=8",
+            3,
+            32,
+            2,
+            "size is 3: it must be 1, 2 or 4, since on mesh .*tensor=8 4 devices share one of the 2 KV",
+        ),
+        ("tensor=8", 8, 32, 2, "size is 8: it must be 1, 2 or 4"),
+        ("tensor=8", 0, 32, 2, "size is 0: it must be"),
+        (
+            "tensor=8",
+            2,
+            32,
+            8,
+            "size is 2: it must be 1, since on mesh .*tensor=8 no two devices share one of the 8 KV",
+        ),
+        ("", 2, 32, 2, "size is 2: it must be 1, since"),
+        # Pages have a power of two of positions; a device with several KV heads has all of their query heads.
+        ("tensor=6", 3, 36, 2, "size is 3: it must be 1, since"),
+        ("tensor=4", 2, 24, 6, "size is 2: it must be 1, since"),
+    ],
+)
+def test_pages_that_cannot_be_cut_so(mesh, parts, heads, kv_heads, message):
+    with pytest.raises(InputError, match=message):
+        replace(Layout.parse(mesh), decode_context_parallel=parts).check_positions(heads, kv_heads)
 
 
 @pytest.mark.parametrize("with_residual", [False, True])

@@ -44,6 +44,7 @@ def _attend(
     T: tl.constexpr, KH: tl.constexpr, R: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, PAGES: tl.constexpr,
     LAST_PAGE: tl.constexpr, PAGE: tl.constexpr, MASKS: tl.constexpr, SPLITS: tl.constexpr, SCALE: tl.constexpr,
     BM: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+    WITH_NEW: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0) // KH
     head = tl.program_id(0) % KH
@@ -86,8 +87,8 @@ def _attend(
         running_max, total, acc = _fold(query, k, v, mask, running_max, total, acc, SCALE, PRECISION)
 
     # New tokens up to this program's last one, or all.
-    block_end = T
-    if CAUSAL:
+    block_end = T if WITH_NEW else 0
+    if CAUSAL and WITH_NEW:
         block_end = tl.minimum((tl.program_id(2) * BM + BM - 1) // R + 1, T)
     for start in range(0, tl.where(split == SPLITS - 1, block_end, 0), BT):
         u = start + tl.arange(0, BT)
@@ -296,6 +297,78 @@ def attend_triton(
     """`ops.attention.attention`, with the card in place of the backend; ``cache`` and ``bounds`` are required."""
     b, t, n, d = q.shape
     heads = k.shape[2]
+    maxima, total, acc = _partial_softmaxes(card, q, heads, (k, v), mask, cache, length, bounds)
+    splits = maxima.shape[2]
+    padded_splits = next_power_of_two(splits)
+    (y,) = triton_call(
+        card, _join, [maxima, total, acc, q if gate is None else gate], [jax.ShapeDtypeStruct(q.shape, q.dtype)],
+        (b * t * n,),
+        num_warps=4 if padded_splits * d >= 2048 else 1, T=t, KH=heads, R=n // heads, D=d, SPLITS=splits,
+        SP=padded_splits, GATED=gate is not None,
+    )  # fmt: skip
+    return y
+
+
+def partial_softmaxes_triton(
+    card: Card,
+    q: Float[Array, "B T K R D"],
+    cache: KVCache,
+    length: Int[Array, " B"],
+    bounds: Bounds,
+    new: tuple[Array, Array] | None = None,
+    mask: Bool[Array, "..."] | None = None,
+) -> tuple[Array, ...]:
+    """The fields of `ops.attention.PartialSoftmax` over parts of the keys.
+
+    Args:
+        card: The card that tiles are chosen for.
+        q: Queries by their KV head.
+        cache: The context.
+        length: As of `attend_triton`.
+        bounds: As of `attend_triton`.
+        new: Keys and values of the new tokens; None: these are not seen.
+        mask: As of `attend_triton`.
+
+    Returns:
+        Float32 [splits, B, K, R, T] twice and [splits, B, K, R, T, D].
+    """
+    b, t, heads, group, d = q.shape
+    parts = _partial_softmaxes(card, q.reshape(b, t, heads * group, d), heads, new, mask, cache, length, bounds)
+
+    def by_split(x: Array) -> Array:
+        x = x.reshape(*x.shape[:3], t, group, *x.shape[4:])
+        return jnp.moveaxis(x, (2, 4), (0, 3))
+
+    return tuple(map(by_split, parts))
+
+
+def _partial_softmaxes(
+    card: Card,
+    q: Float[Array, "B T N D"],
+    heads: int,
+    new: tuple[Array, Array] | None,
+    mask: Bool[Array, "..."] | None,
+    cache: KVCache,
+    length: Int[Array, " B"],
+    bounds: Bounds,
+) -> tuple[Array, ...]:
+    """The splits' softmaxes.
+
+    Args:
+        card: The card.
+        q: Queries.
+        heads: K.
+        new: Keys and values of the new tokens, which the last split has; None leaves them out.
+        mask: As in `attend_triton`.
+        cache: The context.
+        length: As in `attend_triton`.
+        bounds: As in `attend_triton`.
+
+    Returns:
+        Largest score and sum of weights, float32 [B, K, splits, T R], and weighted values, [B, K, splits, T R, D].
+    """
+    b, t, n, d = q.shape
+    k, v = (q, q) if new is None else new
     group = n // heads
     m = t * group
     bytes_of_row = d * q.dtype.itemsize
@@ -314,19 +387,11 @@ def attend_triton(
     out = [jax.ShapeDtypeStruct(s, jnp.float32) for s in (shape, shape, (*shape, d))]
     context = [cache.k, cache.v, cache.table, cache.row_indices(), length]
     seen = [bounds.first, bounds.recent, bounds.sinks, *bounds.skipped(cache.page_size)]
-    maxima, total, acc = triton_call(
+    return triton_call(
         card, _attend, [q, k, v, block_mask, *context, *seen], out, (b * heads, splits, tiles),
         num_warps=WARPS[block >= 64], num_stages=STAGES,
         T=t, KH=heads, R=group, D=d, ROWS=cache.table.shape[0], PAGES=cache.table.shape[1],
         LAST_PAGE=cache.k.shape[0] - 1, PAGE=cache.page_size, MASKS=block_mask.shape[0], SPLITS=splits, SCALE=d**-0.5,
         BM=block, BS=positions, BT=min(positions, max(16, next_power_of_two(t))), CAUSAL=mask is None,
-        PRECISION="ieee" if q.dtype == jnp.float32 else "tf32",
+        PRECISION="ieee" if q.dtype == jnp.float32 else "tf32", WITH_NEW=new is not None,
     )  # fmt: skip
-    padded_splits = next_power_of_two(splits)
-    (y,) = triton_call(
-        card, _join, [maxima, total, acc, q if gate is None else gate], [jax.ShapeDtypeStruct(q.shape, q.dtype)],
-        (b * t * n,),
-        num_warps=4 if padded_splits * d >= 2048 else 1, T=t, KH=heads, R=group, D=d, SPLITS=splits, SP=padded_splits,
-        GATED=gate is not None,
-    )  # fmt: skip
-    return y

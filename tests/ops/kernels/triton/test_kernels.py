@@ -20,6 +20,7 @@ from dflash_jax.ops import attention, moe
 from dflash_jax.ops.backend import XLA, Backend
 from dflash_jax.ops.card import HOPPER
 from dflash_jax.ops.kernels.cpu import calls as cpu
+from dflash_jax.ops.kernels.triton.attention import partial_softmaxes_triton
 from dflash_jax.ops.kernels.triton.launch import launching
 from dflash_jax.ops.linear import DeferredNorm, linear
 from dflash_jax.ops.weights import quantize
@@ -216,6 +217,22 @@ def test_attention_of_a_kernel_equals_its_definition(form, rows, tokens, heads, 
         both = source.normal(rows, tokens, heads, 2, dim) if mask is None else None
         args = (q, k, v, mask, cache, length, bounds, both)
         np.testing.assert_allclose(ours(*args), plain(*args), atol=1e-6)
+
+
+@pytest.mark.parametrize(("rows", "tokens", "window", "sinks"), [(4, 3, 100, 50), (1, 70, None, 0)])
+def test_softmaxes_over_context_and_block_join_to_attention(rows, tokens, window, sinks):
+    """What devices that have parts of each page compute: the context alone, and the new tokens alone."""
+    args = arguments.attention(Source(tokens), rows, tokens, 6, 2, 16, 300, window, sinks)
+    q, k, v, cache, length, bounds = args
+    queries = q.reshape(rows, tokens, 2, 3, 16)
+
+    def part(*args):
+        splits = partial_softmaxes_triton(CUDA.triton_card, queries, cache, *args)
+        return attention.PartialSoftmax.empty(queries).join(attention.PartialSoftmax(*splits))
+
+    context, block = part(length, bounds), part(jnp.zeros_like(length), bounds, (k, v), None)
+    found = block.join(jax.tree.map(lambda x: x[None], context)).output(q.dtype)
+    np.testing.assert_allclose(found, attention.reference(XLA, q, k, v, None, cache, length, bounds), atol=1e-6)
 
 
 @pytest.mark.parametrize("form", ["triton", "cpp"])
