@@ -44,7 +44,6 @@ def _attend(
     T: tl.constexpr, KH: tl.constexpr, R: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, PAGES: tl.constexpr,
     LAST_PAGE: tl.constexpr, PAGE: tl.constexpr, MASKS: tl.constexpr, SPLITS: tl.constexpr, SCALE: tl.constexpr,
     BM: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
-    WITH_NEW: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0) // KH
     head = tl.program_id(0) % KH
@@ -86,22 +85,23 @@ def _attend(
         mask = seen[None, :] & (position[None, :] >= first_position[:, None])
         running_max, total, acc = _fold(query, k, v, mask, running_max, total, acc, SCALE, PRECISION)
 
-    # New tokens up to this program's last one, or all.
-    block_end = T if WITH_NEW else 0
-    if CAUSAL and WITH_NEW:
-        block_end = tl.minimum((tl.program_id(2) * BM + BM - 1) // R + 1, T)
-    for start in range(0, tl.where(split == SPLITS - 1, block_end, 0), BT):
-        u = start + tl.arange(0, BT)
-        offset = ((b * T + u) * KH + head)[:, None] * D + d[None, :]
-        k = tl.load(k_new + offset, mask=(u < T)[:, None], other=0.0)
-        v = tl.load(v_new + offset, mask=(u < T)[:, None], other=0.0)
-        mask = live[:, None] & (u < T)[None, :]
+    if BT > 0:
+        # New tokens up to this program's last one, or all.
+        block_end = T
         if CAUSAL:
-            mask = mask & (u[None, :] <= t[:, None])
-        else:
-            mask_offset = (b % MASKS) * T * T + t[:, None] * T + u[None, :]
-            mask = tl.load(block_mask + mask_offset, mask=mask, other=0) != 0
-        running_max, total, acc = _fold(query, k, v, mask, running_max, total, acc, SCALE, PRECISION)
+            block_end = tl.minimum((tl.program_id(2) * BM + BM - 1) // R + 1, T)
+        for start in range(0, tl.where(split == SPLITS - 1, block_end, 0), BT):
+            u = start + tl.arange(0, BT)
+            offset = ((b * T + u) * KH + head)[:, None] * D + d[None, :]
+            k = tl.load(k_new + offset, mask=(u < T)[:, None], other=0.0)
+            v = tl.load(v_new + offset, mask=(u < T)[:, None], other=0.0)
+            mask = live[:, None] & (u < T)[None, :]
+            if CAUSAL:
+                mask = mask & (u[None, :] <= t[:, None])
+            else:
+                mask_offset = (b % MASKS) * T * T + t[:, None] * T + u[None, :]
+                mask = tl.load(block_mask + mask_offset, mask=mask, other=0) != 0
+            running_max, total, acc = _fold(query, k, v, mask, running_max, total, acc, SCALE, PRECISION)
 
     out = (tl.program_id(0) * SPLITS + split) * T * R + m
     tl.store(max_out + out, running_max, mask=live)
@@ -392,6 +392,6 @@ def _partial_softmaxes(
         num_warps=WARPS[block >= 64], num_stages=STAGES,
         T=t, KH=heads, R=group, D=d, ROWS=cache.table.shape[0], PAGES=cache.table.shape[1],
         LAST_PAGE=cache.k.shape[0] - 1, PAGE=cache.page_size, MASKS=block_mask.shape[0], SPLITS=splits, SCALE=d**-0.5,
-        BM=block, BS=positions, BT=min(positions, max(16, next_power_of_two(t))), CAUSAL=mask is None,
-        PRECISION="ieee" if q.dtype == jnp.float32 else "tf32", WITH_NEW=new is not None,
+        BM=block, BS=positions, BT=0 if new is None else min(positions, max(16, next_power_of_two(t))),
+        CAUSAL=mask is None, PRECISION="ieee" if q.dtype == jnp.float32 else "tf32",
     )  # fmt: skip
