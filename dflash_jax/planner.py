@@ -50,6 +50,12 @@ class Slot:
         """Keys and values of target and drafter for each position."""
         return self.target_kv + self.draft_kv
 
+    def read(self, context: int, drafts: bool) -> float:
+        """Bytes of keys and values that a round, or a plain step, reads behind ``context`` tokens."""
+        if not drafts:
+            return self.target_kv * context
+        return self.kv * context + min(self.windowed, self.windowed_kv * context)
+
     def bytes(self, length: int, used: int | None = None) -> float:
         """Bytes of a slot of at most ``length`` positions, of which ``used`` (None: all) have pages."""
         if used is None:
@@ -61,12 +67,27 @@ class Slot:
         return self.fixed - self.windowed + windowed + (self.per_position - self.kv) * length + self.kv * pages
 
 
-def measure_slot(target: "Decoder", drafter: "Drafter | Mtp | None", layout: "Layout") -> Slot:
-    """Measures a slot of a pair of models, from shapes."""
+def measure_slot(
+    target: "Decoder", drafter: "Drafter | Mtp | None", layout: "Layout", draft_window_size: int | None = None
+) -> Slot:
+    """Measures a slot of a pair of models, from shapes.
+
+    Args:
+        target: The target.
+        drafter: The drafter; None without one.
+        layout: The mesh.
+        draft_window_size: The last positions that the drafter sees; None: as its layers do.
+    """
     import jax
 
     from dflash_jax.decoding.state import Settings, empty_state, is_kv_cache, state_specs
+    from dflash_jax.models.drafting import DraftWindow
     from dflash_jax.ops.cache import PAGE_SIZE, DeltaState, window_pages
+    from dflash_jax.sampling_params import MAX_LOGPROBS
+
+    # An engine records log-probabilities of every position.
+    top = min(MAX_LOGPROBS, target.config.vocab_size)
+    settings = Settings(top_logprobs=top, draft_window=DraftWindow(draft_window_size))
 
     def size(tree, specs) -> float:
         leaves = zip(jax.tree.leaves(tree), jax.tree.leaves(specs), strict=True)
@@ -74,7 +95,7 @@ def measure_slot(target: "Decoder", drafter: "Drafter | Mtp | None", layout: "La
 
     def measure(length: int, *pages: int) -> tuple[float, float, float, list[float]]:
         """Bytes of the state, of its target's and its drafter's caches, and of each recurrent state."""
-        make = partial(empty_state, target, drafter, layout.data, length, Settings(), (pages[0], pages[1]))
+        make = partial(empty_state, target, drafter, layout.data, length, settings, (pages[0], pages[1]))
         state = jax.eval_shape(make)
         specs = state_specs(target, drafter, state)
         states = [size(c, s) for c, s in zip(state.target, specs.target, strict=True) if isinstance(c, DeltaState)]
@@ -89,7 +110,7 @@ def measure_slot(target: "Decoder", drafter: "Drafter | Mtp | None", layout: "La
     whole, targets, drafts, _ = measure(length, 1, 0)
     windowed_kv = (measure(length, 0, 1)[0] - bare) / PAGE_SIZE
     caches = jax.tree.leaves(
-        jax.eval_shape(partial(empty_state, target, drafter, 1, length)).draft, is_leaf=is_kv_cache
+        jax.eval_shape(partial(empty_state, target, drafter, 1, length, settings)).draft, is_leaf=is_kv_cache
     )
     windows = [(c.window, c.sinks) for c in caches if is_kv_cache(c) and c.window is not None]
     last, first = max((w for w, _ in windows), default=0), max((n for _, n in windows), default=0)
@@ -204,7 +225,9 @@ def _in_eight_bits(module, layout: "Layout", quantize: str | None):
 
 
 @lru_cache(maxsize=64)
-def _measure(shapes: Shapes, layout: "Layout", dtype, eight: frozenset[str]) -> tuple[Weights, Weights | None, Slot]:
+def _measure(
+    shapes: Shapes, layout: "Layout", dtype, eight: frozenset[str], draft_window_size: int | None
+) -> tuple[Weights, Weights | None, Slot]:
     """Target's weights, drafter's weights, and a slot, which plans for several devices or lengths share."""
     from dflash_jax.models.decoder import abstract_decoder
     from dflash_jax.models.drafters import abstract_drafter
@@ -215,7 +238,7 @@ def _measure(shapes: Shapes, layout: "Layout", dtype, eight: frozenset[str]) -> 
     # A head is part of the target's checkpoint, and in as many bits.
     draft_eight = eight if isinstance(shapes.draft, MtpConfig) else frozenset()
     draft_weights = weigh(drafter, layout, draft_eight) if drafter else None
-    return weigh(target, layout, eight), draft_weights, measure_slot(target, drafter, layout)
+    return weigh(target, layout, eight), draft_weights, measure_slot(target, drafter, layout, draft_window_size)
 
 
 def make_plan(
@@ -230,6 +253,7 @@ def make_plan(
     acceptance_length: float,
     block: int,
     quantize: str | None = None,
+    draft_window_size: int | None = None,
 ) -> dict:
     """Plans a system.
 
@@ -244,6 +268,7 @@ def make_plan(
         acceptance_length: Tokens that a round yields, for the tokens a second.
         block: Block size of a round.
         quantize: As `abstract_pair` takes it; "none" keeps an FP8 checkpoint in ``dtype``.
+        draft_window_size: The last positions that the drafter sees; None: as its layers do.
 
     Returns:
         The figures, as one JSON object; bytes are per device. ``max_slots`` are sequences of ``max_len`` tokens that
@@ -257,7 +282,7 @@ def make_plan(
     from dflash_jax.engine.vision_encoder import workspace
 
     eight = frozenset(QUANTIZED) if quantize in ("int8", "fp8") or (shapes.fp8 and quantize != "none") else frozenset()
-    weights, draft_weights, slot = _measure(shapes, layout, dtype, eight)
+    weights, draft_weights, slot = _measure(shapes, layout, dtype, eight, draft_window_size)
     drafting = draft_weights.total if draft_weights else 0.0
     vision_count = vision_parameters(shapes.target)
     # Every device has all of the tower.
@@ -281,12 +306,11 @@ def make_plan(
     def tokens_per_second(tokens: int, drafts: bool) -> float | None:
         if not device.bandwidth:
             return None
-        kv = slot.kv if drafts else slot.target_kv
         extra = 0.0
         if drafts and draft_weights and shapes.draft:
             draft_passes, per_pass = shapes.draft.passes(tokens)
             extra = draft_passes * (draft_weights.read(batch * per_pass) + weights.head)
-        read = weights.read(batch * tokens) + extra + batch * (2 * slot.state + kv * context)
+        read = weights.read(batch * tokens) + extra + batch * (2 * slot.state + slot.read(context, drafts))
         return slots * (acceptance_length if drafts else 1) * device.bandwidth / read
 
     replicated = weights.replicated | (draft_weights.replicated if draft_weights else {})

@@ -150,6 +150,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--acceptance-length", type=float, metavar="A", help="default: 6, or the block size below that")
     p.add_argument("--block-size", type=int, default=None, metavar="B", help="default: the drafter's")
+    p.add_argument("--draft-window-size", type=int, metavar="W", help="context positions that the drafter sees")
     p.add_argument("--language-model-only", action="store_true", help="without the vision tower: text only")
     p.add_argument("--json", action="store_true", help="one JSON object and nothing else")
     add_aliases(p)
@@ -277,7 +278,15 @@ def read_mesh(args, system: System | None, device: Device, count: int) -> str:
 
 def check_numbers(args) -> None:
     """Raises InputError for a count or length that is out of range."""
-    for option in ("max_len", "slots", "devices", "context", "block_size", "decode_context_parallel_size"):
+    for option in (
+        "max_len",
+        "slots",
+        "devices",
+        "context",
+        "block_size",
+        "decode_context_parallel_size",
+        "draft_window_size",
+    ):
         value, most = getattr(args, option), MOST_DEVICES if option == "devices" else MOST
         if value is not None and value < 1:
             raise InputError(f"{option} is {value}: it must be 1 or more")
@@ -332,6 +341,7 @@ def run(args) -> int:
             acceptance_length,
             block,
             args.quantize or options.get("quantize"),
+            args.draft_window_size or options.get("draft_window_size"),
         )
     plans = {name: request.plan() for name, request in requests.items()}
     if args.all_devices:

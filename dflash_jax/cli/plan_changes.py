@@ -35,6 +35,7 @@ class Request:
     acceptance_length: float
     block: int
     quantize: str | None
+    draft_window_size: int | None = None
 
     def plan(self) -> dict:
         """The plan of this request."""

@@ -218,6 +218,7 @@ class ModelRunner:
         assert p.repetition_penalty is not None
         assert p.frequency_penalty is not None
         assert p.presence_penalty is not None
+        window, sinks = self._draft_window(request)
         admission = Admission.pack(
             request.context,
             self.capacity,
@@ -227,8 +228,8 @@ class ModelRunner:
             num_resumed=request.resumed,
             limit=request.need,
             rope_delta=0 if request.media is None else request.media.rope_delta,
-            draft_window=NO_BOUND if request.draft_window_size is None else request.draft_window_size,
-            draft_sinks=request.draft_sink_size,
+            draft_window=window,
+            draft_sinks=sinks,
             top_k=min(p.top_k or 0, 2**31 - 1),
             wants_logprobs=p.wants_logprobs,
             processed_logprobs=p.logprobs_mode == "processed",
@@ -241,6 +242,15 @@ class ModelRunner:
             presence=p.presence_penalty,
         )
         self.admit_packed(slot, admission)
+
+    def _draft_window(self, request: Request) -> tuple[int, int]:
+        """The last and the first positions that the drafter sees: at most those that the drafter's caches keep."""
+        window, size, sinks = self.settings.draft_window, request.draft_window_size, request.draft_sink_size
+        assert not isinstance(window.size, jax.Array)
+        assert not isinstance(window.sinks, jax.Array)
+        if size is None:
+            return NO_BOUND if window.size is None else window.size, window.sinks
+        return (size, sinks) if window.size is None else (min(size, window.size), min(sinks, window.sinks))
 
     def admit_packed(self, slot: int, admission: Admission) -> None:
         """Puts a packed prompt into a slot."""

@@ -127,8 +127,9 @@ class Request:
         stops: Token ids that end the text.
         priority: Lower values go first.
         block_size: Tokens that a round may yield; "auto" leaves the choice to the engine.
-        draft_window_size: The last positions that the drafter sees; None for all.
-        draft_sink_size: The first positions that it sees beside them.
+        draft_window_size: The last positions that the drafter sees; None: those of the engine's settings, which are the
+            most in any case.
+        draft_sink_size: The first positions that it sees beside them, where draft_window_size is given.
         monitor: Callback on new tokens.
         mask: Masks of the tokens that may come next.
         prompt_logprobs: Number of likeliest tokens to report for each prompt token, beside its own log-probability and

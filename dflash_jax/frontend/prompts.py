@@ -22,7 +22,6 @@ from dflash_jax.frontend.sequence import TextSequence
 from dflash_jax.frontend.tokenizer import Tokenizer
 from dflash_jax.media.parts import MediaPart
 from dflash_jax.models.config import ModelConfig
-from dflash_jax.models.drafting import DraftWindow
 from dflash_jax.sampling_params import SamplingParams
 
 # A prompt: text, token ids, or vLLM's dict of either.
@@ -78,7 +77,6 @@ class Prompts:
     block_size: BlockSize
     largest_block: int
     max_len: int
-    draft_window: DraftWindow
     media: MediaReader | None
     # Of requests that have no seed; None: each gets a random one.
     _seeds: Random | None
@@ -227,8 +225,7 @@ class Prompts:
         if records_drafts:
             options["draft_record"] = record = DraftRecord(self.config.vocab_size)
             mask = record if mask is None else CombinedMasks([mask, record])
-        window = {"draft_window_size": self.draft_window.size, "draft_sink_size": self.draft_window.sinks}
-        return TextSequence(ids, filled, stops, self.tokenizer, block_size=block_size, mask=mask, **window, **options)
+        return TextSequence(ids, filled, stops, self.tokenizer, block_size=block_size, mask=mask, **options)
 
     def _sequences(
         self,

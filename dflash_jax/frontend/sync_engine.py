@@ -19,9 +19,11 @@ class Maker(Protocol):
 
     Attributes:
         slots: Slots of an engine, at most.
+        max_len: Positions of a request, at most.
     """
 
     slots: int
+    max_len: int
 
     @property
     def compile_s(self) -> float:
@@ -75,6 +77,8 @@ class SyncEngine:
         need, capacity = max((sequence.request.need for sequence in sequences), default=1), PAGE_SIZE
         while capacity < need:
             capacity *= 2
+        # Pages for positions that no request can have would be of no use.
+        capacity = min(capacity, max(self._maker.max_len, PAGE_SIZE))
         wanted = min(len(sequences), self._maker.slots)
         slots = programs.data * next(n for n in BATCH_SIZES if n * programs.data >= wanted)
         if (engine := self.engine) is not None and engine.failure is None:

@@ -28,8 +28,12 @@ def make_step(loss: Callable, transformation: optax.GradientTransformation):
     return step
 
 
-def next_token_loss(model, batch):
-    """Mean cross-entropy in nats of tokens 1 … T of ``batch`` int [B, T + 1], each given those before it."""
+def token_losses(model, batch):
+    """Cross-entropy in nats [B, T] of tokens 1 … T of ``batch`` int [B, T + 1], each given those before it."""
     hidden, _ = model(batch[:, :-1])
-    logits = model.logits(hidden)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean().astype(jnp.float32)
+    return optax.softmax_cross_entropy_with_integer_labels(model.logits(hidden), batch[:, 1:])
+
+
+def next_token_loss(model, batch):
+    """Mean of `token_losses`."""
+    return token_losses(model, batch).mean().astype(jnp.float32)

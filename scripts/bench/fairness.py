@@ -12,7 +12,6 @@ import json
 import os
 import random
 import re
-import shutil
 import signal
 import statistics
 import subprocess
@@ -22,7 +21,7 @@ import time
 from importlib.util import find_spec
 from pathlib import Path
 
-from dflash_jax.frontend.llm_config import TINY
+from dflash_jax.tools.bundled_pair import with_positions
 
 # --help works without it.
 with contextlib.suppress(ModuleNotFoundError):
@@ -31,17 +30,6 @@ with contextlib.suppress(ModuleNotFoundError):
 VOCAB = 500
 SHORT, NEW = 16, 32
 CLIENTS = 64
-
-
-def longer(directory: Path, positions: int) -> list[str]:
-    """Options of a server on a copy of the bundled pair that has so many positions."""
-    for name in ("target", "draft"):
-        shutil.copytree(TINY / name, directory / name)
-        path = directory / name / "config.json"
-        config = json.loads(path.read_text())
-        config["max_position_embeddings"] = max(positions, config["max_position_embeddings"])
-        path.write_text(json.dumps(config))
-    return ["--target", str(directory / "target"), "--draft", str(directory / "draft")]
 
 
 @contextlib.contextmanager
@@ -151,7 +139,8 @@ def main() -> int:
     positions = -(-(args.long + 256) // 1024) * 1024
     with tempfile.TemporaryDirectory() as directory:
         where = Path(directory)
-        options = [*longer(where, positions), "--slots", "32", "--max-len", str(positions), *args.options]
+        target, draft = map(str, with_positions(where, positions))
+        options = ["--target", target, "--draft", draft, "--slots", "32", "--max-len", str(positions), *args.options]
         with serving(options, where / "log") as url:
             times = asyncio.run(measure(url, args.long, args.repeats, args.streams))
     rows = {name: summary(values) for name, values in times.items()}

@@ -5,12 +5,19 @@
 Each stage reads what the one before left in --out (default: the package's assets) or --work, so they may also be run
 one by one. Corpus: the running Python's standard library; every twentieth file, by a hash of its name, is held out of
 everything.
+
+    python scripts/bundled/make_tiny_pair.py long-target long-drafter long-evaluate
+
+trains a copy of the pair further, on rows of 8,192 and then of 32,768 tokens. The copy is WORK/long/target and
+WORK/long/draft, and is not part of the package.
 """
 
 import argparse
 import json
+import shutil
 import time
 from functools import partial
+from itertools import chain, pairwise
 from pathlib import Path
 
 import jax
@@ -26,6 +33,7 @@ from dflash_jax.models.decoder import Decoder
 from dflash_jax.models.drafter import Drafter
 from dflash_jax.models.families import dflash, qwen3_5
 from dflash_jax.sampling_params import SamplingParams
+from dflash_jax.tools.bundled_pair import with_positions
 from dflash_jax.training import run
 from dflash_jax.training.config import TrainConfig
 from dflash_jax.training.corpus import conversations, standard_library, windows
@@ -36,7 +44,7 @@ from dflash_jax.training.evaluation import (
     measure,
     with_greedy_drafts,
 )
-from dflash_jax.training.language import make_step, next_token_loss
+from dflash_jax.training.language import make_step, next_token_loss, token_losses
 from dflash_jax.training.losses import Loss, default_gamma
 from dflash_jax.training.optimiser import optimiser
 from dflash_jax.training.step import Batch, Recipe, Trainer
@@ -111,6 +119,11 @@ POLISH_TEMPERATURES = [0.2, 0.4, 0.6, 0.8]
 ANCHORS = 32
 # Tokens of a row that the MTP head is trained on.
 HEAD_ROW = 512
+# Of the pair for long contexts: its positions, tokens of the rows of both legs of its training, and anchors of a row of
+# the drafter's: a block costs in proportion to its context.
+LONG_POSITIONS, LONG_ROWS, LONG_ANCHORS = 33 * 1024, (8192, 32768), (1024, 512)
+# Bounds of the positions by which its held-out loss is told, and tokens of the short rows that it is compared with.
+LONG_BUCKETS, SHORT_ROW = (0, 1024, 8192, 32768), 1024
 
 
 def render(tokenizer, chat: list[dict], thinking: bool) -> str:
@@ -137,11 +150,21 @@ def token_stream(documents, args) -> np.ndarray:
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     texts = [d.text for d in documents] + chat_texts(documents, directory)
     order = np.random.default_rng(args.seed).permutation(len(texts))
-    end = tokenizer.token_to_id("<|endoftext|>")
-    pieces = tokenizer.encode_batch([texts[i] for i in order], add_special_tokens=False)
-    stream = np.concatenate([np.array([*p.ids, end], np.int32) for p in pieces])
+    stream = joined([texts[i] for i in order], tokenizer)
     np.save(kept, stream)
     return stream
+
+
+def joined(texts: list[str], tokenizer: Tokenizer) -> np.ndarray:
+    """Token ids of texts, each ended by <|endoftext|>."""
+    end = tokenizer.token_to_id("<|endoftext|>")
+    pieces = tokenizer.encode_batch(texts, add_special_tokens=False)
+    return np.concatenate([np.array([*p.ids, end], np.int32) for p in pieces])
+
+
+def long_stream(documents, directory: Path) -> np.ndarray:
+    """Documents in the order of their paths: what a file uses is often defined in one that is near."""
+    return joined([d.text for d in documents], Tokenizer.from_file(str(directory / "tokenizer.json")))
 
 
 def bits_per_byte(model, documents, directory: Path, length: int = 512) -> float:
@@ -162,15 +185,15 @@ def stage_tokenizer(args) -> None:
     save_tokenizer(train_tokenizer((d.text for d in train), VOCABULARY), args.out / "target", MAX_POSITIONS)
 
 
-def train(name: str, batches, step, model, state, save, every: int = 500):
+def train(name: str, batches, step, model, state, save, every: int = 500, report: int = 50):
     """Runs batches through ``step(model, state, batch) → (model, state, loss)``, reporting and saving on the way."""
     began, losses = time.time(), []
     for i, batch in enumerate(batches, 1):
         model, state, loss = step(model, state, batch)
         losses.append(float(loss))
-        if i % 50 == 0:
+        if i % report == 0:
             seconds = (time.time() - began) / i
-            print(f"{name} step {i} loss {np.mean(losses[-50:]):.4f} {seconds:.2f} s/step", flush=True)
+            print(f"{name} step {i} loss {np.mean(losses[-report:]):.4f} {seconds:.2f} s/step", flush=True)
         if i % every == 0:
             save(model)
     save(model)
@@ -362,6 +385,87 @@ def stage_compare(args) -> None:
     print(f"written to {path}", flush=True)
 
 
+def stage_long_target(args) -> None:
+    """The target on rows of one long text each, at a fifth of the rate that it began with."""
+    directory, _ = with_positions(args.work / "long", LONG_POSITIONS, args.out)
+    stream = long_stream(standard_library()[0], directory)
+    model, raw = load_target(directory), TARGET | {"max_position_embeddings": LONG_POSITIONS}
+    transformation = optimiser(1e-3, sum(args.long_steps), "muon")
+    sizes = zip(LONG_ROWS, args.long_steps, strict=True)
+    legs = [windows(stream, length, 1, steps, args.seed) for length, steps in sizes]
+
+    def save(model):
+        save_module(model, qwen3_5.weight_names(model.config), raw, directory)
+
+    state = transformation.init(model)  # pyright: ignore[reportArgumentType]
+    batches, step = map(jnp.asarray, chain(*legs)), make_step(next_token_loss, transformation)
+    train("target", batches, step, model, state, save, every=10, report=1)
+
+
+def stage_long_drafter(args) -> None:
+    """The drafter by `train fit` on rows of one long text each, against the distributions of the long target."""
+    target = args.work / "long" / "target"
+    _, draft = with_positions(args.work / "long-start", LONG_POSITIONS, args.out)
+    stream = long_stream(standard_library()[0], target)
+    for length, anchors, steps in zip(LONG_ROWS, LONG_ANCHORS, args.long_draft_steps, strict=True):
+        path = args.work / f"long-{length}.jsonl"
+        with path.open("w", encoding="utf-8") as file:
+            for (tokens,) in windows(stream, length - 1, 1, steps, args.seed):
+                file.write(json.dumps({"response_ids": tokens.tolist()}) + "\n")
+        config = TrainConfig(
+            target=str(target),
+            draft=str(draft),
+            data=(str(path),),
+            output=str(args.work / f"long-drafter-{length}"),
+            sequence_length=length,
+            rows=1,
+            anchors=anchors,
+            steps=steps,
+            loss="kl",
+            optimizer="muon",
+            learning_rate=1.5e-3,
+            seed=args.seed,
+            log_every=1,
+            save_every=10,
+        )
+        step, last = run.fit(config, partial(print, flush=True))
+        if step < last:
+            raise SystemExit(75)
+        draft = config.directory / "draft"
+    shutil.copytree(draft, args.work / "long" / "draft", dirs_exist_ok=True)
+
+
+def losses_by_position(model: Decoder, rows: np.ndarray) -> list[dict]:
+    """Held-out loss, in nats a token, by position in the rows [N, T + 1].
+
+    Half of the tokens are also told behind at most `SHORT_ROW` tokens of context and at least half as many: what the
+    loss is if the model is given no more.
+    """
+    losses = jax.jit(token_losses)
+    long = np.stack([np.asarray(losses(model, row[None])[0]) for row in rows])
+    pieces = [row[i : i + SHORT_ROW + 1] for row in rows for i in range(0, rows.shape[1] - 1, SHORT_ROW)]
+    short = np.stack([np.asarray(losses(model, piece[None])[0]) for piece in pieces]).reshape(long.shape)
+    is_late = np.arange(long.shape[1]) % SHORT_ROW >= SHORT_ROW // 2
+    found = []
+    for first, end in pairwise(LONG_BUCKETS):
+        place = (np.arange(long.shape[1]) >= first) & (np.arange(long.shape[1]) < end)
+        figures = {"all": long[:, place], "late": long[:, place & is_late], "late_short": short[:, place & is_late]}
+        found.append({"first": first, "end": end, **{k: round(float(v.mean()), 4) for k, v in figures.items()}})
+    return found
+
+
+def stage_long_evaluate(args) -> None:
+    """Held-out loss by position before and after, as JSON."""
+    found = {}
+    for name, directory in (("bundled", args.out / "target"), ("long", args.work / "long" / "target")):
+        stream, size = long_stream(standard_library()[1], directory), LONG_ROWS[-1]
+        rows = np.stack([stream[i : i + size + 1] for i in range(0, len(stream) - size, size)])
+        found[name] = losses_by_position(load_target(directory), rows)
+        print(f"{name}, {len(rows)} rows: {json.dumps(found[name])}", flush=True)
+    path = args.work / "long-losses.json"
+    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
 STAGES = {
     "tokenizer": stage_tokenizer,
     "target": stage_target,
@@ -371,6 +475,9 @@ STAGES = {
     "head": stage_head,
     "evaluate": stage_evaluate,
     "compare": stage_compare,
+    "long-target": stage_long_target,
+    "long-drafter": stage_long_drafter,
+    "long-evaluate": stage_long_evaluate,
 }
 
 
@@ -387,6 +494,9 @@ def main() -> None:
     parser.add_argument("--draft-steps", type=int, default=3000)
     parser.add_argument("--polish-steps", type=int, default=1500)
     parser.add_argument("--head-steps", type=int, default=250)
+    legs = "on rows of 8,192 and of 32,768 tokens"
+    parser.add_argument("--long-steps", type=int, nargs=2, default=[60, 12], metavar="N", help=legs)
+    parser.add_argument("--long-draft-steps", type=int, nargs=2, default=[40, 8], metavar="N", help=legs)
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
     for stage in args.stages:

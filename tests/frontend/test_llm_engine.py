@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 from itertools import islice
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from tqdm import tqdm
@@ -156,6 +158,25 @@ def test_memory_that_is_not_there():
     small = LLM(mem_fraction=1e-6)
     with pytest.raises(InputError, match=r"1 slots of at most 256 positions do not fit"):
         small.generate(["x"], PARAMS)
+
+
+def test_an_engine_has_no_positions_that_no_request_can_have():
+    """A power of two that the request fits in, but not more than the most that a request may have."""
+
+    def capacity(max_len: int, need: int) -> int:
+        made = []
+
+        def new_engine(programs, slots, capacity, policy):
+            made.append(capacity)
+            return SimpleNamespace(policy=None, submit=lambda request: None)
+
+        maker = SimpleNamespace(slots=4, max_len=max_len, compile_s=0.0, new_engine=new_engine)
+        sequence = Mock(request=Mock(need=need))
+        SyncEngine(maker).submit([sequence], Mock(data=1))
+        return made[0]
+
+    assert [capacity(40_960, need) for need in (200, 300, 33_000, 40_960)] == [256, 512, 40_960, 40_960]
+    assert capacity(100, 90) == 256
 
 
 def test_step_without_a_submitted_sequence_is_an_engine_error(llm):

@@ -367,8 +367,7 @@ class Bench:
         state, read and written.
         """
         rows, drafts = math.ceil(point.batch / self.layout.data), point.block_size > 1
-        kv = self.slot.kv if drafts else self.slot.target_kv
-        context = rows * (2 * self.slot.state + kv * point.context)
+        context = rows * (2 * self.slot.state + self.slot.read(point.context, drafts))
         drafting = self.drafts.total + self.weights.head if drafts else 0.0
         return self.weights.read(rows * point.block_size, touched) + drafting + context
 
