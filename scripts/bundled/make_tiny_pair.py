@@ -120,8 +120,8 @@ ANCHORS = 32
 # Tokens of a row that the MTP head is trained on.
 HEAD_ROW = 512
 # Of the pair for long contexts: its positions, tokens of the rows of both legs of its training, and anchors of a row of
-# the drafter's: a block costs in proportion to its context.
-LONG_POSITIONS, LONG_ROWS, LONG_ANCHORS = 33 * 1024, (8192, 32768), (1024, 512)
+# the drafter's.
+LONG_POSITIONS, LONG_ROWS, LONG_ANCHORS = 33 * 1024, (8192, 32768), 512
 # Bounds of the positions by which its held-out loss is told, and tokens of the short rows that it is compared with.
 LONG_BUCKETS, SHORT_ROW = (0, 1024, 8192, 32768), 1024
 
@@ -407,7 +407,7 @@ def stage_long_drafter(args) -> None:
     target = args.work / "long" / "target"
     _, draft = with_positions(args.work / "long-start", LONG_POSITIONS, args.out)
     stream = long_stream(standard_library()[0], target)
-    for length, anchors, steps in zip(LONG_ROWS, LONG_ANCHORS, args.long_draft_steps, strict=True):
+    for length, steps in zip(LONG_ROWS, args.long_draft_steps, strict=True):
         path = args.work / f"long-{length}.jsonl"
         with path.open("w", encoding="utf-8") as file:
             for (tokens,) in windows(stream, length - 1, 1, steps, args.seed):
@@ -419,7 +419,7 @@ def stage_long_drafter(args) -> None:
             output=str(args.work / f"long-drafter-{length}"),
             sequence_length=length,
             rows=1,
-            anchors=anchors,
+            anchors=LONG_ANCHORS,
             steps=steps,
             loss="kl",
             optimizer="muon",
@@ -459,7 +459,8 @@ def stage_long_evaluate(args) -> None:
     found = {}
     for name, directory in (("bundled", args.out / "target"), ("long", args.work / "long" / "target")):
         stream, size = long_stream(standard_library()[1], directory), LONG_ROWS[-1]
-        rows = np.stack([stream[i : i + size + 1] for i in range(0, len(stream) - size, size)])
+        starts = np.linspace(0, len(stream) - size - 1, args.long_held_out).astype(int)
+        rows = np.stack([stream[start : start + size + 1] for start in starts])
         found[name] = losses_by_position(load_target(directory), rows)
         print(f"{name}, {len(rows)} rows: {json.dumps(found[name])}", flush=True)
     path = args.work / "long-losses.json"
@@ -495,8 +496,10 @@ def main() -> None:
     parser.add_argument("--polish-steps", type=int, default=1500)
     parser.add_argument("--head-steps", type=int, default=250)
     legs = "on rows of 8,192 and of 32,768 tokens"
-    parser.add_argument("--long-steps", type=int, nargs=2, default=[60, 12], metavar="N", help=legs)
-    parser.add_argument("--long-draft-steps", type=int, nargs=2, default=[40, 8], metavar="N", help=legs)
+    parser.add_argument("--long-steps", type=int, nargs=2, default=[16, 2], metavar="N", help=legs)
+    parser.add_argument("--long-draft-steps", type=int, nargs=2, default=[16, 2], metavar="N", help=legs)
+    text = "rows of 32,768 held-out tokens"
+    parser.add_argument("--long-held-out", type=int, default=3, metavar="N", help=text)
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
     for stage in args.stages:
