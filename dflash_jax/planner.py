@@ -83,11 +83,8 @@ def measure_slot(
     from dflash_jax.decoding.state import Settings, empty_state, is_kv_cache, state_specs
     from dflash_jax.models.drafting import DraftWindow
     from dflash_jax.ops.cache import PAGE_SIZE, DeltaState, window_pages
-    from dflash_jax.sampling_params import MAX_LOGPROBS
 
-    # An engine records log-probabilities of every position.
-    top = min(MAX_LOGPROBS, target.config.vocab_size)
-    settings = Settings(top_logprobs=top, draft_window=DraftWindow(draft_window_size))
+    settings = Settings(draft_window=DraftWindow(draft_window_size))
 
     def size(tree, specs) -> float:
         leaves = zip(jax.tree.leaves(tree), jax.tree.leaves(specs), strict=True)
