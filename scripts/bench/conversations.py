@@ -13,7 +13,6 @@ the text is worth nothing, the memory is the same.
 import argparse
 import json
 import random
-import shutil
 import tempfile
 import time
 from pathlib import Path
@@ -21,8 +20,8 @@ from pathlib import Path
 from dflash_jax import LLM, SamplingParams
 from dflash_jax.engine.memory import pages_of_slots, plan_memory
 from dflash_jax.engine.request import Request
-from dflash_jax.frontend.llm_config import TINY
 from dflash_jax.ops.cache import page_size
+from dflash_jax.tools.bundled_pair import with_positions
 
 ANSWER = 180
 LOADS = {"chat": 32768, "mix": 262144}
@@ -33,15 +32,6 @@ def lengths(load: str, rng: random.Random, count: int) -> list[int]:
     if load == "chat":
         return [rng.randrange(1500, 4500) for _ in range(count)]
     return [rng.choices([4096, 32768, 131072, 262144], [70, 20, 9, 1])[0] * 6 // 10 for _ in range(count)]
-
-
-def load_pair(directory: Path, positions: int) -> LLM:
-    """The bundled pair with so many positions."""
-    for name in ("target", "draft"):
-        shutil.copytree(TINY / name, directory / name, dirs_exist_ok=True)
-        path = directory / name / "config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"max_position_embeddings": positions}))
-    return LLM(directory / "target", directory / "draft", max_len=positions, prefix_bytes=0, slots=1)
 
 
 def measure(llm: LLM, load: str, dense: int, count: int, scale: int) -> dict:
@@ -104,7 +94,8 @@ def main() -> None:
     args = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as directory:
-        llm = load_pair(Path(directory), max(LOADS.values()) // args.scale)
+        positions = max(LOADS.values()) // args.scale
+        llm = LLM(*with_positions(Path(directory), positions), max_len=positions, prefix_bytes=0, slots=1)
         for load in LOADS:
             rows.append(measure(llm, load, args.dense, args.requests, args.scale))
             print(json.dumps(rows[-1]), flush=True)
