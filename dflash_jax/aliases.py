@@ -189,10 +189,8 @@ def check_speculative_config(given: dict, name: str) -> dict[str, Any]:
     method = given.get("method", "dflash")
     if not isinstance(method, str) or method not in METHODS:
         raise InputError(f"{name}: its method is {shown(method)}: it must be {' or '.join(METHODS)}")
-    if METHODS[method] == "mtp" and given.setdefault("model", "mtp") != "mtp":
-        raise InputError(
-            f"{name}: {method} drafts with the target's own MTP head: leave the model {shown(str(given['model']))} out"
-        )
+    if METHODS[method] == "mtp":
+        given.setdefault("model", "mtp")
     kinds = {
         "method": str,
         "model": str | Path,
@@ -205,6 +203,10 @@ def check_speculative_config(given: dict, name: str) -> dict[str, Any]:
         if key not in kinds:
             raise InputError(f"{name}: {shown(key)} is not known: known are {', '.join(kinds)}")
         check_type(f"{name}: {key}", value, kinds[key])
+    if METHODS[method] == "mtp" and given["model"] != "mtp":
+        raise InputError(
+            f"{name}: {method} drafts with the target's own MTP head: leave the model {shown(str(given['model']))} out"
+        )
     result = {option: given[key] for option, key in SPECULATIVE_KEYS.items() if key in given}
     if (count := given.get("num_speculative_tokens")) is not None:
         if count < 0:
@@ -234,6 +236,8 @@ def check_speculative_flags(
 
     result: dict[str, Any] = {}
     if method == "mtp":
+        if draft is not None:
+            check_type("draft", draft, str | Path)
         if draft not in (None, "auto", "mtp"):
             raise InputError(
                 f"{flag('speculative_algorithm')} drafts with the target's own MTP head: leave the drafter "

@@ -114,14 +114,10 @@ class HostGroup:
     """
 
     def __init__(self, args: Namespace, system, secret: str, threads: str, make_call: Callable, gpus: float):
-        self._drain_s, self.ongoing, self.failure, self.url = args.drain_s, 0, None, ""
+        self._args, self.ongoing, self.failure, self.url = args, 0, None, ""
+        self._arguments = (args, system, secret, threads, make_call)
         self._has_ended = threading.Event()
-        self._release, group, each = _reserved(args, gpus)
-        try:
-            self._hosts = _actors(group, each, (args, system, secret, threads, make_call))
-        except BaseException:
-            self._release()
-            raise
+        self._release, self._group, self._each = _reserved(args, gpus)
 
     def start(self) -> None:
         """Starts all hosts, and returns when the first one answers requests.
@@ -131,9 +127,9 @@ class HostGroup:
         """
         import ray
 
-        first, *others = self._hosts
-        count = len(self._hosts)
+        count = self._group.bundle_count
         try:
+            first, *others = self._hosts = _actors(self._group, self._each, self._arguments)
             coordinator = ray.get(first.coordinator.remote())
             followers = [host.follow.remote(coordinator, count, 1 + i) for i, host in enumerate(others)]
             leader = first.lead.remote(coordinator, count)
@@ -141,8 +137,10 @@ class HostGroup:
             url = ray.get(ended)
             if ended != leader:
                 raise EngineError("another host than the first has ended")
-        except (ray.exceptions.RayError, EngineError) as e:
+        except BaseException as e:
             self._release()
+            if not isinstance(e, ray.exceptions.RayError | EngineError):
+                raise
             raise EngineError(f"a replica over {count} hosts cannot start: {str(e)[-500:]}") from None
         self.url = url
         threading.Thread(target=self._look, name="look", daemon=True).start()
@@ -164,7 +162,7 @@ class HostGroup:
 
         self._has_ended.set()
         with suppress(ray.exceptions.RayError):
-            ray.get(self._hosts[0].stop.remote(), timeout=self._drain_s + STOP_S)
+            ray.get(self._hosts[0].stop.remote(), timeout=self._args.drain_s + STOP_S)
         self._release()
 
 

@@ -50,8 +50,9 @@ class Settings:
 PLAIN_SETTINGS = Settings()
 # Larger than any position.
 NO_BOUND = 2**30
-# Positions of a sequence whose log-probabilities are kept (R): as many as a dispatch yields tokens, or more.
-RECORDED = 512
+# Positions of a sequence whose log-probabilities are kept (R). A dispatch yields no more tokens: REPORT_SIZE, or the
+# largest block that a checkpoint may have.
+RECORDED = 1024
 
 
 @jax.tree_util.register_dataclass

@@ -208,16 +208,16 @@ class PatchMerger(nnx.Module):
         self.fc2 = Linear((config.out_hidden_size,), (merged,), rngs, dtype, backend)
         self.backend = backend
 
-    def __call__(self, x: Float[Array, "N H"], live: Int[Array, ""]) -> Float[Array, "M T"]:
-        """Maps patches [N, H] in the order of their blocks to tokens [M, T]; ``live`` tokens count."""
+    def __call__(self, x: Float[Array, "N H"], live_tokens: Int[Array, ""]) -> Float[Array, "M T"]:
+        """Maps patches [N, H] in the order of their blocks to tokens [M, T], of which ``live_tokens`` count."""
+        hidden = x.shape[1]
 
         def merged(x: Array) -> Array:
             y = self.fc1(self.norm(x.reshape(-1, hidden)).reshape(x.shape))
             # GELU (arXiv 1606.08415), here without an approximation.
             return self.fc2(jax.nn.gelu(y.astype(jnp.float32), approximate=False).astype(x.dtype))
 
-        hidden = x.shape[1]
-        return _of_live(self.backend, merged, [x.reshape(-1, self.fc1.bias.get_value().shape[0])], live)
+        return _of_live(self.backend, merged, [x.reshape(-1, self.fc1.bias.get_value().shape[0])], live_tokens)
 
 
 class VisionTower(nnx.Module):

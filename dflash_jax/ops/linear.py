@@ -266,7 +266,7 @@ def _supports_triton(
     if not backend.has_triton:
         return backend.no_triton
     if bias is not None or gelu:
-        return "a bias or GELU: the kernel is for products that read a weight for few rows"
+        return "the kernel computes neither a bias nor GELU"
     from dflash_jax.ops.kernels.triton import linear as triton_linear
 
     return triton_linear.why_not(*_matrix_shape(x, contracted), weights, backend.triton_card)
@@ -340,7 +340,8 @@ def linear(
         x: [..., *in], an array or `DeferredNorm`.
         weights: [*out, *in] each, or [2, F, H] each with ``swiglu``.
         contracted: How many axes *in has.
-        dtype: Dtype of the results; by default the wider of x's and the weight's for arrays, x's for other weights.
+        dtype: Dtype of the results; by default the wider of x's and the weight's for arrays, x's for other weights and
+            with a bias.
         return_normed: Whether the normed x follows the results.
         swiglu: The first half of each weight's outputs, through silu, multiplies the second half.
         bias: [*out], added in float32 to the result of one weight, before it is rounded; without ``swiglu``.

@@ -15,6 +15,7 @@ import json
 import random
 import tempfile
 import time
+from datetime import date
 from pathlib import Path
 
 from dflash_jax import LLM, SamplingParams
@@ -38,6 +39,8 @@ def measure(llm: LLM, load: str, dense: int, count: int, scale: int) -> dict:
     """What runs at a time in the bytes of ``dense`` slots."""
     capacity, rng = LOADS[load] // scale, random.Random(0)
     sizes = [length // scale for length in lengths(load, rng, count)]
+    if min(sizes) <= ANSWER:
+        raise SystemExit(f"error: --scale {scale} leaves {min(sizes)} tokens, and the answers alone have {ANSWER}")
     # The engine of one slot says what its parts take.
     probe = llm.new_engine(llm.programs, 1, capacity)
     settings, config = probe.runner.settings, probe.config
@@ -72,6 +75,8 @@ def measure(llm: LLM, load: str, dense: int, count: int, scale: int) -> dict:
     return {
         "load": load,
         "scale": scale,
+        "requests": count,
+        "date": f"{date.today()}",
         "dense_slots": dense,
         "dense_pages": pages_of_slots(llm.programs, dense, capacity, settings)[0],
         "room_bytes": room,

@@ -142,8 +142,8 @@ def test_hosts_that_cannot_be_reserved_are_given_back(world, monkeypatch):
         raise EngineError("a node has ended")
 
     monkeypatch.setattr(world, "ready", fails)
-    with pytest.raises(RayError, match="a node has ended"):
-        group()
+    with pytest.raises(EngineError, match="a replica over 2 hosts cannot start: a node has ended"):
+        group().start()
     assert world.released == 1
 
 

@@ -12,6 +12,7 @@ from dflash_jax.engine.config import round_specs
 from dflash_jax.engine.draft_length import DraftLengthPolicy
 from dflash_jax.frontend.compare import divergence
 from dflash_jax.frontend.sampling_defaults import SamplingDefaults
+from dflash_jax.models.families.reading import LIMITS
 
 PROMPTS = ["def main(", "import os\nimport", "class Parser:\n    def __init__(self", "x"]
 SAMPLED = SamplingParams(
@@ -102,6 +103,7 @@ def test_logprobs_of_raw_and_processed_distribution(llm):
 
 def test_log_probabilities_behind_more_positions_than_a_slot_keeps(llm):
     """The most likely token at each position is the greedy one, and no other position's."""
+    assert max(step_functions.REPORT_SIZE, LIMITS["block_size"]) <= RECORDED
     params = SamplingParams(temperature=0.0, logprobs=2, max_tokens=RECORDED + 90, ignore_eos=True)
     (out,) = llm.generate(["def main("], params, block_size=4)
     assert len(out.token_ids) == RECORDED + 90

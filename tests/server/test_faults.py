@@ -37,7 +37,7 @@ def break_device(engine: AsyncEngine, requests: int) -> None:
         reads.append(args)
         if len(reads) > 1:
             raise RuntimeError("the device is on fire")
-        wait_until(lambda: engine.open_requests == requests)
+        assert wait_until(lambda: engine.open_requests == requests)
         return original(*args)
 
     device.read = read
@@ -67,7 +67,8 @@ def test_the_device_fails_in_the_middle_of_many_streams(llm):
     try:
         found = asyncio.run(main())
         for status, told, is_ended in found:
-            assert status in (200, 500)
+            # 503 for one that came to the engine's thread behind the failure.
+            assert status in (200, 500, 503)
             assert "on fire" in told[-1]["error"]["message"]
             assert is_ended
         # Some had begun, the others still waited for a slot.

@@ -104,6 +104,12 @@ ffi::Error Call(F32 x, F32 norm, F32 bias, F32 residual, ffi::Buffer<ffi::S32> i
     }
     parts += all[i].parts(), read += all[i].outputs * k_size;
   }
+  if (bias.element_count() > 0 && static_cast<int64_t>(bias.element_count()) != all[0].outputs) {
+    return ffi::Error::InvalidArgument("a bias of another size than the outputs");
+  }
+  if (residual.element_count() > 0 && static_cast<int64_t>(residual.element_count()) != rows * all[0].outputs) {
+    return ffi::Error::InvalidArgument("a residual of another size than the result");
+  }
   const float* const residuals = residual.element_count() > 0 ? residual.typed_data() : nullptr;
   const float* const biases = bias.element_count() > 0 ? bias.typed_data() : nullptr;
 
