@@ -89,8 +89,9 @@ def compared(
     return set(ran)
 
 
+@pytest.mark.long
 def test_tokens_are_those_of_xla(models):
-    """The short form: drawn tokens of two prompts. A kernel that did not run fails the test."""
+    """The shortest form: drawn tokens of two prompts. A kernel that did not run fails the test."""
     assert compared(models, 0.8, (17, 75), (PLAIN_ALONE, WIDE_TOGETHER)) == KERNELS
 
 
