@@ -500,6 +500,9 @@ def machine() -> str:
 def measure(url: str, pid: int | None, only: list[str]) -> tuple[list[list[str]], bool]:
     """(rows of the table, whether all waits were short)."""
     capacity = httpx.get(f"{url}/v1/models").json()["data"][0]["max_model_len"]
+    # What is compiled behind delays the stream of the run without attacks, too.
+    while (info := httpx.get(f"{url}/server_info").json()["warm_up"])["compiled"] < info["total"]:
+        time.sleep(1)
     target, monitor, memory = Target(url, capacity), Monitor(url), Memory(pid)
     time.sleep(5)
     monitor.mark()
