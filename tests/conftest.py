@@ -59,6 +59,24 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: next((i for i, name in enumerate(LONGEST) if name in item.nodeid), len(LONGEST)))
 
 
+# The batch sizes of other tests, while those that are `SERVED` run.
+_batch_sizes: list[tuple[int, ...]] = []
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Servers of tests have programs of two batch sizes, and leave those of all other tests alone."""
+    is_served = item.nodeid.startswith(SERVED)
+    if is_served != bool(_batch_sizes):
+        from dflash_jax.engine import model_runner
+
+        if is_served:
+            _batch_sizes.append(model_runner.BATCH_SIZES)
+            model_runner.BATCH_SIZES = (1, 4)
+        else:
+            model_runner.BATCH_SIZES = _batch_sizes.pop()
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     """A process has whole files, and one process has all that are `SERVED`: the server starts once."""

@@ -13,7 +13,6 @@ import pytest
 import uvicorn
 
 from dflash_jax import LLM, SamplingParams
-from dflash_jax.engine import model_runner
 from dflash_jax.engine.service import AsyncEngine
 from dflash_jax.engine.warm_up import warm_up
 from dflash_jax.server.app import build
@@ -113,9 +112,7 @@ def bundled() -> LLM:
 
 @pytest.fixture(scope="session")
 def llm():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model_runner, "BATCH_SIZES", (1, 4))
-        yield bundled()
+    return bundled()
 
 
 def started(llm, *, prepared: bool = True, **options) -> AsyncEngine:
