@@ -122,7 +122,7 @@ HEAD_ROW = 512
 # Of the pair for long contexts: its positions, tokens of the rows of both legs of its training, and anchors of a row of
 # the drafter's.
 LONG_POSITIONS, LONG_ROWS, LONG_ANCHORS = 33 * 1024, (8192, 32768), 512
-# Bounds of the positions by which its held-out loss is told, and tokens of the short rows that it is compared with.
+# Positions at which the ranges of the held-out loss begin and end, and the length of the short rows beside it.
 LONG_BUCKETS, SHORT_ROW = (0, 1024, 8192, 32768), 1024
 
 
