@@ -112,6 +112,14 @@ def test_a_weight_of_a_stack_has_the_bits_of_the_weight_alone(options):
 
 
 @needs_kernel
+@pytest.mark.parametrize(("name", "shape"), [("bias", (1,)), ("bias", (41,)), ("residual", (1, 40))])
+def test_a_bias_or_residual_of_another_size_is_refused(name, shape):
+    weight = PackedWeight.of(np.ones((40, 8), np.float32), 1)
+    with pytest.raises(Exception, match=f"a {name} of another size"):
+        jax.block_until_ready(cpu.linear(jnp.ones((2, 8)), [weight], **{name: jnp.ones(shape)}))
+
+
+@needs_kernel
 @pytest.mark.parametrize("options", [{"swiglu": True}, {"gelu": True}])
 def test_activations_of_large_numbers_and_of_none(options):
     x = jnp.asarray([[-1e30], [-1e4], [-90.0], [-1.0], [0.0], [1.0], [30.0], [1e4], [np.nan]], jnp.float32)
