@@ -361,6 +361,37 @@ def rotate_reference(
     return None if q is None else rotated(q[..., 0, :], norms[0]), rotated(k, norms[1])
 
 
+def _supports_cpp_rotation(
+    backend: Backend,
+    q: Array | None,
+    k: Array,
+    angles: tuple[Array, Array],
+    norms: tuple[Array | None, Array | None],
+    *args: Any,
+    **options: Any,
+) -> str | None:
+    if not backend.has_cpp:
+        return backend.no_cpp
+    given = [x.dtype for x in (q, k, *angles, *norms) if x is not None]
+    other = next((jnp.dtype(dtype).name for dtype in given if dtype != jnp.float32), None)
+    return None if other is None else f"{other}: the kernel is for float32"
+
+
+def _cpp_rotation(
+    backend: Backend,
+    q: Array | None,
+    k: Array,
+    angles: tuple[Array, Array],
+    norms: tuple[Array | None, Array | None],
+    eps: float = 0.0,
+    offset: float = 0.0,
+) -> tuple[Array | None, Array]:
+    kernel = with_gradient_of(
+        partial(rotate_reference, backend, eps=eps, offset=offset), partial(cpp.rotate, eps=eps, offset=offset)
+    )
+    return kernel(q, k, angles, norms)
+
+
 def _supports_triton_rotation(backend: Backend, q: Array | None, k: Array, *args: Any, **options: Any) -> str | None:
     if not backend.has_triton:
         return backend.no_triton
@@ -388,6 +419,7 @@ def _triton_rotation(
 
 
 ROTATIONS = (
+    Implementation("cpp", _supports_cpp_rotation, _cpp_rotation),
     Implementation("triton", _supports_triton_rotation, _triton_rotation),
     Implementation("reference", supports_everything, rotate_reference),
 )
@@ -445,6 +477,21 @@ def write_reference(
     return placed(k_buffer, k), placed(v_buffer, v)
 
 
+def _supports_cpp_write(
+    backend: Backend, k_buffer: Array, v_buffer: Array, table: Array, k: Array, *args: Array
+) -> str | None:
+    if not backend.has_cpp:
+        return backend.no_cpp
+    if k.dtype != k_buffer.dtype:
+        return f"{jnp.dtype(k.dtype).name} into {jnp.dtype(k_buffer.dtype).name}: the kernel converts nothing"
+    return None
+
+
+def _cpp_write(backend: Backend, *args: Array) -> tuple[Array, Array]:
+    k_buffer, v_buffer = cpp.write(*args)
+    return k_buffer, v_buffer
+
+
 def _supports_triton_write(
     backend: Backend, k_buffer: Array, v_buffer: Array, table: Array, k: Array, *args: Array
 ) -> str | None:
@@ -463,6 +510,7 @@ def _triton_write(backend: Backend, *args: Array) -> tuple[Array, Array]:
 
 
 WRITES = (
+    Implementation("cpp", _supports_cpp_write, _cpp_write),
     Implementation("triton", _supports_triton_write, _triton_write),
     Implementation("reference", supports_everything, write_reference),
 )

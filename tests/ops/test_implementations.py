@@ -51,6 +51,8 @@ def rotation_cases():
     q, k = source.normal(2, 3, 5, 2, 32), source.normal(2, 3, 2, 32)
     yield (q, k, tuple(angles), (source.normal(32), source.normal(32))), {"eps": 1e-6, "offset": 1.0}
     yield (None, k, tuple(angles), (None, None)), {}
+    # One row of angles for all rows.
+    yield (q, k, tuple(angles[:, :1]), (None, None)), {}
 
 
 def write_cases():
@@ -59,6 +61,19 @@ def write_cases():
         # Tokens that are not written have a place past the end.
         places = jnp.where(jnp.arange(tokens) % 3 != 1, positions, cache.capacity)
         yield (cache.k, cache.v, cache.table, k, v, cache.rows, places), {}
+    # Places whose table names no page.
+    yield (
+        (
+            cache.k,
+            cache.v,
+            jnp.full_like(cache.table, len(cache.k)).at[0].set(cache.table[0]),
+            k,
+            v,
+            cache.rows,
+            places,
+        ),
+        {},
+    )
 
 
 def delta_cases():

@@ -1,9 +1,13 @@
-// Attention of new tokens over a cache and over one another, in float32, as an XLA FFI call: `attend` of calls.py.
-// A part is one KV head of one batch entry; 16 of its query rows (ordered by token, then head) are in the lanes of a
+// Attention of new tokens over a cache and over one another, the rotation before it, and the writing of a cache, as XLA
+// FFI calls: `attend`, `rotate` and `write` of calls.py.
+//
+// Attention is in float32. A part is one KV head of one batch entry; 16 of its query rows (ordered by token, then head) are in the lanes of a
 // vector. The valid part of the cache is read in place, once for each 16 rows.
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
+#include <vector>
 
 #include "shared.h"
 #include "xla/ffi/api/ffi.h"
@@ -164,6 +168,94 @@ ffi::Error Call(F32 q, F32 k, F32 v, ffi::Buffer<ffi::PRED> block_mask, F32 k_ca
   return ffi::Error::Success();
 }
 
+// The fewest numbers whose rotation is worth a second thread.
+constexpr int64_t kAlone = 16384;
+
+// Heads of one projection of the tokens: RMSNorm, unless `norm` is null, and rotation (arXiv 2104.09864) of the first
+// 2 · half of their numbers.
+struct Projection {
+  const float *x, *norm;
+  float* out;
+  int64_t heads, size, stride;  // `stride`: from a head of x to the next
+
+  void Rotate(int64_t token, const float* cos, const float* sin, int64_t half, float eps, float offset) const {
+    for (int64_t n = token * heads; n < (token + 1) * heads; ++n) {
+      const float* from = x + n * stride;
+      float* const y = out + n * size;
+      if (norm) Norm(from, norm, size, eps, offset, y), from = y;
+      for (int64_t d = 0; d < half; ++d) {
+        const float first = from[d], second = from[d + half];
+        y[d] = first * cos[d] - second * sin[d];
+        y[d + half] = second * cos[d] + first * sin[d];
+      }
+      if (!norm) std::memcpy(y + 2 * half, from + 2 * half, (size - 2 * half) * sizeof(float));
+    }
+  }
+};
+
+// cos, sin [B or 1, T, half]; of each projection x [B, T, heads, parts, D], of whose parts the first counts, and the
+// weight of its norm [D], or an empty one; the results are [B, T, heads, D].
+ffi::Error Rotate(F32 cos, F32 sin, ffi::RemainingArgs args, ffi::RemainingRets out, float eps, float offset) {
+  const int64_t half = cos.dimensions()[2], angles = cos.dimensions()[0] * cos.dimensions()[1];
+  int64_t tokens = 0, numbers = 0;
+  std::vector<Projection> all;
+  for (size_t i = 0; i < out.size(); ++i) {
+    const F32 x = args.get<F32>(2 * i).value(), norm = args.get<F32>(2 * i + 1).value();
+    auto result = out.get<F32>(i).value();
+    const int64_t heads = x.dimensions()[2], size = x.dimensions()[4];
+    if (2 * half > size) return ffi::Error::InvalidArgument("more angles than numbers of a head");
+    const float* const weight = norm.element_count() > 0 ? norm.typed_data() : nullptr;
+    all.push_back({x.typed_data(), weight, result->typed_data(), heads, size, x.dimensions()[3] * size});
+    tokens = x.dimensions()[0] * x.dimensions()[1], numbers += result->element_count();
+  }
+  const auto part = [&](int64_t token) {
+    const int64_t at = token % angles * half;
+    for (const Projection& each : all) {
+      each.Rotate(token, cos.typed_data() + at, sin.typed_data() + at, half, eps, offset);
+    }
+  };
+  if (numbers <= kAlone) {
+    for (int64_t i = 0; i < tokens; ++i) part(i);
+  } else {
+    TheTeam().Run(tokens, part);
+  }
+  return ffi::Error::Success();
+}
+
+// k_cache, v_cache [pages, K, P, D] in any dtype; table [all rows, n]; k, v [B, T, K, D] in that dtype; rows [B];
+// positions [B, T]. What falls on no page is dropped.
+ffi::Error Write(ffi::AnyBuffer k_cache, ffi::AnyBuffer v_cache, I32 table, ffi::AnyBuffer k, ffi::AnyBuffer v,
+                 I32 rows, I32 positions, ffi::Result<ffi::AnyBuffer> k_out, ffi::Result<ffi::AnyBuffer> v_out) {
+  // XLA copies an argument that is not donated.
+  if (k_cache.untyped_data() != k_out->untyped_data() || v_cache.untyped_data() != v_out->untyped_data()) {
+    return ffi::Error::Internal("the cache was not written in place");
+  }
+  const int64_t batch = k.dimensions()[0], tokens = k.dimensions()[1], kv_heads = k.dimensions()[2];
+  const int64_t pages = k_cache.dimensions()[0], page_size = k_cache.dimensions()[2];
+  const int64_t all = table.dimensions()[0], most = table.dimensions()[1];
+  const int64_t bytes = k.dimensions()[3] * ffi::ByteWidth(k.element_type());
+  const auto copy = [&](const ffi::AnyBuffer& from, ffi::AnyBuffer& to, int64_t token, int64_t page, int64_t place) {
+    const char* source = static_cast<const char*>(from.untyped_data()) + token * kv_heads * bytes;
+    char* target = static_cast<char*>(to.untyped_data()) + (page * kv_heads * page_size + place) * bytes;
+    for (int64_t head = 0; head < kv_heads; ++head, source += bytes, target += page_size * bytes) {
+      std::memcpy(target, source, bytes);
+    }
+  };
+  for (int64_t b = 0; b < batch; ++b) {
+    const int64_t row = rows.typed_data()[b];
+    if (row < 0 || row >= all) continue;
+    for (int64_t token = b * tokens; token < (b + 1) * tokens; ++token) {
+      const int64_t position = positions.typed_data()[token];
+      if (position < 0 || position >= most * page_size) continue;
+      const int64_t page = table.typed_data()[row * most + position / page_size];
+      if (page < 0 || page >= pages) continue;
+      copy(k, *k_out, token, page, position % page_size);
+      copy(v, *v_out, token, page, position % page_size);
+    }
+  }
+  return ffi::Error::Success();
+}
+
 }  // namespace
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(DflashAttend, Call,
@@ -182,3 +274,24 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(DflashAttend, Call,
                                   .Arg<I32>()
                                   .Ret<F32>()
                                   .Attr<bool>("causal"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(DflashRotate, Rotate,
+                              ffi::Ffi::Bind()
+                                  .Arg<F32>()
+                                  .Arg<F32>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attr<float>("eps")
+                                  .Attr<float>("offset"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(DflashWrite, Write,
+                              ffi::Ffi::Bind()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<I32>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<I32>()
+                                  .Arg<I32>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>());

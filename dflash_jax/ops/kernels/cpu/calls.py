@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
 
 from dflash_jax.ops.cache import Bounds, DeltaRecord, DeltaState, KVCache
 from dflash_jax.ops.kernels.cpu.library import find_compiler, load, threads
@@ -48,7 +48,7 @@ def why_not() -> str | None:
         log.warning("%s could not make the kernels for this CPU, all are XLA's: %s", " ".join(compiler), reason)
         return f"{' '.join(compiler)} could not compile them: {reason}"
     library.DflashThreads(ctypes.c_int64(threads()))
-    for name in ("Linear", "Attend", "AttendFrames", "Mix", "Replay", "Experts", "Noise", "Zeros"):
+    for name in ("Linear", "Attend", "Rotate", "Write", "AttendFrames", "Mix", "Replay", "Experts", "Noise", "Zeros"):
         name = f"Dflash{name}"
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
     return None
@@ -145,6 +145,42 @@ def attend(
     seen = bounds.first, bounds.recent, bounds.sinks
     call: Any = jax.ffi.ffi_call("DflashAttend", jax.ShapeDtypeStruct(q.shape, jnp.float32))
     return call(q, k, v, block_mask, *context, *seen, causal=mask is None)
+
+
+def rotate(
+    q: Float[Array, "B T N halves D"] | None,
+    k: Float[Array, "B T K D"],
+    angles: tuple[Float[Array, "#B T half"], Float[Array, "#B T half"]],
+    norms: tuple[Float[Array, " D"] | None, Float[Array, " D"] | None],
+    eps: float,
+    offset: float,
+) -> tuple[Float[Array, "B T N D"] | None, Float[Array, "B T K D"]]:
+    """`ops.attention.rotate` in float32, without a gradient.
+
+    XLA computes the cosine and the sine of an angle again for each head, as parts of its fusions.
+    """
+    none = jnp.zeros(0, jnp.float32)
+    each = [(x, norm) for x, norm in zip((q, k[..., None, :]), norms, strict=True) if x is not None]
+    shapes = [jax.ShapeDtypeStruct((*x.shape[:3], x.shape[4]), jnp.float32) for x, _ in each]
+    inputs = [a for x, norm in each for a in (x, none if norm is None else norm)]
+    call: Any = jax.ffi.ffi_call("DflashRotate", shapes)
+    *queries, keys = call(*angles, *inputs, eps=np.float32(eps), offset=np.float32(offset))
+    return (queries[0] if queries else None), keys
+
+
+def write(
+    k_buffer: Shaped[Array, "pages K P D"],
+    v_buffer: Shaped[Array, "pages K P D"],
+    table: Int[Array, "rows n"],
+    k: Shaped[Array, "B T K D"],
+    v: Shaped[Array, "B T K D"],
+    rows: Int[Array, " B"],
+    positions: Int[Array, "B T"],
+) -> list[Array]:
+    """`ops.attention.write_reference` in place, for keys and values in the buffers' dtype."""
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k_buffer, v_buffer)]
+    call: Any = jax.ffi.ffi_call("DflashWrite", shapes, input_output_aliases={0: 0, 1: 1})
+    return call(k_buffer, v_buffer, table, k, v, rows, positions.astype(jnp.int32))
 
 
 def why_not_frames(q: Array) -> str | None:

@@ -29,17 +29,6 @@ struct Weight {
   int64_t parts() const { return (steps() + kPartPanels - 1) / kPartPanels; }
 };
 
-void Norm(const float* x, const float* weight, int64_t size, float eps, float offset, float* out) {
-  Floats squares = {};
-  float sum = 0;
-  int64_t k = 0;
-  for (; k + kLanes <= size; k += kLanes) squares += Load(x + k) * Load(x + k);
-  for (; k < size; ++k) sum += x[k] * x[k];
-  for (int i = 0; i < kLanes; ++i) sum += squares[i];
-  const float scale = 1.0f / __builtin_sqrtf(sum / size + eps);
-  for (int64_t i = 0; i < size; ++i) out[i] = x[i] * scale * (offset + weight[i]);
-}
-
 // GELU (arXiv 1606.08415) by tanh: x / 2 · (1 + tanh z) = x / (1 + exp(-2 z)).
 inline Floats Gelu(Floats x) {
   const Floats z = x * (x * x * 0.0713548163f + 1.59576912f);  // 2 z = 2 √(2 / π) (x + 0.044715 x³)

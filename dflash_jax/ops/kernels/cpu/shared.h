@@ -49,6 +49,18 @@ inline Floats Silu(Floats x) {
   return x * Choose(x > 0, one, small) / (one + small);
 }
 
+// RMSNorm (arXiv 1910.07467) of one row.
+inline void Norm(const float* x, const float* weight, int64_t size, float eps, float offset, float* out) {
+  Floats squares = {};
+  float sum = 0;
+  int64_t k = 0;
+  for (; k + kLanes <= size; k += kLanes) squares += Load(x + k) * Load(x + k);
+  for (; k < size; ++k) sum += x[k] * x[k];
+  for (int i = 0; i < kLanes; ++i) sum += squares[i];
+  const float scale = 1.0f / __builtin_sqrtf(sum / size + eps);
+  for (int64_t i = 0; i < size; ++i) out[i] = x[i] * scale * (offset + weight[i]);
+}
+
 // Threads that compute the parts of one call at a time. They spin for the next call before they sleep, since in a model
 // it comes at once and waking takes as long as a product; the caller waits only for threads that have begun a part.
 class Team {
