@@ -7,9 +7,7 @@ Dimension letters: N patches, H the tower's hidden size, M merge blocks (tokens)
 """
 
 import math
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -21,14 +19,10 @@ from jaxtyping import Array, Float, Int
 from dflash_jax.models.config import VisionConfig
 from dflash_jax.models.layers import constant, normal
 from dflash_jax.models.rope import CosSin
-from dflash_jax.ops.attention import apply_rope
 from dflash_jax.ops.backend import XLA, Backend
 from dflash_jax.ops.frame_attention import frame_attention
-from dflash_jax.ops.linear import linear
+from dflash_jax.ops.linear import DeferredNorm, linear
 from dflash_jax.ops.weights import LANES, PackedWeight, is_weight
-
-# Rows of the tiles of `_of_live`, descending: the rows behind the last large one go into small ones.
-TILES = (256, 64)
 
 
 class LayerNorm(nnx.Module):
@@ -45,12 +39,13 @@ class LayerNorm(nnx.Module):
         self.bias = constant(rngs, shape, dtype, 0.0)
         self.eps = eps
 
+    def deferred(self, x: Float[Array, "N H"]) -> DeferredNorm:
+        """An input [N, H] whose norm the linear map that takes it computes."""
+        return DeferredNorm(x, self.weight[...], self.eps, bias=self.bias[...])
+
     def __call__(self, x: Float[Array, "N H"]) -> Float[Array, "N H"]:
         """Normalises x [N, H]."""
-        x32 = x.astype(jnp.float32)
-        x32 -= jnp.mean(x32, axis=-1, keepdims=True)
-        x32 *= jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
-        return (x32 * self.weight[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)).astype(x.dtype)
+        return self.deferred(x).apply()
 
 
 class Linear(nnx.Module):
@@ -85,12 +80,18 @@ class Linear(nnx.Module):
         return {"weight": self.contracted} if self.can_pack else {}
 
     def __call__(
-        self, x: Float[Array, "N ..."], *, gelu: bool = False, residual: Float[Array, "N ..."] | None = None
+        self,
+        x: Float[Array, "N ..."] | DeferredNorm,
+        live: Int[Array, ""],
+        *,
+        gelu: bool = False,
+        residual: Float[Array, "N ..."] | None = None,
     ) -> Float[Array, "N ..."]:
         """Maps x.
 
         Args:
-            x: [N, *inner].
+            x: [N, *inner], an array or `DeferredNorm`.
+            live: int []: the first rows that count; the others of the result mean nothing.
             gelu: Whether GELU by tanh follows.
             residual: [N, *out], added last.
 
@@ -99,37 +100,9 @@ class Linear(nnx.Module):
         """
         (y,) = linear(
             self.backend, x, [self.weight[...]], self.contracted,
-            dtype=x.dtype, bias=self.bias[...], gelu=gelu, residual=residual,
+            bias=self.bias[...], gelu=gelu, residual=residual, live=live,
         )  # fmt: skip
         return y
-
-
-def _of_live(backend: Backend, function: Callable[..., Any], arrays: Sequence[Array], live: Int[Array, ""]) -> Any:
-    """A function of rows, of at least the first ``live`` of them.
-
-    A CPU does not compute padding, half of a call at worst: it computes in tiles, whose arrays fit its caches, and
-    behind the last one the result is zero.
-
-    Args:
-        backend: Where it runs.
-        function: Of ``arrays``, whose result's rows depend on theirs one by one.
-        arrays: [N, …] each.
-        live: Rows that count.
-    """
-    if backend.platform != "cpu" or arrays[0].shape[0] % TILES[0]:
-        return function(*arrays)
-
-    def tile(i: Any, results: Any, first: Any, rows: int) -> Any:
-        start = first + i * rows
-        parts = function(*(jax.lax.dynamic_slice_in_dim(x, start, rows) for x in arrays))
-        write = jax.lax.dynamic_update_slice_in_dim
-        return jax.tree.map(lambda result, part: write(result, part, start, 0), results, parts)
-
-    results = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(function, *arrays))
-    large, small = TILES
-    whole = live // large
-    results = jax.lax.fori_loop(0, whole, partial(tile, first=0, rows=large), results)
-    return jax.lax.fori_loop(0, -(-(live % large) // small), partial(tile, first=whole * large, rows=small), results)
 
 
 class VisionBlock(nnx.Module):
@@ -166,29 +139,17 @@ class VisionBlock(nnx.Module):
 
         Args:
             x: [N, H].
-            angles: Rotary angles of the patches, [1, N, head / 2] each.
+            angles: Rotary angles of the patches, [N, head / 2] each.
             low: First patch that each patch sees, int [N].
             high: The one behind the last, int [N].
 
         Returns:
             [N, H].
         """
-
-        def projected(x: Array, *angles: Array) -> tuple[Array, Array, Array]:
-            q, k, v = jnp.moveaxis(self.qkv(self.norm1(x)), 1, 0)
-            # Rotated and scaled in float32, and rounded once.
-            cos, sin = (a[None] for a in angles)
-            q, k = (apply_rope(y[None].astype(jnp.float32), (cos, sin))[0] for y in (q, k))
-            return (q * q.shape[-1] ** -0.5).astype(x.dtype), k.astype(x.dtype), v
-
-        def mixed(x: Array, y: Array) -> Array:
-            x = self.proj(y, residual=x)
-            return self.fc2(self.fc1(self.norm2(x), gelu=True), residual=x)
-
-        rows = (x, *(a[0] for a in angles))
         live = jnp.max(high)
-        q, k, v = _of_live(self.backend, projected, rows, live)
-        return _of_live(self.backend, mixed, (x, frame_attention(self.backend, q, k, v, low, high)), live)
+        y = frame_attention(self.backend, self.qkv(self.norm1.deferred(x), live), angles, low, high)
+        x = self.proj(y, live, residual=x)
+        return self.fc2(self.fc1(self.norm2.deferred(x), live, gelu=True), live, residual=x)
 
 
 class PatchMerger(nnx.Module):
@@ -210,14 +171,9 @@ class PatchMerger(nnx.Module):
 
     def __call__(self, x: Float[Array, "N H"], live_tokens: Int[Array, ""]) -> Float[Array, "M T"]:
         """Maps patches [N, H] in the order of their blocks to tokens [M, T], of which ``live_tokens`` count."""
-        hidden = x.shape[1]
-
-        def merged(x: Array) -> Array:
-            y = self.fc1(self.norm(x.reshape(-1, hidden)).reshape(x.shape))
-            # GELU (arXiv 1606.08415), here without an approximation.
-            return self.fc2(jax.nn.gelu(y.astype(jnp.float32), approximate=False).astype(x.dtype))
-
-        return _of_live(self.backend, merged, [x.reshape(-1, self.fc1.bias.get_value().shape[0])], live_tokens)
+        y = self.fc1(self.norm(x).reshape(-1, self.fc1.bias.get_value().shape[0]), live_tokens)
+        # GELU (arXiv 1606.08415), here without an approximation.
+        return self.fc2(jax.nn.gelu(y.astype(jnp.float32), approximate=False).astype(x.dtype), live_tokens)
 
 
 class VisionTower(nnx.Module):
@@ -293,10 +249,8 @@ class VisionTower(nnx.Module):
         live = jnp.max(high)
 
         def embedded() -> Array:
-            def patch(x: Array, *places: Array) -> Array:
-                return self.patch(x, residual=self._position_embeddings(*places).astype(x.dtype))
-
-            return _of_live(self.backend, patch, (patches.astype(self.dtype), rows, columns, heights, widths), live)
+            places = self._position_embeddings(rows, columns, heights, widths)
+            return self.patch(patches.astype(self.dtype), live, residual=places.astype(self.dtype))
 
         angles = self._angles(rows, columns)
 
@@ -341,7 +295,7 @@ class VisionTower(nnx.Module):
         half = self.config.head_dim // 2
         frequencies = self.config.rope_theta ** (-jnp.arange(0, half, 2, dtype=jnp.float32) / half)
         at = jnp.stack([rows, columns], axis=1).astype(jnp.float32)
-        angles = (at[:, :, None] * frequencies).reshape(1, -1, half)
+        angles = (at[:, :, None] * frequencies).reshape(-1, half)
         return jnp.cos(angles), jnp.sin(angles)
 
 

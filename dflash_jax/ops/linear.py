@@ -2,9 +2,9 @@
 
     y_i = act(norm(x) · W_iᵀ + bias) + residual,    act: identity, GELU, or silu(a) · b of the two halves of W_i
 
-The norm is RMSNorm (arXiv 1910.07467), SwiGLU that of arXiv 2002.05202, GELU that of arXiv 1606.08415; the reference
-implementation is transformers' Qwen3MLP, Qwen3RMSNorm and Qwen3_5VisionMLP. Weights are stored ``[*out, *in]``: arrays,
-or `ops.weights.QuantizedWeight` and `ops.weights.PackedWeight` in their place.
+The norm is RMSNorm (arXiv 1910.07467) or LayerNorm (arXiv 1607.06450), SwiGLU that of arXiv 2002.05202, GELU that of
+arXiv 1606.08415; the reference implementation is transformers' Qwen3MLP, Qwen3RMSNorm and Qwen3_5VisionMLP. Weights are
+stored ``[*out, *in]``: arrays, or `ops.weights.QuantizedWeight` and `ops.weights.PackedWeight` in their place.
 
 Dimension letters: B batch, T tokens of this call, H hidden, F features of an MLP, I inputs, O outputs.
 """
@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, BFloat16, Float
+from jaxtyping import Array, BFloat16, Float, Int
 
 from dflash_jax.ops.backend import Backend, Implementation, choose, supports_everything, with_gradient_of
 from dflash_jax.ops.kernels.cpu import calls as cpp
@@ -45,22 +45,50 @@ def rms_norm(x: Float[Array, "*batch H"], weight: Float[Array, " H"], eps: float
     return (x32 * (offset + weight.astype(jnp.float32))).astype(x.dtype)
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["x", "weight"], meta_fields=["eps", "offset"])
+def layer_norm(
+    x: Float[Array, "*batch H"], weight: Float[Array, " H"], bias: Float[Array, " H"], eps: float
+) -> Float[Array, "*batch H"]:
+    """LayerNorm (arXiv 1607.06450): ``weight · (x - mean(x)) / sqrt(variance(x) + eps) + bias`` over the last axis.
+
+    Args:
+        x: [..., H].
+        weight: [H].
+        bias: [H].
+        eps: Added to the variance.
+
+    Returns:
+        [..., H] in x's dtype, computed in float32.
+    """
+    x32 = x.astype(jnp.float32)
+    x32 -= jnp.mean(x32, axis=-1, keepdims=True)
+    x32 *= jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    return (x32 * weight.astype(jnp.float32) + bias.astype(jnp.float32)).astype(x.dtype)
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["x", "weight", "bias"], meta_fields=["eps", "offset"])
 @dataclass(frozen=True)
 class DeferredNorm:
-    """An input whose RMSNorm is left to `linear`, so that one kernel can compute both.
+    """An input whose norm is left to `linear`, so that one kernel can compute both.
 
     Attributes:
         x: The input, [..., H].
         weight: The norm's weight, [H].
-        eps: Added to the mean of squares.
-        offset: Added to the weight.
+        eps: Added to the mean of squares, or to the variance.
+        offset: Added to the weight of RMSNorm.
+        bias: The bias of LayerNorm, [H]; None: RMSNorm.
     """
 
     x: Float[Array, "*batch H"]
     weight: Float[Array, " H"]
     eps: float
-    offset: float
+    offset: float = 0.0
+    bias: Float[Array, " H"] | None = None
+
+    def apply(self) -> Float[Array, "*batch H"]:
+        """The normed input, [..., H]."""
+        if self.bias is not None:
+            return layer_norm(self.x, self.weight, self.bias, self.eps)
+        return rms_norm(self.x, self.weight, self.eps, self.offset)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -173,10 +201,10 @@ def reference(
     bias: Array | None = None,
     gelu: bool = False,
     residual: Array | None = None,
+    live: Array | None = None,
 ) -> tuple[Array, ...]:
-    """`linear` by XLA: the norm, then one product for each weight."""
-    x, norm, eps, offset = _norm_parts(x)
-    x = x if norm is None else rms_norm(x, norm, eps, offset)
+    """`linear` by XLA, of all rows: the norm, then one product for each weight."""
+    x = x.apply() if isinstance(x, DeferredNorm) else x
     if bias is None:
         outputs = [project(backend, x, w, contracted, dtype) for w in weights]
     else:
@@ -189,11 +217,6 @@ def reference(
     if residual is not None:
         outputs = [residual + y for y in outputs]
     return (*outputs, x) if return_normed else tuple(outputs)
-
-
-def _norm_parts(x: Array | DeferredNorm) -> tuple[Array, Array | None, float, float]:
-    """The input, the norm's weight or None, eps and offset."""
-    return (x.x, x.weight, x.eps, x.offset) if isinstance(x, DeferredNorm) else (x, None, 0.0, 0.0)
 
 
 def _matrix_shape(x: Array | DeferredNorm, contracted: int) -> tuple[int, int]:
@@ -241,14 +264,17 @@ def _cpp(
     bias: Array | None = None,
     gelu: bool = False,
     residual: Array | None = None,
+    live: Array | None = None,
 ) -> tuple[Array, ...]:
     rows, inner = _matrix_shape(x, contracted)
-    x, norm, eps, offset = _norm_parts(x)
+    norm: dict[str, Any] = {}
+    if isinstance(x, DeferredNorm):
+        x, norm = x.x, {"norm": x.weight, "eps": x.eps, "offset": x.offset, "norm_bias": x.bias}
     matrices = [w.reshape(-1, inner) for w in weights]
     residual = None if residual is None else residual.reshape(rows, -1)
     outputs = cpp.linear(
-        x.reshape(rows, inner), matrices, norm, eps, offset, return_normed=return_normed, swiglu=swiglu,
-        bias=None if bias is None else bias.reshape(-1), gelu=gelu, residual=residual,
+        x.reshape(rows, inner), matrices, **norm, return_normed=return_normed, swiglu=swiglu,
+        bias=None if bias is None else bias.reshape(-1), gelu=gelu, residual=residual, live=live,
     )  # fmt: skip
     return _unflattened(x, weights, contracted, swiglu, outputs, outputs[-1] if return_normed else None)
 
@@ -265,8 +291,8 @@ def _supports_triton(
 ) -> str | None:
     if not backend.has_triton:
         return backend.no_triton
-    if bias is not None or gelu:
-        return "the kernel computes neither a bias nor GELU"
+    if bias is not None or gelu or (isinstance(x, DeferredNorm) and x.bias is not None):
+        return "the kernel computes no bias, GELU or LayerNorm"
     from dflash_jax.ops.kernels.triton import linear as triton_linear
 
     return triton_linear.why_not(*_matrix_shape(x, contracted), weights, backend.triton_card)
@@ -284,11 +310,12 @@ def _triton(
     bias: None = None,
     gelu: bool = False,
     residual: Array | None = None,
+    live: Array | None = None,
 ) -> tuple[Array, ...]:
     from dflash_jax.ops.kernels.triton import linear as triton_linear
 
     rows, inner = _matrix_shape(x, contracted)
-    x, norm, eps, offset = _norm_parts(x)
+    x, norm, eps, offset = (x.x, x.weight, x.eps, x.offset) if isinstance(x, DeferredNorm) else (x, None, 0.0, 0.0)
 
     def plain(x: Array, norm: Array | None, weights: Sequence[Weight], residual: Array | None) -> tuple[Array, ...]:
         normed_later = x if norm is None else DeferredNorm(x, norm, eps, offset)
@@ -332,6 +359,7 @@ def linear(
     bias: Float[Array, "..."] | None = None,
     gelu: bool = False,
     residual: Float[Array, "..."] | None = None,
+    live: Int[Array, ""] | None = None,
 ) -> tuple[Float[Array, "..."], ...]:
     """One input by each of several weights.
 
@@ -347,11 +375,12 @@ def linear(
         bias: [*out], added in float32 to the result of one weight, before it is rounded; without ``swiglu``.
         gelu: Whether GELU by tanh follows, computed in float32.
         residual: [..., *out] ([..., F] with ``swiglu``), added to each result.
+        live: int []: the first rows that count; the results of the others may be undefined. None: all rows count.
 
     Returns:
         [..., *out] ([..., F] with ``swiglu``) for each weight, then x after its norm if ``return_normed``.
     """
     options = {"dtype": dtype, "return_normed": return_normed, "swiglu": swiglu}
-    options |= {"bias": bias, "gelu": gelu, "residual": residual}
+    options |= {"bias": bias, "gelu": gelu, "residual": residual, "live": live}
     implementation = choose("linear", IMPLEMENTATIONS, backend, x, weights, contracted, **options)
     return implementation.call(backend, x, weights, contracted, **options)

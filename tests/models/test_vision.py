@@ -49,16 +49,6 @@ def test_padding_does_not_reach_the_rows(size, tower, patches):
     np.testing.assert_allclose(rows(tower, patches, FRAMES, size), rows(tower, patches, FRAMES), atol=1e-5)
 
 
-def test_tiles_of_padding_are_not_computed(tower, patches):
-    """On a CPU. What computed one would be no number."""
-    spoilt = np.full((1024, VISION.patch_dim), np.nan, np.float32)
-    spoilt[:256] = 0
-    spoilt[: len(patches)] = patches
-    found = np.asarray(whole_pass(tower, spoilt, **frame_arrays(FRAMES, 1024, 2)))
-    assert np.isfinite(found).all()
-    np.testing.assert_allclose(found[: len(patches) // 4], rows(tower, patches, FRAMES), atol=1e-5)
-
-
 def test_frames_together_equal_each_alone(tower, patches):
     together, start = rows(tower, patches, FRAMES), 0
     for frame, n in zip(FRAMES, LENGTHS, strict=True):

@@ -124,7 +124,8 @@ def linear_cases():
     yield (x, weights), {"swiglu": True}
     x, norm, weights = arguments.projections(Source(3), 3, 192, ((6, 16),))
     rest = {"bias": Source(4).normal(6, 16), "residual": Source(5).normal(3, 1, 6, 16)}
-    yield (linear.DeferredNorm(x, norm, 1e-6, 0.0), weights), {"gelu": True, **rest}
+    yield (linear.DeferredNorm(x, norm, 1e-6), weights), {"gelu": True, **rest}
+    yield (linear.DeferredNorm(x + 3, norm, 1e-6, bias=Source(6).normal(192)), weights), rest
 
 
 def packed_linear_cases():
@@ -144,9 +145,10 @@ def frame_cases():
         for dtype in (jnp.float32, jnp.bfloat16):
             ends = np.cumsum(lengths)
             low, high = (np.repeat(x, lengths).astype(np.int32) for x in (ends - lengths, ends))
-            q, k, v = (Source(i).draw(len(low) + padding, heads, size, dtype=dtype) for i in range(3))
-            args = q / np.asarray(size**0.25, dtype), k, v, *(np.pad(x, (0, padding)) for x in (low, high))
-            yield tuple(map(jnp.asarray, args)), {}
+            rows = len(low) + padding
+            angles = np.random.default_rng(1).uniform(-3, 3, (rows, size // 2)).astype(np.float32)
+            args = Source(0).draw(rows, 3, heads, size, dtype=dtype), (np.cos(angles), np.sin(angles))
+            yield jax.tree.map(jnp.asarray, (*args, *(np.pad(x, (0, padding)) for x in (low, high)))), {}
 
 
 def argmax_cases():

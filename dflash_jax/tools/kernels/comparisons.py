@@ -141,14 +141,17 @@ def frames(source, sizes: Sizes, rows, tokens, dtype) -> Comparison:
     lengths = [*[tokens] * rows, -(-tokens // 2)]
     ends = np.cumsum(lengths)
     low, high = (jnp.asarray(np.repeat(x, lengths), jnp.int32) for x in (ends - lengths, ends))
-    q, k, v = (source.normal(int(ends[-1]), *sizes.vision, dtype=dtype) for _ in range(3))
+    heads, size = sizes.vision
+    qkv = source.normal(int(ends[-1]), 3, heads, size, dtype=dtype)
+    # Without rotation, so that queries in another order are the same queries.
+    angles = jnp.ones((len(qkv), size // 2)), jnp.zeros((len(qkv), size // 2))
     definition, kernel = partial(frame_attention.reference, XLA), kernel_of(frame_attention.IMPLEMENTATIONS)
 
     def permuted(args, order):
-        q, k, v, low, high = args
-        return q[order], k, v, low[order], high[order]
+        qkv, angles, low, high = args
+        return qkv.at[:, 0].set(qkv[order, 0]), angles, low[order], high[order]
 
-    return Comparison(dtype, kernel, definition, (q * sizes.vision[1] ** -0.5, k, v, low, high), permuted)
+    return Comparison(dtype, kernel, definition, (qkv, angles, low, high), permuted)
 
 
 def writing(source, sizes: Sizes, rows, tokens, dtype) -> Comparison:

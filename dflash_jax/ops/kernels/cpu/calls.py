@@ -60,12 +60,14 @@ def linear(
     norm: Float[Array, " I"] | None = None,
     eps: float = 0.0,
     offset: float = 0.0,
+    norm_bias: Float[Array, " I"] | None = None,
     *,
     return_normed: bool = False,
     swiglu: bool = False,
     bias: Float[Array, " O"] | None = None,
     gelu: bool = False,
     residual: Float[Array, "T O"] | None = None,
+    live: Int[Array, ""] | None = None,
 ) -> list[Array]:
     """`ops.linear.linear` of matrices. Each output has the same bits for any number of tokens.
 
@@ -75,11 +77,13 @@ def linear(
         norm: Weight of RMSNorm, [I]; None: no norm.
         eps: Added to the mean of squares.
         offset: Added to the norm's weight.
+        norm_bias: Bias of LayerNorm, [I], whose weight ``norm`` is; None: RMSNorm.
         return_normed: Whether the normed x follows the results.
         swiglu: The first half of the outputs, through silu, multiplies the second half.
         bias: [O], added to the result of one weight, without ``swiglu``.
         gelu: Whether GELU by tanh follows the bias.
         residual: [T, O], added to each result.
+        live: Rows that are computed; None: all. The others are undefined.
 
     Returns:
         float32 [T, O] for each weight, then the normed x if ``return_normed``.
@@ -100,8 +104,10 @@ def linear(
     outputs: list[Array] = call(
         x,
         none if norm is None else norm,
+        none if norm_bias is None else norm_bias,
         none if bias is None else bias,
         none if residual is None else residual,
+        jnp.zeros(0, jnp.int32) if live is None else live.astype(jnp.int32)[None],
         jnp.stack(stacked).astype(jnp.int32) if stacked else jnp.zeros(0, jnp.int32),
         *(w.panels for w in weights),
         eps=np.float32(eps),
@@ -183,17 +189,16 @@ def write(
     return call(k_buffer, v_buffer, table, k, v, rows, positions.astype(jnp.int32))
 
 
-def why_not_frames(q: Array) -> str | None:
-    """The reason why `attend_frames` does not support queries [N, heads, D], or None."""
-    if q.dtype in (jnp.float32, jnp.bfloat16):
+def why_not_frames(qkv: Array) -> str | None:
+    """The reason why `attend_frames` does not support queries, keys and values [N, 3, heads, D], or None."""
+    if qkv.dtype in (jnp.float32, jnp.bfloat16):
         return None
-    return f"{jnp.dtype(q.dtype).name}: the kernel is for float32 and bfloat16"
+    return f"{jnp.dtype(qkv.dtype).name}: the kernel is for float32 and bfloat16"
 
 
 def attend_frames(
-    q: Float[Array, "N heads D"],
-    k: Float[Array, "N heads D"],
-    v: Float[Array, "N heads D"],
+    qkv: Float[Array, "N 3 heads D"],
+    angles: tuple[Float[Array, "N half"], Float[Array, "N half"]],
     low: Int[Array, " N"],
     high: Int[Array, " N"],
 ) -> Float[Array, "N heads D"]:
@@ -201,8 +206,9 @@ def attend_frames(
 
     The bits of a row depend on its query and on the keys and values that it sees, and on nothing else.
     """
-    call: Any = jax.ffi.ffi_call("DflashAttendFrames", jax.ShapeDtypeStruct(q.shape, q.dtype))
-    return call(q, k, v, low, high)
+    shape = jax.ShapeDtypeStruct((len(qkv), *qkv.shape[2:]), qkv.dtype)
+    call: Any = jax.ffi.ffi_call("DflashAttendFrames", shape)
+    return call(qkv, *angles, low, high)
 
 
 def why_not_gated_delta(state: DeltaState) -> str | None:

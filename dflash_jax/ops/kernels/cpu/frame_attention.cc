@@ -3,7 +3,7 @@
 // FlashAttention (arXiv 2205.14135). A part is one head of up to kPartQueries queries that see the same keys. Queries
 // are in the lanes of vectors: neither the softmax nor a product adds across lanes, and a head may have any size. Each
 // number of a key or value is read once for kVectors vectors of queries. Keys and values are copied tile by tile, since
-// in the arrays each key of a head is in another page of memory.
+// in the arrays each key of a head is in another page of memory; keys are rotated then.
 //
 // A query's result depends on its own keys only: parts have the queries of one frame, and tiles of keys begin at its
 // first key.
@@ -29,7 +29,7 @@ constexpr int kVectors = 1, kBlock = 6;
 // Keys of a tile: a multiple of kBlock whose weights for kVectors vectors of queries fit the first cache.
 constexpr int64_t kKeys = 96;
 // Queries of a part: many enough for the copies of keys and values to cost little.
-constexpr int64_t kPartQueries = 192;
+constexpr int64_t kPartQueries = 384;
 constexpr float kMasked = -1e30f;
 
 using BFloat16 = uint16_t;
@@ -136,13 +136,29 @@ std::vector<Part> Parts(const int32_t* low, const int32_t* high, int64_t rows) {
   return parts;
 }
 
-// One head of a part. q, k, v and out point at the head in row 0; rows are `stride` numbers apart.
+// The rotation (arXiv 2104.09864) of a row, times `scale`: into numbers `stride` apart.
 template <class T>
-void Attend(const Part& part, const T* q, const T* k, const T* v, T* out, int64_t size, int64_t stride) {
+void Rotate(const T* x, const float* cos, const float* sin, int64_t size, float scale, float* out, int64_t stride) {
+  const int64_t half = size / 2;
+  for (int64_t d = 0; d < half; ++d) {
+    const float first = Wide(x[d]), second = Wide(x[d + half]);
+    out[d * stride] = (first * cos[d] - second * sin[d]) * scale;
+    out[(d + half) * stride] = (second * cos[d] + first * sin[d]) * scale;
+  }
+}
+
+// One head of a part. q, k, v and out point at the head in row 0; rows are `stride` numbers apart, of out out_stride.
+template <class T>
+void Attend(const Part& part, const T* q, const T* k, const T* v, const float* cos, const float* sin, T* out,
+            int64_t size, int64_t stride, int64_t out_stride) {
   if (part.low >= part.high) {
-    for (int64_t m = part.begin; m < part.begin + part.count; ++m) std::memset(out + m * stride, 0, size * sizeof(T));
+    for (int64_t m = part.begin; m < part.begin + part.count; ++m) {
+      std::memset(out + m * out_stride, 0, size * sizeof(T));
+    }
     return;
   }
+  const int64_t half = size / 2;
+  const float scale = 1.0f / __builtin_sqrtf(size);
   const int64_t padded = (size + kBlock - 1) / kBlock * kBlock, vectors = (part.count + kLanes - 1) / kLanes;
   const int64_t count = (vectors + kVectors - 1) / kVectors;
   thread_local Scratch scratch;
@@ -161,16 +177,16 @@ void Attend(const Part& part, const T* q, const T* k, const T* v, T* out, int64_
     for (int p = 0; p < kVectors; ++p) tiles[t].max[p] = Floats{} + kMasked, tiles[t].total[p] = Floats{};
     for (int64_t m = 0; m < width(t); ++m) {
       // Lanes past the last query repeat it.
-      const T* row = q + (part.begin + std::min(first + m, part.count - 1)) * stride;
-      for (int64_t d = 0; d < size; ++d) here[d * width(t) + m] = Wide(row[d]);
+      const int64_t row = part.begin + std::min(first + m, part.count - 1);
+      Rotate(q + row * stride, cos + row * half, sin + row * half, size, scale, here + m, width(t));
     }
   }
   for (int64_t start = part.low; start < part.high; start += kKeys) {
     const int64_t n = std::min(kKeys, part.high - start);
     for (int64_t j = 0; j < n; ++j) {
-      const T *key = k + (start + j) * stride, *value = v + (start + j) * stride;
-      for (int64_t d = 0; d < size; ++d) keys[j * size + d] = Wide(key[d]);
-      for (int64_t d = 0; d < size; ++d) values[j * padded + d] = Wide(value[d]);
+      const int64_t row = start + j;
+      Rotate(k + row * stride, cos + row * half, sin + row * half, size, 1.0f, keys + j * size, 1);
+      for (int64_t d = 0; d < size; ++d) values[j * padded + d] = Wide(v[row * stride + d]);
     }
     for (int64_t t = 0; t < count; ++t) {
       const auto fold = [&]<int P>() {
@@ -190,29 +206,32 @@ void Attend(const Part& part, const T* q, const T* k, const T* v, T* out, int64_
     const int64_t t = m / (kVectors * kLanes), lane = m % (kVectors * kLanes);
     const float total = tiles[t].total[lane / kLanes][lane % kLanes], whole = total > 0 ? total : 1;
     const float* const sum = tiles[t].sums + lane;
-    T* const y = out + (part.begin + m) * stride;
+    T* const y = out + (part.begin + m) * out_stride;
     for (int64_t d = 0; d < size; ++d) Round(sum[d * width(t)] / whole, y[d]);
   }
 }
 
+using F32 = ffi::Buffer<ffi::F32>;
 using I32 = ffi::Buffer<ffi::S32>;
 
-// q, k, v [N, heads, D] in float32 or bfloat16; low, high [N].
-ffi::Error Call(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, I32 low, I32 high,
-                ffi::Result<ffi::AnyBuffer> out) {
-  const int64_t rows = q.dimensions()[0], heads = q.dimensions()[1], size = q.dimensions()[2];
+// qkv [N, 3, heads, D] in float32 or bfloat16; cos, sin [N, D / 2]; low, high [N]; out [N, heads, D].
+ffi::Error Call(ffi::AnyBuffer qkv, F32 cos, F32 sin, I32 low, I32 high, ffi::Result<ffi::AnyBuffer> out) {
+  const int64_t rows = qkv.dimensions()[0], heads = qkv.dimensions()[2], size = qkv.dimensions()[3];
+  if (size % 2 || cos.dimensions()[1] != size / 2) return ffi::Error::InvalidArgument("not an angle for two numbers");
   const std::vector<Part> parts = Parts(low.typed_data(), high.typed_data(), rows);
   const auto run = [&]<class T>() {
-    const auto data = [](const ffi::AnyBuffer& x) { return static_cast<T*>(x.untyped_data()); };
+    const T* const data = static_cast<const T*>(qkv.untyped_data());
+    T* const result = static_cast<T*>(out->untyped_data());
+    const int64_t line = heads * size;
     TheTeam().Run(heads * parts.size(), [&](int64_t i) {
       const int64_t at = i / parts.size() * size;
-      const Part& part = parts[i % parts.size()];
-      Attend<T>(part, data(q) + at, data(k) + at, data(v) + at, data(*out) + at, size, heads * size);
+      Attend<T>(parts[i % parts.size()], data + at, data + line + at, data + 2 * line + at, cos.typed_data(),
+                sin.typed_data(), result + at, size, 3 * line, line);
     });
     return ffi::Error::Success();
   };
-  if (q.element_type() == ffi::F32) return run.template operator()<float>();
-  if (q.element_type() == ffi::BF16) return run.template operator()<BFloat16>();
+  if (qkv.element_type() == ffi::F32) return run.template operator()<float>();
+  if (qkv.element_type() == ffi::BF16) return run.template operator()<BFloat16>();
   return ffi::Error::InvalidArgument("neither float32 nor bfloat16");
 }
 
@@ -221,8 +240,8 @@ ffi::Error Call(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, I32 low, I
 XLA_FFI_DEFINE_HANDLER_SYMBOL(DflashAttendFrames, Call,
                               ffi::Ffi::Bind()
                                   .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<F32>()
+                                  .Arg<F32>()
                                   .Arg<I32>()
                                   .Arg<I32>()
                                   .Ret<ffi::AnyBuffer>());

@@ -14,6 +14,10 @@ namespace {
 
 // The fewest products that are worth a second thread.
 constexpr int64_t kAlone = 32768;
+// Rows of a part at most: with many rows, small parts keep all threads busy to the end, and each reads its panels once.
+constexpr int64_t kPartRows = 20 * kRows;
+// Rows of a part of a norm.
+constexpr int64_t kNormRows = 16;
 
 // A weight's panels and its result.
 struct Weight {
@@ -28,6 +32,22 @@ struct Weight {
   int64_t all() const { return steps() * (gated ? 2 : 1); }
   int64_t parts() const { return (steps() + kPartPanels - 1) / kPartPanels; }
 };
+
+// LayerNorm (arXiv 1607.06450) of one row.
+void LayerNorm(const float* x, const float* weight, const float* bias, int64_t size, float eps, float* out) {
+  Floats sums = {}, squares = {};
+  float sum = 0, square = 0;
+  int64_t k = 0;
+  for (; k + kLanes <= size; k += kLanes) sums += Load(x + k);
+  for (; k < size; ++k) sum += x[k];
+  for (int i = 0; i < kLanes; ++i) sum += sums[i];
+  const float mean = sum / size;
+  for (k = 0; k + kLanes <= size; k += kLanes) squares += (Load(x + k) - mean) * (Load(x + k) - mean);
+  for (; k < size; ++k) square += (x[k] - mean) * (x[k] - mean);
+  for (int i = 0; i < kLanes; ++i) square += squares[i];
+  const float scale = 1.0f / __builtin_sqrtf(square / size + eps);
+  for (int64_t i = 0; i < size; ++i) out[i] = (x[i] - mean) * scale * weight[i] + bias[i];
+}
 
 // GELU (arXiv 1606.08415) by tanh: x / 2 · (1 + tanh z) = x / (1 + exp(-2 z)).
 inline Floats Gelu(Floats x) {
@@ -60,13 +80,16 @@ void Finish(float* y, int64_t columns, const float* bias, bool gelu, const float
 }
 
 using F32 = ffi::Buffer<ffi::F32>;
+using I32 = ffi::Buffer<ffi::S32>;
 
-// x [T, K], normed first where `norm` [K] is not empty; the results are each weight's product, then the normed x if
-// there is one more result. gated: SwiGLU of the one weight [2 F, K]. bias [N] of the one weight, or empty; gelu: GELU
-// behind it. residual [T, N], or empty: added to each. index: which weight of its stack each one is, or empty.
-ffi::Error Call(F32 x, F32 norm, F32 bias, F32 residual, ffi::Buffer<ffi::S32> index, ffi::RemainingArgs weights,
-                ffi::RemainingRets out, float eps, float offset, bool gated, bool gelu) {
-  const int64_t rows = x.dimensions()[0], k_size = x.dimensions()[1];
+// x [T, K], normed first where `norm` [K] is not empty: by LayerNorm where `norm_bias` [K] is not. The results are each
+// weight's product, then the normed x if there is one more result. gated: SwiGLU of the one weight [2 F, K]. bias [N] of
+// the one weight, or empty; gelu: GELU behind it. residual [T, N], or empty: added to each. live: the first rows that
+// are computed, or empty: all. index: which weight of its stack each one is, or empty.
+ffi::Error Call(F32 x, F32 norm, F32 norm_bias, F32 bias, F32 residual, I32 live, I32 index,
+                ffi::RemainingArgs weights, ffi::RemainingRets out, float eps, float offset, bool gated, bool gelu) {
+  const int64_t all_rows = x.dimensions()[0], k_size = x.dimensions()[1];
+  const int64_t rows = live.element_count() > 0 ? std::clamp<int64_t>(live.typed_data()[0], 0, all_rows) : all_rows;
   const float* input = x.typed_data();
   thread_local std::vector<float> normed_rows;
   if (norm.element_count() > 0) {
@@ -77,8 +100,23 @@ ffi::Error Call(F32 x, F32 norm, F32 bias, F32 residual, ffi::Buffer<ffi::S32> i
       normed_rows.resize(rows * k_size);
       normed = normed_rows.data();
     }
-    for (int64_t t = 0; t < rows; ++t) {
-      Norm(input + t * k_size, norm.typed_data(), k_size, eps, offset, normed + t * k_size);
+    const float* const centred = norm_bias.element_count() > 0 ? norm_bias.typed_data() : nullptr;
+    const auto norms = [&](int64_t i) {
+      for (int64_t t = i * kNormRows; t < std::min((i + 1) * kNormRows, rows); ++t) {
+        const float* const from = input + t * k_size;
+        float* const to = normed + t * k_size;
+        if (centred) {
+          LayerNorm(from, norm.typed_data(), centred, k_size, eps, to);
+        } else {
+          Norm(from, norm.typed_data(), k_size, eps, offset, to);
+        }
+      }
+    };
+    const int64_t norm_parts = (rows + kNormRows - 1) / kNormRows;
+    if (rows * k_size <= kAlone) {
+      for (int64_t i = 0; i < norm_parts; ++i) norms(i);
+    } else {
+      TheTeam().Run(norm_parts, norms);
     }
     input = normed;
   }
@@ -96,46 +134,51 @@ ffi::Error Call(F32 x, F32 norm, F32 bias, F32 residual, ffi::Buffer<ffi::S32> i
   if (bias.element_count() > 0 && static_cast<int64_t>(bias.element_count()) != all[0].outputs) {
     return ffi::Error::InvalidArgument("a bias of another size than the outputs");
   }
-  if (residual.element_count() > 0 && static_cast<int64_t>(residual.element_count()) != rows * all[0].outputs) {
+  if (residual.element_count() > 0 && static_cast<int64_t>(residual.element_count()) != all_rows * all[0].outputs) {
     return ffi::Error::InvalidArgument("a residual of another size than the result");
   }
   const float* const residuals = residual.element_count() > 0 ? residual.typed_data() : nullptr;
   const float* const biases = bias.element_count() > 0 ? bias.typed_data() : nullptr;
 
+  // Parts that follow one another share their panels.
+  const int64_t chunks = (rows + kPartRows - 1) / kPartRows;
   const auto part = [&](int64_t i) {
+    const int64_t chunk = i % chunks, begin = rows * chunk / chunks, count = rows * (chunk + 1) / chunks - begin;
     const Weight* entry = all.data();
-    for (; i >= entry->parts(); ++entry) i -= entry->parts();
+    for (i /= chunks; i >= entry->parts(); ++entry) i -= entry->parts();
     const Weight& weight = *entry;
     const int64_t first = i * kPartPanels, last = std::min(first + kPartPanels, weight.steps());
     const int64_t outputs = weight.outputs;
     const int64_t columns = std::min((last - first) * kLanes, outputs - first * kLanes);
-    float* const here = weight.out + first * kLanes;
+    const float* const from = input + begin * k_size;
+    float* const here = weight.out + begin * outputs + first * kLanes;
     if (gated) {
       constexpr int64_t kStride = kPartPanels * kLanes;
       thread_local std::vector<float> gates;
-      gates.resize(2 * rows * kStride);
-      float* const ups = gates.data() + rows * kStride;
+      gates.resize(2 * count * kStride);
+      float* const ups = gates.data() + count * kStride;
       const int64_t gate = weight.first, up = gate + weight.steps();
-      Multiply(input, rows, k_size, weight.panels, gate + first, gate + last, gates.data(), kStride, kStride);
-      Multiply(input, rows, k_size, weight.panels, up + first, up + last, ups, kStride, kStride);
-      for (int64_t t = 0; t < rows; ++t) {
+      Multiply(from, count, k_size, weight.panels, gate + first, gate + last, gates.data(), kStride, kStride);
+      Multiply(from, count, k_size, weight.panels, up + first, up + last, ups, kStride, kStride);
+      for (int64_t t = 0; t < count; ++t) {
         Gate(gates.data() + t * kStride, ups + t * kStride, columns, here + t * outputs);
       }
     } else {
       const int64_t panel = weight.first + first;
-      Multiply(input, rows, k_size, weight.panels, panel, panel + last - first, here, columns, outputs);
+      Multiply(from, count, k_size, weight.panels, panel, panel + last - first, here, columns, outputs);
     }
     if (!biases && !gelu && !residuals) return;
-    for (int64_t t = 0; t < rows; ++t) {
-      const int64_t column = first * kLanes;
+    const int64_t column = first * kLanes;
+    const float* const added = residuals ? residuals + begin * outputs + column : nullptr;
+    for (int64_t t = 0; t < count; ++t) {
       Finish(here + t * outputs, columns, biases ? biases + column : nullptr, gelu,
-             residuals ? residuals + t * outputs + column : nullptr);
+             added ? added + t * outputs : nullptr);
     }
   };
   if (read * rows <= kAlone) {
-    for (int64_t i = 0; i < parts; ++i) part(i);
+    for (int64_t i = 0; i < parts * chunks; ++i) part(i);
   } else {
-    TheTeam().Run(parts, part);
+    TheTeam().Run(parts * chunks, part);
   }
   return ffi::Error::Success();
 }
@@ -148,7 +191,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(DflashLinear, Call,
                                   .Arg<F32>()
                                   .Arg<F32>()
                                   .Arg<F32>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<F32>()
+                                  .Arg<I32>()
+                                  .Arg<I32>()
                                   .RemainingArgs()
                                   .RemainingRets()
                                   .Attr<float>("eps")

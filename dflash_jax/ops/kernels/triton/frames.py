@@ -78,9 +78,9 @@ def _attend_frames(
         tl.store(y + row + d2[None, :], (acc2 * scale).to(y.dtype.element_ty), mask=live & (d2 < D)[None, :])
 
 
-def why_not(q: Array) -> str | None:
-    """The reason why `attend_frames` does not support queries ``q`` [N, heads, D], or None."""
-    size = q.shape[-1]
+def why_not(qkv: Array) -> str | None:
+    """The reason why `attend_frames` does not support the heads of ``qkv`` [N, 3, heads, D], or None."""
+    size = qkv.shape[-1]
     return None if size <= MAX_HEAD_SIZE else f"heads of {size}: sizes are {MAX_HEAD_SIZE} at most"
 
 
@@ -98,7 +98,7 @@ def attend_frames(
     low: Int[Array, " N"],
     high: Int[Array, " N"],
 ) -> Float[Array, "N heads D"]:
-    """`ops.frame_attention.frame_attention`, with the card in place of the backend."""
+    """`ops.frame_attention.frame_attention` of what `ops.frame_attention.rotated` returns."""
     n, heads, size = q.shape
     rows, keys = TILES[q.dtype.itemsize]
     first, rest = parts_of(size)

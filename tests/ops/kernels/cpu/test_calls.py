@@ -112,6 +112,31 @@ def test_a_weight_of_a_stack_has_the_bits_of_the_weight_alone(options):
 
 
 @needs_kernel
+def test_only_live_rows_are_computed_and_each_has_the_bits_of_fewer_rows():
+    """More rows than a part of a product or of a norm has."""
+    rng = np.random.default_rng(0)
+    x, weight, norm, norm_bias, bias, residual = (
+        rng.standard_normal(shape).astype(np.float32) for shape in ((530, 131), (70, 131), 131, 131, 70, (530, 70))
+    )
+    panels = jax.device_put(PackedWeight.of(weight, 1))
+
+    @partial(jax.jit, static_argnames="is_centred")
+    def mapped(x, residual, live=None, is_centred=True):
+        norms = norm, 1e-5, 0.5, norm_bias if is_centred else None
+        return cpu.linear(x, [panels], *norms, bias=bias, residual=residual, live=live)[0]
+
+    for is_centred in (True, False):
+        whole = np.asarray(mapped(x, residual, is_centred=is_centred))
+        for rows in (1, 17, 300):
+            np.testing.assert_array_equal(mapped(x[:rows], residual[:rows], is_centred=is_centred), whole[:rows])
+    spoilt = np.where(np.arange(530)[:, None] < 300, x, np.nan)
+    for live in (300, 1, 0, -5):
+        got = np.asarray(mapped(spoilt, residual, jnp.int32(live)))
+        np.testing.assert_array_equal(got[: max(live, 0)], np.asarray(mapped(x, residual))[: max(live, 0)])
+    np.testing.assert_array_equal(mapped(x, residual, jnp.int32(9999)), mapped(x, residual))
+
+
+@needs_kernel
 @pytest.mark.parametrize(("name", "shape"), [("bias", (1,)), ("bias", (41,)), ("residual", (1, 40))])
 def test_a_bias_or_residual_of_another_size_is_refused(name, shape):
     weight = PackedWeight.of(np.ones((40, 8), np.float32), 1)
@@ -159,36 +184,40 @@ def test_attention_of_other_sizes_and_what_is_no_number(dim):
 
 
 def some_frames(lengths, heads=2, size=20, dtype=np.float32):
-    """Queries, keys and values of frames, and the rows that each sees."""
+    """Queries, keys and values of frames with the angles of their rotation, and the rows that each sees."""
     rng, ends = np.random.default_rng(size), np.cumsum(lengths)
-    q, k, v = (jnp.asarray(rng.standard_normal((ends[-1], heads, size)), dtype) for _ in range(3))
-    return q, k, v, *(jnp.asarray(np.repeat(x, lengths), jnp.int32) for x in (ends - lengths, ends))
+    qkv = jnp.asarray(rng.standard_normal((ends[-1], 3, heads, size)), dtype)
+    angles = jnp.asarray(rng.uniform(-3, 3, (ends[-1], size // 2)), jnp.float32)
+    seen = (jnp.asarray(np.repeat(x, lengths), jnp.int32) for x in (ends - lengths, ends))
+    return qkv, (jnp.cos(angles), jnp.sin(angles)), *seen
 
 
 @needs_kernel
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
 def test_a_row_of_a_frame_has_the_same_bits_anywhere(dtype):
     """Alone, in its frame, and behind other frames."""
-    q, k, v, low, high = some_frames((7, 230, 50), dtype=dtype)
-    together = np.asarray(cpu.attend_frames(q, k, v, low, high))
-    frame = slice(7, 237)
-    alone = np.asarray(cpu.attend_frames(q[frame], k[frame], v[frame], low[frame] - 7, high[frame] - 7))
+    qkv, angles, low, high = some_frames((7, 430, 50), dtype=dtype)
+    together = np.asarray(cpu.attend_frames(qkv, angles, low, high))
+    frame = slice(7, 437)
+    qkv, angles = jax.tree.map(lambda x: x[frame], (qkv, angles))
+    alone = np.asarray(cpu.attend_frames(qkv, angles, low[frame] - 7, high[frame] - 7))
     np.testing.assert_array_equal(alone, together[frame])
     # Each other row of the frame sees nothing.
-    for kept in (0, 17, 229):
-        only = jnp.where(jnp.arange(230) == kept, 230, 0)
-        row = np.asarray(cpu.attend_frames(q[frame], k[frame], v[frame], jnp.zeros(230, jnp.int32), only))
+    for kept in (0, 17, 429):
+        only = jnp.where(jnp.arange(430) == kept, 430, 0)
+        row = np.asarray(cpu.attend_frames(qkv, angles, jnp.zeros(430, jnp.int32), only))
         np.testing.assert_array_equal(row[kept], alone[kept])
         assert not np.delete(row, kept, 0).any()
 
 
 @needs_kernel
 def test_rows_without_keys_are_zero_and_no_other_row_reads_them():
-    q, k, v, low, high = some_frames((40, 3, 60))
-    before = np.asarray(cpu.attend_frames(q, k, v, low, high))
-    spoilt = (x.at[40:43].set(jnp.nan) for x in (q, k, v))
+    qkv, angles, low, high = some_frames((40, 3, 60))
+    before = np.asarray(cpu.attend_frames(qkv, angles, low, high))
     gap = (jnp.arange(103) >= 40) & (jnp.arange(103) < 43)
-    after = np.asarray(cpu.attend_frames(*spoilt, *(jnp.where(gap, 0, x) for x in (low, high))))
+    after = np.asarray(
+        cpu.attend_frames(qkv.at[40:43].set(jnp.nan), angles, *(jnp.where(gap, 0, x) for x in (low, high)))
+    )
     np.testing.assert_array_equal(after, np.where(gap[:, None, None], 0.0, before))
 
 
