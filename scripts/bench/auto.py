@@ -5,7 +5,8 @@
 Every prompt is answered by `dflash generate --json` with "auto" and with block size 1, one process after the other; new
 tokens are 48 to 256. A first process of each kind, which compiles, is not counted. Rates are those of decoding, without
 prompts and compilation. With `--repeats N`, N processes of each kind take turns, and their median and their fastest
-rates are compared: answers of a few milliseconds vary by half from process to process.
+rates are compared: answers of a few milliseconds vary by half from process to process. `--control` adds plain decoding
+a second time: its ratios to the first show what such differences are worth.
 """
 
 import argparse
@@ -16,6 +17,8 @@ import sys
 import time
 from pathlib import Path
 
+# Ratios of a contender: of its medians, and of its fastest processes.
+Ratios = tuple[list[float], list[float]]
 PROMPTS = ["def main(", "import os\nimport sys\n\n", "class Parser:\n    def __init__(self", '    """Return the ']
 SHORTEST, LONGEST = 48, 256
 
@@ -41,6 +44,7 @@ def main() -> None:
     parser.add_argument("--data", metavar="FILE", help='JSON lines {"turns": ["…"]}, as benchmark_data.py writes them')
     parser.add_argument("--prompts", type=int, default=20)
     parser.add_argument("--repeats", type=int, default=1, metavar="N", help="processes of each kind (default: 1)")
+    parser.add_argument("--control", action="store_true", help="compare plain decoding with itself too")
     args = parser.parse_args()
     options = ["--ignore-eos"]
     if args.target:
@@ -50,36 +54,38 @@ def main() -> None:
         lines = Path(args.data).read_text(encoding="utf-8").splitlines()[: args.prompts]
         prompts = [json.loads(line)["turns"][0] for line in lines]
         options += ["--chat"]
-    ratios, fastest = [], []
+    # Contender → its block size. All are compared with "plain".
+    contenders = {"auto": "auto", "plain": "1"} | ({"control": "1"} if args.control else {})
+    compared: dict[str, Ratios] = {name: ([], []) for name in contenders if name != "plain"}
     for block_size in ("auto", "1"):
         answer(prompts[0], SHORTEST, block_size, options)
     for i, prompt in enumerate(prompts):
         new_tokens = SHORTEST + (LONGEST - SHORTEST) * i // max(len(prompts) - 1, 1)
-        pairs = [
-            [answer(prompt, new_tokens, block_size, options) for block_size in ("auto", "1")]
-            for _ in range(args.repeats)
-        ]
-        auto, plain = pairs[0]
-        rates = [list(map(rate, each)) for each in zip(*pairs, strict=True)]
-        auto_rate, plain_rate = map(statistics.median, rates)
-        ratios.append(auto_rate / plain_rate)
-        fastest.append(max(rates[0]) / max(rates[1]))
+        answers = {name: [] for name in contenders}
+        for repeat in range(args.repeats):
+            # Each begins as often as the others.
+            for name in sorted(contenders, key=lambda name: (list(contenders).index(name) + repeat) % len(contenders)):
+                answers[name].append(answer(prompt, new_tokens, contenders[name], options))
+        rates = {name: list(map(rate, each)) for name, each in answers.items()}
+        auto, plain = answers["auto"][0], answers["plain"][0]
         lengths = auto["acceptance_lengths"]
         row = {
             "new_tokens": new_tokens,
-            "equal": all(a["token_ids"] == plain["token_ids"] for pair in pairs for a in pair),
-            "auto_tokens_per_s": round(auto_rate, 1),
-            "plain_tokens_per_s": round(plain_rate, 1),
-            "ratio": round(ratios[-1], 3),
-            "ratio_of_fastest": round(fastest[-1], 3),
+            "equal": all(a["token_ids"] == plain["token_ids"] for each in answers.values() for a in each),
+            "tokens_per_s": {name: round(statistics.median(each), 1) for name, each in rates.items()},
             "acceptance_length": round(sum(lengths) / len(lengths), 2),
             "compile_s": [round(a["timings"]["compile_s"], 2) for a in (auto, plain)],
             "process_s": [round(a["process_s"], 2) for a in (auto, plain)],
         }
+        for name, (medians, fastest) in compared.items():
+            medians.append(statistics.median(rates[name]) / statistics.median(rates["plain"]))
+            fastest.append(max(rates[name]) / max(rates["plain"]))
+            row[name] = {"ratio": round(medians[-1], 3), "ratio_of_fastest": round(fastest[-1], 3)}
         print(json.dumps(row), flush=True)
-    summary = {"prompts": len(ratios), "least": min(ratios), "median": statistics.median(ratios)}
-    summary |= {"least_of_fastest": min(fastest), "median_of_fastest": statistics.median(fastest)}
-    print(json.dumps({name: round(value, 3) for name, value in summary.items()}))
+    for name, (medians, fastest) in compared.items():
+        summary = {"least": min(medians), "median": statistics.median(medians)}
+        summary |= {"least_of_fastest": min(fastest), "median_of_fastest": statistics.median(fastest)}
+        print(json.dumps({"contender": name, **{key: round(value, 3) for key, value in summary.items()}}))
 
 
 if __name__ == "__main__":
