@@ -89,8 +89,15 @@ def check(serving: Serving, body: chat_schema.ChatRequest) -> None:
         raise ApiError(400, "prompt_logprobs is not possible with stream: true", "prompt_logprobs")
 
 
-async def prepare_chat(serving: Serving, body: chat_schema.ChatRequest) -> tuple[Conversation, list[TextSequence]]:
+async def prepare_chat(
+    serving: Serving, body: chat_schema.ChatRequest, *, encodes_media: bool = True
+) -> tuple[Conversation, list[TextSequence]]:
     """Prepares the conversation and the sequences of a request.
+
+    Args:
+        serving: The model and its engine.
+        body: The request.
+        encodes_media: Whether the vision tower runs.
 
     Raises:
         ApiError: The request is invalid.
@@ -126,6 +133,7 @@ async def prepare_chat(serving: Serving, body: chat_schema.ChatRequest) -> tuple
         "records_drafts": body.return_proposals,
         "ends": talk.ends,
         "media": talk.media,
+        "encodes_media": encodes_media,
     }
     return talk, await prepare.sequences(serving, talk.prompt, params, n, **options)
 

@@ -298,6 +298,7 @@ async def sequences(
     records_drafts: bool = False,
     ends: Callable[[], Callable[[str], bool] | None] = lambda: None,
     media: PlacedMedia | None = None,
+    encodes_media: bool = True,
 ) -> list[TextSequence]:
     """Makes the sequences of a prompt, one for each choice. Their seeds are s, s + 1 and so on.
 
@@ -320,6 +321,7 @@ async def sequences(
         records_drafts: Whether pieces have the drafts of each round.
         ends: Makes the ``ends`` of each `TextSequence`.
         media: Images and videos of the prompt.
+        encodes_media: Whether the vision tower runs; not for sequences that no engine gets.
 
     Raises:
         ApiError: A value is invalid.
@@ -352,6 +354,6 @@ async def sequences(
                 mask.close()
             raise ApiError(400, str(e), field_of(str(e))) from None
         await asyncio.sleep(0)
-    if media is not None and serving.media is not None:
+    if media is not None and serving.media is not None and encodes_media:
         await serving.media.encode(media)
     return prepared

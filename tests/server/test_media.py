@@ -334,6 +334,16 @@ def test_text_is_that_of_today(vision, monkeypatch):
     assert seen[1][0]["content"] == [TEXT, {"type": "image"}]
 
 
+def test_a_rendered_chat_has_all_pads_and_does_not_run_the_tower(vision):
+    expected = answered(vision, user(TEXT, image_part()))["prompt_token_ids"]
+    calls = vision.serving.llm.media.encoder.calls
+    # Another image, whose rows are not cached.
+    messages = user(TEXT, image_part(encoded(picture(33, 50, seed=5))))
+    found = vision.post(f"{CHAT}/render", messages=messages, chat_template_kwargs={"enable_thinking": False})
+    assert found.json()["token_ids"] == expected
+    assert vision.serving.llm.media.encoder.calls == calls
+
+
 def test_a_model_of_text_refuses_images_and_has_no_larger_bodies(server):
     found = server.post(CHAT, messages=user(image_part()))
     assert found.status_code == 400
