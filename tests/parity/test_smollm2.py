@@ -123,7 +123,10 @@ def test_logits_of_smollm2_equal_those_of_transformers(llm, model):
     assert_near(np.asarray(scores)[live], expected[live], "logits")
 
 
+@pytest.mark.long
 def test_greedy_answers_of_smollm2_equal_those_of_transformers(llm, model):
+    """30 layers through the engine. `make test` has their logits, and greedy text of the bundled pair through the
+    engine (test_bundled.py)."""
     for messages, out in zip(
         QUESTIONS, llm.chat(QUESTIONS, SamplingParams(temperature=0.0, max_tokens=12)), strict=True
     ):
