@@ -6,7 +6,6 @@ import pytest
 
 from dflash_jax import LLM, SamplingParams
 from dflash_jax.engine import model_runner
-from dflash_jax.engine.executables import Executables
 from dflash_jax.engine.request import ReadyMasks, Request
 from dflash_jax.engine.token_rules import Rules, TokenRules, packed
 
@@ -46,7 +45,6 @@ def engine(request):
     reproducible = request.param == "reproducible"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model_runner, "BATCH_SIZES", (1,))
-        patch.setattr(Executables, "compiler_options", {"xla_backend_optimization_level": 1})
         llm = LLM(slots=2, block_size=4, reproducible=reproducible, dtype="bfloat16" if reproducible else None)
         yield llm, llm.new_engine(llm.programs, 2, 256, prefill_sizes=(16,), masks=True)
 
