@@ -19,6 +19,7 @@ from dflash_jax.tools.equality import Reference, check_same, equal_or_tie, new_t
 from tests import tiny
 from tests.tiny import VOCAB, coach, fast, sampling, yields
 
+# Drafters are coached throughout, and sampling is given: one structure of arguments, and so one program.
 # One token; idle; longer than a prefill chunk and the draft window, and up to the buffer's last position; three more.
 LENGTHS, NEW, CAPACITY = [1, 0, 38, 7, 9, 20], [24, 24, 26, 26, 23, 1], 64
 ROWS, LIVE = range(6), [0, 2, 3, 4]
@@ -212,13 +213,15 @@ def test_a_stop_inside_an_accepted_run_ends_the_row_there(target, drafter, plain
 
 
 def test_alone_or_in_a_batch(target, drafter, plain, reference):
+    """All other rows are idle, in the programs of the batch: those of one row are in tests/engine/test_engine.py."""
     row = 2
-    own = jax.tree.map(lambda x: x[row : row + 1], SAMPLING["sampled"])
+    prompts = [prompt if i == row else [] for i, prompt in enumerate(PROMPTS)]
     for run in (-1, 4):
-        coached = coach(drafter, plain["sampled"].tokens[row : row + 1], run)
-        found = fast.generate(target, coached, [PROMPTS[row]], NEW[row], WINDOWED, sampling=own, capacity=CAPACITY)
-        reference["sampled"].check(row, new_tokens(found, 0))
-        np.testing.assert_allclose(found.logprobs.chosen[0], plain["sampled"].logprobs.chosen[row], atol=1e-4)
+        coached = coach(drafter, plain["sampled"].tokens, run)
+        found = fast.generate(target, coached, prompts, NEW, WINDOWED, sampling=SAMPLING["sampled"], capacity=CAPACITY)
+        assert [i for i in ROWS if found.length[i] > 0] == [row]
+        reference["sampled"].check(row, new_tokens(found, row))
+        np.testing.assert_allclose(found.logprobs.chosen[row], plain["sampled"].logprobs.chosen[row], atol=1e-4)
 
 
 def test_prefill_chunks_give_the_same_tokens_and_caches(target, drafter, plain, reference):
@@ -309,22 +312,23 @@ def test_a_dispatch_ends_at_its_rounds_or_tokens_and_goes_on(target, drafter, pl
     check_statistics(state)
 
 
-def test_plain_rounds_keep_the_drafters_context(target, drafter):
+def test_plain_rounds_keep_the_drafters_context(target, drafter, plain):
     """They extend it at the end of a dispatch, by what rounds of width one would have."""
-    found = []
+    found, coached = [], coach(drafter, plain["greedy"].tokens)
     for window in (1, 8):
         state = init_state(
             target,
-            drafter,
+            coached,
             PROMPTS,
             NEW,
             settings=replace(WINDOWED, block_size=window),
             capacity=CAPACITY,
+            sampling=SAMPLING["greedy"],
             block_sizes=1,
         )
-        state = fast.prefill(target, drafter, state)
+        state = fast.prefill(target, coached, state)
         for rounds in (1, 4, 9):
-            state = fast.decode(target, drafter, state, rounds, None, settings=replace(WINDOWED, block_size=window))
+            state = fast.decode(target, coached, state, rounds, None, settings=replace(WINDOWED, block_size=window))
         found.append(state)
     np.testing.assert_array_equal(found[0].tokens, found[1].tokens)
     np.testing.assert_array_equal(found[0].num_cached, found[1].num_cached)
@@ -368,8 +372,9 @@ def test_a_drafter_without_taps_gets_no_features(target, plain, reference, size)
 
 def test_a_context_that_begins_late_is_a_bounded_one(target, drafter, plain, reference):
     """What went by without the drafter is as if its window ended there."""
+    drafter, options = coach(drafter, plain["greedy"].tokens), {"sampling": SAMPLING["greedy"], "block_sizes": 8}
     late, full = (
-        init_state(target, drafter, PROMPTS, NEW, settings=WINDOWED, capacity=CAPACITY, block_sizes=8) for _ in range(2)
+        init_state(target, drafter, PROMPTS, NEW, settings=WINDOWED, capacity=CAPACITY, **options) for _ in range(2)
     )
     full = fast.prefill(target, drafter, full)
     late = fast.prefill(target, None, late)
