@@ -59,22 +59,25 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: next((i for i, name in enumerate(LONGEST) if name in item.nodeid), len(LONGEST)))
 
 
-# The batch sizes of other tests, while those that are `SERVED` run.
-_batch_sizes: list[tuple[int, ...]] = []
+# Batch sizes that programs are compiled for, by the beginning of the test's name; others have those of users. Each size
+# is a program for each width, of seconds.
+BATCH_SIZES = {
+    **dict.fromkeys(SERVED, (1, 4)),
+    **dict.fromkeys(("tests/docs/test_examples.py", "tests/integration/test_draft_vocabulary.py"), (4, 32)),
+}
+_batch_sizes: dict[str, tuple[int, ...]] = {}
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
-    """Servers of tests have programs of two batch sizes, and leave those of all other tests alone."""
-    is_served = item.nodeid.startswith(SERVED)
-    if is_served != bool(_batch_sizes):
+    """Sets the batch sizes where they change from one test to the next, so that those of a module's fixture stay."""
+    sizes = next((sizes for name, sizes in BATCH_SIZES.items() if item.nodeid.startswith(name)), ())
+    if sizes != _batch_sizes.get("now", ()):
         from dflash_jax.engine import model_runner
 
-        if is_served:
-            _batch_sizes.append(model_runner.BATCH_SIZES)
-            model_runner.BATCH_SIZES = (1, 4)
-        else:
-            model_runner.BATCH_SIZES = _batch_sizes.pop()
+        default = _batch_sizes.setdefault("default", model_runner.BATCH_SIZES)
+        _batch_sizes["now"] = sizes
+        model_runner.BATCH_SIZES = sizes or default
 
 
 @pytest.hookimpl(optionalhook=True)
