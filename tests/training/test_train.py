@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,25 @@ from tests.training.talks import TALKS
 from tests.training.test_run_log import scalars
 
 ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def runs_share_their_step():
+    """A run compiles its own, seconds each, though another has the same."""
+    steps: dict[tuple, object] = {}
+
+    class Sharing(run.Trainer):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            vocabulary = None if self.vocabulary is None else self.vocabulary.tobytes()
+            # What a step depends on but for its arguments; an optimiser equals itself only.
+            key = self._structure, self.config, self.recipe, self.update, self.mesh, vocabulary
+            self.step = steps.setdefault(key, self.step)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "Trainer", Sharing)
+        patch.setattr(run, "optimiser", cache(run.optimiser))
+        yield
 
 
 @pytest.fixture(scope="module")
