@@ -60,10 +60,12 @@ def pytest_collection_modifyitems(items):
 
 
 # Batch sizes that programs are compiled for, by the beginning of the test's name; others have those of users. Each size
-# is a program for each width, of seconds.
+# is a program for each width, of seconds. Where a request alone is compared with one in a batch, there is one for each.
 BATCH_SIZES = {
     **dict.fromkeys(SERVED, (1, 4)),
     **dict.fromkeys(("tests/docs/test_examples.py", "tests/integration/test_draft_vocabulary.py"), (4, 32)),
+    **dict.fromkeys(("tests/frontend/test_llm.py", "tests/frontend/test_vllm_names.py"), (1, 4, 32)),
+    **dict.fromkeys(("tests/cli/test_generate.py", "tests/integration/test_bundled_drafters.py"), (1, 4, 32)),
 }
 _batch_sizes: dict[str, tuple[int, ...]] = {}
 
