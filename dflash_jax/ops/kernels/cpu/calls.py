@@ -1,4 +1,4 @@
-"""C++ kernels for a CPU: linear maps, attention, the gated delta rule, mixtures of experts, the noise of draws, frames.
+"""C++ kernels for a CPU: linear maps, attention, rotation, cache writes, the delta rule, experts, noise, frames.
 
 A linear map reads each weight once for all rows. XLA's product of four rows takes twice as long as that of one row,
 XLA cannot read weights in bfloat16 faster than in float32, and its small products take tens of microseconds to start
@@ -75,15 +75,15 @@ def linear(
         x: float32 [T, I].
         weights: Matrices [O, I], or one matrix [2 F, I] with ``swiglu``.
         norm: Weight of RMSNorm, [I]; None: no norm.
-        eps: Added to the mean of squares.
-        offset: Added to the norm's weight.
+        eps: Added to the mean of squares, or to the variance.
+        offset: Added to the weight of RMSNorm.
         norm_bias: Bias of LayerNorm, [I], whose weight ``norm`` is; None: RMSNorm.
         return_normed: Whether the normed x follows the results.
         swiglu: The first half of the outputs, through silu, multiplies the second half.
         bias: [O], added to the result of one weight, without ``swiglu``.
         gelu: Whether GELU by tanh follows the bias.
         residual: [T, O], added to each result.
-        live: Rows that are computed; None: all. The others are undefined.
+        live: How many rows, from the first, are computed; None: all. The others are undefined.
 
     Returns:
         float32 [T, O] for each weight, then the normed x if ``return_normed``.
