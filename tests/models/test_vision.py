@@ -3,7 +3,11 @@
 import numpy as np
 import pytest
 
+from dflash_jax.models.layers import with_backend
+from dflash_jax.models.packing import pack_weights
 from dflash_jax.models.vision import frame_arrays, patch_places
+from dflash_jax.ops.backend import Backend
+from dflash_jax.ops.kernels.cpu import calls as cpu
 from tests.helpers import VISION, random_tower, whole_pass
 
 FRAMES = [(4, 6), (2, 10), (6, 2)]
@@ -47,6 +51,16 @@ def test_each_frame_is_an_interval_and_padding_is_empty():
 @pytest.mark.parametrize("size", [60, 64, 600, 1024])
 def test_padding_does_not_reach_the_rows(size, tower, patches):
     np.testing.assert_allclose(rows(tower, patches, FRAMES, size), rows(tower, patches, FRAMES), atol=1e-5)
+
+
+@pytest.mark.skipif(bool(cpu.why_not()), reason="no C++ compiler")
+def test_rows_of_padding_that_are_not_computed_reach_no_other(tower, patches):
+    """With the C++ kernels, whatever the padding has. Without frames, as programs are warmed up, too."""
+    packed = pack_weights(with_backend(random_tower(seed=1), Backend.detect()))
+    padding = np.full((600 - len(patches), VISION.patch_dim), np.nan, np.float32)
+    out = whole_pass(packed, np.concatenate([patches, padding]), **frame_arrays(FRAMES, 600, 2))
+    np.testing.assert_allclose(np.asarray(out)[: len(patches) // 4], rows(tower, patches, FRAMES), atol=1e-5)
+    assert whole_pass(packed, np.concatenate([patches, padding]), **frame_arrays([], 600, 2)).shape == out.shape
 
 
 def test_frames_together_equal_each_alone(tower, patches):
