@@ -1,8 +1,8 @@
 // Attention of new tokens over a cache and over one another, the rotation before it, and the writing of a cache, as XLA
 // FFI calls: `attend`, `rotate` and `write` of calls.py.
 //
-// Attention is in float32. A part is one KV head of one batch entry; 16 of its query rows (ordered by token, then head) are in the lanes of a
-// vector. The valid part of the cache is read in place, once for each 16 rows.
+// Attention is in float32. A part is one KV head of one batch entry; 16 of its query rows (ordered by token, then head)
+// are in the lanes of a vector. The valid part of the cache is read in place, once for each 16 rows.
 
 #include <algorithm>
 #include <cstdint>
@@ -197,16 +197,23 @@ struct Projection {
 // weight of its norm [D], or an empty one; the results are [B, T, heads, D].
 ffi::Error Rotate(F32 cos, F32 sin, ffi::RemainingArgs args, ffi::RemainingRets out, float eps, float offset) {
   const int64_t half = cos.dimensions()[2], angles = cos.dimensions()[0] * cos.dimensions()[1];
+  if (sin.dimensions() != cos.dimensions()) return ffi::Error::InvalidArgument("sines of another shape than cosines");
   int64_t tokens = 0, numbers = 0;
   std::vector<Projection> all;
   for (size_t i = 0; i < out.size(); ++i) {
     const F32 x = args.get<F32>(2 * i).value(), norm = args.get<F32>(2 * i + 1).value();
     auto result = out.get<F32>(i).value();
     const int64_t heads = x.dimensions()[2], size = x.dimensions()[4];
+    tokens = x.dimensions()[0] * x.dimensions()[1], numbers += result->element_count();
+    if (cos.dimensions()[1] != x.dimensions()[1] || (cos.dimensions()[0] != 1 && angles != tokens)) {
+      return ffi::Error::InvalidArgument("angles of another number of tokens");
+    }
     if (2 * half > size) return ffi::Error::InvalidArgument("more angles than numbers of a head");
+    if (norm.element_count() > 0 && static_cast<int64_t>(norm.element_count()) != size) {
+      return ffi::Error::InvalidArgument("a norm of another size than a head");
+    }
     const float* const weight = norm.element_count() > 0 ? norm.typed_data() : nullptr;
     all.push_back({x.typed_data(), weight, result->typed_data(), heads, size, x.dimensions()[3] * size});
-    tokens = x.dimensions()[0] * x.dimensions()[1], numbers += result->element_count();
   }
   const auto part = [&](int64_t token) {
     const int64_t at = token % angles * half;
@@ -230,7 +237,16 @@ ffi::Error Write(ffi::AnyBuffer k_cache, ffi::AnyBuffer v_cache, I32 table, ffi:
   if (k_cache.untyped_data() != k_out->untyped_data() || v_cache.untyped_data() != v_out->untyped_data()) {
     return ffi::Error::Internal("the cache was not written in place");
   }
+  if (v.dimensions() != k.dimensions() || v_cache.dimensions() != k_cache.dimensions()) {
+    return ffi::Error::InvalidArgument("values of another shape than keys");
+  }
   const int64_t batch = k.dimensions()[0], tokens = k.dimensions()[1], kv_heads = k.dimensions()[2];
+  if (kv_heads != k_cache.dimensions()[1] || k.dimensions()[3] != k_cache.dimensions()[3]) {
+    return ffi::Error::InvalidArgument("heads of another number or size than the cache's");
+  }
+  if (rows.dimensions()[0] != batch || positions.dimensions()[0] != batch || positions.dimensions()[1] != tokens) {
+    return ffi::Error::InvalidArgument("rows or positions of another number of tokens");
+  }
   const int64_t pages = k_cache.dimensions()[0], page_size = k_cache.dimensions()[2];
   const int64_t all = table.dimensions()[0], most = table.dimensions()[1];
   const int64_t bytes = k.dimensions()[3] * ffi::ByteWidth(k.element_type());

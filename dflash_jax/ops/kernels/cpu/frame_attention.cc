@@ -218,6 +218,10 @@ using I32 = ffi::Buffer<ffi::S32>;
 ffi::Error Call(ffi::AnyBuffer qkv, F32 cos, F32 sin, I32 low, I32 high, ffi::Result<ffi::AnyBuffer> out) {
   const int64_t rows = qkv.dimensions()[0], heads = qkv.dimensions()[2], size = qkv.dimensions()[3];
   if (size % 2 || cos.dimensions()[1] != size / 2) return ffi::Error::InvalidArgument("not an angle for two numbers");
+  for (const int64_t n : {cos.dimensions()[0], sin.dimensions()[0], low.dimensions()[0], high.dimensions()[0]}) {
+    if (n != rows) return ffi::Error::InvalidArgument("angles or bounds of another number of patches");
+  }
+  if (sin.dimensions() != cos.dimensions()) return ffi::Error::InvalidArgument("sines of another shape than cosines");
   const std::vector<Part> parts = Parts(low.typed_data(), high.typed_data(), rows);
   const auto run = [&]<class T>() {
     const T* const data = static_cast<const T*>(qkv.untyped_data());

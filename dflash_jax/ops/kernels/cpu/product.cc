@@ -91,6 +91,11 @@ ffi::Error Call(F32 x, F32 norm, F32 norm_bias, F32 bias, F32 residual, I32 live
   const int64_t all_rows = x.dimensions()[0], k_size = x.dimensions()[1];
   const int64_t rows = live.element_count() > 0 ? std::clamp<int64_t>(live.typed_data()[0], 0, all_rows) : all_rows;
   const float* input = x.typed_data();
+  for (const F32& each : {norm, norm_bias}) {
+    if (each.element_count() > 0 && static_cast<int64_t>(each.element_count()) != k_size) {
+      return ffi::Error::InvalidArgument("a norm of another size than the inputs");
+    }
+  }
   thread_local std::vector<float> normed_rows;
   if (norm.element_count() > 0) {
     float* normed;

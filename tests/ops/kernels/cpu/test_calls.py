@@ -129,11 +129,15 @@ def test_only_live_rows_are_computed_and_each_has_the_bits_of_fewer_rows():
         whole = np.asarray(mapped(x, residual, is_centred=is_centred))
         for rows in (1, 17, 300):
             np.testing.assert_array_equal(mapped(x[:rows], residual[:rows], is_centred=is_centred), whole[:rows])
-    spoilt = np.where(np.arange(530)[:, None] < 300, x, np.nan)
+    whole = np.asarray(mapped(x, residual))
     for live in (300, 1, 0, -5):
-        got = np.asarray(mapped(spoilt, residual, jnp.int32(live)))
-        np.testing.assert_array_equal(got[: max(live, 0)], np.asarray(mapped(x, residual))[: max(live, 0)])
-    np.testing.assert_array_equal(mapped(x, residual, jnp.int32(9999)), mapped(x, residual))
+        # Of rows that no call before had: memory that is not written cannot have their results.
+        count = max(live, 0)
+        fresh = np.concatenate([x[:count], rng.standard_normal((530 - count, 131)).astype(np.float32)])
+        got = np.asarray(mapped(fresh, residual, jnp.int32(live)))
+        np.testing.assert_array_equal(got[:count], whole[:count])
+        assert (got[count:] != np.asarray(mapped(fresh, residual))[count:]).any(axis=1).all(), "a dead row was computed"
+    np.testing.assert_array_equal(mapped(x, residual, jnp.int32(9999)), whole)
 
 
 @needs_kernel
@@ -142,6 +146,50 @@ def test_a_bias_or_residual_of_another_size_is_refused(name, shape):
     weight = PackedWeight.of(np.ones((40, 8), np.float32), 1)
     with pytest.raises(Exception, match=f"a {name} of another size"):
         jax.block_until_ready(cpu.linear(jnp.ones((2, 8)), [weight], **{name: jnp.ones(shape)}))
+
+
+@needs_kernel
+def test_arrays_of_shapes_that_differ_are_refused():
+    """The kernels would read past the ends of some."""
+    weight, x, eight = PackedWeight.of(np.ones((40, 8), np.float32), 1), jnp.ones((2, 8)), jnp.ones(8)
+    angles, k, buffer = jnp.ones((2, 3, 4)), jnp.ones((2, 3, 1, 8)), jnp.zeros((4, 1, 64, 8))
+    table, rows, places = jnp.zeros((2, 2), jnp.int32), jnp.zeros(2, jnp.int32), jnp.zeros((2, 3), jnp.int32)
+    qkv, patch_angles, bounds = jnp.ones((5, 3, 2, 8)), jnp.ones((5, 4)), jnp.zeros(5, jnp.int32)
+    for message, call in (
+        ("a norm of another size than the inputs", lambda: cpu.linear(x, [weight], jnp.ones(7))),
+        ("a norm of another size than the inputs", lambda: cpu.linear(x, [weight], eight, norm_bias=jnp.ones(9))),
+        ("angles of another number", lambda: rotated(k, (angles[:, :1], angles[:, :1]))),
+        ("sines of another shape", lambda: rotated(k, (angles, angles[:1]))),
+        ("a norm of another size than a head", lambda: rotated(k, (angles, angles), jnp.ones(7))),
+        ("values of another shape", lambda: cpu.write(buffer, buffer, table, k, k[..., :4], rows, places)),
+        ("heads of another number", lambda: cpu.write(buffer, buffer, table, k[..., :4], k[..., :4], rows, places)),
+        ("rows or positions", lambda: cpu.write(buffer, buffer, table, k, k, rows[:1], places)),
+        ("rows or positions", lambda: cpu.write(buffer, buffer, table, k, k, rows, places[:1])),
+        ("another number of patches", lambda: cpu.attend_frames(qkv, (patch_angles[:4],) * 2, bounds, bounds)),
+        ("another number of patches", lambda: cpu.attend_frames(qkv, (patch_angles,) * 2, bounds, bounds[:4])),
+        ("sines of another shape", lambda: cpu.attend_frames(qkv, (patch_angles, patch_angles[:, :3]), bounds, bounds)),
+    ):
+        with pytest.raises(Exception, match=message):
+            jax.block_until_ready(call())
+
+
+def rotated(k, angles, norm=None):
+    return cpu.rotate(None, k, angles, (None, norm), 1e-6, 0.0)[1]
+
+
+@needs_kernel
+@pytest.mark.parametrize("size", [64, 30])
+def test_a_rotated_token_has_the_same_bits_alone_and_among_others(size):
+    """Also in calls that are large enough for several threads."""
+    rng = np.random.default_rng(0)
+    k, norm = (rng.standard_normal(shape).astype(np.float32) for shape in ((2, 300, 3, size), size))
+    at = rng.uniform(-3, 3, (2, 300, size // 2 - 2)).astype(np.float32)
+    angles = np.cos(at), np.sin(at)
+    for weight in (None, norm):
+        together = np.asarray(rotated(k, angles, weight))
+        for b, t in ((0, 0), (1, 0), (1, 299)):
+            alone = rotated(k[b : b + 1, t : t + 1], tuple(x[b : b + 1, t : t + 1] for x in angles), weight)
+            np.testing.assert_array_equal(np.asarray(alone)[0, 0], together[b, t])
 
 
 @needs_kernel
