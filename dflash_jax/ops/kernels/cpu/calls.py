@@ -169,7 +169,7 @@ def rotate(
     each = [(x, norm) for x, norm in zip((q, k[..., None, :]), norms, strict=True) if x is not None]
     shapes = [jax.ShapeDtypeStruct((*x.shape[:3], x.shape[4]), jnp.float32) for x, _ in each]
     inputs = [a for x, norm in each for a in (x, none if norm is None else norm)]
-    call: Any = jax.ffi.ffi_call("DflashRotate", shapes)
+    call: Any = jax.ffi.ffi_call("DflashRotate", shapes, vmap_method="sequential")
     *queries, keys = call(*angles, *inputs, eps=np.float32(eps), offset=np.float32(offset))
     return (queries[0] if queries else None), keys
 

@@ -145,10 +145,11 @@ ffi::Error Call(F32 x, F32 norm, F32 norm_bias, F32 bias, F32 residual, I32 live
   const float* const residuals = residual.element_count() > 0 ? residual.typed_data() : nullptr;
   const float* const biases = bias.element_count() > 0 ? bias.typed_data() : nullptr;
 
-  // Parts that follow one another share their panels.
+  // Parts that follow one another share their panels. Their rows are multiples of a tile.
   const int64_t chunks = (rows + kPartRows - 1) / kPartRows;
+  const int64_t even = chunks > 0 ? (rows + chunks - 1) / chunks : 0, chunk_rows = (even + kRows - 1) / kRows * kRows;
   const auto part = [&](int64_t i) {
-    const int64_t chunk = i % chunks, begin = rows * chunk / chunks, count = rows * (chunk + 1) / chunks - begin;
+    const int64_t begin = i % chunks * chunk_rows, count = std::min(chunk_rows, rows - begin);
     const Weight* entry = all.data();
     for (i /= chunks; i >= entry->parts(); ++entry) i -= entry->parts();
     const Weight& weight = *entry;
