@@ -4,8 +4,8 @@ Decoders are native code that reads bytes from anywhere: a few of them may take 
 crash. The nursery imports the decoders and forks a process for each image or video; `decoding.py` has the other ends of
 their sockets.
 
-The descriptors of two files come first, one with the encoded bytes, one for the pixels; then frames of JSON go in and
-out.
+The descriptors of two files come first, one with the encoded bytes or their base64, one for the pixels; then frames of
+JSON go in and out.
 """
 
 import json
@@ -15,6 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 from dflash_jax.errors import InputError
+from dflash_jax.media.data_url import decoded, pieces_of
 from dflash_jax.media.errors import MediaError
 from dflash_jax.media.limits import MediaLimits
 from dflash_jax.media.processor import ImageSettings, read_image
@@ -44,8 +45,8 @@ def _decode(frames: Frames) -> None:
     limit_seconds(limits.decode_s)
     try:
         with open(source, "rb") as file:
-            file.seek(0)
-            data = file.read()
+            pieces = pieces_of(file)
+            data = b"".join(pieces) if request["url"] is None else decoded(pieces, request["url"], limits.item_bytes)
         settings: dict[str, Any] = {
             key: tuple(v) if isinstance(v, list) else v for key, v in request["settings"].items()
         }

@@ -10,6 +10,7 @@ from typing import BinaryIO
 
 import numpy as np
 
+from dflash_jax.media.data_url import DataUrl
 from dflash_jax.media.errors import MediaError
 from dflash_jax.media.limits import DEFAULT_LIMITS, MediaLimits
 from dflash_jax.media.medium import Medium
@@ -44,7 +45,7 @@ class MediaDecoder:
 
     async def decode(
         self,
-        data: bytes,
+        data: bytes | DataUrl,
         settings: ImageSettings,
         fps: float | None = None,
         num_frames: int | None = None,
@@ -52,7 +53,7 @@ class MediaDecoder:
         """Decodes and resizes an image or a video.
 
         Args:
-            data: The encoded image or video.
+            data: The encoded image or video; the base64 of a URL is decoded in the process, too.
             settings: The checkpoint's preprocessing: `VideoSettings` for a video.
             fps: Frames sampled of a second of a video, in place of the settings'.
             num_frames: Frames sampled of a video, in place of a rate.
@@ -69,10 +70,12 @@ class MediaDecoder:
         finally:
             self._waiting -= 1
 
-    async def _decoded(self, data: bytes, settings: ImageSettings, fps: float | None, num_frames: int | None) -> Medium:
+    async def _decoded(
+        self, data: bytes | DataUrl, settings: ImageSettings, fps: float | None, num_frames: int | None
+    ) -> Medium:
         kind = "video" if isinstance(settings, VideoSettings) else "image"
         request = {"kind": kind, "settings": asdict(settings), "limits": asdict(self.limits)}
-        request |= {"fps": fps, "num_frames": num_frames}
+        request |= {"fps": fps, "num_frames": num_frames, "url": data.name if isinstance(data, DataUrl) else None}
         with _memory_file() as source, _memory_file() as target:
             # Tens of megabytes take a while, in which the event loop serves others.
             await asyncio.to_thread(_write, source, data)
@@ -118,8 +121,11 @@ def _memory_file() -> BinaryIO:
     return tempfile.TemporaryFile()
 
 
-def _write(file: BinaryIO, data: bytes) -> None:
-    file.write(data)
+def _write(file: BinaryIO, data: bytes | DataUrl) -> None:
+    if isinstance(data, DataUrl):
+        data.write(file)
+    else:
+        file.write(data)
     file.flush()
 
 

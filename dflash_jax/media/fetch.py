@@ -1,7 +1,6 @@
 """The bytes that a URL of a request names: of itself, of an allowed host, or below an allowed directory."""
 
 import asyncio
-import binascii
 import ipaddress
 import os
 import re
@@ -13,6 +12,7 @@ from urllib.parse import unquote, urlsplit
 
 from dflash_jax.argument_checks import shown
 from dflash_jax.errors import InputError
+from dflash_jax.media.data_url import MOST_HEADER_CHARACTERS, DataUrl
 from dflash_jax.media.errors import MediaError
 from dflash_jax.media.limits import DEFAULT_LIMITS, MediaLimits
 from dflash_jax.media.loop_thread import LoopThread
@@ -27,10 +27,6 @@ if TYPE_CHECKING:
 
 PORTS = {"http": 80, "https": 443}
 MOST_URL_CHARACTERS = 8192
-# The header of a data: URL ends within.
-MOST_HEADER_CHARACTERS = 256
-# Characters decoded at a time, between which other threads run.
-BASE64_CHARACTERS = 2**20
 HOST = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?")
 PRINTABLE = re.compile(r"[!-~]+")
 
@@ -100,7 +96,7 @@ class Fetcher:
         """
         scheme = url[:MOST_HEADER_CHARACTERS].partition(":")[0].lower()
         if scheme == "data":
-            return await asyncio.to_thread(_data, url, self.limits.item_bytes)
+            return await asyncio.to_thread(DataUrl(url, self.limits.item_bytes).content)
         if self._waiting >= self.limits.waiting + self.limits.fetches:
             raise MediaError(f"{self._waiting} images and videos wait to be fetched: try again later", 503)
         self._waiting += 1
@@ -201,29 +197,3 @@ def _is_host(host: str) -> bool:
         return ipaddress.IPv6Address(host).scope_id is None
     except ValueError:
         return False
-
-
-def _data(url: str, most_bytes: int) -> bytes:
-    """The content of a ``data:`` URL.
-
-    Raises:
-        MediaError: It is not in base64, or too large.
-    """
-    comma = url.find(",", 0, MOST_HEADER_CHARACTERS)
-    if comma < 0 or not url[:comma].lower().endswith(";base64"):
-        raise MediaError(f"the URL is {shown(url)}: a data: URL must be like data:image/png;base64,…")
-    if 3 * (len(url) - comma - 1) // 4 > most_bytes + 2:
-        raise MediaError(f"a data: URL has more than {most_bytes} bytes", 413)
-    content = bytearray()
-    for start in range(comma + 1, len(url), BASE64_CHARACTERS):
-        part = url[start : start + BASE64_CHARACTERS]
-        try:
-            # Padding elsewhere than at the end is refused, too.
-            if "=" in part and start + BASE64_CHARACTERS < len(url):
-                raise ValueError
-            content += binascii.a2b_base64(part, strict_mode=True)
-        except ValueError:
-            raise MediaError(f"the URL is {shown(url)}: its base64 is malformed") from None
-    if len(content) > most_bytes:
-        raise MediaError(f"a data: URL has more than {most_bytes} bytes", 413)
-    return bytes(content)

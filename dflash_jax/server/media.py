@@ -16,6 +16,7 @@ from dflash_jax.engine.ahead_of_time import yield_processors
 from dflash_jax.engine.media import PromptMedia
 from dflash_jax.errors import InputError
 from dflash_jax.frontend.media import MediaReader
+from dflash_jax.media.data_url import DataUrl
 from dflash_jax.media.decoding import MediaDecoder
 from dflash_jax.media.errors import MediaError
 from dflash_jax.media.medium import CHANNELS, Medium
@@ -146,14 +147,14 @@ class RequestMedia:
         encoded = len(part.source) if _is_data(part) else self.reader.limits.item_bytes
         return encoded + CHANNELS * self.reader.settings(part).max_pixels
 
-    async def _fetched(self, part: MediaPart) -> bytes:
+    async def _fetched(self, part: MediaPart) -> bytes | DataUrl:
         with _named(part):
             if _is_data(part):
-                return await self.reader.fetcher.fetch(part.source, part.kind)
+                return DataUrl(part.source, self.reader.limits.item_bytes)
             with await self._fetches.take(1):
                 return await self.reader.fetcher.fetch(part.source, part.kind)
 
-    async def _decoded(self, part: MediaPart, content: bytes) -> Medium:
+    async def _decoded(self, part: MediaPart, content: bytes | DataUrl) -> Medium:
         with await self._decodes.take(1), _named(part):
             return await self.decoder.decode(content, self.reader.settings(part), part.fps, part.num_frames)
 

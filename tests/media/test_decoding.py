@@ -1,15 +1,19 @@
 """Decoding in processes of their own: what an image or a video does there ends as an error, and others go on."""
 
 import asyncio
+import base64
 import io
 import os
 import struct
 import zlib
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from dflash_jax.media import data_url
+from dflash_jax.media.data_url import DataUrl
 from dflash_jax.media.decoding import MediaDecoder
 from dflash_jax.media.errors import MediaError
 from dflash_jax.media.limits import MediaLimits
@@ -17,6 +21,7 @@ from dflash_jax.media.medium import Medium
 from dflash_jax.media.processor import ImageSettings, read_image
 from dflash_jax.media.video import VideoSettings, read_video
 from tests.media.encoded import clip, encoded, picture
+from tests.media.test_fetch import DATA_URLS
 from tests.server.conftest import wait_until
 
 IMAGES, VIDEOS = ImageSettings(), VideoSettings()
@@ -32,7 +37,7 @@ def decoder():
     decoder.stop()
 
 
-def decoded(decoder: MediaDecoder, *contents: bytes, settings=IMAGES, **options) -> list:
+def decoded(decoder: MediaDecoder, *contents: bytes | DataUrl, settings=IMAGES, **options) -> list:
     """What each content gives, all at once: a `Medium` or an error."""
 
     async def main():
@@ -74,6 +79,31 @@ def test_a_process_gives_what_the_library_gives(decoder):
     (video,) = decoded(decoder, content, settings=VIDEOS, num_frames=4)
     assert same(video, read_video(content, num_frames=4))
     assert video.timestamps == read_video(content, num_frames=4).timestamps
+
+
+def test_the_base64_of_a_url_is_decoded_in_the_process(decoder, monkeypatch):
+    monkeypatch.setattr(data_url, "PIECE_CHARACTERS", 64)
+    monkeypatch.setattr(data_url, "decoded", None)
+    url = f"data:image/png;base64,{base64.b64encode(PNG).decode()}"
+    (found,) = decoded(decoder, DataUrl(url, len(PNG)))
+    assert same(found, read_image(PNG))
+
+
+@pytest.mark.parametrize(("url", "status"), [case for case in DATA_URLS if ";base64," in case[0][:256]])
+def test_malformed_base64_is_refused_as_where_it_is_fetched(url, status):
+    decoder = MediaDecoder(replace(PATIENT, item_bytes=2**20))
+    try:
+        given = DataUrl(url, 2**20)
+    except MediaError as e:
+        error = e
+    else:
+        (error,) = decoded(decoder, given)
+    finally:
+        decoder.stop()
+    assert isinstance(error, MediaError)
+    assert error.status == status
+    assert "base64 is malformed" in str(error) or status == 413
+    assert len(str(error)) < 200
 
 
 ATTACKS = {

@@ -289,28 +289,28 @@ def test_data_urls_are_read_in_pieces():
         assert fetched(header + encoded, ())[0] == content
 
 
-@pytest.mark.parametrize(
-    ("url", "status"),
-    [
-        ("data:", 400),
-        ("data:image/png,AAAA", 400),
-        ("data:image/png;base64", 400),
-        ("data:image/png;base64,A", 400),
-        ("data:image/png;base64,AAA", 400),
-        ("data:image/png;base64,AA=A", 400),
-        ("data:image/png;base64,AA==AA==", 400),
-        ("data:image/png;base64,AAAA AAAA", 400),
-        ("data:image/png;base64,AAAA\n", 400),
-        ("data:image/png;base64,AA-_", 400),
-        ("data:image/png;base64,AAA\u0391", 400),
-        ("data:image/png;base64,AAA\ud800", 400),
-        ("data:image/png;base64,%41AAA", 400),
-        ("data:" + "x" * 300 + ";base64,AAAA", 400),
-        ("data:image/png;base64," + "A" * (2**20 - 4) + "AAA=" + "AAAA", 400),
-        ("data:image/png;base64," + "A" * (2**22), 413),
-        ("data:image/png;base64," + "A" * (2**20 // 3 * 4 + 4), 413),
-    ],
-)
+DATA_URLS = [
+    ("data:", 400),
+    ("data:image/png,AAAA", 400),
+    ("data:image/png;base64", 400),
+    ("data:image/png;base64,A", 400),
+    ("data:image/png;base64,AAA", 400),
+    ("data:image/png;base64,AA=A", 400),
+    ("data:image/png;base64,AA==AA==", 400),
+    ("data:image/png;base64,AAAA AAAA", 400),
+    ("data:image/png;base64,AAAA\n", 400),
+    ("data:image/png;base64,AA-_", 400),
+    ("data:image/png;base64,AAA\u0391", 400),
+    ("data:image/png;base64,AAA\ud800", 400),
+    ("data:image/png;base64,%41AAA", 400),
+    ("data:" + "x" * 300 + ";base64,AAAA", 400),
+    ("data:image/png;base64," + "A" * (2**20 - 4) + "AAA=" + "AAAA", 400),
+    ("data:image/png;base64," + "A" * (2**22), 413),
+    ("data:image/png;base64," + "A" * (2**20 // 3 * 4 + 4), 413),
+]
+
+
+@pytest.mark.parametrize(("url", "status"), DATA_URLS)
 def test_malformed_data_urls_are_refused(url, status):
     error, _ = fetched(url, ())
     assert isinstance(error, MediaError), error
