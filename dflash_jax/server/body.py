@@ -19,6 +19,7 @@ from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.responses import Response
 
+from dflash_jax.media.parts import TYPES
 from dflash_jax.server.errors import ApiError, ClientGoneError
 from dflash_jax.server.limits import Limits
 
@@ -33,6 +34,13 @@ SURE_S = 5.0
 VALUE_BYTES = 64
 # Share of the memory for bodies that one client may take.
 CLIENT_SHARE = 0.5
+# Most escapes of a body that is larger than one of text, as a share of the bytes of one of text: eight million, which
+# are 48 MB, would take the parser three times as long as their bytes.
+ESCAPE_SHARE = 0.25
+# Fields of a body below which images and videos are, the fields between, and those of their URLs or base64.
+MEDIA_ROOTS = frozenset({"messages", "input", "image_data", "video_data"})
+MEDIA_SOURCES = frozenset({"url", "data", "image_data", "video_data", *(key for _, key in TYPES.values())})
+MEDIA_FIELDS = MEDIA_SOURCES | {"content", "output", "source"}
 
 
 async def _counted(body: bytes) -> AsyncIterator[tuple[int, int]]:
@@ -109,23 +117,62 @@ def check_type(headers: dict[bytes, bytes]) -> None:
         raise ApiError(415, f"{says}: send JSON, with Content-Type: application/json")
 
 
+def text_bytes(value: Any, name: str = "", fields: frozenset[str] = MEDIA_ROOTS) -> int:
+    """An upper bound of the bytes of a parsed body's texts, images and videos left out.
+
+    Args:
+        value: The body, or a value in it.
+        name: Its field, if it is where images and videos are.
+        fields: Fields below which images and videos may be.
+    """
+    if isinstance(value, dict):
+        count = sum(map(_most_bytes, value))
+        for key, each in value.items():
+            is_medium = key in fields
+            count += text_bytes(each, key if is_medium else "", MEDIA_FIELDS if is_medium else frozenset())
+        return count
+    if isinstance(value, list):
+        count = sum(text_bytes(each, name, fields) for each in value if isinstance(each, dict | list))
+        texts = [each for each in value if isinstance(each, str)]
+    else:
+        count, texts = 0, [value] if isinstance(value, str) else []
+    # URLs and base64 are ASCII.
+    is_medium = name in MEDIA_SOURCES
+    return count + sum(0 if is_medium and text.isascii() else _most_bytes(text) for text in texts)
+
+
+def _most_bytes(text: str) -> int:
+    return len(text) * (1 if text.isascii() else 4)
+
+
 class MediaRequest(Request):
     """A request whose body may be larger than one of text: `json` would take the interpreter for 5 ms a megabyte."""
+
+    async def body(self) -> bytes:
+        """The raw body. `Body` has it in one piece, which is not copied."""
+        if not hasattr(self, "_body"):
+            self._body = b"".join([part async for part in self.stream() if part])
+        return self._body
 
     async def json(self) -> Any:
         """The parsed body.
 
         Raises:
             json.JSONDecodeError: It is not JSON.
+            ApiError: It has more text than a body without images and videos may have.
         """
-        content = await self.body()
-        if len(content) <= self.app.state.serving.limits.body_bytes:
+        content, serving = await self.body(), self.app.state.serving
+        if len(content) <= (most := serving.limits.body_bytes):
             return await super().json()
         if not hasattr(self, "_json"):
-            try:
-                self._json = from_json(content)
-            except ValueError as e:
-                raise json.JSONDecodeError(str(e)[:200], "", 0) from None
+            async with serving.long_step():
+                try:
+                    parsed = from_json(content)
+                except ValueError as e:
+                    raise json.JSONDecodeError(str(e)[:200], "", 0) from None
+                if text_bytes(parsed) > most:
+                    raise ApiError(413, f"the body has more than {most} bytes beside its images and videos")
+            self._json = parsed
         return self._json
 
 
@@ -143,7 +190,7 @@ class MediaRoute(APIRoute):
 
 
 async def check_escapes(body: bytes, most: int) -> None:
-    """Checks a body that is larger than one of text, of which images and videos have few escapes.
+    """Checks a body that is larger than one of text. Images and videos have few escapes.
 
     Raises:
         ApiError: It has more than ``most``, which take the parser as long as values.
@@ -222,8 +269,8 @@ class Body:
             limits = self._serving.limits
             values = await check(body, max(limits.values, 2 * self._serving.capacity), limits.objects)
             if len(body) > limits.body_bytes:
-                await check_escapes(body, limits.body_bytes)
-        self._reserve(VALUE_BYTES * values)
+                await check_escapes(body, int(ESCAPE_SHARE * limits.body_bytes))
+        self.reserve(VALUE_BYTES * values)
         if len(body) > TURN_BYTES:
             # The framework parses and validates the body in one step.
             await self._serving.turn()
@@ -238,11 +285,11 @@ class Body:
             part, more = message.get("body", b""), message.get("more_body")
             if self._size + len(part) > self._most_bytes:
                 raise ApiError(413, f"the body has more than {self._most_bytes} bytes")
-            self._reserve(len(part))
+            self.reserve(len(part))
             yield part
 
-    def _reserve(self, more: int) -> None:
-        """Counts further bytes.
+    def reserve(self, more: int) -> None:
+        """Counts further bytes, of the body or of what it names.
 
         Raises:
             ApiError: A large body exceeds its client's share or the memory of all bodies.

@@ -34,6 +34,11 @@ class StoredResponse:
         return self.input.splitlines()
 
     @property
+    def count(self) -> int:
+        """Number of `items`."""
+        return self.input.count(b"\n") + 1
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the entry."""
         return len(self.response) + len(self.input)

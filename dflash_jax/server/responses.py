@@ -18,9 +18,10 @@ from dflash_jax.server.request_scope import while_connected
 from dflash_jax.server.response_store import StoredResponse
 from dflash_jax.server.responses_input import as_chat, takes_media
 from dflash_jax.server.responses_output import Output, envelope, final_value
-from dflash_jax.server.serving import Serving
+from dflash_jax.server.serving import STEP_ITEMS, Serving
 from dflash_jax.server.stored_responses import (
     earlier_items,
+    earlier_response,
     head,
     holds_media,
     least_characters,
@@ -44,7 +45,45 @@ async def responses(http: Request, body: responses_schema.ResponsesRequest):
     store = serving.response_store
     if body.store and not store.size:
         raise ApiError(400, "store: this server stores no responses (--response-store 0)", "store")
-    earlier = await earlier_items(http, body)
+    entry = await earlier_response(http, body)
+    if entry is None or entry.count <= STEP_ITEMS:
+        talk, sequences, stored = await prepare_response(http, body, entry)
+    else:
+        with await while_connected(http, serving.long_conversations.take(entry.count)):
+            talk, sequences, stored = await prepare_response(http, body, entry)
+    name = request_id.choose("resp_")
+    is_stored = body.store is not False and store.size > 0
+    value = envelope(body, serving.name, body.request_id or name, resume.current().created, is_stored)
+    serving.register(sequences, value["id"], http.state.owner)
+
+    async def store_response(response: dict) -> None:
+        if is_stored:
+            entry = StoredResponse(stored_response(response), stored, resume.current().key)
+            response["store"] = await store.put(http.state.owner, response["id"], entry, http.state.client)
+
+    events = numbered_events(serving, talk, sequences[0], value, store_response)
+    answer = (
+        EventStream.start(http, event_frames(events, sequences), last=b"")
+        if body.stream
+        else full_response(http, events, sequences)
+    )
+    # The answer repeats tools and metadata of the parsed body, and the store's entry has the conversation.
+    return Later(http, answer, keeps_parsed=True)
+
+
+async def prepare_response(
+    http: Request, body: responses_schema.ResponsesRequest, entry: StoredResponse | None
+) -> tuple[Conversation, list[TextSequence], bytes]:
+    """Prepares a request behind the response ``entry``.
+
+    Returns:
+        The conversation, its sequence, and its items in their stored form. The parsed items are garbage then.
+
+    Raises:
+        ApiError: The request is invalid.
+    """
+    serving: Serving = http.app.state.serving
+    earlier = [] if entry is None else earlier_items(entry)
     input_items = (
         [responses_schema.InputItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
     )
@@ -84,26 +123,9 @@ async def responses(http: Request, body: responses_schema.ResponsesRequest):
         raise from_conversion_error(e) from None
     input_items = [input_items[i - count] for i in places if i >= count]
     earlier = [earlier[i] for i in places if i < count]
-    name = request_id.choose("resp_")
-    is_stored = body.store is not False and store.size > 0
     stored = await stored_items(serving, earlier, input_items)
     talk, sequences = await while_connected(http, prepare_chat(serving, chat))
-    value = envelope(body, serving.name, body.request_id or name, resume.current().created, is_stored)
-    serving.register(sequences, value["id"], http.state.owner)
-
-    async def store_response(response: dict) -> None:
-        if is_stored:
-            entry = StoredResponse(stored_response(response), stored, resume.current().key)
-            response["store"] = await store.put(http.state.owner, response["id"], entry, http.state.client)
-
-    events = numbered_events(serving, talk, sequences[0], value, store_response)
-    answer = (
-        EventStream.start(http, event_frames(events, sequences), last=b"")
-        if body.stream
-        else full_response(http, events, sequences)
-    )
-    # The answer repeats tools and metadata of the parsed body, and the store's entry has the conversation.
-    return Later(http, answer, keeps_parsed=True)
+    return talk, sequences, stored
 
 
 async def full_response(

@@ -18,6 +18,7 @@ from dflash_jax.frontend.sequence import Piece, TextSequence
 from dflash_jax.server import resume
 from dflash_jax.server.additions import Additions
 from dflash_jax.server.body import Body
+from dflash_jax.server.capacity import FairCapacity
 from dflash_jax.server.constraint import grammar_tokens
 from dflash_jax.server.errors import ApiError, TooLongError
 from dflash_jax.server.grammar import GrammarProcesses
@@ -34,6 +35,11 @@ from dflash_jax.server.texts import Texts
 ANY_MODEL = "default"
 # Items of a conversation that are parsed or written in one step.
 STEP_ITEMS = 512
+# Stored items of conversations that are parsed at a time, of those that have more than `STEP_ITEMS`. Each is several
+# objects in up to three forms, and a collection of garbage, which stops all threads, takes 0.1 s for a million objects.
+LONG_ITEMS = 2**14
+# Requests that may wait for them.
+WAITING = 256
 
 
 class _Spacing:
@@ -85,6 +91,7 @@ class Serving:
         client_body_bytes: Bytes of the bodies of each client.
         arriving: Bodies that are being received.
         large_bodies: Held while a large body is counted.
+        long_conversations: Stored items that are parsed, of long conversations.
         metrics: Prometheus metrics.
         grammar: Structured output; None without a tokenizer's file.
         templates: Chat templates; None without a tokenizer.
@@ -115,7 +122,8 @@ class Serving:
         self._ids: weakref.WeakKeyDictionary[TextSequence, tuple[str, bytes]] = weakref.WeakKeyDictionary()
         self.body_bytes, self.client_body_bytes = 0, Counter()
         self.arriving: set[Body] = set()
-        self.large_bodies, self._turns = asyncio.Lock(), asyncio.Lock()
+        self.large_bodies, self._turns, self._long_steps = asyncio.Lock(), asyncio.Lock(), asyncio.Lock()
+        self.long_conversations = FairCapacity(LONG_ITEMS, "the reading of long conversations", WAITING)
         self.metrics = Metrics(self.name, engine)
         self.grammar = None
         if llm.tokenizer is not None and llm.tokenizer.file is not None:
@@ -143,6 +151,23 @@ class Serving:
             # A piece of a stream needs several turns of the event loop to reach the socket.
             for _ in range(8):
                 await asyncio.sleep(0)
+
+    @contextlib.asynccontextmanager
+    async def long_step(self) -> AsyncGenerator[None, None]:
+        """Held during a step that takes the event loop tens of milliseconds.
+
+        Such steps run one at a time. Between two of them, everything else has as long as the first one took: the
+        engine needs the interpreter several times for each of its own steps.
+        """
+        loop = asyncio.get_running_loop()
+        await self._long_steps.acquire()
+        began = loop.time()
+        try:
+            await self.turn()
+            began = loop.time()
+            yield
+        finally:
+            loop.call_later(loop.time() - began, self._long_steps.release)
 
     async def in_steps(self, items: Sequence) -> AsyncIterator[Sequence]:
         """Yields parts of many items, with a `turn` before each part."""

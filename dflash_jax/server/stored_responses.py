@@ -45,11 +45,21 @@ async def stored_entry(http: Request, response_id: str, param: str | None = None
     return entry
 
 
-async def earlier_items(http: Request, body: responses_schema.ResponsesRequest) -> list[bytes]:
-    """The items of all earlier turns, each as JSON, so that only items that the turn needs are parsed."""
+async def earlier_response(http: Request, body: responses_schema.ResponsesRequest) -> StoredResponse | None:
+    """The response that a request continues; None for a first turn. Its bytes count as those of the request's body.
+
+    Raises:
+        ApiError: There is none, or it exceeds the memory for bodies.
+    """
     if body.previous_response_id is None:
-        return []
+        return None
     entry = await stored_entry(http, body.previous_response_id, "previous_response_id")
+    http.state.body.reserve(entry.nbytes)
+    return entry
+
+
+def earlier_items(entry: StoredResponse) -> list[bytes]:
+    """The items of all earlier turns, each as JSON, so that only items that the turn needs are parsed."""
     return entry.items + [_dumped(item) for item in loaded(entry.response)["output"]]
 
 

@@ -13,6 +13,7 @@ from pydantic_core import from_json
 from dflash_jax import LLM, SamplingParams
 from dflash_jax.engine.service import AsyncEngine
 from dflash_jax.engine.warm_up import warm_up
+from dflash_jax.media import data_url
 from dflash_jax.media.limits import MediaLimits
 from dflash_jax.server import body
 from dflash_jax.server.limits import Limits
@@ -322,6 +323,83 @@ def test_a_body_that_only_media_may_have_is_parsed_by_the_fast_parser(vision, mo
     assert found.json()["error"]["message"].startswith("the body is not JSON")
     found = vision.http.post(CHAT, content=b'{"messages": "' + b"\\/" * 2000 + b'"}', headers=headers)
     assert found.status_code == 413
+
+
+HIDDEN = "x" * 2000
+TEXTS = {
+    "a part": {"messages": user(image_part(), {"type": "text", "text": HIDDEN})},
+    "text beyond ASCII in a URL": {"messages": user({"type": "image_url", "image_url": {"url": "é" * 2000}})},
+    "arguments of a call": {
+        "messages": [
+            *user(image_part()),
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"url": HIDDEN}}}]},
+        ]
+    },
+    "a tool": {
+        "messages": user(image_part()),
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": {"url": HIDDEN}}}],
+    },
+    "variables of the template": {
+        "messages": user(image_part()),
+        "chat_template_kwargs": {"messages": {"url": HIDDEN}},
+    },
+    "a name": {"messages": user(image_part()), HIDDEN: 1},
+}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_text_is_limited_as_in_a_body_without_media(vision, monkeypatch, name):
+    """Before anything renders or tokenises it, wherever it is."""
+    limits = vision.serving.limits
+    monkeypatch.setattr(vision.serving, "limits", Limits(body_bytes=1000, media_body_bytes=10**6))
+    monkeypatch.setattr(vision.serving.templates, "render", None)
+    found = vision.post(CHAT, **TEXTS[name], max_tokens=1)
+    assert found.status_code == 413, found.text
+    assert found.json()["error"]["message"] == "the body has more than 1000 bytes beside its images and videos"
+    monkeypatch.setattr(vision.serving, "limits", limits)
+    assert vision.post(CHAT, **TEXTS[name], max_tokens=1).status_code != 413
+
+
+URL = as_url(PNG)
+FORMS = [
+    {"messages": [[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": URL}}]}]]},
+    {"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "base64", "data": URL}}]}]},
+    {"messages": [{"content": [{"type": "tool_result", "content": [{"type": "image", "source": {"url": URL}}]}]}]},
+    {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": URL}]}]},
+    {"input": [{"type": "function_call_output", "output": [{"type": "input_image", "image_url": URL}]}]},
+    {"image_data": URL},
+    {"image_data": [[URL, {"url": URL}], None], "video_data": [URL]},
+]
+
+
+@pytest.mark.parametrize("given", FORMS)
+def test_images_and_videos_are_no_text(given):
+    assert body.text_bytes(given) < 100
+
+
+def test_text_counts_at_least_its_bytes():
+    given = {"input": ["é漢😀", {"é": ["x", 5, None, [["y"]]]}], "url": "x", "image_data": ["é" * 9, "x" * 9]}
+    assert len(json.dumps(given, ensure_ascii=False).encode()) < body.text_bytes(given) + 120
+    assert body.text_bytes(given) == 5 + 3 * 4 + 4 + 1 + 1 + 3 + 1 + 10 + 9 * 4
+
+
+def test_the_server_decodes_no_base64(vision, monkeypatch):
+    """It would take the interpreter from all streams."""
+    monkeypatch.setattr(data_url, "decoded", None)
+    answered(vision, user(image_part(encoded(picture(30, 40, seed=7))), TEXT))
+    found = vision.post(CHAT, messages=user({"type": "image_url", "image_url": {"url": "data:;base64,A=AA"}}))
+    assert found.status_code == 400
+    assert "base64 is malformed" in found.json()["error"]["message"]
+
+
+def test_a_large_body_is_not_copied():
+    given = b"x" * 10**6
+
+    async def receive():
+        return {"type": "http.request", "body": given, "more_body": False}
+
+    request = body.MediaRequest({"type": "http"}, receive)
+    assert asyncio.run(request.body()) is given
 
 
 def test_text_is_that_of_today(vision, monkeypatch):

@@ -4,6 +4,7 @@ import asyncio
 import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -12,14 +13,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_jax.server import stored_responses
+from dflash_jax.server import body, responses, stored_responses
+from dflash_jax.server.capacity import FairCapacity
 from dflash_jax.server.response_store import ResponseStore, StoredResponse
 from dflash_jax.server.serving import STEP_ITEMS, Serving
 from dflash_jax.server.stored_responses import head, least_characters
 from dflash_jax.server.texts import Texts
-from tests.server.conftest import MESSAGES, NAME, TOOL
+from tests.server.conftest import MESSAGES, NAME, TOOL, wait_until
 
 SHORT = {"model": NAME, "max_output_tokens": 12, "temperature": 0}
+HI = [{"role": "user", "content": "hi"}]
 WORDS = MESSAGES[0]["content"]
 
 
@@ -297,6 +300,85 @@ def test_others_have_a_turn_between_two_steps():
     run(main())
     assert order.count("step") == 5
     assert "stepstep" not in "".join(order)
+
+
+def test_between_two_long_steps_others_have_as_long_as_the_first():
+    """Whatever asks for the interpreter in between, such as the engine, which needs it several times for a step."""
+    order, pauses = [], []
+
+    async def main():
+        loop = asyncio.get_running_loop()
+        serving = SimpleNamespace(_long_steps=asyncio.Lock(), turn=partial(asyncio.sleep, 0))
+        now = 0.0
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(loop, "time", lambda: now)
+            patch.setattr(loop, "call_later", lambda delay_s, call: pauses.append((delay_s, call)))
+
+            async def step(name: str, takes_s: float):
+                nonlocal now
+                async with Serving.long_step(serving):
+                    order.append(name)
+                    now += takes_s
+
+            steps = [asyncio.create_task(step(name, takes_s)) for name, takes_s in (("a", 0.5), ("b", 2.0))]
+            for name in "ab":
+                for _ in range(20):
+                    await asyncio.sleep(0)
+                assert order[-1] == name
+                pauses[-1][1]()
+            await asyncio.gather(*steps)
+
+    run(main())
+    assert order == ["a", "b"]
+    assert [delay_s for delay_s, _ in pauses] == [0.5, 2.0]
+
+
+def test_long_conversations_are_parsed_in_turn_and_short_ones_do_not_wait(store, quiet, monkeypatch):
+    """Many parsed items make collections of garbage long, which stop all threads."""
+    thoughts = [{"type": "reasoning", "content": []}] * 20
+    found = [quiet.post("/v1/responses", **SHORT, input=[*more, *HI]).json()["id"] for more in (thoughts, [])]
+    long, short = found
+    monkeypatch.setattr(responses, "STEP_ITEMS", 10)
+    monkeypatch.setattr(quiet.serving, "long_conversations", FairCapacity(40, "long conversations"))
+    counts, at_once, prepare = [], [0], responses.prepare_response
+    may_end = asyncio.Event()
+
+    async def counted(http, body, entry):
+        if entry.count <= 10:
+            may_end.set()
+            return await prepare(http, body, entry)
+        at_once[0] += 1
+        counts.append(at_once[0])
+        # The short one is prepared while a long one is.
+        await may_end.wait()
+        try:
+            return await prepare(http, body, entry)
+        finally:
+            at_once[0] -= 1
+
+    monkeypatch.setattr(responses, "prepare_response", counted)
+
+    def ask(name: str, text: str = "more"):
+        return quiet.post("/v1/responses", **SHORT, input=text, previous_response_id=name).status_code
+
+    with ThreadPoolExecutor(5) as pool:
+        answers = [pool.submit(ask, long) for _ in range(3)] + [pool.submit(ask, long, "")]
+        assert wait_until(lambda: counts)
+        answers.append(pool.submit(ask, short))
+        assert [each.result() for each in answers] == [200] * 5
+    assert counts == [1] * 4
+    assert quiet.serving.long_conversations.used == 0
+
+
+def test_an_earlier_response_counts_as_the_body_that_names_it(store, quiet, monkeypatch):
+    first = quiet.post("/v1/responses", **SHORT, input="x" * 300).json()["id"]
+    ask = {"input": "hi", "max_output_tokens": 2, "previous_response_id": first}
+    monkeypatch.setattr(body, "SMALL_BYTES", 100)
+    monkeypatch.setattr(quiet.serving, "limits", replace(quiet.serving.limits, total_body_bytes=1000))
+    assert quiet.post("/v1/responses", **ask).status_code == 429
+    assert quiet.post("/v1/responses", input="hi", max_output_tokens=2).status_code == 200
+    monkeypatch.setattr(quiet.serving, "limits", replace(quiet.serving.limits, total_body_bytes=10**6))
+    assert quiet.post("/v1/responses", **ask).status_code == 200
 
 
 def test_the_least_recently_used_gives_way():
