@@ -122,7 +122,8 @@ class Serving:
         self._ids: weakref.WeakKeyDictionary[TextSequence, tuple[str, bytes]] = weakref.WeakKeyDictionary()
         self.body_bytes, self.client_body_bytes = 0, Counter()
         self.arriving: set[Body] = set()
-        self.large_bodies, self._turns, self._long_steps = asyncio.Lock(), asyncio.Lock(), asyncio.Lock()
+        self.large_bodies, self._turns = asyncio.Lock(), asyncio.Lock()
+        self._long_steps = FairCapacity(1, "the parsing of large bodies")
         self.long_conversations = FairCapacity(LONG_ITEMS, "the reading of long conversations", WAITING)
         self.metrics = Metrics(self.name, engine)
         self.grammar = None
@@ -156,18 +157,18 @@ class Serving:
     async def long_step(self) -> AsyncGenerator[None, None]:
         """Held during a step that takes the event loop tens of milliseconds.
 
-        Such steps run one at a time. Between two of them, everything else has as long as the first one took: the
-        engine needs the interpreter several times for each of its own steps.
+        Such steps run one at a time, those of several clients by turns. Between two of them, everything else has as
+        long as the first one took: the engine needs the interpreter several times for each of its own steps.
         """
         loop = asyncio.get_running_loop()
-        await self._long_steps.acquire()
+        share = await self._long_steps.take(1)
         began = loop.time()
         try:
             await self.turn()
             began = loop.time()
             yield
         finally:
-            loop.call_later(loop.time() - began, self._long_steps.release)
+            loop.call_later(loop.time() - began, share.release)
 
     async def in_steps(self, items: Sequence) -> AsyncIterator[Sequence]:
         """Yields parts of many items, with a `turn` before each part."""

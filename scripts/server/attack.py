@@ -344,6 +344,17 @@ async def left_images(target: Target) -> str:
     return counts(await asyncio.gather(*(one(i) for i in range(64))))
 
 
+async def continued_images(target: Target) -> str:
+    """A stored conversation with an image of 40 MB that 32 requests at once continue."""
+    # What follows a PNG's end is ignored.
+    url = f"data:;base64,{base64.b64encode(png(64, 64) + bytes(30_000_000)).decode()}"
+    items = [{"role": "user", "content": [{"type": "input_image", "image_url": url}]}]
+    async with httpx.AsyncClient(base_url=target.url, timeout=ATTACK_S) as client:
+        first = (await client.post("/v1/responses", json={"input": items, "max_output_tokens": 1})).json()
+    more = {"input": "more", "previous_response_id": first["id"], "store": False, "max_output_tokens": 1}
+    return await target.posts("/v1/responses", [more] * 32)
+
+
 def media_attacks(target: Target) -> dict[str, Callable]:
     """Attacks on a server that takes images and videos."""
     path, post, posts = "/v1/chat/completions", target.post, target.posts
@@ -357,6 +368,10 @@ def media_attacks(target: Target) -> dict[str, Callable]:
             path, b'{"messages": [{"role": "user", "content": "' + b"\\/" * 30_000_000 + b'"}]}'
         ),
         "60 MB of text": lambda: post(path, chat("x" * 60_000_000)),
+        "60 MB of text that takes 240, 8 at a time": lambda: posts(
+            path, [f'{{"messages": [{{"role": "user", "content": "😀{"x" * 60_000_000}"}}]}}'.encode()] * 8
+        ),
+        "a stored image of 40 MB, 32 at a time": lambda: continued_images(target),
         "1,000 images in a prompt": lambda: post(path, chat(image(png(8, 8))["messages"][0]["content"] * 1000)),
         "200 images at once": lambda: posts(path, [image(png(64 + i, 64)) for i in range(200)]),
         "images that are left": lambda: left_images(target),

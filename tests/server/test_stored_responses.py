@@ -308,7 +308,7 @@ def test_between_two_long_steps_others_have_as_long_as_the_first():
 
     async def main():
         loop = asyncio.get_running_loop()
-        serving = SimpleNamespace(_long_steps=asyncio.Lock(), turn=partial(asyncio.sleep, 0))
+        serving = SimpleNamespace(_long_steps=FairCapacity(1, "long steps"), turn=partial(asyncio.sleep, 0))
         now = 0.0
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(loop, "time", lambda: now)
