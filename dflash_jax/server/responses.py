@@ -83,7 +83,10 @@ async def prepare_response(
         ApiError: The request is invalid.
     """
     serving: Serving = http.app.state.serving
-    earlier = [] if entry is None else earlier_items(entry)
+    earlier = []
+    if entry is not None:
+        async with serving.long_step(entry.nbytes):
+            earlier = earlier_items(entry)
     input_items = (
         [responses_schema.InputItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
     )
@@ -96,7 +99,8 @@ async def prepare_response(
         """The chat request of the items at these places. Each item is parsed once, and only if it is needed."""
         missing = [i for i in places if i < count and i not in parsed]
         async for step in serving.in_steps(missing):
-            parsed.update((i, responses_schema.InputItem(**loaded(earlier[i]))) for i in step)
+            async with serving.long_step(sum(len(earlier[i]) for i in step)):
+                parsed.update((i, responses_schema.InputItem(**loaded(earlier[i]))) for i in step)
         await serving.turn()
         return as_chat(
             body, [parsed[i] if i < count else input_items[i - count] for i in places], sum(i < count for i in places)

@@ -123,7 +123,7 @@ class Serving:
         self.body_bytes, self.client_body_bytes = 0, Counter()
         self.arriving: set[Body] = set()
         self.large_bodies, self._turns = asyncio.Lock(), asyncio.Lock()
-        self._long_steps = FairCapacity(1, "the parsing of large bodies")
+        self._long_steps = FairCapacity(1, "the reading of large bodies")
         self.long_conversations = FairCapacity(LONG_ITEMS, "the reading of long conversations", WAITING)
         self.metrics = Metrics(self.name, engine)
         self.grammar = None
@@ -154,12 +154,16 @@ class Serving:
                 await asyncio.sleep(0)
 
     @contextlib.asynccontextmanager
-    async def long_step(self) -> AsyncGenerator[None, None]:
-        """Held during a step that takes the event loop tens of milliseconds.
+    async def long_step(self, nbytes: int) -> AsyncGenerator[None, None]:
+        """Held during a step that reads or copies ``nbytes``; without effect for no more than a body of text has.
 
-        Such steps run one at a time, those of several clients by turns. Between two of them, everything else has as
-        long as the first one took: the engine needs the interpreter several times for each of its own steps.
+        Larger ones take the event loop tens of milliseconds. They run one at a time, those of several clients by turns.
+        Between two of them, everything else has as long as the first one took: the engine needs the interpreter
+        several times for each of its own steps.
         """
+        if nbytes <= self.limits.body_bytes:
+            yield
+            return
         loop = asyncio.get_running_loop()
         share = await self._long_steps.take(1)
         began = loop.time()

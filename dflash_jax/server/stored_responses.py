@@ -120,7 +120,8 @@ async def stored_items(serving: Serving, earlier: list[bytes], given: Sequence[r
                 await serving.turn()
     if (size := size + written) > (most := serving.most_body_bytes("/v1/responses")):
         raise ApiError(400, f"the conversation has {size} bytes: at most {most} are possible", "input")
-    return b"\n".join(lines)
+    async with serving.long_step(size):
+        return b"\n".join(lines)
 
 
 def _item(item: responses_schema.InputItem) -> dict:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from dflash_jax.server import body, responses, stored_responses
 from dflash_jax.server.capacity import FairCapacity
+from dflash_jax.server.limits import Limits
 from dflash_jax.server.response_store import ResponseStore, StoredResponse
 from dflash_jax.server.serving import STEP_ITEMS, Serving
 from dflash_jax.server.stored_responses import head, least_characters
@@ -308,7 +309,9 @@ def test_between_two_long_steps_others_have_as_long_as_the_first():
 
     async def main():
         loop = asyncio.get_running_loop()
-        serving = SimpleNamespace(_long_steps=FairCapacity(1, "long steps"), turn=partial(asyncio.sleep, 0))
+        serving = SimpleNamespace(
+            _long_steps=FairCapacity(1, "x"), limits=Limits(body_bytes=9), turn=partial(asyncio.sleep, 0)
+        )
         now = 0.0
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(loop, "time", lambda: now)
@@ -316,10 +319,13 @@ def test_between_two_long_steps_others_have_as_long_as_the_first():
 
             async def step(name: str, takes_s: float):
                 nonlocal now
-                async with Serving.long_step(serving):
+                async with Serving.long_step(serving, 10):
                     order.append(name)
                     now += takes_s
 
+            async with Serving.long_step(serving, 9):
+                assert not pauses
+            assert not pauses
             steps = [asyncio.create_task(step(name, takes_s)) for name, takes_s in (("a", 0.5), ("b", 2.0))]
             for name in "ab":
                 for _ in range(20):
@@ -368,6 +374,16 @@ def test_long_conversations_are_parsed_in_turn_and_short_ones_do_not_wait(store,
         assert [each.result() for each in answers] == [200] * 5
     assert counts == [1] * 4
     assert quiet.serving.long_conversations.used == 0
+
+
+def test_what_reads_a_large_stored_conversation_is_a_long_step(store, quiet, monkeypatch):
+    first = quiet.post("/v1/responses", **SHORT, input="x" * 300).json()["id"]
+    sizes, long_step = [], quiet.serving.long_step
+    monkeypatch.setattr(quiet.serving, "long_step", lambda nbytes: sizes.append(nbytes) or long_step(nbytes))
+    monkeypatch.setattr(quiet.serving, "limits", replace(quiet.serving.limits, body_bytes=400))
+    quiet.post("/v1/responses", input="hi", max_output_tokens=2, previous_response_id=first)
+    # Splitting into items, and parsing them.
+    assert len([size for size in sizes if size > 400]) >= 2
 
 
 def test_an_earlier_response_counts_as_the_body_that_names_it(store, quiet, monkeypatch):
