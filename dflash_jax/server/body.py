@@ -56,12 +56,14 @@ async def _counted(body: bytes) -> AsyncIterator[tuple[int, int]]:
             # A backslash belongs to the character behind it.
             part = body[at : at + STEP_BYTES + 1]
         at += len(part)
-        part = part.replace(b"\\\\", b"").replace(b'\\"', b"")
-        pieces = part.split(b'"')
-        outside = b"".join(pieces[is_text::2])
-        is_text ^= len(pieces) % 2 == 0
-        objects += outside.count(b"{")
-        values += outside.count(b",") + outside.count(b"[") + outside.count(b"{")
+        # A part of a string, such as of an image, takes a tenth of the time.
+        if not is_text or b'"' in part:
+            part = part.replace(b"\\\\", b"").replace(b'\\"', b"")
+            pieces = part.split(b'"')
+            outside = b"".join(pieces[is_text::2])
+            is_text ^= len(pieces) % 2 == 0
+            objects += outside.count(b"{")
+            values += outside.count(b",") + outside.count(b"[") + outside.count(b"{")
         yield values, objects
         if at < len(body):
             await asyncio.sleep(0)
