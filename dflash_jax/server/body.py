@@ -43,39 +43,55 @@ MEDIA_SOURCES = frozenset({"url", "data", "image_data", "video_data", *(key for 
 MEDIA_FIELDS = MEDIA_SOURCES | {"content", "output", "source"}
 
 
-async def _counted(body: bytes) -> AsyncIterator[tuple[int, int]]:
-    """Yields upper bounds of (values, objects) after each step through the body.
+async def _counted(body: bytes) -> AsyncIterator[tuple[int, int, int]]:
+    """Yields upper bounds of (values, objects, bytes of strings beyond ASCII) after each step through the body.
 
     The counts of invalid JSON are arbitrary.
     """
-    values = objects = at = 0
+    values = objects = wide = at = 0
     is_text = False
+    # The string that the next part continues: its bytes so far, and whether it is beyond ASCII.
+    length, is_wide = 0, False
     while at < len(body):
         part = body[at : at + STEP_BYTES]
         if (len(part) - len(part.rstrip(b"\\"))) % 2:
             # A backslash belongs to the character behind it.
             part = body[at : at + STEP_BYTES + 1]
         at += len(part)
-        # A part of a string, such as of an image, takes a tenth of the time.
-        if not is_text or b'"' in part:
+        is_ascii = part.isascii()
+        if is_text and b'"' not in part:
+            # A part of a string, such as of an image, takes a tenth of the time.
+            length, is_wide = length + len(part), is_wide or not is_ascii
+        else:
             part = part.replace(b"\\\\", b"").replace(b'\\"', b"")
             pieces = part.split(b'"')
-            outside = b"".join(pieces[is_text::2])
-            is_text ^= len(pieces) % 2 == 0
+            outside, strings = b"".join(pieces[is_text::2]), pieces[not is_text :: 2]
+            if is_text:
+                continued = strings.pop(0)
+                length, is_wide = length + len(continued), is_wide or not continued.isascii()
+            if len(pieces) > 1:
+                wide += length * is_wide
+                is_text ^= len(pieces) % 2 == 0
+                last = strings.pop() if is_text else b""
+                length, is_wide = len(last), not last.isascii()
+                if not is_ascii:
+                    wide += sum(len(each) for each in strings if not each.isascii())
             objects += outside.count(b"{")
             values += outside.count(b",") + outside.count(b"[") + outside.count(b"{")
-        yield values, objects
+        yield values, objects, wide + length * is_wide
         if at < len(body):
             await asyncio.sleep(0)
 
 
-async def check(body: bytes, values: int, objects: int) -> int:
+async def check(body: bytes, values: int, objects: int, text: int | None = None) -> int:
     """Counts the values of a body.
 
     Args:
         body: The raw body.
         values: Most values in its lists and objects.
         objects: Most objects.
+        text: Most bytes of its strings beyond ASCII, of which images and videos have none; None: any. One such
+            character makes Python use up to four bytes for each of a string.
 
     Returns:
         An upper bound of its values.
@@ -83,12 +99,14 @@ async def check(body: bytes, values: int, objects: int) -> int:
     Raises:
         ApiError: It has more.
     """
-    counts = 0, 0
+    counts = 0, 0, 0
     async for counts in _counted(body):
         if counts[0] > values:
             raise ApiError(400, f"the body has more than {values} values in its lists and objects")
         if counts[1] > objects:
             raise ApiError(400, f"the body has more than {objects} objects")
+        if text is not None and counts[2] > text:
+            raise ApiError(413, f"the body has more than {text} bytes beside its images and videos")
     return counts[0]
 
 
@@ -273,8 +291,9 @@ class Body:
         # One large body at a time: the steps of several would add up between two turns of other requests.
         async with self._serving.large_bodies if len(body) > STEP_BYTES else contextlib.nullcontext():
             limits = self._serving.limits
-            values = await check(body, max(limits.values, 2 * self._serving.capacity), limits.objects)
-            if len(body) > limits.body_bytes:
+            most_values, is_large = max(limits.values, 2 * self._serving.capacity), len(body) > limits.body_bytes
+            values = await check(body, most_values, limits.objects, limits.body_bytes if is_large else None)
+            if is_large:
                 await check_escapes(body, int(ESCAPE_SHARE * limits.body_bytes))
         self.reserve(VALUE_BYTES * values)
         if len(body) > TURN_BYTES:

@@ -54,11 +54,24 @@ def test_values_and_depth_are_counted_at_any_step(value, ascii_only, step):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(body, "STEP_BYTES", step)
         seen = list(counts(text))
-    assert (seen or [(0, 0)])[-1] == numbers(value)
+    assert (seen or [(0, 0, 0)])[-1][:2] == numbers(value)
+    assert not ascii_only or not any(each[2] for each in seen)
 
 
-def counts(text: bytes) -> list[tuple[int, int]]:
-    async def every() -> list[tuple[int, int]]:
+@given(st.lists(st.text(alphabet='ab"\\\\é', max_size=40), max_size=8), st.integers(1, 64))
+def test_strings_beyond_ascii_are_counted_as_a_whole_at_any_step(given_texts, step):
+    text = json.dumps(given_texts, ensure_ascii=False).encode()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(body, "STEP_BYTES", step)
+        found = (counts(text) or [(0, 0, 0)])[-1][2]
+    # Escapes are left out where a step has a quote.
+    least = sum(len(each.replace("\\", "").replace('"', "").encode()) for each in given_texts if not each.isascii())
+    most = sum(len(json.dumps(each, ensure_ascii=False).encode()) - 2 for each in given_texts if not each.isascii())
+    assert least <= found <= most
+
+
+def counts(text: bytes) -> list[tuple[int, int, int]]:
+    async def every() -> list[tuple[int, int, int]]:
         return [found async for found in body._counted(text)]
 
     return asyncio.run(every())
