@@ -226,7 +226,7 @@ def commit(
     block: Int[Array, "B T"],
     features: Float[Array, "B T taps H"] | None,
     record: Record,
-    settings: Settings,
+    aligned: bool = False,
 ) -> DecodeState:
     """Writes accepted tokens into the caches.
 
@@ -238,14 +238,14 @@ def commit(
         block: What was verified, int [B, T].
         features: The features of the pass, [B, T, taps, H].
         record: The record of the pass.
-        settings: Its ``aligned`` decides whether only whole blocks are written.
+        aligned: Whether only whole blocks are written, as `Settings.aligned` says.
 
     Returns:
         ``after`` with new caches.
     """
     size = block.shape[1]
     num_yielded = after.length - before.length
-    n = jnp.where(after.length - before.num_cached > size, size, 0) if settings.aligned else num_yielded
+    n = jnp.where(after.length - before.num_cached > size, size, 0) if aligned else num_yielded
     caches = target.commit(before.target, record, before.num_cached, n)
     draft = before.draft
     if drafter is not None:
@@ -282,7 +282,7 @@ def decode_round(
     block = next_block(target, drafter, state, settings, mode)
     logits, features, record = verify(target, state, block, drafter.taps if drafter is not None else ())
     after = decide(state, block, logits, mask, mode)
-    return commit(target, drafter, state, after, block, features, record, settings)
+    return commit(target, drafter, state, after, block, features, record, settings.aligned)
 
 
 def decode(
@@ -332,7 +332,7 @@ def decode(
         after = decide(state, block, logits, None, mode)
         if features is not None:
             buffer = jax.lax.dynamic_update_slice_in_dim(buffer, features.astype(buffer.dtype), i, axis=1)
-        return i + 1, commit(target, None, state, after, block, features, record, settings), buffer
+        return i + 1, commit(target, None, state, after, block, features, record, settings.aligned), buffer
 
     _, state, features_buffer = jax.lax.while_loop(goes_on, body, (jnp.int32(0), state, features_buffer))
     if drafter is None or features_buffer is None:

@@ -221,12 +221,25 @@ def verify(
     block_sizes: Int[Array, " B"],
     block: Int[Array, "B T"],
     *,
-    settings: Settings,
+    drafting: bool = True,
 ) -> Verified:
-    """`speculative.verify` of some slots' ``block`` int [B, T]. Other arguments as in `decode`."""
-    drafter = proposing(drafter, settings.drafter)
+    """`speculative.verify` of some slots.
+
+    Args:
+        target: The target.
+        drafter: The drafter, or None.
+        state: The whole state.
+        slots: Its slots that take part.
+        block_sizes: Tokens that the round may yield, int [B].
+        block: What is verified, int [B, T].
+        drafting: Whether the drafter's cache will get the tokens too. Which of several drafters proposes does not
+            matter.
+
+    Returns:
+        What `finish` takes.
+    """
     part = _take(target, state, slots, block_sizes)
-    return speculative.verify(target, part, block, drafter.taps if drafter is not None else ())
+    return speculative.verify(target, part, block, drafter.taps if drafting and drafter is not None else ())
 
 
 def finish(
@@ -239,7 +252,8 @@ def finish(
     mask: UInt32[Array, "B T words"] | None,
     verified: Verified,
     *,
-    settings: Settings,
+    aligned: bool = False,
+    drafting: bool = True,
 ) -> tuple[DecodeState, Report]:
     """The second half of a round, after `verify`: decides and commits.
 
@@ -252,16 +266,17 @@ def finish(
         block: What was verified, int [B, T].
         mask: Allowed tokens, as in `speculative.decide`.
         verified: What `verify` returned.
-        settings: What is compiled in.
+        aligned: As in `Settings`.
+        drafting: As in `verify`.
 
     Returns:
         The state, and a report.
     """
-    drafter = proposing(drafter, settings.drafter)
     before, (logits, features, record) = _take(target, state, slots, block_sizes), verified
     decided = speculative.decide(before, block, logits, mask)
-    after = speculative.commit(target, drafter, before, decided, block, features, record, settings)
-    result = report(before, after, settings.block_size)
+    drafter = drafter if drafting else None
+    after = speculative.commit(target, drafter, before, decided, block, features, record, aligned)
+    result = report(before, after, block.shape[1])
     return _put(state, after, slots), gather_batch(result)
 
 

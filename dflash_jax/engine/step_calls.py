@@ -16,7 +16,7 @@ from dflash_jax.decoding.sampling import Logprobs
 from dflash_jax.decoding.state import DecodeState, Settings, state_specs
 from dflash_jax.decoding.step_functions import Report
 from dflash_jax.models.decoder import Decoder
-from dflash_jax.models.drafting import Drafting, proposing
+from dflash_jax.models.drafting import Drafting
 from dflash_jax.parallel.sharding import DATA
 
 BATCH, REPLICATED = PartitionSpec(DATA), PartitionSpec()
@@ -90,10 +90,10 @@ class StepCalls(ABC):
         """PartitionSpecs of a state's arrays."""
         return state_specs(*self.pair, state)
 
-    def verified_specs(self, settings: Settings):
+    def verified_specs(self, drafting: bool = True):
         """PartitionSpecs of what `verify` returns."""
         target, drafter = self.pair
-        return speculative.verified_specs(target, proposing(drafter, settings.drafter))
+        return speculative.verified_specs(target, drafter if drafting else None)
 
     def admit(self, state: DecodeState, slots, admission: Admission) -> DecodeState:
         """Puts a new prompt into one slot."""
@@ -151,12 +151,14 @@ class StepCalls(ABC):
 
     def verify(self, state: DecodeState, slots, block_sizes, block, settings: Settings):
         """Second part of a round with masks: the target's pass over ``block``, as `finish` takes it."""
-        function = partial(step_functions.verify, settings=settings)
+        drafting = settings.drafter is not None
+        function = partial(step_functions.verify, drafting=drafting)
 
         def specs():
-            return (BATCH, BATCH, BATCH), self.verified_specs(settings)
+            return (BATCH, BATCH, BATCH), self.verified_specs(drafting)
 
-        return self.call(("verify", settings), function, state, (slots, block_sizes, block), specs, donate=False)
+        # One program for all drafters of a block size, as in `finish`.
+        return self.call(("verify", drafting), function, state, (slots, block_sizes, block), specs, donate=False)
 
     def finish(self, state: DecodeState, slots, block_sizes, block, mask, verified, settings: Settings):
         """Third part of a round with masks: draws tokens and commits them.
@@ -173,12 +175,14 @@ class StepCalls(ABC):
         Returns:
             The state and a `Report`.
         """
-        function = partial(step_functions.finish, settings=settings)
+        compiled_in = {"aligned": settings.aligned, "drafting": settings.drafter is not None}
+        function = partial(step_functions.finish, **compiled_in)
 
         def specs():
-            return (BATCH, BATCH, BATCH, BATCH, self.verified_specs(settings)), REPLICATED
+            return (BATCH, BATCH, BATCH, BATCH, self.verified_specs(compiled_in["drafting"])), REPLICATED
 
-        return self.call(("finish", settings), function, state, (slots, block_sizes, block, mask, verified), specs)
+        key = ("finish", *compiled_in.values())
+        return self.call(key, function, state, (slots, block_sizes, block, mask, verified), specs)
 
     def set_tables(self, state: DecodeState, table, windowed) -> DecodeState:
         """Gives the slots pages, int32 [slots, n] each: of caches that keep all positions, and of those with a window.

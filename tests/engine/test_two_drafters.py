@@ -1,4 +1,7 @@
-"""A DFlash drafter and an MTP head at once: the text of each request alone, and both contexts whichever one drafts."""
+"""A DFlash drafter and an MTP head at once: the text of each request alone, and both contexts whichever one drafts.
+
+With masks: tests/integration/test_bundled_drafters.py; on a mesh: tests/mesh/cases.py.
+"""
 
 import random
 from dataclasses import replace
@@ -10,9 +13,12 @@ import pytest
 
 from dflash_jax.engine import model_runner
 from dflash_jax.engine.config import NO_DRAFTER, round_specs
+from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.executables import Executables
 from dflash_jax.engine.request import Request
+from dflash_jax.models.drafter import DraftVocabulary
 from dflash_jax.models.drafting import together
+from dflash_jax.ops import cache
 from dflash_jax.sampling_params import SamplingParams
 from dflash_jax.tools.token_runs import Remembering
 from tests import tiny
@@ -26,9 +32,15 @@ ROUNDS = round_specs((8,), (4,))
 
 @pytest.fixture(scope="module")
 def case():
-    """(target, drafter, head, requests, each alone, programs with both, each right half the time)."""
+    """(target, drafter, head, requests, each alone, programs with both, each right half the time).
+
+    Both draft from a shortlist of tokens.
+    """
     target = tiny.target("da", moe="1")
     drafter, head, wanted = tiny.drafter(target), tiny.head(target), some_requests(0, 16, VOCAB)
+    shortlist = jnp.arange(0, VOCAB, 2)
+    for each in (drafter, head):
+        each.vocabulary = DraftVocabulary(shortlist, target.head_rows(shortlist), target.backend)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model_runner, "BATCH_SIZES", (4,))
         expected = alone(engine_for(Executables(target, None), (1,), slots=4, prefix_bytes=0), wanted)
@@ -50,14 +62,18 @@ def assert_contexts(target, drafter, head, state, rows) -> None:
             np.testing.assert_allclose(mine[:, first:end], right[:, first:end], atol=2e-4, err_msg=f"row {row}")
 
 
-def test_under_load_texts_are_those_alone_and_both_contexts_are_complete(case):
-    """Any round at any time, those without drafters too."""
+def test_under_load_texts_are_those_alone_and_both_contexts_are_complete(case, monkeypatch):
+    """Any round at any time, those without drafters too; requests are swapped to the host and back."""
     target, drafter, head, wanted, expected, programs = case
-    engine, rng = engine_for(programs, slots=4, rounds=ROUNDS), random.Random(0)
+    monkeypatch.setattr(cache, "PAGE_SIZE", 16)
+    # Requests are admitted without regard to the pages that they will need.
+    monkeypatch.setattr(Engine, "_need", lambda self, request: self.pages.need(1))
+    engine, rng = engine_for(programs, slots=4, rounds=ROUNDS, pages=(9, 9)), random.Random(0)
     engine.policy.choose = lambda batch_size, acceptances, allowed=ROUNDS, *_: rng.choice(allowed)
     under_load(engine, target, wanted, expected, 100, seed=1)
     assert {spec for _, spec in engine.statistics.dispatches} == {*ROUNDS}
     assert engine.statistics.cached_tokens > 0
+    assert engine.statistics.preemptions > 0
     assert max(engine.statistics.yielded) > 4, "no long draft was accepted"
     engine.policy.choose = lambda *_: ROUNDS[-1]
     run_last(engine, wanted[:4])

@@ -1,11 +1,15 @@
 """The bundled target with its MTP head and its DFlash drafter, on text that neither was trained on."""
 
+from collections import Counter
+
+import numpy as np
 import pytest
 
 from dflash_jax import LLM, SamplingParams
+from dflash_jax.engine import model_runner
 from dflash_jax.engine.config import NO_DRAFTER, RoundSpec
 from dflash_jax.engine.draft_length import DraftLengthPolicy
-from dflash_jax.engine.request import Request
+from dflash_jax.engine.request import ReadyMasks, Request
 from dflash_jax.frontend.compare import divergence
 from dflash_jax.frontend.llm_config import TINY
 from dflash_jax.training.corpus import standard_library
@@ -69,6 +73,47 @@ def test_texts_are_plain_decodings_whichever_drafter_a_dispatch_has(llm, prompts
     completions = llm.generate(prompts, PARAMS[0.0], "auto")
     check_texts(llm, prompts, completions, plain[0.0], 0.0)
     assert llm.drafting_method == "NEXTN,DFLASH"
+
+
+class NotAgain(ReadyMasks):
+    """Forbids the last few tokens, as a grammar does by all tokens before."""
+
+    def __init__(self, vocab: int, count: int = 4):
+        self._vocab, self._count, self._tokens = vocab, count, []
+
+    def take(self, tokens):
+        self._tokens += tokens
+
+    def masks(self, drafts):
+        allowed = np.ones((len(drafts) + 1, -(-self._vocab // 32) * 32), bool)
+        for i, each in enumerate(allowed):
+            # In the place of a draft that must not be accepted stands a negative number.
+            each[[token for token in [*self._tokens, *drafts[:i]][-self._count :] if token >= 0]] = False
+        return np.packbits(allowed, axis=1, bitorder="little").view(np.uint32)
+
+
+def test_masked_texts_are_plain_decodings_and_drafters_of_one_block_size_share_programs(
+    llm, prompts, plain, rounds, monkeypatch
+):
+    monkeypatch.setattr(model_runner, "BATCH_SIZES", (4,))
+    params, vocab = llm.defaults.fill(PARAMS[0.0]), llm.config.vocab_size
+    rounds.append(RoundSpec(1))
+    engine, texts = llm.new_engine(llm.programs, 4, 256, masks=True), []
+    for specs in ([RoundSpec(1)], [HEAD, DRAFTER, RoundSpec(1), DRAFTER]):
+        rounds[:] = specs
+        requests = [Request(prompt, params, mask=NotAgain(vocab)) for prompt in prompts[:4]]
+        for request in requests:
+            engine.submit(request)
+        while engine.has_work:
+            engine.step()
+        texts.append([request.tokens for request in requests])
+    assert texts[0] == texts[1]
+    assert texts[0] != plain[0.0][:4]
+    yielded = engine.statistics.yielded
+    assert yielded[3] + yielded[4] > 10, "drafts were not accepted"
+    compiled = Counter(key[0] for key in llm.programs.compiled)
+    # Of plain rounds and of those of 4 tokens.
+    assert (compiled["propose"], compiled["verify"], compiled["finish"]) == (3, 2, 2)
 
 
 def modelled_seconds(llm, prompts, costs: dict[RoundSpec, float]) -> tuple[float, list[list[int]]]:

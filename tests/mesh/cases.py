@@ -1,5 +1,6 @@
 """Eight devices give one device's tokens. Collected by `test_mesh.py` only, in a process that has eight CPU devices."""
 
+import random
 from dataclasses import replace
 from functools import partial
 
@@ -17,7 +18,7 @@ from dflash_jax.decoding.sampling import draw
 from dflash_jax.decoding.sampling_state import GREEDY, PENALISED, SamplingState, sampling_mode
 from dflash_jax.decoding.state import Settings
 from dflash_jax.engine import model_runner
-from dflash_jax.engine.config import RoundSpec
+from dflash_jax.engine.config import RoundSpec, round_specs
 from dflash_jax.engine.dispatch import Dispatch
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.executables import Executables
@@ -27,6 +28,7 @@ from dflash_jax.frontend.compare import divergence
 from dflash_jax.frontend.llm_config import TINY
 from dflash_jax.models.decoder import abstract_decoder
 from dflash_jax.models.drafters import abstract_drafter
+from dflash_jax.models.drafting import together
 from dflash_jax.ops import attention, cache
 from dflash_jax.ops.backend import XLA, Backend
 from dflash_jax.ops.cache import KVCache
@@ -264,10 +266,12 @@ def test_experts_that_do_not_divide():
 
 @pytest.mark.parametrize("layout", [DIVIDED[1], pytest.param(LAYOUTS[1], marks=pytest.mark.long)], ids=["divided", ""])
 def test_the_engine_on_a_mesh_under_load(layout):
-    """Data shards with slots of their own, prefixes shared among them, swaps, aborts; the drafter is an MTP head."""
+    """Data shards with slots of their own, prefixes shared among them, swaps, aborts; a DFlash drafter and an MTP head,
+    of which either drafts."""
     target = random_decoder(family_config("qwen3_5_moe"))
     head = random_head(target.config)
-    wanted = some_requests(0, 24, VOCAB)
+    drafter = random_drafter(replace(tiny_draft_config(target.config), vocab_size=VOCAB))
+    wanted, rounds, rng = some_requests(0, 24, VOCAB), round_specs((8,), (8,)), random.Random(0)
     expected = alone(engine_for(Executables(target, None), (1,), slots=4, prefix_bytes=0), wanted)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model_runner, "BATCH_SIZES", (4,))
@@ -276,8 +280,10 @@ def test_the_engine_on_a_mesh_under_load(layout):
         patch.setattr(cache, "PAGE_SIZE", 16)
         patch.setattr(Executables, "compiler_options", {"xla_backend_optimization_level": 0})
         cut = on(layout, target, abstract_decoder)
-        options = {"prefix_bytes": 150_000, "prefix_host_bytes": 10**9, "pages": (14, 0)}
-        engine = engine_for(Executables(cut, on(layout, head, abstract_drafter)), slots=8, **options)
+        options = {"prefix_bytes": 150_000, "prefix_host_bytes": 10**9, "pages": (14, 14)}
+        both = together([on(layout, each, abstract_drafter) for each in (drafter, head)])
+        engine = engine_for(Executables(cut, both), slots=8, rounds=rounds, **options)
+        engine.policy.choose = lambda batch_size, acceptances, allowed=rounds, *_: rng.choice(allowed)
         under_load(engine, target, wanted, expected, 40, seed=1)
     k = engine.runner.state.target[-1].k
     each = 16 // layout.decode_context_parallel
@@ -286,6 +292,8 @@ def test_the_engine_on_a_mesh_under_load(layout):
     assert engine.statistics.cached_tokens > 0
     assert engine.prefix_cache.tiers.host.hits > 0
     assert engine.free_slots == 8
+    assert {spec for _, spec in engine.statistics.dispatches} >= {RoundSpec(8, 0), RoundSpec(8, 1)}
+    engine.policy.choose = lambda *_: rounds[-1]
     run_last(engine, wanted[:8])
     state = of_one_device(jax.device_get(engine.runner.state), layout.data)
-    assert_context(target, head, state, rows_with_context(state))
+    assert_context(target, head, replace(state, draft=state.draft[1]), rows_with_context(state))

@@ -42,7 +42,6 @@ from dflash_jax.engine.step_calls import BATCH, REPLICATED, StepCalls
 from dflash_jax.errors import EngineError, InputError
 from dflash_jax.models import moe as moe_layer
 from dflash_jax.models.config import MoeSpec
-from dflash_jax.models.drafting import proposing
 from dflash_jax.models.layers import with_backend
 from dflash_jax.ops import moe
 from dflash_jax.ops.backend import Backend
@@ -166,10 +165,10 @@ def repeated(part):
     return run
 
 
-def verify(target, drafter, state, moved, slots, block_sizes, block, *, settings: Settings):
+def verify(target, drafter, state, moved, slots, block_sizes, block, *, drafting: bool):
     """The target's pass over a block."""
     block = (block + moved) % target.config.vocab_size
-    return step_functions.verify(target, drafter, state, slots, block_sizes, block, settings=settings)
+    return step_functions.verify(target, drafter, state, slots, block_sizes, block, drafting=drafting)
 
 
 def draft(target, drafter, state, moved, slots, block_sizes, *, settings: Settings):
@@ -189,15 +188,15 @@ def draw(target, drafter, state, moved, slots, block, logits):
     return after.tokens, after.length, after.done
 
 
-def commits(target, drafter, state, slots, block_sizes, block, verified, *, settings: Settings):
+def commits(target, drafter, state, slots, block_sizes, block, verified, *, drafting: bool):
     """What was verified, written into the caches ROUNDS times: (state, lengths)."""
     before = replace(take_slots(target.backend, state, slots), block_sizes=block_sizes)
     logits, features, record = verified
-    after, drafter = speculative.decide(before, block, logits), proposing(drafter, settings.drafter)
+    after, drafter = speculative.decide(before, block, logits), drafter if drafting else None
 
     def again(_, caches):
         state_before = replace(before, target=caches[0], draft=caches[1])
-        committed = speculative.commit(target, drafter, state_before, after, block, features, record, settings)
+        committed = speculative.commit(target, drafter, state_before, after, block, features, record)
         return committed.target, committed.draft
 
     caches, draft = jax.lax.fori_loop(0, ROUNDS, again, (before.target, before.draft))
@@ -270,38 +269,38 @@ class Bench:
         def part(function, args, specs):
             return apart(getattr(function, "func", function).__name__, repeated(function), args, (specs, REPLICATED))
 
-        chosen = plain if point.block_size == 1 else settings
-        verified = self.verified(state, (slots, block_sizes, block), chosen)
+        drafting = point.block_size > 1
+        verified = self.verified(state, (slots, block_sizes, block), drafting)
 
         def commit(s):
             def specs():
-                return (BATCH, BATCH, BATCH, p.verified_specs(chosen)), REPLICATED
+                return (BATCH, BATCH, BATCH, p.verified_specs(drafting)), REPLICATED
 
-            function = partial(commits, settings=chosen)
+            function = partial(commits, drafting=drafting)
             after, lengths = p.call(("commits", settings), function, s, (slots, block_sizes, block, verified), specs)
             return lengths, after
 
         parts = {
             "round": decode,
-            "verify": part(partial(verify, settings=chosen), (slots, block_sizes, block), (BATCH, BATCH, BATCH)),
+            "verify": part(partial(verify, drafting=drafting), (slots, block_sizes, block), (BATCH, BATCH, BATCH)),
             "head": part(head, (states,), (BATCH,)),
             "draw": part(draw, (slots, block, logits), (BATCH, BATCH, wide)),
             "commit": commit,
             "prefill": prefill,
         }
-        if point.block_size > 1:
+        if drafting:
             parts["draft"] = part(partial(draft, settings=settings), (slots, block_sizes), (BATCH, BATCH))
         if any(isinstance(layer.ffn, MoeSpec) for layer in p.config.layers):
             # Replicated over everything but the rows: what each token chose.
             parts["choices"] = apart("choices", choices, (slots, block), ((BATCH, BATCH), spec(None, DATA)))
         return parts
 
-    def verified(self, state, args: tuple, settings: Settings):
+    def verified(self, state, args: tuple, drafting: bool):
         """In the shapes of what `verify` returns: drafts that are all wrong."""
         p = self.programs
-        specs = p.verified_specs(settings)
+        specs = p.verified_specs(drafting)
         lowered = p.lower(
-            partial(step_functions.verify, settings=settings), state, args, (BATCH, BATCH, BATCH), specs, donate=False
+            partial(step_functions.verify, drafting=drafting), state, args, (BATCH, BATCH, BATCH), specs, donate=False
         )
 
         def zeros(shape, spec):
