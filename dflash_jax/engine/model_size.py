@@ -26,6 +26,7 @@ class Weights:
         local_experts: Number of a layer's experts on this device.
         lookup: The embedding table where only single rows of it are read; 0 where it is the head too.
         head: The head.
+        context: Of a drafter: the weights that an extension of its context reads, without norms.
         replicated: By parameter: bytes that several devices of a model's mesh hold alike.
     """
 
@@ -37,6 +38,7 @@ class Weights:
     local_experts: float
     lookup: float
     head: float
+    context: float
     replicated: dict[str, float]
 
     def read(self, tokens: float, touched: float | None = None) -> float:
@@ -69,7 +71,7 @@ def weigh(module: "Decoder | Drafter | Mtp", layout: "Layout", eight_bits: froze
     ffns = [getattr(layer, "ffn", None) for layer in module.config.layers]
     moe = next((ffn for ffn in ffns if isinstance(ffn, MoeSpec)), None)
     experts = moe.num_experts if moe else 0
-    sums = dict.fromkeys(("count", "total", "expert", "lookup", "head"), 0.0)
+    sums = dict.fromkeys(("count", "total", "expert", "lookup", "head", "context"), 0.0)
     replicated: dict[str, float] = {}
     for path, leaf, spec in zip(parameter_paths(module), jax.tree.leaves(module), parameter_specs(module), strict=True):
         # Of a weight in few bits: the parameter's name, not that of its values or scales.
@@ -82,6 +84,8 @@ def weigh(module: "Decoder | Drafter | Mtp", layout: "Layout", eight_bits: froze
         sums["total"] += size / parts
         if experts and leaf.shape[0] == experts and name in ("gate_up", "down"):
             sums["expert"] += size / experts / (parts / layout.parts(layout.experts(experts)))
+        if name in ("fc", "k", "v"):
+            sums["context"] += size / parts
         tied = path == "embed" and getattr(module.config, "tied_embeddings", False)
         if path == "head" or tied:
             sums["head"] = size / parts
@@ -101,5 +105,6 @@ def weigh(module: "Decoder | Drafter | Mtp", layout: "Layout", eight_bits: froze
         local_experts,
         sums["lookup"],
         sums["head"],
+        sums["context"],
         replicated,
     )

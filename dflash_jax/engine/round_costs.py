@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dflash_jax.decoding.speculative import PLAIN_ROUNDS
+from dflash_jax.decoding.speculative import EXTENSION_SIZE
 from dflash_jax.engine.config import RoundSpec
 from dflash_jax.engine.model_size import Weights, weigh
 
@@ -73,10 +73,10 @@ class RoundCosts:
         listed = [drafter.vocabulary for drafter in drafters]
         shares = [1.0 if v is None else len(v.ids) / target.config.vocab_size for v in listed]
         self._heads = [share * self._target.head for share in shares]
-        self._draft_bytes = sum(weights.total for weights in self._weights)
-        is_cached = self._target.total + self._draft_bytes < platform.cache
+        is_cached = self._target.total + sum(weights.total for weights in self._weights) < platform.cache
         self._read_speed = platform.cache_speed if is_cached else 1.0
         self._operations = platform.operations * (platform.small_share if is_cached else 1.0)
+        self._contexts = [weights.context / self._read_speed for weights in self._weights]
 
     def _pass(self, weights: Weights, layers: int, tokens: int, head: float = 0.0) -> float:
         """The cost of a pass over ``tokens`` tokens; ``head``: bytes of a head that ``weights`` does not have."""
@@ -90,9 +90,11 @@ class RoundCosts:
         if spec.drafter is None:
             return verification
         if spec.block_size == 1:
-            # The drafters' contexts are updated after several rounds, and for this a part of the weights is read.
-            return verification + self._draft_bytes / self._read_speed / PLAIN_ROUNDS
+            # The tokens of several rounds join the drafters' contexts together.
+            return verification + sum(self._contexts) / EXTENSION_SIZE
         weights, config = self._weights[spec.drafter], self._configs[spec.drafter]
         passes, tokens = config.passes(spec.block_size)
         draft = self._pass(weights, len(config.layers), batch_size * tokens, self._heads[spec.drafter])
-        return verification + passes * draft
+        # Its own extension reads a part of its weights again, which is left out.
+        others = sum(self._contexts) - self._contexts[spec.drafter]
+        return verification + passes * draft + others

@@ -27,14 +27,18 @@ def test_each_draft_of_an_mtp_head_is_a_pass_over_one_token_a_sequence(pair):
     assert eight == pytest.approx(7 * first)
 
 
-def test_a_round_has_the_cost_of_the_drafter_that_proposes(pair):
-    target, drafter = pair
-    head, platform, plain = tiny.head(target), Platform(10.0, 1e3), RoundSpec(1)
-    both = RoundCosts(target, [drafter, head], platform)
-    for i, alone in enumerate([drafter, head]):
-        assert both(2, RoundSpec(8, i)) == RoundCosts(target, [alone], platform)(2, RoundSpec(8))
-        # The contexts of both are kept.
-        assert both(2, plain) > RoundCosts(target, [alone], platform)(2, plain)
+def test_extensions_of_contexts_read_fc_and_keys_and_values_and_no_experts():
+    """float32: of the head, whose layer has experts, and of the drafter, which has two layers and two taps."""
+    target, platform, plain = tiny.target("da", moe="1"), Platform(1e9, 0.0), RoundSpec(1)
+    drafters = [tiny.drafter(target), tiny.head(target)]
+    contexts = [4 * (36 * 2 * 36 + 2 * 2 * (2 * 10 * 36)), 4 * (36 * 2 * 36 + 2 * (2 * 20 * 36))]
+    both = RoundCosts(target, drafters, platform)
+    for i, drafter in enumerate(drafters):
+        alone = RoundCosts(target, [drafter], platform)
+        # Of plain rounds, four are extended by at once.
+        assert alone(2, plain) - alone(2, NO_DRAFTER) == pytest.approx(contexts[i] / 4)
+        assert both(2, RoundSpec(8, i)) - alone(2, RoundSpec(8)) == pytest.approx(contexts[1 - i])
+    assert both(2, plain) - both(2, NO_DRAFTER) == pytest.approx(sum(contexts) / 4)
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
