@@ -122,7 +122,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--draft-tokens",
         metavar="FILE|none",
         default="auto",
-        help="JSON list of the only token ids to draft (default: the drafter's draft_tokens.json, if it has one)",
+        help="JSON list of the only ids that any drafter drafts (default: each drafter's draft_tokens.json, if any)",
     )
     drafting.add_argument(
         "--reproducible", action="store_true", help="the same bits at any block size, in bfloat16 too"

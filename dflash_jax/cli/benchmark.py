@@ -109,7 +109,7 @@ def make_parser() -> argparse.ArgumentParser:
     here.add_argument("--max-len", type=int, metavar="N")
     here.add_argument("--max-block-size", type=int, metavar="B", help="the largest that auto takes")
     here.add_argument("--mem-fraction", type=float, metavar="F", help="of a device's memory (default: 0.9)")
-    here.add_argument("--draft-tokens", metavar="FILE|none", help="default: the drafter's draft_tokens.json, if any")
+    here.add_argument("--draft-tokens", metavar="FILE|none", help="default: each drafter's draft_tokens.json, if any")
     add_platform(here)
     there = p.add_argument_group("a server")
     there.add_argument("--url", help="such as http://127.0.0.1:30000")

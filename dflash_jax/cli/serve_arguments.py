@@ -167,7 +167,7 @@ def make_parser() -> argparse.ArgumentParser:
     drafting.add_argument("--draft-window-size", type=int, metavar="W", help="context positions that the drafter sees")
     drafting.add_argument("--draft-sink-size", type=int, default=0, metavar="S", help="first positions it sees besides")
     drafting.add_argument(
-        "--draft-tokens", metavar="FILE|none", default="auto", help="JSON list of the only ids to draft"
+        "--draft-tokens", metavar="FILE|none", default="auto", help="JSON list of the only ids that any drafter drafts"
     )
 
     add_others(p)

@@ -52,9 +52,9 @@ class LLMConfig:
             have copies of a KV head: 4 divides the pages of 2 KV heads on "tensor=8" by 4. The order of sums changes.
         quantize: "int8" or "fp8" for a target whose checkpoint is not quantised; "none" dequantises an FP8 checkpoint,
             which otherwise stays FP8.
-        draft_tokens: A JSON list of the only token ids that are drafted, which spares the drafter most of the head;
-            "auto" takes the drafter's draft_tokens.json where it has one and the head is not divided over devices; None
-            is all tokens.
+        draft_tokens: A JSON list of the only token ids that are drafted, by each of several drafters, which spares them
+            most of the head; "auto" takes each drafter's own draft_tokens.json (an MTP head's is in the target's
+            directory) where it has one and the head is not divided over devices; None is all tokens.
         tokenizer: A directory or repo id in place of the target's.
         chat_template: A Jinja file, or the template itself, in place of the tokenizer's.
         chat_template_kwargs: Defaults of the template's options, such as ``{"enable_thinking": False}``.

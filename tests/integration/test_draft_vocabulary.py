@@ -102,6 +102,11 @@ def test_the_drafters_own_list_is_taken_unless_told_otherwise(tmp_path):
     (draft / "draft_tokens.json").write_text(json.dumps([5, 3, 5, 9]))
     assert LLM(TINY / "target", draft).drafter.vocabulary.ids[...].tolist() == [3, 5, 9]
     assert LLM(TINY / "target", draft, draft_tokens="none").drafter.vocabulary is None
+    # Of several drafters each has its own, and a list that is given is that of all.
+    for name, expected in (("auto", [[3, 5, 9], None]), (draft / "draft_tokens.json", [[3, 5, 9], [3, 5, 9]])):
+        several = LLM(TINY / "target", [draft, "mtp"], draft_tokens=name).drafters
+        lists = [drafter.vocabulary for drafter in several]
+        assert [None if each is None else each.ids[...].tolist() for each in lists] == expected
     # Another drafter in its place drafts from the same list.
     llm = LLM(TINY / "target", draft)
     for other in (load_drafter(TINY / "draft"), LLM().drafter, llm.drafter):
