@@ -36,13 +36,23 @@ from dflash_jax.decoding.sampling_state import GREEDY, sampling_mode
 from dflash_jax.decoding.state import PLAIN_SETTINGS, DecodeState, Settings
 from dflash_jax.models.cache import Record
 from dflash_jax.models.decoder import Decoder
-from dflash_jax.models.drafting import ContextTokens, DraftCache, Drafting, DraftWindow, TargetHeads
+from dflash_jax.models.drafting import (
+    ContextTokens,
+    DraftCache,
+    Drafting,
+    DraftWindow,
+    TargetHeads,
+    contexts_by_need,
+    features_of,
+)
 from dflash_jax.parallel.sharding import DATA, spec
 
 # Plain rounds between two extensions of the drafter's cache.
 PLAIN_ROUNDS = 32
 # Positions of each step of such an extension.
 EXTENSION_SIZE = 4
+# The same of the caches of drafters that do not propose: tokens of a sequence, which are more than rounds.
+DEFERRED_TOKENS, DEFERRED_SIZE = 64, 16
 
 
 def verified_specs(target: Decoder, drafter: Drafting | None) -> tuple[PartitionSpec, PartitionSpec | None, Any]:
@@ -299,7 +309,7 @@ def decode(
         target: The target.
         drafter: The drafter, or None.
         state: The state.
-        rounds: Rounds at most (runtime data); at most PLAIN_ROUNDS with a drafter and a block size of 1.
+        rounds: Rounds at most (runtime data). They end before contexts that wait for the end have no more room.
         new_tokens: New tokens of a sequence at most, but for those of the first round (runtime data); None is no bound.
         settings: What is compiled in.
 
@@ -307,37 +317,45 @@ def decode(
         The state when every sequence is done, after ``rounds``, or where another round could exceed ``new_tokens``. It
         has the log-probabilities of the last RECORDED positions.
     """
-    taps = drafter.taps if drafter is not None else ()
-    # Rounds of plain decoding leave the drafter's cache to one extension at the end, which costs each of them less.
-    defers_draft = drafter is not None and settings.block_size == 1
-    features_buffer = None
-    if defers_draft:
-        rounds = jnp.minimum(rounds, PLAIN_ROUNDS)
-        shape = (len(state.length), PLAIN_ROUNDS, len(taps), target.config.hidden_size)
-        features_buffer = jnp.zeros(shape, target.dtype)
+    taps, size, shape = drafter.taps if drafter is not None else (), settings.block_size, state.tokens.shape
+    # Contexts that no round of this call reads are left to an extension at the end, which costs each round less.
+    now, later = (None, drafter) if size == 1 else contexts_by_need(drafter)
+    buffer, step = None, EXTENSION_SIZE if size == 1 else DEFERRED_SIZE
+    if later is not None:
+        places = PLAIN_ROUNDS if size == 1 else max(DEFERRED_TOKENS, -(-size // step) * step)
+        rounds = jnp.minimum(rounds, places)
+        buffer = jnp.zeros((shape[0], places, len(later.taps), target.config.hidden_size), target.dtype)
     before, mode = state, sampling_mode(state.sampling)
 
     def goes_on(carry: tuple[Array, DecodeState, Array | None]) -> Array:
-        i, state, _ = carry
+        i, state, buffer = carry
         num_gained = (state.length - before.length).max()
-        has_room = True if new_tokens is None else num_gained + settings.block_size <= new_tokens
+        has_room = True if new_tokens is None else num_gained + size <= new_tokens
+        if buffer is not None and size > 1:
+            has_room = has_room & ((state.num_cached - before.num_cached).max() + size <= buffer.shape[1])
         return (i < rounds) & ~state.done.all() & (has_room | (i == 0))
 
     def body(carry: tuple[Array, DecodeState, Array | None]) -> tuple[Array, DecodeState, Array | None]:
         i, state, buffer = carry
-        if buffer is None:
-            return i + 1, decode_round(target, drafter, state, settings, None, mode), None
-        block = state.uncached_tokens(1)
+        block = next_block(target, drafter, state, settings, mode)
         logits, features, record = verify(target, state, block, taps)
         after = decide(state, block, logits, None, mode)
-        if features is not None:
-            buffer = jax.lax.dynamic_update_slice_in_dim(buffer, features.astype(buffer.dtype), i, axis=1)
-        return i + 1, commit(target, None, state, after, block, features, record, settings.aligned), buffer
+        waiting = None if later is None else features_of(later.taps, features, taps)
+        if buffer is not None and waiting is not None:
+            if size == 1:
+                buffer = jax.lax.dynamic_update_slice_in_dim(buffer, waiting.astype(buffer.dtype), i, axis=1)
+            else:
+                # Those of rejected drafts are overwritten, or behind the last token.
+                steps = (state.num_cached - before.num_cached)[:, None] + jnp.arange(size)[None]
+                rows = jnp.arange(shape[0])[:, None]
+                buffer = buffer.at[rows, steps].set(waiting.astype(buffer.dtype), mode="drop")
+        features = None if now is None else features_of(now.taps, features, taps)
+        return i + 1, commit(target, now, state, after, block, features, record, settings.aligned), buffer
 
-    _, state, features_buffer = jax.lax.while_loop(goes_on, body, (jnp.int32(0), state, features_buffer))
-    if drafter is None or features_buffer is None:
+    _, state, buffer = jax.lax.while_loop(goes_on, body, (jnp.int32(0), state, buffer))
+    if later is None or buffer is None:
         return state
-    return _extend_draft(target, drafter, before, state, features_buffer)
+    return _extend_draft(target, later, before, state, buffer, step)
 
 
 def _extend_draft(
@@ -345,20 +363,22 @@ def _extend_draft(
     drafter: Drafting,
     before: DecodeState,
     after: DecodeState,
-    features: Float[Array, "B rounds taps H"],
+    features: Float[Array, "B places taps H"],
+    size: int,
 ) -> DecodeState:
-    """``after`` with the tokens since ``before``, one a round, in the drafter's cache."""
+    """``after`` with the tokens since ``before`` in the drafter's cache, in steps of ``size`` positions."""
+    # All but the last known token are verified. Sequences that were done take no part.
+    num_gained = jnp.where(before.done, 0, after.length - 1 - before.num_cached)
 
     def extend(i: Array, draft: DraftCache) -> DraftCache:
-        start, size = before.num_cached + i * EXTENSION_SIZE, EXTENSION_SIZE
+        start = before.num_cached + i * size
         chunk = jax.lax.dynamic_slice_in_dim(features, i * size, size, axis=1) if drafter.taps else None
         part = replace(after, num_cached=start)
         positions, tokens = start[:, None] + jnp.arange(size)[None], part.uncached_tokens(size)
         embeddings, rotary = target.embed_tokens(tokens), part.rotary_positions(size)
-        valid = positions < after.num_cached[:, None]
+        valid = i * size + jnp.arange(size)[None] < num_gained[:, None]
         return drafter.extend(draft, ContextTokens(tokens, embeddings, chunk, positions, rotary, valid))
 
-    num_gained = (after.num_cached - before.num_cached).max()
-    chunks = (num_gained + EXTENSION_SIZE - 1) // EXTENSION_SIZE
+    chunks = (num_gained.max() + size - 1) // size
     draft = jax.lax.fori_loop(0, chunks, extend, after.draft)
     return replace(after, draft=draft, draft_start=before.draft_start)

@@ -224,22 +224,21 @@ class Drafters:
     Attributes:
         drafters: The drafters.
         proposing: Index of the one that proposes.
+        extending: Indices of those whose contexts `extend` extends; None for all.
     """
 
     drafters: tuple[Drafting, ...]
     proposing: int = field(default=0, metadata={"static": True})
+    extending: tuple[int, ...] | None = field(default=None, metadata={"static": True})
+
+    def _is_extending(self, index: int) -> bool:
+        return self.extending is None or index in self.extending
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """As `Drafting.taps`: those of all drafters, each once."""
-        return tuple(sorted({tap for drafter in self.drafters for tap in drafter.taps}))
-
-    def _features(self, drafter: Drafting, features: Float[Array, "B T taps H"] | None) -> Array | None:
-        """Of the features of all taps, those of one drafter."""
-        if features is None or not drafter.taps:
-            return None
-        places = [self.taps.index(tap) for tap in drafter.taps]
-        return jnp.stack([features[:, :, place] for place in places], axis=2)
+        """As `Drafting.taps`: those of all drafters whose contexts are extended, each once."""
+        taps = [drafter.taps for i, drafter in enumerate(self.drafters) if self._is_extending(i)]
+        return tuple(sorted({tap for each in taps for tap in each}))
 
     def init_cache(self, slots: int, capacity: int, dtype: DTypeLike, window: DraftWindow = NO_WINDOW) -> DraftCache:
         """As `Drafting.init_cache`: a cache for each drafter."""
@@ -250,10 +249,12 @@ class Drafters:
         return tuple(drafter.cache_specs(part) for drafter, part in zip(self.drafters, cache, strict=True))
 
     def extend(self, cache: DraftCache, new: ContextTokens) -> DraftCache:
-        """As `Drafting.extend`: every drafter's cache gets the tokens."""
+        """As `Drafting.extend`: the caches of all drafters that are `extending` get the tokens."""
         return tuple(
-            drafter.extend(part, replace(new, features=self._features(drafter, new.features)))
-            for drafter, part in zip(self.drafters, cache, strict=True)
+            drafter.extend(part, replace(new, features=features_of(drafter.taps, new.features, self.taps)))
+            if self._is_extending(i)
+            else part
+            for i, (drafter, part) in enumerate(zip(self.drafters, cache, strict=True))
         )
 
     def propose(
@@ -269,6 +270,25 @@ class Drafters:
         """As `Drafting.propose`, by the drafter that proposes."""
         i = self.proposing
         return self.drafters[i].propose(cache[i], last, start, block_sizes, size, heads, window)
+
+
+def features_of(
+    wanted: tuple[int, ...], features: Float[Array, "B T taps H"] | None, taps: tuple[int, ...]
+) -> Float[Array, "B T wanted H"] | None:
+    """Of the features of ``taps``, those of the taps ``wanted``; None for none."""
+    if features is None or not wanted:
+        return None
+    if wanted == taps:
+        return features
+    return jnp.stack([features[:, :, taps.index(tap)] for tap in wanted], axis=2)
+
+
+def contexts_by_need(drafter: Drafting | None) -> tuple[Drafting | None, Drafting | None]:
+    """``drafter`` with the context that its next proposal reads, and with the others, each None where there is none."""
+    if not isinstance(drafter, Drafters):
+        return drafter, None
+    others = tuple(i for i in range(len(drafter.drafters)) if i != drafter.proposing)
+    return replace(drafter, extending=(drafter.proposing,)), replace(drafter, extending=others)
 
 
 def together(drafters: Sequence[Drafting]) -> Drafting | None:
