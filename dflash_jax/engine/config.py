@@ -8,8 +8,8 @@ from typing import Literal, NamedTuple
 BlockSize = int | Literal["auto"]
 
 
-class RoundSpec(NamedTuple):
-    """What a round is compiled for.
+class Speculation(NamedTuple):
+    """How a round speculates, which is compiled in.
 
     Attributes:
         block_size: Tokens that it may yield: the draft length + 1; 1 is plain decoding.
@@ -28,19 +28,19 @@ class RoundSpec(NamedTuple):
 
 
 # Plain decoding that does not update the drafters' contexts.
-NO_DRAFTER = RoundSpec(1, None)
+NO_DRAFTER = Speculation(1, None)
 # What known tokens are fed with again.
-REPLAY = RoundSpec(1)
+REPLAY = Speculation(1)
 
 
-def round_specs(*block_sizes: Sequence[int]) -> tuple[RoundSpec, ...]:
-    """The rounds of drafters, plain ones first, then ascending by block size.
+def speculations_of(*block_sizes: Sequence[int]) -> tuple[Speculation, ...]:
+    """The speculations of drafters, plain decoding first, then ascending by block size.
 
     Args:
         block_sizes: Of each drafter, its block sizes; 1 is implied.
     """
-    drafting = [RoundSpec(size, i) for i, sizes in enumerate(block_sizes) for size in sizes if size > 1]
-    return (NO_DRAFTER, RoundSpec(1), *sorted(drafting)) if drafting else (RoundSpec(1),)
+    drafting = [Speculation(size, i) for i, sizes in enumerate(block_sizes) for size in sizes if size > 1]
+    return (NO_DRAFTER, Speculation(1), *sorted(drafting)) if drafting else (Speculation(1),)
 
 
 PREFILL_SIZES = (16, 64, 256, 1024)
@@ -95,7 +95,7 @@ class EngineConfig:
     """How an engine is set up.
 
     Attributes:
-        rounds: What rounds are compiled for, as `round_specs` orders them.
+        speculations: What rounds are compiled for, as `speculations_of` orders them.
         prefill_sizes: Tokens of a prompt that a prefill program takes, ascending.
         prefill_padding: The largest share of a prefill program that may be padding.
         prefill_batch_tokens: Tokens of a program that takes several prompts of a data shard, at most.
@@ -111,7 +111,7 @@ class EngineConfig:
         media: Whether requests may have images and videos; likewise.
     """
 
-    rounds: tuple[RoundSpec, ...] = (RoundSpec(1),)
+    speculations: tuple[Speculation, ...] = (Speculation(1),)
     prefill_sizes: tuple[int, ...] = PREFILL_SIZES
     prefill_padding: float = 0.5
     prefill_batch_tokens: int = 0
@@ -128,13 +128,13 @@ class EngineConfig:
     @property
     def largest_block(self) -> int:
         """The largest block size; 1 without a drafter."""
-        return self.rounds[-1].block_size
+        return self.speculations[-1].block_size
 
     @property
-    def masked_rounds(self) -> tuple[RoundSpec, ...]:
-        """The rounds that are compiled for masks: plain decoding, and each drafter's largest block."""
-        largest = {spec.drafter: spec for spec in self.rounds if spec.block_size > 1}
-        return (RoundSpec(1), *sorted(largest.values()))
+    def masked_speculations(self) -> tuple[Speculation, ...]:
+        """The speculations of rounds with masks: plain decoding, and each drafter's largest block."""
+        largest = {each.drafter: each for each in self.speculations if each.block_size > 1}
+        return (Speculation(1), *sorted(largest.values()))
 
     def prefill_batch(self, size: int) -> int:
         """Prompts of a data shard that a program of ``size`` tokens takes at most."""

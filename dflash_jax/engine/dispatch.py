@@ -9,7 +9,7 @@ import numpy as np
 
 from dflash_jax.decoding.sampling import Logprobs
 from dflash_jax.decoding.step_functions import REPORT_SIZE
-from dflash_jax.engine.config import RoundSpec
+from dflash_jax.engine.config import Speculation
 from dflash_jax.engine.request import Request
 
 
@@ -21,20 +21,20 @@ class Dispatch:
         slots: The batch: slots that take part.
         block_sizes: Tokens that a round of each slot may yield.
         rounds: Rounds at most.
-        spec: What the rounds are compiled for.
+        speculation: What the rounds are compiled for.
         batch_size: The compiled batch size of a data shard; each has at most as many of the slots.
     """
 
     slots: tuple[int, ...]
     block_sizes: tuple[int, ...]
     rounds: int
-    spec: RoundSpec
+    speculation: Speculation
     batch_size: int
 
     @property
     def most_tokens(self) -> int:
         """New tokens of a slot at most."""
-        size = self.spec.block_size
+        size = self.speculation.block_size
         return min(self.rounds * size, max(REPORT_SIZE, size))
 
 

@@ -1,7 +1,7 @@
 """How many tokens to draft, and with which drafter: the choice that `block_size="auto"` makes for each dispatch.
 
-The choice is made among compiled rounds, each a block size and a drafter (`RoundSpec`); a block of size b is the draft
-length b - 1 plus the target's own token. The policy takes the round with the most expected tokens per second,
+The choice is made among what rounds are compiled for, a block size and a drafter each (`Speculation`). A block of size
+b is the draft length b - 1 plus the target's own token. The policy takes what has the most expected tokens per second,
 
     sum over sequences of (1 + p + p² + … + p^(b - 1)) / seconds of such a round at this batch size,
 
@@ -23,10 +23,13 @@ from dataclasses import dataclass
 from math import log
 from types import MappingProxyType
 
-from dflash_jax.engine.config import NO_DRAFTER, RoundSpec
+from dflash_jax.engine.config import NO_DRAFTER, Speculation
 
-# Weight of a new measurement of seconds in their moving average.
-SECONDS_WEIGHT = 0.25
+# Weight of a new measurement of seconds in their moving average, where it is longer and where it is shorter: what runs
+# beside the engine makes rounds longer, never shorter.
+LONGER_WEIGHT, SHORTER_WEIGHT = 0.25, 0.5
+# Runs of a program of which the last is a measurement: the first is slower.
+MEASURED_RUNS = 2
 # Factor by which earlier rounds count less after each round; rounds that all earlier requests count for a new one.
 DECAY, PRIOR_ROUNDS = 0.9, 2.0
 # The same factor, of all requests together.
@@ -125,52 +128,56 @@ class DraftLengthPolicy:
     """Chooses block sizes and drafters by cost and acceptance.
 
     Args:
-        rounds: What may be compiled, as `round_specs` orders it.
-        predict: The cost of a round in any unit, by batch size and `RoundSpec`; by default the same for all.
+        speculations: What rounds may be compiled for, as `speculations_of` orders it.
+        predict: The cost of a round in any unit, by batch size and `Speculation`; by default the same for all.
         rates: The acceptance rate on record for each drafter; by default the usual one.
 
     Attributes:
-        rounds: As given.
-        seconds: Moving average of the seconds of a round, by (batch size, `RoundSpec`).
+        speculations: As given.
+        seconds: Moving average of the seconds of a round, by (batch size, `Speculation`).
         drafters: What is known of each drafter.
     """
 
     def __init__(
         self,
-        rounds: Sequence[RoundSpec],
-        predict: Callable[[int, RoundSpec], float] = lambda batch_size, spec: 1.0,
+        speculations: Sequence[Speculation],
+        predict: Callable[[int, Speculation], float] = lambda batch_size, speculation: 1.0,
         rates: Mapping[int, float] = MappingProxyType({}),
     ):
-        self.rounds, self._predict = tuple(rounds), predict
-        self.seconds: dict[tuple[int, RoundSpec], float] = {}
-        drafters = sorted({spec.drafter for spec in rounds if spec.drafter is not None})
+        self.speculations, self._predict = tuple(speculations), predict
+        self.seconds: dict[tuple[int, Speculation], float] = {}
+        drafters = sorted({each.drafter for each in speculations if each.drafter is not None})
         self.drafters = {i: DrafterRecord.of_rate(rates.get(i, USUAL_RATE)) for i in drafters}
-        # Seconds of rounds so far, their value when a round was last in use, and when one was last compiled.
+        # Seconds of rounds so far, their value when a speculation was last in use, and when one was last compiled.
         self._spent = self._explored = 0.0
-        self._tried: dict[RoundSpec, float] = {}
+        self._tried: dict[Speculation, float] = {}
         self._runs: Counter = Counter()
-        # By (batch size, rounds): seconds of all rounds at its last measurement.
-        self._measured: dict[tuple[int, RoundSpec], float] = {}
+        # By (batch size, speculation): seconds of all rounds at its last measurement.
+        self._measured: dict[tuple[int, Speculation], float] = {}
+        # The shortest of the recent measurements.
+        self._least: dict[tuple[int, Speculation], float] = {}
 
-    def observe_seconds(self, batch_size: int, spec: RoundSpec, seconds: float, rounds: int = 1) -> None:
+    def observe_seconds(self, batch_size: int, speculation: Speculation, seconds: float, rounds: int = 1) -> None:
         """Adds a measurement: ``rounds`` rounds took ``seconds`` each."""
-        key, seconds = (batch_size, spec), max(seconds, 1e-6)
+        key, seconds = (batch_size, speculation), max(seconds, 1e-6)
         self._runs[key] += 1
         self._spent += seconds * rounds
-        # The first run of a program is slower than later ones, and what was measured long ago counts no more.
-        is_recent = self._runs[key] > 2 and self._spent - self._measured.get(key, 0.0) <= RETRY_S
+        # What was measured long ago counts no more.
+        is_recent = self._spent - self._measured.get(key, 0.0) <= RETRY_S
+        self._least[key] = min(seconds, self._least.get(key, seconds)) if is_recent else seconds
+        is_recent = is_recent and self._runs[key] > MEASURED_RUNS
         self._measured[key] = self._spent
         old = self.seconds.get(key, seconds) if is_recent else seconds
-        self.seconds[key] = old + SECONDS_WEIGHT * (seconds - old)
+        self.seconds[key] = old + (LONGER_WEIGHT if seconds > old else SHORTER_WEIGHT) * (seconds - old)
 
-    def observe_round(self, acceptances: Acceptances, yielded: int, spec: RoundSpec) -> None:
-        """Adds a round of the sequence with these ``acceptances``."""
-        if spec.block_size > 1 and spec.drafter is not None:
-            acceptance, drafter = acceptances.setdefault(spec.drafter, Acceptance()), self.drafters[spec.drafter]
-            acceptance.observe(yielded, spec.block_size)
-            drafter.overall.observe(yielded, spec.block_size, OVERALL_DECAY)
-            gain = acceptance.rate(drafter.prior) - drafter.best_rate
-            drafter.best_rate += (RISE if gain > 0 else FALL) * gain
+    def observe_round(self, acceptances: Acceptances, yielded: int, block_size: int, drafter: int | None) -> None:
+        """Adds a round of the sequence with these ``acceptances``; ``block_size``: tokens that it might yield."""
+        if block_size > 1 and drafter is not None:
+            acceptance, record = acceptances.setdefault(drafter, Acceptance()), self.drafters[drafter]
+            acceptance.observe(yielded, block_size)
+            record.overall.observe(yielded, block_size, OVERALL_DECAY)
+            gain = acceptance.rate(record.prior) - record.best_rate
+            record.best_rate += (RISE if gain > 0 else FALL) * gain
 
     def _rate(self, drafter: int, acceptances: Mapping[int, Acceptance]) -> float:
         """The rate at which a sequence accepts drafts of a drafter.
@@ -185,13 +192,13 @@ class DraftLengthPolicy:
             total.rejected += weight * seen.rejected
         return total.rate(self.drafters[drafter].prior)
 
-    def cost(self, batch_size: int, spec: RoundSpec) -> float | None:
+    def cost(self, batch_size: int, speculation: Speculation) -> float | None:
         """Seconds of a round: measured, or predicted from the measured round of the nearest predicted cost.
 
         Returns:
             None where no round was measured.
         """
-        key = batch_size, spec
+        key = batch_size, speculation
         if key in self.seconds or not self.seconds:
             return self.seconds.get(key)
         # Other threads read costs, too.
@@ -199,49 +206,51 @@ class DraftLengthPolicy:
         nearest = min(ratios, key=lambda known: abs(log(ratios[known])))
         return ratios[nearest] * self.seconds[nearest]
 
-    def estimate(self, batch_size: int, spec: RoundSpec) -> float:
+    def estimate(self, batch_size: int, speculation: Speculation) -> float:
         """The `cost`; while nothing is measured, the predicted one, in another unit."""
-        return self.cost(batch_size, spec) or self._predict(batch_size, spec)
+        return self.cost(batch_size, speculation) or self._predict(batch_size, speculation)
 
-    def _costs(self, batch_size: int, rounds: Sequence[RoundSpec]) -> dict[RoundSpec, float]:
-        return {spec: self.estimate(batch_size, spec) for spec in rounds}
+    def _costs(self, batch_size: int, speculations: Sequence[Speculation]) -> dict[Speculation, float]:
+        return {each: self.estimate(batch_size, each) for each in speculations}
 
-    def _tokens(self, spec: RoundSpec, rate: Callable[[DrafterRecord], float]) -> float:
+    def _tokens(self, speculation: Speculation, rate: Callable[[DrafterRecord], float]) -> float:
         """Expected tokens per round; ``rate``: the acceptance rate, from what is known of the drafter."""
-        return 1.0 if spec.drafter is None else expected_tokens(rate(self.drafters[spec.drafter]), spec.block_size)
+        if speculation.drafter is None:
+            return 1.0
+        return expected_tokens(rate(self.drafters[speculation.drafter]), speculation.block_size)
 
-    def _cannot_pay(self, costs: dict[RoundSpec, float]) -> bool:
+    def _cannot_pay(self, costs: dict[Speculation, float]) -> bool:
         """Whether no drafting round is faster than plain decoding even at the best recent acceptance."""
-        plain = min(cost for spec, cost in costs.items() if spec.block_size == 1)
+        plain = min(cost for each, cost in costs.items() if each.block_size == 1)
         return all(
-            self._tokens(spec, lambda drafter: drafter.best_rate) * plain < cost
-            for spec, cost in costs.items()
-            if spec.block_size > 1
+            self._tokens(each, lambda drafter: drafter.best_rate) * plain < cost
+            for each, cost in costs.items()
+            if each.block_size > 1
         )
 
-    def favoured_draft(self, batch_size: int) -> RoundSpec:
+    def favoured_draft(self, batch_size: int) -> Speculation:
         """The drafting round with the most expected tokens per second; a plain one where none is compiled."""
-        costs = self._costs(batch_size, [spec for spec in self.rounds if spec.block_size > 1])
+        costs = self._costs(batch_size, [each for each in self.speculations if each.block_size > 1])
 
-        def speed(spec: RoundSpec) -> float:
-            return self._tokens(spec, lambda drafter: drafter.prior) / costs[spec]
+        def speed(speculation: Speculation) -> float:
+            return self._tokens(speculation, lambda drafter: drafter.prior) / costs[speculation]
 
-        return max(costs, key=speed, default=RoundSpec(1))
+        return max(costs, key=speed, default=Speculation(1))
 
     def why_plain(self, batch_size: int) -> str | None:
         """Why a batch of new sequences is decoded plainly: a sentence; None where it drafts."""
-        spec = self.favoured_draft(batch_size)
-        plain = [each for each in self.rounds if each.block_size == 1]
-        costs = self._costs(batch_size, (*plain, spec))
-        ratio = costs[spec] / min(costs[each] for each in plain)
-        tokens = self._tokens(spec, lambda drafter: drafter.prior)
-        if spec.block_size == 1 or tokens > ratio:
+        speculation = self.favoured_draft(batch_size)
+        plain = [each for each in self.speculations if each.block_size == 1]
+        costs = self._costs(batch_size, (*plain, speculation))
+        ratio = costs[speculation] / min(costs[each] for each in plain)
+        tokens = self._tokens(speculation, lambda drafter: drafter.prior)
+        if speculation.block_size == 1 or tokens > ratio:
             return None
         is_plain_measured = any((batch_size, each) in self.seconds for each in plain)
-        is_measured = is_plain_measured and (batch_size, spec) in self.seconds
+        is_measured = is_plain_measured and (batch_size, speculation) in self.seconds
         how = "takes" if is_measured else "is predicted to take"
         return (
-            f"a round of {spec.block_size} {how} {ratio:.1f} times as long as one of plain decoding, "
+            f"a round of {speculation.block_size} {how} {ratio:.1f} times as long as one of plain decoding, "
             f"and yields about {tokens:.1f} tokens"
         )
 
@@ -249,67 +258,73 @@ class DraftLengthPolicy:
         self,
         batch_size: int,
         acceptances: Sequence[Mapping[int, Acceptance]],
-        allowed: Sequence[RoundSpec] | None = None,
-        is_compiled: Callable[[int, RoundSpec], bool] = lambda batch_size, spec: True,
+        allowed: Sequence[Speculation] | None = None,
+        is_compiled: Callable[[int, Speculation], bool] = lambda batch_size, speculation: True,
         patience: float = 0.0,
-    ) -> RoundSpec:
-        """The rounds of a dispatch.
+    ) -> Speculation:
+        """How the rounds of a dispatch speculate.
 
         Args:
             batch_size: Compiled batch size.
             acceptances: Those of the sequences of the batch.
-            allowed: Rounds to choose from, in the order of `rounds`, NO_DRAFTER among them where plain decoding may
+            allowed: What to choose from, in the order of `speculations`, NO_DRAFTER among them where plain decoding may
                 leave the drafters out; None: all.
-            is_compiled: Whether (batch size, rounds) is compiled.
+            is_compiled: Whether (batch size, speculation) is compiled.
             patience: What is not compiled is tried after as many seconds of decoding since the last trial; the time of
                 several compilations, say.
 
         Returns:
             One of ``allowed``.
         """
-        allowed = self.rounds if allowed is None else allowed
+        allowed = self.speculations if allowed is None else allowed
         costs = self._costs(batch_size, allowed)
-        plain = [spec for spec in allowed if spec.block_size == 1]
-        drafting = [spec for spec in allowed if spec.block_size > 1]
+        plain = [each for each in allowed if each.block_size == 1]
+        drafting = [each for each in allowed if each.block_size > 1]
         if not drafting:
             return plain[0]
         is_patient = self._spent - self._explored > patience
         rates = {drafter: [self._rate(drafter, each) for each in acceptances] for drafter in self.drafters}
 
-        def compiled(spec: RoundSpec) -> bool:
-            return is_compiled(batch_size, spec)
+        def compiled(speculation: Speculation) -> bool:
+            return is_compiled(batch_size, speculation)
 
-        def is_measured(spec: RoundSpec) -> bool:
-            return self._runs[batch_size, spec] >= 2
+        def is_measured(speculation: Speculation) -> bool:
+            return self._runs[batch_size, speculation] >= MEASURED_RUNS
 
-        def tokens(spec: RoundSpec, least: float = 0.0) -> float:
+        def tokens(speculation: Speculation, least: float = 0.0) -> float:
             """Expected tokens of all sequences per round, at rates of at least ``least``."""
-            if spec.drafter is None or spec.block_size == 1:
+            if speculation.drafter is None or speculation.block_size == 1:
                 return float(len(acceptances))
-            return sum(expected_tokens(max(rate, least), spec.block_size) for rate in rates[spec.drafter])
+            return sum(expected_tokens(max(rate, least), speculation.block_size) for rate in rates[speculation.drafter])
 
-        def speed(spec: RoundSpec) -> float:
+        def speed(speculation: Speculation) -> float:
             """Expected tokens per second."""
-            return tokens(spec) / costs[spec]
+            return tokens(speculation) / costs[speculation]
 
-        def optimistic(spec: RoundSpec) -> float:
-            """`speed` with a good drafter, or of plain decoding with half the cost; predictions may be too high."""
-            result = 2 * speed(spec) if spec.block_size == 1 else tokens(spec, OPTIMISTIC_RATE) / costs[spec]
-            return result if is_measured(spec) else PREDICTION_ERROR * result
+        def optimistic(speculation: Speculation) -> float:
+            """`speed` with a good drafter and in a good moment, or of plain decoding with half the cost.
+
+            Predictions may be too high.
+            """
+            cost = self._least.get((batch_size, speculation), costs[speculation])
+            result = (
+                2 * speed(speculation) if speculation.block_size == 1 else tokens(speculation, OPTIMISTIC_RATE) / cost
+            )
+            return result if is_measured(speculation) else PREDICTION_ERROR * result
 
         # Plain decoding that keeps up the drafters' contexts, so that drafting can resume, or that which is compiled.
-        plain_candidate = plain and max(plain, key=lambda spec: (compiled(spec) or is_patient, spec != NO_DRAFTER))
+        plain_candidate = plain and max(plain, key=lambda each: (compiled(each) or is_patient, each != NO_DRAFTER))
         candidates = [plain_candidate, *drafting] if plain else drafting
-        ready = [spec for spec in candidates if compiled(spec)]
+        ready = [each for each in candidates if compiled(each)]
         best = max(ready or candidates, key=speed)
         self._tried[best] = self._spent
 
-        def idle_s(spec: RoundSpec) -> float:
-            return self._spent - self._tried.get(spec, 0.0)
+        def idle_s(speculation: Speculation) -> float:
+            return self._spent - self._tried.get(speculation, 0.0)
 
         others = [s for s in candidates if s != best and (optimistic(s) > speed(best) or idle_s(s) > RETRY_S)]
-        unmeasured = [spec for spec in others if compiled(spec) and not is_measured(spec)]
-        if unmeasured and any(is_measured(spec) for spec in (plain if best.block_size == 1 else [best])):
+        unmeasured = [each for each in others if compiled(each) and not is_measured(each)]
+        if unmeasured and any(is_measured(each) for each in (plain if best.block_size == 1 else [best])):
             return max(unmeasured, key=optimistic)
         if best.block_size == 1 and NO_DRAFTER in allowed and self._cannot_pay(costs):
             probing = self._spent % PROBE_EVERY_S - (PROBE_EVERY_S - PROBE_CONTEXT_S - PROBE_DRAFT_S)
@@ -318,10 +333,10 @@ class DraftLengthPolicy:
             return plain[-1] if probing < PROBE_CONTEXT_S else max(drafting, key=optimistic)
         share = TRIAL_SHARE / max(len(others), 1)
         trials = [
-            spec
-            for spec in others
-            if (compiled(spec) and share * idle_s(spec) > max(TRIAL_ROUNDS * costs[spec], TRIAL_S))
-            or (not compiled(spec) and is_patient)
+            each
+            for each in others
+            if (compiled(each) and share * idle_s(each) > max(TRIAL_ROUNDS * costs[each], TRIAL_S))
+            or (not compiled(each) and is_patient)
         ]
         if not trials:
             return best

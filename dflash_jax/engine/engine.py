@@ -8,7 +8,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import replace
 
-from dflash_jax.engine.config import EngineConfig, RoundSpec
+from dflash_jax.engine.config import EngineConfig
 from dflash_jax.engine.dispatch import Dispatch, Outcome, StepTicket
 from dflash_jax.engine.draft_length import DraftLengthPolicy
 from dflash_jax.engine.limits import RequestLimits
@@ -64,7 +64,7 @@ class Engine:
     def __init__(self, runner: ModelRunner, config: EngineConfig, policy: DraftLengthPolicy | None = None):
         self.runner, self.config = runner, config
         self.limits = RequestLimits(runner.capacity, config.largest_block)
-        self.policy = policy or DraftLengthPolicy(config.rounds)
+        self.policy = policy or DraftLengthPolicy(config.speculations)
         self.statistics = Statistics()
         self.failure: str | None = None
         self._order = itertools.count()
@@ -420,8 +420,8 @@ class Engine:
             for i, request in enumerate(ticket.batch):
                 request.ahead -= ticket.dispatch.most_tokens
                 if request.finish_reason is None:
-                    spec = RoundSpec(ticket.dispatch.block_sizes[i], ticket.dispatch.spec.drafter)
-                    events += self._results.events(request, outcome, i, spec)
+                    block_size, drafter = ticket.dispatch.block_sizes[i], ticket.dispatch.speculation.drafter
+                    events += self._results.events(request, outcome, i, block_size, drafter)
         return events
 
     def _measure(self, ticket: StepTicket, outcome: Outcome, done: float) -> None:
@@ -429,7 +429,7 @@ class Engine:
         dispatch = ticket.dispatch
         assert dispatch is not None, "a step without decoding has no outcome"
         rounds = max(len(y) for y in outcome.yielded)
-        key = dispatch.batch_size, dispatch.spec
+        key = dispatch.batch_size, dispatch.speculation
         self.statistics.dispatches[key] += 1
         has_masks = any(r.mask for r in ticket.batch)
         if rounds and not ticket.prefills and not has_masks:

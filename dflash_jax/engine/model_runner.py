@@ -12,7 +12,7 @@ from dflash_jax.decoding.prefill import MediaChunk
 from dflash_jax.decoding.sampling import Logprobs
 from dflash_jax.decoding.state import NO_BOUND, DecodeState, Settings, is_kv_cache, num_pages
 from dflash_jax.decoding.step_functions import Report
-from dflash_jax.engine.config import COPIED_PAGES, REPLAY, RoundSpec
+from dflash_jax.engine.config import COPIED_PAGES, REPLAY, Speculation
 from dflash_jax.engine.dispatch import Dispatch, Outcome, RoundMasks
 from dflash_jax.engine.host_copies import HostCopies
 from dflash_jax.engine.memory import on_device
@@ -50,8 +50,8 @@ class ModelRunner:
         self.programs, self.slots, self.capacity, self.settings = programs, slots, capacity, settings
         self._pages = pages
         self._slots_per_shard = slots // programs.data
-        # (batch size, rounds) of decode programs that have run.
-        self._used: set[tuple[int, RoundSpec]] = set()
+        # (batch size, speculation) of decode programs that have run.
+        self._used: set[tuple[int, Speculation]] = set()
         # Names of the programs that may run; None: all, each compiled at its first use.
         self._allowed: set[tuple] | None = None
         # First parts of the names of programs that cannot be compiled.
@@ -123,20 +123,20 @@ class ModelRunner:
 
         Args:
             *name: "prefill", batch size, chunk size and whether the drafter takes part; "media", chunk size and
-                whether the drafter takes part; "decode" or "masked", batch size and `RoundSpec`; "prefix" and
+                whether the drafter takes part; "decode" or "masked", batch size and `Speculation`; "prefix" and
                 chunk size (everything that the prefix cache needs for a chunk); "score" or "media score".
         """
         return self._allowed is None or name in self._allowed
 
-    def decode_sizes(self, masked: bool, rounds: Sequence[RoundSpec]) -> dict[int, list[RoundSpec]]:
-        """Those of ``rounds`` that may run, by batch size, ascending; without batch sizes that have none.
+    def decode_sizes(self, masked: bool, speculations: Sequence[Speculation]) -> dict[int, list[Speculation]]:
+        """Those of ``speculations`` that may run, by batch size, ascending; without batch sizes that have none.
 
         Args:
             masked: Whether rounds have masks.
-            rounds: What rounds are compiled for.
+            speculations: What rounds are compiled for.
         """
         batch_sizes, kind = (self.masked_batch_sizes(), "masked") if masked else (self.batch_sizes(), "decode")
-        sizes = {n: [spec for spec in rounds if self.can_run(kind, n, spec)] for n in batch_sizes}
+        sizes = {n: [each for each in speculations if self.can_run(kind, n, each)] for n in batch_sizes}
         return {n: allowed for n, allowed in sizes.items() if allowed}
 
     def first_slots(self, count: int) -> tuple[int, ...]:
@@ -154,11 +154,11 @@ class ModelRunner:
         """Seconds of the last compilation."""
         return self.programs.last_compile_s
 
-    def is_compiled(self, batch_size: int, spec: RoundSpec) -> bool:
+    def is_compiled(self, batch_size: int, speculation: Speculation) -> bool:
         """Whether a decode program is compiled."""
         if self._allowed is not None:
-            return self.can_run("decode", batch_size, spec)
-        return (batch_size, spec) in self._used
+            return self.can_run("decode", batch_size, speculation)
+        return (batch_size, speculation) in self._used
 
     @property
     def mask_words(self) -> int:
@@ -325,15 +325,15 @@ class ModelRunner:
     def decode(self, dispatch: Dispatch):
         """Starts a dispatch: a ticket for `read`."""
         indices, block_sizes, places = self._placed(dispatch.slots, dispatch.batch_size, dispatch.block_sizes, 1)
-        settings = self._settings(dispatch.spec)
-        self._used.add((dispatch.batch_size, dispatch.spec))
+        settings = self._settings(dispatch.speculation)
+        self._used.add((dispatch.batch_size, dispatch.speculation))
         self.state, report = self.programs.decode(self.state, indices, block_sizes, dispatch.rounds, settings)
         return report, places
 
-    def _settings(self, spec: RoundSpec) -> Settings:
+    def _settings(self, speculation: Speculation) -> Settings:
         s = self.settings
-        block_size = max(spec.block_size, s.block_size) if s.aligned else spec.block_size
-        return replace(s, block_size=block_size, drafter=spec.drafter)
+        block_size = max(speculation.block_size, s.block_size) if s.aligned else speculation.block_size
+        return replace(s, block_size=block_size, drafter=speculation.drafter)
 
     def decode_masked(self, dispatch: Dispatch, masks: RoundMasks):
         """Starts one round with masks, which are computed while the device verifies: a ticket for `read`."""
@@ -345,13 +345,13 @@ class ModelRunner:
     def propose(self, dispatch: Dispatch) -> np.ndarray:
         """First part of a round with masks: int32 [slots, block], the last known token and the drafts behind it."""
         indices, block_sizes, places = self._placed(dispatch.slots, dispatch.batch_size, dispatch.block_sizes, 1)
-        settings = self._settings(dispatch.spec)
+        settings = self._settings(dispatch.speculation)
         return self.programs.read(self.programs.propose(self.state, indices, block_sizes, settings))[places]
 
     def verify(self, dispatch: Dispatch, blocks: np.ndarray):
         """Second part of a round with masks: what `finish` takes; ``blocks`` as `RoundMasks.ask` returns them."""
         indices, block_sizes, places = self._placed(dispatch.slots, dispatch.batch_size, dispatch.block_sizes, 1)
-        settings, placed = self._settings(dispatch.spec), self._in_batch(blocks, indices, places)
+        settings, placed = self._settings(dispatch.speculation), self._in_batch(blocks, indices, places)
         return self.programs.verify(self.state, indices, block_sizes, placed, settings)
 
     def finish(self, dispatch: Dispatch, blocks: np.ndarray, allowed: np.ndarray, is_late: np.ndarray, verified):
@@ -368,7 +368,7 @@ class ModelRunner:
             A ticket for `read`.
         """
         indices, block_sizes, places = self._placed(dispatch.slots, dispatch.batch_size, dispatch.block_sizes, 1)
-        settings, placed = self._settings(dispatch.spec), self._in_batch(blocks, indices, places)
+        settings, placed = self._settings(dispatch.speculation), self._in_batch(blocks, indices, places)
         packed = self._in_batch(allowed, indices, places, 0xFFFFFFFF)
         # As padding, a slot whose mask is late stays as it is.
         indices[np.array(places)[is_late]] = self._slots_per_shard

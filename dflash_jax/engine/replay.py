@@ -23,7 +23,7 @@ from jaxlib import version as jaxlib_version
 from dflash_jax.decoding.batch_init import Admission
 from dflash_jax.decoding.prefill import MediaChunk
 from dflash_jax.decoding.state import Settings
-from dflash_jax.engine.config import RoundSpec
+from dflash_jax.engine.config import Speculation
 from dflash_jax.engine.dispatch import Dispatch
 from dflash_jax.engine.executables import Executables
 from dflash_jax.engine.host_copies import HostCopies
@@ -46,7 +46,7 @@ class Reference:
     number: int
 
 
-CODEC = Codec((Dispatch, RoundSpec, Settings, DraftWindow, Admission, MediaChunk, Reference))
+CODEC = Codec((Dispatch, Speculation, Settings, DraftWindow, Admission, MediaChunk, Reference))
 # What a follower calls: methods of a runner, and of its `HostCopies`.
 COPIES = frozenset(("to_host", "to_device"))
 KEPT = COPIES | {"verify", "save", "snapshot"}

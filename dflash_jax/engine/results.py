@@ -6,7 +6,6 @@ from dataclasses import replace
 from math import isnan
 
 from dflash_jax.decoding.sampling import NOTHING_ALLOWED, Logprobs
-from dflash_jax.engine.config import RoundSpec
 from dflash_jax.engine.dispatch import Outcome
 from dflash_jax.engine.masking import Masking
 from dflash_jax.engine.model_runner import ModelRunner
@@ -43,18 +42,18 @@ class Results:
         self._runner, self._scheduler, self._masking, self._prefix_cache = runner, scheduler, masking, prefix_cache
         self._statistics, self._end = statistics, end
 
-    def events(self, request: Request, outcome: Outcome, i: int, spec: RoundSpec) -> list[Event]:
-        """The events of the request of slot ``i`` of a dispatch; ``spec``: its rounds, with its own block size."""
+    def events(self, request: Request, outcome: Outcome, i: int, block_size: int, drafter: int | None) -> list[Event]:
+        """The events of the request of slot ``i`` of a dispatch; ``block_size``: its own in its rounds."""
         tokens, yielded, done = outcome.tokens[i], outcome.yielded[i], outcome.done[i]
         if not tokens:
             return []
         record = outcome.logprobs[i] if outcome.logprobs and request.params.wants_logprobs else None
         if tokens[-1] >= 0:
-            return [self._take(request, tokens, yielded, done, record, spec)]
+            return [self._take(request, tokens, yielded, done, record, block_size, drafter)]
         # A negative token is a fault. The tokens before it count: a stop string among them ends the text first.
         *tokens, fault = tokens
         yielded = trimmed(yielded, len(tokens))
-        events = [self._take(request, tokens, yielded, False, record, spec)] if tokens else []
+        events = [self._take(request, tokens, yielded, False, record, block_size, drafter)] if tokens else []
         if request.finish_reason is None:
             events.append(self._end(request, "error", error=self._no_token(request, fault)))
         return events
@@ -66,10 +65,10 @@ class Results:
         yielded: list[int],
         done: bool,
         record: Logprobs | None,
-        spec: RoundSpec,
+        block_size: int,
+        drafter: int | None,
     ) -> Event:
-        self._scheduler.observe_rounds(request, yielded, spec)
-        block_size = spec.block_size
+        self._scheduler.observe_rounds(request, yielded, block_size, drafter)
         if isnan(request.times.first_token):
             request.times = replace(request.times, first_token=self._runner.clock)
         try:

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dflash_jax.decoding.speculative import EXTENSION_SIZE
-from dflash_jax.engine.config import RoundSpec
+from dflash_jax.decoding.speculative import DEFERRED_SIZE, EXTENSION_SIZE
+from dflash_jax.engine.config import Speculation
 from dflash_jax.engine.model_size import Weights, weigh
 
 if TYPE_CHECKING:
@@ -76,6 +76,7 @@ class RoundCosts:
         is_cached = self._target.total + sum(weights.total for weights in self._weights) < platform.cache
         self._read_speed = platform.cache_speed if is_cached else 1.0
         self._operations = platform.operations * (platform.small_share if is_cached else 1.0)
+        # Of a step of an extension, which takes the tokens of several rounds.
         self._contexts = [weights.context / self._read_speed for weights in self._weights]
 
     def _pass(self, weights: Weights, layers: int, tokens: int, head: float = 0.0) -> float:
@@ -84,17 +85,16 @@ class RoundCosts:
         arithmetic = 2 * tokens * (weights.read(1) + head) / item / self._operations
         return max((weights.read(tokens) + head) / self._read_speed, arithmetic) + layers * self._platform.layer
 
-    def __call__(self, batch_size: int, spec: RoundSpec) -> float:
+    def __call__(self, batch_size: int, speculation: Speculation) -> float:
         """The cost of a round of ``batch_size`` sequences on a data shard."""
-        verification = self._pass(self._target, self._target_layers, batch_size * spec.block_size)
-        if spec.drafter is None:
+        verification = self._pass(self._target, self._target_layers, batch_size * speculation.block_size)
+        if speculation.drafter is None:
             return verification
-        if spec.block_size == 1:
-            # The tokens of several rounds join the drafters' contexts together.
+        if speculation.block_size == 1:
             return verification + sum(self._contexts) / EXTENSION_SIZE
-        weights, config = self._weights[spec.drafter], self._configs[spec.drafter]
-        passes, tokens = config.passes(spec.block_size)
-        draft = self._pass(weights, len(config.layers), batch_size * tokens, self._heads[spec.drafter])
-        # Its own extension reads a part of its weights again, which is left out.
-        others = sum(self._contexts) - self._contexts[spec.drafter]
-        return verification + passes * draft + others
+        weights, config = self._weights[speculation.drafter], self._configs[speculation.drafter]
+        passes, tokens = config.passes(speculation.block_size)
+        draft = self._pass(weights, len(config.layers), batch_size * tokens, self._heads[speculation.drafter])
+        # Its own extension reads a part of its weights again, which is left out; of the others as if all were accepted.
+        others = sum(self._contexts) - self._contexts[speculation.drafter]
+        return verification + passes * draft + others * min(1.0, speculation.block_size / DEFERRED_SIZE)

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from dflash_jax.engine.config import NO_DRAFTER, EngineConfig, RoundSpec
+from dflash_jax.engine.config import NO_DRAFTER, EngineConfig, Speculation
 from dflash_jax.engine.dispatch import Dispatch
 from dflash_jax.engine.draft_length import Acceptances, DraftLengthPolicy
 from dflash_jax.engine.model_runner import ModelRunner
@@ -46,18 +46,20 @@ class DecodeScheduler:
         self.requests = [r for r in self.requests if r is not request]
         self._acceptances.pop(request, None)
 
-    def observe_rounds(self, request: Request, accepted: Sequence[int], spec: RoundSpec) -> None:
-        """Adds what rounds yielded to the request's acceptance; ``spec``: of its own block size."""
-        for n in accepted:
-            self._policy.observe_round(self._acceptances[request], n, spec)
+    def observe_rounds(self, request: Request, yielded: Sequence[int], block_size: int, drafter: int | None) -> None:
+        """Adds what rounds yielded to the request's acceptance; ``block_size``: its own in them."""
+        for n in yielded:
+            self._policy.observe_round(self._acceptances[request], n, block_size, drafter)
 
     def can_mask(self) -> bool:
         """Whether rounds with masks may run."""
         return bool(self._sizes(True))
 
-    def _sizes(self, masked: bool) -> dict[int, list[RoundSpec]]:
-        """Rounds that may run, by batch size."""
-        return self._runner.decode_sizes(masked, self._config.masked_rounds if masked else self._config.rounds)
+    def _sizes(self, masked: bool) -> dict[int, list[Speculation]]:
+        """What rounds may run, by batch size."""
+        return self._runner.decode_sizes(
+            masked, self._config.masked_speculations if masked else self._config.speculations
+        )
 
     def batch(self, late: Sequence[Request]) -> list[Request]:
         """The requests of the next dispatch: without those whose masks are ``late``, and in turns where not all fit."""
@@ -100,18 +102,18 @@ class DecodeScheduler:
         slots = tuple(r.slot for r in batch)
         sizes, count = self._sizes(any(r.mask for r in batch)), self._runner.largest_shard(slots)
         batch_size = next(n for n in sizes if n >= count)
-        spec = self._spec(batch, batch_size, sizes[batch_size])
-        cost = self._policy.cost(batch_size, spec)
+        speculation = self._speculation(batch, batch_size, sizes[batch_size])
+        cost = self._policy.cost(batch_size, speculation)
         # Dispatches stay short until every sequence has its first token.
         seconds = DISPATCH_S if all(r.tokens for r in batch) else DISPATCH_S / 4
-        is_measured = (batch_size, spec) in self._policy.seconds
-        limit = MAX_ROUNDS if is_measured else UNKNOWN_ROUNDS[spec.block_size > 1]
+        is_measured = (batch_size, speculation) in self._policy.seconds
+        limit = MAX_ROUNDS if is_measured else UNKNOWN_ROUNDS[speculation.block_size > 1]
         rounds = max(MIN_ROUNDS, min(limit if cost is None else int(seconds / cost), limit))
-        self.is_drafting, largest = spec != NO_DRAFTER, spec.block_size
+        self.is_drafting, largest = speculation != NO_DRAFTER, speculation.block_size
         block_sizes = tuple(largest if r.block_size == "auto" else min(r.block_size, largest) for r in batch)
-        return Dispatch(slots, block_sizes, rounds, spec, batch_size)
+        return Dispatch(slots, block_sizes, rounds, speculation, batch_size)
 
-    def _spec(self, batch: Sequence[Request], batch_size: int, allowed: Sequence[RoundSpec]) -> RoundSpec:
+    def _speculation(self, batch: Sequence[Request], batch_size: int, allowed: Sequence[Speculation]) -> Speculation:
         """What the rounds of a batch are compiled for, one of ``allowed``."""
         fixed = [r.block_size for r in batch if r.block_size != "auto"]
         minimum = max(fixed, default=1)
@@ -121,11 +123,11 @@ class DecodeScheduler:
             # No request of the batch leaves the choice to the engine.
             return allowed[0]
         # Until those asked for are compiled, smaller ones serve.
-        large = [spec for spec in allowed if spec.block_size >= minimum] or [allowed[-1]]
+        large = [each for each in allowed if each.block_size >= minimum] or [allowed[-1]]
         choices = large if minimum > 1 else allowed
         if len(fixed) == len(batch):
             # The smallest of each drafter.
-            choices = list({spec.drafter: spec for spec in reversed(large)}.values())
+            choices = list({each.drafter: each for each in reversed(large)}.values())
         if len(choices) == 1:
             return choices[0]
         acceptances = [self._acceptances[r] for r in batch]

@@ -18,7 +18,7 @@ class Statistics:
         drafts: Rounds that had drafts.
         draft_tokens: Tokens drafted in them.
         yielded: Rounds by the number of tokens that they yielded.
-        dispatches: Dispatches by (batch size of a data shard, `RoundSpec`).
+        dispatches: Dispatches by (batch size of a data shard, `Speculation`).
         host_s: Seconds of steps, less those of waiting for the device.
         wait_s: Seconds of waiting for the device.
     """

@@ -11,7 +11,8 @@ from concurrent.futures import Future
 import jax
 
 from dflash_jax.engine.ahead_of_time import AheadOfTime, yield_processors
-from dflash_jax.engine.config import NO_DRAFTER, RoundSpec
+from dflash_jax.engine.config import NO_DRAFTER, Speculation
+from dflash_jax.engine.draft_length import MEASURED_RUNS
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.executables import Executables
 from dflash_jax.engine.scheduler import UNKNOWN_ROUNDS
@@ -76,10 +77,10 @@ class WarmUp:
         self._measure(programs[:1] if self._tasks.others else programs)
         self._engine.runner.allow(*(name for task in self._tasks.first for name in task.names))
 
-    def _measure(self, programs: Sequence[tuple[int, RoundSpec]]) -> None:
-        """Measures rounds of decode programs, each (batch size, rounds)."""
-        for batch_size, spec in programs if self._engine.config.adaptive else ():
-            self._time_rounds(batch_size, spec)
+    def _measure(self, programs: Sequence[tuple[int, Speculation]]) -> None:
+        """Measures rounds of decode programs, each (batch size, speculation)."""
+        for batch_size, speculation in programs if self._engine.config.adaptive else ():
+            self._time_rounds(batch_size, speculation)
 
     def others(self) -> None:
         """Compiles the programs that `first` left, each of which the engine may use from then on.
@@ -159,14 +160,17 @@ class WarmUp:
             log.log(level, "%s: compiled in %.1f s", task.label, seconds)
         self.compiled += 1
 
-    def _time_rounds(self, batch_size: int, spec: RoundSpec, times: int = 3) -> None:
-        """Measures rounds of one program for the engine's `DraftLengthPolicy`."""
+    def _time_rounds(self, batch_size: int, speculation: Speculation, times: int = 5) -> None:
+        """Measures rounds of one program for the engine's `DraftLengthPolicy`: the shortest of some measurements."""
         runner, tasks = self._engine.runner, self._tasks
-        dispatch = tasks.dispatch(batch_size, spec, UNKNOWN_ROUNDS[spec.block_size > 1])
+        dispatch = tasks.dispatch(batch_size, speculation, UNKNOWN_ROUNDS[speculation.block_size > 1])
+        measured = []
         for _ in range(times):
-            runner.wait(tasks.start(runner, dispatch.slots, spec != NO_DRAFTER))
+            runner.wait(tasks.start(runner, dispatch.slots, speculation != NO_DRAFTER))
             began = runner.clock
             yielded = runner.read(runner.decode(dispatch), False).yielded
             rounds = max(len(a) for a in yielded)
-            seconds = (runner.clock - began) / max(rounds, 1)
-            self._engine.policy.observe_seconds(batch_size, spec, seconds, rounds)
+            measured.append(((runner.clock - began) / max(rounds, 1), rounds))
+        seconds, rounds = min(measured)
+        for _ in range(MEASURED_RUNS):
+            self._engine.policy.observe_seconds(batch_size, speculation, seconds, rounds)

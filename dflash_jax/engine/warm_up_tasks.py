@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from dflash_jax.decoding.prefill import MediaChunk
-from dflash_jax.engine.config import COPIED_PAGES, NO_DRAFTER, RoundSpec
+from dflash_jax.engine.config import COPIED_PAGES, NO_DRAFTER, Speculation
 from dflash_jax.engine.dispatch import Dispatch
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.media import empty_chunk
@@ -64,17 +64,19 @@ class Tasks:
     Attributes:
         first: Tasks whose programs answer any request without masks and without log-probabilities of the prompt.
         others: The other tasks, by how much they help.
-        decode_programs: (batch size, rounds) of every decode program.
+        decode_programs: (batch size, speculation) of every decode program.
         has_drafter: Whether programs draft.
     """
 
     def __init__(self, engine: Engine):
         self._engine, self._runner, self._config = engine, engine.runner, engine.config
         self.has_drafter = self._runner.programs.pair[1] is not None
-        self.decode_programs = [(n, spec) for n in self._runner.batch_sizes() for spec in self._config.rounds]
+        self.decode_programs = [
+            (n, speculation) for n in self._runner.batch_sizes() for speculation in self._config.speculations
+        ]
         self._filler = Request([1] * min(4, self._runner.capacity - 1), FILLER)
         self._filler.params = replace(FILLER, max_tokens=self._runner.capacity - len(self._filler.prompt))
-        plain, smallest = self._config.rounds[0], self._config.prefill_sizes[0]
+        plain, smallest = self._config.speculations[0], self._config.prefill_sizes[0]
         self.first = [
             self._admit(),
             Task("tables", (), _set_tables),
@@ -97,8 +99,8 @@ class Tasks:
         yield self._decode(1, favoured)
         # Requests that wait for their own programs.
         masked_sizes = self._runner.masked_batch_sizes() if config.masks else []
-        for spec in config.masked_rounds if masked_sizes else ():
-            yield self._masked(masked_sizes[0], spec)
+        for speculation in config.masked_speculations if masked_sizes else ():
+            yield self._masked(masked_sizes[0], speculation)
         if config.media:
             for size in sizes:
                 for drafting in kinds:
@@ -115,21 +117,21 @@ class Tasks:
         yield self._decode(largest, self.decode_programs[0][1])
         yield self._decode(largest, favoured)
         if masked_sizes:
-            yield self._masked(masked_sizes[-1], RoundSpec(1))
+            yield self._masked(masked_sizes[-1], Speculation(1))
         # Everything else makes rounds shorter.
-        for batch, spec in self.decode_programs:
+        for batch, speculation in self.decode_programs:
             if batch == 1:
-                yield self._decode(batch, spec)
+                yield self._decode(batch, speculation)
         for size in sizes:
             for drafting in kinds:
                 yield self._prefill(self._engine.prefill_batches(size)[-1], size, drafting)
         for n in (largest, *smaller):
-            for batch, spec in self.decode_programs:
+            for batch, speculation in self.decode_programs:
                 if batch == n:
-                    yield self._decode(batch, spec)
+                    yield self._decode(batch, speculation)
         for n in masked_sizes:
-            for spec in config.masked_rounds:
-                yield self._masked(n, spec)
+            for speculation in config.masked_speculations:
+                yield self._masked(n, speculation)
 
     def start(self, runner: ModelRunner, slots: Sequence[int], drafting: bool = True):
         """Puts a prompt into each of the slots: a result for `ModelRunner.wait`."""
@@ -139,10 +141,10 @@ class Tasks:
             ticket = runner.prefill([slot], [tokens], size, 1, drafting)
         return ticket
 
-    def dispatch(self, batch: int, spec: RoundSpec, rounds: int) -> Dispatch:
+    def dispatch(self, batch: int, speculation: Speculation, rounds: int) -> Dispatch:
         """A dispatch that fills a batch size."""
         slots = self._runner.first_slots(batch)
-        return Dispatch(slots, (spec.block_size,) * len(slots), rounds, spec, batch)
+        return Dispatch(slots, (speculation.block_size,) * len(slots), rounds, speculation, batch)
 
     def _admit(self) -> Task:
         return Task("admit", (), lambda runner: runner.admit(0, self._filler))
@@ -166,21 +168,21 @@ class Tasks:
         label = f"media {size}{'' if drafting else ' without drafter'}"
         return Task(label, tuple(("media", size, kind) for kind in kinds), call)
 
-    def _decode(self, batch: int, spec: RoundSpec) -> Task:
+    def _decode(self, batch: int, speculation: Speculation) -> Task:
         def call(runner: ModelRunner):
-            dispatch = self.dispatch(batch, spec, UNKNOWN_ROUNDS[spec.block_size > 1])
-            self.start(runner, dispatch.slots, spec != NO_DRAFTER)
+            dispatch = self.dispatch(batch, speculation, UNKNOWN_ROUNDS[speculation.block_size > 1])
+            self.start(runner, dispatch.slots, speculation != NO_DRAFTER)
             return runner.decode(dispatch)
 
-        return Task(f"decode {batch} x {spec}", (("decode", batch, spec),), call)
+        return Task(f"decode {batch} x {speculation}", (("decode", batch, speculation),), call)
 
-    def _masked(self, batch: int, spec: RoundSpec) -> Task:
+    def _masked(self, batch: int, speculation: Speculation) -> Task:
         def call(runner: ModelRunner):
-            dispatch = self.dispatch(batch, spec, 1)
+            dispatch = self.dispatch(batch, speculation, 1)
             self.start(runner, dispatch.slots)
             return runner.decode_masked(dispatch, AllAllowed(runner.mask_words))
 
-        return Task(f"masked {batch} x {spec}", (("masked", batch, spec),), call)
+        return Task(f"masked {batch} x {speculation}", (("masked", batch, speculation),), call)
 
     def _score(self, has_media: bool = False) -> Task:
         size = scored_size(self._config.prefill_sizes)

@@ -3,7 +3,7 @@
 import jax
 
 from dflash_jax.decoding.state import Settings
-from dflash_jax.engine.config import BlockSize, EngineConfig, RoundSpec, prefill_config
+from dflash_jax.engine.config import BlockSize, EngineConfig, Speculation, prefill_config
 from dflash_jax.models.drafting import DraftWindow
 from dflash_jax.ops.backend import Backend
 from dflash_jax.sampling_params import MAX_LOGPROBS
@@ -28,7 +28,7 @@ def compiled_block_sizes(largest: int, block_size: BlockSize, is_stepped: bool) 
 
 
 def engine_setup(
-    rounds: tuple[RoundSpec, ...],
+    speculations: tuple[Speculation, ...],
     backend: Backend,
     *,
     reproducible: bool,
@@ -43,7 +43,7 @@ def engine_setup(
     """What suits the platform.
 
     Args:
-        rounds: As in `EngineConfig`.
+        speculations: As in `EngineConfig`.
         backend: Where the engine runs.
         reproducible: Whether bits must not depend on drafter, block size and batch.
         vocab: Tokens of the vocabulary.
@@ -58,14 +58,14 @@ def engine_setup(
         The engine's configuration, and what its programs share.
     """
     settings = Settings(
-        max(BLOCK_SIZES[-1], rounds[-1].block_size) if reproducible else 1,
+        max(BLOCK_SIZES[-1], speculations[-1].block_size) if reproducible else 1,
         reproducible,
         min(MAX_LOGPROBS, vocab),
         draft_window,
     )
     prefill = prefill_config(jax.default_backend(), backend.has_triton, reproducible, max_num_batched_tokens)
     config = EngineConfig(
-        rounds=rounds,
+        speculations=speculations,
         max_decode_batch=1 if reproducible else None,
         prefix_bytes=prefix_bytes,
         prefix_host_bytes=prefix_host_bytes,

@@ -16,7 +16,7 @@ import jax
 from dflash_jax.argument_checks import caller_names
 from dflash_jax.decoding.state import Settings
 from dflash_jax.engine.compile_cache import enable_disk_cache
-from dflash_jax.engine.config import BlockSize, RoundSpec, round_specs
+from dflash_jax.engine.config import BlockSize, Speculation, speculations_of
 from dflash_jax.engine.draft_length import DraftLengthPolicy, rate_of
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.executables import Executables
@@ -244,7 +244,7 @@ class LLM(Generation):
 
     def _new_policy(self, programs: Executables) -> DraftLengthPolicy:
         if programs.pair[1] is None:
-            return DraftLengthPolicy((RoundSpec(1),))
+            return DraftLengthPolicy((Speculation(1),))
         costs = RoundCosts(self.target, self.drafters, platform_named(jax.default_backend()))
         rates, block_sizes = {}, []
         for i, drafter in enumerate(self.drafters):
@@ -253,7 +253,7 @@ class LLM(Generation):
                 rates[i] = rate_of(length, block_size)
             largest, is_stepped = min(self.largest_block, block_size), isinstance(drafter, Mtp)
             block_sizes.append(compiled_block_sizes(largest, self.block_size, is_stepped))
-        return DraftLengthPolicy(round_specs(*block_sizes), costs, rates)
+        return DraftLengthPolicy(speculations_of(*block_sizes), costs, rates)
 
     def new_engine(
         self,
@@ -280,7 +280,7 @@ class LLM(Generation):
         """
         policy = policy or self._new_policy(programs)
         config, settings = engine_setup(
-            policy.rounds,
+            policy.speculations,
             self.backend,
             reproducible=self.reproducible,
             vocab=self.config.vocab_size,

@@ -8,7 +8,7 @@ import weakref
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 
-from dflash_jax.engine.config import NO_DRAFTER, RoundSpec
+from dflash_jax.engine.config import NO_DRAFTER, Speculation
 from dflash_jax.engine.request import Event
 from dflash_jax.engine.service import AsyncEngine
 from dflash_jax.engine.warm_up import WarmUp
@@ -206,7 +206,7 @@ class Serving:
         engine = self.engine.engine
         sequences_per_shard = max(1, -(-engine.running // engine.runner.shards))
         batch_size = next((n for n in engine.runner.batch_sizes() if n >= sequences_per_shard), sequences_per_shard)
-        measured = [engine.policy.seconds.get((batch_size, spec)) for spec in (RoundSpec(1), NO_DRAFTER)]
+        measured = [engine.policy.seconds.get((batch_size, spec)) for spec in (Speculation(1), NO_DRAFTER)]
         return min((seconds for seconds in measured if seconds is not None), default=None)
 
     @property

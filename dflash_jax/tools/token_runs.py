@@ -15,7 +15,7 @@ import numpy as np
 from dflash_jax.cli.system_config import read_system
 from dflash_jax.decoding.sampling_state import SamplingState
 from dflash_jax.decoding.state import Settings
-from dflash_jax.engine.config import EngineConfig, round_specs
+from dflash_jax.engine.config import EngineConfig, speculations_of
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.executables import Executables
 from dflash_jax.engine.model_runner import ModelRunner
@@ -174,7 +174,7 @@ def run(
     """
     settings = Settings(reproducible or 1, bool(reproducible))
     config = EngineConfig(
-        rounds=round_specs((block_size,)),
+        speculations=speculations_of((block_size,)),
         prefill_sizes=prefill_sizes,
         prefill_batch_tokens=prefill_batch_tokens,
         max_decode_batch=1 if reproducible else None,

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from dflash_jax.engine.config import RoundSpec
+from dflash_jax.engine.config import Speculation
 from dflash_jax.engine.dispatch import Dispatch
 from dflash_jax.engine.replay import CODEC, Leader
 from dflash_jax.parallel import distributed
@@ -40,7 +40,7 @@ def measure() -> None:
         print(f"broadcast of a number: {agreed:.0f} us", file=sys.stderr)
         leader = Leader(group, ())
         for slots in (1, 32, 256):
-            dispatch = Dispatch(tuple(range(slots)), (16,) * slots, 8, RoundSpec(16), slots)
+            dispatch = Dispatch(tuple(range(slots)), (16,) * slots, 8, Speculation(16), slots)
 
             def send(dispatch: Dispatch = dispatch) -> None:
                 with leader.call(1, "decode", dispatch):

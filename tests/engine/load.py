@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from dflash_jax.decoding.state import Settings
-from dflash_jax.engine.config import EngineConfig, round_specs
+from dflash_jax.engine.config import EngineConfig, speculations_of
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.executables import Executables
 from dflash_jax.engine.model_runner import ModelRunner
@@ -29,7 +29,7 @@ def engine_for(
     if pages is None and options["prefix_bytes"]:
         # Twice as many as the slots can use: the others are for prefixes.
         pages = (2 * slots * pages_of(CAPACITY, CAPACITY),) * 2
-    options = {"rounds": round_specs(block_sizes), "markers": frozenset([MARKER])} | options
+    options = {"speculations": speculations_of(block_sizes), "markers": frozenset([MARKER])} | options
     return Engine(ModelRunner(programs, slots, CAPACITY, settings, pages), EngineConfig(**options))
 
 

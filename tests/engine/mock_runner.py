@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
 from dflash_jax.decoding.sampling import NOTHING_ALLOWED
-from dflash_jax.engine.config import EngineConfig, round_specs
+from dflash_jax.engine.config import EngineConfig, speculations_of
 from dflash_jax.engine.dispatch import Outcome
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.model_runner import BATCH_SIZES
@@ -215,7 +215,7 @@ class MockRunner:
     def decode(self, dispatch, masks=None):
         assert len(set(dispatch.slots)) == len(dispatch.slots)
         assert self.largest_shard(dispatch.slots) <= dispatch.batch_size
-        assert self.can_run("decode" if masks is None else "masked", dispatch.batch_size, dispatch.spec)
+        assert self.can_run("decode" if masks is None else "masked", dispatch.batch_size, dispatch.speculation)
         self.log.append(("decode", dispatch))
         tokens, yielded, done = [], [], []
         for i, (slot, block_size) in enumerate(zip(dispatch.slots, dispatch.block_sizes, strict=True)):
@@ -247,7 +247,7 @@ class MockRunner:
     def decode_masked(self, dispatch, masks):
         import numpy as np
 
-        masks.ask(np.zeros((len(dispatch.slots), dispatch.spec.block_size), int))
+        masks.ask(np.zeros((len(dispatch.slots), dispatch.speculation.block_size), int))
         allowed, is_late = masks.answer(lambda: True)
         # The lowest allowed token, where not all are.
         lowest = [
@@ -308,7 +308,11 @@ def engine(
 ) -> Engine:
     """An engine on a `MockRunner`; ``pages``: of both kinds, or of the first."""
     pages = (pages, 0) if isinstance(pages, int) else pages
-    options = {"rounds": round_specs((8, 16)), "prefill_sizes": (4, 16), "max_num_batched_tokens": 64} | options
+    options = {
+        "speculations": speculations_of((8, 16)),
+        "prefill_sizes": (4, 16),
+        "max_num_batched_tokens": 64,
+    } | options
     return Engine(MockRunner(slots, capacity, seed, shards, pages, window), EngineConfig(**options))
 
 

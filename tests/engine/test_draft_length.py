@@ -4,11 +4,11 @@ import random
 
 import pytest
 
-from dflash_jax.engine.config import NO_DRAFTER, RoundSpec, round_specs
+from dflash_jax.engine.config import NO_DRAFTER, Speculation, speculations_of
 from dflash_jax.engine.draft_length import Acceptance, DraftLengthPolicy, expected_tokens, rate_of
 
-PLAIN, EIGHT, SIXTEEN = RoundSpec(1), RoundSpec(8), RoundSpec(16)
-ROUNDS = round_specs((8, 16))
+PLAIN, EIGHT, SIXTEEN = Speculation(1), Speculation(8), Speculation(16)
+ROUNDS = speculations_of((8, 16))
 
 
 def yielded(rng: random.Random, rate: float, block_size: int) -> int:
@@ -18,7 +18,7 @@ def yielded(rng: random.Random, rate: float, block_size: int) -> int:
     return n
 
 
-def simulate(costs: dict[RoundSpec, float], rate, batch_size: int, seconds: float, **options):
+def simulate(costs: dict[Speculation, float], rate, batch_size: int, seconds: float, **options):
     """(tokens per second, seconds at each spec) of a batch; ``rate``: of acceptance, by the time and the drafter."""
     policy, rng, now = DraftLengthPolicy(tuple(costs), **options), random.Random(0), 0.0
     acceptances, tokens, spent = [{} for _ in range(batch_size)], 0, dict.fromkeys(costs, 0.0)
@@ -29,7 +29,7 @@ def simulate(costs: dict[RoundSpec, float], rate, batch_size: int, seconds: floa
             for a in acceptances:
                 n = yielded(rng, rate(now, spec.drafter), spec.block_size)
                 tokens += n
-                policy.observe_round(a, n, spec)
+                policy.observe_round(a, n, *spec)
         took = rounds * costs[spec] * rng.uniform(0.9, 1.1)
         policy.observe_seconds(batch_size, spec, took / rounds, rounds)
         now += took
@@ -182,7 +182,7 @@ def test_a_block_size_that_is_not_compiled_is_found_in_time(patience):
         block_size = policy.choose(1, acceptances, None, lambda n, b: b in compiled, patience)
         compiled.add(block_size)
         n = yielded(rng, 0.9, block_size.block_size)
-        policy.observe_round(acceptances[0], n, block_size)
+        policy.observe_round(acceptances[0], n, *block_size)
         policy.observe_seconds(1, block_size, costs[block_size])
         now += costs[block_size]
         spent[block_size] += costs[block_size]
@@ -201,7 +201,7 @@ def test_a_cost_that_was_measured_in_a_bad_moment_is_measured_again():
         used.append(block_size)
         rounds = max(1, int(0.02 / costs[block_size]))
         for _ in range(rounds):
-            policy.observe_round(acceptances[0], yielded(rng, 0.9, block_size.block_size), block_size)
+            policy.observe_round(acceptances[0], yielded(rng, 0.9, block_size.block_size), *block_size)
         policy.observe_seconds(1, block_size, costs[block_size], rounds)
         now += rounds * costs[block_size]
     assert used[:100].count(SIXTEEN) == 0
@@ -209,11 +209,11 @@ def test_a_cost_that_was_measured_in_a_bad_moment_is_measured_again():
 
 
 # A DFlash drafter, whose long drafts cost little, and a head, of which each draft is a step.
-BOTH = ACCELERATOR | {RoundSpec(b, 1): 0.002 + 0.0002 * b for b in (2, 4, 6, 8)}
-BOTH = {spec: BOTH[spec] for spec in round_specs((8, 16), (2, 4, 6, 8))}
+BOTH = ACCELERATOR | {Speculation(b, 1): 0.002 + 0.0002 * b for b in (2, 4, 6, 8)}
+BOTH = {spec: BOTH[spec] for spec in speculations_of((8, 16), (2, 4, 6, 8))}
 
 
-def only(drafter: int) -> dict[RoundSpec, float]:
+def only(drafter: int) -> dict[Speculation, float]:
     return {spec: seconds for spec, seconds in BOTH.items() if spec.block_size == 1 or spec.drafter == drafter}
 
 
@@ -240,7 +240,7 @@ def test_each_text_gets_the_drafter_that_drafts_it_better():
                 rounds = max(1, int(0.02 / costs[spec]))
                 for _ in range(rounds):
                     n = yielded(rng, rates[spec.drafter or 0], spec.block_size)
-                    policy.observe_round(acceptances[0], n, spec)
+                    policy.observe_round(acceptances[0], n, *spec)
                     tokens += n
                 policy.observe_seconds(1, spec, costs[spec], rounds)
                 now += rounds * costs[spec]
@@ -251,10 +251,29 @@ def test_each_text_gets_the_drafter_that_drafts_it_better():
 
 def test_rounds_with_one_drafter_say_a_little_of_another_one():
     """In proportion to how both compare on all requests."""
-    policy = DraftLengthPolicy(round_specs((8,), (8,)), rates={0: 0.8, 1: 0.6})
+    policy = DraftLengthPolicy(speculations_of((8,), (8,)), rates={0: 0.8, 1: 0.6})
     hard, easy, unknown = {0: Acceptance(1.0, 10.0)}, {0: Acceptance(50.0, 1.0)}, {}
     assert policy._rate(1, unknown) == pytest.approx(0.6)
     assert policy._rate(1, hard) < 0.6 < policy._rate(1, easy)
     # Rounds as on the average text change nothing.
     assert policy._rate(1, {0: Acceptance(8.0, 2.0)}) == pytest.approx(0.6)
     assert policy._rate(0, hard) < policy._rate(1, hard)
+
+
+def test_what_was_measured_in_a_bad_moment_is_tried_again_soon():
+    """One long measurement among good ones must not rule a block size out for a minute."""
+    costs, policy = {PLAIN: 1e-3, EIGHT: 2e-3}, DraftLengthPolicy((PLAIN, EIGHT))
+    for spec, seconds in costs.items():
+        for _ in range(4):
+            policy.observe_seconds(1, spec, seconds)
+    acceptances, now = [{0: Acceptance(50.0, 5.0)}], 0.0
+    assert policy.choose(1, acceptances) == EIGHT
+    for _ in range(8):
+        policy.observe_seconds(1, EIGHT, 20e-3)
+    assert policy.choose(1, acceptances) == PLAIN
+    chosen = []
+    while now < 10:
+        chosen.append(policy.choose(1, acceptances))
+        policy.observe_seconds(1, chosen[-1], costs[chosen[-1]], 20)
+        now += 20 * costs[chosen[-1]]
+    assert chosen[-1] == EIGHT

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dflash_jax.decoding.state import Settings
-from dflash_jax.engine.config import EngineConfig, RoundSpec, round_specs
+from dflash_jax.engine.config import EngineConfig, Speculation, speculations_of
 from dflash_jax.engine.dispatch import Dispatch
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.executables import Executables
@@ -32,7 +32,7 @@ def asked(**options) -> Request:
 
 def run(runner: ModelRunner, request: Request) -> tuple[list[int], tuple[int, int]]:
     """Tokens that rounds yielded, and the most pages of both kinds that the request had."""
-    config = EngineConfig(rounds=round_specs((BLOCK,)), prefill_sizes=(CHUNK,), max_num_batched_tokens=CHUNK)
+    config = EngineConfig(speculations=speculations_of((BLOCK,)), prefill_sizes=(CHUNK,), max_num_batched_tokens=CHUNK)
     engine, yielded, most = Engine(runner, config), [], (0, 0)
     engine.submit(request)
     while engine.has_work:
@@ -86,7 +86,7 @@ def drafts(runner: ModelRunner, request: Request) -> np.ndarray:
         runner.prefill([0], [end - start], CHUNK)
     assert pages.cover(0, end, end + BLOCK)
     pages.send()
-    return runner.propose(Dispatch((0,), (BLOCK,), 1, RoundSpec(BLOCK), 1))
+    return runner.propose(Dispatch((0,), (BLOCK,), 1, Speculation(BLOCK), 1))
 
 
 def test_drafts_behind_given_up_pages_are_those_of_a_cache_that_keeps_everything(case):

@@ -14,7 +14,7 @@ import pytest
 
 from dflash_jax.decoding import prefix_snapshot
 from dflash_jax.engine import model_runner
-from dflash_jax.engine.config import NO_DRAFTER, RoundSpec
+from dflash_jax.engine.config import NO_DRAFTER, Speculation
 from dflash_jax.engine.executables import Executables
 from dflash_jax.engine.prefix_cache import MIN_MESSAGE
 from dflash_jax.engine.request import ReadyMasks, Request
@@ -67,7 +67,7 @@ def loaded(family):
     """An engine that has seen some load, with any width at any time where a request leaves that open."""
     engine, rng = engine_for(family.drafting), random.Random(0)
 
-    def choose(batch_size, acceptances, allowed=engine.config.rounds, *_):
+    def choose(batch_size, acceptances, allowed=engine.config.speculations, *_):
         return rng.choice(allowed)
 
     engine.policy.choose = choose
@@ -79,7 +79,7 @@ def test_requests_under_load_give_what_they_give_alone(loaded):
     """Hundreds, up to 32 at once: lengths, parameters, widths, windows, priorities, aborts."""
     s = loaded.statistics
     assert sum(s.requests.values()) == COUNT
-    assert {spec for _, spec in s.dispatches} == {NO_DRAFTER, RoundSpec(1), RoundSpec(8)}
+    assert {spec for _, spec in s.dispatches} == {NO_DRAFTER, Speculation(1), Speculation(8)}
     assert max(s.yielded) == 8
     assert s.cached_tokens > 0.2 * s.prompt_tokens
     assert loaded.prefix_cache.size <= loaded.prefix_cache.budget

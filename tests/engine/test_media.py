@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from dflash_jax.engine import model_runner
-from dflash_jax.engine.config import EngineConfig, RoundSpec
+from dflash_jax.engine.config import EngineConfig, Speculation
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.executables import Executables
 from dflash_jax.engine.media import MediaSpan, PromptMedia
@@ -235,7 +235,7 @@ def test_no_cut_divides_an_image():
 
 def test_a_request_waits_for_the_program_of_images_and_others_do_not():
     runner = MockRunner(4)
-    runner.allowed = {("prefill", 1, 16, True), ("decode", 1, RoundSpec(1))}
+    runner.allowed = {("prefill", 1, 16, True), ("decode", 1, Speculation(1))}
     engine = Engine(runner, EngineConfig(prefill_sizes=(16,)))
     prompt, media = prompt_with([3, (2, 2), 3], 0, hidden=1)
     waits, goes = mock_runner.request(prompt, media=media), mock_runner.request([1, 2, 3])
@@ -252,7 +252,7 @@ def test_a_request_waits_for_the_program_of_images_and_others_do_not():
 
 def test_scores_behind_an_image_wait_for_a_program_of_their_own():
     runner = MockRunner(4)
-    runner.allowed = {("prefill", 1, 16, True), ("media", 16, True), ("decode", 1, RoundSpec(1)), ("score",)}
+    runner.allowed = {("prefill", 1, 16, True), ("media", 16, True), ("decode", 1, Speculation(1)), ("score",)}
     engine = Engine(runner, EngineConfig(prefill_sizes=(16,)))
     prompt, media = prompt_with([3, (2, 2), 3], 0, hidden=1)
     engine.submit(wanted := mock_runner.request(prompt, media=media, prompt_logprobs=0))
@@ -264,7 +264,7 @@ def test_scores_behind_an_image_wait_for_a_program_of_their_own():
 
 def test_a_request_whose_program_cannot_be_compiled_ends_with_an_error():
     runner = MockRunner(4)
-    runner.allowed, runner.failed = {("prefill", 1, 16, True), ("decode", 1, RoundSpec(1))}, {"media"}
+    runner.allowed, runner.failed = {("prefill", 1, 16, True), ("decode", 1, Speculation(1))}, {"media"}
     engine = Engine(runner, EngineConfig(prefill_sizes=(16,)))
     prompt, media = prompt_with([3, (2, 2), 3], 0, hidden=1)
     engine.submit(wanted := mock_runner.request(prompt, media=media))

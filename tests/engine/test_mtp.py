@@ -33,7 +33,7 @@ def test_under_load_texts_are_those_alone_and_contexts_those_of_one_pass(case):
     assert engine.statistics.cached_tokens > 0
     assert max(engine.statistics.yielded) > 1, "no draft was accepted"
     # Else a busy machine, which measures the rounds, may leave the head out.
-    engine.policy.choose = lambda *_: engine.config.rounds[-1]
+    engine.policy.choose = lambda *_: engine.config.speculations[-1]
     run_last(engine, wanted[:4])
     state = jax.device_get(engine.runner.state)
     assert_context(target, head, state, rows_with_context(state))

@@ -13,7 +13,7 @@ import pytest
 from dflash_jax.decoding.prefill import MediaChunk
 from dflash_jax.decoding.state import Settings
 from dflash_jax.engine import model_runner, replay
-from dflash_jax.engine.config import RoundSpec
+from dflash_jax.engine.config import Speculation
 from dflash_jax.engine.dispatch import Dispatch
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.executables import Executables
@@ -92,7 +92,7 @@ def test_a_follower_gets_the_leaders_arrays_under_load(pair):
     leader = Leader(tape, (programs,))
     engine = leading_engine(leader, programs, prefix_bytes=300_000, prefix_host_bytes=10**7)
 
-    def choose(batch_size, acceptances, allowed=engine.config.rounds, *_):
+    def choose(batch_size, acceptances, allowed=engine.config.speculations, *_):
         return rng.choice(allowed)
 
     engine.policy.choose = choose
@@ -290,7 +290,7 @@ def test_every_call_that_starts_a_program_is_sent():
 
 def test_messages_are_small(pair):
     """Full batches go in a few bytes a slot."""
-    dispatch = Dispatch(tuple(range(256)), (16,) * 256, 8, RoundSpec(16), 256)
+    dispatch = Dispatch(tuple(range(256)), (16,) * 256, 8, Speculation(16), 256)
     assert len(CODEC.encode((2**40, (), 1, "decode", (dispatch,)))) < 256 * 2 * 8 + 100
     params = SamplingParams(temperature=0.0, top_p=1.0, min_p=0.0, seed=0, repetition_penalty=1.0)
     tape = Tape()

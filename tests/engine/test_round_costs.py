@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import pytest
 
 from dflash_jax.cli.ops import backend_for
-from dflash_jax.engine.config import NO_DRAFTER, RoundSpec, round_specs
+from dflash_jax.engine.config import NO_DRAFTER, Speculation, speculations_of
 from dflash_jax.engine.draft_length import DraftLengthPolicy
 from dflash_jax.engine.round_costs import Platform, RoundCosts, platform_named
 from dflash_jax.parallel.sharding import Layout
@@ -21,7 +21,7 @@ def pair():
 def test_each_draft_of_an_mtp_head_is_a_pass_over_one_token_a_sequence(pair):
     target, head = pair[0], tiny.head(pair[0])
     costs, plain = RoundCosts(target, [head], Platform(1e9, 0.0)), RoundCosts(target, [], Platform(1e9, 0.0))
-    first, four, eight = (costs(1, RoundSpec(n)) - plain(1, RoundSpec(n, None)) for n in (2, 4, 8))
+    first, four, eight = (costs(1, Speculation(n)) - plain(1, Speculation(n, None)) for n in (2, 4, 8))
     assert first > 0
     assert four == pytest.approx(3 * first)
     assert eight == pytest.approx(7 * first)
@@ -29,22 +29,22 @@ def test_each_draft_of_an_mtp_head_is_a_pass_over_one_token_a_sequence(pair):
 
 def test_extensions_of_contexts_read_fc_and_keys_and_values_and_no_experts():
     """float32: of the head, whose layer has experts, and of the drafter, which has two layers and two taps."""
-    target, platform, plain = tiny.target("da", moe="1"), Platform(1e9, 0.0), RoundSpec(1)
+    target, platform, plain = tiny.target("da", moe="1"), Platform(1e9, 0.0), Speculation(1)
     drafters = [tiny.drafter(target), tiny.head(target)]
     contexts = [4 * (36 * 2 * 36 + 2 * 2 * (2 * 10 * 36)), 4 * (36 * 2 * 36 + 2 * (2 * 20 * 36))]
     both = RoundCosts(target, drafters, platform)
     for i, drafter in enumerate(drafters):
         alone = RoundCosts(target, [drafter], platform)
-        # Of plain rounds, four are extended by at once.
+        # A step of an extension takes four tokens of plain rounds, and 16 of others.
         assert alone(2, plain) - alone(2, NO_DRAFTER) == pytest.approx(contexts[i] / 4)
-        assert both(2, RoundSpec(8, i)) - alone(2, RoundSpec(8)) == pytest.approx(contexts[1 - i])
+        assert both(2, Speculation(8, i)) - alone(2, Speculation(8)) == pytest.approx(contexts[1 - i] / 2)
     assert both(2, plain) - both(2, NO_DRAFTER) == pytest.approx(sum(contexts) / 4)
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
 def test_costs_grow_with_batch_and_block_size(pair, platform):
     costs = RoundCosts(pair[0], pair[1:], platform_named(platform))
-    without, plain, four, sixteen = NO_DRAFTER, RoundSpec(1), RoundSpec(4), RoundSpec(16)
+    without, plain, four, sixteen = NO_DRAFTER, Speculation(1), Speculation(4), Speculation(16)
     for small, large in ((without, plain), (plain, four), (four, sixteen)):
         assert 0 < costs(1, small) <= costs(1, large)
     assert 0 < costs(1, four) <= costs(8, four)
@@ -58,7 +58,7 @@ def test_without_a_drafter_a_round_is_a_pass_of_the_target(pair):
 
 
 def test_a_pass_that_reads_for_longer_than_it_computes_costs_its_bytes(pair):
-    costs, plain = RoundCosts(pair[0], [], Platform(1e9, 0.0)), RoundSpec(1)
+    costs, plain = RoundCosts(pair[0], [], Platform(1e9, 0.0)), Speculation(1)
     assert costs(1, plain) == costs(8, plain)
     computing = RoundCosts(pair[0], [], Platform(1e-6, 0.0))
     assert computing(8, plain) == pytest.approx(8 * computing(1, plain))
@@ -70,8 +70,8 @@ def test_qwen_on_an_h200_is_as_measured():
     shapes = read_shapes(*(f"configs/hf/{name}.json" for name in names))
     pair = abstract_pair(shapes, Layout(), jnp.bfloat16, None, backend_for("h200", "auto"))
     costs = RoundCosts(pair[0], pair[1:], platform_named("gpu"))
-    plain, eight, sixteen = (costs(1, RoundSpec(n)) for n in (1, 8, 16))
+    plain, eight, sixteen = (costs(1, Speculation(n)) for n in (1, 8, 16))
     assert eight / plain == pytest.approx(7.3 / 3.1, rel=0.2)
     assert sixteen / plain == pytest.approx(9.6 / 3.1, rel=0.2)
     # A drafter without a record drafts at once.
-    assert DraftLengthPolicy(round_specs((8, 16)), costs).why_plain(1) is None
+    assert DraftLengthPolicy(speculations_of((8, 16)), costs).why_plain(1) is None

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from dflash_jax.engine import model_runner
-from dflash_jax.engine.config import NO_DRAFTER, round_specs
+from dflash_jax.engine.config import NO_DRAFTER, speculations_of
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.executables import Executables
 from dflash_jax.engine.request import Request
@@ -27,7 +27,7 @@ from tests.engine.load import CAPACITY, MARKER, alone, engine_for, run_last, som
 from tests.mtp_context import assert_context, of_row, one_pass, rows_with_context
 from tests.tiny import VOCAB
 
-ROUNDS = round_specs((8,), (4,))
+SPECULATIONS = speculations_of((8,), (4,))
 
 
 @pytest.fixture(scope="module")
@@ -68,14 +68,14 @@ def test_under_load_texts_are_those_alone_and_both_contexts_are_complete(case, m
     monkeypatch.setattr(cache, "PAGE_SIZE", 16)
     # Requests are admitted without regard to the pages that they will need.
     monkeypatch.setattr(Engine, "_need", lambda self, request: self.pages.need(1))
-    engine, rng = engine_for(programs, slots=4, rounds=ROUNDS, pages=(9, 9)), random.Random(0)
-    engine.policy.choose = lambda batch_size, acceptances, allowed=ROUNDS, *_: rng.choice(allowed)
+    engine, rng = engine_for(programs, slots=4, speculations=SPECULATIONS, pages=(9, 9)), random.Random(0)
+    engine.policy.choose = lambda batch_size, acceptances, allowed=SPECULATIONS, *_: rng.choice(allowed)
     under_load(engine, target, wanted, expected, 100, seed=1)
-    assert {spec for _, spec in engine.statistics.dispatches} == {*ROUNDS}
+    assert {spec for _, spec in engine.statistics.dispatches} == {*SPECULATIONS}
     assert engine.statistics.cached_tokens > 0
     assert engine.statistics.preemptions > 0
     assert max(engine.statistics.yielded) > 4, "no long draft was accepted"
-    engine.policy.choose = lambda *_: ROUNDS[-1]
+    engine.policy.choose = lambda *_: SPECULATIONS[-1]
     run_last(engine, wanted[:4])
     state = jax.device_get(engine.runner.state)
     rows = rows_with_context(state)
@@ -88,8 +88,8 @@ def test_a_prompt_from_the_prefix_cache_has_both_contexts(case, drafting, monkey
     """Of several prefixes, computed while one of both drafted."""
     target, drafter, head, _, _, programs = case
     monkeypatch.setattr(model_runner, "BATCH_SIZES", (1,))
-    engine = engine_for(programs, slots=1, rounds=ROUNDS)
-    engine.policy.choose = lambda *_: next(s for s in ROUNDS if s.drafter == drafting and s.block_size > 1)
+    engine = engine_for(programs, slots=1, speculations=SPECULATIONS)
+    engine.policy.choose = lambda *_: next(s for s in SPECULATIONS if s.drafter == drafting and s.block_size > 1)
     params = SamplingParams(
         temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, frequency_penalty=0.0,
         presence_penalty=0.0, seed=0, max_tokens=6,
@@ -108,7 +108,7 @@ def test_a_prompt_from_the_prefix_cache_has_both_contexts(case, drafting, monkey
 
 
 def test_a_block_size_that_is_asked_for_is_drafted_by_either():
-    engine = mock_runner.engine(rounds=ROUNDS)
+    engine = mock_runner.engine(speculations=SPECULATIONS)
     scheduler, request, asked = engine._scheduler, mock_runner.request([2, 3]), []
     request.slot = 0
     scheduler.add(request)
@@ -124,4 +124,4 @@ def test_a_block_size_that_is_asked_for_is_drafted_by_either():
     # The smallest of each that is large enough; of one there is no choice.
     assert asked == [{(8, 0), (4, 1)}, {(8, 0), (4, 1)}]
     request.block_size = 1
-    assert scheduler.plan([request]).spec == NO_DRAFTER
+    assert scheduler.plan([request]).speculation == NO_DRAFTER

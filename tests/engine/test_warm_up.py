@@ -11,7 +11,7 @@ import pytest
 from dflash_jax.decoding.state import Settings
 from dflash_jax.engine import model_runner
 from dflash_jax.engine.ahead_of_time import AheadOfTime
-from dflash_jax.engine.config import EngineConfig, round_specs
+from dflash_jax.engine.config import EngineConfig, speculations_of
 from dflash_jax.engine.executables import Executables
 from dflash_jax.engine.memory import Memory, device_memory, plan_memory
 from dflash_jax.engine.model_runner import ModelRunner
@@ -43,7 +43,7 @@ def test_everything_is_compiled_at_warm_up(engine, caplog):
         *(f"decode {rows} x {width}" for rows in (1, 4) for width in (0, 1, 8)),
     }
     assert all(f"{name}: compiled in" in caplog.text for name in found)
-    assert set(engine.policy.seconds) == {(rows, spec) for rows in (1, 4) for spec in engine.config.rounds}
+    assert set(engine.policy.seconds) == {(rows, spec) for rows in (1, 4) for spec in engine.config.speculations}
     before = engine.runner.programs.count
     for wanted in some_requests(3, 40, tiny.VOCAB):
         engine.submit(Request(**wanted))
@@ -75,7 +75,7 @@ def test_a_decoding_step_reads_once(engine, monkeypatch):
 
 def test_memory_is_planned_before_it_is_taken(engine):
     programs, settings = engine.runner.programs, Settings(1, top_logprobs=5)
-    found = plan_memory(programs, 4, CAPACITY, settings, EngineConfig(round_specs((8,)), prefix_bytes=1000), 1.0)
+    found = plan_memory(programs, 4, CAPACITY, settings, EngineConfig(speculations_of((8,)), prefix_bytes=1000), 1.0)
     runner = ModelRunner(programs, 4, CAPACITY, settings, found.counts)
     state = sum(x.nbytes for x in jax.tree.leaves(runner.state))
     assert (found.slots + found.pages, found.weights) == (state, sum(x.nbytes for x in programs.weights))

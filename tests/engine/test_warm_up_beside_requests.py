@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from dflash_jax.engine.config import NO_DRAFTER, RoundSpec, round_specs
+from dflash_jax.engine.config import NO_DRAFTER, Speculation, speculations_of
 from dflash_jax.engine.draft_length import DraftLengthPolicy
 from dflash_jax.engine.executables import Executables
 from dflash_jax.engine.model_runner import BATCH_SIZES
@@ -17,7 +17,7 @@ from tests.engine.load import engine_for, some_requests
 from tests.engine.mock_runner import END, expected, request
 from tests.helpers import in_a_thread
 
-PREFILL_SIZES, ROUNDS = (4, 16), round_specs((8, 16))
+PREFILL_SIZES, ROUNDS = (4, 16), speculations_of((8, 16))
 FIRST = {("prefill", 1, 4, False), ("decode", 1, NO_DRAFTER)}
 NAMES = [
     *(("prefill", n, size, kind) for n in (1, 4) for size in PREFILL_SIZES for kind in (True, False)),
@@ -94,11 +94,11 @@ def test_requests_with_and_without_masks_take_turns_until_rounds_for_all_are_com
         r.slot = slot
     for r in plain[:3] + with_mask + plain[3:]:
         scheduler.add(r)
-    scheduler._runner.allowed = {("decode", 8, NO_DRAFTER), ("masked", 1, RoundSpec(1))}
+    scheduler._runner.allowed = {("decode", 8, NO_DRAFTER), ("masked", 1, Speculation(1))}
     batches = [scheduler.batch([]) for _ in range(3)]
     assert set(batches[0]) == set(plain)
     assert batches[1:] == [with_mask[:1], with_mask[1:]]
-    scheduler._runner.allowed.add(("masked", 8, RoundSpec(1)))
+    scheduler._runner.allowed.add(("masked", 8, Speculation(1)))
     assert set(scheduler.batch([])) == {*plain, *with_mask}
 
 

@@ -8,7 +8,7 @@ import pytest
 from dflash_jax import LLM, InputError, SamplingParams
 from dflash_jax.decoding import step_functions
 from dflash_jax.decoding.state import RECORDED
-from dflash_jax.engine.config import round_specs
+from dflash_jax.engine.config import speculations_of
 from dflash_jax.engine.draft_length import DraftLengthPolicy
 from dflash_jax.frontend.compare import divergence
 from dflash_jax.frontend.sampling_defaults import SamplingDefaults
@@ -71,7 +71,7 @@ def test_auto_always_drafts_with_the_largest_block_where_runs_are_reproducible()
     llm = LLM(reproducible=True)
     # What costs and acceptance favour is another block size.
     assert llm._policy().favoured_draft(1).block_size < llm.drafting_block_size == llm.largest_block
-    llm._policy = lambda: DraftLengthPolicy(round_specs((16,)), lambda batch_size, spec: 1 + spec.block_size)
+    llm._policy = lambda: DraftLengthPolicy(speculations_of((16,)), lambda batch_size, spec: 1 + spec.block_size)
     assert llm._policy().why_plain(1) is not None
     assert llm.why_plain() is None
 

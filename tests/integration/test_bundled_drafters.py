@@ -7,7 +7,7 @@ import pytest
 
 from dflash_jax import LLM, SamplingParams
 from dflash_jax.engine import model_runner
-from dflash_jax.engine.config import NO_DRAFTER, RoundSpec
+from dflash_jax.engine.config import NO_DRAFTER, Speculation
 from dflash_jax.engine.draft_length import DraftLengthPolicy
 from dflash_jax.engine.request import ReadyMasks, Request
 from dflash_jax.frontend.compare import divergence
@@ -15,7 +15,7 @@ from dflash_jax.frontend.llm_config import TINY
 from dflash_jax.training.corpus import standard_library
 from dflash_jax.training.evaluation import acceptance, held_out_prompts
 
-HEAD, DRAFTER = RoundSpec(4, 0), RoundSpec(4, 1)
+HEAD, DRAFTER = Speculation(4, 0), Speculation(4, 1)
 PARAMS = {t: SamplingParams(temperature=t, max_tokens=96, seed=1) for t in (0.0, 0.7)}
 
 
@@ -69,7 +69,7 @@ def test_the_head_drafts_unseen_text(llm, prompts, plain, rounds, temperature, f
 
 def test_texts_are_plain_decodings_whichever_drafter_a_dispatch_has(llm, prompts, plain, rounds):
     """Contexts are compared in tests/engine/test_two_drafters.py."""
-    rounds[:] = [HEAD, DRAFTER, RoundSpec(1), DRAFTER]
+    rounds[:] = [HEAD, DRAFTER, Speculation(1), DRAFTER]
     completions = llm.generate(prompts, PARAMS[0.0], "auto")
     check_texts(llm, prompts, completions, plain[0.0], 0.0)
     assert llm.drafting_method == "NEXTN,DFLASH"
@@ -97,9 +97,9 @@ def test_masked_texts_are_plain_decodings_and_drafters_of_one_block_size_share_p
 ):
     monkeypatch.setattr(model_runner, "BATCH_SIZES", (4,))
     params, vocab = llm.defaults.fill(PARAMS[0.0]), llm.config.vocab_size
-    rounds.append(RoundSpec(1))
+    rounds.append(Speculation(1))
     engine, texts = llm.new_engine(llm.programs, 4, 256, masks=True), []
-    for specs in ([RoundSpec(1)], [HEAD, DRAFTER, RoundSpec(1), DRAFTER]):
+    for specs in ([Speculation(1)], [HEAD, DRAFTER, Speculation(1), DRAFTER]):
         rounds[:] = specs
         requests = [Request(prompt, params, mask=NotAgain(vocab)) for prompt in prompts[:4]]
         for request in requests:
@@ -116,7 +116,7 @@ def test_masked_texts_are_plain_decodings_and_drafters_of_one_block_size_share_p
     assert (compiled["propose"], compiled["verify"], compiled["finish"]) == (3, 2, 2)
 
 
-def modelled_seconds(llm, prompts, costs: dict[RoundSpec, float]) -> tuple[float, list[list[int]]]:
+def modelled_seconds(llm, prompts, costs: dict[Speculation, float]) -> tuple[float, list[list[int]]]:
     """Seconds of answers one after the other where rounds take ``costs``, which the engine has measured; the tokens."""
     policy = DraftLengthPolicy(tuple(costs), lambda batch_size, spec: costs[spec])
     engine = llm.new_engine(llm.programs, 1, 256, policy)
@@ -135,7 +135,7 @@ def modelled_seconds(llm, prompts, costs: dict[RoundSpec, float]) -> tuple[float
         spent += costs[ticket[1]] * max(map(len, outcome.yielded))
         return outcome
 
-    runner.decode, runner.read = lambda dispatch: (decode(dispatch), dispatch.spec), counted
+    runner.decode, runner.read = lambda dispatch: (decode(dispatch), dispatch.speculation), counted
     for prompt in prompts:
         request = Request(prompt, llm.defaults.fill(PARAMS[0.7]))
         engine.submit(request)
@@ -149,9 +149,9 @@ def modelled_seconds(llm, prompts, costs: dict[RoundSpec, float]) -> tuple[float
 @pytest.mark.long
 @pytest.mark.parametrize(("head", "drafter"), [((2.2, 2.6), 3.4), ((2.8, 3.6), 2.6), ((2.3, 2.9), 2.9)])
 def test_with_both_auto_is_as_fast_as_with_the_better_one(llm, prompts, head, drafter):
-    plain = {NO_DRAFTER: 1.9, RoundSpec(1): 2.0}
-    of_head, of_drafter = dict(zip((RoundSpec(2, 0), HEAD), head, strict=True)), {DRAFTER: drafter}
-    both = {spec: (plain | of_head | of_drafter)[spec] for spec in (*plain, RoundSpec(2, 0), HEAD, DRAFTER)}
+    plain = {NO_DRAFTER: 1.9, Speculation(1): 2.0}
+    of_head, of_drafter = dict(zip((Speculation(2, 0), HEAD), head, strict=True)), {DRAFTER: drafter}
+    both = {spec: (plain | of_head | of_drafter)[spec] for spec in (*plain, Speculation(2, 0), HEAD, DRAFTER)}
     (seconds, tokens), *alone = (
         modelled_seconds(llm, prompts, {spec: ms / 1000 for spec, ms in costs.items()})
         for costs in (both, plain | of_head, plain | of_drafter)

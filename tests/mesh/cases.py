@@ -18,7 +18,7 @@ from dflash_jax.decoding.sampling import draw
 from dflash_jax.decoding.sampling_state import GREEDY, PENALISED, SamplingState, sampling_mode
 from dflash_jax.decoding.state import Settings
 from dflash_jax.engine import model_runner
-from dflash_jax.engine.config import RoundSpec, round_specs
+from dflash_jax.engine.config import Speculation, speculations_of
 from dflash_jax.engine.dispatch import Dispatch
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.executables import Executables
@@ -69,7 +69,7 @@ def decode(programs: Executables, sampled: bool):
         slots.admit(i, Request(PROMPTS[i], SamplingParams(logprobs=2, **options)))
         for start in range(0, len(PROMPTS[i]) - 1, 8):
             slots.prefill([i], [min(8, len(PROMPTS[i]) - 1 - start)], 8)
-    ticket = slots.decode(Dispatch(tuple(live), (8,) * len(live), 1000, RoundSpec(8), len(live)))
+    ticket = slots.decode(Dispatch(tuple(live), (8,) * len(live), 1000, Speculation(8), len(live)))
     assert all(slots.read(ticket, True).done)
     assert ticket[0].done.sharding.is_fully_replicated
     return slots.state
@@ -271,7 +271,7 @@ def test_the_engine_on_a_mesh_under_load(layout):
     target = random_decoder(family_config("qwen3_5_moe"))
     head = random_head(target.config)
     drafter = random_drafter(replace(tiny_draft_config(target.config), vocab_size=VOCAB))
-    wanted, rounds, rng = some_requests(0, 24, VOCAB), round_specs((8,), (8,)), random.Random(0)
+    wanted, speculations, rng = some_requests(0, 24, VOCAB), speculations_of((8,), (8,)), random.Random(0)
     expected = alone(engine_for(Executables(target, None), (1,), slots=4, prefix_bytes=0), wanted)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model_runner, "BATCH_SIZES", (4,))
@@ -282,8 +282,8 @@ def test_the_engine_on_a_mesh_under_load(layout):
         cut = on(layout, target, abstract_decoder)
         options = {"prefix_bytes": 150_000, "prefix_host_bytes": 10**9, "pages": (14, 14)}
         both = together([on(layout, each, abstract_drafter) for each in (drafter, head)])
-        engine = engine_for(Executables(cut, both), slots=8, rounds=rounds, **options)
-        engine.policy.choose = lambda batch_size, acceptances, allowed=rounds, *_: rng.choice(allowed)
+        engine = engine_for(Executables(cut, both), slots=8, speculations=speculations, **options)
+        engine.policy.choose = lambda batch_size, acceptances, allowed=speculations, *_: rng.choice(allowed)
         under_load(engine, target, wanted, expected, 40, seed=1)
     k = engine.runner.state.target[-1].k
     each = 16 // layout.decode_context_parallel
@@ -292,8 +292,8 @@ def test_the_engine_on_a_mesh_under_load(layout):
     assert engine.statistics.cached_tokens > 0
     assert engine.prefix_cache.tiers.host.hits > 0
     assert engine.free_slots == 8
-    assert {spec for _, spec in engine.statistics.dispatches} >= {RoundSpec(8, 0), RoundSpec(8, 1)}
-    engine.policy.choose = lambda *_: rounds[-1]
+    assert {spec for _, spec in engine.statistics.dispatches} >= {Speculation(8, 0), Speculation(8, 1)}
+    engine.policy.choose = lambda *_: speculations[-1]
     run_last(engine, wanted[:8])
     state = of_one_device(jax.device_get(engine.runner.state), layout.data)
     assert_context(target, head, replace(state, draft=state.draft[1]), rows_with_context(state))

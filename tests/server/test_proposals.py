@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from dflash_jax.engine.config import NO_DRAFTER, RoundSpec
+from dflash_jax.engine.config import NO_DRAFTER, Speculation
 from tests.server.conftest import MESSAGES, OFF, SCHEMA, wait_until
 
 CHAT = {"messages": MESSAGES, "max_tokens": 48, "block_size": 16, "chat_template_kwargs": OFF}
@@ -128,7 +128,7 @@ def test_where_rounds_cannot_be_recorded_the_request_is_refused(quiet, monkeypat
 
     assert refusal() == "return_proposals needs stream: true"
     config = quiet.serving.engine.engine.config
-    monkeypatch.setattr(quiet.serving.engine.engine, "config", replace(config, rounds=(RoundSpec(1),)))
+    monkeypatch.setattr(quiet.serving.engine.engine, "config", replace(config, speculations=(Speculation(1),)))
     assert "needs a drafter" in refusal(stream=True)
     monkeypatch.setattr(quiet.serving.engine.engine, "config", replace(config, masks=False))
     assert "structured output" in refusal(stream=True)
@@ -143,10 +143,10 @@ def test_streams_say_how_their_rate_compares_with_plain_decoding(quiet, monkeypa
         return lines[-1]["timings"]
 
     policy = quiet.serving.engine.engine.policy
-    plain = min(policy.seconds[1, b] for b in (NO_DRAFTER, RoundSpec(1)) if (1, b) in policy.seconds)
+    plain = min(policy.seconds[1, b] for b in (NO_DRAFTER, Speculation(1)) if (1, b) in policy.seconds)
     timings = last_timings()
     assert timings["speedup"] == pytest.approx(timings["tokens_per_s"] * plain, rel=0.5)
     # A prediction is no measurement.
-    monkeypatch.setattr(policy, "seconds", {(1, RoundSpec(16)): 1.0})
+    monkeypatch.setattr(policy, "seconds", {(1, Speculation(16)): 1.0})
     monkeypatch.setattr(policy, "observe_seconds", lambda *_: None)
     assert last_timings()["speedup"] is None
