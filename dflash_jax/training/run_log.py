@@ -1,6 +1,7 @@
 """Records of a training run: metrics of steps, CSV files that a continued run extends, TensorBoard and W&B."""
 
 import csv
+import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
@@ -77,7 +78,9 @@ class TensorBoardLog:
         """Opens a new event file in ``directory``."""
         from tensorboardX import SummaryWriter  # pyright: ignore[reportMissingImports]
 
-        self._writer = SummaryWriter(directory, purge_step=last_step + 1 if last_step else None)
+        # tensorboardX names a file by the second, and a run that goes on in that second would replace the file.
+        suffix = f".{time.time_ns()}"
+        self._writer = SummaryWriter(directory, purge_step=last_step + 1 if last_step else None, filename_suffix=suffix)
 
     def add(self, step: int, metrics: dict[str, float]) -> None:
         """Adds a scalar for each metric."""

@@ -101,6 +101,15 @@ def test_a_log_that_fails_is_closed_with_one_line_and_the_others_go_on(config, w
     assert wandb.runs[0].is_finished
 
 
+def test_a_run_that_goes_on_in_the_same_second_keeps_the_events_before_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("time.time", lambda: 1_800_000_000.0)
+    for step in (1, 2):
+        log = run_log.TensorBoardLog(str(tmp_path), step - 1)
+        log.add(step, {"loss": 0.5})
+        log.close()
+    assert scalars(tmp_path) == [("loss", 1, 0.5), ("loss", 2, 0.5)]
+
+
 def test_a_log_that_cannot_be_opened_is_one_line(config, wandb, monkeypatch):
     def init(**_):
         raise RuntimeError
