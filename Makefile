@@ -13,7 +13,7 @@ WANTED := $(if $(EXTRA),[$(EXTRA)],)
 .PHONY: demo test check-long python clean
 
 demo: $(VENV)/.demo$(EXTRA)
-	@$(BIN)/python -m dflash_jax.demo
+	@$(BIN)/python -m dflash_jax demo
 
 test: $(VENV)/.test
 	$(BIN)/ruff check .

@@ -38,7 +38,7 @@ def wrapped(parts: list[tuple[str, str]]) -> list[tuple[str, str]]:
 def demo() -> list[tuple[str, str]]:
     """(text, colour) in order."""
     variables = {k: v for k, v in os.environ.items() if k != "NO_COLOR"} | {"FORCE_COLOR": "1"}
-    command = [sys.executable, "-m", "dflash_jax.demo"]
+    command = [sys.executable, "-m", "dflash_jax", "demo"]
     output = subprocess.run(command, env=variables, stdout=subprocess.PIPE, text=True, check=True).stdout
     colours = {"32": GREEN, "0": WHITE}
     parts, colour = [("$ dflash demo\n", GREY)], WHITE

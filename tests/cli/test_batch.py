@@ -1,4 +1,4 @@
-"""python -m dflash_jax.batch: its files, and whole runs with the bundled pair."""
+"""dflash batch: its files, and whole runs with the bundled pair."""
 
 import json
 import os
@@ -225,7 +225,7 @@ def test_bodies_that_are_nested_up_to_pythons_limit(tmp_path, capfd):
 
 
 def started(*argv, **options) -> subprocess.Popen:
-    command = [sys.executable, "-m", "dflash_jax.batch", *argv, *SMALL, "--platform", "cpu"]
+    command = [sys.executable, "-m", "dflash_jax", "batch", *argv, *SMALL, "--platform", "cpu"]
     return subprocess.Popen(command, stderr=subprocess.PIPE, **options)
 
 
