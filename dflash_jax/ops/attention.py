@@ -377,19 +377,9 @@ def _supports_cpp_rotation(
     return None if other is None else f"{other}: the kernel is for float32"
 
 
-def _cpp_rotation(
-    backend: Backend,
-    q: Array | None,
-    k: Array,
-    angles: tuple[Array, Array],
-    norms: tuple[Array | None, Array | None],
-    eps: float = 0.0,
-    offset: float = 0.0,
-) -> tuple[Array | None, Array]:
-    kernel = with_gradient_of(
-        partial(rotate_reference, backend, eps=eps, offset=offset), partial(cpp.rotate, eps=eps, offset=offset)
-    )
-    return kernel(q, k, angles, norms)
+def _cpp_rotation(backend: Backend, *args: Any, **options: float) -> tuple[Array | None, Array]:
+    kernel = with_gradient_of(partial(rotate_reference, backend, **options), partial(cpp.rotate, **options))
+    return kernel(*args)
 
 
 def _supports_triton_rotation(backend: Backend, q: Array | None, k: Array, *args: Any, **options: Any) -> str | None:
@@ -400,22 +390,11 @@ def _supports_triton_rotation(backend: Backend, q: Array | None, k: Array, *args
     return triton_attention.why_not_rotated(k)
 
 
-def _triton_rotation(
-    backend: Backend,
-    q: Array | None,
-    k: Array,
-    angles: tuple[Array, Array],
-    norms: tuple[Array | None, Array | None],
-    eps: float = 0.0,
-    offset: float = 0.0,
-) -> tuple[Array | None, Array]:
+def _triton_rotation(backend: Backend, *args: Any, **options: float) -> tuple[Array | None, Array]:
     from dflash_jax.ops.kernels.triton import attention as triton_attention
 
-    kernel = with_gradient_of(
-        partial(rotate_reference, backend, eps=eps, offset=offset),
-        partial(triton_attention.rotate_triton, backend.triton_card, eps=eps, offset=offset),
-    )
-    return kernel(q, k, angles, norms)
+    kernel = partial(triton_attention.rotate_triton, backend.triton_card, **options)
+    return with_gradient_of(partial(rotate_reference, backend, **options), kernel)(*args)
 
 
 ROTATIONS = (
@@ -440,7 +419,7 @@ def rotate(
         backend: Where it runs.
         q: [B, T, N, 1 or 2, D]: queries, then, where there are two, their gates; None for keys alone.
         k: [B, T, K, D].
-        angles: cos and sin, float32 [B, T, half].
+        angles: cos and sin, float32 [B or 1, T, half].
         norms: Weights [D] of the norms of queries and keys, each None for no norm.
         eps: Added to the means of squares of the norms.
         offset: Added to the weights of the norms.

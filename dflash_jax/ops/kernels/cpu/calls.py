@@ -158,8 +158,8 @@ def rotate(
     k: Float[Array, "B T K D"],
     angles: tuple[Float[Array, "#B T half"], Float[Array, "#B T half"]],
     norms: tuple[Float[Array, " D"] | None, Float[Array, " D"] | None],
-    eps: float,
-    offset: float,
+    eps: float = 0.0,
+    offset: float = 0.0,
 ) -> tuple[Float[Array, "B T N D"] | None, Float[Array, "B T K D"]]:
     """`ops.attention.rotate` in float32, without a gradient.
 
