@@ -23,6 +23,7 @@ from dflash_jax.engine import warm_up
 from dflash_jax.frontend.llm_config import TINY
 from dflash_jax.frontend.tokenizer import Tokenizer
 from tests.helpers import load_script
+from tests.streams import StreamServer
 
 TALKS = [["def f(a):", "and now shorter"], ["import os"], ["class Reader:"]]
 
@@ -341,17 +342,13 @@ def test_a_server_without_usage_is_told(server, data, tmp_path, capsys):
 
 def test_a_server_that_hangs_is_left(data):
     async def run():
-        asked = asyncio.Event()
-
         async def silent(reader, writer):
-            await asked.wait()
-            writer.close()
+            await asyncio.Event().wait()
 
-        async with await asyncio.start_server(silent, "127.0.0.1", 0) as held:
-            client = HttpClient(f"http://127.0.0.1:{held.sockets[0].getsockname()[1]}", "m")
+        async with StreamServer(silent) as hanging:
+            client = HttpClient(f"http://127.0.0.1:{hanging.port}", "m")
             with pytest.raises(InputError, match="ReadTimeout"):
                 await client.answer([{"role": "user", "content": "a"}], Asking(timeout_s=0.2))
-            asked.set()
             await client.__aexit__()
 
     asyncio.run(run())

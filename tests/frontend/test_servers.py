@@ -8,6 +8,7 @@ import pytest
 from dflash_jax.errors import EngineError, InputError
 from dflash_jax.frontend import servers
 from dflash_jax.frontend.servers import ATTEMPTS, RequestLostError, Servers, base_urls
+from tests.streams import StreamServer
 
 # Of a connection: by the client, or by the end of a test.
 ENDS = (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError)
@@ -27,22 +28,18 @@ class Scripted:
     def __init__(self, answer):
         self.answer, self.posts, self.most, self._now, self.health = answer, 0, 0, 0, 200
         self.ready, self.ready_looks = 404, 0
-        self._connections, self.release = set(), asyncio.Event()
+        self.release = asyncio.Event()
         self.release.set()
 
     async def __aenter__(self):
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        self._server = await StreamServer(self._serve).__aenter__()
+        self.url = f"http://127.0.0.1:{self._server.port}"
         return self
 
-    async def __aexit__(self, *_):
-        self._server.close()
-        for connection in self._connections:
-            connection.cancel()
-        await asyncio.gather(*self._connections, return_exceptions=True)
+    async def __aexit__(self, *reason):
+        await self._server.__aexit__(*reason)
 
     async def _serve(self, reader, writer):
-        self._connections.add(asyncio.current_task())
         with contextlib.closing(writer), contextlib.suppress(*ENDS):
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()

@@ -11,6 +11,7 @@ import httpcore
 import trustme
 
 from dflash_jax.media.public_http import PublicNetwork, resolve
+from tests.streams import StreamServer
 
 PUBLIC = "93.184.216.34"
 CONTENT = b"content of an image"
@@ -196,21 +197,6 @@ async def internet(names: tuple[str, ...] = ("images.example", "other.example"))
         The `Internet`, a `PublicNetwork` in it, and a context that trusts the certificate.
     """
     server_context, client_context = _contexts(names)
-    # asyncio keeps no reference to a connection at its end, which the garbage collector then reports as not closed.
-    answers = set()
-
-    def connected(reader, writer):
-        answers.add(asyncio.create_task(_answer(reader, writer)))
-
-    plain = await asyncio.start_server(connected, "127.0.0.1", 0)
-    secure = await asyncio.start_server(connected, "127.0.0.1", 0, ssl=server_context)
-    ports = {port: server.sockets[0].getsockname()[1] for port, server in ((80, plain), (443, secure))}
-    network = Internet(ports)
-    try:
+    async with StreamServer(_answer) as plain, StreamServer(_answer, server_context) as secure:
+        network = Internet({80: plain.port, 443: secure.port})
         yield network, PublicNetwork(addresses, network), client_context
-    finally:
-        for server in (plain, secure):
-            server.close()
-        for answer in answers:
-            answer.cancel()
-        await asyncio.gather(*answers, return_exceptions=True)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+from concurrent.futures import Future
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,7 @@ from dflash_jax.training.config import TrainConfig
 from dflash_jax.training.regenerate import regenerate
 from dflash_jax.training.remote import RemoteTarget
 from tests.server.conftest import NAME, wait_until
+from tests.streams import StreamServer
 
 TALKS = [
     {"messages": [{"role": "user", "content": f"Write `f{i}`."}, {"role": "user", "content": "Again."}]}
@@ -34,48 +36,38 @@ class Dying:
 
     def __init__(self, url: str, posts: int):
         self._port, self._left, self.is_dead = int(url.rpartition(":")[2]), posts, False
-        self._loop, self._tasks = asyncio.new_event_loop(), set()
-        self._server = self._loop.run_until_complete(asyncio.start_server(self._relay, "127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
-        self._thread = threading.Thread(target=self._loop.run_forever)
+        address: Future[str] = Future()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve(address)))
         self._thread.start()
+        self.url = address.result()
+
+    async def _serve(self, address):
+        self._loop, self._is_stopped = asyncio.get_running_loop(), asyncio.Event()
+        async with StreamServer(self._relay) as self._server:
+            address.set_result(f"http://127.0.0.1:{self._server.port}")
+            await self._is_stopped.wait()
 
     async def _relay(self, reader, writer):
-        self._tasks.add(asyncio.current_task())
-        ends = [writer]
+        to_reader, to_writer = await asyncio.open_connection("127.0.0.1", self._port)
         try:
-            to_reader, to_writer = await asyncio.open_connection("127.0.0.1", self._port)
-            ends.append(to_writer)
             await asyncio.gather(self._copy(reader, to_writer), self._copy(to_reader, writer))
-        except (asyncio.CancelledError, ConnectionError):
-            pass
+        except ConnectionError:
+            writer.transport.abort()
         finally:
-            for end in ends:
-                end.transport.abort()
+            to_writer.transport.abort()
 
     async def _copy(self, reader, writer):
         while data := await reader.read(2**16):
             self._left -= data.count(b"POST /v1/completions ")
             if self._left <= 0:
-                self._die()
+                self.is_dead = True
+                self._server.close()
             writer.write(data)
         raise ConnectionError
 
-    def _die(self):
-        self.is_dead = True
-        self._server.close()
-        for task in self._tasks:
-            task.cancel()
-
-    async def _end(self):
-        self._die()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
     def stop(self):
-        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._loop.call_soon_threadsafe(self._is_stopped.set)
         self._thread.join()
-        self._loop.close()
 
 
 @pytest.fixture

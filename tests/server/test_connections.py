@@ -78,11 +78,23 @@ def serve():
             server = uvicorn.Server(
                 uvicorn.Config(application, http=http, ws="none", lifespan="off", log_level="critical")
             )
-            thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listening])))
+            loops = []
+
+            async def run() -> None:
+                loops.append(asyncio.get_running_loop())
+                await server.serve(sockets=[listening])
+
+            thread = threading.Thread(target=lambda: asyncio.run(run()))
             thread.start()
 
-            def stop() -> None:
+            def abort() -> None:
+                for each in list(server.server_state.connections):
+                    each.transport.abort()
                 server.should_exit = server.force_exit = True
+
+            def stop() -> None:
+                # The event loop ends without waiting for connections: none may be open then.
+                loops[0].call_soon_threadsafe(abort)
                 thread.join()
 
             stack.callback(stop)
