@@ -23,8 +23,9 @@ IPV6_UNICAST = ipaddress.IPv6Network("2000::/3")
 # network: IETF's assignments, Azure's wire server, relays of 6to4, documentation.
 SERVICES = tuple(map(ipaddress.ip_network, ("192.0.0.0/24", "168.63.129.16/32", "192.88.99.0/24", "3fff::/20")))
 REDIRECTS = (301, 302, 303, 307, 308)
-# A name server that does not answer occupies a thread for half a minute.
-_RESOLVERS = ThreadPoolExecutor(8, "media-resolve")
+# A name server that does not answer occupies a thread for half a minute, but a fetch of an image for 5 s: eight fetches
+# at a time (`MediaLimits`) leave at most 56 threads behind, and the next name still finds one.
+_RESOLVERS = ThreadPoolExecutor(64, "media-resolve")
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 
 

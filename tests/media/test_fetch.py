@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import os
+import socket
 import threading
 
 import httpcore
@@ -11,7 +12,8 @@ import pytest
 from dflash_jax.errors import InputError
 from dflash_jax.media.errors import MediaError
 from dflash_jax.media.fetch import Fetcher
-from dflash_jax.media.limits import MediaLimits
+from dflash_jax.media.limits import DEFAULT_LIMITS, MediaLimits
+from dflash_jax.media.public_http import resolve
 from tests.media.hostile_server import ADDRESSES, CONTENT, PUBLIC, internet
 
 IMAGES = ("images.example",)
@@ -280,6 +282,35 @@ def test_a_cancelled_fetch_ends():
             fetcher.stop()
 
     asyncio.run(main())
+
+
+def test_name_servers_that_do_not_answer_leave_others_a_thread(monkeypatch):
+    """The system's resolver waits for them half a minute, six times as long as the fetch of an image."""
+    answer, asked = threading.Event(), []
+
+    def getaddrinfo(host, *_, **__):
+        asked.append(host)
+        if host == "silent.example":
+            answer.wait()
+        return [(None, None, None, None, (PUBLIC, 80))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    # Half a minute of fetches, each of which has been given up.
+    abandoned = DEFAULT_LIMITS.fetches * 7
+
+    async def main():
+        tasks = [asyncio.create_task(resolve("silent.example", 80)) for _ in range(abandoned)]
+        while len(asked) < abandoned:
+            await asyncio.sleep(0.01)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert await resolve("images.example", 80) == [PUBLIC]
+
+    try:
+        asyncio.run(asyncio.wait_for(main(), 120))
+    finally:
+        answer.set()
 
 
 def test_data_urls_are_read_in_pieces():
