@@ -5,9 +5,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
 from dflash_jax.models.config import AttentionSpec, LayerSpec, ModelConfig
-from dflash_jax.ops import attention
 from dflash_jax.ops.backend import Backend
 from dflash_jax.ops.cache import DeltaRecord, DeltaState, KVCache, KVRecord
+from dflash_jax.ops.cache_write import write
 from dflash_jax.ops.gated_delta import replay
 from dflash_jax.parallel.sharding import ONE_DEVICE, Layout
 
@@ -85,4 +85,4 @@ def commit_layer(
         return replay(backend, cache, record, n)
     assert isinstance(cache, KVCache)
     steps = jnp.arange(record.k.shape[1])[None]
-    return attention.write(backend, cache, record.k, record.v, start[:, None] + steps, steps < n[:, None])
+    return write(backend, cache, record.k, record.v, start[:, None] + steps, steps < n[:, None])

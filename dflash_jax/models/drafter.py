@@ -19,9 +19,9 @@ from dflash_jax.models.config import DraftConfig, DraftLayerSpec
 from dflash_jax.models.drafting import NO_WINDOW, ContextTokens, DraftCache, DraftWindow, Proposal, TargetHeads
 from dflash_jax.models.layers import Attention, Mlp, RMSNorm, normal
 from dflash_jax.models.rope import Angles, rope_angles
-from dflash_jax.ops import attention
 from dflash_jax.ops.backend import Backend
 from dflash_jax.ops.cache import Bounds, KVCache
+from dflash_jax.ops.cache_write import write
 from dflash_jax.ops.linear import project
 from dflash_jax.parallel.sharding import ONE_DEVICE, AxisSharding, Layout
 
@@ -240,8 +240,7 @@ class Drafter(nnx.Module):
         assert new.features is not None
         pairs = self.context_keys_values(new.features, new.positions)
         return tuple(
-            attention.write(self.backend, c, k, v, new.positions, new.valid)
-            for c, (k, v) in zip(cache, pairs, strict=True)
+            write(self.backend, c, k, v, new.positions, new.valid) for c, (k, v) in zip(cache, pairs, strict=True)
         )
 
     def block(

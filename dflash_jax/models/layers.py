@@ -17,11 +17,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.models.config import AttentionSpec
 from dflash_jax.models.rope import CosSin
-from dflash_jax.ops.attention import attention, rotate, through_gate
+from dflash_jax.ops.attention import attention, through_gate
 from dflash_jax.ops.backend import XLA, Backend
 from dflash_jax.ops.cache import Bounds, KVCache
 from dflash_jax.ops.interval_attention import interval_attention
 from dflash_jax.ops.linear import DeferredNorm, linear, rms_norm
+from dflash_jax.ops.rotation import rotate
 from dflash_jax.ops.weights import Weight
 from dflash_jax.parallel.sharding import DATA, ONE_DEVICE, UNSHARDED, AxisSharding, Layout, spec
 
@@ -159,7 +160,7 @@ class Attention(nnx.Module):
     def rotate(
         self, q: Float[Array, "B T N parts D"] | None, k: Float[Array, "B T K D"], angles: CosSin
     ) -> tuple[Float[Array, "B T N D"] | None, Float[Array, "B T K D"]]:
-        """`ops.attention.rotate` with this layer's norms."""
+        """`ops.rotation.rotate` with this layer's norms."""
         if not self.spec.qk_norm:
             return rotate(self.backend, q, k, angles, (None, None))
         norms = (self.q_norm.weight[...], self.k_norm.weight[...])

@@ -29,9 +29,10 @@ from dflash_jax.models.drafting import NO_WINDOW, ContextTokens, DraftCache, Dra
 from dflash_jax.models.layers import Attention, RMSNorm, normal
 from dflash_jax.models.mtp_config import MtpConfig
 from dflash_jax.models.rope import CosSin, rope_angles
-from dflash_jax.ops.attention import attention, through_gate, write
+from dflash_jax.ops.attention import attention, through_gate
 from dflash_jax.ops.backend import Backend
 from dflash_jax.ops.cache import KVCache
+from dflash_jax.ops.cache_write import write
 from dflash_jax.ops.linear import project
 from dflash_jax.parallel.sharding import DATA, ONE_DEVICE, AxisSharding, Layout, spec
 

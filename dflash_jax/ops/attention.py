@@ -1,9 +1,9 @@
-"""Operations of attention: `attention` over a cached context and a block of new tokens, `rotate`, and `write`.
+"""The operation `attention`, over a cached context and a block of new tokens.
 
     y_t = softmax(q_t · [k_context, k_block]ᵀ / √D) · [v_context, v_block],    optionally times sigmoid(gate_t)
 
-Grouped queries (arXiv 2305.13245), rotary positions (arXiv 2104.09864) and the output gate of Qwen3-Next; the reference
-implementation is transformers' Qwen3NextAttention. Letters as in `ops.cache`, and N query heads.
+Grouped queries (arXiv 2305.13245) and the output gate of Qwen3-Next; the reference implementation is transformers'
+Qwen3NextAttention. Letters as in `ops.cache`, and N query heads.
 """
 
 # jax's own annotations are partial: members such as jnp.where, and the results of loops, have unknown types.
@@ -11,7 +11,6 @@ implementation is transformers' Qwen3NextAttention. Letters as in `ops.cache`, a
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -19,10 +18,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from dflash_jax.ops.backend import Backend, Implementation, choose, supports_everything, with_gradient_of
+from dflash_jax.ops.backend import Backend, Implementation, choose, supports_everything
 from dflash_jax.ops.cache import Bounds, KVCache
 from dflash_jax.ops.kernels.cpu import calls as cpp
-from dflash_jax.ops.linear import rms_norm
 from dflash_jax.parallel.sharding import UNSHARDED
 
 # On an accelerator an iteration of the loop over the context takes about 25 microseconds whatever it reads (H200), as
@@ -329,194 +327,3 @@ def attention(
     """
     args = (q, k, v, mask, cache, length, bounds, gate)
     return choose("attention", IMPLEMENTATIONS, backend, *args).call(backend, *args)
-
-
-# Rotation.
-
-
-def apply_rope(
-    x: Float[Array, "B T N D"], angles: tuple[Float[Array, "#B T half"], Float[Array, "#B T half"]]
-) -> Float[Array, "B T N D"]:
-    """Rotary positions (arXiv 2104.09864): rotates the first 2 · half dimensions of x by ``angles``, cos and sin."""
-    cos, sin = (a[:, :, None, :].astype(x.dtype) for a in angles)
-    half = cos.shape[-1]
-    first, second, unrotated = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, unrotated], axis=-1)
-
-
-def rotate_reference(
-    backend: Backend,
-    q: Float[Array, "B T N halves D"] | None,
-    k: Float[Array, "B T K D"],
-    angles: tuple[Array, Array],
-    norms: tuple[Array | None, Array | None],
-    eps: float = 0.0,
-    offset: float = 0.0,
-) -> tuple[Array | None, Array]:
-    """`rotate` by XLA."""
-
-    def rotated(x: Array, norm: Array | None) -> Array:
-        return apply_rope(x if norm is None else rms_norm(x, norm, eps, offset), angles)
-
-    return None if q is None else rotated(q[..., 0, :], norms[0]), rotated(k, norms[1])
-
-
-def _supports_cpp_rotation(
-    backend: Backend,
-    q: Array | None,
-    k: Array,
-    angles: tuple[Array, Array],
-    norms: tuple[Array | None, Array | None],
-    *args: Any,
-    **options: Any,
-) -> str | None:
-    if not backend.has_cpp:
-        return backend.no_cpp
-    given = [x.dtype for x in (q, k, *angles, *norms) if x is not None]
-    other = next((jnp.dtype(dtype).name for dtype in given if dtype != jnp.float32), None)
-    return None if other is None else f"{other}: the kernel is for float32"
-
-
-def _cpp_rotation(backend: Backend, *args: Any, **options: float) -> tuple[Array | None, Array]:
-    kernel = with_gradient_of(partial(rotate_reference, backend, **options), partial(cpp.rotate, **options))
-    return kernel(*args)
-
-
-def _supports_triton_rotation(backend: Backend, q: Array | None, k: Array, *args: Any, **options: Any) -> str | None:
-    if not backend.has_triton:
-        return backend.no_triton
-    from dflash_jax.ops.kernels.triton import attention as triton_attention
-
-    return triton_attention.why_not_rotated(k)
-
-
-def _triton_rotation(backend: Backend, *args: Any, **options: float) -> tuple[Array | None, Array]:
-    from dflash_jax.ops.kernels.triton import attention as triton_attention
-
-    kernel = partial(triton_attention.rotate_triton, backend.triton_card, **options)
-    return with_gradient_of(partial(rotate_reference, backend, **options), kernel)(*args)
-
-
-ROTATIONS = (
-    Implementation("cpp", _supports_cpp_rotation, _cpp_rotation),
-    Implementation("triton", _supports_triton_rotation, _triton_rotation),
-    Implementation("reference", supports_everything, rotate_reference),
-)
-
-
-def rotate(
-    backend: Backend,
-    q: Float[Array, "B T N halves D"] | None,
-    k: Float[Array, "B T K D"],
-    angles: tuple[Float[Array, "#B T half"], Float[Array, "#B T half"]],
-    norms: tuple[Float[Array, " D"] | None, Float[Array, " D"] | None],
-    eps: float = 0.0,
-    offset: float = 0.0,
-) -> tuple[Float[Array, "B T N D"] | None, Float[Array, "B T K D"]]:
-    """RMSNorm and rotation of queries and keys.
-
-    Args:
-        backend: Where it runs.
-        q: [B, T, N, 1 or 2, D]: queries, then, where there are two, their gates; None for keys alone.
-        k: [B, T, K, D].
-        angles: cos and sin, float32 [B or 1, T, half].
-        norms: Weights [D] of the norms of queries and keys, each None for no norm.
-        eps: Added to the means of squares of the norms.
-        offset: Added to the weights of the norms.
-
-    Returns:
-        Queries [B, T, N, D] (or None) and keys [B, T, K, D].
-    """
-    args, options = (q, k, angles, norms), {"eps": eps, "offset": offset}
-    return choose("rotate", ROTATIONS, backend, *args, **options).call(backend, *args, **options)
-
-
-# Writing.
-
-
-def write_reference(
-    backend: Backend,
-    k_buffer: Float[Array, "pages K P D"],
-    v_buffer: Float[Array, "pages K P D"],
-    table: Int[Array, "rows n"],
-    k: Float[Array, "B T K D"],
-    v: Float[Array, "B T K D"],
-    rows: Int[Array, " B"],
-    positions: Int[Array, "B T"],
-) -> tuple[Float[Array, "pages K P D"], Float[Array, "pages K P D"]]:
-    """The writes of `write` by XLA: k and v at ``positions`` of ``rows``; out-of-range indices are dropped."""
-    pages, size = k_buffer.shape[0], k_buffer.shape[2]
-    # A negative index would count from the end.
-    index = jnp.where(positions < 0, table.shape[1], positions // size)
-    page = table.at[rows[:, None], index].get(mode="fill", fill_value=pages)
-
-    def placed(buffer: Array, new: Array) -> Array:
-        return buffer.at[page, :, positions % size].set(new.astype(buffer.dtype), mode="drop")
-
-    return placed(k_buffer, k), placed(v_buffer, v)
-
-
-def _supports_cpp_write(
-    backend: Backend, k_buffer: Array, v_buffer: Array, table: Array, k: Array, *args: Array
-) -> str | None:
-    if not backend.has_cpp:
-        return backend.no_cpp
-    if k.dtype != k_buffer.dtype:
-        return f"{jnp.dtype(k.dtype).name} into {jnp.dtype(k_buffer.dtype).name}: the kernel converts nothing"
-    return None
-
-
-def _cpp_write(backend: Backend, *args: Array) -> tuple[Array, Array]:
-    k_buffer, v_buffer = cpp.write(*args)
-    return k_buffer, v_buffer
-
-
-def _supports_triton_write(
-    backend: Backend, k_buffer: Array, v_buffer: Array, table: Array, k: Array, *args: Array
-) -> str | None:
-    if not backend.has_triton:
-        return backend.no_triton
-    from dflash_jax.ops.kernels.triton import attention as triton_attention
-
-    return triton_attention.why_not_written(k)
-
-
-def _triton_write(backend: Backend, *args: Array) -> tuple[Array, Array]:
-    from dflash_jax.ops.kernels.triton import attention as triton_attention
-
-    k_buffer, v_buffer = triton_attention.write_triton(backend.triton_card, *args)
-    return k_buffer, v_buffer
-
-
-WRITES = (
-    Implementation("cpp", _supports_cpp_write, _cpp_write),
-    Implementation("triton", _supports_triton_write, _triton_write),
-    Implementation("reference", supports_everything, write_reference),
-)
-
-
-def write(
-    backend: Backend,
-    cache: KVCache,
-    k: Float[Array, "B T K D"],
-    v: Float[Array, "B T K D"],
-    positions: Int[Array, "B T"],
-    keep: Bool[Array, "B T"],
-) -> KVCache:
-    """Writes keys and values into a cache. The buffers are written in place where they are donated.
-
-    Args:
-        backend: Where it runs.
-        cache: The cache. What falls on no page is dropped.
-        k: Keys, [B, T, K, D].
-        v: Values, [B, T, K, D].
-        positions: int [B, T].
-        keep: bool [B, T]; other tokens leave no trace.
-
-    Returns:
-        The cache after the writes.
-    """
-    places = jnp.where(keep, cache.places(positions), cache.capacity)
-    args = (cache.k, cache.v, cache.table, k, v, cache.row_indices(), places)
-    k_buffer, v_buffer = choose("write", WRITES, backend, *args).call(backend, *args)
-    return replace(cache, k=k_buffer, v=v_buffer)

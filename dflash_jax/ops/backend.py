@@ -1,8 +1,9 @@
 """`Backend`: the platform and its kernels; `choose` chooses an operation's implementation.
 
-An operation (`ops.linear`, `ops.attention`, `ops.gated_delta`, `ops.moe`, `ops.sampling_noise`, `ops.argmax`) is one
-public function with a reference in plain JAX and an ordered list of implementations. The first implementation that
-supports the backend and the arguments computes the result; the reference comes last and supports everything.
+An operation (`ops.linear`, `ops.attention`, `ops.rotation`, `ops.cache_write`, `ops.frame_attention`,
+`ops.gated_delta`, `ops.moe`, `ops.sampling_noise`, `ops.argmax`) is one public function with a reference in plain JAX
+and an ordered list of implementations. The first implementation that supports the backend and the arguments computes
+the result; the reference comes last and supports everything.
 ``dflash ops`` prints the choices for a config and a device.
 """
 

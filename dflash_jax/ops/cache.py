@@ -1,6 +1,6 @@
 """The data that operations read and write between passes: caches of attention, and the state of recurrent layers.
 
-A forward pass reads a cache and returns a record of its tokens' updates; afterwards `attention.write` and
+A forward pass reads a cache and returns a record of its tokens' updates; afterwards `cache_write.write` and
 `gated_delta.replay` write the updates of valid tokens. Prefill, plain decoding and verification are the same two steps,
 and a rejected draft is never written.
 

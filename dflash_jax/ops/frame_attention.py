@@ -13,10 +13,10 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.ops.attention import apply_rope
 from dflash_jax.ops.backend import Backend, Implementation, choose, supports_everything
 from dflash_jax.ops.interval_attention import KEYS, QUERIES, interval_attention
 from dflash_jax.ops.kernels.cpu import calls as cpp
+from dflash_jax.ops.rotation import apply_rope
 
 # Queries and keys of a tile of scores on an accelerator. A frame has thousands of patches, which all see one another,
 # and the tiles follow one another: small tiles would leave most of the device idle. 16 heads take 64 MiB of scores.

@@ -29,7 +29,7 @@ from dflash_jax.frontend.llm_config import TINY
 from dflash_jax.models.decoder import abstract_decoder
 from dflash_jax.models.drafters import abstract_drafter
 from dflash_jax.models.drafting import together
-from dflash_jax.ops import attention, cache
+from dflash_jax.ops import attention, cache, cache_write
 from dflash_jax.ops.backend import XLA, Backend
 from dflash_jax.ops.cache import KVCache
 from dflash_jax.parallel.sharding import Layout, parameter_paths, spec
@@ -171,9 +171,9 @@ def test_every_position_is_written_to_the_part_that_has_it():
     of_cache = replace(jax.tree.map(lambda _: P(), divided), k=pages, v=pages)
     specs = (of_cache, spec(None, None, kv), spec(None, None, kv), P(), P())
     write = jax.shard_map(
-        partial(attention.write, XLA), mesh=layout.mesh(), in_specs=specs, out_specs=of_cache, check_vma=False
+        partial(cache_write.write, XLA), mesh=layout.mesh(), in_specs=specs, out_specs=of_cache, check_vma=False
     )
-    found, expected = jax.jit(write)(divided, k, v, places, keep), attention.write(XLA, whole, k, v, places, keep)
+    found, expected = jax.jit(write)(divided, k, v, places, keep), cache_write.write(XLA, whole, k, v, places, keep)
     assert not np.array_equal(expected.k, whole.k)
     jax.tree.map(np.testing.assert_array_equal, (found.k, found.v), (expected.k, expected.v))
 

@@ -12,7 +12,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedd
 from dflash_jax.models.config import RopeSpec
 from dflash_jax.models.families.reading import Raw, read_rope
 from dflash_jax.models.rope import rope_angles, rope_frequencies
-from dflash_jax.ops.attention import apply_rope
+from dflash_jax.ops.rotation import apply_rope
 from tests.float64 import Exact, assert_near, doubled
 
 

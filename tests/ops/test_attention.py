@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.ops import attention
+from dflash_jax.ops import attention, cache_write
 from dflash_jax.ops.backend import Backend
 from dflash_jax.ops.cache import Bounds, KVCache
 
@@ -25,7 +25,7 @@ def filled(length, capacity):
     for start in range(0, max(length), 100):
         positions = np.tile(np.arange(start, min(start + 100, max(length))), (ROWS, 1))
         kept = positions < np.asarray(length)[:, None]
-        cache = attention.write(
+        cache = cache_write.write(
             Backend.xla(), cache, k[:, positions[0]], v[:, positions[0]], jnp.asarray(positions), jnp.asarray(kept)
         )
     return cache, k, v

@@ -12,11 +12,13 @@ from jaxtyping import TypeCheckError, jaxtyped
 from dflash_jax.ops import (
     argmax,
     attention,
+    cache_write,
     frame_attention,
     gated_delta,
     interval_attention,
     linear,
     moe,
+    rotation,
     sampling_noise,
 )
 from dflash_jax.ops.backend import XLA, Backend, choose
@@ -162,8 +164,8 @@ OPERATIONS = {
     "linear": (linear.IMPLEMENTATIONS, linear_cases),
     "packed linear": (linear.IMPLEMENTATIONS[:1], packed_linear_cases),
     "attention": (attention.IMPLEMENTATIONS, attention_cases),
-    "rotate": (attention.ROTATIONS, rotation_cases),
-    "write": (attention.WRITES, write_cases),
+    "rotate": (rotation.IMPLEMENTATIONS, rotation_cases),
+    "write": (cache_write.IMPLEMENTATIONS, write_cases),
     "gated_delta": (gated_delta.IMPLEMENTATIONS, delta_cases),
     "advance": (gated_delta.ADVANCES, advance_cases),
     "replay": (gated_delta.REPLAYS, replay_cases),
@@ -234,7 +236,7 @@ def test_an_implementation_is_its_reference(operation, name):
 PUBLIC = {
     "linear": linear.linear,
     "attention": attention.attention,
-    "rotate": attention.rotate,
+    "rotate": rotation.rotate,
     "gated_delta": gated_delta.gated_delta,
     "advance": gated_delta.advance,
     "replay": gated_delta.replay,
@@ -254,7 +256,7 @@ def test_arguments_and_results_have_the_annotated_shapes(operation):
 def test_writing_and_interval_attention_have_the_annotated_shapes():
     """Their arguments are those of no list."""
     args = arguments.written(Source(0), 3, 5, 2, 16, 60)
-    jax.eval_shape(partial(jaxtyped(typechecker=beartype)(attention.write), XLA), *args, jnp.ones((3, 5), bool))
+    jax.eval_shape(partial(jaxtyped(typechecker=beartype)(cache_write.write), XLA), *args, jnp.ones((3, 5), bool))
     q, k, v = Source(0).normal(2, 7, 2, 3, 8), *(Source(1).normal(2, 9, 2, 8) for _ in "kv")
     low = jnp.zeros((2, 7), jnp.int32)
     jax.eval_shape(jaxtyped(typechecker=beartype)(interval_attention.interval_attention), q, k, v, low, low + 9)

@@ -92,7 +92,7 @@ def attention(source, rows, tokens, heads, kv_heads, dim, capacity, window=None,
 
 
 def written(source, rows, tokens, kv_heads, dim, capacity, dtype=jnp.float32):
-    """(cache, k, v, positions) of `ops.attention.write`: rows of a larger cache, and one that is past its end."""
+    """(cache, k, v, positions) of `ops.cache_write.write`: rows of a larger cache, and one that is past its end."""
     cache = _paged(source, rows + 1, kv_heads, dim, capacity, dtype)
     slots = np.arange(rows, 0, -1)
     slots[1:2] = rows + 7

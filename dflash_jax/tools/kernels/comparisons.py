@@ -12,7 +12,8 @@ import numpy as np
 from dflash_jax.models.config import RopeSpec
 from dflash_jax.models.rope import rope_angles
 from dflash_jax.ops import attention as attention_op
-from dflash_jax.ops import frame_attention, gated_delta, linear, moe
+from dflash_jax.ops import cache_write, frame_attention, gated_delta, linear, moe
+from dflash_jax.ops import rotation as rotation_op
 from dflash_jax.ops.backend import Backend, Implementation
 from dflash_jax.ops.card import HOPPER, Card
 from dflash_jax.tools.kernels import arguments
@@ -167,7 +168,7 @@ def writing(source, sizes: Sizes, rows, tokens, dtype) -> Comparison:
 
     args = cache, *(jnp.where(keep[:, :, None, None], x, jnp.nan) for x in (k, v)), positions, keep
     return Comparison(
-        dtype, partial(attention_op.write, on_card()), partial(attention_op.write, XLA), args, permuted,
+        dtype, partial(cache_write.write, on_card()), partial(cache_write.write, XLA), args, permuted,
         in_place=True, to_the_bit=True,
     )  # fmt: skip
 
@@ -182,8 +183,8 @@ def rotation(source, sizes: Sizes, rows, tokens, dtype, heads) -> Comparison:
     norms = [source.normal(dim, dtype=dtype) for _ in "qk"]
 
     options = {"eps": 1e-6, "offset": 1.0}
-    definition = partial(attention_op.rotate_reference, XLA, **options)
-    kernel = partial(kernel_of(attention_op.ROTATIONS), **options)
+    definition = partial(rotation_op.reference, XLA, **options)
+    kernel = partial(kernel_of(rotation_op.IMPLEMENTATIONS), **options)
 
     def permuted(args, order):
         return *jax.tree.map(lambda x: x[order], args[:3]), args[3]

@@ -161,7 +161,7 @@ def rotate(
     eps: float = 0.0,
     offset: float = 0.0,
 ) -> tuple[Float[Array, "B T N D"] | None, Float[Array, "B T K D"]]:
-    """`ops.attention.rotate` in float32, without a gradient.
+    """`ops.rotation.rotate` in float32, without a gradient.
 
     XLA computes the cosine and the sine of an angle again for each head, as parts of its fusions.
     """
@@ -183,7 +183,7 @@ def write(
     rows: Int[Array, " B"],
     positions: Int[Array, "B T"],
 ) -> list[Array]:
-    """`ops.attention.write_reference` in place, for keys and values in the buffers' dtype."""
+    """`ops.cache_write.reference` in place, for keys and values in the buffers' dtype."""
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k_buffer, v_buffer)]
     call: Any = jax.ffi.ffi_call("DflashWrite", shapes, input_output_aliases={0: 0, 1: 1})
     return call(k_buffer, v_buffer, table, k, v, rows, positions.astype(jnp.int32))

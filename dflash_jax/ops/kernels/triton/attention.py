@@ -199,7 +199,7 @@ def write_triton(
     rows: Int[Array, " B"],
     positions: Int[Array, "B T"],
 ) -> tuple[Array, ...]:
-    """`ops.attention.write_reference`, in place.
+    """`ops.cache_write.reference`, in place.
 
     Args:
         card: The card that tiles are chosen for.
@@ -236,7 +236,7 @@ def rotate_triton(
     eps: float = 0.0,
     offset: float = 0.0,
 ) -> tuple[Array | None, Array]:
-    """`ops.attention.rotate`, with the card in place of the backend."""
+    """`ops.rotation.rotate`, with the card in place of the backend."""
     b, t, heads, d = k.shape
     n, half = 0 if q is None else q.shape[2], angles[0].shape[-1]
     out = [jax.ShapeDtypeStruct((b, t, n, d), k.dtype), jax.ShapeDtypeStruct(k.shape, k.dtype)]

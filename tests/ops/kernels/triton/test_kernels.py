@@ -16,7 +16,7 @@ from dflash_jax.models.cache import init_cache
 from dflash_jax.models.config import AttentionSpec, GatedDeltaSpec, MoeSpec, RopeSpec
 from dflash_jax.models.layers import Attention, with_backend
 from dflash_jax.models.rope import rope_angles
-from dflash_jax.ops import attention, moe
+from dflash_jax.ops import attention, cache_write, moe, rotation
 from dflash_jax.ops.backend import XLA, Backend
 from dflash_jax.ops.card import HOPPER
 from dflash_jax.ops.kernels.cpu import calls as cpu
@@ -172,8 +172,8 @@ def test_rotation_in_triton_equals_its_definition(heads, gated, rotated):
     angles = rope_angles(jnp.asarray([[3, 4, 5], [70, 71, 72]]), rope)
     for norm in (False, True):
         norms = [normal(rng, 32), normal(rng, 32)] if norm else [None, None]
-        expected = attention.rotate(PLAIN, q, k, angles, norms, 1e-6, 1.0)
-        found = attention.rotate(replace(CUDA, on_choice=assert_triton), q, k, angles, norms, 1e-6, 1.0)
+        expected = rotation.rotate(PLAIN, q, k, angles, norms, 1e-6, 1.0)
+        found = rotation.rotate(replace(CUDA, on_choice=assert_triton), q, k, angles, norms, 1e-6, 1.0)
         for one, other in zip(found, expected, strict=True):
             assert (one is None) == (other is None)
             if one is not None:
@@ -257,8 +257,8 @@ def test_writing_in_triton_equals_its_definition(rows, tokens, capacity):
     cache, k, v, positions = arguments.written(Source(tokens), rows, tokens, 2, 16, capacity)
     for kept in {*range(min(tokens, 6)), tokens}:
         args = cache, k, v, positions, jnp.arange(tokens) < jnp.full((rows, 1), kept)
-        expected = attention.write(PLAIN, *args)
-        found = attention.write(replace(CUDA, on_choice=assert_triton), *args)
+        expected = cache_write.write(PLAIN, *args)
+        found = cache_write.write(replace(CUDA, on_choice=assert_triton), *args)
         jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
