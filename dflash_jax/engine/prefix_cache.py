@@ -19,8 +19,9 @@ from dflash_jax.engine.prefix_tiers import BROUGHT_SHARE, Copies, Piece, PrefixT
 GRID = 4096
 # Messages of fewer tokens do not get a snapshot of their own.
 MIN_MESSAGE = 16
-# A snapshot between two others goes where the distance of these is at most so many times their distance from either end
-# of the conversation: without it, a prompt that diverges there prefills at most so many times what it shares or drops.
+# A snapshot between two others is dropped where the distance of these is at most `SPACING` times their distance from
+# either end of the conversation: then a prompt that diverges there prefills at most `SPACING` times what it shares or
+# drops.
 SPACING = 3
 
 

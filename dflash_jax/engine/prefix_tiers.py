@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-# The part of the device tier, one in so many, that may be without a copy on the host.
+# One part in `UNSAVED_SHARE` of the device tier may be without a copy on the host.
 UNSAVED_SHARE = 2
-# The part of the device tier that one hit brings back from the host at most. Where it brings more, as for a long
-# conversation, the rest is copied to the slot alone, and other prefixes stay on the device.
+# One hit brings back from the host at most one part in `BROUGHT_SHARE` of the device tier. Where it brings more, as for
+# a long conversation, the rest is copied to the slot alone, and other prefixes stay on the device.
 BROUGHT_SHARE = 4
 
 

@@ -69,7 +69,7 @@ class DecodeScheduler:
         ready, count = candidates, self._runner.largest_shard([r.slot for r in candidates])
         is_masked = {r.mask is not None for r in candidates}
         if len(is_masked) == 2 and max(self._sizes(True)) < count:
-            # Rounds with masks are not compiled for so many: requests with and without masks take turns.
+            # Rounds with masks are compiled for fewer: requests with and without masks take turns.
             ready = [r for r in candidates if (r.mask is None) == (candidates[0].mask is None)]
             count = self._runner.largest_shard([r.slot for r in ready])
         limit = self._config.max_decode_batch or len(ready)

@@ -24,7 +24,7 @@ from dflash_jax.errors import EngineError
 SILENCE_S = 20
 # Seconds in which all followers must connect: behind `distributed.start`, they need none.
 CONNECT_S = 120.0
-# A stranger's connection is closed behind so many seconds, or when so many others are open.
+# A stranger's connection is closed after `GREETING_S` seconds, or when `GREETINGS` others are open.
 GREETING_S, GREETINGS = 5.0, 64
 
 # Begins what each end says first. The last byte is the version.

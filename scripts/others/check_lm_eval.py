@@ -108,18 +108,18 @@ def main() -> int:
     args = p.parse_args()
     if find_spec("httpx") is None:
         p.error('this needs the extra server: pip install "dflash-jax[server]"')
-    held = documents(LLM())
+    asked = documents(LLM())
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         data = folder / "data.jsonl"
-        data.write_text("".join(json.dumps(d) + "\n" for d in held), encoding="utf-8")
+        data.write_text("".join(json.dumps(d) + "\n" for d in asked), encoding="utf-8")
         for task, more in (("tiny_choice", CHOICE), ("tiny_text", TEXT)):
             (folder / f"{task}.yaml").write_text(TASK.format(name=task, data=data) + more, encoding="utf-8")
         with serving(folder / "server.log") as url:
             results = evaluate(args.lm_eval_python, url, folder, ["tiny_choice", "tiny_text"])
     found = {"accuracy": results["tiny_choice"]["acc,none"], "exact match": results["tiny_text"]["exact_match,none"]}
-    print(f"{len(held)} documents: " + ", ".join(f"{name} {value}" for name, value in found.items()))
-    return 0 if held and set(found.values()) == {1.0} else 1
+    print(f"{len(asked)} documents: " + ", ".join(f"{name} {value}" for name, value in found.items()))
+    return 0 if asked and set(found.values()) == {1.0} else 1
 
 
 if __name__ == "__main__":

@@ -199,7 +199,7 @@ class Server:
 
 
 def translated(args) -> list[str]:
-    """A command line of theirs without what is about their machine. Skips the test where our server refuses it."""
+    """The other server's command line without what is about its machine. Skips the test where our server refuses it."""
     from dflash_jax.cli.serve_arguments import parse
     from dflash_jax.errors import InputError
 

@@ -2,7 +2,8 @@
 
 import { button, element, mediumView } from "./turns.js";
 
-// A larger image is sent with at most so many pixels a side: the model reads no more, and the browser keeps little.
+// An image of more than LARGE_BYTES is sent with at most MOST_SIDE pixels a side: the model reads no more, and the browser
+// keeps little.
 const LARGE_BYTES = 2 ** 20, MOST_SIDE = 2048, MOST_BYTES = 32 * 2 ** 20;
 
 export class Attachments {
