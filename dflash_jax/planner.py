@@ -80,7 +80,7 @@ def measure_slot(
     """
     import jax
 
-    from dflash_jax.decoding.state import Settings, empty_state, is_kv_cache, state_specs
+    from dflash_jax.decoding.state import DecodeState, Settings, empty_state, is_kv_cache, state_specs
     from dflash_jax.models.drafting import DraftWindow
     from dflash_jax.ops.cache import PAGE_SIZE, DeltaState, window_pages
 
@@ -90,10 +90,11 @@ def measure_slot(
         leaves = zip(jax.tree.leaves(tree), jax.tree.leaves(specs), strict=True)
         return sum(math.prod(x.shape) * x.dtype.itemsize / parts_of(layout, s) * layout.data for x, s in leaves)
 
-    def measure(length: int, *pages: int) -> tuple[float, float, float, list[float]]:
+    def shapes(length: int, pages: tuple[int, int]) -> DecodeState:
+        return jax.eval_shape(partial(empty_state, target, drafter, layout.data, length, settings, pages))
+
+    def measure(state: DecodeState) -> tuple[float, float, float, list[float]]:
         """Bytes of the state, of its target's and its drafter's caches, and of each recurrent state."""
-        make = partial(empty_state, target, drafter, layout.data, length, settings, (pages[0], pages[1]))
-        state = jax.eval_shape(make)
         specs = state_specs(target, drafter, state)
         states = [size(c, s) for c, s in zip(state.target, specs.target, strict=True) if isinstance(c, DeltaState)]
         parts = (state, specs), (state.target, specs.target), (state.draft, specs.draft)
@@ -102,14 +103,14 @@ def measure_slot(
 
     # Linear in the length, but for pages.
     length = 2**16
-    bare, bare_target, bare_draft, recurrent = measure(length, 0, 0)
-    slope = (measure(2 * length, 0, 0)[0] - bare) / length
-    whole, targets, drafts, _ = measure(length, 1, 0)
-    windowed_kv = (measure(length, 0, 1)[0] - bare) / PAGE_SIZE
-    caches = jax.tree.leaves(
-        jax.eval_shape(partial(empty_state, target, drafter, 1, length, settings)).draft, is_leaf=is_kv_cache
-    )
+    empty = shapes(length, (0, 0))
+    bare, bare_target, bare_draft, recurrent = measure(empty)
+    slope = (measure(shapes(2 * length, (0, 0)))[0] - bare) / length
+    whole, targets, drafts, _ = measure(shapes(length, (1, 0)))
+    caches = jax.tree.leaves(empty.draft, is_leaf=is_kv_cache)
     windows = [(c.window, c.sinks) for c in caches if is_kv_cache(c) and c.window is not None]
+    # A state's shapes are a trace of all layers: none for pages that no cache has.
+    windowed_kv = (measure(shapes(length, (0, 1)))[0] - bare) / PAGE_SIZE if windows else 0.0
     last, first = max((w for w, _ in windows), default=0), max((n for _, n in windows), default=0)
     windowed = windowed_kv * PAGE_SIZE * window_pages(last, first, 0, length) if windows else 0
     return Slot(
