@@ -1,5 +1,6 @@
 """Where prompts are cut, and what is kept of them."""
 
+import sys
 from collections import Counter
 from itertools import pairwise
 
@@ -339,9 +340,9 @@ def test_a_salt_parts_prefixes():
     assert len({*plain, *one, *other}) == 9
 
 
-def test_a_conversation_of_thousands_of_messages_is_lost_without_recursion():
-    kept = PrefixCache(10**6, 0, MockPages())
-    last = conversation(kept, "t", [20] * 3000)
-    assert len(last.chain()) == 3000
+def test_a_conversation_of_more_messages_than_frames_is_lost_without_recursion():
+    kept, count = PrefixCache(10**6, 0, MockPages()), sys.getrecursionlimit() + 200
+    last = conversation(kept, "t", [20] * count)
+    assert len(last.chain()) == count
     assert add(kept, "other", size=10**6)
     assert len(kept) == 1

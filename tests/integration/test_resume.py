@@ -1,7 +1,5 @@
 """A request that goes on behind the tokens of an earlier run gives the tokens of an unbroken run."""
 
-import random
-
 import pytest
 
 from dflash_jax import LLM, SamplingParams
@@ -10,7 +8,7 @@ from dflash_jax.engine.request import ReadyMasks, Request
 from dflash_jax.engine.token_rules import Rules, TokenRules, packed
 
 PROMPT = "def clamp(value, low, high):\n    "
-NEW = 12
+NEW = 8
 PARAMS = {
     "greedy": SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True),
     "sampled": SamplingParams(
@@ -63,7 +61,7 @@ def run(engine, params: SamplingParams, known=(), mask=None) -> Request:
 def test_request_with_known_tokens_gives_the_rest_of_the_unbroken_run(engine, name):
     whole = run(engine, PARAMS[name])
     assert len(whole.tokens) == NEW
-    for count in (1, *random.Random(name).sample(range(2, NEW - 1), 2), NEW - 1):
+    for count in (1, 3 if name == "greedy" else 5, NEW - 1):
         resumed = run(engine, PARAMS[name], whole.tokens[:count])
         assert resumed.tokens == whole.tokens, count
         assert resumed.finish_reason == "length"
@@ -75,7 +73,7 @@ def test_masks_of_a_resumed_request_see_the_known_tokens(engine):
     vocab = engine[0].config.vocab_size
     whole = run(engine, PARAMS["sampled"], mask=EvenThenOdd(vocab))
     assert [token % 2 for token in whole.tokens[:4]] == [0, 1, 0, 1]
-    for count in (1, 9):
+    for count in (1, NEW - 3):
         assert run(engine, PARAMS["sampled"], whole.tokens[:count], EvenThenOdd(vocab)).tokens == whole.tokens, count
 
 
