@@ -23,6 +23,8 @@ if os.environ.get("PYTEST_XDIST_WORKER", "gw0") != "gw0":
 
 # Commands in processes of their own write no line for a step that takes long on a busy machine.
 os.environ.setdefault("DFLASH_PROGRESS", "0")
+# Without the package's bytecode each of them would compile all modules anew, a tenth of the time of its start.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # They share one directory of compiled programs with this process.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".cache" / "jax"))
 
