@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 WANTED := $(if $(EXTRA),[$(EXTRA)],)
 
-.PHONY: demo test check-long python clean
+.PHONY: demo test types pytest check-long python clean
 
 demo: $(VENV)/.demo$(EXTRA)
 	@$(BIN)/python -m dflash_jax demo
@@ -18,7 +18,13 @@ demo: $(VENV)/.demo$(EXTRA)
 test: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	@# Beside one another: basedpyright, which has one thread, writes its report at once when it ends.
+	$(MAKE) --no-print-directory --jobs=2 types pytest
+
+types: $(VENV)/.test
 	$(BIN)/basedpyright
+
+pytest: $(VENV)/.test
 	$(BIN)/python -m pytest -n $$(( $$(getconf _NPROCESSORS_ONLN) + 1 )) --dist loadfile --no-loadscope-reorder
 
 check-long: $(VENV)/.test
