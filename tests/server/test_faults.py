@@ -123,7 +123,9 @@ print(llm.generate(["def f("], SamplingParams(max_tokens=4, temperature=0.0))[0]
 """
 
 
-@pytest.mark.parametrize("kind", ["full", pytest.param("no directory", marks=pytest.mark.long), "no user cache"])
+@pytest.mark.parametrize(
+    "kind", ["full", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("no directory", "no user cache"))]
+)
 def test_a_cache_that_cannot_be_written_is_one_line(llm, kind, tmp_path):
     (tmp_path / "file").touch()
     directory = tmp_path / ("cache" if kind == "full" else "file")
