@@ -11,6 +11,8 @@ from dflash_jax.cli.demo import duration, main
 from dflash_jax.errors import InputError
 from dflash_jax.frontend import compare
 
+pytestmark = pytest.mark.usefixtures("shared_models")
+
 LAST = (
     r"Plain [\d.]+ m?s, drafted [\d.]+ m?s: \d+\.\d times as fast, the same 160 tokens\n"
     r"(Commands decode plainly .*\n)?$"

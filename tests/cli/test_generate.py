@@ -10,8 +10,11 @@ import sys
 import jax
 import pytest
 
+from dflash_jax import LLM, progress
 from dflash_jax.cli.generate import main, with_rate
 from tests.helpers import without_kernels_line
+
+pytestmark = pytest.mark.usefixtures("shared_models")
 
 PROMPT = ["--prompt", "def main(", "--max-new-tokens", "24"]
 
@@ -115,8 +118,6 @@ def test_compare_says_why_auto_decodes_plainly(capsys, monkeypatch):
 
 
 def test_progress_is_shown_again_behind_the_text(capsys, monkeypatch):
-    from dflash_jax import LLM, progress
-
     hidden, pieces = [], LLM.pieces
 
     def watched(*args):
