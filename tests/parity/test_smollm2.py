@@ -110,8 +110,8 @@ def test_digits_are_tokens_without_preceding_spaces(llm):
 
 
 def test_logits_of_smollm2_equal_those_of_transformers(llm, model):
-    # Half of them: transformers computes each in float64, too.
-    rows = [llm.encode(prompt) for prompt in PROMPTS[::2]]
+    # Three of them: transformers computes each in float64, too.
+    rows = [llm.encode(prompt) for prompt in PROMPTS[::4]]
     tokens = np.zeros((len(rows), max(map(len, rows))), np.int32)
     for i, row in enumerate(rows):
         tokens[i, : len(row)] = row
