@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from dflash_jax.engine import model_runner
 from dflash_jax.engine.config import NO_DRAFTER, Speculation, speculations_of
 from dflash_jax.engine.draft_length import DraftLengthPolicy
 from dflash_jax.engine.executables import Executables
@@ -125,7 +126,10 @@ def test_requests_whose_program_cannot_be_compiled_end_with_an_error(kind):
 @pytest.fixture(scope="module")
 def programs():
     target = tiny.target("da", moe="")
-    return Executables(target, tiny.drafter(target))
+    with pytest.MonkeyPatch.context() as patch:
+        # Each is traced, and compiled, for every width.
+        patch.setattr(model_runner, "BATCH_SIZES", (1, 4))
+        yield Executables(target, tiny.drafter(target))
 
 
 def answers(engine, count: int = 12) -> list[list[int]]:
