@@ -72,6 +72,7 @@ def load(args, system):
         **llm_options(args, system),
         prefix_bytes=args.prefix_bytes,
         prefix_host_bytes=args.prefix_host_bytes,
+        swap_space=args.swap_space,
         tokenizer=args.tokenizer,
         chat_template=args.chat_template,
         chat_template_kwargs=args.default_chat_template_kwargs,

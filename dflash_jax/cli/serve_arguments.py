@@ -160,6 +160,13 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="the host's memory for those that the device has no room for (default: a quarter of what is free)",
     )
+    load.add_argument(
+        "--swap-space",
+        type=float,
+        metavar="GIB",
+        help="the host's memory for each device, for requests whose pages leave it; others compute their tokens again "
+        "(default: a quarter of what is free)",
+    )
 
     drafting = p.add_argument_group("drafting")
     drafting.add_argument("--block-size", type=block_size, default="auto", metavar="B", help="1, a number, or auto")

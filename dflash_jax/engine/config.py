@@ -105,6 +105,8 @@ class EngineConfig:
             others, None is all.
         prefix_bytes: Bytes of the prefix cache on one device; 0 for none.
         prefix_host_bytes: Bytes of its second tier, in this host's pinned memory; 0 for none.
+        swap_bytes: Bytes of one device's pages that may wait on the host, of requests that are swapped out; None for
+            as many as the host has memory for. Requests beyond them compute their tokens again.
         markers: Token ids that open a message.
         adaptive: Whether the block size "auto" is chosen by measured cost and acceptance; otherwise it is the largest.
         masks: Whether requests may have masks, so that warm-up compiles their programs.
@@ -120,6 +122,7 @@ class EngineConfig:
     max_decode_batch: int | None = None
     prefix_bytes: int = 0
     prefix_host_bytes: int = 0
+    swap_bytes: int | None = None
     markers: frozenset[int] = frozenset()
     adaptive: bool = True
     masks: bool = False

@@ -7,6 +7,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import replace
+from math import isnan
 
 from dflash_jax.engine.config import EngineConfig
 from dflash_jax.engine.dispatch import Dispatch, Outcome, StepTicket
@@ -234,6 +235,7 @@ class Engine:
 
     def _launch(self) -> bool:
         """Starts the device's next work; False where there is none."""
+        self._requeue()
         self._swap_in()
         self._admit()
         started, prefills = self.runner.clock, self._prefill()
@@ -267,23 +269,42 @@ class Engine:
         return [request for slot, request in self._by_slot.items() if self.runner.shard(slot) == shard]
 
     def _swap_out(self, request: Request) -> None:
-        """Copies a request's pages to the host, where they wait until there is room for them."""
+        """Copies a request's pages to the host, where they wait until there is room for them.
+
+        Where the host has no memory left for them, they are given up, and the request computes its tokens again.
+        """
         self.statistics.preemptions += 1
         self._prefiller.stop_caching(request)
-        while (copy := self.pages.swap_out(request.slot)) is None:
-            if not self.prefix_cache.tiers.give_up_host_memory():
-                error = UnavailableError("neither the device nor the host has memory left for this request")
-                self._events.append(self._end(request, "error", error=error))
-                return
-        request.swapped = copy
+        may_swap, copy = self._may_swap(request), None
+        while may_swap and (copy := self.pages.swap_out(request.slot)) is None:
+            may_swap = self.prefix_cache.tiers.give_up_host_memory()
+        request.swapped, request.must_recompute = copy, copy is None
+        if copy is None:
+            self.pages.release(request.slot)
+
+    def _may_swap(self, request: Request) -> bool:
+        """Whether a request's pages may wait on the host beside those that do."""
+        copies = [r.swapped for r in self._by_slot.values() if isinstance(r.swapped, OnHost)]
+        counts = [self.pages.counts(request.slot), *(copy.counts for copy in copies)]
+        limit = self.config.swap_bytes
+        return limit is None or sum(map(self.pages.bytes_of, counts)) <= limit
+
+    def _requeue(self) -> None:
+        """Queues requests whose pages are given up. They go on behind their tokens, as if submitted with them."""
+        if not any(request.must_recompute for request in self._by_slot.values()):
+            return
+        # Programs that started before they lost their pages bring tokens still.
+        self._events += self._collect(keep=0)
+        for request in [r for r in self._by_slot.values() if r.must_recompute]:
+            self._leave_slot(request)
+            request.slot, request.must_recompute, request.resumed = NO_SLOT, False, len(request.tokens)
+            request.prefilled, request.cached, request.prompt_entries = 0, 0, []
+            heapq.heappush(self._queue, (*request.rank, request))
 
     def _swap_in(self) -> None:
         """Brings pages back from the host where there is room for them beside the requests ahead."""
         for request in sorted((r for r in self._by_slot.values() if r.swapped is not None), key=lambda r: r.rank):
             copy = request.swapped
-            if copy is None:
-                # Ended meanwhile.
-                continue
             assert isinstance(copy, OnHost)
             ahead = [r for r in self._in_shard(self.runner.shard(request.slot)) if r.rank < request.rank]
             taken = (0, 0)
@@ -334,9 +355,10 @@ class Engine:
             request.slot, self._by_slot[slot] = slot, request
             shard = self.runner.shard(slot)
             promised[shard] = added(promised[shard], needs)
-            request.times = replace(request.times, admitted=self.runner.clock)
             self.runner.admit(slot, request)
-            self.statistics.prompt_tokens += len(request.prompt)
+            if isnan(request.times.admitted):
+                request.times = replace(request.times, admitted=self.runner.clock)
+                self.statistics.prompt_tokens += len(request.prompt)
             if len(request.context) > 1:
                 block_size = request.block_size
                 self._prefiller.add(request, self._scheduler.is_drafting if block_size == "auto" else block_size > 1)
@@ -351,9 +373,7 @@ class Engine:
         budget = self.config.max_num_batched_tokens - decoding
         started, complete = self._prefiller.run(max(budget, self.config.prefill_sizes[0]))
         for request in complete:
-            # A later one may have taken its pages, without room for them on the host.
-            if request.finish_reason is None:
-                self._scheduler.add(request)
+            self._scheduler.add(request)
         return started
 
     def _decode(self) -> tuple[list[Request], Dispatch | None, object]:
@@ -363,7 +383,7 @@ class Engine:
             self._events += self._collect(keep=0)
         can_mask = self._scheduler.can_mask()
         late = [r for r in self._scheduler.requests if r.mask and not (can_mask and not self._masking.is_late(r))]
-        absent = [r for r in self._scheduler.requests if r.swapped is not None]
+        absent = [r for r in self._scheduler.requests if not r.is_resident]
         while batch := self._scheduler.batch(late + absent):
             dispatch = self._scheduler.plan(batch)
             if any(r.mask for r in batch):
@@ -406,7 +426,8 @@ class Engine:
                     self.runner.wait(handle)
                 else:
                     take_scores(request, self.runner.read_scores(handle))
-                request.times = replace(request.times, prefilled=self.runner.clock)
+                if isnan(request.times.first_token):
+                    request.times = replace(request.times, prefilled=self.runner.clock)
             if ticket.dispatch is None:
                 self.statistics.wait_s += self.runner.clock - began
                 self._last_done = self.runner.clock
@@ -451,9 +472,13 @@ class Engine:
             self._results.close_mask(request)
         request.swapped = None
         if request.slot != NO_SLOT:
-            self._free.append(request.slot)
-            del self._by_slot[request.slot]
-            self.pages.release(request.slot)
-            self._scheduler.remove(request)
-            self._prefiller.remove(request)
+            self._leave_slot(request)
         return Event(request, list(tokens), list(yielded), finish_reason=finish_reason, **fields)
+
+    def _leave_slot(self, request: Request) -> None:
+        """Frees a request's slot and pages, and takes it from prefill and decoding."""
+        self._free.append(request.slot)
+        del self._by_slot[request.slot]
+        self.pages.release(request.slot)
+        self._scheduler.remove(request)
+        self._prefiller.remove(request)

@@ -261,9 +261,12 @@ class Pages:
 
     def bytes(self, kept: Kept) -> int:
         """Bytes on one device."""
-        full, windowed = self._runner.page_bytes
         arrays = 0 if kept.snapshot is None else self._runner.bytes(kept.snapshot)
-        return len(kept.pages) * full + len(kept.windowed) * windowed + arrays
+        return self.bytes_of((len(kept.pages), len(kept.windowed))) + arrays
+
+    def bytes_of(self, counts: tuple[int, int]) -> int:
+        """Bytes on one device of so many pages of both kinds."""
+        return sum(n * size for n, size in zip(counts, self._runner.page_bytes, strict=True))
 
     def keep(self, kept: Kept) -> None:
         """Gives the pages a prefix as a user."""

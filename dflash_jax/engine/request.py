@@ -138,10 +138,11 @@ class Request:
         media: The images and videos of the prompt; None for text.
         slot: The slot, once admitted; `NO_SLOT` before. This field and those below are written by the engine.
         tokens: New tokens so far. A request that is submitted with tokens goes on behind them.
-        resumed: How many tokens it was submitted with.
+        resumed: How many tokens it was submitted with, or had when its pages were given up.
         order: Number of its submission.
         ahead: New tokens at most that started dispatches bring and that are not in ``tokens``.
         swapped: Its pages, while they are on the host; None otherwise.
+        must_recompute: Whether its pages are given up without a copy. It goes back into the queue.
         prefilled: Prompt tokens in the caches.
         cached: Prompt tokens that came from the prefix cache.
         prompt_entries: Log-probabilities of the prompt's tokens but the first, as in `Event.logprobs`.
@@ -168,6 +169,7 @@ class Request:
     order: int = field(default=0, init=False)
     ahead: int = field(default=0, init=False)
     swapped: object = field(default=None, init=False, repr=False)
+    must_recompute: bool = field(default=False, init=False)
     prefilled: int = field(default=0, init=False)
     cached: int = field(default=0, init=False)
     prompt_entries: list[dict] = field(default_factory=list, init=False)
@@ -181,13 +183,14 @@ class Request:
 
     @property
     def context(self) -> list[int]:
-        """The prompt, and the tokens that it was submitted with."""
+        """The prompt, and the tokens that are prefilled with it."""
         return [*self.prompt, *self.tokens[: self.resumed]]
 
     @property
     def is_resident(self) -> bool:
         """Whether it has a slot, and pages on the device where it needs some."""
-        return self.slot != NO_SLOT and self.swapped is None and self.finish_reason is None
+        has_left = self.swapped is not None or self.must_recompute
+        return self.slot != NO_SLOT and not has_left and self.finish_reason is None
 
     @property
     def rank(self) -> tuple[int, int]:

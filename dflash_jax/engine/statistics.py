@@ -13,7 +13,7 @@ class Statistics:
         prompt_tokens: Prompt tokens of admitted requests.
         cached_tokens: Prompt tokens that came from the prefix cache.
         new_tokens: Generated tokens.
-        preemptions: How often a request's pages were moved to the host.
+        preemptions: How often a request's pages were moved to the host, or given up and computed again.
         rounds: Decoding rounds, summed over sequences.
         drafts: Rounds that had drafts.
         draft_tokens: Tokens drafted in them.

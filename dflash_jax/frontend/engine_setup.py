@@ -36,6 +36,7 @@ def engine_setup(
     draft_window: DraftWindow,
     prefix_bytes: int,
     prefix_host_bytes: int,
+    swap_bytes: int,
     markers: frozenset[int],
     max_num_batched_tokens: int | None = None,
     **options,
@@ -50,6 +51,7 @@ def engine_setup(
         draft_window: What the drafter sees of the context.
         prefix_bytes: As in `EngineConfig`.
         prefix_host_bytes: As in `EngineConfig`.
+        swap_bytes: As in `EngineConfig`.
         markers: As in `EngineConfig`.
         max_num_batched_tokens: As in `EngineConfig`; None takes the platform's default.
         **options: Further fields of `EngineConfig`, which override the platform's.
@@ -69,6 +71,7 @@ def engine_setup(
         max_decode_batch=1 if reproducible else None,
         prefix_bytes=prefix_bytes,
         prefix_host_bytes=prefix_host_bytes,
+        swap_bytes=swap_bytes,
         markers=markers,
         adaptive=not reproducible,
         **(prefill | options),

@@ -81,6 +81,7 @@ class LLM(Generation):
         slots: int = 32,
         prefix_bytes: int | None = None,
         prefix_host_bytes: int | None = None,
+        swap_space: float | None = None,
         mem_fraction: float = 0.9,
         draft_window_size: int | None = None,
         draft_sink_size: int = 0,
@@ -126,6 +127,7 @@ class LLM(Generation):
         self.block_size, self.slots = given.block_size, given.slots
         free = free if self._group is None else self._group.free_memory
         self.prefix_bytes, self.prefix_host_bytes = given.prefix_budget, given.prefix_host_budget(free)
+        self.swap_bytes = given.swap_budget(free)
         self.mem_fraction = given.mem_fraction
         size, limit = given.draft_window_size, self.config.max_positions
         self.draft_window = DraftWindow(None if size is None else min(size, limit), min(given.draft_sink_size, limit))
@@ -287,6 +289,7 @@ class LLM(Generation):
             draft_window=self.draft_window,
             prefix_bytes=self.prefix_bytes,
             prefix_host_bytes=self.prefix_host_bytes,
+            swap_bytes=self.swap_bytes,
             markers=self.tokenizer.markers if self.tokenizer and self.prefix_bytes else frozenset(),
             media=self.media is not None,
             **options,

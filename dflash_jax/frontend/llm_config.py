@@ -41,6 +41,9 @@ class LLMConfig:
             256 MiB on CPU.
         prefix_host_bytes: Bytes of the host's pinned memory for prefixes that the device has no room for; None takes a
             quarter of what is free, and none on CPU, where both would be the same memory.
+        swap_space: GiB of the host's memory for each device, where requests wait whose pages leave the device; those
+            that it has no room for compute their tokens again. None takes a quarter of what is free, divided among the
+            devices.
         mem_fraction: Share of a device's memory that may be used.
         draft_window_size: The last positions of the context that the drafter sees; None for all.
         draft_sink_size: The first positions that it sees beside them.
@@ -81,6 +84,7 @@ class LLMConfig:
     slots: int = 32
     prefix_bytes: int | None = None
     prefix_host_bytes: int | None = None
+    swap_space: float | None = None
     mem_fraction: float = 0.9
     draft_window_size: int | None = None
     draft_sink_size: int = 0
@@ -145,6 +149,7 @@ class LLMConfig:
         check("prefix_host_bytes", lambda v: 0 <= v <= MAX_BYTES, f"0 (none) to {MAX_BYTES}")
         if self.prefix_host_bytes and self.prefix_bytes == 0:
             raise wrong("prefix_host_bytes", self.prefix_host_bytes, "0, since prefix_bytes is 0: no prefix is kept")
+        check("swap_space", lambda v: 0 <= v * 2**30 <= MAX_BYTES, f"0 (none) to {MAX_BYTES >> 30}")
         check("media_cache_bytes", lambda v: 0 <= v <= MAX_BYTES, f"0 (none) to {MAX_BYTES}")
         check("limit_mm_per_prompt", _are_counts, "a dict of whole numbers under image and video")
         check("mem_fraction", lambda v: 0 < v <= 1, "above 0 and at most 1")
@@ -189,6 +194,12 @@ class LLMConfig:
         if not self.prefix_budget or not has_pinned_memory():
             return 0
         return free // 4
+
+    def swap_budget(self, free: int) -> int:
+        """Bytes of a device's pages that may wait on the host; ``free`` as in `prefix_host_budget`."""
+        if self.swap_space is not None:
+            return int(self.swap_space * 2**30)
+        return free // (4 * jax.local_device_count())
 
     def largest_block(self, drafter_block: int) -> int:
         """The largest block size with a drafter of block size ``drafter_block``; 1 is no drafter.

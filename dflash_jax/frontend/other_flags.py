@@ -260,7 +260,7 @@ REFUSED = (
         --enable-cumem-allocator --kv-cache-memory-bytes= --num-gpu-blocks-override=
         --prefix-cache-retention-interval=0 --kv-sharing-fast-prefill --swa-bounded-replay! --kv-offloading-size=
         --kv-offloading-backend=native --offload-backend=auto --cpu-offload-params+= --offload-params+=
-        --max-num-active-seqs= --disable-hybrid-kv-cache-manager --swap-space=0
+        --max-num-active-seqs= --disable-hybrid-kv-cache-manager
         """,
     ),
     Group(

@@ -107,7 +107,7 @@ class Metrics:
         yield gauge("num_requests_running", "Requests in a slot.", engine.running)
         yield gauge("num_requests_waiting", "Requests in the queue.", engine.waiting)
         yield gauge("num_requests_swapped", "Requests whose keys and values are on the host.", engine.swapped)
-        yield counter("num_preemptions", "How often keys and values were moved to the host.", s.preemptions)
+        yield counter("num_preemptions", "How often they were moved there, or given up.", s.preemptions)
         yield gauge("kv_cache_usage_perc", "Pages that requests use, 1 for all.", engine.usage)
         yield self._cache_config()
         yield counter("prompt_tokens", "Prompt tokens.", s.prompt_tokens)

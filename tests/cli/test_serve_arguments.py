@@ -179,7 +179,6 @@ WRONG = [
     (["--sparkle"], "unrecognized arguments: --sparkle .*docs/flags.md"),
     (["--quantization", "awq"], "'awq' is not supported: fp8 and int8 are"),
     (["--kv-cache-dtype", "fp8"], "--kv-cache-dtype fp8 is refused: .*possible: auto"),
-    (["--swap-space", "8"], "--swap-space 8 is refused"),
     (["--page-size", "64"], "--page-size 64 is refused"),
     (["--max-logprobs", "-2"], "--max-logprobs -2: it must be -1 or more"),
     (["--reasoning-config", '{"reasoning_end_str": "done"}'], "reasoning_end_str is 'done': only '</think>'"),

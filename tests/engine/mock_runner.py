@@ -24,11 +24,11 @@ def next_token(tokens: list[int]) -> int:
     return END if token == 0 else 1 + token % (VOCAB - 1)
 
 
-def expected(prompt: list[int], new: int) -> list[int]:
+def expected(prompt: list[int], new: int, ends: bool = True) -> list[int]:
     tokens = list(prompt)
     for _ in range(new):
         tokens.append(next_token(tokens))
-        if tokens[-1] == END:
+        if tokens[-1] == END and ends:
             break
     return tokens[len(prompt) :]
 

@@ -12,13 +12,12 @@ from dflash_jax.engine import model_runner
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.executables import Executables
 from dflash_jax.engine.pages import PagePool
-from dflash_jax.errors import UnavailableError
 from dflash_jax.models.drafting import DraftWindow
 from dflash_jax.ops import cache
 from dflash_jax.tools.token_runs import Remembering
 from tests import tiny
 from tests.engine.load import CAPACITY, alone, engine_for, some_requests, under_load
-from tests.engine.mock_runner import engine, expected, request, run
+from tests.engine.mock_runner import MockRunner, engine, expected, request, run
 
 PAGE = 4
 
@@ -42,9 +41,10 @@ def assert_no_page_is_lost(pages, prefix_cache) -> None:
     prefix_bytes=st.sampled_from([0, 300, 3000]),
     host_bytes=st.sampled_from([0, 500, 10**6]),
     has_memory=st.booleans(),
+    swap_bytes=st.sampled_from([None, 0, 400]),
 )
 def test_whatever_comes_gets_its_tokens_and_no_page_is_lost(
-    seed, slots, shards, spare, window, prefix_bytes, host_bytes, has_memory
+    seed, slots, shards, spare, window, prefix_bytes, host_bytes, has_memory, swap_bytes
 ):
     """The mock runner computes from what the pages have, and so notices each page that is another's."""
     rng, capacity = random.Random(seed), 48
@@ -52,7 +52,7 @@ def test_whatever_comes_gets_its_tokens_and_no_page_is_lost(
     windowed = min(full, capacity // PAGE + spare[1]) if window[0] else 0
     loaded = engine(
         slots * shards, capacity, seed, shards, pages=(full, windowed), window=window,
-        prefix_bytes=prefix_bytes, prefix_host_bytes=host_bytes, markers=frozenset([1]),
+        prefix_bytes=prefix_bytes, prefix_host_bytes=host_bytes, swap_bytes=swap_bytes, markers=frozenset([1]),
         prefill_batch_tokens=rng.choice([16, 64]), max_num_batched_tokens=rng.choice([16, 64, 160]),
     )  # fmt: skip
     loaded.runner.copies.has_memory = has_memory
@@ -74,9 +74,7 @@ def test_whatever_comes_gets_its_tokens_and_no_page_is_lost(
     run(loaded)
     assert loaded.failure is None
     for r in live:
-        if r.finish_reason == "error":
-            assert not has_memory
-        elif r.finish_reason != "abort":
+        if r.finish_reason != "abort":
             assert r.tokens == expected(r.prompt, r.params.max_tokens)
     assert_no_page_is_lost(loaded.pages, loaded.prefix_cache)
 
@@ -127,35 +125,79 @@ def test_the_last_request_of_the_lowest_priority_gives_its_pages():
     assert all(r.tokens == expected(r.prompt, 40) for r in (first, urgent, last))
 
 
-def test_where_the_host_has_no_memory_left_a_request_ends_with_that_error():
-    loaded = engine(2, 64, pages=17)
-    loaded.runner.copies.has_memory = False
-    first, last = request(range(2, 22), 44), request(range(4, 24), 44)
-    loaded.submit(first)
-    loaded.submit(last)
+def test_where_the_host_has_no_memory_left_a_request_computes_its_tokens_again():
+    loaded = engine(2, 256, pages=65)
+    loaded.runner.copies.has_memory, loaded.runner.ends = False, False
+    first, last = request(range(2, 22), 230), request(range(4, 24), 230)
+    for each in (first, last):
+        loaded.submit(each)
     events = run(loaded)
-    assert first.tokens == expected(first.prompt, 44)
-    (error,) = [event.error for event in events if event.finish_reason == "error"]
-    assert isinstance(error, UnavailableError)
-    assert last.finish_reason == "error"
+    assert loaded.statistics.preemptions > 0
+    assert loaded.statistics.prompt_tokens == 40
+    for each in (first, last):
+        assert each.tokens == expected(each.prompt, 230, ends=False)
+        # Each token comes once.
+        assert [t for event in events if event.request is each for t in event.tokens] == each.tokens
+        t = each.times
+        assert t.submitted <= t.admitted <= t.prefilled <= t.first_token <= t.finished
+    assert {entry[2] for entry in loaded.runner.log if entry[0] == "admit"} == {first, last}
+    assert sum(entry[0] == "admit" for entry in loaded.runner.log) > 2
     assert_no_page_is_lost(loaded.pages, loaded.prefix_cache)
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_a_request_that_ends_for_lack_of_memory_leaves_nothing_behind(seed, monkeypatch):
+def test_requests_that_lose_their_pages_in_the_middle_of_a_prefill_are_computed_again(seed, monkeypatch):
     """In the middle of a prefill of several, or when its own is complete."""
     monkeypatch.setattr(Engine, "_need", lambda self, request: self.pages.need(1))
     rng = random.Random(seed)
     pages, budget = 17 + rng.randrange(4), rng.choice([64, 160])
     loaded = engine(4, 64, pages=pages, prefill_batch_tokens=64, max_num_batched_tokens=budget)
     loaded.runner.copies.has_memory = False
+    requests = []
     for _ in range(6):
         prompt = [rng.randrange(1, 50) for _ in range(rng.choice([3, 20, 34, 60]))]
-        loaded.submit(request(prompt, rng.randrange(1, 5), priority=rng.choice([0, 1, 2])))
+        requests.append(request(prompt, rng.randrange(1, 5), priority=rng.choice([0, 1, 2])))
+        loaded.submit(requests[-1])
         for _ in range(rng.randrange(3)):
             loaded.step()
     run(loaded, 1000)
     assert loaded.failure is None
+    assert [r.tokens for r in requests] == [expected(r.prompt, r.params.max_tokens) for r in requests]
+    assert_no_page_is_lost(loaded.pages, loaded.prefix_cache)
+
+
+def test_the_host_keeps_as_many_pages_as_may_swap():
+    """The third request has no room there beside the second."""
+    swapped, page = [], MockRunner.page_bytes[0]
+    loaded = engine(3, 64, pages=17, swap_bytes=6 * page)
+    requests = [request(range(2 + i, 18 + i), 44) for i in range(3)]
+    for each in requests:
+        loaded.submit(each)
+    while loaded.has_work:
+        loaded.step()
+        swapped.append(sum(page * r.swapped.counts[0] for r in requests if r.swapped is not None))
+    assert 0 < max(swapped) <= 6 * page
+    assert sum(entry[0] == "admit" for entry in loaded.runner.log) > 3
+    assert [r.tokens for r in requests] == [expected(r.prompt, 44) for r in requests]
+    assert_no_page_is_lost(loaded.pages, loaded.prefix_cache)
+
+
+@pytest.mark.parametrize("is_queued", [False, True])
+def test_a_request_that_lost_its_pages_may_be_aborted(is_queued):
+    loaded = engine(2, 512, pages=129, swap_bytes=0)
+    loaded.runner.ends = False
+    first, last = request([5] * 100, 400), request([6] * 100, 400)
+    for each in (first, last):
+        loaded.submit(each)
+    while not last.must_recompute:
+        loaded.step()
+    if is_queued:
+        loaded.step()
+    assert loaded.waiting == is_queued
+    loaded.abort(last)
+    run(loaded)
+    assert last.finish_reason == "abort"
+    assert len(first.tokens) == 400
     assert_no_page_is_lost(loaded.pages, loaded.prefix_cache)
 
 
@@ -224,15 +266,18 @@ def drafting(small_pages):
     return Executables(target, drafter), wanted, right
 
 
-@pytest.mark.parametrize("host_bytes", [0, 10**8])
-def test_under_load_with_few_pages_requests_give_what_they_give_alone(drafting, host_bytes, monkeypatch):
-    """A drafter with and without windows, prefixes in both tiers; the slots could use 48 pages."""
+@pytest.mark.parametrize(("host_bytes", "swap_bytes"), [(0, None), (10**8, None), (0, 0)])
+def test_under_load_with_few_pages_requests_give_what_they_give_alone(drafting, host_bytes, swap_bytes, monkeypatch):
+    """A drafter with and without windows, prefixes in both tiers; the slots could use 48 pages.
+
+    Without room on the host, requests compute their tokens again.
+    """
     # Requests come without regard to what they will need, so that many move to the host.
     monkeypatch.setattr(Engine, "_need", lambda self, request: self.pages.need(1))
     programs, wanted, right = drafting
     loaded = engine_for(
         programs, slots=8, pages=(10, 10), draft_window=DraftWindow(20, 3),
-        prefix_bytes=200_000, prefix_host_bytes=host_bytes,
+        prefix_bytes=200_000, prefix_host_bytes=host_bytes, swap_bytes=swap_bytes,
     )  # fmt: skip
     assert (loaded.runner.window, loaded.runner.pages) == ((20, 3), (10, 10))
     under_load(loaded, programs.pair[0], wanted, right, COUNT, seed=3)

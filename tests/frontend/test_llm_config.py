@@ -3,6 +3,7 @@
 import inspect
 from dataclasses import FrozenInstanceError, fields
 
+import jax
 import pytest
 
 from dflash_jax import LLM, InputError
@@ -47,6 +48,8 @@ def test_llm_config_is_frozen():
             {"prefix_bytes": 0, "prefix_host_bytes": 5},
             "prefix_host_bytes is 5: it must be 0, since prefix_bytes is 0: no prefix is kept",
         ),
+        ({"swap_space": -1}, "swap_space is -1: it must be 0"),
+        ({"swap_space": float("nan")}, "swap_space is nan: it must be"),
         ({"mem_fraction": 0.0}, "mem_fraction is 0.0: it must be above 0 and at most 1"),
         ({"mem_fraction": 1.5}, "mem_fraction is 1.5"),
         ({"mesh": "rows=2"}, "mesh axis 'rows' is not known"),
@@ -88,6 +91,12 @@ def test_the_host_tier_is_a_quarter_of_what_is_free_where_devices_have_memory_of
     assert LLMConfig().prefix_host_budget(free) == 2**28 + 1
     assert LLMConfig(prefix_bytes=0).prefix_host_budget(free) == 0
     assert LLMConfig(prefix_host_bytes=0).prefix_host_budget(free) == 0
+
+
+def test_the_swap_space_is_in_gib_and_by_default_a_quarter_of_what_is_free():
+    assert LLMConfig(swap_space=1.5).swap_budget(7) == 3 * 2**29
+    assert LLMConfig(swap_space=0).swap_budget(2**40) == 0
+    assert LLMConfig().swap_budget(2**30) == 2**28 // jax.local_device_count()
 
 
 def test_an_llm_of_a_configuration_has_its_values():
