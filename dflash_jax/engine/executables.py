@@ -126,10 +126,11 @@ class Executables(StepCalls):
     def prepared(self, key: tuple, state: DecodeState, args: tuple, specs: Callable) -> tuple[tuple, tuple]:
         """(key, args) as programs are looked up and called, from those of `call`.
 
-        The state of an engine has one shape for life: its slots, capacity and pages identify its programs.
+        The state of an engine has one shape for life: its slots, capacity and pages identify its programs, with what
+        its structure says (windows of caches, whether log-probabilities are recorded).
         """
         shapes = tuple(x.shape for x in jax.tree.leaves(args))
-        key = (*key, state.tokens.shape, num_pages(state), state.logprobs is not None, shapes)
+        key = (*key, state.tokens.shape, num_pages(state), jax.tree.structure(state), shapes)
         if jax.process_count() > 1:
             args = jax.tree.map(self._place, args, specs()[0], is_leaf=lambda x: isinstance(x, np.ndarray | jax.Array))
         return key, args

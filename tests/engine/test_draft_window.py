@@ -96,3 +96,13 @@ def test_drafts_behind_given_up_pages_are_those_of_a_cache_that_keeps_everything
     assert (expected != drafts(whole, asked())).any()
     for request in (asked(), asked(draft_window_size=10 * WINDOW, draft_sink_size=600)):
         np.testing.assert_array_equal(drafts(windowed, request), expected)
+
+
+def test_two_windows_of_equally_many_pages_have_programs_of_their_own():
+    target = tiny.target("a", moe="")
+    programs = Executables(target, tiny.drafter(target))
+    for size in (WINDOW, 2 * WINDOW):
+        runner = ModelRunner(programs, 1, CAPACITY, Settings(draft_window=DraftWindow(size)), PAGES)
+        runner.set_tables(*(np.full((1, PAGES[0]), count, np.int32) for count in PAGES))
+        assert runner.window == (size, 0)
+    assert [key[0] for key in programs.compiled].count("set_tables") == 2
