@@ -293,7 +293,7 @@ class Engine:
         """Queues requests whose pages are given up. They go on behind their tokens, as if submitted with them."""
         if not any(request.must_recompute for request in self._by_slot.values()):
             return
-        # Programs that started before they lost their pages bring tokens still.
+        # Chunks in flight may bring log-probabilities of a prompt that is scored anew.
         self._events += self._collect(keep=0)
         for request in [r for r in self._by_slot.values() if r.must_recompute]:
             self._leave_slot(request)

@@ -6,7 +6,9 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
-from dflash_jax.decoding.sampling import NOTHING_ALLOWED
+import numpy as np
+
+from dflash_jax.decoding.sampling import NOTHING_ALLOWED, Logprobs
 from dflash_jax.engine.config import EngineConfig, speculations_of
 from dflash_jax.engine.dispatch import Outcome
 from dflash_jax.engine.engine import Engine
@@ -205,12 +207,23 @@ class MockRunner:
         self.calls.append((len(slots), size, batch))
         return self.work(1e-6 * size * batch)
 
+    def score(self, slot, tokens, size, media=None):
+        """The log-probability of a token is the token."""
+        row = self.rows[slot]
+        chosen = row.prompt[row.known + 1 : row.known + 1 + tokens]
+        none = np.zeros((tokens, 0), int)
+        return self.prefill([slot], [tokens], size), Logprobs(np.array(chosen), none, none, none)
+
+    def read_scores(self, ticket):
+        self.wait(ticket)
+        return ticket[1]
+
     def work(self, seconds):
         self.busy_until = max(self.busy_until, self.clock) + seconds
         return self.busy_until
 
     def wait(self, ticket):
-        self.clock = max(self.clock, ticket)
+        self.clock = max(self.clock, ticket[0] if isinstance(ticket, tuple) else ticket)
 
     def decode(self, dispatch, masks=None):
         assert len(set(dispatch.slots)) == len(dispatch.slots)
@@ -245,8 +258,6 @@ class MockRunner:
         return self.work(1e-3 * max((len(a) for a in yielded), default=0)), Outcome(tokens, yielded, done, None)
 
     def decode_masked(self, dispatch, masks):
-        import numpy as np
-
         masks.ask(np.zeros((len(dispatch.slots), dispatch.speculation.block_size), int))
         allowed, is_late = masks.answer(lambda: True)
         # The lowest allowed token, where not all are.

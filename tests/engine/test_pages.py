@@ -156,13 +156,16 @@ def test_requests_that_lose_their_pages_in_the_middle_of_a_prefill_are_computed_
     requests = []
     for _ in range(6):
         prompt = [rng.randrange(1, 50) for _ in range(rng.choice([3, 20, 34, 60]))]
-        requests.append(request(prompt, rng.randrange(1, 5), priority=rng.choice([0, 1, 2])))
+        options = {"priority": rng.choice([0, 1, 2]), "prompt_logprobs": rng.choice([None, None, 0])}
+        requests.append(request(prompt, rng.randrange(1, 5), **options))
         loaded.submit(requests[-1])
         for _ in range(rng.randrange(3)):
             loaded.step()
     run(loaded, 1000)
     assert loaded.failure is None
     assert [r.tokens for r in requests] == [expected(r.prompt, r.params.max_tokens) for r in requests]
+    for each in [r for r in requests if r.prompt_logprobs is not None]:
+        assert [entry["logprob"] for entry in each.prompt_entries] == each.prompt[1:]
     assert_no_page_is_lost(loaded.pages, loaded.prefix_cache)
 
 
