@@ -265,7 +265,7 @@ class Pages:
         return self.bytes_of((len(kept.pages), len(kept.windowed))) + arrays
 
     def bytes_of(self, counts: tuple[int, int]) -> int:
-        """Bytes on one device of so many pages of both kinds."""
+        """Bytes of ``counts`` pages of both kinds on one device."""
         return sum(n * size for n, size in zip(counts, self._runner.page_bytes, strict=True))
 
     def keep(self, kept: Kept) -> None:
