@@ -28,6 +28,7 @@ FULL = [
     "qwen3.6-35b-a3b-fp8 --device b200",
     "qwen3.5-27b --device b200",
     "qwen3.5-397b-a17b --device b200 --devices 8 --slots 32",
+    "qwen3.5-397b-a17b --device b200 --devices 8 --slots 32 --decode-context-parallel-size 4",
     "qwen3.6-35b-a3b --device h200 --slots 32",
     "qwen3.6-35b-a3b-fp8 --device h100",
     "qwen3.6-35b-a3b-fp8 --device h100 --slots 8",
