@@ -60,7 +60,7 @@ def short_chunks():
 
 @pytest.fixture(scope="module")
 def target():
-    return tiny.target("da", moe="1", seed=3)
+    return tiny.target("da", moe="01", seed=3)
 
 
 @pytest.fixture(scope="module")
