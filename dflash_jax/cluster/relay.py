@@ -26,7 +26,7 @@ log = logging.getLogger("dflash_jax.cluster")
 ATTEMPTS = 4
 # Aborts that are kept for a stream between two replicas: the oldest ones.
 ABORTS = 16
-# Seconds that a request waits for a replica where all are lost.
+# Seconds that a request waits for a replica where all are lost, or full and one of them has lost the request.
 WAIT_S = 120.0
 # Answers of a replica that cannot serve: another one may.
 SERVICE_UNAVAILABLE, TOO_MANY_REQUESTS = 503, 429
@@ -41,6 +41,10 @@ SKIPPED = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
 
 class LostError(Exception):
     """An attempt failed, and another one may not."""
+
+
+class FullError(Exception):
+    """A replica works and has no place for the request."""
 
 
 @dataclass
@@ -127,6 +131,8 @@ class Relay:
         # Recorded pieces, of which the client has all events; events that it has; whether its answer has begun.
         self._lines: list[bytes] = []
         self._events, self._has_begun = 0, False
+        # Whether a replica has lost it, or failed at it: then it waits where all replicas are full.
+        self._was_lost = False
         self._answer: Answer | None = None
 
     def add_abort(self, scope, body: bytes) -> None:
@@ -140,7 +146,7 @@ class Relay:
         Raises:
             ClientGoneError: The client has disconnected.
         """
-        link, tried, failures = self._link, [], 0
+        link, tried, failures, full_since = self._link, [], 0, None
         session = session_of(dict(self._scope["headers"]), self._body)
         gone = asyncio.ensure_future(until_gone(receive))
         try:
@@ -152,9 +158,24 @@ class Relay:
                 try:
                     await self._attempt_at(replica, gone)
                     return
+                except FullError:
+                    tried = [*tried, replica]
+                    if not all(each in tried for each in link.replicas.open):
+                        continue
+                    if not self._was_lost and self._answer is not None:
+                        await self._answer.send(self._send)
+                        return
+                    full_since = time.monotonic() if full_since is None else full_since
+                    if time.monotonic() - full_since >= WAIT_S:
+                        break
+                    await asyncio.wait({gone}, timeout=LOOK_S)
+                    if gone.done():
+                        raise ClientGoneError from None
+                    tried = []
                 except LostError as e:
                     log.info("%s at %s: %s", self._scope["path"], replica.name, e)
                     link.waiting.add(self)
+                    self._was_lost, full_since = True, None
                     is_stream = self._has_begun
                     link.counts.resumed += is_stream
                     link.counts.repeated += not is_stream
@@ -203,13 +224,12 @@ class Relay:
                 await self._stream(replica, answer, headers)
                 return
             complete = Answer(answer.status, headers, await answer.read())
-        if answer.status in RETRIED or self._has_begun:
+        is_refusal = answer.status == TOO_MANY_REQUESTS and self._was_lost
+        if answer.status in RETRIED or is_refusal or self._has_begun:
             self._answer = complete
-            if answer.status == SERVICE_UNAVAILABLE:
-                # Until the next look, which opens it again.
-                self._link.replicas.leave(replica.name)
-            elif answer.status == TOO_MANY_REQUESTS:
-                await asyncio.sleep(LOOK_S)
+            # 503 is of a replica that does not work, and of one that works and has no place.
+            if is_refusal or (answer.status == SERVICE_UNAVAILABLE and await self._link.replicas.is_ready(replica)):
+                raise FullError
             raise LostError(f"status {answer.status}{' to a stream that goes on' if self._has_begun else ''}")
         await complete.send(self._send)
 

@@ -84,6 +84,17 @@ class Replicas:
         if (replica := self._replicas.get(name)) is not None:
             replica.is_open = False
 
+    async def is_ready(self, replica: Replica) -> bool:
+        """Looks at once whether a replica takes requests. One that does not gets none until the next good look."""
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                is_ready = await self._look(replica)
+        except (OSError, TimeoutError):
+            is_ready = False
+        if not is_ready:
+            replica.is_open = False
+        return is_ready
+
     def _change(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()

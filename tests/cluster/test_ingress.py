@@ -140,6 +140,10 @@ class Setting:
     def requests(self):
         return self.a.requests + self.b.requests
 
+    @property
+    def counts(self):
+        return self.ingress.link.counts
+
 
 @contextlib.contextmanager
 def setting(**options):
@@ -168,7 +172,7 @@ def test_client_sees_each_event_once_whatever_dies(cluster, plays):
     assert found.content == b"".join(EVENTS) + b"data: [DONE]" + END
     assert found.headers["x-of"] == "the replica"
     assert len(cluster.requests) == len(plays) + 1
-    assert cluster.ingress.link.counts.resumed == len(plays)
+    assert cluster.counts.resumed == len(plays)
 
 
 def test_next_replica_gets_the_same_request_with_the_recorded_pieces(cluster):
@@ -194,13 +198,51 @@ def test_requests_have_keys_of_their_own_and_clients_cannot_set_them(cluster):
     assert all(headers[SECRET_HEADER] == b"secret" for _, headers, _ in cluster.requests)
 
 
-@pytest.mark.parametrize("play", [status(500), status(503)])
-def test_request_without_a_stream_is_repeated(cluster, play):
-    cluster.script(play, status(200))
+@pytest.mark.parametrize("code", [500, 503])
+def test_request_without_a_stream_is_repeated(cluster, code):
+    """503 is that of a replica that drains: its /ready says so."""
+
+    def fail(lines, send):
+        replica = cluster.a if cluster.a.requests else cluster.b
+        replica.is_ready = code == 500
+        return answer(send, code)
+
+    cluster.script(fail, status(200))
     found = cluster.post("/v1/embeddings")
     assert (found.status_code, found.json()) == (200, {"status": 200})
-    assert cluster.ingress.link.counts.repeated == 1
+    assert cluster.counts.repeated == 1
     assert {len(replica.requests) for replica in (cluster.a, cluster.b)} == {1}
+
+
+def test_full_replica_stays_open_and_another_one_answers(cluster):
+    cluster.script(status(503), status(200))
+    assert cluster.post().json() == {"status": 200}
+    assert {len(replica.requests) for replica in (cluster.a, cluster.b)} == {1}
+    assert len(cluster.ingress.replicas.open) == 2
+    assert cluster.counts == relay.Counts()
+
+
+def test_refusal_of_all_replicas_for_their_load_is_the_answer(cluster):
+    cluster.script(status(503), status(503))
+    assert cluster.post().json() == {"status": 503}
+    assert len(cluster.requests) == 2
+    assert len(cluster.ingress.replicas.open) == 2
+    assert cluster.counts == relay.Counts()
+
+
+@pytest.mark.parametrize("code", [429, 503])
+def test_stream_that_goes_on_waits_for_a_place(cluster, monkeypatch, code):
+    monkeypatch.setattr(relay, "LOOK_S", 0.01)
+    cluster.script(cut(2), *[status(code)] * (2 * relay.ATTEMPTS + 1))
+    assert cluster.post().content == b"".join(EVENTS) + b"data: [DONE]" + END
+    assert cluster.counts == relay.Counts(resumed=1)
+
+
+def test_stream_that_finds_no_place_ends_with_an_error_event(cluster, monkeypatch):
+    monkeypatch.setattr(relay, "WAIT_S", 0)
+    cluster.script(cut(2), *[status(429)] * 2)
+    assert b"no other can go on" in cluster.post().content
+    assert cluster.counts == relay.Counts(resumed=1, failed=1)
 
 
 @pytest.mark.parametrize("code", [400, 404, 429])
@@ -214,7 +256,7 @@ def test_request_that_every_replica_fails_gets_the_last_answer(cluster):
     cluster.script(*[status(500)] * relay.ATTEMPTS)
     assert cluster.post().json() == {"status": 500}
     assert len(cluster.requests) == relay.ATTEMPTS
-    assert cluster.ingress.link.counts.failed == 1
+    assert cluster.counts.failed == 1
 
 
 @pytest.mark.parametrize(
