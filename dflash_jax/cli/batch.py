@@ -30,6 +30,7 @@ from dflash_jax import progress
 from dflash_jax.cli.options import INTERRUPTED, Parser, exit_code, program, run_async
 from dflash_jax.cli.serve import assemble, follow, follows, load
 from dflash_jax.errors import InputError
+from dflash_jax.frontend.concurrency import gather_or_cancel
 from dflash_jax.frontend.servers import RequestLostError, Servers
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
@@ -214,13 +215,7 @@ class Batch:
         loop = asyncio.get_running_loop()
         async with self._connected as post:
             threading.Thread(target=self.feed, args=(entries, loop, queue), name="batch-input", daemon=True).start()
-            tasks = [asyncio.create_task(self._work(post, queue)) for _ in range(self.concurrency)]
-            try:
-                await asyncio.gather(*tasks)
-            finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
+            await gather_or_cancel(self._work(post, queue) for _ in range(self.concurrency))
 
     async def _work(self, post: Post, queue: asyncio.Queue) -> None:
         from dflash_jax.server.batch_files import Fault

@@ -7,14 +7,15 @@ waits for it. Clients share each step by turns, and the memory that requests tak
 import asyncio
 import contextlib
 import time
-from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from dflash_jax.engine.ahead_of_time import yield_processors
 from dflash_jax.engine.media import PromptMedia
 from dflash_jax.errors import InputError
+from dflash_jax.frontend.concurrency import gather_or_cancel
 from dflash_jax.frontend.media import MediaReader
 from dflash_jax.media.data_url import DataUrl
 from dflash_jax.media.decoding import MediaDecoder
@@ -34,8 +35,6 @@ MEDIA_PATHS = frozenset(
         *("/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/generate", "/tokenize", "/invocations"),
     }
 )
-
-T = TypeVar("T")
 
 
 def url_part(given: Mapping[str, Any], where: str) -> MediaPart:
@@ -128,9 +127,9 @@ class RequestMedia:
             self.reader.limits.check_counts(part.kind for part in parts)
             began = time.perf_counter()
             with await self._reading.take(sum(map(self._bytes, parts))):
-                contents = await _all(map(self._fetched, parts))
+                contents = await gather_or_cancel(map(self._fetched, parts))
                 fetched = time.perf_counter()
-                media = await _all(map(self._decoded, parts, contents))
+                media = await gather_or_cancel(map(self._decoded, parts, contents))
                 seconds = {"fetch": fetched - began, "decode": time.perf_counter() - fetched}
                 expanded, prompt = await asyncio.to_thread(self.reader.place, ids, media)
                 rows = self._row_bytes * sum(span.length for span in prompt.spans)
@@ -185,14 +184,3 @@ def _named(part: MediaPart) -> Iterator[None]:
     except InputError as e:
         # No decoder starts.
         raise ApiError(503, f"{part.where}: {e}", part.where) from None
-
-
-async def _all(work: Iterable[Coroutine[None, None, T]]) -> list[T]:
-    """Awaits everything at once. The first error ends the rest."""
-    tasks = [asyncio.ensure_future(each) for each in work]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

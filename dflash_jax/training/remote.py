@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from dflash_jax.errors import EngineError, InputError
+from dflash_jax.frontend.concurrency import gather_or_cancel
 from dflash_jax.frontend.servers import RequestLostError, Servers
 from dflash_jax.sampling_params import SamplingParams
 
@@ -106,13 +107,7 @@ class RemoteTarget:
             for index, (ids, each) in todo:
                 answers[index] = await self._answer(ids, each)
 
-        tasks = [asyncio.create_task(work()) for _ in range(min(self.slots, len(prompts)))]
-        try:
-            await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        await gather_or_cancel(work() for _ in range(min(self.slots, len(prompts))))
         return [answers[index] for index in range(len(prompts))]
 
     async def _answer(self, ids: list[int], params: SamplingParams) -> RemoteAnswer:
