@@ -1,6 +1,7 @@
 """Several processes as one: started from the environment that a cluster gives."""
 
 import os
+import re
 import sys
 
 from dflash_jax import progress
@@ -17,6 +18,7 @@ def start() -> None:
 
     JAX recognises Slurm, Open MPI, Kubernetes and TPU pods by itself, and this function the variables of a
     LeaderWorkerSet. Elsewhere JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID identify the processes.
+    The only process of a host has all of its devices, unless JAX_LOCAL_DEVICE_IDS names some.
 
     Raises:
         InputError: No cluster is recognised.
@@ -33,7 +35,11 @@ def start() -> None:
             os.environ.setdefault(name, os.environ.get(given, ""))
     try:
         num_processes, process_id = _count("JAX_NUM_PROCESSES"), _count("JAX_PROCESS_ID")
-        jax.distributed.initialize(num_processes=num_processes, process_id=process_id)
+        # Without a list, JAX gives each process of Slurm and Open MPI one device. An empty list restricts nothing.
+        has_all = "JAX_LOCAL_DEVICE_IDS" not in os.environ and _is_alone_on_host()
+        jax.distributed.initialize(
+            num_processes=num_processes, process_id=process_id, local_device_ids=[] if has_all else None
+        )
         if not is_first():
             progress.disable()
     except (ValueError, RuntimeError) as e:
@@ -42,6 +48,14 @@ def start() -> None:
             f"--distributed: no cluster is recognised here ({reason}); set JAX_COORDINATOR_ADDRESS=host:port, "
             f"JAX_NUM_PROCESSES and JAX_PROCESS_ID, or leave it out"
         ) from None
+
+
+def _is_alone_on_host() -> bool:
+    """Whether Slurm or Open MPI has started one process on each host."""
+    # Such as "1(x2)" or "2,1(x3)".
+    slurm = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")
+    is_one_each = bool(slurm) and all(re.fullmatch(r"1(\(x\d+\))?", each) for each in slurm.split(","))
+    return is_one_each or os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") == "1"
 
 
 def _count(name: str) -> int | None:

@@ -18,7 +18,8 @@ def calls(monkeypatch):
     calls = []
 
     def initialize(**options):
-        calls.append(options | {"address": os.environ.get("JAX_COORDINATOR_ADDRESS")})
+        given = {name: value for name, value in options.items() if value is not None}
+        calls.append(given | {"address": os.environ.get("JAX_COORDINATOR_ADDRESS")})
 
     for name in ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"):
         # Set first, so that what `start` sets is removed at the end.
@@ -49,3 +50,22 @@ def test_a_set_without_numbers_is_refused(calls, monkeypatch):
     monkeypatch.setenv("LWS_LEADER_ADDRESS", "x")
     with pytest.raises(InputError, match="no cluster is recognised"):
         distributed.start()
+
+
+@pytest.mark.parametrize(
+    ("environment", "has_all"),
+    [
+        ({"SLURM_STEP_TASKS_PER_NODE": "1"}, True),
+        ({"SLURM_STEP_TASKS_PER_NODE": "1(x12)"}, True),
+        ({"SLURM_STEP_TASKS_PER_NODE": "8(x2)"}, False),
+        ({"SLURM_STEP_TASKS_PER_NODE": "2,1(x3)"}, False),
+        ({"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "JAX_LOCAL_DEVICE_IDS": "0,1"}, False),
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, True),
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, False),
+    ],
+)
+def test_the_only_process_of_a_host_has_all_of_its_devices(calls, monkeypatch, environment, has_all):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    distributed.start()
+    assert calls[0].get("local_device_ids") == ([] if has_all else None)
