@@ -5,6 +5,7 @@
 
 Words behind -- start the router; {port}, {other_port} and {urls} stand for its port, another free port and the
 addresses of the servers. Starts two of `dflash serve` with the bundled pair, and prints a table of what came through.
+With --kill one of the servers gets SIGKILL while it answers, and the table says how the answers under way end.
 """
 
 import argparse
@@ -13,7 +14,10 @@ import json
 import re
 import signal
 import sys
+import threading
+from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -175,11 +179,74 @@ def forwards(http: "httpx.Client") -> bool:
     return False
 
 
+def ended(http: "httpx.Client", body: dict, has_begun: threading.Semaphore) -> tuple[str, str]:
+    """(how an answer ends, its text): "whole", "cut", "error event" or a status.
+
+    Args:
+        http: The client.
+        body: A chat.
+        has_begun: Released once, when the answer begins, or ends before that.
+    """
+    text, last, is_first = "", "", True
+    try:
+        with http.stream("POST", "/v1/chat/completions", json=body) as response:
+            if response.status_code != 200:
+                return f"status {response.status_code}", ""
+            if not body["stream"]:
+                return "whole", json.loads(response.read())["choices"][0]["message"]["content"]
+            for line in response.iter_lines():
+                if is_first:
+                    is_first = False
+                    has_begun.release()
+                if line.startswith("data: {"):
+                    event = json.loads(line[6:])
+                    if "error" in event:
+                        return "error event", text
+                    text += event["choices"][0]["delta"].get("content") or ""
+                last = line or last
+            return "whole" if last == "data: [DONE]" else "cut", text
+    except httpx.HTTPError:
+        return "cut", text
+    finally:
+        if is_first:
+            has_begun.release()
+
+
+def under_way(routed: "httpx.Client", direct: "httpx.Client", server: ServerProcess, count: int) -> list[str]:
+    """Rows of the table: ``count`` streams and as many other answers while a server is killed, then as many behind it.
+
+    Args:
+        routed: A client of the router.
+        direct: One of the server that is left.
+        server: The other one.
+        count: Of each kind.
+    """
+    chat = {"model": "default", **CHAT, "max_tokens": 300, "ignore_eos": True, "temperature": 0.8}
+    bodies = [chat | {"seed": i, "stream": kind} for i in range(count) for kind in (True, False)]
+    # Of the streams, and of all other answers.
+    has_begun, ignored = threading.Semaphore(0), threading.Semaphore(0)
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        answers = [pool.submit(ended, routed, body, has_begun if body["stream"] else ignored) for body in bodies]
+        for _ in range(count):
+            has_begun.acquire()
+        server.process.kill()
+        outcomes = [each.result() for each in answers]
+    ends = {True: Counter[str](), False: Counter[str]()}
+    for body, (end, text) in zip(bodies, outcomes, strict=True):
+        is_changed = end == "whole" and text != ended(direct, body, ignored)[1]
+        ends[body["stream"]]["whole, another text" if is_changed else end] += 1
+    short = [body | {"max_tokens": 4, "stream": False} for body in bodies[:count]]
+    after = Counter(ended(routed, body, ignored)[0] for body in short)
+    named = {"streams under way": ends[True], "other answers under way": ends[False], "requests behind it": after}
+    return [f"| {name} | {', '.join(f'{n} {end}' for end, n in each.most_common())} |" for name, each in named.items()]
+
+
 def main() -> int:
     # Servers end with the script.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--requests", type=int, default=20, help="chats, to see how they are shared out (default: 20)")
+    p.add_argument("--kill", type=int, metavar="N", help="kill a server under N streams and N other answers instead")
     p.add_argument("--out", type=Path, help="write the report here too")
     at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     args, command = p.parse_args(sys.argv[1:at]), sys.argv[at + 1 :]
@@ -197,6 +264,10 @@ def main() -> int:
         to = lambda url: stack.enter_context(httpx.Client(base_url=url, timeout=120))  # noqa: E731
         direct, routed = [to(server.url) for server in servers], to(router.url)
         router.wait_until(lambda: forwards(routed))
+        if args.kill:
+            rows = under_way(routed, direct[1], servers[0], args.kill)
+            write(f"`{' '.join(command)}` on {machine()}.", "| | how they end |\n| --- | --- |", rows, args.out)
+            return 0
         rows = []
         for case in CASES:
             cells = [result(routed, direct, case, stream) for stream in ((False, True) if case.streams else (False,))]
@@ -209,11 +280,16 @@ def main() -> int:
     head = (
         f"`{' '.join(command)}` on {machine()}; the servers got {shared[0]} and {shared[1]} of {args.requests} chats."
     )
-    report = "\n".join([head, "", "| request | plain | streaming |", "| --- | --- | --- |", *rows, ""])
-    print(report)
-    if args.out:
-        args.out.write_text(report)
+    write(head, "| request | plain | streaming |\n| --- | --- | --- |", rows, args.out)
     return 0
+
+
+def write(head: str, columns: str, rows: list[str], out: Path | None) -> None:
+    """Prints a report, and writes it to a file."""
+    report = "\n".join([head, "", columns, *rows, ""])
+    print(report)
+    if out:
+        out.write_text(report)
 
 
 if __name__ == "__main__":
