@@ -109,7 +109,7 @@ ALLOWED = (
     AllowedSkip("tests/scripts/test_plot_training.py::*", "could not import 'matplotlib'*", no_matplotlib),
     AllowedSkip("tests/media/test_video.py::*", "could not import 'torchvision'*", no_torchvision),
     AllowedSkip("tests/tools/test_compile_report.py::*", "* lacks * or jax 0.11*", no_compile_python),
-    AllowedSkip("tests/cluster/test_command.py::*", "Ray is not installed", no_ray),
+    AllowedSkip("tests/cluster/*", "Ray is not installed", no_ray),
     AllowedSkip("tests/cluster/test_command.py::*", "Ray is installed", lambda: not no_ray()),
     AllowedSkip("tests/server/test_transport.py::*", "root reads any file", is_root),
     AllowedSkip("tests/cli/test_generate.py::*", "there is a GPU", has_gpu),

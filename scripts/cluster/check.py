@@ -5,8 +5,8 @@
     python scripts/cluster/check.py scale           one replica, two under load, and one again
     python scripts/cluster/check.py throughput      tokens per second through the ingress and of one plain server
 
-Every second request is a stream. Tokens and texts are compared with those of a run without a disturbance. Needs
-"dflash-jax[ray]".
+Every second request is a stream. Tokens and texts are compared with those of a run without a disturbance: the exit code
+is 1 where an answer is lost, too long or changed. Needs "dflash-jax[ray]".
 """
 
 import argparse
@@ -27,6 +27,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from dflash_jax.tools.server_process import START_S, ServerProcess, free_port, is_ready, machine
@@ -58,15 +59,19 @@ class Answer:
     model: str = ""
 
 
-def wanted(i: int) -> tuple[str, dict]:
-    """The i-th request: path and body."""
+def wanted(i: int, most: int) -> tuple[str, dict]:
+    """The i-th request, of ``most`` tokens at most: path and body."""
     rng = random.Random(i)
     body = {"seed": i, "temperature": rng.choice([0, 0.7, 1.0]), "ignore_eos": True, "return_token_ids": True}
-    body |= {"max_tokens": rng.choice([40, 120, 200]), "stream": i % 2 == 0}
+    body |= {"max_tokens": rng.choice([most // 5, most * 3 // 5, most]), "stream": i % 2 == 0}
     body |= rng.choice([{}, {}, {"frequency_penalty": 0.5, "repetition_penalty": 1.1}, {"stop": ["return"]}])
     if rng.random() < 0.5:
         return "/v1/completions", {"prompt": rng.choice(PROMPTS), **body}
     return "/v1/chat/completions", {"messages": [{"role": "user", "content": rng.choice(PROMPTS)}], **body}
+
+
+# Path and body of the i-th request.
+Request = Callable[[int], tuple[str, dict]]
 
 
 async def answer(client: "httpx.AsyncClient", path: str, body: dict) -> Answer:
@@ -108,7 +113,7 @@ def connected(url: str) -> "httpx.AsyncClient":
 
 
 async def send_all(
-    url: str, count: int, clients: int, until: asyncio.Event | None = None, request=wanted
+    url: str, count: int, clients: int, request: Request, until: asyncio.Event | None = None
 ) -> list[tuple[int, Answer | Exception]]:
     """Sends the first ``count`` requests, and the same ones again until an event.
 
@@ -116,8 +121,8 @@ async def send_all(
         url: The server.
         count: Requests.
         clients: How many clients send them; each waits for its answer before it sends the next.
-        until: Requests go on until it is set; None: each is sent once.
         request: The i-th request.
+        until: Requests go on until it is set; None: each is sent once.
 
     Returns:
         (number of the request, answer or exception) of each.
@@ -136,14 +141,14 @@ async def send_all(
     return answers
 
 
-async def expected_of(url: str, args) -> list[Answer]:
+async def expected_of(url: str, count: int, clients: int, request: Request) -> list[Answer]:
     """The answers without a disturbance."""
     complete: dict[int, Answer] = {}
-    for i, each in await send_all(url, args.requests, args.clients):
+    for i, each in await send_all(url, count, clients, request):
         if isinstance(each, Exception):
             raise SystemExit(f"without a disturbance: request {i}: {each!r}")
         complete[i] = each
-    return [complete[i] for i in range(args.requests)]
+    return [complete[i] for i in range(count)]
 
 
 def compared(answers: list[tuple[int, Answer | Exception]], expected: list[Answer], what: str) -> list[int]:
@@ -235,17 +240,27 @@ def stopped(server: ServerProcess) -> str:
     return f"SIGTERM: exit code {code}, {len(left)} processes left after {time.perf_counter() - began:.0f} s."
 
 
-def load_text(args, seconds: float) -> str:
-    return f"{args.requests} requests of {args.clients} clients, {seconds:.1f} s without a disturbance"
+def load_text(count: int, clients: int, seconds: float) -> str:
+    return f"{count} requests of {clients} clients, {seconds:.1f} s without a disturbance"
 
 
-def kill(args) -> str:
+def load_of(args) -> tuple[int, int, Request]:
+    """What `send_all` takes: requests, clients, and the i-th request."""
+    return args.requests, args.clients, partial(wanted, most=args.new_tokens)
+
+
+def are_right(rows: list[list]) -> bool:
+    """Whether no answer of a table of `ANSWERS` behind one column is lost, too long or changed."""
+    return not any(value for row in rows for value in row[2:5])
+
+
+def kill(args) -> tuple[str, bool]:
     words = ["--replicas", "2", *SMALL, *args.words]
-    rows = []
+    rows, load = [], load_of(args)
     with ServerProcess.of("cluster", words) as server:
         server.wait_until(lambda: len(state(server.url).replicas) == 2)
         began = time.perf_counter()
-        expected = asyncio.run(expected_of(server.url, args))
+        expected = asyncio.run(expected_of(server.url, *load))
         seconds = time.perf_counter() - began
 
         async def killed(rng: random.Random) -> None:
@@ -253,19 +268,19 @@ def kill(args) -> str:
             rng.choice(processes_below(server.process.pid, REPLICA)).send_signal(signal.SIGKILL)
 
         for seed in range(args.seeds):
-            loads = lambda: send_all(server.url, args.requests, args.clients)  # noqa: E731
+            loads = lambda: send_all(server.url, *load)  # noqa: E731
             work = killed(random.Random(f"kill {seed}"))
             rows.append([seed, *asyncio.run(disturbed(server.url, work, loads, expected, f"seed {seed}"))])
             print(rows[-1], file=sys.stderr)
             server.wait_until(lambda: len(state(server.url).replicas) == 2)
         end = stopped(server)
-    head = f"`dflash cluster {' '.join(words)}` on {machine()}: {load_text(args, seconds)}."
-    return f"{head}\n\n{table(f'seed | {ANSWERS}', rows)}\n\n{end}\n"
+    head = f"`dflash cluster {' '.join(words)}` on {machine()}: {load_text(args.requests, args.clients, seconds)}."
+    return f"{head}\n\n{table(f'seed | {ANSWERS}', rows)}\n\n{end}\n", are_right(rows)
 
 
-def update(args) -> str:
+def update(args) -> tuple[str, bool]:
     """Deploys one version after the other with ``serve deploy``, as a cluster of several machines does."""
-    words, rows = ["--replicas", "2", *SMALL, *args.words], []
+    words, rows, load = ["--replicas", "2", *SMALL, *args.words], [], load_of(args)
     ports = {name: str(free_port()) for name in ("port", "dashboard-port", "dashboard-agent-listen-port")}
     port = free_port()
     url = f"http://127.0.0.1:{port}"
@@ -291,7 +306,7 @@ def update(args) -> str:
         deploy("1")
         server.wait_until(lambda: len(state(url).replicas) == 2)
         began = time.perf_counter()
-        expected = asyncio.run(expected_of(url, args))
+        expected = asyncio.run(expected_of(url, *load))
         seconds, versions = time.perf_counter() - began, Counter()
         for version in range(2, args.versions + 2):
             over = asyncio.Event()
@@ -305,16 +320,17 @@ def update(args) -> str:
                 over.set()
 
             async def loads(over=over):
-                answers = await send_all(url, args.requests, args.clients, over)
+                answers = await send_all(url, *load, over)
                 versions.update(each.model for _, each in answers if isinstance(each, Answer))
                 return answers
 
             rows.append([version, *asyncio.run(disturbed(url, updated(), loads, expected, f"version {version}"))])
             print(rows[-1], file=sys.stderr)
         subprocess.run([str(programs / "serve"), "shutdown", "--yes", "--address", dashboard], check=True)
-    head = f"`serve deploy` of `{' '.join(words)}` on {machine()}: {load_text(args, seconds)}."
+    head = f"`serve deploy` of `{' '.join(words)}` on {machine()}: {load_text(args.requests, args.clients, seconds)}."
     named = ", ".join(f"{count} of version {version}" for version, count in sorted(versions.items()))
-    return f"{head} Answers during the updates: {named}.\n\n{table(f'to version | {ANSWERS}', rows)}\n"
+    text = f"{head} Answers during the updates: {named}.\n\n{table(f'to version | {ANSWERS}', rows)}\n"
+    return text, are_right(rows)
 
 
 def answers_at(url: str) -> bool:
@@ -324,7 +340,7 @@ def answers_at(url: str) -> bool:
         return False
 
 
-def scale(args) -> str:
+def scale(args) -> tuple[str, bool]:
     words = ["--replicas", "1:2", "--target-ongoing", "4", "--scale-up-s", "2", "--scale-down-s", "5"]
     words += [*SMALL, *args.words]
     rows = []
@@ -332,8 +348,8 @@ def scale(args) -> str:
         url = server.url
         server.wait_until(lambda: len(state(url).replicas) == 1)
         began = time.perf_counter()
-        args_few = argparse.Namespace(**vars(args) | {"clients": FEW})
-        expected = asyncio.run(expected_of(url, args_few))
+        count, _, request = load_of(args)
+        expected = asyncio.run(expected_of(url, count, FEW, request))
         seconds = time.perf_counter() - began
         for i in range(args.rounds):
             up, down, took = asyncio.Event(), asyncio.Event(), []
@@ -351,24 +367,25 @@ def scale(args) -> str:
                 down.set()
 
             async def loads(up=up, down=down):
-                many = send_all(url, args.requests, args.clients - FEW, up)
-                few = send_all(url, args.requests, FEW, down)
+                many = send_all(url, count, args.clients - FEW, request, up)
+                few = send_all(url, count, FEW, request, down)
                 return [each for answers in await asyncio.gather(many, few) for each in answers]
 
             row = asyncio.run(disturbed(url, scaled(), loads, expected, f"round {i}"))
             rows.append([i, *row, *(f"{each:.0f}" for each in took)])
             print(rows[-1], file=sys.stderr)
         end = stopped(server)
-    head = f"`dflash cluster {' '.join(words)}` on {machine()}: {load_text(args_few, seconds)}; {args.clients} clients "
-    head += f"until two replicas have answered for 5 s, then {FEW}."
-    return f"{head}\n\n{table(f'round | {ANSWERS} | to two, s | to one, s', rows)}\n\n{end}\n"
+    head = f"`dflash cluster {' '.join(words)}` on {machine()}: {load_text(args.requests, FEW, seconds)}; "
+    head += f"{args.clients} clients until two replicas have answered for 5 s, then {FEW}."
+    text = f"{head}\n\n{table(f'round | {ANSWERS} | to two, s | to one, s', rows)}\n\n{end}\n"
+    return text, are_right(rows)
 
 
-def throughput(args) -> str:
+def throughput(args) -> tuple[str, bool]:
     """Turns of a plain server and of a cluster of one replica, one after the other, each first in every second turn."""
     words = [*SMALL, *args.words]
 
-    def request(stream: bool) -> Callable[[int], tuple[str, dict]]:
+    def request(stream: bool) -> Request:
         def of(i: int) -> tuple[str, dict]:
             body = {"prompt": PROMPTS[i % len(PROMPTS)], "seed": i, "temperature": 0.7, "ignore_eos": True}
             return "/v1/completions", body | {"max_tokens": args.new_tokens, "stream": stream, "return_token_ids": True}
@@ -378,7 +395,7 @@ def throughput(args) -> str:
     async def turn(url: str, stream: bool) -> tuple[float, int]:
         """Seconds and tokens."""
         began = time.perf_counter()
-        answers = await send_all(url, args.requests, args.clients, request=request(stream))
+        answers = await send_all(url, args.requests, args.clients, request(stream))
         seconds = time.perf_counter() - began
         if failures := [each for _, each in answers if isinstance(each, Exception)]:
             raise SystemExit(f"{url}: {failures[0]!r}")
@@ -424,7 +441,7 @@ def throughput(args) -> str:
     head += "of the ratio."
     names = "answers | `dflash serve`, tokens/s | `dflash cluster`, tokens/s | ratio of a turn | "
     names += "server, µs of CPU a token | replica | ingress"
-    return f"{head}\n\n{table(names, rows)}\n"
+    return f"{head}\n\n{table(names, rows)}\n", True
 
 
 def main() -> int:
@@ -438,16 +455,17 @@ def main() -> int:
     p.add_argument("--versions", type=int, default=2, help="of update, behind the first one")
     p.add_argument("--rounds", type=int, default=2, help="of scale")
     p.add_argument("--turns", type=int, default=6, help="of throughput")
-    p.add_argument("--new-tokens", type=int, default=128, help="of throughput")
+    p.add_argument("--new-tokens", type=int, help="of the longest answers (default: 200; of throughput: 128)")
     p.add_argument("--out", type=Path, help="write the report here too")
     p.epilog = "Words behind -- are further words of dflash cluster."
     at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     args = p.parse_args(sys.argv[1:at], argparse.Namespace(words=sys.argv[at + 1 :]))
-    report = {"kill": kill, "update": update, "scale": scale, "throughput": throughput}[args.what](args)
+    args.new_tokens = args.new_tokens or (128 if args.what == "throughput" else 200)
+    report, is_right = {"kill": kill, "update": update, "scale": scale, "throughput": throughput}[args.what](args)
     print(report)
     if args.out:
         args.out.write_text(report)
-    return 0
+    return 0 if is_right else 1
 
 
 if __name__ == "__main__":

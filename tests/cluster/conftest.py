@@ -1,7 +1,8 @@
-"""Two replicas over one engine behind an ingress, all in this process, and a cut that takes a replica's streams."""
+"""Replicas over one engine behind an ingress, all in this process, and a cut that takes a replica's streams."""
 
 import asyncio
 import contextlib
+import itertools
 import socket
 import threading
 
@@ -26,13 +27,16 @@ class Cut:
     Attributes:
         places: For each of the next POST requests to a replica: the number of ASGI messages behind which it is cut.
         cuts: Cuts so far.
+        sent: ASGI messages of each request under way: by the replica's name, and by request.
     """
 
     def __init__(self):
-        self.places, self.cuts = [], 0
+        self.places, self.cuts, self.sent = [], 0, {}
 
-    def around(self, app):
+    def around(self, app, name: str):
         async def cut(scope, receive, send):
+            request = name, object()
+            self.sent[request] = 0
             left = self.places.pop(0) if scope["method"] == "POST" and self.places else None
 
             async def send_until_cut(message):
@@ -42,28 +46,31 @@ class Cut:
                     raise ConnectionAbortedError("cut by the test")
                 left = None if left is None else left - 1
                 await send(message)
+                self.sent[request] += 1
 
-            with contextlib.suppress(ConnectionAbortedError):
-                await app(scope, receive, send_until_cut)
+            try:
+                with contextlib.suppress(ConnectionAbortedError):
+                    await app(scope, receive, send_until_cut)
+            finally:
+                del self.sent[request]
 
         return cut
 
 
 class Cluster:
-    """Attributes: ingress, replicas, cut, and http, a client."""
+    """An ingress, and replicas that are started, ended and killed.
 
-    def __init__(self, llm, engine, api_keys=()):
-        self.ingress = Ingress(SECRET, api_keys)
-        store = ResponseStore()
+    Attributes:
+        ingress: The ingress.
+        replicas: What runs, by the name that the ingress knows.
+        cut: Of all replicas.
+        url: The address of the ingress.
+        http: A client of it.
+    """
 
-        async def call(name, *arguments):
-            return await getattr(store, name)(*arguments)
-
-        self.cut, self.replicas = Cut(), []
-        for _ in range(2):
-            serving = Serving(llm, engine, [NAME, "tiny"], response_store=SharedResponses(store.size, call))
-            serving.is_ready = True
-            self.replicas.append(Running(serving, around=lambda app: Member(self.cut.around(app), SECRET)))
+    def __init__(self, llm, engine, count: int, api_keys=()):
+        self.ingress, self.cut, self.replicas = Ingress(SECRET, api_keys), Cut(), {}
+        self._llm, self._engine, self._store, self._numbers = llm, engine, ResponseStore(), itertools.count()
         listening = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
         config = uvicorn.Config(self.ingress, ws="none", lifespan="off", log_level="error")
@@ -71,8 +78,6 @@ class Cluster:
 
         async def serve():
             await self.ingress.start()
-            for i, replica in enumerate(self.replicas):
-                self.ingress.replicas.join(f"replica-{i}", replica.url)
             self.loop = asyncio.get_running_loop()
             await self._server.serve(sockets=[listening])
             await self.ingress.stop()
@@ -81,6 +86,36 @@ class Cluster:
         self._thread.start()
         assert wait_until(lambda: self._server.started)
         self.http = httpx.Client(base_url=self.url, timeout=120)
+        for _ in range(count):
+            self.start_replica()
+
+    def start_replica(self) -> str:
+        """Starts a replica, and returns its name when it takes requests."""
+
+        async def call(name, *arguments):
+            return await getattr(self._store, name)(*arguments)
+
+        shared = SharedResponses(self._store.size, call)
+        serving = Serving(self._llm, self._engine, [NAME, "tiny"], response_store=shared)
+        serving.is_ready, name = True, f"replica-{next(self._numbers)}"
+        replica = Running(serving, around=lambda app: Member(self.cut.around(app, name), SECRET))
+        self.replicas[name] = replica
+        self._on_loop(lambda: self.ingress.replicas.join(name, replica.url))
+        return name
+
+    def end_replica(self, name: str) -> None:
+        """Ends a replica as its cluster does: it takes no further requests, and finishes those that it has."""
+        replica = self.replicas.pop(name)
+        self._on_loop(lambda: self.ingress.replicas.leave(name))
+        replica.serving.is_draining = True
+        assert wait_until(lambda: replica.serving.in_flight == 0)
+        replica.stop()
+
+    def _on_loop(self, call) -> None:
+        async def work():
+            call()
+
+        asyncio.run_coroutine_threadsafe(work(), self.loop).result()
 
     @property
     def counts(self):
@@ -90,17 +125,22 @@ class Cluster:
         self.http.close()
         self._server.should_exit = True
         self._thread.join()
-        for replica in self.replicas:
+        for replica in self.replicas.values():
             replica.stop()
 
 
 @pytest.fixture(scope="session")
-def cluster(llm):
+def engine(llm):
     engine = started(llm)
     with pytest.MonkeyPatch.context() as patch:
         # A replica whose thread gets no time is not lost: nothing would let it join again.
         patch.setattr(routing, "ANSWER_S", 600)
-        cluster = Cluster(llm, engine)
-        yield cluster
-        cluster.stop()
+        yield engine
     engine.stop()
+
+
+@pytest.fixture(scope="session")
+def cluster(llm, engine):
+    cluster = Cluster(llm, engine, 2)
+    yield cluster
+    cluster.stop()

@@ -173,7 +173,7 @@ def test_cut_stream_equals_the_unbroken_one(cluster, keyed, name):
         cluster.cut.places.clear()
     assert cluster.cut.cuts - cuts >= 2
     assert cluster.counts.resumed - before >= 2
-    assert wait_until(lambda: all(replica.serving.in_flight == 0 for replica in cluster.replicas))
+    assert wait_until(lambda: all(replica.serving.in_flight == 0 for replica in cluster.replicas.values()))
 
 
 def test_stream_cut_at_every_place_equals_the_unbroken_one(cluster, keyed):

@@ -1,6 +1,7 @@
 """One of two processes that run one model; `test_hosts.py` starts them. The first leads, and checks what it gets."""
 
 import json
+import sys
 from dataclasses import replace
 
 import jax
@@ -33,11 +34,48 @@ def divided(module, abstract):
     return jax.tree.unflatten(jax.tree.structure(shape), leaves)
 
 
-def lead(group, target, programs: Executables) -> None:
-    wanted = some_requests(0, 12, tiny.VOCAB)
+def requests(count: int) -> list[dict]:
+    wanted = some_requests(0, count, tiny.VOCAB)
     for each in wanted:
         each["prompt"] = each["prompt"][:40]
-    expected = alone(engine_for(Executables(target, None), (1,), **OPTIONS | {"slots": 1, "prefix_bytes": 0}), wanted)
+    return wanted
+
+
+def of_one_process(target, wanted: list[dict]) -> list[tuple]:
+    return alone(engine_for(Executables(target, None), (1,), **OPTIONS | {"slots": 1, "prefix_bytes": 0}), wanted)
+
+
+def until_killed(engine: Engine, params) -> None:
+    """Runs requests until the other process is killed, which ends this one."""
+    endless = replace(params, max_tokens=CAPACITY - 5, logprobs=None)
+    while True:
+        engine.submit(Request([2, 3, 4], endless))
+        while engine.has_work:
+            engine.step()
+
+
+def lead_short(group, target, programs: Executables) -> None:
+    """Two requests at a time, with drafts."""
+    wanted = requests(4)
+    expected = of_one_process(target, wanted)
+    with group.turn():
+        plain = engine_for(programs, (8,), **OPTIONS, prefix_bytes=0)
+        runner = Leader(group, (programs,)).runner(programs, 2, CAPACITY, plain.runner.settings, plain.runner.pages)
+        engine = Engine(runner, plain.config, plain.policy)
+        answers = [Request(**each, block_size=8) for each in wanted]
+        for each in answers:
+            engine.submit(each)
+        while engine.has_work:
+            engine.step()
+        for (right, _), each in zip(expected, answers, strict=True):
+            equal_or_tie(right.tokens, each.tokens, lambda at, right=right: margin(target, right, at))
+        print(json.dumps({"tokens": sum(len(each.tokens) for each in answers)}), flush=True)
+        until_killed(engine, wanted[0]["params"])
+
+
+def lead(group, target, programs: Executables) -> None:
+    wanted = requests(12)
+    expected = of_one_process(target, wanted)
     with group.turn():
         leader = Leader(group, (programs,))
         plain = engine_for(programs, **OPTIONS, prefix_bytes=200_000, prefix_host_bytes=10**8)
@@ -54,22 +92,18 @@ def lead(group, target, programs: Executables) -> None:
         found = {"cached": engine.statistics.cached_tokens, "host_hits": engine.prefix_cache.tiers.host.hits}
         found |= {"masked": masked.tokens, "scored": len(scored.prompt_entries) - len(scored.prompt) + 1}
         print(json.dumps(found), flush=True)
-        # Until the other process is killed.
-        endless = replace(wanted[0]["params"], max_tokens=CAPACITY - 5, logprobs=None)
-        while True:
-            engine.submit(Request([2, 3, 4], endless))
-            while engine.has_work:
-                engine.step()
+        until_killed(engine, wanted[0]["params"])
 
 
 def main() -> None:
     distributed.start()
     group = joined(0)
-    target = tiny.target("da", moe="1")
+    is_short = sys.argv[1:] == ["short"]
+    target = tiny.target("a" if is_short else "da", moe="" if is_short else "1")
     drafter = tiny.drafter(target)
     programs = Executables(divided(target, abstract_decoder), divided(drafter, abstract_drafter))
     if group.leads:
-        lead(group, target, programs)
+        (lead_short if is_short else lead)(group, target, programs)
     else:
         Follower(group, (programs,)).run()
 

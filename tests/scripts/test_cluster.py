@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 
 import httpx
 import pytest
@@ -64,6 +65,9 @@ def test_lost_longer_and_changed_answers_are_counted(capsys):
     ]
     assert check.compared(answers, expected, "x") == [4, 1, 1, 2]
     assert "x: request 1: ReadError" in capsys.readouterr().err
+    assert check.are_right([["x", *check.compared(answers[:1], expected, "x"), 0, 0, "1.0"]])
+    for wrong in answers[1:]:
+        assert not check.are_right([["x", *check.compared([wrong], expected, "x"), 0, 0, "1.0"]])
 
 
 def test_the_state_of_a_cluster_is_read_from_its_metrics():
@@ -98,3 +102,24 @@ def test_a_stream_through_a_router_has_the_whole_text_and_its_end():
     assert cell(WHOLE, WHOLE, pieces, stream=True) == "yes"
     assert cell(WHOLE, WHOLE, chunk("a", [1]) + DONE, stream=True) == "other: choices.0.text"
     assert cell(WHOLE, WHOLE, chunk("ab", [1, 2]), stream=True) == "a stream without its end"
+
+
+BEGINNING = 'data: {"choices": [{"delta": {"content": "a"}}]}\n\n'
+
+
+@pytest.mark.parametrize(
+    ("status", "text", "expected"),
+    [
+        (200, BEGINNING * 2 + DONE, ("whole", "aa")),
+        (200, BEGINNING, ("cut", "a")),
+        (200, BEGINNING + 'data: {"error": {"message": "lost"}}\n\n' + DONE, ("error event", "a")),
+        (502, "", ("status 502", "")),
+    ],
+)
+def test_how_a_stream_ends_whose_server_is_killed(status, text, expected):
+    transport = httpx.MockTransport(lambda request: httpx.Response(status, text=text))
+    has_begun = threading.Semaphore(0)
+    with httpx.Client(transport=transport, base_url="http://x") as http:
+        assert routers.ended(http, {"stream": True}, has_begun) == expected
+    assert has_begun.acquire(blocking=False)
+    assert not has_begun.acquire(blocking=False)

@@ -94,6 +94,18 @@ class Running:
         self._thread.join()
         self.serving.stop_workers()
 
+    def kill(self) -> None:
+        """Ends it as SIGKILL does: nothing listens any more, and all connections break."""
+        listening = self._server.servers[0]
+
+        def end():
+            listening.close()
+            for connection in list(self._server.server_state.connections):
+                connection.transport.abort()
+
+        listening.get_loop().call_soon_threadsafe(end)
+        self.stop()
+
     def idle(self) -> bool:
         """Whether every slot comes back."""
         engine = self.serving.engine.engine
