@@ -65,12 +65,6 @@ def has_replicas(url: str, process, count: int) -> bool:
     return False
 
 
-@pytest.fixture(scope="module")
-def cluster():
-    with running(2) as started:
-        yield started
-
-
 def tokens_of(url, kill=None):
     """The tokens of `BODY`; ``kill`` is a process that ends at the first event."""
     lines = []
@@ -85,9 +79,15 @@ def tokens_of(url, kill=None):
     return [token for event in events for token in event["choices"][0]["token_ids"]]
 
 
+@pytest.fixture(scope="module")
+def cluster():
+    """URL and process of a cluster, which a test ends, and the tokens of `BODY` before that."""
+    with running(2) as (url, process):
+        yield url, process, tokens_of(url)
+
+
 def test_stream_outlives_its_replica_and_a_signal_ends_every_process(cluster):
-    url, process = cluster
-    whole = tokens_of(url)
+    url, process, whole = cluster
     assert len(whole) == BODY["max_tokens"]
     for replica in named(process, "ray::ServeReplica"):
         # The first one may be idle. Then the second one has the stream.
@@ -102,15 +102,10 @@ def test_stream_outlives_its_replica_and_a_signal_ends_every_process(cluster):
     assert wait_until(lambda: not [each for each in started if each.is_running()], 10)
 
 
-@pytest.fixture(scope="module")
-def whole(cluster):
-    """The tokens of `BODY` of replicas of one host."""
-    return tokens_of(cluster[0])
-
-
 @pytest.mark.parametrize("which", [0, 1], ids=["one of its hosts", "another of its hosts"])
-def test_a_replica_over_two_hosts_gives_the_tokens_of_one_and_starts_again(whole, which):
+def test_a_replica_over_two_hosts_gives_the_tokens_of_one_and_starts_again(cluster, which):
     """Its processes are those of a placement group; a stream whose group ends goes on from the next one."""
+    _, _, whole = cluster
     with running(1, "--replica-hosts", "2", "--mesh", "tensor=2") as (url, process):
         assert tokens_of(url) == whole
         hosts = named(process, "ray::Host")
