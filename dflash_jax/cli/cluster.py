@@ -29,6 +29,8 @@ def add_options(p: argparse.ArgumentParser) -> None:
     cluster.add_argument("--scale-up-s", type=float, default=10.0, metavar="S", help=text)
     text = "seconds of less load before one is ended (default: %(default)g)"
     cluster.add_argument("--scale-down-s", type=float, default=120.0, metavar="S", help=text)
+    text = "seconds that a request waits for a replica where all are lost (default: %(default)g)"
+    cluster.add_argument("--wait-s", type=float, default=120.0, metavar="S", help=text)
     text = "CPUs that a replica reserves (default: %(default)g)"
     cluster.add_argument("--replica-cpus", type=float, default=0.0, metavar="N", help=text)
     text = "GPUs that a replica reserves and sees (default: the devices of its --mesh, where the cluster has GPUs)"
@@ -89,7 +91,7 @@ def parse(argv: list[str] | None):
             raise InputError(f"--replica-{given}: what a replica reserves follows from its --replica-slice")
     if args.target_ongoing is None:
         args.target_ongoing = float(args.slots)
-    for name in ("target_ongoing", "scale_up_s", "scale_down_s", "replica_cpus", "replica_gpus"):
+    for name in ("target_ongoing", "scale_up_s", "scale_down_s", "wait_s", "replica_cpus", "replica_gpus"):
         value = getattr(args, name)
         if value is not None and not (0 <= value < 1e9 and (value > 0 or name != "target_ongoing")):
             least = "above 0" if name == "target_ongoing" else "0 or more"

@@ -39,6 +39,7 @@ class Ingress:
         api_keys: Keys that clients may send; empty: none is needed.
         hosts: Names that the Host header may have; None for any.
         limits: Limits of a request.
+        wait_s: As `Link.wait_s`.
 
     Attributes:
         is_draining: Whether no further requests are taken.
@@ -54,8 +55,9 @@ class Ingress:
         api_keys: Sequence[str] = (),
         hosts: Collection[str] | None = None,
         limits: Limits = DEFAULT_LIMITS,
+        wait_s: float = Link.wait_s,
     ):
-        self._secret, self.limits = secret, limits
+        self._secret, self.limits, self._wait_s = secret, limits, wait_s
         self._access = Access(api_keys, hosts, (*OPEN_PATHS, *PAGE_PATHS))
         self.is_draining, self.in_flight = False, 0
         # See `BodyTable`.
@@ -79,7 +81,7 @@ class Ingress:
         http = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0), timeout=timeout, auto_decompress=False, read_bufsize=2**18
         )
-        self.link = Link(http, self._secret, Replicas(self._look))
+        self.link = Link(http, self._secret, Replicas(self._look), self._wait_s)
         self._watching = asyncio.create_task(self.replicas.watch())
 
     async def stop(self) -> None:

@@ -26,8 +26,6 @@ log = logging.getLogger("dflash_jax.cluster")
 ATTEMPTS = 4
 # Aborts that are kept for a stream between two replicas: the oldest ones.
 ABORTS = 16
-# Seconds that a request waits for a replica where all are lost, or full and one of them has lost the request.
-WAIT_S = 120.0
 # Answers of a replica that cannot serve: another one may.
 SERVICE_UNAVAILABLE, TOO_MANY_REQUESTS = 503, 429
 RETRIED = (500, SERVICE_UNAVAILABLE)
@@ -85,6 +83,7 @@ class Link:
         http: The client of replicas.
         secret: The cluster's secret.
         replicas: The replicas.
+        wait_s: Seconds that a request waits for a replica where all are lost, or full and one of them has lost it.
         counts: Totals.
         waiting: Relays whose request no replica has at the moment.
     """
@@ -92,6 +91,7 @@ class Link:
     http: aiohttp.ClientSession
     secret: str
     replicas: Replicas
+    wait_s: float = 120.0
     counts: Counts = field(default_factory=Counts)
     waiting: set["Relay"] = field(default_factory=set)
 
@@ -166,7 +166,7 @@ class Relay:
                         await self._answer.send(self._send)
                         return
                     full_since = time.monotonic() if full_since is None else full_since
-                    if time.monotonic() - full_since >= WAIT_S:
+                    if time.monotonic() - full_since >= link.wait_s:
                         break
                     await asyncio.wait({gone}, timeout=LOOK_S)
                     if gone.done():
@@ -191,7 +191,7 @@ class Relay:
         if (replica := replicas.choose(session, tried)) is not None or not replicas.has_begun:
             return replica
         self._link.waiting.add(self)
-        waiting = asyncio.ensure_future(replicas.wait(session, tried, WAIT_S))
+        waiting = asyncio.ensure_future(replicas.wait(session, tried, self._link.wait_s))
         await asyncio.wait({waiting, gone}, return_when=asyncio.FIRST_COMPLETED)
         if gone.done():
             waiting.cancel()

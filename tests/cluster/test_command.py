@@ -17,7 +17,9 @@ from tests.server.conftest import wait_until
 
 BODY = {"prompt": "def clamp(value, low, high):\n    ", "max_tokens": 160, "ignore_eos": True, "stream": True}
 BODY |= {"temperature": 0.8, "seed": 3, "return_token_ids": True}
-WORDS = ["--slots", "2", "--max-len", "512", "--prefix-bytes", "0", "--platform", "cpu"]
+# Few programs, and a wait that holds while a busy machine starts a replica.
+WORDS = ["--slots", "1", "--max-block-size", "4", "--max-len", "512", "--prefix-bytes", "0", "--platform", "cpu"]
+WORDS += ["--wait-s", "900"]
 
 
 @pytest.mark.skipif(find_spec("ray") is not None, reason="Ray is installed")

@@ -239,7 +239,7 @@ def test_stream_that_goes_on_waits_for_a_place(cluster, monkeypatch, code):
 
 
 def test_stream_that_finds_no_place_ends_with_an_error_event(cluster, monkeypatch):
-    monkeypatch.setattr(relay, "WAIT_S", 0)
+    monkeypatch.setattr(cluster.ingress.link, "wait_s", 0)
     cluster.script(cut(2), *[status(429)] * 2)
     assert b"no other can go on" in cluster.post().content
     assert cluster.counts == relay.Counts(resumed=1, failed=1)
