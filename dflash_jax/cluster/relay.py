@@ -41,6 +41,10 @@ class LostError(Exception):
     """An attempt failed, and another one may not."""
 
 
+class NotThereError(LostError):
+    """Nothing listens at a replica, which never had the request."""
+
+
 class FullError(Exception):
     """A replica works and has no place for the request."""
 
@@ -172,6 +176,9 @@ class Relay:
                     if gone.done():
                         raise ClientGoneError from None
                     tried = []
+                except NotThereError:
+                    # It is no replica any more. One that dies may join again, until it has ended.
+                    continue
                 except LostError as e:
                     log.info("%s at %s: %s", self._scope["path"], replica.name, e)
                     link.waiting.add(self)
@@ -211,6 +218,7 @@ class Relay:
         except (aiohttp.ClientError, OSError) as e:
             if isinstance(e, aiohttp.ClientConnectorError) and isinstance(e.os_error, ConnectionRefusedError):
                 self._link.replicas.lose(replica, str(e))
+                raise NotThereError from None
             raise LostError(str(e) or type(e).__name__) from None
         finally:
             replica.attempts.discard(task)

@@ -58,6 +58,7 @@ def running(count: int, *words: str):
         yield url, process
     finally:
         process.kill()
+        process.wait()
 
 
 def has_replicas(url: str, process, count: int) -> bool:

@@ -245,6 +245,18 @@ def test_stream_that_finds_no_place_ends_with_an_error_event(cluster, monkeypatc
     assert cluster.counts == relay.Counts(resumed=1, failed=1)
 
 
+def test_replica_that_is_gone_and_joins_again_is_no_failed_attempt(cluster, monkeypatch):
+    monkeypatch.setattr(relay, "ATTEMPTS", 1)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        cluster.a.url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    cluster.join(cluster.a)
+    for _ in range(2):
+        cluster.join(cluster.a)
+        assert cluster.post(x_session_id="s").content == b"".join(EVENTS) + b"data: [DONE]" + END
+    assert len(cluster.b.requests) == 2
+    assert cluster.counts == relay.Counts()
+
+
 @pytest.mark.parametrize("code", [400, 404, 429])
 def test_refusal_of_a_replica_is_the_answer(cluster, code):
     cluster.script(status(code))
