@@ -40,6 +40,7 @@ from dflash_jax.cli.options import (
 from dflash_jax.cli.system_config import read_system
 from dflash_jax.engine.config import BlockSize
 from dflash_jax.errors import InputError
+from dflash_jax.models.mtp_config import MtpConfig
 
 
 class Method(NamedTuple):
@@ -61,6 +62,12 @@ def method(text: str) -> Method:
     if text in (PLAIN, "dflash", "mtp"):
         return Method(text, "mtp" if text == "mtp" else None, 1 if text == PLAIN else None)
     draft, block = "mtp" if text.startswith("mtp ") else None, block_size(text.removeprefix("mtp "))
+    largest = MtpConfig.block_size
+    if draft and block != "auto" and not 1 <= block <= largest:
+        # Now, and not behind the methods before it.
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: an MTP head drafts at most {largest - 1} tokens: give 'mtp 1' to 'mtp {largest}', or 'mtp auto'"
+        )
     return Method(f"mtp {block}" if draft else str(block), draft, block)
 
 

@@ -320,6 +320,11 @@ def test_best_known_figures_are_lines_above_the_table():
         (["--published", "gpt"], "known are qwen3.6-35b-a3b"),
         (["--methods", "fast"], "must be a number of tokens"),
         (["--methods", "mtp fast"], "must be a number of tokens"),
+        (
+            ["--methods", "autoregressive", "mtp 16"],
+            "'mtp 16': .* at most 7 tokens: give 'mtp 1' to 'mtp 8'",
+        ),
+        (["--methods", "mtp 0"], "'mtp 0': an MTP head"),
         (["--methods", "mtp", "--url", "http://a"], "a server has one drafter"),
         (["--methods", "dflash", "--draft", "mtp"], "--draft mtp names the MTP head"),
         (["--draft", "a", "--draft", "mtp"], "give one drafter"),
