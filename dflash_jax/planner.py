@@ -225,8 +225,13 @@ def _in_eight_bits(module, layout: "Layout", quantize: str | None):
 @lru_cache(maxsize=64)
 def _measure(
     shapes: Shapes, layout: "Layout", dtype, eight: frozenset[str], draft_window_size: int | None
-) -> tuple[Weights, Weights | None, Slot]:
-    """Target's weights, drafter's weights, and a slot, which plans for several devices or lengths share."""
+) -> tuple[Weights, Weights | None, Slot, float]:
+    """What plans for several devices or lengths share.
+
+    Returns:
+        The target's weights, the drafter's, a slot, and bytes of a slot's `deferred_features`.
+    """
+    from dflash_jax.decoding.speculative import deferred_features
     from dflash_jax.models.decoder import abstract_decoder
     from dflash_jax.models.drafters import abstract_drafter
     from dflash_jax.models.mtp_config import MtpConfig
@@ -236,7 +241,11 @@ def _measure(
     # A head is part of the target's checkpoint, and in as many bits.
     draft_eight = eight if isinstance(shapes.draft, MtpConfig) else frozenset()
     draft_weights = weigh(drafter, layout, draft_eight) if drafter else None
-    return weigh(target, layout, eight), draft_weights, measure_slot(target, drafter, layout, draft_window_size)
+    # Of several drafters other rounds keep more; a plan has one.
+    kept = deferred_features(target, drafter, 1, 1)
+    deferred = 0.0 if kept is None else math.prod(kept.shape) * kept.dtype.itemsize
+    slot = measure_slot(target, drafter, layout, draft_window_size)
+    return weigh(target, layout, eight), draft_weights, slot, deferred
 
 
 def make_plan(
@@ -280,7 +289,7 @@ def make_plan(
     from dflash_jax.engine.vision_encoder import workspace
 
     eight = frozenset(QUANTIZED) if quantize in ("int8", "fp8") or (shapes.fp8 and quantize != "none") else frozenset()
-    weights, draft_weights, slot = _measure(shapes, layout, dtype, eight, draft_window_size)
+    weights, draft_weights, slot, deferred = _measure(shapes, layout, dtype, eight, draft_window_size)
     drafting = draft_weights.total if draft_weights else 0.0
     vision_count = vision_parameters(shapes.target)
     # Every device has all of the tower.
@@ -290,16 +299,16 @@ def make_plan(
     batch = math.ceil(slots / layout.data)
     vocab = shapes.target.vocab_size / layout.parts(layout.wide(shapes.target.vocab_size))
 
-    # Temporaries, roughly: activations of a prefill chunk and of the largest image in the vision tower, and float32
-    # logits of each slot's block three times over.
+    # Temporaries, roughly: activations of a prefill chunk and of the largest image in the vision tower, float32 logits
+    # of each slot's block three times over, and features that a dispatch keeps for the drafter's context.
     passes = PREFILL_BYTES * largest_prefill(device.platform == "gpu") * shapes.target.hidden_size
     passes += workspace(tower) if tower else 0
-    logits = 3 * 4 * window * vocab
+    rounds = 3 * 4 * window * vocab + deferred
     room = USABLE * device.memory - weights.total - drafting - vision - passes
-    max_batch = max(0, int(room // (slot.bytes(max_len) + logits)))
-    room_per_slot = room / batch - logits - slot.fixed
+    max_batch = max(0, int(room // (slot.bytes(max_len) + rounds)))
+    room_per_slot = room / batch - rounds - slot.fixed
     longest = int(room_per_slot // slot.per_position) if room_per_slot > 0 else 0
-    used = weights.total + drafting + vision + passes + batch * (slot.bytes(max_len) + logits)
+    used = weights.total + drafting + vision + passes + batch * (slot.bytes(max_len) + rounds)
 
     def tokens_per_second(tokens: int, drafts: bool) -> float | None:
         if not device.bandwidth:
@@ -331,7 +340,7 @@ def make_plan(
             "slots": int(batch * slot.bytes(max_len)),
             "cache_per_slot": int(slot.bytes(max_len)),
             "cache_per_token": slot.per_position,
-            "workspace": int(passes + batch * logits),
+            "workspace": int(passes + batch * rounds),
             "all": int(used),
             "memory": device.memory,
         },
@@ -341,7 +350,7 @@ def make_plan(
         "max_slots": max_batch * layout.data,
         "max_len": min(longest, shapes.target.max_positions),
         "replicated": {name: int(size) for name, size in replicated.items()},
-        "sequences": max(0, int(room // (slot.bytes(max_len, context) + logits))) * layout.data,
+        "sequences": max(0, int(room // (slot.bytes(max_len, context) + rounds))) * layout.data,
         "floor_tokens_per_s": tokens_per_second(window, True) if draft_weights else plain,
         "floor_tokens_per_s_autoregressive": plain,
     }

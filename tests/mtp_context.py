@@ -1,6 +1,6 @@
-"""What the context of an MTP head must hold after anything: what one pass over the text gives."""
+"""What the contexts of drafters must hold after anything: what one pass over the text gives."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import jax
@@ -9,19 +9,20 @@ import numpy as np
 
 from dflash_jax.decoding.state import DecodeState, is_kv_cache, map_caches
 from dflash_jax.models.cache import init_cache
-from dflash_jax.models.drafting import ContextTokens
+from dflash_jax.models.drafting import NO_WINDOW, ContextTokens
+from dflash_jax.models.mtp import Mtp
 from dflash_jax.ops.cache import KVCache
 
 
 @jax.jit
-def one_pass(target, head, tokens, n):
-    """The head's cache after the first ``n`` [B] of ``tokens`` [B, L], in one extension."""
+def one_pass(target, drafter, tokens, n):
+    """The drafter's cache after the first ``n`` [B] of ``tokens`` [B, L], in one extension."""
     b, size = tokens.shape
     steps, embeddings = jnp.broadcast_to(jnp.arange(size), (b, size)), target.embed_tokens(tokens)
     caches = init_cache(target.config, b, size, target.dtype)
-    _, features, _ = target.extend(embeddings, caches, jnp.zeros(b, jnp.int32), n, head.taps)
+    _, features, _ = target.extend(embeddings, caches, jnp.zeros(b, jnp.int32), n, drafter.taps)
     new = ContextTokens(tokens, embeddings, features, steps, steps, steps < n[:, None])
-    return head.extend(head.init_cache(b, size, target.dtype), new)
+    return drafter.extend(drafter.init_cache(b, size, target.dtype, NO_WINDOW), new)
 
 
 def assert_context(target, head, state: DecodeState, rows: Iterable[int]) -> None:
@@ -40,6 +41,22 @@ def assert_context(target, head, state: DecodeState, rows: Iterable[int]) -> Non
         assert pending.position[row] == end - 1, row
         np.testing.assert_allclose(pending.feature[row], right.feature[row], atol=2e-4, err_msg=f"row {row}: pending")
     assert compared, "there is no context to compare"
+
+
+def assert_contexts(target, drafters, state: DecodeState, rows: Sequence[int]) -> None:
+    """The contexts of ``rows`` in all caches of ``drafters``, heads or DFlash drafters, are those of one pass."""
+    assert rows, "there is no context to compare"
+    tokens, length = jnp.asarray(state.tokens), jnp.asarray(state.length)
+    for drafter, draft in zip(drafters, state.draft, strict=True):
+        if isinstance(drafter, Mtp):
+            assert_context(target, drafter, replace(state, draft=draft), rows)
+            continue
+        expected = one_pass(target, drafter, tokens, jnp.maximum(length - 1, 0))
+        for row in rows:
+            first, end = int(state.draft_start[row]), int(state.length[row]) - 1
+            # The last layer has full attention: no window leaves out a part of its cache.
+            for mine, right in zip(of_row(draft[-1], row), of_row(expected[-1], row), strict=True):
+                np.testing.assert_allclose(mine[:, first:end], right[:, first:end], atol=2e-4, err_msg=f"row {row}")
 
 
 def of_row(cache: KVCache, row: int) -> tuple[np.ndarray, np.ndarray]:

@@ -295,6 +295,34 @@ def decode_round(
     return commit(target, drafter, state, after, block, features, record, settings.aligned)
 
 
+def _contexts(drafter: Drafting | None, block_size: int) -> tuple[Drafting | None, Drafting | None]:
+    """``drafter`` with the contexts that each round of `decode` extends, and with those that wait for its end."""
+    return (None, drafter) if block_size == 1 else contexts_by_need(drafter)
+
+
+def deferred_features(
+    target: Decoder, drafter: Drafting | None, batch_size: int, block_size: int
+) -> jax.ShapeDtypeStruct | None:
+    """What `decode` keeps until its end, for contexts that none of its rounds reads.
+
+    Args:
+        target: The target.
+        drafter: The drafter, or None.
+        batch_size: B.
+        block_size: As in `Settings`.
+
+    Returns:
+        Shape [B, places, taps, H] and dtype of the features; None where no context waits.
+    """
+    later = _contexts(drafter, block_size)[1]
+    if later is None:
+        return None
+    places = PLAIN_ROUNDS
+    if block_size > 1:
+        places = max(DEFERRED_TOKENS, -(-block_size // DEFERRED_SIZE) * DEFERRED_SIZE)
+    return jax.ShapeDtypeStruct((batch_size, places, len(later.taps), target.config.hidden_size), target.dtype)
+
+
 def decode(
     target: Decoder,
     drafter: Drafting | None,
@@ -317,14 +345,13 @@ def decode(
         The state when every sequence is done, after ``rounds``, or where another round could exceed ``new_tokens``. It
         has the log-probabilities of the last RECORDED positions.
     """
-    taps, size, shape = drafter.taps if drafter is not None else (), settings.block_size, state.tokens.shape
+    taps, size, batch = drafter.taps if drafter is not None else (), settings.block_size, state.tokens.shape[0]
     # Contexts that no round of this call reads are left to an extension at the end, which costs each round less.
-    now, later = (None, drafter) if size == 1 else contexts_by_need(drafter)
-    buffer, step = None, EXTENSION_SIZE if size == 1 else DEFERRED_SIZE
-    if later is not None:
-        places = PLAIN_ROUNDS if size == 1 else max(DEFERRED_TOKENS, -(-size // step) * step)
-        rounds = jnp.minimum(rounds, places)
-        buffer = jnp.zeros((shape[0], places, len(later.taps), target.config.hidden_size), target.dtype)
+    now, later = _contexts(drafter, size)
+    deferred, buffer = deferred_features(target, drafter, batch, size), None
+    if deferred is not None:
+        rounds = jnp.minimum(rounds, deferred.shape[1])
+        buffer = jnp.zeros(deferred.shape, deferred.dtype)
     before, mode = state, sampling_mode(state.sampling)
 
     def goes_on(carry: tuple[Array, DecodeState, Array | None]) -> Array:
@@ -347,7 +374,7 @@ def decode(
             else:
                 # Those of rejected drafts are overwritten, or behind the last token.
                 steps = (state.num_cached - before.num_cached)[:, None] + jnp.arange(size)[None]
-                rows = jnp.arange(shape[0])[:, None]
+                rows = jnp.arange(batch)[:, None]
                 buffer = buffer.at[rows, steps].set(waiting.astype(buffer.dtype), mode="drop")
         features = None if now is None else features_of(now.taps, features, taps)
         return i + 1, commit(target, now, state, after, block, features, record, settings.aligned), buffer
@@ -355,7 +382,7 @@ def decode(
     _, state, buffer = jax.lax.while_loop(goes_on, body, (jnp.int32(0), state, buffer))
     if later is None or buffer is None:
         return state
-    return _extend_draft(target, later, before, state, buffer, step)
+    return _extend_draft(target, later, before, state, buffer, EXTENSION_SIZE if size == 1 else DEFERRED_SIZE)
 
 
 def _extend_draft(

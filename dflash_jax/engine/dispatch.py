@@ -2,15 +2,22 @@
 
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 
 from dflash_jax.decoding.sampling import Logprobs
+from dflash_jax.decoding.state import Settings
 from dflash_jax.decoding.step_functions import REPORT_SIZE
 from dflash_jax.engine.config import Speculation
 from dflash_jax.engine.request import Request
+
+
+def round_settings(settings: Settings, speculation: Speculation) -> Settings:
+    """What is compiled into rounds; ``settings``: what all programs of an engine share."""
+    size = max(speculation.block_size, settings.block_size) if settings.aligned else speculation.block_size
+    return replace(settings, block_size=size, drafter=speculation.drafter)
 
 
 @dataclass(frozen=True)

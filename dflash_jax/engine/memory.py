@@ -1,16 +1,20 @@
 """The device memory that an engine needs, before it is allocated."""
 
+import math
 import os
 from dataclasses import dataclass
 
 import jax
 import numpy as np
 
+from dflash_jax.decoding.speculative import deferred_features
 from dflash_jax.decoding.state import Settings, is_kv_cache
 from dflash_jax.decoding.step_functions import REPORT_SIZE
 from dflash_jax.engine.config import COPIED_PAGES, IN_FLIGHT, PREFILL_BYTES, EngineConfig
+from dflash_jax.engine.dispatch import round_settings
 from dflash_jax.engine.executables import Executables
 from dflash_jax.errors import InputError
+from dflash_jax.models.drafting import proposing
 from dflash_jax.ops.cache import page_size, pages_of, window_pages
 
 # Bytes of a device that pages of prefixes may take at least: an engine of few slots is small, but not its prefixes.
@@ -64,6 +68,14 @@ def on_device(tree) -> int:
     return sum(int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
+def deferred_bytes(programs: Executables, batch: int, settings: Settings, config: EngineConfig) -> int:
+    """Bytes of the `deferred_features` of a dispatch of ``batch`` sequences, of the speculation that keeps the most."""
+    target, drafter = programs.pair
+    rounds = [round_settings(settings, speculation) for speculation in config.speculations]
+    kept = [deferred_features(target, proposing(drafter, r.drafter), batch, r.block_size) for r in rounds]
+    return max((math.prod(each.shape) * each.dtype.itemsize for each in kept if each is not None), default=0)
+
+
 def plan_memory(
     programs: Executables,
     slots: int,
@@ -100,7 +112,8 @@ def plan_memory(
     model, batch, longest = programs.config, slots // programs.data, pages_of(capacity, capacity) if page else 0
     most, most_windowed = pages_of_slots(programs, slots, capacity, settings)
     prefill = PREFILL_BYTES * config.prefill_sizes[-1] * model.hidden_size
-    logits = 12 * batch * config.largest_block * model.vocab_size
+    # Of decoding, which grow with the slots.
+    rounds = 12 * batch * config.largest_block * model.vocab_size + deferred_bytes(programs, batch, settings, config)
     limit = int(fraction * device_memory())
     fewest = longest + (config.prefix_bytes > 0 and page > 0)
     # Copies of pages on their way to the host and back.
@@ -118,7 +131,7 @@ def plan_memory(
         counts = count, min(count, most_windowed)
         pages = counts[0] * page + counts[1] * windowed
         weights = on_device(programs.weights)
-        return Memory(weights, vision, fixed, pages, config.prefix_bytes, prefill + logits + copies, limit, counts)
+        return Memory(weights, vision, fixed, pages, config.prefix_bytes, prefill + rounds + copies, limit, counts)
 
     if count < fewest:
         least = fewest * size * programs.data
@@ -132,9 +145,9 @@ def plan_memory(
     if plan.all <= limit:
         return plan
     room = limit - plan.weights - vision - plan.prefixes - prefill - copies
-    fewer = max(0, (room - plan.pages) * slots // (fixed + logits))
+    fewer = max(0, (room - plan.pages) * slots // (fixed + rounds))
     advice = f"{fewer} slots fit" if fewer else "not one slot fits"
-    shorter = max(0, room * capacity // (fixed + logits + plan.pages)) if room > 0 else 0
+    shorter = max(0, room * capacity // (fixed + rounds + plan.pages)) if room > 0 else 0
     raise InputError(
         f"{slots} slots of at most {capacity} positions do not fit: {plan}; {advice} at this length, or about "
         f"{shorter} positions in each: give less of either, a larger share of the memory, or more devices"

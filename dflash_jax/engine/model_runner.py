@@ -13,7 +13,7 @@ from dflash_jax.decoding.sampling import Logprobs
 from dflash_jax.decoding.state import NO_BOUND, DecodeState, Settings, is_kv_cache, num_pages
 from dflash_jax.decoding.step_functions import Report
 from dflash_jax.engine.config import COPIED_PAGES, REPLAY, Speculation
-from dflash_jax.engine.dispatch import Dispatch, Outcome, RoundMasks
+from dflash_jax.engine.dispatch import Dispatch, Outcome, RoundMasks, round_settings
 from dflash_jax.engine.host_copies import HostCopies
 from dflash_jax.engine.memory import on_device
 from dflash_jax.engine.request import Request
@@ -331,9 +331,7 @@ class ModelRunner:
         return report, places
 
     def _settings(self, speculation: Speculation) -> Settings:
-        s = self.settings
-        block_size = max(speculation.block_size, s.block_size) if s.aligned else speculation.block_size
-        return replace(s, block_size=block_size, drafter=speculation.drafter)
+        return round_settings(self.settings, speculation)
 
     def decode_masked(self, dispatch: Dispatch, masks: RoundMasks):
         """Starts one round with masks, which are computed while the device verifies: a ticket for `read`."""
