@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dflash_jax.decoding.batch_init import init_state
 from dflash_jax.decoding.speculative import decide, propose
-from dflash_jax.decoding.state import Settings
+from dflash_jax.decoding.state import Settings, map_caches
 from dflash_jax.models.drafting import DraftWindow, Proposal
 from dflash_jax.ops import cache
 from dflash_jax.tools.equality import Reference, check_same, equal_or_tie, new_tokens
@@ -371,13 +371,14 @@ def test_a_drafter_without_taps_gets_no_features(target, plain, reference, size)
 
 
 def test_a_context_that_begins_late_is_a_bounded_one(target, drafter, plain, reference):
-    """What went by without the drafter is as if its window ended there."""
+    """What went by without the drafter is as if its window ended there: what an earlier prompt left is not read."""
     drafter, options = coach(drafter, plain["greedy"].tokens), {"sampling": SAMPLING["greedy"], "block_sizes": 8}
     late, full = (
         init_state(target, drafter, PROMPTS, NEW, settings=WINDOWED, capacity=CAPACITY, **options) for _ in range(2)
     )
     full = fast.prefill(target, drafter, full)
     late = fast.prefill(target, None, late)
+    late = replace(late, draft=map_caches(lambda cache: replace(cache, v=jnp.full_like(cache.v, 9.0)), late.draft))
     full = replace(full, draft_window=jnp.full_like(full.draft_window, CAPACITY))
     one, drafts = replace(WINDOWED, block_size=1), jax.jit(partial(propose, settings=WINDOWED))
     full, late = (fast.decode(target, d, s, 3, None, settings=one) for d, s in ((drafter, full), (None, late)))
