@@ -17,6 +17,11 @@ UNKNOWN_ROUNDS = (16, 4)
 PATIENCE_S, PATIENCE = 2.0, 5.0
 
 
+def rounds_within(seconds: float, cost: float) -> int:
+    """Rounds of ``cost`` seconds each that a dispatch of ``seconds`` has."""
+    return max(MIN_ROUNDS, min(int(seconds / cost), MAX_ROUNDS))
+
+
 class DecodeScheduler:
     """Plans decoding dispatches.
 
@@ -106,9 +111,9 @@ class DecodeScheduler:
         cost = self._policy.cost(batch_size, speculation)
         # Dispatches stay short until every sequence has its first token.
         seconds = DISPATCH_S if all(r.tokens for r in batch) else DISPATCH_S / 4
-        is_measured = (batch_size, speculation) in self._policy.seconds
-        limit = MAX_ROUNDS if is_measured else UNKNOWN_ROUNDS[speculation.block_size > 1]
-        rounds = max(MIN_ROUNDS, min(limit if cost is None else int(seconds / cost), limit))
+        rounds = UNKNOWN_ROUNDS[speculation.block_size > 1] if cost is None else rounds_within(seconds, cost)
+        if (batch_size, speculation) not in self._policy.seconds:
+            rounds = min(rounds, UNKNOWN_ROUNDS[speculation.block_size > 1])
         self.is_drafting, largest = speculation != NO_DRAFTER, speculation.block_size
         block_sizes = tuple(largest if r.block_size == "auto" else min(r.block_size, largest) for r in batch)
         return Dispatch(slots, block_sizes, rounds, speculation, batch_size)

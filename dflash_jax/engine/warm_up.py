@@ -15,7 +15,7 @@ from dflash_jax.engine.config import NO_DRAFTER, Speculation
 from dflash_jax.engine.draft_length import MEASURED_RUNS
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.executables import Executables
-from dflash_jax.engine.scheduler import UNKNOWN_ROUNDS
+from dflash_jax.engine.scheduler import DISPATCH_S, UNKNOWN_ROUNDS, rounds_within
 from dflash_jax.engine.warm_up_tasks import Task, Tasks
 
 log = logging.getLogger("dflash_jax")
@@ -161,16 +161,21 @@ class WarmUp:
         self.compiled += 1
 
     def _time_rounds(self, batch_size: int, speculation: Speculation, times: int = 5) -> None:
-        """Measures rounds of one program for the engine's `DraftLengthPolicy`: the shortest of some measurements."""
+        """Measures rounds of one program for the engine's `DraftLengthPolicy`: the shortest of some measurements.
+
+        Dispatches are as long as those of requests: to start and to read one takes as long as a round of a small model,
+        or longer.
+        """
         runner, tasks = self._engine.runner, self._tasks
-        dispatch = tasks.dispatch(batch_size, speculation, UNKNOWN_ROUNDS[speculation.block_size > 1])
-        measured = []
+        rounds, measured = UNKNOWN_ROUNDS[speculation.block_size > 1], []
         for _ in range(times):
+            dispatch = tasks.dispatch(batch_size, speculation, rounds)
             runner.wait(tasks.start(runner, dispatch.slots, speculation != NO_DRAFTER))
             began = runner.clock
             yielded = runner.read(runner.decode(dispatch), False).yielded
-            rounds = max(len(a) for a in yielded)
-            measured.append(((runner.clock - began) / max(rounds, 1), rounds))
+            run = max(1, *map(len, yielded))
+            measured.append(((runner.clock - began) / run, run))
+            rounds = rounds_within(DISPATCH_S, measured[-1][0])
         seconds, rounds = min(measured)
         for _ in range(MEASURED_RUNS):
             self._engine.policy.observe_seconds(batch_size, speculation, seconds, rounds)
