@@ -1,7 +1,10 @@
 """The bundled target with its MTP head and its DFlash drafter, on text that neither was trained on."""
 
+import json
 from collections import Counter
 
+import jax
+import jsonschema_rs
 import numpy as np
 import pytest
 
@@ -10,10 +13,14 @@ from dflash_jax.engine import model_runner
 from dflash_jax.engine.config import NO_DRAFTER, Speculation
 from dflash_jax.engine.draft_length import DraftLengthPolicy
 from dflash_jax.engine.request import ReadyMasks, Request
+from dflash_jax.engine.service import AsyncEngine
 from dflash_jax.frontend.compare import divergence
 from dflash_jax.frontend.llm_config import TINY
+from dflash_jax.server.serving import Serving
 from dflash_jax.training.corpus import standard_library
 from dflash_jax.training.evaluation import acceptance, held_out_prompts
+from tests.mtp_context import assert_contexts, rows_with_context
+from tests.server.conftest import SCHEMA, Running
 
 HEAD, DRAFTER = Speculation(4, 0), Speculation(4, 1)
 PARAMS = {t: SamplingParams(temperature=t, max_tokens=96, seed=1) for t in (0.0, 0.7)}
@@ -114,6 +121,32 @@ def test_masked_texts_are_plain_decodings_and_drafters_of_one_block_size_share_p
     compiled = Counter(key[0] for key in llm.programs.compiled)
     # Of plain rounds and of those of 4 tokens.
     assert (compiled["propose"], compiled["verify"], compiled["finish"]) == (3, 2, 2)
+    state = jax.device_get(engine.runner.state)
+    # At least the one that ended last has its pages still.
+    assert_contexts(llm.target, llm.drafters, state, rows_with_context(state))
+
+
+def test_a_servers_grammar_gives_the_plain_text_with_both(llm, rounds, monkeypatch):
+    monkeypatch.setattr(model_runner, "BATCH_SIZES", (4,))
+    rounds.append(Speculation(1))
+    engine = AsyncEngine(llm.new_engine(llm.programs, 4, 256, masks=True)).start()
+    serving = Serving(llm, engine, ["tiny"], info={"model_path": "bundled"})
+    serving.is_ready = True
+    running, texts = Running(serving), []
+    try:
+        for specs in ([Speculation(1)], [HEAD, DRAFTER]):
+            rounds[:] = specs
+            answer = running.chat(
+                model="tiny", max_tokens=96, temperature=0, chat_template_kwargs={"enable_thinking": False},
+                response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}},
+            )  # fmt: skip
+            texts.append(answer["choices"][0]["message"]["content"])
+    finally:
+        running.stop()
+        engine.stop()
+    jsonschema_rs.validate(SCHEMA, json.loads(texts[0]))
+    assert texts[0] == texts[1]
+    assert max(engine.engine.statistics.yielded) > 1, "no draft was accepted"
 
 
 def modelled_seconds(llm, prompts, costs: dict[Speculation, float]) -> tuple[float, list[list[int]]]:
