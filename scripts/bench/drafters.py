@@ -132,7 +132,6 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     args = make_parser().parse_args()
-    began = time.perf_counter()
     params = SamplingParams(max_tokens=args.new_tokens, temperature=args.temperature, ignore_eos=True, seed=1)
     contenders = [Contender(name, args.at_once) for name in args.contenders]
     prompts = []
@@ -141,8 +140,9 @@ def main() -> None:
             prompts += held_out_prompts([contenders[0].encode(document.text[:2000])], PROMPT, 1)
     for contender in contenders:
         contender.prepare(prompts, params)
-    texts = []
+    texts, began = [], time.perf_counter()
     for turn in range(args.turns):
+        # Preparation does not count: it compiles, which takes minutes with an empty cache.
         if time.perf_counter() - began > args.seconds:
             break
         for contender in contenders[:: 1 if turn % 2 == 0 else -1]:
