@@ -280,9 +280,13 @@ class Relay:
     async def _send_aborts(self, replica: Replica) -> None:
         """Sends the replica the aborts that came while no replica had the request."""
         self._link.waiting.discard(self)
-        for scope, body in self.aborts:
-            async with self._link.request(replica, scope, body, self._run) as answer:
-                await answer.read()
+        try:
+            for scope, body in self.aborts:
+                async with self._link.request(replica, scope, body, self._run) as answer:
+                    await answer.read()
+        except aiohttp.ClientConnectorError as e:
+            # The replica has the request, which is lost with it.
+            raise LostError(str(e)) from None
         self.aborts = []
 
     async def _give_up(self) -> None:

@@ -61,6 +61,13 @@ PREFILL_BYTES = 120
 COPIED_PAGES, IN_FLIGHT = (1, 8), 4
 
 
+def copied_pages(count: int) -> int:
+    """Pages that a copy of ``count`` pages takes on the host, where its last group is padded."""
+    small, large = COPIED_PAGES
+    rest = count % large
+    return count - rest + (large if rest > small else rest)
+
+
 def largest_prefill(kernels: bool) -> int:
     """Tokens of the largest chunk; ``kernels``: whether programs have Triton kernels."""
     return LARGEST_PREFILL if kernels else PREFILL_SIZES[-1]

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import isnan
 
-from dflash_jax.engine.config import EngineConfig
+from dflash_jax.engine.config import EngineConfig, copied_pages
 from dflash_jax.engine.dispatch import Dispatch, Outcome, StepTicket
 from dflash_jax.engine.draft_length import DraftLengthPolicy
 from dflash_jax.engine.limits import RequestLimits
@@ -287,7 +287,8 @@ class Engine:
         copies = [r.swapped for r in self._by_slot.values() if isinstance(r.swapped, OnHost)]
         counts = [self.pages.counts(request.slot), *(copy.counts for copy in copies)]
         limit = self.config.swap_bytes
-        return limit is None or sum(map(self.pages.bytes_of, counts)) <= limit
+        taken = sum(self.pages.bytes_of((copied_pages(full), copied_pages(windowed))) for full, windowed in counts)
+        return limit is None or taken <= limit
 
     def _requeue(self) -> None:
         """Queues requests whose pages are given up. They go on behind their tokens, as if submitted with them."""
@@ -298,7 +299,10 @@ class Engine:
         for request in [r for r in self._by_slot.values() if r.must_recompute]:
             self._leave_slot(request)
             request.slot, request.must_recompute, request.resumed = NO_SLOT, False, len(request.tokens)
-            request.prefilled, request.cached, request.prompt_entries = 0, 0, []
+            request.prefilled = request.cached = 0
+            if len(request.prompt_entries) < len(request.prompt) - 1:
+                # Complete ones stay: others may be reading them with the first token.
+                request.prompt_entries = []
             heapq.heappush(self._queue, (*request.rank, request))
 
     def _swap_in(self) -> None:

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_jax.engine import model_runner
+from dflash_jax.engine.config import copied_pages
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.executables import Executables
 from dflash_jax.engine.pages import PagePool
@@ -145,6 +146,20 @@ def test_where_the_host_has_no_memory_left_a_request_computes_its_tokens_again()
     assert_no_page_is_lost(loaded.pages, loaded.prefix_cache)
 
 
+def test_log_probabilities_of_a_prompt_stay_where_its_request_is_computed_again():
+    """A server's event loop reads them with the first token, while the engine goes on."""
+    loaded = engine(2, 256, pages=65)
+    loaded.runner.copies.has_memory, loaded.runner.ends = False, False
+    first, last = request(range(2, 22), 230), request(range(4, 24), 230, prompt_logprobs=0)
+    for each in (first, last):
+        loaded.submit(each)
+    while loaded.has_work:
+        loaded.step()
+        assert len(last.prompt_entries) == 19 or not last.tokens
+    assert loaded.statistics.preemptions > 0
+    assert last.tokens == expected(last.prompt, 230, ends=False)
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_requests_that_lose_their_pages_in_the_middle_of_a_prefill_are_computed_again(seed, monkeypatch):
     """In the middle of a prefill of several, or when its own is complete."""
@@ -172,14 +187,15 @@ def test_requests_that_lose_their_pages_in_the_middle_of_a_prefill_are_computed_
 def test_the_host_keeps_as_many_pages_as_may_swap():
     """The third request has no room there beside the second."""
     swapped, page = [], MockRunner.page_bytes[0]
-    loaded = engine(3, 64, pages=17, swap_bytes=6 * page)
+    # A copy of two to eight pages takes eight.
+    loaded = engine(3, 64, pages=17, swap_bytes=8 * page)
     requests = [request(range(2 + i, 18 + i), 44) for i in range(3)]
     for each in requests:
         loaded.submit(each)
     while loaded.has_work:
         loaded.step()
-        swapped.append(sum(page * r.swapped.counts[0] for r in requests if r.swapped is not None))
-    assert 0 < max(swapped) <= 6 * page
+        swapped.append(sum(page * copied_pages(r.swapped.counts[0]) for r in requests if r.swapped is not None))
+    assert max(swapped) == 8 * page
     assert sum(entry[0] == "admit" for entry in loaded.runner.log) > 3
     assert [r.tokens for r in requests] == [expected(r.prompt, 44) for r in requests]
     assert_no_page_is_lost(loaded.pages, loaded.prefix_cache)
