@@ -4,7 +4,9 @@ import asyncio
 import json
 import math
 from collections import defaultdict
+from unittest.mock import Mock
 
+import aiohttp
 import pytest
 
 from dflash_jax.cluster import relay
@@ -237,3 +239,23 @@ def test_a_piece_that_a_slow_client_waits_for_when_its_replica_ends_is_sent_once
 
     asyncio.run(main())
     assert b"".join(got) == b"data: 1" + END + b"data: 2" + END + b"data: [DONE]" + END
+
+
+def test_a_replica_that_refuses_an_abort_has_lost_the_stream():
+    """It has the request, unlike one that refuses the request itself."""
+
+    class RefusedError(aiohttp.ClientConnectorError):
+        def __init__(self):
+            super().__init__(Mock(ssl=True), ConnectionRefusedError("refused"))
+
+    async def main():
+        stream = relay.Relay(Mock(request=Mock(side_effect=RefusedError)), {"path": "/generate"}, b"{}", Mock())
+        with pytest.raises(relay.NotThereError):
+            await stream._attempt_at(Mock(attempts=set()), asyncio.get_running_loop().create_future())
+        stream.add_abort({"path": "/abort_request"}, b"{}")
+        stream._attempt = stream._send_aborts
+        with pytest.raises(relay.LostError) as error:
+            await stream._attempt_at(Mock(attempts=set()), asyncio.get_running_loop().create_future())
+        assert not isinstance(error.value, relay.NotThereError)
+
+    asyncio.run(main())
