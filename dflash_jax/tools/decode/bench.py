@@ -214,6 +214,7 @@ class Bench:
         layout: The mesh.
         weights: The target's weights.
         drafts: The drafter's weights.
+        head: Bytes of the target's head that each of the drafter's passes reads: none with a vocabulary of its own.
         slot: Bytes of a slot.
     """
 
@@ -222,6 +223,7 @@ class Bench:
         self.layout = pair.target.layout
         self.weights = weigh(pair.target, self.layout, frozenset())
         self.drafts = weigh(pair.drafter, self.layout, frozenset())
+        self.head = self.weights.head if pair.drafter.vocabulary is None else 0.0
         self.slot = measure_slot(pair.target, pair.drafter, self.layout)
 
     def state(self, point: Point):
@@ -367,7 +369,8 @@ class Bench:
         """
         rows, drafts = math.ceil(point.batch / self.layout.data), point.block_size > 1
         context = rows * (2 * self.slot.state + self.slot.read(point.context, drafts))
-        drafting = self.drafts.total + self.weights.head if drafts else 0.0
+        passes, tokens = self.pair.drafter.config.passes(point.block_size) if drafts else (0, 0)
+        drafting = passes * (self.drafts.read(rows * tokens) + self.head)
         return self.weights.read(rows * point.block_size, touched) + drafting + context
 
     def compiled(self, point: Point) -> dict:
@@ -440,15 +443,18 @@ def run(args) -> int:
         "dtype": (args.dtype or ("float32" if is_cpu and args.config is None else "bfloat16"))
         + (f", weights in {args.quantize}" if args.quantize else ""),
         "kernels": "triton" if Backend.detect(args.kernels).has_triton else "xla",
+        "draft": (args.draft or "") + (f", {args.draft_tokens:,} tokens" if args.draft_tokens else ""),
         "model": ("random" if args.config else "trained")
         + " weights"
         + (f", first {args.layers} layers" if args.layers else ""),
     }
-    out = args.out or Path(f"benchmarks/decode-{device_name(kind) or jax.default_backend()}-{name}")
+    out = args.out or Path(
+        f"benchmarks/decode-{device_name(kind) or jax.default_backend()}-{name}{'-mtp' if args.draft else ''}"
+    )
     figures, page = beside(out, ".json"), beside(out, ".md")
     recorded = read_record(figures)
     was = recorded.get("about", about)
-    if any(was.get(k) != v for k, v in about.items()):
+    if any(was.get(k, "") != v for k, v in about.items()):
         raise InputError(f"{figures} is of {was}, this is {about}: give another --out")
     record, bench, bandwidth = {"about": about, "points": recorded.get("points", {})}, None, 0.0
 
@@ -499,6 +505,8 @@ def make_parser() -> argparse.ArgumentParser:
     p.add_argument("--points", nargs="+", metavar="BATCH,WIDTH,CONTEXT", help="these instead of a grid")
     text = "send the tokens of a round to N experts of each layer, or to as many as evenly used routers do (even)"
     p.add_argument("--experts", metavar="N|even", help=f"{text}; default: as random weights route")
+    p.add_argument("--draft", choices=["mtp"], help="the target's own MTP head in place of the config's drafter")
+    p.add_argument("--draft-tokens", type=int, metavar="N", help="number of tokens that are drafted (default: all)")
     p.add_argument("--layers", type=int, metavar="N", help="only the first N layers of the target")
     p.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: by platform")
     p.add_argument("--quantize", choices=["int8", "fp8"])

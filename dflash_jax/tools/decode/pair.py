@@ -15,7 +15,8 @@ from dflash_jax.engine.config import PREFILL_SIZES
 from dflash_jax.errors import InputError
 from dflash_jax.models.config import MoeSpec
 from dflash_jax.models.decoder import Decoder
-from dflash_jax.models.drafter import Drafter
+from dflash_jax.models.drafter import Drafter, DraftVocabulary
+from dflash_jax.models.mtp import Mtp
 from dflash_jax.ops.backend import XLA, Backend
 from dflash_jax.parallel.sharding import Layout, parameter_paths, parameter_specs
 from dflash_jax.planner import Shapes, Slot, measure_slot, read_shapes
@@ -123,7 +124,7 @@ class Pair:
 
     name: str
     target: Decoder
-    drafter: Drafter
+    drafter: Drafter | Mtp
     note: str
 
 
@@ -174,7 +175,7 @@ def layout_of(args) -> Layout:
 def shapes_of(args) -> Shapes:
     """The configs of the pair that the arguments name."""
     of = {k: ASSETS / k for k in ("target", "draft")} if args.config is None else read_system(args.config).shapes
-    shapes = read_shapes(*(str(of[k]) for k in ("target", "draft")))
+    shapes = read_shapes(*(str(of[k]) for k in ("target", "target" if args.draft else "draft")))
     return compile_report.shorten(shapes, args.layers) if args.layers else shapes
 
 
@@ -218,6 +219,14 @@ def open_pair(args, points: list[Point]) -> Pair:
     dtype, backend = jnp.dtype(args.dtype or "bfloat16"), Backend.detect(args.kernels)
     target, drafter = compile_report.abstract_pair(shapes, layout, dtype, quantize, backend)
     mesh = layout.mesh()
-    return Pair(
-        find_config(args.config).stem, random_weights(target, mesh, 0), random_weights(drafter, mesh, 10**6), note
-    )
+    target, drafter = random_weights(target, mesh, 0), random_weights(drafter, mesh, 10**6)
+    if args.draft_tokens:
+        drafter.vocabulary = shortlist(args.draft_tokens, target, backend)
+    return Pair(find_config(args.config).stem, target, drafter, note)
+
+
+def shortlist(count: int, target: Decoder, backend: Backend) -> DraftVocabulary:
+    """The first ``count`` tokens as those that are drafted, with random rows of the head."""
+    shape = jax.ShapeDtypeStruct((count, target.config.hidden_size), target.dtype)
+    head = random_leaf("head", shape, jax.sharding.SingleDeviceSharding(jax.devices()[0]), 0)
+    return DraftVocabulary(jnp.arange(count, dtype=jnp.int32), head, backend)

@@ -13,14 +13,15 @@ point's programs holds. Prefill: one chunk of one prompt, the largest that the c
 """
 
 
-def acceptance_lengths(name: str, block_size: int) -> dict[str, float]:
-    """Published, by task."""
+def acceptance_lengths(name: str, block_size: int, drafter: str) -> dict[str, float]:
+    """Published, by task; ``drafter``: "dflash" or "mtp"."""
     published = json.loads(PUBLISHED.read_text()).get(name.removesuffix("-fp8"), {})
     length_by_task = {}
     for task, lengths in published.get("acceptance_length", {}).items():
-        if str(block_size) in lengths:
-            value = lengths[str(block_size)]
-            length_by_task[task] = value["dflash"] if isinstance(value, dict) else value
+        value = lengths.get(str(block_size), {})
+        by_drafter = value if isinstance(value, dict) else {"dflash": value}
+        if drafter in by_drafter:
+            length_by_task[task] = by_drafter[drafter]
     return length_by_task
 
 
@@ -41,7 +42,7 @@ def table(record: dict) -> str:
     for point, row in record["points"].items():
         cells = [row["failed"]] if "failed" in row else [str(row.get(k, "")) for k in shown.values()]
         lines.append(f"| {point} | " + " | ".join(cells) + " |")
-    computed = []
+    computed, drafter = [], "mtp" if about.get("draft") else "dflash"
     for point, row in record["points"].items():
         batch, block_size, _ = (int(part.split()[1]) for part in point.split(", ")[:3])
         # Of fewer layers than there are a token's time says nothing.
@@ -49,7 +50,7 @@ def table(record: dict) -> str:
             continue
         if block_size == 1:
             computed.append(f"| {point} | plain | 1 | {1e3 * batch / row['round_ms']:.0f} |")
-        for task, length in acceptance_lengths(about["config"], block_size).items():
+        for task, length in acceptance_lengths(about["config"], block_size, drafter).items():
             computed.append(f"| {point} | {task} | {length} | {1e3 * batch * length / row['round_ms']:.0f} |")
     lines += ["", "Tokens/s, computed, not measured: a measured round, of the weights above, at a published acceptance"]
     lines += ["length; without prefill.", ""]

@@ -90,11 +90,30 @@ def test_every_part_is_timed(measured):
 
 @pytest.mark.parametrize(("block_size", "kv"), [(1, 3), (8, 3 + 5)])
 def test_a_round_reads_the_drafters_keys_only_where_it_drafts(block_size, kv):
-    weights = SimpleNamespace(head=0.0, read=lambda tokens, touched: 0.0)
+    weights = SimpleNamespace(read=lambda tokens, touched: 0.0)
+    drafts = SimpleNamespace(read=lambda tokens: 0.0)
+    pair = SimpleNamespace(drafter=SimpleNamespace(config=SimpleNamespace(passes=lambda block_size: (1, block_size))))
     bench = SimpleNamespace(
-        layout=ONE_DEVICE, slot=Slot(0, 0, 0, 3, 5), weights=weights, drafts=SimpleNamespace(total=0.0)
+        layout=ONE_DEVICE, slot=Slot(0, 0, 0, 3, 5), weights=weights, drafts=drafts, head=0.0, pair=pair
     )
     assert bench_decode.Bench.bytes(bench, Point(2, block_size, 100), None) == 2 * 100 * kv
+
+
+def test_the_head_as_the_drafter(system, tmp_path):
+    """Each of its passes reads its own weights and the head's rows, or the shortlist's."""
+    options = ["--config", str(system), "--dtype", "float32", "--draft", "mtp", "--out", str(tmp_path / "head")]
+    short = [*options, "--draft-tokens", "64"]
+    assert bench_decode.main([*short, "--points", "1,3,64"]) == 0
+    record = json.loads((tmp_path / "head.json").read_text())
+    assert record["about"]["draft"] == "mtp, 64 tokens"
+    assert all(row["draft_ms"] > 0 for row in record["points"].values())
+    read = []
+    for given in (options, short):
+        pair = decode_pair.open_pair(bench_decode.make_parser().parse_args(given), [Point(1, 3, 64)])
+        read.append(bench_decode.Bench(pair, 1e9).bytes(Point(1, 3, 64), 0.0))
+    config = pair.target.config
+    # Two passes, each with the whole head, or with 64 of its rows and their ids.
+    assert read[0] - read[1] == 2 * (4 * (config.vocab_size - 64) * config.hidden_size - 4 * 64)
 
 
 def test_what_is_there_is_not_measured_again(measured, capsys):
